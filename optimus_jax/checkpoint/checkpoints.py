@@ -1,19 +1,18 @@
-"""Save a state; restore it onto any mesh.
+"""Saves a state to disk, and restores it onto any mesh.
 
-A checkpoint is a directory named after its step, written by Orbax under a temporary name and
-renamed when it is whole. It holds
-* `state`: every leaf of the state by its path (`named_leaves`), so what is on disk does not
-  depend on Python classes; each process writes the shards it has;
+A checkpoint is a directory named after its step, which Orbax writes under a temporary name and
+renames when it is complete. It holds
+* `state`: every leaf of the state by its path (`named_leaves`), so that the format does not depend
+  on Python classes; each process writes its shards;
 * `manifest`: JSON with the caller's metadata, the shape, dtype and checksum of every leaf, and
   a checksum of that text itself.
 
-Three kinds of trouble are kept apart. A *damaged* checkpoint (truncated, pieces missing, a checksum
-that differs) is passed over for an older one. A checkpoint of *another model* is an error: to
-fall back from it would only hide the wrong config. So is one that *cannot be reached* (permissions,
-a network disk that does not answer): it may be good, and a run that went on from an older one would
-delete it.
+Three failures are distinguished. A *damaged* checkpoint (truncated, shards missing, a wrong
+checksum) is skipped in favour of an older one. A checkpoint of *another model* is an error: falling
+back would hide the wrong config. So is one that *cannot be reached* (permissions, a network disk
+that does not answer): it may be good, and a run that resumes from an older one would delete it.
 
-Importing this takes a quarter of a second beyond JAX, nearly all of it Orbax.
+The import takes a quarter of a second beyond JAX, nearly all of it Orbax.
 """
 
 import contextlib
@@ -51,7 +50,7 @@ from optimus_jax.checkpoint.errors import (
     event_loops_that_finish,
     in_one_line,
     on_every_process,
-    raise_if_of_others,
+    raise_if_peer_failure,
 )
 from optimus_jax.cluster.distributed import broadcast_from_0
 from optimus_jax.config import CheckpointConfig
@@ -69,29 +68,28 @@ _REMEDIES = {
     errno.EROFS: "mount it so that it can be written",
     errno.ENOTDIR: "remove the file that has taken its place",
 }
-"""By what the system says: what to do about a save that has failed."""
+"""What to do about a failed save, by the system's errno."""
 STATE = "state"
 MANIFEST = "manifest"
 STEP_METADATA = "_CHECKPOINT_METADATA"
 ORBAX_JSON = (STEP_METADATA, f"{STATE}/_METADATA", f"{STATE}/_sharding")
-"""Files of a checkpoint in which Orbax describes it; each is a JSON object."""
-ASIDE, ABANDONED = "damaged", "abandoned"
-"""Beside the directory of checkpoints: those that were found to be damaged, and those of a course
-that the run was told to leave."""
+"""Orbax's metadata files of a checkpoint; each is a JSON object."""
+DAMAGED_DIR, ABANDONED_DIR = "damaged", "abandoned"
+"""Directories beside `checkpoints`: for damaged checkpoints, and for those after a step that the
+run was told to go back to."""
 
-# Orbax tells every phase of every save at level INFO, which a program that logs at INFO would show;
-# and every error with pages of traceback, once for each thread that it passes, although it raises
-# it as well and we report it.
+# Orbax logs every phase of a save at level INFO, and every error with its traceback, once per
+# thread, although it also raises the error and we report it.
 logging.getLogger("absl").setLevel(logging.CRITICAL)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Saved:
-    """A checkpoint, as its manifest describes it."""
+    """A checkpoint's step and metadata."""
 
     step: int
     metadata: dict[str, Any]
-    """What the caller gave to `save`, as JSON values."""
+    """The JSON values given to `save`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,11 +98,11 @@ class Restored(Saved):
 
     state: Any
     damaged: tuple[int, ...] = ()
-    """Steps of newer checkpoints that were passed over."""
+    """Steps of newer, damaged checkpoints that were skipped."""
 
 
 class NotFiniteError(CheckpointError):
-    """A state is not saved, for some of it is not finite: nobody could go on from it."""
+    """The state is not finite, so it is not saved: no run could resume from it."""
 
     def __init__(self, leaf: str) -> None:
         super().__init__(
@@ -119,9 +117,7 @@ class NotFiniteError(CheckpointError):
 
 @dataclass
 class _NewestUpTo(PreservationPolicy):
-    """Keeps, of the checkpoints that are not later than a limit, the newest; for each of the
-    limits.
-    """
+    """Keeps, for each limit, the newest checkpoint at or before it."""
 
     limits: Callable[[], Iterable[int]]
 
@@ -138,18 +134,18 @@ class _NewestUpTo(PreservationPolicy):
 class Checkpoints:
     """The checkpoints of one run.
 
-    With several processes, each calls the same methods in the same order.
+    All processes must call the same methods in the same order.
 
-    Reading leaves the directory as it is; the first `save` creates it. Call `close` at the end.
+    Reading does not change the directory; the first `save` creates it. Call `close` at the end.
 
     Args:
-      directory: where checkpoints are; nothing is written elsewhere.
-      config: how many are kept.
-      warn: told what happened to a checkpoint when the run goes on regardless.
-      saved: told, by the next call of any method that waits, that a save is complete: its step, and
-        for how many seconds `save` kept its caller.
-      limits: steps of which the newest checkpoint that is not later outlives its turn; the same in
-        every process.
+      directory: of the checkpoints; nothing is written elsewhere.
+      config: how many checkpoints are kept.
+      warn: called with a text about a damaged or deleted checkpoint when the run continues.
+      saved: called with the step of a completed save and the seconds for which `save` blocked, by
+        the next method that waits.
+      limits: the newest checkpoint at or before each of these steps is kept; equal in all
+        processes.
     """
 
     def __init__(
@@ -165,16 +161,16 @@ class Checkpoints:
         self._warn = warn
         self._manager: ocp.CheckpointManager | None = None
         self._saved, self._limits = saved, limits
-        self._held: int | None = None
-        """Step of the state that was last saved, or read, here."""
-        self._end: threading.Thread | None = None
-        """Ends when the save under way does."""
+        self._known_step: int | None = None
+        """Step of the state that this object last saved or restored."""
+        self._waiter: threading.Thread | None = None
+        """Thread that ends when the current save does."""
         self._saving = (0, 0)  # step and bytes of the newest save
         self._blocked_s: float | None = None  # of the save under way
         self._loops = contextlib.ExitStack()
-        self._outside: BaseException | None = None
-        """What whoever called is handling, and is none of a save's business: a state may be saved
-        because something else has failed."""
+        self._caller_error: BaseException | None = None
+        """The exception that the caller is handling, which does not come from the save: a state may
+        be saved because something else has failed."""
 
     def steps(self) -> list[int]:
         """Steps of all complete checkpoints, oldest first."""
@@ -183,19 +179,19 @@ class Checkpoints:
         )
 
     def steps_for_all(self) -> list[int]:
-        """As the first process sees them: what a file server tells others of a directory may be a
-        minute old.
+        """`steps` as process 0 sees them: a file server may show others a listing that is a minute
+        old.
         """
         return json.loads(broadcast_from_0(json.dumps(self.steps())))
 
     def holds(self, step: int) -> bool:
-        """Whether the state after `step` was saved by this object, as far as is known, or read by
-        it; the same answer in every process.
+        """Whether this object last saved or restored the state after `step`, and no failure is
+        known; equal in all processes.
         """
-        return self._held == step
+        return self._known_step == step
 
     def latest(self, step: int | None = None) -> Saved | None:
-        """The newest checkpoint whose manifest is good, or that of `step`; its arrays are not read.
+        """The newest checkpoint with a valid manifest, or that of `step`; its arrays are not read.
 
         Raises CheckpointError if one cannot be reached.
         """
@@ -211,21 +207,21 @@ class Checkpoints:
         return None
 
     def save(self, step: int, state: Any, metadata: Mapping[str, Any]) -> None:
-        """Start to save; the files are written while the caller goes on.
+        """Start an asynchronous save.
 
-        Waits for the save before. Checkpoints of `step` and of later steps belong to a course that
-        this run has left (damaged ones among them) and are deleted, with a warning.
+        Waits for the previous save. Existing checkpoints of `step` and later steps are deleted with
+        a warning: the run was resumed from before them (some may be damaged).
 
         Args:
-          step: steps done.
-          state: pytree of jax.Arrays. It may be donated or deleted once this returns: Orbax
-            copies to the host before it returns (`transfer_arrays_to_host`), and where the CPU's
-            "copy" is the buffer itself, the reference which the writer holds keeps it unchanged.
-          metadata: anything that JSON holds; read back by `restore` and `latest`.
+          step: number of finished steps.
+          state: pytree of jax.Arrays. It may be donated or deleted once this returns: Orbax has
+            copied it to the host (`transfer_arrays_to_host`); on a CPU the "copy" may be the buffer
+            itself, which the writer's reference protects from donation.
+          metadata: JSON values; returned by `restore` and `latest`.
         Raises:
           NotFiniteError: some of the state is not finite; nothing was written.
-          CheckpointError: this save cannot start, or the one before it failed. Then this one has
-            not started, and trying again is safe.
+          CheckpointError: this save cannot start, or the previous one failed. This one has not
+            started then; it is safe to call again.
         """
         started = time.perf_counter()
         self.wait()
@@ -248,7 +244,7 @@ class Checkpoints:
         manifest = json.loads(json.dumps(manifest))  # a copy: it is written after this returns
         self._saving = (step, sum(leaf.nbytes for leaf in leaves.values()))
         try:
-            # until `wait` has seen the end of this save
+            # left by `wait` after this save
             self._loops.enter_context(event_loops_that_finish())
             manager = self._open_manager()
             for stale in (other for other in manager.all_steps() if other >= step):
@@ -270,34 +266,34 @@ class Checkpoints:
                 ),
             )
         except Exception as error:
-            raise_if_of_others(error)
-            raise self._failure(error) from error
-        self._end = threading.Thread(
-            target=_await_end, args=(manager,), name="save ends", daemon=True
+            raise_if_peer_failure(error)
+            raise self._save_error(error) from error
+        self._waiter = threading.Thread(
+            target=_wait_quietly, args=(manager,), name="save ends", daemon=True
         )
-        self._end.start()
-        self._blocked_s, self._held = time.perf_counter() - started, step
+        self._waiter.start()
+        self._blocked_s, self._known_step = time.perf_counter() - started, step
 
     @property
     def has_ended(self) -> bool:
-        """Whether the save under way has ended, well or not: `wait` says which, and nobody
-        waits."""
-        return self._end is not None and not self._end.is_alive()
+        """Whether the current save has finished or failed; then `wait` returns or raises at
+        once."""
+        return self._waiter is not None and not self._waiter.is_alive()
 
     def wait(self) -> None:
-        """Return when nothing is being written any more.
+        """Wait for the current save.
 
-        Raises CheckpointError if the save under way failed.
+        Raises CheckpointError if it failed.
         """
-        self._outside = sys.exception()
+        self._caller_error = sys.exception()
         try:
             if self._manager is not None:
                 self._manager.wait_until_finished()
         except Exception as error:
-            raise_if_of_others(error)
-            raise self._failure(error) from error
+            raise_if_peer_failure(error)
+            raise self._save_error(error) from error
         self._loops.close()
-        self._end = None
+        self._waiter = None
         if self._blocked_s is not None:
             blocked_s, self._blocked_s = self._blocked_s, None
             self._saved(self._saving[0], blocked_s)
@@ -318,19 +314,18 @@ class Checkpoints:
         partial: bool = False,
         check: Callable[[Mapping[str, Any]], object] = lambda metadata: None,
     ) -> Restored:
-        """Read a checkpoint onto any mesh and check every leaf against the checksum it was saved
-        with.
+        """Restore a checkpoint onto any mesh, and verify the checksum of every leaf.
 
         Args:
           abstract_state: pytree of jax.ShapeDtypeStruct, each with its target sharding.
-          step: which checkpoint; None: the newest good one, with a warning for each that is passed
-            over.
-          paddable: whether the leaf of a path may be cropped, or padded with zeros, to the shape
-            asked for along its first dimension. What is cropped must be zero, as the rows that pad
-            a vocabulary are.
-          partial: whether leaves that `abstract_state` does not have are left unread (sampling
-            needs no moments); otherwise they are an error.
-          check: is shown the metadata of each candidate before its arrays are read; may raise.
+          step: which checkpoint; None: the newest good one, with a warning for each that is
+            skipped.
+          paddable: whether the leaf at a path may be cropped or zero-padded along its first
+            dimension to the requested shape. Cropped rows must be zero, like the padding of a
+            vocabulary.
+          partial: whether to skip leaves that are not in `abstract_state` (sampling needs no
+            moments); otherwise they are an error.
+          check: called with the metadata of each candidate before its arrays are read; may raise.
         Raises:
           CheckpointError: there is no such checkpoint, none is good, or it is of another model or
             cannot be reached.
@@ -353,7 +348,7 @@ class Checkpoints:
             except UnreachableError as error:
                 raise self._unreachable(candidate, error) from error
             else:
-                self._held = None if partial else candidate
+                self._known_step = None if partial else candidate
                 return restored
         raise CheckpointError(
             explain(
@@ -364,15 +359,15 @@ class Checkpoints:
             )
         )
 
-    def set_aside(self, steps: Iterable[int], folder: str = ASIDE) -> list[Path]:
-        """Move checkpoints out of the way, where somebody may look at them; nothing is deleted.
+    def set_aside(self, steps: Iterable[int], folder: str = DAMAGED_DIR) -> list[Path]:
+        """Move checkpoints into another directory for inspection, instead of deleting them.
 
-        One process does it, before anyone saves.
+        One process calls it, before any process saves.
 
         Args:
-          folder: beside the directory of checkpoints; says why.
+          folder: name of a directory beside `checkpoints`.
         Returns:
-          Where they are now. Those that cannot be moved stay, with a warning.
+          Their new paths. Those that cannot be moved stay, with a warning.
         """
         moved = []
         for step in steps:
@@ -458,10 +453,10 @@ class Checkpoints:
         return on_every_process(read, self._path(step))
 
     def _check_descriptions(self, step: int) -> None:
-        """Raise DamagedError or OSError unless what Orbax wrote of a checkpoint beside its arrays
-        says what it should.
+        """Raise DamagedError or OSError unless Orbax's metadata files are valid.
 
-        Orbax itself passes over some of that when it reads arrays, and cannot save beside it.
+        Orbax ignores some damage there when it restores, but then cannot save in the same
+        directory.
         """
         for name in ORBAX_JSON:
             path = self._path(step) / name
@@ -482,9 +477,7 @@ class Checkpoints:
                     ) from error
 
     def _set_aside_unreadable(self) -> None:
-        """Move checkpoints out of the way that Orbax could not list, which it does before the first
-        save.
-        """
+        """Move checkpoints away that Orbax cannot list, as it lists all before the first save."""
         damaged = []
         for step in self.steps_for_all():
             try:
@@ -498,7 +491,7 @@ class Checkpoints:
             for path in self.set_aside(damaged):
                 self._warn(f"the damaged checkpoint is kept as {path}")
         if damaged:
-            broadcast_from_0("")  # nobody lists them before they have moved
+            broadcast_from_0("")  # no process lists them before they are moved
 
     def _path(self, step: int) -> Path:
         return Path(self._directory / str(step))
@@ -510,9 +503,8 @@ class Checkpoints:
             kept: list[PreservationPolicy] = [LatestN(self._config.keep), _NewestUpTo(self._limits)]
             if self._config.keep_every is not None:
                 kept.append(EveryNSteps(self._config.keep_every))
-            # Replicas on several hosts share the writing of a leaf; in one process that only costs
-            # a compilation for every slice of every leaf (three seconds before the first save of a
-            # small model).
+            # With several hosts, replicas share the writing of a leaf. In one process that would
+            # only compile a program per slice of every leaf (three seconds for a small model).
             arrays = ocp.type_handlers.ArrayHandler(use_replica_parallel=jax.process_count() > 1)
             handler = ocp.PyTreeCheckpointHandler(
                 type_handler_registry=ocp.type_handlers.create_type_handler_registry(
@@ -523,27 +515,25 @@ class Checkpoints:
                 self._directory,
                 options=ocp.CheckpointManagerOptions(
                     preservation_policy=AnyPreservationPolicy(kept),
-                    async_options=ocp.options.AsyncOptions(barrier_sync_fn=self._meet),
+                    async_options=ocp.options.AsyncOptions(barrier_sync_fn=self._barrier),
                 ),
                 item_handlers={STATE: handler, MANIFEST: ocp.JsonCheckpointHandler()},
             )
         return self._manager
 
-    def _meet(self, *, key: str, timeout_ms: int) -> None:
-        """Orbax's barrier between the processes that write a checkpoint, but not for one that has
-        failed: it would wait there for the others, who wait elsewhere for it, and nobody would
-        learn why. They learn it from the watchdog when this process ends.
+    def _barrier(self, *, key: str, timeout_ms: int) -> None:
+        """Orbax's barrier between processes, except in one that has failed: it would wait for the
+        others, which wait elsewhere for it, and none would report the error. The others learn of it
+        from the watchdog when this process ends.
         """
         error = sys.exception()
-        # Orbax is on its way out of a save, by a `finally`
-        if error is not None and error is not self._outside:
+        # Orbax calls this in a `finally` of a failed save
+        if error is not None and error is not self._caller_error:
             raise error
         ocp.multihost.get_barrier_sync_fn()(key=key, timeout_ms=timeout_ms)
 
     def _remove_unfinished(self) -> None:
-        """Remove what a save that failed or was killed has left, which would go on filling the
-        disk.
-        """
+        """Remove the temporary files of a failed or killed save, which would fill the disk."""
         # where one write has failed, others under way may still add files
         deadline_s = time.monotonic() + 5
         while jax.process_index() == 0 and time.monotonic() < deadline_s:
@@ -553,17 +543,17 @@ class Checkpoints:
             for path in leftovers:
                 shutil.rmtree(path, ignore_errors=True)
 
-    def _failure(self, error: Exception) -> CheckpointError:
-        """What to raise for a save that failed.
+    def _save_error(self, error: Exception) -> CheckpointError:
+        """The error for a failed save.
 
-        The next takes a new manager: this one's list of steps is wrong.
+        Drops the manager, as its list of steps is wrong now; the next save opens a new one.
         """
         if self._manager is not None:
             with contextlib.suppress(Exception):  # the error that we are about to report
                 self._manager.close()
             self._manager = None
         self._loops.close()
-        self._blocked_s = self._held = self._end = None
+        self._blocked_s = self._known_step = self._waiter = None
         try:
             free = f"{shutil.disk_usage(self._directory).free:,}"
         except OSError:
@@ -572,7 +562,7 @@ class Checkpoints:
             self._remove_unfinished()
         step, num_bytes = self._saving
         steps, reason = self.steps(), in_one_line(error)
-        # A limit on the size of a file is met however much room there is.
+        # A limit on the file size applies however much space is free.
         remedy = next(
             (do for number, do in _REMEDIES.items() if os.strerror(number) in reason),
             "see whether there is room, and whether it can be written",
@@ -597,8 +587,8 @@ class Checkpoints:
 def check_same_model(
     step: int, saved: Mapping[str, Any], asked: Mapping[str, Any], paddable: Callable[[str], bool]
 ) -> None:
-    """Raises CheckpointError, naming the first leaf which is not in both or has another shape or
-    dtype.
+    """Raise CheckpointError with the first leaf that is missing on either side or differs in shape
+    or dtype.
     """
     for name in [*asked, *saved]:
         have = (saved[name]["dtype"], tuple(saved[name]["shape"])) if name in saved else None
@@ -622,8 +612,8 @@ def check_same_model(
             )
 
 
-def _await_end(manager: ocp.CheckpointManager) -> None:
-    with contextlib.suppress(BaseException):  # raised again for who waits
+def _wait_quietly(manager: ocp.CheckpointManager) -> None:
+    with contextlib.suppress(BaseException):  # `wait` raises it again
         manager.wait_until_finished()
 
 

@@ -1,8 +1,7 @@
-"""Whether the disk has room for a run's checkpoints: known before the first step instead of after
-the first save that fails.
+"""Checks before the first step whether the disk has space for a run's checkpoints.
 
-An estimate from above, as the arrays are compressed when they are written. What the file system
-does not say (some have no number of files, few say anything of quotas) is unknown and not judged.
+It is an upper estimate, as arrays are compressed when they are written. What the file system does
+not report (some have no number of free files, few report quotas) is not checked.
 """
 
 import contextlib
@@ -17,31 +16,31 @@ from optimus_jax.config import CheckpointConfig
 from optimus_jax.errors import CheckpointError, explain
 
 FILES_OF_CHECKPOINT, FILES_OF_PROCESS = 16, 16
-"""Files and folders of a checkpoint, and further ones for every process that writes to it: twice
-what Orbax was seen to make."""
-COMPRESSED = 0.9
-"""Share of a state's bytes that its checkpoint has at least: 0.92 was seen of float32 weights and
+"""Files and folders per checkpoint, and further ones per process that writes to it: twice the
+number observed with Orbax."""
+MIN_COMPRESSED_SHARE = 0.9
+"""Least size of a checkpoint relative to its state: 0.92 was observed for float32 weights and
 moments."""
-FEWEST = 2
-"""Checkpoints that there has to be room for: one is only deleted when the next is whole."""
+MIN_CHECKPOINTS = 2
+"""Checkpoints that must fit: the old one is deleted only when the next is complete."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Room:
-    """What a file system has for a run's checkpoints."""
+class DiskSpace:
+    """Space that a file system has for a run's checkpoints."""
 
     free_bytes: int
     free_files: int | None
-    """None: it does not say."""
+    """None: the file system does not report it."""
     used_bytes: int
-    """By checkpoints of the run that are there."""
-    num_there: int
-    """How many those are."""
+    """Used by the run's existing checkpoints."""
+    num_checkpoints: int
+    """Number of existing checkpoints."""
 
 
-def room_in(directory: Path) -> Room | None:
-    """The room in a directory of checkpoints; None: it cannot be asked."""
-    there = (
+def disk_space_of(directory: Path) -> DiskSpace | None:
+    """The space for a directory of checkpoints; None: the system does not report it."""
+    existing = (
         [path for path in directory.iterdir() if path.name.isdecimal()]
         if directory.is_dir()
         else []
@@ -51,16 +50,18 @@ def room_in(directory: Path) -> Room | None:
         free, facts = shutil.disk_usage(parent).free, os.statvfs(parent)
     except (OSError, StopIteration):
         return None
-    return Room(
+    return DiskSpace(
         free_bytes=free,
         free_files=facts.f_favail if facts.f_files else None,
-        used_bytes=_size(there),
-        num_there=len(there),
+        used_bytes=_size(existing),
+        num_checkpoints=len(existing),
     )
 
 
-def num_wanted(config: CheckpointConfig, first_step: int, last_step: int, num_there: int) -> int:
-    """Checkpoints that a run will have at the same time, the one that is being written included."""
+def max_checkpoints(
+    config: CheckpointConfig, first_step: int, last_step: int, num_checkpoints: int
+) -> int:
+    """Most checkpoints that a run will have at the same time, including the one being written."""
     steps = (
         []
         if not config.every
@@ -72,48 +73,48 @@ def num_wanted(config: CheckpointConfig, first_step: int, last_step: int, num_th
         if config.keep_every is None or not config.every
         else last_step // math.lcm(config.every, config.keep_every)
     )
-    return min(config.keep + lasting + 1, num_there + num_saves)
+    return min(config.keep + lasting + 1, num_checkpoints + num_saves)
 
 
-def check_room(
-    room: Room | None, num_bytes: int, *, wanted: int, num_processes: int, directory: Path
+def check_disk_space(
+    space: DiskSpace | None, num_bytes: int, *, wanted: int, num_processes: int, directory: Path
 ) -> str | None:
-    """What is to be said before the run begins, in one sentence; None: there is room.
+    """A warning, if not all checkpoints may fit; None: there is enough space.
 
     Args:
       num_bytes: of the whole state.
-      wanted: checkpoints that there will be at the same time.
+      wanted: most checkpoints at the same time.
     Raises:
-      CheckpointError: there is no room for the next checkpoint, or not for FEWEST.
+      CheckpointError: there is no space for the next checkpoint, or for MIN_CHECKPOINTS.
     """
-    if room is None:
+    if space is None:
         return None
     files = FILES_OF_CHECKPOINT + FILES_OF_PROCESS * num_processes
     needed = f"{num_bytes:,} bytes and about {files} files each, before compression"
     have = (
-        f"{room.free_bytes:,} bytes"
-        + ("" if room.free_files is None else f" and {room.free_files:,} files")
-        + f" free, and {room.num_there} checkpoint(s) of {room.used_bytes:,} bytes there"
+        f"{space.free_bytes:,} bytes"
+        + ("" if space.free_files is None else f" and {space.free_files:,} files")
+        + f" free, and {space.num_checkpoints} checkpoint(s) of {space.used_bytes:,} bytes there"
     )
-    fit = (room.free_bytes + room.used_bytes) // max(num_bytes, 1)
-    has_files = room.free_files is None or room.free_files >= files
-    least_bytes = COMPRESSED * num_bytes
+    fit = (space.free_bytes + space.used_bytes) // max(num_bytes, 1)
+    has_files = space.free_files is None or space.free_files >= files
+    least_bytes = MIN_COMPRESSED_SHARE * num_bytes
     if (
-        room.free_bytes < least_bytes
+        space.free_bytes < least_bytes
         or not has_files
-        or room.free_bytes + room.used_bytes < min(FEWEST, wanted) * least_bytes
+        or space.free_bytes + space.used_bytes < min(MIN_CHECKPOINTS, wanted) * least_bytes
     ):
-        first = f"{min(FEWEST, wanted)} checkpoint(s)"
+        first = f"{min(MIN_CHECKPOINTS, wanted)} checkpoint(s)"
         raise CheckpointError(
             explain(
-                f"there is no room for {'the next checkpoint' if room.num_there else first}"
+                f"there is no room for {'the next checkpoint' if space.num_checkpoints else first}"
                 " of this run",
                 given=f"{needed}; {have}, in {directory}",
                 do="make room, raise the quota, or choose another --run-dir",
             )
         )
     if fit < wanted or (
-        room.free_files is not None and room.free_files < files * (wanted - room.num_there)
+        space.free_files is not None and space.free_files < files * (wanted - space.num_checkpoints)
     ):
         return (
             "there may be no room for all checkpoints that the run will have at the same time:"

@@ -1,8 +1,8 @@
-"""What an error means that comes up while Orbax and TensorStore read or write a checkpoint: whose
-trouble it is, in one line.
+"""Classifies errors of Orbax and TensorStore: a damaged checkpoint, one that cannot be reached, or
+a failure of another process or the network.
 
-A damaged checkpoint is passed over for an older one; one that cannot be reached may be good; and
-what another process or the network did says nothing about either.
+A damaged checkpoint is skipped for an older one; one that cannot be reached may be good; a failure
+of another process says nothing about the checkpoint.
 """
 
 import asyncio
@@ -15,25 +15,25 @@ from typing import Any, TypeVar
 
 import jax
 
-from optimus_jax.cluster.distributed import gather_from_all, is_of_runtime
+from optimus_jax.cluster.distributed import gather_from_all, is_runtime_error
 
 T = TypeVar("T")
 
 
 class DamagedError(Exception):
-    """A checkpoint lacks something, or holds something else than was saved."""
+    """A checkpoint is incomplete, or differs from what was saved."""
 
 
 class UnreachableError(Exception):
-    """The machine, not the checkpoint, is why it cannot be read."""
+    """A checkpoint cannot be read because of the machine, and may be good."""
 
 
 PATIENCE_S = 60.0
-"""For a file server to show all hosts the same files: what it tells of a directory may be so
-old."""
+"""How long a file server may take to show all hosts the same files, as its listings may be
+cached."""
 _POLL_S = 2.0
 _GOOD, _DAMAGED, _UNREACHABLE = range(3)
-"""How reading went on one process; the largest counts."""
+"""Result of reading on one process; the largest of all processes is used."""
 _UNREACHABLE_IN_TENSORSTORE = (
     "PERMISSION_DENIED",
     "UNAVAILABLE",
@@ -41,26 +41,26 @@ _UNREACHABLE_IN_TENSORSTORE = (
     "RESOURCE_EXHAUSTED",
     "Input/output error",
 )
-"""TensorStore raises ValueError for everything; these of its words are the machine's trouble."""
+"""TensorStore raises ValueError for everything; these words mean that the machine is the cause."""
 
 
 def on_every_process(read: Callable[[], T], directory: Path) -> T:
-    """What `read` returns; DamagedError on every process if it fails on one, so that all fall back
+    """Return `read()`; if it fails on one process, raise DamagedError on all, so that all fall back
     together.
 
-    Processes that do not see the same files in `directory`, which belong to what is read, try again
-    for PATIENCE_S.
+    While processes see different files in `directory`, which `read` reads, it is repeated for up to
+    PATIENCE_S.
 
-    Raises UnreachableError, on every process too, if one cannot get at the files.
+    Raises UnreachableError, on every process, if one cannot reach the files.
     """
     until_s = time.monotonic() + PATIENCE_S
     while True:
-        code, reason, outcome = _attempt(read)
+        code, reason, result = _try_read(read)
         worst = max(gather_from_all(code))
         if worst > code:
             reason = "another process cannot read it"
         if worst == _GOOD:
-            return outcome
+            return result
         if worst == _UNREACHABLE:
             raise UnreachableError(reason)
         views = gather_from_all(_view(directory))
@@ -72,8 +72,8 @@ def on_every_process(read: Callable[[], T], directory: Path) -> T:
         time.sleep(_POLL_S)
 
 
-def _attempt(read: Callable[[], T]) -> tuple[int, str, Any]:
-    """How it went, why, and what came of it."""
+def _try_read(read: Callable[[], T]) -> tuple[int, str, Any]:
+    """Code, reason of a failure, and result of `read`."""
     try:
         return _GOOD, "", read()
     except MemoryError:
@@ -81,13 +81,13 @@ def _attempt(read: Callable[[], T]) -> tuple[int, str, Any]:
     except DamagedError as error:
         return _DAMAGED, str(error), None
     except Exception as error:
-        if is_of_runtime(error):  # the machine's trouble, not the checkpoint's
+        if is_runtime_error(error):  # the machine's trouble, not the checkpoint's
             raise
         return _UNREACHABLE if _is_unreachable(error) else _DAMAGED, in_one_line(error), None
 
 
 def _view(directory: Path) -> int:
-    """Of names and sizes of all files there: 31 bits that are the same in who sees the same."""
+    """A 31-bit hash of the names and sizes of all files in a directory."""
     try:
         files = sorted(
             f"{path.relative_to(directory)} {path.stat().st_size}"
@@ -99,17 +99,17 @@ def _view(directory: Path) -> int:
     return zlib.crc32("\n".join(files).encode()) & 0x7FFFFFFF
 
 
-def raise_if_of_others(error: Exception) -> None:
-    """Raise what is at the root of an error if that says that another process or the network has
-    failed, and nothing of the disk.
+def raise_if_peer_failure(error: Exception) -> None:
+    """Raise the root cause of an error if it means that another process or the network failed, not
+    the disk.
     """
     root = _root(error)
-    if jax.process_count() > 1 and is_of_runtime(root):
+    if jax.process_count() > 1 and is_runtime_error(root):
         raise root
 
 
 def _is_unreachable(error: BaseException) -> bool:
-    """Whether an error of reading says nothing about what is on the disk."""
+    """Whether a read error comes from the machine and says nothing about the files."""
     root = _root(error)
     if isinstance(root, OSError):
         return not isinstance(root, FileNotFoundError | NotADirectoryError | IsADirectoryError)
@@ -117,7 +117,7 @@ def _is_unreachable(error: BaseException) -> bool:
 
 
 class _FinishingLoop(asyncio.SelectorEventLoop):
-    """Ends what is under way before it closes."""
+    """Finishes its pending tasks before it closes."""
 
     def close(self) -> None:
         async def finish() -> None:
@@ -131,10 +131,10 @@ class _FinishingLoop(asyncio.SelectorEventLoop):
 
 @contextlib.contextmanager
 def event_loops_that_finish() -> Iterator[None]:
-    """After one failed read or write Orbax closes its event loop while others are under way.
+    """Makes event loops in the body finish their pending tasks before they close.
 
-    Each of those would print a traceback for not finding the loop again: pages of them around the
-    one warning that matters.
+    After a failed read or write Orbax closes its event loop while others are pending, each of which
+    would print a traceback around the one warning that matters.
     """
     plain, asyncio.new_event_loop = asyncio.new_event_loop, _FinishingLoop
     try:
@@ -150,9 +150,7 @@ def _root(error: BaseException) -> BaseException:
 
 
 def in_one_line(error: BaseException) -> str:
-    """The error at the root in one line: TensorStore adds pages of its specification, and long
-    paths.
-    """
+    """The root cause in one line: without TensorStore's specification, and shortened if long."""
     error = _root(error)
     text = (str(error).splitlines() or [""])[0].split(" [tensorstore_spec")[0]
     return f"{type(error).__name__}: " + (

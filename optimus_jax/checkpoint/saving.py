@@ -1,10 +1,9 @@
-"""Saving although saves fail: a failure is noticed at the next step, said at once, and tried again,
-for a limited number of times.
+"""Retries of failed saves: a failure is noticed at the next step, reported at once, and the save is
+repeated a limited number of times.
 
-Checkpoints are written in threads, and a disk that is full for a minute is no reason to end a run.
-Meanwhile nothing older is deleted (checkpoint/checkpoints.py). Of several processes one alone may
-fail while the others wait for it inside the save, so there the first failure ends the run, as soon
-as that process notices it.
+Checkpoints are written in threads, and a disk that is full for a minute should not end a run. Older
+checkpoints are not deleted meanwhile (checkpoint/checkpoints.py). With several processes the first
+failure ends the run, as one process may fail while the others wait for it inside the save.
 """
 
 import time
@@ -19,21 +18,21 @@ from optimus_jax.errors import CheckpointError, OptimusError
 from optimus_jax.faults.progress import Progress
 
 PAUSES_S = (0.0, 10.0, 30.0, 60.0)
-"""After a save that has failed, until it is tried again: after the first, the second and so on. One
-more failure is an error."""
+"""Pause before each retry of a failed save: after the first failure, the second and so on. One more
+failure is an error."""
 
-_LOOK_S = 0.2
-"""Between two looks whether there is still time to wait."""
+_POLL_S = 0.2
+"""Interval between two checks whether a pause should be cut short."""
 
 
 class Retries:
-    """When a save is tried again.
+    """Decides when a failed save is retried.
 
     Args:
-      warn: told of each failure that is not the last.
+      warn: called with each failure that is retried.
       is_alone: whether no other process takes part in saves.
       clock: seconds that only grow.
-      sleep: lets so many seconds go by.
+      sleep: waits for a number of seconds.
     """
 
     def __init__(
@@ -50,7 +49,7 @@ class Retries:
         self._due_s: float | None = None
 
     def failed(self, error: CheckpointError) -> None:
-        """A save has failed. Raises the error if it was the last try."""
+        """A save has failed; raises its error if no retry is left."""
         if self._failed >= len(self._pauses_s):
             raise error
         pause_s = self._pauses_s[self._failed]
@@ -64,34 +63,34 @@ class Retries:
 
     @property
     def pauses_s(self) -> tuple[float, ...]:
-        """Between tries of a save that the run's end waits for."""
+        """Pauses between tries of the final save."""
         return self._pauses_s
 
-    def rest(self, pause_s: float, is_hurried: Callable[[], bool]) -> None:
-        """Let the pause go by, or as much of it as there is time for."""
+    def pause(self, pause_s: float, is_stopping: Callable[[], bool]) -> None:
+        """Wait for the pause, or until a stop is requested."""
         until_s = self._clock() + pause_s
-        while self._clock() < until_s and not is_hurried():
-            self._sleep(min(_LOOK_S, pause_s))
+        while self._clock() < until_s and not is_stopping():
+            self._sleep(min(_POLL_S, pause_s))
 
     def succeeded(self) -> None:
         """A save is complete."""
         self._failed, self._due_s = 0, None
 
     def begun(self) -> None:
-        """A save was begun: the next is due if it fails."""
+        """A save was started."""
         self._due_s = None
 
     @property
     def is_due(self) -> bool:
-        """Whether a save that has failed is to be tried again now."""
+        """Whether a failed save should be retried now."""
         return self._due_s is not None and self._clock() >= self._due_s
 
 
 @dataclass(frozen=True, kw_only=True)
 class Saving:
-    """What a run does about its checkpoints beside beginning them.
+    """Starts, watches and finishes saves, with retries.
 
-    `save` is what begins one, and may raise CheckpointError.
+    The argument `save` of its methods starts a save, and may raise CheckpointError.
     """
 
     checkpoints: Checkpoints
@@ -102,7 +101,7 @@ class Saving:
     say: Callable[[str], object]
 
     def begin(self, save: Callable[[], object]) -> None:
-        """`save`; if that fails it is tried again later.
+        """Call `save`; if it fails it is retried later.
 
         Raises NotFiniteError, and CheckpointError after the last try.
         """
@@ -114,9 +113,9 @@ class Saving:
         except CheckpointError as error:
             self.retries.failed(error)
 
-    def look(self) -> None:
-        """Hear of the end of the save under way as soon as it has ended, well or not; waits for
-        nothing. Raises CheckpointError after the last try.
+    def poll(self) -> None:
+        """Handle the end of the current save if it has ended; does not wait. Raises CheckpointError
+        after the last try.
         """
         if not self.checkpoints.has_ended:
             return
@@ -127,17 +126,16 @@ class Saving:
             self.retries.failed(error)
 
     def finish(
-        self, save: Callable[[], object], step: int, *, is_hurried: Callable[[], bool]
+        self, save: Callable[[], object], step: int, *, is_stopping: Callable[[], bool]
     ) -> None:
-        """Have the state after `step` saved, whole.
+        """Save the state after `step` and wait until it is complete.
 
-        A process on its own tries as often as during the run, and twice where somebody waits for
-        its end.
+        A single process retries as often as during the run, and once if a stop was requested.
 
         Args:
-          is_hurried: whether a stop was asked for.
+          is_stopping: whether a stop was requested.
         Raises:
-          CheckpointError: none of the tries was of use.
+          CheckpointError: all tries failed.
         """
         for pause_s in (*self.retries.pauses_s, None):
             try:
@@ -149,16 +147,16 @@ class Saving:
             except NotFiniteError:
                 raise
             except CheckpointError as error:
-                if pause_s is None or (pause_s and is_hurried()):
+                if pause_s is None or (pause_s and is_stopping()):
                     raise
                 self.say(
                     f"{error}\n  it is tried again"
                     f" {f'in {pause_s:.0f} s; Ctrl-C gives up' if pause_s else 'now'}"
                 )
-                self.retries.rest(pause_s, is_hurried)
+                self.retries.pause(pause_s, is_stopping)
 
-    def ends_well(self) -> bool:
-        """Wait until nothing is being written; whether that went well."""
+    def wait_succeeded(self) -> bool:
+        """Wait for the current save; returns whether it succeeded."""
         try:
             with self.progress.during("write"):
                 self.checkpoints.wait()
@@ -166,11 +164,13 @@ class Saving:
             return False
         return True
 
-    def rescue(self, save: Callable[[], object], state: Any, step: int, error: Exception) -> None:
-        """Save the state after `step` because of an error, if it is not saved, and note on the
-        error what came of that.
+    def save_after_error(
+        self, save: Callable[[], object], state: Any, step: int, error: Exception
+    ) -> None:
+        """After an error, save the state after `step` unless it is saved, and add a note on the
+        result to the error.
 
-        Not among several processes: to save takes all of them, and the others have no such error.
+        Only in a run of one process: a save takes all processes, and the others have no error.
         """
         if not self.is_alone or isinstance(error, CheckpointError) or self.checkpoints.holds(step):
             return

@@ -1,13 +1,13 @@
-"""Snapshots as files: what one process had of a state at one step, and how it is known to be whole.
+"""File format of snapshots: the shards of one process at one step, with checksums.
 
     <root>/<step>/<process>.bin     the pieces, one behind the other, as they lay in memory
     <root>/<step>/<process>.json    the manifest: step, metadata, every leaf's shape and dtype,
     every piece's place and checksum
 
-The manifest is written last, by renaming, and has a checksum of its own: a snapshot with a manifest
-that can be read is complete. A *piece* is the part of a leaf between bounds; devices of a process
-that hold the same one write it once. Only JSON and raw bytes are stored, so reading runs nobody's
-code.
+The manifest is written last, by renaming, and has its own checksum: a snapshot with a readable
+manifest is complete. A shard is the part of a leaf between bounds; if several devices of a process
+hold the same one, it is written once. Only JSON and raw bytes are stored, so that reading executes
+no stored code.
 """
 
 import contextlib
@@ -27,14 +27,14 @@ import numpy as np
 from optimus_jax.system.json_input import parse_json, read_json
 
 Bounds = tuple[tuple[int, int], ...]
-"""Of a piece in its leaf: start and stop along each dimension."""
+"""Position of a shard in its leaf: start and stop along each dimension."""
 Key = tuple[str, Bounds]
-"""Which piece: path of the leaf, and where in it."""
+"""A shard's identity: path of the leaf, and bounds."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Piece:
-    """Where a piece is, and what it has to be."""
+class StoredShard:
+    """Location and checksum of a shard in a file."""
 
     file: Path
     offset: int
@@ -43,7 +43,7 @@ class Piece:
     crc32: int
 
     def read(self) -> bytes | None:
-        """Its bytes; None if they are not what was written."""
+        """Its bytes; None if they cannot be read or the checksum differs."""
         try:
             with open(self.file, "rb") as file:
                 file.seek(self.offset)
@@ -54,27 +54,27 @@ class Piece:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Held:
-    """What the files on this host have of one step."""
+class HostSnapshot:
+    """The shards of one step in the files of this host."""
 
     step: int
     metadata: dict[str, Any]
     leaves: dict[str, tuple[tuple[int, ...], str]]
     """Shape and dtype of each leaf of the whole state, by path."""
-    pieces: dict[Key, tuple[Piece, ...]]
-    """Each as often as processes of this host have written it."""
+    shards: dict[Key, tuple[StoredShard, ...]]
+    """All copies of each shard that processes of this host have written."""
 
-    def whole_pieces(self) -> dict[Key, Piece]:
-        """Of each the first copy that is what was written; reads those."""
+    def intact_shards(self) -> dict[Key, StoredShard]:
+        """The first copy of each shard whose checksum is right; reads the files."""
         found = {
-            key: next((piece for piece in copies if piece.read() is not None), None)
-            for key, copies in self.pieces.items()
+            key: next((shard for shard in copies if shard.read() is not None), None)
+            for key, copies in self.shards.items()
         }
-        return {key: piece for key, piece in found.items() if piece is not None}
+        return {key: shard for key, shard in found.items() if shard is not None}
 
     def checksums_of(self, key: Key) -> list[int]:
-        """One, unless the processes that have written it did not have the same."""
-        return sorted({piece.crc32 for piece in self.pieces[key]})
+        """Distinct checksums of a shard's copies; more than one if the processes disagreed."""
+        return sorted({shard.crc32 for shard in self.shards[key]})
 
 
 def write(
@@ -83,13 +83,13 @@ def write(
     process: int,
     metadata: Mapping[str, Any],
     leaves: Mapping[str, tuple[tuple[int, ...], str]],
-    pieces: Iterable[tuple[Key, np.ndarray]],
+    shards: Iterable[tuple[Key, np.ndarray]],
 ) -> None:
-    """Write what a process has; it is there, whole, when this returns.
+    """Write the shards of a process; they are complete when this returns.
 
     Raises:
-      OSError: it could not be written. What others on this host have of the step goes too: a
-        generation that is not whole counts as none.
+      OSError: they could not be written. Files of other processes of this host for the step are
+        deleted too, as an incomplete snapshot is useless.
     """
     folder = root / str(step)
     folder.mkdir(parents=True, exist_ok=True)
@@ -98,7 +98,7 @@ def write(
     listed, offset = [], 0
     try:
         with open(data, "wb", buffering=0) as file:
-            for (path, bounds), array in pieces:
+            for (path, bounds), array in shards:
                 content = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
                 _write_all(file.fileno(), content)
                 listed.append([path, bounds, offset, content.nbytes, zlib.crc32(content)])
@@ -121,7 +121,7 @@ def write(
 
 
 def steps(root: Path) -> list[int]:
-    """Steps of which anything is there, oldest first."""
+    """Steps that have any files, oldest first."""
     return (
         sorted(int(path.name) for path in root.iterdir() if path.name.isdecimal())
         if root.is_dir()
@@ -129,9 +129,9 @@ def steps(root: Path) -> list[int]:
     )
 
 
-def read(root: Path, step: int) -> Held | None:
-    """What all processes that were on this host have written of a step; None: nothing complete."""
-    metadata, leaves, pieces = None, {}, defaultdict[Key, tuple[Piece, ...]](tuple)
+def read(root: Path, step: int) -> HostSnapshot | None:
+    """What all processes of this host have written for a step; None: nothing complete."""
+    metadata, leaves, shards = None, {}, defaultdict[Key, tuple[StoredShard, ...]](tuple)
     for path in sorted((root / str(step)).glob("*.json")):
         if (value := _manifest(path)) is None or value["step"] != step:
             continue
@@ -139,25 +139,26 @@ def read(root: Path, step: int) -> Held | None:
         leaves = {name: (tuple(shape), dtype) for name, (shape, dtype) in value["leaves"].items()}
         for name, bounds, offset, num_bytes, crc32 in value["pieces"]:
             key = name, tuple((start, stop) for start, stop in bounds)
-            pieces[key] += (
-                Piece(
+            shards[key] += (
+                StoredShard(
                     file=path.with_suffix(".bin"), offset=offset, num_bytes=num_bytes, crc32=crc32
                 ),
             )
     return (
         None
         if metadata is None
-        else Held(step=step, metadata=metadata, leaves=leaves, pieces=pieces)
+        else HostSnapshot(step=step, metadata=metadata, leaves=leaves, shards=shards)
     )
 
 
 def delete(root: Path, step: int) -> None:
-    """All of one step, of every process on this host; another of them may do the same."""
+    """Delete the files of one step of all processes on this host; safe if several processes call
+    it."""
     shutil.rmtree(root / str(step), ignore_errors=True)
 
 
 def as_array(content: bytes, dtype: str, bounds: Bounds) -> np.ndarray:
-    """A piece, read-only."""
+    """The bytes of a shard as a read-only array."""
     return np.frombuffer(content, jnp.dtype(dtype)).reshape(
         [stop - start for start, stop in bounds]
     )

@@ -1,20 +1,19 @@
-"""A fast second tier of checkpoints: every few steps, in host memory, so that a restart in place
-loses few.
+"""Snapshots: a fast second tier of checkpoints in host memory every few steps, so that a restart on
+the same hosts loses few steps.
 
-A process that ends takes its memory along. What stays is the memory of its host: snapshots are
-files in a file system in memory (`/dev/shm`), in a directory of the run. Every process writes what
-its own devices hold, so that with replicas on several hosts each piece of the state is in the
-memory of several. They outlive every process; they do not outlive the host, and a checkpoint on
-disk (checkpoint/checkpoints.py) stays the durable tier.
+Snapshots are files in an in-memory file system (`/dev/shm`), in a directory of the run. Every
+process writes the shards of its own devices, so that with replicas on several hosts each shard is
+in the memory of several hosts. They survive the processes but not the host; checkpoints on disk
+(checkpoint/checkpoints.py) stay the durable tier.
 
-On a resume all processes together look for the newest step of which the hosts that are there have
-every piece, whole. Who lacks a piece gets it from one that has it, so that neither the number of
-processes nor the plan has to be the one that wrote it. The state is bit for bit that of the step.
+On a resume all processes together find the newest step of which the present hosts have every shard
+intact. A process that lacks a shard receives it from one that has it, so that the number of
+processes and the plan may change. The restored state is bit-identical.
 
-Two generations are kept while a third is written: the newest may be complete in one process and not
-in another, the one before is complete in all. A process deletes older ones when it takes the next
-snapshot; it has then ended a step that every process has begun after waiting for the snapshot
-before.
+Two complete snapshots are kept while a third is written: the newest may be complete in one process
+but not in another, while the one before is complete in all. A process deletes older ones when it
+takes the next snapshot: it has then ended a step which every process began after waiting for the
+previous snapshot.
 """
 
 import contextlib
@@ -36,31 +35,32 @@ from jax.experimental import multihost_utils
 
 from optimus_jax.checkpoint import snapshot_files as files
 from optimus_jax.checkpoint.checkpoints import Restored, check_same_model
-from optimus_jax.checkpoint.snapshot_files import Bounds, Held, Key
+from optimus_jax.checkpoint.snapshot_files import Bounds, HostSnapshot, Key
 from optimus_jax.devices.hosts import hosts_of_processes
 from optimus_jax.errors import ConfigError, explain
 from optimus_jax.reshard.checksum import named_leaves
 from optimus_jax.system.paths import local_path
 
 GENERATIONS = 2
-"""Complete ones that are kept."""
-DIFFER = -1
-"""In place of a checksum, where processes have different ones."""
+"""Number of complete snapshots that are kept."""
+CHECKSUMS_DIFFER = -1
+"""Stands for a checksum if processes have different ones."""
 
 
 class Snapshots:
-    """Those of one run, on this process's host. Every process calls `take` and `restore` alike.
+    """The snapshots of one run on this process's host. All processes must call `take` and `restore`
+    alike.
 
     Args:
       directory: a file system in memory.
       run_directory: of the run.
-      started: what tells the run from others in that directory before and after it: the text of its
-        first event.
+      started: text of the run's first event, which distinguishes it from earlier and later runs in
+        the same run directory.
       every: steps between snapshots; 0: none are taken.
-      begun: steps after which the run was begun or resumed so far, in order: a snapshot of a course
-        that it has left since is not used, though a host that sat out still has it.
-      warn: told what went wrong when the run goes on regardless.
-      warn_here: the same, of what this process alone knows.
+      begun: steps after which the run was started or resumed so far, in order: a snapshot from
+        before a later rollback is not used, although a host that was absent may still have it.
+      warn: called with a text about a failure that does not end the run.
+      warn_here: the same, for failures of this process only.
     """
 
     def __init__(
@@ -87,16 +87,16 @@ class Snapshots:
         self._writing: Future[None] | None = None
 
     def is_due(self, step: int) -> bool:
-        """Whether one is to be taken after `step`."""
+        """Whether a snapshot is due after `step`."""
         return self._every > 0 and step % self._every == 0
 
     def prepare(self, num_bytes_of_host: int) -> None:
-        """Make the directory.
+        """Create the directory.
 
         Args:
-          num_bytes_of_host: what this host's processes hold of the state together.
+          num_bytes_of_host: bytes of the state that this host's processes hold together.
         Raises:
-          ConfigError: it cannot be had, is somebody else's, or has too little room.
+          ConfigError: it cannot be created, belongs to another user, or has too little space.
         """
         if not self._every:
             return
@@ -104,7 +104,7 @@ class Snapshots:
         try:
             try:
                 self._make_root()
-            # another run has ended meanwhile, and has taken the parent along
+            # another run has ended meanwhile and removed the parent
             except FileNotFoundError:
                 self._make_root()
             free_bytes = shutil.disk_usage(self.root).free + sum(
@@ -135,45 +135,45 @@ class Snapshots:
         parent = self.root.parent
         parent.mkdir(mode=0o700, exist_ok=True)
         if not _is_own(parent):
-            parent.lstat()  # what is gone is nobody's
+            parent.lstat()  # raises FileNotFoundError if it is gone
             raise PermissionError(f"{parent} belongs to another user")
         self.root.mkdir(exist_ok=True)
 
     def take(self, step: int, state: Any, metadata: Mapping[str, Any]) -> None:
-        """Begin to write the state after `step`; waits for the snapshot before.
+        """Start to write the state after `step`; waits for the previous snapshot.
 
         `state` may be donated once this returns.
         """
         self.wait()
-        # another process may have begun this one
+        # another process may have started the snapshot of this step
         for old in [other for other in files.steps(self.root) if other < step][:-GENERATIONS]:
             files.delete(self.root, old)
         leaves = {path: (leaf.shape, leaf.dtype.name) for path, leaf in named_leaves(state).items()}
-        held = list(_pieces(state))
-        for _, piece in held:
-            piece.copy_to_host_async()
+        held = list(_local_shards(state))
+        for _, shard in held:
+            shard.copy_to_host_async()
         # On a CPU the host's copy may be the buffer itself, which the writer's reference keeps from
         # being donated.
-        pieces = [(key, np.asarray(piece)) for key, piece in held]
+        shards = [(key, np.asarray(shard)) for key, shard in held]
         self._writing = self._writer.submit(
             files.write,
             self.root,
             step,
             jax.process_index(),
-            {_START: len(self._begun), _SAID: dict(metadata)},
+            {_START: len(self._begun), _METADATA: dict(metadata)},
             leaves,
-            pieces,
+            shards,
         )
 
-    def _is_on_course(self, step: int) -> bool:
-        """Whether no start since has gone on from before it; what is not whole is found out
-        later."""
+    def _is_current(self, step: int) -> bool:
+        """Whether the run was not rolled back to before the snapshot since it was taken;
+        completeness is checked later."""
         held = files.read(self.root, step)
         return held is None or all(step <= begun for begun in self._begun[held.metadata[_START] :])
 
     def wait(self) -> None:
-        """Return when nothing is being written; what went wrong is a warning, for the run does not
-        depend on it.
+        """Wait for the current snapshot; a failure is only a warning, as the run does not depend on
+        it.
         """
         if self._writing is not None:
             try:
@@ -185,19 +185,18 @@ class Snapshots:
                 )
             self._writing = None
 
-    def forget_after(self, step: int) -> None:
-        """The run goes on from `step`: snapshots of later steps are of a course that it has
-        left."""
+    def delete_after(self, step: int) -> None:
+        """Delete snapshots of later steps: the run continues from `step`."""
         for later in (other for other in files.steps(self.root) if other > step):
             files.delete(self.root, later)
 
     def discard(self) -> None:
-        """Give the memory back: the run has ended, and its last state is on disk."""
+        """Delete all snapshots: the run has ended, and its last state is on disk."""
         with contextlib.suppress(OSError):
             if self._writing is not None:
                 self._writing.result()
         shutil.rmtree(self.root, ignore_errors=True)
-        with contextlib.suppress(OSError):  # other runs have theirs there
+        with contextlib.suppress(OSError):  # other runs have snapshots there
             self.root.parent.rmdir()
 
     def close(self) -> None:
@@ -212,49 +211,52 @@ class Snapshots:
         paddable: Callable[[str], bool] = lambda path: False,
         check: Callable[[Mapping[str, Any]], object] = lambda metadata: None,
     ) -> Restored | None:
-        """The newest state of which this run's hosts have every piece; None: there is none after
+        """The newest state of which the present hosts have every shard; None: there is none after
         step `newer_than`.
 
         Args:
           abstract_state: pytree of jax.ShapeDtypeStruct, each with its target sharding.
-          newer_than: step of a checkpoint that is there anyway.
+          newer_than: step of the newest checkpoint on disk.
           paddable: as of `Checkpoints.restore`.
-          check: is shown what was given to `take`, before anything is read; may raise.
+          check: called with the metadata before arrays are assembled; may raise.
         Raises:
           CheckpointError: it is of another model.
         """
-        mine = (
+        local_steps = (
             [
                 step
                 for step in files.steps(self.root)
-                if step > newer_than and self._is_on_course(step)
+                if step > newer_than and self._is_current(step)
             ]
             if _is_own(self.root.parent)
             else []
         )
-        for step in sorted({step for steps in _exchanged(mine) for step in steps}, reverse=True):
+        for step in sorted(
+            {step for steps in _gathered_json(local_steps) for step in steps}, reverse=True
+        ):
             held = files.read(self.root, step)
-            restored = _Assembly(step, held).onto(abstract_state, paddable, check)
+            restored = _SnapshotAssembly(step, held).onto(abstract_state, paddable, check)
             if isinstance(restored, Restored):
                 return restored
             self._warn(f"the snapshot of step {step} is passed over: {restored}")
         return None
 
 
-_START, _SAID = "start", "said"
-"""In a manifest: the number of the start that took it, and what the caller gave to `take`."""
+_START, _METADATA = "start", "said"
+"""Manifest keys: the number of the start that took the snapshot, and the metadata given to
+`take`."""
 
 
 def _is_own(folder: Path) -> bool:
-    """Whether it is this user's, in a directory where all may write."""
+    """Whether the folder belongs to this user, as its parent is writable by all."""
     return not folder.is_symlink() and folder.is_dir() and folder.stat().st_uid == os.getuid()
 
 
 def bytes_of_host(state: Any) -> int:
-    """What all processes of this host hold of a state, copies of the same in each of them; every
-    process has to call it.
+    """Bytes of a state that all processes of this host hold, replicas included; every process must
+    call it.
     """
-    own = sum(piece.nbytes for _, piece in _pieces(state))
+    own = sum(shard.nbytes for _, shard in _local_shards(state))
     if jax.process_count() == 1:
         return own
     everyones, hosts = (
@@ -270,47 +272,48 @@ def bytes_of_host(state: Any) -> int:
     )
 
 
-class _Assembly:
-    """One step's pieces, wherever they are, put together again; every process does the same.
+class _SnapshotAssembly:
+    """Assembles the state of one step from shards on all hosts; all processes call the same
+    methods.
 
     Args:
       step: of the snapshot.
-      held: what is on this host; None: nothing.
+      held: shards on this host; None: none.
     """
 
-    def __init__(self, step: int, held: Held | None) -> None:
+    def __init__(self, step: int, held: HostSnapshot | None) -> None:
         self._step = step
-        self._here = held.whole_pieces() if held else {}
+        self._local = held.intact_shards() if held else {}
         self._content: dict[Key, bytes] = {}
-        """What this process needs, when it has been fetched."""
-        told = _exchanged(
+        """The shards that this process needs, once they are fetched."""
+        gathered = _gathered_json(
             {
-                "metadata": held and held.metadata[_SAID],
+                "metadata": held and held.metadata[_METADATA],
                 "leaves": held and held.leaves,
                 "pieces": (
-                    [[*key, crc32] for key in self._here for crc32 in held.checksums_of(key)]
+                    [[*key, crc32] for key in self._local for crc32 in held.checksums_of(key)]
                     if held
                     else []
                 ),
             }
         )
         self._metadata = next(
-            (each["metadata"] for each in told if each["metadata"] is not None), {}
+            (each["metadata"] for each in gathered if each["metadata"] is not None), {}
         )
         self._leaves = {
             path: (tuple(shape), dtype)
-            for each in told
+            for each in gathered
             if each["leaves"]
             for path, (shape, dtype) in each["leaves"].items()
         }
         self._owner: dict[Key, int] = {}
         self._crc32: dict[Key, int] = {}
-        for process, each in enumerate(told):
+        for process, each in enumerate(gathered):
             for path, bounds, crc32 in each["pieces"]:
                 key = _key((path, bounds))
                 self._owner.setdefault(key, process)
                 if self._crc32.setdefault(key, crc32) != crc32:
-                    self._crc32[key] = DIFFER
+                    self._crc32[key] = CHECKSUMS_DIFFER
 
     def onto(
         self,
@@ -318,7 +321,7 @@ class _Assembly:
         paddable: Callable[[str], bool],
         check: Callable[[Mapping[str, Any]], object],
     ) -> Restored | str:
-        """The state under its target shardings, or why there is none."""
+        """The state under its target shardings, or a text that says why it cannot be restored."""
         if (why := self._missing()) is not None:
             return why
         check(self._metadata)
@@ -328,7 +331,7 @@ class _Assembly:
         }
         check_same_model(self._step, saved, asked, paddable)
         problem = self._fetch(asked)
-        if any(_exchanged(problem is not None)):
+        if any(_gathered_json(problem is not None)):
             return problem or "another process lacks a piece of it"
         arrays = [self._array(path, leaf) for path, leaf in asked.items()]
         return Restored(
@@ -340,39 +343,39 @@ class _Assembly:
     def _missing(self) -> str | None:
         if not self._leaves:
             return "no process has written all that it had"
-        if any(crc32 == DIFFER for crc32 in self._crc32.values()):
+        if any(crc32 == CHECKSUMS_DIFFER for crc32 in self._crc32.values()):
             return "replicas of a piece differ"
         covered: dict[str, int] = dict.fromkeys(self._leaves, 0)
         for path, bounds in self._owner:
             covered[path] += _size(bounds)
-        lacking = [
+        missing = [
             path
             for path, (shape, _) in self._leaves.items()
             if covered[path] != _size(tuple((0, size) for size in shape))
         ]
         return (
-            f"the hosts that are here do not have all of {lacking[0]!r}, and of {len(lacking) - 1}"
+            f"the hosts that are here do not have all of {missing[0]!r}, and of {len(missing) - 1}"
             " others"
-            if lacking
+            if missing
             else None
         )
 
     def _fetch(self, asked: Mapping[str, Any]) -> str | None:
-        """Get what this process needs, from its own host or from one who has it; says what went
-        wrong.
+        """Fetch the shards that this process needs, from its own host or another process; returns
+        the problem, if any.
         """
         needed = {key for key in self._owner if self._is_needed(key, asked)}
         self._content = {
             key: content
             for key in needed
-            if key in self._here and (content := self._here[key].read()) is not None
+            if key in self._local and (content := self._local[key].read()) is not None
         }
-        lacking = {
+        missing = {
             _key(key)
-            for keys in _exchanged([list(key) for key in needed - self._content.keys()])
+            for keys in _gathered_json([list(key) for key in needed - self._content.keys()])
             for key in keys
         }
-        for key in sorted(lacking):
+        for key in sorted(missing):
             content = self._from_owner(key)
             if key in needed:
                 self._content[key] = content
@@ -384,19 +387,21 @@ class _Assembly:
         return None
 
     def _from_owner(self, key: Key) -> bytes:
-        """All processes call it, and those who lack the piece keep it."""
+        """Broadcast a shard from the process that has it; all processes must call it."""
         (path, bounds), is_source = key, self._owner[key] == jax.process_index()
-        mine = np.zeros(_size(bounds) * jnp.dtype(self._leaves[path][1]).itemsize, np.uint8)
-        if is_source and (content := self._here[key].read()) is not None:
-            mine = np.frombuffer(content, np.uint8)
-        # As bytes, whose sum with zeros is exact whatever they mean.
-        return np.asarray(multihost_utils.broadcast_one_to_all(mine, is_source=is_source)).tobytes()
+        local_steps = np.zeros(_size(bounds) * jnp.dtype(self._leaves[path][1]).itemsize, np.uint8)
+        if is_source and (content := self._local[key].read()) is not None:
+            local_steps = np.frombuffer(content, np.uint8)
+        # Sent as bytes: the broadcast adds zeros, which is exact for bytes.
+        return np.asarray(
+            multihost_utils.broadcast_one_to_all(local_steps, is_source=is_source)
+        ).tobytes()
 
     def _is_needed(self, key: Key, asked: Mapping[str, Any]) -> bool:
         path, bounds = key
         leaf = asked[path]
         if leaf.ndim and bounds[0][1] > leaf.shape[0]:
-            return True  # some of it is cropped, and has to be zero
+            return True  # some of it is cropped, and must be checked to be zero
         return any(
             _overlap(bounds, _bounds(index, leaf.shape)) is not None
             for index in leaf.sharding.addressable_devices_indices_map(leaf.shape).values()
@@ -410,7 +415,7 @@ class _Assembly:
         return not rows[max(0, leaf.shape[0] - bounds[0][0]) :].any()
 
     def _array(self, path: str, leaf: Any) -> jax.Array:
-        pieces = {
+        shards = {
             bounds: files.as_array(content, self._leaves[path][1], bounds)
             for (name, bounds), content in self._content.items()
             if name == path
@@ -418,11 +423,11 @@ class _Assembly:
 
         def part(index: tuple[slice, ...] | None) -> np.ndarray:
             target = _bounds(index, leaf.shape)
-            if target in pieces:
-                return pieces[target]
+            if target in shards:
+                return shards[target]
             # zeros: rows that pad a vocabulary or layers
             found = np.zeros([stop - start for start, stop in target], leaf.dtype)
-            for bounds, array in pieces.items():
+            for bounds, array in shards.items():
                 if (common := _overlap(bounds, target)) is not None:
                     found[_slices(common, target)] = array[_slices(common, bounds)]
             return found
@@ -430,8 +435,8 @@ class _Assembly:
         return jax.make_array_from_callback(leaf.shape, leaf.sharding, part)
 
 
-def _pieces(state: Any) -> Iterator[tuple[Key, jax.Array]]:
-    """What this process's devices hold, each piece once."""
+def _local_shards(state: Any) -> Iterator[tuple[Key, jax.Array]]:
+    """The shards of this process's devices, each once."""
     for path, leaf in named_leaves(state).items():
         seen = set()
         for shard in leaf.addressable_shards:
@@ -442,8 +447,9 @@ def _pieces(state: Any) -> Iterator[tuple[Key, jax.Array]]:
                 yield (path, bounds), shard.data
 
 
-def _exchanged(value: Any) -> list[Any]:
-    """Every process's JSON value, by its number."""
+def _gathered_json(value: Any) -> list[Any]:
+    """The JSON values of all processes, in the order of their indices; every process must call
+    it."""
     if jax.process_count() == 1:
         return json.loads(json.dumps([value]))
     text = np.frombuffer(json.dumps(value).encode(), np.uint8)
@@ -473,13 +479,13 @@ def _size(bounds: Bounds) -> int:
 
 
 def _overlap(first: Bounds, second: Bounds) -> Bounds | None:
-    """None: they have nothing in common."""
+    """The intersection; None: it is empty."""
     common = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(first, second, strict=True))
     return common if all(start < stop for start, stop in common) else None
 
 
 def _slices(part: Bounds, whole: Bounds) -> tuple[slice, ...]:
-    """Of `part` in an array that lies at `whole`."""
+    """Index of `part` in an array with bounds `whole`."""
     return tuple(
         slice(start - base, stop - base)
         for (start, stop), (base, _) in zip(part, whole, strict=True)

@@ -4,7 +4,7 @@ import sys
 from importlib import import_module
 
 from optimus_jax.errors import ConfigError, explain, nearest
-from optimus_jax.faults.stopping import exit_when_asked
+from optimus_jax.faults.stopping import exit_on_signal
 from optimus_jax.version import VERSION
 
 COMMANDS = {
@@ -34,7 +34,7 @@ def main(command: str | None = None) -> int:
         command = sys.argv.pop(1)
         sys.argv[0] = f"optimus {command}"  # what --help shows
     if command == "train":
-        exit_when_asked()
+        exit_on_signal()
     # These take a while, and from here on a signal ends `train` with one line.
     from optimus_jax.run.command_line import run
 

@@ -19,11 +19,11 @@ from optimus_jax.faults.stopping import (
     EXIT_INTERRUPT,
     EXIT_RESTART,
     NOT_BEGUN,
-    StoppedAtOnce,
+    ImmediateStop,
     Terminated,
-    end_when_asked,
     exit_code_of,
-    raise_when_asked,
+    exit_with_code_on_signal,
+    raise_on_signal,
 )
 from optimus_jax.run.command_line import NO_READER, Parser, settings
 from optimus_jax.system.environment import import_jax, replace_unencodable_characters
@@ -213,7 +213,7 @@ def main() -> int:
         if "cpu_devices" in given:
             restart_with_huge_pages()
         show_notes()  # not before a restart, which would show them again
-        raise_when_asked()
+        raise_on_signal()
         return end_in_order(
             train(
                 given.get("model"),
@@ -236,7 +236,7 @@ def main() -> int:
             end_in_order(EXIT_BROKEN)
             raise
         return end_now("".join(traceback.format_exception(error)), EXIT_BROKEN)
-    except StoppedAtOnce:
+    except ImmediateStop:
         return end_now("stopped without saving; checkpoints from before are whole", EXIT_INTERRUPT)
     except KeyboardInterrupt:
         return end_now(NOT_BEGUN, EXIT_INTERRUPT)
@@ -261,12 +261,12 @@ def end_in_order(code: int) -> int:
 
     Of several processes one that does not come to its end is not waited for.
     """
-    end_when_asked(code)
+    exit_with_code_on_signal(code)
     flush_with_timeout("", after=(sys.stdout, sys.stderr))
     if is_one_of_several():
-        from optimus_jax.cluster.distributed import leave
+        from optimus_jax.cluster.distributed import disconnect
 
-        if not leave():
+        if not disconnect():
             return end_now(
                 "this process has come to its end, and leaves without another one that has not",
                 code,

@@ -1,4 +1,5 @@
-"""Several processes as one run: how they are connected and what they agree on."""
+"""Connects the processes of a run, and runs small collectives on the host: broadcast, gather,
+agreement on a value, errors on all processes."""
 
 import contextlib
 import hashlib
@@ -14,19 +15,19 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from optimus_jax.cluster.launch import PROGRAM, Launch
-from optimus_jax.cluster.rendezvous_client import report
-from optimus_jax.cluster.rendezvous_messages import address_of, bind_address, has_gone
+from optimus_jax.cluster.rendezvous_client import report_to_coordinator
+from optimus_jax.cluster.rendezvous_messages import address_of, bind_address, ended_error
 from optimus_jax.cluster.rendezvous_server import RendezvousServer
 from optimus_jax.errors import ConfigError, FaultError, OptimusError, explain
 
-_NEVER_S = 7 * 24 * 3600
-GOODBYE_S = 30.0
-"""For the other processes to come to the run's end as well: all that there was to save is saved."""
-_SERVED_S, _POLL_S = 5.0, 0.01
-"""How long process 0 waits for its own service to answer before it lets the others try, and how
-often it looks."""
-_LOOK_S = 0.2
-"""Between two looks whether all are still there."""
+_NO_TIMEOUT_S = 7 * 24 * 3600
+SHUTDOWN_WAIT_S = 30.0
+"""How long a process waits for the others at the end of a run, when everything is saved."""
+_SERVICE_WAIT_S, _POLL_S = 5.0, 0.01
+"""How long process 0 waits for JAX's service to answer before it lets the others connect, and the
+interval between two tries."""
+_CHECK_S = 0.2
+"""Interval between two checks that no process has ended."""
 
 
 def connect(launch: Launch, *, timeout_s: float, heartbeat_s: int) -> None:
@@ -34,10 +35,9 @@ def connect(launch: Launch, *, timeout_s: float, heartbeat_s: int) -> None:
 
     Args:
       timeout_s: how long this process waits for the others to start.
-      heartbeat_s: without a heartbeat of a process JAX aborts the others after so long.
+      heartbeat_s: JAX aborts the other processes when one has sent no heartbeat for this long.
     Raises:
-      FaultError: they did not all come in time; one may have died on the way. It names those that
-        are missing.
+      FaultError: not all processes connected in time; the message lists those that are missing.
       ConfigError: they cannot be connected.
     """
     if launch.is_alone or launch.engine == PROGRAM:
@@ -47,20 +47,21 @@ def connect(launch: Launch, *, timeout_s: float, heartbeat_s: int) -> None:
     jax.config.update("jax_enable_preemption_service", False)
     deadline = time.monotonic() + timeout_s
     if launch.process_id > 0:
-        with report(launch, deadline) as first:
-            _join(launch, _joining(launch, heartbeat_s), deadline, first.lost)
+        with report_to_coordinator(launch, deadline) as first:
+            _join(launch, _start_joining(launch, heartbeat_s), deadline, first.lost)
         return
     with RendezvousServer(launch, deadline) as server:
         server.gather()
-        joining = _joining(launch, heartbeat_s)
+        joining = _start_joining(launch, heartbeat_s)
         _await_service(launch, joining)
         server.release()
         _join(launch, joining, deadline, server.lost)
-        server.see_off()
+        server.await_disconnects()
 
 
 class _Joining(threading.Thread):
-    """JAX waits in C++, where no signal reaches Python; waiting for a thread, we hear them."""
+    """Calls `jax.distributed.initialize` in a thread: it waits in C++, where the main thread could
+    not handle signals."""
 
     def __init__(self, launch: Launch, heartbeat_s: int) -> None:
         super().__init__(daemon=True, name="connect")
@@ -71,13 +72,13 @@ class _Joining(threading.Thread):
         launch = self._launch
         try:
             # JAX ends the whole process, with a page of C++ frames, when its own time-out has
-            # passed. What engines.py has found is complete: left to itself JAX would add that a
-            # task of SLURM has one GPU.
+            # passed. Cluster detection is off: launch.py has found everything, and JAX would add
+            # that a task of SLURM has one GPU.
             jax.distributed.initialize(
                 launch.coordinator,
                 launch.num_processes,
                 launch.process_id,
-                initialization_timeout=_NEVER_S,
+                initialization_timeout=_NO_TIMEOUT_S,
                 heartbeat_timeout_seconds=self._heartbeat_s,
                 local_device_ids=launch.local_devices,
                 cluster_detection_method="deactivate",
@@ -87,19 +88,20 @@ class _Joining(threading.Thread):
             self.failure = error
 
 
-def _joining(launch: Launch, heartbeat_s: int) -> _Joining:
+def _start_joining(launch: Launch, heartbeat_s: int) -> _Joining:
     thread = _Joining(launch, heartbeat_s)
     thread.start()
     return thread
 
 
 def _await_service(launch: Launch, joining: _Joining) -> None:
-    """Return when JAX's service answers: who is turned away once tries again a second later."""
-    until = time.monotonic() + _SERVED_S
+    """Return when JAX's service accepts connections; a client that is refused would retry only a
+    second later."""
+    until = time.monotonic() + _SERVICE_WAIT_S
     while joining.is_alive() and time.monotonic() < until:
         with (
             contextlib.suppress(OSError),
-            socket.create_connection(address_of(launch), timeout=_SERVED_S),
+            socket.create_connection(address_of(launch), timeout=_SERVICE_WAIT_S),
         ):
             return
         time.sleep(_POLL_S)
@@ -108,13 +110,13 @@ def _await_service(launch: Launch, joining: _Joining) -> None:
 def _join(
     launch: Launch, joining: _Joining, deadline: float, lost: Callable[[], list[int]]
 ) -> None:
-    """Return when JAX has connected all; `lost` are those that have gone instead."""
+    """Return when JAX has connected all processes; `lost` lists those that have ended before."""
     gone: list[int] = []
     while joining.is_alive() and not gone and time.monotonic() < deadline:
-        joining.join(_LOOK_S)
+        joining.join(_CHECK_S)
         gone = lost() if joining.is_alive() else []
     if gone:
-        raise has_gone(gone, launch)
+        raise ended_error(gone, launch)
     if joining.is_alive():
         raise FaultError(
             explain(
@@ -144,10 +146,11 @@ def _join(
         raise joining.failure
 
 
-def leave() -> bool:
-    """Disconnect, together with the others; False: one has not come to that in GOODBYE_S.
+def disconnect() -> bool:
+    """Disconnect together with the other processes; False: one of them did not within
+    SHUTDOWN_WAIT_S.
 
-    JAX by itself would wait until its heartbeats fail, and abort.
+    JAX alone would wait until its heartbeats fail, and abort.
     """
     has_left = threading.Event()
 
@@ -156,15 +159,16 @@ def leave() -> bool:
             jax.distributed.shutdown()
             has_left.set()
 
-    thread = threading.Thread(target=shut_down, name="leave", daemon=True)
+    thread = threading.Thread(target=shut_down, name="disconnect", daemon=True)
     thread.start()
-    thread.join(GOODBYE_S)
+    thread.join(SHUTDOWN_WAIT_S)
     return has_left.is_set()
 
 
 @contextlib.contextmanager
 def named(launch: Launch) -> Iterator[None]:
-    """Errors that leave this say which process of the run has had them, if there are several."""
+    """Add a note to errors which says in which process of the run they occurred, if there are
+    several."""
     try:
         yield
     except Exception as error:
@@ -175,72 +179,71 @@ def named(launch: Launch) -> Iterator[None]:
 
 @contextlib.contextmanager
 def all_or_none() -> Iterator[None]:
-    """Around what each process does for itself: if one of them has an error, so have all, and none
-    waits for it.
+    """Context in which an error of one process is raised in all, so that none waits for it.
 
-    Nothing inside may wait for another process.
+    The body is what each process does alone; it must not wait for another process.
 
     Raises:
-      OptimusError: this process's own, or one that says which process has had one.
-      FaultError: another process has had an error that is no OptimusError.
+      OptimusError: this process's own error, or one that names the process which failed.
+      FaultError: another process failed with an error that is not an OptimusError.
     """
     failure: Exception | None = None
     try:
         yield
     except Exception as error:
         failure = error
-    outcomes = gather_from_all(
-        _WELL if failure is None else _MISTAKE if isinstance(failure, OptimusError) else _FAULT
+    codes = gather_from_all(
+        _OK if failure is None else _USER_ERROR if isinstance(failure, OptimusError) else _FAULT
     )
-    if failure is None and any(outcomes):
-        is_fault = _FAULT in outcomes
+    if failure is None and any(codes):
+        is_fault = _FAULT in codes
         failure = (FaultError if is_fault else OptimusError)(
             explain(
                 "another process of this run cannot go on",
-                given=f"process {outcomes.index(max(outcomes))} of {len(outcomes)}",
+                given=f"process {codes.index(max(codes))} of {len(codes)}",
                 do="see what it has printed",
             )
         )
     if failure is not None:
         if isinstance(failure, OptimusError):
-            failure.raised_by_all_processes = _FAULT not in outcomes
+            failure.raised_by_all_processes = _FAULT not in codes
         raise failure
 
 
-_WELL, _MISTAKE, _FAULT = range(3)
-"""How it went in a process: nothing, an OptimusError, any other."""
+_OK, _USER_ERROR, _FAULT = range(3)
+"""Codes that processes exchange: no error, an OptimusError, any other error."""
 
 
-_OF_A_COLLECTIVE = re.compile(r"[A-Z_]+: .*\b(Gloo|NCCL)\b")
-"""The libraries that carry them, behind the word of a status. TensorStore has ValueErrors of the
-same form."""
+_COLLECTIVE_ERROR = re.compile(r"[A-Z_]+: .*\b(Gloo|NCCL)\b")
+"""A status followed by the name of a collectives library. TensorStore raises ValueErrors of the
+same form, without that name."""
 
 
-def has_lost_another(error: BaseException) -> bool:
-    """Whether an error is what a process of several has when another or the network has failed in
-    what they do together; Orbax reports it as an error of its own.
+def is_peer_failure(error: BaseException) -> bool:
+    """Whether an error means that another process or the network failed during a collective; causes
+    are followed, as Orbax wraps such errors in its own.
     """
     if isinstance(error, OptimusError):
         return False
     at: BaseException | None = error
     while at is not None:
-        if is_of_runtime(at) and "RESOURCE_EXHAUSTED" not in str(at):
+        if is_runtime_error(at) and "RESOURCE_EXHAUSTED" not in str(at):
             return True
         at = at.__cause__
     return False
 
 
-def is_of_runtime(error: BaseException) -> bool:
-    """Whether JAX's runtime has raised it: as an error of its own, or, where a program is run
-    before the call returns (one device of a CPU here), as a ValueError of a collective.
+def is_runtime_error(error: BaseException) -> bool:
+    """Whether JAX's runtime raised the error: a JaxRuntimeError, or a ValueError of a collective,
+    which it raises when the program runs before the call returns (one CPU device per process).
     """
     return isinstance(error, jax.errors.JaxRuntimeError) or (
-        isinstance(error, ValueError) and _OF_A_COLLECTIVE.match(str(error)) is not None
+        isinstance(error, ValueError) and _COLLECTIVE_ERROR.match(str(error)) is not None
     )
 
 
 def broadcast_from_0(text: str) -> str:
-    """What the first process has; every process has to call it."""
+    """The text of process 0; every process must call it."""
     if jax.process_count() == 1:
         return text
     own = np.frombuffer(text.encode(), np.uint8)
@@ -251,22 +254,22 @@ def broadcast_from_0(text: str) -> str:
 
 
 def gather_from_all(number: int) -> list[int]:
-    """What each process has, by its number; every process has to call it."""
+    """Each process's number, in the order of process ids; every process must call it."""
     if jax.process_count() == 1:
         return [number]
     return np.asarray(multihost_utils.process_allgather(np.array(number, np.int32))).tolist()
 
 
-def assert_same_everywhere(facts: Mapping[str, str], *, may_become: bool = False) -> None:
-    """Make sure that these are the same in every process; every process has to call it, with the
-    same names.
+def assert_same_everywhere(facts: Mapping[str, str], *, is_transient: bool = False) -> None:
+    """Raise unless the facts are equal in every process; every process must call it, with the same
+    names.
 
     Args:
-      may_become: whether what differs now may be the same when all are started again.
+      is_transient: whether a restart of all processes may resolve the difference.
     Raises:
-      ConfigError: in every process, naming the first fact in which one differs from process 0, and
-        that process.
-      FaultError: the same, if they may become the same.
+      ConfigError: in every process; it names the first fact that differs, and a process in which it
+        does.
+      FaultError: the same, if `is_transient`.
     """
     if jax.process_count() == 1:
         return
@@ -290,7 +293,7 @@ def assert_same_everywhere(facts: Mapping[str, str], *, may_become: bool = False
             " that all of them see"
         ),
     )
-    if may_become:
+    if is_transient:
         raise FaultError(text)
     error = ConfigError(text)
     error.raised_by_all_processes = True
@@ -298,14 +301,14 @@ def assert_same_everywhere(facts: Mapping[str, str], *, may_become: bool = False
 
 
 def is_writer() -> bool:
-    """Whether this process writes what only one may write."""
+    """Whether this process writes the files that only one process may write."""
     return jax.process_index() == 0
 
 
 class Agreement:
-    """The largest of one small number per process, known to all of them; costs one tiny collective.
+    """The maximum over processes of one small number each, in all of them; one tiny collective.
 
-    The answer is an array that nobody has to wait for: read it a step later.
+    The result is an asynchronous array: read it a step later, so that nothing waits for it.
     """
 
     def __init__(self, mesh: Mesh) -> None:

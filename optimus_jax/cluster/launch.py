@@ -1,16 +1,17 @@
-"""Which launcher has started this process, and what it says about the others of the run.
+"""Finds which launcher started this process, and what it says about the other processes of the run.
 
-The first of these that says that there are several counts: the program, if it has connected its
-processes itself (as Ray does); flags; the launchers of the table (launchers.py), our own OPTIMUS_
-variables first, then the innermost launcher before the one that it runs in; what JAX finds by
-itself: TPU pods and indexed Jobs of Kubernetes. Who is one of several and cannot be placed is told
-so: to start alone would begin as many runs as there are processes. What a shell has been left with
-is no such sign:
-* a shell that `salloc` opens has every variable of a step of many tasks, and is alone in it;
-* modules export PMI_SIZE=1, people MASTER_ADDR or WORLD_SIZE=1;
-* every pod has Kubernetes' variables, and only those of an indexed Job belong together.
-Where JAX gives a task of SLURM or Open MPI one GPU, here the processes of a host share all that
-they see (gpu_sharing.py).
+These sources are tried in order, and the first that reports several processes is used: the program,
+if it has connected its processes itself (as Ray does); flags; the launchers of the table
+(launchers.py), our own OPTIMUS_ variables first, then from the innermost launcher outwards; JAX's
+own detection of TPU pods and indexed Jobs of Kubernetes. If a process is one of several but its
+index or coordinator is unknown, that is an error: starting it alone would begin as many runs as
+there are processes. Variables left over in a shell are not taken for a launcher:
+* a shell opened by `salloc` has every variable of a step of many tasks, but is a single process;
+* environment modules export PMI_SIZE=1, and people export MASTER_ADDR or WORLD_SIZE=1;
+* every pod has Kubernetes' variables, but only the pods of an indexed Job form a run.
+
+JAX gives each task of SLURM or Open MPI one GPU; we divide all visible GPUs among the processes of
+a host (gpu_sharing.py).
 """
 
 import os
@@ -22,16 +23,6 @@ import jax
 from jax._src.clusters import ClusterEnv
 from jax._src.distributed import global_state
 
-from optimus_jax.cluster.claims import (
-    OTHER_WAYS,
-    VARIABLES,
-    Claim,
-    Launcher,
-    common_parent,
-    derived_port,
-    listed,
-    settable,
-)
 from optimus_jax.cluster.launchers import (
     ENVIRONMENT,
     KUBERNETES,
@@ -40,6 +31,16 @@ from optimus_jax.cluster.launchers import (
     POD,
     POD_INDEX,
     SLURM,
+)
+from optimus_jax.cluster.process_info import (
+    EXPLICIT_SETUP_HINT,
+    VARIABLES,
+    Launcher,
+    ProcessInfo,
+    assignments,
+    common_parent,
+    derived_port,
+    settable,
 )
 from optimus_jax.config import DistributedConfig
 from optimus_jax.config.checks import is_host_and_port
@@ -50,7 +51,7 @@ __all__ = [
     "ENVIRONMENT",
     "FLAGS",
     "KUBERNETES",
-    "NOBODY",
+    "NO_LAUNCHER",
     "OPEN_MPI",
     "PROGRAM",
     "SLURM",
@@ -59,12 +60,12 @@ __all__ = [
     "find_launch",
 ]
 
-FLAGS, PROGRAM, NOBODY = "flags", "program", "nobody"
+FLAGS, PROGRAM, NO_LAUNCHER = "flags", "program", "nobody"
 _NAMES = {"K8sCluster": KUBERNETES, "GkeTpuCluster": "GKE TPU", "GceTpuCluster": "GCE TPU"}
-"""Of JAX's classes, in JAX's order."""
-_IN_THE_TABLE = {"OmpiCluster", "SlurmCluster"}
+"""Our names for JAX's cluster classes."""
+_IN_TABLE = {"OmpiCluster", "SlurmCluster"}
 _ADDRESS, _PORT = "JAX_COORDINATOR_ADDRESS", "JAX_COORDINATOR_PORT"
-"""What JAX reads too, to move the meeting point."""
+"""JAX's own variables, which override the coordinator's address."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,43 +73,45 @@ class Launch:
     """How this process was started."""
 
     engine: str
-    """Who did: `program`, `flags`, a launcher's name, or `nobody`."""
+    """What started it: `program`, `flags`, a launcher's name, or `nobody`."""
     why: str
-    """What says so, for people."""
+    """How that was detected, for messages."""
     coordinator: str | None = None
     """HOST:PORT that process 0 listens on; None: this process is alone."""
     num_processes: int = 1
-    """Processes of the run."""
+    """Number of processes of the run."""
     process_id: int = 0
-    """This one, from 0."""
+    """Index of this process, from 0."""
     bind: str | None = None
-    """Address on which process 0 listens; None: on all of its machine."""
+    """Address on which process 0 listens; None: all addresses of its machine."""
     local_devices: tuple[int, ...] | None = None
-    """Which of the GPUs that it sees are this process's; None: all."""
+    """Indices of the visible GPUs that this process uses; None: all."""
     job: str = ""
-    """The launcher's name for this start of the run, the same in all of its processes and in no
-    other's; empty: it has none."""
+    """The launcher's identifier of this start of the run, shared by all of its processes and by no
+    others; empty: it has none."""
     restarts: bool = False
-    """Whether what has started it starts jobs again after a fault, and not after a mistake."""
+    """Whether the launcher restarts jobs after a fault (exit code 75) but not after a user's
+    error."""
 
     @property
     def is_alone(self) -> bool:
-        """Whether the run is this process."""
+        """Whether this process is the whole run."""
         return self.num_processes == 1
 
     def __str__(self) -> str:
-        return self.why if self.engine == NOBODY else f"{self.engine}: {self.why}"
+        return self.why if self.engine == NO_LAUNCHER else f"{self.engine}: {self.why}"
 
 
 def find_launch(config: DistributedConfig, *, on_cpu: bool = False) -> Launch:
-    """How this process was started. Touches no device; under Kubernetes it asks the API server.
+    """Find how this process was started. Touches no device; under Kubernetes it asks the API
+    server.
 
     Args:
-      config: what the user says about it, which wins.
+      config: the user's settings, which override the environment.
       on_cpu: the run uses the CPU, however many GPUs there are.
     Raises:
-      ConfigError: the environment says that there are other processes and not where they are, or
-        contradicts itself.
+      ConfigError: the environment implies other processes but not how to reach them, or contradicts
+        itself.
     """
     if jax.distributed.is_initialized():
         return Launch(
@@ -130,86 +133,85 @@ def find_launch(config: DistributedConfig, *, on_cpu: bool = False) -> Launch:
             bind=config.listens_on,
         )
     if config.engine == "none":
-        return Launch(engine=NOBODY, why="distributed.engine=none")
+        return Launch(engine=NO_LAUNCHER, why="distributed.engine=none")
     on_cpu = on_cpu or os.environ.get("JAX_PLATFORMS") == "cpu"
-    claims = _claims()
-    if (claim := _first_that_counts(claims)) is not None:
-        return _placed(claim, [other for other in claims if other is not claim], config, on_cpu)
+    infos = _read_launchers()
+    if (info := _innermost(infos)) is not None:
+        return _launch_from(info, [other for other in infos if other is not info], config, on_cpu)
     if (launch := _from_jax(config, on_cpu)) is not None:
         return launch
     _check_ray()
     if (
         alone := next(
-            (claim for claim in claims if claim.is_alone and not claim.launcher.is_exported), None
+            (info for info in infos if info.is_alone and not info.launcher.is_exported), None
         )
     ) is not None:
         return Launch(
             engine=alone.launcher.name,
-            why=f"the only process{alone.where}",
+            why=f"the only process{alone.description}",
             restarts=alone.launcher.restarts,
         )
-    return Launch(engine=NOBODY, why=_why_alone())
+    return Launch(engine=NO_LAUNCHER, why=_why_alone())
 
 
-def _claims() -> list[Claim]:
+def _read_launchers() -> list[ProcessInfo]:
     """What each launcher says, from the innermost outwards.
 
-    What an outer one says counts for less: whether it can be read does not matter where an inner
-    one says all.
+    An outer launcher that cannot be read is ignored if an inner one is complete.
     """
-    claims: list[Claim] = []
+    infos: list[ProcessInfo] = []
     for launcher in LAUNCHERS:
         try:
-            claim = launcher.read(os.environ)
+            info = launcher.read(os.environ)
         except ConfigError:
-            if any(claim.is_whole for claim in claims):
+            if any(info.is_complete for info in infos):
                 continue
             raise
         # Rows share variables: those of torchrun are torch.distributed's. Whoever is alone has no
         # peers on its host.
-        if claim is not None and not (
-            claim.said
+        if info is not None and not (
+            info.variables
             and any(
-                claim.said.keys() <= inner.said.keys()
-                and not (inner.is_alone and claim.has_local_peers)
-                for inner in claims
+                info.variables.keys() <= inner.variables.keys()
+                and not (inner.is_alone and info.has_local_peers)
+                for inner in infos
             )
         ):
-            claims.append(claim)
-    return claims
+            infos.append(info)
+    return infos
 
 
-def _first_that_counts(claims: list[Claim]) -> Claim | None:
-    """The innermost launcher that says that there are several; None: nobody does.
+def _innermost(infos: list[ProcessInfo]) -> ProcessInfo | None:
+    """The innermost launcher that reports several processes; None: none does.
 
     Raises:
-      ConfigError: one says so and not all that it takes, or an outer one contradicts it.
+      ConfigError: a launcher's information is incomplete, or an outer launcher contradicts it.
     """
-    for claim in claims:
-        if claim.launcher.is_explicit:
-            if claim.is_partial or claim.address is None:
-                raise _partial(claim)
-            return claim
-    whole = [claim for claim in claims if claim.is_whole]
+    for info in infos:
+        if info.launcher.is_explicit:
+            if info.is_partial or info.address is None:
+                raise _incomplete_error(info)
+            return info
+    whole = [info for info in infos if info.is_complete]
     if whole:
         first = whole[0]
         for outer in whole[1:]:
             _check_outer(first, outer)
         return first
-    is_alone = any(claim.is_alone for claim in claims)
-    for claim in claims:
+    is_alone = any(info.is_alone for info in infos)
+    for info in infos:
         # In the shell of an interactive step, which is alone, srun leaves the number 0 without a
         # count.
-        if claim.is_partial and not (
-            is_alone and claim.count is None and claim.index == 0 and not claim.has_local_peers
+        if info.is_partial and not (
+            is_alone and info.count is None and info.index == 0 and not info.has_local_peers
         ):
-            raise _partial(claim)
+            raise _incomplete_error(info)
     return None
 
 
-def _check_outer(inner: Claim, outer: Claim) -> None:
-    """Raises ConfigError if both cannot be meant: an inner launcher starts at least one process for
-    each of the outer one's.
+def _check_outer(inner: ProcessInfo, outer: ProcessInfo) -> None:
+    """Raise ConfigError if the two launchers contradict each other: an inner launcher starts at
+    least one process for each process of the outer one.
     """
     assert inner.count is not None
     assert outer.count is not None
@@ -220,10 +222,10 @@ def _check_outer(inner: Claim, outer: Claim) -> None:
                 f"{outer.launcher.name} has started {outer.count} processes, and for"
                 f" {inner.launcher.name} {'its agents are' if inner.num_agents else 'they are'}"
                 f" {num_agents}: each would train a run of its own",
-                given=f"{listed(outer.said)} {listed(inner.said)}",
+                given=f"{assignments(outer.variables)} {assignments(inner.variables)}",
                 do=(
                     f"let {inner.launcher.name} know of all of them (torchrun: --nnodes), or unset"
-                    f" {' and '.join(inner.said)}, or {OTHER_WAYS}"
+                    f" {' and '.join(inner.variables)}, or {EXPLICIT_SETUP_HINT}"
                 ),
             )
         )
@@ -232,68 +234,72 @@ def _check_outer(inner: Claim, outer: Claim) -> None:
             explain(
                 f"{inner.launcher.name} and {outer.launcher.name} do not agree on which process"
                 " this is",
-                given=f"{listed(inner.said)} {listed(outer.said)}",
-                do=f"unset {' and '.join(inner.said)}, or {OTHER_WAYS}",
+                given=f"{assignments(inner.variables)} {assignments(outer.variables)}",
+                do=f"unset {' and '.join(inner.variables)}, or {EXPLICIT_SETUP_HINT}",
             )
         )
 
 
-def _partial(claim: Claim) -> ConfigError:
-    launcher = claim.launcher
+def _incomplete_error(info: ProcessInfo) -> ConfigError:
+    launcher = info.launcher
     fields = [
-        (launcher.count, claim.count is None, "how many processes there are"),
-        (launcher.index, claim.index is None, "which one this is"),
+        (launcher.count, info.count is None, "how many processes there are"),
+        (launcher.index, info.index is None, "which one this is"),
     ]
     if launcher.is_explicit:
-        fields.append((launcher.address, claim.address is None, "where process 0 is"))
-    lacks = [(settable(names), meaning) for names, is_missing, meaning in fields if is_missing]
-    missing = [" or ".join(names) for names, _ in lacks if names]
-    does = ([f"set {' and '.join(missing)} too"] if missing else []) + (
-        [f"unset {' and '.join(claim.said)}"] if claim.said else []
+        fields.append((launcher.address, info.address is None, "where process 0 is"))
+    missing_fields = [
+        (settable(names), meaning) for names, is_missing, meaning in fields if is_missing
+    ]
+    missing = [" or ".join(names) for names, _ in missing_fields if names]
+    remedy = ([f"set {' and '.join(missing)} too"] if missing else []) + (
+        [f"unset {' and '.join(info.variables)}"] if info.variables else []
     )
     return ConfigError(
         explain(
             f"{launcher.name} says that this process is"
-            f" {'the only one' if claim.is_alone else 'one of several'}, but not"
-            f" {' or '.join(meaning for _, meaning in lacks)}",
-            given=listed({**claim.said, **claim.said_address}),
-            do=", or ".join([*does, OTHER_WAYS]),
+            f" {'the only one' if info.is_alone else 'one of several'}, but not"
+            f" {' or '.join(meaning for _, meaning in missing_fields)}",
+            given=assignments({**info.variables, **info.address_variables}),
+            do=", or ".join([*remedy, EXPLICIT_SETUP_HINT]),
         )
     )
 
 
-def _placed(claim: Claim, others: list[Claim], config: DistributedConfig, on_cpu: bool) -> Launch:
-    """The launch that a launcher stands for; `others`: what further launchers say, from which comes
-    what it does not.
-    """
-    launcher = claim.launcher
-    if claim.is_alone:
+def _launch_from(
+    info: ProcessInfo, others: list[ProcessInfo], config: DistributedConfig, on_cpu: bool
+) -> Launch:
+    """The launch that a launcher describes; what it does not say is taken from `others`."""
+    launcher = info.launcher
+    if info.is_alone:
         return Launch(
-            engine=launcher.name, why=f"the only process{claim.where}", restarts=launcher.restarts
+            engine=launcher.name,
+            why=f"the only process{info.description}",
+            restarts=launcher.restarts,
         )
-    assert claim.count is not None
-    assert claim.index is not None
-    sources = [claim, *(other for other in others if claim.agrees(other))]
-    local = next((source for source in sources if source.local_index is not None), claim)
-    coordinator, is_here = _coordinator(claim, sources)
+    assert info.count is not None
+    assert info.index is not None
+    sources = [info, *(other for other in others if info.agrees(other))]
+    local = next((source for source in sources if source.local_index is not None), info)
+    coordinator, is_local = _coordinator(info, sources)
     if launcher.is_explicit:
         bind = DistributedConfig(
             coordinator=coordinator,
             bind=config.bind,
-            num_processes=claim.count,
-            process_id=claim.index,
+            num_processes=info.count,
+            process_id=info.index,
         ).listens_on
     else:
-        bind = config.bind or ("127.0.0.1" if is_here else None)
+        bind = config.bind or ("127.0.0.1" if is_local else None)
     job = next((source.job for source in sources if source.job), "")
     return Launch(
         engine=launcher.name,
-        why=f"process {claim.index} of {claim.count}{claim.where}",
+        why=f"process {info.index} of {info.count}{info.description}",
         coordinator=coordinator,
         bind=bind,
         job=job,
-        num_processes=claim.count,
-        process_id=claim.index,
+        num_processes=info.count,
+        process_id=info.index,
         restarts=any(source.launcher.restarts for source in sources),
         local_devices=gpus_of_process(
             local.local_index,
@@ -303,40 +309,45 @@ def _placed(claim: Claim, others: list[Claim], config: DistributedConfig, on_cpu
     )
 
 
-def _coordinator(claim: Claim, sources: list[Claim]) -> tuple[str, bool]:
-    """Where process 0 listens, and whether that is known to be within this host: what JAX's
-    variables say, else a launcher.
+def _coordinator(info: ProcessInfo, sources: list[ProcessInfo]) -> tuple[str, bool]:
+    """Address of process 0, and whether all processes are known to be on this host. JAX's variables
+    override the launcher's.
     """
-    moved_to, moved_port = os.environ.get(_ADDRESS, "").strip(), os.environ.get(_PORT, "").strip()
-    if claim.launcher.is_explicit:
-        moved_to = moved_port = ""
-    if moved_port and not is_host_and_port(f"host:{moved_port}"):
+    override_host, override_port = (
+        os.environ.get(_ADDRESS, "").strip(),
+        os.environ.get(_PORT, "").strip(),
+    )
+    if info.launcher.is_explicit:
+        override_host = override_port = ""
+    if override_port and not is_host_and_port(f"host:{override_port}"):
         raise ConfigError(
             explain(
                 f"{_PORT} names a port",
-                given=moved_port,
+                given=override_port,
                 do="give a number from 1 to 65535, such as 1234, or unset it",
             )
         )
-    if moved_to:
+    if override_host:
         address = (
-            moved_to if is_host_and_port(moved_to) or not moved_port else f"{moved_to}:{moved_port}"
+            override_host
+            if is_host_and_port(override_host) or not override_port
+            else f"{override_host}:{override_port}"
         )
         if not is_host_and_port(address):
             raise ConfigError(
                 explain(
                     f"{_ADDRESS} names a host and a port",
-                    given=moved_to,
+                    given=override_host,
                     do="give HOST:PORT, such as 10.0.0.1:1234, or unset it",
                 )
             )
         return address, False
-    is_here = any(source.is_on_one_host for source in sources)
+    is_local = any(source.is_on_one_host for source in sources)
     source = next((source for source in sources if source.address is not None), None)
     if source is None:
-        if not is_here:
-            raise _nowhere(claim)
-        return f"localhost:{moved_port or claim.port or _port_on_this_host(claim, sources)}", True
+        if not is_local:
+            raise _no_address_error(info)
+        return f"localhost:{override_port or info.port or _port_on_this_host(info, sources)}", True
     assert source.address is not None
     host, _, port = source.address.rpartition(":")
     if not (
@@ -354,44 +365,45 @@ def _coordinator(claim: Claim, sources: list[Claim]) -> tuple[str, bool]:
         )
     if ":" in host and not host.startswith("["):
         host = f"[{host}]"
-    address = f"{host}:{moved_port or port}"
+    address = f"{host}:{override_port or port}"
     if not is_host_and_port(address) or any(
         character.isspace() or character == "/" for character in address
     ):
-        names = " and ".join(source.said_address)
-        does = f"set {names} to a HOST and a PORT (such as 10.0.0.1 and 1234)"
+        names = " and ".join(source.address_variables)
+        remedy = f"set {names} to a HOST and a PORT (such as 10.0.0.1 and 1234)"
         if not settable(source.launcher.address):
-            does = f"set {_ADDRESS}=HOST:PORT to the host of process 0 in each"
+            remedy = f"set {_ADDRESS}=HOST:PORT to the host of process 0 in each"
         raise ConfigError(
             explain(
                 f"{source.launcher.name} does not name a host and a port for process 0 to"
                 " listen on",
                 given=f"{names}: {address}".removeprefix(": "),
-                do=f"{does}, or {OTHER_WAYS}",
+                do=f"{remedy}, or {EXPLICIT_SETUP_HINT}",
             )
         )
     is_loopback = host in ("localhost", "127.0.0.1", "[::1]")
     if (
         source.launcher.is_exported
         and is_loopback
-        and claim.index
-        and not is_here
+        and info.index
+        and not is_local
         and source.local_count is not None
     ):
-        named = [name for name in source.said_address if name in source.launcher.address]
+        named = [name for name in source.address_variables if name in source.launcher.address]
         raise ConfigError(
             explain(
                 f"{source.launcher.name} names this host itself for process 0, which is on"
                 " another one",
-                given=f"{address}, {listed(claim.said)}",
-                do=f"set {' or '.join(named)} to the host of process 0, or {OTHER_WAYS}",
+                given=f"{address}, {assignments(info.variables)}",
+                do=f"set {' or '.join(named)} to the host of process 0, or {EXPLICIT_SETUP_HINT}",
             )
         )
-    return address, is_loopback and is_here and host != "[::1]"
+    return address, is_loopback and is_local and host != "[::1]"
 
 
-def _port_on_this_host(claim: Claim, sources: list[Claim]) -> int:
-    """The same in all processes of a run, and seldom in those of another one on this host."""
+def _port_on_this_host(info: ProcessInfo, sources: list[ProcessInfo]) -> int:
+    """A port that is the same in all processes of a run, and seldom that of another run on this
+    host."""
     if job := next((source.job for source in sources if source.job), ""):
         return derived_port(job)
     for source in sources:
@@ -400,19 +412,22 @@ def _port_on_this_host(claim: Claim, sources: list[Claim]) -> int:
             and (parent := common_parent(source.launcher.index[0])) is not None
         ):
             return derived_port(str(parent))
-    raise _nowhere(claim)
+    raise _no_address_error(info)
 
 
-def _nowhere(claim: Claim) -> ConfigError:
-    launcher = claim.launcher
+def _no_address_error(info: ProcessInfo) -> ConfigError:
+    launcher = info.launcher
     names = settable(launcher.address)
-    does = f"set {' or '.join(names)} too, or " if names else ""
+    remedy = f"set {' or '.join(names)} too, or " if names else ""
     return ConfigError(
         explain(
             f"{launcher.name} says that there are several processes, and does not say where the"
             " first one is",
-            given=listed(claim.said),
-            do=f"{does}set {_ADDRESS}=HOST:PORT to the host of process 0 in each, or {OTHER_WAYS}",
+            given=assignments(info.variables),
+            do=(
+                f"{remedy}set {_ADDRESS}=HOST:PORT to the host of process 0 in each, or"
+                f" {EXPLICIT_SETUP_HINT}"
+            ),
         )
     )
 
@@ -423,7 +438,7 @@ def _from_jax(config: DistributedConfig, on_cpu: bool) -> Launch | None:
         name = _NAMES.get(cluster.__name__, cluster.__name__)
         if (
             cluster.opt_in_only_method
-            or cluster.__name__ in _IN_THE_TABLE
+            or cluster.__name__ in _IN_TABLE
             or (name == KUBERNETES and not _is_indexed_pod())
         ):
             continue
@@ -444,14 +459,14 @@ def _from_jax(config: DistributedConfig, on_cpu: bool) -> Launch | None:
                 explain(
                     f"{name} has started this process, and does not say where the others are",
                     given=f"{type(error).__name__}: {' '.join(str(error).split())}",
-                    do=f"mend that, or {OTHER_WAYS}",
+                    do=f"mend that, or {EXPLICIT_SETUP_HINT}",
                 )
             ) from error
         host, _, port = address.rpartition(":")
-        claim = Claim(
+        info = ProcessInfo(
             launcher=Launcher(name=name, restarts=restarts),
-            said={},
-            said_address={},
+            variables={},
+            address_variables={},
             count=count,
             index=index,
             address=host,
@@ -459,18 +474,18 @@ def _from_jax(config: DistributedConfig, on_cpu: bool) -> Launch | None:
             local_count=None,
             local_index=None,
             num_agents=None,
-            where="",
+            description="",
             job="",
         )
-        claim.check()
-        return _placed(claim, [], config, on_cpu)
+        info.check()
+        return _launch_from(info, [], config, on_cpu)
     return None
 
 
 def _is_indexed_pod() -> bool:
-    """Whether this is a pod of those that JAX could find together.
+    """Whether this is a pod of an indexed Job, whose processes JAX can find.
 
-    Raises ConfigError if JAX lacks what it needs for that.
+    Raises ConfigError if the package that JAX needs for that is missing.
     """
     if not os.environ.get(POD) or not os.environ.get(POD_INDEX):
         return False
@@ -480,15 +495,15 @@ def _is_indexed_pod() -> bool:
                 "this is a pod of an indexed Job, and without the package `kubernetes` there is no"
                 " telling how many belong to it",
                 given=f"{POD_INDEX}={os.environ[POD_INDEX]}",
-                do=f"pip install 'optimus-jax[k8s]', or {OTHER_WAYS}",
+                do=f"pip install 'optimus-jax[k8s]', or {EXPLICIT_SETUP_HINT}",
             )
         )
     return True
 
 
 def _check_ray() -> None:
-    """Raises ConfigError in a worker of Ray Train that has others, which Ray has not connected:
-    without use_gpu or use_tpu its JaxTrainer connects nothing, and reports success.
+    """Raise ConfigError in one of several workers of Ray Train that are not connected: without
+    use_gpu or use_tpu Ray's JaxTrainer connects nothing, and reports success.
     """
     if (ray_train := sys.modules.get("ray.train")) is None:
         return
@@ -502,7 +517,7 @@ def _check_ray() -> None:
             explain(
                 "Ray Train has started several workers, and has not connected them",
                 given=f"worker {index} of {count}",
-                do=f"give ScalingConfig use_gpu=True or use_tpu=True, or {OTHER_WAYS}",
+                do=f"give ScalingConfig use_gpu=True or use_tpu=True, or {EXPLICIT_SETUP_HINT}",
             )
         )
 

@@ -1,12 +1,11 @@
-"""What starts the processes of a run, and which environment variables each of these launchers sets:
-one table.
+"""The table of launchers, and the environment variables that each of them sets.
 
-The order is from the innermost launcher to the outermost, as `torchrun` inside `srun` inside an
-allocation. Which of them a process goes by is decided in engines.py. Adding a launcher is adding a
-row; docs/clusters.md shows the table.
+Rows are ordered from the innermost launcher to the outermost, as in `torchrun` inside `srun` inside
+an allocation. launch.py chooses the one that a process uses. To add a launcher, add a row;
+docs/clusters.md shows the table.
 
-Some launchers say things in lists or JSON. A row's `derive` turns these into plain values under
-names such as `first host of SM_HOSTS`, and the row then names them as it names variables.
+Some launchers set variables to lists or JSON. A row's `derive` turns these into plain values with
+names such as `first host of SM_HOSTS`, which the row's fields can use like variables.
 """
 
 import json
@@ -14,14 +13,14 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from optimus_jax.cluster.claims import (
+from optimus_jax.cluster.process_info import (
     COORDINATOR,
+    DESCRIPTION,
     FIRST_PORT,
-    MOST_DIGITS,
+    MAX_DIGITS,
     NUM_PORTS,
     NUM_PROCESSES,
     PROCESS_ID,
-    WHERE,
     Environment,
     Launcher,
     derived_port,
@@ -29,8 +28,8 @@ from optimus_jax.cluster.claims import (
 )
 
 LOCAL_ID, NUM_LOCAL = "OPTIMUS_LOCAL_ID", "OPTIMUS_NUM_LOCAL"
-"""Which process of its host this is, and of how many, so that they share its GPUs; may be left
-out."""
+"""Index of the process on its host, and number of processes there, so that they share the GPUs;
+optional."""
 ENVIRONMENT, SLURM, OPEN_MPI, KUBERNETES = "environment", "SLURM", "Open MPI", "Kubernetes"
 POD, POD_INDEX = "KUBERNETES_SERVICE_HOST", "JOB_COMPLETION_INDEX"
 
@@ -48,7 +47,7 @@ def _torchrun(environment: Environment) -> Environment:
 
 
 def _open_mpi(environment: Environment) -> Environment:
-    """Version 4 has the address of `mpirun` in a variable, as in
+    """Open MPI 4 has the address of `mpirun` in a variable, such as
     `1531576320.0;tcp://10.96.0.1,10.148.0.1:34911`.
     """
     if not (uri := environment.get("OMPI_MCA_orte_hnp_uri")):
@@ -76,7 +75,7 @@ def _slurm(environment: Environment) -> Environment:
         for count, times in re.findall(
             r"(\d+)(?:\(x(\d+)\))?", environment.get("SLURM_STEP_TASKS_PER_NODE", "1")
         )
-        for _ in range(min(int(times or 1), 10**MOST_DIGITS))
+        for _ in range(min(int(times or 1), 10**MAX_DIGITS))
     ]  # `2(x3),1`: 2, 2, 2, 1
     node = int(environment.get("SLURM_NODEID") or 0)
     return {
@@ -87,12 +86,13 @@ def _slurm(environment: Environment) -> Environment:
         "SLURM_JOB_ID, SLURM_STEP_ID and SLURM_RESTART_COUNT": (
             f"{step}, start {environment.get('SLURM_RESTART_COUNT', '0')}"
         ),
-        WHERE: f" of step {step} on {nodes}",
+        DESCRIPTION: f" of step {step} on {nodes}",
     }
 
 
 def _is_bound_by_slurm(environment: Environment) -> bool:
-    """With `--gpu-bind=none` tasks see all GPUs of their node though each was given its own."""
+    """Whether SLURM binds each task to its own GPUs; with `--gpu-bind=none` tasks see all GPUs of
+    their node."""
     if environment.get("SLURM_GPU_BIND", "").removeprefix("verbose,") == "none":
         return False
     return any(
@@ -129,7 +129,7 @@ def _sagemaker(environment: Environment) -> Environment:
 
 
 def _aws_batch(environment: Environment) -> Environment:
-    """The main node is not told its own address."""
+    """AWS Batch does not give the main node its own address, so that it uses localhost."""
     if (main := environment.get("AWS_BATCH_JOB_MAIN_NODE_INDEX", "0")) != "0":
         raise ValueError(
             f"AWS_BATCH_JOB_MAIN_NODE_INDEX={main}, and process 0 has to be on the main node"
@@ -149,7 +149,8 @@ def _first_of_sky(environment: Environment) -> Environment:
 
 
 def _tasks(variable: str, roles: Sequence[str]) -> Callable[[Environment], Environment]:
-    """Of a variable that lists hosts by what they do, in the order of `roles`: those that train."""
+    """Parser of a JSON variable that lists hosts by role (TF_CONFIG): count, index and first host,
+    counting the hosts with these roles in this order."""
 
     def derive(environment: Environment) -> Environment:
         said: dict[str, Any] = json.loads(environment[variable])
@@ -179,7 +180,7 @@ def _tasks(variable: str, roles: Sequence[str]) -> Callable[[Environment], Envir
 
 
 def _byteps(environment: Environment) -> Environment:
-    """DMLC_NUM_WORKER counts hosts, on each of which `bpslaunch` may start several processes."""
+    """Raises if `bpslaunch` starts several processes on a host: DMLC_NUM_WORKER counts hosts."""
     if environment.get("BYTEPS_LOCAL_SIZE", "1").strip() not in ("", "1"):
         raise ValueError(
             f"BYTEPS_LOCAL_SIZE={environment['BYTEPS_LOCAL_SIZE']} processes on a host, which share"
@@ -326,7 +327,7 @@ _LAUNCHERS = (
     ),
     Launcher(
         name="JAXJob",
-        num_said=2,
+        min_fields=2,
         count=("NUM_PROCESSES",),
         index=("PROCESS_ID",),
         address=("COORDINATOR_ADDRESS",),
@@ -335,7 +336,7 @@ _LAUNCHERS = (
     ),
     Launcher(
         name="MaxText's environment",
-        num_said=2,
+        min_fields=2,
         count=("NNODES",),
         index=("NODE_RANK",),
         address=("JAX_COORDINATOR_IP", "MASTER_ADDR"),
@@ -404,18 +405,18 @@ _LAUNCHERS = (
     ),
 )
 _COMMON_WORDS = {"LOCAL_SIZE"}
-"""Which say nothing alone."""
+"""Variables that prove nothing on their own, as other programs use these names."""
 
 
 def _local(names_of: Callable[[Launcher], Sequence[str]]) -> tuple[str, ...]:
-    """What the launchers call the processes of a host."""
+    """The variables of all launchers for the processes of a host."""
     names = dict.fromkeys(name for launcher in _LAUNCHERS for name in settable(names_of(launcher)))
     return tuple(name for name in names if name not in _COMMON_WORDS)
 
 
 LAUNCHERS = (
     *_LAUNCHERS,
-    # What says that there are others, and no more.
+    # Hints: variables which only show that other processes exist.
     Launcher(
         name="Volcano", index=("VC_TASK_INDEX", "VK_TASK_INDEX"), is_exported=True, is_hint=True
     ),
@@ -445,5 +446,5 @@ LAUNCHERS = (
         is_hint=True,
     ),
 )
-"""All of them but two: TPU pods and the indexed Jobs of Kubernetes, whose count only the API server
-has, are found by JAX."""
+"""All launchers except TPU pods and indexed Jobs of Kubernetes, which JAX detects: only the API
+server has the number of pods."""

@@ -1,10 +1,9 @@
-"""Several processes of one program on this machine, for tests and for machines without a cluster
-engine.
+"""Starts several processes of one program on this machine, for tests and for machines without a
+cluster launcher.
 
-They learn from the environment where the others are (cluster/launchers.py). Process 0 has the
-terminal; of the others every line is shown with their number before it, and they have nothing to
-say but errors. If one fails the rest are told to end, and killed after a grace: they would wait for
-it.
+Environment variables tell them the coordinator (cluster/launchers.py). Process 0 has the terminal;
+each line of the others, which print only errors, is shown with the process id before it. If one
+fails, the others receive SIGTERM, and SIGKILL after a grace period, since they would wait for it.
 """
 
 import ctypes
@@ -20,8 +19,8 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import IO
 
-from optimus_jax.cluster.claims import VARIABLES
 from optimus_jax.cluster.launchers import LOCAL_ID, NUM_LOCAL
+from optimus_jax.cluster.process_info import VARIABLES
 
 FORWARDED = {
     signal.SIGINT: signal.SIGINT,
@@ -29,14 +28,14 @@ FORWARDED = {
     signal.SIGUSR1: signal.SIGUSR1,
     signal.SIGHUP: signal.SIGTERM,
 }
-"""Signals that are for the processes, and as what; each gets each once. A terminal that closes
-takes the machine away."""
-_LOOK_S = 0.05
+"""Signals that are forwarded to the processes, and the signal that they receive, once each. A
+terminal that closes (SIGHUP) counts as SIGTERM."""
+_CHECK_S = 0.05
 _HOST = "127.0.0.1"
-"""Address of this machine at which the processes meet."""
+"""Address of this machine that process 0 listens on."""
 _PR_SET_PDEATHSIG = 1
 _PRCTL = ctypes.CDLL(None).prctl if sys.platform == "linux" else None
-"""Looked up before there are other processes: between fork and exec hardly anything is safe."""
+"""Looked up before the first fork: hardly anything is safe between fork and exec."""
 
 
 def run_processes(command: Sequence[str], num_processes: int, *, grace_s: float) -> int:
@@ -45,20 +44,20 @@ def run_processes(command: Sequence[str], num_processes: int, *, grace_s: float)
     Args:
       command: program and arguments, the same for all.
       num_processes: how many.
-      grace_s: after one has failed, how long the others may take to end before they are killed.
+      grace_s: how long the others may take to end after one has failed, before they are killed.
     Returns:
-      0, or the exit code of the first that failed; 128 + number for one that a signal has ended, as
-      a shell has it.
+      0, or the exit code of the first that failed; 128 + signal number for one ended by a signal,
+      as in a shell.
     """
     address = f"{_HOST}:{_free_port()}"
     processes: list[subprocess.Popen] = []
-    with _forwarding(processes, num_processes) as (forwarded, send_what_came_early):
+    with _forwarding(processes, num_processes) as (forwarded, send_early_signals):
         try:
             for number in range(num_processes):
                 processes.append(
                     _start(command, _environment(address, number, num_processes), number)
                 )
-            send_what_came_early()
+            send_early_signals()
             readers = [
                 _reader(process.stdout, number)
                 for number, process in enumerate(processes)
@@ -87,7 +86,7 @@ def _watch(processes: Sequence[subprocess.Popen], grace_s: float, forwarded: Seq
         if time.monotonic() >= kill_at:
             _send(processes, signal.SIGKILL)
             kill_at = float("inf")
-        time.sleep(_LOOK_S)
+        time.sleep(_CHECK_S)
     code = first_failure or next(
         (process.returncode for process in processes if process.returncode), 0
     )
@@ -95,8 +94,8 @@ def _watch(processes: Sequence[subprocess.Popen], grace_s: float, forwarded: Seq
 
 
 def _start(command: Sequence[str], environment: Mapping[str, str], number: int) -> subprocess.Popen:
-    # A session of its own: Ctrl-C reaches only us, and we pass it on once. A second one would end
-    # without saving.
+    # Each process has its own session: Ctrl-C reaches only this one, which forwards it once. A
+    # second one would end them without saving.
     stdin, stdout, stderr = (
         (None, None, None)
         if number == 0
@@ -106,16 +105,16 @@ def _start(command: Sequence[str], environment: Mapping[str, str], number: int) 
         list(command),
         env=dict(environment),
         start_new_session=True,
-        preexec_fn=None if _PRCTL is None else _end_with_us,
+        preexec_fn=None if _PRCTL is None else _terminate_with_parent,
         stdin=stdin,
         stdout=stdout,
         stderr=stderr,
     )
 
 
-def _end_with_us() -> None:
-    """In a process that begins: it is to save and end when this one has been killed, which could
-    not tell it so.
+def _terminate_with_parent() -> None:
+    """Runs in a new process: it receives SIGTERM, so that it saves and ends, even if its parent is
+    killed with SIGKILL.
     """
     assert _PRCTL is not None
     _PRCTL(_PR_SET_PDEATHSIG, signal.SIGTERM)
@@ -141,8 +140,8 @@ def _reader(stream: IO[bytes], number: int) -> threading.Thread:
 def _forwarding(
     processes: Sequence[subprocess.Popen], num_processes: int
 ) -> Iterator[tuple[list[int], Callable[[], None]]]:
-    """Gives the signals that were passed on, and what passes on those that came before all were
-    there.
+    """Yields the list of forwarded signals, and a function that sends those which arrived before
+    all processes had started.
     """
     forwarded: list[int] = []
     early: list[int] = []
@@ -154,19 +153,19 @@ def _forwarding(
         else:
             _send(processes, FORWARDED[signal.Signals(number)])
 
-    def send_what_came_early() -> None:
+    def send_early_signals() -> None:
         while early:
             _send(processes, FORWARDED[signal.Signals(early.pop(0))])
 
-    # Under nohup a terminal that closes is nothing. The others count even where a shell has put us
-    # in the background and has SIGINT ignored.
+    # SIGHUP stays ignored under nohup. The other signals are handled even if a shell started us in
+    # the background with SIGINT ignored.
     before = {
         number: signal.signal(number, forward)
         for number in FORWARDED
         if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN
     }
     try:
-        yield forwarded, send_what_came_early
+        yield forwarded, send_early_signals
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

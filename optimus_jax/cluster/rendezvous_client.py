@@ -1,5 +1,5 @@
-"""The rendezvous as a process other than 0 sees it: it reports to process 0
-(rendezvous_server.py) and receives what that says, until both are connected.
+"""Client side of the rendezvous: a process other than 0 reports to process 0 (rendezvous_server.py)
+and reads its answers, until JAX has connected both.
 """
 
 import contextlib
@@ -14,34 +14,33 @@ from typing import Any, Self
 from optimus_jax.cluster.launch import Launch
 from optimus_jax.cluster.rendezvous_messages import (
     ANSWERS,
+    FIRST_NOTICE_S,
     GO,
     JOINED,
-    LONGEST,
+    MAX_LINE_BYTES,
     MISSING,
+    NOTICE_EVERY_S,
     REFUSED,
     RETRY_S,
-    TOLD_AFTER_S,
-    TOLD_AGAIN_S,
     Say,
     address_of,
-    not_come,
-    oneself,
-    say_to_all,
-    waiting,
-    waiting_along,
+    client_waiting_text,
+    missing_error,
+    print_to_stderr,
+    this_process,
+    waiting_text,
 )
 from optimus_jax.errors import ConfigError, explain
 
-VERDICT_S = 10.0
-"""Beyond the deadline: how long this process waits for process 0 to say who is missing."""
+ANSWER_WAIT_S = 10.0
+"""How long after the deadline this process waits for process 0 to say which processes are
+missing."""
 
 
-class First:
-    """Process 0, as another one sees it while both are being connected: a context manager, left
-    when they are or cannot be.
-    """
+class CoordinatorConnection:
+    """Connection to process 0 until JAX has connected the processes: a context manager."""
 
-    def __init__(self, connection: socket.socket, answers: "_Answers") -> None:
+    def __init__(self, connection: socket.socket, answers: "_AnswerReader") -> None:
         self._connection, self._answers, self._is_connected = connection, answers, False
         connection.setblocking(False)
 
@@ -60,11 +59,11 @@ class First:
         self.close()
 
     def close(self) -> None:
-        """Hang up, without a word."""
+        """Close the connection without sending anything."""
         self._connection.close()
 
     def lost(self) -> list[int]:
-        """Who is not connected and has gone: process 0, or whom it names."""
+        """Processes that ended before they were connected: process 0, or those that it names."""
         if self._is_connected:
             return []
         try:
@@ -77,12 +76,14 @@ class First:
         return [] if self._is_connected else answer.get(MISSING, [0])
 
 
-def report(launch: Launch, deadline: float, say: Say = say_to_all) -> First:
-    """The other processes' side: return when process 0 says that all are there.
+def report_to_coordinator(
+    launch: Launch, deadline: float, say: Say = print_to_stderr
+) -> CoordinatorConnection:
+    """Report to process 0, and return when it answers that all processes have come.
 
     Args: as for `RendezvousServer`.
     Raises:
-      FaultError: process 0 is not there before the deadline, or misses others.
+      FaultError: process 0 cannot be reached before the deadline, or others are missing.
       ConfigError: it belongs to another run.
     """
     said = json.dumps(
@@ -94,52 +95,52 @@ def report(launch: Launch, deadline: float, say: Say = say_to_all) -> First:
             "pid": os.getpid(),
         }
     )
-    tell_at, why = time.monotonic() + TOLD_AFTER_S, "not tried yet"
+    notice_at, why = time.monotonic() + FIRST_NOTICE_S, "not tried yet"
     while time.monotonic() < deadline:
         try:
             with contextlib.ExitStack() as stack:
                 connection = stack.enter_context(
                     socket.create_connection(
                         address_of(launch),
-                        timeout=max(RETRY_S, min(TOLD_AFTER_S, deadline - time.monotonic())),
+                        timeout=max(RETRY_S, min(FIRST_NOTICE_S, deadline - time.monotonic())),
                     )
                 )
-                # the port is one that the system deals out, and nobody listens there
+                # on an ephemeral port without a listener, TCP can connect a socket to itself
                 if connection.getsockname() == connection.getpeername():
                     raise OSError("this process reached itself")
                 connection.sendall(said.encode() + b"\n")
-                answers = _Answers(connection)
+                answers = _AnswerReader(connection)
                 if (
                     answer := _await_answer(
                         connection,
                         answers,
-                        deadline + VERDICT_S,
-                        tell_at,
-                        lambda: say(waiting_along(launch)),
+                        deadline + ANSWER_WAIT_S,
+                        notice_at,
+                        lambda: say(client_waiting_text(launch)),
                     )
                 ) is not None:
                     _check(answer, launch)
                     stack.pop_all()
-                    return First(connection, answers)
+                    return CoordinatorConnection(connection, answers)
                 why = "process 0 was there and has gone"
         except OSError as error:
             why = str(error)
-        if time.monotonic() >= tell_at:
-            say(waiting([0], launch))
-            tell_at = time.monotonic() + TOLD_AGAIN_S
+        if time.monotonic() >= notice_at:
+            say(waiting_text([0], launch))
+            notice_at = time.monotonic() + NOTICE_EVERY_S
         time.sleep(RETRY_S)
-    raise not_come([0], launch, f"; {launch.coordinator}: {why}")
+    raise missing_error([0], launch, f"; {launch.coordinator}: {why}")
 
 
 def _check(answer: dict[str, Any], launch: Launch) -> None:
-    """Raises what `report` does, unless process 0 lets this one go on."""
+    """Raise the errors of `report_to_coordinator`, unless process 0 has accepted this process."""
     if MISSING in answer:
-        raise not_come(answer[MISSING], launch)
+        raise missing_error(answer[MISSING], launch)
     if REFUSED in answer:
         raise ConfigError(
             explain(
                 "process 0 does not know this process as one of its run",
-                given=f"{answer[REFUSED]}; this is {oneself(launch)}",
+                given=f"{answer[REFUSED]}; this is {this_process(launch)}",
                 do=(
                     "give each process of a run a number of its own and all the same"
                     " --num-processes, and each run a --coordinator of its own"
@@ -148,24 +149,24 @@ def _check(answer: dict[str, Any], launch: Launch) -> None:
         )
 
 
-class _Answers:
-    """What process 0 says, a line each, in whatever pieces it comes."""
+class _AnswerReader:
+    """Reads the answers of process 0, one line of JSON each, however TCP splits them."""
 
     def __init__(self, connection: socket.socket) -> None:
-        self._connection, self._heard = connection, b""
+        self._connection, self._buffer = connection, b""
 
     def next(self) -> dict[str, Any]:
-        """The next of them.
+        """The next answer.
 
-        Raises BlockingIOError or TimeoutError, as the connection is set, while it has not come
-        whole, and EOFError if none of ours will.
+        Raises BlockingIOError or TimeoutError (by the socket's mode) while it is incomplete, and
+        EOFError if the connection ends or the line is not a known answer.
         """
-        while b"\n" not in self._heard:
-            received = self._connection.recv(LONGEST)
-            if not received or len(self._heard) > LONGEST:
+        while b"\n" not in self._buffer:
+            received = self._connection.recv(MAX_LINE_BYTES)
+            if not received or len(self._buffer) > MAX_LINE_BYTES:
                 raise EOFError
-            self._heard += received
-        line, _, self._heard = self._heard.partition(b"\n")
+            self._buffer += received
+        line, _, self._buffer = self._buffer.partition(b"\n")
         try:
             answer = json.loads(line)
         except ValueError as error:
@@ -177,20 +178,21 @@ class _Answers:
 
 def _await_answer(
     connection: socket.socket,
-    answers: _Answers,
+    answers: _AnswerReader,
     until: float,
-    tell_at: float,
-    tell: Callable[[], object],
+    notice_at: float,
+    notify: Callable[[], object],
 ) -> dict[str, Any] | None:
-    """What process 0 says first; None: it has gone, or says nothing of ours."""
+    """The first answer of process 0; None: it ended, did not answer in time, or is another
+    program."""
     while True:
         now = time.monotonic()
         if now >= until:
             return None
-        if now >= tell_at:
-            tell()
-            tell_at = now + TOLD_AGAIN_S
-        connection.settimeout(min(until, tell_at) - now)
+        if now >= notice_at:
+            notify()
+            notice_at = now + NOTICE_EVERY_S
+        connection.settimeout(min(until, notice_at) - now)
         try:
             return answers.next()
         except TimeoutError:

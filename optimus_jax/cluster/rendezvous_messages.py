@@ -1,6 +1,4 @@
-"""Where the processes of a run meet before they are connected, and in which words: on the wire, and
-to whoever reads along.
-"""
+"""Addresses, wire format and texts of the rendezvous."""
 
 import socket
 import sys
@@ -9,20 +7,20 @@ from collections.abc import Callable
 from optimus_jax.cluster.launch import Launch
 from optimus_jax.errors import FaultError, explain
 
-TOLD_AFTER_S, TOLD_AGAIN_S = 10.0, 60.0
-"""When who waits says for whom, the first time and from then on."""
+FIRST_NOTICE_S, NOTICE_EVERY_S = 10.0, 60.0
+"""When a waiting process first prints which processes it waits for, and the interval after that."""
 RETRY_S = 0.05
-LONGEST = 4096
-"""Bytes of a line."""
+MAX_LINE_BYTES = 4096
+"""Most bytes of a line."""
 GO, REFUSED, MISSING = ANSWERS = "go", "refused", "missing"
-"""What process 0 answers: keys of a line of JSON."""
+"""Keys of the JSON line with which process 0 answers."""
 JOINED = b"joined\n"
-"""What the others say last, after their line of JSON."""
+"""Last message of the other processes, after their line of JSON."""
 
 Say = Callable[[str], object]
 
 
-def say_to_all(text: str) -> None:
+def print_to_stderr(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
@@ -40,24 +38,24 @@ def bind_address(launch: Launch) -> str | None:
     return f"{f'[{launch.bind}]' if ':' in launch.bind else launch.bind}:{address_of(launch)[1]}"
 
 
-def has_gone(lost: list[int], launch: Launch) -> FaultError:
-    """What to raise for processes that ended when all had been there."""
+def ended_error(lost: list[int], launch: Launch) -> FaultError:
+    """The error for processes that ended after all had come."""
     return FaultError(
         explain(
-            f"the processes of this run had found one another, and {named(lost)} of"
+            f"the processes of this run had found one another, and {processes_text(lost)} of"
             f" {launch.num_processes} ended before JAX had connected them",
-            given=oneself(launch),
+            given=this_process(launch),
             do="see what it has printed, then start all again",
         )
     )
 
 
-def not_come(missing: list[int], launch: Launch, more: str = "") -> FaultError:
+def missing_error(missing: list[int], launch: Launch, more: str = "") -> FaultError:
     return FaultError(
         explain(
-            f"the processes of this run have not found one another: {named(missing)} of"
+            f"the processes of this run have not found one another: {processes_text(missing)} of"
             f" {launch.num_processes} did not come in time",
-            given=f"{oneself(launch)}{more}",
+            given=f"{this_process(launch)}{more}",
             do=(
                 "see whether each of them is running and what it has printed, and whether"
                 " --coordinator can be reached from there; for a process that is meant to be alone:"
@@ -67,34 +65,36 @@ def not_come(missing: list[int], launch: Launch, more: str = "") -> FaultError:
     )
 
 
-def unresolved(launch: Launch) -> str:
-    """What is wrong with the coordinator's name, which process 0 does not need and the others
-    do."""
+def unresolved_host(launch: Launch) -> str:
+    """A text if the coordinator's name cannot be resolved, else "": the other processes need the
+    name, process 0 does not."""
     host = address_of(launch)[0]
     try:
         socket.getaddrinfo(host, None)
     except OSError as error:
-        return f"; here nothing is known by the name of {host}: {error.strerror}"
+        return f"; process 0 cannot resolve {host}: {error.strerror}"
     return ""
 
 
-def waiting(missing: list[int], launch: Launch) -> str:
-    return f"waiting for {named(missing)} of {launch.num_processes}; {oneself(launch)}"
+def waiting_text(missing: list[int], launch: Launch) -> str:
+    return (
+        f"waiting for {processes_text(missing)} of {launch.num_processes}; {this_process(launch)}"
+    )
 
 
-def waiting_along(launch: Launch) -> str:
-    return f"waiting with process 0 at {launch.coordinator} for others; {oneself(launch)}"
+def client_waiting_text(launch: Launch) -> str:
+    return f"waiting with process 0 at {launch.coordinator} for others; {this_process(launch)}"
 
 
-def oneself(launch: Launch) -> str:
+def this_process(launch: Launch) -> str:
     return (
         f"process {launch.process_id} of {launch.num_processes}, process 0 expected at"
         f" {launch.coordinator} ({launch})"
     )
 
 
-def named(numbers: list[int]) -> str:
-    """`process 1`, `processes 1, 2, 5`; of many the first few."""
+def processes_text(numbers: list[int]) -> str:
+    """`process 1` or `processes 1, 2, 5`; the first 20 of many."""
     shown = ", ".join(map(str, numbers[:20])) + (
         f" and {len(numbers) - 20} more" if len(numbers) > 20 else ""
     )

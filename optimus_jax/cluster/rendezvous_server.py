@@ -1,10 +1,11 @@
-"""Before the processes of a run are connected: who is there, and who is missed.
+"""Server side of the rendezvous: process 0 gathers the others before JAX connects them, and reports
+which are missing.
 
-JAX's own service says neither, and ends the process when it has waited for too long. So process 0
-first listens on the coordinator's port itself, and each other process tells it which one it is: a
-line of JSON each way. When all have come, process 0 frees the port, starts JAX's service there, and
-lets them go. Nobody waits longer than the deadline, and then everybody who is there knows who is
-not. Connections stay until JAX has made its own: who dies in between is missed at once.
+JAX's own service reports neither, and aborts the process at its time-out. So process 0 first
+listens on the coordinator's port itself, and each other process sends its index: one line of JSON
+each way. When all have come, process 0 frees the port, starts JAX's service there, and tells the
+others to connect. At the deadline every process that has come learns which are missing. Connections
+stay open until JAX has connected all, so that a process which dies in between is noticed at once.
 """
 
 import contextlib
@@ -18,44 +19,45 @@ from typing import Any, Self
 
 from optimus_jax.cluster.launch import Launch
 from optimus_jax.cluster.rendezvous_messages import (
+    FIRST_NOTICE_S,
     GO,
     JOINED,
-    LONGEST,
+    MAX_LINE_BYTES,
     MISSING,
+    NOTICE_EVERY_S,
     REFUSED,
     RETRY_S,
-    TOLD_AFTER_S,
-    TOLD_AGAIN_S,
     Say,
     address_of,
     bind_address,
-    not_come,
-    say_to_all,
-    unresolved,
-    waiting,
+    missing_error,
+    print_to_stderr,
+    unresolved_host,
+    waiting_text,
 )
 from optimus_jax.errors import ConfigError, FaultError, explain
 
 _PORT_FREED_S = 10.0
-"""How long the port may still be taken by a process of the same run that is just ending."""
-_SEEN_OFF_S = 1.0
+"""How long to retry while the port is in use, perhaps by a process of the same run that is
+ending."""
+_DISCONNECT_WAIT_S = 1.0
 
 
 class RendezvousServer:
-    """Process 0's side: a context manager; leaving it ends all connections.
+    """Listens in process 0: a context manager that closes all connections on exit.
 
     Args:
       launch: of this process.
       deadline: on `time.monotonic`'s clock.
-      say: told whom it waits for.
+      say: called with a text about the processes that are missing.
     Raises:
       ConfigError: the port is taken, or the address is not this machine's.
-      FaultError: the port is taken, under an engine that starts jobs again.
+      FaultError: the port is taken, under a launcher that restarts jobs.
     """
 
-    def __init__(self, launch: Launch, deadline: float, say: Say = say_to_all) -> None:
+    def __init__(self, launch: Launch, deadline: float, say: Say = print_to_stderr) -> None:
         self._launch, self._deadline, self._say = launch, deadline, say
-        self._present: dict[int, _Caller] = {}
+        self._present: dict[int, _Client] = {}
         self._joined: set[int] = set()
         self._listener = _listen(launch, min(deadline, time.monotonic() + _PORT_FREED_S))
         self._selector = selectors.DefaultSelector()
@@ -76,7 +78,7 @@ class RendezvousServer:
 
     @property
     def missing(self) -> list[int]:
-        """Processes that have not come, or have gone again."""
+        """Processes that have not come, or have disconnected."""
         return [
             number
             for number in range(1, self._launch.num_processes)
@@ -84,74 +86,74 @@ class RendezvousServer:
         ]
 
     def gather(self) -> None:
-        """Return when all are there; the port is free then.
+        """Return when all processes have come; the port is free then.
 
-        Raises FaultError, here and there, if the deadline passes.
+        Raises FaultError, in the other processes too, if the deadline passes.
         """
-        tell_at = time.monotonic() + TOLD_AFTER_S
+        notice_at = time.monotonic() + FIRST_NOTICE_S
         while missing := self.missing:
             now = time.monotonic()
             if now >= self._deadline:
                 self._answer_all({MISSING: missing})
-                raise not_come(missing, self._launch, unresolved(self._launch))
-            if now >= tell_at:
-                self._say(waiting(missing, self._launch))
-                tell_at = now + TOLD_AGAIN_S
-            for key, _ in self._selector.select(min(self._deadline, tell_at) - now):
-                self._accept() if key.fileobj is self._listener else self._hear(key.data)
+                raise missing_error(missing, self._launch, unresolved_host(self._launch))
+            if now >= notice_at:
+                self._say(waiting_text(missing, self._launch))
+                notice_at = now + NOTICE_EVERY_S
+            for key, _ in self._selector.select(min(self._deadline, notice_at) - now):
+                self._accept() if key.fileobj is self._listener else self._receive(key.data)
         self._selector.unregister(self._listener)
         self._listener.close()
 
     def release(self) -> None:
-        """Let the others go on: the service is up."""
+        """Tell the others to connect: JAX's service is up."""
         self._answer_all({GO: True})
 
     def lost(self) -> list[int]:
-        """Who has gone since, and is not connected; the others are told."""
+        """Processes that have disconnected before JAX connected them; tells the others."""
         for key, _ in self._selector.select(0):
-            self._hear(key.data)
+            self._receive(key.data)
         if missing := self.missing:
             self._answer_all({MISSING: missing})
         return missing
 
-    def see_off(self) -> None:
-        """All are connected: wait for the others to hang up first, since whose side does keeps the
-        port for a while.
+    def await_disconnects(self) -> None:
+        """Wait until the others have closed their connections: the side that closes first keeps the
+        port in TIME_WAIT.
         """
         self._answer_all({GO: True})
-        until = time.monotonic() + _SEEN_OFF_S
+        until = time.monotonic() + _DISCONNECT_WAIT_S
         while self._present and (left := until - time.monotonic()) > 0:
             for key, _ in self._selector.select(left):
-                self._hear(key.data)
+                self._receive(key.data)
 
     def _accept(self) -> None:
-        with contextlib.suppress(OSError):  # it has hung up meanwhile
+        with contextlib.suppress(OSError):  # it has disconnected meanwhile
             connection, address = self._listener.accept()
             connection.setblocking(False)
             self._selector.register(
-                connection, selectors.EVENT_READ, _Caller(connection, address[0])
+                connection, selectors.EVENT_READ, _Client(connection, address[0])
             )
 
-    def _hear(self, caller: "_Caller") -> None:
+    def _receive(self, client: "_Client") -> None:
         try:
-            received = caller.connection.recv(LONGEST)
+            received = client.connection.recv(MAX_LINE_BYTES)
         except OSError:
             received = b""
-        caller.heard += received
-        if not received or len(caller.heard) > LONGEST:
-            self._hang_up(caller)
-        elif caller.number is not None:
-            if JOINED in caller.heard:
-                self._joined.add(caller.number)
-        elif b"\n" in caller.heard:
+        client.buffer += received
+        if not received or len(client.buffer) > MAX_LINE_BYTES:
+            self._hang_up(client)
+        elif client.number is not None:
+            if JOINED in client.buffer:
+                self._joined.add(client.number)
+        elif b"\n" in client.buffer:
             try:
-                self._admit(caller, json.loads(caller.heard.partition(b"\n")[0]))
-            except Exception:  # no process of ours: whatever a stranger sends, this one goes on
-                self._hang_up(caller)
+                self._admit(client, json.loads(client.buffer.partition(b"\n")[0]))
+            except Exception:  # not a process of a run: ignore whatever it sends
+                self._hang_up(client)
 
-    def _admit(self, caller: "_Caller", said: dict[str, Any]) -> None:
+    def _admit(self, client: "_Client", said: dict[str, Any]) -> None:
         number, launch = int(said["process"]), self._launch
-        caller.name = f"process id {said['pid']} on {said['host']}"
+        client.name = f"process id {said['pid']} on {said['host']}"
         refusal = None
         if said["job"] != launch.job:
             refusal = f"another run, {launch.job or 'without a name'}, has this port"
@@ -162,38 +164,38 @@ class RendezvousServer:
         elif number in self._present:
             refusal = f"there is a process {number} already ({self._present[number].name})"
         if refusal is not None:
-            _answer(caller.connection, {REFUSED: refusal})
-            self._hang_up(caller)
+            _answer(client.connection, {REFUSED: refusal})
+            self._hang_up(client)
         else:
-            caller.number, self._present[number] = number, caller
+            client.number, self._present[number] = number, client
 
-    def _hang_up(self, caller: "_Caller") -> None:
-        self._selector.unregister(caller.connection)
-        caller.connection.close()
-        if caller.number is not None:
-            del self._present[caller.number]
+    def _hang_up(self, client: "_Client") -> None:
+        self._selector.unregister(client.connection)
+        client.connection.close()
+        if client.number is not None:
+            del self._present[client.number]
 
     def _answer_all(self, answer: dict[str, Any]) -> None:
-        for caller in self._present.values():
-            _answer(caller.connection, answer)
+        for client in self._present.values():
+            _answer(client.connection, answer)
 
 
-class _Caller:
-    """Who has connected."""
+class _Client:
+    """A connected process."""
 
     def __init__(self, connection: socket.socket, address: str) -> None:
         self.connection, self.name = connection, address
-        self.heard = b""
+        self.buffer = b""
         self.number: int | None = None
 
 
 def _answer(connection: socket.socket, answer: dict[str, Any]) -> None:
-    with contextlib.suppress(OSError):  # it has hung up
+    with contextlib.suppress(OSError):  # it has disconnected
         connection.sendall(json.dumps(answer).encode() + b"\n")
 
 
-def _listen(launch: Launch, patience_until: float) -> socket.socket:
-    """Where JAX's service will."""
+def _listen(launch: Launch, retry_until: float) -> socket.socket:
+    """Listen on the address that JAX's service will use."""
     port = address_of(launch)[1]
     both = launch.bind is None and socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if both or ":" in (launch.bind or "") else socket.AF_INET
@@ -203,11 +205,10 @@ def _listen(launch: Launch, patience_until: float) -> socket.socket:
                 (launch.bind or "", port), family=family, dualstack_ipv6=both, backlog=1024
             )
         except OSError as error:
-            if error.errno == errno.EADDRINUSE and time.monotonic() < patience_until:
+            if error.errno == errno.EADDRINUSE and time.monotonic() < retry_until:
                 time.sleep(RETRY_S)
                 continue
-            # Who had the port before may be just ending, which is no reason for an engine to give
-            # the job up.
+            # The previous owner of the port may be ending: a launcher should restart the job.
             kind = (
                 FaultError if error.errno == errno.EADDRINUSE and launch.restarts else ConfigError
             )

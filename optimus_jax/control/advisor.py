@@ -40,7 +40,7 @@ from optimus_jax.planning.search.search import Pricing
 
 LEAD_S = 180.0
 """Before a phase begins, its plan is chosen: time enough to compile."""
-ABANDONED = 10
+ABANDONED_DIR = 10
 """Cool-downs after which a switch that was decided and never made is no longer waited for, from its
 boundary on if it has one."""
 LOOK_AGAIN = 0.1
@@ -492,7 +492,7 @@ class Advisor:
             due_step = (
                 self._pending.at_step if self._pending.at_step is not None else self._pending.step
             )
-            given_up = due_step + ABANDONED * max(
+            given_up = due_step + ABANDONED_DIR * max(
                 self._settings.cooldown_steps, self._settings.window_steps
             )
             self._pending = None if self._course.step > given_up else self._pending

@@ -3,11 +3,12 @@
 It is a pure function: the decision depends on its arguments only, and records its reasons.
 
 A *candidate* is a plan that the run could switch to. Its *gain* is the time it would save until the
-end of the *horizon*; its *cost* is the time the run stands still for the switch. The *switch method* is the
-kind of switch, ordered from cheapest to most expensive. A switch must pass every test: it saves at
-least `min_gain` of each step, saves more than it costs with at least `min_probability`, saves
-several times its cost in expectation, and fits the budget. While the duration of present conditions
-is unknown, a switch waits until it breaks even with a probability of one half (ski rental).
+end of the *horizon*; its *cost* is the time the run stands still for the switch. The *switch
+method* is the kind of switch, ordered from cheapest to most expensive. A switch must pass every
+test: it saves at least `min_gain` of each step, saves more than it costs with at least
+`min_probability`, saves several times its cost in expectation, and fits the budget. While the
+duration of present conditions is unknown, a switch waits until it breaks even with a probability of
+one half (ski rental).
 """
 
 import math

@@ -1,16 +1,15 @@
-"""Whether a run still learns: steps without an update, losses that are not finite, and losses far
-above those from before.
+"""Detects that a run no longer learns: steps without an update, non-finite losses, and losses far
+above earlier ones.
 
-It is told every step and evaluation in order, so that the processes of a run, which all read the
-same numbers, come to the same answer without asking one another. What it knows is kept in every
-checkpoint, and goes on from there.
+It sees every step and evaluation in order. All processes of a run read the same metrics, so that
+they reach the same answer without communication. Its state is saved in every checkpoint.
 
 A step is *without an update* if its loss or gradient was not finite, or if every gradient was zero.
-In f16 overflows are how the loss scale is found: while the scale can still fall they do not count.
+In f16, overflows are how the loss scale adapts: they do not count while the scale can still fall.
 
 The state after step k is *known to be good* when a later step has made an update from it: a finite
-loss, and finite gradients. The state after the last update before a row of steps without one is
-not: every step of that row has tried it.
+loss, and finite gradients. The state after the last update before a series of steps without one is
+not: every step of the series has failed from it.
 """
 
 import dataclasses
@@ -26,28 +25,29 @@ from optimus_jax.errors import LearningError, explain
 from optimus_jax.run_directory.step_record import StepRecord
 
 WINDOW_STEPS = 10
-"""Of the median of the loss: a spike of less than half as many does not move it."""
+"""Window of the median loss; a spike shorter than half of it does not move the median."""
 PATIENCE_STEPS = 20
-"""For so long that median has to lie too high before it is said."""
-LEAST_RISE = 0.5
-"""In nats: what the loss has to rise by, however low it was."""
-LEAST_LOSS_SCALE = 1.0
-"""Below which the loss scale of f16 does not fall (training/step.py)."""
-FEW_AT_THE_END = 2
-"""Steps without an update, at the end of a run, that leave it unknown whether it would have learnt
-on."""
+"""How long the median must stay too high before a warning."""
+MIN_RISE = 0.5
+"""Least rise of the loss that counts, in nats."""
+MIN_LOSS_SCALE = 1.0
+"""Lower bound of the f16 loss scale (training/step.py)."""
+SKIPPED_AT_END = 2
+"""Number of steps without an update, at the end of a run, from which it counts as no longer
+learning."""
 
 Trouble = Literal["no update", "weights", "evaluation"]
 
 
 @dataclass(kw_only=True)
 class Learning:
-    """What is known of one run. Everything but `recent` is kept in checkpoints (`to_json`)."""
+    """The learning health of one run. All fields but `recent` are saved in checkpoints
+    (`to_json`)."""
 
     skipped: int = 0
-    """Steps in a row without an update, until now."""
+    """Steps without an update since the last update."""
     first_skipped: int | None = None
-    """The first of the present row, those that do not count included."""
+    """First step of the current series, including steps that do not count; None: there is none."""
     good: int = -1
     """Newest step whose state is known to be good; -1: none, not even the initial one."""
     evaluated: int | None = None
@@ -55,19 +55,19 @@ class Learning:
     bad_evaluations: int = 0
     """Evaluations in a row whose loss was not finite."""
     broken: str | None = None
-    """A leaf of the state that was found not to be finite."""
+    """A leaf of the state that is not finite; None: none was found."""
     best: float | None = None
     """Lowest median of the loss over WINDOW_STEPS."""
     above_since: int | None = None
-    """Step since which that median lies far above the best."""
+    """Step since which the median is far above `best`; None: it is not."""
     is_told: bool = False
-    """Whether that was said."""
+    """Whether the warning about it was given."""
     recent: deque[float] = dataclasses.field(default_factory=lambda: deque(maxlen=WINDOW_STEPS))
     """Newest finite losses."""
 
     def step(self, record: StepRecord) -> None:
         """A step was finished."""
-        if not record.tokens:  # there was nothing to learn from, and nothing is wrong
+        if not record.tokens:  # a batch without tokens is no fault
             return
         if makes_update(record):
             self.skipped, self.first_skipped, self.good = 0, None, record.step - 1
@@ -78,17 +78,17 @@ class Learning:
             self.recent.append(record.loss)
 
     def rises(self, step: int, share: float) -> bool:
-        """Whether it is to be said after `step` that the loss has been far above its lowest for
-        long: once, until it has come down again.
+        """Whether to warn after `step` that the loss has been far above its lowest for
+        PATIENCE_STEPS; once per rise.
 
         Args:
-          share: by which its median may lie above the lowest; 0: it may be anything.
+          share: relative rise of the median above the lowest that is allowed; 0: any.
         """
         if not self.recent or not share:
             return False
         median = statistics.median(self.recent)
         self.best = median if self.best is None else min(self.best, median)
-        if median <= self.best + max(share * abs(self.best), LEAST_RISE):
+        if median <= self.best + max(share * abs(self.best), MIN_RISE):
             self.above_since, self.is_told = None, False
             return False
         self.above_since = self.above_since or step
@@ -104,34 +104,32 @@ class Learning:
         else:
             self.bad_evaluations += 1
 
-    def forgive(self) -> None:
-        """The run goes on under another plan: steps without an update under the one before are not
-        its fault.
-        """
+    def reset_skipped(self) -> None:
+        """Reset the count of steps without an update, as the run changes to another plan."""
         self.skipped, self.first_skipped = 0, None
 
     def trouble(self, max_skipped: int, *, is_at_end: bool) -> Trouble | None:
-        """Why the run is to end as one that no longer learns; None: it is not.
+        """Why the run should end as no longer learning; None: it should go on.
 
         Args:
-          max_skipped: steps in a row without an update that end it; 0: none do, nor losses.
-          is_at_end: whether it has come to its last step, after which nobody can wait for the next.
+          max_skipped: consecutive steps without an update that end the run; 0: the check is off.
+          is_at_end: whether this is the last step, so that no later step can decide.
         """
-        if self.broken is not None:  # nobody could save such a state
+        if self.broken is not None:  # such a state cannot be saved
             return "weights"
         if not max_skipped:
             return None
         has_never = self.good < 0
         if self.skipped >= (
-            min(max_skipped, 1 if has_never else FEW_AT_THE_END) if is_at_end else max_skipped
+            min(max_skipped, 1 if has_never else SKIPPED_AT_END) if is_at_end else max_skipped
         ):
             return "no update"
         return "evaluation" if self.bad_evaluations >= (1 if is_at_end else 2) else None
 
     @property
     def limits(self) -> tuple[int, ...]:
-        """Steps of which the newest checkpoint that is not later is to be kept: it may be what the
-        run has to go back to.
+        """For each of these steps, the newest checkpoint at or before it must be kept for a
+        rollback.
         """
         before_row = () if self.first_skipped is None else (self.first_skipped - 1,)
         return (self.good_limit, *before_row)
@@ -154,15 +152,15 @@ class Learning:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any] | None) -> "Learning":
-        """The inverse of `to_json`, without recent losses; None: a checkpoint from before this was
-        known.
+        """The inverse of `to_json`, without recent losses; None: an older checkpoint without this
+        state.
         """
         known = {field.name for field in dataclasses.fields(cls)} - {"recent"}
         return cls(**{name: value for name, value in (values or {}).items() if name in known})
 
 
 def makes_update(record: StepRecord) -> bool:
-    """Whether a step has changed the weights by what it has learnt."""
+    """Whether a step updated the weights: finite loss, and a finite gradient that is not zero."""
     return (
         not record.skipped
         and math.isfinite(record.loss)
@@ -172,12 +170,12 @@ def makes_update(record: StepRecord) -> bool:
 
 
 def _searches_scale(record: StepRecord) -> bool:
-    """Whether a step without an update is one in which f16 finds its loss scale."""
-    return record.skipped and record.loss_scale is not None and record.loss_scale > LEAST_LOSS_SCALE
+    """Whether a skipped step only lowers the f16 loss scale."""
+    return record.skipped and record.loss_scale is not None and record.loss_scale > MIN_LOSS_SCALE
 
 
-def saying(learning: Learning, trouble: Trouble) -> str:
-    """What is wrong, in one sentence."""
+def describe_trouble(learning: Learning, trouble: Trouble) -> str:
+    """The trouble, in one sentence."""
     match trouble:
         case "weights":
             return f"the weights are not finite any more: {learning.broken}"
@@ -194,11 +192,11 @@ def saying(learning: Learning, trouble: Trouble) -> str:
             )
 
 
-def way_back(learning: Learning, steps: Iterable[int]) -> str:
-    """How to go on from the newest good checkpoint.
+def rollback_advice(learning: Learning, steps: Iterable[int]) -> str:
+    """Advice on how to continue from the newest good checkpoint.
 
     Args:
-      steps: of all checkpoints that are there.
+      steps: of all existing checkpoints.
     """
     if (good := newest(steps, learning.good_limit)) is not None:
         return (
@@ -218,11 +216,11 @@ def way_back(learning: Learning, steps: Iterable[int]) -> str:
 
 
 def newest(steps: Iterable[int], limit: int) -> int | None:
-    """The newest of these steps that is not later than a limit; None: there is none."""
+    """The largest step that is not above the limit; None: there is none."""
     return max((step for step in steps if step <= limit), default=None)
 
 
-def error_of(
+def learning_error(
     learning: Learning,
     trouble: Trouble,
     config: Config,
@@ -236,10 +234,10 @@ def error_of(
     """The error that ends a run after `step`.
 
     Args:
-      steps: of all checkpoints that are there.
-      last: the last step's numbers; None: none was run now.
+      steps: of all existing checkpoints.
+      last: the record of the last step; None: no step was run since the start.
       lr: peak learning rate of the run.
-      usual_lr: of a model of this size.
+      usual_lr: default peak learning rate for a model of this size.
     """
     numbers = (
         ""
@@ -260,14 +258,14 @@ def error_of(
         changes.append("a smaller model.init_std, if the first loss was not finite")
     return LearningError(
         explain(
-            f"the run no longer learns: {saying(learning, trouble)}",
+            f"the run no longer learns: {describe_trouble(learning, trouble)}",
             given=(
                 f"step {step}{numbers};"
                 f" optimizer.max_skipped_steps={config.optimizer.max_skipped_steps}"
             ),
             do=(
-                f"{way_back(learning, steps)}; and change something, or the same will happen again:"
-                f" {'; '.join(changes)}"
+                f"{rollback_advice(learning, steps)}; and change something, or the same will"
+                f" happen again: {'; '.join(changes)}"
             ),
         )
     )

@@ -1,9 +1,8 @@
-"""Events of faults, from whichever process has seen one.
+"""Log of faults that any process may write to.
 
-`events.jsonl` has one writer, process 0, which may be the one that is dead. So every process
-appends what it has seen to a file of its own in the run directory's `faults/`, and the next start,
-which is alone in the directory, takes over what is new in them. Reading `events.jsonl` and
-`faults/*.jsonl` together tells all at any time.
+`events.jsonl` has one writer, process 0, which may be the one that died. So every process appends
+faults to its own file in the run directory's `faults/`, and the next start, which holds the run's
+lock, copies new ones into `events.jsonl`. At any time the two together are complete.
 """
 
 import json
@@ -11,19 +10,19 @@ import time
 from pathlib import Path
 from typing import Any
 
-from optimus_jax.run_directory.directory import FAULTS, RunDirectory
+from optimus_jax.run_directory.directory import FAULTS_DIR, RunDirectory
 from optimus_jax.run_directory.files import append, event_of
 
 
 def write_fault(run_directory: Path, process: int, step: int, **fields: Any) -> None:
-    """Append one event, as a whole line, and have it on the disk. Raises OSError.
+    """Append one event as a whole line, and fsync it. Raises OSError.
 
     Args:
-      process: which one has seen it.
-      step: its newest finished step.
+      process: index of this process.
+      step: newest finished step of this process.
       fields: JSON values.
     """
-    path = run_directory / FAULTS / f"{process}.jsonl"
+    path = run_directory / FAULTS_DIR / f"{process}.jsonl"
     path.parent.mkdir(exist_ok=True)
     line = (
         json.dumps(
@@ -35,10 +34,10 @@ def write_fault(run_directory: Path, process: int, step: int, **fields: Any) -> 
 
 
 def take_over(run: RunDirectory) -> int:
-    """Bring what processes of earlier starts have seen into `events.jsonl`, in the order of time;
-    the writer does it.
+    """Copy the faults of earlier starts into `events.jsonl`, in the order of time; only the writer
+    does.
 
-    The files stay, so that a kill in the middle loses nothing, and doing it twice is once.
+    The files stay, so that a kill in the middle loses nothing; a second call copies nothing.
 
     Returns:
       How many events were new.
@@ -56,9 +55,9 @@ def take_over(run: RunDirectory) -> int:
 
 
 def read_faults(run_directory: Path) -> list[dict[str, Any]]:
-    """Every event of the processes' own files, in the order of time; torn lines are passed over."""
+    """All events of `faults/*.jsonl`, in the order of time; torn lines are skipped."""
     found = []
-    for path in sorted((run_directory / FAULTS).glob("*.jsonl")):
+    for path in sorted((run_directory / FAULTS_DIR).glob("*.jsonl")):
         for line in path.read_bytes().split(b"\n")[:-1]:
             if (event := event_of(line)) is not None:
                 found.append(event)
@@ -66,5 +65,5 @@ def read_faults(run_directory: Path) -> list[dict[str, Any]]:
 
 
 def _key(event: dict[str, Any]) -> tuple[int | None, float | None]:
-    """Which fault it is: `seen_s` is `time_s` of an event that was taken over."""
+    """Identity of a fault: its process and time (`seen_s` in an event that was copied)."""
     return event.get("process"), event.get("seen_s", event["time_s"])

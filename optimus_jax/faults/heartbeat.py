@@ -1,18 +1,17 @@
-"""Heartbeats of the processes of one run: each keeps a small file in the run directory that says
-what it is at, and reads the others'.
+"""Heartbeats of the processes of one run: each writes a small file in the run directory with its
+current activity, and reads the files of others.
 
-How long a process has been silent is measured on the reader's clock, from one change of its file to
-the next look at it: neither clocks of hosts nor times of a file server are compared, and a file
-left by a process of an earlier start, which never changes, says nothing. Nor does silence say
-anything where nobody could look: while a file server does not answer, it does not grow. A process
-that was never heard of since this one started is *unknown*, not silent: perhaps the directory is
-not shared.
+The silence of a process is measured on the reader's clock, since the last change of its file that
+the reader saw: no clocks of hosts or file servers are compared, and a file left by an earlier
+start, which never changes, is ignored. Silence does not grow while the reader cannot read, as when
+a file server does not answer. A process whose file has not changed since this one started is
+*unknown*, not silent: perhaps the directory is not shared.
 
-Everyone watches at most MOST_WATCHED others, those with the next numbers and process 0, so that a
-file server has about as many reads a second as there are processes, times that.
+Each process watches process 0 and the processes with the next indices, at most MAX_WATCHED, which
+bounds the reads per second on a file server.
 
-Files are written and read in a thread of their own, so that who judges (faults/watchdog.py) never
-waits for them.
+A separate thread writes and reads the files, so that the watchdog (faults/watchdog.py) never waits
+for them.
 """
 
 import json
@@ -27,54 +26,53 @@ from typing import Any, Literal
 
 from optimus_jax.faults.progress import Progress
 from optimus_jax.faults.stopping import EXIT_RESTART
-from optimus_jax.run_directory.directory import SIGNS
+from optimus_jax.run_directory.directory import PROGRESS_DIR
 from optimus_jax.run_directory.files import explained
 from optimus_jax.system.json_input import parse_json
 from optimus_jax.system.resilient_io import flush_with_timeout
 
-BEAT_S = 1.0
-"""Between two signs."""
-LONGEST_S = 2 * BEAT_S
-"""Between two looks; what is longer, a file server has not answered, or this process was
-stopped."""
-MOST_WATCHED = 32
+HEARTBEAT_S = 1.0
+"""Interval between two heartbeats."""
+MAX_GAP_S = 2 * HEARTBEAT_S
+"""Longest interval between two reads that counts as silence; if it is longer, a file server did not
+answer, or this process was stopped."""
+MAX_WATCHED = 32
 State = Literal["running", "done", "failed"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Peer:
-    """Another process, as last seen."""
+    """Another process, as of its last heartbeat."""
 
     process: int
-    """Its number."""
+    """Index of the process."""
     is_known: bool
-    """Whether its file has changed since we look."""
+    """Whether its file has changed since this process started."""
     silent_s: float
-    """From its last sign, or from when we began to look, to our last look."""
+    """Time from its last heartbeat, or from our first read, to our last read."""
     state: State = "running"
     why: str = ""
-    """It failed."""
+    """Why it failed."""
     exit_code: int = EXIT_RESTART
-    """That it ends with then."""
+    """Exit code of the failed process."""
     host: str = ""
     doing: str = ""
     doing_s: float = 0.0
-    """For how long, when it said so."""
+    """Duration of the activity at the time of the heartbeat."""
     entered: int = 0
-    """Newest step that it has asked its devices for."""
+    """Newest step that was dispatched to its devices."""
     done: int = 0
-    """Newest step whose numbers it has read."""
+    """Newest step whose metrics it has read."""
 
 
 class Heartbeats:
-    """Those of one process, and those that it sees.
+    """Writes the heartbeats of one process, and reads those of others.
 
     Args:
-      run_directory: of the run, shared by its hosts; in it, a file for each process, named by its
-        number.
+      run_directory: of the run, shared by its hosts; each process has a file named by its index.
       process: number of this one.
       num_processes: of the run.
-      progress: what this one is at.
+      progress: status of this process.
       clock: seconds that only grow.
     """
 
@@ -88,28 +86,27 @@ class Heartbeats:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.process, self.num_processes = process, num_processes
-        self._directory, self._progress, self._clock = run_directory / SIGNS, progress, clock
+        self._directory, self._progress, self._clock = run_directory / PROGRESS_DIR, progress, clock
         self._state: tuple[State, str, int] = ("running", "", EXIT_RESTART)
         self._is_failing, self._number = False, 0
         self._watched = sorted(
-            {(process + ahead) % num_processes for ahead in range(1, 1 + MOST_WATCHED)} | {0}
+            {(process + ahead) % num_processes for ahead in range(1, 1 + MAX_WATCHED)} | {0}
         )
         self._seen: dict[int, tuple[str, float]] = {}
-        """By process: its newest text, and when it was new, later by all the time in which nobody
-        could look."""
-        self._looked_s: dict[int, float] = {}
-        """By process: when somebody last could."""
+        """By process: the newest text of its file, and when it changed, plus all time during which
+        it could not be read."""
+        self._checked_s: dict[int, float] = {}
+        """By process: time of the last successful read."""
         self._last: dict[int, Peer] = {}
         self.peers: tuple[Peer, ...] = ()
-        """Those that are watched, as of the last look, in the order of their numbers."""
+        """The watched processes as of the last read, in the order of their indices."""
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="heartbeats", daemon=True)
 
     def start(self) -> None:
-        """Give the first sign, and go on in a thread.
+        """Write the first heartbeat, and continue in a thread.
 
-        Raises RunDirectoryError if it cannot be written: the others would never hear of this
-        process.
+        Raises RunDirectoryError if it cannot be written: the others would never see this process.
         """
         with explained(self._path(self.process)):
             self._directory.mkdir(parents=True, exist_ok=True)
@@ -118,9 +115,9 @@ class Heartbeats:
         self._thread.start()
 
     def end(self, state: State, why: str = "", exit_code: int = EXIT_RESTART) -> None:
-        """Say that this process is done, or has failed, why, and with which exit code it ends.
+        """Publish that this process is done or has failed, why, and its exit code.
 
-        Later words about the same change nothing.
+        Only the first call has an effect.
         """
         if self._state[0] == "running":
             self._state = (state, why, exit_code)
@@ -130,24 +127,24 @@ class Heartbeats:
         """End the thread; does not wait for a file server."""
         self._stop.set()
         if self._thread.is_alive():
-            self._thread.join(BEAT_S)
+            self._thread.join(HEARTBEAT_S)
 
     def beat(self) -> None:
-        """One sign, and one look."""
+        """Write one heartbeat, and read those of the watched processes."""
         self._write_if_possible()
         now = self._clock()
         self.peers = tuple(
-            self._look(process, now) for process in self._watched if process != self.process
+            self._read_peer(process, now) for process in self._watched if process != self.process
         )
 
     def _run(self) -> None:
-        while not self._stop.wait(BEAT_S):
+        while not self._stop.wait(HEARTBEAT_S):
             self.beat()
 
     def _write_if_possible(self) -> None:
         try:
             self._write()
-        # a full disk, or a directory that was removed: others will take us for silent
+        # a full disk, or a removed directory: others will count this process as silent
         except OSError as error:
             if not self._is_failing:
                 flush_with_timeout(
@@ -175,22 +172,22 @@ class Heartbeats:
                 "done": at.done,
             }
         )
-        # `end` may write beside the thread
+        # `end` may write at the same time as the thread
         part = self._path(self.process).with_suffix(f".part{threading.get_ident()}")
         part.write_text(text, encoding="utf-8")
         os.replace(part, self._path(self.process))
 
-    def _look(self, process: int, now_s: float) -> Peer:
+    def _read_peer(self, process: int, now_s: float) -> Peer:
         try:
             # opening makes a network file system ask its server
             text = self._path(process).read_text(encoding="utf-8")
         except FileNotFoundError:
             text = ""
-        except OSError:  # nobody could look, so that it is as silent as it was
+        except OSError:  # the file cannot be read: keep the last known silence
             return self._last.get(process, Peer(process=process, is_known=False, silent_s=0.0))
         before = self._last.get(process)
-        unseen_s = max(0.0, now_s - self._looked_s.get(process, now_s) - LONGEST_S)
-        self._looked_s[process] = now_s
+        unseen_s = max(0.0, now_s - self._checked_s.get(process, now_s) - MAX_GAP_S)
+        self._checked_s[process] = now_s
         if process in self._seen:
             self._seen[process] = self._seen[process][0], self._seen[process][1] + unseen_s
         if process not in self._seen:
@@ -199,9 +196,9 @@ class Heartbeats:
         if is_new:
             self._seen[process] = text, now_s
         known = is_new or (before is not None and before.is_known)
-        told = _told(text) if known else {}
+        values = _parse(text) if known else {}
         self._last[process] = Peer(
-            process=process, is_known=known, silent_s=now_s - self._seen[process][1], **told
+            process=process, is_known=known, silent_s=now_s - self._seen[process][1], **values
         )
         return self._last[process]
 
@@ -209,8 +206,8 @@ class Heartbeats:
         return self._directory / f"{process}.json"
 
 
-def _told(text: str) -> dict[str, Any]:
-    """What a file says of its process; nothing if it is half of one, or gone."""
+def _parse(text: str) -> dict[str, Any]:
+    """Fields of a heartbeat file; empty if the file is incomplete or missing."""
     try:
         values = parse_json(text)
         return {

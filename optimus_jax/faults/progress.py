@@ -1,9 +1,9 @@
-"""What a process is at, for others to read: its main thread says it here, threads and other
-processes look.
+"""The current activity and step of this process: the main thread sets them, and the watchdog and
+heartbeat threads read them.
 
-An *activity* is what the main thread does and what may take how long. `step` is the usual one; the
-others begin and end inside it or before it. One immutable value says all, so that a thread which
-reads it never sees half of a change.
+An *activity* is something that the main thread does and that has a time limit of its own. `step` is
+the usual one; the others begin and end inside it or before it. The status is one immutable value,
+so that a thread never reads half of a change.
 """
 
 import contextlib
@@ -29,24 +29,24 @@ Activity = Literal[
     "end",
 ]
 REMEMBERED = 50
-"""Durations of an activity that a limit is made from: the newest."""
+"""How many of the newest durations of an activity are kept; its limit is made from them."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class At:
-    """Where a process is."""
+class ProcessStatus:
+    """Activity and steps of a process."""
 
     doing: Activity
     since_s: float
-    """When that began, or the last step ended, on this process's clock."""
+    """When the activity began or the last step ended, on this process's clock."""
     entered: int = 0
-    """Newest step that it has asked its devices for."""
+    """Newest step that was dispatched to the devices."""
     done: int = 0
-    """Newest step whose numbers it has read."""
+    """Newest step whose metrics were read."""
 
 
 class Progress:
-    """Of this process, since it connects.
+    """Progress of this process, from the moment it connects.
 
     Args:
       clock: seconds that only grow.
@@ -55,17 +55,15 @@ class Progress:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._durations_s: dict[Activity, deque[float]] = {}
-        self.at = At(doing="connect", since_s=clock())
+        self.at = ProcessStatus(doing="connect", since_s=clock())
 
     def begin(self, activity: Activity) -> None:
-        """From now on it does this."""
+        """Start an activity."""
         self.at = replace(self.at, doing=activity, since_s=self._clock())
 
     @contextlib.contextmanager
     def during(self, activity: Activity) -> Iterator[None]:
-        """Around what is no part of what it does outside, which goes on afterwards with the time
-        anew.
-        """
+        """Context for a nested activity; the outer one resumes afterwards, timed from then."""
         outside, began_s = self.at.doing, self._clock()
         self.begin(activity)
         try:
@@ -75,25 +73,25 @@ class Progress:
             self.begin(outside)
 
     def enter(self, step: int) -> None:
-        """The devices are about to get `step`."""
+        """`step` is about to be dispatched to the devices."""
         self.at = replace(self.at, entered=step)
 
     def step(self, record: StepRecord) -> None:
-        """A step has ended, and its numbers are known."""
+        """A step has ended and its metrics were read."""
         self._remember("step", record.step_time_s)
         self.at = replace(self.at, done=record.step, since_s=self._clock())
 
     def evaluation(
         self, step: int, loss: float, perplexity: float, bits_per_byte: float | None
     ) -> None:
-        """Its time is measured by `during`."""
+        """Nothing to do: `during` measures the time of evaluations."""
 
     def forget_steps(self) -> None:
-        """Steps from now on are others: of another plan or other batches."""
+        """Drop the durations of steps: the plan or the batches change."""
         self._durations_s.pop("step", None)
 
     def durations_s(self, activity: Activity) -> tuple[float, ...]:
-        """How long it has taken, the newest last."""
+        """Durations of an activity, the newest last."""
         return tuple(self._durations_s.get(activity, ()))
 
     def _remember(self, activity: Activity, duration_s: float) -> None:

@@ -1,17 +1,16 @@
-"""Stopping when asked.
+"""Signal handling: how a run stops on request, and its exit codes.
 
-What a signal does depends on what there is to lose. While a program starts, nothing: SIGINT
-(Ctrl-C) ends it with exit code 130, and SIGTERM, which is how clusters take a machine away, with
-75, as it is worth starting again. SIGUSR1, with which job scripts pass on that time is running out,
-means the same as SIGTERM, and so does SIGHUP, a terminal that is closed: whoever had it may have
-lost a connection. A SIGHUP that is ignored, as nohup has it, stays so. Once steps are run, signals
-become a request that the trainer reads between two steps, after which it saves: exit code 0 for
-Ctrl-C, 75 for SIGTERM. Ctrl-C while a stop is asked for ends without saving: 130.
+Before training, a signal ends the program: SIGINT (Ctrl-C) with exit code 130, and SIGTERM, by
+which clusters preempt a machine, with 75, as the run is worth restarting. SIGUSR1, with which job
+scripts announce that time is running out, means the same as SIGTERM, and so does SIGHUP (a closed
+terminal), as the connection may have been lost. SIGHUP stays ignored under nohup. During training,
+a signal is a request that the trainer reads between two steps; it then saves and ends with exit
+code 0 for Ctrl-C, 75 for SIGTERM. A second Ctrl-C ends without saving: 130.
 
-The answer to a signal says which steps are still finished, and the trainer does that: a process on
-its own asks `begins` before each step, which either announces the step or says that the run is to
-stop. Processes that train together agree on the step that they stop after, which is at most two
-steps after the one that the signal came in.
+The reply to a signal says which steps will still be finished. A single process calls `begins`
+before each step, which either registers the step or says that the run should stop. Several
+processes agree on the step after which they stop, at most two steps after the one during which the
+signal came.
 
 `jax.distributed.initialize` starts a preemption service that puts its own SIGTERM handler
 underneath Python's, which then never runs although `signal.getsignal` still shows it. So whoever
@@ -19,11 +18,12 @@ calls it does this first, on every process:
 
     jax.config.update("jax_enable_preemption_service", False)
 
-Orbax takes that to mean "no preemption". An error that ends the run is not to be lost to a signal:
-of several processes the others end too, whoever launched them sends SIGTERM then, and the one that
-knows the reason is still telling it. So once an error is on its way, signals mean nothing. Nor do
-they once the run is done, or saved, while the rest is put in order; and then (`end_when_asked`)
-they end it as it would have ended.
+Orbax takes that to mean "no preemption".
+
+A signal must not hide the error that ends a run: when one of several processes fails, the launcher
+sends SIGTERM while that process may still be printing its error. So signals are ignored once an
+error is being raised, and during cleanup after the run; after that (`exit_with_code_on_signal`)
+they end the program with the exit code that it would have had.
 """
 
 import contextlib
@@ -37,19 +37,18 @@ from optimus_jax.errors import LearningError, OptimusError
 
 EXIT_RESTART = 75
 """Exit code (EX_TEMPFAIL) of a run that was stopped and is worth starting again with --resume."""
-EXIT_MISTAKE = 2
-"""Exit code of a program that was asked for what cannot be: starting it again would only repeat
-that."""
+EXIT_USER_ERROR = 2
+"""Exit code after a user's error; a restart would only repeat it."""
 EXIT_BROKEN = 1
-"""Exit code that Python gives a program with an error which nobody has foreseen."""
+"""Python's exit code after an unexpected exception."""
 EXIT_NOT_LEARNING = 76
-"""Exit code of a run that no longer learns (faults/divergence.py): started again as it was, it
-would come to the same end."""
+"""Exit code of a run that no longer learns (faults/divergence.py); an unchanged restart would end
+the same way."""
 EXIT_INTERRUPT = 130
-"""Exit code of a program that Ctrl-C has ended at once, as a shell has it (128 + SIGINT)."""
+"""Exit code of a program that Ctrl-C has ended at once (128 + SIGINT, as in a shell)."""
 NOT_BEGUN = "stopped before training had begun"
 TERMINATING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
-"""Signals of who takes the machine away, or the terminal."""
+"""Signals that mean that the machine or the terminal goes away."""
 
 
 STEPS_TO_AGREE = 2
@@ -57,42 +56,42 @@ STEPS_TO_AGREE = 2
 
 
 def exit_code_of(error: BaseException | None) -> int:
-    """Of a process that ends with an error: what the user can mend, a run that no longer learns, or
-    what is worth another start.
+    """Exit code for an error: a user's error, a run that no longer learns, or a fault worth a
+    restart.
     """
     if isinstance(error, LearningError):
         return EXIT_NOT_LEARNING
-    return EXIT_MISTAKE if isinstance(error, OptimusError) else EXIT_RESTART
+    return EXIT_USER_ERROR if isinstance(error, OptimusError) else EXIT_RESTART
 
 
 _is_ending = threading.Event()
-"""Whether the program ends by itself: an error is on its way, or the run has come to its end."""
+"""Whether the program is already ending: an error is being raised, or the run is done."""
 
 
 class Terminated(BaseException):
     """One of TERMINATING came before training had begun."""
 
 
-class StoppedAtOnce(KeyboardInterrupt):
+class ImmediateStop(KeyboardInterrupt):
     """Ctrl-C came while a stop was already asked for."""
 
 
-def exit_when_asked() -> None:
-    """From now on SIGINT and TERMINATING end the program with one line: for imports, in which an
-    exception may get lost.
+def exit_on_signal() -> None:
+    """From now on SIGINT and TERMINATING end the program with a one-line message; used during
+    imports, where an exception may get lost.
     """
 
     def end(number: int, frame: FrameType | None) -> NoReturn:
         _say(f"\n{NOT_BEGUN}\n")
         os._exit(EXIT_INTERRUPT if number == signal.SIGINT else EXIT_RESTART)
 
-    for number in _heard():
+    for number in _handled_signals():
         signal.signal(number, end)
 
 
-def raise_when_asked() -> None:
-    """From now on SIGINT raises KeyboardInterrupt, TERMINATING raise Terminated, so that what was
-    begun is put in order; until `keep_reason`.
+def raise_on_signal() -> None:
+    """From now on SIGINT raises KeyboardInterrupt and TERMINATING raise Terminated, so that cleanup
+    runs; until `keep_reason`.
     """
 
     def raise_it(number: int, frame: FrameType | None) -> None:
@@ -100,30 +99,30 @@ def raise_when_asked() -> None:
             raise KeyboardInterrupt if number == signal.SIGINT else Terminated
 
     _is_ending.clear()
-    for number in _heard():
+    for number in _handled_signals():
         signal.signal(number, raise_it)
 
 
 def keep_reason(error: BaseException) -> None:
-    """Call it with whatever ends a program that has called `raise_when_asked`: from now on no
-    signal takes the place of an Exception.
+    """Call it with the exception that ends a program which has called `raise_on_signal`: from now
+    on no signal replaces it, if it is an Exception.
     """
     if isinstance(error, Exception):
         _is_ending.set()
 
 
-def end_when_asked(code: int) -> None:
-    """From now on TERMINATING end the program with the exit code that it has come to, and SIGINT
-    ends it as it ends any: nothing is left to be put in order.
+def exit_with_code_on_signal(code: int) -> None:
+    """From now on TERMINATING end the program with exit code `code`, and SIGINT has its default
+    action: no cleanup is left.
     """
-    for number in _heard():
+    for number in _handled_signals():
         signal.signal(
             number, signal.SIG_DFL if number == signal.SIGINT else lambda *_: os._exit(code)
         )
 
 
-def _heard() -> list[signal.Signals]:
-    """Signals that mean something: under nohup a terminal that closes is nothing."""
+def _handled_signals() -> list[signal.Signals]:
+    """Signals to handle: all, but SIGHUP only if it is not ignored (nohup)."""
     return [
         number
         for number in (signal.SIGINT, *TERMINATING)
@@ -132,24 +131,24 @@ def _heard() -> list[signal.Signals]:
 
 
 def _say(text: str) -> None:
-    """On standard error. Not by print: a handler may run in the middle of one.
+    """Write to standard error. Not by print: a handler may run in the middle of one.
 
-    Nobody may be left to read it, for Ctrl-C ends `tee` too.
+    The reader may be gone, as Ctrl-C also ends `tee`.
     """
     with contextlib.suppress(OSError):
         os.write(2, text.encode())
 
 
 class StopRequest:
-    """While entered, remembers the first SIGINT (Ctrl-C) or of TERMINATING instead of dying of it,
-    and says so on stderr.
+    """Context in which the first SIGINT (Ctrl-C) or TERMINATING signal becomes a stop request, with
+    a message on stderr.
 
-    Ctrl-C while a stop is already asked for raises StoppedAtOnce. Once it is left a run has come to
-    its end. Python hands signals to its main thread alone: entered from another one, this changes
-    nothing and never has a reason.
+    Ctrl-C after a stop request raises ImmediateStop. Leaving the context ends the run. Python runs
+    handlers in its main thread only: entered from another thread, this does nothing and `reason`
+    stays None.
 
     Args:
-      num_processes: that train together.
+      num_processes: number of processes of the run.
       last_step: of the run; None: unknown.
     """
 
@@ -159,38 +158,36 @@ class StopRequest:
         self._num_processes, self._last_step = num_processes, last_step
         self._begun: int | None = None
         self._ended: int | None = None
-        self._is_deciding = self._has_answered = False
+        self._is_deciding = self._has_announced = False
 
     @property
     def exit_code(self) -> int:
-        """What the program should end with: a person who stops a run is done, a cluster that ends
-        it wants it back.
-        """
+        """The program's exit code: 0 if a person stopped the run, EXIT_RESTART if a cluster did."""
         return EXIT_RESTART if self.reason == "terminate" else 0
 
     def begins(self, step: int) -> bool:
-        """Whether `step` may be handed to the devices; if so, it is announced.
+        """Whether `step` may be dispatched; if so, it is registered as begun.
 
-        Among several processes it always may.
+        With several processes the answer is always True.
 
-        A signal that comes meanwhile is answered when that is decided, so that the answer names the
-        steps that are finished.
+        The reply to a signal that comes meanwhile is printed after the decision, so that it names
+        the right steps.
         """
         self._is_deciding = True
         may_begin = self.reason is None or self._num_processes > 1
         if may_begin:
             self._begun = step
         self._is_deciding = False
-        self._answer()
+        self._announce()
         return may_begin
 
     def ended(self, step: int) -> None:
-        """The devices have finished `step`: nothing before the next is under way."""
+        """The devices have finished `step`."""
         self._ended = step
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
-            for number in _heard():
+            for number in _handled_signals():
                 self._previous[number] = signal.signal(number, self._handle)
         return self
 
@@ -210,15 +207,15 @@ class StopRequest:
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.reason is None:
             self.reason = "interrupt" if number == signal.SIGINT else "terminate"
-            self._answer()
+            self._announce()
         elif number == signal.SIGINT:
-            raise StoppedAtOnce
+            raise ImmediateStop
 
-    def _answer(self) -> None:
-        """Say once what a stop that was asked for will still do."""
-        if self.reason is None or self._is_deciding or self._has_answered:
+    def _announce(self) -> None:
+        """Print once what a requested stop will still do."""
+        if self.reason is None or self._is_deciding or self._has_announced:
             return
-        self._has_answered = True
+        self._has_announced = True
         _say(
             f"\nstopping: {self._what_is_finished()} saved first; Ctrl-C (again) ends at once,"
             " without saving\n"

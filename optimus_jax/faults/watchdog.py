@@ -1,21 +1,21 @@
-"""A process that gets no further, or whose run has lost a process, ends itself, so that what
-launched it can start it again.
+"""The watchdog: ends a process that hangs, or whose run has lost a process, so that its launcher
+can restart it.
 
-A survivor of a fault mostly waits inside a collective, in C++, where no Python of its main thread
-runs and no signal is heard. So a thread judges, once a second, from memory alone (who writes and
-reads files is another thread), and ends the process without asking the main thread: it writes down
-what is wrong, who is late and every thread's stack, for at most TELL_S, and exits with
+A process that survives a fault usually waits in a collective, in C++, where its main thread runs no
+Python and handles no signal. So a thread checks once a second, using memory alone (another thread
+reads and writes files), and ends the process without the main thread: it logs the fault, the
+processes that are late and the stack of every thread, for at most REPORT_S, and exits with
 EXIT_RESTART.
 
-What is a fault:
-* the main thread takes longer than the *limit* of what it does, which is made from how long that
-  took before;
-* another process is silent, or says that it has failed;
-* this process itself was stopped for so long that the others have given it up;
+These are faults:
+* the main thread exceeds the *limit* of its activity, which is derived from earlier durations;
+* another process sends no heartbeat, or reports that it has failed;
+* this process itself was stopped for so long that the others count it as lost;
 * a signal to stop (SIGTERM, SIGUSR1, SIGHUP) was received and the step under way does not end. The
-  signal is heard through a file descriptor that Python's C handler writes to in any thread.
-If not even this thread can run, because C code keeps Python's lock, a timer of `faulthandler`,
-which needs no Python, ends the process (exit code 1).
+thread receives signals through a file descriptor that Python's C handler writes to.
+
+If this thread cannot run either, because C code holds the GIL, a timer of `faulthandler`, which
+needs no Python, ends the process (exit code 1).
 """
 
 import contextlib
@@ -35,59 +35,60 @@ from pathlib import Path
 
 from optimus_jax.config import FaultConfig
 from optimus_jax.faults.fault_log import write_fault
-from optimus_jax.faults.heartbeat import BEAT_S, Heartbeats, Peer
+from optimus_jax.faults.heartbeat import HEARTBEAT_S, Heartbeats, Peer
 from optimus_jax.faults.progress import Activity, Progress
 from optimus_jax.faults.stopping import EXIT_RESTART, TERMINATING, exit_code_of
 from optimus_jax.robust import deviation_from
 from optimus_jax.system.resilient_io import flush_with_timeout, nonblocking_stderr
 
-FEWEST = 5
-"""Durations from which a limit is made."""
+MIN_DURATIONS = 5
+"""Least number of durations that a limit is derived from."""
 FACTOR = 10.0
-"""From the longest that is usual to the limit."""
+"""Limit divided by the longest usual duration."""
 DEVIATIONS = 5.0
-"""From the median to the longest that is usual, in robust deviations."""
-FAILED_S = 3 * BEAT_S
-"""From another's word that it has failed to the end of this process: if all have the same error,
-each says so itself."""
-LINGER_S = 2 * FAILED_S
-"""Process 0 stays so long for others to hear that it has failed: without its coordination service
-JAX aborts them on the spot, without a word."""
-TELL_S = 5.0
-"""At most, for writing down what is wrong: the disk may be what does not answer."""
-DEAF = 10
-"""Times `silence_s` until a process is ended whose watchdog cannot run."""
-_ONCE: tuple[Activity, ...] = ("connect", "start", "compile", "end")
+"""The longest usual duration is the median plus this many robust deviations."""
+PEER_FAILURE_WAIT_S = 3 * HEARTBEAT_S
+"""How long this process goes on after another reported a failure: if all have the same error, each
+reports it itself."""
+LINGER_S = 2 * PEER_FAILURE_WAIT_S
+"""How long process 0 stays after a failure so that the others can read of it: without its
+coordination service JAX aborts them at once, without a message."""
+REPORT_S = 5.0
+"""Most time for writing the report, as the disk may be what hangs."""
+BLOCKED_FACTOR = 10
+"""A process whose watchdog thread cannot run is ended after this many times `silence_s`."""
+_STARTING: tuple[Activity, ...] = ("connect", "start", "compile", "end")
 _SAVING: tuple[Activity, ...] = ("save", "write")
-"""Copying the state to the host, and waiting until what was copied is on the disk."""
+"""Copying the state to the host, and waiting until it is on disk."""
 
 
 class Limits:
-    """How long activities may take.
+    """Time limits of activities.
 
     Args:
       settings: of the run.
-      progress: knows how long they have taken.
+      progress: holds the durations measured so far.
     """
 
     def __init__(self, settings: FaultConfig, progress: Progress) -> None:
         self._settings, self._progress = settings, progress
 
     def of(self, activity: Activity) -> float:
-        """In seconds, since it began or the last step ended."""
-        if activity in _ONCE:
+        """Limit in seconds, counted from the start of the activity or the end of the last step."""
+        if activity in _STARTING:
             return self._settings.start_s
         known_s = self._progress.durations_s(activity)
-        # mostly nobody has to wait, which tells nothing of how long a save is written
-        if len(known_s) < FEWEST or activity == "write":
+        # waits for a write are mostly zero, which says nothing about the longest one
+        if len(known_s) < MIN_DURATIONS or activity == "write":
             return self._settings.ceiling_s
         return min(
             self._settings.ceiling_s, max(self._settings.floor_s, FACTOR * _usual_s(known_s))
         )
 
     def after_signal(self, activity: Activity) -> float:
-        """In seconds, from the signal to stop, or what was begun after it, to the end of it."""
-        if activity in _SAVING:  # it is what the time was given for
+        """Limit in seconds after a stop signal, counted from the signal or the start of the
+        activity, whichever is later."""
+        if activity in _SAVING:  # the grace time is meant for saving
             return self.of(activity)
         known_s = self._progress.durations_s(activity)
         return (
@@ -98,20 +99,21 @@ class Limits:
 
 
 def _usual_s(known_s: Sequence[float]) -> float:
-    """The longest that is usual: median and robust deviations, which one outlier does not move."""
+    """The longest usual duration: median plus robust deviations, insensitive to an outlier."""
     median = statistics.median(known_s)
     return median + DEVIATIONS * deviation_from(median, known_s)
 
 
 class Watchdog:
-    """Watches one process from `start` to `close`. Threads that it ends with are daemons.
+    """Watches one process from `start` to `close`; its threads are daemons.
 
     Args:
-      run_directory: for what it has to say; None: there is none yet, and standard error has to do.
+      run_directory: for the fault log; None: not known yet, so that faults go to standard error
+        only.
       progress: of this process.
       settings: of the run.
-      process: number of this one.
-      signs: of the other processes; None: there are none, or no directory for them yet.
+      process: index of this process.
+      heartbeats: of the other processes; None: there are none, or no directory yet.
       has_others: whether there are other processes.
       clock: seconds that only grow.
       exit: ends the process.
@@ -139,13 +141,17 @@ class Watchdog:
         )
         self._is_closed = False
         self._limits = Limits(settings, progress)
-        self._looked_s: float | None = None
-        self._told_s: float | None = None
-        """When a signal to stop came."""
+        self._checked_s: float | None = None
+        self._signalled_s: float | None = None
+        """When a stop signal came."""
         self._failed_s: dict[int, float] = {}
-        """When others were first seen to have failed."""
-        self._exit_code, self._is_told, self._telling = EXIT_RESTART, False, threading.Lock()
-        self._heard, self._told = socket.socketpair()
+        """By process: when its failure was first seen."""
+        self._exit_code, self._is_reported, self._report_lock = (
+            EXIT_RESTART,
+            False,
+            threading.Lock(),
+        )
+        self._wakeup_read, self._wakeup_write = socket.socketpair()
         self._before = -1
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
@@ -159,7 +165,7 @@ class Watchdog:
         process: int,
         num_processes: int,
     ) -> "Watchdog | None":
-        """As the settings say, and started; None: they say that nobody is to watch."""
+        """A started watchdog with these settings; None: the settings switch it off."""
         if settings.watch == "off" or (settings.watch == "auto" and num_processes == 1):
             return None
         heartbeats = (
@@ -184,15 +190,17 @@ class Watchdog:
         return self._heartbeats
 
     def start(self) -> None:
-        """From now on, this process may be ended.
+        """Start to watch: from now on the process may be ended.
 
-        Raises RunDirectoryError if no heartbeat can be given.
+        Raises RunDirectoryError if no heartbeat can be written.
         """
         if self._heartbeats is not None:
             self._heartbeats.start()
         if threading.current_thread() is threading.main_thread():
-            self._told.setblocking(False)
-            self._before = signal.set_wakeup_fd(self._told.fileno(), warn_on_full_buffer=False)
+            self._wakeup_write.setblocking(False)
+            self._before = signal.set_wakeup_fd(
+                self._wakeup_write.fileno(), warn_on_full_buffer=False
+            )
             if self._before != -1:  # a notebook's event loop listens
                 signal.set_wakeup_fd(self._before)
         if self._heartbeats is not None and not faulthandler.is_enabled():
@@ -201,10 +209,9 @@ class Watchdog:
         self._thread.start()
 
     def close(self, failure: BaseException | None = None) -> None:
-        """It may not any more.
+        """Stop watching, and tell the other processes that this one has failed, or is done.
 
-        With a failure the others are told of it; without, that this process has come to its end. A
-        second close is none.
+        A second call does nothing.
         """
         if self._is_closed:
             return
@@ -217,51 +224,53 @@ class Watchdog:
             )
         if threading.current_thread() is threading.main_thread() and self._before == -1:
             signal.set_wakeup_fd(-1)
-        self._told.setblocking(True)
-        self._told.send(b"\0")
-        # before anything else is waited for: what another process has had is not to end this one,
-        # which has an error of its own to tell
+        self._wakeup_write.setblocking(True)
+        self._wakeup_write.send(b"\0")
+        # first of all: a failure of another process must not end this one, which has its own error
+        # to report
         self._thread.join()
         faulthandler.cancel_dump_traceback_later()
-        self._heard.close()
-        self._told.close()
+        self._wakeup_read.close()
+        self._wakeup_write.close()
         if failure is not None and self._process == 0 and self._has_others:
             self._linger()
         if self._heartbeats is not None:
             self._heartbeats.close()
 
     def trouble(self, now_s: float) -> str | None:
-        """What is wrong, in one sentence; None: nothing."""
-        stood_s, self._looked_s = now_s - (self._looked_s or now_s), now_s
-        if stood_s > self._settings.silence_s:
+        """The fault, in one sentence; None: there is none."""
+        paused_s, self._checked_s = now_s - (self._checked_s or now_s), now_s
+        if paused_s > self._settings.silence_s:
             if self._heartbeats is not None:
                 return (
-                    f"this process was stopped for {stood_s:.0f} s, and the others have gone on"
+                    f"this process was stopped for {paused_s:.0f} s, and the others have gone on"
                     " without it"
                 )
-            self._progress.begin(self._progress.at.doing)  # Ctrl-Z and fg: nobody has waited
+            self._progress.begin(
+                self._progress.at.doing
+            )  # resumed after Ctrl-Z: no other process has waited
         for peer in self._heartbeats.peers if self._heartbeats is not None else ():
             if (why := self._trouble_with(peer, now_s)) is not None:
                 return why
         at = self._progress.at
         took_s = now_s - at.since_s
-        if self._told_s is not None and now_s - max(self._told_s, at.since_s) > (
+        if self._signalled_s is not None and now_s - max(self._signalled_s, at.since_s) > (
             limit_s := self._limits.after_signal(at.doing)
         ):
             return (
-                f"told to stop {now_s - self._told_s:.0f} s ago, and {self._named()} does not end"
-                f" (limit {limit_s:.0f} s)"
+                f"told to stop {now_s - self._signalled_s:.0f} s ago, and {self._activity_text()}"
+                f" does not end (limit {limit_s:.0f} s)"
             )
         if took_s > (limit_s := self._limits.of(at.doing)):
-            return f"{self._named()} takes {took_s:.0f} s (limit {limit_s:.0f} s)"
+            return f"{self._activity_text()} takes {took_s:.0f} s (limit {limit_s:.0f} s)"
         return None
 
     def _trouble_with(self, peer: Peer, now_s: float) -> str | None:
         if not peer.is_known or peer.state == "done":
             return None
         if peer.state == "failed":
-            if now_s - self._failed_s.setdefault(peer.process, now_s) > FAILED_S:
-                # a mistake is not to be repeated because this process waited for who made it
+            if now_s - self._failed_s.setdefault(peer.process, now_s) > PEER_FAILURE_WAIT_S:
+                # end like the failed process: after a user's error there must be no restart
                 self._exit_code = peer.exit_code
                 return f"process {peer.process} has failed: {peer.why}"
         elif peer.silent_s > self._settings.silence_s:
@@ -271,7 +280,7 @@ class Watchdog:
             )
         return None
 
-    def _named(self) -> str:
+    def _activity_text(self) -> str:
         at = self._progress.at
         return (
             f"step {max(at.entered, at.done + 1)}"
@@ -283,25 +292,27 @@ class Watchdog:
         while True:
             if self._heartbeats is not None:
                 faulthandler.dump_traceback_later(
-                    DEAF * self._settings.silence_s, exit=True, file=nonblocking_stderr()
+                    BLOCKED_FACTOR * self._settings.silence_s,
+                    exit=True,
+                    file=nonblocking_stderr(),
                 )
-            if select.select([self._heard], [], [], BEAT_S)[0]:
-                heard = self._heard.recv(64)
-                if 0 in heard:
+            if select.select([self._wakeup_read], [], [], HEARTBEAT_S)[0]:
+                received = self._wakeup_read.recv(64)
+                if 0 in received:
                     return
-                if any(number in heard for number in TERMINATING) and self._told_s is None:
-                    self._told_s = self._clock()
+                if any(number in received for number in TERMINATING) and self._signalled_s is None:
+                    self._signalled_s = self._clock()
             if (why := self.trouble(self._clock())) is not None:
                 self.end(why)
                 return
 
     def end(self, why: str) -> None:
-        """Write down what is wrong, and end the process: with EXIT_RESTART, or as the process ended
+        """Report the fault and end the process, with EXIT_RESTART or the exit code of the process
         that failed. Any thread may call it.
         """
-        teller = threading.Thread(target=self.tell, args=(why,), name="teller", daemon=True)
-        teller.start()
-        teller.join(TELL_S)
+        reporter = threading.Thread(target=self.report, args=(why,), name="reporter", daemon=True)
+        reporter.start()
+        reporter.join(REPORT_S)
         next_step = (
             "start it again with --resume"
             if self._exit_code == EXIT_RESTART
@@ -314,14 +325,14 @@ class Watchdog:
             self._linger()
         self._exit(self._exit_code)
 
-    def tell(self, why: str) -> None:
-        """Write down what is wrong, who is late, and what every thread is at; and tell the other
-        processes. What follows from it is not told again.
+    def report(self, why: str) -> None:
+        """Log the fault, the processes that are late and all stacks, and tell the other processes;
+        later calls do nothing, as their faults are consequences of the first.
         """
-        with self._telling:
-            if self._is_told:
+        with self._report_lock:
+            if self._is_reported:
                 return
-            self._is_told = True
+            self._is_reported = True
         at = self._progress.at
         peers = self._heartbeats.peers if self._heartbeats is not None else ()
         if self._heartbeats is not None:
@@ -337,34 +348,34 @@ class Watchdog:
                 doing=at.doing,
                 doing_s=self._clock() - at.since_s,
                 entered=at.entered,
-                late=late(self._process, at.entered, at.doing, peers),
+                late_processes=late_processes(self._process, at.entered, at.doing, peers),
                 peers=[asdict(peer) for peer in peers],
                 stacks=stacks(),
             )
 
     def _linger(self) -> None:
-        """Until the others have ended too, or have had the time to."""
+        """Wait until the others have ended, for at most LINGER_S."""
         until_s = self._clock() + LINGER_S
         while (
             self._heartbeats is not None
             and self._clock() < until_s
             and any(
-                peer.is_known and peer.state == "running" and peer.silent_s < FAILED_S
+                peer.is_known and peer.state == "running" and peer.silent_s < PEER_FAILURE_WAIT_S
                 for peer in self._heartbeats.peers
             )
         ):
-            threading.Event().wait(BEAT_S / 4)
-        threading.Event().wait(BEAT_S)  # for who has said that it ends to do so
+            threading.Event().wait(HEARTBEAT_S / 4)
+        threading.Event().wait(HEARTBEAT_S)  # for processes that have announced their end
 
 
-def late(process: int, entered: int, doing: str, peers: Sequence[Peer]) -> list[str]:
-    """Which processes have not come as far as the others, in words; empty: all are in the same
-    step, or none is known.
+def late_processes(process: int, entered: int, doing: str, peers: Sequence[Peer]) -> list[str]:
+    """Sentences about processes that are behind the others; empty: all are in the same step, or
+    none is known.
 
     Args:
-      process: number of this one.
+      process: index of this process.
       entered: its newest step.
-      doing: what it is at.
+      doing: its activity.
       peers: the others.
     """
     known = [peer for peer in peers if peer.is_known]
@@ -387,7 +398,7 @@ def late(process: int, entered: int, doing: str, peers: Sequence[Peer]) -> list[
                 f"process {peer.process} is at '{peer.doing}' for {peer.doing_s:.0f} s, and this"
                 f" one at '{doing}'"
             )
-        elif peer.state == "running" and peer.silent_s > FAILED_S:
+        elif peer.state == "running" and peer.silent_s > PEER_FAILURE_WAIT_S:
             words.append(
                 f"process {peer.process} has been silent for {peer.silent_s:.0f} s in step"
                 f" {peer.entered}"

@@ -1,9 +1,9 @@
-"""Text from a trained model, a token at a time on one device, with a cache of keys and values.
+"""Generates text from a trained model on one device, token by token, with a key/value cache.
 
-The prompt runs through the model in one pass, which fills the cache; every token after it is a
-pass of length 1. Lengths are rounded up, so that prompts of all lengths share a few compiled
-programs: what a pass writes past its last token lies after every query that could see it, until
-the token of that position takes its place.
+The prompt runs through the model in one pass, which fills the cache; every token after it is a pass
+of length 1. Lengths are rounded up, so that all prompts share a few compiled programs: entries that
+a pass writes past its last token are masked, as they lie after every query, until the token of that
+position overwrites them.
 
 Shapes: B samples, L length of a pass, T cached length, V vocab, G key/value heads, K head_dim,
 C candidates for the next token.
@@ -41,10 +41,10 @@ from optimus_jax.system.paths import UserPath
 from optimus_jax.training.state import may_be_padded
 from optimus_jax.training.step import COMPUTE_DTYPES
 
-SHORTEST = 32
+MIN_LENGTH = 32
 """Tokens of the shortest pass over a prompt, and of the shortest cache."""
 INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
-"""What a decoded text ends with while its last character misses bytes."""
+"""A decoded text ends with this while bytes of its last character are missing."""
 
 Cache = tuple[Array, Array]
 """Keys and values, [layers, B, T, G, K] each."""
@@ -75,7 +75,7 @@ class Sampling:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TextModel:
-    """A trained model and its tokenizer, ready to go on with a text."""
+    """A trained model and its tokenizer, which continue a text."""
 
     config: ModelConfig
     params: Params
@@ -83,9 +83,9 @@ class TextModel:
     padded."""
     tokenizer: Tokenizer
     step: int
-    """Of the checkpoint that the parameters come from."""
+    """Step of the checkpoint of the parameters."""
     trained_length: int | None = None
-    """Tokens of the longest examples that it was trained on; None: all positions."""
+    """Length in tokens of the longest training examples; None: all positions were trained."""
 
     def generate(
         self,
@@ -100,21 +100,23 @@ class TextModel:
         past_trained_length: bool = False,
         warn: Callable[[str], object] = warnings.warn,
     ) -> Iterator[list[str]]:
-        """Go on with `prompt`: the new text of every sample, piece by piece.
+        """Continue `prompt`: yields the new text of every sample in increments.
 
-        Each item has one piece per sample, "" where nothing can be shown (the sample is over, or
-        bytes of its last character are still to come).
+        Each item has one string per sample, "" if nothing can be shown (the sample has ended, or
+        bytes of its last character are still missing).
 
         Args:
-          max_new_tokens: most tokens of a sample; it is over sooner at the end of a document, of
-            the model's positions, or of learned ones that were trained (which is told to `warn`).
-          past_trained_length: go on over learned positions that were not trained, which are noise.
+          max_new_tokens: most tokens of a sample; it ends sooner at the end of a document, or (with
+            a call of `warn`) at the last position of the model, or the last trained one if
+            positions are learned.
+          past_trained_length: continue past the trained length although untrained learned positions
+            are noise.
           temperature, top_k, top_p: as in `Sampling`.
-          seed: of all draws, with the number of the sample and the position: a sample is the same
-            however many others there are.
+          seed: of all draws; keys also depend on the sample's index and the position, so that a
+        sample does not depend on the number of samples.
         Raises:
-          OptimusError: by the call, not by the iterator: a number is out of its range, or the
-            prompt is empty, too long or has tokens that the model does not know.
+          OptimusError: raised by the call, not by the iterator: an argument is out of range, or the
+            prompt is empty, too long or has unknown tokens.
         """
         sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
         _check(max_new_tokens >= 1, "max_new_tokens", max_new_tokens, "choose 1 or more")
@@ -161,11 +163,10 @@ class TextModel:
             seed=seed,
             num_samples=num_samples,
         )
-        return self._pieces(tokens, [_Detokenizer(self.tokenizer, ids) for _ in range(num_samples)])
+        return self._texts(tokens, [_Detokenizer(self.tokenizer, ids) for _ in range(num_samples)])
 
     def _limit(self, past_trained_length: bool) -> int:
-        """Positions that may be used: learned ones mean something only as far as they were
-        trained."""
+        """Number of positions that may be used: learned ones only as far as they were trained."""
         if (
             past_trained_length
             or self.trained_length is None
@@ -175,7 +176,7 @@ class TextModel:
         return min(self.trained_length, self.config.max_length)
 
     def encode(self, prompt: str, *, past_trained_length: bool = False) -> np.ndarray:
-        """Ids of a prompt that the model can go on with."""
+        """Token ids of a prompt; raises DataError if the model cannot continue it."""
         config = self.config
         try:
             prompt.encode()
@@ -231,8 +232,8 @@ class TextModel:
         seed: int,
         num_samples: int,
     ) -> Iterator[np.ndarray]:
-        """The token of every sample, int32 [B], position by position; eos for good once a sample is
-        over.
+        """Yields the token of every sample, int32 [B], for each position; eos after a sample has
+        ended.
 
         Args:
           prompt: ids [N], at least one; N + num_new_tokens - 1 is at most the model's max_length.
@@ -244,7 +245,7 @@ class TextModel:
         keys = jax.vmap(functools.partial(jax.random.fold_in, make_key(seed)))(
             jnp.arange(num_samples)
         )
-        tokens, cache = _start(
+        tokens, cache = _prefill(
             self.config,
             self.params,
             padded,
@@ -257,7 +258,7 @@ class TextModel:
         for position in range(length, length + num_new_tokens):
             drawn = tokens
             if position + 1 < length + num_new_tokens:  # dispatched before `drawn` is waited for
-                tokens, cache = _go_on(
+                tokens, cache = _next_tokens(
                     self.config,
                     self.params,
                     cache,
@@ -272,7 +273,7 @@ class TextModel:
             if over.all():
                 return
 
-    def _pieces(
+    def _texts(
         self, tokens: Iterator[np.ndarray], texts: list["_Detokenizer"]
     ) -> Iterator[list[str]]:
         for ids in tokens:
@@ -285,8 +286,8 @@ def load_text_model(
 ) -> TextModel:
     """The model of a run, from its newest good checkpoint or that of `step`, on the first device.
 
-    Whatever mesh it was trained on, only the parameters are read. `run_dir` may be the URL of a run
-    in a store, of which a copy is fetched.
+    Only the parameters are read, from a run on any mesh. `run_dir` may be the URL of a run in a
+    store, which is copied first.
 
     Raises:
       OptimusError: there is no such run, checkpoint or tokenizer.
@@ -336,7 +337,7 @@ def load_text_model(
 
 
 @functools.partial(jax.jit, static_argnames=("config", "sampling", "num_keys"))
-def _start(
+def _prefill(
     config: ModelConfig,
     params: Params,
     prompt_1L: Array,
@@ -346,7 +347,7 @@ def _start(
     sampling: Sampling,
     num_keys: int,
 ) -> tuple[Array, Cache]:
-    """Prompt, padded, and its length -> the first new token [B], and the cache of all samples."""
+    """Padded prompt and its length -> the first new token [B], and the cache of all samples."""
     logits_1V, cache = extend(
         config, params, empty_cache(config, params, num_keys), prompt_1L, jnp.int32(0), length - 1
     )
@@ -357,7 +358,7 @@ def _start(
 
 
 @functools.partial(jax.jit, static_argnames=("config", "sampling"), donate_argnames="cache")
-def _go_on(
+def _next_tokens(
     config: ModelConfig,
     params: Params,
     cache: Cache,
@@ -439,7 +440,7 @@ def candidates(logits_BV: Array, sampling: Sampling) -> tuple[Array, Array]:
 
 def rounded_up(length: int, limit: int) -> int:
     """The power of two from SHORTEST on that holds `length`, or `limit` if that is less."""
-    return min(limit, max(SHORTEST, 1 << (length - 1).bit_length()))
+    return min(limit, max(MIN_LENGTH, 1 << (length - 1).bit_length()))
 
 
 class _Detokenizer:

@@ -21,7 +21,7 @@ from optimus_jax.cluster.distributed import (
     assert_same_everywhere,
     broadcast_from_0,
     connect,
-    has_lost_another,
+    is_peer_failure,
     is_writer,
     named,
 )
@@ -50,9 +50,9 @@ from optimus_jax.errors import (
     StoreError,
     explain,
 )
+from optimus_jax.faults.error_isolation import isolate_errors
 from optimus_jax.faults.progress import Progress
-from optimus_jax.faults.stopping import EXIT_RESTART, StoppedAtOnce, Terminated, keep_reason
-from optimus_jax.faults.unfailing import unfailing
+from optimus_jax.faults.stopping import EXIT_RESTART, ImmediateStop, Terminated, keep_reason
 from optimus_jax.faults.watchdog import Watchdog
 from optimus_jax.mesh.build import discover
 from optimus_jax.mesh.topology import Topology
@@ -74,7 +74,7 @@ from optimus_jax.run.program import Devices, run_program
 from optimus_jax.run.resumed_config import ResumedConfig
 from optimus_jax.run.stored_run import StoredRun
 from optimus_jax.run.tensorboard import check_installed
-from optimus_jax.run_directory.directory import AlreadyBegunError, RunDirectory
+from optimus_jax.run_directory.directory import RunDirectory, RunExistsError
 from optimus_jax.run_directory.lock import LockedError
 from optimus_jax.run_directory.shared import check_shared
 from optimus_jax.run_directory.step_record import StepRecord
@@ -205,7 +205,7 @@ def _train(
         # processes can disagree on whether it exists.
         assert_same_everywhere(
             {"whether the run is new or resumed": "resumed" if resume else "new"},
-            may_become=is_auto,
+            is_transient=is_auto,
         )
         assert_same_everywhere(
             {"versions": f"optimus_jax {VERSION}, jax {jax.__version__}"} | _shared_settings(config)
@@ -244,7 +244,7 @@ def _train(
                 )
             check_allowed(config.controller.allowed_axes, topology.num_devices)
             plans_ahead(config, choice.plan, saved.step if saved else 0, topology, devices.pricing)
-            display = unfailing(
+            display = isolate_errors(
                 make_display(config.log, config.steps, show=is_writer()), "the display"
             )
             if (
@@ -329,7 +329,7 @@ def _train(
         )
     except BaseException as error:
         keep_reason(error)
-        is_fault = not launch.is_alone and has_lost_another(error)
+        is_fault = not launch.is_alone and is_peer_failure(error)
         fault = (
             FaultError(f"process {jax.process_index()} cannot go on: {str(error).splitlines()[0]}")
             if is_fault
@@ -337,7 +337,7 @@ def _train(
         )
         if watchdog is not None:  # first, because it notifies the others via the run directory
             if fault is not None:
-                watchdog.tell(str(fault))
+                watchdog.report(str(fault))
             watchdog.close(fault or error)
         # A run that is terminated or hit by a fault during its start may be resumed, so its
         # directory stays if it has a config.
@@ -417,7 +417,7 @@ def _upload_after_error(mirror: Mirror, error: BaseException, run: RunDirectory 
     """Upload what is left after `error` ended the run, which stays the reported error. A user who
     interrupted twice does not wait for the upload.
     """
-    if isinstance(error, StoppedAtOnce):
+    if isinstance(error, ImmediateStop):
         mirror.abandon()
         _say(
             "files that are not uploaded yet are in"
@@ -576,7 +576,7 @@ def _open_as_writer(open_it: Callable[..., T], launch: Launch, is_auto: bool) ->
     """
     try:
         return open_it(patience_s=PATIENCE_S if is_auto else 0.0)
-    except (LockedError, LeaseHeldError, AlreadyBegunError) as error:
+    except (LockedError, LeaseHeldError, RunExistsError) as error:
         if is_auto and launch.restarts:
             raise FaultError(str(error)) from error
         raise

@@ -9,11 +9,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from optimus_jax.checkpoint.checkpoints import ABANDONED, Checkpoints, Restored
+from optimus_jax.checkpoint.checkpoints import ABANDONED_DIR, Checkpoints, Restored
 from optimus_jax.checkpoint.snapshots import Snapshots
 from optimus_jax.cluster.distributed import broadcast_from_0, is_writer
 from optimus_jax.config import Config, Precision
-from optimus_jax.faults.divergence import Learning, saying, way_back
+from optimus_jax.faults.divergence import Learning, describe_trouble, rollback_advice
 from optimus_jax.run.inputs import Inputs
 from optimus_jax.run.stored_config import check_stored_config, saved_config
 from optimus_jax.run_directory.directory import RunDirectory
@@ -120,7 +120,7 @@ def _restore_step(
     restored = checkpoints.restore(target, step, paddable=may_be_padded, check=check)
     if is_writer():
         for path in checkpoints.set_aside(
-            [later for later in checkpoints.steps() if later > step], ABANDONED
+            [later for later in checkpoints.steps() if later > step], ABANDONED_DIR
         ):
             display.message(f"a later checkpoint was moved to {path}")
     display.message(f"resumed from the checkpoint of step {step}, as requested")
@@ -136,7 +136,7 @@ def _warn_if_not_learning(
         return
     display.message(
         f"the run had stopped learning before its checkpoint of step {step} was written:"
-        f" {saying(learning, trouble)}; {way_back(learning, checkpoints.steps())}"
+        f" {describe_trouble(learning, trouble)}; {rollback_advice(learning, checkpoints.steps())}"
     )
 
 

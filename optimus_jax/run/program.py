@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from optimus_jax.checkpoint.checkpoints import Checkpoints
-from optimus_jax.checkpoint.disk_space import check_room, num_wanted, room_in
+from optimus_jax.checkpoint.disk_space import check_disk_space, disk_space_of, max_checkpoints
 from optimus_jax.checkpoint.saving import Retries
 from optimus_jax.checkpoint.snapshots import bytes_of_host
 from optimus_jax.cluster.distributed import all_or_none, assert_same_everywhere, is_writer
@@ -24,11 +24,11 @@ from optimus_jax.control.phase_changes import PhaseChanges
 from optimus_jax.control.switch import Switcher
 from optimus_jax.data.tokenizers import ByteTokenizer
 from optimus_jax.errors import ConfigError, OptimusError, PlanError, explain
+from optimus_jax.faults.error_isolation import isolate_errors
 from optimus_jax.faults.fault_log import take_over
 from optimus_jax.faults.heartbeat import Heartbeats
 from optimus_jax.faults.progress import Progress
 from optimus_jax.faults.stopping import StopRequest
-from optimus_jax.faults.unfailing import unfailing
 from optimus_jax.mesh.topology import Topology
 from optimus_jax.plan import Plan
 from optimus_jax.planning.ahead_of_time.compiled_step import CompiledStep, compile_step
@@ -48,7 +48,7 @@ from optimus_jax.run_directory.directory import RunDirectory
 from optimus_jax.training.optimizer import peak_learning_rate
 from optimus_jax.training.state import TrainState
 from optimus_jax.training.step import Program, build_program
-from optimus_jax.training.trainer import Outcome, Trainer, described
+from optimus_jax.training.trainer import Trainer, TrainingResult, described
 from optimus_jax.training.watchers import Display
 
 
@@ -78,7 +78,7 @@ def run_program(
     resumed: ResumedConfig | None,
     progress: Progress,
     heartbeats: Heartbeats | None,
-) -> tuple[Outcome, Plan]:
+) -> tuple[TrainingResult, Plan]:
     """Prepare the state, compile, train; return the outcome and the plan at the end. Every process
     must call this.
 
@@ -139,7 +139,7 @@ def run_program(
     num_bytes_of_host = bytes_of_host(state)
     snapshots = make_snapshots(config, run, display)
     with all_or_none():
-        snapshots.forget_after(first_step)
+        snapshots.delete_after(first_step)
         snapshots.prepare(num_bytes_of_host)
         if is_writer() and (note := _check_disk_space(config, run, state, first_step)) is not None:
             display.message(note)
@@ -169,7 +169,7 @@ def run_program(
         later_phases=plans_ahead(config, choice.plan, first_step, topology, devices.pricing),
     )
     tensorboard = (
-        unfailing(
+        isolate_errors(
             TensorBoardWriter(run.path / "tensorboard", first_step=first_step + 1), "TensorBoard"
         )
         if config.log.tensorboard and run.writer
@@ -300,7 +300,7 @@ def _train_all_phases(
     inputs: Inputs,
     controller: Controller | None,
     changes: PhaseChanges | None,
-) -> tuple[Trainer, Outcome]:
+) -> tuple[Trainer, TrainingResult]:
     """Train to the end of the run, across plans and phases; return the last trainer and outcome."""
     while True:
         if changes is not None and controller is None:
@@ -314,7 +314,7 @@ def _train_all_phases(
         with trainer.progress.during("switch"):
             if is_switch and controller is not None:
                 state, executable = controller.carry_out(state, step)
-                trainer.learning.forgive()
+                trainer.learning.reset_skipped()
                 trainer = trainer.under(executable.program)
             if changes is not None and changes.is_due(step):
                 state, trainer = _in_next_phase(trainer, state, step, controller, changes)
@@ -473,11 +473,11 @@ def _check_disk_space(
 
     Raises CheckpointError if there is not enough.
     """
-    room = room_in(run.checkpoints)
-    wanted = num_wanted(
-        config.checkpoint, first_step, config.steps, room.num_there if room is not None else 0
+    room = disk_space_of(run.checkpoints)
+    wanted = max_checkpoints(
+        config.checkpoint, first_step, config.steps, room.num_checkpoints if room is not None else 0
     )
-    return check_room(
+    return check_disk_space(
         room,
         sum(leaf.nbytes for leaf in jax.tree.leaves(state)),
         wanted=wanted,
@@ -498,7 +498,7 @@ def _derived(config: Config, plan: Plan, program: Program) -> dict[str, Any]:
     }
 
 
-def _show_end(display: Display, outcome: Outcome, run: RunDirectory) -> None:
+def _show_end(display: Display, outcome: TrainingResult, run: RunDirectory) -> None:
     if outcome.reason == "done":
         display.message(f"done: {outcome.last_step} steps, in {run.address}")
     else:

@@ -19,7 +19,7 @@ from typing import Literal
 
 from optimus_jax.config import CheckpointConfig, Config, StoreConfig
 from optimus_jax.errors import ConfigError, OptimusError, RunDirectoryError, StoreError, explain
-from optimus_jax.run_directory.directory import AlreadyBegunError
+from optimus_jax.run_directory.directory import RunExistsError
 from optimus_jax.store.download import Download
 from optimus_jax.store.lease import LEASE, Lease, LeaseHeldError
 from optimus_jax.store.mirror import Mirror, lease_lost_error
@@ -87,7 +87,7 @@ class StoredRun:
         """
         names = self.objects.sizes().keys() - {LEASE}
         if CONFIG in names:
-            raise AlreadyBegunError(
+            raise RunExistsError(
                 explain(
                     "the store already holds a run there, and runs are never overwritten",
                     given=self.url,

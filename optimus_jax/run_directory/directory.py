@@ -1,17 +1,17 @@
-"""The directory of a run: what was asked, what was planned, and every step and event as it
-happened.
+"""The directory of a run: its config, its plan, and logs of every step and event.
 
     config.json     the Config            plan.json       the Plan now in use
     metrics.jsonl   a line per step       events.jsonl    a line per event
-    checkpoints/    states                lock            held by the process that writes
-    (run_lock.py) metrics.abandoned.jsonl               lines of steps that a resume went back
-    behind, if there were any tokenizer.json  what made its tokens, with tokenizer_config.json; a
-    run of bytes has none progress/       heartbeats of several processes (faults/heartbeat.py)
-    faults/         what each process has seen of faults (fault_log.py)
+    checkpoints/    states                lock            held by the writing process (lock.py)
+    progress/       heartbeats of several processes (faults/heartbeat.py)
+    faults/         faults that each process has seen (faults/fault_log.py)
+    tokenizer.json, tokenizer_config.json
+                    the run's tokenizer; a run of bytes has none
+    metrics.abandoned.jsonl
+                    steps that the run went back behind, if any
 
-The two logs only grow, so that they can be read while a run goes on and after it was killed at any
-moment. A line without its newline is torn: readers pass over it and `RunDirectory.resume` cuts it
-off.
+The two logs are append-only, so that they can be read during the run and after a kill at any
+moment. A line without its newline is torn: readers skip it and `RunDirectory.resume` removes it.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ from optimus_jax.run_directory.files import (
     cut_torn_line,
     event_of,
     explained,
-    failure_of,
+    file_error,
     finite,
     replace,
     unfinished,
@@ -46,32 +46,31 @@ T = TypeVar("T")
 DEFAULT_PARENT = Path("runs")
 LOCK = "lock"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
-"""What a run keeps of its tokenizer, by the names that the tokenizers library and transformers have
-for it."""
-SIGNS = "progress"
-FAULTS = "faults"
-"""Directories that several processes write to as soon as there is a run directory."""
+"""Files of the tokenizer that a run keeps, named as by the tokenizers library and transformers."""
+PROGRESS_DIR = "progress"
+FAULTS_DIR = "faults"
+"""Directories that several processes write to as soon as the run directory exists."""
 MARK = "mark"
-"""In SIGNS, by which they know the directory for the same (shared_directory.py)."""
+"""File in PROGRESS_DIR by which processes check that they share the directory (shared.py)."""
 
 
-class AlreadyBegunError(ConfigError):
-    """Where a new run was to be there is one."""
+class RunExistsError(ConfigError):
+    """The directory of a new run already holds a run."""
 
 
 class RunDirectory:
     """One run on disk.
 
-    Process 0 is its writer; in the others everything that would write does nothing.
+    Process 0 is the writer; in the other processes, methods that write do nothing.
 
-    Making one touches nothing: `create` and `resume` do, and lock the directory until `close`. The
-    name that `create` chooses holds the time, so process 0 calls it and tells the other processes
-    `path`, for `RunDirectory(path, writer=False)`.
+    The constructor touches no file; `create` and `resume` do, and lock the directory until `close`.
+    `create` may choose a name from the time, so only process 0 calls it; the others use
+    `RunDirectory(path, writer=False)`.
 
     Args:
       path: the directory.
       writer: whether this process writes.
-      warn: told what was passed over when the run goes on regardless.
+      warn: called with a text about what was skipped although the run continues.
     """
 
     def __init__(
@@ -83,18 +82,18 @@ class RunDirectory:
     ) -> None:
         self.path = local_path(path, what="--run-dir").absolute()
         self.address = str(self.path)
-        """What --run-dir takes to go on with it."""
+        """The value of --run-dir that resumes the run."""
         self.writer = writer
         self.failure: RunDirectoryError | None = None
-        """Why the run has to end, once its state is saved."""
+        """The error that ends the run once its state is saved."""
         self._warn = warn
-        self._told: set[str] = set()
+        self._warned: set[str] = set()
         self._last_step = 0
         self._unwritten: list[tuple[Path, bytes]] = []
         self._log_error: RunDirectoryError | None = None
-        """Why lines are waiting; None: none are."""
+        """Why lines could not be written yet; None: all are written."""
         self._written: dict[Path, bytes] = {}
-        """Files without which the run could not be resumed, as they are to be."""
+        """Content of the files without which the run could not be resumed."""
         self._lock: RunLock | None = None
         self._is_new = self._is_made_here = False
 
@@ -110,7 +109,7 @@ class RunDirectory:
         """Make the directory of a new run; it can be resumed from its first `write_config` on.
 
         Args:
-          path: where; None is `runs/<model>-<time>`, with a number behind it if that is taken.
+          path: directory; None: `runs/<model>-<time>`, with a number appended if that exists.
           model_name: preset, or a Hugging Face name or directory, whose last part is used.
           patience_s: for so long another writer is waited for.
         Raises:
@@ -131,7 +130,7 @@ class RunDirectory:
                         f"{path if path is not None else DEFAULT_PARENT.absolute()}:"
                         f" {error.strerror}"
                     ),
-                    do="name a place that can be written with --run-dir",
+                    do="give --run-dir a directory that can be written",
                 )
             ) from error
         run._lock = RunLock(run.path / LOCK, warn, patience_s)
@@ -153,8 +152,7 @@ class RunDirectory:
         warn: Callable[[str], object] = warnings.warn,
         patience_s: float = 0.0,
     ) -> "RunDirectory":
-        """Open the directory of a run that is to go on, and mend logs that it was killed while
-        writing.
+        """Open the directory of a run to resume it, and remove torn lines from its logs.
 
         Args:
           patience_s: for so long another writer is waited for.
@@ -185,14 +183,12 @@ class RunDirectory:
         return run
 
     def close(self) -> None:
-        """Let other processes write here."""
+        """Release the lock, so that other processes may write."""
         if self._lock is not None:
             self._lock.release()
 
     def discard(self) -> None:
-        """Remove what `create` has begun if no step came of it, so that its name is free again; the
-        files of others stay.
-        """
+        """Remove a new run that has no step yet, so that its name is free; other files stay."""
         if (
             not self._is_new
             or self._metrics.exists()
@@ -208,7 +204,7 @@ class RunDirectory:
                 *(self.path / name for name in TOKENIZER_FILES),
             ):
                 path.unlink(missing_ok=True)
-            for name in (SIGNS, FAULTS):
+            for name in (PROGRESS_DIR, FAULTS_DIR):
                 shutil.rmtree(self.path / name, ignore_errors=True)
             if self.checkpoints.exists():
                 self.checkpoints.rmdir()
@@ -216,9 +212,9 @@ class RunDirectory:
                 self.path.rmdir()
 
     def check_free(self) -> None:
-        """Raise ConfigError if the directory holds a run or other files; touches nothing."""
+        """Raise ConfigError if the directory holds a run or other files; changes nothing."""
         if self._config.exists():
-            raise AlreadyBegunError(
+            raise RunExistsError(
                 explain(
                     "the run directory already holds a run, and runs are never overwritten",
                     given=self.path,
@@ -229,7 +225,7 @@ class RunDirectory:
                 )
             )
         # what a start that was killed leaves
-        ours = {LOCK, SIGNS, FAULTS, unfinished(self._config).name}
+        ours = {LOCK, PROGRESS_DIR, FAULTS_DIR, unfinished(self._config).name}
         if (self.path / LOCK).exists():
             ours.add(self._events.name)  # of the plans that it had tried
         files = (
@@ -257,15 +253,15 @@ class RunDirectory:
         return self.path / "checkpoints"
 
     def write_config(self, text: str) -> None:
-        """Put the config in place; from here on the directory is a run."""
+        """Write the config; from then on the directory is a run."""
         if self.writer:
             self._replace(self._config, text.encode())
             with explained(self.checkpoints):
                 self.checkpoints.mkdir(exist_ok=True)
 
     def write_tokenizer(self, files: Mapping[str, bytes]) -> None:
-        """Put the run's tokenizer beside its config, by which it stays even where the original
-        moves; one that is there is the run's and stays.
+        """Copy the tokenizer into the run, so that it survives if the original moves; an existing
+        copy is kept.
         """
         if self.writer and self.tokenizer is None:
             assert set(files) <= set(TOKENIZER_FILES), files.keys()
@@ -275,45 +271,45 @@ class RunDirectory:
 
     @property
     def tokenizer(self) -> Path | None:
-        """The run's own tokenizer.json; None: it has none, as its tokens are bytes or it was begun
-        before runs kept it.
+        """Path of the run's tokenizer.json; None: its tokens are bytes, or an older version began
+        it.
         """
         path = self.path / TOKENIZER_FILES[0]
         return path if path.exists() else None
 
     def write_mark(self, text: str) -> None:
-        """Put down what the other processes should find there."""
+        """Write a text that the other processes should find there."""
         if self.writer:
-            path = self.path / SIGNS / MARK
+            path = self.path / PROGRESS_DIR / MARK
             with explained(path):
                 path.parent.mkdir(exist_ok=True)
                 replace(path, text.encode())
 
     def mark(self) -> str | None:
-        """What the writer has put down; None: this process does not see it."""
+        """The text of `write_mark`; None: this process does not see the file."""
         try:
-            return (self.path / SIGNS / MARK).read_text(encoding="utf-8")
+            return (self.path / PROGRESS_DIR / MARK).read_text(encoding="utf-8")
         except OSError:
             return None
 
     def write_plan(self, text: str) -> None:
-        """Put the plan now in use in place of the one before."""
+        """Replace plan.json by the plan now in use."""
         if self.writer:
             self._replace(self._plan, text.encode())
 
-    def put_back(self) -> None:
-        """Write again what somebody has removed of the files that a resume needs: a checkpoint
-        without them is worth little. Says so.
+    def restore_files(self) -> None:
+        """Rewrite the files needed for a resume that somebody has removed, with a warning:
+        checkpoints without them are worth little.
 
         Raises:
-          RunDirectoryError: they cannot be written, or another process has taken the place.
+          RunDirectoryError: they cannot be written, or another process holds the directory.
         """
         gone = [path for path in self._written if not path.exists()]
         if not gone:
             return
         with explained(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
-        # it was the lock of a file that is gone
+        # the lock was on a file that is gone
         if self._lock is not None and not (self.path / LOCK).exists():
             self._lock.release()
             self._lock = RunLock(self.path / LOCK, self._warn)
@@ -330,13 +326,13 @@ class RunDirectory:
         self._written[path] = content
 
     def config_text(self) -> str:
-        """The config as it was written.
+        """Text of config.json.
 
-        Raises RunDirectoryError if it is there and cannot be read, ConfigError if it is not JSON.
+        Raises RunDirectoryError if it exists but cannot be read, ConfigError if it is not JSON.
         """
         try:
             text = self._config.read_text(encoding="utf-8")
-            parse_json(text, finite=False)  # who reads it does not know where it lies
+            parse_json(text, finite=False)  # checked here, as the caller does not know the path
             return text
         except JSONInputError as error:
             raise ConfigError(
@@ -347,7 +343,7 @@ class RunDirectory:
                 )
             ) from error
         except IsADirectoryError as error:
-            raise failure_of(self._config, error) from error
+            raise file_error(self._config, error) from error
         except (FileNotFoundError, NotADirectoryError):
             raise
         except (OSError, UnicodeDecodeError) as error:
@@ -360,7 +356,7 @@ class RunDirectory:
             ) from error
 
     def plan_text(self) -> str | None:
-        """The plan in use, or None if the run ended before it had one."""
+        """Text of plan.json, or None if the run ended before it had a plan."""
         with explained(self._plan):
             try:
                 return self._plan.read_text(encoding="utf-8") if self._plan.exists() else None
@@ -376,7 +372,7 @@ class RunDirectory:
     def log_step(self, record: StepRecord) -> None:
         """Append a step.
 
-        One that is recorded is left out: who runs steps again calls `go_back_to` first.
+        A step that is already recorded is skipped: call `go_back_to` before repeating steps.
         """
         if self.writer and record.step > self._last_step:
             self._append(self._metrics, values_of(record))
@@ -388,7 +384,7 @@ class RunDirectory:
         Args:
           event: what happened.
           step: last finished step, 0 before the first.
-          fields: more about it, in values that JSON knows.
+          fields: further fields, as JSON values.
         """
         assert event in EVENTS, event
         assert "time_s" not in fields, (
@@ -400,9 +396,7 @@ class RunDirectory:
             )
 
     def check(self) -> None:
-        """Raise `failure`, if there was one, or what keeps lines from being written, if they still
-        cannot be.
-        """
+        """Raise `failure` if there is one, or an error if lines still cannot be written."""
         if self.failure is not None:
             raise self.failure
         self._write_lines()
@@ -410,8 +404,7 @@ class RunDirectory:
             raise self._log_error
 
     def go_back_to(self, step: int) -> int:
-        """Move the lines of later steps to metrics.abandoned.jsonl: the run goes on from here,
-        perhaps on another course.
+        """Move the lines of later steps to metrics.abandoned.jsonl: the run continues from `step`.
 
         A kill between the two writes leaves lines in both files, and the next call moves them
         again.
@@ -424,7 +417,7 @@ class RunDirectory:
         kept, left = [], []
         side = kept
         for line in complete_lines(self._metrics):
-            # what cannot be read stays with the line before
+            # an unreadable line stays with the line before it
             if (record := record_of(line)) is not None:
                 side = left if record.step > step else kept
             side.append(line)
@@ -438,7 +431,7 @@ class RunDirectory:
     def metrics(self) -> list[StepRecord]:
         """Every recorded step, in order; a number that was not finite comes back as NaN.
 
-        A line that is no step's record, as a failing disk may leave, is passed over with a warning.
+        A line that is not a step's record (a failing disk) is skipped with a warning.
         """
         return self._read(self._metrics, record_of)
 
@@ -452,18 +445,18 @@ class RunDirectory:
         for number, item in enumerate(found, 1):
             if (
                 item is None
-                and (told := f"{path}, line {number}, is damaged and passed over") not in self._told
+                and (text := f"{path}, line {number}, is damaged and passed over")
+                not in self._warned
             ):
-                self._told.add(told)
-                self._warn(told)
+                self._warned.add(text)
+                self._warn(text)
         return [item for item in found if item is not None]
 
     def _append(self, path: Path, values: Mapping[str, Any]) -> None:
         """Append a line, after those that could not be written before.
 
-        A log that cannot be written costs neither the run nor its state: lines wait in memory,
-        which is said, and are written as soon as that is possible; `check` raises at the end if it
-        is not.
+        A log that cannot be written does not end the run: lines wait in memory, with a warning, and
+        are written when that becomes possible; `check` raises at the end if it never does.
         """
         self._unwritten.append((path, json.dumps(finite(values), allow_nan=False).encode() + b"\n"))
         self._write_lines()
@@ -475,7 +468,7 @@ class RunDirectory:
                 del self._unwritten[0]
         except OSError as error:
             is_new = self._log_error is None
-            self._log_error = failure_of(self._unwritten[0][0], error)
+            self._log_error = file_error(self._unwritten[0][0], error)
             if is_new:
                 self._warn(
                     f"{self._log_error}\n  the run goes on: lines wait in memory, and are written"
@@ -510,7 +503,7 @@ class RunDirectory:
 def _make_default(model_name: str) -> Path:
     """A new directory under `runs/`.
 
-    Making it is what claims the name, as a sweep starts several in one second.
+    The name is claimed by creating it, as a sweep may start several runs in one second.
     """
     first = DEFAULT_PARENT / f"{model_name}-{time.strftime('%Y%m%d-%H%M%S')}"
     path, number = first, 1

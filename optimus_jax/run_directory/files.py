@@ -1,5 +1,5 @@
-"""Files of a run that survive a kill at any moment: whole, or lines of which only the last can be
-torn.
+"""Writes files that survive a kill at any moment: a file is replaced atomically, and of a log only
+the last line can be torn.
 """
 
 import contextlib
@@ -28,11 +28,10 @@ def finite(value: Any) -> Any:
 
 
 def append(path: Path, lines: bytes, *, on_disk: bool = False) -> None:
-    """Add whole lines or nothing, by one unbuffered write: they outlive this process, and with
-    `on_disk` its host. Opening each time leaves nothing to close.
+    """Append whole lines or nothing, by one unbuffered write, which survives this process, and with
+    `on_disk` (fsync) its host. The file is opened each time, so there is nothing to close.
 
-    A torn line, as a kill or a full disk may leave it, is ended first, or it would take the next
-    one along.
+    A torn line left by a kill or a full disk is ended first, so that it does not swallow the next.
     """
     with open(path, "a+b", buffering=0) as file:
         size = os.fstat(file.fileno()).st_size
@@ -70,22 +69,22 @@ def replace(path: Path, content: bytes) -> None:
 
 
 def unfinished(path: Path) -> Path:
-    """What a file is called until it is whole."""
+    """Temporary name of a file while it is written."""
     return path.with_suffix(".tmp")
 
 
 @contextlib.contextmanager
 def explained(path: Path) -> Iterator[None]:
-    """Trouble with a file becomes an error that says which."""
+    """Turns an OSError in the body into a RunDirectoryError that names the file."""
     try:
         yield
     except OSError as error:
-        raise failure_of(path, error) from error
+        raise file_error(path, error) from error
 
 
-def failure_of(path: Path, error: OSError) -> RunDirectoryError:
-    """An error that says what is wrong with a file or folder of a run."""
-    if (wrong := _of_another_kind(path, error)) is not None:
+def file_error(path: Path, error: OSError) -> RunDirectoryError:
+    """The error that explains an OSError of a file or folder of a run."""
+    if (wrong := _wrong_kind(path, error)) is not None:
         return RunDirectoryError(
             explain(
                 f"{path.name} of the run is {wrong}",
@@ -112,10 +111,8 @@ def failure_of(path: Path, error: OSError) -> RunDirectoryError:
     )
 
 
-def _of_another_kind(path: Path, error: OSError) -> str | None:
-    """What is there, where the trouble is that a folder has taken the place of a file, or a file
-    that of a folder.
-    """
+def _wrong_kind(path: Path, error: OSError) -> str | None:
+    """A description, if the cause is a folder in place of a file or a file in place of a folder."""
     match error:
         case IsADirectoryError() if path.is_dir():
             return "a folder, where a file should be"
@@ -125,9 +122,7 @@ def _of_another_kind(path: Path, error: OSError) -> str | None:
 
 
 def event_of(line: bytes) -> dict[str, Any] | None:
-    """A line of a log of events; None for what is none: every event says what it is, when, and
-    after which step.
-    """
+    """Parse a line of an event log; None: not an event, which has `event`, `step` and `time_s`."""
     values = json_object(line)
     if (
         values is None

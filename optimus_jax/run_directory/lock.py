@@ -1,4 +1,4 @@
-"""One writer per run: a lock that dies with its process."""
+"""The lock that allows one writer per run; it is released when its process ends."""
 
 import contextlib
 import errno
@@ -13,33 +13,33 @@ from pathlib import Path
 from optimus_jax.errors import RunDirectoryError, explain
 
 POLL_S = 1.0
-"""Between two tries."""
+"""Interval between two tries."""
 
 
 class LockedError(RunDirectoryError):
-    """Another process writes the run."""
+    """Another process holds the run's lock."""
 
 
 class RunLock:
-    """Held on a file in the run's directory from the moment this is made until `release`, or the
+    """An `flock` on a file in the run's directory, held from construction until `release` or the
     end of the process.
 
-    The system drops an `flock` however its holder ends, so no lock is ever stale; the file stays
-    and only says who was last. Another thread of this program is refused just as another program
-    is.
+    The system drops an `flock` however its holder ends, so locks never become stale; the file stays
+    and names the last holder. A second lock in this process is refused like that of another
+    process.
 
     On network file systems: NFS (Linux, version 4, or 3 with its lock daemon) and Lustre mounted
-    with `flock` keep out other machines too. Where a mount keeps locks to one machine
-    (`local_lock`, Lustre's `localflock`), only writers on that machine see one another. Where it
-    has none at all, the run goes on unlocked, with a warning.
+    with `flock` also lock against other machines. Mounts with local locks (`local_lock`, Lustre's
+    `localflock`) lock against processes of the same machine only. Without lock support the run
+    continues unlocked, with a warning.
 
-    After the death of a host, an NFS server may keep its locks for a while (the lease of version 4,
-    often 90 s): who starts a run again by itself should have some patience.
+    After a host dies, an NFS server may keep its locks for a while (the lease of version 4, often
+    90 s): automatic restarts should set `patience_s`.
 
     Args:
       path: the lock's file; its directory exists.
-      warn: told if this file system has no locks, or that somebody is waited for.
-      patience_s: for so long another holder is waited for.
+      warn: called if the file system has no locks, or while waiting for another holder.
+      patience_s: how long to wait for another holder.
     Raises:
       LockedError: another process holds it.
       RunDirectoryError: the file cannot be written.
@@ -60,7 +60,9 @@ class RunLock:
             ) from error
         try:
             self._lock(self._file, path, warn, time.monotonic() + patience_s)
-            if not _is_at(path, self._file):  # who held it has removed it, and what it had begun
+            if not _is_same_file(
+                path, self._file
+            ):  # its holder has removed the file and its new run
                 raise BlockingIOError
         except BlockingIOError as error:
             holder = os.pread(self._file, 200, 0).decode(errors="replace").strip()
@@ -78,15 +80,15 @@ class RunLock:
                 " keeps a second process out of this run"
             )
             return
-        # on a full disk the lock holds, it only does not say whose it is
+        # on a full disk the lock holds, but does not name its holder
         with contextlib.suppress(OSError):
             os.ftruncate(self._file, 0)
             os.pwrite(self._file, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
 
     @staticmethod
     def _lock(file: int, path: Path, warn: Callable[[str], object], until_s: float) -> None:
-        """Raises BlockingIOError if another holds it until then."""
-        is_told = False
+        """Raises BlockingIOError if another process still holds it at `until_s`."""
+        is_announced = False
         while True:
             try:
                 return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -94,22 +96,22 @@ class RunLock:
                 left_s = until_s - time.monotonic()
                 if left_s <= 0:
                     raise
-                if not is_told:
+                if not is_announced:
                     warn(
                         f"{path.parent} is locked by another process, or by one that has just died:"
                         f" waiting up to {left_s:.0f} s for it"
                     )
-                    is_told = True
+                    is_announced = True
                 time.sleep(min(POLL_S, left_s))
 
     def release(self) -> None:
-        """Let others in; again is no harm."""
+        """Release the lock; a second call does nothing."""
         if self._file is not None:
             os.close(self._file)
             self._file = None
 
 
-def _is_at(path: Path, file: int) -> bool:
+def _is_same_file(path: Path, file: int) -> bool:
     try:
         return os.path.samestat(os.fstat(file), path.stat())
     except FileNotFoundError:

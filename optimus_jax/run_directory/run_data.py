@@ -1,7 +1,8 @@
-"""What a run keeps of its data: its tokenizer, how it held out, and what its data is known by.
+"""Checks on resume that a run has the same data: its tokenizer, its held-out split, and the
+identity of its data.
 
-Data is known by its content (data/dataset.py), so files may be moved, renamed or compressed while a
-run is away.
+Data is identified by content (data/dataset.py), so files may be moved, renamed or compressed
+between two starts of a run.
 """
 
 from collections.abc import Callable, Mapping
@@ -18,25 +19,26 @@ from optimus_jax.errors import DataError, RunDirectoryError, explain
 from optimus_jax.run_directory.directory import RunDirectory
 
 NOT_COMPARABLE = "held-out losses from before and from here on cannot be compared"
-"""What to say where evaluations read other tokens than they did."""
-_BEGINNINGS = ("start", "resume")
+"""Warning if evaluations read other tokens than before."""
+_START_EVENTS = ("start", "resume")
 
 
 def tokenizer_of_run(run: RunDirectory, config: DataConfig) -> Tokenizer:
-    """The tokenizer of a run that goes on: its own copy, else the file that the config names.
+    """The tokenizer of a resumed run: its own copy, else the file that the config names.
 
     Args:
-      config: of the run as it goes on.
+      config: data settings of the resumed run.
     Raises:
-      DataError: it cannot be used, or another one is named than the run has.
+      DataError: it cannot be used, or the config names another tokenizer than the run's.
     """
     if run.tokenizer is None:
-        # Before runs kept theirs, what ends a document was found by the list alone.
+        # Before runs kept their tokenizer, the eos token was found by the list of known names
+        # alone.
         try:
-            is_of_before = identity_in_run(run) is None
+            is_old_run = identity_in_run(run) is None
         except RunDirectoryError:  # the checkpoint knows the tokenizer as well (check_tokenizer)
-            is_of_before = False
-        return load_tokenizer(config.tokenizer, config.eos, by_list=is_of_before)
+            is_old_run = False
+        return load_tokenizer(config.tokenizer, config.eos, by_list=is_old_run)
     own = load_tokenizer(str(run.tokenizer), config.eos)
     if (eos := (identity_in_run(run) or {}).get("eos")) is not None and own.eos != eos:
         raise _other_eos(f"it is {own.end}; the run was begun with id {eos}", run.path)
@@ -51,9 +53,7 @@ def tokenizer_of_run(run: RunDirectory, config: DataConfig) -> Tokenizer:
 
 
 def check_tokenizer(tokenizer: Tokenizer, run: RunDirectory, metadata: Mapping[str, Any]) -> None:
-    """Raise DataError if a tokenizer is not the one that the tokens of a checkpoint were made with.
-
-    Nor may documents end with another token than they did.
+    """Raise DataError if a checkpoint was trained with another tokenizer or another eos token.
 
     Args:
       metadata: of the checkpoint.
@@ -73,27 +73,24 @@ def check_tokenizer(tokenizer: Tokenizer, run: RunDirectory, metadata: Mapping[s
 
 
 def held_out_in_run(run: RunDirectory) -> HeldOutBy:
-    """How a run has chosen the tokens that it holds out.
-
-    It goes on to do so, whatever kind of file the texts are in now.
-    """
-    if (by := (_beginning(run, last=False) or {}).get("held_out_by")) in ("documents", "end"):
+    """How a run chooses its held-out tokens; kept on resume, whatever the file format is now."""
+    if (by := (_start_identity(run, last=False) or {}).get("held_out_by")) in ("documents", "end"):
         return by
-    # Begun before this was put down: token files alone, and one only, were cut at the end.
+    # The run began before this was recorded: then a single token file was split at the end.
     sources = Config.from_json(run.config_text()).data.sources
     return "end" if len(sources) == 1 and sources[0].endswith(TOKEN_SUFFIX) else "documents"
 
 
 def identity_in_run(run: RunDirectory) -> dict[str, Any] | None:
-    """What the run's data was known by when it was last begun or resumed; None: nothing says so."""
-    return _beginning(run, last=True)
+    """Identity of the data at the last start or resume; None: not recorded."""
+    return _start_identity(run, last=True)
 
 
-def _beginning(run: RunDirectory, *, last: bool) -> dict[str, Any] | None:
+def _start_identity(run: RunDirectory, *, last: bool) -> dict[str, Any] | None:
     found = [
         event["identity"]
         for event in run.events()
-        if event.get("event") in _BEGINNINGS and isinstance(event.get("identity"), dict)
+        if event.get("event") in _START_EVENTS and isinstance(event.get("identity"), dict)
     ]
     return found[-1 if last else 0] if found else None
 
@@ -101,11 +98,11 @@ def _beginning(run: RunDirectory, *, last: bool) -> dict[str, Any] | None:
 def check_same_data(
     before: Mapping[str, Any] | None, data: Data, config: DataConfig, tell: Callable[[str], object]
 ) -> None:
-    """Raise DataError if a run had other data: its step k would then be another batch.
+    """Raise DataError if the data differs from the run's: step k would then be another batch.
 
     Args:
-      before: what its data was known by; None: unknown.
-      tell: told what has changed where that is allowed.
+      before: identity of the run's data; None: unknown.
+      tell: called with the changes if they are allowed.
     """
     if before is None or not (names := differences(before, data.identity)):
         return

@@ -1,5 +1,5 @@
-"""Whether the processes of a run see one and the same directory: otherwise each would write its
-part of every checkpoint to a place of its own.
+"""Checks that all processes of a run see the same directory; otherwise each would write its part of
+a checkpoint to another disk.
 """
 
 import secrets
@@ -12,16 +12,16 @@ from optimus_jax.errors import ConfigError, explain
 from optimus_jax.run_directory.directory import RunDirectory
 
 PATIENCE_S = 60.0
-"""For a file server to tell a host of a file that another one has made: NFS may remember for as
-long that there was none."""
+"""How long a file server may take to show a host a file that another one created: NFS may cache its
+absence this long."""
 _POLL_S = 0.2
 
 
 def check_shared(run: RunDirectory) -> None:
-    """Make sure of it; every process has to call it.
+    """Raise unless all processes see the same run directory; every process must call it.
 
     Raises:
-      ConfigError: in a process that does not find what process 0 has just written there; an
+      ConfigError: in a process that does not see a file which process 0 has just written; an
         OptimusError in the others.
     """
     if jax.process_count() == 1:

@@ -1,4 +1,4 @@
-"""What is known of a step, and how it is written as a line of JSON."""
+"""The record of one step, and its line of JSON in metrics.jsonl."""
 
 import dataclasses
 import math
@@ -11,7 +11,7 @@ from optimus_jax.run_directory.files import json_object
 
 @dataclass(frozen=True, kw_only=True)
 class StepRecord:
-    """What is known of one optimizer step."""
+    """Measurements of one optimizer step."""
 
     step: int
     """Counted from 1."""
@@ -25,16 +25,16 @@ class StepRecord:
     tokens: int
     """Tokens of this step that count in the loss, over all processes."""
     step_time_s: float
-    """Wall time."""
+    """Wall time of the step."""
     tokens_per_s: float
     """Over all devices."""
     mfu: float | None
-    """Share of the devices' peak FLOP/s that the model's own arithmetic used; None: the peak is
+    """Model FLOP/s utilization: the model's FLOP/s divided by the devices' peak; None: the peak is
     unknown."""
     plan: str
-    """Digest of the Plan that ran it."""
+    """Digest of the step's Plan."""
     peak_bytes: int | None
-    """Most memory in use on one device so far; None: the backend does not say."""
+    """Peak memory in use on one device so far; None: the backend does not report it."""
     skipped: bool = False
     """Loss or gradients were not finite, so there was no update."""
     loss_scale: float | None = None
@@ -42,11 +42,11 @@ class StepRecord:
 
 
 NUMBERS = [field.name for field in dataclasses.fields(StepRecord) if field.type in (float, "float")]
-"""Fields that are null in a log where they were not finite."""
+"""Fields that are null in a log if they were not finite."""
 
 
 def values_of(record: StepRecord) -> dict[str, Any]:
-    """The fields of a line; `skipped` and `loss_scale` appear only where they say something."""
+    """The fields of a line; `skipped` appears only if true, `loss_scale` only with f16."""
     values = dataclasses.asdict(record)
     if math.isfinite(record.loss) and math.isfinite(record.grad_norm):
         if not record.skipped:
@@ -59,14 +59,14 @@ def values_of(record: StepRecord) -> dict[str, Any]:
 
 
 def record_of(line: bytes) -> StepRecord | None:
-    """The inverse of `values_of`, as far as null allows; None for what is not a step's record."""
+    """The inverse of `values_of`, with NaN for null; None: the line is not a step's record."""
     values = json_object(line)
     if values is None:
         return None
     for name in NUMBERS:
         if name in values and values[name] is None:
             values[name] = math.nan
-    # Another version's further fields are none of ours.
+    # Ignore fields that another version has added.
     known = {
         field.name: values[field.name]
         for field in dataclasses.fields(StepRecord)

@@ -1,8 +1,7 @@
-"""XLA's options of a training step: which, for what devices and plans, why, and who says so.
+"""XLA options of the training step, by device and plan, with reasons and sources.
 
-Shown at the start of a run.
-
-What is not here is left as XLA has it (mesh/compiler.py has those of every program on a platform).
+They are printed at the start of a run. All other options keep XLA's defaults (mesh/compiler.py has
+the options of every program on a platform).
 """
 
 import math
@@ -20,27 +19,27 @@ from optimus_jax.plan import Plan
 _NVIDIA = "https://docs.nvidia.com/jax-toolbox/performance-profiling/gpu-performance"
 _BLACKWELL = ("B100", "B200", "GB200", "B300", "GB300")
 
-HIDING = CompilerOption(
+LATENCY_HIDING = CompilerOption(
     name="xla_gpu_enable_latency_hiding_scheduler",
     value=True,
     source=_NVIDIA,
     why="collectives between devices, and copies from and to the host, run beside compute",
 )
 _RENAMED = jaxlib.version.__version_info__ >= (0, 11, 1)
-"""Whether XLA is of after https://github.com/openxla/xla/pull/45836: either name is an error to the
-other side."""
-_GATHERING = (
+"""Whether XLA includes https://github.com/openxla/xla/pull/45836, which renamed the option: each
+version rejects the other name."""
+_PIPELINED_ALL_GATHER_NAMES = (
     ("xla_gpu_enable_pipelined_all_gather", True),
     ("xla_gpu_pipeline_all_gather", f"{MODE}ON"),
 )
-GATHERING_AHEAD = CompilerOption(
-    name=_GATHERING[_RENAMED][0],
-    value=_GATHERING[_RENAMED][1],
-    other_name=_GATHERING[not _RENAMED][0],
+PIPELINED_ALL_GATHER = CompilerOption(
+    name=_PIPELINED_ALL_GATHER_NAMES[_RENAMED][0],
+    value=_PIPELINED_ALL_GATHER_NAMES[_RENAMED][1],
+    other_name=_PIPELINED_ALL_GATHER_NAMES[not _RENAMED][0],
     source=_NVIDIA,
     why="a layer's weights are gathered over fsdp while the layer before is computed",
 )
-ON_BLACKWELL = CompilerOption(
+BLACKWELL_COMMAND_BUFFERS = CompilerOption(
     name="xla_gpu_enable_command_buffer",
     value="FUSION,CUSTOM_CALL",
     source=_NVIDIA,
@@ -50,7 +49,7 @@ ON_BLACKWELL = CompilerOption(
     ),
 )
 
-ROUNDED_AS_WRITTEN = CompilerOption(
+NO_EXCESS_PRECISION = CompilerOption(
     name="xla_allow_excess_precision",
     value=False,
     source="docs/decisions/0013-f16-overflows-alike-under-every-plan.md",
@@ -60,18 +59,16 @@ ROUNDED_AS_WRITTEN = CompilerOption(
     ),
 )
 
-XLA_COUNTS_ON = 0.8
-"""Of a GPU's memory, unless it is told otherwise. It takes a program's arguments off that, and
-computes things again until the rest holds what is alive."""
-FRAGMENTED = 0.02
-"""Of what JAX may use, lost between arrays."""
+XLA_MEMORY_SHARE = 0.8
+"""Share of a GPU's memory that XLA assumes by default. It subtracts the program's arguments, and
+rematerialises until live values fit into the rest."""
+FRAGMENTED_SHARE = 0.02
+"""Share of JAX's memory lost to fragmentation."""
 _COARSE_BYTES = 2**28
 
 
 def usable_bytes(mesh: Mesh) -> int | None:
-    """What JAX may use of a GPU of the mesh that is here; None: none of them is, or it does not
-    say.
-    """
+    """Memory that JAX may use on a local GPU of the mesh; None: no local one, or not reported."""
     here = set(jax.local_devices())
     stats = next((device.memory_stats() for device in mesh.devices.flat if device in here), None)
     return (stats or {}).get("bytes_limit")
@@ -95,18 +92,18 @@ def memory_limit(
         card_bytes, usable_bytes = accelerator.memory_bytes, share * accelerator.memory_bytes
     else:
         return None
-    counted_on, there = (
-        XLA_COUNTS_ON * card_bytes - state_bytes,
-        (1 - FRAGMENTED) * usable_bytes - state_bytes,
+    assumed_bytes, available_bytes = (
+        XLA_MEMORY_SHARE * card_bytes - state_bytes,
+        (1 - FRAGMENTED_SHARE) * usable_bytes - state_bytes,
     )
-    if min(counted_on, there) <= 0:
+    if min(assumed_bytes, available_bytes) <= 0:
         return None
     return CompilerOption(
         name="xla_gpu_memory_limit_slop_factor",
-        value=str(math.floor(100 * there / counted_on)),
+        value=str(math.floor(100 * available_bytes / assumed_bytes)),
         source="https://github.com/openxla/xla/pull/20494",
         why=(
-            f"XLA counts on {XLA_COUNTS_ON:.0%} of a GPU, and computes again what does not fit"
+            f"XLA counts on {XLA_MEMORY_SHARE:.0%} of a GPU, and computes again what does not fit"
             " there; in percent of what that leaves beside the state, this is what there is"
         ),
     )
@@ -119,22 +116,22 @@ def options_for(
     state_bytes: int | None = None,
     usable_bytes: int | None = None,
 ) -> tuple[CompilerOption, ...]:
-    """The options that a plan's programs are compiled with, but for what XLA_FLAGS names.
+    """The options that a plan's programs are compiled with, without those set in XLA_FLAGS.
 
     Args:
-      state_bytes: that stay on each device from step to step; None: not known.
-      usable_bytes: of a device, by JAX; None: it is not here.
+      state_bytes: bytes that stay on each device from step to step; None: unknown.
+      usable_bytes: memory that JAX may use on a device; None: the device is not local.
     """
-    return without_user_flags(_wanted(platform, device_kind, plan, state_bytes, usable_bytes))
+    return without_user_flags(_options(platform, device_kind, plan, state_bytes, usable_bytes))
 
 
-def _wanted(
+def _options(
     platform: str, device_kind: str, plan: Plan, state_bytes: int | None, usable_bytes: int | None
 ) -> Iterator[CompilerOption]:
     if platform == "cpu":
         yield from CPU_OPTIONS
     if plan.precision == "f16":
-        yield ROUNDED_AS_WRITTEN
+        yield NO_EXCESS_PRECISION
     if platform not in GPU:
         return
     if (
@@ -143,10 +140,10 @@ def _wanted(
     ):
         yield limit
     if plan.num_devices > 1 or plan.offload != "none":
-        yield HIDING
+        yield LATENCY_HIDING
     # In a loop around the layers, over microbatches or ticks, XLA would gather those of the next
     # round ahead: all layers' weights at once (decision 11).
     if plan.axes.fsdp > 1 and plan.zero == 3 and plan.microbatches == 1 and plan.pipeline is None:
-        yield GATHERING_AHEAD
+        yield PIPELINED_ALL_GATHER
     if any(name in device_kind for name in _BLACKWELL):
-        yield ON_BLACKWELL
+        yield BLACKWELL_COMMAND_BUFFERS

@@ -1,8 +1,8 @@
-"""How the examples of an evaluation are dealt out, always the same ones.
+"""How the examples of an evaluation are split into batches.
 
-Which they are depends on the run alone (`Config.eval_examples`, `Config.eval_seq_len`), so that
-losses are comparable under all its plans and in all its phases. A *row* is a place in the batch, as
-in data/loader.py.
+The examples depend on the run alone (`Config.eval_examples`, `Config.eval_seq_len`), so that losses
+are comparable under all its plans and in all its phases. A *row* is a position in the batch, as in
+data/loader.py.
 """
 
 from optimus_jax.config import Config
@@ -12,11 +12,11 @@ from optimus_jax.plan import Plan
 def eval_rows(config: Config, plan: Plan) -> int:
     """Rows of a batch of an evaluation, over all devices.
 
-    A number that the plan can deal out, of no more tokens than a training batch has and no more
-    rows than there are examples, where that is possible.
+    A multiple of what the plan divides the batch by, with at most as many tokens as a training
+    batch and at most one row per example, if possible.
 
     Args:
-      config: in one phase, that `plan` is for.
+      config: of the phase that `plan` is for.
     """
     least = plan.batch_ways() * (1 if plan.pipeline is None else plan.microbatches)
     by_tokens = config.data.global_batch * config.seq_len // (config.eval_seq_len * least)

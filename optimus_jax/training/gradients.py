@@ -1,5 +1,4 @@
-"""The loss of a step and its gradient, microbatch by microbatch: one after the other, or through
-pipeline stages.
+"""The loss and gradients of a step over its microbatches: in a loop, or through pipeline stages.
 
 Gradients are this device's sum over its microbatches; `LeafLayout.reduced` sums them over devices.
 """
@@ -21,7 +20,8 @@ from optimus_jax.training.objective import Batch, Objective
 def loss_and_gradients(
     objective: Objective, layouts: Params, params: Params, batch: Batch, batch_axes: tuple[str, ...]
 ) -> tuple[Array, Params]:
-    """Sum of the loss over this device's rows, float32, and its gradient by every parameter.
+    """Sum of the loss over this device's rows, float32, and its gradient with respect to every
+    parameter.
 
     Args:
       layouts: a LeafLayout for every leaf of `params`.
@@ -29,8 +29,8 @@ def loss_and_gradients(
       batch_axes: mesh axes that split the batch.
     """
     if objective.plan.pipeline is not None:
-        return _through_stages(objective, layouts, params, batch)
-    return _one_after_the_other(objective, layouts, params, batch, batch_axes)
+        return _pipelined(objective, layouts, params, batch)
+    return _by_microbatch(objective, layouts, params, batch, batch_axes)
 
 
 def loss_alone(objective: Objective, params: Params, batch: Batch) -> Array:
@@ -40,7 +40,7 @@ def loss_alone(objective: Objective, params: Params, batch: Batch) -> Array:
     return _pipeline(objective, objective.whole(params), None, batch, evaluate=True).loss()
 
 
-def _one_after_the_other(
+def _by_microbatch(
     objective: Objective, layouts: Params, params: Params, batch: Batch, batch_axes: tuple[str, ...]
 ) -> tuple[Array, Params]:
     differentiated = jax.tree.map(lambda layout, p: layout.differentiated(p), layouts, params)
@@ -64,11 +64,11 @@ def _one_after_the_other(
     return lax.scan(add, start, _microbatches(objective, batch))[0]
 
 
-def _through_stages(
+def _pipelined(
     objective: Objective, layouts: Params, params: Params, batch: Batch
 ) -> tuple[Array, Params]:
-    """Matrices outside the layers are made whole before the first tick and their gradient is
-    scattered after the last: inside, each tick would send them again.
+    """Matrices outside the layers are gathered before the first tick, and their gradients scattered
+    after the last; otherwise each tick would repeat it.
     """
     outer_layouts = {name: part for name, part in layouts.items() if name != LAYERS}
     whole = objective.whole(jax.tree.map(lambda layout, p: layout.used(p), layouts, params))

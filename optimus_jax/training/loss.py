@@ -96,7 +96,7 @@ _cross_entropy.defvjp(_forward, _backward)
 
 
 def _rounded(how: tuple, *arrays: Array) -> list[Array]:
-    """As the matmuls take them."""
+    """Arrays in the dtype of the matmuls."""
     return [array.astype(how[0].dtype) for array in arrays]
 
 

@@ -1,13 +1,13 @@
-"""Losses and perplexities, also those of a run that diverges, as people can read them."""
+"""Formats losses and perplexities, including the large ones of a diverging run."""
 
 import math
 
 _LARGE = 1e6
-"""From here on digits behind the point, and soon those before it, say nothing."""
+"""Values from here on are written in scientific notation."""
 
 
 def perplexity_of(loss: float) -> float:
-    """e to the loss per token; infinite where a float ends."""
+    """exp(loss per token); infinity on overflow."""
     try:
         return math.exp(loss)
     except OverflowError:
@@ -15,6 +15,6 @@ def perplexity_of(loss: float) -> float:
 
 
 def short(value: float, digits: int) -> str:
-    """A number with `digits` digits behind the point, or by its order: `12.34`, `1.2e+30`,
+    """A number with `digits` decimals, or a large one in scientific notation: `12.34`, `1.2e+30`,
     `inf`."""
     return f"{value:.{digits}f}" if abs(value) < _LARGE else f"{value:.2g}"

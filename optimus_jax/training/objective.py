@@ -1,6 +1,7 @@
-"""What a step minimises, in the parts that run one after the other: embed, layers, loss.
+"""The objective of a step, in three parts: embed, layers, loss.
 
-One device calls them in a row; pipeline stages call each for the microbatch that is there.
+Without a pipeline they are called in sequence; a pipeline stage calls the parts that it holds for
+its current microbatch.
 """
 
 from dataclasses import dataclass, replace
@@ -36,14 +37,15 @@ class Objective:
     step_key: Array | None = None
     """Key of the step's dropout; None: no dropout."""
     weight: Array | float = 1.0
-    """Of every token that counts."""
+    """Weight of every token that counts in the loss."""
 
     def at(self, *, step_key: Array | None, weight: Array) -> "Objective":
         """The same for one step."""
         return replace(self, step_key=step_key, weight=weight)
 
     def whole(self, params: Params) -> Params:
-        """Matrices outside the layers made whole along fsdp and cast, once for all rows."""
+        """Parameters with the matrices outside the layers gathered over fsdp and cast, once for all
+        rows."""
         return self.shapes.whole_outside_layers(params, self.comm)
 
     def of(self, whole: Params, rows: Batch) -> Array:

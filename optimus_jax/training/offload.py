@@ -1,15 +1,15 @@
-"""The optimizer's update where moments lie in the host's memory: they come to the device leaf by
-leaf, and go back.
+"""The optimizer's update with moments in host memory: they are copied to the device and back, leaf
+by leaf.
 
-A leaf's moments are fetched when those of the leaf before are new, so that a device holds the
-moments of two leaves at most: one's new ones on their way out, the next one's old ones on their way
-in. The chain is tied by optimization barriers, which XLA's GPU compiler honours when it schedules;
-without them it would begin every copy that waits for nothing at the very start of the step, and the
-device would hold all moments through forward and backward. A barrier makes what goes through it
-vary over the same mesh axes, so that a leaf waits for the last one that varies over no others:
-leaves that are split in different ways have chains of their own.
+The moments of a leaf are fetched when those of the previous leaf are updated, so that a device
+holds the moments of at most two leaves: new ones being copied out, and old ones being copied in.
+Optimization barriers enforce this order in XLA's GPU scheduler; without them it would start every
+copy at the beginning of the step, and the device would hold all moments during forward and
+backward. A barrier makes its operands vary over the same mesh axes, so that a leaf waits for the
+last leaf that varies over no other axes: leaves that are split differently form separate chains.
 
-The arithmetic is that of the whole update: the same transformation, given one leaf after the other.
+The arithmetic equals the whole update: the same transformation is applied to one leaf after
+another.
 """
 
 from collections.abc import Callable, Sequence
@@ -40,11 +40,11 @@ def update_through_host(
 
     Args:
       whole: the transformation of all leaves.
-      of_leaf: the same transformation for each leaf alone, in the order of the tree's leaves.
+      of_leaf: the same transformation for each single leaf, in the order of the tree's leaves.
       finish: (new state, old state) of a leaf, both on the device -> the state to keep.
       gradients, params: of one tree structure, on the device.
       opt_state: of `whole`; its moments on the host, its counters on the device.
-      after: a value that is the same on all devices; nothing is fetched before it is known.
+      after: a replicated value; no moment is fetched before it is computed.
     Returns:
       Updates on the device, and the new state with its moments on the host.
     """
@@ -69,8 +69,8 @@ def update_through_host(
 
 
 def _fetched(moment: Array, *, done: Sequence[Array]) -> Array:
-    """A moment on the device, once the last of `done` that varies over none but its own axes is
-    known.
+    """Copy a moment to the device after the last value of `done` that varies only over the moment's
+    axes.
     """
     last = next(value for value in reversed(done) if varying_axes(value) <= varying_axes(moment))
     return jax.device_put(lax.optimization_barrier((moment, last))[0], ON_DEVICE)
@@ -82,7 +82,7 @@ def _by_leaf(
     state: optax.OptState,
     structure: Any,
 ) -> list[optax.OptState]:
-    """The state of each leaf alone; counters are everybody's."""
+    """The state of each single leaf; counters are repeated for each."""
     number = structure.num_leaves
     leaves = jax.tree.leaves(
         _with_counters(
@@ -113,5 +113,5 @@ def _joined(
 def _with_counters(
     whole: optax.GradientTransformation, state: optax.OptState, function: Callable[[Any], Any]
 ) -> optax.OptState:
-    """The state with `function` of whatever is no moment."""
+    """The state with `function` applied to all but the moments."""
     return optax.tree_map_params(whole, lambda moment: moment, state, transform_non_params=function)

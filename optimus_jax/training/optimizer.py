@@ -1,4 +1,4 @@
-"""AdamW and its learning rate, as optax transformations on whatever part of a leaf a device
+"""AdamW and its learning rate, as optax transformations on the part of each leaf that a device
 updates.
 """
 
@@ -26,11 +26,12 @@ LEARNING_RATES = (
 )
 """(parameters up to, peak learning rate), after GPT-3's models (arXiv:2005.14165, table 2.1)."""
 TINY_MODEL = (1e7, 2e-3)
-"""Below GPT-3's smallest: models of a few million parameters train faster with more."""
+"""(parameters up to, peak learning rate) below GPT-3's smallest model: models of a few million
+parameters train faster with a higher rate."""
 
 
 def peak_learning_rate(config: OptimizerConfig, num_params: int) -> float:
-    """The rate asked for, or the one that suits a model of this size."""
+    """The configured peak rate, or the default for a model of this size."""
     if config.lr is not None:
         return config.lr
     return next(rate for limit, rate in (TINY_MODEL, *LEARNING_RATES) if num_params <= limit)
@@ -52,7 +53,7 @@ def learning_rate(config: Config, num_params: int) -> Callable[[Array], Array]:
             after = optax.linear_schedule(peak, last, decay, transition_begin=max(0, rest - decay))
         case "constant":
             after = optax.constant_schedule(peak)
-    # Warm-up reaches the peak at step `warmup`; the first step already moves.
+    # Warm-up reaches the peak at step `warmup`; the rate of the first step is not zero.
     schedule = (
         optax.join_schedules((optax.linear_schedule(0.0, peak, warmup), after), (warmup,))
         if warmup
@@ -62,13 +63,12 @@ def learning_rate(config: Config, num_params: int) -> Callable[[Array], Array]:
 
 
 def effective_warmup(config: Config) -> int:
-    """Warm-up steps, no more than the learning rate's decay leaves room for."""
+    """Warm-up steps, limited to the steps of the learning-rate schedule."""
     return min(config.warmup_steps, config.decay_steps)
 
 
 def decay_begins(config: Config) -> float:
-    """The last step that has the peak rate if the decay is left out; infinity: there is no
-    decay."""
+    """The last step before the decay begins; infinity: there is no decay."""
     warmup, end = effective_warmup(config), config.decay_steps
     match config.optimizer.schedule:
         case "constant":
@@ -80,7 +80,7 @@ def decay_begins(config: Config) -> float:
 
 
 def _wsd_decay(config: Config) -> int:
-    """Steps that wsd decays over."""
+    """Number of decay steps of the wsd schedule."""
     return max(1, round(config.decay_steps * config.optimizer.decay_fraction))
 
 
@@ -92,11 +92,11 @@ def adamw(
     Args:
       names: logical axes of every parameter. Matrices, which have an `embed` dimension, decay;
         norms and biases do not.
-      moments: format in which they are kept; computed in float32 all the same.
+      moments: format in which they are stored; they are computed in float32.
     """
     decays = map_names(lambda leaf: EMBED in leaf, names)
     chain = optax.chain(
-        _kept_in(moments, optax.scale_by_adam(config.beta1, config.beta2, config.epsilon)),
+        _stored_as(moments, optax.scale_by_adam(config.beta1, config.beta2, config.epsilon)),
         optax.add_decayed_weights(config.weight_decay, mask=decays),
     )
 
@@ -109,11 +109,11 @@ def adamw(
     return optax.GradientTransformation(chain.init, update)
 
 
-def _kept_in(
+def _stored_as(
     moments: MomentPrecision, adam: optax.GradientTransformation
 ) -> optax.GradientTransformation:
-    """Adam whose moments are rounded to a format after each step, the second one too (optax rounds
-    the first alone, by `mu_dtype`).
+    """Adam with both moments rounded to a storage format after each step (optax's `mu_dtype` rounds
+    only the first).
     """
     if moments == "f32":
         return adam

@@ -113,7 +113,7 @@ def build_program(config: Config, plan: Plan, devices: Sequence[Any] | None = No
     specs = state_specs(shapes, optimizer, plan)
     rows, scalar = batch_spec(plan.active_rules(config.model)), PartitionSpec()
     shardings = state_shardings(shapes, optimizer, plan, mesh)
-    step = _Step(config, shapes, plan, optimizer)
+    step = _DeviceStep(config, shapes, plan, optimizer)
     device = mesh.devices.flat[0]
     on_gpu = device.platform in GPU
     resident = (
@@ -157,7 +157,7 @@ def build_program(config: Config, plan: Plan, devices: Sequence[Any] | None = No
     )
 
 
-class _Step:
+class _DeviceStep:
     """The arithmetic of one device, inside `shard_map`."""
 
     def __init__(

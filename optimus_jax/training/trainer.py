@@ -1,12 +1,12 @@
-"""The loop: runs steps under one Plan, writes down what happened, and returns at a step boundary.
+"""The training loop: runs steps under one Plan, records them, and returns at a step boundary.
 
-A step's numbers are read only after the next step was dispatched, so that the devices never wait
-for the host; but where steps are slow (SLOW_STEP_S) a process on its own reads them before, so that
-a stop that is asked for comes after the step under way and not after the one behind it.
+The metrics of a step are read after the next step is dispatched, so that the devices never wait for
+the host. If steps are slow (SLOW_STEP_S), a single process reads them before, so that a requested
+stop comes after the current step and not one later.
 
-At a step boundary the order is: numbers, save, evaluation, snapshot, probe. So a save has begun
-before anything that can fail, and what fails after it (or in a process on its own, anywhere) finds
-the state saved.
+The order at a step boundary is: metrics, save, evaluation, snapshot, probe. A save has started
+before anything that can fail, so that the state is safe if something after it fails (in a single
+process, if anything fails).
 """
 
 import math
@@ -34,10 +34,10 @@ from optimus_jax.faults.divergence import (
     WINDOW_STEPS,
     Learning,
     Trouble,
-    error_of,
+    describe_trouble,
+    learning_error,
     newest,
-    saying,
-    way_back,
+    rollback_advice,
 )
 from optimus_jax.faults.progress import Progress
 from optimus_jax.faults.stopping import StopRequest
@@ -55,58 +55,56 @@ from optimus_jax.training.watchers import Display, StepWatcher
 
 Reason = Literal["done", "interrupt", "terminate", "fault", "switch", "phase", "not learning"]
 _REASONS: tuple[Reason, ...] = ("done", "interrupt", "terminate", "fault")
-"""By the number that processes agree on: the larger wins. On `switch` they have agreed before they
-say so, and `phase` and `not learning` all know."""
+"""Indexed by the number that processes agree on; the largest wins. `switch` is agreed on before,
+and all processes derive `phase` and `not learning` alike."""
 SLOW_STEP_S = 2.0
-"""From here on handing the next step to the devices only when they have ended the one before costs
-less than a thousandth."""
+"""For slower steps, dispatching a step only after the previous one has ended costs less than
+0.1%."""
 
 
-class Overseer(StepWatcher, Protocol):
-    """Who measures the run and may ask for another plan: control/controller.py, as far as the loop
-    needs it.
+class ControllerHooks(StepWatcher, Protocol):
+    """The interface of the controller (control/controller.py) that the loop needs: it measures the
+    run and may request another plan.
     """
 
     def dispatched(self, *, data_wait_s: float, dispatch_s: float, batch: HostBatch) -> None:
-        """A step was handed to the devices."""
+        """A step was dispatched to the devices."""
         ...
 
     def is_probe_due(self, step: int) -> bool:
-        """Whether to let the devices finish `step` and call `probe`."""
+        """Whether to wait for the devices after `step` and call `probe`."""
         ...
 
     def probe(self, step: int) -> None:
-        """The devices have finished `step`, and are free."""
+        """The devices have finished `step` and are idle."""
         ...
 
     @property
     def is_on_trial(self) -> bool:
-        """Whether the plan is new, and taken back if it does not train; the same answer in every
-        process.
+        """Whether the plan is on trial and will be rolled back if it does not train; equal in all
+        processes.
         """
         ...
 
     def leaves(self, step: int) -> bool:
-        """Whether the run is to go on under another plan after `step`; the same answer in every
-        process.
-        """
+        """Whether to switch to another plan after `step`; equal in all processes."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
-    """Where a run was left."""
+class TrainingResult:
+    """The state and the reason with which `Trainer.train` returned."""
 
     state: TrainState
     reason: Reason
     last_step: int
     last_loss: float
-    """Of the last step run now; NaN if there was none."""
+    """Loss of the last step; NaN if no step was run."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Trainer:
-    """One run under one Plan."""
+    """Trains one run under one Plan."""
 
     program: Program
     train_step: Callable[[TrainState, Any], tuple[TrainState, Metrics]]
@@ -118,43 +116,43 @@ class Trainer:
     bits_per_token: bool
     """Whether a token is a byte, so that loss / ln 2 is bits per byte."""
     metadata: Mapping[str, Any]
-    """What checkpoints say beside plan and step; of `config`, the run's JSON, they need the
+    """Metadata of checkpoints beside plan and step; of `config`, the run's JSON, they need the
     model."""
     checkpoints: Checkpoints
     run: RunDirectory
     display: Display
     tensorboard: StepWatcher | None
     stop: StopRequest
-    overseer: Overseer | None = None
-    """Who is told what only the loop can measure, and may end it; None: nobody."""
+    overseer: ControllerHooks | None = None
+    """Receives measurements of the loop, and may request a switch; None: there is no controller."""
     last_step: int | None = None
-    """Of the phase whose batches these are; None: it lasts until the run ends."""
+    """Last step of the current phase; None: the phase lasts until the run ends."""
     progress: Progress = field(default_factory=Progress)
-    """What this process is at, for those who watch it."""
+    """Current activity of this process, for the watchdog."""
     snapshots: Snapshots | None = None
-    """The second tier, in host memory; None: there is none."""
+    """Snapshots in host memory; None: off."""
     learning: Learning = field(default_factory=Learning)
     """Whether the run still learns."""
     retries: Retries = field(default_factory=lambda: Retries(warnings.warn, is_alone=False))
-    """Of saves that fail."""
+    """Retries of failed saves."""
     _last: deque[StepRecord] = field(default_factory=lambda: deque(maxlen=1))
-    """The last step's numbers."""
+    """The record of the last step."""
 
-    def train(self, state: TrainState) -> Outcome:
-        """Run from the step after `state.step` to the config's last, or until asked to stop, and
-        save then; or until another phase begins, or the overseer asks for another plan, and leave
-        the rest to what comes next.
+    def train(self, state: TrainState) -> TrainingResult:
+        """Train from the step after `state.step` to the config's last step or until a stop is
+        requested, and then save; or return without a save when another phase begins or the
+        controller requests another plan.
 
         Raises:
-          RunDirectoryError: a log could not be written to the end, or the run has to end for its
-            directory. The state of the step was saved first.
-          CheckpointError: a checkpoint cannot be written, after as many tries as there are.
-          LearningError: the run no longer learns. Checkpoints from before are there.
+          RunDirectoryError: a log could not be written until the end, or the run directory has
+            failed. The state was saved first.
+          CheckpointError: a checkpoint cannot be written, after all retries.
+          LearningError: the run no longer learns. Earlier checkpoints are kept.
         """
         config, step, last_loss = self._config, int(state.step), math.nan
         agree = None if self._is_alone else Agreement(self.program.mesh)
         reason: Reason = "done"
-        unread: _Unread | None = None
+        pending: _PendingStep | None = None
         is_slow = True  # until a step was timed
         clock = time.perf_counter()
         self.progress.begin("step")
@@ -167,15 +165,15 @@ class Trainer:
                 loaded_at = time.perf_counter()
                 batch = put_batch(host_batch, self.program.batch_sharding, config.data.global_batch)
                 if agree is None:
-                    if is_slow and unread is not None:
+                    if is_slow and pending is not None:
                         before = clock
-                        last_loss, clock = self._record(unread, clock)
-                        unread, is_slow = None, clock - before >= SLOW_STEP_S
-                    if (reason := self._ending(upcoming)) != "done":
+                        last_loss, clock = self._record(pending, clock)
+                        pending, is_slow = None, clock - before >= SLOW_STEP_S
+                    if (reason := self._stop_before(upcoming)) != "done":
                         break
                 else:
                     self.stop.begins(upcoming)
-                has_ended = unread is not None and _is_ready(unread.metrics["loss"])
+                has_ended = pending is not None and _is_ready(pending.metrics["loss"])
                 called_at = time.perf_counter()
                 self.progress.enter(upcoming)
                 state, metrics = self.train_step(state, batch)
@@ -199,29 +197,31 @@ class Trainer:
                     and self.snapshots.is_due(step)
                     and step < config.steps
                 )
-                # Alone, we can stop at once. Several processes stop a step later, at which all have
-                # read the wish.
+                # A single process can stop at once. Several processes stop a step later, when all
+                # have read the agreed reason.
                 probes = self.overseer is not None and self.overseer.is_probe_due(step)
                 reads_now = evaluates or saves or snapshot_due or probes
-                agreed = 0 if agree is None else agree(_REASONS.index(self._asked))
-                # Collectives on a CPU are waited for when the next is dispatched: then this is the
-                # end of the step.
+                agreed = 0 if agree is None else agree(_REASONS.index(self._requested_stop))
+                # On a CPU, dispatching waits for earlier collectives: then this is the end of the
+                # step.
                 finished_at = time.perf_counter() if _is_ready(metrics["loss"]) else None
-                if unread is not None and unread.finished_at is None:
-                    unread = replace(
-                        unread,
+                if pending is not None and pending.finished_at is None:
+                    pending = replace(
+                        pending,
                         finished_at=(
-                            called_at if has_ended else _between(max(clock, called_at), finished_at)
+                            called_at
+                            if has_ended
+                            else _estimated_end(max(clock, called_at), finished_at)
                         ),
                     )
-                waiting = [unread, _Unread(step, metrics, agreed, finished_at)]
-                unread = None if reads_now else waiting.pop()
+                waiting = [pending, _PendingStep(step, metrics, agreed, finished_at)]
+                pending = None if reads_now else waiting.pop()
                 for item in filter(None, waiting):
                     before = clock
                     last_loss, clock = self._record(item, clock)
                     is_slow = clock - before >= SLOW_STEP_S
-                    reason = _REASONS[max(_REASONS.index(reason), int(item.wish))]
-                self._saving.look()
+                    reason = _REASONS[max(_REASONS.index(reason), int(item.stop_reason))]
+                self._saving.poll()
                 if self._trouble() is not None:
                     reason = "not learning"
                 if saves and reason == "done":
@@ -236,8 +236,8 @@ class Trainer:
                 if probes and self.overseer is not None:
                     with self.progress.during("probe"):
                         self.overseer.probe(step)
-                if agree is None and self._asked != "done":
-                    pass  # no other plan is begun: the run ends before the next step
+                if agree is None and self._requested_stop != "done":
+                    pass  # do not switch: the run ends before the next step
                 elif (
                     reason == "done"
                     and step < config.steps
@@ -249,33 +249,33 @@ class Trainer:
                     reason = "phase"
                 if reads_now:
                     clock = time.perf_counter()
-            if unread is not None:
-                last_loss, clock = self._record(unread, clock)
+            if pending is not None:
+                last_loss, clock = self._record(pending, clock)
         except Exception as error:
-            self._rescue(state, step, error)
+            self._save_after_error(state, step, error)
             raise
         finally:
             batches.close()
-        # if a log could not be written, the first step under the next plan finds that out
+        # if a log could not be written, the first step under the next plan reports it
         if reason in ("switch", "phase"):
-            return Outcome(state=state, reason=reason, last_step=step, last_loss=last_loss)
-        return self._ended(Outcome(state=state, reason=reason, last_step=step, last_loss=last_loss))
+            return TrainingResult(state=state, reason=reason, last_step=step, last_loss=last_loss)
+        return self._ended(
+            TrainingResult(state=state, reason=reason, last_step=step, last_loss=last_loss)
+        )
 
-    def _ended(self, outcome: Outcome) -> Outcome:
-        """Save what is not saved, write down how the run has ended, and raise what was wrong with
-        it.
-        """
+    def _ended(self, outcome: TrainingResult) -> TrainingResult:
+        """Save the state if needed, log the end of the run, and raise its error if there is one."""
         state, reason, step = outcome.state, outcome.reason, outcome.last_step
         if reason != "not learning":
             try:
                 self._saving.finish(
                     lambda: self.save(state, step),
                     step,
-                    is_hurried=lambda: self.stop.reason is not None,
+                    is_stopping=lambda: self.stop.reason is not None,
                 )
             except NotFiniteError as error:
                 self.learning.broken = error.leaf
-        elif not self._saving.ends_well():
+        elif not self._saving.wait_succeeded():
             self._say("a save that was under way has failed; older checkpoints are whole")
         if (trouble := self._trouble(is_at_end=reason == "done")) is not None:
             steps = self.checkpoints.steps()
@@ -284,7 +284,7 @@ class Trainer:
                 self._last[-1] if self._last else None,
             )
             optimizer, num_params = self._config.optimizer, self.program.shapes.num_params
-            error = error_of(
+            error = learning_error(
                 self.learning,
                 trouble,
                 self._config,
@@ -294,9 +294,15 @@ class Trainer:
                 lr=peak_learning_rate(optimizer, num_params),
                 usual_lr=peak_learning_rate(replace(optimizer, lr=None), num_params),
             )
-            self.run.log_event("fault", step, what=saying(self.learning, trouble), back_to=good)
             self.run.log_event(
-                "end", step, reason="not learning", why=saying(self.learning, trouble), back_to=good
+                "fault", step, what=describe_trouble(self.learning, trouble), back_to=good
+            )
+            self.run.log_event(
+                "end",
+                step,
+                reason="not learning",
+                why=describe_trouble(self.learning, trouble),
+                back_to=good,
             )
             raise error
         self.run.log_event("end", step, reason="fault" if self.run.failure else reason)
@@ -318,35 +324,37 @@ class Trainer:
         return self.topology.num_processes == 1
 
     @property
-    def _asked(self) -> Reason:
-        """What this process wants the run to end for; `done`: nothing."""
+    def _requested_stop(self) -> Reason:
+        """Why this process requests the end of the run; `done`: it does not."""
         return "fault" if self.run.failure else self.stop.reason or "done"
 
-    def _ending(self, upcoming: int) -> Reason:
-        """Why the run of a process on its own ends before step `upcoming`, which is announced
-        otherwise; `done`: it does not.
+    def _stop_before(self, upcoming: int) -> Reason:
+        """Why a run of one process should end before step `upcoming`; `done`: it should not, and
+        the step is registered as begun.
         """
         if self._trouble() is not None:
             return "not learning"
-        return self._asked if self._asked != "done" or not self.stop.begins(upcoming) else "done"
+        return (
+            self._requested_stop
+            if self._requested_stop != "done" or not self.stop.begins(upcoming)
+            else "done"
+        )
 
     def _trouble(self, *, is_at_end: bool = False) -> Trouble | None:
-        """Why the run no longer learns; None: it does, or is under a plan that is taken back for
-        that.
+        """Why the run no longer learns; None: it does, or the plan is on trial and would be rolled
+        back.
         """
         if self.overseer is not None and self.overseer.is_on_trial and not is_at_end:
             return None
         return self.learning.trouble(self._config.optimizer.max_skipped_steps, is_at_end=is_at_end)
 
     def under(self, program: Program) -> "Trainer":
-        """The same run under another program, whose step is compiled; its batches are still to be
-        given.
-        """
+        """The same run under another, compiled program; the caller sets its batches."""
         return replace(self, program=program, train_step=program.train_step)
 
     @property
     def watchers(self) -> Sequence[StepWatcher]:
-        """Who is shown every step and evaluation."""
+        """All watchers, which receive every step and evaluation."""
         return tuple(
             watcher
             for watcher in (self.progress, self.display, self.tensorboard, self.overseer)
@@ -357,8 +365,8 @@ class Trainer:
     def _config(self) -> Config:
         return self.program.config
 
-    def _record(self, item: "_Unread", clock: float) -> tuple[float, float]:
-        """Write a step down; returns its loss and the time at which it was finished."""
+    def _record(self, item: "_PendingStep", clock: float) -> tuple[float, float]:
+        """Record a step; returns its loss and the time at which it finished."""
         metrics = jax.device_get(item.metrics)
         now = time.perf_counter() if item.finished_at is None else item.finished_at
         seconds = now - clock
@@ -394,16 +402,16 @@ class Trainer:
             self._say(f"step {item.step}: loss or gradient was not finite; the update was left out")
         self.learning.step(record)
         if self.learning.rises(item.step, self._config.optimizer.loss_rise):
-            self._tell_of_rise(item.step)
+            self._warn_loss_rise(item.step)
         return record.loss, now
 
-    def _tell_of_rise(self, step: int) -> None:
+    def _warn_loss_rise(self, step: int) -> None:
         since, best, steps = self.learning.above_since, self.learning.best, self.checkpoints.steps()
         what = f"the loss has been far above its lowest since step {since}"
         self._say(
             f"step {step}: {what} (lowest median of {WINDOW_STEPS} steps {best:.4f}, now"
             f" {statistics.median(self.learning.recent):.4f}): the run may be diverging. It goes"
-            f" on; to undo that, {way_back(self.learning, steps)}, with a lower --lr"
+            f" on; to undo that, {rollback_advice(self.learning, steps)}, with a lower --lr"
         )
         self.run.log_event(
             "fault",
@@ -417,8 +425,8 @@ class Trainer:
     def _evaluate(self, state: TrainState, step: int) -> None:
         """Measure the held-out loss.
 
-        What goes wrong with that costs no state, and not the run either unless one of several
-        processes has had it alone.
+        A failure does not end the run, unless it occurs in only one of several processes; the state
+        is saved first.
         """
         try:
             with self.progress.during("evaluation"):
@@ -429,7 +437,7 @@ class Trainer:
                 or (isinstance(error, OptimusError) and error.raised_by_all_processes)
             ):
                 raise
-            self._rescue(state, step, error)
+            self._save_after_error(state, step, error)
             self._say(
                 f"step {step}: the evaluation has failed, so the held-out loss is unknown; the run"
                 f" goes on. {type(error).__name__}: {error}"
@@ -467,27 +475,27 @@ class Trainer:
             )
 
     def _held_out(self, state: TrainState) -> tuple[float, int] | None:
-        """Sum of the held-out loss, and its tokens; None: a stop was asked for meanwhile, and
-        nobody else takes part.
+        """Sum of the held-out loss, and its number of tokens; None: a stop was requested meanwhile
+        (single process only).
         """
         num_rows = eval_rows(self._config, self.program.plan)
         sums: list[Any] = []
         for batch in self._held_out_batches():
-            if self._is_alone and self._asked != "done":
+            if self._is_alone and self._requested_stop != "done":
                 return None
             sums.append(
                 self.program.eval_step(
                     state.params, put_batch(batch, self.program.batch_sharding, num_rows)
                 )
             )
-            # one runs while the next is made ready, and a stop need not wait for all
+            # one batch runs while the next is prepared, and a stop waits for few of them
             jax.block_until_ready(sums[-2:-1])
         losses, tokens = zip(*jax.device_get(sums), strict=True)
         return float(sum(map(float, losses))), sum(map(int, tokens))
 
     def _held_out_batches(self) -> list[HostBatch]:
-        """All of an evaluation, cut before the first is used: if one process cannot, none begins
-        what it would wait in for that one.
+        """All batches of an evaluation, built before the first is used: if one process cannot, none
+        starts a step that would wait for it.
         """
         assert self.eval_batches is not None
         batches, failure = [], None
@@ -509,32 +517,32 @@ class Trainer:
         return batches
 
     def save(self, state: TrainState, step: int) -> None:
-        """Begin to save the state after `step`.
+        """Start to save the state after `step`.
 
-        Raises CheckpointError if it, or the one before it, cannot be written.
+        Raises CheckpointError if this or the previous save fails.
         """
         with self.progress.during("write"):
             self.checkpoints.wait()
-            # whoever cannot write there cannot save there either, and says so
+            # the save below would fail too, and report it
             with suppress(RunDirectoryError):
-                self.run.put_back()
+                self.run.restore_files()
         with self.progress.during("save"):
             self.checkpoints.save(step, self._stored(state), self._described(step))
 
     def _begin_save(self, state: TrainState, step: int) -> None:
-        """`save`; if that fails it is tried again later."""
+        """Start a save; if it fails it is retried later."""
         try:
             self._saving.begin(lambda: self.save(state, step))
         except NotFiniteError as error:
             self.learning.broken = error.leaf
 
-    def _rescue(self, state: TrainState, step: int, error: Exception) -> None:
-        """Save the state after `step`, if it is not saved, because of an error on its way.
+    def _save_after_error(self, state: TrainState, step: int, error: Exception) -> None:
+        """After an error, save the state after `step` unless it is saved.
 
-        Before the first step there is nothing to lose.
+        Before the first step there is nothing to save.
         """
         if step:
-            self._saving.rescue(lambda: self.save(state, step), state, step, error)
+            self._saving.save_after_error(lambda: self.save(state, step), state, step, error)
 
     @property
     def _saving(self) -> Saving:
@@ -550,8 +558,8 @@ class Trainer:
         self.display.message(text)
 
     def _stored(self, state: TrainState) -> TrainState:
-        """As on disk: where the plan has layers in another order, a copy of them, until they have
-        been copied to the host.
+        """The state as on disk; if the plan orders layers differently, they are copied on the
+        devices.
         """
         program = self.program
         return to_stored(state, program.shapes, program.plan, program.state_shardings)
@@ -563,7 +571,7 @@ class Trainer:
 def described(
     program: Program, step: int, metadata: Mapping[str, Any], learning: Learning
 ) -> dict[str, Any]:
-    """What the checkpoint of a state under a program says, after `step`."""
+    """Metadata of the checkpoint after `step` under a program."""
     return {
         "plan": program.plan.to_json(),
         "next_step": step + 1,
@@ -574,21 +582,21 @@ def described(
 
 
 @dataclass(frozen=True)
-class _Unread:
-    """A dispatched step whose numbers nobody has waited for yet."""
+class _PendingStep:
+    """A dispatched step whose metrics have not been read yet."""
 
     step: int
     metrics: Metrics
-    wish: Any
+    stop_reason: Any
     """Index into _REASONS: a number, or the processes' agreed one as an array."""
     finished_at: float | None
-    """Time on the trainer's clock if it was finished as soon as dispatched; None: reading its
-    numbers will tell."""
+    """Time on the trainer's clock, if the step had finished when dispatch returned; None: known
+    when its metrics are read."""
 
 
-def _between(called_at: float, finished_at: float | None) -> float | None:
-    """When a step ended that had not when the next was dispatched, at `called_at`, and that has
-    ended at `finished_at` as the next has; None: not known yet.
+def _estimated_end(called_at: float, finished_at: float | None) -> float | None:
+    """Estimated end of a step that ran at `called_at`, when the next was dispatched, and had ended
+    with it at `finished_at`: the middle; None: not known yet.
     """
     return None if finished_at is None else 0.5 * (called_at + finished_at)
 
@@ -602,7 +610,7 @@ def _is_ready(array: Any) -> bool:
 
 
 def _peak_bytes(mesh: Mesh) -> int | None:
-    """Of the first device here that the run uses: one that is lost may not answer."""
+    """Peak memory of this process's first device of the mesh; a lost device may not answer."""
     stats = [device.memory_stats() for device in mesh.local_devices[:1]]
     return max(
         (s["peak_bytes_in_use"] for s in stats if s and "peak_bytes_in_use" in s), default=None

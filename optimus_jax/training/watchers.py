@@ -1,6 +1,6 @@
-"""Who is shown a run while it trains: what a display is to the training loop and to the controller.
+"""Interfaces of step watchers and displays, as the training loop and the controller use them.
 
-run/display.py has those that show.
+run/display.py has the displays.
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from optimus_jax.training.numbers import short
 
 
 class StepWatcher(Protocol):
-    """Is shown every step and evaluation."""
+    """Receives every step and evaluation."""
 
     def step(self, record: StepRecord) -> None: ...
 
@@ -22,7 +22,8 @@ class StepWatcher(Protocol):
 
 
 class Display:
-    """Shows nothing. The base of the displays that do, which are entered around training."""
+    """A display that shows nothing; base class of the others. Displays are context managers around
+    training."""
 
     def step(self, record: StepRecord) -> None:
         """Show a finished step."""
@@ -40,15 +41,15 @@ class Display:
         """Show a line of text."""
 
     def here(self, text: str) -> None:
-        """Show a line that only this process can know of."""
+        """Show a line about this process only."""
         self.message(text)
 
     def decision(self, text: str) -> None:
-        """Show what the controller has decided, and why."""
+        """Show a decision of the controller, with its reason."""
         self.message(f"controller: {text}")
 
     def table(self, title: str, rows: Sequence[Sequence[str]]) -> None:
-        """Show rows with aligned columns; as `message`, also outside of the `with` block."""
+        """Show rows with aligned columns; like `message`, it works outside the `with` block too."""
 
     def __enter__(self) -> Self:
         return self

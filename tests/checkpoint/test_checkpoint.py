@@ -24,8 +24,18 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from optimus_jax.checkpoint import errors as checkpoint_errors
-from optimus_jax.checkpoint.checkpoints import ABANDONED, STEP_METADATA, Checkpoints, NotFiniteError
-from optimus_jax.checkpoint.disk_space import Room, check_room, num_wanted, room_in
+from optimus_jax.checkpoint.checkpoints import (
+    ABANDONED_DIR,
+    STEP_METADATA,
+    Checkpoints,
+    NotFiniteError,
+)
+from optimus_jax.checkpoint.disk_space import (
+    DiskSpace,
+    check_disk_space,
+    disk_space_of,
+    max_checkpoints,
+)
 from optimus_jax.config import CheckpointConfig
 from optimus_jax.errors import CheckpointError
 from optimus_jax.reshard.checksum import checksums
@@ -696,10 +706,10 @@ def test_what_another_process_has_done_is_no_failure_of_the_disk(monkeypatch, ca
     """
     error = TimeoutError("Orbax has waited")
     error.__cause__ = cause
-    checkpoint_errors.raise_if_of_others(error)  # of one process
+    checkpoint_errors.raise_if_peer_failure(error)  # of one process
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     with pytest.raises(type(cause)) if is_of_others else contextlib.nullcontext():
-        checkpoint_errors.raise_if_of_others(error)
+        checkpoint_errors.raise_if_peer_failure(error)
 
 
 def test_nor_is_it_damage(tmp_path):
@@ -745,7 +755,7 @@ def test_the_end_of_a_save_is_known_without_waiting(tmp_path):
     assert not checkpoints.has_ended
     with full_disk():
         checkpoints.save(1, place(values, 1), {})
-        checkpoints._end.join()
+        checkpoints._waiter.join()
         assert checkpoints.has_ended
         with pytest.raises(CheckpointError, match="step 1 failed"):
             checkpoints.wait()
@@ -760,7 +770,7 @@ def test_later_checkpoints_are_moved_and_not_deleted(two_saved, opened, warned, 
     checkpoints = opened()
     assert checkpoints.latest(1).metadata == {"at": 1}
     assert checkpoints.latest(7) is None
-    (moved,) = checkpoints.set_aside([2], ABANDONED)
+    (moved,) = checkpoints.set_aside([2], ABANDONED_DIR)
     assert (checkpoints.steps(), moved.is_dir(), moved.parent.name) == ([1], True, "abandoned")
     assert warned == []
 
@@ -774,7 +784,7 @@ def test_metadata_is_checked_before_arrays_are_read(two_saved, warned):
         checkpoints.restore(abstract(make_state()), check=refuse)
 
 
-ROOM = {"free_files": None, "used_bytes": 0, "num_there": 0}
+ROOM = {"free_files": None, "used_bytes": 0, "num_checkpoints": 0}
 
 
 @pytest.mark.parametrize(
@@ -785,19 +795,19 @@ ROOM = {"free_files": None, "used_bytes": 0, "num_there": 0}
         ({"free_bytes": 150}, 4, CheckpointError),
         ({"free_bytes": 95}, 1, "1 of 100 bytes"),
         ({"free_bytes": 80}, 1, CheckpointError),
-        ({"free_bytes": 50, "used_bytes": 300, "num_there": 3}, 4, CheckpointError),
-        ({"free_bytes": 120, "used_bytes": 300, "num_there": 3}, 4, None),
+        ({"free_bytes": 50, "used_bytes": 300, "num_checkpoints": 3}, 4, CheckpointError),
+        ({"free_bytes": 120, "used_bytes": 300, "num_checkpoints": 3}, 4, None),
         ({"free_bytes": 500, "free_files": 10}, 4, CheckpointError),
         ({"free_bytes": 500, "free_files": 60}, 4, "60 files"),
     ],
 )
 def test_room_is_judged_before_the_first_step(tmp_path, room, wanted, expected):
-    given = Room(**ROOM | room)
+    given = DiskSpace(**ROOM | room)
     if expected is CheckpointError:
         with pytest.raises(CheckpointError, match=r"no room for (.|\n)*100 bytes"):
-            check_room(given, 100, wanted=wanted, num_processes=1, directory=tmp_path)
+            check_disk_space(given, 100, wanted=wanted, num_processes=1, directory=tmp_path)
     else:
-        said = check_room(given, 100, wanted=wanted, num_processes=1, directory=tmp_path)
+        said = check_disk_space(given, 100, wanted=wanted, num_processes=1, directory=tmp_path)
         assert said is None if expected is None else expected in said
 
 
@@ -806,6 +816,6 @@ def test_how_many_checkpoints_there_will_be():
         CheckpointConfig(every=10, keep=3, keep_every=100),
         CheckpointConfig(every=500, keep=3),
     )
-    assert num_wanted(many, 0, 1000, 0) == 3 + 10 + 1
-    assert [num_wanted(few, 0, steps, 0) for steps in (300, 1000, 5000)] == [1, 2, 4]
-    assert room_in(pathlib.Path("/")).free_bytes > 0
+    assert max_checkpoints(many, 0, 1000, 0) == 3 + 10 + 1
+    assert [max_checkpoints(few, 0, steps, 0) for steps in (300, 1000, 5000)] == [1, 2, 4]
+    assert disk_space_of(pathlib.Path("/")).free_bytes > 0

@@ -262,7 +262,7 @@ def test_another_run_in_the_same_place_sees_nothing(snapshots, tmp_path):
 
 def test_later_steps_of_a_course_that_was_left_are_forgotten(snapshots):
     take(snapshots, 5, 10)
-    snapshots.forget_after(5)
+    snapshots.delete_after(5)
     assert files.steps(snapshots.root) == [5]
 
 
@@ -293,7 +293,7 @@ def test_pieces_of_a_lost_host_come_from_its_replica(tmp_path, monkeypatch, warn
         {
             "metadata": held.metadata,
             "leaves": held.leaves,
-            "pieces": [[*key, piece.crc32] for key, (piece,) in held.pieces.items()],
+            "pieces": [[*key, shard.crc32] for key, (shard,) in held.shards.items()],
         },
         {"metadata": None, "leaves": None, "pieces": []},
     ]
@@ -307,16 +307,16 @@ def test_pieces_of_a_lost_host_come_from_its_replica(tmp_path, monkeypatch, warn
     def broadcast(mine, is_source):
         assert not is_source
         assert not mine.any()
-        key = sorted(held.pieces)[len(sent)]
+        key = sorted(held.shards)[len(sent)]
         sent.append(key)
-        return np.frombuffer(held.pieces[key][0].read(), np.uint8)
+        return np.frombuffer(held.shards[key][0].read(), np.uint8)
 
-    monkeypatch.setattr(snapshots_module, "_exchanged", exchanged)
+    monkeypatch.setattr(snapshots_module, "_gathered_json", exchanged)
     monkeypatch.setattr(snapshots_module.multihost_utils, "broadcast_one_to_all", broadcast)
     monkeypatch.setattr(snapshots_module.jax, "process_index", lambda: 1)
     found = empty.restore(abstract(host_state(), mesh(2, 4), OTHER_SPECS), 0)
     assert_same_bits(found.state, host_state(5))
-    assert sent == sorted(held.pieces)
+    assert sent == sorted(held.shards)
     monkeypatch.setattr(
         snapshots_module.multihost_utils, "broadcast_one_to_all", lambda mine, is_source: mine + 1
     )

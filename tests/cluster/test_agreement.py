@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from optimus_jax.cluster import distributed
-from optimus_jax.cluster.distributed import all_or_none, assert_same_everywhere, has_lost_another
+from optimus_jax.cluster.distributed import all_or_none, assert_same_everywhere, is_peer_failure
 from optimus_jax.errors import ConfigError, DataError, FaultError, OptimusError
 
 
@@ -26,7 +26,7 @@ def test_processes_that_differ_are_told_in_what(monkeypatch):
         assert_same_everywhere({"the config": "{}", "the plan": "data=8"})
     assert caught.value.raised_by_all_processes
     with pytest.raises(FaultError, match="do not agree on the plan"):
-        assert_same_everywhere({"the config": "{}", "the plan": "data=8"}, may_become=True)
+        assert_same_everywhere({"the config": "{}", "the plan": "data=8"}, is_transient=True)
     monkeypatch.setattr(
         distributed.multihost_utils, "process_allgather", lambda own: np.stack([own] * 3)
     )
@@ -123,4 +123,4 @@ def caused(error, cause):
     ],
 )
 def test_what_the_loss_of_another_process_looks_like(error, expected):
-    assert has_lost_another(error) is expected
+    assert is_peer_failure(error) is expected

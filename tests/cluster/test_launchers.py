@@ -14,9 +14,9 @@ from jax._src.clusters.ompi_cluster import OmpiCluster
 from jax._src.clusters.slurm_cluster import SlurmCluster
 
 from optimus_jax.cluster import launch as engines
-from optimus_jax.cluster.claims import derived_port, variables_of
 from optimus_jax.cluster.launch import Launch, find_launch
 from optimus_jax.cluster.launchers import LAUNCHERS, Launcher
+from optimus_jax.cluster.process_info import derived_port, variables_of
 from optimus_jax.config import DistributedConfig
 from optimus_jax.devices import gpu_sharing
 from optimus_jax.errors import ConfigError
@@ -689,7 +689,7 @@ def test_a_launcher_forms_the_run(found, monkeypatch, environment, expected):
         ({"TF_CONFIG": "[" * 100_000}, "cannot be read"),
         ({"SM_HOSTS": '["a", "b"]', "SM_CURRENT_HOST": "c"}, "SM_HOSTS"),
         ({"PET_NNODES": "1:3", "PET_NODE_RANK": "0"}, "1:3 is a range"),
-        (STEP | {"SLURM_JOB_ID": "x"}, "SLURM has started"),
+        (STEP | {"SLURM_JOB_ID": "x"}, "that SLURM has set"),
         (STEP | {"SLURM_PROCID": "7"}, "SLURM_PROCID=7"),
         # Each of four tasks would train a run of its own; four tasks would all be process 0.
         (STEP | TORCHRUN | {"GROUP_WORLD_SIZE": "1"}, "SLURM has started 4 processes"),
@@ -915,7 +915,7 @@ def test_what_is_missing_is_told_in_names_that_can_be_set(monkeypatch, launcher)
                     what, given, do = str(error).split("\n")
                 else:
                     silent = (
-                        launcher.num_said == 2 and not {"index", "address"} & set(fields)
+                        launcher.min_fields == 2 and not {"index", "address"} & set(fields)
                     ) or environment.keys() <= {
                         "LOCAL_SIZE",
                         "MASTER_ADDR",
@@ -958,7 +958,8 @@ def test_the_local_processes_of_torchrun_share_the_gpus_of_their_host(found):
 def test_the_parent_of_all_local_processes_is_the_first_without_their_variable(monkeypatch):
     monkeypatch.setenv("PMI_RANK", "1")
     script = (
-        "from optimus_jax.cluster.claims import common_parent; print(common_parent('PMI_RANK'))"
+        "from optimus_jax.cluster.process_info import common_parent;"
+        " print(common_parent('PMI_RANK'))"
     )
     # under a shell, which is not the launcher
     command = f'{sys.executable} -c "{script}" && true'
@@ -992,7 +993,7 @@ def test_addresses_are_read_as_jax_reads_them(found, cluster, environment):
     assert launch.coordinator == f"{f'[{host}]' if ':' in host else host}:{port}"
 
 
-def documented(launcher: Launcher) -> str:
+def table_row(launcher: Launcher) -> str:
     """Its row in docs/clusters.md."""
 
     def cell(names: tuple[str, ...]) -> str:
@@ -1019,4 +1020,4 @@ def documented(launcher: Launcher) -> str:
 def test_the_table_in_the_docs_is_the_table_in_the_code():
     page = (Path(__file__).parents[2] / "docs" / "clusters.md").read_text()
     for row in LAUNCHERS:
-        assert documented(row) in page, "docs/clusters.md lacks this row"
+        assert table_row(row) in page, "docs/clusters.md lacks this row"

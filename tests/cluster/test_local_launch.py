@@ -209,10 +209,10 @@ class Told:
 
 def test_a_signal_before_all_are_there_reaches_each_once():
     processes = [Told()]
-    with _forwarding(processes, 2) as (_, send_what_came_early):
+    with _forwarding(processes, 2) as (_, send_early_signals):
         os.kill(os.getpid(), signal.SIGTERM)
         processes.append(Told())
-        send_what_came_early()
+        send_early_signals()
         assert [process.signals for process in processes] == [[signal.SIGTERM]] * 2
         os.kill(os.getpid(), signal.SIGUSR1)
         assert [process.signals for process in processes] == [[signal.SIGTERM, signal.SIGUSR1]] * 2

@@ -16,7 +16,7 @@ from optimus_jax.cluster import distributed, rendezvous_server
 from optimus_jax.cluster import rendezvous_client as reporting
 from optimus_jax.cluster.distributed import _Joining
 from optimus_jax.cluster.launch import Launch
-from optimus_jax.cluster.rendezvous_client import report
+from optimus_jax.cluster.rendezvous_client import report_to_coordinator
 from optimus_jax.cluster.rendezvous_messages import address_of
 from optimus_jax.cluster.rendezvous_server import RendezvousServer
 from optimus_jax.errors import ConfigError, FaultError
@@ -49,7 +49,9 @@ def soon(seconds=LONG_S):
 
 def test_all_come_and_the_port_is_free_for_the_service(first):
     with ThreadPoolExecutor() as pool, RendezvousServer(first, soon()) as call:
-        there = [pool.submit(report, other(first, number), soon()) for number in (1, 2)]
+        there = [
+            pool.submit(report_to_coordinator, other(first, number), soon()) for number in (1, 2)
+        ]
         call.gather()
         with socket.create_server(address_of(first), family=socket.AF_INET):
             assert not any(each.done() for each in there)  # the service is not up yet
@@ -66,7 +68,7 @@ def test_a_coordinator_that_nobody_finds_is_said_to_be_one(first):
         pytest.raises(
             FaultError,
             match=(
-                r"processes 1, 2 of 3 did not come in time\n.*nothing is known by the name of"
+                r"processes 1, 2 of 3 did not come in time\n.*cannot resolve"
                 r" no\.such\.host\.invalid"
             ),
         ),
@@ -78,7 +80,8 @@ def test_others_may_come_first(first):
     said = []
     with ThreadPoolExecutor() as pool:
         there = [
-            pool.submit(report, other(first, number), soon(), said.append) for number in (1, 2)
+            pool.submit(report_to_coordinator, other(first, number), soon(), said.append)
+            for number in (1, 2)
         ]
         with RendezvousServer(first, soon()) as call:
             call.gather()
@@ -92,7 +95,9 @@ def test_others_may_come_first(first):
 def all_there(first):
     """Process 0 and how the others see it, when all have come and JAX has connected none."""
     with ThreadPoolExecutor() as pool, RendezvousServer(first, soon()) as call:
-        there = [pool.submit(report, other(first, number), soon()) for number in (1, 2)]
+        there = [
+            pool.submit(report_to_coordinator, other(first, number), soon()) for number in (1, 2)
+        ]
         call.gather()
         call.release()
         others = [each.result(LONG_S) for each in there]
@@ -130,7 +135,7 @@ def test_who_is_connected_may_go_before_the_others_are(all_there):
         pass
     until(lambda: (call.lost(), sorted(call._present)), ([], [2]))
     with ThreadPoolExecutor() as pool:
-        seen_off = pool.submit(call.see_off)
+        seen_off = pool.submit(call.await_disconnects)
         until(lambda: two.lost() or two._is_connected, True)
         with two:
             pass
@@ -140,7 +145,7 @@ def test_who_is_connected_may_go_before_the_others_are(all_there):
 
 def test_all_who_are_there_hear_who_is_missing(first):
     with ThreadPoolExecutor() as pool, RendezvousServer(first, soon()) as call:
-        there = pool.submit(report, other(first, 2), soon())
+        there = pool.submit(report_to_coordinator, other(first, 2), soon())
         while call.missing != [1]:
             call._selector.select()
             hear(call)
@@ -155,7 +160,7 @@ def test_all_who_are_there_hear_who_is_missing(first):
 
 def hear(call):
     for key, _ in call._selector.select():
-        call._accept() if key.fileobj is call._listener else call._hear(key.data)
+        call._accept() if key.fileobj is call._listener else call._receive(key.data)
 
 
 @pytest.mark.parametrize("bind", [None, "127.0.0.1"])
@@ -188,11 +193,11 @@ def test_jax_listens_there_too(first, bind, expected, monkeypatch):
 
 def test_who_never_finds_process_0_says_so(first):
     with pytest.raises(FaultError, match=r"process 0 of 3 did not come in time(.|\n)*refused"):
-        report(other(first, 1), soon(0.1))
+        report_to_coordinator(other(first, 1), soon(0.1))
 
 
 def test_who_waits_says_for_whom(first, monkeypatch):
-    monkeypatch.setattr(rendezvous_server, "TOLD_AFTER_S", 0.0)
+    monkeypatch.setattr(rendezvous_server, "FIRST_NOTICE_S", 0.0)
     said = []
     with (
         RendezvousServer(first, soon(0.1), said.append) as call,
@@ -211,7 +216,7 @@ def test_who_waits_says_for_whom(first, monkeypatch):
 )
 def test_a_process_of_another_run_is_turned_away(first, changes, message):
     with ThreadPoolExecutor() as pool, RendezvousServer(first, soon()) as call:
-        there = pool.submit(report, other(first, 1, **changes), soon())
+        there = pool.submit(report_to_coordinator, other(first, 1, **changes), soon())
         while not there.done():
             hear_if_any(call)
         with pytest.raises(ConfigError, match=message):
@@ -221,12 +226,12 @@ def test_a_process_of_another_run_is_turned_away(first, changes, message):
 
 def hear_if_any(call):
     for key, _ in call._selector.select(0.05):
-        call._accept() if key.fileobj is call._listener else call._hear(key.data)
+        call._accept() if key.fileobj is call._listener else call._receive(key.data)
 
 
 def test_two_processes_cannot_have_one_number(first):
     with ThreadPoolExecutor() as pool, RendezvousServer(first, soon()) as call:
-        both = [pool.submit(report, other(first, 1), soon()) for _ in range(2)]
+        both = [pool.submit(report_to_coordinator, other(first, 1), soon()) for _ in range(2)]
         while not any(each.done() for each in both):
             hear_if_any(call)
         with pytest.raises(ConfigError, match="there is a process 1 already"):
@@ -304,13 +309,13 @@ def test_a_process_that_reaches_itself_has_found_nobody(first, monkeypatch):
     with pytest.raises(
         FaultError, match=r"process 0 of 3 did not come in time(.|\n)*reached itself"
     ):
-        report(other(first, 1), soon(0.2))
+        report_to_coordinator(other(first, 1), soon(0.2))
 
 
 def test_an_echo_is_no_answer(first, monkeypatch):
-    monkeypatch.setattr(reporting, "VERDICT_S", 0.0)
+    monkeypatch.setattr(reporting, "ANSWER_WAIT_S", 0.0)
     with socket.create_server(address_of(first)) as listener, ThreadPoolExecutor() as pool:
-        lost = pool.submit(report, other(first, 1), soon(0.5))
+        lost = pool.submit(report_to_coordinator, other(first, 1), soon(0.5))
         connection, _ = listener.accept()
         connection.sendall(connection.recv(4096))
         with pytest.raises(FaultError, match="did not come in time"):
@@ -323,7 +328,7 @@ def test_process_0_is_understood_in_whatever_pieces_it_speaks(first):
     missing = json.dumps({"missing": [2]}).encode() + b"\n"
     for pieces in ([b'{"go": true}\n' + missing], [b'{"go": true}\n', missing[:5], missing[5:]]):
         with socket.create_server(address_of(first)) as listener, ThreadPoolExecutor() as pool:
-            reached = pool.submit(report, other(first, 1), soon())
+            reached = pool.submit(report_to_coordinator, other(first, 1), soon())
             connection, _ = listener.accept()
             connection.recv(4096)
             connection.sendall(pieces[0])

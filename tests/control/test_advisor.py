@@ -11,7 +11,7 @@ import pytest
 from fleet import CLUSTER, CONFIG, MESHES, PRICING, Truth, plan_on, ranked
 
 from optimus_jax.config import ControlConfig
-from optimus_jax.control.advisor import ABANDONED, Advisor, Phase
+from optimus_jax.control.advisor import ABANDONED_DIR, Advisor, Phase
 from optimus_jax.control.deciding.candidates import is_legal, leaving_out
 from optimus_jax.control.deciding.changes import LEAST
 from optimus_jax.control.deciding.conditions import Conditions
@@ -609,7 +609,7 @@ def test_a_boundary_that_is_many_quick_steps_away_is_waited_for():
     job = Job(BEST, num_steps=50_000, phases=phases).go(1480, factor=0.02)
     decision = job.decisions[-1]
     assert (decision.action, decision.at_step) == ("switch", 1500)
-    assert decision.step < 1500 - ABANDONED * 30
+    assert decision.step < 1500 - ABANDONED_DIR * 30
     job.go(20, said=Conditions(between=10.0), factor=0.02)
     assert [step for step, _ in job.switches] == [1500]
 

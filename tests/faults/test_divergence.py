@@ -6,7 +6,13 @@ import math
 import pytest
 
 from optimus_jax.config import Config
-from optimus_jax.faults.divergence import PATIENCE_STEPS, WINDOW_STEPS, Learning, error_of, newest
+from optimus_jax.faults.divergence import (
+    PATIENCE_STEPS,
+    WINDOW_STEPS,
+    Learning,
+    learning_error,
+    newest,
+)
 from optimus_jax.run_directory.step_record import StepRecord
 
 
@@ -85,7 +91,7 @@ def test_what_to_go_back_to_is_from_before_the_update_that_broke_it():
     )
     assert (learning.good_limit, sorted(learning.limits)) == (3, [3, 4])
     text = str(
-        error_of(
+        learning_error(
             learning,
             "no update",
             Config().with_values({"optimizer.clip_norm": 0.0}),
@@ -103,7 +109,7 @@ def test_what_to_go_back_to_is_from_before_the_update_that_broke_it():
     assert "clip_norm=1" in text
     never = after(*(record(step, NAN, NAN) for step in range(1, 4)))
     assert "begin a new run: there is no checkpoint" in str(
-        error_of(never, "no update", Config(), [], step=3, last=None, lr=0.3, usual_lr=0.2)
+        learning_error(never, "no update", Config(), [], step=3, last=None, lr=0.3, usual_lr=0.2)
     )
 
 

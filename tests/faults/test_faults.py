@@ -252,14 +252,14 @@ import threading
 from optimus_jax.run import api
 from optimus_jax.cluster import distributed
 if {is_told_to_end}:
-    leave = distributed.leave
-    distributed.GOODBYE_S = 1000.0
-    def leave_when_told():
+    disconnect = distributed.disconnect
+    distributed.SHUTDOWN_WAIT_S = 1000.0
+    def disconnect_when_told():
         threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGTERM)).start()
-        return leave()
-    distributed.leave = leave_when_told
+        return disconnect()
+    distributed.disconnect = disconnect_when_told
 else:
-    distributed.GOODBYE_S = 2.0
+    distributed.SHUTDOWN_WAIT_S = 2.0
 train = api.train
 def stop_after(*arguments, **more):
     result = train(*arguments, **more)

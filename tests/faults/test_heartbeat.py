@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from optimus_jax.errors import RunDirectoryError
-from optimus_jax.faults.heartbeat import BEAT_S, LONGEST_S, MOST_WATCHED, Heartbeats, Peer
+from optimus_jax.faults.heartbeat import HEARTBEAT_S, MAX_GAP_S, MAX_WATCHED, Heartbeats, Peer
 from optimus_jax.faults.progress import Progress
 
 
@@ -47,11 +47,11 @@ def test_a_process_is_as_silent_as_its_file_is_old(pair):
         7,
         "running",
     )
-    clock.now += BEAT_S
+    clock.now += HEARTBEAT_S
     assert other(first).silent_s == 0.0, "nobody has looked since"
     for _ in range(39):
         first.beat()
-        clock.now += BEAT_S
+        clock.now += HEARTBEAT_S
     first.beat()
     assert other(first) == replace(seen, silent_s=40.0)
 
@@ -91,7 +91,7 @@ def test_while_nobody_can_look_silence_does_not_grow(pair, monkeypatch):
     file.rmdir()
     file.write_text(second_text)
     first.beat()
-    assert other(first).silent_s <= LONGEST_S, (
+    assert other(first).silent_s <= MAX_GAP_S, (
         "it could not be written either, and is looked at before the other has"
     )
 
@@ -104,11 +104,11 @@ def test_while_reading_hangs_silence_does_not_grow(pair):
     first.beat()
     clock.now += 1000  # in the middle of a look
     first.beat()
-    assert other(first).silent_s <= LONGEST_S
+    assert other(first).silent_s <= MAX_GAP_S
     for _ in range(20):
-        clock.now += BEAT_S
+        clock.now += HEARTBEAT_S
         first.beat()
-    assert other(first).silent_s == pytest.approx(20 * BEAT_S, abs=LONGEST_S), (
+    assert other(first).silent_s == pytest.approx(20 * HEARTBEAT_S, abs=MAX_GAP_S), (
         "from then on it does"
     )
 
@@ -148,5 +148,5 @@ def test_many_processes_watch_those_behind_them_and_the_first(tmp_path):
     heartbeats = Heartbeats(tmp_path, 990, 1000, Progress())
     heartbeats.beat()
     assert [peer.process for peer in heartbeats.peers] == sorted(
-        [*range(991, 1000), *range(MOST_WATCHED - 9)]
+        [*range(991, 1000), *range(MAX_WATCHED - 9)]
     )

@@ -14,12 +14,12 @@ from optimus_jax.faults.stopping import (
     EXIT_RESTART,
     NOT_BEGUN,
     TERMINATING,
-    StoppedAtOnce,
+    ImmediateStop,
     StopRequest,
     Terminated,
-    exit_when_asked,
+    exit_on_signal,
     keep_reason,
-    raise_when_asked,
+    raise_on_signal,
 )
 
 
@@ -50,7 +50,7 @@ def test_ctrl_c_asks_once_and_insists_the_second_time():
     with StopRequest() as stop:
         send(signal.SIGINT)
         assert (stop.reason, stop.exit_code) == ("interrupt", 0)
-        with pytest.raises(StoppedAtOnce):
+        with pytest.raises(ImmediateStop):
             send(signal.SIGINT)
 
 
@@ -85,7 +85,7 @@ def test_the_first_signal_is_answered_at_once(capfd: pytest.CaptureFixture[str])
 )
 def test_a_program_that_starts_ends_with_one_line(number: int, code: int):
     program = (
-        "import os; from optimus_jax.faults import stopping; stopping.exit_when_asked();"
+        "import os; from optimus_jax.faults import stopping; stopping.exit_on_signal();"
         f" os.kill(os.getpid(), {int(number)})"
     )
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
@@ -97,8 +97,8 @@ def test_a_program_that_starts_ends_with_one_line(number: int, code: int):
 )
 def test_a_program_that_is_done_ends_with_its_own_code(number: int, code: int):
     program = (
-        "import os; from optimus_jax.faults import stopping; stopping.raise_when_asked();"
-        f" stopping.end_when_asked(3); os.kill(os.getpid(), {int(number)})"
+        "import os; from optimus_jax.faults import stopping; stopping.raise_on_signal();"
+        f" stopping.exit_with_code_on_signal(3); os.kill(os.getpid(), {int(number)})"
     )
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert (ended.returncode, ended.stderr) == (code, "")
@@ -106,9 +106,9 @@ def test_a_program_that_is_done_ends_with_its_own_code(number: int, code: int):
 
 def test_under_nohup_a_terminal_that_closes_is_nothing():
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # handlers of before come back with the fixture
-    exit_when_asked()
+    exit_on_signal()
     send(signal.SIGHUP)
-    raise_when_asked()
+    raise_on_signal()
     send(signal.SIGHUP)
     with StopRequest() as stop:
         send(signal.SIGHUP)
@@ -119,7 +119,7 @@ def test_under_nohup_a_terminal_that_closes_is_nothing():
 
 
 def test_before_training_signals_are_exceptions():
-    raise_when_asked()  # handlers of before come back with the fixture
+    raise_on_signal()  # handlers of before come back with the fixture
     with pytest.raises(KeyboardInterrupt):
         send(signal.SIGINT)
     for number in TERMINATING:
@@ -138,11 +138,11 @@ def test_no_signal_takes_the_place_of_an_error(number: int):
         finally:
             send(number)
 
-    raise_when_asked()
+    raise_on_signal()
     with pytest.raises(RuntimeError):
         fail(RuntimeError())
     send(number)
-    raise_when_asked()
+    raise_on_signal()
     keep_reason(Terminated())
     with pytest.raises(KeyboardInterrupt if number == signal.SIGINT else Terminated):
         fail(Terminated())
@@ -151,7 +151,7 @@ def test_no_signal_takes_the_place_of_an_error(number: int):
 @pytest.mark.parametrize("number", [signal.SIGINT, *TERMINATING])
 def test_a_run_that_has_come_to_its_end_is_not_said_to_have_stopped(number: int):
     """What is left is to put things in order, and to say so."""
-    raise_when_asked()
+    raise_on_signal()
     with StopRequest():
         pass
     send(number)

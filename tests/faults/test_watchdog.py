@@ -17,7 +17,14 @@ from optimus_jax.errors import ConfigError, FaultError
 from optimus_jax.faults.heartbeat import Heartbeats, Peer
 from optimus_jax.faults.progress import Progress
 from optimus_jax.faults.stopping import TERMINATING
-from optimus_jax.faults.watchdog import FACTOR, FAILED_S, FEWEST, Limits, Watchdog, late
+from optimus_jax.faults.watchdog import (
+    FACTOR,
+    MIN_DURATIONS,
+    PEER_FAILURE_WAIT_S,
+    Limits,
+    Watchdog,
+    late_processes,
+)
 from optimus_jax.system import resilient_io
 from optimus_jax.system.resilient_io import nonblocking_stderr
 
@@ -67,15 +74,15 @@ def test_limits_are_made_from_what_was_usual():
     clock = Clock()
     progress = Progress(clock)
     limits = Limits(SETTINGS, progress)
-    steps(progress, clock, [3.0] * (FEWEST - 1))
+    steps(progress, clock, [3.0] * (MIN_DURATIONS - 1))
     assert limits.of("step") == SETTINGS.ceiling_s, "too few are known"
     steps(progress, clock, [3.0] * 8 + [500.0])
     assert limits.of("step") == FACTOR * 3.0, "an outlier does not move it"
     progress.forget_steps()
-    steps(progress, clock, [0.001] * FEWEST)
+    steps(progress, clock, [0.001] * MIN_DURATIONS)
     assert limits.of("step") == SETTINGS.floor_s
     progress.forget_steps()
-    steps(progress, clock, [60.0] * FEWEST)
+    steps(progress, clock, [60.0] * MIN_DURATIONS)
     assert limits.of("step") == SETTINGS.ceiling_s
     assert limits.of("compile") == limits.of("start") == SETTINGS.start_s
 
@@ -96,7 +103,7 @@ def test_waiting_for_a_save_to_be_written_is_not_held_to_how_long_saves_keep_the
     clock = Clock()
     progress = Progress(clock)
     limits = Limits(SETTINGS, progress)
-    for _ in range(FEWEST):
+    for _ in range(MIN_DURATIONS):
         for activity, time_s in (("write", 0.0), ("save", 0.1)):
             with progress.during(activity):
                 clock.now += time_s
@@ -106,18 +113,20 @@ def test_waiting_for_a_save_to_be_written_is_not_held_to_how_long_saves_keep_the
 
 def test_a_step_that_does_not_end_is_noticed(clock, tmp_path):
     progress, dog = watchdog(clock, tmp_path)
-    steps(progress, clock, [1.0] * FEWEST)
-    progress.enter(FEWEST + 1)
+    steps(progress, clock, [1.0] * MIN_DURATIONS)
+    progress.enter(MIN_DURATIONS + 1)
     assert passed(dog, clock, 9) is None
-    assert passed(dog, clock, 2) == f"step {FEWEST + 1} takes 11 s (limit 10 s)"
+    assert passed(dog, clock, 2) == f"step {MIN_DURATIONS + 1} takes 11 s (limit 10 s)"
 
 
 def test_what_is_no_step_has_a_limit_of_its_own(clock, tmp_path):
     progress, dog = watchdog(clock, tmp_path)
-    steps(progress, clock, [1.0] * FEWEST)
+    steps(progress, clock, [1.0] * MIN_DURATIONS)
     with progress.during("save"):
         assert passed(dog, clock, 99) is None
-        assert passed(dog, clock, 2) == f"'save' after step {FEWEST} takes 101 s (limit 100 s)"
+        assert (
+            passed(dog, clock, 2) == f"'save' after step {MIN_DURATIONS} takes 101 s (limit 100 s)"
+        )
     assert passed(dog, clock, 9) is None, "the step begins anew"
 
 
@@ -140,7 +149,7 @@ def test_a_failed_process_is_followed_a_little_later(clock, tmp_path):
         tmp_path,
         [Peer(process=1, is_known=True, silent_s=0.0, state="failed", why="no room")],
     )
-    assert passed(dog, clock, FAILED_S) is None
+    assert passed(dog, clock, PEER_FAILURE_WAIT_S) is None
     assert passed(dog, clock, 2) == "process 1 has failed: no room"
 
 
@@ -168,7 +177,7 @@ def test_it_ends_as_the_process_ended_that_failed(clock, tmp_path, capfd, exit_c
         ],
         exit=codes.append,
     )
-    why = passed(dog, clock, FAILED_S + 2)
+    why = passed(dog, clock, PEER_FAILURE_WAIT_S + 2)
     dog._process = 2  # who does not stay for others
     dog.end(why)
     assert codes == [exit_code]
@@ -240,7 +249,7 @@ def test_a_process_that_was_stopped_finds_out(clock, tmp_path):
 def test_alone_a_process_may_be_stopped_for_any_time(clock, tmp_path):
     """Ctrl-Z, and later fg."""
     progress, dog = watchdog(clock, tmp_path)
-    steps(progress, clock, [1.0] * FEWEST)
+    steps(progress, clock, [1.0] * MIN_DURATIONS)
     assert passed(dog, clock, 1) is None
     clock.now += 10_000
     assert dog.trouble(clock.now) is None
@@ -255,12 +264,12 @@ def test_who_is_late_is_named():
         Peer(process=3, is_known=True, silent_s=0.0, doing="save", doing_s=12.0, entered=7),
         Peer(process=4, is_known=False, silent_s=0.0),
     ]
-    assert late(0, 7, "step", peers) == [
+    assert late_processes(0, 7, "step", peers) == [
         "process 1 has not begun step 7: it was at step 6, 'step', 40 s ago",
         "process 3 is at 'save' for 12 s, and this one at 'step'",
         "process 4 was never heard of",
     ]
-    assert late(0, 6, "step", peers[1:2]) == [
+    assert late_processes(0, 6, "step", peers[1:2]) == [
         "process 0 has not begun step 7: it is at step 6, 'step'"
     ]
 
@@ -287,7 +296,7 @@ def test_a_disk_that_does_not_answer_does_not_keep_a_process(clock, tmp_path, mo
     codes, never = [], threading.Event()
     _, dog = watchdog(clock, tmp_path, exit=codes.append)
     monkeypatch.setattr("optimus_jax.faults.watchdog.write_fault", lambda *_, **__: never.wait())
-    monkeypatch.setattr("optimus_jax.faults.watchdog.TELL_S", 0.01)
+    monkeypatch.setattr("optimus_jax.faults.watchdog.REPORT_S", 0.01)
     dog.end("it got no further")
     never.set()
     assert codes == [75]

@@ -24,8 +24,8 @@ from optimus_jax.inference.generation import (
     Sampling,
     TextModel,
     _Detokenizer,
-    _go_on,
-    _start,
+    _next_tokens,
+    _prefill,
     candidates,
     draw,
     empty_cache,
@@ -242,10 +242,10 @@ def test_every_draw_has_a_key_of_its_own(gpt):
 
 def test_prompts_of_many_lengths_share_one_program(gpt):
     generated(gpt)
-    compiled = _start._cache_size(), _go_on._cache_size()
+    compiled = _prefill._cache_size(), _next_tokens._cache_size()
     for length in (1, 2, 11, 20):
         generated(gpt, np.arange(length), num_new_tokens=5, seed=length)
-    assert (_start._cache_size(), _go_on._cache_size()) == compiled
+    assert (_prefill._cache_size(), _next_tokens._cache_size()) == compiled
     assert [rounded_up(n, 48) for n in (1, 32, 33, 48)] == [32, 32, 48, 48]
 
 

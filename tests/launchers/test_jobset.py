@@ -22,7 +22,7 @@ from jobs import DEPLOY
 from optimus_jax.cluster.launch import find_launch
 from optimus_jax.config import DistributedConfig
 from optimus_jax.errors import ConfigError
-from optimus_jax.faults.stopping import EXIT_MISTAKE, EXIT_NOT_LEARNING
+from optimus_jax.faults.stopping import EXIT_NOT_LEARNING, EXIT_USER_ERROR
 
 NAMESPACE, JOB, JOBSET = "research", "optimus-train-0", "optimus"
 POD = {
@@ -75,7 +75,7 @@ def test_the_users_mistakes_are_not_started_again():
     assert (rule["action"], rule["onExitCodes"]["operator"], rule["onExitCodes"]["values"]) == (
         "FailJob",
         "In",
-        [EXIT_MISTAKE, EXIT_NOT_LEARNING],
+        [EXIT_USER_ERROR, EXIT_NOT_LEARNING],
     )
     assert (
         rule["onExitCodes"]["containerName"]

@@ -13,13 +13,13 @@ PROGRAM = """
 import jax
 jax.config.update("jax_platforms", "cpu")
 from optimus_jax.config import DistributedConfig
-from optimus_jax.cluster.distributed import connect, leave, gather_from_all
+from optimus_jax.cluster.distributed import connect, disconnect, gather_from_all
 from optimus_jax.cluster.launch import find_launch
 
 launch = find_launch(DistributedConfig())
 connect(launch, timeout_s=60.0, heartbeat_s=60)
 print(f"{launch.engine} {gather_from_all(launch.process_id)} {launch.bind}\\n", end="", flush=True)
-leave()
+disconnect()
 """
 
 

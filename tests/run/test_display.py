@@ -13,7 +13,7 @@ from typing import Any
 import plans
 import pytest
 
-from optimus_jax.cluster.launch import NOBODY, Launch
+from optimus_jax.cluster.launch import NO_LAUNCHER, Launch
 from optimus_jax.config import LogConfig
 from optimus_jax.errors import ConfigError
 from optimus_jax.mesh.build import discover
@@ -278,7 +278,7 @@ def what_you_got(case: plans.PlanCase) -> str:
         compile_s=1.0,
         step_bytes=2**20,
         run_dir=Path("runs/x"),
-        launch=Launch(engine=NOBODY, why="nothing says that there are others"),
+        launch=Launch(engine=NO_LAUNCHER, why="nothing says that there are others"),
         evaluation="none",
     )
     return stream.getvalue()

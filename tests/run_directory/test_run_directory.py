@@ -409,7 +409,7 @@ def test_a_directory_that_is_removed_is_put_back(run: RunDirectory, told: list[s
     run.log_step(record(1))
     shutil.rmtree(run.path)
     run.log_step(record(2))
-    run.put_back()
+    run.restore_files()
     assert (run.config_text(), run.plan_text()) == ("{}", "{}")
     assert "had been removed" in told[-1]
     run.check()
@@ -417,7 +417,7 @@ def test_a_directory_that_is_removed_is_put_back(run: RunDirectory, told: list[s
     with pytest.raises(RunDirectoryError, match="in use by process"):
         RunDirectory.resume(run.path)
     num_told = len(told)
-    run.put_back()
+    run.restore_files()
     assert len(told) == num_told
 
 

@@ -14,7 +14,7 @@ import pytest
 import optimus_jax
 from optimus_jax.errors import StoreError
 from optimus_jax.inference.generation import load_text_model
-from optimus_jax.run_directory.directory import AlreadyBegunError
+from optimus_jax.run_directory.directory import RunExistsError
 from optimus_jax.store.objects import Objects
 from optimus_jax.store.run_objects import complete_steps
 from optimus_jax.system.paths import Url
@@ -106,7 +106,7 @@ def test_a_killed_run_goes_on_without_its_directory(s3, tmp_path, monkeypatch):
         path for path in (tmp_path / "optimus_jax" / "runs").iterdir() if path.suffix != ".transfer"
     )
     shutil.rmtree(tmp_path / "optimus_jax")  # runs, and copies of the data
-    with pytest.raises(AlreadyBegunError, match=f"{RUN} --resume"):
+    with pytest.raises(RunExistsError, match=f"{RUN} --resume"):
         optimus_jax.train("gpt2-nano", data=DATA, run_dir=RUN, **TINY)
 
     resumed = optimus_jax.train(run_dir=RUN, resume=True, progress="none")

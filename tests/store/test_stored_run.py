@@ -11,7 +11,7 @@ import pytest
 from optimus_jax.config import CheckpointConfig, Config, StoreConfig
 from optimus_jax.errors import ConfigError, StoreError
 from optimus_jax.run.stored_run import StoredRun, run_to_read
-from optimus_jax.run_directory.directory import AlreadyBegunError
+from optimus_jax.run_directory.directory import RunExistsError
 from optimus_jax.store import lease as leases
 from optimus_jax.store import mirror as mirrors
 from optimus_jax.store.lease import LEASE, Lease, LeaseHeldError
@@ -355,7 +355,7 @@ def test_nothing_is_overwritten(run, tmp_path):
     with pytest.raises(ConfigError, match=r"do not belong to a run(?s:.*)notes.txt"):
         run.check_free()
     run.objects.write("config.json", Config().to_json().encode())
-    with pytest.raises(AlreadyBegunError, match=f"{run.url} --resume"):
+    with pytest.raises(RunExistsError, match=f"{run.url} --resume"):
         run.check_free()
     with pytest.raises(ConfigError, match="no run can be kept"):
         StoredRun.at(Url("https", "host/run"), None)
@@ -473,6 +473,6 @@ def test_a_run_that_went_on_while_we_waited_is_not_gone_on_with(run, tmp_path):
     arguments = {"warn": pytest.fail, "on_lost": pytest.fail, "patience_s": 0.0}
     with pytest.raises(LeaseHeldError, match="continued the run while"):
         there.mirror(CheckpointConfig(), StoreConfig(), is_resumed=True, **arguments)
-    with pytest.raises(AlreadyBegunError):
+    with pytest.raises(RunExistsError):
         there.mirror(CheckpointConfig(), StoreConfig(), is_resumed=False, **arguments)
     assert run.objects.read(LEASE) is None

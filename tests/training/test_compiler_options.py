@@ -12,12 +12,19 @@ from plans import GPT, build, case
 
 from optimus_jax.mesh.compiler import CPU_OPTIONS
 from optimus_jax.training.compiler_options import (
-    GATHERING_AHEAD,
-    HIDING,
-    ON_BLACKWELL,
+    BLACKWELL_COMMAND_BUFFERS,
+    LATENCY_HIDING,
+    PIPELINED_ALL_GATHER,
     memory_limit,
     options_for,
     usable_bytes,
+)
+
+ALL_OPTIONS = (
+    *CPU_OPTIONS,
+    LATENCY_HIDING,
+    PIPELINED_ALL_GATHER,
+    BLACKWELL_COMMAND_BUFFERS,
 )
 
 GPU, B200 = ("gpu", "NVIDIA H200"), ("gpu", "NVIDIA B200")
@@ -28,7 +35,9 @@ def plan(mesh, **parallel):
 
 
 @pytest.mark.parametrize(
-    "option", [*CPU_OPTIONS, HIDING, GATHERING_AHEAD, ON_BLACKWELL], ids=lambda option: option.name
+    "option",
+    ALL_OPTIONS,
+    ids=lambda option: option.name,
 )
 def test_xla_knows_the_name_and_takes_the_value(option):
     assert jax.jit(lambda x: x + 1, compiler_options={option.name: option.value})(1.0) == 2.0
@@ -43,13 +52,18 @@ def test_a_name_that_xla_does_not_know_is_refused_by_it():
     ("device", "mesh", "settings", "wanted"),
     [
         (GPU, "data=1", {}, []),
-        (GPU, "data=1", {"offload": "optimizer"}, [HIDING]),
-        (GPU, "data=8", {}, [HIDING]),
-        (GPU, "fsdp=8", {"zero": 3}, [HIDING, GATHERING_AHEAD]),
-        (GPU, "fsdp=8", {"zero": 1}, [HIDING]),
-        (GPU, "fsdp=8", {"zero": 3, "microbatches": 2}, [HIDING]),
-        (GPU, "pipe=2,fsdp=4", {"zero": 3, "microbatches": 1, "schedule": "gpipe"}, [HIDING]),
-        (B200, "data=1", {}, [ON_BLACKWELL]),
+        (GPU, "data=1", {"offload": "optimizer"}, [LATENCY_HIDING]),
+        (GPU, "data=8", {}, [LATENCY_HIDING]),
+        (GPU, "fsdp=8", {"zero": 3}, [LATENCY_HIDING, PIPELINED_ALL_GATHER]),
+        (GPU, "fsdp=8", {"zero": 1}, [LATENCY_HIDING]),
+        (GPU, "fsdp=8", {"zero": 3, "microbatches": 2}, [LATENCY_HIDING]),
+        (
+            GPU,
+            "pipe=2,fsdp=4",
+            {"zero": 3, "microbatches": 1, "schedule": "gpipe"},
+            [LATENCY_HIDING],
+        ),
+        (B200, "data=1", {}, [BLACKWELL_COMMAND_BUFFERS]),
         (("cpu", "cpu"), "fsdp=8", {}, list(CPU_OPTIONS)),
         (("tpu", "TPU v5"), "fsdp=8", {}, []),
     ],
@@ -60,28 +74,34 @@ def test_options_are_chosen_by_device_and_plan(device, mesh, settings, wanted):
 
 def test_what_the_user_says_is_left_to_the_user(monkeypatch):
     fsdp = plan("fsdp=8", zero=3)
-    monkeypatch.setenv("XLA_FLAGS", f"--some_other=1 --{HIDING.name}=false")
-    assert list(options_for(*GPU, fsdp)) == [GATHERING_AHEAD]
+    monkeypatch.setenv("XLA_FLAGS", f"--some_other=1 --{LATENCY_HIDING.name}=false")
+    assert list(options_for(*GPU, fsdp)) == [PIPELINED_ALL_GATHER]
 
 
 @pytest.mark.parametrize(
     "name", ["xla_gpu_enable_pipelined_all_gather", "xla_gpu_pipeline_all_gather"]
 )
 def test_gathering_ahead_is_left_to_the_user_under_either_name(name, monkeypatch):
-    assert name in (GATHERING_AHEAD.name, GATHERING_AHEAD.other_name)
+    assert name in (PIPELINED_ALL_GATHER.name, PIPELINED_ALL_GATHER.other_name)
     monkeypatch.setenv("XLA_FLAGS", f"--{name}=anything")
-    assert list(options_for(*GPU, plan("fsdp=8", zero=3))) == [HIDING]
+    assert list(options_for(*GPU, plan("fsdp=8", zero=3))) == [LATENCY_HIDING]
 
 
 def test_options_are_shown_as_xla_flags_takes_them():
-    assert GATHERING_AHEAD.text in (
+    assert PIPELINED_ALL_GATHER.text in (
         "xla_gpu_enable_pipelined_all_gather=true",
         "xla_gpu_pipeline_all_gather=on",
     )
-    assert ON_BLACKWELL.text == "xla_gpu_enable_command_buffer=FUSION,CUSTOM_CALL"
+    assert BLACKWELL_COMMAND_BUFFERS.text == "xla_gpu_enable_command_buffer=FUSION,CUSTOM_CALL"
     text = "import jax; print(jax.numpy.ones(1) + 1)"
     flags = " ".join(
-        f"--{option.text}" for option in (*CPU_OPTIONS, HIDING, GATHERING_AHEAD, ON_BLACKWELL)
+        f"--{option.text}"
+        for option in (
+            *CPU_OPTIONS,
+            LATENCY_HIDING,
+            PIPELINED_ALL_GATHER,
+            BLACKWELL_COMMAND_BUFFERS,
+        )
     )
     subprocess.run(
         [sys.executable, "-c", text],
@@ -95,7 +115,8 @@ def test_xla_refuses_the_other_name_of_gathering_ahead():
     """Both are needed as long as both versions of JAX are."""
     with pytest.raises(jax.errors.JaxRuntimeError, match="No such compile option"):
         jax.jit(
-            lambda x: x + 1, compiler_options={GATHERING_AHEAD.other_name: GATHERING_AHEAD.value}
+            lambda x: x + 1,
+            compiler_options={PIPELINED_ALL_GATHER.other_name: PIPELINED_ALL_GATHER.value},
         )(1.0)
 
 
@@ -104,7 +125,12 @@ def test_programs_are_compiled_with_them():
     assert program.options == CPU_OPTIONS
     assert all(
         option.why and option.source and option.text.startswith(option.name)
-        for option in (*CPU_OPTIONS, HIDING, GATHERING_AHEAD, ON_BLACKWELL)
+        for option in (
+            *CPU_OPTIONS,
+            LATENCY_HIDING,
+            PIPELINED_ALL_GATHER,
+            BLACKWELL_COMMAND_BUFFERS,
+        )
     )
 
 

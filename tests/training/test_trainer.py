@@ -162,7 +162,7 @@ class Loop:
             log_step=self.records.append,
             log_event=lambda event, step, **fields: self.events.append((event, step, fields)),
             check=lambda: None,
-            put_back=lambda: None,
+            restore_files=lambda: None,
         )
         plan = SimpleNamespace(
             precision="f32",
@@ -393,8 +393,8 @@ def test_saves_that_go_on_failing_end_the_run_in_the_end(monkeypatch):
     assert len(loop.checkpoints.tried) == len(PAUSES_S) + 1
 
 
-@pytest.mark.parametrize("is_hurried", [True, False])
-def test_the_last_save_is_tried_as_often_as_there_is_time_for(monkeypatch, is_hurried):
+@pytest.mark.parametrize("is_stopping", [True, False])
+def test_the_last_save_is_tried_as_often_as_there_is_time_for(monkeypatch, is_stopping):
     loop = Loop(monkeypatch, steps=4, failing=[4], **{"eval_every": 0, "checkpoint.every": 0})
     began_s = loop.clock.perf_counter()
 
@@ -407,15 +407,15 @@ def test_the_last_save_is_tried_as_often_as_there_is_time_for(monkeypatch, is_hu
         return loop.clock.perf_counter() - began_s - len(loop.checkpoints.tried) * SAVE_S
 
     monkeypatch.setattr(loop.trainer.display, "message", told)
-    if is_hurried:
+    if is_stopping:
         with pytest.raises(CheckpointError, match="failed"):
             loop.trainer._saving.finish(
-                lambda: loop.trainer.save(loop.state, 4), 4, is_hurried=lambda: True
+                lambda: loop.trainer.save(loop.state, 4), 4, is_stopping=lambda: True
             )
         assert (len(loop.checkpoints.tried), rested_s()) == (2, 0)
     else:
         loop.trainer._saving.finish(
-            lambda: loop.trainer.save(loop.state, 4), 4, is_hurried=lambda: False
+            lambda: loop.trainer.save(loop.state, 4), 4, is_stopping=lambda: False
         )
         assert (loop.checkpoints.steps(), len(loop.checkpoints.tried)) == ([4], 4)
         assert sum(PAUSES_S[:3]) <= rested_s() < sum(PAUSES_S[:3]) + 1

@@ -1,4 +1,4 @@
-"""What people look at while a run goes on may fail without costing the run anything."""
+"""Isolates errors of displays and trackers, so that they cannot end a run."""
 
 from collections.abc import Callable
 from types import TracebackType
@@ -9,36 +9,35 @@ from optimus_jax.system.resilient_io import flush_with_timeout
 T = TypeVar("T")
 
 
-def unfailing(target: T, name: str) -> T:
-    """The same object, whose methods never raise an Exception: one that does is said on standard
-    error, and not called again.
+def isolate_errors(target: T, name: str) -> T:
+    """A proxy of `target` whose methods never raise an Exception: a method that fails is reported
+    on standard error once, and not called again.
 
-    A call that has failed, or is not made any more, returns None: for objects whose methods return
-    nothing that is needed.
+    Failed and skipped calls return None, so use it for objects whose return values are not needed.
 
     Args:
-      name: what to call it in messages.
+      name: of the object, for messages.
     """
-    return cast(T, _Unfailing(target, name))
+    return cast(T, _ErrorIsolation(target, name))
 
 
-class _Unfailing:
+class _ErrorIsolation:
     def __init__(self, target: Any, name: str) -> None:
         self._target, self._name = target, name
-        self._off: set[str] = set()
+        self._disabled: set[str] = set()
 
     def __getattr__(self, attribute: str) -> Any:
         value = getattr(self._target, attribute)
-        return self._guarded(attribute, value) if callable(value) else value
+        return self._isolated(attribute, value) if callable(value) else value
 
-    def _guarded(self, attribute: str, call: Callable[..., Any]) -> Callable[..., Any]:
+    def _isolated(self, attribute: str, call: Callable[..., Any]) -> Callable[..., Any]:
         def guarded(*arguments: Any, **named: Any) -> Any:
-            if attribute in self._off:
+            if attribute in self._disabled:
                 return None
             try:
                 return call(*arguments, **named)
             except Exception as error:
-                self._off.add(attribute)
+                self._disabled.add(attribute)
                 flush_with_timeout(
                     f"\n{self._name} has failed ({attribute}: {type(error).__name__}: {error}); it"
                     " is left out from now on, and the run goes on\n"
@@ -48,7 +47,7 @@ class _Unfailing:
         return guarded
 
     def __enter__(self) -> Self:
-        self._guarded("__enter__", self._target.__enter__)()
+        self._isolated("__enter__", self._target.__enter__)()
         return self
 
     def __exit__(
@@ -57,4 +56,4 @@ class _Unfailing:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self._guarded("__exit__", self._target.__exit__)(kind, error, traceback)
+        self._isolated("__exit__", self._target.__exit__)(kind, error, traceback)
