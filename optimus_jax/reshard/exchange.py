@@ -25,6 +25,7 @@ import numpy as np
 from jax.sharding import Sharding
 
 from optimus_jax.mesh.slots import EMPTY
+from optimus_jax.reshard.edge_colouring import Route, route_rounds
 
 if TYPE_CHECKING:
     from jaxlib._jax import Device  # what jax.Device is, which type checkers take for a variable
@@ -32,8 +33,6 @@ else:
     from jax import Device
 
 Index = tuple[int, ...]
-Route = tuple[int, int]
-"""The device that sends, and the one that gets, by their places in the row."""
 Stretch = tuple[int, int]
 """Rows that lie together: the first, and how many."""
 
@@ -205,46 +204,8 @@ def _staying_apart(pieces: Sequence[_Piece]) -> list[list[_Piece]]:
 def _without_conflict(pieces: Sequence[_Piece]) -> list[list[_Piece]]:
     return [
         [pieces[number] for number in part]
-        for part in matchings([(piece.start, piece.end) for piece in pieces])
+        for part in route_rounds([(piece.start, piece.end) for piece in pieces])
     ]
-
-
-def matchings(routes: Sequence[Route]) -> list[list[int]]:
-    """Routes, by their numbers, dealt out so that no device sends, or gets, twice in a part; in as
-    few parts as possible.
-
-    That is as many as the busiest device has routes. Source: Kőnig 1916, edge colouring of
-    bipartite graphs, by paths along which two colours change places.
-    """
-    at: dict[tuple[int, int], dict[int, int]] = {}  # (0, sender) or (1, receiver) -> part -> route
-
-    def first_free(node: tuple[int, int]) -> int:
-        taken = at.setdefault(node, {})
-        return next(part for part in itertools.count() if part not in taken)
-
-    def other_end(route: int, side: int) -> tuple[int, int]:
-        return 1 - side, routes[route][1 - side]
-
-    for number, (start, end) in enumerate(routes):
-        part, spare = first_free((0, start)), first_free((1, end))
-        path, node, colour = [], (1, end), part
-        while colour in at[node]:  # never comes to `start`, where `part` is free
-            route = at[node][colour]
-            path.append((route, colour))
-            node, colour = other_end(route, node[0]), spare if colour == part else part
-        for route, colour in path:
-            for side in (0, 1):
-                del at[side, routes[route][side]][colour]
-        for route, colour in path:
-            for side in (0, 1):
-                at[side, routes[route][side]][spare if colour == part else part] = route
-        at[0, start][part] = at[1, end][part] = number
-    parts: dict[int, list[int]] = {}
-    for (side, _), coloured in at.items():
-        for part, route in coloured.items():
-            if side == 0:
-                parts.setdefault(part, []).append(route)
-    return [parts[part] for part in sorted(parts)]
 
 
 def _round(pieces: Sequence[_Piece], num_devices: int) -> Round:

@@ -15,7 +15,8 @@ from jax import Array, lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from optimus_jax.mesh.compiler import compiler_options
-from optimus_jax.reshard.exchange import Index, Place, Round, Route
+from optimus_jax.reshard.edge_colouring import Route
+from optimus_jax.reshard.exchange import Index, Place, Round
 
 ROW = "device"
 """The only axis of the mesh on which shards are exchanged, whatever meshes they come from and go

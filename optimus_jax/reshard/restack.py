@@ -11,7 +11,7 @@ the devices. (One all-to-all would be shorter, but it has room for the longest m
 stage: nearly the whole leaf where a stage hands most of its layers to its neighbour.)
 """
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -27,10 +27,8 @@ from optimus_jax.config.axes import PIPE
 from optimus_jax.mesh.axes import LAYERS
 from optimus_jax.mesh.slots import EMPTY
 from optimus_jax.mesh.zero import vary, varying_axes
+from optimus_jax.reshard.edge_colouring import Route, route_rounds
 from optimus_jax.reshard.memory_kinds import in_memory_of, on_devices
-
-Route = tuple[int, int]
-"""The stage that sends, and the one that gets."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,9 +61,10 @@ def make_rounds(source: Sequence[int], target: Sequence[int], num_stages: int) -
         return Round(tuple(routes) if sends else (), take, put)
 
     staying = [(start, end) for start, end in rows if start == end]
+    # Longest first: the routes of a round then have about equally many rows, so little is padded.
+    moving = sorted(rows.keys() - staying, key=lambda route: (-len(rows[route]), route))
     return ([as_round(staying, sends=False)] if staying else []) + [
-        as_round(routes)
-        for routes in _without_conflict(rows.keys() - staying, lambda route: len(rows[route]))
+        as_round([moving[number] for number in numbers]) for numbers in route_rounds(moving)
     ]
 
 
@@ -167,26 +166,3 @@ def _rows_by_route(
             (start, old), (end, new) = places[layer], divmod(slot, len(target) // num_stages)
             rows.setdefault((start, end), []).append((old, new))
     return rows
-
-
-def _without_conflict(
-    routes: Iterable[Route], num_rows: Callable[[Route], int]
-) -> list[list[Route]]:
-    """Routes dealt out such that no stage sends, or gets, twice in a part.
-
-    Those with most rows come first, each in the first part that has room: parts then have rows of
-    about equal number, and are fewer than twice the most stages that one has to do with.
-    """
-    parts: list[list[Route]] = []
-    for route in sorted(routes, key=lambda route: (-num_rows(route), route)):
-        free = (
-            part
-            for part in parts
-            if all(route[0] != start and route[1] != end for start, end in part)
-        )
-        part = next(free, None)
-        if part is None:
-            parts.append([route])
-        else:
-            part.append(route)
-    return parts

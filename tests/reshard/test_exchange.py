@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from optimus_jax.mesh.slots import EMPTY
-from optimus_jax.reshard.exchange import Lying, make_exchange, matchings
+from optimus_jax.reshard.edge_colouring import route_rounds
+from optimus_jax.reshard.exchange import Lying, make_exchange
 
 
 def whole_of(lying, num_rows, rest):
@@ -122,8 +123,8 @@ def test_gives_every_device_what_indexing_says(data):
 
 
 @given(st.lists(st.tuples(st.integers(0, 7), st.integers(0, 7)), max_size=60))
-def test_matchings_are_as_few_as_the_busiest_device_has_routes(routes):
-    parts = matchings(routes)
+def test_rounds_are_as_few_as_the_busiest_device_has_routes(routes):
+    parts = route_rounds(routes)
     assert sorted(route for part in parts for route in part) == list(range(len(routes)))
     for part in parts:
         for side in (0, 1):
