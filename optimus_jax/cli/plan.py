@@ -73,7 +73,7 @@ def parser() -> Parser:
         action="append",
         default=[],
         metavar="NAME=SPEED",
-        help="another speed: inside=300GB/s, between=400Gb/s,5us or host=50GB/s",
+        help="another speed: intra_host=300GB/s, inter_host=400Gb/s,5us or host=50GB/s",
     )
     flags.add_argument(
         "--seq-len", metavar="N", help="tokens per example (default: the model's, at most 1024)"

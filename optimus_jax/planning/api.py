@@ -19,7 +19,7 @@ from optimus_jax.planning.cost.cost import Prediction
 from optimus_jax.planning.cost.memory import MemoryEstimate
 from optimus_jax.planning.cost.rates import Rates
 from optimus_jax.planning.learning.calibrate import Calibration
-from optimus_jax.planning.profiles.cluster import Cluster
+from optimus_jax.planning.profiles.cluster import INTER_HOST, INTRA_HOST, Cluster
 from optimus_jax.planning.search.assemble import check_words
 from optimus_jax.planning.search.divisibility import (
     Alternative,
@@ -230,7 +230,7 @@ def find_plans(
       model: name of a preset.
       cluster: `h100:8x8` (hosts x devices), or a Cluster.
       top: how many.
-      links: speeds that replace the cluster's usual ones, such as `between=50GB/s`.
+      links: speeds that replace the cluster's usual ones, such as `inter_host=50GB/s`.
       rates: how fast its devices are; None: what is known of their kind.
       without: plan for the cluster without so many hosts, or devices where it has one host; the
         global batch stays what it is on all of them.
@@ -412,7 +412,7 @@ def _nothing_found(pricing: Pricing, ranking: Ranking, divided: Divisibility) ->
     )
     unknown = [
         name
-        for name, link in (("inside", cluster.inside), ("between", cluster.between))
+        for name, link in ((INTRA_HOST, cluster.intra_host), (INTER_HOST, cluster.inter_host))
         if link is not None and link.bytes_per_s is None
     ]
     return explain(

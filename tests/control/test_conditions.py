@@ -74,7 +74,7 @@ def probed_s(link: Link, num_members: int, platform: str) -> float:
     cluster = Cluster.parse(f"h100:{num_members}")
     wires = Wires(
         plan,
-        replace(cluster, inside=link),
+        replace(cluster, intra_host=link),
         replace(PRICING.rates, collective_share=1.0, arrival_s=0.0),
     )
     return wires.time(Exchange("all-reduce", ("data",), "step", messages_of(platform)[1], 1))
@@ -144,7 +144,7 @@ def test_what_is_stale_unknown_or_nonsense_claims_nothing(useless):
 
 
 def test_one_host_has_no_link_to_others():
-    one = replace(CLUSTER, num_hosts=1, between=None)
+    one = replace(CLUSTER, num_hosts=1, inter_host=None)
     observation = Observation(
         step=1,
         time_s=1.0,

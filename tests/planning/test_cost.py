@@ -129,10 +129,10 @@ def test_a_stage_that_is_computed_again_takes_a_forward_more():
 
 def test_tensor_across_hosts_is_slower_than_inside():
     slow = HOSTS.with_links(["between=5GB/s"])
-    inside, across = (
+    intra_host, across = (
         priced(plan_of(mesh), cluster=slow) for mesh in ("data=8,tensor=8", "data=4,tensor=16")
     )
-    assert terms(across)["tensor"] > 5 * terms(inside)["tensor"]
+    assert terms(across)["tensor"] > 5 * terms(intra_host)["tensor"]
 
 
 def test_fsdp_hides_behind_compute_as_far_as_overlap_allows():

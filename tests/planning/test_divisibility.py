@@ -164,7 +164,7 @@ def test_hosts_are_left_out_and_what_is_lost_is_said():
 
 
 def test_without_counts_hosts_or_the_devices_of_one():
-    assert Cluster.parse("h100:2x8").without(1).between is None
+    assert Cluster.parse("h100:2x8").without(1).inter_host is None
     for shape, number in (
         ("h100:4x8", 4),
         ("h100:4x8", 0),

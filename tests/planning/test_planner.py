@@ -84,8 +84,8 @@ def test_unknown_names_and_speeds_are_errors_that_say_what_to_do():
     with pytest.raises(ConfigError, match="give one such as h100:8x8"):
         find_plans("gpt2", 8)  # pyright: ignore[reportArgumentType]
     unknown = Cluster.parse("h100:2x8")
-    assert unknown.between is not None
-    unknown = replace(unknown, between=replace(unknown.between, bytes_per_s=None))
+    assert unknown.inter_host is not None
+    unknown = replace(unknown, inter_host=replace(unknown.inter_host, bytes_per_s=None))
     with pytest.raises(PlanError, match="--link between="):
         find_plans("gpt2", unknown)
     assert find_plans("gpt2", unknown, links=["between=50GB/s"], top=1)

@@ -261,12 +261,14 @@ class Wires:
         hosts = cluster.hosts_crossed(self._axes, names)
         on_host, speed, latency_s, tree_latency_s = size / hosts, math.inf, 0.0, 0.0
         if on_host > 1:
-            speed = speed_of(cluster.inside) * rates.collective_share
-            latency_s = tree_latency_s = (on_host - 1) * _latency(cluster.inside, rates.latency_s)
+            speed = speed_of(cluster.intra_host) * rates.collective_share
+            latency_s = tree_latency_s = (on_host - 1) * _latency(
+                cluster.intra_host, rates.latency_s
+            )
         if hosts > 1:
-            assert cluster.between is not None, "several hosts have a link between them"
-            speed = min(speed, speed_of(cluster.between) * rates.between_share * on_host)
-            hop_s = _latency(cluster.between, rates.between_latency_s)
+            assert cluster.inter_host is not None, "several hosts have an inter-host link"
+            speed = min(speed, speed_of(cluster.inter_host) * rates.inter_host_share * on_host)
+            hop_s = _latency(cluster.inter_host, rates.inter_host_latency_s)
             latency_s += (hosts - 1) * hop_s
             # NCCL sums small messages along trees; it gathers and scatters in rings.
             tree_latency_s += min(hosts - 1, 2 * math.log2(hosts)) * hop_s
@@ -277,14 +279,14 @@ class Wires:
         if cluster.hosts_crossed(self._axes, names) == 1:
             return _Way(
                 2,
-                1 / (speed_of(cluster.inside) * rates.send_share),
-                _latency(cluster.inside, rates.latency_s),
+                1 / (speed_of(cluster.intra_host) * rates.send_share),
+                _latency(cluster.intra_host, rates.latency_s),
             )
-        assert cluster.between is not None, "several hosts have a link between them"
+        assert cluster.inter_host is not None, "several hosts have an inter-host link"
         return _Way(
             2,
-            1 / (speed_of(cluster.between) * rates.between_share),
-            _latency(cluster.between, rates.between_latency_s),
+            1 / (speed_of(cluster.inter_host) * rates.inter_host_share),
+            _latency(cluster.inter_host, rates.inter_host_latency_s),
         )
 
 
@@ -302,8 +304,8 @@ def speed_of(link: Link) -> float:
                 f"the speed of {link.name} is unknown, and this plan sends over it",
                 given=link.source,
                 do=(
-                    "measure it (profile this machine), or give it: --link inside=100GB/s or"
-                    " between=25GB/s"
+                    "profile this machine, or give the speed: --link intra_host=100GB/s or"
+                    " inter_host=25GB/s"
                 ),
             )
         )

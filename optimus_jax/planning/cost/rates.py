@@ -3,7 +3,6 @@ from.
 """
 
 import dataclasses
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,7 +14,6 @@ from optimus_jax.errors import PlanError, explain
 from optimus_jax.planning.cost.work import matmul
 from optimus_jax.planning.profiles.hardware import HardwareProfile
 from optimus_jax.planning.profiles.measurements import ALL_REDUCE, PERMUTE, MatmulTime
-from optimus_jax.system.json_input import parse_json
 
 UNKNOWN_LATENCY_S = 5e-6
 """Of a step of a collective where no latency was measured or published: the order of what is usual
@@ -100,7 +98,7 @@ class Rates:
     side."""
     collective_share: float = 0.7
     """Of a link's speed inside a host that collectives reach."""
-    between_share: float = 0.8
+    inter_host_share: float = 0.8
     """The same between hosts."""
     send_share: float = 0.7
     """Of a link's speed inside a host that a send to the next stage reaches."""
@@ -109,7 +107,7 @@ class Rates:
     (https://github.com/jdh4/della-gpu-A100)."""
     latency_s: float = UNKNOWN_LATENCY_S
     """Of each step of a collective inside a host, where the link does not say."""
-    between_latency_s: float = 2 * UNKNOWN_LATENCY_S
+    inter_host_latency_s: float = 2 * UNKNOWN_LATENCY_S
     """The same between hosts."""
     arrival_s: float = 0.0
     """That a collective takes beyond its ring, because its devices come to it at different
@@ -211,7 +209,7 @@ class Rates:
             pass_share=1.0 if on_gpu else CPU_PASS_SHARE,
             unaligned_share=cls.unaligned_share if on_gpu else 1.0,
             collective_share=1.0,
-            between_share=1.0,
+            inter_host_share=1.0,
             host_share=1.0 if probed.host_copies else cls.host_share,
             send_share=_send_share(profile),
             step_s=probed.launch_s or cls.step_s,
@@ -226,25 +224,6 @@ class Rates:
     def __hash__(self) -> int:
         """Computed once: rates are a key of caches."""
         return self._hash
-
-    def to_json(self) -> str:
-        """The rates as JSON."""
-        return json.dumps(dataclasses.asdict(self), indent=2) + "\n"
-
-    @classmethod
-    def from_json(cls, text: str) -> "Rates":
-        """The inverse of `to_json`. Raises PlanError for what are not rates."""
-        try:
-            value = parse_json(text)
-            corrections = tuple(
-                Correction(**{**each, "place": tuple(each["place"])})
-                for each in value.pop("corrections")
-            )
-            return cls(**value, corrections=corrections)
-        except (KeyError, TypeError, ValueError) as error:
-            raise PlanError(
-                explain("these are not rates", given=repr(error), do="profile the machine again")
-            ) from error
 
 
 def _matmul_rate(times: Sequence[MatmulTime], cores: float) -> tuple[float, float]:

@@ -34,8 +34,8 @@ FITTED: Mapping[str, float] = {
     "launch_overlap": 0.25,
     "collective_share": 0.3,
     "latency_s": 0.7,
-    "between_share": 0.3,
-    "between_latency_s": 0.7,
+    "inter_host_share": 0.3,
+    "inter_host_latency_s": 0.7,
     "send_share": 1.5,
     "step_s": 0.7,
 }

@@ -21,8 +21,10 @@ from optimus_jax.mesh.topology import Topology
 from optimus_jax.planning.profiles.hardware_database import MEMORY_OF_HOST, host_of
 from optimus_jax.planning.profiles.links import Link, with_speed
 
-INSIDE, BETWEEN, TO_HOST = LINKS = ("inside", "between", "host")
-"""The names of a cluster's links, as in `--link between=50GB/s`."""
+INTRA_HOST, INTER_HOST, TO_HOST = LINKS = ("intra_host", "inter_host", "host")
+"""Names of a cluster's links, as in `--link inter_host=50GB/s`."""
+_OLD_LINK_NAMES = {"inside": INTRA_HOST, "between": INTER_HOST}
+"""Still accepted by `--link`."""
 MOST_DEVICES = 2**16
 """Of a cluster that is asked about: more is a slip of the pen, and its layouts too many to
 enumerate."""
@@ -39,9 +41,9 @@ class Cluster:
     """Devices of each."""
     accelerator: Accelerator
     """Their kind."""
-    inside: Link
+    intra_host: Link
     """Between the devices of a host."""
-    between: Link | None
+    inter_host: Link | None
     """Between hosts, each device's share; None with one host."""
     to_host: Link = MEMORY_OF_HOST
     """From each device to its host's memory."""
@@ -68,11 +70,11 @@ class Cluster:
         )
 
     def __str__(self) -> str:
-        devices = f"{self.num_devices} x {self.accelerator.name}, {self.inside}"
+        devices = f"{self.num_devices} x {self.accelerator.name}, {self.intra_host}"
         return (
             devices
-            if self.between is None
-            else f"{devices}; {self.num_hosts} hosts, {self.between}"
+            if self.inter_host is None
+            else f"{devices}; {self.num_hosts} hosts, {self.inter_host}"
         )
 
     @classmethod
@@ -82,8 +84,8 @@ class Cluster:
 
         Args:
           text: a name of devices/accelerators.py and a shape.
-          links: speeds that replace the usual ones: `inside=`, `between=` or `host=` and what
-            planning/profiles/links.py reads.
+          links: speeds that replace the usual ones: `intra_host=`, `inter_host=` or `host=`,
+            followed by a speed as `with_speed` (planning/profiles/links.py) reads it.
         Raises:
           ConfigError: a name is unknown, or a shape or a speed cannot be read.
         """
@@ -113,8 +115,8 @@ class Cluster:
             num_hosts=num_hosts,
             devices_per_host=int(match[2]),
             accelerator=accelerator,
-            inside=host.inside,
-            between=host.between if num_hosts > 1 else None,
+            intra_host=host.intra_host,
+            inter_host=host.inter_host if num_hosts > 1 else None,
             to_host=host.to_host,
             host_bytes_per_device=host.memory_bytes
             and int(HOST_MEMORY_SHARE * host.memory_bytes) // int(match[2]),
@@ -156,27 +158,36 @@ class Cluster:
             num_hosts=num_hosts,
             devices_per_host=topology.num_devices // num_hosts,
             accelerator=accelerator,
-            inside=host.inside,
-            between=host.between if num_hosts > 1 else None,
+            intra_host=host.intra_host,
+            inter_host=host.inter_host if num_hosts > 1 else None,
             to_host=host.to_host,
             host_bytes_per_device=topology.host_bytes_per_device,
         )
 
     def with_links(self, links: Iterable[str]) -> "Cluster":
-        """The same with other speeds, such as `between=50GB/s,5us`. Raises ConfigError."""
+        """The cluster with other link speeds, such as `inter_host=50GB/s,5us`.
+
+        Raises:
+          ConfigError: a link is unknown, given twice or absent, or its speed cannot be read.
+        """
         speeds: dict[str, Link] = {}
         for text in links:
-            name, _, speed = (part.strip() for part in text.partition("="))
+            given, _, speed = (part.strip() for part in text.partition("="))
+            name = _OLD_LINK_NAMES.get(given, given.replace("-", "_"))
             if name not in LINKS or name in speeds:
                 raise ConfigError(
                     explain(
-                        f"a cluster has one link {INSIDE!r} its hosts, one {BETWEEN!r} them and one"
-                        f" to a {TO_HOST!r}",
+                        f"a cluster has three links: {INTRA_HOST}, {INTER_HOST} and {TO_HOST} (each"
+                        " device to its host's memory)",
                         given=f"--link {text}",
-                        do=f"give {name!r} once" if name in speeds else nearest(name, LINKS),
+                        do=f"give {given!r} once" if name in speeds else nearest(given, LINKS),
                     )
                 )
-            link = {INSIDE: self.inside, BETWEEN: self.between, TO_HOST: self.to_host}[name]
+            link = {
+                INTRA_HOST: self.intra_host,
+                INTER_HOST: self.inter_host,
+                TO_HOST: self.to_host,
+            }[name]
             if link is None:
                 raise ConfigError(
                     explain(
@@ -188,8 +199,8 @@ class Cluster:
             speeds[name] = with_speed(link, speed)
         return replace(
             self,
-            inside=speeds.get(INSIDE, self.inside),
-            between=speeds.get(BETWEEN, self.between),
+            intra_host=speeds.get(INTRA_HOST, self.intra_host),
+            inter_host=speeds.get(INTER_HOST, self.inter_host),
             to_host=speeds.get(TO_HOST, self.to_host),
         )
 
@@ -218,7 +229,9 @@ class Cluster:
         if unit == "device":
             return replace(self, devices_per_host=units - number)
         return replace(
-            self, num_hosts=units - number, between=self.between if units - number > 1 else None
+            self,
+            num_hosts=units - number,
+            inter_host=self.inter_host if units - number > 1 else None,
         )
 
     def topology(self) -> Topology:
@@ -251,9 +264,9 @@ class Cluster:
           PlanError: the mesh has more devices than the cluster.
         """
         hosts, neighbours = self._spread(axes, (axis,))
-        if hosts == 1 or self.between is None:
-            return self.inside
-        crossed = (self.between, self.inside) if neighbours > 1 else (self.between,)
+        if hosts == 1 or self.inter_host is None:
+            return self.intra_host
+        crossed = (self.inter_host, self.intra_host) if neighbours > 1 else (self.inter_host,)
         return min(crossed, key=lambda link: link.bytes_per_s or 0.0)
 
     def _spread(self, axes: AxisSizes, names: tuple[str, ...]) -> tuple[int, int]:

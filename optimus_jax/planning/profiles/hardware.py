@@ -139,16 +139,16 @@ class HardwareProfile:
 
     def cluster(self, cluster: Cluster) -> Cluster:
         """`cluster`, which is the one that was measured, with links as they were measured."""
-        inside = self._link(cluster.devices_per_host, 1, "inside the host")
-        between = (
+        intra_host = self._link(cluster.devices_per_host, 1, "inside the host")
+        inter_host = (
             self._link(cluster.num_hosts, cluster.devices_per_host, "between hosts")
-            if cluster.between is not None
+            if cluster.inter_host is not None
             else None
         )
         return replace(
             cluster,
-            inside=inside or cluster.inside,
-            between=between or cluster.between,
+            intra_host=intra_host or cluster.intra_host,
+            inter_host=inter_host or cluster.inter_host,
             to_host=self._link_to_host() or cluster.to_host,
         )
 
