@@ -26,7 +26,7 @@ from optimus_jax.planning.local_cluster import LocalCluster
 from optimus_jax.planning.search.choice import Choice
 from optimus_jax.planning.search.phase_plans import Prices, plan_of
 from optimus_jax.planning.trials.measure import TRIAL_STEPS, measure
-from optimus_jax.planning.trials.trial import Trial, run_trial
+from optimus_jax.planning.trials.trial import PlanTrial, run_trial
 from optimus_jax.run_directory.directory import RunDirectory
 from optimus_jax.training.watchers import Display
 
@@ -123,7 +123,7 @@ def fastest_tried(
 
     steps: dict[Plan, CompiledStep | None] = {}  # those of slower plans are freed on return
 
-    def run_one(plan: Plan) -> Trial:
+    def run_one(plan: Plan) -> PlanTrial:
         display.message(f"trying {plan.describe()}")
         trial = run_trial(
             config, plan, num_steps=TRIAL_STEPS, bytes_per_device=topology.bytes_per_device
@@ -135,7 +135,7 @@ def fastest_tried(
         followed = _followed(choice, run_one)
         return followed, steps.get(followed.plan)
 
-    def told_to_all(plan: Plan) -> Trial:
+    def told_to_all(plan: Plan) -> PlanTrial:
         _tell(_TRY, plan.to_json())
         trial = run_one(plan)
         if here is not None:
@@ -159,7 +159,7 @@ def _tell(what: str, content: str) -> None:
     broadcast_from_0(json.dumps([what, content]))
 
 
-def _followed(choice: Choice, run_one: Callable[[Plan], Trial]) -> Choice:
+def _followed(choice: Choice, run_one: Callable[[Plan], PlanTrial]) -> Choice:
     """What the first process tells to try is tried, until it tells what was chosen."""
     while True:
         what, content = json.loads(broadcast_from_0(""))
@@ -177,7 +177,7 @@ def _measured(
     choice: Choice,
     here: LocalCluster | None,
     run: RunDirectory,
-    run_one: Callable[[Plan], Trial],
+    run_one: Callable[[Plan], PlanTrial],
 ) -> Choice:
     if here is None or not choice.ranked:
         return choice

@@ -12,7 +12,7 @@ from optimus_jax.plan import Plan
 from optimus_jax.planning.cost.cost import COMMUNICATION, Prediction, predict, term_times
 from optimus_jax.planning.cost.implementation_profile import MEGATRON
 from optimus_jax.planning.cost.rates import Correction
-from optimus_jax.planning.cost.stage_time import layer_shape, place_of
+from optimus_jax.planning.cost.stage_time import layer_shape, shape_point
 
 SEQ_LEN, BATCH = 1024, 64
 MESHES = [
@@ -162,7 +162,7 @@ def test_more_devices_of_data_are_faster_but_not_as_many_times():
 
 def test_corrections_scale_a_layer_and_narrow_the_interval_where_they_were_measured():
     plan = plan_of("data=8")
-    place = place_of(layer_shape(GPT, plan, seq_len=SEQ_LEN, global_batch=BATCH), 1)
+    place = shape_point(layer_shape(GPT, plan, seq_len=SEQ_LEN, global_batch=BATCH), 1)
     measured = replace(
         RATES, corrections=(Correction(operator="layer", place=place, weight=math.log(2)),)
     )

@@ -136,7 +136,7 @@ class CompileReport(Allocated):
     """Loops whose trip count the compiler does not know: what is in them counts once."""
 
     @property
-    def waited_for(self) -> tuple[Traffic, ...]:
+    def exposed_collectives(self) -> tuple[Traffic, ...]:
         """Sends, gathers and scatters that nothing hides: not asynchronous, or nothing between
         start and end.
         """

@@ -27,7 +27,7 @@ from optimus_jax.config import AttentionKernel, ModelConfig, RematPolicy
 from optimus_jax.models.activations import kept_bytes, kept_once_bytes
 from optimus_jax.models.flops import block_size, computed_pairs, mlp_matrices
 from optimus_jax.plan import Plan
-from optimus_jax.planning.cost.activation_buffers import rings_of
+from optimus_jax.planning.cost.activation_buffers import buffer_slots
 from optimus_jax.planning.cost.sizes import sizes_of
 
 F32 = 4
@@ -95,8 +95,8 @@ def estimate_memory(
 ) -> MemoryEstimate:
     """What a training step of `plan` needs on each device."""
     parts = _Parts(model, plan, seq_len, global_batch)
-    places = parts.without_stages() if plan.pipeline is None else parts.through_stages()
-    gradients, activations, logits = max([*places, *parts.update()], key=sum)
+    step_points = parts.without_stages() if plan.pipeline is None else parts.through_stages()
+    gradients, activations, logits = max([*step_points, *parts.update()], key=sum)
     moments = 2 * parts.parameters(split=plan.zero >= 1) * plan.moment_bytes // F32
     return MemoryEstimate(
         params=parts.parameters(split=plan.zero >= 3),
@@ -108,7 +108,7 @@ def estimate_memory(
     )
 
 
-Place = tuple[float, float, float]
+StepPoint = tuple[float, float, float]
 """Bytes of gradients, activations and the head in one place of the step."""
 
 
@@ -177,7 +177,7 @@ class _Parts:
         """All of them."""
         return self.layers(split=split) + self.outer(split=split)
 
-    def without_stages(self) -> list[Place]:
+    def without_stages(self) -> list[StepPoint]:
         """One microbatch after the other through all layers."""
         split = self.plan.zero >= 2
         total = self.parameters(split=split) if self.plan.microbatches > 1 else 0
@@ -192,17 +192,17 @@ class _Parts:
             (max(gradient - total, total), 4 * self.stream, 3 * self.table),
         ]
 
-    def through_stages(self) -> list[Place]:
+    def through_stages(self) -> list[StepPoint]:
         """In each tick what one stage needs or what the head needs; rings are there through all of
         them.
         """
-        pipeline, rings = self.plan.pipeline, rings_of(self.plan)
+        pipeline, slots_per_buffer = self.plan.pipeline, buffer_slots(self.plan)
         assert pipeline is not None
         split = self.plan.zero >= 2
         # with spare ones, and what goes to and comes from neighbours
-        slots = (rings.inputs + 1 + rings.cotangents + 1 + 2) * self.stream
+        slots = (slots_per_buffer.inputs + 1 + slots_per_buffer.cotangents + 1 + 2) * self.stream
         if pipeline.keep_residuals:
-            slots += (rings.residuals + 1) * self.kept
+            slots += (slots_per_buffer.residuals + 1) * self.kept
         gradient, visit_gradient = (
             self.layers(split=split) + self.outer(split=False),
             self.layers(split=split) / self.repeats,
@@ -210,8 +210,8 @@ class _Parts:
         visit = self.kept
         if self.repeats > 1:
             visit += self.layers(split=self.plan.zero >= 3) / self.repeats  # taken out of the stack
-        places, zeros = [], 0
-        if rings.ends_alone:
+        step_points, zeros = [], 0
+        if slots_per_buffer.ends_in_single_tick:
             # XLA makes no loop of one tick, and the zeros that its scans begin with are then there
             # all the time.
             zeros = self.table
@@ -222,9 +222,9 @@ class _Parts:
                 * self.visited
                 * (self.sizes.largest_split if split else self.sizes.largest_whole)
             )
-            places = [(gradient + visit_gradient + largest, 4 * self.stream, zeros)]
+            step_points = [(gradient + visit_gradient + largest, 4 * self.stream, zeros)]
         return [
-            *places,
+            *step_points,
             (
                 gradient + visit_gradient,
                 slots + visit + self.backward,
@@ -233,18 +233,20 @@ class _Parts:
             (gradient, slots + 4 * self.stream, self.outer_used + self.table + self.logits),
         ]
 
-    def update(self) -> list[Place]:
+    def update(self) -> list[StepPoint]:
         """New parameters, gathered while shares of the rest are still there, tables one at a time;
         and moments that are fetched.
         """
-        places: list[Place] = []
+        step_points: list[StepPoint] = []
         fetched = self._fetched() if self.plan.offloads_moments else 0
         if fetched:
-            places.append((self.parameters(split=self.plan.zero >= 1) + fetched, 0, 0))
+            step_points.append((self.parameters(split=self.plan.zero >= 1) + fetched, 0, 0))
         if self.plan.zero in (1, 2) and self.plan.axes.fsdp > 1:
             layers = self.layers(split=False) + UPDATE_COPIES * self.layers(split=True)
-            places.append((layers + self.table * (1 + 1 / self.plan.axes.fsdp) + fetched, 0, 0))
-        return places
+            step_points.append(
+                (layers + self.table * (1 + 1 / self.plan.axes.fsdp) + fetched, 0, 0)
+            )
+        return step_points
 
     def _fetched(self) -> int:
         """Moments that come from the host leaf by leaf: those of the largest, a stack of matrices

@@ -44,7 +44,7 @@ UNSEEN_SPREAD = 0.2
 
 LAYER, HEAD = OPERATORS = ("layer", "head")
 """What corrections are told for: all operators of a layer, all of embedding and head."""
-Place = tuple[float, float, float]
+ShapePoint = tuple[float, float, float]
 """Logarithms, base 2, of the tokens of a microbatch, the width of the residual stream, and the
 devices along tensor."""
 
@@ -57,7 +57,7 @@ class Correction:
 
     operator: str
     """One of OPERATORS."""
-    place: Place
+    place: ShapePoint
     """Where it was measured."""
     weight: float
     """Of this place in the logarithm of the factor."""

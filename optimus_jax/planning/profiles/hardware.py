@@ -193,43 +193,43 @@ def profile_hardware(
       sizes: what to measure; None: what suits the platform.
       cache: directory of profiles; None: `measurements_directory()`.
     """
-    kept = _Kept.of(devices, sizes, cache)
-    if not refresh and (profile := kept.read()) is not None:
+    cached = _ProfileCache.of(devices, sizes, cache)
+    if not refresh and (profile := cached.read()) is not None:
         return profile
     probed = probe(
-        kept.devices, kept.sizes, several_hosts=kept.setting.num_hosts > 1, progress=progress
+        cached.devices, cached.sizes, several_hosts=cached.setting.num_hosts > 1, progress=progress
     )
     measured = HardwareProfile(
-        setting=kept.setting,
+        setting=cached.setting,
         measured_at=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         probed=probed,
         fits=fit_collectives(probed.collectives),
-        nvml=kept.nvml,
+        nvml=cached.nvml,
     )
     if jax.process_index() == 0:
-        write_whole(kept.path, measured.to_json(), "the hardware profile")
+        write_whole(cached.path, measured.to_json(), "the hardware profile")
     return HardwareProfile.from_json(broadcast_from_0(measured.to_json()))
 
 
-def kept_profile(
+def cached_profile(
     devices: Devices | None = None, *, sizes: ProbeSizes | None = None, cache: Path | None = None
 ) -> HardwareProfile | None:
     """The profile of an earlier run; None if there is none. Nothing is measured.
 
     Arguments of `profile_hardware`; every process calls it.
     """
-    return _Kept.of(devices, sizes, cache).read()
+    return _ProfileCache.of(devices, sizes, cache).read()
 
 
 def profile_path(
     devices: Devices | None = None, *, sizes: ProbeSizes | None = None, cache: Path | None = None
 ) -> Path:
     """Where the profile of these devices is kept, if it is; every process calls it."""
-    return _Kept.of(devices, sizes, cache).path
+    return _ProfileCache.of(devices, sizes, cache).path
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Kept:
+class _ProfileCache:
     """Where a profile is kept, if it is."""
 
     devices: Devices
@@ -239,7 +239,9 @@ class _Kept:
     path: Path
 
     @classmethod
-    def of(cls, devices: Devices | None, sizes: ProbeSizes | None, cache: Path | None) -> "_Kept":
+    def of(
+        cls, devices: Devices | None, sizes: ProbeSizes | None, cache: Path | None
+    ) -> "_ProfileCache":
         devices = devices_by_host() if devices is None else devices
         sizes = sizes or ProbeSizes.of(
             np.asarray(devices, dtype=object)[0].platform, jax.process_count()

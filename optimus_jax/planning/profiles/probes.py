@@ -134,7 +134,7 @@ def probe(
     matmuls = [(*shape, dtype) for dtype in sizes.dtypes for shape in sizes.matmuls]
     collectives = list(_collectives(len(devices), sizes, several_hosts))
     overlaps = [()] if len(devices) > 1 else []
-    agenda = Agenda(
+    budget = ProbeBudget(
         sizes.budget_s,
         1
         + len(matmuls)
@@ -144,30 +144,30 @@ def probe(
         + len(overlaps),
         progress,
     )
-    launch_s = [time_launch(devices, sizes.timing) for _ in agenda.through("launch", [()])]
+    launch_s = [time_launch(devices, sizes.timing) for _ in budget.through("launch", [()])]
     # The few of them before the many: if time runs out, each kind has been measured, in part.
     passes = [
         time_pass(devices, sizes.timing, *each)
-        for each in agenda.through("pass over memory", [(size,) for size in sizes.pass_bytes])
+        for each in budget.through("pass over memory", [(size,) for size in sizes.pass_bytes])
     ]
     host_copies = [
         time_host_copy(devices, sizes.timing, *each)
-        for each in agenda.through(
+        for each in budget.through(
             "copies from and to the host", [(size,) for size in sizes.host_bytes]
         )
     ]
     matmul_times = [
-        time_matmul(devices, sizes.timing, *each) for each in agenda.through("matmul", matmuls)
+        time_matmul(devices, sizes.timing, *each) for each in budget.through("matmul", matmuls)
     ]
     collective_times = [
         time_collective(devices, sizes.timing, *each, sizes.dtypes[0])
-        for each in agenda.through("collective", collectives)
+        for each in budget.through("collective", collectives)
     ]
     beside = [
         time_overlap(
             devices, sizes.timing, *_for_overlap(matmul_times, collective_times, sizes.dtypes[0])
         )
-        for _ in agenda.through("matmuls beside an all-reduce", overlaps)
+        for _ in budget.through("matmuls beside an all-reduce", overlaps)
     ]
     return Probed(
         launch_s=launch_s[0] if launch_s else None,
@@ -176,8 +176,8 @@ def probe(
         host_copies=tuple(host_copies),
         collectives=tuple(collective_times),
         overlap=beside[0] if beside else None,
-        num_left_out=agenda.num_left_out,
-        took_s=agenda.elapsed_s(),
+        num_left_out=budget.num_left_out,
+        took_s=budget.elapsed_s(),
     )
 
 
@@ -212,7 +212,7 @@ def _for_overlap(
     return min(square, key=lambda each: abs(math.log(each.time_s / all_reduce.time_s))), all_reduce
 
 
-class Agenda:
+class ProbeBudget:
     """Hands out probes while there is time, and says how far they are."""
 
     def __init__(self, budget_s: float, num_probes: int, progress: Progress | None) -> None:
