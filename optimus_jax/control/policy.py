@@ -20,10 +20,9 @@ from optimus_jax.control.deciding.changes import Durations
 from optimus_jax.plan import Plan
 from optimus_jax.planning.search.explain import flags, seconds
 
-Rung = Literal["executable", "rebalance", "permute", "remesh", "subset", "restart"]
-RUNGS: tuple[Rung, ...] = ("executable", "rebalance", "permute", "remesh", "subset", "restart")
-"""Cheapest first: nothing moves; some layers move to neighbours; the rest moves more. Nothing
-offers `permute` (docs/control.md)."""
+Rung = Literal["executable", "rebalance", "remesh", "subset", "restart"]
+RUNGS: tuple[Rung, ...] = ("executable", "rebalance", "remesh", "subset", "restart")
+"""Cheapest first: nothing moves; some layers move to neighbours; the rest moves more."""
 Action = Literal["stay", "switch"]
 CHOSEN = "chosen"
 ALMOST = 0.9
