@@ -1,4 +1,4 @@
-"""Bytes that a plan needs on each device, estimated before anything is compiled.
+"""Estimate the bytes that a plan needs on each device, without compiling.
 
 States are exact (planning/cost/sizes.py), and so is what backward keeps (models/activations.py,
 planning/cost/activation_buffers.py). On top of these comes what XLA holds when most is alive. That
@@ -65,7 +65,7 @@ the larger matrices, before they are put in place."""
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryEstimate:
-    """Bytes on the most loaded device, when most is alive."""
+    """Peak bytes on the most loaded device."""
 
     params: int
     moments: int
@@ -73,7 +73,7 @@ class MemoryEstimate:
     """Sums over microbatches, what one microbatch adds to them, and what the update makes of
     them."""
     activations: int
-    """What backward keeps, or has in rings, and what it works on."""
+    """Saved activations or activation buffers, and working memory."""
     logits: int
     """What the head needs, its matrix as it is used and that matrix's gradient included."""
     host: int = 0
@@ -81,19 +81,19 @@ class MemoryEstimate:
 
     @property
     def states(self) -> int:
-        """What stays from step to step."""
+        """Bytes that persist between steps."""
         return self.params + self.moments
 
     @property
     def total(self) -> int:
-        """All of it."""
+        """Peak device memory in total."""
         return self.states + self.gradients + self.activations + self.logits
 
 
 def estimate_memory(
     model: ModelConfig, plan: Plan, *, seq_len: int, global_batch: int
 ) -> MemoryEstimate:
-    """What a training step of `plan` needs on each device."""
+    """The memory of a training step of `plan` per device."""
     parts = _Parts(model, plan, seq_len, global_batch)
     step_points = parts.without_stages() if plan.pipeline is None else parts.through_stages()
     gradients, activations, logits = max([*step_points, *parts.update()], key=sum)
@@ -109,11 +109,11 @@ def estimate_memory(
 
 
 StepPoint = tuple[float, float, float]
-"""Bytes of gradients, activations and the head in one place of the step."""
+"""Bytes of (gradients, activations, head) at one point of the step."""
 
 
 class _Parts:
-    """Bytes on one device, of which each place of the step has some."""
+    """Byte counts on one device, combined for each point of the step."""
 
     def __init__(self, model: ModelConfig, plan: Plan, seq_len: int, global_batch: int):
         self.plan, pipeline = plan, plan.pipeline
@@ -178,7 +178,7 @@ class _Parts:
         return self.layers(split=split) + self.outer(split=split)
 
     def without_stages(self) -> list[StepPoint]:
-        """One microbatch after the other through all layers."""
+        """Memory at each point of a step without pipeline stages."""
         split = self.plan.zero >= 2
         total = self.parameters(split=split) if self.plan.microbatches > 1 else 0
         gradient = self.layers(split=split) + total
@@ -193,9 +193,7 @@ class _Parts:
         ]
 
     def through_stages(self) -> list[StepPoint]:
-        """In each tick what one stage needs or what the head needs; rings are there through all of
-        them.
-        """
+        """Memory in ticks of a step with pipeline stages; activation buffers exist in all ticks."""
         pipeline, slots_per_buffer = self.plan.pipeline, buffer_slots(self.plan)
         assert pipeline is not None
         split = self.plan.zero >= 2

@@ -1,6 +1,4 @@
-"""Rates: what the time model needs to know of one kind of device, each figure with where it comes
-from.
-"""
+"""Rates: the speed parameters of one kind of device for the time model, with their sources."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -43,7 +41,7 @@ UNSEEN_SPREAD = 0.2
 """Of step times where no step was measured, but all that it consists of."""
 
 LAYER, HEAD = OPERATORS = ("layer", "head")
-"""What corrections are told for: all operators of a layer, all of embedding and head."""
+"""Subjects of corrections: all operators of a layer; all of embedding and head."""
 ShapePoint = tuple[float, float, float]
 """Logarithms, base 2, of the tokens of a microbatch, the width of the residual stream, and the
 devices along tensor."""
@@ -65,7 +63,7 @@ class Correction:
 
 @dataclass(frozen=True, kw_only=True)
 class Rates:
-    """How fast one kind of device is at what a step consists of."""
+    """Speed parameters of one kind of device."""
 
     accelerator: str
     """Its name."""
@@ -129,12 +127,11 @@ class Rates:
 
     @classmethod
     def of(cls, accelerator: Accelerator) -> "Rates":
-        """What is to be expected of a GPU of which only the data sheet is known: usual shares of
-        its peaks.
+        """Expected rates of a GPU by its data sheet: usual shares of its peaks.
 
         With them, steps of Megatron on A100s are missed by 9% on average (benchmarks/planner.py),
         published steps of other implementations on H100s by 2% to 16% (benchmarks/published.py).
-        GPUs of which nothing is known are taken to reach the A100's shares.
+        GPUs without measurements are assumed to reach the A100's shares.
 
         Raises:
           PlanError: its data sheet's figures are unknown.
@@ -167,8 +164,8 @@ class Rates:
 
     @classmethod
     def from_profile(cls, profile: HardwareProfile) -> "Rates":
-        """How fast the devices of `profile` are; use them with `profile.cluster(...)`, whose links
-        are measured too.
+        """Rates of the devices of `profile`; use them with `profile.cluster(...)`, whose links are
+        measured too.
 
         Everything was measured with all devices at work. So virtual devices, which share a
         processor, have a share of its speed each, and a step on more of them is not predicted to be
@@ -222,7 +219,7 @@ class Rates:
         return hash(dataclasses.astuple(self))
 
     def __hash__(self) -> int:
-        """Computed once: rates are a key of caches."""
+        """Computed once, because rates are cache keys."""
         return self._hash
 
 

@@ -1,4 +1,4 @@
-"""A cluster as a value: hosts, their devices, and what links them; there or not.
+"""A cluster as a value: hosts, their devices and their links. It need not exist.
 
 Devices are numbered host by host and laid out in mesh order (pipe, data, fsdp, tensor; tensor
 fastest), as mesh/build.py does. Which link a mesh axis crosses is then arithmetic on the plan's
@@ -26,14 +26,13 @@ INTRA_HOST, INTER_HOST, TO_HOST = LINKS = ("intra_host", "inter_host", "host")
 _OLD_LINK_NAMES = {"inside": INTRA_HOST, "between": INTER_HOST}
 """Still accepted by `--link`."""
 MOST_DEVICES = 2**16
-"""Of a cluster that is asked about: more is a slip of the pen, and its layouts too many to
-enumerate."""
+"""Largest supported cluster: more is probably a typo, and has too many layouts to enumerate."""
 _SHAPE = re.compile(r"(?:([1-9]\d{0,8})x)?([1-9]\d{0,8})")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """Hosts of one kind, with as many devices of one kind in each."""
+    """Identical hosts, each with the same number of identical devices."""
 
     num_hosts: int
     """Machines."""
@@ -48,11 +47,11 @@ class Cluster:
     to_host: Link = MEMORY_OF_HOST
     """From each device to its host's memory."""
     host_bytes_per_device: int | None = None
-    """Each device's share of its host's memory that may be used for it; None: unknown."""
+    """Usable host memory per device; None: unknown."""
 
     @property
     def bytes_per_device(self) -> int | None:
-        """Memory of a device that may be used; None: unknown."""
+        """Usable memory of a device; None: unknown."""
         return self.accelerator.memory_bytes
 
     @property
@@ -125,12 +124,12 @@ class Cluster:
 
     @classmethod
     def of(cls, topology: Topology) -> "Cluster":
-        """The devices that are there.
+        """The cluster of this run's devices.
 
         Their links are the usual ones of their kind until they have been measured.
 
-        Where it is not known how many machines the processes share, each process counts as one:
-        what they really share is then faster than predicted, never slower.
+        If the number of machines is unknown, each process counts as one: links are then faster
+        than predicted, never slower.
 
         Raises:
           ConfigError: some machines have more devices than others.
@@ -147,7 +146,7 @@ class Cluster:
         known = accelerator_of_kind(topology.device_kind) or Accelerator.unlisted(
             topology.device_kind, topology.platform
         )
-        # What JAX may use is less than what the data sheet has.
+        # JAX may use less memory than the data sheet states.
         accelerator = replace(
             known,
             memory_bytes=topology.bytes_per_device or known.memory_bytes,
@@ -205,8 +204,8 @@ class Cluster:
         )
 
     def without(self, number: int) -> "Cluster":
-        """What is left after losing `number` hosts, or devices where there is one host: whoever
-        loses a device of many hosts drains its host.
+        """The cluster after losing `number` hosts, or devices if there is one host. With several
+        hosts, losing a device means losing its host.
 
         Raises:
           ConfigError: nothing is left, or nothing is lost.
@@ -235,7 +234,7 @@ class Cluster:
         )
 
     def topology(self) -> Topology:
-        """What the trainer would find there: one process for each host."""
+        """The topology of a run on this cluster, with one process per host."""
         return Topology(
             num_devices=self.num_devices,
             num_processes=self.num_hosts,
@@ -248,8 +247,7 @@ class Cluster:
         )
 
     def hosts_crossed(self, axes: AxisSizes, names: tuple[str, ...]) -> int:
-        """Hosts over which a collective over the mesh axes `names` spreads: of all its groups, the
-        widest.
+        """Number of hosts that a collective over the mesh axes `names` spans, in its widest group.
 
         Raises:
           PlanError: the mesh has more devices than the cluster.
@@ -257,8 +255,7 @@ class Cluster:
         return self._spread(axes, names)[0]
 
     def link_of(self, axes: AxisSizes, axis: str) -> Link:
-        """The slowest link that a collective over mesh axis `axis` crosses; a link of unknown speed
-        counts as slowest.
+        """The slowest link that a collective over `axis` crosses; unknown speed counts as slowest.
 
         Raises:
           PlanError: the mesh has more devices than the cluster.
@@ -277,7 +274,7 @@ class Cluster:
 def _spread(
     axes: AxisSizes, names: tuple[str, ...], num_hosts: int, devices_per_host: int
 ) -> tuple[int, int]:
-    """Of all groups over `names`: the most hosts of one, and the most members of one on one
+    """Over all groups along `names`: the most hosts of a group, and the most members on one
     host."""
     num_devices, group_size = axes.num_devices, math.prod(axes[name] for name in names)
     if num_devices > num_hosts * devices_per_host:
@@ -296,7 +293,7 @@ def _spread(
     others = [dim for dim, name in enumerate(MESH_AXES) if name not in names]
     members = [dim for dim, name in enumerate(MESH_AXES) if name in names]
     groups = host_of_device.transpose(others + members).reshape(-1, group_size)
-    # Hosts do not fall along a row, so that the members on one host stand together in it.
+    # Host numbers never decrease along a row, so members on one host are adjacent.
     starts = np.concatenate([np.ones((len(groups), 1), bool), np.diff(groups, axis=1) != 0], axis=1)
     members_on_host = np.diff(np.flatnonzero(np.append(starts.ravel(), True)))
     return int(starts.sum(axis=1).max()), int(members_on_host.max())

@@ -1,8 +1,7 @@
-"""The hosts that accelerators come in: what links their devices, and what links the hosts.
+"""The usual hosts of accelerators, with their intra-host and inter-host links.
 
-Speeds are peaks in one direction for each device, as makers publish them (NVIDIA prints both
-directions together). No latency is published for any of them; the time model has its own for what
-is unknown.
+Speeds are published peaks per device in one direction (NVIDIA publishes the sum of both
+directions). No latencies are published; the time model has defaults.
 """
 
 from dataclasses import dataclass
@@ -21,12 +20,12 @@ class Host:
     to_host: Link
     """From each device to the host's memory."""
     memory_bytes: int | None = None
-    """Its memory, as the same data sheets have it (of a DGX A100 the smaller one); None: whatever
-    the site has bought."""
+    """Host memory by the data sheet (for a DGX A100 the smaller option); None: depends on the
+    site."""
 
 
 NETWORK = Link.unknown("network")
-"""Between hosts where nothing is published: it is whatever the site has built."""
+"""Inter-host link of unknown speed: it depends on the site."""
 
 
 def host_of(accelerator: str) -> Host:
