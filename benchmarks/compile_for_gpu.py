@@ -117,14 +117,14 @@ def report(config: Config, plan: Plan, cluster: Cluster) -> dict:
             for each in compiled.traffic
             if each.kind == "collective-permute"
         ],
-        "waited_for": [
+        "exposed_collectives": [
             {
                 "kind": each.kind,
                 "axes": each.axes,
                 "mib": round(each.payload_bytes / 2**20, 1),
                 "times": each.times,
             }
-            for each in compiled.waited_for
+            for each in compiled.exposed_collectives
         ],
         "made_whole": [str(each) for each in compiled.rematerialised],
     }

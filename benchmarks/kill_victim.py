@@ -347,7 +347,8 @@ def known_devices(_: object) -> LocalCluster:
     )
     return LocalCluster(
         cluster=replace(
-            cluster, inside=Link(name="memory", bytes_per_s=7e9, latency_s=1e-5, source="made up")
+            cluster,
+            intra_host=Link(name="memory", bytes_per_s=7e9, latency_s=1e-5, source="made up"),
         ),
         rates=rates,
         records=Path("unused"),

@@ -123,7 +123,7 @@ def necessary_bytes(move) -> int:
     return DEVICES * sum(
         (math.prod(exchange.old) + math.prod(exchange.new)) * leaf.dtype.itemsize
         for path, leaf in move.source.named.items()
-        if not (exchange := move.exchange(path)).is_nothing
+        if not (exchange := move.exchange(path)).is_identity
     )
 
 

@@ -1,7 +1,7 @@
 """A Plan survives JSON, has a name, and refuses what cannot be trained, saying what would have to
 hold.
 
-What to type instead is tested in tests/planning/test_neighbours.py.
+What to type instead is tested in tests/planning/test_suggestions.py.
 """
 
 import dataclasses

@@ -55,7 +55,7 @@ from optimus_jax.checkpoint.errors import (
 from optimus_jax.cluster.distributed import broadcast_from_0
 from optimus_jax.config import CheckpointConfig
 from optimus_jax.errors import CheckpointError, explain
-from optimus_jax.reshard.checksum import checksums, examined, named_leaves
+from optimus_jax.reshard.checksum import check_arrays, checksums, named_leaves
 from optimus_jax.system.json_input import JSONInputError, parse_json
 
 _REMEDIES = {
@@ -225,7 +225,7 @@ class Checkpoints:
         """
         started = time.perf_counter()
         self.wait()
-        leaves, found = named_leaves(state), examined(state)
+        leaves, found = named_leaves(state), check_arrays(state)
         if (
             broken := next((name for name, leaf in found.items() if not leaf.is_finite), None)
         ) is not None:

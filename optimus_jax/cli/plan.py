@@ -16,7 +16,7 @@ from optimus_jax.system.environment import import_jax
 
 if TYPE_CHECKING:
     from optimus_jax.planning.ahead_of_time.compile_check import CompileReport
-    from optimus_jax.planning.api import Found, RankedPlan
+    from optimus_jax.planning.api import PlanSearch, RankedPlan
     from optimus_jax.planning.local_cluster import LocalCluster
 
 WIDE = 160
@@ -73,7 +73,7 @@ def parser() -> Parser:
         action="append",
         default=[],
         metavar="NAME=SPEED",
-        help="another speed: inside=300GB/s, between=400Gb/s,5us or host=50GB/s",
+        help="another speed: intra_host=300GB/s, inter_host=400Gb/s,5us or host=50GB/s",
     )
     flags.add_argument(
         "--seq-len", metavar="N", help="tokens per example (default: the model's, at most 1024)"
@@ -146,11 +146,11 @@ def overrides(given: dict) -> dict:
     return settings(given, leave=("cpu_devices",))
 
 
-def find(given: dict) -> "Found":
+def find(given: dict) -> "PlanSearch":
     """Search as the flags say."""
     # After parsing: --help need not wait for JAX.
     import_jax()
-    from optimus_jax.planning.api import look_for_plans
+    from optimus_jax.planning.api import search_plans
 
     if given["top"] < 1 or not 1 <= given.get("explain", 1) <= given["top"]:
         raise ConfigError(
@@ -187,7 +187,7 @@ def find(given: dict) -> "Found":
                 )
             )
         here = measured_here(given)
-        return look_for_plans(
+        return search_plans(
             given["model"], here.cluster, rates=here.rates, calibration=here.calibration, **asked
         )
     if given["profile"] or given["cpu_devices"] is not None:
@@ -198,7 +198,7 @@ def find(given: dict) -> "Found":
                 do="leave out --cluster, or --profile and --cpu-devices",
             )
         )
-    return look_for_plans(given["model"], given["cluster"], without=given.get("without"), **asked)
+    return search_plans(given["model"], given["cluster"], without=given.get("without"), **asked)
 
 
 def measured_here(given: dict) -> "LocalCluster":
@@ -245,7 +245,7 @@ def show_pricing(text: str) -> None:
     print(f"\r\x1b[K{text}"[:100], end="\r", file=sys.stderr, flush=True)
 
 
-def compiled(found: "Found") -> "list[CompileReport | None]":
+def compiled(found: "PlanSearch") -> "list[CompileReport | None]":
     """A report for each plan; None where compiling was not asked for."""
     from optimus_jax.planning.ahead_of_time.compile_check import check
 
@@ -256,7 +256,7 @@ def compiled(found: "Found") -> "list[CompileReport | None]":
     return reports
 
 
-def show(given: dict, found: "Found", reports: "Sequence[CompileReport | None]") -> None:
+def show(given: dict, found: "PlanSearch", reports: "Sequence[CompileReport | None]") -> None:
     """The ranking as a table, and what it is a ranking of."""
     from rich.console import Console
     from rich.table import Table
@@ -355,14 +355,14 @@ def show(given: dict, found: "Found", reports: "Sequence[CompileReport | None]")
     )
 
 
-def show_divisibility(found: "Found") -> None:
+def show_divisibility(found: "PlanSearch") -> None:
     """What was lost with devices that are left out, and which numbers near those given divide
     better.
     """
     said, batch = found.divisibility, found.config.data.global_batch
     if found.lost is not None:
         print(found.lost.describe())
-    if said.is_worth_saying:
+    if said.is_worth_reporting:
         print(f"note: {'; '.join(said.reasons)}.")
         for other in said.batches:
             print(

@@ -68,7 +68,7 @@ def parser() -> Parser:
         action="append",
         default=[],
         metavar="NAME=SPEED",
-        help="another speed: inside=300GB/s or between=400Gb/s,5us",
+        help="another speed: intra_host=300GB/s or inter_host=400Gb/s,5us",
     )
     flags.add_argument(
         "--seq-len",

@@ -22,7 +22,7 @@ from optimus_jax.faults.heartbeat import Heartbeats
 from optimus_jax.mesh.topology import Topology
 from optimus_jax.plan import Plan
 from optimus_jax.planning.local_cluster import LocalCluster
-from optimus_jax.planning.profiles.hardware import kept_profile
+from optimus_jax.planning.profiles.hardware import cached_profile
 from optimus_jax.planning.search.search import Pricing, Ranking
 from optimus_jax.run_directory.directory import RunDirectory
 from optimus_jax.system.cache import measurements_directory
@@ -101,7 +101,7 @@ def make_controller(
     probes = Probes(
         settings.probe_share,
         here.cluster,
-        kept_profile(),
+        cached_profile(),
         num_meshes=settings.executables,
         warn=display.message,
     )

@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 from optimus_jax.config import ControlConfig
 from optimus_jax.config.axes import MESH_AXES, AxisSizes
 from optimus_jax.control.baselines import Baselines
+from optimus_jax.control.deciding.conditions import BETWEEN, INSIDE
 from optimus_jax.control.guard import Source
 from optimus_jax.control.health import DeviceMemory, GpuHealth, visible_gpus
 from optimus_jax.control.heartbeats import HeartbeatAges
@@ -19,7 +20,7 @@ from optimus_jax.control.mesh_probes import MeshProbes
 from optimus_jax.control.probe_rounds import Budget, ProbeRounds
 from optimus_jax.control.sources import Signals
 from optimus_jax.faults.heartbeat import Heartbeats
-from optimus_jax.planning.profiles.cluster import BETWEEN, INSIDE, Cluster
+from optimus_jax.planning.profiles.cluster import Cluster
 from optimus_jax.planning.profiles.hardware import HardwareProfile
 
 

@@ -13,6 +13,7 @@ one half (ski rental).
 
 import math
 import statistics
+import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -23,14 +24,9 @@ from optimus_jax.plan import Plan
 from optimus_jax.planning.search.explain import flags, seconds
 
 SwitchMethod = Literal["executable", "rebalance", "remesh", "subset", "restart"]
-SWITCH_METHODS: tuple[SwitchMethod, ...] = (
-    "executable",
-    "rebalance",
-    "remesh",
-    "subset",
-    "restart",
-)
-"""Cheapest first (docs/control.md). What each has to change."""
+SWITCH_METHODS: tuple[SwitchMethod, ...] = typing.get_args(SwitchMethod)
+"""Cheapest first: `executable` moves no state, `rebalance` moves some layers to neighbours, the
+others move more (docs/control.md)."""
 Action = Literal["stay", "switch"]
 CHOSEN = "chosen"
 ALMOST = 0.9

@@ -1,6 +1,5 @@
-"""`find_plans`: the best layouts of a model on a cluster, there or not, with predictions and
-reasons.
-"""
+"""`find_plans`: rank the layouts of a model on a cluster, which need not exist, with
+predictions."""
 
 import dataclasses
 from collections.abc import Iterable, Iterator
@@ -19,12 +18,12 @@ from optimus_jax.planning.cost.cost import Prediction
 from optimus_jax.planning.cost.memory import MemoryEstimate
 from optimus_jax.planning.cost.rates import Rates
 from optimus_jax.planning.learning.calibrate import Calibration
-from optimus_jax.planning.profiles.cluster import Cluster
-from optimus_jax.planning.search.assemble import check_words
+from optimus_jax.planning.profiles.cluster import INTER_HOST, INTRA_HOST, Cluster
+from optimus_jax.planning.search.assemble import check_settings
 from optimus_jax.planning.search.divisibility import (
-    Alternative,
     Divisibility,
     Progress,
+    SizeAlternative,
     divisibility,
     reasons_of,
 )
@@ -34,12 +33,12 @@ from optimus_jax.planning.search.phase_plans import plans_ahead
 from optimus_jax.planning.search.search import Pricing, Ranking, search
 
 SEQUENCES_PER_DEVICE = 8
-"""Of a global batch that nobody gave."""
+"""Default global batch per device."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankedPlan:
-    """A plan and its place among all; every figure is a prediction."""
+    """A plan with its rank; all figures are predictions."""
 
     rank: int
     """1 is the best."""
@@ -47,16 +46,16 @@ class RankedPlan:
     prediction: Prediction
     memory: MemoryEstimate
     why: str
-    """Why it wins, or what makes it lose against the winner."""
-    batch_advice: tuple[Alternative, ...] = ()
-    """Batches near the one asked for that the devices divide better, with what the best plan for
-    each would give; the same in every plan of a ranking."""
-    cluster_advice: tuple[Alternative, ...] = ()
-    """Fewer hosts of the cluster on which the same batch would be faster, likewise."""
-    lost: "Lost | None" = None
-    """What leaving devices out costs; None: none were left out."""
+    """Why it is the best, or why it is slower than the best."""
+    batch_advice: tuple[SizeAlternative, ...] = ()
+    """Nearby batches that divide better over the devices, with their best plans; the same in every
+    plan of a ranking."""
+    cluster_advice: tuple[SizeAlternative, ...] = ()
+    """Fewer hosts on which the same batch would be faster; the same in every plan of a ranking."""
+    lost: "DeviceLoss | None" = None
+    """Cost of leaving devices out (`without`); None: none were left out."""
     later: "tuple[LaterPhase, ...]" = ()
-    """What this plan becomes in later phases; only for the best."""
+    """Plans of later training phases; only for the best plan."""
 
     @property
     def axes(self) -> AxisSizes:
@@ -115,21 +114,21 @@ class RankedPlan:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Lost:
-    """What a cluster loses with some of its devices, the batch unchanged."""
+class DeviceLoss:
+    """Throughput lost when a cluster loses some devices and keeps the batch."""
 
     before: Cluster
-    """With all of them."""
+    """The whole cluster."""
     num_devices: int
-    """That are left out."""
+    """Number of devices left out."""
     tokens_per_s_before: float | None
-    """Of the best plan for all of them; None: there is none."""
+    """With the best plan for the whole cluster; None: there is none."""
     tokens_per_s: float
-    """Of the best plan for those that are left."""
+    """With the best plan for the remaining devices."""
 
     @property
     def share(self) -> float | None:
-        """Of tokens per second, what is lost."""
+        """Lost share of tokens per second."""
         return (
             None
             if self.tokens_per_s_before is None
@@ -163,7 +162,7 @@ class Lost:
 
 @dataclass(frozen=True, kw_only=True)
 class LaterPhase:
-    """What the best plan becomes in a later phase of a run; every figure is a prediction."""
+    """The plan of a later training phase; all figures are predictions."""
 
     phase: TrainingPhase
     plan: Plan
@@ -196,11 +195,11 @@ class LaterPhase:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Found:
-    """What a search has found, and for what."""
+class PlanSearch:
+    """The result of a search, with its inputs."""
 
     config: Config
-    """Resolved: what was searched for."""
+    """The resolved config of the run."""
     cluster: Cluster
     rates: Rates
     plans: list[RankedPlan]
@@ -208,10 +207,10 @@ class Found:
     rejections: tuple[Rejection, ...]
     num_priced: int
     divisibility: Divisibility
-    """What does not divide, and what would."""
-    lost: Lost | None = None
+    """What does not divide, and which sizes would."""
+    lost: DeviceLoss | None = None
     later: tuple[LaterPhase, ...] = ()
-    """What the best plan becomes in the phases after the first, for which plans were ranked."""
+    """Plans of the phases after the first; plans are ranked for the first phase."""
 
 
 def find_plans(
@@ -230,21 +229,21 @@ def find_plans(
       model: name of a preset.
       cluster: `h100:8x8` (hosts x devices), or a Cluster.
       top: how many.
-      links: speeds that replace the cluster's usual ones, such as `between=50GB/s`.
-      rates: how fast its devices are; None: what is known of their kind.
-      without: plan for the cluster without so many hosts, or devices where it has one host; the
-        global batch stays what it is on all of them.
+      links: link speeds that replace the usual ones, such as `inter_host=50GB/s`.
+      rates: speed of its devices; None: from the data sheet of their kind.
+      without: plan for the cluster without this number of hosts (devices, if it has one host); the
+        default global batch is still that of the whole cluster.
       overrides: settings as for `train`; those of the layout are then kept. Precision is bf16 on
         GPUs unless given, the global batch SEQUENCES_PER_DEVICE for each device.
     Raises:
       OptimusError: a name is unknown, or no plan is legal and fits; the text says why.
     """
-    return look_for_plans(
+    return search_plans(
         model, cluster, top=top, links=links, rates=rates, without=without, overrides=overrides
     ).plans
 
 
-def look_for_plans(
+def search_plans(
     model: str,
     cluster: str | Cluster,
     *,
@@ -255,8 +254,8 @@ def look_for_plans(
     calibration: Calibration | None = None,
     progress: Progress | None = None,
     overrides: dict[str, Any],
-) -> Found:
-    """`find_plans` with everything that it looked at."""
+) -> PlanSearch:
+    """Like `find_plans`, but returns the whole search."""
     check_jax_settings()
     if top < 1:
         raise ConfigError(
@@ -287,14 +286,14 @@ def look_for_plans(
     lost = None
     if without is not None:
         before = search(dataclasses.replace(pricing, cluster=whole), top=1).best
-        lost = Lost(
+        lost = DeviceLoss(
             before=whole,
             tokens_per_s_before=before[0].prediction.tokens_per_s if before else None,
             tokens_per_s=ranking.best[0].prediction.tokens_per_s,
             num_devices=whole.num_devices - where.num_devices,
         )
     later = tuple(_later(pricing, ranking.best[0].plan))
-    return Found(
+    return PlanSearch(
         config=config,
         cluster=where,
         rates=rates,
@@ -308,14 +307,14 @@ def look_for_plans(
 
 
 def config_for(model: str, where: Cluster, overrides: dict[str, Any]) -> Config:
-    """Of the runs that plans are looked for: what is left open is as usual on such devices.
+    """The config for a search: open settings get the usual values for these devices.
 
-    Raises OptimusError for what cannot be there, whatever the plan.
+    Raises OptimusError for settings that are impossible under every plan.
     """
     defaults = {"global_batch": SEQUENCES_PER_DEVICE * where.num_devices}
     config = make_config(model, ({} if _GLOBAL_BATCH & overrides.keys() else defaults) | overrides)
     check_family(config.model)
-    check_words(config, where.topology())
+    check_settings(config, where.topology())
     return config
 
 
@@ -354,10 +353,10 @@ def _later(pricing: Pricing, plan: Plan) -> Iterator[LaterPhase]:
 def ranked(
     ranking: Ranking,
     divided: Divisibility,
-    lost: Lost | None = None,
+    lost: DeviceLoss | None = None,
     later: tuple[LaterPhase, ...] = (),
 ) -> list[RankedPlan]:
-    """The ranking's best with a sentence for each."""
+    """The best plans of a ranking, each with a reason."""
     return [
         RankedPlan(
             rank=rank,
@@ -379,7 +378,7 @@ def ranked(
 
 
 def _nothing_found(pricing: Pricing, ranking: Ranking, divided: Divisibility) -> str:
-    """The commonest reasons, and what would help."""
+    """The error for an empty ranking: the most common reasons, and what would help."""
     config, cluster = pricing.config, pricing.cluster
     capacity = cluster.accelerator.memory_bytes
     too_large = [rejection for rejection in ranking.rejections if rejection.needs_bytes is not None]
@@ -412,7 +411,7 @@ def _nothing_found(pricing: Pricing, ranking: Ranking, divided: Divisibility) ->
     )
     unknown = [
         name
-        for name, link in (("inside", cluster.inside), ("between", cluster.between))
+        for name, link in ((INTRA_HOST, cluster.intra_host), (INTER_HOST, cluster.inter_host))
         if link is not None and link.bytes_per_s is None
     ]
     return explain(

@@ -1,9 +1,7 @@
-"""What is known of the devices that are here: their cluster, how fast it is, and what steps
-measured on it teach.
+"""The devices of this run as a cluster: their rates, and corrections from steps measured on them.
 
-A kept hardware profile counts first, then data sheets; where neither says how fast the devices are,
-nothing is known. What steps took is kept beside the profiles, a file for each kind of device and
-number of them.
+Rates come from a cached hardware profile, else from data sheets; otherwise they are unknown.
+Measured step times are stored beside the profiles, one file per kind and number of devices.
 """
 
 import datetime
@@ -29,7 +27,7 @@ from optimus_jax.planning.learning.records import (
 from optimus_jax.planning.profiles.cluster import Cluster
 from optimus_jax.planning.profiles.hardware import (
     HardwareProfile,
-    kept_profile,
+    cached_profile,
     profile_hardware,
     profile_path,
 )
@@ -52,23 +50,23 @@ class LocalCluster:
     cluster: Cluster
     rates: Rates
     records: Path
-    """JSON Lines of what steps took."""
+    """JSON Lines file of measured step times."""
 
     @cached_property
     def calibration(self) -> Calibration:
-        """What those taught when this was first asked for; nothing in a run of several processes,
-        each of which has files of its own.
+        """Corrections from the records at first use. None in a run of several processes, since each
+        has its own files and predictions have to agree.
         """
         return (
             Calibration() if jax.process_count() > 1 else calibration_of(read_records(self.records))
         )
 
     def pricing(self, config: Config) -> Pricing:
-        """What plans cost for a run of `config`."""
+        """The cost model for a run of `config`."""
         return Pricing(config, self.cluster, self.rates, self.calibration)
 
     def remember(self, config: Config, plan: Plan, step_time_s: float) -> None:
-        """Keep what steps under `plan` took beside what is predicted of them."""
+        """Record the measured step time of `plan` with its prediction."""
         if jax.process_index() == 0:
             prediction = self.pricing(config).uncalibrated(plan)
             append_record(
@@ -86,7 +84,9 @@ class LocalCluster:
 def measure_devices(
     topology: Topology, *, refresh: bool = False, progress: Progress | None = None
 ) -> LocalCluster:
-    """The devices, measured now (at most two minutes) or earlier; every process has to call it."""
+    """This run's devices, measured now (at most two minutes) or earlier. Every process must call
+    it.
+    """
     profile = profile_hardware(refresh=refresh, progress=progress)
     path = path_of(profile_path(), topology)
     if refresh or not read_steps(path):
@@ -95,11 +95,11 @@ def measure_devices(
 
 
 def known_devices(topology: Topology) -> LocalCluster | None:
-    """The same without measuring anything; None: it is not known how fast they are.
+    """This run's devices without measuring; None if their speed is unknown.
 
-    Every process has to call it.
+    Every process must call it.
     """
-    if (profile := kept_profile()) is not None:
+    if (profile := cached_profile()) is not None:
         return _profiled(topology, profile)
     cluster = Cluster.of(topology)
     try:

@@ -1,12 +1,12 @@
-"""A checksum of every array of a tree which does not depend on how the array lies on devices.
+"""Checksums of arrays that do not depend on their sharding.
 
 The bits of each element are multiplied by an odd number hashed from the element's indices,
 scrambled, and summed modulo 2^32. Hence
 * the sum is the same for every sharding, device count and order of addition;
 * a change of one element always changes it: an odd factor and the scrambling are invertible;
-* two elements that change places change it, save for one chance in about 2^32;
-* appended zeros (rows that pad a vocabulary) leave it alone: zero bits stay zero, and the
-  hash knows indices only, never the shape.
+* swapping two elements changes it, except with probability about 2^-32;
+* appended zeros (rows that pad a vocabulary) do not change it: zero bits stay zero, and the
+  hash depends on indices only, never on the shape.
 """
 
 from typing import Any, NamedTuple
@@ -30,38 +30,37 @@ def named_leaves(tree: Any) -> dict[str, Any]:
 def checksums(tree: Any) -> dict[str, int]:
     """The checksum of every leaf, by path; the same on every process.
 
-    Computed where the arrays live: each device sums its own shards, and one integer per leaf
-    crosses the wire. Elements of 64 bits are not supported.
+    Computed on the devices: each sums its own shards, and one integer per leaf is exchanged.
+    Elements of 64 bits are not supported.
 
     Args:
       tree: jax.Arrays of any sharding.
     """
-    return {name: found.checksum for name, found in examined(tree).items()}
+    return {name: found.checksum for name, found in check_arrays(tree).items()}
 
 
-class Examined(NamedTuple):
-    """What was found out about an array."""
+class ArrayCheck(NamedTuple):
+    """Checksum of an array, and whether it is finite."""
 
     checksum: int
     is_finite: bool
     """Whether no element is NaN or infinite."""
 
 
-def examined(tree: Any) -> dict[str, Examined]:
-    """`checksums`, and whether every leaf is finite, by one pass over each."""
-    # One leaf after the other. A single program for all of them compiles longer (parameters and
-    # moments share theirs) and on a CPU holds scratch space as large as the whole tree; many
-    # programs in flight at once run out of threads there, and their sums wait for one another for
-    # ever.
+def check_arrays(tree: Any) -> dict[str, ArrayCheck]:
+    """Checksum and finiteness of every leaf by path, in one pass over each."""
+    # One leaf at a time. A single program for all leaves takes longer to compile (parameters and
+    # their moments share programs) and on a CPU needs scratch space as large as the whole tree.
+    # Many programs in flight exhaust the threads of a CPU, and their sums deadlock.
     return {
-        name: Examined(int(found[0]), bool(found[1]))
+        name: ArrayCheck(int(found[0]), bool(found[1]))
         for name, leaf in named_leaves(tree).items()
-        for found in [_examined(on_devices(leaf))]
+        for found in [_check_array(on_devices(leaf))]
     }
 
 
 @jax.jit
-def _examined(x: Array) -> tuple[Array, Array]:
+def _check_array(x: Array) -> tuple[Array, Array]:
     """uint32 []: the checksum of one array; bool []: whether it is finite."""
     bits = x.view(f"uint{8 * x.dtype.itemsize}").astype(jnp.uint32)
     weights = jnp.zeros_like(bits)

@@ -1,17 +1,18 @@
-"""Which block of every device's new shard lies where in the old ones, and in which rounds the
-blocks travel.
+"""Plan a reshard of one array: which parts of the old shards each device needs, and in which rounds
+they travel.
 
-An array lies on a row of devices: each holds one *block* of a grid, and devices that hold the same
-one are *replicas*. Rows along the first dimension have numbers, so that layers can lie in any slots
-(mesh/slots.py) and a vocabulary can have any padding: a row of the new array is the old one of its
-number, or zeros where there was none. All that goes from an old block to a new one is one *piece*.
+Devices form a row. Each holds one *block* of a grid of blocks; devices with the same block are
+*replicas*. Rows along the first dimension are numbered, so that layers can be in any slots
+(mesh/slots.py) and a vocabulary can have any padding: a row of the new array is the old row of the
+same number, or zeros if there was none. Everything that goes from one old block to one new block is
+a *piece*.
 
-In a *round* every device sends at most one piece and gets at most one, all of one shape. A piece
-comes from the device itself if it has it, else from a replica on its own process, and replicas
-share the sending. Each device then gets every byte of its new shard once: nothing is gathered that
-is not kept.
+In a *round* every device sends at most one piece and receives at most one, all of the same shape. A
+device takes a piece from itself if it has it, else from a replica on its own process, else from any
+replica; replicas share the sending. Each device receives every byte of its new shard exactly once,
+and nothing else.
 
-All of this is known before anything moves, so it is numbers here and no arrays.
+The plan depends only on shapes and shardings, so it is made before anything moves.
 """
 
 import itertools
@@ -25,6 +26,7 @@ import numpy as np
 from jax.sharding import Sharding
 
 from optimus_jax.mesh.slots import EMPTY
+from optimus_jax.reshard.edge_colouring import Route, route_rounds
 
 if TYPE_CHECKING:
     from jaxlib._jax import Device  # what jax.Device is, which type checkers take for a variable
@@ -32,18 +34,16 @@ else:
     from jax import Device
 
 Index = tuple[int, ...]
-Route = tuple[int, int]
-"""(sender, receiver), by their places in a row of devices or stages."""
-Stretch = tuple[int, int]
-"""Rows that lie together: the first, and how many."""
+RowRange = tuple[int, int]
+"""Consecutive rows: (first, count)."""
 
-Run = tuple[int, int, int]
-"""Where it begins in the old block, where in the new one, and how long it is."""
+CopyRange = tuple[int, int, int]
+"""Consecutive elements: (start in the old block, start in the new block, length)."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Lying:
-    """How an array lies on a row of devices.
+class BlockLayout:
+    """How an array is split into blocks over a row of devices.
 
     An array without dimensions counts as one of shape [1].
     """
@@ -51,7 +51,7 @@ class Lying:
     local: Index
     """Shape of a block."""
     blocks: tuple[Index | None, ...]
-    """By device: the place of its block in the grid; None: it has nothing of the array."""
+    """By device: grid index of its block; None: the device has no part of the array."""
     rows: Index | range
     """Number of each row along the first dimension; EMPTY: a row of zeros."""
 
@@ -66,10 +66,10 @@ class Lying:
 
 
 @lru_cache(maxsize=1 << 12)
-def lying(
+def block_layout(
     shape: Index, sharding: Sharding, devices: tuple[Device, ...], rows: Index | None = None
-) -> Lying:
-    """How an array of `shape` lies under `sharding`; without `rows`, they are numbered in order."""
+) -> BlockLayout:
+    """The blocks of an array of `shape` under `sharding`; rows are numbered in order by default."""
     local, where = sharding.shard_shape(shape), sharding.devices_indices_map(shape)
 
     def block(device: Device) -> Index | None:
@@ -79,7 +79,7 @@ def lying(
             (part.start or 0) // size for part, size in zip(where[device], local, strict=True)
         ) or (0,)
 
-    return Lying(
+    return BlockLayout(
         local=local or (1,),
         blocks=tuple(map(block, devices)),
         rows=rows or range((shape or (1,))[0]),
@@ -87,51 +87,51 @@ def lying(
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a piece is in a shard."""
+class PiecePosition:
+    """Position of a piece in a shard."""
 
-    rows: tuple[Stretch, ...]
+    rows: tuple[RowRange, ...]
     """Along the first dimension."""
     starts: Index
-    """Where it begins along the others."""
+    """First index along each other dimension."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Round:
+class TransferRound:
     """Pieces of one shape that move at the same time."""
 
     shape: Index
     routes: tuple[Route, ...]
-    """All that send, some to themselves; none: every piece stays on its device."""
-    take: tuple[Place | None, ...]
-    """By device: its piece in the old shard; None: it sends none."""
-    put: tuple[Place | None, ...]
-    """By device: what arrives in the new shard; None: nothing does."""
+    """All routes, some from a device to itself; empty: every piece stays on its device."""
+    take: tuple[PiecePosition | None, ...]
+    """By device: the piece it sends, in the old shard; None: it sends nothing."""
+    put: tuple[PiecePosition | None, ...]
+    """By device: the piece it receives, in the new shard; None: it receives nothing."""
 
     @property
-    def is_scattered(self) -> bool:
-        """Whether the rows of a piece lie apart anywhere."""
+    def has_scattered_rows(self) -> bool:
+        """Whether the rows of any piece are not consecutive."""
         return any(place is not None and len(place.rows) > 1 for place in (*self.take, *self.put))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Exchange:
-    """How the shards of one array become others."""
+    """Rounds that turn the old shards of one array into the new ones."""
 
     old: Index
     """Shape of an old shard."""
     new: Index
-    """Shape of a new one, which begins as zeros."""
-    rounds: tuple[Round, ...]
+    """Shape of a new shard, which starts as zeros."""
+    rounds: tuple[TransferRound, ...]
 
     @property
-    def is_nothing(self) -> bool:
-        """Whether every new shard is the old one of its device."""
+    def is_identity(self) -> bool:
+        """Whether every new shard equals the old shard of its device."""
         one = self.rounds[0] if len(self.rounds) == 1 else None
         return (
             one is not None
             and not one.routes
-            and not one.is_scattered
+            and not one.has_scattered_rows
             and self.old == one.shape == self.new
         )
 
@@ -142,26 +142,26 @@ class _Piece:
     """Device that has it."""
     end: int
     """Device that gets it."""
-    take: Place
-    put: Place
+    take: PiecePosition
+    put: PiecePosition
     shape: Index
 
 
 @lru_cache(maxsize=1 << 12)
 def make_exchange(
-    source: Lying,
-    target: Lying,
+    source: BlockLayout,
+    target: BlockLayout,
     *,
     processes: tuple[int, ...],
     most: int,
     avoid: frozenset[int] = frozenset(),
 ) -> Exchange:
-    """The rounds that turn one way to lie into another.
+    """The rounds that turn one block layout into another.
 
     Args:
       processes: the process of every device.
-      most: elements of the largest piece.
-      avoid: devices that send only what no other has.
+      most: maximal number of elements of a piece.
+      avoid: devices that send only what no other device has.
     """
     pieces = [
         part for piece in _pieces(source, target, processes, avoid) for part in _cut(piece, most)
@@ -179,8 +179,8 @@ def make_exchange(
 
 
 def _of_equal_rows(pieces: Sequence[_Piece]) -> Iterator[_Piece]:
-    """Pieces cut by rows where others, alike in the rest, end: in a round all devices work, also
-    those to which nothing comes.
+    """Cut pieces along rows so that pieces of one round have equal shapes. A round costs every
+    device the same time, even those that receive nothing, so fewer and fuller rounds are better.
     """
     lengths: dict[Index, set[int]] = {}
     for piece in pieces:
@@ -193,8 +193,8 @@ def _of_equal_rows(pieces: Sequence[_Piece]) -> Iterator[_Piece]:
 
 
 def _staying_apart(pieces: Sequence[_Piece]) -> list[list[_Piece]]:
-    """Pieces that stay on their devices and those that move, if every device has some that stay;
-    else all together, which gives fuller rounds.
+    """Separate pieces that stay on their device from those that move, if every receiver has some
+    that stay; otherwise keep them in one list, which gives fuller rounds.
     """
     staying = [piece for piece in pieces if piece.start == piece.end]
     if {piece.end for piece in staying} != {piece.end for piece in pieces}:
@@ -205,68 +205,30 @@ def _staying_apart(pieces: Sequence[_Piece]) -> list[list[_Piece]]:
 def _without_conflict(pieces: Sequence[_Piece]) -> list[list[_Piece]]:
     return [
         [pieces[number] for number in part]
-        for part in matchings([(piece.start, piece.end) for piece in pieces])
+        for part in route_rounds([(piece.start, piece.end) for piece in pieces])
     ]
 
 
-def matchings(routes: Sequence[Route]) -> list[list[int]]:
-    """Split routes into the fewest parts in which no device sends twice or receives twice.
-
-    That is as many parts as the busiest device has routes. A part lists indices into `routes`.
-    Source: Kőnig 1916, edge colouring of bipartite graphs, by paths along which two colours change
-    places.
-    """
-    at: dict[tuple[int, int], dict[int, int]] = {}  # (0, sender) or (1, receiver) -> part -> route
-
-    def first_free(node: tuple[int, int]) -> int:
-        taken = at.setdefault(node, {})
-        return next(part for part in itertools.count() if part not in taken)
-
-    def other_end(route: int, side: int) -> tuple[int, int]:
-        return 1 - side, routes[route][1 - side]
-
-    for number, (start, end) in enumerate(routes):
-        part, spare = first_free((0, start)), first_free((1, end))
-        path, node, colour = [], (1, end), part
-        while colour in at[node]:  # never comes to `start`, where `part` is free
-            route = at[node][colour]
-            path.append((route, colour))
-            node, colour = other_end(route, node[0]), spare if colour == part else part
-        for route, colour in path:
-            for side in (0, 1):
-                del at[side, routes[route][side]][colour]
-        for route, colour in path:
-            for side in (0, 1):
-                at[side, routes[route][side]][spare if colour == part else part] = route
-        at[0, start][part] = at[1, end][part] = number
-    parts: dict[int, list[int]] = {}
-    for (side, _), coloured in at.items():
-        for part, route in coloured.items():
-            if side == 0:
-                parts.setdefault(part, []).append(route)
-    return [parts[part] for part in sorted(parts)]
-
-
-def _round(pieces: Sequence[_Piece], num_devices: int) -> Round:
+def _round(pieces: Sequence[_Piece], num_devices: int) -> TransferRound:
     """One round of pieces of one shape, no two of which begin or end at the same device."""
-    take: list[Place | None] = [None] * num_devices
-    put: list[Place | None] = [None] * num_devices
+    take: list[PiecePosition | None] = [None] * num_devices
+    put: list[PiecePosition | None] = [None] * num_devices
     for piece in pieces:
         take[piece.start], put[piece.end] = piece.take, piece.put
     routes = tuple(sorted((piece.start, piece.end) for piece in pieces))
     moves = any(start != end for start, end in routes)
-    return Round(
+    return TransferRound(
         shape=pieces[0].shape, routes=routes if moves else (), take=tuple(take), put=tuple(put)
     )
 
 
 def _pieces(
-    source: Lying, target: Lying, processes: Sequence[int], avoid: frozenset[int]
+    source: BlockLayout, target: BlockLayout, processes: Sequence[int], avoid: frozenset[int]
 ) -> Iterator[_Piece]:
     """Every piece of every new shard, each from one device that has it."""
-    rows = _Borders(source.rows, target.rows, source.local[0], target.local[0])
+    rows = _DimensionOverlap(source.rows, target.rows, source.local[0], target.local[0])
     dims = [
-        _Borders(None, None, old, new)
+        _DimensionOverlap(None, None, old, new)
         for old, new in zip(source.local[1:], target.local[1:], strict=True)
     ]
     needs = [
@@ -284,7 +246,7 @@ def _pieces(
         )
     ]
     replicas, busy = source.replicas, [0] * len(processes)
-    # first those that stay
+    # pieces that stay come first
     for end, block, stretches, others in sorted(
         needs, key=lambda need: need[0] not in replicas[need[1]]
     ):
@@ -303,10 +265,14 @@ def _pieces(
         yield piece
 
 
-def _piece(start: int, end: int, stretches: Sequence[Run], others: Sequence[Run]) -> _Piece:
-    """From its runs along the first dimension, and its one run along each of the others."""
+def _piece(
+    start: int, end: int, stretches: Sequence[CopyRange], others: Sequence[CopyRange]
+) -> _Piece:
+    """A piece from its ranges along the first dimension and its one range along each other one."""
     take, put = (
-        Place(tuple((run[side], run[2]) for run in stretches), tuple(run[side] for run in others))
+        PiecePosition(
+            tuple((run[side], run[2]) for run in stretches), tuple(run[side] for run in others)
+        )
         for side in (0, 1)
     )
     return _Piece(
@@ -314,8 +280,8 @@ def _piece(start: int, end: int, stretches: Sequence[Run], others: Sequence[Run]
     )
 
 
-class _Borders:
-    """Along one dimension: what lies one after the other in an old block and in a new one, too."""
+class _DimensionOverlap:
+    """Ranges along one dimension that are consecutive both in an old block and in a new one."""
 
     def __init__(
         self,
@@ -325,26 +291,25 @@ class _Borders:
         new_size: int,
     ) -> None:
         self._old_size, self._new_size, self._new_rows = old_size, new_size, new_rows
-        self._place: np.ndarray | None = None  # of a row's number in the old array
+        self._place: np.ndarray | None = None  # position of each row number in the old array
         if old_rows is not None and new_rows is not None:
             numbers = np.array(old_rows)
             self._place = np.full(max(max(old_rows), max(new_rows)) + 1, EMPTY)
             self._place[numbers[numbers != EMPTY]] = np.flatnonzero(numbers != EMPTY)
-        self._found: dict[int, list[tuple[int, list[Run]]]] = {}
+        self._found: dict[int, list[tuple[int, list[CopyRange]]]] = {}
 
-    def by_old(self, block: int) -> list[tuple[int, list[Run]]]:
-        """(old block, runs that a new block has from it).
-
-        Without numbers there is one run from each.
+    def by_old(self, block: int) -> list[tuple[int, list[CopyRange]]]:
+        """(old block, ranges that a new block takes from it); one range each if rows are
+        unnumbered.
         """
         if block not in self._found:
-            by_old: dict[int, list[Run]] = {}
+            by_old: dict[int, list[CopyRange]] = {}
             for old, run in self._runs(block):
                 by_old.setdefault(old, []).append(run)
             self._found[block] = list(by_old.items())
         return self._found[block]
 
-    def _runs(self, block: int) -> Iterator[tuple[int, Run]]:
+    def _runs(self, block: int) -> Iterator[tuple[int, CopyRange]]:
         new = np.arange(block * self._new_size, (block + 1) * self._new_size)
         if self._place is not None:
             numbers = np.array(self._new_rows)[new]
@@ -360,8 +325,8 @@ class _Borders:
 
 
 def _cut(piece: _Piece, most: int) -> Iterator[_Piece]:
-    """The piece in parts of `most` elements or fewer, cut along the outermost dimension that is
-    long enough.
+    """Split a piece into parts of at most `most` elements, along the outermost dimension longer
+    than one.
     """
     if (size := math.prod(piece.shape)) <= most:
         yield piece
@@ -383,8 +348,8 @@ def _along(piece: _Piece, dim: int, first: int, length: int) -> _Piece:
     )
 
 
-def _part(place: Place, dim: int, first: int, length: int) -> Place:
-    """Where that part is."""
+def _part(place: PiecePosition, dim: int, first: int, length: int) -> PiecePosition:
+    """The position of that part."""
     if dim > 0:
         return replace(
             place,

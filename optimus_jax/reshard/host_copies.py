@@ -1,12 +1,11 @@
-"""Pieces copied straight from old shards into new ones, where all devices are one process's CPU.
+"""Copy pieces directly from old shards into new ones when all devices are one process's CPU.
 
-Virtual devices have one memory. A program that sends a piece from one of them to another
+Virtual devices share one memory. A program that sends a piece between them
 (reshard/piece_programs.py) copies it three times: out of the old shard, to the other device, into
-the new shard. Here it is copied once, and nothing but zeros is compiled, a program for each shape
-of shards.
+the new shard. This module copies it once, and compiles only a program of zeros per shard shape.
 
-The new shards are written where they lie. They are arrays that nobody has seen yet, so that nobody
-sees them change.
+New shards are written in place. No other code holds a reference to them yet, so nothing can observe
+the change.
 """
 
 import ctypes
@@ -21,12 +20,20 @@ import numpy as np
 from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from optimus_jax.reshard.exchange import Device, Exchange, Index, Place, Round, Run, Stretch
+from optimus_jax.reshard.exchange import (
+    CopyRange,
+    Device,
+    Exchange,
+    Index,
+    PiecePosition,
+    RowRange,
+    TransferRound,
+)
 from optimus_jax.reshard.piece_programs import ROW
 
 
-def have_one_memory(devices: Sequence[Device]) -> bool:
-    """Whether all of them are virtual devices of this process."""
+def share_memory(devices: Sequence[Device]) -> bool:
+    """Whether all devices are virtual devices of this process."""
     return all(
         device.platform == "cpu" and device.process_index == jax.process_index()
         for device in devices
@@ -34,7 +41,7 @@ def have_one_memory(devices: Sequence[Device]) -> bool:
 
 
 @lru_cache(maxsize=1 << 10)
-def blank_program(local: Index, dtype: np.dtype, row: Mesh) -> jax.stages.Compiled:
+def zeros_program(local: Index, dtype: np.dtype, row: Mesh) -> jax.stages.Compiled:
     """() -> zeros [devices * local[0], ...], a shard of shape `local` on every device."""
     shape = (row.size * local[0], *local[1:])
     return (
@@ -46,7 +53,7 @@ def blank_program(local: Index, dtype: np.dtype, row: Mesh) -> jax.stages.Compil
     )
 
 
-def copied(
+def copy_shards(
     old: Mapping[Device, Array],
     exchange: Exchange,
     dtype: np.dtype,
@@ -57,10 +64,10 @@ def copied(
 
     Args:
       old: shards by device.
-      devices: by their places in the exchange.
-      row: those that get a new shard.
+      devices: in the order of the exchange.
+      row: the devices that get a new shard.
     """
-    blank = jax.block_until_ready(blank_program(exchange.new, dtype, row)())
+    blank = jax.block_until_ready(zeros_program(exchange.new, dtype, row)())
     new = {shard.device: shard.data for shard in blank.addressable_shards}
     sent = {
         place: np.asarray(old[device]).reshape(exchange.old)
@@ -79,15 +86,15 @@ def copied(
     return new
 
 
-def _sender(part: Round, place: int) -> int | None:
-    """The device from which one gets its piece in a round; None: it gets none."""
+def _sender(part: TransferRound, place: int) -> int | None:
+    """The device that sends to `place` in a round; None: it receives nothing."""
     if part.put[place] is None:
         return None
     return next(start for start, end in part.routes if end == place) if part.routes else place
 
 
-def _copy(part: Round, old: np.ndarray, start: int, new: np.ndarray, end: int) -> None:
-    """One piece."""
+def _copy(part: TransferRound, old: np.ndarray, start: int, new: np.ndarray, end: int) -> None:
+    """Copy one piece."""
     take, put = part.take[start], part.put[end]
     assert take is not None
     assert put is not None
@@ -97,16 +104,16 @@ def _copy(part: Round, old: np.ndarray, start: int, new: np.ndarray, end: int) -
         ]
 
 
-def _columns(part: Round, place: Place) -> tuple[slice, ...]:
-    """Where a piece lies along all dimensions but the first."""
+def _columns(part: TransferRound, place: PiecePosition) -> tuple[slice, ...]:
+    """Slices of a piece along all dimensions but the first."""
     return tuple(
         slice(start, start + length)
         for start, length in zip(place.starts, part.shape[1:], strict=True)
     )
 
 
-def _runs(take: Sequence[Stretch], put: Sequence[Stretch]) -> Iterator[Run]:
-    """Rows that lie together in both shards."""
+def _runs(take: Sequence[RowRange], put: Sequence[RowRange]) -> Iterator[CopyRange]:
+    """Ranges of rows that are consecutive in both shards."""
     olds, news = list(take), list(put)
     while olds:
         (old, old_count), (new, new_count) = olds.pop(0), news.pop(0)
@@ -119,6 +126,6 @@ def _runs(take: Sequence[Stretch], put: Sequence[Stretch]) -> Iterator[Run]:
 
 
 def _writable(shard: Array) -> np.ndarray:
-    """A shard's own memory."""
+    """A writable view of a shard's memory."""
     memory = (ctypes.c_byte * shard.nbytes).from_address(shard.unsafe_buffer_pointer())
     return np.ctypeslib.as_array(memory).view(shard.dtype).reshape(shard.shape)

@@ -1,23 +1,21 @@
-"""Whose memory an array lies in: the devices' own, or their host's, from and to which they can copy
-by themselves.
-"""
+"""Whether an array is in device memory or in pinned host memory, and copies between the two."""
 
 import jax
 from jax import Array
 from jax.sharding import Sharding
 
 DEVICE_MEMORY, HOST_MEMORY = "device", "pinned_host"
-"""JAX's names for them."""
+"""JAX's names of the memory kinds."""
 
 
 def lies_on_host(sharding: Sharding) -> bool:
-    """Whether arrays of this sharding lie in the host's memory."""
+    """Whether arrays of this sharding are in host memory."""
     return sharding.memory_kind == HOST_MEMORY
 
 
 def in_memory_of(array: Array, sharding: Sharding) -> Array:
-    """The array itself, or a copy split in the same way, in the memory in which arrays of another
-    sharding lie.
+    """The array in the memory kind of another sharding: the array itself, or a copy with the same
+    split.
     """
     if lies_on_host(array.sharding) == lies_on_host(sharding):
         return array
@@ -28,7 +26,7 @@ def in_memory_of(array: Array, sharding: Sharding) -> Array:
 
 
 def on_devices(array: Array) -> Array:
-    """The array itself, or a copy of it in the devices' own memory."""
+    """The array in device memory: the array itself, or a copy."""
     return (
         jax.device_put(array, array.sharding.with_memory_kind(DEVICE_MEMORY))
         if lies_on_host(array.sharding)

@@ -1,8 +1,7 @@
-"""The programs that carry pieces of a leaf from old shards to new ones (reshard/exchange.py), a
-device's part in each.
+"""Compiled programs that move pieces of a leaf from old shards to new ones (reshard/exchange.py).
 
-A program depends on shapes and on who sends to whom. Where on a device its pieces lie it is told by
-a table of numbers, so that one program serves leaves, and layouts, that are alike in the rest.
+A program depends on shapes and on which device sends to which. The offsets of the pieces are an
+argument (a table of integers), so leaves and layouts that differ only in offsets share a program.
 """
 
 from dataclasses import dataclass
@@ -15,40 +14,45 @@ from jax import Array, lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from optimus_jax.mesh.compiler import compiler_options
-from optimus_jax.reshard.exchange import Index, Place, Round, Route
+from optimus_jax.reshard.edge_colouring import Route
+from optimus_jax.reshard.exchange import Index, PiecePosition, TransferRound
 
 ROW = "device"
-"""The only axis of the mesh on which shards are exchanged, whatever meshes they come from and go
-to."""
+"""The only axis of the mesh used for the exchange, independent of the old and the new mesh."""
 
 
 @dataclass(frozen=True)
-class Kind:
-    """What the program of a round depends on; where its pieces lie is told to it."""
+class RoundShape:
+    """What the program of a round depends on; offsets are arguments of the program."""
 
     shape: Index
     routes: tuple[Route, ...]
-    is_scattered: bool
+    has_scattered_rows: bool
     is_for_all: bool
-    """Whether something arrives on every device."""
+    """Whether every device receives a piece."""
 
     @classmethod
-    def of(cls, part: Round) -> "Kind":
-        return cls(part.shape, part.routes, part.is_scattered, None not in part.put)
+    def of(cls, part: TransferRound) -> "RoundShape":
+        return cls(part.shape, part.routes, part.has_scattered_rows, None not in part.put)
 
     @property
-    def num_places(self) -> int:
-        """Numbers that tell a device where one piece lies."""
-        return (self.shape[0] if self.is_scattered else 1) + len(self.shape) - 1
+    def num_offsets(self) -> int:
+        """Number of integers that give the position of one piece."""
+        return (self.shape[0] if self.has_scattered_rows else 1) + len(self.shape) - 1
 
 
 @lru_cache(maxsize=1 << 11)
 def piece_program(
-    kinds: tuple[Kind, ...], old: Index, new: Index, dtype: np.dtype, row: Mesh, is_first: bool
+    kinds: tuple[RoundShape, ...],
+    old: Index,
+    new: Index,
+    dtype: np.dtype,
+    row: Mesh,
+    is_first: bool,
 ) -> jax.stages.Compiled:
-    """(old shards, places, new shards unless it is the first) -> new shards.
+    """(old shards, offsets, new shards unless it is the first program) -> new shards.
 
-    Leaves that are alike share it.
+    Leaves of the same shapes and dtype share it.
     """
 
     def rows(shape: Index, kind: np.dtype) -> jax.ShapeDtypeStruct:
@@ -56,10 +60,10 @@ def piece_program(
             (row.size * shape[0], *shape[1:]), kind, sharding=NamedSharding(row, PartitionSpec(ROW))
         )
 
-    num_places = sum(2 * kind.num_places + 1 for kind in kinds)
+    num_offsets = sum(2 * kind.num_offsets + 1 for kind in kinds)
     given = (
         rows(old, dtype),
-        rows((1, num_places), np.dtype(np.int32)),
+        rows((1, num_offsets), np.dtype(np.int32)),
         *(() if is_first else (rows(new, dtype),)),
     )
     return _carried.lower(*given, kinds=kinds, row=row, shape=new).compile(
@@ -70,37 +74,41 @@ def piece_program(
 @partial(jax.jit, static_argnames=("kinds", "row", "shape"), donate_argnums=2)
 def _carried(
     old: Array,
-    places: Array,
+    piece_offsets: Array,
     new: Array | None = None,
     *,
-    kinds: tuple[Kind, ...],
+    kinds: tuple[RoundShape, ...],
     row: Mesh,
     shape: Index,
 ) -> Array:
-    """Old shards [devices * old[0], ...] and what there is of the new ones -> new ones with the
-    pieces of some rounds.
+    """Old shards [devices * old[0], ...] and the new shards so far -> new shards with the pieces of
+    some rounds added.
     """
 
-    def on_device(old: Array, places: Array, *before: Array) -> Array:
+    def on_device(old: Array, piece_offsets: Array, *before: Array) -> Array:
         new = before[0] if before else lax.pcast(jnp.zeros(shape, old.dtype), (ROW,), to="varying")
         first = 0
         for kind in kinds:
-            last = first + 2 * kind.num_places + 1
-            new = _with_piece(kind, old, new, places[0, first:last])
+            last = first + 2 * kind.num_offsets + 1
+            new = _with_piece(kind, old, new, piece_offsets[0, first:last])
             first = last
         return new
 
-    given = (old, places) if new is None else (old, places, new)
+    given = (old, piece_offsets) if new is None else (old, piece_offsets, new)
     return jax.shard_map(
         on_device, mesh=row, in_specs=PartitionSpec(ROW), out_specs=PartitionSpec(ROW)
     )(*given)
 
 
-def _with_piece(kind: Kind, old: Array, new: Array, places: Array) -> Array:
-    """A device's new shard with what one round brings."""
-    take, put, arrives = places[: kind.num_places], places[kind.num_places : -1], places[-1]
+def _with_piece(kind: RoundShape, old: Array, new: Array, piece_offsets: Array) -> Array:
+    """A device's new shard with the piece of one round added."""
+    take, put, arrives = (
+        piece_offsets[: kind.num_offsets],
+        piece_offsets[kind.num_offsets : -1],
+        piece_offsets[-1],
+    )
     piece = old
-    if kind.is_scattered:
+    if kind.has_scattered_rows:
         piece = (
             _columns(piece, take, kind.shape)
             .at[take[: kind.shape[0]]]
@@ -110,7 +118,7 @@ def _with_piece(kind: Kind, old: Array, new: Array, places: Array) -> Array:
         piece = lax.dynamic_slice(old, tuple(take), kind.shape)
     if kind.routes:
         piece = lax.ppermute(piece, ROW, kind.routes)
-    if kind.is_scattered:
+    if kind.has_scattered_rows:
         columns = _columns(new, put, kind.shape).at[put[: kind.shape[0]]].set(piece, mode="drop")
         return (
             columns
@@ -123,27 +131,27 @@ def _with_piece(kind: Kind, old: Array, new: Array, places: Array) -> Array:
 
 
 def _columns(shard: Array, place: Array, shape: Index) -> Array:
-    """All rows of a shard, but along other dimensions only what a piece has."""
+    """All rows of a shard, restricted to a piece along the other dimensions."""
     if shard.shape[1:] == shape[1:]:
         return shard
     return lax.dynamic_slice(shard, (0, *place[shape[0] :]), (shard.shape[0], *shape[1:]))
 
 
 @lru_cache(maxsize=1 << 10)
-def places(part: tuple[Round, ...], new_rows: int, row: Mesh) -> Array:
-    """int32 [devices, numbers]: for every round, where a device's piece lies in the old shard and
-    in the new one, and whether any arrives.
+def piece_offsets(part: tuple[TransferRound, ...], new_rows: int, row: Mesh) -> Array:
+    """int32 [devices, numbers]: for every round, the offsets of a device's piece in the old shard
+    and in the new one, and whether it receives a piece.
     """
 
-    def numbers(kind: Kind, place: Place | None, none: int) -> list[int]:
+    def numbers(kind: RoundShape, place: PiecePosition | None, none: int) -> list[int]:
         if place is None:
             return (
                 [none] * kind.shape[0] + [0] * (len(kind.shape) - 1)
-                if kind.is_scattered
+                if kind.has_scattered_rows
                 else [0] * len(kind.shape)
             )
         rows = [row for first, count in place.rows for row in range(first, first + count)]
-        return [*(rows if kind.is_scattered else rows[:1]), *place.starts]
+        return [*(rows if kind.has_scattered_rows else rows[:1]), *place.starts]
 
     table = np.array(
         [
@@ -151,8 +159,8 @@ def places(part: tuple[Round, ...], new_rows: int, row: Mesh) -> Array:
                 number
                 for each in part
                 for number in (
-                    *numbers(Kind.of(each), each.take[device], 0),
-                    *numbers(Kind.of(each), each.put[device], new_rows),
+                    *numbers(RoundShape.of(each), each.take[device], 0),
+                    *numbers(RoundShape.of(each), each.put[device], new_rows),
                     each.put[device] is not None,
                 )
             ]

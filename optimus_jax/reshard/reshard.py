@@ -1,24 +1,25 @@
-"""Move a whole state from one layout to another: the only place that does.
+"""Reshard a whole state from one layout to another.
 
-Layouts differ in what is split over which mesh axes, in the slots that layers lie in, in the
-padding of the vocabulary, and perhaps in the devices themselves. Every leaf moves by compiled
-programs that send exactly the pieces which a device lacks (reshard/exchange.py); a leaf that lies
-alike under both layouts is not touched. No array is made whole on the way, on a device or on the
-host. Virtual devices of one process have one memory, in which pieces are copied without any program
-(reshard/host_copies.py).
+Layouts may differ in what is split over which mesh axes, in the slots of layers, in the padding of
+the vocabulary, and in the devices. Every leaf moves by compiled programs that send exactly the
+pieces that a device lacks (reshard/exchange.py); a leaf with the same shards in both layouts is not
+touched. No array is gathered on a device or on the host. Virtual devices of one process share
+memory, so their pieces are copied without a program (reshard/host_copies.py).
 
-Memory: leaves move in *groups*. A group's old shards are deleted when its new ones are there, and
-what a device holds besides (new shards, and pieces on the way) is at most the budget, or what a
-single leaf takes if that is more. Leaves whose shards shrink come first: then at no time does a
-device hold more than the larger of old and new state, plus one group (`Move.way_bytes`).
+Memory: leaves move in *groups*. A group's old shards are deleted once its new shards exist. What a
+device holds in addition (new shards, and pieces in flight) is at most the budget, or what a single
+leaf needs if that is more. Leaves whose shards shrink move first, so a device never holds more than
+the larger of the old and the new state plus one group (`Move.way_bytes`).
 
     move = Move(source, target, budget_bytes=..., devices=...)
-    move.compile()                        # may be done in another thread, long before
-    for group in move.groups: new = move.carry(group, leaves); ...look at it...; move.release(group,
-    leaves, new)
+    move.compile()                        # may run earlier, in another thread
+    for group in move.groups:
+        new = move.carry(group, leaves)
+        ...verify it...
+        move.release(group, leaves, new)
 
-Several programs at once would be quicker to send, but on a CPU they run out of threads and wait for
-one another for ever: there each is waited for.
+Programs are not awaited one by one, except on a CPU, where many in flight exhaust the threads and
+deadlock.
 """
 
 import math
@@ -34,19 +35,27 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from optimus_jax.reshard.checksum import named_leaves
-from optimus_jax.reshard.exchange import Device, Exchange, Index, Lying, Round, lying, make_exchange
-from optimus_jax.reshard.host_copies import blank_program, copied, have_one_memory
+from optimus_jax.reshard.exchange import (
+    BlockLayout,
+    Device,
+    Exchange,
+    Index,
+    TransferRound,
+    block_layout,
+    make_exchange,
+)
+from optimus_jax.reshard.host_copies import copy_shards, share_memory, zeros_program
 from optimus_jax.reshard.memory_kinds import in_memory_of, lies_on_host, on_devices
-from optimus_jax.reshard.piece_programs import ROW, Kind, piece_program, places
+from optimus_jax.reshard.piece_programs import ROW, RoundShape, piece_offsets, piece_program
 from optimus_jax.reshard.restack import is_stacked
 
 PIECE_SHARE = 1 / 8
-"""Of the budget, for the pieces of one program: they are there twice, sent and received."""
+"""Share of the budget for the pieces of one program, which exist twice: sent and received."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """How a state lies on devices."""
+    """How a state is distributed over devices."""
 
     leaves: Any
     """The state as jax.ShapeDtypeStructs with NamedShardings."""
@@ -60,21 +69,21 @@ class Layout:
 
     @cached_property
     def devices(self) -> tuple[Device, ...]:
-        """Of the mesh, in its order."""
+        """Devices of the mesh, in mesh order."""
         sharding = next(iter(self.named.values())).sharding
         assert isinstance(sharding, NamedSharding)
         assert isinstance(sharding.mesh, Mesh)
         return tuple(sharding.mesh.devices.flat)
 
-    def lying(self, path: str, devices: tuple[Device, ...]) -> Lying:
-        """How the leaf of a path lies on a row of devices."""
+    def block_layout(self, path: str, devices: tuple[Device, ...]) -> BlockLayout:
+        """The blocks of the leaf at a path, over a row of devices."""
         leaf = self.named[path]
-        return lying(
+        return block_layout(
             tuple(leaf.shape), leaf.sharding, devices, self.slots if is_stacked(path) else None
         )
 
     def num_bytes(self) -> int:
-        """Of the whole state on one device; what lies in the host's memory does not count."""
+        """Bytes of the whole state on one device; leaves in host memory do not count."""
         return sum(
             math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
             for leaf in self.named.values()
@@ -83,8 +92,8 @@ class Layout:
 
 
 def row_of_devices(*layouts: Layout) -> tuple[Device, ...]:
-    """Every device of the layouts once: those of the first in its order, then those that only
-    others have.
+    """All devices of the layouts, each once: those of the first layout in its order, then those
+    only in later ones.
     """
     return tuple(dict.fromkeys(device for layout in layouts for device in layout.devices))
 
@@ -95,17 +104,17 @@ class Group:
 
     paths: tuple[str, ...]
     way_bytes: int
-    """That a device holds besides the state while they move."""
+    """Bytes that a device holds in addition to the state while the group moves."""
 
 
 class Move:
-    """The way of a state from one layout to another.
+    """Reshards a state from one layout to another.
 
     Args:
       source, target: layouts of states with the same paths.
-      budget_bytes: that a device may hold besides the state on the way; a leaf that takes more
+      budget_bytes: bytes that a device may hold in addition to the state; a leaf that needs more
         moves alone.
-      avoid: devices, reported bad perhaps, from which only is read what no other device has.
+      avoid: devices to read from only if no other device has the data, such as faulty ones.
     """
 
     def __init__(
@@ -122,20 +131,19 @@ class Move:
             Mesh(np.array(devices), (ROW,))
             for devices in (row_of_devices(source, target), target.devices)
         )
-        self._is_one_memory = have_one_memory(row_of_devices(source, target))
+        self._shares_memory = share_memory(row_of_devices(source, target))
         self._avoid = avoid
         self.groups: tuple[Group, ...] = ()
 
     def compile(self) -> None:
-        """Compile every program that is needed; only then is it known what they need, and `groups`
-        is filled.
+        """Compile all programs, and fill `groups` from the memory that they need.
 
-        Runs nothing, but puts the tables that programs are told by onto the devices.
+        Runs no program, but transfers the offset tables to the devices.
         """
-        if self._is_one_memory:
+        if self._shares_memory:
             for path, leaf in self.target.named.items():
-                if not (exchange := self.exchange(path)).is_nothing:
-                    blank_program(exchange.new, np.dtype(leaf.dtype), self._target_row)
+                if not (exchange := self.exchange(path)).is_identity:
+                    zeros_program(exchange.new, np.dtype(leaf.dtype), self._target_row)
         way_bytes = {path: self.way_bytes_of(path) for path in self.source.named}
         self.groups = tuple(
             _in_groups(way_bytes, sorted(way_bytes, key=self._growth_bytes), self._budget_bytes)
@@ -143,12 +151,12 @@ class Move:
 
     @property
     def way_bytes(self) -> int:
-        """The most that a device holds besides the larger of the two states."""
+        """The most bytes that a device holds in addition to the larger of the two states."""
         return max((group.way_bytes for group in self.groups), default=0)
 
     @property
     def sent_bytes(self) -> int:
-        """That all devices together get from others."""
+        """Bytes that all devices together receive from other devices."""
         return sum(
             math.prod(part.shape) * leaf.dtype.itemsize
             for path, leaf in self.source.named.items()
@@ -158,15 +166,15 @@ class Move:
         )
 
     def carry(self, group: Group, leaves: Mapping[str, Array]) -> dict[str, Array]:
-        """The group's leaves in the new layout, finished. The old ones are still there."""
+        """The group's leaves in the new layout, ready. The old leaves still exist."""
         arrived = {}
         for path in group.paths:
             old, asked, exchange = leaves[path], self.target.named[path], self.exchange(path)
-            if exchange.is_nothing:
-                arrived[path] = _as_leaf(_shards(old), asked)  # in another memory perhaps
+            if exchange.is_identity:
+                arrived[path] = _as_leaf(_shards(old), asked)  # possibly in another memory kind
                 continue
-            if self._is_one_memory:
-                new = copied(
+            if self._shares_memory:
+                new = copy_shards(
                     _shards(old),
                     exchange,
                     np.dtype(asked.dtype),
@@ -179,14 +187,14 @@ class Move:
         return jax.block_until_ready(arrived)
 
     def release(self, group: Group, leaves: dict[str, Array], arrived: Mapping[str, Array]) -> None:
-        """Delete the group's old shards and put the new leaves in their place in `leaves`."""
+        """Delete the group's old shards and replace its entries in `leaves` by the new leaves."""
         for path in group.paths:
-            if not self.stays(path):  # otherwise both are the same memory
+            if not self.stays(path):  # a leaf that stays shares its memory with the new one
                 leaves[path].delete()
             leaves[path] = arrived[path]
 
     def run(self, state: Any) -> Any:
-        """The whole state in the new layout. The old one is given up."""
+        """The whole state in the new layout. The old state is deleted."""
         if not self.groups:
             self.compile()
         leaves = named_leaves(state)
@@ -195,16 +203,16 @@ class Move:
         return self.target_state(leaves)
 
     def target_state(self, leaves: Mapping[str, Array]) -> Any:
-        """The leaves, all in the new layout, as a state."""
+        """The state made of the leaves, which are all in the new layout."""
         return jax.tree.unflatten(
             jax.tree.structure(self.target.leaves), [leaves[path] for path in self.target.named]
         )
 
     def _sent(self, path: str, row: Array) -> Array:
-        """A leaf's shards, one after the other, as programs make them of the old ones."""
+        """A leaf's new shards, concatenated, computed from the old ones by compiled programs."""
         new, is_cpu = None, self._row.devices.flat[0].platform == "cpu"
-        for program, told in self._steps(path):
-            new = program(row, told) if new is None else program(row, told, new)
+        for program, offsets in self._steps(path):
+            new = program(row, offsets) if new is None else program(row, offsets, new)
             if is_cpu:
                 jax.block_until_ready(new)
         assert new is not None
@@ -215,8 +223,8 @@ class Move:
         devices = tuple(self._row.devices.flat)
         itemsize = self.source.named[path].dtype.itemsize
         return make_exchange(
-            self.source.lying(path, devices),
-            self.target.lying(path, devices),
+            self.source.block_layout(path, devices),
+            self.target.block_layout(path, devices),
             processes=tuple(device.process_index for device in devices),
             most=self._piece_bytes // itemsize,
             avoid=frozenset(place for place, device in enumerate(devices) if device in self._avoid),
@@ -227,21 +235,21 @@ class Move:
         return max(1024, int(self._budget_bytes * PIECE_SHARE))
 
     def _steps(self, path: str) -> "list[tuple[jax.stages.Compiled, Array]]":
-        """The programs that move a leaf one after the other, and what each is told: the first makes
-        new shards, others add to them.
+        """The programs that move a leaf, in order, each with its table of offsets. The first
+        creates the new shards, the others update them.
         """
         exchange, dtype = self.exchange(path), np.dtype(self.source.named[path].dtype)
         return [
             (
                 piece_program(
-                    tuple(map(Kind.of, part)),
+                    tuple(map(RoundShape.of, part)),
                     exchange.old,
                     exchange.new,
                     dtype,
                     self._row,
                     number == 0,
                 ),
-                places(part, exchange.new[0], self._row),
+                piece_offsets(part, exchange.new[0], self._row),
             )
             for number, part in enumerate(
                 _parts(exchange.rounds, self._piece_bytes // dtype.itemsize)
@@ -249,43 +257,42 @@ class Move:
         ]
 
     def scratch_bytes(self, path: str) -> int:
-        """That a device needs for pieces of a leaf, beside its old shard and its new one; as the
-        compiled programs say.
+        """Bytes that a device needs for pieces of a leaf, in addition to its old and new shard,
+        according to the compiled programs.
         """
-        if self._is_one_memory or self.exchange(path).is_nothing:
+        if self._shares_memory or self.exchange(path).is_identity:
             return 0
         analyses = [program.memory_analysis() for program, _ in self._steps(path)]
         return max(0 if analysis is None else analysis.temp_size_in_bytes for analysis in analyses)
 
     def way_bytes_of(self, path: str) -> int:
-        """That a device needs for a leaf, beside its old shard."""
+        """Bytes that a device needs for moving a leaf, in addition to its old shard."""
         if self.stays(path):
             return 0
-        # What comes from the host's memory, or goes there, lies on the device while it is put
-        # together.
+        # Shards from or for host memory are in device memory while they are assembled.
         (old_bytes, new_bytes), comes = (
             self._shard_bytes(path),
             lies_on_host(self.source.named[path].sharding),
         )
         return (
             new_bytes
-            + (old_bytes if comes and not self.exchange(path).is_nothing else 0)
+            + (old_bytes if comes and not self.exchange(path).is_identity else 0)
             + self.scratch_bytes(path)
         )
 
     def stays(self, path: str) -> bool:
-        """Whether a leaf lies as it did, in the same memory."""
-        return self.exchange(path).is_nothing and lies_on_host(
+        """Whether a leaf keeps its shards and its memory kind."""
+        return self.exchange(path).is_identity and lies_on_host(
             self.source.named[path].sharding
         ) == lies_on_host(self.target.named[path].sharding)
 
     def _shard_bytes(self, path: str) -> tuple[int, int]:
-        """Of a leaf's old and new shard."""
+        """Bytes of a leaf's old and new shard."""
         exchange, itemsize = self.exchange(path), self.source.named[path].dtype.itemsize
         return math.prod(exchange.old) * itemsize, math.prod(exchange.new) * itemsize
 
     def _growth_bytes(self, path: str) -> int:
-        """That a device holds more of a leaf afterwards."""
+        """By how many bytes a leaf's share of device memory grows."""
         old, new = (
             0 if lies_on_host(layout.named[path].sharding) else size
             for layout, size in zip(
@@ -298,7 +305,7 @@ class Move:
 def _in_groups(
     way_bytes: Mapping[str, int], order: Sequence[str], budget_bytes: int
 ) -> list[Group]:
-    """Paths in order, as many together as the budget allows."""
+    """Paths in order, grouped greedily within the budget."""
     groups: list[Group] = []
     for path in order:
         if groups and groups[-1].way_bytes + way_bytes[path] <= budget_bytes:
@@ -310,11 +317,11 @@ def _in_groups(
     return groups
 
 
-def _parts(rounds: Sequence[Round], most: int) -> list[tuple[Round, ...]]:
-    """Rounds dealt out to programs, whose pieces may all be there at the same time: `most`
-    elements, but one at least.
+def _parts(rounds: Sequence[TransferRound], most: int) -> list[tuple[TransferRound, ...]]:
+    """Rounds grouped into programs. The pieces of one program may all exist at the same time, so
+    they have at most `most` elements, unless a single round has more.
     """
-    parts: list[tuple[Round, ...]] = [()]
+    parts: list[tuple[TransferRound, ...]] = [()]
     for each in rounds:
         if (
             parts[-1]
@@ -330,8 +337,8 @@ def _shards(leaf: Array) -> dict[Device, Array]:
 
 
 def as_row(leaf: Array, row: Mesh, local: Index) -> Array:
-    """A leaf's shards one after the other [devices * local[0], ...], zeros from devices that have
-    none; the same memory, if that is the devices'.
+    """A leaf's shards concatenated, [devices * local[0], ...], with zeros for devices without one.
+    Shares the leaf's memory if that is device memory.
     """
     shards = _shards(leaf)
     parts = [
@@ -347,7 +354,7 @@ def as_row(leaf: Array, row: Mesh, local: Index) -> Array:
 
 
 def _as_leaf(shards: Mapping[Device, Array], asked: jax.ShapeDtypeStruct) -> Array:
-    """The leaf whose shards these are, and perhaps others which nobody asks for."""
+    """The leaf made of these shards; shards of other devices are ignored."""
     local = asked.sharding.shard_shape(asked.shape)
     return jax.make_array_from_single_device_arrays(
         asked.shape,
@@ -360,5 +367,5 @@ def _as_leaf(shards: Mapping[Device, Array], asked: jax.ShapeDtypeStruct) -> Arr
 
 
 def _in_shape(shard: Array, shape: Index) -> Array:
-    """The same memory, but for an array of one element, [] or [1]."""
+    """The shard in `shape`, which differs only for a single element ([] or [1])."""
     return shard if shard.shape == shape else shard.reshape(shape)

@@ -1,14 +1,15 @@
-"""Move the layers of a stack from one order of slots (mesh/slots.py) to another, on the same mesh.
+"""Reorder the layers of a stack from one order of slots (mesh/slots.py) to another, on the same
+mesh.
 
-A checkpoint holds layers in order; some pipelines keep them in another. A leaf moves in *rounds*,
-each a permutation along `pipe` in which every stage sends rows to one other at most and gets rows
-from one at most. Which rows those are is known when the program is traced.
+Checkpoints store layers in order; some pipelines keep them in another. A leaf moves in *rounds*,
+each a `ppermute` along `pipe` in which every stage sends rows to at most one other stage and
+receives from at most one. The rows are known when the program is traced.
 
-What a leaf costs a device: between stages of uneven length, about as many rows on the wire as lie
-on a wrong stage; from or to interleaving, a shard. Beside the old shard and the new one it holds
-what stays, what it sends and what arrives: about two shards. A leaf in the host's memory goes by
-the devices. (One all-to-all would be shorter, but it has room for the longest message to every
-stage: nearly the whole leaf where a stage hands most of its layers to its neighbour.)
+Cost per device: between uneven stages, about as many rows on the wire as are on a wrong stage; from
+or to an interleaved order, one shard. Besides the old and the new shard, a device holds the rows
+that stay, those it sends and those it receives: about two shards. A leaf in host memory is copied
+to the devices first. (A single all-to-all would be simpler, but it reserves room for the longest
+message to every stage: nearly the whole leaf if a stage hands most layers to its neighbour.)
 """
 
 from collections.abc import Collection, Sequence
@@ -27,29 +28,28 @@ from optimus_jax.config.axes import PIPE
 from optimus_jax.mesh.axes import LAYERS
 from optimus_jax.mesh.slots import EMPTY
 from optimus_jax.mesh.zero import vary, varying_axes
-from optimus_jax.reshard.exchange import Route, matchings
+from optimus_jax.reshard.edge_colouring import Route, route_rounds
 from optimus_jax.reshard.memory_kinds import in_memory_of, on_devices
 
 
 @dataclass(frozen=True, eq=False)
-class StackRound:
-    """Rows that move at the same time."""
+class RowRound:
+    """Rows that move in one `ppermute`."""
 
     routes: tuple[Route, ...]
-    """(sending stage, receiving stage); empty: every stage keeps its rows."""
+    """Stages that send, with their receivers; empty: every stage keeps its rows."""
     take: NDArray[np.int32]
-    """[stages, K]: rows of a stage's old shard. One with less than K to send sends anything
-    besides."""
+    """[stages, K]: rows of a stage's old shard. Stages with fewer than K rows send padding."""
     put: NDArray[np.int32]
-    """[stages, K]: rows of a stage's new shard for what arrives; out of bounds: none."""
+    """[stages, K]: where received rows go in a stage's new shard; out of bounds: dropped."""
 
 
-def make_rounds(source: Sequence[int], target: Sequence[int], num_stages: int) -> list[StackRound]:
-    """The rounds that turn one order of slots into another that has no other layers."""
+def make_rounds(source: Sequence[int], target: Sequence[int], num_stages: int) -> list[RowRound]:
+    """The rounds that turn one order of slots into another order of the same layers."""
     room = len(target) // num_stages
     rows = _rows_by_route(source, target, num_stages)
 
-    def as_round(routes: Collection[Route], sends: bool = True) -> StackRound:
+    def as_round(routes: Collection[Route], sends: bool = True) -> RowRound:
         most = max(len(rows[route]) for route in routes)
         take, put = (
             np.zeros((num_stages, most), np.int32),
@@ -58,13 +58,13 @@ def make_rounds(source: Sequence[int], target: Sequence[int], num_stages: int) -
         for start, end in routes:
             pairs = rows[start, end]
             take[start, : len(pairs)], put[end, : len(pairs)] = zip(*pairs, strict=True)
-        return StackRound(tuple(routes) if sends else (), take, put)
+        return RowRound(tuple(routes) if sends else (), take, put)
 
     staying = [(start, end) for start, end in rows if start == end]
-    # Longest first: routes of about as many rows then share a round.
+    # Longest first: the routes of a round then have about equally many rows, so little is padded.
     moving = sorted(rows.keys() - staying, key=lambda route: (-len(rows[route]), route))
     return ([as_round(staying, sends=False)] if staying else []) + [
-        as_round([moving[number] for number in part]) for part in matchings(moving)
+        as_round([moving[number] for number in numbers]) for numbers in route_rounds(moving)
     ]
 
 
@@ -76,18 +76,18 @@ def restack(
     target: tuple[int, ...],
     keep: bool = True,
 ) -> Any:
-    """`tree` with the rows of its stacked leaves in another order; empty slots are zero, other
-    leaves untouched.
+    """`tree` with the rows of its stacked leaves in another order. Empty slots become zero; other
+    leaves are not touched.
 
-    Leaves move one after the other, so that what is on the way belongs to one. Those which are
-    alike (a parameter and its moments) share a program, which is compiled when it is first needed.
+    Leaves move one at a time, so only one has transient copies. Leaves of the same shape and
+    sharding (a parameter and its moments) share a program, compiled on first use.
 
     Args:
       tree: jax.Arrays; stacked leaves (`is_stacked`) are [len(source), ...].
       shardings: the NamedSharding of every leaf, which the result has too.
       source, target: the layer in each slot; `pipe` divides the length of both.
-      keep: whether the leaves given stay as they are. Otherwise each that moves is deleted at once,
-        and no more than one exists twice.
+      keep: whether the given leaves stay valid. Otherwise each is deleted once it has moved, so
+        that at most one exists twice.
     """
     if source == target:
         return tree
@@ -95,8 +95,7 @@ def restack(
     def moved(path: Any, leaf: Array, sharding: NamedSharding) -> Array:
         if not is_stacked(jax.tree_util.keystr(path, simple=True, separator="/")):
             return leaf
-        # Waited for: on a CPU, many programs in flight run out of threads and wait for one another
-        # for ever.
+        # Wait for each leaf: on a CPU, many programs in flight exhaust the threads and deadlock.
         new = _moved(on_devices(leaf), sharding=sharding, source=source, target=target)
         new = jax.block_until_ready(in_memory_of(new, sharding))
         if not keep:
@@ -107,13 +106,12 @@ def restack(
 
 
 def is_stacked(path: str) -> bool:
-    """Whether the leaf of a path, such as `opt_state/0/mu/layers/mlp/up`, has a row for every
-    slot."""
+    """Whether the leaf at a path, such as `opt_state/0/mu/layers/mlp/up`, has a row per slot."""
     return LAYERS in path.split("/")
 
 
 def with_empty_slots_zero(stack: Any, slots: Sequence[int]) -> Any:
-    """Leaves [slots, ...] with zeros where there is no layer."""
+    """Leaves [slots, ...] with zeros in slots without a layer."""
     full = np.array(slots) != EMPTY
     if full.all():
         return stack
@@ -152,9 +150,7 @@ def _moved(
 def _rows_by_route(
     source: Sequence[int], target: Sequence[int], num_stages: int
 ) -> dict[Route, list[tuple[int, int]]]:
-    """(row of the old shard, row of the new one) of every layer, by the stages that it goes
-    between.
-    """
+    """(row of the old shard, row of the new shard) of every layer, by (old stage, new stage)."""
     places = {
         layer: divmod(slot, len(source) // num_stages)
         for slot, layer in enumerate(source)

@@ -1,9 +1,9 @@
-"""Checksums of a state as it lies, of every copy of every shard.
+"""Checksums of a state in its current layout, computed for every replica of every shard.
 
-The sums are those that checkpoints have (reshard/checksum.py, of the stored form): an element
-counts by its layer, not its slot, and padding of zeros does not count, so they are the same under
-every layout. Each device adds up its own shards. Hence replicas are compared too: a copy that went
-wrong on one device is seen, and on which.
+The sums equal those of checkpoints (reshard/checksum.py, of the stored form): an element counts by
+its layer, not its slot, and zero padding does not count, so the sums are the same under every
+layout. Each device sums its own shards, so replicas are compared too, and a corrupt copy is
+attributed to its device.
 """
 
 import math
@@ -18,21 +18,21 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from optimus_jax.mesh.zero import vary
 from optimus_jax.reshard.checksum import _scramble as scramble
-from optimus_jax.reshard.exchange import Index, Lying
+from optimus_jax.reshard.exchange import BlockLayout, Index
 from optimus_jax.reshard.piece_programs import ROW
 from optimus_jax.reshard.reshard import Layout, as_row
 
 CHUNK_ELEMENTS = 1 << 16
-"""Added up at a time: they and their sums stay in a core's cache."""
+"""Elements summed at a time: they and their sums fit into a core's cache."""
 MAX_CHUNKS = 1 << 12
 
 
 class ReplicasDifferError(Exception):
-    """Two devices hold different bits where they should hold the same."""
+    """Two replicas of a shard differ."""
 
 
 class ShardSums:
-    """The checksums of states that lie as a layout says.
+    """Computes checksums of states in a given layout.
 
     Args:
       layout: of the states.
@@ -42,13 +42,13 @@ class ShardSums:
         self._layout, self._row = layout, Mesh(np.array(layout.devices), (ROW,))
 
     def compile(self) -> None:
-        """Compile every program that is needed; leaves whose shards are alike share one."""
+        """Compile all programs; leaves with equal shard shapes and dtypes share one."""
         for path in self._layout.named:
             self._program(path)
-            _numbers(self._lying(path), self._row)
+            _numbers(self._block_layout(path), self._row)
 
     def of(self, leaves: Mapping[str, Array], paths: Iterable[str]) -> dict[str, int]:
-        """The checksum of some leaves, by path; the same on every process.
+        """The checksums of some leaves by path; the same on every process.
 
         Raises:
           ReplicasDifferError: naming the leaf and a device.
@@ -56,12 +56,14 @@ class ShardSums:
         return {path: self._sum(path, leaves[path]) for path in paths}
 
     def _sum(self, path: str, leaf: Array) -> int:
-        lying = self._lying(path)
+        block_layout = self._block_layout(path)
         by_device = np.asarray(
-            self._program(path)(as_row(leaf, self._row, lying.local), *_numbers(lying, self._row))
+            self._program(path)(
+                as_row(leaf, self._row, block_layout.local), *_numbers(block_layout, self._row)
+            )
         )
         total = 0
-        for block, devices in lying.replicas.items():
+        for block, devices in block_layout.replicas.items():
             sums = by_device[devices]
             if (wrong := np.flatnonzero(sums != sums[0])).size:
                 raise ReplicasDifferError(
@@ -73,17 +75,17 @@ class ShardSums:
 
     def _program(self, path: str) -> jax.stages.Compiled:
         return _program(
-            self._lying(path).local, np.dtype(self._layout.named[path].dtype), self._row
+            self._block_layout(path).local, np.dtype(self._layout.named[path].dtype), self._row
         )
 
-    def _lying(self, path: str) -> Lying:
-        return self._layout.lying(path, tuple(self._row.devices.flat))
+    def _block_layout(self, path: str) -> BlockLayout:
+        return self._layout.block_layout(path, tuple(self._row.devices.flat))
 
 
 @lru_cache(maxsize=1 << 10)
 def _program(local: Index, dtype: np.dtype, row: Mesh) -> jax.stages.Compiled:
-    """(shards [devices * local[0], ...], their numbers) -> uint32 [devices]: the sum of every
-    device's shard, known to all.
+    """(shards [devices * local[0], ...], row numbers, starts) -> uint32 [devices], replicated: the
+    sum of every device's shard.
     """
     rows = NamedSharding(row, PartitionSpec(ROW))
 
@@ -108,8 +110,8 @@ def _program(local: Index, dtype: np.dtype, row: Mesh) -> jax.stages.Compiled:
 
 
 def _num_chunks(local: Index) -> int:
-    """Parts of equal size that a shard's rows along all dimensions but the last are added up in, of
-    CHUNK_ELEMENTS or less; 1 if there are none.
+    """Number of equal chunks of at most CHUNK_ELEMENTS into which a shard's rows (all dimensions
+    but the last) are split; 1 if no such number exists.
     """
     num_rows, least = math.prod(local[:-1]), math.prod(local) / CHUNK_ELEMENTS
     return next(
@@ -123,14 +125,14 @@ def _num_chunks(local: Index) -> int:
 
 
 def _sum_of(shard: Array, rows: Array, starts: Array, chunks: int) -> Array:
-    """uint32 []: `mesh.checksum` of a shard in its place.
+    """uint32 []: the part of an array's checksum that one shard contributes.
 
     Args:
       shard: any shape.
       rows: int32 [shard.shape[0]], the number of every row in the whole array.
       starts: int32 [shard.ndim - 1], where the shard begins along the other dimensions.
-      chunks: parts to be added up elementwise before the sum over all is taken. A CPU's loop over
-        one sum after the other is 10 times as slow as one over vectors.
+      chunks: added elementwise before the final sum. On a CPU a loop over scalar sums is 10 times
+        as slow as one over vectors.
     """
     *outer, last = shard.shape if shard.ndim > 1 else (1, *shard.shape)
     weights_R = scramble(rows.astype(jnp.uint32))
@@ -169,22 +171,22 @@ def _sum_of(shard: Array, rows: Array, starts: Array, chunks: int) -> Array:
 
 
 @lru_cache(maxsize=1 << 8)
-def _numbers(lying: Lying, row: Mesh) -> tuple[Array, Array]:
+def _numbers(block_layout: BlockLayout, row: Mesh) -> tuple[Array, Array]:
     """The numbers of rows [devices * local[0]], and starts along other dimensions [devices, dims -
     1], of every device's shard.
     """
-    blocks = [block or (0,) * len(lying.local) for block in lying.blocks]
-    rows = np.array(lying.rows, np.int32).reshape(-1, lying.local[0])
+    blocks = [block or (0,) * len(block_layout.local) for block in block_layout.blocks]
+    rows = np.array(block_layout.rows, np.int32).reshape(-1, block_layout.local[0])
     starts = np.array(
         [
-            [place * size for place, size in zip(block[1:], lying.local[1:], strict=True)]
+            [place * size for place, size in zip(block[1:], block_layout.local[1:], strict=True)]
             for block in blocks
         ],
         np.int32,
     )
     numbers = (
         np.concatenate([rows[block[0]] for block in blocks]),
-        starts.reshape(len(blocks), len(lying.local) - 1),
+        starts.reshape(len(blocks), len(block_layout.local) - 1),
     )
     sharding = NamedSharding(row, PartitionSpec(ROW))
     first, second = (

@@ -24,7 +24,7 @@ from optimus_jax.planning.local_cluster import LocalCluster
 from optimus_jax.planning.search.choice import Choice
 from optimus_jax.planning.search.phase_plans import Prices, plan_of
 from optimus_jax.planning.trials.measure import TRIAL_STEPS, measure
-from optimus_jax.planning.trials.trial import Trial, run_trial
+from optimus_jax.planning.trials.trial import PlanTrial, run_trial
 from optimus_jax.run_directory.directory import RunDirectory
 from optimus_jax.training.watchers import Display
 
@@ -123,7 +123,7 @@ def fastest_in_trials(
     steps: dict[Plan, CompiledStep | None] = {}  # of the newest trial and the fastest before it
     times_s: dict[Plan, float] = {}
 
-    def run_one(plan: Plan, fastest: Plan | None) -> Trial:
+    def run_one(plan: Plan, fastest: Plan | None) -> PlanTrial:
         for slower in steps.keys() - {fastest}:
             del steps[slower]  # frees its memory
         display.message(f"trying {plan.describe()}")
@@ -137,7 +137,7 @@ def fastest_in_trials(
         followed = _follow_process_0(choice, run_one)
         return followed, steps.get(followed.plan)
 
-    def run_on_all(plan: Plan) -> Trial:
+    def run_on_all(plan: Plan) -> PlanTrial:
         fastest = min(times_s, key=times_s.__getitem__, default=None)
         _broadcast(_TRY, json.dumps([plan.to_json(), fastest and fastest.to_json()]))
         trial = run_one(plan, fastest)
@@ -164,7 +164,7 @@ def _broadcast(kind: str, content: str) -> None:
     broadcast_from_0(json.dumps([kind, content]))
 
 
-def _follow_process_0(choice: Choice, run_one: Callable[[Plan, Plan | None], Trial]) -> Choice:
+def _follow_process_0(choice: Choice, run_one: Callable[[Plan, Plan | None], PlanTrial]) -> Choice:
     """Try the plans that process 0 broadcasts, and return the choice that it broadcasts last."""
     while True:
         kind, content = json.loads(broadcast_from_0(""))
@@ -183,7 +183,7 @@ def _try_plans(
     choice: Choice,
     local_cluster: LocalCluster | None,
     run: RunDirectory,
-    run_one: Callable[[Plan], Trial],
+    run_one: Callable[[Plan], PlanTrial],
 ) -> Choice:
     if local_cluster is None or not choice.ranked:
         return choice

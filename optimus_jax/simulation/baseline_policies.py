@@ -263,5 +263,7 @@ def _without(pricing: Pricing, lost: frozenset[int]) -> Pricing:
     left = max(1, cluster.num_hosts - len(hosts))
     return replace(
         pricing,
-        cluster=replace(cluster, num_hosts=left, between=cluster.between if left > 1 else None),
+        cluster=replace(
+            cluster, num_hosts=left, inter_host=cluster.inter_host if left > 1 else None
+        ),
     )

@@ -49,8 +49,8 @@ class PooledSearch:
         cluster, rates = pricing.cluster, pricing.rates
         coarse_cluster = replace(
             cluster,
-            inside=_coarse(cluster.inside),
-            between=cluster.between and _coarse(cluster.between),
+            intra_host=_coarse(cluster.intra_host),
+            inter_host=cluster.inter_host and _coarse(cluster.inter_host),
         )
         coarse_rates = replace(
             rates,
@@ -80,8 +80,9 @@ def contenders(setup: Setup, timeline: Timeline, searcher: PooledSearch) -> list
             for cluster in _clusters(pricing.cluster, conditions):
                 scaled = replace(
                     cluster,
-                    inside=_scaled(cluster.inside, conditions.inside),
-                    between=cluster.between and _scaled(cluster.between, conditions.between),
+                    intra_host=_scaled(cluster.intra_host, conditions.inside),
+                    inter_host=cluster.inter_host
+                    and _scaled(cluster.inter_host, conditions.between),
                 )
                 there = replace(pricing, cluster=scaled)
                 found = searcher.plans(there)
@@ -156,7 +157,7 @@ def _smaller(cluster: Cluster, num_hosts: int) -> Sequence[Cluster]:
     """With so many hosts, and with the power of two below, over which batches divide."""
     counts = {num_hosts, 2 ** int(math.log2(num_hosts))}
     return [
-        replace(cluster, num_hosts=count, between=cluster.between if count > 1 else None)
+        replace(cluster, num_hosts=count, inter_host=cluster.inter_host if count > 1 else None)
         for count in sorted(counts, reverse=True)
     ]
 

@@ -197,8 +197,8 @@ def believed(pricing: Pricing, prior: Prior) -> Pricing:
         pricing,
         cluster=replace(
             cluster,
-            inside=scaled(cluster.inside, prior.inside),
-            between=cluster.between and scaled(cluster.between, prior.between),
+            intra_host=scaled(cluster.intra_host, prior.inside),
+            inter_host=cluster.inter_host and scaled(cluster.inter_host, prior.between),
         ),
         rates=replace(
             rates,

@@ -224,8 +224,8 @@ class Telemetry:
             if axes[axis] > 1:
                 link = (
                     "between"
-                    if world.cluster.between
-                    and world.cluster.link_of(axes, axis) is world.cluster.between
+                    if world.cluster.inter_host
+                    and world.cluster.link_of(axes, axis) is world.cluster.inter_host
                     else "inside"
                 )
                 value = self._noisy(
@@ -256,7 +256,9 @@ class Telemetry:
     def _believed(self, link: str) -> float:
         """Speed of a link by the hardware profile, over the nominal one."""
         told, nominal = (
-            cluster.inside if link == "inside" or cluster.between is None else cluster.between
+            cluster.intra_host
+            if link == "inside" or cluster.inter_host is None
+            else cluster.inter_host
             for cluster in (self._told.cluster, self._world.cluster)
         )
         return (

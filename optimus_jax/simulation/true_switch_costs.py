@@ -70,9 +70,13 @@ class TrueSwitchCosts:
         over the link inside.
         """
         world, cluster = self._world, self._world.cluster
-        link, name = (cluster.between, "between") if cluster.between else (cluster.inside, "inside")
+        link, name = (
+            (cluster.inter_host, "between")
+            if cluster.inter_host
+            else (cluster.intra_host, "inside")
+        )
         nominal = link.bytes_per_s or 1e9
-        share = from_other_hosts(old.plan, cluster) if cluster.between else 1.0
+        share = from_other_hosts(old.plan, cluster) if cluster.inter_host else 1.0
         return (
             share
             * world.estimate(new.plan, phase).states

@@ -264,8 +264,8 @@ def _with_speeds(cluster: Cluster, inside: float, between: float) -> Cluster:
 
     return replace(
         cluster,
-        inside=scaled(cluster.inside, inside),
-        between=cluster.between and scaled(cluster.between, between),
+        intra_host=scaled(cluster.intra_host, inside),
+        inter_host=cluster.inter_host and scaled(cluster.inter_host, between),
     )
 
 

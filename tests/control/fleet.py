@@ -143,14 +143,16 @@ class Truth:
     def log_time(self, plan: Plan, conditions: Conditions | None = None) -> float:
         """Logarithm of the level of step times, seconds."""
         cluster, rates = CLUSTER, PRICING.rates
-        assert cluster.between is not None
-        assert cluster.between.bytes_per_s is not None
-        assert cluster.inside.bytes_per_s is not None
+        assert cluster.inter_host is not None
+        assert cluster.inter_host.bytes_per_s is not None
+        assert cluster.intra_host.bytes_per_s is not None
         faster = replace(
             cluster,
-            inside=replace(cluster.inside, bytes_per_s=cluster.inside.bytes_per_s * self._links[0]),
-            between=replace(
-                cluster.between, bytes_per_s=cluster.between.bytes_per_s * self._links[1]
+            intra_host=replace(
+                cluster.intra_host, bytes_per_s=cluster.intra_host.bytes_per_s * self._links[0]
+            ),
+            inter_host=replace(
+                cluster.inter_host, bytes_per_s=cluster.inter_host.bytes_per_s * self._links[1]
             ),
         )
         rates = replace(

@@ -189,7 +189,7 @@ def slow_devices(quick, tmp_path_factory):
     here = LocalCluster(
         cluster=replace(
             Cluster.of(discover()),
-            inside=Link(name="memory", bytes_per_s=7e9, latency_s=1e-5, source="made up"),
+            intra_host=Link(name="memory", bytes_per_s=7e9, latency_s=1e-5, source="made up"),
         ),
         rates=rates,
         records=tmp_path_factory.mktemp("records") / "records.jsonl",

@@ -235,15 +235,15 @@ def test_a_switch_is_held_against_what_was_expected_of_it_on_links_as_they_were(
         CostModel,
         "learn",
         lambda self, switch_method, old, plan, pricing, **more: (
-            links.append(pricing.cluster.between),
+            links.append(pricing.cluster.inter_host),
             learn(self, switch_method, old, plan, pricing, **more),
         ),
     )
     job = Job(num_steps=5000).go(200).go(400, SLOW).go(400)
     assert len(job.switches) == 2
     slow, whole = (link.bytes_per_s for link in links)
-    assert slow == pytest.approx(CLUSTER.between.bytes_per_s / 16, rel=0.1)
-    assert whole == pytest.approx(CLUSTER.between.bytes_per_s, rel=0.1)
+    assert slow == pytest.approx(CLUSTER.inter_host.bytes_per_s / 16, rel=0.1)
+    assert whole == pytest.approx(CLUSTER.inter_host.bytes_per_s, rel=0.1)
 
 
 def test_it_waits_until_the_slow_link_has_cost_as_much_as_a_switch():

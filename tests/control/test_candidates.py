@@ -87,7 +87,7 @@ def test_of_several_hosts_those_with_lost_devices_are_left_out(lost, hosts):
 
 
 def test_of_one_host_the_other_devices_are_used():
-    one = replace(CLUSTER, num_hosts=1, between=None)
+    one = replace(CLUSTER, num_hosts=1, inter_host=None)
     found = list(leaving_out(one, frozenset({2}), CONFIG))
     assert [(cluster.devices_per_host, sorted(without)) for cluster, without in found][:2] == [
         (7, [2]),
@@ -105,7 +105,7 @@ def test_sizes_that_nothing_divides_over_are_skipped():
 
 def test_two_hosts_leave_one_without_a_link_to_others():
     found = list(leaving_out(replace(CLUSTER, num_hosts=2), frozenset({0}), CONFIG))
-    assert [(cluster.num_hosts, cluster.between) for cluster, _ in found] == [(1, None)]
+    assert [(cluster.num_hosts, cluster.inter_host) for cluster, _ in found] == [(1, None)]
 
 
 def test_the_list_of_meshes():

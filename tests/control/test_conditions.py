@@ -11,7 +11,7 @@ from optimus_jax.control.baselines import byte_part_s, messages_of
 from optimus_jax.control.deciding.candidates import times
 from optimus_jax.control.deciding.conditions import Conditions, claims, on_grid, slowed
 from optimus_jax.control.signals import UNKNOWN, Observation, Reading
-from optimus_jax.planning.cost.communication import Exchange, Wires
+from optimus_jax.planning.cost.communication import CommunicationOp, CommunicationTimes
 from optimus_jax.planning.profiles.cluster import Cluster
 from optimus_jax.planning.profiles.links import Link
 
@@ -72,12 +72,14 @@ def probed_s(link: Link, num_members: int, platform: str) -> float:
     """Of the large message, as the cost model has it."""
     plan = AxisSizes.parse(f"data={num_members}")
     cluster = Cluster.parse(f"h100:{num_members}")
-    wires = Wires(
+    communication_times = CommunicationTimes(
         plan,
-        replace(cluster, inside=link),
+        replace(cluster, intra_host=link),
         replace(PRICING.rates, collective_share=1.0, arrival_s=0.0),
     )
-    return wires.time(Exchange("all-reduce", ("data",), "step", messages_of(platform)[1], 1))
+    return communication_times.time(
+        CommunicationOp("all-reduce", ("data",), "step", messages_of(platform)[1], 1)
+    )
 
 
 @pytest.mark.parametrize("platform", ["cpu", "gpu"])
@@ -100,7 +102,7 @@ def test_a_link_is_slowed_so_that_its_probe_takes_what_it_took(
 
 
 def test_a_link_of_one_device_is_never_slow():
-    assert slowed(CLUSTER.inside, 4.0, 1, "gpu") is CLUSTER.inside
+    assert slowed(CLUSTER.intra_host, 4.0, 1, "gpu") is CLUSTER.intra_host
 
 
 def test_distance_is_that_of_the_factor_that_differs_most():
@@ -144,7 +146,7 @@ def test_what_is_stale_unknown_or_nonsense_claims_nothing(useless):
 
 
 def test_one_host_has_no_link_to_others():
-    one = replace(CLUSTER, num_hosts=1, between=None)
+    one = replace(CLUSTER, num_hosts=1, inter_host=None)
     observation = Observation(
         step=1,
         time_s=1.0,

@@ -174,7 +174,8 @@ def devices(monkeypatch, tmp_path):
     cluster = Cluster.of(discover())
     here = LocalCluster(
         cluster=replace(
-            cluster, inside=Link(name="memory", bytes_per_s=7e9, latency_s=1e-5, source="made up")
+            cluster,
+            intra_host=Link(name="memory", bytes_per_s=7e9, latency_s=1e-5, source="made up"),
         ),
         rates=RATES,
         records=tmp_path / "records.jsonl",

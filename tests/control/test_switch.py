@@ -196,7 +196,7 @@ def test_what_arrives_wrong_is_seen_and_nothing_is_lost(
     moving = [
         group
         for group in prepared.there.groups
-        if any(not prepared.there.exchange(path).is_nothing for path in group.paths)
+        if any(not prepared.there.exchange(path).is_identity for path in group.paths)
     ]
     wrong_after(monkeypatch, prepared, prepared.there.groups.index(moving[number]) + 1, spoil)
     switched = switcher.switch(state, prepared, step=1, why="")

@@ -127,7 +127,9 @@ def test_the_budget_pays_for_switches_by_choice_only():
 
 def test_a_link_of_unknown_speed_still_has_a_cost():
     unknown = replace(
-        PRICING.cluster, inside=replace(PRICING.cluster.inside, bytes_per_s=None), between=None
+        PRICING.cluster,
+        intra_host=replace(PRICING.cluster.intra_host, bytes_per_s=None),
+        inter_host=None,
     )
     assert math.isfinite(
         CostModel().expected_s(

@@ -11,7 +11,7 @@ from small_runs import Scripted, quick, run_tiny, slow_devices, text  # noqa: F4
 from optimus_jax.control import assembly
 from optimus_jax.planning.trials import trial as trial_module
 from optimus_jax.planning.trials.measure import measure
-from optimus_jax.planning.trials.trial import Trial, run_trial
+from optimus_jax.planning.trials.trial import PlanTrial, run_trial
 from optimus_jax.run import api, first_plan, program
 from optimus_jax.training.step import build_program
 
@@ -26,7 +26,7 @@ def test_the_controller_is_told_what_was_tried(slow_devices, text, tmp_path, mon
 
     def trial(config, plan, **_):
         tried[plan] = 1.0 / (1 + len(tried))
-        return Trial(
+        return PlanTrial(
             plan=plan,
             step_time_s=tried[plan],
             shortest_s=tried[plan],

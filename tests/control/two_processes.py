@@ -59,7 +59,7 @@ def known_devices(topology):
     there.append(topology)
     link = Link(name="memory", bytes_per_s=7e9, latency_s=1e-5, source="made up")
     return LocalCluster(
-        cluster=replace(Cluster.of(topology), inside=link),
+        cluster=replace(Cluster.of(topology), intra_host=link),
         rates=RATES,
         records=Path(run_dir).parent / "records.jsonl",
     )

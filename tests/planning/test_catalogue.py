@@ -22,7 +22,7 @@ def test_hosts_are_of_listed_accelerators():
 
 @pytest.mark.parametrize("name", HOSTS)
 def test_links_have_a_source_or_are_unknown(name):
-    for link in (host_of(name).inside, host_of(name).between):
+    for link in (host_of(name).intra_host, host_of(name).inter_host):
         assert (link.bytes_per_s is None) == (link.source == "unknown")
         assert link.latency_s is None, "nobody publishes one"
 
@@ -30,23 +30,23 @@ def test_links_have_a_source_or_are_unknown(name):
 @pytest.mark.parametrize("name", HOSTS)
 def test_speeds_are_of_one_direction(name):
     """Data sheets print both directions together: 600 GB/s for A100, 64 GB/s for PCIe 4."""
-    inside = host_of(name).inside
+    intra_host = host_of(name).intra_host
     if name in NVLINK_BYTES_PER_S:
-        assert inside.name.startswith("NVLink")
-        assert inside.bytes_per_s == NVLINK_BYTES_PER_S[name]
+        assert intra_host.name.startswith("NVLink")
+        assert intra_host.bytes_per_s == NVLINK_BYTES_PER_S[name]
     elif name != "cpu":
-        assert inside.name.startswith("PCIe")
-        assert inside.bytes_per_s in (31.5e9, 63e9)
+        assert intra_host.name.startswith("PCIe")
+        assert intra_host.bytes_per_s in (31.5e9, 63e9)
 
 
 def test_only_nvidia_s_own_hosts_have_a_network_of_known_speed():
-    assert {name for name in HOSTS if host_of(name).between is not NETWORK} == set(
+    assert {name for name in HOSTS if host_of(name).inter_host is not NETWORK} == set(
         NVLINK_BYTES_PER_S
     )
-    assert host_of("a100").between.bytes_per_s * 8 == 200e9
-    assert host_of("h100").between.bytes_per_s * 8 == 400e9
+    assert host_of("a100").inter_host.bytes_per_s * 8 == 200e9
+    assert host_of("h100").inter_host.bytes_per_s * 8 == 400e9
 
 
 def test_an_unlisted_accelerator_has_unknown_links():
     assert host_of("somebody's accelerator") is UNKNOWN_HOST
-    assert UNKNOWN_HOST.inside.bytes_per_s is None
+    assert UNKNOWN_HOST.intra_host.bytes_per_s is None

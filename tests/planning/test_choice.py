@@ -109,7 +109,7 @@ def test_one_device_has_no_choice():
 def test_what_does_not_fit_names_bytes_and_options_that_do():
     asked = config("llama3-8b", **{"parallel.mesh": "data=8"})
     with pytest.raises(
-        PlanError, match=r"about [\d.]+ GiB per device are needed, 80.00 GiB are there"
+        PlanError, match=r"about [\d.]+ GiB per device is needed, 80.00 GiB is available"
     ) as caught:
         choose_plan(asked, EIGHT)
     options = str(caught.value).partition(NAMED)[2].split(" or ")

@@ -57,10 +57,10 @@ def test_an_axis_is_inside_where_none_of_its_groups_leaves_a_host(mesh, axis):
         any(len(set(hosts)) > 1 for hosts in groups),
         any(len(set(hosts)) < len(hosts) for hosts in groups),
     )
-    slow_inside = replace(cluster, inside=replace(cluster.inside, bytes_per_s=1.0))
-    assert cluster.link_of(axes, axis) is (cluster.between if leaves else cluster.inside)
-    assert slow_inside.link_of(axes, axis) is (
-        slow_inside.inside if stays or not leaves else slow_inside.between
+    slow_intra_host = replace(cluster, intra_host=replace(cluster.intra_host, bytes_per_s=1.0))
+    assert cluster.link_of(axes, axis) is (cluster.inter_host if leaves else cluster.intra_host)
+    assert slow_intra_host.link_of(axes, axis) is (
+        slow_intra_host.intra_host if stays or not leaves else slow_intra_host.inter_host
     )
 
 
@@ -73,12 +73,12 @@ def test_a_span_that_divides_the_host_is_inside(mesh, axis):
     span = axes[axis]
     for faster in MESH_AXES[MESH_AXES.index(axis) + 1 :]:
         span *= axes[faster]
-    inside = (
+    intra_host = (
         axes[axis] == 1
         or axes.num_devices <= cluster.devices_per_host
         or cluster.devices_per_host % span == 0
     )
-    assert (cluster.hosts_crossed(axes, (axis,)) == 1) == inside
+    assert (cluster.hosts_crossed(axes, (axis,)) == 1) == intra_host
 
 
 def test_tensor_is_inside_and_data_between_on_eight_hosts_of_eight():
@@ -93,8 +93,8 @@ def test_tensor_is_inside_and_data_between_on_eight_hosts_of_eight():
 
 def test_a_link_of_unknown_speed_counts_as_the_slowest():
     cluster = Cluster.parse("l40s:2x8")
-    assert cluster.link_of(AxisSizes(data=16), DATA) is cluster.between
-    assert cluster.between.bytes_per_s is None
+    assert cluster.link_of(AxisSizes(data=16), DATA) is cluster.inter_host
+    assert cluster.inter_host.bytes_per_s is None
     assert (
         cluster.with_links(["between=400Gb/s"]).link_of(AxisSizes(data=16), DATA).name
         == "PCIe 4 x16"
@@ -117,7 +117,7 @@ def test_text_is_hosts_times_devices(text, num_hosts, devices_per_host):
         devices_per_host,
         num_hosts * devices_per_host,
     )
-    assert (cluster.between is None) == (num_hosts == 1)
+    assert (cluster.inter_host is None) == (num_hosts == 1)
 
 
 @pytest.mark.parametrize(
@@ -135,20 +135,26 @@ def test_an_unknown_accelerator_is_refused_with_a_name(text):
 
 
 def test_links_can_be_given():
-    cluster = Cluster.parse("h100:8x8", ["between=100Gb/s,5us", "inside=3us"])
-    assert (cluster.between.bytes_per_s, cluster.between.latency_s) == (12.5e9, 5e-6)
-    assert (cluster.inside.bytes_per_s, cluster.inside.latency_s) == (450e9, 3e-6)
+    cluster = Cluster.parse("h100:8x8", ["inter_host=100Gb/s,5us", "intra-host=3us"])
+    assert (cluster.inter_host.bytes_per_s, cluster.inter_host.latency_s) == (12.5e9, 5e-6)
+    assert (cluster.intra_host.bytes_per_s, cluster.intra_host.latency_s) == (450e9, 3e-6)
     assert (
         str(cluster)
         == "64 x h100, NVLink 4 (450 GB/s, 3 us); 8 hosts, given link (12.5 GB/s, 5 us)"
     )
 
 
+def test_old_names_of_links_are_still_read():
+    links = ["between=100Gb/s,5us", "inside=3us"]
+    new = [link.replace("between", "inter_host").replace("inside", "intra_host") for link in links]
+    assert H100S.with_links(links) == H100S.with_links(new) != H100S
+
+
 @pytest.mark.parametrize(
     ("shape", "link", "says"),
     [
-        ("8x8", "betwen=50GB/s", "did you mean 'between'"),
-        ("8x8", "50GB/s", "choose one of: inside, between"),
+        ("8x8", "inter_hst=50GB/s", "did you mean 'inter_host'"),
+        ("8x8", "50GB/s", "choose one of: intra_host, inter_host"),
         ("8", "between=50GB/s", "more hosts"),
         ("8x8", "between=fast", "400Gb/s"),
     ],
@@ -159,8 +165,8 @@ def test_a_link_that_is_none_is_refused(shape, link, says):
 
 
 def test_a_link_is_given_once():
-    with pytest.raises(ConfigError, match="'inside' once"):
-        H100S.with_links(["inside=50GB/s", "inside=5us"])
+    with pytest.raises(ConfigError, match="'intra_host' once"):
+        H100S.with_links(["inside=50GB/s", "intra_host=5us"])
 
 
 def test_a_cluster_is_its_topology_and_back():
@@ -205,8 +211,8 @@ def test_an_unlisted_device_is_known_by_its_name_only():
     assert (
         cluster.accelerator.dense_peak_flops
         is cluster.accelerator.memory_bytes
-        is cluster.inside.bytes_per_s
-        is cluster.between
+        is cluster.intra_host.bytes_per_s
+        is cluster.inter_host
         is None
     )
     assert cluster.accelerator.name == "A New One"

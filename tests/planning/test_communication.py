@@ -8,7 +8,12 @@ from pricing import GPT, HOST, HOSTS, LLAMA, RATES, plan_of
 
 from optimus_jax.errors import PlanError
 from optimus_jax.plan import Plan
-from optimus_jax.planning.cost.communication import Exchange, exchanges, speed_of, wires
+from optimus_jax.planning.cost.communication import (
+    CommunicationOp,
+    communication_ops,
+    communication_times,
+    speed_of,
+)
 from optimus_jax.planning.cost.implementation_profile import MEGATRON, OURS, ImplementationProfile
 from optimus_jax.planning.cost.operators import LayerShape
 from optimus_jax.planning.cost.rates import Rates
@@ -21,13 +26,13 @@ SEQ_LEN, BATCH = 1024, 64
 
 def exchanged(
     plan: Plan, model=GPT, style: ImplementationProfile = OURS
-) -> tuple[list[Exchange], LayerShape]:
+) -> tuple[list[CommunicationOp], LayerShape]:
     shape = layer_shape(model, plan, seq_len=SEQ_LEN, global_batch=BATCH)
-    return exchanges(model, plan, shape, style), shape
+    return communication_ops(model, plan, shape, style), shape
 
 
-def exchange_time(exchange: Exchange, plan: Plan, cluster: Cluster, rates: Rates) -> float:
-    return wires(plan.axes, cluster, rates).time(exchange)
+def exchange_time(exchange: CommunicationOp, plan: Plan, cluster: Cluster, rates: Rates) -> float:
+    return communication_times(plan.axes, cluster, rates).time(exchange)
 
 
 def found(
@@ -146,10 +151,10 @@ def test_stages_send_the_stream_and_share_the_head():
 
 def test_time_inside_a_host_by_hand():
     plan = plan_of("tensor=8")
-    speed = speed_of(HOST.inside) * RATES.collective_share
+    speed = speed_of(HOST.intra_host) * RATES.collective_share
     by_hand = 2 * (7 / 8 * 1e9 / speed + 7 * RATES.latency_s)
     assert exchange_time(
-        Exchange("all-reduce", ("tensor",), "step", 1e9, 1), plan, HOST, RATES
+        CommunicationOp("all-reduce", ("tensor",), "step", 1e9, 1), plan, HOST, RATES
     ) == pytest.approx(by_hand)
 
 
@@ -157,61 +162,67 @@ def test_rings_between_hosts_share_the_links_of_devices_that_take_part():
     """data=8 x tensor=8: one member a host, one link. data=64: eight members a host, eight
     links."""
     message = {"kind": "all-gather", "part": "step", "num_bytes": 1e9, "count": 1}
-    assert HOSTS.between is not None
-    link = speed_of(HOSTS.between) * RATES.between_share
-    latency = 7 * RATES.between_latency_s
+    assert HOSTS.inter_host is not None
+    link = speed_of(HOSTS.inter_host) * RATES.inter_host_share
+    latency = 7 * RATES.inter_host_latency_s
     one = exchange_time(
-        Exchange(axes=("data",), **message), plan_of("data=8,tensor=8"), HOSTS, RATES
+        CommunicationOp(axes=("data",), **message), plan_of("data=8,tensor=8"), HOSTS, RATES
     )
     assert one == pytest.approx(7 / 8 * 1e9 / link + latency)
     all_of_them = exchange_time(
-        Exchange(axes=("data",), **message), plan_of("data=64"), HOSTS, RATES
+        CommunicationOp(axes=("data",), **message), plan_of("data=64"), HOSTS, RATES
     )
-    inside = speed_of(HOSTS.inside) * RATES.collective_share
+    intra_host = speed_of(HOSTS.intra_host) * RATES.collective_share
     assert all_of_them == pytest.approx(
-        63 / 64 * 1e9 / min(8 * link, inside) + latency + 7 * RATES.latency_s
+        63 / 64 * 1e9 / min(8 * link, intra_host) + latency + 7 * RATES.latency_s
     )
 
 
 def test_small_all_reduces_go_along_trees_between_hosts_and_gathers_do_not():
     cluster, axes = Cluster.parse("h100:64x8"), plan_of("data=64,tensor=8")
     reduce_s, gather_s = (
-        exchange_time(Exchange(kind, ("data",), "step", 8, 1), axes, cluster, RATES)
+        exchange_time(CommunicationOp(kind, ("data",), "step", 8, 1), axes, cluster, RATES)
         for kind in ("all-reduce", "all-gather")
     )
-    assert reduce_s == pytest.approx(2 * 2 * math.log2(64) * RATES.between_latency_s, rel=1e-3)
-    assert gather_s == pytest.approx(63 * RATES.between_latency_s, rel=1e-3)
+    assert reduce_s == pytest.approx(2 * 2 * math.log2(64) * RATES.inter_host_latency_s, rel=1e-3)
+    assert gather_s == pytest.approx(63 * RATES.inter_host_latency_s, rel=1e-3)
 
 
 def test_a_links_own_latency_counts():
-    plan, link = plan_of("tensor=8"), replace(HOST.inside, latency_s=1e-3)
+    plan, link = plan_of("tensor=8"), replace(HOST.intra_host, latency_s=1e-3)
     times = [
         exchange_time(
-            Exchange("all-gather", ("tensor",), "step", 8, 1),
+            CommunicationOp("all-gather", ("tensor",), "step", 8, 1),
             plan,
-            replace(HOST, inside=each),
+            replace(HOST, intra_host=each),
             RATES,
         )
-        for each in (HOST.inside, link)
+        for each in (HOST.intra_host, link)
     ]
     assert times[1] - times[0] == pytest.approx(7 * (1e-3 - RATES.latency_s))
 
 
 def test_an_unknown_link_is_named():
-    cluster = replace(HOST, inside=Link.unknown("somebody's cables"))
+    cluster = replace(HOST, intra_host=Link.unknown("somebody's cables"))
     with pytest.raises(PlanError, match="somebody's cables"):
         exchange_time(
-            Exchange("all-reduce", ("tensor",), "step", 8, 1), plan_of("tensor=8"), cluster, RATES
+            CommunicationOp("all-reduce", ("tensor",), "step", 8, 1),
+            plan_of("tensor=8"),
+            cluster,
+            RATES,
         )
 
 
 def test_an_axis_of_one_device_takes_no_time_even_over_unknown_links():
     cluster = Cluster.parse("rtx4090:2x4")
-    assert cluster.between is not None
-    assert cluster.between.bytes_per_s is None
+    assert cluster.inter_host is not None
+    assert cluster.inter_host.bytes_per_s is None
     assert (
         exchange_time(
-            Exchange("all-reduce", ("fsdp",), "step", 8, 1), plan_of("data=8"), cluster, RATES
+            CommunicationOp("all-reduce", ("fsdp",), "step", 8, 1),
+            plan_of("data=8"),
+            cluster,
+            RATES,
         )
         == 0
     )

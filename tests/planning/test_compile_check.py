@@ -89,7 +89,7 @@ def test_a_report_says_what_fits_what_waits_and_what_is_sent():
     assert REPORT.fits
     assert replace(REPORT, headroom_share=0.12).fits is False
     assert replace(REPORT, capacity_bytes=None).fits is None
-    assert [each.kind for each in REPORT.waited_for] == ["all-gather"], (
+    assert [each.kind for each in REPORT.exposed_collectives] == ["all-gather"], (
         "all-reduces are waited for by what needs their sum"
     )
     assert REPORT.wire_bytes() == {

@@ -12,7 +12,7 @@ from optimus_jax.plan import Plan
 from optimus_jax.planning.cost.cost import COMMUNICATION, Prediction, predict, term_times
 from optimus_jax.planning.cost.implementation_profile import MEGATRON
 from optimus_jax.planning.cost.rates import Correction
-from optimus_jax.planning.cost.stage_time import layer_shape, place_of
+from optimus_jax.planning.cost.stage_time import layer_shape, shape_point
 
 SEQ_LEN, BATCH = 1024, 64
 MESHES = [
@@ -129,10 +129,10 @@ def test_a_stage_that_is_computed_again_takes_a_forward_more():
 
 def test_tensor_across_hosts_is_slower_than_inside():
     slow = HOSTS.with_links(["between=5GB/s"])
-    inside, across = (
+    intra_host, across = (
         priced(plan_of(mesh), cluster=slow) for mesh in ("data=8,tensor=8", "data=4,tensor=16")
     )
-    assert terms(across)["tensor"] > 5 * terms(inside)["tensor"]
+    assert terms(across)["tensor"] > 5 * terms(intra_host)["tensor"]
 
 
 def test_fsdp_hides_behind_compute_as_far_as_overlap_allows():
@@ -162,7 +162,7 @@ def test_more_devices_of_data_are_faster_but_not_as_many_times():
 
 def test_corrections_scale_a_layer_and_narrow_the_interval_where_they_were_measured():
     plan = plan_of("data=8")
-    place = place_of(layer_shape(GPT, plan, seq_len=SEQ_LEN, global_batch=BATCH), 1)
+    place = shape_point(layer_shape(GPT, plan, seq_len=SEQ_LEN, global_batch=BATCH), 1)
     measured = replace(
         RATES, corrections=(Correction(operator="layer", place=place, weight=math.log(2)),)
     )

@@ -13,14 +13,14 @@ from optimus_jax.config import Config
 from optimus_jax.config.presets import model_preset
 from optimus_jax.errors import ConfigError, PlanError
 from optimus_jax.mesh.topology import Topology
-from optimus_jax.planning.api import find_plans, look_for_plans
+from optimus_jax.planning.api import find_plans, search_plans
 from optimus_jax.planning.cost.rates import Rates
 from optimus_jax.planning.profiles.cluster import Cluster
 from optimus_jax.planning.search.choice import choose_plan
 from optimus_jax.planning.search.divisibility import (
     MOST_BATCHES,
     NEAR,
-    WORTH_SAYING,
+    WORTH_REPORTING,
     near_batches,
     no_better,
     smaller_clusters,
@@ -51,7 +51,7 @@ def test_near_batches_are_near_and_divide_better(batch, num_devices):
 
 
 def test_the_batch_and_not_the_cluster_is_named_as_the_reason():
-    found = look_for_plans(
+    found = search_plans(
         "llama3-8b", "h100:5x8", top=2, overrides={"global_batch": 64, "seq_len": 1024}
     )
     best = found.plans[0]
@@ -69,7 +69,7 @@ def test_the_batch_and_not_the_cluster_is_named_as_the_reason():
         assert other.gain == pytest.approx(
             said.prediction.tokens_per_s / best.prediction.tokens_per_s - 1
         )
-        assert other.gain >= WORTH_SAYING
+        assert other.gain >= WORTH_REPORTING
     assert all(
         ranked.as_json()["batch_advice"] == [other.as_json() for other in best.batch_advice]
         for ranked in found.plans
@@ -82,11 +82,11 @@ def test_the_batch_and_not_the_cluster_is_named_as_the_reason():
 
 def test_what_divides_is_not_searched_again():
     said = []
-    found = look_for_plans(
+    found = search_plans(
         "gpt2", "h100:2x8", top=1, progress=said.append, overrides={"global_batch": 64}
     )
     assert not said
-    assert not found.divisibility.is_worth_saying
+    assert not found.divisibility.is_worth_reporting
 
 
 @pytest.mark.parametrize(
@@ -95,9 +95,9 @@ def test_what_divides_is_not_searched_again():
 )
 def test_that_no_near_batch_is_better_is_said(cluster, batch, whole):
     """With the nearest that leaves no device over; not where a near batch is better."""
-    found = look_for_plans("gpt2", cluster, top=1, overrides={"global_batch": batch, "seq_len": 64})
+    found = search_plans("gpt2", cluster, top=1, overrides={"global_batch": batch, "seq_len": 64})
     said = found.divisibility
-    assert said.is_worth_saying
+    assert said.is_worth_reporting
     assert (said.no_batch is None) == bool(said.batches)
     if whole is not None:
         assert said.no_batch is not None
@@ -123,9 +123,7 @@ def test_later_phases_are_planned_too():
     asked = {"global_batch": 8, "seq_len": 64}
     [first] = find_plans("gpt2-nano", "h100:8", top=1, **asked)
     for name in ("phases", "data.phases"):
-        found = look_for_plans(
-            "gpt2-nano", "h100:8", top=2, overrides=asked | {name: "5:16x32,9:4"}
-        )
+        found = search_plans("gpt2-nano", "h100:8", top=2, overrides=asked | {name: "5:16x32,9:4"})
         best = found.plans[0]
         assert best.plan == first.plan
         assert [
@@ -142,7 +140,7 @@ def test_later_phases_are_planned_too():
 
 def test_hosts_are_left_out_and_what_is_lost_is_said():
     [whole] = find_plans("llama3-8b", "h100:8x8", top=1, global_batch=64, seq_len=1024)
-    found = look_for_plans(
+    found = search_plans(
         "llama3-8b", "h100:8x8", top=1, without=1, overrides={"global_batch": 64, "seq_len": 1024}
     )
     assert (found.cluster.num_hosts, found.cluster.num_devices, found.config.data.global_batch) == (
@@ -156,7 +154,7 @@ def test_hosts_are_left_out_and_what_is_lost_is_said():
     assert "without 8 of 64 devices (12.5%)" in found.lost.describe()
     assert found.divisibility.batches, "7 divides 63 and 70"
     assert (
-        look_for_plans(
+        search_plans(
             "gpt2", "h100:8", top=1, without=1, overrides={"global_batch": 7}
         ).cluster.devices_per_host
         == 7
@@ -164,7 +162,7 @@ def test_hosts_are_left_out_and_what_is_lost_is_said():
 
 
 def test_without_counts_hosts_or_the_devices_of_one():
-    assert Cluster.parse("h100:2x8").without(1).between is None
+    assert Cluster.parse("h100:2x8").without(1).inter_host is None
     for shape, number in (
         ("h100:4x8", 4),
         ("h100:4x8", 0),

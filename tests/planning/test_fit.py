@@ -97,7 +97,9 @@ def test_the_interval_is_narrow_where_shapes_were_measured_and_wide_elsewhere():
 
 def test_the_prior_holds_where_samples_say_nothing():
     rates = fit_rates(samples(), RATES)
-    assert rates.between_share == pytest.approx(RATES.between_share), "no sample has two hosts"
+    assert rates.inter_host_share == pytest.approx(RATES.inter_host_share), (
+        "no sample has two hosts"
+    )
     assert set(FITTED) <= set(vars(rates))
     assert "fitted to 18 measured steps" in rates.source
 

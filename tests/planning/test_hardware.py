@@ -249,13 +249,13 @@ def test_the_largest_copy_says_how_fast_the_way_to_the_host_is():
 
 def test_measured_links_take_the_place_of_published_ones():
     cluster = PROFILE.cluster(Cluster.parse("h100:2x8"))
-    assert (cluster.inside.bytes_per_s, cluster.between.bytes_per_s) == (380e9, 45e9)
+    assert (cluster.intra_host.bytes_per_s, cluster.inter_host.bytes_per_s) == (380e9, 45e9)
     # A ring of 8 takes 14 steps, one of 2 takes 2.
-    assert (cluster.inside.latency_s, cluster.between.latency_s) == (
+    assert (cluster.intra_host.latency_s, cluster.inter_host.latency_s) == (
         pytest.approx(2e-6),
         pytest.approx(10e-6),
     )
-    assert "2026-11-21" in cluster.inside.source
+    assert "2026-11-21" in cluster.intra_host.source
 
 
 def test_what_was_not_measured_stays_as_published():

@@ -10,7 +10,7 @@ import pytest
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from optimus_jax.planning.ahead_of_time.hlo import Program, dot_flops, shape_bytes
+from optimus_jax.planning.ahead_of_time.hlo import HloProgram, dot_flops, shape_bytes
 
 SIZES = {"pipe": 2, "data": 1, "fsdp": 2, "tensor": 2}
 
@@ -19,13 +19,13 @@ def compiled(function, *arrays) -> str:
     return jax.jit(function).lower(*arrays).compile().as_text()
 
 
-def on_mesh(function, *arrays) -> Program:
+def on_mesh(function, *arrays) -> HloProgram:
     """`function` of replicated arrays, with every mesh axis manual."""
     mesh = jax.make_mesh(tuple(SIZES.values()), tuple(SIZES), axis_types=(AxisType.Auto,) * 4)
     whole = PartitionSpec()
     mapped = jax.shard_map(function, mesh=mesh, in_specs=whole, out_specs=whole, check_vma=False)
     arrays = [jax.device_put(array, NamedSharding(mesh, whole)) for array in arrays]
-    return Program(jax.jit(mapped).lower(*arrays).compile().as_text())
+    return HloProgram(jax.jit(mapped).lower(*arrays).compile().as_text())
 
 
 def test_flops_of_a_matmul_count_every_round_of_every_loop():
@@ -48,18 +48,18 @@ def test_a_loop_whose_length_is_data_counts_once_and_is_named():
     def until(x, w):
         return lax.while_loop(lambda x: x.sum() < 100, lambda x: x @ w + 1, x)
 
-    program = Program(compiled(until, jnp.ones((8, 8)), jnp.ones((8, 8))))
+    program = HloProgram(compiled(until, jnp.ones((8, 8)), jnp.ones((8, 8))))
     assert len(program.unknown_loops) == 1
     assert program.dot_flops() == 2 * 8**3
     assert (
-        Program(compiled(lambda x, w: x @ w, jnp.ones((8, 8)), jnp.ones((8, 8)))).unknown_loops
+        HloProgram(compiled(lambda x, w: x @ w, jnp.ones((8, 8)), jnp.ones((8, 8)))).unknown_loops
         == ()
     )
 
 
 def test_branches_count_as_if_always_taken():
     x = jnp.ones((16, 16))
-    program = Program(
+    program = HloProgram(
         compiled(
             lambda x, p: lax.cond(p, lambda x: x @ x @ x, lambda x: x, x), x, jnp.asarray(True)
         )
@@ -149,7 +149,7 @@ replica_groups={{0,1,2,3},{4,5,6,7}}, dimensions={0}
 
 
 def test_what_runs_while_a_collective_is_under_way():
-    found = {each.kind: each for each in Program(GPU).collectives()}
+    found = {each.kind: each for each in HloProgram(GPU).collectives()}
     assert {kind: each.work_under for kind, each in found.items()} == {
         "collective-permute": 2,
         "all-gather": 0,

@@ -11,7 +11,7 @@ from optimus_jax.planning.cost.rates import Rates
 from optimus_jax.planning.profiles.cluster import Cluster
 from optimus_jax.planning.search.search import Pricing, search
 from optimus_jax.planning.trials.measure import TRIAL_STEPS, expected_gain, measure
-from optimus_jax.planning.trials.trial import Trial, run_trial
+from optimus_jax.planning.trials.trial import PlanTrial, run_trial
 
 CLUSTER = Cluster.parse("h100:8")
 RANKED = search(
@@ -38,7 +38,7 @@ class Trials:
         predicted_s = next(
             candidate for candidate in RANKED if candidate.plan == plan
         ).prediction.step_time_s
-        return Trial(
+        return PlanTrial(
             plan=plan,
             step_time_s=factor * predicted_s,
             shortest_s=factor * predicted_s,

@@ -16,7 +16,7 @@ from optimus_jax.planning.cost.operators import (
     layer_work,
     with_launches,
 )
-from optimus_jax.planning.cost.stage_time import layer_shape, layer_time, place_of
+from optimus_jax.planning.cost.stage_time import layer_shape, layer_time, shape_point
 from optimus_jax.planning.cost.work import Work, matmul
 
 
@@ -80,7 +80,7 @@ def test_unfused_attention_moves_scores_and_computes_more_than_the_causal_half()
 def test_full_remat_repeats_the_last_product_only_where_nothing_drops_it(style, whole):
     shape = layer_shape(LLAMA, plan_of("data=1", LLAMA), seq_len=1024, global_batch=8)
     quick = replace(RATES, memory_bytes_per_s=1e30, launch_s=0.0, interpreter_launch_s=0.0)
-    times = layer_time(shape, place_of(shape, 1), "full", False, (0, 0), quick, style)
+    times = layer_time(shape, shape_point(shape, 1), "full", False, (0, 0), quick, style)
     last = device_time(matmul(shape.tokens, LLAMA.mlp_dim, LLAMA.embed_dim), quick, f32=False).total
     assert times.again == pytest.approx(times.forward - (0 if whole else last))
 

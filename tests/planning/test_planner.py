@@ -84,8 +84,8 @@ def test_unknown_names_and_speeds_are_errors_that_say_what_to_do():
     with pytest.raises(ConfigError, match="give one such as h100:8x8"):
         find_plans("gpt2", 8)  # pyright: ignore[reportArgumentType]
     unknown = Cluster.parse("h100:2x8")
-    assert unknown.between is not None
-    unknown = replace(unknown, between=replace(unknown.between, bytes_per_s=None))
+    assert unknown.inter_host is not None
+    unknown = replace(unknown, inter_host=replace(unknown.inter_host, bytes_per_s=None))
     with pytest.raises(PlanError, match="--link between="):
         find_plans("gpt2", unknown)
     assert find_plans("gpt2", unknown, links=["between=50GB/s"], top=1)
@@ -181,7 +181,7 @@ def test_what_is_impossible_is_said_before_anything_is_measured(tmp_path, monkey
         "--model", "gpt2-nano", "--cpu-devices", "2", "--set", "parallel.offload=optimizer"
     )
     assert ended.returncode == 2
-    assert "no host's memory beside that of the devices" in ended.stderr
+    assert "offloading needs devices with memory separate from the host's" in ended.stderr
     measured = [
         path for path in tmp_path.rglob("*") if path.is_file() and path.parent.name != "xla_flags"
     ]

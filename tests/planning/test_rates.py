@@ -12,7 +12,6 @@ from optimus_jax.planning.cost.rates import (
     CPU_PASS_SHARE,
     MATMUL_SHARE,
     MATMUL_SHARES,
-    Correction,
     Rates,
 )
 from optimus_jax.planning.cost.work import matmul
@@ -184,20 +183,3 @@ def test_matmuls_that_no_line_fits_still_give_a_rate():
 def test_an_incomplete_profile_is_refused():
     with pytest.raises(PlanError, match="not complete"):
         Rates.from_profile(profile(device_kind="cpu", platform="cpu", matmuls=()))
-
-
-def test_json_both_ways():
-    rates = replace(
-        RATES, corrections=(Correction(operator="layer", place=(10.0, 11.0, 1.0), weight=0.25),)
-    )
-    again = Rates.from_json(rates.to_json())
-    assert again == rates
-    assert hash(again) == hash(rates)
-
-
-@pytest.mark.parametrize(
-    "text", ["", "[]", "{}", '{"corrections": [], "speed": 1}', '{"corrections": [{"place": [1]}]}']
-)
-def test_what_are_no_rates_is_refused(text):
-    with pytest.raises(PlanError, match="not rates"):
-        Rates.from_json(text)

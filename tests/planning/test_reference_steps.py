@@ -43,7 +43,7 @@ def here() -> tuple[Topology, Cluster]:
     topology = discover()
     return topology, replace(
         Cluster.of(topology),
-        inside=Link(name="memory", bytes_per_s=7e9, latency_s=1e-5, source="made up"),
+        intra_host=Link(name="memory", bytes_per_s=7e9, latency_s=1e-5, source="made up"),
     )
 
 

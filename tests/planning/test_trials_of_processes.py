@@ -36,7 +36,7 @@ def known_devices(topology):
     rates = Rates(
         accelerator="cpu", source="made up", matmul_flops_per_s=5e10,
         f32_matmul_flops_per_s=5e10, memory_bytes_per_s=6e9, num_cores=0.0)
-    cluster = replace(Cluster.of(topology), inside=link)
+    cluster = replace(Cluster.of(topology), intra_host=link)
     records = Path(run_dir).parent / "records.jsonl"
     return LocalCluster(cluster=cluster, rates=rates, records=records)
 

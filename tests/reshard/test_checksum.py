@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from optimus_jax.reshard.checksum import _examined, checksums, named_leaves
+from optimus_jax.reshard.checksum import _check_array, checksums, named_leaves
 
 SHAPE = (8, 6, 4)
 DTYPES = ("float32", "bfloat16", "float16", "int32", "uint32", "bool")
@@ -91,7 +91,7 @@ def test_is_the_same_for_every_layout(num_devices, spec):
 
 def test_gathers_nothing():
     leaf = sharded(np.ones((64, 32), np.float32), 8, P("a", "b"))
-    program = _examined.lower(leaf).compile().as_text() or ""
+    program = _check_array.lower(leaf).compile().as_text() or ""
     assert "all-reduce" in program
     assert "all-gather" not in program
     assert "all-to-all" not in program

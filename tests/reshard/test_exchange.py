@@ -12,30 +12,31 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from optimus_jax.mesh.slots import EMPTY
-from optimus_jax.reshard.exchange import Lying, make_exchange, matchings
+from optimus_jax.reshard.edge_colouring import route_rounds
+from optimus_jax.reshard.exchange import BlockLayout, make_exchange
 
 
-def whole_of(lying, num_rows, rest):
+def whole_of(block_layout, num_rows, rest):
     """A whole array whose elements are all different and not zero; rows by number, zeros in rows
     that are empty.
     """
     numbered = np.arange(1, num_rows * math.prod(rest) + 1).reshape(num_rows, *rest)
-    rows = np.array(lying.rows)
+    rows = np.array(block_layout.rows)
     return np.where((rows == EMPTY).reshape(-1, *[1] * len(rest)), 0, numbered[np.maximum(rows, 0)])
 
 
-def shards_of(lying, whole):
+def shards_of(block_layout, whole):
     """What each device holds; zeros where it has nothing."""
     return [
-        np.zeros(lying.local, int)
+        np.zeros(block_layout.local, int)
         if block is None
         else whole[
             tuple(
                 slice(place * size, (place + 1) * size)
-                for place, size in zip(block, lying.local, strict=True)
+                for place, size in zip(block, block_layout.local, strict=True)
             )
         ]
-        for block in lying.blocks
+        for block in block_layout.blocks
     ]
 
 
@@ -95,7 +96,7 @@ def ways_to_lie(draw, num_devices, sizes):
     blocks = draw(
         st.permutations([*grid * replicas, *[None] * (num_devices - replicas * len(grid))])
     )
-    return Lying(
+    return BlockLayout(
         local=(room // first, *(size // way for size, way in zip(rest, ways, strict=True))),
         blocks=tuple(blocks),
         rows=tuple(order),
@@ -117,13 +118,13 @@ def test_gives_every_device_what_indexing_says(data):
     for device, expected in enumerate(shards_of(target, whole_of(target, *sizes))):
         if target.blocks[device] is not None:
             np.testing.assert_array_equal(new[device], expected)
-    if exchange.is_nothing:
+    if exchange.is_identity:
         assert source.local == target.local
 
 
 @given(st.lists(st.tuples(st.integers(0, 7), st.integers(0, 7)), max_size=60))
-def test_matchings_are_as_few_as_the_busiest_device_has_routes(routes):
-    parts = matchings(routes)
+def test_rounds_are_as_few_as_the_busiest_device_has_routes(routes):
+    parts = route_rounds(routes)
     assert sorted(route for part in parts for route in part) == list(range(len(routes)))
     for part in parts:
         for side in (0, 1):
@@ -140,7 +141,7 @@ def test_matchings_are_as_few_as_the_busiest_device_has_routes(routes):
 def over(num_devices, ways, replicas=1):
     """Rows of an array [8, 6] split over `ways` devices, each block on `replicas` neighbours."""
     blocks = tuple((device // replicas % ways, 0) for device in range(num_devices))
-    return Lying(local=(8 // ways, 6), blocks=blocks, rows=tuple(range(8)))
+    return BlockLayout(local=(8 // ways, 6), blocks=blocks, rows=tuple(range(8)))
 
 
 def received(exchange):
@@ -167,7 +168,7 @@ def test_gets_only_what_it_lacks(source, target, rounds, elements):
     exchange = make_exchange(source, target, processes=(0,) * 8, most=10**6)
     assert sum(bool(part.routes) for part in exchange.rounds) == rounds
     assert max(received(exchange).values(), default=0) == elements
-    assert exchange.is_nothing == (source == target)
+    assert exchange.is_identity == (source == target)
 
 
 def test_pieces_come_from_replicas_nearby_that_have_sent_least():

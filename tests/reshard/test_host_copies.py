@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from jax.sharding import Mesh
 from test_exchange import acted_out, ways_to_lie
 
-from optimus_jax.reshard.exchange import Lying, make_exchange
-from optimus_jax.reshard.host_copies import copied, have_one_memory
+from optimus_jax.reshard.exchange import BlockLayout, make_exchange
+from optimus_jax.reshard.host_copies import copy_shards, share_memory
 from optimus_jax.reshard.piece_programs import ROW
 
 DEVICES = 4
@@ -36,7 +36,7 @@ def test_shards_are_what_the_exchange_says(dtype, data):
         device: jax.device_put(shard.astype(dtype), device)
         for device, shard in zip(devices, shards, strict=True)
     }
-    new = copied(old, exchange, np.dtype(dtype), devices, Mesh(np.array(devices), (ROW,)))
+    new = copy_shards(old, exchange, np.dtype(dtype), devices, Mesh(np.array(devices), (ROW,)))
     for device, shard, expected in zip(devices, shards, acted_out(exchange, shards), strict=True):
         assert new[device].dtype == dtype
         assert new[device].devices() == {device}
@@ -51,15 +51,15 @@ def test_what_is_copied_may_be_donated():
     devices = jax.devices()[:2]
     row, rows = Mesh(np.array(devices), (ROW,)), range(1024)
     halves, whole = (
-        Lying(local=(512,), blocks=((0,), (1,)), rows=rows),
-        Lying(local=(1024,), blocks=((0,), (0,)), rows=rows),
+        BlockLayout(local=(512,), blocks=((0,), (1,)), rows=rows),
+        BlockLayout(local=(1024,), blocks=((0,), (0,)), rows=rows),
     )
     exchange = make_exchange(halves, whole, processes=(0, 0), most=1024)
     old = {
         device: jax.device_put(np.full(512, place, np.float32), device)
         for place, device in enumerate(devices)
     }
-    new = copied(old, exchange, np.dtype(np.float32), devices, row)[devices[0]]
+    new = copy_shards(old, exchange, np.dtype(np.float32), devices, row)[devices[0]]
     pointer = new.unsafe_buffer_pointer()
     stepped = jax.jit(lambda array: array + 1, donate_argnums=0)(new)
     assert stepped.unsafe_buffer_pointer() == pointer
@@ -68,4 +68,4 @@ def test_what_is_copied_may_be_donated():
 
 
 def test_devices_of_this_process_have_one_memory():
-    assert have_one_memory(jax.devices())
+    assert share_memory(jax.devices())

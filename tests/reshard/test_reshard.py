@@ -51,7 +51,7 @@ def way(request, monkeypatch):
 
 
 def by_programs(monkeypatch):
-    monkeypatch.setattr(reshard, "have_one_memory", lambda devices: False)
+    monkeypatch.setattr(reshard, "share_memory", lambda devices: False)
 
 
 def layout(name):
@@ -87,7 +87,7 @@ def shards_of(layout, devices):
         leaf = layout.named[path]
         where, local = (
             leaf.sharding.devices_indices_map(leaf.shape),
-            layout.lying(path, devices).local,
+            layout.block_layout(path, devices).local,
         )
         found[path] = [bits[where[device]].reshape(local) for device in devices]
     return found
@@ -107,7 +107,7 @@ def test_pieces_between_every_pair_make_up_the_new_shards(name):
         expected, num_moved = shards_of(target, devices), 0
         for path in source.named:
             exchange = move.exchange(path)
-            num_moved += not exchange.is_nothing
+            num_moved += not exchange.is_identity
             for new, shard in zip(acted_out(exchange, held[path]), expected[path], strict=True):
                 np.testing.assert_array_equal(new, shard, err_msg=f"{name} -> {other}: {path}")
         assert num_moved > 0, f"{name} and {other} lie alike"

@@ -145,7 +145,7 @@ def test_help_fits_a_screen_and_shows_defaults():
         (("--model", "gpt2-nano", "--data", "no-such-file.txt"), "no-such-file.txt"),
         (
             ("--model", "llama3.3-70b", "--cpu-devices", "2", "--seq-len", "64"),
-            "does not fit: about .* GiB per device are needed",
+            "does not fit: about .* GiB per device is needed",
         ),
         (("--resume",), "which run to resume"),
         (("--run-dir", "no-such-run", "--resume"), "no run to resume"),

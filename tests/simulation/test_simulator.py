@@ -78,7 +78,7 @@ def test_without_misfit_the_planner_is_right_but_for_overlap():
 
 def test_the_planner_may_be_told_something_wrong():
     made = setup_of(scenario(prior={"between": 0.25}))
-    assert made.told[0].cluster.between.bytes_per_s == CLUSTER.between.bytes_per_s / 4
+    assert made.told[0].cluster.inter_host.bytes_per_s == CLUSTER.inter_host.bytes_per_s / 4
     assert made.nominal[0].cluster == CLUSTER
     assert made.start != START
 

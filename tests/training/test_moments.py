@@ -126,7 +126,7 @@ def test_rounding_by_its_definition():
 @pytest.mark.parametrize("way", ["programs", "one memory"])
 def test_a_moved_state_is_the_same_bit_for_bit(way, monkeypatch):
     if way == "programs":
-        monkeypatch.setattr(reshard, "have_one_memory", lambda devices: False)
+        monkeypatch.setattr(reshard, "share_memory", lambda devices: False)
     model = replace(LLAMA, num_layers=10)
     source, state, _ = trained(
         model, with_moments(case("data=2,fsdp=2,tensor=2", zero=1, microbatches=2))
@@ -287,7 +287,7 @@ def test_what_is_planned_is_what_lies_there():
     for moments in ("f32", "bf16"):
         built = build(GPT, with_moments(case("data=2,fsdp=4", zero=3), moments))
         state = jax.eval_shape(built.program.init, jnp.int32(0))
-        lying = sum(
+        block_layout = sum(
             np.prod(sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
             for leaf, sharding in zip(
                 jax.tree.leaves(state.opt_state),
@@ -296,7 +296,7 @@ def test_what_is_planned_is_what_lies_there():
             )
             if leaf.ndim
         )
-        assert estimate_memory(GPT, built.plan, seq_len=16, global_batch=48).moments == lying
+        assert estimate_memory(GPT, built.plan, seq_len=16, global_batch=48).moments == block_layout
 
 
 def test_where_nothing_else_helps_they_are_advised():

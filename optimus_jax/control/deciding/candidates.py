@@ -188,7 +188,9 @@ def leaving_out(
         kept = (
             replace(cluster, devices_per_host=count)
             if unit == 1
-            else replace(cluster, num_hosts=count, between=cluster.between if count > 1 else None)
+            else replace(
+                cluster, num_hosts=count, inter_host=cluster.inter_host if count > 1 else None
+            )
         )
         yield kept, frozenset(range(cluster.num_devices)) - used
 

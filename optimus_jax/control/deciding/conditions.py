@@ -19,7 +19,7 @@ from optimus_jax.control.signals import (
     Reading,
 )
 from optimus_jax.plan import Plan
-from optimus_jax.planning.profiles.cluster import BETWEEN, INSIDE, Cluster
+from optimus_jax.planning.profiles.cluster import Cluster
 from optimus_jax.planning.profiles.links import Link
 from optimus_jax.planning.profiles.measurements import ALL_REDUCE, WIRE_SHARE
 from optimus_jax.planning.search.search import Pricing
@@ -28,7 +28,7 @@ GRID = math.log(1.1)
 """Factors are told apart if they differ by a tenth."""
 FASTEST, SLOWEST = 0.01, 1e4
 """What is beyond is no slowdown but nonsense."""
-NAMES = ("inside", "between", "compute", "skew")
+INSIDE, BETWEEN, *_ = NAMES = ("inside", "between", "compute", "skew")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,9 +72,11 @@ class Conditions:
             pricing,
             cluster=replace(
                 cluster,
-                inside=slowed(cluster.inside, self.inside, cluster.devices_per_host, platform),
-                between=cluster.between
-                and slowed(cluster.between, self.between, cluster.num_hosts, platform),
+                intra_host=slowed(
+                    cluster.intra_host, self.inside, cluster.devices_per_host, platform
+                ),
+                inter_host=cluster.inter_host
+                and slowed(cluster.inter_host, self.between, cluster.num_hosts, platform),
             ),
             rates=rates
             if compute == 1
@@ -101,7 +103,7 @@ def claims(observation: Observation, cluster: Cluster, axes: AxisSizes) -> dict[
     """What readings say of each factor: only those that are new enough and make sense."""
     found = {
         INSIDE: _of_link(observation, INSIDE, cluster, axes),
-        BETWEEN: _of_link(observation, BETWEEN, cluster, axes) if cluster.between else UNKNOWN,
+        BETWEEN: _of_link(observation, BETWEEN, cluster, axes) if cluster.inter_host else UNKNOWN,
         "compute": observation.reading(COMPUTE_SLOWDOWN),
         "skew": observation.reading(PROCESS_SKEW),
     }
@@ -122,7 +124,7 @@ def _of_link(observation: Observation, name: str, cluster: Cluster, axes: AxisSi
     direct = observation.reading(LINK_SLOWDOWN + name)
     if is_usable(direct):
         return direct
-    link = cluster.inside if name == INSIDE else cluster.between
+    link = cluster.intra_host if name == INSIDE else cluster.inter_host
     crossing = [
         reading
         for axis in MESH_AXES

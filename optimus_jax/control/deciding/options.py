@@ -163,7 +163,7 @@ class Options:
             priced.cluster,
             num_hosts=max(1, num_hosts),
             devices_per_host=rest or size,
-            between=priced.cluster.between if num_hosts > 1 else None,
+            inter_host=priced.cluster.inter_host if num_hosts > 1 else None,
         )
         place = self._place(replace(priced, cluster=cluster), conditions, before.without, view)
         can_be = (

@@ -202,7 +202,7 @@ def from_other_hosts(old: Plan, cluster: Cluster) -> float:
 
 def _move_s(state_bytes: int, old: Plan, pricing: Pricing) -> float:
     cluster = pricing.cluster
-    between = cluster.between or cluster.inside
+    inter_host = cluster.inter_host or cluster.intra_host
     far_bytes = (
         state_bytes * from_other_hosts(old, cluster)
         if old.num_devices == cluster.num_devices
@@ -212,6 +212,9 @@ def _move_s(state_bytes: int, old: Plan, pricing: Pricing) -> float:
         num_bytes / (MOVE_SHARE * link.bytes_per_s)
         if link.bytes_per_s
         else num_bytes / MOVE_BYTES_PER_S
-        for num_bytes, link in ((far_bytes, between), (state_bytes - far_bytes, cluster.inside))
+        for num_bytes, link in (
+            (far_bytes, inter_host),
+            (state_bytes - far_bytes, cluster.intra_host),
+        )
     )
     return sum(seconds)

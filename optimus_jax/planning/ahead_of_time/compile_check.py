@@ -1,10 +1,10 @@
-"""Compiling a plan for GPUs that are not there: does it fit, and what does it say on the wire?
+"""Compile a plan for GPUs that this machine lacks, and report its memory and collectives.
 
 XLA's GPU compiler needs no GPU, only its wheels (extra `plan-gpu`) and a description of the device
 (`targets/`). It runs in a subprocess, so that this process neither loads the CUDA plugin nor dies
 with the compiler. Memory and collectives are those of the program that would run, with the
-reservations of CAVEATS. The compiler never says that memory is short, so the comparison with the
-device's is made here.
+reservations of CAVEATS. The compiler does not report insufficient memory, so this module compares
+with the device's memory.
 """
 
 import dataclasses
@@ -33,8 +33,8 @@ CAVEATS = (
     "workspace of cuDNN's attention is not counted",
     "borders between hosts are unknown to the compiler",
 )
-"""What a compiled program here and on the devices may differ in; the headroom has to cover the
-first two."""
+"""Possible differences from the program compiled on the devices; the headroom covers the first
+two."""
 _TARGETS = Path(__file__).parent / "targets"
 
 
@@ -59,8 +59,7 @@ def check(
     headroom_share: float = HEADROOM_SHARE,
     timeout_s: float = TIMEOUT_S,
 ) -> CompileReport:
-    """Compile the training step of `config` under `plan` for the devices of `cluster`, which need
-    not be there.
+    """Compile the training step of `config` under `plan` for `cluster`, which need not exist.
 
     Raises:
       PlanError: the compiler is not installed or knows no such device, the plan is for another
@@ -128,7 +127,7 @@ def _check_possible(plan: Plan, cluster: Cluster) -> None:
 
 
 def _in_subprocess(request: dict, plan: Plan, timeout_s: float) -> tuple[dict, str]:
-    """The worker's answer, and all that the compiler said beside it."""
+    """The worker's answer, and the compiler's messages."""
     root = str(Path(__file__).parents[3])
     environment = {
         **os.environ,

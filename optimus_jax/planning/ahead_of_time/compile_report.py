@@ -1,8 +1,8 @@
-"""What is known of a compiled training step: memory against what is there, collectives by mesh
-axis, arrays made whole.
+"""Properties of a compiled training step: memory needed and available, collectives by mesh axis,
+rematerialised arrays.
 
-As values, with JSON both ways; planning/ahead_of_time/compile_check.py finds them for devices that
-are not there, and `check_executable` reads the executable that a run is about to use.
+planning/ahead_of_time/compile_check.py makes a report for devices that need not exist;
+`check_executable` reads the executable that a run is about to use.
 """
 
 import dataclasses
@@ -54,7 +54,7 @@ class Rematerialised:
 
 @dataclass(frozen=True, kw_only=True)
 class Allocated:
-    """What a compiled step needs on each device, and what is there."""
+    """Memory that a compiled step needs on each device, and the device's capacity."""
 
     argument_bytes: int
     """State and batch."""
@@ -98,7 +98,7 @@ def check_executable(
     bytes_per_device: int | None,
     headroom_share: float = LIMIT_HEADROOM_SHARE,
 ) -> Allocated:
-    """What the executable of a run needs of its device: the gate before the first step.
+    """The memory that a run's executable needs, checked before the first step.
 
     Args:
       analysis: of the executable that will run.
@@ -117,7 +117,7 @@ def check_executable(
 
 @dataclass(frozen=True, kw_only=True)
 class CompileReport(Allocated):
-    """A compiled training step, read."""
+    """Properties of a compiled training step."""
 
     plan: str
     """Digest of the plan that was compiled."""
@@ -136,7 +136,7 @@ class CompileReport(Allocated):
     """Loops whose trip count the compiler does not know: what is in them counts once."""
 
     @property
-    def waited_for(self) -> tuple[Traffic, ...]:
+    def exposed_collectives(self) -> tuple[Traffic, ...]:
         """Sends, gathers and scatters that nothing hides: not asynchronous, or nothing between
         start and end.
         """

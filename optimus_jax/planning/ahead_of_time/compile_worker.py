@@ -20,7 +20,7 @@ from optimus_jax.config import Config
 from optimus_jax.config.axes import MESH_AXES
 from optimus_jax.plan import Plan
 from optimus_jax.planning.ahead_of_time.compiled_step import compile_step
-from optimus_jax.planning.ahead_of_time.hlo import Program as Compiled
+from optimus_jax.planning.ahead_of_time.hlo import HloProgram
 from optimus_jax.training.step import build_program
 
 CUDNN_VERSION = 91000
@@ -57,7 +57,7 @@ def main() -> None:
 
 
 def _read(text: str, plan: Plan) -> dict:
-    compiled = Compiled(text)
+    compiled = HloProgram(text)
     sizes = {axis: plan.axes[axis] for axis in MESH_AXES}
     traffic = [
         {

@@ -118,7 +118,7 @@ class Collective:
         )
 
 
-class Program:
+class HloProgram:
     """The computations of an HLO module."""
 
     def __init__(self, text: str):
@@ -237,11 +237,11 @@ class Program:
 
 
 def dot_flops(text: str) -> float:
-    """FLOPs of all matmuls of an HLO module's text, trip counts regarded; see `Program.dot_flops`.
+    """FLOPs of all matmuls of an HLO module's text; see `HloProgram.dot_flops`.
 
     Matmuls that XLA handed to a library (custom calls, on devices that are there) are not seen.
     """
-    return Program(text).dot_flops()
+    return HloProgram(text).dot_flops()
 
 
 def shape_bytes(shape: str) -> int:

@@ -1,9 +1,9 @@
-"""How many slots a pipeline's rings have, in closed form: what pipeline/buffers.py deals out,
-without its tables.
+"""Number of slots of a pipeline's activation buffers, in closed form.
 
-In flight on the first stage are the tasks between a microbatch's forward and its backward there;
-the derivations are with the schedules (pipeline/one_f_one_b.py, gpipe.py, interleaved.py), and a
-test holds these numbers to theirs.
+pipeline/buffers.py allocates the slots; that takes up to 70 ms for hundreds of microbatches, too
+long for a search, so this module computes only their number. A test compares both. Tasks in flight
+on the first stage are those between a microbatch's forward and backward there; the derivations are
+with the schedules (pipeline/one_f_one_b.py, gpipe.py, interleaved.py).
 """
 
 from dataclasses import dataclass
@@ -16,21 +16,21 @@ from optimus_jax.plan import Pipelining, Plan
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rings:
-    """Slots, the spare ones not counted."""
+class BufferSlots:
+    """Slots of each buffer, without the spare slot."""
 
     inputs: int
     """Inputs of virtual stages."""
     residuals: int
-    """What forward keeps; 0 where backward computes a stage again."""
+    """Residuals saved by forward; 0 if backward recomputes the stage."""
     cotangents: int
-    """Gradients by outputs of virtual stages."""
-    ends_alone: bool
-    """Whether the last phase is a single tick, which to XLA is no loop."""
+    """Gradients with respect to outputs of virtual stages."""
+    ends_in_single_tick: bool
+    """Whether the last phase is a single tick, which XLA does not compile to a loop."""
 
 
-def rings_of(plan: Plan) -> Rings:
-    """The rings of a plan with stages."""
+def buffer_slots(plan: Plan) -> BufferSlots:
+    """The slots of a plan with pipeline stages."""
     pipeline = plan.pipeline
     assert pipeline is not None
     latency, stages, microbatches = (
@@ -41,42 +41,44 @@ def rings_of(plan: Plan) -> Rings:
     if pipeline.table is not None or (
         pipeline.repeats > 1 and microbatches % max(1, microbatches // (latency * stages))
     ):
-        # groups of unequal size, with slack: who waits for whom has no short formula
+        # groups of unequal size have no simple closed form
         return _of_table(pipeline, stages, microbatches)
-    # One microbatch with slack goes through ticks in which nothing else happens, so that no two in
-    # a row are alike.
+    # A single microbatch with slack alternates between computing and sending ticks, so no two
+    # consecutive ticks are alike.
     halting, keeps = latency > 1 and microbatches == 1, pipeline.keep_residuals
     if pipeline.schedule == "gpipe":
-        return _rings(microbatches, keeps, cotangents=microbatches, ends_alone=halting)
+        return _buffer_slots(
+            microbatches, keeps, cotangents=microbatches, ends_in_single_tick=halting
+        )
     repeats, lap = pipeline.repeats, latency * stages
     group = max(lap, -(-microbatches // max(1, microbatches // lap)))
     in_flight = min(microbatches * repeats, (repeats - 1) * group + 2 * latency * (stages - 1) + 1)
-    # In a group larger than a lap, what comes back to the first stage waits for the rest of the
-    # group.
+    # If a group is larger than a lap, activations that return to the first stage wait for the rest
+    # of the group.
     waiting = group - lap if repeats > 1 else 0
-    return _rings(
+    return _buffer_slots(
         in_flight,
         keeps,
         cotangents=1 + waiting,
         waiting=min(waiting, microbatches * repeats - in_flight if not keeps else waiting),
-        ends_alone=repeats == 1 and (halting or latency * (stages - 1) == 1),
+        ends_in_single_tick=repeats == 1 and (halting or latency * (stages - 1) == 1),
     )
 
 
-def _rings(
-    in_flight: int, keeps: bool, *, cotangents: int, ends_alone: bool, waiting: int = 0
-) -> Rings:
-    return Rings(
+def _buffer_slots(
+    in_flight: int, keeps: bool, *, cotangents: int, ends_in_single_tick: bool, waiting: int = 0
+) -> BufferSlots:
+    return BufferSlots(
         inputs=(1 if keeps else in_flight) + waiting,
         residuals=in_flight if keeps else 0,
         cotangents=cotangents,
-        ends_alone=ends_alone,
+        ends_in_single_tick=ends_in_single_tick,
     )
 
 
 @lru_cache(maxsize=256)
-def _of_table(pipeline: Pipelining, stages: int, microbatches: int) -> Rings:
-    """Dealt out, which takes milliseconds."""
+def _of_table(pipeline: Pipelining, stages: int, microbatches: int) -> BufferSlots:
+    """The slots as pipeline/buffers.py allocates them."""
     schedule = (
         Schedule.from_json(pipeline.table)
         if pipeline.table is not None
@@ -92,9 +94,9 @@ def _of_table(pipeline: Pipelining, stages: int, microbatches: int) -> Rings:
         Buffers.of(schedule, keep_residuals=pipeline.keep_residuals),
         schedule.phases()[-1],
     )
-    return Rings(
+    return BufferSlots(
         inputs=buffers.num_inputs,
         residuals=buffers.num_residuals,
         cotangents=buffers.num_cotangents,
-        ends_alone=last.num_ticks == 1 and last.backward and not last.forward,
+        ends_in_single_tick=last.num_ticks == 1 and last.backward and not last.forward,
     )

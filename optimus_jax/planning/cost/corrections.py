@@ -10,13 +10,13 @@ are alike.
 import math
 from functools import lru_cache
 
-from optimus_jax.planning.cost.rates import Place, Rates
+from optimus_jax.planning.cost.rates import Rates, ShapePoint
 
 OCTAVES = 1.5
 """Distance, in doublings of any size, at which measured shapes say 1/e of what they say nearby."""
 
 
-def likeness(place: Place, other: Place) -> float:
+def likeness(place: ShapePoint, other: ShapePoint) -> float:
     """Covariance of two shapes' factors, 1 where they are the same: exp of their distance in
     octaves (a rough process).
     """
@@ -24,7 +24,7 @@ def likeness(place: Place, other: Place) -> float:
 
 
 @lru_cache(maxsize=1 << 14)
-def factor(rates: Rates, operator: str, place: Place) -> float:
+def factor(rates: Rates, operator: str, place: ShapePoint) -> float:
     """By how much longer than by the rates alone `operator` takes for the sizes whose logarithms
     are `place`.
     """
@@ -38,7 +38,7 @@ def factor(rates: Rates, operator: str, place: Place) -> float:
 
 
 @lru_cache(maxsize=1 << 14)
-def spread(rates: Rates, operator: str, place: Place) -> float:
+def spread(rates: Rates, operator: str, place: ShapePoint) -> float:
     """Standard deviation of the logarithm of measured over predicted step times: the less, the
     nearer a measured shape.
     """

@@ -1,9 +1,9 @@
-"""Time of a training step under a plan, predicted, term by term.
+"""Predict the time of a training step under a plan, term by term.
 
-A microbatch's way through a stage is the sum of its layers, each as long as its operators
-(planning/cost/stage_time.py) and the exchanges between them (planning/cost/communication.py) take;
-the schedule's ticks (planning/cost/pipeline_time.py) say how often that happens; gradients, the
-optimizer and a fixed rest come once.
+A microbatch's time in a stage is the sum over layers of operators (planning/cost/stage_time.py) and
+communication (planning/cost/communication.py). The schedule's ticks
+(planning/cost/pipeline_time.py) multiply it. Gradient reduction, the optimizer and a fixed overhead
+are added once.
 """
 
 import math
@@ -18,12 +18,12 @@ from optimus_jax.models.flops import step_flops
 from optimus_jax.plan import Plan
 from optimus_jax.planning.cost.communication import (
     VOCABULARY,
-    Exchange,
-    Part,
-    exchanges,
+    CommunicationOp,
+    StepPart,
+    communication_ops,
+    communication_times,
     layer_params,
     outer_params,
-    wires,
 )
 from optimus_jax.planning.cost.corrections import spread
 from optimus_jax.planning.cost.implementation_profile import OURS, ImplementationProfile
@@ -35,19 +35,19 @@ from optimus_jax.planning.cost.stage_time import (
     head_time,
     layer_shape,
     layer_time,
-    place_of,
+    shape_point,
 )
 from optimus_jax.planning.profiles.cluster import TO_HOST, Cluster
 
 NINE_IN_TEN = 1.645
-"""Standard deviations to either side, between which nine tenths of a normal distribution lie."""
+"""Half-width of the central 90% interval of a normal distribution, in standard deviations."""
 BUBBLE = "bubble"
 IN_LAYERS = ("attention", "feed-forward", "recompute", "memory", "launching")
-"""Terms that are a layer's operators."""
+"""Terms for a layer's operators."""
 HOST_COPIES = "host copies"
-"""The term of what is offloaded."""
+"""The term for offloading."""
 COMMUNICATION = (TENSOR, VOCABULARY, FSDP, DATA, PIPE)
-"""Terms that are exchanges."""
+"""Terms for communication."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,27 +57,27 @@ class Term:
     name: str
     """What takes the time."""
     time_s: float
-    """How long, on the critical path; what is hidden behind other work does not count."""
+    """Seconds on the critical path; overlapped time does not count."""
     how: str
-    """Where the figure comes from, in words."""
+    """How the figure was derived, in words."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """What a step is expected to take."""
+    """The predicted time of a step."""
 
     terms: tuple[Term, ...]
     """Their times add up to step_time_s."""
     step_time_s: float
     """Seconds of a step."""
     low_s: float
-    """One step in twenty is expected to be faster."""
+    """5th percentile."""
     high_s: float
-    """One step in twenty is expected to be slower."""
+    """95th percentile."""
     bubble: float
-    """Share of the step in which a stage waits for others."""
+    """Share of the step that stages spend waiting for others."""
     communication: float
-    """Share of the step in which devices exchange and do nothing else."""
+    """Share of the step that devices spend on communication alone."""
     tokens_per_s: float
     """Of all devices together."""
     mfu: float | None
@@ -85,10 +85,10 @@ class Prediction:
     precision is f32."""
 
     def operator_shares(self) -> tuple[float, float]:
-        """Shares of the step that grow with the time of a layer's, and of the head's, operators."""
+        """Shares of the step proportional to the time of a layer's operators, and of the head's."""
         times = {term.name: term.time_s for term in self.terms}
         layers = sum(times.get(name, 0.0) for name in IN_LAYERS)
-        # Stages that wait do so for layers, and for the exchanges inside them.
+        # Stages wait for layers, and for the communication in them.
         waiting = times.get(BUBBLE, 0.0) * layers / max(1e-30, layers + times.get(TENSOR, 0.0))
         return (layers + waiting) / self.step_time_s, times.get(HEAD, 0.0) / self.step_time_s
 
@@ -103,13 +103,15 @@ def predict(
     global_batch: int,
     style: ImplementationProfile = OURS,
 ) -> Prediction:
-    """The time of a step of `plan` on `cluster`, whose devices are as fast as `rates` says.
+    """Predict a step of `plan` on `cluster` with devices of these `rates`.
 
     Raises:
       PlanError: the mesh is larger than the cluster, or the plan sends over a link of unknown
         speed.
     """
-    step = _Step(model, plan, cluster, rates, style, seq_len=seq_len, global_batch=global_batch)
+    step = _StepTimes(
+        model, plan, cluster, rates, style, seq_len=seq_len, global_batch=global_batch
+    )
     times = step.times()
     time_s = sum(times.values())
     margin = math.exp(NINE_IN_TEN * spread(rates, LAYER, step.place))
@@ -127,7 +129,7 @@ def predict(
 
 
 def shares_of(times: Mapping[str, float]) -> dict[str, float]:
-    """The bubble's and the exchanges' shares of a step with these terms."""
+    """The shares of bubble and communication in a step with these terms."""
     time_s = sum(times.values())
     return {
         "bubble": times.get(BUBBLE, 0.0) / time_s,
@@ -145,17 +147,17 @@ def term_times(
     global_batch: int,
     style: ImplementationProfile = OURS,
 ) -> dict[str, float]:
-    """Seconds of every term of `predict`, without words: what a search asks of thousands of plans.
+    """Seconds of every term of `predict`, without text; faster, for searches over many plans.
 
     Raises what `predict` raises.
     """
-    return _Step(
+    return _StepTimes(
         model, plan, cluster, rates, style, seq_len=seq_len, global_batch=global_batch
     ).times()
 
 
-class _Step:
-    """One step's times; everything is one device's, on the critical path."""
+class _StepTimes:
+    """Computes the times of one step, on the critical path of one device."""
 
     def __init__(
         self,
@@ -176,9 +178,9 @@ class _Step:
             style,
         )
         self.shape = layer_shape(model, plan, seq_len=seq_len, global_batch=global_batch)
-        self.place = place_of(self.shape, plan.axes.tensor)
-        exchanged = exchanges(model, plan, self.shape, style)
-        launched: dict[Part, float] = {"layer forward": 0.0, "layer backward": 0.0}
+        self.place = shape_point(self.shape, plan.axes.tensor)
+        exchanged = communication_ops(model, plan, self.shape, style)
+        launched: dict[StepPart, float] = {"layer forward": 0.0, "layer backward": 0.0}
         for each in exchanged:
             launched[each.part] = launched.get(each.part, 0.0) + each.count
         twice = plan.pipeline is not None and not plan.pipeline.keep_residuals
@@ -200,18 +202,18 @@ class _Step:
             rates,
             style,
         )
-        self.exposed: dict[tuple[Part, str], float] = defaultdict(float)
-        """Seconds that exchanges add to a part of the step, by term."""
+        self.exposed: dict[tuple[StepPart, str], float] = defaultdict(float)
+        """Seconds that communication adds to a part of the step, by term."""
         self.beside = {"layer forward": self.layer.forward, "layer backward": self.layer.backward}
-        """Seconds of compute that exchanges can still run beside."""
-        time_of = wires(plan.axes, cluster, rates).time
+        """Seconds of compute not yet overlapped with communication."""
+        time_of = communication_times(plan.axes, cluster, rates).time
         for each in exchanged:
             self.exposed[each.part, each.term] += self._exposed(each, time_of(each) * each.count)
 
-    def _exposed(self, exchange: Exchange, time_s: float) -> float:
-        """What an exchange adds to its part of the step.
+    def _exposed(self, exchange: CommunicationOp, time_s: float) -> float:
+        """Seconds that an operation adds to its part of the step.
 
-        Side by side, compute and exchange slow each other down.
+        Overlapped compute and communication slow each other down.
         """
         if not exchange.hides:
             return time_s
@@ -223,7 +225,7 @@ class _Step:
         return time_s - max(0.0, 2.0 - self.rates.overlap_slowdown) * side_by_side
 
     def times(self) -> dict[str, float]:
-        """Seconds by term, in the order in which people look at them."""
+        """Seconds by term, in display order."""
         plan, layer, exposed = self.plan, self.layer, self.exposed
         visits = self._visits
         in_layers = {
@@ -250,7 +252,7 @@ class _Step:
         }
 
     def terms(self, times: dict[str, float]) -> tuple[Term, ...]:
-        """The same with words; those that take no time are left out."""
+        """The times with explanations, without terms that take no time."""
         plan, layer = self.plan, self.layer
         visits = f" x {self._visits:g} layers and microbatches"
         how = {
@@ -280,12 +282,11 @@ class _Step:
 
     @property
     def _visits(self) -> float:
-        """Of microbatches to layers, on each device."""
+        """Layer executions per device: microbatches times layers."""
         return self.plan.microbatches * self.model.num_layers / self.plan.axes.pipe
 
     def _pipeline(self, visits: float) -> tuple[float, float]:
-        """Seconds of sends, and of the bubble: what the schedule takes beyond `visits` to
-        layers."""
+        """Seconds of sends, and of the bubble: the schedule's time beyond `visits` to layers."""
         pipeline, stages = self.plan.pipeline, self.plan.axes.pipe
         if pipeline is None:
             return 0.0, 0.0
@@ -299,12 +300,12 @@ class _Step:
                 forward + backward
             )
             return 2 * useful * send, bubble + (ticks.forward + ticks.backward - 2 * useful) * send
-        # Stages that go on when their input is there: the first microbatch's way, then as fast as
-        # the slowest stage.
+        # Stages without lockstep start when their input arrives: the first microbatch fills the
+        # pipeline, then the slowest stage sets the pace.
         filling = (stages - 1) * (layers * (forward + backward) + 2 * send)
         return 0.0, filling + (useful * layers - visits) * (forward + backward)
 
-    def _in_part(self, part: Part) -> float:
+    def _in_part(self, part: StepPart) -> float:
         return sum([time_s for (where, _), time_s in self.exposed.items() if where == part])
 
     def _optimizer(self) -> float:
@@ -323,8 +324,8 @@ class _Step:
         return params / (plan.axes.fsdp if plan.zero >= 1 else 1)
 
     def _host_copies(self) -> float:
-        """Moments come and go at the same time, and nothing runs beside them; a layer's input goes
-        beside its forward and comes beside its backward.
+        """Copies of moments go both ways at the same time, without overlap with compute. Copies of
+        layer inputs overlap with the layer's forward and backward.
         """
         plan = self.plan
         if plan.offload == "none":

@@ -1,4 +1,4 @@
-"""Bytes that a plan needs on each device, estimated before anything is compiled.
+"""Estimate the bytes that a plan needs on each device, without compiling.
 
 States are exact (planning/cost/sizes.py), and so is what backward keeps (models/activations.py,
 planning/cost/activation_buffers.py). On top of these comes what XLA holds when most is alive. That
@@ -27,7 +27,7 @@ from optimus_jax.config import AttentionKernel, ModelConfig, RematPolicy
 from optimus_jax.models.activations import saved_bytes, saved_once_bytes
 from optimus_jax.models.flops import block_size, computed_pairs, mlp_matrices
 from optimus_jax.plan import Plan
-from optimus_jax.planning.cost.activation_buffers import rings_of
+from optimus_jax.planning.cost.activation_buffers import buffer_slots
 from optimus_jax.planning.cost.sizes import sizes_of
 
 F32 = 4
@@ -65,7 +65,7 @@ the larger matrices, before they are put in place."""
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryEstimate:
-    """Bytes on the most loaded device, when most is alive."""
+    """Peak bytes on the most loaded device."""
 
     params: int
     moments: int
@@ -73,7 +73,7 @@ class MemoryEstimate:
     """Sums over microbatches, what one microbatch adds to them, and what the update makes of
     them."""
     activations: int
-    """What backward keeps, or has in rings, and what it works on."""
+    """Saved activations or activation buffers, and working memory."""
     logits: int
     """What the head needs, its matrix as it is used and that matrix's gradient included."""
     host: int = 0
@@ -81,22 +81,22 @@ class MemoryEstimate:
 
     @property
     def states(self) -> int:
-        """What stays from step to step."""
+        """Bytes that persist between steps."""
         return self.params + self.moments
 
     @property
     def total(self) -> int:
-        """All of it."""
+        """Peak device memory in total."""
         return self.states + self.gradients + self.activations + self.logits
 
 
 def estimate_memory(
     model: ModelConfig, plan: Plan, *, seq_len: int, global_batch: int
 ) -> MemoryEstimate:
-    """What a training step of `plan` needs on each device."""
+    """The memory of a training step of `plan` per device."""
     parts = _Parts(model, plan, seq_len, global_batch)
-    places = parts.without_stages() if plan.pipeline is None else parts.through_stages()
-    gradients, activations, logits = max([*places, *parts.update()], key=sum)
+    step_points = parts.without_stages() if plan.pipeline is None else parts.through_stages()
+    gradients, activations, logits = max([*step_points, *parts.update()], key=sum)
     moments = 2 * parts.parameters(split=plan.zero >= 1) * plan.moment_bytes // F32
     return MemoryEstimate(
         params=parts.parameters(split=plan.zero >= 3),
@@ -108,12 +108,12 @@ def estimate_memory(
     )
 
 
-Place = tuple[float, float, float]
-"""Bytes of gradients, activations and the head in one place of the step."""
+StepPoint = tuple[float, float, float]
+"""Bytes of (gradients, activations, head) at one point of the step."""
 
 
 class _Parts:
-    """Bytes on one device, of which each place of the step has some."""
+    """Byte counts on one device, combined for each point of the step."""
 
     def __init__(self, model: ModelConfig, plan: Plan, seq_len: int, global_batch: int):
         self.plan, pipeline = plan, plan.pipeline
@@ -177,8 +177,8 @@ class _Parts:
         """All of them."""
         return self.layers(split=split) + self.outer(split=split)
 
-    def without_stages(self) -> list[Place]:
-        """One microbatch after the other through all layers."""
+    def without_stages(self) -> list[StepPoint]:
+        """Memory at each point of a step without pipeline stages."""
         split = self.plan.zero >= 2
         total = self.parameters(split=split) if self.plan.microbatches > 1 else 0
         gradient = self.layers(split=split) + total
@@ -192,17 +192,15 @@ class _Parts:
             (max(gradient - total, total), 4 * self.stream, 3 * self.table),
         ]
 
-    def through_stages(self) -> list[Place]:
-        """In each tick what one stage needs or what the head needs; rings are there through all of
-        them.
-        """
-        pipeline, rings = self.plan.pipeline, rings_of(self.plan)
+    def through_stages(self) -> list[StepPoint]:
+        """Memory in ticks of a step with pipeline stages; activation buffers exist in all ticks."""
+        pipeline, slots_per_buffer = self.plan.pipeline, buffer_slots(self.plan)
         assert pipeline is not None
         split = self.plan.zero >= 2
         # with spare ones, and what goes to and comes from neighbours
-        slots = (rings.inputs + 1 + rings.cotangents + 1 + 2) * self.stream
+        slots = (slots_per_buffer.inputs + 1 + slots_per_buffer.cotangents + 1 + 2) * self.stream
         if pipeline.keep_residuals:
-            slots += (rings.residuals + 1) * self.kept
+            slots += (slots_per_buffer.residuals + 1) * self.kept
         gradient, visit_gradient = (
             self.layers(split=split) + self.outer(split=False),
             self.layers(split=split) / self.repeats,
@@ -210,8 +208,8 @@ class _Parts:
         visit = self.kept
         if self.repeats > 1:
             visit += self.layers(split=self.plan.zero >= 3) / self.repeats  # taken out of the stack
-        places, zeros = [], 0
-        if rings.ends_alone:
+        step_points, zeros = [], 0
+        if slots_per_buffer.ends_in_single_tick:
             # XLA makes no loop of one tick, and the zeros that its scans begin with are then there
             # all the time.
             zeros = self.table
@@ -222,9 +220,9 @@ class _Parts:
                 * self.visited
                 * (self.sizes.largest_split if split else self.sizes.largest_whole)
             )
-            places = [(gradient + visit_gradient + largest, 4 * self.stream, zeros)]
+            step_points = [(gradient + visit_gradient + largest, 4 * self.stream, zeros)]
         return [
-            *places,
+            *step_points,
             (
                 gradient + visit_gradient,
                 slots + visit + self.backward,
@@ -233,18 +231,20 @@ class _Parts:
             (gradient, slots + 4 * self.stream, self.outer_used + self.table + self.logits),
         ]
 
-    def update(self) -> list[Place]:
+    def update(self) -> list[StepPoint]:
         """New parameters, gathered while shares of the rest are still there, tables one at a time;
         and moments that are fetched.
         """
-        places: list[Place] = []
+        step_points: list[StepPoint] = []
         fetched = self._fetched() if self.plan.offloads_moments else 0
         if fetched:
-            places.append((self.parameters(split=self.plan.zero >= 1) + fetched, 0, 0))
+            step_points.append((self.parameters(split=self.plan.zero >= 1) + fetched, 0, 0))
         if self.plan.zero in (1, 2) and self.plan.axes.fsdp > 1:
             layers = self.layers(split=False) + UPDATE_COPIES * self.layers(split=True)
-            places.append((layers + self.table * (1 + 1 / self.plan.axes.fsdp) + fetched, 0, 0))
-        return places
+            step_points.append(
+                (layers + self.table * (1 + 1 / self.plan.axes.fsdp) + fetched, 0, 0)
+            )
+        return step_points
 
     def _fetched(self) -> int:
         """Moments that come from the host leaf by leaf: those of the largest, a stack of matrices

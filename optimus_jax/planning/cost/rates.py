@@ -1,9 +1,6 @@
-"""Rates: what the time model needs to know of one kind of device, each figure with where it comes
-from.
-"""
+"""Rates: the speed parameters of one kind of device for the time model, with their sources."""
 
 import dataclasses
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,7 +12,6 @@ from optimus_jax.errors import PlanError, explain
 from optimus_jax.planning.cost.work import matmul
 from optimus_jax.planning.profiles.hardware import HardwareProfile
 from optimus_jax.planning.profiles.measurements import ALL_REDUCE, PERMUTE, MatmulTime
-from optimus_jax.system.json_input import parse_json
 
 UNKNOWN_LATENCY_S = 5e-6
 """Of a step of a collective where no latency was measured or published: the order of what is usual
@@ -45,8 +41,8 @@ UNSEEN_SPREAD = 0.2
 """Of step times where no step was measured, but all that it consists of."""
 
 LAYER, HEAD = OPERATORS = ("layer", "head")
-"""What corrections are told for: all operators of a layer, all of embedding and head."""
-Place = tuple[float, float, float]
+"""Subjects of corrections: all operators of a layer; all of embedding and head."""
+ShapePoint = tuple[float, float, float]
 """Logarithms, base 2, of the tokens of a microbatch, the width of the residual stream, and the
 devices along tensor."""
 
@@ -59,7 +55,7 @@ class Correction:
 
     operator: str
     """One of OPERATORS."""
-    place: Place
+    place: ShapePoint
     """Where it was measured."""
     weight: float
     """Of this place in the logarithm of the factor."""
@@ -67,7 +63,7 @@ class Correction:
 
 @dataclass(frozen=True, kw_only=True)
 class Rates:
-    """How fast one kind of device is at what a step consists of."""
+    """Speed parameters of one kind of device."""
 
     accelerator: str
     """Its name."""
@@ -100,7 +96,7 @@ class Rates:
     side."""
     collective_share: float = 0.7
     """Of a link's speed inside a host that collectives reach."""
-    between_share: float = 0.8
+    inter_host_share: float = 0.8
     """The same between hosts."""
     send_share: float = 0.7
     """Of a link's speed inside a host that a send to the next stage reaches."""
@@ -109,7 +105,7 @@ class Rates:
     (https://github.com/jdh4/della-gpu-A100)."""
     latency_s: float = UNKNOWN_LATENCY_S
     """Of each step of a collective inside a host, where the link does not say."""
-    between_latency_s: float = 2 * UNKNOWN_LATENCY_S
+    inter_host_latency_s: float = 2 * UNKNOWN_LATENCY_S
     """The same between hosts."""
     arrival_s: float = 0.0
     """That a collective takes beyond its ring, because its devices come to it at different
@@ -131,12 +127,11 @@ class Rates:
 
     @classmethod
     def of(cls, accelerator: Accelerator) -> "Rates":
-        """What is to be expected of a GPU of which only the data sheet is known: usual shares of
-        its peaks.
+        """Expected rates of a GPU by its data sheet: usual shares of its peaks.
 
         With them, steps of Megatron on A100s are missed by 9% on average (benchmarks/planner.py),
         published steps of other implementations on H100s by 2% to 16% (benchmarks/published.py).
-        GPUs of which nothing is known are taken to reach the A100's shares.
+        GPUs without measurements are assumed to reach the A100's shares.
 
         Raises:
           PlanError: its data sheet's figures are unknown.
@@ -169,8 +164,8 @@ class Rates:
 
     @classmethod
     def from_profile(cls, profile: HardwareProfile) -> "Rates":
-        """How fast the devices of `profile` are; use them with `profile.cluster(...)`, whose links
-        are measured too.
+        """Rates of the devices of `profile`; use them with `profile.cluster(...)`, whose links are
+        measured too.
 
         Everything was measured with all devices at work. So virtual devices, which share a
         processor, have a share of its speed each, and a step on more of them is not predicted to be
@@ -211,7 +206,7 @@ class Rates:
             pass_share=1.0 if on_gpu else CPU_PASS_SHARE,
             unaligned_share=cls.unaligned_share if on_gpu else 1.0,
             collective_share=1.0,
-            between_share=1.0,
+            inter_host_share=1.0,
             host_share=1.0 if probed.host_copies else cls.host_share,
             send_share=_send_share(profile),
             step_s=probed.launch_s or cls.step_s,
@@ -224,27 +219,8 @@ class Rates:
         return hash(dataclasses.astuple(self))
 
     def __hash__(self) -> int:
-        """Computed once: rates are a key of caches."""
+        """Computed once, because rates are cache keys."""
         return self._hash
-
-    def to_json(self) -> str:
-        """The rates as JSON."""
-        return json.dumps(dataclasses.asdict(self), indent=2) + "\n"
-
-    @classmethod
-    def from_json(cls, text: str) -> "Rates":
-        """The inverse of `to_json`. Raises PlanError for what are not rates."""
-        try:
-            value = parse_json(text)
-            corrections = tuple(
-                Correction(**{**each, "place": tuple(each["place"])})
-                for each in value.pop("corrections")
-            )
-            return cls(**value, corrections=corrections)
-        except (KeyError, TypeError, ValueError) as error:
-            raise PlanError(
-                explain("these are not rates", given=repr(error), do="profile the machine again")
-            ) from error
 
 
 def _matmul_rate(times: Sequence[MatmulTime], cores: float) -> tuple[float, float]:

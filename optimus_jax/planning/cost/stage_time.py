@@ -24,7 +24,7 @@ from optimus_jax.planning.cost.operators import (
     layer_work,
     with_launches,
 )
-from optimus_jax.planning.cost.rates import HEAD, LAYER, Place, Rates
+from optimus_jax.planning.cost.rates import HEAD, LAYER, Rates, ShapePoint
 from optimus_jax.planning.cost.work import Work
 
 F32_BYTES = 4
@@ -81,7 +81,7 @@ def layer_shape(model: ModelConfig, plan: Plan, *, seq_len: int, global_batch: i
 @lru_cache(maxsize=1 << 14)
 def layer_time(
     shape: LayerShape,
-    place: Place,
+    place: ShapePoint,
     remat: RematPolicy,
     twice: bool,
     collectives: tuple[float, float],
@@ -150,7 +150,7 @@ def head_time(
     embed: int,
     vocab: int,
     width: int,
-    place: Place,
+    place: ShapePoint,
     rates: Rates,
     style: ImplementationProfile,
 ) -> float:
@@ -177,7 +177,7 @@ def head_rows(model: ModelConfig, plan: Plan, style: ImplementationProfile) -> i
     return vocab // ways
 
 
-def place_of(shape: LayerShape, tensor_ways: int) -> Place:
+def shape_point(shape: LayerShape, tensor_ways: int) -> ShapePoint:
     """Where a layer, and the head that follows it, lie: their tokens, width and devices that share
     them.
     """

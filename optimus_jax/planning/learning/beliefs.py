@@ -1,13 +1,13 @@
-"""Beliefs about step times: what plans take under the cost model, mended by what was measured.
+"""Bayesian regression of step times: predictions of the cost model, corrected by measurements.
 
-The logarithm of measured over predicted time is a sum: each cost term's share of the step times how
-far off that term is (planning/learning/calibrate.py), what is peculiar to a plan, what to a plan in
-some conditions, and what an unexplained regime does to all plans alike. All of these are normal, so
-the answer for any set of plans is normal too, with the covariances that comparing them needs: what
-is off in both cancels.
+The logarithm of measured over predicted time is a sum of errors: each cost term's share of the step
+times that term's log error (planning/learning/calibrate.py), an error of the plan, an error of the
+plan in given conditions, and an error that an unexplained regime causes in all plans. All are
+normal, so step times of any set of plans are jointly log-normal, with the covariances needed for
+comparing them: common errors cancel.
 
-Terms that are off are mended where they stand, so the regression is repeated about the mended
-shares. Evidence that the rest speaks against counts as peculiar to its plan.
+Corrected terms change their shares of the step, so the regression is iterated. Outliers are
+attributed to an error of their plan.
 """
 
 import math
@@ -20,79 +20,75 @@ from optimus_jax.planning.cost.cost import COMMUNICATION
 from optimus_jax.planning.learning.calibrate import Calibration, Matrix, Vector
 
 Latent = tuple[float, str]
-"""Its standard deviation before anything was measured, as a logarithm, and its name."""
+"""An error: its prior standard deviation (logarithm) and its name."""
 
 PLAN = 0.03
-"""What is peculiar to a plan."""
-SETTING = 0.02
-"""What is peculiar to a plan in some conditions, with some batch."""
-READING = 0.12
-"""How far off links together are in some conditions: readings of them are rough."""
+"""Error of a plan."""
+PLAN_SETTING = 0.02
+"""Error of a plan in given conditions and with a given batch."""
+LINK_NOISE = 0.12
+"""Error common to all links in given conditions, which are measured roughly."""
 REGIME = 0.5
-"""What an unexplained regime does to all plans."""
+"""Error that an unexplained regime causes in all plans."""
 REGIME_PLAN = 0.15
-"""What it does to one plan and not to others."""
-DOUBTED = 2.5
-"""Deviations from what all else says, beyond which evidence is peculiar to its plan."""
-SURE = 6.0
-"""Pieces of evidence that the deviations above count as much as, in how large deviations are."""
-OWN = tuple([2.0 ** (power / 2) for power in range(8)])
-"""Factors on PLAN and SETTING that evidence may speak for: the cost model fits some machines better
+"""Error that it causes in one plan only."""
+OUTLIER_DEVIATIONS = 2.5
+"""Measurements more deviations away from the others' prediction count as outliers."""
+PRIOR_COUNT = 6.0
+"""Weight of the prior deviations above, in measurements, when the overall scale is estimated."""
+OWN_FACTORS = tuple([2.0 ** (power / 2) for power in range(8)])
+"""Candidate factors on the PLAN and PLAN_SETTING errors: the cost model fits some machines better
 than others."""
-UNSURE = 2.0
-"""Standard deviation of the logarithm of that factor."""
-TAIL = 4.0
-"""Degrees of freedom of the t distribution that evidence is held against when that is judged: a few
-wild plans are no matter."""
-ROUNDS = 4
-"""Of mending the shares; the last changes nothing that matters."""
+FACTOR_DEVIATION = 2.0
+"""Prior standard deviation of the logarithm of that factor."""
+T_DEGREES = 4.0
+"""Degrees of freedom of the t likelihood used for that factor, which tolerates a few outliers."""
+NUM_ITERATIONS = 4
+"""Iterations of the regression; further ones change nothing relevant."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Query:
-    """A plan in some conditions."""
+    """A plan in given conditions."""
 
     plan: str
     """Digest."""
     setting: str
-    """Names conditions and batch."""
+    """Name of conditions and batch."""
     regime: int = 0
     """Unexplained regime; 0: none."""
     terms_s: Mapping[str, float]
-    """Seconds of each cost term as the cost model has them in these conditions, before anything
-    learnt."""
+    """Seconds of each term by the cost model in these conditions, without corrections."""
 
     @property
     def key(self) -> tuple[str, str, int]:
-        """Tells queries apart."""
+        """Identifies the query."""
         return self.plan, self.setting, self.regime
 
     @property
     def predicted_s(self) -> float:
-        """Of a step, by the cost model alone."""
+        """Seconds of a step by the cost model alone."""
         return sum(self.terms_s.values())
 
 
 @dataclass(frozen=True, kw_only=True)
 class Evidence:
-    """What steps of a plan took in some conditions."""
+    """Measured step time of a plan in given conditions."""
 
     query: Query
     log_time: float
-    """Logarithm of their level, seconds."""
+    """Logarithm of the measured seconds."""
     deviation: float
     """Standard deviation of that."""
 
 
 @dataclass(frozen=True)
 class Beliefs:
-    """Normal beliefs about everything that step times are made of: terms first, then what is
-    peculiar to plans and regimes.
-    """
+    """Joint normal distribution of all errors: terms first, then errors of plans and regimes."""
 
     terms: tuple[str, ...]
     columns: Mapping[Latent, int]
-    """Where what is peculiar to a plan, setting or regime stands."""
+    """Column of each error of a plan, setting or regime."""
     mean: Vector
     """[columns]."""
     covariance: Matrix
@@ -100,7 +96,7 @@ class Beliefs:
 
     @classmethod
     def before(cls, queries: Sequence[Query], calibration: Calibration) -> "Beliefs":
-        """Before anything was measured, of all that concerns these queries."""
+        """The prior of all errors that concern these queries."""
         known = calibration.covering(name for query in queries for name in query.terms_s)
         terms = known.terms
         latents = list(dict.fromkeys(latent for query in queries for latent in _latents(query)))
@@ -111,22 +107,22 @@ class Beliefs:
 
     @property
     def calibration(self) -> Calibration:
-        """Of terms alone."""
+        """The marginal distribution of the terms."""
         num_terms = len(self.terms)
         return Calibration(
             self.terms, self.mean[:num_terms], self.covariance[:num_terms, :num_terms]
         )
 
     def rows(self, queries: Sequence[Query]) -> tuple[Vector, Matrix]:
-        """For each query: the logarithm that is expected, and how that grows with each column."""
+        """For each query: the expected log time, and its derivative by each column."""
         num_terms = len(self.terms)
         times = np.array(
             [[query.terms_s.get(name, 0.0) for name in self.terms] for query in queries]
         ).reshape(len(queries), num_terms)
-        mended = times * np.exp(self.mean[:num_terms])
-        totals = mended.sum(axis=1)
+        corrected = times * np.exp(self.mean[:num_terms])
+        totals = corrected.sum(axis=1)
         slopes = np.zeros((len(queries), len(self.mean)))
-        slopes[:, :num_terms] = mended / totals[:, None]
+        slopes[:, :num_terms] = corrected / totals[:, None]
         in_links = slopes[:, :num_terms] @ np.array(
             [name in COMMUNICATION for name in self.terms], dtype=float
         )
@@ -136,7 +132,7 @@ class Beliefs:
         return np.log(totals) + slopes[:, num_terms:] @ self.mean[num_terms:], slopes
 
     def after(self, evidence: Sequence[Evidence]) -> "Beliefs":
-        """The same once the evidence is in."""
+        """The posterior after the evidence."""
         if not evidence:
             return self
         queries, measured = (
@@ -148,7 +144,7 @@ class Beliefs:
         own = [
             column
             for (deviation, _), column in self.columns.items()
-            if deviation in (PLAN, SETTING)
+            if deviation in (PLAN, PLAN_SETTING)
         ]
         doubted = np.array(
             [
@@ -157,7 +153,7 @@ class Beliefs:
             ]
         )
         doubt = np.zeros(len(queries))
-        for _ in range(ROUNDS):
+        for _ in range(NUM_ITERATIONS):
             expected, slopes = believed.rows(queries)
             left = measured - expected + slopes @ (believed.mean - self.mean)
             prior = self.covariance.copy()
@@ -178,45 +174,46 @@ class Beliefs:
                 mean=self.mean + gain @ inverse @ left,
                 covariance=prior - gain @ inverse @ gain.T,
             )
-            # How far each is from what the others say of it: beyond DOUBTED deviations it is
-            # peculiar to its plan, or its regime.
+            # Leave-one-out residuals: beyond OUTLIER_DEVIATIONS they count as an error of the plan
+            # or regime.
             variance = 1 / np.diag(inverse)
-            doubt = np.maximum(doubt, (inverse @ left * variance / DOUBTED) ** 2 - variance)
-        # Evidence that agrees, or does not, tells how large deviations are altogether.
-        size = (SURE + left @ inverse @ left) / (SURE + len(queries))
+            doubt = np.maximum(
+                doubt, (inverse @ left * variance / OUTLIER_DEVIATIONS) ** 2 - variance
+            )
+        # Rescale all deviations by how well the evidence agrees.
+        size = (PRIOR_COUNT + left @ inverse @ left) / (PRIOR_COUNT + len(queries))
         return replace(believed, covariance=size * believed.covariance)
 
 
 def _likeliest(left: Vector, covariance: Matrix, own: Matrix) -> float:
-    """Square of the factor on what is peculiar to plans under which each measurement is likeliest,
-    given all others.
+    """Squared factor on the errors of plans that maximises the leave-one-out likelihood.
 
     Args:
-      left: [measured], over what is expected.
-      covariance: [measured, measured] of that.
-      own: [measured, measured], the part of it that is peculiar to plans.
+      left: [measured], residuals.
+      covariance: [measured, measured], of the residuals.
+      own: [measured, measured], the part of it due to errors of plans.
     """
 
     def score(factor: float) -> float:
         inverse = np.linalg.inv(covariance + (factor**2 - 1) * own)
         precision = np.diag(inverse)
-        surprise = np.log1p((inverse @ left) ** 2 / precision / TAIL)
+        surprise = np.log1p((inverse @ left) ** 2 / precision / T_DEGREES)
         return (
-            float(np.sum(np.log(precision) - (TAIL + 1) * surprise)) / 2
-            - (math.log(factor) / UNSURE) ** 2 / 2
+            float(np.sum(np.log(precision) - (T_DEGREES + 1) * surprise)) / 2
+            - (math.log(factor) / FACTOR_DEVIATION) ** 2 / 2
         )
 
-    return max(OWN, key=score) ** 2
+    return max(OWN_FACTORS, key=score) ** 2
 
 
 def _of_links(query: Query) -> Latent:
-    """What all exchanges have in common in its conditions."""
-    return READING, f"links in {query.setting}"
+    """The error common to all communication in the query's conditions."""
+    return LINK_NOISE, f"links in {query.setting}"
 
 
 def _latents(query: Query) -> tuple[Latent, ...]:
-    """What is peculiar to it, as (deviation, name)."""
-    own = (_of_links(query), (PLAN, query.plan), (SETTING, f"{query.plan} in {query.setting}"))
+    """The errors that concern a query, besides those of terms."""
+    own = (_of_links(query), (PLAN, query.plan), (PLAN_SETTING, f"{query.plan} in {query.setting}"))
     return (
         own
         if not query.regime

@@ -1,8 +1,8 @@
-"""How far off the terms of the cost model are, as a rule and after what was measured.
+"""Errors of the cost model's terms: a prior, and corrections after measurements.
 
-A step's predicted time is a sum of terms. The logarithm of how far off each is has a normal
-distribution: before anything is measured all terms are off together, exchanges more so, and each by
-itself a little. So what is learnt of some terms says something of others too.
+A step's predicted time is a sum of terms. The log error of each term is normally distributed. The
+prior has an error common to all terms, a further one common to communication terms, and a small one
+of each term. Because errors are correlated, measuring some terms also informs about others.
 """
 
 import math
@@ -19,39 +19,39 @@ Vector = NDArray[np.float64]
 Matrix = NDArray[np.float64]
 
 COMMON = 0.15
-"""Standard deviation of how far off all terms are together, as a logarithm; so are all below."""
+"""Standard deviation of the log error common to all terms; those below are log errors too."""
 LINKS = 0.25
-"""How far off exchanges are together, beyond that."""
+"""Additional error common to all communication terms."""
 TERM = 0.1
-"""How far off one term is, beyond those."""
+"""Additional error of a single term."""
 NOISE = 0.05
-"""Of a measured step time, and what terms cannot express."""
+"""Error of a measured step time, and of what terms cannot express."""
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """What is known of terms. Of nothing, predictions stay as they are."""
+    """Posterior log errors of terms. Without terms, predictions are unchanged."""
 
     terms: tuple[str, ...] = ()
     mean: Vector = field(default_factory=lambda: np.zeros(0))
-    """[terms]: how far off each is, as a logarithm."""
+    """[terms]: expected log error of each."""
     covariance: Matrix = field(default_factory=lambda: np.zeros((0, 0)))
     """[terms, terms]: of the mean."""
 
     @cached_property
     def factors(self) -> dict[str, float]:
-        """How many times as long as predicted a term takes."""
+        """Factor from predicted to expected time, by term."""
         return {name: math.exp(mean) for name, mean in zip(self.terms, self.mean, strict=True)}
 
     def step_time_s(self, terms_s: Mapping[str, float]) -> float:
-        """Seconds of a step with these terms, every one mended."""
+        """Seconds of a step with these terms after correction."""
         if not self.terms:
             return sum(terms_s.values())
         factors = self.covering(terms_s).factors
         return sum(time_s * factors[name] for name, time_s in terms_s.items())
 
     def covering(self, names: Iterable[str]) -> "Calibration":
-        """With these terms too: of one that is not known, what the known ones teach about it."""
+        """Extend to further terms, whose errors follow from those of the known ones."""
         missing = frozenset(names).difference(self.terms)
         if missing and missing not in self._covering:
             self._covering[missing] = self._extended(tuple(sorted({*self.terms, *missing})))
@@ -63,14 +63,13 @@ class Calibration:
 
     def _extended(self, names: tuple[str, ...]) -> "Calibration":
         prior, known = _prior(names), [names.index(name) for name in self.terms]
-        # Regression on the known terms: what they have in common with another one is known of that
-        # too.
+        # Regression on the known terms, with which a new term shares errors.
         slopes = prior[:, known] @ np.linalg.inv(prior[np.ix_(known, known)])
         learnt = prior[np.ix_(known, known)] - self.covariance
         return Calibration(names, slopes @ self.mean, prior - slopes @ learnt @ slopes.T)
 
     def applied(self, prediction: Prediction) -> Prediction:
-        """The prediction, every term mended, with the interval that is left."""
+        """The prediction with corrected terms and the remaining interval."""
         if not self.terms:
             return prediction
         known = self.covering(term.name for term in prediction.terms)
@@ -95,7 +94,7 @@ class Calibration:
 
 
 def _prior(names: Sequence[str]) -> Matrix:
-    """[terms, terms]: how far off they are before anything was measured."""
+    """[terms, terms]: covariance of log errors before any measurement."""
     in_links = np.array([name in COMMUNICATION for name in names], dtype=float)
     return (
         COMMON**2 * np.ones((len(names), len(names)))

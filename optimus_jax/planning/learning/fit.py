@@ -18,8 +18,8 @@ from optimus_jax.plan import Plan
 from optimus_jax.planning.cost.corrections import likeness
 from optimus_jax.planning.cost.cost import Prediction, predict
 from optimus_jax.planning.cost.implementation_profile import OURS, ImplementationProfile
-from optimus_jax.planning.cost.rates import OPERATORS, Correction, Place, Rates
-from optimus_jax.planning.cost.stage_time import layer_shape, place_of
+from optimus_jax.planning.cost.rates import OPERATORS, Correction, Rates, ShapePoint
+from optimus_jax.planning.cost.stage_time import layer_shape, shape_point
 from optimus_jax.planning.profiles.cluster import Cluster
 
 Vector = NDArray[np.float64]
@@ -34,8 +34,8 @@ FITTED: Mapping[str, float] = {
     "launch_overlap": 0.25,
     "collective_share": 0.3,
     "latency_s": 0.7,
-    "between_share": 0.3,
-    "between_latency_s": 0.7,
+    "inter_host_share": 0.3,
+    "inter_host_latency_s": 0.7,
     "send_share": 1.5,
     "step_s": 0.7,
 }
@@ -97,12 +97,12 @@ class Sample:
             style=self.style,
         )
 
-    def place(self) -> Place:
+    def place(self) -> ShapePoint:
         """Where its layers and its head lie among measured ones."""
         shape = layer_shape(
             self.model, self.plan, seq_len=self.seq_len, global_batch=self.global_batch
         )
-        return place_of(shape, self.plan.axes.tensor)
+        return shape_point(shape, self.plan.axes.tensor)
 
 
 def fit_rates(
@@ -130,7 +130,7 @@ def fit_to_steps(samples: Sequence[Sample], start: Rates) -> Rates:
 
 def _thinned(samples: Sequence[Sample]) -> Sequence[Sample]:
     """As many of each shape as there is room for; which, is random but always the same."""
-    seen: Counter[Place] = Counter()
+    seen: Counter[ShapePoint] = Counter()
     ranked = []
     for number in np.random.default_rng(0).permutation(len(samples)):
         place = samples[number].place()

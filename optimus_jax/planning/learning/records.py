@@ -1,6 +1,4 @@
-"""Measured steps, each kept beside its prediction in readable JSON Lines, and what they teach about
-later ones.
-"""
+"""Measured step times with their predictions, stored as JSON Lines, and calibration from them."""
 
 import dataclasses
 import json
@@ -15,15 +13,15 @@ from optimus_jax.planning.learning.beliefs import Beliefs, Evidence, Query
 from optimus_jax.planning.learning.calibrate import NOISE, Calibration
 from optimus_jax.system.json_input import parse_json
 
-KEPT = 500
-"""Records that are read, the newest."""
-TAUGHT_BY = 100
-"""Predictions that records are about, the newest that count."""
+MAX_RECORDS = 500
+"""Only the newest records are read."""
+MAX_EVIDENCE = 100
+"""Only the newest predictions are used for calibration."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """One plan's steps, predicted and measured."""
+    """Predicted and measured step time of one plan."""
 
     model: str
     plan: str
@@ -42,13 +40,12 @@ class Record:
 
 
 def calibration_of(records: Sequence[Record]) -> Calibration:
-    """What they say about predictions on the devices that they come from. Nothing without any."""
+    """Calibration from records of the same devices; empty without records."""
     logs: dict[tuple[str, tuple[tuple[str, float], ...]], list[float]] = {}
     for record in records:
         key = (f"{record.plan} of {record.model}", tuple(sorted(record.terms_s.items())))
         logs[key] = [*logs.pop(key, []), math.log(record.measured_s)]
-    # However often a plan was measured, what is peculiar to it says nothing of others: all that is
-    # one piece of evidence.
+    # All measurements of a plan share the error specific to that plan, so they count as one.
     evidence = [
         Evidence(
             query=Query(plan=plan, setting=f"{number}", terms_s=dict(terms_s)),
@@ -56,7 +53,7 @@ def calibration_of(records: Sequence[Record]) -> Calibration:
             deviation=NOISE,
         )
         for number, ((plan, terms_s), times) in enumerate(logs.items())
-    ][-TAUGHT_BY:]
+    ][-MAX_EVIDENCE:]
     return (
         Beliefs.before([each.query for each in evidence], Calibration()).after(evidence).calibration
         if evidence
@@ -65,10 +62,7 @@ def calibration_of(records: Sequence[Record]) -> Calibration:
 
 
 def read_records(path: Path) -> list[Record]:
-    """The newest records of a file; none if there is no file.
-
-    A line that is none is left out with a warning.
-    """
+    """The newest records of a file; empty if there is no file. Invalid lines cause a warning."""
     try:
         lines = path.read_bytes().splitlines()
     except FileNotFoundError:
@@ -93,11 +87,11 @@ def read_records(path: Path) -> list[Record]:
             warnings.warn(
                 f"{path}, line {number} is no measurement and does not count: {error}", stacklevel=2
             )
-    return records[-KEPT:]
+    return records[-MAX_RECORDS:]
 
 
 def append_record(path: Path, record: Record) -> None:
-    """Add one line; a warning if that is not possible, for a run does not depend on it."""
+    """Append one line. Failure causes only a warning, since a run does not depend on it."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("a", encoding="utf-8") as file:

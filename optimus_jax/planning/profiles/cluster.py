@@ -1,4 +1,4 @@
-"""A cluster as a value: hosts, their devices, and what links them; there or not.
+"""A cluster as a value: hosts, their devices and their links. It need not exist.
 
 Devices are numbered host by host and laid out in mesh order (pipe, data, fsdp, tensor; tensor
 fastest), as mesh/build.py does. Which link a mesh axis crosses is then arithmetic on the plan's
@@ -21,17 +21,18 @@ from optimus_jax.mesh.topology import Topology
 from optimus_jax.planning.profiles.hardware_database import MEMORY_OF_HOST, host_of
 from optimus_jax.planning.profiles.links import Link, with_speed
 
-INSIDE, BETWEEN, TO_HOST = LINKS = ("inside", "between", "host")
-"""The names of a cluster's links, as in `--link between=50GB/s`."""
+INTRA_HOST, INTER_HOST, TO_HOST = LINKS = ("intra_host", "inter_host", "host")
+"""Names of a cluster's links, as in `--link inter_host=50GB/s`."""
+_OLD_LINK_NAMES = {"inside": INTRA_HOST, "between": INTER_HOST}
+"""Still accepted by `--link`."""
 MOST_DEVICES = 2**16
-"""Of a cluster that is asked about: more is a slip of the pen, and its layouts too many to
-enumerate."""
+"""Largest supported cluster: more is probably a typo, and has too many layouts to enumerate."""
 _SHAPE = re.compile(r"(?:([1-9]\d{0,8})x)?([1-9]\d{0,8})")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """Hosts of one kind, with as many devices of one kind in each."""
+    """Identical hosts, each with the same number of identical devices."""
 
     num_hosts: int
     """Machines."""
@@ -39,18 +40,18 @@ class Cluster:
     """Devices of each."""
     accelerator: Accelerator
     """Their kind."""
-    inside: Link
+    intra_host: Link
     """Between the devices of a host."""
-    between: Link | None
+    inter_host: Link | None
     """Between hosts, each device's share; None with one host."""
     to_host: Link = MEMORY_OF_HOST
     """From each device to its host's memory."""
     host_bytes_per_device: int | None = None
-    """Each device's share of its host's memory that may be used for it; None: unknown."""
+    """Usable host memory per device; None: unknown."""
 
     @property
     def bytes_per_device(self) -> int | None:
-        """Memory of a device that may be used; None: unknown."""
+        """Usable memory of a device; None: unknown."""
         return self.accelerator.memory_bytes
 
     @property
@@ -68,11 +69,11 @@ class Cluster:
         )
 
     def __str__(self) -> str:
-        devices = f"{self.num_devices} x {self.accelerator.name}, {self.inside}"
+        devices = f"{self.num_devices} x {self.accelerator.name}, {self.intra_host}"
         return (
             devices
-            if self.between is None
-            else f"{devices}; {self.num_hosts} hosts, {self.between}"
+            if self.inter_host is None
+            else f"{devices}; {self.num_hosts} hosts, {self.inter_host}"
         )
 
     @classmethod
@@ -82,8 +83,8 @@ class Cluster:
 
         Args:
           text: a name of devices/accelerators.py and a shape.
-          links: speeds that replace the usual ones: `inside=`, `between=` or `host=` and what
-            planning/profiles/links.py reads.
+          links: speeds that replace the usual ones: `intra_host=`, `inter_host=` or `host=`,
+            followed by a speed as `with_speed` (planning/profiles/links.py) reads it.
         Raises:
           ConfigError: a name is unknown, or a shape or a speed cannot be read.
         """
@@ -113,8 +114,8 @@ class Cluster:
             num_hosts=num_hosts,
             devices_per_host=int(match[2]),
             accelerator=accelerator,
-            inside=host.inside,
-            between=host.between if num_hosts > 1 else None,
+            intra_host=host.intra_host,
+            inter_host=host.inter_host if num_hosts > 1 else None,
             to_host=host.to_host,
             host_bytes_per_device=host.memory_bytes
             and int(HOST_MEMORY_SHARE * host.memory_bytes) // int(match[2]),
@@ -123,12 +124,12 @@ class Cluster:
 
     @classmethod
     def of(cls, topology: Topology) -> "Cluster":
-        """The devices that are there.
+        """The cluster of this run's devices.
 
         Their links are the usual ones of their kind until they have been measured.
 
-        Where it is not known how many machines the processes share, each process counts as one:
-        what they really share is then faster than predicted, never slower.
+        If the number of machines is unknown, each process counts as one: links are then faster
+        than predicted, never slower.
 
         Raises:
           ConfigError: some machines have more devices than others.
@@ -145,7 +146,7 @@ class Cluster:
         known = accelerator_of_kind(topology.device_kind) or Accelerator.unlisted(
             topology.device_kind, topology.platform
         )
-        # What JAX may use is less than what the data sheet has.
+        # JAX may use less memory than the data sheet states.
         accelerator = replace(
             known,
             memory_bytes=topology.bytes_per_device or known.memory_bytes,
@@ -156,27 +157,36 @@ class Cluster:
             num_hosts=num_hosts,
             devices_per_host=topology.num_devices // num_hosts,
             accelerator=accelerator,
-            inside=host.inside,
-            between=host.between if num_hosts > 1 else None,
+            intra_host=host.intra_host,
+            inter_host=host.inter_host if num_hosts > 1 else None,
             to_host=host.to_host,
             host_bytes_per_device=topology.host_bytes_per_device,
         )
 
     def with_links(self, links: Iterable[str]) -> "Cluster":
-        """The same with other speeds, such as `between=50GB/s,5us`. Raises ConfigError."""
+        """The cluster with other link speeds, such as `inter_host=50GB/s,5us`.
+
+        Raises:
+          ConfigError: a link is unknown, given twice or absent, or its speed cannot be read.
+        """
         speeds: dict[str, Link] = {}
         for text in links:
-            name, _, speed = (part.strip() for part in text.partition("="))
+            given, _, speed = (part.strip() for part in text.partition("="))
+            name = _OLD_LINK_NAMES.get(given, given.replace("-", "_"))
             if name not in LINKS or name in speeds:
                 raise ConfigError(
                     explain(
-                        f"a cluster has one link {INSIDE!r} its hosts, one {BETWEEN!r} them and one"
-                        f" to a {TO_HOST!r}",
+                        f"a cluster has three links: {INTRA_HOST}, {INTER_HOST} and {TO_HOST} (each"
+                        " device to its host's memory)",
                         given=f"--link {text}",
-                        do=f"give {name!r} once" if name in speeds else nearest(name, LINKS),
+                        do=f"give {given!r} once" if name in speeds else nearest(given, LINKS),
                     )
                 )
-            link = {INSIDE: self.inside, BETWEEN: self.between, TO_HOST: self.to_host}[name]
+            link = {
+                INTRA_HOST: self.intra_host,
+                INTER_HOST: self.inter_host,
+                TO_HOST: self.to_host,
+            }[name]
             if link is None:
                 raise ConfigError(
                     explain(
@@ -188,14 +198,14 @@ class Cluster:
             speeds[name] = with_speed(link, speed)
         return replace(
             self,
-            inside=speeds.get(INSIDE, self.inside),
-            between=speeds.get(BETWEEN, self.between),
+            intra_host=speeds.get(INTRA_HOST, self.intra_host),
+            inter_host=speeds.get(INTER_HOST, self.inter_host),
             to_host=speeds.get(TO_HOST, self.to_host),
         )
 
     def without(self, number: int) -> "Cluster":
-        """What is left after losing `number` hosts, or devices where there is one host: whoever
-        loses a device of many hosts drains its host.
+        """The cluster after losing `number` hosts, or devices if there is one host. With several
+        hosts, losing a device means losing its host.
 
         Raises:
           ConfigError: nothing is left, or nothing is lost.
@@ -218,11 +228,13 @@ class Cluster:
         if unit == "device":
             return replace(self, devices_per_host=units - number)
         return replace(
-            self, num_hosts=units - number, between=self.between if units - number > 1 else None
+            self,
+            num_hosts=units - number,
+            inter_host=self.inter_host if units - number > 1 else None,
         )
 
     def topology(self) -> Topology:
-        """What the trainer would find there: one process for each host."""
+        """The topology of a run on this cluster, with one process per host."""
         return Topology(
             num_devices=self.num_devices,
             num_processes=self.num_hosts,
@@ -235,8 +247,7 @@ class Cluster:
         )
 
     def hosts_crossed(self, axes: AxisSizes, names: tuple[str, ...]) -> int:
-        """Hosts over which a collective over the mesh axes `names` spreads: of all its groups, the
-        widest.
+        """Number of hosts that a collective over the mesh axes `names` spans, in its widest group.
 
         Raises:
           PlanError: the mesh has more devices than the cluster.
@@ -244,16 +255,15 @@ class Cluster:
         return self._spread(axes, names)[0]
 
     def link_of(self, axes: AxisSizes, axis: str) -> Link:
-        """The slowest link that a collective over mesh axis `axis` crosses; a link of unknown speed
-        counts as slowest.
+        """The slowest link that a collective over `axis` crosses; unknown speed counts as slowest.
 
         Raises:
           PlanError: the mesh has more devices than the cluster.
         """
         hosts, neighbours = self._spread(axes, (axis,))
-        if hosts == 1 or self.between is None:
-            return self.inside
-        crossed = (self.between, self.inside) if neighbours > 1 else (self.between,)
+        if hosts == 1 or self.inter_host is None:
+            return self.intra_host
+        crossed = (self.inter_host, self.intra_host) if neighbours > 1 else (self.inter_host,)
         return min(crossed, key=lambda link: link.bytes_per_s or 0.0)
 
     def _spread(self, axes: AxisSizes, names: tuple[str, ...]) -> tuple[int, int]:
@@ -264,7 +274,7 @@ class Cluster:
 def _spread(
     axes: AxisSizes, names: tuple[str, ...], num_hosts: int, devices_per_host: int
 ) -> tuple[int, int]:
-    """Of all groups over `names`: the most hosts of one, and the most members of one on one
+    """Over all groups along `names`: the most hosts of a group, and the most members on one
     host."""
     num_devices, group_size = axes.num_devices, math.prod(axes[name] for name in names)
     if num_devices > num_hosts * devices_per_host:
@@ -283,7 +293,7 @@ def _spread(
     others = [dim for dim, name in enumerate(MESH_AXES) if name not in names]
     members = [dim for dim, name in enumerate(MESH_AXES) if name in names]
     groups = host_of_device.transpose(others + members).reshape(-1, group_size)
-    # Hosts do not fall along a row, so that the members on one host stand together in it.
+    # Host numbers never decrease along a row, so members on one host are adjacent.
     starts = np.concatenate([np.ones((len(groups), 1), bool), np.diff(groups, axis=1) != 0], axis=1)
     members_on_host = np.diff(np.flatnonzero(np.append(starts.ravel(), True)))
     return int(starts.sum(axis=1).max()), int(members_on_host.max())

@@ -203,7 +203,7 @@ def profile_data(
       max_tokens: look at no more tokens than about this many.
     """
     num_examples = count_examples(stream, seq_len)
-    found = _Found(seq_len, in_windows=num_examples * seq_len)
+    found = _StreamCounts(seq_len, in_windows=num_examples * seq_len)
     for block, ends in _document_ends(stream, max_tokens, seq_len):
         found.add(block, ends)
     lengths = found.lengths()
@@ -258,7 +258,7 @@ def _document_ends(
         )
 
 
-class _Found:
+class _StreamCounts:
     """What blocks, given in the order of the stream, add up to.
 
     All counts are of tokens, or of pairs of them.

@@ -1,9 +1,9 @@
-"""The hardware profile: what was measured on the devices that are there, kept for the next run.
+"""The hardware profile: measurements of this run's devices, cached for later runs.
 
-A profile belongs to the *setting* that it was measured in: the devices, their number, the driver,
-XLA's flags and JAX's version. It is kept as JSON in the user's cache directory, under the setting's
-digest, and measured again when anything of that changes. In a run of several processes all measure
-and the first one's profile counts, so that all plan alike.
+A profile belongs to the *setting* in which it was measured: devices and their number, driver, XLA
+flags and JAX version. It is cached as JSON in the user's cache directory under the digest of the
+setting, and measured again when the setting changes. In a run of several processes all measure, and
+all use the profile of the first process, so that they agree on plans.
 """
 
 import dataclasses
@@ -43,7 +43,7 @@ _CPU_INFO = Path("/proc/cpuinfo")
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """What measurements depend on."""
+    """Everything on which measurements depend."""
 
     device_kind: str
     """The driver's name of the devices."""
@@ -66,11 +66,11 @@ class Setting:
     xla_flags: str
     """The environment's XLA_FLAGS."""
     probes: str
-    """Digest of what is measured, and how."""
+    """Digest of the probes' parameters."""
 
     @classmethod
     def now(cls, devices: Devices, sizes: ProbeSizes, driver: str | None) -> "Setting":
-        """Of this run. Every process has to call it."""
+        """The setting of this run. Every process must call it."""
         return cls(
             device_kind=devices[0].device_kind,
             platform=devices[0].platform,
@@ -87,16 +87,16 @@ class Setting:
 
     @property
     def digest(self) -> str:
-        """Names it in the cache."""
+        """Name of the profile in the cache."""
         return _digest(dataclasses.asdict(self))
 
 
 @dataclass(frozen=True, kw_only=True)
 class HardwareProfile:
-    """What was measured on some devices."""
+    """Measurements of a cluster's devices."""
 
     setting: Setting
-    """What it depends on."""
+    """The setting of the measurements."""
     measured_at: str
     """ISO 8601, UTC."""
     probed: Probed
@@ -104,15 +104,15 @@ class HardwareProfile:
     fits: tuple[CollectiveFit, ...]
     """Latency and rate of collectives, by kind and mesh axis."""
     nvml: NvmlFacts
-    """What the driver says about the GPUs of the first process's host."""
+    """The driver's information on the GPUs of the first process's host."""
 
     def to_json(self) -> str:
-        """For the cache and for people."""
+        """The profile as JSON."""
         return json.dumps(dataclasses.asdict(self), indent=1)
 
     @classmethod
     def from_json(cls, text: str) -> "HardwareProfile":
-        """Raises ConfigError, TypeError or ValueError if it is not a profile."""
+        """Inverse of `to_json`. Raises ConfigError, TypeError or ValueError for invalid input."""
         profile = build(cls, parse_json(text))
         if any(
             not 0 < each.time_s < math.inf
@@ -127,7 +127,7 @@ class HardwareProfile:
         return profile
 
     def fit(self, kind: str, axis_size: int, stride: int = 1) -> CollectiveFit | None:
-        """Of a kind of collective over a mesh axis; None: not measured."""
+        """The fit of a collective over a mesh axis; None: not measured."""
         return next(
             (
                 fit
@@ -138,17 +138,17 @@ class HardwareProfile:
         )
 
     def cluster(self, cluster: Cluster) -> Cluster:
-        """`cluster`, which is the one that was measured, with links as they were measured."""
-        inside = self._link(cluster.devices_per_host, 1, "inside the host")
-        between = (
+        """`cluster`, which must be the measured one, with measured links."""
+        intra_host = self._link(cluster.devices_per_host, 1, "inside the host")
+        inter_host = (
             self._link(cluster.num_hosts, cluster.devices_per_host, "between hosts")
-            if cluster.between is not None
+            if cluster.inter_host is not None
             else None
         )
         return replace(
             cluster,
-            inside=inside or cluster.inside,
-            between=between or cluster.between,
+            intra_host=intra_host or cluster.intra_host,
+            inter_host=inter_host or cluster.inter_host,
             to_host=self._link_to_host() or cluster.to_host,
         )
 
@@ -165,7 +165,7 @@ class HardwareProfile:
         fit = self.fit(ALL_REDUCE, axis_size, stride)
         if fit is None or fit.bytes_per_s is None:
             return None
-        hops = 2 * (axis_size - 1)  # of a ring: once around to sum, once to hand out
+        hops = 2 * (axis_size - 1)  # in a ring: one pass to sum, one to distribute
         return Link(
             name=f"{where}, measured",
             bytes_per_s=fit.bytes_per_s,
@@ -182,55 +182,55 @@ def profile_hardware(
     sizes: ProbeSizes | None = None,
     cache: Path | None = None,
 ) -> HardwareProfile:
-    """The profile of `devices`: kept from an earlier run, or measured now (at most two minutes).
+    """The profile of `devices`: cached, or measured now (at most two minutes).
 
-    Every process of a run has to call it, before there is a model on the devices.
+    Every process must call it, before a model is on the devices.
 
     Args:
-      devices: of JAX, in the order of the mesh; None: all.
-      progress: told what is being measured.
-      refresh: measure in any case.
-      sizes: what to measure; None: what suits the platform.
+      devices: JAX devices in mesh order; None: all.
+      progress: called with what is being measured.
+      refresh: measure even if there is a cached profile.
+      sizes: what to measure; None: the platform's default.
       cache: directory of profiles; None: `measurements_directory()`.
     """
-    kept = _Kept.of(devices, sizes, cache)
-    if not refresh and (profile := kept.read()) is not None:
+    cached = _ProfileCache.of(devices, sizes, cache)
+    if not refresh and (profile := cached.read()) is not None:
         return profile
     probed = probe(
-        kept.devices, kept.sizes, several_hosts=kept.setting.num_hosts > 1, progress=progress
+        cached.devices, cached.sizes, several_hosts=cached.setting.num_hosts > 1, progress=progress
     )
     measured = HardwareProfile(
-        setting=kept.setting,
+        setting=cached.setting,
         measured_at=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         probed=probed,
         fits=fit_collectives(probed.collectives),
-        nvml=kept.nvml,
+        nvml=cached.nvml,
     )
     if jax.process_index() == 0:
-        write_atomically(kept.path, measured.to_json(), "the hardware profile")
+        write_atomically(cached.path, measured.to_json(), "the hardware profile")
     return HardwareProfile.from_json(broadcast_from_0(measured.to_json()))
 
 
-def kept_profile(
+def cached_profile(
     devices: Devices | None = None, *, sizes: ProbeSizes | None = None, cache: Path | None = None
 ) -> HardwareProfile | None:
-    """The profile of an earlier run; None if there is none. Nothing is measured.
+    """The cached profile; None if there is none. Measures nothing.
 
-    Arguments of `profile_hardware`; every process calls it.
+    Arguments as for `profile_hardware`. Every process must call it.
     """
-    return _Kept.of(devices, sizes, cache).read()
+    return _ProfileCache.of(devices, sizes, cache).read()
 
 
 def profile_path(
     devices: Devices | None = None, *, sizes: ProbeSizes | None = None, cache: Path | None = None
 ) -> Path:
-    """Where the profile of these devices is kept, if it is; every process calls it."""
-    return _Kept.of(devices, sizes, cache).path
+    """Cache path of the profile of these devices. Every process must call it."""
+    return _ProfileCache.of(devices, sizes, cache).path
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Kept:
-    """Where a profile is kept, if it is."""
+class _ProfileCache:
+    """The cache entry of a profile, which may not exist."""
 
     devices: Devices
     sizes: ProbeSizes
@@ -239,7 +239,9 @@ class _Kept:
     path: Path
 
     @classmethod
-    def of(cls, devices: Devices | None, sizes: ProbeSizes | None, cache: Path | None) -> "_Kept":
+    def of(
+        cls, devices: Devices | None, sizes: ProbeSizes | None, cache: Path | None
+    ) -> "_ProfileCache":
         devices = devices_by_host() if devices is None else devices
         sizes = sizes or ProbeSizes.of(
             np.asarray(devices, dtype=object)[0].platform, jax.process_count()
@@ -255,14 +257,14 @@ class _Kept:
         )
 
     def read(self) -> HardwareProfile | None:
-        """What the first process finds there."""
+        """The profile that the first process reads, on all processes; None: there is none."""
         found = _read(self.path, self.setting) if jax.process_index() == 0 else None
         text = broadcast_from_0("" if found is None else found.to_json())
         return HardwareProfile.from_json(text) if text else None
 
 
 def _read(path: Path, setting: Setting) -> HardwareProfile | None:
-    """The profile kept there; None if there is none. One that cannot be used is a warning."""
+    """The cached profile; None if there is none. An unusable file causes a warning."""
     try:
         profile = HardwareProfile.from_json(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError):

@@ -1,8 +1,7 @@
-"""The hosts that accelerators come in: what links their devices, and what links the hosts.
+"""The usual hosts of accelerators, with their intra-host and inter-host links.
 
-Speeds are peaks in one direction for each device, as makers publish them (NVIDIA prints both
-directions together). No latency is published for any of them; the time model has its own for what
-is unknown.
+Speeds are published peaks per device in one direction (NVIDIA publishes the sum of both
+directions). No latencies are published; the time model has defaults.
 """
 
 from dataclasses import dataclass
@@ -14,19 +13,19 @@ from optimus_jax.planning.profiles.links import Link
 class Host:
     """The usual host of an accelerator."""
 
-    inside: Link
+    intra_host: Link
     """Between its devices."""
-    between: Link
+    inter_host: Link
     """To other hosts, each device's share."""
     to_host: Link
     """From each device to the host's memory."""
     memory_bytes: int | None = None
-    """Its memory, as the same data sheets have it (of a DGX A100 the smaller one); None: whatever
-    the site has bought."""
+    """Host memory by the data sheet (for a DGX A100 the smaller option); None: depends on the
+    site."""
 
 
 NETWORK = Link.unknown("network")
-"""Between hosts where nothing is published: it is whatever the site has built."""
+"""Inter-host link of unknown speed: it depends on the site."""
 
 
 def host_of(accelerator: str) -> Host:
@@ -72,34 +71,34 @@ _HDR = _link(
     "https://images.nvidia.com/aem-dam/Solutions/Data-Center/nvidia-dgx-a100-datasheet.pdf",
 )
 
-_DGX_1 = Host(inside=_NVLINK_2, between=_EDR, to_host=_PCIE_3, memory_bytes=512 * 10**9)
-_DGX_A100 = Host(inside=_NVLINK_3, between=_HDR, to_host=_PCIE_4, memory_bytes=10**12)
+_DGX_1 = Host(intra_host=_NVLINK_2, inter_host=_EDR, to_host=_PCIE_3, memory_bytes=512 * 10**9)
+_DGX_A100 = Host(intra_host=_NVLINK_3, inter_host=_HDR, to_host=_PCIE_4, memory_bytes=10**12)
 _DGX_H100 = Host(
-    inside=_NVLINK_4,
-    between=_ndr("DGX H100", "https://www.nvidia.com/en-us/data-center/dgx-h100/"),
+    intra_host=_NVLINK_4,
+    inter_host=_ndr("DGX H100", "https://www.nvidia.com/en-us/data-center/dgx-h100/"),
     to_host=_PCIE_5,
     memory_bytes=2 * 10**12,
 )
 _DGX_H200 = Host(
-    inside=_NVLINK_4,
-    between=_ndr("DGX H200", "https://www.nvidia.com/en-us/data-center/dgx-h200/"),
+    intra_host=_NVLINK_4,
+    inter_host=_ndr("DGX H200", "https://www.nvidia.com/en-us/data-center/dgx-h200/"),
     to_host=_PCIE_5,
     memory_bytes=2 * 10**12,
 )
 _DGX_B200 = Host(
-    inside=_NVLINK_5,
-    between=_ndr("DGX B200", "https://www.nvidia.com/en-us/data-center/dgx-b200/"),
+    intra_host=_NVLINK_5,
+    inter_host=_ndr("DGX B200", "https://www.nvidia.com/en-us/data-center/dgx-b200/"),
     to_host=_PCIE_5,
     memory_bytes=2 * 10**12,
 )
-_SERVER_PCIE_4 = Host(inside=_PCIE_4, between=NETWORK, to_host=_PCIE_4)
-_SERVER_PCIE_5 = Host(inside=_PCIE_5, between=NETWORK, to_host=_PCIE_5)
+_SERVER_PCIE_4 = Host(intra_host=_PCIE_4, inter_host=NETWORK, to_host=_PCIE_4)
+_SERVER_PCIE_5 = Host(intra_host=_PCIE_5, inter_host=NETWORK, to_host=_PCIE_5)
 
 MEMORY_OF_HOST = Link.unknown("host memory")
-UNKNOWN_HOST = Host(inside=Link.unknown("host"), between=NETWORK, to_host=MEMORY_OF_HOST)
+UNKNOWN_HOST = Host(intra_host=Link.unknown("host"), inter_host=NETWORK, to_host=MEMORY_OF_HOST)
 
 HOSTS = {
-    "cpu": Host(inside=MEMORY_OF_HOST, between=NETWORK, to_host=MEMORY_OF_HOST),
+    "cpu": Host(intra_host=MEMORY_OF_HOST, inter_host=NETWORK, to_host=MEMORY_OF_HOST),
     "a100": _DGX_A100,
     "a100-40gb": _DGX_A100,
     "a100-pcie": _SERVER_PCIE_4,

@@ -1,4 +1,4 @@
-"""What connects devices: its speed, where known, and how people write it."""
+"""Links between devices: speed, latency, and parsing of user input."""
 
 import re
 from dataclasses import dataclass, replace
@@ -15,7 +15,7 @@ _LATENCY = re.compile(_NUMBER + r"\s*(ns|us|µs|ms|s)")
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """What connects devices of one host, or hosts."""
+    """A link between devices of one host, between hosts, or from a device to its host."""
 
     name: str
     """Such as "NVLink 4"."""
@@ -36,18 +36,17 @@ class Link:
 
     @classmethod
     def unknown(cls, name: str) -> "Link":
-        """A link of which nothing has been published or measured."""
+        """A link without published or measured speed."""
         return cls(name=name, bytes_per_s=None, latency_s=None, source="unknown")
 
 
 def with_speed(link: Link, text: str) -> Link:
-    """`link` with the speed, the latency or both that a person gave, such as `50GB/s`,
-    `400Gb/s,5us` or `2us`.
+    """`link` with a given speed, latency or both, such as `50GB/s`, `400Gb/s,5us` or `2us`.
 
     B is bytes and b bits, in one direction and for each device; k, M, G and T are powers of ten.
 
     Raises:
-      ConfigError: it does not read as that.
+      ConfigError: the text cannot be parsed.
     """
     changes: dict[str, float] = {}
     for part in text.split(","):
@@ -73,6 +72,6 @@ def with_speed(link: Link, text: str) -> Link:
                 )
             )
         changes[field] = value
-    # A link of another speed is another link, whatever the usual one is called.
+    # A link with another speed no longer has the usual name.
     name = "given link" if "bytes_per_s" in changes else link.name
     return replace(link, name=name, source=f"given as {text}", **changes)

@@ -1,4 +1,4 @@
-"""Which probes are run, in which order, and what they found together.
+"""Run the hardware probes, and collect their results.
 
 Collectives are measured along a mesh axis of each size that divides the number of devices: along
 the fastest axis of the mesh and, if there are several hosts, along the slowest too.
@@ -36,13 +36,13 @@ from optimus_jax.planning.profiles.probe_programs import (
 
 T = TypeVar("T", bound=tuple)
 Progress = Callable[[str, float], None]
-"""Told what is measured next, and the share of all probes that are done."""
+"""Called with the next measurement and the share of probes done."""
 KIB, MIB = 2**10, 2**20
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProbeSizes:
-    """What is measured, and how long it may take."""
+    """Sizes of the probes, and their time budget."""
 
     matmuls: tuple[tuple[int, int, int], ...]
     """(m, k, n) of one device; some have k = n."""
@@ -61,8 +61,8 @@ class ProbeSizes:
 
     @classmethod
     def of(cls, platform: str, num_processes: int = 1) -> "ProbeSizes":
-        """What suits a platform; between processes CPU devices exchange by way of sockets, and
-        large messages would take all the time that there is.
+        """The default for a platform. CPU devices of several processes communicate through sockets,
+        where large messages would use up the budget.
         """
         if platform == "cpu":
             messages = (
@@ -104,10 +104,10 @@ class ProbeSizes:
 
 @dataclass(frozen=True, kw_only=True)
 class Probed:
-    """All that was measured."""
+    """The results of all probes."""
 
     launch_s: float | None
-    """From calling a program that does next to nothing until it has ended; None: no time."""
+    """Seconds for calling a trivial program until it has finished; None: out of time."""
     matmuls: tuple[MatmulTime, ...]
     """By shape and format."""
     passes: tuple[MemoryTime, ...]
@@ -119,7 +119,7 @@ class Probed:
     overlap: OverlapTime | None
     """None: one device, or no time."""
     num_left_out: int
-    """Probes for which there was no time."""
+    """Probes skipped for lack of time."""
     took_s: float
     """Compiling included."""
 
@@ -129,12 +129,12 @@ def probe(
 ) -> Probed:
     """Measure `devices`, given in the order of the mesh.
 
-    Every process that has one of them has to call it.
+    Every process with one of the devices must call it.
     """
     matmuls = [(*shape, dtype) for dtype in sizes.dtypes for shape in sizes.matmuls]
     collectives = list(_collectives(len(devices), sizes, several_hosts))
     overlaps = [()] if len(devices) > 1 else []
-    agenda = Agenda(
+    budget = ProbeBudget(
         sizes.budget_s,
         1
         + len(matmuls)
@@ -144,30 +144,30 @@ def probe(
         + len(overlaps),
         progress,
     )
-    launch_s = [time_launch(devices, sizes.timing) for _ in agenda.through("launch", [()])]
-    # The few of them before the many: if time runs out, each kind has been measured, in part.
+    launch_s = [time_launch(devices, sizes.timing) for _ in budget.through("launch", [()])]
+    # Kinds with few probes come first: if time runs out, each kind has been measured in part.
     passes = [
         time_pass(devices, sizes.timing, *each)
-        for each in agenda.through("pass over memory", [(size,) for size in sizes.pass_bytes])
+        for each in budget.through("pass over memory", [(size,) for size in sizes.pass_bytes])
     ]
     host_copies = [
         time_host_copy(devices, sizes.timing, *each)
-        for each in agenda.through(
+        for each in budget.through(
             "copies from and to the host", [(size,) for size in sizes.host_bytes]
         )
     ]
     matmul_times = [
-        time_matmul(devices, sizes.timing, *each) for each in agenda.through("matmul", matmuls)
+        time_matmul(devices, sizes.timing, *each) for each in budget.through("matmul", matmuls)
     ]
     collective_times = [
         time_collective(devices, sizes.timing, *each, sizes.dtypes[0])
-        for each in agenda.through("collective", collectives)
+        for each in budget.through("collective", collectives)
     ]
     beside = [
         time_overlap(
             devices, sizes.timing, *_for_overlap(matmul_times, collective_times, sizes.dtypes[0])
         )
-        for _ in agenda.through("matmuls beside an all-reduce", overlaps)
+        for _ in budget.through("matmuls beside an all-reduce", overlaps)
     ]
     return Probed(
         launch_s=launch_s[0] if launch_s else None,
@@ -176,8 +176,8 @@ def probe(
         host_copies=tuple(host_copies),
         collectives=tuple(collective_times),
         overlap=beside[0] if beside else None,
-        num_left_out=agenda.num_left_out,
-        took_s=agenda.elapsed_s(),
+        num_left_out=budget.num_left_out,
+        took_s=budget.elapsed_s(),
     )
 
 
@@ -212,8 +212,8 @@ def _for_overlap(
     return min(square, key=lambda each: abs(math.log(each.time_s / all_reduce.time_s))), all_reduce
 
 
-class Agenda:
-    """Hands out probes while there is time, and says how far they are."""
+class ProbeBudget:
+    """Yields probes while there is time left, and reports progress."""
 
     def __init__(self, budget_s: float, num_probes: int, progress: Progress | None) -> None:
         self._end_s, self._num_probes, self._progress = (
@@ -225,11 +225,11 @@ class Agenda:
         self._num_done = self.num_left_out = 0
 
     def elapsed_s(self) -> float:
-        """Since it was made."""
+        """Seconds since the budget was created."""
         return time.perf_counter() - self._end_s + self._budget_s
 
     def through(self, what: str, probes: Iterable[T]) -> Iterator[T]:
-        """`probes`, as long as there is time; then it only counts them."""
+        """Yield `probes` while there is time; count the rest in `num_left_out`."""
         for each in probes:
             if self._is_over():
                 self.num_left_out += 1
@@ -240,7 +240,7 @@ class Agenda:
             self._num_done += 1
 
     def _is_over(self) -> bool:
-        """The same answer in all processes, for they have to run the same probes."""
+        """Whether time is up on any process: all processes must run the same probes."""
         over = time.perf_counter() > self._end_s
         return (
             over

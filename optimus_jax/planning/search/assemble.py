@@ -1,7 +1,6 @@
-"""From axis sizes and what the user fixed to a whole Plan: every field that is left open gets its
-plain default.
+"""Assemble a whole Plan from axis sizes and the user's settings; open fields get plain defaults.
 
-Nothing here weighs one layout against another; planning/search/search.py does.
+This module does not compare layouts; planning/search/search.py does.
 """
 
 import dataclasses
@@ -23,26 +22,25 @@ from optimus_jax.planning.search.divisors import divisors
 from optimus_jax.store.local_copies import local_file
 
 LOSS_CHUNK_TOKENS = 2048
-"""For a whole vocabulary; as many times more for a part of it. A GPU wants large matmuls."""
+"""For an unsplit vocabulary; n times as many if it is split n ways. GPUs need large matmuls."""
 LOSS_CHUNK_TOKENS_CPU = {False: 256, True: 128}
-"""A CPU wants a chunk's logits near its caches (docs/decisions/0003), and several virtual devices
-share its memory."""
+"""By whether there are several virtual devices, which share the CPU's caches: a chunk's logits
+should fit into them (docs/decisions/0003)."""
 RECOMPUTE_LEAST: RematPolicy = "none"
-OFFLOADING_MORE: tuple[Offload, ...] = ("none", "activations", "optimizer", "all")
-"""Layers' inputs first: their copies run beside compute, those of moments do not."""
+OFFLOAD_FALLBACKS: tuple[Offload, ...] = ("none", "activations", "optimizer", "all")
+"""In the order tried: copies of layer inputs overlap with compute, copies of moments do not."""
 DEFAULT_ZERO = 3
-"""fsdp means sharded parameters unless the user says otherwise."""
+"""fsdp shards parameters by default."""
 DEFAULT_REPEATS = 2
-"""Of an interleaved schedule: halves the bubble for twice the sends."""
+"""For interleaved schedules: halves the bubble for twice the sends."""
 TABLE_SUFFIX = ".json"
-"""Of what --schedule names, when it is a file."""
+"""Suffix of `--schedule` values that name a file."""
 MICROBATCHES_PER_STAGE = 4
-"""1F1B then idles (p - 1) / 4p of its time, a fifth at most."""
+"""1F1B with p stages then idles (p - 1) / (5p - 1) of its time, a fifth at most."""
 
 
-def check_words(config: Config, topology: Topology) -> None:
-    """Raise PlanError for a setting that cannot be read, or cannot be had whatever the layout
-    is."""
+def check_settings(config: Config, topology: Topology) -> None:
+    """Raise PlanError for a setting that is malformed or impossible under every layout."""
     make_rules(config.model, config.parallel.rules)
     _check_schedule_name(config.parallel.schedule)
     if config.parallel.schedule.endswith(TABLE_SUFFIX):
@@ -51,7 +49,7 @@ def check_words(config: Config, topology: Topology) -> None:
     if config.parallel.offload not in ("auto", "none") and not can_offload(topology.platform):
         raise PlanError(
             explain(
-                "there is no host's memory beside that of the devices",
+                "offloading needs devices with memory separate from the host's",
                 given=f"parallel.offload={config.parallel.offload} on {topology}",
                 do="leave parallel.offload out, or train on GPUs",
             )
@@ -59,12 +57,12 @@ def check_words(config: Config, topology: Topology) -> None:
 
 
 def can_offload(platform: str) -> bool:
-    """Whether devices of a platform have memory of their own, and a host's beside it."""
+    """Whether devices of a platform have memory separate from their host's."""
     return platform in ("gpu", "cuda")
 
 
 def plan_for(config: Config, axes: AxisSizes, topology: Topology) -> Plan:
-    """The Plan with these axis sizes and everything else as the config says."""
+    """The Plan with these axis sizes and all else from the config or its defaults."""
     parallel, model = config.parallel, config.model
     precision = compute_precision(config, topology)
     zero = parallel.zero if parallel.zero is not None else DEFAULT_ZERO if axes.fsdp > 1 else 0
@@ -81,19 +79,19 @@ def plan_for(config: Config, axes: AxisSizes, topology: Topology) -> Plan:
             axes,
             interleaved=pipeline is not None and pipeline.repeats > 1,
         ),
-        remat=first_remat(config),
+        remat=least_remat(config),
         precision=precision,
         moments=config.precision.moments,
         attention=choose_kernel(config, topology, precision),
         loss_chunk_tokens=loss_chunk_tokens(config, axes, rules, topology),
-        offload=first_offload(config),
+        offload=least_offload(config),
     )
 
 
 def compute_precision(config: Config, topology: Topology) -> Precision:
     """The number format of activations and matmuls.
 
-    Raises PlanError if the devices do not have the one asked for.
+    Raises PlanError if the devices do not support the requested one.
     """
     wanted, capability = config.precision.compute, topology.compute_capability
     has_bf16 = capability is None or capability >= AMPERE
@@ -110,20 +108,20 @@ def compute_precision(config: Config, topology: Topology) -> Precision:
     return wanted
 
 
-def first_offload(config: Config) -> Offload:
-    """What is offloaded in any case."""
+def least_offload(config: Config) -> Offload:
+    """The minimal offload that the config allows."""
     return "none" if config.parallel.offload == "auto" else config.parallel.offload
 
 
-def first_remat(config: Config) -> RematPolicy:
-    """The least that is computed again."""
+def least_remat(config: Config) -> RematPolicy:
+    """The minimal remat policy that the config allows."""
     if config.parallel.remat != "auto":
         return config.parallel.remat
-    return "full" if first_offload(config) in ("activations", "all") else RECOMPUTE_LEAST
+    return "full" if least_offload(config) in ("activations", "all") else RECOMPUTE_LEAST
 
 
 def fixed_microbatches(config: Config, pipeline: Pipelining | None) -> int | None:
-    """What the user said, else what the user's own table is for; None: it is open."""
+    """The microbatches set by the user or by the user's schedule table; None: open."""
     own_table = (
         None if pipeline is None or pipeline.table is None else Schedule.from_json(pipeline.table)
     )
@@ -131,7 +129,7 @@ def fixed_microbatches(config: Config, pipeline: Pipelining | None) -> int | Non
 
 
 def loss_chunk_tokens(config: Config, axes: AxisSizes, rules: Rules, topology: Topology) -> int:
-    """Tokens of a device whose logits exist at the same time."""
+    """Tokens per device whose logits exist at the same time."""
     whole = (
         LOSS_CHUNK_TOKENS_CPU[axes.num_devices > 1]
         if topology.platform == "cpu"
@@ -143,39 +141,38 @@ def loss_chunk_tokens(config: Config, axes: AxisSizes, rules: Rules, topology: T
 
 
 def memory_fallbacks(config: Config, plan: Plan, platform: str) -> list[Plan]:
-    """`plan` and, in rising order of work, what it becomes where the user left open what is
-    computed again or lies on the host.
+    """`plan` and its variants with more recomputation or offloading, where the user left these
+    open.
 
-    Needs of memory fall along remat policies; then the same again with more on the host, which is
-    slow, so that it is asked only where nothing else fits.
+    Variants are in rising order of step time: first all remat policies, each needing less memory,
+    then all of them again with more offloading, which is slow and therefore a last resort.
     """
     policies: tuple[RematPolicy, ...] = (
         REMAT_POLICIES if config.parallel.remat == "auto" else (plan.remat,)
     )
     offloads = (
-        OFFLOADING_MORE
+        OFFLOAD_FALLBACKS
         if config.parallel.offload == "auto" and can_offload(platform)
         else (plan.offload,)
     )
     plans = []
     for offload in offloads:
-        here = [dataclasses.replace(plan, remat=remat, offload=offload) for remat in policies]
+        variants = [dataclasses.replace(plan, remat=remat, offload=offload) for remat in policies]
         if plan.pipeline is not None and config.parallel.stage_residuals == "auto":
-            # A stage that is computed again has no use for layers that are computed again one by
-            # one, but for memory within a tick.
+            # If the whole stage is recomputed, recomputing single layers saves memory only within a
+            # tick.
             stage = dataclasses.replace(plan.pipeline, keep_residuals=False)
-            here += [dataclasses.replace(other, pipeline=stage) for other in here]
+            variants += [dataclasses.replace(other, pipeline=stage) for other in variants]
         plans += [
             other
-            for other in here
+            for other in variants
             if not other.offloads_activations or (other.remat == "full" and other.pipeline is None)
         ]
     return plans or [plan]
 
 
 def pipelining(config: Config, axes: AxisSizes) -> Pipelining | None:
-    """What the user fixed of the pipeline; the rest is 1F1B on stages as even as the layers
-    divide."""
+    """The pipeline with the user's settings; by default 1F1B on stages as even as possible."""
     parallel = config.parallel
     _check_schedule_name(parallel.schedule)
     if axes.pipe == 1:
@@ -235,7 +232,7 @@ def _check_schedule_name(name: str) -> None:
 
 
 def _read_table(path: str) -> tuple[str, Schedule]:
-    """The text of a user's own table, and the schedule that it is."""
+    """The text of a user's schedule table, and the parsed schedule."""
     try:
         text = local_file(path, what="--schedule").read_bytes().decode("utf-8-sig")
         return text, Schedule.from_json(text)
@@ -255,7 +252,7 @@ def _read_table(path: str) -> tuple[str, Schedule]:
 def _check_visits(
     config: Config, axes: AxisSizes, schedule: str, repeats: int, *, own_table: bool
 ) -> None:
-    """That the schedule has such repeats, and that there is a layer for each."""
+    """Check that the schedule supports the repeats, and that every visit has a layer."""
     if repeats > 1 and schedule not in REPEATING and not own_table:
         raise PlanError(
             explain(
@@ -276,8 +273,7 @@ def _check_visits(
 
 
 def _microbatches(global_batch: int, axes: AxisSizes, *, interleaved: bool) -> int:
-    """About MICROBATCHES_PER_STAGE for each stage, as far as the batch divides; 1 without
-    stages."""
+    """About MICROBATCHES_PER_STAGE per stage, among divisors of the rows; 1 without stages."""
     if axes.pipe == 1:
         return 1
     rows = max(1, global_batch // (axes.data * axes.fsdp))

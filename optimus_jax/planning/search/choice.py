@@ -1,11 +1,11 @@
-"""The Plan that a run starts with: what the user fixed, and the planner's choice for the rest.
+"""Choose the Plan that a run starts with: the user's settings, and the planner's choice for the
+rest.
 
-A mesh that was given is kept, and gets the least recomputing that is estimated to fit. With
-`--mesh auto` all legal layouts are ranked (planning/search/search.py) if it is known how fast the
-devices are, from a profile of this machine or from data sheets. If it is not known, nothing is
-invented but a simple rule holds: all devices along `data` if a whole copy of the training state
-fits on each, else along `fsdp`. What was chosen and why is part of the answer, so that it can be
-shown.
+A given mesh is used as it is, with the least recomputation that is estimated to fit. With
+`--mesh auto`, all legal layouts are ranked (planning/search/search.py) if the speed of the devices
+is known from a profile of this machine or from data sheets. Otherwise a simple rule decides: all
+devices along `data` if each can hold a copy of the training state, else along `fsdp`. The result
+includes the reason, so that it can be shown to the user.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ from optimus_jax.planning.cost.memory import MemoryEstimate, estimate_memory
 from optimus_jax.planning.search.assemble import (
     DEFAULT_ZERO,
     can_offload,
-    check_words,
+    check_settings,
     memory_fallbacks,
     plan_for,
 )
@@ -34,28 +34,27 @@ from optimus_jax.planning.search.search import (
     Candidate,
     Pricing,
     fits,
-    on_the_host,
+    host_memory_note,
     search,
 )
-from optimus_jax.planning.search.suggestions import with_neighbours
+from optimus_jax.planning.search.suggestions import with_suggestions
 
 GLOBAL_BATCH = "data.global_batch"
 RANKED = 10
-"""Candidates that a start looks at."""
+"""Number of candidates ranked at the start of a run."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """A Plan, and the sentence that says where it comes from."""
+    """A Plan, and the reason for choosing it."""
 
     plan: Plan
     memory: MemoryEstimate
     why: str
     ranked: tuple[Candidate, ...] = ()
-    """The best that the planner found, `plan` first; empty where nothing was ranked."""
+    """The planner's best candidates, `plan` first; empty if nothing was ranked."""
     tried_s: Mapping[Plan, float] = field(default_factory=dict)
-    """Seconds of a step of each plan that was tried before the run; only the first process knows
-    them."""
+    """Measured step time of each plan tried before the run; only on the first process."""
 
 
 def choose_plan(
@@ -68,20 +67,20 @@ def choose_plan(
     """The Plan that a run of `config` on `topology` starts with.
 
     Args:
-      pricing: of this config, if it is known how fast the devices are.
-      kept: names, or beginnings of names, of settings that an error must not suggest to change.
+      pricing: the cost model for this config; None if the speed of the devices is unknown.
+      kept: names, or prefixes of names, of settings that an error must not suggest changing.
     Raises:
-      PlanError: what the user fixed is not legal, or no plan is estimated to fit into memory; the
-        text says what would be accepted.
+      PlanError: the fixed settings are not legal, or no plan is estimated to fit into memory; the
+        message suggests settings that would be accepted.
     """
-    check_words(config, topology)
+    check_settings(config, topology)
     try:
         return _choice(
             config, topology, pricing, may_change_batch=not GLOBAL_BATCH.startswith(kept)
         )
     except PlanError as error:
-        # Without the pricing: what the rule accepts the search does too, and this is tried often.
-        raise with_neighbours(
+        # Without the pricing: the search accepts whatever the rule accepts, and the rule is faster.
+        raise with_suggestions(
             error, config, topology, lambda other, devices: _choice(other, devices, None), kept=kept
         ) from error
 
@@ -102,7 +101,7 @@ def _choice(
 
 
 def _on_axes(config: Config, axes: AxisSizes, topology: Topology, why: str) -> Choice:
-    """The plan with these axis sizes that recomputes the least and is estimated to fit."""
+    """The plan with these axis sizes and the least recomputation that is estimated to fit."""
     least = plan_for(config, axes, topology)
     least.validate(config.model, global_batch=config.data.global_batch)
     for plan in memory_fallbacks(config, least, topology.platform):
@@ -113,8 +112,8 @@ def _on_axes(config: Config, axes: AxisSizes, topology: Topology, why: str) -> C
 
 
 def _by_rule(config: Config, topology: Topology, *, may_change_batch: bool) -> Choice:
-    """Without rates: whole copies if they fit, else shards; what the batch cannot be split over is
-    said, and which near it could.
+    """Choose without rates: data parallelism if it fits, else fsdp. If the batch does not divide
+    over the devices, the reason names nearby batches that do.
     """
     choice = _by_plain_rule(config, topology)
     if not may_change_batch or choice.plan.axes.tensor * choice.plan.axes.pipe == 1:
@@ -162,22 +161,22 @@ def _by_plain_rule(config: Config, topology: Topology) -> Choice:
 
 
 def _on_legal(config: Config, axes: AxisSizes, topology: Topology, why: str) -> Choice:
-    """`_on_axes`, saying what else was split and why."""
+    """`_on_axes`, with a reason that also explains any tensor or pipe splitting."""
     rest = axes.tensor * axes.pipe
     if rest > 1:
         why += (
-            f"; the batch can be dealt out over {topology.num_devices // rest} of"
+            f"; the batch can be split over {topology.num_devices // rest} of"
             f" {topology.num_devices} devices, so layers are split {rest} ways"
         )
     return _on_axes(config, axes, topology, why)
 
 
 def _legal(config: Config, topology: Topology, axis: str) -> AxisSizes:
-    """The batch over as many devices along `axis` as it can be dealt out over, the rest along
-    tensor inside a host, or pipe where heads cannot be split.
+    """As many devices along `axis` as the batch divides over; the rest along tensor within a host,
+    or along pipe where heads cannot be split.
 
     Raises:
-      PlanError: nothing is legal; why all devices along `axis` are not.
+      PlanError: no mesh is legal; the message is that of the mesh with all devices along `axis`.
     """
     num_devices, first = topology.num_devices, None
     on_host = num_devices // (topology.num_hosts or topology.num_processes)
@@ -208,7 +207,9 @@ def _by_search(
     best = ranking.best[0]
     best.plan.validate(config.model, global_batch=config.data.global_batch)
     divided = divisibility(pricing, best, may_change_batch=may_change_batch, may_leave_hosts=False)
-    said = "".join(f"; {reason}" for reason in divided.reasons) if divided.is_worth_saying else ""
+    said = (
+        "".join(f"; {reason}" for reason in divided.reasons) if divided.is_worth_reporting else ""
+    )
     said += "".join(
         f"; --global-batch {other.global_batch} is predicted to give {other.describe()}"
         for other in divided.batches
@@ -232,7 +233,7 @@ def _estimate(config: Config, plan: Plan) -> MemoryEstimate:
 
 
 def _no_room(config: Config, plan: Plan, memory: MemoryEstimate, topology: Topology) -> str:
-    """Needed and present, and whether splitting everything would help."""
+    """The error for a model that does not fit: memory needed and available, and what would help."""
     devices = topology.num_devices
     split = dataclasses.replace(
         plan,
@@ -258,9 +259,9 @@ def _no_room(config: Config, plan: Plan, memory: MemoryEstimate, topology: Topol
         for moments in (plan.moments, "bf16")
     )
     return explain(
-        f"{config.model.name} does not fit: about {gib(memory.total)} per device are needed,"
-        f" {gib(topology.bytes_per_device or 0)} are there, of which {USABLE_SHARE:.0%} are"
-        " counted on" + on_the_host(memory, topology),
+        f"{config.model.name} does not fit: about {gib(memory.total)} per device is needed,"
+        f" {gib(topology.bytes_per_device or 0)} is available, of which {USABLE_SHARE:.0%} is"
+        " usable" + host_memory_note(memory, topology),
         given=(
             f"{plan.describe()} on {topology}; parameters {gib(memory.params)}, optimizer"
             f" {gib(memory.moments)}, gradients {gib(memory.gradients)}, activations"
@@ -278,7 +279,7 @@ def _no_room(config: Config, plan: Plan, memory: MemoryEstimate, topology: Topol
                     "use more devices or a smaller model: all split and computed again, about"
                     f" {gib(least.total)} per device are needed"
                 )
-                + on_the_host(least, topology)
+                + host_memory_note(least, topology)
             )
         ),
     )

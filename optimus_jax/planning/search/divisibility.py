@@ -1,10 +1,9 @@
-"""Whether it is the batch that makes a cluster slow: which sizes near what was asked divide better,
-and what they would give.
+"""Find nearby batch and cluster sizes that divide better, and predict what they would gain.
 
-A batch is split over data x fsdp, so over the greatest common divisor of the batch and the number
-of devices at most. What is left of the devices has to go to tensor and pipe, which cost more. Near
-batches that more devices divide are priced by the search that ranked the plans; so are clusters
-with some hosts left idle. MOST_PRICED of them bound what that takes.
+A batch is split over data x fsdp, so over at most gcd(batch, number of devices) devices. The
+remaining factor goes to tensor and pipe, which cost more. The search that ranked the plans also
+prices nearby batches that divide over more devices, and clusters with some hosts idle; at most
+MOST_PRICED of them.
 """
 
 import math
@@ -20,35 +19,34 @@ from optimus_jax.planning.search.divisors import divisors, prime_factors
 from optimus_jax.planning.search.search import Candidate, Pricing, search
 
 NEAR = 1.25
-"""A batch is near another one up to this factor; farther off it is another training run."""
+"""Batches within this factor are near; larger changes would alter the training run."""
 MOST_BATCHES, MOST_CLUSTERS = 3, 2
 MOST_PRICED = MOST_BATCHES + MOST_CLUSTERS
-"""Searches beyond the one that was asked for. Fewer are made where fewer sizes divide better; none
-where the batch divides over all devices."""
-WORTH_SAYING = 0.03
-"""Least share of more tokens per second; smaller ones lie far inside the predictions' error."""
+"""Maximal number of additional searches; none if the batch divides over all devices."""
+WORTH_REPORTING = 0.03
+"""Minimal gain in tokens per second; smaller ones are well within the prediction error."""
 
 Progress = Callable[[str], None]
-"""Is told what is priced next."""
+"""Called with a description of what is priced next."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Alternative:
-    """Another batch, or fewer devices, and the best plan for it; every figure is a prediction."""
+class SizeAlternative:
+    """Another batch or cluster size with its best plan; all figures are predictions."""
 
     global_batch: int
     """Examples per step."""
     cluster: Cluster
-    """Those devices that are used."""
+    """The devices used."""
     plan: Plan
     step_time_s: float
     tokens_per_s: float
     gain: float | None
-    """Share of tokens per second above what was asked for; None: nothing fits that."""
+    """Relative gain in tokens per second over the request; None: no plan fits the request."""
 
     @property
     def num_devices(self) -> int:
-        """That are used."""
+        """Number of devices used."""
         return self.cluster.num_devices
 
     def as_json(self) -> dict[str, Any]:
@@ -64,7 +62,7 @@ class Alternative:
         }
 
     def describe(self) -> str:
-        """What it would give, in words."""
+        """One line for people."""
         gain = "" if self.gain is None else f" ({self.gain:+.1%})"
         return (
             f"{self.tokens_per_s:,.0f} tokens/s{gain}, step {self.step_time_s:.3g} s, mesh"
@@ -74,25 +72,24 @@ class Alternative:
 
 @dataclass(frozen=True, kw_only=True)
 class Divisibility:
-    """How a batch, a model and a number of devices go together."""
+    """How well a batch and a model divide over a number of devices."""
 
     reasons: tuple[str, ...] = ()
-    """What does not divide, in words; empty: everything does."""
-    batches: tuple[Alternative, ...] = ()
-    """On the same devices, nearest first; only those that are predicted to give more tokens per
-    second."""
-    clusters: tuple[Alternative, ...] = ()
-    """The same batch on fewer hosts, likewise."""
+    """What does not divide, one sentence each; empty: everything divides."""
+    batches: tuple[SizeAlternative, ...] = ()
+    """Other batches on the same devices that are predicted to be faster, nearest first."""
+    clusters: tuple[SizeAlternative, ...] = ()
+    """Fewer hosts on which the same batch is predicted to be faster."""
     no_batch: str | None = None
-    """Why `batches` is empty though the batch leaves devices over, and from which batch on none is;
-    None: it is not, or no other batch is an answer."""
+    """Why `batches` is empty although the batch does not divide over all devices; None: not the
+    case, or the batch must not change."""
     is_awkward: bool = False
-    """Whether a prime of the number of devices divides neither the batch nor the heads: the layout
-    is then odd, whether or not something near is better."""
+    """Whether a prime factor of the number of devices divides neither the batch nor the heads, so
+    that the layout is unusual even if no nearby size is better."""
 
     @property
-    def is_worth_saying(self) -> bool:
-        """Whether a person should hear of it."""
+    def is_worth_reporting(self) -> bool:
+        """Whether to tell the user."""
         return bool(self.batches or self.clusters or self.is_awkward or self.no_batch)
 
 
@@ -104,14 +101,14 @@ def divisibility(
     may_leave_hosts: bool = True,
     progress: Progress | None = None,
 ) -> Divisibility:
-    """Why the best plan is not better, if that is for numbers that do not divide, and what would
-    be.
+    """What does not divide in the requested run, and which nearby sizes would be faster.
 
     Args:
-      pricing: of the run and cluster that were asked for.
-      best: the fastest plan found for them; None: there is none.
-      may_change_batch: whether other batches are an answer. A run that has begun keeps its own.
-      may_leave_hosts: likewise for leaving hosts idle.
+      pricing: the cost model of the requested run and cluster.
+      best: the fastest plan found; None: there is none.
+      may_change_batch: whether to try other batches. A run that has begun must keep its batch.
+      may_leave_hosts: whether to try leaving hosts idle.
+      progress: called before each search.
     """
     reasons = tuple(reasons_of(pricing.config, pricing.cluster.num_devices, best and best.plan))
     batch, num_devices = pricing.config.data.global_batch, pricing.cluster.num_devices
@@ -141,7 +138,7 @@ def divisibility(
 
 
 def reasons_of(config: Config, num_devices: int, plan: Plan | None) -> Iterator[str]:
-    """What of the batch, the heads, the width and the layers the devices do not divide."""
+    """Yield a sentence for each of batch, heads, width and layers that does not divide evenly."""
     batch, model = config.data.global_batch, config.model
     ways = math.gcd(batch, num_devices)
     if ways < num_devices:
@@ -172,8 +169,8 @@ def reasons_of(config: Config, num_devices: int, plan: Plan | None) -> Iterator[
 
 
 def near_batches(batch: int, num_devices: int) -> list[int]:
-    """Batches within NEAR of `batch`, nearest first, each split over more devices than any nearer
-    one.
+    """Batches within NEAR of `batch`, nearest first, each dividing over more devices than all
+    nearer ones.
     """
     found: list[int] = []
     most = math.gcd(batch, num_devices)
@@ -192,11 +189,10 @@ def near_batches(batch: int, num_devices: int) -> list[int]:
 
 
 def no_better(batch: int, num_devices: int, *, tried: Sequence[int]) -> str:
-    """That no batch near this one, which leaves devices over, is better; and the nearest one that
-    leaves none.
+    """Text saying that no nearby batch is better, and which batch divides over all devices.
 
     Args:
-      tried: near batches that are split over more devices, but are not predicted to give more.
+      tried: nearby batches that divide over more devices but are not predicted to be faster.
     """
     below = batch // num_devices * num_devices
     whole = min(
@@ -210,12 +206,12 @@ def no_better(batch: int, num_devices: int, *, tried: Sequence[int]) -> str:
     elif len(tried) == 1:
         said = (
             f"--global-batch {tried[0]} can be split over more, but is not predicted to give"
-            f" {WORTH_SAYING:.0%} more tokens/s"
+            f" {WORTH_REPORTING:.0%} more tokens/s"
         )
     else:
         said = (
             f"--global-batch {' or '.join(map(str, tried))} can be split over more, but neither is"
-            f" predicted to give {WORTH_SAYING:.0%} more tokens/s"
+            f" predicted to give {WORTH_REPORTING:.0%} more tokens/s"
         )
     ratio = max(whole / batch, batch / whole)
     return (
@@ -229,8 +225,8 @@ def no_better(batch: int, num_devices: int, *, tried: Sequence[int]) -> str:
 
 
 def smaller_clusters(cluster: Cluster, config: Config) -> list[Cluster]:
-    """The cluster with some hosts idle, or devices where it is one host: the fewest first, each
-    easier to split over data and fsdp than any larger one.
+    """The cluster with some hosts idle (devices, if there is one host), fewest idle first; each
+    divides better over data and fsdp than all larger ones.
     """
     found: list[Cluster] = []
     most = _ways_over_fsdp(config, cluster.num_devices)
@@ -246,7 +242,7 @@ def smaller_clusters(cluster: Cluster, config: Config) -> list[Cluster]:
 
 
 def _ways_over_fsdp(config: Config, num_devices: int) -> int:
-    """Devices that both the batch and the model's matrices can be split over."""
+    """Devices over which both the batch and the model's matrices divide."""
     ways = math.gcd(config.data.global_batch, num_devices)
     return math.prod(
         prime**power
@@ -261,8 +257,8 @@ def _with_batch(pricing: Pricing, batch: int) -> Pricing:
 
 def _priced(
     others: Iterable[Pricing], now: float | None, progress: Progress | None
-) -> Iterator[Alternative]:
-    """Those that are worth saying."""
+) -> Iterator[SizeAlternative]:
+    """The best plan of each, if it gains enough to report."""
     for other in others:
         if progress is not None:
             progress(
@@ -271,11 +267,11 @@ def _priced(
             )
         try:
             best = search(other, top=1).best
-        except PlanError:  # what the user fixed cannot be had with it
+        except PlanError:  # not possible with the user's fixed settings
             continue
         gain = best[0].prediction.tokens_per_s / now - 1 if best and now else None
-        if best and (gain is None or gain >= WORTH_SAYING):
-            yield Alternative(
+        if best and (gain is None or gain >= WORTH_REPORTING):
+            yield SizeAlternative(
                 global_batch=other.config.data.global_batch,
                 cluster=other.cluster,
                 plan=best[0].plan,
@@ -286,7 +282,7 @@ def _priced(
 
 
 def _left_over(config: Config, num_devices: int) -> set[int]:
-    """Primes of the devices that the batch leaves over and the heads do not take."""
+    """Prime factors of the number of devices that divide neither the batch nor the heads."""
     return {
         prime
         for prime in prime_factors(num_devices // math.gcd(config.data.global_batch, num_devices))
@@ -304,7 +300,7 @@ def _factored(number: int) -> str:
 
 
 def _factors(primes: Iterable[int], *, negated: bool = False) -> str:
-    """Such as `the factors 3 and 5 divide`, to be followed by what."""
+    """Such as `the factors 3 and 5 divide`; the caller appends the object."""
     ordered = sorted(primes)
     verb = (
         ("does not divide" if negated else "divides")

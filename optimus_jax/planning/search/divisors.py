@@ -1,6 +1,4 @@
-"""What divides a number, in the time that its square root takes: a batch may be a billion examples
-by a slip of the pen.
-"""
+"""Divisors and prime factors in O(sqrt(n)) time: a mistyped batch may be a billion examples."""
 
 import math
 from functools import lru_cache
@@ -8,7 +6,7 @@ from functools import lru_cache
 
 @lru_cache(maxsize=1 << 12)
 def divisors(number: int) -> tuple[int, ...]:
-    """All of them, the smallest first."""
+    """All divisors in rising order."""
     low = [each for each in range(1, math.isqrt(number) + 1) if number % each == 0]
     return (*low, *(number // each for each in reversed(low) if each * each != number))
 

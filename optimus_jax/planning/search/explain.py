@@ -1,12 +1,12 @@
-"""Why a plan is good, in words and tables: what a person reads of a ranking."""
+"""Explain a ranking in sentences and tables."""
 
 from collections.abc import Sequence
 
 from optimus_jax.plan import Plan
 from optimus_jax.planning.cost.cost import Prediction
 
-WORTH_SAYING = 0.01
-"""Of a step: smaller differences between terms are not spoken of."""
+WORTH_REPORTING = 0.01
+"""Minimal difference between terms to mention, as a share of the step."""
 
 
 def gib(num_bytes: float) -> str:
@@ -15,7 +15,7 @@ def gib(num_bytes: float) -> str:
 
 
 def seconds(time_s: float) -> str:
-    """A time as text with three digits, in the unit that suits it."""
+    """A time as text with three digits and a suitable unit."""
     if not time_s:
         return "0 s"
     for unit, scale in (("s", 1.0), ("ms", 1e3), ("us", 1e6)):
@@ -25,26 +25,26 @@ def seconds(time_s: float) -> str:
 
 
 def why_best(best: Prediction, num_priced: int) -> str:
-    """What the winner's step consists of."""
+    """The largest terms of the best plan's step."""
     parts = sorted(best.terms, key=lambda term: -term.time_s)[:3]
     shares = ", ".join(f"{term.name} {term.time_s / best.step_time_s:.0%}" for term in parts)
     return f"the fastest that fits of {num_priced} legal layouts: {shares} of the step"
 
 
 def why_not(other: Prediction, best: Prediction) -> str:
-    """What makes `other` slower than `best`, and what it gains in exchange."""
+    """Which terms make `other` slower than `best`, and which one it improves."""
     before, after = (_by_name(prediction) for prediction in (best, other))
     changes = {name: after.get(name, 0.0) - before.get(name, 0.0) for name in {*before, *after}}
     ordered = sorted(changes.items(), key=lambda change: (-change[1], change[0]))
     losses = [
         f"{name} +{seconds(change)}"
         for name, change in ordered[:2]
-        if change > WORTH_SAYING * best.step_time_s
+        if change > WORTH_REPORTING * best.step_time_s
     ]
     gains = [
         f"{name} -{seconds(-change)}"
         for name, change in ordered[-1:]
-        if -change > WORTH_SAYING * best.step_time_s
+        if -change > WORTH_REPORTING * best.step_time_s
     ]
     if not losses:
         return f"as fast within {max(0.0, other.step_time_s / best.step_time_s - 1):.1%}"
@@ -54,7 +54,7 @@ def why_not(other: Prediction, best: Prediction) -> str:
 
 
 def term_rows(prediction: Prediction) -> list[list[str]]:
-    """A row for each term: name, time, share, where it comes from."""
+    """A row per term: name, time, share of the step, derivation."""
     return [
         [term.name, seconds(term.time_s), f"{term.time_s / prediction.step_time_s:.1%}", term.how]
         for term in prediction.terms
@@ -62,7 +62,7 @@ def term_rows(prediction: Prediction) -> list[list[str]]:
 
 
 def flags(plan: Plan) -> str:
-    """What makes scripts/train.py use this plan."""
+    """The flags of `train` that select this plan."""
     parts = [f"--mesh {plan.axes}", f"--microbatches {plan.microbatches}", f"--remat {plan.remat}"]
     if plan.axes.fsdp > 1:
         parts.append(f"--zero {plan.zero}")
@@ -81,7 +81,7 @@ def flags(plan: Plan) -> str:
 
 
 def whole_over_tensor(plan: Plan) -> Sequence[str]:
-    """Of a layer's halves, those that the tensor axis does not split though there is one."""
+    """The halves of a layer (heads, mlp) that an existing tensor axis does not split."""
     split = dict(plan.rules)
     return [name for name in ("heads", "mlp") if plan.axes.tensor > 1 and name not in split]
 

@@ -1,11 +1,12 @@
-"""Every legal layout of a model on a number of devices, and why the others are not.
+"""Enumerate every legal layout of a model on a number of devices, with reasons for rejecting
+others.
 
-A layout is a Plan that recomputes as little as can be; what more recomputing makes of it is
-`assemble.memory_fallbacks`. Enumerated are axis sizes, which of a layer's two halves the tensor
-axis splits, the ZeRO stage, the schedule and its repeats, and microbatches: all that a homogeneous
-decoder leaves open. What the user fixed is kept.
+A layout is a Plan with minimal recomputation; `assemble.memory_fallbacks` adds more. The
+enumeration covers axis sizes, which halves of a layer the tensor axis splits, the ZeRO stage, the
+schedule with its repeats, and the microbatches: everything that a homogeneous decoder leaves open.
+Settings fixed by the user are respected.
 
-Left out, because something listed is as good in every respect:
+Left out, because another layout is at least as good in every respect:
 
 * gpipe: 1f1b has the same ticks and fewer microbatches in flight;
 * zero=0 with fsdp: it is data parallelism by another name;
@@ -26,9 +27,9 @@ from optimus_jax.pipeline.partition import layers_per_stage
 from optimus_jax.plan import Pipelining, Plan
 from optimus_jax.planning.search.assemble import (
     compute_precision,
-    first_offload,
-    first_remat,
     fixed_microbatches,
+    least_offload,
+    least_remat,
     loss_chunk_tokens,
     pipelining,
 )
@@ -42,13 +43,13 @@ BLOCK_RULES = ((), ("mlp=none",), ("heads=none",))
 
 @dataclass(frozen=True, kw_only=True)
 class Rejection:
-    """Layouts that cannot be, and why."""
+    """A group of layouts that is not possible, and why."""
 
     layouts: str
-    """What they have in common."""
+    """What the rejected layouts have in common."""
     reason: str
     needs_bytes: int | None = None
-    """On a device, however much is computed again; None: it is for another reason."""
+    """Bytes per device with maximal recomputation; None: rejected for another reason."""
 
 
 def axis_sizes(num_devices: int) -> Iterator[AxisSizes]:
@@ -62,7 +63,7 @@ def axis_sizes(num_devices: int) -> Iterator[AxisSizes]:
 
 
 def layouts(config: Config, topology: Topology) -> Iterator[Plan | Rejection]:
-    """All of them, in an order that depends on nothing but the arguments.
+    """All layouts and rejections, in a deterministic order.
 
     Raises:
       PlanError: a setting is wrong whatever the layout, such as a kernel that cannot run.
@@ -83,9 +84,9 @@ def layouts(config: Config, topology: Topology) -> Iterator[Plan | Rejection]:
                 precision=precision,
                 moments=config.precision.moments,
                 attention=kernel,
-                remat=first_remat(config),
+                remat=least_remat(config),
                 loss_chunk_tokens=loss_chunk_tokens(config, axes, rules, topology),
-                offload=first_offload(config),
+                offload=least_offload(config),
             )
             yield from _like(common, config)
 
@@ -146,8 +147,8 @@ def _fixes_pipeline(config: Config) -> bool:
 
 
 def _checked(layout: Plan, config: Config) -> Plan | Rejection:
-    """What the user fixed of the pipeline is made for some meshes only; what is enumerated here is
-    right without a check.
+    """Validate a layout. Needed only if the user fixed pipeline settings, which suit some meshes
+    only; layouts that this module enumerates itself are legal.
     """
     try:
         layout.validate(config.model, global_batch=config.data.global_batch)
@@ -165,7 +166,7 @@ def _rules(config: Config, axes: AxisSizes) -> Iterator[Rules]:
 def _zero_stages(config: Config, axes: AxisSizes) -> tuple[int, ...]:
     parallel = config.parallel
     if parallel.zero is not None:
-        # Zero over fsdp is data parallelism by another name: only who names the mesh means it.
+        # zero=0 over fsdp equals data parallelism: allow it only if the user gave the mesh.
         return (
             (parallel.zero,)
             if (axes.fsdp > 1) == (parallel.zero > 0)
@@ -220,7 +221,7 @@ def _pipelines(config: Config, axes: AxisSizes) -> Iterator[Pipelining | Rejecti
 def _microbatches(
     config: Config, rows: int, axes: AxisSizes, pipeline: Pipelining | None
 ) -> list[int] | Rejection:
-    """Numbers of microbatches that a device's rows of a batch can be dealt out in."""
+    """Numbers of microbatches into which a device's rows of the batch can be split."""
     repeats = 1 if pipeline is None else pipeline.repeats
     unit = axes.pipe if repeats > 1 and pipeline is not None and pipeline.table is None else 1
     asked = fixed_microbatches(config, pipeline)

@@ -1,8 +1,8 @@
-"""The plan of a phase: that of the phase before, as far as the phase's batches allow it.
+"""Choose the plan of a training phase, as close as possible to that of the phase before.
 
-State has to move only if the mesh, or what is sharded over it, changes. So the plan stays if it is
-legal and fits; else other microbatches and recomputing on the same layout; only where there are
-none, another layout, if the mesh was not asked for.
+State moves only if the mesh or the sharding changes. So the plan is kept if it is legal and fits;
+otherwise other microbatches and more recomputation are tried on the same layout; only if that
+fails, another layout is chosen, provided that the user did not fix the mesh.
 """
 
 import math
@@ -21,19 +21,19 @@ from optimus_jax.planning.search.divisors import divisors
 from optimus_jax.planning.search.search import Pricing, fits
 
 Prices = Callable[[Config], Pricing | None]
-"""What plans cost for a run of a config; None: that is not known."""
+"""Maps a config to its cost model; None: unknown."""
 
 
 def plans_ahead(
     config: Config, plan: Plan, step: int, topology: Topology, prices: Prices
 ) -> list[tuple[TrainingPhase, Plan]]:
-    """The phases that begin after `step`, each with the plan that it would have.
+    """The phases that begin after `step`, each with its plan.
 
     Args:
       config: of the whole run.
-      plan: that the run is under after `step`.
+      plan: the plan of the run at `step`.
     Raises:
-      PlanError: a phase has none; the text says which and what would be accepted.
+      PlanError: a phase has no plan; the message names it and suggests accepted settings.
     """
     found = []
     for phase in phases_of(config):
@@ -46,7 +46,7 @@ def plans_ahead(
 def plan_of(
     phase: TrainingPhase, config: Config, plan: Plan, topology: Topology, prices: Prices
 ) -> Plan:
-    """What a run under `plan` goes on with in a phase; as `plans_ahead`."""
+    """The plan of a phase that follows a phase under `plan`. Raises like `plans_ahead`."""
     own = in_phase(config, phase)
     for each in _on_same_layout(own, plan):
         if _is_possible(own, each, topology):
@@ -67,8 +67,8 @@ def plan_of(
 
 
 def _on_same_layout(config: Config, plan: Plan) -> Iterator[Plan]:
-    """The plan itself, then with the nearest numbers of microbatches, then with more recomputing
-    where that was left open.
+    """The plan itself, then with other microbatches (nearest first), then with more recomputation
+    if the user left that open.
     """
     yield plan
     rows, fixed = (

@@ -1,8 +1,8 @@
-"""The best layouts of a model on a cluster: all legal ones priced, those that fit ranked.
+"""Find the best layouts of a model on a cluster: price all legal layouts, rank those that fit.
 
-Every layout is priced with as little recomputing as can be, which no other policy undercuts. In
-rising order of that time, each gets the least recomputing that fits into memory; the search ends
-when no layout left could still come among the best. So the ranking is that of an exhaustive search.
+Every layout is first priced with minimal recomputation, a lower bound on its step time. In rising
+order of that bound, each layout gets the least recomputation that fits into memory. The search ends
+when no remaining bound could enter the ranking, so the result equals that of an exhaustive search.
 """
 
 import bisect
@@ -22,12 +22,12 @@ from optimus_jax.planning.search.explain import gib
 from optimus_jax.planning.search.layouts import Rejection, layouts
 
 USABLE_SHARE = 0.9
-"""Of a device's memory; the rest is for the runtime and for what an estimate misses."""
+"""Usable share of a device's memory; the rest covers the runtime and estimation errors."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """A Plan with what is predicted of it."""
+    """A Plan with its predicted step time and memory."""
 
     plan: Plan
     prediction: Prediction
@@ -36,33 +36,32 @@ class Candidate:
 
 @dataclass(frozen=True, kw_only=True)
 class Ranking:
-    """What a search has found."""
+    """The result of a search."""
 
     best: tuple[Candidate, ...]
-    """Fastest first; of each mesh with its rules and its repeats, the fastest. Empty: nothing
-    fits."""
+    """Fastest first; only the fastest plan for each (mesh, rules, repeats). Empty: nothing fits."""
     rejections: tuple[Rejection, ...]
-    """What is not legal, or does not fit, among what was looked at."""
+    """Layouts that are illegal or do not fit, among those examined."""
     num_priced: int
-    """Legal layouts, each of them priced."""
+    """Number of legal layouts that were priced."""
 
 
 @dataclass(frozen=True)
 class Pricing:
-    """What plans cost for one run on one cluster."""
+    """Predicts the time and memory of plans for one run on one cluster."""
 
     config: Config
     cluster: Cluster
     rates: Rates
     calibration: Calibration = field(default_factory=Calibration)
-    """What earlier measurements on these devices teach."""
+    """Corrections learnt from earlier measurements on these devices."""
 
     def predicted(self, plan: Plan) -> Prediction:
-        """The time of a step. Raises PlanError where it would cross a link of unknown speed."""
+        """The predicted step. Raises PlanError if the plan uses a link of unknown speed."""
         return self.calibration.applied(self.uncalibrated(plan))
 
     def step_time_s(self, plan: Plan) -> float:
-        """Of `predicted`, at less cost: what a search asks of every layout."""
+        """The step time of `predicted`, computed faster; used for every layout of a search."""
         return self.calibration.step_time_s(
             term_times(
                 self.config.model,
@@ -75,7 +74,7 @@ class Pricing:
         )
 
     def uncalibrated(self, plan: Plan) -> Prediction:
-        """The same without what was learnt from measurements."""
+        """The prediction without corrections learnt from measurements."""
         return predict(
             self.config.model,
             plan,
@@ -95,7 +94,7 @@ class Pricing:
         )
 
     def fitting(self, layout: Plan) -> Candidate | Rejection:
-        """The layout with the least recomputing that fits."""
+        """The layout with the least recomputation that fits, or why none does."""
         for plan in memory_fallbacks(self.config, layout, self.cluster.accelerator.platform):
             memory = self.memory(plan)
             if fits(memory, self.cluster):
@@ -104,20 +103,20 @@ class Pricing:
             layouts=layout.describe(),
             needs_bytes=memory.total,
             reason=(
-                f"needs about {gib(memory.total)}, whatever is recomputed; {USABLE_SHARE:.0%} of"
-                f" {gib(self.cluster.bytes_per_device or 0)} may be used"
+                f"needs about {gib(memory.total)} even with maximal recomputation;"
+                f" {USABLE_SHARE:.0%} of {gib(self.cluster.bytes_per_device or 0)} may be used"
             )
-            + on_the_host(memory, self.cluster),
+            + host_memory_note(memory, self.cluster),
         )
 
 
 def search(pricing: Pricing, *, top: int = 10) -> Ranking:
-    """The `top` best plans for the run and cluster of `pricing`; what its config fixes is kept.
+    """The `top` best plans for the run and cluster of `pricing`, respecting fixed settings.
 
     Deterministic.
 
     Raises:
-      PlanError: the config fixes what no layout can have.
+      PlanError: no layout can have the settings that the config fixes.
     """
     rejections, priced = [], []
     for layout in layouts(pricing.config, pricing.cluster.topology()):
@@ -149,9 +148,7 @@ def search(pricing: Pricing, *, top: int = 10) -> Ranking:
 
 
 def fits(memory: MemoryEstimate, there: Topology | Cluster) -> bool:
-    """Whether the estimate leaves room, on the devices and for them on their hosts; a memory that
-    is unknown is not argued with.
-    """
+    """Whether the estimate fits into device and host memory; unknown memory counts as enough."""
     on_device = (
         there.bytes_per_device is None or memory.total <= USABLE_SHARE * there.bytes_per_device
     )
@@ -160,9 +157,9 @@ def fits(memory: MemoryEstimate, there: Topology | Cluster) -> bool:
     )
 
 
-def on_the_host(memory: MemoryEstimate, there: Topology | Cluster) -> str:
-    """What is needed of the host's memory and what is there, to follow such words of the device's;
-    nothing where nothing lies there.
+def host_memory_note(memory: MemoryEstimate, there: Topology | Cluster) -> str:
+    """Host memory needed and available, to append to a message about device memory; empty if the
+    plan does not use host memory.
     """
     if not memory.host:
         return ""

@@ -1,9 +1,9 @@
-"""What to type instead, where what was asked is refused: the nearest settings that are accepted.
+"""Suggest the nearest accepted settings when a config is refused.
 
-A check deep in a Plan knows the dimension that does not divide, not what else the user has fixed:
-what it could suggest might be refused in turn. So its text says only what has to hold. Here, where
-the whole config is known, changes of it are tried in order of their distance by the very function
-that refused it, and what is printed has been accepted.
+A check inside Plan knows which dimension does not divide, but not what else the user fixed, so its
+suggestion might be refused in turn; its message states only the requirement. This module knows the
+whole config. It tries changes in order of distance (planning/search/setting_changes.py), with the
+function that refused the config, so every printed suggestion has been accepted.
 """
 
 import dataclasses
@@ -16,23 +16,23 @@ from optimus_jax.config import Config, ParallelConfig
 from optimus_jax.config.request import typed
 from optimus_jax.errors import ConfigError, PlanError
 from optimus_jax.mesh.topology import Topology
-from optimus_jax.planning.search.moves import MOVES, meshes
+from optimus_jax.planning.search.setting_changes import CHANGES_BY_KIND, meshes
 
 Accepts = Callable[[Config, Topology], object]
-"""What raises PlanError for a config that cannot be run on such devices."""
+"""Raises PlanError if the config cannot run on these devices."""
 
 MESH = "parallel.mesh"
 MOMENTS = "precision.moments"
 MOST_NAMED = 3
 MOST_TRIED = 1500
-"""Configs; a try takes 0.3 ms, or 2 where memory has to be estimated."""
+"""Configs; a try takes 0.3 ms, or 2 ms where memory is estimated."""
 FARTHER = 1.5
-"""Alternatives are named up to this much farther than the nearest."""
+"""Suggestions may be this much farther away than the nearest one."""
 NAMED = "; what is accepted, nearest first: "
-"""Precedes the alternatives in an error's last line; ` or ` stands between them."""
+"""Precedes the suggestions in an error's last line; ` or ` separates them."""
 
 
-def with_neighbours(
+def with_suggestions(
     error: PlanError,
     config: Config,
     topology: Topology,
@@ -40,14 +40,14 @@ def with_neighbours(
     *,
     kept: tuple[str, ...] = (),
 ) -> PlanError:
-    """The error with flags that mend it, each to be added to what was given; or with what is fixed,
-    if none are found.
+    """The error with suggested flags, to be added to the given ones; if there are none, the error
+    with the list of fixed settings.
 
     Args:
       accepts: refused `config` with `error`.
-      kept: names, or beginnings of names, of settings that cannot change.
+      kept: names, or prefixes of names, of settings that must not change.
     """
-    found = neighbours(config, topology, accepts, kept=kept)
+    found = nearest_accepted(config, topology, accepts, kept=kept)
     if found:
         return PlanError(f"{error}{NAMED}{' or '.join(map(typed, found))}")
     fixed = {"data.global_batch": config.data.global_batch} | {
@@ -58,11 +58,11 @@ def with_neighbours(
     )
 
 
-def neighbours(
+def nearest_accepted(
     config: Config, topology: Topology, accepts: Accepts, *, kept: tuple[str, ...] = ()
 ) -> list[dict[str, Any]]:
-    """Changes that are accepted, nearest first, each of other settings and none with a change that
-    it can do without.
+    """Accepted changes, nearest first. Each changes a different set of settings, and none contains
+    a change that is not needed.
     """
     search = _Search(config, topology, accepts)
     found: list[dict[str, Any]] = []
@@ -90,8 +90,8 @@ def neighbours(
 def _freed(
     config: Config, topology: Topology, search: "_Search", kept: tuple[str, ...]
 ) -> list[dict[str, Any]]:
-    """The nearest mesh that is accepted once all else is left open, as changes none of which can be
-    spared.
+    """The nearest mesh that is accepted when every other setting is left open, reduced to the
+    changes that are needed.
     """
     free = {
         name: default
@@ -111,8 +111,8 @@ def _freed(
 def _in_smaller_moments(
     config: Config, topology: Topology, accepts: Accepts, kept: tuple[str, ...]
 ) -> list[dict[str, Any]]:
-    """The optimizer's moments in bf16, if that alone helps: the only change here that is not of the
-    layout, so it comes last.
+    """The optimizer's moments in bf16, if that alone suffices. Tried last, because it is the only
+    suggestion that does not concern the layout.
     """
     changes = {MOMENTS: "bf16"}
     if MOMENTS.startswith(kept):
@@ -125,7 +125,7 @@ def _in_smaller_moments(
 
 
 class _Search:
-    """Combinations of moves, and which of them are accepted."""
+    """Combinations of setting changes, with a cache of which are accepted."""
 
     def __init__(self, config: Config, topology: Topology, accepts: Accepts):
         self._config, self._topology, self._accepts = config, topology, accepts
@@ -133,7 +133,7 @@ class _Search:
 
     @property
     def num_tried(self) -> int:
-        """Configs that have been tried."""
+        """Number of configs tried so far."""
         return len(self._answers) - 1
 
     def accepts(self, changes: Mapping[str, Any]) -> bool:
@@ -148,9 +148,9 @@ class _Search:
         return self._answers[key]
 
     def nearest_first(self, kept: tuple[str, ...]) -> Iterator[tuple[float, dict[str, Any]]]:
-        """(distance, changes), nearest first; what is accepted is not changed further.
+        """Yield (distance, changes), nearest first. Accepted changes are not extended.
 
-        A move of one kind follows moves of earlier kinds, so each combination comes up once.
+        A change follows only changes of earlier kinds, so each combination appears once.
         """
         order = itertools.count()
         heap: list[tuple[float, int, int, dict[str, Any]]] = [(0.0, next(order), 0, {})]
@@ -161,8 +161,8 @@ class _Search:
             if self.accepts(changes):
                 continue
             config, topology = self._changed(changes)
-            for later in range(kind, len(MOVES)):
-                for move in MOVES[later](config, topology):
+            for later in range(kind, len(CHANGES_BY_KIND)):
+                for move in CHANGES_BY_KIND[later](config, topology):
                     if not any(name.startswith(kept) for name in move.changes):
                         heapq.heappush(
                             heap,
@@ -199,7 +199,7 @@ def _replaced(config: Config, changes: Mapping[str, Any]) -> Config:
 
 
 def _said(config: Config) -> dict[str, tuple[Any, Any]]:
-    """What the user has fixed of the layout: dotted name to its value, and to the default."""
+    """Layout settings that differ from their defaults: dotted name -> (value, default)."""
     given, default = dataclasses.asdict(config.parallel), dataclasses.asdict(ParallelConfig())
     return {
         f"parallel.{name}": (value, default[name])

@@ -1,10 +1,10 @@
-"""Trying the best candidates before a run: which of them, whether that pays, and which is kept.
+"""Time the best candidates before a run, if the expected gain exceeds the cost.
 
-A prediction has an interval. Candidates whose intervals overlap with the best one's cannot be told
-apart by predicting; running each for a few steps can, and costs compiling and steps. What trying is
-worth is predicted from the spread of predictions: the expected time that the fastest of several
-takes less than the one predicted to be fastest, for all steps of the run. Only the part of the
-spread that differs between plans counts, for what is wrong with all of them alike changes no order.
+Candidates whose prediction intervals overlap with the best one's cannot be ranked by prediction.
+Running each for a few steps ranks them, at the cost of compiling and running. The expected gain is
+computed from the spread of predictions: the time by which the fastest of several beats the one
+predicted to be fastest, over all steps of the run. Only the part of the spread that differs between
+plans counts, since an error common to all plans does not change their order.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,36 +16,35 @@ import numpy as np
 from optimus_jax.errors import PlanError, explain
 from optimus_jax.plan import Plan
 from optimus_jax.planning.search.search import Candidate
-from optimus_jax.planning.trials.trial import WARM_UP, Trial
+from optimus_jax.planning.trials.trial import WARM_UP, PlanTrial
 
 TRIAL_STEPS = 3
-"""Timed for each candidate."""
+"""Timed steps per candidate."""
 OWN_SHARE = 0.5
-"""Of a prediction's spread, what is its own and not all plans' alike: assumed, not measured."""
+"""Share of a prediction's spread that is specific to the plan: assumed, not measured."""
 _DRAWS = 4000
-"""Of the errors, for the expected gain; from a fixed seed."""
+"""Monte Carlo samples for the expected gain; with a fixed seed."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Measured:
-    """The outcome of trying candidates."""
+class TrialsResult:
+    """The result of timing candidates."""
 
     plan: Plan
     """The fastest."""
-    trials: tuple[Trial, ...]
-    """In the order of the ranking; fewer than two: trying more did not pay, or all others
-    failed."""
+    trials: tuple[PlanTrial, ...]
+    """In ranking order; fewer than two if more would not pay, or the others failed."""
     why: str
 
 
 def measure(
     ranked: Sequence[Candidate],
-    run: Callable[[Plan], Trial],
+    run: Callable[[Plan], PlanTrial],
     *,
     num_steps: int,
     most: int,
     spread: float,
-) -> Measured:
+) -> TrialsResult:
     """Try up to `most` candidates, as long as that is expected to save time over `num_steps` steps,
     and keep the fastest.
 
@@ -64,7 +63,7 @@ def measure(
     ]
     close = within[:most]
     if len(close) < 2:
-        return Measured(
+        return TrialsResult(
             plan=ranked[0].plan,
             trials=(),
             why=(
@@ -79,7 +78,7 @@ def measure(
         _steps_s(first_s + sum(others_s)),
     )
     if gain_s < cost_s:
-        return Measured(
+        return TrialsResult(
             plan=close[0].plan,
             trials=(),
             why=(
@@ -87,29 +86,30 @@ def measure(
                 f" {gain_s:.1f} s"
             ),
         )
-    tried: list[tuple[float, Trial]] = []
+    trials_so_far: list[tuple[float, PlanTrial]] = []
     for candidate in within:  # one that does not fit is none of those tried
-        if len(tried) == most:
+        if len(trials_so_far) == most:
             break
         predicted_s = candidate.prediction.step_time_s
-        if tried:
-            # What was measured says how far off all predictions are; the next is expected to be off
-            # likewise.
+        if trials_so_far:
+            # Scale the next prediction by the mean error of the measured ones.
             expected_s = predicted_s * float(
-                np.exp(np.mean([np.log(trial.step_time_s / each_s) for each_s, trial in tried]))
+                np.exp(
+                    np.mean([np.log(trial.step_time_s / each_s) for each_s, trial in trials_so_far])
+                )
             )
-            best_s = min(trial.step_time_s for _, trial in tried)
+            best_s = min(trial.step_time_s for _, trial in trials_so_far)
             gain_s = num_steps * expected_gain(best_s, [expected_s], OWN_SHARE * spread)
-            cost_s = tried[0][1].compile_s + _steps_s(expected_s)
+            cost_s = trials_so_far[0][1].compile_s + _steps_s(expected_s)
             if gain_s < cost_s:
-                return _kept(
-                    tried,
+                return _fastest(
+                    trials_so_far,
                     f"trying another would take about {cost_s:.1f} s and is expected to save"
                     f" {gain_s:.1f} s",
                 )
         with suppress(PlanError):
-            tried.append((predicted_s, run(candidate.plan)))
-    if not tried:
+            trials_so_far.append((predicted_s, run(candidate.plan)))
+    if not trials_so_far:
         raise PlanError(
             explain(
                 "none of the planner's best plans fits",
@@ -117,16 +117,15 @@ def measure(
                 do="use --remat full, more --microbatches, more devices, or a smaller --model",
             )
         )
-    return _kept(tried, f"the fastest of {len(tried)} that were tried")
+    return _fastest(trials_so_far, f"the fastest of {len(trials_so_far)} that were tried")
 
 
 def expected_gain(best_s: float, others_s: Sequence[float], spread: float) -> float:
-    """Seconds of a step that the fastest of all is expected to take less than `best_s`.
+    """Expected seconds per step by which the fastest of all beats `best_s`.
 
     Args:
-      best_s: the time of a candidate that would be taken otherwise.
-      others_s: predicted times of others, each off by a factor whose logarithm is normal with
-        deviation `spread`.
+      best_s: step time of the candidate that would be used otherwise.
+      others_s: predicted step times of the others, with log-normal errors of deviation `spread`.
     """
     errors = np.random.default_rng(0).normal(0.0, spread, (_DRAWS, len(others_s)))
     fastest = (np.asarray(others_s) * np.exp(errors)).min(axis=1)
@@ -137,8 +136,8 @@ def _steps_s(step_time_s: float) -> float:
     return (TRIAL_STEPS + WARM_UP) * step_time_s
 
 
-def _kept(tried: Sequence[tuple[float, Trial]], why: str) -> Measured:
-    trials = tuple(trial for _, trial in tried)
-    return Measured(
+def _fastest(trials_so_far: Sequence[tuple[float, PlanTrial]], why: str) -> TrialsResult:
+    trials = tuple(trial for _, trial in trials_so_far)
+    return TrialsResult(
         plan=min(trials, key=lambda trial: trial.step_time_s).plan, trials=trials, why=why
     )

@@ -1,9 +1,9 @@
-"""Reference steps: a few small training steps, timed once on the devices that are here.
+"""Reference steps: a few small training steps, timed once on the devices of this run.
 
-Probes say how fast matmuls, memory and links are by themselves. How much of that this project's own
-step reaches, what launching its kernels costs, and how long devices wait for one another before a
-collective, they do not say. Steps that differ in one thing each do: more microbatches (launches), a
-wider model (passes), another mesh (collectives). The rates that matter are then fitted to them
+Probes measure matmuls, memory and links in isolation. They do not tell what share of these speeds a
+training step reaches, what launching kernels costs, or how long devices wait for each other before
+a collective. Steps that differ in one respect do: more microbatches (launches), a wider model
+(memory passes), another mesh (collectives). The remaining rates are fitted to them
 (planning/learning/fit.py).
 """
 
@@ -29,22 +29,22 @@ from optimus_jax.plan import Plan
 from optimus_jax.planning.cost.rates import Rates
 from optimus_jax.planning.learning.fit import Sample, fit_to_steps
 from optimus_jax.planning.profiles.cluster import Cluster
-from optimus_jax.planning.profiles.probes import Agenda, Progress
+from optimus_jax.planning.profiles.probes import ProbeBudget, Progress
 from optimus_jax.planning.search.assemble import plan_for
-from optimus_jax.planning.trials.trial import Trial, run_trial
+from optimus_jax.planning.trials.trial import PlanTrial, run_trial
 from optimus_jax.system.cache import write_atomically
 from optimus_jax.system.json_input import parse_json
 
 NUM_STEPS = 8
-"""Timed of each; the shortest counts, as in probes."""
+"""Timed steps per run; the shortest counts, as for probes."""
 BUDGET_S = 75.0
-"""No reference step is begun later; with the probes, under two minutes."""
+"""No reference step starts later than this; with the probes, two minutes in total."""
 LEAST = 3
-"""With fewer steps than that nothing is fitted."""
-CPU_OPTIONS = {"launch_s": 1e-5, "launch_overlap": 1.0, "arrival_s": 2e-4, "step_s": 3e-3}
-"""Where the fit begins: a CPU launches a kernel when the one before has ended."""
+"""Minimal number of steps for a fit."""
+ON_CPU = {"launch_s": 1e-5, "launch_overlap": 1.0, "arrival_s": 2e-4, "step_s": 3e-3}
+"""Initial rates of the fit: a CPU launches a kernel after the previous one has finished."""
 ON_GPU = {"arrival_s": 5e-6}
-"""The same."""
+"""Initial rates of the fit."""
 
 _COMMON = {
     "model.name": "reference",
@@ -72,20 +72,20 @@ _LARGE = {
     "precision.compute": "bf16",
 }
 SIZES: Mapping[str, Mapping[str, object]] = {"cpu": _SMALL, "gpu": _LARGE}
-"""Settings of all reference steps of a platform."""
+"""Common settings of the reference steps of a platform."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReferenceStep:
-    """One that was timed."""
+    """One timed reference step."""
 
     settings: dict[str, object]
-    """Of its run, by dotted name."""
+    """Settings of the run, by dotted name."""
     step_time_s: float
     """Measured."""
 
     def sample(self, topology: Topology, cluster: Cluster) -> Sample:
-        """As rates are fitted to it."""
+        """The step as input of the fit."""
         config = Config().with_values(self.settings)
         return Sample(
             model=config.model,
@@ -98,7 +98,7 @@ class ReferenceStep:
 
 
 def reference_settings(num_devices: int, platform: str) -> list[dict[str, object]]:
-    """The runs whose steps are timed, the most telling first; some may not be legal."""
+    """Settings of the runs to time, most informative first; some may be illegal."""
     half = num_devices // 2
     base = {
         **SIZES.get(platform, _LARGE),
@@ -134,9 +134,9 @@ def reference_settings(num_devices: int, platform: str) -> list[dict[str, object
 def time_reference_steps(
     topology: Topology, *, progress: Progress | None = None
 ) -> tuple[ReferenceStep, ...]:
-    """Time them now, as many as there is time for.
+    """Time as many reference steps as the budget allows.
 
-    Every process has to call it; all get what the first has measured.
+    Every process must call it; all get the times of the first process.
     """
     runs = [
         (Config().with_values(settings), settings)
@@ -145,17 +145,17 @@ def time_reference_steps(
     legal = [
         (config, plan, settings) for config, settings in runs if (plan := _legal(config, topology))
     ]
-    agenda = Agenda(BUDGET_S, len(legal), progress)
+    budget = ProbeBudget(BUDGET_S, len(legal), progress)
     steps = []
-    for number in agenda.through("training step", [(number,) for number in range(len(legal))]):
+    for number in budget.through("training step", [(number,) for number in range(len(legal))]):
         config, plan, settings = legal[number[0]]
         time_s = _undisturbed_s(run_trial(config, plan, num_steps=NUM_STEPS), topology)
         steps.append(
             ReferenceStep(settings=settings, step_time_s=float(broadcast_from_0(repr(time_s))))
         )
-    if agenda.num_left_out:
+    if budget.num_left_out:
         warnings.warn(
-            f"{agenda.num_left_out} of {len(legal)} training steps were left out for want of time:"
+            f"{budget.num_left_out} of {len(legal)} training steps were left out for want of time:"
             " is this machine busy? Measure it again when it is not, with scripts/plan.py"
             " --profile",
             stacklevel=2,
@@ -166,16 +166,16 @@ def time_reference_steps(
 def fitted(
     rates: Rates, steps: tuple[ReferenceStep, ...], topology: Topology, cluster: Cluster
 ) -> Rates:
-    """`rates` with those that steps tell of; the same if there are too few steps."""
+    """`rates` fitted to the steps; unchanged if there are fewer than LEAST."""
     if len(steps) < LEAST:
         return rates
-    start = replace(rates, **(CPU_OPTIONS if topology.platform == "cpu" else ON_GPU))
+    start = replace(rates, **(ON_CPU if topology.platform == "cpu" else ON_GPU))
     return fit_to_steps([step.sample(topology, cluster) for step in steps], start)
 
 
 def path_of(profile: Path, topology: Topology) -> Path:
-    """Where reference steps are kept: beside the hardware profile, under the digest of what is
-    timed.
+    """Path of the stored reference steps: beside the hardware profile, with a digest of their
+    settings.
     """
     asked = json.dumps(
         [reference_settings(topology.num_devices, topology.platform), NUM_STEPS], sort_keys=True
@@ -184,9 +184,9 @@ def path_of(profile: Path, topology: Topology) -> Path:
 
 
 def read_steps(path: Path) -> tuple[ReferenceStep, ...]:
-    """Those that the first process finds there; none if there is no such file.
+    """The reference steps that the first process reads; empty if there is no such file.
 
-    One that cannot be used is a warning. Every process calls it.
+    An unusable file causes a warning. Every process must call it.
     """
     text = broadcast_from_0(
         path.read_text(encoding="utf-8") if jax.process_index() == 0 and path.is_file() else ""
@@ -210,7 +210,7 @@ def read_steps(path: Path) -> tuple[ReferenceStep, ...]:
 
 
 def write_steps(path: Path, steps: tuple[ReferenceStep, ...]) -> None:
-    """Keep them for the next run."""
+    """Store the steps for later runs."""
     if jax.process_index() == 0:
         write_atomically(
             path,
@@ -219,14 +219,14 @@ def write_steps(path: Path, steps: tuple[ReferenceStep, ...]) -> None:
         )
 
 
-def _undisturbed_s(trial: Trial, topology: Topology) -> float:
-    """Seconds of a step while nothing else runs on the machine, as nearly as can be told."""
+def _undisturbed_s(trial: PlanTrial, topology: Topology) -> float:
+    """Best estimate of the step time on an otherwise idle machine."""
     cores = (
         len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     )
     if topology.platform == "cpu" and topology.num_processes == 1 and topology.num_devices >= cores:
-        # virtual devices keep all cores busy; what others do there takes time, but not this
-        # process's
+        # Virtual devices keep all cores busy; other work on the machine lengthens wall time, but
+        # not this process's CPU time.
         return trial.cpu_s / cores
     return trial.shortest_s
 

@@ -1,4 +1,4 @@
-"""A few steps under a plan, timed: the same program as in a run, on made-up tokens."""
+"""Time a few steps under a plan: the program of a run, on synthetic tokens."""
 
 import statistics
 import time
@@ -16,38 +16,37 @@ from optimus_jax.planning.ahead_of_time.compiled_step import CompiledStep, compi
 from optimus_jax.training.step import build_program
 
 WARM_UP = 1
-"""Steps before the clock counts: buffers are mapped, caches filled."""
+"""Untimed steps that map buffers and fill caches."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Trial:
-    """What a plan's steps took; all measured."""
+class PlanTrial:
+    """Measured times of a plan's steps."""
 
     plan: Plan
     step_time_s: float
     """Median of the steps."""
     shortest_s: float
-    """The shortest of them: what other work on the machine has disturbed least."""
+    """The shortest step: least disturbed by other work on the machine."""
     cpu_s: float
-    """CPU-seconds of this process for a step, least of all: steadier than time where cores are
-    shared."""
+    """Minimal CPU-seconds of this process per step: steadier than wall time on shared cores."""
     compile_s: float
-    """Tracing and compiling."""
+    """Seconds for tracing and compiling."""
     step_bytes: int
-    """That the compiled step needs on a device."""
+    """Bytes that the compiled step needs per device."""
     step: CompiledStep | None = field(default=None, compare=False, repr=False)
-    """What was compiled, for a run that goes on with this plan; None: nothing was kept."""
+    """The compiled step, reused by a run that continues with this plan; None: not retained."""
 
 
 def run_trial(
     config: Config, plan: Plan, *, num_steps: int, bytes_per_device: int | None = None
-) -> Trial:
+) -> PlanTrial:
     """Compile the training step of `config` under `plan`, and time `num_steps` of them on all
     devices.
 
     Raises:
-      PlanError: the compiled step needs more than `bytes_per_device`, here or in another process;
-        nothing was allocated then.
+      PlanError: the compiled step needs more than `bytes_per_device` on some process; raised before
+        anything is allocated.
     """
     program = build_program(config, plan)
     step = compile_step(program, bytes_per_device=bytes_per_device)
@@ -72,7 +71,7 @@ def run_trial(
         jax.block_until_ready(metrics)
         wall.append(time.perf_counter() - wall_before)
         cpu.append(time.process_time() - cpu_before)
-    return Trial(
+    return PlanTrial(
         plan=plan,
         step_time_s=statistics.median(wall[WARM_UP:]),
         shortest_s=min(wall[WARM_UP:]),

@@ -9,7 +9,7 @@ from optimus_jax.pipeline.buffers import Buffers
 from optimus_jax.pipeline.schedule import Schedule
 from optimus_jax.pipeline.tables import make_schedule
 from optimus_jax.plan import Pipelining, Plan
-from optimus_jax.planning.cost.activation_buffers import Rings, rings_of
+from optimus_jax.planning.cost.activation_buffers import BufferSlots, buffer_slots
 
 
 def plan_of(
@@ -43,13 +43,13 @@ def plan_of(
     )
 
 
-def dealt_out(schedule: Schedule, *, keep: bool) -> Rings:
+def allocated_slots(schedule: Schedule, *, keep: bool) -> BufferSlots:
     buffers, last = Buffers.of(schedule, keep_residuals=keep), schedule.phases()[-1]
-    return Rings(
+    return BufferSlots(
         inputs=buffers.num_inputs,
         residuals=buffers.num_residuals,
         cotangents=buffers.num_cotangents,
-        ends_alone=last.num_ticks == 1 and last.backward and not last.forward,
+        ends_in_single_tick=last.num_ticks == 1 and last.backward and not last.forward,
     )
 
 
@@ -70,14 +70,14 @@ def test_they_are_what_is_dealt_out(name, repeats, latency, keep):
     for stages, microbatches in itertools.product((2, 3, 4, 6), range(1, 26)):
         if repeats == 1 or microbatches % stages == 0:
             schedule = make_schedule(name, stages, microbatches, repeats, latency)
-            found = rings_of(plan_of(name, stages, microbatches, repeats, latency, keep=keep))
-            assert found == dealt_out(schedule, keep=keep), (stages, microbatches)
+            found = buffer_slots(plan_of(name, stages, microbatches, repeats, latency, keep=keep))
+            assert found == allocated_slots(schedule, keep=keep), (stages, microbatches)
 
 
 def test_of_a_table_that_the_user_wrote():
     """GPipe's, under a name that has another closed form."""
     schedule = make_schedule("gpipe", 3, 6)
-    assert rings_of(plan_of("1f1b", 3, 6, 1, 1, keep=True, table=schedule.to_json())) == dealt_out(
-        schedule, keep=True
-    )
-    assert rings_of(plan_of("1f1b", 3, 6, 1, 1, keep=True)).residuals < 6
+    assert buffer_slots(
+        plan_of("1f1b", 3, 6, 1, 1, keep=True, table=schedule.to_json())
+    ) == allocated_slots(schedule, keep=True)
+    assert buffer_slots(plan_of("1f1b", 3, 6, 1, 1, keep=True)).residuals < 6

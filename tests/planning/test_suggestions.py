@@ -18,10 +18,10 @@ from optimus_jax.config.request import (
 from optimus_jax.errors import PlanError
 from optimus_jax.mesh.topology import Topology
 from optimus_jax.pipeline.tables import make_schedule
-from optimus_jax.planning.search.assemble import check_words
+from optimus_jax.planning.search.assemble import check_settings
 from optimus_jax.planning.search.choice import choose_plan
 from optimus_jax.planning.search.layouts import axis_sizes
-from optimus_jax.planning.search.suggestions import MOST_NAMED, NAMED, neighbours
+from optimus_jax.planning.search.suggestions import MOST_NAMED, NAMED, nearest_accepted
 
 GIB = 2**30
 
@@ -325,7 +325,7 @@ def test_what_lies_far_is_found_with_all_else_left_open():
 def test_what_cannot_be_read_has_no_neighbours(line):
     config = asked(line)
     with pytest.raises(PlanError) as caught:
-        check_words(config, devices(config))
+        check_settings(config, devices(config))
     assert refusal(config) == str(caught.value)
 
 
@@ -352,7 +352,7 @@ def test_no_alternative_has_a_change_that_it_can_do_without():
         if other.parallel.zero or other.parallel.microbatches not in (2, None):
             raise PlanError("no")
 
-    found = neighbours(config, devices(config), accepts)
+    found = nearest_accepted(config, devices(config), accepts)
     assert found == [{"parallel.zero": 0, "parallel.microbatches": 2}]
     assert len(tried) == len(set(tried)), "each is tried once"
 

@@ -1,8 +1,7 @@
-"""Single changes of what the user fixed of the layout, and how far each is from what was asked.
+"""Single changes of layout settings, each with its distance from the user's request.
 
-A distance has no unit. It is 1 for a setting that is changed at all, and where settings are numbers
-0.1 more for each doubling or halving. planning/search/suggestions.py adds changes up and tries
-them.
+A distance has no unit: 1 for changing a setting, plus 0.1 per doubling or halving of a number.
+planning/search/suggestions.py combines the changes and tries them.
 """
 
 import itertools
@@ -24,16 +23,15 @@ from optimus_jax.planning.search.layouts import axis_sizes
 
 DOUBLING = 0.1
 """Distance of a number from its double."""
-TOGETHER = 0.4
-"""Distance of one more setting of the pipeline: they are often meaningless one without the
-other."""
+FURTHER_PIPELINE_SETTING = 0.4
+"""Distance of each further pipeline setting in one change: they often make sense only together."""
 UNUSED_AXIS = {"data": 0.01, "fsdp": 0.02, "tensor": 0.03, "pipe": 0.04}
-"""Distance added where a mesh axis comes into use: an axis that the user named comes first."""
+"""Distance added for using a mesh axis that the user did not use."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Move:
-    """A change of one setting, or of some that belong together."""
+class SettingChange:
+    """A change of one setting, or of several that belong together."""
 
     changes: dict[str, Any]
     """Dotted names of settings to new values."""
@@ -41,34 +39,35 @@ class Move:
 
 
 def asked_axes(config: Config, topology: Topology) -> AxisSizes:
-    """The mesh that was asked for; where it was left open, the one that nearness is measured
-    from."""
+    """The requested mesh; with `--mesh auto`, the mesh from which distances are measured."""
     devices = topology.num_devices
     left_open = AxisSizes(fsdp=devices) if config.parallel.zero else AxisSizes(data=devices)
     return config.parallel.axes or left_open
 
 
-def meshes(config: Config, topology: Topology) -> Iterator[Move]:
-    """Every other mesh for these devices; of virtual ones, also as many as the mesh needs."""
+def meshes(config: Config, topology: Topology) -> Iterator[SettingChange]:
+    """Every other mesh for these devices; for virtual devices also the number the mesh needs."""
     asked = asked_axes(config, topology)
     for axes in axis_sizes(topology.num_devices):
         if axes != asked or config.parallel.axes is None:
             unused = sum(UNUSED_AXIS[axis] for axis in MESH_AXES if axes[axis] > 1 == asked[axis])
             apart = sum(_doublings(axes[axis], asked[axis]) for axis in MESH_AXES)
-            yield Move(changes={"parallel.mesh": str(axes)}, distance=1 + unused + DOUBLING * apart)
+            yield SettingChange(
+                changes={"parallel.mesh": str(axes)}, distance=1 + unused + DOUBLING * apart
+            )
     if (
         topology.platform == "cpu"
         and topology.num_processes == 1
         and asked.num_devices != topology.num_devices
     ):
-        yield Move(
+        yield SettingChange(
             changes={"cpu_devices": asked.num_devices},
             distance=1 + DOUBLING * _doublings(asked.num_devices, topology.num_devices),
         )
 
 
-def _pipelines(config: Config, topology: Topology) -> Iterator[Move]:
-    """Other schedules, repeats and stages, and fewer of the settings that are about them."""
+def _pipelines(config: Config, topology: Topology) -> Iterator[SettingChange]:
+    """Other schedules and repeats, and pipeline settings reset to their defaults."""
     parallel, pipe = config.parallel, asked_axes(config, topology).pipe
     options: dict[str, list[tuple[float, Any]]] = {}
     if parallel.schedule != "auto":
@@ -98,32 +97,32 @@ def _pipelines(config: Config, topology: Topology) -> Iterator[Move]:
     for num_changed in range(1, len(options) + 1):
         for names in itertools.combinations(options, num_changed):
             for chosen in itertools.product(*(options[name] for name in names)):
-                yield Move(
+                yield SettingChange(
                     changes={
                         f"parallel.{name}": value
                         for name, (_, value) in zip(names, chosen, strict=True)
                     },
                     distance=1
-                    + TOGETHER * (num_changed - 1)
+                    + FURTHER_PIPELINE_SETTING * (num_changed - 1)
                     + sum(distance for distance, _ in chosen),
                 )
 
 
-def _zero_stages(config: Config, topology: Topology) -> Iterator[Move]:
+def _zero_stages(config: Config, topology: Topology) -> Iterator[SettingChange]:
     asked = config.parallel.zero
     stages = range(4) if asked_axes(config, topology).fsdp > 1 else (0,) if asked else ()
     return (
-        Move(changes={"parallel.zero": zero}, distance=1 + 0.05 * abs(zero - (asked or 0)))
+        SettingChange(changes={"parallel.zero": zero}, distance=1 + 0.05 * abs(zero - (asked or 0)))
         for zero in stages
         if zero != asked
     )
 
 
-def _rules(config: Config, topology: Topology) -> Iterator[Move]:
-    """Without one of the user's rules, or with one or two more dimensions kept whole."""
+def _rules(config: Config, topology: Topology) -> Iterator[SettingChange]:
+    """Drop one of the user's rules, or leave one or two more dimensions unsplit."""
     given, axes = config.parallel.rules, asked_axes(config, topology)
     for rule in given:
-        yield Move(
+        yield SettingChange(
             changes={"parallel.rules": tuple(other for other in given if other != rule)}, distance=1
         )
     ruled = {rule.partition("=")[0].strip() for rule in given}
@@ -134,33 +133,35 @@ def _rules(config: Config, topology: Topology) -> Iterator[Move]:
     ]
     for number in (1, 2):
         for more in itertools.combinations(whole, number):
-            yield Move(changes={"parallel.rules": (*given, *more)}, distance=1 + 0.1 * number)
+            yield SettingChange(
+                changes={"parallel.rules": (*given, *more)}, distance=1 + 0.1 * number
+            )
 
 
-def _recomputing(config: Config, topology: Topology) -> Iterator[Move]:
+def _recomputing(config: Config, topology: Topology) -> Iterator[SettingChange]:
     if config.parallel.remat != "auto":
-        yield Move(changes={"parallel.remat": "auto"}, distance=1)
+        yield SettingChange(changes={"parallel.remat": "auto"}, distance=1)
     if config.parallel.offload != "auto":
-        yield Move(changes={"parallel.offload": "auto"}, distance=1)
+        yield SettingChange(changes={"parallel.offload": "auto"}, distance=1)
 
 
-def _microbatches(config: Config, topology: Topology) -> Iterator[Move]:
+def _microbatches(config: Config, topology: Topology) -> Iterator[SettingChange]:
     if (plan := _plan(config, topology)) is None:
         return
     if plan.pipeline is not None and plan.pipeline.table is not None:
         if config.parallel.microbatches is not None:
-            yield Move(changes={"parallel.microbatches": None}, distance=1)
+            yield SettingChange(changes={"parallel.microbatches": None}, distance=1)
         return
     rows, rest = divmod(config.data.global_batch, plan.batch_ways())
     for number in divisors(rows) if not rest else ():
         if number != plan.microbatches:
-            yield Move(
+            yield SettingChange(
                 changes={"parallel.microbatches": number},
                 distance=1 + DOUBLING * _doublings(number, plan.microbatches),
             )
 
 
-def _global_batches(config: Config, topology: Topology) -> Iterator[Move]:
+def _global_batches(config: Config, topology: Topology) -> Iterator[SettingChange]:
     """The next below and above that can be dealt out."""
     if (plan := _plan(config, topology)) is None:
         return
@@ -169,14 +170,14 @@ def _global_batches(config: Config, topology: Topology) -> Iterator[Move]:
     below = config.data.global_batch // unit * unit
     for number in (below, below + unit):
         if number not in (0, config.data.global_batch):
-            yield Move(
+            yield SettingChange(
                 changes={"data.global_batch": number},
                 distance=1 + DOUBLING * _doublings(number, config.data.global_batch),
             )
 
 
 def _plan(config: Config, topology: Topology) -> Plan | None:
-    """Perhaps not a legal one; None where there is not even that."""
+    """The plan on the requested mesh, possibly illegal; None if it cannot be built."""
     try:
         return plan_for(config, asked_axes(config, topology), topology)
     except PlanError:
@@ -187,7 +188,7 @@ def _doublings(number: int, other: int) -> float:
     return abs(math.log2(number / other))
 
 
-MOVES: Sequence[Callable[[Config, Topology], Iterator[Move]]] = (
+CHANGES_BY_KIND: Sequence[Callable[[Config, Topology], Iterator[SettingChange]]] = (
     meshes,
     _pipelines,
     _zero_stages,
@@ -196,5 +197,5 @@ MOVES: Sequence[Callable[[Config, Topology], Iterator[Move]]] = (
     _microbatches,
     _global_batches,
 )
-"""Of each kind, all moves from a config; a later kind may look at what an earlier one has
-changed."""
+"""Generators of changes, one per kind, in the order in which they are combined: a later kind sees
+the changes of earlier ones."""
