@@ -19,16 +19,16 @@ from optimus_jax.control.deciding.candidate_evaluator import CandidateEvaluator
 from optimus_jax.control.deciding.candidates import Searcher, Searches, has_room, is_legal
 from optimus_jax.control.deciding.changes import LEAST
 from optimus_jax.control.deciding.conditions import Conditions, claims
-from optimus_jax.control.deciding.excluded_process import ExcludedProcess
+from optimus_jax.control.deciding.excluded_devices import ExcludedDevices
 from optimus_jax.control.deciding.experience import Experience, Known, Level
 from optimus_jax.control.deciding.memory_watch import MemoryWatch
 from optimus_jax.control.deciding.options import Offer, Options, Standing, View
-from optimus_jax.control.deciding.phases import Phase, Phases
+from optimus_jax.control.deciding.phases import BatchPhase, BatchPhases
 from optimus_jax.control.deciding.plan_history import PlanHistory
 from optimus_jax.control.deciding.prices import Batch, Prices, setting
 from optimus_jax.control.deciding.quarantine import Quarantine
 from optimus_jax.control.deciding.question_queue import Question, QuestionQueue
-from optimus_jax.control.deciding.run_length import RunLength
+from optimus_jax.control.deciding.run_progress import RunProgress
 from optimus_jax.control.deciding.switch_budget import SwitchBudget
 from optimus_jax.control.deciding.switch_costs import CostModel, SwitchCosts
 from optimus_jax.control.deciding.watch import Watch
@@ -40,7 +40,7 @@ from optimus_jax.planning.search.search import Pricing
 
 LEAD_S = 180.0
 """Before a phase begins, its plan is chosen: time enough to compile."""
-ABANDONED_DIR = 10
+ABANDONED = 10
 """Cool-downs after which a switch that was decided and never made is no longer waited for, from its
 boundary on if it has one."""
 LOOK_AGAIN = 0.1
@@ -90,7 +90,7 @@ class Advisor:
         plan: Plan,
         num_steps: int,
         settings: ControlConfig,
-        phases: Sequence[Phase] = (),
+        phases: Sequence[BatchPhase] = (),
         searcher: Searcher | None = None,
         memory: Path | None = None,
         costs: SwitchCosts | None = None,
@@ -103,10 +103,10 @@ class Advisor:
             Prices(pricing),
             pricing.cluster,
             settings,
-            RunLength(num_steps),
+            RunProgress(num_steps),
         )
         self._phases, self._options, self._memory = (
-            Phases(phases, num_steps),
+            BatchPhases(phases, num_steps),
             Options(
                 self._prices,
                 Searches(searcher),
@@ -141,7 +141,7 @@ class Advisor:
             SwitchBudget(settings),
         )
         self._scales = CandidateEvaluator(
-            run_length=self._course,
+            run_progress=self._course,
             plan_history=self._track,
             phases=self._phases,
             prices=self._prices,
@@ -215,10 +215,10 @@ class Advisor:
 
         Call it at every boundary.
         """
-        run_length = self._course.observe(observation)
-        if run_length != "goes on":
+        run_progress = self._course.observe(observation)
+        if run_progress != "goes on":
             self._allowance.rewind(observation.step)
-        if run_length == "goes back":
+        if run_progress == "goes back":
             self._agenda.postpone(self._allowance.cool_until())
         is_new_batch = self._enter_batch(observation)
         news = self._watched(observation)
@@ -422,11 +422,11 @@ class Advisor:
         )
         self._experience.learn(known, level, self._course.step)
 
-    def _left_out_by(self, without: frozenset[int]) -> ExcludedProcess | None:
+    def _left_out_by(self, without: frozenset[int]) -> ExcludedDevices | None:
         """The slow process that a run without these devices does without."""
         slow, excluded, watch = self._straggling, self._track.now.excluded, self._watch
         if slow and slow <= without:
-            found = ExcludedProcess(
+            found = ExcludedDevices(
                 devices=slow,
                 skew=watch.conditions.skew,
                 regime=watch.regime_at(self._course.time_s),
@@ -492,7 +492,7 @@ class Advisor:
             due_step = (
                 self._pending.at_step if self._pending.at_step is not None else self._pending.step
             )
-            given_up = due_step + ABANDONED_DIR * max(
+            given_up = due_step + ABANDONED * max(
                 self._settings.cooldown_steps, self._settings.window_steps
             )
             self._pending = None if self._course.step > given_up else self._pending

@@ -10,7 +10,7 @@ from optimus_jax.config.phases import phases_of
 from optimus_jax.control.advisor import Advisor
 from optimus_jax.control.controller import Controller
 from optimus_jax.control.deciding.candidates import search_now
-from optimus_jax.control.deciding.phases import Phase
+from optimus_jax.control.deciding.phases import BatchPhase
 from optimus_jax.control.deciding.switch_costs import SwitchCosts
 from optimus_jax.control.journal import switches
 from optimus_jax.control.live import Probes, live_signals
@@ -62,7 +62,7 @@ def make_controller(
     program = switcher.running.program
     settings, pricing = config.controller, here.pricing(freed(program.config))
     phases = [
-        Phase(
+        BatchPhase(
             first_step=phase.steps_before + 1,
             global_batch=phase.global_batch,
             seq_len=phase.seq_len,

@@ -8,7 +8,7 @@ I): each pair's slope is a sample.
 import math
 from collections import deque
 
-from optimus_jax.control.signals import UNKNOWN, Reading, summary
+from optimus_jax.control.signals import UNKNOWN, SignalSummary, summary
 
 _MIN_PAIRS = 3
 
@@ -39,7 +39,7 @@ class LossSlope:
         """Forget all: other batches, other losses."""
         self._losses.clear()
 
-    def reading(self) -> Reading:
+    def reading(self) -> SignalSummary:
         """Its count is the number of pairs, its spread that of their slopes."""
         losses = list(self._losses)
         half = len(losses) // 2

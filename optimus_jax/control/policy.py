@@ -49,7 +49,7 @@ _NORMAL = statistics.NormalDist()
 
 
 @dataclass(frozen=True, kw_only=True)
-class Candidate:
+class SwitchCandidate:
     """A plan that could be switched to; all times are predictions."""
 
     plan: Plan
@@ -230,7 +230,7 @@ class Decision:
 
 
 def decide(
-    situation: Situation, candidates: Sequence[Candidate], settings: ControlConfig
+    situation: Situation, candidates: Sequence[SwitchCandidate], settings: ControlConfig
 ) -> Decision:
     """Stay, or switch to one of the candidates. Depends on nothing but its arguments."""
     if situation.mandatory:
@@ -270,7 +270,7 @@ def decide(
 class _Weighed:
     """A candidate with what it is worth."""
 
-    candidate: Candidate
+    candidate: SwitchCandidate
     gain_s: float
     cost_s: float
     probability: float
@@ -284,7 +284,7 @@ class _Weighed:
         return self.gain_s - self.cost_s
 
 
-def _weigh(situation: Situation, candidate: Candidate, settings: ControlConfig) -> _Weighed:
+def _weigh(situation: Situation, candidate: SwitchCandidate, settings: ControlConfig) -> _Weighed:
     regime = situation.regime
     if (
         candidate.log_ratio_after is not None
@@ -342,7 +342,7 @@ def _gain(log_ratio: float, deviation: float) -> float:
     return 1.0 - math.exp(min(50.0, log_ratio + deviation**2 / 2))
 
 
-def _probability(candidate: Candidate, cost_s: float, lasting_s: float) -> float:
+def _probability(candidate: SwitchCandidate, cost_s: float, lasting_s: float) -> float:
     """That what it saves while conditions last is more than it costs."""
     if cost_s >= lasting_s:
         return 0.0
@@ -354,7 +354,7 @@ def _probability(candidate: Candidate, cost_s: float, lasting_s: float) -> float
 
 def _objection(
     situation: Situation,
-    candidate: Candidate,
+    candidate: SwitchCandidate,
     settings: ControlConfig,
     gain_s: float,
     cost_s: float,
@@ -442,12 +442,12 @@ def _objection(
     return "", None
 
 
-def _move_away(situation: Situation, candidates: Sequence[Candidate]) -> Decision:
+def _move_away(situation: Situation, candidates: Sequence[SwitchCandidate]) -> Decision:
     """The present plan cannot be kept: to whatever does the rest of the run, the move included,
     soonest.
     """
 
-    def finished_s(candidate: Candidate) -> float:
+    def finished_s(candidate: SwitchCandidate) -> float:
         return candidate.cost_s + situation.horizon_s * math.exp(min(50.0, candidate.log_ratio))
 
     ordered = sorted(candidates, key=lambda each: (bool(each.barred), finished_s(each)))

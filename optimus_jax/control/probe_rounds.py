@@ -191,7 +191,7 @@ class ProbeRounds:
         found[COMPUTE_SLOWDOWN] = self._baselines.of(self._programs.compute)
         return {name: baseline.source for name, baseline in found.items() if baseline is not None}
 
-    def _measure(self, step_time_s: float, data_wait_s: float) -> "_Found":
+    def _measure(self, step_time_s: float, data_wait_s: float) -> "_ProbeTimes":
         start_s, axes = self._clock(), self._programs.axes
         small_s = self._fastest([self._programs.time_s(axis, self._small_bytes) for axis in axes])
         # Decided by exchanged numbers: all processes have to leave out the same.
@@ -204,7 +204,7 @@ class ProbeRounds:
         own = [self._programs.compute_time_s(), data_wait_s, step_time_s, self._clock() - start_s]
         everyones = self._exchange(np.array([*large_s, *own], np.float32)).astype(float)
         compute_s, waits_s, steps_s, cost_s = everyones[:, len(large_s) :].T.tolist()
-        return _Found(
+        return _ProbeTimes(
             small_s=dict(zip(axes, small_s, strict=True)),
             large_s=dict(
                 zip(affordable, everyones[:, : len(large_s)].min(axis=0).tolist(), strict=True)
@@ -223,7 +223,7 @@ class ProbeRounds:
             else []
         )
 
-    def _learnt(self, found: "_Found") -> "_Found":
+    def _learnt(self, found: "_ProbeTimes") -> "_ProbeTimes":
         for num_bytes, times_s in (
             (self._small_bytes, found.small_s),
             (self._large_bytes, found.large_s),
@@ -235,7 +235,7 @@ class ProbeRounds:
         self._baselines.learn(self._programs.compute, median(found.compute_s), COMPUTE_SLOWDOWN)
         return found
 
-    def _link_samples(self, found: "_Found") -> dict[str, float]:
+    def _link_samples(self, found: "_ProbeTimes") -> dict[str, float]:
         slowdowns = {
             axis: self._baselines.gauged(self._programs.work(axis, self._large_bytes), slowdown)
             for axis in found.small_s
@@ -252,7 +252,7 @@ class ProbeRounds:
         self._baselines.slowdowns |= links
         return {LINK_SLOWDOWN + name: slowdown for name, slowdown in (slowdowns | links).items()}
 
-    def _gauge(self, found: "_Found") -> None:
+    def _gauge(self, found: "_ProbeTimes") -> None:
         """What was known of links just before this mesh holds for it too."""
         for axis in found.small_s:
             slowdown, known = (
@@ -262,7 +262,7 @@ class ProbeRounds:
             if slowdown is not None and known is not None:
                 self._baselines.gauge(self._programs.work(axis, self._large_bytes), slowdown, known)
 
-    def _link_slowdown(self, axis: str, found: "_Found") -> float | None:
+    def _link_slowdown(self, axis: str, found: "_ProbeTimes") -> float | None:
         """How much longer a byte of a large message takes than by the baseline; of a small one if a
         large one could never be afforded.
         """
@@ -295,7 +295,7 @@ class ProbeRounds:
             * self._small_bytes
         )
 
-    def _compute_sample(self, found: "_Found") -> dict[str, float]:
+    def _compute_sample(self, found: "_ProbeTimes") -> dict[str, float]:
         baseline = self._baselines.of(self._programs.compute)
         if baseline is None:
             return {}
@@ -304,7 +304,7 @@ class ProbeRounds:
         )
         return {COMPUTE_SLOWDOWN: slowdown}
 
-    def _skew_samples(self, found: "_Found") -> dict[str, float]:
+    def _skew_samples(self, found: "_ProbeTimes") -> dict[str, float]:
         if len(found.compute_s) == 1:
             return {}
         self.skew = skew_of(min(found.step_time_s), found.data_wait_s, found.compute_s)
@@ -312,7 +312,7 @@ class ProbeRounds:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Found:
+class _ProbeTimes:
     """By a round, of all processes; lists are by process."""
 
     small_s: dict[str, float]

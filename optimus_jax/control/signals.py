@@ -44,7 +44,7 @@ HEARTBEAT_AGE_S = "heartbeat_age_s"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reading:
+class SignalSummary:
     """What the samples of one signal say."""
 
     value: float | None
@@ -60,7 +60,7 @@ class Reading:
     """How far to trust it."""
 
 
-UNKNOWN = Reading(value=None, spread=None, count=0, time_s=None, quality="unknown")
+UNKNOWN = SignalSummary(value=None, spread=None, count=0, time_s=None, quality="unknown")
 """Of a signal that nothing has measured."""
 
 
@@ -74,7 +74,7 @@ class Observation:
     """Now, on the run's clock."""
     step_times_s: tuple[float, ...]
     """Of the steps done since the last observation, seconds each; may be empty."""
-    readings: Mapping[str, Reading]
+    readings: Mapping[str, SignalSummary]
     """By name; what is missing is unknown."""
     global_batch: int
     """Examples of a step in the phase that the run is in."""
@@ -83,7 +83,7 @@ class Observation:
     lost_devices: frozenset[int]
     """Ids of devices reported bad."""
 
-    def reading(self, name: str) -> Reading:
+    def reading(self, name: str) -> SignalSummary:
         """Of a signal; UNKNOWN if there is none."""
         return self.readings.get(name, UNKNOWN)
 
@@ -100,7 +100,7 @@ class Window:
         self._enough = min(FEW, size)
         self._stale_s: float | None = None
         self._time_s: float | None = None
-        self._reading: Reading | None = None
+        self._reading: SignalSummary | None = None
 
     def add(self, value: float, time_s: float, stale_s: float | None = None) -> None:
         """Take a sample; the reading is stale once it is older than `stale_s` seconds, if that is
@@ -114,7 +114,7 @@ class Window:
         self._samples.clear()
         self._time_s = self._reading = None
 
-    def reading(self, now_s: float) -> Reading:
+    def reading(self, now_s: float) -> SignalSummary:
         """What the samples say, seen from `now_s`."""
         if self._time_s is None:
             return UNKNOWN
@@ -129,10 +129,12 @@ class Window:
         return self._reading
 
 
-def summary(samples: Iterable[float], time_s: float, quality: Quality) -> Reading:
+def summary(samples: Iterable[float], time_s: float, quality: Quality) -> SignalSummary:
     """The reading of at least one sample."""
     ordered = sorted(samples)
     value, spread = median_of_sorted(ordered), None
     if len(ordered) > 1:
         spread = deviation_from(value, ordered)
-    return Reading(value=value, spread=spread, count=len(ordered), time_s=time_s, quality=quality)
+    return SignalSummary(
+        value=value, spread=spread, count=len(ordered), time_s=time_s, quality=quality
+    )

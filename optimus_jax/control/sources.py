@@ -36,7 +36,7 @@ from optimus_jax.control.signals import (
     TOKENS_PER_S,
     UNKNOWN,
     Observation,
-    Reading,
+    SignalSummary,
     Window,
 )
 from optimus_jax.run_directory.step_record import StepRecord
@@ -248,7 +248,7 @@ class Signals:
         for source in self._sources:
             source.close()
 
-    def _step_time(self) -> Reading:
+    def _step_time(self) -> SignalSummary:
         window = self._windows.get(STEP_TIME_S)
         return UNKNOWN if window is None else window.reading(self._clock())
 

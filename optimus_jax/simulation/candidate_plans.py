@@ -18,7 +18,7 @@ from optimus_jax.planning.profiles.cluster import Cluster
 from optimus_jax.planning.profiles.links import Link
 from optimus_jax.planning.search.search import Candidate, Pricing, Ranking, search
 from optimus_jax.simulation.setup import Setup, default_plans
-from optimus_jax.simulation.timeline import Conditions, Timeline
+from optimus_jax.simulation.timeline import ClusterConditions, Timeline
 
 POOL = 48
 """Plans of each coarse setting that are priced exactly."""
@@ -100,7 +100,7 @@ def contenders(setup: Setup, timeline: Timeline, searcher: PooledSearch) -> list
     return list(plans)
 
 
-def _sparing(plans: Sequence[Plan], conditions: Conditions) -> list[Plan]:
+def _sparing(plans: Sequence[Plan], conditions: ClusterConditions) -> list[Plan]:
     """The same with fewer layers for stages whose devices are slow, as far as these are one stretch
     of the mesh.
     """
@@ -117,7 +117,7 @@ def _sparing(plans: Sequence[Plan], conditions: Conditions) -> list[Plan]:
     return [plan for plan in found if plan is not None]
 
 
-def _different(timeline: Timeline) -> list[Conditions]:
+def _different(timeline: Timeline) -> list[ClusterConditions]:
     """Conditions that occur, each once; what is taken of the memory in quarters, rounded up."""
     occurring = [timeline.conditions(index) for index in range(len(timeline.bounds_s))]
     return list(
@@ -128,7 +128,7 @@ def _different(timeline: Timeline) -> list[Conditions]:
     )[:SAMPLED]
 
 
-def _clusters(cluster: Cluster, conditions: Conditions) -> Iterator[Cluster]:
+def _clusters(cluster: Cluster, conditions: ClusterConditions) -> Iterator[Cluster]:
     """All devices; what is left without the hosts of those that are gone or slow; with less memory
     where some is taken.
     """

@@ -21,9 +21,9 @@ from optimus_jax.simulation.baseline_policies import Static
 from optimus_jax.simulation.outcome import Habits, Outcome, Policy
 from optimus_jax.simulation.setup import Truth
 from optimus_jax.simulation.simulator import Simulation
-from optimus_jax.simulation.timeline import NORMAL, Conditions
+from optimus_jax.simulation.timeline import NORMAL, ClusterConditions
 from optimus_jax.simulation.true_switch_costs import TrueSwitchCosts
-from optimus_jax.simulation.world import Place
+from optimus_jax.simulation.world import PlacedPlan
 
 KEPT = 4
 """Best plans of each condition and phase that the oracle goes through."""
@@ -101,7 +101,9 @@ class _Shortest:
         self.truth, self.setup, self.world = truth, truth.setup, truth.world
         self.timeline, self.costs = truth.timeline, TrueSwitchCosts(truth.world)
         self._tables: dict[tuple[int, int], tuple[list[float], np.ndarray, np.ndarray]] = {}
-        self._known: dict[tuple[Conditions, int], tuple[list[float], np.ndarray, np.ndarray]] = {}
+        self._known: dict[
+            tuple[ClusterConditions, int], tuple[list[float], np.ndarray, np.ndarray]
+        ] = {}
         self.plans = self._promising(list(dict.fromkeys([self.setup.start, *plans])))
 
     def _promising(self, plans: list[Plan]) -> list[Plan]:
@@ -189,7 +191,7 @@ class _Shortest:
         return self._tables[index, phase]
 
     def _made(
-        self, conditions: Conditions, phase: int
+        self, conditions: ClusterConditions, phase: int
     ) -> tuple[list[float], np.ndarray, np.ndarray]:
         times_s = [self._step_time_s(plan, conditions, phase) for plan in self.plans]
         places = [self._placed(plan, conditions) for plan in self.plans]
@@ -212,9 +214,9 @@ class _Shortest:
 
     def _stall_s(
         self,
-        source: Place | None,
-        target: Place | None,
-        conditions: Conditions,
+        source: PlacedPlan | None,
+        target: PlacedPlan | None,
+        conditions: ClusterConditions,
         phase: int,
         tax_s: float,
     ) -> float:
@@ -226,11 +228,11 @@ class _Shortest:
             tax_s if target.plan != self.setup.start else 0.0
         )
 
-    def _step_time_s(self, plan: Plan, conditions: Conditions, phase: int) -> float:
+    def _step_time_s(self, plan: Plan, conditions: ClusterConditions, phase: int) -> float:
         place = self._placed(plan, conditions)
         return math.inf if place is None else self.world.step_time_s(place, conditions, phase)
 
-    def _placed(self, plan: Plan, conditions: Conditions) -> Place | None:
+    def _placed(self, plan: Plan, conditions: ClusterConditions) -> PlacedPlan | None:
         """Devices that are reported bad still work."""
         devices = self.world.devices_for(plan, replace(conditions, reported=conditions.lost))
-        return None if devices is None else Place(plan, devices)
+        return None if devices is None else PlacedPlan(plan, devices)

@@ -12,7 +12,7 @@ import numpy as np
 
 from optimus_jax.config import Config, ControlConfig
 from optimus_jax.config.axes import AxisSizes
-from optimus_jax.control.advisor import Phase
+from optimus_jax.control.advisor import BatchPhase
 from optimus_jax.errors import ConfigError, PlanError, explain
 from optimus_jax.mesh.topology import Topology
 from optimus_jax.plan import Plan
@@ -23,8 +23,8 @@ from optimus_jax.planning.search.search import Pricing, fits, search
 from optimus_jax.planning.trials.measure import TRIAL_STEPS
 from optimus_jax.simulation.events import ComputeEvent, LostEvent
 from optimus_jax.simulation.scenarios import Prior, Scenario
-from optimus_jax.simulation.timeline import HORIZON, NORMAL, Conditions, Timeline
-from optimus_jax.simulation.world import Place, World
+from optimus_jax.simulation.timeline import HORIZON, NORMAL, ClusterConditions, Timeline
+from optimus_jax.simulation.world import PlacedPlan, World
 
 DEFAULT, BEST = "default", "best"
 
@@ -88,13 +88,13 @@ class Setup:
         return tuple([round(share * self.num_steps) for share in shares])
 
     @property
-    def phases(self) -> tuple[Phase, ...]:
+    def phases(self) -> tuple[BatchPhase, ...]:
         """As a policy is told them; none if there is one only."""
         if len(self.nominal) == 1:
             return ()
         return tuple(
             [
-                Phase(
+                BatchPhase(
                     first_step=step + 1,
                     global_batch=pricing.config.data.global_batch,
                     seq_len=pricing.config.seq_len,
@@ -146,7 +146,7 @@ class Truth:
         if setup.scenario.step_time_s is not None and (
             devices := self.world.devices_for(setup.start, NORMAL)
         ):
-            self.world.scale(Place(setup.start, devices), setup.scenario.step_time_s)
+            self.world.scale(PlacedPlan(setup.start, devices), setup.scenario.step_time_s)
         self.noise = _noise(setup, seed)
         """[num_steps]: factor on the time of each step."""
         self.noise_sums = np.concatenate([[0.0], np.cumsum(self.noise)])
@@ -160,14 +160,14 @@ class Truth:
         )
         times_s = {
             plan: (
-                self.world.step_time_s(Place(plan, tuple(range(plan.num_devices))), NORMAL, 0)
+                self.world.step_time_s(PlacedPlan(plan, tuple(range(plan.num_devices))), NORMAL, 0)
                 * math.exp(noise * random.standard_normal())
             )
             for plan in setup.tried
         }
         return replace(setup, start=min(times_s, key=lambda plan: times_s[plan]), tried_s=times_s)
 
-    def fallback(self, conditions: Conditions, phase: int) -> Place | None:
+    def fallback(self, conditions: ClusterConditions, phase: int) -> PlacedPlan | None:
         """What a run restarts with if nobody says otherwise: the default layout on the devices that
         are left; None: nothing fits.
         """
@@ -178,7 +178,7 @@ class Truth:
             for plan in default_plans(world.pricings[phase], count):
                 devices = world.devices_for(plan, conditions)
                 if devices is not None and world.fits(plan, conditions, phase):
-                    return Place(plan, devices)
+                    return PlacedPlan(plan, devices)
         return None
 
 

@@ -25,9 +25,9 @@ from optimus_jax.simulation.events import LostEvent, MetricsEvent, SwitchEvent, 
 from optimus_jax.simulation.outcome import Habits, Kind, Moment, Outcome, Policy
 from optimus_jax.simulation.setup import Truth
 from optimus_jax.simulation.telemetry import Now, Telemetry
-from optimus_jax.simulation.timeline import NORMAL, Conditions
+from optimus_jax.simulation.timeline import NORMAL, ClusterConditions
 from optimus_jax.simulation.true_switch_costs import TrueSwitchCosts
-from optimus_jax.simulation.world import Place
+from optimus_jax.simulation.world import PlacedPlan
 
 REMEMBERED = 20
 """Steps whose times the canary is compared with."""
@@ -53,7 +53,7 @@ class _Pending:
 class _Canary:
     """A plan on trial."""
 
-    before: Place
+    before: PlacedPlan
     before_s: tuple[float, ...]
     """Times of steps before."""
     until_step: int
@@ -84,7 +84,7 @@ class Simulation:
         self.began_s: dict[LostEvent, float] = {}
         self.timeline = truth.timeline
         start = start or self.setup.start
-        self.place = Place(start, self.world.devices_for(start, NORMAL) or ())
+        self.place = PlacedPlan(start, self.world.devices_for(start, NORMAL) or ())
         self.moments: list[Moment] = []
         self._pending: _Pending | None = None
         self._canary: _Canary | None = None
@@ -108,7 +108,7 @@ class Simulation:
         """Whether one that is seldom asked is to be asked after the next step, because what it
         wanted could not be had."""
         self._reported: frozenset[int] = frozenset()
-        self._base: tuple[tuple[Place, int, int], float] | None = None
+        self._base: tuple[tuple[PlacedPlan, int, int], float] | None = None
 
     def run(self) -> Outcome:
         """To the end. Raises PlanError if nothing that is left can train the model."""
@@ -324,7 +324,7 @@ class Simulation:
             self._fail(pending, compiled_s, why)
             return
         new, changes_phase = (
-            Place(plan, devices),
+            PlacedPlan(plan, devices),
             phase != self.phase or self.phase != self.setup.phase_at(max(0, self.step - 1)),
         )
         costs_s = self._costs_s(new, conditions, phase)
@@ -376,7 +376,7 @@ class Simulation:
         )
 
     def _refused(
-        self, plan: Plan, devices: tuple[int, ...] | None, conditions: Conditions, phase: int
+        self, plan: Plan, devices: tuple[int, ...] | None, conditions: ClusterConditions, phase: int
     ) -> str:
         """Why the plan cannot be had, as compiling tells; empty if it can."""
         if devices is None:
@@ -389,7 +389,9 @@ class Simulation:
             else "compiled, it needs more memory than there is"
         )
 
-    def _costs_s(self, new: Place, conditions: Conditions, phase: int) -> dict[str, float]:
+    def _costs_s(
+        self, new: PlacedPlan, conditions: ClusterConditions, phase: int
+    ) -> dict[str, float]:
         if self.habits.in_memory:
             return self.costs.switch_s(self.place, new, conditions, phase)
         return {
@@ -397,7 +399,7 @@ class Simulation:
             **self.costs.restart_s(new.plan, phase, saves=True),
         }
 
-    def _arrive(self, new: Place, costs_s: Mapping[str, float], phase: int) -> None:
+    def _arrive(self, new: PlacedPlan, costs_s: Mapping[str, float], phase: int) -> None:
         """The run is on another plan."""
         if set(new.devices) != set(self.place.devices) or not self.habits.in_memory:
             self._compiled.clear()  # the processes are new ones
@@ -517,7 +519,7 @@ class Simulation:
         """Restarts after faults so far."""
         return sum(moment.kind == "restart" for moment in self.moments)
 
-    def _advised(self, conditions: Conditions) -> Place | None:
+    def _advised(self, conditions: ClusterConditions) -> PlacedPlan | None:
         """What the policy wants to restart with, if that can be had."""
         self._reported, self._times_s = conditions.reported, []
         decision = self.policy.decide(self.telemetry.observation([], self.now))
@@ -529,7 +531,7 @@ class Simulation:
         ) or devices is None:
             self.policy.failed(decision.plan, why)
             return None
-        return Place(decision.plan, devices)
+        return PlacedPlan(decision.plan, devices)
 
     def _happens(self, phase: SwitchPhase) -> bool:
         """Begin the events that come with this phase of a switch; whether devices of this run are

@@ -16,12 +16,12 @@ from optimus_jax.config import ControlConfig
 from optimus_jax.config.axes import MESH_AXES
 from optimus_jax.control import signals
 from optimus_jax.control.baselines import SCATTER
-from optimus_jax.control.signals import Observation, Reading, Window
+from optimus_jax.control.signals import Observation, SignalSummary, Window
 from optimus_jax.planning.cost.cost import shares_of
 from optimus_jax.planning.search.search import Pricing
 from optimus_jax.simulation.events import MetricsEvent
-from optimus_jax.simulation.timeline import Conditions
-from optimus_jax.simulation.world import Place, World
+from optimus_jax.simulation.timeline import ClusterConditions
+from optimus_jax.simulation.world import PlacedPlan, World
 
 STEP_TIMES = "step_times"
 """How a scenario names the run's own record of its steps."""
@@ -50,9 +50,9 @@ class Now:
 
     step: int
     time_s: float
-    place: Place
+    place: PlacedPlan
     phase: int
-    conditions: Conditions
+    conditions: ClusterConditions
     faults: tuple[MetricsEvent, ...] = ()
     """Of metrics, in force."""
 
@@ -80,8 +80,8 @@ class Telemetry:
         self._probe_left_s, self._probed_at_s, self._health_at_s = 0.0, 0.0, -math.inf
         self._newest: dict[str, float] = {}
         """Samples of probes."""
-        self._frozen: dict[str, Reading] = {}
-        self._shares: tuple[Place, Conditions, int, dict[str, float]] | None = None
+        self._frozen: dict[str, SignalSummary] = {}
+        self._shares: tuple[PlacedPlan, ClusterConditions, int, dict[str, float]] | None = None
 
     def forget(self) -> None:
         """The run is under another plan: what was measured of steps and mesh axes says nothing of
@@ -168,8 +168,8 @@ class Telemetry:
         )
 
     def _faulty(
-        self, readings: Mapping[str, Reading], faults: Sequence[MetricsEvent]
-    ) -> dict[str, Reading]:
+        self, readings: Mapping[str, SignalSummary], faults: Sequence[MetricsEvent]
+    ) -> dict[str, SignalSummary]:
         told, stale = dict(readings), set[str]()
         for fault in faults:
             for name in [name for name in told if _concerns(fault, name)]:

@@ -26,7 +26,7 @@ HORIZON = 30
 
 
 @dataclass(frozen=True, kw_only=True)
-class Conditions:
+class ClusterConditions:
     """What holds at a moment."""
 
     inside: float = 1.0
@@ -45,7 +45,7 @@ class Conditions:
     """Devices that are reported bad: those that are gone, and those that soon will be."""
 
 
-NORMAL = Conditions()
+NORMAL = ClusterConditions()
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ class Timeline:
             if isinstance(each.event, LostEvent)
         }
         self.bounds_s = sorted(times)
-        self._known: dict[int, Conditions] = {}
+        self._known: dict[int, ClusterConditions] = {}
 
     def index(self, time_s: float) -> int:
         """Of the interval that holds a time."""
@@ -114,17 +114,17 @@ class Timeline:
         """When an interval ends."""
         return self.bounds_s[index + 1] if index + 1 < len(self.bounds_s) else np.inf
 
-    def at(self, time_s: float) -> Conditions:
+    def at(self, time_s: float) -> ClusterConditions:
         """What holds at a time."""
         return self.conditions(self.index(time_s))
 
-    def conditions(self, index: int) -> Conditions:
+    def conditions(self, index: int) -> ClusterConditions:
         """What holds in an interval."""
         if index not in self._known:
             self._known[index] = self._made(self.bounds_s[index])
         return self._known[index]
 
-    def _made(self, time_s: float) -> Conditions:
+    def _made(self, time_s: float) -> ClusterConditions:
         link, slow, taken, wait_s = {"inside": 1.0, "between": 1.0}, dict[int, float](), 0.0, 0.0
         lost, reported = set[int](), set[int]()
         for each in self._intervals:
@@ -146,7 +146,7 @@ class Timeline:
                 taken = 1 - (1 - taken) * (1 - event.share * each.level)
             elif isinstance(event, DataEvent):
                 wait_s += event.wait_s * each.level
-        return Conditions(
+        return ClusterConditions(
             **link,
             slow=tuple(sorted(slow.items())),
             taken=taken,

@@ -9,8 +9,8 @@ import numpy as np
 
 from optimus_jax.control.deciding.switch_costs import from_other_hosts
 from optimus_jax.plan import Plan
-from optimus_jax.simulation.timeline import Conditions
-from optimus_jax.simulation.world import Place, World
+from optimus_jax.simulation.timeline import ClusterConditions
+from optimus_jax.simulation.world import PlacedPlan, World
 
 PHASES = ("compile", "quiesce", "move", "verify", "first_steps", "restart", "checkpoint")
 
@@ -31,7 +31,7 @@ class TrueSwitchCosts:
         return self._switching.compile_s * self._off["compile"]
 
     def switch_s(
-        self, old: Place, new: Place, conditions: Conditions, phase: int
+        self, old: PlacedPlan, new: PlacedPlan, conditions: ClusterConditions, phase: int
     ) -> dict[str, float]:
         """How long steps stand still, by phase of a switch whose programs are compiled."""
         switching, off = self._switching, self._off
@@ -65,7 +65,9 @@ class TrueSwitchCosts:
             * self._off["checkpoint"],
         }
 
-    def _move_s(self, old: Place, new: Place, conditions: Conditions, phase: int) -> float:
+    def _move_s(
+        self, old: PlacedPlan, new: PlacedPlan, conditions: ClusterConditions, phase: int
+    ) -> float:
         """What a device gets from other hosts comes over the slowest link; with one host, all comes
         over the link inside.
         """

@@ -26,7 +26,7 @@ from optimus_jax.planning.profiles.cluster import Cluster
 from optimus_jax.planning.profiles.links import Link
 from optimus_jax.planning.search.search import Pricing
 from optimus_jax.simulation.scenarios import Scenario
-from optimus_jax.simulation.timeline import NORMAL, Conditions
+from optimus_jax.simulation.timeline import NORMAL, ClusterConditions
 
 TERMS = (
     "attention",
@@ -52,7 +52,7 @@ OPERATORS = ("attention", "feed-forward", "recompute", "memory", "head", "optimi
 
 
 @dataclass(frozen=True)
-class Place:
+class PlacedPlan:
     """A plan on devices of the cluster."""
 
     plan: Plan
@@ -93,16 +93,16 @@ class World:
         self.cluster = pricings[0].cluster
         self._scale = 1.0
         self._times: dict[
-            tuple[Place, float, float, tuple[tuple[int, float], ...], int], float
+            tuple[PlacedPlan, float, float, tuple[tuple[int, float], ...], int], float
         ] = {}
 
-    def scale(self, place: Place, step_time_s: float) -> None:
+    def scale(self, place: PlacedPlan, step_time_s: float) -> None:
         """Make all times so much longer that an undisturbed step of this plan takes
         `step_time_s`."""
         self._scale *= step_time_s / self.step_time_s(place, NORMAL, 0)
         self._times.clear()
 
-    def step_time_s(self, place: Place, conditions: Conditions, phase: int) -> float:
+    def step_time_s(self, place: PlacedPlan, conditions: ClusterConditions, phase: int) -> float:
         """Of a step without noise; infinite where it cannot run."""
         if not conditions.lost.isdisjoint(place.devices) or not self.fits(
             place.plan, conditions, phase
@@ -113,7 +113,9 @@ class World:
             self._times[key] = sum(self.term_times(place, conditions, phase).values())
         return self._times[key] + conditions.wait_s
 
-    def term_times(self, place: Place, conditions: Conditions, phase: int) -> dict[str, float]:
+    def term_times(
+        self, place: PlacedPlan, conditions: ClusterConditions, phase: int
+    ) -> dict[str, float]:
         """Seconds of each term of a step."""
         config, plan = self.pricings[phase].config, place.plan
         slowness, all_of_it = (
@@ -141,7 +143,7 @@ class World:
         computed = sum(times.get(name, 0.0) for name in OPERATORS)
         return computed / max(1e-30, computed + times.get("tensor", 0.0))
 
-    def slowness(self, place: Place, conditions: Conditions) -> float:
+    def slowness(self, place: PlacedPlan, conditions: ClusterConditions) -> float:
         """Factor on the time of compute: all wait for the slowest stage, which is slow by its
         devices or by its layers.
         """
@@ -159,7 +161,7 @@ class World:
         layers = np.array(pipeline.layers_per_stage).reshape(pipeline.repeats, -1).max(axis=0)
         return float((layers * factors).max() / layers.max())
 
-    def fits(self, plan: Plan, conditions: Conditions, phase: int) -> bool:
+    def fits(self, plan: Plan, conditions: ClusterConditions, phase: int) -> bool:
         """Whether the plan is legal for the phase's batch and its memory is there."""
         capacity = self.cluster.accelerator.memory_bytes
         return self.is_legal(plan, phase) and (
@@ -190,7 +192,7 @@ class World:
         )
 
     def devices_for(
-        self, plan: Plan, conditions: Conditions, without: frozenset[int] = frozenset()
+        self, plan: Plan, conditions: ClusterConditions, without: frozenset[int] = frozenset()
     ) -> tuple[int, ...] | None:
         """As many as the plan needs of those that are there, in mesh order: whole hosts first, slow
         devices last; None: too few are there.
@@ -223,7 +225,7 @@ class World:
     def _true_cluster(self, inside: float, between: float) -> Cluster:
         return _with_speeds(self.cluster, self.inside * inside, self.between * between)
 
-    def link_slowdown(self, link: str, conditions: Conditions) -> float:
+    def link_slowdown(self, link: str, conditions: ClusterConditions) -> float:
         """Nominal speed of a link over its speed now."""
         return 1.0 / (
             (self.inside * conditions.inside)

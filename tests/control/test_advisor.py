@@ -11,7 +11,7 @@ import pytest
 from fleet import CLUSTER, CONFIG, MESHES, PRICING, Truth, plan_on, ranked
 
 from optimus_jax.config import ControlConfig
-from optimus_jax.control.advisor import ABANDONED_DIR, Advisor, Phase
+from optimus_jax.control.advisor import ABANDONED, Advisor, BatchPhase
 from optimus_jax.control.deciding.candidates import is_legal, leaving_out
 from optimus_jax.control.deciding.changes import LEAST
 from optimus_jax.control.deciding.conditions import Conditions
@@ -20,7 +20,7 @@ from optimus_jax.control.deciding.switch_costs import CostModel, SwitchCosts
 from optimus_jax.control.deciding.watch import SETTLING
 from optimus_jax.control.policy import Decision
 from optimus_jax.control.predictor import Predictor
-from optimus_jax.control.signals import Observation, Reading
+from optimus_jax.control.signals import Observation, SignalSummary
 from optimus_jax.errors import PlanError
 from optimus_jax.plan import Plan
 from optimus_jax.planning.search.search import Pricing, Ranking
@@ -93,7 +93,7 @@ class Job:
         self.pending: tuple[int, Decision] | None = None
         self.fails, self.without = 0, frozenset[int]()
 
-    def readings(self, said: Conditions | None, more: dict[str, float]) -> dict[str, Reading]:
+    def readings(self, said: Conditions | None, more: dict[str, float]) -> dict[str, SignalSummary]:
         values = dict(more)
         if said is not None:
             values |= {
@@ -103,7 +103,9 @@ class Job:
                 "process_skew": said.skew,
             }
         return {
-            name: Reading(value=value, spread=0.0, count=5, time_s=self.time_s, quality="good")
+            name: SignalSummary(
+                value=value, spread=0.0, count=5, time_s=self.time_s, quality="good"
+            )
             for name, value in values.items()
         }
 
@@ -531,8 +533,8 @@ def test_a_run_that_goes_on_from_a_checkpoint_does_not_cool_down_until_where_it_
 
 def test_a_phase_after_the_end_of_the_run_is_none():
     phases = (
-        Phase(first_step=1, global_batch=512, seq_len=4096),
-        Phase(first_step=201, global_batch=1024, seq_len=4096),
+        BatchPhase(first_step=1, global_batch=512, seq_len=4096),
+        BatchPhase(first_step=201, global_batch=1024, seq_len=4096),
     )
     assert any(
         "the phase that begins at step 201" in each.trigger
@@ -576,8 +578,8 @@ def test_memory_that_runs_short_makes_the_plan_smaller():
 
 def test_a_planned_phase_is_prepared_before_it_begins_and_switched_to_at_its_boundary():
     phases = (
-        Phase(first_step=1, global_batch=512, seq_len=4096),
-        Phase(first_step=301, global_batch=32, seq_len=4096),
+        BatchPhase(first_step=1, global_batch=512, seq_len=4096),
+        BatchPhase(first_step=301, global_batch=32, seq_len=4096),
     )
     job = Job(BEST, num_steps=5000, phases=phases)
     assert not is_legal(BEST, replace(CONFIG, data=replace(CONFIG.data, global_batch=32)))
@@ -592,8 +594,8 @@ def test_a_planned_phase_is_prepared_before_it_begins_and_switched_to_at_its_bou
 
 def test_what_has_to_be_is_not_withdrawn_for_other_news():
     phases = (
-        Phase(first_step=1, global_batch=512, seq_len=4096),
-        Phase(first_step=301, global_batch=32, seq_len=4096),
+        BatchPhase(first_step=1, global_batch=512, seq_len=4096),
+        BatchPhase(first_step=301, global_batch=32, seq_len=4096),
     )
     job = Job(BEST, num_steps=5000, phases=phases).go(280)
     assert job.pending is not None
@@ -603,13 +605,13 @@ def test_what_has_to_be_is_not_withdrawn_for_other_news():
 
 def test_a_boundary_that_is_many_quick_steps_away_is_waited_for():
     phases = (
-        Phase(first_step=1, global_batch=512, seq_len=4096),
-        Phase(first_step=1501, global_batch=32, seq_len=4096),
+        BatchPhase(first_step=1, global_batch=512, seq_len=4096),
+        BatchPhase(first_step=1501, global_batch=32, seq_len=4096),
     )
     job = Job(BEST, num_steps=50_000, phases=phases).go(1480, factor=0.02)
     decision = job.decisions[-1]
     assert (decision.action, decision.at_step) == ("switch", 1500)
-    assert decision.step < 1500 - ABANDONED_DIR * 30
+    assert decision.step < 1500 - ABANDONED * 30
     job.go(20, said=Conditions(between=10.0), factor=0.02)
     assert [step for step, _ in job.switches] == [1500]
 

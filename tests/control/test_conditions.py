@@ -10,7 +10,7 @@ from optimus_jax.config.axes import AxisSizes
 from optimus_jax.control.baselines import byte_part_s, messages_of
 from optimus_jax.control.deciding.candidates import times
 from optimus_jax.control.deciding.conditions import Conditions, claims, on_grid, slowed
-from optimus_jax.control.signals import UNKNOWN, Observation, Reading
+from optimus_jax.control.signals import UNKNOWN, Observation, SignalSummary
 from optimus_jax.planning.cost.communication import CommunicationOp, CommunicationTimes
 from optimus_jax.planning.profiles.cluster import Cluster
 from optimus_jax.planning.profiles.links import Link
@@ -19,11 +19,11 @@ AXES = AxisSizes.parse("data=8,tensor=8")
 """data crosses the link between hosts, tensor the one inside."""
 
 
-def reading(value: float, quality="good") -> Reading:
-    return Reading(value=value, spread=0.1, count=5, time_s=0.0, quality=quality)
+def reading(value: float, quality="good") -> SignalSummary:
+    return SignalSummary(value=value, spread=0.1, count=5, time_s=0.0, quality=quality)
 
 
-def claimed(**readings: Reading) -> dict[str, float | None]:
+def claimed(**readings: SignalSummary) -> dict[str, float | None]:
     named = {name.replace("link_", "link_slowdown/"): each for name, each in readings.items()}
     observation = Observation(
         step=1,

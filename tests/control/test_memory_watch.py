@@ -8,7 +8,7 @@ from fleet import PRICING, plan_on
 
 from optimus_jax.control.deciding.candidates import has_room
 from optimus_jax.control.deciding.memory_watch import AHEAD, LEAD_S, MemoryWatch
-from optimus_jax.control.signals import Observation, Reading
+from optimus_jax.control.signals import Observation, SignalSummary
 
 
 def observed(
@@ -24,7 +24,7 @@ def observed(
         {}
         if used is None
         else {
-            "memory_peak_share": Reading(
+            "memory_peak_share": SignalSummary(
                 value=used, spread=spread, count=5, time_s=time_s, quality=quality
             )
         }
@@ -166,7 +166,7 @@ def test_a_peak_from_before_the_switch_says_nothing_of_the_plan_after():
 
     def readings(watch, now, peak, time_s, needed):
         values = {
-            name: Reading(value=value, spread=0.0, count=5, time_s=time_s, quality="good")
+            name: SignalSummary(value=value, spread=0.0, count=5, time_s=time_s, quality="good")
             for name, value in (("memory_share", now), ("memory_peak_share", peak))
         }
         return watch.observe(

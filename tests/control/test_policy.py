@@ -15,10 +15,10 @@ from optimus_jax.control.deciding.changes import Durations
 from optimus_jax.control.policy import (
     LOOK_AGAIN,
     SWITCH_METHODS,
-    Candidate,
     Decision,
     Regime,
     Situation,
+    SwitchCandidate,
     decide,
 )
 from optimus_jax.plan import Plan
@@ -53,7 +53,7 @@ def situation(**fields) -> Situation:
     return Situation(**{**given, **fields})
 
 
-def candidate(gain: float = 0.3, number: int = 2, **fields) -> Candidate:
+def candidate(gain: float = 0.3, number: int = 2, **fields) -> SwitchCandidate:
     given = {
         "plan": plan(number),
         "switch_method": "remesh",
@@ -62,14 +62,14 @@ def candidate(gain: float = 0.3, number: int = 2, **fields) -> Candidate:
         "cost_s": 10.0,
         "return_s": 10.0,
     }
-    return Candidate(**{**given, **fields})
+    return SwitchCandidate(**{**given, **fields})
 
 
 def unknown_duration(elapsed_s: float) -> Regime:
     return Regime(elapsed_s=elapsed_s, durations=Durations(prior_s=1.0))
 
 
-def decided(*candidates: Candidate, settings: ControlConfig = SETTINGS, **fields) -> Decision:
+def decided(*candidates: SwitchCandidate, settings: ControlConfig = SETTINGS, **fields) -> Decision:
     return decide(situation(**fields), candidates, settings)
 
 

@@ -10,7 +10,7 @@ import pytest
 from optimus_jax.control.deciding.changes import VOTES
 from optimus_jax.control.deciding.conditions import Conditions
 from optimus_jax.control.deciding.watch import PATIENCE, WORTH, Watch
-from optimus_jax.control.signals import Observation, Reading
+from optimus_jax.control.signals import Observation, SignalSummary
 
 LINK_SHARE = 0.5
 """Of the fake plan's step, in normal conditions, that goes over the link between hosts."""
@@ -43,7 +43,7 @@ class Run:
             {}
             if straggler is None
             else {
-                "straggler": Reading(
+                "straggler": SignalSummary(
                     value=straggler, spread=0.0, count=5, time_s=0.0, quality="good"
                 )
             }
@@ -52,7 +52,7 @@ class Run:
             step_time_s = math.exp(self.log_time(true) + 0.01 * self.random.standard_normal())
             self.step, self.time_s = self.step + 1, self.time_s + step_time_s
             claims = {
-                name: Reading(
+                name: SignalSummary(
                     value=value,
                     spread=0.0,
                     count=5,
@@ -90,7 +90,7 @@ def test_conditions_that_turn_while_no_steps_are_shown_have_a_duration():
     """On a CPU steps are not shown while a plan is compiled."""
     run = Run(lambda conditions: 0.0).go(30, said=NORMAL)
     claims = {
-        name: Reading(value=value, spread=0.0, count=5, time_s=run.time_s, quality="good")
+        name: SignalSummary(value=value, spread=0.0, count=5, time_s=run.time_s, quality="good")
         for name, value in (NORMAL | {"between": 2.0}).items()
     }
     nothing = Observation(

@@ -8,7 +8,7 @@ from simulated import PRICING, SEARCHER, scenario, setup_of
 
 from optimus_jax.config import ControlConfig
 from optimus_jax.control import signals
-from optimus_jax.control.signals import Observation, Reading
+from optimus_jax.control.signals import Observation, SignalSummary
 from optimus_jax.planning.search.search import search
 from optimus_jax.simulation.baseline_policies import CostModelOnly, Greedy, Static, Threshold
 from optimus_jax.simulation.setup import default_plans
@@ -19,7 +19,7 @@ OTHER = default_plans(PRICING, 16)[0]
 
 def observed(step=100, lost=(), **readings):
     made = {
-        name.replace("link_", "link_slowdown/"): Reading(
+        name.replace("link_", "link_slowdown/"): SignalSummary(
             value=value, spread=0.0, count=9, time_s=1.0, quality="good"
         )
         for name, value in readings.items()

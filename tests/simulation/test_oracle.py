@@ -16,7 +16,7 @@ from optimus_jax.simulation.oracle import (
     shortest_path,
 )
 from optimus_jax.simulation.true_switch_costs import layout
-from optimus_jax.simulation.world import Place
+from optimus_jax.simulation.world import PlacedPlan
 
 SLOW_FROM_8 = {"kind": "link", "link": "between", "factor": 0.05, "start_s": 8, "for_s": 400}
 LOST = {"kind": "lost", "devices": [11], "start_s": 40, "for_s": 60}
@@ -43,7 +43,7 @@ def test_never_worse_than_any_static_plan_and_never_better_than_possible(events,
     )
     # No step can be done sooner than by the fastest plan in the best of all conditions.
     least_s = min(
-        made.world.step_time_s(Place(plan, devices), made.timeline.conditions(index), 0)
+        made.world.step_time_s(PlacedPlan(plan, devices), made.timeline.conditions(index), 0)
         for plan in plans
         for index in range(len(made.timeline.bounds_s))
         if (devices := made.world.devices_for(plan, made.timeline.conditions(index)))
@@ -75,7 +75,7 @@ def test_as_good_as_trying_every_path(seed):
     fastest = sorted(
         plans,
         key=lambda plan: made.world.step_time_s(
-            Place(plan, made.world.devices_for(plan, slow)), slow, 0
+            PlacedPlan(plan, made.world.devices_for(plan, slow)), slow, 0
         ),
     )
     chosen = [made.setup.start, *[plan for plan in fastest if plan != made.setup.start][:2]]

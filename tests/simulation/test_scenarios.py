@@ -10,7 +10,7 @@ from simulated import PRICING, scenario
 
 from optimus_jax.errors import ConfigError
 from optimus_jax.simulation.scenarios import Scenario, library, read_scenario, scenario_named
-from optimus_jax.simulation.timeline import RAMP_LEVELS, Conditions, Timeline
+from optimus_jax.simulation.timeline import RAMP_LEVELS, ClusterConditions, Timeline
 
 
 def timeline(*events, seed=0, began_s=None, num_devices=16):
@@ -149,8 +149,8 @@ def test_phases_have_positions_for_the_longest():
 
 def test_an_event_holds_from_start_to_end():
     line = timeline({"kind": "link", "factor": 0.25, "start_s": 100, "for_s": 50})
-    assert line.at(99.9) == line.at(150.0) == Conditions()
-    assert line.at(100.0) == line.at(149.9) == Conditions(between=0.25)
+    assert line.at(99.9) == line.at(150.0) == ClusterConditions()
+    assert line.at(100.0) == line.at(149.9) == ClusterConditions(between=0.25)
     assert line.end_s(line.index(120.0)) == 150.0
     assert line.end_s(line.index(500.0)) == math.inf
 
@@ -166,7 +166,7 @@ def test_events_add_up():
         {"kind": "memory", "share": 0.5, "start_s": 10},
         {"kind": "data", "wait_s": 0.2},
     )
-    assert line.at(0.0) == Conditions(
+    assert line.at(0.0) == ClusterConditions(
         between=0.5, inside=0.8, slow=((3, 1.5),), taken=0.5, wait_s=0.2
     )
     late = line.at(10.0)

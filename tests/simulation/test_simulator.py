@@ -31,7 +31,7 @@ from optimus_jax.simulation.setup import Setup, Truth, default_plans
 from optimus_jax.simulation.simulator import Simulation
 from optimus_jax.simulation.timeline import NORMAL
 from optimus_jax.simulation.true_switch_costs import TrueSwitchCosts
-from optimus_jax.simulation.world import Place
+from optimus_jax.simulation.world import PlacedPlan
 
 BEST = search(PRICING, top=2).best
 START, SECOND = (candidate.plan for candidate in BEST)
@@ -60,7 +60,9 @@ def test_the_truth_is_as_far_off_as_the_scenario_says():
     ):
         offs = {round(getattr(world, name), 6) for world in worlds}
         assert offs == {1 - share, 1 + share}
-    times_s = [world.step_time_s(Place(START, tuple(range(16))), NORMAL, 0) for world in worlds]
+    times_s = [
+        world.step_time_s(PlacedPlan(START, tuple(range(16))), NORMAL, 0) for world in worlds
+    ]
     told_s = PRICING.step_time_s(START)
     assert len(set(times_s)) == 8
     assert statistics.median(abs(time_s / told_s - 1) for time_s in times_s) > 0.05
@@ -68,11 +70,11 @@ def test_the_truth_is_as_far_off_as_the_scenario_says():
 
 def test_without_misfit_the_planner_is_right_but_for_overlap():
     world = truth(misfit=EXACT).world
-    place = Place(OTHER, tuple(range(16)))
+    place = PlacedPlan(OTHER, tuple(range(16)))
     told = replace(PRICING, rates=replace(PRICING.rates, overlap_share=world._rates.overlap_share))
     assert world.step_time_s(place, NORMAL, 0) == pytest.approx(told.step_time_s(OTHER), rel=1e-12)
     assert static_s(truth(misfit=EXACT)) == pytest.approx(
-        400 * world.step_time_s(Place(START, tuple(range(16))), NORMAL, 0), rel=1e-9
+        400 * world.step_time_s(PlacedPlan(START, tuple(range(16))), NORMAL, 0), rel=1e-9
     )
 
 
@@ -99,7 +101,7 @@ def test_links_are_probed_before_the_first_step_under_another_plan():
         truth(QUARTER, misfit=EXACT, steps=2000, switching={**QUICK, "probe_s": 1.0}),
         Told(),
     )
-    first = made.world.step_time_s(Place(made.setup.start, tuple(range(16))), NORMAL, 0)
+    first = made.world.step_time_s(PlacedPlan(made.setup.start, tuple(range(16))), NORMAL, 0)
     # it is compiled when the link has just become slow
     step = int((QUARTER["start_s"] - 0.95 * QUICK["compile_s"]) / first)
     policy.decisions = switch(step, SECOND)
@@ -137,7 +139,7 @@ def worst_and_normal(name):
         for event in given.events
     )
     made = Truth(Setup.of(replace(given, events=events, **batches), PRICING), 0)
-    place = Place(made.setup.start, tuple(range(16)))
+    place = PlacedPlan(made.setup.start, tuple(range(16)))
     times_s = [
         made.world.step_time_s(place, made.timeline.conditions(index), phase)
         for index in range(len(made.timeline.bounds_s))
@@ -180,10 +182,10 @@ def test_a_straggler_holds_up_all_unless_its_host_is_left_out():
     slow = truth({"kind": "compute", "factor": 1.5, "devices": [3], "start_s": 10}).timeline.at(
         20.0
     )
-    assert made.slowness(Place(OTHER, tuple(range(16))), slow) == 1.5
+    assert made.slowness(PlacedPlan(OTHER, tuple(range(16))), slow) == 1.5
     half = default_plans(PRICING, 8)[0]
     assert made.devices_for(half, slow) == tuple(range(8, 16))
-    assert made.slowness(Place(half, tuple(range(8, 16))), slow) == 1.0
+    assert made.slowness(PlacedPlan(half, tuple(range(8, 16))), slow) == 1.0
 
 
 def test_a_straggler_in_a_stage_with_fewer_layers_costs_less():
@@ -195,8 +197,8 @@ def test_a_straggler_in_a_stage_with_fewer_layers_costs_less():
     uneven = replace(pipelined, pipeline=replace(pipelined.pipeline, layers_per_stage=(20, 28)))
     world, devices = truth().world, tuple(range(16))
     early = replace(NORMAL, slow=((3, 1.5),))
-    assert world.slowness(Place(pipelined, devices), early) == 1.5
-    assert world.slowness(Place(uneven, devices), early) == pytest.approx(30 / 28)
+    assert world.slowness(PlacedPlan(pipelined, devices), early) == 1.5
+    assert world.slowness(PlacedPlan(uneven, devices), early) == pytest.approx(30 / 28)
 
 
 # Time
@@ -214,7 +216,7 @@ def test_a_stretch_is_its_steps():
 def test_a_slow_link_costs_what_it_should():
     made = truth(QUARTER, misfit=EXACT)
     normal_s, slow_s = (
-        made.world.step_time_s(Place(START, tuple(range(16))), conditions, 0)
+        made.world.step_time_s(PlacedPlan(START, tuple(range(16))), conditions, 0)
         for conditions in (NORMAL, made.timeline.at(60.0))
     )
     assert slow_s > 1.3 * normal_s
@@ -328,7 +330,8 @@ def test_a_switch_costs_its_phases():
     assert (moment.kind, moment.plan, outcome.plan) == ("switch", OTHER, OTHER)
     assert set(moment.delay_s) == set(PHASES)
     first_s, second_s = (
-        made.world.step_time_s(Place(plan, tuple(range(16))), NORMAL, 0) for plan in (START, OTHER)
+        made.world.step_time_s(PlacedPlan(plan, tuple(range(16))), NORMAL, 0)
+        for plan in (START, OTHER)
     )
     expected_s = (
         moment.step * first_s + (400 - moment.step) * second_s + sum(moment.delay_s.values())
@@ -369,7 +372,7 @@ def test_costs_differ_from_what_the_scenario_says():
 
 def test_a_slow_link_makes_moving_slow():
     world = truth(misfit=EXACT).world
-    places = Place(START, tuple(range(16))), Place(OTHER, tuple(range(16)))
+    places = PlacedPlan(START, tuple(range(16))), PlacedPlan(OTHER, tuple(range(16)))
     costs = [
         TrueSwitchCosts(world).switch_s(*places, replace(NORMAL, between=between), 0)["move"]
         for between in (1.0, 0.5, 0.25)
@@ -403,10 +406,10 @@ def test_a_plan_that_is_little_slower_is_watched_to_the_end_and_taken_back():
     )
     plans = sorted(
         (START, slower),
-        key=lambda plan: made.world.step_time_s(Place(plan, tuple(range(16))), NORMAL, 0),
+        key=lambda plan: made.world.step_time_s(PlacedPlan(plan, tuple(range(16))), NORMAL, 0),
     )
     fast_s, slow_s = (
-        made.world.step_time_s(Place(plan, tuple(range(16))), NORMAL, 0) for plan in plans
+        made.world.step_time_s(PlacedPlan(plan, tuple(range(16))), NORMAL, 0) for plan in plans
     )
     assert 1.02 < slow_s / fast_s < CLEARLY
     outcome = Simulation(made, Told(switch(50, plans[1])), Habits(probes=False), plans[0]).run()

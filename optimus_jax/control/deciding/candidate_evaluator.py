@@ -12,18 +12,18 @@ from optimus_jax.config.axes import AxisSizes
 from optimus_jax.control import policy
 from optimus_jax.control.deciding.candidates import is_allowed
 from optimus_jax.control.deciding.options import Offer, View
-from optimus_jax.control.deciding.phases import Phases
+from optimus_jax.control.deciding.phases import BatchPhases
 from optimus_jax.control.deciding.plan_history import PlanHistory, Setting
 from optimus_jax.control.deciding.prices import Batch, Prices, query, setting
 from optimus_jax.control.deciding.quarantine import Quarantine
 from optimus_jax.control.deciding.question_queue import Question
-from optimus_jax.control.deciding.run_length import RunLength
+from optimus_jax.control.deciding.run_progress import RunProgress
 from optimus_jax.control.deciding.switch_budget import SwitchBudget
 from optimus_jax.control.deciding.switch_costs import CostModel
 from optimus_jax.control.deciding.watch import Watch
-from optimus_jax.control.policy import Candidate, Decision, Regime, Situation
+from optimus_jax.control.policy import Decision, Regime, Situation, SwitchCandidate
 from optimus_jax.control.predictor import Predictor
-from optimus_jax.control.signals import Reading
+from optimus_jax.control.signals import SignalSummary
 from optimus_jax.plan import Plan
 
 
@@ -31,9 +31,9 @@ from optimus_jax.plan import Plan
 class CandidateEvaluator:
     """All that a decision rests on. It only reads."""
 
-    run_length: RunLength
+    run_progress: RunProgress
     plan_history: PlanHistory
-    phases: Phases
+    phases: BatchPhases
     prices: Prices
     predictor: Predictor
     watch: Watch
@@ -49,7 +49,7 @@ class CandidateEvaluator:
         question: Question,
         offers: Sequence[Offer],
         view: View,
-        readings: Mapping[str, Reading],
+        readings: Mapping[str, SignalSummary],
         *,
         now: Setting,
         blocked: str,
@@ -108,7 +108,7 @@ class CandidateEvaluator:
             forecast.step_time_s(after if watch.is_disturbed else 0),
         )
         steps_left = self.phases.steps_left(
-            self.run_length.step if question.at_step is None else question.at_step
+            self.run_progress.step if question.at_step is None else question.at_step
         )
         # Whether to go back does not depend on how long conditions last: the same ones hold for
         # both plans.
@@ -118,7 +118,7 @@ class CandidateEvaluator:
             else Regime(elapsed_s=0.0, durations=None)
         )
         situation = Situation(
-            step=self.run_length.step,
+            step=self.run_progress.step,
             trigger=question.trigger,
             step_time_s=step_time_s,
             horizon_s=steps_left * step_time_s,
@@ -142,14 +142,14 @@ class CandidateEvaluator:
         log_ratio: float,
         deviation: float,
         log_ratio_after: float | None,
-    ) -> Candidate:
+    ) -> SwitchCandidate:
         plan, place, old = offer.plan, offer.place, self.plan_history.now.plan
         switch_method, compiled = (
             self.plan_history.switch_method(plan, place.without),
             self.is_compiled(plan, question.batch, place.without),
         )
         is_listed = is_allowed(plan, allow)
-        return Candidate(
+        return SwitchCandidate(
             plan=plan,
             switch_method=switch_method,
             log_ratio=log_ratio,
@@ -157,7 +157,7 @@ class CandidateEvaluator:
             log_ratio_after=log_ratio_after,
             without=place.without,
             likely=place.likely,
-            barred=self.quarantine.why(plan, self.run_length.step)
+            barred=self.quarantine.why(plan, self.run_progress.step)
             if is_listed
             else "not on the list of meshes that may be switched to",
             cost_s=self.costs.expected_s(
@@ -179,8 +179,8 @@ class CandidateEvaluator:
         """What switches may still take, of the time that the whole run is expected to take if it
         stays where it is.
         """
-        whole_s = self.run_length.whole_s(
-            self.watch.regime_at(self.run_length.time_s), step_time_s, usual_s
+        whole_s = self.run_progress.whole_s(
+            self.watch.regime_at(self.run_progress.time_s), step_time_s, usual_s
         )
         return self.switch_budget.budget_s(whole_s, self.costs.spent_s)
 
@@ -188,7 +188,7 @@ class CandidateEvaluator:
         self,
         question: Question,
         view: View,
-        readings: Mapping[str, Reading],
+        readings: Mapping[str, SignalSummary],
         interval_s: tuple[float, float],
         steps_left: int,
     ) -> dict[str, Any]:

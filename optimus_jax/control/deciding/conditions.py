@@ -16,7 +16,7 @@ from optimus_jax.control.signals import (
     PROCESS_SKEW,
     UNKNOWN,
     Observation,
-    Reading,
+    SignalSummary,
 )
 from optimus_jax.plan import Plan
 from optimus_jax.planning.profiles.cluster import Cluster
@@ -99,7 +99,7 @@ def on_grid(factor: float) -> float:
     return math.exp(round(math.log(min(SLOWEST, max(FASTEST, factor))) / GRID) * GRID)
 
 
-def claims(observation: Observation, cluster: Cluster, axes: AxisSizes) -> dict[str, Reading]:
+def claims(observation: Observation, cluster: Cluster, axes: AxisSizes) -> dict[str, SignalSummary]:
     """What readings say of each factor: only those that are new enough and make sense."""
     found = {
         INSIDE: _of_link(observation, INSIDE, cluster, axes),
@@ -110,7 +110,7 @@ def claims(observation: Observation, cluster: Cluster, axes: AxisSizes) -> dict[
     return {name: reading for name, reading in found.items() if is_usable(reading)}
 
 
-def is_usable(reading: Reading) -> bool:
+def is_usable(reading: SignalSummary) -> bool:
     """Whether it says anything: neither unknown nor stale, and a number that can be a factor."""
     return (
         reading.quality in ("good", "few")
@@ -119,7 +119,9 @@ def is_usable(reading: Reading) -> bool:
     )
 
 
-def _of_link(observation: Observation, name: str, cluster: Cluster, axes: AxisSizes) -> Reading:
+def _of_link(
+    observation: Observation, name: str, cluster: Cluster, axes: AxisSizes
+) -> SignalSummary:
     """Of the link itself, else of the slowest mesh axis that crosses it."""
     direct = observation.reading(LINK_SLOWDOWN + name)
     if is_usable(direct):

@@ -18,7 +18,7 @@ from optimus_jax.control.deciding.candidates import (
     times,
 )
 from optimus_jax.control.deciding.conditions import Conditions
-from optimus_jax.control.deciding.excluded_process import ExcludedProcess
+from optimus_jax.control.deciding.excluded_devices import ExcludedDevices
 from optimus_jax.control.deciding.memory_watch import MemoryWatch
 from optimus_jax.control.deciding.prices import Batch, Prices, setting
 from optimus_jax.control.deciding.rebalancing import ANYWHERE, rebalanced
@@ -34,7 +34,7 @@ SPARED = 8
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class UsableDevices:
     """Devices that can be used."""
 
     conditions: Conditions
@@ -58,7 +58,7 @@ class Offer:
     """A plan, and the devices that it would use."""
 
     plan: Plan
-    place: Place
+    place: UsableDevices
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +68,7 @@ class Standing:
     plan: Plan
     without: frozenset[int] = frozenset()
     """Ids of devices that it does not use."""
-    excluded: ExcludedProcess | None = None
+    excluded: ExcludedDevices | None = None
     """Of these, a slow process."""
 
 
@@ -85,7 +85,7 @@ class View:
     """Ids of devices."""
     slow: frozenset[int]
     """Ids of a slow process's devices that the run uses."""
-    excluded: ExcludedProcess | None
+    excluded: ExcludedDevices | None
     memory: MemoryWatch
 
 
@@ -173,7 +173,7 @@ class Options:
         )
         return [Offer(plan=before.plan, place=place)] if can_be else []
 
-    def _places(self, view: View) -> Iterator[Place]:
+    def _places(self, view: View) -> Iterator[UsableDevices]:
         """Sets of devices that can be used."""
         priced, conditions, lost = self._prices.of(view.batch), view.conditions, view.lost
         places = [(lost, conditions, 1.0)]
@@ -194,7 +194,7 @@ class Options:
                 yield self._place(replace(priced, cluster=cluster), there, without, view, likely)
 
     def _rebalanced(
-        self, plans: list[Plan], place: Place, view: View, learnt: Calibration
+        self, plans: list[Plan], place: UsableDevices, view: View, learnt: Calibration
     ) -> list[Plan] | None:
         """Of these plans and of the best with stages, those that spare a slow process; None: a
         search is still at work.
@@ -228,7 +228,7 @@ class Options:
         )[:SPARED]
 
     @staticmethod
-    def _felt(place: Place, plan: Plan, view: View) -> Place:
+    def _felt(place: UsableDevices, plan: Plan, view: View) -> UsableDevices:
         """The place as a plan feels it whose slow stages have fewer layers."""
         felt = place.conditions.felt_by(plan)
         return (
@@ -244,8 +244,8 @@ class Options:
         without: frozenset[int],
         view: View,
         likely: float = 1.0,
-    ) -> Place:
-        return Place(
+    ) -> UsableDevices:
+        return UsableDevices(
             conditions=conditions,
             profiled=priced,
             pricing=view.memory.applied(conditions.applied(priced)),
@@ -256,7 +256,7 @@ class Options:
         )
 
     def _found(
-        self, place: Place, view: View, learnt: Calibration, *, mandatory: bool
+        self, place: UsableDevices, view: View, learnt: Calibration, *, mandatory: bool
     ) -> list[Plan] | None:
         num_devices, found = place.pricing.cluster.num_devices, list[Plan]()
         for mesh in (
@@ -272,7 +272,7 @@ class Options:
 
     def _best(
         self,
-        place: Place,
+        place: UsableDevices,
         view: View,
         learnt: Calibration,
         *,
@@ -305,7 +305,9 @@ class Options:
         return None if found is None else list(found)
 
     @staticmethod
-    def _known(place: Place, view: View, standing: Standing, known: list[Plan]) -> list[Plan]:
+    def _known(
+        place: UsableDevices, view: View, standing: Standing, known: list[Plan]
+    ) -> list[Plan]:
         """Known plans, and other executables for the run's state, that fit there."""
         here = [
             plan

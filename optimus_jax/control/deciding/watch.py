@@ -14,7 +14,7 @@ from optimus_jax.control.deciding.changes import LEAST as LEAST_STEPS
 from optimus_jax.control.deciding.changes import SHIFT, Change, ChangeDetector, Durations
 from optimus_jax.control.deciding.conditions import Conditions, on_grid
 from optimus_jax.control.policy import Regime
-from optimus_jax.control.signals import Observation, Reading
+from optimus_jax.control.signals import Observation, SignalSummary
 
 LEAST = {
     "inside": math.log(1.25),
@@ -149,7 +149,7 @@ class Watch:
     def observe(
         self,
         observation: Observation,
-        claims: Mapping[str, Reading],
+        claims: Mapping[str, SignalSummary],
         log_time_of: Callable[[Conditions], float],
     ) -> str:
         """Take what is new. What has changed, in words; empty: nothing.
@@ -220,7 +220,7 @@ class Watch:
     def _hear(
         self,
         observation: Observation,
-        claims: Mapping[str, Reading],
+        claims: Mapping[str, SignalSummary],
         log_time_of: Callable[[Conditions], float],
     ) -> str:
         """Believe or distrust what readings claim."""
@@ -293,7 +293,7 @@ class Watch:
         ]
         return [*[group for group in families if group], *alone, dict(news)]
 
-    def _claimed(self, claims: Mapping[str, Reading]) -> dict[str, float]:
+    def _claimed(self, claims: Mapping[str, SignalSummary]) -> dict[str, float]:
         values = {
             name: reading.value for name, reading in claims.items() if reading.value is not None
         }
@@ -323,7 +323,7 @@ class Watch:
     def _is_borne_out(
         self,
         group: Mapping[str, float],
-        claims: Mapping[str, Reading],
+        claims: Mapping[str, SignalSummary],
         log_time_of: Callable[[Conditions], float],
     ) -> bool:
         """Whether to believe these factors."""

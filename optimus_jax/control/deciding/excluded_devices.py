@@ -11,7 +11,7 @@ LOOK_AGAIN = 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExcludedProcess:
+class ExcludedDevices:
     """One that was too slow to wait for. Once it is left out, nothing tells how slow it is."""
 
     devices: frozenset[int]
@@ -37,7 +37,7 @@ class ExcludedProcess:
             time_s + LOOK_AGAIN * (time_s - self.at_s),
         )
 
-    def still_slow(self, time_s: float) -> "ExcludedProcess":
+    def still_slow(self, time_s: float) -> "ExcludedDevices":
         """It was tried again, in vain: it has been slow for longer than was known, and is expected
         to be so for longer.
         """

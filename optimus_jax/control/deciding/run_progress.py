@@ -6,7 +6,7 @@ from optimus_jax.control.policy import Regime
 from optimus_jax.control.signals import Observation
 
 
-class RunLength:
+class RunProgress:
     """Of one run.
 
     Args:
