@@ -1,9 +1,8 @@
-"""The way of a state over the disk, where devices have no room for it to move from one layout to
-another in memory.
+"""Moves a training state between layouts through the disk, where device memory does not suffice.
 
-It costs two passes over the disk, and leaves a checkpoint. The state is there, whole, before
-anything is deleted, and what comes back is checked against its checksums
-(checkpoint/checkpoints.py); every plan can read it.
+It writes and reads the state once, and leaves a checkpoint. The checkpoint is complete before any
+device memory is freed, and its checksums are verified when it is read
+(checkpoint/checkpoints.py). Every plan can read it.
 """
 
 from collections.abc import Callable
@@ -24,11 +23,11 @@ from optimus_jax.training.step import Program
 
 
 class DiskTransfer:
-    """Of one run. Every process calls the same methods in the same order.
+    """Moves the state of one run. Every process calls the same methods in the same order.
 
     Args:
       checkpoints: of the run.
-      described: what they say of a state under a program, after a step.
+      described: returns the checkpoint metadata of a state under a program, after a step.
     """
 
     def __init__(
@@ -37,7 +36,7 @@ class DiskTransfer:
         self._checkpoints, self._described = checkpoints, described
 
     def put(self, state: TrainState, source: Executable, step: int) -> None:
-        """Write the state, which lies as `source` says, and free its memory.
+        """Write the state, laid out for `source`, and free its memory.
 
         Raises CheckpointError, with the state as it was, if it cannot be written.
         """
@@ -52,7 +51,7 @@ class DiskTransfer:
             leaf.delete()
 
     def fetch(self, target: Executable, step: int) -> TrainState:
-        """The state as `target` wants it.
+        """Read the state in the layout of `target`.
 
         Raises CheckpointError if it cannot be read, or is not what was written.
         """

@@ -1,5 +1,5 @@
-"""What is under way between two plans: one that the run is about to enter, or whose first steps are
-watched. The same in every process.
+"""State of a switch in progress: a plan being prepared, or a new plan in its trial steps. The same
+in every process.
 """
 
 import statistics
@@ -14,7 +14,7 @@ from optimus_jax.run_directory.step_record import StepRecord
 
 @dataclass(kw_only=True)
 class UpcomingSwitch:
-    """A plan on its way to be entered."""
+    """A plan that is being prepared for a switch."""
 
     command: Command
     preparation: Preparation
@@ -31,7 +31,7 @@ class UpcomingSwitch:
 
 @dataclass(frozen=True, kw_only=True)
 class SwitchTrial:
-    """The first steps under a new plan."""
+    """The trial of a new plan over its first steps, after which it is kept or rolled back."""
 
     source: Plan
     plan: Plan

@@ -30,21 +30,19 @@ others move more (docs/control.md)."""
 Action = Literal["stay", "switch"]
 CHOSEN = "chosen"
 ALMOST = 0.9
-"""A cheaper switch method wins if its net gain is this share of the largest."""
+"""A cheaper switch method is preferred if its net gain is at least this share of the largest."""
 EVEN_ODDS = 0.5
-"""Of earning a switch's cost back, before it is made while it is unknown how long conditions
-last."""
+"""Required break-even probability of a switch while the duration of conditions is unknown."""
 LONG_ODDS = 0.7
-"""The same of a restart, which takes as long again to undo; nor does anything tell when it should
-be, for who is left out is not measured."""
+"""Required break-even probability of a restart. It is higher because undoing a restart takes as
+long again, and excluded devices are not measured, so nothing shows when to undo it."""
 LOOK_AGAIN = 0.25
-"""Of the time that conditions have lasted: after so much more of it, what only their duration spoke
-against is weighed again."""
+"""A switch that was rejected only for the duration of conditions is weighed again after this share
+of the time that conditions have lasted so far."""
 RETURN = 2.0
-"""A plan that was left has to gain so many times as much as another, while nothing has changed
-since."""
+"""Factor on the required gain of a plan that the run has left, while nothing has changed since."""
 SHOWN = 5
-"""Alternatives that a record has."""
+"""Largest number of alternatives in the record of a decision."""
 _NORMAL = statistics.NormalDist()
 
 
@@ -55,47 +53,47 @@ class SwitchCandidate:
     plan: Plan
     switch_method: SwitchMethod
     log_ratio: float
-    """Expected logarithm of its step time over the present plan's, in present conditions."""
+    """Expected logarithm of (its step time / the present one's), in present conditions."""
     deviation: float
-    """Standard deviation of that."""
+    """Standard deviation of `log_ratio`."""
     log_ratio_after: float | None = None
-    """The same once present conditions have ended; None: as it was before, so that the present plan
-    is the better one."""
+    """Expected `log_ratio` once present conditions have ended; None: conditions return to what they
+    were, so the present plan is better then."""
     cost_s: float
-    """Expected delay by the switch."""
+    """Expected delay by the switch, in seconds."""
     return_s: float = 0.0
-    """Expected delay by the way back."""
+    """Expected delay by switching back, in seconds."""
     prepare_s: float = 0.0
-    """Expected time until the switch can be made, in which the run goes on; if conditions end
-    before, it is not made."""
+    """Expected time to prepare the switch. The run continues meanwhile; if conditions end
+    first, the switch is dropped."""
     without: frozenset[int] = frozenset()
-    """Ids of devices that it does not use."""
+    """Ids of devices that the plan does not use."""
     likely: float = 1.0
-    """Probability that conditions are those that its ratio holds in."""
+    """Probability that the conditions assumed by `log_ratio` hold."""
     barred: str = ""
-    """Why it is not to be used: not allowed, or it failed; empty: it may be."""
+    """Why the plan may not be used (not allowed, or it failed); empty: it may be used."""
     is_free: bool = False
-    """The budget does not pay for it: it undoes what the run was forced to."""
+    """Whether it is exempt from the budget, because it undoes a forced switch."""
     was_left: bool = False
-    """The run was under it and left it, and nothing has changed since."""
+    """Whether the run used this plan, left it, and nothing has changed since."""
 
     @property
     def gain(self) -> float:
-        """Share of a step's time that it is expected to save."""
+        """Expected saving, as a share of the step time."""
         return _gain(self.log_ratio, self.deviation)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Regime:
-    """How long present conditions have held, and are going to."""
+    """How long present conditions have lasted, and how long they are expected to last."""
 
     elapsed_s: float
-    """Since they began."""
+    """Seconds since they began."""
     durations: Durations | None
-    """Of regimes of their kind; None: they are here to stay."""
+    """Durations of regimes of this kind; None: these conditions are permanent."""
 
     def expected_s(self, horizon_s: float) -> float:
-        """Expected time left of it within the horizon."""
+        """Expected remaining time of the regime within the horizon, in seconds."""
         return (
             horizon_s
             if self.durations is None
@@ -103,7 +101,7 @@ class Regime:
         )
 
     def survival(self, further_s: float) -> float:
-        """Probability that it lasts that much longer."""
+        """Probability that the regime lasts `further_s` longer."""
         return 1.0 if self.durations is None else self.durations.survival(self.elapsed_s, further_s)
 
     def wait_s(self, further_s: float, probability: float = EVEN_ODDS) -> float:
@@ -117,48 +115,48 @@ class Regime:
 
 @dataclass(frozen=True, kw_only=True)
 class Situation:
-    """What a decision is about."""
+    """The inputs of a decision."""
 
     step: int
-    """Done."""
+    """Number of steps done."""
     trigger: str
-    """What put it up for decision, in words."""
+    """What caused the decision, in words."""
     step_time_s: float
-    """Expected under the present plan in present conditions."""
+    """Expected step time under the present plan in present conditions."""
     horizon_s: float
-    """What is left of the run, or of its phase, at that pace."""
+    """Remaining time of the run, or of its phase, at that step time."""
     regime: Regime
     budget_s: float
-    """What switches may still take."""
+    """Seconds that switches may still cost."""
     caution: float = 1.0
-    """Factor on the costs that a gain has to be worth: more than 1 where the run has been to and
-    fro."""
+    """Factor on the required ratio of gain to cost; above 1 if the run has switched back and
+    forth."""
     blocked: str = ""
-    """Why no switch may be made now, whatever it gains; empty: one may."""
+    """Why no switch is allowed now, whatever it gains; empty: switches are allowed."""
     mandatory: bool = False
     """The present plan cannot be kept."""
     at_step: int | None = None
     """Boundary that a switch is planned for; None: now."""
     inputs: Mapping[str, Any] = field(default_factory=dict)
-    """What all this rests on, for the record."""
+    """The measurements and settings behind these values, for the record."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Alternative:
-    """A candidate as it was weighed; all times are predictions."""
+    """A candidate with its predicted gain and cost, as recorded in a decision."""
 
     plan: Plan
     switch_method: SwitchMethod
     step_time_s: float
-    """Expected, under this plan."""
+    """Expected step time under this plan."""
     gain_s: float
-    """Expected to be saved until the horizon, before costs."""
+    """Expected saving until the horizon, before costs."""
     cost_s: float
-    """Expected delay by the switch, and by the way back where conditions may end."""
+    """Expected delay by the switch, and by switching back where conditions may end."""
     probability: float
-    """That it saves more than it costs."""
+    """Probability that it saves more than it costs."""
     verdict: str
-    """`chosen`, or what spoke against it."""
+    """`chosen`, or the reason against it."""
 
     def as_json(self) -> dict[str, Any]:
         """One entry of the record."""
@@ -372,7 +370,7 @@ def _objection(
     if candidate.barred:
         return candidate.barred, None
     if candidate.gain <= least:
-        return f"saves {candidate.gain:.1%} of a step, and {least:.0%} is the least", None
+        return f"saves {candidate.gain:.1%} of a step; at least {least:.0%} is required", None
     # Where conditions may end, the way back has to be affordable too, or the run would be stranded.
     needed_s = candidate.cost_s + (
         0.0 if situation.regime.durations is None else candidate.return_s
@@ -380,34 +378,35 @@ def _objection(
     if needed_s > situation.budget_s and not candidate.is_free:
         return (
             (
-                f"costs {seconds(needed_s)}, and {seconds(max(0.0, situation.budget_s))} are left"
-                f" for switches (controller.budget_share={settings.budget_share:g})"
+                f"costs {seconds(needed_s)}; the budget for switches has"
+                f" {seconds(max(0.0, situation.budget_s))} left"
+                f" (controller.budget_share={settings.budget_share:g})"
             ),
             later_s,
         )
     if earned_s >= situation.horizon_s - candidate.cost_s:
         if situation.horizon_s <= 0:
-            return f"takes {seconds(candidate.prepare_s)} to prepare, and the run ends before", None
+            return (
+                f"takes {seconds(candidate.prepare_s)} to prepare; the run ends before that",
+                None,
+            )
         return (
             (
-                f"costs {seconds(cost_s)}, which the {seconds(situation.horizon_s)} that are left"
-                " then cannot earn back"
+                f"costs {seconds(cost_s)}; it would not break even in the"
+                f" {seconds(situation.horizon_s)} of the run that are left then"
             ),
             None,
         )
     if candidate.likely < settings.min_probability:
         return (
-            (
-                "saves time only if conditions there are normal, with probability"
-                f" {candidate.likely:.2f}"
-            ),
+            (f"saves time only if its devices have recovered (probability {candidate.likely:.2f})"),
             None,
         )
     if unsure_s > 0:
         return (
             (
-                f"conditions may not last the {seconds(candidate.prepare_s)} that preparing it"
-                f" takes; worth it if they last {seconds(unsure_s)} longer"
+                f"conditions may end within the {seconds(candidate.prepare_s)} of preparing it;"
+                f" worth it if they last {seconds(unsure_s)} longer"
             ),
             unsure_s,
         )
@@ -417,7 +416,7 @@ def _objection(
     if wait_s > 0:
         return (
             (
-                f"conditions may not last the {seconds(earned_s)} that earn its cost back; worth it"
+                f"conditions may end before it breaks even, after {seconds(earned_s)}; worth it"
                 f" if they last {seconds(wait_s)} longer"
             ),
             wait_s,
@@ -425,8 +424,8 @@ def _objection(
     if probability < settings.min_probability:
         return (
             (
-                f"saves time with probability {probability:.2f}, and {settings.min_probability:g}"
-                " is the least"
+                f"saves time with probability {probability:.2f}; at least"
+                f" {settings.min_probability:g} is required"
             ),
             later_s,
         )
@@ -434,8 +433,8 @@ def _objection(
     if gain_s < max(cost_s, least_times * candidate.cost_s):
         return (
             (
-                f"saves {seconds(gain_s)} for {seconds(candidate.cost_s)}, and {least_times:.2g}"
-                " times is the least"
+                f"saves {seconds(gain_s)} at a cost of {seconds(candidate.cost_s)}; at least"
+                f" {least_times:.2g} times its cost is required"
             ),
             later_s,
         )
@@ -466,7 +465,7 @@ def _move_away(situation: Situation, candidates: Sequence[SwitchCandidate]) -> D
             situation,
             [],
             None,
-            why=f"{situation.trigger}, and no plan is known that could be kept instead",
+            why=f"{situation.trigger}; no other possible plan is known",
         )
     best = weighed[0]
     if best.objection:
@@ -475,7 +474,7 @@ def _move_away(situation: Situation, candidates: Sequence[SwitchCandidate]) -> D
             weighed,
             None,
             why=(
-                f"{situation.trigger}, and no plan that could be kept instead may be used:"
+                f"{situation.trigger}; no other possible plan may be used:"
                 f" {best.candidate.plan.axes} {best.objection}"
             ),
         )
@@ -484,8 +483,8 @@ def _move_away(situation: Situation, candidates: Sequence[SwitchCandidate]) -> D
         weighed,
         best,
         why=(
-            f"{situation.trigger}: {best.candidate.plan.axes} is expected to finish soonest of"
-            f" {len(weighed)} plans that can go on"
+            f"{situation.trigger}: {best.candidate.plan.axes} is expected to finish first of"
+            f" {len(weighed)} possible plans"
         ),
     )
 
@@ -502,7 +501,7 @@ def _why_stay(situation: Situation, weighed: Sequence[_Weighed]) -> str:
     if situation.blocked:
         return f"{situation.trigger}: {situation.blocked}"
     if not weighed:
-        return f"{situation.trigger}: no other plan is known that could be used"
+        return f"{situation.trigger}: no other usable plan is known"
     # The one with the most to gain says what it fails by; without any gain the plan at hand is the
     # best.
     best = max(weighed, key=lambda each: (not each.candidate.barred, each.gain_s))
@@ -540,7 +539,9 @@ def _decision(
 
 def _shown(situation: Situation, each: _Weighed, is_best: bool) -> Alternative:
     verdict = (
-        CHOSEN if is_best else each.objection or (situation.blocked or "another one is worth more")
+        CHOSEN
+        if is_best
+        else each.objection or (situation.blocked or "another plan has a larger net gain")
     )
     return Alternative(
         plan=each.candidate.plan,

@@ -1,7 +1,7 @@
-"""What is known of a running job at a step boundary: readings over windows of samples.
+"""Measured signals of a running job at a step boundary, summarised over windows of samples.
 
-A *sample* is one measured number. A *reading* is what a window of the newest samples says: their
-median and a spread that a single outlier (a checkpoint, a compilation) does not move. What was not
+A *sample* is one measured number. A *summary* of a window of the newest samples has their median
+and a spread that a single outlier (a checkpoint, a compilation) does not move. What was not
 measured is UNKNOWN, never a placeholder. Times are on the run's clock: seconds of a clock that
 never jumps, from any origin.
 """
@@ -45,7 +45,7 @@ HEARTBEAT_AGE_S = "heartbeat_age_s"
 
 @dataclass(frozen=True, kw_only=True)
 class SignalSummary:
-    """What the samples of one signal say."""
+    """Summary of the newest samples of one signal: median, spread, count, age and quality."""
 
     value: float | None
     """Their median, in the signal's unit; None exactly if it is unknown."""
@@ -53,7 +53,7 @@ class SignalSummary:
     """Robust standard deviation of a sample (1.4826 times the median absolute deviation), same
     unit; None below two samples."""
     count: int
-    """Samples that it rests on."""
+    """Number of samples."""
     time_s: float | None
     """When the newest was taken, on the run's clock; None if there is none."""
     quality: Quality
@@ -61,12 +61,12 @@ class SignalSummary:
 
 
 UNKNOWN = SignalSummary(value=None, spread=None, count=0, time_s=None, quality="unknown")
-"""Of a signal that nothing has measured."""
+"""Summary of a signal that has not been measured."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Observation:
-    """What is known at a step boundary."""
+    """All measured signals at a step boundary."""
 
     step: int
     """The last one done."""
@@ -75,7 +75,7 @@ class Observation:
     step_times_s: tuple[float, ...]
     """Of the steps done since the last observation, seconds each; may be empty."""
     readings: Mapping[str, SignalSummary]
-    """By name; what is missing is unknown."""
+    """Summaries by signal name; a missing signal is unknown."""
     global_batch: int
     """Examples of a step in the phase that the run is in."""
     seq_len: int
@@ -84,7 +84,7 @@ class Observation:
     """Ids of devices reported bad."""
 
     def reading(self, name: str) -> SignalSummary:
-        """Of a signal; UNKNOWN if there is none."""
+        """Summary of a signal; UNKNOWN if there is none."""
         return self.readings.get(name, UNKNOWN)
 
 

@@ -27,7 +27,7 @@ HORIZON = 30
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterConditions:
-    """What holds at a moment."""
+    """Conditions of the simulated cluster at one moment."""
 
     inside: float = 1.0
     """Factor on the speed of the link inside hosts."""
@@ -36,9 +36,9 @@ class ClusterConditions:
     slow: tuple[tuple[int, float], ...] = ()
     """Devices whose compute takes longer, with the factor on its time; in rising order."""
     taken: float = 0.0
-    """Share of every device's memory that something else has."""
+    """Share of every device's memory that is used by something else."""
     wait_s: float = 0.0
-    """That each step waits for its batch."""
+    """Seconds that each step waits for its batch."""
     lost: frozenset[int] = frozenset()
     """Devices that are gone."""
     reported: frozenset[int] = frozenset()

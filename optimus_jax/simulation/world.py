@@ -53,7 +53,7 @@ OPERATORS = ("attention", "feed-forward", "recompute", "memory", "head", "optimi
 
 @dataclass(frozen=True)
 class PlacedPlan:
-    """A plan on devices of the cluster."""
+    """A plan placed on devices of the cluster."""
 
     plan: Plan
     devices: tuple[int, ...]

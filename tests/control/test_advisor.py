@@ -255,7 +255,7 @@ def test_it_waits_until_the_slow_link_has_cost_as_much_as_a_switch():
     assert job.switches == []
     waiting = [each for each in job.decisions if each.wait_s]
     assert waiting
-    assert "may not last" in waiting[-1].why
+    assert "may end before it breaks even" in waiting[-1].why
     job.go(100, SLOW)
     assert len(job.switches) == 1
 
@@ -599,7 +599,7 @@ def test_what_has_to_be_is_not_withdrawn_for_other_news():
     )
     job = Job(BEST, num_steps=5000, phases=phases).go(280)
     assert job.pending is not None
-    job.go(20, said=Conditions(between=10.0))  # which step times do not bear out
+    job.go(20, said=Conditions(between=10.0))  # which step times contradict
     assert [step for step, _ in job.switches] == [300]
 
 

@@ -116,16 +116,16 @@ def test_a_budget_is_looked_at_again_where_the_run_may_become_longer():
 @pytest.mark.parametrize(
     ("fields", "about", "reason"),
     [
-        ({"gain": 0.04, "deviation": 0.0}, {}, "the least"),
+        ({"gain": 0.04, "deviation": 0.0}, {}, "is required"),
         ({"deviation": 0.5}, {}, "probability"),
-        ({"cost_s": 500.0}, {}, "2 times is the least"),
+        ({"cost_s": 500.0}, {}, "2 times its cost is required"),
         ({"barred": "failed 1 times"}, {}, "failed 1 times"),
-        ({}, {"budget_s": 9.0}, "left for switches"),
-        ({}, {"horizon_s": 30.0}, "cannot earn back"),
+        ({}, {"budget_s": 9.0}, "budget for switches"),
+        ({}, {"horizon_s": 30.0}, "would not break even"),
         ({"prepare_s": 1e6}, {}, "the run ends before"),
         ({}, {"blocked": "cooling down"}, "cooling down"),
-        ({}, {"regime": unknown_duration(10.0)}, "may not last"),
-        ({"gain": 0.08, "deviation": 0.0, "was_left": True}, {}, "the least"),
+        ({}, {"regime": unknown_duration(10.0)}, "may end before it breaks even"),
+        ({"gain": 0.08, "deviation": 0.0, "was_left": True}, {}, "is required"),
         ({"likely": 0.5}, {}, "probability"),
     ],
 )
@@ -259,7 +259,7 @@ def test_to_and_fro_makes_cautious():
     assert decided(candidate(), horizon_s=1000.0, caution=8.0).action == "switch"
     decision = decided(candidate(), horizon_s=1000.0, caution=16.0)
     assert decision.action == "stay"
-    assert "32 times is the least" in decision.why
+    assert "32 times its cost is required" in decision.why
 
 
 def test_what_undoes_a_forced_move_needs_no_budget():

@@ -197,17 +197,17 @@ def test_a_rumour_that_would_be_felt_asks_for_a_probe():
 
 def test_a_reading_that_was_doubted_is_heard_when_it_says_something_else():
     run = Run().go(60, said=NORMAL).go(30, said={**NORMAL, "between": 4.0})
-    assert "between" in run.watch.distrusted
+    assert "between" in run.watch.rejected_signals
     run.go(20, Conditions(between=16.0), {**NORMAL, "between": 16.0})
-    assert run.watch.distrusted == {}
+    assert run.watch.rejected_signals == {}
     assert run.watch.conditions.between == pytest.approx(16, rel=0.06)
 
 
 def test_a_reading_that_step_times_deny_is_distrusted_and_so_are_its_relatives():
     run = Run().go(60, said=NORMAL).go(PATIENCE + 2, said={**NORMAL, "between": 4.0, "inside": 4.0})
     assert run.watch.conditions == Conditions()
-    assert set(run.watch.distrusted) == {"between", "inside"}
-    assert len([each for each in run.news if "do not bear out" in each]) == 1
+    assert set(run.watch.rejected_signals) == {"between", "inside"}
+    assert len([each for each in run.news if "contradict the readings" in each]) == 1
     # Once it has lied, a factor that step times cannot check is not taken on its word.
     run.go(100, said=NORMAL).go(30, said={**NORMAL, "inside": 4.0})
     assert run.watch.conditions == Conditions()

@@ -1,6 +1,4 @@
-"""The scales: what could be switched to, each against the plan that the run is under, in time, cost
-and doubt.
-"""
+"""Compares each candidate plan with the present one: step time, switch cost and uncertainty."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -208,7 +206,7 @@ class CandidateEvaluator:
             "step_time_high_s": interval_s[1],
             "conditions": watch.conditions.as_json(),
             "unexplained": watch.regime != 0,
-            "distrusted": sorted(watch.distrusted),
+            "rejected_signals": sorted(watch.rejected_signals),
             "held_s": watch.regime_at(view.time_s).elapsed_s,
             "steps_left": steps_left,
             "spent_s": self.costs.spent_s,

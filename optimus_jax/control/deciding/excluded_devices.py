@@ -1,5 +1,5 @@
-"""A slow process that the run does without: how likely it is to have recovered, and when to try it
-again.
+"""Devices of a slow process that the run excludes: the probability that the process has recovered,
+and when to try it again.
 """
 
 from dataclasses import dataclass, replace
@@ -7,28 +7,28 @@ from dataclasses import dataclass, replace
 from optimus_jax.control.policy import Regime
 
 LOOK_AGAIN = 0.1
-"""Of the time that it has been left out: at least so much lies between two looks."""
+"""Least time between two checks, as a share of the time since the exclusion."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExcludedDevices:
-    """One that was too slow to wait for. Once it is left out, nothing tells how slow it is."""
+    """The devices of a process that was too slow. While excluded, its speed is not measured."""
 
     devices: frozenset[int]
-    """Its ids."""
+    """Ids of the devices."""
     skew: float
-    """How slow it was, as a factor on the time of computing."""
+    """Its compute time over that of other processes when it was excluded."""
     regime: Regime
-    """For how long it had been slow when it was last known to be, and how long that lasts."""
+    """How long it had been slow when last measured, and how long slowness is expected to last."""
     at_s: float
-    """When that was."""
+    """When it was last known to be slow, on the run's clock."""
 
     def recovered(self, time_s: float) -> float:
-        """Probability that it is as fast as others again."""
+        """Probability that the process has recovered."""
         return 1.0 - self.regime.survival(time_s - self.at_s)
 
     def due_s(self, time_s: float, probability: float) -> float | None:
-        """When it will have recovered with this probability; None: never."""
+        """When the process has recovered with this probability; None: never."""
         durations = self.regime.durations
         if durations is None:
             return None

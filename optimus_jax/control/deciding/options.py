@@ -35,7 +35,7 @@ SPARED = 8
 
 @dataclass(frozen=True, kw_only=True)
 class UsableDevices:
-    """Devices that can be used."""
+    """A set of usable devices, with its conditions and the costs of plans on it."""
 
     conditions: Conditions
     """Present ones there."""

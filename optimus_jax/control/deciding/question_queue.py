@@ -1,7 +1,7 @@
-"""The agenda: which question is up for decision, which waits behind it, and when to look again
-without being asked.
+"""The queue of questions for the controller: the open question, the waiting one, and the time of
+the next review.
 
-One question is open at a time, for a search for its answer may take many steps.
+Only one question is open at a time, because the search for its answer may take many steps.
 """
 
 import math
@@ -13,35 +13,35 @@ from optimus_jax.control.deciding.prices import Batch
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """What is up for decision."""
+    """A question to decide."""
 
     trigger: str
-    """In words."""
+    """What caused the question, in words."""
     batch: Batch
-    """That it is about."""
+    """The batch shape that the question is about."""
     mandatory: bool = False
     """The present plan cannot be kept."""
     at_step: int | None = None
-    """Boundary that it is about; None: as soon as can be."""
+    """Step boundary at which the switch would be made; None: as soon as possible."""
     only: Standing | None = None
-    """The one plan that is asked about; None: all."""
+    """The only plan to consider; None: all plans."""
 
     @property
     def is_pressing(self) -> bool:
-        """Whether it has to be answered, or belongs to a boundary."""
+        """Whether the question is mandatory or tied to a step boundary."""
         return self.mandatory or self.at_step is not None
 
 
 class QuestionQueue:
-    """Questions of one run. Empty at first."""
+    """The open and the waiting question of one run. Empty at first."""
 
     def __init__(self) -> None:
         self.question: Question | None = None
-        """The open one."""
+        """The open question; None: there is none."""
         self.forced: Question | None = None
-        """The one whose answer had to be a switch, until it is made."""
+        """The mandatory question whose switch is not done yet."""
         self._later: Question | None = None
-        """Came while the open one was being thought about, and can wait."""
+        """The waiting question, which arrived while another was open."""
         self._review_step, self._review_s = math.inf, math.inf
 
     def put(self, asked: Question) -> None:

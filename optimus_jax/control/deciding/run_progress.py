@@ -1,4 +1,4 @@
-"""How far a run has come, and how long all of it will take."""
+"""Progress of a run, and the expected time of the whole run."""
 
 from typing import Literal
 
@@ -7,25 +7,25 @@ from optimus_jax.control.signals import Observation
 
 
 class RunProgress:
-    """Of one run.
+    """Steps done, time spent and expected total time of one run.
 
     Args:
-      num_steps: of all of it.
+      num_steps: of the whole run.
     """
 
     def __init__(self, num_steps: int) -> None:
         self.step = 0
         """Steps done."""
         self.time_s = 0.0
-        """On the run's clock, when they were done."""
+        """When the last of them was done, on the run's clock."""
         self._num_steps = num_steps
         self._began_s: float | None = None
-        """On the run's clock, when the steps began that were observed."""
+        """When the first observed step began, on the run's clock."""
         self._earlier_steps = 0
-        """Done before."""
+        """Steps done before the first observed step."""
 
     def observe(self, observation: Observation) -> Literal["begins", "goes on", "goes back"]:
-        """What the run does: it goes back where it was started again from a checkpoint."""
+        """Record an observation. The run "goes back" if it was restarted from a checkpoint."""
         is_first, goes_back = self._began_s is None, observation.step < self.step
         if self._began_s is None:
             self._began_s, self._earlier_steps = (

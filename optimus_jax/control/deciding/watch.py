@@ -1,9 +1,10 @@
-"""Which conditions the run is in: readings and step times, held against one another.
+"""Estimates the present conditions by comparing signal readings with step times.
 
-A reading that claims other conditions is believed if step times have changed as the cost model says
-they should, or if the present plan could not feel it and the reading is good. It is distrusted if
-step times ought to have changed and did not; so are its relatives. Step times that change without a
-reading that explains it open an unexplained regime: whatever it is, it may hit every plan.
+A reading that indicates other conditions is accepted if step times have changed as the cost model
+predicts, or if its quality is good and the present plan would not be affected. It is rejected if
+step times should have changed and did not; readings of the same family are rejected with it. Step
+times that change without a reading that explains the change begin an unexplained regime, which may
+affect every plan.
 """
 
 import math
@@ -22,36 +23,35 @@ LEAST = {
     "compute": math.log(1.2),
     "skew": math.log(1.12),
 }
-"""Change of a factor's logarithm that makes other conditions: more than readings scatter; what hits
-all plans alike matters less."""
+"""Least change of a factor's logarithm that counts as other conditions. It exceeds the scatter of
+readings."""
 FAMILY = {"inside": "link", "between": "link", "compute": "compute", "skew": "skew"}
-"""What is measured in the same way, and wrong together."""
+"""Signals of a family are measured alike, so they are wrong together."""
 FELT = 0.05
-"""Predicted change of the logarithm of step times that they can confirm or deny."""
+"""Least predicted change of log step time that step times can confirm or contradict."""
 AGREES = 0.35
-"""Of the predicted change, what is seen of it at least where the reading is right; and of the
-change that is seen, what is predicted at least."""
+"""Least ratio of observed to predicted change, and of predicted to observed change, at which a
+reading counts as confirmed."""
 ALARMING = math.log(2.0)
-"""Above the level: a step that takes so long is asked about at once, before others have shown that
-it was no accident."""
+"""Log ratio to the usual step time from which a single slow step triggers a probe at once."""
 WORTH = 0.25
-"""Of the time that changed steps have lost: it may take so much to know why."""
+"""Share of the time lost to slower steps that probes for the cause may take."""
 RECENT = 5
-"""Step times that a claim is held against at first."""
+"""Number of newest step times that a reading is first compared with."""
 PATIENCE = 12
-"""Steps after which a claim that they do not bear out is distrusted."""
+"""Steps after which a reading that step times do not confirm is rejected."""
 UNSURE = 0.15
-"""How much worse a claim may fit the first steps, whose level nothing vouches for."""
+"""Extra tolerance while the usual step time of a plan is not yet known."""
 SETTLING = 2
-"""First steps under a plan, which are no measure of it."""
+"""First steps under a plan, which are not representative."""
 DISTURBED = 0.2
-"""Distance from normal conditions, as a logarithm, from which on they are a disturbance."""
+"""Least log distance from normal conditions that counts as a disturbance."""
 OTHER_REGIME = math.log(1.5)
-"""Change of conditions by which one disturbance ends and another begins."""
+"""Least log change of conditions that ends one disturbance and begins another."""
 OUTDATED = 0.4
-"""The same for a claim that is newer than the plan, against what was believed before."""
+"""The same for a reading that is newer than the plan, compared with accepted conditions."""
 PRIOR_STEPS = 5
-"""Steps that a regime is expected to have lasted when nothing is known."""
+"""Prior expectation of the steps that a regime lasts."""
 
 
 class Watch:
@@ -65,20 +65,20 @@ class Watch:
         self.regime = 0
         """Number of the unexplained regime; 0: none."""
         self.detector = ChangeDetector()
-        self.distrusted: dict[str, float] = {}
+        self.rejected_signals: dict[str, float] = {}
         """Factors whose readings are not believed, with what they claim."""
         self.straggler: int | None = None
         """The slow process."""
         self._strikes: set[str] = set()
         self._first_compute: float | None = None
-        self._heard: set[str] = set()
+        self._confirmed: set[str] = set()
         """Factors of which a reading has been believed."""
         self._early: set[str] = set()
         """Factors whose claims were there before step times under this plan had a level."""
         self.was_so: dict[str, float] = {}
         """What the last observation made known that may have held from the start."""
         self._claimed_at: dict[str, int] = {}
-        self._has_rumours = False
+        self._has_unconfirmed_claims = False
         """Whether a few samples claim what step times would feel."""
         self.changed_s: float | None = None
         """On the run's clock, when step times last changed, or seemed to, and no reading had said
@@ -115,7 +115,12 @@ class Watch:
     @property
     def wants_probe(self) -> bool:
         """Whether step times and readings do not agree, so that more readings would help."""
-        return self.regime != 0 or bool(self._claimed_at) or self._has_rumours or self._is_alarmed
+        return (
+            self.regime != 0
+            or bool(self._claimed_at)
+            or self._has_unconfirmed_claims
+            or self._is_alarmed
+        )
 
     @property
     def probe_worth_s(self) -> float:
@@ -167,7 +172,7 @@ class Watch:
             self.changed_s = observation.time_s - self._newest_s * change.num_steps
             self._lost_s = change.num_steps * (math.exp(change.after) - math.exp(change.before))
         news = [self._level_changed(change)] if change else []
-        news.append(self._hear(observation, claims, log_time_of))
+        news.append(self._update_from_readings(observation, claims, log_time_of))
         # What was not understood and now is has been the same all the time.
         is_explained = before[1] != 0 and self.regime == 0 and self.is_disturbed
         if (self.conditions, self.regime) != before and not self.was_so and not is_explained:
@@ -217,33 +222,33 @@ class Watch:
         self.regime = self._num_regimes
         return f"steps take {math.exp(change.after - change.before) - 1:+.0%} of their time"
 
-    def _hear(
+    def _update_from_readings(
         self,
         observation: Observation,
         claims: Mapping[str, SignalSummary],
         log_time_of: Callable[[Conditions], float],
     ) -> str:
-        """Believe or distrust what readings claim."""
+        """Accept or reject the conditions that readings indicate."""
         claimed = self._claimed(claims)
         news = {
-            name: told
+            name: on_grid_value
             for name, value in claimed.items()
             if abs(math.log(value / getattr(self.conditions, name))) > LEAST[name]
-            and (told := self._told(name, value)) != getattr(self.conditions, name)
+            and (on_grid_value := self._on_grid(name, value)) != getattr(self.conditions, name)
         }
-        self._heard |= {
+        self._confirmed |= {
             name for name in claimed if name not in news and claims[name].quality == "good"
         }
         for name in [name for name in self._claimed_at if name not in news]:
             del self._claimed_at[name]
         self._early &= news.keys()
-        for name, doubted in list(self.distrusted.items()):
+        for name, doubted in list(self.rejected_signals.items()):
             # It claims again what is believed, or something else than what was doubted.
             if name not in news or abs(math.log(news[name] / doubted)) > OTHER_REGIME:
-                del self.distrusted[name]
+                del self.rejected_signals[name]
                 self._claimed_at.pop(name, None)
-        news = {name: value for name, value in news.items() if name not in self.distrusted}
-        self._has_rumours = any(
+        news = {name: value for name, value in news.items() if name not in self.rejected_signals}
+        self._has_unconfirmed_claims = any(
             claims[name].quality == "few" and self._is_felt(name, value, log_time_of)
             for name, value in news.items()
         )
@@ -255,7 +260,7 @@ class Watch:
             if claims[name].quality == "good":
                 self._claimed_at.setdefault(name, self._seen_steps)
         for group in self._groups(news, log_time_of):
-            if self._is_borne_out(group, claims, log_time_of):
+            if self._is_confirmed_by_steps(group, claims, log_time_of):
                 return self._believe(group, observation, log_time_of)
         late = [
             name
@@ -263,14 +268,14 @@ class Watch:
             if self._seen_steps - self._claimed_at.get(name, math.inf) >= PATIENCE
             and self._is_felt(name, news[name], log_time_of)
         ]
-        return self._distrust(late, news) if late else ""
+        return self._reject(late, news) if late else ""
 
-    def _told(self, name: str, value: float) -> float:
+    def _on_grid(self, name: str, value: float) -> float:
         """On the grid; or what is normal, if it is that as far as readings go: what was measured in
         normal conditions counts again.
         """
-        told, normal = on_grid(value), getattr(self.normal, name)
-        return normal if abs(math.log(told / normal)) < LEAST[name] else told
+        on_grid_value, normal = on_grid(value), getattr(self.normal, name)
+        return normal if abs(math.log(on_grid_value / normal)) < LEAST[name] else on_grid_value
 
     def _groups(
         self, news: Mapping[str, float], log_time_of: Callable[[Conditions], float]
@@ -320,7 +325,7 @@ class Watch:
             >= FELT
         )
 
-    def _is_borne_out(
+    def _is_confirmed_by_steps(
         self,
         group: Mapping[str, float],
         claims: Mapping[str, SignalSummary],
@@ -336,18 +341,18 @@ class Watch:
         # word
         if abs(predicted) < FELT:
             return is_good and all(
-                name not in self._heard or value >= min(1.0, getattr(self.normal, name))
+                name not in self._confirmed or value >= min(1.0, getattr(self.normal, name))
                 for name, value in group.items()
             )
         if (level := self.detector.recent(RECENT)) is None:
             return False
         # it may have been so all the time
         if self.regime == 0 and (
-            not self._heard.issuperset(group) or self._early.intersection(group)
+            not self._confirmed.issuperset(group) or self._early.intersection(group)
         ):
             # Of a factor that was heard before, what is believed is a reading too, and an older
             # one.
-            unsure = UNSURE if not self._heard.issuperset(group) else OUTDATED
+            unsure = UNSURE if not self._confirmed.issuperset(group) else OUTDATED
             return is_good and abs(level - after) <= abs(level - before) + unsure
         if (reference := self._anchor if self.regime else self.detector.level) is None:
             return False
@@ -371,12 +376,12 @@ class Watch:
         # What was heard before was so then, and is otherwise now: only what is heard for the first
         # time may have been so all the time.
         self.was_so = (
-            {name: value for name, value in group.items() if name not in self._heard}
+            {name: value for name, value in group.items() if name not in self._confirmed}
             if self.regime == 0
             else {}
         )
         self.conditions = replace(self.conditions, **group)
-        self._heard |= set(group)
+        self._confirmed |= set(group)
         if self.was_so:
             self.normal = replace(self.normal, **self.was_so)
         elif felt and self.regime:
@@ -394,7 +399,8 @@ class Watch:
         for name in group:
             self._claimed_at.pop(name, None)
         return " and ".join(
-            f"{_WORDS[name]} {value:.2g} times as long as profiled" for name, value in group.items()
+            f"{_WORDS[name]} {value:.2g} times as long as in the profile"
+            for name, value in group.items()
         )
 
     def _num_new(self) -> int:
@@ -404,12 +410,12 @@ class Watch:
         before, after = self.detector.level, self.detector.recent(RECENT)
         return 0 if before is None or after is None else self.detector.in_a_row(before, after)
 
-    def _distrust(self, names: list[str], news: Mapping[str, float]) -> str:
+    def _reject(self, names: list[str], news: Mapping[str, float]) -> str:
         families = {FAMILY[name] for name in names}
         self._strikes |= families
         doubted = [name for name in news if FAMILY[name] in families]
-        self.distrusted.update({name: news[name] for name in doubted})
-        return "step times do not bear out what readings say of " + " and ".join(doubted)
+        self.rejected_signals.update({name: news[name] for name in doubted})
+        return "step times contradict the readings of " + " and ".join(doubted)
 
     def _turn(self, was_disturbed: bool, before: Conditions, begun_s: float) -> None:
         """Another regime may have begun."""
