@@ -5,6 +5,7 @@
 
 import html
 from collections.abc import Sequence
+from importlib import resources
 from string import Template
 
 from optimus_jax.viz.canvas import BLUE, GREEN, IDLE, INK, ORANGE, PURPLE, SKY, VERMILLION, YELLOW
@@ -130,7 +131,8 @@ _DOCUMENT = Template("""\
 <head>
 <meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
-<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'; img-src data:">
+<meta http-equiv="Content-Security-Policy"
+  content="default-src 'none'; style-src 'unsafe-inline'; img-src data:">
 <link rel="icon" href="data:,">
 <title>$title</title>
 <style>
@@ -142,24 +144,4 @@ $body
 </html>
 """)
 
-_RULES = """\
-*{box-sizing:border-box}
-body{margin:0 auto;max-width:70rem;padding:1.5rem 1rem 4rem;background:var(--paper);color:var(--ink);font:1rem/1.5 system-ui,sans-serif;overflow-wrap:break-word}
-h1{font-size:1.7rem;margin:0}h2{font-size:1.25rem;margin:2.5rem 0 .5rem;border-bottom:1px solid var(--idle)}h3{font-size:1rem;margin:1.5rem 0 .25rem}
-a{color:var(--blue)}p{margin:.4rem 0}.note,figcaption,caption{font-size:.875rem;opacity:.85}
-nav ul{display:flex;flex-wrap:wrap;gap:.2rem 1rem;padding:0;margin:1rem 0;list-style:none}
-dl{display:grid;grid-template-columns:repeat(auto-fill,minmax(15rem,1fr));gap:.6rem 1.5rem;margin:1rem 0}
-dt{font-size:.8rem;opacity:.8}dd{margin:0;font-weight:600}
-figure{margin:.5rem 0}figure svg{display:block;width:100%;height:auto;overflow:visible}
-svg *{stroke-linejoin:round;stroke-linecap:butt}svg text{font-family:system-ui,sans-serif!important}
-.frame{overflow-x:auto;margin:.75rem 0}table{border-collapse:collapse;font-size:.875rem;min-width:40%}
-caption{text-align:left;padding:.2rem 0}th,td{text-align:left;vertical-align:top;padding:.25rem .9rem .25rem 0;border-bottom:1px solid var(--idle)}
-thead th{border-bottom-width:2px}thead th:first-child{white-space:nowrap}tbody th{font-weight:600}time,span.short{white-space:nowrap}span.layout{display:inline-block;min-width:13rem}div.long{grid-column:span 2}
-.number{text-align:right;white-space:nowrap;font-variant-numeric:tabular-nums}
-.decision{border-left:4px solid var(--blue);padding:.3rem 0 .3rem 1rem;margin:1rem 0}.decision .why{font-size:1.1rem}
-.warning{border-left:4px solid var(--vermillion);padding-left:1rem}
-.plan{display:inline-block;min-width:1.7em;padding:0 .3em;margin-right:.4em;border:1px solid var(--plan);border-radius:.25em;text-align:center;font-weight:700;
-background:color-mix(in srgb,var(--plan) 25%,transparent)}
-summary{cursor:pointer}details details{margin:.3rem 0 .3rem 1.2rem}.log{font-size:.8rem}
-@media print{body{max-width:none;padding:0;font-size:9pt}nav{display:none}figure,tr,.decision{break-inside:avoid}h2,h3{break-after:avoid}.frame{overflow:visible}}
-"""
+_RULES = resources.files("optimus_jax.report").joinpath("page.css").read_text(encoding="utf-8")
