@@ -333,7 +333,7 @@ def test_the_cost_of_switches_is_learnt_and_counted_against_the_budget():
     assert len(job.switches) == 1
     job.go(500, SLOW)
     assert len(job.switches) == 1
-    assert any("left for switches" in each.why for each in job.decisions)
+    assert any("the budget for switches" in each.why for each in job.decisions)
 
 
 def test_a_plan_that_failed_is_not_tried_again_at_once():

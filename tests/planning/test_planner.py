@@ -86,7 +86,7 @@ def test_unknown_names_and_speeds_are_errors_that_say_what_to_do():
     unknown = Cluster.parse("h100:2x8")
     assert unknown.inter_host is not None
     unknown = replace(unknown, inter_host=replace(unknown.inter_host, bytes_per_s=None))
-    with pytest.raises(PlanError, match="--link between="):
+    with pytest.raises(PlanError, match="--link inter_host="):
         find_plans("gpt2", unknown)
     assert find_plans("gpt2", unknown, links=["between=50GB/s"], top=1)
 

@@ -147,7 +147,7 @@ def test_help_fits_a_screen_and_shows_defaults():
             ("--model", "llama3.3-70b", "--cpu-devices", "2", "--seq-len", "64"),
             "does not fit: about .* GiB per device is needed",
         ),
-        (("--resume",), "which run to resume"),
+        (("--resume",), "no run to resume was named"),
         (("--run-dir", "no-such-run", "--resume"), "no run to resume"),
         (
             ("--model", "gpt2-nano", "--coordinator", "localhost:1"),
