@@ -293,7 +293,7 @@ class _StreamCounts:
         )
 
     def _add_windows(self, block: range, borders: NDArray[np.int64]) -> None:
-        """Add whole windows and the document borders in them; the first border may lie before them."""
+        """Add whole windows and the document borders in them; the first border may lie before."""
         windows = np.arange(block.start, block.stop + 1, self._seq_len)
         ends = borders[borders > block.start]
         self.windowed += len(block)

@@ -129,8 +129,8 @@ def time_pass(devices: Devices, timing: Timing, num_bytes: int) -> MemoryTime:
 
 
 def time_host_copy(devices: Devices, timing: Timing, num_bytes: int) -> HostCopyTime:
-    """Time copying arrays of `num_bytes` from pinned host memory to each device of this process and
-    back, all at the same time, because devices share the host.
+    """Time copying arrays of `num_bytes` between pinned host memory and each device of this process,
+    in both directions and on all devices at the same time, because devices share the host.
     """
     mine = [device for device in devices if device.process_index == jax.process_index()]
     on_device, on_host = (

@@ -205,7 +205,7 @@ def _collectives(
 def _for_overlap(
     matmuls: Iterable[MatmulTime], collectives: Iterable[CollectiveTime], dtype: str
 ) -> tuple[MatmulTime, CollectiveTime]:
-    """The largest all-reduce over all devices, and the square matmul that takes the most similar
+    """The largest all-reduce over all devices, and the square matmul that is closest to it in
     time."""
     all_reduce = max(
         (each for each in collectives if each.kind == ALL_REDUCE),
