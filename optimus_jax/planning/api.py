@@ -51,7 +51,7 @@ class RankedPlan:
     """Nearby batches that divide better over the devices, with their best plans; the same for every
     plan of a ranking."""
     cluster_advice: tuple[SizeAlternative, ...] = ()
-    """Fewer hosts on which the same batch would be faster; the same for every plan of a ranking."""
+    """Smaller clusters that run the same batch faster; the same for every plan of a ranking."""
     lost: "DeviceLoss | None" = None
     """Cost of leaving devices out (`without`); None: none were left out."""
     later: "tuple[LaterPhase, ...]" = ()
@@ -122,9 +122,9 @@ class DeviceLoss:
     num_devices: int
     """Number of devices left out."""
     tokens_per_s_before: float | None
-    """With the best plan for the whole cluster; None: it has no plan."""
+    """Tokens per second with the best plan for the whole cluster; None: it has no plan."""
     tokens_per_s: float
-    """With the best plan for the remaining devices."""
+    """Tokens per second with the best plan for the remaining devices."""
 
     @property
     def share(self) -> float | None:
@@ -207,7 +207,7 @@ class PlanSearch:
     rejections: tuple[Rejection, ...]
     num_priced: int
     divisibility: Divisibility
-    """What does not divide, and which sizes would."""
+    """Sizes that do not divide, and alternatives that would."""
     lost: DeviceLoss | None = None
     later: tuple[LaterPhase, ...] = ()
     """Plans of the phases after the first; plans are ranked for the first phase."""

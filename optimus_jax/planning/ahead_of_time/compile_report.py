@@ -31,7 +31,7 @@ class Traffic:
     wire_bytes: float
     """Bytes that one device sends in one run, around a ring."""
     times: int
-    """Most runs per step: a branch that only some ticks take counts in all of them."""
+    """Upper bound of runs per step: a branch that only some ticks take counts in all of them."""
     work_under: int
     """Computing instructions between its start and its end; 0: the device waits for it."""
     source: str
@@ -86,7 +86,7 @@ class Allocated:
 
 
 class MemoryAnalysis(Protocol):
-    """XLA's memory figures of an executable, as `jax.stages.Compiled.memory_analysis` returns them."""
+    """XLA's figures of an executable, as `jax.stages.Compiled.memory_analysis` returns them."""
 
     argument_size_in_bytes: int
     temp_size_in_bytes: int

@@ -35,7 +35,7 @@ class CompiledStep:
         return self.allocated.total_bytes
 
     def check_memory(self, *, do: str = "leave this plan out") -> None:
-        """Raise PlanError if a step needs more memory than a device has; `do` is its advice."""
+        """Raise PlanError, with the advice `do`, if a step needs more memory than a device has."""
         if self.allocated.fits is False:
             raise self.does_not_fit(do=do)
 

@@ -43,7 +43,7 @@ _SOURCE = re.compile(r'op_name="([^"]*)"')
 
 @dataclass(frozen=True, kw_only=True)
 class Instruction:
-    """One line of a computation."""
+    """One instruction (a line) of a computation."""
 
     name: str
     opcode: str
@@ -139,7 +139,7 @@ class HloProgram:
     def runs(self) -> dict[str, int]:
         """How often each computation runs per execution of the program.
 
-        A loop of unknown length counts once (`unknown_loops`).
+        A loop whose trip count is unknown counts once (`unknown_loops`).
         """
         order: list[str] = []
         self._visit(self.entry, set(), order)
@@ -167,7 +167,7 @@ class HloProgram:
 
     @property
     def unknown_loops(self) -> tuple[str, ...]:
-        """Loops whose length the compiler does not know."""
+        """Loops whose trip count the compiler does not know."""
         return tuple(
             i.name
             for _, i, _ in self.instructions()

@@ -25,7 +25,7 @@ _REMATERIALISED = re.compile(
 
 
 def rematerialised(said: str, config: Config, plan: Plan) -> tuple[Rematerialised, ...]:
-    """The arrays that the compiler's messages `said` were replicated, each once."""
+    """The arrays that the compiler's messages report as replicated, each once."""
     found = {
         Rematerialised(
             array=array,

@@ -23,8 +23,7 @@ Latent = tuple[float, str]
 """An error: its prior standard deviation (logarithm) and its name."""
 
 PLAN = 0.03
-"""Error of a plan, as the standard deviation of the logarithm; the next four are of that kind too.
-"""
+"""Error of a plan: standard deviation of the logarithm, as are the next four."""
 PLAN_SETTING = 0.02
 """Error of a plan in given conditions and with a given batch."""
 LINK_NOISE = 0.12

@@ -69,8 +69,7 @@ class Calibration:
         return Calibration(names, slopes @ self.mean, prior - slopes @ learnt @ slopes.T)
 
     def applied(self, prediction: Prediction) -> Prediction:
-        """The prediction with corrected terms and the uncertainty that remains after the
-        correction."""
+        """The prediction with corrected terms and the interval of the remaining uncertainty."""
         if not self.terms:
             return prediction
         known = self.covering(term.name for term in prediction.terms)

@@ -130,7 +130,7 @@ def fit_to_steps(samples: Sequence[Sample], start: Rates) -> Rates:
 
 
 def _thinned(samples: Sequence[Sample]) -> Sequence[Sample]:
-    """At most MAX_ROWS samples, spread evenly over the shapes; chosen at random with a fixed seed."""
+    """At most MAX_ROWS random samples, spread evenly over the shapes; the seed is fixed."""
     seen: Counter[ShapePoint] = Counter()
     ranked = []
     for number in np.random.default_rng(0).permutation(len(samples)):
@@ -173,8 +173,8 @@ def _fit_physics(
 def _least_squares(
     residuals: Callable[[Vector], Vector], scale: Vector, widths: Vector, iterations: int
 ) -> Vector:
-    """Steps from zero that minimise Huber's loss of residuals / scale plus the sum of (steps /
-    widths)^2."""
+    """Steps from zero that minimise Huber's loss of residuals / scale, plus the squares of
+    steps / widths."""
 
     def cost(left: Vector, steps: Vector) -> float:
         size = np.abs(left / scale)

@@ -24,7 +24,7 @@ from optimus_jax.planning.profiles.links import Link, with_speed
 INTRA_HOST, INTER_HOST, TO_HOST = LINKS = ("intra_host", "inter_host", "host")
 """Names of a cluster's links, as in `--link inter_host=50GB/s`."""
 _OLD_LINK_NAMES = {"inside": INTRA_HOST, "between": INTER_HOST}
-"""Still accepted by `--link`."""
+"""Earlier names of links, still accepted by `--link`."""
 MOST_DEVICES = 2**16
 """Largest supported cluster: more is probably a typo, and has too many layouts to enumerate."""
 _SHAPE = re.compile(r"(?:([1-9]\d{0,8})x)?([1-9]\d{0,8})")
@@ -129,8 +129,8 @@ class Cluster:
 
         Until links are measured, they have the usual speeds of this kind of device.
 
-        If the number of machines is unknown, each process counts as one: links are then faster
-        than predicted, never slower.
+        If the number of machines is unknown, each process counts as one: links may then be faster
+        than predicted, but not slower.
 
         Raises:
           ConfigError: some machines have more devices than others.

@@ -59,8 +59,8 @@ class DataProfile:
     mean_length: float
     """Mean tokens per document, its end token included."""
     length_quantiles: dict[float, int]
-    """Share of documents -> tokens: the length that this share does not exceed. Only documents read
-    whole count."""
+    """Tokens per document, by the share of documents that are no longer; only documents read whole
+    count."""
     seq_len: int
     """Tokens per example."""
     num_examples: int
@@ -68,12 +68,11 @@ class DataProfile:
     trained_share: float
     """Share of the windows' tokens whose loss counts: all but those that end a document."""
     whole_share: float
-    """Share of the windows' tokens whose whole document lies in one window."""
+    """Share of the windows' tokens that belong to a document within a single window."""
     attended_share: float
     """Share of the causal pairs of tokens in a window that lie within one document."""
     padded_share: float
-    """For comparison: tokens per position, if each document began its own row and rows were padded.
-    """
+    """For comparison: tokens per position, if each document began a padded row of its own."""
 
     @property
     def tokens_per_epoch(self) -> int:
@@ -82,8 +81,8 @@ class DataProfile:
 
     @property
     def packing_efficiency(self) -> float:
-        """Share of the stream's tokens, including those after the last window, whose loss counts in
-        an epoch.
+        """Share of the stream's tokens whose loss counts in an epoch; the loss of those after the
+        last window does not.
         """
         return self.trained_share * self.tokens_per_epoch / self.num_tokens
 

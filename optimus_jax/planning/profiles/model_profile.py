@@ -106,7 +106,7 @@ class ModelProfile:
         return json.dumps(asdict(self), indent=2) + "\n"
 
     def describe(self) -> str:
-        """A table for people, in MFLOPs and KiB per token: one row for each kind and one for all."""
+        """A table for people, in MFLOPs and KiB per token: a row for each kind and one for all."""
         columns = [
             "layer kind",
             "parameters",

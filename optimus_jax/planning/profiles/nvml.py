@@ -20,8 +20,7 @@ PATHS = {
     "NODE": "one NUMA node",
     "SYSTEM": "between NUMA nodes",
 }
-"""NVML_TOPOLOGY_...: where the PCIe paths of two GPUs meet, nearest first (`nvidia-smi topo -m`).
-"""
+"""NVML_TOPOLOGY_...: where two GPUs' PCIe paths meet, nearest first (`nvidia-smi topo -m`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,8 +112,10 @@ def read_nvml(library: ModuleType | None = None) -> NvmlFacts:
 
 
 class Driver:
-    """Queries that return None if they fail. Use between `nvmlInit` and `nvmlShutdown` of
-    `library`."""
+    """Queries that return None if they fail.
+
+    Valid between `nvmlInit` and `nvmlShutdown` of `library`.
+    """
 
     def __init__(self, library: ModuleType) -> None:
         self._library = library

@@ -129,8 +129,9 @@ def time_pass(devices: Devices, timing: Timing, num_bytes: int) -> MemoryTime:
 
 
 def time_host_copy(devices: Devices, timing: Timing, num_bytes: int) -> HostCopyTime:
-    """Time copying arrays of `num_bytes` between pinned host memory and each device of this process,
-    in both directions and on all devices at the same time, because devices share the host.
+    """Time copying arrays of `num_bytes` between pinned host memory and every local device.
+
+    Both directions and all devices copy at the same time, because devices share the host.
     """
     mine = [device for device in devices if device.process_index == jax.process_index()]
     on_device, on_host = (
@@ -187,8 +188,7 @@ def time_collective(
 def time_overlap(
     devices: Devices, timing: Timing, matmul: MatmulTime, all_reduce: CollectiveTime
 ) -> OverlapTime:
-    """Time an all-reduce over all devices beside a chain of square matmuls that takes about as
-    long.
+    """Time an all-reduce over all devices beside a chain of square matmuls of similar duration.
 
     Args:
       matmul: measured time of a square matmul, [m, k] by [k, k].
