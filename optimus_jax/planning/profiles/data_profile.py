@@ -274,8 +274,7 @@ class _StreamCounts:
         """Tokens in windows; those of them that end a document; those whose whole document lies in
         their window."""
         self.pairs = self.pairs_within = 0
-        """Sum of seq_len^2 over all windows (twice the pairs of tokens); the same within documents.
-        """
+        """Sum of seq_len^2 over windows (twice the pairs of tokens); the same within documents."""
 
     def add(self, block: range, ends: NDArray[np.int64]) -> None:
         """Add a block, and the positions just after the documents that end in it."""
