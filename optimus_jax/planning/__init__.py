@@ -1,1 +1,1 @@
-"""Profiles, costs, learning, search, ahead-of-time compiling, trials."""
+"""The planner: profiles, cost model, learning, search, ahead-of-time compilation and trials."""

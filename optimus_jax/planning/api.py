@@ -48,10 +48,10 @@ class RankedPlan:
     why: str
     """Why it is the best, or why it is slower than the best."""
     batch_advice: tuple[SizeAlternative, ...] = ()
-    """Nearby batches that divide better over the devices, with their best plans; the same in every
+    """Nearby batches that divide better over the devices, with their best plans; the same for every
     plan of a ranking."""
     cluster_advice: tuple[SizeAlternative, ...] = ()
-    """Fewer hosts on which the same batch would be faster; the same in every plan of a ranking."""
+    """Smaller clusters that run the same batch faster; the same for every plan of a ranking."""
     lost: "DeviceLoss | None" = None
     """Cost of leaving devices out (`without`); None: none were left out."""
     later: "tuple[LaterPhase, ...]" = ()
@@ -64,17 +64,17 @@ class RankedPlan:
 
     @property
     def schedule(self) -> str | None:
-        """Of pipeline stages; None without stages."""
+        """Schedule of the pipeline stages; None without stages."""
         return None if self.plan.pipeline is None else self.plan.pipeline.schedule
 
     @property
     def step_time_s(self) -> float:
-        """Seconds of a step."""
+        """Predicted seconds per step."""
         return self.prediction.step_time_s
 
     @property
     def memory_bytes(self) -> int:
-        """On the most loaded device."""
+        """Predicted bytes on the most loaded device."""
         return self.memory.total
 
     def as_json(self) -> dict[str, Any]:
@@ -122,9 +122,9 @@ class DeviceLoss:
     num_devices: int
     """Number of devices left out."""
     tokens_per_s_before: float | None
-    """With the best plan for the whole cluster; None: there is none."""
+    """Tokens per second with the best plan for the whole cluster; None: it has no plan."""
     tokens_per_s: float
-    """With the best plan for the remaining devices."""
+    """Tokens per second with the best plan for the remaining devices."""
 
     @property
     def share(self) -> float | None:
@@ -207,7 +207,7 @@ class PlanSearch:
     rejections: tuple[Rejection, ...]
     num_priced: int
     divisibility: Divisibility
-    """What does not divide, and which sizes would."""
+    """Sizes that do not divide, and alternatives that would."""
     lost: DeviceLoss | None = None
     later: tuple[LaterPhase, ...] = ()
     """Plans of the phases after the first; plans are ranked for the first phase."""
@@ -228,13 +228,13 @@ def find_plans(
     Args:
       model: name of a preset.
       cluster: `h100:8x8` (hosts x devices), or a Cluster.
-      top: how many.
+      top: most plans to return.
       links: link speeds that replace the usual ones, such as `inter_host=50GB/s`.
-      rates: speed of its devices; None: from the data sheet of their kind.
+      rates: speed of the devices; None: from the data sheet of their kind.
       without: plan for the cluster without this number of hosts (devices, if it has one host); the
         default global batch is still that of the whole cluster.
-      overrides: settings as for `train`; those of the layout are then kept. Precision is bf16 on
-        GPUs unless given, the global batch SEQUENCES_PER_DEVICE for each device.
+      overrides: settings as for `train`; layout settings among them are kept. The default precision
+        is bf16 on GPUs, the default global batch SEQUENCES_PER_DEVICE per device.
     Raises:
       OptimusError: a name is unknown, or no plan is legal and fits; the text says why.
     """
@@ -307,7 +307,7 @@ def search_plans(
 
 
 def config_for(model: str, where: Cluster, overrides: dict[str, Any]) -> Config:
-    """The config for a search: open settings get the usual values for these devices.
+    """The config for a search. Settings that are not given get the defaults for these devices.
 
     Raises OptimusError for settings that are impossible under every plan.
     """
@@ -322,9 +322,9 @@ _GLOBAL_BATCH = {"global_batch", "data.global_batch"}
 
 
 def _later(pricing: Pricing, plan: Plan) -> Iterator[LaterPhase]:
-    """The phases after the first of a run that begins under `plan`.
+    """Plans for the phases after the first, of a run that begins under `plan`.
 
-    Raises PlanError where one has no plan.
+    Raises PlanError if a phase has no plan.
     """
     config, num_devices = pricing.config, pricing.cluster.num_devices
     for phase, own in plans_ahead(
@@ -426,12 +426,12 @@ def _nothing_found(pricing: Pricing, ranking: Ranking, divided: Divisibility) ->
 
 
 def _in_smaller_moments(pricing: Pricing) -> str:
-    """That something fits with moments in bf16, to be followed by what else helps; empty: nothing
-    does.
+    """Advice to keep moments in bf16 if a plan then fits, worded so that other advice can follow;
+    empty if none fits.
     """
     try:
         config = pricing.config.with_values({"precision.moments": "bf16"})
-    except ConfigError:  # betas that bf16 cannot follow
+    except ConfigError:  # moments with these betas cannot be kept in bf16
         return ""
     fits = (
         config != pricing.config and search(dataclasses.replace(pricing, config=config), top=1).best

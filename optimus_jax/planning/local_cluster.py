@@ -54,8 +54,10 @@ class LocalCluster:
 
     @cached_property
     def calibration(self) -> Calibration:
-        """Corrections from the records at first use. None in a run of several processes, since each
-        has its own files and predictions have to agree.
+        """Corrections learnt from the records, computed at first use.
+
+        Empty in a run of several processes, since each has its own files and predictions must
+        agree.
         """
         return (
             Calibration() if jax.process_count() > 1 else calibration_of(read_records(self.records))
@@ -84,8 +86,9 @@ class LocalCluster:
 def measure_devices(
     topology: Topology, *, refresh: bool = False, progress: Progress | None = None
 ) -> LocalCluster:
-    """This run's devices, measured now (at most two minutes) or earlier. Every process must call
-    it.
+    """Measure this run's devices (at most two minutes), or use earlier measurements.
+
+    Every process must call it.
     """
     profile = profile_hardware(refresh=refresh, progress=progress)
     path = path_of(profile_path(), topology)

@@ -1,1 +1,1 @@
-"""Plans compiled for GPUs that are not here, and what their programs say."""
+"""Compile plans for GPUs that this machine lacks, and read the compiled programs."""

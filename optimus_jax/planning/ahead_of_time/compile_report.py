@@ -13,8 +13,8 @@ from typing import Protocol
 from optimus_jax.config import AttentionKernel
 
 LIMIT_HEADROOM_SHARE = 0.02
-"""Of what JAX's allocator may use, of which contexts and NCCL have no part: left for gaps between
-arrays, and for the next batch."""
+"""Share of the memory that JAX's allocator may use (contexts and NCCL have no part in it), left
+free for gaps between arrays and for the next batch."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,30 +26,31 @@ class Traffic:
     axes: tuple[str, ...]
     """Mesh axes that its groups span."""
     payload_bytes: int
-    """Of one run on one device: the whole array, before it is scattered or after it is gathered."""
+    """Bytes of the whole array in one run on one device: before it is scattered or after it is
+    gathered."""
     wire_bytes: float
-    """That one device sends in one run, around a ring."""
+    """Bytes that one device sends in one run, around a ring."""
     times: int
-    """Runs in a step, at most: a branch that only some ticks take counts in all."""
+    """Upper bound of runs per step: a branch that only some ticks take counts in all of them."""
     work_under: int
-    """Computing instructions between its start and its end; with 0 the device waits for it."""
+    """Computing instructions between its start and its end; 0: the device waits for it."""
     source: str
-    """Where it was written, as JAX names the place."""
+    """JAX's name of the place in the source program."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rematerialised:
-    """An array that the partitioner made whole on every device, because it knew no better way from
+    """An array that the partitioner replicated on every device, because it knew no better way from
     one sharding to another.
     """
 
     array: str
     """Its type and shape on one device, such as `f32[4,24,12]`."""
     source: str
-    """Where it was written, as JAX names the place."""
+    """JAX's name of the place in the source program."""
     change: tuple[str, ...]
-    """Logical axes whose rule, kept whole or given to another mesh axis, would avoid it; empty: no
-    dimension's size names one."""
+    """Logical axes whose rule would avoid it if it kept the dimension whole or named another mesh
+    axis; empty: no dimension's size identifies one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,26 +58,26 @@ class Allocated:
     """Memory that a compiled step needs on each device, and the device's capacity."""
 
     argument_bytes: int
-    """State and batch."""
+    """Bytes of state and batch."""
     temp_bytes: int
-    """Everything else that the step needs."""
+    """Bytes of everything else that the step needs."""
     output_bytes: int
-    """New state and metrics."""
+    """Bytes of new state and metrics."""
     alias_bytes: int
-    """Of outputs that are written over arguments."""
+    """Bytes of outputs that are written over arguments."""
     capacity_bytes: int | None
-    """Memory that the device has for it; None: unknown."""
+    """Memory available to the step on the device; None: unknown."""
     headroom_share: float
-    """Of the capacity, which has to stay free."""
+    """Share of the capacity that must stay free."""
 
     @property
     def total_bytes(self) -> int:
-        """All that the step needs."""
+        """Bytes that the step needs in total."""
         return self.argument_bytes + self.temp_bytes + self.output_bytes - self.alias_bytes
 
     @property
     def fits(self) -> bool | None:
-        """Whether that leaves the headroom; None if the capacity is unknown."""
+        """Whether the step fits with the headroom left free; None if the capacity is unknown."""
         return (
             None
             if self.capacity_bytes is None
@@ -85,7 +86,7 @@ class Allocated:
 
 
 class MemoryAnalysis(Protocol):
-    """XLA's figures of an executable, as `jax.stages.Compiled.memory_analysis` gives them."""
+    """XLA's figures of an executable, as `jax.stages.Compiled.memory_analysis` returns them."""
 
     argument_size_in_bytes: int
     temp_size_in_bytes: int
@@ -101,9 +102,9 @@ def check_executable(
     """The memory that a run's executable needs, checked before the first step.
 
     Args:
-      analysis: of the executable that will run.
-      bytes_per_device: what JAX's allocator may use on it (`bytes_limit`); None: unknown.
-      headroom_share: of that, which has to stay free.
+      analysis: figures of the executable that will run.
+      bytes_per_device: memory that JAX's allocator may use (`bytes_limit`); None: unknown.
+      headroom_share: share of that memory that must stay free.
     """
     return Allocated(
         argument_bytes=analysis.argument_size_in_bytes,
@@ -122,30 +123,30 @@ class CompileReport(Allocated):
     plan: str
     """Digest of the plan that was compiled."""
     target: str
-    """The accelerator compiled for."""
+    """The accelerator that the plan was compiled for."""
     attention: AttentionKernel
-    """The kernel that was compiled."""
+    """The attention kernel that was compiled."""
     num_devices: int
     compile_s: float
     """Seconds of lowering and compiling."""
     dot_flops: float
-    """FLOPs of matmuls on one device in a step."""
+    """FLOPs of matmuls per step on one device."""
     traffic: tuple[Traffic, ...]
     rematerialised: tuple[Rematerialised, ...]
     unknown_loops: tuple[str, ...]
-    """Loops whose trip count the compiler does not know: what is in them counts once."""
+    """Loops whose trip count the compiler does not know: their contents count once."""
 
     @property
     def exposed_collectives(self) -> tuple[Traffic, ...]:
-        """Sends, gathers and scatters that nothing hides: not asynchronous, or nothing between
-        start and end.
+        """Collectives other than all-reduces that nothing hides: they are synchronous, or no
+        computation is scheduled between start and end.
         """
         return tuple(
             each for each in self.traffic if each.work_under == 0 and each.kind != "all-reduce"
         )
 
     def wire_bytes(self) -> dict[tuple[str, tuple[str, ...]], float]:
-        """Bytes that a device sends in a step, by kind and mesh axes."""
+        """Bytes that a device sends per step, by kind and mesh axes."""
         sums: dict[tuple[str, tuple[str, ...]], float] = {}
         for each in self.traffic:
             key = each.kind, each.axes

@@ -1,16 +1,16 @@
-"""The subprocess of compile_check: a request as JSON on standard input, what was compiled as one
-line of JSON on standard output.
+"""The subprocess of compile_check: reads a request as JSON from standard input, and writes its
+report as one line of JSON to standard output.
 
     python -m optimus_jax.planning.ahead_of_time.compile_worker < request.json
 
-What the compiler itself says goes to standard error, where `compile_check` reads it.
+The compiler's own messages go to standard error, where `compile_check` reads them.
 """
 
 import json
 import os
 import sys
 
-# before jax is imported: the CUDA plugin must not look for a device
+# Set before jax is imported: the CUDA plugin must not look for a device.
 os.environ["JAX_PLATFORMS"] = "cpu"
 
 from jax._src.cudnn import fused_attention_stablehlo
@@ -24,13 +24,14 @@ from optimus_jax.planning.ahead_of_time.hlo import HloProgram
 from optimus_jax.training.step import build_program
 
 CUDNN_VERSION = 91000
-"""9.10, which the descriptions of devices name too (targets/)."""
+"""cuDNN 9.10, as in the descriptions of devices (targets/)."""
 
 
 def main() -> None:
-    """Compile what is asked for."""
+    """Compile the requested plan and print the report."""
     request = json.load(sys.stdin)
-    # Asked when attention is traced; the library itself is needed only where it runs.
+    # JAX asks for the version when it traces attention; the library itself is needed only at run
+    # time.
     assert hasattr(fused_attention_stablehlo, "check_cudnn_version"), (
         "this version of JAX asks for cuDNN's version elsewhere"
     )

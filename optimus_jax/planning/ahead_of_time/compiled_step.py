@@ -1,7 +1,7 @@
-"""A plan's training step, compiled: the one place where steps are lowered and compiled.
+"""Compile a plan's training step. This is the one place where steps are lowered and compiled.
 
-Runs, trials, the controller's switches and checks for devices elsewhere all come here, so what one
-of them has compiled another can use.
+Runs, trials, the controller's changes of plan and checks for absent devices all use it, so that
+each can reuse what another has compiled.
 """
 
 import time
@@ -21,13 +21,13 @@ class CompiledStep:
     """A compiled training step and what it needs."""
 
     program: Program
-    """Jitted; its `train_step` is what was compiled."""
+    """The jitted program; its `train_step` is what was compiled."""
     train_step: jax.stages.Compiled
-    """(state, batch) -> (state, metrics), as `Program.train_step`."""
+    """(state, batch) -> (state, metrics), as in `Program.train_step`."""
     allocated: Allocated
-    """Memory of each device."""
+    """Memory needed on each device."""
     compile_s: float
-    """Tracing, lowering and compiling."""
+    """Seconds of tracing, lowering and compiling."""
 
     @property
     def step_bytes(self) -> int:
@@ -35,7 +35,7 @@ class CompiledStep:
         return self.allocated.total_bytes
 
     def check_memory(self, *, do: str = "leave this plan out") -> None:
-        """Raise PlanError, which says what to `do`, if a step needs more than a device has."""
+        """Raise PlanError, with the advice `do`, if a step needs more memory than a device has."""
         if self.allocated.fits is False:
             raise self.does_not_fit(do=do)
 
@@ -55,7 +55,7 @@ def compile_step(program: Program, *, bytes_per_device: int | None = None) -> Co
     """Compile the training step of `program`. Runs nothing on a device.
 
     Args:
-      bytes_per_device: that JAX may use on each; None: unknown.
+      bytes_per_device: memory that JAX may use on each device; None: unknown.
     """
     started = time.perf_counter()
     arguments = program.abstract_state(), program.abstract_batch()

@@ -1,11 +1,11 @@
-"""What a compiled program does, read from its text: how often each part runs, its matmuls, its
+"""Read from a compiled program's text what it does: how often each part runs, its matmuls and its
 collectives.
 
-Compiling for devices that are not there gives no cost analysis, and one that ignores how often a
-loop runs would be of no use for a scanned stack of layers. The text has it all: every loop's trip
-count, every matmul's dimensions, and who takes part in every collective.
+Compiling for absent devices gives no cost analysis, and one that ignored the trip counts of loops
+would be useless for a scanned stack of layers. The text has every loop's trip count, every matmul's
+dimensions, and the devices of every collective.
 
-Words: a *computation* is HLO's function (a loop's body, a fusion); a *group* is the devices that
+Words: a *computation* is an HLO function (a loop's body, a fusion); a *group* is the devices that
 one collective joins, as partition numbers, which are positions in the mesh (mesh order, tensor
 fastest).
 """
@@ -43,20 +43,20 @@ _SOURCE = re.compile(r'op_name="([^"]*)"')
 
 @dataclass(frozen=True, kw_only=True)
 class Instruction:
-    """One line of a computation."""
+    """One instruction (a line) of a computation."""
 
     name: str
     opcode: str
     shape: str
-    """Of the result, as printed; a tuple's in parentheses."""
+    """Shape of the result, as printed; a tuple's is in parentheses."""
     operands: tuple[str, ...]
-    """Names."""
+    """Names of the operands."""
     attributes: str
-    """Everything behind the operands."""
+    """The text after the operands."""
 
     @property
     def callees(self) -> tuple[str, ...]:
-        """Computations that it runs."""
+        """Computations that the instruction runs."""
         named = _CALLEES.findall(self.attributes)
         branches = (
             name for group in _BRANCHES.findall(self.attributes) for name in group.split(",")
@@ -65,13 +65,13 @@ class Instruction:
 
     @property
     def trip_count(self) -> int | None:
-        """How often a loop runs; None where the compiler does not know."""
+        """Trip count of a loop; None if the compiler does not know it."""
         found = _TRIPS.search(self.attributes)
         return int(found[1]) if found else None
 
     @property
     def source(self) -> str:
-        """Where the program's author wrote it, as JAX names the place; empty if that is lost."""
+        """JAX's name of the place in the source program (op_name); empty if it was lost."""
         found = _SOURCE.search(self.attributes)
         return found[1] if found else ""
 
@@ -83,22 +83,22 @@ class Collective:
     kind: str
     """One of COLLECTIVES."""
     payload_bytes: int
-    """Of one run on one device: the whole array, before it is scattered or after it is gathered."""
+    """Bytes of the whole array in one run on one device: before it is scattered or after it is
+    gathered."""
     groups: Groups
-    """Devices that speak with one another; (source, target) for a collective-permute."""
+    """Devices that communicate with one another; (source, target) for a collective-permute."""
     times: int
-    """Runs in one execution of the program, each branch of a conditional counted as if always
-    taken."""
+    """Runs per execution of the program; every branch of a conditional counts as taken."""
     work_under: int
-    """Computing instructions (fusions, loops, calls) that the compiler put between its start and
-    its end; 0: all wait for it."""
+    """Computing instructions (fusions, loops, calls) scheduled between its start and its end; 0:
+    the device waits for it."""
     source: str
-    """Where the program's author wrote it."""
+    """JAX's name of the place in the source program."""
 
     @property
     def wire_bytes(self) -> float:
-        """Bytes that one device sends in one run: around a ring, whose volume no algorithm without
-        help from switches undercuts.
+        """Bytes that one device sends in one run, around a ring. No algorithm sends fewer without
+        help from switches.
         """
         size = max(map(len, self.groups), default=1)
         share = {"all-reduce": 2 * (size - 1) / size, "collective-permute": 1.0}.get(
@@ -137,15 +137,15 @@ class HloProgram:
 
     @cached_property
     def runs(self) -> dict[str, int]:
-        """How often each computation runs in one execution.
+        """How often each computation runs per execution of the program.
 
-        A loop of unknown length counts once (`unknown_loops`).
+        A loop whose trip count is unknown counts once (`unknown_loops`).
         """
         order: list[str] = []
         self._visit(self.entry, set(), order)
         counts = dict.fromkeys(order, 0)
         counts[self.entry] = 1
-        for name in reversed(order):  # callers before what they call
+        for name in reversed(order):  # callers before callees
             for instruction in self.computations[name].values():
                 for callee in instruction.callees:
                     counts[callee] += counts[name] * (instruction.trip_count or 1)
@@ -160,14 +160,14 @@ class HloProgram:
         order.append(name)
 
     def instructions(self) -> Iterator[tuple[str, Instruction, int]]:
-        """(computation, instruction, runs) of everything that runs."""
+        """(computation, instruction, runs) of every instruction that runs."""
         for name, times in self.runs.items():
             for instruction in self.computations[name].values():
                 yield name, instruction, times
 
     @property
     def unknown_loops(self) -> tuple[str, ...]:
-        """Loops whose length the compiler does not know."""
+        """Loops whose trip count the compiler does not know."""
         return tuple(
             i.name
             for _, i, _ in self.instructions()
@@ -175,9 +175,7 @@ class HloProgram:
         )
 
     def dot_flops(self) -> float:
-        """FLOPs of all matmuls in one execution on one device: 2 for each multiplication and
-        addition.
-        """
+        """FLOPs of all matmuls per execution on one device: 2 for each multiply-add."""
         return float(
             sum(
                 times * self._dot_flops(name, i)
@@ -226,20 +224,24 @@ class HloProgram:
         return tuple(found)
 
     def _work_under(self, computation: str, start: Instruction) -> int:
-        """The text of a scheduled program is in the order in which a device runs it."""
+        """Number of computing instructions between `start` and its done instruction.
+
+        The text of a scheduled program is in the order in which a device runs it.
+        """
         count, begun = 0, False
         for i in self.computations[computation].values():
             if begun and start.name in i.operands and i.opcode.endswith("-done"):
                 return count
             begun = begun or i is start
             count += begun and i.opcode in _COMPUTING
-        return 0  # it has no end of its own: nothing runs beside it
+        return 0  # without a done instruction it is synchronous
 
 
 def dot_flops(text: str) -> float:
     """FLOPs of all matmuls of an HLO module's text; see `HloProgram.dot_flops`.
 
-    Matmuls that XLA handed to a library (custom calls, on devices that are there) are not seen.
+    Matmuls that XLA replaced with library calls (custom calls, on devices that exist) are not
+    counted.
     """
     return HloProgram(text).dot_flops()
 
@@ -267,7 +269,7 @@ def _split(dims: str) -> Sequence[int]:
 
 
 def _instruction(name: str, rest: str) -> Instruction:
-    """From what stands behind `name = `: shape, opcode, operands in parentheses, attributes."""
+    """Parse the text after `name = `: shape, opcode, operands in parentheses, attributes."""
     end = _closing(rest, 0) + 1 if rest.startswith("(") else rest.index(" ")
     opening = rest.index("(", end)
     closing = _closing(rest, opening)

@@ -1,8 +1,8 @@
-"""Who takes part in a collective of a compiled program: the three ways in which XLA writes groups
-of devices.
+"""Parse the groups of devices that take part in a collective of a compiled program.
 
-Listed, `{{0,1},{2,3}}`; counted out, `[2,4]<=[2,2,2]T(0,2,1)`; and since jax 0.11 by the axes of a
-mesh, `mesh['data'=2,'fsdp'=4] {'fsdp'}` (openxla/xla: xla/hlo/ir/replica_group.cc,
+XLA writes them in three ways: listed, `{{0,1},{2,3}}`; as an iota,
+`[2,4]<=[2,2,2]T(0,2,1)`; and since jax 0.11 by mesh axes,
+`mesh['data'=2,'fsdp'=4] {'fsdp'}` (openxla/xla: xla/hlo/ir/replica_group.cc,
 mesh_and_axis.cc). Numbers are those of partitions: positions in the mesh of the program (mesh
 order, tensor fastest).
 """
@@ -25,17 +25,17 @@ _AXIS_REFERENCE = re.compile(r"'?([\w.-]+)'?(?::\((\d+)\)(\d+))?")
 
 
 def groups_of(attributes: str, num_partitions: int) -> Groups:
-    """Devices that speak with one another in a collective; (source, target) for a
+    """The groups of devices that communicate in a collective; (source, target) for a
     collective-permute.
 
     Args:
-      attributes: what stands behind the collective's operands.
-      num_partitions: of the program; all of them are one group where no groups are written
+      attributes: the text after the collective's operands.
+      num_partitions: partitions of the program; all are in one group if no groups are written
         (`replica_groups={}`).
 
     Raises:
-      ValueError: groups are written in a way that is not known here, rather than taken for
-        everyone.
+      ValueError: the groups are written in an unknown form; they are never guessed to be all
+        devices.
     """
     if listed := _LISTED.search(attributes):
         written = re.findall(r"\{([\d,]+)\}", listed[1])
@@ -52,15 +52,16 @@ def groups_of(attributes: str, num_partitions: int) -> Groups:
 
 
 def counted_groups(text: str) -> Groups:
-    """The groups that `[4,2]<=[2,4]T(1,0)` stands for: numbers 0, 1, ...
+    """The groups that an iota such as `[4,2]<=[2,4]T(1,0)` stands for.
 
-    shaped, transposed, and cut into 4 rows of 2.
+    The numbers 0, 1, ... are reshaped to [2, 4], transposed by (1, 0), and cut into 4 rows of 2.
     """
     return tuple(tuple(row) for row in _counted(text).tolist())
 
 
 def _counted(text: str) -> NDArray[np.int64]:
-    """Any shape, groups being the rows of two dimensions."""
+    """The device numbers of an iota, in its result shape; if that has two dimensions, rows are
+    groups."""
     found = re.fullmatch(_COUNTED, text)
     if not found:
         raise ValueError(f"numbers of devices in a form that is not known: {text[:200]}")
@@ -73,13 +74,14 @@ def _counted(text: str) -> NDArray[np.int64]:
 
 
 def mesh_sizes(mesh: str) -> dict[str, int]:
-    """Sizes of the axes of `'data'=2,'fsdp'=4`, slowest first."""
+    """Axis sizes of a mesh written as `'data'=2,'fsdp'=4`, slowest first."""
     return {name: int(size) for name, size in _AXIS.findall(mesh)}
 
 
 def parts_of_axes(written: str, sizes: Mapping[str, int]) -> list[tuple[str, int, int]]:
-    """Axis, pieces before the part, and size of the part, of `'fsdp','x':(2)4`: whole fsdp, and of
-    x = 2 x 4 x rest the 4.
+    """(axis, number of pieces before the part, size of the part) of each axis in `written`.
+
+    `'fsdp','x':(2)4` means all of fsdp and, with x split into 2 x 4 x rest, the part of size 4.
     """
     return [
         (name, int(before or 1), int(size or sizes[name]))
@@ -88,7 +90,7 @@ def parts_of_axes(written: str, sizes: Mapping[str, int]) -> list[tuple[str, int
 
 
 def _groups_by_axes(mesh: str, device_ids: str | None, members: str) -> Groups:
-    """A group differs in the axes named."""
+    """Groups whose members differ along the axes named in `members`."""
     sizes = mesh_sizes(mesh)
     meant = parts_of_axes(members, sizes)
     pieces: list[tuple[str, int, int]] = []
@@ -118,8 +120,6 @@ def _groups_by_axes(mesh: str, device_ids: str | None, members: str) -> Groups:
 
 
 def _as_counted(device_ids: str) -> str:
-    """`[4,16]T(1,0)`, the numbers of a mesh's devices counted in that shape, with the result's own
-    shape left out.
-    """
+    """Rewrite `[4,16]T(1,0)`, which leaves out the result's shape, as `[64]<=[4,16]T(1,0)`."""
     shape = device_ids[1 : device_ids.index("]")]
     return f"[{math.prod(map(int, shape.split(',')))}]<={device_ids}"

@@ -1,7 +1,7 @@
-"""Reading the compiler's complaint that it made an array whole on every device, and saying which
-rule to change.
+"""Read the compiler's warnings that it replicated an array on every device (involuntary full
+rematerialization), and name the rules to change.
 
-The training step gives no cause for it, since it places every collective itself
+The training step does not cause these warnings, since it places every collective itself
 (docs/decisions/0001); programs that leave a sharding to the partitioner may.
 """
 
@@ -16,7 +16,7 @@ from optimus_jax.planning.ahead_of_time.compile_report import Rematerialised
 from optimus_jax.planning.ahead_of_time.hlo_groups import mesh_sizes, parts_of_axes
 
 _BY_AXES = r"mesh\[[^\]]*\](?:, device_ids=\(.*?\))?, (?:\[.*?\](?:, \w+=\{[^}]*\})*|replicated)"
-"""Since jax 0.11: the axes of a mesh that split each dimension."""
+"""The format of shardings since jax 0.11: the mesh axes that split each dimension."""
 _SHARDING = rf"\{{(?:devices=\[[\d,]+\][^}}]*|replicated|maximal[^}}]*|manual|{_BY_AXES})\}}"
 _REMATERIALISED = re.compile(
     rf"Involuntary full rematerialization.*?from sharding ({_SHARDING}) to ({_SHARDING}).*?HLO"
@@ -25,7 +25,7 @@ _REMATERIALISED = re.compile(
 
 
 def rematerialised(said: str, config: Config, plan: Plan) -> tuple[Rematerialised, ...]:
-    """What the compiler's messages say about arrays that it made whole, each once."""
+    """The arrays that the compiler's messages report as replicated, each once."""
     found = {
         Rematerialised(
             array=array,
@@ -40,7 +40,7 @@ def rematerialised(said: str, config: Config, plan: Plan) -> tuple[Rematerialise
 def _rules_to_change(
     array: str, before: str, after: str, config: Config, plan: Plan
 ) -> tuple[str, ...]:
-    """The logical axes whose size is that of a dimension which is split otherwise before than
+    """The logical axes that have the size of a dimension that is split differently before and
     after.
     """
     ways, others, dims = (
@@ -60,8 +60,8 @@ def _rules_to_change(
 
 
 def _sizes(model: ModelConfig, plan: Plan, global_batch: int) -> dict[str, set[int]]:
-    """Sizes of dimensions that each logical axis splits, merged with others as matmuls have them
-    too.
+    """Sizes of the dimensions that each logical axis splits, including those that matmuls merge
+    with others.
     """
     return {
         BATCH: {global_batch, global_batch // plan.microbatches},
@@ -74,8 +74,8 @@ def _sizes(model: ModelConfig, plan: Plan, global_batch: int) -> dict[str, set[i
 
 
 def _ways(sharding: str) -> Sequence[int]:
-    """Parts of every dimension in `{devices=[2,1,4]<=[8]}` or `{mesh['data'=2,'tensor'=4],
-    [{'data'}, {}, {'tensor'}]}`; nothing if it is whole everywhere.
+    """Number of parts of each dimension in `{devices=[2,1,4]<=[8]}` or `{mesh['data'=2,'tensor'=4],
+    [{'data'}, {}, {'tensor'}]}`; empty if the array is replicated.
     """
     if by_axes := re.match(r"\{mesh\[([^\]]*)\].*?, \[(.*?)\]", sharding):
         sizes = mesh_sizes(by_axes[1])

@@ -1,1 +1,1 @@
-"""What measured steps teach about predictions."""
+"""Learning from measured steps: rates and corrections for predictions."""

@@ -23,7 +23,7 @@ Latent = tuple[float, str]
 """An error: its prior standard deviation (logarithm) and its name."""
 
 PLAN = 0.03
-"""Error of a plan."""
+"""Error of a plan: standard deviation of the logarithm, as are the next four."""
 PLAN_SETTING = 0.02
 """Error of a plan in given conditions and with a given batch."""
 LINK_NOISE = 0.12
@@ -31,9 +31,9 @@ LINK_NOISE = 0.12
 REGIME = 0.5
 """Error that an unexplained regime causes in all plans."""
 REGIME_PLAN = 0.15
-"""Error that it causes in one plan only."""
+"""Additional error that it causes in a single plan."""
 OUTLIER_DEVIATIONS = 2.5
-"""Measurements more deviations away from the others' prediction count as outliers."""
+"""Measurements more deviations than this away from the others' prediction count as outliers."""
 PRIOR_COUNT = 6.0
 """Weight of the prior deviations above, in measurements, when the overall scale is estimated."""
 OWN_FACTORS = tuple([2.0 ** (power / 2) for power in range(8)])
@@ -52,11 +52,11 @@ class Query:
     """A plan in given conditions."""
 
     plan: str
-    """Digest."""
+    """Digest of the plan."""
     setting: str
-    """Name of conditions and batch."""
+    """Name of the conditions and the batch."""
     regime: int = 0
-    """Unexplained regime; 0: none."""
+    """Number of the unexplained regime; 0: none."""
     terms_s: Mapping[str, float]
     """Seconds of each term by the cost model in these conditions, without corrections."""
 
@@ -79,7 +79,7 @@ class Evidence:
     log_time: float
     """Logarithm of the measured seconds."""
     deviation: float
-    """Standard deviation of that."""
+    """Standard deviation of `log_time`."""
 
 
 @dataclass(frozen=True)
@@ -90,9 +90,9 @@ class Beliefs:
     columns: Mapping[Latent, int]
     """Column of each error of a plan, setting or regime."""
     mean: Vector
-    """[columns]."""
+    """[columns]: expected errors."""
     covariance: Matrix
-    """[columns, columns]."""
+    """[columns, columns]: covariance of the errors."""
 
     @classmethod
     def before(cls, queries: Sequence[Query], calibration: Calibration) -> "Beliefs":

@@ -36,7 +36,7 @@ class Calibration:
     mean: Vector = field(default_factory=lambda: np.zeros(0))
     """[terms]: expected log error of each."""
     covariance: Matrix = field(default_factory=lambda: np.zeros((0, 0)))
-    """[terms, terms]: of the mean."""
+    """[terms, terms]: covariance of the log errors."""
 
     @cached_property
     def factors(self) -> dict[str, float]:
@@ -69,7 +69,7 @@ class Calibration:
         return Calibration(names, slopes @ self.mean, prior - slopes @ learnt @ slopes.T)
 
     def applied(self, prediction: Prediction) -> Prediction:
-        """The prediction with corrected terms and the remaining interval."""
+        """The prediction with corrected terms and the interval of the remaining uncertainty."""
         if not self.terms:
             return prediction
         known = self.covering(term.name for term in prediction.terms)

@@ -1,9 +1,9 @@
-"""Rates fitted to measured step times.
+"""Fit rates to measured step times.
 
-First the rates themselves: a damped least-squares fit (Levenberg and Marquardt's) of the logarithms
-of a few of them to the logarithms of step times, held near where they start by a prior, and
-indifferent to outliers beyond Huber's bound. Then what they leave over is told, shape by shape, as
-corrections (planning/cost/corrections.py).
+First a few of the rates are fitted: a damped least-squares fit (Levenberg-Marquardt) of their
+logarithms to the logarithms of step times. A prior keeps them near their start values, and Huber's
+loss limits the weight of outliers. The residuals are then turned into corrections by shape
+(planning/cost/corrections.py).
 """
 
 from collections import Counter
@@ -39,8 +39,8 @@ FITTED: Mapping[str, float] = {
     "send_share": 1.5,
     "step_s": 0.7,
 }
-"""Which rates are fitted, and how far from where they start they are expected: standard deviation
-of the logarithm."""
+"""The rates that are fitted, and how far from their start values they are expected: standard
+deviation of the logarithm."""
 FITTED_TO_STEPS: Mapping[str, float] = {
     "matmul_flops_per_s": 0.2,
     "f32_matmul_flops_per_s": 0.2,
@@ -50,23 +50,23 @@ FITTED_TO_STEPS: Mapping[str, float] = {
     "arrival_s": 1.5,
     "step_s": 1.5,
 }
-"""The same where matmuls, memory and links were measured by themselves."""
+"""The same if matmuls, memory and links have been measured separately."""
 MODEL_ERROR = 0.08
-"""Standard deviation of the logarithm that the time model itself is expected to miss a shape by."""
+"""Expected error of the time model for a shape: standard deviation of the logarithm."""
 MEASURING_ERROR = 0.1
-"""The same of one measurement on a shared cluster, where links and devices have good days and
-bad."""
+"""Expected error of one measurement, likewise. It is for a shared cluster, where the speed of links
+and devices varies from day to day."""
 HUBER = 1.0
 """Standard deviations beyond which a residual counts linearly, not squared."""
 MAX_ROWS = 360
-"""Samples that the rates are fitted to: more of the same shapes tell little and take time."""
+"""Most samples that the rates are fitted to: more of the same shapes add little and take time."""
 CORRECTION_SIZE = 0.2
 """Expected standard deviation of corrections."""
 LEAST_NOISE = 0.02
-"""Of a measurement, relative."""
+"""Lower bound of the relative measurement noise."""
 UNSEEN_ERROR = 0.1
-"""Standard deviation of the logarithm that shapes far from all samples are missed by, beyond what
-samples are: vTrain's with a width left out."""
+"""Additional error for shapes far from all samples, as the standard deviation of the logarithm:
+that of vTrain's samples with one width left out."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,16 +77,16 @@ class Sample:
     plan: Plan
     cluster: Cluster
     seq_len: int
-    """Tokens of an example."""
+    """Tokens per example."""
     global_batch: int
-    """Examples of a step."""
+    """Examples per step."""
     step_time_s: float
-    """Measured seconds."""
+    """Measured seconds per step."""
     style: ImplementationProfile = OURS
-    """Of the implementation that ran."""
+    """Profile of the implementation that ran the step."""
 
     def predicted(self, rates: Rates) -> Prediction:
-        """The same step, predicted."""
+        """The prediction for this step."""
         return predict(
             self.model,
             self.plan,
@@ -98,7 +98,7 @@ class Sample:
         )
 
     def place(self) -> ShapePoint:
-        """Where its layers and its head lie among measured ones."""
+        """Where its layers and its head lie among measured shapes."""
         shape = layer_shape(
             self.model, self.plan, seq_len=self.seq_len, global_batch=self.global_batch
         )
@@ -112,15 +112,16 @@ def fit_rates(
     fitted: Mapping[str, float] = FITTED,
     iterations: int = 12,
 ) -> Rates:
-    """`start` with the rates in `fitted`, corrections and spread that suit the samples best."""
+    """Fit the rates in `fitted`, the corrections and the spread to the samples, beginning at
+    `start`."""
     rates = _fit_physics(_thinned(samples), replace(start, corrections=()), fitted, iterations)
     rates = replace(rates, source=f"{start.source}; fitted to {len(samples)} measured steps")
     return _with_corrections(rates, samples)
 
 
 def fit_to_steps(samples: Sequence[Sample], start: Rates) -> Rates:
-    """`start`, whose matmuls, memory and links were measured, with what a few steps say of the
-    rest, and the spread that they leave.
+    """Refine `start`, whose matmuls, memory and links were measured, with a few training steps,
+    which also give corrections and spread.
     """
     rates = _fit_physics(samples, start, FITTED_TO_STEPS, iterations=12)
     return _with_corrections(
@@ -129,7 +130,7 @@ def fit_to_steps(samples: Sequence[Sample], start: Rates) -> Rates:
 
 
 def _thinned(samples: Sequence[Sample]) -> Sequence[Sample]:
-    """As many of each shape as there is room for; which, is random but always the same."""
+    """At most MAX_ROWS random samples, spread evenly over the shapes; the seed is fixed."""
     seen: Counter[ShapePoint] = Counter()
     ranked = []
     for number in np.random.default_rng(0).permutation(len(samples)):
@@ -144,7 +145,7 @@ def _fit_physics(
 ) -> Rates:
     names, widths = list(fitted), np.array(list(fitted.values()))
     shapes = Counter(sample.place() for sample in samples)
-    # Steps of the same shapes share what the model misses, but not what a measurement does.
+    # Steps of the same shape share the error of the model, but not that of a measurement.
     scale = np.array(
         [
             (shapes[sample.place()] * MODEL_ERROR**2 + MEASURING_ERROR**2) ** 0.5
@@ -172,7 +173,8 @@ def _fit_physics(
 def _least_squares(
     residuals: Callable[[Vector], Vector], scale: Vector, widths: Vector, iterations: int
 ) -> Vector:
-    """Steps from zero that make Huber's sum of residuals / scale, and of steps / widths, least."""
+    """Steps from zero that minimise Huber's loss of residuals / scale, plus the squares of
+    steps / widths."""
 
     def cost(left: Vector, steps: Vector) -> float:
         size = np.abs(left / scale)
@@ -205,12 +207,12 @@ def _least_squares(
 
 
 NUDGE = 1e-3
-"""Step of numerical slopes, in logarithms."""
+"""Step size of numerical derivatives, in logarithms."""
 
 
 def _with_corrections(rates: Rates, samples: Sequence[Sample]) -> Rates:
-    """The rates with what they leave over told by shape, and with the spread of what they leave
-    over.
+    """The rates with corrections by shape, computed from the residuals, and with the residuals'
+    spread.
     """
     predictions = [sample.predicted(rates) for sample in samples]
     left = np.log(
@@ -249,10 +251,11 @@ def _with_corrections(rates: Rates, samples: Sequence[Sample]) -> Rates:
 
 
 def _regression(shares: Vector, kernel: Vector, left: Vector) -> tuple[Vector, float]:
-    """Weights of the places in a Gaussian process whose value, in `shares`, is what is left, and
-    the noise; outliers count less.
+    """Weights of a Gaussian process fitted to the residuals `left`, and its noise; outliers count
+    less.
 
-    The noise is what each sample's own value is missed by when the others alone are asked.
+    Each residual is the sum of the values at the points, weighted by the sample's row of `shares`.
+    The noise is the leave-one-out error: that of predicting each sample from the others.
     """
     noise, weights = 0.1, np.zeros(len(kernel))
     certainty = np.ones_like(left)
@@ -268,5 +271,5 @@ def _regression(shares: Vector, kernel: Vector, left: Vector) -> tuple[Vector, f
 
 
 def _spread(values: Vector) -> float:
-    """Standard deviation around zero, as the median tells it."""
+    """Standard deviation around zero, estimated robustly from the median."""
     return float(1.4826 * np.median(np.abs(values)))

@@ -25,17 +25,17 @@ class Record:
 
     model: str
     plan: str
-    """Digest."""
+    """Digest of the plan."""
     measured_at: str
-    """Date and time."""
+    """Date and time of the measurement."""
     measured_s: float
-    """Of a step."""
+    """Measured seconds per step."""
     terms_s: dict[str, float]
-    """As predicted, without calibration."""
+    """Predicted seconds of each term, without calibration."""
 
     @property
     def predicted_s(self) -> float:
-        """Of a step, without calibration."""
+        """Predicted seconds per step, without calibration."""
         return sum(self.terms_s.values())
 
 

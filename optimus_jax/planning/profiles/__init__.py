@@ -1,1 +1,1 @@
-"""What is there: clusters, hardware measured by probes, models, data."""
+"""Profiles of clusters, of hardware (measured by probes), of models and of data."""

@@ -24,7 +24,7 @@ from optimus_jax.planning.profiles.links import Link, with_speed
 INTRA_HOST, INTER_HOST, TO_HOST = LINKS = ("intra_host", "inter_host", "host")
 """Names of a cluster's links, as in `--link inter_host=50GB/s`."""
 _OLD_LINK_NAMES = {"inside": INTRA_HOST, "between": INTER_HOST}
-"""Still accepted by `--link`."""
+"""Earlier names of links, still accepted by `--link`."""
 MOST_DEVICES = 2**16
 """Largest supported cluster: more is probably a typo, and has too many layouts to enumerate."""
 _SHAPE = re.compile(r"(?:([1-9]\d{0,8})x)?([1-9]\d{0,8})")
@@ -35,17 +35,17 @@ class Cluster:
     """Identical hosts, each with the same number of identical devices."""
 
     num_hosts: int
-    """Machines."""
+    """Number of machines."""
     devices_per_host: int
-    """Devices of each."""
+    """Number of devices per host."""
     accelerator: Accelerator
-    """Their kind."""
+    """Kind of the devices."""
     intra_host: Link
-    """Between the devices of a host."""
+    """Link between the devices of a host."""
     inter_host: Link | None
-    """Between hosts, each device's share; None with one host."""
+    """Link between hosts, as each device's share; None with one host."""
     to_host: Link = MEMORY_OF_HOST
-    """From each device to its host's memory."""
+    """Link from each device to its host's memory."""
     host_bytes_per_device: int | None = None
     """Usable host memory per device; None: unknown."""
 
@@ -56,12 +56,12 @@ class Cluster:
 
     @property
     def num_devices(self) -> int:
-        """Devices of all hosts."""
+        """Number of devices of all hosts."""
         return self.num_hosts * self.devices_per_host
 
     @property
     def shape(self) -> str:
-        """As `parse` reads it, such as `h100:8x8`."""
+        """The text that `parse` reads, such as `h100:8x8`."""
         return (
             f"{self.accelerator.name}:"
             + (f"{self.num_hosts}x" if self.num_hosts > 1 else "")
@@ -78,11 +78,12 @@ class Cluster:
 
     @classmethod
     def parse(cls, text: str, links: Iterable[str] = ()) -> "Cluster":
-        """From `h100:8x8` (8 hosts of 8 devices) or `h100:8` (one host), with the links of its
-        usual hosts.
+        """Parse `h100:8x8` (8 hosts of 8 devices) or `h100:8` (one host); links are those of the
+        usual
+        hosts.
 
         Args:
-          text: a name of devices/accelerators.py and a shape.
+          text: name of an accelerator (devices/accelerators.py) and a shape.
           links: speeds that replace the usual ones: `intra_host=`, `inter_host=` or `host=`,
             followed by a speed as `with_speed` (planning/profiles/links.py) reads it.
         Raises:
@@ -126,10 +127,10 @@ class Cluster:
     def of(cls, topology: Topology) -> "Cluster":
         """The cluster of this run's devices.
 
-        Their links are the usual ones of their kind until they have been measured.
+        Until links are measured, they have the usual speeds of this kind of device.
 
-        If the number of machines is unknown, each process counts as one: links are then faster
-        than predicted, never slower.
+        If the number of machines is unknown, each process counts as one: links may then be faster
+        than predicted, but not slower.
 
         Raises:
           ConfigError: some machines have more devices than others.
@@ -274,8 +275,8 @@ class Cluster:
 def _spread(
     axes: AxisSizes, names: tuple[str, ...], num_hosts: int, devices_per_host: int
 ) -> tuple[int, int]:
-    """Over all groups along `names`: the most hosts of a group, and the most members on one
-    host."""
+    """Over all groups along `names`: the most hosts that a group spans, and the most members of a
+    group on one host."""
     num_devices, group_size = axes.num_devices, math.prod(axes[name] for name in names)
     if num_devices > num_hosts * devices_per_host:
         raise PlanError(

@@ -1,12 +1,12 @@
-"""What a training stream holds: its size, its documents, how well windows pack them, and the batch
-sizes that suit it.
+"""The profile of a token stream: its size, its documents, how well windows pack them, and suitable
+batch sizes.
 
-Examples are windows of the stream (data/sampler.py): documents lie one after the other, so no row
-is ever padded. What is lost is the rest of the stream after the last window, the loss at every
-border of documents and, to attention, all that lies beyond such a border or a window's.
+Examples are windows of the stream (data/sampler.py). Documents follow one another, so no row is
+ever padded. Three things are lost: the tokens after the last window, the loss at document borders,
+and attention across a document border or beyond the window.
 
-A stream on disk is read block by block and never held in memory. Of a stream longer than the limit,
-evenly spread blocks stand for the rest; the profile says how many tokens it has seen.
+A stream on disk is read block by block and never held in memory. If it is longer than the limit,
+evenly spread blocks are sampled; the profile says how many tokens were read.
 """
 
 import json
@@ -21,74 +21,74 @@ from optimus_jax.data.sampler import count_examples
 from optimus_jax.data.tokens import TokenStream
 
 MAX_TOKENS_READ = 1 << 29
-"""Tokens looked at: of uint16 a gigabyte, which takes about a second."""
+"""Default limit of tokens read: a gigabyte of uint16, which takes about a second."""
 BLOCK_TOKENS = 1 << 22
-"""Tokens looked at in one go: 8 to 16 MB, and an eighth of that for what is found."""
+"""Tokens read at once: 8 to 16 MB, plus an eighth of that for the document ends found."""
 QUANTILES = (0.0, 0.05, 0.25, 0.5, 0.75, 0.95, 1.0)
 MIN_STEPS_PER_EPOCH = 100
-"""A batch size that makes sense leaves at least so many steps in an epoch, so that a seed decides
-what a batch holds."""
+"""Fewest steps per epoch that a suggested batch size leaves, so that the seed decides what a batch
+holds."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BatchSize:
-    """A global batch that makes sense."""
+    """A suggested global batch."""
 
     global_batch: int
-    """Examples of a step."""
+    """Examples per step."""
     tokens: int
-    """Tokens of a step."""
+    """Tokens per step."""
     steps_per_epoch: float
     """Steps until every example was seen once."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataProfile:
-    """A stream cut into windows of one length. Shares lie between 0 and 1."""
+    """The profile of a stream cut into windows of one length. Shares lie between 0 and 1."""
 
     name: str
     """Where the tokens come from."""
     num_bytes: int
-    """Bytes of the token ids as they are kept."""
+    """Bytes of the token ids as stored."""
     num_tokens: int
-    """Token ids, those that end a document included."""
+    """Token ids, end-of-document tokens included."""
     tokens_read: int
-    """Those that were looked at; fewer than all make counts of documents and shares an estimate."""
+    """Tokens that were read; if fewer than all, document counts and shares are estimates."""
     num_documents: int
-    """Documents, one without an end counted too."""
+    """Number of documents, including a last one without an end token."""
     mean_length: float
-    """Tokens of a document, the one that ends it included."""
+    """Mean tokens per document, its end token included."""
     length_quantiles: dict[float, int]
-    """Tokens of a document by the share of documents that are no longer; of those seen whole."""
+    """Tokens per document, by the share of documents that are no longer; only documents read whole
+    count."""
     seq_len: int
-    """Tokens of an example."""
+    """Tokens per example."""
     num_examples: int
-    """Windows of an epoch."""
+    """Windows per epoch."""
     trained_share: float
-    """Tokens of the windows whose loss counts: all but those that end a document."""
+    """Share of the windows' tokens whose loss counts: all but those that end a document."""
     whole_share: float
-    """Tokens in documents that lie in one window."""
+    """Share of the windows' tokens that belong to a document within a single window."""
     attended_share: float
-    """Pairs of a token and one before it in its window, of which both are of one document."""
+    """Share of the causal pairs of tokens in a window that lie within one document."""
     padded_share: float
-    """For comparison: tokens over places, if each document began a row of its own and rows were
-    padded."""
+    """For comparison: tokens per position, if each document began a padded row of its own."""
 
     @property
     def tokens_per_epoch(self) -> int:
-        """Tokens of all windows."""
+        """Tokens in all windows."""
         return self.num_examples * self.seq_len
 
     @property
     def packing_efficiency(self) -> float:
-        """Share of all tokens, the rest after the last window included, whose loss counts in an
-        epoch.
+        """Share of the stream's tokens whose loss counts in an epoch; the loss of those after the
+        last window does not.
         """
         return self.trained_share * self.tokens_per_epoch / self.num_tokens
 
     @property
     def is_estimate(self) -> bool:
-        """Whether some tokens were not looked at."""
+        """Whether only some of the tokens were read."""
         return self.tokens_read < self.num_tokens
 
     def steps_per_epoch(self, global_batch: int) -> float:
@@ -96,12 +96,12 @@ class DataProfile:
         return self.num_examples / global_batch
 
     def batch_sizes(self, multiple_of: int = 1) -> tuple[BatchSize, ...]:
-        """Batches of `multiple_of` times a power of two, or three times one, that leave an epoch
-        MIN_STEPS_PER_EPOCH steps.
+        """Suggested batches: `multiple_of` times 2^n or 3 * 2^n, with at least MIN_STEPS_PER_EPOCH
+        steps
+        per epoch.
 
         Args:
-          multiple_of: devices along data and fsdp, times microbatches: what a batch is dealt out
-            to.
+          multiple_of: what batches must divide over: data x fsdp devices, times microbatches.
         """
         largest = self.num_examples // MIN_STEPS_PER_EPOCH
         factors = sorted(
@@ -118,9 +118,7 @@ class DataProfile:
         )
 
     def warnings(self, *, global_batch: int, steps: int) -> tuple[str, ...]:
-        """What a person should know before a run of so many steps with such batches; empty if
-        nothing.
-        """
+        """Warnings about a run of `steps` steps with such batches; empty if there are none."""
         found, epochs = [], steps / self.steps_per_epoch(global_batch)
         if global_batch > self.num_examples:
             found.append(
@@ -152,7 +150,7 @@ class DataProfile:
         )
 
     def describe(self) -> str:
-        """Some lines for people."""
+        """Several lines for people."""
         lengths = ", ".join(
             f"{share:.0%} {tokens:,}" for share, tokens in self.length_quantiles.items()
         )
@@ -199,8 +197,8 @@ def profile_data(
     """The profile of a stream that is cut into examples of `seq_len` tokens.
 
     Args:
-      respect_documents: whether attention and loss stop at the border of two documents.
-      max_tokens: look at no more tokens than about this many.
+      respect_documents: whether attention and loss stop at document borders.
+      max_tokens: approximate limit of tokens read.
     """
     num_examples = count_examples(stream, seq_len)
     found = _StreamCounts(seq_len, in_windows=num_examples * seq_len)
@@ -243,7 +241,7 @@ def profile_data(
 def _document_ends(
     stream: TokenStream, max_tokens: int, seq_len: int
 ) -> Iterator[tuple[range, NDArray[np.int64]]]:
-    """Blocks of the stream, and the places behind each document that ends in them.
+    """Yield blocks of the stream, each with the positions just after the documents that end in it.
 
     Every block begins with a window.
     """
@@ -259,28 +257,27 @@ def _document_ends(
 
 
 class _StreamCounts:
-    """What blocks, given in the order of the stream, add up to.
+    """Sums over blocks, which are given in the order of the stream.
 
-    All counts are of tokens, or of pairs of them.
+    All counts are of tokens, or of pairs of tokens.
     """
 
     def __init__(self, seq_len: int, in_windows: int):
         self._seq_len, self._in_windows = seq_len, in_windows
         self._lengths: list[NDArray[np.int64]] = []
         self._stop = 0
-        """Where the last block ended."""
+        """End of the last block."""
         self._begin: int | None = 0
-        """Where the document begins that goes on beyond the last block; None: in a part that was
-        not read."""
+        """Start of the document that continues beyond the last block; None: it was not read."""
         self.tokens_read = self.num_ends = 0
         self.windowed = self.ends_in_windows = self.whole = 0
-        """Tokens in windows; those of them that end a document; those whose document lies in their
-        window."""
+        """Tokens in windows; those of them that end a document; those whose whole document lies in
+        their window."""
         self.pairs = self.pairs_within = 0
-        """Twice the pairs of a window, as seq_len^2; those within documents."""
+        """Sum of seq_len^2 over windows (twice the pairs of tokens); the same within documents."""
 
     def add(self, block: range, ends: NDArray[np.int64]) -> None:
-        """A block, and the places behind documents that end in it."""
+        """Add a block, and the positions just after the documents that end in it."""
         if block.start != self._stop:
             self._begin = None
         borders = ends if self._begin is None else np.concatenate([[self._begin], ends])
@@ -294,7 +291,7 @@ class _StreamCounts:
         )
 
     def _add_windows(self, block: range, borders: NDArray[np.int64]) -> None:
-        """Whole windows, and the borders of documents in them; the first may lie before them."""
+        """Add whole windows and the document borders in them; the first border may lie before."""
         windows = np.arange(block.start, block.stop + 1, self._seq_len)
         ends = borders[borders > block.start]
         self.windowed += len(block)
@@ -305,5 +302,5 @@ class _StreamCounts:
         self.pairs += len(block) * self._seq_len
 
     def lengths(self) -> NDArray[np.int64]:
-        """Tokens of each document whose begin and end were seen."""
+        """Tokens of each document whose start and end were read."""
         return np.concatenate(self._lengths) if self._lengths else np.zeros(0, np.int64)

@@ -46,25 +46,25 @@ class Setting:
     """Everything on which measurements depend."""
 
     device_kind: str
-    """The driver's name of the devices."""
+    """Device kind, as named by the driver."""
     platform: str
-    """JAX's: `gpu` or `cpu`."""
+    """JAX platform: `gpu` or `cpu`."""
     num_devices: int
-    """Of all processes."""
+    """Number of devices of all processes."""
     num_processes: int
-    """Of the run."""
+    """Number of processes of the run."""
     num_hosts: int
-    """Machines that they are on."""
+    """Number of machines of the run."""
     processor: str
-    """Of the host: model and cores that this process may use."""
+    """Processor of the host: model, and cores that this process may use."""
     driver: str | None
-    """Version of the GPUs' driver; None: unknown, or none is needed."""
+    """GPU driver version; None: unknown, or no driver is needed."""
     jax: str
-    """Version."""
+    """JAX version."""
     jaxlib: str
-    """Version."""
+    """jaxlib version."""
     xla_flags: str
-    """The environment's XLA_FLAGS."""
+    """The XLA_FLAGS environment variable."""
     probes: str
     """Digest of the probes' parameters."""
 
@@ -98,9 +98,9 @@ class HardwareProfile:
     setting: Setting
     """The setting of the measurements."""
     measured_at: str
-    """ISO 8601, UTC."""
+    """Time of measurement, ISO 8601 in UTC."""
     probed: Probed
-    """Times."""
+    """Measured times."""
     fits: tuple[CollectiveFit, ...]
     """Latency and rate of collectives, by kind and mesh axis."""
     nvml: NvmlFacts

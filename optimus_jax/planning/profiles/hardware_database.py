@@ -14,11 +14,11 @@ class Host:
     """The usual host of an accelerator."""
 
     intra_host: Link
-    """Between its devices."""
+    """Link between its devices."""
     inter_host: Link
-    """To other hosts, each device's share."""
+    """Link to other hosts, as each device's share."""
     to_host: Link
-    """From each device to the host's memory."""
+    """Link from each device to the host's memory."""
     memory_bytes: int | None = None
     """Host memory by the data sheet (for a DGX A100 the smaller option); None: depends on the
     site."""
@@ -29,7 +29,7 @@ NETWORK = Link.unknown("network")
 
 
 def host_of(accelerator: str) -> Host:
-    """The usual host of the accelerator of that name."""
+    """The usual host of the named accelerator."""
     return HOSTS.get(accelerator, UNKNOWN_HOST)
 
 
@@ -114,5 +114,5 @@ HOSTS = {
     "v100": _DGX_1,
     "v100-16gb": _DGX_1,
 }
-"""By the accelerator's name. Devices on NVLink: in NVIDIA's own DGX; the others: in a server with a
-full slot for each."""
+"""Usual hosts by accelerator name. Devices with NVLink are in NVIDIA's own DGX; the others are in a
+server with a full PCIe slot for each."""

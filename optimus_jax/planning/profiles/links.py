@@ -20,9 +20,9 @@ class Link:
     name: str
     """Such as "NVLink 4"."""
     bytes_per_s: float | None
-    """In one direction, for each device; None: unknown."""
+    """Bytes per second of each device in one direction; None: unknown."""
     latency_s: float | None
-    """Of the smallest message; None: unknown."""
+    """Seconds for the smallest message; None: unknown."""
     source: str
     """Where the figures come from."""
 

@@ -1,9 +1,8 @@
-"""What probes find, as values: how long a matmul, a pass over memory or a collective takes.
+"""Results of the probes: how long a matmul, a pass over memory or a collective takes.
 
-Times are the shortest of several runs with all devices at work, as they are in training. The
-*message* of a collective is the whole array that it is about: each device's operand of an
-all-reduce, reduce-scatter, all-to-all or permute, each device's result of an all-gather. What a
-device sends of it is WIRE_SHARE.
+Times are the shortest of several runs with all devices busy, as in training. The *message* of a
+collective is the whole array: each device's operand of an all-reduce, reduce-scatter, all-to-all or
+permute, each device's result of an all-gather. WIRE_SHARE is the part of it that a device sends.
 """
 
 import itertools
@@ -31,54 +30,54 @@ WIRE_SHARE = {
 
 @dataclass(frozen=True, kw_only=True)
 class MatmulTime:
-    """One device's [m, k] by [k, n]."""
+    """A matmul of [m, k] by [k, n] on one device."""
 
     m: int
-    """Rows: tokens."""
+    """Rows (tokens)."""
     k: int
-    """Contracted."""
+    """Size of the contracted dimension."""
     n: int
     """Columns."""
     dtype: str
-    """Of operands and result: `f32` or `bf16`."""
+    """Format of operands and result: `f32` or `bf16`."""
     time_s: float
-    """Of one matmul."""
+    """Seconds of one matmul."""
 
     @property
     def flops_per_s(self) -> float:
-        """Its rate."""
+        """FLOPs per second."""
         return 2 * self.m * self.k * self.n / self.time_s
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryTime:
-    """One device's pass over memory: an array is read, another of its size written."""
+    """A pass over memory on one device: it reads an array and writes one of the same size."""
 
     num_bytes: int
-    """Read and written together."""
+    """Bytes read and written together."""
     time_s: float
-    """Of one pass."""
+    """Seconds of one pass."""
 
     @property
     def bytes_per_s(self) -> float:
-        """Its rate."""
+        """Bytes read and written per second."""
         return self.num_bytes / self.time_s
 
 
 @dataclass(frozen=True, kw_only=True)
 class HostCopyTime:
-    """An array that comes from its host's memory to each device while another of its size goes
-    there, as moments do in an offloaded step.
+    """An array copied from host memory to each device while one of the same size is copied back, as
+    moments are in an offloaded step.
     """
 
     num_bytes: int
-    """Of one of the two."""
+    """Bytes of one of the two arrays."""
     time_s: float
-    """Until both have arrived."""
+    """Seconds until both copies are complete."""
 
     @property
     def bytes_per_s(self) -> float:
-        """Each device's, each way."""
+        """Rate of each device in each direction."""
         return self.num_bytes / self.time_s
 
 
@@ -89,18 +88,17 @@ class CollectiveTime:
     kind: str
     """A key of WIRE_SHARE."""
     axis_size: int
-    """Devices of a group."""
+    """Devices per group."""
     stride: int
-    """From one device of a group to the next, in the order of the mesh: 1 along its fastest
-    axis."""
+    """Distance between neighbours of a group in mesh order: 1 along the fastest axis."""
     num_bytes: int
-    """The message."""
+    """Bytes of the message."""
     time_s: float
-    """Of one collective."""
+    """Seconds of one collective."""
 
     @property
     def wire_bytes(self) -> float:
-        """What each device sends."""
+        """Bytes that each device sends."""
         return WIRE_SHARE[self.kind](self.axis_size) * self.num_bytes
 
 
@@ -113,16 +111,16 @@ class CollectiveFit:
     kind: str
     """A key of WIRE_SHARE."""
     axis_size: int
-    """Devices of a group."""
+    """Devices per group."""
     stride: int
-    """From one device of a group to the next, in the order of the mesh."""
+    """Distance between neighbours of a group in mesh order."""
     latency_s: float
-    """Of the collective as a whole, not of one hop."""
+    """Latency of the collective as a whole, not of one hop."""
     bytes_per_s: float | None
-    """Each device's; None: the time did not grow with the message."""
+    """Rate of each device; None: the time did not grow with the message."""
 
     def time_s(self, num_bytes: float) -> float:
-        """Of a message of `num_bytes`."""
+        """Seconds for a message of `num_bytes`."""
         return self.latency_s + (
             WIRE_SHARE[self.kind](self.axis_size) * num_bytes / self.bytes_per_s
             if self.bytes_per_s
@@ -132,20 +130,19 @@ class CollectiveFit:
 
 @dataclass(frozen=True, kw_only=True)
 class OverlapTime:
-    """Matmuls and an all-reduce that do not need one another: each alone, and both in one
-    program."""
+    """Matmuls and an all-reduce that are independent: each alone, and both in one program."""
 
     matmul_s: float
-    """Matmuls alone."""
+    """Seconds of the matmuls alone."""
     collective_s: float
-    """The all-reduce alone, made about as long."""
+    """Seconds of the all-reduce alone, which takes about as long."""
     together_s: float
-    """Both."""
+    """Seconds of both together."""
 
     @property
     def slowdown(self) -> float:
-        """How much longer the longer of the two takes beside the other: 1 if overlap is free, about
-        2 if there is none.
+        """Factor by which overlap lengthens the longer of the two: 1 if overlap is free, about 2 if
+        there is none.
         """
         return max(1.0, self.together_s / max(self.matmul_s, self.collective_s))
 

@@ -1,9 +1,9 @@
-"""What a model costs, by kind of layer, before anything is known of devices: parameters, FLOPs,
-activation bytes.
+"""The cost of a model by kind of layer, independent of devices: parameters, FLOPs, activation
+bytes.
 
-Parameters come from abstract shapes; FLOPs and bytes are the closed forms of models/flops.py and
-models/activations.py, which say by which convention they count. All figures are of the whole model,
-per token of a sequence; nothing is measured.
+Parameters come from abstract shapes. FLOPs and bytes are the closed forms of models/flops.py and
+models/activations.py, which state their counting conventions. All figures are of the whole model;
+FLOPs and bytes are per token of a sequence. Nothing is measured.
 """
 
 import enum
@@ -23,57 +23,57 @@ ITEM_BYTES: dict[Precision, int] = {"f32": 4, "bf16": 2, "f16": 2}
 
 
 class LayerKind(enum.StrEnum):
-    """What all work of a step belongs to."""
+    """The kinds that all work of a step is divided into."""
 
     EMBEDDING = "embedding"
-    """Tables of tokens and positions."""
+    """Token and position embedding tables."""
     NORMS = "norms"
-    """All norms; their activations are the residual stream that they begin from."""
+    """All norms; the activations they save are their inputs, the residual stream."""
     ATTENTION = "attention"
-    """Projections of attention."""
+    """The projections of attention."""
     ATTENTION_CORE = "attention core"
-    """softmax(q k / sqrt(K)) v: the part that grows with the square of the sequence."""
+    """softmax(q k / sqrt(K)) v, which is quadratic in the sequence length."""
     FEED_FORWARD = "feed-forward"
     """The feed-forward blocks."""
     HEAD = "head"
-    """Logits and loss; without parameters where it is the embedding's table."""
+    """Logits and loss; has no parameters if it shares the embedding table."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class KindProfile:
-    """One kind of layer, all layers of it together. FLOPs and bytes are per token."""
+    """The total of all layers of one kind. FLOPs and bytes are per token."""
 
     kind: LayerKind
     num_params: int
-    """Elements, padding not counted."""
+    """Parameter elements, without padding."""
     model_flops: float
-    """Forward and backward, as they count for MFU."""
+    """FLOPs of forward and backward, as counted for MFU."""
     forward_flops: float
-    """Computed in forward."""
+    """FLOPs of forward."""
     backward_flops: float
-    """Computed in backward, without what it computes a second time."""
+    """FLOPs of backward, without recomputation."""
     recomputed_flops: Mapping[RematPolicy, float]
-    """Computed a second time, by what remat says."""
+    """FLOPs that backward recomputes, by remat policy."""
     activation_bytes: Mapping[RematPolicy, float]
-    """Kept from forward to backward, by what remat says."""
+    """Bytes saved from forward to backward, by remat policy."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelProfile:
-    """A model at one length of sequence, in one precision, with one kernel of attention."""
+    """The profile of a model with a given sequence length, precision and attention kernel."""
 
     name: str
-    """Of the model."""
+    """Name of the model."""
     seq_len: int
-    """Tokens of a sequence."""
+    """Tokens per sequence."""
     precision: Precision
     """Format of activations."""
     kernel: AttentionKernel
-    """Of attention: xla or cudnn."""
+    """Attention kernel: xla or cudnn."""
     kinds: tuple[KindProfile, ...]
-    """A profile for every LayerKind, in its order."""
+    """One profile for each LayerKind, in the order of the enum."""
     saved_once_bytes: Mapping[RematPolicy, float]
-    """Kept for a token once for all layers: rotary angles, masks."""
+    """Bytes per token saved once for all layers (rotary angles, masks), by remat policy."""
 
     def __getitem__(self, kind: LayerKind) -> KindProfile:
         return next(profile for profile in self.kinds if profile.kind == kind)
@@ -85,20 +85,18 @@ class ModelProfile:
 
     @property
     def model_flops(self) -> float:
-        """FLOPs per token that count for MFU."""
+        """FLOPs per token, as counted for MFU."""
         return sum(kind.model_flops for kind in self.kinds)
 
     def computed_flops(self, remat: RematPolicy) -> float:
-        """FLOPs per token that one device would compute: forward, backward, and what backward
-        computes again.
-        """
+        """FLOPs per token that one device would compute: forward, backward and recomputation."""
         return sum(
             kind.forward_flops + kind.backward_flops + kind.recomputed_flops[remat]
             for kind in self.kinds
         )
 
     def activation_bytes(self, remat: RematPolicy) -> float:
-        """Bytes per token that wait for backward."""
+        """Bytes per token saved for backward."""
         return (
             sum(kind.activation_bytes[remat] for kind in self.kinds) + self.saved_once_bytes[remat]
         )
@@ -108,7 +106,7 @@ class ModelProfile:
         return json.dumps(asdict(self), indent=2) + "\n"
 
     def describe(self) -> str:
-        """A table for people: a row for each kind and one for all; MFLOPs and KiB per token."""
+        """A table for people, in MFLOPs and KiB per token: a row for each kind and one for all."""
         columns = [
             "layer kind",
             "parameters",
@@ -193,11 +191,11 @@ def _row(
 def profile_model(
     model: ModelConfig, *, seq_len: int, precision: Precision, kernel: AttentionKernel
 ) -> ModelProfile:
-    """The profile of a model, as one device would run it.
+    """The profile of a model that runs on one device.
 
     Args:
-      seq_len: tokens of a sequence, documents not regarded.
-      kernel: attention's, as it was chosen: xla or cudnn.
+      seq_len: tokens per sequence; document borders are ignored.
+      kernel: the attention kernel that runs: xla or cudnn, not auto.
     """
     assert kernel != "auto", "which kernel runs is known when a profile is made"
     params, layers = _params_by_kind(model), model.num_layers
@@ -221,7 +219,7 @@ def profile_model(
     stream, nothing = model.embed_dim * ITEM_BYTES[precision], dict.fromkeys(REMAT_POLICIES, 0.0)
     kinds = (
         _matmuls(LayerKind.EMBEDDING, params, 0, nothing, nothing),
-        # The stream that the last norm begins from is kept like a layer's.
+        # The input of the final norm is saved like that of a layer.
         _matmuls(
             LayerKind.NORMS,
             params,
@@ -234,7 +232,7 @@ def profile_model(
         _matmuls(
             LayerKind.FEED_FORWARD, params, feed_forward, again(1), kept(lambda k: k.feed_forward)
         ),
-        # Its forward computes the gradient by its input, which waits for backward
+        # The head's forward also computes the gradient of its input, which is saved for backward
         # (training/loss.py).
         _matmuls(
             LayerKind.HEAD,
@@ -271,7 +269,7 @@ def _matmuls(
     again: Mapping[RematPolicy, float],
     kept: Mapping[RematPolicy, float],
 ) -> KindProfile:
-    """A kind whose FLOPs are every token times so many elements of matrices."""
+    """The profile of a kind whose matrices have `elements` elements, each used once per token."""
     return KindProfile(
         kind=kind,
         num_params=params[kind],
@@ -315,11 +313,11 @@ _KIND_OF_PART = {
     "attention": LayerKind.ATTENTION,
     "mlp": LayerKind.FEED_FORWARD,
 }
-"""By the names of the modules in models/transformer.py."""
+"""By module name in models/transformer.py."""
 
 
 def _params_by_kind(model: ModelConfig) -> dict[LayerKind, int]:
-    """Elements of all leaves of the abstract parameters, the vocabulary not padded."""
+    """Elements of all leaves of the abstract parameters, with an unpadded vocabulary."""
     params: Params = model_shapes(model, model.vocab_size).params
     parts = {**{name: part for name, part in params.items() if name != LAYERS}, **params[LAYERS]}
     counts = dict.fromkeys(LayerKind, 0)

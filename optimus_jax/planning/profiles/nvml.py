@@ -1,7 +1,7 @@
-"""What NVIDIA's driver says about the GPUs of this host (NVML, through nvidia-ml-py).
+"""What NVIDIA's driver reports about the GPUs of this host (NVML, through nvidia-ml-py).
 
-All GPUs of the host are read, also those that CUDA_VISIBLE_DEVICES hides from JAX, in the driver's
-order (by PCI address). Whatever a GPU or a driver does not tell is None. API:
+All GPUs of the host are read, including those that CUDA_VISIBLE_DEVICES hides from JAX, in the
+driver's order (by PCI address). Whatever a GPU or driver does not report is None. API:
 https://docs.nvidia.com/deploy/nvml-api/.
 """
 
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from types import ModuleType
 
 SWITCH = "switch"
-"""What an NVLink leads to in a host with NVSwitch."""
+"""The peer of an NVLink in a host with NVSwitch."""
 PATHS = {
     "INTERNAL": "same board",
     "SINGLE": "one PCIe switch",
@@ -20,8 +20,7 @@ PATHS = {
     "NODE": "one NUMA node",
     "SYSTEM": "between NUMA nodes",
 }
-"""NVML_TOPOLOGY_...: where the PCIe paths of two GPUs meet, nearest first (`nvidia-smi topo
--m`)."""
+"""NVML_TOPOLOGY_...: where two GPUs' PCIe paths meet, nearest first (`nvidia-smi topo -m`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,13 +28,13 @@ class NvLink:
     """One NVLink of a GPU."""
 
     port: int
-    """Its number on the GPU."""
+    """Port number on the GPU."""
     active: bool
-    """Whether it is up."""
+    """Whether the link is up."""
     version: int | None
-    """Generation."""
+    """NVLink generation."""
     peer: str | None
-    """What is at its other end: SWITCH, or the PCI address of a GPU or a processor."""
+    """The other end: SWITCH, or the PCI address of a GPU or a processor."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,59 +42,59 @@ class Gpu:
     """One GPU."""
 
     name: str | None
-    """The driver's."""
+    """The driver's name of the GPU."""
     pci_address: str | None
-    """Such as `00000000:1B:00.0`."""
+    """PCI address, such as `00000000:1B:00.0`."""
     memory_bytes: int | None
-    """All that it has, the driver's own share included."""
+    """Total memory, including the driver's own share."""
     core_clock_hz: float | None
-    """Of its multiprocessors, now."""
+    """Current clock of the multiprocessors."""
     max_core_clock_hz: float | None
-    """The highest that it can be."""
+    """Highest possible clock of the multiprocessors."""
     memory_clock_hz: float | None
-    """Now."""
+    """Current clock of the memory."""
     max_memory_clock_hz: float | None
-    """The highest that it can be."""
+    """Highest possible clock of the memory."""
     power_w: float | None
-    """Drawn now."""
+    """Current power draw, in watts."""
     power_limit_w: float | None
-    """Set; the device slows down to stay under it."""
+    """Power limit; the device slows down to stay under it."""
     pcie_generation: int | None
-    """Now: an idle GPU may have lowered it."""
+    """Current PCIe generation: an idle GPU may have lowered it."""
     max_pcie_generation: int | None
-    """The highest of GPU and slot."""
+    """Highest PCIe generation that GPU and slot support."""
     pcie_lanes: int | None
-    """Now."""
+    """Current number of PCIe lanes."""
     max_pcie_lanes: int | None
-    """The most of GPU and slot."""
+    """Highest number of PCIe lanes that GPU and slot support."""
     ecc: bool | None
-    """Whether errors in memory are corrected, which costs bandwidth on GDDR."""
+    """Whether memory errors are corrected (ECC), which costs bandwidth on GDDR."""
     nvlinks: tuple[NvLink, ...] = ()
-    """In the order of ports; empty where it has none."""
+    """NVLinks in port order; empty if it has none."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class NvmlFacts:
-    """What the driver says."""
+    """The driver's information on this host."""
 
     missing: str | None
-    """Why there is nothing; None: the driver answered."""
+    """Why there is no information; None: the driver answered."""
     driver: str | None = None
-    """Its version."""
+    """Driver version."""
     cuda: str | None = None
-    """The newest CUDA that it runs."""
+    """Newest CUDA version that the driver supports."""
     gpus: tuple[Gpu, ...] = ()
-    """In the driver's order."""
+    """GPUs in the driver's order."""
     paths: tuple[tuple[str | None, ...], ...] = ()
-    """From GPU (row) to GPU (column) over PCIe: a value of PATHS; None on the diagonal. NVLinks are
+    """PCIe path from GPU (row) to GPU (column): a value of PATHS; None on the diagonal. NVLinks are
     in `gpus`."""
 
 
 def read_nvml(library: ModuleType | None = None) -> NvmlFacts:
-    """The facts, or why there are none.
+    """Read the driver's information, or the reason why there is none.
 
     Args:
-      library: what to ask instead of `pynvml`.
+      library: module to use instead of `pynvml`.
     """
     if library is None:
         try:
@@ -113,14 +112,17 @@ def read_nvml(library: ModuleType | None = None) -> NvmlFacts:
 
 
 class Driver:
-    """Asks, and takes no for an answer. Between `nvmlInit` and `nvmlShutdown` of `library`."""
+    """Queries that return None if they fail.
+
+    Valid between `nvmlInit` and `nvmlShutdown` of `library`.
+    """
 
     def __init__(self, library: ModuleType) -> None:
         self._library = library
 
     def ask(self, name: str, *args: object) -> object:
-        """The answer; None if there is none, or if this release of the library does not know the
-        question or a constant in it.
+        """The result of `name`; None if the call fails, or if this release of the library lacks the
+        function or a constant among its arguments.
         """
         if None in args:
             return None
@@ -130,21 +132,21 @@ class Driver:
             return None
 
     def text(self, name: str, *args: object) -> str | None:
-        """An answer in words."""
+        """A result as text."""
         return _text(self.ask(name, *args))
 
     def whole(self, name: str, *args: object) -> int | None:
-        """An answer that is a whole number."""
+        """A result that is an integer."""
         answer = self.ask(name, *args)
         return answer if isinstance(answer, int) else None
 
     def scaled(self, unit: float, name: str, *args: object) -> float | None:
-        """An answer that is so many times `unit`."""
+        """An integer result, given in multiples of `unit`."""
         answer = self.whole(name, *args)
         return None if answer is None else answer * unit
 
     def constant(self, name: str) -> int | None:
-        """A constant of the library, if this release has it."""
+        """A constant of the library; None if this release lacks it."""
         return getattr(self._library, name, None)
 
 
@@ -224,7 +226,7 @@ def _address(pci_info: object) -> str | None:
 
 
 def _text(answer: object) -> str | None:
-    # Which of the two depends on the function and on the library's release.
+    # bytes or str, depending on the function and on the library's release.
     return (
         answer.decode()
         if isinstance(answer, bytes)

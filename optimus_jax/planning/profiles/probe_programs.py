@@ -1,12 +1,12 @@
-"""Programs that time the devices: matmuls, passes over memory, collectives, and both at once; and
-copies from and to the host.
+"""Programs that time the devices: matmuls, passes over memory, collectives, matmuls beside a
+collective, and copies to and from the host.
 
-Each program runs on all devices together inside one `shard_map`, because that is how a training
-step runs: virtual CPU devices share cores, GPUs share power and links. The operation is repeated
-inside its program, so that launching the program hardly counts; each repeat needs one element of
-the one before, so that XLA can neither drop nor hoist it. Operand and result keep their memory from
-run to run (they are donated): on a CPU the first use of new memory can take longer than what is
-measured. Of several runs the shortest counts.
+Each program runs on all devices together inside one `shard_map`, as a training step does: virtual
+CPU devices share cores, GPUs share power and links. The operation is repeated inside its program,
+so that launch time hardly counts. Each repeat depends on one element of the previous one, so that
+XLA can neither drop nor hoist it. Operand and result keep their memory from run to run (they are
+donated), because on a CPU the first use of new memory can take longer than the operation itself.
+The shortest of several runs counts.
 """
 
 import time
@@ -37,7 +37,7 @@ from optimus_jax.reshard.memory_kinds import DEVICE_MEMORY, HOST_MEMORY
 
 
 class Device(Protocol):
-    """What is asked of a JAX device."""
+    """The attributes of a JAX device that are used here."""
 
     platform: str
     device_kind: str
@@ -45,15 +45,15 @@ class Device(Protocol):
 
 
 Devices = Sequence[Device]
-"""In the order of the mesh."""
+"""Devices in mesh order."""
 DTYPES = {"f32": jnp.float32, "bf16": jnp.bfloat16}
-"""By the names that plans have for them."""
+"""Formats by their names in plans."""
 _GROUP = "group"
 _AXES = ("outer", _GROUP, "inner")
 _NOISE_LENGTH = 2**16
 _MAX_REPEATS = 64
 _MIN_REPEATS = 2
-"""To XLA one repeat is no loop, and donated operands are then copied all the same."""
+"""XLA does not treat one repeat as a loop, and then copies operands although they are donated."""
 _MAX_CHAIN = 16
 
 _COLLECTIVES: dict[str, Callable[[Array, int], Array]] = {
@@ -64,25 +64,25 @@ _COLLECTIVES: dict[str, Callable[[Array, int], Array]] = {
     PERMUTE: lambda x, size: lax.ppermute(x, _GROUP, [(i, (i + 1) % size) for i in range(size)]),
 }
 KINDS = tuple(_COLLECTIVES)
-"""Of collectives."""
+"""Kinds of collectives."""
 
 
 @dataclass(frozen=True)
 class Timing:
-    """How long a program is made, and how often it runs."""
+    """How long a program takes, and how often it runs."""
 
     guessed_flops_per_s: float
-    """About what a device does: with the next, it decides how often a program repeats its
-    operation, and nothing else."""
+    """Roughly what a device computes. With `guessed_bytes_per_s` it decides how often a program
+    repeats its operation, and nothing else."""
     guessed_bytes_per_s: float
     """The same for memory and links."""
     program_s: float
-    """About how long a program takes."""
+    """Approximate seconds per program."""
     runs: int
     """Timed runs of each program."""
 
     def repeats(self, *, flops: float = 0.0, num_bytes: float = 0.0) -> int:
-        """How often an operation fits into a program."""
+        """How often a program repeats an operation."""
         guess_s = flops / self.guessed_flops_per_s + num_bytes / self.guessed_bytes_per_s
         return min(_MAX_REPEATS, max(_MIN_REPEATS, round(self.program_s / guess_s)))
 
@@ -97,7 +97,7 @@ def time_launch(devices: Devices, timing: Timing) -> float:
 
 
 def time_matmul(devices: Devices, timing: Timing, m: int, k: int, n: int, dtype: str) -> MatmulTime:
-    """[m, k] by [k, n] on every device."""
+    """Time a matmul of [m, k] by [k, n] on every device."""
     mesh, kind = _mesh(devices), jnp.dtype(DTYPES[dtype])
     time_s = _repeated_s(
         mesh,
@@ -111,7 +111,7 @@ def time_matmul(devices: Devices, timing: Timing, m: int, k: int, n: int, dtype:
 
 
 def time_pass(devices: Devices, timing: Timing, num_bytes: int) -> MemoryTime:
-    """An array of `num_bytes` read and one as large written, on every device."""
+    """Time reading an array of `num_bytes` and writing one of the same size, on every device."""
     mesh, kind = _mesh(devices), jnp.dtype(jnp.float32)
     shape = (max(1, num_bytes // kind.itemsize),)
     moved = 2 * shape[0] * kind.itemsize
@@ -129,8 +129,9 @@ def time_pass(devices: Devices, timing: Timing, num_bytes: int) -> MemoryTime:
 
 
 def time_host_copy(devices: Devices, timing: Timing, num_bytes: int) -> HostCopyTime:
-    """Arrays of `num_bytes` from the host's pinned memory to each device of this process and from
-    each there, all at the same time: devices share the host.
+    """Time copying arrays of `num_bytes` between pinned host memory and every local device.
+
+    Both directions and all devices copy at the same time, because devices share the host.
     """
     mine = [device for device in devices if device.process_index == jax.process_index()]
     on_device, on_host = (
@@ -158,7 +159,7 @@ def time_collective(
     num_bytes: int,
     dtype: str,
 ) -> CollectiveTime:
-    """A collective of about `num_bytes` in all groups of a mesh axis at once."""
+    """Time a collective of about `num_bytes` in all groups of a mesh axis at once."""
     mesh, element = _mesh(devices, axis_size, stride), jnp.dtype(DTYPES[dtype])
     part = max(1, round(num_bytes / element.itemsize / axis_size))
     message = part * axis_size
@@ -187,11 +188,11 @@ def time_collective(
 def time_overlap(
     devices: Devices, timing: Timing, matmul: MatmulTime, all_reduce: CollectiveTime
 ) -> OverlapTime:
-    """An all-reduce over all devices beside a chain of square matmuls that takes about as long.
+    """Time an all-reduce over all devices beside a chain of square matmuls of similar duration.
 
     Args:
-      matmul: what is known of a square one, [m, k] by [k, k].
-      all_reduce: what is known of the all-reduce.
+      matmul: measured time of a square matmul, [m, k] by [k, k].
+      all_reduce: measured time of the all-reduce.
     """
     mesh, kind = _mesh(devices, len(devices)), jnp.dtype(DTYPES[matmul.dtype])
     chain = min(_MAX_CHAIN, max(1, round(all_reduce.time_s / matmul.time_s)))
@@ -227,11 +228,11 @@ def _repeated_s(
     *,
     in_place: bool = False,
 ) -> float:
-    """Seconds of `operation` on a device's parts of `operands`, with a result of `result_shape` in
-    the format of the first.
+    """Seconds of `operation` on each device's part of `operands`. The result has `result_shape` and
+    the format of the first operand.
 
-    `in_place`: the compiler writes the result over the operand, and would copy one that is needed
-    again; so let it work on its own last result.
+    `in_place`: the compiler writes the result over the operand, and would copy an operand that is
+    needed again. Each repeat therefore works on the previous result.
     """
 
     def run(x: Array, result: Array, *others: Array) -> tuple[Array, Array]:
@@ -263,13 +264,13 @@ def _mesh(devices: Devices, axis_size: int = 1, stride: int = 1) -> Mesh:
 
 
 def _program(mesh: Mesh, on_device: Callable, donate: tuple[int, ...] = ()) -> Callable:
-    """`on_device` of each device's own part of arrays with a leading dimension of devices."""
+    """Apply `on_device` to each device's own part of arrays with a leading dimension of devices."""
 
     def mine(*operands: Array) -> Array | tuple[Array, ...]:
         return jax.tree.map(lambda x: x[None], on_device(*(x[0] for x in operands)))
 
     spec = PartitionSpec(_AXES)
-    # Types of varying axes would ask for a cast wherever a loop begins; a probe has no gradient
+    # Types of varying axes would require a cast wherever a loop begins; a probe has no gradient
     # that needs them.
     return jax.jit(
         jax.shard_map(mine, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False),
@@ -278,8 +279,8 @@ def _program(mesh: Mesh, on_device: Callable, donate: tuple[int, ...] = ()) -> C
 
 
 def _noise(mesh: Mesh, shape: tuple[int, ...], dtype: np.dtype) -> Array:
-    """An array of `shape` on each device: of random numbers, for GPUs are faster on constants,
-    small enough for a chain of matmuls.
+    """An array of `shape` on each device. Values are random, because GPUs are faster on constants,
+    and small enough for a chain of matmuls.
     """
     noise = np.random.default_rng(0).normal(size=_NOISE_LENGTH, scale=shape[0] ** -0.5)
     return _array(mesh, np.resize(noise.astype(dtype), shape))
@@ -295,8 +296,8 @@ def _array(mesh: Mesh, each: np.ndarray) -> Array:
 
 
 def _shortest_of_each_s(runs: Sequence[Callable[[], object]], times: int) -> list[float]:
-    """Of so many times each, after one that compiles; in turn, so that whatever else the machine
-    does befalls all of them.
+    """The shortest time of each of `runs` out of `times`, after one call that compiles. They take
+    turns, so that other load on the machine affects all of them.
     """
     for run in runs:
         jax.block_until_ready(run())

@@ -36,7 +36,7 @@ from optimus_jax.planning.profiles.probe_programs import (
 
 T = TypeVar("T", bound=tuple)
 Progress = Callable[[str, float], None]
-"""Called with the next measurement and the share of probes done."""
+"""Called with the name of the next measurement and the share of probes done."""
 KIB, MIB = 2**10, 2**20
 
 
@@ -45,24 +45,26 @@ class ProbeSizes:
     """Sizes of the probes, and their time budget."""
 
     matmuls: tuple[tuple[int, int, int], ...]
-    """(m, k, n) of one device; some have k = n."""
+    """(m, k, n) on one device; some have k = n."""
     dtypes: tuple[str, ...]
-    """Of matmuls; the first is the one of collectives too."""
+    """Formats of matmuls; collectives use the first."""
     pass_bytes: tuple[int, ...]
-    """Arrays that a pass over memory reads."""
+    """Sizes of the array that a pass over memory reads."""
     message_bytes: tuple[int, ...]
-    """Messages of collectives."""
+    """Message sizes of collectives."""
     timing: Timing
-    """How long each is measured."""
+    """How long each probe is measured."""
     host_bytes: tuple[int, ...] = ()
-    """Arrays that are copied from and to the host, where devices have a memory of their own."""
+    """Sizes of arrays copied to and from the host, if devices have memory of their own."""
     budget_s: float = 100.0
-    """No probe begins later than this."""
+    """Seconds after which no further probe begins."""
 
     @classmethod
     def of(cls, platform: str, num_processes: int = 1) -> "ProbeSizes":
-        """The default for a platform. CPU devices of several processes communicate through sockets,
-        where large messages would use up the budget.
+        """The default for a platform.
+
+        CPU devices of several processes communicate through sockets, where large messages would use
+        up the budget.
         """
         if platform == "cpu":
             messages = (
@@ -107,21 +109,21 @@ class Probed:
     """The results of all probes."""
 
     launch_s: float | None
-    """Seconds for calling a trivial program until it has finished; None: out of time."""
+    """Seconds from calling a trivial program until it has finished; None: out of time."""
     matmuls: tuple[MatmulTime, ...]
-    """By shape and format."""
+    """Matmul times, by shape and format."""
     passes: tuple[MemoryTime, ...]
-    """By size."""
+    """Times of passes over memory, by size."""
     host_copies: tuple[HostCopyTime, ...]
-    """By size; none where plans cannot offload."""
+    """Times of copies to and from the host, by size; empty if plans cannot offload."""
     collectives: tuple[CollectiveTime, ...]
-    """By kind, mesh axis and message."""
+    """Times of collectives, by kind, mesh axis and message size."""
     overlap: OverlapTime | None
-    """None: one device, or no time."""
+    """Matmuls beside an all-reduce; None: only one device, or out of time."""
     num_left_out: int
     """Probes skipped for lack of time."""
     took_s: float
-    """Compiling included."""
+    """Seconds for all probes, compiling included."""
 
 
 def probe(
@@ -195,15 +197,16 @@ def _collectives(
     every = [
         (kind, *axis, message) for message in sizes.message_bytes for axis in axes for kind in KINDS
     ]
-    # Smallest and largest messages first, and of these all-reduces: if time runs out, every axis,
-    # and so every link, has a fit.
+    # Smallest and largest messages first, and among these all-reduces first: if time runs out,
+    # every axis, and so every link, has a fit.
     yield from sorted(every, key=lambda each: (each[-1] not in ends, each[0] != ALL_REDUCE))
 
 
 def _for_overlap(
     matmuls: Iterable[MatmulTime], collectives: Iterable[CollectiveTime], dtype: str
 ) -> tuple[MatmulTime, CollectiveTime]:
-    """The largest all-reduce over all devices, and the square matmul that is closest to it."""
+    """The largest all-reduce over all devices, and the square matmul that is closest to it in
+    time."""
     all_reduce = max(
         (each for each in collectives if each.kind == ALL_REDUCE),
         key=lambda each: (each.axis_size, each.num_bytes),
