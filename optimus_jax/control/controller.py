@@ -265,7 +265,7 @@ class Controller:
                 ),
                 usual_s=statistics.median(self._last_times_s) if self._last_times_s else None,
             )
-            if self._upcoming.preparation.is_done:  # there was no step beside it
+            if self._upcoming.preparation.is_done:  # at once, before another step
                 self._commands.send(Command(kind="go", plan=command.plan))
         elif command.kind == "withdraw":
             self._drop()
