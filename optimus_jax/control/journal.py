@@ -78,11 +78,11 @@ def switches(run_dir: Path) -> list[SwitchRecord]:
                             source=_plan(values["source"]),
                             target=_plan(values["target"]),
                             why=values["why"],
-                            # older journals lack `by_choice`
                             ending=None,
                             ended_step=None,
                             ended_why="",
                             costs_s={},
+                            # Older journals lack `by_choice`.
                             by_choice=values.get("by_choice", True),
                         )
                     )

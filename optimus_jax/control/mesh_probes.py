@@ -163,8 +163,8 @@ def _compiled(
         )
         for one in each
     ]
-    # Checking varying axes would require casts around the loop; only gradients need that check, and
-    # a probe has none.
+    # With check_vma, types of varying axes would require casts around the loop; only gradients need
+    # them, and a probe has none.
     program = (
         jax.jit(jax.shard_map(repeated, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False))
         .lower(*operands)
