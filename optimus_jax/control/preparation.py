@@ -22,16 +22,16 @@ from optimus_jax.reshard.reshard import Move
 
 @dataclass(frozen=True, kw_only=True)
 class Prepared:
-    """All that a switch needs, compiled."""
+    """All that a switch needs, compiled.
+
+    `there` moves the state from `source` to `target`, `back` moves it from `target` to `source`.
+    """
 
     source: Executable
     """The executable that the run leaves."""
     target: Executable
-    """The executable that it enters."""
     there: Move
-    """Moves the state from `source` to `target`."""
     back: Move
-    """Moves the state from `target` to `source`."""
     compile_s: float
     """Seconds of compiling what was not in the cache: steps, evaluation, checksums and moves."""
     over_disk: bool = False
