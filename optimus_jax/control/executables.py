@@ -44,7 +44,9 @@ class Executable:
         return self.program.plan
 
     def compile_rest(self) -> None:
-        """Compile what is needed only for a switch to or from this plan: evaluation, checksums."""
+        """Compile what a switch from here needs and a run that stays may not: the evaluation and
+        checksums.
+        """
         if isinstance(self.program.eval_step, _CompiledLater):
             self.program.eval_step.compile()
         self.sums.compile()

@@ -38,10 +38,10 @@ FAILURES: tuple[Ending, ...] = ("taken back", "failed", "died")
 
 @dataclass(frozen=True, kw_only=True)
 class SwitchRecord:
-    """One switch."""
+    """The record of one switch."""
 
     step: int
-    """Steps done when it began."""
+    """Number of steps done when it began."""
     source: Plan
     target: Plan
     why: str

@@ -45,7 +45,7 @@ class Programs(Protocol):
 
     @property
     def compute(self) -> Matmuls:
-        """The matmuls."""
+        """The matmuls that time each device."""
         ...
 
     def time_s(self, axis: str, num_bytes: int) -> float:

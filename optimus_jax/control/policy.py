@@ -105,7 +105,9 @@ class Regime:
         return 1.0 if self.durations is None else self.durations.survival(self.elapsed_s, further_s)
 
     def wait_s(self, further_s: float, probability: float = EVEN_ODDS) -> float:
-        """How much longer it has to last until it lasts `further_s` more with this probability."""
+        """Seconds until the regime, if it still holds then, has at least this probability of
+        lasting another `further_s`.
+        """
         return (
             0.0
             if self.durations is None

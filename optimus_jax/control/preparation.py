@@ -56,7 +56,7 @@ class Prepared:
 
     @property
     def move_bytes(self) -> int:
-        """Most bytes that a device holds while the state moves: the larger state and transfers."""
+        """Peak bytes on a device while the state moves: the larger state, and data in transfer."""
         states = self.source.layout.num_bytes(), self.target.layout.num_bytes()
         return max(states) + max(self.there.way_bytes, self.back.way_bytes)
 

@@ -28,9 +28,10 @@ from optimus_jax.control.skew import Skew, median, skew_of
 Exchange = Callable[[np.ndarray], np.ndarray]
 """Gathers the values of all P processes: [N] of this process -> [P, N]."""
 LONGEST_S = 0.2
-"""A large message that would take longer than this, in seconds, is skipped: on a link that has
-become slow, one round would use up the budget of many. The limit is far above the times of small
-messages between virtual CPU devices, which take one or two scheduler time slices of 4 ms."""
+"""A large message that would take longer than this, in seconds, by the time of the small one, is
+skipped: on a link that has become slow, one round would use up the budget of many. Small messages
+between virtual CPU devices take one or two scheduler time slices of 4 ms; the limit is high enough
+that this does not count as a slow link."""
 LOAN = 1.0
 """How far a requested round may overdraw the budget, in costs of a round."""
 URGENT_LOAN = 5.0
@@ -45,7 +46,8 @@ class Budget:
     The first round overdraws the budget, and a requested round may overdraw it by LOAN. When steps
     have changed, the reason has to be found at once: such an urgent round may overdraw it by
     URGENT_LOAN, and regular rounds are delayed until that is paid back. A requested round that
-    costs at most `worth_s` is due in any case.
+    costs at most its `worth_s` is due in any case: steps have become so slow that a round is cheap
+    in comparison.
 
     Args:
       share: share of wall time that rounds may take.

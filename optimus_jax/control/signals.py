@@ -104,7 +104,7 @@ class Window:
         self._reading: SignalSummary | None = None
 
     def add(self, value: float, time_s: float, stale_s: float | None = None) -> None:
-        """Add a sample. `stale_s`: age in seconds from which on it is stale; None: never."""
+        """Add a sample. `stale_s`: age in seconds beyond which it is stale; None: never stale."""
         self._samples.append(value)
         self._time_s, self._stale_s, self._reading = time_s, stale_s, None
 
