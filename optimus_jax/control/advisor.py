@@ -1,11 +1,11 @@
-"""The advisor: what is known beyond one plan, from observations to decisions.
+"""The advisor: turns observations into decisions, with all that is known of the run's plans.
 
 Real and simulated runs share it.
 
-At most step boundaries nothing is up for decision, and `decide` only takes note of what is new. A
-decision is up when conditions have changed, devices are lost or back, memory runs short, a phase is
-near, the level of step times under a plan has become known, or when the time has come that an
-earlier decision waited for.
+At most step boundaries there is nothing to decide, and `decide` only records what is new. There is
+a decision to make when conditions have changed, devices are lost or back, memory runs short, a
+phase is near, the level of step times under a plan has become known, or the time that an earlier
+decision waited for has come.
 """
 
 import math
@@ -39,48 +39,49 @@ from optimus_jax.plan import Plan
 from optimus_jax.planning.search.search import Pricing
 
 LEAD_S = 180.0
-"""Before a phase begins, its plan is chosen: time enough to compile."""
+"""The plan of a phase is chosen this many seconds before the phase begins: time enough to
+compile."""
 ABANDONED = 10
-"""Cool-downs after which a switch that was decided and never made is no longer waited for, from its
-boundary on if it has one."""
+"""Number of cool-downs after which a switch that was decided but never made is given up, counted
+from its planned boundary if it has one."""
 LOOK_AGAIN = 0.1
-"""Of the time that conditions have lasted: at least so much lies between two looks at what their
-duration speaks against."""
+"""Shortest wait before a switch that was rejected only for the duration of conditions is weighed
+again, as a share of the time that conditions have lasted."""
 SUSPICIOUS = 2
-"""Newest steps that look different, from which on a switch is not made before it is known whether
-they are."""
+"""If at least this many of the newest steps look different, a switch waits until it is known
+whether they are."""
 PUZZLED_STEPS = 12
-"""For so many steps a plan that is ready waits, at most, for an explanation of steps that have
+"""Largest number of steps that a plan which is ready waits for an explanation, if steps have
 changed since it was chosen."""
 TRIED = 0.03
-"""How well a few steps on their own, before the run, tell what they take in it: standard deviation
-of the logarithm."""
+"""Uncertainty of a step time that was measured in a few trial steps before the run: standard
+deviation of its logarithm."""
 SPARE = 0.02
-"""Beyond the least probability: that a process which was left out has recovered, before it is tried
-again."""
+"""An excluded process is tried again once the probability that it has recovered exceeds
+`min_probability` by this much."""
 TRIAL = "the first steps under the new plan are done"
-"""Puts up for decision whether to go back."""
+"""The trigger of the decision whether to go back to the plan before."""
 
 
 class Advisor:
     """Turns observations into decisions.
 
     Args:
-      pricing: of the run's config, cluster and rates as they are believed to be.
-      plan: that the run is under.
-      num_steps: of the whole run.
-      settings: thresholds.
-      phases: batches planned ahead, in order; empty: those of pricing.config all the time.
-      searcher: finds candidates; None: planning.search.search, at once.
-      memory: file of what was learnt about this hardware (JSON); None: nothing is read or kept.
+      pricing: the run's config, cluster and believed rates, from which step times are predicted.
+      plan: the plan that the run begins with.
+      num_steps: number of steps of the whole run.
+      settings: thresholds of the controller.
+      phases: batches planned ahead, in order; empty: those of pricing.config throughout.
+      searcher: finds candidates; None: planning.search.search, called directly.
+      memory: JSON file with what was learnt about this hardware; None: nothing is read or saved.
       costs: what switches are expected to cost before any was made.
-      process_of: the process of each device; None: each host has one, and they are in order.
+      process_of: the process of each device; None: one process per host, in order.
       keeps_devices: whether all devices stay in use, whatever is wrong with them.
-      tried_s: seconds of a step of plans that were tried before the run began; empty: none was.
-      is_compiled: whether a plan's executable for these batches, without these devices, is there;
-        None: the newest plans' are.
+      tried_s: step times, in seconds, of plans that were tried before the run began; may be empty.
+      is_compiled: whether the executable of a plan for these batches, without these devices, is in
+        the cache; None: the newest plans' executables are.
     Raises:
-      PlanError: `plan` sends over a link of unknown speed, so that nothing can be predicted.
+      PlanError: `plan` sends over a link of unknown speed, so nothing can be predicted.
     """
 
     def __init__(
@@ -163,38 +164,39 @@ class Advisor:
         self._lost: frozenset[int] = frozenset()
         self._looked, self._on_trial = False, False
         self._pending: Decision | None = None
-        """A switch that was decided and is being prepared."""
+        """The switch that was decided and is being prepared."""
         self._decided_s = 0.0
-        """When it was decided."""
+        """When the pending switch was decided, on the run's clock."""
         self._had_compiled = False
-        """Whether it was compiled then."""
+        """Whether its plan was already compiled then."""
         self._answering: Question | None = None
-        """The question that this was the answer to."""
+        """The question that the newest decision answers."""
         self._agenda = QuestionQueue()
 
     @property
     def wants_probe(self) -> bool:
-        """Whether step times have changed and readings of links and compute do not say why: a probe
-        now would help.
+        """Whether a probe would help now: step times have changed, and readings of links and
+        compute do not say why.
         """
         return self._watch.wants_probe
 
     @property
     def probe_worth_s(self) -> float:
-        """What it may take to know why."""
+        """Seconds that a probe may take to find out why step times have changed."""
         return self._watch.probe_worth_s
 
     @property
     def changed_s(self) -> float | None:
-        """On the run's clock, since when step times are others than they were, for a reason that
-        was not known then: older probes tell nothing of now.
+        """When step times last changed for a reason that was unknown then, on the run's clock.
+
+        Older probes say nothing about the present.
         """
         return self._watch.changed_s
 
     @property
     def is_puzzled(self) -> bool:
-        """Whether the newest steps are others than those that the pending switch was decided on,
-        and it is not known why or what to do about it.
+        """Whether the newest steps differ from those that the pending switch was decided on, and
+        it is not known why or what to do about it.
         """
         changed_since = self.changed_s is not None and self.changed_s > self._decided_s
         return (
@@ -205,13 +207,13 @@ class Advisor:
 
     @property
     def steps_alike(self) -> int:
-        """Newest steps under the plan that were done in the conditions that hold now: with these,
-        and no others, a new plan's are compared.
+        """Number of newest steps under the plan that were done in present conditions: a new plan's
+        first steps are compared with these only.
         """
         return self._watch.steps_alike
 
     def decide(self, observation: Observation) -> Decision | None:
-        """What to do at this step boundary; None: nothing was up for decision.
+        """Decide what to do at this step boundary; None: there was nothing to decide.
 
         Call it at every boundary.
         """
@@ -231,10 +233,11 @@ class Advisor:
         )
 
     def switched(self, plan: Plan, costs_s: Mapping[str, float]) -> None:
-        """The run is now under `plan`.
+        """Record that the run is now under `plan`.
 
-        `costs_s`: by phase of the switch, how long the run was delayed by it, without its first
-        steps.
+        Args:
+          plan: the new plan.
+          costs_s: delay of the run by phase of the switch, in seconds, without its first steps.
         """
         decided = (
             self._pending if self._pending is not None and self._pending.plan == plan else None
@@ -244,7 +247,7 @@ class Advisor:
             decided is not None and not decided.mandatory,
         )
         old, older = self._track.now, self._track.before
-        # A plan that nobody decided on is on the devices that are there.
+        # A plan that nobody decided on uses the devices that are available.
         without = (
             decided.without
             if decided
@@ -265,8 +268,8 @@ class Advisor:
             and self._costs.prepare_s(switch_method, compiled=compiled)
         ):
             self._costs.prepared(self._course.time_s - self._decided_s)
-        # A link that is slow now has made the move slow; the way back, when it is whole again, will
-        # not be.
+        # A link that is slow now has made the move slow. The way back, once the link has recovered,
+        # will not be slow.
         self._costs.learn(
             switch_method,
             old.plan,
@@ -297,12 +300,13 @@ class Advisor:
     def failed(
         self, plan: Plan, why: str, *, at_step: int | None = None, is_back: bool = False
     ) -> None:
-        """The switch to `plan` did not happen or was taken back: it is left alone for a while,
-        longer each time.
+        """Quarantine `plan`, because the switch to it failed or was taken back; longer each time.
 
         Args:
-          at_step: when; None: now.
-          is_back: it was made, and the run is again under the plan from before.
+          plan: the plan of the switch.
+          why: what went wrong.
+          at_step: the step at which it failed; None: now.
+          is_back: the switch was made, and the run is back under the plan before it.
         """
         self._quarantine.add(plan, self._course.step if at_step is None else at_step, why)
         if is_back:
@@ -313,40 +317,44 @@ class Advisor:
         self._agenda.reopen()
 
     def charge(self, time_s: float) -> None:
-        """Switching took so much more of the run's time: first steps, or what came to nothing."""
+        """Charge the switch budget for time beyond switches: first steps, or failed attempts."""
         self._costs.charge(time_s)
 
     def remember(self, costs_s: Mapping[str, float], *, step: int, by_choice: bool) -> None:
-        """The run made a switch after this step, before this advisor saw it, which took so long by
-        phase.
+        """Record a switch that the run made after `step`, before this advisor was created.
+
+        Args:
+          costs_s: its delay by phase, in seconds.
+          step: number of steps done at the switch.
+          by_choice: whether the run could have stayed under its plan.
         """
         self._allowance.num_switches += by_choice
         self._costs.charge(sum(costs_s.values()) if by_choice else 0.0)
         self._allowance.cool(step, by_choice=by_choice)
 
     def dropped(self) -> None:
-        """What was being prepared is not to be had: the batches have changed, or the run has ended
-        before it was done.
+        """Drop the pending switch: its preparation has become useless, because the batches have
+        changed or the run has ended.
         """
         self._pending = None
         self._agenda.reopen()
 
     def save(self) -> None:
-        """Keep what was learnt about this hardware for later runs."""
+        """Save what was learnt about this hardware for later runs."""
         if self._memory is not None:
             self._learn_level()
             self._predictor.save(self._memory)
 
-    # Taking note.
+    # Recording observations.
 
     @property
     def _now(self) -> tuple[str, int]:
-        """Names the present conditions."""
+        """The key of the present conditions: setting and regime."""
         return setting(self._batch, self._watch.conditions), self._watch.regime
 
     @property
     def _straggling(self) -> frozenset[int]:
-        """The slow process's devices, by their numbers in the order of hosts."""
+        """The slow process's devices, numbered in the order of hosts."""
         return frozenset(
             device
             for device, process in enumerate(self._process_of)
@@ -354,7 +362,7 @@ class Advisor:
         )
 
     def _located(self, conditions: Conditions) -> Conditions:
-        """With where in the mesh the slow process is."""
+        """`conditions`, with the slow process's position in the mesh added."""
         straggling = self._straggling
         if not straggling:
             return conditions
@@ -371,7 +379,7 @@ class Advisor:
         )
 
     def _enter_batch(self, observation: Observation) -> bool:
-        """Whether another batch has begun."""
+        """Note the batch of the observation; returns whether it is a new one."""
         batch = (observation.global_batch, observation.seq_len)
         if batch == self._batch:
             return False
@@ -382,7 +390,7 @@ class Advisor:
         return True
 
     def _watched(self, observation: Observation) -> str:
-        """News of conditions, in words. What was learnt in the old ones is kept."""
+        """What is new about conditions, in words; what was learnt in the old ones is kept."""
         watch, plan = self._watch, self._track.now.plan
         before, level = (watch.conditions, watch.regime), self._level()
         news = watch.observe(
@@ -401,7 +409,7 @@ class Advisor:
         return news
 
     def _level(self) -> Level | None:
-        """Of step times under the plan: logarithm, its noise, and the steps that it rests on."""
+        """Level of step times under the plan: logarithm, its noise, and number of steps."""
         detector = self._watch.detector
         return (
             None
@@ -423,7 +431,7 @@ class Advisor:
         self._experience.learn(known, level, self._course.step)
 
     def _left_out_by(self, without: frozenset[int]) -> ExcludedDevices | None:
-        """The slow process that a run without these devices does without."""
+        """The slow process's devices if all of them are in `without`; or those excluded before."""
         slow, excluded, watch = self._straggling, self._track.now.excluded, self._watch
         if slow and slow <= without:
             found = ExcludedDevices(
@@ -437,7 +445,7 @@ class Advisor:
         return excluded if excluded is not None and excluded.devices <= without else None
 
     def _restart(self) -> None:
-        """Steps and memory under the plan that the run was under tell nothing any more."""
+        """Forget step times and memory readings of the plan that the run has left."""
         self._watch.restart()
         self._memory_watch.restart()
 
@@ -448,14 +456,14 @@ class Advisor:
         self._look_at_left_out()
 
     def _look_at_left_out(self) -> None:
-        """Once it is likely enough that a slow process has recovered."""
+        """Schedule a review for when the excluded process has probably recovered."""
         if (excluded := self._track.now.excluded) is not None:
             due_s = excluded.due_s(
                 self._course.time_s, min(1 - SPARE, self._settings.min_probability + SPARE)
             )
             self._agenda.look_again(time_s=math.inf if due_s is None else due_s)
 
-    # What is up for decision.
+    # Questions: what there is to decide.
 
     def _asked(self, observation: Observation, is_new_batch: bool, news: str) -> Question | None:
         """The most urgent question; None: there is no new one."""
@@ -472,8 +480,8 @@ class Advisor:
             return self._must("memory runs short")
         if (question := self._about_phase()) is not None:
             return question
-        # News before the level of step times is known is weighed with it: on readings alone plans
-        # are compared that nothing has been held against.
+        # News that comes before the level of step times is known waits for that level: otherwise
+        # plans would be compared on readings alone, without any measured step time.
         news = news if self._looked else ""
         others = (
             ["devices are back"] * bool(lost - self._lost)
@@ -482,8 +490,8 @@ class Advisor:
         )
         if not others:
             return self._asked_by_time()
-        # A switch that has to be, or belongs to a boundary, is not withdrawn for something else;
-        # but another plan may be better for it now.
+        # A switch that is mandatory or planned for a boundary is not withdrawn for something else,
+        # but another plan may be the better answer to its question now.
         asked = self._answering if self._pending is not None else None
         return asked if asked is not None and asked.is_pressing else self._may("; ".join(others))
 
@@ -515,7 +523,7 @@ class Advisor:
         return Question(trigger=trigger, batch=self._batch, mandatory=True)
 
     def _about_phase(self) -> Question | None:
-        """About a phase that is near enough to prepare for."""
+        """The question about a phase that is near enough to prepare for; None: there is none."""
         level, plan = self._watch.detector.level, self._track.now.plan
         phase = self._phases.near(
             self._course.step,
@@ -541,8 +549,8 @@ class Advisor:
     # Answers.
 
     def _answered(self, question: Question, observation: Observation) -> Decision | None:
-        """Weigh it; None: it says nothing new, or a search is still at work, and the question
-        stays.
+        """Answer the question; None: the answer is not new, or a search is still running and the
+        question stays open.
         """
         blocked = "" if question.mandatory else self._blocked(question)
         self._learn_level()
@@ -587,7 +595,7 @@ class Advisor:
         return too_soon
 
     def _offers(self, question: Question, view: View) -> list[Offer] | None:
-        """What could be switched to; None: a search is still at work."""
+        """The plans that could be switched to; None: a search is still running."""
         if question.only is not None:
             return self._options.back(view, question.only)
         return self._options.all(
@@ -599,7 +607,7 @@ class Advisor:
         )
 
     def _noted(self, decision: Decision) -> Decision | None:
-        """Remember what was decided; None: it says nothing new."""
+        """Record the decision; None: it is the pending one, or keeps a plan after its trial."""
         if decision.action == "switch":
             is_old = self._pending is not None and (self._pending.plan, self._pending.at_step) == (
                 decision.plan,
@@ -616,7 +624,7 @@ class Advisor:
             return None if is_old else decision
         self._pending = None
         self._look_at_left_out()
-        # A plan that has failed may be the one to go to.
+        # When its quarantine ends, a plan that has failed may be the best one.
         self._agenda.look_again(step=self._quarantine.first_end(self._course.step))
         if decision.wait_s is not None:
             least_s = max(

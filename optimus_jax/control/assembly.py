@@ -1,4 +1,4 @@
-"""A controller for a run, put together from its parts."""
+"""Assembles the controller of a run from its parts."""
 
 import re
 import threading
@@ -29,8 +29,9 @@ from optimus_jax.system.cache import measurements_directory
 from optimus_jax.training.watchers import Display
 
 COMPILE_TAX = {"cpu": 1.0, "gpu": 0.1}
-"""What compiling in the background takes from steps, as a share of its time: CPU devices run on the
-cores that it needs. For GPUs a guess, until the first switch."""
+"""Delay of steps by a compilation in the background, as a share of the compile time, by platform.
+CPU devices share their cores with the compiler. The value for GPUs is a guess until the first
+switch."""
 
 
 def make_controller(
@@ -46,17 +47,20 @@ def make_controller(
     run: RunDirectory,
     display: Display,
 ) -> Controller:
-    """The controller of a run; every process has to call it.
+    """Make the controller of a run; every process has to call it.
 
     Args:
-      config: of the whole run; says when it may act.
+      config: the config of the whole run, which says when the controller may act.
+      topology: devices and processes of the run.
       here: how fast the devices are.
-      switcher: of the run, which begins under what that has running.
-      tried_s: seconds of a step of plans that were tried before the run, in the first process.
-      compile_s: that its step took to compile, from which the first guess of what a switch takes is
-        made.
-      changes: of the run's phases; None: it has one.
-      signs: of life of its processes; None: nobody watches.
+      switcher: makes the run's switches; its running executable is what the run begins with.
+      compile_s: seconds that compiling the run's step took; the first estimate of a switch's cost
+        is made from it.
+      tried_s: step times, in seconds, of plans that were tried before the run; in process 0 only.
+      changes: moves the run from phase to phase; None: it has only one.
+      heartbeats: heartbeats of the run's processes; None: nobody watches them.
+      run: where decisions and switches are recorded.
+      display: where they are shown.
     """
     assert config.control != "off"
     program = switcher.running.program
@@ -83,7 +87,7 @@ def make_controller(
         ),
         is_compiled=switcher.is_compiled,
         tried_s=tried_s,
-        # Fewer processes are another run: what started this one has to start that.
+        # Fewer processes would be another run, which only the launcher can start.
         process_of=topology.processes,
         keeps_devices=topology.num_processes > 1,
         memory=measurements_directory()
@@ -135,10 +139,9 @@ def make_controller(
 
 
 def freed(config: Config) -> Config:
-    """The config without what it says of the layout: that is where a run begins, and not where it
-    has to stay.
+    """The config without its layout: the run begins with the given layout, but may leave it.
 
-    How arithmetic is done (attention kernel, chunks of the loss) stays. `controller.allow` says
+    How the arithmetic is done (attention kernel, chunks of the loss) stays. `controller.allow` says
     which meshes may be used.
     """
     given = config.parallel
@@ -153,14 +156,17 @@ def freed(config: Config) -> Config:
 
 
 class _BackgroundSearch:
-    """Searches in threads, so that steps go on meanwhile."""
+    """Searches for plans in threads, so that training continues meanwhile."""
 
     def __init__(self) -> None:
         self._found: dict[int, Ranking | Exception] = {}
         self._at_work: set[int] = set()
 
     def __call__(self, pricing: Pricing) -> Ranking | None:
-        """The best plans; None: ask again at a later step. Raises what the search has raised."""
+        """The best plans; None: still searching, ask again at a later step.
+
+        Raises what the search has raised.
+        """
         key = hash((pricing.config, pricing.cluster, pricing.rates))
         if key in self._found:
             self._at_work.discard(key)

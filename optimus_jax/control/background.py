@@ -1,7 +1,8 @@
-"""Work that must not hold up a step: drivers and file servers answer when they like.
+"""Runs slow work in a thread, so that it does not delay a step: drivers and file servers may take
+long to answer.
 
-A step boundary hands a job over and takes the result at a later one. A job that never ends costs
-its own signals, which go stale, and nothing else: the thread does not keep the program from ending.
+A job is started at one step boundary, and its result is taken at a later one. If a job never ends,
+only its own signals go stale: it runs in a daemon thread, which does not keep the program alive.
 """
 
 import threading
@@ -11,11 +12,11 @@ from typing import Generic, TypeVar
 
 T = TypeVar("T")
 Start = Callable[[Callable[[], None]], None]
-"""Has a job done, at once or later."""
+"""Starts a job; it may run at once or later."""
 
 
 class Worker:
-    """A thread that does jobs one after the other; it is made for the first one."""
+    """A thread that does jobs one after the other; it is started with the first job."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -24,22 +25,22 @@ class Worker:
         self._is_closed = False
 
     def __call__(self, job: Callable[[], None]) -> None:
-        """Have `job` done."""
+        """Queue `job`."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
             self._thread.start()
         self._jobs.put(job)
 
     def close(self) -> None:
-        """End the thread after its present job; does not wait for that.
+        """End the thread after its current job, without waiting for that.
 
-        Jobs that it has not begun are not done.
+        Queued jobs are dropped.
         """
         self._is_closed = True
         self._jobs.put(None)
 
     def finish(self) -> None:
-        """End the thread, and wait until its present job is done."""
+        """End the thread, and wait until its current job is done."""
         self.close()
         if self._thread is not None:
             self._thread.join()
@@ -50,11 +51,11 @@ class Worker:
 
 
 class Asked(Generic[T]):
-    """A question that is asked again once the last answer was taken.
+    """Calls a slow function in the background, again and again.
 
     Args:
-      question: what takes its time; may raise.
-      start: who runs it.
+      question: the slow function; may raise.
+      start: runs it.
     """
 
     def __init__(self, question: Callable[[], T], start: Start) -> None:
@@ -63,7 +64,7 @@ class Asked(Generic[T]):
         self._is_open = False
 
     def take(self) -> T | None:
-        """The answer, if there is one, and ask again; None while there is none.
+        """Take the answer, or return None if there is none yet. The next call asks again.
 
         Raises what the question has raised.
         """

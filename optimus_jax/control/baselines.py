@@ -1,8 +1,8 @@
-"""What a probe takes when nothing is wrong: by the hardware profile, or by the first rounds of this
-run.
+"""Baselines: how long a probe takes when nothing is wrong, from the hardware profile or from the
+first rounds of this run.
 
-The profile is better, for a run may begin when something is wrong already; which of the two it was
-is said.
+The profile is better, since something may be wrong already when the run begins. Each baseline says
+where it comes from.
 """
 
 import math
@@ -15,25 +15,26 @@ from optimus_jax.robust import median_of_sorted
 
 PROFILE = "the hardware profile"
 SCATTER = math.log(2)
-"""Of single samples of a sound link's slowdown, as a logarithm: what is further off is another
-thing. Between processes on a CPU 0.5 to 0.9 were seen."""
+"""Scatter of single samples of a healthy link's slowdown, as a logarithm: a sample that is further
+off means a real change. Between processes on a CPU 0.5 to 0.9 were seen."""
 MOST = 2.0
-"""Of a gauge, and the least is its inverse: what differs by more is another thing."""
+"""Largest gauge (the smallest is its inverse): a larger difference has another cause."""
 MESSAGES = {"cpu": (2**16, 2**20), "gpu": (2**20, 2**24)}
-"""Bytes of a small and a large message, by platform: the first tells whether the second can be
-afforded, the second should take longer than its latency. All-reduces of 1 MiB over NVLink are
-mostly latency (NVIDIA's nccl-tests)."""
+"""Bytes of a small and a large message, by platform. The time of the small one shows whether the
+large one can be afforded; the large one should take longer than its latency. All-reduces of 1 MiB
+over NVLink are mostly latency (NVIDIA's nccl-tests)."""
 FIRST_ROUNDS = f"the first {FEW} rounds of this run"
 
 
 def messages_of(platform: str) -> tuple[int, int]:
-    """Bytes of the small and the large message of probes."""
+    """Bytes of the small and the large message of a probe."""
     return MESSAGES.get(platform, MESSAGES["gpu"])
 
 
 def byte_part_s(time_s: float, latency_s: float) -> float:
-    """What grows with a message, of its time; half of it at least, as the difference of two times
-    that are nearly alike is noise. A link's slowdown is that of this part.
+    """The part of a message's time that grows with its size; a link's slowdown is measured on it.
+
+    It is at least half of the time, since the difference of two nearly equal times is noise.
     """
     return time_s - min(max(0.0, latency_s), 0.5 * time_s)
 
@@ -43,13 +44,13 @@ class AllReduce:
     """A probe of one mesh axis."""
 
     axis_size: int
-    """Devices along it."""
+    """Devices along the axis."""
     stride: int
-    """From one of its devices to the next, in the order of the mesh."""
+    """Distance between neighbouring devices of the axis, in the order of the mesh."""
     num_bytes: int
-    """Of each device's message."""
+    """Bytes of each device's message."""
     repeats: int
-    """All-reduces in one program."""
+    """Number of all-reduces in one program."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,13 +58,13 @@ class Matmuls:
     """A probe of each device."""
 
     m: int
-    """Rows."""
+    """Rows of the left operand."""
     k: int
-    """Contracted, and columns."""
+    """Size of the contracted dimension, and columns of the result."""
     dtype: str
     """`f32` or `bf16`."""
     repeats: int
-    """Matmuls in one program."""
+    """Number of matmuls in one program."""
 
 
 Work = AllReduce | Matmuls
@@ -71,47 +72,47 @@ Work = AllReduce | Matmuls
 
 @dataclass(frozen=True, kw_only=True)
 class Baseline:
-    """Of one probe."""
+    """The baseline of one probe."""
 
     time_s: float
-    """What it takes when nothing is wrong."""
+    """Seconds that the probe takes when nothing is wrong."""
     source: str
     """PROFILE or FIRST_ROUNDS."""
 
 
 class Baselines:
-    """Of all probes of a run; they outlive a mesh, as the same probe may be back later.
+    """The baselines of all probes of a run. They outlive a mesh, since the run may come back to it.
 
     Args:
-      profile: of the devices, if they have been measured.
+      profile: the hardware profile of the devices; None: they have not been measured.
     """
 
     def __init__(self, profile: HardwareProfile | None) -> None:
         self.slowdowns: dict[str, float] = {}
-        """How slow each link was when last probed."""
+        """Slowdown of each link when it was last probed."""
         self._gauges: dict[Work, float] = {}
-        """What the logarithm of a slowdown is divided by, so that it says the same as what was
-        probed of the link before."""
+        """Divisors of the logarithm of a slowdown, which make it agree with earlier probes of the
+        same link."""
         self._profile = profile
         self._first: dict[Work, list[float]] = {}
 
     def learn(self, work: Work, time_s: float, link: str = "") -> None:
-        """What `work` took just now, over `link`; the first few count.
+        """Record a time of `work` over `link`; only the first FEW are used.
 
-        After a re-mesh other axes cross the same links. What was known of a link's slowdown before
-        is taken out, or a link that was cut would look sound from then on.
+        After a re-mesh other axes cross the same links. The known slowdown of the link is divided
+        out, or a link that is already slow would look healthy from then on.
         """
         first = self._first.setdefault(work, [])
         if len(first) < FEW:
             first.append(time_s / self.slowdowns.get(link, 1.0))
 
     def gauge(self, work: Work, slowdown: float, known: float) -> None:
-        """A link is `known` to be so slow, and `work`, which was never done while its link was
-        slow, now says `slowdown`.
+        """Calibrate `work` against the `known` slowdown of its link.
 
-        Devices of a host may share what leads to others, so that a slow one slows them the more,
-        the more of them use it at once; and that differs from mesh to mesh. A sound link is sound
-        by all of them.
+        `work`, which was never timed while its link was slow, now measures `slowdown`. The two may
+        differ: the devices of a host may share their link to other hosts, so a slow link costs
+        more, the more of them use it at once, and that differs from mesh to mesh. On a healthy
+        link all probes agree.
         """
         if (
             work not in self._gauges
@@ -121,13 +122,15 @@ class Baselines:
             self._gauges[work] = min(MOST, max(1 / MOST, math.log(slowdown) / math.log(known)))
 
     def gauged(self, work: Work, slowdown: float) -> float:
-        """What `slowdown` by `work` says of its link."""
+        """The slowdown of the link, where `work` has measured `slowdown`."""
         if abs(math.log(slowdown)) > SCATTER:
             self._gauges.setdefault(work, 1.0)
         return math.exp(math.log(slowdown) / self._gauges.get(work, 1.0))
 
     def of(self, work: Work) -> Baseline | None:
-        """None: not in the profile, and not yet measured FEW times in this run."""
+        """The baseline of `work`; None: it is not in the profile, and was not yet measured FEW
+        times in this run.
+        """
         time_s = None if self._profile is None else _expected_s(self._profile, work)
         if time_s is not None:
             return Baseline(time_s=time_s, source=PROFILE)
@@ -140,7 +143,7 @@ class Baselines:
 
 
 def _expected_s(profile: HardwareProfile, work: Work) -> float | None:
-    """Of the whole program, its launch included; None: not measured."""
+    """Expected seconds of the whole program, its launch included; None: not measured."""
     launch_s = profile.probed.launch_s
     if isinstance(work, AllReduce):
         fit = profile.fit(ALL_REDUCE, work.axis_size, work.stride)

@@ -1,7 +1,7 @@
-"""What the examples of a batch look like: how much of it is padding, how long its documents are.
+"""Measures the data of a batch: how much of it is padding, and how long its documents are.
 
-The batches of this process are looked at, at most one each second and of it at most MAX_TOKENS:
-examples are in random order, so that its first rows stand for all.
+Only some of this process's batches are measured, and of a batch at most MAX_TOKENS: examples are in
+random order, so its first rows are a fair sample.
 """
 
 from collections.abc import Mapping
@@ -11,13 +11,13 @@ import numpy as np
 from optimus_jax.control.signals import LENGTH_MEDIAN, PADDING_SHARE
 
 MAX_TOKENS = 1 << 16
-"""Looked at of a batch; takes about a millisecond."""
+"""Largest number of tokens measured in a batch; they take about a millisecond."""
 HostBatch = Mapping[str, np.ndarray]
 """`segments` int32 and `loss_mask` bool, [R, S] each, as data/sampler.py makes them."""
 
 
 class BatchShape:
-    """Padding and lengths of the batch that was offered last."""
+    """A source of signals: padding share and document lengths of the newest batch."""
 
     name = "the batches"
     signals = (PADDING_SHARE, LENGTH_MEDIAN)
@@ -25,15 +25,15 @@ class BatchShape:
     def __init__(self) -> None:
         self._batch: HostBatch | None = None
         self.histogram: dict[int, int] = {}
-        """Parts of documents by length: the key is a power of two, the number those of at least so
-        many tokens and less than twice that."""
+        """Number of document parts by length in tokens: key n, a power of two, counts the parts of
+        n to 2n - 1 tokens."""
 
     def offer(self, batch: HostBatch) -> None:
-        """The newest batch, for when it is looked at next."""
+        """Keep the newest batch for the next poll."""
         self._batch = batch
 
     def poll(self, step: int, now_s: float) -> Mapping[str, float] | None:
-        """Of the newest batch; None if there is none."""
+        """Samples of the newest batch; None: there is no new one."""
         if self._batch is None:
             return None
         batch, self._batch = self._batch, None
@@ -50,31 +50,30 @@ class BatchShape:
         }
 
     def close(self) -> None:
-        """Nothing to let go."""
+        """Do nothing: it holds no resources."""
 
 
 def document_lengths(segments: np.ndarray) -> np.ndarray:
-    """Tokens of each document's part in a row, row by row; int [N] of int [R, S].
+    """Number of tokens of each part of a document in a row, row by row: int [R, S] -> int [N].
 
-    A padded end counts to the last one.
+    Padding at the end of a row counts towards its last document.
     """
     starts = np.flatnonzero(_begins(segments))
     return np.diff(starts, append=segments.size)
 
 
 def padding_share(segments: np.ndarray, counts: np.ndarray) -> float:
-    """Places of a batch whose loss does not count, without those that end a document: they are
-    needed as targets.
+    """Share of the batch's positions that are padding: their loss does not count, and they do not
+    end a document. (The last token of a document is needed as a target.)
 
     Args:
-      segments: int [R, S], number of the place's document.
-      counts: bool [R, S], whether its loss counts.
+      segments: int [R, S], number of the document at each position.
+      counts: bool [R, S], whether the loss of the position counts.
     """
     begins = _begins(segments)
     last = np.ones_like(begins)
     last[:, :-1] = begins[:, 1:]
-    # The end of a document is the first of its places that does not count; padding begins behind
-    # it.
+    # The end of a document is the first of its positions that does not count; padding follows it.
     after_counting = np.zeros_like(counts)
     after_counting[:, 1:] = counts[:, :-1]
     ends = last & (after_counting | begins)

@@ -1,4 +1,4 @@
-"""The first steps under a new plan: whether it is kept or taken back."""
+"""Judges the first steps under a new plan: whether it is kept or taken back."""
 
 import math
 import statistics
@@ -8,27 +8,27 @@ from dataclasses import dataclass
 from optimus_jax.robust import deviation_from
 
 NOISE = 2.0
-"""Standard errors by which two medians may differ by luck."""
+"""Number of standard errors by which two medians may differ by chance."""
 CLEARLY, CLEAR_STEPS = 1.5, 2
-"""If so many steps are each longer than the longest before by this factor, nobody has to see more
-of them."""
+"""If CLEAR_STEPS steps each take more than CLEARLY times the longest step before the switch, the
+plan is slower, and the trial can end early."""
 MEDIAN_ERROR = math.sqrt(math.pi / 2)
-"""Standard error of a median over that of a mean, in normal samples."""
+"""Ratio of the standard error of a median to that of a mean, for normal samples."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """What the first steps say."""
+    """The verdict on a new plan after its first steps."""
 
     keep: bool
     why: str
-    """One sentence for people."""
+    """The reason, in one sentence."""
     step_time_s: float | None
-    """Median under the new plan, measured; None: no step was timed."""
+    """Measured median step time under the new plan, in seconds; None: no step was timed."""
     before_s: float | None
-    """Median under the old one, measured; None: there is nothing to compare with."""
+    """Measured median step time under the old plan; None: there is nothing to compare with."""
     predicted_s: float
-    """Under the new plan, predicted."""
+    """Predicted step time under the new plan."""
 
 
 def is_clearly_slower(step_times_s: Sequence[float], before_s: Sequence[float]) -> bool:
@@ -49,20 +49,22 @@ def judge(
     steps_left: int,
     back_s: float,
 ) -> Verdict:
-    """Keep the new plan unless it is slower than the old by more than noise and going back pays, or
-    it does not train.
+    """Judge a new plan by its first steps.
 
-    The first step is left out where there are others: buffers are mapped and caches filled in it. A
-    prediction that was missed is told, and is no reason to go back from a plan that is faster.
+    It is kept unless its loss is not finite, or it is slower than the old plan by more than noise
+    and going back saves more time than it costs.
+
+    The first step is ignored if there are others: it maps buffers and fills caches. A wrong
+    prediction is reported, but is no reason to leave a plan that is faster than the old one.
 
     Args:
-      step_times_s: of the steps since the switch.
-      losses: of the same steps.
-      before_s: times of steps under the old plan, under conditions as they are now; empty: there
-        are none, or the run had to leave it and may be slower.
-      predicted_s: prediction for the new plan.
-      steps_left: of the run.
-      back_s: delay of the run by going back.
+      step_times_s: times of the steps since the switch, in seconds.
+      losses: losses of the same steps.
+      before_s: times of steps under the old plan in present conditions; empty: there are none, or
+        the run had to leave the old plan and may be slower now.
+      predicted_s: predicted step time of the new plan.
+      steps_left: number of steps that the run has left.
+      back_s: delay of the run by going back, in seconds.
     """
     times_s = step_times_s[1:] if len(step_times_s) > 1 else step_times_s
     old_s = statistics.median(before_s) if before_s else None
@@ -95,6 +97,6 @@ def judge(
 
 
 def _error_s(times_s: Sequence[float]) -> float:
-    """Standard error of the median of a sample; 0 where one step says nothing about it."""
+    """Standard error of the median of the sample; 0 if the sample is a single step."""
     middle = statistics.median(times_s)
     return MEDIAN_ERROR * deviation_from(middle, times_s) / math.sqrt(len(times_s))

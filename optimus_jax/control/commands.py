@@ -1,8 +1,8 @@
 """Commands of process 0, which all processes receive at the same step boundaries.
 
-Only process 0 decides: clocks differ, and every process has to switch at the same boundary. A
-process on its own acts at once. Several exchange commands about every second, since an exchange
-costs a small collective.
+Only process 0 decides: clocks differ, and every process has to switch at the same boundary. A run
+of one process acts at once. Several processes exchange commands about every second, since an
+exchange costs a small collective.
 """
 
 import json
@@ -18,29 +18,29 @@ from optimus_jax.cluster.distributed import broadcast_from_0
 from optimus_jax.plan import Plan
 
 PAUSE_S, MOST_STEPS = 1.0, 8
-"""Between two broadcasts of several processes: about so long, but not more steps."""
+"""Time between two broadcasts, in seconds, and the largest number of steps between them."""
 Kind = Literal["prepare", "look", "go", "withdraw", "keep", "take back", "probe"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Command:
-    """What is to be done."""
+    """A command to all processes."""
 
     kind: Kind
     plan: Plan | None = None
-    """To prepare, to look at again once it is ready, or to enter."""
+    """The plan to prepare, to reconsider once it is ready, or to enter."""
     without: frozenset[int] = frozenset()
-    """Ids of devices that it must not use."""
+    """Ids of devices that the plan must not use."""
     at_step: int | None = None
     """The boundary at which the run enters the plan; None: the first one after it is ready."""
     anew: bool = False
-    """Of a probe: what probes have found so far is of other conditions."""
+    """For `probe`: discard the results of earlier probes, since conditions have changed."""
     worth_s: float = 0.0
-    """Of a probe: what it may take whatever the budget says."""
+    """For `probe`: seconds that it may take beyond the budget."""
     why: str = ""
 
     def as_json(self) -> dict[str, Any]:
-        """For the other processes."""
+        """The command as JSON, for the other processes."""
         return {
             "kind": self.kind,
             "plan": self.plan and self.plan.to_json(),
@@ -95,12 +95,12 @@ class CommandBroadcast:
     def receive(self, step: int, step_times_s: Collection[float]) -> Iterable[Command]:
         """The commands queued since the last broadcast, oldest first; the same in every process.
 
-        Every process has to call it when `is_held`. A process on its own also receives what is
-        queued while it iterates.
+        Every process has to call it when `is_held`. In a run of one process, commands that are
+        queued during the iteration are received too.
 
         Args:
-          step: the last one done.
-          step_times_s: of the newest steps, as far as known; what the first process says counts.
+          step: the last step done.
+          step_times_s: times of the newest steps, if known; only those of process 0 count.
         """
         if jax.process_count() == 1:
             return self._own()

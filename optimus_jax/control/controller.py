@@ -2,10 +2,9 @@
 
 It measures, decides, prepares, and moves the run to another plan.
 
-The trainer tells it what only the loop can see and asks at every step boundary whether to go on
-(`leaves`). When it says that the run leaves its plan, the trainer returns, `carry_out` moves the
-state, and another trainer goes on from there. What is known of a plan's first steps decides whether
-it is kept.
+The trainer reports each step to it, and asks at every step boundary whether the run leaves its plan
+(`leaves`). If so, the trainer returns, `carry_out` moves the state, and another trainer continues
+from there. The first steps under the new plan decide whether it is kept.
 """
 
 import statistics
@@ -42,15 +41,15 @@ class Controller:
 
     Args:
       mode: whether it moves the run, or only says what it would do.
-      settings: when it may.
-      num_steps: of the run.
-      advisor: decides; the first process's.
-      signals: what is measured.
-      probes: of each mesh.
+      settings: when it may move the run.
+      num_steps: number of steps of the run.
+      advisor: makes the decisions; used in process 0 only.
+      signals: the measured signals.
+      probes: makes the probes of each mesh.
       switcher: moves the state.
-      changes: between the run's phases; None: it has one.
-      reported: ids of devices that someone has reported to be bad.
-      run: where decisions and switches are written down.
+      changes: moves the run from phase to phase; None: it has only one.
+      reported: returns the ids of devices that someone has reported to be bad.
+      run: where decisions and switches are recorded.
       display: where they are shown.
     """
 
@@ -88,14 +87,14 @@ class Controller:
         self._is_taken_back = False
         self._last_times_s: deque[float] = deque(maxlen=settings.window_steps)
 
-    # What the trainer says.
+    # Called by the trainer.
 
     def dispatched(self, *, data_wait_s: float, dispatch_s: float, batch: Batch) -> None:
-        """A step was handed to the devices."""
+        """Record that a step was dispatched to the devices."""
         self._signals.dispatched(data_wait_s=data_wait_s, dispatch_s=dispatch_s, batch=batch)
 
     def step(self, record: StepRecord) -> None:
-        """A step was finished."""
+        """Record a finished step."""
         self._signals.step(record)
         if self._trial is not None:
             self._trial.records.append(record)
@@ -111,28 +110,28 @@ class Controller:
     def evaluation(
         self, step: int, loss: float, perplexity: float, bits_per_byte: float | None
     ) -> None:
-        """An evaluation says nothing about steps."""
+        """Do nothing: an evaluation says nothing about steps."""
 
     def is_probe_due(self, step: int) -> bool:
-        """Whether to let the devices finish `step` and call `probe`; the same answer in every
-        process.
+        """Whether to wait until the devices have finished `step`, then call `probe`; the same
+        answer in every process.
         """
         return not self._is_crowded and self._signals.is_probe_due(step)
 
     def probe(self, step: int) -> None:
-        """The devices are free: measure links and compute."""
+        """Measure links and compute, while the devices are idle after `step`."""
         self._signals.probe(step)
 
     @property
     def is_on_trial(self) -> bool:
-        """Whether the plan is new: if it does not train it is taken back.
+        """Whether the plan is new and on trial: if it does not train it is taken back.
 
-        All processes have begun and end a trial after the same step.
+        All processes begin and end a trial after the same step.
         """
         return self._trial is not None
 
     def leaves(self, step: int) -> bool:
-        """Whether the run is to go on under another plan after `step`."""
+        """Whether the run leaves its plan after `step`."""
         self._look_ahead(step)
         if jax.process_index() == 0:
             self._coordinator.think(
@@ -145,7 +144,7 @@ class Controller:
         else:
             self._signals.observe(step)
         if not self._commands.is_held(step):
-            # All have heard of a boundary that a plan was prepared for.
+            # All processes know the boundary that a plan was prepared for.
             return (
                 self._upcoming is not None
                 and self._upcoming.command.at_step == step
@@ -156,14 +155,14 @@ class Controller:
         return self._is_taken_back or self._is_ready(step)
 
     def carry_out(self, state: TrainState, step: int) -> tuple[TrainState, Executable]:
-        """Move the state, which is used up, to the plan that was decided on, or back.
+        """Move the state to the plan that was decided on, or back; `state` is donated.
 
         Every process calls it after `step`.
 
         Returns:
-          The state, and what the run goes on with; if the move failed, those from before.
+          The state and the executable to continue with; if the move failed, the old ones.
         Raises:
-          StateLostError: the newest checkpoint is all that is left.
+          StateLostError: the state is lost, and only the newest checkpoint is left.
         """
         switched = (
             self._take_back(state, step) if self._is_taken_back else self._switch(state, step)
@@ -171,11 +170,11 @@ class Controller:
         return switched.state, switched.executable
 
     def enter_phase(self, switched: Switched, source: Plan) -> None:
-        """The run has gone on to other batches, perhaps from plan `source` to another, without an
-        order.
+        """Record that the run has entered a phase with other batches, without a command.
 
-        What was being prepared is for the batches before, with which first steps cannot be compared
-        any more either.
+        Its plan may have changed from `source` to another. What was being prepared is dropped,
+        since it is for the old batches, and a trial ends, since step times with other batches
+        cannot be compared.
         """
         self._drop()
         self._trial, self._is_taken_back = None, False
@@ -187,8 +186,9 @@ class Controller:
         self._measure_anew(switched.executable)
 
     def _measure_anew(self, executable: Executable) -> float:
-        """Signals of a run that goes on under another plan; seconds that it stood still for the
-        first probes there.
+        """Reset the signals for a run under another executable.
+
+        Returns the seconds that the run stood still for the first probes on its mesh.
         """
         config, started = executable.program.config, time.perf_counter()
         self._signals.enter(
@@ -199,13 +199,13 @@ class Controller:
         return time.perf_counter() - started
 
     def stop(self, step: int) -> None:
-        """The run ends on purpose after `step`."""
+        """Record that the run ends on purpose after `step`."""
         self._switcher.stop(
             step=step, costs_s=self._trial.spent_s if self._trial is not None else {}
         )
 
     def close(self) -> None:
-        """The run has ended, well or not."""
+        """Release what it holds, after the run has ended, successfully or not."""
         if self._upcoming is not None and not self._upcoming.preparation.is_done:
             self._display.message(
                 f"waiting for the compilation of {self._upcoming.preparation.plan.axes} to end"
@@ -215,8 +215,8 @@ class Controller:
         self._signals.close()
 
     def _look_ahead(self, step: int) -> None:
-        """Have a phase that is near prepared, but not while the first steps under a plan are timed:
-        compiling slows them on a CPU.
+        """Prepare a phase that is near, but not during the trial of a plan: compiling would slow
+        its steps on a CPU.
         """
         if self._changes is not None and self._trial is None:
             times_s = self._last_times_s
@@ -224,14 +224,14 @@ class Controller:
             self._changes.prepare(step, within_steps=max(self._settings.cooldown_steps, lead_steps))
 
     def _observed(self, step: int) -> Observation:
-        """What the first process has seen."""
+        """The observation at the boundary after `step`, in process 0."""
         observation = self._signals.observe(step, self._reported())
         return replace(observation, step_times_s=()) if self._is_crowded else observation
 
     @property
     def _is_crowded(self) -> bool:
-        """Whether a plan is being compiled on the cores that are the devices: what is timed
-        meanwhile says nothing of links or plans.
+        """Whether a compilation shares its cores with CPU devices: times measured meanwhile say
+        nothing about links or plans.
         """
         return (
             self._upcoming is not None
@@ -240,7 +240,7 @@ class Controller:
             and jax.default_backend() == "cpu"
         )
 
-    # What all processes do.
+    # Done by all processes.
 
     def _obey(self, command: Command, step: int) -> None:
         if command.kind == "prepare":
@@ -265,7 +265,7 @@ class Controller:
                 ),
                 usual_s=statistics.median(self._last_times_s) if self._last_times_s else None,
             )
-            if self._upcoming.preparation.is_done:  # no step was done meanwhile
+            if self._upcoming.preparation.is_done:  # at once, before another step
                 self._commands.send(Command(kind="go", plan=command.plan))
         elif command.kind == "withdraw":
             self._drop()
@@ -290,7 +290,7 @@ class Controller:
             self._drop()
 
     def _drop(self) -> None:
-        """Nobody waits for what is being prepared any more."""
+        """Withdraw the upcoming switch, and charge for the delay that preparing it has caused."""
         if self._upcoming is not None:
             self._upcoming.preparation.withdraw()
             self._coordinator.charge(max(0.0, self._upcoming.tax_s))
@@ -298,7 +298,7 @@ class Controller:
 
     def _is_ready(self, step: int) -> bool:
         """Whether the plan that is being prepared is ready in all processes, at its boundary."""
-        # While the first steps under a plan are watched, the way back has to stay open.
+        # During the trial of a plan it must stay possible to go back to the plan before it.
         if self._upcoming is None or self._trial is not None:
             return False
         command, preparation = self._upcoming.command, self._upcoming.preparation
@@ -428,7 +428,7 @@ class Controller:
     def _give_up(
         self, plan: Plan, why: str, step: int, costs_s: Mapping[str, float] | None = None
     ) -> None:
-        """A plan that the run cannot have, after a move that took so long."""
+        """Record that the run cannot use this plan, and charge the time of the failed switch."""
         self._run.log_event(
             "decision", step, action="stay", plan=plan.digest, layout=plan.describe(), why=why
         )
@@ -439,5 +439,5 @@ class Controller:
 
 
 def _phases(costs_s: dict[str, float]) -> dict[str, float]:
-    """By name alone: `move_s` is the time of phase `move`."""
+    """Costs by phase name without the unit: `move_s` becomes `move`."""
     return {name.removesuffix("_s"): time_s for name, time_s in costs_s.items()}

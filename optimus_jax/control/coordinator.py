@@ -1,8 +1,8 @@
 """The coordinator: what process 0 does for all processes.
 
-It has the advisor decide, judges the first steps under a plan, and sends commands.
+It lets the advisor decide, judges the first steps under a plan, and sends commands.
 
-Every process has one; in the others it has nothing to say, and what it is told goes unheard.
+Every process has a coordinator, but only the one of process 0 is active: the others ignore calls.
 """
 
 import statistics
@@ -25,24 +25,24 @@ from optimus_jax.training.watchers import Display
 
 Mode = Literal["advise", "auto"]
 NEWEST_STEPS = 3
-"""With which a plan's first steps are compared where others may be of other conditions: as few as
-have a median that one outlier does not move."""
+"""Number of newest steps that a plan's first steps are compared with, where older ones may have run
+in other conditions: the fewest whose median a single outlier does not move."""
 STEADY = 1.5
-"""Steps that take no more than so many times what they took when a plan was chosen, nor less by as
-much, are taken for the same: compiling beside them explains that."""
+"""Step times count as unchanged within this factor of those when the plan was chosen: compiling in
+the background explains such a difference."""
 
 
 class Coordinator:
-    """Of one run.
+    """The coordinator of one run.
 
     Args:
       mode: `auto` sends commands; `advise` only shows what they would be.
       settings: of the controller.
-      num_steps: of the run.
-      advisor: decides.
+      num_steps: number of steps of the run.
+      advisor: makes the decisions.
       commands: broadcasts its commands.
-      remarks: what is written down with decisions beside readings.
-      run: where decisions are written down.
+      remarks: returns what is recorded with a decision besides its readings.
+      run: where decisions are recorded.
       display: where they are shown.
     """
 
@@ -59,9 +59,9 @@ class Coordinator:
         display: Display,
     ) -> None:
         self.decision: Decision | None = None
-        """The switch that is being prepared; None: none is, or another process decided it."""
+        """The switch that is being prepared; None: there is none, or another process decided it."""
         self.verdict: Verdict | None = None
-        """Of a trial, while other processes have not heard it."""
+        """The verdict on a trial, until the other processes have received it."""
         self._mode, self._settings, self._num_steps = mode, settings, num_steps
         self._advisor, self._commands, self._remarks, self._run, self._display = (
             advisor,
@@ -73,10 +73,10 @@ class Coordinator:
         self._decided_among_s: tuple[float, ...] = ()
         """The newest step times when the decision was made."""
         self._probed_of_s: float | None = None
-        """When those steps changed for whose sake a probe was asked for last."""
+        """When steps changed, for the change that a probe was last requested for."""
         self._is_broken = False
 
-    # What it is asked.
+    # Questions to it.
 
     def think(
         self,
@@ -87,18 +87,19 @@ class Coordinator:
         upcoming: UpcomingSwitch | None,
         last_times_s: tuple[float, ...],
     ) -> None:
-        """Judge the first steps under a new plan, decide, and say whether a plan that is ready may
-        be entered.
+        """Judge the first steps under a new plan, decide, and send `go` for a plan that is ready.
 
         Args:
-          step: the last one done.
-          observation: of the run until then.
-          last_times_s: of the newest steps under the plan.
+          step: the last step done.
+          observation: the run's signals after `step`.
+          trial: the trial of a new plan; None: no plan is on trial.
+          upcoming: the switch that is being prepared; None: there is none.
+          last_times_s: times of the newest steps under the plan, in seconds.
         """
         if trial is not None and self.verdict is None:
             self._judge(trial, step)
         if self._is_broken or (self.verdict is not None and not self.verdict.keep):
-            return  # what is decided now would be of a plan that the run is about to leave
+            return  # a decision now would be about a plan that the run is about to leave
         if self._advisor.wants_probe:
             is_news = self._advisor.changed_s != self._probed_of_s
             self._commands.send(
@@ -118,20 +119,21 @@ class Coordinator:
             self._consider_going(upcoming, step, last_times_s)
 
     def comparable(self, last_times_s: tuple[float, ...]) -> tuple[float, ...]:
-        """Of the last steps under the plan that is being left, those that a new plan's first ones
-        are compared with; empty: none is.
+        """The times of the old plan's last steps that the new plan's first steps are compared with.
+
+        Empty: there is nothing to compare with.
         """
-        # What the run had to leave is no measure: fewer devices may be slower.
+        # A plan that the run had to leave is no standard: fewer devices may be slower.
         if self.decision is not None and self.decision.mandatory:
             return ()
-        # While the plan was prepared on cores that are the devices, nobody looked whether steps
-        # were still alike.
+        # While the plan was compiled on the cores of CPU devices, nobody checked whether steps
+        # stayed alike.
         newest = NEWEST_STEPS if jax.default_backend() == "cpu" else 2 * self._settings.canary_steps
         return last_times_s[-max(1, min(self._advisor.steps_alike, newest)) :]
 
     @property
     def predicted_s(self) -> float:
-        """Predicted step time of the plan decided on; NaN where another process decided."""
+        """Predicted step time of the plan decided on; NaN: another process decided."""
         chosen = (
             [each.step_time_s for each in self.decision.alternatives if each.verdict == CHOSEN]
             if self.decision is not None
@@ -139,53 +141,53 @@ class Coordinator:
         )
         return chosen[0] if chosen else float("nan")
 
-    # What it is told.
+    # Reports to it.
 
     def switched(self, plan: Plan, costs_s: Mapping[str, float]) -> None:
-        """The run is under this plan now, after it stood still for so long, by phase of the
-        switch."""
+        """Record that the run is under this plan now. `costs_s`: its delay by phase of the switch,
+        in seconds."""
         self.decision = None
         if self._hears:
             self._advisor.switched(plan, costs_s)
 
     def failed(self, plan: Plan, why: str, *, is_back: bool = False) -> None:
-        """The run cannot have this plan, or `is_back` from it."""
+        """Record that the run cannot use this plan. `is_back`: it was entered and taken back."""
         self.decision = None
         if self._hears:
             self._advisor.failed(plan, why, is_back=is_back)
 
     def judged(self, *, is_kept: bool) -> None:
-        """All processes have heard how the trial ended.
+        """Record that all processes know how the trial ended.
 
-        If the plan was not to be kept, what was being prepared beside it is dropped.
+        If the plan was not kept, the decision that was being prepared is dropped.
         """
         self.verdict, self.decision = None, self.decision if is_kept else None
 
     def entered_phase(self) -> None:
-        """The run has other batches: what was decided or judged was of those before."""
+        """Drop the decision and the verdict, since they are about the batches before this phase."""
         self.decision = self.verdict = None
         if self._hears:
             self._advisor.dropped()
 
     def charge(self, time_s: float) -> None:
-        """Switching took so much more of the run's time."""
+        """Charge this much more of the run's time to switches."""
         if self._hears:
             self._advisor.charge(time_s)
 
     def close(self) -> None:
-        """The run has ended: keep what was learnt."""
+        """Save what was learnt, after the run has ended."""
         if self._hears:
             self._advisor.save()
 
     @property
     def _hears(self) -> bool:
-        """Whether the advisor can be told things."""
+        """Whether the advisor is active: in process 0, unless it has failed."""
         return jax.process_index() == 0 and not self._is_broken
 
-    # How it thinks.
+    # Decisions.
 
     def _judge(self, trial: SwitchTrial, step: int) -> None:
-        """Whether the plan on trial is kept, as soon as its first steps say so."""
+        """Decide whether the plan on trial is kept, as soon as its first steps show it."""
         times_s = [record.step_time_s for record in trial.records]
         is_over = len(times_s) > self._settings.canary_steps
         if not is_over and not is_clearly_slower(times_s, trial.before_s):
@@ -206,8 +208,8 @@ class Coordinator:
             )
 
     def _decided(self, observation: Observation) -> Decision | None:
-        """What the advisor says. A mistake in it costs the run its controller, and not its
-        steps."""
+        """The advisor's decision. An exception in it disables the controller, but does not end the
+        run."""
         try:
             return self._advisor.decide(observation)
         except Exception as error:
@@ -259,10 +261,10 @@ class Coordinator:
     def _consider_going(
         self, upcoming: UpcomingSwitch, step: int, last_times_s: tuple[float, ...]
     ) -> None:
-        """Whether what was decided some time ago is still to be done, now that it is ready.
+        """Decide whether a switch that is ready is still wanted.
 
-        On cores that are the devices the advisor was not shown steps while it was compiled. If they
-        are others than they were, why has to be known first.
+        On CPU devices the advisor has not seen steps during the compilation. If they have changed,
+        the reason has to be known first.
         """
         decision, plan = self.decision, upcoming.command.plan
         if (
@@ -281,9 +283,7 @@ class Coordinator:
             self._commands.send(Command(kind="go", plan=plan))
 
     def _is_steady(self, newest_s: tuple[float, ...]) -> bool:
-        """Whether each of the last steps, beside the compilation, was about as long as those before
-        it.
-        """
+        """Whether the last steps took about as long as those before the compilation."""
         if len(newest_s) < NEWEST_STEPS or not self._decided_among_s or self._advisor.is_puzzled:
             return False
         before_s = statistics.median(self._decided_among_s)

@@ -1,7 +1,7 @@
-"""Moves a training state between layouts through the disk, where device memory does not suffice.
+"""Moves a training state between layouts through the disk, if device memory does not suffice.
 
-It writes and reads the state once, and leaves a checkpoint. The checkpoint is complete before any
-device memory is freed, and its checksums are verified when it is read
+It writes the state once as a checkpoint, which stays, and reads it once. The checkpoint is complete
+before any device memory is freed, and its checksums are verified when it is read
 (checkpoint/checkpoints.py). Every plan can read it.
 """
 
@@ -26,7 +26,7 @@ class DiskTransfer:
     """Moves the state of one run. Every process calls the same methods in the same order.
 
     Args:
-      checkpoints: of the run.
+      checkpoints: the run's checkpoints.
       described: returns the checkpoint metadata of a state under a program, after a step.
     """
 
@@ -38,7 +38,7 @@ class DiskTransfer:
     def put(self, state: TrainState, source: Executable, step: int) -> None:
         """Write the state, laid out for `source`, and free its memory.
 
-        Raises CheckpointError, with the state as it was, if it cannot be written.
+        Raises CheckpointError if it cannot be written; the state is then unchanged.
         """
         program = source.program
         self._checkpoints.save(

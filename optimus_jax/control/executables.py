@@ -1,5 +1,6 @@
-"""Everything compiled that a run needs under a plan, made before the run comes to it and kept for a
-while after it has left.
+"""Executables: everything compiled that a run needs under a plan.
+
+They are made before the run enters the plan, and cached for a while after it has left it.
 """
 
 import threading
@@ -24,26 +25,26 @@ from optimus_jax.training.step import Program, build_program
 
 @dataclass(frozen=True, kw_only=True)
 class Executable:
-    """A plan, compiled."""
+    """A compiled plan."""
 
     program: Program
-    """Whose train_step and eval_step are executables."""
+    """The program; its train_step and eval_step are compiled executables."""
     layout: Layout
-    """Of the state."""
+    """Layout of the state."""
     sums: ShardSums
-    """Of such states."""
+    """Computes the checksums of states in this layout."""
     step_bytes: int
-    """That a step needs on a device."""
+    """Bytes that a step needs on a device."""
     compile_s: float
-    """Tracing and compiling."""
+    """Seconds of tracing and compiling."""
 
     @property
     def plan(self) -> Plan:
-        """That it runs."""
+        """The plan that it runs."""
         return self.program.plan
 
     def compile_rest(self) -> None:
-        """Compile what a switch from here needs and a run that stays does not: the evaluation and
+        """Compile what a switch from here needs and a run that stays may not: the evaluation and
         checksums.
         """
         if isinstance(self.program.eval_step, _CompiledLater):
@@ -52,13 +53,12 @@ class Executable:
 
 
 class _CompiledLater:
-    """The evaluation, jitted, which can be compiled before it is called, once it is clear that it
-    will be.
+    """The jitted evaluation. It can be compiled ahead of time, once it is known to be needed.
 
     Args:
-      function: jitted.
-      params: what it will be called with.
-      batches: the shapes of batches beside them: that of the probe, and that of evaluations.
+      function: the jitted evaluation.
+      params: the parameters that it will be called with, or their shapes.
+      batches: shapes of the batches that it will be called with: the probe's and the evaluations'.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class _CompiledLater:
         self._compiled: dict[tuple[int, ...], Any] = {}
 
     def compile(self) -> None:
-        """May run in a thread while training goes on."""
+        """Compile it for all batch shapes; may run in a thread while training goes on."""
         for shape, batch in self._batches.items():
             if shape not in self._compiled:
                 self._compiled[shape] = self._function.lower(self._params, batch).compile()
@@ -79,7 +79,7 @@ class _CompiledLater:
 
 
 def layout_of(program: Program) -> Layout:
-    """How a program's state lies."""
+    """The layout of a program's state."""
     return Layout(leaves=program.abstract_state(), slots=program.shapes.slots)
 
 
@@ -94,9 +94,11 @@ def compile_plan(
     """Compile steps, evaluation and checksums of `config` under `plan`. Runs nothing on a device.
 
     Args:
-      devices: that the plan is for; None: all.
-      bytes_per_device: that JAX may use on each; None: unknown.
-      rest: whether evaluation and checksums are compiled now; otherwise they are when first needed.
+      config: the config with the batches to compile for.
+      plan: the plan to compile.
+      devices: the devices that the plan uses; None: all.
+      bytes_per_device: bytes that JAX may use on each device; None: unknown.
+      rest: compile evaluation and checksums now; otherwise they are compiled when first needed.
     Raises:
       PlanError: the plan is not legal, or a step needs more memory than there is.
     """
@@ -131,19 +133,19 @@ def executable_of(step: CompiledStep) -> Executable:
 
 
 Batch = tuple[int, int]
-"""Examples of a step, tokens of each."""
+"""(examples of a step, tokens of each example)."""
 
 
 def batch_of(config: Config) -> Batch:
-    """What a config trains on."""
+    """The batch that a config trains on."""
     return config.data.global_batch, config.seq_len
 
 
 class ExecutableCache:
-    """Executables that were used or compiled last; the others are forgotten. Threads may share one.
+    """A least-recently-used cache of executables. Threads may share it.
 
     Args:
-      size: how many are kept.
+      size: largest number of executables.
     """
 
     def __init__(self, size: int) -> None:
@@ -152,7 +154,7 @@ class ExecutableCache:
         self._lock = threading.Lock()
 
     def put(self, executable: Executable) -> None:
-        """Keep this one, as the last used."""
+        """Add an executable as the most recently used one."""
         key = executable.plan, batch_of(executable.program.config), executable.layout.devices
         with self._lock:
             self._kept[key] = executable
@@ -161,7 +163,7 @@ class ExecutableCache:
                 self._kept.popitem(last=False)
 
     def get(self, batch: Batch, plan: Plan, devices: Sequence[Device]) -> Executable | None:
-        """The executable of a plan, if it is still there."""
+        """The executable of a plan; None: it is not in the cache."""
         return self._kept.get((plan, batch, tuple(devices)))
 
     def __len__(self) -> int:

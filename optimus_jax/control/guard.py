@@ -1,7 +1,7 @@
-"""What a source of samples is, and what happens when one breaks.
+"""The interface of a source of samples, and the handling of its errors.
 
-A *source* measures one or a few signals. It is polled at step boundaries, must not wait for
-anything, and whatever it raises stays here: its signals become unknown and the reason is told once.
+A *source* measures one or a few signals. It is polled at step boundaries and must not block.
+Whatever it raises is caught here: its signals become unknown, and the reason is reported once.
 """
 
 import math
@@ -9,14 +9,15 @@ from collections.abc import Callable, Mapping
 from typing import Protocol
 
 POLL_S = 1.0
-"""Least time between two polls of a source."""
+"""Shortest time between two polls of a source, in seconds."""
 ABSENT_S = 60.0
-"""The same once there was nothing to poll: a driver may come, but not soon."""
+"""The same for a source that is absent: a driver may be installed later, but not soon."""
 
 
 class Absent(Exception):
-    """What would be measured does not exist here (no such driver, no other process); no fault, and
-    no reason to warn anyone.
+    """The thing to be measured does not exist here (no such driver, no other process).
+
+    This is not a fault, and causes no warning.
     """
 
 
@@ -25,52 +26,52 @@ class Source(Protocol):
 
     @property
     def name(self) -> str:
-        """For people."""
+        """Name shown in messages."""
         ...
 
     @property
     def signals(self) -> tuple[str, ...]:
-        """Names of what it measures; a name that ends in `/` stands for all that begin with it."""
+        """Names of its signals; a name that ends in `/` stands for all that begin with it."""
         ...
 
     def poll(self, step: int, now_s: float) -> Mapping[str, float] | None:
         """New samples by signal, after `step`; None: none yet, ask again at the next boundary.
 
-        Raises Absent, or anything.
+        Raises Absent, or any other exception.
         """
         ...
 
     def close(self) -> None:
-        """Let go what it holds."""
+        """Release what it holds."""
         ...
 
 
 class Guard:
-    """Around what a source does: whatever it raises becomes a reason.
+    """Calls a source, catches whatever it raises, and remembers the reason.
 
     Args:
-      name: of the source.
-      signals: that it measures.
-      warn: told once for each kind of error.
+      name: name of the source.
+      signals: names of the signals that it measures.
+      warn: called once for each kind of error.
     """
 
     def __init__(self, name: str, signals: tuple[str, ...], warn: Callable[[str], object]) -> None:
         self.name, self.signals = name, signals
         self.missing: str | None = None
-        """Why its signals are unknown; None: they are not, or nothing is known of it yet."""
+        """Why its signals are unknown; None: they are known, or it was not polled yet."""
         self.is_absent = False
-        """Whether that is because there is no such thing here."""
+        """Whether the reason is that the thing to be measured does not exist here."""
         self._warn = warn
         self._told: set[type[Exception]] = set()
 
     def samples(self, work: Callable[[], Mapping[str, float] | None]) -> Mapping[str, float] | None:
-        """Those of `work`; empty if it raises."""
+        """The samples that `work` returns; empty if it raises."""
         try:
             samples = work()
         except Exception as error:
             self.is_absent = isinstance(error, Absent)
             self.missing = str(error) if self.is_absent else f"{type(error).__name__}: {error}"
-            # Messages may hold addresses or times, that differ from one second to the next.
+            # Messages may contain addresses or times, so errors are told apart by type.
             if not self.is_absent and type(error) not in self._told:
                 self._told.add(type(error))
                 self._warn(
@@ -84,12 +85,12 @@ class Guard:
 
 
 class Polled:
-    """A source that is polled now and then and cannot harm a run.
+    """Polls a source from time to time, such that its errors do not reach the run.
 
     Args:
-      source: what to poll.
-      warn: told once for each kind of error that keeps it from being measured.
-      every_s: least seconds between two answers.
+      source: the source to poll.
+      warn: called once for each kind of error of the source.
+      every_s: shortest time between two answers, in seconds.
     """
 
     def __init__(
@@ -101,7 +102,7 @@ class Polled:
         self._due_s = -math.inf
 
     def poll(self, step: int, now_s: float) -> Mapping[str, float] | None:
-        """Its new samples; empty if it is broken; None: nothing new, or it is not its turn."""
+        """Its new samples; empty: it is broken; None: there is nothing new, or no poll is due."""
         if now_s < self._due_s:
             return None
         samples = self.guard.samples(lambda: self._source.poll(step, now_s))
@@ -110,5 +111,5 @@ class Polled:
         return samples
 
     def close(self) -> None:
-        """Let go what the source holds."""
+        """Release what the source holds."""
         self.guard.samples(lambda: self._source.close())

@@ -1,8 +1,9 @@
-"""How this process's devices are doing: memory as JAX says it, clocks, heat and errors as NVIDIA's
-driver says them.
+"""Health of this process's devices: memory as reported by JAX; clocks, temperature and errors as
+reported by NVIDIA's driver.
 
-Of several devices the worst one counts, for a step lasts as long as its slowest device: the fullest
-memory, the lowest clock and utilisation, the highest temperature. Power and errors are sums.
+Of several devices the worst one counts, because a step lasts as long as on its slowest device: the
+fullest memory, the lowest clock and utilisation, the highest temperature. Power and errors are
+sums.
 """
 
 import importlib
@@ -33,24 +34,26 @@ SLOWED_BY = {
     "nvmlClocksThrottleReasonHwThermalSlowdown": "heat (hardware)",
     "nvmlClocksThrottleReasonHwPowerBrakeSlowdown": "power brake",
 }
-"""Why the driver lowers a clock though there is work; idleness and clocks that somebody has set do
-not count. https://docs.nvidia.com/deploy/nvml-api/group__nvmlClocksEventReasons.html"""
+"""Reasons for which the driver lowers a clock although there is work. Idleness and clock limits set
+by a user do not count.
+https://docs.nvidia.com/deploy/nvml-api/group__nvmlClocksEventReasons.html"""
 
 
 class MemoryDevice(Protocol):
-    """What is asked of a JAX device."""
+    """The part of a JAX device that is used here."""
 
     def memory_stats(self) -> Mapping[str, int] | None:
-        """Of its allocator; None: the backend does not say."""
+        """Statistics of its allocator; None: the backend does not report them."""
         ...
 
 
 class DeviceMemory:
-    """Memory in use, and the most so far in this process, over what JAX may use; of the fullest
-    device.
+    """A source: memory in use, and its peak in this process, as shares of what JAX may use.
+
+    The fullest device counts.
 
     Args:
-      devices: of this process.
+      devices: the devices of this process.
     """
 
     name = "device memory"
@@ -60,10 +63,10 @@ class DeviceMemory:
         self._devices = devices
 
     def poll(self, step: int, now_s: float) -> Mapping[str, float]:
-        """Shares.
+        """Both shares.
 
-        Raises Absent where the backend does not say: a CPU's devices share the host's memory with
-        everything else.
+        Raises Absent if the backend does not report memory: CPU devices share the host's memory
+        with everything else.
         """
         stats = [
             found
@@ -80,35 +83,35 @@ class DeviceMemory:
         }
 
     def close(self) -> None:
-        """Nothing to let go."""
+        """Do nothing: it holds no resources."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class GpuState:
-    """One GPU at one moment; None is what its driver does not say."""
+    """One GPU at one moment; None: the driver does not report this value."""
 
     utilisation: float | None
-    """Share of the last moments (up to a second) in which some kernel ran."""
+    """Share of the last sampling interval (up to a second) in which some kernel ran."""
     clock_share: float | None
-    """Clock of its multiprocessors over the highest."""
+    """Clock of its multiprocessors over their highest clock."""
     slowed_by: tuple[str, ...] | None
-    """Values of SLOWED_BY."""
+    """Why its clock is lowered; values of SLOWED_BY."""
     power_w: float | None
-    """Drawn."""
+    """Power draw in watts."""
     temperature_c: float | None
-    """Of the chip."""
+    """Temperature of the chip, in degrees Celsius."""
     ecc_errors: int | None
-    """Of memory, not corrected, since the driver was loaded."""
+    """Number of uncorrected memory errors since the driver was loaded."""
 
 
 class GpuHealth:
-    """What NVIDIA's driver says, asked for in a thread of its own: with eight GPUs that can take
-    longer than a step.
+    """A source: what NVIDIA's driver reports. It is queried in a thread of its own, since with
+    eight GPUs a query can take longer than a step.
 
     Args:
-      gpus: of this process: the driver's numbers or UUIDs (`visible_gpus`).
-      library: what to ask instead of `pynvml`.
-      start: who asks; None: a thread.
+      gpus: the GPUs of this process: the driver's numbers or UUIDs (`visible_gpus`).
+      library: replaces `pynvml`, for tests; None: `pynvml`.
+      start: runs the queries; None: a thread.
     """
 
     name = "NVML"
@@ -128,12 +131,12 @@ class GpuHealth:
         self._handles: list[object] = []
         self._errors_before: int | None = None
         self.slowed_by: frozenset[str] = frozenset()
-        """Why some GPU was slowed down when last asked; values of SLOWED_BY."""
+        """Why some GPU was slowed down at the last query; values of SLOWED_BY."""
 
     def poll(self, step: int, now_s: float) -> Mapping[str, float] | None:
-        """The newest samples; None while the driver has not answered.
+        """The newest samples; None: the driver has not answered yet.
 
-        Raises Absent where there is no driver.
+        Raises Absent if there is no driver.
         """
         states = self._asked.take()
         if states is None:
@@ -142,7 +145,7 @@ class GpuHealth:
         return self._samples(states)
 
     def close(self) -> None:
-        """Let the driver go, after its last answer."""
+        """Release the driver, after its last answer."""
         if self._worker is not None:
             self._worker(self._shut_down)
             self._worker.close()
@@ -162,7 +165,7 @@ class GpuHealth:
         return {name: value for name, value in known.items() if value is not None}
 
     def _new_errors(self, errors: float | None) -> float | None:
-        """Since the first answer."""
+        """Number of errors since the first answer."""
         if errors is None:
             return None
         if self._errors_before is None:
@@ -203,10 +206,10 @@ class GpuHealth:
 
 
 def visible_gpus(local_hardware_ids: Sequence[int]) -> list[int | str]:
-    """The driver's names of the GPUs that JAX numbers `local_hardware_ids`.
+    """The driver's numbers or UUIDs of the GPUs that JAX numbers `local_hardware_ids`.
 
-    CUDA numbers GPUs of one kind as the driver does (by PCI address), beginning with those that it
-    may see (CUDA_VISIBLE_DEVICES).
+    CUDA numbers GPUs of one kind as the driver does (by PCI address), but counts only those in
+    CUDA_VISIBLE_DEVICES, in that order.
 
     Args:
       local_hardware_ids: `device.local_hardware_id` of the process's devices.

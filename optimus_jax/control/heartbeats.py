@@ -1,4 +1,4 @@
-"""How long ago the other processes of the run have given a heartbeat, as a signal."""
+"""The age of the other processes' heartbeats, as a signal."""
 
 from collections.abc import Mapping
 
@@ -7,10 +7,10 @@ from optimus_jax.faults.heartbeat import Heartbeats
 
 
 class HeartbeatAges:
-    """A source; asks nobody, and reads what the watchdog's thread has seen.
+    """A source that reads what the watchdog's thread has seen, without any communication.
 
     Args:
-      signs: of the run's processes; None: there is one, or nobody watches.
+      heartbeats: of the run's processes; None: there is only one process, or nobody watches.
     """
 
     name = "heartbeats"
@@ -20,7 +20,7 @@ class HeartbeatAges:
         self._heartbeats = heartbeats
 
     def poll(self, step: int, now_s: float) -> Mapping[str, float] | None:
-        """Age of the oldest sign of those who were heard; empty: nobody was."""
+        """Age of the oldest heartbeat among running peers; empty: no peer has sent one."""
         ages_s = (
             [
                 peer.silent_s
@@ -33,4 +33,4 @@ class HeartbeatAges:
         return {HEARTBEAT_AGE_S: max(ages_s)} if ages_s else {}
 
     def close(self) -> None:
-        """It holds nothing."""
+        """Do nothing: it holds no resources."""

@@ -1,18 +1,18 @@
-"""What is on disk of switches, so that a run which dies at any moment goes on under one plan or the
-other.
+"""The journal of switches on disk: a run that dies during a switch can resume under one of the two
+plans.
 
-A checkpoint belongs to no plan (training/state.py), and every plan can read it. So a state on disk
-is never mixed, whatever happens in the middle of a switch; all that has to be known is which plan
-to go on with, and which one not to try again at once. `switches.jsonl` in the run directory says
-it, a line per record, each on the disk before anything is done about it:
+A checkpoint is independent of plans (training/state.py), and every plan can read it. So the state
+on disk is always consistent, whatever happens in the middle of a switch. All that has to be known
+is which plan to resume with, and which one not to try again at once. `switches.jsonl` in the run
+directory tells, with one record per line; each is on disk before the run acts on it:
 
 1. `begin`, with both plans; then the state moves, in memory
 2. plan.json is replaced; then `commit`
 3. the first steps under the new plan; then `end` with how it went. If the switch is taken back,
    plan.json is replaced before that.
 
-A run that dies between `begin` and `end` goes on under the plan from before, which is known to run:
-the new one may be why it died. A switch of which the disk knows nothing has not happened.
+A run that dies between `begin` and `end` resumes under the plan before the switch, which is known
+to run: the new one may be why it died. A switch without a record has not happened.
 """
 
 import json
@@ -30,41 +30,42 @@ from optimus_jax.run_directory.directory import RunDirectory
 from optimus_jax.run_directory.files import explained, json_object
 
 Ending = Literal["kept", "stopped", "taken back", "failed", "died"]
-"""The new plan was kept; the run ended in its first steps; it was taken back after them; the move
-failed; the process ended unawares."""
+"""How a switch ended. `kept`: the new plan stays. `stopped`: the run was ended on purpose during
+the first steps. `taken back`: the run went back after the first steps. `failed`: the move failed.
+`died`: the process died."""
 FAILURES: tuple[Ending, ...] = ("taken back", "failed", "died")
 
 
 @dataclass(frozen=True, kw_only=True)
 class SwitchRecord:
-    """One switch."""
+    """The record of one switch."""
 
     step: int
-    """Steps done when it began."""
+    """Number of steps done when it began."""
     source: Plan
     target: Plan
     why: str
-    """It was made."""
+    """Why it was made."""
     ending: Ending | None
-    """None: it has none yet, or the run died."""
+    """How it ended; None: it is in progress, or the run died in it."""
     ended_step: int | None
     ended_why: str
     costs_s: dict[str, float]
-    """Delay of the run by phase, as far as it came."""
+    """Delay of the run by phase, in seconds, of the phases that were reached."""
     by_choice: bool
-    """Whether the run could have stayed."""
+    """Whether the run could have stayed under its plan."""
 
     @property
     def is_failure(self) -> bool:
-        """Whether its target is not to be tried again soon."""
+        """Whether it failed, so its target must not be tried again soon."""
         return self.ending in FAILURES
 
 
 def switches(run_dir: Path) -> list[SwitchRecord]:
-    """Every switch of a run, in order. Lines that a crash has torn are passed over.
+    """All switches of a run, in order. Lines that a crash has cut short are skipped.
 
     Raises:
-      RunDirectoryError: a whole line says something else than a switch.
+      RunDirectoryError: a complete line is not a valid record of a switch.
     """
     records: list[SwitchRecord] = []
     for values in _read(run_dir / "switches.jsonl"):
@@ -77,11 +78,11 @@ def switches(run_dir: Path) -> list[SwitchRecord]:
                             source=_plan(values["source"]),
                             target=_plan(values["target"]),
                             why=values["why"],
-                            # runs from before it was written
                             ending=None,
                             ended_step=None,
                             ended_why="",
                             costs_s={},
+                            # Older journals lack `by_choice`.
                             by_choice=values.get("by_choice", True),
                         )
                     )
@@ -115,16 +116,16 @@ def switches(run_dir: Path) -> list[SwitchRecord]:
 
 
 def unfinished(run_dir: Path) -> SwitchRecord | None:
-    """The switch that a run died in; None: it did not."""
+    """The switch that a run died in; None: it did not die in a switch."""
     last = next(reversed(switches(run_dir)), None)
     return last if last is not None and last.ending is None else None
 
 
 def plan_to_resume(run_dir: Path) -> str | None:
-    """The plan, as JSON, that a run goes on with: plan.json, but after a death in a switch the one
-    before it. None: it has had none.
+    """The plan that a run resumes with, as JSON; None: it has had none.
 
-    Reads only, so that it can be asked before the run directory is locked.
+    It is plan.json, or, if the run died in a switch, the plan before that switch. Only reads, so it
+    can be called before the run directory is locked.
     """
     if (died := unfinished(run_dir)) is not None:
         return died.source.to_json()
@@ -132,19 +133,20 @@ def plan_to_resume(run_dir: Path) -> str | None:
 
 
 class Journal:
-    """Writes the records of one run; in processes that do not write, it does nothing.
+    """Writes the records of one run; does nothing in processes that do not write.
 
     Args:
-      run: its directory.
+      run: the run directory.
     """
 
     def __init__(self, run: RunDirectory) -> None:
         self._run, self._path = run, run.path / "switches.jsonl"
 
     def recover(self, step: int) -> SwitchRecord | None:
-        """What a resume at `step` does first: give the switch that the run died in, if any, an end.
+        """End the switch that the run died in, if any, and return it: the first thing a resume at
+        `step` does.
 
-        Doing it twice is once.
+        Calling it twice has the effect of calling it once.
         """
         died = unfinished(self._run.path)
         if died is not None:
@@ -158,9 +160,9 @@ class Journal:
         return died
 
     def begin(self, source: Plan, target: Plan, *, step: int, why: str, by_choice: bool) -> None:
-        """The state is about to be moved.
+        """Record that the state is about to be moved.
 
-        Raises RunDirectoryError, as `commit`, if it cannot be written.
+        Raises RunDirectoryError, as `commit` does, if it cannot be written.
         """
         self._append(
             {
@@ -174,7 +176,10 @@ class Journal:
         )
 
     def commit(self, plan: Plan, *, step: int, costs_s: Mapping[str, float]) -> None:
-        """The state has been moved and is the same: `plan` is the run's. `costs_s`: so far."""
+        """Record that the state has been moved and verified, and that `plan` is now the run's.
+
+        `costs_s`: delay of the run so far, by phase.
+        """
         self._run.write_plan(plan.to_json())
         self._append(
             {"record": "commit", "step": step, "plan": plan.digest, "costs_s": dict(costs_s)}
@@ -189,11 +194,11 @@ class Journal:
         costs_s: dict[str, float],
         back_to: Plan | None = None,
     ) -> None:
-        """How the switch went; `back_to`: the plan from before, which is the run's again.
+        """Record how the switch ended; `back_to`: the plan before, if it is the run's again.
 
-        Raises nothing: the switch is over, and a record that cannot be written is kept in the run's
-        `failure`, as trouble with its logs is, so that the state is saved before the run ends. What
-        is on the disk then is a switch that has not been.
+        Raises nothing: the switch is over. If the record cannot be written, the error is stored in
+        the run's `failure`, like errors of its logs, so that the state is saved before the run
+        ends. The disk then says that the switch was not completed.
         """
         try:
             if back_to is not None:
@@ -205,7 +210,7 @@ class Journal:
             self._run.failure = self._run.failure or error
 
     def _append(self, values: dict[str, Any]) -> None:
-        """A line, on the disk when this returns."""
+        """Append a line; it is on disk when this returns."""
         if not self._run.writer:
             return
         line = json.dumps({**values, "time_s": time.time()}).encode() + b"\n"
@@ -213,7 +218,7 @@ class Journal:
             is_new = not self._path.exists()
             with open(self._path, "a+b", buffering=0) as file:
                 if file.seek(0, os.SEEK_END) and _last_byte(file.fileno()) != b"\n":
-                    line = b"\n" + line  # what a crash has torn stays a line of its own
+                    line = b"\n" + line  # a line that a crash has cut short stays separate
                 if file.write(line) != len(line):
                     raise OSError("the disk took only a part of a line")
                 os.fsync(file.fileno())
@@ -230,10 +235,10 @@ class Journal:
 
 
 def _read(path: Path) -> Iterator[dict[str, Any]]:
-    """Whole records.
+    """The complete records of the file.
 
-    One that lacks only its newline is whole: the next to be written will give it one, and the
-    record must not say another thing then.
+    A last line that lacks only its newline counts as complete: the next write adds the newline, and
+    must not change what the journal says.
     """
     with explained(path):
         content = path.read_bytes() if path.exists() else b""
@@ -251,7 +256,7 @@ def _last_byte(descriptor: int) -> bytes:
 
 
 def _sync_directory(path: Path) -> None:
-    """Have the file's name on the disk as well."""
+    """Sync the directory, so that the file's name is on disk as well."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

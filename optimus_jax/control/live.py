@@ -1,6 +1,4 @@
-"""The sources of a real run, put together: what this process's devices, its mesh and its run
-directory offer.
-"""
+"""Assembles the signals of a real run: from this process's devices, its mesh and heartbeats."""
 
 import time
 from collections import OrderedDict
@@ -25,15 +23,16 @@ from optimus_jax.planning.profiles.hardware import HardwareProfile
 
 
 class Probes:
-    """Rounds on each mesh of a run, under one budget; programs are kept, so that going back to a
-    mesh compiles nothing.
+    """Makes the probe rounds of each mesh of a run, under one budget.
+
+    Programs are cached, so that going back to a mesh compiles nothing.
 
     Args:
-      share: of wall time; 0: no probes.
-      cluster: of the run: which axis crosses hosts.
-      profile: of the devices, if they were measured.
-      num_meshes: whose programs are kept, which hold some memory of devices.
-      warn: told if there can be no probes on a mesh.
+      share: share of wall time that probes may take; 0: no probes.
+      cluster: the run's cluster, which tells the mesh axes that cross hosts.
+      profile: the hardware profile of the devices; None: they were not measured.
+      num_meshes: number of meshes whose programs are cached; these hold some device memory.
+      warn: called if a mesh cannot be probed.
     """
 
     def __init__(
@@ -51,19 +50,17 @@ class Probes:
         self._num_meshes, self._warn = num_meshes, warn
 
     def prepare(self, mesh: Mesh) -> None:
-        """Compile what is timed on a mesh; may run in the background before the run moves there."""
+        """Compile the probes of a mesh; may run in the background before the run moves there."""
         if self._share and mesh not in self._programs:
             programs = MeshProbes(mesh)
             programs.compile()
             self._programs.setdefault(mesh, programs)
 
     def on(self, mesh: Mesh) -> ProbeRounds | None:
-        """Rounds on a mesh, compiled and settled: call it in all processes, between two steps.
+        """The probe rounds of a mesh, compiled and settled; None: there are no probes.
 
-        None: there are no probes.
-
-        What goes wrong is told, and no reason to end a run; only where processes have to agree is
-        it raised.
+        Call it in all processes, between two steps. A failure is only a warning and does not end
+        the run, except with several processes: they have to agree, so it is raised there.
         """
         if not self._share:
             return None
@@ -102,15 +99,15 @@ def live_signals(
     heartbeats: Heartbeats | None,
     warn: Callable[[str], object],
 ) -> Signals:
-    """The signals of this process.
+    """Make the signals of this process.
 
     Args:
       settings: window and budget.
-      global_batch: examples of a step at first.
-      seq_len: tokens of an example at first.
-      rounds: on the first mesh.
-      signs: of life of the run's processes; None: nobody watches.
-      warn: told when a source breaks.
+      global_batch: examples of a step in the first phase.
+      seq_len: tokens of an example in the first phase.
+      rounds: probe rounds on the first mesh; None: no probes.
+      heartbeats: heartbeats of the run's processes; None: nobody watches them.
+      warn: called when a source breaks.
     """
     devices = jax.local_devices()
     sources: list[Source] = [DeviceMemory(devices), HeartbeatAges(heartbeats)]

@@ -1,8 +1,8 @@
-"""How fast the loss falls: Theil's slope, which a few spikes do not move.
+"""How fast the loss falls: Theil's slope, which is robust against a few spikes.
 
-Each loss of the window's first half is paired with the one half a window later (the incomplete
-method of Theil 1950, "A rank-invariant method of linear and polynomial regression analysis", part
-I): each pair's slope is a sample.
+Each loss of the window's first half is paired with the one half a window later, and each pair's
+slope is a sample. (This is the incomplete method of Theil 1950, "A rank-invariant method of linear
+and polynomial regression analysis", part I.)
 """
 
 import math
@@ -17,7 +17,7 @@ class LossSlope:
     """Change of the loss per step; negative while it falls.
 
     Args:
-      size: steps that it looks back on.
+      size: length of its window, in steps.
     """
 
     def __init__(self, size: int) -> None:
@@ -25,9 +25,9 @@ class LossSlope:
         self._time_s = 0.0
 
     def add(self, step: int, loss: float, time_s: float) -> None:
-        """The loss of a step; one that is not finite says nothing.
+        """Add the loss of a step; one that is not finite is ignored.
 
-        If the run went back, so does this.
+        If the run has gone back to an earlier step, all older losses are forgotten.
         """
         if self._losses and step <= self._losses[-1][0]:
             self._losses.clear()
@@ -36,11 +36,11 @@ class LossSlope:
             self._time_s = time_s
 
     def clear(self) -> None:
-        """Forget all: other batches, other losses."""
+        """Forget all losses, when the batches change."""
         self._losses.clear()
 
     def reading(self) -> SignalSummary:
-        """Its count is the number of pairs, its spread that of their slopes."""
+        """Summary of the slopes: its count is the number of pairs."""
         losses = list(self._losses)
         half = len(losses) // 2
         if half < _MIN_PAIRS:

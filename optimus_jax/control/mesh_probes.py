@@ -1,9 +1,9 @@
 """Small programs that time the links and devices of the run's own mesh, compiled once for each
 mesh.
 
-An all-reduce along one mesh axis, in all its groups at once; and a chain of matmuls on each of this
-process's devices, in which no process waits for another. A GPU repeats them inside the program, so
-that launching hardly counts.
+There are two kinds: an all-reduce along one mesh axis, in all groups of the axis at once; and a
+chain of matmuls on each of this process's devices, in which no process waits for another. On a GPU
+they are repeated inside the program, so that the time of its launch hardly counts.
 """
 
 import math
@@ -22,12 +22,12 @@ from optimus_jax.control.baselines import AllReduce, Matmuls, Work, messages_of
 
 _DTYPES = {"f32": jnp.float32, "bf16": jnp.bfloat16}
 _RUNS = 5
-"""Of each program, the shortest counts: the first also lets processes meet that come at different
-times."""
+"""Number of runs of each program, of which the shortest counts: in the first one, processes that
+arrive at different times also wait for each other."""
 
 
 class Programs(Protocol):
-    """What a round of probes runs."""
+    """The programs that a round of probes runs."""
 
     @property
     def axes(self) -> Sequence[str]:
@@ -36,7 +36,7 @@ class Programs(Protocol):
 
     @property
     def messages(self) -> tuple[int, int]:
-        """Bytes of a small and a large one."""
+        """Bytes of a small and a large message."""
         ...
 
     def work(self, axis: str, num_bytes: int) -> AllReduce:
@@ -45,7 +45,7 @@ class Programs(Protocol):
 
     @property
     def compute(self) -> Matmuls:
-        """The matmuls."""
+        """The matmuls that time each device."""
         ...
 
     def time_s(self, axis: str, num_bytes: int) -> float:
@@ -58,11 +58,11 @@ class Programs(Protocol):
 
 
 class MeshProbes:
-    """Probes of a mesh. Making one compiles nothing; `compile` does, and may run in the background.
+    """The probes of a mesh. The constructor compiles nothing; `compile` may run in the background.
 
     Args:
-      mesh: of the run, axes in mesh order.
-      clock: in seconds.
+      mesh: the run's mesh.
+      clock: returns the time in seconds.
     """
 
     def __init__(self, mesh: Mesh, *, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -72,8 +72,8 @@ class MeshProbes:
         platform = mesh.devices.flat[0].platform
         self.messages, on_cpu = messages_of(platform), platform == "cpu"
         self._repeats = 1 if on_cpu else 8
-        # Shapes that planning/profiles/probes.py measures, for the sake of a baseline; a tenth of a
-        # millisecond on a GPU.
+        # Shapes that planning/profiles/probes.py measures too, so that there is a baseline. They
+        # take a tenth of a millisecond on a GPU.
         self.compute = (
             Matmuls(m=512, k=256, dtype="f32", repeats=1)
             if on_cpu
@@ -89,7 +89,7 @@ class MeshProbes:
         )
 
     def compile(self) -> None:
-        """Make all programs ready to run; runs none."""
+        """Compile all programs without running them."""
         for axis in self.axes:
             for num_bytes in self.messages:
                 self._program_of(axis, num_bytes)
@@ -141,13 +141,16 @@ class MeshProbes:
 def _compiled(
     mesh: Mesh, operation: Callable[..., Array], repeats: int, *each: np.ndarray
 ) -> Callable[[], object]:
-    """`operation` on each device's own operands, the first being its last result, so many times."""
+    """Compile `operation` for each device's own operands, repeated `repeats` times.
+
+    Each repetition takes the result of the one before as its first operand.
+    """
     spec = PartitionSpec(mesh.axis_names)
     sharding = NamedSharding(mesh, spec)
 
     def repeated(x: Array, *others: Array) -> Array:
         x, others = x[0], tuple(other[0] for other in others)
-        # A loop of one makes XLA copy the operand on a CPU.
+        # A loop of one iteration makes XLA copy the operand on a CPU.
         return (
             operation(x, *others)
             if repeats == 1
@@ -160,8 +163,8 @@ def _compiled(
         )
         for one in each
     ]
-    # Types of varying axes would ask for casts around the loop; a probe has no gradient that needs
-    # them.
+    # With check_vma, types of varying axes would require casts around the loop; only gradients need
+    # them, and a probe has none.
     program = (
         jax.jit(jax.shard_map(repeated, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False))
         .lower(*operands)

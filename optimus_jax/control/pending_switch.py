@@ -19,14 +19,14 @@ class UpcomingSwitch:
     command: Command
     preparation: Preparation
     looks_since: int | None = None
-    """The step after which it was ready and the first process began to look whether the reasons for
-    it still hold."""
+    """The step after which the plan was ready, and process 0 began to check whether the reasons for
+    the switch still hold."""
     may_go: bool = False
-    """Whether it has found that they do."""
+    """Whether process 0 has found that they still hold."""
     usual_s: float | None = None
-    """Median time of a step before it was being compiled; None: unknown."""
+    """Median step time before the compilation began, in seconds; None: unknown."""
     tax_s: float = 0.0
-    """By how much steps beside the compilation have been longer, in all."""
+    """Total delay of the steps during the compilation, in seconds."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,20 +36,20 @@ class SwitchTrial:
     source: Plan
     plan: Plan
     costs_s: dict[str, float]
-    """Of the switch: how long the run stood still."""
+    """How long the run stood still for the switch, by phase, in seconds."""
     tax_s: float
-    """What preparing it took from steps."""
+    """Delay of earlier steps by preparing the switch, in seconds."""
     before_s: tuple[float, ...]
-    """Times of the last steps under the plan from before; empty: it is not to be compared with."""
+    """Times of the last steps under the old plan; empty: there is nothing to compare with."""
     predicted_s: float
-    """Predicted time of a step."""
+    """Predicted step time of the new plan, in seconds."""
     records: list[StepRecord] = field(default_factory=list)
-    """Of its steps."""
+    """Records of the steps under the new plan so far."""
 
     @property
     def spent_s(self) -> dict[str, float]:
-        """All that the switch has cost, for the journal: a resumed run has no more to spend than
-        this one.
+        """All that the switch has cost, by phase. The journal keeps it, so that a resumed run has
+        no larger budget than this one.
         """
         return self.costs_s | {
             "compile_tax_s": self.tax_s,
@@ -58,7 +58,7 @@ class SwitchTrial:
 
 
 def excess_s(step_times_s: Sequence[float]) -> float:
-    """By how much the first of these steps was longer than the others."""
+    """How much longer the first of these steps took than the median of the others, in seconds."""
     return (
         max(0.0, step_times_s[0] - statistics.median(step_times_s[1:]))
         if len(step_times_s) > 1

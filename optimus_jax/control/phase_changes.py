@@ -1,10 +1,10 @@
-"""From one phase of a run to the next: the step for other batches is compiled while the steps
-before it go on.
+"""Moves a run from one phase to the next: the step for the new batches is compiled while the run is
+still in the phase before.
 
-Under the same plan no state moves, and the change costs the run nothing but what is left of the
-compilation. If the batches need another plan (planning/search/phase_plans.py) the state moves as in
-any switch, but there are no steps on trial: before and after are not to be compared, and there is
-no way back to other batches.
+Under the same plan no state moves, and the run only waits for what is left of the compilation. If
+the batches need another plan (planning/search/phase_plans.py) the state moves as in any switch, but
+without a trial: step times before and after cannot be compared, and the run cannot go back to the
+old batches.
 """
 
 import math
@@ -23,17 +23,17 @@ from optimus_jax.training.state import TrainState
 from optimus_jax.training.watchers import Display
 
 PlanOf = Callable[[TrainingPhase, Plan], Plan]
-"""What a run under a plan goes on with in a phase."""
+"""(phase, present plan) -> the plan of that phase."""
 
 
 class PhaseChanges:
-    """Those of one run, in one process.
+    """Moves one run from phase to phase, in one process.
 
     Args:
-      config: of the whole run.
+      config: the config of the whole run.
       plan_of: finds the plan of a phase.
-      switcher: of the run.
-      run: where changes are written down.
+      switcher: makes the run's switches.
+      run: where changes of phase are recorded.
       display: where they are shown.
     """
 
@@ -56,11 +56,12 @@ class PhaseChanges:
         self._next: Preparation | None = None
         self._is_for: TrainingPhase | None = None
         self._source: Executable | None = None
-        """From which that is prepared."""
+        """The executable that `_next` switches from."""
 
     def prepare(self, step: int, *, within_steps: float = math.inf) -> None:
-        """Begin to compile for the phase after the one that the run is in after `step`, if it
-        begins within so many steps; anew when the run's executable is another one.
+        """Begin to compile the next phase, if it begins within `within_steps` steps after `step`.
+
+        If the run's executable has changed since, it begins again.
         """
         phase = next(
             (phase for phase in self._phases if step < phase.steps_before < self._config.steps),
@@ -71,12 +72,12 @@ class PhaseChanges:
             and phase.steps_before - step <= within_steps
             and not self._is_begun(phase)
         ):
-            # it is raised when the phase begins, and the state can be saved
+            # The error is raised again when the phase begins, where the state can be saved.
             with suppress(PlanError):
                 self._prepare(phase)
 
     def config_after(self, step: int) -> Config:
-        """With the batches of the step after `step`."""
+        """The config with the batches of the step after `step`."""
         return in_phase(self._config, phase_after(self._config, step))
 
     def is_due(self, step: int) -> bool:
@@ -85,11 +86,10 @@ class PhaseChanges:
         return (phase.global_batch, phase.seq_len) != (config.data.global_batch, config.seq_len)
 
     def enter(self, state: TrainState, step: int) -> Switched:
-        """Go on with the batches of the phase that begins after `step`; waits for their step if
-        that is not compiled yet.
+        """Enter the phase that begins after `step`; waits for its compilation if necessary.
 
         Raises:
-          PlanError: the phase cannot be trained. `state` is as it was.
+          PlanError: the phase cannot be trained. `state` is unchanged.
           StateLostError: see control/switch.py.
         """
         phase, switcher = phase_after(self._config, step), self._switcher
@@ -118,8 +118,14 @@ class PhaseChanges:
         compile_s: float,
         was_ready: bool = True,
     ) -> None:
-        """Write down that the run has gone on from plan `source` to the phase that begins after
-        `step`.
+        """Record and show that the run has entered the phase that begins after `step`.
+
+        Args:
+          source: the plan before.
+          switched: how the switch went.
+          step: number of steps done.
+          compile_s: seconds of the compilation.
+          was_ready: whether it was done before the phase began.
         """
         plan, phase = switched.executable.plan, phase_after(self._config, step)
         self._run.log_event(
@@ -157,7 +163,7 @@ class PhaseChanges:
         )
 
     def close(self) -> None:
-        """Wait for a compilation that is under way."""
+        """Wait until a running compilation is done."""
         self._switcher.close()
 
     def _is_begun(self, phase: TrainingPhase) -> bool:
@@ -172,7 +178,7 @@ class PhaseChanges:
 
 
 def _result(preparation: Preparation, phase: TrainingPhase) -> Prepared:
-    """Waits for it. Raises PlanError for whatever went wrong."""
+    """Wait for the preparation. Raises PlanError for whatever went wrong."""
     try:
         return preparation.result()
     except PlanError:

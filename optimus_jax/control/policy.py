@@ -105,7 +105,9 @@ class Regime:
         return 1.0 if self.durations is None else self.durations.survival(self.elapsed_s, further_s)
 
     def wait_s(self, further_s: float, probability: float = EVEN_ODDS) -> float:
-        """How much longer it has to last until it lasts `further_s` more with this probability."""
+        """Seconds until the regime, if it still holds then, has at least this probability of
+        lasting another `further_s`.
+        """
         return (
             0.0
             if self.durations is None
@@ -180,34 +182,35 @@ class Decision:
     """
 
     step: int
-    """Done when it was made."""
+    """Number of steps done when it was made."""
     action: Action
     why: str
-    """One sentence for people."""
+    """The reason, in one sentence."""
     plan: Plan | None = None
-    """To switch to; None: stay."""
+    """The plan to switch to; None: stay."""
     switch_method: SwitchMethod | None = None
-    """What the switch has to touch."""
+    """The kind of switch."""
     at_step: int | None = None
-    """The switch belongs at the boundary after this step (prepare it before); None: as soon as it
+    """The switch is made at the boundary after this step, and prepared before; None: as soon as it
     is prepared."""
     without: frozenset[int] = frozenset()
     """Ids of devices that `plan` must not use."""
     mandatory: bool = False
     """The run cannot go on, or not for long, under the present plan."""
     trigger: str = ""
-    """What put it up for decision."""
+    """What caused the decision, in words."""
     step_time_s: float | None = None
-    """Expected of a step under the present plan in the present conditions."""
+    """Expected step time under the present plan in present conditions."""
     wait_s: float | None = None
-    """Only time speaks against a switch: after so much more of it, it has to be weighed again."""
+    """Seconds after which a switch that was rejected only for the duration of conditions has to be
+    weighed again; None: there is none."""
     inputs: Mapping[str, Any] = field(default_factory=dict)
-    """What it rests on, by name; None is unknown."""
+    """The measurements and settings behind the decision, by name; None: unknown."""
     alternatives: tuple[Alternative, ...] = ()
-    """What was weighed, best first."""
+    """The candidates that were weighed, best first."""
 
     def as_json(self) -> dict[str, Any]:
-        """For the `decision` event of events.jsonl; its step and time are the event's own."""
+        """The content of a `decision` event in events.jsonl, without its step and time."""
         return {
             "action": self.action,
             "why": self.why,
@@ -230,7 +233,7 @@ class Decision:
 def decide(
     situation: Situation, candidates: Sequence[SwitchCandidate], settings: ControlConfig
 ) -> Decision:
-    """Stay, or switch to one of the candidates. Depends on nothing but its arguments."""
+    """Stay, or switch to one of the candidates. A pure function of its arguments."""
     if situation.mandatory:
         return _move_away(situation, candidates)
     weighed = sorted(
@@ -266,16 +269,16 @@ def decide(
 
 @dataclass(frozen=True, kw_only=True)
 class _Weighed:
-    """A candidate with what it is worth."""
+    """A candidate with its expected gain and cost."""
 
     candidate: SwitchCandidate
     gain_s: float
     cost_s: float
     probability: float
     objection: str
-    """The first test that it fails; empty: none."""
+    """The first test that it fails; empty: it passes all."""
     wait_s: float | None = None
-    """What it has to wait for is time alone: so much of it."""
+    """Seconds to wait, if it fails only for the duration of conditions."""
 
     @property
     def net_s(self) -> float:
@@ -288,15 +291,15 @@ def _weigh(situation: Situation, candidate: SwitchCandidate, settings: ControlCo
         candidate.log_ratio_after is not None
         and _gain(candidate.log_ratio_after, candidate.deviation) > settings.min_gain
     ):
-        # It is better now and afterwards, so how long now lasts does not matter.
+        # It is better now and afterwards, so it does not matter how long present conditions last.
         regime = replace(regime, durations=None)
         candidate = replace(
             candidate, log_ratio=max(candidate.log_ratio, candidate.log_ratio_after)
         )
     unprepared = regime
     if candidate.prepare_s and situation.at_step is None:
-        # Nothing is gained while it is prepared; and conditions that end before it is ready
-        # withdraw it, so what counts is how long those last that have lasted until then.
+        # Nothing is gained while it is prepared. If conditions end before it is ready, it is
+        # withdrawn; so what counts is how long conditions last, given that they last until then.
         situation = replace(
             situation, horizon_s=max(0.0, situation.horizon_s - candidate.prepare_s)
         )
@@ -307,7 +310,7 @@ def _weigh(situation: Situation, candidate: SwitchCandidate, settings: ControlCo
         )
     left_s = max(0.0, situation.horizon_s - candidate.cost_s)
     lasting_s = regime.expected_s(left_s)
-    # The way back is walked only if conditions end before the run does.
+    # Switching back costs time only if conditions end before the run does.
     back_s = (
         0.0 if regime.durations is None else (1.0 - regime.survival(left_s)) * candidate.return_s
     )
@@ -336,12 +339,12 @@ def _weigh(situation: Situation, candidate: SwitchCandidate, settings: ControlCo
 
 
 def _gain(log_ratio: float, deviation: float) -> float:
-    """Expected share of a step's time that is saved."""
+    """Expected share of a step's time that is saved; log_ratio is normally distributed."""
     return 1.0 - math.exp(min(50.0, log_ratio + deviation**2 / 2))
 
 
 def _probability(candidate: SwitchCandidate, cost_s: float, lasting_s: float) -> float:
-    """That what it saves while conditions last is more than it costs."""
+    """Probability that it saves more than it costs while conditions last."""
     if cost_s >= lasting_s:
         return 0.0
     enough = math.log1p(-cost_s / lasting_s)
@@ -360,10 +363,12 @@ def _objection(
     earned_s: float,
     unsure_s: float,
 ) -> tuple[str, float | None]:
-    """The first test that is not passed, and how long to wait where time alone is missing."""
+    """The first test that is not passed (empty: none), and the seconds to wait if only the duration
+    of conditions speaks against the switch.
+    """
     least = settings.min_gain * (RETURN if candidate.was_left else 1.0)
-    # The longer conditions have lasted, the longer they are expected to, and the run with them:
-    # what fails by that alone may pass later.
+    # The longer conditions have lasted, the longer they are expected to last. So a switch that
+    # fails only for their duration may pass later.
     later_s = (
         None if situation.regime.durations is None else LOOK_AGAIN * situation.regime.elapsed_s
     )
@@ -371,7 +376,7 @@ def _objection(
         return candidate.barred, None
     if candidate.gain <= least:
         return f"saves {candidate.gain:.1%} of a step; at least {least:.0%} is required", None
-    # Where conditions may end, the way back has to be affordable too, or the run would be stranded.
+    # If conditions may end, switching back has to be affordable too, or the run would be stranded.
     needed_s = candidate.cost_s + (
         0.0 if situation.regime.durations is None else candidate.return_s
     )
@@ -442,8 +447,8 @@ def _objection(
 
 
 def _move_away(situation: Situation, candidates: Sequence[SwitchCandidate]) -> Decision:
-    """The present plan cannot be kept: to whatever does the rest of the run, the move included,
-    soonest.
+    """Decide when the present plan cannot be kept: take the plan with which the run, including the
+    switch, ends soonest.
     """
 
     def finished_s(candidate: SwitchCandidate) -> float:
@@ -502,8 +507,8 @@ def _why_stay(situation: Situation, weighed: Sequence[_Weighed]) -> str:
         return f"{situation.trigger}: {situation.blocked}"
     if not weighed:
         return f"{situation.trigger}: no other usable plan is known"
-    # The one with the most to gain says what it fails by; without any gain the plan at hand is the
-    # best.
+    # Name the test that the candidate with the largest gain fails; if none has a gain, the present
+    # plan is the best.
     best = max(weighed, key=lambda each: (not each.candidate.barred, each.gain_s))
     if best.candidate.gain <= 0:
         return f"{situation.trigger}: no other plan is expected to be faster"
@@ -555,5 +560,5 @@ def _shown(situation: Situation, each: _Weighed, is_best: bool) -> Alternative:
 
 
 def _rounded(number: float) -> float:
-    """Four digits: more would say more than is known."""
+    """The number with four significant digits: no value here is known more exactly."""
     return float(f"{number:.4g}")

@@ -1,8 +1,8 @@
-"""What steps take under any plan: the cost model, mended by what was measured while the run went
-on.
+"""Predicts step times under any plan: by the cost model, corrected by step times measured during
+the run.
 
-Beliefs are those of planning/learning/beliefs.py. Old evidence counts for less, and what earlier
-runs on the same hardware have learnt is read from a file.
+The corrections are the beliefs of planning/learning/beliefs.py. Old evidence counts for less, and
+what earlier runs on the same hardware have learnt is read from a file.
 """
 
 import json
@@ -21,30 +21,30 @@ from optimus_jax.system.cache import write_atomically
 from optimus_jax.system.json_input import read_json
 
 ANOTHER_RUN = 0.1
-"""Standard deviation of levels from one run to the next on the same hardware, as a logarithm: it
-may find other neighbours, another driver, another room temperature."""
+"""Standard deviation of the level of step times, as a logarithm, from one run to the next on the
+same hardware: neighbours, driver or room temperature may differ."""
 HALF_LIFE = 3000.0
-"""Steps after which the variance of a measurement counts twice."""
+"""Number of steps after which the variance of a measurement is doubled."""
 FORGOTTEN = 100.0
-"""Half-lives after which evidence says nothing any more."""
+"""Largest age of evidence, in half-lives: it has no influence any more then."""
 KEPT = 60
-"""Pieces of evidence, the newest."""
+"""Largest number of pieces of evidence; the newest are kept."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ObservedStep(Evidence):
-    """Evidence of this run."""
+    """A measured step time, which loses weight with age."""
 
     step: int
-    """When it was last seen."""
+    """The step after which it was last measured; negative: an earlier run measured it."""
 
     def at(self, step: int) -> Evidence:
-        """As much of it as counts then."""
+        """The evidence as it counts at `step`: its deviation grows with age."""
         half_lives = min((step - self.step) / HALF_LIFE, FORGOTTEN)
         return replace(self, deviation=self.deviation * 2 ** (half_lives / 2))
 
     def as_json(self) -> dict[str, object]:
-        """Readable: times in seconds."""
+        """The evidence as JSON, with times in seconds."""
         return {
             "plan": self.query.plan,
             "setting": self.query.setting,
@@ -56,24 +56,24 @@ class ObservedStep(Evidence):
 
 @dataclass(frozen=True)
 class Forecast:
-    """Logarithms of the step times of some plans."""
+    """Predicted logarithms of the step times of some plans, as a joint normal distribution."""
 
     mean: Vector
-    """[plans]."""
+    """Means, [plans]."""
     covariance: Matrix
-    """[plans, plans]: of levels, not of single steps."""
+    """Covariance, [plans, plans], of levels of step times, not of single steps."""
 
     def step_time_s(self, index: int) -> float:
-        """Median."""
+        """Median step time of a plan, in seconds."""
         return float(np.exp(self.mean[index]))
 
     def interval_s(self, index: int) -> tuple[float, float]:
-        """Between these lie nine tenths."""
+        """Bounds of the step time of a plan, with a probability of nine tenths."""
         margin = math.exp(NINE_IN_TEN * math.sqrt(self.covariance[index, index]))
         return self.step_time_s(index) / margin, self.step_time_s(index) * margin
 
     def ratio(self, index: int, other: int) -> tuple[float, float]:
-        """Mean and deviation of the logarithm of `index`'s time over `other`'s."""
+        """Mean and deviation of the logarithm of (step time of `index` / that of `other`)."""
         variance = (
             self.covariance[index, index]
             + self.covariance[other, other]
@@ -83,10 +83,11 @@ class Forecast:
 
 
 class Predictor:
-    """Learns from levels of step times, and foretells others.
+    """Learns from measured levels of step times, and predicts others.
 
     Args:
-      calibration: what earlier measurements on these devices teach about terms.
+      calibration: corrections of the cost model's terms, from earlier measurements on these
+        devices; None: there are none.
     """
 
     def __init__(self, calibration: Calibration | None = None) -> None:
@@ -96,17 +97,20 @@ class Predictor:
 
     @property
     def evidence(self) -> tuple[ObservedStep, ...]:
-        """All that counts."""
+        """All evidence that is kept."""
         return tuple(self._evidence.values())
 
     def learn(self, query: Query, *, log_time: float, noise: float, count: int, step: int) -> None:
-        """Steps have this level.
+        """Record a measured level of step times.
 
-        Replaces what was known of the same query; what makes no sense is left out.
+        It replaces earlier evidence of the same query. Values that make no sense are ignored.
 
         Args:
-          noise: robust deviation of a single step's logarithm.
-          count: steps that the level rests on.
+          query: the plan and conditions that were measured.
+          log_time: logarithm of the level, in seconds.
+          noise: robust deviation of the logarithm of a single step's time.
+          count: number of steps that the level is based on.
+          step: number of steps done.
         """
         if (
             count < 1
@@ -127,28 +131,30 @@ class Predictor:
         self._step = max(self._step, step)
 
     def forget_regime(self, regime: int) -> None:
-        """It is over, and its number will not come again."""
+        """Drop the evidence of a regime that is over, since its number is not used again."""
         self._evidence = {key: each for key, each in self._evidence.items() if key[2] != regime}
 
     def forget(self, query: Query) -> None:
-        """It was not what it was called."""
+        """Drop the evidence of `query`, which was recorded under the wrong conditions."""
         self._evidence.pop(query.key, None)
 
     def forget_earlier_runs(self) -> None:
-        """The hardware is not what their predictions took it for, so what they measured beside
-        these teaches nothing.
+        """Drop the calibration and the evidence of earlier runs.
+
+        The hardware is not what their predictions assumed, so the ratios of measured to predicted
+        times teach nothing.
         """
         self._calibration = Calibration()
         self._evidence = {key: each for key, each in self._evidence.items() if each.step >= 0}
 
     def predict(self, queries: Sequence[Query]) -> Forecast:
-        """Step times of all queries, jointly."""
+        """Predict the step times of all queries jointly."""
         believed = self._believed(queries)
         expected, slopes = believed.rows(queries)
         return Forecast(expected, slopes @ believed.covariance @ slopes.T)
 
     def calibration(self) -> Calibration:
-        """How far off terms are believed to be: what a search multiplies them by."""
+        """The believed corrections of the cost model's terms, which a search multiplies them by."""
         return self._believed(()).calibration
 
     def _believed(self, queries: Sequence[Query]) -> Beliefs:
@@ -158,9 +164,7 @@ class Predictor:
         ).after(evidence)
 
     def save(self, path: Path) -> None:
-        """Keep what was learnt outside unexplained regimes, as JSON; a warning if that is not
-        possible.
-        """
+        """Save the evidence as JSON, except that of unexplained regimes; warns on failure."""
         kept = [each.as_json() for each in self._evidence.values() if not each.query.regime]
         write_atomically(
             path,
@@ -169,8 +173,9 @@ class Predictor:
         )
 
     def load(self, path: Path) -> None:
-        """Take what `save` has kept, as a run's worth older; a warning if the file is damaged,
-        nothing if there is none.
+        """Load what `save` has written, aged by HALF_LIFE steps.
+
+        Warns if the file is damaged; does nothing if there is none.
         """
         try:
             found = [_evidence(each) for each in read_json(path)["evidence"]]
@@ -184,7 +189,7 @@ class Predictor:
 
 
 def _evidence(value: Mapping[str, object]) -> ObservedStep:
-    """From `ObservedStep.as_json`. Raises ValueError, TypeError or KeyError."""
+    """The inverse of `ObservedStep.as_json`. Raises ValueError, TypeError or KeyError."""
     terms, measured_s, deviation = value["terms_s"], value["measured_s"], value["deviation"]
     if (
         not isinstance(terms, Mapping)

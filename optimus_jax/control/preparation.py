@@ -1,7 +1,7 @@
-"""A plan on its way to be ready: compiled in a thread while training goes on, in every process.
+"""The preparation of a switch: compiling a plan in a thread while training goes on, in every
+process.
 
-What goes wrong on the way is a result, told when it is asked for, and never an exception in
-training.
+Errors are part of the result, and are raised when it is requested, never in training.
 """
 
 from collections.abc import Callable
@@ -22,17 +22,20 @@ from optimus_jax.reshard.reshard import Move
 
 @dataclass(frozen=True, kw_only=True)
 class Prepared:
-    """All that a switch needs, compiled."""
+    """All that a switch needs, compiled.
+
+    `there` moves the state from `source` to `target`, `back` moves it from `target` to `source`.
+    """
 
     source: Executable
-    """That the run is under."""
+    """The executable that the run leaves."""
     target: Executable
     there: Move
     back: Move
     compile_s: float
-    """Of what was not compiled yet: steps, evaluation, checksums and moves."""
+    """Seconds of compiling what was not in the cache: steps, evaluation, checksums and moves."""
     over_disk: bool = False
-    """Whether the state goes over the disk, since devices have no room for it to move in memory."""
+    """Whether the state moves through the disk, because device memory does not suffice."""
 
     @property
     def has_same_batches(self) -> bool:
@@ -45,7 +48,7 @@ class Prepared:
 
     @property
     def stays(self) -> bool:
-        """Whether nothing moves, since plan and devices are the same."""
+        """Whether no state moves, because plan and devices are the same."""
         return (self.source.plan, self.source.layout.devices) == (
             self.target.plan,
             self.target.layout.devices,
@@ -53,15 +56,13 @@ class Prepared:
 
     @property
     def move_bytes(self) -> int:
-        """That a device holds at most while the state moves: the larger state, and what is on the
-        way.
-        """
+        """Peak bytes on a device while the state moves: the larger state, and data in transfer."""
         states = self.source.layout.num_bytes(), self.target.layout.num_bytes()
         return max(states) + max(self.there.way_bytes, self.back.way_bytes)
 
 
 class Preparation:
-    """A plan on its way to be ready."""
+    """A plan that is being prepared for a switch."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
@@ -69,11 +70,11 @@ class Preparation:
         self._is_wanted = True
 
     def withdraw(self) -> None:
-        """Nobody waits for it any more: if it has not begun, it never does."""
+        """Cancel it, if it has not begun: nobody waits for it any more."""
         self._is_wanted = False
 
     def do(self, work: Callable[[], Prepared]) -> None:
-        """Do the work here and now, if somebody still waits for it, and keep what comes of it.
+        """Run `work`, unless this was withdrawn, and keep its result or exception.
 
         Called in the thread.
         """
@@ -92,25 +93,25 @@ class Preparation:
 
     @property
     def is_done(self) -> bool:
-        """Whether it has ended, well or not, in this process."""
+        """Whether it has ended in this process, successfully or not."""
         return self._future.done()
 
     @property
     def failure(self) -> str:
-        """Why it has failed; empty: it has not."""
+        """Why it has failed; empty: it has not failed."""
         error = self._future.exception() if self.is_done else None
         return "" if error is None else str(error) or type(error).__name__
 
     def result(self) -> Prepared:
-        """Waits for it; raises what went wrong."""
+        """Wait for the result; raises what went wrong."""
         return self._future.result()
 
     def is_ready_everywhere(self) -> bool:
         """Whether every process is ready for this plan.
 
-        All have to ask at the same step boundary; a tiny collective.
+        It is a small collective: all processes have to call it at the same step boundary.
 
-        Raises OptimusError, on all of them, if one prepares another plan or has failed.
+        Raises OptimusError, in all processes, if one of them prepares another plan or has failed.
         """
         mine = np.array(
             [*bytes.fromhex(self.plan.digest), self.is_done, bool(self.failure)], np.uint8
@@ -133,8 +134,9 @@ class Preparation:
 
 
 def check_room(prepared: Prepared, bytes_per_device: int | None) -> None:
-    """Raise PlanError if the state cannot be moved within the memory of a device; None: that is
-    unknown.
+    """Raise PlanError if the move needs more than a device's memory.
+
+    `bytes_per_device`: bytes that JAX may use on a device; None: unknown, and nothing is raised.
     """
     if (
         bytes_per_device is not None

@@ -1,8 +1,8 @@
-"""Rounds of probes at step boundaries: when they are due, within a budget, and what they say.
+"""Rounds of probes at step boundaries: when they are due within a budget, and their results.
 
-In a round every process times small all-reduces along each mesh axis and a piece of computing, then
-all exchange what they found. When the next one is due follows from exchanged numbers alone, so all
-processes begin it at the same step.
+In a round every process times all-reduces along each mesh axis and some matmuls, then all processes
+exchange their times. The next round depends on exchanged numbers only, so all processes begin it at
+the same step.
 """
 
 import math
@@ -26,28 +26,31 @@ from optimus_jax.control.signals import (
 from optimus_jax.control.skew import Skew, median, skew_of
 
 Exchange = Callable[[np.ndarray], np.ndarray]
-"""[N] of this process to [P, N] of all processes."""
+"""Gathers the values of all P processes: [N] of this process -> [P, N]."""
 LONGEST_S = 0.2
-"""A large message that would take longer is left out: on a link that became slow, one round would
-use up the budget of many. Small ones of virtual devices take one or two turns of 4 ms that the
-scheduler gives to threads, and must not look as if the link were slow."""
+"""A large message that would take longer than this, in seconds, by the time of the small one, is
+skipped: on a link that has become slow, one round would use up the budget of many. Small messages
+between virtual CPU devices take one or two scheduler time slices of 4 ms; the limit is high enough
+that this does not count as a slow link."""
 LOAN = 1.0
-"""Rounds' costs that the budget may be short of when somebody asks for a round."""
+"""How far a requested round may overdraw the budget, in costs of a round."""
 URGENT_LOAN = 5.0
-"""The same when it is urgent: enough for a disturbance and its end, and not for every spike of a
-restless machine."""
+"""The same for an urgent round: enough for a disturbance and its end, but not for every spike of a
+noisy machine."""
 
 
 class Budget:
-    """When rounds are due: as often as their cost allows, with one round's cost kept in reserve for
-    when somebody asks.
+    """Decides when rounds are due: as often as their cost allows, with the cost of one round kept
+    in reserve for requests.
 
-    The first is a loan, and who asks may have one more. When steps have changed, why has to be
-    known at once: for such a round more may be owed, and those that nobody asks for come the later.
-    Where steps have become so slow that a round is little beside them, it comes in any case.
+    The first round overdraws the budget, and a requested round may overdraw it by LOAN. When steps
+    have changed, the reason has to be found at once: such an urgent round may overdraw it by
+    URGENT_LOAN, and regular rounds are delayed until that is paid back. A requested round that
+    costs at most its `worth_s` is due in any case: steps have become so slow that a round is cheap
+    in comparison.
 
     Args:
-      share: of wall time.
+      share: share of wall time that rounds may take.
     """
 
     def __init__(self, share: float) -> None:
@@ -59,7 +62,7 @@ class Budget:
         self._is_urgent, self._worth_s = False, 0.0
 
     def is_due(self, step: int) -> bool:
-        """Whether a round belongs behind `step`; every process gets the same answer."""
+        """Whether a round is due after `step`; every process gets the same answer."""
         if not self._share or self._last_step is None:
             return bool(self._share)
         is_asked = self._asked_at is not None and step >= self._asked_at
@@ -70,20 +73,24 @@ class Budget:
         )
 
     def ask(self, step: int, *, urgent: bool = False, worth_s: float = 0.0) -> None:
-        """Wish for a round behind `step`, or as soon as the budget allows.
+        """Request a round after `step`, or as soon as the budget allows.
 
-        Every process has to ask for the same.
+        Every process has to make the same request.
 
         Args:
-          urgent: with a larger loan.
-          worth_s: what it may take at no cost to the budget.
+          step: the earliest step for the round.
+          urgent: it may overdraw the budget by more.
+          worth_s: seconds that it may take at no cost to the budget.
         """
         self._asked_at = step
         self._is_urgent |= urgent
         self._worth_s = max(self._worth_s, worth_s)
 
     def spent(self, step: int, cost_s: float, step_time_s: float) -> None:
-        """A round behind `step` took `cost_s`; steps take `step_time_s` now. Exchanged numbers."""
+        """Charge a round after `step` that took `cost_s`; steps now take `step_time_s`.
+
+        Both times are exchanged numbers, the same in every process.
+        """
         paid_s = min(cost_s, self._worth_s)
         self._left_s = (0.0 if self._last_step is None else self._left_at(step)) - (cost_s - paid_s)
         self._worth_s -= paid_s
@@ -97,7 +104,7 @@ class Budget:
 
     @property
     def interval_s(self) -> float:
-        """Until the next round if nobody asks; infinite before the first."""
+        """Seconds until the next round, if none is requested; infinite before the first."""
         return (
             max(0.0, 2 * self._cost_s - self._left_s) / self._share
             if self._last_step is not None
@@ -110,16 +117,16 @@ class Budget:
 
 
 class ProbeRounds:
-    """Probes of one mesh.
+    """Runs the probe rounds of one mesh.
 
     Args:
-      programs: what is timed.
-      links: `inside` or `between` (planning/profiles/cluster.py), of each mesh axis that can be
-        probed: what it crosses.
-      baselines: what probes take when nothing is wrong.
-      budget: when rounds are due.
-      exchange: with the other processes; None: JAX's.
-      clock: in seconds.
+      programs: the programs to time.
+      links: the link that each mesh axis crosses: `inside` or `between` hosts
+        (planning/profiles/cluster.py).
+      baselines: how long probes take when nothing is wrong.
+      budget: decides when rounds are due.
+      exchange: gathers values of all processes; None: JAX's all-gather.
+      clock: returns the time in seconds.
     """
 
     def __init__(
@@ -134,19 +141,21 @@ class ProbeRounds:
     ) -> None:
         self.budget = budget
         self.skew: Skew | None = None
-        """What the last round said of processes; None: nothing, or there is one."""
+        """Skew of the processes in the last round; None: no round yet, or only one process."""
         self.at_first: list[dict[str, float]] = []
-        """Samples of links, by signal, of each time that they were measured before the first step
-        on this mesh."""
+        """Samples of links, by signal: one dict for each measurement before the first step on this
+        mesh."""
         self._programs, self._links, self._baselines = programs, links, baselines
         self._messages = self._small_bytes, self._large_bytes = programs.messages
         self._exchange, self._clock = exchange or _among_processes, clock
 
     def settle(self) -> None:
-        """Run all probes once before the first step on this mesh, for a first run also connects
-        devices. Run them more often if there is a baseline to learn, or if a link is not what it
-        was when last probed, for one sample is a rumour. What they say of links is `at_first`. No
-        budget counts it.
+        """Run all probes once before the first step on this mesh, since a first run also connects
+        devices.
+
+        They run FEW more times if baselines have to be learnt, or if a link has changed since it
+        was last probed: one sample proves nothing. `at_first` has the results for links. The budget
+        is not charged.
         """
         works = [
             self._programs.work(axis, num_bytes)
@@ -168,14 +177,14 @@ class ProbeRounds:
             ]
 
     def run(self, step: int, *, step_time_s: float, data_wait_s: float) -> dict[str, float]:
-        """A round behind `step`, whose work is done; every process has to call it.
+        """Run a round after `step`, which the devices have finished; every process has to call it.
 
         Args:
-          step: the last one done.
-          step_time_s: of the newest steps.
-          data_wait_s: of this process in them.
+          step: the last step done.
+          step_time_s: time of the newest steps.
+          data_wait_s: how long this process waited for data in each of them.
         Returns:
-          Samples by signal; what has no baseline yet is left out.
+          Samples by signal; a signal without a baseline is left out.
         """
         found = self._measure(step_time_s, data_wait_s)
         self.budget.spent(step, max(found.cost_s), min(found.step_time_s))
@@ -183,7 +192,7 @@ class ProbeRounds:
         return self._link_samples(found) | self._compute_sample(found) | self._skew_samples(found)
 
     def sources(self) -> dict[str, str]:
-        """By signal, what its samples are compared with; what has no baseline yet is left out."""
+        """The source of each signal's baseline; a signal without a baseline is left out."""
         found = {
             LINK_SLOWDOWN + axis: self._baselines.of(self._programs.work(axis, self._large_bytes))
             for axis in self._programs.axes
@@ -194,7 +203,7 @@ class ProbeRounds:
     def _measure(self, step_time_s: float, data_wait_s: float) -> "_ProbeTimes":
         start_s, axes = self._clock(), self._programs.axes
         small_s = self._fastest([self._programs.time_s(axis, self._small_bytes) for axis in axes])
-        # Decided by exchanged numbers: all processes have to leave out the same.
+        # Decided by exchanged numbers: all processes have to skip the same messages.
         affordable = [
             axis
             for axis, time_s in zip(axes, small_s, strict=True)
@@ -216,7 +225,7 @@ class ProbeRounds:
         )
 
     def _fastest(self, own_s: list[float]) -> list[float]:
-        """Of all processes: who came last to a collective has not waited for the others in it."""
+        """The shortest times among processes: the last one to enter a collective waits for none."""
         return (
             self._exchange(np.array(own_s, np.float32)).min(axis=0).astype(float).tolist()
             if own_s
@@ -241,8 +250,8 @@ class ProbeRounds:
             for axis in found.small_s
             if (slowdown := self._link_slowdown(axis, found)) is not None
         }
-        # A slow link shows on all axes that cross it; what else the machine does, often on one of
-        # them only.
+        # A slow link affects all axes that cross it; other load on the machine often affects only
+        # one of them. So the link's slowdown is the median over its axes.
         links = {
             link: median(
                 [slowdown for axis, slowdown in slowdowns.items() if self._links[axis] == link]
@@ -253,7 +262,7 @@ class ProbeRounds:
         return {LINK_SLOWDOWN + name: slowdown for name, slowdown in (slowdowns | links).items()}
 
     def _gauge(self, found: "_ProbeTimes") -> None:
-        """What was known of links just before this mesh holds for it too."""
+        """Calibrate this mesh's probes against the slowdowns of links known from the last mesh."""
         for axis in found.small_s:
             slowdown, known = (
                 self._link_slowdown(axis, found),
@@ -263,8 +272,9 @@ class ProbeRounds:
                 self._baselines.gauge(self._programs.work(axis, self._large_bytes), slowdown, known)
 
     def _link_slowdown(self, axis: str, found: "_ProbeTimes") -> float | None:
-        """How much longer a byte of a large message takes than by the baseline; of a small one if a
-        large one could never be afforded.
+        """Time per byte of a large message over that of the baseline; None: there is no baseline.
+
+        If large messages could never be afforded, it is the ratio of a small message's times.
         """
         small, large = (
             self._baselines.of(self._programs.work(axis, num_bytes)) for num_bytes in self._messages
@@ -279,13 +289,13 @@ class ProbeRounds:
         latency_s = large.time_s - usual_s
         if axis in found.large_s:
             bytes_s = found.large_s[axis] - latency_s
-        else:  # was too slow to send: what a small one took beyond latency grows with the message
+        else:  # too slow to send: scale the part of the small one's time that grows with its size
             bytes_s = (found.small_s[axis] - latency_s) * self._large_bytes / self._small_bytes
-        # What comes sooner than a message without bytes is a slip of the clock.
+        # A time below the latency is a measurement error.
         return max(bytes_s, 0.1 * found.small_s[axis]) / usual_s
 
     def _latency_s(self, small: Baseline | None, large: Baseline) -> float:
-        """Seconds of a message that do not grow with it."""
+        """The part of a message's time that does not grow with its size, in seconds."""
         if small is None:
             return 0.0
         return (
@@ -313,17 +323,17 @@ class ProbeRounds:
 
 @dataclass(frozen=True, kw_only=True)
 class _ProbeTimes:
-    """By a round, of all processes; lists are by process."""
+    """The times measured in a round, of all processes; lists are by process."""
 
     small_s: dict[str, float]
-    """By axis."""
+    """Time of the small message by axis; the shortest among processes."""
     large_s: dict[str, float]
-    """By axis, where it could be afforded."""
+    """The same for the large message, without axes on which it takes too long."""
     compute_s: list[float]
     data_wait_s: list[float]
     step_time_s: list[float]
     cost_s: list[float]
-    """Of the round itself."""
+    """Time of the round itself."""
 
 
 def _among_processes(own: np.ndarray) -> np.ndarray:

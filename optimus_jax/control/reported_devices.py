@@ -1,7 +1,7 @@
 """Devices that someone has reported to be bad: a health check of the cluster, or a person.
 
-They are named in a file of the run directory, `lost_devices.json`: a list of device ids such as
-`[3, 7]`. When a device can be used again its id is taken out of the list, or the file is removed.
+They are listed in the file `lost_devices.json` in the run directory: a list of device ids such as
+`[3, 7]`. To use a device again, remove its id from the list, or remove the file.
 """
 
 import time
@@ -12,19 +12,19 @@ from optimus_jax.system.json_input import parse_json
 
 FILE = "lost_devices.json"
 POLL_S = 1.0
-"""Time between two looks at the file."""
+"""Seconds between two reads of the file."""
 
 
 class ReportedDevices:
-    """What the file says.
+    """Reads the ids of reported devices from the file.
 
     Args:
-      run_directory: where it is.
-      devices: ids of those that the run has.
-      can_leave: whether it can do without some of them.
-      warn: told once of what cannot be used: a file that is no list of ids (what it said before
-        counts on), ids that no device has, or devices that cannot be left.
-      clock: seconds.
+      run_directory: the directory that holds the file.
+      devices: ids of the run's devices.
+      can_leave: whether the run can continue without some of them.
+      warn: called once for each problem: the file is not a list of ids (its last valid content
+        stays in use), no device has an id, or the run cannot continue without a device.
+      clock: returns the time in seconds.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class ReportedDevices:
         self._looked_s, self._complaint = -POLL_S, ""
 
     def __call__(self) -> frozenset[int]:
-        """Ids of devices that are not to be used."""
+        """Ids of devices that must not be used."""
         now_s = self._clock()
         if now_s - self._looked_s >= POLL_S:
             self._looked_s = now_s
@@ -78,7 +78,7 @@ class ReportedDevices:
         self._ids = self._usable(frozenset(ids))
 
     def _usable(self, ids: frozenset[int]) -> frozenset[int]:
-        """Those that this run can leave."""
+        """The ids that this run can continue without; warns about the others."""
         unknown, usable = sorted(ids - self._devices), ids & self._devices
         if usable and not self._can_leave:
             self._complain(
@@ -96,7 +96,7 @@ class ReportedDevices:
         return usable
 
     def _complain(self, what: str) -> None:
-        """Once, and again after there was nothing to complain of."""
+        """Warn once; again only if the problem has changed. Empty: there is no problem."""
         if what not in ("", self._complaint):
             self._warn(f"{self._path} {what}")
         self._complaint = what

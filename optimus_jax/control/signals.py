@@ -1,9 +1,9 @@
 """Measured signals of a running job at a step boundary, summarised over windows of samples.
 
 A *sample* is one measured number. A *summary* of a window of the newest samples has their median
-and a spread that a single outlier (a checkpoint, a compilation) does not move. What was not
-measured is UNKNOWN, never a placeholder. Times are on the run's clock: seconds of a clock that
-never jumps, from any origin.
+and a spread that a single outlier (a checkpoint, a compilation) does not move. A signal that was
+not measured is UNKNOWN, never a placeholder. Times are on the run's clock: seconds of a monotonic
+clock with any origin.
 """
 
 from collections import deque
@@ -14,10 +14,11 @@ from typing import Literal
 from optimus_jax.robust import deviation_from, median_of_sorted
 
 Quality = Literal["good", "few", "stale", "unknown"]
-"""good: enough new samples; few: new ones, but less than FEW (where a window is meant to hold as
-many); stale: the newest is older than its source should let it be."""
+"""good: enough recent samples; few: recent samples, but fewer than FEW (if the window can hold that
+many); stale: the newest sample is older than its source should let it become; unknown: no
+sample."""
 FEW = 3
-"""Samples below which a median still follows a single outlier."""
+"""Smallest number of samples whose median a single outlier does not move."""
 
 STEP_TIME_S = "step_time_s"
 DATA_WAIT_S = "data_wait_s"
@@ -34,7 +35,7 @@ TEMPERATURE_C = "temperature_c"
 ECC_ERRORS = "ecc_errors"
 COMPUTE_SLOWDOWN = "compute_slowdown"
 LINK_SLOWDOWN = "link_slowdown/"
-"""Before `inside`, `between` or the name of a mesh axis."""
+"""Prefix of signal names; `inside`, `between` or the name of a mesh axis follows."""
 PROCESS_SKEW = "process_skew"
 STRAGGLER = "straggler"
 PADDING_SHARE = "padding_share"
@@ -48,16 +49,16 @@ class SignalSummary:
     """Summary of the newest samples of one signal: median, spread, count, age and quality."""
 
     value: float | None
-    """Their median, in the signal's unit; None exactly if it is unknown."""
+    """Median of the samples, in the signal's unit; None if and only if it is unknown."""
     spread: float | None
-    """Robust standard deviation of a sample (1.4826 times the median absolute deviation), same
-    unit; None below two samples."""
+    """Robust standard deviation of a sample (1.4826 times the median absolute deviation), in the
+    same unit; None: there are fewer than two samples."""
     count: int
     """Number of samples."""
     time_s: float | None
-    """When the newest was taken, on the run's clock; None if there is none."""
+    """When the newest sample was taken, on the run's clock; None: there is none."""
     quality: Quality
-    """How far to trust it."""
+    """How far the value can be trusted."""
 
 
 UNKNOWN = SignalSummary(value=None, spread=None, count=0, time_s=None, quality="unknown")
@@ -69,22 +70,22 @@ class Observation:
     """All measured signals at a step boundary."""
 
     step: int
-    """The last one done."""
+    """The last step done."""
     time_s: float
-    """Now, on the run's clock."""
+    """Time of the observation, on the run's clock."""
     step_times_s: tuple[float, ...]
-    """Of the steps done since the last observation, seconds each; may be empty."""
+    """Times of the steps done since the last observation, in seconds; may be empty."""
     readings: Mapping[str, SignalSummary]
     """Summaries by signal name; a missing signal is unknown."""
     global_batch: int
-    """Examples of a step in the phase that the run is in."""
+    """Examples of a step in the present phase."""
     seq_len: int
-    """Tokens of an example in that phase."""
+    """Tokens of an example in the present phase."""
     lost_devices: frozenset[int]
-    """Ids of devices reported bad."""
+    """Ids of devices that were reported bad."""
 
     def reading(self, name: str) -> SignalSummary:
-        """Summary of a signal; UNKNOWN if there is none."""
+        """Summary of a signal; UNKNOWN: it has none."""
         return self.readings.get(name, UNKNOWN)
 
 
@@ -92,7 +93,7 @@ class Window:
     """The newest samples of one signal.
 
     Args:
-      size: how many are kept.
+      size: largest number of samples.
     """
 
     def __init__(self, size: int) -> None:
@@ -103,24 +104,21 @@ class Window:
         self._reading: SignalSummary | None = None
 
     def add(self, value: float, time_s: float, stale_s: float | None = None) -> None:
-        """Take a sample; the reading is stale once it is older than `stale_s` seconds, if that is
-        given.
-        """
+        """Add a sample. `stale_s`: age in seconds beyond which it is stale; None: never stale."""
         self._samples.append(value)
         self._time_s, self._stale_s, self._reading = time_s, stale_s, None
 
     def clear(self) -> None:
-        """Forget all: what comes next is of another plan or phase."""
+        """Forget all samples, before those of another plan or phase."""
         self._samples.clear()
         self._time_s = self._reading = None
 
     def reading(self, now_s: float) -> SignalSummary:
-        """What the samples say, seen from `now_s`."""
+        """Summary of the samples at time `now_s`."""
         if self._time_s is None:
             return UNKNOWN
         stale = self._stale_s is not None and now_s - self._time_s > self._stale_s
-        # Most signals have no new sample in most steps: the reading is kept until it would be
-        # another one.
+        # Most signals have no new sample in most steps, so the summary is cached until it changes.
         if self._reading is None or stale != (self._reading.quality == "stale"):
             quality: Quality = (
                 "stale" if stale else "few" if len(self._samples) < self._enough else "good"
@@ -130,7 +128,7 @@ class Window:
 
 
 def summary(samples: Iterable[float], time_s: float, quality: Quality) -> SignalSummary:
-    """The reading of at least one sample."""
+    """Summarise one or more samples."""
     ordered = sorted(samples)
     value, spread = median_of_sorted(ordered), None
     if len(ordered) > 1:

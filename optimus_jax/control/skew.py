@@ -1,10 +1,10 @@
-"""Which process holds up the others, and by how much.
+"""Finds the process that delays the others, and by how much.
 
-In a step that all processes do together each waits for the slowest, so that step times are alike
-everywhere and tell nothing. What a process needs for itself is told by two things that it can
-measure alone: w, how long it waited for its data, and c, how long it takes for a piece of computing
-that all do (live probes). With f = c over the median c, the step lasts T = max(w + f B), where B is
-what a process at the median speed computes: so B = min((T - w) / f).
+In a step all processes wait for the slowest one, so step times are alike everywhere and do not show
+which one it is. The time that a process itself needs follows from two times that it can measure
+alone: w, its wait for data, and c, its time for a fixed piece of computing (live probes). Let f be
+c over the median c, and B the compute time of a step at the median speed. The step lasts
+T = max(w + f B) over all processes, so B = min((T - w) / f).
 """
 
 import math
@@ -15,29 +15,29 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Skew:
-    """Of the processes of a run."""
+    """The skew between the processes of a run."""
 
     own_s: tuple[float, ...]
-    """What each would need for a step if it waited for no other."""
+    """Seconds that each process would need for a step if it did not wait for others."""
     slowest: int
-    """Number of the process that needs most."""
+    """Number of the process that needs longest."""
 
     @property
     def ratio(self) -> float:
-        """The slowest one's over the median: 1 if all are alike; infinite if the others have
-        nothing to do but wait.
+        """The slowest process's time over the median: 1 if all are alike; infinite if the others
+        do nothing but wait.
         """
         typical = median(self.own_s)
         return self.own_s[self.slowest] / typical if typical else math.inf
 
 
 def skew_of(step_time_s: float, data_wait_s: Sequence[float], compute_s: Sequence[float]) -> Skew:
-    """From what the processes measured.
+    """Compute the skew from the times that the processes measured.
 
     Args:
-      step_time_s: of a step, positive.
-      data_wait_s: of each process.
-      compute_s: of each process, for the same piece of computing; positive.
+      step_time_s: time of a step; positive.
+      data_wait_s: how long each process waited for data.
+      compute_s: time of each process for the same piece of computing; positive.
     """
     factors = [each / median(compute_s) for each in compute_s]
     shared_s = max(
@@ -53,7 +53,7 @@ def skew_of(step_time_s: float, data_wait_s: Sequence[float], compute_s: Sequenc
 
 
 def median(values: Sequence[float]) -> float:
-    """The lower one of an even number: of two processes the slow one is compared with the fast one,
-    not with half of itself.
+    """The lower median of an even number of values: of two processes, the slow one is compared with
+    the fast one, not with the mean of both.
     """
     return statistics.median_low(values)

@@ -1,8 +1,7 @@
-"""Signals: what the trainer tells at step boundaries and what sources measure, as observations.
+"""Collects the signals of a running job, from the trainer and from sources, into observations.
 
-Nothing here waits for the devices, for a driver or for a file, and nothing raises into training:
-only a round of probes takes time, when `is_probe_due` says so and the caller has let the devices
-finish.
+Nothing here waits for devices, drivers or files, and nothing raises into training. Only a round of
+probes takes time: it runs when `is_probe_due` says so and the devices have finished their step.
 """
 
 import logging
@@ -43,34 +42,35 @@ from optimus_jax.run_directory.step_record import StepRecord
 
 _LOG = logging.getLogger(__name__)
 _OF_STEPS = (STEP_TIME_S, DATA_WAIT_S, DISPATCH_S, TOKENS_PER_S, MFU)
-"""What belongs to a plan and a phase: another one's samples say nothing of it."""
+"""Signals that belong to a plan and a phase: they are forgotten when either changes."""
 _OF_ROUNDS = (COMPUTE_SLOWDOWN, PROCESS_SKEW, STRAGGLER, LINK_SLOWDOWN)
 _OF_MEMORY = (MEMORY_SHARE, MEMORY_PEAK_SHARE)
-"""What can run short soon: the newest samples count, and those of a plan or a phase say nothing of
-the next."""
+"""Signals of memory, which can run short soon: their windows are short, and they are forgotten when
+plan or phase changes."""
 _NEWEST_ONLY = (STRAGGLER, HEARTBEAT_AGE_S, ECC_ERRORS)
-"""What has no median: a process's number, an age, a count."""
+"""Signals for which a median makes no sense: a process's number, an age, a count."""
 BATCHES_S = 10.0
-"""Time between two looks at a batch: what data look like changes slowly, and a look takes a fifth
-of a millisecond."""
+"""Seconds between two polls of the batches: data change slowly, and a poll takes a fifth of a
+millisecond."""
 STALE_POLLS, STALE_STEPS, STALE_ROUNDS = 10, 3, 2
-"""Age from which on a sample is stale: in the time between two polls of its source, but not so many
-steps; for probes, in that between their rounds."""
+"""A sample is stale once it is older than STALE_POLLS poll intervals of its source and STALE_STEPS
+steps; a sample of probes, older than STALE_POLLS poll intervals and STALE_ROUNDS intervals between
+rounds."""
 
 
 class Signals:
-    """What is known of a running job, for one process of it.
+    """The signals of a running job, in one of its processes.
 
     All processes make the same calls at the same steps.
 
     Args:
       settings: window and budget.
       global_batch: examples of a step in the present phase.
-      seq_len: tokens of an example in it.
-      sources: what is polled.
-      rounds: of probes on the present mesh; None: no probes.
-      clock: seconds, never jumping: the run's clock.
-      warn: told once when a source breaks.
+      seq_len: tokens of an example in the present phase.
+      sources: the sources to poll.
+      rounds: probe rounds on the present mesh; None: no probes.
+      clock: the run's clock: monotonic, in seconds.
+      warn: called once when a source breaks.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class Signals:
         warn: Callable[[str], object] = _LOG.warning,
     ) -> None:
         self.batches = BatchShape()
-        """Holds the histogram of lengths."""
+        """The source for the newest batch; it holds the histogram of document lengths."""
         self._settings, self._global_batch, self._seq_len = settings, global_batch, seq_len
         self._sources = [
             Polled(self.batches, warn, BATCHES_S),
@@ -100,13 +100,13 @@ class Signals:
         self._settled()
 
     def dispatched(self, *, data_wait_s: float, dispatch_s: float, batch: HostBatch) -> None:
-        """A step was handed to the devices.
+        """Record that a step was dispatched to the devices.
 
         Args:
-          data_wait_s: from asking for its batch to having it.
-          dispatch_s: of the call of the compiled step. CPU devices often run the step in it, and
-            then it is about as long as the step.
-          batch: this process's rows.
+          data_wait_s: how long the trainer waited for the step's batch.
+          dispatch_s: duration of the call of the compiled step. CPU devices often run the step in
+            this call, and then it takes about as long as the step.
+          batch: this process's rows of the batch.
         """
         now_s = self._clock()
         self._add(DATA_WAIT_S, data_wait_s, now_s)
@@ -114,7 +114,7 @@ class Signals:
         self.batches.offer(batch)
 
     def step(self, record: StepRecord) -> None:
-        """A step was finished."""
+        """Record a finished step."""
         now_s = self._clock()
         self._step_times_s.append(record.step_time_s)
         self._add(STEP_TIME_S, record.step_time_s, now_s)
@@ -127,14 +127,14 @@ class Signals:
     def evaluation(
         self, step: int, loss: float, perplexity: float, bits_per_byte: float | None
     ) -> None:
-        """An evaluation says nothing about steps."""
+        """Do nothing: an evaluation says nothing about steps."""
 
     def observe(self, step: int, lost_devices: frozenset[int] = frozenset()) -> Observation:
-        """What is known now, at the boundary after `step`; polls what is due.
+        """Make an observation at the boundary after `step`; polls the sources that are due.
 
         Args:
-          step: the last one done.
-          lost_devices: ids of devices reported bad.
+          step: the last step done.
+          lost_devices: ids of devices that were reported bad.
         """
         now_s = self._clock()
         self._poll(step, now_s)
@@ -152,8 +152,8 @@ class Signals:
         )
 
     def is_probe_due(self, step: int) -> bool:
-        """Whether to let the devices finish `step` and call `probe`; the same answer in every
-        process.
+        """Whether to wait until the devices have finished `step`, then call `probe`; the same
+        answer in every process.
         """
         return (
             self._rounds is not None
@@ -162,24 +162,26 @@ class Signals:
         )
 
     def ask_probe(self, step: int, *, anew: bool = False, worth_s: float = 0.0) -> None:
-        """Wish for a probe after `step`, if the budget allows.
+        """Request a round of probes after `step`, or as soon as the budget allows.
 
-        Every process has to ask for the same step.
+        Every process has to make the same request.
 
         Args:
-          anew: what probes have found so far is of other conditions: it is forgotten then, and more
-            may be owed.
-          worth_s: what they may take whatever the budget says, in seconds.
+          step: the earliest step for the round.
+          anew: conditions have changed: the results of earlier probes are discarded, and the round
+            may overdraw the budget by more.
+          worth_s: seconds that the round may take beyond the budget.
         """
         if self._rounds is not None:
             self._is_probed_anew |= anew
             self._rounds.budget.ask(step, urgent=anew, worth_s=worth_s)
 
     def probe(self, step: int) -> None:
-        """Run a round of probes. The devices have finished `step`; every process has to call it.
+        """Run a round of probes, after the devices have finished `step`; every process has to call
+        it.
 
-        If it fails, there are no probes on this mesh any more. One of several processes cannot do
-        without alone: there what it raises ends the run.
+        If it fails, there are no more probes on this mesh. With several processes the exception
+        ends the run, since one process cannot leave out the collectives alone.
         """
         rounds, step_time_s = self._rounds, self._step_time().value
         if rounds is None or step_time_s is None:
@@ -202,13 +204,12 @@ class Signals:
         self._take_round(samples or {}, rounds)
 
     def enter(self, *, global_batch: int, seq_len: int, rounds: ProbeRounds | None) -> None:
-        """The run goes on under another plan or in another phase: samples that belong to the one
-        before are forgotten.
+        """Record that the run has entered another plan or phase, and forget the old samples.
 
         Args:
           global_batch: examples of a step.
           seq_len: tokens of an example.
-          rounds: of probes on the mesh from now on.
+          rounds: probe rounds on the new mesh; None: no probes.
         """
         if (global_batch, seq_len) != (self._global_batch, self._seq_len):
             self._loss_slope.clear()
@@ -216,8 +217,8 @@ class Signals:
         self._global_batch, self._seq_len, self._rounds = global_batch, seq_len, rounds
         self._step_times_s.clear()
         self._forget(_OF_MEMORY)
-        # What a link was before stays true of it, unless it was found to be another, and measured
-        # anew several times.
+        # The samples of mesh axes belong to the old mesh. Those of links (`inside`, `between`) stay
+        # valid, unless the links were measured several times on the new mesh.
         is_news = rounds is not None and len(rounds.at_first) > 1
         self._forget(
             (*_OF_STEPS, LINK_SLOWDOWN)
@@ -228,13 +229,13 @@ class Signals:
 
     @property
     def missing(self) -> dict[str, str]:
-        """Of what could not be measured when last tried, why: by the source's name."""
+        """Reasons why sources could not be measured at the last try, by name of the source."""
         guards = (*(source.guard for source in self._sources), self._round_guard)
         return {guard.name: guard.missing for guard in guards if guard.missing is not None}
 
     def remarks(self) -> dict[str, dict]:
-        """What is written down with decisions beside readings: lengths of documents, what probes
-        are compared with, and why something is unknown.
+        """What is recorded with a decision besides readings: lengths of documents, sources of the
+        probes' baselines, and why signals are unknown.
         """
         found = {
             "document_lengths": self.batches.histogram,
@@ -244,7 +245,7 @@ class Signals:
         return {name: values for name, values in found.items() if values}
 
     def close(self) -> None:
-        """Let go what sources hold."""
+        """Release what the sources hold."""
         for source in self._sources:
             source.close()
 
@@ -253,7 +254,7 @@ class Signals:
         return UNKNOWN if window is None else window.reading(self._clock())
 
     def _settled(self) -> None:
-        """Take what probes found while they settled on this mesh."""
+        """Add the samples that probes measured before the first step on this mesh."""
         if (rounds := self._rounds) is not None:
             for samples in rounds.at_first:
                 self._take_round(samples, rounds)

@@ -1,23 +1,23 @@
-"""Moving a running job to another plan: prepare, move, verify, commit; and take it back.
+"""Moves a running job to another plan: prepare, move, verify, commit; and takes the switch back.
 
 * PREPARE, while training goes on: a thread compiles the plan and the programs that move the state,
-  there and back, and finds out whether steps and move fit into memory. What goes wrong there is the
+  there and back, and checks whether steps and move fit into memory. An error there is part of the
   result of the preparation, and never an exception in training.
-* MOVE and VERIFY, at a step boundary: group of leaves by group (reshard/reshard.py). Checksums of a
-  group are taken before it moves and of what has arrived, and only when they are the same are its
-  old shards deleted. So until the last group has been verified nothing is lost: groups that have
-  moved are moved back, those that have not still lie as they did. Then the step, and the loss of a
-  fixed batch under both plans. (Nothing else belongs to a run: batches and random numbers depend on
-  the step alone.)
-  Where devices have no room for that, the state goes over the disk (control/disk_transfer.py),
-  and comes back from there.
-* COMMIT: plan.json and the journal (control/journal.py).
-* The first steps under the new plan are the controller's to watch (control/canary.py). Then `keep`,
-  or `take_back`, which moves the state of the step that the run has come to, and not that of the
-  switch: no step is lost or done twice.
+* MOVE and VERIFY, at a step boundary: the leaves move in groups (reshard/reshard.py). Checksums of
+  a group are computed before and after it moves, and its old shards are deleted only if they agree.
+  So nothing is lost until the last group is verified: groups that have moved can be moved back, and
+  the others are still in their old layout. Then the step number is checked, and the loss of a fixed
+  batch is compared under both plans. (A run has no other state: batches and random numbers depend
+  on the step alone.)
+  If device memory does not suffice, the state moves through the disk (control/disk_transfer.py),
+  and can be read back from there.
+* COMMIT: plan.json and the journal (control/journal.py) are written.
+* The controller watches the first steps under the new plan (control/canary.py). Then it calls
+  `keep`, or `take_back`, which moves the state of the present step, not that of the switch: no step
+  is lost or done twice.
 
-If what has moved cannot be moved back either (`StateLostError`), devices or programs do what they
-should not, and the newest checkpoint is all that can be trusted.
+If a group cannot be moved back either (`StateLostError`), devices or programs are faulty, and only
+the newest checkpoint can be trusted.
 """
 
 import math
@@ -49,48 +49,50 @@ from optimus_jax.training.state import TrainState
 from optimus_jax.training.step import Program
 
 PROBE_RELATIVE: dict[Precision, float] = {"f32": 1e-5, "bf16": 2e-3, "f16": 1e-3}
-"""By which the loss of one batch may differ between plans: sums in another order, of numbers that
-are rounded to 2^-24, 2^-8, 2^-11.
+"""Largest relative difference of one batch's loss between plans, which sum in different orders
+numbers that are rounded to 2^-24 (f32), 2^-8 (bf16) or 2^-11 (f16).
 
-Ten times what tests measure between plans in bf16 (1.5e-4); in f32 what every plan is held to. Of a
-loss below 1 it is absolute: what is rounded are logits, and a loss is a difference of them.
+For bf16 it is about ten times what tests measure between plans (1.5e-4); for f32 it is what every
+plan has to meet. For a loss below 1 it is absolute: rounding affects the logits, and a loss is a
+difference of logits.
 """
 
 
 class StateLostError(FaultError):
-    """A state was moved in part and cannot be moved back, as when another process is lost
-    meanwhile: the run goes on from what was saved.
+    """A state was moved in part and cannot be moved back, for example because another process was
+    lost meanwhile. The run has to resume from a checkpoint.
     """
 
 
 class _NotTheSameError(Exception):
-    """What has arrived is not what was sent."""
+    """The state that has arrived is not the one that was sent."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Switched:
-    """How a switch went. The state that was given to it is used up either way."""
+    """The result of a switch. The state that was given to it is donated in any case."""
 
     state: TrainState
     executable: Executable
-    """Under which `state` lies: the new one, or the one from before."""
+    """The executable that `state` is laid out for: the new one, or the old one after a failure."""
     is_done: bool
     why_not: str
-    """What went wrong; empty if nothing did."""
+    """What went wrong; empty: nothing."""
     costs_s: dict[str, float]
-    """Delay of the run by phase: agree_s, probe_s, move_s, verify_s, commit_s."""
+    """Delay of the run in seconds, by phase: agree_s, probe_s, move_s, verify_s, commit_s."""
 
 
 class Switcher:
-    """What a run has compiled, and the switch that it may be in the middle of.
+    """Prepares and makes the switches of a run, and holds its executables.
 
     Args:
-      running: what the run is under.
+      running: the executable that the run begins with.
       settings: budgets.
-      journal: the record on disk; None: there is none.
-      bytes_per_device: that JAX may use on each device; None: unknown.
-      probe: a batch for a program, always the same, on its devices; None: no loss is compared.
-      detour: the way of a state that has no room to move in memory; None: it does not move then.
+      journal: the record of switches on disk; None: there is none.
+      bytes_per_device: bytes that JAX may use on each device; None: unknown.
+      probe: returns the fixed batch on a program's devices; None: no loss is compared.
+      disk_transfer: moves states for which device memory does not suffice; None: such a switch
+        cannot be prepared.
     """
 
     def __init__(
@@ -123,13 +125,14 @@ class Switcher:
         avoid: frozenset[Device] = frozenset(),
         also: Callable[[Executable], object] = lambda _: None,
     ) -> Preparation:
-        """Begin to compile in a thread; preparations are made one after the other.
+        """Begin to prepare a switch to `plan` in a thread; preparations are done one by one.
 
         Args:
-          config: with other batches perhaps; None: the run's.
-          devices: that the plan is for; None: the run's.
-          avoid: devices from which only is read what no other has.
-          also: to be done in the thread with what has been compiled.
+          plan: the plan to switch to.
+          config: the config to compile for, perhaps with other batches; None: the run's.
+          devices: the devices that the plan uses; None: the run's.
+          avoid: devices that are read from only for data that no other device has.
+          also: called in the thread with the compiled executable.
         """
         preparation, source = Preparation(plan), self.running
         config = config or source.program.config
@@ -149,11 +152,12 @@ class Switcher:
         batch: tuple[int, int] | None = None,
         without: frozenset[int] = frozenset(),
     ) -> bool:
-        """Whether the plan's executable is still there.
+        """Whether the plan's executable is in the cache.
 
         Args:
-          batch: examples, and tokens of each; None: the run's.
-          without: ids of devices that it does not use.
+          plan: the plan.
+          batch: (examples of a step, tokens of each); None: the run's.
+          without: ids of devices that the plan does not use.
         """
         devices = [device for device in devices_by_host() if device.id not in without][
             : plan.num_devices
@@ -166,25 +170,27 @@ class Switcher:
     def switch(
         self, state: TrainState, prepared: Prepared, *, step: int, why: str, by_choice: bool = True
     ) -> Switched:
-        """Move the state, which is used up, and verify it; if anything goes wrong the run stays
-        under its plan.
+        """Move the state, which is donated, and verify it; on failure the run stays under its plan.
 
         Args:
-          step: steps done.
-          why: for the journal.
-          by_choice: the run could have stayed.
+          state: the state in the layout of the running executable.
+          prepared: the prepared switch.
+          step: number of steps done.
+          why: the reason, for the journal.
+          by_choice: whether the run could have stayed.
         Raises:
-          StateLostError: see there.
+          OptimusError: the processes are about to switch to different plans.
+          StateLostError: the state was moved in part and cannot be moved back.
         """
         assert prepared.source is self.running, "prepared under another plan than the run's"
         clock = _Clock()
         with clock.phase("agree_s"):
             _check_agreed(prepared.target.plan)
         try:
-            # only one process writes, and no other may move if it cannot
+            # Only one process writes; if it cannot, no process may move.
             with clock.phase("commit_s"), all_or_none():
                 self._begin(prepared, step, why, by_choice)
-        # nothing has happened, and that is no reason to lose the state
+        # Nothing has moved yet: the run goes on with its state.
         except OptimusError as error:
             return Switched(
                 state=state,
@@ -208,9 +214,9 @@ class Switcher:
         return switched
 
     def enter(self, state: TrainState, prepared: Prepared, *, step: int, why: str) -> Switched:
-        """As `switch`, but to other batches: nothing is on trial then, since there is no way back.
+        """Switch to other batches. There is no trial, since the run cannot go back.
 
-        Under the same plan nothing moves.
+        Under the same plan no state moves.
         """
         if self._on_trial is not None:
             self.keep(
@@ -229,19 +235,21 @@ class Switcher:
         return switched
 
     def close(self) -> None:
-        """Wait for a compilation that is under way (others do not begin any more): a process that
-        ends in the middle of one is aborted.
+        """Wait until a running compilation is done, and start no others.
+
+        A process that exits in the middle of a compilation would abort.
         """
         self._worker.finish()
 
     def keep(self, *, step: int, why: str, costs_s: dict[str, float]) -> None:
-        """The new plan stays; what switches back needs is kept no longer than other executables."""
+        """End the trial and keep the new plan; the way back is no longer held ready."""
         self._end("kept", step, why, costs_s)
         self._on_trial = None
 
     def stop(self, *, step: int, costs_s: dict[str, float]) -> None:
-        """The run ends on purpose: if it is in the first steps under a new plan, which it took
-        `costs_s` to get to, that plan is not to blame.
+        """Record that the run ends on purpose: a plan on trial has not failed.
+
+        `costs_s`: costs of the switch to that plan, by phase.
         """
         if self._on_trial is not None:
             self._end("stopped", step, "the run ended before the first steps were done", costs_s)
@@ -249,13 +257,16 @@ class Switcher:
     def take_back(
         self, state: TrainState, *, step: int, why: str, costs_s: dict[str, float]
     ) -> Switched:
-        """Move the state, as it is now, back to the plan before the last switch; if that goes wrong
-        the run stays under the new plan.
+        """Move the present state back to the plan before the last switch; on failure the run stays
+        under the new plan.
 
         Args:
-          costs_s: of the switch that is taken back, for the journal.
+          state: the state in the layout of the new plan; donated.
+          step: number of steps done.
+          why: the reason, for the journal.
+          costs_s: costs of the switch that is taken back, by phase, for the journal.
         Raises:
-          StateLostError: see there.
+          StateLostError: the state was moved in part and cannot be moved to either plan.
         """
         trial = self._on_trial
         assert trial is not None, "no switch is on trial"
@@ -300,7 +311,7 @@ class Switcher:
             bytes_per_device=self._bytes_per_device,
             rest=not stays or config.eval_every > 0,
         )
-        # so that nothing is compiled twice if this is withdrawn and wanted again
+        # Nothing is compiled twice if this is withdrawn and then requested again.
         self._shelf.put(target)
         if not stays:
             source.compile_rest()
@@ -333,7 +344,7 @@ class Switcher:
         clock: "_Clock",
         commit: Callable[[Prepared, int], None],
     ) -> Switched:
-        """MOVE, VERIFY and `commit`; after trouble with any of them, the way back."""
+        """MOVE, VERIFY and `commit`; if any of them fails, the state is moved back."""
         if prepared.over_disk:
             return self._moved_over_disk(state, prepared, step, clock, commit)
         leaves, sums, moved = named_leaves(state), {}, []
@@ -366,7 +377,7 @@ class Switcher:
         clock: "_Clock",
         commit: Callable[[Prepared, int], None],
     ) -> Switched:
-        """The same by way of a checkpoint, which is the way back too."""
+        """The same as `_moved` through a checkpoint, which also serves to go back."""
         assert self._detour is not None
         is_written, new = False, None
         try:
@@ -393,7 +404,7 @@ class Switcher:
         )
 
     def _fetched_back(self, new: TrainState | None, prepared: Prepared, step: int) -> TrainState:
-        """The state under the plan from before, for which that under the new one makes room."""
+        """The state in the old layout, read from disk; frees the memory of the new one first."""
         assert self._detour is not None
         for leaf in jax.tree.leaves(new):
             leaf.delete()
@@ -420,8 +431,9 @@ class Switcher:
         clock: "_Clock",
         commit: Callable[[Prepared, int], None],
     ) -> None:
-        """Compare what has arrived with what was there `before`, the loss of the probe, and
-        `commit`.
+        """Check the step of the new state and its loss on the probe, then `commit`.
+
+        `before`: loss of the probe under the old plan; None: it is not compared.
         """
         if int(new.step) != step:
             raise _NotTheSameError(f"the state is of step {int(new.step)}, not {step}")
@@ -442,7 +454,11 @@ class Switcher:
         moved: list[str],
         clock: "_Clock",
     ) -> None:
-        """Every leaf in `leaves` in its new layout; `sums` and `moved` tell how far it has come."""
+        """Move every leaf in `leaves` to its new layout, and verify it.
+
+        `sums` and `moved` receive the checksums and paths of the leaves that have been moved, so
+        that the caller knows how far it has come if this raises.
+        """
         for group in prepared.there.groups:
             changed = [path for path in group.paths if not prepared.there.stays(path)]
             with clock.phase("verify_s"):
@@ -484,7 +500,7 @@ class Switcher:
 def _brought_back(
     prepared: Prepared, leaves: dict[str, Array], moved: Iterable[str], sums: dict[str, int]
 ) -> TrainState:
-    """The state under the plan from before, of leaves of which some have been moved."""
+    """The state in the old layout: moves back and verifies the leaves in `moved`."""
     there = set(moved)
     try:
         for group in prepared.back.groups:
@@ -519,7 +535,7 @@ def _check_same(sent: dict[str, int], arrived: dict[str, int]) -> None:
 def _loss(
     executable: Executable, state: TrainState, probe: Callable[[Program], Batch] | None
 ) -> float | None:
-    """Mean loss of the probe's tokens."""
+    """Mean loss of the probe's tokens; None: there is no probe."""
     if probe is None:
         return None
     total, tokens = jax.device_get(
@@ -536,7 +552,7 @@ def _check_loss(before: float | None, after: float | None, precision: Precision)
 
 
 def _check_agreed(plan: Plan) -> None:
-    """Raise OptimusError on all processes unless all are about to switch to this plan."""
+    """Raise OptimusError in all processes unless all are about to switch to this plan."""
     if jax.process_count() > 1:
         mine = np.frombuffer(bytes.fromhex(plan.digest), np.uint8)
         if (multihost_utils.process_allgather(mine) != mine).any():
@@ -550,14 +566,14 @@ def _check_agreed(plan: Plan) -> None:
 
 
 class _Clock:
-    """Seconds by phase."""
+    """Measures the seconds spent in each phase."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Adds what passes inside."""
+        """Add the time spent inside the context to the phase."""
         started = time.perf_counter()
         try:
             yield
