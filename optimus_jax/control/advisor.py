@@ -100,7 +100,7 @@ class Advisor:
         tried_s: Mapping[Plan, float] = MappingProxyType({}),
         is_compiled: Callable[[Plan, Batch, frozenset[int]], bool] | None = None,
     ):
-        self._prices, self._cluster, self._settings, self._course = (
+        self._prices, self._cluster, self._settings, self._run_progress = (
             Prices(pricing),
             pricing.cluster,
             settings,
@@ -117,7 +117,7 @@ class Advisor:
             memory,
         )
         self._is_compiled = is_compiled or (
-            lambda plan, batch, without: self._track.is_compiled(plan)
+            lambda plan, batch, without: self._plan_history.is_compiled(plan)
         )
         self._process_of = process_of or [
             device // pricing.cluster.devices_per_host
@@ -134,22 +134,22 @@ class Advisor:
             self._predictor.load(memory)
         self._batch = self._prices.first_batch
         self._prices.log_time(plan, self._batch, Conditions())
-        self._track = PlanHistory(
+        self._plan_history = PlanHistory(
             plan, num_hosts=self._cluster.num_hosts, num_executables=settings.executables
         )
-        self._experience, self._allowance = (
+        self._experience, self._switch_budget = (
             Experience(self._predictor, self._prices),
             SwitchBudget(settings),
         )
-        self._scales = CandidateEvaluator(
-            run_progress=self._course,
-            plan_history=self._track,
+        self._evaluator = CandidateEvaluator(
+            run_progress=self._run_progress,
+            plan_history=self._plan_history,
             phases=self._phases,
             prices=self._prices,
             predictor=self._predictor,
             watch=self._watch,
             costs=self._costs,
-            switch_budget=self._allowance,
+            switch_budget=self._switch_budget,
             quarantine=self._quarantine,
             settings=settings,
             is_compiled=self._is_compiled,
@@ -171,7 +171,7 @@ class Advisor:
         """Whether its plan was already compiled then."""
         self._answering: Question | None = None
         """The question that the newest decision answers."""
-        self._agenda = QuestionQueue()
+        self._questions = QuestionQueue()
 
     @property
     def wants_probe(self) -> bool:
@@ -201,7 +201,7 @@ class Advisor:
         changed_since = self.changed_s is not None and self.changed_s > self._decided_s
         return (
             self._watch.detector.suspects >= SUSPICIOUS
-            or self._agenda.question is not None
+            or self._questions.question is not None
             or (changed_since and self._watch.wants_probe)
         )
 
@@ -217,19 +217,19 @@ class Advisor:
 
         Call it at every boundary.
         """
-        run_progress = self._course.observe(observation)
+        run_progress = self._run_progress.observe(observation)
         if run_progress != "goes on":
-            self._allowance.rewind(observation.step)
+            self._switch_budget.rewind(observation.step)
         if run_progress == "goes back":
-            self._agenda.postpone(self._allowance.cool_until())
+            self._questions.postpone(self._switch_budget.cool_until())
         is_new_batch = self._enter_batch(observation)
         news = self._watched(observation)
         if (asked := self._asked(observation, is_new_batch, news)) is not None:
-            self._agenda.put(asked)
+            self._questions.put(asked)
         return (
             None
-            if self._agenda.question is None
-            else self._answered(self._agenda.question, observation)
+            if self._questions.question is None
+            else self._answered(self._questions.question, observation)
         )
 
     def switched(self, plan: Plan, costs_s: Mapping[str, float]) -> None:
@@ -246,7 +246,7 @@ class Advisor:
             decided is not None and decided.trigger == TRIAL,
             decided is not None and not decided.mandatory,
         )
-        old, older = self._track.now, self._track.before
+        old, older = self._plan_history.now, self._plan_history.before
         # A plan that nobody decided on uses the devices that are available.
         without = (
             decided.without
@@ -257,7 +257,7 @@ class Advisor:
         )
         self._learn_level()
         switch_method, compiled = (
-            self._track.switch_method(plan, without),
+            self._plan_history.switch_method(plan, without),
             self._had_compiled
             if decided is not None
             else self._is_compiled(plan, self._batch, without),
@@ -267,7 +267,7 @@ class Advisor:
             and decided.at_step is None
             and self._costs.prepare_s(switch_method, compiled=compiled)
         ):
-            self._costs.prepared(self._course.time_s - self._decided_s)
+            self._costs.prepared(self._run_progress.time_s - self._decided_s)
         # A link that is slow now has made the move slow. The way back, once the link has recovered,
         # will not be slow.
         self._costs.learn(
@@ -277,24 +277,26 @@ class Advisor:
             self._watch.conditions.applied(self._prices.of(self._batch)),
             compiled=compiled,
             delay_s=sum(costs_s.values()),
-            counts=by_choice and not self._track.is_repair(without, self._straggling),
+            counts=by_choice and not self._plan_history.is_repair(without, self._straggling),
         )
         if is_return:
-            self._quarantine.add(old.plan, self._course.step)
-        left_in, is_home = self._now, self._track.has_left(plan)
+            self._quarantine.add(old.plan, self._run_progress.step)
+        left_in, is_home = self._now, self._plan_history.has_left(plan)
         excluded = (
-            older.excluded.still_slow(self._course.time_s)
+            older.excluded.still_slow(self._run_progress.time_s)
             if is_return and older.excluded
             else self._left_out_by(without)
         )
-        self._track.moved(
+        self._plan_history.moved(
             Standing(plan=plan, without=without, excluded=excluded),
             left_in,
             fled=decided is None or decided.mandatory,
         )
         self._restart()
-        self._on_trial, self._agenda.forced = by_choice and not is_return, None
-        self._allowance.switched(self._course.time_s, by_choice=by_choice, is_return=is_home)
+        self._on_trial, self._questions.forced = by_choice and not is_return, None
+        self._switch_budget.switched(
+            self._run_progress.time_s, by_choice=by_choice, is_return=is_home
+        )
         self._cool(by_choice=by_choice)
 
     def failed(
@@ -308,13 +310,13 @@ class Advisor:
           at_step: the step at which it failed; None: now.
           is_back: the switch was made, and the run is back under the plan before it.
         """
-        self._quarantine.add(plan, self._course.step if at_step is None else at_step, why)
+        self._quarantine.add(plan, self._run_progress.step if at_step is None else at_step, why)
         if is_back:
-            self._track.taken_back(self._course.time_s)
+            self._plan_history.taken_back(self._run_progress.time_s)
             self._restart()
         self._on_trial = False
         self._cool()
-        self._agenda.reopen()
+        self._questions.reopen()
 
     def charge(self, time_s: float) -> None:
         """Charge the switch budget for time beyond switches: first steps, or failed attempts."""
@@ -328,16 +330,16 @@ class Advisor:
           step: number of steps done at the switch.
           by_choice: whether the run could have stayed under its plan.
         """
-        self._allowance.num_switches += by_choice
+        self._switch_budget.num_switches += by_choice
         self._costs.charge(sum(costs_s.values()) if by_choice else 0.0)
-        self._allowance.cool(step, by_choice=by_choice)
+        self._switch_budget.cool(step, by_choice=by_choice)
 
     def dropped(self) -> None:
         """Drop the pending switch: its preparation has become useless, because the batches have
         changed or the run has ended.
         """
         self._pending = None
-        self._agenda.reopen()
+        self._questions.reopen()
 
     def save(self) -> None:
         """Save what was learnt about this hardware for later runs."""
@@ -369,8 +371,8 @@ class Advisor:
         used = [
             device
             for device in range(self._cluster.num_devices)
-            if device not in self._track.now.without
-        ][: self._track.now.plan.num_devices]
+            if device not in self._plan_history.now.without
+        ][: self._plan_history.now.plan.num_devices]
         slow = [place for place, device in enumerate(used) if device in straggling]
         return (
             replace(conditions, slow_part=(slow[0] / len(used), (slow[-1] + 1) / len(used)))
@@ -385,13 +387,13 @@ class Advisor:
             return False
         self._learn_level()
         self._batch, self._looked = batch, False
-        self._agenda.enter(batch)
+        self._questions.enter(batch)
         self._restart()
         return True
 
     def _watched(self, observation: Observation) -> str:
         """What is new about conditions, in words; what was learnt in the old ones is kept."""
-        watch, plan = self._watch, self._track.now.plan
+        watch, plan = self._watch, self._plan_history.now.plan
         before, level = (watch.conditions, watch.regime), self._level()
         news = watch.observe(
             observation,
@@ -423,24 +425,24 @@ class Advisor:
 
     def _learn(self, conditions: Conditions, regime: int, level: Level) -> None:
         known = Known(
-            plan=self._track.now.plan,
+            plan=self._plan_history.now.plan,
             batch=self._batch,
             conditions=self._located(conditions),
             regime=regime,
         )
-        self._experience.learn(known, level, self._course.step)
+        self._experience.learn(known, level, self._run_progress.step)
 
     def _left_out_by(self, without: frozenset[int]) -> ExcludedDevices | None:
         """The slow process's devices if all of them are in `without`; or those excluded before."""
-        slow, excluded, watch = self._straggling, self._track.now.excluded, self._watch
+        slow, excluded, watch = self._straggling, self._plan_history.now.excluded, self._watch
         if slow and slow <= without:
             found = ExcludedDevices(
                 devices=slow,
                 skew=watch.conditions.skew,
-                regime=watch.regime_at(self._course.time_s),
-                at_s=self._course.time_s,
+                regime=watch.regime_at(self._run_progress.time_s),
+                at_s=self._run_progress.time_s,
             )
-            watch.leave_out(self._course.time_s)
+            watch.leave_out(self._run_progress.time_s)
             return found
         return excluded if excluded is not None and excluded.devices <= without else None
 
@@ -451,28 +453,28 @@ class Advisor:
 
     def _cool(self, *, by_choice: bool = True) -> None:
         self._pending = None
-        self._allowance.cool(self._course.step, by_choice=by_choice)
-        self._agenda.clear(self._allowance.cool_until())
+        self._switch_budget.cool(self._run_progress.step, by_choice=by_choice)
+        self._questions.clear(self._switch_budget.cool_until())
         self._look_at_left_out()
 
     def _look_at_left_out(self) -> None:
         """Schedule a review for when the excluded process has probably recovered."""
-        if (excluded := self._track.now.excluded) is not None:
+        if (excluded := self._plan_history.now.excluded) is not None:
             due_s = excluded.due_s(
-                self._course.time_s, min(1 - SPARE, self._settings.min_probability + SPARE)
+                self._run_progress.time_s, min(1 - SPARE, self._settings.min_probability + SPARE)
             )
-            self._agenda.look_again(time_s=math.inf if due_s is None else due_s)
+            self._questions.look_again(time_s=math.inf if due_s is None else due_s)
 
     # Questions: what there is to decide.
 
     def _asked(self, observation: Observation, is_new_batch: bool, news: str) -> Question | None:
         """The most urgent question; None: there is no new one."""
-        plan, lost = self._track.now.plan, self._lost
+        plan, lost = self._plan_history.now.plan, self._lost
         self._lost = observation.lost_devices
         memory = self._memory_watch.observe(
             observation, self._prices.memory_share(plan, self._batch)
         )
-        if self._lost != lost and not self._lost <= self._track.now.without:
+        if self._lost != lost and not self._lost <= self._plan_history.now.without:
             return self._must("devices are lost")
         if is_new_batch and not is_legal(plan, self._prices.of(self._batch).config):
             return self._must("the batch has changed, and cannot be dealt out under this plan")
@@ -503,17 +505,17 @@ class Advisor:
             given_up = due_step + ABANDONED * max(
                 self._settings.cooldown_steps, self._settings.window_steps
             )
-            self._pending = None if self._course.step > given_up else self._pending
+            self._pending = None if self._run_progress.step > given_up else self._pending
             return None
         count = self._watch.detector.count
         if self._on_trial and count >= self._settings.canary_steps:
             self._on_trial = False
-            return Question(trigger=TRIAL, batch=self._batch, only=self._track.before)
+            return Question(trigger=TRIAL, batch=self._batch, only=self._plan_history.before)
         if not self._looked and count >= LEAST:
             self._looked = True
             return self._may("step times are known")
-        if self._agenda.is_review_due(self._course.step, self._course.time_s):
-            return self._agenda.forced or self._may("it is time to look again")
+        if self._questions.is_review_due(self._run_progress.step, self._run_progress.time_s):
+            return self._questions.forced or self._may("it is time to look again")
         return None
 
     def _may(self, trigger: str) -> Question:
@@ -524,9 +526,9 @@ class Advisor:
 
     def _about_phase(self) -> Question | None:
         """The question about a phase that is near enough to prepare for; None: there is none."""
-        level, plan = self._watch.detector.level, self._track.now.plan
+        level, plan = self._watch.detector.level, self._plan_history.now.plan
         phase = self._phases.near(
-            self._course.step,
+            self._run_progress.step,
             max(
                 self._settings.cooldown_steps,
                 LEAD_S / math.exp(level) if level is not None else 0.0,
@@ -556,12 +558,12 @@ class Advisor:
         self._learn_level()
         view = View(
             batch=question.batch,
-            time_s=self._course.time_s,
+            time_s=self._run_progress.time_s,
             conditions=self._located(self._watch.conditions),
             normal=self._watch.normal,
             lost=self._lost,
             slow=self._straggling,
-            excluded=self._track.now.excluded,
+            excluded=self._plan_history.now.excluded,
             memory=self._memory_watch,
         )
         offers = [] if blocked else self._offers(question, view)
@@ -570,28 +572,28 @@ class Advisor:
         if offers is None:
             return None
         if question.mandatory:
-            self._agenda.forced = question
+            self._questions.forced = question
         self._answering = question
         decision = self._noted(
-            self._scales.weigh(
+            self._evaluator.weigh(
                 question, offers, view, observation.readings, now=self._now, blocked=blocked
             )
         )
-        self._agenda.answer(is_switch=self._pending is not None)
+        self._questions.answer(is_switch=self._pending is not None)
         return decision
 
     def _blocked(self, question: Question) -> str:
-        switch_budget = self._allowance
+        switch_budget = self._switch_budget
         if question.only is not None or switch_budget.too_many():
             return switch_budget.too_many()
-        plan, watch = self._track.now.plan, self._watch
+        plan, watch = self._plan_history.now.plan, self._watch
         slowed = math.exp(
             self._prices.log_time(plan, self._batch, watch.conditions)
             - self._prices.log_time(plan, self._batch, watch.normal)
         )
-        too_soon = switch_budget.too_soon(question.at_step or self._course.step, slowed)
+        too_soon = switch_budget.too_soon(question.at_step or self._run_progress.step, slowed)
         if too_soon:
-            self._agenda.postpone(switch_budget.cool_until(slowed))
+            self._questions.postpone(switch_budget.cool_until(slowed))
         return too_soon
 
     def _offers(self, question: Question, view: View) -> list[Offer] | None:
@@ -600,8 +602,8 @@ class Advisor:
             return self._options.back(view, question.only)
         return self._options.all(
             view,
-            self._track.now,
-            [*self._track.plans, *self._tried],
+            self._plan_history.now,
+            [*self._plan_history.plans, *self._tried],
             self._predictor.calibration(),
             mandatory=question.mandatory,
         )
@@ -615,7 +617,7 @@ class Advisor:
             )
             if not is_old:
                 assert decision.plan is not None
-                self._pending, self._decided_s = decision, self._course.time_s
+                self._pending, self._decided_s = decision, self._run_progress.time_s
                 self._had_compiled = self._is_compiled(
                     decision.plan,
                     self._batch if self._answering is None else self._answering.batch,
@@ -625,11 +627,13 @@ class Advisor:
         self._pending = None
         self._look_at_left_out()
         # When its quarantine ends, a plan that has failed may be the best one.
-        self._agenda.look_again(step=self._quarantine.first_end(self._course.step))
+        self._questions.look_again(step=self._quarantine.first_end(self._run_progress.step))
         if decision.wait_s is not None:
             least_s = max(
                 LEAST * (decision.step_time_s or 0.0),
-                LOOK_AGAIN * self._watch.regime_at(self._course.time_s).elapsed_s,
+                LOOK_AGAIN * self._watch.regime_at(self._run_progress.time_s).elapsed_s,
             )
-            self._agenda.look_again(time_s=self._course.time_s + max(decision.wait_s, least_s))
+            self._questions.look_again(
+                time_s=self._run_progress.time_s + max(decision.wait_s, least_s)
+            )
         return None if decision.trigger == TRIAL else decision

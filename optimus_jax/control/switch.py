@@ -105,15 +105,15 @@ class Switcher:
         probe: Callable[[Program], Batch] | None = None,
         disk_transfer: DiskTransfer | None = None,
     ) -> None:
-        self.running, self._detour = running, disk_transfer
+        self.running, self._disk_transfer = running, disk_transfer
         self._settings, self._journal, self._bytes_per_device, self._probe = (
             settings,
             journal,
             bytes_per_device,
             probe,
         )
-        self._shelf, self._worker = ExecutableCache(settings.executables), Worker("compile")
-        self._shelf.put(running)
+        self._executables, self._worker = ExecutableCache(settings.executables), Worker("compile")
+        self._executables.put(running)
         self._on_trial: Prepared | None = None
 
     def prepare(
@@ -163,7 +163,7 @@ class Switcher:
             : plan.num_devices
         ]
         return (
-            self._shelf.get(batch or batch_of(self.running.program.config), plan, devices)
+            self._executables.get(batch or batch_of(self.running.program.config), plan, devices)
             is not None
         )
 
@@ -208,7 +208,7 @@ class Switcher:
         )
         if switched.is_done:
             self.running, self._on_trial = prepared.target, prepared
-            self._shelf.put(prepared.target)
+            self._executables.put(prepared.target)
         else:
             self._end("failed", step, switched.why_not, switched.costs_s, prepared.source.plan)
         return switched
@@ -225,7 +225,7 @@ class Switcher:
         if prepared.stays:
             assert prepared.source is self.running, "prepared under another plan than the run's"
             self.running = prepared.target
-            self._shelf.put(prepared.target)
+            self._executables.put(prepared.target)
             return Switched(
                 state=state, executable=prepared.target, is_done=True, why_not="", costs_s={}
             )
@@ -288,7 +288,7 @@ class Switcher:
         )
         if switched.is_done:
             self.running = trial.source
-            self._shelf.put(trial.source)
+            self._executables.put(trial.source)
         else:
             self._end("kept", step, f"it cannot be taken back: {switched.why_not}", costs_s)
         self._on_trial = None
@@ -304,7 +304,7 @@ class Switcher:
     ) -> Prepared:
         started = time.perf_counter()
         stays = (plan, devices) == (source.plan, source.layout.devices)
-        target = self._shelf.get(batch_of(config), plan, devices) or compile_plan(
+        target = self._executables.get(batch_of(config), plan, devices) or compile_plan(
             config,
             plan,
             devices=devices,
@@ -312,7 +312,7 @@ class Switcher:
             rest=not stays or config.eval_every > 0,
         )
         # Nothing is compiled twice if this is withdrawn and then requested again.
-        self._shelf.put(target)
+        self._executables.put(target)
         if not stays:
             source.compile_rest()
         there, back = (
@@ -331,7 +331,7 @@ class Switcher:
         try:
             check_room(prepared, self._bytes_per_device)
         except PlanError:
-            if self._detour is None:
+            if self._disk_transfer is None:
                 raise
             return replace(prepared, over_disk=True)
         return prepared
@@ -378,15 +378,15 @@ class Switcher:
         commit: Callable[[Prepared, int], None],
     ) -> Switched:
         """The same as `_moved` through a checkpoint, which also serves to go back."""
-        assert self._detour is not None
+        assert self._disk_transfer is not None
         is_written, new = False, None
         try:
             with clock.phase("probe_s"):
                 before = _loss(prepared.source, state, self._probe_of(prepared))
             with clock.phase("move_s"):
-                self._detour.put(state, prepared.source, step)
+                self._disk_transfer.put(state, prepared.source, step)
                 is_written = True
-                new = self._detour.fetch(prepared.target, step)
+                new = self._disk_transfer.fetch(prepared.target, step)
             self._accept(new, before, prepared, step, clock, commit)
         except Exception as error:
             if is_written:
@@ -405,11 +405,11 @@ class Switcher:
 
     def _fetched_back(self, new: TrainState | None, prepared: Prepared, step: int) -> TrainState:
         """The state in the old layout, read from disk; frees the memory of the new one first."""
-        assert self._detour is not None
+        assert self._disk_transfer is not None
         for leaf in jax.tree.leaves(new):
             leaf.delete()
         try:
-            return self._detour.fetch(prepared.source, step)
+            return self._disk_transfer.fetch(prepared.source, step)
         except Exception as error:
             raise StateLostError(
                 explain(

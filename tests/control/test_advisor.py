@@ -683,9 +683,9 @@ def test_a_plan_that_could_not_be_prepared_on_other_devices_is_still_the_runs_ow
     smaller = job.plan
     assert smaller != BEST
     job.advisor.failed(smaller, "it could not be prepared for other devices")
-    assert job.advisor._track.now.plan == smaller
+    assert job.advisor._plan_history.now.plan == smaller
     job.advisor.failed(smaller, "it was slower", is_back=True)
-    assert job.advisor._track.now.plan == BEST
+    assert job.advisor._plan_history.now.plan == BEST
 
 
 def test_a_search_that_finds_nothing_leaves_the_run_as_it_is():

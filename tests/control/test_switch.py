@@ -300,7 +300,7 @@ def test_what_cannot_be_taken_back_stays(switcher, prepared, state, run, monkeyp
 def test_preparing_goes_on_in_the_background(executables, switcher, prepared, state):
     """And finds the executable on the shelf when the run has been there before."""
     old, new = executables
-    switcher._shelf.put(new)
+    switcher._executables.put(new)
     preparation = switcher.prepare(new.plan)
     made = preparation.result()
     assert preparation.is_ready_everywhere()
