@@ -1,1 +1,1 @@
-"""What a run leaves: its files, their lock, logs, and what its data are known by."""
+"""What a run leaves: its files, their lock, logs, and fingerprints of its data."""

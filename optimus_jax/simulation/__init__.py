@@ -1,1 +1,1 @@
-"""The controller against simulated clusters: scenarios, rivals, an oracle."""
+"""The controller against simulated clusters: scenarios, other policies, an oracle."""
