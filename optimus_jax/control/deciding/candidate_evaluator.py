@@ -170,8 +170,8 @@ class CandidateEvaluator:
         )
 
     def _goes_home(self, plan: Plan) -> bool:
-        """Whether the disturbance that made the run leave `plan` is over. The cost of going back was
-        reserved when the run left it.
+        """Whether the disturbance that made the run leave `plan` is over. The cost of going back
+        was reserved when the run left it.
         """
         return not self.watch.is_disturbed and self.plan_history.has_left(plan)
 

@@ -26,7 +26,7 @@ FEWER = 3
 that `executables` returns."""
 
 Searcher = Callable[[Pricing], Ranking | None]
-"""Finds the best plans; None: it is still searching in the background, ask again at a later step."""
+"""Finds the best plans; None: it is still searching in the background, ask again later."""
 
 
 def search_now(pricing: Pricing) -> Ranking:
@@ -48,8 +48,8 @@ class Searches:
     def best(self, key: object, pricing: Pricing) -> Sequence[Plan] | None:
         """The best plans by this pricing; None: the search is not done yet.
 
-        `key` is the cache key. It leaves out what was learnt since, so a cached result may rest on an
-        older calibration than `pricing`.
+        `key` is the cache key. It leaves out what was learnt since, so a cached result may rest on
+        an older calibration than `pricing`.
         """
         if key not in self._found:
             try:

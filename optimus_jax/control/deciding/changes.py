@@ -59,8 +59,8 @@ class ChangeDetector:
         self._former: float | None = None
         """Level before the last change; None: there was none."""
         self.level: float | None = None
-        """Median of the present regime, without samples that may belong to the next one; None: there
-        are fewer than three samples."""
+        """Median of the present regime, without samples that may belong to the next one; None:
+        there are fewer than three samples."""
         self.noise = LEAST_NOISE
         """Robust deviation of a sample."""
 
@@ -182,13 +182,13 @@ class ChangeDetector:
 class Durations:
     """How long regimes of one kind last.
 
-    Durations are modelled as exponential with an unknown rate. Given past durations, the time that is
-    left then has a Lomax distribution, whose shape is one half (Jeffreys' prior of a rate) plus the
-    number of regimes that have ended. Before any has ended, the probability of lasting x times as
-    long again as so far is (1 + x)^-1/2. This is heavy-tailed, as real disturbances are: on a cluster
-    of 10,000 GPUs they lasted from tens of seconds to nearly ten hours (arXiv:2410.12588). The ski
-    rental rule (wait until staying has lost a good part of the switch cost) is the special case of
-    switching when the odds of earning the cost back are even.
+    Durations are modelled as exponential with an unknown rate. Given past durations, the time that
+    is left then has a Lomax distribution, whose shape is one half (Jeffreys' prior of a rate) plus
+    the number of regimes that have ended. Before any has ended, the probability of lasting x times
+    as long again as so far is (1 + x)^-1/2. This is heavy-tailed, as real disturbances are: on a
+    cluster of 10,000 GPUs they lasted from tens of seconds to nearly ten hours (arXiv:2410.12588).
+    The ski rental rule (wait until staying has lost a good part of the switch cost) is the special
+    case of switching when the odds of earning the cost back are even.
 
     Args:
       prior_s: prior duration in seconds, which counts like observed time.
