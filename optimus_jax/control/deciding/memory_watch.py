@@ -160,7 +160,7 @@ class MemoryWatch:
         return min(MOST, lately + max(AHEAD, self._growth() * lead_s)) if lately >= GROWN else 0.0
 
     def _relieved(self, time_s: float) -> Literal["relieved"] | None:
-        """Lower `taken` if less has been taken for long enough. The wait doubles with every shortage."""
+        """Lower `taken` if less has been taken for long enough; each shortage doubles the wait."""
         if (
             time_s - self._past[0][0] < CALM_S
             or time_s - self._pressed_s < AGAIN_S * 2**self._num_pressed

@@ -231,7 +231,7 @@ class Options:
 
     @staticmethod
     def _felt(place: UsableDevices, plan: Plan, view: View) -> UsableDevices:
-        """The place with the skew that affects this plan, smaller if slow stages have fewer layers."""
+        """The place with the skew that affects this plan: less if slow stages have fewer layers."""
         felt = place.conditions.felt_by(plan)
         return (
             place
