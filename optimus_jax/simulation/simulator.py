@@ -482,7 +482,8 @@ class Simulation:
             else "the new phase's batch does not divide"
         )
         self._pending = self._canary = None
-        # If memory ran out, keep the decision: a new one would assume too much free memory.
+        # If memory ran out, do not reopen the question: a plan chosen while less memory was taken
+        # would not last.
         if is_lost:
             self.policy.dropped()
         self.time_s += switching.detect_s if is_lost else 0.0
