@@ -1,1 +1,1 @@
-"""The controller against simulated clusters: scenarios, other policies, an oracle."""
+"""Runs the controller on simulated clusters: scenarios, baseline policies, an oracle."""

@@ -1,9 +1,9 @@
-"""Other ways to steer a run, which the advisor is measured against.
+"""Baseline policies that the advisor is compared with.
 
-Static plans never move of their own accord. *Greedy* goes to whatever the cost model, told of the
-newest probes, calls fastest. The *threshold* rule is that of Optimus-Megatron. The *cost model*
-weighs gains and costs but learns nothing from step times. *Checkpoint-restart* decides as the
-advisor does, but has to stop for it. The oracle is in simulation/oracle.py.
+*Static* never switches by choice. *Greedy* switches to the plan that the cost model predicts to be
+fastest by the newest probes. *Threshold* is the rule of Optimus-Megatron. *Cost model* weighs gains
+against costs but learns nothing from step times. *Checkpoint-restart* decides like the advisor, but
+every switch is a checkpoint and a restart. The oracle is in simulation/oracle.py.
 """
 
 import statistics
@@ -28,15 +28,15 @@ from optimus_jax.simulation.outcome import Policy
 from optimus_jax.simulation.setup import Setup
 
 SLOW_SHARE, FULL_SHARE, IDLE_SHARE = 0.9, 0.9, 0.6
-"""Thresholds of Optimus-Megatron: throughput over its average, memory, utilisation."""
+"""Thresholds of Optimus-Megatron, as shares: throughput over its average, memory, utilisation."""
 
 
 class Static(Policy):
-    """Keeps its plan, and goes back to it when devices that it lost are there again.
+    """Keeps its plan, and returns to it when lost devices are available again.
 
     Args:
-      plan: to keep.
-      num_devices: of the cluster.
+      plan: the plan to keep.
+      num_devices: number of devices of the cluster.
     """
 
     def __init__(self, plan: Plan, num_devices: int):
@@ -44,7 +44,7 @@ class Static(Policy):
         self._now = plan
 
     def decide(self, observation: Observation) -> Decision | None:
-        """Back, if that is possible."""
+        """Return to the plan if enough devices are available."""
         if (
             self._now == self._plan
             or self._num_devices - len(observation.lost_devices) < self._plan.num_devices
@@ -58,16 +58,16 @@ class Static(Policy):
         )
 
     def switched(self, plan: Plan, costs_s: Mapping[str, float]) -> None:
-        """After a fault, or back."""
+        """The run is under `plan`, after a fault or a return."""
         self._now = plan
 
     def failed(self, plan: Plan, why: str, *, is_back: bool = False) -> None:
-        """It does not go back."""
+        """Keep the present plan from now on."""
         self._plan = self._now
 
 
 class _ByCostModel(Policy):
-    """What greedy and the cost model without learning share: plans priced by what probes say."""
+    """Common part of `Greedy` and `CostModelOnly`: prices plans by the newest probes."""
 
     def __init__(self, setup: Setup, searcher: PooledSearch):
         self._setup, self._searcher, self._plan = setup, searcher, setup.start
@@ -81,11 +81,11 @@ class _ByCostModel(Policy):
         self._plan = plan
 
     def failed(self, plan: Plan, why: str, *, is_back: bool = False) -> None:
-        """Never again."""
+        """Never choose the plan again."""
         self._refused.add(plan)
 
     def _best(self, observation: Observation) -> tuple[Pricing, Candidate | None]:
-        """What plans cost by the newest readings, and the fastest."""
+        """The pricing by the newest readings, and the fastest plan by it; None: no plan is left."""
         phase = self._setup.phase_at(observation.step)
         told = self._setup.told[phase]
         found = {
@@ -101,7 +101,7 @@ class _ByCostModel(Policy):
         return pricing, next((each for each in ranked if each.plan not in self._refused), None)
 
     def _step_time_s(self, pricing: Pricing) -> float | None:
-        """Of the present plan; None: it cannot go on."""
+        """Predicted step time of the present plan; None: the run cannot continue under it."""
         try:
             self._plan.validate(pricing.config.model, global_batch=pricing.config.data.global_batch)
             return pricing.step_time_s(self._plan)
@@ -110,10 +110,10 @@ class _ByCostModel(Policy):
 
 
 class Greedy(_ByCostModel):
-    """Always to the plan that the cost model calls fastest now, whatever that costs."""
+    """Always switches to the plan that the cost model predicts to be fastest, at any cost."""
 
     def decide(self, observation: Observation) -> Decision | None:
-        """The fastest one."""
+        """Switch to the fastest plan."""
         pricing, best = self._best(observation)
         present_s = self._step_time_s(pricing)
         if (
@@ -132,7 +132,7 @@ class Greedy(_ByCostModel):
 
 
 class CostModelOnly(_ByCostModel):
-    """Gains have to pay for the switch, as the cost model and the costs expected beforehand say."""
+    """Switches if the gain that the cost model predicts pays for the expected switch cost."""
 
     def __init__(self, setup: Setup, searcher: PooledSearch, settings: ControlConfig):
         super().__init__(setup, searcher)
@@ -143,7 +143,7 @@ class CostModelOnly(_ByCostModel):
         )
 
     def decide(self, observation: Observation) -> Decision | None:
-        """The fastest one, if it is worth it."""
+        """Switch to the fastest plan if the gain pays for the cost."""
         pricing, best = self._best(observation)
         present_s = self._step_time_s(pricing)
         if best is None or best.plan == self._plan:
@@ -179,8 +179,8 @@ class CostModelOnly(_ByCostModel):
 
 
 class Threshold(Policy):
-    """Optimus-Megatron's rule, when throughput has fallen: tensor x 2 where memory is short, tensor
-    / 2 where devices idle.
+    """Optimus-Megatron's rule. When throughput has fallen, it doubles the tensor axis if memory is
+    short, and halves it if devices idle.
     """
 
     def __init__(self, setup: Setup):
@@ -188,7 +188,7 @@ class Threshold(Policy):
         self._throughputs: deque[float] = deque(maxlen=500)
 
     def decide(self, observation: Observation) -> Decision | None:
-        """By three thresholds."""
+        """Apply the three thresholds."""
         readings = {
             name: observation.reading(name).value
             for name in (signals.TOKENS_PER_S, signals.MEMORY_SHARE, signals.UTILISATION)
@@ -207,16 +207,16 @@ class Threshold(Policy):
         return None
 
     def switched(self, plan: Plan, costs_s: Mapping[str, float]) -> None:
-        """The run is under `plan`, whose throughput is another."""
+        """The run is under `plan`; restart the average of throughput."""
         self._plan = plan
         self._throughputs.clear()
 
     def failed(self, plan: Plan, why: str, *, is_back: bool = False) -> None:
-        """The rule knows no failures: it begins to average anew."""
+        """Restart the average of throughput. The rule does not react to failures otherwise."""
         self._throughputs.clear()
 
     def _with_tensor(self, observation: Observation, tensor: int) -> Decision | None:
-        """The plan with another tensor axis, at the cost or in favour of data and fsdp."""
+        """Switch to a plan with this tensor axis size; None: there is none that fits."""
         axes, pricing = self._plan.axes, self._setup.told[self._setup.phase_at(observation.step)]
         rest, left = divmod(axes.data * axes.fsdp * axes.tensor, tensor)
         data = min(axes.data, rest)
@@ -230,7 +230,7 @@ class Threshold(Policy):
 
 
 def _fitting(pricing: Pricing, axes: AxisSizes, like: Plan) -> Plan | None:
-    """A plan on these axes with as many microbatches; None: there is none."""
+    """A plan that fits, on these axes, with the microbatches of `like`; None: there is none."""
     try:
         config = pricing.config.with_values(
             {"parallel.mesh": str(axes), "parallel.microbatches": like.microbatches}
@@ -250,7 +250,7 @@ def _fitting(pricing: Pricing, axes: AxisSizes, like: Plan) -> Plan | None:
 
 
 def _without(pricing: Pricing, lost: frozenset[int]) -> Pricing:
-    """The cluster without the hosts that have lost devices."""
+    """The pricing without hosts that lost devices, or without the devices if there is one host."""
     cluster = pricing.cluster
     hosts = {device // cluster.devices_per_host for device in lost}
     if not hosts:

@@ -1,9 +1,8 @@
-"""Plans that may be best in a simulated run, and searches that do not begin anew for every small
-change.
+"""Finds plans that may be best in a simulated run, with searches that are reused.
 
-A search over all layouts takes a second for a large cluster, and a benchmark asks thousands of
-times. So the layouts are searched once for each coarse setting of links and devices, and the best
-of that, many more than are asked for, are priced exactly.
+A search over all layouts takes a second for a large cluster, and a benchmark asks for thousands. So
+the layouts are searched once for each coarse combination of link and device speeds. The best plans
+of that search, many more than are asked for, are then priced exactly.
 """
 
 import math
@@ -21,22 +20,22 @@ from optimus_jax.simulation.setup import Setup, default_plans
 from optimus_jax.simulation.timeline import ClusterConditions, Timeline
 
 POOL = 48
-"""Plans of each coarse setting that are priced exactly."""
+"""Number of plans of each coarse search that are priced exactly."""
 COARSE = math.log(2.0)
-"""Ratio of speeds, as a logarithm, within which the same plans are looked at."""
+"""Spacing of the coarse grid of speeds, as a logarithm."""
 TOP = 10
 SAMPLED = 40
-"""Different conditions of a run that are searched for contenders, at most."""
+"""Largest number of different conditions of a run that are searched for contenders."""
 
 
 class PooledSearch:
-    """A searcher for `control.advisor.Advisor` that remembers, for many runs on one cluster."""
+    """A caching searcher for `control.advisor.Advisor`, shared by many runs on one cluster."""
 
     def __init__(self) -> None:
         self._pools: dict[object, tuple[Plan, ...]] = {}
 
     def __call__(self, pricing: Pricing) -> Ranking:
-        """The best plans of its coarse setting, priced exactly."""
+        """The best plans of the coarse search, priced exactly."""
         candidates = [
             Candidate(plan=plan, prediction=pricing.predicted(plan), memory=pricing.memory(plan))
             for plan in self.plans(pricing)
@@ -45,7 +44,7 @@ class PooledSearch:
         return Ranking(best=tuple(ranked[:TOP]), rejections=(), num_priced=len(ranked))
 
     def plans(self, pricing: Pricing) -> tuple[Plan, ...]:
-        """Many of the best, in no order that matters."""
+        """Many of the best plans, in no particular order."""
         cluster, rates = pricing.cluster, pricing.rates
         coarse_cluster = replace(
             cluster,
@@ -69,8 +68,8 @@ class PooledSearch:
 
 
 def contenders(setup: Setup, timeline: Timeline, searcher: PooledSearch) -> list[Plan]:
-    """All plans that a run should consider if it knew everything: the best in each of its
-    conditions, the first plan and the default.
+    """All plans that a run with full knowledge should consider: the best in each of its conditions,
+    the first plan and the default.
     """
     plans = dict.fromkeys(
         [setup.start, *default_plans(setup.nominal[0], setup.nominal[0].cluster.num_devices)[:1]]
@@ -101,8 +100,8 @@ def contenders(setup: Setup, timeline: Timeline, searcher: PooledSearch) -> list
 
 
 def _sparing(plans: Sequence[Plan], conditions: ClusterConditions) -> list[Plan]:
-    """The same with fewer layers for stages whose devices are slow, as far as these are one stretch
-    of the mesh.
+    """These plans with fewer layers on stages whose devices are slow. The slow devices are taken to
+    be contiguous in the mesh.
     """
     slow = [device for device, factor in conditions.slow if factor > 1]
     found = [
@@ -118,7 +117,7 @@ def _sparing(plans: Sequence[Plan], conditions: ClusterConditions) -> list[Plan]
 
 
 def _different(timeline: Timeline) -> list[ClusterConditions]:
-    """Conditions that occur, each once; what is taken of the memory in quarters, rounded up."""
+    """The distinct conditions of a run, with the taken memory rounded up to quarters."""
     occurring = [timeline.conditions(index) for index in range(len(timeline.bounds_s))]
     return list(
         dict.fromkeys(
@@ -129,8 +128,8 @@ def _different(timeline: Timeline) -> list[ClusterConditions]:
 
 
 def _clusters(cluster: Cluster, conditions: ClusterConditions) -> Iterator[Cluster]:
-    """All devices; what is left without the hosts of those that are gone or slow; with less memory
-    where some is taken.
+    """The whole cluster, then the clusters without the hosts of lost devices and of lost or slow
+    devices. Memory that is taken is subtracted from all.
     """
     slow = {device for device, factor in conditions.slow if factor > 1}
     memory = cluster.accelerator.memory_bytes
@@ -154,7 +153,7 @@ def _clusters(cluster: Cluster, conditions: ClusterConditions) -> Iterator[Clust
 
 
 def _smaller(cluster: Cluster, num_hosts: int) -> Sequence[Cluster]:
-    """With so many hosts, and with the power of two below, over which batches divide."""
+    """The cluster with so many hosts, and with the power of two below, which divides batches."""
     counts = {num_hosts, 2 ** int(math.log2(num_hosts))}
     return [
         replace(cluster, num_hosts=count, inter_host=cluster.inter_host if count > 1 else None)

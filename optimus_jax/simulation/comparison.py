@@ -1,9 +1,8 @@
-"""Several ways to steer the same simulated runs, side by side: times, what of the possible gain was
-had, and switches.
+"""Compares policies on the same simulated runs: times, shares of the possible gain, and switches.
 
-Every way meets the same truth in the same seed, so differences between ways are told more exactly
-than their times. Intervals are bootstrapped over seeds: of 2000 samples drawn from them with
-replacement, the middle 95%.
+With one seed, every policy meets the same truth, so differences between policies are more exact
+than their times. Intervals are bootstrapped over seeds: the middle 95% of 2000 samples drawn from
+them with replacement.
 """
 
 from collections import Counter
@@ -24,11 +23,10 @@ from optimus_jax.simulation.simulator import Simulation
 
 AUTO, STAY, DEFAULT_STATIC, BEST_STATIC, ORACLE = "auto", "stay", "default", "best static", "oracle"
 RARELY = 10
-"""Steps between two questions to a policy that does not look at every step."""
+"""Steps between two decisions of a policy that is not asked after every step."""
 RESAMPLED = 2000
 LEAST_GAIN = 0.01
-"""Of the oracle over staying, as a share of the time, below which there is none to have a part
-of."""
+"""Smallest gain of the oracle over staying, as a share of time, of which shares are reported."""
 
 Make = Callable[[Setup, PooledSearch, ControlConfig], Policy]
 
@@ -63,7 +61,7 @@ POLICIES: Mapping[str, tuple[Make, Habits]] = {
     ),
     STAY: (lambda setup, _, __: Static(setup.start, setup.nominal[0].cluster.num_devices), STATIC),
 }
-"""Ways that decide by what they are told."""
+"""Policies that decide by what they are told, without knowing the truth, with their habits."""
 METHODS = (
     AUTO,
     STAY,
@@ -72,11 +70,11 @@ METHODS = (
     ORACLE,
     *[name for name in POLICIES if name not in (AUTO, STAY)],
 )
-"""All ways, in the order of tables."""
+"""All methods, in the order of tables."""
 
 
 def run_policy(name: str, truth: Truth, searcher: PooledSearch) -> Outcome:
-    """A simulated run under one of POLICIES."""
+    """Simulate a run under one of POLICIES."""
     make, habits = POLICIES[name]
     return Simulation(truth, make(truth.setup, searcher, truth.setup.settings), habits).run()
 
@@ -84,7 +82,7 @@ def run_policy(name: str, truth: Truth, searcher: PooledSearch) -> Outcome:
 def run_all(
     setup: Setup, seed: int, searcher: PooledSearch, methods: Sequence[str] = METHODS
 ) -> dict[str, Outcome]:
-    """One seed's runs, by way. Raises PlanError where the scenario leaves nothing to run on."""
+    """One seed's outcomes by method. Raises PlanError if the scenario leaves nothing to run on."""
     truth = Truth(setup, seed)
     found = {name: run_policy(name, truth, searcher) for name in methods if name in POLICIES}
     if DEFAULT_STATIC in methods:
@@ -103,11 +101,11 @@ def run_all(
 
 
 class Ended(Protocol):
-    """What rows need of a run: its Outcome, or a Result."""
+    """A finished run, as far as rows need it: an `Outcome` or a `Result`."""
 
     @property
     def total_s(self) -> float:
-        """Its time."""
+        """Time of the run."""
         ...
 
     @property
@@ -116,21 +114,21 @@ class Ended(Protocol):
         ...
 
     def count(self, kind: str) -> int:
-        """Moments of a kind (Outcome.moments)."""
+        """Number of moments of a kind (Outcome.moments)."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """What is kept of an outcome in a file."""
+    """The part of an outcome that is stored in a file."""
 
     total_s: float
     moments: Mapping[str, int]
-    """How many, by kind."""
+    """Number of moments by kind."""
 
     @classmethod
     def of(cls, outcome: Outcome) -> "Result":
-        """Of a run."""
+        """The result of a run with this outcome."""
         return cls(
             total_s=outcome.total_s, moments=Counter(moment.kind for moment in outcome.moments)
         )
@@ -141,48 +139,48 @@ class Result:
         return self.count("switch") + self.count("failed")
 
     def count(self, kind: str) -> int:
-        """Moments of a kind."""
+        """Number of moments of a kind."""
         return self.moments.get(kind, 0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """A figure over seeds."""
+    """An estimate over seeds, with its 95% interval."""
 
     value: float
     low: float
-    """Of the 95% interval."""
+    """Lower end of the 95% interval; `high` is the upper end."""
     high: float
 
     def as_json(self) -> list[float]:
-        """Value, then interval."""
+        """The list of value, low and high."""
         return [self.value, self.low, self.high]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One way to steer, over all seeds."""
+    """Results of one method over all seeds."""
 
     method: str
     total_s: Estimate
     """Mean time of a run."""
     saved: Estimate | None
-    """Share of the static default's time that is saved; None: that was not run."""
+    """Saved share of the static default's time; None: the default was not run."""
     share: Estimate | None
-    """Of the oracle's gain over staying; None: it has none worth mentioning, or was not run."""
+    """Share of the oracle's gain over staying; None: that gain is too small, or was not run."""
     regret: Estimate | None
-    """Time over that of the best static plan, less 1; None: that was not run."""
+    """Time over that of the best static plan, minus 1; None: that plan was not run."""
     switches: float
-    """Mean number in a run."""
+    """Mean number of switches in a run."""
     most_switches: int
-    """In any run."""
+    """Largest number of switches in a run."""
     rollbacks: float
-    """Mean number in a run."""
+    """Mean number of rollbacks in a run."""
     restarts: float
-    """After faults, mean number in a run."""
+    """Mean number of restarts after faults in a run."""
 
     def as_json(self) -> dict[str, Any]:
-        """For `--json`."""
+        """The row as `--json` prints it."""
 
         def listed(value: Estimate | None) -> list[float] | None:
             return value and value.as_json()
@@ -201,7 +199,7 @@ class Row:
 
 
 def rows(runs: Sequence[Mapping[str, Ended]]) -> list[Row]:
-    """A row for each way. `runs`: of each seed, outcomes by way."""
+    """A row for each method. `runs`: for each seed, the outcomes by method."""
     times_s = {name: np.array([run[name].total_s for run in runs]) for name in runs[0]}
     return [_row(name, times_s, [run[name] for run in runs]) for name in runs[0]]
 
@@ -230,8 +228,8 @@ def _row(name: str, times_s: Mapping[str, np.ndarray], outcomes: Sequence[Ended]
 
 
 def _share(name: str, times_s: Mapping[str, np.ndarray]) -> Estimate | None:
-    """All gains over all of the oracle's: a ratio in each seed would be ruled by seeds with little
-    to gain.
+    """The sum of all gains over the sum of the oracle's. A mean of ratios would be dominated by
+    seeds with little to gain.
     """
     own_s, stay_s, oracle_s = times_s[name], times_s.get(STAY), times_s.get(ORACLE)
     if (
@@ -250,9 +248,9 @@ def _share(name: str, times_s: Mapping[str, np.ndarray]) -> Estimate | None:
 
 
 def estimate(figure: Callable[[np.ndarray], np.ndarray], count: int) -> Estimate:
-    """A figure with its interval.
+    """Estimate a figure with its bootstrap interval over `count` seeds.
 
-    `figure` gets indices of seeds, [samples, seeds], and gives [samples].
+    `figure` maps indices of seeds, [samples, seeds], to values, [samples].
     """
     drawn = np.random.default_rng(0).integers(count, size=(RESAMPLED, count))
     low, high = np.quantile(figure(drawn), [0.025, 0.975])

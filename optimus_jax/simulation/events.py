@@ -1,6 +1,4 @@
-"""What may happen in a simulated run, each kind of event as a value that a scenario lists by its
-`kind`.
-"""
+"""Events of a simulated run. A scenario lists each event with its `kind`."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,25 +8,25 @@ from optimus_jax.config.checks import check_not_negative, check_positive
 from optimus_jax.errors import ConfigError, explain
 
 SwitchPhase = Literal["prepare", "move", "verify", "canary"]
-"""Parts of a switch that may fail, in their order."""
+"""Phases of a switch that may fail, in order."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Timed:
-    """When something holds, in seconds of the run's clock."""
+    """When an event holds, in seconds on the run's clock."""
 
     start_s: float = 0.0
-    """Begins."""
+    """When the event begins."""
     for_s: float | None = None
-    """Lasts; None: to the end of the run."""
+    """How long it lasts; None: to the end of the run."""
     every_s: float | None = None
-    """Comes again after this long; None: once."""
+    """Period of repetition; None: it happens once."""
     until_s: float | None = None
-    """Does not come again from here on; None: to the end of the run."""
+    """When repetition ends; None: at the end of the run."""
     jitter: float = 0.0
-    """Share of `every_s` by which each return is early or late, drawn by the seed."""
+    """Largest share of `every_s` by which a repetition is early or late, drawn by the seed."""
     ramp_s: float = 0.0
-    """Grows to its full size over this long; 0: at once."""
+    """How long it takes to grow to its full size; 0: no time."""
 
     def __post_init__(self) -> None:
         name = type(self).__name__
@@ -53,12 +51,12 @@ class Timed:
 
 @dataclass(frozen=True, kw_only=True)
 class LinkEvent(Timed):
-    """A link has another speed."""
+    """A link changes its speed."""
 
     link: Literal["inside", "between"] = "between"
-    """Inside hosts or between them."""
+    """The link inside hosts or the one between hosts."""
     factor: float
-    """On its speed: 0.25 is a quarter."""
+    """Factor on its speed: 0.25 is a quarter."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -67,12 +65,12 @@ class LinkEvent(Timed):
 
 @dataclass(frozen=True, kw_only=True)
 class ComputeEvent(Timed):
-    """Devices compute more slowly; one or some of them are stragglers."""
+    """Devices compute more slowly: all of them, or stragglers."""
 
     factor: float
-    """On the time of compute: 1.5 is a straggler by a half."""
+    """Factor on the compute time: 1.5 takes half as long again."""
     devices: tuple[int, ...] = ()
-    """Ids; empty, and no host: all devices."""
+    """Ids of slow devices; empty, and no host: all devices."""
     host: int | None = None
     """All devices of this host."""
 
@@ -83,10 +81,10 @@ class ComputeEvent(Timed):
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryEvent(Timed):
-    """Something else takes memory on every device."""
+    """Something else than the run takes memory on every device."""
 
     share: float
-    """Of a device's memory."""
+    """Share of a device's memory that is taken."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -102,10 +100,10 @@ class MemoryEvent(Timed):
 
 @dataclass(frozen=True, kw_only=True)
 class DataEvent(Timed):
-    """Every step waits for its batch, which no plan can help."""
+    """Every step waits for its batch, whatever the plan."""
 
     wait_s: float
-    """Seconds of a step."""
+    """How long each step waits, in seconds."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -114,17 +112,17 @@ class DataEvent(Timed):
 
 @dataclass(frozen=True, kw_only=True)
 class LostEvent(Timed):
-    """Devices are gone; what used them ends, and restarts from its last checkpoint."""
+    """Devices are lost. A run that uses them ends, and restarts from its last checkpoint."""
 
     devices: tuple[int, ...] = ()
-    """Ids."""
+    """Ids of lost devices."""
     host: int | None = None
     """All devices of this host."""
     notice_s: float = 0.0
-    """So long before, they are reported bad while they still work."""
+    """How long before the loss they are reported bad, while they still work."""
     during: Literal["none", "prepare", "move", "verify", "canary"] = "none"
-    """Happens earlier than `start_s` if a switch gets to this phase before, and lasts `for_s` from
-    there."""
+    """The event begins before `start_s` if a switch reaches this phase earlier, and lasts `for_s`
+    from then."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -141,14 +139,14 @@ class LostEvent(Timed):
 
 @dataclass(frozen=True, kw_only=True)
 class PhaseEvent:
-    """The data changes, as planned: the curriculum's or the ramp's next phase."""
+    """The batch shape changes as planned: the next phase of a curriculum or a ramp."""
 
     start_share: float
-    """Of the run's steps."""
+    """Share of the run's steps at which the phase begins."""
     seq_len: int | None = None
-    """Tokens of an example from here on; None: as before."""
+    """Tokens per example from here on; None: as before."""
     global_batch: int | None = None
-    """Examples of a step from here on; None: as before."""
+    """Examples per step from here on; None: as before."""
 
     def __post_init__(self) -> None:
         check_positive(self, "seq_len", "global_batch")
@@ -164,16 +162,16 @@ class PhaseEvent:
 
 @dataclass(frozen=True, kw_only=True)
 class MetricsEvent(Timed):
-    """Signals are not what they should be."""
+    """Signal readings are faulty."""
 
     names: tuple[str, ...]
-    """Of readings, `*` and `?` as in file names; "step_times" is the run's own record of its
-    steps."""
+    """Names of readings, with the wildcards `*` and `?`; "step_times" is the run's own record of
+    its step times."""
     fault: Literal["missing", "stale", "lying"]
-    """missing: not there. stale: stays as it was, its time too. lying: multiplied by `factor`, and
-    called good."""
+    """missing: there is no reading. stale: the reading and its time stay as they were. lying: the
+    value is multiplied by `factor`, and its quality is good."""
     factor: float = 1.0
-    """Of a lie."""
+    """Factor on the value of a lying reading."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -182,11 +180,11 @@ class MetricsEvent(Timed):
 
 @dataclass(frozen=True, kw_only=True)
 class SwitchEvent:
-    """Switches fail in one of their phases."""
+    """Switches fail in this phase."""
 
     phase: SwitchPhase
     count: int = 1
-    """How many, the first ones."""
+    """Number of switches that fail, the first ones."""
 
     def __post_init__(self) -> None:
         check_positive(self, "count")
@@ -212,4 +210,4 @@ EVENTS: Mapping[str, type[Event]] = {
     "metrics": MetricsEvent,
     "switch": SwitchEvent,
 }
-"""By `kind`."""
+"""Event classes by `kind`."""

@@ -1,11 +1,11 @@
-"""What could have been had: the best static plan in hindsight, and a clairvoyant oracle that pays
-for its switches.
+"""Bounds for policies: the best static plan in hindsight, and a clairvoyant oracle that pays for
+its switches.
 
-The oracle knows the truth, what is going to happen and what each switch costs. Its path is the
-shortest one through (step, plan), found step by step: the earliest time at which a run can have
-done so many steps and be under that plan. An earlier arrival is never worse, since who arrives
-early could have waited. What is reported is not that bound but a simulated run along the path, so
-that the oracle is something that can be had, too.
+The oracle knows the truth, all future events and the cost of each switch. Its path is the shortest
+one through (step, plan), found by dynamic programming over the earliest time at which a run can
+have done so many steps and be under that plan. An earlier arrival is never worse, since a run that
+arrives early could have waited. The reported time is not that bound but that of a simulated run
+along the path, so it can be achieved.
 """
 
 import math
@@ -26,15 +26,15 @@ from optimus_jax.simulation.true_switch_costs import TrueSwitchCosts
 from optimus_jax.simulation.world import PlacedPlan
 
 KEPT = 4
-"""Best plans of each condition and phase that the oracle goes through."""
+"""Number of best plans that the oracle considers in each combination of conditions and phase."""
 STATIC = Habits(every=None, probes=False, canary=False)
 
 
 class Scripted(Policy):
-    """Switches where it was told to.
+    """Switches at given steps.
 
     Args:
-      path: plans by the step that is done when they begin.
+      path: plans by the number of steps done when they begin.
     """
 
     def __init__(self, path: Mapping[int, Plan]):
@@ -42,7 +42,7 @@ class Scripted(Policy):
         self._plan: Plan | None = None
 
     def decide(self, observation: Observation) -> Decision | None:
-        """The plan that the path is at, in steps that are done once more after a fault too."""
+        """Switch to the path's plan for the furthest step so far, even if steps are repeated."""
         self._furthest = max(self._furthest, observation.step)
         due = [step for step in self._path if step <= self._furthest]
         plan = self._path[max(due)] if due else None
@@ -55,17 +55,17 @@ class Scripted(Policy):
         self._plan = plan
 
     def failed(self, plan: Plan, why: str, *, is_back: bool = False) -> None:
-        """It is tried again at the next step."""
+        """Do nothing: the switch is tried again at the next step."""
 
 
 def run_static(truth: Truth, plan: Plan) -> Outcome:
-    """A run that begins with `plan` and keeps it."""
+    """Simulate a run that begins with `plan` and keeps it."""
     return Simulation(truth, Static(plan, truth.world.cluster.num_devices), STATIC, plan).run()
 
 
 def best_static(truth: Truth, plans: Sequence[Plan]) -> tuple[Plan, Outcome]:
-    """Of all plans the one with which the run would have been over first, restarts after faults
-    included.
+    """The plan, and its outcome, with which the run ends first if it never switches by choice.
+    Restarts after faults are included.
     """
     legal = [
         plan
@@ -77,7 +77,7 @@ def best_static(truth: Truth, plans: Sequence[Plan]) -> tuple[Plan, Outcome]:
 
 
 def run_oracle(truth: Truth, plans: Sequence[Plan], known: Sequence[Outcome] = ()) -> Outcome:
-    """A run along the shortest path, or the best of `known` runs where that is faster still."""
+    """Simulate a run along the shortest path. Returns the best of it and the `known` runs."""
     path = shortest_path(truth, plans)
     walked = Simulation(
         truth,
@@ -90,12 +90,12 @@ def run_oracle(truth: Truth, plans: Sequence[Plan], known: Sequence[Outcome] = (
 
 
 def shortest_path(truth: Truth, plans: Sequence[Plan]) -> dict[int, Plan]:
-    """Where to switch, and to what, by the step that is done then."""
+    """The switches of the shortest path: plans by the steps done when they begin."""
     return _Shortest(truth, plans).path()
 
 
 class _Shortest:
-    """Dynamic programme over steps and plans."""
+    """Dynamic programming over steps and plans."""
 
     def __init__(self, truth: Truth, plans: Sequence[Plan]):
         self.truth, self.setup, self.world = truth, truth.setup, truth.world
@@ -107,7 +107,7 @@ class _Shortest:
         self.plans = self._promising(list(dict.fromkeys([self.setup.start, *plans])))
 
     def _promising(self, plans: list[Plan]) -> list[Plan]:
-        """The first plan, and the best few in each of the conditions that come up."""
+        """The first plan, and the best few in each of the conditions that occur."""
         kept = {self.setup.start: None}
         for phase in range(len(self.setup.nominal)):
             for conditions in dict.fromkeys(
@@ -124,7 +124,7 @@ class _Shortest:
         return list(kept)
 
     def path(self) -> dict[int, Plan]:
-        """Forward to the earliest ends, and back along what led there.
+        """Find the earliest end of each step under each plan, then trace the path back.
 
         The first step is done under the first plan.
         """
@@ -169,7 +169,7 @@ class _Shortest:
         times_s, stalls_s, restarts_s = self._table(index, phase)
         if self._table(index, before)[0][source] < math.inf:
             return time_s + stalls_s[source]
-        # It cannot go on: a restart, and steps since the last checkpoint once more.
+        # The run cannot continue: it restarts, and repeats the steps since the last checkpoint.
         lost = self.timeline.conditions(index).lost
         again_s = step % self.setup.checkpoint_steps * np.where(np.isinf(times_s), 0.0, times_s)
         return (
@@ -180,8 +180,8 @@ class _Shortest:
         )
 
     def _table(self, index: int, phase: int) -> tuple[list[float], np.ndarray, np.ndarray]:
-        """Of an interval: step times, stalls by switches from each plan to each, and by restarts
-        with each.
+        """Times in an interval and phase: step time of each plan, [plans]; stall by a switch from
+        each plan to each, [plans, plans]; stall by a restart with each plan, [plans].
         """
         if (index, phase) not in self._tables:
             conditions = self.timeline.conditions(index)
@@ -233,6 +233,8 @@ class _Shortest:
         return math.inf if place is None else self.world.step_time_s(place, conditions, phase)
 
     def _placed(self, plan: Plan, conditions: ClusterConditions) -> PlacedPlan | None:
-        """Devices that are reported bad still work."""
+        """The plan on usable devices; None: there are too few. Devices that are only reported bad
+        are usable.
+        """
         devices = self.world.devices_for(plan, replace(conditions, reported=conditions.lost))
         return None if devices is None else PlacedPlan(plan, devices)

@@ -1,4 +1,4 @@
-"""What decides in a simulated run, how that run goes about it, and what became of it."""
+"""The policy of a simulated run, the habits of the run, and its outcome."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -21,13 +21,11 @@ class Policy(Protocol):
 
     @property
     def steps_alike(self) -> int | None:
-        """Newest steps that were done in the conditions that hold now; None: all, as far as it
-        knows.
-        """
+        """Number of newest steps that were in present conditions; None: all, as far as known."""
         return None
 
     def decide(self, observation: Observation) -> Decision | None:
-        """What to do at this step boundary."""
+        """Decide what to do at this step boundary; None: nothing new."""
         ...
 
     def switched(self, plan: Plan, costs_s: Mapping[str, float]) -> None:
@@ -35,40 +33,40 @@ class Policy(Protocol):
         ...
 
     def failed(self, plan: Plan, why: str, *, is_back: bool = False) -> None:
-        """The switch to `plan` did not happen or was taken back."""
+        """The switch to `plan` failed, or was rolled back (`is_back`)."""
         ...
 
     def dropped(self) -> None:
-        """The run has ended before what was decided could be done: it restarts, and asks anew."""
+        """The run ended before the decision was carried out. It restarts, and asks again."""
 
     @property
     def is_puzzled(self) -> bool:
-        """Whether steps have changed since the pending switch was decided, and it is not known
-        why."""
+        """Whether step times have changed since the pending switch was decided, for an unknown
+        reason."""
         return False
 
     def charge(self, time_s: float) -> None:
-        """Switching took so much more of the run's time: first steps, or what came to nothing."""
+        """Add to the time that switching took: slow first steps, or a failed switch."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Habits:
-    """How the run of a policy goes about it."""
+    """How a policy's run asks it, probes and switches."""
 
     every: int | None = 1
-    """Steps from one question to the policy to the next, which comes with all readings; None: it is
-    asked without any, when devices go or come back."""
+    """Steps between two questions to the policy, which come with all readings; None: it is asked
+    without readings, when devices are lost or come back."""
     asked_at: tuple[int, ...] = ()
-    """With None: steps after which it is asked too, in rising order."""
+    """If `every` is None: steps after which it is asked too, in rising order."""
     probes: bool = True
     """Whether links are probed, which takes time."""
     in_memory: bool = True
-    """Whether a switch moves the state; if not, it is a checkpoint and a restart."""
+    """Whether a switch moves the state in memory. If not, it is a checkpoint and a restart."""
     canary: bool = True
-    """Whether a new plan that turns out slower is taken back."""
+    """Whether a switch to a plan that turns out slower is rolled back."""
     foresight: bool = False
-    """Whether programs are compiled before they are needed; what that takes from the steps is paid
-    all the same."""
+    """Whether programs are compiled before they are needed. The time that compiling costs the steps
+    is still paid."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,44 +74,45 @@ class Moment:
     """Something that happened to a simulated run."""
 
     kind: Kind
-    """switch: to a plan, because the policy said so. rollback: back from it. failed: it did not
-    come to it. restart: after a fault."""
+    """switch: to a plan, by the policy's decision. rollback: of a switch. failed: a switch failed.
+    restart: after a fault. withdrawn: the policy withdrew a switch before it was made."""
     step: int
     time_s: float
-    """When it was over."""
+    """When it was over, on the run's clock."""
     plan: Plan
-    """Under which the run went on; of a failure, the one that it did not come to."""
+    """The plan under which the run continued; for "failed" and "withdrawn", the plan that was not
+    reached."""
     delay_s: Mapping[str, float]
-    """What it cost, by phase."""
+    """Seconds that it cost, by phase of the switch."""
     why: str
     decided_s: float | None = None
-    """When it was decided."""
+    """When it was decided; None: nothing was decided."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What became of a simulated run."""
+    """The outcome of a simulated run."""
 
     total_s: float
     moments: tuple[Moment, ...]
     probes_s: float
-    """Of that, probes."""
+    """Seconds of `total_s` that probes took."""
     plan: Plan
-    """The last one."""
+    """The last plan."""
 
     def count(self, kind: str) -> int:
-        """Moments of a kind."""
+        """Number of moments of a kind."""
         return sum(moment.kind == kind for moment in self.moments)
 
     @property
     def num_switches(self) -> int:
-        """Switches that were begun: those that failed or were taken back too, but for restarts
-        after faults.
+        """Number of switches that were begun, including failed and rolled back ones. Restarts after
+        faults do not count.
         """
         return self.count("switch") + self.count("failed")
 
     def as_json(self) -> dict[str, Any]:
-        """For `--json`."""
+        """The outcome as `--json` prints it."""
         return {
             "total_s": self.total_s,
             "probes_s": self.probes_s,

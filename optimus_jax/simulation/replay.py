@@ -1,9 +1,9 @@
-"""A recorded run as a scenario: what its steps took, to be met again by any policy.
+"""Turns a recorded run into a scenario with the same relative step times, for any policy.
 
-What disturbed a real run is not in its log, only by how much: each step took so many times the
-usual of its plan. In a replay that factor holds for every plan alike, in the same step. So a replay
-shows what a policy makes of the noise and the regimes of a real machine; whether another plan would
-have escaped them it cannot show.
+The log of a real run does not say what disturbed it, only by how much: the time of each step over
+the usual time of its plan. In a replay, this factor applies to the same step under every plan. So a
+replay shows how a policy handles the noise and the regimes of a real machine, but not whether
+another plan would have avoided them.
 """
 
 import math
@@ -19,26 +19,27 @@ from optimus_jax.simulation.scenarios import Scenario
 from optimus_jax.system.json_input import parse_json
 
 FEWEST = 10
-"""Steps that a recording needs."""
+"""Fewest steps that a recording may have."""
 USUAL = 0.25
-"""Quantile of a plan's steps that is its usual time: half a run may have been disturbed."""
+"""Quantile of a plan's step times that is its usual time. It is low because half a run may have
+been disturbed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recording:
-    """What a run met."""
+    """A recorded run as a scenario, with its config and first plan."""
 
     scenario: Scenario
     config: Config
     start: Plan
-    """Of its first step."""
+    """Plan of the first step."""
 
 
 def recorded(run_dir: Path) -> Recording:
-    """The run in a directory.
+    """Read the recording of the run in a directory.
 
     Raises:
-      ConfigError: there is no run, or too few steps, or nothing says what plan it began with.
+      ConfigError: there is no run, it has too few steps, or its first plan is unknown.
     """
     try:
         config = Config.from_json((run_dir / "config.json").read_text(encoding="utf-8"))
@@ -109,7 +110,7 @@ def _usual_s(times_s: list[float]) -> float:
 
 
 def _step(line: str) -> tuple[str, float] | None:
-    """Plan and time of a line of metrics.jsonl; None for one that is torn or of no use."""
+    """Plan digest and step time of a line of metrics.jsonl; None: the line is torn or unusable."""
     try:
         value = parse_json(line, finite=False)
         digest, time_s = str(value["plan"]), float(value["step_time_s"])

@@ -1,9 +1,9 @@
-"""What happens in a simulated run: a scenario, read from JSON.
+"""Scenarios of simulated runs, read from JSON.
 
 A *scenario* says how long a run is, what happens to its cluster and when (events), how far the
-truth lies from what the planner is told, and what a switch really costs. Every field has a default,
-so that a scenario names only what it is about; `scenarios.json` holds those that come along. An
-event is told by its `kind` (simulation/events.py):
+truth differs from what the planner is told, and what a switch really costs. Fields have defaults,
+so a scenario names only what matters to it. `scenarios.json` holds the built-in scenarios. The
+`kind` of an event names its class (simulation/events.py):
 
     {"name": "link-quarter", "events": [{"kind": "link", "link": "between", "factor": 0.25,
     "start_s": 900, "for_s": 1440}]}
@@ -30,35 +30,34 @@ LIBRARY = "scenarios.json"
 
 @dataclass(frozen=True, kw_only=True)
 class Misfit:
-    """How far the truth lies from what the planner is told.
+    """How far the truth differs from what the planner is told.
 
-    Signs and amounts are drawn by the seed, and hidden.
+    The seed draws signs and amounts. Policies do not see them.
     """
 
     links: float = 0.3
-    """A link is this share faster or slower than it is called."""
+    """Share by which a link is faster or slower than its nominal speed."""
     rates: float = 0.15
-    """Matmuls and passes over memory, likewise."""
+    """The same for the speeds of matmuls and of memory."""
     terms: float = 0.1
-    """Standard deviation of the logarithm of what each term of the time model is off by."""
+    """Standard deviation of the log error of each term of the time model."""
     plans: float = 0.02
-    """The same for each plan as a whole, which no term explains."""
+    """The same for the time of each plan as a whole, which no term explains."""
     memory: float = 0.03
     """The same for the bytes of each plan."""
     noise: float = 0.02
-    """The same for a step's time from one step to the next."""
+    """Standard deviation of the noise of log step time."""
     spikes: float = 0.002
     """Probability of a step that takes several times as long."""
     spike_factor: float = 4.0
-    """How many times, about."""
+    """Typical factor on the time of such a step."""
     drift: float = 0.02
-    """Standard deviation of the logarithm by which steps have become slower or faster at the end of
-    the run."""
+    """Standard deviation of the drift of log step time by the end of the run."""
     probes: float = 0.05
-    """Standard deviation of the logarithm of a probe from one to the next."""
+    """Standard deviation of the noise of a probe's logarithm."""
     probe_bias: float = 0.08
-    """The same of what probes of a link or of compute are off by all the time: a probe is not a
-    step."""
+    """Standard deviation of the constant log error of the probes of a link or of compute, since a
+    probe is not a step."""
 
     def __post_init__(self) -> None:
         check_not_negative(self, *(each.name for each in dataclasses.fields(self)))
@@ -76,14 +75,14 @@ class Misfit:
 
 @dataclass(frozen=True, kw_only=True)
 class Prior:
-    """A wrong belief: what the planner is told, over what would be nominal."""
+    """A wrong hardware profile: factors of what the planner is told over the nominal speeds."""
 
     inside: float = 1.0
-    """Speed of the link inside hosts."""
+    """Factor on the speed of the link inside hosts."""
     between: float = 1.0
-    """Speed of the link between hosts."""
+    """Factor on the speed of the link between hosts."""
     compute: float = 1.0
-    """Speed of matmuls."""
+    """Factor on the speed of matmuls."""
 
     def __post_init__(self) -> None:
         check_positive(self, "inside", "between", "compute")
@@ -91,37 +90,37 @@ class Prior:
 
 @dataclass(frozen=True, kw_only=True)
 class Switching:
-    """What a switch, a restart and a probe really take, about: by `spread`, the seed draws what
-    each phase takes in its run.
+    """Typical real times of a switch, a restart and a probe. For each run, the seed draws the time
+    of each phase around them, by `spread`.
     """
 
     spread: float = 0.4
-    """Standard deviation of the logarithm of each phase's time over what stands here."""
+    """Standard deviation of the logarithm of each phase's time over its typical time."""
     compile_s: float = 60.0
-    """Compiling in the background, while training goes on."""
+    """Time of compiling in the background, while training goes on."""
     compile_slowdown: float = 1.04
-    """Factor on steps in the meantime."""
+    """Factor on step times meanwhile."""
     quiesce_s: float = 0.3
-    """Until all processes stand at the same step."""
+    """Time until all processes have stopped at the same step."""
     move_share: float = 0.4
-    """Of a link's speed that moving the state reaches."""
+    """Share of a link's speed that moving the state reaches."""
     move_s: float = 0.5
-    """What moving takes besides."""
+    """Fixed time of a move."""
     verify_s: float = 1.0
-    """Checksums and the loss probe."""
+    """Time of checksums and the loss probe."""
     first_steps_s: float = 1.5
-    """What the first steps of an executable take beyond their time."""
+    """Extra time of an executable's first steps."""
     restart_s: float = 150.0
-    """From the end of the processes to the first step, where the set of devices changes or there
-    was a fault: start, restore, compile."""
+    """Time of a restart, from the end of the processes to the first step: start, restore, compile.
+    It is needed if the set of devices changes and after a fault."""
     checkpoint_bytes_per_s: float = 2e9
-    """To and from disk, each host."""
+    """Speed of each host to and from disk."""
     checkpoint_every_s: float = 300.0
-    """Between checkpoints."""
+    """Time between checkpoints."""
     detect_s: float = 20.0
-    """Until a watchdog ends a run that hangs because devices are gone."""
+    """Time until a watchdog ends a run that hangs because devices are lost."""
     probe_s: float = 0.05
-    """One round of probes, in which no step runs."""
+    """Time of one round of probes, in which no step runs."""
 
     def __post_init__(self) -> None:
         check_not_negative(self, *(each.name for each in dataclasses.fields(self)))
@@ -132,31 +131,30 @@ class Switching:
 
 @dataclass(frozen=True, kw_only=True)
 class Scenario:
-    """A run, and what happens to it."""
+    """A simulated run and what happens to it."""
 
     name: str
     about: str = ""
-    """One sentence for people."""
+    """Description in one sentence."""
     duration_s: float = 3600.0
-    """Of the run, were nothing to happen, as predicted under its first plan; says how many steps it
-    has."""
+    """Predicted duration of the undisturbed run under its first plan; sets the number of steps."""
     steps: int | None = None
-    """Says so instead."""
+    """Number of steps; None: set by `duration_s`."""
     start: str = "best"
-    """First plan: `best` (the fastest of the best as predicted, `parallel.trials` of which are
-    tried before the run begins), `default` (fsdp over everything, one microbatch), or a mesh such
-    as `data=8,tensor=8`."""
+    """First plan: `best` (the fastest in trials of the `parallel.trials` plans with the best
+    predictions), `default` (fsdp over everything, one microbatch), or a mesh such as
+    `data=8,tensor=8`."""
     events: tuple[Event, ...] = ()
     seq_len: int | None = None
-    """Tokens of an example in the first phase; None: as asked for at the command line."""
+    """Tokens per example in the first phase; None: as in the config."""
     global_batch: int | None = None
-    """Examples of a step in the first phase; None: likewise."""
+    """Examples per step in the first phase; None: as in the config."""
     step_time_s: float | None = None
-    """True usual step time of the first plan in the first phase; all plans are scaled by as much.
-    None: as the misfit has it."""
+    """True usual step time of the first plan in the first phase. All plans are scaled by the same
+    factor. None: the misfit decides."""
     step_factors: tuple[float, ...] = ()
-    """Of each step, what it took over the usual, as recorded (simulation/replay.py); begins again
-    at its end. Empty: drawn by the seed."""
+    """Recorded time of each step over the usual (simulation/replay.py), repeated if the run is
+    longer. Empty: drawn by the seed."""
     misfit: Misfit = field(default_factory=Misfit)
     prior: Prior = field(default_factory=Prior)
     switching: Switching = field(default_factory=Switching)
@@ -191,12 +189,12 @@ class Scenario:
 
     @property
     def phases(self) -> list[PhaseEvent]:
-        """Changes of the data, in order."""
+        """Changes of the batch shape, in order."""
         return [event for event in self.events if isinstance(event, PhaseEvent)]
 
     def configs(self, config: Config) -> list[tuple[float, Config]]:
-        """The run's config in each phase, with the share of steps at which that begins; positions
-        suffice for the longest.
+        """The config of each phase, with the share of steps at which the phase begins. In all of
+        them, `model.max_length` suffices for the longest sequences.
         """
         seq_len, global_batch = (
             self.seq_len or config.seq_len,
@@ -222,7 +220,7 @@ class Scenario:
         ]
 
     def to_json(self) -> str:
-        """The scenario, every field spelled out."""
+        """The scenario as JSON, with every field."""
         kinds = {cls: kind for kind, cls in EVENTS.items()}
         events = [
             {"kind": kinds[type(event)], **dataclasses.asdict(event)} for event in self.events
@@ -231,7 +229,7 @@ class Scenario:
 
     @classmethod
     def from_json(cls, text: str | bytes, where: str = "a scenario") -> "Scenario":
-        """From what `to_json` writes, or a part of it. Raises ConfigError, naming the field."""
+        """Read what `to_json` writes, or a part of it. Raises ConfigError that names the field."""
         try:
             return _scenario(parse_json(text))
         except JSONInputError as error:
@@ -241,7 +239,7 @@ class Scenario:
 
 
 def read_scenario(path: str | Path) -> Scenario:
-    """From a file. Raises ConfigError."""
+    """Read a scenario from a file. Raises ConfigError if it cannot be read."""
     try:
         text = local_file(path, what="--scenario").read_bytes()
     except OSError as error:
@@ -253,7 +251,7 @@ def read_scenario(path: str | Path) -> Scenario:
 
 @cache
 def library() -> Mapping[str, Scenario]:
-    """The scenarios that come along, by name."""
+    """The built-in scenarios by name."""
     values = json.loads(
         resources.files("optimus_jax.simulation").joinpath(LIBRARY).read_text(encoding="utf-8")
     )
@@ -261,7 +259,7 @@ def library() -> Mapping[str, Scenario]:
 
 
 def scenario_named(name: str) -> Scenario:
-    """One of the library. Raises ConfigError."""
+    """The built-in scenario of this name. Raises ConfigError if there is none."""
     known = library()
     if name not in known:
         raise ConfigError(

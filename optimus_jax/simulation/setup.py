@@ -1,6 +1,4 @@
-"""What a simulated run is before it begins: its phases, its first plan, what its policy is told,
-and the truth beside that.
-"""
+"""Setup of a simulated run: its phases, its first plan, what its policy is told, and the truth."""
 
 import bisect
 import math
@@ -31,34 +29,34 @@ DEFAULT, BEST = "default", "best"
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """A scenario on a cluster, without what the seed draws."""
+    """A scenario on a cluster, without the values that the seed draws."""
 
     scenario: Scenario
     nominal: tuple[Pricing, ...]
-    """Of each phase: what would hold if links and devices were as they are called."""
+    """Pricing of each phase with nominal links and devices."""
     told: tuple[Pricing, ...]
-    """Of each phase: what policies are told (the same, but for a wrong prior)."""
+    """Pricing of each phase that policies are told: the nominal one, changed by a wrong prior."""
     start: Plan
-    """First plan, as predicted."""
+    """First plan, by predictions."""
     tried: tuple[Plan, ...]
-    """Plans of which a run tries some steps before it begins with the fastest, as `--mesh auto`
-    does: the best as predicted, `start` first."""
+    """Plans with the best predictions, `start` first. As with `--mesh auto`, the run tries some
+    steps of each and begins with the fastest."""
     num_steps: int
     settings: ControlConfig
     tried_s: Mapping[Plan, float] = field(default_factory=dict)
-    """Seconds of a step of those, once they have been tried."""
+    """Measured step times of tried plans, in seconds; empty before the trials."""
 
     @classmethod
     def of(cls, scenario: Scenario, pricing: Pricing, *, start: Plan | None = None) -> "Setup":
-        """The scenario for a run of `pricing.config` on its cluster.
+        """Set up the scenario for a run of `pricing.config` on its cluster.
 
         Args:
-          scenario: what happens.
-          pricing: the run's config, the cluster, and what is known of it.
-          start: first plan, in place of what the scenario says.
+          scenario: the scenario.
+          pricing: the run's config, the cluster, and its nominal speeds.
+          start: first plan; None: as the scenario says.
 
         Raises:
-          OptimusError: the scenario cannot be had there, such as a first plan that is not legal.
+          OptimusError: the scenario does not work there, for example if its first plan is illegal.
         """
         _check_devices(scenario, pricing.cluster)
         configs = [config for _, config in scenario.configs(pricing.config)]
@@ -83,13 +81,13 @@ class Setup:
 
     @cached_property
     def first_steps(self) -> tuple[int, ...]:
-        """Steps done when each phase begins."""
+        """Number of steps done when each phase begins."""
         shares = [0.0, *[phase.start_share for phase in self.scenario.phases]]
         return tuple([round(share * self.num_steps) for share in shares])
 
     @property
     def phases(self) -> tuple[BatchPhase, ...]:
-        """As a policy is told them; none if there is one only."""
+        """The phases as a policy is told them; empty if there is only one."""
         if len(self.nominal) == 1:
             return ()
         return tuple(
@@ -118,7 +116,7 @@ class Setup:
         )
 
     def timeline(self, seed: int, began_s: dict[LostEvent, float] | None = None) -> Timeline:
-        """Of conditions."""
+        """The timeline of conditions. `began_s` as in `Timeline`."""
         cluster = self.nominal[0].cluster
         return Timeline(
             self.scenario,
@@ -131,17 +129,17 @@ class Setup:
 
 
 class Truth:
-    """What the seed draws: the world, and what each step takes beyond what it should.
+    """The values that the seed draws: the world, and the noise of each step.
 
     Args:
-      setup: of the run.
-      seed: the same one gives the same truth whatever is decided.
+      setup: setup of the run.
+      seed: the same seed gives the same truth, whatever is decided.
     """
 
     def __init__(self, setup: Setup, seed: int):
         self.seed, self.world = seed, World(setup.scenario, setup.nominal, seed)
         self.setup = setup = self._tried(setup) if len(setup.tried) > 1 else setup
-        """That begins with the plan which is fastest when it is tried."""
+        """The setup, which begins with the plan that is fastest in the trials."""
         self.timeline = setup.timeline(seed)
         if setup.scenario.step_time_s is not None and (
             devices := self.world.devices_for(setup.start, NORMAL)
@@ -150,10 +148,10 @@ class Truth:
         self.noise = _noise(setup, seed)
         """[num_steps]: factor on the time of each step."""
         self.noise_sums = np.concatenate([[0.0], np.cumsum(self.noise)])
-        """[num_steps + 1]: of all steps before."""
+        """[num_steps + 1]: sum of these factors over all earlier steps."""
 
     def _tried(self, setup: Setup) -> Setup:
-        """Once some steps of the plans that are tried have been done."""
+        """The setup after the trials: with their step times, and the fastest plan as the first."""
         random, noise = (
             np.random.default_rng([self.seed, 5]),
             setup.scenario.misfit.noise / math.sqrt(TRIAL_STEPS),
@@ -168,8 +166,8 @@ class Truth:
         return replace(setup, start=min(times_s, key=lambda plan: times_s[plan]), tried_s=times_s)
 
     def fallback(self, conditions: ClusterConditions, phase: int) -> PlacedPlan | None:
-        """What a run restarts with if nobody says otherwise: the default layout on the devices that
-        are left; None: nothing fits.
+        """The plan to restart with if the policy names none: the default layout on the remaining
+        devices; None: nothing fits.
         """
         world, cluster = self.world, self.world.cluster
         alive = cluster.num_devices - len(conditions.reported)
@@ -183,7 +181,7 @@ class Truth:
 
 
 def believed(pricing: Pricing, prior: Prior) -> Pricing:
-    """What is told of a cluster that is called what `pricing` says."""
+    """The pricing that policies are told, given the nominal one and a wrong prior."""
 
     def scaled(link: Link, factor: float) -> Link:
         return (
@@ -209,8 +207,9 @@ def believed(pricing: Pricing, prior: Prior) -> Pricing:
 
 
 def first_plans(start: str, pricing: Pricing) -> tuple[Plan, ...]:
-    """The plan that `start` names (Scenario.start), and with `best` others that are tried beside
-    it. Raises PlanError if there is none.
+    """The plan that `start` names (Scenario.start); with `best`, also the other plans to try.
+
+    Raises PlanError if there is none.
     """
     if start == DEFAULT:
         for plan in default_plans(pricing, pricing.cluster.num_devices):
@@ -239,7 +238,7 @@ def first_plans(start: str, pricing: Pricing) -> tuple[Plan, ...]:
 
 
 def _check_count(axes: AxisSizes, cluster: Cluster) -> None:
-    """Raise PlanError for a first plan on other devices than all."""
+    """Raise PlanError unless the first plan uses all devices."""
     if (needed := axes.num_devices) != cluster.num_devices:
         raise PlanError(
             explain(
@@ -254,11 +253,11 @@ def _check_count(axes: AxisSizes, cluster: Cluster) -> None:
 
 
 def default_plans(pricing: Pricing, num_devices: int) -> list[Plan]:
-    """The usual default on so many devices: fsdp over everything, everything computed again; with
-    one microbatch, then with more.
+    """The usual default on so many devices: fsdp over all of them with full remat, with one
+    microbatch, then with more.
 
-    Where parameters do not divide over so many, fsdp over as many as they do and data over the
-    rest.
+    If parameters do not divide over all devices, fsdp has the largest size over which they do, and
+    data has the rest.
     """
     topology = replace(pricing.cluster.topology(), num_devices=num_devices)
     for fsdp in [size for size in range(num_devices, 0, -1) if num_devices % size == 0]:
@@ -292,7 +291,7 @@ def _default_on(config: Config, axes: AxisSizes, topology: Topology) -> list[Pla
 
 
 def _noise(setup: Setup, seed: int) -> np.ndarray:
-    """A walk for the drift, noise that is always there, and rare spikes."""
+    """[num_steps]: random walk (drift) times noise times rare spikes, or the recorded factors."""
     misfit, random, count = setup.scenario.misfit, np.random.default_rng([seed, 4]), setup.num_steps
     if setup.scenario.step_factors:
         return np.resize(setup.scenario.step_factors, count)
@@ -306,7 +305,7 @@ def _noise(setup: Setup, seed: int) -> np.ndarray:
 
 
 def _check_devices(scenario: Scenario, cluster: Cluster) -> None:
-    """Raise ConfigError for events of devices or hosts that there are not."""
+    """Raise ConfigError for events on devices or hosts that do not exist."""
     hosts = cluster.num_devices // cluster.devices_per_host
     for event in scenario.events:
         if isinstance(event, ComputeEvent | LostEvent):
@@ -325,7 +324,7 @@ def _check_devices(scenario: Scenario, cluster: Cluster) -> None:
 
 
 def check_seeds(seeds: int) -> None:
-    """Raise ConfigError for what is no number of seeds."""
+    """Raise ConfigError unless there is at least one seed."""
     if seeds < 1:
         raise ConfigError(
             explain("there is at least one seed", given=f"--seeds {seeds}", do="give 1 or more")

@@ -1,11 +1,10 @@
-"""A simulated run: a policy, the protocol by which plans are switched, and a cluster that nobody
-has.
+"""Simulates a run: a policy, the protocol of a switch, and a simulated cluster.
 
-Time goes from step to step. Between steps nothing is modelled, so a whole stretch of steps under
-one plan and constant conditions is one sum. A switch goes through the phases of a real one: its
-programs are compiled in the background while steps go on, a little slower; at a step boundary the
-state is moved and checked; the first steps under the new plan decide whether it stays. Every phase
-can fail. What cannot go on restarts from its last checkpoint.
+Time advances by whole steps. Nothing is modelled within a step, so many steps under one plan and
+constant conditions are one sum. A switch has the phases of a real one. Its programs are compiled in
+the background, while steps go on a little slower. At a step boundary the state is moved and
+verified. The first steps under the new plan (the canary) decide whether it stays. Every phase can
+fail. A run that cannot continue restarts from its last checkpoint.
 """
 
 import bisect
@@ -30,9 +29,9 @@ from optimus_jax.simulation.true_switch_costs import TrueSwitchCosts
 from optimus_jax.simulation.world import PlacedPlan
 
 REMEMBERED = 20
-"""Steps whose times the canary is compared with."""
+"""Number of earlier steps that the canary is compared with."""
 STUCK = 200
-"""Restarts after which a run is given up."""
+"""Number of restarts after which the simulation fails."""
 
 
 @dataclass
@@ -44,33 +43,33 @@ class _Pending:
     decided_s: float
     ready_s: float
     tax_s: float
-    """What compiling takes from steps."""
+    """Time that compiling costs the steps meanwhile."""
     ready_step: int | None = None
-    """The first step boundary after it was ready."""
+    """First step boundary after the switch was ready; None: it is not ready yet."""
 
 
 @dataclass
 class _Canary:
-    """A plan on trial."""
+    """A new plan on trial."""
 
     before: PlacedPlan
     before_s: tuple[float, ...]
-    """Times of steps before."""
+    """Times of the steps before the switch."""
     until_step: int
     back_s: float
-    """Expected of going back."""
+    """Expected time of going back."""
     fails: bool
     times_s: list[float] = field(default_factory=list)
 
 
 class Simulation:
-    """One run. `run` may be called once.
+    """One simulated run. `run` may be called once.
 
     Args:
-      truth: the cluster.
-      policy: decides.
-      habits: how its run goes about it.
-      start: first plan; None: the scenario's.
+      truth: the true cluster and its events.
+      policy: decides about switches.
+      habits: how the run asks the policy, probes and switches.
+      start: first plan; None: the first plan of the setup.
     """
 
     def __init__(self, truth: Truth, policy: Policy, habits: Habits, start: Plan | None = None):
@@ -101,17 +100,16 @@ class Simulation:
             event for event in self.setup.scenario.events if isinstance(event, MetricsEvent)
         ]
         self._times_s: list[float] = []
-        """Of steps since the policy was last asked."""
+        """Times of the steps since the policy was last asked."""
         self._recent_s: list[float] = []
         self._saved_step = 0
         self._tries_again = False
-        """Whether one that is seldom asked is to be asked after the next step, because what it
-        wanted could not be had."""
+        """Whether to ask a rarely asked policy after the next step, because its switch failed."""
         self._reported: frozenset[int] = frozenset()
         self._base: tuple[tuple[PlacedPlan, int, int], float] | None = None
 
     def run(self) -> Outcome:
-        """To the end. Raises PlanError if nothing that is left can train the model."""
+        """Simulate the run to its end. Raises PlanError if what is left cannot train the model."""
         while self.step < self.setup.num_steps:
             self.phase = self.setup.phase_at(self.step)
             if not self._advance():
@@ -120,7 +118,7 @@ class Simulation:
             if self.step == self.setup.num_steps or math.isinf(
                 self._step_time_s(self.timeline.index(self.time_s))
             ):
-                continue  # it is over, one way or the other
+                continue  # the run ends, or has to restart
             self._judge()
             self._switch_if_ready()
             if self._is_asked():
@@ -134,7 +132,7 @@ class Simulation:
 
     @property
     def now(self) -> Now:
-        """Where the run is."""
+        """The present state of the run."""
         faults = tuple(
             [
                 event
@@ -152,7 +150,7 @@ class Simulation:
         )
 
     def _advance(self) -> bool:
-        """Steps until something may change; False if none can be done."""
+        """Do steps until something may change. Returns False if no step is possible."""
         index = self.timeline.index(self.time_s)
         base_s, end_s = self._step_time_s(index), self.timeline.end_s(index)
         if math.isinf(base_s):
@@ -161,7 +159,7 @@ class Simulation:
             base_s *= self.setup.scenario.switching.compile_slowdown
             end_s = min(end_s, self._pending.ready_s)
         sums, first, limit = self.truth.noise_sums, self.step, self._limit()
-        # Those that begin before the end; a step in which conditions change is done at the old
+        # Do the steps that begin before the end. A step in which conditions change keeps the old
         # speed.
         last = (
             first + 1
@@ -182,8 +180,8 @@ class Simulation:
         return True
 
     def _limit(self) -> int:
-        """The step by which to look up: next question, next phase, end of a trial, a switch that is
-        due.
+        """The step to stop at: the next question or phase, the end of a trial, or a switch at a
+        given step.
         """
         limits = [
             self.setup.num_steps,
@@ -228,7 +226,7 @@ class Simulation:
         )
 
     def _ask(self) -> None:
-        """Let the policy decide, and begin what it has decided."""
+        """Ask the policy for a decision, and begin to carry it out."""
         now = self.now
         if self.habits.every is not None:
             self.telemetry.steps(self._times_s, now)
@@ -254,7 +252,7 @@ class Simulation:
             self.policy.charge(spent_s)
 
     def _prepare(self, plan: Plan, decision: Decision) -> None:
-        """Compile in the background; a restart compiles by itself."""
+        """Begin to prepare a switch by compiling in the background. A restart compiles later."""
         self._happens("prepare")
         phase = (
             self.setup.phase_at(decision.at_step) if decision.at_step is not None else self.phase
@@ -309,7 +307,7 @@ class Simulation:
         self._switch(pending, phase)
 
     def _switch(self, pending: _Pending, phase: int) -> None:
-        """Gate, move, verify, commit."""
+        """Make a prepared switch: check that it is possible, move, verify, commit."""
         plan, conditions = pending.plan, self.timeline.at(self.time_s)
         if (
             not pending.decision.without
@@ -367,7 +365,7 @@ class Simulation:
             )
 
     def _last_steps_s(self) -> tuple[float, ...]:
-        """Times of the last steps, of those in which conditions were as they are now."""
+        """Times of the last steps that were in present conditions."""
         alike = self.policy.steps_alike
         return tuple(
             self._recent_s
@@ -378,7 +376,7 @@ class Simulation:
     def _refused(
         self, plan: Plan, devices: tuple[int, ...] | None, conditions: ClusterConditions, phase: int
     ) -> str:
-        """Why the plan cannot be had, as compiling tells; empty if it can."""
+        """Why the plan cannot run, as compiling would show; empty if it can."""
         if devices is None:
             return f"{plan.num_devices} devices are not there"
         if not self.world.is_legal(plan, phase):
@@ -400,9 +398,9 @@ class Simulation:
         }
 
     def _arrive(self, new: PlacedPlan, costs_s: Mapping[str, float], phase: int) -> None:
-        """The run is on another plan."""
+        """Put the run on another plan, and let the costs pass."""
         if set(new.devices) != set(self.place.devices) or not self.habits.in_memory:
-            self._compiled.clear()  # the processes are new ones
+            self._compiled.clear()  # new processes have no executables
             self._saved_step = self.step
         self.time_s += sum(costs_s.values())
         self.place = new
@@ -428,7 +426,7 @@ class Simulation:
         self.policy.charge(sum(costs_s.values()))
 
     def _judge(self) -> None:
-        """End the trial of a new plan, if it is over."""
+        """End the trial of a new plan if it is over, and roll back if the plan failed it."""
         canary = self._canary
         if canary is None or (
             self.step < canary.until_step and not is_clearly_slower(canary.times_s, canary.before_s)
@@ -462,7 +460,7 @@ class Simulation:
         self.policy.charge(sum(costs_s.values()))
 
     def _recover(self) -> None:
-        """Restart what cannot go on, on what is left."""
+        """Restart a run that cannot continue, on the remaining devices."""
         if self.count_restarts() > STUCK:
             raise PlanError(
                 explain(
@@ -484,7 +482,8 @@ class Simulation:
             else "the new phase's batch does not divide"
         )
         self._pending = self._canary = None
-        # where memory ran out, what was chosen while less of it was taken would not last
+        # If memory ran out, do not reopen the question: a plan chosen while less memory was taken
+        # would not last.
         if is_lost:
             self.policy.dropped()
         self.time_s += switching.detect_s if is_lost else 0.0
@@ -492,8 +491,8 @@ class Simulation:
         place = self._advised(conditions) or self.truth.fallback(conditions, self.phase)
         if is_lost or is_legal:
             every = self.setup.checkpoint_steps
-            # A phase begins with a checkpoint: what a plan was made for is not to be done once more
-            # under another one.
+            # A phase begins with a checkpoint, so that no step of the phase before is repeated
+            # under a plan that was made for this one.
             self.step = max(
                 self._saved_step, self.step // every * every, self.setup.first_steps[self.phase]
             )
@@ -516,11 +515,11 @@ class Simulation:
         self.policy.switched(place.plan, costs_s)
 
     def count_restarts(self) -> int:
-        """Restarts after faults so far."""
+        """Number of restarts after faults so far."""
         return sum(moment.kind == "restart" for moment in self.moments)
 
     def _advised(self, conditions: ClusterConditions) -> PlacedPlan | None:
-        """What the policy wants to restart with, if that can be had."""
+        """The plan that the policy wants to restart with; None: it names none, or it cannot run."""
         self._reported, self._times_s = conditions.reported, []
         decision = self.policy.decide(self.telemetry.observation([], self.now))
         if decision is None or decision.plan is None:
@@ -534,8 +533,8 @@ class Simulation:
         return PlacedPlan(decision.plan, devices)
 
     def _happens(self, phase: SwitchPhase) -> bool:
-        """Begin the events that come with this phase of a switch; whether devices of this run are
-        lost by that.
+        """Begin the events that come with this phase of a switch. Returns whether devices of the
+        run are lost by them.
         """
         waiting = [
             event

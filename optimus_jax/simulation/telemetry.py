@@ -1,8 +1,8 @@
-"""What a simulated run is told of itself: observations as a real run's sources would make them.
+"""Telemetry of a simulated run: observations like those of a real run's sources.
 
-Step times come with every step; what the driver and the allocator say, every few seconds; links and
-compute are probed within the budget that the run allows, so that they are told late and with noise.
-Where the scenario says so, readings are missing, stale or lies.
+Step times come with every step, and readings of the driver and the allocator every few seconds.
+Links and compute are probed within the run's probe budget, so their readings are late and noisy. If
+the scenario says so, readings are missing, stale or wrong.
 """
 
 import fnmatch
@@ -24,11 +24,11 @@ from optimus_jax.simulation.timeline import ClusterConditions
 from optimus_jax.simulation.world import PlacedPlan, World
 
 STEP_TIMES = "step_times"
-"""How a scenario names the run's own record of its steps."""
+"""Name by which a scenario refers to the run's own record of its step times."""
 HEALTH_EVERY_S = 10.0
-"""Between two looks at memory and the driver."""
+"""Time between two readings of memory and the driver."""
 STALE_ROUNDS = 2
-"""Age, in times between two rounds of probes, from which on what they said is stale."""
+"""Age from which probe readings are stale, as a multiple of the time between two rounds."""
 OF_STEPS = (
     signals.STEP_TIME_S,
     signals.DATA_WAIT_S,
@@ -36,17 +36,17 @@ OF_STEPS = (
     signals.TOKENS_PER_S,
     signals.MFU,
 )
-"""What belongs to a plan."""
+"""Signals that depend on the plan."""
 OF_MEMORY = (signals.MEMORY_SHARE, signals.MEMORY_PEAK_SHARE)
-"""What says how full a device is: it hardly scatters, and a long window would tell late."""
+"""Signals of memory in use. They hardly scatter, and a long window would delay them."""
 FIRST_PROBE_STEP = 3
 DISPATCH_S = 1e-3
-"""Of each step, by the host."""
+"""Time that the host takes to dispatch a step."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Now:
-    """Where a run is."""
+    """The present state of a run."""
 
     step: int
     time_s: float
@@ -54,17 +54,17 @@ class Now:
     phase: int
     conditions: ClusterConditions
     faults: tuple[MetricsEvent, ...] = ()
-    """Of metrics, in force."""
+    """The faults of readings that are active."""
 
 
 class Telemetry:
-    """Windows over samples of a simulated run.
+    """Windows over the samples of a simulated run.
 
     Args:
-      world: what is measured.
-      told: what its hardware profile says, which readings of links and compute are held against.
-      settings: how far windows look back, and what probes may take.
-      seed: draws noise.
+      world: the true cluster, which is measured.
+      told: pricing by the hardware profile, to which readings of links and compute are relative.
+      settings: length of the windows and the probe budget.
+      seed: draws the noise.
     """
 
     def __init__(self, world: World, told: Pricing, settings: ControlConfig, seed: int):
@@ -79,22 +79,20 @@ class Telemetry:
         self._phase = 0
         self._probe_left_s, self._probed_at_s, self._health_at_s = 0.0, 0.0, -math.inf
         self._newest: dict[str, float] = {}
-        """Samples of probes."""
+        """Newest sample of each probe."""
         self._frozen: dict[str, SignalSummary] = {}
         self._shares: tuple[PlacedPlan, ClusterConditions, int, dict[str, float]] | None = None
 
     def forget(self) -> None:
-        """The run is under another plan: what was measured of steps and mesh axes says nothing of
-        it.
-        """
+        """Clear the windows of steps, memory and mesh axes, which do not describe the new plan."""
         for name in (*OF_STEPS, *OF_MEMORY, *[signals.LINK_SLOWDOWN + axis for axis in MESH_AXES]):
             if name in self._windows:
                 self._windows[name].clear()
         self._health_at_s = -math.inf
 
     def settle_s(self, now: Now) -> float:
-        """Probe the links before the first step under another plan, more often if they are not what
-        they were when last probed; how long it took.
+        """Probe the links before the first step under another plan, several times if they have
+        changed since the last probes. Returns the time it took.
         """
         cost_s, found = self._world.scenario.switching.probe_s, self._links(now)
         if all(
@@ -111,7 +109,7 @@ class Telemetry:
         return cost_s * (1 + signals.FEW)
 
     def probe_s(self, now: Now, *, asked: bool) -> float:
-        """Take a round of probes if it is due; how long it took."""
+        """Take a round of probes if it is due. Returns the time it took."""
         share, cost_s = self._settings.probe_share, self._world.scenario.switching.probe_s
         self._probe_left_s += share * (now.time_s - self._probed_at_s)
         self._probed_at_s = now.time_s
@@ -129,7 +127,7 @@ class Telemetry:
         return cost_s
 
     def steps(self, times_s: Sequence[float], now: Now) -> None:
-        """Steps have been done."""
+        """Add the times of steps that have been done."""
         if now.phase != self._phase:
             self._phase = now.phase
             self.forget()
@@ -151,7 +149,7 @@ class Telemetry:
                 )
 
     def observation(self, times_s: Sequence[float], now: Now) -> Observation:
-        """What is known now."""
+        """The observation that the run is given now."""
         config = self._world.pricings[now.phase].config
         readings = {name: window.reading(now.time_s) for name, window in self._windows.items()}
         hides_steps = any(
@@ -201,7 +199,7 @@ class Telemetry:
         return value * math.exp(spread * self._random.standard_normal())
 
     def _take(self, samples: Mapping[str, float], now: Now) -> None:
-        """Samples of probes, which are stale once there should have been newer ones."""
+        """Add samples of probes, which become stale once newer ones are overdue."""
         stale_s = (
             STALE_ROUNDS * 2 * self._world.scenario.switching.probe_s / self._settings.probe_share
         )
@@ -212,7 +210,7 @@ class Telemetry:
             )
 
     def _links(self, now: Now) -> dict[str, float]:
-        """A round over the mesh axes that the plan has."""
+        """Probe the plan's mesh axes: slowdowns by axis and by link."""
         world, conditions, axes, noise = (
             self._world,
             now.conditions,
@@ -239,7 +237,7 @@ class Telemetry:
         return found
 
     def _computing(self, now: Now) -> dict[str, float]:
-        """A round over the processes."""
+        """Probe the compute of all processes: typical slowdown, skew and straggler."""
         world, noise, found = self._world, self._world.scenario.misfit.probes, dict[str, float]()
         by_process = self._slow_processes(now)
         typical = sorted(by_process.values())[(len(by_process) - 1) // 2]
@@ -254,7 +252,7 @@ class Telemetry:
         return found
 
     def _believed(self, link: str) -> float:
-        """Speed of a link by the hardware profile, over the nominal one."""
+        """Speed of a link by the hardware profile over its nominal speed."""
         told, nominal = (
             cluster.intra_host
             if link == "inside" or cluster.inter_host is None
@@ -268,8 +266,7 @@ class Telemetry:
         )
 
     def _slow_processes(self, now: Now) -> dict[int, float]:
-        """Time of computing of each process, one for each host that is in use, over the usual
-        time."""
+        """Compute time of each process over the usual time. Each host in use has one process."""
         slow, size = dict(now.conditions.slow), self._world.cluster.devices_per_host
         found: dict[int, float] = {}
         for device in now.place.devices:
@@ -285,8 +282,8 @@ class Telemetry:
         found = {
             signals.DATA_WAIT_S: now.conditions.wait_s + self._noisy(DISPATCH_S, 0.1),
             signals.DISPATCH_S: self._noisy(DISPATCH_S, 0.1),
-            # A kernel that waits for others counts as work to the driver; a stage without a
-            # task does not.
+            # The driver counts a kernel that waits for others as work, but not a stage without a
+            # task.
             signals.UTILISATION: max(
                 0.0,
                 min(

@@ -1,6 +1,4 @@
-"""Which conditions hold when, in a simulated run: a scenario's events as intervals of constant
-conditions.
-"""
+"""Timeline of a simulated run: a scenario's events as intervals of constant conditions."""
 
 import bisect
 import itertools
@@ -20,9 +18,9 @@ from optimus_jax.simulation.events import (
 from optimus_jax.simulation.scenarios import Scenario
 
 RAMP_LEVELS = 8
-"""Steps in which something that grows gets to its full size."""
+"""Number of levels in which a ramp grows to its full size."""
 HORIZON = 30
-"""Times the undisturbed run's duration after which nothing new happens."""
+"""Multiple of the undisturbed run's duration after which conditions no longer change."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,17 +30,17 @@ class ClusterConditions:
     inside: float = 1.0
     """Factor on the speed of the link inside hosts."""
     between: float = 1.0
-    """The same between hosts."""
+    """Factor on the speed of the link between hosts."""
     slow: tuple[tuple[int, float], ...] = ()
-    """Devices whose compute takes longer, with the factor on its time; in rising order."""
+    """Slow devices, in rising order, each with the factor on its compute time."""
     taken: float = 0.0
-    """Share of every device's memory that is used by something else."""
+    """Share of every device's memory that something else takes."""
     wait_s: float = 0.0
     """Seconds that each step waits for its batch."""
     lost: frozenset[int] = frozenset()
-    """Devices that are gone."""
+    """Devices that are lost."""
     reported: frozenset[int] = frozenset()
-    """Devices that are reported bad: those that are gone, and those that soon will be."""
+    """Devices that are reported bad: those that are lost, and those that soon will be."""
 
 
 NORMAL = ClusterConditions()
@@ -50,7 +48,7 @@ NORMAL = ClusterConditions()
 
 @dataclass(frozen=True)
 class _Interval:
-    """An event from one time to another, at a share of its full size."""
+    """An event in an interval of time, at a share (`level`) of its full size."""
 
     event: Timed
     start_s: float
@@ -59,15 +57,15 @@ class _Interval:
 
 
 class Timeline:
-    """Conditions by time, which change at `bounds_s` only.
+    """Conditions by time. They change only at `bounds_s`.
 
     Args:
-      scenario: its timed events.
-      num_devices, devices_per_host: of the cluster.
-      horizon_s: nothing changes after that.
+      scenario: the scenario whose timed events happen.
+      num_devices, devices_per_host: size of the cluster.
+      horizon_s: conditions do not change after this time.
       seed: draws the jitter.
-      began_s: when events that came early, with a phase of a switch (`LostEvent.during`), have
-        begun.
+      began_s: start times of the events that a phase of a switch has begun early
+        (`LostEvent.during`).
     """
 
     def __init__(
@@ -107,19 +105,19 @@ class Timeline:
         self._known: dict[int, ClusterConditions] = {}
 
     def index(self, time_s: float) -> int:
-        """Of the interval that holds a time."""
+        """Index of the interval that contains this time."""
         return bisect.bisect_right(self.bounds_s, time_s) - 1
 
     def end_s(self, index: int) -> float:
-        """When an interval ends."""
+        """When this interval ends."""
         return self.bounds_s[index + 1] if index + 1 < len(self.bounds_s) else np.inf
 
     def at(self, time_s: float) -> ClusterConditions:
-        """What holds at a time."""
+        """The conditions at this time."""
         return self.conditions(self.index(time_s))
 
     def conditions(self, index: int) -> ClusterConditions:
-        """What holds in an interval."""
+        """The conditions in this interval."""
         if index not in self._known:
             self._known[index] = self._made(self.bounds_s[index])
         return self._known[index]
@@ -156,7 +154,7 @@ class Timeline:
         )
 
     def _devices(self, devices: Sequence[int], host: int | None) -> set[int]:
-        """Those of them that the cluster has."""
+        """These devices and those of the host, as far as the cluster has them."""
         of_host = (
             range(host * self._devices_per_host, (host + 1) * self._devices_per_host)
             if host is not None
@@ -187,7 +185,7 @@ def _starts(
         yield began_s[event]
         return
     for number in itertools.count():
-        # Drawn for the first too, so that a later one is where it is whatever comes before it.
+        # Draw for the first start too, so that later ones do not depend on what comes before.
         off = event.jitter * random.uniform(-1.0, 1.0)
         start_s = event.start_s + (number + (off if number else 0.0)) * (event.every_s or 0.0)
         if start_s >= horizon_s or (

@@ -1,6 +1,6 @@
-"""What a switch or a restart really takes in a simulated run, phase by phase.
+"""True times of a switch or a restart in a simulated run, phase by phase.
 
-Who decides learns it only by switching.
+A policy learns them only by switching.
 """
 
 import math
@@ -16,7 +16,11 @@ PHASES = ("compile", "quiesce", "move", "verify", "first_steps", "restart", "che
 
 
 class TrueSwitchCosts:
-    """Of one run; the seed draws how far each phase is from what the scenario says."""
+    """True switch costs of one run. The seed draws each phase's factor on the scenario's time.
+
+    Args:
+      world: the true cluster.
+    """
 
     def __init__(self, world: World):
         self._world, self._switching = world, world.scenario.switching
@@ -27,13 +31,13 @@ class TrueSwitchCosts:
 
     @property
     def compile_s(self) -> float:
-        """Of a plan's programs, in the background."""
+        """Time of compiling a plan's programs in the background."""
         return self._switching.compile_s * self._off["compile"]
 
     def switch_s(
         self, old: PlacedPlan, new: PlacedPlan, conditions: ClusterConditions, phase: int
     ) -> dict[str, float]:
-        """How long steps stand still, by phase of a switch whose programs are compiled."""
+        """Seconds that training stops, by phase of a switch whose programs are compiled."""
         switching, off = self._switching, self._off
         if set(old.devices) != set(new.devices):
             return {
@@ -49,10 +53,8 @@ class TrueSwitchCosts:
         return {name: time_s * off[name] for name, time_s in costs.items()}
 
     def restart_s(self, plan: Plan, phase: int, *, saves: bool) -> dict[str, float]:
-        """How long a restart takes, from a checkpoint that is there or that has to be written
-        first.
-        """
-        # of a host
+        """Seconds of a restart by phase. `saves`: whether a checkpoint has to be written first."""
+        # State of one host.
         state_bytes = (
             self._world.estimate(plan, phase).states * self._world.cluster.devices_per_host
         )
@@ -68,8 +70,8 @@ class TrueSwitchCosts:
     def _move_s(
         self, old: PlacedPlan, new: PlacedPlan, conditions: ClusterConditions, phase: int
     ) -> float:
-        """What a device gets from other hosts comes over the slowest link; with one host, all comes
-        over the link inside.
+        """Seconds to move the state. Bytes from other hosts cross the link between hosts; with one
+        host, all bytes cross the link inside it.
         """
         world, cluster = self._world, self._world.cluster
         link, name = (
@@ -88,7 +90,7 @@ class TrueSwitchCosts:
 
 
 def layout(plan: Plan) -> tuple[object, ...]:
-    """What says where each value of the state lies: plans that are alike in it share a state."""
+    """What decides where the state lies. Plans with equal layouts share a state."""
     pipeline = plan.pipeline
     return (
         plan.axes,

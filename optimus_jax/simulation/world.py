@@ -1,9 +1,9 @@
-"""The simulated cluster as it really is, which nobody who decides is told.
+"""The true simulated cluster, which policies do not see.
 
-A plan's true time is the sum of the planner's terms, priced with the true links and devices, each
-term wrong by a hidden factor, and each plan by one more; its true memory is the planner's estimate
-wrong by another. All of it is drawn by a seed. So the planner's figures are neither right nor
-useless, as on a real machine.
+A plan's true step time is the sum of the planner's terms, priced with the true links and devices.
+Each term has a hidden factor, and each plan has one more. A plan's true memory is the planner's
+estimate times another hidden factor. A seed draws all of them. So the planner's figures are neither
+exact nor useless, as on a real machine.
 """
 
 import hashlib
@@ -45,8 +45,8 @@ TERMS = (
     "overhead",
     HOST_COPIES,
 )
-"""Every term of planning/cost/cost.py; each gets a hidden factor, whether the first plan has it or
-not."""
+"""All terms of planning/cost/cost.py. Each has a hidden factor, even if the first plan lacks the
+term."""
 OPERATORS = ("attention", "feed-forward", "recompute", "memory", "head", "optimizer")
 """Terms that take longer on a slow device."""
 
@@ -61,11 +61,11 @@ class PlacedPlan:
 
 
 class World:
-    """What is true in one simulated run.
+    """The true cluster of one simulated run.
 
     Args:
-      scenario: how far the truth lies from what is told, and what switches take.
-      pricings: nominal prices in each of the run's phases.
+      scenario: says how far the truth differs from what is told, and what switches take.
+      pricings: nominal pricing of each phase of the run.
       seed: draws everything.
     """
 
@@ -74,7 +74,7 @@ class World:
         misfit, random = scenario.misfit, np.random.default_rng([seed, 1])
 
         def off(share: float) -> float:
-            """A factor that is off by this share, up or down."""
+            """A factor that differs from 1 by this share, up or down."""
             return float(1.0 + share * random.choice((-1.0, 1.0)))
 
         self.inside, self.between = off(misfit.links), off(misfit.links)
@@ -97,13 +97,12 @@ class World:
         ] = {}
 
     def scale(self, place: PlacedPlan, step_time_s: float) -> None:
-        """Make all times so much longer that an undisturbed step of this plan takes
-        `step_time_s`."""
+        """Scale all times so that an undisturbed step of this plan takes `step_time_s`."""
         self._scale *= step_time_s / self.step_time_s(place, NORMAL, 0)
         self._times.clear()
 
     def step_time_s(self, place: PlacedPlan, conditions: ClusterConditions, phase: int) -> float:
-        """Of a step without noise; infinite where it cannot run."""
+        """Step time without noise; infinite if the plan cannot run."""
         if not conditions.lost.isdisjoint(place.devices) or not self.fits(
             place.plan, conditions, phase
         ):
@@ -139,13 +138,13 @@ class World:
 
     @staticmethod
     def _computed_share(times: Mapping[str, float]) -> float:
-        """Of what stages wait for, the part that is compute."""
+        """Share of compute in the time that stages wait for."""
         computed = sum(times.get(name, 0.0) for name in OPERATORS)
         return computed / max(1e-30, computed + times.get("tensor", 0.0))
 
     def slowness(self, place: PlacedPlan, conditions: ClusterConditions) -> float:
-        """Factor on the time of compute: all wait for the slowest stage, which is slow by its
-        devices or by its layers.
+        """Factor on the compute time. All stages wait for the slowest one, which is slow by its
+        devices or its number of layers.
         """
         slow = dict(conditions.slow)
         if not slow:
@@ -162,30 +161,30 @@ class World:
         return float((layers * factors).max() / layers.max())
 
     def fits(self, plan: Plan, conditions: ClusterConditions, phase: int) -> bool:
-        """Whether the plan is legal for the phase's batch and its memory is there."""
+        """Whether the plan is legal for the phase's batch and fits into the free memory."""
         capacity = self.cluster.accelerator.memory_bytes
         return self.is_legal(plan, phase) and (
             capacity is None or self.memory_bytes(plan, phase) <= capacity * (1 - conditions.taken)
         )
 
     def is_legal(self, plan: Plan, phase: int) -> bool:
-        """Whether the model can be trained so with the phase's batch."""
+        """Whether the model can be trained under the plan with the phase's batch."""
         config = self.pricings[phase].config
         return _is_legal(plan, config.model, config.data.global_batch)
 
     def memory_bytes(self, plan: Plan, phase: int) -> float:
-        """On the most loaded device."""
+        """True memory that the plan needs on the most loaded device."""
         return self.estimate(plan, phase).total * math.exp(
             self.scenario.misfit.memory * self._drawn(plan, "memory")
         )
 
     def estimate(self, plan: Plan, phase: int) -> MemoryEstimate:
-        """What the planner says of the plan's memory."""
+        """The planner's estimate of the plan's memory."""
         config = self.pricings[phase].config
         return _estimate(plan, config.model, config.seq_len, config.data.global_batch)
 
     def model_flops(self, phase: int) -> float:
-        """Of a step."""
+        """Model FLOPs of a step."""
         config = self.pricings[phase].config
         return step_flops(
             config.model, num_sequences=config.data.global_batch, seq_len=config.seq_len
@@ -194,11 +193,14 @@ class World:
     def devices_for(
         self, plan: Plan, conditions: ClusterConditions, without: frozenset[int] = frozenset()
     ) -> tuple[int, ...] | None:
-        """As many as the plan needs of those that are there, in mesh order: whole hosts first, slow
-        devices last; None: too few are there.
+        """As many usable devices as the plan needs, in mesh order; None: there are too few.
+
+        Whole hosts are preferred, and slow devices are used last.
 
         Args:
-          without: are left out.
+          plan: the plan to place.
+          conditions: say which devices are reported bad or slow.
+          without: ids of devices to leave out.
         """
         slow, size = dict(conditions.slow), self.cluster.devices_per_host
         gone = conditions.reported | without
@@ -237,7 +239,7 @@ class World:
         return math.exp(self.scenario.misfit.plans * self._drawn(plan, "time"))
 
     def _drawn(self, plan: Plan, what: str) -> float:
-        """Standard normal, of this plan in this run."""
+        """Standard normal value for this plan in this run."""
         return _normal(f"{self.seed} {what} {_digest(plan)}")
 
 

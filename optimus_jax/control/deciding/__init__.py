@@ -1,1 +1,1 @@
-"""Parts of a decision: candidates, prices, conditions, what was learnt from switches."""
+"""Parts of a decision: candidates, prices, conditions and the learnt costs of switches."""

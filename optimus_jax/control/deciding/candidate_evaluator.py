@@ -27,7 +27,7 @@ from optimus_jax.plan import Plan
 
 @dataclass(frozen=True, kw_only=True)
 class CandidateEvaluator:
-    """All that a decision rests on. It only reads."""
+    """Weighs candidates by the state of the run. It reads that state and never changes it."""
 
     run_progress: RunProgress
     plan_history: PlanHistory
@@ -40,7 +40,7 @@ class CandidateEvaluator:
     quarantine: Quarantine
     settings: ControlConfig
     is_compiled: Callable[[Plan, Batch, frozenset[int]], bool]
-    """Whether a plan's executable for these batches, without these devices, is there."""
+    """Whether the plan's executable for this batch shape, without these devices, is compiled."""
 
     def weigh(
         self,
@@ -52,12 +52,15 @@ class CandidateEvaluator:
         now: Setting,
         blocked: str,
     ) -> Decision:
-        """The answer to a question.
+        """Answer a question with a decision.
 
         Args:
-          readings: the newest, for the record.
-          now: names the present conditions.
-          blocked: why nothing may be done; empty: it may.
+          question: what to decide.
+          offers: the candidate plans, each with the devices that it would use.
+          view: the usable devices and the present conditions.
+          readings: the newest signal readings, recorded with the decision.
+          now: the present conditions and regime.
+          blocked: why no switch may be made; empty: one may.
         """
         watch, plan, priced = (
             self.watch,
@@ -82,7 +85,7 @@ class CandidateEvaluator:
                 query(offer.plan, offer.place.normal, normal) for offer in offers
             ]
         forecast, after = self.predictor.predict(asked), len(offers) + 1
-        # What has to be left is left, if not to a mesh on the user's list then to another one.
+        # A mandatory switch goes to a mesh on the user's list if possible, else to any mesh.
         allow = (
             self.settings.allowed_axes
             if not question.mandatory
@@ -108,8 +111,7 @@ class CandidateEvaluator:
         steps_left = self.phases.steps_left(
             self.run_progress.step if question.at_step is None else question.at_step
         )
-        # Whether to go back does not depend on how long conditions last: the same ones hold for
-        # both plans.
+        # How long conditions last does not matter for going back: they are the same for both plans.
         regime = (
             watch.regime_at(view.time_s)
             if question.only is None
@@ -168,14 +170,14 @@ class CandidateEvaluator:
         )
 
     def _goes_home(self, plan: Plan) -> bool:
-        """Whether a disturbance is over that `plan` was left for: the way back was reserved when it
-        was left.
+        """Whether the disturbance that made the run leave `plan` is over. The cost of going back
+        was reserved when the run left it.
         """
         return not self.watch.is_disturbed and self.plan_history.has_left(plan)
 
     def _budget_s(self, step_time_s: float, usual_s: float) -> float:
-        """What switches may still take, of the time that the whole run is expected to take if it
-        stays where it is.
+        """Time that switches may still take, in seconds: a share of the expected time of the whole
+        run under the present plan, less the time spent.
         """
         whole_s = self.run_progress.whole_s(
             self.watch.regime_at(self.run_progress.time_s), step_time_s, usual_s

@@ -1,5 +1,5 @@
-"""Where candidates come from: searches, each done once, other executables for the same state, and
-what is left of a cluster.
+"""Sources of candidate plans: cached searches, other executables for the same state, and clusters
+without their unusable devices.
 """
 
 import itertools
@@ -18,32 +18,38 @@ from optimus_jax.planning.search.assemble import can_offload
 from optimus_jax.planning.search.search import Pricing, Ranking, fits, search
 
 RANKED = 12
-"""Plans that a search finds."""
+"""Number of plans that a search returns."""
 REMEMBERED = 24
-"""Searches whose results are kept."""
+"""Number of searches whose results are cached."""
 FEWER = 3
-"""Sizes of what is left that are looked at, when some devices cannot be used."""
+"""Number of cluster sizes to consider when some devices cannot be used, and number of executables
+that `executables` returns."""
 
 Searcher = Callable[[Pricing], Ranking | None]
-"""Finds the best plans; None: it is at work in the background, ask again at a later step."""
+"""Finds the best plans; None: it is still searching in the background, ask again later."""
 
 
 def search_now(pricing: Pricing) -> Ranking:
-    """The default: at once, up to a second for a thousand devices."""
+    """Search synchronously, the default. Takes up to a second for a thousand devices."""
     return search(pricing, top=RANKED)
 
 
 class Searches:
-    """Searches, each done once."""
+    """A cache of search results.
+
+    Args:
+      searcher: runs a search; None: `search_now`.
+    """
 
     def __init__(self, searcher: Searcher | None) -> None:
         self._searcher = searcher or search_now
         self._found: dict[object, Ranking] = {}
 
     def best(self, key: object, pricing: Pricing) -> Sequence[Plan] | None:
-        """The best plans by this pricing; None: not known yet.
+        """The best plans by this pricing; None: the search is not done yet.
 
-        `key` stands for the pricing without what was learnt since.
+        `key` is the cache key. It leaves out what was learnt since, so a cached result may rest on
+        an older calibration than `pricing`.
         """
         if key not in self._found:
             try:
@@ -59,8 +65,8 @@ class Searches:
 
 
 def executables(plan: Plan, pricing: Pricing) -> list[Plan]:
-    """Other microbatches and remat for the same state on the same mesh, that are legal and fit, the
-    fastest few.
+    """The fastest few legal plans that fit and differ from `plan` only in microbatches, remat and
+    offload, so that the state on the devices stays as it is.
     """
     config, parallel = pricing.config, pricing.config.parallel
     rows, rest = divmod(config.data.global_batch, plan.batch_ways())
@@ -74,8 +80,8 @@ def executables(plan: Plan, pricing: Pricing) -> list[Plan]:
     policies = REMAT_POLICIES if parallel.remat == "auto" else (plan.remat,)
     found = []
     for number in numbers:
-        # From the least recomputing to the most, and the host's memory last: the first that fits is
-        # the fastest.
+        # Least recomputation first, more offloading to the host last: the first that fits is the
+        # fastest.
         for offload, remat in itertools.product(_offloads(plan, pricing), policies):
             other = replace(plan, microbatches=number, remat=remat, offload=offload)
             if is_legal(other, config) and has_room(other, pricing):
@@ -86,7 +92,7 @@ def executables(plan: Plan, pricing: Pricing) -> list[Plan]:
 
 
 def _offloads(plan: Plan, pricing: Pricing) -> tuple[Offload, ...]:
-    """What may lie on the host while the state lies as it does."""
+    """Offload options that leave the state where it is."""
     if pricing.config.parallel.offload != "auto" or not can_offload(
         pricing.cluster.accelerator.platform
     ):
@@ -95,9 +101,9 @@ def _offloads(plan: Plan, pricing: Pricing) -> tuple[Offload, ...]:
 
 
 def times(plan: Plan, pricing: Pricing) -> dict[str, float]:
-    """Seconds of each term of a step, by the cost model alone.
+    """Seconds of each term of a step, by the uncalibrated cost model. Terms of 0 s are left out.
 
-    Raises PlanError where a link's speed is unknown.
+    Raises PlanError if the speed of a link is unknown.
     """
     config = pricing.config
     found = term_times(
@@ -112,7 +118,7 @@ def times(plan: Plan, pricing: Pricing) -> dict[str, float]:
 
 
 def is_legal(plan: Plan, config: Config) -> bool:
-    """Whether the model can be trained so with the config's batch."""
+    """Whether the model can be trained under the plan with the config's global batch."""
     try:
         plan.validate(config.model, global_batch=config.data.global_batch)
     except PlanError:
@@ -140,14 +146,14 @@ def check_allowed(allow: Sequence[AxisSizes], num_devices: int) -> None:
 
 
 def is_allowed(plan: Plan, allow: Sequence[AxisSizes]) -> bool:
-    """Whether its mesh is on the user's list; an empty list allows all."""
+    """Whether the plan's mesh is on the user's list; an empty list allows all."""
     return not allow or plan.axes in allow
 
 
 def switch_method_of(
     plan: Plan, other: Plan, *, same_devices: bool, same_hosts: bool = True
 ) -> SwitchMethod:
-    """What a switch from one plan to another has to touch."""
+    """The cheapest switch method that gets from one plan to the other."""
     if not same_devices:
         return "subset" if same_hosts else "restart"
 
@@ -173,11 +179,10 @@ def switch_method_of(
 def leaving_out(
     cluster: Cluster, unusable: frozenset[int], config: Config
 ) -> Iterator[tuple[Cluster, frozenset[int]]]:
-    """What is left of a cluster without some devices: whole hosts, or of a single host the rest,
-    and ids of all that is left out.
+    """Clusters without the unusable devices, each with the ids of all devices that it leaves out.
 
-    First as many as there are, then fewer that divide better: 127 hosts would have to be 127
-    stages.
+    Whole hosts are left out, or single devices if there is only one host. The largest cluster comes
+    first, then smaller ones that divide better: 127 hosts would have to be 127 stages.
     """
     size = cluster.devices_per_host
     unit = 1 if cluster.num_hosts == 1 else size
@@ -196,8 +201,8 @@ def leaving_out(
 
 
 def _sizes(most: int, config: Config) -> list[int]:
-    """The largest few over which the model can be dealt out: what divides neither batch nor heads
-    has to be stages.
+    """The largest few counts, up to `most`, that the model can be divided over: the factor of a
+    count that divides neither batch nor heads becomes pipeline stages, one layer or more each.
     """
 
     def num_stages(count: int) -> int:

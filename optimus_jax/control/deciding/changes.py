@@ -1,8 +1,8 @@
-"""When step times have changed for good, and how long such a regime is going to last.
+"""Detects lasting changes of step times, and predicts how long a regime lasts.
 
 A *regime* is a stretch of time in which step times scatter about one level. A change is found by
-two sums of log-likelihood ratios (Page 1954, doi:10.1093/biomet/41.1-2.100), one for each
-direction, whose terms are bounded: no spike counts for more than one vote, so several steps in a
+two sums of log-likelihood ratios (CUSUM, Page 1954, doi:10.1093/biomet/41.1-2.100), one for each
+direction. Their terms are bounded: no spike counts for more than one vote, so several steps in a
 row have to agree.
 """
 
@@ -14,38 +14,38 @@ from dataclasses import dataclass
 from optimus_jax.robust import deviation_from, median_of_sorted
 
 SHIFT = math.log(1.1)
-"""Least change of the logarithm of a step time that is looked for."""
+"""Smallest change of log step time to detect."""
 VOTES = 5
-"""Fewest steps in a row that can tell of a change; spikes in p of all steps do it about once in
-p^-5."""
+"""Fewest steps in a row that can indicate a change. If a share p of steps are spikes, they cause a
+false alarm about once in p^-5 steps."""
 BACK = 3
-"""Fewest steps in a row that can tell that a level is again what it was before the last change."""
+"""Fewest steps in a row that can show a return to the level before the last change."""
 APART = 5.0
-"""Deviations of a sample between those levels at least: less could be noise."""
+"""Smallest distance of those two levels, in deviations of a sample: less could be noise."""
 THRESHOLD = 12.0
-"""Of a sum: odds of e^12 for a change."""
+"""Value of a sum at which a change is reported: odds of e^12 for it."""
 LEAST = 8
-"""Samples of a regime before a change can be told."""
+"""Samples of a regime that are needed before a change can be detected."""
 UNSURE = 1.0
-"""Of the deviation of a mean, that a level may be off by."""
+"""Tolerated error of a level, in standard errors of the mean."""
 KEPT = 200
-"""Samples that a level rests on, the newest."""
+"""Number of newest samples that a level is estimated from."""
 LARGEST = 50.0
-"""Logarithm of a time that there can be: e^50 s are longer than there has been time."""
+"""Largest plausible logarithm of a step time: e^50 s exceed the age of the universe."""
 LEAST_NOISE = 0.01
-"""Deviation of the logarithm of step times that is always allowed for."""
+"""Smallest deviation of log step times that is assumed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """One regime has ended, another begun."""
+    """The end of one regime and the beginning of another."""
 
     before: float
-    """Level of the old one: logarithm of seconds."""
+    """Level of the old regime, as a logarithm of seconds."""
     after: float
-    """Of the new one."""
+    """Level of the new regime."""
     num_steps: int
-    """Samples of the new one so far."""
+    """Samples of the new regime so far."""
 
 
 class ChangeDetector:
@@ -59,19 +59,19 @@ class ChangeDetector:
         self._former: float | None = None
         """Level before the last change; None: there was none."""
         self.level: float | None = None
-        """Median of the regime, without samples that may belong to the next; None below three
-        samples."""
+        """Median of the present regime, without samples that may belong to the next one; None:
+        there are fewer than three samples."""
         self.noise = LEAST_NOISE
         """Robust deviation of a sample."""
 
     @property
     def count(self) -> int:
-        """Samples that the level rests on."""
+        """Number of samples that the level is estimated from."""
         return len(self._samples) - self._suspects
 
     @property
     def suspects(self) -> int:
-        """The newest samples that may belong to another regime."""
+        """Number of newest samples that may belong to another regime."""
         return self._suspects
 
     @property
@@ -96,16 +96,16 @@ class ChangeDetector:
         return count
 
     def begin_with(self, count: int) -> None:
-        """A regime is known to have begun with the newest `count` samples."""
+        """Begin a new regime that consists of the newest `count` samples."""
         self._up = self._down = 0.0
         self._since_up = self._since_down = 0
         self._former, self.level = self.level, None
         self._restart(list(self._samples)[len(self._samples) - count :])
 
     def add(self, value: float) -> Change | None:
-        """Take a sample; what has changed, if that has become clear.
+        """Add a sample, and return the change if it completes the evidence for one.
 
-        What cannot be a logarithm of seconds is left out.
+        Samples that cannot be a logarithm of seconds are ignored.
         """
         if not abs(value) < LARGEST:
             return None
@@ -119,7 +119,7 @@ class ChangeDetector:
         return None
 
     def _vote(self, off: float) -> None:
-        # With few samples neither level nor noise are known well.
+        # With few samples, neither level nor noise is known well.
         variance = self.noise**2 * (1.0 + 6.0 / len(self._samples))
         bound = THRESHOLD / VOTES
         slack = UNSURE * self.noise / math.sqrt(len(self._samples))
@@ -128,14 +128,14 @@ class ChangeDetector:
         )
         self._up = max(0.0, self._up + min(bound, max(-bound, for_up)))
         self._down = max(0.0, self._down + min(bound, max(-bound, for_down)))
-        # Float sums of votes: five times a fifth of the threshold has to reach it.
+        # Rounding makes VOTES full votes reach the threshold exactly, despite float errors.
         self._up, self._down = round(self._up, 9), round(self._down, 9)
         self._since_up = self._since_up + 1 if self._up > 0 else 0
         self._since_down = self._since_down + 1 if self._down > 0 else 0
 
     def _is_back(self) -> bool:
-        """Whether the newest samples are at the level before the last change, which takes fewer of
-        them than one that was never seen.
+        """Whether the newest samples are at the level before the last change. A known level needs
+        fewer samples than a new one.
         """
         if (
             self._former is None
@@ -154,7 +154,7 @@ class ChangeDetector:
         assert before is not None, "votes are cast against a level"
         self._up = self._down = 0.0
         self._since_up = self._since_down = 0
-        if abs(after - before) < SHIFT / 2:  # a drift: what is old no longer counts
+        if abs(after - before) < SHIFT / 2:  # a drift: forget old samples
             self._restart(list(self._samples)[-max(num_steps, LEAST) :])
             return None
         self._former = before
@@ -168,7 +168,7 @@ class ChangeDetector:
         self._refresh()
 
     def _refresh(self) -> None:
-        """Level and noise; of many samples not after each."""
+        """Update level and noise; with many samples, only after every eighth one."""
         if len(self._samples) >= 40 and self._seen - self._refreshed_at < 8:
             return
         self._refreshed_at = self._seen
@@ -182,40 +182,40 @@ class ChangeDetector:
 class Durations:
     """How long regimes of one kind last.
 
-    Exponential with a rate that is not known: given past durations, the time that is left has a
-    Lomax distribution. Its shape is that of Jeffreys' prior of a rate, one half, and one more for
-    each that has ended. Before any has, the chance to last x times as long again as so far is (1 +
-    x)^-1/2: heavy-tailed, as disturbances are: on a cluster of 10,000 GPUs they lasted from tens of
-    seconds to nearly ten hours (arXiv:2410.12588). "Wait until what staying has lost is a good part
-    of what switching costs" (ski rental) is the special case of switching when the odds of earning
-    the cost back are even.
+    Durations are modelled as exponential with an unknown rate. Given past durations, the time that
+    is left then has a Lomax distribution, whose shape is one half (Jeffreys' prior of a rate) plus
+    the number of regimes that have ended. Before any has ended, the probability of lasting x times
+    as long again as so far is (1 + x)^-1/2. This is heavy-tailed, as real disturbances are: on a
+    cluster of 10,000 GPUs they lasted from tens of seconds to nearly ten hours (arXiv:2410.12588).
+    The ski rental rule (wait until staying has lost a good part of the switch cost) is the special
+    case of switching when the odds of earning the cost back are even.
 
     Args:
-      prior_s: how long one is expected to have lasted when nothing is known at all.
+      prior_s: prior duration in seconds, which counts like observed time.
     """
 
     UNKNOWN_SHAPE = 0.5
-    """Of the distribution before any has ended: Gamma(1/2, 0) is Jeffreys' prior of a Poisson rate
-    (doi:10.1098/rspa.1946.0056)."""
+    """Shape of the distribution before any regime has ended: Gamma(1/2, 0) is Jeffreys' prior of a
+    Poisson rate (doi:10.1098/rspa.1946.0056)."""
     LEARNT_FROM = 8
-    """Past regimes that count, the newest."""
+    """Number of newest past regimes that count."""
 
     def __init__(self, prior_s: float) -> None:
         self.prior_s = prior_s
         self.past_s: deque[float] = deque(maxlen=self.LEARNT_FROM)
-        """How long the regimes lasted that it was learnt from."""
+        """Durations of the newest past regimes, in seconds."""
 
     def ended(self, duration_s: float) -> None:
-        """One lasted so long."""
+        """Record the duration of a regime that has ended."""
         self.past_s.append(max(0.0, duration_s))
 
     def survival(self, elapsed_s: float, further_s: float) -> float:
-        """Probability that one that has lasted `elapsed_s` lasts `further_s` more."""
+        """Probability that a regime that has lasted `elapsed_s` lasts `further_s` more."""
         scale, shape = self._scale(elapsed_s), self._shape
         return (scale / (scale + max(0.0, further_s))) ** shape
 
     def expected_s(self, elapsed_s: float, horizon_s: float) -> float:
-        """Expected time left, or the horizon if that comes first."""
+        """Expected time that is left, where time after the horizon does not count."""
         scale, shape = self._scale(elapsed_s), self._shape
         if horizon_s <= 0:
             return 0.0
@@ -225,14 +225,14 @@ class Durations:
         )
 
     def wait_s(self, elapsed_s: float, further_s: float, probability: float) -> float:
-        """How much longer it has to last until it is expected, with `probability`, to last
-        `further_s` more.
+        """How much longer a regime has to last until its probability of lasting `further_s` more is
+        `probability`.
         """
         needed = further_s / (probability ** (-1 / self._shape) - 1)
         return max(0.0, needed - self._scale(elapsed_s))
 
     def over_s(self, elapsed_s: float, probability: float) -> float:
-        """After how much more time it is over with this probability."""
+        """Time from now until the regime is over with this probability."""
         return self._scale(elapsed_s) * ((1 - probability) ** (-1 / self._shape) - 1)
 
     @property

@@ -1,7 +1,7 @@
-"""Conditions: how much slower than in the hardware profile links and devices are at the moment.
+"""Conditions: how much slower links and devices are now than in the hardware profile.
 
-What plans cost in other conditions is another `Pricing`: slower links, slower matmuls. Factors are
-kept on a coarse grid, so that a search is needed only when something has really changed.
+Applied to a `Pricing`, conditions give another `Pricing` with slower links and slower matmuls.
+Factors are rounded to a coarse grid, so that only a real change needs a new search.
 """
 
 import math
@@ -25,38 +25,38 @@ from optimus_jax.planning.profiles.measurements import ALL_REDUCE, WIRE_SHARE
 from optimus_jax.planning.search.search import Pricing
 
 GRID = math.log(1.1)
-"""Factors are told apart if they differ by a tenth."""
+"""Spacing of the grid of factors, as a logarithm: neighbours differ by a tenth."""
 FASTEST, SLOWEST = 0.01, 1e4
-"""What is beyond is no slowdown but nonsense."""
+"""Range of plausible factors. Readings outside it are ignored."""
 INSIDE, BETWEEN, *_ = NAMES = ("inside", "between", "compute", "skew")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Conditions:
-    """Time now over time as in the hardware profile; 1 is normal."""
+    """Factors of present times over those of the hardware profile; 1 is normal."""
 
     inside: float = 1.0
-    """Of exchanges inside a host."""
+    """Factor on the time of communication inside a host."""
     between: float = 1.0
-    """Of exchanges between hosts."""
+    """Factor on the time of communication between hosts."""
     compute: float = 1.0
-    """Of computing, on all devices."""
+    """Factor on the time of compute on all devices."""
     skew: float = 1.0
-    """Of computing on the slowest process, over the others."""
+    """Compute time of the slowest process over that of the others."""
     slow_part: SlowPart = ANYWHERE
-    """Where that process's devices lie in the mesh."""
+    """Position of the slowest process's devices in the mesh."""
 
     def distance(self, other: "Conditions") -> float:
-        """Largest difference of the logarithm of a factor."""
+        """Largest absolute difference of a factor's logarithm."""
         return max(abs(math.log(getattr(self, name) / getattr(other, name))) for name in NAMES)
 
     def without_skew(self) -> "Conditions":
-        """Of the devices that are not slow."""
+        """These conditions without the slow process."""
         return replace(self, skew=1.0)
 
     def felt_by(self, plan: Plan) -> "Conditions":
-        """The same, with what is left of the skew under a plan whose slow stages have fewer
-        layers."""
+        """These conditions as the plan is affected by them: the skew is smaller if the plan's slow
+        stages have fewer layers."""
         return (
             self
             if self.skew == 1
@@ -64,7 +64,7 @@ class Conditions:
         )
 
     def applied(self, pricing: Pricing) -> Pricing:
-        """What plans cost in these conditions."""
+        """The pricing of plans in these conditions."""
         cluster, rates = pricing.cluster, pricing.rates
         platform = cluster.accelerator.platform
         compute = self.compute * self.skew
@@ -90,17 +90,17 @@ class Conditions:
         )
 
     def as_json(self) -> dict[str, float]:
-        """Factors that are not 1."""
+        """The factors that are not 1, rounded, by name."""
         return {name: round(value, 3) for name in NAMES if (value := getattr(self, name)) != 1}
 
 
 def on_grid(factor: float) -> float:
-    """The nearest factor of the grid; 1 is one of them."""
+    """The nearest factor on the grid, which contains 1."""
     return math.exp(round(math.log(min(SLOWEST, max(FASTEST, factor))) / GRID) * GRID)
 
 
 def claims(observation: Observation, cluster: Cluster, axes: AxisSizes) -> dict[str, SignalSummary]:
-    """What readings say of each factor: only those that are new enough and make sense."""
+    """The usable reading of each factor, by name. Stale and implausible readings are left out."""
     found = {
         INSIDE: _of_link(observation, INSIDE, cluster, axes),
         BETWEEN: _of_link(observation, BETWEEN, cluster, axes) if cluster.inter_host else UNKNOWN,
@@ -111,7 +111,7 @@ def claims(observation: Observation, cluster: Cluster, axes: AxisSizes) -> dict[
 
 
 def is_usable(reading: SignalSummary) -> bool:
-    """Whether it says anything: neither unknown nor stale, and a number that can be a factor."""
+    """Whether the reading is neither unknown nor stale, and its value is a plausible factor."""
     return (
         reading.quality in ("good", "few")
         and reading.value is not None
@@ -122,7 +122,7 @@ def is_usable(reading: SignalSummary) -> bool:
 def _of_link(
     observation: Observation, name: str, cluster: Cluster, axes: AxisSizes
 ) -> SignalSummary:
-    """Of the link itself, else of the slowest mesh axis that crosses it."""
+    """The reading of the link itself, else that of the slowest mesh axis that crosses it."""
     direct = observation.reading(LINK_SLOWDOWN + name)
     if is_usable(direct):
         return direct
@@ -138,13 +138,16 @@ def _of_link(
 
 
 def slowed(link: Link, factor: float, num_members: int, platform: str) -> Link:
-    """`link` whose probe takes `factor` times as long, its latency left out.
+    """`link` with a bandwidth so low that its probe, without latency, takes `factor` times as long.
 
-    Probes count slowdowns in no less than half of what a message usually takes. Where latency is
-    most of that, the bytes of a message are so much slower that they make up for it.
+    A probe relates a slowdown to at least half of a message's usual time (`byte_part_s`). If most
+    of that time is latency, the bandwidth is lowered further to make up for it.
 
     Args:
-      num_members: devices or hosts that it joins, whose all-reduce is the probe.
+      link: the link in normal conditions.
+      factor: time of the probe over its usual time.
+      num_members: devices or hosts that the link joins, whose all-reduce is the probe.
+      platform: JAX platform, which decides the size of the probe's message.
     """
     if factor == 1 or link.bytes_per_s is None or num_members == 1:
         return link

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from optimus_jax.control.policy import Regime
 
 LOOK_AGAIN = 0.1
-"""Least time between two checks, as a share of the time since the exclusion."""
+"""Shortest time between two checks, as a share of the time since the exclusion."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,8 +38,8 @@ class ExcludedDevices:
         )
 
     def still_slow(self, time_s: float) -> "ExcludedDevices":
-        """It was tried again, in vain: it has been slow for longer than was known, and is expected
-        to be so for longer.
+        """The same exclusion after a failed retry at `time_s`. The process has now been slow for
+        longer, so it is expected to stay slow for longer.
         """
         return replace(
             self,

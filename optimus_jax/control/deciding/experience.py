@@ -1,5 +1,5 @@
-"""What this run has learnt of step times, by plan, batch and conditions, and kept by these names so
-that it can be named anew.
+"""Step times that this run has learnt, by plan, batch and conditions. They are stored under these
+names so that they can be relabelled when conditions turn out to have been others.
 """
 
 import math
@@ -13,44 +13,44 @@ from optimus_jax.plan import Plan
 from optimus_jax.planning.learning.beliefs import Query
 
 CONTRADICTS = math.log(1.25)
-"""From a level that was learnt before of the very same: a few steps so far off were done in other
-conditions than these."""
+"""Log distance from the level learnt before under the same names beyond which a few steps are taken
+to come from other conditions, and are ignored."""
 PERSISTS = 40
-"""Steps that are believed against it."""
+"""Number of steps that are always believed, even if they contradict the old level."""
 LEVELS = 30
-"""Levels of step times that are kept by name, the newest."""
+"""Number of newest levels that are kept."""
 
 Level = tuple[float, float, int]
-"""Of step times: logarithm, its noise, and the steps that it rests on."""
+"""Level of step times: logarithm of seconds, its noise, and the number of steps behind it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Known:
-    """What a level was measured of."""
+    """The names of a level: what it was measured under."""
 
     plan: Plan
     batch: Batch
     conditions: Conditions
     regime: int
-    """Unexplained; 0: none."""
+    """Number of the unexplained regime; 0: none."""
 
 
 class Experience:
-    """Levels of step times, told to a predictor.
+    """Stores levels of step times and passes them to a predictor.
 
     Args:
       predictor: learns from them.
-      prices: what plans cost by the cost model.
+      prices: prices of plans by the cost model.
     """
 
     def __init__(self, predictor: Predictor, prices: Prices) -> None:
         self._predictor, self._prices = predictor, prices
         self._levels: dict[Known, tuple[Level, int]] = {}
-        """With the step at which each was learnt."""
+        """Each level with the step at which it was learnt."""
 
     def learn(self, known: Known, level: Level, step: int) -> None:
-        """Steps have this level; it replaces what was known of the same, unless a few steps speak
-        against many.
+        """Learn a level. It replaces the old level under the same names, unless it contradicts that
+        one and rests on fewer steps.
         """
         before = self._levels.get(known)
         if (
@@ -66,8 +66,8 @@ class Experience:
         self._tell(known, level, step)
 
     def relabel(self, was_so: Mapping[str, float]) -> None:
-        """Conditions have turned out to be other ones all the time: so they were when levels were
-        learnt.
+        """Correct the conditions of all learnt levels: these factors are now known to have had
+        these values all the time.
         """
         levels, self._levels = self._levels, {}
         for known in levels:

@@ -1,7 +1,7 @@
-"""Memory that something else takes from the run.
+"""Detects device memory that something else than the run uses ("taken" memory).
 
-What a plan needs is estimated; where the device says that more is in use, the rest is taken by
-something else. A reading that is less than the plan needs, or more than there is, says nothing.
+The memory that a plan needs is estimated. If the device reports more in use, the rest is taken by
+something else. Readings below the plan's need, or above the device's memory, are ignored.
 """
 
 import math
@@ -14,71 +14,73 @@ from optimus_jax.planning.search.search import Pricing
 from optimus_jax.robust import MAD_TO_DEVIATION
 
 PRESSED = 0.93
-"""Share in use from which on the plan may not be kept."""
+"""Share of memory in use from which the plan has to be replaced."""
 TAKEN = 0.1
-"""Least share that counts as taken: estimates are not better than that."""
+"""Smallest share that counts as taken: estimates are no more accurate than that."""
 GROWN = 0.05
-"""The same where it grows, which no estimate that is off does."""
+"""The same while the share grows, which an estimation error does not do."""
 LEAD_S = 140.0
-"""What is taken more and more has to leave room for so long: a switch is prepared in that time, and
-a slow compiler needs most of it."""
+"""A growing share has to leave room for this long, in seconds, in which a switch is prepared. A
+slow compiler needs most of it."""
 LONGEST_S, SHORTEST_S = 300.0, 60.0
-"""Over which growth is measured: from where it began, but not from further back or over less."""
+"""Longest and shortest time over which growth is measured, from where it began."""
 CALM_S = 60.0
-"""For how long less has to be taken before that counts."""
+"""How long less memory has to be taken before that counts."""
 AGAIN_S = 120.0
-"""How long memory that ran short is not called free, at the first time; twice as long at each
-further one."""
+"""How long memory is not called free after it ran short; doubled each time that it does."""
 SETTLING_S = 20.0
-"""After a switch, or where another batch has begun, until samples are about what holds now."""
+"""Time after a switch or a change of batch until samples describe the new state."""
 AHEAD = 0.03
-"""Beyond what is taken, what is left free because more may be taken soon; so much less has to be
-taken to count as less."""
+"""Share kept free beyond what is taken, because more may be taken soon. The share that is taken has
+to fall by as much to count as less."""
 MOST = 0.9
-"""Share that is given up at most."""
+"""Largest share that plans have to do without."""
 BEHIND = 2 / MAD_TO_DEVIATION
-"""From the middle of samples on a line to their end, in robust deviations (signals.Reading.spread):
-half over a quarter of their range, in MADs."""
+"""Distance from the median to the newest of samples on a line, in robust deviations
+(SignalSummary.spread): half their range, where the MAD is a quarter of it."""
 WIDEST = 0.1
-"""Deviation of samples beyond which they are of two plans, and their median is of neither."""
+"""Spread beyond which samples come from two plans, so that their median fits neither."""
 OVER = 1.05
-"""More of the memory than there is, by which a reading is nonsense."""
+"""Share of memory in use above which a reading is ignored as impossible."""
 OFF = (0.8, 1.25)
-"""By what factor estimates may be off."""
+"""Smallest and largest factor by which estimates may be off."""
 
 
 class MemoryWatch:
-    """Follows what is taken."""
+    """Tracks the share of memory that is taken."""
 
     def __init__(self) -> None:
         self.taken = 0.0
-        """Share of each device's memory that plans have to do without."""
+        """Share of each device's memory that plans must not use."""
         self._off: float | None = None
-        """Memory in use over what is estimated for the present plan; None: not known before the
-        next reading."""
+        """Memory that the present plan uses over its estimate; None: not known before the next
+        reading."""
         self._settled_s: float | None = -math.inf
-        """When readings begin to count; None: not known before the next one."""
+        """Time from which readings count; None: not known before the next reading."""
         self._past: deque[tuple[float, float]] = deque()
-        """(time, share taken), of the last LONGEST_S and one before."""
+        """(time, share taken) over the last LONGEST_S, and one sample before that."""
         self._peak, self._old_peak = math.nan, math.nan
-        """The last one that was read, and the last one under the plan before."""
+        """The last peak that was read, and the last one under the plan before."""
         self._pressed_s, self._num_pressed = -math.inf, 0
         self._read_s: list[float | None] = []
-        """When the newest readings were taken."""
+        """Times of the newest readings."""
         self._is_pressed = False
-        """Whether the present plan is to give way."""
+        """Whether the present plan has to be replaced."""
 
     def restart(self) -> None:
-        """Another plan or another batch, whose estimate is off by something else."""
+        """Begin anew for another plan or batch, whose estimate has another error."""
         self._settled_s, self._off, self._old_peak, self._is_pressed = None, None, self._peak, False
 
     def observe(
         self, observation: Observation, needed_share: float | None
     ) -> Literal["pressed", "relieved"] | None:
-        """Whether the plan has to give way, or others no longer have to; None: neither.
+        """Add readings. "pressed": the plan has to be replaced by one that needs less memory.
+        "relieved": plans may use more memory again. None: neither.
 
         Args:
-          needed_share: of a device's memory, estimated for the present plan; None: unknown.
+          observation: the newest readings.
+          needed_share: estimated share of a device's memory that the present plan needs; None:
+            unknown.
         """
         read_s = [observation.reading(name).time_s for name in (MEMORY_SHARE, MEMORY_PEAK_SHARE)]
         if read_s == self._read_s:  # most steps come without a new reading
@@ -101,8 +103,8 @@ class MemoryWatch:
             present >= TAKEN and used >= PRESSED,
             present >= GROWN and used + growth * LEAD_S >= 1.0,
         )
-        # While a switch for it is under way another one has to wait until even that one's plan
-        # would not do.
+        # While a switch to save memory is under way, do not ask for another one unless more is
+        # taken than the new plan leaves free.
         if (present if self._is_pressed else wanted) <= self.taken or not (
             is_full or (growth > 0 and will_be_full)
         ):
@@ -112,9 +114,9 @@ class MemoryWatch:
         return "pressed"
 
     def settle_for_less(self) -> bool:
-        """No plan does without so much: ask for no more than what is taken already.
+        """Lower `taken` to what was really taken lately, because no plan does without so much.
 
-        False: that is what was asked for.
+        Returns False if it was no higher than that.
         """
         if not self.taken:
             return False
@@ -124,11 +126,11 @@ class MemoryWatch:
         return is_less
 
     def _used(self, observation: Observation) -> float | None:
-        """Share of the memory in use; None: not known, or nonsense.
+        """Share of the memory in use; None: unknown or impossible.
 
-        A median lags behind what grows. Of samples on a line the newest is BEHIND deviations above
-        it; of samples that are all alike there is no deviation. A peak that is exactly what it was
-        before the switch is still that of the plan before.
+        A median lags behind growing samples. The newest of samples on a line is BEHIND deviations
+        above the median, and equal samples have no deviation. A peak that equals the one before the
+        switch is still that of the plan before.
         """
         used = [_newest(observation, MEMORY_SHARE)]
         peak = _newest(observation, MEMORY_PEAK_SHARE)
@@ -139,26 +141,26 @@ class MemoryWatch:
         return largest if largest <= OVER else None
 
     def _expected(self, time_s: float) -> float:
-        """Share that is taken now, going by what was taken under the plan before."""
+        """Share that is expected to be taken now, extrapolated from the plan before."""
         return (
             self._past[-1][1] + self._growth() * (time_s - self._past[-1][0]) if self._past else 0.0
         )
 
     def _lately(self) -> float:
-        """The largest share that was taken in the last while."""
+        """The largest share that was taken in the last CALM_S."""
         newest_s = self._past[-1][0]
         return max(taken for time_s, taken in self._past if newest_s - time_s <= CALM_S)
 
     def _wanted(self) -> float:
-        """Share that plans should do without: what was taken lately, and what will be if it goes on
-        growing for as long as it has.
+        """Share that plans should do without: what was taken lately, and what will be taken if
+        growth goes on for as long as it has.
         """
         lately, begun_s = self._lately(), self._begun()[0]
         lead_s = max(LEAD_S, self._past[-1][0] - begun_s)
         return min(MOST, lately + max(AHEAD, self._growth() * lead_s)) if lately >= GROWN else 0.0
 
     def _relieved(self, time_s: float) -> Literal["relieved"] | None:
-        """Less is taken: for long enough, and for longer each time that it did not stay so."""
+        """Lower `taken` if less has been taken for long enough; each shortage doubles the wait."""
         if (
             time_s - self._past[0][0] < CALM_S
             or time_s - self._pressed_s < AGAIN_S * 2**self._num_pressed
@@ -168,7 +170,7 @@ class MemoryWatch:
         return "relieved"
 
     def _growth(self) -> float:
-        """Share that is taken more in each second."""
+        """Growth of the share that is taken, per second."""
         time_s, present = self._past[-1]
         if time_s - self._past[0][0] < SHORTEST_S:
             return 0.0
@@ -176,14 +178,14 @@ class MemoryWatch:
         return max(0.0, present - before) / max(SHORTEST_S, time_s - begun_s)
 
     def _begun(self) -> tuple[float, float]:
-        """When growth began, as far as is known, and the share taken then."""
+        """When growth began, as far as known, and the share that was taken then."""
         return max(
             ((when_s, taken) for when_s, taken in self._past if taken < GROWN / 2),
             default=self._past[0],
         )
 
     def applied(self, pricing: Pricing) -> Pricing:
-        """Prices with the memory that is left."""
+        """The pricing with the memory that is left."""
         capacity = pricing.cluster.accelerator.memory_bytes
         if not self.taken or capacity is None:
             return pricing
@@ -194,7 +196,7 @@ class MemoryWatch:
 
 
 def _newest(observation: Observation, name: str) -> float:
-    """Of a reading that counts; NaN: it says nothing."""
+    """Newest value of a reading, extrapolated from its median; NaN: the reading is not usable."""
     reading = observation.reading(name)
     if reading.quality != "good" or reading.value is None or (reading.spread or 0.0) > WIDEST:
         return math.nan

@@ -1,7 +1,7 @@
-"""All plans worth weighing at a moment, each on devices that can be used there.
+"""Finds the plans worth considering now, each on a set of usable devices.
 
-Where devices are lost, what is left; where a process is slow, also all but it; where one was left
-out, also all with it, as if it had recovered.
+If devices are lost, the remaining ones are considered; if a process is slow, also all devices
+without its own; if a process was excluded, also all devices with its own, as if it had recovered.
 """
 
 from collections.abc import Iterator, Sequence
@@ -27,35 +27,35 @@ from optimus_jax.planning.learning.calibrate import Calibration
 from optimus_jax.planning.search.search import Pricing
 
 STAGED = ("1f1b", "interleaved")
-"""Schedules, which only plans with stages have: few large ones, whose layers can be dealt out
+"""Pipeline schedules, which are searched separately: few large stages, whose layers can be divided
 finely, or many small ones."""
 SPARED = 8
-"""Plans with fewer layers for slow stages that are weighed, the fastest by the cost model."""
+"""Number of plans with fewer layers on slow stages to consider, the fastest by the cost model."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class UsableDevices:
-    """A set of usable devices, with its conditions and the costs of plans on it."""
+    """A set of usable devices, with its conditions and the pricing of plans on it."""
 
     conditions: Conditions
-    """Present ones there."""
+    """Present conditions of these devices."""
     profiled: Pricing
-    """What plans cost there as profiled, with all the memory."""
+    """Pricing by the hardware profile, with all the memory."""
     pricing: Pricing
-    """What plans cost there in present conditions."""
+    """Pricing in present conditions."""
     setting: str
-    """Names those conditions, and the batch."""
+    """Name of those conditions and the batch."""
     normal: Pricing
-    """What they cost there in normal conditions."""
+    """Pricing in normal conditions."""
     without: frozenset[int]
-    """Ids of the other devices."""
+    """Ids of the devices that are not in the set."""
     likely: float = 1.0
-    """Probability that conditions there are as priced."""
+    """Probability that conditions are as priced."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Offer:
-    """A plan, and the devices that it would use."""
+    """A plan and the devices that it would use."""
 
     plan: Plan
     place: UsableDevices
@@ -63,28 +63,28 @@ class Offer:
 
 @dataclass(frozen=True, kw_only=True)
 class Standing:
-    """What a run is under."""
+    """The plan of a run, and the devices that it does not use."""
 
     plan: Plan
     without: frozenset[int] = frozenset()
-    """Ids of devices that it does not use."""
+    """Ids of devices that the run does not use."""
     excluded: ExcludedDevices | None = None
-    """Of these, a slow process."""
+    """Those of them that belong to an excluded slow process; None: there is none."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class View:
-    """All that says which devices can be used, and what plans cost there."""
+    """What decides which devices can be used, and what plans cost on them."""
 
     batch: Batch
     time_s: float
     conditions: Conditions
-    """Present ones."""
+    """Present conditions."""
     normal: Conditions
     lost: frozenset[int]
-    """Ids of devices."""
+    """Ids of lost devices."""
     slow: frozenset[int]
-    """Ids of a slow process's devices that the run uses."""
+    """Ids of the devices of a slow process that the run uses."""
     excluded: ExcludedDevices | None
     memory: MemoryWatch
 
@@ -93,11 +93,11 @@ class Options:
     """Finds offers for one run.
 
     Args:
-      prices: of the run.
-      searches: what is best on given devices.
-      keeps_devices: whether all devices stay in use whatever is wrong with them: a process without
-        one would have nothing to run.
-      allow: meshes that the user has listed; empty: all.
+      prices: the prices of the run's plans.
+      searches: find the best plans on given devices.
+      keeps_devices: whether all devices stay in use whatever is wrong with them, because a process
+        without devices would have nothing to run.
+      allow: meshes that the user allows; empty: all.
     """
 
     def __init__(
@@ -124,12 +124,14 @@ class Options:
         *,
         mandatory: bool,
     ) -> list[Offer] | None:
-        """Every plan worth weighing; None: a search is still at work.
+        """Every plan worth considering; None: a search is still running.
 
         Args:
+          view: the usable devices and present conditions.
+          standing: the present plan and devices, which are left out of the result.
           known: plans that the run was under, or that were tried.
-          learnt: how far off the cost model's terms are.
-          mandatory: what the user fixed is given up where nothing else can be had.
+          learnt: learnt corrections of the cost model's terms.
+          mandatory: ignore the layout that the user fixed if no plan is found with it.
         """
         offers: dict[tuple[str, frozenset[int]], Offer] = {}
         for place in self._places(view):
@@ -149,8 +151,8 @@ class Options:
         return list(offers.values())
 
     def back(self, view: View, before: Standing) -> list[Offer]:
-        """The plan that the run was under, on the devices that it used; empty if that cannot be
-        had.
+        """The plan that the run was under before, on the devices that it used; empty if it cannot
+        run there.
         """
         priced, conditions = self._prices.of(view.batch), view.conditions
         if view.excluded is not None and not view.excluded.devices <= before.without:
@@ -174,7 +176,7 @@ class Options:
         return [Offer(plan=before.plan, place=place)] if can_be else []
 
     def _places(self, view: View) -> Iterator[UsableDevices]:
-        """Sets of devices that can be used."""
+        """The sets of devices that can be used."""
         priced, conditions, lost = self._prices.of(view.batch), view.conditions, view.lost
         places = [(lost, conditions, 1.0)]
         if self._keeps_devices:
@@ -196,8 +198,8 @@ class Options:
     def _rebalanced(
         self, plans: list[Plan], place: UsableDevices, view: View, learnt: Calibration
     ) -> list[Plan] | None:
-        """Of these plans and of the best with stages, those that spare a slow process; None: a
-        search is still at work.
+        """These plans and the best plans with stages, rebalanced to give a slow process fewer
+        layers; None: a search is still running.
         """
         conditions, config = place.conditions, place.pricing.config
         if conditions.skew == 1 or conditions.slow_part == ANYWHERE:
@@ -229,7 +231,7 @@ class Options:
 
     @staticmethod
     def _felt(place: UsableDevices, plan: Plan, view: View) -> UsableDevices:
-        """The place as a plan feels it whose slow stages have fewer layers."""
+        """The place with the skew that affects this plan: less if slow stages have fewer layers."""
         felt = place.conditions.felt_by(plan)
         return (
             place
@@ -280,11 +282,12 @@ class Options:
         schedule: str = "",
         free: bool = False,
     ) -> list[Plan] | None:
-        """What a search finds there; None: it is still at work.
+        """The plans that a search finds for this place; None: it is still running.
 
         Args:
-          mesh, schedule: only plans with this one; None, empty: all.
-          free: what the user fixed does not count.
+          mesh: only plans with this mesh; None: all.
+          schedule: only plans with this schedule; empty: all.
+          free: ignore the layout that the user fixed.
         """
         pricing = replace(place.pricing, calibration=learnt)
         only = {"parallel.mesh": mesh and str(mesh), "parallel.schedule": schedule}
@@ -308,7 +311,7 @@ class Options:
     def _known(
         place: UsableDevices, view: View, standing: Standing, known: list[Plan]
     ) -> list[Plan]:
-        """Known plans, and other executables for the run's state, that fit there."""
+        """Known plans that are legal and fit there, and other executables for the run's state."""
         here = [
             plan
             for plan in known

@@ -1,5 +1,5 @@
-"""Parts of a run with batches of their own that are known beforehand: batch-size ramps, curricula
-of sequence lengths.
+"""Batch phases: planned parts of a run with another batch shape, as in batch-size ramps and
+sequence-length curricula.
 """
 
 from collections.abc import Sequence
@@ -8,27 +8,27 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class BatchPhase:
-    """A part of the run with its own batches."""
+    """A part of the run with its own batch shape."""
 
     first_step: int
-    """Its first step, counted from 1."""
+    """First step of the phase, counted from 1."""
     global_batch: int
-    """Examples of a step."""
+    """Examples per step."""
     seq_len: int
-    """Tokens of an example."""
+    """Tokens per example."""
 
     @property
     def steps_before(self) -> int:
-        """Done when it begins."""
+        """Number of steps done before the phase begins."""
         return self.first_step - 1
 
 
 class BatchPhases:
-    """Those of one run.
+    """The batch phases of one run.
 
     Args:
-      phases: in order; may be empty. Those that begin after the run's end do not count.
-      num_steps: of the run.
+      phases: in order; may be empty. Phases that begin after the run's end are ignored.
+      num_steps: number of steps of the run.
     """
 
     def __init__(self, phases: Sequence[BatchPhase], num_steps: int) -> None:
@@ -39,12 +39,12 @@ class BatchPhases:
         self._looked_at: set[BatchPhase] = set()
 
     def steps_left(self, step: int) -> int:
-        """Of the phase that the step after `step` is in."""
+        """Steps left after `step` in the phase of the next step."""
         ends = [phase.steps_before for phase in self._phases if phase.steps_before > step]
         return max(0, min([*ends, self._num_steps]) - step)
 
     def near(self, step: int, lead_steps: float) -> BatchPhase | None:
-        """One that begins within `lead_steps`, and is told of once; None: there is none."""
+        """A phase that begins within `lead_steps`; None: there is none. Returns each phase once."""
         for phase in self._phases:
             if phase not in self._looked_at and 0 <= phase.steps_before - step <= lead_steps:
                 self._looked_at.add(phase)

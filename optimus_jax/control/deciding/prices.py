@@ -1,5 +1,5 @@
-"""What plans of one run cost, by batch and conditions: the cost model's figures, as the predictor
-and the search are asked.
+"""Cost model prices of one run's plans, by batch and conditions, in the form that the predictor and
+the search take.
 """
 
 import hashlib
@@ -15,14 +15,14 @@ from optimus_jax.planning.learning.beliefs import Query
 from optimus_jax.planning.search.search import Pricing
 
 Batch = tuple[int, int]
-"""Examples of a step, tokens of an example."""
+"""Examples per step, tokens per example."""
 
 
 class Prices:
-    """Prices of a run.
+    """Cached prices of one run's plans.
 
     Args:
-      base: in its first phase, in the conditions of the hardware profile.
+      base: pricing of the first phase, in the conditions of the hardware profile.
     """
 
     def __init__(self, base: Pricing) -> None:
@@ -33,11 +33,11 @@ class Prices:
 
     @property
     def first_batch(self) -> Batch:
-        """Of the first phase."""
+        """Batch shape of the first phase."""
         return self.base.config.data.global_batch, self.base.config.seq_len
 
     def of(self, batch: Batch) -> Pricing:
-        """With such batches."""
+        """The pricing for this batch shape."""
         if batch not in self._of:
             config = self.base.config
             data = replace(config.data, global_batch=batch[0], seq_len=batch[1])
@@ -49,9 +49,9 @@ class Prices:
         return self._of[batch]
 
     def log_time(self, plan: Plan, batch: Batch, conditions: Conditions) -> float:
-        """Logarithm of a step's seconds by the cost model.
+        """Logarithm of the step time in seconds, by the cost model.
 
-        Raises PlanError where a link's speed is unknown.
+        Raises PlanError if the speed of a link is unknown.
         """
         key = (plan, batch, conditions)
         if key not in self._log_times:
@@ -61,8 +61,8 @@ class Prices:
         return self._log_times[key]
 
     def memory_share(self, plan: Plan, batch: Batch) -> float | None:
-        """Of a device's memory, what the plan is estimated to need; None: it is not known how much
-        there is.
+        """Estimated share of a device's memory that the plan needs; None: the memory size is
+        unknown.
         """
         key = (plan, batch)
         if key not in self._memory_shares:
@@ -74,13 +74,13 @@ class Prices:
 
 
 def setting(batch: Batch, conditions: Conditions) -> str:
-    """Names batch and conditions, in logs and in what is learnt."""
+    """Name of a batch shape and conditions, for logs and as a key of learnt values."""
     slow = ", ".join(f"{name} x {factor:g}" for name, factor in conditions.as_json().items())
     return f"{batch[0]} x {batch[1]} tokens" + (f", {slow}" if slow else "")
 
 
 def query(plan: Plan, pricing: Pricing, named: str, regime: int = 0) -> Query:
-    """What a predictor is asked about a plan. Raises PlanError where a link's speed is unknown."""
+    """The predictor's query for a plan. Raises PlanError if the speed of a link is unknown."""
     return Query(
         plan=f"{plan.digest} of {_digest(pricing.config.model)}",
         setting=named,
@@ -91,5 +91,5 @@ def query(plan: Plan, pricing: Pricing, named: str, regime: int = 0) -> Query:
 
 @lru_cache(maxsize=64)
 def _digest(model: ModelConfig) -> str:
-    """Names the model in what is learnt: another one may take another time under the same plan."""
+    """Name of the model in learnt values: step times under one plan differ between models."""
     return hashlib.sha256(repr(model).encode()).hexdigest()[:12]

@@ -1,18 +1,18 @@
-"""Plans that failed: each is left alone for a while, twice as long after every further failure."""
+"""Quarantine of failed plans: exponential backoff, doubled with every failure of a plan."""
 
 import math
 
 from optimus_jax.plan import Plan
 
 LONGEST = 10
-"""Doublings after which it does not become longer."""
+"""Largest number of doublings."""
 
 
 class Quarantine:
-    """Which plans are not to be tried now.
+    """Tracks plans that must not be tried now.
 
     Args:
-      steps: of the first quarantine.
+      steps: base length of a quarantine; the first one is twice as long.
     """
 
     def __init__(self, steps: int) -> None:
@@ -20,20 +20,20 @@ class Quarantine:
         self._failures: dict[str, tuple[int, int, str]] = {}
 
     def add(self, plan: Plan, step: int, why: str = "it was slower than the plan before") -> None:
-        """It failed at this step."""
+        """Record that the plan failed at this step."""
         number = self._failures.get(plan.digest, (0, 0, ""))[0] + 1
         self._failures[plan.digest] = (number, step + self._steps * 2 ** min(number, LONGEST), why)
 
     def first_end(self, step: int) -> float:
-        """The first step after this one from which on a plan may be tried that may not be now;
-        infinite: there is none.
+        """The next step at which the quarantine of a plan ends; infinite: no plan is in
+        quarantine.
         """
         return min(
             (until for _, until, _ in self._failures.values() if until > step), default=math.inf
         )
 
     def why(self, plan: Plan, step: int) -> str:
-        """Why it is not to be tried at this step; empty: it may be."""
+        """Why the plan must not be tried at this step; empty: it may be tried."""
         number, until, why = self._failures.get(plan.digest, (0, 0, ""))
         return (
             f"failed {number} times ({why}), not again before step {until}" if step < until else ""

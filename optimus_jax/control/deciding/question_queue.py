@@ -45,8 +45,8 @@ class QuestionQueue:
         self._review_step, self._review_s = math.inf, math.inf
 
     def put(self, asked: Question) -> None:
-        """Open this one; behind what has to be answered, or belongs to a boundary, all that is not
-        mandatory waits.
+        """Open this question. If the open one is pressing and this one is not mandatory, this one
+        waits.
         """
         if self.question is not None and self.question.is_pressing and not asked.mandatory:
             self._later = asked
@@ -54,39 +54,39 @@ class QuestionQueue:
             self.question = asked
 
     def answer(self, *, is_switch: bool) -> None:
-        """The open one has its answer. If that is a switch, it is an answer to what waits too."""
+        """Close the open question and open the waiting one. A switch answers both."""
         self.question, self._later = None if is_switch else self._later, None
 
     def enter(self, batch: Batch) -> None:
-        """Another batch has begun: what was asked about its boundary is asked about now."""
+        """Begin another batch: the open question is now about it, the waiting one is dropped."""
         if self.question is not None:
             self.question = replace(self.question, batch=batch, at_step=None)
         self._later = None
 
     def reopen(self) -> None:
-        """The switch that was decided is not to be had: what forced it is asked again, and all else
-        is dropped.
+        """After a decided switch turned out impossible, ask the mandatory question behind it again
+        and drop all others.
         """
         self.question, self._later = self.forced, None
 
     def clear(self, review_step: float) -> None:
-        """Drop all that was asked, and look again at this step."""
+        """Drop all questions and set the next review to this step."""
         self.question = self._later = None
         self._review_step, self._review_s = review_step, math.inf
 
     def postpone(self, review_step: float) -> None:
-        """Do not look again before this step, unless that is due by the clock."""
+        """Move the next review by step to this step. A review by the clock stays due."""
         self._review_step = review_step
 
     def look_again(self, *, step: float = math.inf, time_s: float = math.inf) -> None:
-        """At this step or time at the latest."""
+        """Schedule a review at this step or time at the latest."""
         self._review_step, self._review_s = (
             min(self._review_step, step),
             min(self._review_s, time_s),
         )
 
     def is_review_due(self, step: int, time_s: float) -> bool:
-        """Whether it is time to look again. It says so once."""
+        """Whether a review is due. Returns True once per scheduled review."""
         if step < self._review_step and time_s < self._review_s:
             return False
         self._review_step = self._review_s = math.inf

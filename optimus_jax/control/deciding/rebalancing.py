@@ -1,8 +1,8 @@
-"""Fewer layers for stages that are slow: where one process computes more slowly than the others,
-all stages wait for its own.
+"""Gives slow pipeline stages fewer layers. If one process computes more slowly than the others, all
+stages wait for its stage.
 
-Rows cannot be dealt out unevenly: every process runs the same program on shards of the same shape.
-Layers can.
+Layers can be divided unevenly. Rows cannot, because every process runs the same program on shards
+of the same shape.
 """
 
 import heapq
@@ -12,14 +12,14 @@ from dataclasses import replace
 from optimus_jax.plan import Plan
 
 SlowPart = tuple[float, float]
-"""Where a slow process's devices lie among those of a mesh, in its order: shares from 0 to 1, first
-and last."""
+"""Position of a slow process's devices in mesh order: where they begin and end, as shares of all
+devices from 0 to 1."""
 ANYWHERE: SlowPart = (0.0, 1.0)
-"""Nobody knows where."""
+"""The position is unknown."""
 
 
 def stage_factors(plan: Plan, slow_part: SlowPart, skew: float) -> list[float]:
-    """Of each stage's devices, how many times as long as usual they compute."""
+    """Factor on the compute time of each stage."""
     pipe, (first, last) = plan.axes.pipe, slow_part
     return [
         skew if first < (stage + 1) / pipe and last > stage / pipe else 1.0 for stage in range(pipe)
@@ -27,20 +27,20 @@ def stage_factors(plan: Plan, slow_part: SlowPart, skew: float) -> list[float]:
 
 
 def felt_skew(plan: Plan, slow_part: SlowPart, skew: float) -> float:
-    """How many times as long as on sound devices the slowest stage of `plan` computes: less than
-    `skew` if the slow stages have fewer layers.
+    """Factor on the compute time of the slowest stage of `plan`: less than `skew` if the slow
+    stages have fewer layers.
     """
     if plan.pipeline is None:
         return skew
     layers, factors = plan.pipeline.layers_per_stage, stage_factors(plan, slow_part, skew)
-    # Virtual stages are dealt out to devices in turn.
+    # Virtual stages are assigned to devices round-robin.
     times = [number * factors[place % plan.axes.pipe] for place, number in enumerate(layers)]
     return max(times) / max(layers)
 
 
 def rebalanced(plan: Plan, slow_part: SlowPart, skew: float) -> Plan | None:
-    """The plan with its layers dealt out such that the slowest stage is as fast as can be; None:
-    that is how they are, or there are no stages.
+    """The plan with its layers divided so that the slowest stage is as fast as possible; None: they
+    already are, or the plan has no stages.
     """
     if plan.pipeline is None:
         return None
@@ -59,8 +59,8 @@ def rebalanced(plan: Plan, slow_part: SlowPart, skew: float) -> Plan | None:
 
 
 def _dealt_out(num_layers: int, factors: Sequence[float]) -> tuple[int, ...]:
-    """At least one for each; every further one goes where it does least harm, which is exact
-    (pipeline/partition.py).
+    """Number of layers of each stage, at least one. Each further layer goes to the stage that is
+    fastest with it, which is optimal (pipeline/partition.py).
     """
     layers = [1] * len(factors)
     queue = [(2 * factor, -place) for place, factor in enumerate(factors)]

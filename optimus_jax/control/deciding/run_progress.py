@@ -10,7 +10,7 @@ class RunProgress:
     """Steps done, time spent and expected total time of one run.
 
     Args:
-      num_steps: of the whole run.
+      num_steps: number of steps of the whole run.
     """
 
     def __init__(self, num_steps: int) -> None:
@@ -36,8 +36,8 @@ class RunProgress:
         return "begins" if is_first else "goes back" if goes_back else "goes on"
 
     def whole_s(self, regime: Regime, step_time_s: float, usual_s: float) -> float:
-        """Expected time of the whole run under the plan that it is under: steps take `step_time_s`
-        as long as the regime lasts, and `usual_s` from then on.
+        """Expected time of the whole run if it keeps its plan: steps take `step_time_s` as long as
+        the regime lasts, and `usual_s` afterwards.
         """
         steps_left = max(0, self._num_steps - self.step)
         disturbed_s = regime.expected_s(steps_left * step_time_s)

@@ -1,5 +1,5 @@
-"""Which switches a run may still make: how many, how soon after the last, for how much time, and
-for how large a gain.
+"""Limits on further switches of a run: their number, the cooldown after the last one, the time they
+may take, and the required gain.
 """
 
 import math
@@ -7,29 +7,29 @@ import math
 from optimus_jax.config import ControlConfig
 
 FRO = 10.0
-"""What a gain has to be worth more after each going to and fro."""
+"""Factor on the required gain for each return to a plan that the run had left."""
 FORGOTTEN_S = 3600.0
-"""Time in which caution after going to and fro falls to a third, as a power of FRO."""
+"""Time constant, in seconds, with which the exponent of FRO decays after a return."""
 
 
 class SwitchBudget:
-    """Of one run.
+    """The limits on further switches of one run.
 
     Args:
-      settings: of the user.
+      settings: the user's settings.
     """
 
     def __init__(self, settings: ControlConfig) -> None:
         self._settings = settings
         self.num_switches = 0
-        """That the run had a choice about."""
+        """Number of switches made by choice."""
         self._last_step, self._cool_steps = 0, 0
         self._returned_s: list[float] = []
 
     def cool(self, step: int, *, by_choice: bool) -> None:
-        """One was made or failed after this step.
+        """Begin the cooldown of a switch that was made or failed after this step.
 
-        After one that had to be, the next may come as soon as step times are known.
+        After a mandatory switch, the next one may come as soon as step times are known.
         """
         self._last_step = step
         self._cool_steps = (
@@ -39,17 +39,17 @@ class SwitchBudget:
         )
 
     def rewind(self, step: int) -> None:
-        """The run goes on after this step, from a checkpoint: what was done later is done once
-        more, and cooling down begins here.
+        """The run resumes after this step from a checkpoint, and repeats later steps. The cooldown
+        begins here if its switch came later.
         """
         self._last_step = min(self._last_step, step)
 
     def cool_until(self, slowed: float = 1.0) -> int:
-        """Step before which no other is made by choice.
+        """Step before which no other switch is made by choice.
 
         Args:
-          slowed: what a step takes over what it takes in normal conditions: cooling down is meant
-            to last as long as so many normal steps.
+          slowed: step time over that in normal conditions. The cooldown is meant to last as long
+            as its number of normal steps.
         """
         return self._last_step + max(
             min(2 * self._settings.canary_steps, self._cool_steps),
@@ -57,16 +57,18 @@ class SwitchBudget:
         )
 
     def switched(self, time_s: float, *, by_choice: bool, is_return: bool) -> None:
-        """One was made.
+        """Record a switch.
 
         Args:
-          is_return: to a plan that the run had left of its own accord.
+          time_s: when it was made, on the run's clock.
+          by_choice: whether the run had a choice.
+          is_return: whether it went back to a plan that the run had left by choice.
         """
         self.num_switches += by_choice
         self._returned_s += [time_s] * (by_choice and is_return)
 
     def too_many(self) -> str:
-        """Why there may be no more; empty: there may."""
+        """Why no further switch is allowed; empty: one is."""
         most = self._settings.max_switches
         return (
             f"{most} switches are the most that the settings allow"
@@ -75,18 +77,16 @@ class SwitchBudget:
         )
 
     def too_soon(self, step: int, slowed: float = 1.0) -> str:
-        """Why there may be none after this step; empty: there may. `slowed` as for `cool_until`."""
+        """Why no switch is allowed yet at this step; empty: one is. `slowed` as in `cool_until`."""
         until = self.cool_until(slowed)
         return f"cooling down after a switch, until step {until}" if step < until else ""
 
     def caution(self, time_s: float) -> float:
-        """FRO times as much for every time that the run went back to a plan, as long as that is not
-        forgotten.
-        """
+        """Factor on the required gain: FRO for every return to a plan, decaying with time."""
         return FRO ** sum(
             math.exp(-(time_s - returned_s) / FORGOTTEN_S) for returned_s in self._returned_s
         )
 
     def budget_s(self, whole_s: float, spent_s: float) -> float:
-        """What switches may still take of a run that takes `whole_s`."""
+        """Time that switches may still take in a run that takes `whole_s`."""
         return self._settings.budget_share * whole_s - spent_s

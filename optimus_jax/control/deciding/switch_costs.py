@@ -1,8 +1,8 @@
-"""What switches cost: how long a run is delayed by one, before any has been made and after.
+"""Expected costs of switches: how long a switch delays the run.
 
-A delay is the sum of a part that depends on the state that moves and of fixed parts by switch
-method. How far off these expectations are is learnt from the switches that were made, as a factor
-for each method and one for all.
+A delay is the sum of fixed parts, which depend on the switch method, and a part that depends on the
+size of the state to move. Measured switches correct these expectations by a factor for each method
+and one for all methods.
 """
 
 import math
@@ -16,57 +16,61 @@ from optimus_jax.planning.profiles.cluster import Cluster
 from optimus_jax.planning.search.search import Pricing
 
 MOVE_SHARE = 0.3
-"""Of a link's speed, that moving the state is expected to reach."""
+"""Share of a link's speed that moving the state is expected to reach."""
 MOVE_BYTES_PER_S = 1e9
-"""Where the speed of links is unknown."""
+"""Expected speed of moving the state if the speed of links is unknown."""
 CHECKPOINT_BYTES_PER_S = 1e9
-"""Each host's, to and from disk."""
+"""Speed of each host to and from disk."""
 REBALANCED = 0.5
-"""Of the state, what moves when stages of the same mesh get other layers: neighbours hand over
+"""Share of the state that moves when stages of the same mesh get other layers: neighbours exchange
 some."""
 OWN = 0.5
-"""Weight of a method's own experience against that of all switches: how many of its own switches
-count as much as one of all."""
+"""Weight of the factor of all methods in that of one method, as a number of switches of the
+method."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SwitchCosts:
-    """Expectations before any switch was made.
+    """Expected costs before any switch was made.
 
-    Guesses, to be replaced by what the first switches take.
+    These are guesses, which the first measured switches correct.
     """
 
     prepare_s: float = 30.0
-    """From the decision until a switch can be made, where it has to be compiled; steps go on
+    """Time from the decision until a switch that has to be compiled can be made. Steps go on
     meanwhile."""
     compile_tax_s: float = 3.0
-    """What compiling in the background takes from the steps that go on meanwhile."""
+    """Time that compiling in the background costs the steps that go on meanwhile."""
     stop_s: float = 1.0
-    """Until all processes stand at a step boundary, and to go on."""
+    """Time to stop all processes at a step boundary, and to resume."""
     verify_s: float = 1.0
-    """Checksums."""
+    """Time to verify checksums."""
     first_steps_s: float = 2.0
-    """What the first steps of an executable take beyond their time. Not a part of the delay that a
-    switch reports, which ends before them."""
+    """Extra time of an executable's first steps. It is no part of the delay that a switch reports,
+    which ends before them."""
     restart_s: float = 90.0
-    """Processes end and start again, restore and compile."""
+    """Time for processes to end, start again, restore and compile."""
     subset_restarts: bool = True
-    """Whether processes have to start again for other devices; a single one moves the state to them
-    in memory."""
+    """Whether processes have to restart to use another set of devices. A single process moves the
+    state in memory."""
     failure: float = 0.05
-    """Probability that a switch is taken back, and costs twice for nothing."""
+    """Probability that a switch is rolled back, which costs its time again for nothing."""
 
 
 class CostModel:
-    """Expected delays, corrected by those that were measured."""
+    """Expected delays of switches, corrected by measured ones.
+
+    Args:
+      costs: the expectations to begin with; None: the defaults.
+    """
 
     def __init__(self, costs: SwitchCosts | None = None) -> None:
         self._costs = costs or SwitchCosts()
         self._seen: dict[SwitchMethod | None, list[float]] = {}
-        """Logarithms of measured over expected, by switch method; None: all."""
+        """Logarithms of measured over expected delay, by switch method; None: all methods."""
         self._prepared_s: list[float] = []
         self.spent_s = 0.0
-        """On the switches so far that the run had a choice about, and on what came to nothing."""
+        """Time spent so far on switches made by choice and on attempts that failed."""
 
     def expected_s(
         self,
@@ -77,13 +81,14 @@ class CostModel:
         *,
         compiled: bool,
     ) -> float:
-        """Delay by a switch, the risk that it fails included.
+        """Expected delay by a switch, including the risk of a rollback.
 
         Args:
-          old: to switch from.
-          plan: to switch to.
-          pricing: of the devices that it uses.
-          compiled: its executable is still there.
+          switch_method: the method of the switch.
+          old: the plan to switch from.
+          plan: the plan to switch to.
+          pricing: pricing on the devices that `plan` uses.
+          compiled: whether the executable of `plan` is still kept.
         """
         delay_s = self._prior_s(
             switch_method, old, plan, pricing, compiled=compiled
@@ -91,15 +96,15 @@ class CostModel:
         return (delay_s + self._costs.first_steps_s) * (1 + self._costs.failure)
 
     def prepare_s(self, switch_method: SwitchMethod, *, compiled: bool) -> float:
-        """Expected from a decision until its switch can be made, steps going on meanwhile: nothing
-        where processes start again, which compile then.
+        """Expected time from a decision until its switch can be made, while steps go on. It is 0 if
+        processes restart, since they compile then.
         """
         if compiled or self._restarts(switch_method):
             return 0.0
         return statistics.median(self._prepared_s) if self._prepared_s else self._costs.prepare_s
 
     def prepared(self, time_s: float) -> None:
-        """One that had to be compiled was ready after this time."""
+        """Record the time until a switch that had to be compiled was ready."""
         if 0 <= time_s < math.inf:
             self._prepared_s.append(time_s)
 
@@ -114,12 +119,13 @@ class CostModel:
         delay_s: float,
         counts: bool = True,
     ) -> None:
-        """A switch took so long, what compiling took from steps included and its first steps not.
-
-        What makes no sense is left out.
+        """Learn from a measured switch. Impossible delays are ignored.
 
         Args:
-          counts: the run had a choice, so that its budget pays for it.
+          switch_method, old, plan, pricing, compiled: as in `expected_s`.
+          delay_s: measured delay, with the time that compiling cost other steps, without the extra
+            time of the first steps.
+          counts: whether the budget pays for it, because the run had a choice.
         """
         if not math.isfinite(delay_s) or delay_s < 0:
             return
@@ -131,7 +137,7 @@ class CostModel:
             self._seen.setdefault(key, []).append(off)
 
     def charge(self, time_s: float) -> None:
-        """So much more was spent."""
+        """Add to the time spent."""
         self.spent_s += time_s if math.isfinite(time_s) else 0.0
 
     def _restarts(self, switch_method: SwitchMethod) -> bool:
@@ -161,8 +167,8 @@ class CostModel:
         return fixed_s + costs.verify_s + costs.restart_s + 2 * host_bytes / CHECKPOINT_BYTES_PER_S
 
     def _factor(self, switch_method: SwitchMethod) -> float:
-        """Measured over expected cost of this method, shrunk towards that of all methods, which is
-        shrunk towards 1: one switch corrects half of the error.
+        """Measured over expected cost of the method, shrunk towards that of all methods, which
+        is itself shrunk towards 1: one switch corrects half of the error.
         """
 
         def drawn(offs: list[float], towards: float, weight: float) -> float:
@@ -174,11 +180,11 @@ class CostModel:
 
 
 def _host_bytes(plan: Plan, pricing: Pricing) -> float:
-    """What a host writes to a checkpoint, and reads: what its devices hold, copies of the same
-    once.
+    """Bytes that a host writes to a checkpoint, and reads from it: the state on its devices, each
+    copy counted once.
     """
     size, memory, axes = pricing.cluster.devices_per_host, pricing.memory(plan), plan.axes
-    # devices of a host with the same part of each layer, for tensor is innermost in a mesh
+    # devices of a host with the same part of each layer: tensor is innermost in a mesh
     beyond_tensor = max(1, size // axes.tensor)
 
     def copies(is_split: bool) -> int:
@@ -192,8 +198,8 @@ def _host_bytes(plan: Plan, pricing: Pricing) -> float:
 
 
 def from_other_hosts(old: Plan, cluster: Cluster) -> float:
-    """Share of what a device gets in a move that is not on its host under `old`: none where each
-    host holds a whole copy of the state.
+    """Share of the bytes a device receives in a move that are not on its host under `old`: 0 if
+    each host holds a whole copy of the state.
     """
     return 1 - 1 / cluster.hosts_crossed(
         old.axes, (PIPE, TENSOR, FSDP) if old.zero else (PIPE, TENSOR)

@@ -59,44 +59,44 @@ class Watch:
 
     def __init__(self) -> None:
         self.conditions = Conditions()
-        """As they are believed to be."""
+        """The present conditions, as estimated."""
         self.normal = Conditions()
-        """Those of the run's first steps."""
+        """The conditions of the run's first steps."""
         self.regime = 0
         """Number of the unexplained regime; 0: none."""
         self.detector = ChangeDetector()
         self.rejected_signals: dict[str, float] = {}
-        """Factors whose readings are not believed, with what they claim."""
+        """Factors whose readings are rejected, with the values that they claim."""
         self.straggler: int | None = None
-        """The slow process."""
+        """Index of the slow process; None: there is none, or it is unknown."""
         self._strikes: set[str] = set()
         self._first_compute: float | None = None
         self._confirmed: set[str] = set()
-        """Factors of which a reading has been believed."""
+        """Factors of which a reading has been accepted."""
         self._early: set[str] = set()
-        """Factors whose claims were there before step times under this plan had a level."""
+        """Factors claimed before step times under this plan had a level."""
         self.was_so: dict[str, float] = {}
-        """What the last observation made known that may have held from the start."""
+        """Factors that the last observation revealed and that may have held from the start."""
         self._claimed_at: dict[str, int] = {}
         self._has_unconfirmed_claims = False
-        """Whether a few samples claim what step times would feel."""
+        """Whether readings with few samples claim a change that would affect step times."""
         self.changed_s: float | None = None
-        """On the run's clock, when step times last changed, or seemed to, and no reading had said
-        why; None: never."""
+        """When step times last changed, or seemed to, without a reading that explained it, on the
+        run's clock; None: never."""
         self._is_alarmed = False
         """Whether the newest step took far longer than usual."""
         self._lost_s = 0.0
-        """What the steps that changed last, or seemed to, took beyond the usual."""
+        """Extra time of the steps in the last change, or seeming change."""
         self._anchor: float | None = None
-        """Level in these conditions outside unexplained regimes, once one has begun."""
+        """Level before the unexplained regime; None: none has begun, or the level is unknown."""
         self._excess: float | None = None
-        """Of the level over that, when the run left its plan or batch in an unexplained regime:
-        under the next ones it is taken to be as much."""
+        """Level over `_anchor` when the run left a plan or batch in an unexplained regime. It is
+        assumed to be the same under the next ones."""
         self._skipped = self._plan_steps = 0
         self._num_regimes = 0
         self._seen_steps = 0
         self._newest_s = 0.0
-        """Time of the newest step that was shown; none may be, while a plan is compiled."""
+        """Time of the newest observed step; 0: none yet, as while a plan is compiled."""
         self._since_s: float | None = None
         self._durations: dict[bool, Durations] = {}
 
@@ -106,8 +106,8 @@ class Watch:
         return self.regime != 0 or self.conditions.distance(self.normal) > DISTURBED
 
     def regime_at(self, time_s: float) -> Regime:
-        """How long present conditions have held; the normal ones are here to stay until they have
-        ended once.
+        """The present regime: how long it has lasted, and how long such regimes last. Normal
+        conditions are taken to last forever until they have ended once.
         """
         elapsed_s = 0.0 if self._since_s is None else max(0.0, time_s - self._since_s)
         return Regime(elapsed_s=elapsed_s, durations=self._durations.get(self.is_disturbed))
@@ -124,18 +124,18 @@ class Watch:
 
     @property
     def probe_worth_s(self) -> float:
-        """What probes may take that tell why steps have changed."""
+        """Time that probes for the cause of a change of step times may take."""
         return WORTH * max(0.0, self._lost_s)
 
     @property
     def steps_alike(self) -> int:
-        """Newest steps that were done in present conditions; while a change is suspected, those
-        that speak for it.
+        """Number of newest steps in present conditions; while a change is suspected, of those that
+        indicate it.
         """
         return self.detector.suspects or self.detector.count
 
     def leave_out(self, time_s: float) -> None:
-        """The slow process is not used any longer; on the others, conditions are normal."""
+        """Drop the slow process, which is no longer used, from the conditions."""
         self.conditions, self.straggler, self._since_s = (
             self.conditions.without_skew(),
             None,
@@ -143,7 +143,7 @@ class Watch:
         )
 
     def restart(self) -> None:
-        """Another plan or another batch: step times have another level."""
+        """Begin anew for another plan or batch, whose step times have another level."""
         if self.regime and self._anchor is not None and self.detector.level is not None:
             self._excess = self.detector.level - self._anchor
         self.detector, self._skipped, self._plan_steps, self._anchor = ChangeDetector(), 0, 0, None
@@ -157,23 +157,24 @@ class Watch:
         claims: Mapping[str, SignalSummary],
         log_time_of: Callable[[Conditions], float],
     ) -> str:
-        """Take what is new. What has changed, in words; empty: nothing.
+        """Process an observation. Returns what has changed, in words; empty: nothing.
 
         Args:
+          observation: new step times and readings.
           claims: usable readings of factors, by name.
-          log_time_of: logarithm of the present plan's step time in some conditions, by the cost
+          log_time_of: logarithm of the present plan's step time in given conditions, by the cost
             model.
         """
         if self._since_s is None:
             self._since_s = observation.time_s - sum(_sane(observation.step_times_s))
         was_disturbed, before, self.was_so = self.is_disturbed, (self.conditions, self.regime), {}
         change = self._add_steps(observation)
-        if change and not self._is_alarmed:  # or it is known since when already
+        if change and not self._is_alarmed:  # after an alarm the time is known already
             self.changed_s = observation.time_s - self._newest_s * change.num_steps
             self._lost_s = change.num_steps * (math.exp(change.after) - math.exp(change.before))
         news = [self._level_changed(change)] if change else []
         news.append(self._update_from_readings(observation, claims, log_time_of))
-        # What was not understood and now is has been the same all the time.
+        # A regime that a reading now explains has not changed by that.
         is_explained = before[1] != 0 and self.regime == 0 and self.is_disturbed
         if (self.conditions, self.regime) != before and not self.was_so and not is_explained:
             begun_s = observation.time_s - self._newest_s * (change.num_steps if change else RECENT)
@@ -181,7 +182,7 @@ class Watch:
         return "; ".join(filter(None, news))
 
     def _add_steps(self, observation: Observation) -> Change | None:
-        """Into the detector. What has changed."""
+        """Add step times to the detector. Returns a change if one is found."""
         found = None
         for step_time_s in _sane(observation.step_times_s):
             self._newest_s = step_time_s
@@ -243,7 +244,7 @@ class Watch:
             del self._claimed_at[name]
         self._early &= news.keys()
         for name, doubted in list(self.rejected_signals.items()):
-            # It claims again what is believed, or something else than what was doubted.
+            # It agrees with the conditions again, or claims another value than the rejected one.
             if name not in news or abs(math.log(news[name] / doubted)) > OTHER_REGIME:
                 del self.rejected_signals[name]
                 self._claimed_at.pop(name, None)
@@ -271,8 +272,8 @@ class Watch:
         return self._reject(late, news) if late else ""
 
     def _on_grid(self, name: str, value: float) -> float:
-        """On the grid; or what is normal, if it is that as far as readings go: what was measured in
-        normal conditions counts again.
+        """The value on the grid, or the normal value if the two are within the scatter of readings:
+        then measurements in normal conditions apply again.
         """
         on_grid_value, normal = on_grid(value), getattr(self.normal, name)
         return normal if abs(math.log(on_grid_value / normal)) < LEAST[name] else on_grid_value
@@ -280,9 +281,10 @@ class Watch:
     def _groups(
         self, news: Mapping[str, float], log_time_of: Callable[[Conditions], float]
     ) -> list[dict[str, float]]:
-        """Claims that are held against step times together: relatives, each by itself, all.
+        """Groups of claims to compare with step times: each family, each claim alone, and all.
 
-        By itself what is not felt waits for its relatives that are: if those lie, so may it.
+        A claim that would not affect step times is not compared alone while another one of its
+        family would: if that one is wrong, this one may be too.
         """
         families = [
             {name: value for name, value in news.items() if FAMILY[name] == family}
@@ -303,14 +305,13 @@ class Watch:
             name: reading.value for name, reading in claims.items() if reading.value is not None
         }
         if "compute" in values:
-            # What has been so from the start is learnt from step times, which all plans have in
-            # common.
+            # A slowdown from the start affects all plans alike, and is learnt from step times.
             if claims["compute"].quality == "good" and self._first_compute is None:
                 self._first_compute = values["compute"]
             values["compute"] /= self._first_compute or values["compute"]
         if "skew" in values:
             values["skew"] = max(1.0, values["skew"])
-            # A probe of compute on the slow process says the same thing again.
+            # A compute probe on the slow process measures the same slowdown once more.
             skew, more = values["skew"], values.get("compute", 1.0) / self.conditions.compute
             if skew > 1 and abs(math.log(more / skew)) < LEAST["skew"]:
                 values.pop("compute", None)
@@ -331,14 +332,14 @@ class Watch:
         claims: Mapping[str, SignalSummary],
         log_time_of: Callable[[Conditions], float],
     ) -> bool:
-        """Whether to believe these factors."""
+        """Whether to accept these factors."""
         before, after = log_time_of(self.conditions), log_time_of(replace(self.conditions, **group))
         predicted = after - before
         is_good = all(
             claims[name].quality == "good" and FAMILY[name] not in self._strikes for name in group
         )
-        # nothing to hold it against; what is suddenly faster than it ever was needs more than a
-        # word
+        # Step times cannot tell. Accept good readings, but not a factor that is suddenly better
+        # than ever before.
         if abs(predicted) < FELT:
             return is_good and all(
                 name not in self._confirmed or value >= min(1.0, getattr(self.normal, name))
@@ -346,12 +347,11 @@ class Watch:
             )
         if (level := self.detector.recent(RECENT)) is None:
             return False
-        # it may have been so all the time
+        # The factors may have held from the start.
         if self.regime == 0 and (
             not self._confirmed.issuperset(group) or self._early.intersection(group)
         ):
-            # Of a factor that was heard before, what is believed is a reading too, and an older
-            # one.
+            # If a factor was accepted before, that reading is older than this one.
             unsure = UNSURE if not self._confirmed.issuperset(group) else OUTDATED
             return is_good and abs(level - after) <= abs(level - before) + unsure
         if (reference := self._anchor if self.regime else self.detector.level) is None:
@@ -359,7 +359,7 @@ class Watch:
         if self.regime and any(
             (claims[name].time_s or -math.inf) < (self.changed_s or -math.inf) for name in group
         ):
-            return False  # what was so before they changed is not why they have
+            return False  # a reading from before the change cannot explain it
         seen = level - reference
         return AGREES <= seen / predicted <= 1 / AGREES and abs(seen) > self.detector.noise
 
@@ -373,8 +373,8 @@ class Watch:
             abs(log_time_of(replace(self.conditions, **group)) - log_time_of(self.conditions))
             >= FELT
         )
-        # What was heard before was so then, and is otherwise now: only what is heard for the first
-        # time may have been so all the time.
+        # A factor that was accepted before has changed since. Only a factor that is accepted for
+        # the first time may have held from the start.
         self.was_so = (
             {name: value for name, value in group.items() if name not in self._confirmed}
             if self.regime == 0
@@ -404,8 +404,8 @@ class Watch:
         )
 
     def _num_new(self) -> int:
-        """How many of the newest samples belong to conditions that have just been believed: the
-        others are no measure of them.
+        """Number of newest samples that belong to the conditions that have just been accepted. The
+        others do not measure them.
         """
         before, after = self.detector.level, self.detector.recent(RECENT)
         return 0 if before is None or after is None else self.detector.in_a_row(before, after)
@@ -418,12 +418,12 @@ class Watch:
         return "step times contradict the readings of " + " and ".join(doubted)
 
     def _turn(self, was_disturbed: bool, before: Conditions, begun_s: float) -> None:
-        """Another regime may have begun."""
+        """Begin another regime if conditions have changed by enough."""
         if not self._newest_s:  # no step has been seen in any conditions
             return
         if was_disturbed == self.is_disturbed and before.distance(self.conditions) < OTHER_REGIME:
             return
-        if not self.is_disturbed and not self._durations:  # normal conditions have shown themselves
+        if not self.is_disturbed and not self._durations:  # conditions turned out normal
             return
         if not self._durations:
             self._durations = {
