@@ -1,6 +1,6 @@
 """The arrays of a batch: their names, dtypes and shapes.
 
-Every array of a batch, shape of one, and made-up batch follows from this table.
+Real batches, their shapes and synthetic batches are all derived from the table `BATCH_ARRAYS`.
 """
 
 from collections.abc import Mapping
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 Batch = dict[str, np.ndarray]
-"""Arrays on the host, by the names of `BATCH_ARRAYS`."""
+"""Arrays on the host, keyed by the names of `BATCH_ARRAYS`."""
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class BatchArray:
     """Whether its shape is [B, L]; otherwise [B]."""
 
     def shape(self, rows: int, seq_len: int) -> tuple[int, ...]:
-        """Its shape in a batch of `rows` examples."""
+        """The array's shape in a batch of `rows` examples."""
         return (rows, seq_len) if self.per_token else (rows,)
 
 

@@ -1,4 +1,4 @@
-"""Opening files that may be compressed: the last suffix says how."""
+"""Opens files that may be compressed; the last suffix names the compression."""
 
 import bz2
 import gzip
@@ -26,24 +26,25 @@ def _open_zst(path: Path) -> Any:
                 do="pip install 'optimus-jax[zstd]', or decompress the file: zstd -d",
             )
         ) from error
-    # Unlike other libraries this one reads several frames in a row, and tells of one cut short.
+    # Unlike other libraries, this one reads several frames in a row and reports truncated ones.
     return zstd.ZstdFile(path)
 
 
 _READ_BYTES = 1 << 16
-"""Compressed bytes read in one go."""
+"""Compressed bytes per read."""
 _PADDING_UNIT = 4
-"""Zero bytes between and behind streams of .xz come in multiples of this."""
+"""Zero bytes between and after .xz streams come in multiples of this."""
 
 
 class _Streams(io.RawIOBase):
-    """The content of whole streams in a row.
+    """The decompressed content of a file that holds one compressed stream after another.
 
-    BZ2File and LZMAFile take whatever follows the first stream for the end if it is no stream, so
-    a damaged second one would cut the text without a word. Here every byte must be of a stream.
+    BZ2File and LZMAFile stop without an error when the data after the first stream is not a stream,
+    so a damaged second stream would silently truncate the text. Here every byte must belong to a
+    stream.
 
     Args:
-      make: a decompressor of one stream.
+      make: creates the decompressor of one stream.
       is_padded: whether zero bytes may follow a stream, as in .xz.
     Raises:
       EOFError, OSError or lzma.LZMAError on reading: a stream is damaged or cut short.
@@ -52,7 +53,7 @@ class _Streams(io.RawIOBase):
     def __init__(self, path: Path, make: Callable[[], Any], *, is_padded: bool = False) -> None:
         self._file, self._make, self._is_padded = path.open("rb"), make, is_padded
         self._stream: Any = None
-        """The stream that is being read; None before the first and behind each."""
+        """Decompressor of the current stream; None before the first stream and after each one."""
         self._rest, self._num_streams = b"", 0
 
     def readable(self) -> bool:
@@ -78,7 +79,7 @@ class _Streams(io.RawIOBase):
         return 0
 
     def _next_stream(self) -> Any:
-        """What decompresses the stream that follows; None: the file ends."""
+        """The decompressor of the next stream; None at the end of the file."""
         rest, num_zeros = self._rest or self._file.read(_READ_BYTES), 0
         while self._is_padded and self._num_streams and rest.startswith(b"\0"):
             num_zeros += len(rest) - len(rest := rest.lstrip(b"\0"))
@@ -107,17 +108,17 @@ OPENERS: dict[str, Callable[[Path], Any]] = {
     ".zst": _open_zst,
     ".zstd": _open_zst,
 }
-"""By suffix, in lower case."""
+"""Openers by lower-case suffix."""
 
 
 def suffixes_of(path: Path) -> tuple[str, str]:
-    """The suffix that names a file's format, and that of its compression or ""; in lower case."""
+    """The lower-case suffixes of a file's format and of its compression ("" if there is none)."""
     suffix = path.suffix.lower()
     return (path.with_suffix("").suffix.lower(), suffix) if suffix in OPENERS else (suffix, "")
 
 
 def open_file(path: Path) -> BinaryIO:
-    """A file for reading, decompressed on the way.
+    """Open a file for reading, with decompression.
 
     Raises OSError, or DataError if a library is missing.
     """

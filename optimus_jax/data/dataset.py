@@ -40,13 +40,13 @@ class Data:
     held_out: TokenStream | None
     """Tokens to evaluate on; None if data.eval_fraction is 0."""
     tokenizer: Tokenizer
-    """What made the tokens."""
+    """The tokenizer that made the tokens."""
     description: str
-    """All of it in one line."""
+    """Summary in one line."""
     identity: Identity
-    """What tells this data from other data."""
+    """Fingerprint that tells this data from other data."""
     notes: tuple[str, ...] = ()
-    """What was left out or written otherwise than it stands in the files."""
+    """Sentences about text that was left out or changed while reading the files."""
 
 
 def load_data(
@@ -58,17 +58,18 @@ def load_data(
     tokenizer: Tokenizer | None = None,
     by: HeldOutBy | None = None,
 ) -> Data:
-    """Read, tokenize, check and split the data. Token files are mapped, all else is held in memory.
+    """Read, tokenize, check and split the data.
 
-    Shows progress on a terminal, so no other display of `rich` should be live.
+    Token files are mapped into memory; all other data is held in memory. Shows progress on a
+    terminal, so no other `rich` display should be live.
 
     Args:
       seq_len: tokens per example.
-      vocab_size: token ids that the model knows.
-      model_name: what to call the model in messages.
-      tokenizer: that of a run which goes on; None: what the config names.
-      by: how such a run has chosen what it holds out, whatever the files are like now; None:
-        `held_out_by`.
+      vocab_size: number of token ids that the model knows.
+      model_name: name of the model in messages.
+      tokenizer: the tokenizer of a resumed run; None: the one that the config names.
+      by: how a resumed run chose its held-out tokens, which holds whatever the files are now;
+        None: `held_out_by` decides.
     Raises:
       DataError: a source, the tokenizer or a token cannot be used.
     """
@@ -138,15 +139,14 @@ def load_data(
 
 
 def identity_of(stream: TokenStream, headers: Sequence[TokenHeader]) -> Identity:
-    """What tells a stream from others, wherever its files lie: its length and digests of its
-    tokens.
+    """Fingerprint of a stream, whatever its file paths: its length and digests of its tokens.
 
-    Every token counts in them, up to CHECKED_TOKENS of files on disk and without a limit in memory.
-    Of longer files evenly spread blocks are read, and the digests count that scripts/tokenize.py
-    has put down when it wrote them.
+    Every token is hashed if the stream is in memory, or has at most CHECKED_TOKENS on disk. For a
+    longer stream on disk, evenly spread blocks are hashed, together with the digests that
+    scripts/tokenize.py stored in the headers of its files.
     """
     found: Identity = {"tokens": len(stream), "content": content_digest(stream.tokens)}
-    if len(stream) <= DIGEST_TOKENS:  # every one has counted
+    if len(stream) <= DIGEST_TOKENS:  # content_digest has hashed every token
         return found
     if not is_on_disk(stream) or len(stream) <= CHECKED_TOKENS:
         whole = WholeDigest()
@@ -162,7 +162,7 @@ def identity_of(stream: TokenStream, headers: Sequence[TokenHeader]) -> Identity
 def differences(before: Mapping[str, object], now: Mapping[str, object]) -> list[str]:
     """The names in two identities whose values differ.
 
-    What only one of them has says nothing: versions and kinds of files put down different things.
+    A name that only one of them has is ignored: it depends on the version and the kind of files.
     """
     shared = [name for name in before if name in now and name != "held_out_by"]
     return [name for name in shared if before[name] != now[name]]

@@ -7,17 +7,17 @@ import numpy as np
 from optimus_jax.data.joined import JoinedTokens
 
 DIGEST_TOKENS = 1 << 26
-"""Tokens of which every one counts in `content_digest`; a tenth of a second."""
+"""Longest array, in tokens, that `content_digest` hashes completely; takes a tenth of a second."""
 _DIGEST_BLOCKS = 256
-"""Blocks that stand for the others in a digest of more tokens."""
+"""Number of blocks that are hashed in a longer array."""
 
 
 def content_digest(tokens: np.ndarray | JoinedTokens) -> str:
-    """Sixteen hex digits that differ if the tokens do, as far as they are looked at.
+    """Sixteen hex digits that differ if the hashed tokens differ.
 
-    Of more than DIGEST_TOKENS they are those of evenly spread blocks, first and last included;
-    what lies between is `WholeDigest`'s. Runs know their data by these digits, so they stay as they
-    are.
+    Arrays longer than DIGEST_TOKENS are hashed in evenly spread blocks, the first and the last
+    tokens included; `WholeDigest` covers what lies between. Runs recognise their data by this
+    digest, so its definition must not change.
     """
     digest = hashlib.blake2b(str(len(tokens)).encode(), digest_size=8)
     if len(tokens) <= DIGEST_TOKENS:
@@ -33,7 +33,7 @@ def content_digest(tokens: np.ndarray | JoinedTokens) -> str:
 
 
 class WholeDigest:
-    """Sixteen hex digits of every token of a stream that comes in parts; about 1 GB/s."""
+    """Digest (sixteen hex digits) over every token of a stream given in parts; about 1 GB/s."""
 
     def __init__(self) -> None:
         self._digest = hashlib.blake2b(digest_size=8)

@@ -1,9 +1,9 @@
-"""The token that ends a document: which one it is, and how texts are kept from containing it.
+"""Chooses the token that ends a document (eos), and keeps texts from containing it.
 
-The tokenizers library has a switch for special tokens that a text spells out
-(`encode_special_tokens`), but a vocabulary may hold such a token as an ordinary piece too, as those
-of SentencePiece do, merges may form it, a normalizer may write it, and an added token need not be
-called special. So what counts here are the ids that came out.
+The tokenizers library has a switch for special tokens spelled out in a text
+(`encode_special_tokens`), but it does not suffice: a vocabulary may also hold such a token as an
+ordinary piece, as those of SentencePiece do, merges may form it, a normalizer may produce it, and
+an added token need not be marked special. So this module checks the ids that come out.
 """
 
 import json
@@ -28,32 +28,32 @@ EOS_TOKENS = (
     "<|im_end|>",
     "[SEP]",
 )
-"""Names that families of models give to the end of a document.
+"""Names of eos in common model families.
 
-Where nothing says which, the first that exists is taken.
+If nothing else names eos, it is the first of these that the vocabulary has.
 """
 CONFIG = "tokenizer_config.json"
 _TOKENIZER_CONFIGS = (CONFIG, "special_tokens_map.json")
 """Files beside a tokenizer.json that name its special tokens."""
 _LONGEST_SURFACE = 64
-"""Characters of a reserved token's text that other ways to write it are looked for."""
+"""Longest text of a reserved token, in characters, for which ordinary spellings are searched."""
 
 
 @dataclass(kw_only=True)
 class RespellingCounts:
-    """What was done with reserved tokens that came out of texts."""
+    """Counts of what was done with reserved tokens found in texts."""
 
     documents: int = 0
-    """Texts that had some."""
+    """Texts that contained reserved tokens."""
     respelled: int = 0
-    """Tokens written by others with the same text."""
+    """Reserved tokens replaced by ordinary ones."""
     changed: int = 0
-    """Of those, tokens for whose text the vocabulary has only other text."""
+    """Of those, tokens whose exact text the vocabulary cannot write, so that the text differs."""
     dropped: int = 0
-    """Tokens left out, as the vocabulary has no other way to write them."""
+    """Tokens left out because the vocabulary has no other way to write them."""
 
     def notes(self) -> list[str]:
-        """What a user should know of it."""
+        """What a user should know about these counts, in at most one sentence."""
         if not self.documents:
             return []
         changed = (
@@ -77,14 +77,15 @@ class RespellingCounts:
 def choose_eos(
     path: Path, vocabulary: Mapping[str, int], asked: str | None, *, by_list: bool = False
 ) -> tuple[str, str]:
-    """The token that ends a document, and why that one.
+    """The token that ends a document, and the reason for the choice.
 
     Args:
-      path: of the tokenizer.json.
-      asked: its name, if a user has said (data.eos).
-      by_list: whether files beside it are not asked, as in runs begun before they were.
+      path: path of the tokenizer.json.
+      asked: name of the token, if the user gave one (data.eos).
+      by_list: whether to ignore the files beside tokenizer.json, as older versions did; for runs
+        that were begun with them.
     Raises:
-      DataError: there is none, or the one that is named is not in the vocabulary.
+      DataError: no such token is found, or the named one is not in the vocabulary.
     """
     if asked is not None:
         if asked not in vocabulary:
@@ -123,7 +124,7 @@ def choose_eos(
 
 
 def _named_in(file: Path) -> str | None:
-    """The eos_token of a file, None if it is not there or names none."""
+    """The eos_token that a file names; None if the file is missing or names none."""
     try:
         value = json.loads(file.read_bytes())
     except FileNotFoundError:
@@ -154,13 +155,14 @@ def _some_of(vocabulary: Mapping[str, int]) -> str:
 
 
 class Respelling:
-    """Writes reserved tokens of a text by ordinary ones.
+    """Replaces reserved tokens in the ids of a text by ordinary tokens.
 
     Args:
-      tokenizer: of the tokenizers library, with encode_special_tokens on.
-      reserved: bool [vocab_size], ids that no text may contain.
-      dropped: id that must not stay even where nothing else says the same; others then do.
-      unknown: id for what the vocabulary cannot write, None if it has none.
+      tokenizer: a tokenizer of the tokenizers library, with encode_special_tokens on.
+      reserved: bool [vocab_size], True for ids that no text should contain.
+      dropped: reserved id that is left out if ordinary tokens cannot replace it; other reserved
+        ids then stay.
+      unknown: id for text that the vocabulary cannot write; None if there is no such id.
     """
 
     def __init__(
@@ -172,7 +174,7 @@ class Respelling:
         self.found = RespellingCounts()
 
     def __call__(self, text: str, ids: np.ndarray) -> np.ndarray:
-        """`ids` of `text`, or other ids with the same text that hold no reserved one."""
+        """`ids` of `text`, with reserved tokens replaced by ordinary ones with the same text."""
         if not self._reserved[ids].any():
             return ids
         self.found.documents += 1
@@ -198,12 +200,12 @@ class Respelling:
         return np.array(written, ids.dtype)
 
     def _others(self, token: int, surface: str) -> tuple[list[int], bool] | None:
-        """The best ordinary tokens for a reserved one, None if there are none.
+        """The best ordinary ids for a reserved token, and whether they decode to the same text.
 
-        With them, whether they say the same but for spaces: the text, or what the normalizer makes
-        of it.
+        The same text is `surface` or its normalized form; spaces are ignored. None: no ordinary ids
+        can replace the token.
         """
-        if token == self._unknown:  # it says nothing, and there may be millions of texts for it
+        if token == self._unknown:  # it has no text of its own, and may stand for millions of texts
             return None
         normalizer = self._tokenizer.normalizer
         normal = surface if normalizer is None else normalizer.normalize_str(surface)
@@ -226,7 +228,7 @@ class Respelling:
         return best
 
     def _ways(self, name: str, surface: str) -> Iterator[list[int]]:
-        """Ids that may say the same: of two parts of the text, or of each of its characters."""
+        """Yield ids that may decode to the same text: of its two parts, or of each character."""
 
         def by_model(text: str) -> list[int]:
             return [token.id for token in self._tokenizer.model.tokenize(text)]
@@ -234,7 +236,7 @@ class Respelling:
         def by_all(text: str) -> list[int]:
             return self._tokenizer.encode(text, add_special_tokens=False).ids
 
-        # The model alone first: it adds no spaces, as a normalizer would to each part.
+        # The model alone comes first: it adds no spaces; a normalizer may add one to each part.
         ways: list[tuple[Callable[[str], list[int]], str]] = [
             (by_model, name),
             (by_model, surface),
@@ -246,5 +248,5 @@ class Respelling:
             for parts in (*((text[:cut], text[cut:]) for cut in range(1, len(text))), tuple(text)):
                 try:
                     yield [token for part in parts for token in encode(part)]
-                except Exception:  # a model without an unknown token refuses what it cannot write
+                except Exception:  # a model without an unknown token raises for unknown text
                     continue

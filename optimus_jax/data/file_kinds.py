@@ -5,10 +5,10 @@ from pathlib import Path
 from typing import BinaryIO
 
 _HEAD_BYTES = 1 << 16
-"""Looked at; a tar archive says what it is after 257 bytes, and text is judged by more."""
+"""Bytes read from the start of a file: tar's magic is at byte 257, and text needs a longer look."""
 
 TEXT_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
-"""Of UTF-8, where it says nothing; it is no part of a text."""
+"""The byte order mark of UTF-8. It carries no information there and is not part of the text."""
 
 _WIDE_MARKS = {
     b"\xff\xfe\x00\x00": "UTF-32",
@@ -68,12 +68,12 @@ def _open(path: Path) -> BinaryIO:
 
 
 def wide_encoding(head: bytes) -> str | None:
-    """UTF-16 or UTF-32 if a file begins as those do, else None."""
+    """The encoding (UTF-16 or UTF-32) that the first bytes of a file suggest, else None."""
     for mark, name in _WIDE_MARKS.items():
         if head.startswith(mark):
             return name
     sample = head[: len(head) // 4 * 4]
-    # ASCII in UTF-16 has a zero in every second byte, and is valid UTF-8 all the same.
+    # ASCII in UTF-16 has a zero in every second byte, and is also valid UTF-8.
     if (
         len(sample) >= 8
         and 4 * sample.count(0) >= len(sample)
@@ -84,17 +84,18 @@ def wide_encoding(head: bytes) -> str | None:
 
 
 def head_of(path: Path, open_file: Callable[[Path], BinaryIO] = _open) -> bytes:
-    """The first bytes of a file, as `open_file` gives them; none if it cannot be read."""
+    """The first bytes of a file opened with `open_file`; empty if it cannot be read."""
     try:
         with open_file(path) as file:
             return file.read(_HEAD_BYTES)
-    except Exception:  # libraries raise what they like about damaged files
+    except Exception:  # libraries raise all kinds of errors for damaged files
         return b""
 
 
 def non_text_kind(head: bytes) -> tuple[str, str] | None:
-    """As `kind_of_file`, of what no reader of text should take: archives of texts decode as UTF-8
-    too.
+    """Like `kind_of_file`, but None if the file can be read as text.
+
+    Archives of texts and git-lfs pointers do not count as text, though they decode as UTF-8.
     """
     found = kind_of_file(head)
     if found is None or found[0] in _UTF8_KINDS or wide_encoding(head) is not None or not head:
@@ -103,7 +104,7 @@ def non_text_kind(head: bytes) -> tuple[str, str] | None:
 
 
 def kind_of_file(head: bytes) -> tuple[str, str] | None:
-    """What a file is by its first bytes, and what to do with it; None: nothing known."""
+    """What a file is, judged by its first bytes, and what to do with it; None: unknown."""
     if (wide := wide_encoding(head)) is not None:
         return f"text in {wide}", f"convert it: iconv -f {wide} -t UTF-8"
     for magic, kind, advice in _KINDS:
@@ -142,5 +143,5 @@ def _is_utf8(head: bytes) -> bool:
     except UnicodeDecodeError as error:
         return (
             len(head) == _HEAD_BYTES and error.start >= len(head) - 8
-        )  # a character that the end of the head cuts
+        )  # the end of the head may cut a character
     return b"\x00" not in head

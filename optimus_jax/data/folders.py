@@ -1,7 +1,7 @@
 """Walks folders and expands globs without looping on symbolic links.
 
-Each real folder is visited once, by the name that leads there with the fewest links. `glob` of the
-standard library follows every link at every depth: two links back to their own folder give 2^40
+Each real folder is visited once, under the path that goes through the fewest links. The standard
+library's `glob` follows every link at every depth: two links back to their own folder give 2^40
 names.
 """
 
@@ -14,10 +14,10 @@ _ANY_DEPTH = "**"
 
 
 def walk(top: Path) -> Iterator[tuple[Path, list[str], list[str]]]:
-    """A folder and the folders in it, at any depth: its path, names of its folders, other names.
+    """Yield `top` and its subfolders at any depth, as (path, subfolder names, other names).
 
-    Hidden names are left out, the others sorted. Links are followed after all that lies in `top`
-    itself. Names removed from the list of folders are not entered.
+    Hidden names are left out; the others are sorted. Links are followed only after everything in
+    `top` itself has been visited. Remove a name from the list of subfolders to skip that folder.
 
     Raises:
       OSError: a folder cannot be read.
@@ -46,10 +46,10 @@ def walk(top: Path) -> Iterator[tuple[Path, list[str], list[str]]]:
 
 
 def matching(pattern: str) -> Iterator[str]:
-    """Names that a glob matches, some of them twice; `**` stands for folders at any depth.
+    """Yield the names that a glob matches, some of them twice; `**` matches folders at any depth.
 
     Raises:
-      OSError: a folder that `**` stands for cannot be read.
+      OSError: a folder that `**` matches cannot be read.
     """
     parts = pattern.split(os.sep)
     if _ANY_DEPTH not in parts:

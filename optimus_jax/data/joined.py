@@ -1,4 +1,4 @@
-"""Several arrays of tokens as one, with none copied: for token files mapped into memory."""
+"""Joins several token arrays into one without copying, for token files mapped into memory."""
 
 import bisect
 import itertools
@@ -8,14 +8,14 @@ from typing import Any, overload
 import numpy as np
 
 _COPIED_TOKENS = 1 << 24
-"""Of a slice over a border: shorter ones become an array, longer ones stay joined."""
+"""Longest slice across parts, in tokens, that is copied to one array; longer ones stay joined."""
 
 
 class JoinedTokens:
-    """Arrays [N_i] of one dtype, seen as [sum of N_i].
+    """Arrays [N_i] of one dtype, seen as one array [sum of N_i].
 
-    It can be measured, indexed and sliced, with steps of 1. A slice is an array if it is short or
-    lies in one part, else it is joined too.
+    Supports len(), indexing, and slicing with step 1. A slice is a plain array if it is short or
+    lies in one part; otherwise it is a JoinedTokens too.
     """
 
     def __init__(self, parts: Sequence[Any]) -> None:

@@ -1,7 +1,7 @@
-"""The batches of a run: for training by step, shuffled and without end; for evaluation in order.
+"""Makes the batches of a run: shuffled, endless and by step for training; in order for evaluation.
 
-A *row* is a place in the global batch. Each process asks for the rows that its devices hold; what
-is in a row does not depend on who asks for it.
+A *row* is a position in the global batch. Each process asks for the rows that its devices hold; the
+content of a row does not depend on which process asks for it.
 """
 
 import itertools
@@ -22,15 +22,15 @@ from optimus_jax.errors import DataError, explain
 _PREFETCH = 2
 """Batches made ahead: one while the device computes, one in reserve."""
 _CHECKED_ROWS = 16
-"""Held-out examples that are looked at together before a run begins."""
+"""Rows per batch when held-out examples are checked before a run begins."""
 
 
 @dataclass(frozen=True, eq=False)
 class BatchLoader:
-    """Batches of a training stream. Its only state is the step that is asked for.
+    """Makes the batches of a training stream. It has no state: a batch depends on its step alone.
 
     Raises:
-      DataError: the stream has not even one example.
+      DataError: the stream is shorter than one example.
     """
 
     stream: TokenStream
@@ -40,15 +40,15 @@ class BatchLoader:
     global_batch: int
     """Rows of a batch, over all processes."""
     seed: int
-    """Of the order of examples; not negative."""
+    """Seed of the order of examples; not negative."""
     rows: np.ndarray
-    """The rows wanted here: int [R], any of 0 to global_batch - 1, in any order."""
+    """The rows that this process needs: int [R], from 0 to global_batch - 1, in any order."""
     respect_documents: bool
-    """Whether positions restart, segments count and loss stops at the border of two documents."""
+    """Whether each document has its own positions and segment, and no loss across its end."""
     steps_before: int = 0
-    """Done when the run's batches became these; earlier steps are not asked for."""
+    """Steps before this loader's first one, in a run with phases; they are never asked for."""
     examples_before: int = 0
-    """Of this length, that those steps have used."""
+    """Examples of `seq_len` tokens that those steps used."""
 
     def __post_init__(self) -> None:
         _check_rows(self.rows, self.global_batch)
@@ -56,12 +56,12 @@ class BatchLoader:
 
     @property
     def num_examples(self) -> int:
-        """Examples of an epoch."""
+        """Examples per epoch."""
         return count_examples(self.stream, self.seq_len)
 
     @property
     def tokens_per_epoch(self) -> int:
-        """Tokens seen when every example was seen once."""
+        """Tokens of one epoch."""
         return self.num_examples * self.seq_len
 
     @cached_property
@@ -69,10 +69,10 @@ class BatchLoader:
         return example_order(self.num_examples, self.seed)
 
     def batch(self, step: int) -> Batch:
-        """Our rows of the batch of `step`, which counts from 1.
+        """This process's rows of the batch of `step` (the first step is 1).
 
         Returns:
-          What `cut_examples` does, [R, seq_len] each, and `examples`, int32 [R]: the rows' numbers.
+          The arrays of `cut_examples`, [R, seq_len], and `examples`, int32 [R]: the row numbers.
         """
         first = self.examples_before + (step - 1 - self.steps_before) * self.global_batch
         examples = np.array([self._order[first + int(row)] for row in self.rows], np.int64)
@@ -82,9 +82,9 @@ class BatchLoader:
         return batch | {"examples": np.asarray(self.rows, np.int32)}
 
     def iterate(self, first_step: int) -> Generator[tuple[int, Batch], None, None]:
-        """(step, batch) from `first_step` on, without end, made ahead of use in a thread.
+        """Yield (step, batch) from `first_step` on, endlessly; a thread makes batches ahead of use.
 
-        An error is raised at the step that it belongs to. Closing the iterator ends the thread.
+        An error is raised at the step whose batch failed. Closing the iterator ends the thread.
         """
         pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="batches")
         try:
@@ -106,14 +106,14 @@ def eval_batches(
     respect_documents: bool,
     num_examples: int,
 ) -> Iterator[Batch]:
-    """The first `num_examples` of a held-out stream, or as many as there are, in order.
+    """Batches of the first `num_examples` of a held-out stream (or of all it has), in order.
 
-    Batches are as those of `BatchLoader`. Rows of the last one that no example is left for are
-    copies of the last example with a loss_mask that is False throughout.
+    The batches have the arrays of `BatchLoader.batch`. If the last batch has too few examples, its
+    other rows repeat the last example, with loss_mask False everywhere.
 
     Args:
       num_rows: rows of a batch, over all processes.
-      rows: those wanted here.
+      rows: the rows that this process needs.
     """
     _check_rows(rows, num_rows)
     num_examples = min(num_examples, count_examples(stream, seq_len))
@@ -135,10 +135,10 @@ def eval_batches(
 def check_held_out(
     stream: TokenStream, *, seq_len: int, respect_documents: bool, num_examples: int
 ) -> int:
-    """How many of the examples that an evaluation asks for there are.
+    """The number of examples that an evaluation uses: `num_examples`, or all if there are fewer.
 
     Raises:
-      DataError: the stream has not even one, or not one token in them counts.
+      DataError: the stream is shorter than one example, or no token of the examples counts.
     """
     _check_length(
         stream, seq_len, do="raise data.eval_fraction, or do not evaluate: --set eval_every=0"

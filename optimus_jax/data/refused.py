@@ -25,11 +25,11 @@ _EXPECTED = {
     ".bz2": "bzip2 data",
     ".xz": "xz data",
 }
-"""What the first bytes of files with these suffixes say; see file_kinds.py."""
+"""Kind that files with these suffixes should have by their first bytes; see file_kinds.py."""
 
 
 def check_format(path: Path) -> None:
-    """Raise DataError if a file's name says no format that can be read."""
+    """Raise DataError if a file's name does not indicate a readable format."""
     if has_format(path):
         return
     suffix, compression = suffixes_of(path)
@@ -66,7 +66,7 @@ def check_format(path: Path) -> None:
 
 
 def check_content(path: Path) -> None:
-    """Raise DataError if a file that is to be read as text is something else by its first bytes."""
+    """Raise DataError if the first bytes show that a file to be read as text is not text."""
     if (found := non_text_kind(content_head(path))) is not None:
         kind, advice = found
         raise DataError(
@@ -75,12 +75,12 @@ def check_content(path: Path) -> None:
 
 
 def content_head(path: Path) -> bytes:
-    """The first bytes of what is in a file, decompressed; none if it cannot be read."""
+    """The first bytes of a file after decompression; empty if it cannot be read."""
     return head_of(path, open_file)
 
 
 def no_match_error(source: str) -> DataError:
-    """The error of a name that is neither a file nor a folder, and matches none."""
+    """The error for a source that is neither a file nor a folder and matches no file."""
     path, is_glob = Path(source), glob.has_magic(source)
     try:
         mode = path.stat().st_mode
@@ -127,7 +127,7 @@ def no_match_error(source: str) -> DataError:
 
 
 def read_error(path: Path, error: Exception) -> DataError:
-    """The error of a file that its library cannot read."""
+    """The error for a file that its library cannot read."""
     reason = f"{type(error).__name__}: {error}"
     if isinstance(error, OSError | UnicodeDecodeError) and str(error):
         reason = str(error)

@@ -1,10 +1,11 @@
-"""Which tokens the rows of a batch hold, and in which order examples come.
+"""Decides which tokens the rows of a batch hold, and in which order examples come.
 
-*Example* i of a stream is its window of `seq_len` tokens from i * seq_len on, with the token after
-it as the last target; the tokens left over at the end are not used. Documents are cut where a
-window ends. The rows of step k's batch are the elements (k - 1) * global_batch, ... of an endless
-shuffle, each epoch in another order, so a batch depends on (seed, k, global batch) alone; in a run
-with phases (config/phases.py), on the batches of the phases before as well.
+*Example* i of a stream is its window of `seq_len` tokens that starts at token i * seq_len; the
+token after the window is the last target. Leftover tokens at the end of the stream are not used.
+Documents are cut where a window ends. The batch of step k takes `global_batch` elements of an
+endless shuffle, from element (k - 1) * global_batch on. Each epoch has another order. So a batch
+depends only on (seed, k, global batch) and, in a run with phases (config/phases.py), on the batches
+of the earlier phases.
 """
 
 import grain
@@ -15,14 +16,14 @@ from optimus_jax.data.tokens import TokenStream, check_tokens
 
 
 def count_examples(stream: TokenStream, seq_len: int) -> int:
-    """Whole windows in a stream, each with a target for its last token."""
+    """Number of whole windows in a stream that have a target for their last token."""
     return (len(stream) - 1) // seq_len
 
 
 def example_order(num_examples: int, seed: int) -> grain.MapDataset[int]:
-    """An endless random-access sequence of example numbers: every epoch has each of them once.
+    """An endless random-access sequence of example numbers; every epoch has each of them once.
 
-    Element n is computed from (num_examples, seed, n), whatever was asked before.
+    Element n depends only on (num_examples, seed, n), not on earlier accesses.
     """
     return grain.MapDataset.source(range(num_examples)).seed(seed).shuffle().repeat()
 
@@ -30,14 +31,14 @@ def example_order(num_examples: int, seed: int) -> grain.MapDataset[int]:
 def cut_examples(
     stream: TokenStream, examples: np.ndarray, *, seq_len: int, respect_documents: bool
 ) -> Batch:
-    """Cut some examples [R] from a stream.
+    """Cut the examples numbered `examples` [R] out of a stream.
 
     Returns:
-      The arrays of a batch per token, [R, seq_len] (data/batch.py). A target does not count if it
-      is of another document than its token. Without `respect_documents` a window counts as one
-      document.
+      The per-token arrays of a batch, [R, seq_len] (data/batch.py). A target does not count if it
+      belongs to another document than its token. Without `respect_documents` a window counts as
+      one document.
     Raises:
-      DataError: a token is not below the stream's vocabulary.
+      DataError: a token id is not below the stream's vocabulary size.
     """
     windows = np.empty((len(examples), seq_len + 1), np.int32)
     for row, example in enumerate(examples):

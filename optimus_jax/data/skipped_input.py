@@ -1,11 +1,11 @@
-"""Counts of the input that reading a data set skipped, reported and recorded at the start."""
+"""Counts the input that was skipped while reading a data set; reported when a run starts."""
 
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
 _NAMED = 3
-"""Files that a note names one by one."""
+"""Most files that a note names one by one."""
 
 
 @dataclass(kw_only=True)
@@ -13,25 +13,25 @@ class SkippedInput:
     """Counts that grow while sources are expanded and read."""
 
     bad_lines: dict[Path, list[int]] = field(default_factory=dict)
-    """By file, numbers of lines, rows or items that are no document; with data.skip_bad_lines."""
+    """Per file, the numbers of the bad lines, rows or items skipped with data.skip_bad_lines."""
     empty_files: list[Path] = field(default_factory=list)
     """Files of a glob or folder that hold no text."""
     other_files: Counter[str] = field(default_factory=Counter)
-    """By suffix, files of folders that are of no format to train on."""
+    """Per suffix, the number of files in folders whose format cannot be trained on."""
 
     without_end: list[Path] = field(default_factory=list)
-    """Arrow streams that do not say where they end, so that some of them may be missing."""
+    """Arrow streams without an end marker, which may have been cut short."""
 
     repeated: list[Path] = field(default_factory=list)
-    """Files that are given more than once, and are read as often."""
+    """Files that are given more than once, and are read that many times."""
 
     @property
     def num_bad_lines(self) -> int:
-        """Lines, rows and items skipped, over all files."""
+        """Number of lines, rows and items skipped, over all files."""
         return sum(map(len, self.bad_lines.values()))
 
     def notes(self) -> list[str]:
-        """A sentence for each kind of thing left out."""
+        """One sentence for each kind of skipped input."""
         found = []
         if self.bad_lines:
             where = [

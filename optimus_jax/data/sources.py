@@ -1,9 +1,9 @@
-"""Where documents come from: names in a config -> files -> texts.
+"""Finds the files that a config names as data sources, and reads documents from them.
 
 A *source* is what the user typed: `stdlib`, a file, a glob or a folder. A *document* is one text: a
-whole text file, one line of a JSONL file, one row of a table. Documents come in the order of the
-sources, files of a glob or folder sorted. Token files (.bin) hold no documents; `tokens.py` reads
-those. What cannot be read is refused by `refused.py`.
+whole text file, one line of a JSONL file, or one row of a table. Documents come in the order of the
+sources; the files of a glob or folder are sorted. Token files (.bin) hold no documents; `tokens.py`
+reads them. `refused.py` has the errors for what cannot be read.
 """
 
 import contextlib
@@ -32,17 +32,17 @@ from optimus_jax.store.local_copies import local_copies
 from optimus_jax.system.paths import Url, local_pattern, user_path
 
 _DATASET_METADATA = ("dataset_dict.json", "dataset_info.json", "dataset_infos.json", "state.json")
-"""Files of Hugging Face's datasets that say what others are."""
+"""Metadata files of Hugging Face's datasets library, which hold no documents."""
 
 
 def find_files(sources: Sequence[str], skipped_input: SkippedInput | None = None) -> list[Path]:
-    """The files behind all sources but `stdlib`.
+    """The files of all sources except `stdlib`.
 
     Args:
-      left_out: told which files of folders are of no format to train on.
+      skipped_input: counts the files in folders whose format cannot be trained on.
     Raises:
-      DataError: a file is missing or is no file, a glob or folder holds none, or a name says
-        nothing about a format.
+      DataError: a source is missing or is not a file, a glob or folder yields no file, or a file's
+        name does not indicate a format.
     """
     skipped_input = skipped_input or SkippedInput()
     found = [
@@ -53,7 +53,7 @@ def find_files(sources: Sequence[str], skipped_input: SkippedInput | None = None
 
 
 def _count_repeated(paths: Sequence[Path], skipped_input: SkippedInput) -> None:
-    """Note which files come more than once, as one that a glob and a folder both find."""
+    """Record files that occur more than once, for example through both a glob and a folder."""
     seen: set[str] = set()
     for path in paths:
         if (real := os.path.realpath(path)) in seen and path not in skipped_input.repeated:
@@ -68,15 +68,15 @@ def read_documents(
     skip_bad_lines: bool = False,
     skipped_input: SkippedInput | None = None,
 ) -> Iterator[str]:
-    """Every document of `sources`, none empty. All names are checked before anything is read.
+    """Yield every non-empty document of `sources`. All names are checked before anything is read.
 
     Args:
-      text_field: name of the text in a JSON object or a column.
-      skip_bad_lines: leave out lines, rows and items that are no document, and count them.
-      left_out: where what is left out is counted.
+      text_field: name of the JSON field or column that holds the text.
+      skip_bad_lines: whether to skip and count lines, rows and items that are not documents.
+      skipped_input: counts what is skipped.
     Raises:
       DataError: as `find_files`; or a file is a token file, cannot be read, is not UTF-8, holds no
-        text, or has a line or column that is not what `text_field` says.
+        text, has a bad line that is not to be skipped, or has no text column `text_field`.
     """
     skipped_input = skipped_input or SkippedInput()
     found = [
@@ -180,7 +180,7 @@ def _files_of(source: str, skipped_input: SkippedInput) -> list[Path]:
 
 
 def _files_in(top: Path, skipped_input: SkippedInput) -> Iterator[Path]:
-    """Files to train on in a folder and its folders, hidden ones left out."""
+    """Yield the files to train on in a folder and its subfolders, without hidden ones."""
     for folder, subfolders, names in walk(top):
         if "dataset_dict.json" in names and len(subfolders) > 1:
             raise DataError(
@@ -190,7 +190,7 @@ def _files_in(top: Path, skipped_input: SkippedInput) -> Iterator[Path]:
                     do=f"name one to train on: {folder / subfolders[-1]}",
                 )
             )
-        # by Hugging Face's datasets
+        # saved by Hugging Face's datasets library
         is_saved = "dataset_info.json" in names or "state.json" in names
         if is_saved and (shards := _shards(folder, names)):
             yield from (folder / name for name in shards)
@@ -207,9 +207,9 @@ def _files_in(top: Path, skipped_input: SkippedInput) -> Iterator[Path]:
 
 
 def _shards(folder: Path, names: list[str]) -> list[str]:
-    """The files of a data set that datasets.Dataset.save_to_disk has written, or of its cache.
+    """The files of a data set written by datasets.Dataset.save_to_disk, or of one in its cache.
 
-    What `map` and the like have left in a cache is left out.
+    Files that `map` and similar calls left in the cache are excluded.
     """
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         state = json.loads((folder / "state.json").read_bytes())
@@ -218,16 +218,16 @@ def _shards(folder: Path, names: list[str]) -> list[str]:
 
 
 def _is_header(path: Path) -> bool:
-    """Whether a file only says what the token file beside it is."""
+    """Whether a file is the header of a token file beside it."""
     return (
         path.name.lower().endswith(TOKEN_SUFFIX + HEADER_SUFFIX) and path.with_suffix("").exists()
     )
 
 
 def _is_in_circle(path: Path) -> bool:
-    """Whether a link on the way to a file leads back to a folder above it.
+    """Whether a path goes through a link that leads back to a folder above it.
 
-    A glob would find the file dozens of times.
+    A glob would find such a file dozens of times.
     """
     parents = map(os.stat, Path(os.path.abspath(path)).parents)
     above = [(status.st_dev, status.st_ino) for status in parents]
@@ -260,7 +260,7 @@ def _read_file(source_file: SourceFile, *, may_be_empty: bool) -> Iterator[str]:
             break
         except DataError:
             raise
-        except Exception as error:  # libraries raise what they like about damaged files
+        except Exception as error:  # libraries raise all kinds of errors for damaged files
             raise read_error(path, error) from error
         if text:
             is_empty = False

@@ -1,9 +1,9 @@
-"""Streams of tokens: what they hold, how they are split, and the files that keep them.
+"""Streams of tokens: what they hold, how they are split, and how they are stored in files.
 
 A *stream* is a whole data set as one array of token ids, each document followed by eos. A *token
-file* is such an array on disk (NAME.bin, little-endian, no header) and says what it is in a
-NAME.bin.json beside it; it is mapped into memory, never loaded, so it may be larger than memory.
-Several of them are one stream too, with no copy made (joined.py).
+file* is such an array on disk (NAME.bin, little-endian, without a header inside); NAME.bin.json
+beside it describes it. A token file is mapped into memory, never loaded, so it may be larger than
+memory. Several token files are joined into one stream without a copy (joined.py).
 """
 
 import dataclasses
@@ -25,12 +25,12 @@ from optimus_jax.errors import DataError, explain
 
 _FORMAT = 1
 _CHUNK_TOKENS = 1 << 24
-"""Tokens looked at in one go, so that reading a token file needs little memory."""
+"""Tokens processed at a time, so that reading a token file needs little memory."""
 
 CHECKED_TOKENS = 1 << 29
-"""Tokens of a file that are looked at before training: a gigabyte, which takes about a second."""
+"""Longest stream, in tokens, that is checked before training: a gigabyte, about a second."""
 HeldOutBy = Literal["documents", "end"]
-"""How the tokens to evaluate on are chosen: documents by their hash, or the end of the stream."""
+"""How held-out tokens are chosen: documents by their hash, or the end of the stream."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -40,7 +40,7 @@ class TokenStream:
     name: str
     """Where the tokens come from, for messages."""
     tokens: np.ndarray | JoinedTokens
-    """Token ids, uint16 or uint32 [N]; an np.memmap, or several, when they stay on disk."""
+    """Token ids, uint16 or uint32 [N]; np.memmap or JoinedTokens if they stay on disk."""
     eos: int
     """The id that ends each document."""
     vocab_size: int
@@ -52,31 +52,34 @@ class TokenStream:
 
 @dataclass(frozen=True, kw_only=True)
 class TokenHeader:
-    """What NAME.bin.json says about NAME.bin."""
+    """The content of NAME.bin.json, which describes NAME.bin."""
 
     format: int = _FORMAT
-    """Version of this description."""
+    """Version of the header's format."""
     dtype: str
     """uint16 or uint32."""
     vocab_size: int
     """Token ids are below this."""
     num_tokens: int
-    """Tokens, those that end a document included."""
+    """Number of tokens, each document's eos included."""
     num_documents: int
-    """Documents."""
+    """Number of documents."""
     eos: int
     """The id that ends each document."""
     tokenizer: str
     """Digest of the tokenizer."""
     content: str | None = None
-    """Digest of every token; None in files of before there was one."""
+    """Digest of all tokens; None in older files, written without it."""
     bad_lines: int = 0
-    """Lines that were left out."""
+    """Number of bad lines that were skipped when the file was written."""
 
 
 def check_tokens(stream: TokenStream, tokens: np.ndarray, start: int) -> None:
-    """Raise DataError if some of a stream's tokens, from position `start` on, are not below its own
-    vocabulary.
+    """Raise DataError if one of `tokens` is not below the stream's vocabulary size.
+
+    Args:
+      tokens: part of the stream.
+      start: position of that part in the stream.
     """
     if len(tokens) and tokens.max() >= stream.vocab_size:
         offset = int(np.argmax(tokens >= stream.vocab_size))
@@ -98,12 +101,12 @@ def check_tokens(stream: TokenStream, tokens: np.ndarray, start: int) -> None:
 def check_vocab(stream: TokenStream, vocab_size: int, model_name: str) -> None:
     """Refuse tokens that the model has no embedding for.
 
-    Tokens in memory are below the vocabulary of the tokenizer that made them. Those of a file are
-    looked at if they are no more than CHECKED_TOKENS; of a longer one, batches are as they are cut
+    Tokens in memory are always below their tokenizer's vocabulary size. A stream on disk is checked
+    here if it has at most CHECKED_TOKENS; of a longer one, each batch is checked when it is cut
     (sampler.py).
 
     Raises:
-      DataError: a token id is not below `vocab_size`, or not below the stream's own.
+      DataError: a token id is not below `vocab_size`, or not below the stream's vocabulary size.
     """
     if stream.vocab_size <= vocab_size:
         if is_on_disk(stream) and len(stream) <= CHECKED_TOKENS:
@@ -129,22 +132,22 @@ def check_vocab(stream: TokenStream, vocab_size: int, model_name: str) -> None:
 
 
 def is_on_disk(stream: TokenStream) -> bool:
-    """Whether tokens are read from files as they are needed."""
+    """Whether the tokens stay in files and are read when needed."""
     return isinstance(stream.tokens, np.memmap | JoinedTokens)
 
 
 def split(
     stream: TokenStream, eval_fraction: float, by: HeldOutBy | None = None
 ) -> tuple[TokenStream, TokenStream | None]:
-    """The stream to train on, and the one held out (None if `eval_fraction` is 0).
+    """Split a stream into one to train on and one held out (None if `eval_fraction` is 0).
 
-    By documents those are held out whose tokens hash low enough, at least one and not all; copies
-    of a document share a side unless all documents are alike. By the end it is what comes from the
-    first border of documents within the last `eval_fraction` of the tokens. A single document, or
-    a stream without such a border, is cut at that position itself.
+    "documents" holds out the documents whose hash is low enough, at least one and not all. Copies
+    of a document go to the same side unless all documents are alike. "end" holds out all tokens
+    after the first end of a document within the last `eval_fraction` of the tokens. A single
+    document, or a stream without an end of a document there, is cut where that fraction begins.
 
     Args:
-      by: None: the end of a stream on disk, documents of one in memory.
+      by: how the held-out tokens are chosen; None: as `held_out_by` says.
     """
     if eval_fraction == 0:
         return stream, None
@@ -167,12 +170,12 @@ def split(
 
 
 def held_out_by(stream: TokenStream) -> HeldOutBy:
-    """What a new run goes by: a file that is only mapped cannot be taken apart."""
+    """How a new run chooses its held-out tokens: mapped files can only be cut at the end."""
     return "end" if is_on_disk(stream) else "documents"
 
 
 def _choose_documents(tokens: np.ndarray, ends: np.ndarray, eval_fraction: float) -> np.ndarray:
-    """Which of at least two documents, ending before `ends`, are held out: bool [num documents]."""
+    """Whether each document, ending before `ends`, is held out: bool [num documents >= 2]."""
     starts = [0, *ends[:-1]]
     digests = [
         hashlib.blake2b(tokens[a:b].data, digest_size=8).digest()
@@ -186,8 +189,11 @@ def _choose_documents(tokens: np.ndarray, ends: np.ndarray, eval_fraction: float
 
 
 def _tail_start(stream: TokenStream, eval_fraction: float) -> int:
-    """The first border of documents within the last `eval_fraction` of the tokens, else its
-    start."""
+    """Where the held-out tail of a stream starts.
+
+    It starts after the first end of a document within the last `eval_fraction` of the tokens, or
+    where that fraction begins if no document ends there.
+    """
     cut = max(1, len(stream) - max(1, round(len(stream) * eval_fraction)))
     for start, tokens in chunks(stream.tokens[cut - 1 : -1]):
         is_eos = tokens == stream.eos
@@ -197,7 +203,7 @@ def _tail_start(stream: TokenStream, eval_fraction: float) -> int:
 
 
 def chunks(tokens: np.ndarray | JoinedTokens) -> Iterator[tuple[int, np.ndarray]]:
-    """Positions and the tokens from there on, so that a stream on disk needs little memory."""
+    """Yield (start position, tokens) in pieces, so that a stream on disk needs little memory."""
     for start in range(0, len(tokens), _CHUNK_TOKENS):
         yield start, np.asarray(tokens[start : start + _CHUNK_TOKENS])
 
@@ -208,15 +214,15 @@ def write_token_file(
     tokenizer: Tokenizer,
     skipped_input: SkippedInput | None = None,
 ) -> TokenHeader:
-    """Write tokens, then the header; without a header there is no token file.
+    """Write the tokens, then the header; a file without a header is not a token file.
 
     Args:
       path: a NAME.bin that does not exist.
       parts: token ids [N] of whole documents, one array after the other.
-      left_out: what reading the documents has left out, once all are written.
+      skipped_input: counts of what reading the documents skipped, complete once all are written.
     Raises:
-      DataError: the name has another suffix, or either file exists or cannot be made. Whatever is
-        raised, on the way through `parts` too, leaves no half-written file behind.
+      DataError: the name has another suffix, or either file exists or cannot be written. After any
+        error, including one raised by `parts`, no half-written file is left behind.
     """
     if path.suffix != TOKEN_SUFFIX:
         raise DataError(
@@ -279,8 +285,8 @@ def read_token_file(path: Path, tokenizer: Tokenizer) -> tuple[TokenStream, Toke
     """Map a token file into memory.
 
     Raises:
-      DataError: the header is missing or unreadable, does not fit the file, or names another
-        tokenizer than `tokenizer`, or another token that ends a document.
+      DataError: the header is missing or unreadable, does not fit the file, or names a tokenizer or
+        an eos that differs from that of `tokenizer`.
     """
     header = _read_header(path)
     try:
@@ -359,7 +365,7 @@ def read_token_files(
     """Map token files into memory, in order, as one stream.
 
     Raises:
-      DataError: as `read_token_file`; or they differ in how wide a token is.
+      DataError: as `read_token_file`; or the files differ in dtype or vocabulary size.
     """
     streams, headers = zip(*(read_token_file(path, tokenizer) for path in paths), strict=True)
     if len(streams) == 1:
