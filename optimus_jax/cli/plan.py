@@ -94,7 +94,9 @@ def parser() -> Parser:
     flags.add_argument(
         "--mesh", metavar="SIZES", help="only this one: data=2,pipe=4 (default: all)"
     )
-    flags.add_argument("--schedule", metavar="NAME", help="only this one (default: 1f1b and interleaved)")
+    flags.add_argument(
+        "--schedule", metavar="NAME", help="only this one (default: 1f1b and interleaved)"
+    )
     flags.add_argument(
         "--microbatches", metavar="N", help="only this number (default: all that divide the batch)"
     )
