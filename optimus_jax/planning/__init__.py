@@ -1,1 +1,1 @@
-"""The planner: profiles, cost model, learning, search, ahead-of-time compilation and trials."""
+"""The planner: profiles, costs, learning, search, ahead-of-time compilation, trials."""
