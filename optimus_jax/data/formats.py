@@ -1,7 +1,7 @@
-"""The texts in a file, by its format: one function for each, and a table from suffixes to them.
+"""Reads the texts in a file: one reader function per format, and a table from suffix to reader.
 
-A reader gets a `SourceFile` and yields texts; "" and None are no documents. It may raise whatever
-its library does: `sources.py` turns all of that into a DataError.
+A reader takes a `SourceFile` and yields texts; "" and None do not count as documents. It may raise
+whatever its library raises: `sources.py` turns that into a DataError.
 """
 
 import csv
@@ -24,15 +24,15 @@ _NO_CHAT = (
 )
 _READ_BYTES = 1 << 20
 _END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
-"""What ends an Arrow stream, unless its writer has left it out."""
+"""Marker that ends an Arrow stream; a writer may leave it out."""
 _OLD_END_OF_STREAM = b"\0\0\0\0"
-"""The same of before Arrow 0.15, whose messages do not begin with four bytes of 255."""
+"""The marker before Arrow 0.15, whose messages do not begin with four bytes of 255."""
 _SHOWN = 80
-"""Characters of a bad line that a message shows."""
+"""Most characters of a bad line that a message shows."""
 _LONGEST_FIELD = 2**31 - 1
-"""Characters of a CSV field; Python's own limit is 131,072."""
+"""Longest CSV field, in characters; Python's default limit is 131,072."""
 _UNCLOSED = "unexpected end of data"
-"""What the csv module says of a quoted field that the end of the file cuts."""
+"""The csv module's message for a quoted field that is still open at the end of the file."""
 TEXT_SUFFIXES = (
     ".txt",
     ".text",
@@ -49,11 +49,11 @@ TEXT_SUFFIXES = (
     ".js",
 )
 _TEXT_TYPES = ("string", "large_string", "string_view", "binary", "large_binary", "binary_view")
-"""Of Arrow; columns of bytes hold UTF-8 where a writer did not say that they are text."""
+"""Arrow types of a text column; binary ones hold UTF-8 that the writer did not mark as text."""
 
 
 class NotTextError(ValueError):
-    """A record has no text where it should."""
+    """Raised when a record does not hold text where it should."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,18 +62,18 @@ class SourceFile:
 
     path: Path
     text_field: str
-    """Name of the text in a record or a column."""
+    """Name of the field or column that holds the text."""
     skip_bad_lines: bool
-    """Whether lines that are no document are counted instead of refused."""
+    """Whether bad lines are skipped and counted instead of refused."""
     skipped_input: SkippedInput
-    """Where they are counted."""
+    """Counts of what is skipped."""
 
     def bad(
         self, unit: str, number: int, shown: object, error: Exception, *, num_lines: int = 1
     ) -> None:
-        """Count line, row or item `number`, and the lines after it that went with it.
+        """Count the bad line, row or item `number`, which takes up `num_lines` lines.
 
-        Raises DataError if such are not to be skipped.
+        Raises DataError if bad lines are not to be skipped.
         """
         if self.skip_bad_lines:
             numbers = range(number, number + num_lines)
@@ -103,7 +103,7 @@ class SourceFile:
 
 
 def read_text(source_file: SourceFile) -> Iterator[str]:
-    """The whole file."""
+    """Yield the whole file as one text."""
     with open_file(source_file.path) as file:
         data = file.read()
     if (wide := wide_encoding(data[:1024])) is not None:
@@ -112,13 +112,13 @@ def read_text(source_file: SourceFile) -> Iterator[str]:
 
 
 def read_json_lines(source_file: SourceFile) -> Iterator[str]:
-    """A line, an object with a text or a text by itself."""
+    """Yield the text of each line, which is a JSON object with a text field or a JSON string."""
     with open_file(source_file.path) as file:
         yield from _json_lines(file, source_file)
 
 
 def read_json(source_file: SourceFile) -> Iterator[str]:
-    """An array of objects or texts, one object, or JSON lines, which many name .json."""
+    """Yield the texts of a JSON array, of one object, or of JSON lines, often named .json too."""
     with open_file(source_file.path) as file:
         data = file.read().removeprefix(TEXT_BYTE_ORDER_MARK)
     try:
@@ -140,7 +140,7 @@ def read_json(source_file: SourceFile) -> Iterator[str]:
 
 
 def read_csv(source_file: SourceFile) -> Iterator[str]:
-    """The text in a column of each row, below a row of names."""
+    """Yield the text column of each row; the first row names the columns."""
     csv.field_size_limit(_LONGEST_FIELD)
     separator = "\t" if ".tsv" in (suffix.lower() for suffix in source_file.path.suffixes) else ","
     with (
@@ -159,7 +159,7 @@ def read_csv(source_file: SourceFile) -> Iterator[str]:
                     raise NotTextError(f"{len(row)} fields; the names above are {len(names)}")
             except StopIteration:
                 return
-            except UnicodeDecodeError:  # from here on nothing can be read
+            except UnicodeDecodeError:  # nothing can be read after this
                 raise
             except (csv.Error, NotTextError) as error:
                 first = rows.line_num - len(taken.lines) + 1
@@ -179,7 +179,7 @@ def read_csv(source_file: SourceFile) -> Iterator[str]:
 
 
 class _LinesOfRow:
-    """Lines of a table, those of the row that is being read kept: a quoted field may hold many."""
+    """Iterates over the lines of a table; keeps those of the current row, which can be many."""
 
     def __init__(self, source: Iterable[str]) -> None:
         self._source = iter(source)
@@ -197,12 +197,13 @@ class _LinesOfRow:
 def _unclosed_quote(
     source_file: SourceFile, lines: list[str], first: int, separator: str
 ) -> DataError:
-    """The error of a table whose last field is quoted and has no end.
+    """The error for a table whose last field opens a quote that is never closed.
 
-    It is one with skip_bad_lines too: nothing says how many rows that field has swallowed.
+    It is raised even with skip_bad_lines, since the number of rows inside that field is unknown.
 
     Args:
-      lines: of the last row, which is at line `first`.
+      lines: the lines of the last row.
+      first: line number of the first of them.
     """
     text = "".join(lines)
     field = re.compile(rf'"[^"]*+(?:""[^"]*+)*+"(?!")|[^"{separator}\r\n][^{separator}\r\n]*')
@@ -237,7 +238,7 @@ def _bad_names(source_file: SourceFile, line: int, error: Exception) -> DataErro
 
 
 def read_parquet(source_file: SourceFile) -> Iterator[str | None]:
-    """The text in a column of each row."""
+    """Yield the text column of each row of a Parquet file."""
     try:
         import pyarrow.parquet
     except ImportError as error:
@@ -249,7 +250,10 @@ def read_parquet(source_file: SourceFile) -> Iterator[str | None]:
 
 
 def read_arrow(source_file: SourceFile) -> Iterator[str | None]:
-    """The same of an Arrow file or stream, as Hugging Face's datasets and Feather keep them."""
+    """Yield the text column of each row of an Arrow file or stream.
+
+    Hugging Face's datasets library and Feather store such files.
+    """
     try:
         import pyarrow.ipc
     except ImportError as error:
@@ -272,10 +276,10 @@ def read_arrow(source_file: SourceFile) -> Iterator[str | None]:
 
 
 def _check_end_of_stream(source: Any, source_file: SourceFile) -> None:
-    """Note that an Arrow stream has no marker at its end; raise ValueError if more follows it.
+    """Record an Arrow stream that has no end marker; raise ValueError if more data follows it.
 
     Args:
-      source: the file, from which all messages of the stream have been read.
+      source: the file, after all messages of the stream have been read.
     """
     end = source.tell()
     source.seek(0)
@@ -297,17 +301,17 @@ READERS: dict[str, Reader] = {
     ".parquet": read_parquet,
     **dict.fromkeys((".arrow", ".feather"), read_arrow),
 }
-"""By suffix, in lower case."""
+"""Readers by lower-case suffix."""
 TOKEN_SUFFIX = ".bin"
 HEADER_SUFFIX = ".json"
-"""Behind the name of a token file: of what says what it is."""
+"""Suffix that a token file's name is extended by to name its header."""
 SUFFIXES = (*READERS, TOKEN_SUFFIX)
 _SEEKING = (read_parquet, read_arrow)
-"""Readers of files that are not read from front to end, and are compressed inside if at all."""
+"""Readers that seek in a file; such a file can only be compressed internally."""
 
 
 def has_format(path: Path) -> bool:
-    """Whether a file's name says how to read it."""
+    """Whether a file's name indicates how to read it."""
     suffix, compression = suffixes_of(path)
     if not compression:
         return suffix in SUFFIXES
@@ -331,7 +335,7 @@ def text_in(record: Any, field: str) -> str:
     if not isinstance(text, str):
         where = f"{field!r} holds" if isinstance(record, dict) else "it is"
         raise NotTextError(f"{where} {_kind(text)}")
-    text.encode()  # half of a surrogate pair is legal in JSON, yet is no text
+    text.encode()  # raises for half a surrogate pair, which is legal in JSON but is not text
     return text
 
 
@@ -340,7 +344,7 @@ def _decoded(value: str | bytes | None) -> str | None:
 
 
 def _loads(data: bytes) -> Any:
-    """The value of a JSON text; an integer that Python finds too long to convert is a float.
+    """Parse JSON; an integer with more digits than Python converts becomes a float.
 
     Raises ValueError or RecursionError.
     """
@@ -348,7 +352,7 @@ def _loads(data: bytes) -> Any:
         return json.loads(data)
     except (json.JSONDecodeError, UnicodeDecodeError):
         raise
-    except ValueError:  # sys.get_int_max_str_digits
+    except ValueError:  # an integer is longer than sys.get_int_max_str_digits allows
         return json.loads(data, parse_int=float)
 
 
@@ -369,7 +373,7 @@ def _json_lines(file: BinaryIO | io.BytesIO, source_file: SourceFile) -> Iterato
 
 
 def _kind(value: object) -> str:
-    """What a JSON value is, in words."""
+    """The kind of a JSON value, in words."""
     match value:
         case None:
             return "null"
@@ -388,7 +392,7 @@ def _kind(value: object) -> str:
 
 
 def _check_column(schema: Any, source_file: SourceFile) -> None:
-    """Raise DataError if an Arrow schema has no column of text by the name."""
+    """Raise DataError unless an Arrow schema has exactly one text column of the given name."""
     columns = [(field.name, field.type) for field in schema]
     kinds = [
         str(getattr(kind, "value_type", kind)) if str(kind).startswith("dictionary") else str(kind)

@@ -1,8 +1,8 @@
-"""Text <-> token ids: bytes, or any Hugging Face tokenizer.json.
+"""Converts text to token ids and back: by bytes, or with any Hugging Face tokenizer.json.
 
 A *token id* is an integer below `vocab_size`. The id `eos` ends every document and occurs nowhere
-else: what a text would contain of it is written by other tokens (eos.py). Ids are kept in the
-smaller of uint16 and uint32 that holds the vocabulary.
+else: where a text contains it, other tokens replace it (eos.py). Ids are uint16 if the vocabulary
+fits, else uint32.
 """
 
 import hashlib
@@ -29,14 +29,14 @@ from optimus_jax.errors import DataError, explain
 from optimus_jax.store.local_copies import local_file
 
 FILE = "tokenizer.json"
-"""What the tokenizers library calls its file."""
+"""Name of the tokenizers library's file."""
 
 _GROUP_CHARACTERS = 1_000_000
-"""Text tokenized in one go: enough to keep all cores busy, little enough that progress moves."""
+"""Characters tokenized per call: enough to keep all cores busy, few enough to show progress."""
 
 
 class Tokenizer(Protocol):
-    """What the rest of the program knows of a tokenizer."""
+    """The interface of a tokenizer."""
 
     @property
     def vocab_size(self) -> int:
@@ -55,28 +55,28 @@ class Tokenizer(Protocol):
 
     @property
     def end(self) -> str:
-        """The token that ends a document and why it is that one, in words."""
+        """Describes the token that ends a document, and the reason for the choice."""
         ...
 
     @property
     def respelled(self) -> RespellingCounts:
-        """What was done so far with texts that contain special tokens."""
+        """Counts, so far, of what was done with special tokens in texts."""
         ...
 
     @property
     def notes(self) -> list[str]:
-        """What a user should know of how texts were written, a sentence each."""
+        """Sentences that tell a user how tokenizing changed texts or settings."""
         ...
 
     @property
     def files(self) -> Mapping[str, bytes]:
-        """By name, the files that make the same tokenizer again; none if its name is enough."""
+        """Content, by name, of the files that recreate the tokenizer; empty if none are needed."""
         ...
 
     def encode(self, text: str) -> np.ndarray:
         """Ids of `text`, uint16 or uint32 [N], with no eos.
 
-        Raises DataError for text that it cannot write.
+        Raises DataError for text that the vocabulary cannot write.
         """
         ...
 
@@ -85,7 +85,7 @@ class Tokenizer(Protocol):
         ...
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        """The text of `ids`; eos and ids outside the vocabulary have none."""
+        """The text of `ids`; eos and ids outside the vocabulary are left out."""
         ...
 
 
@@ -94,11 +94,11 @@ def load_tokenizer(name: str, eos: str | None = None, *, by_list: bool = False) 
 
     Args:
       name: `bytes`, or the path or URL of a tokenizer.json, or a folder that holds one.
-      eos: the token that ends a document; None: the one that the files beside it name, or one of
-        EOS_TOKENS.
-      by_list: whether files beside it are not asked.
+      eos: the token that ends a document; None: the one named by the files beside tokenizer.json,
+        or one of EOS_TOKENS.
+      by_list: whether to ignore those files.
     Raises:
-      DataError: it cannot be used.
+      DataError: the tokenizer cannot be used.
     """
     if name == BYTES:
         if eos is not None:
@@ -115,12 +115,12 @@ def load_tokenizer(name: str, eos: str | None = None, *, by_list: bool = False) 
 
 
 def token_dtype(vocab_size: int) -> type[np.uint16] | type[np.uint32]:
-    """The type in which ids below `vocab_size` are kept."""
+    """The dtype that stores ids below `vocab_size`."""
     return np.uint16 if vocab_size <= 2**16 else np.uint32
 
 
 class ByteTokenizer:
-    """Ids 0 to 255 are the bytes of UTF-8, 256 ends a document."""
+    """Tokenizer whose ids 0 to 255 are the bytes of UTF-8; id 256 ends a document."""
 
     vocab_size = 257
     eos = 256
@@ -153,9 +153,9 @@ class ByteTokenizer:
 class HuggingFaceTokenizer:
     """A tokenizer.json of the `tokenizers` library.
 
-    Special tokens spelled out in a text are taken as ordinary characters, so that no document can
-    contain its own end. Nothing is added, padded or truncated, and nothing is drawn at random,
-    whatever the file asks for: the same text has the same ids each time.
+    Special tokens spelled out in a text are treated as ordinary characters, so that no document can
+    contain eos. Whatever the file asks for, no token is added, nothing is padded or truncated, and
+    nothing is random: the same text always has the same ids.
 
     Raises:
       DataError: the library or the file is missing, the file is not a tokenizer, or no token of it
@@ -174,7 +174,7 @@ class HuggingFaceTokenizer:
                 )
             ) from error
         try:
-            if path.exists() and not path.is_file():  # a pipe would be waited for
+            if path.exists() and not path.is_file():  # reading a pipe would block
                 raise OSError(f"{path} is no file")
             data = path.read_bytes()
         except (OSError, ValueError) as error:  # ValueError: a zero byte in the name
@@ -192,7 +192,7 @@ class HuggingFaceTokenizer:
             self._tokenizer.encode_special_tokens = True
             self._without_dropout = _switch_dropout_off(self._tokenizer.model)
             vocabulary = self._tokenizer.get_vocab()
-            unknown = _unknown_of(data, vocabulary)  # the library takes some JSON that is none
+            unknown = _unknown_of(data, vocabulary)  # the library accepts some invalid JSON
             special = [
                 token
                 for token, added in self._tokenizer.get_added_tokens_decoder().items()
@@ -219,7 +219,7 @@ class HuggingFaceTokenizer:
         token, why = choose_eos(path, vocabulary, eos, by_list=by_list)
         self.eos = vocabulary[token]
         self.end = f"{token!r}, id {self.eos} ({why})"
-        # Not get_vocab_size(): that counts the tokens, and ids may have gaps.
+        # Not get_vocab_size(): it counts tokens, and ids may have gaps.
         self.vocab_size = max(vocabulary.values()) + 1
         self.digest = hashlib.sha256(data).hexdigest()[:16]
         self.files = {
@@ -286,11 +286,10 @@ class HuggingFaceTokenizer:
 
 
 def _switch_dropout_off(model: Any) -> list[str]:
-    """Let a model of the tokenizers library write a text the same each time; returns what to say of
-    it.
+    """Make a model of the tokenizers library deterministic; return notes for the user.
 
-    BPE leaves out merges at random by its dropout. Of Unigram's alpha, which draws among pieces, a
-    file holds nothing.
+    BPE's dropout skips merges at random. Unigram's alpha, which samples pieces, is not stored in a
+    tokenizer.json.
     """
     if (dropout := getattr(model, "dropout", None)) is None:
         return []
@@ -302,8 +301,9 @@ def _switch_dropout_off(model: Any) -> list[str]:
 
 
 def _is_of_library(error: BaseException) -> bool:
-    """Whether the tokenizers library has raised it: it knows nothing more special than Exception,
-    and what its Rust code panics with is none.
+    """Whether the tokenizers library may have raised `error`.
+
+    The library raises plain Exceptions; a panic of its Rust code is not even an Exception.
     """
     return isinstance(error, Exception) or type(error).__name__ == "PanicException"
 
@@ -313,15 +313,15 @@ def _short(error: BaseException) -> str:
 
 
 def _unknown_of(data: bytes, vocabulary: Mapping[str, int]) -> int | None:
-    """The id for what a vocabulary cannot write, as a tokenizer.json says."""
+    """The id of the unknown token in a tokenizer.json; None if it has none."""
     model = json.loads(data)["model"]
-    if isinstance(number := model.get("unk_id"), int):  # of Unigram, a place in its list
+    if isinstance(number := model.get("unk_id"), int):  # Unigram: an index into its list
         return number
     return vocabulary.get(model.get("unk_token") or "")
 
 
 def encode_documents(tokenizer: Tokenizer, documents: Iterable[str]) -> Iterator[np.ndarray]:
-    """Ids of all documents, eos after each, as arrays [N] of many whole documents.
+    """Yield the ids of all documents, eos after each; an array [N] holds many whole documents.
 
     Shows progress while stderr is a terminal.
     """
@@ -344,7 +344,7 @@ def encode_documents(tokenizer: Tokenizer, documents: Iterable[str]) -> Iterator
 
 
 def _group(documents: Iterable[str]) -> Iterator[list[str]]:
-    """Lists of documents, each list as short as _GROUP_CHARACTERS allows."""
+    """Yield lists of documents; a list ends once it holds _GROUP_CHARACTERS characters."""
     texts, size = [], 0
     for text in documents:
         texts.append(text)

@@ -1,1 +1,1 @@
-"""Decoders that name logical axes; kernels; Hugging Face's weights; FLOPs."""
+"""Decoders with logical axes, attention kernels, Hugging Face weights and FLOP counts."""

@@ -1,7 +1,7 @@
-"""Bytes that backward keeps of forward, per token and layer, in closed form for each remat policy.
+"""Closed-form bytes that forward saves for backward, per token and layer, for each remat policy.
 
-It is what `jax.vjp` of a layer (models/transformer.py, Block) closes over, exactly; a test holds
-one to the other. What XLA allocates beside it while it works on a layer is not here
+They are exactly the bytes that `jax.vjp` of a layer (models/transformer.py, Block) closes over; a
+test compares the two. What else XLA allocates while it computes a layer is not included
 (planning/cost/memory.py).
 """
 
@@ -12,26 +12,26 @@ from optimus_jax.models.families import family_of
 from optimus_jax.models.flops import computed_pairs, mlp_matrices
 
 SOFTMAX_STATISTICS_BYTES = 4
-"""A query's and head's float32 in cuDNN's attention: backward makes the weights again from it
-(arXiv:2205.14135)."""
+"""The float32 that cuDNN's attention saves per query and head, from which backward computes the
+weights again (arXiv:2205.14135)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SavedBytes:
-    """Bytes of one token in one layer on one device."""
+    """Bytes saved per token, in one layer on one device."""
 
     stream: int
-    """The residual stream where a norm or a recomputed layer begins."""
+    """The residual stream at the input of each norm, or of a recomputed layer."""
     attention: int
-    """Queries, keys and values, and what the core and the projection back need or give."""
+    """Queries, keys, values, and the results of the core or of the output projection."""
     weights: float
-    """Weights of attention, or the statistics that stand for them."""
+    """Attention weights, or the softmax statistics that replace them."""
     feed_forward: int
     """Hidden values before the nonlinearity."""
 
     @property
     def total(self) -> float:
-        """All of them."""
+        """The sum of all fields."""
         return self.stream + self.attention + self.weights + self.feed_forward
 
 
@@ -45,10 +45,10 @@ def saved_bytes(
     heads_ways: int = 1,
     mlp_ways: int = 1,
 ) -> SavedBytes:
-    """What backward keeps.
+    """The bytes that forward saves for backward.
 
     Args:
-      kernel: of attention: xla or cudnn.
+      kernel: attention kernel, xla or cudnn.
       seq_len: tokens of an example.
       itemsize: bytes of a value in the format of activations.
       heads_ways: devices that share the heads; each has at least one key/value head.
@@ -61,13 +61,13 @@ def saved_bytes(
     query, key_value = heads * model.head_dim * itemsize, 2 * kv_heads * model.head_dim * itemsize
     hidden = mlp_matrices(model) * model.mlp_dim // mlp_ways * itemsize
     if remat == "dots":
-        # Of the stream a layer's beginning, and the projection back, from which the middle is made
-        # again.
+        # Saves the stream at the layer's input, and the output projection, from which the stream
+        # in the middle of the layer is computed again.
         return SavedBytes(
             stream=stream, attention=query + key_value + stream, weights=0, feed_forward=hidden
         )
-    # Attention's result is the core's and the projection's; without remat the core keeps it in its
-    # own order too.
+    # The core's result is saved once as the input of the output projection; without remat, the xla
+    # core also saves it in its own layout.
     results = query * (2 if remat == "none" and kernel == "xla" else 1)
     return SavedBytes(
         stream=2 * stream,
@@ -86,11 +86,11 @@ def saved_once_bytes(
     itemsize: int,
     respect_documents: bool,
 ) -> int:
-    """What backward keeps of a token once for all layers; arguments as `saved_bytes` has them.
+    """Bytes saved per token once for all layers; arguments as in `saved_bytes`.
 
-    Cosines and sines of rotary positions. With documents, cuDNN's kernel is given its mask as a
-    bias, a value for every pair of a query and a key, which is kept unless it is made again;
-    otherwise the document of the token.
+    These are the cosines and sines of rotary positions and, with documents, a part for the mask.
+    cuDNN's kernel gets the mask as a bias with a value for every pair of query and key, which is
+    saved if remat is "none". With another remat the token's document number is saved instead.
     """
     angles = 2 * 4 * model.head_dim // 2 if family_of(model.family).positions == "rotary" else 0
     if not respect_documents:

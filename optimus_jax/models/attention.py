@@ -1,7 +1,7 @@
 """Causal self-attention with grouped heads: the projections around its core (models/kernels.py).
 
-Shapes: B batch, L length, D embed, H query heads, G key/value heads, K head_dim. Heads are the
-device's part.
+Shapes: B batch, L length, D embed, H query heads, G key/value heads, K head_dim. H and G count this
+device's heads only.
 """
 
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ from optimus_jax.models.rotary import rotate
 
 
 class Attention(nnx.Module):
-    """Projections to queries, keys and values, the core, and the projection back."""
+    """The projections to queries, keys and values, and the output projection."""
 
     def __init__(self, config: ModelConfig, family: Family, *, rngs: nnx.Rngs):
         embed, heads, kv_heads, head_dim = (
@@ -48,16 +48,16 @@ class Attention(nnx.Module):
     def project(
         self, x_BLD: Array, comm: Collectives, cos_sin: tuple[Array, Array] | None
     ) -> tuple[Array, Array, Array]:
-        """Queries [B, L, H, K], keys and values [B, L, G, K] of this device's heads, rotated where
-        asked.
+        """Queries [B, L, H, K], keys and values [B, L, G, K] of this device's heads.
 
-        Keys and values that several query heads share are float32 in f16: `attend` rounds them.
+        Queries and keys are rotated if `cos_sin` is given. When training in f16, keys and values
+        that several query heads share are float32: `attend` rounds them.
         """
         x_BLD = comm.fan_out(x_BLD, HEADS)
         q_BLHK = add_bias(project(x_BLD, comm.weight(self.query), comm.dtype), self.query_bias)
         needed = {"num_local_heads": q_BLHK.shape[2], "group": self.num_heads_per_kv_head}
-        # Query heads that share a key/value head may be on several devices, each with a part of its
-        # gradient.
+        # Query heads that share a key/value head may be on several devices; each device then has
+        # one part of that head's gradient.
         shared = self.num_heads_per_kv_head > 1
         kv_BLPGK = project(
             x_BLD,
@@ -74,11 +74,9 @@ class Attention(nnx.Module):
         return q_BLHK, k_BLGK, v_BLGK
 
     def partial_out(self, heads_BLHK: Array, comm: Collectives) -> Array:
-        """The heads' results in the residual's width; each device has a part of the sum over
-        `heads`.
-        """
+        """The output projection [B, L, D]; gives this device's part of the sum over `heads`."""
         return project_back(heads_BLHK, comm.weight(self.out), comm.dtype, result=comm.sums)
 
     def combine(self, partial_BLD: Array, comm: Collectives) -> Array:
-        """The sum over all devices' parts."""
+        """The sum of all devices' parts, plus the bias."""
         return add_bias(comm.sum(partial_BLD, HEADS), self.out_bias).astype(comm.dtype)

@@ -1,4 +1,4 @@
-"""Differences between decoder families, as a table. A new family is a new row."""
+"""A table of the differences between decoder families. A new family is a new row."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -9,10 +9,10 @@ from optimus_jax.errors import ConfigError, explain, nearest
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """The architecture that a ModelConfig's sizes belong to."""
+    """The architecture of a decoder, apart from its sizes, which are in ModelConfig."""
 
     positions: Literal["learned", "rotary"]
-    """Where order comes from: a table added to the embedding, or rotated queries and keys."""
+    """How positions are encoded: a table added to the embedding, or rotated queries and keys."""
     norm: Literal["layer", "rms"]
     """LayerNorm with bias, or RMSNorm."""
     activation: Literal["gelu_tanh", "swiglu"]
@@ -41,7 +41,7 @@ def family_of(name: str) -> Family:
 
 
 def check_family(config: ModelConfig) -> None:
-    """Raise ConfigError if a model's sizes are none that its family can have."""
+    """Raise ConfigError if a model's sizes are impossible for its family."""
     if family_of(config.family).positions == "rotary" and config.head_dim % 2:
         raise ConfigError(
             explain(

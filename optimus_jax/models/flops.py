@@ -1,15 +1,14 @@
-"""Floating-point operations of a decoder in closed form: what counts for MFU, and what a device
-really computes.
+"""Closed-form FLOPs of a decoder: those that count for MFU, and those that a device computes.
 
-Convention: only products of matrices count, a multiplication and an addition as two; backward
-counts twice forward. All else (norms, nonlinearities, softmax, rows of the embedding, the
-optimizer) is bound by memory, so its price is bytes, not FLOPs. Attention is causal: a query counts
-for half of the keys of its sequence, seq_len^2 / 2 pairs in all. Papers that count attention
-without its mask have twice that term.
+Convention: only matrix products count; a multiplication and an addition are two FLOPs, and backward
+counts twice forward. Everything else (norms, nonlinearities, softmax, embedding lookups, the
+optimizer) is bound by memory, so it costs bytes, not FLOPs. Attention is causal: a query counts
+half of the keys of its sequence, seq_len^2 / 2 pairs in all. Papers that count attention without
+its mask have twice that term.
 
-What is *computed* differs from what counts in two ways: a kernel of attention computes pairs that
-the mask then hides, and remat computes parts of forward again.
-`tests/planning/test_model_profile.py` holds both to the products in compiled programs.
+The FLOPs *computed* differ from those that count in two ways: an attention kernel computes some
+pairs that the mask then hides, and remat computes parts of forward again.
+`tests/planning/test_model_profile.py` compares both with the products in compiled programs.
 
 Source: FLOP counts of Narayanan et al. 2021 (arXiv:2104.04473), for grouped heads and gates.
 """
@@ -19,37 +18,37 @@ from optimus_jax.models.families import family_of
 from optimus_jax.models.kernels import block_size
 
 FORWARD_CORE_MATMULS = 2
-"""Products of a query block in attention's core: queries with keys, weights with values. Backward
+"""Matrix products in the core of attention: queries with keys, and weights with values. Backward
 has twice as many."""
 CUDNN_BACKWARD_AGAIN = 1
-"""The fused kernel keeps no weights, so its backward computes queries with keys again
-(arXiv:2205.14135, algorithm 4)."""
+"""Matrix products that the backward of the fused kernel computes again: queries with keys, since it
+keeps no attention weights (arXiv:2205.14135, algorithm 4)."""
 
 
 def attention_params(model: ModelConfig) -> int:
-    """Elements of one layer's projections to queries, keys and values and back, biases not
-    counted."""
+    """Elements of one layer's attention projections (query, key, value, output); no biases."""
     return model.embed_dim * model.head_dim * 2 * (model.num_heads + model.num_kv_heads)
 
 
 def mlp_matrices(model: ModelConfig) -> int:
-    """Matrices of the feed-forward block that lead to its hidden width: two with a gate."""
+    """Number of feed-forward matrices that lead to the hidden width: 1, or 2 with a gate."""
     return 2 if family_of(model.family).activation == "swiglu" else 1
 
 
 def feed_forward_params(model: ModelConfig) -> int:
-    """Elements of one layer's feed-forward matrices, biases not counted."""
+    """Elements of one layer's feed-forward matrices, without biases."""
     return model.embed_dim * model.mlp_dim * (mlp_matrices(model) + 1)
 
 
 def head_params(model: ModelConfig) -> int:
-    """Elements of the head's matrix, which may be the embedding's."""
+    """Elements of the head's matrix, which is the embedding if weights are tied."""
     return model.embed_dim * model.vocab_size
 
 
 def matmul_params(model: ModelConfig) -> int:
-    """Parameters that every token is multiplied by: projections, feed-forward and head; not the
-    embedding's rows.
+    """Parameters that every token is multiplied by: attention, feed-forward and head matrices.
+
+    The embedding is not counted: its rows are looked up.
     """
     return model.num_layers * (attention_params(model) + feed_forward_params(model)) + head_params(
         model
@@ -57,15 +56,15 @@ def matmul_params(model: ModelConfig) -> int:
 
 
 def causal_pairs(seq_len: int) -> float:
-    """Pairs of query and key that count, in one sequence; documents not regarded."""
+    """Pairs of query and key that count in one sequence, whatever documents it holds."""
     return seq_len**2 / 2
 
 
 def computed_pairs(seq_len: int, kernel: AttentionKernel) -> float:
-    """Pairs that `kernel` computes in one sequence.
+    """Pairs of query and key that `kernel` computes in one sequence.
 
     `xla` computes whole blocks: a block of queries with every key up to its last query
-    (models/kernels.py). `cudnn` is taken to skip all that the mask hides; what its tiles compute
+    (models/kernels.py). `cudnn` is assumed to skip every masked pair; how many its tiles compute
     beyond that is not published.
     """
     if kernel == "cudnn":
@@ -75,27 +74,27 @@ def computed_pairs(seq_len: int, kernel: AttentionKernel) -> float:
 
 
 def core_flops(model: ModelConfig, pairs: float) -> float:
-    """Forward of one layer's attention core, for that many pairs of query and key."""
+    """Forward FLOPs of one layer's attention core for `pairs` pairs of query and key."""
     return 2.0 * FORWARD_CORE_MATMULS * model.num_heads * model.head_dim * pairs
 
 
 def recomputed_core_flops(
     model: ModelConfig, pairs: float, remat: RematPolicy, kernel: AttentionKernel
 ) -> float:
-    """What backward of one layer's attention core computes a second time.
+    """FLOPs of one layer's attention core that backward computes a second time.
 
-    Every policy but `none` runs its forward again.
+    Every remat policy except `none` runs the core's forward again.
     """
     in_kernel = CUDNN_BACKWARD_AGAIN / FORWARD_CORE_MATMULS if kernel == "cudnn" else 0
     return core_flops(model, pairs) * (in_kernel + (remat != "none"))
 
 
 def recomputed_params(model: ModelConfig, remat: RematPolicy) -> tuple[int, int]:
-    """Elements of one layer's matrices, of attention and of feed-forward, whose products backward
-    computes a second time.
+    """Elements of one layer's matrices whose products backward computes a second time.
 
-    Under `full` these are all but the last matrix's: its product is added to the residual, which
-    backward does not need.
+    Returns:
+      (elements of attention, elements of feed-forward). With remat `full` these are all matrices
+      except the last: its product is only added to the residual, and backward does not need it.
     """
     if remat != "full":
         return 0, 0
@@ -103,8 +102,9 @@ def recomputed_params(model: ModelConfig, remat: RematPolicy) -> tuple[int, int]
 
 
 def step_flops(model: ModelConfig, *, num_sequences: int, seq_len: int) -> float:
-    """FLOPs of one training step that count for MFU: 6 per parameter and token, and attention;
-    nothing twice.
+    """FLOPs of one training step that count for MFU: 6 per parameter and token, plus attention.
+
+    Recomputation is not counted.
     """
     attention = 3 * model.num_layers * core_flops(model, num_sequences * causal_pairs(seq_len))
     return 6.0 * matmul_params(model) * num_sequences * seq_len + attention

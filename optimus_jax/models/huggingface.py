@@ -1,8 +1,8 @@
-"""The weights and sizes of Hugging Face's models, read as ours and back.
+"""Converts the weights and sizes of Hugging Face's models to ours and back.
 
-Both sides hold the same matrices [in, out]. Ours has one leaf for what is used together (key beside
-value, gate beside up) and stacks the layers; theirs has names of its own, a tensor per layer, and
-in GPT-2 queries, keys and values in one. All that differs between families stands in
+Both sides hold the same matrices. Ours have one leaf for matrices that are used together (key and
+value, gate and up), and the layers are stacked. Theirs have other names and one tensor per layer;
+GPT-2 has queries, keys and values in one tensor. All differences between families are in
 `HUGGING_FACE_FORMATS`.
 """
 
@@ -27,27 +27,27 @@ HEAD = "lm_head.weight"
 
 @dataclass(frozen=True, kw_only=True)
 class HuggingFaceFormat:
-    """How Hugging Face writes down one family."""
+    """How Hugging Face stores the models of one family."""
 
     sizes: Mapping[str, str]
     """Field of ModelConfig -> key of config.json."""
     optional: tuple[str, ...]
-    """Those of these fields that a config.json may leave out."""
+    """Fields in `sizes` that a config.json may leave out."""
     tied: bool
-    """Whether weights are tied where a config.json does not say."""
+    """Whether weights are tied if a config.json does not say."""
     only: Mapping[str, tuple[Any, ...]]
-    """Key of config.json -> the values that our arithmetic has, the one meant by a missing key
-    first."""
+    """Key of config.json -> the values that our models support; the first is the default of a
+    missing key."""
     prefix: str
-    """Before the name of every tensor but the head; some released files leave it out."""
+    """Prefix of every tensor name except the head's; some released files leave it out."""
     tensors: Mapping[str, str]
-    """Our leaves -> their tensors. Where there are several, they lie side by side along `out` in
-    the same matrix."""
+    """Our leaves -> their tensors. Several names on one side are concatenated along `out` into one
+    matrix."""
     out_dim: int
     """Dimension of a layer's matrices that is `out`: 0 for torch's Linear, -1 for GPT-2's
     Conv1D."""
     buffers: tuple[str, ...]
-    """Ends of the names of constants that older files carry among the weights."""
+    """Name endings of constants that older files store among the weights."""
 
 
 HUGGING_FACE_FORMATS: dict[str, HuggingFaceFormat] = {
@@ -132,8 +132,7 @@ HUGGING_FACE_FORMATS: dict[str, HuggingFaceFormat] = {
 }
 
 STORED_TRANSPOSED = ("layers/attention/out", "layers/mlp/down")
-"""Our matrices whose result has the width `embed`: kept [out, in], where all others are [in,
-out]."""
+"""Our matrices whose result has the width `embed`: stored [out, in]; all others are [in, out]."""
 
 ROPE_SCALING = {
     "factor": "factor",
@@ -145,12 +144,12 @@ ROPE_SCALING = {
 
 
 def config_from_huggingface(hf_config: Mapping[str, Any]) -> ModelConfig:
-    """The sizes in a config.json.
+    """The ModelConfig for a config.json.
 
-    Dropout is left at 0: it belongs to a training, not to the weights.
+    Dropout stays 0: it is a setting of a training run, not a property of the weights.
 
     Raises:
-      ConfigError: a size is missing, or the model has a part that ours have not.
+      ConfigError: a size is missing, or the model has a feature that ours do not support.
     """
     family = hf_config.get("model_type", "")
     hf_format = _format_of(family)
@@ -189,14 +188,14 @@ def config_from_huggingface(hf_config: Mapping[str, Any]) -> ModelConfig:
 def from_huggingface(
     state_dict: Mapping[str, np.ndarray], config: ModelConfig, vocab_rows: int
 ) -> Params:
-    """Our parameters, float32, from their tensors.
+    """Our float32 parameters from Hugging Face's tensors.
 
     Args:
-      state_dict: every tensor of the model, with or without the prefix of its names.
+      state_dict: every tensor of the model, by name, with or without the family's prefix.
       vocab_rows: rows of the embedding; those past `config.vocab_size` become zero.
     Raises:
-      CheckpointError: a tensor is missing, unknown or of another shape, or a tied head is not the
-        embedding.
+      CheckpointError: a tensor is missing, unknown or has another shape, or a tied head differs
+        from the embedding.
     """
     hf_format, shapes = _format_of(config.family), model_shapes(config, vocab_rows)
     params = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), shapes.params)
@@ -228,7 +227,7 @@ def from_huggingface(
 
 
 def to_huggingface(params: Params, config: ModelConfig) -> dict[str, np.ndarray]:
-    """The inverse of `from_huggingface`: no rows of padding, and no head where weights are tied."""
+    """The inverse of `from_huggingface`, without padding rows, and without a head if it is tied."""
     hf_format, params = _format_of(config.family), jax.tree.map(np.asarray, params)
     state_dict = {}
     for theirs, ours in _blocks(params, model_shapes(config, len(params["embedding"]["table"]))):
@@ -236,7 +235,7 @@ def to_huggingface(params: Params, config: ModelConfig) -> dict[str, np.ndarray]
         for name, part in zip(
             theirs, np.split(matrix, len(theirs), hf_format.out_dim), strict=True
         ):
-            # safetensors writes the memory of an array as it lies, whatever its strides say.
+            # safetensors writes an array's memory as it is and ignores its strides.
             state_dict[name if name == HEAD else hf_format.prefix + name] = np.ascontiguousarray(
                 part
             )
@@ -256,8 +255,10 @@ def _format_of(family: str) -> HuggingFaceFormat:
 
 
 def _blocks(params: Params, shapes: ModelShapes) -> Iterator[tuple[list[str], list[np.ndarray]]]:
-    """Tensors, by name, and views of our leaves, in their orientation, that joined along `out_dim`
-    are one matrix.
+    """Yield (names of Hugging Face's tensors, views of our leaves) that hold the same matrix.
+
+    Either side, concatenated along `out_dim`, is that matrix; the views have the orientation of
+    Hugging Face's tensors.
     """
     config, hf_format = shapes.config, _format_of(shapes.config.family)
     for ours, theirs in hf_format.tensors.items():
@@ -284,8 +285,9 @@ def _leaf(tree: Params, path: str) -> Any:
 def _matrix(
     leaf: np.ndarray, names: tuple[str, ...], layer: int, vocab_size: int, back: bool
 ) -> np.ndarray:
-    """A view of one layer's part, without padding: [in, out], of which one is `embed`, or a vector
-    if neither is.
+    """A view of one layer's part of a leaf, without padding.
+
+    It is [in, out], where one of the two is `embed`, or a vector if `embed` is not a dimension.
     """
     if names[0] == LAYERS:
         leaf, names = leaf[layer], names[1:]
@@ -298,8 +300,9 @@ def _matrix(
 
 
 def _rotary(hf_config: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of rotary positions: one mapping since transformers 5, a number and a mapping
-    before.
+    """The ModelConfig fields of rotary positions.
+
+    A config.json has them in one mapping since transformers 5; before, a number and a mapping.
     """
     rope = {**(hf_config.get("rope_scaling") or {}), **(hf_config.get("rope_parameters") or {})}
     theta = rope.get("rope_theta", hf_config.get("rope_theta", ModelConfig.rope_theta))

@@ -1,12 +1,12 @@
-"""The core of attention, softmax(q k / sqrt(K)) v, by the kernels that can compute it.
+"""The core of attention, softmax(q k / sqrt(K)) v, and the kernels that compute it.
 
-`xla` is written here: queries go in blocks, and a block looks at no key after its last query, so
-that about half of a causal mask's work is not done at all. Backward keeps the weights of attention
-and needs no mask. `cudnn` is NVIDIA's fused kernel, by way of JAX.
+`xla` is implemented here: queries are processed in blocks, and a block skips all keys after its
+last query, so that about half of the masked work is never done. Forward saves the attention weights
+for backward, which needs no mask. `cudnn` is NVIDIA's fused kernel, called through JAX.
 
 Shapes: B batch, L length of queries, T length of keys, H query heads, G key/value heads, K
-head_dim, R rows of a key/value head's queries (its heads one after the other). Heads are the
-device's part.
+head_dim, R rows of a key/value head's queries (its query heads one after the other). H and G count
+this device's heads only.
 """
 
 from dataclasses import dataclass
@@ -27,11 +27,11 @@ MASKED = -1e30
 """Score of a key that a query may not see: exp() of it is zero in every format, without NaN."""
 
 MAX_BLOCKS, MIN_BLOCK = 8, 64
-"""More blocks skip more of the masked half; smaller ones make matmuls inefficient."""
+"""More blocks skip more of the masked half, but smaller blocks make matmuls inefficient."""
 
 
 def choose_kernel(config: Config, topology: Topology, precision: Precision) -> AttentionKernel:
-    """The kernel that will run. Raises PlanError if the one asked for cannot."""
+    """The attention kernel to use. Raises PlanError if the requested one cannot run."""
     wanted, obstacle = config.parallel.attention, _cudnn_obstacle(config, topology, precision)
     if wanted == "cudnn" and obstacle:
         raise PlanError(
@@ -47,7 +47,7 @@ def choose_kernel(config: Config, topology: Topology, precision: Precision) -> A
 
 
 def _cudnn_obstacle(config: Config, topology: Topology, precision: Precision) -> str | None:
-    """What keeps JAX's cuDNN kernel from running, in training; None: nothing."""
+    """Why JAX's cuDNN kernel cannot run in training; None: it can."""
     capability, model = topology.compute_capability, config.model
     if topology.platform not in ("gpu", "cuda"):
         return f"it runs on GPUs, and this platform is {topology.platform}"
@@ -80,12 +80,12 @@ class Visibility:
     document."""
 
     segments_BL: Array | None = None
-    """Document of every position, int32; None: one document an example."""
+    """Document of every position, int32 [B, L]; None: each example is one document."""
     query_offset: Array | int = 0
     """Position of the first query among the keys (above 0 when a cache holds earlier keys)."""
 
     def mask(self, queries: slice, num_keys: int) -> Array:
-        """bool [B or 1, L, T] for some of the queries and the first keys."""
+        """bool [B or 1, L, T]: which of the first `num_keys` keys each query in `queries` sees."""
         length = queries.stop - queries.start
         query = (
             self.query_offset
@@ -110,11 +110,11 @@ def attend(
     dropout: float = 0.0,
     keys_BH: Array | None = None,
 ) -> Array:
-    """Attention of every query to the keys it sees, [B, L, H, K]; softmax in float32.
+    """Attention of every query to the keys it sees, [B, L, H, K]; the softmax is in float32.
 
     Args:
-      k_BTGK: rounded to the format of the queries, as values are; a gradient has its argument's
-        format.
+      k_BTGK: keys; like values, they are rounded to the format of the queries, but their gradient
+        has their own format.
       dropout: probability that a weight is zeroed (kernel xla only).
       keys_BH: dropout key of every example and head; None: no dropout.
     """
@@ -162,7 +162,7 @@ def block_size(length: int) -> int:
 
 
 def _repeat_rows(mask_BLT: Array, times: int) -> Array:
-    """[B, L, T] -> [B, 1, times * L, T]: the same for each of a key/value head's query heads."""
+    """[B, L, T] -> [B, 1, times * L, T]: repeated for each query head of a key/value head."""
     mask = jnp.broadcast_to(mask_BLT[:, None], (mask_BLT.shape[0], times, *mask_BLT.shape[1:]))
     return mask.reshape(mask.shape[0], 1, -1, mask.shape[-1])
 
@@ -176,7 +176,7 @@ def _attend_in_blocks(
     masks: list[Array],
     keys: list[Array | None],
 ) -> Array:
-    """`how`: the probability of dropout, and the format of keys and values and their gradients."""
+    """`how`: the dropout probability, and the format of keys, values and their gradients."""
     return _forward(how, q_BHLK, k_BGTK, v_BGTK, masks, keys)[0]
 
 
@@ -188,7 +188,7 @@ def _forward(
     masks: list[Array],
     keys: list[Array | None],
 ) -> tuple:
-    """A mask of [B, 1, R, T] makes a block of R rows that look at the first T keys."""
+    """Each mask [B, 1, R, T] defines a block of R rows of queries and the first T keys."""
     dropout, _ = how
     k_BGTK, v_BGTK = k_BGTK.astype(q_BHLK.dtype), v_BGTK.astype(q_BHLK.dtype)
     outs, weights = [], []
@@ -209,8 +209,8 @@ def _forward(
 
 
 def _backward(how: tuple, kept: tuple, d_out_BHLK: Array) -> tuple:
-    """Masked weights are zero, so what flows through them is; the softmax's own sum is d_out .
-    out."""
+    """No mask is needed: masked weights are zero, so their gradients are too. The row sum in the
+    softmax's gradient equals d_out . out."""
     dropout, kv_dtype = how
     q_BHLK, k_BGTK, v_BGTK, weights, out_BHLK, keys = kept
     d_k, d_v, d_qs = jnp.zeros_like(k_BGTK, kv_dtype), jnp.zeros_like(v_BGTK, kv_dtype), []
@@ -259,8 +259,9 @@ def _heads(blocks: list[Array], like_BHLK: Array) -> Array:
 
 
 def _dropped(weights_BGRT: Array, probability: float, keys_BH: Array | None) -> Array:
-    """Weights with some zeroed and the rest scaled; drawn head by head, so it does not matter where
-    a head lives.
+    """Apply dropout to attention weights.
+
+    Every head has its own key, so that the result does not depend on which device has the head.
     """
     if keys_BH is None:
         return weights_BGRT

@@ -1,7 +1,6 @@
-"""The small parts that every block is made of: parameters with names, norms, dropout, the
-embedding.
+"""The small parts of a model: parameters with logical axes, norms, biases, dropout, the embedding.
 
-Shapes: B batch, L length, D embed, V vocab (the device's part).
+Shapes: B batch, L length, D embed, V vocab (this device's part).
 """
 
 from collections.abc import Sequence
@@ -16,14 +15,14 @@ from optimus_jax.mesh.collectives import Collectives
 
 
 def normal(rngs: nnx.Rngs, shape: Sequence[int], names: Sequence[str], std: float) -> nnx.Param:
-    """A float32 parameter drawn from N(0, std^2), its dimensions called `names`."""
+    """A float32 parameter drawn from N(0, std^2), with logical axes `names`."""
     return nnx.Param(
         jax.random.normal(rngs.params(), tuple(shape), jnp.float32) * std, out_sharding=tuple(names)
     )
 
 
 def constant(value: float, shape: Sequence[int], names: Sequence[str]) -> nnx.Param:
-    """A float32 parameter that starts as `value` everywhere."""
+    """A float32 parameter with logical axes `names` that is initially `value` everywhere."""
     return nnx.Param(jnp.full(tuple(shape), value, jnp.float32), out_sharding=tuple(names))
 
 
@@ -37,7 +36,7 @@ class Norm(nnx.Module):
         self.bias = nnx.data(constant(0.0, (dim,), (NORM,)) if self.centre else None)
 
     def __call__(self, x_BLD: Array, dtype: jnp.dtype | None = None) -> Array:
-        """[..., D] -> [..., D] in `dtype`; None: in that of x."""
+        """[..., D] -> [..., D] in `dtype`; None: the dtype of the input."""
         x = x_BLD.astype(jnp.float32)
         if self.centre:
             x = x - x.mean(-1, keepdims=True)
@@ -49,10 +48,10 @@ class Norm(nnx.Module):
 
 
 def add_bias(x: Array, bias: nnx.Param | None) -> Array:
-    """`x` plus a bias over its last dimensions, or `x` where the family has none.
+    """`x` plus a bias over its last dimensions, or `x` if the bias is None.
 
-    Added in float32, so that the bias's gradient is a float32 sum over tokens; in bf16 some
-    hundreds lose 3% of it.
+    Added in float32, so that the bias's gradient is a float32 sum over tokens; in bf16 a sum over
+    a few hundred tokens loses 3%.
     """
     return (
         x
@@ -67,16 +66,16 @@ def _broadcastable(param: nnx.Param, ndim: int) -> Array:
 
 
 class Embedding(nnx.Module):
-    """Rows of vectors for token ids; also the output head of a model whose weights are tied."""
+    """Table with one vector per token id; also the output head of a model with tied weights."""
 
     def __init__(self, rows: int, dim: int, std: float, *, vocab_size: int, rngs: nnx.Rngs):
         table = normal(rngs, (rows, dim), (VOCAB, EMBED), std)
-        # Rows of padding are zero and stay so: no token selects them and the loss masks them.
+        # Padding rows are zero and stay zero: no token selects them and the loss masks them.
         table[...] = jnp.where(jnp.arange(rows)[:, None] < vocab_size, table[...], 0)
         self.table = table
 
     def __call__(self, tokens_BL: Array, comm: Collectives) -> Array:
-        """int32 [B, L] -> [B, L, D]. Each device looks up the rows it has; the others give zero."""
+        """int32 [B, L] -> [B, L, D]: the sum over devices; each looks up only the rows it holds."""
         table_VD = self.table[...]
         num_rows = table_VD.shape[0]
         local = tokens_BL - comm.offset(num_rows, VOCAB)
@@ -84,25 +83,25 @@ class Embedding(nnx.Module):
             return rows_of(table_VD, local, comm.dtype)
         here = (local >= 0) & (local < num_rows)
         x_BLD = rows_of(table_VD, jnp.clip(local, 0, num_rows - 1), comm.dtype)
-        # One shard has each row and the others zeros, so no part of this sum overflows.
+        # Each row comes from one shard and is zero on the others, so this sum cannot overflow.
         return comm.sum(jnp.where(here[..., None], x_BLD, jnp.zeros_like(x_BLD)), VOCAB)
 
 
 def rows_of(table_VD: Array, index_BL: Array, dtype: jnp.dtype) -> Array:
     """[V, D], int32 [B, L] -> [B, L, D] in `dtype`.
 
-    The gradient of a row that is used often is a float32 sum, whatever the format.
+    The gradient of a row is summed in float32 over its uses, whatever `dtype` is.
     """
     return jnp.take(table_VD.astype(jnp.float32), index_BL, axis=0).astype(dtype)
 
 
 def dropout(x: Array, probability: float, keys_B: Array | None, site: Array | int) -> Array:
-    """Zero entries of `x` with `probability` and scale the rest, keyed by example.
+    """Zero entries of `x` with `probability` and scale the rest; each example has its own key.
 
     Args:
       x: [B, ...].
       keys_B: one key per example, or None for no dropout.
-      site: which place of the model this is; every place draws its own mask.
+      site: number of the place in the model; every place draws its own mask.
     """
     if keys_B is None or probability == 0:
         return x
@@ -113,5 +112,5 @@ def dropout(x: Array, probability: float, keys_B: Array | None, site: Array | in
 
 
 def keep_mask(keys: Array, shape: tuple[int, ...], probability: float) -> Array:
-    """bool [keys, *shape], False with `probability`."""
+    """Dropout masks, bool [len(keys), *shape], False with `probability`."""
     return jax.vmap(lambda key: jax.random.bernoulli(key, 1 - probability, shape))(keys)

@@ -1,6 +1,6 @@
 """The feed-forward block: GELU between two projections, or SwiGLU with a gate.
 
-Shapes: B batch, L length, D embed, F mlp (the device's part).
+Shapes: B batch, L length, D embed, F mlp (this device's part).
 """
 
 import jax
@@ -16,8 +16,10 @@ from optimus_jax.models.products import project, project_back
 
 
 class FeedForward(nnx.Module):
-    """[B, L, D] -> [B, L, D], position by position, in three parts between which a caller may keep
-    values.
+    """Feed-forward block, [B, L, D] -> [B, L, D], applied to each position by itself.
+
+    It has three methods, to be called in order, so that a caller chooses which values between them
+    are kept for backward.
     """
 
     def __init__(self, config: ModelConfig, family: Family, *, rngs: nnx.Rngs):
@@ -36,13 +38,13 @@ class FeedForward(nnx.Module):
         self.down_bias = nnx.data(constant(0.0, (embed,), (NORM,)) if family.biases else None)
 
     def hidden(self, x_BLD: Array, comm: Collectives) -> Array:
-        """[B, L, D] -> [B, L, F] or, gated, [B, L, 2, F]: before the nonlinearity."""
+        """[B, L, D] -> values before the nonlinearity: [B, L, F], or [B, L, 2, F] with a gate."""
         return add_bias(
             project(comm.fan_out(x_BLD, MLP), comm.weight(self.up), comm.dtype), self.up_bias
         )
 
     def partial_out(self, hidden: Array, comm: Collectives) -> Array:
-        """The nonlinearity and the second projection; each device has a part of the sum over
+        """The nonlinearity and the second projection; gives this device's part of the sum over
         `mlp`."""
         if self.gated:
             h_BLF = jax.nn.silu(hidden[:, :, 0]) * hidden[:, :, 1]
@@ -51,5 +53,5 @@ class FeedForward(nnx.Module):
         return project_back(h_BLF, comm.weight(self.down), comm.dtype, result=comm.sums)
 
     def combine(self, partial_BLD: Array, comm: Collectives) -> Array:
-        """The sum over all devices' parts."""
+        """The sum of all devices' parts, plus the bias."""
         return add_bias(comm.sum(partial_BLD, MLP), self.down_bias).astype(comm.dtype)

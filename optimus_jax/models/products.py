@@ -1,9 +1,10 @@
-"""The two products that every matrix of a layer is used in, and their gradients in f16.
+"""The two matrix products that a layer uses, and their gradients in f16.
 
-A gradient is a product too: by the matrix over tokens, by the rows over columns. Each is a part of
-a sum where a mesh axis or microbatches split what it runs over. In f16 both come out as float32
-(mesh/formats.py), which autodiff of an f16 product cannot give, since gradients have the format of
-their arguments. So there the arguments are float32 and are rounded here.
+The gradients are products too: the gradient of the matrix sums over tokens, that of the rows over
+columns. If a mesh axis or microbatches split the summed dimension, each product is only one part of
+the sum. In f16 both gradients are returned as float32 (mesh/formats.py). Autodiff of an f16 product
+cannot do that, since a gradient has the format of its argument. So in f16 the arguments come in as
+float32 and are rounded here.
 
 Shapes: B batch, L length, D embed, N rows (tokens), C contracted, F columns.
 """
@@ -17,7 +18,7 @@ from jax import Array, lax
 from optimus_jax.mesh.zero import vary, varying_axes
 
 F16_SAFE = 2.0**15
-"""Half the range of f16: what is at most as large stays finite when it is rounded."""
+"""Half the range of f16: values up to this stay finite when they are rounded."""
 
 
 def project(
@@ -25,13 +26,14 @@ def project(
 ) -> Array:
     """[B, L, D], [D, ...] -> [B, L, ...], as one product of two matrices.
 
-    Equal to an einsum. Its gradient is then also a product of two matrices, where an einsum's with
-    several free dimensions is transposed and copied first (a fifth of a step's time on a CPU).
+    Equal to an einsum. Its gradient is also a product of two matrices, whereas the gradient of an
+    einsum with several free dimensions is transposed and copied first (a fifth of a step's time on
+    a CPU).
 
     Args:
       dtype: format of the operands.
-      result: format of the result; None: `dtype`. Another one than f16 says that in f16 the
-        result's gradient may be a part of a sum.
+      result: format of the result; None: `dtype`. When training in f16, pass another format than
+        f16 if the result's gradient may be one part of a sum.
     """
     rows = x_BLD.reshape(-1, x_BLD.shape[-1])
     product = _product(rows, weight.reshape(len(weight), -1), 0, dtype, result)
@@ -41,11 +43,10 @@ def project(
 def project_back(
     x: Array, weight: Array, dtype: jnp.dtype, *, result: jnp.dtype | None = None
 ) -> Array:
-    """[B, L, ...], [D, ...] -> [B, L, D], as one product of two matrices; arguments as `project`
-    has them.
+    """[B, L, ...], [D, ...] -> [B, L, D], as one product of two matrices.
 
-    Weights that lead back to the residual's width are kept with that dimension first, like all
-    others: fsdp's shards then lie one after the other in memory (mesh/zero.py).
+    Arguments are as in `project`. Weights that lead back to the residual's width D also have D as
+    their first dimension, so that fsdp's shards are contiguous in memory (mesh/zero.py).
     """
     columns = weight.reshape(len(weight), -1)
     rows = x.reshape(-1, columns.shape[1])
@@ -56,7 +57,7 @@ def project_back(
 def _product(
     rows: Array, matrix: Array, contracted: int, dtype: jnp.dtype, result: jnp.dtype | None
 ) -> Array:
-    """[N, C] by a matrix of which dimension `contracted` is C -> [N, F]."""
+    """[N, C] times a matrix whose dimension `contracted` is C -> [N, F]."""
     if dtype != jnp.float16:
         return rows @ matrix if contracted == 0 else _dot(rows, matrix, 1, 1)
     axes = sorted(varying_axes(rows) | varying_axes(matrix))
@@ -76,7 +77,7 @@ def _forward(how: tuple, rows: Array, matrix: Array) -> tuple[Array, tuple[Array
 
 
 def _backward(how: tuple, operands: tuple[Array, Array], d_out: Array) -> tuple[Array, Array]:
-    """Gradients in the format of the arguments, which is float32 where they are parts of a sum."""
+    """Gradients in the format of the arguments: float32 if they are parts of a sum."""
     contracted, _, rows_dtype, matrix_dtype = how
     rows, matrix = operands
     d_f16, factor = _in_range(d_out)
@@ -95,11 +96,11 @@ _f16_product.defvjp(_forward, _backward)
 
 
 def _in_range(d_out: Array) -> tuple[Array, Array | None]:
-    """`d_out` in f16, divided by a factor of at least 1 with which a float32 part of a sum does not
-    overflow; None: it is f16.
+    """`d_out` in f16 after division by a factor, and that factor (None if `d_out` is f16 already).
 
-    No other layout's parts of the same sum overflow then either. A NaN or an infinity that came
-    from elsewhere stays one.
+    The factor is at least 1, and large enough that a float32 part of a sum does not overflow in
+    f16. Then the parts of the same sum under another sharding do not overflow either. NaNs and
+    infinities in `d_out` stay as they are.
     """
     if d_out.dtype == jnp.float16:
         return d_out, None

@@ -1,6 +1,6 @@
-"""Rotary positions: queries and keys are turned by angles that grow with the position.
+"""Rotary positions: queries and keys are rotated by angles proportional to the position.
 
-Halves layout, as in the released Llama weights: dimension i turns together with i + K/2.
+Halves layout, as in the released Llama weights: dimension i is rotated together with i + K/2.
 Sources: Su et al. 2021, arXiv:2104.09864; Llama 3's stretching, arXiv:2407.21783.
 """
 
@@ -23,8 +23,8 @@ def frequencies(config: ModelConfig) -> np.ndarray:
     wavelength = 2 * math.pi / plain
     longest = scaling.original_length / scaling.low_frequency_factor
     shortest = scaling.original_length / scaling.high_frequency_factor
-    # 0 where a wave is too long for the original training length, 1 where it is short: the blend
-    # between.
+    # Weight of the plain frequency between the two limits: 0 for the longest wavelength, 1 for the
+    # shortest.
     blend = (scaling.original_length / wavelength - scaling.low_frequency_factor) / (
         scaling.high_frequency_factor - scaling.low_frequency_factor
     )
@@ -47,7 +47,7 @@ def angles(config: ModelConfig, positions_BL: Array) -> tuple[Array, Array]:
 
 
 def rotate(x_BLHK: Array, cos_sin: tuple[Array, Array]) -> Array:
-    """[B, L, heads, K] turned by `angles`, in float32, same dtype."""
+    """[B, L, heads, K] rotated by `angles`; computed in float32, returned in the input's dtype."""
     cos, sin = cos_sin
     first, second = jnp.split(x_BLHK.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate(

@@ -1,4 +1,4 @@
-"""A model's parameters as shapes and names, without a single array."""
+"""The shapes and logical axes of a model's parameters, without allocating arrays."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -16,22 +16,21 @@ Params = dict[str, Any]
 """Nested dict of arrays (or of anything, leaf by leaf), named like the modules."""
 
 VOCABULARY_LEAVES = ("embedding/table", "head/table")
-"""Endings of the paths of leaves that are padded to whole shards, so whose shape depends on the
-plan."""
+"""Path endings of the leaves that are padded to whole shards; their shape depends on the plan."""
 
 
 @dataclass(frozen=True)
 class ModelShapes:
-    """What a Decoder is made of."""
+    """The structure of a Decoder: its parameters' shapes and logical axes, and its layers."""
 
     config: ModelConfig
     vocab_rows: int
     slots: tuple[int, ...]
-    """Layer that each slot of the stack holds, -1 for none: 0, 1, 2, ... but for some pipelines
+    """Layer that each slot of the stack holds, -1 if empty: 0, 1, 2, ... except in some pipelines
     (mesh/slots.py)."""
     graphdef: nnx.GraphDef
     state: nnx.State
-    """Abstract variables, with their logical names."""
+    """Abstract variables with their logical axes."""
 
     @property
     def params(self) -> Params:
@@ -40,7 +39,7 @@ class ModelShapes:
 
     @property
     def names(self) -> Params:
-        """Logical axes of every parameter: a tuple with a name per dimension."""
+        """Logical axes of every parameter: a tuple with one name per dimension."""
         return nnx.to_pure_dict(
             jax.tree.map(
                 lambda variable: variable.replace(variable.out_sharding),
@@ -51,7 +50,7 @@ class ModelShapes:
 
     @property
     def num_params(self) -> int:
-        """Parameters, rows of padding not counted."""
+        """Number of parameters, without padding rows."""
         rows = self.config.vocab_size * (1 if self.config.tied else 2)
         outer = sum(
             leaf.size
@@ -64,11 +63,10 @@ class ModelShapes:
         return outer - padding * self.config.embed_dim + stack * self.config.num_layers
 
     def whole_outside_layers(self, params: Params, comm: Collectives) -> Params:
-        """The parameters with all matrices outside the stack made whole along fsdp and cast, once
-        for all uses.
+        """The parameters, with all matrices outside the stack gathered along fsdp and cast.
 
-        The embedding is used twice where weights are tied. A layer's matrices are made whole when
-        it is reached.
+        This is done once for all uses: with tied weights the embedding is used twice. A layer's
+        matrices are gathered when the layer is reached.
         """
         outer = nnx.State(
             {name: part for name, part in self._variables(params).items() if name != LAYERS}
@@ -80,7 +78,7 @@ class ModelShapes:
         return self.merged(self.whole_outside_layers(params, comm))
 
     def merged(self, whole: Params) -> Decoder:
-        """The Decoder with what `whole_outside_layers` gave."""
+        """The Decoder with the result of `whole_outside_layers` as its parameters."""
         return nnx.merge(self.graphdef, self._variables(whole))
 
     def _variables(self, params: Params) -> nnx.State:
@@ -89,9 +87,7 @@ class ModelShapes:
         return state
 
     def initial(self, seed: jax.Array) -> Params:
-        """Fresh float32 parameters from an integer seed; the same values for any sharding of the
-        result.
-        """
+        """New float32 parameters from an integer seed; their values do not depend on sharding."""
         with nnx.use_eager_sharding(False):
             return nnx.to_pure_dict(nnx.state(self._build(nnx.Rngs(params=make_key(seed)))))
 
@@ -102,8 +98,10 @@ class ModelShapes:
 def model_shapes(
     config: ModelConfig, vocab_rows: int, slots: tuple[int, ...] | None = None
 ) -> ModelShapes:
-    """Shapes of the model with its vocabulary padded to `vocab_rows`, and its layers in `slots`
-    (None: one after the other).
+    """Shapes of a model whose vocabulary is padded to `vocab_rows`.
+
+    Args:
+      slots: the layer that each slot of the stack holds; None: all layers in order.
     """
     slots = tuple(range(config.num_layers)) if slots is None else slots
     with nnx.use_eager_sharding(False):

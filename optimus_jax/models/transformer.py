@@ -1,9 +1,9 @@
 """The decoder: embedding, a scanned stack of blocks, a final norm and the head's matrix.
 
-One class for every family; `models/families.py` says what differs. The stack is one set of
+One class serves every family; `models/families.py` lists the differences. The stack is one set of
 parameters with a leading `layers` dimension, so that compile time does not grow with depth.
 
-Shapes: B batch, L length, T cached length, D embed, V vocab (the device's part), G key/value
+Shapes: B batch, L length, T cached length, D embed, V vocab (this device's part), G key/value
 heads and K head_dim.
 """
 
@@ -28,7 +28,7 @@ from optimus_jax.models.layers import Embedding, Norm, dropout, normal, rows_of
 from optimus_jax.models.mlp import FeedForward
 
 LAYER_INPUT = "layer input"
-"""Name of the residual stream before a layer, for what may be kept on the host."""
+"""Checkpoint name of a layer's input, used to offload it to host memory."""
 SITES_PER_LAYER = 4
 """Places in a layer that draw a dropout mask: attention weights, two residual branches, one
 spare."""
@@ -36,24 +36,24 @@ spare."""
 
 @dataclass(frozen=True, kw_only=True)
 class ForwardContext:
-    """What one run through the decoder is given besides parameters and tokens."""
+    """The inputs of a forward pass besides parameters and tokens."""
 
     comm: Collectives
     kernel: AttentionKernel = "xla"
     remat: RematPolicy = "none"
     offload: bool = False
-    """Whether layers' inputs wait for backward in the host's memory; with remat=full, which keeps
+    """Whether layer inputs are kept in host memory until backward; needs remat="full", which saves
     nothing else."""
     visibility: Visibility = field(default_factory=Visibility)
     keys_B: Array | None = None
     """Dropout key of every example; None: no dropout."""
 
     def recomputed(self, part: Callable) -> Callable:
-        """A part of a layer of which backward keeps the arguments only.
+        """Wrap a part of a layer so that only its arguments are saved for backward.
 
-        For parts that are a matmul and cheap arithmetic beside it: computing the latter again, or
-        gathering the matrix again, is better than keeping it, and the matmul itself is not computed
-        again. The policies that recompute more say so for the layer as a whole.
+        Meant for a matmul with cheap arithmetic beside it. Computing the arithmetic again, or
+        gathering the matrix again, is better than saving it; the matmul itself is not computed
+        again. Policies that recompute more apply to the layer as a whole (`_rematerialised`).
         """
         return (
             jax.checkpoint(part, prevent_cse=False) if self.remat in ("none", "selective") else part
@@ -81,7 +81,7 @@ class Block(nnx.Module):
     ) -> tuple[Array, tuple[Array, Array] | None]:
         """[B, L, D] -> [B, L, D].
 
-        `cache`: keys and values [B, T, G, K] so far, returned with this pass's added.
+        `cache`: earlier keys and values [B, T, G, K]; returned with those of this pass added.
         """
         comm, site, recomputed = run.comm, layer * SITES_PER_LAYER + 1, run.recomputed
         q, k, v = recomputed(
@@ -113,7 +113,7 @@ class Block(nnx.Module):
         return x_BLD + dropout(out_BLD, self.dropout, run.keys_B, site + 2), cache
 
     def _head_keys(self, run: ForwardContext, site: Array, num_local_heads: int) -> Array | None:
-        """A key for every example and local head, the same wherever the head lives; [B, H]."""
+        """Dropout keys [B, H] per example and local head; independent of which device has it."""
         if run.keys_B is None or self.dropout == 0:
             return None
         heads = run.comm.offset(num_local_heads, HEADS) + jnp.arange(num_local_heads)
@@ -132,7 +132,7 @@ class Decoder(nnx.Module):
         slots: tuple[int, ...] | None = None,
         rngs: nnx.Rngs,
     ):
-        """`slots`: which layer each slot of the stack holds; None: all in order
+        """`slots`: the layer that each slot of the stack holds; None: all layers in order
         (`mesh/slots.py`)."""
         family = family_of(config.family)
         self.config = config
@@ -178,7 +178,7 @@ class Decoder(nnx.Module):
         run: ForwardContext,
         cache: tuple[Array, Array] | None = None,
     ) -> tuple[Array, tuple[Array, Array] | None]:
-        """The stack. `cache`: keys and values [layers, B, T, G, K], or None while training."""
+        """Run the stack. `cache`: keys and values [layers, B, T, G, K], or None in training."""
         layer, stacked = self._layer(positions_BL, run)
         return lax.scan(layer, x_BLD, (stacked, jnp.arange(self.config.num_layers), cache))
 
@@ -191,14 +191,15 @@ class Decoder(nnx.Module):
         *,
         all_full: bool,
     ) -> Array:
-        """Layers of a stack in the order of its slots, of which some may be empty.
+        """Run the layers of a stack in the order of its slots, some of which may be empty.
 
-        An empty slot computes like the others and its result is dropped: in a pipeline its stage
-        would only wait for a longer one, and no device takes another branch than the rest.
+        An empty slot is computed like the others and its result is dropped. This costs no time, as
+        its pipeline stage would otherwise wait for a longer one, and all devices take the same
+        branch.
 
         Args:
-          slots: int32, the layer that each slot holds, -1 where it is empty.
-          all_full: whether no slot is empty, on this device or another.
+          slots: int32, the layer that each slot holds, -1 if it is empty.
+          all_full: whether no slot is empty on any device.
         """
         layer, stacked = self._layer(positions_BL, run)
 
@@ -208,8 +209,7 @@ class Decoder(nnx.Module):
         return lax.scan(layer if all_full else if_full, x_BLD, (stacked, slots, None))[0]
 
     def _layer(self, positions_BL: Array, run: ForwardContext) -> tuple[Callable, nnx.State]:
-        """The body of a scan over layers, and the parameters that it is given one layer at a
-        time."""
+        """The body of a scan over layers, and the stacked parameters to scan over."""
         cos_sin = rotary.angles(self.config, positions_BL) if self.positions is None else None
         graphdef, stacked = nnx.split(self.layers)
 
@@ -220,7 +220,7 @@ class Decoder(nnx.Module):
         return _rematerialised(body, run), stacked
 
     def head_matrix(self) -> Array:
-        """[V, D]: the embedding where weights are tied."""
+        """The head's matrix [V, D]; with tied weights, the embedding."""
         return (self.head or self.embedding).table[...]
 
     def hidden(self, tokens_BL: Array, positions_BL: Array, run: ForwardContext) -> Array:
@@ -230,7 +230,7 @@ class Decoder(nnx.Module):
         return self.final_norm(x_BLD)
 
     def logits(self, hidden_BLD: Array, run: ForwardContext) -> Array:
-        """float32 [B, L, V] of this device's part of the vocabulary; ids of padding are masked."""
+        """Logits, float32 [B, L, V], of this device's part of the vocabulary; -inf for padding."""
         head_VD = self.head_matrix()
         operands = hidden_BLD.astype(run.comm.dtype), head_VD.astype(run.comm.dtype)
         logits = jnp.einsum("bld,vd->blv", *operands, preferred_element_type=jnp.float32)
@@ -239,12 +239,13 @@ class Decoder(nnx.Module):
 
 
 def _rematerialised(layer: Callable, run: ForwardContext) -> Callable:
-    """The layer under the policies that speak of it as a whole; `ForwardContext.recomputed` has the
-    others."""
+    """Apply the remat policies that concern a layer as a whole, "full" and "dots".
+
+    `ForwardContext.recomputed` applies the others."""
     match run.remat:
         case "full" if run.offload:
-            # The name goes onto the input: a scan keeps its own copy of an output whatever the
-            # policy says (jax-ml/jax#23869).
+            # The input is named, not the output: a scan keeps its own copy of an output whatever
+            # the policy says (jax-ml/jax#23869).
             return jax.checkpoint(
                 lambda x_BLD, slot: layer(checkpoint_name(x_BLD, LAYER_INPUT), slot),
                 prevent_cse=False,
