@@ -6,7 +6,6 @@ a process, lines on its standard output say which began and which ended, and whe
 in a network namespace, where its processes then are.
 """
 
-import importlib.util
 import json
 import os
 import select
@@ -16,6 +15,7 @@ import sys
 import threading
 import time
 import traceback
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -94,12 +94,9 @@ class Server:
 
 def serve() -> None:
     """Fork a process for every line, and tell when they end; until there are no more lines."""
-    specification = importlib.util.spec_from_file_location("train", TRAIN)
-    assert specification is not None
-    assert specification.loader is not None
-    train = importlib.util.module_from_spec(specification)
-    specification.loader.exec_module(train)
+    import optimus_jax.cli.train
     import optimus_jax.run.api  # noqa: F401
+    from optimus_jax.cli.main import main
 
     assert threading.active_count() == 1, "a process with threads cannot be forked"
     heard, woken = os.pipe()
@@ -117,7 +114,7 @@ def serve() -> None:
                 return
             *lines, unread = (unread + more).split(b"\n")
             for line in lines:
-                pid = os.fork() or _become(train.main, **json.loads(line))
+                pid = os.fork() or _become(partial(main, "train"), **json.loads(line))
                 _say({"begun": pid})
 
 

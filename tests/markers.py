@@ -12,7 +12,7 @@ from pathlib import Path
 
 TESTS = Path(__file__).parent
 MARKS: Mapping[str, frozenset[str]] = {
-    "processes": frozenset({"subprocess", "Popen", "runpy", "NotebookClient"}),
+    "processes": frozenset({"subprocess", "Popen", "runpy"}),
     "compiles": frozenset(
         {
             "jit",

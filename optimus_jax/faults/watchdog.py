@@ -348,7 +348,7 @@ class Watchdog:
                 doing=at.doing,
                 doing_s=self._clock() - at.since_s,
                 entered=at.entered,
-                late_processes=late_processes(self._process, at.entered, at.doing, peers),
+                late=late_processes(self._process, at.entered, at.doing, peers),
                 peers=[asdict(peer) for peer in peers],
                 stacks=stacks(),
             )

@@ -298,7 +298,7 @@ def test_a_plan_that_cannot_be_prepared_is_left_alone(scripted):
     broken = replace(other_plan(), microbatches=3)
     result = scripted({3: switch_at(3, broken)})
     assert len({*plans(result)}) == 1
-    assert "cannot be dealt out" in events(result, "decision")[-1]["why"]
+    assert "does not divide evenly" in events(result, "decision")[-1]["why"]
     assert any("could not be prepared" in told for told in Advisor.told_last)
 
 

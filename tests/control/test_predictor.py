@@ -80,7 +80,7 @@ def test_intervals_widen_where_the_cost_model_is_seen_to_fit_badly(monkeypatch):
         return float(np.mean(found))
 
     learnt = inside()
-    monkeypatch.setattr(beliefs, "OWN", (1.0,))
+    monkeypatch.setattr(beliefs, "OWN_FACTORS", (1.0,))
     assert learnt > 0.75
     assert learnt > inside() + 0.1
 

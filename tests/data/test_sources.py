@@ -636,7 +636,7 @@ def test_a_parquet_column_must_exist_and_be_text(tmp_path, columns):
 
 
 def test_zstd_is_an_extra(tmp_path, monkeypatch):
-    monkeypatch.delattr("backports.zstd")
+    monkeypatch.delattr(sys.modules["backports"], "zstd", raising=False)
     monkeypatch.setitem(sys.modules, "backports.zstd", None)
     with pytest.raises(
         DataError, match=r"pip install 'optimus-jax\[zstd\]', or decompress the file"

@@ -283,12 +283,12 @@ def test_a_death_while_processes_are_being_connected_is_told_at_once(tmp_path):
         tmp_path,
         """
 from optimus_jax.cluster import distributed
-joining = distributed._joining
+joining = distributed._start_joining
 def die_or_join(*arguments):
     if sys.argv[-1] == "2":
         os.kill(os.getpid(), signal.SIGKILL)
     return joining(*arguments)
-distributed._joining = die_or_join""",
+distributed._start_joining = die_or_join""",
     )
     processes, end = several(script, "--steps", "2", directories=[tmp_path / "run"] * 3)
     for (said, code), expected in zip(map(end, processes), (75, 75, -signal.SIGKILL), strict=True):

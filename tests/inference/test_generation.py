@@ -2,7 +2,6 @@
 
 import json
 import os
-import runpy
 import shutil
 import subprocess
 import sys
@@ -17,6 +16,7 @@ from helpers import F32_RELATIVE, assert_close
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from optimus_jax.cli.generate import show
 from optimus_jax.config import ModelConfig
 from optimus_jax.data.tokenizers import ByteTokenizer
 from optimus_jax.errors import CheckpointError, ConfigError, DataError
@@ -503,7 +503,7 @@ def test_script_shows_text_on_a_terminal_as_it_is_made(monkeypatch):
             seen.append(terminal.shown)
             yield [piece, piece.upper()]
 
-    runpy.run_path(str(SCRIPT))["show"]("> ", pieces())
+    show("> ", pieces())
     assert seen == ["> ", "> a", "> ab"]
     assert terminal.written == f"> abc\n\n{'-' * 40}\n> ABC\n"
 

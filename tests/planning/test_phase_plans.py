@@ -41,7 +41,7 @@ def test_microbatches_that_were_asked_for_stay():
         PlanError,
         match=(
             r"after step 5 \(data.phases: 24 x 16 tokens from step 6\): the global batch"
-            r" cannot(.|\n)*--microbatches"
+            r" does not divide(.|\n)*--microbatches"
         ),
     ):
         ahead("5:24", case("data=8", microbatches=2))
