@@ -477,7 +477,7 @@ class Advisor:
         if self._lost != lost and not self._lost <= self._plan_history.now.without:
             return self._must("devices are lost")
         if is_new_batch and not is_legal(plan, self._prices.of(self._batch).config):
-            return self._must("the batch has changed, and cannot be dealt out under this plan")
+            return self._must("the new batch does not divide evenly under this plan")
         if memory == "pressed":
             return self._must("memory runs short")
         if (question := self._about_phase()) is not None:

@@ -7,7 +7,7 @@ and hands on the results. An idle slot computes on what lies in a spare slot of 
 result is never read, so stages never differ in what they execute, and no collective can wait for
 a device that took another branch.
 
-Words: a *ring* is an array whose leading dimension is the slots that pipeline/buffers.py dealt out,
+Words: a *ring* is an array whose leading dimension is the slots that pipeline/buffers.py assigned,
 and one spare; *outer* parameters are those outside the stack of layers, which all stages share.
 
 Shapes: M microbatches, B examples of a microbatch on this device, L length, D embed, R repeats.

@@ -34,7 +34,7 @@ def flush_with_timeout(text: str, *, after: Iterable[TextIO] = ()) -> None:
             while left:
                 left = left[os.write(2, left) :]
 
-    thread = threading.Thread(target=write, name="last words", daemon=True)
+    thread = threading.Thread(target=write, name="flush", daemon=True)
     thread.start()
     thread.join(FLUSH_TIMEOUT_S)
 

@@ -65,13 +65,13 @@ def test_each_example_of_a_length_is_dealt_once(config):
     """Step after step, whatever phases lie between, the numbers of a length's examples go on from
     where they were.
     """
-    dealt: dict[int, int] = {}
+    examples_so_far: dict[int, int] = {}
     for step in range(1, 71):
         phase = phase_after(config, step - 1)
         assert phase.steps_before < step <= (phase.last_step or step)
         first = phase.examples_before + (step - 1 - phase.steps_before) * phase.global_batch
-        assert first == dealt.get(phase.seq_len, 0)
-        dealt[phase.seq_len] = first + phase.global_batch
+        assert first == examples_so_far.get(phase.seq_len, 0)
+        examples_so_far[phase.seq_len] = first + phase.global_batch
         own = in_phase(config, phase)
         assert (own.data.global_batch, own.seq_len, own.data.phases) == (
             phase.global_batch,

@@ -427,14 +427,14 @@ def test_the_devices_of_the_slow_process_are_those_that_it_has_wherever_they_are
     """Tasks that are dealt out to nodes in turn: the first host has processes 0 and 2, the second 1
     and 3, each other one of its own.
     """
-    dealt = (
+    process_of_device = (
         [0] * 4
         + [2] * 4
         + [1] * 4
         + [3] * 4
         + [process for process in range(4, 10) for _ in range(8)]
     )
-    job = Job(num_steps=200_000, process_of=dealt).go(300)
+    job = Job(num_steps=200_000, process_of=process_of_device).go(300)
     job.go(30, Conditions(skew=1.5), straggler=2.0)
     assert job.advisor._straggling == {4, 5, 6, 7}
 

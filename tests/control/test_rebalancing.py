@@ -79,15 +79,16 @@ def test_no_layer_elsewhere_would_help(pipe, stage, skew):
     plan, part = plan_on(f"pipe={pipe},fsdp={64 // pipe}"), (stage / 8, (stage + 1) / 8)
     other = rebalanced(plan, part, skew)
     factors = stage_factors(plan, part, skew)
-    dealt = layers(other or plan)
-    slowest = max(number * factor for number, factor in zip(dealt, factors, strict=True))
-    assert min(dealt) >= 1
-    assert sum(dealt) == 32
-    assert slowest == pytest.approx(max(dealt) * felt_skew(other or plan, part, skew))
+    layer_counts = layers(other or plan)
+    slowest = max(number * factor for number, factor in zip(layer_counts, factors, strict=True))
+    assert min(layer_counts) >= 1
+    assert sum(layer_counts) == 32
+    assert slowest == pytest.approx(max(layer_counts) * felt_skew(other or plan, part, skew))
     for source in range(pipe):
         for target in range(pipe):
             moved = [
-                number + (place == target) - (place == source) for place, number in enumerate(dealt)
+                number + (place == target) - (place == source)
+                for place, number in enumerate(layer_counts)
             ]
             if min(moved) >= 1 and source != target:
                 assert max(

@@ -1,4 +1,4 @@
-"""Readings are believed where step times bear them out, distrusted where they do not, and never
+"""Readings are accepted where step times confirm them, rejected where they do not, and never
 missed.
 """
 

@@ -8,7 +8,7 @@ def check_buffers(schedule: Schedule, buffers: Buffers, *, keep_residuals: bool 
     """Run the ticks with names in place of values; AssertionError for the first that reads anything
     but its own.
 
-    It follows the order of a tick word for word and knows nothing of how slots were dealt out, so
+    It follows the order within a tick and does not know how slots were assigned, so
     a slot overwritten too early shows as a wrong name.
     """
     _Rehearsal(schedule, buffers, keeps=keep_residuals and not schedule.is_forward_only).run()

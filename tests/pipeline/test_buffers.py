@@ -1,4 +1,4 @@
-"""Slots are dealt out such that nothing is overwritten too early, and no smaller ring would do."""
+"""No slot is overwritten too early, and no smaller ring would be enough."""
 
 from dataclasses import replace
 

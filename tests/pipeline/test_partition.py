@@ -1,4 +1,4 @@
-"""Layers are dealt out to stages as evenly as their costs allow."""
+"""Layers are assigned to stages as evenly as their costs allow."""
 
 import itertools
 

@@ -1,4 +1,4 @@
-"""Slots in closed form beside those that are really dealt out."""
+"""The closed form of slots equals the slots that are assigned."""
 
 import itertools
 

@@ -83,7 +83,7 @@ def test_the_estimate_is_near_what_xla_allocates(model, mesh, settings):
     config, plan = planned(model, mesh, **settings)
     program = build_program(config, plan, jax.devices()[: plan.num_devices])
     state, rows = program.abstract_state(), program.abstract_batch()
-    # Buffers are dealt out before LLVM begins, whose optimisation is half of the time.
+    # Buffers are assigned before LLVM begins, whose optimisation is half of the time.
     compiled = (
         program.train_step.lower(state, rows)
         .compile({"xla_backend_optimization_level": 0})

@@ -78,7 +78,7 @@ class Rates:
     pass_share: float = 1.0
     """Of that, what passes with arithmetic in them reach."""
     num_cores: float
-    """That the tiles of a matmul are dealt out to; 0: it has no tiles."""
+    """Cores that share the tiles of a matmul; 0: matmuls are not tiled."""
     wave: float = 0.5
     """Part of a wave of tiles that is lost in each matmul."""
     inner: float = 100.0

@@ -162,7 +162,7 @@ def _microbatches(config: Config, topology: Topology) -> Iterator[SettingChange]
 
 
 def _global_batches(config: Config, topology: Topology) -> Iterator[SettingChange]:
-    """The next below and above that can be dealt out."""
+    """The next smaller and larger global batch that divides evenly."""
     if (plan := _plan(config, topology)) is None:
         return
     free = plan.axes.pipe if plan.pipeline is not None and plan.pipeline.repeats > 1 else 1
