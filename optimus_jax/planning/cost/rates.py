@@ -14,14 +14,13 @@ from optimus_jax.planning.profiles.hardware import HardwareProfile
 from optimus_jax.planning.profiles.measurements import ALL_REDUCE, PERMUTE, MatmulTime
 
 UNKNOWN_LATENCY_S = 5e-6
-"""Of a step of a collective where no latency was measured or published: the order of what is usual
-between GPUs."""
+"""Latency of a step of a collective if none was measured or published; usual order between GPUs."""
 
 MATMUL_SHARE = 0.75
-"""Of the dense peak, for large matmuls: what A100s reached in vTrain's measured steps
+"""Share of the dense peak that large matmuls reach: that of A100s in vTrain's measured steps
 (benchmarks/planner.py)."""
 MATMUL_SHARES: Mapping[str, float] = {"h100": 0.72, "h100-pcie": 0.72, "h200": 0.72, "b200": 0.67}
-"""The same for accelerators that are known to reach less.
+"""The same for accelerators with a known, lower share.
 
 H100: 86 published steps of five implementations, 0.72 on average, 0.68 to 0.76 with one of them
 left out (benchmarks/published.py). H200: the same chip. PCIe cards, which have half of the power,
@@ -31,17 +30,17 @@ were published, 77.6% of the B200's peak to 86.9% of the A100's (which gives 0.6
 https://github.com/stas00/ml-engineering/blob/744d01e18b79512572f64a6bbd8b5f4a725203a7/compute/accelerator/README.md
 """
 MEMORY_SHARE = 0.85
-"""Of the memory's bandwidth."""
+"""Share of the memory bandwidth that passes over memory reach."""
 
 F32 = "f32"
 CPU_PASS_SHARE = 0.25
-"""exp, tanh and sums keep a CPU busy longer than its memory: so much is left in the steps of
+"""Share of a CPU's memory bandwidth that passes with exp, tanh or sums reach, in the steps of
 benchmarks/cpu_step.py."""
 UNSEEN_SPREAD = 0.2
-"""Of step times where no step was measured, but all that it consists of."""
+"""Spread of step times if parts of a step were measured but no whole step."""
 
 LAYER, HEAD = OPERATORS = ("layer", "head")
-"""Subjects of corrections: all operators of a layer; all of embedding and head."""
+"""What a correction applies to: all operators of a layer, or all of embedding and head."""
 ShapePoint = tuple[float, float, float]
 """Logarithms, base 2, of the tokens of a microbatch, the width of the residual stream, and the
 devices along tensor."""
@@ -49,16 +48,16 @@ devices along tensor."""
 
 @dataclass(frozen=True, kw_only=True)
 class Correction:
-    """How much longer than by the rates something took where it was measured
+    """Measured over predicted time of an operator at a measured shape
     (planning/cost/corrections.py).
     """
 
     operator: str
     """One of OPERATORS."""
     place: ShapePoint
-    """Where it was measured."""
+    """The measured shape."""
     weight: float
-    """Of this place in the logarithm of the factor."""
+    """Weight of this shape in the logarithm of the factor."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,64 +65,63 @@ class Rates:
     """Speed parameters of one kind of device."""
 
     accelerator: str
-    """Its name."""
+    """Name of the accelerator."""
     source: str
-    """Where the figures come from."""
+    """Source of the figures."""
     matmul_flops_per_s: float
-    """Of large 16-bit matmuls."""
+    """Rate of large 16-bit matmuls."""
     f32_matmul_flops_per_s: float
-    """Of large float32 matmuls."""
+    """Rate of large float32 matmuls."""
     memory_bytes_per_s: float
-    """Of passes over memory, reads and writes together."""
+    """Bandwidth of passes over memory, reads and writes together."""
     pass_share: float = 1.0
-    """Of that, what passes with arithmetic in them reach."""
+    """Share of that bandwidth that passes with arithmetic reach."""
     num_cores: float
     """Cores that share the tiles of a matmul; 0: matmuls are not tiled."""
     wave: float = 0.5
-    """Part of a wave of tiles that is lost in each matmul."""
+    """Fraction of a wave of tiles that each matmul loses."""
     inner: float = 100.0
-    """Inner dimension at which a matmul takes twice its time."""
+    """Inner dimension at which a matmul reaches half of the rate."""
     unaligned_share: float = 0.35
-    """Of the rate that is left where a matmul's rows are no multiple of 8 values."""
+    """Share of the rate that matmuls reach if a row is not a multiple of 8 values."""
     fused_attention_share: float = 0.7
-    """Of the matmul rate that fused attention reaches."""
+    """Share of the matmul rate that fused attention reaches."""
     launch_s: float = 3e-6
-    """A kernel's launch by a compiled program."""
+    """Time to launch a kernel from a compiled program."""
     interpreter_launch_s: float = 30e-6
-    """A kernel's launch by an interpreter, with what it does around it."""
+    """Time to launch a kernel from an interpreter, with its overhead."""
     launch_overlap: float = 2.0
-    """Power of the norm that joins launching and computing: 1, one after the other; large, side by
-    side."""
+    """Exponent of the norm that combines launch and compute time: 1 adds them, large exponents
+    overlap them."""
     collective_share: float = 0.7
-    """Of a link's speed inside a host that collectives reach."""
+    """Share of a link's speed inside a host that collectives reach."""
     inter_host_share: float = 0.8
     """The same between hosts."""
     send_share: float = 0.7
-    """Of a link's speed inside a host that a send to the next stage reaches."""
+    """Share of a link's speed inside a host that a send to the next stage reaches."""
     host_share: float = 0.83
-    """Of the link to the host's memory that large copies reach: 26.2 of 31.5 GB/s on an A100
+    """Share of the link to host memory that large copies reach: 26.2 of 31.5 GB/s on an A100
     (https://github.com/jdh4/della-gpu-A100)."""
     latency_s: float = UNKNOWN_LATENCY_S
-    """Of each step of a collective inside a host, where the link does not say."""
+    """Latency of each step of a collective inside a host, if the link has none."""
     inter_host_latency_s: float = 2 * UNKNOWN_LATENCY_S
     """The same between hosts."""
     arrival_s: float = 0.0
-    """That a collective takes beyond its ring, because its devices come to it at different
-    times."""
+    """Extra time of a collective because its devices reach it at different times."""
     overlap_slowdown: float = 1.3
-    """How much slower compute and a collective are while they run side by side (Galvatron's
-    default, arXiv:2211.13878)."""
+    """Slowdown of compute and a collective while they overlap (Galvatron's default,
+    arXiv:2211.13878)."""
     overlap_share: float = 0.5
-    """Of the collectives that may run beside compute, those that find some to run beside."""
+    """Share of the collectives that can overlap with compute that do overlap."""
     step_s: float = 2e-3
-    """What a step has once: scalars, the host's own work."""
+    """Fixed time per step: scalars and work of the host."""
     spread: float = 0.25
     """Standard deviation of the logarithm of measured over predicted step times, for shapes that
     were not measured."""
     spread_nearby: float = 0.05
-    """The same for shapes that were (those of `corrections`)."""
+    """The same for measured shapes (those of `corrections`)."""
     corrections: tuple[Correction, ...] = ()
-    """Where operators were measured."""
+    """Corrections at measured shapes."""
 
     @classmethod
     def of(cls, accelerator: Accelerator) -> "Rates":
@@ -167,12 +165,11 @@ class Rates:
         """Rates of the devices of `profile`; use them with `profile.cluster(...)`, whose links are
         measured too.
 
-        Everything was measured with all devices at work. So virtual devices, which share a
-        processor, have a share of its speed each, and a step on more of them is not predicted to be
-        faster than they are together.
+        Everything was measured with all devices busy. Virtual devices share a processor, so each
+        has a share of its speed, and using more of them does not predict a faster step.
 
         Raises:
-          PlanError: there was no time to measure matmuls or memory.
+          PlanError: matmuls or memory were not measured for lack of time.
         """
         probed, setting = profile.probed, profile.setting
         if not probed.matmuls or not probed.passes:
@@ -190,8 +187,7 @@ class Rates:
             for dtype in dict.fromkeys(each.dtype for each in probed.matmuls)
         }
         in_f32 = by_dtype.get(F32) or next(iter(by_dtype.values()))
-        # A processor that has no 16-bit matmuls of its own was not asked for them, and computes
-        # them in float32.
+        # A processor without 16-bit matmuls computes them in float32.
         in_16_bits = next((rate for dtype, rate in by_dtype.items() if dtype != F32), in_f32)
         return cls(
             accelerator=setting.device_kind,
