@@ -1,8 +1,8 @@
-"""All that a run carries from step to step, as one pytree; and the form in which checkpoints hold
-it.
+"""The training state: everything a run carries from step to step, as one pytree, and its form on
+disk.
 
-On disk layers lie in order, with rows of zeros at the end so that `pipe` divides them: every plan
-can read what any other has saved.
+Checkpoints store layers in order, padded with zero rows so that `pipe` divides their number. Every
+plan can therefore read the checkpoint of any other.
 """
 
 import dataclasses
@@ -27,7 +27,7 @@ from optimus_jax.reshard.restack import is_stacked, restack, with_empty_slots_ze
 
 
 def planned_shapes(config: ModelConfig, plan: Plan) -> ModelShapes:
-    """Shapes of the model under a plan, which says how far the vocabulary is padded and where the
+    """Shapes of the model under a plan, which sets the vocabulary's padding and the slots of the
     layers lie.
     """
     return model_shapes(config, plan.padded_vocab(config), plan.slots(config))
@@ -49,16 +49,16 @@ class LossScale:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class TrainState:
-    """Parameters, optimizer and counters. Layouts differ between plans, contents and names do
-    not."""
+    """Parameters, optimizer state and counters. Plans change only the layout, not names or
+    contents."""
 
     step: Array
     """int32 steps done."""
     params: Params
     """float32."""
     opt_state: optax.OptState
-    """Moments, float32 or bfloat16 (precision.moments), and their count. Moments may lie in the
-    host's memory."""
+    """Moments, float32 or bfloat16 (precision.moments), and their count. The plan may place moments
+    in host memory."""
     loss_scale: LossScale
 
 
@@ -69,10 +69,9 @@ def initial_state(
     plan: Plan,
     seed: Array,
 ) -> TrainState:
-    """The state before step 1; a function to be jitted with `state_shardings` so that it is born
-    sharded.
+    """The state before step 1. Jit it with `state_shardings`, so that it is created sharded.
 
-    Empty slots are zero, and stay so: their gradient is.
+    Empty slots are zero and stay zero, because their gradient is zero.
     """
     params = shapes.initial(seed)
     params = {**params, LAYERS: with_empty_slots_zero(params[LAYERS], shapes.slots)}
@@ -85,7 +84,7 @@ def initial_state(
 
 
 def initial_loss_scale(precision: PrecisionConfig, plan: Plan) -> LossScale:
-    """The loss scale of a run that begins with the format of `plan`, or changes to it."""
+    """The initial loss scale for the precision of `plan`."""
     zero = jnp.zeros((), jnp.int32)
     return LossScale(
         scale=jnp.float32(precision.loss_scale if plan.precision == "f16" else 1.0),
@@ -119,8 +118,8 @@ def state_specs(
 def state_shardings(
     shapes: ModelShapes, optimizer: optax.GradientTransformation, plan: Plan, mesh: Mesh
 ) -> TrainState:
-    """A NamedSharding for every leaf of the state under `plan`: how it is split, and in whose
-    memory it lies.
+    """A NamedSharding for every leaf of the state under `plan`, including its memory kind (device
+    or host).
     """
     specs = state_specs(shapes, optimizer, plan)
     shardings = named(mesh, specs)
@@ -139,7 +138,7 @@ def abstract_state(
     plan: Plan,
     mesh: Mesh,
 ) -> TrainState:
-    """Shape, dtype and sharding of every leaf: what a checkpoint is restored onto."""
+    """Shape, dtype and sharding of every leaf, as the target for restoring a checkpoint."""
     leaves = jax.eval_shape(lambda: initial_state(shapes, optimizer, precision, plan, jnp.int32(0)))
     shardings = state_shardings(shapes, optimizer, plan, mesh)
     return jax.tree.map(
@@ -150,7 +149,7 @@ def abstract_state(
 
 
 def bytes_on_device(abstract: TrainState) -> int:
-    """Of a state, what lies in each device's own memory."""
+    """Bytes of a state in the memory of each device; leaves in host memory do not count."""
     return sum(
         math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
         for leaf in jax.tree.leaves(abstract)
@@ -165,7 +164,7 @@ def abstract_stored_state(
     plan: Plan,
     mesh: Mesh,
 ) -> TrainState:
-    """`abstract_state` with layers as on disk."""
+    """`abstract_state` with layers in the order of checkpoints."""
     slots = _stored_slots(shapes, plan)
     stored = (
         shapes if slots == shapes.slots else model_shapes(shapes.config, shapes.vocab_rows, slots)
@@ -176,9 +175,9 @@ def abstract_stored_state(
 def to_stored(
     state: TrainState, shapes: ModelShapes, plan: Plan, shardings: TrainState
 ) -> TrainState:
-    """The state with layers as on disk.
+    """The state with layers in the order of checkpoints.
 
-    Where that is another order, a copy of the layers; the state itself stays.
+    Layers are copied if the order differs; `state` is unchanged.
     """
     return restack(state, shardings, source=shapes.slots, target=_stored_slots(shapes, plan))
 
@@ -186,14 +185,14 @@ def to_stored(
 def from_stored(
     stored: TrainState, shapes: ModelShapes, plan: Plan, shardings: TrainState
 ) -> TrainState:
-    """The inverse of `to_stored`; leaves of `stored` that have to move are deleted."""
+    """The inverse of `to_stored`. Leaves of `stored` that move are deleted."""
     return restack(
         stored, shardings, source=_stored_slots(shapes, plan), target=shapes.slots, keep=False
     )
 
 
 def may_be_padded(path: str) -> bool:
-    """Whether a stored leaf has rows of zeros at the end, whose number is the plan's."""
+    """Whether a stored leaf may end in zero rows, whose number depends on the plan."""
     return path.endswith(VOCABULARY_LEAVES) or is_stacked(path)
 
 

@@ -1,10 +1,10 @@
 """The training step: pure `(state, batch) -> (state, metrics)`, one `shard_map` with every mesh
 axis manual.
 
-Inside, all that devices say to one another stands in four places: what the model names
-(mesh/collectives.py), what fsdp costs (mesh/zero.py), what pipeline stages hand on
+All communication between devices is in four places: collectives that the model names
+(mesh/collectives.py), those of fsdp (mesh/zero.py), sends between pipeline stages
 (pipeline/executor.py), and the scalars reduced here. Microbatches add their gradients locally
-(training/gradients.py); the sum over devices is taken once per step.
+(training/gradients.py); gradients are summed over devices once per step.
 
 Why manual and not left to the partitioner: docs/decisions/0001-every-mesh-axis-manual.md.
 """
@@ -62,7 +62,7 @@ class Program:
     mesh: Mesh
     optimizer: optax.GradientTransformation
     options: tuple[CompilerOption, ...]
-    """That steps and evaluations are compiled with."""
+    """XLA options for compiling steps and evaluations."""
     state_shardings: TrainState
     batch_sharding: NamedSharding
     init: Callable[[Array], TrainState]
@@ -103,7 +103,7 @@ def build_program(config: Config, plan: Plan, devices: Sequence[Any] | None = No
     Args:
       devices: that the mesh is built of, in this order; None: all.
     Raises:
-      ConfigError: JAX has a setting with which the program would not be what a run promises.
+      ConfigError: a JAX setting would change the results of the program.
       PlanError: the plan is for another number of devices.
     """
     check_jax_settings()
@@ -236,8 +236,8 @@ class _DeviceStep:
         lr: Array,
         kept: Callable[[Any, Any], Any],
     ) -> tuple[Params, optax.OptState]:
-        """Clip, AdamW on the part that this device updates, and put the parts together; of the
-        optimizer's state what is `kept`(new, old).
+        """Clip the gradients, run AdamW on the part that this device updates, and gather the
+        parts. `kept`(new, old) selects the optimizer state.
         """
         limit = self.config.optimizer.clip_norm
         factor = jnp.minimum(1.0, limit / jnp.maximum(norm, 1e-12)) if limit else jnp.float32(1)
