@@ -27,8 +27,8 @@ from optimus_jax.reshard.restack import is_stacked, restack, with_empty_slots_ze
 
 
 def planned_shapes(config: ModelConfig, plan: Plan) -> ModelShapes:
-    """Shapes of the model under a plan, which sets the vocabulary's padding and the slots of the
-    layers lie.
+    """Shapes of the model under a plan, which sets the vocabulary's padding and the order of
+    layers.
     """
     return model_shapes(config, plan.padded_vocab(config), plan.slots(config))
 
