@@ -17,6 +17,10 @@ NAMED = re.compile(rf"(?<![\w/.-])((?:{FOLDERS})/[\w/.-]*\.(?:md|py|json|ipynb|t
 """A path from the root, in running text, code or a link."""
 
 
+def test_names_are_found():
+    assert "tests/test_levels.py" in NAMED.findall((ROOT / "CONTRIBUTING.md").read_text())
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_named_files_exist(page):
     named = set(NAMED.findall(page.read_text(encoding="utf-8")))

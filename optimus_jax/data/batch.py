@@ -1,6 +1,7 @@
 """The arrays of a batch: their names, dtypes and shapes.
 
-Real batches, their shapes and synthetic batches are all derived from the table `BATCH_ARRAYS`.
+The shapes that a step is compiled for follow from the table `BATCH_ARRAYS`. A test compares it with
+the batches of the loader and with synthetic ones (tests/data/test_batch.py).
 """
 
 from collections.abc import Mapping
@@ -42,7 +43,12 @@ def synthetic_batch(
     """Random tokens, one document per example, for timing and for benchmarks.
 
     Args:
+      rows: number of examples.
+      seq_len: tokens of each.
+      seed: of the random generator; not negative.
       examples: int [rows], their numbers in the global batch; None: 0 to rows - 1.
+    Returns:
+      The arrays of `BATCH_ARRAYS`; every target counts.
     """
     shape = (rows, seq_len)
     tokens = np.random.default_rng(seed).integers(

@@ -82,7 +82,7 @@ def text(values: Event, name: str) -> str | None:
 
 
 def switch_method_of(event: Event) -> str | None:
-    """The switch method of an event or alternative; runs before 2026-11-25 called it `rung`."""
+    """The switch method of an event or alternative. Runs of older versions call it `rung`."""
     return text(event, "switch_method") or text(event, "rung")
 
 

@@ -53,7 +53,7 @@ def test_the_controller_is_told_what_was_tried(slow_devices, text, tmp_path, mon
     assert replace(slow_devices).calibration.terms
 
 
-def test_a_plan_that_was_tried_is_not_compiled_again(slow_devices, text, tmp_path, monkeypatch):  # noqa: F811
+def test_a_tried_plan_is_compiled_once(slow_devices, text, tmp_path, monkeypatch):  # noqa: F811
     compiled, tried, steps, in_memory = [], [], [], []
 
     def count(event, duration, fun_name="", **_):

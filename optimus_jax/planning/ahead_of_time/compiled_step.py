@@ -1,7 +1,7 @@
 """Compile a plan's training step. This is the one place where steps are lowered and compiled.
 
-Runs, trials, the controller's changes of plan and checks for absent devices all use it, so that
-each can reuse what another has compiled.
+Runs, trials, the controller's changes of plan and checks for absent devices all use it. A run
+begins with the step that its trial has compiled (run/first_plan.py).
 """
 
 import time

@@ -56,6 +56,8 @@ MODEL_ERROR = 0.08
 MEASURING_ERROR = 0.1
 """Expected error of one measurement, likewise. It is for a shared cluster, where the speed of links
 and devices varies from day to day."""
+ITERATIONS = 12
+"""Steps of the least-squares fit."""
 HUBER = 1.0
 """Standard deviations beyond which a residual counts linearly, not squared."""
 MAX_ROWS = 360
@@ -110,11 +112,10 @@ def fit_rates(
     start: Rates,
     *,
     fitted: Mapping[str, float] = FITTED,
-    iterations: int = 12,
 ) -> Rates:
     """Fit the rates in `fitted`, the corrections and the spread to the samples, beginning at
     `start`."""
-    rates = _fit_physics(_thinned(samples), replace(start, corrections=()), fitted, iterations)
+    rates = _fit_physics(_thinned(samples), replace(start, corrections=()), fitted)
     rates = replace(rates, source=f"{start.source}; fitted to {len(samples)} measured steps")
     return _with_corrections(rates, samples)
 
@@ -123,7 +124,7 @@ def fit_to_steps(samples: Sequence[Sample], start: Rates) -> Rates:
     """Refine `start`, whose matmuls, memory and links were measured, with a few training steps,
     which also give corrections and spread.
     """
-    rates = _fit_physics(samples, start, FITTED_TO_STEPS, iterations=12)
+    rates = _fit_physics(samples, start, FITTED_TO_STEPS)
     return _with_corrections(
         replace(rates, source=f"{start.source}, and {len(samples)} training steps"), samples
     )
@@ -140,9 +141,7 @@ def _thinned(samples: Sequence[Sample]) -> Sequence[Sample]:
     return [samples[number] for _, number in sorted(ranked)[:MAX_ROWS]]
 
 
-def _fit_physics(
-    samples: Sequence[Sample], start: Rates, fitted: Mapping[str, float], iterations: int
-) -> Rates:
+def _fit_physics(samples: Sequence[Sample], start: Rates, fitted: Mapping[str, float]) -> Rates:
     names, widths = list(fitted), np.array(list(fitted.values()))
     shapes = Counter(sample.place() for sample in samples)
     # Steps of the same shape share the error of the model, but not that of a measurement.
@@ -167,12 +166,10 @@ def _fit_physics(
         rates = rates_at(steps)
         return np.log([sample.predicted(rates).step_time_s for sample in samples]) - measured
 
-    return rates_at(_least_squares(residuals, scale, widths, iterations))
+    return rates_at(_least_squares(residuals, scale, widths))
 
 
-def _least_squares(
-    residuals: Callable[[Vector], Vector], scale: Vector, widths: Vector, iterations: int
-) -> Vector:
+def _least_squares(residuals: Callable[[Vector], Vector], scale: Vector, widths: Vector) -> Vector:
     """Steps from zero that minimise Huber's loss of residuals / scale, plus the squares of
     steps / widths."""
 
@@ -185,7 +182,7 @@ def _least_squares(
 
     steps, damping = np.zeros_like(widths), 1e-2
     left = residuals(steps)
-    for _ in range(iterations):
+    for _ in range(ITERATIONS):
         slopes = np.stack(
             [(residuals(steps + nudge) - left) / NUDGE for nudge in NUDGE * np.eye(len(steps))],
             axis=1,

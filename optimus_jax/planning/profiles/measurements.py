@@ -43,11 +43,6 @@ class MatmulTime:
     time_s: float
     """Seconds of one matmul."""
 
-    @property
-    def flops_per_s(self) -> float:
-        """FLOPs per second."""
-        return 2 * self.m * self.k * self.n / self.time_s
-
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryTime:

@@ -88,13 +88,6 @@ class ModelProfile:
         """FLOPs per token, as counted for MFU."""
         return sum(kind.model_flops for kind in self.kinds)
 
-    def computed_flops(self, remat: RematPolicy) -> float:
-        """FLOPs per token that one device would compute: forward, backward and recomputation."""
-        return sum(
-            kind.forward_flops + kind.backward_flops + kind.recomputed_flops[remat]
-            for kind in self.kinds
-        )
-
     def activation_bytes(self, remat: RematPolicy) -> float:
         """Bytes per token saved for backward."""
         return (
