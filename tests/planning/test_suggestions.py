@@ -80,11 +80,7 @@ NANO = "--model gpt2-nano --cpu-devices 8 "
     [
         (
             NANO + "--mesh pipe=8 --microbatches 16",
-            [
-                "--mesh pipe=4,tensor=2",
-                "--mesh pipe=4,data=2 --microbatches 8",
-                "--mesh pipe=4,data=2 --global-batch 32",
-            ],
+            ["--mesh pipe=4,tensor=2"],
         ),
         (
             "--model gpt2-nano --cpu-devices 5 --mesh pipe=5 --schedule gpipe",
@@ -94,30 +90,26 @@ NANO = "--model gpt2-nano --cpu-devices 8 "
             NANO
             + "--mesh pipe=2,data=4 --schedule interleaved --microbatches 3 --global-batch 24 --set"
             " parallel.repeats=2",
-            [
-                "--microbatches 2",
-                "--set parallel.repeats=1",
-                "--schedule 1f1b --set parallel.repeats=none",
-            ],
+            ["--microbatches 2", "--schedule auto --set parallel.repeats=none"],
         ),
         (
             (
                 "--model llama-nano --cpu-devices 4 --mesh pipe=4 --schedule 1f1b --set"
                 " model.num_layers=12 --set parallel.repeats=4"
             ),
-            ["--set parallel.repeats=none", "--schedule interleaved --set parallel.repeats=3"],
+            ["--set parallel.repeats=none", "--mesh pipe=2,data=2 --schedule auto"],
         ),
         (
             NANO + "--mesh pipe=8 --schedule 1f1b --zero 2",
-            ["--mesh pipe=4,fsdp=2", "--mesh pipe=4,data=2 --zero 0"],
+            ["--mesh pipe=4,fsdp=2"],
         ),
         (
             "--model llama-nano --cpu-devices 6 --mesh fsdp=3,pipe=2",
-            ["--mesh pipe=3,fsdp=2", "--mesh pipe=2,data=3 --global-batch 15"],
+            ["--mesh pipe=3,fsdp=2"],
         ),
         (
             "--model gpt2-nano --cpu-devices 3 --mesh tensor=3",
-            ["--set parallel.rules=heads=none,mlp=none", "--mesh pipe=3"],
+            ["--mesh pipe=3", "--set parallel.rules=heads=none,mlp=none"],
         ),
         (
             "--model gpt2-nano --cpu-devices 6 --mesh fsdp=3,pipe=4 --schedule gpipe",
@@ -126,7 +118,7 @@ NANO = "--model gpt2-nano --cpu-devices 8 "
         (
             NANO
             + "--mesh data=2,pipe=4 --schedule interleaved --set parallel.layers_per_stage=1,1,2,2",
-            ["--schedule 1f1b --set parallel.layers_per_stage="],
+            ["--schedule auto --set parallel.layers_per_stage="],
         ),
         (NANO + "--mesh data=8 --zero 1", ["--zero 0", "--mesh data=4,fsdp=2"]),
         (NANO + "--mesh data=4,tensor=4", ["--mesh data=2,tensor=4", "--cpu-devices 16"]),
@@ -336,7 +328,7 @@ def test_a_table_of_another_pipeline(tmp_path):
         f" {tmp_path / 'own.json'}"
     )
     alternatives = named(refusal(config))
-    assert alternatives[0] == "--schedule 1f1b"
+    assert alternatives[0] == "--schedule auto"
     assert "--mesh pipe=4,data=2 --microbatches none" in alternatives
     for alternative in alternatives:
         accepted(config, alternative)

@@ -1,33 +1,47 @@
-"""Suggest the nearest accepted settings when a config is refused.
+"""Suggest accepted settings when a config is refused.
 
 A check inside Plan knows which dimension does not divide, but not what else the user fixed, so its
 suggestion might be refused in turn; its message states only the requirement. This module knows the
-whole config. It tries changes in order of distance (planning/search/setting_changes.py), with the
-function that refused the config, so every printed suggestion has been accepted.
+whole config. It changes one kind of setting, then two, then three, and asks the function that
+refused the config, so every printed suggestion has been accepted.
 """
 
 import dataclasses
-import heapq
+import functools
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from optimus_jax.config import Config, ParallelConfig
+from optimus_jax.config.axes import MESH_AXES, AxisSizes
 from optimus_jax.config.request import typed
 from optimus_jax.errors import ConfigError, PlanError
+from optimus_jax.mesh.axes import EMBED, HEADS, MLP
 from optimus_jax.mesh.topology import Topology
-from optimus_jax.planning.search.setting_changes import CHANGES_BY_KIND, meshes
+from optimus_jax.plan import Plan
+from optimus_jax.planning.search.assemble import fixed_microbatches, plan_for
+from optimus_jax.planning.search.divisors import divisors
+from optimus_jax.planning.search.layouts import axis_sizes
 
 Accepts = Callable[[Config, Topology], object]
 """Raises PlanError if the config cannot run on these devices."""
+Changes = Mapping[str, Any]
+"""Dotted names of settings to new values."""
 
 MESH = "parallel.mesh"
 MOMENTS = "precision.moments"
+PIPELINE = tuple(
+    f"parallel.{name}"
+    for name in ("schedule", "repeats", "layers_per_stage", "send_slack", "stage_residuals")
+)
+RECOMPUTING = ("parallel.remat", "parallel.offload")
 MOST_NAMED = 3
+MOST_KINDS = 3
 MOST_TRIED = 1500
 """Configs; a try takes 0.3 ms, or 2 ms where memory is estimated."""
-FARTHER = 1.5
-"""Suggestions may be this much farther away than the nearest one."""
+UNUSED_AXIS = {"data": 0.1, "fsdp": 0.2, "tensor": 0.3, "pipe": 0.4}
+"""Distance, in doublings of an axis size, of a mesh axis that the user did not use."""
 NAMED = "; what is accepted, nearest first: "
 """Precedes the suggestions in an error's last line; ` or ` separates them."""
 
@@ -51,7 +65,7 @@ def with_suggestions(
     if found:
         return PlanError(f"{error}{NAMED}{' or '.join(map(typed, found))}")
     fixed = {"data.global_batch": config.data.global_batch} | {
-        name: value for name, (value, _) in _said(config).items()
+        name: value for name, (value, _) in _given(config).items()
     }
     return PlanError(
         f"{error}; nothing near is accepted while all of this is fixed: {typed(fixed)}"
@@ -60,145 +74,219 @@ def with_suggestions(
 
 def nearest_accepted(
     config: Config, topology: Topology, accepts: Accepts, *, kept: tuple[str, ...] = ()
-) -> list[dict[str, Any]]:
-    """Accepted changes, nearest first. Each changes a different set of settings, and none contains
-    a change that is not needed.
+) -> list[Changes]:
+    """Accepted changes: those of the fewest kinds first, then in the order of each kind. No
+    suggestion changes all the settings of another one.
     """
-    search = _Search(config, topology, accepts)
-    found: list[dict[str, Any]] = []
-    farthest = float("inf")
-    for distance, changes in search.nearest_first(kept):
-        if distance > farthest or search.num_tried > MOST_TRIED:
+
+    @functools.cache
+    def accepted(config: Config, topology: Topology) -> bool:
+        try:
+            accepts(config, topology)
+        except PlanError:
+            return False
+        return True
+
+    found: list[Changes] = []
+    for changes in _few_kinds(config, topology):
+        if len(found) == MOST_NAMED or accepted.cache_info().currsize >= MOST_TRIED:
             break
-        if not search.accepts(changes) or changes.keys() in [other.keys() for other in found]:
-            continue
-        if not any(
-            search.accepts({name: value for name, value in changes.items() if name != spare})
-            for spare in changes
+        if any(name.startswith(kept) for name in changes) or any(
+            other.keys() <= changes.keys() for other in found
         ):
+            continue
+        if accepted(*_changed(config, topology, changes)):
             found.append(changes)
-            farthest = min(farthest, distance + FARTHER)
-        if len(found) == MOST_NAMED:
-            break
-    return (
-        found
-        or _freed(config, topology, search, kept)
-        or _in_smaller_moments(config, topology, accepts, kept)
+    if found:
+        return found
+    # Far away: the nearest mesh with every other setting left open, less what need not be.
+    open_settings = {
+        name: default
+        for name, (_, default) in _given(config).items()
+        if name != MESH and not name.startswith(kept)
+    }
+    for mesh in _meshes(config, topology):
+        changes = {**mesh, **open_settings}
+        if accepted(*_changed(config, topology, changes)):
+            for name in open_settings:
+                fewer = {other: value for other, value in changes.items() if other != name}
+                if accepted(*_changed(config, topology, fewer)):
+                    changes = fewer
+            return [changes]
+    # Last, because it is the only suggestion that does not concern the layout.
+    moments = {MOMENTS: "bf16"}
+    try:
+        smaller = config.with_values(moments)
+    except ConfigError:  # betas that bf16 cannot follow
+        return []
+    return [moments] if not MOMENTS.startswith(kept) and accepted(smaller, topology) else []
+
+
+def _few_kinds(config: Config, topology: Topology) -> Iterator[Changes]:
+    for number in range(1, MOST_KINDS + 1):
+        for kinds in sorted(itertools.combinations(KINDS, number), key=_reluctance):
+            yield from _combined(kinds, config, topology)
+
+
+def _reluctance(kinds: "Sequence[Kind]") -> tuple[bool, ...]:
+    """Sort key: rules that leave dimensions unsplit come last, before them other meshes."""
+    return tuple(kind in kinds for kind in (_rules, _meshes, _pipelines))
+
+
+def _combined(kinds: "Sequence[Kind]", config: Config, topology: Topology) -> Iterator[Changes]:
+    """One change of each kind; a later kind sees the config with the changes of the earlier."""
+    if not kinds:
+        yield {}
+        return
+    for change in kinds[0](config, topology):
+        for more in _combined(kinds[1:], *_changed(config, topology, change)):
+            yield {**change, **more}
+
+
+def _asked_axes(config: Config, topology: Topology) -> AxisSizes:
+    """The requested mesh; with `--mesh auto`, the mesh from which distances are measured."""
+    devices = topology.num_devices
+    left_open = AxisSizes(fsdp=devices) if config.parallel.zero else AxisSizes(data=devices)
+    return config.parallel.axes or left_open
+
+
+def _meshes(config: Config, topology: Topology) -> Iterator[Changes]:
+    """Every other mesh for these devices; for virtual devices also the number the mesh needs."""
+    asked = _asked_axes(config, topology)
+
+    def distance(axes: AxisSizes) -> float:
+        unused = (UNUSED_AXIS[axis] for axis in MESH_AXES if axes[axis] > 1 == asked[axis])
+        return sum(unused) + sum(abs(math.log2(axes[axis] / asked[axis])) for axis in MESH_AXES)
+
+    for axes in sorted(axis_sizes(topology.num_devices), key=distance):
+        if axes != config.parallel.axes:
+            yield {MESH: str(axes)}
+    if (
+        topology.platform == "cpu"
+        and topology.num_processes == 1
+        and asked.num_devices != topology.num_devices
+    ):
+        yield {"cpu_devices": asked.num_devices}
+
+
+def _left_out(names: Sequence[str], config: Config) -> Iterator[Changes]:
+    """The given ones of these settings at their defaults: one, then several."""
+    defaults = {name: default for name, (_, default) in _given(config).items() if name in names}
+    for number in range(1, len(defaults) + 1):
+        yield from map(dict, itertools.combinations(defaults.items(), number))
+
+
+def _pipelines(config: Config, topology: Topology) -> Iterator[Changes]:
+    if config.parallel.schedule == "none":  # a wish for no stages, which `auto` may not grant
+        yield {"parallel.schedule": "1f1b"}
+    yield from _left_out(PIPELINE, config)
+
+
+def _zero_stages(config: Config, topology: Topology) -> Iterator[Changes]:
+    asked = config.parallel.zero or 0
+    stages = range(4) if _asked_axes(config, topology).fsdp > 1 else (0,)
+    for zero in sorted(stages, key=lambda zero: abs(zero - asked)):
+        if zero != asked:
+            yield {"parallel.zero": zero}
+
+
+def _rules(config: Config, topology: Topology) -> Iterator[Changes]:
+    """Drop one of the user's rules, or leave one or two more dimensions unsplit."""
+    given, axes = config.parallel.rules, _asked_axes(config, topology)
+    for rule in given:
+        yield {"parallel.rules": tuple(other for other in given if other != rule)}
+    ruled = {rule.partition("=")[0].strip() for rule in given}
+    whole = [
+        f"{name}=none"
+        for name, split in ((HEADS, axes.tensor), (MLP, axes.tensor), (EMBED, axes.fsdp))
+        if split > 1 and name not in ruled
+    ]
+    for number in (1, 2):
+        for more in itertools.combinations(whole, number):
+            yield {"parallel.rules": (*given, *more)}
+
+
+def _recomputing(config: Config, topology: Topology) -> Iterator[Changes]:
+    yield from _left_out(RECOMPUTING, config)
+
+
+def _microbatches(config: Config, topology: Topology) -> Iterator[Changes]:
+    if (plan := _plan(config, topology)) is None:
+        return
+    if plan.pipeline is not None and plan.pipeline.table is not None:
+        if config.parallel.microbatches is not None:
+            yield {"parallel.microbatches": None}
+        return
+    rows, rest = divmod(config.data.global_batch, plan.batch_ways())
+    for number in _nearest(plan.microbatches, divisors(rows) if not rest else ()):
+        yield {"parallel.microbatches": number}
+
+
+def _global_batches(config: Config, topology: Topology) -> Iterator[Changes]:
+    """The next smaller and larger global batch that divides evenly."""
+    if (plan := _plan(config, topology)) is None:
+        return
+    free = plan.axes.pipe if plan.pipeline is not None and plan.pipeline.repeats > 1 else 1
+    unit = plan.batch_ways() * (fixed_microbatches(config, plan.pipeline) or free)
+    below = config.data.global_batch // unit * unit
+    for number in _nearest(config.data.global_batch, (below, below + unit)):
+        yield {"data.global_batch": number}
+
+
+def _nearest(asked: int, numbers: Sequence[int]) -> list[int]:
+    """Positive numbers other than the one asked for, by their ratio to it."""
+    return sorted(
+        (number for number in numbers if number not in (0, asked)),
+        key=lambda number: abs(math.log2(number / asked)),
     )
 
 
-def _freed(
-    config: Config, topology: Topology, search: "_Search", kept: tuple[str, ...]
-) -> list[dict[str, Any]]:
-    """The nearest mesh that is accepted when every other setting is left open, reduced to the
-    changes that are needed.
-    """
-    free = {
-        name: default
-        for name, (_, default) in _said(config).items()
-        if name != MESH and not name.startswith(kept)
-    }
-    for mesh in sorted(meshes(config, topology), key=lambda move: move.distance):
-        changes = mesh.changes | free
-        if search.accepts(changes):
-            for name in free:
-                fewer = {other: value for other, value in changes.items() if other != name}
-                changes = fewer if search.accepts(fewer) else changes
-            return [changes]
-    return []
+Kind = Callable[[Config, Topology], Iterator[Changes]]
+"""Yields the changes of one kind of setting, nearest to the config first."""
+KINDS: tuple[Kind, ...] = (
+    _meshes,
+    _pipelines,
+    _zero_stages,
+    _rules,
+    _recomputing,
+    _microbatches,
+    _global_batches,
+)
+"""In the order in which they are combined."""
 
 
-def _in_smaller_moments(
-    config: Config, topology: Topology, accepts: Accepts, kept: tuple[str, ...]
-) -> list[dict[str, Any]]:
-    """The optimizer's moments in bf16, if that alone suffices. Tried last, because it is the only
-    suggestion that does not concern the layout.
-    """
-    changes = {MOMENTS: "bf16"}
-    if MOMENTS.startswith(kept):
-        return []
+def _plan(config: Config, topology: Topology) -> Plan | None:
+    """The plan on the requested mesh, possibly illegal; None if it cannot be built."""
     try:
-        accepts(config.with_values(changes), topology)
-    except (ConfigError, PlanError):  # ConfigError: betas that bf16 cannot follow
-        return []
-    return [changes]
+        return plan_for(config, _asked_axes(config, topology), topology)
+    except PlanError:
+        return None
 
 
-class _Search:
-    """Combinations of setting changes, with a cache of which are accepted."""
-
-    def __init__(self, config: Config, topology: Topology, accepts: Accepts):
-        self._config, self._topology, self._accepts = config, topology, accepts
-        self._answers: dict[tuple[tuple[str, Any], ...], bool] = {(): False}
-
-    @property
-    def num_tried(self) -> int:
-        """Number of configs tried so far."""
-        return len(self._answers) - 1
-
-    def accepts(self, changes: Mapping[str, Any]) -> bool:
-        """Whether the config with these changes is accepted."""
-        key = tuple(sorted(changes.items()))
-        if key not in self._answers:
-            try:
-                self._accepts(*self._changed(changes))
-                self._answers[key] = True
-            except PlanError:
-                self._answers[key] = False
-        return self._answers[key]
-
-    def nearest_first(self, kept: tuple[str, ...]) -> Iterator[tuple[float, dict[str, Any]]]:
-        """Yield (distance, changes), nearest first. Accepted changes are not extended.
-
-        A change follows only changes of earlier kinds, so each combination appears once.
-        """
-        order = itertools.count()
-        heap: list[tuple[float, int, int, dict[str, Any]]] = [(0.0, next(order), 0, {})]
-        while heap:
-            distance, _, kind, changes = heapq.heappop(heap)
-            if changes:
-                yield distance, changes
-            if self.accepts(changes):
-                continue
-            config, topology = self._changed(changes)
-            for later in range(kind, len(CHANGES_BY_KIND)):
-                for move in CHANGES_BY_KIND[later](config, topology):
-                    if not any(name.startswith(kept) for name in move.changes):
-                        heapq.heappush(
-                            heap,
-                            (
-                                distance + move.distance,
-                                next(order),
-                                later + 1,
-                                changes | move.changes,
-                            ),
-                        )
-
-    def _changed(self, changes: Mapping[str, Any]) -> tuple[Config, Topology]:
-        num_devices = changes.get("cpu_devices", self._topology.num_devices)
-        memory = self._topology.bytes_per_device
-        # virtual devices share one memory
-        shared = memory and memory * self._topology.num_devices // num_devices
-        return _replaced(self._config, changes), dataclasses.replace(
-            self._topology, num_devices=num_devices, bytes_per_device=shared
-        )
-
-
-def _replaced(config: Config, changes: Mapping[str, Any]) -> Config:
-    """`Config.with_values` for values of the right type, in a tenth of the time."""
+def _changed(config: Config, topology: Topology, changes: Changes) -> tuple[Config, Topology]:
+    """`Config.with_values` for values of the right type, in a tenth of the time; and the devices
+    of the changed config.
+    """
     top, sections = {}, {"parallel": {}, "data": {}}
     for name, value in changes.items():
         section, _, field = name.rpartition(".")
         (sections[section] if section else top)[field] = value
+    num_devices = changes.get("cpu_devices", topology.num_devices)
+    memory = topology.bytes_per_device
     return dataclasses.replace(
         config,
         parallel=dataclasses.replace(config.parallel, **sections["parallel"]),
         data=dataclasses.replace(config.data, **sections["data"]),
         **top,
+    ), dataclasses.replace(
+        topology,
+        num_devices=num_devices,
+        # virtual devices share one memory
+        bytes_per_device=memory and memory * topology.num_devices // num_devices,
     )
 
 
-def _said(config: Config) -> dict[str, tuple[Any, Any]]:
+def _given(config: Config) -> dict[str, tuple[Any, Any]]:
     """Layout settings that differ from their defaults: dotted name -> (value, default)."""
     given, default = dataclasses.asdict(config.parallel), dataclasses.asdict(ParallelConfig())
     return {
