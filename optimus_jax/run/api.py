@@ -6,8 +6,6 @@ Mistakes of the user are found before anything expensive starts.
 
 import json
 import sys
-from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -19,24 +17,18 @@ from optimus_jax.checkpoint.checkpoints import Checkpoints, Saved
 from optimus_jax.cluster.distributed import (
     all_or_none,
     assert_same_everywhere,
-    broadcast_from_0,
     connect,
     is_peer_failure,
     is_writer,
     named,
 )
 from optimus_jax.cluster.launch import Launch, find_launch
-from optimus_jax.config import Config, DataConfig, DistributedConfig
+from optimus_jax.config import Config
 from optimus_jax.config.phases import in_phase, phase_after
 from optimus_jax.config.request import (
     SAVED_WITH_A_RUN,
     dotted,
-    make_config,
-    named_settings,
     parameters,
-    read_config,
-    repeated_config,
-    resumed_config,
 )
 from optimus_jax.control.deciding.candidates import check_allowed
 from optimus_jax.devices.backend import unexpected_cpu_warning
@@ -45,18 +37,14 @@ from optimus_jax.devices.jax_settings import check_jax_settings
 from optimus_jax.errors import (
     ConfigError,
     FaultError,
-    PlanError,
-    RunDirectoryError,
-    StoreError,
     explain,
 )
 from optimus_jax.faults.error_isolation import isolate_errors
 from optimus_jax.faults.progress import Progress
-from optimus_jax.faults.stopping import EXIT_RESTART, ImmediateStop, Terminated, keep_reason
+from optimus_jax.faults.stopping import EXIT_RESTART, Terminated, keep_reason
 from optimus_jax.faults.watchdog import Watchdog
 from optimus_jax.mesh.build import discover
 from optimus_jax.mesh.topology import Topology
-from optimus_jax.models.families import check_family
 from optimus_jax.models.shapes import model_shapes
 from optimus_jax.plan import Plan
 from optimus_jax.planning.local_cluster import LocalCluster, known_devices, measure_devices
@@ -70,21 +58,29 @@ from optimus_jax.run.first_plan import (
     plan_of_run,
 )
 from optimus_jax.run.inputs import Inputs
+from optimus_jax.run.open_directory import (
+    finish_upload,
+    locate,
+    new_directory,
+    open_as_writer,
+    share_directory,
+    start_mirror,
+    tell,
+    upload_after_error,
+)
 from optimus_jax.run.program import Devices, run_program
+from optimus_jax.run.requested_config import read_resumed_config, requested_config, shared_settings
 from optimus_jax.run.resumed_config import ResumedConfig
 from optimus_jax.run.stored_run import StoredRun
 from optimus_jax.run.tensorboard import check_installed
-from optimus_jax.run_directory.directory import RunDirectory, RunExistsError
-from optimus_jax.run_directory.lock import LockedError
+from optimus_jax.run_directory.directory import RunDirectory
 from optimus_jax.run_directory.shared import check_shared
 from optimus_jax.run_directory.step_record import StepRecord
-from optimus_jax.store.lease import LeaseHeldError
 from optimus_jax.store.mirror import Mirror
-from optimus_jax.system.paths import UserPath, user_path
+from optimus_jax.system.paths import UserPath
 from optimus_jax.training.state import TrainState
 from optimus_jax.training.step import build_program
 from optimus_jax.training.trainer import Reason
-from optimus_jax.training.watchers import Display
 from optimus_jax.version import VERSION
 
 T = TypeVar("T")
@@ -145,13 +141,13 @@ def train(
     model, config, run_dir = given["model"], given["config"], given["run_dir"]
     overrides = dotted(overrides)
     is_auto = resume == "auto"
-    stored, run_dir = _locate(run_dir, config, overrides)
+    stored, run_dir = locate(run_dir, config, overrides)
     resume = bool(resume) and (
         not is_auto or (run_dir is not None and (stored or RunDirectory(run_dir)).is_begun)
     )
     if stored is not None:
-        stored.fetch(_say) if resume else stored.check_free()
-    config = _requested_config(model, config, run_dir, resume, overrides, is_auto)
+        stored.fetch(tell) if resume else stored.check_free()
+    config = requested_config(model, config, run_dir, resume, overrides, is_auto)
     if config.checkpoint.resume_step is not None and (is_auto or not resume):
         raise ConfigError(
             explain(
@@ -163,16 +159,11 @@ def train(
         )
     resumed = None
     if resume and run_dir is not None:
-        resumed = _resumed_config(config, run_dir, overrides)
+        resumed = read_resumed_config(config, run_dir, overrides)
     config = config if resumed is None else resumed.config
     launch = find_launch(config.distributed, on_cpu=config.cpu_devices is not None)
     with named(launch):
         return _train(config, launch, run_dir, stored, resumed, overrides, is_auto)
-
-
-PATIENCE_S = 120.0
-"""Seconds to wait for the lock of another writer. If a writer's host dies, a file server may hold
-its lock for a lease of 90 s."""
 
 
 def _train(
@@ -208,7 +199,7 @@ def _train(
             is_transient=is_auto,
         )
         assert_same_everywhere(
-            {"versions": f"optimus_jax {VERSION}, jax {jax.__version__}"} | _shared_settings(config)
+            {"versions": f"optimus_jax {VERSION}, jax {jax.__version__}"} | shared_settings(config)
         )
         requested_mesh = config.parallel.mesh
         with all_or_none():
@@ -263,19 +254,19 @@ def _train(
             if config.log.tensorboard and is_writer():
                 check_installed()
             if resume and run_dir is not None:
-                run = _open_as_writer(
+                run = open_as_writer(
                     partial(RunDirectory.resume, run_dir, writer=is_writer(), warn=display.message),
                     launch,
                     is_auto,
                 )
             inputs = Inputs.of(config, run)
             if run is None:  # after reading the data, so that a failed start leaves no directory
-                run = _new_directory(run_dir, config, launch, display, is_auto)
+                run = new_directory(run_dir, config, launch, display, is_auto)
             if stored is not None and run is not None and is_writer():
-                mirror = _open_as_writer(
-                    partial(_mirror, stored, run, config, resume, display), launch, is_auto
+                mirror = open_as_writer(
+                    partial(start_mirror, stored, run, config, resume, display), launch, is_auto
                 )
-        run = _share_directory(run, run_dir)
+        run = share_directory(run, run_dir)
         check_shared(run)
         assert_same_everywhere(
             {
@@ -318,7 +309,7 @@ def _train(
             ending, mirror = mirror, None
             # The others wait here: if they left, JAX would take the uploading process for lost.
             with all_or_none():
-                _finish_upload(ending, outcome.reason, display)
+                finish_upload(ending, outcome.reason, display)
         return RunResult(
             final_loss=outcome.last_loss,
             reason=outcome.reason,
@@ -344,110 +335,13 @@ def _train(
         if run is not None and not ((is_fault or isinstance(error, Terminated)) and run.is_begun):
             run.discard()
         if mirror is not None:
-            _upload_after_error(mirror, error, run)
+            upload_after_error(mirror, error, run)
         if fault is not None:
             raise fault from error
         raise
     finally:
         if run is not None:
             run.close()
-
-
-def _locate(
-    run_dir: UserPath | None, base: Config | UserPath | None, overrides: dict[str, Any]
-) -> tuple[StoredRun | None, Path | None]:
-    """The stored run, if `run_dir` is a URL, and the local directory; None for a new one."""
-    path = None if run_dir is None else user_path(run_dir, what="--run-dir")
-    if path is None or isinstance(path, Path):
-        return None, path
-    given = {name: value for name, value in overrides.items() if name == "store.local_dir"}
-    config = (base if isinstance(base, Config) else Config()).with_values(given)
-    stored = StoredRun.at(path, config.store.local_dir)
-    return stored, stored.directory
-
-
-def _mirror(
-    stored: StoredRun,
-    run: RunDirectory,
-    config: Config,
-    resume: bool,
-    display: Display,
-    *,
-    patience_s: float,
-) -> Mirror:
-    """Start uploading a run.
-
-    If another writer takes over, the run saves its state and ends, as if its log could not be
-    written.
-    """
-
-    def on_lost(error: RunDirectoryError) -> None:
-        run.failure = run.failure or error
-
-    mirror = stored.mirror(
-        config.checkpoint,
-        config.store,
-        is_resumed=resume,
-        warn=display.message,
-        on_lost=on_lost,
-        patience_s=patience_s,
-    )
-    run.address = str(stored.url)
-    display.message(
-        f"the run is stored at {stored.url}; its local directory {run.path} is uploaded as it grows"
-    )
-    return mirror
-
-
-def _finish_upload(mirror: Mirror | None, reason: Reason, display: Display) -> None:
-    """Upload what is left. Raises StoreError if that fails, or FaultError if the run will be
-    restarted anyway.
-    """
-    if mirror is None:
-        return
-    try:
-        mirror.finish(display.message)
-    except StoreError as error:
-        if reason == "terminate":
-            raise FaultError(str(error)) from error
-        raise
-
-
-def _upload_after_error(mirror: Mirror, error: BaseException, run: RunDirectory | None) -> None:
-    """Upload what is left after `error` ended the run, which stays the reported error. A user who
-    interrupted twice does not wait for the upload.
-    """
-    if isinstance(error, ImmediateStop):
-        mirror.abandon()
-        _say(
-            "files that are not uploaded yet are in"
-            f" {run.path if run else 'the local directory'}; --resume uploads them"
-        )
-        return
-    try:
-        mirror.finish(_say)
-    except StoreError as late:
-        if not mirror.is_lost:
-            error.add_note(str(late))
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
-
-
-def _shared_settings(config: Config) -> dict[str, str]:
-    """Settings that must be equal in all processes, by name, so that an error can name the one that
-    differs.
-
-    Paths of data may differ between hosts; the data's content is compared after reading.
-    """
-    nowhere = replace(config.data, sources=DataConfig().sources, tokenizer=DataConfig().tokenizer)
-    sections = json.loads(replace(config, distributed=DistributedConfig(), data=nowhere).to_json())
-    return {
-        f"{section}.{name}" if name else section: json.dumps(value)
-        for section, values in sections.items()
-        for name, value in (values.items() if isinstance(values, dict) else [("", values)])
-    }
 
 
 def _newest_checkpoint(config: Config, run_dir: Path) -> Saved | None:
@@ -477,116 +371,3 @@ def _local_cluster(config: Config, topology: Topology) -> LocalCluster | None:
             )
         local_cluster = measure_devices(topology)
     return local_cluster
-
-
-def _requested_config(
-    model: str | None,
-    base: Config | UserPath | None,
-    run_dir: Path | None,
-    resume: bool,
-    overrides: dict[str, Any],
-    is_auto: bool,
-) -> Config:
-    """The config of a new or resumed run; touches no device and writes nothing."""
-    if is_auto and run_dir is None:
-        raise ConfigError(
-            explain(
-                "no run to resume was named",
-                given="--resume auto without a directory",
-                do="give --run-dir DIR --resume auto",
-            )
-        )
-    if resume and is_auto and not (model is None and base is None):
-        assert run_dir is not None
-        wanted = make_config(
-            model,
-            overrides,
-            base if base is None or isinstance(base, Config) else read_config(base),
-        )
-        config = repeated_config(RunDirectory.resume(run_dir, writer=False).config_text(), wanted)
-        check_family(config.model)
-        return config
-    if resume:
-        if run_dir is None:
-            raise ConfigError(
-                explain(
-                    "no run to resume was named",
-                    given="--resume without a directory",
-                    do="give --run-dir DIR --resume",
-                )
-            )
-        if base is not None:
-            raise ConfigError(
-                explain(
-                    "a resumed run has its own config",
-                    given="--resume with --config",
-                    do="leave --config out; settings that may change have flags and --set",
-                )
-            )
-        config = resumed_config(
-            RunDirectory.resume(run_dir, writer=False).config_text(), model, overrides
-        )
-        check_family(config.model)
-        return config
-    if model is None and base is None:
-        raise ConfigError(
-            explain(
-                "no model was named",
-                given="neither --model nor --config nor --resume",
-                do="give --model NAME, such as gpt2-nano",
-            )
-        )
-    config = make_config(
-        model, overrides, base if base is None or isinstance(base, Config) else read_config(base)
-    )
-    check_family(config.model)
-    return config
-
-
-def _resumed_config(requested: Config, run_dir: Path, overrides: dict[str, Any]) -> ResumedConfig:
-    """The config of the run in a directory, resumed as `requested`; touches no device and writes
-    nothing."""
-    run = RunDirectory.resume(run_dir, writer=False)
-    precision = None
-    # if the plan is needed later, its error is raised then
-    with suppress(OSError, ValueError, PlanError):
-        precision = Plan.from_json(run.plan_text() or "").precision
-    return ResumedConfig.of(run.config_text(), requested, named_settings(overrides), precision)
-
-
-def _new_directory(
-    run_dir: Path | None, config: Config, launch: Launch, display: Display, is_auto: bool
-) -> RunDirectory | None:
-    """A new run directory, created by process 0; None in other processes if only process 0 knows
-    its path."""
-    if is_writer():
-        return _open_as_writer(
-            partial(RunDirectory.create, run_dir, config.model.name, warn=display.message),
-            launch,
-            is_auto,
-        )
-    return None if run_dir is None else RunDirectory(run_dir, writer=False)
-
-
-def _open_as_writer(open_it: Callable[..., T], launch: Launch, is_auto: bool) -> T:
-    """Open the run directory or the store for writing, in process 0.
-
-    Raises FaultError, so that the launcher restarts the job, if another process still writes there:
-    a previous attempt that is about to end, or has just ended.
-    """
-    try:
-        return open_it(patience_s=PATIENCE_S if is_auto else 0.0)
-    except (LockedError, LeaseHeldError, RunExistsError) as error:
-        if is_auto and launch.restarts:
-            raise FaultError(str(error)) from error
-        raise
-
-
-def _share_directory(run: RunDirectory | None, run_dir: Path | None) -> RunDirectory:
-    """The run directory in every process: process 0 broadcasts its path if the user gave none.
-    Every process must call this.
-    """
-    if run is not None and run_dir is not None:
-        return run
-    path = broadcast_from_0("" if run is None else str(run.path))
-    return RunDirectory(path, writer=False) if run is None else run

@@ -37,7 +37,7 @@ from optimus_jax.faults.stopping import EXIT_RESTART
 from optimus_jax.inference.generation import load_text_model
 from optimus_jax.mesh.topology import Topology
 from optimus_jax.reshard.restack import is_stacked
-from optimus_jax.run import api
+from optimus_jax.run import open_directory
 from optimus_jax.run import program as run
 from optimus_jax.run.first_plan import for_available_devices
 from optimus_jax.run_directory import directory as run_directory
@@ -267,7 +267,7 @@ def test_a_job_that_an_engine_repeats_does_not_end_for_a_lock(
     """Who holds it may be a process of the last start that is just being ended, or has died with
     its host.
     """
-    monkeypatch.setattr(api, "PATIENCE_S", 0.0)
+    monkeypatch.setattr(open_directory, "PATIENCE_S", 0.0)
     run_dir, launch = (
         uninterrupted[1] if is_begun else tmp_path,
         Launch(engine=engine, why="", restarts=engine != "flags"),
@@ -279,7 +279,7 @@ def test_a_job_that_an_engine_repeats_does_not_end_for_a_lock(
             FaultError if is_fault else RunDirectoryError, match=f"process {os.getpid()} on "
         ),
     ):
-        api._open_as_writer(
+        open_directory.open_as_writer(
             (
                 partial(RunDirectory.resume, run_dir)
                 if is_begun
@@ -295,7 +295,7 @@ def test_a_run_that_another_process_has_begun_meanwhile_is_gone_on_with(
     uninterrupted, engine, is_repeated, is_fault
 ):
     with pytest.raises(FaultError if is_fault else ConfigError, match="already holds a run"):
-        api._new_directory(
+        open_directory.new_directory(
             uninterrupted[1],
             Config(),
             Launch(engine=engine, why="", restarts=engine != "flags"),

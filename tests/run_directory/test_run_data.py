@@ -15,7 +15,7 @@ from optimus_jax.data.dataset import Data, load_data
 from optimus_jax.data.tokenizers import load_tokenizer
 from optimus_jax.errors import DataError
 from optimus_jax.inference.generation import load_text_model
-from optimus_jax.run import api
+from optimus_jax.run import requested_config
 from optimus_jax.run.inputs import Inputs
 from optimus_jax.run_directory.directory import RunDirectory
 from optimus_jax.run_directory.run_data import (
@@ -110,13 +110,15 @@ def test_data_and_tokenizer_of_a_run_may_move(tmp_path, monkeypatch, capsys):
 
 def test_where_data_lies_is_a_hosts_own_affair():
     here, there = (
-        api._shared_settings(
+        requested_config.shared_settings(
             make_config("gpt2", {"data": f"/{host}/a.txt", "tokenizer": f"/{host}/t.json"})
         )
         for host in "ab"
     )
     assert here == there
-    assert here != api._shared_settings(make_config("gpt2", {"data.text_field": "body"}))
+    assert here != requested_config.shared_settings(
+        make_config("gpt2", {"data.text_field": "body"})
+    )
 
 
 def begun(folder, *, begin=None, **data):
