@@ -52,6 +52,7 @@ from optimus_jax.planning.search.choice import choose_plan
 from optimus_jax.planning.search.phase_plans import plans_ahead
 from optimus_jax.run.display import make_display
 from optimus_jax.run.first_plan import (
+    RunDevices,
     fastest_in_trials,
     for_available_devices,
     is_same_layout,
@@ -68,7 +69,7 @@ from optimus_jax.run.open_directory import (
     tell,
     upload_after_error,
 )
-from optimus_jax.run.program import Devices, run_program
+from optimus_jax.run.program import run_program
 from optimus_jax.run.requested_config import read_resumed_config, requested_config, shared_settings
 from optimus_jax.run.resumed_config import ResumedConfig
 from optimus_jax.run.stored_run import StoredRun
@@ -214,7 +215,7 @@ def _train(
                     overrides = {}  # the command requests nothing new
         local_cluster = _local_cluster(config, topology)
         saved = _newest_checkpoint(config, run_dir) if resume and run_dir is not None else None
-        devices = Devices(topology=topology, local_cluster=local_cluster, launch=launch)
+        devices = RunDevices(topology=topology, local_cluster=local_cluster, launch=launch)
         with all_or_none():
             now = in_phase(config, phase_after(config, saved.step if saved else 0))
             choice = (

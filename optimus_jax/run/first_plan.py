@@ -3,7 +3,7 @@
 import json
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ import jax
 
 from optimus_jax.checkpoint.checkpoints import Saved
 from optimus_jax.cluster.distributed import broadcast_from_0
+from optimus_jax.cluster.launch import Launch
 from optimus_jax.config import Config
 from optimus_jax.config.phases import in_phase, phase_after
 from optimus_jax.config.request import SHORT_NAMES
@@ -23,6 +24,7 @@ from optimus_jax.planning.cost.memory import estimate_memory
 from optimus_jax.planning.local_cluster import LocalCluster
 from optimus_jax.planning.search.choice import Choice
 from optimus_jax.planning.search.phase_plans import Prices, plan_of
+from optimus_jax.planning.search.search import Pricing
 from optimus_jax.planning.trials.measure import TRIAL_STEPS, measure
 from optimus_jax.planning.trials.trial import PlanTrial, run_trial
 from optimus_jax.run_directory.directory import RunDirectory
@@ -31,6 +33,20 @@ from optimus_jax.training.watchers import Display
 LAYOUT_SETTINGS = ("parallel.", "precision.")
 """Prefixes of the settings that affect the plan: a resumed run keeps its plan unless one is
 given."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunDevices:
+    """The devices of a run."""
+
+    launch: Launch
+    topology: Topology
+    local_cluster: LocalCluster | None
+    """Measured speed of the devices; None if unknown or not needed."""
+
+    def pricing(self, config: Config) -> Pricing | None:
+        """Cost estimates of plans on these devices; None if their speed is unknown."""
+        return None if self.local_cluster is None else self.local_cluster.pricing(config)
 
 
 def for_available_devices(config: Config, topology: Topology) -> Config:

@@ -2,8 +2,7 @@
 
 from collections.abc import Mapping
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
 
 import jax
 
@@ -12,7 +11,6 @@ from optimus_jax.checkpoint.disk_space import check_disk_space, disk_space_of, m
 from optimus_jax.checkpoint.saving import Retries
 from optimus_jax.checkpoint.snapshots import bytes_of_host
 from optimus_jax.cluster.distributed import all_or_none, assert_same_everywhere, is_writer
-from optimus_jax.cluster.launch import Launch
 from optimus_jax.config import Config
 from optimus_jax.config.phases import TrainingPhase, in_phase, phase_after
 from optimus_jax.control.assembly import make_controller
@@ -23,24 +21,20 @@ from optimus_jax.control.journal import Journal
 from optimus_jax.control.phase_changes import PhaseChanges
 from optimus_jax.control.switch import Switcher
 from optimus_jax.data.tokenizers import ByteTokenizer
-from optimus_jax.errors import ConfigError, OptimusError, PlanError, explain
+from optimus_jax.errors import OptimusError, PlanError, explain
 from optimus_jax.faults.error_isolation import isolate_errors
-from optimus_jax.faults.fault_log import take_over
 from optimus_jax.faults.heartbeat import Heartbeats
 from optimus_jax.faults.progress import Progress
 from optimus_jax.faults.stopping import StopRequest
-from optimus_jax.mesh.topology import Topology
 from optimus_jax.plan import Plan
 from optimus_jax.planning.ahead_of_time.compiled_step import CompiledStep, compile_step
-from optimus_jax.planning.local_cluster import LocalCluster
-from optimus_jax.planning.search.assemble import compute_precision
 from optimus_jax.planning.search.choice import Choice
 from optimus_jax.planning.search.phase_plans import plan_of, plans_ahead
-from optimus_jax.planning.search.search import Pricing
+from optimus_jax.run.first_plan import RunDevices
 from optimus_jax.run.first_state import first_state, make_snapshots
 from optimus_jax.run.inputs import Inputs
-from optimus_jax.run.rate_change import RateChange
-from optimus_jax.run.resumed_config import ResumedConfig, derived_values
+from optimus_jax.run.resumed_config import ResumedConfig
+from optimus_jax.run.start_log import derived_settings, log_start
 from optimus_jax.run.start_table import show_start_table
 from optimus_jax.run.stored_config import describe_changes
 from optimus_jax.run.tensorboard import TensorBoardWriter
@@ -52,23 +46,9 @@ from optimus_jax.training.trainer import Trainer, TrainingResult, described
 from optimus_jax.training.watchers import Display
 
 
-@dataclass(frozen=True, kw_only=True)
-class Devices:
-    """The devices of a run."""
-
-    launch: Launch
-    topology: Topology
-    local_cluster: LocalCluster | None
-    """Measured speed of the devices; None if unknown or not needed."""
-
-    def pricing(self, config: Config) -> Pricing | None:
-        """Cost estimates of plans on these devices; None if their speed is unknown."""
-        return None if self.local_cluster is None else self.local_cluster.pricing(config)
-
-
 def run_program(
     config: Config,
-    devices: Devices,
+    devices: RunDevices,
     choice: Choice,
     program: Program,
     tried: CompiledStep | None,
@@ -133,7 +113,7 @@ def run_program(
     assert_same_everywhere({"the step to resume from": str(first_step)})
     saved_steps = tuple(checkpoints.steps_for_all()) if resume else ()
     with all_or_none():
-        _log_start(
+        log_start(
             config, devices, choice, program, inputs, run, display, first_step, resumed, saved_steps
         )
     num_bytes_of_host = bytes_of_host(state)
@@ -176,7 +156,7 @@ def run_program(
         else None
     )
     metadata = {
-        "config": config.to_json(derived=_derived(config, choice.plan, program)),
+        "config": config.to_json(derived=derived_settings(config, choice.plan, program)),
         "data": inputs.data.identity,
     }
     disk_transfer = DiskTransfer(
@@ -242,7 +222,7 @@ def run_program(
 
 def _make_controllers(
     config: Config,
-    devices: Devices,
+    devices: RunDevices,
     running: Executable,
     compile_s: float,
     tried_s: Mapping[Plan, float],
@@ -356,116 +336,6 @@ def _in_next_phase(
     return switched.state, trainer.under(switched.executable.program)
 
 
-def _log_start(
-    config: Config,
-    devices: Devices,
-    choice: Choice,
-    program: Program,
-    inputs: Inputs,
-    run: RunDirectory,
-    display: Display,
-    first_step: int,
-    resumed: ResumedConfig | None,
-    checkpoints: tuple[int, ...],
-) -> None:
-    """Write config, tokenizer, plan and the start event; afterwards the run can be resumed."""
-    if first_step > config.steps:
-        raise ConfigError(
-            explain(
-                f"the run has already finished step {first_step}",
-                given=f"--steps {config.steps}",
-                do=f"leave --steps out, or give more than {first_step}",
-            )
-        )
-    take_over(run)
-    if abandoned := run.go_back_to(first_step):
-        display.message(
-            f"metrics of {abandoned} step(s) after step {first_step} were moved to"
-            " metrics.abandoned.jsonl; these steps are repeated"
-        )
-    requested = config if resumed is None else resumed.as_requested(config)
-    run.write_config(requested.to_json(derived=_derived(config, choice.plan, program)))
-    run.write_tokenizer(inputs.data.tokenizer.files)
-    if (interrupted := Journal(run).recover(first_step)) is not None:
-        display.message(
-            f"the run ended during a switch to {interrupted.target.describe()}: it continues under"
-            " its previous plan"
-        )
-    run.write_plan(choice.plan.to_json())
-    changed = (
-        {}
-        if resumed is None
-        else _report_changes(
-            config, devices, choice.plan, program, inputs, resumed, display, first_step, checkpoints
-        )
-    )
-    run.log_event(
-        "start" if resumed is None else "resume",
-        first_step,
-        **changed,
-        devices=str(devices.topology),
-        data=inputs.data.description,
-        identity=inputs.data.identity,
-        notes=inputs.data.notes,
-        end_of_document=inputs.data.tokenizer.end,
-        engine=devices.launch.engine,
-        launch=devices.launch.why,
-    )
-    for note in inputs.data.notes:
-        display.message(f"data: {note}")
-    run.log_event(
-        "plan",
-        first_step,
-        digest=choice.plan.digest,
-        layout=choice.plan.describe(),
-        why=choice.why,
-        crosses=devices.topology.crossed(choice.plan.axes),
-    )
-    run.check()
-
-
-def _report_changes(
-    config: Config,
-    devices: Devices,
-    plan: Plan,
-    program: Program,
-    inputs: Inputs,
-    resumed: ResumedConfig,
-    display: Display,
-    first_step: int,
-    checkpoints: tuple[int, ...],
-) -> dict[str, Any]:
-    """Show how learning rate, evaluations and precision of a resumed run differ from before, or
-    from those of a new run; return fields for the resume event.
-
-    Args:
-      checkpoints: steps of the available checkpoints.
-    """
-    usual = compute_precision(config.with_values({"precision.compute": "auto"}), devices.topology)
-    if (
-        resumed.requested.precision.compute == "auto"
-        and usual != plan.precision == resumed.before.precision.compute
-    ):
-        display.message(
-            f"precision {plan.precision}, as at the start of the run; a new run on these devices"
-            f" would use {usual}: to change it, --precision {usual}"
-        )
-    if (told := inputs.evaluation_change(resumed.before)) is not None:
-        display.message(told)
-    change = RateChange(
-        before=resumed.before,
-        now=config,
-        num_params=program.shapes.num_params,
-        step=first_step,
-        checkpoints=checkpoints,
-    )
-    said = {} if told is None else {"evaluation": told}
-    if not change.is_changed:
-        return said
-    display.message(change.describe())
-    return said | change.rates
-
-
 def _check_disk_space(
     config: Config, run: RunDirectory, state: TrainState, first_step: int
 ) -> str | None:
@@ -484,18 +354,6 @@ def _check_disk_space(
         num_processes=jax.process_count(),
         directory=run.checkpoints,
     )
-
-
-def _derived(config: Config, plan: Plan, program: Program) -> dict[str, Any]:
-    """The derived values of settings, by name."""
-    return {
-        **derived_values(config, num_params=program.shapes.num_params, precision=plan.precision),
-        "parallel.mesh": str(plan.axes),
-        "parallel.zero": plan.zero,
-        "parallel.microbatches": plan.microbatches,
-        "parallel.attention": plan.attention,
-        "parallel.loss_chunk_tokens": plan.loss_chunk_tokens,
-    }
 
 
 def _show_end(display: Display, outcome: TrainingResult, run: RunDirectory) -> None:
