@@ -6,6 +6,7 @@ Mistakes of the user are found before anything expensive starts.
 
 import json
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -217,13 +218,13 @@ def _train(
         saved = _newest_checkpoint(config, run_dir) if resume and run_dir is not None else None
         devices = RunDevices(topology=topology, local_cluster=local_cluster, launch=launch)
         with all_or_none():
-            now = in_phase(config, phase_after(config, saved.step if saved else 0))
+            first_step = saved.step if saved else 0
+            now = in_phase(config, phase_after(config, first_step))
             choice = (
                 plan_of_run(config, topology, run_dir, overrides, saved, devices.pricing)
                 if resume and run_dir is not None
                 else None
-            )
-            choice = choice or choose_plan(
+            ) or choose_plan(
                 now, topology, devices.pricing(now), kept=SAVED_WITH_A_RUN if resume else ()
             )
             if config.parallel.mesh != requested_mesh:
@@ -235,23 +236,12 @@ def _train(
                     ),
                 )
             check_allowed(config.controller.allowed_axes, topology.num_devices)
-            plans_ahead(config, choice.plan, saved.step if saved else 0, topology, devices.pricing)
+            plans_ahead(config, choice.plan, first_step, topology, devices.pricing)
             display = isolate_errors(
                 make_display(config.log, config.steps, show=is_writer()), "the display"
             )
-            if (
-                warning := unexpected_cpu_warning(
-                    lambda: model_shapes(config.model, config.model.vocab_size).num_params
-                )
-            ) is not None:
-                display.message(warning)
-            if has_left_cache:
-                display.message(
-                    "JAX's compilation cache is not used: cached programs for several CPU devices"
-                    " can hang"
-                )
-            for line in jax_notes:
-                display.message(line)
+            for note in [*_notes(config, has_left_cache), *jax_notes]:
+                display.message(note)
             if config.log.tensorboard and is_writer():
                 check_installed()
             if resume and run_dir is not None:
@@ -343,6 +333,19 @@ def _train(
     finally:
         if run is not None:
             run.close()
+
+
+def _notes(config: Config, has_left_cache: bool) -> Iterator[str]:
+    """What a user should know about the devices before the first step."""
+    warning = unexpected_cpu_warning(
+        lambda: model_shapes(config.model, config.model.vocab_size).num_params
+    )
+    if warning is not None:
+        yield warning
+    if has_left_cache:
+        yield (
+            "JAX's compilation cache is not used: cached programs for several CPU devices can hang"
+        )
 
 
 def _newest_checkpoint(config: Config, run_dir: Path) -> Saved | None:
