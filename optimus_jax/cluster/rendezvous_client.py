@@ -8,7 +8,6 @@ import os
 import socket
 import time
 from collections.abc import Callable
-from types import TracebackType
 from typing import Any, Self
 
 from optimus_jax.cluster.launch import Launch
@@ -47,12 +46,7 @@ class CoordinatorConnection:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         with contextlib.suppress(OSError):  # process 0 has gone
             if error is None:
                 self._connection.sendall(JOINED)

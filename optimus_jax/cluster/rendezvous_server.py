@@ -14,7 +14,6 @@ import json
 import selectors
 import socket
 import time
-from types import TracebackType
 from typing import Any, Self
 
 from optimus_jax.cluster.launch import Launch
@@ -66,12 +65,7 @@ class RendezvousServer:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for key in list(self._selector.get_map().values()):
             key.fileobj.close()  # pyright: ignore[reportAttributeAccessIssue]
         self._selector.close()

@@ -66,21 +66,7 @@ class ModelConfig:
     """Probability on embeddings, attention weights and both residual branches."""
 
     def __post_init__(self) -> None:
-        check_positive(
-            self,
-            "vocab_size",
-            "num_layers",
-            "embed_dim",
-            "num_heads",
-            "num_kv_heads",
-            "head_dim",
-            "mlp_dim",
-            "max_length",
-            "norm_epsilon",
-            "rope_theta",
-        )
-        check_counts(
-            self,
+        counts = (
             "vocab_size",
             "num_layers",
             "embed_dim",
@@ -90,6 +76,8 @@ class ModelConfig:
             "mlp_dim",
             "max_length",
         )
+        check_positive(self, *counts, "norm_epsilon", "rope_theta")
+        check_counts(self, *counts)
         if self.num_layers > MOST_LAYERS:
             raise ConfigError(
                 explain(

@@ -1,7 +1,6 @@
 """Isolates errors of displays and trackers, so that they cannot end a run."""
 
 from collections.abc import Callable
-from types import TracebackType
 from typing import Any, Self, TypeVar, cast
 
 from optimus_jax.system.resilient_io import flush_with_timeout
@@ -50,10 +49,5 @@ class _ErrorIsolation:
         self._isolated("__enter__", self._target.__enter__)()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._isolated("__exit__", self._target.__exit__)(kind, error, traceback)
+    def __exit__(self, *error: Any) -> None:
+        self._isolated("__exit__", self._target.__exit__)(*error)

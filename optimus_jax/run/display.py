@@ -5,7 +5,6 @@ import os
 import statistics
 import sys
 from collections.abc import Sequence
-from types import TracebackType
 from typing import Self, TextIO
 
 import jax
@@ -121,12 +120,7 @@ class RichDisplay(Display):
         self._live.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._live.stop()
 
 

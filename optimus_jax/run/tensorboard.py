@@ -2,7 +2,6 @@
 
 import importlib.util
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from optimus_jax.errors import ConfigError, explain
@@ -70,10 +69,5 @@ class TensorBoardWriter:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._writer.close()

@@ -4,7 +4,6 @@ run/display.py has the displays.
 """
 
 from collections.abc import Sequence
-from types import TracebackType
 from typing import Protocol, Self
 
 from optimus_jax.run_directory.step_record import StepRecord
@@ -54,10 +53,5 @@ class Display:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         pass
