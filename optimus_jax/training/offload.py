@@ -42,8 +42,8 @@ def update_through_host(
       whole: the transformation of all leaves.
       of_leaf: the same transformation for each single leaf, in the order of the tree's leaves.
       finish: (new state, old state) of a leaf, both on the device -> the state to keep.
-      gradients, params: of one tree structure, on the device.
-      opt_state: of `whole`; its moments on the host, its counters on the device.
+      gradients, params: trees of the same structure, on the device.
+      opt_state: state of `whole`; its moments are on the host, its counters on the device.
       after: a replicated value; no moment is fetched before it is computed.
     Returns:
       Updates on the device, and the new state with its moments on the host.
