@@ -10,9 +10,9 @@ from optimus_jax.pipeline.schedule import IDLE, Schedule, Table
 from optimus_jax.system.paths import local_path
 
 MAX_TICKS = 96
-"""Columns of a text chart; 1F1B and GPipe of 8 stages and 32 microbatches need fewer."""
+"""Most ticks in a text chart; 1F1B and GPipe of 8 stages and 32 microbatches need fewer."""
 MAX_STAGES = 16
-"""Rows of a text chart."""
+"""Most stages in a text chart."""
 NOTHING = "."
 REPEAT_LETTERS = "abcdefghijklmnopqrstuvwxyz"
 PALETTE = (

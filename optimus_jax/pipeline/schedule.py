@@ -30,7 +30,7 @@ from optimus_jax.pipeline.schedule_json import read_schedule, write_schedule
 Table = NDArray[np.int32]
 
 IDLE = -1
-"""In a table: no task."""
+"""Table entry for no task."""
 LATENCIES = (1, 2)
 """Ticks from a result to its use on the neighbouring stage."""
 FORWARD = "forward"

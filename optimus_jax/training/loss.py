@@ -1,8 +1,9 @@
 """Next-token cross-entropy over a vocabulary that may be split, a chunk of tokens at a time.
 
-Neither the whole vocabulary's logits of a token nor all tokens' logits of a device exist at once:
-a chunk's logits are formed, turned into the loss and into their own gradient, and dropped. Forward
-and backward are therefore one pass with three matmuls, as many as plain autodiff needs.
+No device holds the logits of all its tokens at once, nor those of other devices' parts of the
+vocabulary: it computes a chunk's logits, turns them into the loss and into their own gradient, and
+drops them. Forward and backward are therefore one pass with three matmuls, as many as plain
+autodiff needs.
 
 Shapes: N tokens of a device, C tokens of a chunk, D embed, V vocab (the device's part).
 """
