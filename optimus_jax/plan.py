@@ -344,7 +344,7 @@ class Plan:
 
     @classmethod
     def from_json(cls, text: str, source: Path | None = None) -> "Plan":
-        """The inverse of `to_json`. Raises PlanError for what is not a Plan.
+        """The inverse of `to_json`. Raises PlanError if the text is not a Plan.
 
         Args:
           source: the file that the text came from, named in the error.
