@@ -80,7 +80,7 @@ class Plan:
     zero: int
     """ZeRO stage, a key of ZERO_STAGES: what is split over fsdp. Nothing is split over data."""
     microbatches: int
-    """Parts of a process's batch that run one after the other in a step."""
+    """Parts of a device's rows of the batch that run one after the other in a step."""
     pipeline: Pipelining | None
     """The pipeline; None if pipe=1."""
     remat: RematPolicy

@@ -77,8 +77,9 @@ def _bytes_per_device() -> int | None:
 
 
 def _host_bytes_per_device(hosts: tuple[int, ...]) -> int:
-    """A device's share of the host memory that may be pinned in all, or of what this process may
-    pin if that is less (it may be if processes share the host).
+    """Host memory that may be pinned for each device, in bytes: HOST_MEMORY_SHARE of the host's
+    memory divided over all its devices (processes may share the host), or this process's limit
+    divided over its own devices, whichever is less.
     """
     own, here = hosts[jax.process_index()], jax.local_device_count()
     on_host = sum(hosts[device.process_index] == own for device in jax.devices())

@@ -133,7 +133,7 @@ class Trainer:
     snapshots: Snapshots | None = None
     """Snapshots in host memory; None: off."""
     learning: Learning = field(default_factory=Learning)
-    """Losses and evaluations, which show whether the run still learns."""
+    """The learning health of the run: whether it still learns."""
     retries: Retries = field(default_factory=lambda: Retries(warnings.warn, is_alone=False))
     """Retries of failed saves."""
     _last: deque[StepRecord] = field(default_factory=lambda: deque(maxlen=1))
