@@ -74,9 +74,8 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 MIN_LIKENESS, SHORT_NAME_LENGTH = 0.68, 4
-"""Least likeness of two spellings that makes one a suggestion for the other. For words of up to
-SHORT_NAME_LENGTH letters the ratio says little; there a single typing mistake is accepted
-instead."""
+"""Lowest likeness at which one spelling is suggested for another. For words of up to
+SHORT_NAME_LENGTH letters the ratio means little, so a single typing mistake is accepted instead."""
 
 
 def closest(name: str, known: Iterable[str]) -> str | None:

@@ -80,7 +80,7 @@ class Plan:
     zero: int
     """ZeRO stage, a key of ZERO_STAGES: what is split over fsdp. Nothing is split over data."""
     microbatches: int
-    """Parts of a process's batch that run one after the other in a step."""
+    """Parts of a device's rows of the batch that run one after the other in a step."""
     pipeline: Pipelining | None
     """The pipeline; None if pipe=1."""
     remat: RematPolicy
@@ -344,7 +344,7 @@ class Plan:
 
     @classmethod
     def from_json(cls, text: str, source: Path | None = None) -> "Plan":
-        """The inverse of `to_json`. Raises PlanError for what is not a Plan.
+        """The inverse of `to_json`. Raises PlanError if the text is not a Plan.
 
         Args:
           source: the file that the text came from, named in the error.

@@ -1,1 +1,2 @@
-"""Starting JAX: its settings, backend, virtual CPU devices, hosts, data sheets."""
+"""Starts JAX: its settings, backend, virtual CPU devices and hosts. Also accelerators' data
+sheets."""

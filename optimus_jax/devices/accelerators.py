@@ -1,10 +1,10 @@
 """Published specifications of accelerators.
 
 Peaks are *dense* (no structured sparsity): data sheets from the A100 on print the sparse figure,
-twice as much. Memory is the data sheet's number in decimal bytes, which a program can rely on;
-drivers report up to 7% more (an "80 GB" part has about 80 GiB of chips), so nothing that fits here
-fails there. What a maker does not publish is None, and so is everything about a device that is not
-listed.
+which is twice as high. Memory is the data sheet's number in decimal bytes. Drivers report up to 7%
+more (an "80 GB" part has about 80 GiB of chips), so what fits into the published memory fits on the
+device. A figure that the vendor does not publish is None, and so is every figure of an unlisted
+device.
 """
 
 from dataclasses import dataclass
@@ -20,11 +20,11 @@ class Accelerator:
     """One kind of device."""
 
     name: str
-    """Ours, as in `--cluster h100:8x8`."""
+    """Name in this package, as in `--cluster h100:8x8`."""
     device_kind: str
-    """The driver's, as JAX reports it."""
+    """The driver's name of the device, as JAX reports it."""
     platform: str
-    """JAX's: `gpu` or `cpu`."""
+    """JAX's platform: `gpu` or `cpu`."""
     dense_peak_flops: float | None
     """FLOP/s of 16-bit matmuls (bf16; f16 where there is no bf16) that accumulate in float32."""
     f32_peak_flops: float | None
@@ -37,14 +37,14 @@ class Accelerator:
     num_cores: int | None
     """Streaming multiprocessors."""
     compute_capability: tuple[int, int] | None = None
-    """NVIDIA's number of what a device can do (developer.nvidia.com/cuda-gpus); None: not one of
-    theirs, or not known."""
+    """NVIDIA's compute capability (developer.nvidia.com/cuda-gpus); None: unknown, or not an NVIDIA
+    device."""
     sources: tuple[str, ...]
     """Where the figures are published."""
 
     @classmethod
     def unlisted(cls, device_kind: str, platform: str) -> "Accelerator":
-        """A device of which nothing is known but what the driver calls it."""
+        """A device of which only the platform and the driver's name are known."""
         return cls(
             name=device_kind,
             device_kind=device_kind,
@@ -62,7 +62,7 @@ def accelerator_named(name: str) -> Accelerator:
     """The listed accelerator of that name.
 
     Raises:
-      ConfigError: there is none; the nearest name is given.
+      ConfigError: there is none; the message suggests the nearest name.
     """
     for accelerator in ACCELERATORS:
         if accelerator.name == name.lower():
@@ -79,8 +79,8 @@ def accelerator_named(name: str) -> Accelerator:
 def accelerator_of_kind(device_kind: str) -> Accelerator | None:
     """The listed accelerator that the driver calls `device_kind`; None if there is none.
 
-    The whole name counts: "NVIDIA H200 NVL" and a slice "NVIDIA A100-SXM4-40GB MIG 1g.5gb" are
-    slower than what their names begin with.
+    The whole name must match: "NVIDIA H200 NVL" and the slice "NVIDIA A100-SXM4-40GB MIG 1g.5gb"
+    are slower than the devices whose names theirs begin with.
     """
     return next((each for each in ACCELERATORS if each.device_kind == device_kind), None)
 

@@ -1,10 +1,10 @@
-"""Starting JAX's backend, which finds the devices.
+"""Starts JAX's backend, which finds the devices.
 
-Whoever asks JAX for a device for the first time does it here.
+Code that may be the first to ask JAX for a device calls `start_backend` before it does.
 
-It may fail in as many ways as there are drivers, plugins and settings, and JAX says it in its own
-words, or in none. Where the user has asked for a platform that JAX does not start, that is an
-error; where a GPU is there and JAX is on the CPU, or a large model is, it is a warning.
+Drivers, plugins and settings can make the start fail in many ways, which JAX reports in its own
+words or not at all. If JAX cannot start a platform that the user asked for, that is an error. If
+JAX is on the CPU although the machine has a GPU or the model is large, that is a warning.
 """
 
 import os
@@ -24,41 +24,41 @@ from optimus_jax.errors import ConfigError, FaultError, explain
 from optimus_jax.system.environment import check_xla_flags, positive_number_from_environment
 
 HOST_MEMORY_SHARE = 0.75
-"""Of a host's memory, for what lies there for its GPUs (parallel.offload): by default XLA has 64
+"""Share of a host's memory that JAX may use for its GPUs (parallel.offload). XLA's default is 64
 GiB, less than the moments of 9 billion parameters."""
 GPU_MEMORY_SHARE = "0.92"
-"""Of a GPU, for JAX to set aside: by default it takes 75%, and a plan for the whole device would
-not run. The rest is for contexts and NCCL."""
+"""Share of a GPU's memory that JAX preallocates. With JAX's default, 75%, a plan for the whole
+device would not run. The rest is for CUDA contexts and NCCL."""
 JAX_OWN_SHARE, JAX_OWN_HOST_GIB = "0.75", "64"
-"""What it may use of a GPU and of the host beside it where nobody says otherwise before its first
-use."""
+"""JAX's own limits, a share of a GPU's memory and GiB of host memory, which apply if nobody sets
+others before its first use."""
 LARGE_PARAMS = 100_000_000
-"""A model of so many parameters is seldom meant for a CPU."""
+"""Number of parameters from which a model is seldom meant for a CPU."""
 _FRACTION, _OLDER_FRACTION, _HOST_LIMIT_GIB = (
     "XLA_CLIENT_MEM_FRACTION",
     "XLA_PYTHON_CLIENT_MEM_FRACTION",
     "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB",
 )
 _PLUGINS = {13: "jax-cuda13-plugin", 12: "jax-cuda12-plugin"}
-"""JAX's parts for NVIDIA's GPUs, by the version of CUDA."""
+"""JAX's packages for NVIDIA GPUs, by CUDA version."""
 _PEER_ERRORS = ("DEADLINE_EXCEEDED", "UNAVAILABLE", "ABORTED", "CANCELLED")
-"""In what JAX says where, of several processes, another one is at fault."""
+"""Words in JAX's error message that show that another process is at fault."""
 _DEV = Path("/dev")
 
 
 def start_backend() -> None:
-    """Have JAX find its devices, with the limits on memory that a run has.
+    """Make JAX find its devices, with the memory limits of a run.
 
-    Of several processes each has to call it.
+    Every process of a run must call it.
 
-    JAX may use GPU_MEMORY_SHARE of a GPU, and HOST_MEMORY_SHARE of the host for it, unless
-    XLA_CLIENT_MEM_FRACTION (or its older name, XLA_PYTHON_CLIENT_MEM_FRACTION) and
-    XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB say otherwise. Where JAX has a GPU already, it is too late to
-    say anything: a warning tells the user, and JAX's own limits count.
+    JAX may use GPU_MEMORY_SHARE of a GPU's memory, and HOST_MEMORY_SHARE of the host's memory for
+    its GPUs, unless XLA_CLIENT_MEM_FRACTION (or its older name, XLA_PYTHON_CLIENT_MEM_FRACTION) and
+    XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB say otherwise. If JAX has already started on a GPU, it is too
+    late to set limits: a warning says so, and JAX's own limits apply.
 
     Raises:
-      ConfigError: JAX cannot start, or has a setting with which no run works.
-      FaultError: another process of the run is not there.
+      ConfigError: JAX cannot start, or one of its settings is incompatible with a run.
+      FaultError: another process of the run has failed or is missing.
     """
     check_jax_settings()
     has_begun = backends_are_initialized()
@@ -72,7 +72,7 @@ def start_backend() -> None:
 def _begin() -> None:
     try:
         jax.devices()
-    except Exception as error:  # of plugins that are not ours
+    except Exception as error:  # plugins may raise anything
         said = " ".join(str(error).split())
         if jax.distributed.is_initialized() and any(word in said for word in _PEER_ERRORS):
             raise FaultError(
@@ -86,7 +86,8 @@ def _begin() -> None:
 
 
 def gpu_memory_share() -> float:
-    """Of a GPU, what JAX may use. Raises ConfigError if its variable is no number."""
+    """Share of a GPU's memory that JAX may use. Raises ConfigError if the environment variable is
+    not a positive number."""
     return positive_number_from_environment(
         _FRACTION,
         float,
@@ -95,23 +96,24 @@ def gpu_memory_share() -> float:
 
 
 def host_limit_bytes() -> int:
-    """What JAX may pin of the host. Raises ConfigError if its variable is no number."""
+    """Host memory that JAX may pin, in bytes. Raises ConfigError if the environment variable is not
+    a positive number."""
     return (
         int(positive_number_from_environment(_HOST_LIMIT_GIB, int, int(JAX_OWN_HOST_GIB))) * 2**30
     )
 
 
 def host_bytes() -> int:
-    """Of memory that this host has."""
+    """Memory of this host, in bytes."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def unexpected_cpu_warning(num_params: Callable[[], int] = lambda: 0) -> str | None:
-    """What to tell a user whose run is on the CPU though nobody has asked for that; None: all is as
-    it seems to be meant.
+    """A warning that a run is on the CPU although nobody asked for that; None: the CPU was asked
+    for or is a likely choice.
 
     Args:
-      num_params: counts the model's parameters; 0: they do not matter.
+      num_params: counts the model's parameters; 0: the model's size does not matter.
     """
     asked = _asked_for()
     virtual = jax.config.jax_num_cpu_devices  # pyright: ignore[reportAttributeAccessIssue]
@@ -135,7 +137,8 @@ def unexpected_cpu_warning(num_params: Callable[[], int] = lambda: 0) -> str | N
 
 
 def unused_accelerator() -> tuple[str, str] | None:
-    """Why JAX does not use an accelerator of this machine, and what to do; None: there is none."""
+    """Why JAX does not use an accelerator of this machine, and what to do about it; None: the
+    machine has no accelerator."""
     if (
         count := num_gpus() or sum(entry.name[6:].isdecimal() for entry in _DEV.glob("nvidia*"))
     ) > 0:
@@ -227,7 +230,7 @@ def _cannot_start(said: str) -> ConfigError:
 
 
 def _not_found(platform: str) -> tuple[str, str, str]:
-    """Of a platform that JAX does not start: what was not found, why, and what to do."""
+    """What was not found, why, and what to do, for a platform that JAX cannot start."""
     wants_gpu = any(name in platform for name in ("cuda", "gpu", "rocm"))
     what, do = unused_accelerator() or (
         (
@@ -248,15 +251,15 @@ def _not_found(platform: str) -> tuple[str, str, str]:
 
 
 def _check_default_device() -> None:
-    """Raises ConfigError if JAX's default device is of a platform that it has not started: its
-    first array would not know where to be.
+    """Raise ConfigError if JAX's default device is on a platform that JAX has not started: JAX
+    could not place its first array.
     """
     default = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
     if not isinstance(default, str):
         return
     try:
         jax.local_devices(backend=default)
-    except Exception as error:  # of plugins that are not ours
+    except Exception as error:  # plugins may raise anything
         found, what, do = _not_found(default)
         if (asked := _asked_for()) and default not in asked.split(","):
             what, do = (
@@ -278,13 +281,13 @@ def _check_default_device() -> None:
 
 
 def _asked_for() -> str:
-    """The platform that the user has named; empty: none."""
+    """The platform that the user asked for; empty: none."""
     older = jax.config.read("jax_platform_name") if "jax_platform_name" in jax.config.values else ""
     return (jax.config.jax_platforms or older or "").strip()  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _limit_memory(has_begun: bool) -> None:
-    gpu_memory_share()  # what is no number is said before anything starts
+    gpu_memory_share()  # an invalid number is reported before anything starts
     has_begun = has_begun and jax.default_backend() == "gpu"
     if not os.environ.get(_FRACTION) and not os.environ.get(_OLDER_FRACTION):
         if has_begun:
@@ -305,7 +308,7 @@ def _limit_memory(has_begun: bool) -> None:
 
 
 def _driver_cuda() -> tuple[int, int] | None:
-    """The newest CUDA that the driver knows; None: it does not say."""
+    """The newest CUDA version that the driver supports; None: unknown."""
     try:
         pynvml.nvmlInit()
         number = pynvml.nvmlSystemGetCudaDriverVersion_v2()

@@ -15,11 +15,12 @@ HUGE_PAGES = "glibc.malloc.hugetlb=1"
 
 
 def restart_with_huge_pages() -> None:
-    """Run this program again with memory in huge pages, if its C library has to be told.
+    """Restart this program with its memory in huge pages (Linux), unless GLIBC_TUNABLES sets them
+    already.
 
-    A step's buffers are mapped anew each time; in small pages, clearing them was an eighth of a
-    step's CPU time (docs/decisions/0003). glibc reads the setting only when a program starts. Call
-    this first; the process keeps its id, arguments and terminal.
+    Every step maps its buffers anew; with small pages, clearing them took an eighth of a step's CPU
+    time (docs/decisions/0003). glibc reads the setting only when a program starts. Call this first;
+    the process keeps its id, arguments and terminal.
     """
     tunables = os.environ.get("GLIBC_TUNABLES", "")
     if sys.platform == "linux" and "glibc.malloc.hugetlb" not in tunables:
@@ -28,29 +29,30 @@ def restart_with_huge_pages() -> None:
 
 
 def return_freed_memory() -> None:
-    """Give what compiling has freed back to the system; glibc would keep some 200 MB for later."""
+    """Return memory that compilation has freed to the system; glibc would keep some 200 MB for
+    later."""
     if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
         libc.malloc_trim(0)
 
 
 def disable_compilation_cache_on_cpu() -> bool:
-    """Compile anew what JAX's persistent cache of compiled programs (JAX_COMPILATION_CACHE_DIR) may
-    hold, if devices are a CPU's; whether there is one.
+    """Disable JAX's persistent compilation cache (JAX_COMPILATION_CACHE_DIR) if the devices are
+    CPUs; returns whether there was one to disable.
 
-    A program that comes out of it orders the collectives of several CPU devices otherwise than the
-    one that went in, and they wait for one another until XLA ends the process (jax 0.10.2). Call it
-    before anything is compiled.
+    A program from the cache orders the collectives of several CPU devices differently from the
+    program that was stored, so they wait for one another until XLA ends the process (jax 0.10.2).
+    Call this before anything is compiled.
 
     Raises:
-      PathError: the variable can name no directory. JAX takes it literally, and would make one
-        called ~.
+      PathError: the variable does not name a possible directory. JAX takes it literally, and would
+        create a directory called ~.
     """
     start_backend()
     text: str | None = jax.config.jax_compilation_cache_dir  # pyright: ignore[reportAttributeAccessIssue]
     if not text:
         return False
     directory = user_path(text, what="JAX_COMPILATION_CACHE_DIR")
-    if isinstance(directory, Path):  # a URL is JAX's to use
+    if isinstance(directory, Path):  # a URL is left as it is
         jax.config.update("jax_compilation_cache_dir", str(directory))
     if jax.default_backend() != "cpu":
         return False
@@ -59,11 +61,11 @@ def disable_compilation_cache_on_cpu() -> bool:
 
 
 def use_cpu_devices(num_devices: int) -> None:
-    """Make JAX run on this many virtual devices of the CPU.
+    """Make JAX run on this many virtual CPU devices.
 
     Call it before anything asks for a device.
 
-    Settings of JAX that name another platform are not followed, which a note says.
+    JAX settings that name another platform are ignored, and a note on stderr says so.
 
     Raises:
       ConfigError: JAX has already started with other devices.
@@ -103,7 +105,7 @@ def use_cpu_devices(num_devices: int) -> None:
 
 
 def _other_platforms() -> dict[str, str]:
-    """JAX's settings that name another platform than the CPU first, and what they say."""
+    """JAX settings whose first platform is not the CPU, and their values."""
     values = {
         name: jax.config.values.get(name)
         for name in ("jax_platforms", "jax_platform_name", "jax_default_device")

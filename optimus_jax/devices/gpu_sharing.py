@@ -7,21 +7,21 @@ import pynvml
 from optimus_jax.errors import ConfigError, explain
 
 LOCAL_DEVICES = "JAX_LOCAL_DEVICE_IDS"
-"""What JAX reads too, to say which GPUs are a process's."""
+"""Environment variable, which JAX reads too, that lists the GPUs of a process."""
 
 
 def gpus_of_process(
     local_index: int | None, local_count: int | None, *, on_cpu: bool
 ) -> tuple[int, ...] | None:
-    """The GPUs of a process, of those that it sees; None: all of them.
+    """The GPUs that a process uses, as indices among those it sees; None: all of them.
 
     Args:
-      local_index: which process of its host this is; None: nothing says so.
-      local_count: of how many there; None: nothing says so.
+      local_index: index of this process among those of its host; None: unknown.
+      local_count: number of processes on this host; None: unknown.
       on_cpu: whether GPUs do not matter, or each process sees only its own.
     Raises:
-      ConfigError: the processes of this host cannot share them evenly, or it is not known how many
-        they are.
+      ConfigError: the processes of this host cannot share its GPUs evenly, or their number is
+        unknown.
     """
     if on_cpu or has_device_list() or local_index is None or local_count == 1:
         return None
@@ -40,7 +40,7 @@ def gpus_of_process(
             )
         )
     if num_gpus is None:
-        # other makers' GPUs are not counted here; JAX gives one to each process
+        # GPUs of other vendors are not counted here; JAX gives one to each process
         return (local_index,)
     if num_gpus < local_count:
         return None  # each sees its own, or there is nothing to share
@@ -60,9 +60,9 @@ def gpus_of_process(
 
 
 def has_device_list() -> bool:
-    """Whether the user says which devices are this process's.
+    """Whether the user lists this process's devices in JAX_LOCAL_DEVICE_IDS.
 
-    Raises ConfigError if that cannot be meant.
+    Raises ConfigError if the list is invalid.
     """
     if not (text := os.environ.get(LOCAL_DEVICES, "").strip()):
         return False
@@ -78,7 +78,7 @@ def has_device_list() -> bool:
 
 
 def num_visible_gpus() -> int | None:
-    """NVIDIA's; None: no driver says."""
+    """Number of NVIDIA GPUs that this process sees; None: no driver answers."""
     if (listed := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
         return sum(
             bool(entry.strip()) and not entry.strip().startswith(("-", "NoDevFiles"))
@@ -88,7 +88,7 @@ def num_visible_gpus() -> int | None:
 
 
 def num_gpus() -> int | None:
-    """NVIDIA's on this machine; None: no driver says."""
+    """Number of NVIDIA GPUs of this machine; None: no driver answers."""
     try:
         pynvml.nvmlInit()
         return pynvml.nvmlDeviceGetCount()

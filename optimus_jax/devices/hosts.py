@@ -19,9 +19,9 @@ _NETWORK = Path("/proc/self/ns/net")
 
 @cache
 def hosts_of_processes() -> tuple[int, ...]:
-    """The host of each process; hosts are numbered from 0 as their first processes come.
+    """The host of each process; hosts are numbered from 0, in the order of their first processes.
 
-    The first call is for every process to make.
+    Every process must make the first call, which is collective.
     """
     if jax.process_count() == 1:
         return (0,)
@@ -32,7 +32,7 @@ def hosts_of_processes() -> tuple[int, ...]:
 
 
 def count_hosts() -> int:
-    """Hosts that the run's processes are on. The first call is for every process to make."""
+    """Number of hosts that the run's processes are on. Every process must make the first call."""
     return len(set(hosts_of_processes()))
 
 
@@ -45,11 +45,11 @@ def devices_by_host() -> list[Any]:
 
 
 def _host() -> str:
-    """The same for processes that share a machine and its network.
+    """An identifier that processes share if they share a machine and its network.
 
-    A container with a network of its own is a host of its own, for what is between it and others is
-    a link that can be slower than memory. Its host name says nothing: containers of one network may
-    have several.
+    A container with its own network counts as its own host, because the link between it and others
+    can be slower than memory. Host names are not used: containers that share a network may have
+    different ones.
     """
     try:
         return f"{_BOOT_ID.read_text().strip()} {os.readlink(_NETWORK)}"

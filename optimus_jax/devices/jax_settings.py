@@ -1,15 +1,16 @@
 """Which values of JAX's own settings are compatible with a run.
 
 They come from the environment (JAX_ENABLE_X64=1) or from `jax.config`, hold for a whole program,
-and some change what is computed. Each is one of these:
-* *refused*: another value breaks what a run promises, such as that no result depends on the mesh;
-* *said*: the user's choice; it changes rounding under every plan alike, and is shown at the start;
-* *set here*: whatever it says, this package names its own value where it is used;
-* *harmless*: no result depends on it, or it belongs to the launch of processes (cluster/launch.py,
+and some of them change what is computed. Each setting is one of these:
+* *refused*: another value breaks what a run guarantees, such as that no result depends on the mesh;
+* *reported*: the user chooses. It changes rounding in the same way under every plan, and is shown
+  at the start;
+* *set here*: it has no effect, because this package passes its own value where it would be used;
+* *harmless*: no result depends on it, or it concerns the launch of processes (cluster/launch.py,
   cluster/distributed.py).
 
-Nothing is changed behind a user's back: a program that trains may do other things with JAX. Made
-for jax 0.10.2, of whose `jax.config.values` a test holds that none is left out.
+No setting is changed silently, because a program that trains may do other things with JAX. The
+lists are for jax 0.10.2; a test checks that every setting in `jax.config.values` is in one.
 """
 
 import os
@@ -25,12 +26,12 @@ from optimus_jax.errors import ConfigError, explain
 
 @dataclass(frozen=True)
 class Refused:
-    """A setting that has to have a certain value."""
+    """The required values of a setting, and why."""
 
     needed: tuple[object, ...]
-    """Values that a run can stand; the first is JAX's own default."""
+    """Values that work for a run; the first is JAX's default."""
     why: str
-    """What another one does to a run."""
+    """What another value does to a run."""
 
 
 _DRAWS = "the same seed would draw other weights and dropout masks on another mesh"
@@ -87,13 +88,13 @@ REFUSED: Mapping[str, Refused] = {
 
 FLOAT32_PRODUCTS = "jax_default_matmul_precision"
 PRECISIONS = (None, "default", "high", "highest", "bfloat16", "tensorfloat32", "float32")
-"""Of products of float32 matrices. JAX's other values name an algorithm for operands of any format,
-f16 and bf16 too."""
+"""Allowed precisions of products of float32 matrices. JAX's other values name an algorithm for
+operands of any format, including f16 and bf16."""
 
 REPORTED: Mapping[str, str] = {
     FLOAT32_PRODUCTS: "how exactly float32 matrices are multiplied, under every plan alike"
 }
-"""Settings, and what they change."""
+"""Reported settings -> what they change."""
 
 SET_HERE: Mapping[str, str] = {
     "jax_default_prng_impl": "keys name their generator (models/keys.py)",
@@ -102,7 +103,7 @@ SET_HERE: Mapping[str, str] = {
     "jax_legacy_prng_key": "keys are typed in any case (models/keys.py)",
     "jax_high_dynamic_range_gumbel": "sampling names its mode (inference/generation.py)",
 }
-"""Settings, and what is done instead."""
+"""Settings without effect here -> what is done instead."""
 
 HARMLESS: Mapping[str, tuple[str, ...]] = {
     "of the launch: which devices, and how processes meet": (
@@ -228,7 +229,7 @@ HARMLESS: Mapping[str, tuple[str, ...]] = {
         "jax_use_magma",
     ),
 }
-"""Settings by the reason why no result depends on them."""
+"""Reason why no result depends on a setting -> settings."""
 
 _NO_LONGER_SEEN = (
     "XLA then takes it that no number is one, and a step that is not finite is not left out"
@@ -237,14 +238,14 @@ NEEDED_FLAGS: Mapping[str, str] = {
     "xla_cpu_fast_math_honor_nans": _NO_LONGER_SEEN,
     "xla_cpu_fast_math_honor_infs": _NO_LONGER_SEEN,
 }
-"""Of XLA_FLAGS, what must not be off, and what that would do."""
+"""Options of XLA that must not be switched off in XLA_FLAGS -> what that would do."""
 
 
 def check_jax_settings() -> list[str]:
-    """What is to be said at the start about JAX's settings, a line each; most often nothing.
+    """Lines about JAX's settings to show at the start of a run; usually none.
 
     Raises:
-      ConfigError: a setting has a value with which a run would not be what it promises.
+      ConfigError: a setting has a value that breaks what a run guarantees.
     """
     values = jax.config.values
     for name, refused in REFUSED.items():
@@ -285,7 +286,7 @@ def _xla_flags() -> list[str]:
     """The options in XLA_FLAGS, or in the file that it names."""
     text = os.environ.get("XLA_FLAGS", "").strip()
     if text and not text.startswith("-"):
-        with suppress(OSError, UnicodeDecodeError):  # XLA itself says that it cannot read it
+        with suppress(OSError, UnicodeDecodeError):  # XLA itself reports that it cannot read it
             text = Path(text).read_text()
     return text.split()
 

@@ -1,1 +1,1 @@
-"""Axes, rules, shardings; a step's collectives; ZeRO. Knows nothing of plans."""
+"""Axes, rules, shardings, a step's collectives and ZeRO. No module here imports a Plan."""

@@ -11,7 +11,7 @@ LAYERS = "layers"
 VOCAB = "vocab"
 """Token ids, padded to whole shards."""
 EMBED = "embed"
-"""Width of the residual stream in a matrix, its first dimension except in tables: what fsdp splits
+"""Width of the residual stream in a matrix: its first dimension, except in tables. fsdp splits it
 for storage."""
 NORM = "norm"
 """Width of the residual stream in a vector (norms, output biases); never split."""

@@ -19,10 +19,10 @@ from optimus_jax.mesh.topology import Topology
 def discover() -> Topology:
     """The devices that JAX sees in all processes.
 
-    Every process has to call it, and before anything else asks for a device.
+    Every process must call it, before anything else asks for a device.
 
     Raises:
-      ConfigError, FaultError: as `start_backend`, which says what JAX may use of them.
+      ConfigError, FaultError: as in `start_backend`, which also limits the memory that JAX may use.
     """
     start_backend()
     devices, hosts = devices_by_host(), hosts_of_processes()
@@ -41,27 +41,29 @@ def discover() -> Topology:
 
 
 def build_mesh(axes: AxisSizes, devices: list | None = None) -> Mesh:
-    """A mesh of these sizes over all devices, those of a host together, or over those given, in
-    their order: neighbours along the last axis, tensor, are neighbours in that order, and the
-    first, pipe, is what crosses hosts before any other does.
+    """A mesh of these sizes over the given devices, in their order, or over all devices, host by
+    host.
+
+    Neighbours along the last axis, tensor, are neighbours in that order. The first axis, pipe,
+    crosses hosts before any other axis does.
 
     Raises:
-      PlanError: the sizes are for another number of devices.
+      PlanError: the sizes do not multiply to the number of devices.
     """
     devices = devices_by_host() if devices is None else devices
     check_devices(axes, len(devices))
     sizes = tuple(axes[axis] for axis in MESH_AXES)
     # Every axis is manual in the step and automatic outside; JAX alone would make them explicit.
     types = (AxisType.Auto,) * len(MESH_AXES)
-    # whose links form a torus, of which JAX knows more than the order of hosts
+    # TPU links form a torus, along which JAX's own function orders the devices
     if devices[0].platform == "tpu":
         return jax.make_mesh(sizes, MESH_AXES, devices=devices, axis_types=types)
-    # make_mesh sorts GPUs by their ids
+    # not make_mesh, which sorts GPUs by their ids
     return Mesh(np.asarray(devices, dtype=object).reshape(sizes), MESH_AXES, axis_types=types)
 
 
 def _compute_capability(said: str) -> tuple[int, int] | None:
-    """Of "9.0"; for AMD's GPUs JAX says their own names, such as "gfx942"."""
+    """(9, 0) from "9.0"; None for AMD GPUs, for which JAX reports a name such as "gfx942"."""
     major, _, minor = said.partition(".")
     return (int(major), int(minor)) if major.isdigit() and minor.isdigit() else None
 
@@ -75,8 +77,9 @@ def _bytes_per_device() -> int | None:
 
 
 def _host_bytes_per_device(hosts: tuple[int, ...]) -> int:
-    """Of what may be pinned in all, and of what this process may pin, which is the less if
-    processes share the host.
+    """Host memory that may be pinned for each device, in bytes: HOST_MEMORY_SHARE of the host's
+    memory divided over all its devices (processes may share the host), or this process's limit
+    divided over its own devices, whichever is less.
     """
     own, here = hosts[jax.process_index()], jax.local_device_count()
     on_host = sum(hosts[device.process_index] == own for device in jax.devices())
@@ -84,8 +87,8 @@ def _host_bytes_per_device(hosts: tuple[int, ...]) -> int:
 
 
 def _minimum_over_processes(num_bytes: int | None) -> int | None:
-    """Of all processes: they choose one plan, and so by the same numbers. None: one does not
-    know."""
+    """The minimum over all processes, so that they choose a plan by the same numbers. None: one
+    process does not know its number."""
     if jax.process_count() == 1:
         return num_bytes
     all_values = np.asarray(multihost_utils.process_allgather(np.array(num_bytes or 0, np.float64)))

@@ -37,7 +37,8 @@ class Collectives:
 
     @property
     def sums(self) -> jnp.dtype:
-        """Format of what `sum` is given, and of what `fan_out` is, whose gradients are summed."""
+        """Format of the arguments of `sum`, and of those of `fan_out`, whose gradients are
+        summed."""
         return sum_format(self.dtype)
 
     def fan_out(self, x: Array, over: str) -> Array:
@@ -76,8 +77,8 @@ class Collectives:
     ) -> Array:
         """The key/value heads that a device's query heads attend to.
 
-        Where key/value heads are split like query heads, that is all of them. Where they are fewer
-        than the devices, every device has all and takes its own: slicing the weight, not the
+        If key/value heads are split like query heads, a device needs all that it has. If they are
+        fewer than the devices, every device has all and takes its own: slicing the weight, not the
         activations, keeps the projection's work and its collectives at a shard's share.
 
         Args:
@@ -92,15 +93,15 @@ class Collectives:
         return lax.dynamic_slice_in_dim(weight, first, count, dim)
 
     def weight(self, param: nnx.Variable) -> Array:
-        """A matrix as matmuls want it: whole along fsdp and in `dtype` (f16: in float32, which
-        `project` rounds).
+        """A matrix in the form that matmuls use: whole along fsdp and in `dtype` (f16: in float32,
+        which `project` rounds).
 
-        Call it where the matrix is used, inside what backward computes again: a gathered matrix is
-        then gathered again and never kept.
+        Call it where the matrix is used, inside the part that backward recomputes: the matrix is
+        then gathered again instead of kept.
 
         Args:
-          param: of a module, or of one layer of a stack (whose value has lost the leading `layers`
-            dimension that its names still carry).
+          param: parameter of a module, or of one layer of a stack (whose value has lost the leading
+            `layers` dimension that its names still carry).
         """
         value = param.get_raw_value()
         names = param.out_sharding
@@ -110,8 +111,8 @@ class Collectives:
         )
 
     def weights(self, params: nnx.State) -> nnx.State:
-        """The same for every matrix of a part of the model that is used more than once; vectors
-        stay as they are.
+        """`weight` of every matrix of a part of the model that is used more than once; vectors stay
+        as they are.
         """
 
         def ready(param: nnx.Variable) -> nnx.Variable:

@@ -1,9 +1,9 @@
-"""XLA's options: what one is, and those of a platform.
+"""XLA's compiler options: their type, and the options of a platform.
 
-training/compiler_options.py has those of a plan.
+training/compiler_options.py has the options of a plan.
 
-What is not here is left as XLA has it. What the user says in XLA_FLAGS is never overruled: a
-program's own options would win over the environment's, so those that it names are left out.
+All other options keep XLA's defaults. The user's XLA_FLAGS always take precedence: a program's own
+options would win over the environment's, so options that XLA_FLAGS names are left out.
 """
 
 import os
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from jax.sharding import Mesh
 
 GPU = ("gpu", "cuda")
-"""JAX's names of the platform."""
+"""JAX's names of the GPU platform."""
 MODE = "COLLECTIVE_PIPELININGMODE_"
 
 
@@ -22,18 +22,18 @@ class CompilerOption:
     """One of XLA's options, and why it is set."""
 
     name: str
-    """XLA's."""
+    """XLA's name of the option."""
     value: bool | str
     why: str
     """What it is for, in a few words."""
     source: str
-    """Who found that it helps: a link, or a page of docs/."""
+    """Evidence that it helps: a link, or a page of docs/."""
     other_name: str = ""
-    """What other versions of XLA call it."""
+    """Name of the option in other versions of XLA."""
 
     @property
     def text(self) -> str:
-        """As it stands in XLA_FLAGS, where modes have shorter words."""
+        """The option as it is written in XLA_FLAGS, where modes have shorter names."""
         in_words = not isinstance(self.value, bool) and not self.value.startswith(MODE)
         return (
             f"{self.name}={self.value if in_words else str(self.value).removeprefix(MODE).lower()}"
@@ -60,21 +60,21 @@ CPU_OPTIONS = (
 
 
 def options_for_platform(platform: str) -> tuple[CompilerOption, ...]:
-    """Of every program on a platform, but for what XLA_FLAGS names."""
+    """Options of every program on a platform, without those that XLA_FLAGS names."""
     return without_user_flags(CPU_OPTIONS if platform == "cpu" else ())
 
 
 def without_user_flags(options: Iterable[CompilerOption]) -> tuple[CompilerOption, ...]:
-    """Those that XLA_FLAGS does not name."""
+    """The options that XLA_FLAGS does not name."""
     said = {flag.lstrip("-").partition("=")[0] for flag in os.environ.get("XLA_FLAGS", "").split()}
     return tuple(option for option in options if said.isdisjoint((option.name, option.other_name)))
 
 
 def as_compiler_dict(options: Iterable[CompilerOption]) -> dict[str, bool | str]:
-    """As JAX's compiler is given them."""
+    """The options in the form that JAX's compiler takes."""
     return {option.name: option.value for option in options}
 
 
 def compiler_options(mesh: Mesh) -> dict[str, bool | str]:
-    """What JAX's compiler is given for programs on a mesh that belong to no plan."""
+    """Options for JAX's compiler, for programs on a mesh that belong to no plan."""
     return as_compiler_dict(options_for_platform(mesh.devices.flat[0].platform))

@@ -1,10 +1,10 @@
 """Rules: which mesh axis splits which logical axis.
 
-The step is written with every mesh axis manual (docs/decisions/0001), so a rule is legal only
-where the model's arithmetic has the matching collective: `tensor` may split the four dimensions
-that a matmul contracts or a reduction runs over, `fsdp` splits the storage of matrices along
-`embed` and gathers them at use, the batch is split over `data` and `fsdp`, and `pipe` deals out
-the layers and, as all stages work on the head together, the vocabulary.
+The step is written with every mesh axis manual (docs/decisions/0001), so a rule is legal only where
+the model's arithmetic has the matching collective: `tensor` may split the four dimensions that a
+matmul contracts or a reduction runs over, `fsdp` splits the storage of matrices along `embed` and
+gathers them at use, the batch is split over `data` and `fsdp`, and `pipe` splits the layers and,
+since all stages compute the head together, the vocabulary.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -28,11 +28,12 @@ DEFAULT_RULES: dict[str, tuple[str, ...]] = {
     KV_HEADS: (TENSOR,),
     MLP: (TENSOR,),
 }
-"""Also the most that each logical axis may be split over: a user's rule can only take away."""
+"""No logical axis may be split over other mesh axes: a user's rule can only remove some of
+these."""
 
 VOCAB_MULTIPLE = 128
-"""Vocabularies are padded to this: GPU matmuls want it, and most tensor sizes then need no more
-padding."""
+"""Vocabularies are padded to a multiple of this: GPU matmuls run better, and most sizes of `tensor`
+then need no more padding."""
 SMALL_VOCAB = 4096
 """Below it (bytes, tests) padding to 128 would be a sizeable share; 8 is used."""
 
@@ -106,7 +107,7 @@ def active_rules(
 def _active_rules(
     rules: Rules, sizes: AxisSizes, num_kv_heads: int
 ) -> Mapping[str, tuple[str, ...]]:
-    """The planner asks for the same ones thousands of times."""
+    """`active_rules`, cached because the planner asks for the same ones thousands of times."""
     active = {logical: tuple(axis for axis in axes if sizes[axis] > 1) for logical, axes in rules}
     if num_kv_heads % _ways(active.get(KV_HEADS, ()), sizes):
         active[KV_HEADS] = ()
@@ -170,7 +171,7 @@ def check_rules(rules: Rules, sizes: AxisSizes, model: ModelConfig) -> None:
 
 
 def padded_vocab(vocab_size: int, rules: Rules, sizes: AxisSizes) -> int:
-    """Rows of the embedding: vocab_size up to a multiple that every shard gets a whole part of."""
+    """Rows of the embedding: vocab_size, rounded up so that all shards have equally many rows."""
     splits = dict(rules)
     # fsdp splits the storage of whatever has an `embed` dimension, and that of tables by rows
     # (mesh/zero.py).

@@ -1,9 +1,9 @@
 """The order of layers in a parameter stack that is split over pipeline stages.
 
 Parameters of all layers are one array with a leading dimension, which mesh axis `pipe` cuts into
-equal parts. A device visits its part `repeats` times (interleaving), so the part is that many
-pieces, one after the other; a piece has room for the longest virtual stage, and shorter ones leave
-*slots* empty. Virtual stage k is visit k // pipe of device k % pipe.
+equal parts. A microbatch visits a device `repeats` times (interleaving), so a device's part is that
+many pieces, one after the other. A piece has room for the longest virtual stage, and shorter ones
+leave *slots* empty. Virtual stage k is visit k // pipe to device k % pipe.
 
 With one visit and stages of equal length the slots are the layers in order: the *canonical* order,
 in which layers are kept on disk.
@@ -33,5 +33,5 @@ def layer_slots(layers_per_stage: Sequence[int], num_stages: int) -> tuple[int, 
 
 
 def canonical_slots(num_layers: int, num_stages: int) -> tuple[int, ...]:
-    """All layers in order, and empty slots at the end so that every device has as many."""
+    """All layers in order, then empty slots, so that every device has equally many slots."""
     return (*range(num_layers), *[EMPTY] * (-num_layers % num_stages))

@@ -14,30 +14,28 @@ HOSTS, PROCESSES = "hosts", "processes"
 
 @dataclass(frozen=True, kw_only=True)
 class Topology:
-    """Devices of a run; all of one kind."""
+    """The devices of a run, which are all of one kind."""
 
     num_devices: int
     num_processes: int
     num_hosts: int | None = None
-    """Machines that the devices are in; None: not known (a process may have a machine to itself, or
-    part of one)."""
+    """Machines that the devices are in; None: unknown (a process may have a whole machine or a part
+    of one)."""
     platform: str
     """`cpu`, `gpu` or `tpu`."""
     device_kind: str
-    """The maker's name of the device."""
+    """The driver's name of the device, as JAX reports it."""
     compute_capability: tuple[int, int] | None = None
-    """NVIDIA's number of what the device can do, such as (9, 0); None: not one of theirs, or not
-    known."""
+    """NVIDIA's compute capability, such as (9, 0); None: unknown, or not an NVIDIA device."""
     bytes_per_device: int | None
     """Memory that a device may use; virtual CPU devices share the host's. None: unknown."""
     host_bytes_per_device: int | None = None
-    """A device's share of the memory of its host that copies from and to it may lie in. None:
-    unknown."""
+    """A device's share of the host memory that may hold its offloaded arrays. None: unknown."""
     process_of: tuple[int, ...] | None = None
-    """The process of each device, in the order of the mesh; None: as many for each, one process
-    after the other."""
+    """The process of each device, in the order of the mesh; None: every process has the same number
+    of devices, one process after the other."""
     host_of: tuple[int, ...] | None = None
-    """The host of each device, likewise; None: as many for each."""
+    """The host of each device, likewise; None: every host has the same number of devices."""
 
     def __str__(self) -> str:
         hosts = (
@@ -78,8 +76,7 @@ class Topology:
         )
 
     def dense_peak_flops(self, precision: str) -> float | None:
-        """Peak FLOP/s of one device in 16-bit matmuls; None where it is not known (never a
-        guess)."""
+        """Peak FLOP/s of one device in 16-bit matmuls; None: unknown (never a guess)."""
         if precision not in ("bf16", "f16"):
             return None
         accelerator = accelerator_of_kind(self.device_kind)

@@ -1,4 +1,4 @@
-"""What is split over `fsdp`, and every byte that this costs: the ZeRO stages, leaf by leaf.
+"""The ZeRO stages, leaf by leaf: what is split over `fsdp`, and the communication that this costs.
 
 Words: a matrix is *whole* when each device along fsdp holds all of it, a *shard* is a device's
 part along the matrix's outermost dimension: `embed`, or the rows of a table over the vocabulary.
@@ -32,7 +32,7 @@ from optimus_jax.mesh.formats import sum_format
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Tracked:
-    """Stage 2's parameter in the loss: the whole matrix is used, the shard gets the gradient."""
+    """A parameter in the loss at stage 2: the whole matrix is used, the shard gets the gradient."""
 
     whole: Array
     shard: Array
@@ -40,7 +40,7 @@ class Tracked:
 
 @dataclass(frozen=True)
 class LeafLayout:
-    """How one parameter lives on the mesh, in the words of its dimensions.
+    """How one parameter is laid out on the mesh, given the logical axes of its dimensions.
 
     Every method runs inside the step's `shard_map`, on a device's part of the array.
     """
@@ -66,7 +66,7 @@ class LeafLayout:
         return tuple(axes)
 
     def spec(self, *, split: bool) -> jax.sharding.PartitionSpec:
-        """The same as a PartitionSpec."""
+        """`axes` as a PartitionSpec."""
         return jax.sharding.PartitionSpec(*(axes or None for axes in self.axes(split=split)))
 
     @property
@@ -90,7 +90,8 @@ class LeafLayout:
         return (*self.rules.get(BATCH, ()), *shared_kv)
 
     def differentiated(self, param: Array) -> Array:
-        """What the loss is differentiated by: marked as varying, so that gradients stay local.
+        """The value that the loss is differentiated with respect to, marked as varying so that
+        gradients stay local.
 
         Without the mark, the transpose would reduce the gradient in every microbatch.
         """
@@ -105,14 +106,14 @@ class LeafLayout:
         return differentiated
 
     def used(self, param: Array) -> Array:
-        """The parameter for a use whose gradient the caller sums itself: as `differentiated`, but
-        never a shard of it.
+        """The parameter for a use whose gradient the caller sums itself: like `differentiated`, but
+        never a shard.
         """
         return vary(param, self.summed_axes)
 
     def scatter_gradient(self, gradient: Array) -> Array:
-        """What `weight`'s backward does to the gradient of a matrix, for one that the caller has
-        summed in float32.
+        """Scatter the gradient of a matrix, which the caller has summed in float32, as `weight`'s
+        backward does.
         """
         return (
             gradient
@@ -123,8 +124,8 @@ class LeafLayout:
     def weight(self, leaf: Array | Tracked, dtype: jnp.dtype) -> Array:
         """The whole matrix in the format of the matmuls; its gradient is summed in float32.
 
-        For f16 it comes as float32, for the product that uses it to round it: what a device adds to
-        the gradient is then float32 too, and cannot overflow before it is summed over devices.
+        For f16 it is float32, and the product that uses it rounds it: a device's part of the
+        gradient is then float32 too, and cannot overflow before the sum over devices.
         """
         fsdp_dim = self.fsdp_dim
         if isinstance(leaf, Tracked):
@@ -194,7 +195,7 @@ _gathered_use.defvjp(
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _scattered_use(dim: int, dtype: jnp.dtype, whole: Array, shard: Array) -> Array:
-    """The whole matrix forward; backward its gradient goes, scattered, to the shard."""
+    """Forward uses the whole matrix; backward scatters its gradient to the shard."""
     del shard
     return whole.astype(sum_format(dtype))
 

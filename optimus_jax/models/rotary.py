@@ -1,7 +1,7 @@
 """Rotary positions: queries and keys are rotated by angles proportional to the position.
 
 Halves layout, as in the released Llama weights: dimension i is rotated together with i + K/2.
-Sources: Su et al. 2021, arXiv:2104.09864; Llama 3's stretching, arXiv:2407.21783.
+Sources: Su et al. 2021, arXiv:2104.09864; Llama 3's scaling of frequencies, arXiv:2407.21783.
 """
 
 import math

@@ -1,1 +1,1 @@
-"""Schedules as tables, and the one executor that runs any of them."""
+"""Pipeline schedules as tables, and the executor that runs any of them."""

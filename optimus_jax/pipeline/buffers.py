@@ -1,15 +1,15 @@
-"""Where a pipeline keeps values between ticks.
+"""Assigns the memory in which a pipeline keeps values between ticks.
 
-A *ring* is memory for one kind of value on every stage, cut into *slots* of equal size: inputs of
-virtual stages, residuals of their forward (if backward does not compute them again), and
-cotangents of their outputs. Since all stages run one program, a ring has as many slots as the
-stage that needs most of them. One slot more, the *spare* one, number num_slots, takes what idle
-stages write, so that nothing has to be selected.
+A *ring* is memory for one kind of value on every stage, divided into *slots* of equal size. There
+are rings for inputs of virtual stages, for residuals of their forward (unless backward recomputes
+them), and for cotangents of their outputs. All stages run the same program, so a ring has as many
+slots as the stage that needs the most. One more slot, the *spare* slot with number num_slots, takes
+what idle stages write, so that writes need no `where`.
 
-A value holds a slot from the moment it is written to the moment it is last read. Moments are the
-steps of a tick in the order that pipeline/schedule.py gives; one slot has no two values at one
-moment. Intervals on a line need as many slots as overlap at most, and dealing slots out by the
-time of writing reaches that number (interval graphs are perfect).
+A value holds its slot from the moment it is written to the moment it is last read. Moments are the
+steps of all ticks, in the order that pipeline/schedule.py gives; a slot never holds two values at
+the same moment. Intervals of time need at least as many slots as overlap at one moment, and
+assigning slots in the order of writing needs no more (interval graphs are perfect).
 """
 
 import heapq
@@ -24,48 +24,49 @@ Ticks = NDArray[np.int64]
 """[microbatches, virtual stages]"""
 
 STEPS = 5
-"""Steps of a tick that write or read slots; arrival is the first with latency 1, the last with
-latency 2."""
+"""Steps of a tick that write or read slots. Values from neighbours are stored in the first step
+with latency 1, in the last with latency 2."""
 ARRIVAL_FIRST, FORWARD, HEAD, BACKWARD, ARRIVAL_LAST = range(STEPS)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Buffers:
-    """Rings of a schedule, and the slot that each stage uses in each tick.
+    """The rings of a schedule, and the slot that each stage uses in each tick.
 
     All tables are int32 [ticks, stages]; an idle entry is the number of the spare slot.
     """
 
     num_inputs: int
-    """Slots for inputs of virtual stages, without the spare one."""
+    """Slots for inputs of virtual stages, without the spare slot."""
     num_residuals: int
-    """Slots for what forward keeps; 0 unless residuals are kept."""
+    """Slots for residuals of forward; 0 unless residuals are kept."""
     num_cotangents: int
-    """Slots for gradients of the loss by outputs of virtual stages."""
+    """Slots for gradients of the loss with respect to outputs of virtual stages."""
     arrival_input: Table
-    """Takes the activation that the stage before sent in the last tick."""
+    """Slot for the activation that the previous stage sent in the last tick."""
     forward_input: Table
-    """Read by forward. On stage 0, repeat 0, forward writes the embedded tokens there first."""
+    """Slot that forward reads. On stage 0, repeat 0, forward first writes the embedded tokens
+    there."""
     backward_input: Table
-    """Read by backward, which computes the forward again; idle if residuals are kept."""
+    """Slot that backward reads to recompute the forward; idle if residuals are kept."""
     forward_residual: Table
-    """Written by forward, if residuals are kept."""
+    """Slot that forward writes, if residuals are kept."""
     backward_residual: Table
-    """Read by backward, if residuals are kept."""
+    """Slot that backward reads, if residuals are kept."""
     arrival_cotangent: Table
-    """Takes the cotangent that the stage behind sent in the last tick."""
+    """Slot for the cotangent that the next stage sent in the last tick."""
     head_cotangent: Table
-    """Takes the head's result; idle on all but the last stage."""
+    """Slot for the cotangent that the head computes; idle on all but the last stage."""
     backward_cotangent: Table
-    """Read by backward."""
+    """Slot of the cotangent that backward reads."""
 
     @classmethod
     def of(cls, schedule: Schedule, *, keep_residuals: bool = False) -> "Buffers":
         """The smallest rings for `schedule`.
 
         Args:
-          keep_residuals: backward reads what forward has kept in a slot, and an input is needed for
-            its forward only; otherwise backward reads the input again.
+          keep_residuals: whether backward reads residuals that forward stored, so that an input is
+            needed only until its forward; otherwise backward reads the input again.
         """
         forward, backward = schedule.forward_ticks, schedule.backward_ticks
         has_backward = not schedule.is_forward_only
@@ -115,8 +116,8 @@ class Buffers:
 
 
 def _arrival(ticks: Ticks, schedule: Schedule, *, shift: int) -> Ticks:
-    """Tick in which each virtual stage receives what the one `shift` before it computed in `ticks`;
-    IDLE at the end of the line.
+    """Tick in which each virtual stage receives what the virtual stage `shift` places before it
+    computed in `ticks`; IDLE if there is no such virtual stage.
     """
     arrived = np.full_like(ticks, IDLE)
     if schedule.is_forward_only and shift < 0:
@@ -140,9 +141,9 @@ class _Ring:
     """The slots of one kind of value.
 
     Args:
-      written: moment of each value's writing.
-      read: moment of its last reading.
-      is_used: whether there are such values at all.
+      written: moment at which each value is written.
+      read: moment at which each value is last read.
+      is_used: whether the schedule has such values.
     """
 
     def __init__(self, schedule: Schedule, written: Ticks, read: Ticks, *, is_used: bool = True):
@@ -155,8 +156,8 @@ class _Ring:
             self.num_slots = max(self.num_slots, num_slots)
 
     def table(self, ticks: Ticks) -> Table:
-        """Slot of each value in the tick given for it, [ticks, stages]; no entry where that is
-        IDLE.
+        """[ticks, stages]: the slot of each value, entered at the value's tick in `ticks` unless
+        that is IDLE; all other entries are the spare slot.
         """
         table = np.full(self._schedule.forward.shape, self.num_slots, np.int32)
         microbatch, virtual = np.nonzero((ticks != IDLE) & self._is_used)
@@ -168,7 +169,7 @@ class _Ring:
 
 
 def _assign_slots(written: Ticks, read: Ticks) -> tuple[Ticks, int]:
-    """A slot for each interval [written, read] such that intervals in one slot are disjoint, and
+    """The slot of each interval [written, read], such that intervals in one slot are disjoint, and
     the number of slots.
     """
     slots = np.zeros(len(written), np.int64)

@@ -10,9 +10,9 @@ from optimus_jax.pipeline.schedule import IDLE, Schedule, Table
 from optimus_jax.system.paths import local_path
 
 MAX_TICKS = 96
-"""Columns of a text chart; 1F1B and GPipe of 8 stages and 32 microbatches need fewer."""
+"""Most ticks in a text chart; 1F1B and GPipe of 8 stages and 32 microbatches need fewer."""
 MAX_STAGES = 16
-"""Rows of a text chart."""
+"""Most stages in a text chart."""
 NOTHING = "."
 REPEAT_LETTERS = "abcdefghijklmnopqrstuvwxyz"
 PALETTE = (
@@ -27,17 +27,18 @@ PALETTE = (
     (0.80, 0.80, 0.40),
     (0.45, 0.85, 0.90),
 )
-"""Red, green and blue; microbatches as far apart as this is long share a colour."""
+"""RGB colours of microbatches, used again from the first when there are more microbatches."""
 DARKEST = 0.5
-"""How much darker repeats get at most."""
+"""Limit of how much the colours of later repeats are darkened, as a share."""
 
 
 def text(schedule: Schedule, *, max_ticks: int = MAX_TICKS, max_stages: int = MAX_STAGES) -> str:
-    """A column for each tick; for each stage a row of forward (F) and one of backward (B) tasks.
+    """A text chart: a column for each tick, and for each stage a row of forward (F) tasks and a row
+    of backward (B) tasks.
 
-    A task is its microbatch's number, followed by a letter for the repeat if there are several:
-    `3b` is the second visit of microbatch 3. The last row has the microbatches whose loss is
-    computed. Ticks and stages beyond the limits are left out, and a last line says so.
+    A task is shown as its microbatch's number, followed by a letter for the repeat if there are
+    several: `3b` is the second visit of microbatch 3. The last row shows the microbatch whose loss
+    is computed. Ticks and stages beyond the limits are left out, and a last line says so.
     """
     ticks, stages = min(schedule.num_ticks, max_ticks), min(schedule.num_stages, max_stages)
     rows = [("tick", [str(tick) for tick in range(ticks)])]
@@ -80,7 +81,7 @@ def text(schedule: Schedule, *, max_ticks: int = MAX_TICKS, max_stages: int = MA
 
 
 def title(schedule: Schedule) -> str:
-    """One line: what it is, and what it costs."""
+    """One line with the schedule's name, sizes, bubble and number of tasks in flight."""
     counts = [f"stages {schedule.num_stages}", f"microbatches {schedule.num_microbatches}"]
     if schedule.num_repeats > 1:
         counts.append(f"repeats {schedule.num_repeats}")
@@ -97,8 +98,8 @@ def _labels(schedule: Schedule, tasks: Table) -> list[str]:
 
 
 def label(schedule: Schedule, task: int) -> str:
-    """The microbatch's number, and the repeat's letter if there are several (its number, in
-    brackets, beyond z).
+    """The task's microbatch number, followed by the repeat's letter if there are several repeats
+    (after z, by the repeat's number in brackets).
     """
     microbatch, repeat = divmod(task, schedule.num_repeats)
     if schedule.num_repeats == 1:
@@ -109,14 +110,13 @@ def label(schedule: Schedule, task: int) -> str:
 
 
 def picture(schedule: Schedule, path: str | Path) -> None:
-    """Draw the schedule to a file, whose name ends in .png, .svg or whatever else matplotlib
-    writes.
+    """Draw the schedule into a file whose name ends in .png, .svg or another format of matplotlib.
 
-    A colour for each microbatch, pale for backward, darker with each repeat. Tasks are labelled
-    as in `text` if there are few enough ticks to read them.
+    Each microbatch has a colour, which is paler for backward and darker for later repeats. Tasks
+    are labelled as in `text` if there are at most MAX_TICKS ticks.
 
     Raises:
-      ConfigError: matplotlib is not installed, or cannot write that kind of file.
+      ConfigError: matplotlib is not installed, or cannot write that file format.
     """
     path = local_path(path, what="the picture")
     try:
@@ -177,7 +177,8 @@ def picture(schedule: Schedule, path: str | Path) -> None:
 
 
 def _colours(schedule: Schedule, rows: Table) -> NDArray[np.float64]:
-    """[rows, ticks, RGB]: white where idle; backward, the odd rows, is half white."""
+    """[rows, ticks, RGB]: white where idle; odd rows, which are backward, are mixed half with
+    white."""
     microbatch, repeat = np.divmod(rows, schedule.num_repeats)
     colours = np.array(PALETTE)[microbatch % len(PALETTE)] * (
         1 - DARKEST * repeat[..., None] / schedule.num_repeats

@@ -1,14 +1,15 @@
-"""Runs any schedule's table inside the step's `shard_map`: every stage does the same thing in every
-tick.
+"""Runs the table of any schedule inside the step's `shard_map`; all stages execute the same
+operations in every tick.
 
-Ticks with the same kind of work are one `lax.scan`, whose rows are the table's. In a tick a stage
-takes what its neighbours sent, runs its forward task, the head with all others, its backward task,
-and hands on the results. An idle slot computes on what lies in a spare slot of the ring and its
-result is never read, so stages never differ in what they execute, and no collective can wait for
-a device that took another branch.
+Consecutive ticks with the same kinds of work are one `lax.scan` over the rows of the tables. In a
+tick, a stage receives what its neighbours sent, runs its forward task, the head together with all
+other stages, and its backward task, and its results are sent in the next tick. An idle stage
+computes on the spare slot of a ring, and the result is never read. So stages never differ in what
+they execute, and no collective can wait for a device that took another branch.
 
-Words: a *ring* is an array whose leading dimension is the slots that pipeline/buffers.py assigned,
-and one spare; *outer* parameters are those outside the stack of layers, which all stages share.
+Words: a *ring* is an array whose leading dimension is the slots that pipeline/buffers.py assigned
+and the spare slot; *outer* parameters are those outside the stack of layers, which all stages
+share.
 
 Shapes: M microbatches, B examples of a microbatch on this device, L length, D embed, R repeats.
 """
@@ -34,7 +35,8 @@ Tree = Any
 
 @dataclass(frozen=True, kw_only=True)
 class StageFunctions:
-    """What a pipeline runs. All are called by every stage at the same time, inside `shard_map`."""
+    """The functions that a pipeline runs. Every stage calls each at the same time, inside
+    `shard_map`."""
 
     embed: Callable[[Tree, Microbatch], Array]
     """(outer, microbatch) -> [B, L, D], the same on all stages: each adds its part of the
@@ -49,15 +51,16 @@ class StageFunctions:
 
 @dataclass(frozen=True, kw_only=True)
 class Pipeline:
-    """One device's side of a pipeline; every array is the device's part.
+    """A pipeline as one device runs it; every array is the device's part.
 
     Args:
       outer: parameters of `embed` and `loss`, as they are used: whole along fsdp, in the compute
         format.
       params: parameters of the layers, leaves [R, ...]; differentiated.
-      constants: what else the layers need, leaves [R, ...]; not differentiated.
+      constants: other inputs of the layers, leaves [R, ...]; not differentiated.
       microbatches: leaves [M, B, ...].
-      keep_residuals: whether backward reads what forward has kept, or computes the stage again.
+      keep_residuals: whether backward reads residuals that forward stored; otherwise it recomputes
+        the stage.
     """
 
     functions: StageFunctions
@@ -69,12 +72,12 @@ class Pipeline:
     keep_residuals: bool
 
     def loss(self) -> Array:
-        """Sum over microbatches of the loss; float32."""
+        """The loss summed over microbatches, float32."""
         return self._run(_Run(self, differentiate=False))["loss"]
 
     def loss_and_gradients(self) -> tuple[Array, Tree, Tree]:
-        """The loss and its float32 gradients by `outer` and `params`, summed over microbatches but
-        not over devices.
+        """The loss and its float32 gradients with respect to `outer` and `params`, summed over
+        microbatches but not over devices.
         """
         carry = self._run(_Run(self, differentiate=True))
         return carry["loss"], carry["d_outer"], carry["d_params"]
@@ -93,7 +96,7 @@ class Pipeline:
 class _Run:
     """The ticks of one pipeline.
 
-    The carry is a dict, of which a run has only the entries that it needs.
+    The carry of the scans is a dict with only the entries that this run needs.
     """
 
     def __init__(self, pipeline: Pipeline, *, differentiate: bool):
@@ -117,7 +120,7 @@ class _Run:
         self.num_stages = schedule.num_stages
         self.residuals: Residuals | None = None
 
-    # What is carried from tick to tick
+    # The values carried from tick to tick
 
     def start(self) -> dict[str, Any]:
         embedded = jax.make_jaxpr(self.p.functions.embed)(
@@ -146,8 +149,8 @@ class _Run:
                 hidden,
                 self._microbatch(vary(jnp.int32(0), [PIPE])),
             )
-            # What is alike on all stages when a visit keeps it (cuDNN's mask of documents) is of
-            # another microbatch on each.
+            # A residual may be the same on all stages when forward computes it (cuDNN's document
+            # mask), but in a ring it belongs to a different microbatch on each stage.
             carry["residuals"] = [
                 _ring(self.buffers.num_residuals, vary(like, [PIPE]))
                 for like in self.residuals.like
@@ -174,8 +177,8 @@ class _Run:
         return carry, None
 
     def _receive(self, phase: Phase, carry: dict[str, Any]) -> dict[str, Array]:
-        """What the neighbours sent in the tick before; it depends on nothing that this tick
-        computes.
+        """The values that the neighbours sent in the previous tick. They do not depend on anything
+        that this tick computes.
         """
         ticks, stages = slice(phase.start, phase.stop), range(self.num_stages)
         arrived = {}
@@ -200,7 +203,8 @@ class _Run:
         slot = self._mine(row["forward_input"])
         x = lax.dynamic_index_in_dim(carry["inputs"], slot, keepdims=False)
         if phase.embed is not Occurrence.NONE:
-            # In ticks that need none too: a lookup is less than a branch, for which a GPU waits.
+            # Also in ticks that need no embedding: a lookup costs less than a branch, for which a
+            # GPU waits.
             first = row["forward"][0]
             embedded = self.p.functions.embed(
                 self.p.outer, self._microbatch(self._microbatch_of(first))
@@ -222,8 +226,8 @@ class _Run:
         ]
 
     def _run_head(self, phase: Phase, carry: dict[str, Any], row: dict[str, Array]) -> None:
-        """The loss of the microbatch that the last stage has just finished, each stage for its part
-        of the vocabulary.
+        """Compute the loss of the microbatch that the last stage has just finished, on all stages:
+        each has a part of the vocabulary.
         """
         hidden = lax.psum(
             jnp.where(self.stage == self.num_stages - 1, carry["sent_forward"], 0), PIPE
@@ -290,7 +294,8 @@ class _Run:
     def _run_embed_backward(
         self, phase: Phase, carry: dict[str, Any], first: Array, d_x: Array
     ) -> None:
-        """The first stage's result, to all stages: each has a part of the vocabulary."""
+        """Backpropagate the first stage's input gradient through the embedding, on all stages: each
+        has a part of the vocabulary."""
         d_embedded = lax.psum(jnp.where((self.stage == 0) & self._begins(first), d_x, 0), PIPE)
 
         def add_gradient() -> Tree:
@@ -302,7 +307,7 @@ class _Run:
             phase.embed_backward, self._begins(first), add_gradient, carry["d_outer"]
         )
 
-    # Small things
+    # Helpers
 
     def _forward(self, params: Tree, constants: Tree, x: Array, microbatch: Microbatch) -> Array:
         return self.p.functions.layers(params, constants, x, microbatch)
@@ -315,7 +320,7 @@ class _Run:
         return jnp.maximum(task, 0) // self.p.schedule.num_repeats
 
     def _begins(self, task: Array) -> Array:
-        """Whether a task of the first stage is a microbatch's first: its input is the embedding."""
+        """Whether a task of the first stage is of repeat 0, whose input is the embedding."""
         return (task >= 0) & (task % self.p.schedule.num_repeats == 0)
 
     def _microbatch(self, index: Array) -> Microbatch:
@@ -338,7 +343,7 @@ class _Run:
 
 
 def _ring(num_slots: int, like: Array) -> Array:
-    """Zeros for every slot and the spare one."""
+    """A ring of zeros: `num_slots` slots and the spare slot, each with the shape of `like`."""
     return vary(jnp.zeros((num_slots + 1, *like.shape), like.dtype), sorted(varying_axes(like)))
 
 
@@ -357,8 +362,8 @@ def _added(total: Tree, part: Tree) -> Tree:
 def _where_shared(
     share: Occurrence, wanted: Array, compute: Callable[[], Tree], otherwise: Tree
 ) -> Tree:
-    """`compute()` in the ticks that want it.
+    """`compute()` in ticks where `wanted` is true; `otherwise` in the others.
 
-    `wanted` comes from the table alone, so all devices take the same branch.
+    `wanted` is read from the table alone, so all devices take the same branch.
     """
     return compute() if share is Occurrence.ALL else lax.cond(wanted, compute, lambda: otherwise)

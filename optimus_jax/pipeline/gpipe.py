@@ -1,4 +1,4 @@
-"""GPipe: all forward tasks, then all backward tasks; and schedules with forward tasks alone."""
+"""GPipe (all forward tasks, then all backward tasks), and forward-only schedules."""
 
 import numpy as np
 
@@ -9,12 +9,12 @@ from optimus_jax.pipeline.schedule import Schedule, check_counts, schedule_from_
 def gpipe(num_stages: int, num_microbatches: int, latency: int = 1) -> Schedule:
     """Every microbatch's forward pass, then every backward pass.
 
-    With S stages, M microbatches, latency L: stage s runs forward of microbatch i in tick i + L s
-    and its backward in tick M + L (S - 1) + i + L (S - 1 - s). 2 (M + L (S - 1)) ticks, half of
-    them forward: the bubble is L (S - 1) / M. Microbatches come back in the order in which they
-    went, so gradients are summed in the order of 1F1B.
+    With S stages, M microbatches and latency L, stage s runs forward of microbatch i in tick i + L
+    s and its backward in tick M + L (S - 1) + i + L (S - 1 - s). There are 2 (M + L (S - 1)) ticks,
+    half of them forward, so the bubble is L (S - 1) / M. Backward runs in the order of forward, so
+    gradients are summed in the same order as in 1F1B.
 
-    Memory: M microbatches in flight on every stage, and M cotangents that the head made.
+    Memory: every stage has M microbatches in flight, and M cotangents from the head.
 
     Source: Huang et al. 2019, arXiv:1811.06965.
     """
@@ -31,11 +31,12 @@ def gpipe(num_stages: int, num_microbatches: int, latency: int = 1) -> Schedule:
 def forward_only(
     num_stages: int, num_microbatches: int, num_repeats: int = 1, latency: int = 1
 ) -> Schedule:
-    """The forward tasks of `interleaved` for any number of microbatches, and no backward: for
-    evaluation.
+    """The forward tasks of `interleaved`, for any number of microbatches and without backward. Used
+    for evaluation.
 
-    With at least L S microbatches no stage waits between its first and its last task:
-    M num_repeats + L (S - 1) ticks. Memory: what is on its way, nothing in flight.
+    With S stages, latency L and at least L S microbatches (M), no stage waits between its first and
+    its last task, and there are M num_repeats + L (S - 1) ticks. Memory: only inputs on their way
+    between stages; no task is in flight.
     """
     check_counts(
         num_stages=num_stages,

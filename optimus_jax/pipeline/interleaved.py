@@ -1,5 +1,5 @@
-"""Interleaved 1F1B: each device has several virtual stages, which makes the bubble as many times
-smaller.
+"""Interleaved 1F1B: each device has several virtual stages, which divides the bubble by their
+number.
 """
 
 import numpy as np
@@ -13,25 +13,26 @@ from optimus_jax.pipeline.schedule import Schedule, check_counts, schedule_from_
 def interleaved(
     num_stages: int, num_microbatches: int, num_repeats: int, latency: int = 1
 ) -> Schedule:
-    """A group of microbatches runs one repeat after the other, then the next group; backward
-    mirrors it.
+    """A group of microbatches runs all its repeats, one after the other, and then the next group
+    starts; backward mirrors this order.
 
-    With S stages, M microbatches, V repeats, latency L: b(i, r) being `repeat_starts`, stage s runs
-    forward of (i, r) in tick b(i, r) + L s, and backward in tick D + b(i, V - 1 - r) + L (S - 1 -
-    s). G being the largest group, or L S if that is more, D = (V - 1) G + L (S - 1) is the tick in
-    which the first microbatch leaves the last virtual stage, and no later D is needed: within every
-    group repeat V - 1 starts at most (V - 1) G ticks after repeat 0.
+    There are S stages, M microbatches, V repeats and latency L; b(i, r) is `repeat_starts` of
+    microbatch i and repeat r. Stage s runs forward of (i, r) in tick b(i, r) + L s, and its
+    backward in tick D + b(i, V - 1 - r) + L (S - 1 - s). Let G be the size of the largest group, or
+    L S if that is more. D = (V - 1) G + L (S - 1) is the tick in which the last virtual stage
+    finishes its first microbatch. A later D is not needed: in every group, repeat V - 1 starts at
+    most (V - 1) G ticks after repeat 0.
 
-    If M >= L S, no stage waits between its first and last forward, or backward, task: M V + L (S -
-    1) ticks have forward work, as many backward, and the bubble is L (S - 1) / (M V). G is S for L
-      = 1.
-    With fewer (M = S, L = 2) microbatches wait for none but themselves: M + 2 L (S V - 1) ticks,
-    which is what their way alone takes.
+    If M >= L S, no stage waits between its first and its last forward task, nor between its first
+    and its last backward task. Then M V + L (S - 1) ticks have forward work and as many have
+    backward work, and the bubble is L (S - 1) / (M V). For L = 1, G is S.
+    If M < L S (M = S, L = 2), microbatches do not wait for each other, and there are M + 2 L (S V -
+    1) ticks: the time of one microbatch's path, and M - 1 ticks for the others.
 
-    Memory: where no stage waits, min(M V, (V - 1) G + 2 L (S - 1 - s) + 1) tasks in flight on stage
-    s, each 1/V of a stage.
+    Memory: where no stage waits, stage s has min(M V, (V - 1) G + 2 L (S - 1 - s) + 1) tasks in
+    flight, each with 1/V of a device's layers.
 
-    The table would be right for any M; whole multiples of S keep groups, and so memory, small.
+    The table would be valid for any M; multiples of S keep the groups, and therefore memory, small.
 
     Raises:
       PlanError: num_repeats > 1 and num_microbatches is no multiple of num_stages.
@@ -66,14 +67,15 @@ def interleaved(
 def repeat_starts(
     num_stages: int, num_microbatches: int, num_repeats: int, latency: int
 ) -> NDArray[np.int64]:
-    """[microbatches, repeats]: tick in which stage 0 runs forward of each, such that it rarely
-    waits.
+    """[microbatches, repeats]: tick in which stage 0 runs forward of each, chosen so that stage 0
+    rarely waits.
 
-    A microbatch is back on stage 0 a lap of L S ticks after it left. A group of at least that many
-    microbatches fills the lap: one repeat of all of them takes as long as the group is large, so
-    repeats follow each other without a gap, and groups too. Groups are as many as that allows and
-    nearly equal, since the largest decides what is in flight. Fewer microbatches than a lap are
-    one group that waits for the rest of each lap.
+    A microbatch returns to stage 0 one lap, L S ticks, after it started there. A group of at least
+    that many microbatches fills the lap: one repeat of the group takes as many ticks as it has
+    microbatches, so repeats follow each other without a gap, and so do groups. There are as many
+    groups as this allows, of nearly equal size, because the largest group determines how many tasks
+    are in flight. If there are fewer microbatches than ticks in a lap, they form one group, and
+    stage 0 waits for the rest of each lap.
     """
     lap = latency * num_stages
     starts = np.zeros((num_microbatches, num_repeats), np.int64)

@@ -9,14 +9,14 @@ def one_f_one_b(num_stages: int, num_microbatches: int, latency: int = 1) -> Sch
     """The backward pass of a microbatch begins in the tick in which the last stage finishes its
     forward pass.
 
-    With S stages, M microbatches, latency L: stage s runs forward of microbatch i in tick i + L s
-    and its backward in tick i + L (2 (S - 1) - s). M + 2 L (S - 1) ticks, of which M + L (S - 1)
-    have forward and as many backward work: the bubble is L (S - 1) / M. (One microbatch alone, with
-    L = 2, leaves every other tick with nothing but sending, which the bubble does not count.)
+    With S stages, M microbatches and latency L, stage s runs forward of microbatch i in tick i + L
+    s and its backward in tick i + L (2 (S - 1) - s). There are M + 2 L (S - 1) ticks, of which M +
+    L (S - 1) have forward work and as many have backward work, so the bubble is L (S - 1) / M.
+    (With M = 1 and L = 2, every other tick only sends, which the bubble does not count.)
 
-    Memory: min(M, 2 L (S - 1 - s) + 1) microbatches in flight on stage s. A stage that need not
-    keep in step with the others gets by with S - s; one program for all stages pays for what is
-    still on its way to the last stage and back.
+    Memory: stage s has min(M, 2 L (S - 1 - s) + 1) microbatches in flight. Without lockstep S - s
+    would be enough; in lockstep, the microbatches on their way to the last stage and back are
+    added.
 
     Source: Narayanan et al. 2021, arXiv:2006.09503 (PipeDream-flush).
     """

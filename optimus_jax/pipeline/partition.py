@@ -1,4 +1,4 @@
-"""How many consecutive layers each virtual stage gets."""
+"""The number of consecutive layers that each virtual stage gets."""
 
 import heapq
 
@@ -14,21 +14,21 @@ def layers_per_stage(
     last_cost: float = 0.0,
 ) -> tuple[int, ...]:
     """Layers of each virtual stage, at least one, such that the most expensive stage is as cheap as
-    can be.
+    possible.
 
-    All layers cost the same, so only their numbers matter. Beginning with one layer each, the next
-    layer goes to the stage that it leaves cheapest. Since a stage's cost rises by the same amount
-    with every layer, that is exact, not a heuristic: moving a layer elsewhere never lowers the
-    larger of the two stages' costs, so the costs found are the most even that there are. They have
-    the least maximum, and the least sum of squares as well. Among stages of equal cost the later
-    one gets the layer: it has fewer microbatches in flight.
+    All layers cost the same, so only their numbers matter. Every stage gets one layer; each further
+    layer goes to the stage whose cost with it is the lowest. A stage's cost rises by the same
+    amount with every layer, so this is exact, not a heuristic: moving a layer to another stage
+    never lowers the larger of the two stages' costs. The costs therefore have the lowest maximum,
+    and also the lowest sum of squares. Among stages of equal cost, the later one gets the layer,
+    because it has fewer microbatches in flight.
 
     Args:
-      layer_cost: of one layer, in any unit.
-      first_cost: what the first virtual stage has to do besides its layers, in the same unit.
-      last_cost: the same for the last one.
+      layer_cost: cost of one layer, in any unit.
+      first_cost: cost of the first virtual stage's work besides its layers, in the same unit.
+      last_cost: the same for the last virtual stage.
     Raises:
-      PlanError: fewer layers than virtual stages.
+      PlanError: there are fewer layers than virtual stages, or no virtual stage.
     """
     assert layer_cost > 0, layer_cost
     assert min(first_cost, last_cost) >= 0, (first_cost, last_cost)

@@ -1,7 +1,7 @@
-"""Residuals of a stage's forward for its backward, as arrays that ring buffers can hold.
+"""Residuals that a stage's forward saves for its backward, as arrays that ring buffers can hold.
 
-`jax.vjp` gives a closure, and a closure is a pytree: its leaves go into rings after forward, and
-the closure is put together again, around what comes out of them, for backward.
+`jax.vjp` returns a closure, which is a pytree. After forward its leaves are stored in rings; for
+backward the closure is rebuilt with the leaves that are read from the rings.
 """
 
 from collections.abc import Callable
@@ -20,10 +20,10 @@ Tree = Any
 
 
 class Residuals:
-    """Takes the closure of a stage's vjp apart into arrays for rings, and puts it together again.
+    """Splits the closure of a stage's vjp into arrays for rings, and rebuilds it from them.
 
-    Its leaves that are the stage's own parameters or constants (the same objects) are not kept:
-    backward has them anyway. Keys of random numbers are kept as their integers.
+    Leaves that are the stage's own parameters or constants (the same objects) are not stored, since
+    backward has them anyway. Random keys are stored as their integers.
     """
 
     def __init__(
@@ -36,17 +36,17 @@ class Residuals:
         self._layers = layers
         self._leaf_sources: list[_StageLeaf | _SavedLeaf] = []
         self._treedef: Any = None
-        # Traced, not run: the rings must be there before the first forward.
+        # Traced, not run: the rings must exist before the first forward.
         kept = jax.make_jaxpr(lambda *args: self.forward(*args)[1])(repeat, x, microbatch).out_avals
         self.like = [
             vary(jnp.zeros(aval.shape, aval.dtype), sorted(aval.mat.varying)) for aval in kept
         ]
-        """An array of zeros for every array that is kept."""
+        """An array of zeros for every array that is stored in a ring."""
 
     def forward(
         self, repeat: tuple[Tree, Tree], x: Array, microbatch: Microbatch
     ) -> tuple[Array, list[Array]]:
-        """The stage's result, and what its backward needs."""
+        """The stage's result, and the arrays to store for its backward."""
         params, constants = repeat
         result, pull = jax.vjp(
             lambda params, x: self._layers(params, constants, x, microbatch), params, x
@@ -74,7 +74,7 @@ class Residuals:
     def backward(
         self, repeat: tuple[Tree, Tree], kept: list[Array], cotangent: Array
     ) -> tuple[Tree, Array]:
-        """Gradients by the stage's parameters and by its input."""
+        """Gradients with respect to the stage's parameters and its input."""
         given = jax.tree.leaves(repeat)
         leaves = [
             given[place.index]
@@ -96,18 +96,18 @@ class _StageLeaf:
 
 @dataclass(frozen=True)
 class _SavedLeaf:
-    """A leaf of the closure that is kept in a ring."""
+    """A leaf of the closure that is stored in a ring."""
 
     index: int
     key_impl: Any
 
 
 def last_written_if_idle(written: np.ndarray, read: np.ndarray, spare: int) -> np.ndarray:
-    """`read` [ticks, stages], idle entries turned into the slot that the stage wrote last.
+    """`read` [ticks, stages], with idle entries replaced by the slot that the stage wrote last.
 
-    An idle backward has a cotangent of zero, which gives zeros from any residuals that a forward
-    has left. The zeros that a ring begins with are none: backward may divide by them, and 0/0 is
-    NaN.
+    An idle backward has a cotangent of zero, which gives zero gradients with any residuals that a
+    forward has written. The initial zeros of a ring are not such residuals: backward may divide by
+    them, and 0/0 is NaN.
     """
     read, last = read.copy(), np.full(read.shape[1], spare)
     for tick in range(len(read)):

@@ -1,18 +1,18 @@
 """A pipeline schedule as a value: which task each stage runs in each tick.
 
-All stages run one program in lockstep. In a *tick* each stage runs at most one forward and at
-most one backward *task*: one microbatch through the layers of one virtual stage. A microbatch
-visits a device once per *repeat*; *virtual stage* k = repeat * num_stages + stage, and the
-layers are cut into num_stages * num_repeats consecutive virtual stages. In the tables a task is
-the number microbatch * num_repeats + repeat, and IDLE is none.
+All stages run one program in lockstep. In a *tick* each stage runs at most one forward and at most
+one backward *task*: one microbatch through the layers of one virtual stage. A microbatch visits a
+device once per *repeat*; *virtual stage* k = repeat * num_stages + stage, and the layers are cut
+into num_stages * num_repeats consecutive virtual stages. In the tables a task is the number
+microbatch * num_repeats + repeat, and IDLE means no task.
 
-The *head* (final norm, loss and its gradient) is work of all stages together, because the
-vocabulary is split over them. It runs in the tick of the last virtual stage's forward: in any
-later one the hidden state would have to be kept.
+All stages compute the *head* (final norm, loss and its gradient) together, because the vocabulary
+is split over them. It runs in the tick of the last virtual stage's forward; in a later tick the
+hidden state would have to be kept.
 
-Order inside a tick. With latency 1: what the neighbours sent in the tick before is stored;
-forward; head; backward. With latency 2 storing comes last instead, so that sending may overlap
-with a tick of work. Either way a result of tick t can be used from tick t + latency on.
+The order inside a tick with latency 1 is: store what the neighbours sent in the previous tick,
+forward, head, backward. With latency 2, storing comes last, so that sending can overlap with a tick
+of work. In both cases a result of tick t can be used from tick t + latency on.
 """
 
 import enum
@@ -30,7 +30,7 @@ from optimus_jax.pipeline.schedule_json import read_schedule, write_schedule
 Table = NDArray[np.int32]
 
 IDLE = -1
-"""In a table: no task."""
+"""Table entry for no task."""
 LATENCIES = (1, 2)
 """Ticks from a result to its use on the neighbouring stage."""
 FORWARD = "forward"
@@ -46,7 +46,7 @@ class Occurrence(enum.StrEnum):
 
     @classmethod
     def of(cls, ticks: NDArray[np.bool_]) -> "Occurrence":
-        """The share of the ticks that are true."""
+        """Whether all, some or none of the ticks are true."""
         return cls.ALL if ticks.all() else cls.SOME if ticks.any() else cls.NONE
 
 
@@ -59,29 +59,31 @@ class Phase:
     stop: int
     """First tick after it."""
     forward: bool
-    """Some stage runs a forward task in each of the ticks; if not, no stage in any."""
+    """Whether some stage runs a forward task in every tick; if not, no stage runs one in any
+    tick."""
     backward: bool
-    """The same for backward tasks. Neither is possible with latency 2: a tick that only sends."""
+    """The same for backward tasks. With latency 2, ticks that only send have neither."""
     head: Occurrence
-    """Ticks with a head."""
+    """How many of the ticks have a head."""
     embed: Occurrence
-    """Ticks in which stage 0 runs forward of repeat 0, whose input is the embedding of tokens."""
+    """In how many of the ticks stage 0 runs forward of repeat 0, whose input is the embedding."""
     embed_backward: Occurrence
-    """Ticks in which stage 0 runs backward of repeat 0, whose result is the embedding's
-    gradient."""
+    """In how many of the ticks stage 0 runs backward of repeat 0, whose result is the gradient of
+    the embedding's output."""
 
     @property
     def num_ticks(self) -> int:
-        """Length."""
+        """Number of ticks."""
         return self.stop - self.start
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Schedule:
-    """The tables. Read-only int32; two schedules are equal if all of their content is."""
+    """The tables of a schedule, read-only int32. Schedules are equal if all their content is
+    equal."""
 
     name: str
-    """What people call it."""
+    """Name of the schedule."""
     num_stages: int
     """Devices along mesh axis pipe."""
     num_microbatches: int
@@ -97,7 +99,7 @@ class Schedule:
     head: Table = field(repr=False)
     """[ticks]: microbatch whose loss is computed."""
     is_forward_only: bool = False
-    """For evaluation: every entry of `backward` is IDLE."""
+    """Whether the schedule is for evaluation: every entry of `backward` is IDLE."""
 
     def __post_init__(self) -> None:
         for name in (FORWARD, BACKWARD, "head"):
@@ -134,12 +136,12 @@ class Schedule:
 
     @property
     def num_virtual_stages(self) -> int:
-        """Pieces that the layers are cut into."""
+        """Number of virtual stages, into which the layers are divided."""
         return self.num_stages * self.num_repeats
 
     @property
     def num_tasks(self) -> int:
-        """Forward tasks of each stage; as many backward."""
+        """Forward tasks of each stage; there are as many backward tasks."""
         return self.num_microbatches * self.num_repeats
 
     @cached_property
@@ -162,11 +164,9 @@ class Schedule:
         return ticks
 
     def validate(self) -> None:
-        """Raise PlanError, naming tick, stage and microbatch, if these tables cannot be run as they
-        stand.
+        """Raise PlanError, naming tick, stage and microbatch, if the tables cannot be run.
 
-        One task per tick and direction is all that a stage can send, so no message overwrites
-        another.
+        A stage runs at most one task per tick and direction, so no message overwrites another.
         """
         check_counts(
             num_stages=self.num_stages,
@@ -255,8 +255,8 @@ class Schedule:
             )
 
     def _check_order(self) -> None:
-        """A task follows the one it gets its input from, `latency` ticks later, and the last
-        backward follows its head.
+        """Check that every task runs at least `latency` ticks after the task that computes its
+        input, and that backward of the last virtual stage does not run before the head.
         """
         forward, backward = self.forward_ticks, self.backward_ticks
         earliest = np.zeros_like(forward)
@@ -287,7 +287,7 @@ class Schedule:
 
     def _check_idle_ticks(self) -> None:
         work = self._has(FORWARD) | self._has(BACKWARD)
-        # With latency 2 a tick may have nothing to do but send what the tick before computed.
+        # With latency 2, a tick may only send what the previous tick computed.
         sends = (
             np.concatenate([[False], work[:-1]])
             & (self.latency > 1)
@@ -311,7 +311,7 @@ class Schedule:
         )
 
     def _has(self, name: str) -> NDArray[np.bool_]:
-        """[ticks]: some stage runs such a task."""
+        """[ticks]: whether some stage runs such a task."""
         return (getattr(self, name) != IDLE).any(axis=1)
 
     def _has_embed(self, table: Table) -> NDArray[np.bool_]:
@@ -344,15 +344,16 @@ class Schedule:
         )
 
     def critical_path(self, forward_s: float, backward_s: float, head_s: float = 0.0) -> float:
-        """Seconds of a step in lockstep, without what sending takes.
+        """Time of a step in lockstep, in seconds, without sending.
 
-        A stage with no task of a kind that others have in that tick computes it on idle data,
-        in step with them, so each kind of work that a tick has is paid once.
+        A stage that has no task of some kind computes on idle data while other stages run theirs,
+        so a tick costs the time of each kind of work that occurs in it, once.
 
         Args:
-          forward_s: forward of one task on the slowest stage, 1/num_repeats of a device's layers.
-          backward_s: backward of one task, what it recomputes included.
-          head_s: head of one microbatch, all stages working on it.
+          forward_s: time of one forward task on the slowest stage: 1/num_repeats of a device's
+            layers.
+          backward_s: time of one backward task, including what it recomputes.
+          head_s: time of the head for one microbatch, with all stages working on it.
         """
         return float(
             self._has(FORWARD).sum() * forward_s
@@ -361,13 +362,14 @@ class Schedule:
         )
 
     def ideal_time(self, forward_s: float, backward_s: float, head_s: float = 0.0) -> float:
-        """Seconds of a step in which no stage ever waits; arguments of `critical_path`."""
+        """Time of a step in which no stage ever waits, in seconds; arguments as in
+        `critical_path`."""
         task_s = forward_s + (0.0 if self.is_forward_only else backward_s)
         return self.num_tasks * task_s + self.num_microbatches * head_s
 
     def bubble(self, forward_s: float = 1.0, backward_s: float = 2.0, head_s: float = 0.0) -> float:
         """Time lost to waiting as a share of the ideal time (arXiv:2104.04473, section 2.2);
-        arguments of `critical_path`.
+        arguments as in `critical_path`.
         """
         return (
             self.critical_path(forward_s, backward_s, head_s)
@@ -377,15 +379,15 @@ class Schedule:
 
     @property
     def idle_fraction(self) -> float:
-        """Share of idle entries in the ticks that have work of that kind, forward and backward
-        together.
+        """Share of idle entries, forward and backward together, in ticks that have work of that
+        kind.
         """
         slots = self.num_stages * int(self._has(FORWARD).sum() + self._has(BACKWARD).sum())
         return 1.0 - int((self.forward != IDLE).sum() + (self.backward != IDLE).sum()) / slots
 
     def in_flight(self) -> NDArray[np.int64]:
-        """[stages]: most tasks at once whose forward has run and whose backward has not ended; 0 if
-        there is no backward.
+        """[stages]: the largest number of tasks in flight: those whose forward has run and whose
+        backward has not ended. 0 if there is no backward.
         """
         if self.is_forward_only:
             return np.zeros(self.num_stages, np.int64)
@@ -413,7 +415,7 @@ class Schedule:
     def from_json(cls, text: str | bytes) -> "Schedule":
         """The inverse of `to_json`, validated.
 
-        Raises PlanError for what is not a schedule, or not one that can be run.
+        Raises PlanError if the text is not a schedule, or its tables cannot be run.
         """
         value = read_schedule(text)
         forward, backward = np.array(value["forward"], np.int32), value["backward"]
@@ -436,7 +438,7 @@ class Schedule:
 
 
 def head_of(forward: Table, num_repeats: int) -> Table:
-    """[ticks]: microbatch that the last virtual stage finishes in each tick of `forward`, else
+    """[ticks]: the microbatch that the last virtual stage finishes in each tick of `forward`, or
     IDLE.
     """
     last = forward[:, -1]
@@ -453,12 +455,12 @@ def schedule_from_starts(
     num_stages: int,
     latency: int,
 ) -> Schedule:
-    """The validated schedule whose tasks go from stage to stage without waiting, `latency` ticks
-    apart.
+    """The validated schedule in which a task runs on each stage `latency` ticks after the stage
+    before it.
 
     Args:
       forward_start: [microbatches, repeats], tick in which stage 0 runs forward of each; stage s
-        does so latency * s later.
+        runs it latency * s ticks later.
       backward_start: the same for backward, which begins on the last stage; None for a forward-only
         schedule.
     """
@@ -494,7 +496,7 @@ def schedule_from_starts(
 
 
 def check_counts(*, num_stages: int, num_microbatches: int, num_repeats: int, latency: int) -> None:
-    """Raise PlanError for counts that no schedule has."""
+    """Raise PlanError if a count is below 1 or the latency is not one of LATENCIES."""
     for name, count in (
         ("stages", num_stages),
         ("microbatches", num_microbatches),

@@ -1,9 +1,9 @@
-"""Schedules as JSON, which a person can also write by hand to run a schedule of their own.
+"""Schedules as JSON. Users can write their own schedules by hand in this format.
 
-An object with `name`, the counts `stages`, `microbatches`, `repeats` (1 if left out) and
-`latency` (1 if left out), and the tables `forward` and `backward`: a row for each tick, in it a
-task (microbatch * repeats + repeat) or -1 for each stage. `backward` is null in a forward-only
-schedule. `head` may be left out; it follows from `forward`.
+A schedule is an object with `name`, the counts `stages`, `microbatches`, `repeats` (1 if left out)
+and `latency` (1 if left out), and the tables `forward` and `backward`. A table has a row for each
+tick with an entry for each stage: a task (microbatch * repeats + repeat), or -1 for none.
+`backward` is null in a forward-only schedule. `head` may be left out; it follows from `forward`.
 """
 
 import json
@@ -17,11 +17,11 @@ TABLES = ("forward", "backward")
 KEYS = ("name", *COUNTS, *TABLES, "head")
 DEFAULTS = {"repeats": 1, "latency": 1}
 LARGEST = 2**31 - 1
-"""Tables are int32."""
+"""Largest absolute value in a table, which is int32."""
 
 
 def write_schedule(value: dict[str, Any]) -> str:
-    """The object as JSON, a line for each tick of a table."""
+    """The object as JSON, with a line for each tick of a table."""
     return (
         "{\n"
         + ",\n".join(f"  {json.dumps(key)}: {_write(entry)}" for key, entry in value.items())
@@ -39,11 +39,12 @@ def _write(entry: Any) -> str:
 
 
 def read_schedule(text: str | bytes) -> dict[str, Any]:
-    """The inverse of `write_schedule`, defaults filled in; types and shapes are right, what the
-    numbers mean is not looked at.
+    """The inverse of `write_schedule`, with defaults filled in. Types and shapes are checked; the
+    meaning of the numbers is not.
 
     Raises:
-      PlanError: not JSON, a key too many or too few, or a value of the wrong type.
+      PlanError: the text is not JSON, a key is unknown or missing, or a value has the wrong type or
+        shape.
     """
     try:
         value = parse_json(text)

@@ -1,4 +1,4 @@
-"""The schedules that can be asked for by name."""
+"""The built-in schedules, by name."""
 
 from collections.abc import Callable
 
@@ -17,11 +17,11 @@ SCHEDULES: dict[str, Callable[[int, int, int, int], Schedule]] = {
     ),
     "interleaved": interleaved,
 }
-"""Builders (stages, microbatches, repeats, latency) of schedules for training."""
+"""Name -> builder (stages, microbatches, repeats, latency) of a schedule for training."""
 MOST_TASKS = 2**26
-"""Of a table that is built; more are a slip of the pen, and gigabytes."""
+"""Largest number of tasks of a schedule; more would be a typing mistake, and take gigabytes."""
 REPEATING = ("interleaved",)
-"""Those that take more than one repeat."""
+"""Schedules that support more than one repeat."""
 
 
 def make_schedule(
@@ -29,7 +29,7 @@ def make_schedule(
 ) -> Schedule:
     """The schedule called `name`.
 
-    Raises PlanError for an unknown name or a combination that it does not have.
+    Raises PlanError for an unknown name or for counts that the schedule does not support.
     """
     if name not in SCHEDULES:
         raise PlanError(

@@ -1,1 +1,1 @@
-"""What trains: state, objective, loss, gradients, optimizer, step, trainer."""
+"""The training state, objective, loss, gradients, optimizer, step and trainer."""

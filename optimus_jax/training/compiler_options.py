@@ -68,7 +68,8 @@ _COARSE_BYTES = 2**28
 
 
 def usable_bytes(mesh: Mesh) -> int | None:
-    """Memory that JAX may use on a local GPU of the mesh; None: no local one, or not reported."""
+    """Memory that JAX may use on a local GPU of the mesh; None: the mesh has no local device, or
+    JAX does not report it."""
     here = set(jax.local_devices())
     stats = next((device.memory_stats() for device in mesh.devices.flat if device in here), None)
     return (stats or {}).get("bytes_limit")
@@ -77,12 +78,13 @@ def usable_bytes(mesh: Mesh) -> int | None:
 def memory_limit(
     device_kind: str, state_bytes: int, usable_bytes: float | None = None
 ) -> CompilerOption | None:
-    """What makes XLA count on all the memory that there is beside a state of so many bytes on each
-    device; None: it is not known how much there is.
+    """The option that lets XLA use all memory that a state of `state_bytes` leaves free on each
+    device; None: the device's memory is unknown, or the state does not fit.
 
-    XLA takes its share of what the driver has, up to 7% more than the data sheet. Of a GPU that is
-    here, `usable_bytes` tells of it, coarsely, so that processes whose cards differ by a page
-    hardly ever compile otherwise. Of one that is not, the compiler is told the data sheet's.
+    XLA assumes a share of the memory that the driver reports, which is up to 7% more than the data
+    sheet says. For a local GPU, the driver's number is estimated from `usable_bytes`, rounded
+    coarsely, so that processes whose GPUs differ by a page rarely compile different programs. For a
+    GPU that is not local, the data sheet's number is used.
     """
     share, accelerator = gpu_memory_share(), accelerator_of_kind(device_kind)
     if usable_bytes:
@@ -141,8 +143,8 @@ def _options(
         yield limit
     if plan.num_devices > 1 or plan.offload != "none":
         yield LATENCY_HIDING
-    # In a loop around the layers, over microbatches or ticks, XLA would gather those of the next
-    # round ahead: all layers' weights at once (decision 11).
+    # Inside a loop over microbatches or ticks, XLA would gather the weights of the next iteration
+    # in advance: those of all layers at once (docs/decisions/0011).
     if plan.axes.fsdp > 1 and plan.zero == 3 and plan.microbatches == 1 and plan.pipeline is None:
         yield PIPELINED_ALL_GATHER
     if any(name in device_kind for name in _BLACKWELL):

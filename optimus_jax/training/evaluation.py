@@ -10,13 +10,13 @@ from optimus_jax.plan import Plan
 
 
 def eval_rows(config: Config, plan: Plan) -> int:
-    """Rows of a batch of an evaluation, over all devices.
+    """Rows of an evaluation batch, over all devices.
 
-    A multiple of what the plan divides the batch by, with at most as many tokens as a training
-    batch and at most one row per example, if possible.
+    A multiple of the number of parts that the plan divides a batch into, with at most as many
+    tokens as a training batch and at most one row per example, if possible.
 
     Args:
-      config: of the phase that `plan` is for.
+      config: config of the phase that `plan` is for.
     """
     least = plan.batch_ways() * (1 if plan.pipeline is None else plan.microbatches)
     by_tokens = config.data.global_batch * config.seq_len // (config.eval_seq_len * least)

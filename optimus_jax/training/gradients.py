@@ -67,8 +67,10 @@ def _by_microbatch(
 def _pipelined(
     objective: Objective, layouts: Params, params: Params, batch: Batch
 ) -> tuple[Array, Params]:
-    """Matrices outside the layers are gathered before the first tick, and their gradients scattered
-    after the last; otherwise each tick would repeat it.
+    """The loss and gradients through pipeline stages.
+
+    Matrices outside the layers are gathered before the first tick, and their gradients are
+    scattered after the last, so that ticks do not repeat this communication.
     """
     outer_layouts = {name: part for name, part in layouts.items() if name != LAYERS}
     whole = objective.whole(jax.tree.map(lambda layout, p: layout.used(p), layouts, params))

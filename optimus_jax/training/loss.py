@@ -1,8 +1,9 @@
 """Next-token cross-entropy over a vocabulary that may be split, a chunk of tokens at a time.
 
-Neither the whole vocabulary's logits of a token nor all tokens' logits of a device exist at once:
-a chunk's logits are formed, turned into the loss and into their own gradient, and dropped. Forward
-and backward are therefore one pass with three matmuls, as many as plain autodiff needs.
+No device holds the logits of all its tokens at once, nor those of other devices' parts of the
+vocabulary: it computes a chunk's logits, turns them into the loss and into their own gradient, and
+drops them. Forward and backward are therefore one pass with three matmuls, as many as plain
+autodiff needs.
 
 Shapes: N tokens of a device, C tokens of a chunk, D embed, V vocab (the device's part).
 """
@@ -63,7 +64,7 @@ def _cross_entropy(
 def _forward(
     how: tuple, hidden_ND: Array, head_VD: Array, targets_N: Array, weights_N: Array
 ) -> tuple[Array, tuple]:
-    """The loss, and with it the gradients that a cotangent of 1 gives."""
+    """The loss, and the gradients for a cotangent of 1."""
     hidden_dtype, head_dtype = hidden_ND.dtype, head_VD.dtype
     hidden_ND, head_VD = _rounded(how, hidden_ND, head_VD)
 
@@ -78,8 +79,8 @@ def _forward(
         return (total + loss, d_head_DV), d_hidden_CD
 
     chunks = _chunks(how[2], hidden_ND, targets_N, weights_N)
-    # Summed transposed: a CPU's matmul is 1.6 times as fast with the longer dimension last
-    # (docs/decisions/0003).
+    # The head's gradient is summed transposed: a CPU's matmul is 1.6 times as fast with the longer
+    # dimension last (docs/decisions/0003).
     start = (_zero_loss(weights_N), jnp.zeros_like(head_VD.T, jnp.float32))
     (loss, d_head_DV), d_hidden = lax.scan(add_chunk, start, chunks)
     d_hidden_ND = d_hidden.reshape(-1, hidden_ND.shape[1])[: hidden_ND.shape[0]]
@@ -134,7 +135,7 @@ def _zero_loss(weights_N: Array) -> Array:
 
 
 def _chunks(chunk_tokens: int, *arrays: Array) -> tuple[Array, ...]:
-    """[N, ...] -> [number of chunks, C, ...], filled up with zeros (whose weight is zero too)."""
+    """[N, ...] -> [number of chunks, C, ...], padded with zeros, whose weight is zero too."""
     num_tokens = arrays[0].shape[0]
     num_chunks = -(-num_tokens // chunk_tokens)
     size = -(-num_tokens // num_chunks)

@@ -40,7 +40,7 @@ class Objective:
     """Weight of every token that counts in the loss."""
 
     def at(self, *, step_key: Array | None, weight: Array) -> "Objective":
-        """The same for one step."""
+        """This objective with the dropout key and the token weight of one step."""
         return replace(self, step_key=step_key, weight=weight)
 
     def whole(self, params: Params) -> Params:

@@ -5,8 +5,9 @@ The moments of a leaf are fetched when those of the previous leaf are updated, s
 holds the moments of at most two leaves: new ones being copied out, and old ones being copied in.
 Optimization barriers enforce this order in XLA's GPU scheduler; without them it would start every
 copy at the beginning of the step, and the device would hold all moments during forward and
-backward. A barrier makes its operands vary over the same mesh axes, so that a leaf waits for the
-last leaf that varies over no other axes: leaves that are split differently form separate chains.
+backward. A barrier makes all its operands vary over the same mesh axes. So a leaf waits for the
+last leaf that varies over no other axes than its own, and leaves that are split differently form
+separate chains.
 
 The arithmetic equals the whole update: the same transformation is applied to one leaf after
 another.
@@ -42,8 +43,8 @@ def update_through_host(
       whole: the transformation of all leaves.
       of_leaf: the same transformation for each single leaf, in the order of the tree's leaves.
       finish: (new state, old state) of a leaf, both on the device -> the state to keep.
-      gradients, params: of one tree structure, on the device.
-      opt_state: of `whole`; its moments on the host, its counters on the device.
+      gradients, params: trees of the same structure, on the device.
+      opt_state: state of `whole`; its moments are on the host, its counters on the device.
       after: a replicated value; no moment is fetched before it is computed.
     Returns:
       Updates on the device, and the new state with its moments on the host.

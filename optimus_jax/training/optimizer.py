@@ -38,7 +38,7 @@ def peak_learning_rate(config: OptimizerConfig, num_params: int) -> float:
 
 
 def learning_rate(config: Config, num_params: int) -> Callable[[Array], Array]:
-    """Learning rate, float32, of a step counted from 1 (int32)."""
+    """The function from a step (int32, counted from 1) to its learning rate (float32)."""
     optimizer, end, warmup = config.optimizer, config.decay_steps, effective_warmup(config)
     peak = peak_learning_rate(optimizer, num_params)
     last = peak * optimizer.min_lr_ratio
@@ -87,12 +87,12 @@ def _wsd_decay(config: Config) -> int:
 def adamw(
     config: OptimizerConfig, names: Any, *, moments: MomentPrecision = "f32"
 ) -> optax.GradientTransformation:
-    """AdamW without its learning rate: the caller scales the result by the step's.
+    """AdamW without its learning rate: the caller scales the result by the step's rate.
 
     Args:
       names: logical axes of every parameter. Matrices, which have an `embed` dimension, decay;
         norms and biases do not.
-      moments: format in which they are stored; they are computed in float32.
+      moments: format in which the moments are stored; they are computed in float32.
     """
     decays = map_names(lambda leaf: EMBED in leaf, names)
     chain = optax.chain(

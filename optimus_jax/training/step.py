@@ -66,7 +66,7 @@ class Program:
     state_shardings: TrainState
     batch_sharding: NamedSharding
     init: Callable[[Array], TrainState]
-    """int32 seed -> state before step 1, born sharded."""
+    """int32 seed -> state before step 1, created sharded."""
     train_step: Callable[[TrainState, Batch], tuple[TrainState, Metrics]]
     """Donates the state. Metrics: loss, grad_norm, lr, tokens, skipped, loss_scale; replicated
     scalars."""
@@ -85,7 +85,7 @@ class Program:
         """Shape, dtype and sharding of every array of a batch.
 
         Args:
-          rows, seq_len: of the global batch; None: those of a training step.
+          rows, seq_len: sizes of the global batch; None: those of a training step.
         """
         rows = self.config.data.global_batch if rows is None else rows
         seq_len = self.config.seq_len if seq_len is None else seq_len
@@ -101,7 +101,7 @@ def build_program(config: Config, plan: Plan, devices: Sequence[Any] | None = No
     """Jit everything that a run of `config` under `plan` needs; nothing is compiled yet.
 
     Args:
-      devices: that the mesh is built of, in this order; None: all.
+      devices: devices of the mesh, in this order; None: all devices.
     Raises:
       ConfigError: a JAX setting would change the results of the program.
       PlanError: the plan is for another number of devices.

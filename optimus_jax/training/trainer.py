@@ -1,12 +1,12 @@
 """The training loop: runs steps under one Plan, records them, and returns at a step boundary.
 
 The metrics of a step are read after the next step is dispatched, so that the devices never wait for
-the host. If steps are slow (SLOW_STEP_S), a single process reads them before, so that a requested
-stop comes after the current step and not one later.
+the host. If steps are slow (SLOW_STEP_S), a single process reads the metrics before it dispatches
+the next step, so that a requested stop takes effect after the current step and not one later.
 
-The order at a step boundary is: metrics, save, evaluation, snapshot, probe. A save has started
-before anything that can fail, so that the state is safe if something after it fails (in a single
-process, if anything fails).
+The order at a step boundary is: metrics, save, evaluation, snapshot, probe. The save starts before
+everything else that can fail, so that the state is safe if a later part fails (in a single process,
+if anything fails).
 """
 
 import math
@@ -55,11 +55,12 @@ from optimus_jax.training.watchers import Display, StepWatcher
 
 Reason = Literal["done", "interrupt", "terminate", "fault", "switch", "phase", "not learning"]
 _REASONS: tuple[Reason, ...] = ("done", "interrupt", "terminate", "fault")
-"""Indexed by the number that processes agree on; the largest wins. `switch` is agreed on before,
-and all processes derive `phase` and `not learning` alike."""
+"""Reasons on which processes agree by their index here; the largest index wins. The other reasons
+need no agreement: `switch` was agreed on before, and all processes derive `phase` and `not
+learning` from the same values."""
 SLOW_STEP_S = 2.0
-"""For slower steps, dispatching a step only after the previous one has ended costs less than
-0.1%."""
+"""Step time, in seconds, from which a step is dispatched only after the previous one has ended:
+this costs less than 0.1% of such a step."""
 
 
 class ControllerHooks(StepWatcher, Protocol):
@@ -116,8 +117,8 @@ class Trainer:
     bits_per_token: bool
     """Whether a token is a byte, so that loss / ln 2 is bits per byte."""
     metadata: Mapping[str, Any]
-    """Metadata of checkpoints beside plan and step; of `config`, the run's JSON, they need the
-    model."""
+    """Metadata of checkpoints besides plan and step. Its entry `config`, the run's JSON, must have
+    the model."""
     checkpoints: Checkpoints
     run: RunDirectory
     display: Display
@@ -132,7 +133,7 @@ class Trainer:
     snapshots: Snapshots | None = None
     """Snapshots in host memory; None: off."""
     learning: Learning = field(default_factory=Learning)
-    """Whether the run still learns."""
+    """The learning health of the run: whether it still learns."""
     retries: Retries = field(default_factory=lambda: Retries(warnings.warn, is_alone=False))
     """Retries of failed saves."""
     _last: deque[StepRecord] = field(default_factory=lambda: deque(maxlen=1))
@@ -144,7 +145,7 @@ class Trainer:
         controller requests another plan.
 
         Raises:
-          RunDirectoryError: a log could not be written until the end, or the run directory has
+          RunDirectoryError: a log still could not be written at the end, or the run directory has
             failed. The state was saved first.
           CheckpointError: a checkpoint cannot be written, after all retries.
           LearningError: the run no longer learns. Earlier checkpoints are kept.
@@ -202,8 +203,8 @@ class Trainer:
                 probes = self.overseer is not None and self.overseer.is_probe_due(step)
                 reads_now = evaluates or saves or snapshot_due or probes
                 agreed = 0 if agree is None else agree(_REASONS.index(self._requested_stop))
-                # On a CPU, dispatching waits for earlier collectives: then this is the end of the
-                # step.
+                # On a CPU, dispatching waits for earlier collectives, so the step may have ended
+                # by now.
                 finished_at = time.perf_counter() if _is_ready(metrics["loss"]) else None
                 if pending is not None and pending.finished_at is None:
                     pending = replace(
@@ -488,14 +489,14 @@ class Trainer:
                     state.params, put_batch(batch, self.program.batch_sharding, num_rows)
                 )
             )
-            # one batch runs while the next is prepared, and a stop waits for few of them
+            # one batch runs while the next is prepared; a requested stop waits for few batches
             jax.block_until_ready(sums[-2:-1])
         losses, tokens = zip(*jax.device_get(sums), strict=True)
         return float(sum(map(float, losses))), sum(map(int, tokens))
 
     def _held_out_batches(self) -> list[HostBatch]:
-        """All batches of an evaluation, built before the first is used: if one process cannot, none
-        starts a step that would wait for it.
+        """All batches of an evaluation, built before the first is used: if one process fails, no
+        other starts a step that would wait for it.
         """
         assert self.eval_batches is not None
         batches, failure = [], None
@@ -588,15 +589,16 @@ class _PendingStep:
     step: int
     metrics: Metrics
     stop_reason: Any
-    """Index into _REASONS: a number, or the processes' agreed one as an array."""
+    """Index into _REASONS: a number, or an array if processes agreed on it."""
     finished_at: float | None
     """Time on the trainer's clock, if the step had finished when dispatch returned; None: known
     when its metrics are read."""
 
 
 def _estimated_end(called_at: float, finished_at: float | None) -> float | None:
-    """Estimated end of a step that ran at `called_at`, when the next was dispatched, and had ended
-    with it at `finished_at`: the middle; None: not known yet.
+    """Estimated end of a step that still ran at `called_at`, when the next one was dispatched, and
+    had ended by `finished_at`, when the next one had too: the middle of the two. None: not known
+    yet.
     """
     return None if finished_at is None else 0.5 * (called_at + finished_at)
 
@@ -610,7 +612,8 @@ def _is_ready(array: Any) -> bool:
 
 
 def _peak_bytes(mesh: Mesh) -> int | None:
-    """Peak memory of this process's first device of the mesh; a lost device may not answer."""
+    """Peak bytes in use on this process's first device of the mesh; None: JAX does not report them,
+    as for a lost device."""
     stats = [device.memory_stats() for device in mesh.local_devices[:1]]
     return max(
         (s["peak_bytes_in_use"] for s in stats if s and "peak_bytes_in_use" in s), default=None
