@@ -1,12 +1,23 @@
-"""How the examples of an evaluation are split into batches.
+"""The held-out loss, and how the examples of an evaluation are split into batches.
 
 The examples depend on the run alone (`Config.eval_examples`, `Config.eval_seq_len`), so that losses
 are comparable under all its plans and in all its phases. A *row* is a position in the batch, as in
 data/loader.py.
 """
 
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+
+from optimus_jax.cluster.distributed import gather_from_all
 from optimus_jax.config import Config
+from optimus_jax.data.batch import Batch as HostBatch
+from optimus_jax.errors import OptimusError
+from optimus_jax.mesh.sharding import put_batch
 from optimus_jax.plan import Plan
+from optimus_jax.training.state import TrainState
+from optimus_jax.training.step import Program
 
 
 def eval_rows(config: Config, plan: Plan) -> int:
@@ -21,3 +32,45 @@ def eval_rows(config: Config, plan: Plan) -> int:
     least = plan.batch_ways() * (1 if plan.pipeline is None else plan.microbatches)
     by_tokens = config.data.global_batch * config.seq_len // (config.eval_seq_len * least)
     return least * max(1, min(by_tokens, -(-config.eval_examples // least)))
+
+
+def held_out_loss(
+    program: Program,
+    state: TrainState,
+    make_batches: Callable[[], Iterable[HostBatch]],
+    *,
+    stops: Callable[[], bool],
+) -> tuple[float, int] | None:
+    """Sum of the loss over the held-out batches, and its number of tokens; None if `stops` answered
+    True before a batch.
+    """
+    num_rows = eval_rows(program.config, program.plan)
+    sums: list[Any] = []
+    for batch in _all_batches(make_batches):
+        if stops():
+            return None
+        on_devices = put_batch(batch, program.batch_sharding, num_rows)
+        sums.append(program.eval_step(state.params, on_devices))
+        # one batch runs while the next is prepared; a requested stop waits for few batches
+        jax.block_until_ready(sums[-2:-1])
+    losses, tokens = zip(*jax.device_get(sums), strict=True)
+    return float(sum(map(float, losses))), sum(map(int, tokens))
+
+
+def _all_batches(make_batches: Callable[[], Iterable[HostBatch]]) -> list[HostBatch]:
+    """All batches of an evaluation, built before the first is used: if one process fails, no other
+    starts a step that would wait for it.
+    """
+    batches, failure = [], None
+    try:
+        batches = list(make_batches())
+    except Exception as error:
+        failure = error
+    if any(gather_from_all(int(failure is not None))):
+        error = OptimusError(
+            "held-out batches cannot be made, "
+            + ("by another process" if failure is None else f"{type(failure).__name__}: {failure}")
+        )
+        error.raised_by_all_processes = True
+        raise error from failure
+    return batches

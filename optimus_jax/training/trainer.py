@@ -25,7 +25,7 @@ from jax.sharding import Mesh
 from optimus_jax.checkpoint.checkpoints import Checkpoints, NotFiniteError
 from optimus_jax.checkpoint.saving import Retries, Saving
 from optimus_jax.checkpoint.snapshots import Snapshots
-from optimus_jax.cluster.distributed import Agreement, gather_from_all
+from optimus_jax.cluster.distributed import Agreement
 from optimus_jax.config import Config
 from optimus_jax.data.batch import Batch as HostBatch
 from optimus_jax.data.loader import BatchLoader
@@ -46,7 +46,7 @@ from optimus_jax.mesh.topology import Topology
 from optimus_jax.models.flops import step_flops
 from optimus_jax.run_directory.directory import RunDirectory
 from optimus_jax.run_directory.step_record import StepRecord
-from optimus_jax.training.evaluation import eval_rows
+from optimus_jax.training.evaluation import held_out_loss
 from optimus_jax.training.numbers import perplexity_of
 from optimus_jax.training.optimizer import peak_learning_rate
 from optimus_jax.training.state import TrainState, to_stored
@@ -429,9 +429,15 @@ class Trainer:
         A failure does not end the run, unless it occurs in only one of several processes; the state
         is saved first.
         """
+        assert self.eval_batches is not None
         try:
             with self.progress.during("evaluation"):
-                found = self._held_out(state)
+                found = held_out_loss(
+                    self.program,
+                    state,
+                    self.eval_batches,
+                    stops=lambda: self._is_alone and self._requested_stop != "done",
+                )
         except Exception as error:
             if not (
                 self._is_alone
@@ -474,48 +480,6 @@ class Trainer:
                 f"step {step}: the held-out loss is not finite; if that of the next evaluation is"
                 " not either, the run ends"
             )
-
-    def _held_out(self, state: TrainState) -> tuple[float, int] | None:
-        """Sum of the held-out loss, and its number of tokens; None: a stop was requested meanwhile
-        (single process only).
-        """
-        num_rows = eval_rows(self._config, self.program.plan)
-        sums: list[Any] = []
-        for batch in self._held_out_batches():
-            if self._is_alone and self._requested_stop != "done":
-                return None
-            sums.append(
-                self.program.eval_step(
-                    state.params, put_batch(batch, self.program.batch_sharding, num_rows)
-                )
-            )
-            # one batch runs while the next is prepared; a requested stop waits for few batches
-            jax.block_until_ready(sums[-2:-1])
-        losses, tokens = zip(*jax.device_get(sums), strict=True)
-        return float(sum(map(float, losses))), sum(map(int, tokens))
-
-    def _held_out_batches(self) -> list[HostBatch]:
-        """All batches of an evaluation, built before the first is used: if one process fails, no
-        other starts a step that would wait for it.
-        """
-        assert self.eval_batches is not None
-        batches, failure = [], None
-        try:
-            batches = list(self.eval_batches())
-        except Exception as error:
-            failure = error
-        if any(gather_from_all(int(failure is not None))):
-            error = OptimusError(
-                "held-out batches cannot be made, "
-                + (
-                    "by another process"
-                    if failure is None
-                    else f"{type(failure).__name__}: {failure}"
-                )
-            )
-            error.raised_by_all_processes = True
-            raise error from failure
-        return batches
 
     def save(self, state: TrainState, step: int) -> None:
         """Start to save the state after `step`.

@@ -12,6 +12,7 @@ from optimus_jax.checkpoint.saving import PAUSES_S, Retries
 from optimus_jax.config import Config
 from optimus_jax.errors import CheckpointError, LearningError
 from optimus_jax.faults.stopping import StopRequest
+from optimus_jax.training import evaluation
 from optimus_jax.training import trainer as trainer_module
 from optimus_jax.training.trainer import Trainer
 from optimus_jax.training.watchers import Display
@@ -145,12 +146,17 @@ class Loop:
                 return wish
 
         monkeypatch.setattr(trainer_module, "time", clock)
-        monkeypatch.setattr(trainer_module, "put_batch", lambda batch, *_: batch)
+        for module in (trainer_module, evaluation):
+            monkeypatch.setattr(module, "put_batch", lambda batch, *_: batch)
         monkeypatch.setattr(trainer_module, "Agreement", Agreement)
         monkeypatch.setattr(trainer_module, "to_stored", lambda state, *_: state)
         monkeypatch.setattr(trainer_module, "peak_learning_rate", lambda *_: 0.3)
         if evaluate is not None:
-            monkeypatch.setattr(Trainer, "_held_out", evaluate)
+            monkeypatch.setattr(
+                trainer_module,
+                "held_out_loss",
+                lambda program, state, *_, **__: evaluate(program, state),
+            )
 
         def batches(first):
             for step in range(first, 100):
@@ -344,7 +350,7 @@ def test_batches_that_one_process_cannot_make_are_waited_for_by_none(
         yield None
 
     monkeypatch.setattr(
-        trainer_module, "gather_from_all", lambda number: [number, int(several_processes)]
+        evaluation, "gather_from_all", lambda number: [number, int(several_processes)]
     )
     loop = Loop(monkeypatch, several_processes=several_processes)
     object.__setattr__(loop.trainer, "eval_batches", cut)
