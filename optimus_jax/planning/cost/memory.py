@@ -206,7 +206,7 @@ class _Parts:
         )
         visit = self.kept
         if self.repeats > 1:
-            visit += self.layers(split=self.plan.zero >= 3) / self.repeats  # sliced out of the stack
+            visit += self.layers(split=self.plan.zero >= 3) / self.repeats  # out of the stack
         step_points, zeros = [], 0
         if slots_per_buffer.ends_in_single_tick:
             # XLA does not compile a single tick to a loop, so the zeros that its scans start from
