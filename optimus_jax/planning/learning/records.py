@@ -1,4 +1,4 @@
-"""Measured step times with their predictions, stored as JSON Lines, and calibration from them."""
+"""Store measured step times with their predictions as JSON Lines, and calibrate from them."""
 
 import dataclasses
 import json
@@ -40,7 +40,7 @@ class Record:
 
 
 def calibration_of(records: Sequence[Record]) -> Calibration:
-    """Calibration from records of the same devices; empty without records."""
+    """The calibration from records of the same devices; empty without records."""
     logs: dict[tuple[str, tuple[tuple[str, float], ...]], list[float]] = {}
     for record in records:
         key = (f"{record.plan} of {record.model}", tuple(sorted(record.terms_s.items())))
@@ -91,7 +91,7 @@ def read_records(path: Path) -> list[Record]:
 
 
 def append_record(path: Path, record: Record) -> None:
-    """Append one line. Failure causes only a warning, since a run does not depend on it."""
+    """Append one line. A failure only causes a warning, since a run does not depend on it."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("a", encoding="utf-8") as file:
