@@ -35,7 +35,7 @@ from optimus_jax.planning.search.phase_plans import plans_ahead
 from optimus_jax.planning.search.search import Pricing, Ranking, search
 
 SEQUENCES_PER_DEVICE = 8
-"""Default global batch per device."""
+"""Default number of sequences per device in a global batch."""
 
 
 @dataclass(frozen=True, kw_only=True)

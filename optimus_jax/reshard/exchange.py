@@ -332,7 +332,9 @@ class _DimensionOverlap:
 
 
 def _cut(piece: _Piece, most: int) -> Iterator[_Piece]:
-    """Split a piece into parts of at most `most` elements, along its first dimension above 1."""
+    """Split a piece into parts of at most `most` elements, along its outermost non-trivial
+    dimension.
+    """
     if (size := math.prod(piece.shape)) <= most:
         yield piece
         return

@@ -26,9 +26,7 @@ def likeness(place: ShapePoint, other: ShapePoint) -> float:
 
 @lru_cache(maxsize=1 << 14)
 def factor(rates: Rates, operator: str, place: ShapePoint) -> float:
-    """Factor by which to multiply the time that the rates predict for `operator` at the shape
-    `place`.
-    """
+    """Correction factor for the time that the rates predict for `operator` at the shape `place`."""
     return math.exp(
         sum(
             each.weight * likeness(place, each.place)

@@ -43,7 +43,8 @@ BACKWARD_SCORES: dict[RematPolicy, float] = {
 scores (1) and their weights in 16 bits (1/2)."""
 HIDING_SCORES: dict[RematPolicy, float] = {"none": 0.75, "selective": 3.0, "dots": 2.5, "full": 2.5}
 """The same in backward if collectives in a layer overlap with compute. Blocks then begin early, so
-the gradients of most scores (1) exist at the same time, and with remat the constants (1/2 to 1)."""
+the gradients of most scores (1) exist at the same time, and under selective remat also the
+constants (1/2 to 1)."""
 WORKING_STREAMS = 6
 """Arrays of the residual stream's size that exist at once while a layer is computed: norms in
 float32, sums, and activations received from neighbours."""

@@ -75,8 +75,8 @@ class LayerShape(NamedTuple):
 
 
 class LayerWork(NamedTuple):
-    """What a device computes for one layer, without recomputation: (forward, backward) of its two
-    blocks.
+    """What a device computes for one layer, without recomputation: (forward, backward) per
+    block.
     """
 
     attention: tuple[Work, Work]

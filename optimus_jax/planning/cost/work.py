@@ -47,8 +47,9 @@ class Work(NamedTuple):
 
 
 def matmul(rows: float, inner: float, columns: float, count: float = 1.0) -> Work:
-    """`count` matmuls of [rows, inner] and [inner, columns], as one batched matmul whose tiles
-    share the cores.
+    """The work of `count` matmuls of [rows, inner] and [inner, columns].
+
+    They are one batched matmul, whose tiles share the cores.
     """
     flops = 2.0 * rows * inner * columns * count
     tiles = (

@@ -14,9 +14,9 @@ from optimus_jax.planning.learning.calibrate import NOISE, Calibration
 from optimus_jax.system.json_input import parse_json
 
 MAX_RECORDS = 500
-"""Only the newest records are read."""
+"""Maximum number of records that are read, the newest ones."""
 MAX_EVIDENCE = 100
-"""Only the newest predictions are used for calibration."""
+"""Maximum number of predictions that are used for calibration, the newest ones."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -59,7 +59,7 @@ class Pricing:
     """Corrections learnt from earlier measurements on these devices."""
 
     def predicted(self, plan: Plan) -> Prediction:
-        """The predicted step time. Raises PlanError if the plan uses a link of unknown speed."""
+        """The prediction for a plan. Raises PlanError if it uses a link of unknown speed."""
         return self.calibration.applied(self.uncalibrated(plan))
 
     def step_time_s(self, plan: Plan) -> float:

@@ -47,8 +47,7 @@ def measure(
     most: int,
     spread: float,
 ) -> TrialsResult:
-    """Try up to `most` candidates and return the fastest, as long as trials are expected to save
-    time.
+    """Try up to `most` candidates while that is expected to save time, and return the fastest.
 
     Args:
       ranked: the candidates, best prediction first.
