@@ -1,1 +1,1 @@
-"""Checkpoints on disk, snapshots in memory, retries, room on the disk."""
+"""Checkpoints on disk, snapshots in memory, retries of failed saves, and checks of disk space."""

@@ -1,4 +1,4 @@
-"""Saves a state to disk, and restores it onto any mesh.
+"""Save a state to disk, and restore it onto any mesh.
 
 A checkpoint is a directory named after its step, which Orbax writes under a temporary name and
 renames when it is complete. It holds
@@ -75,8 +75,8 @@ STEP_METADATA = "_CHECKPOINT_METADATA"
 ORBAX_JSON = (STEP_METADATA, f"{STATE}/_METADATA", f"{STATE}/_sharding")
 """Orbax's metadata files of a checkpoint; each is a JSON object."""
 DAMAGED_DIR, ABANDONED_DIR = "damaged", "abandoned"
-"""Directories beside `checkpoints`: for damaged checkpoints, and for those after a step that the
-run was told to go back to."""
+"""Directories next to `checkpoints`: for damaged checkpoints, and for those after a step to which
+the run was told to go back."""
 
 # Orbax logs every phase of a save at level INFO, and every error with its traceback, once per
 # thread, although it also raises the error and we report it.
@@ -139,13 +139,14 @@ class Checkpoints:
     Reading does not change the directory; the first `save` creates it. Call `close` at the end.
 
     Args:
-      directory: of the checkpoints; nothing is written elsewhere.
+      directory: the directory of the checkpoints. Nothing is written elsewhere, except by
+        `set_aside`.
       config: how many checkpoints are kept.
       warn: called with a text about a damaged or deleted checkpoint when the run continues.
       saved: called with the step of a completed save and the seconds for which `save` blocked, by
         the next method that waits.
-      limits: the newest checkpoint at or before each of these steps is kept; equal in all
-        processes.
+      limits: returns steps. The newest checkpoint at or before each of them is kept. Must return
+        the same on all processes.
     """
 
     def __init__(
@@ -169,8 +170,8 @@ class Checkpoints:
         self._blocked_s: float | None = None  # of the save under way
         self._loops = contextlib.ExitStack()
         self._caller_error: BaseException | None = None
-        """The exception that the caller is handling, which does not come from the save: a state may
-        be saved because something else has failed."""
+        """The exception that the caller is handling while it waits, because a state may be saved
+        after something else has failed. It does not come from the save."""
 
     def steps(self) -> list[int]:
         """Steps of all complete checkpoints, oldest first."""
@@ -179,21 +180,24 @@ class Checkpoints:
         )
 
     def steps_for_all(self) -> list[int]:
-        """`steps` as process 0 sees them: a file server may show others a listing that is a minute
-        old.
+        """`steps` as process 0 sees them.
+
+        A file server may show other processes a listing that is a minute old.
         """
         return json.loads(broadcast_from_0(json.dumps(self.steps())))
 
     def holds(self, step: int) -> bool:
-        """Whether this object last saved or restored the state after `step`, and no failure is
-        known; equal in all processes.
+        """Whether the state that this object last saved or restored is the one after `step`.
+
+        False if its save is known to have failed. The same on all processes.
         """
         return self._known_step == step
 
     def latest(self, step: int | None = None) -> Saved | None:
-        """The newest checkpoint with a valid manifest, or that of `step`; its arrays are not read.
+        """The newest checkpoint with a valid manifest, or that of `step`, without reading its
+        arrays.
 
-        Raises CheckpointError if one cannot be reached.
+        Raises CheckpointError if a checkpoint cannot be reached.
         """
         for step in reversed(
             [found for found in self.steps_for_all() if step is None or found == step]
@@ -244,7 +248,7 @@ class Checkpoints:
         manifest = json.loads(json.dumps(manifest))  # a copy: it is written after this returns
         self._saving = (step, sum(leaf.nbytes for leaf in leaves.values()))
         try:
-            # left by `wait` after this save
+            # closed by `wait` after this save
             self._loops.enter_context(event_loops_that_finish())
             manager = self._open_manager()
             for stale in (other for other in manager.all_steps() if other >= step):
@@ -318,7 +322,7 @@ class Checkpoints:
 
         Args:
           abstract_state: pytree of jax.ShapeDtypeStruct, each with its target sharding.
-          step: which checkpoint; None: the newest good one, with a warning for each that is
+          step: which checkpoint; None: the newest good one, with a warning for each one that is
             skipped.
           paddable: whether the leaf at a path may be cropped or zero-padded along its first
             dimension to the requested shape. Cropped rows must be zero, like the padding of a
@@ -362,12 +366,12 @@ class Checkpoints:
     def set_aside(self, steps: Iterable[int], folder: str = DAMAGED_DIR) -> list[Path]:
         """Move checkpoints into another directory for inspection, instead of deleting them.
 
-        One process calls it, before any process saves.
+        One process must call it, before any process saves.
 
         Args:
-          folder: name of a directory beside `checkpoints`.
+          folder: name of a directory next to `checkpoints`.
         Returns:
-          Their new paths. Those that cannot be moved stay, with a warning.
+          The new paths. Checkpoints that cannot be moved stay, with a warning.
         """
         moved = []
         for step in steps:
@@ -477,7 +481,9 @@ class Checkpoints:
                     ) from error
 
     def _set_aside_unreadable(self) -> None:
-        """Move checkpoints away that Orbax cannot list, as it lists all before the first save."""
+        """Move checkpoints away that Orbax cannot list, because it lists all before the
+        first save.
+        """
         damaged = []
         for step in self.steps_for_all():
             try:
@@ -486,7 +492,7 @@ class Checkpoints:
                 damaged.append(step)
                 self._warn(f"the checkpoint of step {step} is damaged: {error}")
             except UnreachableError:
-                continue  # it may be good, and Orbax can save beside it
+                continue  # it may be good, and Orbax can save next to it
         if jax.process_index() == 0:
             for path in self.set_aside(damaged):
                 self._warn(f"the damaged checkpoint is kept as {path}")
@@ -522,9 +528,11 @@ class Checkpoints:
         return self._manager
 
     def _barrier(self, *, key: str, timeout_ms: int) -> None:
-        """Orbax's barrier between processes, except in one that has failed: it would wait for the
-        others, which wait elsewhere for it, and none would report the error. The others learn of it
-        from the watchdog when this process ends.
+        """Orbax's barrier between processes, which raises instead of waiting if this process has
+        failed.
+
+        Otherwise this process would wait for the others, which wait elsewhere for it, and none
+        would report the error. The others learn of it from the watchdog when this process ends.
         """
         error = sys.exception()
         # Orbax calls this in a `finally` of a failed save
@@ -534,7 +542,7 @@ class Checkpoints:
 
     def _remove_unfinished(self) -> None:
         """Remove the temporary files of a failed or killed save, which would fill the disk."""
-        # where one write has failed, others under way may still add files
+        # after a failed write, others that are in progress may still add files
         deadline_s = time.monotonic() + 5
         while jax.process_index() == 0 and time.monotonic() < deadline_s:
             leftovers = list(self._directory.glob(f"*{atomicity_types.TMP_DIR_SUFFIX}"))
@@ -546,10 +554,10 @@ class Checkpoints:
     def _save_error(self, error: Exception) -> CheckpointError:
         """The error for a failed save.
 
-        Drops the manager, as its list of steps is wrong now; the next save opens a new one.
+        Drops the manager, because its list of steps is wrong now. The next save opens a new one.
         """
         if self._manager is not None:
-            with contextlib.suppress(Exception):  # the error that we are about to report
+            with contextlib.suppress(Exception):  # the error that is about to be reported
                 self._manager.close()
             self._manager = None
         self._loops.close()
@@ -587,8 +595,9 @@ class Checkpoints:
 def check_same_model(
     step: int, saved: Mapping[str, Any], asked: Mapping[str, Any], paddable: Callable[[str], bool]
 ) -> None:
-    """Raise CheckpointError with the first leaf that is missing on either side or differs in shape
-    or dtype.
+    """Raise CheckpointError if the leaves of a checkpoint are not those that are asked for.
+
+    Names the first leaf that is missing on either side or differs in shape or dtype.
     """
     for name in [*asked, *saved]:
         have = (saved[name]["dtype"], tuple(saved[name]["shape"])) if name in saved else None

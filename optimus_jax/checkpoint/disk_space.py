@@ -1,7 +1,8 @@
-"""Checks before the first step whether the disk has space for a run's checkpoints.
+"""Check before the first step whether the disk has space for a run's checkpoints.
 
-It is an upper estimate, as arrays are compressed when they are written. What the file system does
-not report (some have no number of free files, few report quotas) is not checked.
+The estimate of the space needed is an upper bound, because arrays are compressed when they are
+written. What the file system does not report (some do not report free files, few report quotas) is
+not checked.
 """
 
 import contextlib
@@ -16,13 +17,14 @@ from optimus_jax.config import CheckpointConfig
 from optimus_jax.errors import CheckpointError, explain
 
 FILES_OF_CHECKPOINT, FILES_OF_PROCESS = 16, 16
-"""Files and folders per checkpoint, and further ones per process that writes to it: twice the
-number observed with Orbax."""
+"""Files and folders per checkpoint, and additional ones per process that writes to it: twice the
+numbers observed with Orbax."""
 MIN_COMPRESSED_SHARE = 0.9
-"""Least size of a checkpoint relative to its state: 0.92 was observed for float32 weights and
-moments."""
+"""Lower bound of a checkpoint's size relative to its state: 0.92 was observed for float32 weights
+and moments."""
 MIN_CHECKPOINTS = 2
-"""Checkpoints that must fit: the old one is deleted only when the next is complete."""
+"""Number of checkpoints that must fit, because the old one is deleted only when the next is
+complete."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,15 +33,15 @@ class DiskSpace:
 
     free_bytes: int
     free_files: int | None
-    """None: the file system does not report it."""
+    """Number of files that can still be created; None if the file system does not report it."""
     used_bytes: int
-    """Used by the run's existing checkpoints."""
+    """Bytes used by the run's existing checkpoints."""
     num_checkpoints: int
     """Number of existing checkpoints."""
 
 
 def disk_space_of(directory: Path) -> DiskSpace | None:
-    """The space for a directory of checkpoints; None: the system does not report it."""
+    """The space for a directory of checkpoints; None if the system does not report it."""
     existing = (
         [path for path in directory.iterdir() if path.name.isdecimal()]
         if directory.is_dir()
@@ -61,13 +63,15 @@ def disk_space_of(directory: Path) -> DiskSpace | None:
 def max_checkpoints(
     config: CheckpointConfig, first_step: int, last_step: int, num_checkpoints: int
 ) -> int:
-    """Most checkpoints that a run will have at the same time, including the one being written."""
+    """Maximum number of checkpoints that a run has at the same time, including the one being
+    written.
+    """
     steps = (
         []
         if not config.every
         else range(config.every * (first_step // config.every + 1), last_step, config.every)
     )
-    num_saves = len(steps) + 1  # and the last step's
+    num_saves = len(steps) + 1  # including the last step's
     lasting = (
         0
         if config.keep_every is None or not config.every
@@ -79,11 +83,13 @@ def max_checkpoints(
 def check_disk_space(
     space: DiskSpace | None, num_bytes: int, *, wanted: int, num_processes: int, directory: Path
 ) -> str | None:
-    """A warning, if not all checkpoints may fit; None: there is enough space.
+    """Check that the checkpoints fit.
+
+    Returns a warning if some may not fit; None if all do, or if the space is unknown.
 
     Args:
-      num_bytes: of the whole state.
-      wanted: most checkpoints at the same time.
+      num_bytes: bytes of the whole state.
+      wanted: maximum number of checkpoints at the same time.
     Raises:
       CheckpointError: there is no space for the next checkpoint, or for MIN_CHECKPOINTS.
     """

@@ -1,8 +1,10 @@
-"""Classifies errors of Orbax and TensorStore: a damaged checkpoint, one that cannot be reached, or
-a failure of another process or the network.
+"""Classify errors of Orbax and TensorStore.
 
-A damaged checkpoint is skipped for an older one; one that cannot be reached may be good; a failure
-of another process says nothing about the checkpoint.
+The cause is a damaged checkpoint, one that cannot be reached, or a failure of another process or
+the network.
+
+A damaged checkpoint is skipped in favour of an older one. One that cannot be reached may be good. A
+failure of another process says nothing about the checkpoint.
 """
 
 import asyncio
@@ -25,15 +27,15 @@ class DamagedError(Exception):
 
 
 class UnreachableError(Exception):
-    """A checkpoint cannot be read because of the machine, and may be good."""
+    """A checkpoint cannot be read because of a problem with the machine, and may be good."""
 
 
 PATIENCE_S = 60.0
-"""How long a file server may take to show all hosts the same files, as its listings may be
+"""How long a file server may take to show all hosts the same files, since its listings may be
 cached."""
 _POLL_S = 2.0
 _GOOD, _DAMAGED, _UNREACHABLE = range(3)
-"""Result of reading on one process; the largest of all processes is used."""
+"""Result of reading on one process. The largest over all processes is used."""
 _UNREACHABLE_IN_TENSORSTORE = (
     "PERMISSION_DENIED",
     "UNAVAILABLE",
@@ -41,17 +43,18 @@ _UNREACHABLE_IN_TENSORSTORE = (
     "RESOURCE_EXHAUSTED",
     "Input/output error",
 )
-"""TensorStore raises ValueError for everything; these words mean that the machine is the cause."""
+"""TensorStore raises ValueError for all errors. These words mean that the machine is the cause."""
 
 
 def on_every_process(read: Callable[[], T], directory: Path) -> T:
-    """Return `read()`; if it fails on one process, raise DamagedError on all, so that all fall back
-    together.
+    """Return `read()`; if it fails on one process, raise DamagedError on all.
 
-    While processes see different files in `directory`, which `read` reads, it is repeated for up to
-    PATIENCE_S.
+    So all processes fall back to an older checkpoint together.
 
-    Raises UnreachableError, on every process, if one cannot reach the files.
+    While processes see different files in `directory`, from which `read` reads, it is repeated for
+    up to PATIENCE_S.
+
+    Raises UnreachableError on every process if one of them cannot reach the files.
     """
     until_s = time.monotonic() + PATIENCE_S
     while True:
@@ -73,7 +76,7 @@ def on_every_process(read: Callable[[], T], directory: Path) -> T:
 
 
 def _try_read(read: Callable[[], T]) -> tuple[int, str, Any]:
-    """Code, reason of a failure, and result of `read`."""
+    """The code, the reason of a failure, and the result of `read`."""
     try:
         return _GOOD, "", read()
     except MemoryError:
@@ -81,7 +84,7 @@ def _try_read(read: Callable[[], T]) -> tuple[int, str, Any]:
     except DamagedError as error:
         return _DAMAGED, str(error), None
     except Exception as error:
-        if is_runtime_error(error):  # the machine's trouble, not the checkpoint's
+        if is_runtime_error(error):  # the machine is the cause, not the checkpoint
             raise
         return _UNREACHABLE if _is_unreachable(error) else _DAMAGED, in_one_line(error), None
 
@@ -94,15 +97,13 @@ def _view(directory: Path) -> int:
             for path in directory.rglob("*")
             if path.is_file()
         )
-    except OSError:  # one has gone between name and size
+    except OSError:  # a file was deleted between listing it and reading its size
         return 0
     return zlib.crc32("\n".join(files).encode()) & 0x7FFFFFFF
 
 
 def raise_if_peer_failure(error: Exception) -> None:
-    """Raise the root cause of an error if it means that another process or the network failed, not
-    the disk.
-    """
+    """Raise the root cause of an error if another process or the network failed, not the disk."""
     root = _root(error)
     if jax.process_count() > 1 and is_runtime_error(root):
         raise root
@@ -117,7 +118,7 @@ def _is_unreachable(error: BaseException) -> bool:
 
 
 class _FinishingLoop(asyncio.SelectorEventLoop):
-    """Finishes its pending tasks before it closes."""
+    """An event loop that finishes its pending tasks before it closes."""
 
     def close(self) -> None:
         async def finish() -> None:
@@ -131,10 +132,10 @@ class _FinishingLoop(asyncio.SelectorEventLoop):
 
 @contextlib.contextmanager
 def event_loops_that_finish() -> Iterator[None]:
-    """Makes event loops in the body finish their pending tasks before they close.
+    """Make event loops that are created in the body finish their pending tasks before they close.
 
-    After a failed read or write Orbax closes its event loop while others are pending, each of which
-    would print a traceback around the one warning that matters.
+    After a failed read or write, Orbax closes its event loop while other tasks are pending. Each of
+    them would print a traceback around the one warning that matters.
     """
     plain, asyncio.new_event_loop = asyncio.new_event_loop, _FinishingLoop
     try:

@@ -1,9 +1,12 @@
-"""Retries of failed saves: a failure is noticed at the next step, reported at once, and the save is
-repeated a limited number of times.
+"""Retry failed saves.
+
+A failure is noticed at the next step and reported at once, and the save is repeated a limited
+number of times.
 
 Checkpoints are written in threads, and a disk that is full for a minute should not end a run. Older
-checkpoints are not deleted meanwhile (checkpoint/checkpoints.py). With several processes the first
-failure ends the run, as one process may fail while the others wait for it inside the save.
+checkpoints are not deleted in the meantime (checkpoint/checkpoints.py). With several processes the
+first failure ends the run, because one process may fail while the others wait for it inside the
+save.
 """
 
 import time
@@ -18,11 +21,11 @@ from optimus_jax.errors import CheckpointError, OptimusError
 from optimus_jax.faults.progress import Progress
 
 PAUSES_S = (0.0, 10.0, 30.0, 60.0)
-"""Pause before each retry of a failed save: after the first failure, the second and so on. One more
-failure is an error."""
+"""Seconds to pause before each retry of a failed save: after the first failure, the second and so
+on. One more failure is an error."""
 
 _POLL_S = 0.2
-"""Interval between two checks whether a pause should be cut short."""
+"""Seconds between two checks whether a pause should be cut short."""
 
 
 class Retries:
@@ -31,8 +34,8 @@ class Retries:
     Args:
       warn: called with each failure that is retried.
       is_alone: whether no other process takes part in saves.
-      clock: seconds that only grow.
-      sleep: waits for a number of seconds.
+      clock: monotonic time in seconds.
+      sleep: called with a number of seconds to wait.
     """
 
     def __init__(
@@ -49,7 +52,7 @@ class Retries:
         self._due_s: float | None = None
 
     def failed(self, error: CheckpointError) -> None:
-        """A save has failed; raises its error if no retry is left."""
+        """Record that a save has failed. Raises its error if no retry is left."""
         if self._failed >= len(self._pauses_s):
             raise error
         pause_s = self._pauses_s[self._failed]
@@ -63,7 +66,7 @@ class Retries:
 
     @property
     def pauses_s(self) -> tuple[float, ...]:
-        """Pauses between tries of the final save."""
+        """Seconds to pause between attempts at the final save."""
         return self._pauses_s
 
     def pause(self, pause_s: float, is_stopping: Callable[[], bool]) -> None:
@@ -73,11 +76,11 @@ class Retries:
             self._sleep(min(_POLL_S, pause_s))
 
     def succeeded(self) -> None:
-        """A save is complete."""
+        """Record that a save is complete."""
         self._failed, self._due_s = 0, None
 
     def begun(self) -> None:
-        """A save was started."""
+        """Record that a save was started."""
         self._due_s = None
 
     @property
@@ -101,9 +104,9 @@ class Saving:
     say: Callable[[str], object]
 
     def begin(self, save: Callable[[], object]) -> None:
-        """Call `save`; if it fails it is retried later.
+        """Call `save`. If it fails, it is retried later.
 
-        Raises NotFiniteError, and CheckpointError after the last try.
+        Raises NotFiniteError, or CheckpointError after the last attempt.
         """
         try:
             save()
@@ -114,8 +117,9 @@ class Saving:
             self.retries.failed(error)
 
     def poll(self) -> None:
-        """Handle the end of the current save if it has ended; does not wait. Raises CheckpointError
-        after the last try.
+        """Handle the result of the current save if it has ended; does not wait.
+
+        Raises CheckpointError after the last attempt.
         """
         if not self.checkpoints.has_ended:
             return
@@ -135,7 +139,7 @@ class Saving:
         Args:
           is_stopping: whether a stop was requested.
         Raises:
-          CheckpointError: all tries failed.
+          CheckpointError: all attempts failed.
         """
         for pause_s in (*self.retries.pauses_s, None):
             try:
@@ -156,7 +160,7 @@ class Saving:
                 self.retries.pause(pause_s, is_stopping)
 
     def wait_succeeded(self) -> bool:
-        """Wait for the current save; returns whether it succeeded."""
+        """Wait for the current save, and return whether it succeeded."""
         try:
             with self.progress.during("write"):
                 self.checkpoints.wait()
@@ -167,10 +171,12 @@ class Saving:
     def save_after_error(
         self, save: Callable[[], object], state: Any, step: int, error: Exception
     ) -> None:
-        """After an error, save the state after `step` unless it is saved, and add a note on the
-        result to the error.
+        """After an error, save the state after `step` unless it is saved already.
 
-        Only in a run of one process: a save takes all processes, and the others have no error.
+        Adds a note about the result to the error.
+
+        Does this only in a run of one process: a save needs all processes, and the others have no
+        error.
         """
         if not self.is_alone or isinstance(error, CheckpointError) or self.checkpoints.holds(step):
             return

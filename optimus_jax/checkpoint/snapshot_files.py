@@ -1,13 +1,13 @@
-"""File format of snapshots: the shards of one process at one step, with checksums.
+"""Define the file format of snapshots: the shards of one process at one step, with checksums.
 
     <root>/<step>/<process>.bin     the pieces, one behind the other, as they lay in memory
     <root>/<step>/<process>.json    the manifest: step, metadata, every leaf's shape and dtype,
     every piece's place and checksum
 
 The manifest is written last, by renaming, and has its own checksum: a snapshot with a readable
-manifest is complete. A shard is the part of a leaf between bounds; if several devices of a process
-hold the same one, it is written once. Only JSON and raw bytes are stored, so that reading executes
-no stored code.
+manifest is complete. A shard is the part of a leaf between bounds. If several devices of a process
+hold the same shard, it is written once. Only JSON and raw bytes are stored, so that reading never
+executes stored code.
 """
 
 import contextlib
@@ -38,12 +38,12 @@ class StoredShard:
 
     file: Path
     offset: int
-    """In bytes."""
+    """Start of the shard in the file, in bytes."""
     num_bytes: int
     crc32: int
 
     def read(self) -> bytes | None:
-        """Its bytes; None if they cannot be read or the checksum differs."""
+        """The shard's bytes; None if they cannot be read or the checksum differs."""
         try:
             with open(self.file, "rb") as file:
                 file.seek(self.offset)
@@ -55,17 +55,17 @@ class StoredShard:
 
 @dataclass(frozen=True, kw_only=True)
 class HostSnapshot:
-    """The shards of one step in the files of this host."""
+    """The shards of one step that are in the files of this host."""
 
     step: int
     metadata: dict[str, Any]
     leaves: dict[str, tuple[tuple[int, ...], str]]
     """Shape and dtype of each leaf of the whole state, by path."""
     shards: dict[Key, tuple[StoredShard, ...]]
-    """All copies of each shard that processes of this host have written."""
+    """All copies of each shard that processes of this host have written, by shard."""
 
     def intact_shards(self) -> dict[Key, StoredShard]:
-        """The first copy of each shard whose checksum is right; reads the files."""
+        """The first copy of each shard whose checksum is right. Reads the files."""
         found = {
             key: next((shard for shard in copies if shard.read() is not None), None)
             for key, copies in self.shards.items()
@@ -85,11 +85,11 @@ def write(
     leaves: Mapping[str, tuple[tuple[int, ...], str]],
     shards: Iterable[tuple[Key, np.ndarray]],
 ) -> None:
-    """Write the shards of a process; they are complete when this returns.
+    """Write the shards of a process. They are complete when this returns.
 
     Raises:
       OSError: they could not be written. Files of other processes of this host for the step are
-        deleted too, as an incomplete snapshot is useless.
+        deleted too, because an incomplete snapshot is useless.
     """
     folder = root / str(step)
     folder.mkdir(parents=True, exist_ok=True)
@@ -130,7 +130,7 @@ def steps(root: Path) -> list[int]:
 
 
 def read(root: Path, step: int) -> HostSnapshot | None:
-    """What all processes of this host have written for a step; None: nothing complete."""
+    """What all processes of this host have written for a step; None if nothing is complete."""
     metadata, leaves, shards = None, {}, defaultdict[Key, tuple[StoredShard, ...]](tuple)
     for path in sorted((root / str(step)).glob("*.json")):
         if (value := _manifest(path)) is None or value["step"] != step:
@@ -152,8 +152,7 @@ def read(root: Path, step: int) -> HostSnapshot | None:
 
 
 def delete(root: Path, step: int) -> None:
-    """Delete the files of one step of all processes on this host; safe if several processes call
-    it."""
+    """Delete the files of one step of all processes on this host. Several processes may call it."""
     shutil.rmtree(root / str(step), ignore_errors=True)
 
 

@@ -1,19 +1,20 @@
-"""Snapshots: a fast second tier of checkpoints in host memory every few steps, so that a restart on
-the same hosts loses few steps.
+"""Snapshots: a fast second tier of checkpoints in host memory.
+
+They are taken every few steps, so that a restart on the same hosts loses few steps.
 
 Snapshots are files in an in-memory file system (`/dev/shm`), in a directory of the run. Every
-process writes the shards of its own devices, so that with replicas on several hosts each shard is
-in the memory of several hosts. They survive the processes but not the host; checkpoints on disk
-(checkpoint/checkpoints.py) stay the durable tier.
+process writes the shards of its own devices, so with replicas on several hosts each shard is in the
+memory of several hosts. Snapshots survive the processes but not the host; checkpoints on disk
+(checkpoint/checkpoints.py) remain the durable tier.
 
-On a resume all processes together find the newest step of which the present hosts have every shard
-intact. A process that lacks a shard receives it from one that has it, so that the number of
-processes and the plan may change. The restored state is bit-identical.
+On a resume, all processes together find the newest step of which the present hosts have every shard
+intact. A process that lacks a shard receives it from one that has it, so the number of processes
+and the plan may change. The restored state is bit-identical.
 
-Two complete snapshots are kept while a third is written: the newest may be complete in one process
-but not in another, while the one before is complete in all. A process deletes older ones when it
-takes the next snapshot: it has then ended a step which every process began after waiting for the
-previous snapshot.
+Two complete snapshots are kept while a third is written. The newest may be complete in one process
+but not in another, but the one before is complete in all. A process deletes older ones when it
+takes the next snapshot: by then it has finished a step that every process began after waiting for
+the previous snapshot.
 """
 
 import contextlib
@@ -44,21 +45,23 @@ from optimus_jax.system.paths import local_path
 GENERATIONS = 2
 """Number of complete snapshots that are kept."""
 CHECKSUMS_DIFFER = -1
-"""Stands for a checksum if processes have different ones."""
+"""Used in place of a checksum if processes have different ones."""
 
 
 class Snapshots:
-    """The snapshots of one run on this process's host. All processes must call `take` and `restore`
-    alike.
+    """The snapshots of one run on this process's host.
+
+    All processes must call `take` and `restore` in the same way.
 
     Args:
-      directory: a file system in memory.
-      run_directory: of the run.
+      directory: a directory in an in-memory file system.
+      run_directory: the directory of the run.
       started: text of the run's first event, which distinguishes it from earlier and later runs in
         the same run directory.
-      every: steps between snapshots; 0: none are taken.
-      begun: steps after which the run was started or resumed so far, in order: a snapshot from
-        before a later rollback is not used, although a host that was absent may still have it.
+      every: steps between snapshots. 0: none are taken.
+      begun: steps after which the run was started or resumed so far, in order. Snapshots that a
+        later rollback made invalid are not used, although a host that was absent may still have
+        them.
       warn: called with a text about a failure that does not end the run.
       warn_here: the same, for failures of this process only.
     """
@@ -104,7 +107,7 @@ class Snapshots:
         try:
             try:
                 self._make_root()
-            # another run has ended meanwhile and removed the parent
+            # another run has ended in the meantime and removed the parent
             except FileNotFoundError:
                 self._make_root()
             free_bytes = shutil.disk_usage(self.root).free + sum(
@@ -140,7 +143,7 @@ class Snapshots:
         self.root.mkdir(exist_ok=True)
 
     def take(self, step: int, state: Any, metadata: Mapping[str, Any]) -> None:
-        """Start to write the state after `step`; waits for the previous snapshot.
+        """Start to write the state after `step`. Waits for the previous snapshot first.
 
         `state` may be donated once this returns.
         """
@@ -152,7 +155,7 @@ class Snapshots:
         held = list(_local_shards(state))
         for _, shard in held:
             shard.copy_to_host_async()
-        # On a CPU the host's copy may be the buffer itself, which the writer's reference keeps from
+        # On a CPU the host's copy may be the buffer itself. The writer's reference protects it from
         # being donated.
         shards = [(key, np.asarray(shard)) for key, shard in held]
         self._writing = self._writer.submit(
@@ -166,14 +169,16 @@ class Snapshots:
         )
 
     def _is_current(self, step: int) -> bool:
-        """Whether the run was not rolled back to before the snapshot since it was taken;
-        completeness is checked later."""
+        """Whether the run has not been rolled back to before the snapshot since it was taken.
+
+        Completeness is checked later.
+        """
         held = files.read(self.root, step)
         return held is None or all(step <= begun for begun in self._begun[held.metadata[_START] :])
 
     def wait(self) -> None:
-        """Wait for the current snapshot; a failure is only a warning, as the run does not depend on
-        it.
+        """Wait for the current snapshot. A failure only causes a warning: the run does not depend
+        on it.
         """
         if self._writing is not None:
             try:
@@ -186,12 +191,12 @@ class Snapshots:
             self._writing = None
 
     def delete_after(self, step: int) -> None:
-        """Delete snapshots of later steps: the run continues from `step`."""
+        """Delete snapshots of later steps, because the run continues from `step`."""
         for later in (other for other in files.steps(self.root) if other > step):
             files.delete(self.root, later)
 
     def discard(self) -> None:
-        """Delete all snapshots: the run has ended, and its last state is on disk."""
+        """Delete all snapshots, because the run has ended and its last state is on disk."""
         with contextlib.suppress(OSError):
             if self._writing is not None:
                 self._writing.result()
@@ -211,13 +216,14 @@ class Snapshots:
         paddable: Callable[[str], bool] = lambda path: False,
         check: Callable[[Mapping[str, Any]], object] = lambda metadata: None,
     ) -> Restored | None:
-        """The newest state of which the present hosts have every shard; None: there is none after
-        step `newer_than`.
+        """The newest state of which the present hosts have every shard.
+
+        None if there is none after step `newer_than`.
 
         Args:
           abstract_state: pytree of jax.ShapeDtypeStruct, each with its target sharding.
           newer_than: step of the newest checkpoint on disk.
-          paddable: as of `Checkpoints.restore`.
+          paddable: as for `Checkpoints.restore`.
           check: called with the metadata before arrays are assembled; may raise.
         Raises:
           CheckpointError: it is of another model.
@@ -243,18 +249,19 @@ class Snapshots:
 
 
 _START, _METADATA = "start", "said"
-"""Manifest keys: the number of the start that took the snapshot, and the metadata given to
-`take`."""
+"""Manifest keys: how often the run had been started when the snapshot was taken, and the metadata
+given to `take`."""
 
 
 def _is_own(folder: Path) -> bool:
-    """Whether the folder belongs to this user, as its parent is writable by all."""
+    """Whether the folder belongs to this user. Its parent is writable by all users."""
     return not folder.is_symlink() and folder.is_dir() and folder.stat().st_uid == os.getuid()
 
 
 def bytes_of_host(state: Any) -> int:
-    """Bytes of a state that all processes of this host hold, replicas included; every process must
-    call it.
+    """Bytes of a state that all processes of this host hold, including replicas.
+
+    Every process must call it.
     """
     own = sum(shard.nbytes for _, shard in _local_shards(state))
     if jax.process_count() == 1:
@@ -273,19 +280,20 @@ def bytes_of_host(state: Any) -> int:
 
 
 class _SnapshotAssembly:
-    """Assembles the state of one step from shards on all hosts; all processes call the same
-    methods.
+    """Assembles the state of one step from shards on all hosts.
+
+    All processes must call the same methods.
 
     Args:
-      step: of the snapshot.
-      held: shards on this host; None: none.
+      step: the step of the snapshot.
+      held: the shards on this host; None if there are none.
     """
 
     def __init__(self, step: int, held: HostSnapshot | None) -> None:
         self._step = step
         self._local = held.intact_shards() if held else {}
         self._content: dict[Key, bytes] = {}
-        """The shards that this process needs, once they are fetched."""
+        """The shards that this process needs, after they are fetched."""
         gathered = _gathered_json(
             {
                 "metadata": held and held.metadata[_METADATA],
@@ -361,8 +369,9 @@ class _SnapshotAssembly:
         )
 
     def _fetch(self, asked: Mapping[str, Any]) -> str | None:
-        """Fetch the shards that this process needs, from its own host or another process; returns
-        the problem, if any.
+        """Fetch the shards that this process needs, from its own host or another process.
+
+        Returns the problem, if any.
         """
         needed = {key for key in self._owner if self._is_needed(key, asked)}
         self._content = {
@@ -387,7 +396,7 @@ class _SnapshotAssembly:
         return None
 
     def _from_owner(self, key: Key) -> bytes:
-        """Broadcast a shard from the process that has it; all processes must call it."""
+        """Broadcast a shard from the process that has it. All processes must call it."""
         (path, bounds), is_source = key, self._owner[key] == jax.process_index()
         local_steps = np.zeros(_size(bounds) * jnp.dtype(self._leaves[path][1]).itemsize, np.uint8)
         if is_source and (content := self._local[key].read()) is not None:
@@ -436,7 +445,7 @@ class _SnapshotAssembly:
 
 
 def _local_shards(state: Any) -> Iterator[tuple[Key, jax.Array]]:
-    """The shards of this process's devices, each once."""
+    """Yield the shards of this process's devices, each once."""
     for path, leaf in named_leaves(state).items():
         seen = set()
         for shard in leaf.addressable_shards:
@@ -448,8 +457,7 @@ def _local_shards(state: Any) -> Iterator[tuple[Key, jax.Array]]:
 
 
 def _gathered_json(value: Any) -> list[Any]:
-    """The JSON values of all processes, in the order of their indices; every process must call
-    it."""
+    """The JSON values of all processes, by process index. Every process must call it."""
     if jax.process_count() == 1:
         return json.loads(json.dumps([value]))
     text = np.frombuffer(json.dumps(value).encode(), np.uint8)
@@ -479,7 +487,7 @@ def _size(bounds: Bounds) -> int:
 
 
 def _overlap(first: Bounds, second: Bounds) -> Bounds | None:
-    """The intersection; None: it is empty."""
+    """The intersection of two bounds; None if it is empty."""
     common = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(first, second, strict=True))
     return common if all(start < stop for start, stop in common) else None
 

@@ -1,1 +1,1 @@
-"""Text from a trained model."""
+"""Generate text from a trained model."""

@@ -1,9 +1,9 @@
-"""Generates text from a trained model on one device, token by token, with a key/value cache.
+"""Generate text from a trained model on one device, token by token, with a key/value cache.
 
-The prompt runs through the model in one pass, which fills the cache; every token after it is a pass
-of length 1. Lengths are rounded up, so that all prompts share a few compiled programs: entries that
-a pass writes past its last token are masked, as they lie after every query, until the token of that
-position overwrites them.
+The prompt runs through the model in one pass, which fills the cache. Every token after it is a pass
+of length 1. Lengths are rounded up, so that all prompts share a few compiled programs. Cache
+entries that a pass writes past its last token are masked, since they are after every query, until
+the token of that position overwrites them.
 
 Shapes: B samples, L length of a pass, T cached length, V vocab, G key/value heads, K head_dim,
 C candidates for the next token.
@@ -42,9 +42,9 @@ from optimus_jax.training.state import may_be_padded
 from optimus_jax.training.step import COMPUTE_DTYPES
 
 MIN_LENGTH = 32
-"""Tokens of the shortest pass over a prompt, and of the shortest cache."""
+"""Length in tokens of the shortest pass over a prompt, and of the shortest cache."""
 INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
-"""A decoded text ends with this while bytes of its last character are missing."""
+"""Decoded text ends with this while bytes of its last character are missing."""
 
 Cache = tuple[Array, Array]
 """Keys and values, [layers, B, T, G, K] each."""
@@ -55,11 +55,11 @@ class Sampling:
     """How the next token is drawn from the model's probabilities."""
 
     temperature: float = 1.0
-    """Divides the logits; 0 takes the likeliest token (greedy)."""
+    """Divides the logits. 0: take the likeliest token (greedy)."""
     top_k: int | None = None
     """Draw from this many likeliest tokens; None: from all."""
     top_p: float = 1.0
-    """Draw from the fewest likeliest tokens that have this probability together
+    """Draw from the smallest set of likeliest tokens that together have this probability
     (arXiv:1904.09751)."""
 
     def __post_init__(self) -> None:
@@ -75,17 +75,16 @@ class Sampling:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TextModel:
-    """A trained model and its tokenizer, which continue a text."""
+    """A trained model with its tokenizer, which can continue a text."""
 
     config: ModelConfig
     params: Params
-    """On one device, in the format of the matmuls and of the cache; the vocabulary is not
-    padded."""
+    """On one device, in the format of matmuls and cache. The vocabulary is not padded."""
     tokenizer: Tokenizer
     step: int
-    """Step of the checkpoint of the parameters."""
+    """Step of the checkpoint from which the parameters were read."""
     trained_length: int | None = None
-    """Length in tokens of the longest training examples; None: all positions were trained."""
+    """Length in tokens of the longest training examples; None if all positions were trained."""
 
     def generate(
         self,
@@ -100,20 +99,20 @@ class TextModel:
         past_trained_length: bool = False,
         warn: Callable[[str], object] = warnings.warn,
     ) -> Iterator[list[str]]:
-        """Continue `prompt`: yields the new text of every sample in increments.
+        """Continue `prompt`, and yield the new text of every sample in increments.
 
-        Each item has one string per sample, "" if nothing can be shown (the sample has ended, or
-        bytes of its last character are still missing).
+        Each item has one string per sample. It is "" if there is nothing to show: the sample has
+        ended, or bytes of its last character are still missing.
 
         Args:
-          max_new_tokens: most tokens of a sample; it ends sooner at the end of a document, or (with
-            a call of `warn`) at the last position of the model, or the last trained one if
-            positions are learned.
-          past_trained_length: continue past the trained length although untrained learned positions
-            are noise.
+          max_new_tokens: maximum number of tokens of a sample. It ends earlier at the end of a
+            document, or (with a call of `warn`) at the model's last position, or at the last
+            trained one if positions are learned.
+          past_trained_length: continue past the trained length, although untrained learned
+            positions are noise.
           temperature, top_k, top_p: as in `Sampling`.
-          seed: of all draws; keys also depend on the sample's index and the position, so that a
-        sample does not depend on the number of samples.
+          seed: seed of all draws. Keys also depend on the sample's index and the position, so that
+            a sample does not depend on the number of samples.
         Raises:
           OptimusError: raised by the call, not by the iterator: an argument is out of range, or the
             prompt is empty, too long or has unknown tokens.
@@ -166,7 +165,9 @@ class TextModel:
         return self._texts(tokens, [_Detokenizer(self.tokenizer, ids) for _ in range(num_samples)])
 
     def _limit(self, past_trained_length: bool) -> int:
-        """Number of positions that may be used: learned ones only as far as they were trained."""
+        """Number of positions that may be used: learned positions only as far as they were
+        trained.
+        """
         if (
             past_trained_length
             or self.trained_length is None
@@ -176,7 +177,7 @@ class TextModel:
         return min(self.trained_length, self.config.max_length)
 
     def encode(self, prompt: str, *, past_trained_length: bool = False) -> np.ndarray:
-        """Token ids of a prompt; raises DataError if the model cannot continue it."""
+        """Token ids of a prompt. Raises DataError if the model cannot continue it."""
         config = self.config
         try:
             prompt.encode()
@@ -232,11 +233,11 @@ class TextModel:
         seed: int,
         num_samples: int,
     ) -> Iterator[np.ndarray]:
-        """Yields the token of every sample, int32 [B], for each position; eos after a sample has
+        """Yield the token of every sample, int32 [B], for each position; eos after a sample has
         ended.
 
         Args:
-          prompt: ids [N], at least one; N + num_new_tokens - 1 is at most the model's max_length.
+          prompt: ids [N], at least one. N + num_new_tokens - 1 is at most the model's max_length.
         """
         check_jax_settings()
         length, limit, eos = len(prompt), self.config.max_length, self.tokenizer.eos
@@ -284,10 +285,11 @@ class TextModel:
 def load_text_model(
     run_dir: UserPath, step: int | None = None, *, warn: Callable[[str], object] = warnings.warn
 ) -> TextModel:
-    """The model of a run, from its newest good checkpoint or that of `step`, on the first device.
+    """Load the model of a run onto the first device, from its newest good checkpoint or that of
+    `step`.
 
-    Only the parameters are read, from a run on any mesh. `run_dir` may be the URL of a run in a
-    store, which is copied first.
+    Only the parameters are read; the run may have used any mesh. `run_dir` may be the URL of a run
+    in a store, which is copied first.
 
     Raises:
       OptimusError: there is no such run, checkpoint or tokenizer.
@@ -347,7 +349,9 @@ def _prefill(
     sampling: Sampling,
     num_keys: int,
 ) -> tuple[Array, Cache]:
-    """Padded prompt and its length -> the first new token [B], and the cache of all samples."""
+    """Run a padded prompt of `length` tokens: the first new tokens [B], and the cache of all
+    samples.
+    """
     logits_1V, cache = extend(
         config, params, empty_cache(config, params, num_keys), prompt_1L, jnp.int32(0), length - 1
     )
@@ -368,7 +372,7 @@ def _next_tokens(
     *,
     sampling: Sampling,
 ) -> tuple[Array, Cache]:
-    """Tokens [B] of a position -> the tokens after them, and the cache with theirs."""
+    """Run the tokens [B] at `position`: the tokens after them, and the extended cache."""
     logits_BV, cache = extend(config, params, cache, tokens_B[:, None], position, jnp.int32(0))
     return draw(logits_BV, keys_B, position + 1, sampling), cache
 
@@ -376,16 +380,17 @@ def _next_tokens(
 def extend(
     config: ModelConfig, params: Params, cache: Cache, tokens_BL: Array, start: Array, last: Array
 ) -> tuple[Array, Cache]:
-    """Run tokens at positions `start`, `start` + 1, ... through the model.
+    """Run tokens at positions `start`, `start` + 1, ... through the model, and extend the cache.
 
     Args:
-      cache: keys and values of all positions before `start`; start + L is at most T.
+      cache: keys and values of all positions before `start`. start + L is at most T.
     Returns:
-      The logits after token number `last` of these, float32 [B, V], and the cache with theirs
-      added.
+      The logits after the token with index `last` in `tokens_BL`, float32 [B, V], and the cache
+      with the keys and values of these tokens.
     """
     positions_BL = jnp.broadcast_to(start + jnp.arange(tokens_BL.shape[1]), tokens_BL.shape)
-    # The kernel is XLA's: cuDNN's causal mask takes the first query to be at position 0.
+    # The kernel is XLA's, because cuDNN's causal mask assumes that the first query is at position
+    # 0.
     run = ForwardContext(
         comm=Collectives(cache[0].dtype), kernel="xla", visibility=Visibility(query_offset=start)
     )
@@ -399,7 +404,7 @@ def extend(
 
 
 def empty_cache(config: ModelConfig, params: Params, num_keys: int) -> Cache:
-    """Room for `num_keys` positions of one sample, in the format of the parameters."""
+    """A cache of zeros for `num_keys` positions of one sample, in the format of the parameters."""
     dtype = params["embedding"]["table"].dtype
     shape = (config.num_layers, 1, num_keys, config.num_kv_heads, config.head_dim)
     return jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)
@@ -407,12 +412,12 @@ def empty_cache(config: ModelConfig, params: Params, num_keys: int) -> Cache:
 
 @functools.cache
 def unpadded(config: ModelConfig) -> ModelShapes:
-    """The model as one device has it."""
+    """The shapes of the model with an unpadded vocabulary."""
     return model_shapes(config, config.vocab_size)
 
 
 def draw(logits_BV: Array, keys_B: Array, position: Array, sampling: Sampling) -> Array:
-    """The token at `position` of every sample, int32 [B]; each draws with its own key."""
+    """Draw the token at `position` of every sample, int32 [B], each with its own key."""
     if sampling.temperature == 0:
         return jnp.argmax(logits_BV, axis=-1)
     logits_BC, ids_BC = candidates(logits_BV / sampling.temperature, sampling)
@@ -424,8 +429,8 @@ def draw(logits_BV: Array, keys_B: Array, position: Array, sampling: Sampling) -
 
 
 def candidates(logits_BV: Array, sampling: Sampling) -> tuple[Array, Array]:
-    """Logits and ids, [B, C], of the tokens to draw from: the top k, and of their probability the
-    top p.
+    """Logits and ids, [B, C], of the tokens to draw from: the top k, restricted to the top p of
+    them.
     """
     batch, vocab = logits_BV.shape
     if sampling.top_k is None and sampling.top_p == 1:
@@ -439,15 +444,15 @@ def candidates(logits_BV: Array, sampling: Sampling) -> tuple[Array, Array]:
 
 
 def rounded_up(length: int, limit: int) -> int:
-    """The power of two from SHORTEST on that holds `length`, or `limit` if that is less."""
+    """The smallest power of two that is at least `length` and MIN_LENGTH, but at most `limit`."""
     return min(limit, max(MIN_LENGTH, 1 << (length - 1).bit_length()))
 
 
 class _Detokenizer:
-    """Tokens one at a time into pieces of text that joined are the text of all.
+    """Turns tokens, one at a time, into pieces of text which, joined, are the text of all tokens.
 
-    A piece is the growth of the text of a window of tokens, as a token's text may depend on the one
-    before; characters whose bytes are not all there yet wait.
+    A piece is what a token adds to the text of a window of tokens, because a token's text may
+    depend on the token before. Characters of which bytes are missing are held back.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt: np.ndarray) -> None:
@@ -456,7 +461,7 @@ class _Detokenizer:
         self._num_shown = len(self._window)
 
     def push(self, token: int) -> str:
-        """The text that `token` completes."""
+        """The text that `token` completes; empty if its last character is incomplete."""
         self._window.append(token)
         piece = self.rest()
         if not piece or piece.endswith(INCOMPLETE):
@@ -466,7 +471,7 @@ class _Detokenizer:
         return piece
 
     def rest(self) -> str:
-        """The text that still waits, whole or not."""
+        """The text that was held back, complete or not."""
         shown = self._tokenizer.decode(self._window[: self._num_shown])
         return self._tokenizer.decode(self._window)[len(shown) :]
 

@@ -1,1 +1,3 @@
-"""The planner: profiles, costs, learning, search, ahead-of-time compilation, trials."""
+"""The planner: hardware profiles, cost model, learning, search, ahead-of-time compilation,
+trials.
+"""

@@ -1,5 +1,7 @@
-"""`find_plans`: rank the layouts of a model on a cluster, which need not exist, with
-predictions."""
+"""`find_plans`: rank the layouts of a model on a cluster by predicted step time.
+
+The cluster need not exist.
+"""
 
 import dataclasses
 from collections.abc import Iterable, Iterator
@@ -33,7 +35,7 @@ from optimus_jax.planning.search.phase_plans import plans_ahead
 from optimus_jax.planning.search.search import Pricing, Ranking, search
 
 SEQUENCES_PER_DEVICE = 8
-"""Default global batch per device."""
+"""Default number of sequences per device in a global batch."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,14 +50,14 @@ class RankedPlan:
     why: str
     """Why it is the best, or why it is slower than the best."""
     batch_advice: tuple[SizeAlternative, ...] = ()
-    """Nearby batches that divide better over the devices, with their best plans; the same for every
+    """Nearby batches that divide better over the devices, with their best plans. The same for every
     plan of a ranking."""
     cluster_advice: tuple[SizeAlternative, ...] = ()
-    """Smaller clusters that run the same batch faster; the same for every plan of a ranking."""
+    """Smaller clusters that run the same batch faster. The same for every plan of a ranking."""
     lost: "DeviceLoss | None" = None
-    """Cost of leaving devices out (`without`); None: none were left out."""
+    """Throughput lost by leaving devices out (`without`); None if none were left out."""
     later: "tuple[LaterPhase, ...]" = ()
-    """Plans of later training phases; only for the best plan."""
+    """Plans of later training phases; only set for the best plan."""
 
     @property
     def axes(self) -> AxisSizes:
@@ -64,7 +66,7 @@ class RankedPlan:
 
     @property
     def schedule(self) -> str | None:
-        """Schedule of the pipeline stages; None without stages."""
+        """Name of the pipeline schedule; None without pipeline stages."""
         return None if self.plan.pipeline is None else self.plan.pipeline.schedule
 
     @property
@@ -122,13 +124,14 @@ class DeviceLoss:
     num_devices: int
     """Number of devices left out."""
     tokens_per_s_before: float | None
-    """Tokens per second with the best plan for the whole cluster; None: it has no plan."""
+    """Tokens per second with the best plan for the whole cluster; None if no plan was found for
+    it."""
     tokens_per_s: float
     """Tokens per second with the best plan for the remaining devices."""
 
     @property
     def share(self) -> float | None:
-        """Lost share of tokens per second."""
+        """Share of tokens per second that is lost; None if `tokens_per_s_before` is unknown."""
         return (
             None
             if self.tokens_per_s_before is None
@@ -169,7 +172,7 @@ class LaterPhase:
     step_time_s: float
     tokens_per_s: float
     reason: str | None = None
-    """Why its batch is not split over all devices; None: it is."""
+    """Why its batch is not split over all devices; None if it is."""
 
     def as_json(self) -> dict[str, Any]:
         """What `scripts/plan.py --json` prints."""
@@ -207,10 +210,10 @@ class PlanSearch:
     rejections: tuple[Rejection, ...]
     num_priced: int
     divisibility: Divisibility
-    """Sizes that do not divide, and alternatives that would."""
+    """Sizes that do not divide, and alternatives that do."""
     lost: DeviceLoss | None = None
     later: tuple[LaterPhase, ...] = ()
-    """Plans of the phases after the first; plans are ranked for the first phase."""
+    """Plans of the phases after the first. `plans` are ranked for the first phase."""
 
 
 def find_plans(
@@ -228,13 +231,13 @@ def find_plans(
     Args:
       model: name of a preset.
       cluster: `h100:8x8` (hosts x devices), or a Cluster.
-      top: most plans to return.
+      top: maximum number of plans to return.
       links: link speeds that replace the usual ones, such as `inter_host=50GB/s`.
-      rates: speed of the devices; None: from the data sheet of their kind.
+      rates: speed of the devices; None: taken from their data sheet.
       without: plan for the cluster without this number of hosts (devices, if it has one host); the
         default global batch is still that of the whole cluster.
-      overrides: settings as for `train`; layout settings among them are kept. The default precision
-        is bf16 on GPUs, the default global batch SEQUENCES_PER_DEVICE per device.
+      overrides: settings as for `train`. Layout settings among them are respected. The default
+        precision is bf16 on GPUs, the default global batch SEQUENCES_PER_DEVICE per device.
     Raises:
       OptimusError: a name is unknown, or no plan is legal and fits; the text says why.
     """
@@ -322,7 +325,7 @@ _GLOBAL_BATCH = {"global_batch", "data.global_batch"}
 
 
 def _later(pricing: Pricing, plan: Plan) -> Iterator[LaterPhase]:
-    """Plans for the phases after the first, of a run that begins under `plan`.
+    """Yield plans for the phases after the first, of a run that begins under `plan`.
 
     Raises PlanError if a phase has no plan.
     """
@@ -426,8 +429,9 @@ def _nothing_found(pricing: Pricing, ranking: Ranking, divided: Divisibility) ->
 
 
 def _in_smaller_moments(pricing: Pricing) -> str:
-    """Advice to keep moments in bf16 if a plan then fits, worded so that other advice can follow;
-    empty if none fits.
+    """Advice to keep moments in bf16 if a plan then fits; empty if none fits.
+
+    Worded so that other advice can follow it.
     """
     try:
         config = pricing.config.with_values({"precision.moments": "bf16"})

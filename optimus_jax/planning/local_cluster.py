@@ -1,7 +1,8 @@
-"""The devices of this run as a cluster: their rates, and corrections from steps measured on them.
+"""Describe the devices of this run as a cluster, with rates and corrections measured on them.
 
-Rates come from a cached hardware profile, else from data sheets; otherwise they are unknown.
-Measured step times are stored beside the profiles, one file per kind and number of devices.
+Rates come from a cached hardware profile, or else from data sheets; if there is neither, they are
+unknown. Measured step times are stored next to the profiles, in one file per kind and number of
+devices.
 """
 
 import datetime
@@ -45,7 +46,7 @@ from optimus_jax.system.cache import measurements_directory
 
 @dataclass(frozen=True, kw_only=True)
 class LocalCluster:
-    """The devices of this run."""
+    """The devices of this run, with their rates and measured step times."""
 
     cluster: Cluster
     rates: Rates
@@ -54,10 +55,10 @@ class LocalCluster:
 
     @cached_property
     def calibration(self) -> Calibration:
-        """Corrections learnt from the records, computed at first use.
+        """Corrections learnt from the records, computed on first use.
 
-        Empty in a run of several processes, since each has its own files and predictions must
-        agree.
+        Empty in a run of several processes: each process has its own files, but their predictions
+        must agree.
         """
         return (
             Calibration() if jax.process_count() > 1 else calibration_of(read_records(self.records))
@@ -98,7 +99,7 @@ def measure_devices(
 
 
 def known_devices(topology: Topology) -> LocalCluster | None:
-    """This run's devices without measuring; None if their speed is unknown.
+    """This run's devices, described without measuring; None if their speed is unknown.
 
     Every process must call it.
     """

@@ -1,1 +1,1 @@
-"""A state into another layout: exchange, programs, host copies, checksums."""
+"""Reshard a state into another layout: plan the exchange, move pieces, verify checksums."""

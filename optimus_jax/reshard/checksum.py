@@ -5,8 +5,8 @@ scrambled, and summed modulo 2^32. Hence
 * the sum is the same for every sharding, device count and order of addition;
 * a change of one element always changes it: an odd factor and the scrambling are invertible;
 * swapping two elements changes it, except with probability about 2^-32;
-* appended zeros (rows that pad a vocabulary) do not change it: zero bits stay zero, and the
-  hash depends on indices only, never on the shape.
+* appended zeros (rows that pad a vocabulary) do not change it: zero bits stay zero, and the hash
+  depends only on indices, never on the shape.
 """
 
 from typing import Any, NamedTuple
@@ -30,8 +30,8 @@ def named_leaves(tree: Any) -> dict[str, Any]:
 def checksums(tree: Any) -> dict[str, int]:
     """The checksum of every leaf, by path; the same on every process.
 
-    Computed on the devices: each sums its own shards, and one integer per leaf is exchanged.
-    Elements of 64 bits are not supported.
+    Computed on the devices: each device sums its own shards, and one integer per leaf is exchanged.
+    64-bit elements are not supported.
 
     Args:
       tree: jax.Arrays of any sharding.
@@ -48,7 +48,7 @@ class ArrayCheck(NamedTuple):
 
 
 def check_arrays(tree: Any) -> dict[str, ArrayCheck]:
-    """Checksum and finiteness of every leaf by path, in one pass over each."""
+    """Checksum and finiteness of every leaf by path, in one pass over each leaf."""
     # One leaf at a time. A single program for all leaves takes longer to compile (parameters and
     # their moments share programs) and on a CPU needs scratch space as large as the whole tree.
     # Many programs in flight exhaust the threads of a CPU, and their sums deadlock.

@@ -1,5 +1,7 @@
-"""Schedule point-to-point sends: in each round a member sends at most one message and receives at
-most one, as `jax.lax.ppermute` requires.
+"""Schedule point-to-point sends in rounds.
+
+In each round a member sends at most one message and receives at most one, as `jax.lax.ppermute`
+requires.
 
 Senders and receivers are the two sides of a bipartite graph and routes are its edges, so a schedule
 with the fewest rounds is an edge colouring with the fewest colours.
@@ -13,13 +15,13 @@ Route = tuple[int, int]
 
 
 def route_rounds(routes: Sequence[Route]) -> list[list[int]]:
-    """Distribute routes over rounds such that nobody sends, or receives, twice in a round.
+    """Distribute routes over rounds so that no member sends, or receives, twice in a round.
 
     The number of rounds is minimal: the number of routes of the busiest sender or receiver.
-    Source: Kőnig 1916, edge colouring of bipartite graphs, by paths along which two colours swap.
+    Source: Kőnig 1916, edge colouring of bipartite graphs, by swapping two colours along a path.
 
     Returns:
-      For each round the indices of its routes.
+      For each round, the indices of its routes.
     """
     at: dict[tuple[int, int], dict[int, int]] = {}  # (0, sender) or (1, receiver) -> round -> route
 

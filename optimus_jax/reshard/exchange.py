@@ -3,13 +3,13 @@ they travel.
 
 Devices form a row. Each holds one *block* of a grid of blocks; devices with the same block are
 *replicas*. Rows along the first dimension are numbered, so that layers can be in any slots
-(mesh/slots.py) and a vocabulary can have any padding: a row of the new array is the old row of the
-same number, or zeros if there was none. Everything that goes from one old block to one new block is
-a *piece*.
+(mesh/slots.py) and a vocabulary can have any padding: a row of the new array is the old row with
+the same number, or zeros if there was none. A *piece* is everything that one old block contributes
+to one new block.
 
 In a *round* every device sends at most one piece and receives at most one, all of the same shape. A
 device takes a piece from itself if it has it, else from a replica on its own process, else from any
-replica; replicas share the sending. Each device receives every byte of its new shard exactly once,
+replica. Replicas share the sending. Each device receives every byte of its new shard exactly once,
 and nothing else.
 
 The plan depends only on shapes and shardings, so it is made before anything moves.
@@ -29,7 +29,7 @@ from optimus_jax.mesh.slots import EMPTY
 from optimus_jax.reshard.edge_colouring import Route, route_rounds
 
 if TYPE_CHECKING:
-    from jaxlib._jax import Device  # what jax.Device is, which type checkers take for a variable
+    from jaxlib._jax import Device  # jax.Device, which type checkers take for a variable
 else:
     from jax import Device
 
@@ -51,9 +51,9 @@ class BlockLayout:
     local: Index
     """Shape of a block."""
     blocks: tuple[Index | None, ...]
-    """By device: grid index of its block; None: the device has no part of the array."""
+    """By device: grid index of its block; None if the device has no part of the array."""
     rows: Index | range
-    """Number of each row along the first dimension; EMPTY: a row of zeros."""
+    """Number of each row along the first dimension. EMPTY: a row of zeros."""
 
     @property
     def replicas(self) -> dict[Index, list[int]]:
@@ -91,7 +91,7 @@ class PiecePosition:
     """Position of a piece in a shard."""
 
     rows: tuple[RowRange, ...]
-    """Along the first dimension."""
+    """Ranges of rows along the first dimension."""
     starts: Index
     """First index along each other dimension."""
 
@@ -102,11 +102,12 @@ class TransferRound:
 
     shape: Index
     routes: tuple[Route, ...]
-    """All routes, some from a device to itself; empty: every piece stays on its device."""
+    """All routes, including those from a device to itself; empty if every piece stays on its
+    device."""
     take: tuple[PiecePosition | None, ...]
-    """By device: the piece it sends, in the old shard; None: it sends nothing."""
+    """By device: the piece that it sends, in the old shard; None if it sends nothing."""
     put: tuple[PiecePosition | None, ...]
-    """By device: the piece it receives, in the new shard; None: it receives nothing."""
+    """By device: the piece that it receives, in the new shard; None if it receives nothing."""
 
     @property
     def has_scattered_rows(self) -> bool:
@@ -139,9 +140,9 @@ class Exchange:
 @dataclass(frozen=True)
 class _Piece:
     start: int
-    """Device that has it."""
+    """Device that sends it."""
     end: int
-    """Device that gets it."""
+    """Device that receives it."""
     take: PiecePosition
     put: PiecePosition
     shape: Index
@@ -160,8 +161,8 @@ def make_exchange(
 
     Args:
       processes: the process of every device.
-      most: maximal number of elements of a piece.
-      avoid: devices that send only what no other device has.
+      most: maximum number of elements of a piece.
+      avoid: devices that send only pieces that no other device has.
     """
     pieces = [
         part for piece in _pieces(source, target, processes, avoid) for part in _cut(piece, most)
@@ -179,8 +180,10 @@ def make_exchange(
 
 
 def _of_equal_rows(pieces: Sequence[_Piece]) -> Iterator[_Piece]:
-    """Cut pieces along rows so that pieces of one round have equal shapes. A round costs every
-    device the same time, even those that receive nothing, so fewer and fuller rounds are better.
+    """Cut pieces along rows so that pieces of one round have equal shapes.
+
+    A round costs every device the same time, even those that receive nothing, so fewer and fuller
+    rounds are better.
     """
     lengths: dict[Index, set[int]] = {}
     for piece in pieces:
@@ -193,8 +196,10 @@ def _of_equal_rows(pieces: Sequence[_Piece]) -> Iterator[_Piece]:
 
 
 def _staying_apart(pieces: Sequence[_Piece]) -> list[list[_Piece]]:
-    """Separate pieces that stay on their device from those that move, if every receiver has some
-    that stay; otherwise keep them in one list, which gives fuller rounds.
+    """Separate pieces that stay on their device from those that move.
+
+    This is done only if every receiver has some that stay. Otherwise all are kept in one list,
+    which gives fuller rounds.
     """
     staying = [piece for piece in pieces if piece.start == piece.end]
     if {piece.end for piece in staying} != {piece.end for piece in pieces}:
@@ -210,7 +215,7 @@ def _without_conflict(pieces: Sequence[_Piece]) -> list[list[_Piece]]:
 
 
 def _round(pieces: Sequence[_Piece], num_devices: int) -> TransferRound:
-    """One round of pieces of one shape, no two of which begin or end at the same device."""
+    """One round of pieces of one shape; no two have the same sender or the same receiver."""
     take: list[PiecePosition | None] = [None] * num_devices
     put: list[PiecePosition | None] = [None] * num_devices
     for piece in pieces:
@@ -225,7 +230,7 @@ def _round(pieces: Sequence[_Piece], num_devices: int) -> TransferRound:
 def _pieces(
     source: BlockLayout, target: BlockLayout, processes: Sequence[int], avoid: frozenset[int]
 ) -> Iterator[_Piece]:
-    """Every piece of every new shard, each from one device that has it."""
+    """Yield every piece of every new shard, each from one device that has it."""
     rows = _DimensionOverlap(source.rows, target.rows, source.local[0], target.local[0])
     dims = [
         _DimensionOverlap(None, None, old, new)
@@ -268,7 +273,9 @@ def _pieces(
 def _piece(
     start: int, end: int, stretches: Sequence[CopyRange], others: Sequence[CopyRange]
 ) -> _Piece:
-    """A piece from its ranges along the first dimension and its one range along each other one."""
+    """The piece with these ranges along the first dimension, and one range along each other
+    dimension.
+    """
     take, put = (
         PiecePosition(
             tuple((run[side], run[2]) for run in stretches), tuple(run[side] for run in others)
@@ -299,8 +306,8 @@ class _DimensionOverlap:
         self._found: dict[int, list[tuple[int, list[CopyRange]]]] = {}
 
     def by_old(self, block: int) -> list[tuple[int, list[CopyRange]]]:
-        """(old block, ranges that a new block takes from it); one range each if rows are
-        unnumbered.
+        """(old block, ranges that a new block takes from it) pairs; one range each if rows have no
+        numbers.
         """
         if block not in self._found:
             by_old: dict[int, list[CopyRange]] = {}
@@ -325,8 +332,8 @@ class _DimensionOverlap:
 
 
 def _cut(piece: _Piece, most: int) -> Iterator[_Piece]:
-    """Split a piece into parts of at most `most` elements, along the outermost dimension longer
-    than one.
+    """Split a piece into parts of at most `most` elements, along its outermost non-trivial
+    dimension.
     """
     if (size := math.prod(piece.shape)) <= most:
         yield piece
@@ -339,7 +346,7 @@ def _cut(piece: _Piece, most: int) -> Iterator[_Piece]:
 
 
 def _along(piece: _Piece, dim: int, first: int, length: int) -> _Piece:
-    """A part of a piece, along one dimension."""
+    """The part of a piece from `first` to `first + length` along dimension `dim`."""
     return replace(
         piece,
         take=_part(piece.take, dim, first, length),
@@ -349,7 +356,7 @@ def _along(piece: _Piece, dim: int, first: int, length: int) -> _Piece:
 
 
 def _part(place: PiecePosition, dim: int, first: int, length: int) -> PiecePosition:
-    """The position of that part."""
+    """The position of that part of a piece."""
     if dim > 0:
         return replace(
             place,

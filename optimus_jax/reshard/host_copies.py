@@ -2,7 +2,8 @@
 
 Virtual devices share one memory. A program that sends a piece between them
 (reshard/piece_programs.py) copies it three times: out of the old shard, to the other device, into
-the new shard. This module copies it once, and compiles only a program of zeros per shard shape.
+the new shard. This module copies it once, and only compiles a program that makes zeros, per shard
+shape.
 
 New shards are written in place. No other code holds a reference to them yet, so nothing can observe
 the change.
@@ -64,7 +65,7 @@ def copy_shards(
 
     Args:
       old: shards by device.
-      devices: in the order of the exchange.
+      devices: the devices in the order of the exchange.
       row: the devices that get a new shard.
     """
     blank = jax.block_until_ready(zeros_program(exchange.new, dtype, row)())
@@ -87,7 +88,7 @@ def copy_shards(
 
 
 def _sender(part: TransferRound, place: int) -> int | None:
-    """The device that sends to `place` in a round; None: it receives nothing."""
+    """The device that sends to `place` in a round; None if `place` receives nothing."""
     if part.put[place] is None:
         return None
     return next(start for start, end in part.routes if end == place) if part.routes else place

@@ -14,8 +14,8 @@ def lies_on_host(sharding: Sharding) -> bool:
 
 
 def in_memory_of(array: Array, sharding: Sharding) -> Array:
-    """The array in the memory kind of another sharding: the array itself, or a copy with the same
-    split.
+    """The array in the memory kind of `sharding`: the array itself, or a copy that is split like
+    it.
     """
     if lies_on_host(array.sharding) == lies_on_host(sharding):
         return array

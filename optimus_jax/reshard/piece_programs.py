@@ -18,12 +18,12 @@ from optimus_jax.reshard.edge_colouring import Route
 from optimus_jax.reshard.exchange import Index, PiecePosition, TransferRound
 
 ROW = "device"
-"""The only axis of the mesh used for the exchange, independent of the old and the new mesh."""
+"""The only axis of the mesh used for the exchange, which is independent of the old and new mesh."""
 
 
 @dataclass(frozen=True)
 class RoundShape:
-    """What the program of a round depends on; offsets are arguments of the program."""
+    """The properties of a round for which its program is compiled; offsets are its arguments."""
 
     shape: Index
     routes: tuple[Route, ...]
@@ -50,9 +50,9 @@ def piece_program(
     row: Mesh,
     is_first: bool,
 ) -> jax.stages.Compiled:
-    """(old shards, offsets, new shards unless it is the first program) -> new shards.
+    """Compile (old shards, offsets, new shards unless it is the first program) -> new shards.
 
-    Leaves of the same shapes and dtype share it.
+    Leaves with the same shapes and dtype share it.
     """
 
     def rows(shape: Index, kind: np.dtype) -> jax.ShapeDtypeStruct:
@@ -81,8 +81,9 @@ def _carried(
     row: Mesh,
     shape: Index,
 ) -> Array:
-    """Old shards [devices * old[0], ...] and the new shards so far -> new shards with the pieces of
-    some rounds added.
+    """The new shards so far, with the pieces of some rounds added.
+
+    Old shards are [devices * old[0], ...]. Without `new`, new shards start as zeros.
     """
 
     def on_device(old: Array, piece_offsets: Array, *before: Array) -> Array:
@@ -139,8 +140,10 @@ def _columns(shard: Array, place: Array, shape: Index) -> Array:
 
 @lru_cache(maxsize=1 << 10)
 def piece_offsets(part: tuple[TransferRound, ...], new_rows: int, row: Mesh) -> Array:
-    """int32 [devices, numbers]: for every round, the offsets of a device's piece in the old shard
-    and in the new one, and whether it receives a piece.
+    """int32 [devices, numbers]: the offsets of each device's pieces.
+
+    For every round: offsets in the old shard, offsets in the new one, and whether the device
+    receives a piece.
     """
 
     def numbers(kind: RoundShape, place: PiecePosition | None, none: int) -> list[int]:

@@ -1,15 +1,15 @@
 """Reshard a whole state from one layout to another.
 
 Layouts may differ in what is split over which mesh axes, in the slots of layers, in the padding of
-the vocabulary, and in the devices. Every leaf moves by compiled programs that send exactly the
-pieces that a device lacks (reshard/exchange.py); a leaf with the same shards in both layouts is not
+the vocabulary, and in the devices. Every leaf is moved by compiled programs that send exactly the
+pieces that a device lacks (reshard/exchange.py). A leaf with the same shards in both layouts is not
 touched. No array is gathered on a device or on the host. Virtual devices of one process share
 memory, so their pieces are copied without a program (reshard/host_copies.py).
 
-Memory: leaves move in *groups*. A group's old shards are deleted once its new shards exist. What a
-device holds in addition (new shards, and pieces in flight) is at most the budget, or what a single
-leaf needs if that is more. Leaves whose shards shrink move first, so a device never holds more than
-the larger of the old and the new state plus one group (`Move.way_bytes`).
+Memory: leaves move in *groups*. A group's old shards are deleted once its new shards exist. The
+additional memory on a device (new shards, and pieces in flight) is at most the budget, or what a
+single leaf needs if that is more. Leaves whose shards shrink move first, so a device never holds
+more than the larger of the old and the new state plus one group (`Move.way_bytes`).
 
     move = Move(source, target, budget_bytes=..., devices=...)
     move.compile()                        # may run earlier, in another thread
@@ -18,8 +18,8 @@ the larger of the old and the new state plus one group (`Move.way_bytes`).
         ...verify it...
         move.release(group, leaves, new)
 
-Programs are not awaited one by one, except on a CPU, where many in flight exhaust the threads and
-deadlock.
+Programs are not awaited one by one, except on a CPU, where many programs in flight exhaust the
+threads and deadlock.
 """
 
 import math
@@ -50,7 +50,7 @@ from optimus_jax.reshard.piece_programs import ROW, RoundShape, piece_offsets, p
 from optimus_jax.reshard.restack import is_stacked
 
 PIECE_SHARE = 1 / 8
-"""Share of the budget for the pieces of one program, which exist twice: sent and received."""
+"""Share of the budget for the pieces of one program. Each exists twice: as sent and as received."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +83,7 @@ class Layout:
         )
 
     def num_bytes(self) -> int:
-        """Bytes of the whole state on one device; leaves in host memory do not count."""
+        """Bytes of the state on one device, without leaves in host memory."""
         return sum(
             math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
             for leaf in self.named.values()
@@ -92,9 +92,7 @@ class Layout:
 
 
 def row_of_devices(*layouts: Layout) -> tuple[Device, ...]:
-    """All devices of the layouts, each once: those of the first layout in its order, then those
-    only in later ones.
-    """
+    """All devices of the layouts, each once, in the order in which they first appear."""
     return tuple(dict.fromkeys(device for layout in layouts for device in layout.devices))
 
 
@@ -112,7 +110,7 @@ class Move:
 
     Args:
       source, target: layouts of states with the same paths.
-      budget_bytes: bytes that a device may hold in addition to the state; a leaf that needs more
+      budget_bytes: bytes that a device may hold in addition to the state. A leaf that needs more
         moves alone.
       avoid: devices to read from only if no other device has the data, such as faulty ones.
     """
@@ -151,7 +149,7 @@ class Move:
 
     @property
     def way_bytes(self) -> int:
-        """The most bytes that a device holds in addition to the larger of the two states."""
+        """Maximum bytes that a device holds in addition to the larger of the two states."""
         return max((group.way_bytes for group in self.groups), default=0)
 
     @property
@@ -166,7 +164,7 @@ class Move:
         )
 
     def carry(self, group: Group, leaves: Mapping[str, Array]) -> dict[str, Array]:
-        """The group's leaves in the new layout, ready. The old leaves still exist."""
+        """The group's leaves in the new layout, once they are ready. The old leaves still exist."""
         arrived = {}
         for path in group.paths:
             old, asked, exchange = leaves[path], self.target.named[path], self.exchange(path)
@@ -189,7 +187,7 @@ class Move:
     def release(self, group: Group, leaves: dict[str, Array], arrived: Mapping[str, Array]) -> None:
         """Delete the group's old shards and replace its entries in `leaves` by the new leaves."""
         for path in group.paths:
-            if not self.stays(path):  # a leaf that stays shares its memory with the new one
+            if not self.stays(path):  # otherwise the new leaf shares its memory
                 leaves[path].delete()
             leaves[path] = arrived[path]
 
@@ -209,7 +207,7 @@ class Move:
         )
 
     def _sent(self, path: str, row: Array) -> Array:
-        """A leaf's new shards, concatenated, computed from the old ones by compiled programs."""
+        """A leaf's new shards, concatenated, computed by compiled programs from the old ones."""
         new, is_cpu = None, self._row.devices.flat[0].platform == "cpu"
         for program, offsets in self._steps(path):
             new = program(row, offsets) if new is None else program(row, offsets, new)
@@ -219,7 +217,7 @@ class Move:
         return new
 
     def exchange(self, path: str) -> Exchange:
-        """How the shards of a leaf become its new ones."""
+        """The exchange that turns a leaf's old shards into its new ones."""
         devices = tuple(self._row.devices.flat)
         itemsize = self.source.named[path].dtype.itemsize
         return make_exchange(
@@ -257,8 +255,9 @@ class Move:
         ]
 
     def scratch_bytes(self, path: str) -> int:
-        """Bytes that a device needs for pieces of a leaf, in addition to its old and new shard,
-        according to the compiled programs.
+        """Bytes that a device needs for pieces of a leaf, in addition to its old and new shard.
+
+        The compiled programs report them.
         """
         if self._shares_memory or self.exchange(path).is_identity:
             return 0
@@ -269,7 +268,7 @@ class Move:
         """Bytes that a device needs for moving a leaf, in addition to its old shard."""
         if self.stays(path):
             return 0
-        # Shards from or for host memory are in device memory while they are assembled.
+        # Shards that come from or go to host memory are in device memory while they are assembled.
         (old_bytes, new_bytes), comes = (
             self._shard_bytes(path),
             lies_on_host(self.source.named[path].sharding),
@@ -292,7 +291,7 @@ class Move:
         return math.prod(exchange.old) * itemsize, math.prod(exchange.new) * itemsize
 
     def _growth_bytes(self, path: str) -> int:
-        """By how many bytes a leaf's share of device memory grows."""
+        """Bytes by which a leaf's part of a device's memory grows; negative if it shrinks."""
         old, new = (
             0 if lies_on_host(layout.named[path].sharding) else size
             for layout, size in zip(
@@ -318,8 +317,10 @@ def _in_groups(
 
 
 def _parts(rounds: Sequence[TransferRound], most: int) -> list[tuple[TransferRound, ...]]:
-    """Rounds grouped into programs. The pieces of one program may all exist at the same time, so
-    they have at most `most` elements, unless a single round has more.
+    """Group rounds into programs.
+
+    The pieces of one program may all exist at the same time, so together they have at most `most`
+    elements, unless a single round has more.
     """
     parts: list[tuple[TransferRound, ...]] = [()]
     for each in rounds:
@@ -338,6 +339,7 @@ def _shards(leaf: Array) -> dict[Device, Array]:
 
 def as_row(leaf: Array, row: Mesh, local: Index) -> Array:
     """A leaf's shards concatenated, [devices * local[0], ...], with zeros for devices without one.
+
     Shares the leaf's memory if that is device memory.
     """
     shards = _shards(leaf)
@@ -354,7 +356,7 @@ def as_row(leaf: Array, row: Mesh, local: Index) -> Array:
 
 
 def _as_leaf(shards: Mapping[Device, Array], asked: jax.ShapeDtypeStruct) -> Array:
-    """The leaf made of these shards; shards of other devices are ignored."""
+    """The leaf made of these shards. Shards on devices that are not in its sharding are ignored."""
     local = asked.sharding.shard_shape(asked.shape)
     return jax.make_array_from_single_device_arrays(
         asked.shape,
@@ -367,5 +369,5 @@ def _as_leaf(shards: Mapping[Device, Array], asked: jax.ShapeDtypeStruct) -> Arr
 
 
 def _in_shape(shard: Array, shape: Index) -> Array:
-    """The shard in `shape`, which differs only for a single element ([] or [1])."""
+    """The shard in `shape`, which may differ from its own only for a single element ([] or [1])."""
     return shard if shard.shape == shape else shard.reshape(shape)

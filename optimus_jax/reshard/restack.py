@@ -5,11 +5,11 @@ Checkpoints store layers in order; some pipelines keep them in another. A leaf m
 each a `ppermute` along `pipe` in which every stage sends rows to at most one other stage and
 receives from at most one. The rows are known when the program is traced.
 
-Cost per device: between uneven stages, about as many rows on the wire as are on a wrong stage; from
-or to an interleaved order, one shard. Besides the old and the new shard, a device holds the rows
-that stay, those it sends and those it receives: about two shards. A leaf in host memory is copied
-to the devices first. (A single all-to-all would be simpler, but it reserves room for the longest
-message to every stage: nearly the whole leaf if a stage hands most layers to its neighbour.)
+Cost per device: between uneven stages, about as many rows are sent as are on a wrong stage; from or
+to an interleaved order, one shard. Besides the old and the new shard, a device holds the rows that
+stay, that it sends and that it receives: about two shards. A leaf in host memory is copied to the
+devices first. (A single all-to-all would be simpler, but it reserves room for the longest message
+to every stage: nearly the whole leaf if a stage hands most layers to its neighbour.)
 """
 
 from collections.abc import Collection, Sequence
@@ -37,11 +37,12 @@ class RowRound:
     """Rows that move in one `ppermute`."""
 
     routes: tuple[Route, ...]
-    """Stages that send, with their receivers; empty: every stage keeps its rows."""
+    """(sender, receiver) stages; empty if every stage keeps its rows."""
     take: NDArray[np.int32]
     """[stages, K]: rows of a stage's old shard. Stages with fewer than K rows send padding."""
     put: NDArray[np.int32]
-    """[stages, K]: where received rows go in a stage's new shard; out of bounds: dropped."""
+    """[stages, K]: where received rows go in a stage's new shard. Rows out of bounds are
+    dropped."""
 
 
 def make_rounds(source: Sequence[int], target: Sequence[int], num_stages: int) -> list[RowRound]:
@@ -61,7 +62,8 @@ def make_rounds(source: Sequence[int], target: Sequence[int], num_stages: int) -
         return RowRound(tuple(routes) if sends else (), take, put)
 
     staying = [(start, end) for start, end in rows if start == end]
-    # Longest first: the routes of a round then have about equally many rows, so little is padded.
+    # Longest first, so that the routes of a round have about equally many rows and little is
+    # padded.
     moving = sorted(rows.keys() - staying, key=lambda route: (-len(rows[route]), route))
     return ([as_round(staying, sends=False)] if staying else []) + [
         as_round([moving[number] for number in numbers]) for numbers in route_rounds(moving)
@@ -76,8 +78,9 @@ def restack(
     target: tuple[int, ...],
     keep: bool = True,
 ) -> Any:
-    """`tree` with the rows of its stacked leaves in another order. Empty slots become zero; other
-    leaves are not touched.
+    """`tree` with the rows of its stacked leaves in another order.
+
+    Empty slots become zero. Other leaves are not touched.
 
     Leaves move one at a time, so only one has transient copies. Leaves of the same shape and
     sharding (a parameter and its moments) share a program, compiled on first use.
@@ -86,8 +89,8 @@ def restack(
       tree: jax.Arrays; stacked leaves (`is_stacked`) are [len(source), ...].
       shardings: the NamedSharding of every leaf, which the result has too.
       source, target: the layer in each slot; `pipe` divides the length of both.
-      keep: whether the given leaves stay valid. Otherwise each is deleted once it has moved, so
-        that at most one exists twice.
+      keep: whether the given leaves stay valid. If not, each is deleted once it has moved, so that
+        at most one exists twice.
     """
     if source == target:
         return tree
@@ -111,7 +114,7 @@ def is_stacked(path: str) -> bool:
 
 
 def with_empty_slots_zero(stack: Any, slots: Sequence[int]) -> Any:
-    """Leaves [slots, ...] with zeros in slots without a layer."""
+    """Leaves [slots, ...], with zeros in slots without a layer."""
     full = np.array(slots) != EMPTY
     if full.all():
         return stack
@@ -127,7 +130,7 @@ def with_empty_slots_zero(stack: Any, slots: Sequence[int]) -> Any:
 def _moved(
     leaf: Array, *, sharding: NamedSharding, source: tuple[int, ...], target: tuple[int, ...]
 ) -> Array:
-    """One leaf [len(source), ...] -> [len(target), ...]."""
+    """Move the rows of one leaf: [len(source), ...] -> [len(target), ...]."""
     is_split = PIPE in (sharding.spec[0] or ())
     num_stages = sharding.mesh.shape[PIPE] if is_split else 1
     rounds, room = make_rounds(source, target, num_stages), len(target) // num_stages

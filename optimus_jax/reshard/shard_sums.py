@@ -23,7 +23,7 @@ from optimus_jax.reshard.piece_programs import ROW
 from optimus_jax.reshard.reshard import Layout, as_row
 
 CHUNK_ELEMENTS = 1 << 16
-"""Elements summed at a time: they and their sums fit into a core's cache."""
+"""Elements summed at a time, so that they and their sums fit into a core's cache."""
 MAX_CHUNKS = 1 << 12
 
 
@@ -35,7 +35,7 @@ class ShardSums:
     """Computes checksums of states in a given layout.
 
     Args:
-      layout: of the states.
+      layout: the layout of the states.
     """
 
     def __init__(self, layout: Layout) -> None:
@@ -51,7 +51,8 @@ class ShardSums:
         """The checksums of some leaves by path; the same on every process.
 
         Raises:
-          ReplicasDifferError: naming the leaf and a device.
+          ReplicasDifferError: two replicas of a shard differ; the message names the leaf and the
+            devices.
         """
         return {path: self._sum(path, leaves[path]) for path in paths}
 
@@ -84,8 +85,9 @@ class ShardSums:
 
 @lru_cache(maxsize=1 << 10)
 def _program(local: Index, dtype: np.dtype, row: Mesh) -> jax.stages.Compiled:
-    """(shards [devices * local[0], ...], row numbers, starts) -> uint32 [devices], replicated: the
-    sum of every device's shard.
+    """Compile the program that sums the shard of every device.
+
+    (shards [devices * local[0], ...], row numbers, starts) -> uint32 [devices], replicated.
     """
     rows = NamedSharding(row, PartitionSpec(ROW))
 
@@ -110,8 +112,9 @@ def _program(local: Index, dtype: np.dtype, row: Mesh) -> jax.stages.Compiled:
 
 
 def _num_chunks(local: Index) -> int:
-    """Number of equal chunks of at most CHUNK_ELEMENTS into which a shard's rows (all dimensions
-    but the last) are split; 1 if no such number exists.
+    """Number of equal chunks into which a shard's rows (all dimensions but the last) are split.
+
+    Each chunk has at most CHUNK_ELEMENTS; 1 if no such number exists.
     """
     num_rows, least = math.prod(local[:-1]), math.prod(local) / CHUNK_ELEMENTS
     return next(
@@ -131,8 +134,8 @@ def _sum_of(shard: Array, rows: Array, starts: Array, chunks: int) -> Array:
       shard: any shape.
       rows: int32 [shard.shape[0]], the number of every row in the whole array.
       starts: int32 [shard.ndim - 1], where the shard begins along the other dimensions.
-      chunks: added elementwise before the final sum. On a CPU a loop over scalar sums is 10 times
-        as slow as one over vectors.
+      chunks: number of chunks that are added elementwise before the final sum. On a CPU a loop over
+        scalar sums is 10 times as slow as one over vectors.
     """
     *outer, last = shard.shape if shard.ndim > 1 else (1, *shard.shape)
     weights_R = scramble(rows.astype(jnp.uint32))
@@ -172,8 +175,8 @@ def _sum_of(shard: Array, rows: Array, starts: Array, chunks: int) -> Array:
 
 @lru_cache(maxsize=1 << 8)
 def _numbers(block_layout: BlockLayout, row: Mesh) -> tuple[Array, Array]:
-    """The numbers of rows [devices * local[0]], and starts along other dimensions [devices, dims -
-    1], of every device's shard.
+    """Row numbers [devices * local[0]], and starts along the other dimensions [devices, dims - 1],
+    of every device's shard.
     """
     blocks = [block or (0,) * len(block_layout.local) for block in block_layout.blocks]
     rows = np.array(block_layout.rows, np.int32).reshape(-1, block_layout.local[0])

@@ -1,1 +1,1 @@
-"""Compile plans for GPUs that this machine lacks, and read the compiled programs."""
+"""Compile plans ahead of time, even for absent GPUs, and read the compiled programs."""

@@ -1,10 +1,10 @@
 """Compile a plan for GPUs that this machine lacks, and report its memory and collectives.
 
 XLA's GPU compiler needs no GPU, only its wheels (extra `plan-gpu`) and a description of the device
-(`targets/`). It runs in a subprocess, so that this process neither loads the CUDA plugin nor dies
-with the compiler. Memory and collectives are those of the program that would run, except for
-CAVEATS. The compiler does not report insufficient memory, so this module compares what the program
-needs with the device's memory.
+(`targets/`). It runs in a subprocess, so that this process does not load the CUDA plugin and
+survives a crash of the compiler. Memory and collectives are those of the program that would run,
+except for CAVEATS. The compiler does not report insufficient memory, so this module compares what
+the program needs with the device's memory.
 """
 
 import dataclasses
@@ -23,10 +23,10 @@ from optimus_jax.planning.ahead_of_time.rematerialised import rematerialised
 from optimus_jax.planning.profiles.cluster import Cluster
 
 HEADROOM_SHARE = 0.06
-"""Share of a device's memory reserved for what the compiler does not count: the driver's context
-and kernels, NCCL's buffers, autotuning, the next batch."""
+"""Share of a device's memory that must stay free for what the compiler does not count: the driver's
+context and kernels, NCCL's buffers, autotuning, the next batch."""
 TIMEOUT_S = 600.0
-"""Time limit of one compilation; the largest presets take less than two minutes."""
+"""Time limit of one compilation, in seconds. The largest presets take less than two minutes."""
 WORKER = "optimus_jax.planning.ahead_of_time.compile_worker"
 CAVEATS = (
     "nothing is autotuned",
@@ -47,7 +47,7 @@ def can_compile() -> bool:
 
 
 def targets() -> tuple[str, ...]:
-    """The accelerators that a plan can be compiled for."""
+    """Names of the accelerators that a plan can be compiled for."""
     return tuple(sorted(path.stem for path in _TARGETS.glob("*.textproto")))
 
 

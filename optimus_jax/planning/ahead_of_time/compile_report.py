@@ -13,8 +13,8 @@ from typing import Protocol
 from optimus_jax.config import AttentionKernel
 
 LIMIT_HEADROOM_SHARE = 0.02
-"""Share of the memory that JAX's allocator may use (contexts and NCCL have no part in it), left
-free for gaps between arrays and for the next batch."""
+"""Share of the memory that JAX's allocator may use, left free for gaps between arrays and for the
+next batch. Contexts and NCCL use other memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,31 +26,32 @@ class Traffic:
     axes: tuple[str, ...]
     """Mesh axes that its groups span."""
     payload_bytes: int
-    """Bytes of the whole array in one run on one device: before it is scattered or after it is
-    gathered."""
+    """Bytes of the whole array in one execution on one device: before a scatter or after a
+    gather."""
     wire_bytes: float
-    """Bytes that one device sends in one run, around a ring."""
+    """Bytes that one device sends in one execution, around a ring."""
     times: int
-    """Upper bound of runs per step: a branch that only some ticks take counts in all of them."""
+    """Upper bound of executions per step: a branch that only some ticks take counts in all of
+    them."""
     work_under: int
-    """Computing instructions between its start and its end; 0: the device waits for it."""
+    """Compute instructions between its start and its end. 0: the device waits for it."""
     source: str
-    """JAX's name of the place in the source program."""
+    """JAX's name of the operation in the source program (op_name)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rematerialised:
-    """An array that the partitioner replicated on every device, because it knew no better way from
-    one sharding to another.
+    """An array that XLA's partitioner replicated on every device, because it found no better way to
+    convert between two shardings.
     """
 
     array: str
     """Its type and shape on one device, such as `f32[4,24,12]`."""
     source: str
-    """JAX's name of the place in the source program."""
+    """JAX's name of the operation in the source program (op_name)."""
     change: tuple[str, ...]
-    """Logical axes whose rule would avoid it if it kept the dimension whole or named another mesh
-    axis; empty: no dimension's size identifies one."""
+    """Logical axes whose rules cause it: keep their dimension whole, or map it to another mesh
+    axis. Empty if no dimension's size identifies one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +100,7 @@ def check_executable(
     bytes_per_device: int | None,
     headroom_share: float = LIMIT_HEADROOM_SHARE,
 ) -> Allocated:
-    """The memory that a run's executable needs, checked before the first step.
+    """Compare the memory that a run's executable needs with the device's, before the first step.
 
     Args:
       analysis: figures of the executable that will run.
@@ -134,12 +135,13 @@ class CompileReport(Allocated):
     traffic: tuple[Traffic, ...]
     rematerialised: tuple[Rematerialised, ...]
     unknown_loops: tuple[str, ...]
-    """Loops whose trip count the compiler does not know: their contents count once."""
+    """Loops whose trip count the compiler does not know. Their contents are counted once."""
 
     @property
     def exposed_collectives(self) -> tuple[Traffic, ...]:
-        """Collectives other than all-reduces that nothing hides: they are synchronous, or no
-        computation is scheduled between start and end.
+        """Collectives other than all-reduces that do not overlap with compute.
+
+        They are synchronous, or no computation is scheduled between start and end.
         """
         return tuple(
             each for each in self.traffic if each.work_under == 0 and each.kind != "all-reduce"

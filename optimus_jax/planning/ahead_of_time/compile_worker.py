@@ -1,5 +1,7 @@
-"""The subprocess of compile_check: reads a request as JSON from standard input, and writes its
-report as one line of JSON to standard output.
+"""The subprocess of compile_check, which compiles one plan.
+
+It reads a request as JSON from standard input, and writes its report as one line of JSON to
+standard output:
 
     python -m optimus_jax.planning.ahead_of_time.compile_worker < request.json
 
@@ -24,7 +26,7 @@ from optimus_jax.planning.ahead_of_time.hlo import HloProgram
 from optimus_jax.training.step import build_program
 
 CUDNN_VERSION = 91000
-"""cuDNN 9.10, as in the descriptions of devices (targets/)."""
+"""cuDNN 9.10, as in the device descriptions (targets/)."""
 
 
 def main() -> None:

@@ -1,7 +1,7 @@
 """Compile a plan's training step. This is the one place where steps are lowered and compiled.
 
-Runs, trials, the controller's changes of plan and checks for absent devices all use it. A run
-begins with the step that its trial has compiled (run/first_plan.py).
+Runs, trials, the controller's changes of plan and ahead-of-time checks all use it. A run starts
+with the step that its trial compiled, if there was one (run/first_plan.py).
 """
 
 import time
@@ -18,7 +18,7 @@ from optimus_jax.training.step import Program
 
 @dataclass(frozen=True, kw_only=True)
 class CompiledStep:
-    """A compiled training step and what it needs."""
+    """A compiled training step, with the memory that it needs."""
 
     program: Program
     """The jitted program; its `train_step` is what was compiled."""
@@ -52,7 +52,7 @@ class CompiledStep:
 
 
 def compile_step(program: Program, *, bytes_per_device: int | None = None) -> CompiledStep:
-    """Compile the training step of `program`. Runs nothing on a device.
+    """Compile the training step of `program`, without running anything on a device.
 
     Args:
       bytes_per_device: memory that JAX may use on each device; None: unknown.

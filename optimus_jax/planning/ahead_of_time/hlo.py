@@ -1,13 +1,12 @@
-"""Read from a compiled program's text what it does: how often each part runs, its matmuls and its
-collectives.
+"""Read a compiled program's HLO text: how often each part runs, its matmuls and its collectives.
 
-Compiling for absent devices gives no cost analysis, and one that ignored the trip counts of loops
-would be useless for a scanned stack of layers. The text has every loop's trip count, every matmul's
-dimensions, and the devices of every collective.
+Compiling for absent devices gives no cost analysis, and an analysis that ignores trip counts of
+loops would be useless for a scanned stack of layers. The text contains every loop's trip count,
+every matmul's dimensions, and the devices of every collective.
 
-Words: a *computation* is an HLO function (a loop's body, a fusion); a *group* is the devices that
-one collective joins, as partition numbers, which are positions in the mesh (mesh order, tensor
-fastest).
+A *computation* is an HLO function, such as a loop's body or a fusion. A *group* is a set of devices
+that take part in a collective together. Devices are given as partition numbers, which are positions
+in the mesh (mesh order, tensor fastest).
 """
 
 import math
@@ -56,7 +55,7 @@ class Instruction:
 
     @property
     def callees(self) -> tuple[str, ...]:
-        """Computations that the instruction runs."""
+        """Computations that the instruction calls."""
         named = _CALLEES.findall(self.attributes)
         branches = (
             name for group in _BRANCHES.findall(self.attributes) for name in group.split(",")
@@ -71,7 +70,7 @@ class Instruction:
 
     @property
     def source(self) -> str:
-        """JAX's name of the place in the source program (op_name); empty if it was lost."""
+        """JAX's name of the operation in the source program (op_name); empty if it was lost."""
         found = _SOURCE.search(self.attributes)
         return found[1] if found else ""
 
@@ -83,22 +82,23 @@ class Collective:
     kind: str
     """One of COLLECTIVES."""
     payload_bytes: int
-    """Bytes of the whole array in one run on one device: before it is scattered or after it is
-    gathered."""
+    """Bytes of the whole array in one execution on one device: before a scatter or after a
+    gather."""
     groups: Groups
     """Devices that communicate with one another; (source, target) for a collective-permute."""
     times: int
-    """Runs per execution of the program; every branch of a conditional counts as taken."""
+    """Executions per execution of the program. Every branch of a conditional counts as taken."""
     work_under: int
-    """Computing instructions (fusions, loops, calls) scheduled between its start and its end; 0:
-    the device waits for it."""
+    """Compute instructions (fusions, loops, calls) scheduled between its start and its end. 0: the
+    device waits for it."""
     source: str
-    """JAX's name of the place in the source program."""
+    """JAX's name of the operation in the source program (op_name)."""
 
     @property
     def wire_bytes(self) -> float:
-        """Bytes that one device sends in one run, around a ring. No algorithm sends fewer without
-        help from switches.
+        """Bytes that one device sends in one execution, around a ring.
+
+        No algorithm sends fewer without help from switches.
         """
         size = max(map(len, self.groups), default=1)
         share = {"all-reduce": 2 * (size - 1) / size, "collective-permute": 1.0}.get(
@@ -160,7 +160,7 @@ class HloProgram:
         order.append(name)
 
     def instructions(self) -> Iterator[tuple[str, Instruction, int]]:
-        """(computation, instruction, runs) of every instruction that runs."""
+        """Yield (computation, instruction, runs) of every instruction that runs."""
         for name, times in self.runs.items():
             for instruction in self.computations[name].values():
                 yield name, instruction, times
@@ -234,7 +234,7 @@ class HloProgram:
                 return count
             begun = begun or i is start
             count += begun and i.opcode in _COMPUTING
-        return 0  # without a done instruction it is synchronous
+        return 0  # without a done instruction the collective is synchronous
 
 
 def dot_flops(text: str) -> float:

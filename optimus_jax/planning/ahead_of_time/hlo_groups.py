@@ -1,10 +1,9 @@
 """Parse the groups of devices that take part in a collective of a compiled program.
 
-XLA writes them in three ways: listed, `{{0,1},{2,3}}`; as an iota,
-`[2,4]<=[2,2,2]T(0,2,1)`; and since jax 0.11 by mesh axes,
-`mesh['data'=2,'fsdp'=4] {'fsdp'}` (openxla/xla: xla/hlo/ir/replica_group.cc,
-mesh_and_axis.cc). Numbers are those of partitions: positions in the mesh of the program (mesh
-order, tensor fastest).
+XLA writes them in three ways: listed, `{{0,1},{2,3}}`; as an iota, `[2,4]<=[2,2,2]T(0,2,1)`; and
+since jax 0.11 by mesh axes, `mesh['data'=2,'fsdp'=4] {'fsdp'}` (openxla/xla:
+xla/hlo/ir/replica_group.cc, mesh_and_axis.cc). The numbers are partition numbers: positions in the
+program's mesh (mesh order, tensor fastest).
 """
 
 import math
@@ -25,16 +24,16 @@ _AXIS_REFERENCE = re.compile(r"'?([\w.-]+)'?(?::\((\d+)\)(\d+))?")
 
 
 def groups_of(attributes: str, num_partitions: int) -> Groups:
-    """The groups of devices that communicate in a collective; (source, target) for a
+    """The groups of devices that communicate in a collective; (source, target) pairs for a
     collective-permute.
 
     Args:
       attributes: the text after the collective's operands.
-      num_partitions: partitions of the program; all are in one group if no groups are written
+      num_partitions: partitions of the program. All are in one group if no groups are written
         (`replica_groups={}`).
 
     Raises:
-      ValueError: the groups are written in an unknown form; they are never guessed to be all
+      ValueError: the groups are written in an unknown form. They are never assumed to be all
         devices.
     """
     if listed := _LISTED.search(attributes):
@@ -60,8 +59,9 @@ def counted_groups(text: str) -> Groups:
 
 
 def _counted(text: str) -> NDArray[np.int64]:
-    """The device numbers of an iota, in its result shape; if that has two dimensions, rows are
-    groups."""
+    """The device numbers of an iota, in its result shape. If that has two dimensions, each row is a
+    group.
+    """
     found = re.fullmatch(_COUNTED, text)
     if not found:
         raise ValueError(f"numbers of devices in a form that is not known: {text[:200]}")

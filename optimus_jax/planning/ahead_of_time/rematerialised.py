@@ -1,8 +1,9 @@
-"""Read the compiler's warnings that it replicated an array on every device (involuntary full
-rematerialization), and name the rules to change.
+"""Read the compiler's warnings about involuntary full rematerialization, and name rules to change.
+
+XLA prints such a warning when it replicates an array on every device.
 
 The training step does not cause these warnings, since it places every collective itself
-(docs/decisions/0001); programs that leave a sharding to the partitioner may.
+(docs/decisions/0001). Programs that leave shardings to the partitioner may.
 """
 
 import math
@@ -40,7 +41,7 @@ def rematerialised(said: str, config: Config, plan: Plan) -> tuple[Rematerialise
 def _rules_to_change(
     array: str, before: str, after: str, config: Config, plan: Plan
 ) -> tuple[str, ...]:
-    """The logical axes that have the size of a dimension that is split differently before and
+    """The logical axes whose size equals that of a dimension that is split differently before and
     after.
     """
     ways, others, dims = (
@@ -60,8 +61,9 @@ def _rules_to_change(
 
 
 def _sizes(model: ModelConfig, plan: Plan, global_batch: int) -> dict[str, set[int]]:
-    """Sizes of the dimensions that each logical axis splits, including those that matmuls merge
-    with others.
+    """Sizes of the dimensions that belong to each logical axis.
+
+    Includes dimensions that matmuls merge with others.
     """
     return {
         BATCH: {global_batch, global_batch // plan.microbatches},
@@ -74,8 +76,9 @@ def _sizes(model: ModelConfig, plan: Plan, global_batch: int) -> dict[str, set[i
 
 
 def _ways(sharding: str) -> Sequence[int]:
-    """Number of parts of each dimension in `{devices=[2,1,4]<=[8]}` or `{mesh['data'=2,'tensor'=4],
-    [{'data'}, {}, {'tensor'}]}`; empty if the array is replicated.
+    """Number of parts of each dimension in a sharding; empty if the array is replicated.
+
+    Such as `{devices=[2,1,4]<=[8]}` or `{mesh['data'=2,'tensor'=4], [{'data'}, {}, {'tensor'}]}`.
     """
     if by_axes := re.match(r"\{mesh\[([^\]]*)\].*?, \[(.*?)\]", sharding):
         sizes = mesh_sizes(by_axes[1])

@@ -1,1 +1,1 @@
-"""What a plan costs: time by operator and collective, memory by device."""
+"""Predict the cost of a plan: step time by operator and collective, and memory per device."""

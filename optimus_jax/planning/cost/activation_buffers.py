@@ -1,9 +1,9 @@
-"""Number of slots of a pipeline's activation buffers, in closed form.
+"""Compute the number of slots in a pipeline's activation buffers, in closed form.
 
-pipeline/buffers.py allocates the slots; that takes up to 70 ms for hundreds of microbatches, too
-long for a search, so this module computes only their number. A test compares both. Tasks in flight
-on the first stage are those between a microbatch's forward and backward there; the derivations are
-with the schedules (pipeline/one_f_one_b.py, gpipe.py, interleaved.py).
+pipeline/buffers.py allocates the slots. With hundreds of microbatches that takes up to 70 ms, too
+long for a search, so this module computes only their number. A test compares the two. `in_flight`
+is the largest number of tasks on the first stage whose forward has run and whose backward has not.
+The derivations are with the schedules (pipeline/one_f_one_b.py, gpipe.py, interleaved.py).
 """
 
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from optimus_jax.plan import Pipelining, Plan
 
 @dataclass(frozen=True, kw_only=True)
 class BufferSlots:
-    """Slots of each buffer, without the spare slot."""
+    """Number of slots in each buffer, without the spare slot."""
 
     inputs: int
     """Inputs of virtual stages."""
@@ -30,7 +30,7 @@ class BufferSlots:
 
 
 def buffer_slots(plan: Plan) -> BufferSlots:
-    """The slots of a plan with pipeline stages."""
+    """The number of slots for a plan with pipeline stages."""
     pipeline = plan.pipeline
     assert pipeline is not None
     latency, stages, microbatches = (
@@ -41,7 +41,7 @@ def buffer_slots(plan: Plan) -> BufferSlots:
     if pipeline.table is not None or (
         pipeline.repeats > 1 and microbatches % max(1, microbatches // (latency * stages))
     ):
-        # groups of unequal size have no simple closed form
+        # A custom table, or groups of unequal size, have no simple closed form.
         return _of_table(pipeline, stages, microbatches)
     # A single microbatch with slack alternates between computing and sending ticks, so no two
     # consecutive ticks are alike.
@@ -78,7 +78,7 @@ def _buffer_slots(
 
 @lru_cache(maxsize=256)
 def _of_table(pipeline: Pipelining, stages: int, microbatches: int) -> BufferSlots:
-    """The slots as pipeline/buffers.py allocates them."""
+    """The number of slots that pipeline/buffers.py allocates."""
     schedule = (
         Schedule.from_json(pipeline.table)
         if pipeline.table is not None

@@ -81,9 +81,7 @@ def communication_ops(
 def _over_tensor(
     plan: Plan, blocks: list[str], layer: LayerShape, style: ImplementationProfile
 ) -> list[CommunicationOp]:
-    """All-reduces after each split block: of its output in forward, of its input gradient in
-    backward.
-    """
+    """All-reduces of each split block: its output in forward, its input gradient in backward."""
     again = 0
     if plan.remat in ("dots", "full") or (
         plan.pipeline is not None and not plan.pipeline.keep_residuals
@@ -97,8 +95,8 @@ def _over_tensor(
 
 
 def _summed_bytes(plan: Plan, layer: LayerShape) -> float:
-    """Bytes of a residual stream that is summed over devices."""
-    # mesh/formats.py
+    """Bytes of the residual stream when it is summed over devices."""
+    # f16 is summed in float32 (mesh/formats.py).
     return layer.stream_bytes * (F32_BYTES / layer.width if plan.precision == "f16" else 1)
 
 
@@ -127,13 +125,16 @@ def _over_fsdp(
 def _in_head(
     plan: Plan, vocab: tuple[str, ...], layer: LayerShape, style: ImplementationProfile
 ) -> list[CommunicationOp]:
-    """Embedded tokens, the gradient of the last hidden state, and the sums of the loss; with
-    stages, also the activations between the head and the last stage, and the embedding and the
-    first.
+    """Communication of embedding and head.
+
+    Reduces the embedded tokens, the gradient of the last hidden state, and the loss sums. With
+    pipeline stages, also moves activations from the embedding to the first stage and from the last
+    stage to the head.
     """
     found = []
     if vocab:
-        # embedded tokens (zeros on devices without their rows), and a gradient
+        # Embedded tokens (zeros on devices that lack their rows), and the last hidden state's
+        # gradient.
         both = (layer.stream_bytes + _summed_bytes(plan, layer)) / 2
         found += [
             CommunicationOp("all-reduce", vocab, "head", both, 2),
@@ -151,7 +152,7 @@ def _in_step(
     layer: LayerShape,
     style: ImplementationProfile,
 ) -> list[CommunicationOp]:
-    """Gradient reductions between replicas, and the gathers and scatters of ZeRO."""
+    """Gradient reductions between replicas, and ZeRO's gathers and scatters."""
     axes, outer = plan.axes, _outer_params(model, plan, vocab, style)
     params = layer_params(model, plan, layer) + outer
     if plan.zero == 0:
@@ -174,7 +175,7 @@ def _in_step(
         found.append(CommunicationOp("all-gather", (FSDP,), "step", params * F32_BYTES, 1))
     if plan.zero == 1:
         return [*found, CommunicationOp("reduce-scatter", (FSDP,), "step", params * F32_BYTES, 1)]
-    # Matrices outside the layers: once per microbatch; with pipeline stages once per step.
+    # Matrices outside the layers move once per microbatch, or once per step with pipeline stages.
     times = 1 if plan.pipeline is not None else plan.microbatches
     found.append(CommunicationOp("reduce-scatter", (FSDP,), "step", outer * F32_BYTES, times))
     if plan.zero == 3:
@@ -183,8 +184,9 @@ def _in_step(
 
 
 def layer_params(model: ModelConfig, plan: Plan, layer: LayerShape) -> float:
-    """Elements of the layers' matrices on one device, not split over fsdp; includes empty slots of
-    uneven stages.
+    """Elements of the layers' matrices on one device, not split over fsdp.
+
+    Includes the empty slots of uneven stages.
     """
     num_layers = (
         model.num_layers
@@ -216,24 +218,24 @@ def _vocab_axes(
 
 
 class _PathTime(NamedTuple):
-    """Time model of communication along some mesh axes."""
+    """Parameters of the time model for communication along given mesh axes."""
 
     size: int
-    """Devices."""
+    """Number of devices."""
     s_per_byte: float
     """Seconds per byte of the slowest link of the ring."""
     latency_s: float
     """Latency of one pass around the ring."""
     tree_latency_s: float = 0.0
-    """The same with trees between hosts, which NCCL uses for small all-reduces."""
+    """The same latency with trees between hosts, which NCCL uses for small all-reduces."""
 
 
 class CommunicationTimes:
     """Times of communication ops on one mesh.
 
     A collective is modelled as a ring through all of its devices. Every link carries the same
-    bytes, so the slowest link decides. As many rings cross between two hosts as there are
-    participating devices per host. Every step of a ring costs a latency.
+    bytes, so the slowest link decides. The number of rings that cross between two hosts is the
+    number of participating devices per host. Every step of a ring costs one latency.
     """
 
     def __init__(self, axes: AxisSizes, cluster: Cluster, rates: Rates):
@@ -241,7 +243,7 @@ class CommunicationTimes:
         self._path_times: dict[tuple[tuple[str, ...], bool], _PathTime] = {}
 
     def time(self, exchange: CommunicationOp) -> float:
-        """Seconds of one execution without overlap.
+        """Seconds that one execution takes without overlap.
 
         Raises PlanError if it crosses a link of unknown speed.
         """
@@ -303,12 +305,12 @@ class CommunicationTimes:
 
 @lru_cache(maxsize=1 << 12)
 def communication_times(axes: AxisSizes, cluster: Cluster, rates: Rates) -> CommunicationTimes:
-    """The times of a mesh, cached: a search asks for the same meshes repeatedly."""
+    """The times on a mesh, cached because a search asks for the same meshes repeatedly."""
     return CommunicationTimes(axes, cluster, rates)
 
 
 def speed_of(link: Link) -> float:
-    """Bytes per second of a link. Raises PlanError if unknown."""
+    """Bytes per second of a link. Raises PlanError if its speed is unknown."""
     if link.bytes_per_s is None:
         raise PlanError(
             explain(

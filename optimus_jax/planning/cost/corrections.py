@@ -1,10 +1,10 @@
-"""What measured operators say beyond the rates: factors on an operator's time, from the nearest
-measured shapes.
+"""Corrections to an operator's predicted time, taken from measured shapes nearby.
 
-A Gaussian process on the logarithm of measured over modelled time, over the logarithms of an
-operator's sizes: where a shape was measured it says what was measured, an octave away about half of
-that, far away nothing. The rates carry over to other shapes, the corrections only as far as shapes
-are alike.
+A correction is a factor on the time that the rates predict. A Gaussian process models the logarithm
+of measured over predicted time as a function of the logarithms of an operator's sizes. At a
+measured shape it returns what was measured, one doubling of a size away about half of that (in
+logarithm), and far away no correction. So rates apply to all shapes, and corrections only to
+similar ones.
 """
 
 import math
@@ -13,21 +13,20 @@ from functools import lru_cache
 from optimus_jax.planning.cost.rates import Rates, ShapePoint
 
 OCTAVES = 1.5
-"""Distance, in doublings of any size, at which measured shapes say 1/e of what they say nearby."""
+"""Distance, in doublings of any size, at which a measured shape's influence falls to 1/e."""
 
 
 def likeness(place: ShapePoint, other: ShapePoint) -> float:
-    """Covariance of two shapes' factors, 1 where they are the same: exp of their distance in
-    octaves (a rough process).
+    """Covariance of two shapes' corrections: exp(-distance / OCTAVES), which is 1 for equal shapes.
+
+    The distance is the sum of absolute differences of their base-2 logarithms.
     """
     return math.exp(-sum(abs(a - b) for a, b in zip(place, other, strict=True)) / OCTAVES)
 
 
 @lru_cache(maxsize=1 << 14)
 def factor(rates: Rates, operator: str, place: ShapePoint) -> float:
-    """By how much longer than by the rates alone `operator` takes for the sizes whose logarithms
-    are `place`.
-    """
+    """Correction factor for the time that the rates predict for `operator` at the shape `place`."""
     return math.exp(
         sum(
             each.weight * likeness(place, each.place)
@@ -39,8 +38,9 @@ def factor(rates: Rates, operator: str, place: ShapePoint) -> float:
 
 @lru_cache(maxsize=1 << 14)
 def spread(rates: Rates, operator: str, place: ShapePoint) -> float:
-    """Standard deviation of the logarithm of measured over predicted step times: the less, the
-    nearer a measured shape.
+    """Standard deviation of the logarithm of measured over predicted step times.
+
+    It is smaller the nearer `place` is to a measured shape.
     """
     near = max(
         (likeness(place, each.place) for each in rates.corrections if each.operator == operator),

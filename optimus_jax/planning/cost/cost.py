@@ -57,7 +57,7 @@ class Term:
     name: str
     """What takes the time."""
     time_s: float
-    """Seconds on the critical path; overlapped time does not count."""
+    """Seconds on the critical path, without overlapped time."""
     how: str
     """How the figure was derived, in words."""
 
@@ -69,26 +69,28 @@ class Prediction:
     terms: tuple[Term, ...]
     """Their times add up to step_time_s."""
     step_time_s: float
-    """Seconds of a step."""
+    """Seconds that a step takes."""
     low_s: float
-    """5th percentile."""
+    """5th percentile of the step time, in seconds."""
     high_s: float
-    """95th percentile."""
+    """95th percentile of the step time, in seconds."""
     bubble: float
     """Share of the step that stages spend waiting for others."""
     communication: float
     """Share of the step that devices spend on communication alone."""
     tokens_per_s: float
-    """Of all devices together."""
+    """Tokens per second of all devices together."""
     mfu: float | None
-    """Model FLOPs (models/flops.py) over the dense 16-bit peak; None where that is unknown or the
+    """Model FLOPs (models/flops.py) over the dense 16-bit peak; None if the peak is unknown or the
     precision is f32."""
 
     def operator_shares(self) -> tuple[float, float]:
-        """Shares of the step proportional to the time of a layer's operators, and of the head's."""
+        """Share of the step that scales with the time of a layer's operators, and with that of the
+        head.
+        """
         times = {term.name: term.time_s for term in self.terms}
         layers = sum(times.get(name, 0.0) for name in IN_LAYERS)
-        # Stages wait for layers, and for the communication in them.
+        # The bubble scales with the time of layers and of the communication inside them.
         waiting = times.get(BUBBLE, 0.0) * layers / max(1e-30, layers + times.get(TENSOR, 0.0))
         return (layers + waiting) / self.step_time_s, times.get(HEAD, 0.0) / self.step_time_s
 
@@ -129,7 +131,7 @@ def predict(
 
 
 def shares_of(times: Mapping[str, float]) -> dict[str, float]:
-    """The shares of bubble and communication in a step with these terms."""
+    """The shares of the bubble and of communication in a step with these terms."""
     time_s = sum(times.values())
     return {
         "bubble": times.get(BUBBLE, 0.0) / time_s,
@@ -147,7 +149,8 @@ def term_times(
     global_batch: int,
     style: ImplementationProfile = OURS,
 ) -> dict[str, float]:
-    """Seconds of every term of `predict`, without text; faster, for searches over many plans.
+    """Seconds of every term of `predict`, without explanations: faster, for searches over many
+    plans.
 
     Raises what `predict` raises.
     """
@@ -203,9 +206,9 @@ class _StepTimes:
             style,
         )
         self.exposed: dict[tuple[StepPart, str], float] = defaultdict(float)
-        """Seconds that communication adds to a part of the step, by term."""
+        """Seconds that communication adds, by part of the step and term."""
         self.beside = {"layer forward": self.layer.forward, "layer backward": self.layer.backward}
-        """Seconds of compute not yet overlapped with communication."""
+        """Seconds of compute that no communication overlaps yet, by part of the step."""
         time_of = communication_times(plan.axes, cluster, rates).time
         for each in exchanged:
             self.exposed[each.part, each.term] += self._exposed(each, time_of(each) * each.count)
@@ -282,11 +285,13 @@ class _StepTimes:
 
     @property
     def _visits(self) -> float:
-        """Layer executions per device: microbatches times layers."""
+        """Layer executions per device: microbatches times layers per stage."""
         return self.plan.microbatches * self.model.num_layers / self.plan.axes.pipe
 
     def _pipeline(self, visits: float) -> tuple[float, float]:
-        """Seconds of sends, and of the bubble: the schedule's time beyond `visits` to layers."""
+        """Seconds of sends, and of the bubble: the schedule's time beyond that of `visits` to
+        layers.
+        """
         pipeline, stages = self.plan.pipeline, self.plan.axes.pipe
         if pipeline is None:
             return 0.0, 0.0
@@ -324,8 +329,10 @@ class _StepTimes:
         return params / (plan.axes.fsdp if plan.zero >= 1 else 1)
 
     def _host_copies(self) -> float:
-        """Copies of moments go both ways at the same time, without overlap with compute. Copies of
-        layer inputs overlap with the layer's forward and backward.
+        """Seconds that copies to and from the host add to a step.
+
+        Moments are copied in both directions at once, without overlap with compute. Copies of layer
+        inputs overlap with the layer's forward and backward.
         """
         plan = self.plan
         if plan.offload == "none":

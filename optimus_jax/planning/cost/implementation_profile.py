@@ -1,12 +1,11 @@
-"""What one implementation of training does and another does not, as far as time goes.
+"""How implementations of training differ in ways that affect the time of a step.
 
-The time model is one; what differs between this project's step and, say, Megatron-LM's is a value
-of `ImplementationProfile`. So measurements of another framework can be priced by the functions that
-price our plans, and what they say about a GPU carries over.
+There is one time model. The differences between this project's step and, for example, Megatron-LM's
+are values of `ImplementationProfile`. So the functions that predict our plans also predict the
+steps of other frameworks, and rates fitted to their measurements on a GPU apply to our plans.
 
-A *pass* is one reading or writing of an array. Passes are counted by hand from the code that they
-speak of: they are what is left when an ideal compiler, or the kernels named, have fused what they
-can.
+A *pass* is one read or one write of an array. Passes were counted by hand from the code of each
+implementation, after all the fusion that an ideal compiler, or the kernels named, can do.
 """
 
 from dataclasses import dataclass
@@ -14,55 +13,58 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ImplementationProfile:
-    """How an implementation computes a step; one of the values below, compared by identity."""
+    """How an implementation computes a step. The values are the constants below, compared by
+    identity.
+    """
 
     name: str
-    """What people call it."""
+    """Name of the implementation."""
     causal_share: float | None
-    """Of the square of attention scores that unfused attention computes; None: what this project's
-    blocks do (models/kernels.py)."""
+    """Share of the square matrix of attention scores that unfused attention computes. None: the
+    share that this project's blocks compute (models/kernels.py)."""
     score_bytes: tuple[float, float]
-    """Unfused attention: bytes moved for each score, forward and backward, in 16-bit formats."""
+    """Bytes that unfused attention moves per score, forward and backward, in 16-bit formats."""
     stream_passes: tuple[float, float]
-    """Passes over [tokens, embed] of a layer outside matmuls, forward and backward."""
+    """A layer's passes over [tokens, embed] outside matmuls, forward and backward."""
     hidden_passes: tuple[float, float]
     """The same over the feed-forward's hidden values and the heads' queries, keys and values."""
     weight_bytes: float
-    """Bytes moved for each weight and microbatch beside the matmuls: casts, and adding to the sum
-    of gradients."""
+    """Bytes moved per weight and microbatch outside matmuls: casts, and adding to the sum of
+    gradients."""
     logit_bytes: float
-    """Bytes moved for each logit, forward and backward, beside the matmuls."""
+    """Bytes moved per logit outside matmuls, forward and backward together."""
     optimizer_bytes: float
-    """Bytes moved for each parameter that a device updates."""
+    """Bytes that the optimizer moves per parameter that a device updates."""
     layer_kernels: tuple[float, float]
-    """Kernels launched for a layer, forward and backward."""
+    """Kernels launched per layer, forward and backward."""
     collective_kernels: float
-    """Further launches, in units of a kernel, of the host for each collective."""
+    """Launch cost of a collective for the host, in kernel launches."""
     head_kernels: float
-    """Kernels of embedding, head and loss together, for each microbatch."""
+    """Kernels launched for embedding, head and loss together, per microbatch."""
     softmax_multiple: int
-    """Sequences times heads of a device that the fused softmax needs to be a multiple of; 1: any
+    """The fused softmax needs a device's sequences times heads to be a multiple of this. 1: any
     number."""
     plain_softmax_kernels: float
-    """Kernels more, in each direction, where it cannot be used."""
+    """Additional kernels in each direction if the fused softmax cannot be used."""
     plain_softmax_bytes: float
-    """Bytes more for each score there, in each direction."""
+    """Additional bytes per score in each direction if the fused softmax cannot be used."""
     launched_by_interpreter: bool
-    """Whether an interpreter launches each kernel by itself, or a compiled program does."""
+    """Whether an interpreter launches each kernel, rather than a compiled program."""
     gradient_bytes: int
-    """Width of a gradient on the wire between replicas."""
+    """Bytes of one gradient element when replicas reduce gradients."""
     lockstep: bool
-    """Whether stages keep in step, every tick as long as its slowest, or each goes on when its
-    input is there."""
+    """Whether stages run in lockstep, so that a tick lasts as long as its slowest stage. If not, a
+    stage starts as soon as its input arrives."""
     head_shared: bool
-    """Whether all stages share embedding and head, or they are the first and the last stage's."""
+    """Whether all stages share embedding and head. If not, they belong to the first and last
+    stage."""
     repeats_last: bool
-    """Whether recomputing a layer repeats its last product and all-reduce, whose result nothing
-    needs."""
+    """Whether recomputing a layer repeats its last product and all-reduce, although nothing needs
+    the result."""
     fsdp_hides: bool
-    """Whether collectives of fsdp may run beside the layer's compute."""
+    """Whether collectives over fsdp can overlap with a layer's compute."""
     pads_whole_vocab: bool
-    """Whether a vocabulary that is not split is padded to a multiple of 8 too."""
+    """Whether the vocabulary is padded to a multiple of 8 even if it is not split."""
 
 
 OURS = ImplementationProfile(
@@ -88,8 +90,8 @@ OURS = ImplementationProfile(
     fsdp_hides=True,
     pads_whole_vocab=True,
 )
-"""This project: float32 weights cast at use, gradients and moments in
-float32 (28 bytes for Adam, 8 for norm and clipping)."""
+"""This project: float32 weights cast at use, and float32 gradients and moments. The optimizer's
+bytes are 28 for Adam and 8 for the gradient norm and clipping."""
 
 MEGATRON = ImplementationProfile(
     name="Megatron-LM",
@@ -114,7 +116,7 @@ MEGATRON = ImplementationProfile(
     fsdp_hides=False,
     pads_whole_vocab=False,
 )
-"""Megatron-LM of 2021 and 2022, with its own fused softmax and dropout (arXiv:2104.04473). Scores:
-written by the product, read and written by softmax, read and written with a mask by dropout, read
-by the next product; backward alike. Its fused softmax wants sequences x heads in fours
-(`FusedScaleMaskSoftmax.is_kernel_available`)."""
+"""Megatron-LM of 2021 and 2022, with its own fused softmax and dropout (arXiv:2104.04473). Scores
+are written by the matmul, read and written by softmax, read and written with a mask by dropout, and
+read by the next matmul; similarly in backward. Its fused softmax requires sequences x heads to be a
+multiple of four (`FusedScaleMaskSoftmax.is_kernel_available`)."""

@@ -1,23 +1,21 @@
 """Estimate the bytes that a plan needs on each device, without compiling.
 
-States are exact (planning/cost/sizes.py), and so is what backward keeps (models/activations.py,
-planning/cost/activation_buffers.py). On top of these comes what XLA holds when most is alive. That
-may be in one of several places of the step:
+Parameters and moments are exact (planning/cost/sizes.py), and so are the activations saved for
+backward (models/activations.py, planning/cost/activation_buffers.py). XLA's temporary buffers come
+on top. Memory may peak at one of several points of the step:
 
-* *head*: forward is done and the loss of a chunk of tokens is computed. The zeros that gradients
-  are summed in are there already, because XLA makes them early, and if layers are computed again,
-  the last one has begun;
-* *layer*: backward is at a layer and works on activations, their gradients and that layer's
-  gradient;
-* *embedding*: backward is at the embedding, whose gradient is as large as its table, as is the
+* *head*: forward is done and the loss of a chunk of tokens is computed. The zeros to which
+  gradients are added exist already, because XLA allocates them early. If layers are recomputed, the
+  recomputation of the last layer has begun;
+* *layer*: backward is at a layer and holds activations, their gradients and that layer's gradient;
+* *embedding*: backward is at the embedding. Its gradient is as large as its table, and so is the
   head's;
-* *update*: the optimizer turns the gradient into new parameters, which stages 1 and 2 of ZeRO
-  gather.
+* *update*: the optimizer computes new parameters, which ZeRO stages 1 and 2 gather.
 
-How much each holds was read off the buffers of some fifty plans compiled for H100s that are not
-there (benchmarks/planner_memory.py keeps the estimate beside their totals). On a CPU buffers differ
-in detail. The compiled program's own figure is checked against the device afterwards
-(planning/ahead_of_time/compile_check.py).
+The memory at each point was read off the buffers of some fifty plans compiled ahead of time for
+H100s (benchmarks/planner_memory.py compares the estimate with their totals). On a CPU buffers
+differ in detail. Before a plan runs, the compiled program's own figure is checked against the
+device (planning/ahead_of_time/compile_check.py).
 """
 
 from dataclasses import dataclass
@@ -32,8 +30,8 @@ from optimus_jax.planning.cost.sizes import sizes_of
 
 F32 = 4
 FORWARD_SCORES: dict[RematPolicy, float] = {"none": 1.0, "selective": 2.0, "dots": 1.6, "full": 1.6}
-"""Of XLA's attention scores of one layer, in float32, that forward has at once. Under remat most of
-it are the constants that masked scores are replaced by (1) and the masks (1/4), which XLA takes out
+"""Peak memory of XLA attention in forward, as a multiple of one layer's float32 scores. Under remat
+it includes the constants that replace masked scores (1) and the masks (1/4), which XLA hoists out
 of the loop over layers."""
 BACKWARD_SCORES: dict[RematPolicy, float] = {
     "none": 0.75,
@@ -41,26 +39,27 @@ BACKWARD_SCORES: dict[RematPolicy, float] = {
     "dots": 1.5,
     "full": 1.5,
 }
-"""The same in backward: weights that were kept, a block at a time (none), or the scores again (1)
-and their weights in 16 bits (1/2)."""
+"""The same in backward: without remat, saved weights, one block at a time; otherwise recomputed
+scores (1) and their weights in 16 bits (1/2)."""
 HIDING_SCORES: dict[RematPolicy, float] = {"none": 0.75, "selective": 3.0, "dots": 2.5, "full": 2.5}
-"""The same where collectives in a layer are to be hidden: blocks are then begun early, and the
-gradients of most scores (1) exist beside them; and where layers are not taken apart, the constants
-(1/2 to 1)."""
+"""The same in backward if collectives in a layer overlap with compute. Blocks then begin early, so
+the gradients of most scores (1) exist at the same time, and under selective remat also the
+constants (1/2 to 1)."""
 WORKING_STREAMS = 6
-"""Values of the residual stream's size that work on a layer has at once: norms in float32, sums,
-and what neighbours send."""
+"""Arrays of the residual stream's size that exist at once while a layer is computed: norms in
+float32, sums, and activations received from neighbours."""
 STREAMS_AGAIN = 3
-"""Those that a layer which is computed again makes beside attention's values: its middle, and what
-its norms begin and end with."""
+"""Further such arrays if a layer is recomputed: the stream between its two blocks, and the inputs
+and outputs of its norms."""
 LEAVES_FETCHED = 2
-"""Whose moments a device holds at once where they lie on the host: one's on their way out, the next
-one's on their way in (training/offload.py)."""
+"""Leaves whose moments are on a device at once if moments are offloaded: one is copied out while
+the next is copied in (training/offload.py)."""
 LAYERS_RESIDENT = 2
-"""Whose inputs it holds where those lie there: one that is used, and one on its way."""
+"""Layers whose inputs are on a device at once if they are offloaded: one in use, and one being
+copied."""
 UPDATE_COPIES = 2.5
-"""Of a device's share of the layers, while new parameters are gathered: parameters and moments of
-the larger matrices, before they are put in place."""
+"""Temporary copies while new parameters are gathered, as a multiple of a device's share of the
+layers: parameters and moments of the larger matrices."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,14 +69,13 @@ class MemoryEstimate:
     params: int
     moments: int
     gradients: int
-    """Sums over microbatches, what one microbatch adds to them, and what the update makes of
-    them."""
+    """Sums over microbatches, one microbatch's gradients, and temporary copies of the update."""
     activations: int
     """Saved activations or activation buffers, and working memory."""
     logits: int
-    """What the head needs, its matrix as it is used and that matrix's gradient included."""
+    """Memory of the head: logits, its matrix as cast for use, and that matrix's gradient."""
     host: int = 0
-    """In the host's memory, for this device; not part of the total."""
+    """Bytes in host memory for this device. Not part of the total."""
 
     @property
     def states(self) -> int:
@@ -86,14 +84,14 @@ class MemoryEstimate:
 
     @property
     def total(self) -> int:
-        """Peak device memory in total."""
+        """Peak device memory in bytes."""
         return self.states + self.gradients + self.activations + self.logits
 
 
 def estimate_memory(
     model: ModelConfig, plan: Plan, *, seq_len: int, global_batch: int
 ) -> MemoryEstimate:
-    """The memory of a training step of `plan` per device."""
+    """Estimate the peak memory of a training step of `plan` on the most loaded device."""
     parts = _Parts(model, plan, seq_len, global_batch)
     step_points = parts.without_stages() if plan.pipeline is None else parts.through_stages()
     gradients, activations, logits = max([*step_points, *parts.update()], key=sum)
@@ -113,7 +111,7 @@ StepPoint = tuple[float, float, float]
 
 
 class _Parts:
-    """Byte counts on one device, combined for each point of the step."""
+    """Byte counts on one device, which are combined for each point of the step."""
 
     def __init__(self, model: ModelConfig, plan: Plan, seq_len: int, global_batch: int):
         self.plan, pipeline = plan, plan.pipeline
@@ -125,11 +123,11 @@ class _Parts:
         tokens = max(1, global_batch * seq_len // plan.batch_ways() // plan.microbatches)
         self.repeats = pipeline.repeats if pipeline else 1
         self.visited = max(pipeline.layers_per_stage) if pipeline else model.num_layers
-        """Layers that a microbatch visits in a row."""
+        """Layers that a microbatch passes in one visit to a stage."""
         self.stream = tokens * token.stream
         resident = min(self.visited, LAYERS_RESIDENT) if plan.offloads_activations else self.visited
         self.kept = tokens * (resident * token.kept + token.kept_once)
-        """By a visit, for its backward."""
+        """Bytes that one visit saves for its backward."""
         self.kept_on_host = tokens * self.visited * token.kept if plan.offloads_activations else 0.0
         self.reordered = tokens * self.visited * token.reordered
         self.scatters, again = plan.zero >= 2 and plan.axes.fsdp > 1, plan.remat in ("dots", "full")
@@ -139,10 +137,10 @@ class _Parts:
             tokens * (token.backward_hiding if hides else token.backward),
         )
         self.again = tokens * token.backward_hiding if self.scatters and again else 0.0
-        """By the last layer, which backward computes again beside the head."""
+        """Bytes of the last layer's recomputation, which overlaps with the head."""
         waiting = 2 if again else 1
-        # Scattered gradients of a layer are whole before; of the layer before too, where its
-        # scatter goes on under the next one's work.
+        # A layer's gradient is whole until it is scattered. With recomputation two layers'
+        # gradients are whole at once, since one's scatter overlaps with the next one's compute.
         self.backward += (
             waiting * F32 * sizes.layer_whole if self.scatters else width * sizes.largest_whole
         )
@@ -154,14 +152,14 @@ class _Parts:
         )
         num_chunks = -(-tokens // plan.loss_chunk_tokens)
         self.logits = F32 * -(-tokens // num_chunks) * sizes.table_whole // model.embed_dim
-        # The gradient of a single chunk's logits waits, in 16 bits, until there is room for what it
-        # gives.
+        # With a single chunk, the gradient of its logits is held in the compute format until there
+        # is room for the head's gradient.
         self.head_left = (
             min(self.table, self.logits * width // F32) if num_chunks == 1 else self.table
         )
 
     def layers(self, *, split: bool) -> int:
-        """The device's layers in float32, empty slots included."""
+        """Bytes of the device's layers in float32, including empty slots."""
         return (
             F32
             * self.visited
@@ -170,11 +168,11 @@ class _Parts:
         )
 
     def outer(self, *, split: bool) -> int:
-        """The parameters outside the layers in float32."""
+        """Bytes of the parameters outside the layers in float32."""
         return F32 * (self.sizes.outer_split if split else self.sizes.outer_whole)
 
     def parameters(self, *, split: bool) -> int:
-        """All of them."""
+        """Bytes of all parameters on the device in float32."""
         return self.layers(split=split) + self.outer(split=split)
 
     def without_stages(self) -> list[StepPoint]:
@@ -185,19 +183,21 @@ class _Parts:
         head = self.table + self.logits + self.table_used
         return [
             (gradient, self.kept + max(self.reordered, self.forward), head),
-            # with these logits' gradient in 16 bits
+            # with these logits' gradient in 16 bits, half of their float32 size
             (gradient, self.kept + self.again, head + self.logits / 2),
             (gradient, self.kept + self.backward, self.head_left),
-            # two tables' gradients, one of them in two orders
+            # the gradients of two tables, one of them in two memory layouts
             (max(gradient - total, total), 4 * self.stream, 3 * self.table),
         ]
 
     def through_stages(self) -> list[StepPoint]:
-        """Memory in ticks of a step with pipeline stages; activation buffers exist in all ticks."""
+        """Memory at each point of a step with pipeline stages. Activation buffers exist in all
+        ticks.
+        """
         pipeline, slots_per_buffer = self.plan.pipeline, buffer_slots(self.plan)
         assert pipeline is not None
         split = self.plan.zero >= 2
-        # with spare ones, and what goes to and comes from neighbours
+        # including a spare slot per buffer, and what is sent to and received from neighbours
         slots = (slots_per_buffer.inputs + 1 + slots_per_buffer.cotangents + 1 + 2) * self.stream
         if pipeline.keep_residuals:
             slots += (slots_per_buffer.residuals + 1) * self.kept
@@ -207,14 +207,14 @@ class _Parts:
         )
         visit = self.kept
         if self.repeats > 1:
-            visit += self.layers(split=self.plan.zero >= 3) / self.repeats  # taken out of the stack
+            visit += self.layers(split=self.plan.zero >= 3) / self.repeats  # out of the stack
         step_points, zeros = [], 0
         if slots_per_buffer.ends_in_single_tick:
-            # XLA makes no loop of one tick, and the zeros that its scans begin with are then there
-            # all the time.
+            # XLA does not compile a single tick to a loop, so the zeros that its scans start from
+            # exist throughout the step.
             zeros = self.table
             visit += 0 if pipeline.keep_residuals else self.kept
-            # Nor is its gradient added in place: the largest matrix's sum has a new place.
+            # Nor is its gradient added in place: the largest matrix's sum gets a new buffer.
             largest = (
                 F32
                 * self.visited
@@ -232,8 +232,10 @@ class _Parts:
         ]
 
     def update(self) -> list[StepPoint]:
-        """New parameters, gathered while shares of the rest are still there, tables one at a time;
-        and moments that are fetched.
+        """Memory while the optimizer updates parameters.
+
+        New parameters are gathered while the shares of others still exist, one table at a time.
+        Offloaded moments are fetched.
         """
         step_points: list[StepPoint] = []
         fetched = self._fetched() if self.plan.offloads_moments else 0
@@ -247,8 +249,9 @@ class _Parts:
         return step_points
 
     def _fetched(self) -> int:
-        """Moments that come from the host leaf by leaf: those of the largest, a stack of matrices
-        or a table.
+        """Bytes of moments that are on the device at once while they are fetched from the host.
+
+        They are fetched leaf by leaf; the largest leaf is a stack of matrices or a table.
         """
         split = self.plan.zero >= 1
         matrices = (
@@ -264,23 +267,23 @@ class _Parts:
 
 @dataclass(frozen=True)
 class _Token:
-    """Bytes of one token in one layer."""
+    """Bytes per token in one layer."""
 
     kept: float
-    """By forward, for backward."""
+    """Saved by forward for backward."""
     kept_once: float
-    """The same for all layers together."""
+    """Saved once for all layers together."""
     stream: int
     """The residual stream."""
     reordered: int
-    """Attention's results in the order that backward wants, made for all layers before it
-    begins."""
+    """Attention outputs copied to the memory layout that backward needs, for all layers, before
+    backward begins."""
     forward: float
-    """Worked on in forward."""
+    """Temporary memory in forward."""
     backward: float
-    """Worked on in backward."""
+    """Temporary memory in backward."""
     backward_hiding: float
-    """The same, with collectives to hide."""
+    """Temporary memory in backward if collectives overlap with compute."""
 
 
 @lru_cache(maxsize=1 << 14)
@@ -301,7 +304,7 @@ def _token(
     fused = kernel == "cudnn"
     seen = 0 if fused else computed_pairs(seq_len, kernel) / seq_len
     scores = F32 * heads * seen
-    # Each block of queries is given its own copy of the keys and values that it looks at.
+    # Each block of queries gets its own copy of the keys and values that it attends to.
     copies = key_value * seen / block_size(seq_len) if remat != "none" else 0
     common = WORKING_STREAMS * stream + hidden + copies
     made_again = (

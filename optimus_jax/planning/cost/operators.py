@@ -1,4 +1,4 @@
-"""What one device computes for one layer and for the head, and how long that takes."""
+"""Count what one device computes for one layer and for the head, and predict how long it takes."""
 
 from functools import lru_cache
 from typing import NamedTuple
@@ -9,36 +9,37 @@ from optimus_jax.planning.cost.rates import Rates
 from optimus_jax.planning.cost.work import Work, matmul
 
 ALIGNMENT = 8
-"""Values: rows of other lengths cannot be read 16 bytes at a time, which tensor cores want."""
+"""Rows whose length is not a multiple of this many values cannot be read 16 bytes at a time, which
+tensor cores need."""
 STREAM_PASSES_OF_HEAD = 12.0
-"""Passes over [tokens, embed] of embedding and final norm, forward and backward."""
+"""Passes of embedding and final norm over [tokens, embed], forward and backward together."""
 
 
 class DeviceTime(NamedTuple):
-    """Seconds of a device's work, its kernels one after the other."""
+    """Seconds that a device takes for its work, one kernel after the other."""
 
     matmuls: float
-    """Fused attention included."""
+    """Seconds in matmuls and fused attention."""
     passes: float
-    """Over memory."""
+    """Seconds in passes over memory."""
 
     @property
     def total(self) -> float:
-        """Both."""
+        """Seconds in total."""
         return self.matmuls + self.passes
 
 
 class LayerShape(NamedTuple):
-    """One decoder layer of one microbatch as one device sees it."""
+    """The sizes of one decoder layer for one microbatch on one device."""
 
     rows: float
-    """Sequences of a microbatch."""
+    """Sequences in a microbatch, this device's part."""
     seq_len: int
-    """Tokens of each."""
+    """Tokens per sequence."""
     embed: int
     """Width of the residual stream."""
     head_dim: int
-    """Width of a head."""
+    """Width of an attention head."""
     heads: int
     """Query heads, this device's part."""
     kv_heads: int
@@ -46,49 +47,49 @@ class LayerShape(NamedTuple):
     mlp: int
     """Hidden width of the feed-forward, this device's part."""
     gated: bool
-    """Whether there are two matrices up."""
+    """Whether the feed-forward has two up projections, as SwiGLU does."""
     fused_attention: bool
-    """Whether scores stay on the chip."""
+    """Whether a fused kernel computes attention, without storing scores in memory."""
     width: int
-    """Bytes of an activation."""
+    """Bytes per element of an activation."""
 
     @property
     def tokens(self) -> float:
-        """Of a microbatch."""
+        """Tokens in a microbatch, this device's part."""
         return self.rows * self.seq_len
 
     @property
     def stream_bytes(self) -> float:
-        """Of the residual stream."""
+        """Bytes of the residual stream of a microbatch."""
         return self.tokens * self.embed * self.width
 
     @property
     def attention_weights(self) -> int:
-        """Elements of the attention's matrices."""
+        """Elements of the attention matrices, this device's part."""
         return self.embed * self.head_dim * 2 * (self.heads + self.kv_heads)
 
     @property
     def mlp_weights(self) -> int:
-        """Elements of the feed-forward's matrices."""
+        """Elements of the feed-forward matrices, this device's part."""
         return self.embed * self.mlp * (3 if self.gated else 2)
 
 
 class LayerWork(NamedTuple):
-    """What a device computes for one layer: (forward, backward) of its two blocks, without what is
-    computed again.
+    """What a device computes for one layer, without recomputation: (forward, backward) per
+    block.
     """
 
     attention: tuple[Work, Work]
     feed_forward: tuple[Work, Work]
     core: Work
-    """The part of `attention`, forward, between its projections."""
+    """The part of attention's forward between its projections."""
     last: Work
-    """The last product of `feed_forward`, forward."""
+    """The last matmul of the feed-forward's forward."""
 
 
 @lru_cache(maxsize=1 << 14)
 def layer_work(shape: LayerShape, style: ImplementationProfile) -> LayerWork:
-    """The work of a layer."""
+    """The work of one layer of this shape."""
     query, key_value = shape.heads * shape.head_dim, 2 * shape.kv_heads * shape.head_dim
     up = shape.mlp * (2 if shape.gated else 1)
     core = _core(shape, style)
@@ -122,8 +123,10 @@ def _block(
     hidden: int,
     weights: int,
 ) -> tuple[Work, Work]:
-    """Forward and backward of products with `matrices`, and of half of a layer's passes over the
-    stream and kernels.
+    """Forward and backward work of one of a layer's two blocks.
+
+    Counts matmuls with `matrices` [inner, columns], and half of the layer's kernels and passes over
+    the residual stream.
     """
     forward, backward = (
         Work(
@@ -142,11 +145,11 @@ def _block(
 
 
 def _core(shape: LayerShape, style: ImplementationProfile) -> tuple[Work, Work]:
-    """Softmax(q k) v, forward and backward."""
+    """Forward and backward work of softmax(q k) v."""
     matrices, length = shape.rows * shape.heads, shape.seq_len
     if shape.fused_attention:
-        # Half of the square is masked and skipped. Backward computes the scores again: five
-        # products for forward's two.
+        # Half of the square is masked and skipped. Backward recomputes the scores: five matmuls,
+        # against two in forward.
         flops = 2.0 * matrices * length**2 * shape.head_dim
         return Work(fused_flops=flops), Work(fused_flops=2.5 * flops)
     share = (
@@ -175,8 +178,9 @@ def _core(shape: LayerShape, style: ImplementationProfile) -> tuple[Work, Work]:
 def head_work(
     tokens: float, embed: int, vocab: int, width: int, style: ImplementationProfile
 ) -> Work:
-    """Embedding, head and loss of a microbatch, forward and backward, with `vocab` of the
-    vocabulary's rows.
+    """Work of embedding, head and loss of a microbatch, forward and backward together.
+
+    `vocab` is the number of vocabulary rows that this device computes.
     """
     products = (
         matmul(tokens, embed, vocab) + matmul(tokens, vocab, embed) + matmul(embed, tokens, vocab)
@@ -188,8 +192,9 @@ def head_work(
 
 
 def device_time(work: Work, rates: Rates, *, f32: bool, aligned: bool = True) -> DeviceTime:
-    """How long a device takes for `work`; `aligned` says whether its rows are read 16 bytes at a
-    time.
+    """How long a device takes for `work`.
+
+    `aligned` says whether matrix rows can be read 16 bytes at a time.
     """
     rate = (rates.f32_matmul_flops_per_s if f32 else rates.matmul_flops_per_s) * (
         1.0 if aligned else rates.unaligned_share
@@ -205,11 +210,12 @@ def device_time(work: Work, rates: Rates, *, f32: bool, aligned: bool = True) ->
 def with_launches(
     device_s: float, kernels: float, rates: Rates, style: ImplementationProfile
 ) -> float:
-    """Seconds of work on a device whose host launches it: at least the longer of both, at most
-    their sum.
+    """Seconds of work including launches by the host.
 
-    Launches run ahead of the device only while nothing waits for its results: a norm of both times
-    lies between.
+    At least the longer of device and launch time, at most their sum.
+
+    The host launches ahead of the device only while nothing waits for results, so a p-norm of the
+    two times, which lies between these bounds, combines them.
     """
     host_s = kernels * (
         rates.interpreter_launch_s if style.launched_by_interpreter else rates.launch_s

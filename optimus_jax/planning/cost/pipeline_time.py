@@ -1,8 +1,8 @@
-"""How many ticks of each kind a schedule has.
+"""Count the ticks of each kind in a schedule.
 
 In lockstep every tick lasts as long as its slowest stage, so these counts and the time of one tick
-of each kind are the time of a step. The named schedules have closed forms, which tests hold to the
-tables; what has none is counted in its table.
+of each kind determine the time of a step. Named schedules have closed forms, which tests compare
+with their tables. Where there is no closed form, the ticks are counted in the table.
 """
 
 from dataclasses import dataclass
@@ -17,28 +17,29 @@ from optimus_jax.plan import Pipelining
 
 @dataclass(frozen=True)
 class Ticks:
-    """Of one step."""
+    """Numbers of ticks in one step."""
 
     forward: int
-    """In which some stage runs a forward task, and the others compute along on idle data."""
+    """Ticks in which at least one stage runs a forward task. Idle stages compute along on unused
+    data."""
     backward: int
-    """The same for backward tasks."""
+    """Ticks in which at least one stage runs a backward task."""
     useful: int
-    """Forward tasks of a stage, and as many backward: the ticks that it would need without
-    waiting."""
+    """Forward tasks of one stage, equal to its backward tasks: the ticks of each kind that it would
+    need without waiting."""
 
 
 @lru_cache(maxsize=1 << 14)
 def count_ticks(pipeline: Pipelining, num_stages: int, num_microbatches: int) -> Ticks:
     """The ticks of a pipeline's schedule.
 
-    Raises PlanError if its table is no schedule, or there is none for these numbers.
+    Raises PlanError if its table is not a valid schedule, or no schedule exists for these numbers.
     """
     useful, latency = num_microbatches * pipeline.repeats, 2 if pipeline.send_slack else 1
     if pipeline.table is not None:
         return _counted(Schedule.from_json(pipeline.table), useful)
-    # Tasks follow each other on every stage without a gap: with fewer microbatches some ticks only
-    # send, or wait for a lap to end.
+    # With this many microbatches, tasks on every stage follow each other without a gap. With fewer,
+    # some ticks only send, or wait for a lap to end.
     if num_microbatches >= (latency if pipeline.repeats == 1 else latency * num_stages):
         ticks = useful + latency * (num_stages - 1)
         return Ticks(ticks, ticks, useful)

@@ -1,4 +1,4 @@
-"""Rates: the speed parameters of one kind of device for the time model, with their sources."""
+"""Rates: the time model's speed parameters of one kind of device, with their sources."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -14,41 +14,43 @@ from optimus_jax.planning.profiles.hardware import HardwareProfile
 from optimus_jax.planning.profiles.measurements import ALL_REDUCE, PERMUTE, MatmulTime
 
 UNKNOWN_LATENCY_S = 5e-6
-"""Latency of a step of a collective if none was measured or published; usual order between GPUs."""
+"""Latency of one step of a collective if none was measured or published: the usual order of
+magnitude between GPUs."""
 
 MATMUL_SHARE = 0.75
-"""Share of the dense peak that large matmuls reach: that of A100s in vTrain's measured steps
+"""Share of the dense peak that large matmuls reach: that of A100s in the steps measured by vTrain
 (benchmarks/planner.py)."""
 MATMUL_SHARES: Mapping[str, float] = {"h100": 0.72, "h100-pcie": 0.72, "h200": 0.72, "b200": 0.67}
-"""The same for accelerators with a known, lower share.
+"""The same share, for accelerators where it is known to be lower.
 
 H100: 86 published steps of five implementations, 0.72 on average, 0.68 to 0.76 with one of them
-left out (benchmarks/published.py). H200: the same chip. PCIe cards, which have half of the power,
-have no row of their own. B200: no step; the A100's share times the ratio of the best matmuls that
-were published, 77.6% of the B200's peak to 86.9% of the A100's (which gives 0.69 for the H100, with
-80.3%):
-https://github.com/stas00/ml-engineering/blob/744d01e18b79512572f64a6bbd8b5f4a725203a7/compute/accelerator/README.md
-"""
+left out (benchmarks/published.py). H200: the same chip. PCIe H100s, with half of the power limit,
+have no measurement of their own. B200: no measured step; the A100's share times the ratio of the
+best published matmuls, 77.6% of peak on the B200 to 86.9% on the A100 (the same rule gives 0.69 for
+the H100, at 80.3%):
+
+
+https://github.com/stas00/ml-engineering/blob/744d01e18b79512572f64a6bbd8b5f4a725203a7/compute/accelerator/README.md"""
 MEMORY_SHARE = 0.85
 """Share of the memory bandwidth that passes over memory reach."""
 
 F32 = "f32"
 CPU_PASS_SHARE = 0.25
-"""Share of a CPU's memory bandwidth that passes with exp, tanh or sums reach, in the steps of
-benchmarks/cpu_step.py."""
+"""Share of a CPU's memory bandwidth that passes with exp, tanh or sums reach, measured in the steps
+of benchmarks/cpu_step.py."""
 UNSEEN_SPREAD = 0.2
-"""Spread of step times if parts of a step were measured but no whole step."""
+"""`Rates.spread` if parts of a step were measured but no whole step."""
 
 LAYER, HEAD = OPERATORS = ("layer", "head")
-"""What a correction applies to: all operators of a layer, or all of embedding and head."""
+"""What a correction applies to: all operators of a layer, or all of embedding, head and loss."""
 ShapePoint = tuple[float, float, float]
-"""Logarithms, base 2, of the tokens of a microbatch, the width of the residual stream, and the
-devices along tensor."""
+"""Base-2 logarithms of a microbatch's tokens, the width of the residual stream, and the devices
+along mesh axis tensor."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Correction:
-    """Measured over predicted time of an operator at a measured shape
+    """The correction of an operator's predicted time at a measured shape
     (planning/cost/corrections.py).
     """
 
@@ -77,62 +79,63 @@ class Rates:
     pass_share: float = 1.0
     """Share of that bandwidth that passes with arithmetic reach."""
     num_cores: float
-    """Cores that share the tiles of a matmul; 0: matmuls are not tiled."""
+    """Cores among which a matmul's tiles are divided. 0: matmuls are not tiled."""
     wave: float = 0.5
-    """Fraction of a wave of tiles that each matmul loses."""
+    """Fraction of a wave of tiles that each matmul loses, because cores idle in its last wave."""
     inner: float = 100.0
-    """Inner dimension at which a matmul reaches half of the rate."""
+    """Inner dimension at which a matmul reaches half of its rate."""
     unaligned_share: float = 0.35
-    """Share of the rate that matmuls reach if a row is not a multiple of 8 values."""
+    """Share of the rate that matmuls reach if a row's length is not a multiple of 8 values."""
     fused_attention_share: float = 0.7
     """Share of the matmul rate that fused attention reaches."""
     launch_s: float = 3e-6
-    """Time to launch a kernel from a compiled program."""
+    """Seconds to launch a kernel from a compiled program."""
     interpreter_launch_s: float = 30e-6
-    """Time to launch a kernel from an interpreter, with its overhead."""
+    """Seconds to launch a kernel from an interpreter, including its overhead."""
     launch_overlap: float = 2.0
     """Exponent of the norm that combines launch and compute time: 1 adds them, large exponents
     overlap them."""
     collective_share: float = 0.7
-    """Share of a link's speed inside a host that collectives reach."""
+    """Share of an intra-host link's speed that collectives reach."""
     inter_host_share: float = 0.8
     """The same between hosts."""
     send_share: float = 0.7
-    """Share of a link's speed inside a host that a send to the next stage reaches."""
+    """Share of an intra-host link's speed that a send to the next stage reaches."""
     host_share: float = 0.83
     """Share of the link to host memory that large copies reach: 26.2 of 31.5 GB/s on an A100
     (https://github.com/jdh4/della-gpu-A100)."""
     latency_s: float = UNKNOWN_LATENCY_S
-    """Latency of each step of a collective inside a host, if the link has none."""
+    """Latency of each step of a collective inside a host, for links without a known latency."""
     inter_host_latency_s: float = 2 * UNKNOWN_LATENCY_S
     """The same between hosts."""
     arrival_s: float = 0.0
-    """Extra time of a collective because its devices reach it at different times."""
+    """Additional seconds of a collective because devices reach it at different times."""
     overlap_slowdown: float = 1.3
     """Slowdown of compute and a collective while they overlap (Galvatron's default,
     arXiv:2211.13878)."""
     overlap_share: float = 0.5
-    """Share of the collectives that can overlap with compute that do overlap."""
+    """Share of the collectives' time that overlaps with compute, among those that can."""
     step_s: float = 2e-3
-    """Fixed time per step: scalars and work of the host."""
+    """Fixed seconds per step: scalars and the host's work."""
     spread: float = 0.25
-    """Standard deviation of the logarithm of measured over predicted step times, for shapes that
-    were not measured."""
+    """Standard deviation of the logarithm of measured over predicted step times, for shapes far
+    from measured ones."""
     spread_nearby: float = 0.05
-    """The same for measured shapes (those of `corrections`)."""
+    """The same at measured shapes (those of `corrections`)."""
     corrections: tuple[Correction, ...] = ()
     """Corrections at measured shapes."""
 
     @classmethod
     def of(cls, accelerator: Accelerator) -> "Rates":
-        """Expected rates of a GPU by its data sheet: usual shares of its peaks.
+        """Expected rates of a GPU from its data sheet: the usual shares of its peaks.
 
-        With them, steps of Megatron on A100s are missed by 9% on average (benchmarks/planner.py),
-        published steps of other implementations on H100s by 2% to 16% (benchmarks/published.py).
-        GPUs without measurements are assumed to reach the A100's shares.
+        With these rates, the predicted step times are off by 9% on average for Megatron on A100s
+        (benchmarks/planner.py), and by 2% to 16% for other implementations' published steps on
+        H100s (benchmarks/published.py). GPUs without measurements are assumed to reach the A100's
+        shares.
 
         Raises:
-          PlanError: its data sheet's figures are unknown.
+          PlanError: the data sheet's figures are unknown.
         """
         peak, f32_peak = accelerator.dense_peak_flops, accelerator.f32_peak_flops
         if (
@@ -162,14 +165,14 @@ class Rates:
 
     @classmethod
     def from_profile(cls, profile: HardwareProfile) -> "Rates":
-        """Rates of the devices of `profile`; use them with `profile.cluster(...)`, whose links are
-        measured too.
+        """Rates measured on the devices of `profile`. Use them with `profile.cluster(...)`, whose
+        links are measured too.
 
-        Everything was measured with all devices busy. Virtual devices share a processor, so each
-        has a share of its speed, and using more of them does not predict a faster step.
+        Everything was measured with all devices busy. Virtual devices share one processor, so each
+        gets a share of its speed, and a plan with more of them is not predicted to be faster.
 
         Raises:
-          PlanError: matmuls or memory were not measured for lack of time.
+          PlanError: matmuls or memory passes were not measured for lack of time.
         """
         probed, setting = profile.probed, profile.setting
         if not probed.matmuls or not probed.passes:
@@ -187,7 +190,7 @@ class Rates:
             for dtype in dict.fromkeys(each.dtype for each in probed.matmuls)
         }
         in_f32 = by_dtype.get(F32) or next(iter(by_dtype.values()))
-        # A processor without 16-bit matmuls computes them in float32.
+        # A processor without 16-bit matmuls computes 16-bit inputs in float32.
         in_16_bits = next((rate for dtype, rate in by_dtype.items() if dtype != F32), in_f32)
         return cls(
             accelerator=setting.device_kind,
@@ -220,12 +223,12 @@ class Rates:
 
 
 def _matmul_rate(times: Sequence[MatmulTime], cores: float) -> tuple[float, float]:
-    """FLOP/s of large matmuls, and the inner dimension at which one takes twice its time."""
+    """FLOP/s of large matmuls, and the inner dimension at which a matmul runs at half of that."""
     works = [matmul(each.m, each.k, each.n) for each in times]
     whole = np.array([work.flops + Rates.wave * cores * work.wave for work in works])
     short = np.array([work.short + Rates.wave * cores * work.short_wave for work in works])
     seconds = np.array([each.time_s for each in times])
-    # Least squares of the relative error: small matmuls count as much as large ones.
+    # Least squares on the relative error, so that small matmuls count as much as large ones.
     (per_flop, per_short), *_ = np.linalg.lstsq(
         np.stack([whole, short], axis=1) / seconds[:, None], np.ones_like(seconds), rcond=None
     )
@@ -235,7 +238,7 @@ def _matmul_rate(times: Sequence[MatmulTime], cores: float) -> tuple[float, floa
 
 
 def _send_share(profile: HardwareProfile) -> float:
-    """A send's speed over that of an all-reduce, between the same devices."""
+    """Ratio of a send's speed to an all-reduce's, between the same devices; 1 if unknown."""
     size = profile.setting.num_devices // profile.setting.num_hosts
     send, reduced = profile.fit(PERMUTE, size), profile.fit(ALL_REDUCE, size)
     if send is None or reduced is None or not send.bytes_per_s or not reduced.bytes_per_s:

@@ -1,8 +1,8 @@
-"""How large a device's part of a model's parameters is under a plan, in closed form.
+"""Compute the size of a device's part of a model's parameters under a plan, in closed form.
 
-What `models.shapes.planned_shapes` finds by tracing, from the sizes alone: a planner asks tens of
-thousands of times. A test holds one to the other, leaf by leaf. All counts are of elements, on one
-device; a leaf *whole* is whole along fsdp, *split* is fsdp's share of it (mesh/zero.py).
+`models.shapes.planned_shapes` finds the same by tracing, but a planner asks tens of thousands of
+times. A test compares the two leaf by leaf. All counts are elements on one device. A *whole* count
+is not divided along fsdp; a *split* count is (mesh/zero.py).
 """
 
 import math
@@ -28,33 +28,33 @@ from optimus_jax.mesh.zero import LeafLayout
 from optimus_jax.models.families import family_of
 
 Leaf = tuple[tuple[int, ...], tuple[str, ...]]
-"""Shape and logical axes of a parameter."""
+"""Shape and logical axes of one parameter."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """A device's parameters and the ways that its work is split."""
+    """Numbers of parameters on one device, and the number of devices that share its work."""
 
     layer_whole: int
-    """One layer."""
+    """Parameters of one layer."""
     layer_split: int
     outer_whole: int
-    """Everything outside the layers."""
+    """Parameters outside the layers."""
     outer_split: int
     table_whole: int
-    """The embedding's table, or the head's."""
+    """Parameters of the embedding's table, or of the head's."""
     largest_whole: int
-    """The largest matrix of one layer."""
+    """Parameters of the largest matrix of one layer."""
     largest_split: int
     heads_ways: int
-    """Devices that share attention's heads."""
+    """Number of devices among which attention heads are split."""
     mlp_ways: int
-    """Devices that share the feed-forward's hidden width."""
+    """Number of devices among which the feed-forward's hidden width is split."""
 
 
 @lru_cache(maxsize=1 << 12)
 def sizes_of(model: ModelConfig, rules: Rules, axes: AxisSizes) -> Sizes:
-    """The sizes under these rules on a mesh of these sizes."""
+    """The sizes under these rules on a mesh with these axis sizes."""
     active = active_rules(rules, axes, model)
 
     def elements(leaves: Iterable[Leaf], *, split: bool) -> list[int]:
@@ -87,7 +87,7 @@ def sizes_of(model: ModelConfig, rules: Rules, axes: AxisSizes) -> Sizes:
 
 
 def layer_leaves(model: ModelConfig) -> list[Leaf]:
-    """One layer's parameters (models/attention.py, models/mlp.py)."""
+    """The parameters of one layer (models/attention.py, models/mlp.py)."""
     family, width = family_of(model.family), model.embed_dim
     heads, kv_heads = (model.num_heads, model.head_dim), (2, model.num_kv_heads, model.head_dim)
     hidden, hidden_names = (
@@ -115,7 +115,7 @@ def layer_leaves(model: ModelConfig) -> list[Leaf]:
 
 
 def outer_leaves(model: ModelConfig, vocab_rows: int) -> list[Leaf]:
-    """The parameters outside the layers, a table first (models/transformer.py)."""
+    """The parameters outside the layers, the embedding table first (models/transformer.py)."""
     table = ((vocab_rows, model.embed_dim), (VOCAB, EMBED))
     positions = (
         [((model.max_length, model.embed_dim), (POSITIONS, EMBED))]

@@ -1,7 +1,8 @@
-"""Seconds of one layer, and of embedding and head, of one microbatch on one device: operators,
-without exchanges.
+"""Time of one layer, and of embedding and head, for one microbatch on one device, without
+communication.
 
-A *place* is where an operator's sizes lie among measured ones (planning/cost/corrections.py).
+A *place* is the point of an operator's sizes from which its correction is looked up
+(planning/cost/corrections.py).
 """
 
 import math
@@ -31,34 +32,33 @@ F32_BYTES = 4
 
 
 class LayerTime(NamedTuple):
-    """Seconds of one layer; forward and backward together unless said otherwise."""
+    """Seconds of one layer, forward and backward together unless stated otherwise."""
 
     attention: float
-    """Matmuls of the attention block, fused attention too."""
+    """Matmuls of the attention block, including fused attention."""
     feed_forward: float
     """Matmuls of the feed-forward block."""
     memory: float
     """Passes over memory."""
     again: float
-    """What backward computes a second time."""
+    """Recomputation in backward."""
     launching: float
-    """In which the device waits for its host."""
+    """Time in which the device waits for the host to launch kernels."""
     forward: float
-    """All of it, forward."""
+    """Forward in total."""
     backward: float
-    """All of it, backward."""
+    """Backward in total, including recomputation."""
 
 
 def layer_shape(model: ModelConfig, plan: Plan, *, seq_len: int, global_batch: int) -> LayerShape:
-    """A layer of one microbatch as one device sees it."""
+    """The sizes of one layer for one microbatch on one device under `plan`."""
     rules, axes = plan.active_rules(model), plan.axes
     heads_ways, kv_ways, mlp_ways = (
         math.prod([axes[axis] for axis in rules.get(logical, ())])
         for logical in (HEADS, KV_HEADS, MLP)
     )
     heads = model.num_heads // heads_ways
-    # Where key and value heads are fewer than the devices, each takes those that its query heads
-    # need.
+    # If key and value heads are not split, each device computes those that its query heads need.
     kv_heads = (
         model.num_kv_heads // kv_ways
         if kv_ways > 1
@@ -88,11 +88,11 @@ def layer_time(
     rates: Rates,
     style: ImplementationProfile,
 ) -> LayerTime:
-    """The time of a layer.
+    """The time of one layer, corrected by measurements nearby.
 
     Args:
-      twice: whether its stage is computed again as a whole.
-      collectives: how many the host launches forward and backward.
+      twice: whether backward recomputes the whole stage.
+      collectives: how many collectives the host launches in forward and in backward.
     """
     work, f32 = layer_work(shape, style), shape.width == F32_BYTES
     attention, feed_forward = work.attention, work.feed_forward
@@ -128,8 +128,9 @@ def layer_time(
 def _again(
     remat: RematPolicy, work: LayerWork, forward: Work, style: ImplementationProfile
 ) -> Work:
-    """What backward computes again of a layer, beyond norms and activations, which its own passes
-    contain.
+    """The work that backward recomputes in a layer under `remat`.
+
+    Norms and activation functions are not included: backward's own passes contain them.
     """
     match remat:
         case "selective":
@@ -154,8 +155,9 @@ def head_time(
     rates: Rates,
     style: ImplementationProfile,
 ) -> float:
-    """Embedding, head and loss of one microbatch, forward and backward, with `vocab` of the
-    vocabulary's rows.
+    """Seconds of embedding, head and loss of one microbatch, forward and backward together.
+
+    `vocab` is the number of vocabulary rows that this device computes.
     """
     work = head_work(tokens, embed, vocab, width, style)
     device_s = device_time(
@@ -165,7 +167,7 @@ def head_time(
 
 
 def head_rows(model: ModelConfig, plan: Plan, style: ImplementationProfile) -> int:
-    """Rows of the vocabulary that a device with a head computes."""
+    """Number of vocabulary rows that a device with a head computes."""
     ways = math.prod(
         [
             plan.axes[axis]
@@ -178,7 +180,7 @@ def head_rows(model: ModelConfig, plan: Plan, style: ImplementationProfile) -> i
 
 
 def shape_point(shape: LayerShape, tensor_ways: int) -> ShapePoint:
-    """Where a layer, and the head that follows it, lie: their tokens, width and devices that share
-    them.
+    """The place of a layer and of the head: logarithms of tokens, width and devices along
+    tensor.
     """
     return math.log2(shape.tokens), math.log2(shape.embed), math.log2(tensor_ways)

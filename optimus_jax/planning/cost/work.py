@@ -1,13 +1,14 @@
-"""Work: what a device computes, counted before any rate is known.
+"""Work: what a device computes, counted independently of its rates.
 
-The time of a matmul of [m, k] and [k, n] on a device with C cores, in tiles of 128 x 128, is taken
-as
+The time of a matmul of [m, k] and [k, n] on a device with C cores, in tiles of 128 x 128, is
+modelled as
 
     2 m k n / rate * (1 + wave * C / tiles) * (1 + inner / k)
 
-since the last wave of tiles leaves cores idle, and since a tile with a short inner dimension spends
-its time on its beginning and end. That is linear in what `Work` holds: all matmuls of a layer are
-four sums, and their time is a few multiplications under any rates.
+because the last wave of tiles leaves cores idle, and because a tile with a short inner dimension
+spends much of its time on its prologue and epilogue. This is linear in the fields of `Work`, so all
+matmuls of a layer reduce to four sums, from which any rates give their time in a few
+multiplications.
 """
 
 import math
@@ -16,38 +17,39 @@ from typing import NamedTuple
 TILE = 128
 """Side of a matmul's tile on a GPU's tensor cores."""
 SPLIT_INNER = 4096
-"""A longer inner dimension is divided among cores where tiles are few."""
+"""An inner dimension longer than this is divided among cores (split-K) when there are few tiles."""
 
 
 class Work(NamedTuple):
     """What one device computes."""
 
     flops: float = 0.0
-    """Of matmuls."""
+    """FLOPs of matmuls."""
     wave: float = 0.0
-    """Sum of FLOPs / tiles."""
+    """Sum over matmuls of FLOPs / tiles."""
     short: float = 0.0
-    """Sum of FLOPs / inner dimension."""
+    """Sum over matmuls of FLOPs / inner dimension."""
     short_wave: float = 0.0
-    """Sum of FLOPs / (tiles * inner dimension)."""
+    """Sum over matmuls of FLOPs / (tiles * inner dimension)."""
     fused_flops: float = 0.0
-    """Of fused attention kernels."""
+    """FLOPs of fused attention kernels."""
     num_bytes: float = 0.0
-    """Read and written by everything else."""
+    """Bytes read and written by everything else."""
     kernels: float = 0.0
-    """Launched."""
+    """Number of kernels launched."""
 
     def __add__(self, other: "Work") -> "Work":  # type: ignore[override]  # of work, not of tuples
         return Work(*[a + b for a, b in zip(self, other, strict=True)])
 
     def times(self, number: float) -> "Work":
-        """So often."""
+        """This work, `number` times."""
         return Work(*[each * number for each in self])
 
 
 def matmul(rows: float, inner: float, columns: float, count: float = 1.0) -> Work:
-    """`count` products of [rows, inner] and [inner, columns]; those of one batched product share
-    the cores.
+    """The work of `count` matmuls of [rows, inner] and [inner, columns].
+
+    They are one batched matmul, whose tiles share the cores.
     """
     flops = 2.0 * rows * inner * columns * count
     tiles = (

@@ -1,1 +1,1 @@
-"""Learning from measured steps: rates and corrections for predictions."""
+"""Learn from measured steps: fit rates, and correct predictions."""

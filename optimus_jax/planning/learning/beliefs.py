@@ -2,11 +2,12 @@
 
 The logarithm of measured over predicted time is a sum of errors: each cost term's share of the step
 times that term's log error (planning/learning/calibrate.py), an error of the plan, an error of the
-plan in given conditions, and an error that an unexplained regime causes in all plans. All are
-normal, so step times of any set of plans are jointly log-normal, with the covariances needed for
-comparing them: common errors cancel.
+plan in given conditions, and an error that an unexplained regime causes in all plans. (An
+*unexplained regime* is a period that begins when step times change without a reading that explains
+the change.) All errors are normally distributed, so step times of any set of plans are jointly
+log-normal. Their covariances are needed to compare plans, because common errors cancel.
 
-Corrected terms change their shares of the step, so the regression is iterated. Outliers are
+Corrections change the terms' shares of the step, so the regression is iterated. Outliers are
 attributed to an error of their plan.
 """
 
@@ -23,17 +24,18 @@ Latent = tuple[float, str]
 """An error: its prior standard deviation (logarithm) and its name."""
 
 PLAN = 0.03
-"""Error of a plan: standard deviation of the logarithm, as are the next four."""
+"""Error of a plan, as a standard deviation of the logarithm. The next four are too."""
 PLAN_SETTING = 0.02
-"""Error of a plan in given conditions and with a given batch."""
+"""Additional error of a plan in given conditions and with a given batch."""
 LINK_NOISE = 0.12
-"""Error common to all links in given conditions, which are measured roughly."""
+"""Error common to all links in given conditions, because their speeds are measured roughly."""
 REGIME = 0.5
 """Error that an unexplained regime causes in all plans."""
 REGIME_PLAN = 0.15
-"""Additional error that it causes in a single plan."""
+"""Additional error that a regime causes in a single plan."""
 OUTLIER_DEVIATIONS = 2.5
-"""Measurements more deviations than this away from the others' prediction count as outliers."""
+"""A measurement counts as an outlier if it is more than this many standard deviations from the
+prediction based on the others."""
 PRIOR_COUNT = 6.0
 """Weight of the prior deviations above, in measurements, when the overall scale is estimated."""
 OWN_FACTORS = tuple([2.0 ** (power / 2) for power in range(8)])
@@ -44,7 +46,7 @@ FACTOR_DEVIATION = 2.0
 T_DEGREES = 4.0
 """Degrees of freedom of the t likelihood used for that factor, which tolerates a few outliers."""
 NUM_ITERATIONS = 4
-"""Iterations of the regression; further ones change nothing relevant."""
+"""Iterations of the regression; more make no relevant difference."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,9 +58,10 @@ class Query:
     setting: str
     """Name of the conditions and the batch."""
     regime: int = 0
-    """Number of the unexplained regime; 0: none."""
+    """Number of the unexplained regime in which the plan runs; 0: none."""
     terms_s: Mapping[str, float]
-    """Seconds of each term by the cost model in these conditions, without corrections."""
+    """Seconds of each term that the cost model predicts in these conditions, without
+    corrections."""
 
     @property
     def key(self) -> tuple[str, str, int]:
@@ -67,7 +70,7 @@ class Query:
 
     @property
     def predicted_s(self) -> float:
-        """Seconds of a step by the cost model alone."""
+        """Seconds of a step that the cost model predicts, without corrections."""
         return sum(self.terms_s.values())
 
 
@@ -96,7 +99,7 @@ class Beliefs:
 
     @classmethod
     def before(cls, queries: Sequence[Query], calibration: Calibration) -> "Beliefs":
-        """The prior of all errors that concern these queries."""
+        """The prior of all errors that affect these queries."""
         known = calibration.covering(name for query in queries for name in query.terms_s)
         terms = known.terms
         latents = list(dict.fromkeys(latent for query in queries for latent in _latents(query)))
@@ -114,7 +117,7 @@ class Beliefs:
         )
 
     def rows(self, queries: Sequence[Query]) -> tuple[Vector, Matrix]:
-        """For each query: the expected log time, and its derivative by each column."""
+        """For each query, the expected log time and its derivative with respect to each column."""
         num_terms = len(self.terms)
         times = np.array(
             [[query.terms_s.get(name, 0.0) for name in self.terms] for query in queries]
@@ -132,7 +135,7 @@ class Beliefs:
         return np.log(totals) + slopes[:, num_terms:] @ self.mean[num_terms:], slopes
 
     def after(self, evidence: Sequence[Evidence]) -> "Beliefs":
-        """The posterior after the evidence."""
+        """The posterior given the evidence."""
         if not evidence:
             return self
         queries, measured = (
@@ -174,8 +177,8 @@ class Beliefs:
                 mean=self.mean + gain @ inverse @ left,
                 covariance=prior - gain @ inverse @ gain.T,
             )
-            # Leave-one-out residuals: beyond OUTLIER_DEVIATIONS they count as an error of the plan
-            # or regime.
+            # Leave-one-out residuals. Beyond OUTLIER_DEVIATIONS they are attributed to the plan or
+            # regime.
             variance = 1 / np.diag(inverse)
             doubt = np.maximum(
                 doubt, (inverse @ left * variance / OUTLIER_DEVIATIONS) ** 2 - variance
@@ -189,9 +192,9 @@ def _likeliest(left: Vector, covariance: Matrix, own: Matrix) -> float:
     """Squared factor on the errors of plans that maximises the leave-one-out likelihood.
 
     Args:
-      left: [measured], residuals.
+      left: [measured], the residuals.
       covariance: [measured, measured], of the residuals.
-      own: [measured, measured], the part of it due to errors of plans.
+      own: [measured, measured], the part of `covariance` due to errors of plans.
     """
 
     def score(factor: float) -> float:
@@ -212,7 +215,7 @@ def _of_links(query: Query) -> Latent:
 
 
 def _latents(query: Query) -> tuple[Latent, ...]:
-    """The errors that concern a query, besides those of terms."""
+    """The errors that affect a query, besides those of terms."""
     own = (_of_links(query), (PLAN, query.plan), (PLAN_SETTING, f"{query.plan} in {query.setting}"))
     return (
         own

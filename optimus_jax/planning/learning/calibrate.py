@@ -1,8 +1,9 @@
 """Errors of the cost model's terms: a prior, and corrections after measurements.
 
-A step's predicted time is a sum of terms. The log error of each term is normally distributed. The
-prior has an error common to all terms, a further one common to communication terms, and a small one
-of each term. Because errors are correlated, measuring some terms also informs about others.
+A step's predicted time is a sum of terms. A term's log error is the logarithm of its true over its
+predicted time, and is normally distributed. In the prior it is the sum of an error common to all
+terms, one common to communication terms, and a small one of each term. Because errors are
+correlated, measuring some terms also informs about others.
 """
 
 import math
@@ -19,22 +20,23 @@ Vector = NDArray[np.float64]
 Matrix = NDArray[np.float64]
 
 COMMON = 0.15
-"""Standard deviation of the log error common to all terms; those below are log errors too."""
+"""Standard deviation of the log error common to all terms. The next three are standard deviations
+of log errors too."""
 LINKS = 0.25
 """Additional error common to all communication terms."""
 TERM = 0.1
 """Additional error of a single term."""
 NOISE = 0.05
-"""Error of a measured step time, and of what terms cannot express."""
+"""Error of a measured step time, including effects that terms cannot express."""
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """Posterior log errors of terms. Without terms, predictions are unchanged."""
+    """Posterior distribution of the terms' log errors. Without terms, predictions are unchanged."""
 
     terms: tuple[str, ...] = ()
     mean: Vector = field(default_factory=lambda: np.zeros(0))
-    """[terms]: expected log error of each."""
+    """[terms]: expected log error of each term."""
     covariance: Matrix = field(default_factory=lambda: np.zeros((0, 0)))
     """[terms, terms]: covariance of the log errors."""
 
@@ -44,14 +46,16 @@ class Calibration:
         return {name: math.exp(mean) for name, mean in zip(self.terms, self.mean, strict=True)}
 
     def step_time_s(self, terms_s: Mapping[str, float]) -> float:
-        """Seconds of a step with these terms after correction."""
+        """Seconds of a step with these predicted terms, after correction."""
         if not self.terms:
             return sum(terms_s.values())
         factors = self.covering(terms_s).factors
         return sum(time_s * factors[name] for name, time_s in terms_s.items())
 
     def covering(self, names: Iterable[str]) -> "Calibration":
-        """Extend to further terms, whose errors follow from those of the known ones."""
+        """This calibration extended to further terms, whose errors are inferred from those of known
+        terms.
+        """
         missing = frozenset(names).difference(self.terms)
         if missing and missing not in self._covering:
             self._covering[missing] = self._extended(tuple(sorted({*self.terms, *missing})))
@@ -63,13 +67,13 @@ class Calibration:
 
     def _extended(self, names: tuple[str, ...]) -> "Calibration":
         prior, known = _prior(names), [names.index(name) for name in self.terms]
-        # Regression on the known terms, with which a new term shares errors.
+        # Regression on the known terms: new terms share errors with them.
         slopes = prior[:, known] @ np.linalg.inv(prior[np.ix_(known, known)])
         learnt = prior[np.ix_(known, known)] - self.covariance
         return Calibration(names, slopes @ self.mean, prior - slopes @ learnt @ slopes.T)
 
     def applied(self, prediction: Prediction) -> Prediction:
-        """The prediction with corrected terms and the interval of the remaining uncertainty."""
+        """The prediction with corrected terms, and an interval for the remaining uncertainty."""
         if not self.terms:
             return prediction
         known = self.covering(term.name for term in prediction.terms)

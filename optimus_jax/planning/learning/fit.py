@@ -1,8 +1,8 @@
 """Fit rates to measured step times.
 
-First a few of the rates are fitted: a damped least-squares fit (Levenberg-Marquardt) of their
-logarithms to the logarithms of step times. A prior keeps them near their start values, and Huber's
-loss limits the weight of outliers. The residuals are then turned into corrections by shape
+First, a few of the rates are fitted: a damped least-squares fit (Levenberg-Marquardt) of their
+logarithms to the logarithms of step times. A prior keeps them near their initial values, and
+Huber's loss limits the weight of outliers. Then the residuals are turned into corrections by shape
 (planning/cost/corrections.py).
 """
 
@@ -39,7 +39,7 @@ FITTED: Mapping[str, float] = {
     "send_share": 1.5,
     "step_s": 0.7,
 }
-"""The rates that are fitted, and how far from their start values they are expected: standard
+"""The rates that are fitted, each with the expected deviation from its initial value, as a standard
 deviation of the logarithm."""
 FITTED_TO_STEPS: Mapping[str, float] = {
     "matmul_flops_per_s": 0.2,
@@ -50,25 +50,26 @@ FITTED_TO_STEPS: Mapping[str, float] = {
     "arrival_s": 1.5,
     "step_s": 1.5,
 }
-"""The same if matmuls, memory and links have been measured separately."""
+"""The same if matmuls, memory and links were measured by probes."""
 MODEL_ERROR = 0.08
-"""Expected error of the time model for a shape: standard deviation of the logarithm."""
+"""Expected error of the time model for a shape, as a standard deviation of the logarithm."""
 MEASURING_ERROR = 0.1
-"""Expected error of one measurement, likewise. It is for a shared cluster, where the speed of links
-and devices varies from day to day."""
+"""Expected error of one measurement, likewise. The value is for a shared cluster, where the speed
+of links and devices varies from day to day."""
 ITERATIONS = 12
 """Steps of the least-squares fit."""
 HUBER = 1.0
 """Standard deviations beyond which a residual counts linearly, not squared."""
 MAX_ROWS = 360
-"""Most samples that the rates are fitted to: more of the same shapes add little and take time."""
+"""Maximum number of samples that rates are fitted to. More of the same shapes add little and take
+time."""
 CORRECTION_SIZE = 0.2
 """Expected standard deviation of corrections."""
 LEAST_NOISE = 0.02
 """Lower bound of the relative measurement noise."""
 UNSEEN_ERROR = 0.1
-"""Additional error for shapes far from all samples, as the standard deviation of the logarithm:
-that of vTrain's samples with one width left out."""
+"""Additional error for shapes far from all samples, as a standard deviation of the logarithm: the
+error for vTrain's samples of one width when that width is left out of the fit."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,7 +101,7 @@ class Sample:
         )
 
     def place(self) -> ShapePoint:
-        """Where its layers and its head lie among measured shapes."""
+        """The point at which its layers and its head are corrected (`shape_point`)."""
         shape = layer_shape(
             self.model, self.plan, seq_len=self.seq_len, global_batch=self.global_batch
         )
@@ -113,16 +114,18 @@ def fit_rates(
     *,
     fitted: Mapping[str, float] = FITTED,
 ) -> Rates:
-    """Fit the rates in `fitted`, the corrections and the spread to the samples, beginning at
-    `start`."""
+    """Fit the rates in `fitted`, the corrections and the spread to the samples, starting from
+    `start`.
+    """
     rates = _fit_physics(_thinned(samples), replace(start, corrections=()), fitted)
     rates = replace(rates, source=f"{start.source}; fitted to {len(samples)} measured steps")
     return _with_corrections(rates, samples)
 
 
 def fit_to_steps(samples: Sequence[Sample], start: Rates) -> Rates:
-    """Refine `start`, whose matmuls, memory and links were measured, with a few training steps,
-    which also give corrections and spread.
+    """Refine `start`, which has measured matmuls, memory and links, with a few training steps.
+
+    The steps also give corrections and the spread.
     """
     rates = _fit_physics(samples, start, FITTED_TO_STEPS)
     return _with_corrections(
@@ -131,7 +134,7 @@ def fit_to_steps(samples: Sequence[Sample], start: Rates) -> Rates:
 
 
 def _thinned(samples: Sequence[Sample]) -> Sequence[Sample]:
-    """At most MAX_ROWS random samples, spread evenly over the shapes; the seed is fixed."""
+    """At most MAX_ROWS samples, drawn evenly over the shapes with a fixed seed."""
     seen: Counter[ShapePoint] = Counter()
     ranked = []
     for number in np.random.default_rng(0).permutation(len(samples)):
@@ -144,7 +147,7 @@ def _thinned(samples: Sequence[Sample]) -> Sequence[Sample]:
 def _fit_physics(samples: Sequence[Sample], start: Rates, fitted: Mapping[str, float]) -> Rates:
     names, widths = list(fitted), np.array(list(fitted.values()))
     shapes = Counter(sample.place() for sample in samples)
-    # Steps of the same shape share the error of the model, but not that of a measurement.
+    # Samples of the same shape share the model's error, but not the measurement's.
     scale = np.array(
         [
             (shapes[sample.place()] * MODEL_ERROR**2 + MEASURING_ERROR**2) ** 0.5
@@ -248,11 +251,12 @@ def _with_corrections(rates: Rates, samples: Sequence[Sample]) -> Rates:
 
 
 def _regression(shares: Vector, kernel: Vector, left: Vector) -> tuple[Vector, float]:
-    """Weights of a Gaussian process fitted to the residuals `left`, and its noise; outliers count
+    """Weights of a Gaussian process fitted to the residuals `left`, and its noise. Outliers count
     less.
 
-    Each residual is the sum of the values at the points, weighted by the sample's row of `shares`.
-    The noise is the leave-one-out error: that of predicting each sample from the others.
+    Each residual is a sum of the process's values at the known points, weighted by the sample's row
+    of `shares`. The noise is the leave-one-out error, that of predicting each sample from the
+    others.
     """
     noise, weights = 0.1, np.zeros(len(kernel))
     certainty = np.ones_like(left)

@@ -1,4 +1,4 @@
-"""Measured step times with their predictions, stored as JSON Lines, and calibration from them."""
+"""Store measured step times with their predictions as JSON Lines, and calibrate from them."""
 
 import dataclasses
 import json
@@ -14,9 +14,9 @@ from optimus_jax.planning.learning.calibrate import NOISE, Calibration
 from optimus_jax.system.json_input import parse_json
 
 MAX_RECORDS = 500
-"""Only the newest records are read."""
+"""Maximum number of records that are read, the newest ones."""
 MAX_EVIDENCE = 100
-"""Only the newest predictions are used for calibration."""
+"""Maximum number of predictions that are used for calibration, the newest ones."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +40,7 @@ class Record:
 
 
 def calibration_of(records: Sequence[Record]) -> Calibration:
-    """Calibration from records of the same devices; empty without records."""
+    """The calibration from records of the same devices; empty without records."""
     logs: dict[tuple[str, tuple[tuple[str, float], ...]], list[float]] = {}
     for record in records:
         key = (f"{record.plan} of {record.model}", tuple(sorted(record.terms_s.items())))
@@ -91,7 +91,7 @@ def read_records(path: Path) -> list[Record]:
 
 
 def append_record(path: Path, record: Record) -> None:
-    """Append one line. Failure causes only a warning, since a run does not depend on it."""
+    """Append one line. A failure only causes a warning, since a run does not depend on it."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("a", encoding="utf-8") as file:

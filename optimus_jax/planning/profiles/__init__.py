@@ -1,1 +1,1 @@
-"""Profiles of clusters, of hardware (measured by probes), of models and of data."""
+"""Profiles of clusters, hardware (measured by probes), models and data."""

@@ -1,8 +1,7 @@
-"""A cluster as a value: hosts, their devices and their links. It need not exist.
+"""Describe a cluster by its hosts, their devices and their links. It need not exist.
 
 Devices are numbered host by host and laid out in mesh order (pipe, data, fsdp, tensor; tensor
-fastest), as mesh/build.py does. Which link a mesh axis crosses is then arithmetic on the plan's
-axis sizes.
+fastest), as in mesh/build.py. So the plan's axis sizes determine which links a mesh axis crosses.
 """
 
 import math
@@ -26,7 +25,8 @@ INTRA_HOST, INTER_HOST, TO_HOST = LINKS = ("intra_host", "inter_host", "host")
 _OLD_LINK_NAMES = {"inside": INTRA_HOST, "between": INTER_HOST}
 """Earlier names of links, still accepted by `--link`."""
 MOST_DEVICES = 2**16
-"""Largest supported cluster: more is probably a typo, and has too many layouts to enumerate."""
+"""Largest supported cluster. A larger number is probably a typo, and has too many layouts to
+enumerate."""
 _SHAPE = re.compile(r"(?:([1-9]\d{0,8})x)?([1-9]\d{0,8})")
 
 
@@ -43,7 +43,7 @@ class Cluster:
     intra_host: Link
     """Link between the devices of a host."""
     inter_host: Link | None
-    """Link between hosts, as each device's share; None with one host."""
+    """Link between hosts, with one device's share of its speed; None with one host."""
     to_host: Link = MEMORY_OF_HOST
     """Link from each device to its host's memory."""
     host_bytes_per_device: int | None = None
@@ -78,9 +78,9 @@ class Cluster:
 
     @classmethod
     def parse(cls, text: str, links: Iterable[str] = ()) -> "Cluster":
-        """Parse `h100:8x8` (8 hosts of 8 devices) or `h100:8` (one host); links are those of the
-        usual
-        hosts.
+        """Parse `h100:8x8` (8 hosts of 8 devices) or `h100:8` (one host).
+
+        Links are those of the accelerator's usual host.
 
         Args:
           text: name of an accelerator (devices/accelerators.py) and a shape.
@@ -125,11 +125,11 @@ class Cluster:
 
     @classmethod
     def of(cls, topology: Topology) -> "Cluster":
-        """The cluster of this run's devices.
+        """The cluster that this run's devices form.
 
-        Until links are measured, they have the usual speeds of this kind of device.
+        Links have the usual speeds of this kind of device until they are measured.
 
-        If the number of machines is unknown, each process counts as one: links may then be faster
+        If the number of machines is unknown, each process counts as one. Links may then be faster
         than predicted, but not slower.
 
         Raises:
@@ -205,8 +205,9 @@ class Cluster:
         )
 
     def without(self, number: int) -> "Cluster":
-        """The cluster after losing `number` hosts, or devices if there is one host. With several
-        hosts, losing a device means losing its host.
+        """The cluster after losing `number` hosts, or devices if there is one host.
+
+        With several hosts, losing a device means losing its host.
 
         Raises:
           ConfigError: nothing is left, or nothing is lost.
@@ -275,8 +276,9 @@ class Cluster:
 def _spread(
     axes: AxisSizes, names: tuple[str, ...], num_hosts: int, devices_per_host: int
 ) -> tuple[int, int]:
-    """Over all groups along `names`: the most hosts that a group spans, and the most members of a
-    group on one host."""
+    """The largest number of hosts that a group along `names` spans, and the largest number of
+    members that a group has on one host.
+    """
     num_devices, group_size = axes.num_devices, math.prod(axes[name] for name in names)
     if num_devices > num_hosts * devices_per_host:
         raise PlanError(

@@ -1,12 +1,11 @@
-"""The profile of a token stream: its size, its documents, how well windows pack them, and suitable
-batch sizes.
+"""Profile a token stream: its size, its documents, how well windows pack them, and batch sizes.
 
-Examples are windows of the stream (data/sampler.py). Documents follow one another, so no row is
-ever padded. Three things are lost: the tokens after the last window, the loss at document borders,
-and attention across a document border or beyond the window.
+Examples are windows of the stream (data/sampler.py). Documents follow one another without gaps, so
+rows are never padded. Three things are lost: the tokens after the last window, the loss at document
+borders, and attention across a document border or beyond the window.
 
 A stream on disk is read block by block and never held in memory. If it is longer than the limit,
-evenly spread blocks are sampled; the profile says how many tokens were read.
+evenly spaced blocks are sampled, and the profile says how many tokens were read.
 """
 
 import json
@@ -21,13 +20,13 @@ from optimus_jax.data.sampler import count_examples
 from optimus_jax.data.tokens import TokenStream
 
 MAX_TOKENS_READ = 1 << 29
-"""Default limit of tokens read: a gigabyte of uint16, which takes about a second."""
+"""Default maximum number of tokens read: a gigabyte of uint16, which takes about a second."""
 BLOCK_TOKENS = 1 << 22
 """Tokens read at once: 8 to 16 MB, plus an eighth of that for the document ends found."""
 QUANTILES = (0.0, 0.05, 0.25, 0.5, 0.75, 0.95, 1.0)
 MIN_STEPS_PER_EPOCH = 100
-"""Fewest steps per epoch that a suggested batch size leaves, so that the seed decides what a batch
-holds."""
+"""Minimum number of steps per epoch for a suggested batch size, so that the seed has an effect on
+what a batch contains."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,10 +43,10 @@ class BatchSize:
 
 @dataclass(frozen=True, kw_only=True)
 class DataProfile:
-    """The profile of a stream cut into windows of one length. Shares lie between 0 and 1."""
+    """The profile of a stream cut into windows of one length. Shares are between 0 and 1."""
 
     name: str
-    """Where the tokens come from."""
+    """Source of the tokens."""
     num_bytes: int
     """Bytes of the token ids as stored."""
     num_tokens: int
@@ -59,8 +58,8 @@ class DataProfile:
     mean_length: float
     """Mean tokens per document, its end token included."""
     length_quantiles: dict[float, int]
-    """Tokens per document, by the share of documents that are no longer; only documents read whole
-    count."""
+    """Quantiles of tokens per document, by the share of documents that are no longer. Only
+    documents read in full count."""
     seq_len: int
     """Tokens per example."""
     num_examples: int
@@ -68,11 +67,12 @@ class DataProfile:
     trained_share: float
     """Share of the windows' tokens whose loss counts: all but those that end a document."""
     whole_share: float
-    """Share of the windows' tokens that belong to a document within a single window."""
+    """Share of the windows' tokens whose whole document lies within a single window."""
     attended_share: float
     """Share of the causal pairs of tokens in a window that lie within one document."""
     padded_share: float
-    """For comparison: tokens per position, if each document began a padded row of its own."""
+    """For comparison: the share of positions that would hold a token if each document began a
+    padded row of its own."""
 
     @property
     def tokens_per_epoch(self) -> int:
@@ -81,8 +81,9 @@ class DataProfile:
 
     @property
     def packing_efficiency(self) -> float:
-        """Share of the stream's tokens whose loss counts in an epoch; the loss of those after the
-        last window does not.
+        """Share of the stream's tokens whose loss counts in an epoch.
+
+        Tokens after the last window do not count.
         """
         return self.trained_share * self.tokens_per_epoch / self.num_tokens
 
@@ -96,12 +97,12 @@ class DataProfile:
         return self.num_examples / global_batch
 
     def batch_sizes(self, multiple_of: int = 1) -> tuple[BatchSize, ...]:
-        """Suggested batches: `multiple_of` times 2^n or 3 * 2^n, with at least MIN_STEPS_PER_EPOCH
-        steps
-        per epoch.
+        """Suggested batches: `multiple_of` times 2^n or 3 * 2^n.
+
+        Each leaves at least MIN_STEPS_PER_EPOCH steps per epoch.
 
         Args:
-          multiple_of: what batches must divide over: data x fsdp devices, times microbatches.
+          multiple_of: number that must divide a batch: data x fsdp devices, times microbatches.
         """
         largest = self.num_examples // MIN_STEPS_PER_EPOCH
         factors = sorted(
@@ -198,7 +199,7 @@ def profile_data(
 
     Args:
       respect_documents: whether attention and loss stop at document borders.
-      max_tokens: approximate limit of tokens read.
+      max_tokens: approximate maximum number of tokens read.
     """
     num_examples = count_examples(stream, seq_len)
     found = _StreamCounts(seq_len, in_windows=num_examples * seq_len)
@@ -257,7 +258,7 @@ def _document_ends(
 
 
 class _StreamCounts:
-    """Sums over blocks, which are given in the order of the stream.
+    """Sums over blocks, which must be added in stream order.
 
     All counts are of tokens, or of pairs of tokens.
     """
@@ -268,11 +269,12 @@ class _StreamCounts:
         self._stop = 0
         """End of the last block."""
         self._begin: int | None = 0
-        """Start of the document that continues beyond the last block; None: it was not read."""
+        """Start of the document that continues beyond the last block; None if its start was not
+        read."""
         self.tokens_read = self.num_ends = 0
         self.windowed = self.ends_in_windows = self.whole = 0
-        """Tokens in windows; those of them that end a document; those whose whole document lies in
-        their window."""
+        """Tokens in windows; how many of them end a document; and how many have their whole
+        document in their window."""
         self.pairs = self.pairs_within = 0
         """Sum of seq_len^2 over windows (twice the pairs of tokens); the same within documents."""
 
@@ -291,7 +293,9 @@ class _StreamCounts:
         )
 
     def _add_windows(self, block: range, borders: NDArray[np.int64]) -> None:
-        """Add whole windows and the document borders in them; the first border may lie before."""
+        """Add whole windows and the document borders in them. The first border may lie before the
+        block.
+        """
         windows = np.arange(block.start, block.stop + 1, self._seq_len)
         ends = borders[borders > block.start]
         self.windowed += len(block)

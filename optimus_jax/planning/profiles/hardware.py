@@ -1,9 +1,9 @@
-"""The hardware profile: measurements of this run's devices, cached for later runs.
+"""Measure the hardware profile of this run's devices, and cache it for later runs.
 
 A profile belongs to the *setting* in which it was measured: devices and their number, driver, XLA
 flags and JAX version. It is cached as JSON in the user's cache directory under the digest of the
-setting, and measured again when the setting changes. In a run of several processes all measure, and
-all use the profile of the first process, so that they agree on plans.
+setting, and measured again when the setting changes. In a run of several processes all processes
+measure, but all use the first process's profile, so that they agree on plans.
 """
 
 import dataclasses
@@ -56,7 +56,7 @@ class Setting:
     num_hosts: int
     """Number of machines of the run."""
     processor: str
-    """Processor of the host: model, and cores that this process may use."""
+    """Processor of the host: its model, and the number of cores that this process may use."""
     driver: str | None
     """GPU driver version; None: unknown, or no driver is needed."""
     jax: str
@@ -87,7 +87,7 @@ class Setting:
 
     @property
     def digest(self) -> str:
-        """Name of the profile in the cache."""
+        """Digest of all fields, which names the profile in the cache."""
         return _digest(dataclasses.asdict(self))
 
 
@@ -104,7 +104,7 @@ class HardwareProfile:
     fits: tuple[CollectiveFit, ...]
     """Latency and rate of collectives, by kind and mesh axis."""
     nvml: NvmlFacts
-    """The driver's information on the GPUs of the first process's host."""
+    """The driver's information about the GPUs of the first process's host."""
 
     def to_json(self) -> str:
         """The profile as JSON."""
@@ -127,7 +127,7 @@ class HardwareProfile:
         return profile
 
     def fit(self, kind: str, axis_size: int, stride: int = 1) -> CollectiveFit | None:
-        """The fit of a collective over a mesh axis; None: not measured."""
+        """The fit of a collective over a mesh axis; None if it was not measured."""
         return next(
             (
                 fit
@@ -138,7 +138,7 @@ class HardwareProfile:
         )
 
     def cluster(self, cluster: Cluster) -> Cluster:
-        """`cluster`, which must be the measured one, with measured links."""
+        """`cluster` with measured links. It must be the cluster that was measured."""
         intra_host = self._link(cluster.devices_per_host, 1, "inside the host")
         inter_host = (
             self._link(cluster.num_hosts, cluster.devices_per_host, "between hosts")
@@ -184,7 +184,7 @@ def profile_hardware(
 ) -> HardwareProfile:
     """The profile of `devices`: cached, or measured now (at most two minutes).
 
-    Every process must call it, before a model is on the devices.
+    Every process must call it, before the devices hold a model.
 
     Args:
       devices: JAX devices in mesh order; None: all.
@@ -257,7 +257,7 @@ class _ProfileCache:
         )
 
     def read(self) -> HardwareProfile | None:
-        """The profile that the first process reads, on all processes; None: there is none."""
+        """The cached profile of the first process, on all processes; None if there is none."""
         found = _read(self.path, self.setting) if jax.process_index() == 0 else None
         text = broadcast_from_0("" if found is None else found.to_json())
         return HardwareProfile.from_json(text) if text else None

@@ -1,7 +1,7 @@
 """The usual hosts of accelerators, with their intra-host and inter-host links.
 
 Speeds are published peaks per device in one direction (NVIDIA publishes the sum of both
-directions). No latencies are published; the time model has defaults.
+directions). Latencies are not published; the time model has defaults for them.
 """
 
 from dataclasses import dataclass
@@ -16,12 +16,12 @@ class Host:
     intra_host: Link
     """Link between its devices."""
     inter_host: Link
-    """Link to other hosts, as each device's share."""
+    """Link to other hosts, with one device's share of its speed."""
     to_host: Link
     """Link from each device to the host's memory."""
     memory_bytes: int | None = None
-    """Host memory by the data sheet (for a DGX A100 the smaller option); None: depends on the
-    site."""
+    """Host memory from the data sheet (for a DGX A100 the smaller option); None if it depends on
+    the site."""
 
 
 NETWORK = Link.unknown("network")
@@ -114,5 +114,5 @@ HOSTS = {
     "v100": _DGX_1,
     "v100-16gb": _DGX_1,
 }
-"""Usual hosts by accelerator name. Devices with NVLink are in NVIDIA's own DGX; the others are in a
-server with a full PCIe slot for each."""
+"""Usual hosts by accelerator name. Devices with NVLink are assumed to be in NVIDIA's own DGX,
+others in a server with a full PCIe slot per device."""

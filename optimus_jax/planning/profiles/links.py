@@ -18,9 +18,9 @@ class Link:
     """A link between devices of one host, between hosts, or from a device to its host."""
 
     name: str
-    """Such as "NVLink 4"."""
+    """Name of the link, such as "NVLink 4"."""
     bytes_per_s: float | None
-    """Bytes per second of each device in one direction; None: unknown."""
+    """Bytes per second per device in one direction; None: unknown."""
     latency_s: float | None
     """Seconds for the smallest message; None: unknown."""
     source: str

@@ -2,7 +2,7 @@
 
 Times are the shortest of several runs with all devices busy, as in training. The *message* of a
 collective is the whole array: each device's operand of an all-reduce, reduce-scatter, all-to-all or
-permute, each device's result of an all-gather. WIRE_SHARE is the part of it that a device sends.
+permute, or each device's result of an all-gather. WIRE_SHARE gives how much of it a device sends.
 """
 
 import itertools
@@ -24,8 +24,8 @@ WIRE_SHARE = {
     ALL_TO_ALL: lambda size: (size - 1) / size,
     PERMUTE: lambda size: 1.0,
 }
-"""Bytes that each of `size` devices sends for each byte of the message, in a ring (Thakur et al.
-2005, doi:10.1177/1094342005051521)."""
+"""Bytes that each of `size` devices sends per byte of the message, in a ring (Thakur et al. 2005,
+doi:10.1177/1094342005051521)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,8 +61,8 @@ class MemoryTime:
 
 @dataclass(frozen=True, kw_only=True)
 class HostCopyTime:
-    """An array copied from host memory to each device while one of the same size is copied back, as
-    moments are in an offloaded step.
+    """A copy from host memory to each device while an array of the same size is copied back, as for
+    moments in an offloaded step.
     """
 
     num_bytes: int
@@ -72,7 +72,7 @@ class HostCopyTime:
 
     @property
     def bytes_per_s(self) -> float:
-        """Rate of each device in each direction."""
+        """Bytes per second per device in each direction."""
         return self.num_bytes / self.time_s
 
 
@@ -99,8 +99,8 @@ class CollectiveTime:
 
 @dataclass(frozen=True, kw_only=True)
 class CollectiveFit:
-    """time = latency_s + bytes on the wire / bytes_per_s, for one kind of collective over one mesh
-    axis.
+    """The time of one kind of collective over one mesh axis: latency_s + wire bytes /
+    bytes_per_s.
     """
 
     kind: str
@@ -112,7 +112,7 @@ class CollectiveFit:
     latency_s: float
     """Latency of the collective as a whole, not of one hop."""
     bytes_per_s: float | None
-    """Rate of each device; None: the time did not grow with the message."""
+    """Bytes per second per device; None if the time did not grow with the message."""
 
     def time_s(self, num_bytes: float) -> float:
         """Seconds for a message of `num_bytes`."""
@@ -125,12 +125,12 @@ class CollectiveFit:
 
 @dataclass(frozen=True, kw_only=True)
 class OverlapTime:
-    """Matmuls and an all-reduce that are independent: each alone, and both in one program."""
+    """Times of matmuls and an independent all-reduce: each alone, and both in one program."""
 
     matmul_s: float
     """Seconds of the matmuls alone."""
     collective_s: float
-    """Seconds of the all-reduce alone, which takes about as long."""
+    """Seconds of the all-reduce alone. It was chosen to take about as long."""
     together_s: float
     """Seconds of both together."""
 
@@ -143,7 +143,7 @@ class OverlapTime:
 
 
 def fit_collectives(times: Iterable[CollectiveTime]) -> tuple[CollectiveFit, ...]:
-    """A fit for each kind, axis size and stride that was measured with two messages or more."""
+    """Fit each kind, axis size and stride that was measured with at least two message sizes."""
 
     def group(time: CollectiveTime) -> tuple[str, int, int]:
         return time.kind, time.axis_size, time.stride
@@ -163,7 +163,7 @@ def _fit(kind: str, axis_size: int, stride: int, times: list[CollectiveTime]) ->
         np.array([time.wire_bytes for time in times]),
         np.array([time.time_s for time in times]),
     )
-    # Least squares of the relative error: small messages count as much as large ones.
+    # Least squares on the relative error, so that small messages count as much as large ones.
     (latency_s, s_per_byte), *_ = np.linalg.lstsq(
         np.stack([1 / seconds, wire / seconds], axis=1), np.ones_like(seconds), rcond=None
     )

@@ -1,5 +1,4 @@
-"""The cost of a model by kind of layer, independent of devices: parameters, FLOPs, activation
-bytes.
+"""Profile a model by kind of layer, independent of devices: parameters, FLOPs, activation bytes.
 
 Parameters come from abstract shapes. FLOPs and bytes are the closed forms of models/flops.py and
 models/activations.py, which state their counting conventions. All figures are of the whole model;
@@ -23,12 +22,12 @@ ITEM_BYTES: dict[Precision, int] = {"f32": 4, "bf16": 2, "f16": 2}
 
 
 class LayerKind(enum.StrEnum):
-    """The kinds that all work of a step is divided into."""
+    """The kinds of layer into which all work of a step is divided."""
 
     EMBEDDING = "embedding"
     """Token and position embedding tables."""
     NORMS = "norms"
-    """All norms; the activations they save are their inputs, the residual stream."""
+    """All norms. The activations that they save are their inputs, the residual stream."""
     ATTENTION = "attention"
     """The projections of attention."""
     ATTENTION_CORE = "attention core"
@@ -36,7 +35,7 @@ class LayerKind(enum.StrEnum):
     FEED_FORWARD = "feed-forward"
     """The feed-forward blocks."""
     HEAD = "head"
-    """Logits and loss; has no parameters if it shares the embedding table."""
+    """Logits and loss. Has no parameters if it shares the embedding table."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +79,7 @@ class ModelProfile:
 
     @property
     def num_params(self) -> int:
-        """Elements of all parameters."""
+        """Number of parameter elements."""
         return sum(kind.num_params for kind in self.kinds)
 
     @property
@@ -99,7 +98,9 @@ class ModelProfile:
         return json.dumps(asdict(self), indent=2) + "\n"
 
     def describe(self) -> str:
-        """A table for people, in MFLOPs and KiB per token: a row for each kind and one for all."""
+        """A table for people, in MFLOPs and KiB per token, with a row for each kind and one for the
+        total.
+        """
         columns = [
             "layer kind",
             "parameters",
@@ -184,10 +185,10 @@ def _row(
 def profile_model(
     model: ModelConfig, *, seq_len: int, precision: Precision, kernel: AttentionKernel
 ) -> ModelProfile:
-    """The profile of a model that runs on one device.
+    """Profile a model as if it ran on one device.
 
     Args:
-      seq_len: tokens per sequence; document borders are ignored.
+      seq_len: tokens per sequence. Document borders are ignored.
       kernel: the attention kernel that runs: xla or cudnn, not auto.
     """
     assert kernel != "auto", "which kernel runs is known when a profile is made"
@@ -306,11 +307,11 @@ _KIND_OF_PART = {
     "attention": LayerKind.ATTENTION,
     "mlp": LayerKind.FEED_FORWARD,
 }
-"""By module name in models/transformer.py."""
+"""Kind of the parameters, by module name in models/transformer.py."""
 
 
 def _params_by_kind(model: ModelConfig) -> dict[LayerKind, int]:
-    """Elements of all leaves of the abstract parameters, with an unpadded vocabulary."""
+    """Number of parameter elements by kind, from abstract shapes with an unpadded vocabulary."""
     params: Params = model_shapes(model, model.vocab_size).params
     parts = {**{name: part for name, part in params.items() if name != LAYERS}, **params[LAYERS]}
     counts = dict.fromkeys(LayerKind, 0)

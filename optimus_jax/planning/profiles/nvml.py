@@ -1,4 +1,4 @@
-"""What NVIDIA's driver reports about the GPUs of this host (NVML, through nvidia-ml-py).
+"""Read what NVIDIA's driver reports about the GPUs of this host (NVML, through nvidia-ml-py).
 
 All GPUs of the host are read, including those that CUDA_VISIBLE_DEVICES hides from JAX, in the
 driver's order (by PCI address). Whatever a GPU or driver does not report is None. API:
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from types import ModuleType
 
 SWITCH = "switch"
-"""The peer of an NVLink in a host with NVSwitch."""
+"""`NvLink.peer` in a host with NVSwitch."""
 PATHS = {
     "INTERNAL": "same board",
     "SINGLE": "one PCIe switch",
@@ -70,15 +70,15 @@ class Gpu:
     ecc: bool | None
     """Whether memory errors are corrected (ECC), which costs bandwidth on GDDR."""
     nvlinks: tuple[NvLink, ...] = ()
-    """NVLinks in port order; empty if it has none."""
+    """NVLinks in port order; empty if the GPU has none."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class NvmlFacts:
-    """The driver's information on this host."""
+    """The driver's information about this host."""
 
     missing: str | None
-    """Why there is no information; None: the driver answered."""
+    """Why there is no information; None if the driver answered."""
     driver: str | None = None
     """Driver version."""
     cuda: str | None = None

@@ -1,12 +1,14 @@
-"""Programs that time the devices: matmuls, passes over memory, collectives, matmuls beside a
-collective, and copies to and from the host.
+"""Programs that time operations on the devices.
 
-Each program runs on all devices together inside one `shard_map`, as a training step does: virtual
-CPU devices share cores, GPUs share power and links. The operation is repeated inside its program,
-so that launch time hardly counts. Each repeat depends on one element of the previous one, so that
-XLA can neither drop nor hoist it. Operand and result keep their memory from run to run (they are
-donated), because on a CPU the first use of new memory can take longer than the operation itself.
-The shortest of several runs counts.
+These are matmuls, passes over memory, collectives, matmuls that overlap with a collective, and
+copies to and from the host.
+
+Each program runs on all devices at once inside one `shard_map`, as a training step does, because
+virtual CPU devices share cores, and GPUs share power and links. The operation is repeated inside
+its program, so that launch time hardly matters. Each repeat depends on one element of the previous
+one, so that XLA can neither drop nor hoist it. Operand and result are donated and so keep their
+memory from run to run, because on a CPU the first use of new memory can take longer than the
+operation itself. The result is the shortest of several runs.
 """
 
 import time
@@ -47,7 +49,7 @@ class Device(Protocol):
 Devices = Sequence[Device]
 """Devices in mesh order."""
 DTYPES = {"f32": jnp.float32, "bf16": jnp.bfloat16}
-"""Formats by their names in plans."""
+"""Number formats by their names in plans."""
 _GROUP = "group"
 _AXES = ("outer", _GROUP, "inner")
 _NOISE_LENGTH = 2**16
@@ -69,15 +71,15 @@ KINDS = tuple(_COLLECTIVES)
 
 @dataclass(frozen=True)
 class Timing:
-    """How long a program takes, and how often it runs."""
+    """How long a probe's program should take, and how often it runs."""
 
     guessed_flops_per_s: float
-    """Roughly what a device computes. With `guessed_bytes_per_s` it decides how often a program
-    repeats its operation, and nothing else."""
+    """Rough speed of a device. Together with `guessed_bytes_per_s` it only decides how often a
+    program repeats its operation."""
     guessed_bytes_per_s: float
     """The same for memory and links."""
     program_s: float
-    """Approximate seconds per program."""
+    """Approximate seconds that a program should take."""
     runs: int
     """Timed runs of each program."""
 
@@ -88,7 +90,7 @@ class Timing:
 
 
 def time_launch(devices: Devices, timing: Timing) -> float:
-    """Seconds from calling a program that does next to nothing until it has ended."""
+    """Seconds from calling a program that does almost nothing until it has finished."""
     mesh = _mesh(devices)
     return _shortest_of_each_s(
         [partial(_program(mesh, lambda x: x + 1), _zeros(mesh, (1,), jnp.dtype(jnp.float32)))],
@@ -163,9 +165,9 @@ def time_collective(
     mesh, element = _mesh(devices, axis_size, stride), jnp.dtype(DTYPES[dtype])
     part = max(1, round(num_bytes / element.itemsize / axis_size))
     message = part * axis_size
-    # Zeros stay zeros, however often they are summed.
+    # Zeros, because they stay zeros however often they are summed.
     operand = _zeros(mesh, (part if kind == ALL_GATHER else message,), element)
-    # Only XLA's GPU compiler writes the result of an all-reduce over its operand.
+    # Only XLA's GPU compiler reuses the operand's buffer for the result of an all-reduce.
     in_place = kind == ALL_REDUCE and mesh.devices.flat[0].platform != "cpu"
     time_s = _repeated_s(
         mesh,
@@ -188,7 +190,8 @@ def time_collective(
 def time_overlap(
     devices: Devices, timing: Timing, matmul: MatmulTime, all_reduce: CollectiveTime
 ) -> OverlapTime:
-    """Time an all-reduce over all devices beside a chain of square matmuls of similar duration.
+    """Time an all-reduce over all devices that overlaps with a chain of square matmuls of similar
+    duration.
 
     Args:
       matmul: measured time of a square matmul, [m, k] by [k, k].
@@ -228,11 +231,12 @@ def _repeated_s(
     *,
     in_place: bool = False,
 ) -> float:
-    """Seconds of `operation` on each device's part of `operands`. The result has `result_shape` and
-    the format of the first operand.
+    """Seconds of one execution of `operation` on each device's part of `operands`.
 
-    `in_place`: the compiler writes the result over the operand, and would copy an operand that is
-    needed again. Each repeat therefore works on the previous result.
+    The result has `result_shape` and the format of the first operand.
+
+    `in_place` means that the compiler writes the result over the operand, and would copy an operand
+    that is needed again. Each repeat therefore works on the previous result.
     """
 
     def run(x: Array, result: Array, *others: Array) -> tuple[Array, Array]:
@@ -264,14 +268,17 @@ def _mesh(devices: Devices, axis_size: int = 1, stride: int = 1) -> Mesh:
 
 
 def _program(mesh: Mesh, on_device: Callable, donate: tuple[int, ...] = ()) -> Callable:
-    """Apply `on_device` to each device's own part of arrays with a leading dimension of devices."""
+    """A jitted program that applies `on_device` to each device's part of its operands.
+
+    Dim 0 of operands and results is the device.
+    """
 
     def mine(*operands: Array) -> Array | tuple[Array, ...]:
         return jax.tree.map(lambda x: x[None], on_device(*(x[0] for x in operands)))
 
     spec = PartitionSpec(_AXES)
-    # Types of varying axes would require a cast wherever a loop begins; a probe has no gradient
-    # that needs them.
+    # check_vma would require a cast wherever a loop begins. Only gradients need it, and a probe has
+    # none.
     return jax.jit(
         jax.shard_map(mine, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False),
         donate_argnums=donate,
@@ -279,8 +286,9 @@ def _program(mesh: Mesh, on_device: Callable, donate: tuple[int, ...] = ()) -> C
 
 
 def _noise(mesh: Mesh, shape: tuple[int, ...], dtype: np.dtype) -> Array:
-    """An array of `shape` on each device. Values are random, because GPUs are faster on constants,
-    and small enough for a chain of matmuls.
+    """An array of `shape` on each device, with random values because GPUs are faster on constants.
+
+    Values are small enough for a chain of matmuls.
     """
     noise = np.random.default_rng(0).normal(size=_NOISE_LENGTH, scale=shape[0] ** -0.5)
     return _array(mesh, np.resize(noise.astype(dtype), shape))
@@ -296,8 +304,9 @@ def _array(mesh: Mesh, each: np.ndarray) -> Array:
 
 
 def _shortest_of_each_s(runs: Sequence[Callable[[], object]], times: int) -> list[float]:
-    """The shortest time of each of `runs` out of `times`, after one call that compiles. They take
-    turns, so that other load on the machine affects all of them.
+    """The shortest of `times` times of each of `runs`, after one call that compiles.
+
+    They take turns, so that other load on the machine affects all of them.
     """
     for run in runs:
         jax.block_until_ready(run())

@@ -1,7 +1,7 @@
 """Run the hardware probes, and collect their results.
 
-Collectives are measured along a mesh axis of each size that divides the number of devices: along
-the fastest axis of the mesh and, if there are several hosts, along the slowest too.
+Collectives are measured along a mesh axis of each size that divides the number of devices. The axis
+is the fastest of the mesh and, if there are several hosts, also the slowest.
 """
 
 import math
@@ -36,7 +36,7 @@ from optimus_jax.planning.profiles.probe_programs import (
 
 T = TypeVar("T", bound=tuple)
 Progress = Callable[[str, float], None]
-"""Called with the name of the next measurement and the share of probes done."""
+"""Called with the name of the next measurement and the share of probes that are done."""
 KIB, MIB = 2**10, 2**20
 
 
@@ -45,9 +45,9 @@ class ProbeSizes:
     """Sizes of the probes, and their time budget."""
 
     matmuls: tuple[tuple[int, int, int], ...]
-    """(m, k, n) on one device; some have k = n."""
+    """(m, k, n) of each matmul on one device. Some must have k = n, for `time_overlap`."""
     dtypes: tuple[str, ...]
-    """Formats of matmuls; collectives use the first."""
+    """Formats of matmuls. Collectives use the first."""
     pass_bytes: tuple[int, ...]
     """Sizes of the array that a pass over memory reads."""
     message_bytes: tuple[int, ...]
@@ -55,16 +55,16 @@ class ProbeSizes:
     timing: Timing
     """How long each probe is measured."""
     host_bytes: tuple[int, ...] = ()
-    """Sizes of arrays copied to and from the host, if devices have memory of their own."""
+    """Sizes of arrays copied to and from the host; empty if devices have no memory of their own."""
     budget_s: float = 100.0
     """Seconds after which no further probe begins."""
 
     @classmethod
     def of(cls, platform: str, num_processes: int = 1) -> "ProbeSizes":
-        """The default for a platform.
+        """The default sizes for a platform.
 
-        CPU devices of several processes communicate through sockets, where large messages would use
-        up the budget.
+        CPU devices of several processes communicate through sockets, so large messages would use up
+        the budget.
         """
         if platform == "cpu":
             messages = (
@@ -109,7 +109,7 @@ class Probed:
     """The results of all probes."""
 
     launch_s: float | None
-    """Seconds from calling a trivial program until it has finished; None: out of time."""
+    """Seconds from calling a trivial program until it has finished; None if time ran out."""
     matmuls: tuple[MatmulTime, ...]
     """Matmul times, by shape and format."""
     passes: tuple[MemoryTime, ...]
@@ -119,11 +119,12 @@ class Probed:
     collectives: tuple[CollectiveTime, ...]
     """Times of collectives, by kind, mesh axis and message size."""
     overlap: OverlapTime | None
-    """Matmuls beside an all-reduce; None: only one device, or out of time."""
+    """Time of matmuls that overlap with an all-reduce; None with only one device, or if time ran
+    out."""
     num_left_out: int
     """Probes skipped for lack of time."""
     took_s: float
-    """Seconds for all probes, compiling included."""
+    """Seconds for all probes, including compilation."""
 
 
 def probe(
@@ -186,7 +187,7 @@ def probe(
 def _collectives(
     num_devices: int, sizes: ProbeSizes, several_hosts: bool
 ) -> Iterator[tuple[str, int, int, int]]:
-    """Kind, axis size, stride and message of each collective to measure."""
+    """Yield kind, axis size, stride and message bytes of each collective to measure."""
     axis_sizes = [size for size in range(2, num_devices + 1) if num_devices % size == 0]
     axes = {
         (size, stride): None
@@ -205,8 +206,9 @@ def _collectives(
 def _for_overlap(
     matmuls: Iterable[MatmulTime], collectives: Iterable[CollectiveTime], dtype: str
 ) -> tuple[MatmulTime, CollectiveTime]:
-    """The largest all-reduce over all devices, and the square matmul that is closest to it in
-    time."""
+    """The largest all-reduce over all devices, and the square matmul whose time is closest to its
+    time.
+    """
     all_reduce = max(
         (each for each in collectives if each.kind == ALL_REDUCE),
         key=lambda each: (each.axis_size, each.num_bytes),
@@ -243,7 +245,7 @@ class ProbeBudget:
             self._num_done += 1
 
     def _is_over(self) -> bool:
-        """Whether time is up on any process: all processes must run the same probes."""
+        """Whether time is up on any process, because all processes must run the same probes."""
         over = time.perf_counter() > self._end_s
         return (
             over

@@ -1,1 +1,1 @@
-"""From what is asked to ranked plans: legal layouts, their order, and words about both."""
+"""Search for plans: enumerate legal layouts, rank them, and explain the result."""

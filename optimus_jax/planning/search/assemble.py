@@ -22,21 +22,24 @@ from optimus_jax.planning.search.divisors import divisors
 from optimus_jax.store.local_copies import local_file
 
 LOSS_CHUNK_TOKENS = 2048
-"""For an unsplit vocabulary; n times as many if it is split n ways. GPUs need large matmuls."""
+"""Tokens per chunk of the loss if the vocabulary is not split; n times as many if it is split n
+ways. GPUs need large matmuls."""
 LOSS_CHUNK_TOKENS_CPU = {False: 256, True: 128}
-"""By whether there are several virtual devices, which share the CPU's caches: a chunk's logits
-should fit into them (docs/decisions/0003)."""
+"""The same on a CPU, by whether there are several virtual devices. They share the CPU's caches,
+into which a chunk's logits should fit (docs/decisions/0003)."""
 RECOMPUTE_LEAST: RematPolicy = "none"
 OFFLOAD_FALLBACKS: tuple[Offload, ...] = ("none", "activations", "optimizer", "all")
-"""In the order tried: copies of layer inputs overlap with compute, copies of moments do not."""
+"""In the order in which they are tried: copies of layer inputs overlap with compute, copies of
+moments do not."""
 DEFAULT_ZERO = 3
-"""fsdp shards parameters by default."""
+"""Default ZeRO stage with fsdp: parameters are sharded too."""
 DEFAULT_REPEATS = 2
-"""For interleaved schedules: halves the bubble for twice the sends."""
+"""Default repeats of interleaved schedules: half the bubble for twice the sends."""
 TABLE_SUFFIX = ".json"
 """Suffix of `--schedule` values that name a file."""
 MICROBATCHES_PER_STAGE = 4
-"""1F1B with p stages then idles (p - 1) / (5p - 1) of its time, a fifth at most."""
+"""Default microbatches per stage. 1F1B with p stages then idles (p - 1) / (5p - 1) of its time, at
+most a fifth."""
 
 
 def check_settings(config: Config, topology: Topology) -> None:
@@ -62,7 +65,7 @@ def can_offload(platform: str) -> bool:
 
 
 def plan_for(config: Config, axes: AxisSizes, topology: Topology) -> Plan:
-    """The Plan with these axis sizes and all else from the config or its defaults."""
+    """The Plan with these axis sizes, and everything else from the config or from defaults."""
     parallel, model = config.parallel, config.model
     precision = compute_precision(config, topology)
     zero = parallel.zero if parallel.zero is not None else DEFAULT_ZERO if axes.fsdp > 1 else 0
@@ -109,19 +112,21 @@ def compute_precision(config: Config, topology: Topology) -> Precision:
 
 
 def least_offload(config: Config) -> Offload:
-    """The minimal offload that the config allows."""
+    """The least offloading that the config allows."""
     return "none" if config.parallel.offload == "auto" else config.parallel.offload
 
 
 def least_remat(config: Config) -> RematPolicy:
-    """The minimal remat policy that the config allows."""
+    """The least recomputation that the config allows."""
     if config.parallel.remat != "auto":
         return config.parallel.remat
     return "full" if least_offload(config) in ("activations", "all") else RECOMPUTE_LEAST
 
 
 def fixed_microbatches(config: Config, pipeline: Pipelining | None) -> int | None:
-    """The microbatches set by the user or by the user's schedule table; None: open."""
+    """The number of microbatches set by the user or by the user's schedule table; None if left
+    open.
+    """
     own_table = (
         None if pipeline is None or pipeline.table is None else Schedule.from_json(pipeline.table)
     )
@@ -129,7 +134,7 @@ def fixed_microbatches(config: Config, pipeline: Pipelining | None) -> int | Non
 
 
 def loss_chunk_tokens(config: Config, axes: AxisSizes, rules: Rules, topology: Topology) -> int:
-    """Tokens per device whose logits exist at the same time."""
+    """Tokens per device in a chunk of the loss: their logits exist at the same time."""
     whole = (
         LOSS_CHUNK_TOKENS_CPU[axes.num_devices > 1]
         if topology.platform == "cpu"
@@ -141,7 +146,7 @@ def loss_chunk_tokens(config: Config, axes: AxisSizes, rules: Rules, topology: T
 
 
 def memory_fallbacks(config: Config, plan: Plan, platform: str) -> list[Plan]:
-    """`plan` and its variants with more recomputation or offloading, where the user left these
+    """`plan`, then variants of it with more recomputation or offloading if the user left these
     open.
 
     Variants are in rising order of step time: first all remat policies, each needing less memory,
@@ -159,8 +164,8 @@ def memory_fallbacks(config: Config, plan: Plan, platform: str) -> list[Plan]:
     for offload in offloads:
         variants = [dataclasses.replace(plan, remat=remat, offload=offload) for remat in policies]
         if plan.pipeline is not None and config.parallel.stage_residuals == "auto":
-            # If the whole stage is recomputed, recomputing single layers saves memory only within a
-            # tick.
+            # If the whole stage is recomputed, recomputing single layers as well saves memory only
+            # within a tick.
             stage = dataclasses.replace(plan.pipeline, keep_residuals=False)
             variants += [dataclasses.replace(other, pipeline=stage) for other in variants]
         plans += [
@@ -172,7 +177,10 @@ def memory_fallbacks(config: Config, plan: Plan, platform: str) -> list[Plan]:
 
 
 def pipelining(config: Config, axes: AxisSizes) -> Pipelining | None:
-    """The pipeline with the user's settings; by default 1F1B on stages as even as possible."""
+    """The pipeline with the user's settings; None without stages.
+
+    By default 1F1B, with layers split over stages as evenly as possible.
+    """
     parallel = config.parallel
     _check_schedule_name(parallel.schedule)
     if axes.pipe == 1:
@@ -252,7 +260,7 @@ def _read_table(path: str) -> tuple[str, Schedule]:
 def _check_visits(
     config: Config, axes: AxisSizes, schedule: str, repeats: int, *, own_table: bool
 ) -> None:
-    """Check that the schedule supports the repeats, and that every visit has a layer."""
+    """Check that the schedule supports the repeats, and that every virtual stage has a layer."""
     if repeats > 1 and schedule not in REPEATING and not own_table:
         raise PlanError(
             explain(
@@ -273,7 +281,9 @@ def _check_visits(
 
 
 def _microbatches(global_batch: int, axes: AxisSizes, *, interleaved: bool) -> int:
-    """About MICROBATCHES_PER_STAGE per stage, among divisors of the rows; 1 without stages."""
+    """The divisor of the batch's rows nearest to MICROBATCHES_PER_STAGE per stage; 1 without
+    stages.
+    """
     if axes.pipe == 1:
         return 1
     rows = max(1, global_batch // (axes.data * axes.fsdp))

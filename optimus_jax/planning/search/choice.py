@@ -1,4 +1,4 @@
-"""Choose the Plan that a run starts with: the user's settings, and the planner's choice for the
+"""Choose the Plan that a run starts with: the user's settings, and the planner's choices for the
 rest.
 
 A given mesh is used as it is, with the least recomputation that is estimated to fit. With
@@ -112,8 +112,9 @@ def _on_axes(config: Config, axes: AxisSizes, topology: Topology, why: str) -> C
 
 
 def _by_rule(config: Config, topology: Topology, *, may_change_batch: bool) -> Choice:
-    """Choose without rates: data parallelism if it fits, else fsdp. If the batch does not divide
-    over the devices, the reason names nearby batches that do.
+    """Choose without rates: data parallelism if it fits, else fsdp.
+
+    If the batch does not divide over the devices, the reason names nearby batches that do.
     """
     choice = _by_plain_rule(config, topology)
     if not may_change_batch or choice.plan.axes.tensor * choice.plan.axes.pipe == 1:
@@ -161,7 +162,7 @@ def _by_plain_rule(config: Config, topology: Topology) -> Choice:
 
 
 def _on_legal(config: Config, axes: AxisSizes, topology: Topology, why: str) -> Choice:
-    """`_on_axes`, with a reason that also explains any tensor or pipe splitting."""
+    """`_on_axes`, with a reason that also explains why layers are split over tensor or pipe."""
     rest = axes.tensor * axes.pipe
     if rest > 1:
         why += (
@@ -172,8 +173,9 @@ def _on_legal(config: Config, axes: AxisSizes, topology: Topology, why: str) -> 
 
 
 def _legal(config: Config, topology: Topology, axis: str) -> AxisSizes:
-    """As many devices along `axis` as the batch divides over; the rest along tensor within a host,
-    or along pipe where heads cannot be split.
+    """Axis sizes with as many devices along `axis` as the batch divides over.
+
+    The rest are along tensor within a host, or along pipe if heads cannot be split.
 
     Raises:
       PlanError: no mesh is legal; the message is that of the mesh with all devices along `axis`.
@@ -198,7 +200,7 @@ def _legal(config: Config, topology: Topology, axis: str) -> AxisSizes:
 def _by_search(
     config: Config, topology: Topology, pricing: Pricing, *, may_change_batch: bool
 ) -> Choice:
-    """The fastest of all legal layouts that fit."""
+    """Choose the fastest of all legal layouts that fit."""
     ranking = search(pricing, top=RANKED)
     if not ranking.best:
         plan = plan_for(config, AxisSizes(fsdp=topology.num_devices), topology)

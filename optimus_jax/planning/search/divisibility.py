@@ -1,9 +1,9 @@
 """Find nearby batch and cluster sizes that divide better, and predict what they would gain.
 
 A batch is split over data x fsdp, so over at most gcd(batch, number of devices) devices. The
-remaining factor goes to tensor and pipe, which cost more. The search that ranked the plans also
-prices nearby batches that divide over more devices, and clusters with some hosts idle; at most
-MOST_PRICED of them.
+remaining factor goes to tensor and pipe, which cost more. The search that ranked the plans is
+repeated for nearby batches that divide over more devices, and for clusters with some hosts idle, at
+most MOST_PRICED times.
 """
 
 import math
@@ -19,12 +19,13 @@ from optimus_jax.planning.search.divisors import divisors, prime_factors
 from optimus_jax.planning.search.search import Candidate, Pricing, search
 
 NEAR = 1.25
-"""Batches within this factor are near; larger changes would alter the training run."""
+"""Batches within this factor count as nearby. Larger changes would alter the training run."""
 MOST_BATCHES, MOST_CLUSTERS = 3, 2
 MOST_PRICED = MOST_BATCHES + MOST_CLUSTERS
-"""Maximal number of additional searches; none if the batch divides over all devices."""
+"""Maximum number of additional searches. None are made if the batch divides over all devices."""
 WORTH_REPORTING = 0.03
-"""Minimal gain in tokens per second; smaller ones are well within the prediction error."""
+"""Minimum relative gain in tokens per second to report. Smaller gains are well within the
+prediction error."""
 
 Progress = Callable[[str], None]
 """Called with a description of what is priced next."""
@@ -42,7 +43,7 @@ class SizeAlternative:
     step_time_s: float
     tokens_per_s: float
     gain: float | None
-    """Relative gain in tokens per second over the request; None: no plan fits the request."""
+    """Relative gain in tokens per second over the requested size; None if no plan fits that."""
 
     @property
     def num_devices(self) -> int:
@@ -75,14 +76,14 @@ class Divisibility:
     """How well a batch and a model divide over a number of devices."""
 
     reasons: tuple[str, ...] = ()
-    """What does not divide, one sentence each; empty: everything divides."""
+    """A sentence for each size that does not divide; empty if everything divides."""
     batches: tuple[SizeAlternative, ...] = ()
     """Other batches on the same devices that are predicted to be faster, nearest first."""
     clusters: tuple[SizeAlternative, ...] = ()
     """Fewer hosts on which the same batch is predicted to be faster."""
     no_batch: str | None = None
-    """Why `batches` is empty although the batch does not divide over all devices; None: not the
-    case, or the batch must not change."""
+    """Why `batches` is empty although the batch does not divide over all devices. None if it does
+    divide, if `batches` is not empty, or if the batch must not change."""
     is_awkward: bool = False
     """Whether a prime factor of the number of devices divides neither the batch nor the heads, so
     that the layout is unusual even if no nearby size is better."""
@@ -101,11 +102,11 @@ def divisibility(
     may_leave_hosts: bool = True,
     progress: Progress | None = None,
 ) -> Divisibility:
-    """What does not divide in the requested run, and which nearby sizes would be faster.
+    """Find what does not divide in the requested run, and which nearby sizes would be faster.
 
     Args:
       pricing: the cost model of the requested run and cluster.
-      best: the fastest plan found; None: there is none.
+      best: the fastest plan found; None if there is none.
       may_change_batch: whether to try other batches. A run that has begun must keep its batch.
       may_leave_hosts: whether to try leaving hosts idle.
       progress: called before each search.
@@ -138,7 +139,9 @@ def divisibility(
 
 
 def reasons_of(config: Config, num_devices: int, plan: Plan | None) -> Iterator[str]:
-    """Yield a sentence for each of batch, heads, width and layers that does not divide evenly."""
+    """Yield a sentence for each of batch, heads, model width and layers that does not divide
+    evenly.
+    """
     batch, model = config.data.global_batch, config.model
     ways = math.gcd(batch, num_devices)
     if ways < num_devices:
@@ -169,8 +172,9 @@ def reasons_of(config: Config, num_devices: int, plan: Plan | None) -> Iterator[
 
 
 def near_batches(batch: int, num_devices: int) -> list[int]:
-    """Batches within NEAR of `batch`, nearest first, each dividing over more devices than all
-    nearer ones.
+    """Batches within a factor NEAR of `batch`, nearest first.
+
+    Each divides over more devices than all nearer ones.
     """
     found: list[int] = []
     most = math.gcd(batch, num_devices)
@@ -225,8 +229,9 @@ def no_better(batch: int, num_devices: int, *, tried: Sequence[int]) -> str:
 
 
 def smaller_clusters(cluster: Cluster, config: Config) -> list[Cluster]:
-    """The cluster with some hosts idle (devices, if there is one host), fewest idle first; each
-    divides better over data and fsdp than all larger ones.
+    """The cluster with some hosts idle (or devices, if there is one host), fewest idle first.
+
+    Each divides better over data and fsdp than all larger ones.
     """
     found: list[Cluster] = []
     most = _ways_over_fsdp(config, cluster.num_devices)
@@ -242,7 +247,7 @@ def smaller_clusters(cluster: Cluster, config: Config) -> list[Cluster]:
 
 
 def _ways_over_fsdp(config: Config, num_devices: int) -> int:
-    """Devices over which both the batch and the model's matrices divide."""
+    """Number of devices over which both the batch and the model's width divide."""
     ways = math.gcd(config.data.global_batch, num_devices)
     return math.prod(
         prime**power
@@ -258,7 +263,7 @@ def _with_batch(pricing: Pricing, batch: int) -> Pricing:
 def _priced(
     others: Iterable[Pricing], now: float | None, progress: Progress | None
 ) -> Iterator[SizeAlternative]:
-    """The best plan of each, if it gains enough to report."""
+    """Yield the best plan of each run, if it gains enough to report."""
     for other in others:
         if progress is not None:
             progress(
@@ -267,7 +272,7 @@ def _priced(
             )
         try:
             best = search(other, top=1).best
-        except PlanError:  # not possible with the user's fixed settings
+        except PlanError:  # impossible with the user's fixed settings
             continue
         gain = best[0].prediction.tokens_per_s / now - 1 if best and now else None
         if best and (gain is None or gain >= WORTH_REPORTING):
@@ -291,7 +296,7 @@ def _left_over(config: Config, num_devices: int) -> set[int]:
 
 
 def _factored(number: int) -> str:
-    """Such as `960 (2^6 x 3 x 5)`."""
+    """A number with its factors, such as `960 (2^6 x 3 x 5)`."""
     factors = " x ".join(
         f"{prime}^{power}" if power > 1 else str(prime)
         for prime, power in sorted(prime_factors(number).items())
@@ -300,7 +305,9 @@ def _factored(number: int) -> str:
 
 
 def _factors(primes: Iterable[int], *, negated: bool = False) -> str:
-    """Such as `the factors 3 and 5 divide`; the caller appends the object."""
+    """The start of a clause, such as `the factors 3 and 5 divide`; the caller appends the
+    object.
+    """
     ordered = sorted(primes)
     verb = (
         ("does not divide" if negated else "divides")

@@ -1,4 +1,6 @@
-"""Divisors and prime factors in O(sqrt(n)) time: a mistyped batch may be a billion examples."""
+"""Divisors and prime factors in O(sqrt(n)) time, because a mistyped batch may be a billion
+examples.
+"""
 
 import math
 from functools import lru_cache

@@ -6,11 +6,11 @@ from optimus_jax.plan import Plan
 from optimus_jax.planning.cost.cost import Prediction
 
 WORTH_REPORTING = 0.01
-"""Minimal difference between terms to mention, as a share of the step."""
+"""Minimum difference between terms to mention, as a share of the step."""
 
 
 def gib(num_bytes: float) -> str:
-    """Bytes as text with two decimals."""
+    """Bytes as text, in GiB with two decimals."""
     return f"{num_bytes / 2**30:.2f} GiB"
 
 
@@ -25,7 +25,7 @@ def seconds(time_s: float) -> str:
 
 
 def why_best(best: Prediction, num_priced: int) -> str:
-    """The largest terms of the best plan's step."""
+    """Why `best` is the best plan, with the three largest terms of its step."""
     parts = sorted(best.terms, key=lambda term: -term.time_s)[:3]
     shares = ", ".join(f"{term.name} {term.time_s / best.step_time_s:.0%}" for term in parts)
     return f"the fastest that fits of {num_priced} legal layouts: {shares} of the step"
@@ -81,7 +81,7 @@ def flags(plan: Plan) -> str:
 
 
 def whole_over_tensor(plan: Plan) -> Sequence[str]:
-    """The halves of a layer (heads, mlp) that an existing tensor axis does not split."""
+    """Names of the halves of a layer (heads, mlp) that the mesh's tensor axis does not split."""
     split = dict(plan.rules)
     return [name for name in ("heads", "mlp") if plan.axes.tensor > 1 and name not in split]
 

@@ -6,11 +6,11 @@ enumeration covers axis sizes, which halves of a layer the tensor axis splits, t
 schedule with its repeats, and the microbatches: everything that a homogeneous decoder leaves open.
 Settings fixed by the user are respected.
 
-Left out, because another layout is at least as good in every respect:
+These are left out, because another layout is at least as good in every respect:
 
 * gpipe: 1f1b has the same ticks and fewer microbatches in flight;
 * zero=0 with fsdp: it is data parallelism by another name;
-* repeats that leave stages uneven: a device then computes empty slots.
+* repeats with uneven stages: a device then computes empty slots.
 """
 
 import dataclasses
@@ -38,18 +38,19 @@ from optimus_jax.planning.search.divisors import divisors
 REPEATING = "interleaved"
 """The schedule with repeats."""
 BLOCK_RULES = ((), ("mlp=none",), ("heads=none",))
-"""Over tensor: both halves of a layer, attention alone, the feed-forward alone."""
+"""What the tensor axis splits: both halves of a layer, attention alone, or the feed-forward
+alone."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rejection:
-    """A group of layouts that is not possible, and why."""
+    """A group of layouts that is impossible or does not fit, and why."""
 
     layouts: str
     """What the rejected layouts have in common."""
     reason: str
     needs_bytes: int | None = None
-    """Bytes per device with maximal recomputation; None: rejected for another reason."""
+    """Bytes per device with maximal recomputation; None if rejected for another reason."""
 
 
 def axis_sizes(num_devices: int) -> Iterator[AxisSizes]:
@@ -147,8 +148,10 @@ def _fixes_pipeline(config: Config) -> bool:
 
 
 def _checked(layout: Plan, config: Config) -> Plan | Rejection:
-    """Validate a layout. Needed only if the user fixed pipeline settings, which suit some meshes
-    only; layouts that this module enumerates itself are legal.
+    """The layout, or the reason why it is not valid.
+
+    The check is needed only if the user fixed pipeline settings, which suit only some meshes.
+    Layouts that this module enumerates itself are legal.
     """
     try:
         layout.validate(config.model, global_batch=config.data.global_batch)
@@ -177,7 +180,7 @@ def _zero_stages(config: Config, axes: AxisSizes) -> tuple[int, ...]:
 
 
 def _pipelines(config: Config, axes: AxisSizes) -> Iterator[Pipelining | Rejection | None]:
-    """Schedules with their repeats and stages."""
+    """Yield schedules with their repeats and stages; None without pipeline stages."""
     parallel, num_layers = config.parallel, config.model.num_layers
     if axes.pipe == 1:
         try:
@@ -221,7 +224,7 @@ def _pipelines(config: Config, axes: AxisSizes) -> Iterator[Pipelining | Rejecti
 def _microbatches(
     config: Config, rows: int, axes: AxisSizes, pipeline: Pipelining | None
 ) -> list[int] | Rejection:
-    """Numbers of microbatches into which a device's rows of the batch can be split."""
+    """The numbers of microbatches into which a device's rows of the batch can be split."""
     repeats = 1 if pipeline is None else pipeline.repeats
     unit = axes.pipe if repeats > 1 and pipeline is not None and pipeline.table is None else 1
     asked = fixed_microbatches(config, pipeline)

@@ -1,8 +1,8 @@
-"""Choose the plan of a training phase, as close as possible to that of the phase before.
+"""Choose the plan of a training phase, as close as possible to the previous phase's plan.
 
-State moves only if the mesh or the sharding changes. So the plan is kept if it is legal and fits;
-otherwise other microbatches and more recomputation are tried on the same layout; only if that
-fails, another layout is chosen, provided that the user did not fix the mesh.
+State has to be resharded only if the mesh or the sharding changes. So the plan is kept if it is
+legal and fits. Otherwise other numbers of microbatches and more recomputation are tried on the same
+layout. Only if that fails is another layout chosen, provided that the user did not fix the mesh.
 """
 
 import math
@@ -21,7 +21,7 @@ from optimus_jax.planning.search.divisors import divisors
 from optimus_jax.planning.search.search import Pricing, fits
 
 Prices = Callable[[Config], Pricing | None]
-"""Maps a config to its cost model; None: unknown."""
+"""Maps a config to its cost model; None if the speed of the devices is unknown."""
 
 
 def plans_ahead(
@@ -30,7 +30,7 @@ def plans_ahead(
     """The phases that begin after `step`, each with its plan.
 
     Args:
-      config: of the whole run.
+      config: the config of the whole run.
       plan: the plan of the run at `step`.
     Raises:
       PlanError: a phase has no plan; the message names it and suggests accepted settings.
@@ -67,8 +67,10 @@ def plan_of(
 
 
 def _on_same_layout(config: Config, plan: Plan) -> Iterator[Plan]:
-    """The plan itself, then with other microbatches (nearest first), then with more recomputation
-    if the user left that open.
+    """Yield the plan itself, then variants on the same layout.
+
+    First with other numbers of microbatches, nearest first; then with more recomputation, if the
+    user left that open.
     """
     yield plan
     rows, fixed = (

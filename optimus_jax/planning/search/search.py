@@ -1,8 +1,9 @@
-"""Find the best layouts of a model on a cluster: price all legal layouts, rank those that fit.
+"""Find the best layouts of a model on a cluster: predict all legal layouts, rank those that fit.
 
-Every layout is first priced with minimal recomputation, a lower bound on its step time. In rising
-order of that bound, each layout gets the least recomputation that fits into memory. The search ends
-when no remaining bound could enter the ranking, so the result equals that of an exhaustive search.
+To *price* a layout is to predict its step time. Every layout is first priced with minimal
+recomputation, which gives a lower bound on its step time. In rising order of that bound, each
+layout gets the least recomputation that fits into memory. The search ends when no layout that
+remains can enter the ranking, so the result equals that of an exhaustive search.
 """
 
 import bisect
@@ -39,7 +40,8 @@ class Ranking:
     """The result of a search."""
 
     best: tuple[Candidate, ...]
-    """Fastest first; only the fastest plan for each (mesh, rules, repeats). Empty: nothing fits."""
+    """Fastest first, with only the fastest plan of each (mesh, rules, repeats). Empty if nothing
+    fits."""
     rejections: tuple[Rejection, ...]
     """Layouts that are illegal or do not fit, among those examined."""
     num_priced: int
@@ -57,11 +59,13 @@ class Pricing:
     """Corrections learnt from earlier measurements on these devices."""
 
     def predicted(self, plan: Plan) -> Prediction:
-        """The predicted step. Raises PlanError if the plan uses a link of unknown speed."""
+        """The prediction for a plan. Raises PlanError if it uses a link of unknown speed."""
         return self.calibration.applied(self.uncalibrated(plan))
 
     def step_time_s(self, plan: Plan) -> float:
-        """The step time of `predicted`, computed faster; used for every layout of a search."""
+        """The step time of `predicted`, computed faster because a search needs it for every
+        layout.
+        """
         return self.calibration.step_time_s(
             term_times(
                 self.config.model,
@@ -85,7 +89,7 @@ class Pricing:
         )
 
     def memory(self, plan: Plan) -> MemoryEstimate:
-        """Bytes on the most loaded device."""
+        """Estimated peak bytes on the most loaded device."""
         return estimate_memory(
             self.config.model,
             plan,
@@ -116,7 +120,7 @@ def search(pricing: Pricing, *, top: int = 10) -> Ranking:
     Deterministic.
 
     Raises:
-      PlanError: no layout can have the settings that the config fixes.
+      PlanError: the settings that the config fixes are impossible under every layout.
     """
     rejections, priced = [], []
     for layout in layouts(pricing.config, pricing.cluster.topology()):
@@ -125,7 +129,7 @@ def search(pricing: Pricing, *, top: int = 10) -> Ranking:
             continue
         try:
             priced.append((pricing.step_time_s(layout), len(priced), layout))
-        except PlanError as error:  # it would cross a link of unknown speed
+        except PlanError as error:  # the layout would use a link of unknown speed
             rejections.append(
                 Rejection(layouts=layout.describe(), reason=str(error).splitlines()[0])
             )
@@ -158,8 +162,9 @@ def fits(memory: MemoryEstimate, there: Topology | Cluster) -> bool:
 
 
 def host_memory_note(memory: MemoryEstimate, there: Topology | Cluster) -> str:
-    """Host memory needed and available, to append to a message about device memory; empty if the
-    plan does not use host memory.
+    """Host memory needed and available, to append to a message about device memory.
+
+    Empty if the plan does not use host memory.
     """
     if not memory.host:
         return ""

@@ -1,1 +1,1 @@
-"""A few real steps under the best candidates before a run."""
+"""Time a few real steps: of the best candidates before a run, and of reference steps."""

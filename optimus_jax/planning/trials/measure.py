@@ -1,10 +1,11 @@
 """Time the best candidates before a run, if the expected gain exceeds the cost.
 
 Candidates whose prediction intervals overlap with the best one's cannot be ranked by prediction.
-Running each for a few steps ranks them, at the cost of compiling and running. The expected gain is
-computed from the spread of predictions: the time by which the fastest of several beats the one
-predicted to be fastest, over all steps of the run. Only the part of the spread that differs between
-plans counts, since an error common to all plans does not change their order.
+Running each for a few steps ranks them, but costs the time to compile and run them. The expected
+gain is the time by which the fastest candidate is expected to beat the one predicted to be fastest,
+over all steps of the run. It is computed from the spread of the predictions. Only the part of the
+spread that differs between plans counts, since an error common to all plans does not change their
+order.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,9 +22,9 @@ from optimus_jax.planning.trials.trial import WARM_UP, PlanTrial
 TRIAL_STEPS = 3
 """Timed steps per candidate."""
 OWN_SHARE = 0.5
-"""Share of a prediction's spread that is specific to the plan: assumed, not measured."""
+"""Share of a prediction's spread that differs between plans: assumed, not measured."""
 _DRAWS = 4000
-"""Monte Carlo samples for the expected gain; with a fixed seed."""
+"""Monte Carlo samples for the expected gain, drawn with a fixed seed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,9 +32,10 @@ class TrialsResult:
     """The result of timing candidates."""
 
     plan: Plan
-    """The fastest."""
+    """The fastest plan."""
     trials: tuple[PlanTrial, ...]
-    """In ranking order; fewer than two if more would not pay, or the others failed."""
+    """The trials, in ranking order; fewer than two if more would cost more than they gain, or the
+    others failed."""
     why: str
 
 
@@ -45,13 +47,12 @@ def measure(
     most: int,
     spread: float,
 ) -> TrialsResult:
-    """Try up to `most` candidates, as long as that is expected to save time over `num_steps` steps,
-    and keep the fastest.
+    """Try up to `most` candidates while that is expected to save time, and return the fastest.
 
     Args:
-      ranked: best prediction first.
-      run: tries one plan; a PlanError of it means that it does not fit.
-      num_steps: the run has before it.
+      ranked: the candidates, best prediction first.
+      run: tries one plan; raises PlanError if the plan does not fit.
+      num_steps: steps that the run has left.
       spread: standard deviation of the logarithm of measured over predicted times.
     Raises:
       PlanError: candidates were tried, and none of them could run.
@@ -87,12 +88,12 @@ def measure(
             ),
         )
     trials_so_far: list[tuple[float, PlanTrial]] = []
-    for candidate in within:  # one that does not fit is none of those tried
+    for candidate in within:  # candidates that do not fit do not count towards `most`
         if len(trials_so_far) == most:
             break
         predicted_s = candidate.prediction.step_time_s
         if trials_so_far:
-            # Scale the next prediction by the mean error of the measured ones.
+            # Scale the next prediction by the mean error of the candidates measured so far.
             expected_s = predicted_s * float(
                 np.exp(
                     np.mean([np.log(trial.step_time_s / each_s) for each_s, trial in trials_so_far])
@@ -121,7 +122,7 @@ def measure(
 
 
 def expected_gain(best_s: float, others_s: Sequence[float], spread: float) -> float:
-    """Expected seconds per step by which the fastest of all beats `best_s`.
+    """Expected seconds per step by which the fastest of the others beats `best_s`, at least 0.
 
     Args:
       best_s: step time of the candidate that would be used otherwise.

@@ -1,9 +1,9 @@
 """Reference steps: a few small training steps, timed once on the devices of this run.
 
-Probes measure matmuls, memory and links in isolation. They do not tell what share of these speeds a
+Probes measure matmuls, memory and links in isolation. They do not show what share of these speeds a
 training step reaches, what launching kernels costs, or how long devices wait for each other before
-a collective. Steps that differ in one respect do: more microbatches (launches), a wider model
-(memory passes), another mesh (collectives). The remaining rates are fitted to them
+a collective. Steps that differ in one respect show this: more microbatches (launches), a wider
+model (memory passes), another mesh (collectives). The remaining rates are fitted to them
 (planning/learning/fit.py).
 """
 
@@ -36,15 +36,16 @@ from optimus_jax.system.cache import write_atomically
 from optimus_jax.system.json_input import parse_json
 
 NUM_STEPS = 8
-"""Timed steps per run; the shortest counts, as for probes."""
+"""Timed steps per run. The shortest one is used, as for probes."""
 BUDGET_S = 75.0
-"""No reference step starts later than this; with the probes, two minutes in total."""
+"""Seconds after which no further reference step starts. With the probes, two minutes in total."""
 LEAST = 3
-"""Minimal number of steps for a fit."""
+"""Minimum number of reference steps for a fit."""
 ON_CPU = {"launch_s": 1e-5, "launch_overlap": 1.0, "arrival_s": 2e-4, "step_s": 3e-3}
-"""Initial rates of the fit: a CPU launches a kernel after the previous one has finished."""
+"""Initial rates of the fit on a CPU, which launches a kernel after the previous one has
+finished."""
 ON_GPU = {"arrival_s": 5e-6}
-"""Initial rates of the fit."""
+"""Initial rates of the fit on a GPU."""
 
 _COMMON = {
     "model.name": "reference",
@@ -72,7 +73,7 @@ _LARGE = {
     "precision.compute": "bf16",
 }
 SIZES: Mapping[str, Mapping[str, object]] = {"cpu": _SMALL, "gpu": _LARGE}
-"""Common settings of the reference steps of a platform."""
+"""Common settings of the reference steps, by platform."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,10 +83,10 @@ class ReferenceStep:
     settings: dict[str, object]
     """Settings of the run, by dotted name."""
     step_time_s: float
-    """Measured."""
+    """Measured seconds per step."""
 
     def sample(self, topology: Topology, cluster: Cluster) -> Sample:
-        """The step as input of the fit."""
+        """The step as an input of the fit."""
         config = Config().with_values(self.settings)
         return Sample(
             model=config.model,
@@ -98,7 +99,7 @@ class ReferenceStep:
 
 
 def reference_settings(num_devices: int, platform: str) -> list[dict[str, object]]:
-    """Settings of the runs to time, most informative first; some may be illegal."""
+    """Settings of the runs to time, most informative first. Some may be illegal."""
     half = num_devices // 2
     base = {
         **SIZES.get(platform, _LARGE),
@@ -136,7 +137,7 @@ def time_reference_steps(
 ) -> tuple[ReferenceStep, ...]:
     """Time as many reference steps as the budget allows.
 
-    Every process must call it; all get the times of the first process.
+    Every process must call it, and all get the times measured by the first process.
     """
     runs = [
         (Config().with_values(settings), settings)
@@ -174,8 +175,8 @@ def fitted(
 
 
 def path_of(profile: Path, topology: Topology) -> Path:
-    """Path of the stored reference steps: beside the hardware profile, with a digest of their
-    settings.
+    """Path of the stored reference steps: next to the hardware profile, with a digest of their
+    settings in its name.
     """
     asked = json.dumps(
         [reference_settings(topology.num_devices, topology.platform), NUM_STEPS], sort_keys=True
@@ -184,7 +185,7 @@ def path_of(profile: Path, topology: Topology) -> Path:
 
 
 def read_steps(path: Path) -> tuple[ReferenceStep, ...]:
-    """The reference steps that the first process reads; empty if there is no such file.
+    """The reference steps that the first process reads from `path`; empty if there is no such file.
 
     An unusable file causes a warning. Every process must call it.
     """
@@ -220,7 +221,7 @@ def write_steps(path: Path, steps: tuple[ReferenceStep, ...]) -> None:
 
 
 def _undisturbed_s(trial: PlanTrial, topology: Topology) -> float:
-    """Best estimate of the step time on an otherwise idle machine."""
+    """Best estimate of the step time in seconds on an otherwise idle machine."""
     cores = (
         len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     )

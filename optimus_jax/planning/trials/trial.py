@@ -1,4 +1,4 @@
-"""Time a few steps under a plan: the program of a run, on synthetic tokens."""
+"""Time a few steps of a run's own program under a plan, on synthetic tokens."""
 
 import statistics
 import time
@@ -16,7 +16,7 @@ from optimus_jax.planning.ahead_of_time.compiled_step import CompiledStep, compi
 from optimus_jax.training.step import build_program
 
 WARM_UP = 1
-"""Untimed steps that map buffers and fill caches."""
+"""Steps before the timed ones, which map buffers and fill caches."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,27 +25,29 @@ class PlanTrial:
 
     plan: Plan
     step_time_s: float
-    """Median of the steps."""
+    """Median seconds per step."""
     shortest_s: float
-    """The shortest step: least disturbed by other work on the machine."""
+    """Seconds of the shortest step, the one least disturbed by other work on the machine."""
     cpu_s: float
-    """Minimal CPU-seconds of this process per step: steadier than wall time on shared cores."""
+    """Fewest CPU seconds that this process spent in a step: steadier than wall time on shared
+    cores."""
     compile_s: float
     """Seconds for tracing and compiling."""
     step_bytes: int
     """Bytes that the compiled step needs per device."""
     step: CompiledStep | None = field(default=None, compare=False, repr=False)
-    """The compiled step, reused by a run that continues with this plan; None: not retained."""
+    """The compiled step, which a run that continues with this plan reuses; None if it was not
+    kept."""
 
 
 def run_trial(
     config: Config, plan: Plan, *, num_steps: int, bytes_per_device: int | None = None
 ) -> PlanTrial:
-    """Compile the training step of `config` under `plan`, and time `num_steps` of them on all
+    """Compile the training step of `config` under `plan`, and time `num_steps` steps on all
     devices.
 
     Raises:
-      PlanError: the compiled step needs more than `bytes_per_device` on some process; raised before
+      PlanError: the compiled step needs more than `bytes_per_device` on some process. Raised before
         anything is allocated.
     """
     program = build_program(config, plan)
