@@ -25,7 +25,6 @@ import sys
 import threading
 import time
 import warnings
-import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -52,11 +51,21 @@ from optimus_jax.checkpoint.errors import (
     on_every_process,
     raise_if_peer_failure,
 )
+from optimus_jax.checkpoint.reading import (
+    MANIFEST,
+    STATE,
+    Restored,
+    Saved,
+    check_descriptions,
+    checksum_of,
+    listed,
+    read_checkpoint,
+    read_manifest,
+)
 from optimus_jax.cluster.distributed import broadcast_from_0
 from optimus_jax.config import CheckpointConfig
 from optimus_jax.errors import CheckpointError, explain
-from optimus_jax.reshard.checksum import check_arrays, checksums, named_leaves
-from optimus_jax.system.json_input import JSONInputError, parse_json
+from optimus_jax.reshard.checksum import check_arrays, named_leaves
 
 _REMEDIES = {
     errno.EFBIG: "raise the limit on the size of a file (ulimit -f)",
@@ -69,11 +78,6 @@ _REMEDIES = {
     errno.ENOTDIR: "remove the file that has taken its place",
 }
 """What to do about a failed save, by the system's errno."""
-STATE = "state"
-MANIFEST = "manifest"
-STEP_METADATA = "_CHECKPOINT_METADATA"
-ORBAX_JSON = (STEP_METADATA, f"{STATE}/_METADATA", f"{STATE}/_sharding")
-"""Orbax's metadata files of a checkpoint; each is a JSON object."""
 DAMAGED_DIR, ABANDONED_DIR = "damaged", "abandoned"
 """Directories next to `checkpoints`: for damaged checkpoints, and for those after a step to which
 the run was told to go back."""
@@ -81,24 +85,6 @@ the run was told to go back."""
 # Orbax logs every phase of a save at level INFO, and every error with its traceback, once per
 # thread, although it also raises the error and we report it.
 logging.getLogger("absl").setLevel(logging.CRITICAL)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Saved:
-    """A checkpoint's step and metadata."""
-
-    step: int
-    metadata: dict[str, Any]
-    """The JSON values given to `save`."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Restored(Saved):
-    """A checkpoint with its state on devices."""
-
-    state: Any
-    damaged: tuple[int, ...] = ()
-    """Steps of newer, damaged checkpoints that were skipped."""
 
 
 class NotFiniteError(CheckpointError):
@@ -203,7 +189,7 @@ class Checkpoints:
             [found for found in self.steps_for_all() if step is None or found == step]
         ):
             try:
-                return Saved(step=step, metadata=self._manifest(step)["metadata"])
+                return Saved(step=step, metadata=read_manifest(self._path(step))["metadata"])
             except DamagedError:
                 continue
             except UnreachableError as error:
@@ -264,7 +250,7 @@ class Checkpoints:
                     **{
                         STATE: ocp.args.PyTreeSave(leaves),
                         MANIFEST: ocp.args.JsonSave(
-                            {"content": manifest, "crc32": _crc32(manifest)}
+                            {"content": manifest, "crc32": checksum_of(manifest)}
                         ),
                     }
                 ),
@@ -340,7 +326,9 @@ class Checkpoints:
         for candidate in reversed(steps) if step is None else [step] if step in steps else []:
             try:
                 restored = replace(
-                    self._read(candidate, abstract_state, paddable, partial, check),
+                    read_checkpoint(
+                        self._path(candidate), abstract_state, paddable, partial, check
+                    ),
                     damaged=tuple(damage),
                 )
             except DamagedError as error:
@@ -357,7 +345,7 @@ class Checkpoints:
         raise CheckpointError(
             explain(
                 "there is no good checkpoint" + ("" if step is None else f" of step {step}"),
-                given=f"{self._directory}, steps {_listed(steps)}"
+                given=f"{self._directory}, steps {listed(steps)}"
                 + "".join(f"\n    {at}: {why}" for at, why in damage.items()),
                 do="choose another step, bring back the directory from a copy, or start a new run",
             )
@@ -399,87 +387,6 @@ class Checkpoints:
             )
         )
 
-    def _read(
-        self,
-        step: int,
-        abstract_state: Any,
-        paddable: Callable[[str], bool],
-        partial: bool,
-        check_metadata: Callable[[Mapping[str, Any]], object],
-    ) -> Restored:
-        manifest = self._manifest(step)
-        check_metadata(manifest["metadata"])
-        asked = named_leaves(abstract_state)
-        saved = {
-            name: leaf for name, leaf in manifest["leaves"].items() if name in asked or not partial
-        }
-        check_same_model(step, saved, asked, paddable)
-        restore_args = {
-            name: ocp.ArrayRestoreArgs(
-                sharding=leaf.sharding, global_shape=leaf.shape, strict=not paddable(name)
-            )
-            for name, leaf in asked.items()
-        }
-        with event_loops_that_finish():
-            state = on_every_process(
-                lambda: ocp.PyTreeCheckpointHandler().restore(
-                    self._directory / str(step) / STATE,
-                    args=ocp.args.PyTreeRestore(
-                        asked, restore_args=restore_args, partial_restore=partial
-                    ),
-                ),
-                self._path(step),
-            )
-
-        def check() -> None:
-            wrong = [
-                name for name, value in checksums(state).items() if value != saved[name]["checksum"]
-            ]
-            if wrong:
-                raise DamagedError(f"the checksum of {_listed(wrong)} is not what was saved")
-
-        on_every_process(check, self._path(step))
-        leaves = [state[name] for name in asked]
-        return Restored(
-            step=step,
-            metadata=manifest["metadata"],
-            state=jax.tree.unflatten(jax.tree.structure(abstract_state), leaves),
-        )
-
-    def _manifest(self, step: int) -> dict[str, Any]:
-        def read() -> dict[str, Any]:
-            stored = ocp.JsonCheckpointHandler().restore(self._directory / str(step) / MANIFEST)
-            if stored["crc32"] != _crc32(stored["content"]):
-                raise ValueError("the manifest is not what was saved")
-            self._check_descriptions(step)
-            return stored["content"]
-
-        return on_every_process(read, self._path(step))
-
-    def _check_descriptions(self, step: int) -> None:
-        """Raise DamagedError or OSError unless Orbax's metadata files are valid.
-
-        Orbax ignores some damage there when it restores, but then cannot save in the same
-        directory.
-        """
-        for name in ORBAX_JSON:
-            path = self._path(step) / name
-            if not os.path.lexists(path):
-                continue  # other versions of Orbax write other files
-            try:
-                is_object = isinstance(parse_json(path.read_bytes(), finite=False), dict)
-            except JSONInputError as error:
-                raise DamagedError(f"{name} is not JSON: {error}") from error
-            if not is_object:
-                raise DamagedError(f"{name} is not a JSON object")
-            if name == STEP_METADATA:
-                try:
-                    ocp.metadata.get_step_metadata(self._directory / str(step))
-                except (ValueError, TypeError) as error:
-                    raise DamagedError(
-                        f"{name} does not describe a checkpoint: {in_one_line(error)}"
-                    ) from error
-
     def _set_aside_unreadable(self) -> None:
         """Move checkpoints away that Orbax cannot list, because it lists all before the
         first save.
@@ -487,7 +394,9 @@ class Checkpoints:
         damaged = []
         for step in self.steps_for_all():
             try:
-                on_every_process(lambda step=step: self._check_descriptions(step), self._path(step))
+                on_every_process(
+                    lambda step=step: check_descriptions(self._path(step)), self._path(step)
+                )
             except DamagedError as error:
                 damaged.append(step)
                 self._warn(f"the checkpoint of step {step} is damaged: {error}")
@@ -592,43 +501,6 @@ class Checkpoints:
         )
 
 
-def check_same_model(
-    step: int, saved: Mapping[str, Any], asked: Mapping[str, Any], paddable: Callable[[str], bool]
-) -> None:
-    """Raise CheckpointError if the leaves of a checkpoint are not those that are asked for.
-
-    Names the first leaf that is missing on either side or differs in shape or dtype.
-    """
-    for name in [*asked, *saved]:
-        have = (saved[name]["dtype"], tuple(saved[name]["shape"])) if name in saved else None
-        want = (asked[name].dtype.name, tuple(asked[name].shape)) if name in asked else None
-        padded = (
-            have and want and paddable(name) and have[0] == want[0] and have[1][1:] == want[1][1:]
-        )
-        if have != want and not padded:
-            saved_as, asked_as = (
-                f"{leaf[0]}{list(leaf[1])}" if leaf else "no such leaf" for leaf in (have, want)
-            )
-            raise CheckpointError(
-                explain(
-                    f"the checkpoint of step {step} is of another model: leaf {name!r} differs",
-                    given=f"saved {saved_as}, asked for {asked_as}",
-                    do=(
-                        "use the model, optimizer and precision.moments of the run that saved it,"
-                        " or start a new run"
-                    ),
-                )
-            )
-
-
 def _wait_quietly(manager: ocp.CheckpointManager) -> None:
     with contextlib.suppress(BaseException):  # `wait` raises it again
         manager.wait_until_finished()
-
-
-def _crc32(content: Any) -> int:
-    return zlib.crc32(json.dumps(content, sort_keys=True).encode())
-
-
-def _listed(items: Iterable[object]) -> str:
-    return ", ".join(map(str, items)) or "none"

@@ -35,7 +35,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from optimus_jax.checkpoint import snapshot_files as files
-from optimus_jax.checkpoint.checkpoints import Restored, check_same_model
+from optimus_jax.checkpoint.reading import Restored, check_same_model
 from optimus_jax.checkpoint.snapshot_files import Bounds, HostSnapshot, Key
 from optimus_jax.devices.hosts import hosts_of_processes
 from optimus_jax.errors import ConfigError, explain

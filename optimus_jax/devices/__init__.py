@@ -1,2 +1,1 @@
-"""Starts JAX: its settings, backend, virtual CPU devices and hosts. Also accelerators' data
-sheets."""
+"""Starts JAX: its settings, backend, virtual CPU devices and hosts; accelerators' data sheets."""

@@ -14,7 +14,8 @@ from typing import Any, Literal, TypeVar
 
 import jax
 
-from optimus_jax.checkpoint.checkpoints import Checkpoints, Saved
+from optimus_jax.checkpoint.checkpoints import Checkpoints
+from optimus_jax.checkpoint.reading import Saved
 from optimus_jax.cluster.distributed import (
     all_or_none,
     assert_same_everywhere,

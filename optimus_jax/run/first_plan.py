@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from optimus_jax.checkpoint.checkpoints import Saved
+from optimus_jax.checkpoint.reading import Saved
 from optimus_jax.cluster.distributed import broadcast_from_0
 from optimus_jax.cluster.launch import Launch
 from optimus_jax.config import Config

@@ -9,7 +9,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from optimus_jax.checkpoint.checkpoints import ABANDONED_DIR, Checkpoints, Restored
+from optimus_jax.checkpoint.checkpoints import ABANDONED_DIR, Checkpoints
+from optimus_jax.checkpoint.reading import Restored
 from optimus_jax.checkpoint.snapshots import Snapshots
 from optimus_jax.cluster.distributed import broadcast_from_0, is_writer
 from optimus_jax.config import Config, Precision
