@@ -103,7 +103,7 @@ def read_checkpoint(
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """The manifest of the checkpoint in the directory `path`; raises what `read_checkpoint` does."""
+    """The manifest of the checkpoint in the directory `path`. Raises as `read_checkpoint` does."""
 
     def read() -> dict[str, Any]:
         stored = ocp.JsonCheckpointHandler().restore(epath.Path(path) / MANIFEST)

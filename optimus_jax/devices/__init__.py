@@ -1,1 +1,1 @@
-"""Starts JAX: its settings, backend, virtual CPU devices and hosts; accelerators' data sheets."""
+"""Starts JAX: its settings, backend, virtual CPU devices, hosts; data sheets of GPUs."""

@@ -1,3 +1,1 @@
-"""The planner: hardware profiles, cost model, learning, search, ahead-of-time compilation,
-trials.
-"""
+"""The planner: hardware profiles, cost model, learning, search, compiling ahead of time."""

@@ -1,1 +1,1 @@
-"""Reshard a state into another layout: plan the exchange, move pieces, verify checksums."""
+"""Moves a state into another layout: plans the exchange, moves pieces, verifies checksums."""

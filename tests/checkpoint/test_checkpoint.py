@@ -26,7 +26,6 @@ from jax.sharding import PartitionSpec as P
 from optimus_jax.checkpoint import errors as checkpoint_errors
 from optimus_jax.checkpoint.checkpoints import (
     ABANDONED_DIR,
-    STEP_METADATA,
     Checkpoints,
     NotFiniteError,
 )
@@ -36,6 +35,7 @@ from optimus_jax.checkpoint.disk_space import (
     disk_space_of,
     max_checkpoints,
 )
+from optimus_jax.checkpoint.reading import STEP_METADATA
 from optimus_jax.config import CheckpointConfig
 from optimus_jax.errors import CheckpointError
 from optimus_jax.reshard.checksum import checksums
@@ -630,6 +630,7 @@ import jax, numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from optimus_jax.checkpoint.checkpoints import Checkpoints
+from optimus_jax.checkpoint.reading import STEP_METADATA
 from optimus_jax.config import CheckpointConfig
 
 address, process, directory = sys.argv[1], int(sys.argv[2]), pathlib.Path(sys.argv[3])
