@@ -1,5 +1,5 @@
-"""A run that gets SIGKILL in the middle of a switch, again and again, loses nothing: the short
-version of benchmarks/kill_fuzz.py.
+"""A run that is killed repeatedly during switches loses nothing: the short version of
+benchmarks/kill_fuzz.py.
 """
 
 import json
@@ -16,8 +16,8 @@ everything."""
 
 def test_a_run_that_is_killed_in_every_phase_of_a_switch_loses_nothing():
     """One run, killed while it prepares, quiesces (half a line of the journal is written), moves,
-    commits, and in the first steps, and when it keeps the plan. What has to hold is in the script,
-    which fails if it does not.
+    commits, in the first steps, and when it keeps the plan. The script checks the invariants, and
+    fails if one does not hold.
     """
     environment = {
         name: value for name, value in os.environ.items() if not name.startswith(("JAX_", "XLA_"))
