@@ -23,10 +23,10 @@ def text(tmp_path_factory):
 def run(run_dir, text, script, keep=True):
     """What each process has to say at its end; losses by step; events."""
     address = f"127.0.0.1:{free_port()}"
-    told = json.dumps({"mesh": "fsdp=4", "steps": STEPS, "script": script, "keep": keep})
+    options = json.dumps({"mesh": "fsdp=4", "steps": STEPS, "script": script, "keep": keep})
     processes = [
         subprocess.Popen(
-            [sys.executable, PROCESS, str(number), address, run_dir, text, told],
+            [sys.executable, PROCESS, str(number), address, run_dir, text, options],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -77,5 +77,5 @@ def test_both_go_back_from_a_plan_that_is_not_kept(tmp_path, text, stayed):
     assert [move["event"] for move in moves] == ["remesh", "rollback"]
     assert said[0]["plan"] == said[1]["plan"]
     assert said[0]["plan"].startswith("mesh fsdp=4")
-    assert any(THERE in words and "failed" in words for words in said[0]["told"])
+    assert any(THERE in message and "failed" in message for message in said[0]["messages"])
     assert losses == pytest.approx(stayed, rel=F32_RELATIVE)

@@ -10,8 +10,8 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-number, address, run_dir, text, told = sys.argv[1:]
-told = json.loads(told)
+number, address, run_dir, text, options = sys.argv[1:]
+options = json.loads(options)
 
 import jax  # noqa: E402
 
@@ -49,7 +49,7 @@ class Script(Scripted):
     """
 
     def decide(self, observation):
-        if (mesh := told["script"].get(str(observation.step))) is None:
+        if (mesh := options["script"].get(str(observation.step))) is None:
             return None
         config = make_config("gpt2-nano", TINY | settings | {"mesh": mesh}, None)
         return switch_at(observation.step, plan_for(config, AxisSizes.parse(mesh), there[0]))
@@ -73,15 +73,17 @@ with pytest.MonkeyPatch.context() as patch:
     patch.setattr("optimus_jax.control.switch.Worker", AtOnce)
     patch.setattr(coordinator, "STEADY", 1e9)  # steps of this size are noise
     patch.setattr(
-        coordinator, "judge", lambda *args, **more: replace(judge(*args, **more), keep=told["keep"])
+        coordinator,
+        "judge",
+        lambda *args, **more: replace(judge(*args, **more), keep=options["keep"]),
     )
     result = optimus_jax.train(
         "gpt2-nano",
         run_dir=run_dir,
         data=text,
-        mesh=told["mesh"],
-        steps=told["steps"],
+        mesh=options["mesh"],
+        steps=options["steps"],
         control="auto",
         **TINY | settings | {"coordinator": address, "num_processes": 2, "process_id": int(number)},
     )
-print(json.dumps({"plan": result.plan.describe(), "told": Scripted.told}))
+print(json.dumps({"plan": result.plan.describe(), "messages": Scripted.messages}))
