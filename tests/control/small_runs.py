@@ -66,25 +66,25 @@ class Scripted:
     """An advisor that follows `script`: decisions by the step at whose boundary they are made."""
 
     script: ClassVar[dict[int, Decision]] = {}
-    told: ClassVar[list[str]] = []
+    messages: ClassVar[list[str]] = []
     remembered: ClassVar[list[tuple[int, bool, dict[str, float]]]] = []
     wants_probe, steps_alike, is_puzzled = False, 1000, False
 
     def __init__(self, **_):
-        self.told.clear()
+        self.messages.clear()
         self.remembered.clear()
 
     def decide(self, observation):
         return self.script.get(observation.step)
 
     def switched(self, plan, costs_s):
-        self.told.append(f"switched to {plan.axes}")
+        self.messages.append(f"switched to {plan.axes}")
 
     def failed(self, plan, why, at_step=None, is_back=False):
-        self.told.append(f"{plan.axes} failed: {why}")
+        self.messages.append(f"{plan.axes} failed: {why}")
 
     def dropped(self):
-        self.told.append("dropped")
+        self.messages.append("dropped")
 
     def charge(self, time_s):
         pass

@@ -95,14 +95,16 @@ class Job:
         self.pending: tuple[int, Decision] | None = None
         self.fails, self.without = 0, frozenset[int]()
 
-    def readings(self, said: Conditions | None, more: dict[str, float]) -> dict[str, SignalSummary]:
+    def readings(
+        self, reported: Conditions | None, more: dict[str, float]
+    ) -> dict[str, SignalSummary]:
         values = dict(more)
-        if said is not None:
+        if reported is not None:
             values |= {
-                "link_slowdown/inside": said.inside,
-                "link_slowdown/between": said.between,
-                "compute_slowdown": said.compute,
-                "process_skew": said.skew,
+                "link_slowdown/inside": reported.inside,
+                "link_slowdown/between": reported.between,
+                "compute_slowdown": reported.compute,
+                "process_skew": reported.skew,
             }
         return {
             name: SignalSummary(
@@ -115,7 +117,7 @@ class Job:
         self,
         count: int,
         true: Conditions | None = None,
-        said: Conditions | str | None = "truth",
+        reported: Conditions | str | None = "truth",
         *,
         noise: float = 0.01,
         lost: frozenset[int] = frozenset(),
@@ -131,7 +133,7 @@ class Job:
             )
             self.step, self.time_s = self.step + 1, self.time_s + step_time_s
             readings = self.readings(
-                true if said == "truth" else said,
+                true if reported == "truth" else reported,
                 {name.replace("_slowdown_", "_slowdown/"): value for name, value in more.items()},
             )
             decision = self.advisor.decide(
@@ -280,25 +282,25 @@ def test_a_flapping_link_causes_few_switches():
 )
 @pytest.mark.parametrize("from_the_start", [True, False])
 def test_readings_that_step_times_contradict_cause_no_switch(false_reading, from_the_start):
-    job = Job().go(1 if from_the_start else 100).go(500, said=false_reading)
+    job = Job().go(1 if from_the_start else 100).go(500, reported=false_reading)
     assert job.switches == []
 
 
 def test_slow_steps_without_readings_ask_for_a_probe_and_do_not_switch():
-    job = Job(num_steps=5000).go(100, said=None).go(300, SLOW, said=None)
+    job = Job(num_steps=5000).go(100, reported=None).go(300, SLOW, reported=None)
     assert job.switches == []
     assert job.advisor.wants_probe
     assert any("of their time" in each.why for each in job.decisions)
     assert job.decisions[-1].inputs["unexplained"] is True
-    job.go(100, said=None)
+    job.go(100, reported=None)
     assert not job.advisor.wants_probe
 
 
 def test_changed_step_times_are_unexplained_until_readings_explain_them():
     job = Job(num_steps=5000).go(100)
     assert not job.advisor.is_puzzled
-    assert job.go(2, SLOW, said=None).advisor.is_puzzled, "two steps that look different"
-    assert job.go(40, SLOW, said=None).advisor.is_puzzled, (
+    assert job.go(2, SLOW, reported=None).advisor.is_puzzled, "two steps that look different"
+    assert job.go(40, SLOW, reported=None).advisor.is_puzzled, (
         "they are different, and nobody knows why"
     )
     assert not job.go(20, SLOW).advisor.is_puzzled
@@ -601,7 +603,7 @@ def test_a_mandatory_switch_is_not_withdrawn_for_other_triggers():
     )
     job = Job(BEST, num_steps=5000, phases=phases).go(280)
     assert job.pending is not None
-    job.go(20, said=Conditions(between=10.0))  # which step times contradict
+    job.go(20, reported=Conditions(between=10.0))  # which step times contradict
     assert [step for step, _ in job.switches] == [300]
 
 
@@ -614,7 +616,7 @@ def test_a_switch_waits_for_a_boundary_many_quick_steps_away():
     decision = job.decisions[-1]
     assert (decision.action, decision.at_step) == ("switch", 1500)
     assert decision.step < 1500 - ABANDONED * 30
-    job.go(20, said=Conditions(between=10.0), factor=0.02)
+    job.go(20, reported=Conditions(between=10.0), factor=0.02)
     assert [step for step, _ in job.switches] == [1500]
 
 

@@ -135,11 +135,16 @@ def test_a_probe_share_of_zero_compiles_nothing(programs):
 
 
 def test_on_cpus_the_missing_device_memory_signal_is_reported(tmp_path):
-    told = []
+    warnings = []
     signals = live_signals(
-        ControlConfig(), global_batch=8, seq_len=16, rounds=None, heartbeats=None, warn=told.append
+        ControlConfig(),
+        global_batch=8,
+        seq_len=16,
+        rounds=None,
+        heartbeats=None,
+        warn=warnings.append,
     )
     signals.observe(1)
     signals.close()
     assert signals.missing == {"device memory": "the devices do not say how much memory is in use"}
-    assert not told
+    assert not warnings

@@ -70,7 +70,7 @@ def record(step, *, step_time_s=0.5, loss=3.0, mfu=None, skipped=False):
 def train(
     found, clock, num_steps, *, load_s=0.0, dispatch_s=0.0, rest_s=0.01, batch=BATCH, first=1
 ):
-    """Do what the trainer does, on the fake clock;"""
+    """Do what the trainer does, on the fake clock; returns the last observation."""
     observation = None
     for step in range(first, first + num_steps):
         began_s = clock()

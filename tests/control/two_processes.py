@@ -1,8 +1,8 @@
 """One process of a run whose controller follows a script: python two_processes.py NUMBER ADDRESS
 RUN_DIR TEXT JSON.
 
-The JSON says `mesh`, `steps`, `script` (mesh to switch to, by the step at which that is decided)
-and `keep`, what the canary says.
+The JSON gives `mesh`, `steps`, `script` (mesh to switch to, by the step at which that is decided)
+and `keep`, the verdict of the canary.
 """
 
 import json
@@ -44,7 +44,7 @@ RATES = Rates(
 
 
 class Script(Scripted):
-    """Which makes its plans when devices are there; and to ask for them is for all processes
+    """An advisor that makes its plans once the devices are known: all processes ask for them
     together.
     """
 
@@ -65,7 +65,8 @@ def known_devices(topology):
     )
 
 
-# What threads compile beside steps is compiled in a step here, and both processes share the cores.
+# What a thread would compile during steps is compiled within a step here, and both processes share
+# the cores.
 settings, there = {"model.num_layers": 2, "faults.floor_s": 240.0}, []
 with pytest.MonkeyPatch.context() as patch:
     patch.setattr(api, "known_devices", known_devices)
