@@ -76,7 +76,7 @@ def test_a_lock_whose_file_was_removed_is_not_acquired(
     RunLock(tmp_path / "lock").release()
 
 
-def test_a_lock_dies_with_its_process(tmp_path: Path):
+def test_a_lock_is_released_when_its_process_dies(tmp_path: Path):
     with subprocess.Popen(
         [sys.executable, "-c", HOLD, str(tmp_path / "lock")],
         stdin=subprocess.PIPE,
