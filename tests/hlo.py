@@ -51,7 +51,7 @@ class Moved:
     """Mesh axes along which devices take part, in the mesh's order."""
     dtype: str
     shape: tuple[int, ...]
-    """Of the result on one device."""
+    """Shape of the result on one device."""
     loops: tuple[int, ...]
     """Trip counts of the loops around it, outermost first; a trip count that XLA does not know is
     0."""
@@ -70,7 +70,7 @@ class Moved:
 
 
 def collectives(text: str, mesh: Mesh) -> list[Moved]:
-    """Every array of every collective in a compiled program, in the order of the text of each
+    """All arrays of all collectives in a compiled program, in the order of the text of each
     computation.
     """
     computations, entry = _computations(text)
@@ -78,7 +78,7 @@ def collectives(text: str, mesh: Mesh) -> list[Moved]:
 
 
 def num_instructions(text: str) -> int:
-    """Instructions of all computations."""
+    """Number of instructions in all computations."""
     return sum(map(len, _computations(text)[0].values()))
 
 

@@ -1,4 +1,4 @@
-"""Files that documents, docstrings and comments name exist."""
+"""Files named in documents, docstrings and comments exist."""
 
 import re
 from pathlib import Path

@@ -67,7 +67,7 @@ def test_each_case_is_measured_once_per_commit(tmp_path):
 
 
 def test_without_a_matching_case_or_a_gpu_nothing_is_run(tmp_path):
-    def said(*more):
+    def run_script(*more):
         ended = subprocess.run(
             [sys.executable, FOLDER / "run.py", "--out", tmp_path / "rows.jsonl", *more],
             capture_output=True,
@@ -77,9 +77,9 @@ def test_without_a_matching_case_or_a_gpu_nothing_is_run(tmp_path):
         )
         return ended.returncode, ended.stderr
 
-    assert (code_and_text := said("--smoke", "--only", "no such case"))[0] == 2
+    assert (code_and_text := run_script("--smoke", "--only", "no such case"))[0] == 2
     assert "no case contains what --only says\n  given: no such case" in code_and_text[1]
-    assert (code_and_text := said())[0] == 2
+    assert (code_and_text := run_script())[0] == 2
     assert "nvidia-smi shows no GPU" in code_and_text[1]
 
 
@@ -253,9 +253,9 @@ def test_cases_without_room_on_the_gpu_are_left_out_with_a_reason(
     from cases import CASES
 
     monkeypatch.delenv("XLA_FLAGS")
-    begun = []
+    cases_run = []
     monkeypatch.setattr(
-        run, "measured", lambda case, *_, **__: begun.append(case) or {"failed": "never"}
+        run, "measured", lambda case, *_, **__: cases_run.append(case) or {"failed": "never"}
     )
     assert len(
         run.fill(
@@ -265,7 +265,7 @@ def test_cases_without_room_on_the_gpu_are_left_out_with_a_reason(
             card(80),
             {"machine": "80", "command": "", "commit": "abc"},
         )
-    ) == len(begun)
+    ) == len(cases_run)
     left_out = {
         tuple(cells(line)[:3])
         for line in capsys.readouterr().out.splitlines()
@@ -285,8 +285,8 @@ def test_cases_without_room_on_the_gpu_are_left_out_with_a_reason(
     assert len(eager) == len(in_bf16_again) == 1
     assert {case for case in CASES if case.model == "llama3-8b"} - in_bf16_again | eager == set(
         CASES
-    ) - set(begun)
-    assert len(left_out) == len(CASES) - len(begun)
+    ) - set(cases_run)
+    assert len(left_out) == len(CASES) - len(cases_run)
     assert any(
         case == "llama3-8b 2 x 4096, precision.moments=bf16"
         and re.fullmatch(r"left out: planned to take 113\.\d of 73\.6 GiB", why)

@@ -48,7 +48,7 @@ def test_help_shows_the_command_as_it_was_called(monkeypatch, capsys):
     assert capsys.readouterr().out.startswith("usage: optimus plan ")
 
 
-def test_without_a_command_all_are_listed(monkeypatch, capsys):
+def test_without_a_command_all_commands_are_listed(monkeypatch, capsys):
     assert optimus(monkeypatch) == optimus(monkeypatch, "--help") == 0
     shown = capsys.readouterr().out
     assert all(f"\n  {name} " in shown for name in cli.COMMANDS)

@@ -173,7 +173,7 @@ def test_plain_variables_form_a_run(found):
         ),
     ],
 )
-def test_plain_variables_that_are_no_use(found, variables, message):
+def test_invalid_plain_variables_are_refused(found, variables, message):
     with pytest.raises(ConfigError, match=message):
         found(variables)
 
@@ -932,11 +932,11 @@ def test_error_messages_name_variables_that_can_be_set(monkeypatch, launcher):
                     continue
             if "JAX_COORDINATOR_ADDRESS names" in what:  # it is there, and names no port
                 continue
-            told = dict(
+            shown_variables = dict(
                 pair.split("=", 1)
                 for pair in given.removeprefix("  given: ").split(": ")[0].split(" ")
             )
-            assert told.items() <= environment.items(), given
+            assert shown_variables.items() <= environment.items(), given
             to_set = re.match(r"  do:    set (.*?) too,", do)
             for name in re.split(" and | or ", to_set[1]) if to_set else ():
                 assert re.fullmatch(r"\w+", name), do

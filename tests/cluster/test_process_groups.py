@@ -170,7 +170,7 @@ def test_the_start_event_names_the_launcher_and_devices(two):
     [(1, 2, "data=2"), (2, 1, "fsdp=2"), (8, 1, "data=2,fsdp=4")],
     ids=["one", "two", "eight"],
 )
-def test_a_checkpoint_of_four_processes_is_resumed_with(groups, four, target):
+def test_a_checkpoint_of_four_processes_resumes_with_other_numbers(groups, four, target):
     answers = groups[1](SAVED, 4, *target)
     assert {
         name

@@ -49,7 +49,7 @@ SMALLER = [
 
 
 def search(pricing: Pricing) -> Ranking:
-    """The best of a few plans: a search over all takes long."""
+    """The best of a few plans: a search over all plans takes too long."""
     mesh = pricing.config.parallel.mesh
     return ranked(
         pricing, [plan for plan in [*PLANS, *SMALLER] if mesh in ("auto", str(plan.axes))]
@@ -481,7 +481,7 @@ def test_meshes_on_the_allow_list_are_searched_for():
         for each in decision.alternatives
         if each.verdict != "not on the list of meshes that may be switched to"
     }
-    assert shown == {listed}  # the other one is too small for the devices that are there
+    assert shown == {listed}  # the other mesh has too few devices
 
 
 def test_lost_devices_override_the_allow_list_of_meshes():

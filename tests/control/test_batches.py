@@ -21,7 +21,7 @@ def test_document_lengths_are_counted_row_by_row():
         ([0, 0, 1, 1], [YES, NO, YES, YES], 0),  # a document ends
         # a document of a single token, and one that ends with the window
         ([0, 1, 1, 1], [NO, YES, YES, NO], 0),
-        ([0, 0, 0, 0], [YES, NO, NO, NO], 3),  # a row padded behind its only document
+        ([0, 0, 0, 0], [YES, NO, NO, NO], 3),  # a row padded after its only document
         ([0, 0, 1, 1], [YES, NO, NO, NO], 2),  # padding as a document of its own
         ([0, 0, 0, 0], [NO, NO, NO, NO], 4),
     ],
@@ -31,7 +31,7 @@ def test_padding_is_told_from_ends_of_documents(segments, counts, padding):
 
 
 class Stream:
-    """Two tokens and an end, again and again."""
+    """A token stream of documents with two tokens and an end-of-document token."""
 
     tokens, eos, vocab_size, name = np.array([5, 6, 0] * 100), 0, 10, "a stream"
 

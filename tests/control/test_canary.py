@@ -30,7 +30,7 @@ GOOD = {
         ((), {}, True, "no step"),
     ],
 )
-def test_verdicts(times_s, changes, keep, word):
+def test_the_verdict_follows_step_times_and_losses(times_s, changes, keep, word):
     verdict = judge(times_s, **GOOD | changes)
     assert verdict.keep == keep
     assert word in verdict.why
@@ -62,6 +62,6 @@ def test_after_a_forced_switch_only_the_losses_are_judged():
     ],
 )
 def test_a_clearly_slower_plan_is_recognised_early(times_s, expected):
-    """The first step is not counted, and one slow step is an accident."""
+    """The first step is not counted, and a single slow step is not enough."""
     assert is_clearly_slower(times_s, BEFORE_S) == expected
     assert not is_clearly_slower(times_s, ()), "there is nothing to compare with"

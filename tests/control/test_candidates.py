@@ -33,7 +33,7 @@ PLAN = plan_on("fsdp=64", microbatches=2)
         (plan_on("pipe=2,fsdp=32"), "remesh"),
     ],
 )
-def test_switch_methods(other, switch_method):
+def test_the_switch_method_depends_on_what_has_to_change(other, switch_method):
     assert switch_method_of(PLAN, other, same_devices=True) == switch_method
     assert switch_method_of(PLAN, other, same_devices=False) == "subset"
     assert switch_method_of(PLAN, other, same_devices=False, same_hosts=False) == "restart"
@@ -108,7 +108,7 @@ def test_one_remaining_host_has_no_inter_host_link():
     assert [(cluster.num_hosts, cluster.inter_host) for cluster, _ in found] == [(1, None)]
 
 
-def test_the_allow_list_of_meshes():
+def test_the_allow_list_permits_only_its_meshes():
     assert is_allowed(PLAN, ())
     assert is_allowed(PLAN, (AxisSizes(data=8, tensor=8), AxisSizes(fsdp=64)))
     assert not is_allowed(PLAN, (AxisSizes(data=8, tensor=8),))

@@ -19,7 +19,7 @@ def steps(seed: int, count: int, noise: float, spikes: float = 0.0) -> np.ndarra
 
 
 def changes(values: np.ndarray) -> list[int]:
-    """Where a detector says that something has changed."""
+    """Indices at which the detector reports a change."""
     detector = ChangeDetector()
     return [index for index, value in enumerate(values) if detector.add(float(value)) is not None]
 
@@ -81,7 +81,9 @@ def test_a_return_to_the_level_before_is_detected_sooner():
 
 
 def test_a_slow_drift_moves_the_level_without_a_large_change():
-    """A hundredth of a percent for each step: no change that is larger than what is looked for."""
+    """A drift of 0.01% per step: no reported change is much larger than the smallest change to
+    detect.
+    """
     detector, found = ChangeDetector(), []
     for index, value in enumerate(steps(0, 3000, 0.01)):
         found.append(detector.add(float(value) + 1e-4 * index))

@@ -16,7 +16,7 @@ from optimus_jax.planning.profiles.cluster import Cluster
 from optimus_jax.planning.profiles.links import Link
 
 AXES = AxisSizes.parse("data=8,tensor=8")
-"""data crosses the link between hosts, tensor the one inside."""
+"""Axis data crosses the inter-host link, axis tensor the intra-host link."""
 
 
 def reading(value: float, quality="good") -> SignalSummary:

@@ -273,7 +273,7 @@ def test_a_run_can_switch_away_and_back(scripted, lenient_canary):
 def test_a_slower_plan_is_taken_back(scripted, monkeypatch):
     plan = other_plan()
     monkeypatch.setattr("optimus_jax.control.canary.NOISE", -1e9)  # any step counts as slow
-    # and going back is free
+    # and taking back costs nothing
     monkeypatch.setattr("optimus_jax.control.coordinator.sum", lambda _: -1e9, raising=False)
     result = scripted({3: switch_at(3, plan)})
     assert result.plan.axes == AxisSizes.parse(START)

@@ -74,7 +74,7 @@ def restored_from(directory, target, step):
 
 
 def assert_same_state(state, other, target):
-    """Bit for bit."""
+    """Assert that two states are equal bit for bit."""
     sums, paths = ShardSums(layout_of(target)), layout_of(target).named
     assert sums.of(named_leaves(state), paths) == sums.of(named_leaves(other), paths)
 

@@ -76,7 +76,7 @@ def test_a_run_stopped_in_the_canary_resumes_under_the_new_plan(run):
 
 
 class Killed(BaseException):
-    """The process is gone."""
+    """Raised in place of the process dying."""
 
 
 def die_at(monkeypatch, number):

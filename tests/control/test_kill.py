@@ -10,8 +10,9 @@ from pathlib import Path
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "kill_fuzz.py"
 ENVIRONMENT = {"XLA_FLAGS": "--xla_backend_optimization_level=0", "OPENBLAS_NUM_THREADS": "1"}
-"""Compile without optimising; and no threads, since processes are forked from one that has imported
-everything."""
+"""Compile without optimisation, and use no threads, since processes are forked from one that has
+imported everything.
+"""
 
 
 def test_a_run_that_is_killed_in_every_phase_of_a_switch_loses_nothing():

@@ -49,7 +49,7 @@ def predicted(slow_devices, monkeypatch):  # noqa: F811
 
 @pytest.fixture
 def used(monkeypatch):
-    """Ids of the devices that batches were put on, in order: training's and evaluation's."""
+    """Ids of the devices of every batch, in order, of training and evaluation."""
     found, plain = [], trainer.put_batch
 
     def put(batch, sharding, global_batch):

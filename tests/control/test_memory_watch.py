@@ -58,13 +58,13 @@ def test_without_taken_memory_there_is_nothing_to_settle_for():
 
 
 def test_growing_memory_use_is_noticed_with_time_to_switch():
-    watch, said, used = MemoryWatch(), [], 0.6
+    watch, reported, used = MemoryWatch(), [], 0.6
     for number in range(40):  # 0.1% of the memory each second
         used = 0.6 + 0.001 * max(0, 10 * number - 100)
-        said.append(observed(watch, used, time_s=10.0 * number))
-        if said[-1]:
+        reported.append(observed(watch, used, time_s=10.0 * number))
+        if reported[-1]:
             break
-    assert said[-1] == "pressed"
+    assert reported[-1] == "pressed"
     assert 0.7 < used < 0.9
     # Memory is reserved for as much further growth as was seen: otherwise the next plan would be
     # under pressure at once.
@@ -148,8 +148,8 @@ def test_taken_memory_still_counts_under_the_next_plan():
     """So the remaining difference is the error of the new plan's estimate."""
     watch = MemoryWatch()
     observed(watch, 0.6)
-    said = [observed(watch, 0.94, time_s=100.0 * number) for number in range(1, 11)]
-    assert said[0] == "pressed"
+    reported = [observed(watch, 0.94, time_s=100.0 * number) for number in range(1, 11)]
+    assert reported[0] == "pressed"
     watch.restart()
     # 0.03 more than is estimated.
     assert [
@@ -195,15 +195,15 @@ def test_repeated_jumps_count_as_growth():
     """Every 75 s another 0.0875 of the memory is taken, under a plan that needs 0.6: it has to be
     replaced before the fifth jump.
     """
-    watch, time_s, said = MemoryWatch(), 0.0, None
+    watch, time_s, reported = MemoryWatch(), 0.0, None
     for _ in range(30):
         observed(watch, 0.6, time_s=time_s)
         time_s += 10.0
     began_s = time_s
-    while said is None:
-        said = observed(watch, 0.6 + 0.0875 * (1 + (time_s - began_s) // 75), time_s=time_s)
+    while reported is None:
+        reported = observed(watch, 0.6 + 0.0875 * (1 + (time_s - began_s) // 75), time_s=time_s)
         time_s += 10.0
-    assert said == "pressed"
+    assert reported == "pressed"
     assert time_s - began_s < 4 * 75 - 60
 
 

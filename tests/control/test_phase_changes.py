@@ -107,7 +107,7 @@ def test_a_phase_equals_a_restart_with_its_batch_shape(ramp, text):  # noqa: F81
 
 @pytest.mark.parametrize("step", [2, 3, 4, 6])
 def test_a_run_is_resumed_in_the_phase_of_its_checkpoint(ramp, tmp_path, step):
-    """In the middle of one, at a boundary, and with boundaries still to come."""
+    """In the middle of a phase, at a boundary, and before later boundaries."""
     run = shutil.copytree(ramp.run_dir, tmp_path / "run")
     for later in range(step + 1, STEPS + 1):
         shutil.rmtree(run / "checkpoints" / str(later))

@@ -197,11 +197,11 @@ def test_decisions_are_deterministic_and_json(about, candidates):
 
 
 def test_a_cheaper_method_wins_if_it_gains_about_as_much():
-    dear, cheap = (
+    costly, cheap = (
         candidate(0.30, 2),
         candidate(0.29, 3, switch_method="executable", cost_s=2.0, return_s=2.0),
     )
-    assert decided(dear, cheap).switch_method == "executable"
+    assert decided(costly, cheap).switch_method == "executable"
     assert decided(candidate(0.45, 2), cheap).switch_method == "remesh"
 
 

@@ -113,7 +113,9 @@ def test_slow_compute_is_measured():
 
 
 def compute_of(own, factor):
-    """The exchange's numbers end with: compute, data wait, step time, cost."""
+    """Slow down the compute time in the exchanged numbers, which end with: compute, data wait, step
+    time, cost.
+    """
     if len(own) > 3:
         own[-4] *= factor
 

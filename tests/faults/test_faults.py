@@ -62,8 +62,8 @@ def test_a_run_continues_after_a_killed_and_a_stopped_process(tmp_path):
     ], "who was stopped finds out, and the other has not waited for it"
     assert stopped["faults_told"] == 2
     assert any(
-        f"process {stopped['process']} on" in said and "no heartbeat" in said
-        for said in stopped["said"]
+        f"process {stopped['process']} on" in stderr and "no heartbeat" in stderr
+        for stderr in stopped["said"]
     )
 
 
@@ -105,10 +105,10 @@ def test_a_process_that_alone_cannot_write_is_not_waited_for(tmp_path, who):
         )
         for number in range(2)
     ]
-    said = [process.communicate(timeout=240)[1] for process in processes]
-    assert [process.returncode for process in processes] == [2, 2], said
-    assert "saving the checkpoint of step 3 failed" in said[who]
-    assert f"process {who} has failed: saving the checkpoint of step 3 failed" in said[1 - who]
+    stderr = [process.communicate(timeout=240)[1] for process in processes]
+    assert [process.returncode for process in processes] == [2, 2], stderr
+    assert "saving the checkpoint of step 3 failed" in stderr[who]
+    assert f"process {who} has failed: saving the checkpoint of step 3 failed" in stderr[1 - who]
 
 
 BROKEN = """
@@ -124,14 +124,14 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 @pytest.mark.parametrize(
-    ("who", "error", "codes", "told"),
+    ("who", "error", "codes", "message"),
     [
         (0, "RunDirectoryError('the log is full')", {2}, "error: the log is full"),
         (0, "ValueError('a mistake of ours')", {1, 75}, "ValueError: a mistake of ours"),
         (1, "ValueError('a mistake of ours')", {1, 75}, "[1] ValueError: a mistake of ours"),
     ],
 )
-def test_the_cause_is_printed_although_the_launcher_ends_all(tmp_path, who, error, codes, told):
+def test_the_cause_is_printed_although_the_launcher_ends_all(tmp_path, who, error, codes, message):
     """And no process waits for the others to exit in order.
 
     The launcher's exit code is that of the first process to end, which may be one that was told of
@@ -165,7 +165,7 @@ def test_the_cause_is_printed_although_the_launcher_ends_all(tmp_path, who, erro
         timeout=120,
     )
     assert ended.returncode in codes, ended.stderr
-    assert told in ended.stderr
+    assert message in ended.stderr
     assert f"in process {who} of 2" in ended.stderr
     assert "before training had begun" not in ended.stderr
     assert not any(
@@ -237,10 +237,10 @@ def test_a_directory_without_room_for_heartbeats_is_an_error_of_all(tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "progress").touch()
     processes, end = start_processes(TRAIN, "--steps", "2", directories=[tmp_path / "run"] * 2)
-    for said, code in map(end, processes):
-        assert code == 2, said
-        assert "Traceback" not in said
-        assert "progress" in said or "another process of this run cannot go on" in said
+    for stderr, code in map(end, processes):
+        assert code == 2, stderr
+        assert "Traceback" not in stderr
+        assert "progress" in stderr or "another process of this run cannot go on" in stderr
 
 
 @pytest.mark.parametrize("is_told_to_end", [False, True])
@@ -272,12 +272,12 @@ api.train = stop_after""",
     (first, stopped), end = start_processes(
         script, "--steps", "2", directories=[tmp_path / "run"] * 2
     )
-    said, code = end(first)
+    stderr, code = end(first)
     stopped.kill()
     end(stopped)
-    assert code == 0, said
-    assert ("leaves without another one that has not" in said) != is_told_to_end
-    assert "stopped before" not in said
+    assert code == 0, stderr
+    assert ("leaves without another one that has not" in stderr) != is_told_to_end
+    assert "stopped before" not in stderr
 
 
 def test_a_death_while_jax_connects_is_reported_at_once(tmp_path):
@@ -294,9 +294,11 @@ def die_or_join(*arguments):
 distributed._start_joining = die_or_join""",
     )
     processes, end = start_processes(script, "--steps", "2", directories=[tmp_path / "run"] * 3)
-    for (said, code), expected in zip(map(end, processes), (75, 75, -signal.SIGKILL), strict=True):
-        assert code == expected, said
-        assert expected != 75 or "process 2 of 3 ended before JAX had connected them" in said
+    for (stderr, code), expected in zip(
+        map(end, processes), (75, 75, -signal.SIGKILL), strict=True
+    ):
+        assert code == expected, stderr
+        assert expected != 75 or "process 2 of 3 ended before JAX had connected them" in stderr
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 0), (signal.SIGTERM, 75)])

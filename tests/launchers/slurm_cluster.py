@@ -34,8 +34,8 @@ PROGRAMS = (
 NODES = ("127.0.0.1", "127.0.0.2", "127.0.0.3")
 
 # KillWait, SlurmdTimeout and the others are small, so that tests are short; 5 is the least
-# cred_expire that SLURM takes: a job that is put back waits a second longer than that, and by
-# default two minutes.
+# cred_expire that SLURM takes: a requeued job waits a second longer than that, and by default two
+# minutes.
 CONFIGURATION = """
 ClusterName=tests
 SlurmctldHost={host}(127.0.0.1)

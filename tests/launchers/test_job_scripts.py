@@ -80,7 +80,7 @@ def test_under_nohup_mpirun_is_not_told_of_a_closed_terminal(script, tmp_path):
     process = mpirun(script, on_hangup="ignore")
     until((tmp_path / "began").exists, "mpirun runs", str)
     process.send_signal(signal.SIGHUP)
-    time.sleep(0.3)  # nothing is to come of it
+    time.sleep(0.3)  # the signal must have no effect
     assert (process.poll(), (tmp_path / "heard").exists()) == (None, False)
     process.send_signal(signal.SIGTERM)
     assert process.wait(20) == 75

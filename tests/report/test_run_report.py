@@ -200,7 +200,7 @@ def test_a_plan_replaced_before_it_ran_has_no_measurement(tmp_path):
         (None, "under way, or killed"),
     ],
 )
-def test_status(tmp_path, reason, status):
+def test_the_status_tells_how_the_run_ended(tmp_path, reason, status):
     run = RunDirectory.create(tmp_path / "run", "gpt2")
     run.log_event("start", 0)
     run.log_step(step(1))
@@ -211,7 +211,7 @@ def test_status(tmp_path, reason, status):
     assert "under way" in RunHistory.read(run.path).status
 
 
-def test_the_reason_for_the_current_plan(tmp_path):
+def test_the_reason_for_the_current_plan_comes_from_its_last_event(tmp_path):
     run = RunDirectory.create(tmp_path / "run", "gpt2")
     reasons = []
     for name, fields in (
@@ -603,5 +603,5 @@ def test_plan_letters_are_distinct():
         (formatting.format_plural(2000, "step"), "2,000 steps"),
     ],
 )
-def test_formatting(formatted, text):
+def test_values_are_formatted_with_units(formatted, text):
     assert formatted == text

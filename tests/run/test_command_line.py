@@ -463,7 +463,7 @@ def test_a_stream_replaces_characters_it_cannot_encode():
     assert binary.getvalue() == b"caf? ?\n"
 
 
-def test_closed_full_and_ascii_streams_of_real_processes(tmp_path):
+def test_closed_full_and_ascii_streams_end_without_a_traceback(tmp_path):
     """Streams of two scripts that print and one that trains."""
     env = {**os.environ, "PYTHONIOENCODING": "ascii"}
     schedule = f"{sys.executable} {SCRIPTS['schedule']} --stages 2 --microbatches 2"

@@ -122,7 +122,7 @@ def test_a_run_survives_a_full_disk_for_its_output():
         make_display(LogConfig(progress="plain"), 300, stream=stream).message("hello")
 
 
-def test_plain_line():
+def test_a_plain_line_has_loss_speed_mfu_and_eta():
     stream = io.StringIO()
     with make("plain", stream) as display:
         display.step(record(10))
@@ -185,7 +185,7 @@ def test_rich_display_restores_the_terminal():
 
 
 @pytest.mark.parametrize("progress", ["plain", "rich"])
-def test_evaluation(progress: str):
+def test_an_evaluation_is_shown_on_one_line(progress: str):
     stream = Terminal()
     display = make(progress, stream)
     display.evaluation(100, 1.25, 3.4903, None)

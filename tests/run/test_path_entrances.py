@@ -57,7 +57,7 @@ def script(name, *arguments, monkeypatch):
 
 @pytest.mark.parametrize("typed", LITERAL)
 @pytest.mark.parametrize(
-    "entrance",
+    "entry_point",
     [
         lambda text: optimus_jax.train("gpt2-nano", run_dir=text),
         lambda text: optimus_jax.train(run_dir=text, resume=True),
@@ -68,14 +68,14 @@ def script(name, *arguments, monkeypatch):
         lambda text: Config().with_values({"store.local_dir": text}),
     ],
 )
-def test_unusable_output_paths_are_refused(entrance, typed):
+def test_unusable_output_paths_are_refused(entry_point, typed):
     with pytest.raises(ConfigError, match=r"(?s)given:.*do:"):
-        entrance(typed)
+        entry_point(typed)
 
 
 @pytest.mark.parametrize("typed", sorted(set(LITERAL) - {"https://h/x"}))
 @pytest.mark.parametrize(
-    "entrance",
+    "entry_point",
     [
         load_text_model,
         run_report,
@@ -88,9 +88,9 @@ def test_unusable_output_paths_are_refused(entrance, typed):
         path_argument,
     ],
 )
-def test_unusable_input_paths_are_refused(entrance, typed):
+def test_unusable_input_paths_are_refused(entry_point, typed):
     with pytest.raises((OptimusError, argparse.ArgumentTypeError), match=r"(?s)given:.*do:"):
-        entrance(typed)
+        entry_point(typed)
 
 
 def test_a_tilde_means_the_home_directory(home, monkeypatch):

@@ -609,7 +609,7 @@ def test_text_is_generated_on_one_device_from_a_pipelined_run(pipelined_run):
         np.testing.assert_array_equal(leaf, fitted(expected[path], leaf.shape), err_msg=path)
 
 
-def test_events_of_an_undisturbed_run(uninterrupted):
+def test_an_undisturbed_run_logs_start_plan_compile_checkpoint_and_end(uninterrupted):
     events = [
         json.loads(line) for line in (uninterrupted[1] / "events.jsonl").read_text().splitlines()
     ]

@@ -19,7 +19,7 @@ NUM_PARAMS = 33_000
 PEAK = 2e-3
 
 
-def begun(**settings):
+def started(**settings):
     """The config.json of a started run."""
     return written(make_config("gpt2-nano", settings))
 
@@ -66,7 +66,7 @@ def change(resumed, step, checkpoints=()):
 def test_an_extended_run_does_not_warm_up_again(schedule, auto):
     """Extended twice: warm-up and decay stay as at the start, and the learning rate has no jump."""
     words = {"optimizer.schedule": schedule} if auto else {}
-    text = begun(steps=10, **{"optimizer.schedule": schedule})
+    text = started(steps=10, **{"optimizer.schedule": schedule})
     for step, steps in ((10, 400), (400, 900)):
         resumed = resume(text, step, auto=auto, steps=steps, **words)
         assert (resumed.config.warmup_steps, resumed.config.decay_steps, resumed.config.steps) == (
@@ -87,7 +87,7 @@ def test_a_decay_that_has_not_begun_ends_at_the_new_last_step():
         ({"optimizer.schedule": "constant"}, 999, 50),
         ({}, 20, 50),
     ):
-        resumed = resume(begun(steps=1000, **settings), step, steps=3000)
+        resumed = resume(started(steps=1000, **settings), step, steps=3000)
         assert (resumed.config.warmup_steps, resumed.config.decay_steps) == (warmup, 3000)
         assert np.array_equal(rates(resumed.before, step, step), rates(resumed.config, step, step))
         again = resume(text_of(resumed), step)
@@ -100,7 +100,7 @@ def test_a_decay_that_has_begun_keeps_its_end(step, steps):
     """For longer and shorter runs; in the last case the step is before its decay, but within the
     decay of the shorter run.
     """
-    resumed = resume(begun(steps=1000, **{"optimizer.schedule": "wsd"}), step, steps=steps)
+    resumed = resume(started(steps=1000, **{"optimizer.schedule": "wsd"}), step, steps=steps)
     assert resumed.config.decay_steps == 1000
     text = change(resumed, step).describe()
     assert "the rate jumps" not in text
@@ -109,12 +109,12 @@ def test_a_decay_that_has_begun_keeps_its_end(step, steps):
 
 
 def test_a_run_shorter_than_its_warmup_does_not_warm_up_again():
-    text = begun(steps=10, **{"optimizer.warmup_steps": 100})
+    text = started(steps=10, **{"optimizer.warmup_steps": 100})
     resumed = resume(text, 10, steps=400)
     assert rates(resumed.config, 10, 11) == pytest.approx(PEAK, rel=1e-3)
     assert resumed.config.decay_steps == 400, "no step has been part of the decay"
     assert resume(text_of(resumed), 400, steps=500).config.warmup_steps == 10
-    shortened = resume(begun(steps=1000), 20, steps=30)
+    shortened = resume(started(steps=1000), 20, steps=30)
     assert (shortened.config.warmup_steps, shortened.config.decay_steps) == (50, 1000)
 
 
@@ -147,7 +147,7 @@ def test_a_run_shorter_than_its_warmup_does_not_warm_up_again():
 )
 def test_a_change_of_the_learning_rate_is_reported(settings, step, changed, now):
     """The rates before, now and at the end, as the steps will have them."""
-    resumed = resume(begun(steps=100), step, **settings)
+    resumed = resume(started(steps=100), step, **settings)
     reported = change(resumed, step)
     expected = [
         rates(resumed.before, step, step),
@@ -182,7 +182,7 @@ def test_after_its_decay_a_run_is_told_which_checkpoint_extends_it(
     """And the suggested command extends the run without a jump, before and after the first
     resume.
     """
-    text = begun(steps=1000, **settings)
+    text = started(steps=1000, **settings)
     resumed = resume(text, 1000, steps=steps)
     reported = change(resumed, 1000, checkpoints).describe()
     if back is None:
@@ -210,7 +210,7 @@ def test_no_checkpoint_is_suggested_where_no_decay_was_done():
         ({"optimizer.schedule": "constant"}, 1000, 3000),
         ({"optimizer.warmup_steps": 500}, 20, 30),
     ):
-        resumed = resume(begun(steps=1000, **settings), step, steps=steps)
+        resumed = resume(started(steps=1000, **settings), step, steps=steps)
         assert "go back" not in change(resumed, step, (5, 500, 1000)).describe()
 
 
@@ -227,7 +227,7 @@ OTHER: dict[str, Any] = {
 @pytest.mark.parametrize(("schedule", "step"), [("cosine", 3), ("wsd", 95), ("constant", 100)])
 def test_every_jump_of_the_learning_rate_is_reported(schedule, step):
     """For all settings of the optimizer, and the number of steps."""
-    text = begun(steps=100, **{"optimizer.schedule": schedule})
+    text = started(steps=100, **{"optimizer.schedule": schedule})
     tried: list[dict[str, Any]] = [{"steps": 200}, {"steps": 101}]
     for field in dataclasses.fields(OptimizerConfig):
         value = OTHER.get(field.name, 7 if field.type is int else 0.5)
@@ -254,17 +254,17 @@ def test_a_new_warmup_may_be_longer_than_the_old_decay():
         {"steps": 400, "optimizer.warmup_steps": 200},
         {"steps": 4000, "optimizer.warmup_steps": "none"},
     ):
-        resumed = resume(begun(steps=100), 50, **changes)
+        resumed = resume(started(steps=100), 50, **changes)
         ends = resumed.config.warmup_steps, resumed.config.decay_steps
         assert ends == (200, changes["steps"])
     changes = {"optimizer.decay_steps": 100, "optimizer.warmup_steps": 200}
     with pytest.raises(ConfigError, match=r"before warm-up does\n.*decay_steps=100, .*=200"):
-        resume(begun(steps=100), 50, **changes)
+        resume(started(steps=100), 50, **changes)
 
 
 def test_a_resume_without_changes_derives_nothing_anew():
     """Even if this version derives another peak rate or number of warm-up steps."""
-    text = begun(steps=300)
+    text = started(steps=300)
     value = json.loads(text)
     value["derived"] |= {
         "optimizer.lr": 0.125,
@@ -286,7 +286,7 @@ def test_a_resume_without_changes_derives_nothing_anew():
 
 
 def test_a_setting_left_out_of_a_repeated_command_is_kept():
-    text = begun(lr=0.5, **{"evaluation.examples": 7})
+    text = started(lr=0.5, **{"evaluation.examples": 7})
     config = resume(text, 50, auto=True).config
     assert (config.optimizer.lr, config.eval_examples) == (0.5, 7)
     assert resume(text, 50, auto=True, lr=0.25).config.optimizer.lr == 0.25
@@ -312,7 +312,7 @@ def test_a_run_from_before_derived_values_were_recorded_keeps_its_values():
 
 
 def test_a_derived_sequence_length_may_be_given_but_not_changed():
-    text = begun()
+    text = started()
     for auto in (True, False):
         assert resume(text, 5, auto=auto, seq_len=256).config.seq_len == 256
         with pytest.raises(ConfigError, match=r"data\.seq_len"):
@@ -323,7 +323,7 @@ def test_a_derived_sequence_length_may_be_given_but_not_changed():
     "derived", ["[]", '{"optimizer.warmup_steps": "soon"}', '{"optimizer.decay_steps": 0}']
 )
 def test_invalid_derived_values_are_refused(derived):
-    value = json.loads(begun()) | {"derived": json.loads(derived)}
+    value = json.loads(started()) | {"derived": json.loads(derived)}
     with pytest.raises(ConfigError, match="do: "):
         resume(json.dumps(value), 5)
 
@@ -333,7 +333,7 @@ def test_eval_batches_is_an_old_name_of_evaluation_examples():
     assert config.eval_examples == 12
     assert make_config(None, {"evaluation.examples": 5}, config).eval_examples == 5
     assert make_config("gpt2-nano", {"global_batch": 64}).eval_examples == 128
-    text = begun(**{"evaluation.examples": 5, "global_batch": 4})
+    text = started(**{"evaluation.examples": 5, "global_batch": 4})
     assert resume(text, 5, eval_batches=3).config.eval_examples == 12
     with pytest.raises(ConfigError, match=r"old name(.|\n)*give evaluation.examples only"):
         make_config("gpt2-nano", {"eval_batches": 3, "evaluation.examples": 5})

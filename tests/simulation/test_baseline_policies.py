@@ -78,7 +78,9 @@ def test_cost_model_only_switches_if_the_switch_breaks_even():
     ("throughput", "memory", "utilisation", "tensor"),
     [(95.0, 0.95, 0.3, None), (80.0, 0.95, 0.3, 8), (80.0, 0.5, 0.3, 2), (80.0, 0.5, 0.9, None)],
 )
-def test_thresholds(throughput, memory, utilisation, tensor):
+def test_a_threshold_policy_resizes_tensor_by_memory_and_utilisation(
+    throughput, memory, utilisation, tensor
+):
     # 25 heads divide by no power of two: only the feed-forward is split.
     pricing = replace(
         PRICING, config=PRICING.config.with_values({"parallel.rules": ("heads=none",)})

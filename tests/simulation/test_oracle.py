@@ -53,7 +53,7 @@ def test_the_oracle_is_between_the_possible_and_every_static_plan(events, seed):
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_the_shortest_path_is_as_fast_as_the_best_of_all_sequences(seed):
-    """Six steps, three plans: each sequence of plans is run, and none is faster."""
+    """Six steps and three plans: every sequence of plans is run, and none is faster."""
     cheap = QUICK | {
         "compile_s": 0.2,
         "move_share": 9.0,

@@ -141,7 +141,7 @@ def test_a_recording_with_two_plans_has_the_noise_of_each(tmp_path):
 def test_a_recording_with_a_switch_starts_with_the_plan_before_it(tmp_path):
     run_dir = record(tmp_path / "run", [0.5] * 20, [PLAN.digest] * 10 + ["another"] * 10)
     (run_dir / "plan.json").write_text(replace(PLAN, remat="none").to_json())
-    begun = {
+    begin_record = {
         "record": "begin",
         "step": 10,
         "source": asdict(PLAN),
@@ -149,7 +149,7 @@ def test_a_recording_with_a_switch_starts_with_the_plan_before_it(tmp_path):
         "why": "",
         "by_choice": True,
     }
-    (run_dir / "switches.jsonl").write_text(json.dumps(begun) + "\n")
+    (run_dir / "switches.jsonl").write_text(json.dumps(begin_record) + "\n")
     assert recorded(run_dir).start == PLAN
 
 
@@ -221,7 +221,7 @@ def test_help_fits_a_screen_and_shows_defaults():
     assert sum("(default: " in line for line in lines) >= 6
 
 
-def test_a_scenario_from_a_file_as_json(tmp_path):
+def test_a_scenario_file_is_simulated_and_reported_as_json(tmp_path):
     (tmp_path / "mine.json").write_text(
         json.dumps(
             {"name": "mine", "steps": 60, "events": [{"kind": "link", "factor": 0.5, "start_s": 3}]}

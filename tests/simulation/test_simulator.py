@@ -71,8 +71,12 @@ def test_true_speeds_are_off_by_the_shares_of_the_scenario():
 def test_without_misfit_only_overlap_differs_from_the_planner():
     world = truth(misfit=EXACT).world
     place = PlacedPlan(OTHER, tuple(range(16)))
-    told = replace(PRICING, rates=replace(PRICING.rates, overlap_share=world._rates.overlap_share))
-    assert world.step_time_s(place, NORMAL, 0) == pytest.approx(told.step_time_s(OTHER), rel=1e-12)
+    nominal = replace(
+        PRICING, rates=replace(PRICING.rates, overlap_share=world._rates.overlap_share)
+    )
+    assert world.step_time_s(place, NORMAL, 0) == pytest.approx(
+        nominal.step_time_s(OTHER), rel=1e-12
+    )
     assert static_s(truth(misfit=EXACT)) == pytest.approx(
         400 * world.step_time_s(PlacedPlan(START, tuple(range(16))), NORMAL, 0), rel=1e-9
     )
@@ -274,13 +278,13 @@ def test_missing_and_wrong_metrics_are_simulated(fault, expected):
         "for_s": 20,
     }
     seen = observations(event, misfit=EXACT)
-    told = {
+    readings = {
         time_s: next(
             each.reading("link_slowdown/between").value for each in seen if each.time_s > time_s
         )
         for time_s in (15, 25, 45)
     }
-    assert told == {
+    assert readings == {
         15: pytest.approx(1.0),
         25: expected and pytest.approx(expected),
         45: pytest.approx(1.0),
@@ -341,9 +345,9 @@ def test_a_switch_costs_the_time_of_its_phases():
     # Steps during compilation overshoot its end by a part of one.
     assert outcome.total_s == pytest.approx(expected_s, abs=0.04 * first_s)
     assert moment.time_s - moment.decided_s >= QUICK["compile_s"]
-    told = {name: time_s for name, time_s in moment.delay_s.items() if name != "first_steps"}
+    costs_s = {name: time_s for name, time_s in moment.delay_s.items() if name != "first_steps"}
     assert policy.calls == [
-        ("switched", OTHER, told),
+        ("switched", OTHER, costs_s),
         ("charged", moment.delay_s["first_steps"]),
     ], "first steps come later"
 
@@ -639,13 +643,13 @@ def test_memory_readings_start_anew_after_a_switch():
     policy = FollowsScript(switch(100, SECOND))
     run(truth(misfit=EXACT), policy, probes=True)
     world = truth(misfit=EXACT).world
-    told = [each.reading("memory_peak_share").value for each in policy.observations]
+    shares = [each.reading("memory_peak_share").value for each in policy.observations]
     needed = [
         world.memory_bytes(plan, 0) / CLUSTER.accelerator.memory_bytes for plan in (START, SECOND)
     ]
     assert needed[0] != pytest.approx(needed[1])
     # A median of samples of both plans would lie between them.
-    assert [value for value in dict.fromkeys(told) if value is not None] == [
+    assert [value for value in dict.fromkeys(shares) if value is not None] == [
         pytest.approx(each) for each in needed
     ]
 

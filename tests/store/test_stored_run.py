@@ -372,7 +372,7 @@ def test_existing_objects_are_not_overwritten(run, tmp_path):
         other.fetch(pytest.fail)
 
 
-def test_the_local_directory_of_a_stored_run(run, tmp_path, memory_is_kept):
+def test_the_local_directory_comes_from_the_url_or_the_config(run, tmp_path, memory_is_kept):
     named = StoredRun.at(run.url, None).directory
     assert named.parent == tmp_path / "cache" / "optimus_jax" / "runs"
     assert named != StoredRun.at(run.url / "x", None).directory

@@ -69,7 +69,7 @@ def test_the_view_prints_as_text_and_as_html():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         ({"mesh": "auto"}, "find_plans chooses"),
         ({"mesh": "dat=2"}, "did you mean 'data'"),
@@ -77,6 +77,6 @@ def test_the_view_prints_as_text_and_as_html():
         ({"mesh": "tensor=3"}, "num_heads=8"),
     ],
 )
-def test_an_impossible_mesh_is_an_error(arguments, said):
-    with pytest.raises(OptimusError, match=said):
+def test_an_impossible_mesh_is_an_error(arguments, message):
+    with pytest.raises(OptimusError, match=message):
         optimus_jax.show_mesh(**{"model": "gpt2-nano", **arguments})
