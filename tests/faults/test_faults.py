@@ -233,7 +233,7 @@ def test_processes_with_different_run_directories_do_not_train(tmp_path):
     assert not (tmp_path / "a" / "config.json").exists()
 
 
-def test_a_directory_without_room_for_heartbeats_is_an_error_of_all(tmp_path):
+def test_a_directory_that_cannot_hold_heartbeats_is_an_error_of_all(tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "progress").touch()
     processes, end = start_processes(TRAIN, "--steps", "2", directories=[tmp_path / "run"] * 2)

@@ -1,5 +1,5 @@
-"""Silence of other processes is measured on the reader's clock, between reads; a file that never
-changes is of an unknown process.
+"""Silence of other processes is measured on the reader's clock, between reads; a process whose file
+never changes is unknown.
 """
 
 from dataclasses import replace

@@ -54,7 +54,7 @@ def test_the_first_ctrl_c_requests_a_stop_and_the_second_forces_it():
             send(signal.SIGINT)
 
 
-def test_a_signal_is_handled_although_stderr_is_closed(capfd: pytest.CaptureFixture[str]):
+def test_a_signal_is_handled_although_stderr_has_no_reader(capfd: pytest.CaptureFixture[str]):
     kept, (read, write) = os.dup(2), os.pipe()
     os.close(read)
     os.dup2(write, 2)

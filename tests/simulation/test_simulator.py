@@ -622,7 +622,7 @@ def test_a_batch_phase_that_the_plan_cannot_run_causes_a_restart():
     assert outcome.moments[0].step == 200
 
 
-def test_a_slow_link_affects_only_the_link_of_the_event():
+def test_the_slowdown_depends_on_which_link_the_event_names():
     inside, between = (
         static_s(truth({"kind": "link", "link": link, "factor": 0.1}, misfit=EXACT))
         for link in ("inside", "between")
