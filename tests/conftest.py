@@ -1,4 +1,4 @@
-"""The ground that every test stands on: eight CPU devices, strict promotion of dtypes and ranks, no
+"""Settings of all tests: eight CPU devices, strict promotion of dtypes and ranks, no measured
 profile of this machine.
 """
 
@@ -17,19 +17,19 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # Compiling costs far more than running what tests compile, here and in the programs that they
 # start.
 _quick = ["--xla_backend_optimization_level=0"]
-if importlib.metadata.version("jax") < "0.11":  # which refuses what it does not know
+if importlib.metadata.version("jax") < "0.11":  # 0.11 refuses unknown options
     _quick.append("--xla_cpu_use_fusion_emitters=false")
 os.environ["XLA_FLAGS"] = " ".join(
     [os.environ.get("XLA_FLAGS", ""), "--xla_force_host_platform_device_count=8", *_quick]
 )
 os.environ["JAX_NUMPY_DTYPE_PROMOTION"] = "strict"
 os.environ["JAX_NUMPY_RANK_PROMOTION"] = "raise"
-# A profile that somebody measured here would decide what `--mesh auto` means. Programs that tests
-# start see this too.
+# A measured profile of this machine would decide what `--mesh auto` means. Programs that tests
+# start see this directory too.
 _cache = tempfile.TemporaryDirectory(prefix="optimus_jax-tests-")
 os.environ["XDG_CACHE_HOME"] = _cache.name
 
-# What an example costs is mostly tracing and compiling, whose time says nothing about the code.
+# Most time of an example is tracing and compiling, so a deadline would say nothing about the code.
 settings.register_profile(
     "optimus_jax", deadline=None, max_examples=40, derandomize=bool(os.environ.get("CI"))
 )
@@ -40,7 +40,7 @@ settings.load_profile("optimus_jax")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """What `make parity` asks for."""
+    """Options of `make parity`."""
     parser.addoption("--plan", help="compare this plan alone with one device, as its test's id")
     parser.addoption("--model", choices=("gpt", "llama"), help="with this model alone")
 
@@ -59,7 +59,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Groups | None:
-    """`--dist load` and the like stay what they are."""
+    """Schedule by `Groups` for `--dist loadfile`; other modes are unchanged."""
     if config.option.dist != "loadfile":
         return None
     config.option.loadscopereorder = False

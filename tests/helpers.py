@@ -1,7 +1,7 @@
 """Tolerances, each with its reason, and comparisons that name what differs.
 
-A tolerance is widened by nobody to make a test pass: either the reason below no longer holds, or
-there is a bug.
+Do not widen a tolerance to make a test pass: either the reason below no longer holds, or there is a
+bug.
 """
 
 import socket
@@ -39,7 +39,7 @@ MATMUL_RELATIVE = {"bfloat16": 2**-6, "float16": 2**-9}
 and 5e-4."""
 
 ADAM_EPSILON = 1e-3
-"""Of the optimizer whose steps are compared.
+"""Epsilon of the optimizer whose steps are compared.
 
 An update is m / (sqrt(v) + epsilon), so an error d in a gradient becomes up to d / epsilon in the
 update, whatever is right about the gradient: with 1e-8, elements whose gradient is zero but for
@@ -65,7 +65,7 @@ def fitted(array: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
 
 
 def relative_error(actual: np.ndarray, expected: np.ndarray) -> float:
-    """max |actual - expected| / max |expected|, over what both shapes have."""
+    """max |actual - expected| / max |expected|, over the part that both shapes have."""
     shape = tuple(map(min, actual.shape, expected.shape))
     actual, expected = (
         fitted(actual, shape).astype(np.float64),
@@ -85,7 +85,7 @@ def errors(actual: Any, expected: Any) -> dict[str, float]:
 
 
 def assert_close(actual: Any, expected: Any, tolerance: float) -> None:
-    """Every leaf's relative error is within `tolerance`; NaN is not."""
+    """Assert that every leaf's relative error is within `tolerance`; NaN is not."""
     wrong = {
         path: error for path, error in errors(actual, expected).items() if not error <= tolerance
     }
@@ -93,16 +93,18 @@ def assert_close(actual: Any, expected: Any, tolerance: float) -> None:
 
 
 MEMORY_ESTIMATE = 0.25
-"""Estimated over allocated bytes of a step: 0.87 to 1.19 over ten plans in f32, with and without
-stages. What XLA keeps at once on a CPU is not in a formula derived for GPUs."""
+"""Tolerance of estimated over allocated bytes of a step: 0.87 to 1.19 over ten plans in f32, with
+and without stages. What XLA keeps at the same time on a CPU is not in a formula derived for GPUs.
+"""
 
 GOLDEN = 2e-6
-"""Between processors: XLA vectorises for the one it finds, so sums are added in another order. On
-one machine they are equal."""
+"""Relative difference between CPU models: XLA vectorises for the CPU it runs on, so sums are added
+in another order. On one machine results are equal.
+"""
 
 
 def free_port() -> int:
-    """A TCP port of this machine that nothing listens at, for the processes of a test."""
+    """A free TCP port of this machine, for the processes of a test."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]

@@ -1,5 +1,5 @@
-"""What devices say to one another, read from the text of a compiled program (as XLA's CPU compiler
-writes it).
+"""Collectives and matmuls of a compiled program, parsed from its text (as XLA's CPU compiler writes
+it).
 """
 
 import math
@@ -51,7 +51,7 @@ class Moved:
     """Mesh axes along which devices take part, in the mesh's order."""
     dtype: str
     shape: tuple[int, ...]
-    """Of the result on one device."""
+    """Shape of the result on one device."""
     loops: tuple[int, ...]
     """Trip counts of the loops around it, outermost first; a trip count that XLA does not know is
     0."""
@@ -60,17 +60,17 @@ class Moved:
 
     @property
     def num_bytes(self) -> int:
-        """Of the result on one device, once."""
+        """Bytes of the result on one device, of one execution."""
         return math.prod(self.shape) * ITEM_BYTES[self.dtype]
 
     @property
     def times(self) -> int:
-        """How often it happens in a run of the program."""
+        """Number of executions in a run of the program."""
         return math.prod(self.loops)
 
 
 def collectives(text: str, mesh: Mesh) -> list[Moved]:
-    """Every array of every collective in a compiled program, in the order of the text of each
+    """All arrays of all collectives in a compiled program, in the order of the text of each
     computation.
     """
     computations, entry = _computations(text)
@@ -78,12 +78,12 @@ def collectives(text: str, mesh: Mesh) -> list[Moved]:
 
 
 def num_instructions(text: str) -> int:
-    """Instructions of all computations."""
+    """Number of instructions in all computations."""
     return sum(map(len, _computations(text)[0].values()))
 
 
 def _computations(text: str) -> tuple[dict[str, list[str]], str]:
-    """Lines of every computation by its name, and the name of the one that is run."""
+    """Lines of every computation by its name, and the name of the entry computation."""
     computations: dict[str, list[str]] = {}
     entry, lines = "", []
     for line in text.splitlines():
@@ -135,12 +135,12 @@ def _axes(line: str, mesh: Mesh) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Matmul:
-    """One product of two matrices, perhaps of many pairs."""
+    """One matrix product, perhaps batched."""
 
     flops: int
-    """Once, a multiplication and an addition counted as two."""
+    """FLOPs of one execution; a multiplication and an addition count as two."""
     operands: tuple[tuple[int, ...], tuple[int, ...]]
-    """Shapes."""
+    """Shapes of both operands."""
     loops: tuple[int, ...]
     """Trip counts of the loops around it, outermost first."""
     source: str
@@ -148,7 +148,7 @@ class Matmul:
 
     @property
     def total_flops(self) -> int:
-        """In a run of the program."""
+        """FLOPs in a run of the program."""
         return self.flops * math.prod(self.loops)
 
 

@@ -1,8 +1,8 @@
-"""Which tests are quick: those that start no process and compile no step, judged by the names that
-they use.
+"""Marks slow tests: those that start processes or compile steps, recognised by the names that they
+use. The others are quick.
 
-A test is marked `processes` or `compiles` if its function, or anything of the tests that it names
-(helpers, fixtures, other modules of the tests), uses one of the names below.
+A test is marked `processes` or `compiles` if its function, or any helper, fixture or other test
+module that it uses, uses one of the names below.
 """
 
 import ast
@@ -35,14 +35,14 @@ MARKS: Mapping[str, frozenset[str]] = {
         }
     ),
 }
-"""Names that a slow test uses."""
+"""Names that make a test slow, by mark."""
 
 
 @cache
 def definitions(path: Path) -> dict[str, frozenset[str]]:
-    """Names at the top of a module of the tests, to the names that each uses.
+    """Names at the top of a test module, to the names that each uses.
 
-    An imported name of the tests is `module:name`.
+    A name imported from another test module is `module:name`.
     """
     tree = ast.parse(path.read_text(encoding="utf-8"))
     found: dict[str, frozenset[str]] = {}
@@ -73,8 +73,8 @@ def definitions(path: Path) -> dict[str, frozenset[str]]:
 
 @cache
 def used(path: Path, name: str) -> frozenset[str]:
-    """All names that something at the top of a module of the tests uses, and what these use in
-    turn.
+    """All names that a definition at the top of a test module uses, directly or through other
+    definitions.
     """
     seen: set[tuple[Path, str]] = set()
     todo, names = [(path, name)], set()

@@ -1,5 +1,6 @@
-"""Plans that a running job is moved between, on eight devices, and a state whose every bit
-counts."""
+"""Plans on eight devices that a running job switches between, and a state in which every bit is
+checked.
+"""
 
 import contextlib
 import functools
@@ -21,7 +22,7 @@ from optimus_jax.reshard.restack import is_stacked
 from optimus_jax.training.state import abstract_state
 
 MODEL = replace(LLAMA, num_layers=10)
-"""For two to eight stages, none of which divides them but two."""
+"""Number of layers for two to eight stages: only two stages divide it."""
 
 PLANS = {
     "data": case("data=8"),
@@ -67,7 +68,7 @@ def layout_of(program):
 
 
 def in_plan(path, leaf, slots):
-    """What a leaf of the state holds under a plan: any bits, infinities and NaNs among them, the
+    """The bits of a leaf of the state under a plan: random, infinities and NaNs among them, and the
     same for every plan.
     """
     rows = VOCAB_SIZE if path.endswith("/table") else MODEL.num_layers if is_stacked(path) else None
@@ -95,7 +96,7 @@ def bits_of(layout):
 
 
 def a_state(layout):
-    """The state with those bits, where the layout wants it."""
+    """The state with those bits, placed by the layout."""
     leaves = [
         jax.device_put(bits.view(leaf.dtype), leaf.sharding)
         for leaf, bits in zip(layout.named.values(), bits_of(layout).values(), strict=True)
@@ -104,7 +105,7 @@ def a_state(layout):
 
 
 def assert_is_the_state(state, layout):
-    """Every copy of every shard on every device holds its bits, and lies where the layout says."""
+    """Assert that every copy of every shard on every device has the right bits and sharding."""
     expected = bits_of(layout)
     for path, leaf in named_leaves(state).items():
         asked = layout.named[path]
@@ -122,28 +123,29 @@ def assert_is_the_state(state, layout):
 
 
 def copied(state):
-    """The same in other memory."""
+    """A copy of the state."""
     return jax.tree.map(jnp.copy, state)
 
 
 def next_of(name, places):
-    """The plans that many places behind this one in the list, which begins again at its end."""
+    """The plans at these distances after this one in the list, which is cyclic."""
     names = list(PLANS)
     return [names[(names.index(name) + place) % len(names)] for place in places]
 
 
-# 0.11 has no such option
+# JAX 0.11 has no such option
 QUICK = {"xla_backend_optimization_level": 0} | (
     {"xla_cpu_use_fusion_emitters": False} if jax.__version_info__ < (0, 11) else {}
 )
-"""For programs that are run once: less than half of the time to compile. What they do is decided
-before."""
+"""Compiler options for programs that are run once: they compile in less than half of the time, and
+have the same collectives and layouts.
+"""
 
 
 @contextlib.contextmanager
 def compiled_quickly():
-    """Programs that are lowered and compiled meanwhile are not optimised, and those that moves keep
-    are not kept longer.
+    """Compile without optimisation inside this context; caches of programs for moves are cleared
+    before and after.
     """
     whole = jax.stages.Lowered.compile
 

@@ -1,7 +1,7 @@
-"""The plans that everything about plans is tested on, and the tiny models they train.
+"""The plans that tests of plans share, and the tiny models they train.
 
-A new plan, or a new kind of plan, is tested by joining PLANS: every test that is parametrised over
-the list then compares it with one device and holds its shardings and collectives to its axes.
+A new plan, or a new kind of plan, is tested by adding it to PLANS: every test that is parametrised
+over the list then compares it with one device and checks its shardings and collectives.
 """
 
 import functools
@@ -28,7 +28,7 @@ SEQ_LEN = 16
 GLOBAL_BATCH = 48
 """Divides over 8, 6 and 4 devices, two microbatches and more."""
 VOCAB_SIZE = 101
-"""Not divisible by any mesh axis: the table has rows of padding, and over tensor=3 more of them."""
+"""Not divisible by any mesh axis: the embedding table is padded, for tensor=3 with more rows."""
 
 GPT = ModelConfig(
     name="test-gpt",
@@ -63,13 +63,14 @@ MODELS = {"gpt": GPT, "llama": LLAMA}
 devices."""
 
 KV_HEADS_OVER_3 = 6
-"""Two key/value heads can be neither split nor shared over tensor=3, so the Llama has these
-there."""
+"""Two key/value heads can be neither split nor replicated over tensor=3, so the Llama has this many
+there.
+"""
 
 LAYERS_IN_STAGES = 10
-"""Of models under plans with stages: they divide by neither 3, 4 nor 8."""
+"""Layers of models under pipelined plans: 3, 4 and 8 do not divide them."""
 LAYERS_IN_VISITS = 17
-"""Under those of eight stages that are visited twice."""
+"""Layers under plans with eight stages and two repeats."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,7 @@ class PlanCase:
 
     @classmethod
     def parse(cls, text: str) -> "PlanCase":
-        """The case that `str` writes so: a mesh, then `name=value` of ParallelConfig's fields."""
+        """The inverse of `str`: a mesh, then `name=value` of ParallelConfig's fields."""
         mesh, *settings = text.split()
         pairs = (setting.partition("=") for setting in settings)
         return cls(
@@ -113,7 +114,7 @@ def case(mesh: str, **parallel: Any) -> PlanCase:
 ONE_DEVICE = case("data=1", zero=0)
 
 PLANS = [
-    # Every way to deal eight devices out to data, fsdp and tensor, at every ZeRO stage.
+    # Every way to divide eight devices over data, fsdp and tensor, with every ZeRO stage.
     case("data=8", microbatches=2, remat="dots", loss_chunk_tokens=20),
     case("fsdp=8", zero=3, remat="selective", loss_chunk_tokens=40),
     case("tensor=8", remat="selective", microbatches=4),
@@ -125,18 +126,18 @@ PLANS = [
     case("fsdp=2,tensor=4", zero=3, rules=("heads=none",), microbatches=4, loss_chunk_tokens=100),
     case("data=2,fsdp=2,tensor=2", zero=2, remat="selective", microbatches=4),
     case("data=2,fsdp=2,tensor=2", zero=3, remat="full", microbatches=2),
-    # Six devices, where no axis need be a power of two.
+    # Six devices: axes that are not powers of two.
     case("data=3,fsdp=2", zero=1),
     case("data=2,fsdp=3", zero=0, microbatches=4),
     case("fsdp=3,tensor=2", zero=2),
     case("data=2,tensor=3", microbatches=2),
     # Four of the eight devices.
     case("fsdp=2,tensor=2", zero=3, rules=("vocab=none", "mlp=none")),
-    # The optimizer's moments in the host's memory, and what layers keep for backward.
+    # Offload to host memory: the optimizer's moments, and residuals that layers keep for backward.
     case("fsdp=4,tensor=2", zero=1, offload="all", microbatches=2),
     case("data=2,fsdp=4", zero=3, offload="optimizer"),
-    # Pipeline stages: every schedule on 2, 4 and 8 of them, alone and with every other axis; few
-    # are of equal length.
+    # Pipelines: every schedule with 2, 4 and 8 stages, alone and with every other axis; most have
+    # stages of unequal length.
     case("pipe=2,data=2,tensor=2", microbatches=4),
     case("pipe=4,data=2", microbatches=8, stage_residuals="recompute", remat="full"),
     case("pipe=8", microbatches=16),
@@ -196,7 +197,7 @@ def model_for(case: PlanCase, name: str) -> ModelConfig:
 def make_config(
     model: ModelConfig, case: PlanCase, settings: Mapping[str, Any] | None = None
 ) -> Config:
-    """What every test run asks for, and then `settings` on top of the case's own."""
+    """The config of test runs, with the case's settings and then `settings`."""
     config = Config(
         model=model,
         steps=8,
@@ -225,8 +226,8 @@ def build(model: ModelConfig, case: PlanCase, settings: Mapping[str, Any] | None
 
 
 def compiled_step(built: Built) -> jax.stages.Compiled:
-    """The step, compiled as always but for LLVM's optimisation: that is half of the time, and
-    layouts are decided before.
+    """The compiled step, without LLVM's optimisation: that takes half of the time, and layouts are
+    decided before it.
     """
     state = jax.eval_shape(built.program.init, jnp.int32(0))
     return built.program.train_step.lower(state, built.batch).compile(
@@ -238,7 +239,8 @@ def random_state(program: Program) -> TrainState:
     """A state before step 1 that is the same under every plan, and in which no bias is 0 and no
     scale is 1.
 
-    A bias that is added once per device, or a scale used twice, would not be seen on a fresh state.
+    A bias that is added once per device, or a scale used twice, would not be noticed in an initial
+    state.
     """
 
     def leaf(path: Any, like: jax.ShapeDtypeStruct) -> np.ndarray:
@@ -267,8 +269,8 @@ def random_state(program: Program) -> TrainState:
 
 
 def in_order(program: Program, leaves: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Whole leaves by path, as `host_leaves` gives them, with the layers of stacks one after the
-    other.
+    """Whole leaves by path, as `host_leaves` returns them, with the layers of stacked arrays in
+    order.
     """
     places = [program.shapes.slots.index(layer) for layer in range(program.config.model.num_layers)]
     return {path: leaf[places] if "/layers/" in path else leaf for path, leaf in leaves.items()}
@@ -283,8 +285,9 @@ def batch_of_step(program: Program, step: int) -> Batch:
 def host_batch(step: int) -> dict[str, np.ndarray]:
     """A global batch of random tokens in packed documents, some of whose tokens have no loss.
 
-    The share of tokens that count differs between rows, and the first rows have none: a mean over
-    each device's own tokens would not be the mean over all, and a device may have no token at all.
+    The share of tokens that count differs between rows, and is zero for the first rows: a mean over
+    each device's own tokens would differ from the mean over all, and a device may have no counted
+    token.
     """
     random = np.random.Generator(np.random.PCG64([step, 7]))
     rows, length = GLOBAL_BATCH, SEQ_LEN

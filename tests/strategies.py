@@ -1,4 +1,4 @@
-"""Hypothesis strategies for layouts: models, meshes and plans, legal and not."""
+"""Hypothesis strategies for models, meshes and plans, legal and illegal."""
 
 import itertools
 from dataclasses import replace
@@ -55,7 +55,7 @@ def models(draw: st.DrawFn) -> ModelConfig:
 def pipelines(
     draw: st.DrawFn, num_layers: int, num_stages: int, num_microbatches: int
 ) -> Pipelining:
-    """Pipelines that share the layers out, evenly or not; by name, or with a table of their own."""
+    """Pipelines with equal or unequal stages; with a named schedule or a table of their own."""
     schedule = draw(st.sampled_from(("interleaved", "1f1b", "gpipe")))
     takes_repeats = schedule == "interleaved" and num_microbatches % num_stages == 0
     repeats = draw(st.sampled_from(range(num_layers // num_stages, 0, -1))) if takes_repeats else 1
@@ -82,7 +82,7 @@ def pipelines(
 
 @st.composite
 def plans(draw: st.DrawFn, model: ModelConfig) -> Plan:
-    """Plans of which a third or more are legal for `model` and a global batch of 144."""
+    """Plans, at least a third of which are legal for `model` and a global batch of 144."""
     overrides = draw(
         st.lists(
             st.sampled_from(RULES_TO_TAKE_AWAY),

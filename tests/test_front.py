@@ -1,4 +1,4 @@
-"""The front of the package: what `import optimus_jax` offers."""
+"""The public names of the package."""
 
 import subprocess
 import sys
@@ -9,13 +9,13 @@ import optimus_jax
 REFERENCE = Path(__file__).parents[1] / "docs" / "site" / "generate.py"
 
 
-def test_dir_lists_what_users_call_and_all_of_it_is_there():
+def test_dir_lists_the_public_names_and_each_exists():
     assert dir(optimus_jax) == sorted(optimus_jax.__all__)
     assert {"train", "find_plans", "show_mesh"} <= set(dir(optimus_jax))
     assert all(getattr(optimus_jax, name) is not None for name in optimus_jax.__all__)
 
 
-def test_every_name_is_in_the_reference():
+def test_every_public_name_is_in_the_reference():
     page = REFERENCE.read_text(encoding="utf-8")
     assert [
         name

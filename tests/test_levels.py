@@ -1,4 +1,4 @@
-"""The rooms of the package and their order: a module imports from its own room and from rooms above
+"""The packages in their order: a module imports only from its own package and from packages above
 it in this table.
 """
 
@@ -45,8 +45,9 @@ LEVELS = [
     "cli",
     "__main__",
 ]
-"""Lowest first. The order is that of the data: what is asked and what is there, the plan, the step,
-the run, the controller."""
+"""Lowest first, in the order of the data flow: config and topology, the plan, the step, the run,
+the controller.
+"""
 
 
 def module_names(root: Path) -> dict[str, Path]:
@@ -59,22 +60,24 @@ def module_names(root: Path) -> dict[str, Path]:
     return {name.removesuffix("__init__").removesuffix("."): path for path, name in paths.items()}
 
 
-def room_of(module: str) -> str:
-    """The longest name in the table that the module lies in."""
+def level_of(module: str) -> str:
+    """The longest name in the table that contains the module."""
     parts = module.split(".")
     names = (".".join(parts[:count]) for count in range(len(parts), 0, -1))
     return next((name for name in names if name in LEVELS), module)
 
 
 def imported(path: Path, modules: dict[str, Path]) -> Iterator[str]:
-    """What a module imports of the package, anywhere in it; "" is the package's root."""
+    """The modules of the package that a module imports, anywhere in it; "" is the
+    package's root.
+    """
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             source = node.module or ""
             full = [f"{source}.{alias.name}" for alias in node.names]
-            # A submodule's package is imported too: circles go through its front.
+            # A submodule's package is imported too: cycles may go through its __init__.
             names = [name for name in full if name.removeprefix("optimus_jax.") in modules]
             if source != "optimus_jax" or len(names) < len(full):
                 names.append(source)
@@ -87,13 +90,13 @@ def imported(path: Path, modules: dict[str, Path]) -> Iterator[str]:
         )
 
 
-def upward(root: Path) -> list[str]:
-    """Imports that go up, or that reach for the package's root."""
+def upward_imports(root: Path) -> list[str]:
+    """Imports from a higher level or from the package's root."""
     modules = module_names(root)
     found = []
     for module, path in modules.items():
         for name in imported(path, modules) if module else ():
-            here, there = room_of(module), room_of(name)
+            here, there = level_of(module), level_of(name)
             if (
                 not name
                 or here not in LEVELS
@@ -105,10 +108,10 @@ def upward(root: Path) -> list[str]:
 
 
 def test_no_module_imports_upward():
-    assert upward(ROOT) == []
+    assert upward_imports(ROOT) == []
 
 
-def test_no_modules_import_in_a_circle():
+def test_there_are_no_import_cycles():
     modules = module_names(ROOT)
     TopologicalSorter(
         {
@@ -119,16 +122,16 @@ def test_no_modules_import_in_a_circle():
     ).prepare()
 
 
-def test_the_readme_lists_every_folder_as_its_docstring_says():
+def test_the_readme_lists_every_package_with_its_docstring():
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     for front in (ROOT / "optimus_jax").glob("*/__init__.py"):
         docstring = ast.get_docstring(ast.parse(front.read_text(encoding="utf-8"))) or ""
         assert f"{front.parent.name + '/':<15}{docstring.splitlines()[0]}\n" in readme
 
 
-def test_every_room_is_there_and_in_the_table():
-    rooms = {room_of(module) for module in module_names(ROOT) if module}
-    assert rooms == set(LEVELS)
+def test_every_package_exists_and_is_in_the_table():
+    packages = {level_of(module) for module in module_names(ROOT) if module}
+    assert packages == set(LEVELS)
     assert len(LEVELS) == len(set(LEVELS))
 
 
@@ -143,10 +146,10 @@ def test_every_room_is_there_and_in_the_table():
         ("somewhere.py", "import optimus_jax.errors"),
     ],
 )
-def test_an_import_that_goes_up_is_found(module, line, tmp_path):
+def test_upward_imports_are_detected(module, line, tmp_path):
     for name, path in module_names(ROOT).items():
         target = tmp_path / path.relative_to(ROOT)
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text("" if name else "x = 1\n")
     (tmp_path / "optimus_jax" / module).write_text(line + "\n")
-    assert upward(tmp_path) != []
+    assert upward_imports(tmp_path) != []

@@ -1,4 +1,4 @@
-"""What `make quick` leaves out, and what one worker runs together."""
+"""The tests that `make quick` leaves out, and the groups of tests of one worker."""
 
 import re
 from pathlib import Path
@@ -11,7 +11,7 @@ from worker_groups import group_of
 
 @pytest.mark.parametrize("name", sorted(set().union(*MARKS.values())))
 def test_every_slow_name_is_in_use(name):
-    """A function that was renamed would no longer mark its tests."""
+    """A renamed function would no longer mark its tests."""
     sources = (
         path for path in TESTS.rglob("*.py") if path.name not in ("markers.py", "test_markers.py")
     )
@@ -30,7 +30,7 @@ def test_marks_come_from_helpers_too(tmp_path):
     assert marks_of(file, "test_quick") == []
 
 
-def test_a_plan_and_a_model_are_a_group_and_a_file_is_one():
+def test_parity_tests_are_grouped_by_plan_and_model_others_by_file():
     parity = "tests/training/test_equal_to_one_device.py::test_gradients[gpt data=8]"
     assert group_of(parity) == group_of(parity.replace("gradients", "loss"))
     assert group_of(parity) != group_of(parity.replace("gpt", "llama"))
@@ -39,7 +39,7 @@ def test_a_plan_and_a_model_are_a_group_and_a_file_is_one():
 
 
 @pytest.mark.parametrize("case", plans.PLANS, ids=str)
-def test_the_id_of_a_plan_asks_for_it(case):
+def test_a_plan_id_can_be_parsed_back(case):
     made, again = (
         plans.make_plan(plans.make_config(plans.model_for(asked, "gpt"), asked))
         for asked in (case, plans.PlanCase.parse(str(case)))

@@ -1,4 +1,4 @@
-"""Files that documents, docstrings and comments name exist."""
+"""Files named in documents, docstrings and comments exist."""
 
 import re
 from pathlib import Path
@@ -17,7 +17,7 @@ NAMED = re.compile(rf"(?<![\w/.-])((?:{FOLDERS})/[\w/.-]*\.(?:md|py|json|ipynb|t
 """A path from the root, in running text, code or a link."""
 
 
-def test_names_are_found():
+def test_paths_are_found_in_text():
     assert "tests/test_levels.py" in NAMED.findall((ROOT / "CONTRIBUTING.md").read_text())
 
 

@@ -1,5 +1,5 @@
-"""Every notebook runs from top to bottom in a fresh kernel, shows its pictures, and is stored with
-its outputs, which are small.
+"""Every notebook runs from top to bottom in a fresh kernel, shows its figures, and is stored with
+small outputs.
 """
 
 import runpy
@@ -13,11 +13,11 @@ pytest.importorskip("nbclient")
 FOLDER = Path(__file__).parent.parent / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
 PICTURES = {"mesh_layouts": 6, "pipeline_timelines": 4, "planner_frontier": 2, "remesh": 4}
-"""How many each shows at least."""
+"""Smallest number of figures of each notebook."""
 MOST_BYTES = 1_000_000
-"""Of all of them together, as stored."""
+"""Largest total size of the stored notebooks."""
 LEFT_OUT = "(a picture of "
-"""Begins what notebooks/run.py stores in place of a large output."""
+"""Begins the text that notebooks/run.py stores in place of a large output."""
 
 
 def cells_of(book):
@@ -38,7 +38,7 @@ def test_notebooks_are_small():
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_a_notebook_is_stored_as_it_was_run(path):
+def test_a_notebook_is_stored_as_executed(path):
     book = nbformat.read(path, as_version=4)
     nbformat.validate(book)
     counts = [cell.execution_count for cell in cells_of(book)]
@@ -52,8 +52,8 @@ def test_a_notebook_is_stored_as_it_was_run(path):
 # planner_frontier and remesh take 25 CPU-seconds each: a fresh kernel imports everything, then
 # searches plans of several clusters or compiles three layouts. No other test could share that.
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_a_notebook_runs(path, monkeypatch):
-    # The kernel begins like one that a person starts: nothing of this test's own setting of JAX.
+def test_a_notebook_runs_without_warnings(path, monkeypatch):
+    # The kernel starts as for a user: without the tests' settings of JAX.
     for name in ("XLA_FLAGS", "JAX_NUMPY_DTYPE_PROMOTION", "JAX_NUMPY_RANK_PROMOTION"):
         monkeypatch.delenv(name, raising=False)
     cells = cells_of(runpy.run_path(str(FOLDER / "run.py"))["executed"](path))

@@ -1,4 +1,4 @@
-"""The wheel, installed into an empty environment, has all it needs and no source tree beside it."""
+"""The wheel, installed into an empty environment, works without the source tree."""
 
 import os
 import subprocess
@@ -31,7 +31,7 @@ def run(*arguments, cwd, **environment):
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):
-    """Built from the files that git knows, in a copy: a build leaves files behind."""
+    """The wheel, built in a copy of the files that git knows: a build leaves files behind."""
     pytest.importorskip("setuptools", minversion="77")
     source, built = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
     listed = run("git", "ls-files", "--cached", "--others", "--exclude-standard", cwd=ROOT)
@@ -45,7 +45,7 @@ def wheel(tmp_path_factory):
     return file
 
 
-def test_it_has_every_file_of_the_package(wheel):
+def test_the_wheel_has_every_file_of_the_package(wheel):
     listed = run("git", "ls-files", "--", "optimus_jax", cwd=ROOT).split()
     names = zipfile.ZipFile(wheel).namelist()
     assert {name for name in listed if (ROOT / name).exists()} <= set(names)
@@ -57,19 +57,21 @@ def test_it_has_every_file_of_the_package(wheel):
 
 @pytest.fixture(scope="module")
 def home(wheel, tmp_path_factory):
-    """An environment with the wheel; what it depends on is read from this one's site-packages."""
+    """An environment with the wheel; its dependencies are read from this environment's
+    site-packages.
+    """
     pytest.importorskip("pip")
     home = tmp_path_factory.mktemp("environment")
     venv.create(home, with_pip=False, symlinks=True)
     install = ("install", "--quiet", "--no-deps", "--no-index", "--no-compile", wheel)
     run(sys.executable, "-m", "pip", "--python", home / "bin/python", *install, cwd=home)
     (packages,) = home.glob("lib/python*/site-packages")
-    # What editable installs leave there is not followed from here.
+    # Links of editable installs in that directory are not followed.
     (packages / "dependencies.pth").write_text(f"{Path(jax.__file__).parents[1]}\n")
     return home
 
 
-def test_it_is_the_wheel_that_is_imported(home, tmp_path):
+def test_the_installed_package_is_imported(home, tmp_path):
     where = run(
         home / "bin/python", "-c", "import optimus_jax; print(optimus_jax.__file__)", cwd=tmp_path
     )
@@ -80,7 +82,7 @@ def test_it_is_the_wheel_that_is_imported(home, tmp_path):
 def test_commands_work_from_any_folder(home, tmp_path):
     optimus = home / "bin/optimus"
     assert run(optimus, "plan", "--help", cwd=tmp_path).startswith("usage: optimus plan ")
-    # The hardware database, and the scenarios.
+    # These need data files: the hardware database and the scenarios.
     ranked = run(optimus, "plan", "--model", "gpt2", "--cluster", "h100:1x2", cwd=tmp_path)
     assert "data=2" in ranked
     assert "link-quarter" in run(optimus, "simulate", "--list", cwd=tmp_path)

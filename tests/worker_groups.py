@@ -1,7 +1,7 @@
-"""Which tests one worker of pytest-xdist runs together: those of a file, and of the comparison with
-one device those of a plan and a model.
+"""The groups of tests that one pytest-xdist worker runs together: the tests of a file, and in the
+comparison with one device those of a plan and a model.
 
-The long groups begin first, so that no worker is left with one at the end.
+Long groups begin first, so that no worker is left with one at the end.
 """
 
 import pytest
@@ -11,7 +11,7 @@ PARITY_FILE = "test_equal_to_one_device.py"
 
 
 class Groups(LoadScopeScheduling):
-    """Gives a worker the next group when it has run its last."""
+    """Gives a worker the next group when it has finished its last one."""
 
     def _split_scope(self, nodeid: str) -> str:
         return group_of(nodeid)

@@ -1,5 +1,4 @@
-"""benchmarks/gpu without a GPU: its rows, what it does not believe, and what it feeds the
-kernels."""
+"""benchmarks/gpu without a GPU: its rows, the results it rejects, and the inputs of the kernels."""
 
 import importlib
 import json
@@ -22,7 +21,7 @@ def scripts(monkeypatch):
     monkeypatch.syspath_prepend(FOLDER)
 
 
-def test_each_case_is_measured_once_for_each_commit(tmp_path):
+def test_each_case_is_measured_once_per_commit(tmp_path):
     def measured(*more):
         ended = subprocess.run(
             [
@@ -67,8 +66,8 @@ def test_each_case_is_measured_once_for_each_commit(tmp_path):
     )
 
 
-def test_there_is_nothing_to_begin(tmp_path):
-    def said(*more):
+def test_without_a_matching_case_or_a_gpu_nothing_is_run(tmp_path):
+    def run_script(*more):
         ended = subprocess.run(
             [sys.executable, FOLDER / "run.py", "--out", tmp_path / "rows.jsonl", *more],
             capture_output=True,
@@ -78,9 +77,9 @@ def test_there_is_nothing_to_begin(tmp_path):
         )
         return ended.returncode, ended.stderr
 
-    assert (code_and_text := said("--smoke", "--only", "no such case"))[0] == 2
+    assert (code_and_text := run_script("--smoke", "--only", "no such case"))[0] == 2
     assert "no case contains what --only says\n  given: no such case" in code_and_text[1]
-    assert (code_and_text := said())[0] == 2
+    assert (code_and_text := run_script())[0] == 2
     assert "nvidia-smi shows no GPU" in code_and_text[1]
 
 
@@ -88,7 +87,7 @@ H200, H100 = "NVIDIA H200, 570.1, 1980 MHz, 700 W", "NVIDIA H100 80GB HBM3, 570.
 
 
 def row(**more) -> dict:
-    """Of a step of half a second with half of the data sheet's FLOPs."""
+    """The row of a step of half a second with half of the data sheet's FLOPs."""
     return {
         "who": "ours",
         "name": "gpt2-xl 16 x 1024",
@@ -189,7 +188,7 @@ def test_the_table_has_the_right_units(scripts):
     ]
 
 
-def test_rows_of_two_cards_are_two_tables_and_a_failure_that_was_mended_is_gone(scripts):
+def test_each_gpu_has_its_table_and_corrected_failures_are_dropped(scripts):
     from rows import report
 
     failed = {
@@ -235,7 +234,7 @@ def test_rows_of_two_cards_are_two_tables_and_a_failure_that_was_mended_is_gone(
         ({}, {"who": "eager"}, False),
     ],
 )
-def test_a_case_is_done_with_figures_of_the_same_code_card_and_flags(there, asked, done, scripts):
+def test_a_case_is_done_if_code_gpu_and_flags_are_the_same(there, asked, done, scripts):
     from rows import is_done
 
     assert is_done([row(**there)], row(**asked)) is done
@@ -247,14 +246,16 @@ def card(gib: int, name: str = "NVIDIA H100 80GB HBM3"):
     return Card(device_kind=name, text=name, memory_bytes=gib * 2**30, capability=(9, 0))
 
 
-def test_what_a_card_has_no_room_for_is_left_out_and_said(scripts, tmp_path, monkeypatch, capsys):
+def test_cases_without_room_on_the_gpu_are_left_out_with_a_reason(
+    scripts, tmp_path, monkeypatch, capsys
+):
     import run
     from cases import CASES
 
     monkeypatch.delenv("XLA_FLAGS")
-    begun = []
+    cases_run = []
     monkeypatch.setattr(
-        run, "measured", lambda case, *_, **__: begun.append(case) or {"failed": "never"}
+        run, "measured", lambda case, *_, **__: cases_run.append(case) or {"failed": "never"}
     )
     assert len(
         run.fill(
@@ -264,7 +265,7 @@ def test_what_a_card_has_no_room_for_is_left_out_and_said(scripts, tmp_path, mon
             card(80),
             {"machine": "80", "command": "", "commit": "abc"},
         )
-    ) == len(begun)
+    ) == len(cases_run)
     left_out = {
         tuple(cells(line)[:3])
         for line in capsys.readouterr().out.splitlines()
@@ -275,7 +276,7 @@ def test_what_a_card_has_no_room_for_is_left_out_and_said(scripts, tmp_path, mon
         for case in CASES
         if case.who == "eager" and case.model == "gpt2-xl" and case.batch == 16
     }
-    # 60 GiB of states, and little else
+    # 60 GiB of state, and little else
     in_bf16_again = {
         case
         for case in CASES
@@ -284,8 +285,8 @@ def test_what_a_card_has_no_room_for_is_left_out_and_said(scripts, tmp_path, mon
     assert len(eager) == len(in_bf16_again) == 1
     assert {case for case in CASES if case.model == "llama3-8b"} - in_bf16_again | eager == set(
         CASES
-    ) - set(begun)
-    assert len(left_out) == len(CASES) - len(begun)
+    ) - set(cases_run)
+    assert len(left_out) == len(CASES) - len(cases_run)
     assert any(
         case == "llama3-8b 2 x 4096, precision.moments=bf16"
         and re.fullmatch(r"left out: planned to take 113\.\d of 73\.6 GiB", why)
@@ -325,7 +326,7 @@ def test_what_a_card_has_no_room_for_is_left_out_and_said(scripts, tmp_path, mon
 
 
 @pytest.mark.parametrize(("limit_s", "why"), [(1000.0, "failed"), (0.2, "left_out")])
-def test_a_case_that_time_does_not_suffice_for_has_not_failed(
+def test_a_case_stopped_for_lack_of_time_has_not_failed(
     limit_s, why, scripts, tmp_path, monkeypatch
 ):
     import run
@@ -349,7 +350,7 @@ def test_a_case_that_time_does_not_suffice_for_has_not_failed(
         ([{}, {}], 1),
     ],
 )
-def test_of_rows_of_the_same_case_figures_count(rows, counts, scripts):
+def test_of_several_rows_of_a_case_the_newest_result_counts(rows, counts, scripts):
     from rows import newest
 
     made = [row(**more) for more in rows]
@@ -358,7 +359,7 @@ def test_of_rows_of_the_same_case_figures_count(rows, counts, scripts):
 
 
 @pytest.mark.parametrize(("commit", "is_said"), [("abc", False), ("abc+", True), ("", True)])
-def test_a_commit_that_nobody_can_go_back_to_is_said(commit, is_said, scripts, tmp_path, capsys):
+def test_an_unreproducible_commit_is_reported(commit, is_said, scripts, tmp_path, capsys):
     import run
 
     run.fill(
@@ -371,8 +372,8 @@ def test_a_commit_that_nobody_can_go_back_to_is_said(commit, is_said, scripts, t
     assert ("--commit NAME" in capsys.readouterr().out) == is_said
 
 
-def test_a_script_that_is_told_to_end_ends_its_case(tmp_path):
-    """It would hold the card."""
+def test_terminating_the_script_ends_its_case(tmp_path):
+    """The case would keep the GPU."""
     python = tmp_path / "python"
     python.write_text(
         f"#!/bin/bash\necho $$ > {tmp_path}/pid.new; mv {tmp_path}/pid.new {tmp_path}/pid\nexec"
@@ -398,8 +399,8 @@ def until(condition):
         time.sleep(0.01)
 
 
-def test_one_call_comes_to_every_model_of_ours_and_of_the_others_first(scripts):
-    """By the script's own guesses, and they are no more."""
+def test_one_run_reaches_every_model_of_both_frameworks_first(scripts):
+    """By the script's own estimates of durations."""
     from cases import CASES
     from run import LIKELY_OTHER_S, LIKELY_S
 
@@ -414,7 +415,7 @@ def test_one_call_comes_to_every_model_of_ours_and_of_the_others_first(scripts):
     assert {(ours, model) for ours in (True, False) for model in models} <= reached
 
 
-def test_the_exit_code_is_1_if_all_that_was_begun_failed(scripts, tmp_path, monkeypatch):
+def test_the_exit_code_is_1_if_all_cases_failed(scripts, tmp_path, monkeypatch):
     import run
     from card import Card
 
@@ -436,7 +437,7 @@ def test_the_exit_code_is_1_if_all_that_was_begun_failed(scripts, tmp_path, monk
     assert [run.main(), run.main()] == [1, 0]
 
 
-def test_a_case_that_is_late_is_ended_with_what_it_started(scripts):
+def test_a_case_over_its_time_limit_is_ended_with_its_children(scripts):
     import run
 
     command = [
@@ -447,7 +448,7 @@ def test_a_case_that_is_late_is_ended_with_what_it_started(scripts):
     assert run._run(command, {}, 1.0) == ("said\n", "", "not done after 1 s")
 
 
-def test_nvidia_smi_is_read(scripts, tmp_path, monkeypatch):
+def test_the_output_of_nvidia_smi_is_parsed(scripts, tmp_path, monkeypatch):
     from card import Card
 
     fake = tmp_path / "nvidia-smi"
@@ -464,7 +465,7 @@ def test_nvidia_smi_is_read(scripts, tmp_path, monkeypatch):
     assert Card.here() is None
 
 
-def test_a_kernel_of_cudnns_is_found_in_a_compiled_step(scripts):
+def test_cudnn_kernels_are_found_in_a_compiled_step(scripts):
     from ours import KERNELS
 
     text = """%a = (bf16[8]) custom-call(%q), custom_call_target="__cudnn$fmhaSoftmax"
@@ -505,13 +506,13 @@ def test_a_kernel_of_cudnns_is_found_in_a_compiled_step(scripts):
         ([], "not known: the profiler saw no kernels"),
     ],
 )
-def test_whose_attention_pytorch_ran(kernels, kind, scripts):
+def test_the_attention_kernel_of_pytorch_is_recognised(kernels, kind, scripts):
     pytest.importorskip("torch")
     pytest.importorskip("transformers")
     assert importlib.import_module("theirs").whose(kernels) == kind
 
 
-def test_pytorch_without_a_gpu_is_no_measurement(scripts, monkeypatch):
+def test_pytorch_without_a_gpu_is_refused(scripts, monkeypatch):
     torch = pytest.importorskip("torch")
     pytest.importorskip("transformers")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -552,7 +553,7 @@ def test_pytorch_trains_models_of_the_same_sizes(tmp_path):
 @pytest.mark.parametrize(
     ("first", "last"), [(math.nan, math.nan), (5.5, math.nan), (0.0, -1.0), (9.0, 5.5), (5.5, 5.5)]
 )
-def test_steps_that_do_not_train_are_a_failure(first, last, scripts):
+def test_losses_that_show_no_training_are_a_failure(first, last, scripts):
     from cases import check_losses
 
     check_losses(5.6, 5.5, 256)
@@ -561,7 +562,7 @@ def test_steps_that_do_not_train_are_a_failure(first, last, scripts):
 
 
 @pytest.mark.parametrize(("batch", "length"), [(8, 1024), (2, 4096)])
-def test_the_kernels_are_given_rows_of_short_and_of_long_documents(batch, length, scripts):
+def test_attention_kernels_get_rows_of_short_and_long_documents(batch, length, scripts):
     from attention_kernels import documents
 
     numbers = documents(batch, length)
@@ -571,7 +572,7 @@ def test_the_kernels_are_given_rows_of_short_and_of_long_documents(batch, length
     assert lengths[-1] == length
 
 
-def test_a_gradient_that_is_no_number_is_wrong(scripts):
+def test_a_nan_gradient_counts_as_wrong(scripts):
     from attention_kernels import error, is_wrong
 
     right = tuple(jnp.full(3, value) for value in (1.0, 2.0, 3.0, 4.0))
@@ -588,7 +589,7 @@ def test_a_gradient_that_is_no_number_is_wrong(scripts):
 
 
 @pytest.mark.parametrize("script", ["attention_kernels.py", "fp8.py"])
-def test_without_a_gpu_there_is_a_line_and_no_traceback(script):
+def test_without_a_gpu_the_scripts_end_with_one_line(script):
     ended = subprocess.run(
         [sys.executable, FOLDER / script],
         capture_output=True,
@@ -601,7 +602,7 @@ def test_without_a_gpu_there_is_a_line_and_no_traceback(script):
     assert "Traceback" not in ended.stderr
 
 
-def test_products_in_8_bits_are_counted(scripts):
+def test_fp8_matmuls_are_counted(scripts):
     from fp8 import PRODUCTS, fp8_kernels
 
     assert (
@@ -613,7 +614,7 @@ def test_products_in_8_bits_are_counted(scripts):
     )
 
 
-def test_what_was_compiled_of_another_commit_is_compiled_again(
+def test_programs_compiled_for_another_commit_are_compiled_again(
     scripts, tmp_path, monkeypatch, capsys
 ):
     import compiled

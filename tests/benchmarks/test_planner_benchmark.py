@@ -1,4 +1,4 @@
-"""benchmarks/planner.py reads both kinds of file, and its figures are right where the answer is
+"""benchmarks/planner.py reads both file formats, and its scores are right where the answer is
 known.
 """
 
@@ -50,7 +50,7 @@ def published(planner):
 def write(
     planner, path: Path, *, layers: int, embed: int, slower: float, first_column: bool
 ) -> None:
-    """Rows that take `slower` times as long as predicted with nothing fitted."""
+    """Write rows that take `slower` times as long as predicted without a fit."""
     with path.open("w", newline="") as file:
         table = csv.writer(file)
         table.writerow((["Parameters (billion)"] if first_column else []) + list(COLUMNS))
@@ -71,16 +71,16 @@ def write(
                 table.writerow(([1.0] if first_column else []) + cells)
 
 
-def asked(planner, monkeypatch, capsys, *arguments) -> dict:
+def run_planner(planner, monkeypatch, capsys, *arguments) -> dict:
     monkeypatch.setattr(sys, "argv", ["planner.py", *map(str, arguments), "--json"])
     planner.main()
     return json.loads(capsys.readouterr().out)
 
 
-def test_rows_of_one_file_predict_those_of_another(planner, tmp_path, monkeypatch, capsys):
+def test_a_fit_to_one_file_predicts_another(planner, tmp_path, monkeypatch, capsys):
     write(planner, tmp_path / "a.csv", layers=12, embed=2048, slower=1.3, first_column=False)
     write(planner, tmp_path / "b.csv", layers=24, embed=2048, slower=1.3, first_column=True)
-    report = asked(
+    report = run_planner(
         planner, monkeypatch, capsys, "--fit", tmp_path / "a.csv", "--test", tmp_path / "b.csv"
     )
     assert (report["rows"], report["fit_rows"], report["groups"], len(report["predictions"])) == (
@@ -94,18 +94,18 @@ def test_rows_of_one_file_predict_those_of_another(planner, tmp_path, monkeypatc
     assert report["top1_regret"] < 0.01
 
 
-def test_scores_by_hand(planner):
+def test_scores_agree_with_values_computed_by_hand(planner):
     def row(time_ms: float):
         cells = [8, 8, 1, 1024, 16, 12, 1024, 1, 8, 1, time_ms]
         return planner.Row(dict(zip(COLUMNS, map(str, cells), strict=True)))
 
-    asked = [
+    predictions = [
         (row(1000), 1.2, True),
         (row(2000), 1.0, False),
         (row(4000), 4.0, True),
         (row(8000), 8.0, True),
     ]
-    scores = planner.scores(asked)
+    scores = planner.scores(predictions)
     assert scores["mape"] == pytest.approx((0.2 + 0.5) / 4)
     assert scores["bias"] == pytest.approx((0.2 - 0.5) / 4)
     assert (scores["top1_regret"], scores["top3_regret"]) == (1.0, 0.0), (
@@ -115,9 +115,9 @@ def test_scores_by_hand(planner):
     assert scores["within_interval"] == 0.75
 
 
-def test_published_throughputs_are_met(planner, published):
-    """With nothing fitted to the A100s', and one share of the peak to the H100s'; bounds leave 2%
-    to what was reached when this was written.
+def test_errors_against_published_throughputs_are_within_bounds(planner, published):
+    """With nothing fitted to the A100 rows, and one share of the peak fitted to the H100 rows; the
+    bounds are 2% above the errors when this was written.
     """
     report = planner.published_report()
     assert len(report["rows"]) == len(published.read()), "every row has a name of its own"
@@ -138,7 +138,7 @@ def test_published_throughputs_are_met(planner, published):
         assert software[name]["mean_error"] < mean
 
 
-def test_the_share_of_the_peak_is_what_published_steps_say(planner):
+def test_the_share_of_peak_agrees_with_published_step_times(planner):
     report = planner.published_report()
     assert report["share of the H100's peak, fitted to all"] == pytest.approx(
         MATMUL_SHARES["h100"], abs=0.01
@@ -149,24 +149,24 @@ def test_the_share_of_the_peak_is_what_published_steps_say(planner):
     )
 
 
-def test_a_fitted_share_is_the_one_that_made_the_rows(published):
+def test_a_fit_recovers_the_share_of_peak_behind_the_rows(published):
     rows = [row for row in published.read() if row.source.software == "MaxText"]
     made = [replace(row, step_s=row.predicted_s(0.6)) for row in rows]
     assert published.fitted_share(made) == pytest.approx(0.6, rel=1e-3)
 
 
-def test_each_way_to_publish_a_throughput_is_a_step_time(published):
-    """Tokens and model FLOPs by the count of each source; NeMo's by its own page: 8.309 s are
-    53.54% of 989 TFLOP/s.
+def test_each_published_unit_of_throughput_gives_the_step_time(published):
+    """Tokens and model FLOPs as counted by each source; for NeMo, its page gives 8.309 s as 53.54%
+    of 989 TFLOP/s.
     """
     nemo = next(row for row in published.read() if row.source.name == "nemo gpt3-175b")
     unknown = replace(nemo, step_s=None)
-    told = [
+    rows = [
         nemo,
         replace(unknown, tokens_per_s=63099 / 128),
         replace(unknown, model_tflops=0.5354 * 989),
     ]
-    assert [row.published_s() for row in told] == pytest.approx([8.309] * 3, rel=3e-3), (
+    assert [row.published_s() for row in rows] == pytest.approx([8.309] * 3, rel=3e-3), (
         "the page rounds a sequence's FLOPs to 2.20e15"
     )
     narayanan = next(row for row in published.read() if row.source.name == "narayanan 2021")
@@ -175,7 +175,7 @@ def test_each_way_to_publish_a_throughput_is_a_step_time(published):
     )
 
 
-def test_rows_name_sources_that_can_be_looked_up(published):
+def test_rows_have_valid_sources_and_layouts(published):
     for row in published.read():
         assert row.source.url.startswith("https://")
         assert row.devices == row.pipe * row.tensor * row.replicas
@@ -185,7 +185,7 @@ def test_rows_name_sources_that_can_be_looked_up(published):
         ) == 3
 
 
-def test_published_layouts_are_found_in_our_ranking_or_lose_for_a_reason(planner, published):
+def test_published_layouts_rank_first_or_have_a_reason(planner, published):
     ranks = planner.rank_report(lambda row: row.devices <= 64)
     assert len(ranks) == 6
     for found in ranks.values():
@@ -219,7 +219,7 @@ def test_the_reachable_spearman_is_one_without_scatter_and_falls_with_it(planner
     assert found["spearman_5_percent"] < found["spearman_expected"] < 0.95
 
 
-def test_it_says_what_it_wants(planner, monkeypatch, capsys):
+def test_a_missing_argument_is_named(planner, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["planner.py", "--fit", "a.csv"])
     with pytest.raises(SystemExit):
         planner.main()

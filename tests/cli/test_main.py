@@ -1,4 +1,6 @@
-"""`optimus COMMAND`, `python -m optimus_jax COMMAND` and the script of its name are one."""
+"""`optimus COMMAND`, `python -m optimus_jax COMMAND` and the script of the same name do
+the same.
+"""
 
 import subprocess
 import sys
@@ -12,7 +14,7 @@ from optimus_jax.version import VERSION
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 
 
-def started(*arguments):
+def run_python(*arguments):
     return subprocess.run(
         [sys.executable, *map(str, arguments)], capture_output=True, text=True, check=False
     )
@@ -21,7 +23,7 @@ def started(*arguments):
 def optimus(monkeypatch, *arguments):
     """The exit code of `optimus` in this process."""
     monkeypatch.setattr(sys, "argv", ["optimus", *arguments])
-    for stream in ("stdout", "stderr"):  # put back when the test ends
+    for stream in ("stdout", "stderr"):  # restored when the test ends
         monkeypatch.setattr(sys, stream, getattr(sys, stream))
     return cli.main()
 
@@ -34,19 +36,19 @@ def test_every_command_has_a_script_and_a_module():
 
 def test_a_script_and_the_module_print_the_same():
     flags = ("--stages", 2, "--microbatches", 3)
-    script = started(SCRIPTS / "schedule.py", *flags)
-    module = started("-m", "optimus_jax", "schedule", *flags)
+    script = run_python(SCRIPTS / "schedule.py", *flags)
+    module = run_python("-m", "optimus_jax", "schedule", *flags)
     assert script.returncode == module.returncode == 0, script.stderr + module.stderr
     assert script.stdout == module.stdout != ""
 
 
-def test_help_names_the_command_as_it_was_called(monkeypatch, capsys):
+def test_help_shows_the_command_as_it_was_called(monkeypatch, capsys):
     with pytest.raises(SystemExit):
         optimus(monkeypatch, "plan", "--help")
     assert capsys.readouterr().out.startswith("usage: optimus plan ")
 
 
-def test_without_a_command_all_are_listed(monkeypatch, capsys):
+def test_without_a_command_all_commands_are_listed(monkeypatch, capsys):
     assert optimus(monkeypatch) == optimus(monkeypatch, "--help") == 0
     shown = capsys.readouterr().out
     assert all(f"\n  {name} " in shown for name in cli.COMMANDS)

@@ -1,11 +1,11 @@
-"""Groups of processes, each one run: python process_groups.py, then a line of JSON for each group
-on its standard input.
+"""Runs groups of processes, each group a run: python process_groups.py, with a line of JSON for
+each group on standard input.
 
-They are forked from this process, which has imported everything and has begun nothing, so that
-eight processes do not cost eight times the imports. A line says `processes`, `devices` (of each),
-`hosts` (of each process, made up) and `tasks`, which are done one after the other: the arguments of
-`optimus_jax.train`. The answer is a line of JSON: what each process has to say of each task, or its
-error.
+They are forked from this process, which has imported everything and has initialised nothing, so
+that eight processes do not cost eight times the imports. A line gives `processes`, `devices` (of
+each), `hosts` (of each process, invented) and `tasks`, which run one after the other: the arguments
+of `optimus_jax.train`. The answer is a line of JSON: for each process, its result of each task, or
+its error.
 """
 
 import contextlib
@@ -34,7 +34,7 @@ save = Trainer.save
 
 
 def uncompiled(program, **_):
-    """A step that nothing runs."""
+    """A compiled step that is never run."""
     return CompiledStep(
         program=program,
         train_step=None,
@@ -57,12 +57,12 @@ def main():
             probe.bind(("127.0.0.1", 0))
             address = f"127.0.0.1:{probe.getsockname()[1]}"
         pipes = [fork(group, number, address) for number in range(group["processes"])]
-        said = []
+        answers = []
         for pid, read in pipes:
             with open(read) as file:
-                said.append(json.loads(file.read() or json.dumps("died without a word")))
+                answers.append(json.loads(file.read() or json.dumps("died without a word")))
             os.waitpid(pid, 0)
-        print(json.dumps(said), flush=True)
+        print(json.dumps(answers), flush=True)
 
 
 def fork(group, number, address):
@@ -73,7 +73,8 @@ def fork(group, number, address):
         try:
             answer = [do(task, group, number, address) for task in group["tasks"]]
             if group["processes"] > 1:
-                jax.distributed.shutdown()  # all leave together: who is left behind would be ended
+                # all shut down together: a process left behind would be killed
+                jax.distributed.shutdown()
         except BaseException:
             answer = traceback.format_exc()
         with contextlib.suppress(OSError), open(write, "w") as file:
@@ -87,18 +88,18 @@ def do(task, group, number, address):
     jax.config.update("jax_platforms", "cpu")
     if group["hosts"] is not None:
         hosts._host = lambda: str(group["hosts"][number])
-    several = (
+    distributed_settings = (
         {"coordinator": address, "num_processes": group["processes"], "process_id": number}
         if group["processes"] > 1
         else {"distributed.engine": "none"}
     )
     rows = []
     inputs.local_rows = lambda *arguments: rows.append(local_rows(*arguments)) or rows[-1]
-    # which takes a sixth of the time
+    # saving takes a sixth of the time
     Trainer.save = save if task.pop("saves", False) else lambda *_: None
     if task.get("resume"):
         run.compile_step = uncompiled  # no step is left to run
-    result = optimus_jax.train(**task, **several, cpu_devices=group["devices"])
+    result = optimus_jax.train(**task, **distributed_settings, cpu_devices=group["devices"])
     events = [
         json.loads(line) for line in (result.run_dir / "events.jsonl").read_text().splitlines()
     ]

@@ -1,4 +1,4 @@
-"""What processes of a run make sure of before they train together."""
+"""Checks that processes of a run agree before they train together."""
 
 from contextlib import suppress
 
@@ -11,14 +11,14 @@ from optimus_jax.cluster.distributed import all_or_none, assert_same_everywhere,
 from optimus_jax.errors import ConfigError, DataError, FaultError, OptimusError
 
 
-def test_processes_that_differ_are_told_in_what(monkeypatch):
-    def everyones(own):
+def test_differing_processes_are_told_what_differs(monkeypatch):
+    def gather_with_a_difference(own):
         other = own.copy()
         other[1] ^= 1
         return np.stack([own, own, other])
 
     monkeypatch.setattr(jax, "process_count", lambda: 3)
-    monkeypatch.setattr(distributed.multihost_utils, "process_allgather", everyones)
+    monkeypatch.setattr(distributed.multihost_utils, "process_allgather", gather_with_a_difference)
     with pytest.raises(
         ConfigError,
         match=r"do not agree on the plan\n.*process 2 differs from process 0; here it is data=8",
@@ -44,24 +44,24 @@ def test_processes_that_differ_are_told_in_what(monkeypatch):
         (DataError("no file"), ValueError("a mistake of ours"), DataError, False),
     ],
 )
-def test_an_error_of_one_process_is_one_of_all(
+def test_an_error_of_one_process_is_raised_by_all(
     monkeypatch, here, there, raised, raised_by_all_processes
 ):
-    """Who may end in order, and wait for the others to do so too, is who knows that all have an
-    error which a user can mend.
+    """Only a process that knows that all have an error which a user can mend may exit in order and
+    wait for the others.
     """
 
     def outcome_of(error):
-        said = []
+        gathered = []
         monkeypatch.setattr(
             distributed.multihost_utils,
             "process_allgather",
-            lambda own: said.append(own) or np.stack([own] * 2),
+            lambda own: gathered.append(own) or np.stack([own] * 2),
         )
         with suppress(Exception), all_or_none():
             if error is not None:
                 raise error
-        return said[0]
+        return gathered[0]
 
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     other = outcome_of(there)
@@ -122,5 +122,5 @@ def caused(error, cause):
         ),
     ],
 )
-def test_what_the_loss_of_another_process_looks_like(error, expected):
+def test_errors_from_the_loss_of_another_process_are_recognised(error, expected):
     assert is_peer_failure(error) is expected

@@ -1,4 +1,4 @@
-"""Two processes, each with its own devices, are one run."""
+"""Runs of two processes, each with its own devices."""
 
 import json
 import subprocess
@@ -69,8 +69,8 @@ def one_process(tmp_path_factory, text):
     return losses(run_dir)
 
 
-def test_two_launched_processes_give_the_losses_of_one_which_goes_on(tmp_path, text, one_process):
-    """Every axis on its own, and more processes: test_process_groups.py."""
+def test_two_launched_processes_match_one_process_and_can_be_resumed(tmp_path, text, one_process):
+    """Each axis by itself, and more processes: see test_process_groups.py."""
     run_dir, shown = tmp_path / "run", ["plain" if flag == "none" else flag for flag in SMALL]
     launched = subprocess.run(
         [
@@ -127,7 +127,7 @@ def test_two_launched_processes_give_the_losses_of_one_which_goes_on(tmp_path, t
 
 
 def test_an_error_of_one_process_ends_both(tmp_path, text):
-    """As on a host that does not see the data."""
+    """As on a host that cannot read the data."""
     run_dir, address = tmp_path / "run", f"127.0.0.1:{free_port()}"
     processes = [
         start(
@@ -160,11 +160,11 @@ def test_an_error_of_one_process_ends_both(tmp_path, text):
     ("flag", "values", "setting", "shown"),
     [
         ("--lr", ("1e-3", "2e-3"), "optimizer.lr", ("0.001", "0.002")),
-        # the second cannot be, which only its process would find
+        # the second is invalid, which only its process would find
         ("--mesh", ("data=2", "data=3"), "parallel.mesh", ('"data=2"', '"data=3"')),
     ],
 )
-def test_processes_that_were_told_different_things_do_not_train_together(
+def test_processes_with_different_settings_do_not_train_together(
     tmp_path, text, flag, values, setting, shown
 ):
     coordinator = f"127.0.0.1:{free_port()}"
@@ -194,7 +194,7 @@ def test_processes_that_were_told_different_things_do_not_train_together(
     assert not (tmp_path / "run").exists()
 
 
-def test_a_plan_that_cannot_be_is_an_error_of_all(tmp_path, text):
+def test_an_impossible_mesh_is_an_error_of_all_processes(tmp_path, text):
     coordinator = f"127.0.0.1:{free_port()}"
     processes = [
         start(

@@ -1,4 +1,4 @@
-"""Who has started this process, told from environments as the engines make them."""
+"""Detection of the launcher of this process from environment variables as launchers set them."""
 
 import itertools
 import os
@@ -33,7 +33,7 @@ STEP = {
     "SLURM_NODEID": "2",
     "SLURM_STEP_TASKS_PER_NODE": "1(x4)",
 }
-"""Of task 2 of four, one per node."""
+"""Environment of task 2 of four, one per node."""
 MPI = {
     "OMPI_MCA_orte_hnp_uri": "1531576320.0;tcp://10.96.0.1,10.148.0.1:34911",
     "OMPI_COMM_WORLD_SIZE": "8",
@@ -45,8 +45,8 @@ EIGHT_GPUS = {"CUDA_VISIBLE_DEVICES": "0,1,2,3,4,5,6,7"}
 
 
 @pytest.fixture(autouse=True)
-def nothing_said(monkeypatch):
-    """Whatever has started the tests."""
+def without_launcher_variables(monkeypatch):
+    """Remove the variables of whatever has started the tests."""
     for name in list(os.environ):
         if name.startswith(
             (
@@ -87,7 +87,7 @@ def nothing_said(monkeypatch):
 
 @pytest.fixture
 def found(monkeypatch):
-    """What is found in an environment."""
+    """A function that finds the launch of an environment."""
 
     def find(*environments, config=AUTO, without=(), on_cpu=False):
         for environment in environments:
@@ -104,11 +104,11 @@ def place(launch: Launch):
     return launch.engine, launch.coordinator, launch.num_processes, launch.process_id
 
 
-def test_a_laptop_has_one_process(found):
+def test_without_a_launcher_there_is_one_process(found):
     assert place(found()) == ("nobody", None, 1, 0)
 
 
-def test_flags_win(found):
+def test_flags_take_precedence_over_launchers(found):
     config = DistributedConfig(coordinator="h:1", num_processes=3, process_id=2)
     assert place(found(STEP, MPI, config=config)) == ("flags", "h:1", 3, 2)
 
@@ -124,25 +124,25 @@ def test_flags_win(found):
         ("10.0.0.1:1", "0.0.0.0", "0.0.0.0"),
     ],
 )
-def test_process_0_listens_on_the_address_that_was_named(found, coordinator, bind, listens_on):
+def test_process_0_listens_on_the_given_address(found, coordinator, bind, listens_on):
     config = DistributedConfig(coordinator=coordinator, num_processes=3, process_id=2, bind=bind)
     assert found(config=config).bind == listens_on
     variables = dict(zip(engines.VARIABLES, (coordinator, "3", "2"), strict=True))
     assert found(variables, config=DistributedConfig(bind=bind)).bind == listens_on
 
 
-def test_under_an_engine_it_listens_on_all_addresses_or_the_one_that_is_asked_for(found):
+def test_under_a_launcher_process_0_listens_on_all_addresses_by_default(found):
     assert found(MPI).bind is None
     assert found(MPI, config=DistributedConfig(bind="10.0.0.1")).bind == "10.0.0.1"
 
 
-def test_nobody_is_asked_if_that_is_said(found):
+def test_engine_none_ignores_all_launchers(found):
     launch = found(STEP, config=DistributedConfig(engine="none"))
     assert launch.is_alone
     assert "distributed.engine=none" in launch.why
 
 
-def test_plain_variables(found):
+def test_plain_variables_form_a_run(found):
     launch = found(
         STEP,
         {"OPTIMUS_COORDINATOR": "h:1", "OPTIMUS_NUM_PROCESSES": "2", "OPTIMUS_PROCESS_ID": "1"},
@@ -173,12 +173,12 @@ def test_plain_variables(found):
         ),
     ],
 )
-def test_plain_variables_that_are_no_use(found, variables, message):
+def test_invalid_plain_variables_are_refused(found, variables, message):
     with pytest.raises(ConfigError, match=message):
         found(variables)
 
 
-def test_a_task_of_srun(found):
+def test_a_task_of_srun_gets_its_place_from_slurm(found):
     launch = found(STEP)
     assert place(launch) == ("SLURM", f"gpu07:{61440 + 12}", 4, 2)
     assert launch.job == "12.0, start 0"
@@ -189,7 +189,7 @@ def test_a_task_of_srun(found):
     assert str(launch) == "SLURM: process 2 of 4 of step 12.0 on gpu[07-09,11]"
 
 
-def test_the_address_can_be_given(found):
+def test_the_coordinator_address_can_be_overridden(found):
     assert found(STEP, {"JAX_COORDINATOR_PORT": "77"}).coordinator == "gpu07:77"
     assert found({"JAX_COORDINATOR_ADDRESS": "other:78"}).coordinator == "other:78"
 
@@ -206,14 +206,14 @@ def test_the_address_can_be_given(found):
     ],
 )
 @pytest.mark.parametrize("engine", [STEP, MPI], ids=["SLURM", "Open MPI"])
-def test_an_address_that_is_none(found, engine, variable, value):
+def test_an_invalid_coordinator_address_is_refused(found, engine, variable, value):
     with pytest.raises(
         ConfigError, match=rf"{variable} names .*\n  given: {value}\n  do:    give .* such as"
     ):
         found(engine, {variable: value})
 
 
-def test_a_single_task_waits_for_nobody(found):
+def test_a_single_task_waits_for_no_others(found):
     launch = found(
         STEP,
         {
@@ -227,15 +227,17 @@ def test_a_single_task_waits_for_nobody(found):
     assert "the only process of step 12.0" in launch.why
 
 
-def test_the_shell_of_an_allocation_is_alone_in_it(found):
-    """salloc's: a step of one task, with the job's SLURM_NTASKS. JAX would wait for three more."""
+def test_the_shell_of_a_slurm_allocation_is_a_single_process(found):
+    """The shell of salloc is a step of one task, with the job's SLURM_NTASKS. JAX would wait for
+    three more.
+    """
     launch = found(
         STEP, {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0", "SLURM_STEP_ID": "4294967290"}
     )
     assert launch.is_alone
 
 
-def test_a_batch_script_without_srun_says_so(found):
+def test_a_batch_script_without_srun_is_a_single_process_with_a_reason(found):
     launch = found(
         STEP,
         {"SLURM_PROCID": "0"},
@@ -245,7 +247,7 @@ def test_a_batch_script_without_srun_says_so(found):
     assert launch.why == "in SLURM job 12, and not started by srun, which would start its 4 tasks"
 
 
-def test_mpirun_comes_before_the_slurm_that_it_runs_in(found):
+def test_mpirun_precedes_the_slurm_job_around_it(found):
     assert place(found(STEP, MPI)) == (
         "Open MPI",
         f"10.96.0.1:{1531576320 // 4096 % 4096 + 61440}",
@@ -257,7 +259,7 @@ def test_mpirun_comes_before_the_slurm_that_it_runs_in(found):
 @pytest.mark.parametrize(
     ("environments", "devices"),
     [
-        ((STEP,), None),  # alone on its node: all eight, where JAX would take the first
+        ((STEP,), None),  # one task on its node: all eight, where JAX would take the first
         (
             (
                 STEP,
@@ -357,24 +359,24 @@ def test_mpirun_comes_before_the_slurm_that_it_runs_in(found):
         "plain",
     ],
 )
-def test_the_processes_of_a_node_share_its_gpus(found, environments, devices):
+def test_processes_of_a_node_share_its_gpus(found, environments, devices):
     assert found(EIGHT_GPUS, *environments).local_devices == devices
 
 
-def test_each_sees_its_own_gpu(found):
+def test_with_one_visible_gpu_nothing_is_shared(found):
     assert found(MPI, {"CUDA_VISIBLE_DEVICES": "5"}).local_devices is None
 
 
-def test_gpus_are_not_counted_for_a_run_on_the_cpu(found):
+def test_gpus_are_not_shared_in_a_run_on_cpus(found):
     assert found(MPI, {"CUDA_VISIBLE_DEVICES": "0,1,2,3,4,5"}, on_cpu=True).local_devices is None
 
 
-def test_gpus_that_cannot_be_shared(found):
+def test_gpus_that_do_not_divide_over_processes_are_refused(found):
     with pytest.raises(ConfigError, match="4 processes, 6 GPUs"):
         found(MPI, {"CUDA_VISIBLE_DEVICES": "0,1,2,3,4,5"})
 
 
-def test_where_no_driver_counts_gpus_each_process_has_one(found, monkeypatch):
+def test_without_a_gpu_driver_each_process_gets_one_gpu(found, monkeypatch):
     def fail():
         raise gpu_sharing.pynvml.NVMLError(gpu_sharing.pynvml.NVML_ERROR_LIBRARY_NOT_FOUND)
 
@@ -382,13 +384,13 @@ def test_where_no_driver_counts_gpus_each_process_has_one(found, monkeypatch):
     assert found(MPI).local_devices == (1,)
 
 
-def test_a_pod_that_is_not_of_an_indexed_job_is_alone(found):
+def test_a_pod_outside_an_indexed_job_is_a_single_process(found):
     launch = found({"KUBERNETES_SERVICE_HOST": "10.0.0.1", "HOSTNAME": "notebook-0"})
     assert launch.is_alone
     assert "not one of an indexed Job" in launch.why
 
 
-def test_a_pod_of_an_indexed_job_does_not_guess(found, monkeypatch):
+def test_a_pod_of_an_indexed_job_needs_the_kubernetes_package(found, monkeypatch):
     monkeypatch.setattr(engines, "find_spec", lambda name: None)
     with pytest.raises(
         ConfigError, match=r"without the package `kubernetes`(.|\n)*optimus-jax\[k8s\]"
@@ -396,14 +398,14 @@ def test_a_pod_of_an_indexed_job_does_not_guess(found, monkeypatch):
         found({"KUBERNETES_SERVICE_HOST": "10.0.0.1", "JOB_COMPLETION_INDEX": "1"})
 
 
-def test_an_engine_that_says_nonsense_is_named(found):
+def test_an_invalid_value_of_a_launcher_is_named(found):
     with pytest.raises(
         ConfigError, match=r"SLURM: (.|\n)*SLURM_STEP_NUM_TASKS=four(.|\n)*distributed.engine=none"
     ):
         found(STEP, {"SLURM_STEP_NUM_TASKS": "four"})
 
 
-def test_what_the_program_has_connected_is_left_alone(found, monkeypatch):
+def test_a_connection_made_by_the_program_is_used(found, monkeypatch):
     monkeypatch.setattr(engines.jax.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(
         engines,
@@ -413,7 +415,7 @@ def test_what_the_program_has_connected_is_left_alone(found, monkeypatch):
     assert place(found(STEP)) == ("program", "h:1", 2, 1)
 
 
-def test_launches_are_values():
+def test_launches_compare_by_value():
     launch = Launch(engine="SLURM", why="")
     assert launch == replace(launch)
 
@@ -430,7 +432,7 @@ TORCHRUN = {
     "GROUP_RANK": "1",
     "GROUP_WORLD_SIZE": "2",
 }
-"""Of process 3 of four on two hosts, as torchrun 2.13 and accelerate set them."""
+"""Environment of process 3 of four on two hosts, as torchrun 2.13 and accelerate set them."""
 TORCH = {"MASTER_ADDR": "h", "MASTER_PORT": "29500", "WORLD_SIZE": "4", "RANK": "3"}
 HYDRA = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
 TF = (
@@ -530,7 +532,8 @@ TF = (
             },
             ("AWS Batch", f"10.0.0.1:{derived_port('j')}", 2, 1),
         ),
-        # No MPI launcher but Open MPI 4 says where process 0 is: on one host it can only be there.
+        # No MPI launcher except Open MPI 4 tells where process 0 is; on one host it can only be
+        # there.
         (HYDRA, ("MPICH or Intel MPI", f"localhost:{derived_port('4711')}", 2, 1)),
         (
             {name.replace("OMPI_", "MV2_"): value for name, value in MPI.items()}
@@ -580,7 +583,8 @@ TF = (
             },
             ("horovodrun", f"localhost:{derived_port('4711')}", 2, 1),
         ),
-        # Two launchers: the inner one, and what it does not say from one that agrees.
+        # With two launchers the inner one counts, and what it does not set comes from an outer one
+        # that agrees.
         (
             STEP | TORCHRUN | {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1"},
             ("torchrun", f"h:{derived_port('29500 none')}", 4, 3),
@@ -617,7 +621,7 @@ TF = (
             {"DMLC_NUM_WORKER": "2", "DMLC_WORKER_ID": "1", "JAX_COORDINATOR_ADDRESS": "h:9"},
             ("BytePS", "h:9", 2, 1),
         ),
-        # several nodes on one machine
+        # several SLURM nodes on one machine
         (
             STEP | {"SLURM_STEP_NODELIST": "127.0.0.[1-3]"},
             ("SLURM", f"127.0.0.1:{61440 + 12}", 4, 2),
@@ -629,7 +633,7 @@ TF = (
     ],
     ids=lambda value: value[0] if isinstance(value, tuple) else "",
 )
-def test_a_launcher_forms_the_run(found, monkeypatch, environment, expected):
+def test_each_launcher_forms_the_run(found, monkeypatch, environment, expected):
     monkeypatch.setattr(engines, "common_parent", lambda variable: 4711)
     launch = found(environment, {"JAX_PLATFORMS": "cpu"})
     assert place(launch) == expected
@@ -691,7 +695,7 @@ def test_a_launcher_forms_the_run(found, monkeypatch, environment, expected):
         ({"PET_NNODES": "1:3", "PET_NODE_RANK": "0"}, "1:3 is a range"),
         (STEP | {"SLURM_JOB_ID": "x"}, "that SLURM has set"),
         (STEP | {"SLURM_PROCID": "7"}, "SLURM_PROCID=7"),
-        # Each of four tasks would train a run of its own; four tasks would all be process 0.
+        # Each of four tasks would train its own run, or all four would be process 0.
         (STEP | TORCHRUN | {"GROUP_WORLD_SIZE": "1"}, "SLURM has started 4 processes"),
         (STEP | TORCH | {"WORLD_SIZE": "2", "RANK": "0"}, "SLURM has started 4"),
         (STEP | TORCH | {"RANK": "0"}, "do not agree"),
@@ -726,7 +730,7 @@ def test_a_launcher_forms_the_run(found, monkeypatch, environment, expected):
             {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "1"},
             "do:    set JAX_COORDINATOR_ADDRESS",
         ),
-        # The only task of its step, in which a launcher has started several.
+        # The only task of its step, in which another launcher has started several processes.
         (
             STEP
             | {
@@ -767,7 +771,7 @@ def test_a_launcher_forms_the_run(found, monkeypatch, environment, expected):
         ({"JAX_LOCAL_DEVICE_IDS": "abc"}, "JAX_LOCAL_DEVICE_IDS=abc"),
     ],
 )
-def test_one_of_several_that_cannot_be_placed_is_told_what_to_set(
+def test_incomplete_launcher_variables_are_refused_with_what_to_set(
     found, monkeypatch, environment, named
 ):
     monkeypatch.setattr(engines, "common_parent", lambda variable: None)
@@ -856,7 +860,7 @@ def test_one_of_several_that_cannot_be_placed_is_told_what_to_set(
         },
     ],
 )
-def test_what_a_shell_was_left_with_is_harmless(found, environment):
+def test_leftover_variables_of_a_shell_mean_a_single_process(found, environment):
     assert found(environment).is_alone
 
 
@@ -877,33 +881,33 @@ NEEDED = {
     "AWS_BATCH_JOB_NUM_NODES": "4",
     "DMLC_NUM_WORKER": "4",
 }
-"""By which rows of the table are recognised."""
+"""Values of the variables by which rows of the table are recognised."""
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS, ids=lambda launcher: launcher.name)
-def test_what_is_missing_is_told_in_names_that_can_be_set(monkeypatch, launcher):
-    """Every part of what a launcher may say, with every name of it: the run is formed, or the
-    message says what is set and what to set.
+def test_error_messages_name_variables_that_can_be_set(monkeypatch, launcher):
+    """For every subset of what a launcher may set, with each of its names: the run is formed, or
+    the message says what is set and what to set.
     """
     monkeypatch.setattr(engines, "common_parent", lambda variable: None)
-    said = {
+    values = {
         "count": "4",
         "index": "1",
         "address": "h:1" if launcher.is_explicit else "h",
         "local_count": "2",
         "local_index": "1",
     }
-    numbers = said.keys() - {"address"}
+    numbers = values.keys() - {"address"}
     names = {
-        field: [name for name in getattr(launcher, field) if " " not in name] for field in said
+        field: [name for name in getattr(launcher, field) if " " not in name] for field in values
     }
     for fields in itertools.chain.from_iterable(
-        itertools.combinations([field for field in said if names[field]], n) for n in range(1, 6)
+        itertools.combinations([field for field in values if names[field]], n) for n in range(1, 6)
     ):
         for place in range(max(len(names[field]) for field in fields)):
             environment = {name: NEEDED[name] for name in launcher.needs}
             environment |= {
-                name: said[field]
+                name: values[field]
                 for field in fields
                 for name in [names[field][place % len(names[field])]]
             }
@@ -928,11 +932,11 @@ def test_what_is_missing_is_told_in_names_that_can_be_set(monkeypatch, launcher)
                     continue
             if "JAX_COORDINATOR_ADDRESS names" in what:  # it is there, and names no port
                 continue
-            told = dict(
+            shown_variables = dict(
                 pair.split("=", 1)
                 for pair in given.removeprefix("  given: ").split(": ")[0].split(" ")
             )
-            assert told.items() <= environment.items(), given
+            assert shown_variables.items() <= environment.items(), given
             to_set = re.match(r"  do:    set (.*?) too,", do)
             for name in re.split(" and | or ", to_set[1]) if to_set else ():
                 assert re.fullmatch(r"\w+", name), do
@@ -946,7 +950,7 @@ def test_what_is_missing_is_told_in_names_that_can_be_set(monkeypatch, launcher)
                 ), what
 
 
-def test_the_local_processes_of_torchrun_share_the_gpus_of_their_host(found):
+def test_local_processes_of_torchrun_share_the_gpus_of_their_host(found):
     assert found(EIGHT_GPUS, TORCHRUN).local_devices == (4, 5, 6, 7)
     with pytest.raises(
         ConfigError,
@@ -955,7 +959,7 @@ def test_the_local_processes_of_torchrun_share_the_gpus_of_their_host(found):
         found(TORCH, {"LOCAL_RANK": "1"}, without=["TORCHELASTIC_RUN_ID", "LOCAL_WORLD_SIZE"])
 
 
-def test_the_parent_of_all_local_processes_is_the_first_without_their_variable(monkeypatch):
+def test_the_common_parent_is_the_first_ancestor_without_the_variable(monkeypatch):
     monkeypatch.setenv("PMI_RANK", "1")
     script = (
         "from optimus_jax.cluster.process_info import common_parent;"
@@ -966,7 +970,7 @@ def test_the_parent_of_all_local_processes_is_the_first_without_their_variable(m
     assert int(subprocess.check_output(["bash", "-c", command], text=True)) == os.getpid()
 
 
-def test_workers_of_ray_that_nobody_has_connected(found, monkeypatch):
+def test_unconnected_ray_train_workers_are_refused(found, monkeypatch):
     context = SimpleNamespace(get_world_size=lambda: 2, get_world_rank=lambda: 1)
     monkeypatch.setitem(sys.modules, "ray.train", SimpleNamespace(get_context=lambda: context))
     with pytest.raises(ConfigError, match=r"Ray Train(.|\n)*worker 1 of 2(.|\n)*use_gpu=True"):
@@ -985,7 +989,7 @@ def test_workers_of_ray_that_nobody_has_connected(found, monkeypatch):
         ),
     ],
 )
-def test_addresses_are_read_as_jax_reads_them(found, cluster, environment):
+def test_coordinator_addresses_are_derived_as_jax_derives_them(found, cluster, environment):
     launch = found(environment)
     host, _, port = cluster.get_coordinator_address(
         timeout_secs=None, override_coordinator_port=None
@@ -994,7 +998,7 @@ def test_addresses_are_read_as_jax_reads_them(found, cluster, environment):
 
 
 def table_row(launcher: Launcher) -> str:
-    """Its row in docs/clusters.md."""
+    """The launcher's row in docs/clusters.md."""
 
     def cell(names: tuple[str, ...]) -> str:
         return " or ".join(name if " " in name else f"`{name}`" for name in names)
@@ -1017,7 +1021,7 @@ def table_row(launcher: Launcher) -> str:
     return "| " + " | ".join(text or "-" for text in cells) + " |"
 
 
-def test_the_table_in_the_docs_is_the_table_in_the_code():
+def test_the_docs_table_of_launchers_matches_the_code():
     page = (Path(__file__).parents[2] / "docs" / "clusters.md").read_text()
     for row in LAUNCHERS:
         assert table_row(row) in page, "docs/clusters.md lacks this row"

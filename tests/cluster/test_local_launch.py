@@ -1,4 +1,4 @@
-"""The local launcher: who it starts, what it passes on, and what it ends with.
+"""The local launcher: the processes it starts, what it passes on, and its exit code.
 
 (Real runs: test_distributed.py.)
 """
@@ -16,13 +16,13 @@ import pytest
 from optimus_jax.cluster.local_launch import _forwarding
 
 LAUNCH = Path(__file__).parents[2] / "scripts" / "launch.py"
-TOLD = ("COORDINATOR", "NUM_PROCESSES", "PROCESS_ID", "LOCAL_ID", "NUM_LOCAL")
+VARIABLES = ("COORDINATOR", "NUM_PROCESSES", "PROCESS_ID", "LOCAL_ID", "NUM_LOCAL")
 
 
 @pytest.fixture
 def start(tmp_path):
-    """Launch a program, which finds `number`, `told`, `say` and `wait`: for a file that another
-    process makes with `say`.
+    """Launch a program with the names `number` and `told` (the variables of its launch), `say`
+    (make a file) and `wait` (for a file that another process makes with `say`).
     """
 
     def launch(program, *flags, processes=2, arguments=()):
@@ -30,7 +30,7 @@ def start(tmp_path):
         script.write_text(
             textwrap.dedent(f"""\
             import os, pathlib, signal, sys, time
-            told = {{name: os.environ["OPTIMUS_" + name] for name in {TOLD}}}
+            told = {{name: os.environ["OPTIMUS_" + name] for name in {VARIABLES}}}
             number, there = int(told["PROCESS_ID"]), pathlib.Path({str(tmp_path)!r})
             def say(name):
                 (there / name).touch()
@@ -64,7 +64,7 @@ def finish(process):
     return process.returncode, output, errors
 
 
-def test_each_is_told_who_it_is(start):
+def test_each_process_gets_its_place_and_the_arguments(start):
     code, output, errors = finish(
         start(
             "print(sys.argv[1:], *told.values())",
@@ -98,7 +98,7 @@ def test_each_is_told_who_it_is(start):
         ("raise ValueError('no')", 1),
     ],
 )
-def test_if_one_fails_all_end_with_its_code(start, how, code):
+def test_if_one_process_fails_all_end_with_its_exit_code(start, how, code):
     ended, _, errors = finish(
         start(f"""
         if number == 1:
@@ -114,7 +114,7 @@ def test_if_one_fails_all_end_with_its_code(start, how, code):
     assert ("[1] ValueError: no" in errors) == (code == 1)
 
 
-def test_who_does_not_end_in_time_is_killed(start):
+def test_a_process_that_does_not_stop_in_time_is_killed(start):
     code, _, _ = finish(
         start(
             """
@@ -155,7 +155,7 @@ def test_signals_reach_every_process_once(start, number, tmp_path):
     assert (code, output, errors) == (75, f"seen {int(number)}\n", f"[1] seen {int(number)}\n")
 
 
-PATIENT = """
+WAITS_FOR_SIGTERM = """
     ended = []
     signal.signal(signal.SIGTERM, lambda number, _: ended.append(number))
     say(f"ready-{number}")
@@ -166,13 +166,11 @@ PATIENT = """
 
 
 @pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGKILL])
-def test_processes_end_with_their_terminal_and_with_who_started_them(start, number, tmp_path):
-    """SIGKILL cannot be passed on; what becomes of processes whose parent is gone, the system
-    knows.
-    """
+def test_processes_end_with_their_terminal_or_their_launcher(start, number, tmp_path):
+    """SIGKILL cannot be passed on: the system signals processes whose parent has died."""
     before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # these tests may run under nohup
     try:
-        launched = start(PATIENT)
+        launched = start(WAITS_FOR_SIGTERM)
     finally:
         signal.signal(signal.SIGHUP, before)
     while not all((tmp_path / f"ready-{which}").exists() for which in range(2)):
@@ -184,7 +182,7 @@ def test_processes_end_with_their_terminal_and_with_who_started_them(start, numb
         assert time.monotonic() < limit
 
 
-def test_under_nohup_a_terminal_that_closes_is_nothing():
+def test_under_nohup_a_closed_terminal_is_ignored():
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         with _forwarding([], 1) as (forwarded, _):
@@ -194,8 +192,8 @@ def test_under_nohup_a_terminal_that_closes_is_nothing():
         signal.signal(signal.SIGHUP, before)
 
 
-class Told:
-    """A process that keeps what it is told."""
+class RecordsSignals:
+    """A process that records the signals it is sent."""
 
     def __init__(self):
         self.signals = []
@@ -207,11 +205,11 @@ class Told:
         self.signals.append(number)
 
 
-def test_a_signal_before_all_are_there_reaches_each_once():
-    processes = [Told()]
+def test_a_signal_during_startup_reaches_each_process_once():
+    processes = [RecordsSignals()]
     with _forwarding(processes, 2) as (_, send_early_signals):
         os.kill(os.getpid(), signal.SIGTERM)
-        processes.append(Told())
+        processes.append(RecordsSignals())
         send_early_signals()
         assert [process.signals for process in processes] == [[signal.SIGTERM]] * 2
         os.kill(os.getpid(), signal.SIGUSR1)
@@ -228,7 +226,7 @@ def test_a_signal_before_all_are_there_reaches_each_once():
         (("--processes", "2"), "required: SCRIPT"),
     ],
 )
-def test_mistakes_end_with_one_message(arguments, message):
+def test_user_mistakes_end_with_one_message(arguments, message):
     failed = subprocess.run(
         [sys.executable, LAUNCH, *arguments], capture_output=True, text=True, timeout=60
     )

@@ -1,5 +1,5 @@
-"""Two and four processes train as one does, whichever axis crosses their border, and what they save
-goes on in one, two and eight.
+"""Runs of two and four processes match one process, whichever mesh axis crosses processes, and
+their checkpoints can be resumed with one, two and eight.
 """
 
 import contextlib
@@ -38,13 +38,15 @@ FOUR = {
     "pipe=2,tensor=4": {"pipe": "hosts", "tensor": "processes"},
     "data=2,fsdp=4": {"data": "hosts", "fsdp": "processes"},
 }
-"""Of four with two each, of which processes 0 and 2 are on one host, 1 and 3 on another."""
+"""Meshes of four processes with two devices each, where processes 0 and 2 are on one host, 1 and 3
+on another.
+"""
 SAVED = "data=2,fsdp=4"
 
 
 @pytest.fixture(scope="module")
 def groups(tmp_path_factory):
-    """Asks for a group of processes and gives what they say."""
+    """Functions that start a group of processes and return their answers."""
     there = tmp_path_factory.mktemp("groups")
     (there / "text.txt").write_text("".join(f"{n} times {n} is {n * n}.\n" for n in range(500)))
     process = subprocess.Popen(
@@ -69,11 +71,11 @@ def groups(tmp_path_factory):
             + "\n"
         )
         process.stdin.flush()
-        said = json.loads(process.stdout.readline())
-        assert all(isinstance(each, list) for each in said), "\n".join(
-            each for each in said if isinstance(each, str)
+        answers = json.loads(process.stdout.readline())
+        assert all(isinstance(each, list) for each in answers), "\n".join(
+            each for each in answers if isinstance(each, str)
         )
-        return said
+        return answers
 
     def run_dir(mesh, processes):
         return str(there / f"{mesh}-{processes}")
@@ -89,17 +91,17 @@ def groups(tmp_path_factory):
             }
             for mesh in meshes
         ]
-        said = ask(processes, devices, tasks, hosts)
-        return {mesh: [each[place] for each in said] for place, mesh in enumerate(meshes)}
+        answers = ask(processes, devices, tasks, hosts)
+        return {mesh: [each[place] for each in answers] for place, mesh in enumerate(meshes)}
 
-    def resume(mesh, processes, *onto):
+    def resume(mesh, processes, *target):
         return ask(
-            *onto[:2],
+            *target[:2],
             [
                 {
                     "run_dir": run_dir(mesh, processes),
                     "resume": True,
-                    "mesh": onto[2],
+                    "mesh": target[2],
                     "progress": "none",
                 }
             ],
@@ -115,7 +117,7 @@ def groups(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def alone(groups):
+def one_process_losses(groups):
     return groups[0](1, 1, ["data=1"])["data=1"][0]["losses"]
 
 
@@ -129,50 +131,50 @@ def four(groups):
     return groups[0](4, 2, list(FOUR), hosts=["a", "b", "a", "b"])
 
 
-def crosses(said):
-    return next(event["crosses"] for event in said[0]["events"] if event["event"] == "plan")
+def crosses(answers):
+    return next(event["crosses"] for event in answers[0]["events"] if event["event"] == "plan")
 
 
 @pytest.mark.parametrize("mesh", TWO)
-def test_two_processes_give_the_losses_of_one(two, alone, mesh):
-    assert two[mesh][0]["losses"] == pytest.approx(alone, rel=F32_RELATIVE)
+def test_two_processes_match_the_losses_of_one(two, one_process_losses, mesh):
+    assert two[mesh][0]["losses"] == pytest.approx(one_process_losses, rel=F32_RELATIVE)
     assert crosses(two[mesh]) == TWO[mesh]
 
 
 @pytest.mark.parametrize("mesh", FOUR)
-def test_four_processes_give_the_losses_of_one(four, alone, mesh):
-    """JAX lists the devices of process 1 after those of process 0; the mesh has those of process 2
-    there, which shares its host.
+def test_four_processes_match_the_losses_of_one(four, one_process_losses, mesh):
+    """JAX lists the devices of process 1 after those of process 0; the mesh puts those of process 2
+    there, which is on the same host.
     """
-    assert four[mesh][0]["losses"] == pytest.approx(alone, rel=F32_RELATIVE)
+    assert four[mesh][0]["losses"] == pytest.approx(one_process_losses, rel=F32_RELATIVE)
     assert crosses(four[mesh]) == FOUR[mesh]
 
 
 def test_each_process_loads_only_its_rows(two, four):
-    assert [said["rows"] for said in two["data=4"]] == [[0, 1, 2, 3], [4, 5, 6, 7]]
-    assert [said["rows"] for said in two["tensor=4"]] == [list(range(8))] * 2
-    assert [said["rows"] for said in four[SAVED]] == [[0, 1], [4, 5], [2, 3], [6, 7]]
+    assert [answer["rows"] for answer in two["data=4"]] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert [answer["rows"] for answer in two["tensor=4"]] == [list(range(8))] * 2
+    assert [answer["rows"] for answer in four[SAVED]] == [[0, 1], [4, 5], [2, 3], [6, 7]]
 
 
-def test_the_run_says_who_started_it(two):
+def test_the_start_event_names_the_launcher_and_devices(two):
     starts = [
-        next(event for event in said[0]["events"] if event["event"] == "start")
-        for said in two.values()
+        next(event for event in answers[0]["events"] if event["event"] == "start")
+        for answers in two.values()
     ]
     assert [start["engine"] for start in starts] == ["flags", "program", "program"]
     assert starts[0]["devices"] == "4 x cpu (cpu) in 2 processes on 2 hosts"
 
 
 @pytest.mark.parametrize(
-    "onto",
+    "target",
     [(1, 2, "data=2"), (2, 1, "fsdp=2"), (8, 1, "data=2,fsdp=4")],
     ids=["one", "two", "eight"],
 )
-def test_what_four_have_saved_goes_on_in(groups, four, onto):
-    said = groups[1](SAVED, 4, *onto)
+def test_a_checkpoint_of_four_processes_resumes_with_other_numbers(groups, four, target):
+    answers = groups[1](SAVED, 4, *target)
     assert {
         name
-        for name, digest in said[0][0]["state"].items()
+        for name, digest in answers[0][0]["state"].items()
         if digest != four[SAVED][0]["state"][name]
     } == set()
-    assert said[0][0]["events"][-1]["step"] == TINY["steps"]
+    assert answers[0][0]["events"][-1]["step"] == TINY["steps"]

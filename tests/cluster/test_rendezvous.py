@@ -1,4 +1,4 @@
-"""Who is there is known, and who is not is named."""
+"""The rendezvous before JAX connects: all processes arrive, or the missing ones are named."""
 
 import json
 import socket
@@ -13,7 +13,7 @@ import pytest
 from helpers import free_port
 
 from optimus_jax.cluster import distributed, rendezvous_server
-from optimus_jax.cluster import rendezvous_client as reporting
+from optimus_jax.cluster import rendezvous_client as client_module
 from optimus_jax.cluster.distributed import _Joining
 from optimus_jax.cluster.launch import Launch
 from optimus_jax.cluster.rendezvous_client import report_to_coordinator
@@ -22,12 +22,12 @@ from optimus_jax.cluster.rendezvous_server import RendezvousServer
 from optimus_jax.errors import ConfigError, FaultError
 
 LONG_S = 60.0
-"""Nobody waits for so long here."""
+"""Longer than any wait in these tests."""
 
 
 @pytest.fixture
 def first():
-    """The launch of process 0 of three, with a port that is free."""
+    """The launch of process 0 of three, with a free port."""
     port = free_port()
     return Launch(
         engine="SLURM",
@@ -43,28 +43,30 @@ def other(first, number, **changes):
     return replace(first, process_id=number, **changes)
 
 
-def soon(seconds=LONG_S):
+def deadline(seconds=LONG_S):
     return time.monotonic() + seconds
 
 
-def test_all_come_and_the_port_is_free_for_the_service(first):
-    with ThreadPoolExecutor() as pool, RendezvousServer(first, soon()) as call:
+def test_all_processes_arrive_and_the_port_is_free_for_jax(first):
+    with ThreadPoolExecutor() as pool, RendezvousServer(first, deadline()) as server:
         there = [
-            pool.submit(report_to_coordinator, other(first, number), soon()) for number in (1, 2)
+            pool.submit(report_to_coordinator, other(first, number), deadline())
+            for number in (1, 2)
         ]
-        call.gather()
+        server.gather()
         with socket.create_server(address_of(first), family=socket.AF_INET):
             assert not any(each.done() for each in there)  # the service is not up yet
-            call.release()
+            server.release()
             for each in there:
                 each.result(LONG_S).close()
 
 
-def test_a_coordinator_that_nobody_finds_is_said_to_be_one(first):
+def test_an_unresolvable_coordinator_name_is_reported(first):
     with (
         RendezvousServer(
-            replace(first, coordinator=f"no.such.host.invalid:{address_of(first)[1]}"), soon(0.0)
-        ) as call,
+            replace(first, coordinator=f"no.such.host.invalid:{address_of(first)[1]}"),
+            deadline(0.0),
+        ) as server,
         pytest.raises(
             FaultError,
             match=(
@@ -73,101 +75,104 @@ def test_a_coordinator_that_nobody_finds_is_said_to_be_one(first):
             ),
         ),
     ):
-        call.gather()
+        server.gather()
 
 
-def test_others_may_come_first(first):
-    said = []
+def test_other_processes_may_start_before_process_0(first):
+    messages = []
     with ThreadPoolExecutor() as pool:
         there = [
-            pool.submit(report_to_coordinator, other(first, number), soon(), said.append)
+            pool.submit(report_to_coordinator, other(first, number), deadline(), messages.append)
             for number in (1, 2)
         ]
-        with RendezvousServer(first, soon()) as call:
-            call.gather()
-            call.release()
+        with RendezvousServer(first, deadline()) as server:
+            server.gather()
+            server.release()
         for each in there:
             each.result(LONG_S).close()
-    assert said == []
+    assert messages == []
 
 
 @pytest.fixture
 def all_there(first):
-    """Process 0 and how the others see it, when all have come and JAX has connected none."""
-    with ThreadPoolExecutor() as pool, RendezvousServer(first, soon()) as call:
+    """Process 0 and the connections of the others, after all have arrived and before JAX has
+    connected any.
+    """
+    with ThreadPoolExecutor() as pool, RendezvousServer(first, deadline()) as server:
         there = [
-            pool.submit(report_to_coordinator, other(first, number), soon()) for number in (1, 2)
+            pool.submit(report_to_coordinator, other(first, number), deadline())
+            for number in (1, 2)
         ]
-        call.gather()
-        call.release()
+        server.gather()
+        server.release()
         others = [each.result(LONG_S) for each in there]
-        yield call, others
+        yield server, others
         for each in others:
             each.close()
 
 
 def until(look, wanted):
-    end = soon()
+    end = deadline()
     while (found := look()) != wanted and time.monotonic() < end:
         time.sleep(0.01)
     assert found == wanted
 
 
-def test_who_dies_before_it_is_connected_is_named_to_all(all_there):
-    call, (one, two) = all_there
-    assert (call.lost(), one.lost(), two.lost()) == ([], [], [])
+def test_a_process_that_dies_before_jax_connects_is_named_to_all(all_there):
+    server, (one, two) = all_there
+    assert (server.lost(), one.lost(), two.lost()) == ([], [], [])
     one.close()
-    until(call.lost, [1])
+    until(server.lost, [1])
     until(two.lost, [1])
 
 
-def test_process_0_may_die_too(all_there):
-    call, others = all_there
-    for caller in call._present.values():
+def test_the_loss_of_process_0_is_named_too(all_there):
+    server, others = all_there
+    for caller in server._present.values():
         caller.connection.close()
     for each in others:
         until(each.lost, [0])
 
 
-def test_who_is_connected_may_go_before_the_others_are(all_there):
-    call, (one, two) = all_there
+def test_a_connected_process_may_leave_before_the_others_are(all_there):
+    server, (one, two) = all_there
     with one:
         pass
-    until(lambda: (call.lost(), sorted(call._present)), ([], [2]))
+    until(lambda: (server.lost(), sorted(server._present)), ([], [2]))
     with ThreadPoolExecutor() as pool:
-        seen_off = pool.submit(call.await_disconnects)
+        disconnects = pool.submit(server.await_disconnects)
         until(lambda: two.lost() or two._is_connected, True)
         with two:
             pass
-        seen_off.result(LONG_S)
-    assert call._present == {}
+        disconnects.result(LONG_S)
+    assert server._present == {}
 
 
-def test_all_who_are_there_hear_who_is_missing(first):
-    with ThreadPoolExecutor() as pool, RendezvousServer(first, soon()) as call:
-        there = pool.submit(report_to_coordinator, other(first, 2), soon())
-        while call.missing != [1]:
-            call._selector.select()
-            hear(call)
-        call._deadline = time.monotonic()
+def test_all_waiting_processes_are_told_who_is_missing(first):
+    with ThreadPoolExecutor() as pool, RendezvousServer(first, deadline()) as server:
+        there = pool.submit(report_to_coordinator, other(first, 2), deadline())
+        while server.missing != [1]:
+            server._selector.select()
+            handle_messages(server)
+        server._deadline = time.monotonic()
         with pytest.raises(FaultError, match="process 1 of 3 did not come in time"):
-            call.gather()
+            server.gather()
         with pytest.raises(
             FaultError, match=r"process 1 of 3 did not come in time\n  given: process 2 of 3"
         ):
             there.result(LONG_S)
 
 
-def hear(call):
-    for key, _ in call._selector.select():
-        call._accept() if key.fileobj is call._listener else call._receive(key.data)
+def handle_messages(server):
+    for key, _ in server._selector.select():
+        server._accept() if key.fileobj is server._listener else server._receive(key.data)
 
 
 @pytest.mark.parametrize("bind", [None, "127.0.0.1"])
-def test_it_listens_where_it_is_told_to(first, bind):
+def test_the_server_listens_on_the_configured_address(first, bind):
     """Every 127.x.y.z is an address of this machine."""
     port = address_of(first)[1]
-    with RendezvousServer(replace(first, bind=bind), soon()):
+    with RendezvousServer(replace(first, bind=bind), deadline()):
         socket.create_connection(("127.0.0.1", port)).close()
         if bind is None:
             socket.create_connection(("127.0.0.2", port)).close()
@@ -178,33 +183,33 @@ def test_it_listens_where_it_is_told_to(first, bind):
 
 def test_an_address_of_another_machine_is_refused_at_once(first):
     with pytest.raises(ConfigError, match=r"192\.0\.2\.1:\d+: .*\n.*distributed\.bind"):
-        RendezvousServer(replace(first, bind="192.0.2.1"), soon())
+        RendezvousServer(replace(first, bind="192.0.2.1"), deadline())
 
 
 @pytest.mark.parametrize(
     ("bind", "expected"), [(None, None), ("10.0.0.1", "10.0.0.1:{}"), ("::1", "[::1]:{}")]
 )
-def test_jax_listens_there_too(first, bind, expected, monkeypatch):
+def test_jax_is_given_the_same_listening_address(first, bind, expected, monkeypatch):
     asked = {}
     monkeypatch.setattr("jax.distributed.initialize", lambda *_, **options: asked.update(options))
     _Joining(replace(first, bind=bind), 10).run()
     assert asked["coordinator_bind_address"] == (expected and expected.format(address_of(first)[1]))
 
 
-def test_who_never_finds_process_0_says_so(first):
+def test_a_process_that_cannot_reach_process_0_says_so(first):
     with pytest.raises(FaultError, match=r"process 0 of 3 did not come in time(.|\n)*refused"):
-        report_to_coordinator(other(first, 1), soon(0.1))
+        report_to_coordinator(other(first, 1), deadline(0.1))
 
 
-def test_who_waits_says_for_whom(first, monkeypatch):
+def test_the_waiting_notice_names_the_missing_processes(first, monkeypatch):
     monkeypatch.setattr(rendezvous_server, "FIRST_NOTICE_S", 0.0)
-    said = []
+    messages = []
     with (
-        RendezvousServer(first, soon(0.1), said.append) as call,
+        RendezvousServer(first, deadline(0.1), messages.append) as server,
         pytest.raises(FaultError, match="processes 1, 2 of 3"),
     ):
-        call.gather()
-    assert said[0].startswith("waiting for processes 1, 2 of 3; process 0 of 3")
+        server.gather()
+    assert messages[0].startswith("waiting for processes 1, 2 of 3; process 0 of 3")
 
 
 @pytest.mark.parametrize(
@@ -214,49 +219,49 @@ def test_who_waits_says_for_whom(first, monkeypatch):
         ({"num_processes": 4}, "a run of 3 processes"),
     ],
 )
-def test_a_process_of_another_run_is_turned_away(first, changes, message):
-    with ThreadPoolExecutor() as pool, RendezvousServer(first, soon()) as call:
-        there = pool.submit(report_to_coordinator, other(first, 1, **changes), soon())
+def test_a_process_of_another_run_is_refused(first, changes, message):
+    with ThreadPoolExecutor() as pool, RendezvousServer(first, deadline()) as server:
+        there = pool.submit(report_to_coordinator, other(first, 1, **changes), deadline())
         while not there.done():
-            hear_if_any(call)
+            handle_pending_messages(server)
         with pytest.raises(ConfigError, match=message):
             there.result(LONG_S)
-        assert call.missing == [1, 2]
+        assert server.missing == [1, 2]
 
 
-def hear_if_any(call):
-    for key, _ in call._selector.select(0.05):
-        call._accept() if key.fileobj is call._listener else call._receive(key.data)
+def handle_pending_messages(server):
+    for key, _ in server._selector.select(0.05):
+        server._accept() if key.fileobj is server._listener else server._receive(key.data)
 
 
-def test_two_processes_cannot_have_one_number(first):
-    with ThreadPoolExecutor() as pool, RendezvousServer(first, soon()) as call:
-        both = [pool.submit(report_to_coordinator, other(first, 1), soon()) for _ in range(2)]
+def test_two_processes_with_the_same_number_are_refused(first):
+    with ThreadPoolExecutor() as pool, RendezvousServer(first, deadline()) as server:
+        both = [pool.submit(report_to_coordinator, other(first, 1), deadline()) for _ in range(2)]
         while not any(each.done() for each in both):
-            hear_if_any(call)
+            handle_pending_messages(server)
         with pytest.raises(ConfigError, match="there is a process 1 already"):
             next(each for each in both if each.done()).result()
-        assert call.missing == [2]
-        call._deadline = time.monotonic()
+        assert server.missing == [2]
+        server._deadline = time.monotonic()
         with pytest.raises(FaultError):
-            call.gather()
+            server.gather()
 
 
-def test_who_has_gone_is_missing_again_and_may_come_back(first):
-    said = (
+def test_a_process_that_left_is_missing_and_may_return(first):
+    messages = (
         json.dumps({"process": 1, "of": 3, "job": "12.0", "host": "h", "pid": 7}).encode() + b"\n"
     )
-    with RendezvousServer(first, soon()) as call:
+    with RendezvousServer(first, deadline()) as server:
         with socket.create_connection(address_of(first)) as connection:
-            connection.sendall(said)
-            while 1 in call.missing:
-                hear(call)
-        while 1 not in call.missing:
-            hear(call)
+            connection.sendall(messages)
+            while 1 in server.missing:
+                handle_messages(server)
+        while 1 not in server.missing:
+            handle_messages(server)
         with socket.create_connection(address_of(first)) as connection:
-            connection.sendall(said)
-            while 1 in call.missing:
-                hear(call)
+            connection.sendall(messages)
+            while 1 in server.missing:
+                handle_messages(server)
 
 
 @pytest.mark.parametrize(
@@ -270,33 +275,33 @@ def test_who_has_gone_is_missing_again_and_may_come_back(first):
         b"[" * 4000 + b"\n",
     ],
 )
-def test_strangers_are_passed_over(first, noise):
+def test_invalid_messages_are_ignored(first, noise):
     with (
-        RendezvousServer(first, soon()) as call,
+        RendezvousServer(first, deadline()) as server,
         socket.create_connection(address_of(first)) as stranger,
     ):
         stranger.sendall(noise)
         stranger.shutdown(socket.SHUT_WR)
-        hear(call)  # accepts it
-        while len(call._selector.get_map()) > 1:
-            hear(call)
-        assert call.missing == [1, 2]
+        handle_messages(server)  # accepts it
+        while len(server._selector.get_map()) > 1:
+            handle_messages(server)
+        assert server.missing == [1, 2]
 
 
 @pytest.mark.parametrize(("restarts", "kind"), [(False, ConfigError), (True, FaultError)])
-def test_a_port_that_is_taken(first, monkeypatch, restarts, kind):
-    """To be mended by who gave it; a job that starts again may find it free."""
+def test_a_port_in_use_is_an_error(first, monkeypatch, restarts, kind):
+    """A user's mistake if the user chose the port; a restarted job may find it free."""
     monkeypatch.setattr(rendezvous_server, "_PORT_FREED_S", 0.0)
     with (
         socket.create_server(address_of(first)),
         pytest.raises(kind, match="process 0 cannot listen"),
     ):
-        RendezvousServer(replace(first, restarts=restarts), soon())
+        RendezvousServer(replace(first, restarts=restarts), deadline())
 
 
-def reach_oneself(address, **_):
-    """What the system does with a connection to a port that nobody has if it deals out that same
-    port for this side of it.
+def connect_to_itself(address, **_):
+    """A connection to a port that nobody listens on, for which the system chose the same port on
+    this side.
     """
     connection = socket.socket()
     connection.bind(("127.0.0.1", 0))
@@ -304,18 +309,18 @@ def reach_oneself(address, **_):
     return connection
 
 
-def test_a_process_that_reaches_itself_has_found_nobody(first, monkeypatch):
-    monkeypatch.setattr(socket, "create_connection", reach_oneself)
+def test_a_connection_to_itself_is_not_process_0(first, monkeypatch):
+    monkeypatch.setattr(socket, "create_connection", connect_to_itself)
     with pytest.raises(
         FaultError, match=r"process 0 of 3 did not come in time(.|\n)*reached itself"
     ):
-        report_to_coordinator(other(first, 1), soon(0.2))
+        report_to_coordinator(other(first, 1), deadline(0.2))
 
 
-def test_an_echo_is_no_answer(first, monkeypatch):
-    monkeypatch.setattr(reporting, "ANSWER_WAIT_S", 0.0)
+def test_an_echoed_message_is_not_an_answer(first, monkeypatch):
+    monkeypatch.setattr(client_module, "ANSWER_WAIT_S", 0.0)
     with socket.create_server(address_of(first)) as listener, ThreadPoolExecutor() as pool:
-        lost = pool.submit(report_to_coordinator, other(first, 1), soon(0.5))
+        lost = pool.submit(report_to_coordinator, other(first, 1), deadline(0.5))
         connection, _ = listener.accept()
         connection.sendall(connection.recv(4096))
         with pytest.raises(FaultError, match="did not come in time"):
@@ -323,12 +328,14 @@ def test_an_echo_is_no_answer(first, monkeypatch):
         connection.close()
 
 
-def test_process_0_is_understood_in_whatever_pieces_it_speaks(first):
-    """In one piece what lets this process go on and who has gone since, or the latter in two."""
+def test_answers_of_process_0_are_read_in_any_pieces(first):
+    """The permission to continue and the lost processes in one piece, or the latter in two
+    pieces.
+    """
     missing = json.dumps({"missing": [2]}).encode() + b"\n"
     for pieces in ([b'{"go": true}\n' + missing], [b'{"go": true}\n', missing[:5], missing[5:]]):
         with socket.create_server(address_of(first)) as listener, ThreadPoolExecutor() as pool:
-            reached = pool.submit(report_to_coordinator, other(first, 1), soon())
+            reached = pool.submit(report_to_coordinator, other(first, 1), deadline())
             connection, _ = listener.accept()
             connection.recv(4096)
             connection.sendall(pieces[0])
@@ -338,7 +345,7 @@ def test_process_0_is_understood_in_whatever_pieces_it_speaks(first):
                 connection.sendall(piece)
                 if place == 0:
                     assert seen.lost() == []
-            found, until = [], soon()
+            found, until = [], deadline()
             while not found and time.monotonic() < until:
                 found = seen.lost()
             connection.close()
@@ -347,18 +354,18 @@ def test_process_0_is_understood_in_whatever_pieces_it_speaks(first):
 
 
 @pytest.mark.parametrize(("restarts", "kind"), [(False, ConfigError), (True, FaultError)])
-def test_who_is_lost_while_jax_connects_is_no_mistake_of_a_job(first, restarts, kind):
+def test_a_process_lost_while_jax_connects_is_a_fault_if_jobs_restart(first, restarts, kind):
     joining = SimpleNamespace(
         is_alive=lambda: False,
         failure=jax.errors.JaxRuntimeError("UNAVAILABLE: a heartbeat failed"),
     )
     with pytest.raises(kind, match="a heartbeat failed"):
-        distributed._join(replace(first, restarts=restarts), joining, soon(), list)
+        distributed._join(replace(first, restarts=restarts), joining, deadline(), list)
 
 
-def test_a_port_that_becomes_free_is_waited_for(first):
+def test_a_port_that_is_still_in_use_is_waited_for(first):
     taken = socket.create_server(address_of(first))
     freed = threading.Timer(0.1, taken.close)
     freed.start()
-    with RendezvousServer(first, soon()):
+    with RendezvousServer(first, deadline()):
         freed.join()

@@ -1,7 +1,8 @@
-"""A cluster, plans for it and truths about it, which tests of the predictor and the advisor share.
+"""A cluster, plans for it and simulated true step times, shared by tests of the predictor and the
+advisor.
 
-A truth is what the cost model would say with other rates and links, each term and each plan off by
-a bit more: neither right nor useless, as on a real machine.
+A `Truth` is the cost model with other rates and links, and with random errors in each term and each
+plan: the cost model is neither exact nor useless, as on a real machine.
 """
 
 import math
@@ -79,7 +80,7 @@ PLANS = tuple([plan_on(mesh) for mesh in MESHES])
 
 
 def query(plan: Plan, conditions: Conditions | None = None, regime: int = 0) -> Query:
-    """What is asked of a predictor about a plan."""
+    """The predictor's query for a plan."""
     conditions = conditions or Conditions()
     return Query(
         plan=plan.digest,
@@ -90,7 +91,7 @@ def query(plan: Plan, conditions: Conditions | None = None, regime: int = 0) -> 
 
 
 def ranked(pricing: Pricing, plans: Iterable[Plan]) -> Ranking:
-    """The best few of these by the cost model, as a search would answer that knows no others."""
+    """The best of these plans by the cost model, as if a search knew no others."""
     fitting = [
         plan
         for plan in plans
@@ -110,7 +111,7 @@ def ranked(pricing: Pricing, plans: Iterable[Plan]) -> Ranking:
 
 
 class Truth:
-    """How fast steps really are.
+    """The true step times.
 
     Args:
       seed: draws by how much everything is off.
@@ -141,7 +142,7 @@ class Truth:
             self._terms[name] = math.exp(terms * random.standard_normal())
 
     def log_time(self, plan: Plan, conditions: Conditions | None = None) -> float:
-        """Logarithm of the level of step times, seconds."""
+        """Logarithm of the typical step time in seconds."""
         cluster, rates = CLUSTER, PRICING.rates
         assert cluster.inter_host is not None
         assert cluster.inter_host.bytes_per_s is not None

@@ -1,6 +1,4 @@
-"""Fakes that signals are injected through: a clock, NVIDIA's driver, devices, and processes that
-probe together.
-"""
+"""Fakes for tests of signals: a clock, NVIDIA's driver, devices, and processes that run probes."""
 
 from types import ModuleType, SimpleNamespace
 
@@ -13,7 +11,7 @@ COMPUTE = Matmuls(m=512, k=256, dtype="f32", repeats=1)
 
 
 class FakeClock:
-    """Stands still until somebody moves it."""
+    """Advances only when told to."""
 
     def __init__(self):
         self.now_s = 1000.0
@@ -26,17 +24,17 @@ class FakeClock:
 
 
 def at_once(job):
-    """In place of a thread."""
+    """Run the job immediately, in place of a thread."""
     job()
 
 
 class NvmlError(Exception):
-    """The fake driver's own."""
+    """The fake driver's error."""
 
 
 def nvml(gpus):
-    """A fake of pynvml; `gpus` may be changed while it is in use, and what a GPU lacks its driver
-    does not support.
+    """A fake of pynvml. `gpus` may be changed while it is in use; what a GPU's entry lacks is "Not
+    Supported".
     """
     library = ModuleType("fake")
 
@@ -82,7 +80,7 @@ def nvml(gpus):
 
 
 class FakePrograms:
-    """Probes that take what they are told, on a clock that shows it."""
+    """Probes with given durations, which advance the fake clock."""
 
     compute, messages = COMPUTE, messages_of("cpu")
 
@@ -112,8 +110,8 @@ class FakePrograms:
 
 
 def with_others(*changes):
-    """Exchange with processes that find what this one does but for `changes`, each a function of a
-    copy of its numbers.
+    """An exchange with processes that measure the same as this one except for `changes`, each a
+    function of a copy of its numbers.
     """
 
     def exchange(own):

@@ -1,7 +1,8 @@
-"""Whole runs of a tiny model on eight devices, in which programs that are alike are compiled once,
-and not for speed.
+"""Whole runs of a tiny model on eight devices. Identical programs are compiled once, without
+optimisation.
 
-What a test compares bit for bit comes from the same executables or from such as are compiled alike.
+What a test compares bit for bit comes from the same executables, or from executables compiled with
+the same options.
 """
 
 import functools
@@ -49,9 +50,7 @@ TINY = {
 
 
 class AtOnce:
-    """Does in the foreground what a thread would do: these runs would be over before it has
-    compiled.
-    """
+    """Runs jobs in the foreground: these runs would end before a thread has compiled."""
 
     def __init__(self, name):
         pass
@@ -64,30 +63,28 @@ class AtOnce:
 
 
 class Scripted:
-    """An advisor that decides what `script` says: decisions by the step at whose boundary they are
-    made.
-    """
+    """An advisor that follows `script`: decisions by the step at whose boundary they are made."""
 
     script: ClassVar[dict[int, Decision]] = {}
-    told: ClassVar[list[str]] = []
+    messages: ClassVar[list[str]] = []
     remembered: ClassVar[list[tuple[int, bool, dict[str, float]]]] = []
     wants_probe, steps_alike, is_puzzled = False, 1000, False
 
     def __init__(self, **_):
-        self.told.clear()
+        self.messages.clear()
         self.remembered.clear()
 
     def decide(self, observation):
         return self.script.get(observation.step)
 
     def switched(self, plan, costs_s):
-        self.told.append(f"switched to {plan.axes}")
+        self.messages.append(f"switched to {plan.axes}")
 
     def failed(self, plan, why, at_step=None, is_back=False):
-        self.told.append(f"{plan.axes} failed: {why}")
+        self.messages.append(f"{plan.axes} failed: {why}")
 
     def dropped(self):
-        self.told.append("dropped")
+        self.messages.append("dropped")
 
     def charge(self, time_s):
         pass
@@ -132,8 +129,8 @@ _build_program = functools.cache(step_module.build_program)
 
 
 def build_once(config, plan, devices=None):
-    """`build_program`, but programs of configs that differ in nothing that they compute share what
-    is compiled.
+    """`build_program`, cached: configs that do not differ in what they compute share compiled
+    programs.
     """
     alike = replace(
         config,
@@ -163,7 +160,7 @@ def text(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def quick(tmp_path_factory):
-    """Compile as fast as can be; and nothing was learnt in runs of other tests."""
+    """Compile without optimisation, and start without predictions learnt in runs of other tests."""
     learnt = tmp_path_factory.mktemp("learnt")
     with compiled_quickly(), pytest.MonkeyPatch.context() as patch:
         for module in (api, run, executables, trial):
@@ -177,7 +174,7 @@ def quick(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def slow_devices(quick, tmp_path_factory):
-    """It is known how fast these are: so slow that their number is what counts."""
+    """The devices' rates are known, and so slow that the number of devices decides."""
     rates = Rates(
         accelerator="cpu",
         source="made up",

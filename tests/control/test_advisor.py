@@ -1,4 +1,4 @@
-"""The advisor drives a run whose truth it is not told, and switches when that pays, and not
+"""The advisor drives a run without knowing its true step times: it switches when that pays, and not
 otherwise.
 """
 
@@ -49,7 +49,7 @@ SMALLER = [
 
 
 def search(pricing: Pricing) -> Ranking:
-    """The best of a few plans: a search over all takes long."""
+    """The best of a few plans: a search over all plans takes too long."""
     mesh = pricing.config.parallel.mesh
     return ranked(
         pricing, [plan for plan in [*PLANS, *SMALLER] if mesh in ("auto", str(plan.axes))]
@@ -65,7 +65,9 @@ STRAGGLING = frozenset(range(16, 24))
 
 
 class Job:
-    """A run: steps of a hidden truth, probes of its conditions, switches that take time."""
+    """A run: steps with hidden true durations, probes of its conditions, and switches that take
+    time.
+    """
 
     def __init__(
         self,
@@ -93,14 +95,16 @@ class Job:
         self.pending: tuple[int, Decision] | None = None
         self.fails, self.without = 0, frozenset[int]()
 
-    def readings(self, said: Conditions | None, more: dict[str, float]) -> dict[str, SignalSummary]:
+    def readings(
+        self, reported: Conditions | None, more: dict[str, float]
+    ) -> dict[str, SignalSummary]:
         values = dict(more)
-        if said is not None:
+        if reported is not None:
             values |= {
-                "link_slowdown/inside": said.inside,
-                "link_slowdown/between": said.between,
-                "compute_slowdown": said.compute,
-                "process_skew": said.skew,
+                "link_slowdown/inside": reported.inside,
+                "link_slowdown/between": reported.between,
+                "compute_slowdown": reported.compute,
+                "process_skew": reported.skew,
             }
         return {
             name: SignalSummary(
@@ -113,7 +117,7 @@ class Job:
         self,
         count: int,
         true: Conditions | None = None,
-        said: Conditions | str | None = "truth",
+        reported: Conditions | str | None = "truth",
         *,
         noise: float = 0.01,
         lost: frozenset[int] = frozenset(),
@@ -129,7 +133,7 @@ class Job:
             )
             self.step, self.time_s = self.step + 1, self.time_s + step_time_s
             readings = self.readings(
-                true if said == "truth" else said,
+                true if reported == "truth" else reported,
                 {name.replace("_slowdown_", "_slowdown/"): value for name, value in more.items()},
             )
             decision = self.advisor.decide(
@@ -173,15 +177,15 @@ class Job:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_nothing_changes_and_nothing_is_switched(seed):
+def test_steady_conditions_cause_no_switch(seed):
     job = Job(seed=seed).go(1500)
     assert job.switches == []
-    # What was weighed is on record, and no step writes one of its own.
+    # Decisions are recorded, but not one for every step.
     assert 1 <= len(job.decisions) <= 8
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_noise_and_spikes_do_not_switch(seed):
+def test_noise_and_spikes_do_not_cause_a_switch(seed):
     job = Job(seed=seed)
     for number in range(60):
         job.go(19, noise=0.06).go(1, factor=6.0 if number % 3 else 1.0)
@@ -189,7 +193,7 @@ def test_noise_and_spikes_do_not_switch(seed):
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_a_poor_start_is_mended_once(seed):
+def test_a_poor_initial_plan_is_replaced_early(seed):
     job = Job(POOR, seed=seed).go(600)
     assert 1 <= len(job.switches) <= 2
     assert job.switches[0][0] < 40
@@ -198,8 +202,8 @@ def test_a_poor_start_is_mended_once(seed):
     assert job.true_s(job.plan) < 1.1 * best_s
 
 
-def test_plans_that_were_tried_before_the_run_are_known():
-    """One that the cost model does not think much of, and that is the fastest in truth."""
+def test_step_times_of_plans_tried_before_the_run_are_used():
+    """The cost model ranks the plan low, and in truth it is the fastest."""
     job = Job(seed=2)
     other = plan_on("fsdp=16,tensor=4")
     tried_s = {BEST: job.true_s(BEST), other: 0.8 * job.true_s(BEST)}
@@ -207,18 +211,18 @@ def test_plans_that_were_tried_before_the_run_are_known():
     assert Job(seed=2, tried_s=tried_s).go(30).switches[0][1] == other
 
 
-def test_nothing_is_weighed_before_the_level_of_step_times_is_known():
-    """Readings alone would have plans compared that no step has been held against."""
+def test_no_decision_before_the_typical_step_time_is_known():
+    """With readings alone, plans would be compared without a measured step time."""
     job = Job(POOR).go(SETTLING + LEAST - 1, SLOW)
     assert job.decisions == []
     assert job.go(1, SLOW).decisions[0].trigger == "step times are known"
 
 
-def test_a_short_run_is_left_alone():
+def test_a_short_run_is_not_switched():
     assert Job(POOR, num_steps=30).go(30).switches == []
 
 
-def test_a_slow_link_is_answered_and_its_end_too():
+def test_a_slow_link_causes_a_switch_and_its_recovery_a_switch_back():
     job = Job(num_steps=5000).go(200)
     before = job.plan
     job.go(400, SLOW)
@@ -230,7 +234,7 @@ def test_a_slow_link_is_answered_and_its_end_too():
     assert job.true_s(job.plan) == pytest.approx(job.true_s(before), rel=0.06)
 
 
-def test_a_switch_is_held_against_what_was_expected_of_it_on_links_as_they_were(monkeypatch):
+def test_switch_costs_are_learnt_with_the_link_speeds_at_the_switch(monkeypatch):
     links = []
     learn = CostModel.learn
     monkeypatch.setattr(
@@ -248,8 +252,8 @@ def test_a_switch_is_held_against_what_was_expected_of_it_on_links_as_they_were(
     assert whole == pytest.approx(CLUSTER.inter_host.bytes_per_s, rel=0.1)
 
 
-def test_it_waits_until_the_slow_link_has_cost_as_much_as_a_switch():
-    """Ski rental: at first nobody knows how long it is going to last."""
+def test_a_switch_waits_until_the_slow_link_has_cost_as_much_as_the_switch():
+    """Ski rental: at first it is unknown how long the slow link will last."""
     job = Job(num_steps=10000, switch_s=60.0, costs=SwitchCosts(stop_s=60.0)).go(200)
     job.go(12, SLOW)
     assert job.switches == []
@@ -260,7 +264,7 @@ def test_it_waits_until_the_slow_link_has_cost_as_much_as_a_switch():
     assert len(job.switches) == 1
 
 
-def test_flapping_is_sat_out():
+def test_a_flapping_link_causes_few_switches():
     job = Job(num_steps=8000, switch_s=30.0).go(200)
     for _ in range(25):
         job.go(15, SLOW).go(15)
@@ -268,7 +272,7 @@ def test_flapping_is_sat_out():
 
 
 @pytest.mark.parametrize(
-    "lie",
+    "false_reading",
     [
         Conditions(between=10.0, inside=10.0),
         Conditions(between=0.3),
@@ -277,32 +281,32 @@ def test_flapping_is_sat_out():
     ],
 )
 @pytest.mark.parametrize("from_the_start", [True, False])
-def test_lies_are_harmless(lie, from_the_start):
-    job = Job().go(1 if from_the_start else 100).go(500, said=lie)
+def test_readings_that_step_times_contradict_cause_no_switch(false_reading, from_the_start):
+    job = Job().go(1 if from_the_start else 100).go(500, reported=false_reading)
     assert job.switches == []
 
 
-def test_missing_readings_are_unknown_and_switch_nothing():
-    job = Job(num_steps=5000).go(100, said=None).go(300, SLOW, said=None)
+def test_slow_steps_without_readings_ask_for_a_probe_and_do_not_switch():
+    job = Job(num_steps=5000).go(100, reported=None).go(300, SLOW, reported=None)
     assert job.switches == []
     assert job.advisor.wants_probe
     assert any("of their time" in each.why for each in job.decisions)
     assert job.decisions[-1].inputs["unexplained"] is True
-    job.go(100, said=None)
+    job.go(100, reported=None)
     assert not job.advisor.wants_probe
 
 
-def test_steps_that_changed_are_puzzling_until_readings_say_why():
+def test_changed_step_times_are_unexplained_until_readings_explain_them():
     job = Job(num_steps=5000).go(100)
     assert not job.advisor.is_puzzled
-    assert job.go(2, SLOW, said=None).advisor.is_puzzled, "two steps that look different"
-    assert job.go(40, SLOW, said=None).advisor.is_puzzled, (
+    assert job.go(2, SLOW, reported=None).advisor.is_puzzled, "two steps that look different"
+    assert job.go(40, SLOW, reported=None).advisor.is_puzzled, (
         "they are different, and nobody knows why"
     )
     assert not job.go(20, SLOW).advisor.is_puzzled
 
 
-def test_during_the_cool_down_nothing_is_switched():
+def test_no_switch_during_the_cooldown():
     settings = ControlConfig(cooldown_steps=300)
     job = Job(POOR, settings=settings).go(40)
     assert len(job.switches) == 1
@@ -322,12 +326,12 @@ def test_during_the_cool_down_nothing_is_switched():
         ControlConfig(min_gain=0.9),
     ],
 )
-def test_settings_keep_the_plan(settings):
+def test_settings_can_forbid_a_switch(settings):
     assert all(plan.axes == POOR.axes for _, plan in Job(POOR, settings=settings).go(300).switches)
     assert Job(POOR, settings=ControlConfig(max_switches=0)).go(300).switches == []
 
 
-def test_the_cost_of_switches_is_learnt_and_counted_against_the_budget():
+def test_measured_switch_costs_count_against_the_budget():
     """1% of some 4 hours are 150 s: one switch of 100 s, and no second one."""
     job = Job(POOR, num_steps=5000, switch_s=100.0, costs=SwitchCosts(stop_s=50.0)).go(100)
     assert len(job.switches) == 1
@@ -336,7 +340,7 @@ def test_the_cost_of_switches_is_learnt_and_counted_against_the_budget():
     assert any("the budget for switches" in each.why for each in job.decisions)
 
 
-def test_a_plan_that_failed_is_not_tried_again_at_once():
+def test_a_failed_plan_is_not_retried_at_once():
     job = Job(POOR)
     job.fails = 1
     job.go(60)
@@ -352,7 +356,7 @@ def test_a_plan_that_failed_is_not_tried_again_at_once():
     assert job.plan != POOR  # another one was nearly as good
 
 
-def test_a_plan_that_failed_is_tried_again_where_there_is_no_other():
+def test_a_failed_plan_is_retried_if_it_is_the_only_one():
     job = Job(POOR, num_steps=5000, settings=ControlConfig(allow=(str(BEST.axes),)))
     job.fails = 6  # each of the three with that mesh, at least once
     job.go(600)
@@ -361,7 +365,7 @@ def test_a_plan_that_failed_is_tried_again_where_there_is_no_other():
     assert job.plan.axes == BEST.axes
 
 
-def test_a_plan_that_turns_out_slower_is_left_again_and_not_tried_soon():
+def test_a_plan_slower_than_predicted_is_left_and_not_retried_soon():
     job = Job(POOR)
     job.go(15)
     chosen = job.decisions[0].plan
@@ -376,7 +380,7 @@ def test_a_plan_that_turns_out_slower_is_left_again_and_not_tried_soon():
     assert [plan for _, plan in job.switches].count(chosen) == 1
 
 
-def test_lost_devices_have_to_be_left_at_once_and_are_used_again():
+def test_lost_devices_force_a_switch_and_recovered_devices_are_used_again():
     job = Job(num_steps=5000, switch_s=60.0).go(100).go(1, lost=frozenset({11}))
     decision = job.decisions[-1]
     assert (decision.action, decision.mandatory, decision.switch_method) == (
@@ -395,7 +399,7 @@ def test_lost_devices_have_to_be_left_at_once_and_are_used_again():
     assert job.decisions[-1].step < 400
 
 
-def test_a_forced_move_that_fails_is_decided_anew():
+def test_a_forced_switch_that_fails_is_retried_with_another_plan():
     job = Job(num_steps=5000).go(100)
     job.fails = 1
     job.go(20, lost=frozenset({11}))
@@ -404,7 +408,7 @@ def test_a_forced_move_that_fails_is_decided_anew():
     assert tried[0] != tried[1] == job.plan
 
 
-def test_a_straggler_for_hours_is_left_out():
+def test_a_lasting_straggler_is_excluded_and_retried_rarely():
     settings = ControlConfig(budget_share=0.02)
     job = Job(
         num_steps=30000, switch_s=60.0, settings=settings, costs=SwitchCosts(restart_s=20.0)
@@ -414,8 +418,8 @@ def test_a_straggler_for_hours_is_left_out():
     assert len(job.switches) == 1
     excluded = next(each for each in reversed(job.decisions) if each.action == "switch")
     assert excluded.without >= STRAGGLING
-    # The others are as fast as ever. The slow one is tried again once, after many times as long as
-    # it was known to be slow, and left out again.
+    # The others are as fast as before. The slow process is tried again once, after many times as
+    # long as it was known to be slow, and excluded again.
     job.go(250, slow)
     assert len(job.switches) == 1
     job.go(9000, slow)
@@ -423,9 +427,9 @@ def test_a_straggler_for_hours_is_left_out():
     assert job.without >= STRAGGLING
 
 
-def test_the_devices_of_the_slow_process_are_those_that_it_has_wherever_they_are():
-    """Tasks that are dealt out to nodes in turn: the first host has processes 0 and 2, the second 1
-    and 3, each other one of its own.
+def test_straggling_devices_are_looked_up_by_process_not_by_host():
+    """Tasks assigned to nodes round-robin: the first host has processes 0 and 2, the second 1 and
+    3, each other one process of its own.
     """
     process_of_device = (
         [0] * 4
@@ -439,24 +443,24 @@ def test_the_devices_of_the_slow_process_are_those_that_it_has_wherever_they_are
     assert job.advisor._straggling == {4, 5, 6, 7}
 
 
-def test_a_slow_stage_gets_fewer_layers_and_its_own_again_when_it_has_recovered():
+def test_a_slow_stage_gets_fewer_layers_until_it_recovers():
     job = Job(POOR, num_steps=8000, settings=ControlConfig(allow=(str(POOR.axes),))).go(100)
     even, before = job.plan, len(job.switches)
     slow = Conditions(skew=2.0, slow_part=(16 / 64, 24 / 64))  # the third of eight stages
     job.go(400, slow, straggler=2.0)
-    _, spared = job.switches[before]
-    assert spared.pipeline is not None
-    assert spared.pipeline.layers_per_stage == (4, 4, 2, 4, 4, 4, 5, 5)
-    assert any(each.switch_method == "rebalance" and each.plan == spared for each in job.decisions)
+    _, rebalanced = job.switches[before]
+    assert rebalanced.pipeline is not None
+    assert rebalanced.pipeline.layers_per_stage == (4, 4, 2, 4, 4, 4, 5, 5)
+    assert any(
+        each.switch_method == "rebalance" and each.plan == rebalanced for each in job.decisions
+    )
     assert job.true_s(job.plan, slow) < 0.9 * job.true_s(even, slow)
     job.go(2500, straggler=2.0)
     assert job.plan.pipeline == even.pipeline
 
 
-def test_a_device_is_lost_while_a_stage_is_slow():
-    """The plan with stages that the run is under needs more devices than are left, and is not
-    priced on those.
-    """
+def test_a_device_loss_while_a_stage_is_slow_is_handled():
+    """The current pipelined plan needs more devices than are left, and is not priced on them."""
     slow = Conditions(skew=2.0, slow_part=(16 / 64, 24 / 64))
     job = Job(POOR, num_steps=8000, prepare_steps=10_000).go(100).go(60, slow, straggler=2.0)
     job.go(1, slow, straggler=2.0, lost=frozenset({60}))
@@ -466,8 +470,8 @@ def test_a_device_is_lost_while_a_stage_is_slow():
     assert left.plan.num_devices <= 56
 
 
-def test_meshes_on_the_list_are_searched_for():
-    """However far behind others they are: a search for the best few would not find them."""
+def test_meshes_on_the_allow_list_are_searched_for():
+    """However slow they are: a search for the best few would not find them."""
     listed = "pipe=2,fsdp=8,tensor=4"
     assert listed not in [str(each.plan.axes) for each in search(PRICING).best]
     job = Job(POOR, settings=ControlConfig(allow=(listed, "fsdp=16"))).go(40)
@@ -477,10 +481,10 @@ def test_meshes_on_the_list_are_searched_for():
         for each in decision.alternatives
         if each.verdict != "not on the list of meshes that may be switched to"
     }
-    assert shown == {listed}  # the other one is too small for the devices that are there
+    assert shown == {listed}  # the other mesh has too few devices
 
 
-def test_a_mesh_that_is_not_on_the_list_is_better_than_devices_that_are_lost():
+def test_lost_devices_override_the_allow_list_of_meshes():
     job = (
         Job(settings=ControlConfig(allow=(str(BEST.axes),), max_switches=0))
         .go(30)
@@ -491,8 +495,8 @@ def test_a_mesh_that_is_not_on_the_list_is_better_than_devices_that_are_lost():
     assert job.decisions[-1].plan.num_devices <= 56
 
 
-def test_what_a_run_did_before_it_was_resumed_counts():
-    """Time that was spent, switches that were made, and how long ago."""
+def test_a_resumed_run_counts_earlier_switches():
+    """Their time, their number, and how long ago they were."""
 
     def resumed(**settings) -> Job:
         job = Job(POOR, settings=ControlConfig(**settings))
@@ -500,7 +504,7 @@ def test_what_a_run_did_before_it_was_resumed_counts():
         return job
 
     job = resumed()
-    # had to be, and is not the budget's
+    # this switch was forced, and does not count against the budget
     job.advisor.remember({"move_s": 50.0}, step=60, by_choice=False)
     job.advisor.remember({"move_s": 1.0, "compile_tax_s": 2.0}, step=100, by_choice=True)
     assert job.advisor._costs.spent_s == 3.0
@@ -513,7 +517,7 @@ def test_what_a_run_did_before_it_was_resumed_counts():
     assert "1 switches are the most" in at_most.decisions[-1].why
 
 
-def test_a_run_that_goes_on_from_a_checkpoint_does_not_cool_down_until_where_it_was():
+def test_cooldown_after_resuming_from_an_older_checkpoint_is_not_longer():
     job = Job(POOR, num_steps=100_000).go(400)
     made = len(job.switches)
     assert made
@@ -531,7 +535,7 @@ def test_a_run_that_goes_on_from_a_checkpoint_does_not_cool_down_until_where_it_
     assert len(job.switches) > made + 1
 
 
-def test_a_phase_after_the_end_of_the_run_is_none():
+def test_a_batch_phase_after_the_last_step_is_ignored():
     phases = (
         BatchPhase(first_step=1, global_batch=512, seq_len=4096),
         BatchPhase(first_step=201, global_batch=1024, seq_len=4096),
@@ -545,8 +549,8 @@ def test_a_phase_after_the_end_of_the_run_is_none():
     )
 
 
-def test_the_way_back_is_made_though_the_budget_is_spent():
-    """What it was left for is over, and the way back was reserved."""
+def test_switching_back_is_possible_with_the_budget_spent():
+    """Conditions are back to normal, and the cost of switching back was reserved."""
     job = Job(
         num_steps=3000,
         switch_s=8.0,
@@ -560,7 +564,7 @@ def test_the_way_back_is_made_though_the_budget_is_spent():
     assert [plan for _, plan in job.switches][1:] == [BEST]
 
 
-def test_memory_that_runs_short_makes_the_plan_smaller():
+def test_memory_pressure_causes_a_switch_to_a_smaller_plan():
     job = Job(num_steps=5000)
     needed = PRICING.memory(BEST).total / CLUSTER.accelerator.memory_bytes
     job.go(50, memory_peak_share=needed)
@@ -576,7 +580,7 @@ def test_memory_that_runs_short_makes_the_plan_smaller():
     assert PRICING.memory(job.plan).total < PRICING.memory(BEST).total
 
 
-def test_a_planned_phase_is_prepared_before_it_begins_and_switched_to_at_its_boundary():
+def test_a_batch_phase_is_prepared_early_and_entered_at_its_boundary():
     phases = (
         BatchPhase(first_step=1, global_batch=512, seq_len=4096),
         BatchPhase(first_step=301, global_batch=32, seq_len=4096),
@@ -592,18 +596,18 @@ def test_a_planned_phase_is_prepared_before_it_begins_and_switched_to_at_its_bou
     assert is_legal(job.plan, replace(CONFIG, data=replace(CONFIG.data, global_batch=32)))
 
 
-def test_what_has_to_be_is_not_withdrawn_for_other_news():
+def test_a_mandatory_switch_is_not_withdrawn_for_other_triggers():
     phases = (
         BatchPhase(first_step=1, global_batch=512, seq_len=4096),
         BatchPhase(first_step=301, global_batch=32, seq_len=4096),
     )
     job = Job(BEST, num_steps=5000, phases=phases).go(280)
     assert job.pending is not None
-    job.go(20, said=Conditions(between=10.0))  # which step times contradict
+    job.go(20, reported=Conditions(between=10.0))  # which step times contradict
     assert [step for step, _ in job.switches] == [300]
 
 
-def test_a_boundary_that_is_many_quick_steps_away_is_waited_for():
+def test_a_switch_waits_for_a_boundary_many_quick_steps_away():
     phases = (
         BatchPhase(first_step=1, global_batch=512, seq_len=4096),
         BatchPhase(first_step=1501, global_batch=32, seq_len=4096),
@@ -612,17 +616,17 @@ def test_a_boundary_that_is_many_quick_steps_away_is_waited_for():
     decision = job.decisions[-1]
     assert (decision.action, decision.at_step) == ("switch", 1500)
     assert decision.step < 1500 - ABANDONED * 30
-    job.go(20, said=Conditions(between=10.0), factor=0.02)
+    job.go(20, reported=Conditions(between=10.0), factor=0.02)
     assert [step for step, _ in job.switches] == [1500]
 
 
-def test_a_batch_that_nobody_announced_is_answered():
+def test_an_unannounced_batch_change_forces_a_switch():
     job = Job(num_steps=5000).go(100).go(1, batch=(32, 4096))
     assert job.decisions[-1].mandatory
     assert job.decisions[-1].action == "switch"
 
 
-def test_a_switch_that_is_no_longer_wanted_is_withdrawn():
+def test_a_pending_switch_is_withdrawn_when_conditions_recover():
     job = Job(num_steps=5000, prepare_steps=60).go(200).go(60, SLOW)
     assert job.pending is not None
     job.go(30)
@@ -630,7 +634,7 @@ def test_a_switch_that_is_no_longer_wanted_is_withdrawn():
     assert job.switches == []
 
 
-def test_a_search_in_the_background_delays_the_decision_only():
+def test_a_background_search_only_delays_the_decision():
     answers = iter([None] * 7)
     job = Job(POOR)
     job.advisor = Advisor(
@@ -646,7 +650,7 @@ def test_a_search_in_the_background_delays_the_decision_only():
     assert job.decisions[0].action == "switch"
 
 
-def test_what_has_to_be_is_not_forgotten_while_a_search_is_at_work():
+def test_a_mandatory_switch_is_not_forgotten_during_a_background_search():
     waits = iter([None] * 30)
     job = Job(num_steps=5000)
     job.advisor = Advisor(
@@ -664,7 +668,7 @@ def test_what_has_to_be_is_not_forgotten_while_a_search_is_at_work():
     assert 11 in job.without
 
 
-def test_when_everything_has_failed_it_waits_before_it_tries_again():
+def test_after_every_plan_failed_it_waits_before_retrying():
     job = Job(num_steps=5000).go(100)
     job.fails = 10**6
     job.go(1000, lost=frozenset({11}))
@@ -678,7 +682,7 @@ def test_when_everything_has_failed_it_waits_before_it_tries_again():
     assert max(step for _, step in tried) > 500, "and tried again"
 
 
-def test_a_plan_that_could_not_be_prepared_on_other_devices_is_still_the_runs_own():
+def test_a_plan_that_failed_on_other_devices_remains_the_current_one():
     job = Job().go(100).go(10, lost=frozenset({11}))
     smaller = job.plan
     assert smaller != BEST
@@ -688,7 +692,7 @@ def test_a_plan_that_could_not_be_prepared_on_other_devices_is_still_the_runs_ow
     assert job.advisor._plan_history.now.plan == BEST
 
 
-def test_a_search_that_finds_nothing_leaves_the_run_as_it_is():
+def test_without_other_layouts_the_run_keeps_its_mesh():
     def nothing(pricing):
         raise PlanError("no layout has what is fixed")
 
@@ -696,11 +700,11 @@ def test_a_search_that_finds_nothing_leaves_the_run_as_it_is():
     job.advisor = Advisor(
         pricing=PRICING, plan=POOR, num_steps=3000, settings=ControlConfig(), searcher=nothing
     )
-    # What it can have without moving its state it still may.
+    # It may still change what moves no state.
     assert {plan.axes for _, plan in job.go(300).switches} <= {POOR.axes}
 
 
-def test_every_decision_is_json_and_says_why():
+def test_every_decision_is_json_with_a_reason():
     job = Job(POOR).go(60).go(200, SLOW)
     for decision in job.decisions:
         record = json.loads(json.dumps(decision.as_json(), allow_nan=False))
@@ -709,13 +713,13 @@ def test_every_decision_is_json_and_says_why():
         assert record["trigger"]
 
 
-def test_the_same_run_is_decided_in_the_same_way():
+def test_decisions_are_deterministic():
     assert [each.as_json() for each in Job(POOR).go(150).decisions] == [
         each.as_json() for each in Job(POOR).go(150).decisions
     ]
 
 
-def test_what_was_learnt_is_there_in_the_next_run(tmp_path):
+def test_the_next_run_uses_what_was_learnt(tmp_path):
     path = tmp_path / "learnt.json"
     job = Job(POOR, memory=path).go(100)
     job.advisor.save()
@@ -725,11 +729,11 @@ def test_what_was_learnt_is_there_in_the_next_run(tmp_path):
     assert job.true_s(again.switches[0][1]) < 1.05 * job.true_s(job.plan)
 
 
-def test_what_earlier_runs_took_for_slow_exchanges_does_not_make_a_known_slow_link_slower_still(
+def test_slow_exchanges_learnt_earlier_do_not_count_twice_for_a_slow_link(
     tmp_path,
 ):
-    """Hardware whose link is an eighth of what it is called: earlier runs learnt that exchanges
-    take long, this one that the link is slow.
+    """A link of an eighth of its nominal bandwidth: earlier runs learnt that exchanges take long,
+    this run that the link is slow.
     """
     poor, earlier, truth = Conditions(between=8.0), Predictor(), Truth(2)
     for plan in PLANS[::6]:
@@ -749,6 +753,6 @@ def test_what_earlier_runs_took_for_slow_exchanges_does_not_make_a_known_slow_li
     assert predicted == pytest.approx([1.0] * len(predicted), abs=0.1)
 
 
-def test_leaving_out_is_what_the_advisor_offers():
+def test_devices_of_a_lost_devices_host_are_left_out():
     (cluster, without), *_ = leaving_out(CLUSTER, frozenset({11}), CONFIG)
     assert (cluster.num_devices, without) == (56, frozenset(range(8, 16)))

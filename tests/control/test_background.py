@@ -1,5 +1,5 @@
-"""A question asked in the background: one at a time, its answer taken once, its error raised by who
-takes it.
+"""A function called in the background: one call at a time, its result taken once, its error raised
+to the caller of `take`.
 """
 
 import threading
@@ -9,7 +9,7 @@ import pytest
 from optimus_jax.control.background import Asked, Worker
 
 
-def test_the_answer_comes_at_a_later_call_and_once():
+def test_the_answer_is_returned_once_by_a_later_call():
     jobs, answers = [], iter([1, 2])
     asked = Asked(lambda: next(answers), jobs.append)
     assert asked.take() is None
@@ -22,7 +22,7 @@ def test_the_answer_comes_at_a_later_call_and_once():
     assert asked.take() == 2
 
 
-def test_an_error_is_raised_by_who_takes_and_it_is_asked_again():
+def test_take_raises_the_error_and_the_next_take_asks_again():
     def broken():
         raise OSError("gone")
 
@@ -32,7 +32,7 @@ def test_an_error_is_raised_by_who_takes_and_it_is_asked_again():
             asked.take()
 
 
-def test_a_worker_does_jobs_in_order_in_one_daemon_thread_and_ends():
+def test_a_worker_runs_jobs_in_order_in_one_daemon_thread():
     done, threads, ended = [], set(), threading.Event()
     worker = Worker("test")
     for number in range(5):
@@ -45,7 +45,7 @@ def test_a_worker_does_jobs_in_order_in_one_daemon_thread_and_ends():
     assert (done, thread.daemon, thread.is_alive()) == ([0, 1, 2, 3, 4], True, False)
 
 
-def test_a_worker_that_is_closed_begins_no_other_job():
+def test_a_closed_worker_starts_no_further_job():
     begun, go, done = threading.Event(), threading.Event(), []
     worker = Worker("test")
     worker(lambda: (begun.set(), go.wait(60), done.append("begun")))

@@ -1,4 +1,4 @@
-"""Padding and lengths of documents, against counting place by place."""
+"""Share of padding and lengths of documents, compared with counts by hand."""
 
 import numpy as np
 import pytest
@@ -9,7 +9,7 @@ from optimus_jax.data.sampler import cut_examples
 NO, YES = False, True
 
 
-def test_lengths_are_those_of_each_part_of_a_row():
+def test_document_lengths_are_counted_row_by_row():
     segments = np.array([[0, 0, 0, 1, 1, 2], [0, 0, 0, 0, 0, 0]])
     assert document_lengths(segments).tolist() == [3, 2, 1, 6]
 
@@ -19,19 +19,19 @@ def test_lengths_are_those_of_each_part_of_a_row():
     [
         ([0, 0, 0, 0], [YES, YES, YES, YES], 0),
         ([0, 0, 1, 1], [YES, NO, YES, YES], 0),  # a document ends
-        # one of a single token, and one that ends with the window
+        # a document of a single token, and one that ends with the window
         ([0, 1, 1, 1], [NO, YES, YES, NO], 0),
-        ([0, 0, 0, 0], [YES, NO, NO, NO], 3),  # a row padded behind its only document
+        ([0, 0, 0, 0], [YES, NO, NO, NO], 3),  # a row padded after its only document
         ([0, 0, 1, 1], [YES, NO, NO, NO], 2),  # padding as a document of its own
         ([0, 0, 0, 0], [NO, NO, NO, NO], 4),
     ],
-)  # a row that is there for its place only
-def test_padding_does_not_count_and_ends_no_document(segments, counts, padding):
+)  # a row that only fills its place
+def test_padding_is_told_from_ends_of_documents(segments, counts, padding):
     assert padding_share(np.array([segments]), np.array([counts])) == padding / 4
 
 
 class Stream:
-    """Two tokens and an end, again and again."""
+    """A token stream of documents with two tokens and an end-of-document token."""
 
     tokens, eos, vocab_size, name = np.array([5, 6, 0] * 100), 0, 10, "a stream"
 
@@ -39,7 +39,7 @@ class Stream:
         return len(self.tokens)
 
 
-def test_batches_as_the_loader_cuts_them_have_no_padding():
+def test_batches_of_the_loader_have_no_padding():
     shape = BatchShape()
     shape.offer(cut_examples(Stream(), np.arange(4), seq_len=12, respect_documents=True))
     assert shape.poll(1, 0.0) == {"padding_share": 0.0, "length_median": 3.0}
@@ -47,7 +47,7 @@ def test_batches_as_the_loader_cuts_them_have_no_padding():
     assert shape.poll(2, 1.0) is None, "no batch is looked at twice"
 
 
-def test_of_a_large_batch_the_first_rows_stand_for_all():
+def test_the_first_rows_of_a_large_batch_are_the_sample():
     rows = MAX_TOKENS // 1024
     counts = np.ones((3 * rows, 1024), bool)
     counts[rows:] = False

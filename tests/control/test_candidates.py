@@ -1,5 +1,5 @@
-"""What could be switched to: other executables, what is left of a cluster, and what a switch has to
-touch.
+"""Candidates for a switch: other executables, the devices left after a loss, and the switch method
+of each.
 """
 
 from dataclasses import replace
@@ -33,13 +33,13 @@ PLAN = plan_on("fsdp=64", microbatches=2)
         (plan_on("pipe=2,fsdp=32"), "remesh"),
     ],
 )
-def test_switch_methods(other, switch_method):
+def test_the_switch_method_depends_on_what_has_to_change(other, switch_method):
     assert switch_method_of(PLAN, other, same_devices=True) == switch_method
     assert switch_method_of(PLAN, other, same_devices=False) == "subset"
     assert switch_method_of(PLAN, other, same_devices=False, same_hosts=False) == "restart"
 
 
-def test_other_schedules_of_the_same_stages_move_nothing():
+def test_another_schedule_of_the_same_stages_moves_no_state():
     staged = plan_on("pipe=2,fsdp=32")
     assert staged.pipeline is not None
     assert (
@@ -60,7 +60,7 @@ def test_other_schedules_of_the_same_stages_move_nothing():
     )
 
 
-def test_executables_are_legal_fit_and_keep_the_state_where_it_is():
+def test_executables_are_legal_and_fit_and_move_no_state():
     found = executables(PLAN, PRICING)
     assert found
     for other in found:
@@ -76,7 +76,7 @@ def test_executables_are_legal_fit_and_keep_the_state_where_it_is():
 
 
 @pytest.mark.parametrize(("lost", "hosts"), [({11}, 7), ({11, 12}, 7), ({0, 63}, 6)])
-def test_of_several_hosts_those_with_lost_devices_are_left_out(lost, hosts):
+def test_hosts_with_lost_devices_are_left_out(lost, hosts):
     (first, without), *others = leaving_out(CLUSTER, frozenset(lost), CONFIG)
     assert (first.num_hosts, first.devices_per_host) == (hosts, 8)
     assert lost <= without
@@ -86,7 +86,7 @@ def test_of_several_hosts_those_with_lost_devices_are_left_out(lost, hosts):
     )
 
 
-def test_of_one_host_the_other_devices_are_used():
+def test_on_one_host_only_the_lost_devices_are_left_out():
     one = replace(CLUSTER, num_hosts=1, inter_host=None)
     found = list(leaving_out(one, frozenset({2}), CONFIG))
     assert [(cluster.devices_per_host, sorted(without)) for cluster, without in found][:2] == [
@@ -95,7 +95,7 @@ def test_of_one_host_the_other_devices_are_used():
     ]
 
 
-def test_sizes_that_nothing_divides_over_are_skipped():
+def test_sizes_that_no_layout_divides_over_are_skipped():
     """127 hosts would have to be 127 stages, of 32 layers."""
     many = replace(CLUSTER, num_hosts=128)
     sizes = [cluster.num_hosts for cluster, _ in leaving_out(many, frozenset({0}), CONFIG)]
@@ -103,18 +103,18 @@ def test_sizes_that_nothing_divides_over_are_skipped():
     assert len(sizes) <= 3
 
 
-def test_two_hosts_leave_one_without_a_link_to_others():
+def test_one_remaining_host_has_no_inter_host_link():
     found = list(leaving_out(replace(CLUSTER, num_hosts=2), frozenset({0}), CONFIG))
     assert [(cluster.num_hosts, cluster.inter_host) for cluster, _ in found] == [(1, None)]
 
 
-def test_the_list_of_meshes():
+def test_the_allow_list_permits_only_its_meshes():
     assert is_allowed(PLAN, ())
     assert is_allowed(PLAN, (AxisSizes(data=8, tensor=8), AxisSizes(fsdp=64)))
     assert not is_allowed(PLAN, (AxisSizes(data=8, tensor=8),))
 
 
-def test_each_search_is_done_once_and_one_in_the_background_is_asked_again():
+def test_a_search_runs_once_and_is_asked_again_until_it_answers():
     answers, asked = [False, True], []
 
     def searcher(pricing):
@@ -129,7 +129,7 @@ def test_each_search_is_done_once_and_one_in_the_background_is_asked_again():
     assert len(asked) == 2
 
 
-def test_what_the_user_fixed_and_cannot_be_had_finds_nothing():
+def test_fixed_settings_without_a_legal_plan_give_no_candidates():
     def searcher(pricing):
         raise PlanError("the mesh needs 64 devices")
 

@@ -1,5 +1,6 @@
-"""Changes are found soon after they can be told from noise, and hardly ever where there are
-none."""
+"""Change detection: changes are detected soon after they can be told from noise, with few false
+alarms.
+"""
 
 import math
 
@@ -18,7 +19,7 @@ def steps(seed: int, count: int, noise: float, spikes: float = 0.0) -> np.ndarra
 
 
 def changes(values: np.ndarray) -> list[int]:
-    """Where a detector says that something has changed."""
+    """Indices at which the detector reports a change."""
     detector = ChangeDetector()
     return [index for index, value in enumerate(values) if detector.add(float(value)) is not None]
 
@@ -27,16 +28,15 @@ def changes(values: np.ndarray) -> list[int]:
     ("noise", "spikes"), [(0.005, 0.0), (0.02, 0.01), (0.05, 0.02), (0.1, 0.0)]
 )
 def test_false_alarms_are_rare_on_stationary_noise(noise, spikes):
-    """In 60,000 steps of each kind; a tenth of noise is as much as the change that is looked
-    for."""
+    """In 60,000 steps of each kind. Noise of 0.1 is as large as the change to detect."""
     alarms = sum(len(changes(steps(seed, 2000, noise, spikes))) for seed in range(30))
     assert alarms <= (1 if noise < 0.1 else 6)
 
 
 @pytest.mark.parametrize(("noise", "most_steps"), [(0.005, 6), (0.02, 6), (0.05, 14), (0.1, 50)])
 @pytest.mark.parametrize("shift", [1.1, 1 / 1.1, 1.5, 0.5])
-def test_a_sustained_change_is_found_within_a_few_steps(noise, most_steps, shift):
-    """A tenth is THRESHOLD / (shift^2 / 2 noise^2) steps from being distinguishable, and it takes
+def test_a_sustained_change_is_detected_within_a_few_steps(noise, most_steps, shift):
+    """A change by a tenth needs THRESHOLD / (shift^2 / 2 noise^2) steps to be distinguishable, and
     VOTES, some of which noise may have cast before.
     """
     delays = []
@@ -49,7 +49,7 @@ def test_a_sustained_change_is_found_within_a_few_steps(noise, most_steps, shift
     assert np.mean(np.array(delays) < 1000) >= (0.95 if noise < 0.1 else 0.85)
 
 
-def test_what_is_said_of_a_change_is_right():
+def test_a_detected_change_has_the_right_levels():
     detector, found = ChangeDetector(), []
     for value in [*steps(0, 50, 0.01), *(steps(1, 8, 0.01) + 0.3)]:
         found.append(detector.add(float(value)))
@@ -69,10 +69,8 @@ def test_fewer_spikes_in_a_row_than_votes_are_no_change():
     assert len(changes(values)) >= 1
 
 
-def test_what_was_there_before_is_told_sooner():
-    """A link that flaps: its slow times are over before a level that was never seen could be told
-    from spikes.
-    """
+def test_a_return_to_the_level_before_is_detected_sooner():
+    """A link that flaps: its slow periods are over before a new level could be told from spikes."""
     noise = steps(1, 100, 0.01)
     noise[40:70] += 0.5
     assert changes(noise) == [40 + VOTES - 1, 70 + BACK - 1]
@@ -82,8 +80,10 @@ def test_what_was_there_before_is_told_sooner():
     assert changes(fewer) == [40 + VOTES - 1, 70 + BACK - 1]
 
 
-def test_a_slow_drift_moves_the_level_and_is_no_jump():
-    """A hundredth of a percent for each step: no change that is larger than what is looked for."""
+def test_a_slow_drift_moves_the_level_without_a_large_change():
+    """A drift of 0.01% per step: no reported change is much larger than the smallest change to
+    detect.
+    """
     detector, found = ChangeDetector(), []
     for index, value in enumerate(steps(0, 3000, 0.01)):
         found.append(detector.add(float(value) + 1e-4 * index))
@@ -92,7 +92,7 @@ def test_a_slow_drift_moves_the_level_and_is_no_jump():
 
 
 @given(st.lists(st.floats(allow_nan=True, allow_infinity=True), max_size=60))
-def test_nothing_that_is_added_breaks_it(values):
+def test_any_floats_are_accepted(values):
     detector = ChangeDetector()
     for value in values:
         detector.add(value)
@@ -100,9 +100,9 @@ def test_nothing_that_is_added_breaks_it(values):
     assert detector.count <= len(values)
 
 
-def test_before_anything_has_ended_it_is_ski_rental():
-    """What has lasted a third as long as it takes to earn a cost back is as likely as not to last
-    that long.
+def test_without_ended_regimes_the_wait_is_that_of_ski_rental():
+    """The even-odds point: a regime that has lasted a third of the break-even time is as likely as
+    not to last that long.
     """
     durations = Durations(prior_s=1.0)
     assert durations.survival(99.0, 300.0) == pytest.approx(0.5)
@@ -110,14 +110,14 @@ def test_before_anything_has_ended_it_is_ski_rental():
     assert durations.wait_s(99.0, 300.0, 0.5) == 0.0
 
 
-def test_short_regimes_teach_caution_and_long_ones_confidence():
+def test_short_past_regimes_lengthen_the_wait_and_long_ones_end_it():
     flapping, lasting = Durations(prior_s=1.0), Durations(prior_s=1.0)
     for _ in range(5):
         flapping.ended(60.0)
         lasting.ended(3600.0)
     assert flapping.wait_s(30.0, 100.0, 0.5) > 100 > Durations(prior_s=1.0).wait_s(30.0, 100.0, 0.5)
     assert lasting.wait_s(0.0, 100.0, 0.5) == 0.0
-    # The mean of what may be an eleventh longer or shorter than was seen: T / (n - 1/2).
+    # The mean of durations that may be an eleventh longer or shorter than was seen: T / (n - 1/2).
     assert flapping.expected_s(0.0, 1e5) == pytest.approx(60.0 * 5 / 4.5, rel=0.05)
     assert lasting.expected_s(0.0, 1e6) == pytest.approx(3600.0 * 5 / 4.5, rel=0.05)
 
@@ -128,13 +128,13 @@ def test_short_regimes_teach_caution_and_long_ones_confidence():
     horizon=st.floats(0, 1e6),
     past=st.lists(st.floats(0, 1e5), max_size=10),
 )
-def test_durations_are_consistent(elapsed, more, horizon, past):
+def test_duration_estimates_are_consistent(elapsed, more, horizon, past):
     durations = Durations(prior_s=10.0)
     for each in past:
         durations.ended(each)
     assert 0 <= durations.expected_s(elapsed, horizon) <= horizon * (1 + 1e-9)
     assert durations.survival(elapsed, more) <= durations.survival(elapsed, more / 2) <= 1
-    # What has lasted longer is expected to last longer still.
+    # A regime that has lasted longer is expected to last longer still.
     assert durations.survival(elapsed + more, 100.0) >= durations.survival(elapsed, 100.0)
     wait_s = durations.wait_s(elapsed, 100.0, 0.5)
     assert durations.survival(elapsed + wait_s, 100.0) >= 0.5 - 1e-9
@@ -143,7 +143,7 @@ def test_durations_are_consistent(elapsed, more, horizon, past):
     )
 
 
-def test_expected_time_left_is_the_integral_of_survival():
+def test_expected_duration_is_the_integral_of_survival():
     durations = Durations(prior_s=10.0)
     for past in (20.0, 50.0):
         times = np.linspace(0, 300, 20001)

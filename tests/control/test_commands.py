@@ -1,10 +1,10 @@
-"""Orders reach all processes once, in order, about every second."""
+"""Commands reach all processes once, in order, about every second."""
 
 import jax
 import pytest
 from plans import GPT, PLANS, make_config, make_plan
 
-from optimus_jax.control import commands as council_module
+from optimus_jax.control import commands as commands_module
 from optimus_jax.control.commands import MOST_STEPS, Command, CommandBroadcast
 
 PREPARE = Command(
@@ -16,7 +16,7 @@ PREPARE = Command(
 )
 
 
-def test_alone_orders_are_heard_at_every_step():
+def test_a_single_process_receives_commands_at_every_step():
     commands = CommandBroadcast()
     commands.send(PREPARE)
     assert commands.is_held(1)
@@ -25,7 +25,7 @@ def test_alone_orders_are_heard_at_every_step():
     assert tuple(commands.receive(2, [0.01])) == ()
 
 
-def test_who_is_alone_hears_what_is_given_while_orders_are_carried_out():
+def test_a_single_process_receives_commands_sent_while_others_are_handled():
     commands, done = CommandBroadcast(), []
     commands.send(PREPARE)
     for command in commands.receive(1, [0.01]):
@@ -36,20 +36,20 @@ def test_who_is_alone_hears_what_is_given_while_orders_are_carried_out():
 
 
 @pytest.fixture
-def several(monkeypatch):
-    """Two processes; what the first says is heard by the other."""
-    said = []
+def two_processes(monkeypatch):
+    """Two processes; the other receives what the first broadcasts."""
+    broadcast = []
     monkeypatch.setattr(jax, "process_count", lambda: 2)
 
     def broadcast_from_0(text):
-        said.append(text)
-        return said[0]
+        broadcast.append(text)
+        return broadcast[0]
 
-    monkeypatch.setattr(council_module, "broadcast_from_0", broadcast_from_0)
-    return said
+    monkeypatch.setattr(commands_module, "broadcast_from_0", broadcast_from_0)
+    return broadcast
 
 
-def test_all_hear_what_the_first_has_given_and_when_they_meet_again(several):
+def test_all_processes_receive_the_same_commands_and_next_step(two_processes):
     first, other = CommandBroadcast(), CommandBroadcast()
     for command in (
         PREPARE,
@@ -59,13 +59,13 @@ def test_all_hear_what_the_first_has_given_and_when_they_meet_again(several):
     ):
         first.send(command)
     other.send(Command(kind="keep"))
-    heard = first.receive(1, [0.3])
-    assert heard == (
+    received = first.receive(1, [0.3])
+    assert received == (
         PREPARE,
         Command(kind="probe", anew=True),
         Command(kind="withdraw", why="it is not"),
     ), "the same is said once"
-    assert other.receive(1, [5.0]) == heard
+    assert other.receive(1, [5.0]) == received
     for each in (first, other):
         assert [each.is_held(step) for step in (2, 4, 5, 6)] == [False, False, True, True]
 
@@ -74,13 +74,13 @@ def test_all_hear_what_the_first_has_given_and_when_they_meet_again(several):
     ("step_times_s", "pause"),
     [([], MOST_STEPS), ([1e-9], MOST_STEPS), ([9.0, 0.3, 0.1], 4), ([2.0], 1)],
 )
-def test_councils_are_about_a_second_apart(several, step_times_s, pause):
+def test_broadcasts_are_about_a_second_apart(two_processes, step_times_s, pause):
     commands = CommandBroadcast()
     commands.receive(10, step_times_s)
     assert [commands.is_held(step) for step in (10 + pause - 1, 10 + pause)] == [False, True]
 
 
-def test_what_was_not_heard_can_be_taken_back(several):
+def test_a_command_not_yet_broadcast_can_be_cancelled(two_processes):
     commands = CommandBroadcast()
     commands.send(Command(kind="go", plan=PREPARE.plan))
     commands.send(Command(kind="probe"))

@@ -1,4 +1,4 @@
-"""Other conditions are other prices, and only readings that make sense speak of them."""
+"""Conditions change the prices of the cost model, and only valid readings change the conditions."""
 
 import math
 from dataclasses import replace
@@ -16,7 +16,7 @@ from optimus_jax.planning.profiles.cluster import Cluster
 from optimus_jax.planning.profiles.links import Link
 
 AXES = AxisSizes.parse("data=8,tensor=8")
-"""data crosses the link between hosts, tensor the one inside."""
+"""Axis data crosses the inter-host link, axis tensor the intra-host link."""
 
 
 def reading(value: float, quality="good") -> SignalSummary:
@@ -52,7 +52,7 @@ def claimed(**readings: SignalSummary) -> dict[str, float | None]:
         ),
     ],
 )
-def test_what_is_slower_makes_its_terms_longer_and_no_others_shorter(conditions, terms):
+def test_a_slowdown_lengthens_its_terms_and_shortens_no_others(conditions, terms):
     plan = plan_on("data=8,tensor=8")
     before, after = times(plan, PRICING), times(plan, conditions.applied(PRICING))
     longer = {name for name in after if after[name] > 1.2 * before[name]}
@@ -64,12 +64,12 @@ def test_what_is_slower_makes_its_terms_longer_and_no_others_shorter(conditions,
     )
 
 
-def test_normal_conditions_are_the_prices_themselves():
+def test_normal_conditions_leave_the_prices_unchanged():
     assert Conditions().applied(PRICING) == PRICING
 
 
 def probed_s(link: Link, num_members: int, platform: str) -> float:
-    """Of the large message, as the cost model has it."""
+    """Time of the probe's large message by the cost model."""
     plan = AxisSizes.parse(f"data={num_members}")
     cluster = Cluster.parse(f"h100:{num_members}")
     communication_times = CommunicationTimes(
@@ -87,15 +87,13 @@ def probed_s(link: Link, num_members: int, platform: str) -> float:
     ("bytes_per_s", "latency_s"), [(3.6e9, 1.1e-3), (450e9, 2e-6), (0.6e9, 0.3e-3)]
 )
 @pytest.mark.parametrize("later", [1.5, 20.0, 1000.0])
-def test_a_link_is_slowed_so_that_its_probe_takes_what_it_took(
-    platform, bytes_per_s, latency_s, later
-):
+def test_a_slowed_link_predicts_the_measured_probe_time(platform, bytes_per_s, latency_s, later):
     link = Link(name="a link", bytes_per_s=bytes_per_s, latency_s=latency_s, source="a test")
     usual_s = probed_s(link, 4, platform)
-    took_s = later * usual_s
+    measured_s = later * usual_s
     unit_s = byte_part_s(usual_s, 6 * latency_s)
-    factor = (took_s - (usual_s - unit_s)) / unit_s
-    assert probed_s(slowed(link, factor, 4, platform), 4, platform) == pytest.approx(took_s)
+    factor = (measured_s - (usual_s - unit_s)) / unit_s
+    assert probed_s(slowed(link, factor, 4, platform), 4, platform) == pytest.approx(measured_s)
     assert slowed(link, 0.5, 4, platform).bytes_per_s == 2 * bytes_per_s, (
         "what is faster is no more so than was read"
     )
@@ -105,19 +103,19 @@ def test_a_link_of_one_device_is_never_slow():
     assert slowed(CLUSTER.intra_host, 4.0, 1, "gpu") is CLUSTER.intra_host
 
 
-def test_distance_is_that_of_the_factor_that_differs_most():
+def test_distance_is_the_largest_difference_of_a_factor():
     assert Conditions(between=4.0).distance(Conditions(inside=2.0)) == pytest.approx(math.log(4))
     assert Conditions(skew=1.5).without_skew() == Conditions()
     assert Conditions(between=4.0).as_json() == {"between": 4.0}
 
 
-def test_the_grid_is_coarse_and_has_a_one():
+def test_the_grid_is_coarse_and_contains_one():
     assert on_grid(1.0) == on_grid(1.04) == on_grid(0.96) == 1.0
     assert on_grid(4.0) == on_grid(4.1) == pytest.approx(4.0, rel=0.05)
     assert on_grid(1e9) == on_grid(1e12) < 1e5
 
 
-def test_the_link_itself_counts_before_axes_that_cross_it():
+def test_a_reading_of_the_link_precedes_readings_of_axes_that_cross_it():
     assert claimed(link_between=reading(3.0), link_data=reading(9.0)) == {"between": 3.0}
     assert claimed(link_data=reading(9.0), link_tensor=reading(2.0)) == {
         "between": 9.0,
@@ -130,7 +128,7 @@ def test_the_link_itself_counts_before_axes_that_cross_it():
 
 
 @pytest.mark.parametrize(
-    "useless",
+    "invalid",
     [
         reading(3.0, "stale"),
         UNKNOWN,
@@ -140,12 +138,12 @@ def test_the_link_itself_counts_before_axes_that_cross_it():
         reading(math.inf),
     ],
 )
-def test_what_is_stale_unknown_or_nonsense_claims_nothing(useless):
-    assert claimed(link_between=useless, compute_slowdown=useless) == {}
-    assert claimed(link_between=useless, link_data=reading(2.0)) == {"between": 2.0}
+def test_stale_unknown_or_invalid_readings_are_ignored(invalid):
+    assert claimed(link_between=invalid, compute_slowdown=invalid) == {}
+    assert claimed(link_between=invalid, link_data=reading(2.0)) == {"between": 2.0}
 
 
-def test_one_host_has_no_link_to_others():
+def test_one_host_has_no_inter_host_slowdown():
     one = replace(CLUSTER, num_hosts=1, inter_host=None)
     observation = Observation(
         step=1,

@@ -1,5 +1,5 @@
 """The controller in whole runs: decisions of a scripted advisor are carried out, kept or taken
-back, and nothing of the run is lost.
+back, and no step or state of the run is lost.
 """
 
 import json
@@ -80,16 +80,16 @@ def other_plan(mesh: str = OTHER):
 
 
 class Advisor:
-    """Decides what `script` says: decisions by the step at whose boundary they are made."""
+    """Follows `script`: decisions by the step at whose boundary they are made."""
 
     script: ClassVar[dict[int, Decision]] = {}
-    told_last: ClassVar[list[str]] = []
+    last_messages: ClassVar[list[str]] = []
     remembered: ClassVar[list[tuple[int, bool, dict[str, float]]]] = []
     wants_probe, probe_worth_s, changed_s, steps_alike, is_puzzled = False, 0.0, None, 1000, False
 
     def __init__(self, **_):
-        self.told: list[str] = []
-        type(self).told_last = self.told
+        self.messages: list[str] = []
+        type(self).last_messages = self.messages
         self.remembered.clear()
 
     def decide(self, observation):
@@ -97,10 +97,10 @@ class Advisor:
 
     def switched(self, plan, costs_s):
         assert all(time_s >= 0 for time_s in costs_s.values())
-        self.told.append(f"switched to {plan.axes}")
+        self.messages.append(f"switched to {plan.axes}")
 
     def failed(self, plan, why, at_step=None, is_back=False):
-        self.told.append(f"{plan.axes} failed: {why}")
+        self.messages.append(f"{plan.axes} failed: {why}")
 
     def charge(self, time_s):
         pass
@@ -109,13 +109,11 @@ class Advisor:
         self.remembered.append((step, by_choice, costs_s))
 
     def save(self):
-        self.told.append("saved")
+        self.messages.append("saved")
 
 
 class AtOnce:
-    """Does in the foreground what a thread would do: these runs would be over before it has
-    compiled.
-    """
+    """Runs jobs in the foreground: these runs would end before a thread has compiled."""
 
     def __init__(self, name):
         pass
@@ -128,7 +126,7 @@ class AtOnce:
 
 
 class Later:
-    """Has done its jobs when it is told to."""
+    """Runs its jobs only when told to."""
 
     jobs: ClassVar[list] = []
 
@@ -170,7 +168,7 @@ def switch_at(step: int, plan, *, predicted_s: float = 1e3, at_step: int | None 
 
 @pytest.fixture
 def devices(monkeypatch, tmp_path):
-    """It is known how fast these are."""
+    """Devices with known rates and links."""
     cluster = Cluster.of(discover())
     here = LocalCluster(
         cluster=replace(
@@ -186,7 +184,7 @@ def devices(monkeypatch, tmp_path):
 
 @pytest.fixture
 def scripted(monkeypatch, text, tmp_path, devices):
-    """Runs under a script."""
+    """Runs a training run under a scripted advisor."""
     monkeypatch.setattr(assembly, "Advisor", Advisor)
     monkeypatch.setattr("optimus_jax.control.switch.Worker", AtOnce)
 
@@ -234,12 +232,12 @@ def plans(result):
 
 
 @pytest.fixture
-def patient(monkeypatch):
-    """The canary keeps whatever trains: steps of this size are noise."""
+def lenient_canary(monkeypatch):
+    """The canary keeps every plan: steps of this size are noise."""
     monkeypatch.setattr("optimus_jax.control.canary.NOISE", 1e9)
 
 
-def test_the_run_moves_and_loses_nothing(scripted, patient):
+def test_a_switch_continues_the_loss_curve(scripted, lenient_canary):
     plan = other_plan()
     result = scripted({3: switch_at(3, plan)})
     assert result.plan == plan
@@ -255,14 +253,14 @@ def test_the_run_moves_and_loses_nothing(scripted, patient):
     )
     assert (result.run_dir / "plan.json").read_text() == plan.to_json()
     assert [record.ending for record in switches(result.run_dir)] == ["kept"]
-    assert Advisor.told_last == ["switched to pipe=2,data=2,tensor=2", "saved"]
+    assert Advisor.last_messages == ["switched to pipe=2,data=2,tensor=2", "saved"]
     (decision,) = events(result, "decision")
     assert decision["why"] == "the script says so"
     assert decision["layout"] == plan.describe()
 
 
-def test_there_and_back_and_on(scripted, patient):
-    """Going back costs no second compilation, and a plan may be entered twice."""
+def test_a_run_can_switch_away_and_back(scripted, lenient_canary):
+    """Switching back needs no second compilation, and a plan may be entered twice."""
     there, back = other_plan(), other_plan(START)
     result = scripted({2: switch_at(2, there), 13: switch_at(13, back)}, steps=STEPS + 6)
     assert [event["layout"] for event in events(result, "remesh")] == [
@@ -272,10 +270,10 @@ def test_there_and_back_and_on(scripted, patient):
     assert result.plan == back
 
 
-def test_a_plan_that_is_slower_is_taken_back(scripted, monkeypatch):
+def test_a_slower_plan_is_taken_back(scripted, monkeypatch):
     plan = other_plan()
-    monkeypatch.setattr("optimus_jax.control.canary.NOISE", -1e9)  # any step is slow enough
-    # and going back is free
+    monkeypatch.setattr("optimus_jax.control.canary.NOISE", -1e9)  # any step counts as slow
+    # and taking back costs nothing
     monkeypatch.setattr("optimus_jax.control.coordinator.sum", lambda _: -1e9, raising=False)
     result = scripted({3: switch_at(3, plan)})
     assert result.plan.axes == AxisSizes.parse(START)
@@ -283,26 +281,28 @@ def test_a_plan_that_is_slower_is_taken_back(scripted, monkeypatch):
     (rollback,) = events(result, "rollback")
     assert rollback["from_plan"] == plan.digest
     assert [record.ending for record in switches(result.run_dir)] == ["taken back"]
-    assert any(told.startswith("pipe=2,data=2,tensor=2 failed") for told in Advisor.told_last)
+    assert any(
+        message.startswith("pipe=2,data=2,tensor=2 failed") for message in Advisor.last_messages
+    )
     assert len({*plans(result)}) == 2, "it had been under the other plan"
 
 
-def test_advice_moves_nothing(scripted):
+def test_control_advise_records_decisions_and_does_not_switch(scripted):
     result = scripted({3: switch_at(3, other_plan())}, control="advise")
     assert len({*plans(result)}) == 1
     assert [event["action"] for event in events(result, "decision")] == ["switch"]
     assert not events(result, "remesh")
 
 
-def test_a_plan_that_cannot_be_prepared_is_left_alone(scripted):
+def test_a_plan_that_cannot_be_prepared_is_not_entered(scripted):
     broken = replace(other_plan(), microbatches=3)
     result = scripted({3: switch_at(3, broken)})
     assert len({*plans(result)}) == 1
     assert "does not divide evenly" in events(result, "decision")[-1]["why"]
-    assert any("could not be prepared" in told for told in Advisor.told_last)
+    assert any("could not be prepared" in message for message in Advisor.last_messages)
 
 
-def test_a_switch_that_was_withdrawn_does_not_happen(scripted):
+def test_a_withdrawn_switch_does_not_happen(scripted):
     result = scripted(
         {
             3: switch_at(3, other_plan(), at_step=STEPS - 4),
@@ -312,13 +312,15 @@ def test_a_switch_that_was_withdrawn_does_not_happen(scripted):
     assert not events(result, "remesh")
 
 
-def test_a_switch_waits_for_its_boundary(scripted, patient):
+def test_a_switch_waits_for_its_step(scripted, lenient_canary):
     result = scripted({2: switch_at(2, other_plan(), at_step=STEPS - 6)})
     assert [event["step"] for event in events(result, "remesh")] == [STEPS - 6]
 
 
-def test_a_boundary_is_kept_though_no_council_is_held_there(scripted, patient, monkeypatch):
-    """As it is with several processes."""
+def test_a_switch_happens_at_its_step_without_a_broadcast_there(
+    scripted, lenient_canary, monkeypatch
+):
+    """With several processes, not every step has a broadcast."""
     monkeypatch.setattr(CommandBroadcast, "is_held", lambda self, step: step % 5 == 0)
     plan = other_plan()
     result = scripted({3: switch_at(3, plan, at_step=7)})
@@ -329,10 +331,10 @@ def test_a_boundary_is_kept_though_no_council_is_held_there(scripted, patient, m
 @pytest.mark.parametrize(
     ("puzzled_until", "expected"), [(0, 6 + NEWEST_STEPS), (14, 14), (99, 6 + PUZZLED_STEPS)]
 )
-def test_a_switch_that_was_long_in_the_making_waits_until_steps_are_known_to_be_as_they_were(
-    scripted, patient, monkeypatch, puzzled_until, expected
+def test_a_slowly_compiled_switch_waits_until_step_times_are_steady(
+    scripted, lenient_canary, monkeypatch, puzzled_until, expected
 ):
-    """Compiled by step 6; what the cores did meanwhile nobody has seen."""
+    """The plan is compiled by step 6; until then compilation may have changed step times."""
 
     class Watching(Advisor):
         is_puzzled = True
@@ -345,15 +347,15 @@ def test_a_switch_that_was_long_in_the_making_waits_until_steps_are_known_to_be_
 
     monkeypatch.setattr(assembly, "Advisor", Watching)
     monkeypatch.setattr("optimus_jax.control.switch.Worker", Later)
-    # steps are never like those before
+    # step times are never steady
     monkeypatch.setattr("optimus_jax.control.coordinator.STEADY", 1e-9)
     result = scripted({3: switch_at(3, other_plan())}, steps=STEPS + 2)
     assert [event["step"] for event in events(result, "remesh")] == [expected]
 
 
 @pytest.mark.parametrize(("is_puzzled", "expected"), [(False, 6), (True, 6 + PUZZLED_STEPS)])
-def test_a_switch_is_made_at_once_if_steps_beside_the_compilation_were_as_before(
-    scripted, patient, monkeypatch, is_puzzled, expected
+def test_a_switch_happens_at_once_if_compilation_did_not_slow_steps(
+    scripted, lenient_canary, monkeypatch, is_puzzled, expected
 ):
     class Watching(Advisor):
         def decide(self, observation):
@@ -369,7 +371,7 @@ def test_a_switch_is_made_at_once_if_steps_beside_the_compilation_were_as_before
     assert [event["step"] for event in events(result, "remesh")] == [expected]
 
 
-def test_a_resumed_run_goes_on_under_its_new_plan(scripted, patient):
+def test_a_resumed_run_continues_under_its_new_plan(scripted, lenient_canary):
     plan = other_plan()
     result = scripted({3: switch_at(3, plan)})
     resumed = scripted({}, resume=True, steps=STEPS + 2)
@@ -381,9 +383,9 @@ def test_a_resumed_run_goes_on_under_its_new_plan(scripted, patient):
     assert len(resumed.history) == STEPS + 2
 
 
-def test_the_advisor_itself_is_asked_and_says_why(devices, text, tmp_path):
-    """A switch that costs seconds does not pay in a run this short, and the decision says so with
-    everything that it rests on.
+def test_the_real_advisor_explains_its_decision(devices, text, tmp_path):
+    """A switch that costs seconds does not pay in a run this short, and the decision records that
+    with all its inputs.
     """
     result = optimus_jax.train(
         "gpt2-nano",
@@ -406,7 +408,7 @@ def test_the_advisor_itself_is_asked_and_says_why(devices, text, tmp_path):
     assert not events(result, "remesh", "rollback")
 
 
-def test_a_mistake_in_the_advisor_ends_the_controller_and_not_the_run(scripted, monkeypatch):
+def test_an_error_in_the_advisor_stops_the_controller_and_not_the_run(scripted, monkeypatch):
     def decide(self, observation):
         if observation.step == 5:
             raise ZeroDivisionError("no steps")
@@ -415,15 +417,15 @@ def test_a_mistake_in_the_advisor_ends_the_controller_and_not_the_run(scripted, 
     monkeypatch.setattr(Advisor, "decide", decide)
     result = scripted({})
     assert len(result.history) == STEPS
-    (told,) = [event for event in events(result, "decision") if "has failed" in event["why"]]
-    assert told["step"] == 5
-    assert "ZeroDivisionError: no steps" in told["traceback"]
+    (failure,) = [event for event in events(result, "decision") if "has failed" in event["why"]]
+    assert failure["step"] == 5
+    assert "ZeroDivisionError: no steps" in failure["traceback"]
 
 
-def test_the_advisor_hears_all_that_a_switch_has_taken(scripted, patient, monkeypatch):
-    heard, charged = [], []
+def test_the_advisor_is_told_all_costs_of_a_switch(scripted, lenient_canary, monkeypatch):
+    reported, charged = [], []
     monkeypatch.setattr(
-        Advisor, "switched", lambda self, plan, costs_s: heard.append(dict(costs_s))
+        Advisor, "switched", lambda self, plan, costs_s: reported.append(dict(costs_s))
     )
     monkeypatch.setattr(Advisor, "charge", lambda self, time_s: charged.append(time_s))
     monkeypatch.setattr("optimus_jax.control.switch.Worker", Later)
@@ -437,7 +439,7 @@ def test_the_advisor_hears_all_that_a_switch_has_taken(scripted, patient, monkey
         )[1],
     )
     result = scripted({3: switch_at(3, other_plan())})
-    (costs_s,) = heard
+    (costs_s,) = reported
     (remesh,) = events(result, "remesh")
     assert costs_s.keys() == {
         "agree_s",
@@ -459,7 +461,7 @@ def test_the_advisor_hears_all_that_a_switch_has_taken(scripted, patient, monkey
     assert 0 <= charged[0] <= first
 
 
-def test_what_was_withdrawn_is_charged(scripted, monkeypatch):
+def test_a_withdrawn_switch_is_charged_to_the_budget(scripted, monkeypatch):
     charged = []
     monkeypatch.setattr(Advisor, "charge", lambda self, time_s: charged.append(time_s))
     monkeypatch.setattr("optimus_jax.control.switch.Worker", Later)

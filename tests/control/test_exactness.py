@@ -1,5 +1,5 @@
-"""A switch is a checkpoint and a restart, bit for bit; and within rounding as if the run had never
-switched. In a model with dropout.
+"""A switch equals a checkpoint and a restart bit for bit, and a run without switches within
+rounding, in a model with dropout.
 """
 
 from functools import cache
@@ -18,7 +18,7 @@ from optimus_jax.reshard.reshard import Move
 from optimus_jax.reshard.shard_sums import ShardSums
 from optimus_jax.training.state import abstract_stored_state, from_stored, may_be_padded, to_stored
 
-JOURNEY = (
+PLAN_SEQUENCE = (
     "data",
     "fsdp, zero 3",
     "1f1b",
@@ -27,8 +27,9 @@ JOURNEY = (
     "interleaved, zero 1",
     "data",
 )
-"""Every plan is left and reached: over each mesh axis, with and without stages; each kind of
-schedule, and ZeRO 0, 1 and 3."""
+"""The plans cover each mesh axis, with and without stages; each kind of schedule; and ZeRO 0, 1 and
+3.
+"""
 STEPS_EACH = 2
 BUDGET_BYTES = 2**20
 
@@ -55,7 +56,7 @@ def trained(program, step, state, first):
 
 
 def saved(state, source, directory, step):
-    """On the disk."""
+    """Save the state as a checkpoint."""
     checkpoints = Checkpoints(directory, CheckpointConfig())
     checkpoints.save(step, to_stored(state, source.shapes, source.plan, source.state_shardings), {})
     checkpoints.close()
@@ -73,24 +74,24 @@ def restored_from(directory, target, step):
 
 
 def assert_same_state(state, other, target):
-    """Bit for bit."""
+    """Assert that two states are equal bit for bit."""
     sums, paths = ShardSums(layout_of(target)), layout_of(target).named
     assert sums.of(named_leaves(state), paths) == sums.of(named_leaves(other), paths)
 
 
-# A minute or more: six plans' steps and six switches are compiled. Fewer plans would leave out a
-# schedule or a ZeRO stage.
-def test_switching_is_restarting_and_as_if_nothing_had_happened(tmp_path):
-    name = JOURNEY[0]
+# Takes a minute or more: the steps of six plans and six switches are compiled. Fewer plans would
+# not cover each schedule and ZeRO stage.
+def test_a_switch_equals_a_restart_and_the_unswitched_run(tmp_path):
+    name = PLAN_SEQUENCE[0]
     program = built(name).program
     start = random_state(program)
     stayed, expected, done = copied(start), [], 0
-    for _ in JOURNEY:
+    for _ in PLAN_SEQUENCE:
         stayed, losses = trained(program, step_of(name), stayed, done + 1)
         expected, done = expected + losses, done + STEPS_EACH
     state, losses = trained(program, step_of(name), start, 1)
     seen, done = list(losses), STEPS_EACH
-    for other in JOURNEY[1:]:
+    for other in PLAN_SEQUENCE[1:]:
         target = built(other).program
         saved(state, program, tmp_path / f"at-{done}", done)
         restored = restored_from(tmp_path / f"at-{done}", target, done)
@@ -108,11 +109,11 @@ def test_switching_is_restarting_and_as_if_nothing_had_happened(tmp_path):
     assert jax.tree.structure(state) == jax.tree.structure(stayed)
 
 
-@pytest.mark.nightly  # a quarter of an hour; the test before goes a round through the plans
+@pytest.mark.nightly  # a quarter of an hour; the test before covers one path through the plans
 @pytest.mark.parametrize("name", PLANS)
-def test_from_every_plan_to_every_other(name, tmp_path):
-    """Every ordered pair: the switch is the restart, bit for bit, and losses are those of a run
-    that stays.
+def test_a_switch_between_every_pair_of_plans_equals_a_restart(name, tmp_path):
+    """For every ordered pair: the switch equals the restart bit for bit, and losses equal those of
+    a run that does not switch within rounding.
     """
     program = built(name).program
     state, _ = trained(program, step_of(name), random_state(program), 1)

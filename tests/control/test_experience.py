@@ -1,4 +1,6 @@
-"""Levels are told to the predictor under the right names, and few steps do not overturn many."""
+"""The predictor learns step times under the conditions they were measured in, and few steps do not
+outweigh many.
+"""
 
 import math
 
@@ -15,8 +17,9 @@ NORMAL = Known(plan=PLANS[0], batch=BATCH, conditions=Conditions(), regime=0)
 
 
 def learnt(*levels):
-    """What a predictor has been told of NORMAL, seconds, after levels of so many seconds and
-    steps."""
+    """Step time in seconds that the predictor has learnt for NORMAL, after levels of these
+    (seconds, number of steps).
+    """
     predictor = Predictor()
     experience = Experience(predictor, Prices(PRICING))
     for step, (time_s, count) in enumerate(levels):
@@ -25,18 +28,18 @@ def learnt(*levels):
     return math.exp(evidence.log_time)
 
 
-def test_a_level_replaces_the_one_before():
+def test_a_newer_level_replaces_the_one_before():
     assert learnt((3.0, 30), (3.3, 10)) == pytest.approx(3.3)
     assert learnt((3.0, 30), (3.3, 10), (3.1, 10)) == pytest.approx(3.1)
 
 
-def test_a_few_steps_that_took_more_than_twice_as_long_were_done_in_other_conditions():
-    """They are called so because a reading is newer than the steps: were they believed, any other
-    plan would look better.
+def test_a_few_contradicting_steps_are_ignored():
+    """Such steps were done in other conditions, and carry this name because a reading is newer than
+    they are. If they counted, any other plan would look better.
     """
     assert learnt((3.0, 30), (8.0, 10)) == pytest.approx(3.0)
 
 
-def test_many_are_believed_in_the_end():
+def test_many_contradicting_steps_are_believed():
     assert learnt((3.0, 60), (8.0, PERSISTS - 1), (8.0, PERSISTS)) == pytest.approx(8.0)
     assert learnt((8.0, 10), (3.0, 12)) == pytest.approx(3.0), "what was known was known from fewer"

@@ -1,5 +1,5 @@
-"""What the driver says of this process's GPUs: the worst of them, in a thread, and whatever it does
-not say is left out.
+"""Health of this process's GPUs by the driver: the worst GPU counts, queries run in a thread, and
+what the driver does not report is left out.
 """
 
 import pytest
@@ -51,16 +51,16 @@ def test_the_worst_gpu_counts_and_power_is_summed():
     ("reasons", "share"),
     [(0, 0.0), (GPU_IDLE, 0.0), (POWER_CAP, 1.0), (GPU_IDLE | HARDWARE_HEAT, 1.0)],
 )
-def test_idleness_is_no_throttling(reasons, share):
+def test_an_idle_gpu_is_not_throttled(reasons, share):
     assert health([GOOD | {"reasons": reasons}]).poll(1, 0.0)["throttled_share"] == share
 
 
-def test_every_reason_is_one_that_the_library_has():
+def test_every_throttle_reason_exists_in_pynvml():
     library = nvml([GOOD])
     assert len({getattr(library, name) for name in SLOWED_BY}) == len(SLOWED_BY)
 
 
-def test_errors_are_counted_from_the_first_answer():
+def test_ecc_errors_are_counted_from_the_first_poll():
     gpus = [GOOD | {"ecc": 7}]
     source = health(gpus)
     assert source.poll(1, 0.0)["ecc_errors"] == 0
@@ -68,7 +68,7 @@ def test_errors_are_counted_from_the_first_answer():
     assert source.poll(2, 1.0)["ecc_errors"] == 2
 
 
-def test_what_one_gpu_does_not_say_the_other_says():
+def test_values_that_one_gpu_lacks_come_from_the_other():
     samples = health(
         [GOOD | {"power": None, "busy": None}, GOOD | {"power": 100_000, "ecc": None, "busy": None}]
     ).poll(1, 0.0)
@@ -76,7 +76,7 @@ def test_what_one_gpu_does_not_say_the_other_says():
     assert "utilisation" not in samples
 
 
-def test_only_this_process_s_gpus_are_asked():
+def test_only_gpus_of_this_process_are_polled():
     assert health([GOOD, GOOD | {"temperature": 99}], names=[0]).poll(1, 0.0)["temperature_c"] == 60
     assert (
         health([GOOD, GOOD | {"temperature": 99, "uuid": "GPU-b"}], names=["GPU-b"]).poll(1, 0.0)[
@@ -86,7 +86,7 @@ def test_only_this_process_s_gpus_are_asked():
     )
 
 
-def test_without_a_driver_or_the_gpu_there_is_a_reason():
+def test_a_missing_driver_or_gpu_is_reported_with_a_reason():
     with pytest.raises(Absent, match="does not know the GPUs"):
         health([], names=[0]).poll(1, 0.0)
     library = nvml([GOOD])
@@ -99,7 +99,7 @@ def test_without_a_driver_or_the_gpu_there_is_a_reason():
         GpuHealth([0], library=library, start=at_once).poll(1, 0.0)
 
 
-def test_a_driver_that_hangs_holds_up_nobody():
+def test_a_hanging_driver_does_not_block_polling():
     waiting = []
     source = GpuHealth([0], library=nvml([GOOD]), start=waiting.append)
     assert [source.poll(step, float(step)) for step in (1, 2, 3)] == [None, None, None]
@@ -108,7 +108,7 @@ def test_a_driver_that_hangs_holds_up_nobody():
     assert source.poll(4, 4.0)["temperature_c"] == 60
 
 
-def test_closing_lets_the_driver_go():
+def test_closing_shuts_nvml_down_if_it_was_started():
     library, ended = nvml([GOOD]), []
     library.nvmlShutdown = lambda: ended.append(True)
     source = GpuHealth([0], library=library, start=at_once)
@@ -123,6 +123,6 @@ def test_closing_lets_the_driver_go():
     ("visible", "names"),
     [("", [0, 1]), ("2,3", [2, 3]), ("GPU-b, GPU-a", ["GPU-b", "GPU-a"]), ("5", [5])],
 )
-def test_the_driver_counts_gpus_that_cuda_hides(visible, names, monkeypatch):
+def test_gpus_are_named_as_in_cuda_visible_devices(visible, names, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     assert visible_gpus([0, 1]) == names

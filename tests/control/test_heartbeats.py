@@ -24,7 +24,7 @@ def beat(*processes):
         process.beat()
 
 
-def test_the_oldest_of_the_others_counts(three, clock):
+def test_the_age_is_that_of_the_oldest_other_process(three, clock):
     source = HeartbeatAges(three[0])
     beat(three[1], three[2], three[0])
     beat(three[1], three[2], three[0])
@@ -38,7 +38,7 @@ def test_the_oldest_of_the_others_counts(three, clock):
     assert source.poll(3, 0.0) == {"heartbeat_age_s": 2.0}
 
 
-def test_who_was_never_heard_or_has_come_to_its_end_has_no_age(three, clock):
+def test_processes_never_seen_or_finished_have_no_age(three, clock):
     source = HeartbeatAges(three[0])
     beat(three[0])
     clock.now_s += 30.0
@@ -52,5 +52,5 @@ def test_who_was_never_heard_or_has_come_to_its_end_has_no_age(three, clock):
     assert source.poll(2, 0.0) == {}
 
 
-def test_alone_there_is_no_age():
+def test_a_single_process_has_no_heartbeat_age():
     assert HeartbeatAges(None).poll(1, 0.0) == {}

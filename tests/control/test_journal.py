@@ -1,5 +1,5 @@
-"""Whatever a run dies in, it goes on under the plan from before or the new one, as the records say;
-and no switch is forgotten.
+"""Whenever a run dies during a switch, it resumes under the old or the new plan, as the journal
+says, and no switch is forgotten.
 """
 
 import json
@@ -36,7 +36,7 @@ def run(tmp_path):
 
 
 def switch(journal, ending):
-    """All that a switch writes."""
+    """Write all that a switch writes."""
     journal.begin(OLD, NEW, step=7, why="it is faster", by_choice=True)
     journal.commit(NEW, step=7, costs_s={"move_s": 0.1})
     journal.end(
@@ -63,29 +63,29 @@ def test_a_switch_is_recorded(run):
     assert Journal(run).recover(12) is None
 
 
-def test_a_plan_that_was_taken_back_is_a_failure(run):
+def test_a_plan_taken_back_counts_as_a_failure(run):
     switch(Journal(run), "taken back")
     assert switches(run.path)[0].is_failure
     assert plan_to_resume(run.path) == OLD.to_json() == run.plan_text()
 
 
-def test_who_stops_in_the_first_steps_goes_on_under_the_new_plan(run):
+def test_a_run_stopped_in_the_canary_resumes_under_the_new_plan(run):
     switch(Journal(run), "stopped")
     assert not switches(run.path)[0].is_failure
     assert plan_to_resume(run.path) == NEW.to_json()
 
 
 class Killed(BaseException):
-    """The process is gone."""
+    """Raised in place of the process dying."""
 
 
 def die_at(monkeypatch, number):
-    """Die instead of doing the numbered one of all writes, renames and syncs; returns how many were
-    done.
+    """Die instead of doing the write, rename or sync of this number; returns the calls
+    done so far.
     """
     done = []
 
-    def mortal(function):
+    def dying_at_number(function):
         def call(*args, **kwargs):
             if len(done) == number:
                 raise Killed
@@ -95,15 +95,17 @@ def die_at(monkeypatch, number):
         return call
 
     for name in ("fsync", "replace"):
-        monkeypatch.setattr(os, name, mortal(getattr(os, name)))
-    monkeypatch.setattr(Journal, "_append", mortal(Journal._append))
-    monkeypatch.setattr(run_directory, "replace", mortal(run_directory.replace))
+        monkeypatch.setattr(os, name, dying_at_number(getattr(os, name)))
+    monkeypatch.setattr(Journal, "_append", dying_at_number(Journal._append))
+    monkeypatch.setattr(run_directory, "replace", dying_at_number(run_directory.replace))
     return done
 
 
 @pytest.mark.parametrize("ending", ["kept", "taken back", "failed"])
-def test_dying_at_any_instant_leaves_one_plan_or_the_other(run, monkeypatch, ending, tmp_path):
-    fates = []
+def test_dying_at_any_write_of_a_switch_leaves_one_of_the_two_plans(
+    run, monkeypatch, ending, tmp_path
+):
+    outcomes = []
     for number in range(100):
         copy = tmp_path / str(number)
         shutil.copytree(run.path, copy)
@@ -130,15 +132,15 @@ def test_dying_at_any_instant_leaves_one_plan_or_the_other(run, monkeypatch, end
         )
         assert len(recovered) == len(records), "a switch that began is not forgotten"
         assert (again is not None) == bool(recovered and recovered[0].ending == "died")
-        fates.append((bool(records), recovered[0].ending if recovered else None))
+        outcomes.append((bool(records), recovered[0].ending if recovered else None))
         if not died:
             break
     assert not died
     assert len(done) >= 8, "every write was a place to die"
-    assert {(False, None), (True, "died"), (True, ending)} <= set(fates)
+    assert {(False, None), (True, "died"), (True, ending)} <= set(outcomes)
 
 
-def test_dying_while_recovering_changes_nothing(run, monkeypatch, tmp_path):
+def test_dying_during_recovery_does_not_change_the_recovered_plan(run, monkeypatch, tmp_path):
     Journal(run).begin(OLD, NEW, step=7, why="", by_choice=True)
     Journal(run).commit(NEW, step=7, costs_s=COSTS_S)
     assert run.plan_text() == NEW.to_json()
@@ -161,7 +163,7 @@ def test_dying_while_recovering_changes_nothing(run, monkeypatch, tmp_path):
     assert not died
 
 
-def test_a_torn_line_spoils_no_other(run):
+def test_a_torn_line_does_not_damage_other_records(run):
     switch(Journal(run), "kept")
     path = run.path / "switches.jsonl"
     whole = path.read_bytes()
@@ -178,7 +180,7 @@ def test_a_torn_line_spoils_no_other(run):
         )
 
 
-def test_a_process_that_does_not_write_writes_nothing(run):
+def test_a_process_that_is_not_the_writer_writes_nothing(run):
     switch(Journal(RunDirectory(run.path, writer=False)), "kept")
     assert not (run.path / "switches.jsonl").exists()
     assert run.plan_text() == OLD.to_json()
@@ -188,14 +190,14 @@ def full(descriptor):
     raise OSError(28, "No space left on device")
 
 
-def test_a_full_disk_is_an_error_that_says_so(run, monkeypatch):
+def test_a_full_disk_is_an_error_with_its_cause(run, monkeypatch):
     monkeypatch.setattr(journal_module.os, "fsync", full)
     with pytest.raises(RunDirectoryError, match="No space left"):
         Journal(run).begin(OLD, NEW, step=1, why="", by_choice=True)
 
 
-def test_an_end_that_cannot_be_written_does_not_cost_the_state(run, monkeypatch):
-    """The trainer sees the failure, saves, and raises it."""
+def test_an_end_that_cannot_be_written_keeps_the_state(run, monkeypatch):
+    """The trainer notices the failure, saves the state, and raises it."""
     journal = Journal(run)
     journal.begin(OLD, NEW, step=7, why="", by_choice=True)
     journal.commit(NEW, step=7, costs_s={})

@@ -1,5 +1,5 @@
-"""A run that gets SIGKILL in the middle of a switch, again and again, loses nothing: the short
-version of benchmarks/kill_fuzz.py.
+"""A run that is killed repeatedly during switches loses nothing: the short version of
+benchmarks/kill_fuzz.py.
 """
 
 import json
@@ -10,14 +10,15 @@ from pathlib import Path
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "kill_fuzz.py"
 ENVIRONMENT = {"XLA_FLAGS": "--xla_backend_optimization_level=0", "OPENBLAS_NUM_THREADS": "1"}
-"""Compile without optimising; and no threads, since processes are forked from one that has imported
-everything."""
+"""Compile without optimisation, and use no threads, since processes are forked from one that has
+imported everything.
+"""
 
 
 def test_a_run_that_is_killed_in_every_phase_of_a_switch_loses_nothing():
     """One run, killed while it prepares, quiesces (half a line of the journal is written), moves,
-    commits, and in the first steps, and when it keeps the plan. What has to hold is in the script,
-    which fails if it does not.
+    commits, in the first steps, and when it keeps the plan. The script checks the invariants, and
+    fails if one does not hold.
     """
     environment = {
         name: value for name, value in os.environ.items() if not name.startswith(("JAX_", "XLA_"))

@@ -1,4 +1,6 @@
-"""A device that is reported bad is left in the middle of a run, and used again when it is back."""
+"""A device that is reported bad is not used from the next boundary on, and used again when the
+report is gone.
+"""
 
 from types import SimpleNamespace
 
@@ -17,7 +19,7 @@ from optimus_jax.training.watchers import Display
 BAD = 3
 STEPS, LOST_AFTER, BACK_AFTER = 24, 4, 12
 BATCH = 24
-"""Goes over 8 devices, and 6, and 4, but not 7."""
+"""Divides over 8 devices, 6 and 4, but not 7."""
 SETTINGS = {
     "steps": STEPS,
     "global_batch": BATCH,
@@ -31,9 +33,7 @@ SETTINGS = {
 
 @pytest.fixture
 def predicted(slow_devices, monkeypatch):  # noqa: F811
-    """To the controller, steps take as long as they are predicted to, on a clock that only they
-    move.
-    """
+    """The controller sees the predicted step times, on a clock that only steps advance."""
     clock = SimpleNamespace(now_s=0.0, perf_counter=lambda: clock.now_s)
     monkeypatch.setattr(live, "time", clock)
     plain = Controller.step
@@ -49,7 +49,7 @@ def predicted(slow_devices, monkeypatch):  # noqa: F811
 
 @pytest.fixture
 def used(monkeypatch):
-    """Ids of the devices that batches were put on, in order: training's and evaluation's."""
+    """Ids of the devices of every batch, in order, of training and evaluation."""
     found, plain = [], trainer.put_batch
 
     def put(batch, sharding, global_batch):
@@ -62,11 +62,11 @@ def used(monkeypatch):
 
 @pytest.fixture
 def lost(monkeypatch, tmp_path):
-    """The file names the device after some steps, and is gone after others; what lay on the device
-    meanwhile.
+    """The file reports the device after LOST_AFTER and is removed after BACK_AFTER; yields the
+    arrays that were on the device in between.
     """
     monkeypatch.setattr(reported, "POLL_S", 0.0)
-    lying, others = [], jax.live_arrays()  # of tests before this one
+    arrays_on_device, others = [], jax.live_arrays()  # arrays of earlier tests
     known = set(map(id, others))
 
     def show(self, record):
@@ -76,7 +76,7 @@ def lost(monkeypatch, tmp_path):
         elif record.step == BACK_AFTER:
             path.unlink()
         if LOST_AFTER + 2 < record.step <= BACK_AFTER:
-            lying.append(
+            arrays_on_device.append(
                 [
                     array
                     for array in jax.live_arrays()
@@ -86,11 +86,11 @@ def lost(monkeypatch, tmp_path):
             )
 
     monkeypatch.setattr(Display, "step", show)
-    yield lying
+    yield arrays_on_device
     assert len(others) == len(known), "kept until here, so that nothing else has got their places"
 
 
-def test_the_run_goes_on_without_the_device_and_takes_it_back(
+def test_a_run_leaves_a_lost_device_and_uses_it_again(
     predicted,
     lost,
     used,

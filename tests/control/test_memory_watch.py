@@ -1,5 +1,5 @@
-"""Memory that something else takes is noticed in time, and estimates that are a little off are not
-taken for it.
+"""Memory used by something else than the run is noticed in time, and not confused with inaccurate
+estimates.
 """
 
 import numpy as np
@@ -44,8 +44,8 @@ def observed(
 
 
 @pytest.mark.parametrize("used", [0.5, 0.6, 0.9, 0.97])
-def test_a_plan_that_needs_much_is_not_pressed(used):
-    """Nothing else takes anything: an estimate is off by as much as the first reading says."""
+def test_a_plan_that_needs_more_than_estimated_is_not_pressure(used):
+    """Nothing else uses memory: the first reading gives the error of the estimate."""
     watch = MemoryWatch()
     assert [
         observed(watch, used, needed=used / 1.1, time_s=10.0 * number) for number in range(20)
@@ -53,21 +53,21 @@ def test_a_plan_that_needs_much_is_not_pressed(used):
     assert watch.taken == 0.0
 
 
-def test_where_nothing_was_ever_taken_there_is_no_less_to_settle_for():
+def test_without_taken_memory_there_is_nothing_to_settle_for():
     assert not MemoryWatch().settle_for_less()
 
 
-def test_what_grows_is_noticed_before_it_is_too_late():
-    watch, said, used = MemoryWatch(), [], 0.6
+def test_growing_memory_use_is_noticed_with_time_to_switch():
+    watch, reported, used = MemoryWatch(), [], 0.6
     for number in range(40):  # 0.1% of the memory each second
         used = 0.6 + 0.001 * max(0, 10 * number - 100)
-        said.append(observed(watch, used, time_s=10.0 * number))
-        if said[-1]:
+        reported.append(observed(watch, used, time_s=10.0 * number))
+        if reported[-1]:
             break
-    assert said[-1] == "pressed"
+    assert reported[-1] == "pressed"
     assert 0.7 < used < 0.9
-    # What is left is what will be left if it goes on for as long as it has: else the next plan is
-    # pressed as soon as it runs.
+    # Memory is reserved for as much further growth as was seen: otherwise the next plan would be
+    # under pressure at once.
     assert used - 0.6 > 0.001 * LEAD_S
     assert watch.taken == pytest.approx(2 * (used - 0.6), abs=0.03)
     less = watch.applied(PRICING).cluster.accelerator.memory_bytes
@@ -76,7 +76,7 @@ def test_what_grows_is_noticed_before_it_is_too_late():
     )
 
 
-def test_a_median_that_lags_behind_does_not_hide_it():
+def test_a_lagging_median_does_not_hide_growth():
     """Samples of the last 200 s, of which the newest is 0.1 above the median."""
     samples = np.linspace(0.74, 0.94, 21)
     spread = 1.4826 * float(np.median(np.abs(samples - np.median(samples))))
@@ -85,7 +85,7 @@ def test_a_median_that_lags_behind_does_not_hide_it():
     assert observed(watch, float(np.median(samples)), spread=spread, time_s=200.0) == "pressed"
 
 
-def test_it_says_so_once_and_again_when_more_is_taken():
+def test_pressure_is_reported_once_and_again_when_more_is_taken():
     watch = MemoryWatch()
     observed(watch, 0.6)
     assert observed(watch, 0.94, time_s=10.0) == "pressed"
@@ -96,7 +96,7 @@ def test_it_says_so_once_and_again_when_more_is_taken():
     assert observed(watch, 0.95, needed=0.3, time_s=210.0) == "pressed"
 
 
-def test_it_is_free_again_once_it_has_been_so_for_a_while_and_for_longer_each_time():
+def test_memory_counts_as_free_after_a_delay_that_grows_each_time():
     watch, waits, time_s = MemoryWatch(), [], 0.0
     observed(watch, 0.6)
     for _ in range(3):
@@ -111,14 +111,14 @@ def test_it_is_free_again_once_it_has_been_so_for_a_while_and_for_longer_each_ti
     assert waits[2] > 1.5 * waits[1] > 2 * waits[0] > 200.0
 
 
-def test_samples_of_two_plans_say_nothing():
+def test_samples_of_two_plans_are_not_pressure():
     watch = MemoryWatch()
     observed(watch, 0.6)
     assert observed(watch, 0.94, spread=0.3, time_s=10.0) is None
     assert observed(watch, 0.94, spread=0.01, time_s=20.0) == "pressed"
 
 
-def test_what_has_stopped_growing_no_longer_leaves_room_for_more():
+def test_taken_memory_that_stopped_growing_needs_no_reserve():
     watch, time_s = MemoryWatch(), 0.0
     observed(watch, 0.6)
     while observed(watch, min(0.95, 0.6 + 0.004 * time_s), time_s=time_s) is None:
@@ -131,8 +131,8 @@ def test_what_has_stopped_growing_no_longer_leaves_room_for_more():
         assert time_s < 2000.0
 
 
-def test_readings_right_after_a_switch_do_not_count():
-    """They are about the plan before, whose memory was another."""
+def test_readings_right_after_a_switch_are_ignored():
+    """They describe the plan before, which used other memory."""
     watch = MemoryWatch()
     observed(watch, 0.6)
     watch.restart()
@@ -144,12 +144,12 @@ def test_readings_right_after_a_switch_do_not_count():
     ] == [None] * 20
 
 
-def test_what_was_taken_is_still_taken_under_another_plan():
-    """So what else is in use then is the new plan's own, whose estimate may be off."""
+def test_taken_memory_still_counts_under_the_next_plan():
+    """So the remaining difference is the error of the new plan's estimate."""
     watch = MemoryWatch()
     observed(watch, 0.6)
-    said = [observed(watch, 0.94, time_s=100.0 * number) for number in range(1, 11)]
-    assert said[0] == "pressed"
+    reported = [observed(watch, 0.94, time_s=100.0 * number) for number in range(1, 11)]
+    assert reported[0] == "pressed"
     watch.restart()
     # 0.03 more than is estimated.
     assert [
@@ -161,8 +161,8 @@ def test_what_was_taken_is_still_taken_under_another_plan():
     assert watch.taken >= 0.34 + 0.29
 
 
-def test_a_peak_from_before_the_switch_says_nothing_of_the_plan_after():
-    """JAX counts the peak of a process, and never begins anew."""
+def test_the_peak_from_before_a_switch_is_ignored():
+    """JAX reports the peak of the process, and never resets it."""
 
     def readings(watch, now, peak, time_s, needed):
         values = {
@@ -191,23 +191,23 @@ def test_a_peak_from_before_the_switch_says_nothing_of_the_plan_after():
     assert readings(watch, 0.3, 0.97, 300.0, 0.3) == "pressed"
 
 
-def test_jumps_in_a_row_are_growth():
-    """An eighth of 0.7 of the memory each 75 s, a plan that needs 0.6: it has to have moved when
-    the fifth comes.
+def test_repeated_jumps_count_as_growth():
+    """Every 75 s another 0.0875 of the memory is taken, under a plan that needs 0.6: it has to be
+    replaced before the fifth jump.
     """
-    watch, time_s, said = MemoryWatch(), 0.0, None
+    watch, time_s, reported = MemoryWatch(), 0.0, None
     for _ in range(30):
         observed(watch, 0.6, time_s=time_s)
         time_s += 10.0
     began_s = time_s
-    while said is None:
-        said = observed(watch, 0.6 + 0.0875 * (1 + (time_s - began_s) // 75), time_s=time_s)
+    while reported is None:
+        reported = observed(watch, 0.6 + 0.0875 * (1 + (time_s - began_s) // 75), time_s=time_s)
         time_s += 10.0
-    assert said == "pressed"
+    assert reported == "pressed"
     assert time_s - began_s < 4 * 75 - 60
 
 
-def test_where_no_plan_does_without_so_much_less_is_asked_for():
+def test_if_no_plan_fits_less_memory_is_reserved():
     watch = MemoryWatch()
     for number in range(31):
         observed(watch, 0.6 + max(0.0, 0.002 * (10 * number - 120)), time_s=10.0 * number)
@@ -229,13 +229,13 @@ def test_where_no_plan_does_without_so_much_less_is_asked_for():
         (0.0, "good", 0.6),
     ],
 )
-def test_what_is_missing_stale_or_nonsense_presses_nobody(used, quality, needed):
+def test_missing_stale_or_impossible_readings_are_not_pressure(used, quality, needed):
     watch = MemoryWatch()
     observed(watch, 0.6)
     assert observed(watch, used, time_s=10.0, quality=quality, needed=needed) is None
 
 
-def test_plans_have_to_fit_into_what_is_left():
+def test_plans_have_to_fit_into_the_remaining_memory():
     watch, plan = MemoryWatch(), plan_on("fsdp=64")
     assert watch.applied(PRICING) == PRICING
     assert has_room(plan, watch.applied(PRICING))

@@ -1,5 +1,5 @@
-"""Programs of live probes run along the mesh axis that they name, on all devices, and computing
-waits for nobody.
+"""Probe programs run along their mesh axis on all devices, and the compute probe has no
+collective.
 """
 
 import hlo
@@ -68,7 +68,7 @@ def programs(monkeypatch):
         ((1, 1, 4, 2), "fsdp"),
     ],
 )
-def test_an_all_reduce_runs_along_its_axis_with_its_message(programs, sizes, axis):
+def test_an_all_reduce_probe_has_its_axis_and_message_size(programs, sizes, axis):
     probes = MeshProbes(mesh_of(*sizes))
     for num_bytes in probes.messages:
         assert probes.time_s(axis, num_bytes) > 0
@@ -85,7 +85,7 @@ def test_only_axes_of_several_devices_are_probed():
     assert MeshProbes(mesh_of(2, 1, 4, 1)).axes == ["pipe", "fsdp"]
 
 
-def test_computing_is_a_matmul_on_each_device_and_no_collective(programs):
+def test_the_compute_probe_is_a_matmul_on_each_device(programs):
     probes = MeshProbes(mesh_of(1, 8, 1, 1))
     assert probes.compute_time_s() > 0
     ((text, mesh),) = programs
@@ -96,7 +96,7 @@ def test_computing_is_a_matmul_on_each_device_and_no_collective(programs):
     assert not hlo.collectives(text, mesh)
 
 
-def test_a_program_is_compiled_once(programs):
+def test_each_probe_is_compiled_once(programs):
     probes = MeshProbes(mesh_of(1, 4, 1, 2))
     probes.compile()
     assert len(programs) == 2 * len(probes.messages) + 1
@@ -106,13 +106,13 @@ def test_a_program_is_compiled_once(programs):
     assert len(programs) == 2 * len(probes.messages) + 1
 
 
-def test_time_is_the_shortest_run_of_the_clock_that_is_injected():
+def test_probe_time_is_the_shortest_repeat():
     times = iter([0.0, 9.0, 10.0, 12.0, 20.0, 25.0, 30.0, 33.0, 40.0, 44.0])
     probes = MeshProbes(mesh_of(1, 8, 1, 1), clock=lambda: next(times))
     assert probes.time_s("data", probes.messages[0]) == 2.0
 
 
-def test_rounds_know_which_axis_leaves_the_host_and_keep_what_was_compiled(programs):
+def test_probe_rounds_map_axes_to_links_and_reuse_compiled_probes(programs):
     probes = Probes(0.01, TWO_HOSTS, None, num_meshes=2, warn=print)
     samples = probes.on(mesh_of(1, 2, 1, 4)).run(5, step_time_s=0.1, data_wait_s=0.0)
     assert samples["link_slowdown/between"] == samples["link_slowdown/data"] > 0
@@ -127,19 +127,24 @@ def test_rounds_know_which_axis_leaves_the_host_and_keep_what_was_compiled(progr
     }
 
 
-def test_a_share_of_none_compiles_nothing(programs):
+def test_a_probe_share_of_zero_compiles_nothing(programs):
     probes = Probes(0.0, TWO_HOSTS, None, num_meshes=2, warn=print)
     probes.prepare(mesh_of(1, 8, 1, 1))
     assert probes.on(mesh_of(1, 8, 1, 1)) is None
     assert not programs
 
 
-def test_a_run_on_cpus_has_signals_and_says_what_is_missing(tmp_path):
-    told = []
+def test_on_cpus_the_missing_device_memory_signal_is_reported(tmp_path):
+    warnings = []
     signals = live_signals(
-        ControlConfig(), global_batch=8, seq_len=16, rounds=None, heartbeats=None, warn=told.append
+        ControlConfig(),
+        global_batch=8,
+        seq_len=16,
+        rounds=None,
+        heartbeats=None,
+        warn=warnings.append,
     )
     signals.observe(1)
     signals.close()
     assert signals.missing == {"device memory": "the devices do not say how much memory is in use"}
-    assert not told
+    assert not warnings

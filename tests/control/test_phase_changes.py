@@ -1,4 +1,6 @@
-"""Phases in whole runs: each is a restart with its batches, and the run does not wait for it."""
+"""Batch phases in whole runs: each phase equals a restart with its batch shape, and is compiled
+before it begins.
+"""
 
 import shutil
 
@@ -38,7 +40,7 @@ def ramp(quick, text, tmp_path_factory):  # noqa: F811
     return run_tiny(tmp_path_factory.mktemp("ramp") / "run", text, **RAMP)
 
 
-def test_steps_have_the_batches_of_their_phase(ramp):
+def test_steps_have_the_batch_shape_of_their_phase(ramp):
     assert [record.tokens for record in ramp.history] == [8 * 32] * 3 + [16 * 32] * 2 + [
         16 * 16
     ] * 3
@@ -61,9 +63,9 @@ def test_steps_have_the_batches_of_their_phase(ramp):
     ], "eval_batches=1 is one batch of the first phase, in all"
 
 
-def test_a_phase_is_a_restart_with_its_batches_all_the_time(ramp, text):  # noqa: F811
-    """From the checkpoint at each boundary, under a config that knows no phases, on examples that
-    are counted here.
+def test_a_phase_equals_a_restart_with_its_batch_shape(ramp, text):  # noqa: F811
+    """Train from the checkpoint at each boundary under a config without phases, on examples
+    selected here.
     """
     data = load_data(
         Config().with_values({"data.sources": (text,), "data.eval_fraction": 0.5}).data,
@@ -105,14 +107,14 @@ def test_a_phase_is_a_restart_with_its_batches_all_the_time(ramp, text):  # noqa
 
 @pytest.mark.parametrize("step", [2, 3, 4, 6])
 def test_a_run_is_resumed_in_the_phase_of_its_checkpoint(ramp, tmp_path, step):
-    """In the middle of one, at a boundary, and with boundaries still to come."""
+    """In the middle of a phase, at a boundary, and before later boundaries."""
     run = shutil.copytree(ramp.run_dir, tmp_path / "run")
     for later in range(step + 1, STEPS + 1):
         shutil.rmtree(run / "checkpoints" / str(later))
     assert losses(optimus_jax.train(run_dir=run, resume=True)) == losses(ramp)
 
 
-def test_a_damaged_checkpoint_leads_back_into_an_earlier_phase(ramp, tmp_path):
+def test_after_a_damaged_checkpoint_the_run_resumes_in_an_earlier_phase(ramp, tmp_path):
     run = shutil.copytree(ramp.run_dir, tmp_path / "run")
     for later in range(3, STEPS + 1):
         if later != 7:
@@ -123,7 +125,7 @@ def test_a_damaged_checkpoint_leads_back_into_an_earlier_phase(ramp, tmp_path):
     assert losses(optimus_jax.train(run_dir=run, resume=True)) == losses(ramp)
 
 
-def test_a_phase_that_cannot_be_compiled_costs_no_state(ramp, quick, text, tmp_path, monkeypatch):  # noqa: F811
+def test_a_phase_that_cannot_be_compiled_keeps_the_state(ramp, quick, text, tmp_path, monkeypatch):  # noqa: F811
     def refuse(config, plan, **_):
         raise MemoryError("the compiler has no room")
 
@@ -154,7 +156,7 @@ def test_a_phase_that_cannot_be_compiled_costs_no_state(ramp, quick, text, tmp_p
         ({"phases": "3:16,5:12"}, "the batches after step 5"),
     ],
 )
-def test_phases_that_cannot_be_trained_are_refused_before_anything_begins(
+def test_phases_that_cannot_be_trained_are_refused_before_the_run(
     quick,  # noqa: F811
     text,  # noqa: F811
     tmp_path,
@@ -166,9 +168,9 @@ def test_phases_that_cannot_be_trained_are_refused_before_anything_begins(
     assert not list(tmp_path.iterdir())
 
 
-def test_a_phase_may_need_another_layout(slow_devices, text, tmp_path):  # noqa: F811
-    """Four examples go to eight devices only with another mesh: the state moves, though nobody
-    controls the run.
+def test_a_phase_may_need_another_mesh(slow_devices, text, tmp_path):  # noqa: F811
+    """Four examples divide over eight devices only with another mesh: the state moves even without
+    a controller.
     """
     result = run_tiny(
         tmp_path / "run",
@@ -192,7 +194,7 @@ def test_a_phase_may_need_another_layout(slow_devices, text, tmp_path):  # noqa:
     assert [record.plan for record in result.history] == [first] * 3 + [result.plan.digest] * 2
 
 
-def test_the_advisor_knows_what_is_to_come(slow_devices, text, tmp_path):  # noqa: F811
+def test_the_advisor_considers_upcoming_phases(slow_devices, text, tmp_path):  # noqa: F811
     result = run_tiny(
         tmp_path / "run", text, mesh="data=8", phases="5:16", steps=STEPS, control="auto"
     )

@@ -1,4 +1,4 @@
-"""What makes the policy switch, and above all what keeps it from switching."""
+"""What makes the policy switch, and what keeps it from switching."""
 
 import dataclasses
 import json
@@ -95,15 +95,15 @@ SITUATIONS = st.builds(
 )
 
 
-def test_a_large_sure_and_lasting_gain_is_taken():
+def test_a_large_likely_and_lasting_gain_causes_a_switch():
     decision = decided(candidate(0.3))
     assert (decision.action, decision.plan, decision.switch_method) == ("switch", plan(2), "remesh")
     assert decision.alternatives[0].verdict == "chosen"
     assert "30%" in decision.why
 
 
-def test_a_budget_is_looked_at_again_where_the_run_may_become_longer():
-    """The longer slow steps have lasted, the longer the run is expected to take, and with it what
+def test_an_exceeded_budget_is_reconsidered_if_the_run_may_become_longer():
+    """The longer slow steps have lasted, the longer the run is expected to take, and the more time
     its switches may take.
     """
     assert (
@@ -129,7 +129,7 @@ def test_a_budget_is_looked_at_again_where_the_run_may_become_longer():
         ({"likely": 0.5}, {}, "probability"),
     ],
 )
-def test_each_reason_to_stay_holds_by_itself_and_is_named(fields, about, reason):
+def test_each_reason_to_stay_suffices_and_is_named(fields, about, reason):
     assert decided(candidate()).action == "switch"
     decision = decided(candidate(**fields), **about)
     assert (decision.action, decision.plan) == ("stay", None)
@@ -142,7 +142,7 @@ def test_each_reason_to_stay_holds_by_itself_and_is_named(fields, about, reason)
     st.sampled_from([0.05, 0.2]),
     st.sampled_from([0.9, 0.99]),
 )
-def test_whatever_is_chosen_has_passed_every_test(about, candidates, min_gain, min_probability):
+def test_a_chosen_plan_meets_every_requirement(about, candidates, min_gain, min_probability):
     settings = replace(SETTINGS, min_gain=min_gain, min_probability=min_probability)
     decision = decide(about, candidates, settings)
     if decision.action == "stay":
@@ -162,14 +162,14 @@ def test_whatever_is_chosen_has_passed_every_test(about, candidates, min_gain, m
 
 
 @given(SITUATIONS, st.lists(CANDIDATES, max_size=4))
-def test_what_is_blocked_stays_and_what_has_no_gain_stays(about, candidates):
+def test_blocked_or_slower_candidates_are_not_chosen(about, candidates):
     assert decide(replace(about, blocked="cooling down"), candidates, SETTINGS).action == "stay"
     worse = [replace(each, log_ratio=abs(each.log_ratio)) for each in candidates]
     assert decide(about, worse, SETTINGS).action == "stay"
 
 
 @given(SITUATIONS, CANDIDATES, st.floats(0.0, 0.5))
-def test_more_gain_never_turns_a_switch_into_staying(about, one, more):
+def test_more_gain_never_prevents_a_switch(about, one, more):
     better = replace(
         one,
         log_ratio=one.log_ratio - more,
@@ -180,13 +180,13 @@ def test_more_gain_never_turns_a_switch_into_staying(about, one, more):
 
 
 @given(SITUATIONS, CANDIDATES, st.floats(0.0, 100.0))
-def test_more_cost_never_turns_staying_into_a_switch(about, one, more):
+def test_more_cost_never_causes_a_switch(about, one, more):
     if decide(about, [one], SETTINGS).action == "stay":
         assert decide(about, [replace(one, cost_s=one.cost_s + more)], SETTINGS).action == "stay"
 
 
 @given(SITUATIONS, st.lists(CANDIDATES, max_size=4))
-def test_it_is_a_function_of_its_arguments_and_its_record_is_json(about, candidates):
+def test_decisions_are_deterministic_and_json(about, candidates):
     decision = decide(about, candidates, SETTINGS)
     assert decide(about, candidates, SETTINGS) == decision
     record = json.loads(json.dumps(decision.as_json(), allow_nan=False))
@@ -197,40 +197,40 @@ def test_it_is_a_function_of_its_arguments_and_its_record_is_json(about, candida
 
 
 def test_a_cheaper_method_wins_if_it_gains_about_as_much():
-    dear, cheap = (
+    costly, cheap = (
         candidate(0.30, 2),
         candidate(0.29, 3, switch_method="executable", cost_s=2.0, return_s=2.0),
     )
-    assert decided(dear, cheap).switch_method == "executable"
+    assert decided(costly, cheap).switch_method == "executable"
     assert decided(candidate(0.45, 2), cheap).switch_method == "remesh"
 
 
-def test_while_the_duration_is_unknown_it_waits_until_staying_has_cost_as_much():
-    """There and back 20 s, saved 30% of the time: the way there is earned back after 33 s, which a
-    third of that makes as likely as not.
+def test_with_unknown_duration_it_waits_until_staying_has_cost_enough():
+    """Switching there and back takes 20 s and saves 30% of the time: the way there breaks even
+    after 33 s, and lasting that long is as likely as not after a third of them.
     """
     early = decided(candidate(), regime=unknown_duration(2.0))
     assert early.action == "stay"
     assert early.wait_s == pytest.approx(10 / 0.3 / 3 - 3.0, rel=0.1)
-    # Odds may be even, but it has to be worth more than twice its cost as well.
+    # Besides even odds, a gain of twice the cost is required.
     assert decided(candidate(), regime=unknown_duration(200.0)).action == "switch"
 
 
-def test_what_ends_while_a_switch_is_prepared_withdraws_it_so_it_may_be_prepared_early():
-    """A switch that takes 20 s to prepare may be decided 20 s earlier, if it is likely to last
-    these 20 s.
+def test_preparation_may_begin_before_the_wait_is_over():
+    """A switch is withdrawn if the conditions end during its preparation. So one that takes 20 s to
+    prepare may be decided 20 s earlier, if the conditions are likely to last these 20 s.
     """
     sooner = decided(candidate(prepare_s=20.0), regime=unknown_duration(6.0))
     later = decided(candidate(), regime=unknown_duration(6.0))
     assert (sooner.action, later.action) == ("switch", "stay")
-    # What takes very long to prepare is not even begun at once.
+    # A very long preparation does not begin at once.
     waits = decided(candidate(prepare_s=120.0), regime=unknown_duration(6.0))
     assert waits.action == "stay"
     assert waits.wait_s == pytest.approx(120 / 3 - 7.0)
 
 
-def test_a_restart_has_to_be_surer_of_lasting_conditions():
-    """It takes as long again to undo."""
+def test_a_restart_waits_longer_for_lasting_conditions():
+    """A restart takes as long again to undo."""
 
     def waits_s(switch_method):
         return decided(candidate(switch_method=switch_method), regime=unknown_duration(2.0)).wait_s
@@ -238,7 +238,7 @@ def test_a_restart_has_to_be_surer_of_lasting_conditions():
     assert waits_s("restart") > 3 * waits_s("remesh") > 0
 
 
-def test_past_regimes_count():
+def test_durations_of_past_regimes_count():
     flapping, lasting = Durations(prior_s=1.0), Durations(prior_s=1.0)
     for _ in range(4):
         flapping.ended(60.0)
@@ -247,14 +247,14 @@ def test_past_regimes_count():
     assert decided(candidate(), regime=Regime(elapsed_s=5.0, durations=lasting)).action == "switch"
 
 
-def test_what_is_better_afterwards_too_need_not_wait():
+def test_a_plan_better_under_normal_conditions_too_need_not_wait():
     regime = unknown_duration(1.0)
     assert decided(candidate(), regime=regime).action == "stay"
     assert decided(candidate(log_ratio_after=math.log(0.8)), regime=regime).action == "switch"
     assert decided(candidate(log_ratio_after=math.log(1.2)), regime=regime).action == "stay"
 
 
-def test_to_and_fro_makes_cautious():
+def test_repeated_switching_raises_the_required_gain():
     """30% of 1000 s for 10 s are 30 times the cost."""
     assert decided(candidate(), horizon_s=1000.0, caution=8.0).action == "switch"
     decision = decided(candidate(), horizon_s=1000.0, caution=16.0)
@@ -262,15 +262,15 @@ def test_to_and_fro_makes_cautious():
     assert "32 times its cost is required" in decision.why
 
 
-def test_what_undoes_a_forced_move_needs_no_budget():
+def test_undoing_a_forced_switch_needs_no_budget():
     assert decided(candidate(is_free=True), budget_s=0.0).action == "switch"
 
 
-def test_a_mandatory_move_asks_for_no_gain():
+def test_a_mandatory_switch_needs_no_gain():
     slower, slowest = candidate(-0.5, 2, cost_s=100.0), candidate(-3.0, 3)
     decision = decided(slowest, slower, mandatory=True, budget_s=0.0, blocked="cooling down")
     assert (decision.action, decision.plan, decision.mandatory) == ("switch", plan(2), True)
-    # Near the end what costs little wins, and what has failed is no resort.
+    # Near the end of the run the cheaper switch wins, and failed plans are not chosen.
     assert decided(slowest, slower, mandatory=True, horizon_s=10.0).plan == plan(3)
     assert decided(replace(slower, barred="it failed"), slowest, mandatory=True).plan == plan(3)
     failed = decided(replace(slower, barred="it failed"), mandatory=True)
@@ -279,7 +279,7 @@ def test_a_mandatory_move_asks_for_no_gain():
     assert decided(mandatory=True).action == "stay"
 
 
-def test_a_decision_for_a_boundary_says_which_and_which_devices_are_left_out():
+def test_a_decision_records_its_step_and_excluded_devices():
     decision = decided(candidate(without=frozenset({3, 1})), at_step=149)
     assert (decision.at_step, decision.without) == (149, {1, 3})
     record = decision.as_json()
@@ -287,7 +287,7 @@ def test_a_decision_for_a_boundary_says_which_and_which_devices_are_left_out():
     assert decided(candidate(0.0), at_step=149).at_step is None
 
 
-def test_every_field_of_a_record_is_there():
+def test_a_decision_record_has_every_field():
     record = decided(
         candidate(), inputs={"step_time_s": 1.23456789, "link_slowdown/between": None}
     ).as_json()
@@ -295,9 +295,9 @@ def test_every_field_of_a_record_is_there():
     assert record["inputs"] == {"step_time_s": 1.235, "link_slowdown/between": None}
 
 
-def test_a_run_is_not_stranded_where_it_cannot_afford_the_way_back():
+def test_a_switch_needs_a_budget_for_the_way_back():
     away = candidate(cost_s=10.0, return_s=10.0)
     assert decided(away, regime=unknown_duration(300.0), budget_s=15.0).action == "stay"
     assert decided(away, regime=unknown_duration(300.0), budget_s=25.0).action == "switch"
-    # Where conditions are here to stay there is no way back to pay for.
+    # If conditions are permanent, no way back has to be paid for.
     assert decided(away, budget_s=15.0).action == "switch"

@@ -1,5 +1,4 @@
-"""Predictions become better by measuring, say how sure they are, and are not moved far by
-nonsense."""
+"""Predictions improve with measurements, have calibrated intervals, and are robust to outliers."""
 
 import json
 import math
@@ -30,33 +29,34 @@ def learn(
 def after(
     num_plans: int, seed: int, **truths: float
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, list[int]]:
-    """True and predicted logarithms after some plans were measured, deviations, and the plans that
-    were not.
+    """After some plans were measured: true and predicted logarithms of step times, deviations, and
+    the indices of plans that were not measured.
     """
     random, truth = np.random.default_rng([seed, 1]), Truth(seed, **truths)
     true = np.array([truth.log_time(plan) for plan in PLANS])
     seen = random.choice(len(PLANS), num_plans, replace=False).tolist()
     predictor = Predictor()
-    for place in seen:
+    for index in seen:
         learn(
             predictor,
-            QUERIES[place],
-            true[place] + NOISE / math.sqrt(20) * random.standard_normal(),
+            QUERIES[index],
+            true[index] + NOISE / math.sqrt(20) * random.standard_normal(),
         )
     forecast = predictor.predict(QUERIES)
     return (
         true,
         forecast.mean,
         np.sqrt(np.diag(forecast.covariance)),
-        [place for place in range(len(PLANS)) if place not in seen],
+        [index for index in range(len(PLANS)) if index not in seen],
     )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("num_plans", [1, 2, 4])
-def test_nine_in_ten_intervals_cover_what_they_say(num_plans):
-    """Rates 15% off, links 30%, terms by a tenth, over 240 truths: between 85 and 95 in a
-    hundred."""
+def test_ninety_percent_intervals_cover_about_ninety_percent(num_plans):
+    """Over 240 simulated clusters with rates 15% off, links 30% and terms 10%: between 85% and 95%
+    are covered.
+    """
     inside = []
     for seed in SEEDS:
         true, mean, deviation, unseen = after(num_plans, seed)
@@ -69,8 +69,10 @@ def ranks(values: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.slow
-def test_intervals_widen_where_the_cost_model_is_seen_to_fit_badly(monkeypatch):
-    """Every plan off by an eighth of its own, as on virtual devices: what was measured says so."""
+def test_intervals_widen_where_the_cost_model_fits_badly(monkeypatch):
+    """Every plan has its own error of an eighth, as on virtual devices, which the measurements
+    show.
+    """
 
     def inside() -> float:
         found = []
@@ -86,9 +88,9 @@ def test_intervals_widen_where_the_cost_model_is_seen_to_fit_badly(monkeypatch):
 
 
 @pytest.mark.slow
-def test_it_beats_the_cost_model_alone():
-    """Ablation over the same truths: what was not measured is missed by less than half as much, and
-    is ranked better.
+def test_predictions_beat_the_cost_model_alone():
+    """Ablation over the same simulated clusters: the error of plans that were not measured is less
+    than half, and their ranking is better.
     """
     alone, learnt, rank_alone, rank_learnt = [], [], [], []
     for seed in SEEDS:
@@ -101,11 +103,11 @@ def test_it_beats_the_cost_model_alone():
     assert np.mean(rank_learnt) > np.mean(rank_alone)
 
 
-def test_before_anything_is_measured_it_is_the_cost_model():
+def test_without_measurements_predictions_equal_the_cost_model():
     assert Predictor().predict(QUERIES).mean == pytest.approx(COST_MODEL)
 
 
-def test_what_was_measured_is_what_is_foretold_of_it():
+def test_a_measured_plan_is_predicted_as_measured():
     predictor, truth = Predictor(), Truth(3)
     learn(predictor, QUERIES[0], truth.log_time(PLANS[0]))
     forecast = predictor.predict(QUERIES)
@@ -115,25 +117,27 @@ def test_what_was_measured_is_what_is_foretold_of_it():
     assert low_s < forecast.step_time_s(0) < high_s
 
 
-def test_comparing_plans_is_surer_than_either():
-    """What is off in both cancels: that is why plans can be told apart at all."""
+def test_the_ratio_of_two_plans_is_more_certain_than_either():
+    """Errors that two plans share cancel, which makes them comparable."""
     forecast = Predictor().predict(QUERIES)
     _, deviation = forecast.ratio(0, 1)
     assert deviation < 0.5 * math.sqrt(forecast.covariance[0, 0])
 
 
-def test_the_slow_link_is_blamed_for_slow_exchanges():
-    """Four plans tell that exchanges take longer, not computing: a search hears of it."""
+def test_slow_exchanges_are_attributed_to_their_link():
+    """Four plans show that exchanges take longer and computation does not: the calibration for the
+    search says so.
+    """
     predictor, slow = Predictor(), Conditions(between=4.0)
-    for place in (0, 1, 7, 12):  # two that send much, two that send little
-        learn(predictor, QUERIES[place], math.log(query(PLANS[place], slow).predicted_s))
+    for index in (0, 1, 7, 12):  # two that send much, two that send little
+        learn(predictor, QUERIES[index], math.log(query(PLANS[index], slow).predicted_s))
     factors = predictor.calibration().factors
     assert factors["fsdp"] > 1.2
     assert factors["fsdp"] > 1.05 * factors["feed-forward"]
 
 
 @pytest.mark.parametrize("wrong", [math.nan, math.inf, -math.inf])
-def test_what_is_no_number_does_not_count(wrong):
+def test_measurements_that_are_not_finite_are_ignored(wrong):
     predictor = Predictor()
     learn(predictor, QUERIES[0], wrong)
     predictor.learn(QUERIES[1], log_time=0.0, noise=wrong, count=5, step=1)
@@ -142,23 +146,23 @@ def test_what_is_no_number_does_not_count(wrong):
 
 
 @pytest.mark.parametrize("factor", [10.0, 0.1])
-def test_a_few_wild_plans_do_not_move_the_others_far(factor):
+def test_a_few_outlier_plans_do_not_move_the_others_far(factor):
     good, spoilt, truth = Predictor(), Predictor(), Truth(5)
     for predictor in (good, spoilt):
-        for place in range(2, 9):
-            learn(predictor, QUERIES[place], truth.log_time(PLANS[place]))
-    for place in (0, 1):
-        learn(spoilt, QUERIES[place], truth.log_time(PLANS[place]) + math.log(factor))
+        for index in range(2, 9):
+            learn(predictor, QUERIES[index], truth.log_time(PLANS[index]))
+    for index in (0, 1):
+        learn(spoilt, QUERIES[index], truth.log_time(PLANS[index]) + math.log(factor))
     moved = np.abs(spoilt.predict(QUERIES).mean - good.predict(QUERIES).mean)[2:]
     assert moved.max() < 0.1  # of 2.3, the logarithm of 10
-    # Of the wild plans themselves what was measured holds: that is how they run.
+    # The outliers' own measurements hold: that is how they run.
     assert spoilt.predict(QUERIES).mean[0] == pytest.approx(
         truth.log_time(PLANS[0]) + math.log(factor), abs=0.2
     )
 
 
-def test_an_unexplained_regime_is_taken_to_hit_every_plan():
-    """Else whatever slows the run would make all other plans look better."""
+def test_an_unexplained_regime_slows_every_plan():
+    """Otherwise whatever slows the run would make all other plans look better."""
     predictor = Predictor()
     base = QUERIES[0].predicted_s
     learn(predictor, QUERIES[0], math.log(base))
@@ -175,8 +179,8 @@ def test_an_unexplained_regime_is_taken_to_hit_every_plan():
     assert predictor.predict(QUERIES).ratio(1, 0) == pytest.approx((before, deviation_before))
 
 
-def test_old_evidence_counts_for_less():
-    """A plan measured long ago and another one now: the newer pulls harder."""
+def test_old_evidence_has_less_weight():
+    """One plan measured long ago and another now: the newer measurement has more influence."""
 
     def common(step: int) -> float:
         predictor = Predictor()
@@ -198,7 +202,7 @@ def test_evidence_is_replaced_and_bounded():
     assert {each.log_time for each in predictor.evidence} == {0.1}
 
 
-def test_earlier_runs_are_the_prior():
+def test_records_of_earlier_runs_are_the_prior():
     records = [
         Record(
             model="m",
@@ -216,8 +220,8 @@ def test_earlier_runs_are_the_prior():
     )
 
 
-def test_what_earlier_runs_have_taught_can_be_forgotten():
-    """Hardware that is not what it was taken for: this run's own steps still count."""
+def test_the_prior_from_earlier_runs_can_be_forgotten():
+    """For hardware that has changed since: this run's own steps still count."""
     records = [
         Record(
             model="m",
@@ -236,20 +240,20 @@ def test_what_earlier_runs_have_taught_can_be_forgotten():
     assert taught.predict(QUERIES).mean == pytest.approx(alone.predict(QUERIES).mean)
 
 
-def test_it_is_kept_as_readable_json_and_read_again(tmp_path):
+def test_evidence_is_saved_as_json_and_loaded(tmp_path):
     path, predictor = tmp_path / "new" / "learnt.json", Predictor()
-    for place in (0, 3):
-        learn(predictor, QUERIES[place], COST_MODEL[place] + 0.5)
+    for index in (0, 3):
+        learn(predictor, QUERIES[index], COST_MODEL[index] + 0.5)
     learn(predictor, query(PLANS[1], regime=4), 5.0)
     predictor.save(path)
     kept = json.loads(path.read_text())["evidence"]
-    # regimes are of one run
+    # regimes belong to one run
     assert [each["plan"] for each in kept] == [PLANS[0].digest, PLANS[3].digest]
     assert kept[0]["measured_s"] == pytest.approx(math.exp(COST_MODEL[0] + 0.5))
     later = Predictor()
     later.load(path)
     predictor.forget_regime(4)
-    # Most of it, and less sure: a night has passed, and the machine has other neighbours.
+    # Most of the correction remains, with less certainty: the machine may have changed since.
     before, now = (each.predict(QUERIES).mean - COST_MODEL for each in (predictor, later))
     assert now == pytest.approx(0.8 * before, rel=0.2)
     assert later.predict(QUERIES).covariance[0, 0] > predictor.predict(QUERIES).covariance[0, 0]
@@ -268,7 +272,7 @@ def test_it_is_kept_as_readable_json_and_read_again(tmp_path):
         ),
     ],
 )
-def test_a_damaged_file_is_left_alone_with_a_warning(tmp_path, text):
+def test_a_damaged_file_is_ignored_with_a_warning(tmp_path, text):
     path = tmp_path / "learnt.json"
     path.write_text(text)
     predictor = Predictor()
@@ -278,8 +282,8 @@ def test_a_damaged_file_is_left_alone_with_a_warning(tmp_path, text):
     predictor.load(tmp_path / "missing.json")
 
 
-def test_levels_under_other_conditions_are_of_the_same_plan():
-    """What is peculiar to a plan is so whatever the links do."""
+def test_a_plans_own_error_holds_under_other_conditions():
+    """A plan's own error does not depend on the links."""
     predictor, slow = Predictor(), Conditions(between=4.0)
     learn(predictor, QUERIES[0], COST_MODEL[0] + 0.2)
     there = query(PLANS[0], slow)

@@ -1,5 +1,5 @@
-"""Rounds of probes: in all processes at the same steps, within their budget, and what they say is
-what was injected.
+"""Probe rounds run in all processes at the same steps and within their budget, and measure the
+slowdowns that were injected.
 """
 
 import threading
@@ -16,7 +16,7 @@ from optimus_jax.planning.profiles.measurements import CollectiveFit, MatmulTime
 
 SMALL_BYTES, LARGE_BYTES = messages_of("cpu")
 FLOAT32 = 1e-5
-"""What is exchanged are float32."""
+"""Relative tolerance: processes exchange float32."""
 LINKS = {"pipe": "between", "data": "between", "tensor": "inside"}
 
 
@@ -44,7 +44,7 @@ def run(rounds, *, step_time_s=0.5, data_wait_s=0.0):
     return rounds.run(10, step_time_s=step_time_s, data_wait_s=data_wait_s)
 
 
-def test_when_nothing_has_changed_nothing_is_slow():
+def test_unchanged_hardware_gives_slowdowns_of_one():
     _, rounds = settled()
     samples = run(rounds)
     names = {
@@ -58,7 +58,7 @@ def test_when_nothing_has_changed_nothing_is_slow():
     assert rounds.skew is None, "there is one process"
 
 
-def test_a_link_that_two_axes_cross_is_slow_if_both_are():
+def test_a_link_crossed_by_two_axes_is_slow_only_if_both_are():
     programs, rounds = settled(("pipe", "data"), latency_s=0.0)
     programs.s_per_byte["pipe"] *= 5
     assert run(rounds)["link_slowdown/between"] == pytest.approx(1.0, rel=FLOAT32)
@@ -67,7 +67,7 @@ def test_a_link_that_two_axes_cross_is_slow_if_both_are():
 
 
 @pytest.mark.parametrize("slower", [0.8, 1.5, 4.0])
-def test_a_slow_link_is_told_by_its_axis_and_by_where_it_leads(slower):
+def test_a_slow_link_is_reported_by_its_axis_and_its_kind(slower):
     programs, rounds = settled(latency_s=0.0)
     programs.s_per_byte["data"] *= slower
     samples = run(rounds)
@@ -83,7 +83,7 @@ def test_a_slow_link_is_told_by_its_axis_and_by_where_it_leads(slower):
     )
 
 
-def test_on_a_link_that_was_cut_no_large_message_is_sent_and_its_time_is_found_from_a_small_one():
+def test_on_a_very_slow_link_the_large_message_is_left_out():
     programs, rounds = settled(latency_s=3e-4, s_per_byte=2e-9)
     programs.s_per_byte["data"] = 600e-9  # 13 Mbit/s: the large message would take 0.6 s
     samples = run(rounds)
@@ -92,33 +92,35 @@ def test_on_a_link_that_was_cut_no_large_message_is_sent_and_its_time_is_found_f
     assert samples["link_slowdown/data"] == pytest.approx(300, rel=1e-3), "latency is no part of it"
 
 
-def test_a_small_message_that_lost_its_turn_does_not_make_a_link_slow():
+def test_a_delayed_small_message_does_not_make_a_link_slow():
     programs, rounds = settled(("data",), latency_s=1e-3)
     programs.latency_s["data"] = 4e-3
     assert run(rounds)["link_slowdown/data"] < 4
     assert ("data", LARGE_BYTES) in programs.ran
 
 
-def test_a_link_that_was_slow_from_the_first_round_is_judged_by_small_messages():
+def test_a_link_slow_from_the_first_round_is_probed_by_small_messages():
     programs, rounds = settled(("data",), s_per_byte=600e-9, latency_s=0.0)
     assert run(rounds)["link_slowdown/data"] == pytest.approx(1.0, rel=FLOAT32)
     programs.s_per_byte["data"] *= 2
     assert run(rounds)["link_slowdown/data"] == pytest.approx(2.0, rel=FLOAT32)
 
 
-def test_slow_computing_is_seen():
+def test_slow_compute_is_measured():
     programs, rounds = settled()
     programs.compute_s *= 1.7
     assert run(rounds)["compute_slowdown"] == pytest.approx(1.7, rel=FLOAT32)
 
 
 def compute_of(own, factor):
-    """The exchange's numbers end with: compute, data wait, step time, cost."""
+    """Slow down the compute time in the exchanged numbers, which end with: compute, data wait, step
+    time, cost.
+    """
     if len(own) > 3:
         own[-4] *= factor
 
 
-def test_a_straggler_is_named_and_does_not_count_as_slow_hardware_everywhere():
+def test_a_straggler_is_named_and_is_not_slow_compute_everywhere():
     slow = False
     exchange = with_others(lambda own: None, lambda own: compute_of(own, 1.5 if slow else 1.0))
     _, rounds = settled(exchange=exchange)
@@ -130,7 +132,7 @@ def test_a_straggler_is_named_and_does_not_count_as_slow_hardware_everywhere():
     assert rounds.skew.own_s == pytest.approx((0.5 / 1.5, 0.5 / 1.5, 0.5), rel=FLOAT32)
 
 
-def test_a_process_that_waits_for_its_data_is_a_straggler_too():
+def test_a_process_that_waits_for_data_is_a_straggler_too():
     _, rounds = settled(exchange=with_others(lambda own: None))
     rounds._exchange = lambda own: (
         np.stack([own, own * np.array([1] * (len(own) - 3) + [0, 1, 1])])
@@ -141,8 +143,8 @@ def test_a_process_that_waits_for_its_data_is_a_straggler_too():
     assert (found["straggler"], found["process_skew"]) == (0, pytest.approx(2.0, rel=FLOAT32))
 
 
-def test_who_came_last_to_a_collective_tells_its_time():
-    """The others have waited in it for that process."""
+def test_collective_time_is_that_of_the_last_process_to_arrive():
+    """The times of the others include waiting for that process."""
 
     def late(own):
         if len(own) == 1:
@@ -156,8 +158,8 @@ def test_who_came_last_to_a_collective_tells_its_time():
 
 
 class Together:
-    """Processes as threads that exchange arrays; whoever exchanges another number of times or of
-    values than the others fails.
+    """Processes as threads that exchange arrays; fails if one exchanges a different number of times
+    or of values than the others.
     """
 
     def __init__(self, num_processes):
@@ -182,7 +184,7 @@ class Together:
 
 
 def test_all_processes_run_the_same_probes_at_the_same_steps():
-    """Though to each of them links, devices, steps and rounds take another time."""
+    """Although each measures other times of links, devices, steps and rounds."""
     together = Together(3)
 
     def process(number):
@@ -195,7 +197,8 @@ def test_all_processes_run_the_same_probes_at_the_same_steps():
         )
         rounds = rounds_on(programs, clock, budget=Budget(0.5), exchange=together.exchange(number))
         rounds.settle()
-        # From here on the link is slow for all of them, to whom it seems best too.
+        # From here on the link is slow for all, also for the process that measures the shortest
+        # time.
         programs.s_per_byte["data"] = (60e-9, 70e-9, 900e-9)[number]
         steps = [
             step
@@ -235,13 +238,13 @@ def test_over_a_long_run_probes_stay_within_their_share():
     assert num_rounds > 100
 
 
-def test_a_share_of_none_is_never_due():
+def test_a_probe_share_of_zero_is_never_due():
     assert not any(Budget(0.0).is_due(step) for step in range(100))
 
 
-def test_an_asked_round_waits_for_its_step_and_for_all_but_one_loan():
+def test_a_requested_round_waits_for_its_step_and_the_budget():
     budget = Budget(1 / 64)
-    budget.spent(1, 1 / 16, 0.5)  # which steps earn back in 8
+    budget.spent(1, 1 / 16, 0.5)  # which 8 steps pay back
     assert next(step for step in range(2, 1000) if budget.is_due(step)) == 25
     assert budget.interval_s == (25 - 1) * 0.5
     budget.ask(20)
@@ -260,10 +263,10 @@ def test_an_asked_round_waits_for_its_step_and_for_all_but_one_loan():
     assert next(step for step in range(4, 1000) if budget.is_due(step)) == 17
 
 
-def test_what_a_round_is_worth_no_budget_has_to_pay():
+def test_a_round_worth_its_time_is_not_charged_to_the_budget():
     budget = Budget(1 / 64)
     for step in range(1, 8):
-        budget.spent(step, 5.0, 0.5)  # more than may be owed
+        budget.spent(step, 5.0, 0.5)  # more than may be overdrawn
     budget.ask(8, urgent=True, worth_s=4.0)
     assert not budget.is_due(8), "it is worth less than it takes"
     budget.ask(8, urgent=True, worth_s=6.0)
@@ -292,7 +295,7 @@ def profile(latency_s=2e-3, bytes_per_s=1e9):
     )
 
 
-def test_what_was_measured_on_a_slow_link_before_speaks_for_itself_later():
+def test_a_slow_link_measured_earlier_is_recognised_on_other_messages():
     baselines = Baselines(None)
     same, other = (
         AllReduce(axis_size=size, stride=4, num_bytes=LARGE_BYTES, repeats=1) for size in (2, 4)
@@ -306,7 +309,7 @@ def test_what_was_measured_on_a_slow_link_before_speaks_for_itself_later():
     assert baselines.gauged(other, 40.0) == pytest.approx(28.0), "other work over the same link"
 
 
-def test_a_profile_is_the_baseline_with_the_launch_and_that_is_said():
+def test_a_profile_is_the_baseline_and_is_named_as_source():
     clock = FakeClock()
     programs = FakePrograms(
         clock, ("data", "tensor"), latency_s=0.0, s_per_byte=4e-3 / LARGE_BYTES, compute_s=0.01
@@ -345,8 +348,8 @@ def test_without_a_baseline_there_is_no_reading():
     assert rounds.sources()["compute_slowdown"] == FIRST_ROUNDS
 
 
-def test_a_link_that_is_slow_stays_slow_on_another_mesh():
-    """After a re-mesh the link's axis is another, of which no sound reading exists."""
+def test_a_slow_link_stays_slow_on_another_mesh():
+    """After a re-mesh another axis crosses the link, for which no normal reading exists."""
     clock = FakeClock()
     baselines = Baselines(None)
     before = FakePrograms(clock, ("data",), latency_s=0.0)
@@ -367,9 +370,10 @@ def test_a_link_that_is_slow_stays_slow_on_another_mesh():
     )
 
 
-def test_settling_where_all_is_known_runs_each_probe_once_unless_a_link_has_changed():
+def test_settling_repeats_probes_only_if_a_link_has_changed():
     clock, baselines = FakeClock(), Baselines(profile())
-    programs = FakePrograms(clock, ("data",), latency_s=3e-3)  # as by the profile, with the launch
+    # as in the profile, including the launch
+    programs = FakePrograms(clock, ("data",), latency_s=3e-3)
     rounds = rounds_on(programs, clock, baselines=baselines)
     rounds.settle()
     assert programs.ran == [("data", SMALL_BYTES), ("data", LARGE_BYTES)]
@@ -386,8 +390,8 @@ def test_settling_where_all_is_known_runs_each_probe_once_unless_a_link_has_chan
         assert rounds.at_first[0]["link_slowdown/between"] > 4
 
 
-def test_what_is_known_of_a_link_holds_on_another_mesh_that_feels_it_less():
-    """Devices of a host share what leads to others: on the second mesh fewer of them send over it
+def test_a_known_link_slowdown_holds_on_a_mesh_that_uses_it_less():
+    """Devices of a host share the link to others: on the second mesh fewer of them use it
     at once.
     """
     clock, baselines = FakeClock(), Baselines(profile(latency_s=0.0, bytes_per_s=1e9))
@@ -413,7 +417,7 @@ def test_what_is_known_of_a_link_holds_on_another_mesh_that_feels_it_less():
     )
 
 
-def test_one_device_has_computing_only():
+def test_one_device_has_only_a_compute_probe():
     clock = FakeClock()
     rounds = rounds_on(FakePrograms(clock, ()), clock)
     rounds.settle()
@@ -421,7 +425,7 @@ def test_one_device_has_computing_only():
     assert COMPUTE.repeats == 1
 
 
-def test_the_process_that_a_round_costs_most_and_the_shortest_steps_count_for_the_budget():
+def test_the_budget_counts_the_dearest_process_and_the_shortest_steps():
     _, alone = settled()
     _, together = settled(
         exchange=with_others(

@@ -1,5 +1,5 @@
-"""Where a process is slow, its stages get fewer layers, and what is left of the skew is what the
-slowest stage has.
+"""Stages of a slow process get fewer layers, and the remaining skew is that of the slowest
+stage.
 """
 
 from dataclasses import replace
@@ -28,8 +28,8 @@ def test_the_slow_stage_gets_fewer_layers():
     other = rebalanced(STAGED, FIRST_EIGHTH, 1.5)
     assert layers(other) == (5, 9, 9, 9)
     assert is_legal(other, CONFIG)
-    # 9 layers on sound devices, 5 that count 1.5 times: the slowest takes as long as 9, and no
-    # longer as 12.
+    # 9 layers on normal devices, 5 that count 1.5 times: the step takes as long as 9 layers, not
+    # 12.
     assert felt_skew(other, FIRST_EIGHTH, 1.5) == 1.0
     assert felt_skew(STAGED, FIRST_EIGHTH, 1.5) == 1.5
 
@@ -45,22 +45,22 @@ def test_the_slow_stage_gets_fewer_layers():
         ((0.0, 1.0), {0, 1, 2, 3}),
     ],
 )
-def test_stages_are_slow_that_have_some_of_the_slow_devices(part, slow):
+def test_stages_with_some_slow_devices_are_slow(part, slow):
     assert {
         stage for stage, factor in enumerate(stage_factors(STAGED, part, 2.0)) if factor > 1
     } == slow
 
 
-def test_what_cannot_be_helped_is_left_alone():
+def test_plans_that_rebalancing_cannot_improve_are_left_unchanged():
     assert rebalanced(plan_on("fsdp=64"), FIRST_EIGHTH, 1.5) is None
-    assert rebalanced(STAGED, (0.0, 1.0), 1.5) is None  # all of it is slow, or nobody knows where
+    assert rebalanced(STAGED, (0.0, 1.0), 1.5) is None  # everything is slow, or it is unknown where
     assert rebalanced(STAGED, FIRST_EIGHTH, 1.01) is None
     best = rebalanced(STAGED, FIRST_EIGHTH, 1.5)
     assert best is not None
     assert rebalanced(best, FIRST_EIGHTH, 1.5) is None
 
 
-def test_devices_that_are_visited_again_have_several_stages():
+def test_with_repeats_all_stages_of_a_slow_device_get_fewer_layers():
     assert STAGED.pipeline is not None
     twice = replace(
         STAGED,
@@ -75,7 +75,7 @@ def test_devices_that_are_visited_again_have_several_stages():
 
 
 @given(pipe=st.sampled_from([2, 4, 8]), stage=st.integers(0, 7), skew=st.floats(1.0, 20.0))
-def test_no_layer_elsewhere_would_help(pipe, stage, skew):
+def test_moving_any_layer_would_not_make_the_slowest_stage_faster(pipe, stage, skew):
     plan, part = plan_on(f"pipe={pipe},fsdp={64 // pipe}"), (stage / 8, (stage + 1) / 8)
     other = rebalanced(plan, part, skew)
     factors = stage_factors(plan, part, skew)
@@ -96,7 +96,7 @@ def test_no_layer_elsewhere_would_help(pipe, stage, skew):
                 ) >= slowest * (1 - 1e-9)
 
 
-def test_conditions_are_felt_less_by_a_plan_that_spares_the_slow_stage():
+def test_a_rebalanced_plan_feels_less_skew():
     slow = Conditions(skew=1.5, slow_part=FIRST_EIGHTH)
     other = rebalanced(STAGED, FIRST_EIGHTH, 1.5)
     assert other is not None

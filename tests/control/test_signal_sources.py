@@ -1,5 +1,5 @@
-"""Each signal's injection test: a known delay or value goes in where it arises, the reading comes
-out.
+"""A test for each signal: a known delay or value is injected at its source, and the reading shows
+it.
 """
 
 import logging
@@ -22,7 +22,7 @@ BATCH = {"segments": np.zeros((4, 16), np.int32), "loss_mask": np.ones((4, 16), 
 
 
 class Source:
-    """Whatever a test wants of one."""
+    """A source with given samples or a given error."""
 
     name, signals = "the fake", ("power_w", "link_slowdown/")
 
@@ -39,7 +39,7 @@ class Source:
         self.polls.append("closed")
 
 
-def signals(clock, sources=(), told=None, rounds=None):
+def signals(clock, sources=(), warnings=None, rounds=None):
     return Signals(
         ControlConfig(window_steps=10),
         global_batch=4,
@@ -47,7 +47,7 @@ def signals(clock, sources=(), told=None, rounds=None):
         sources=sources,
         rounds=rounds,
         clock=clock,
-        warn=(lambda text: pytest.fail(text)) if told is None else told.append,
+        warn=(lambda text: pytest.fail(text)) if warnings is None else warnings.append,
     )
 
 
@@ -70,7 +70,7 @@ def record(step, *, step_time_s=0.5, loss=3.0, mfu=None, skipped=False):
 def train(
     found, clock, num_steps, *, load_s=0.0, dispatch_s=0.0, rest_s=0.01, batch=BATCH, first=1
 ):
-    """What the trainer does with its clock; returns the last observation."""
+    """Do what the trainer does, on the fake clock; returns the last observation."""
     observation = None
     for step in range(first, first + num_steps):
         began_s = clock()
@@ -84,7 +84,7 @@ def train(
     return observation
 
 
-def test_a_slow_loader_and_a_slow_dispatch_are_seen():
+def test_data_wait_and_dispatch_time_are_measured():
     clock = FakeClock()
     observation = train(signals(clock), clock, 12, load_s=0.3, dispatch_s=0.1, rest_s=0.6)
     values = {
@@ -106,7 +106,7 @@ def test_a_slow_loader_and_a_slow_dispatch_are_seen():
     assert reading.spread == pytest.approx(0.0)
 
 
-def test_a_change_comes_out_within_half_a_window():
+def test_a_change_shows_within_half_a_window():
     clock = FakeClock()
     found = signals(clock)
     train(found, clock, 10, load_s=0.1)
@@ -115,7 +115,7 @@ def test_a_change_comes_out_within_half_a_window():
     ).value == pytest.approx(0.4)
 
 
-def test_step_times_are_handed_over_once():
+def test_each_step_time_is_observed_once():
     clock = FakeClock()
     found = signals(clock)
     for step in (1, 2, 3):
@@ -124,14 +124,14 @@ def test_step_times_are_handed_over_once():
     assert found.observe(3).step_times_s == ()
 
 
-def test_an_unknown_peak_leaves_mfu_unknown():
+def test_without_a_known_peak_mfu_is_unknown():
     clock = FakeClock()
     found = signals(clock)
     found.step(record(1))
     assert found.observe(1).reading("mfu") is UNKNOWN
 
 
-def test_the_slope_of_the_loss_is_found_under_spikes():
+def test_the_loss_slope_is_robust_to_spikes():
     clock = FakeClock()
     found = signals(clock)
     for step in range(1, 21):
@@ -147,7 +147,7 @@ def test_the_slope_of_the_loss_is_found_under_spikes():
     assert reading.count == 5
 
 
-def test_a_run_that_goes_back_has_its_slope_from_there():
+def test_the_loss_slope_starts_anew_when_the_run_goes_back():
     clock = FakeClock()
     found = signals(clock)
     for step in [*range(1, 21), *range(11, 18)]:
@@ -155,7 +155,7 @@ def test_a_run_that_goes_back_has_its_slope_from_there():
     assert found.observe(17).reading("loss_slope").value == pytest.approx(0.1)
 
 
-def test_memory_is_that_of_the_fullest_device():
+def test_memory_share_is_that_of_the_fullest_device():
     full = SimpleNamespace(
         memory_stats=lambda: {"bytes_in_use": 60, "peak_bytes_in_use": 90, "bytes_limit": 100}
     )
@@ -170,16 +170,16 @@ def test_memory_is_that_of_the_fullest_device():
     ) == (0.6, 0.9)
 
 
-def test_a_cpu_has_no_device_memory_to_speak_of():
-    clock, told = FakeClock(), []
-    found = signals(clock, [DeviceMemory([SimpleNamespace(memory_stats=lambda: None)])], told)
+def test_on_cpus_device_memory_is_unknown_without_a_warning():
+    clock, warnings = FakeClock(), []
+    found = signals(clock, [DeviceMemory([SimpleNamespace(memory_stats=lambda: None)])], warnings)
     assert train(found, clock, 3, rest_s=100.0).reading("memory_share") is UNKNOWN
     assert "device memory" in found.missing
     assert "device memory" in found.remarks()["not_measured"]
-    assert not told, "that is no fault"
+    assert not warnings, "that is no fault"
 
 
-def test_what_the_driver_says_arrives():
+def test_readings_of_the_gpu_driver_are_observed():
     gpus = [{"busy": 93, "clock": 1200, "max_clock": 1500, "power": 650_000, "temperature": 84}]
     clock = FakeClock()
     observation = train(
@@ -194,13 +194,14 @@ def test_what_the_driver_says_arrives():
     assert observation.reading("throttled_share") is UNKNOWN
 
 
-def test_padding_and_lengths_of_the_batches_arrive():
+def test_padding_and_document_lengths_of_batches_are_observed():
     segments, counts = np.zeros((4, 16), np.int32), np.ones((4, 16), bool)
     segments[:, 8:], counts[:, 12:] = 1, False
     clock = FakeClock()
     found = signals(clock)
     observation = train(found, clock, 1, batch={"segments": segments, "loss_mask": counts})
-    # The first place that does not count ends the document only if the next is of another.
+    # The first position that does not count ends the document only if the next one belongs to
+    # another document.
     assert observation.reading("padding_share").value == 4 / 16
     assert observation.reading("length_median").value == 8
     assert found.batches.histogram == {8: 8}
@@ -214,7 +215,7 @@ def test_sources_are_polled_once_a_second_at_most():
     assert min(np.diff(source.polls)) >= 1.0 - 1e-9
 
 
-def test_a_source_with_nothing_new_is_asked_again_at_the_next_boundary_and_goes_stale():
+def test_a_source_without_new_samples_is_polled_again_and_goes_stale():
     clock, source = FakeClock(), Source({"power_w": 7.0})
     found = signals(clock, [source])
     assert train(found, clock, 1).reading("power_w").value == 7.0
@@ -227,7 +228,7 @@ def test_a_source_with_nothing_new_is_asked_again_at_the_next_boundary_and_goes_
     )
 
 
-def test_in_slow_steps_a_sample_lives_longer():
+def test_samples_stay_valid_for_longer_in_slow_steps():
     clock, source = FakeClock(), Source({"power_w": 7.0})
     found = signals(clock, [source])
     train(found, clock, 3, rest_s=30.0)
@@ -235,9 +236,9 @@ def test_in_slow_steps_a_sample_lives_longer():
     assert train(found, clock, 1, rest_s=30.0).reading("power_w").quality == "good"
 
 
-def test_a_broken_source_is_unknown_told_once_and_never_raises():
-    clock, told, source = FakeClock(), [], Source({"power_w": 7.0, "link_slowdown/data": 2.0})
-    found = signals(clock, [source], told)
+def test_a_broken_source_is_unknown_warned_once_and_never_raises():
+    clock, warnings, source = FakeClock(), [], Source({"power_w": 7.0, "link_slowdown/data": 2.0})
+    found = signals(clock, [source], warnings)
     assert train(found, clock, 3, rest_s=1.0).reading("link_slowdown/data").value == 2.0
     source.error = OSError("the cable is out")
     train(found, clock, 2, rest_s=1.0)
@@ -245,7 +246,7 @@ def test_a_broken_source_is_unknown_told_once_and_never_raises():
     observation = train(found, clock, 5, rest_s=1.0)
     assert observation.reading("power_w") is observation.reading("link_slowdown/data") is UNKNOWN
     assert observation.reading("step_time_s").quality == "good", "others are not affected"
-    assert told == [
+    assert warnings == [
         "the fake cannot be measured (OSError: the cable is out); power_w, link_slowdown/ stay"
         " unknown until it can"
     ]
@@ -255,17 +256,17 @@ def test_a_broken_source_is_unknown_told_once_and_never_raises():
     assert not found.missing
 
 
-def test_what_does_not_exist_is_asked_for_once_a_minute_and_told_nobody():
+def test_an_absent_source_is_polled_once_a_minute_without_a_warning():
     clock, source = FakeClock(), Source(error=Absent("no driver"))
     train(signals(clock, [source]), clock, 100, rest_s=1.0)
     assert len(source.polls) == 2
 
 
-def test_a_batch_without_what_is_needed_breaks_that_signal_only():
-    clock, told = FakeClock(), []
-    observation = train(signals(clock, told=told), clock, 3, rest_s=1.0, batch={})
+def test_a_batch_without_a_needed_array_breaks_only_that_signal():
+    clock, warnings = FakeClock(), []
+    observation = train(signals(clock, warnings=warnings), clock, 3, rest_s=1.0, batch={})
     assert observation.reading("padding_share") is UNKNOWN
-    assert len(told) == 1
+    assert len(warnings) == 1
 
 
 def test_by_default_a_broken_source_is_logged(caplog):
@@ -282,16 +283,16 @@ def test_by_default_a_broken_source_is_logged(caplog):
     assert len(caplog.records) == 1
 
 
-@pytest.mark.parametrize("nonsense", [float("nan"), float("inf")])
-def test_a_sample_that_is_no_number_is_left_out(nonsense):
+@pytest.mark.parametrize("not_finite", [float("nan"), float("inf")])
+def test_samples_that_are_not_finite_are_ignored(not_finite):
     clock = FakeClock()
     found = signals(clock)
     train(found, clock, 3, load_s=0.2)
-    found.dispatched(data_wait_s=nonsense, dispatch_s=0.0, batch=BATCH)
+    found.dispatched(data_wait_s=not_finite, dispatch_s=0.0, batch=BATCH)
     assert found.observe(3).reading("data_wait_s").count == 3
 
 
-def test_another_plan_forgets_steps_and_axes_but_not_devices_or_links():
+def test_a_new_plan_forgets_readings_of_steps_and_axes_only():
     clock = FakeClock()
     source = Source({"power_w": 7.0, "link_slowdown/data": 2.0, "link_slowdown/between": 2.0})
     found = signals(clock, [source])
@@ -312,7 +313,7 @@ def test_another_plan_forgets_steps_and_axes_but_not_devices_or_links():
     assert observation.step_times_s == ()
 
 
-def test_another_phase_is_told_and_has_its_own_losses():
+def test_a_new_phase_is_observed_and_has_its_own_losses():
     clock = FakeClock()
     found = signals(clock)
     for step in range(1, 11):
@@ -326,13 +327,13 @@ def test_another_phase_is_told_and_has_its_own_losses():
     } == set()
 
 
-def probed(clock, told=None, *, share=0.01):
+def probed(clock, warnings=None, *, share=0.01):
     programs = FakePrograms(clock)
     rounds = ProbeRounds(programs, {"data": "between"}, Baselines(None), Budget(share), clock=clock)
-    return programs, signals(clock, told=told, rounds=rounds)
+    return programs, signals(clock, warnings=warnings, rounds=rounds)
 
 
-def test_a_slow_link_and_slow_computing_arrive_once_probes_have_settled():
+def test_a_slow_link_and_slow_compute_are_observed_after_settling():
     clock = FakeClock()
     programs, found = probed(clock)
     found._rounds.settle()
@@ -353,7 +354,7 @@ def test_a_slow_link_and_slow_computing_arrive_once_probes_have_settled():
     assert not found.is_probe_due(6), "the budget is spent"
 
 
-def test_an_asked_probe_comes_at_once_and_may_forget_those_before():
+def test_a_requested_probe_runs_at_once_and_may_discard_earlier_ones():
     clock = FakeClock()
     programs, found = probed(clock)
     found._rounds.settle()
@@ -369,7 +370,7 @@ def test_an_asked_probe_comes_at_once_and_may_forget_those_before():
     assert (reading.value, reading.count) == (pytest.approx(3, rel=1e-6), 1)
 
 
-def test_what_probes_find_before_the_first_step_on_a_mesh_counts():
+def test_probes_before_the_first_step_on_a_mesh_count():
     clock = FakeClock()
     programs, found = probed(clock)
     rounds = found._rounds
@@ -391,24 +392,24 @@ def test_what_probes_find_before_the_first_step_on_a_mesh_counts():
     )
 
 
-def test_probes_that_break_are_given_up_without_harm():
-    clock, told = FakeClock(), []
-    programs, found = probed(clock, told)
+def test_failing_probes_are_given_up_with_one_warning():
+    clock, warnings = FakeClock(), []
+    programs, found = probed(clock, warnings)
     programs.time_s = None
     train(found, clock, 5, rest_s=0.5)
     found.probe(5)
     found.probe(6)
     assert not found.is_probe_due(7)
-    assert len(told) == 1
+    assert len(warnings) == 1
     assert "probes" in found.missing
 
 
-def test_closing_closes_sources_even_if_one_cannot():
+def test_closing_closes_all_sources_even_if_one_fails():
     class Stuck(Source):
         def close(self):
             raise OSError("stuck")
 
-    clock, told, source = FakeClock(), [], Source()
-    signals(clock, [Stuck(), source], told).close()
+    clock, warnings, source = FakeClock(), [], Source()
+    signals(clock, [Stuck(), source], warnings).close()
     assert source.polls == ["closed"]
-    assert len(told) == 1
+    assert len(warnings) == 1

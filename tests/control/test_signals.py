@@ -1,4 +1,4 @@
-"""A reading is the median of a window, says how far to trust it, and is never made up."""
+"""A reading is the median of a window, states its quality, and is unknown without samples."""
 
 import statistics
 
@@ -19,7 +19,7 @@ def window_of(samples, size=20):
 
 
 @given(SAMPLES)
-def test_value_and_spread_are_the_median_and_the_median_deviation_of_the_newest(samples):
+def test_a_reading_has_the_median_and_mad_of_the_newest_samples(samples):
     reading = window_of(samples, 7).reading(100.0)
     kept = samples[-7:]
     middle = statistics.median(kept)
@@ -41,7 +41,7 @@ def test_an_outlier_moves_neither_value_nor_spread():
     assert spiked.spread == pytest.approx(steady.spread)
 
 
-def test_quality_tells_few_good_and_stale_apart():
+def test_quality_is_few_good_or_stale():
     window = Window(20)
     assert window.reading(0.0) is UNKNOWN
     for number in range(FEW):
@@ -60,7 +60,7 @@ def test_quality_tells_few_good_and_stale_apart():
     assert window.reading(30.0) is UNKNOWN
 
 
-def test_a_window_of_one_is_full_with_one():
+def test_one_sample_is_enough_for_a_window_of_one():
     window = window_of([3.0, 4.0], size=1)
     assert (window.reading(1.0).value, window.reading(1.0).quality, window.reading(1.0).count) == (
         4.0,
@@ -69,7 +69,7 @@ def test_a_window_of_one_is_full_with_one():
     )
 
 
-def test_what_is_missing_is_unknown():
+def test_a_missing_signal_is_unknown():
     observation = Observation(
         step=1,
         time_s=0.0,

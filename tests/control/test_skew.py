@@ -1,5 +1,5 @@
-"""Processes that wait for one another: what each needs for itself is found from what it can measure
-alone.
+"""Processes that wait for one another: each one's own step time is computed from what it can
+measure alone.
 """
 
 import math
@@ -15,9 +15,9 @@ from optimus_jax.control.skew import skew_of
     st.lists(st.tuples(st.floats(0.0, 0.5), st.floats(0.5, 3.0)), min_size=2, max_size=9),
     st.floats(0.1, 10.0),
 )
-def test_own_times_go_in_and_come_out(processes, shared_s):
-    """A step lasts as long as its slowest process: from that, waits for data and speeds, everyone's
-    own time follows.
+def test_own_step_times_are_recovered_from_waits_and_speeds(processes, shared_s):
+    """A step lasts as long as its slowest process: from that, the waits for data and the speeds,
+    each process's own time follows.
     """
     waits_s, factors = zip(*processes, strict=True)
     typical = sorted(factors)[(len(factors) - 1) // 2]
@@ -27,19 +27,19 @@ def test_own_times_go_in_and_come_out(processes, shared_s):
     assert own_s[skew.slowest] == pytest.approx(max(own_s))
 
 
-def test_one_of_two_that_computes_half_as_fast_is_twice_as_slow():
+def test_a_process_of_two_at_half_speed_has_a_ratio_of_two():
     skew = skew_of(1.0, [0.0, 0.0], [0.01, 0.02])
     assert (skew.slowest, skew.ratio, skew.own_s) == (1, 2.0, (0.5, 1.0))
 
 
-def test_one_that_waits_for_data_holds_up_the_others():
+def test_a_process_that_waits_for_data_is_the_slowest():
     skew = skew_of(1.5, [0.5, 0.0, 0.0], [0.01, 0.01, 0.01])
     assert (skew.slowest, skew.ratio) == (0, 1.5)
 
 
-def test_alike_is_one():
+def test_equal_processes_have_a_ratio_of_one():
     assert skew_of(1.0, [0.1] * 4, [0.02] * 4).ratio == 1.0
 
 
-def test_one_that_does_nothing_but_wait_for_data_is_beyond_all_measure():
+def test_a_process_that_only_waits_for_data_has_an_infinite_ratio():
     assert skew_of(1.0, [1.2, 0.0], [0.01, 0.01]).ratio == math.inf

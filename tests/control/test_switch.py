@@ -1,5 +1,5 @@
-"""A switch keeps the state bit for bit, or everything stays as it was, whatever goes wrong and
-whenever.
+"""A switch keeps the state bit for bit; if anything fails at any time, the old plan and state
+remain.
 """
 
 from contextlib import nullcontext
@@ -29,7 +29,7 @@ from optimus_jax.run_directory.directory import RunDirectory
 
 MODEL = replace(LLAMA, num_layers=3)
 SETTINGS = ControlConfig(move_bytes=2**15, executables=2)
-"""A budget for some leaves at a time."""
+"""The move budget allows some leaves at a time."""
 
 
 def batch(program, step=1):
@@ -42,10 +42,11 @@ def quickly():
         yield
 
 
-# Up to 30 seconds on busy cores: two steps and their checksums are compiled, once for the file.
+# Takes up to 30 seconds on busy cores: two steps and their checksums are compiled, once for the
+# file.
 @pytest.fixture(scope="module")
 def executables():
-    """Of a plan without stages, and of one with uneven ones."""
+    """Executables of a plan without stages, and of one with uneven stages."""
 
     def compiled(text):
         config = make_config(MODEL, text)
@@ -85,7 +86,7 @@ def switcher(executables, run):
 
 @pytest.fixture
 def state(executables):
-    """After a step, so that there are moments."""
+    """The state after a step, so that moments are not zero."""
     program = executables[0].program
     return program.train_step(random_state(program), batch(program))[0]
 
@@ -98,7 +99,7 @@ def plan_on_disk(run):
     return Plan.from_json(run.plan_text())
 
 
-def test_a_switch_that_is_kept(switcher, prepared, state, run):
+def test_a_switch_keeps_the_state_and_is_recorded(switcher, prepared, state, run):
     before = sums_of(prepared.source, copied(state))
     switched = switcher.switch(state, prepared, step=1, why="it is faster")
     assert (switched.is_done, switched.why_not) == (True, "")
@@ -113,8 +114,8 @@ def test_a_switch_that_is_kept(switcher, prepared, state, run):
     assert (record.ending, record.ended_step, record.costs_s) == ("kept", 6, switched.costs_s)
 
 
-def test_a_switch_that_is_taken_back_after_a_step(switcher, prepared, state, run):
-    """The step that was done meanwhile is not lost."""
+def test_a_switch_can_be_taken_back_after_a_step(switcher, prepared, state, run):
+    """The step done under the new plan is not lost."""
     switched = switcher.switch(state, prepared, step=1, why="")
     program = prepared.target.program
     later, _ = program.train_step(switched.state, batch(program, 2))
@@ -129,10 +130,10 @@ def test_a_switch_that_is_taken_back_after_a_step(switcher, prepared, state, run
     prepared.source.program.train_step(back.state, batch(prepared.source.program, 3))
 
 
-def test_a_run_that_ends_on_trial_does_not_blame_the_plan(switcher, prepared, state, run):
+def test_a_run_that_stops_in_the_canary_is_no_failure_of_the_plan(switcher, prepared, state, run):
     switched = switcher.switch(state, prepared, step=1, why="", by_choice=False)
     before = switches(run.path)[0].costs_s
-    # as far as is known when it dies now
+    # the costs known if it died now
     assert before.keys() == {"agree_s", "probe_s", "move_s", "verify_s", "commit_s"}
     switcher.stop(step=2, costs_s=switched.costs_s)
     [record] = switches(run.path)
@@ -140,7 +141,7 @@ def test_a_run_that_ends_on_trial_does_not_blame_the_plan(switcher, prepared, st
 
 
 def flipped(leaf):
-    """One bit of one copy on one device is another."""
+    """Flip one bit of one copy on one device."""
     shards = [shard.data for shard in leaf.addressable_shards]
     bits = np.asarray(shards[-1]).copy()
     bits.view(np.uint32).reshape(-1)[-1] ^= 1
@@ -148,22 +149,22 @@ def flipped(leaf):
     return jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, shards)
 
 
-def wrong_after(monkeypatch, prepared, number, spoil):
-    """Spoil what the numbered call of `carry` of the way there brings."""
+def corrupt_call(monkeypatch, prepared, number, corrupt):
+    """Corrupt the result of call `number` of `carry` on the way there."""
     carry, calls = Move.carry, []
 
-    def spoiled(self, group, leaves):
+    def corrupted(self, group, leaves):
         arrived = carry(self, group, leaves)
         if self is prepared.there:
             calls.append(group)
             if len(calls) == number:
-                return spoil(arrived)
+                return corrupt(arrived)
         return arrived
 
-    monkeypatch.setattr(Move, "carry", spoiled)
+    monkeypatch.setattr(Move, "carry", corrupted)
 
 
-def a_bit(arrived):
+def flip_a_bit(arrived):
     path = next(iter(arrived))
     return arrived | {path: flipped(arrived[path])}
 
@@ -187,10 +188,11 @@ def assert_stayed(switched, switcher, prepared, run, before):
 
 @pytest.mark.parametrize("number", [0, 2, -1])
 @pytest.mark.parametrize(
-    ("spoil", "why"), [(a_bit, "hold different bits|checksum"), (no_memory, "RESOURCE_EXHAUSTED")]
+    ("corrupt", "why"),
+    [(flip_a_bit, "hold different bits|checksum"), (no_memory, "RESOURCE_EXHAUSTED")],
 )
-def test_what_arrives_wrong_is_seen_and_nothing_is_lost(
-    switcher, prepared, state, run, monkeypatch, number, spoil, why
+def test_errors_during_the_move_are_detected_and_the_state_remains(
+    switcher, prepared, state, run, monkeypatch, number, corrupt, why
 ):
     before = sums_of(prepared.source, state)
     moving = [
@@ -198,7 +200,7 @@ def test_what_arrives_wrong_is_seen_and_nothing_is_lost(
         for group in prepared.there.groups
         if any(not prepared.there.exchange(path).is_identity for path in group.paths)
     ]
-    wrong_after(monkeypatch, prepared, prepared.there.groups.index(moving[number]) + 1, spoil)
+    corrupt_call(monkeypatch, prepared, prepared.there.groups.index(moving[number]) + 1, corrupt)
     switched = switcher.switch(state, prepared, step=1, why="")
     assert_stayed(switched, switcher, prepared, run, before)
     assert any(word in switched.why_not for word in why.split("|"))
@@ -216,13 +218,15 @@ def test_what_arrives_wrong_is_seen_and_nothing_is_lost(
         (None, None, True),
     ],
 )
-def test_losses_are_the_same_within_rounding(before, after, is_same):
+def test_losses_are_compared_within_rounding(before, after, is_same):
     with nullcontext() if is_same else pytest.raises(Exception, match="the loss of a batch was"):
         switch_module._check_loss(before, after, "f32")
 
 
 @pytest.mark.parametrize("what", ["loss", "step", "commit"])
-def test_trouble_after_the_move_brings_it_back(switcher, prepared, state, run, monkeypatch, what):
+def test_an_error_after_the_move_moves_the_state_back(
+    switcher, prepared, state, run, monkeypatch, what
+):
     before = sums_of(prepared.source, state)
     step = 1
     if what == "loss":
@@ -243,26 +247,26 @@ def test_trouble_after_the_move_brings_it_back(switcher, prepared, state, run, m
     ] in switched.why_not
 
 
-def test_a_state_that_cannot_be_brought_back_is_a_fault_that_a_restart_mends(
+def test_a_state_that_cannot_be_moved_back_is_a_fault_with_a_remedy(
     switcher, prepared, state, monkeypatch
 ):
     carry = Move.carry
 
-    def spoiled(self, group, leaves):
+    def corrupted(self, group, leaves):
         arrived = carry(self, group, leaves)
         return (
-            a_bit(arrived)
+            flip_a_bit(arrived)
             if self is prepared.back or group is prepared.there.groups[-1]
             else arrived
         )
 
-    monkeypatch.setattr(Move, "carry", spoiled)
+    monkeypatch.setattr(Move, "carry", corrupted)
     with pytest.raises(StateLostError, match="--resume") as caught:
         switcher.switch(state, prepared, step=1, why="")
     assert isinstance(caught.value, FaultError)
 
 
-def test_a_journal_that_cannot_be_begun_stops_the_switch_before_anything(
+def test_a_switch_does_not_begin_if_the_journal_cannot_be_written(
     switcher, prepared, state, run, monkeypatch
 ):
     def fail(*args, **kwargs):
@@ -280,8 +284,8 @@ def test_a_journal_that_cannot_be_begun_stops_the_switch_before_anything(
     assert switches(run.path) == []
 
 
-def test_what_cannot_be_taken_back_stays(switcher, prepared, state, run, monkeypatch):
-    """The run goes on under the new plan, the switch has an end, and another may follow."""
+def test_if_taking_back_fails_the_new_plan_is_kept(switcher, prepared, state, run, monkeypatch):
+    """The run continues under the new plan, the switch has ended, and another may follow."""
     switched = switcher.switch(state, prepared, step=1, why="")
     before = sums_of(prepared.target, switched.state)
     losses = iter([2.0, 2.0001])
@@ -297,8 +301,10 @@ def test_what_cannot_be_taken_back_stays(switcher, prepared, state, run, monkeyp
     assert [record.ending for record in switches(run.path)] == ["kept"]
 
 
-def test_preparing_goes_on_in_the_background(executables, switcher, prepared, state):
-    """And finds the executable on the shelf when the run has been there before."""
+def test_preparing_in_the_background_uses_the_executable_cache(
+    executables, switcher, prepared, state
+):
+    """The executable is cached if the run has been under the plan before."""
     old, new = executables
     switcher._executables.put(new)
     preparation = switcher.prepare(new.plan)
@@ -312,7 +318,7 @@ def test_preparing_goes_on_in_the_background(executables, switcher, prepared, st
 
 @dataclass
 class Compiled:
-    """A function that does not have to be compiled again."""
+    """A function that counts as compiled."""
 
     function: Any
 
@@ -324,7 +330,7 @@ class Compiled:
 
 
 @pytest.mark.parametrize("what", ["not legal", "too large", "no room to move"])
-def test_what_goes_wrong_while_preparing_is_told_and_not_raised(executables, what, monkeypatch):
+def test_errors_while_preparing_are_reported(executables, what, monkeypatch):
     old, new = executables
     plan, bytes_per_device = new.plan, None
     if what == "not legal":
@@ -350,15 +356,15 @@ def test_what_goes_wrong_while_preparing_is_told_and_not_raised(executables, wha
         preparation.is_ready_everywhere()
 
 
-def test_the_shelf_forgets_what_was_used_longest_ago(executables):
+def test_the_executable_cache_evicts_the_least_recently_used(executables):
     old, new = executables
-    shelf = ExecutableCache(1)
-    shelf.put(old)
-    assert shelf.get(batch_of(old.program.config), old.plan, old.layout.devices) is old
-    shelf.put(new)
-    assert len(shelf) == 1
-    assert shelf.get(batch_of(old.program.config), old.plan, old.layout.devices) is None
-    assert shelf.get(batch_of(new.program.config), new.plan, new.layout.devices[:4]) is None
+    cache = ExecutableCache(1)
+    cache.put(old)
+    assert cache.get(batch_of(old.program.config), old.plan, old.layout.devices) is old
+    cache.put(new)
+    assert len(cache) == 1
+    assert cache.get(batch_of(old.program.config), old.plan, old.layout.devices) is None
+    assert cache.get(batch_of(new.program.config), new.plan, new.layout.devices[:4]) is None
 
 
 @pytest.fixture
@@ -371,8 +377,8 @@ def disk_transfer(tmp_path):
 
 
 @pytest.fixture
-def cramped(executables, run, disk_transfer):
-    """On devices that have room for each state, and for no move."""
+def switcher_without_room(executables, run, disk_transfer):
+    """A switcher on devices with room for each state but not for a move."""
     return Switcher(
         running=executables[0],
         settings=SETTINGS,
@@ -384,16 +390,18 @@ def cramped(executables, run, disk_transfer):
 
 
 @pytest.fixture
-def over_disk(cramped, executables, monkeypatch):
+def over_disk(switcher_without_room, executables, monkeypatch):
     monkeypatch.setattr(switch_module, "compile_plan", lambda *_, **__: executables[1])
-    preparation = cramped.prepare(executables[1].plan)
+    preparation = switcher_without_room.prepare(executables[1].plan)
     assert preparation.result().over_disk
     return preparation.result()
 
 
-def test_a_state_without_room_to_move_goes_over_the_disk_and_back(cramped, over_disk, state, run):
+def test_a_state_without_room_to_move_goes_over_the_disk_and_back(
+    switcher_without_room, over_disk, state, run
+):
     before = sums_of(over_disk.source, copied(state))
-    switched = cramped.switch(state, over_disk, step=1, why="it is faster")
+    switched = switcher_without_room.switch(state, over_disk, step=1, why="it is faster")
     assert (switched.is_done, switched.why_not) == (True, "")
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state))
     assert sums_of(over_disk.target, switched.state) == before
@@ -401,15 +409,15 @@ def test_a_state_without_room_to_move_goes_over_the_disk_and_back(cramped, over_
     program = over_disk.target.program
     after, _ = program.train_step(switched.state, batch(program, 2))
     there = sums_of(over_disk.target, copied(after))
-    back = cramped.take_back(after, step=2, why="slower", costs_s={})
+    back = switcher_without_room.take_back(after, step=2, why="slower", costs_s={})
     assert back.is_done
     assert sums_of(over_disk.source, back.state) == there
     assert plan_on_disk(run) == over_disk.source.plan
 
 
 @pytest.mark.parametrize("fails", ["put", "fetch", "accept"])
-def test_a_detour_that_fails_leaves_the_state_where_it_was(
-    cramped, over_disk, state, run, disk_transfer, monkeypatch, fails
+def test_a_failed_transfer_over_disk_keeps_the_state(
+    switcher_without_room, over_disk, state, run, disk_transfer, monkeypatch, fails
 ):
     before, fetch = sums_of(over_disk.source, copied(state)), DiskTransfer.fetch
     if fails == "put":
@@ -425,17 +433,19 @@ def test_a_detour_that_fails_leaves_the_state_where_it_was(
             ),
         )
     else:
-        monkeypatch.setattr(cramped, "_commit", failing(RunDirectoryError("no")))
-    switched = cramped.switch(state, over_disk, step=1, why="")
+        monkeypatch.setattr(switcher_without_room, "_commit", failing(RunDirectoryError("no")))
+    switched = switcher_without_room.switch(state, over_disk, step=1, why="")
     assert (switched.is_done, switched.executable) == (False, over_disk.source)
     assert sums_of(over_disk.source, switched.state) == before
     assert switches(run.path)[0].ending == "failed"
 
 
-def test_a_detour_without_a_way_back_says_so(cramped, over_disk, state, monkeypatch):
+def test_a_disk_transfer_that_cannot_go_back_raises(
+    switcher_without_room, over_disk, state, monkeypatch
+):
     monkeypatch.setattr(DiskTransfer, "fetch", failing(OSError("the disk is gone")))
     with pytest.raises(StateLostError, match="went over the disk"):
-        cramped.switch(state, over_disk, step=1, why="")
+        switcher_without_room.switch(state, over_disk, step=1, why="")
 
 
 def failing(error):
@@ -445,7 +455,7 @@ def failing(error):
     return fail
 
 
-def test_batches_are_what_the_step_was_compiled_for(executables):
+def test_batches_match_the_abstract_batch_of_the_program(executables):
     for executable in executables:
         program = executable.program
         real = batch(program)

@@ -1,5 +1,5 @@
-"""Caution grows with going to and fro, fades with time, and what had to be is not held against a
-run.
+"""Caution grows when a run switches back and forth, decays with time, and forced switches do not
+count.
 """
 
 import pytest
@@ -12,7 +12,7 @@ SETTINGS = ControlConfig(
 )
 
 
-def test_switches_by_choice_are_counted():
+def test_only_switches_by_choice_count_against_the_maximum():
     switch_budget = SwitchBudget(SETTINGS)
     for by_choice in (True, False, False):
         switch_budget.switched(0.0, by_choice=by_choice, is_return=False)
@@ -23,7 +23,7 @@ def test_switches_by_choice_are_counted():
     assert SwitchBudget(ControlConfig(max_switches=0)).too_many()
 
 
-def test_after_a_switch_that_had_to_be_the_next_may_come_sooner():
+def test_the_cooldown_after_a_forced_switch_is_shorter():
     switch_budget = SwitchBudget(SETTINGS)
     switch_budget.cool(100, by_choice=True)
     assert switch_budget.too_soon(129)
@@ -33,7 +33,7 @@ def test_after_a_switch_that_had_to_be_the_next_may_come_sooner():
     assert not switch_budget.too_soon(110)
 
 
-def test_to_and_fro_teaches_caution_which_fades():
+def test_switching_back_and_forth_raises_caution_which_decays():
     switch_budget = SwitchBudget(SETTINGS)
     assert switch_budget.caution(0.0) == 1.0
     switch_budget.switched(100.0, by_choice=True, is_return=True)
@@ -49,7 +49,7 @@ def test_the_budget_is_a_share_of_the_run():
     assert SwitchBudget(SETTINGS).budget_s(3600.0, spent_s=10.0) == pytest.approx(26.0)
 
 
-def test_cooling_down_takes_fewer_steps_where_they_are_slow():
+def test_the_cooldown_has_fewer_steps_where_steps_are_slow():
     switch_budget = SwitchBudget(ControlConfig(cooldown_steps=30, window_steps=8, canary_steps=3))
     switch_budget.cool(100, by_choice=True)
     assert [switch_budget.cool_until(slowed) for slowed in (0.5, 1.0, 2.0, 100.0)] == [

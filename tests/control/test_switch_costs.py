@@ -1,4 +1,4 @@
-"""Costs of switching: what is expected at first, and how soon what was measured counts."""
+"""Costs of switching: the initial estimates, and how soon measurements replace them."""
 
 import math
 from dataclasses import replace
@@ -13,7 +13,7 @@ from optimus_jax.control.policy import SWITCH_METHODS, SwitchMethod
 from optimus_jax.plan import Plan
 
 PLAN, WHOLE = plan_on("fsdp=64"), plan_on("data=8,fsdp=8")
-"""The second has eight times as much of the state on each device."""
+"""The second holds eight times as much of the state on each device."""
 
 
 def expected(
@@ -38,7 +38,7 @@ def test_methods_that_change_more_cost_more():
     assert costs[-1] > 10 * costs[1]
 
 
-def test_how_long_preparing_takes_is_learnt():
+def test_preparation_time_is_learnt():
     model = CostModel(SwitchCosts(prepare_s=30.0))
     assert model.prepare_s("remesh", compiled=False) == 30.0
     assert (
@@ -51,9 +51,9 @@ def test_how_long_preparing_takes_is_learnt():
     assert model.prepare_s("executable", compiled=False) == 90.0
 
 
-def test_a_host_writes_what_its_devices_hold_once():
-    """With ZeRO 1 all eight of a host hold the same parameters; with ZeRO 3 each holds its own
-    part.
+def test_a_restart_writes_each_hosts_state_once():
+    """With ZeRO 1 all eight devices of a host hold the same parameters; with ZeRO 3 each holds its
+    own part.
     """
     free = SwitchCosts(
         failure=0.0, restart_s=0.0, compile_tax_s=0.0, stop_s=0.0, verify_s=0.0, first_steps_s=0.0
@@ -68,13 +68,13 @@ def test_a_host_writes_what_its_devices_hold_once():
     assert host_bytes(whole) == pytest.approx(memory.params + 8 * memory.moments)
 
 
-def test_what_moves_more_costs_more_and_what_is_compiled_less():
+def test_moving_more_bytes_costs_more_and_compiled_plans_cost_less():
     model = CostModel()
     assert expected(model, plan=WHOLE) > expected(model) > expected(model, compiled=True)
     assert expected(model, "executable", WHOLE) == expected(model, "executable")
 
 
-def test_what_is_on_each_host_already_does_not_wait_for_a_slow_link():
+def test_state_already_on_each_host_does_not_wait_for_a_slow_link():
     slow = Conditions(between=100.0).applied(PRICING)
     times_s = {
         mesh: [
@@ -90,13 +90,13 @@ def test_what_is_on_each_host_already_does_not_wait_for_a_slow_link():
         assert times_s[mesh][1] > 2 * times_s[mesh][0]
 
 
-def test_the_risk_of_failure_is_part_of_it():
+def test_the_risk_of_failure_adds_to_the_cost():
     assert expected(CostModel(SwitchCosts(failure=0.5))) == pytest.approx(
         expected(CostModel(SwitchCosts(failure=0.0))) * 1.5
     )
 
 
-def test_measured_switches_soon_replace_what_was_expected():
+def test_measured_switches_soon_replace_the_estimates():
     model = CostModel(SwitchCosts(failure=0.0))
     before, others = expected(model), expected(model, "executable")
     distances = []
@@ -106,26 +106,26 @@ def test_measured_switches_soon_replace_what_was_expected():
     assert distances == sorted(distances, reverse=True)
     assert distances[0] < 0.5 * math.log(10)
     assert distances[-1] < 0.05 * math.log(10)
-    # What all switches have in common is learnt for the others, too, though less.
+    # The other methods learn what they have in common with it, though less.
     assert 2 * others < expected(model, "executable") < 10 * others
 
 
 @pytest.mark.parametrize("wrong", [math.nan, math.inf, -1.0])
-def test_what_makes_no_sense_is_left_out(wrong):
+def test_costs_that_are_negative_or_not_finite_are_ignored(wrong):
     model = CostModel()
     before = expected(model)
     learn(model, wrong)
     assert (expected(model), model.spent_s) == (before, 0.0)
 
 
-def test_the_budget_pays_for_switches_by_choice_only():
+def test_only_switches_by_choice_are_charged_to_the_budget():
     model = CostModel()
     learn(model, 3.0)
     learn(model, 100.0, counts=False)
     assert model.spent_s == 3.0
 
 
-def test_a_link_of_unknown_speed_still_has_a_cost():
+def test_a_link_of_unknown_bandwidth_has_a_finite_cost():
     unknown = replace(
         PRICING.cluster,
         intra_host=replace(PRICING.cluster.intra_host, bytes_per_s=None),
@@ -138,15 +138,15 @@ def test_a_link_of_unknown_speed_still_has_a_cost():
     )
 
 
-def test_a_plan_that_failed_is_left_alone_longer_each_time():
+def test_a_failed_plan_is_quarantined_longer_each_time():
     quarantine, plan, other = Quarantine(30), plan_on("fsdp=64"), plan_on("data=8,fsdp=8")
     assert quarantine.why(plan, 0) == ""
-    lasts = []
+    durations = []
     for step in (100, 1000, 10000):
         quarantine.add(plan, step, "no memory")
         assert "no memory" in quarantine.why(plan, step)
-        lasts.append(
+        durations.append(
             next(further for further in range(10**4) if not quarantine.why(plan, step + further))
         )
-    assert lasts == [60, 120, 240]
+    assert durations == [60, 120, 240]
     assert quarantine.why(other, 100) == ""

@@ -1,7 +1,7 @@
-"""From layers that are split in one way to layers that are split in another, and from stages to
-other stages, in whole runs.
+"""Switches in whole runs between other rules for splitting layers, and between other numbers of
+stages.
 
-After each the run is what a restart from its checkpoint would be, bit for bit.
+After each switch, the run equals a restart from its checkpoint bit for bit.
 """
 
 import jax
@@ -34,7 +34,7 @@ from optimus_jax.training.state import abstract_stored_state, from_stored, may_b
 AT, STEPS = 3, 8
 SAVED = {"steps": STEPS, "checkpoint_every": AT, "checkpoint.keep": STEPS, "control": "auto"}
 LAYERS = {"model.num_layers": 5, "microbatches": 2}
-"""Neither over four stages nor over three can they be dealt out evenly."""
+"""The layers divide evenly over neither four nor three stages."""
 
 
 @pytest.fixture(autouse=True)
@@ -43,8 +43,8 @@ def scripted(slow_devices, monkeypatch):  # noqa: F811
 
 
 def restarted(result, plan, without):
-    """State and losses of the steps after AT, from the checkpoint of that step, under a plan and in
-    the phase that begins there.
+    """State and losses of the steps after AT, from the checkpoint at AT, under a plan and in the
+    batch phase that begins there.
     """
     devices = [device for device in jax.devices() if device.id not in without]
     whole = Config.from_json((result.run_dir / "config.json").read_text())
@@ -88,9 +88,9 @@ FEED_FORWARD_WHOLE = {"parallel.rules": "mlp=none"}
 @pytest.mark.parametrize(
     "there", [True, False], ids=["to attention over tensor alone", "and back to both"]
 )
-def test_layers_are_split_in_another_way(text, tmp_path, there):  # noqa: F811
-    """Attention over tensor, and the feed-forward block whole on every device, which shares the
-    sequence out instead.
+def test_a_switch_can_change_the_rules_of_the_feed_forward_block(text, tmp_path, there):  # noqa: F811
+    """Attention is split over `tensor`; the feed-forward block is whole on every device, where the
+    sequence is split instead.
     """
     settings = ({}, FEED_FORWARD_WHOLE) if there else (FEED_FORWARD_WHOLE, {})
     plan = plan_on("data=2,tensor=4", **settings[1])
@@ -112,8 +112,8 @@ def test_layers_are_split_in_another_way(text, tmp_path, there):  # noqa: F811
     assert "tensor" in spec["layers/attention/query"]
 
 
-def test_four_stages_become_three(text, tmp_path):  # noqa: F811
-    """On six of the eight devices, with another number of layers each."""
+def test_four_pipeline_stages_become_three(text, tmp_path):  # noqa: F811
+    """On six of the eight devices, with other numbers of layers per stage."""
     plan = plan_on("pipe=3,data=2", **LAYERS)
     assert plan.pipeline.layers_per_stage == (1, 2, 2)
     without = frozenset({2, 5})
@@ -129,8 +129,8 @@ def test_four_stages_become_three(text, tmp_path):  # noqa: F811
     assert_is_a_restart(result, plan, without)
 
 
-def test_tensor_becomes_data_when_the_batch_grows(text, tmp_path):  # noqa: F811
-    """Planned before the boundary, for batches that the run has from there on."""
+def test_tensor_parallelism_becomes_data_parallelism_as_the_batch_grows(text, tmp_path):  # noqa: F811
+    """The switch is planned before the boundary, for the batches after it."""
     plan = plan_on("data=8", global_batch=16)
     result = run_tiny(
         tmp_path / "run",
@@ -148,13 +148,13 @@ def test_tensor_becomes_data_when_the_batch_grows(text, tmp_path):  # noqa: F811
     assert [record.ending for record in switches(result.run_dir)] == ["kept"], (
         "steps with other batches are not compared"
     )
-    assert Scripted.told == ["switched to data=8"]
+    assert Scripted.messages == ["switched to data=8"]
     assert_is_a_restart(result, plan)
 
 
-def test_what_is_prepared_for_batches_that_end_is_dropped(text, tmp_path):  # noqa: F811
-    """A switch that was decided at the very boundary does not happen, and the advisor is told to
-    think again.
+def test_a_switch_prepared_for_batches_of_the_old_phase_is_dropped(text, tmp_path):  # noqa: F811
+    """A switch that is decided at the boundary itself does not happen, and the advisor is told to
+    decide anew.
     """
     result = run_tiny(
         tmp_path / "run",
@@ -165,5 +165,5 @@ def test_what_is_prepared_for_batches_that_end_is_dropped(text, tmp_path):  # no
         **SAVED,
     )
     assert not events(result, "remesh")
-    assert Scripted.told == ["dropped"]
+    assert Scripted.messages == ["dropped"]
     assert_is_a_restart(result, plan_on("tensor=4,data=2", global_batch=16))

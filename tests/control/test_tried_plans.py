@@ -1,4 +1,6 @@
-"""What plans took that were tried before a run is evidence in it, and teaches later runs."""
+"""Step times of plans tried before a run are passed to the controller, and recorded for
+later runs.
+"""
 
 import gc
 import weakref
@@ -16,13 +18,13 @@ from optimus_jax.run import api, first_plan, program
 from optimus_jax.training.step import build_program
 
 
-def test_the_controller_is_told_what_was_tried(slow_devices, text, tmp_path, monkeypatch):  # noqa: F811
-    given, tried = {}, {}
+def test_the_controller_gets_step_times_of_tried_plans(slow_devices, text, tmp_path, monkeypatch):  # noqa: F811
+    advisor_arguments, tried = {}, {}
 
-    class Listening(Scripted):
+    class RecordingAdvisor(Scripted):
         def __init__(self, **more):
             super().__init__()
-            given.update(more)
+            advisor_arguments.update(more)
 
     def trial(config, plan, **_):
         tried[plan] = 1.0 / (1 + len(tried))
@@ -39,17 +41,17 @@ def test_the_controller_is_told_what_was_tried(slow_devices, text, tmp_path, mon
         return measure(ranked, run, num_steps=10**9, **more)
 
     for module, name, value in (
-        (assembly, "Advisor", Listening),
+        (assembly, "Advisor", RecordingAdvisor),
         (first_plan, "run_trial", trial),
         (first_plan, "measure", measured),
     ):
         monkeypatch.setattr(module, name, value)
     result = run_tiny(tmp_path / "run", text, mesh="auto", control="advise", steps=2)
     assert len(tried) == 3
-    assert given["tried_s"] == tried
-    assert result.plan == given["plan"] == list(tried)[-1]
-    # Not twice: as records they teach only runs that begin later.
-    assert given["pricing"].calibration.terms == ()
+    assert advisor_arguments["tried_s"] == tried
+    assert result.plan == advisor_arguments["plan"] == list(tried)[-1]
+    # They do not count twice: the records affect only runs that begin later.
+    assert advisor_arguments["pricing"].calibration.terms == ()
     assert replace(slow_devices).calibration.terms
 
 
@@ -74,14 +76,14 @@ def test_a_tried_plan_is_compiled_once(slow_devices, text, tmp_path, monkeypatch
         return replace(tried[-1], step=found.step)
 
     def begin(*args, **more):
-        """The run, after all trials."""
+        """Begin the run, after all trials."""
         in_memory.append(steps_in_memory())
         return program.run_program(*args, **more)
 
     def measured(ranked, run, *, num_steps, **more):
         return measure(ranked, run, num_steps=10**9, **more)
 
-    for module in (api, program, trial_module):  # `quick` shares programs, and so what is compiled
+    for module in (api, program, trial_module):  # `quick` shares programs and their compiled steps
         monkeypatch.setattr(module, "build_program", build_program)
     monkeypatch.setattr(first_plan, "run_trial", trial)
     monkeypatch.setattr(first_plan, "measure", measured)

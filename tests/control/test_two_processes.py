@@ -1,4 +1,6 @@
-"""Two processes under one controller move together, and back, and lose nothing."""
+"""Two processes under one controller switch together, forth and back, with the losses of a run that
+does not switch.
+"""
 
 import json
 import subprocess
@@ -21,12 +23,12 @@ def text(tmp_path_factory):
 
 
 def run(run_dir, text, script, keep=True):
-    """What each process has to say at its end; losses by step; events."""
+    """The last line of each process's output; losses by step; switch events."""
     address = f"127.0.0.1:{free_port()}"
-    told = json.dumps({"mesh": "fsdp=4", "steps": STEPS, "script": script, "keep": keep})
+    options = json.dumps({"mesh": "fsdp=4", "steps": STEPS, "script": script, "keep": keep})
     processes = [
         subprocess.Popen(
-            [sys.executable, PROCESS, str(number), address, run_dir, text, told],
+            [sys.executable, PROCESS, str(number), address, run_dir, text, options],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -39,43 +41,43 @@ def run(run_dir, text, script, keep=True):
         )
         for number in range(2)
     ]
-    said = [process.communicate(timeout=300) for process in processes]
+    outputs = [process.communicate(timeout=300) for process in processes]
     assert [process.returncode for process in processes] == [0, 0], [
-        errors[-2000:] for _, errors in said
+        errors[-2000:] for _, errors in outputs
     ]
     losses = [
         json.loads(line)["loss"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()
     ]
     events = [json.loads(line) for line in (run_dir / "events.jsonl").read_text().splitlines()]
     return (
-        [json.loads(output.splitlines()[-1]) for output, _ in said],
+        [json.loads(output.splitlines()[-1]) for output, _ in outputs],
         losses,
         [event for event in events if event["event"] in ("remesh", "rollback")],
     )
 
 
 @pytest.fixture(scope="module")
-def stayed(tmp_path_factory, text):
+def unswitched_losses(tmp_path_factory, text):
     _, losses, moves = run(tmp_path_factory.mktemp("stayed") / "run", text, {})
     assert moves == []
     return losses
 
 
-def test_both_move_at_the_same_boundary_and_on(tmp_path, text, stayed):
-    said, losses, moves = run(tmp_path / "run", text, {"4": THERE, "20": BACK})
+def test_both_processes_switch_at_the_same_boundary(tmp_path, text, unswitched_losses):
+    outputs, losses, moves = run(tmp_path / "run", text, {"4": THERE, "20": BACK})
     assert [(move["event"], move["layout"].split(", ")[0]) for move in moves] == [
         ("remesh", f"mesh {mesh}") for mesh in (THERE, BACK)
     ]
     assert moves[0]["step"] < moves[1]["step"] < STEPS
-    assert said[0]["plan"] == said[1]["plan"]
-    assert said[0]["plan"].startswith("mesh data=4")
-    assert losses == pytest.approx(stayed, rel=F32_RELATIVE)
+    assert outputs[0]["plan"] == outputs[1]["plan"]
+    assert outputs[0]["plan"].startswith("mesh data=4")
+    assert losses == pytest.approx(unswitched_losses, rel=F32_RELATIVE)
 
 
-def test_both_go_back_from_a_plan_that_is_not_kept(tmp_path, text, stayed):
-    said, losses, moves = run(tmp_path / "run", text, {"4": THERE}, keep=False)
+def test_both_processes_take_back_a_plan_that_is_not_kept(tmp_path, text, unswitched_losses):
+    outputs, losses, moves = run(tmp_path / "run", text, {"4": THERE}, keep=False)
     assert [move["event"] for move in moves] == ["remesh", "rollback"]
-    assert said[0]["plan"] == said[1]["plan"]
-    assert said[0]["plan"].startswith("mesh fsdp=4")
-    assert any(THERE in words and "failed" in words for words in said[0]["told"])
-    assert losses == pytest.approx(stayed, rel=F32_RELATIVE)
+    assert outputs[0]["plan"] == outputs[1]["plan"]
+    assert outputs[0]["plan"].startswith("mesh fsdp=4")
+    assert any(THERE in message and "failed" in message for message in outputs[0]["messages"])
+    assert losses == pytest.approx(unswitched_losses, rel=F32_RELATIVE)

@@ -1,5 +1,5 @@
-"""Readings are accepted where step times confirm them, rejected where they do not, and never
-missed.
+"""Readings are accepted if step times confirm them and rejected if step times contradict them, and
+no change is missed.
 """
 
 import math
@@ -13,7 +13,7 @@ from optimus_jax.control.deciding.watch import PATIENCE, WORTH, Watch
 from optimus_jax.control.signals import Observation, SignalSummary
 
 LINK_SHARE = 0.5
-"""Of the fake plan's step, in normal conditions, that goes over the link between hosts."""
+"""Share of the fake plan's normal step that goes over the link between hosts."""
 
 
 def log_time_of(conditions: Conditions) -> float:
@@ -23,7 +23,7 @@ def log_time_of(conditions: Conditions) -> float:
 
 
 class Run:
-    """Steps of a fake plan, with noise of 1%, and what is said of them."""
+    """Steps of a fake plan with noise of 1%, and the readings reported about them."""
 
     def __init__(self, log_time=log_time_of) -> None:
         self.watch, self.log_time, self.step, self.time_s = Watch(), log_time, 0, 0.0
@@ -33,7 +33,7 @@ class Run:
         self,
         count: int,
         true: Conditions | None = None,
-        said: dict[str, float] | None = None,
+        reported: dict[str, float] | None = None,
         quality="good",
         straggler: float | None = None,
         measured_s: float | None = None,
@@ -59,7 +59,7 @@ class Run:
                     time_s=self.time_s if measured_s is None else measured_s,
                     quality=quality,
                 )
-                for name, value in (said or {}).items()
+                for name, value in (reported or {}).items()
             }
             observation = Observation(
                 step=self.step,
@@ -70,8 +70,8 @@ class Run:
                 seq_len=8,
                 lost_devices=frozenset(),
             )
-            if said_now := self.watch.observe(observation, claims, self.log_time):
-                self.news.append(said_now)
+            if trigger := self.watch.observe(observation, claims, self.log_time):
+                self.news.append(trigger)
         return self
 
 
@@ -79,16 +79,16 @@ NORMAL = {"between": 1.0, "inside": 1.0, "compute": 1.0, "skew": 1.0}
 SLOW = Conditions(between=4.0)
 
 
-def test_nothing_happens_while_nothing_happens():
-    run = Run().go(300, said=NORMAL)
+def test_steady_conditions_give_no_news():
+    run = Run().go(300, reported=NORMAL)
     assert run.news == []
     assert run.watch.conditions == Conditions()
     assert not run.watch.wants_probe
 
 
-def test_conditions_that_turn_while_no_steps_are_shown_have_a_duration():
-    """On a CPU steps are not shown while a plan is compiled."""
-    run = Run(lambda conditions: 0.0).go(30, said=NORMAL)
+def test_conditions_that_change_while_steps_are_hidden_have_a_duration():
+    """On a CPU step times are not observed while a plan is compiled."""
+    run = Run(lambda conditions: 0.0).go(30, reported=NORMAL)
     claims = {
         name: SignalSummary(value=value, spread=0.0, count=5, time_s=run.time_s, quality="good")
         for name, value in (NORMAL | {"between": 2.0}).items()
@@ -107,8 +107,8 @@ def test_conditions_that_turn_while_no_steps_are_shown_have_a_duration():
     assert 0 < run.watch.regime_at(run.time_s).expected_s(1000.0) < 1000.0
 
 
-def test_a_step_that_takes_far_longer_is_asked_about_at_once():
-    run = Run().go(30, said=NORMAL)
+def test_one_far_slower_step_asks_for_a_probe_at_once():
+    run = Run().go(30, reported=NORMAL)
     before_s = run.time_s
     run.go(1, SLOW, NORMAL)
     assert run.watch.wants_probe
@@ -116,25 +116,25 @@ def test_a_step_that_takes_far_longer_is_asked_about_at_once():
     assert run.watch.probe_worth_s == pytest.approx(
         WORTH * (math.exp(log_time_of(SLOW)) - 1), rel=0.1
     )
-    run.go(1, said=NORMAL)
+    run.go(1, reported=NORMAL)
     assert not run.watch.wants_probe, "it was an accident"
     assert (run.news, run.watch.conditions) == ([], Conditions())
 
 
-def test_of_a_smaller_change_all_steps_that_told_it_say_what_a_probe_is_worth():
+def test_after_a_smaller_change_the_worth_of_a_probe_covers_all_slow_steps():
     slower = Conditions(between=2.5)
-    run = Run().go(60, said=NORMAL).go(10, slower, NORMAL)
+    run = Run().go(60, reported=NORMAL).go(10, slower, NORMAL)
     assert run.watch.regime == 1
     assert run.watch.probe_worth_s > 2 * WORTH * (math.exp(log_time_of(slower)) - 1)
-    assert Run().go(60, slower, NORMAL).go(10, said=NORMAL).watch.probe_worth_s == 0, (
+    assert Run().go(60, slower, NORMAL).go(10, reported=NORMAL).watch.probe_worth_s == 0, (
         "nothing was lost"
     )
 
 
-def test_with_a_reading_that_was_asked_for_three_such_steps_are_enough():
+def test_with_a_requested_reading_three_slow_steps_are_enough():
     run = (
         Run()
-        .go(60, said=NORMAL)
+        .go(60, reported=NORMAL)
         .go(1, SLOW, NORMAL)
         .go(2, SLOW, {**NORMAL, "between": 4.1}, quality="few")
     )
@@ -142,20 +142,20 @@ def test_with_a_reading_that_was_asked_for_three_such_steps_are_enough():
     assert run.watch.regime == 0
 
 
-def test_a_reading_that_step_times_bear_out_is_believed():
-    run = Run().go(60, said=NORMAL).go(VOTES + 1, SLOW, {**NORMAL, "between": 4.1})
+def test_a_reading_that_step_times_confirm_is_accepted():
+    run = Run().go(60, reported=NORMAL).go(VOTES + 1, SLOW, {**NORMAL, "between": 4.1})
     assert run.watch.conditions.between == pytest.approx(4.1, rel=0.06)
     assert run.watch.regime == 0
     assert run.watch.is_disturbed
     assert any("between hosts" in each for each in run.news)
-    # That steps take longer from now on is no news of its own.
+    # The longer step times from now on are no separate change.
     run.go(60, SLOW, {**NORMAL, "between": 4.1})
     assert run.watch.regime == 0
     assert len(run.news) <= 2
 
 
-def test_a_reading_that_comes_late_explains_what_was_not_explained():
-    run = Run().go(60, said=NORMAL).go(10, SLOW, NORMAL)
+def test_a_late_reading_explains_an_unexplained_change():
+    run = Run().go(60, reported=NORMAL).go(10, SLOW, NORMAL)
     assert run.watch.regime == 1
     assert run.watch.wants_probe
     run.go(3, SLOW, {**NORMAL, "between": 4.0})
@@ -164,9 +164,11 @@ def test_a_reading_that_comes_late_explains_what_was_not_explained():
     assert not run.watch.wants_probe
 
 
-def test_a_reading_from_before_steps_changed_is_not_why_they_have():
+def test_a_reading_older_than_the_change_does_not_explain_it():
     run = (
-        Run().go(3, said=NORMAL).go(40, said={**NORMAL, "skew": 2.2}, quality="few", measured_s=3.0)
+        Run()
+        .go(3, reported=NORMAL)
+        .go(40, reported={**NORMAL, "skew": 2.2}, quality="few", measured_s=3.0)
     )
     assert run.watch.conditions.skew == 1
     before_s = run.time_s
@@ -180,59 +182,66 @@ def test_a_reading_from_before_steps_changed_is_not_why_they_have():
     )
 
 
-def test_what_would_make_steps_a_little_slower_is_not_why_they_are_much_slower():
-    run = Run().go(60, said=NORMAL).go(20, Conditions(between=16.0), {**NORMAL, "compute": 1.5})
+def test_a_reading_of_a_small_slowdown_does_not_explain_a_large_one():
+    run = Run().go(60, reported=NORMAL).go(20, Conditions(between=16.0), {**NORMAL, "compute": 1.5})
     assert run.watch.conditions == Conditions()
     assert run.watch.regime == 1
     run.go(3, Conditions(between=16.0), {**NORMAL, "between": 15.0})
     assert run.watch.regime == 0
 
 
-def test_a_rumour_that_would_be_felt_asks_for_a_probe():
-    run = Run().go(3, said=NORMAL).go(3, said={**NORMAL, "between": 4.0}, quality="few")
+def test_an_uncertain_reading_with_a_large_effect_asks_for_a_probe():
+    run = Run().go(3, reported=NORMAL).go(3, reported={**NORMAL, "between": 4.0}, quality="few")
     assert run.watch.wants_probe
     assert run.watch.conditions == Conditions()
-    assert not run.go(3, said=NORMAL).watch.wants_probe
+    assert not run.go(3, reported=NORMAL).watch.wants_probe
 
 
-def test_a_reading_that_was_doubted_is_heard_when_it_says_something_else():
-    run = Run().go(60, said=NORMAL).go(30, said={**NORMAL, "between": 4.0})
+def test_a_rejected_signal_is_reconsidered_when_its_reading_changes():
+    run = Run().go(60, reported=NORMAL).go(30, reported={**NORMAL, "between": 4.0})
     assert "between" in run.watch.rejected_signals
     run.go(20, Conditions(between=16.0), {**NORMAL, "between": 16.0})
     assert run.watch.rejected_signals == {}
     assert run.watch.conditions.between == pytest.approx(16, rel=0.06)
 
 
-def test_a_reading_that_step_times_deny_is_distrusted_and_so_are_its_relatives():
-    run = Run().go(60, said=NORMAL).go(PATIENCE + 2, said={**NORMAL, "between": 4.0, "inside": 4.0})
+def test_a_contradicted_reading_is_rejected_with_related_signals():
+    run = (
+        Run()
+        .go(60, reported=NORMAL)
+        .go(PATIENCE + 2, reported={**NORMAL, "between": 4.0, "inside": 4.0})
+    )
     assert run.watch.conditions == Conditions()
     assert set(run.watch.rejected_signals) == {"between", "inside"}
     assert len([each for each in run.news if "contradict the readings" in each]) == 1
-    # Once it has lied, a factor that step times cannot check is not taken on its word.
-    run.go(100, said=NORMAL).go(30, said={**NORMAL, "inside": 4.0})
+    # Once a reading was wrong, readings that step times cannot check are not accepted.
+    run.go(100, reported=NORMAL).go(30, reported={**NORMAL, "inside": 4.0})
     assert run.watch.conditions == Conditions()
 
 
-def test_a_reading_that_they_cannot_check_is_believed_if_it_is_good():
-    """The plan sends nothing inside hosts."""
-    assert Run().go(60, said=NORMAL).go(
-        5, said={**NORMAL, "inside": 4.0}
+def test_a_reading_that_step_times_cannot_check_needs_good_quality():
+    """The plan has no exchanges inside hosts."""
+    assert Run().go(60, reported=NORMAL).go(
+        5, reported={**NORMAL, "inside": 4.0}
     ).watch.conditions.inside == pytest.approx(4.0, rel=0.06)
     assert (
         Run()
-        .go(60, said=NORMAL)
-        .go(50, said={**NORMAL, "inside": 4.0}, quality="few")
+        .go(60, reported=NORMAL)
+        .go(50, reported={**NORMAL, "inside": 4.0}, quality="few")
         .watch.conditions.inside
         == 1.0
     )
-    # Better than it ever was takes more than a word.
+    # A reading better than ever needs confirmation.
     assert (
-        Run().go(60, said=NORMAL).go(50, said={**NORMAL, "inside": 0.4}).watch.conditions.inside
+        Run()
+        .go(60, reported=NORMAL)
+        .go(50, reported={**NORMAL, "inside": 0.4})
+        .watch.conditions.inside
         == 1.0
     )
 
 
-def test_without_readings_a_change_is_unexplained_and_its_end_is_noticed():
+def test_without_readings_a_change_is_unexplained_until_it_ends():
     run = Run().go(60).go(30, SLOW)
     assert run.watch.regime == 1
     assert run.watch.conditions == Conditions()
@@ -240,32 +249,32 @@ def test_without_readings_a_change_is_unexplained_and_its_end_is_noticed():
     assert run.watch.regime == 0
     assert "back to what they were" in run.news[-1]
     run.go(30, SLOW)
-    assert run.watch.regime == 2  # another one: what it does to plans need not be the same
+    assert run.watch.regime == 2  # another regime: its effect on plans may differ
 
 
-def test_what_is_so_from_the_start_is_normal():
+def test_conditions_at_the_start_count_as_normal():
     run = Run().go(10, SLOW).go(40, SLOW, {**NORMAL, "between": 4.0})
     assert run.watch.conditions.between == pytest.approx(4.0, rel=0.06)
     assert not run.watch.is_disturbed
     assert run.watch.regime_at(run.time_s).durations is None
 
 
-def test_normal_conditions_that_come_back_are_normal_though_readings_scatter():
-    """Else nothing that was measured in them would be about what holds now."""
-    run = Run().go(30, said=NORMAL).go(30, SLOW, {**NORMAL, "between": 4.0})
+def test_returning_normal_conditions_are_normal_despite_noisy_readings():
+    """Otherwise measurements under normal conditions would not apply to the present."""
+    run = Run().go(30, reported=NORMAL).go(30, SLOW, {**NORMAL, "between": 4.0})
     assert run.watch.is_disturbed
-    run.go(30, said={**NORMAL, "between": 1.15})
+    run.go(30, reported={**NORMAL, "between": 1.15})
     assert run.watch.conditions == run.watch.normal == Conditions()
 
 
-def test_computing_that_was_always_slower_is_normal_and_what_becomes_slower_is_not():
-    run = Run().go(60, said={**NORMAL, "compute": 1.3})
+def test_compute_slow_from_the_start_is_normal_and_slower_compute_is_not():
+    run = Run().go(60, reported={**NORMAL, "compute": 1.3})
     assert run.watch.conditions == Conditions()
     run.go(20, Conditions(compute=2.0), {**NORMAL, "compute": 2.6})
     assert run.watch.conditions.compute == pytest.approx(2.0, rel=0.06)
 
 
-def test_a_claim_that_was_there_early_is_an_ordinary_one_later():
+def test_a_reading_present_from_the_start_is_checked_like_others_later():
     run = Run().go(10, SLOW, {**NORMAL, "between": 4.0}).go(60, SLOW, {**NORMAL, "between": 4.0})
     slower = Conditions(between=16.0)
     run.go(80, slower, {**NORMAL, "between": 16.0})
@@ -273,42 +282,43 @@ def test_a_claim_that_was_there_early_is_an_ordinary_one_later():
     assert run.watch.regime == 0
 
 
-def test_a_link_that_was_always_faster_than_profiled_is_believed_though_the_plan_avoids_it():
-    assert Run().go(30, said={**NORMAL, "inside": 0.1}).watch.conditions.inside == pytest.approx(
-        0.1, rel=0.06
-    )
+def test_a_link_faster_than_profiled_from_the_start_is_accepted():
+    assert Run().go(
+        30, reported={**NORMAL, "inside": 0.1}
+    ).watch.conditions.inside == pytest.approx(0.1, rel=0.06)
 
 
-def test_a_lie_from_the_start_is_not_believed():
-    run = Run().go(60, said={**NORMAL, "between": 10.0})
+def test_a_wrong_reading_from_the_start_is_not_accepted():
+    run = Run().go(60, reported={**NORMAL, "between": 10.0})
     assert run.watch.conditions == Conditions()
 
 
-def test_a_straggler_is_known_by_its_number():
+def test_a_straggler_is_identified_by_its_process_number():
     slow = Conditions(skew=1.5)
     run = (
         Run()
-        .go(60, said=NORMAL)
+        .go(60, reported=NORMAL)
         .go(15, slow, {**NORMAL, "skew": 1.5, "compute": 1.5}, straggler=3.0)
     )
     assert run.watch.straggler == 3
-    # a probe on the slow process says the same thing again
+    # a probe on the slow process measures the same slowdown
     assert run.watch.conditions.compute == 1.0
     assert run.watch.conditions.skew == pytest.approx(1.5, rel=0.06)
     run.watch.leave_out(run.time_s)
     assert (run.watch.straggler, run.watch.conditions) == (None, Conditions())
 
 
-def test_durations_are_learnt_from_what_has_ended():
-    run = Run().go(100, said=NORMAL)
-    assert run.watch.regime_at(run.time_s).durations is None  # here to stay until it has ended once
+def test_durations_are_learnt_from_ended_regimes():
+    run = Run().go(100, reported=NORMAL)
+    # counts as permanent until it has ended once
+    assert run.watch.regime_at(run.time_s).durations is None
     began_s = run.time_s
     run.go(40, SLOW, {**NORMAL, "between": 4.0})
     disturbed = run.watch.regime_at(run.time_s)
     assert disturbed.durations is not None
     assert len(disturbed.durations.past_s) == 0
     assert disturbed.elapsed_s == pytest.approx(run.time_s - began_s, rel=0.1)
-    run.go(20, said=NORMAL)
+    run.go(20, reported=NORMAL)
     normal = run.watch.regime_at(run.time_s)
     assert normal.durations is not None
     assert len(normal.durations.past_s) == 1
@@ -319,16 +329,16 @@ def test_durations_are_learnt_from_what_has_ended():
     assert again.durations.expected_s(0.0, 1e6) == pytest.approx(2 * 40 * 2.5, rel=0.3)
 
 
-def test_another_plan_has_another_level():
-    run = Run().go(60, said=NORMAL)
+def test_a_new_plan_has_its_own_typical_step_time():
+    run = Run().go(60, reported=NORMAL)
     run.watch.restart()
     run.log_time = lambda conditions: log_time_of(conditions) + 1.0
-    run.go(60, said=NORMAL)
+    run.go(60, reported=NORMAL)
     assert run.news == []
     assert run.watch.detector.level == pytest.approx(1.0, abs=0.02)
 
 
-def test_step_times_that_are_none_are_left_out():
+def test_invalid_step_times_are_ignored():
     run = Run().go(20)
     for wrong in (math.nan, math.inf, 0.0, -1.0):
         run.watch.observe(
@@ -347,36 +357,36 @@ def test_step_times_that_are_none_are_left_out():
     assert run.watch.detector.count == 18
 
 
-def test_what_was_heard_before_was_otherwise_when_something_else_is_heard_for_the_first_time():
-    """A link that recovers as another one is first probed: the first was slow all the time that it
-    was said to be.
+def test_the_first_reading_of_a_signal_corrects_earlier_conditions():
+    """One link recovers when another one is first probed: the other one's value is taken to have
+    held all the time.
     """
     known = {"between": 1.0, "compute": 1.0, "skew": 1.0}
     run = Run(lambda conditions: log_time_of(conditions) + 0.3 * math.log(conditions.inside))
-    run.go(60, said=known).go(30, SLOW, {**known, "between": 4.0})
+    run.go(60, reported=known).go(30, SLOW, {**known, "between": 4.0})
     assert run.watch.conditions.between == pytest.approx(4.0, rel=0.06)
     run.watch.restart()  # another plan, which crosses both links
-    known_anew: set[str] = set()
+    corrected: set[str] = set()
     for _ in range(12):
         run.go(1, Conditions(inside=0.7), {**known, "inside": 0.7})
-        known_anew |= run.watch.was_so.keys()
+        corrected |= run.watch.was_so.keys()
     assert run.watch.conditions.between == 1.0
     assert run.watch.conditions.inside == pytest.approx(0.7, rel=0.06)
-    assert known_anew == {"inside"}
+    assert corrected == {"inside"}
 
 
-def test_steps_from_before_a_change_are_no_measure_of_what_came_after():
-    """Three steps tell of it: they, and none before, are those that a new plan may be compared
-    with.
+def test_steps_before_a_change_are_not_compared_with_those_after():
+    """Three steps show the change: they, and none before, may be compared with steps of a
+    new plan.
     """
-    run = Run().go(60, said=NORMAL).go(3, SLOW, {**NORMAL, "between": 4.0})
+    run = Run().go(60, reported=NORMAL).go(3, SLOW, {**NORMAL, "between": 4.0})
     assert run.watch.conditions.between == pytest.approx(4.0, rel=0.06)
     assert run.watch.steps_alike == 3
     assert run.watch.detector.level == pytest.approx(log_time_of(SLOW), abs=0.03)
 
 
 @pytest.mark.parametrize("log_time_after", [0.0, 0.4, -0.4])
-def test_what_nobody_could_explain_ends_though_the_plan_was_left_in_it(log_time_after):
+def test_an_unexplained_regime_can_end_under_another_plan(log_time_after):
     run = Run().go(60).go(30, SLOW)
     assert run.watch.regime
     run.watch.restart()

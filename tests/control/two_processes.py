@@ -1,8 +1,8 @@
 """One process of a run whose controller follows a script: python two_processes.py NUMBER ADDRESS
 RUN_DIR TEXT JSON.
 
-The JSON says `mesh`, `steps`, `script` (mesh to switch to, by the step at which that is decided)
-and `keep`, what the canary says.
+The JSON gives `mesh`, `steps`, `script` (mesh to switch to, by the step at which that is decided)
+and `keep`, the verdict of the canary.
 """
 
 import json
@@ -10,8 +10,8 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-number, address, run_dir, text, told = sys.argv[1:]
-told = json.loads(told)
+number, address, run_dir, text, options = sys.argv[1:]
+options = json.loads(options)
 
 import jax  # noqa: E402
 
@@ -44,12 +44,12 @@ RATES = Rates(
 
 
 class Script(Scripted):
-    """Which makes its plans when devices are there; and to ask for them is for all processes
+    """An advisor that makes its plans once the devices are known: all processes ask for them
     together.
     """
 
     def decide(self, observation):
-        if (mesh := told["script"].get(str(observation.step))) is None:
+        if (mesh := options["script"].get(str(observation.step))) is None:
             return None
         config = make_config("gpt2-nano", TINY | settings | {"mesh": mesh}, None)
         return switch_at(observation.step, plan_for(config, AxisSizes.parse(mesh), there[0]))
@@ -65,7 +65,8 @@ def known_devices(topology):
     )
 
 
-# What threads compile beside steps is compiled in a step here, and both processes share the cores.
+# What a thread would compile during steps is compiled within a step here, and both processes share
+# the cores.
 settings, there = {"model.num_layers": 2, "faults.floor_s": 240.0}, []
 with pytest.MonkeyPatch.context() as patch:
     patch.setattr(api, "known_devices", known_devices)
@@ -73,15 +74,17 @@ with pytest.MonkeyPatch.context() as patch:
     patch.setattr("optimus_jax.control.switch.Worker", AtOnce)
     patch.setattr(coordinator, "STEADY", 1e9)  # steps of this size are noise
     patch.setattr(
-        coordinator, "judge", lambda *args, **more: replace(judge(*args, **more), keep=told["keep"])
+        coordinator,
+        "judge",
+        lambda *args, **more: replace(judge(*args, **more), keep=options["keep"]),
     )
     result = optimus_jax.train(
         "gpt2-nano",
         run_dir=run_dir,
         data=text,
-        mesh=told["mesh"],
-        steps=told["steps"],
+        mesh=options["mesh"],
+        steps=options["steps"],
         control="auto",
         **TINY | settings | {"coordinator": address, "num_processes": 2, "process_id": int(number)},
     )
-print(json.dumps({"plan": result.plan.describe(), "told": Scripted.told}))
+print(json.dumps({"plan": result.plan.describe(), "messages": Scripted.messages}))

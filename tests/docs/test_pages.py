@@ -1,4 +1,4 @@
-"""Counts and names in README, CONTRIBUTING and the guides are those of the code."""
+"""Numbers and names in README, CONTRIBUTING and the guides agree with the code."""
 
 import re
 import tomllib
@@ -21,7 +21,7 @@ def test_the_readme_is_short():
     assert len(page("README.md").splitlines()) <= README_LINES
 
 
-def test_headline_numbers_are_those_of_the_pages_that_they_link_to():
+def test_headline_numbers_appear_on_the_pages_they_link_to():
     _, _, *rows = re.findall(r"^\|.*\|$", page("README.md").split("## Measured")[1], re.MULTILINE)
     assert rows
     for row in rows:
@@ -42,20 +42,20 @@ def test_all_models_and_extras_are_listed():
 
 
 @pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md"])
-def test_targets_of_make_exist(name):
+def test_make_targets_named_in_the_docs_exist(name):
     targets = set(re.findall(r"^make (\w+)", page(name), re.MULTILINE))
     assert targets
     assert targets <= set(re.findall(r"^(\w+):", page("Makefile"), re.MULTILINE))
 
 
-def test_every_result_is_in_the_index():
+def test_every_result_page_is_in_the_index():
     listed = re.findall(r"\]\(([\w-]+\.md)\)", page("benchmarks/results/README.md"))
     assert sorted(listed) == sorted(
         path.name for path in RESULTS.glob("*.md") if path.name != "README.md"
     )
 
 
-def test_data_and_pictures_beside_results_are_used():
+def test_every_file_beside_the_results_is_linked():
     pages = "".join(path.read_text(encoding="utf-8") for path in RESULTS.glob("*.md"))
     assert [
         path.name

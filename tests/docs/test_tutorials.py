@@ -2,10 +2,10 @@
 prints the lines that the page shows.
 
 A line `$ ...` is a command, `\\` at its end continues it, `^C` sends SIGINT to it once the line
-above has been printed, and the others are its output. Of the output, `...` stands for anything: a
-line by itself for any lines, inside a line for any text. Decimals and numbers with thousands
-separators may differ, and where a command is stopped by `^C` so may the step that it reaches
-(`step 11`, not `step 10/200`).
+above has been printed, and the other lines are its output. In the output, `...` matches anything:
+alone on a line it matches any lines, inside a line any text. Decimals and numbers with thousands
+separators may differ, and so may the step reached by a command that is stopped by `^C` (`step 11`,
+not `step 10/200`).
 """
 
 import dataclasses
@@ -26,33 +26,33 @@ ROOT = Path(__file__).parents[2]
 TUTORIALS = ROOT / "docs" / "tutorials"
 NAMES = sorted(path.stem for path in TUTORIALS.glob("*.md"))
 NEEDS = {"watch_a_run": "first_run"}
-"""Tutorials that go on in the directory of another one."""
+"""Tutorials that continue in the directory of another one."""
 BLOCK = re.compile(r"^```console\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 NUMBER = r"\d[\d,]*\.\d+|\d+(?:,\d{3})+"
-"""What depends on the machine, the version of Python or this documentation."""
+"""Numbers that depend on the machine, the version of Python or this documentation."""
 STOP = "^C"
 
 
 @dataclasses.dataclass(frozen=True)
-class Typed:
+class Command:
     """A command of a tutorial, and the lines that the page shows below it."""
 
-    command: str
+    text: str
     shown: list[str]
 
 
-def commands(page: str) -> list[Typed]:
+def commands(page: str) -> list[Command]:
     """Every command of a page, in order."""
-    found: list[Typed] = []
+    found: list[Command] = []
     for block in BLOCK.findall(page):
         continues = False
         for line in block.splitlines():
             if continues:
                 last = found[-1]
-                found[-1] = Typed(last.command + line.strip().removesuffix("\\"), [])
+                found[-1] = Command(last.text + line.strip().removesuffix("\\"), [])
                 continues = line.endswith("\\")
             elif line.startswith("$ "):
-                found.append(Typed(line[2:].removesuffix("\\"), []))
+                found.append(Command(line[2:].removesuffix("\\"), []))
                 continues = line.endswith("\\")
             else:
                 found[-1].shown.append(line)
@@ -60,7 +60,7 @@ def commands(page: str) -> list[Typed]:
 
 
 def pattern_of(line: str, *, any_step: bool) -> re.Pattern[str]:
-    """What a printed line has to be, to be the one that a page shows."""
+    """The pattern that a printed line has to match, to be the line that a page shows."""
     reached = r"|(?<=step )\d+(?![\d/])" if any_step else ""
     parts = re.split(rf"(\.\.\.|{NUMBER}{reached})", line)
     made = [
@@ -73,13 +73,13 @@ def pattern_of(line: str, *, any_step: bool) -> re.Pattern[str]:
 class Expected:
     """The lines that a page shows, compared with what is printed, line by line."""
 
-    def __init__(self, typed: Typed) -> None:
-        self.any_step = STOP in typed.shown
-        self.left = list(typed.shown)
+    def __init__(self, command: Command) -> None:
+        self.any_step = STOP in command.shown
+        self.left = list(command.shown)
         self.may_skip = False
 
     def printed(self, line: str) -> bool:
-        """Compare a printed line; whether Ctrl-C is to be pressed now."""
+        """Compare a printed line; returns whether to send Ctrl-C now."""
         while self.left and self.left[0] == "...":
             self.may_skip = True
             self.left.pop(0)
@@ -94,19 +94,19 @@ class Expected:
         return False
 
     def ended(self) -> None:
-        """Nothing that the page shows has not been printed."""
+        """Check that every line of the page has been printed."""
         assert [line for line in self.left if line != "..."] == []
 
 
-def run(typed: Typed, folder: Path) -> None:
-    """Type a command, and compare what it prints."""
-    expected = Expected(typed)
+def run(command: Command, folder: Path) -> None:
+    """Run a command, and compare its output."""
+    expected = Expected(command)
     environment = os.environ | {
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
         "PYTHONUNBUFFERED": "1",
     }
     process = subprocess.Popen(
-        ["bash", "-c", typed.command],
+        ["bash", "-c", command.text],
         cwd=folder,
         env=environment,
         text=True,
@@ -124,7 +124,7 @@ def run(typed: Typed, folder: Path) -> None:
         expected.ended()
         assert process.wait(timeout=60) == 0
     except BaseException:
-        print("\n".join([f"$ {typed.command}", *printed]))
+        print("\n".join([f"$ {command.text}", *printed]))
         raise
     finally:
         if process.poll() is None:
@@ -134,7 +134,7 @@ def run(typed: Typed, folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def folder_of(tmp_path_factory):
-    """Run a tutorial, once; its folder."""
+    """A function that runs a tutorial once and returns its folder."""
     folders: dict[str, Path] = {}
 
     def folder(name: str) -> Path:
@@ -145,10 +145,10 @@ def folder_of(tmp_path_factory):
                 path = tmp_path_factory.mktemp(name)
                 for each in ("scripts", "docs"):
                     (path / each).symlink_to(ROOT / each)
-            typed = commands((TUTORIALS / f"{name}.md").read_text(encoding="utf-8"))
-            assert typed
-            for each in typed:
-                run(each, path)
+            page_commands = commands((TUTORIALS / f"{name}.md").read_text(encoding="utf-8"))
+            assert page_commands
+            for command in page_commands:
+                run(command, path)
             folders[name] = path
         return folders[name]
 
@@ -156,11 +156,11 @@ def folder_of(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_commands_print_what_the_page_shows(name, folder_of):
+def test_tutorial_commands_print_what_the_page_shows(name, folder_of):
     folder_of(name)
 
 
-def test_no_step_is_lost_or_done_twice(folder_of):
+def test_the_resume_tutorial_loses_and_repeats_no_step(folder_of):
     lines = (folder_of("stop_move_resume") / "runs/a/metrics.jsonl").read_text().splitlines()
     records = [json.loads(line) for line in lines]
     assert [record["step"] for record in records] == list(range(1, len(records) + 1))
@@ -168,7 +168,7 @@ def test_no_step_is_lost_or_done_twice(folder_of):
 
 
 @pytest.mark.parametrize("name", ["watch_a_run", "stop_move_resume", "several_hosts"])
-def test_runs_hold_what_the_reference_describes(name, folder_of):
+def test_tutorial_runs_have_only_documented_files_and_events(name, folder_of):
     (path,) = (folder_of(name) / "runs").iterdir()
     run = RunDirectory(path)
     assert {each.name for each in path.iterdir()} <= set(FILES)
@@ -176,8 +176,8 @@ def test_runs_hold_what_the_reference_describes(name, folder_of):
         assert set(event) <= {*COMMON, *EVENTS[event["event"]].fields}
 
 
-def test_a_line_that_is_not_printed_is_noticed():
-    expected = Expected(Typed("train", ["...", "  mesh    data=2 ...", "done"]))
+def test_a_missing_line_of_output_is_detected():
+    expected = Expected(Command("train", ["...", "  mesh    data=2 ...", "done"]))
     assert not expected.printed("what you got")
     assert not expected.printed("  mesh    data=2 (given)")
     with pytest.raises(AssertionError):

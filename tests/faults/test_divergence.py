@@ -1,4 +1,4 @@
-"""What losses say of whether a run still learns; no run is needed for that."""
+"""Detection of divergence from losses, without a run."""
 
 import json
 import math
@@ -54,17 +54,17 @@ NAN = math.nan
         ([(NAN, NAN)] * 2 + [(5.0, 1.0)] + [(NAN, NAN)] * 2, None),
     ],
 )
-def test_steps_in_a_row_without_an_update_end_a_run(steps, trouble):
+def test_consecutive_steps_without_an_update_end_a_run(steps, trouble):
     learning = after(*(record(step, *numbers) for step, numbers in enumerate(steps, 1)))
     assert learning.trouble(3, is_at_end=False) == trouble
     assert learning.trouble(0, is_at_end=False) is None
 
 
-def test_a_loss_that_is_nan_is_no_update_whatever_else_was_said():
+def test_a_nan_loss_counts_as_no_update():
     assert after(record(1, NAN, 1.0, skipped=False)).skipped == 1
 
 
-def test_batches_in_which_no_token_counts_are_no_trouble():
+def test_batches_without_counted_tokens_are_no_divergence():
     assert (
         after(*(record(step, 0.0, 0.0, tokens=0) for step in range(1, 9))).trouble(
             3, is_at_end=True
@@ -73,7 +73,7 @@ def test_batches_in_which_no_token_counts_are_no_trouble():
     )
 
 
-def test_the_search_for_a_loss_scale_does_not_count_until_it_cannot_fall():
+def test_loss_scale_search_does_not_count_until_the_minimum():
     falling = [record(step, 5.0, math.inf, loss_scale=2.0 ** (10 - step)) for step in range(1, 10)]
     learning = after(*falling)
     assert (learning.skipped, learning.first_skipped) == (0, 1)
@@ -82,9 +82,9 @@ def test_the_search_for_a_loss_scale_does_not_count_until_it_cannot_fall():
     assert learning.trouble(3, is_at_end=False) == "no update"
 
 
-def test_what_to_go_back_to_is_from_before_the_update_that_broke_it():
-    """The state after step 4 has failed in steps 5 to 7, so the last that is known to be good is
-    that after step 3.
+def test_the_error_suggests_a_checkpoint_before_the_divergence():
+    """The state after step 4 failed in steps 5 to 7, so the last state known to be good is that
+    after step 3.
     """
     learning = after(
         *(record(step) for step in range(1, 5)), *(record(step, NAN, NAN) for step in range(5, 8))
@@ -124,11 +124,11 @@ def test_what_to_go_back_to_is_from_before_the_update_that_broke_it():
         (Learning(good=9), None),
     ],
 )
-def test_at_its_end_a_run_has_learnt_or_not(learning, trouble):
+def test_at_its_end_a_run_is_checked_for_divergence(learning, trouble):
     assert learning.trouble(5, is_at_end=True) == trouble
 
 
-def test_one_evaluation_that_is_not_finite_may_be_chance():
+def test_a_single_non_finite_evaluation_is_tolerated():
     learning = Learning(good=30)
     learning.evaluation(10, 4.0)
     learning.evaluation(20, NAN)
@@ -137,21 +137,21 @@ def test_one_evaluation_that_is_not_finite_may_be_chance():
     assert learning.trouble(5, is_at_end=False) == "evaluation"
 
 
-def test_a_loss_far_above_its_lowest_is_said_once_in_an_episode():
-    learning, told = Learning(), []
+def test_a_loss_far_above_its_minimum_is_reported_once_per_episode():
+    learning, reports = Learning(), []
     for step in range(1, 161):
         high = 31 <= step <= 80 or 111 <= step <= 113 or step >= 121
         learning.step(record(step, 9.0 if high else 3.0 + 0.2 * (step % 3)))
         if learning.rises(step, 0.25):
-            told.append((step, learning.good_limit))
-    (first, before), (second, _) = told
+            reports.append((step, learning.good_limit))
+    (first, before), (second, _) = reports
     assert 31 + PATIENCE_STEPS <= first <= 31 + PATIENCE_STEPS + WINDOW_STEPS
     assert before < 31
     assert second >= 121 + PATIENCE_STEPS
     assert not any(Learning().rises(step, 0.25) for step in range(3))
 
 
-def test_what_is_known_goes_on_from_a_checkpoint():
+def test_the_divergence_state_is_restored_from_a_checkpoint():
     learning = after(record(1), record(2), record(3, NAN, NAN))
     learning.rises(3, 0.25)
     again = Learning.from_json(json.loads(json.dumps(learning.to_json())))
@@ -160,5 +160,5 @@ def test_what_is_known_goes_on_from_a_checkpoint():
     assert Learning.from_json({"unheard of": 1}) == Learning()
 
 
-def test_the_newest_up_to_a_limit():
+def test_newest_step_up_to_a_limit():
     assert (newest([1, 5, 9], 6), newest([5], 4)) == (5, None)

@@ -32,9 +32,9 @@ TINY = [
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "faults.py"
 
 
-def test_a_run_goes_on_after_a_dead_and_after_a_stopped_process(tmp_path):
-    """What has to hold is in the script, which fails if it does not: nothing hangs, few steps are
-    lost, and losses are those of a run that nobody disturbed.
+def test_a_run_continues_after_a_killed_and_a_stopped_process(tmp_path):
+    """The script checks the invariants, and fails if one does not hold: nothing hangs, few steps
+    are lost, and losses equal those of an undisturbed run.
     """
     out = tmp_path / "faults.jsonl"
     done = subprocess.run(
@@ -62,15 +62,15 @@ def test_a_run_goes_on_after_a_dead_and_after_a_stopped_process(tmp_path):
     ], "who was stopped finds out, and the other has not waited for it"
     assert stopped["faults_told"] == 2
     assert any(
-        f"process {stopped['process']} on" in said and "no heartbeat" in said
-        for said in stopped["said"]
+        f"process {stopped['process']} on" in stderr and "no heartbeat" in stderr
+        for stderr in stopped["said"]
     )
 
 
 @pytest.mark.parametrize("who", [0, 1])
 def test_a_process_that_alone_cannot_write_is_not_waited_for(tmp_path, who):
-    """As where a disk is just large enough for the other one's part of a checkpoint: both end with
-    the mistake's code, and say why.
+    """As with a disk that has room only for the other process's part of a checkpoint: both exit
+    with the code of a user mistake, and say why.
     """
     address = f"127.0.0.1:{free_port()}"
 
@@ -105,10 +105,10 @@ def test_a_process_that_alone_cannot_write_is_not_waited_for(tmp_path, who):
         )
         for number in range(2)
     ]
-    said = [process.communicate(timeout=240)[1] for process in processes]
-    assert [process.returncode for process in processes] == [2, 2], said
-    assert "saving the checkpoint of step 3 failed" in said[who]
-    assert f"process {who} has failed: saving the checkpoint of step 3 failed" in said[1 - who]
+    stderr = [process.communicate(timeout=240)[1] for process in processes]
+    assert [process.returncode for process in processes] == [2, 2], stderr
+    assert "saving the checkpoint of step 3 failed" in stderr[who]
+    assert f"process {who} has failed: saving the checkpoint of step 3 failed" in stderr[1 - who]
 
 
 BROKEN = """
@@ -124,19 +124,18 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 @pytest.mark.parametrize(
-    ("who", "error", "codes", "told"),
+    ("who", "error", "codes", "message"),
     [
         (0, "RunDirectoryError('the log is full')", {2}, "error: the log is full"),
         (0, "ValueError('a mistake of ours')", {1, 75}, "ValueError: a mistake of ours"),
         (1, "ValueError('a mistake of ours')", {1, 75}, "[1] ValueError: a mistake of ours"),
     ],
 )
-def test_the_reason_is_told_although_the_launcher_tells_all_to_end(
-    tmp_path, who, error, codes, told
-):
-    """And nobody waits for the others to end in order.
+def test_the_cause_is_printed_although_the_launcher_ends_all(tmp_path, who, error, codes, message):
+    """And no process waits for the others to exit in order.
 
-    The launcher's code is that of the first to end, which may be one that has heard of it.
+    The launcher's exit code is that of the first process to end, which may be one that was told of
+    the error.
     """
     script = tmp_path / "broken.py"
     script.write_text(
@@ -166,7 +165,7 @@ def test_the_reason_is_told_although_the_launcher_tells_all_to_end(
         timeout=120,
     )
     assert ended.returncode in codes, ended.stderr
-    assert told in ended.stderr
+    assert message in ended.stderr
     assert f"in process {who} of 2" in ended.stderr
     assert "before training had begun" not in ended.stderr
     assert not any(
@@ -175,8 +174,10 @@ def test_the_reason_is_told_although_the_launcher_tells_all_to_end(
     )
 
 
-def several(script, *arguments, directories):
-    """As many processes as directories; their exit codes, and what they said."""
+def start_processes(script, *arguments, directories):
+    """Start a process for each directory; a function that waits for one returns its standard error
+    and exit code.
+    """
     address = f"127.0.0.1:{free_port()}"
     processes = [
         subprocess.Popen(
@@ -205,8 +206,8 @@ def several(script, *arguments, directories):
     return processes, lambda process: (process.communicate(timeout=240)[1], process.returncode)
 
 
-def changed(tmp_path, change):
-    """The training script, with something done to it before."""
+def changed_script(tmp_path, change):
+    """The training script, preceded by the code `change`."""
     script = tmp_path / "changed.py"
     script.write_text(
         f"import os, runpy, signal, sys\n{change}\nrunpy.run_path({str(TRAIN)!r},"
@@ -215,14 +216,16 @@ def changed(tmp_path, change):
     return script
 
 
-def test_processes_with_directories_of_their_own_do_not_train(tmp_path):
-    """Each would have a part of every checkpoint, and nobody a whole one."""
-    script = changed(
+def test_processes_with_different_run_directories_do_not_train(tmp_path):
+    """Each directory would get a part of every checkpoint, and none a whole one."""
+    script = changed_script(
         tmp_path,
         "from optimus_jax.run_directory import shared as"
         " shared_directory\nshared_directory.PATIENCE_S = 0.5",
     )
-    processes, end = several(script, "--steps", "2", directories=[tmp_path / "a", tmp_path / "b"])
+    processes, end = start_processes(
+        script, "--steps", "2", directories=[tmp_path / "a", tmp_path / "b"]
+    )
     (first, first_code), (second, second_code) = map(end, processes)
     assert (first_code, second_code) == (2, 2), first + second
     assert "the run directory of this process is not that of process 0" in second
@@ -230,22 +233,20 @@ def test_processes_with_directories_of_their_own_do_not_train(tmp_path):
     assert not (tmp_path / "a" / "config.json").exists()
 
 
-def test_a_directory_that_takes_no_heartbeats_is_an_error_of_all(tmp_path):
+def test_a_directory_that_cannot_hold_heartbeats_is_an_error_of_all(tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "progress").touch()
-    processes, end = several(TRAIN, "--steps", "2", directories=[tmp_path / "run"] * 2)
-    for said, code in map(end, processes):
-        assert code == 2, said
-        assert "Traceback" not in said
-        assert "progress" in said or "another process of this run cannot go on" in said
+    processes, end = start_processes(TRAIN, "--steps", "2", directories=[tmp_path / "run"] * 2)
+    for stderr, code in map(end, processes):
+        assert code == 2, stderr
+        assert "Traceback" not in stderr
+        assert "progress" in stderr or "another process of this run cannot go on" in stderr
 
 
 @pytest.mark.parametrize("is_told_to_end", [False, True])
-def test_who_never_comes_to_its_end_is_not_waited_for(tmp_path, is_told_to_end):
-    """The run is done then, and its exit code says so, also where the launcher does not wait
-    either.
-    """
-    script = changed(
+def test_a_process_that_never_exits_is_not_waited_for(tmp_path, is_told_to_end):
+    """The run is complete then, as its exit code shows, even if the launcher does not wait."""
+    script = changed_script(
         tmp_path,
         f"""
 import threading
@@ -268,18 +269,20 @@ def stop_after(*arguments, **more):
     return result
 api.train = stop_after""",
     )
-    (first, stopped), end = several(script, "--steps", "2", directories=[tmp_path / "run"] * 2)
-    said, code = end(first)
+    (first, stopped), end = start_processes(
+        script, "--steps", "2", directories=[tmp_path / "run"] * 2
+    )
+    stderr, code = end(first)
     stopped.kill()
     end(stopped)
-    assert code == 0, said
-    assert ("leaves without another one that has not" in said) != is_told_to_end
-    assert "stopped before" not in said
+    assert code == 0, stderr
+    assert ("leaves without another one that has not" in stderr) != is_told_to_end
+    assert "stopped before" not in stderr
 
 
-def test_a_death_while_processes_are_being_connected_is_told_at_once(tmp_path):
-    """Without waiting for `connect_s`; who is connected sees it too."""
-    script = changed(
+def test_a_death_while_jax_connects_is_reported_at_once(tmp_path):
+    """Without waiting for `connect_s`, and also to processes that are connected."""
+    script = changed_script(
         tmp_path,
         """
 from optimus_jax.cluster import distributed
@@ -290,15 +293,17 @@ def die_or_join(*arguments):
     return joining(*arguments)
 distributed._start_joining = die_or_join""",
     )
-    processes, end = several(script, "--steps", "2", directories=[tmp_path / "run"] * 3)
-    for (said, code), expected in zip(map(end, processes), (75, 75, -signal.SIGKILL), strict=True):
-        assert code == expected, said
-        assert expected != 75 or "process 2 of 3 ended before JAX had connected them" in said
+    processes, end = start_processes(script, "--steps", "2", directories=[tmp_path / "run"] * 3)
+    for (stderr, code), expected in zip(
+        map(end, processes), (75, 75, -signal.SIGKILL), strict=True
+    ):
+        assert code == expected, stderr
+        assert expected != 75 or "process 2 of 3 ended before JAX had connected them" in stderr
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 0), (signal.SIGTERM, 75)])
-def test_a_run_whose_output_nobody_reads_any_more_is_saved(tmp_path, number, code):
-    """Ctrl-C ends `tee` too."""
+def test_a_run_whose_output_pipe_is_closed_is_saved(tmp_path, number, code):
+    """As after Ctrl-C in a pipeline with `tee`."""
     with subprocess.Popen(
         [
             sys.executable,
@@ -330,8 +335,8 @@ def test_a_run_whose_output_nobody_reads_any_more_is_saved(tmp_path, number, cod
     assert int(saved.name) >= 3
 
 
-def test_a_run_whose_terminal_is_closed_is_saved_and_goes_on(tmp_path):
-    """The system tells whoever has the terminal by SIGHUP, and what is written to it fails."""
+def test_a_run_whose_terminal_is_closed_is_saved_and_can_be_resumed(tmp_path):
+    """The system sends SIGHUP to the terminal's processes, and writing to the terminal fails."""
 
     def take_terminal():
         signal.signal(signal.SIGHUP, signal.SIG_DFL)  # these tests may run under nohup

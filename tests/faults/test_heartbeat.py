@@ -1,4 +1,6 @@
-"""Silence is measured on the reader's clock, between looks; what never changes is unknown."""
+"""Silence of other processes is measured on the reader's clock, between reads; a process whose file
+never changes is unknown.
+"""
 
 from dataclasses import replace
 
@@ -30,7 +32,7 @@ def other(heartbeats):
     return peer
 
 
-def test_a_process_is_as_silent_as_its_file_is_old(pair):
+def test_silence_is_the_age_of_the_newest_heartbeat(pair):
     clock, (first, second) = pair
     first.beat()
     assert other(first) == Peer(process=1, is_known=False, silent_s=0.0)
@@ -56,7 +58,7 @@ def test_a_process_is_as_silent_as_its_file_is_old(pair):
     assert other(first) == replace(seen, silent_s=40.0)
 
 
-def test_a_file_of_an_earlier_start_says_nothing(pair):
+def test_a_heartbeat_file_of_an_earlier_start_is_ignored(pair):
     clock, (first, second) = pair
     second.end("failed", "long ago")
     for _ in range(3):
@@ -66,7 +68,7 @@ def test_a_file_of_an_earlier_start_says_nothing(pair):
     assert other(first).state == "running"
 
 
-def test_the_last_word_stays(pair):
+def test_the_first_end_state_is_kept(pair):
     _, (first, second) = pair
     first.beat()
     second.end("failed", "the disk is full")
@@ -76,7 +78,7 @@ def test_the_last_word_stays(pair):
     assert (other(first).state, other(first).why) == ("failed", "the disk is full")
 
 
-def test_while_nobody_can_look_silence_does_not_grow(pair, monkeypatch):
+def test_silence_does_not_grow_while_files_cannot_be_read(pair, monkeypatch):
     clock, (first, second) = pair
     first.beat()
     second.beat()
@@ -84,7 +86,7 @@ def test_while_nobody_can_look_silence_does_not_grow(pair, monkeypatch):
     file = first._path(1)
     second_text = file.read_text()
     file.unlink()
-    file.mkdir()  # reading is an OSError now, other than that there is no file
+    file.mkdir()  # reading is now an OSError other than a missing file
     clock.now += 1000
     first.beat()
     assert other(first).silent_s == 0.0
@@ -96,13 +98,13 @@ def test_while_nobody_can_look_silence_does_not_grow(pair, monkeypatch):
     )
 
 
-def test_while_reading_hangs_silence_does_not_grow(pair):
-    """As a hard mount does while its server is away."""
+def test_silence_does_not_grow_while_reading_hangs(pair):
+    """As with a hard NFS mount while its server is unreachable."""
     clock, (first, second) = pair
     first.beat()
     second.beat()
     first.beat()
-    clock.now += 1000  # in the middle of a look
+    clock.now += 1000  # in the middle of a read
     first.beat()
     assert other(first).silent_s <= MAX_GAP_S
     for _ in range(20):
@@ -113,7 +115,7 @@ def test_while_reading_hangs_silence_does_not_grow(pair):
     )
 
 
-def test_who_cannot_give_a_first_sign_does_not_begin(pair, tmp_path):
+def test_a_process_that_cannot_write_its_first_heartbeat_does_not_start(pair, tmp_path):
     _, (first, _) = pair
     (tmp_path / "progress" / "0.json").mkdir()
     with pytest.raises(
@@ -124,27 +126,27 @@ def test_who_cannot_give_a_first_sign_does_not_begin(pair, tmp_path):
     assert not first._thread.is_alive()
 
 
-def test_of_a_row_of_failures_the_first_is_told(tmp_path, capfd):
+def test_only_the_first_of_consecutive_write_failures_is_reported(tmp_path, capfd):
     heartbeats, place = Heartbeats(tmp_path, 0, 2, Progress()), tmp_path / "progress"
     heartbeats.start()
     heartbeats.close()
-    (sign,) = place.iterdir()
+    (file,) = place.iterdir()
     for _ in range(2):
-        sign.unlink()
-        sign.mkdir()
+        file.unlink()
+        file.mkdir()
         heartbeats.beat()
         heartbeats.end("failed", "why")
-        told = capfd.readouterr().err
+        printed = capfd.readouterr().err
         assert (
-            told.count("warning: "),
-            f"no heartbeat can be written to {sign}: Is a directory" in told,
+            printed.count("warning: "),
+            f"no heartbeat can be written to {file}: Is a directory" in printed,
         ) == (1, True)
-        sign.rmdir()
+        file.rmdir()
         heartbeats.beat()
         assert capfd.readouterr().err == ""
 
 
-def test_many_processes_watch_those_behind_them_and_the_first(tmp_path):
+def test_in_large_runs_each_process_watches_the_next_ones_and_the_first(tmp_path):
     heartbeats = Heartbeats(tmp_path, 990, 1000, Progress())
     heartbeats.beat()
     assert [peer.process for peer in heartbeats.peers] == sorted(

@@ -1,4 +1,4 @@
-"""What a process is at, on a clock that only the test moves."""
+"""The current activity of a process, on a clock that only the test advances."""
 
 import pytest
 
@@ -28,7 +28,7 @@ def record(step, step_time_s):
     )
 
 
-def test_what_interrupts_steps_is_measured_by_itself_and_begins_them_anew():
+def test_an_interruption_is_timed_separately_and_restarts_the_step_timer():
     clock = Clock()
     progress = Progress(clock)
     progress.begin("step")
@@ -53,7 +53,7 @@ def test_what_interrupts_steps_is_measured_by_itself_and_begins_them_anew():
     assert (progress.durations_s("step"), progress.durations_s("save")) == ((), (50.0,))
 
 
-def test_an_interruption_that_fails_is_over_too():
+def test_an_interruption_that_raises_ends_too():
     progress = Progress(Clock())
     progress.begin("step")
     with pytest.raises(OSError, match="full"), progress.during("save"):

@@ -1,4 +1,4 @@
-"""Signals become requests, and the handlers of before come back."""
+"""Signals become stop requests, and the previous handlers are restored."""
 
 import os
 import signal
@@ -29,7 +29,7 @@ def send(number: int) -> None:
 
 @pytest.fixture(autouse=True)
 def outside() -> Iterator[list[int]]:
-    """Signals that arrive while no StopRequest is entered, kept from ending the tests."""
+    """Signals that arrive while no StopRequest is entered; they do not end the tests."""
     seen: list[int] = []
     previous = {
         number: signal.signal(number, lambda number, _: seen.append(number))
@@ -46,7 +46,7 @@ def test_without_a_signal_there_is_no_reason():
     assert (stop.reason, stop.exit_code) == (None, 0)
 
 
-def test_ctrl_c_asks_once_and_insists_the_second_time():
+def test_the_first_ctrl_c_requests_a_stop_and_the_second_forces_it():
     with StopRequest() as stop:
         send(signal.SIGINT)
         assert (stop.reason, stop.exit_code) == ("interrupt", 0)
@@ -54,7 +54,7 @@ def test_ctrl_c_asks_once_and_insists_the_second_time():
             send(signal.SIGINT)
 
 
-def test_nobody_need_be_there_to_read_the_answer(capfd: pytest.CaptureFixture[str]):
+def test_a_signal_is_handled_although_stderr_has_no_reader(capfd: pytest.CaptureFixture[str]):
     kept, (read, write) = os.dup(2), os.pipe()
     os.close(read)
     os.dup2(write, 2)
@@ -66,7 +66,7 @@ def test_nobody_need_be_there_to_read_the_answer(capfd: pytest.CaptureFixture[st
         os.dup2(kept, 2)
 
 
-def test_the_first_signal_is_answered_at_once(capfd: pytest.CaptureFixture[str]):
+def test_the_first_signal_is_acknowledged_at_once(capfd: pytest.CaptureFixture[str]):
     with StopRequest():
         send(signal.SIGINT)
         assert "finished and saved first; Ctrl-C (again) ends at once" in capfd.readouterr().err
@@ -83,7 +83,7 @@ def test_the_first_signal_is_answered_at_once(capfd: pytest.CaptureFixture[str])
         (signal.SIGHUP, EXIT_RESTART),
     ],
 )
-def test_a_program_that_starts_ends_with_one_line(number: int, code: int):
+def test_a_signal_during_startup_exits_with_one_line(number: int, code: int):
     program = (
         "import os; from optimus_jax.faults import stopping; stopping.exit_on_signal();"
         f" os.kill(os.getpid(), {int(number)})"
@@ -95,7 +95,7 @@ def test_a_program_that_starts_ends_with_one_line(number: int, code: int):
 @pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGINT, -signal.SIGINT), *((number, 3) for number in TERMINATING)]
 )
-def test_a_program_that_is_done_ends_with_its_own_code(number: int, code: int):
+def test_a_signal_after_completion_keeps_the_exit_code(number: int, code: int):
     program = (
         "import os; from optimus_jax.faults import stopping; stopping.raise_on_signal();"
         f" stopping.exit_with_code_on_signal(3); os.kill(os.getpid(), {int(number)})"
@@ -104,8 +104,8 @@ def test_a_program_that_is_done_ends_with_its_own_code(number: int, code: int):
     assert (ended.returncode, ended.stderr) == (code, "")
 
 
-def test_under_nohup_a_terminal_that_closes_is_nothing():
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # handlers of before come back with the fixture
+def test_under_nohup_a_closed_terminal_is_ignored():
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # the fixture restores the handlers
     exit_on_signal()
     send(signal.SIGHUP)
     raise_on_signal()
@@ -118,8 +118,8 @@ def test_under_nohup_a_terminal_that_closes_is_nothing():
     assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
 
 
-def test_before_training_signals_are_exceptions():
-    raise_on_signal()  # handlers of before come back with the fixture
+def test_before_training_signals_raise_exceptions():
+    raise_on_signal()  # the fixture restores the handlers
     with pytest.raises(KeyboardInterrupt):
         send(signal.SIGINT)
     for number in TERMINATING:
@@ -128,8 +128,8 @@ def test_before_training_signals_are_exceptions():
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, *TERMINATING])
-def test_no_signal_takes_the_place_of_an_error(number: int):
-    """Who has launched the processes of a run tells all to end when one has failed."""
+def test_a_signal_does_not_replace_an_earlier_error(number: int):
+    """A launcher terminates all processes when one has failed."""
 
     def fail(error: BaseException) -> None:
         try:
@@ -149,8 +149,8 @@ def test_no_signal_takes_the_place_of_an_error(number: int):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, *TERMINATING])
-def test_a_run_that_has_come_to_its_end_is_not_said_to_have_stopped(number: int):
-    """What is left is to put things in order, and to say so."""
+def test_a_signal_after_training_is_not_reported_as_a_stop(number: int):
+    """What is left is to clean up and report completion."""
     raise_on_signal()
     with StopRequest():
         pass
@@ -158,7 +158,7 @@ def test_a_run_that_has_come_to_its_end_is_not_said_to_have_stopped(number: int)
 
 
 @pytest.mark.parametrize("number", TERMINATING)
-def test_who_takes_the_machine_asks_for_a_restart_however_often(number: int):
+def test_repeated_termination_signals_ask_for_a_restart(number: int):
     with StopRequest() as stop:
         send(number)
         send(number)
@@ -181,7 +181,7 @@ def test_ctrl_c_after_sigterm_ends_at_once():
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, *TERMINATING])
-def test_handlers_of_before_come_back(outside: list[int], number: int):
+def test_previous_signal_handlers_are_restored(outside: list[int], number: int):
     def fail() -> None:
         with StopRequest():
             send(number)
@@ -194,7 +194,7 @@ def test_handlers_of_before_come_back(outside: list[int], number: int):
     assert outside == [number]
 
 
-def test_another_thread_leaves_handlers_alone(outside: list[int]):
+def test_another_thread_does_not_change_signal_handlers(outside: list[int]):
     stop = StopRequest()
 
     def enter() -> None:

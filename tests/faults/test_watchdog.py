@@ -1,4 +1,6 @@
-"""What counts as a fault, on a clock that only the test moves; and how a process ends for one."""
+"""What counts as a fault, on a clock that only the test advances, and how a process exits after
+one.
+"""
 
 import contextlib
 import faulthandler
@@ -36,8 +38,10 @@ def clock():
     return Clock()
 
 
-def watchdog(clock, tmp_path, peers=None, **more):
-    """Of a process that is at step 1 of its first steps, beside others if peers are given."""
+def make_watchdog(clock, tmp_path, peers=None, **more):
+    """The progress and watchdog of a process in its first steps, beside others if peers
+    are given.
+    """
     progress = Progress(clock)
     progress.begin("step")
     heartbeats = (
@@ -49,7 +53,7 @@ def watchdog(clock, tmp_path, peers=None, **more):
 
 
 def passed(watchdog, clock, seconds):
-    """What is wrong after so long, looked at every second."""
+    """The fault found within this time, checking every second; None: no fault."""
     for _ in range(round(seconds)):
         clock.now += 1
         if (why := watchdog.trouble(clock.now)) is not None:
@@ -64,13 +68,13 @@ def steps(progress, clock, times_s):
         progress.step(record(step, step_time_s))
 
 
-def test_busy_hosts_are_not_taken_for_lost_ones():
+def test_the_silence_limit_has_a_minimum():
     FaultConfig(silence_s=LEAST_SILENCE_S)
     with pytest.raises(ConfigError, match=r"faults\.silence_s=1\n.*choose 5 or more"):
         FaultConfig(silence_s=1.0)
 
 
-def test_limits_are_made_from_what_was_usual():
+def test_limits_are_a_multiple_of_usual_durations():
     clock = Clock()
     progress = Progress(clock)
     limits = Limits(SETTINGS, progress)
@@ -87,7 +91,7 @@ def test_limits_are_made_from_what_was_usual():
     assert limits.of("compile") == limits.of("start") == SETTINGS.start_s
 
 
-def test_after_a_signal_what_was_never_timed_has_the_time_that_engines_give():
+def test_after_a_signal_activities_never_timed_get_the_launchers_grace():
     clock = Clock()
     progress = Progress(clock)
     limits = Limits(SETTINGS, progress)
@@ -98,8 +102,10 @@ def test_after_a_signal_what_was_never_timed_has_the_time_that_engines_give():
     assert limits.after_signal("step") == SETTINGS.grace_s, "another plan's"
 
 
-def test_waiting_for_a_save_to_be_written_is_not_held_to_how_long_saves_keep_the_run():
-    """It is written while steps go on: mostly nobody waits, and in the end somebody does."""
+def test_the_limit_for_writing_a_checkpoint_ignores_durations():
+    """It is written while steps continue: mostly nothing waits for it, and at the end of the run
+    something does.
+    """
     clock = Clock()
     progress = Progress(clock)
     limits = Limits(SETTINGS, progress)
@@ -111,58 +117,61 @@ def test_waiting_for_a_save_to_be_written_is_not_held_to_how_long_saves_keep_the
     assert limits.of("write") == limits.after_signal("write") == SETTINGS.ceiling_s
 
 
-def test_a_step_that_does_not_end_is_noticed(clock, tmp_path):
-    progress, dog = watchdog(clock, tmp_path)
+def test_a_step_that_does_not_end_is_a_fault(clock, tmp_path):
+    progress, watchdog = make_watchdog(clock, tmp_path)
     steps(progress, clock, [1.0] * MIN_DURATIONS)
     progress.enter(MIN_DURATIONS + 1)
-    assert passed(dog, clock, 9) is None
-    assert passed(dog, clock, 2) == f"step {MIN_DURATIONS + 1} takes 11 s (limit 10 s)"
+    assert passed(watchdog, clock, 9) is None
+    assert passed(watchdog, clock, 2) == f"step {MIN_DURATIONS + 1} takes 11 s (limit 10 s)"
 
 
-def test_what_is_no_step_has_a_limit_of_its_own(clock, tmp_path):
-    progress, dog = watchdog(clock, tmp_path)
+def test_other_activities_have_their_own_limit(clock, tmp_path):
+    progress, watchdog = make_watchdog(clock, tmp_path)
     steps(progress, clock, [1.0] * MIN_DURATIONS)
     with progress.during("save"):
-        assert passed(dog, clock, 99) is None
+        assert passed(watchdog, clock, 99) is None
         assert (
-            passed(dog, clock, 2) == f"'save' after step {MIN_DURATIONS} takes 101 s (limit 100 s)"
+            passed(watchdog, clock, 2)
+            == f"'save' after step {MIN_DURATIONS} takes 101 s (limit 100 s)"
         )
-    assert passed(dog, clock, 9) is None, "the step begins anew"
+    assert passed(watchdog, clock, 9) is None, "the step begins anew"
 
 
-def test_a_silent_process_is_noticed_and_an_unknown_one_is_not(clock, tmp_path):
+def test_a_silent_process_is_a_fault_and_an_unknown_one_is_not(clock, tmp_path):
     peers = [
         Peer(process=1, is_known=False, silent_s=90.0),
         Peer(process=2, is_known=True, silent_s=29.0, host="there"),
         Peer(process=3, is_known=True, silent_s=90.0, state="done"),
     ]
-    _, dog = watchdog(clock, tmp_path, peers)
-    assert passed(dog, clock, 3) is None
+    _, watchdog = make_watchdog(clock, tmp_path, peers)
+    assert passed(watchdog, clock, 3) is None
     peers[1] = Peer(process=2, is_known=True, silent_s=31.0, host="there")
-    assert passed(dog, clock, 1) == "process 2 on there has given no heartbeat for 31 s"
+    assert passed(watchdog, clock, 1) == "process 2 on there has given no heartbeat for 31 s"
 
 
-def test_a_failed_process_is_followed_a_little_later(clock, tmp_path):
-    """If all have the same error, each has the time to say so itself."""
-    _, dog = watchdog(
+def test_a_failed_process_ends_the_others_after_a_delay(clock, tmp_path):
+    """If all have the same error, each has time to report it itself."""
+    _, watchdog = make_watchdog(
         clock,
         tmp_path,
         [Peer(process=1, is_known=True, silent_s=0.0, state="failed", why="no room")],
     )
-    assert passed(dog, clock, PEER_FAILURE_WAIT_S) is None
-    assert passed(dog, clock, 2) == "process 1 has failed: no room"
+    assert passed(watchdog, clock, PEER_FAILURE_WAIT_S) is None
+    assert passed(watchdog, clock, 2) == "process 1 has failed: no room"
 
 
 @pytest.mark.parametrize(
     ("exit_code", "advice"),
     [(2, "see what that process has printed"), (75, "start it again with --resume")],
 )
-def test_it_ends_as_the_process_ended_that_failed(clock, tmp_path, capfd, exit_code, advice):
-    """Of several exit codes engines take the largest: a mistake must not look like a fault because
-    others waited for who made it.
+def test_the_exit_code_is_that_of_the_process_that_failed(
+    clock, tmp_path, capfd, exit_code, advice
+):
+    """Launchers take the largest of several exit codes: a user mistake must not look like a fault
+    because others waited for the process that made it.
     """
     codes = []
-    _, dog = watchdog(
+    _, watchdog = make_watchdog(
         clock,
         tmp_path,
         [
@@ -177,9 +186,9 @@ def test_it_ends_as_the_process_ended_that_failed(clock, tmp_path, capfd, exit_c
         ],
         exit=codes.append,
     )
-    why = passed(dog, clock, PEER_FAILURE_WAIT_S + 2)
-    dog._process = 2  # who does not stay for others
-    dog.end(why)
+    why = passed(watchdog, clock, PEER_FAILURE_WAIT_S + 2)
+    watchdog._process = 2  # process 2 does not wait for others
+    watchdog.end(why)
     assert codes == [exit_code]
     assert advice in capfd.readouterr().err
 
@@ -192,72 +201,72 @@ def test_it_ends_as_the_process_ended_that_failed(clock, tmp_path, capfd, exit_c
         (ValueError("a mistake of ours"), 75),
     ],
 )
-def test_others_hear_how_a_process_ends(clock, tmp_path, failure, exit_code):
+def test_other_processes_are_told_how_a_process_ends(clock, tmp_path, failure, exit_code):
     heartbeats = Heartbeats(tmp_path, 1, 2, Progress(clock))
-    dog = Watchdog(
+    watchdog = Watchdog(
         tmp_path, Progress(clock), SETTINGS, process=1, heartbeats=heartbeats, clock=clock
     )
-    dog.start()
-    dog.close(failure)
-    said = json.loads((tmp_path / "progress" / "1.json").read_text())
-    assert (said["state"], said["exit_code"]) == ("failed", exit_code)
+    watchdog.start()
+    watchdog.close(failure)
+    heartbeat = json.loads((tmp_path / "progress" / "1.json").read_text())
+    assert (heartbeat["state"], heartbeat["exit_code"]) == ("failed", exit_code)
 
 
-def test_who_has_an_error_of_its_own_is_not_ended_for_another_s(tmp_path, monkeypatch):
-    """Process 0 stays for the others, and one that has failed too would be a reason to end it
-    before it has said anything.
+def test_a_process_with_its_own_error_is_not_ended_for_another(tmp_path, monkeypatch):
+    """Process 0 waits for the others, and the failure of another one would end it before it has
+    reported its own error.
     """
     now, codes, watching = Clock(), [], []
     failed = Peer(process=1, is_known=True, silent_s=0.0, state="failed", why="no room")
     heartbeats = SimpleNamespace(
         peers=[failed], process=0, start=lambda: None, close=lambda: None, end=lambda *_: None
     )
-    dog = Watchdog(
+    watchdog = Watchdog(
         tmp_path, Progress(now), SETTINGS, heartbeats=heartbeats, clock=now, exit=codes.append
     )
-    monkeypatch.setattr(dog, "_linger", lambda: watching.append(dog._thread.is_alive()))
-    dog.start()
-    dog.close(ConfigError("a typo"))
+    monkeypatch.setattr(watchdog, "_linger", lambda: watching.append(watchdog._thread.is_alive()))
+    watchdog.start()
+    watchdog.close(ConfigError("a typo"))
     assert (watching, codes) == ([False], [])
-    dog.close()  # again is no harm
+    watchdog.close()  # closing twice is harmless
     assert watching == [False]
 
 
 @pytest.mark.parametrize(("process", "has_others"), [(0, True), (0, False), (1, True)])
-def test_process_0_stays_a_moment_for_others_that_it_cannot_see(
-    tmp_path, monkeypatch, process, has_others
-):
-    """JAX aborts them when it goes, before they can say what they have heard."""
+def test_process_0_waits_a_moment_for_others(tmp_path, monkeypatch, process, has_others):
+    """JAX aborts them when process 0 exits, before they can report their errors."""
     now, stayed = Clock(), []
-    dog = Watchdog(None, Progress(now), SETTINGS, process=process, has_others=has_others, clock=now)
-    monkeypatch.setattr(dog, "_linger", lambda: stayed.append(True))
-    dog.start()
-    dog.close(ConfigError("a typo"))
+    watchdog = Watchdog(
+        None, Progress(now), SETTINGS, process=process, has_others=has_others, clock=now
+    )
+    monkeypatch.setattr(watchdog, "_linger", lambda: stayed.append(True))
+    watchdog.start()
+    watchdog.close(ConfigError("a typo"))
     assert bool(stayed) == (process == 0 and has_others)
 
 
-def test_a_process_that_was_stopped_finds_out(clock, tmp_path):
-    _, dog = watchdog(clock, tmp_path, [Peer(process=1, is_known=True, silent_s=0.0)])
-    assert passed(dog, clock, 1) is None
+def test_a_process_that_was_stopped_notices(clock, tmp_path):
+    _, watchdog = make_watchdog(clock, tmp_path, [Peer(process=1, is_known=True, silent_s=0.0)])
+    assert passed(watchdog, clock, 1) is None
     clock.now += 60
     assert (
-        dog.trouble(clock.now)
+        watchdog.trouble(clock.now)
         == "this process was stopped for 60 s, and the others have gone on without it"
     )
 
 
-def test_alone_a_process_may_be_stopped_for_any_time(clock, tmp_path):
-    """Ctrl-Z, and later fg."""
-    progress, dog = watchdog(clock, tmp_path)
+def test_a_single_process_may_be_stopped_for_any_time(clock, tmp_path):
+    """As with Ctrl-Z, and later fg."""
+    progress, watchdog = make_watchdog(clock, tmp_path)
     steps(progress, clock, [1.0] * MIN_DURATIONS)
-    assert passed(dog, clock, 1) is None
+    assert passed(watchdog, clock, 1) is None
     clock.now += 10_000
-    assert dog.trouble(clock.now) is None
-    assert passed(dog, clock, 9) is None
-    assert passed(dog, clock, 2) is not None
+    assert watchdog.trouble(clock.now) is None
+    assert passed(watchdog, clock, 9) is None
+    assert passed(watchdog, clock, 2) is not None
 
 
-def test_who_is_late_is_named():
+def test_late_processes_are_named():
     peers = [
         Peer(process=1, is_known=True, silent_s=40.0, doing="step", entered=6),
         Peer(process=2, is_known=True, silent_s=0.0, doing="step", entered=7),
@@ -274,11 +283,11 @@ def test_who_is_late_is_named():
     ]
 
 
-def test_the_end_leaves_an_event_with_every_stack(clock, tmp_path, capfd):
+def test_a_fault_event_has_the_stacks_of_all_threads(clock, tmp_path, capfd):
     codes = []
-    progress, dog = watchdog(clock, tmp_path, exit=codes.append)
+    progress, watchdog = make_watchdog(clock, tmp_path, exit=codes.append)
     steps(progress, clock, [1.0])
-    dog.end("it got no further")
+    watchdog.end("it got no further")
     assert codes == [75]
     assert "fault: it got no further; this process ends with exit code 75" in capfd.readouterr().err
     event = json.loads((tmp_path / "faults" / "0.jsonl").read_text())
@@ -288,23 +297,23 @@ def test_the_end_leaves_an_event_with_every_stack(clock, tmp_path, capfd):
         "it got no further",
         "step",
     )
-    assert "test_the_end_leaves_an_event_with_every_stack" in event["stacks"]
+    assert "test_a_fault_event_has_the_stacks_of_all_threads" in event["stacks"]
     assert "MainThread" in event["stacks"]
 
 
-def test_a_disk_that_does_not_answer_does_not_keep_a_process(clock, tmp_path, monkeypatch):
+def test_a_hanging_disk_does_not_prevent_the_exit(clock, tmp_path, monkeypatch):
     codes, never = [], threading.Event()
-    _, dog = watchdog(clock, tmp_path, exit=codes.append)
+    _, watchdog = make_watchdog(clock, tmp_path, exit=codes.append)
     monkeypatch.setattr("optimus_jax.faults.watchdog.write_fault", lambda *_, **__: never.wait())
     monkeypatch.setattr("optimus_jax.faults.watchdog.REPORT_S", 0.01)
-    dog.end("it got no further")
+    watchdog.end("it got no further")
     never.set()
     assert codes == [75]
 
 
 @pytest.fixture
-def nobody_reads():
-    """Standard error is a pipe that is full."""
+def stderr_without_reader():
+    """Standard error is a full pipe without a reader."""
     kept, (read, write) = os.dup(2), os.pipe()
     os.set_blocking(write, False)
     with contextlib.suppress(BlockingIOError):
@@ -321,24 +330,24 @@ def nobody_reads():
     nonblocking_stderr.cache_clear()
 
 
-def test_who_does_not_read_what_it_says_does_not_keep_a_process(
-    clock, tmp_path, monkeypatch, nobody_reads
+def test_a_full_stderr_pipe_does_not_prevent_the_exit(
+    clock, tmp_path, monkeypatch, stderr_without_reader
 ):
     codes = []
-    _, dog = watchdog(clock, tmp_path, exit=codes.append)
+    _, watchdog = make_watchdog(clock, tmp_path, exit=codes.append)
     monkeypatch.setattr(resilient_io, "FLUSH_TIMEOUT_S", 0.01)
-    dog.end("it got no further")
+    watchdog.end("it got no further")
     assert codes == [75]
 
 
-def test_nor_the_timer_that_needs_no_python(nobody_reads):
+def test_a_full_stderr_pipe_does_not_block_faulthandler(stderr_without_reader):
     faulthandler.dump_traceback(nonblocking_stderr())
     assert os.get_blocking(2), "whoever else writes there waits as before"
 
 
 @pytest.mark.parametrize("number", TERMINATING)
-def test_a_signal_to_stop_is_heard_while_the_main_thread_does_not_run(tmp_path, number):
-    """The handler of before says nothing: as if Python could not call it."""
+def test_a_stop_signal_is_handled_while_the_main_thread_is_blocked(tmp_path, number):
+    """The previous handler does nothing, as if Python could not call it."""
     ended, codes = threading.Event(), []
 
     def leave(code):
@@ -347,14 +356,14 @@ def test_a_signal_to_stop_is_heard_while_the_main_thread_does_not_run(tmp_path, 
 
     progress = Progress()
     progress.begin("step")
-    dog = Watchdog(tmp_path, progress, FaultConfig(stop_s=0.001, grace_s=0.001), exit=leave)
+    watchdog = Watchdog(tmp_path, progress, FaultConfig(stop_s=0.001, grace_s=0.001), exit=leave)
     before = signal.signal(number, lambda *_: None)
-    dog.start()
+    watchdog.start()
     try:
         os.kill(os.getpid(), number)
         assert ended.wait(60)
     finally:
-        dog.close()
+        watchdog.close()
         signal.signal(number, before)
     assert codes == [75]
     assert signal.set_wakeup_fd(-1) == -1, "whoever listened before listens again"
@@ -365,10 +374,12 @@ def test_a_signal_to_stop_is_heard_while_the_main_thread_does_not_run(tmp_path, 
     ("watch", "num_processes", "is_watched"),
     [("auto", 1, False), ("auto", 2, True), ("on", 1, True), ("off", 2, False)],
 )
-def test_who_is_watched(tmp_path, watch, num_processes, is_watched):
-    dog = Watchdog.of(
+def test_the_watch_setting_decides_whether_there_is_a_watchdog(
+    tmp_path, watch, num_processes, is_watched
+):
+    watchdog = Watchdog.of(
         tmp_path, Progress(), FaultConfig(watch=watch), process=0, num_processes=num_processes
     )
-    assert (dog is not None) == is_watched
-    if dog is not None:
-        dog.close()
+    assert (watchdog is not None) == is_watched
+    if watchdog is not None:
+        watchdog.close()

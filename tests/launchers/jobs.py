@@ -1,6 +1,4 @@
-"""A tiny run that an engine starts and the tests watch: its flags, its environment, its run
-directory.
-"""
+"""A tiny run that a launcher starts and tests watch: its flags, environment and run directory."""
 
 import contextlib
 import json
@@ -12,14 +10,14 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
-EVERY = 20
+CHECKPOINT_EVERY = 20
 """Steps between checkpoints."""
-PATIENCE_S = 120.0
-"""For anything to happen; what goes wrong would otherwise be waited for for ever."""
+TIMEOUT_S = 120.0
+"""Limit for any wait, in seconds: what fails would otherwise be waited for without end."""
 
 
-class Watched:
-    """A run in `there`, whoever starts it."""
+class WatchedRun:
+    """A run in the directory `there`, whatever starts it."""
 
     def __init__(self, there: Path, *, steps: int) -> None:
         self.run_dir = there / "run"
@@ -37,7 +35,7 @@ class Watched:
             "--eval-every",
             "0",
             "--checkpoint-every",
-            str(EVERY),
+            str(CHECKPOINT_EVERY),
             "--cpu-devices",
             "1",
             "--progress",
@@ -53,7 +51,7 @@ class Watched:
             "--set",
             "model.head_dim=4",
         ]
-        self.environment = without_engines() | {
+        self.environment = without_launcher_variables() | {
             "RUN_DIR": str(self.run_dir),
             "PYTHON": sys.executable,
             "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
@@ -62,7 +60,7 @@ class Watched:
         }
 
     def lines(self, name: str) -> list[dict]:
-        """Of a log, as far as it is written."""
+        """Complete lines of a log file, parsed."""
         path = self.run_dir / f"{name}.jsonl"
         return (
             [
@@ -75,30 +73,32 @@ class Watched:
         )
 
     def events(self, *names: str) -> list[dict]:
-        """Those of these names."""
+        """Events with these names."""
         return [event for event in self.lines("events") if event["event"] in names]
 
     @property
     def steps(self) -> list[int]:
-        """That are recorded."""
+        """The steps that are recorded."""
         return [record["step"] for record in self.lines("metrics")]
 
-    def comes_to(self, step: int, tell: Callable[[], str]) -> None:
-        """Wait until a step was done."""
-        until(lambda: max(self.steps, default=0) >= step, f"step {step}", tell)
+    def wait_for_step(self, step: int, describe: Callable[[], str]) -> None:
+        """Wait until this step is done."""
+        until(lambda: max(self.steps, default=0) >= step, f"step {step}", describe)
 
-    def has_started(self, times: int, tell: Callable[[], str]) -> dict:
-        """Wait until the run has begun so many times; the event of the last."""
+    def wait_for_start(self, times: int, describe: Callable[[], str]) -> dict:
+        """Wait until the run has started or resumed this many times; returns the last such
+        event.
+        """
         until(
             lambda: len(self.events("start", "resume")) >= times,
             f"the run begins for the {times}. time",
-            tell,
+            describe,
         )
         return self.events("start", "resume")[-1]
 
 
-def without_engines() -> dict[str, str]:
-    """The environment without what an engine that runs the tests has put there."""
+def without_launcher_variables() -> dict[str, str]:
+    """The environment without variables of a launcher that runs the tests."""
     return {
         name: value
         for name, value in os.environ.items()
@@ -106,16 +106,16 @@ def without_engines() -> dict[str, str]:
     }
 
 
-def until(happens: Callable[[], bool], what: str, tell: Callable[[], str]) -> None:
-    """Wait for it; `tell` says what there is to see if it does not."""
-    deadline = time.monotonic() + PATIENCE_S
+def until(happens: Callable[[], bool], what: str, describe: Callable[[], str]) -> None:
+    """Wait for a condition; on a timeout, the error shows what `describe` returns."""
+    deadline = time.monotonic() + TIMEOUT_S
     while not happens():
-        assert time.monotonic() < deadline, f"not within {PATIENCE_S} s: {what}\n{tell()}"
+        assert time.monotonic() < deadline, f"not within {TIMEOUT_S} s: {what}\n{describe()}"
         time.sleep(0.05)
 
 
 def environments() -> Iterator[tuple[int, dict[str, str]]]:
-    """Pid and environment, as it was when it began, of every process that may be seen."""
+    """Pid and initial environment of every process whose environment can be read."""
     for entry in Path("/proc").iterdir():
         if entry.name.isdecimal():
             with contextlib.suppress(OSError):

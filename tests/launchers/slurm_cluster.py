@@ -1,9 +1,9 @@
-"""A SLURM of three nodes on this machine, without systemd: one controller and three daemons that
-each say they are a node.
+"""A SLURM cluster of three nodes on this machine, without systemd: one controller and three
+daemons, each with the name of a node.
 
-Everything it writes is in a folder of its own, with a key and a socket of its own. It needs root,
-and Debian's packages slurm-wlm and munge. Its nodes are called after addresses of this machine
-(127.0.0.1 to .3), so that names resolve without /etc/hosts.
+It writes only into its own folder, with its own key and socket. It needs root, and Debian's
+packages slurm-wlm and munge. Its nodes are named after addresses of this machine (127.0.0.1 to .3),
+so that names resolve without /etc/hosts.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from jobs import PATIENCE_S, environments, python_of, until, without_engines
+from jobs import TIMEOUT_S, environments, python_of, until, without_launcher_variables
 
 PROGRAMS = (
     "munged",
@@ -34,8 +34,8 @@ PROGRAMS = (
 NODES = ("127.0.0.1", "127.0.0.2", "127.0.0.3")
 
 # KillWait, SlurmdTimeout and the others are small, so that tests are short; 5 is the least
-# cred_expire that SLURM takes: a job that is put back waits a second longer than that, and by
-# default two minutes.
+# cred_expire that SLURM takes: a requeued job waits a second longer than that, and by default two
+# minutes.
 CONFIGURATION = """
 ClusterName=tests
 SlurmctldHost={host}(127.0.0.1)
@@ -80,27 +80,27 @@ PartitionName=urgent Nodes={names} MaxTime=INFINITE State=UP PriorityTier=10 Pre
 """
 
 
-def why_not() -> str | None:
-    """Why there can be none here; None: there can."""
+def missing_requirement() -> str | None:
+    """Why SLURM cannot run here; None: it can."""
     if missing := [name for name in PROGRAMS if shutil.which(name) is None]:
         return f"no {', '.join(missing)} here (Debian: apt-get install slurm-wlm munge)"
     return None if os.geteuid() == 0 else "SLURM's daemons were tried as root only"
 
 
 class Slurm:
-    """One, while entered: then all nodes are idle.
+    """A cluster, while entered; its nodes are idle at the start.
 
     Args:
-      requeue_exit: exit code with which a job is put back by itself.
+      requeue_exit: exit code with which SLURM itself requeues a job.
     """
 
     def __init__(self, *, requeue_exit: int = 75) -> None:
-        # Names of its sockets may not be longer than 107 characters, which a test's own folder can
-        # use up.
+        # Paths of its sockets may not be longer than 107 characters, which a test's own folder may
+        # exceed.
         self._folder = tempfile.TemporaryDirectory(prefix="slurm-")
         self.there = there = Path(self._folder.name)
         self._path = there / "slurm.conf"
-        self._environment = without_engines() | {"SLURM_CONF": str(self._path)}
+        self._environment = without_launcher_variables() | {"SLURM_CONF": str(self._path)}
         ports = _free_ports(1 + len(NODES))
         nodes = (
             f"NodeName={name} NodeHostname={socket.gethostname()} NodeAddr=127.0.0.1 Port={port}"
@@ -179,18 +179,18 @@ class Slurm:
     def run(
         self, *command: str, environment: dict[str, str] | None = None
     ) -> subprocess.CompletedProcess[str]:
-        """A command of SLURM's to its end."""
+        """Run a command of SLURM to its end."""
         return subprocess.run(
             command,
             env=self._environment | (environment or {}),
             capture_output=True,
             text=True,
-            timeout=PATIENCE_S,
+            timeout=TIMEOUT_S,
             check=True,
         )
 
     def state(self, job: str) -> dict[str, str]:
-        """What `scontrol show job` says."""
+        """The fields of `scontrol show job`."""
         words = self.run("scontrol", "--oneliner", "show", "job", job).stdout.split()
         return dict(word.split("=", 1) for word in words if "=" in word)
 
@@ -208,18 +208,18 @@ class Slurm:
         return found
 
     def until(self, happens: Callable[[], bool], what: str) -> None:
-        """Wait for it."""
+        """Wait for a condition."""
         until(happens, what, self.logs)
 
     def logs(self) -> str:
-        """The last of what daemons and jobs have written."""
+        """The ends of all logs of daemons and jobs."""
         return "\n".join(
             f"== {path.name}\n{path.read_text(errors='replace')[-3000:]}"
             for path in sorted(self.there.glob("*.log"))
         )
 
     def lose(self, node: str) -> None:
-        """A node dies with all that it runs, and the controller is told, which would otherwise wait
+        """Kill a node with everything on it, and tell the controller, which would otherwise wait
         for SlurmdTimeout.
         """
         for pid, environment in environments():
@@ -242,7 +242,7 @@ class Slurm:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
-            timeout=PATIENCE_S,
+            timeout=TIMEOUT_S,
             check=True,
         )
 

@@ -1,5 +1,5 @@
-"""Kubernetes, as far as it goes without a cluster: what the manifest has to say, and JAX's
-detection against an API server of ours.
+"""Kubernetes, as far as it can be tested without a cluster: the manifest, and JAX's detection
+against a fake API server.
 """
 
 import json
@@ -41,9 +41,10 @@ def documents():
     return list(yaml.safe_load_all((DEPLOY / "jobset.yaml").read_text()))
 
 
-def test_the_manifest_says_what_detection_needs():
-    """JAX takes the pods of one indexed Job for the processes of a run, as many as its
-    parallelism."""
+def test_the_manifest_has_what_jax_detection_needs():
+    """JAX takes the pods of one indexed Job as the processes of a run: as many as its
+    parallelism.
+    """
     by_kind = {document["kind"]: document for document in documents()}
     [replicated] = by_kind["JobSet"]["spec"]["replicatedJobs"]
     job = replicated["template"]["spec"]
@@ -69,7 +70,7 @@ def test_the_manifest_says_what_detection_needs():
     assert allowed >= {("pods", "list"), ("jobs", "get"), ("services", "list")}
 
 
-def test_the_users_mistakes_are_not_started_again():
+def test_user_mistakes_are_not_restarted():
     job_set = documents()[-1]["spec"]
     [rule] = job_set["replicatedJobs"][0]["template"]["spec"]["podFailurePolicy"]["rules"]
     assert (rule["action"], rule["onExitCodes"]["operator"], rule["onExitCodes"]["values"]) == (
@@ -91,12 +92,15 @@ JOB_SET_FIELDS = {
     "replicatedJobs": {"name", "groupName", "replicas", "template", "dependsOn"},
     "rules": {"name", "action", "onJobFailureReasons", "targetReplicatedJobs"},
 }
-"""Of JobSet v1alpha2, as far as the manifest has them:
-https://jobset.sigs.k8s.io/docs/reference/jobset.v1alpha2/."""
+"""Fields of JobSet v1alpha2, as far as the manifest has them:
+https://jobset.sigs.k8s.io/docs/reference/jobset.v1alpha2/.
+"""
 
 
 def unknown_fields(kind, value):
-    """Of a manifest, by the classes that Kubernetes makes from its schema."""
+    """Fields of a manifest that Kubernetes does not know, by the classes generated from
+    its schema.
+    """
     if inner := re.fullmatch(r"[Ll]ist\[(.+)\]", kind):
         return [name for each in value for name in unknown_fields(inner[1], each)]
     if (model := getattr(kubernetes.client, kind, None)) is None:  # a number, a text, a mapping
@@ -107,7 +111,7 @@ def unknown_fields(kind, value):
     ]
 
 
-def test_kubernetes_knows_every_field():
+def test_every_field_of_the_manifest_is_known_to_kubernetes():
     *others, job_set = documents()
     for document in others:
         assert unknown_fields(f"V1{document['kind']}", document) == []
@@ -128,7 +132,7 @@ def test_kubernetes_knows_every_field():
 
 
 class Api(BaseHTTPRequestHandler):
-    """The three answers that detection asks for."""
+    """Answers the three requests of JAX's detection."""
 
     parallelism, refuses = 4, False
 
@@ -206,11 +210,11 @@ def api(tmp_path, monkeypatch):
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     server.socket = context.wrap_socket(server.socket, server_side=True)
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    # What is in every pod; only the places of the files differ.
+    # The files of every pod, at other paths.
     monkeypatch.setattr(incluster, "SERVICE_TOKEN_FILENAME", str(token))
     monkeypatch.setattr(incluster, "SERVICE_CERT_FILENAME", str(certificate))
     cluster = k8s_cluster.K8sCluster
-    # answers are kept for as long as a process lives
+    # JAX caches answers for the life of a process
     for name in ("_pod", "_job", "_headless_svc", "_controller"):
         monkeypatch.setattr(
             cluster, name, classmethod(cache(getattr(cluster, name).__func__.__wrapped__))
@@ -236,12 +240,12 @@ def test_a_pod_finds_the_others_of_its_job(api):
     assert launch.local_devices is None
 
 
-def test_the_only_pod_of_a_job_is_alone(api):
+def test_the_only_pod_of_a_job_is_a_single_process(api):
     api.parallelism = 1
     assert find_launch(DistributedConfig()).is_alone
 
 
-def test_an_account_that_may_not_look_is_told_so(api):
+def test_a_service_account_without_permission_is_reported(api):
     api.refuses = True
     with pytest.raises(
         ConfigError, match=r"Kubernetes has started this process, and does not say(.|\n)*permission"

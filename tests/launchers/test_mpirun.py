@@ -1,6 +1,4 @@
-"""Open MPI's mpirun starts the training script, by the script that we ship: no distributed flags
-anywhere.
-"""
+"""Open MPI's mpirun starts the training script by our job script, without distributed flags."""
 
 import os
 import shutil
@@ -8,7 +6,7 @@ import signal
 import subprocess
 
 import pytest
-from jobs import DEPLOY, EVERY, ROOT, Watched, environments, python_of
+from jobs import CHECKPOINT_EVERY, DEPLOY, ROOT, WatchedRun, environments, python_of
 
 pytestmark = pytest.mark.skipif(
     shutil.which("mpirun") is None, reason="no mpirun here (Debian: apt-get install openmpi-bin)"
@@ -27,8 +25,8 @@ def ranks(run):
     }
 
 
-def test_a_run_outlives_a_killed_process_and_saves_when_asked_to_end(tmp_path):
-    run = Watched(tmp_path, steps=100_000)
+def test_a_run_survives_a_killed_process_and_saves_on_sigterm(tmp_path):
+    run = WatchedRun(tmp_path, steps=100_000)
     with (tmp_path / "log").open("w") as log:
         script = subprocess.Popen(
             [DEPLOY / "mpirun.sh", "--oversubscribe", "-n", "2", "--", *run.flags],
@@ -37,20 +35,20 @@ def test_a_run_outlives_a_killed_process_and_saves_when_asked_to_end(tmp_path):
             stdout=log,
             stderr=subprocess.STDOUT,
         )
-    said = (tmp_path / "log").read_text
+    read_log = (tmp_path / "log").read_text
     try:
-        start = run.has_started(1, said)
+        start = run.wait_for_start(1, read_log)
         assert (start["engine"], start["launch"].partition(" (")[0]) == (
             "Open MPI",
             "process 0 of 2",
         )
-        run.comes_to(EVERY + 5, said)
+        run.wait_for_step(CHECKPOINT_EVERY + 5, read_log)
         os.kill(ranks(run)[1], signal.SIGKILL)
-        resumed = run.has_started(2, said)
-        assert (resumed["step"] > 0, resumed["step"] % EVERY) == (True, 0)
-        run.comes_to(resumed["step"] + 5, said)
+        resumed = run.wait_for_start(2, read_log)
+        assert (resumed["step"] > 0, resumed["step"] % CHECKPOINT_EVERY) == (True, 0)
+        run.wait_for_step(resumed["step"] + 5, read_log)
         script.send_signal(signal.SIGTERM)
-        assert script.wait(60) == 75, said()
+        assert script.wait(60) == 75, read_log()
         assert run.events("end")[-1]["reason"] == "terminate"
         assert run.steps == list(range(1, run.events("end")[-1]["step"] + 1))
     finally:
@@ -60,7 +58,7 @@ def test_a_run_outlives_a_killed_process_and_saves_when_asked_to_end(tmp_path):
 
 
 @pytest.mark.parametrize("arguments", [[], ["-n", "2"], ["--"]])
-def test_how_it_is_called(arguments):
+def test_wrong_arguments_print_the_usage(arguments):
     environment = {name: value for name, value in os.environ.items() if name != "RUN_DIR"}
     shown = subprocess.run(
         [DEPLOY / "mpirun.sh", *arguments], env=environment, capture_output=True, text=True

@@ -1,15 +1,17 @@
-"""The life of a job on a real SLURM of three nodes, started by the job script that we ship: no
-distributed flags anywhere.
+"""The life of a job on a real SLURM cluster of three nodes, started by our job script without
+distributed flags.
 """
 
 import os
 import signal
 
 import pytest
-from jobs import DEPLOY, EVERY, ROOT, Watched
-from slurm_cluster import NODES, Slurm, why_not
+from jobs import CHECKPOINT_EVERY, DEPLOY, ROOT, WatchedRun
+from slurm_cluster import NODES, Slurm, missing_requirement
 
-pytestmark = pytest.mark.skipif(why_not() is not None, reason=f"no SLURM: {why_not()}")
+pytestmark = pytest.mark.skipif(
+    missing_requirement() is not None, reason=f"no SLURM: {missing_requirement()}"
+)
 
 
 @pytest.fixture(scope="module")
@@ -18,8 +20,8 @@ def slurm():
         yield cluster
 
 
-class Job(Watched):
-    """One that deploy/slurm.sbatch trains."""
+class Job(WatchedRun):
+    """A job of deploy/slurm.sbatch."""
 
     def __init__(self, slurm, there, *options, steps):
         super().__init__(there, steps=steps)
@@ -35,29 +37,29 @@ class Job(Watched):
             environment=self.environment,
         ).stdout.strip()
 
-    def comes_to(self, step):
-        super().comes_to(step, self.slurm.logs)
+    def wait_for_step(self, step):
+        super().wait_for_step(step, self.slurm.logs)
 
-    def has_started(self, times):
-        return super().has_started(times, self.slurm.logs)
+    def wait_for_start(self, times):
+        return super().wait_for_start(times, self.slurm.logs)
 
 
-def test_a_job_outlives_a_killed_process_preemption_and_a_lost_node(slurm, tmp_path):
+def test_a_job_survives_a_killed_process_preemption_and_a_lost_node(slurm, tmp_path):
     job = Job(slurm, tmp_path, "--nodes=1-3", steps=100_000)
-    start = job.has_started(1)
+    start = job.wait_for_start(1)
     assert (start["engine"], start["launch"]) == (
         "SLURM",
         f"process 0 of 3 of step {job.id}.0 on 127.0.0.[1-3]",
     )
-    # on one host, whatever SLURM calls it
+    # all on one host, although SLURM has three nodes
     assert start["devices"] == "3 x cpu (cpu) in 3 processes"
 
-    job.comes_to(EVERY + 5)
+    job.wait_for_step(CHECKPOINT_EVERY + 5)
     os.kill(slurm.tasks(job.id)[1], signal.SIGKILL)
-    resumed = job.has_started(2)
-    assert (resumed["step"] > 0, resumed["step"] % EVERY) == (True, 0)
+    resumed = job.wait_for_start(2)
+    assert (resumed["step"] > 0, resumed["step"] % CHECKPOINT_EVERY) == (True, 0)
 
-    job.comes_to(resumed["step"] + 5)
+    job.wait_for_step(resumed["step"] + 5)
     urgent = slurm.run(
         "sbatch",
         "--parsable",
@@ -70,14 +72,17 @@ def test_a_job_outlives_a_killed_process_preemption_and_a_lost_node(slurm, tmp_p
     slurm.until(lambda: slurm.state(urgent)["JobState"] == "COMPLETED", "the urgent job is done")
     [ended] = job.events("end")
     assert ended["reason"] == "terminate"
-    assert job.has_started(3)["step"] == ended["step"]
+    assert job.wait_for_start(3)["step"] == ended["step"]
 
-    job.comes_to(ended["step"] + EVERY + 5)
+    job.wait_for_step(ended["step"] + CHECKPOINT_EVERY + 5)
     slurm.lose(NODES[2])
-    resumed = job.has_started(4)
+    resumed = job.wait_for_start(4)
     assert resumed["launch"] == f"process 0 of 2 of step {job.id}.0 on 127.0.0.[1-2]"
-    assert (resumed["step"] >= ended["step"], resumed["step"] % EVERY == 0) == (True, True)
-    job.comes_to(resumed["step"] + 5)
+    assert (resumed["step"] >= ended["step"], resumed["step"] % CHECKPOINT_EVERY == 0) == (
+        True,
+        True,
+    )
+    job.wait_for_step(resumed["step"] + 5)
     plans = [event["layout"].split(", ")[0] for event in job.events("plan")]
     assert [plans[0], plans[-1]] == ["mesh data=3", "mesh data=2"]
 
@@ -90,7 +95,7 @@ def test_a_job_outlives_a_killed_process_preemption_and_a_lost_node(slurm, tmp_p
 
 @pytest.fixture
 def program(tmp_path):
-    """What the job script runs in place of Python: which start it is, it knows from SLURM."""
+    """Writes what the job script runs in place of Python; it knows from SLURM which start it is."""
     path = tmp_path / "program"
 
     def write(body):
@@ -115,15 +120,15 @@ def submit(slurm, environment, nodes=1):
 
 
 @pytest.mark.parametrize(("code", "state"), [(0, "COMPLETED"), (2, "FAILED")])
-def test_what_is_done_or_a_mistake_is_not_started_again(slurm, program, code, state):
+def test_completed_jobs_and_user_mistakes_are_not_restarted(slurm, program, code, state):
     job = submit(slurm, program(f"exit {code}"))
     slurm.until(lambda: slurm.state(job)["JobState"] == state, f"the job is {state}")
     assert (slurm.state(job)["Restarts"], slurm.state(job)["ExitCode"]) == ("0", f"{code}:0")
 
 
-def test_a_mistake_of_the_first_task_is_one_though_the_others_are_killed_for_it(slurm, program):
-    """As with a typo: who is still importing when the first task has ended is told to end, which
-    for itself would be worth another start.
+def test_a_user_mistake_in_one_task_is_not_restarted(slurm, program):
+    """As with a typo: tasks that are still importing when the first task exits are terminated,
+    which by itself would requeue the job.
     """
     job = submit(
         slurm,
@@ -138,7 +143,7 @@ def test_a_mistake_of_the_first_task_is_one_though_the_others_are_killed_for_it(
     assert (slurm.state(job)["Restarts"], slurm.state(job)["ExitCode"]) == ("0", "2:0")
 
 
-def test_a_warning_ends_in_another_start_on_a_cluster_that_knows_nothing_of_75(tmp_path, program):
+def test_a_warning_signal_requeues_the_job_without_requeue_exit_75(tmp_path, program):
     with Slurm(requeue_exit=99) as slurm:
         job = submit(
             slurm,

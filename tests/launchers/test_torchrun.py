@@ -1,5 +1,4 @@
-"""The real torchrun, of the torch that is installed: its two processes find each other as one
-run."""
+"""The real torchrun of the installed torch: its two processes form one run."""
 
 import subprocess
 import sys
@@ -7,7 +6,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from jobs import ROOT, without_engines
+from jobs import ROOT, without_launcher_variables
 
 PROGRAM = """
 import jax
@@ -24,7 +23,7 @@ disconnect()
 
 
 @pytest.mark.skipif(find_spec("torch") is None, reason="torch is not installed")
-def test_two_processes_of_torchrun_are_one_run(tmp_path: Path):
+def test_two_processes_of_torchrun_form_one_run(tmp_path: Path):
     script = tmp_path / "program.py"
     script.write_text(PROGRAM)
     done = subprocess.run(
@@ -33,7 +32,7 @@ def test_two_processes_of_torchrun_are_one_run(tmp_path: Path):
         text=True,
         timeout=300,
         cwd=tmp_path,
-        env=without_engines() | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        env=without_launcher_variables() | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.split("\n").count("torchrun [0, 1] 127.0.0.1") == 2

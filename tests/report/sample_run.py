@@ -1,5 +1,5 @@
-"""A run directory with made-up numbers, written by the code that writes real ones: a trial, a stay,
-a re-mesh, a rollback, a fault.
+"""A run directory with invented numbers, written by the code that writes real ones: plan trials, a
+decision to stay, a re-mesh, a rollback, a fault.
 """
 
 import dataclasses
@@ -12,7 +12,7 @@ from optimus_jax.run_directory.directory import RunDirectory
 from optimus_jax.run_directory.step_record import StepRecord
 
 LAST_WHY = "staying: data=8 would gain 3% & needs <b>5%</b>"
-"""Of the last decision; what looks like markup is text."""
+"""Reason of the last decision; what looks like markup has to be shown as text."""
 PLAN = Plan(
     axes=AxisSizes(pipe=1, data=2, fsdp=4, tensor=1),
     rules=(("batch", ("data", "fsdp")), ("embed", ("fsdp",))),
@@ -73,7 +73,7 @@ def alternatives() -> list[dict]:
 
 
 def write_run(path: Path) -> RunDirectory:
-    """Sixty steps; the directory is left open, as by a run under way."""
+    """Write sixty steps; the directory is left open, as by a run that is still going."""
     run = RunDirectory.create(path, "gpt2-nano")
     run.log_event(
         "decision",

@@ -63,7 +63,7 @@ def page(tmp_path_factory) -> Path:
 
 
 def browse(page: Path, *flags: str) -> tuple[str, list[str]]:
-    """The document as the browser has it, and what it complains of."""
+    """The document after the browser has loaded it, and the browser's console messages."""
     assert BROWSER is not None
     done = subprocess.run(
         [
@@ -91,29 +91,29 @@ def probed(page: Path, *flags: str) -> dict:
     copy = page.with_name("probed.html")
     text = re.sub('<meta http-equiv="Content-Security-Policy"[^>]*>', "", page.read_text())
     copy.write_text(text.replace("</body>", f"{PROBE}</body>"))
-    document, complaints = browse(copy, *flags)
-    assert not complaints
+    document, console_messages = browse(copy, *flags)
+    assert not console_messages
     found = re.search('<pre id="probe">(.*?)</pre>', document, re.DOTALL)
     assert found is not None
     return json.loads(found[1].replace("&lt;", "<").replace("&gt;", ">").replace("&amp;", "&"))
 
 
 @needs_browser
-def test_the_page_opens_without_a_complaint(page):
-    document, complaints = browse(page)
+def test_the_page_opens_without_browser_errors(page):
+    document, console_messages = browse(page)
     assert "</html>" in document
-    assert not complaints
+    assert not console_messages
 
 
 @needs_browser
-def test_browser_complaints_are_detected(page):
+def test_browser_errors_are_detected(page):
     broken = page.with_name("broken.html")
     broken.write_text(page.read_text().replace("</body>", "<script>alert(1)</script></body>"))
     assert any("Content Security Policy" in line for line in browse(broken)[1])
 
 
 @needs_browser
-def test_a_person_sees_the_figures_and_the_last_decision(page):
+def test_the_figures_and_the_last_decision_are_visible(page):
     seen = probed(page)
     assert len(seen["figures"]) == 6
     assert all(
@@ -126,7 +126,7 @@ def test_a_person_sees_the_figures_and_the_last_decision(page):
 
 
 @needs_browser
-def test_the_page_follows_a_dark_screen(page):
+def test_the_page_follows_the_dark_colour_scheme(page):
     def brightness(colour: str) -> int:
         return sum(map(int, re.findall(r"\d+", colour)[:3]))
 
@@ -138,7 +138,7 @@ def test_the_page_follows_a_dark_screen(page):
 
 
 @needs_browser
-def test_the_page_is_narrow_on_a_narrow_screen(page):
+def test_the_page_fits_a_narrow_window(page):
     assert probed(page, "--window-size=500,900")["fits"]
 
 
@@ -158,7 +158,7 @@ def test_the_page_is_written_into_the_run_directory_by_default(tmp_path):
         (("run", "--out", "no-such-folder/a.html"), "cannot be written[\\s\\S]*no-such-folder"),
     ],
 )
-def test_the_users_mistakes_end_with_one_message(tmp_path, arguments, message):
+def test_user_mistakes_end_with_one_message(tmp_path, arguments, message):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "metrics.jsonl").touch()
     failed = subprocess.run(
@@ -180,7 +180,7 @@ def test_help_fits_a_screen():
     assert max(map(len, shown)) <= 120
 
 
-def test_without_matplotlib_the_message_says_how_to_get_it(tmp_path):
+def test_without_matplotlib_the_error_names_what_to_install(tmp_path):
     write_run(tmp_path / "run").close()
     (tmp_path / "matplotlib").mkdir()
     (tmp_path / "matplotlib" / "__init__.py").write_text(

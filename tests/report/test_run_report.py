@@ -1,4 +1,4 @@
-"""The report of a made-up run: every number is in its place, missing values are "unknown", and text
+"""The report of a sample run: every number is in its place, missing values are "unknown", and text
 is escaped.
 """
 
@@ -37,7 +37,7 @@ from optimus_jax.report.run_report import run_report
 from optimus_jax.report.svg import page_settings, to_svg
 
 FEW = settings(max_examples=12)
-"""Each draws a whole page."""
+"""Each example renders a whole page."""
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +53,7 @@ def history(path) -> RunHistory:
 
 
 class Reader(HTMLParser):
-    """What a page consists of."""
+    """Tags, attributes and text of a page."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ def shown(path) -> Reader:
     return Reader(run_report(path))
 
 
-def test_spans_are_the_plans_in_the_order_in_which_they_ran(history):
+def test_spans_are_the_plans_in_the_order_they_ran(history):
     assert [(span.plan, span.first, span.last, span.step_time_s) for span in history.spans] == [
         (FIRST, 1, 30, pytest.approx(0.21)),
         (SECOND, 31, 50, 0.11),
@@ -97,7 +97,7 @@ def test_spans_are_the_plans_in_the_order_in_which_they_ran(history):
     }
 
 
-def test_decisions_are_read_with_what_they_weighed(history):
+def test_decisions_are_read_with_their_alternatives(history):
     assert [(one.action, one.step, one.plan) for one in history.decisions] == [
         ("tried", 0, FIRST),
         ("tried", 0, "tried0000000"),
@@ -109,8 +109,8 @@ def test_decisions_are_read_with_what_they_weighed(history):
     assert other.gain_s is None
 
 
-def test_what_the_controller_writes_is_what_is_read():
-    weighed = policy.Alternative(
+def test_decisions_written_by_the_controller_are_read_back():
+    alternative = policy.Alternative(
         plan=PLAN,
         switch_method="remesh",
         step_time_s=0.5,
@@ -128,7 +128,7 @@ def test_what_the_controller_writes_is_what_is_read():
         trigger="a slower link",
         step_time_s=0.75,
         inputs={"link": 4.0},
-        alternatives=(weighed,),
+        alternatives=(alternative,),
     )
     read = parse_decision({"event": "decision", "step": 7, "time_s": 1.0, **decision.as_json()})
     assert read == DecisionRecord(
@@ -159,7 +159,7 @@ def test_what_the_controller_writes_is_what_is_read():
     )
 
 
-def test_a_switch_is_timed_by_phase_and_seen_in_the_steps_around_it(history):
+def test_a_switch_has_phase_times_and_step_times_before_and_after(history):
     remesh, rollback = history.switches
     assert dict(remesh.phases_s) == PHASES
     assert (remesh.before_s, remesh.after_s) == (pytest.approx(0.21), 0.11)
@@ -167,7 +167,7 @@ def test_a_switch_is_timed_by_phase_and_seen_in_the_steps_around_it(history):
     assert (rollback.before_s, rollback.after_s) == (0.11, pytest.approx(0.21))
 
 
-def test_predictions_meet_the_steps_that_ran_under_that_plan(history):
+def test_predictions_are_compared_with_the_steps_under_that_plan(history):
     assert [
         (one.plan, one.predicted_s, one.measured_s, one.is_trial) for one in history.comparisons
     ] == [(FIRST, 0.18, 0.21, True), ("tried0000000", 0.3, 0.45, True), (SECOND, 0.1, 0.11, False)]
@@ -200,7 +200,7 @@ def test_a_plan_replaced_before_it_ran_has_no_measurement(tmp_path):
         (None, "under way, or killed"),
     ],
 )
-def test_status(tmp_path, reason, status):
+def test_the_status_tells_how_the_run_ended(tmp_path, reason, status):
     run = RunDirectory.create(tmp_path / "run", "gpt2")
     run.log_event("start", 0)
     run.log_step(step(1))
@@ -211,9 +211,9 @@ def test_status(tmp_path, reason, status):
     assert "under way" in RunHistory.read(run.path).status
 
 
-def test_why_the_plan_in_use_is_in_use(tmp_path):
+def test_the_reason_for_the_current_plan_comes_from_its_last_event(tmp_path):
     run = RunDirectory.create(tmp_path / "run", "gpt2")
-    said = []
+    reasons = []
     for name, fields in (
         ("plan", {"why": "it was given"}),
         ("decision", {"action": "switch", "why": "it is faster"}),
@@ -223,8 +223,8 @@ def test_why_the_plan_in_use_is_in_use(tmp_path):
         ("rollback", {}),
     ):
         run.log_event(name, 1, **fields)
-        said.append(RunHistory.read(run.path).why_current)
-    assert said == [
+        reasons.append(RunHistory.read(run.path).why_current)
+    assert reasons == [
         "it was given",
         "it was given",
         "it is faster",
@@ -234,7 +234,7 @@ def test_why_the_plan_in_use_is_in_use(tmp_path):
     ]
 
 
-def test_the_page_says_what_is_known_and_what_is_not(shown):
+def test_the_page_shows_known_and_unknown_values(shown):
     for words in (
         LAST_WHY,
         "data=8 saves half of every step",
@@ -262,7 +262,7 @@ def test_the_page_says_what_is_known_and_what_is_not(shown):
     assert "None" not in shown.words.replace("None is recorded", "")
 
 
-def test_texts_of_a_run_are_never_markup(tmp_path):
+def test_texts_of_a_run_are_escaped(tmp_path):
     hostile = "<script>alert(1)</script>\"'&$x_1^2$"
     run = RunDirectory.create(tmp_path / "<i>run</i>", "gpt2")
     run.write_config(json.dumps({"model": {"name": hostile}, "control": hostile}))
@@ -285,7 +285,7 @@ def test_texts_of_a_run_are_never_markup(tmp_path):
     assert any(hostile in label for label in shown.values("aria-label"))
 
 
-def test_texts_that_no_file_can_hold_are_replaced(tmp_path):
+def test_characters_that_cannot_be_stored_are_replaced(tmp_path):
     run = RunDirectory.create(tmp_path / "run", "gpt2")
     odd = "a\x00b\ud800\x1b[1m"
     run.log_event("decision", 0, action="stay", why=odd, layout=odd)
@@ -296,7 +296,7 @@ def test_texts_that_no_file_can_hold_are_replaced(tmp_path):
     assert "\x00" not in text
 
 
-def test_the_page_stands_alone_and_every_reference_in_it_leads_somewhere(path, shown):
+def test_the_page_is_self_contained_and_its_references_resolve(path, shown):
     ids = shown.values("id")
     assert len(ids) == len(set(ids))
     links = shown.values("href") + shown.values("xlink:href")
@@ -311,7 +311,7 @@ def test_the_page_stands_alone_and_every_reference_in_it_leads_somewhere(path, s
     assert not {"script", "link", "img", "iframe"} & set(shown.tags) - {"link"}
 
 
-def test_the_page_can_be_read_without_seeing_it(shown):
+def test_the_page_is_accessible_to_screen_readers(shown):
     assert shown.tags.count("h1") == 1
     assert [tag for tag in shown.tags if tag in ("h1", "h2", "h3")][:2] == ["h1", "h2"]
     assert shown.tags.count("table") == shown.tags.count("caption")
@@ -323,7 +323,7 @@ def test_the_page_can_be_read_without_seeing_it(shown):
     assert ("html", "lang", "en") in shown.attributes
 
 
-def test_colours_are_the_pages_own(path):
+def test_charts_use_the_colours_of_the_page(path):
     charts = run_report(path).split("<svg")[1:]
     assert all("var(--ink)" in chart for chart in charts)
     assert not any("#000000" in chart or "#222222" in chart for chart in charts), (
@@ -343,7 +343,7 @@ def test_parts_of_a_chart_have_tooltips(history):
         assert f"<title>{words}" in drawn
 
 
-def test_a_run_before_its_first_step(tmp_path):
+def test_the_report_of_a_run_before_its_first_step(tmp_path):
     run = RunDirectory.create(tmp_path / "run", "gpt2")
     run.log_event(
         "decision",
@@ -363,7 +363,7 @@ def test_a_run_before_its_first_step(tmp_path):
         assert words in shown.words
 
 
-def test_a_run_without_decisions(tmp_path):
+def test_the_report_of_a_run_without_decisions(tmp_path):
     run = RunDirectory.create(tmp_path / "run", "gpt2")
     run.write_config("{}")
     run.log_step(step(1, peak_bytes=3 * 2**30))
@@ -377,14 +377,14 @@ def test_a_run_without_decisions(tmp_path):
         assert words in shown.words
 
 
-def test_there_is_no_report_where_there_is_no_run(tmp_path):
+def test_a_directory_without_a_run_is_an_error(tmp_path):
     with pytest.raises(ConfigError, match=r"no run to report on[\s\S]*do: "):
         run_report(tmp_path)
 
 
 @given(cuts=st.tuples(st.floats(0, 1), st.floats(0, 1)))
 @settings(max_examples=40)
-def test_logs_can_be_cut_anywhere(path, cuts):
+def test_logs_cut_anywhere_can_be_read(path, cuts):
     with tempfile.TemporaryDirectory() as folder:
         for name, cut in zip(("metrics.jsonl", "events.jsonl"), cuts, strict=True):
             content = (path / name).read_bytes()
@@ -481,7 +481,7 @@ FIELDS = (
     ),
 )
 @FEW
-def test_whatever_a_field_holds_there_is_a_page(events, fields):
+def test_any_field_value_gives_a_page(events, fields):
     with tempfile.TemporaryDirectory() as folder:
         lines = [json.dumps(event).encode() + b"\n" for event in events]
         (Path(folder) / "events.jsonl").write_bytes(b"".join(lines))
@@ -522,7 +522,7 @@ def test_a_long_run_makes_a_page_of_bounded_size(tmp_path):
     assert "reason 6." not in text, "a switch is kept, an old stay is not"
 
 
-def test_memory_is_what_was_measured_and_what_the_compiler_said(tmp_path):
+def test_the_memory_chart_shows_measured_and_compiled_bytes(tmp_path):
     run = RunDirectory.create(tmp_path / "run", "gpt2")
     assert (
         draw_memory(RunHistory.read(write_run(tmp_path / "sample").path)).caption
@@ -542,7 +542,7 @@ def _with_one_step(tmp_path: Path) -> Path:
     return run.path
 
 
-def test_phases_of_a_switch_follow_one_another(history):
+def test_phases_of_a_switch_are_drawn_one_after_another(history):
     bars = draw_switch(history.switches[0]).figure.axes[0].patches
     assert [bar.get_x() for bar in bars] == pytest.approx(
         [0, *np.cumsum(list(PHASES.values()))[:-1]]
@@ -603,5 +603,5 @@ def test_plan_letters_are_distinct():
         (formatting.format_plural(2000, "step"), "2,000 steps"),
     ],
 )
-def test_formatting(formatted, text):
+def test_values_are_formatted_with_units(formatted, text):
     assert formatted == text

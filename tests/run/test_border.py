@@ -1,6 +1,4 @@
-"""Whatever a user's files and flags say, the answer is a value or an OptimusError: drawn damage, in
-this process.
-"""
+"""User files and flags with random damage give a value or an OptimusError."""
 
 import contextlib
 import copy
@@ -84,13 +82,13 @@ JUNK: list[Any] = [
     {"": 0},
     [[[[[[[[1]]]]]]]],
 ]
-NOWHERE = settings(
+FEW_EXAMPLES = settings(
     max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 
 
 def places(value: Any) -> Iterator[tuple[Any, Any]]:
-    """Every container with each of its keys."""
+    """Every container in a JSON value, with each of its keys."""
     for key in (
         list(value)
         if isinstance(value, dict)
@@ -103,7 +101,7 @@ def places(value: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def damaged(text: str, draw: random.Random) -> bytes:
-    """JSON with some values replaced, left out, renamed or moved; or its text cut, repeated or
+    """JSON with some values replaced, removed, renamed or moved, or with its text cut, repeated or
     overwritten.
     """
     value = copy.deepcopy(json.loads(text))
@@ -142,9 +140,9 @@ CONFIG = make_config(
 ).to_json()
 
 
-@NOWHERE
+@FEW_EXAMPLES
 @given(seed=SEEDS)
-def test_a_config(seed, tmp_path):
+def test_a_damaged_config_is_read_or_refused(seed, tmp_path):
     content = damaged(CONFIG, random.Random(seed))
     (tmp_path / "config.json").write_bytes(content)
     with contextlib.suppress(OptimusError):
@@ -155,9 +153,9 @@ def test_a_config(seed, tmp_path):
         resumed_config(content.decode("utf-8", errors="ignore"), None, {})
 
 
-@NOWHERE
+@FEW_EXAMPLES
 @given(seed=SEEDS)
-def test_a_plan(seed):
+def test_a_damaged_plan_is_read_or_refused(seed):
     config = Config(model=model_preset("gpt2-nano"))
     text = (
         PLAN.to_json() if seed % 2 else plan_for(config, AxisSizes(pipe=2, data=2), HERE).to_json()
@@ -169,9 +167,9 @@ def test_a_plan(seed):
         plan.validate(config.model, global_batch=16)
 
 
-@NOWHERE
+@FEW_EXAMPLES
 @given(seed=SEEDS)
-def test_a_schedule_and_a_scenario(seed):
+def test_a_damaged_schedule_or_scenario_is_read_or_refused(seed):
     draw = random.Random(seed)
     with contextlib.suppress(OptimusError):
         Schedule.from_json(
@@ -185,9 +183,9 @@ def test_a_schedule_and_a_scenario(seed):
         scenario.configs(Config())
 
 
-@NOWHERE
+@FEW_EXAMPLES
 @given(seed=SEEDS)
-def test_what_is_kept_about_the_hardware(seed, tmp_path):
+def test_damaged_hardware_measurements_are_read_or_refused(seed, tmp_path):
     draw = random.Random(seed)
     line = json.dumps(
         {
@@ -253,8 +251,10 @@ def run_files(tmp_path_factory):
 @pytest.mark.filterwarnings("ignore:.*damaged:UserWarning")
 @settings(max_examples=15, deadline=None)
 @given(seed=SEEDS)
-def test_a_run_directory(seed, tmp_path_factory, run_files):
-    """What report.py, simulate.py --replay and a resume read before anything expensive."""
+def test_a_damaged_run_directory_is_read_or_refused(seed, tmp_path_factory, run_files):
+    """The files that report.py, simulate.py --replay and a resume read before anything
+    expensive.
+    """
     draw, path = random.Random(seed), tmp_path_factory.mktemp("damaged")
     for name, text in run_files.items():
         (path / name).parent.mkdir(exist_ok=True)
@@ -301,12 +301,12 @@ def test_a_run_directory(seed, tmp_path_factory, run_files):
         {"mesh": "pipe=4", "parallel.repeats": 10**9},
     ],
 )
-def test_a_slip_of_the_pen_is_answered_at_once(settings):
+def test_absurd_settings_are_answered_at_once(settings):
     with contextlib.suppress(OptimusError):
         choose_plan(make_config("llama3.2-1b", settings), HERE)
 
 
-def test_a_table_of_gigabytes_is_refused():
+def test_a_schedule_table_of_gigabytes_is_refused():
     with pytest.raises(PlanError, match="tasks at most"):
         make_schedule("1f1b", 8, 10**9)
 
@@ -317,7 +317,7 @@ WORDS = [*ALIASES, *ADVICE]
 
 @settings(max_examples=150, deadline=None)
 @given(seed=SEEDS)
-def test_arguments(seed):
+def test_random_arguments_are_parsed_or_refused(seed):
     draw = random.Random(seed)
     parser = PARSERS[draw.choice(list(PARSERS))]
     values = [
@@ -356,14 +356,14 @@ def test_arguments(seed):
             given = parser.read(arguments)
             make_config("gpt2-nano", command_line.settings(given, note=lambda _: None))
         except OptimusError as error:
-            said = str(error)
+            message = str(error)
         else:
-            said = "\n\n"
-        assert said.count("\n") >= 2, "what, given, do"
+            message = "\n\n"
+        assert message.count("\n") >= 2, "what, given, do"
 
 
-def test_what_has_taken_the_place_of_a_runs_file_is_said(tmp_path):
-    """Not that there may be no room; and a report is made of what can be read."""
+def test_a_folder_in_place_of_a_run_file_is_named(tmp_path):
+    """The message does not blame a full disk, and a report is made of what can be read."""
     run = RunDirectory(tmp_path, writer=False)
     for name, read in (
         ("plan.json", run.plan_text),

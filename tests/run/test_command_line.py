@@ -1,5 +1,5 @@
-"""Flags of every script: given once, known by the names that users of other frameworks type, and
-answered in words. Streams that are closed or full.
+"""Flags of every script: each is given once, names of other frameworks are known, and mistakes are
+explained. Streams that are closed or full.
 """
 
 import importlib
@@ -45,10 +45,10 @@ def refused(parser: Parser, *arguments: str) -> str:
     return str(error.value)
 
 
-# The table.
+# The table of aliases.
 
 
-def test_every_target_is_there_and_no_word_is_one_of_ours():
+def test_every_alias_has_a_target_and_hides_no_setting():
     ours = {*known_settings(), *SHORT_NAMES, *PARAMETERS}
     assert set(ALIASES.values()) <= ours
     assert not (set(ALIASES) | set(ADVICE)) & ours
@@ -65,7 +65,7 @@ def test_every_target_is_there_and_no_word_is_one_of_ours():
         assert target in known_settings()
 
 
-def test_the_page_about_names_has_the_whole_table():
+def test_the_docs_page_has_the_whole_table_of_aliases():
     rows: dict[str, list[str]] = {}
     for name, target in ALIASES.items():
         rows.setdefault(target, []).append(f"`{name}`")
@@ -77,7 +77,7 @@ def test_the_page_about_names_has_the_whole_table():
 
 
 @pytest.mark.parametrize("value", [None, "4", "0.03", "none", "bf16"])
-def test_advice_names_what_there_is(value):
+def test_advice_names_only_existing_flags_and_settings(value):
     everything = {
         "cpu_devices": "8",
         "global_batch": "64",
@@ -116,7 +116,7 @@ def test_advice_names_what_there_is(value):
         ("checkpoint.every", 9),
     ],
 )
-def test_a_word_means_the_same_everywhere(target, value, tmp_path, capsys):
+def test_an_alias_means_the_same_in_flags_settings_and_files(target, value, tmp_path, capsys):
     expected = Config().with_values({target: value})
     for word in (word for word, other in ALIASES.items() if other == target):
         assert Config().with_values(dotted({word: value})) == expected
@@ -137,7 +137,7 @@ def test_a_word_means_the_same_everywhere(target, value, tmp_path, capsys):
         assert f"{word} is taken as " in capsys.readouterr().err
 
 
-def test_a_section_in_front_has_to_be_right():
+def test_a_section_before_an_alias_has_to_be_right():
     assert alias_of("optimizer.learning_rate") == "optimizer.lr"
     assert alias_of("model.learning_rate") is None
     assert dotted({"optimizer.weight-decay": 1}) == {"optimizer.weight_decay": 1}
@@ -185,12 +185,12 @@ def test_a_section_in_front_has_to_be_right():
         (("--quite-unlike",), "choose one of"),
     ],
 )
-def test_words_that_mean_something_else_are_answered(arguments, message):
+def test_names_with_another_meaning_are_answered_with_advice(arguments, message):
     assert re.search(message, refused(PARSERS["train"](), *arguments))
 
 
 @pytest.mark.parametrize("script", PARSERS)
-def test_a_hint_names_only_flags_of_its_script(script):
+def test_hints_name_only_flags_of_their_script(script):
     parser = PARSERS[script]()
     for name in [*ADVICE, *ALIASES, "cpu_devices", "num_device", "resum", "wandbb"]:
         flag = f"--{name.replace('_', '-')}"
@@ -213,7 +213,7 @@ def test_a_hint_names_only_flags_of_its_script(script):
         ("trainer.gradient_clip_val", 0.5, "optimizer.clip_norm"),
     ],
 )
-def test_sections_of_other_frameworks_are_read_in_all_three_places(tmp_path, name, value, setting):
+def test_sections_of_other_frameworks_are_read_everywhere(tmp_path, name, value, setting):
     expected = Config().with_values({setting: value})
     assert Config().with_values(dotted({name: value})) == expected
     assert (
@@ -248,11 +248,11 @@ def test_sections_of_other_frameworks_are_read_in_all_three_places(tmp_path, nam
         (("--eval_strategy", "steps"), "--eval-every N"),
     ],
 )
-def test_further_words_are_answered(arguments, message):
+def test_more_names_of_other_frameworks_are_answered(arguments, message):
     assert re.search(message, refused(PARSERS["train"](), *arguments))
 
 
-def test_values_of_other_frameworks_and_axes_are_answered():
+def test_values_and_axes_of_other_frameworks_are_answered():
     for given, message in (
         ({"precision": "bfloat16"}, "'bf16'"),
         ({"remat": "minimal"}, "'dots'"),
@@ -264,7 +264,7 @@ def test_values_of_other_frameworks_and_axes_are_answered():
         AxisSizes.parse("data=2,tp=4")
 
 
-def test_arguments_of_train_have_other_names_too(tmp_path):
+def test_aliases_work_for_arguments_of_train(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(OptimusError, match=r"already|not free|there is a run|exists"):
         optimus_jax.train("gpt2-nano", output_dir=tmp_path)
@@ -274,7 +274,7 @@ def test_arguments_of_train_have_other_names_too(tmp_path):
         settings({"set": ["output_dir=a"]})
 
 
-def test_spelling_comes_last_and_is_not_far_fetched():
+def test_closest_spelling_is_not_far_fetched():
     known = [*known_settings(), *SHORT_NAMES]
     for name, expected in {
         "optimizer.bta2": "optimizer.beta2",
@@ -298,7 +298,7 @@ def test_spelling_comes_last_and_is_not_far_fetched():
     ] == ["--checkpoint-every", "--help", None, "--lr", "--seed", None, None]
 
 
-# Once.
+# Each flag is given once.
 
 ONE_VALUE = [
     (script, action.option_strings[-1])
@@ -313,12 +313,12 @@ ONE_VALUE = [
 
 
 @pytest.mark.parametrize(("script", "flag"), ONE_VALUE)
-def test_a_flag_with_one_value_is_given_once(script, flag):
+def test_a_flag_with_two_values_is_refused(script, flag):
     for second in (f"{flag}=2", f"{flag.replace('-', '_').replace('__', '--', 1)}=2"):
         assert f"{flag} is given two values" in refused(PARSERS[script](), f"{flag}=1", second)
 
 
-def test_the_same_value_twice_is_one_and_files_add_up():
+def test_repeated_equal_values_are_one_and_files_add_up():
     given = PARSERS["train"]().read(
         [
             "--steps",
@@ -356,12 +356,12 @@ def test_the_same_value_twice_is_one_and_files_add_up():
         ["--set", "max_steps=1", "--steps", "2"],
     ],
 )
-def test_a_setting_has_one_value_whatever_it_is_called(arguments):
+def test_two_values_of_a_setting_under_any_names_are_refused(arguments):
     with pytest.raises(ConfigError, match="is given two values"):
         settings(PARSERS["train"]().read(arguments))
 
 
-def test_so_it_is_in_python_and_in_json(tmp_path):
+def test_two_values_are_refused_in_python_and_json_too(tmp_path):
     with pytest.raises(
         ConfigError, match=r"optimizer.lr is given two values\n  given: lr=1 and optimizer.lr=2"
     ):
@@ -382,7 +382,7 @@ def test_so_it_is_in_python_and_in_json(tmp_path):
 
 
 @pytest.mark.parametrize("script", COMMANDS)
-def test_mistakes_in_flags_are_of_one_form(script):
+def test_unknown_flags_are_refused_in_the_same_form(script):
     message = refused(PARSERS[script](), "--no-such-flag", "3")
     assert message.startswith(
         "unknown argument '--no-such-flag'\n  given: --no-such-flag 3\n  do: "
@@ -390,7 +390,7 @@ def test_mistakes_in_flags_are_of_one_form(script):
     refused(PARSERS[script](), "-x")
 
 
-def test_other_names_of_other_scripts_flags():
+def test_aliases_work_for_flags_of_other_scripts():
     assert (
         PARSERS["generate"]().read(["--run_dir", "r", "--prompt", "--- x", "--max-tokens", "3"])[
             "max_new_tokens"
@@ -435,7 +435,7 @@ class Disk(io.TextIOBase):
     ("error", "code"),
     [(BrokenPipeError(), NO_READER), (OSError(28, "No space left on device"), MISTAKE)],
 )
-def test_a_stream_that_takes_no_more_ends_the_script_in_words(error, code, monkeypatch, capsys):
+def test_a_failing_output_stream_ends_the_script_with_a_message(error, code, monkeypatch, capsys):
     monkeypatch.setattr(command_line, "open_closed_streams", lambda: None)
     monkeypatch.setattr(sys, "stdout", Disk(error))
     monkeypatch.setattr(sys, "stderr", sys.stderr)
@@ -443,7 +443,7 @@ def test_a_stream_that_takes_no_more_ends_the_script_in_words(error, code, monke
     assert ("No space left on device" in capsys.readouterr().err) == (code == MISTAKE)
 
 
-def test_ctrl_c_and_mistakes_have_their_codes(monkeypatch):
+def test_ctrl_c_and_user_mistakes_have_their_exit_codes(monkeypatch):
     def stopped():
         raise KeyboardInterrupt
 
@@ -456,15 +456,15 @@ def test_ctrl_c_and_mistakes_have_their_codes(monkeypatch):
         assert run(main) == code
 
 
-def test_a_stream_shows_what_it_can():
+def test_a_stream_replaces_characters_it_cannot_encode():
     binary = io.BytesIO()
     stream = io.TextIOWrapper(binary, encoding="ascii", write_through=True)
     print("caf\u00e9 \udcff", file=raising_output_errors(stream))
     assert binary.getvalue() == b"caf? ?\n"
 
 
-def test_streams_of_real_processes(tmp_path):
-    """Closed, full and ascii, of two scripts that print and one that trains."""
+def test_closed_full_and_ascii_streams_end_without_a_traceback(tmp_path):
+    """Streams of two scripts that print and one that trains."""
     env = {**os.environ, "PYTHONIOENCODING": "ascii"}
     schedule = f"{sys.executable} {SCRIPTS['schedule']} --stages 2 --microbatches 2"
     shell = "; ".join(
@@ -488,8 +488,8 @@ def test_streams_of_real_processes(tmp_path):
     assert not any("Traceback" in path.read_text() for path in tmp_path.iterdir())
 
 
-def test_a_note_on_an_alias_is_printed_once_though_the_program_restarts():
-    """With `--cpu-devices` it starts again with another setting of the C library."""
+def test_a_note_on_an_alias_is_printed_once_despite_the_restart():
+    """With `--cpu-devices` the program restarts itself with another setting of the C library."""
     arguments = ["--model", "no-such-model", "--learning_rate", "1e-3", "--cpu-devices", "2"]
     environment = {name: value for name, value in os.environ.items() if name != "GLIBC_TUNABLES"}
     failed = subprocess.run(

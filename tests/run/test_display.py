@@ -1,4 +1,4 @@
-"""What a person gets to read, in each kind of display."""
+"""The text that each kind of display shows."""
 
 import dataclasses
 import io
@@ -65,7 +65,7 @@ def make(progress: str, stream: io.StringIO, every: int = 10, total_steps: int =
 
 @pytest.fixture(autouse=True)
 def terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What rich finds out about the terminal, wherever the tests run."""
+    """The terminal that rich detects, wherever the tests run."""
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "100")
 
@@ -81,7 +81,7 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> None:
         ("none", Terminal(), "xterm", Display),
     ],
 )
-def test_kind_of_display(
+def test_the_display_kind_follows_the_setting_and_the_terminal(
     monkeypatch: pytest.MonkeyPatch,
     progress: str,
     stream: io.StringIO,
@@ -92,7 +92,7 @@ def test_kind_of_display(
     assert type(make(progress, stream)) is kind
 
 
-def test_processes_that_do_not_show_tell_only_what_no_other_knows(
+def test_processes_without_a_display_print_only_their_own_messages(
     capsys: pytest.CaptureFixture[str],
 ):
     display = make_display(LogConfig(progress="rich"), 300, show=False)
@@ -108,7 +108,7 @@ def test_output_goes_to_standard_output(capsys: pytest.CaptureFixture[str]):
 
 
 @pytest.mark.parametrize("progress", ["plain", "rich"])
-def test_a_run_outlives_who_reads_its_output(progress: str):
+def test_a_run_survives_a_closed_output_pipe(progress: str):
     read, write = os.pipe()
     os.close(read)
     with open(write, "w") as stream:
@@ -117,12 +117,12 @@ def test_a_run_outlives_who_reads_its_output(progress: str):
         print("nothing else that has it fails either", file=stream, flush=True)
 
 
-def test_a_run_outlives_a_full_disk():
+def test_a_run_survives_a_full_disk_for_its_output():
     with open("/dev/full", "w") as stream:
         make_display(LogConfig(progress="plain"), 300, stream=stream).message("hello")
 
 
-def test_plain_line():
+def test_a_plain_line_has_loss_speed_mfu_and_eta():
     stream = io.StringIO()
     with make("plain", stream) as display:
         display.step(record(10))
@@ -136,7 +136,7 @@ def test_plain_line():
 @pytest.mark.parametrize(
     ("first", "expected"), [(1, [1, 10, 20, 25]), (13, [13, 20, 25]), (25, [25])]
 )
-def test_plain_shows_the_first_the_last_and_every_tenth(first: int, expected: list[int]):
+def test_plain_display_shows_the_first_last_and_every_tenth_step(first: int, expected: list[int]):
     stream = io.StringIO()
     with make("plain", stream, total_steps=25) as display:
         for step in range(first, 26):
@@ -144,7 +144,7 @@ def test_plain_shows_the_first_the_last_and_every_tenth(first: int, expected: li
     assert [int(step) for step in re.findall(r"step (\d+)/25", stream.getvalue())] == expected
 
 
-def test_one_slow_step_does_not_move_the_eta():
+def test_one_slow_step_does_not_change_the_eta():
     stream = io.StringIO()
     with make("plain", stream, every=1) as display:
         for step, step_time_s in ((1, 60.0), (2, 1.0), (3, 1.0), (4, 30.0), (5, 1.0)):
@@ -153,7 +153,7 @@ def test_one_slow_step_does_not_move_the_eta():
 
 
 @pytest.mark.parametrize("stream", [Terminal(), io.StringIO()])
-def test_rich_shows_numbers_and_keeps_prints(stream: io.StringIO):
+def test_rich_display_shows_numbers_and_keeps_prints(stream: io.StringIO):
     with make("rich", stream) as display:
         print("printed by someone else")
         display.message("plan [data=2,fsdp=4]" + 100 * ".")
@@ -168,7 +168,7 @@ def test_rich_shows_numbers_and_keeps_prints(stream: io.StringIO):
     )
 
 
-def test_rich_leaves_the_terminal_as_it_was():
+def test_rich_display_restores_the_terminal():
     stream, stdout, stderr = Terminal(), sys.stdout, sys.stderr
     display = make("rich", stream)
 
@@ -185,7 +185,7 @@ def test_rich_leaves_the_terminal_as_it_was():
 
 
 @pytest.mark.parametrize("progress", ["plain", "rich"])
-def test_evaluation(progress: str):
+def test_an_evaluation_is_shown_on_one_line(progress: str):
     stream = Terminal()
     display = make(progress, stream)
     display.evaluation(100, 1.25, 3.4903, None)
@@ -255,16 +255,18 @@ def test_rich_table_holds_every_cell():
         (plans.case("data=2"), {}),
     ],
 )
-def test_what_you_got_tells_of_the_pipeline(case: plans.PlanCase, rows: dict[str, str]):
+def test_the_start_table_describes_the_pipeline(case: plans.PlanCase, rows: dict[str, str]):
     assert (
         dict(
-            re.findall(r"^  (stages|schedule|in flight)  +(.*)$", what_you_got(case), re.MULTILINE)
+            re.findall(
+                r"^  (stages|schedule|in flight)  +(.*)$", start_table_of(case), re.MULTILINE
+            )
         )
         == rows
     )
 
 
-def what_you_got(case: plans.PlanCase) -> str:
+def start_table_of(case: plans.PlanCase) -> str:
     built = plans.build(plans.model_for(case, "gpt"), case)
     stream = io.StringIO()
     data: Any = SimpleNamespace(description="words", tokenizer=SimpleNamespace(end="'</s>', id 2"))
@@ -291,16 +293,16 @@ def what_you_got(case: plans.PlanCase) -> str:
         (plans.case("fsdp=4", zero=1), (1, 1, 4), (1, 1, 4)),
         (plans.case("fsdp=4", zero=2), (1, 4, 4), (1, 4, 4)),
         (plans.case("fsdp=4", zero=3), (4, 4, 4), (4, 4, 4)),
-        # Stages share the table's rows, and sum its gradient whole along fsdp.
+        # Stages split the embedding table's rows, and reduce its gradient whole along fsdp.
         (plans.case("pipe=2,fsdp=4", zero=2, microbatches=2), (2, 2, 8), (2, 8, 8)),
         (plans.case("pipe=2,fsdp=4", zero=3, microbatches=2), (8, 2, 8), (8, 8, 8)),
     ],
 )
-def test_what_you_got_tells_what_each_device_holds(
+def test_the_start_table_shows_bytes_per_device(
     case: plans.PlanCase, table: tuple[int, ...], layers: tuple[int, ...]
 ):
-    """Parts that the parameter, its gradient and its moments are cut into."""
-    shown = what_you_got(case)
+    """Number of parts that the parameter, its gradient and its moments are split into."""
+    shown = start_table_of(case)
     for name, parts in (("embedding/table", table), ("layers/mlp/up", layers)):
         shape, *sizes = re.findall(
             rf"{name} +([\dx]+) .*?([\d.]+) MiB +([\d.]+) MiB +([\d.]+) MiB", shown
@@ -349,7 +351,7 @@ def test_short_duration(seconds: float, text: str):
     assert short_duration(seconds) == text
 
 
-def test_tensorboard_has_what_is_known(tmp_path: Path):
+def test_tensorboard_has_the_values_that_are_known(tmp_path: Path):
     pytest.importorskip("tensorboardX")
     with TensorBoardWriter(tmp_path) as writer:
         writer.step(record(1))
@@ -367,7 +369,7 @@ def test_tensorboard_has_what_is_known(tmp_path: Path):
     }
 
 
-def test_tensorboard_without_its_extra_says_what_to_install(
+def test_tensorboard_without_its_extra_names_what_to_install(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setitem(sys.modules, "tensorboardX", None)

@@ -1,4 +1,4 @@
-"""No entrance takes `~` or a URL literally, so that no directory called `gs:` is ever made."""
+"""No API or script takes `~` or a URL literally: no directory called `gs:` is ever created."""
 
 import argparse
 import os
@@ -30,12 +30,12 @@ LITERAL = (
     "",
     "C:\\x",
 )
-"""What no entrance that writes takes."""
+"""Paths that are refused wherever something would be written."""
 
 
 @pytest.fixture(autouse=True)
 def home(monkeypatch, tmp_path):
-    """An empty directory to stand in; nothing may be made there."""
+    """Run in an empty directory, in which nothing may be created, with another home directory."""
     home, here = tmp_path / "home", tmp_path / "here"
     home.mkdir()
     here.mkdir()
@@ -50,14 +50,14 @@ def script(name, *arguments, monkeypatch):
     """The exit code of a script, run in this process."""
     module = import_module(f"optimus_jax.cli.{name}")
     monkeypatch.setattr(sys, "argv", [name, *arguments])
-    for stream in ("stdout", "stderr"):  # put back when the test ends
+    for stream in ("stdout", "stderr"):  # restored when the test ends
         monkeypatch.setattr(sys, stream, getattr(sys, stream))
     return run(module.main)
 
 
 @pytest.mark.parametrize("typed", LITERAL)
 @pytest.mark.parametrize(
-    "entrance",
+    "entry_point",
     [
         lambda text: optimus_jax.train("gpt2-nano", run_dir=text),
         lambda text: optimus_jax.train(run_dir=text, resume=True),
@@ -68,14 +68,14 @@ def script(name, *arguments, monkeypatch):
         lambda text: Config().with_values({"store.local_dir": text}),
     ],
 )
-def test_what_would_be_made_is_refused(entrance, typed):
+def test_unusable_output_paths_are_refused(entry_point, typed):
     with pytest.raises(ConfigError, match=r"(?s)given:.*do:"):
-        entrance(typed)
+        entry_point(typed)
 
 
 @pytest.mark.parametrize("typed", sorted(set(LITERAL) - {"https://h/x"}))
 @pytest.mark.parametrize(
-    "entrance",
+    "entry_point",
     [
         load_text_model,
         run_report,
@@ -88,12 +88,12 @@ def test_what_would_be_made_is_refused(entrance, typed):
         path_argument,
     ],
 )
-def test_what_would_be_read_is_refused(entrance, typed):
+def test_unusable_input_paths_are_refused(entry_point, typed):
     with pytest.raises((OptimusError, argparse.ArgumentTypeError), match=r"(?s)given:.*do:"):
-        entrance(typed)
+        entry_point(typed)
 
 
-def test_home_is_home(home, monkeypatch):
+def test_a_tilde_means_the_home_directory(home, monkeypatch):
     RunDirectory.create("~/run", "x").write_config(Config().to_json())
     assert (home / "run" / "config.json").exists()
     assert read_config(Path("~/run/config.json")) == Config()
@@ -132,7 +132,7 @@ def test_home_is_home(home, monkeypatch):
         ("plan", ["--model", "gpt2-nano", "--cluster", "h100:1", "--schedule", "C:\\x.json"], 2),
     ],
 )
-def test_scripts(name, arguments, code, home, monkeypatch, capsys):
+def test_scripts_accept_tildes_and_refuse_urls(name, arguments, code, home, monkeypatch, capsys):
     (home / "a.txt").write_text("some text")
     assert script(name, *arguments, monkeypatch=monkeypatch) == code, capsys.readouterr().err
     if code:

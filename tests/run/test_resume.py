@@ -1,4 +1,4 @@
-"""Stopping and going on: bit for bit on the same mesh, within rounding on another, whatever stopped
+"""Stopping and resuming: bit for bit on the same mesh, within rounding on another, whatever stopped
 the run.
 """
 
@@ -81,13 +81,12 @@ def text(tmp_path_factory):
     return str(path)
 
 
-def test_an_edited_config_is_what_is_told_used_and_recorded(
+def test_a_resume_uses_and_records_settings_edited_in_the_config(
     uninterrupted, text, tmp_path, monkeypatch
 ):
-    """What was before, the checkpoint says. Edited: what the run has derived, and a setting
-    itself."""
-    told: list[str] = []
-    monkeypatch.setattr(Display, "message", lambda self, words: told.append(words))
+    """The old values come from the checkpoint. Edited are derived values and a setting itself."""
+    messages: list[str] = []
+    monkeypatch.setattr(Display, "message", lambda self, message: messages.append(message))
     run_dir = shutil.copytree(uninterrupted[1], tmp_path / "run")
     config = json.loads((run_dir / "config.json").read_text())
     config["derived"] |= {"precision.compute": "bf16", "optimizer.decay_steps": 100}
@@ -95,14 +94,14 @@ def test_an_edited_config_is_what_is_told_used_and_recorded(
     (run_dir / "config.json").write_text(json.dumps(config))
     result = optimus_jax.train(run_dir=run_dir, resume=True, steps=STEPS + 1)
     assert result.plan.precision == "bf16"
-    changed = next(words for words in told if words.startswith("changed since"))
+    changed = next(message for message in messages if message.startswith("changed since"))
     for name, before, now in (
         ("optimizer.lr", 0.01, 0.5),
         ("optimizer.weight_decay", 0.1, 0.25),
         ("precision.compute", "f32", "bf16"),
     ):
         assert f"{name} from {before} to {now}" in changed
-    assert not any("as at the start of the run" in words for words in told)
+    assert not any("as at the start of the run" in message for message in messages)
     saved = Checkpoints(run_dir / "checkpoints", CheckpointConfig()).latest()
     assert saved is not None
     recorded = json.loads(saved.metadata["config"])
@@ -118,12 +117,14 @@ def test_an_edited_config_is_what_is_told_used_and_recorded(
 
 
 LAYERS_IN_STAGES = 9
-"""One for every virtual stage of pipe=4 interleaved, and one more: no pipe size divides them."""
+"""A layer for every virtual stage of pipe=4 interleaved, and one more: no pipe size
+divides them.
+"""
 
 
 @pytest.fixture(scope="session")
 def uninterrupted(text, tmp_path_factory):
-    """Losses of every step of a run that nothing disturbed, and its directory."""
+    """Losses of every step of an undisturbed run, and its directory."""
     run_dir = tmp_path_factory.mktemp("runs") / "whole"
     result = optimus_jax.train(
         "gpt2-nano", run_dir=run_dir, data=text, mesh="data=2,fsdp=2,tensor=2", **TINY
@@ -141,8 +142,8 @@ def losses(result):
 
 
 @pytest.fixture(scope="session")
-def through_stages(text, tmp_path_factory):
-    """A run through two stages of uneven length."""
+def pipelined_run(text, tmp_path_factory):
+    """A run with two pipeline stages of different numbers of layers."""
     result = optimus_jax.train(
         "gpt2-nano",
         run_dir=tmp_path_factory.mktemp("runs") / "staged",
@@ -155,16 +156,16 @@ def through_stages(text, tmp_path_factory):
 
 
 @pytest.fixture
-def crashed(through_stages, tmp_path):
-    """The same, killed before its last checkpoint was written."""
-    run_dir = shutil.copytree(through_stages.run_dir, tmp_path / "run")
+def crashed(pipelined_run, tmp_path):
+    """The same run as if killed before its last checkpoint was written."""
+    run_dir = shutil.copytree(pipelined_run.run_dir, tmp_path / "run")
     shutil.rmtree(run_dir / "checkpoints" / str(STEPS))
     return run_dir
 
 
 @pytest.fixture
 def stop_at(monkeypatch):
-    """Make a run get a signal while step `step` is shown."""
+    """Send a run a signal while step `step` is shown."""
 
     def arrange(step, number):
         def show(self, record):
@@ -190,7 +191,7 @@ def test_a_resumed_run_is_bit_identical(uninterrupted, text, tmp_path, stop_at, 
 
 
 @pytest.mark.parametrize("mesh", ["tensor=4,data=2", "fsdp=8"])
-def test_a_run_resumed_on_another_mesh_agrees(
+def test_a_run_resumed_on_another_mesh_agrees_within_rounding(
     uninterrupted, text, tmp_path, stop_at, monkeypatch, mesh
 ):
     stop_at(3, signal.SIGINT)
@@ -205,10 +206,8 @@ def test_a_run_resumed_on_another_mesh_agrees(
     assert losses(resumed)[: len(stopped.history)] == uninterrupted[0][: len(stopped.history)]
 
 
-def test_steps_run_again_after_a_crash_are_not_written_twice(uninterrupted, tmp_path):
-    """A crash loses what came after the newest checkpoint; metrics of those steps are already
-    there.
-    """
+def test_steps_repeated_after_a_crash_are_recorded_once(uninterrupted, tmp_path):
+    """A crash loses the steps after the newest checkpoint, whose metrics are already recorded."""
     losses_before, run_dir = uninterrupted
     crashed = tmp_path / "crashed"
     shutil.copytree(run_dir, crashed)
@@ -221,7 +220,7 @@ def test_steps_run_again_after_a_crash_are_not_written_twice(uninterrupted, tmp_
     assert abandoned == b"".join(lines[:4]), "what the run went back behind is kept"
 
 
-def test_steps_are_those_of_the_course_that_goes_on(uninterrupted, tmp_path):
+def test_after_going_back_only_steps_of_the_new_course_count(uninterrupted, tmp_path):
     run_dir = tmp_path / "run"
     shutil.copytree(uninterrupted[1], run_dir)
     shutil.rmtree(run_dir / "checkpoints")
@@ -230,7 +229,7 @@ def test_steps_are_those_of_the_course_that_goes_on(uninterrupted, tmp_path):
     assert len((run_dir / "metrics.abandoned.jsonl").read_bytes().splitlines()) == STEPS
 
 
-def test_steps_that_are_done_cannot_be_undone(uninterrupted, tmp_path):
+def test_fewer_steps_than_already_done_are_refused(uninterrupted, tmp_path):
     run_dir = tmp_path / "run"
     shutil.copytree(uninterrupted[1], run_dir)
     before = {path: path.read_bytes() for path in run_dir.iterdir() if path.is_file()}
@@ -239,7 +238,7 @@ def test_steps_that_are_done_cannot_be_undone(uninterrupted, tmp_path):
     assert {path: path.read_bytes() for path in before} == before
 
 
-def test_a_run_has_one_process(uninterrupted):
+def test_a_run_directory_is_locked_by_one_process(uninterrupted):
     with (
         contextlib.closing(RunDirectory.resume(uninterrupted[1])),
         pytest.raises(RunDirectoryError, match=f"process {os.getpid()} on "),
@@ -256,15 +255,15 @@ BY_ENGINE = pytest.mark.parametrize(
         ("flags", True, False),
     ],
 )
-"""Who starts jobs again, and whether `--resume auto` was given."""
+"""Launchers that restart jobs and others, and whether `--resume auto` was given."""
 
 
 @BY_ENGINE
 @pytest.mark.parametrize("is_begun", [True, False])
-def test_a_job_that_an_engine_repeats_does_not_end_for_a_lock(
+def test_a_lock_is_a_fault_where_the_launcher_restarts_jobs(
     uninterrupted, tmp_path, monkeypatch, engine, is_repeated, is_fault, is_begun
 ):
-    """Who holds it may be a process of the last start that is just being ended, or has died with
+    """The lock may belong to a process of the last start that is about to exit, or that died with
     its host.
     """
     monkeypatch.setattr(open_directory, "PATIENCE_S", 0.0)
@@ -291,7 +290,7 @@ def test_a_job_that_an_engine_repeats_does_not_end_for_a_lock(
 
 
 @BY_ENGINE
-def test_a_run_that_another_process_has_begun_meanwhile_is_gone_on_with(
+def test_a_run_created_meanwhile_is_a_fault_where_jobs_restart(
     uninterrupted, engine, is_repeated, is_fault
 ):
     with pytest.raises(FaultError if is_fault else ConfigError, match="already holds a run"):
@@ -304,7 +303,7 @@ def test_a_run_that_another_process_has_begun_meanwhile_is_gone_on_with(
         )
 
 
-def test_changed_data_is_noticed(text, tmp_path, capsys):
+def test_changed_data_is_refused_unless_allowed(text, tmp_path, capsys):
     data, run_dir = tmp_path / "text.txt", tmp_path / "run"
     shutil.copyfile(text, data)
     small = TINY | {"model.num_layers": 1, "progress": "plain"}
@@ -320,14 +319,14 @@ def test_changed_data_is_noticed(text, tmp_path, capsys):
         optimus_jax.train(run_dir=run_dir, resume=True, steps=2)
     optimus_jax.train(run_dir=run_dir, resume=True, steps=2, **{"data.allow_change": True})
     assert "the data has changed" in capsys.readouterr().out
-    # the new data is the run's from here on
+    # from here on the new data belongs to the run
     optimus_jax.train(run_dir=run_dir, resume=True, steps=3)
     shutil.copyfile(text, data)
     with pytest.raises(DataError, match="not what this run was trained on"):
         optimus_jax.train(run_dir=run_dir, resume=True, steps=4)
 
 
-def test_a_log_that_cannot_be_written_costs_no_state(text, tmp_path, monkeypatch):
+def test_a_metrics_file_that_cannot_be_written_keeps_the_state(text, tmp_path, monkeypatch):
     run_dir, plain = tmp_path / "run", run_directory.append
 
     def full(path, lines):
@@ -349,7 +348,7 @@ def test_a_log_that_cannot_be_written_costs_no_state(text, tmp_path, monkeypatch
 
 
 @pytest.mark.parametrize("problem", ["data", "tensorboard"])
-def test_a_start_that_fails_leaves_nothing(text, tmp_path, monkeypatch, problem):
+def test_a_failed_start_leaves_no_files(text, tmp_path, monkeypatch, problem):
     if problem == "data":
         settings = TINY | {"data": tmp_path / "missing.txt"}
     else:
@@ -360,7 +359,7 @@ def test_a_start_that_fails_leaves_nothing(text, tmp_path, monkeypatch, problem)
     assert not list(tmp_path.iterdir())
 
 
-def test_a_program_too_large_for_the_device_leaves_nothing(text, tmp_path, monkeypatch):
+def test_a_program_too_large_for_the_device_leaves_no_files(text, tmp_path, monkeypatch):
     def refuse(*_, **__):
         raise PlanError("too large")
 
@@ -370,14 +369,14 @@ def test_a_program_too_large_for_the_device_leaves_nothing(text, tmp_path, monke
     assert not list(tmp_path.iterdir())
 
 
-def test_a_config_says_what_was_derived(uninterrupted):
+def test_the_config_file_records_derived_values(uninterrupted):
     derived = json.loads((uninterrupted[1] / "config.json").read_text())["derived"]
     assert derived["optimizer.warmup_steps"] == 1
     assert derived["parallel.zero"] == 3
     assert derived["parallel.mesh"] == "data=2,fsdp=2,tensor=2"
 
 
-def test_an_extended_run_keeps_its_warm_up_and_its_decay(uninterrupted, tmp_path, capsys):
+def test_an_extended_run_keeps_its_warmup_and_decay(uninterrupted, tmp_path, capsys):
     run_dir = shutil.copytree(uninterrupted[1], tmp_path / "run")
     extended = optimus_jax.train(run_dir=run_dir, resume=True, steps=STEPS + 2, progress="plain")
     assert [record.lr for record in extended.history[STEPS - 1 :]] == [pytest.approx(1e-3)] * 3
@@ -399,7 +398,7 @@ def test_an_extended_run_keeps_its_warm_up_and_its_decay(uninterrupted, tmp_path
     ]
 
 
-def test_a_damaged_newest_checkpoint_is_passed_over(uninterrupted, text, tmp_path, capsys):
+def test_a_damaged_newest_checkpoint_is_set_aside(uninterrupted, text, tmp_path, capsys):
     run_dir = tmp_path / "run"
     optimus_jax.train(
         "gpt2-nano",
@@ -423,10 +422,10 @@ def test_a_damaged_newest_checkpoint_is_passed_over(uninterrupted, text, tmp_pat
     assert newest.is_dir(), "saved anew"
 
 
-def test_the_same_words_begin_a_run_and_go_on_with_it(
+def test_resume_auto_starts_and_resumes_with_the_same_arguments(
     uninterrupted, text, tmp_path, stop_at, monkeypatch
 ):
-    words = {
+    arguments = {
         "run_dir": tmp_path / "run",
         "data": text,
         "mesh": "data=2,fsdp=2,tensor=2",
@@ -434,29 +433,29 @@ def test_the_same_words_begin_a_run_and_go_on_with_it(
         **TINY,
     }
     stop_at(3, signal.SIGTERM)
-    stopped = optimus_jax.train("gpt2-nano", **words)
+    stopped = optimus_jax.train("gpt2-nano", **arguments)
     assert stopped.exit_code == EXIT_RESTART
     monkeypatch.undo()
-    resumed = optimus_jax.train("gpt2-nano", **words)
+    resumed = optimus_jax.train("gpt2-nano", **arguments)
     assert losses(resumed) == uninterrupted[0]
     with pytest.raises(ConfigError, match=r"another model, data or seed\n.*changes to seed"):
-        optimus_jax.train("gpt2-nano", **words | {"seed": 1})
+        optimus_jax.train("gpt2-nano", **arguments | {"seed": 1})
 
 
-def test_auto_needs_to_know_where(text):
+def test_resume_auto_needs_a_run_directory(text):
     with pytest.raises(ConfigError, match="--run-dir DIR --resume auto"):
         optimus_jax.train("gpt2-nano", data=text, resume="auto", **TINY)
 
 
-def test_a_killed_run_goes_on_from_its_snapshot(uninterrupted, text, tmp_path, monkeypatch):
+def test_a_killed_run_resumes_from_its_snapshot(uninterrupted, text, tmp_path, monkeypatch):
     class Killed(BaseException):
-        """In place of SIGKILL: nothing is saved or put in order."""
+        """In place of SIGKILL: nothing is saved or cleaned up."""
 
     def die(self, record):
         if record.step == 6:
             raise Killed
 
-    words = {
+    arguments = {
         "run_dir": tmp_path / "run",
         "data": text,
         "mesh": "data=2,fsdp=2,tensor=2",
@@ -470,12 +469,12 @@ def test_a_killed_run_goes_on_from_its_snapshot(uninterrupted, text, tmp_path, m
     }
     monkeypatch.setattr(Display, "step", die)
     with pytest.raises(Killed):
-        optimus_jax.train("gpt2-nano", **words)
+        optimus_jax.train("gpt2-nano", **arguments)
     monkeypatch.undo()
     (memory,) = tmp_path.glob("optimus_jax-*/*")
     assert sorted(path.name for path in memory.iterdir()) == ["2", "4"], "it dies before the next"
     shutil.rmtree(tmp_path / "run" / "checkpoints" / "6", ignore_errors=True)
-    resumed = optimus_jax.train("gpt2-nano", **words)
+    resumed = optimus_jax.train("gpt2-nano", **arguments)
     events = [
         json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()
     ]
@@ -484,7 +483,7 @@ def test_a_killed_run_goes_on_from_its_snapshot(uninterrupted, text, tmp_path, m
     assert not list(tmp_path.glob("optimus_jax-*")), "the memory is given back"
 
 
-def test_a_mesh_for_devices_that_are_lost_is_left_to_the_planner():
+def test_a_mesh_that_needs_lost_devices_is_replaced_by_the_planner():
     config = Config().with_values(
         {
             "parallel.mesh": "data=2,fsdp=2,tensor=2",
@@ -500,10 +499,10 @@ def test_a_mesh_for_devices_that_are_lost_is_left_to_the_planner():
     assert for_available_devices(config, replace(topology, num_devices=8)) == config
 
 
-def test_a_pipeline_resumed_is_bit_identical(through_stages, crashed):
+def test_a_pipeline_resumed_is_bit_identical(pipelined_run, crashed):
     resumed = optimus_jax.train(run_dir=crashed, resume=True)
-    assert losses(resumed) == losses(through_stages)
-    expected = host_leaves(through_stages.state)
+    assert losses(resumed) == losses(pipelined_run)
+    expected = host_leaves(pipelined_run.state)
     for path, leaf in host_leaves(resumed.state).items():
         np.testing.assert_array_equal(leaf, expected[path], err_msg=path)
 
@@ -513,13 +512,13 @@ def test_a_pipeline_resumed_is_bit_identical(through_stages, crashed):
     [{"mesh": "data=4,tensor=2"}, {"mesh": "pipe=4,fsdp=2", "schedule": "interleaved"}],
     ids=lambda settings: settings["mesh"],
 )
-def test_a_pipeline_resumed_on_another_mesh_agrees(through_stages, crashed, settings):
+def test_a_pipeline_resumed_on_another_mesh_agrees(pipelined_run, crashed, settings):
     resumed = optimus_jax.train(run_dir=crashed, resume=True, **settings)
-    assert resumed.plan.axes != through_stages.plan.axes
-    assert losses(resumed) == pytest.approx(losses(through_stages), rel=F32_RELATIVE)
+    assert resumed.plan.axes != pipelined_run.plan.axes
+    assert losses(resumed) == pytest.approx(losses(pipelined_run), rel=F32_RELATIVE)
 
 
-def test_a_pipeline_resumed_on_one_device_agrees(through_stages, crashed):
+def test_a_pipeline_resumed_on_one_device_agrees(pipelined_run, crashed):
     script = (
         f"import optimus_jax; optimus_jax.train(run_dir={str(crashed)!r}, resume=True,"
         " mesh='data=1', cpu_devices=1)"
@@ -528,7 +527,7 @@ def test_a_pipeline_resumed_on_one_device_agrees(through_stages, crashed):
     found = [
         json.loads(line)["loss"] for line in (crashed / "metrics.jsonl").read_text().splitlines()
     ]
-    assert found == pytest.approx(losses(through_stages), rel=F32_RELATIVE)
+    assert found == pytest.approx(losses(pipelined_run), rel=F32_RELATIVE)
 
 
 @pytest.mark.parametrize(
@@ -540,22 +539,22 @@ def test_a_pipeline_resumed_on_one_device_agrees(through_stages, crashed):
         ("data=1", "auto"),
     ],
 )
-def test_checkpoints_move_between_pipelines_bit_for_bit(through_stages, tmp_path, mesh, schedule):
-    """Saved by two stages, restored under another plan, saved by that and restored by two stages
-    again.
+def test_checkpoints_move_between_pipelines_bit_for_bit(pipelined_run, tmp_path, mesh, schedule):
+    """Saved under two stages, restored under another plan, saved under that, and restored under two
+    stages.
     """
-    here, there = program_of(through_stages), program_of(through_stages, mesh, schedule)
-    state = moved_through(
-        Checkpoints(through_stages.run_dir / "checkpoints", CheckpointConfig()), there
+    here, there = program_of(pipelined_run), program_of(pipelined_run, mesh, schedule)
+    state = restored_for(
+        Checkpoints(pipelined_run.run_dir / "checkpoints", CheckpointConfig()), there
     )
-    original = in_order(here, host_leaves(through_stages.state))
+    original = in_order(here, host_leaves(pipelined_run.state))
     for path, leaf in in_order(there, host_leaves(state)).items():
         np.testing.assert_array_equal(leaf, fitted(original[path], leaf.shape), err_msg=path)
     again = Checkpoints(tmp_path, CheckpointConfig())
     again.save(1, to_stored(state, there.shapes, there.plan, there.state_shardings), {})
-    back = moved_through(again, here)
+    back = restored_for(again, here)
     again.close()
-    expected = host_leaves(through_stages.state)
+    expected = host_leaves(pipelined_run.state)
     for path, leaf in host_leaves(back).items():
         np.testing.assert_array_equal(leaf, expected[path], err_msg=path)
 
@@ -570,8 +569,8 @@ def program_of(result, mesh=None, schedule="auto"):
     return build_program(config, plan, jax.devices()[: plan.num_devices])
 
 
-def moved_through(checkpoints, program):
-    """The newest checkpoint's state under a program."""
+def restored_for(checkpoints, program):
+    """Restore the newest checkpoint's state for a program."""
     target = abstract_stored_state(
         program.shapes, program.optimizer, program.config.precision, program.plan, program.mesh
     )
@@ -583,14 +582,14 @@ def moved_through(checkpoints, program):
     )
 
 
-def test_empty_slots_stay_zero(through_stages):
-    """Else they would be padding that is not zero in the checkpoint of a plan whose slots are in
-    order.
+def test_empty_pipeline_slots_stay_zero(pipelined_run):
+    """Otherwise they would be non-zero padding in the checkpoint of a plan with its slots
+    in order.
     """
-    slots = np.array(program_of(through_stages).shapes.slots)
+    slots = np.array(program_of(pipelined_run).shapes.slots)
     assert slots.tolist() == [0, 1, 2, 3, -1, 4, 5, 6, 7, 8]
     stacked = {
-        path: leaf for path, leaf in host_leaves(through_stages.state).items() if is_stacked(path)
+        path: leaf for path, leaf in host_leaves(pipelined_run.state).items() if is_stacked(path)
     }
     assert {path.partition("/layers/")[0] for path in stacked} == {
         "params",
@@ -598,19 +597,19 @@ def test_empty_slots_stay_zero(through_stages):
         "opt_state/0/nu",
     }
     for path, leaf in stacked.items():
-        # nor -0.0, whose bits count in a checksum
+        # not -0.0 either, whose bits change a checksum
         assert not leaf[slots < 0].view(np.uint32).any(), path
         assert leaf[slots >= 0].any(), path
 
 
-def test_a_pipeline_is_sampled_from_on_one_device(through_stages):
-    params = load_text_model(through_stages.run_dir).params
-    expected = in_order(program_of(through_stages), host_leaves(through_stages.state))
+def test_text_is_generated_on_one_device_from_a_pipelined_run(pipelined_run):
+    params = load_text_model(pipelined_run.run_dir).params
+    expected = in_order(program_of(pipelined_run), host_leaves(pipelined_run.state))
     for path, leaf in host_leaves({"params": params}).items():
         np.testing.assert_array_equal(leaf, fitted(expected[path], leaf.shape), err_msg=path)
 
 
-def test_events_tell_the_story(uninterrupted):
+def test_an_undisturbed_run_logs_start_plan_compile_checkpoint_and_end(uninterrupted):
     events = [
         json.loads(line) for line in (uninterrupted[1] / "events.jsonl").read_text().splitlines()
     ]
@@ -618,7 +617,7 @@ def test_events_tell_the_story(uninterrupted):
     assert events[-1]["reason"] == "done"
 
 
-def test_a_run_that_no_longer_learns_can_go_back(uninterrupted, tmp_path, capsys):
+def test_a_diverged_run_can_go_back_to_an_earlier_checkpoint(uninterrupted, tmp_path, capsys):
     run_dir = shutil.copytree(uninterrupted[1], tmp_path / "run")
     with pytest.raises(
         LearningError,
@@ -653,8 +652,8 @@ def test_a_run_that_no_longer_learns_can_go_back(uninterrupted, tmp_path, capsys
         lr=1e-2,
         **{"checkpoint.resume_step": STEPS, "optimizer.clip_norm": 1.0},
     )
-    said = capsys.readouterr().out
-    assert f"resumed from the checkpoint of step {STEPS}, as requested" in said
+    output = capsys.readouterr().out
+    assert f"resumed from the checkpoint of step {STEPS}, as requested" in output
     assert (result.reason, losses(result)[:STEPS]) == ("done", uninterrupted[0])
     assert sorted(int(path.name) for path in (run_dir / "abandoned").iterdir()) == steps[1:]
     assert Config.from_json((run_dir / "config.json").read_text()).checkpoint.resume_step is None, (
@@ -662,7 +661,7 @@ def test_a_run_that_no_longer_learns_can_go_back(uninterrupted, tmp_path, capsys
     )
 
 
-def test_a_run_is_not_overwritten(uninterrupted, text):
+def test_an_existing_run_is_not_overwritten(uninterrupted, text):
     before = (uninterrupted[1] / "metrics.jsonl").read_bytes()
     with pytest.raises(ConfigError, match=r"never overwritten[\s\S]*--resume"):
         optimus_jax.train("gpt2-nano", run_dir=uninterrupted[1], data=text, **TINY)
@@ -678,12 +677,12 @@ def test_a_run_is_not_overwritten(uninterrupted, text):
         ({"mesh": "data=3"}, OptimusError, "needs 3 devices; this run has 8"),
     ],
 )
-def test_what_a_resumed_run_refuses(uninterrupted, change, error, message):
+def test_changes_that_a_resume_cannot_make_are_refused(uninterrupted, change, error, message):
     with pytest.raises(error, match=message):
         optimus_jax.train(run_dir=uninterrupted[1], resume=True, **change)
 
 
-def test_a_change_of_precision_begins_with_its_own_loss_scale(text, tmp_path, capsys):
+def test_after_a_change_of_precision_the_loss_scale_restarts(text, tmp_path, capsys):
     run_dir, small = (
         tmp_path / "run",
         TINY | {"model.num_layers": 1, "progress": "plain", "precision.loss_scale": 1024},
@@ -715,8 +714,7 @@ def test_a_change_of_precision_begins_with_its_own_loss_scale(text, tmp_path, ca
     ],
 )
 def test_a_checkpoint_of_another_model_is_refused(uninterrupted, tmp_path, name, size):
-    """Neither larger nor smaller: what is missing is not padding, what is too much is not
-    damage."""
+    """Neither larger nor smaller: missing values are not padding, and too many are not damage."""
     run_dir = tmp_path / "other"
     shutil.copytree(uninterrupted[1], run_dir)
     config = json.loads((run_dir / "config.json").read_text())

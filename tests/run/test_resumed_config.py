@@ -1,5 +1,4 @@
-"""What a run derived when it began is its own: a resume keeps it unless that very setting
-changes."""
+"""Values derived at the start of a run are kept by a resume, unless that very setting changes."""
 
 import dataclasses
 import json
@@ -20,8 +19,8 @@ NUM_PARAMS = 33_000
 PEAK = 2e-3
 
 
-def begun(**settings):
-    """The config.json of a run that has begun."""
+def started(**settings):
+    """The config.json of a started run."""
     return written(make_config("gpt2-nano", settings))
 
 
@@ -42,7 +41,7 @@ def resume(text: str, step: int, *, auto: bool = False, **settings: Any) -> Resu
 
 
 def text_of(resumed):
-    """Its config.json from here on."""
+    """The config.json after the resume."""
     return written(resumed.as_requested(resumed.config), resumed.config)
 
 
@@ -64,10 +63,10 @@ def change(resumed, step, checkpoints=()):
 
 @pytest.mark.parametrize("auto", [True, False])
 @pytest.mark.parametrize("schedule", ["cosine", "linear"])
-def test_an_extended_run_does_not_go_back_into_warm_up(schedule, auto):
-    """Extended twice: warm-up and decay are those that it began with, and the rate has no jump."""
+def test_an_extended_run_does_not_warm_up_again(schedule, auto):
+    """Extended twice: warm-up and decay stay as at the start, and the learning rate has no jump."""
     words = {"optimizer.schedule": schedule} if auto else {}
-    text = begun(steps=10, **{"optimizer.schedule": schedule})
+    text = started(steps=10, **{"optimizer.schedule": schedule})
     for step, steps in ((10, 400), (400, 900)):
         resumed = resume(text, step, auto=auto, steps=steps, **words)
         assert (resumed.config.warmup_steps, resumed.config.decay_steps, resumed.config.steps) == (
@@ -82,13 +81,13 @@ def test_an_extended_run_does_not_go_back_into_warm_up(schedule, auto):
         )
 
 
-def test_a_schedule_whose_decay_has_not_begun_decays_at_the_new_end():
+def test_a_decay_that_has_not_begun_ends_at_the_new_last_step():
     for settings, step, warmup in (
         ({"optimizer.schedule": "wsd"}, 800, 50),
         ({"optimizer.schedule": "constant"}, 999, 50),
         ({}, 20, 50),
     ):
-        resumed = resume(begun(steps=1000, **settings), step, steps=3000)
+        resumed = resume(started(steps=1000, **settings), step, steps=3000)
         assert (resumed.config.warmup_steps, resumed.config.decay_steps) == (warmup, 3000)
         assert np.array_equal(rates(resumed.before, step, step), rates(resumed.config, step, step))
         again = resume(text_of(resumed), step)
@@ -97,9 +96,11 @@ def test_a_schedule_whose_decay_has_not_begun_decays_at_the_new_end():
 
 
 @pytest.mark.parametrize(("step", "steps"), [(801, 3000), (900, 850), (700, 750)])
-def test_a_decay_that_has_begun_or_would_have_ends_where_it_would_have(step, steps):
-    """Longer or shorter; the last is before its decay, but within the one of the shorter run."""
-    resumed = resume(begun(steps=1000, **{"optimizer.schedule": "wsd"}), step, steps=steps)
+def test_a_decay_that_has_begun_keeps_its_end(step, steps):
+    """For longer and shorter runs; in the last case the step is before its decay, but within the
+    decay of the shorter run.
+    """
+    resumed = resume(started(steps=1000, **{"optimizer.schedule": "wsd"}), step, steps=steps)
     assert resumed.config.decay_steps == 1000
     text = change(resumed, step).describe()
     assert "the rate jumps" not in text
@@ -107,13 +108,13 @@ def test_a_decay_that_has_begun_or_would_have_ends_where_it_would_have(step, ste
     assert f"--set optimizer.decay_steps={steps} (" in text
 
 
-def test_a_run_that_is_shorter_than_its_warm_up_does_not_warm_up_again():
-    text = begun(steps=10, **{"optimizer.warmup_steps": 100})
+def test_a_run_shorter_than_its_warmup_does_not_warm_up_again():
+    text = started(steps=10, **{"optimizer.warmup_steps": 100})
     resumed = resume(text, 10, steps=400)
     assert rates(resumed.config, 10, 11) == pytest.approx(PEAK, rel=1e-3)
     assert resumed.config.decay_steps == 400, "no step has been part of the decay"
     assert resume(text_of(resumed), 400, steps=500).config.warmup_steps == 10
-    shortened = resume(begun(steps=1000), 20, steps=30)
+    shortened = resume(started(steps=1000), 20, steps=30)
     assert (shortened.config.warmup_steps, shortened.config.decay_steps) == (50, 1000)
 
 
@@ -144,22 +145,22 @@ def test_a_run_that_is_shorter_than_its_warm_up_does_not_warm_up_again():
         ),
     ],
 )
-def test_what_a_change_does_to_the_rate_is_told(settings, step, changed, now):
-    """Before, now and at the end, as the steps will have it."""
-    resumed = resume(begun(steps=100), step, **settings)
-    told = change(resumed, step)
+def test_a_change_of_the_learning_rate_is_reported(settings, step, changed, now):
+    """The rates before, now and at the end, as the steps will have them."""
+    resumed = resume(started(steps=100), step, **settings)
+    reported = change(resumed, step)
     expected = [
         rates(resumed.before, step, step),
         rates(resumed.config, step + 1, step + 1),
         rates(resumed.config, resumed.config.steps, resumed.config.steps),
     ]
-    assert list(told.rates.values()) == [pytest.approx(float(rate[0])) for rate in expected]
+    assert list(reported.rates.values()) == [pytest.approx(float(rate[0])) for rate in expected]
     if now is not None:
-        assert told.rates["lr_now"] == pytest.approx(now)
-    text = told.describe()
+        assert reported.rates["lr_now"] == pytest.approx(now)
+    text = reported.describe()
     assert changed in text
     assert "the rate jumps" in text
-    assert all(f"{rate:.4g}" in text for rate in told.rates.values())
+    assert all(f"{rate:.4g}" in text for rate in reported.rates.values())
 
 
 @pytest.mark.parametrize(
@@ -175,18 +176,22 @@ def test_what_a_change_does_to_the_rate_is_told(settings, step, changed, now):
         ({"optimizer.schedule": "wsd", "optimizer.decay_fraction": 1.0}, 3000, (50, 60), 50),
     ],
 )
-def test_a_run_whose_decay_is_over_is_told_where_to_go_back_to(settings, steps, checkpoints, back):
-    """And what it is told to type does extend the run without a jump, before and after the first
+def test_after_its_decay_a_run_is_told_which_checkpoint_extends_it(
+    settings, steps, checkpoints, back
+):
+    """And the suggested command extends the run without a jump, before and after the first
     resume.
     """
-    text = begun(steps=1000, **settings)
+    text = started(steps=1000, **settings)
     resumed = resume(text, 1000, steps=steps)
-    told = change(resumed, 1000, checkpoints).describe()
+    reported = change(resumed, 1000, checkpoints).describe()
     if back is None:
-        assert "no checkpoint of step" in told
-        assert "checkpoint.resume_step" not in told
+        assert "no checkpoint of step" in reported
+        assert "checkpoint.resume_step" not in reported
         return
-    assert f"--resume --set checkpoint.resume_step={back} --set optimizer.decay_steps=none" in told
+    assert (
+        f"--resume --set checkpoint.resume_step={back} --set optimizer.decay_steps=none" in reported
+    )
     typed: dict[str, Any] = {"optimizer.decay_steps": "none"}
     for again in (
         resume(text_of(resumed), back, **typed),
@@ -198,14 +203,14 @@ def test_a_run_whose_decay_is_over_is_told_where_to_go_back_to(settings, steps, 
         assert later.config.decay_steps == 2 * steps, "it can be extended once more"
 
 
-def test_no_way_back_is_said_where_nothing_was_lost():
-    """Before the decay begins, without one, and where the run is shorter than its warm-up."""
+def test_no_checkpoint_is_suggested_where_no_decay_was_done():
+    """Before the decay begins, without a decay, and where the run is shorter than its warm-up."""
     for settings, step, steps in (
         ({"optimizer.schedule": "wsd"}, 700, 3000),
         ({"optimizer.schedule": "constant"}, 1000, 3000),
         ({"optimizer.warmup_steps": 500}, 20, 30),
     ):
-        resumed = resume(begun(steps=1000, **settings), step, steps=steps)
+        resumed = resume(started(steps=1000, **settings), step, steps=steps)
         assert "go back" not in change(resumed, step, (5, 500, 1000)).describe()
 
 
@@ -220,10 +225,9 @@ OTHER: dict[str, Any] = {
 
 
 @pytest.mark.parametrize(("schedule", "step"), [("cosine", 3), ("wsd", 95), ("constant", 100)])
-def test_no_setting_changes_the_rate_without_a_word(schedule, step):
-    """Of all of the optimizer's, and the steps: whatever makes the next rate jump is told as
-    one."""
-    text = begun(steps=100, **{"optimizer.schedule": schedule})
+def test_every_jump_of_the_learning_rate_is_reported(schedule, step):
+    """For all settings of the optimizer, and the number of steps."""
+    text = started(steps=100, **{"optimizer.schedule": schedule})
     tried: list[dict[str, Any]] = [{"steps": 200}, {"steps": 101}]
     for field in dataclasses.fields(OptimizerConfig):
         value = OTHER.get(field.name, 7 if field.type is int else 0.5)
@@ -233,34 +237,34 @@ def test_no_setting_changes_the_rate_without_a_word(schedule, step):
         ]
     for settings in tried:
         resumed = resume(text, step, **settings)
-        told = change(resumed, step)
+        reported = change(resumed, step)
         at = jnp.arange(step, 202, dtype=jnp.int32)
         both = [learning_rate(each, NUM_PARAMS)(at) for each in (resumed.before, resumed.config)]
         old, new = np.array(both)[:, 1:]
         if not np.array_equal(old, new):
-            assert told.is_changed, settings
+            assert reported.is_changed, settings
         was = float(both[0][0])
         if all(new[0] != pytest.approx(other, rel=2e-3) for other in (old[0], was)):
-            assert "the rate jumps" in told.describe(), settings
+            assert "the rate jumps" in reported.describe(), settings
 
 
-def test_a_warm_up_that_is_asked_for_now_may_be_longer_than_the_decay_was():
+def test_a_new_warmup_may_be_longer_than_the_old_decay():
     changes: dict[str, Any]
     for changes in (
         {"steps": 400, "optimizer.warmup_steps": 200},
         {"steps": 4000, "optimizer.warmup_steps": "none"},
     ):
-        resumed = resume(begun(steps=100), 50, **changes)
+        resumed = resume(started(steps=100), 50, **changes)
         ends = resumed.config.warmup_steps, resumed.config.decay_steps
         assert ends == (200, changes["steps"])
     changes = {"optimizer.decay_steps": 100, "optimizer.warmup_steps": 200}
     with pytest.raises(ConfigError, match=r"before warm-up does\n.*decay_steps=100, .*=200"):
-        resume(begun(steps=100), 50, **changes)
+        resume(started(steps=100), 50, **changes)
 
 
-def test_a_resume_that_changes_nothing_derives_nothing_anew():
-    """Not even where this version has another table of peak rates, or other steps of warm-up."""
-    text = begun(steps=300)
+def test_a_resume_without_changes_derives_nothing_anew():
+    """Even if this version derives another peak rate or number of warm-up steps."""
+    text = started(steps=300)
     value = json.loads(text)
     value["derived"] |= {
         "optimizer.lr": 0.125,
@@ -281,8 +285,8 @@ def test_a_resume_that_changes_nothing_derives_nothing_anew():
     assert resume(text, 50, precision="auto").config.precision.compute == "auto"
 
 
-def test_a_setting_that_a_repeated_command_leaves_out_stays():
-    text = begun(lr=0.5, **{"evaluation.examples": 7})
+def test_a_setting_left_out_of_a_repeated_command_is_kept():
+    text = started(lr=0.5, **{"evaluation.examples": 7})
     config = resume(text, 50, auto=True).config
     assert (config.optimizer.lr, config.eval_examples) == (0.5, 7)
     assert resume(text, 50, auto=True, lr=0.25).config.optimizer.lr == 0.25
@@ -292,7 +296,7 @@ def test_a_setting_that_a_repeated_command_leaves_out_stays():
     )
 
 
-def test_a_run_from_before_this_was_written_down_keeps_what_it_had():
+def test_a_run_from_before_derived_values_were_recorded_keeps_its_values():
     value = json.loads(
         make_config("gpt2-nano", {"steps": 10, "global_batch": 8}).to_json(
             derived={"optimizer.lr": 0.002, "optimizer.warmup_steps": 1}
@@ -307,8 +311,8 @@ def test_a_run_from_before_this_was_written_down_keeps_what_it_had():
         assert (config.warmup_steps, config.decay_steps, config.eval_examples) == (1, 10, 64)
 
 
-def test_a_length_that_was_derived_may_be_named():
-    text = begun()
+def test_a_derived_sequence_length_may_be_given_but_not_changed():
+    text = started()
     for auto in (True, False):
         assert resume(text, 5, auto=auto, seq_len=256).config.seq_len == 256
         with pytest.raises(ConfigError, match=r"data\.seq_len"):
@@ -318,18 +322,18 @@ def test_a_length_that_was_derived_may_be_named():
 @pytest.mark.parametrize(
     "derived", ["[]", '{"optimizer.warmup_steps": "soon"}', '{"optimizer.decay_steps": 0}']
 )
-def test_derived_values_that_cannot_be_are_refused(derived):
-    value = json.loads(begun()) | {"derived": json.loads(derived)}
+def test_invalid_derived_values_are_refused(derived):
+    value = json.loads(started()) | {"derived": json.loads(derived)}
     with pytest.raises(ConfigError, match="do: "):
         resume(json.dumps(value), 5)
 
 
-def test_the_evaluation_set_has_an_old_name():
+def test_eval_batches_is_an_old_name_of_evaluation_examples():
     config = make_config("gpt2-nano", {"eval_batches": 3, "global_batch": 4, "phases": "5:16x32"})
     assert config.eval_examples == 12
     assert make_config(None, {"evaluation.examples": 5}, config).eval_examples == 5
     assert make_config("gpt2-nano", {"global_batch": 64}).eval_examples == 128
-    text = begun(**{"evaluation.examples": 5, "global_batch": 4})
+    text = started(**{"evaluation.examples": 5, "global_batch": 4})
     assert resume(text, 5, eval_batches=3).config.eval_examples == 12
     with pytest.raises(ConfigError, match=r"old name(.|\n)*give evaluation.examples only"):
         make_config("gpt2-nano", {"eval_batches": 3, "evaluation.examples": 5})

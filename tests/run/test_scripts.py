@@ -1,5 +1,5 @@
-"""The command line: help on one screen, and one clear message with exit code 2 for whatever a user
-gets wrong.
+"""The command line: help on one screen, and one clear message with exit code 2 for every user
+mistake.
 """
 
 import json
@@ -175,7 +175,7 @@ def test_help_fits_a_screen_and_shows_defaults():
         ),
     ],
 )
-def test_the_users_mistakes_end_with_one_message(arguments, message, tmp_path):
+def test_user_mistakes_end_with_one_message(arguments, message, tmp_path):
     failed = train(
         *arguments,
         *(
@@ -194,7 +194,7 @@ def test_the_users_mistakes_end_with_one_message(arguments, message, tmp_path):
 @pytest.mark.parametrize(
     ("content", "message"), [("", "empty"), ("too short", "shorter than one example")]
 )
-def test_unusable_text(tmp_path, content, message):
+def test_empty_or_too_short_text_is_refused(tmp_path, content, message):
     (tmp_path / "text.txt").write_text(content)
     failed = train(
         "--model", "gpt2-nano", "--data", tmp_path / "text.txt", "--run-dir", tmp_path / "run"
@@ -204,7 +204,7 @@ def test_unusable_text(tmp_path, content, message):
     assert not (tmp_path / "run").exists()
 
 
-def test_a_run_ends_where_it_says(tmp_path, text):
+def test_a_run_writes_its_files_and_can_be_resumed_on_fewer_devices(tmp_path, text):
     done = train(
         "--model",
         "llama-nano",
@@ -251,7 +251,7 @@ def test_a_run_ends_where_it_says(tmp_path, text):
         "fsdp": 2,
         "tensor": 1,
     }
-    # On one device, with other steps than planned before: what was saved on two goes on.
+    # The run of two devices is resumed on one, with more steps.
     resumed = train(
         "--run-dir", run, "--resume", "--steps", 3, "--mesh", "auto", "--cpu-devices", 1
     )
@@ -261,8 +261,8 @@ def test_a_run_ends_where_it_says(tmp_path, text):
     ] == [1, 2, 3]
 
 
-def driven(program, *arguments):
-    """scripts/train.py after `program` has changed something in the package."""
+def run_after(program, *arguments):
+    """Run scripts/train.py after `program` has changed something in the package."""
     start = (
         f"{program}\nimport runpy, sys\nsys.argv = sys.argv[1:]\nrunpy.run_path(sys.argv[0],"
         " run_name='__main__')"
@@ -320,21 +320,21 @@ compiled = run.compile_step
     ],
     ids=["twice", "while compiling", "terminated while compiling"],
 )
-def test_signals_end_with_a_line(tmp_path, text, when, code, message):
-    ended = driven(
+def test_signals_during_startup_end_with_one_line(tmp_path, text, when, code, message):
+    ended = run_after(
         SIGNALS + when, *ONE_LAYER, "--data", text, "--steps", 1000, "--run-dir", tmp_path / "run"
     )
     assert ended.returncode == code, ended.stderr
     assert message in ended.stderr
     assert "Traceback" not in ended.stderr
-    # A cluster may start it again with --resume.
+    # A cluster may restart it with --resume.
     assert (tmp_path / "run" / "config.json").exists() == (
         message == "stopped without saving" or code == 75
     )
 
 
-def test_an_unreachable_coordinator_is_given_up_in_words(tmp_path):
-    ended = driven(
+def test_an_unreachable_coordinator_is_a_fault_with_a_message(tmp_path):
+    ended = run_after(
         "",
         "--model",
         "gpt2-nano",
@@ -359,8 +359,8 @@ def test_an_unreachable_coordinator_is_given_up_in_words(tmp_path):
     assert "Traceback" not in ended.stderr
 
 
-def test_sigterm_is_heard_while_processes_connect(tmp_path):
-    ended = driven(
+def test_sigterm_is_handled_while_processes_connect(tmp_path):
+    ended = run_after(
         "import os, signal\nfrom optimus_jax.cluster import"
         " rendezvous_client\nrendezvous_client.socket.create_connection = lambda *_, **__:"
         " os.kill(os.getpid(), signal.SIGTERM)\n",
@@ -380,8 +380,8 @@ def test_sigterm_is_heard_while_processes_connect(tmp_path):
     assert "Traceback" not in ended.stderr
 
 
-def test_programs_of_a_cpu_go_into_no_cache(tmp_path, text, monkeypatch):
-    """For those that come out of it get stuck."""
+def test_cpu_programs_are_not_cached(tmp_path, text, monkeypatch):
+    """CPU executables from JAX's compilation cache hang."""
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
     done = train(
@@ -402,7 +402,7 @@ def test_programs_of_a_cpu_go_into_no_cache(tmp_path, text, monkeypatch):
     assert not list((tmp_path / "cache").glob("*"))
 
 
-def test_a_config_of_a_run_begins_another(tmp_path, text):
+def test_the_config_of_a_run_can_start_another_run(tmp_path, text):
     (tmp_path / "config.json").write_text(
         make_config(
             "gpt2-nano",
@@ -431,7 +431,7 @@ def test_a_config_of_a_run_begins_another(tmp_path, text):
     assert json.loads((tmp_path / "run" / "config.json").read_text())["data"]["global_batch"] == 4
 
 
-def test_a_schedule_is_shown_written_and_shown_again(tmp_path):
+def test_a_schedule_is_shown_written_and_read_again(tmp_path):
     asked = ("--schedule", "1f1b", "--stages", 4, "--microbatches", 6)
     shown = run_script(
         "schedule.py", *asked, "--json", "own.json", "--picture", "own.svg", cwd=tmp_path
@@ -456,7 +456,7 @@ def test_a_schedule_is_shown_written_and_shown_again(tmp_path):
     assert json.loads((tmp_path / "own.json").read_text())["microbatches"] == 6
 
 
-def test_the_page_about_pipelines_shows_what_the_script_shows():
+def test_the_docs_page_on_pipelines_shows_the_output_of_the_script():
     page = (SCRIPTS.parent / "docs" / "pipelines.md").read_text()
     chart = run_script(
         "schedule.py", "--schedule", "1f1b", "--stages", 4, "--microbatches", 6
@@ -499,7 +499,7 @@ def test_the_page_about_pipelines_shows_what_the_script_shows():
         (("--stages", 4, "--microbatches", 6, "--json", "own"), "ends in .json[\\s\\S]*own.json"),
     ],
 )
-def test_mistakes_about_a_schedule_end_with_one_message(arguments, message, tmp_path):
+def test_user_mistakes_about_a_schedule_end_with_one_message(arguments, message, tmp_path):
     failed = run_script("schedule.py", *arguments, cwd=tmp_path)
     assert failed.returncode == 2
     assert re.search(message, failed.stderr), failed.stderr

@@ -1,4 +1,6 @@
-"""A checkpoint goes with the config that it was saved under, in all that is computed."""
+"""A checkpoint can be used only under a config that computes the same as the config it was saved
+under.
+"""
 
 import dataclasses
 import json
@@ -31,13 +33,13 @@ OTHER = {
 
 
 @pytest.mark.parametrize("name", OTHER)
-def test_what_changes_the_run_is_refused(name):
+def test_changes_of_model_data_or_seed_are_refused(name):
     section = ".".join(name.split(".")[:2])
     with pytest.raises(CheckpointError, match=f"saved with {section}="):
         check_stored_config(METADATA, SAVED.with_values({name: OTHER[name]}))
 
 
-def test_every_field_of_a_model_is_compared_but_its_name():
+def test_every_model_field_except_the_name_is_compared():
     fields = {field.name for field in dataclasses.fields(SAVED.model)}
     assert fields - {name.split(".")[1] for name in OTHER if name.startswith("model.")} == {
         "name",
@@ -51,7 +53,7 @@ def test_every_field_of_a_model_is_compared_but_its_name():
     }, "sizes are compared as num_layers is"
 
 
-def test_names_and_places_may_differ():
+def test_names_and_paths_may_differ():
     check_stored_config(
         METADATA,
         SAVED.with_values(
@@ -70,48 +72,48 @@ def test_names_and_places_may_differ():
     ("name", "value"),
     [("optimizer.beta2", 0.9), ("optimizer.lr", 0.1), ("precision.compute", "f16")],
 )
-def test_what_may_change_is_said(name, value):
+def test_allowed_changes_are_described(name, value):
     check_stored_config(METADATA, now := SAVED.with_values({name: value}))
-    told = describe_changes(saved_config(METADATA), now)
-    assert told is not None
-    assert f"{name} from" in told
+    description = describe_changes(saved_config(METADATA), now)
+    assert description is not None
+    assert f"{name} from" in description
     assert describe_changes(saved_config(METADATA), SAVED) is None
 
 
 @pytest.mark.parametrize("section", ["optimizer", "precision", "evaluation"])
-def test_every_field_that_may_change_is_said(section):
+def test_every_field_that_may_change_is_described(section):
     other = {"schedule": "wsd", "compute": "f16", "moments": "bf16"}
     for field in dataclasses.fields(getattr(SAVED, section)):
         value = other.get(field.name, 0.5 if field.type in (float, "float", float | None) else 7)
         name = f"{section}.{field.name}"
-        told = describe_changes(saved_config(METADATA), SAVED.with_values({name: value}))
-        assert f"{name} from" in (told or ""), name
+        description = describe_changes(saved_config(METADATA), SAVED.with_values({name: value}))
+        assert f"{name} from" in (description or ""), name
 
 
 def test_the_precision_of_a_checkpoint_is_that_of_its_plan():
-    """Of a run that went on in f32 under a config.json that was edited to bf16, by an older
-    version.
+    """As in a run resumed in f32 by an older version, although config.json had been edited
+    to bf16.
     """
     metadata = METADATA | {"plan": json.dumps({"precision": "f32"})}
     assert saved_config(metadata).precision.compute == "f32"
 
 
-def test_data_may_differ_where_that_is_allowed():
-    said = []
+def test_data_may_differ_if_allow_change_is_set():
+    descriptions = []
     for change in ({"data.eval_fraction": 0.5}, {"data.global_batch": 8}):
         check_stored_config(
             METADATA, now := SAVED.with_values(change | {"data.allow_change": True})
         )
-        said.append(describe_changes(saved_config(METADATA), now) or "")
-    assert "data.eval_fraction" in said[0]
-    assert said[0].endswith("cannot be compared")
-    assert "data.global_batch" in said[1]
-    assert "compared" not in said[1]
+        descriptions.append(describe_changes(saved_config(METADATA), now) or "")
+    assert "data.eval_fraction" in descriptions[0]
+    assert descriptions[0].endswith("cannot be compared")
+    assert "data.global_batch" in descriptions[1]
+    assert "compared" not in descriptions[1]
     with pytest.raises(CheckpointError):
         check_stored_config(METADATA, SAVED.with_values({"seed": 5, "data.allow_change": True}))
 
 
-def test_a_checkpoint_from_before_a_setting_was_there_has_its_default():
+def test_settings_missing_in_an_old_checkpoint_have_their_defaults():
     values = json.loads(METADATA["config"])
     del (
         values["model"]["dropout"],
@@ -123,7 +125,7 @@ def test_a_checkpoint_from_before_a_setting_was_there_has_its_default():
     check_stored_config({"config": json.dumps(values | {"of another version": {}})}, SAVED)
 
 
-def test_sampling_needs_the_model_alone():
+def test_generation_compares_only_the_model():
     check_stored_config(
         METADATA, SAVED.with_values({"seed": 5, "data.global_batch": 8}), sections=("model.",)
     )

@@ -1,4 +1,4 @@
-"""The table of events beside the calls that write them."""
+"""The table of events agrees with the calls that write them."""
 
 import ast
 from collections import defaultdict
@@ -20,7 +20,7 @@ DICTIONARIES = {
     },
     "fault": set(),
 }
-"""Fields that a call takes from a dictionary: all of its name in the table."""
+"""Fields that a call passes as a dictionary: all fields of that name in the table."""
 
 
 def written() -> Iterator[tuple[str, str]]:
@@ -54,10 +54,10 @@ def test_the_table_has_every_event_and_field_that_is_written():
     fields: dict[str, set[str]] = defaultdict(set)
     for event, field in written():
         fields[event].add(field)
-    fields["fault"] |= {"process", "seen_s"}  # of the processes' own files (faults/fault_log.py)
+    fields["fault"] |= {"process", "seen_s"}  # in the processes' own files
     assert {event: set(kind.fields) for event, kind in EVENTS.items()} == fields
 
 
-def test_names_and_common_fields_stand_once():
+def test_event_names_and_common_fields_are_listed_once():
     assert set(EVENTS) == set(get_args(EventName))
     assert not any(set(COMMON) & set(kind.fields) for kind in EVENTS.values())

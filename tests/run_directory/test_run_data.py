@@ -1,5 +1,6 @@
-"""A run knows its data by what it holds, and keeps its tokenizer: files may move while it is
-away."""
+"""A run identifies its data by content and keeps its tokenizer: files may move between start and
+resume.
+"""
 
 import gzip
 import json
@@ -51,7 +52,7 @@ def write_texts(path, texts):
     return path
 
 
-def test_data_and_tokenizer_of_a_run_may_move(tmp_path, monkeypatch, capsys):
+def test_data_and_tokenizer_files_of_a_run_may_move(tmp_path, monkeypatch, capsys):
     unigram().save(str(tmp_path / "t.json"))
     write_texts(tmp_path / "a.jsonl", TEXTS[:20])
     write_texts(tmp_path / "b.jsonl", TEXTS[20:])
@@ -108,7 +109,7 @@ def test_data_and_tokenizer_of_a_run_may_move(tmp_path, monkeypatch, capsys):
         optimus_jax.train(run_dir=run_dir, resume=True, steps=3, **{"data.allow_change": True})
 
 
-def test_where_data_lies_is_a_hosts_own_affair():
+def test_paths_of_data_may_differ_between_hosts():
     here, there = (
         requested_config.shared_settings(
             make_config("gpt2", {"data": f"/{host}/a.txt", "tokenizer": f"/{host}/t.json"})
@@ -121,8 +122,8 @@ def test_where_data_lies_is_a_hosts_own_affair():
     )
 
 
-def begun(folder, *, begin=None, **data):
-    """A run's directory with its config and what it logged when it began."""
+def started(folder, *, begin=None, **data):
+    """A run directory with its config and the start event."""
     run = RunDirectory.create(folder, "tiny")
     run.write_config(Config(data=DataConfig(**data)).to_json())
     if begin is not None:
@@ -131,25 +132,27 @@ def begun(folder, *, begin=None, **data):
     return run
 
 
-def test_a_run_of_before_takes_its_texts_apart_as_it_did(tmp_path):
-    assert held_out_in_run(begun(tmp_path / "a", sources=("x.bin",))) == "end"
-    assert held_out_in_run(begun(tmp_path / "b", sources=("x.jsonl",))) == "documents"
-    run = begun(tmp_path / "c", sources=("x.jsonl",), begin={"held_out_by": "end", "content": "1"})
+def test_an_old_run_keeps_its_way_of_holding_out_evaluation_data(tmp_path):
+    assert held_out_in_run(started(tmp_path / "a", sources=("x.bin",))) == "end"
+    assert held_out_in_run(started(tmp_path / "b", sources=("x.jsonl",))) == "documents"
+    run = started(
+        tmp_path / "c", sources=("x.jsonl",), begin={"held_out_by": "end", "content": "1"}
+    )
     assert (held_out_in_run(run), identity_in_run(run)) == (
         "end",
         {"held_out_by": "end", "content": "1"},
     )
-    assert identity_in_run(begun(tmp_path / "d")) is None
+    assert identity_in_run(started(tmp_path / "d")) is None
 
 
-def test_a_run_of_before_ends_documents_as_it_did(tmp_path):
-    """It has no tokenizer of its own; files beside the original were not asked."""
+def test_an_old_run_keeps_its_end_of_document_token(tmp_path):
+    """It has no copy of its tokenizer, and files beside the original were ignored."""
     made = unigram()
     made.add_special_tokens(["<|im_end|>"])
     made.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<|im_end|>"}')
     named = DataConfig(tokenizer=str(tmp_path / "tokenizer.json"))
-    run = begun(tmp_path / "run", tokenizer=named.tokenizer)
+    run = started(tmp_path / "run", tokenizer=named.tokenizer)
     assert tokenizer_of_run(run, named).end == "'</s>', id 2 (the usual name)"
     run.write_tokenizer(load_tokenizer(named.tokenizer).files)
     run.write_tokenizer({"tokenizer.json": b"another"})
@@ -169,22 +172,20 @@ def test_a_run_of_before_ends_documents_as_it_did(tmp_path):
         tokenizer_of_run(run, DataConfig(tokenizer=str(tmp_path / "other.json")))
 
 
-def test_a_run_ends_documents_with_the_token_it_began_with(tmp_path):
-    """Whatever its own tokenizer_config.json or data.eos come to say, where other data is allowed
-    too.
-    """
+def test_a_run_keeps_its_end_of_document_token(tmp_path):
+    """Whatever its tokenizer_config.json or data.eos say later, even if changed data is allowed."""
     made = unigram()
     made.save(str(tmp_path / "tokenizer.json"))
     named = DataConfig(tokenizer=str(tmp_path / "tokenizer.json"), allow_change=True)
     files = load_tokenizer(named.tokenizer).files
-    run = begun(
+    run = started(
         tmp_path / "run", tokenizer=named.tokenizer, begin={"eos": made.token_to_id("</s>")}
     )
     for name, content in files.items():
         (run.path / name).write_bytes(content)
     assert tokenizer_of_run(run, named).eos == 2
     old, own = (
-        begun(tmp_path / "old", tokenizer=named.tokenizer, begin={"tokenizer": "of before"}),
+        started(tmp_path / "old", tokenizer=named.tokenizer, begin={"tokenizer": "of before"}),
         load_tokenizer(named.tokenizer),
     )
     check_tokenizer(own, old, {"data": {"tokenizer": own.digest}})
@@ -209,7 +210,7 @@ def test_a_run_ends_documents_with_the_token_it_began_with(tmp_path):
     assert tokenizer_of_run(run, named).eos == 2, "the usual name is the same one"
 
 
-def test_other_data_may_be_allowed_and_another_tokenizer_never(tmp_path):
+def test_changed_data_may_be_allowed_and_another_tokenizer_may_not(tmp_path):
     write_texts(tmp_path / "a.jsonl", TEXTS)
     data = load_data(
         DataConfig(sources=(str(tmp_path / "a.jsonl"),)),
@@ -218,31 +219,31 @@ def test_other_data_may_be_allowed_and_another_tokenizer_never(tmp_path):
         model_name="tiny",
     )
     assert isinstance(data, Data)
-    told = []
+    messages = []
     check_same_data(
         {"content": data.identity["content"], "of another version": 3},
         data,
         DataConfig(),
-        told.append,
+        messages.append,
     )
-    check_same_data(None, data, DataConfig(), told.append)
-    assert told == []
-    check_same_data({"content": "0"}, data, DataConfig(allow_change=True), told.append)
-    assert told == [
+    check_same_data(None, data, DataConfig(), messages.append)
+    assert messages == []
+    check_same_data({"content": "0"}, data, DataConfig(allow_change=True), messages.append)
+    assert messages == [
         "the data has changed, which data.allow_change allows: content was 0 and is"
         f" {data.identity['content']}; {NOT_COMPARABLE}"
     ]
     with pytest.raises(DataError, match=r"\(eos\)\n.*it is id 256, which is no byte; it was id 7"):
         check_same_data(
-            {"eos": 7, "content": "0"}, data, DataConfig(allow_change=True), told.append
+            {"eos": 7, "content": "0"}, data, DataConfig(allow_change=True), messages.append
         )
     with pytest.raises(DataError, match="a run keeps its tokenizer"):
-        check_same_data({"tokenizer": "0"}, data, DataConfig(allow_change=True), told.append)
+        check_same_data({"tokenizer": "0"}, data, DataConfig(allow_change=True), messages.append)
 
 
-def test_that_evaluations_read_other_tokens_is_said(tmp_path):
-    """Of whichever setting that says which tokens they read, under its old name too; not where so
-    many are not held out.
+def test_a_change_of_the_evaluation_tokens_is_reported(tmp_path):
+    """For each setting that selects them, also under its old name; not if fewer tokens than
+    requested are held out.
     """
     path = tmp_path / "d.txt"
     path.write_text("one two three four five " * 400)
@@ -263,10 +264,10 @@ def test_that_evaluations_read_other_tokens_is_said(tmp_path):
         ({"eval_batches": 3}, "12 x 32"),
         ({"evaluation.examples": 10**6}, f"{there} x 32"),
     ):
-        told = Inputs.of(make_config("gpt2-nano", given | changes)).evaluation_change(before)
-        assert told is not None
-        assert f"8 x 32 tokens before, {now} tokens from now on: {NOT_COMPARABLE}" in told
-        assert "--set evaluation.examples=8 --set evaluation.seq_len=32" in told
+        messages = Inputs.of(make_config("gpt2-nano", given | changes)).evaluation_change(before)
+        assert messages is not None
+        assert f"8 x 32 tokens before, {now} tokens from now on: {NOT_COMPARABLE}" in messages
+        assert "--set evaluation.examples=8 --set evaluation.seq_len=32" in messages
     for same in (
         {"eval_batches": 2},
         {"evaluation.examples": 8, "phases": "5:16x64", "eval_every": 3},

@@ -1,5 +1,4 @@
-"""What a run leaves on disk: numbers to the last digit, and logs that survive being cut
-anywhere."""
+"""Files of a run: numbers keep full precision, and logs can be read after being cut anywhere."""
 
 import contextlib
 import dataclasses
@@ -71,21 +70,21 @@ records = st.lists(values, min_size=1, max_size=5).map(
 
 
 @pytest.fixture
-def told() -> list[str]:
-    """What a run has warned of."""
+def warnings() -> list[str]:
+    """Warnings of the run."""
     return []
 
 
 @pytest.fixture
-def run(tmp_path: Path, told: list[str]) -> Iterator[RunDirectory]:
-    run = RunDirectory.create(tmp_path / "run", "gpt2", warn=told.append)
+def run(tmp_path: Path, warnings: list[str]) -> Iterator[RunDirectory]:
+    run = RunDirectory.create(tmp_path / "run", "gpt2", warn=warnings.append)
     run.write_config("{}")
     yield run
     run.close()
 
 
 @given(records)
-def test_steps_come_back_as_they_were_logged(logged: list[StepRecord]):
+def test_steps_are_read_as_they_were_logged(logged: list[StepRecord]):
     with tempfile.TemporaryDirectory() as path:
         run = RunDirectory(path)
         for item in logged:
@@ -94,12 +93,12 @@ def test_steps_come_back_as_they_were_logged(logged: list[StepRecord]):
 
 
 @given(float32)
-def test_loss_keeps_every_digit_of_its_float32(loss: float):
+def test_the_loss_keeps_every_digit_of_its_float32(loss: float):
     with tempfile.TemporaryDirectory() as path:
         run = RunDirectory(path)
         run.log_step(record(1, loss=float(np.float32(loss))))
         [line] = (run.path / "metrics.jsonl").read_text().splitlines()
-        # As any other reader of the file would do it.
+        # Parse it as any other reader would.
         assert np.float32(json.loads(line)["loss"]).tobytes() == np.float32(loss).tobytes()
 
 
@@ -107,7 +106,7 @@ def test_loss_keeps_every_digit_of_its_float32(loss: float):
     st.dictionaries(field_names, json_values, max_size=4),
     st.sampled_from(typing.get_args(EventName)),
 )
-def test_events_come_back_as_they_were_logged(fields: dict[str, typing.Any], event: EventName):
+def test_events_are_read_as_they_were_logged(fields: dict[str, typing.Any], event: EventName):
     with tempfile.TemporaryDirectory() as path:
         run = RunDirectory(path)
         run.log_event(event, 7, **fields)
@@ -117,7 +116,7 @@ def test_events_come_back_as_they_were_logged(fields: dict[str, typing.Any], eve
 
 
 @given(records, st.data())
-def test_a_run_cut_anywhere_and_run_again_has_the_same_metrics(
+def test_a_resumed_run_with_cut_logs_rewrites_the_same_metrics(
     logged: list[StepRecord], data: st.DataObject
 ):
     with tempfile.TemporaryDirectory() as path:
@@ -132,14 +131,14 @@ def test_a_run_cut_anywhere_and_run_again_has_the_same_metrics(
 
         assert run.metrics() == logged[: kept.count(b"\n")]
         resumed = RunDirectory.resume(path)
-        resumed.close()  # the lock; it writes as before
+        resumed.close()  # releases only the lock; it can still write
         checkpoint = data.draw(st.integers(0, len(logged)), label="step of the checkpoint")
         for item in logged[min(checkpoint, kept.count(b"\n")) :]:
             resumed.log_step(item)
         assert metrics.read_bytes() == whole
 
 
-def test_a_torn_event_is_dropped_and_the_next_one_is_whole(run: RunDirectory):
+def test_a_torn_event_is_dropped_and_the_next_one_is_complete(run: RunDirectory):
     run.log_event("start", 0)
     with (run.path / "events.jsonl").open("ab") as file:
         file.write(b'{"event": "checkpoi')
@@ -150,12 +149,12 @@ def test_a_torn_event_is_dropped_and_the_next_one_is_whole(run: RunDirectory):
     assert [event["event"] for event in resumed.events()] == ["start", "resume"]
 
 
-def test_a_line_is_on_disk_when_it_is_logged(run: RunDirectory):
+def test_a_logged_step_is_written_at_once(run: RunDirectory):
     run.log_step(record(1))
     assert (run.path / "metrics.jsonl").read_bytes().endswith(b"}\n")
 
 
-def test_no_step_appears_twice(run: RunDirectory):
+def test_no_step_appears_twice_in_the_metrics(run: RunDirectory):
     for step in (1, 2, 3, 2, 3, 4):
         run.log_step(record(step))
     assert [item.step for item in run.metrics()] == [1, 2, 3, 4]
@@ -178,7 +177,7 @@ def test_numbers_inside_an_event_that_are_not_finite_are_null(run: RunDirectory)
     assert (event["losses"], event["worst"]) == ([1.0, None], {"loss": None})
 
 
-def test_fields_of_a_line(run: RunDirectory):
+def test_a_metrics_line_has_the_documented_fields(run: RunDirectory):
     run.log_step(record(1))
     run.log_step(record(2, skipped=True, loss_scale=32768.0))
     plain, extra = (
@@ -199,12 +198,12 @@ def test_fields_of_a_line(run: RunDirectory):
     assert extra.keys() - plain.keys() == {"skipped", "loss_scale"}
 
 
-def test_an_event_must_be_a_known_one(run: RunDirectory):
+def test_unknown_event_names_are_refused(run: RunDirectory):
     with pytest.raises(AssertionError, match="party"):
         run.log_event("party", 1)  # pyright: ignore[reportArgumentType]
 
 
-def test_texts_are_replaced_whole(run: RunDirectory):
+def test_config_and_plan_files_are_replaced_atomically(run: RunDirectory):
     run.write_config('{"a": 1}')
     assert run.plan_text() is None
     run.write_plan("a long plan")
@@ -218,13 +217,13 @@ def test_texts_are_replaced_whole(run: RunDirectory):
     ]
 
 
-def test_a_write_that_fails_leaves_the_old_text(run: RunDirectory):
+def test_a_failed_write_keeps_the_old_file(run: RunDirectory):
     with pytest.raises(UnicodeEncodeError):
         run.write_config("half of it \ud800")
     assert run.config_text() == "{}"
 
 
-def test_default_name_is_new_each_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_default_directory_names_are_unique(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("time.strftime", lambda _: "20250131-120000")
     names = [
@@ -239,7 +238,7 @@ def test_default_name_is_new_each_time(tmp_path: Path, monkeypatch: pytest.Monke
     ]
 
 
-def test_default_name_holds_the_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_default_directory_names_contain_the_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     assert re.fullmatch(r"gpt2-\d{8}-\d{6}", RunDirectory.create(None, "gpt2").path.name)
 
@@ -250,8 +249,8 @@ def test_an_existing_run_is_never_overwritten(run: RunDirectory):
     assert run.config_text() == "{}"
 
 
-def test_a_start_that_was_killed_is_not_in_the_way(tmp_path: Path):
-    """Killed while it wrote its first file: there is no run yet, and its name is free."""
+def test_a_killed_start_does_not_block_a_new_run(tmp_path: Path):
+    """Killed while it wrote its first file: no run exists yet, and the directory can be used."""
     (tmp_path / "config.tmp").write_text("{")
     run = RunDirectory.create(tmp_path, "gpt2")
     run.write_config("{}")
@@ -260,8 +259,8 @@ def test_a_start_that_was_killed_is_not_in_the_way(tmp_path: Path):
     assert not (tmp_path / "config.tmp").exists()
 
 
-def test_nor_is_one_that_was_killed_after_it_had_tried_plans(tmp_path: Path):
-    """Then there are events, the last of which may be torn, and no config yet."""
+def test_a_start_killed_after_plan_trials_does_not_block_a_new_run(tmp_path: Path):
+    """Then there are events, the last of which may be torn, but no config yet."""
     killed = RunDirectory.create(tmp_path, "gpt2")
     killed.log_event("decision", 0, plan="a")
     killed.close()
@@ -273,19 +272,19 @@ def test_nor_is_one_that_was_killed_after_it_had_tried_plans(tmp_path: Path):
 
 
 @pytest.mark.parametrize("name", ["thesis.tex", "events.jsonl"])
-def test_other_peoples_files_are_left_alone(tmp_path: Path, name: str):
+def test_directories_with_foreign_files_are_refused(tmp_path: Path, name: str):
     (tmp_path / name).touch()
     with pytest.raises(ConfigError, match=name):
         RunDirectory.create(tmp_path, "gpt2")
 
 
-def test_a_file_is_no_directory(tmp_path: Path):
+def test_a_path_of_a_file_is_refused_as_directory(tmp_path: Path):
     (tmp_path / "thesis.tex").touch()
     with pytest.raises(ConfigError, match="cannot be made"):
         RunDirectory.create(tmp_path / "thesis.tex", "gpt2")
 
 
-def test_an_empty_directory_will_do(tmp_path: Path):
+def test_an_empty_directory_is_accepted(tmp_path: Path):
     assert RunDirectory.create(tmp_path, "gpt2").path == tmp_path
 
 
@@ -310,7 +309,7 @@ def test_only_the_writer_writes(run: RunDirectory):
     assert (other.config_text(), [item.step for item in other.metrics()]) == ("{}", [1])
 
 
-def test_going_back_moves_the_lines_of_later_steps_away(run: RunDirectory):
+def test_going_back_moves_lines_of_later_steps_to_another_file(run: RunDirectory):
     for step in (1, 2, 3):
         run.log_step(record(step))
     metrics, abandoned = run.path / "metrics.jsonl", run.path / "metrics.abandoned.jsonl"
@@ -330,7 +329,7 @@ def test_going_back_moves_the_lines_of_later_steps_away(run: RunDirectory):
     "garbage",
     [b"garbage", b"\xff\xfe\x00", b"[1, 2]", b'{"step": 2}', b'{"step": "2", "loss": 1}', b""],
 )
-def test_a_damaged_line_is_passed_over_with_one_warning(run: RunDirectory, garbage: bytes):
+def test_a_damaged_line_is_skipped_with_one_warning(run: RunDirectory, garbage: bytes):
     run.log_step(record(1))
     with (run.path / "metrics.jsonl").open("ab") as file:
         file.write(garbage + b"\n")
@@ -346,14 +345,14 @@ def test_a_damaged_line_is_passed_over_with_one_warning(run: RunDirectory, garba
     resumed.close()
 
 
-def test_fields_of_another_version_are_no_damage(run: RunDirectory):
+def test_unknown_fields_of_another_version_are_accepted(run: RunDirectory):
     run.log_step(record(1))
     metrics = run.path / "metrics.jsonl"
     metrics.write_text(metrics.read_text().replace("}", ', "colour": "red"}'))
     assert run.metrics() == [record(1)]
 
 
-def test_a_config_that_is_no_text_is_an_error(run: RunDirectory):
+def test_a_config_that_is_not_text_is_an_error(run: RunDirectory):
     (run.path / "config.json").write_bytes(b"\xff\xfe{")
     with pytest.raises(RunDirectoryError, match=r"cannot be read(.|\n)*config\.json"):
         run.config_text()
@@ -361,7 +360,7 @@ def test_a_config_that_is_no_text_is_an_error(run: RunDirectory):
 
 @contextlib.contextmanager
 def full_disk(num_bytes: int) -> Iterator[None]:
-    """No file can grow beyond so many bytes."""
+    """Limit the size of files to this many bytes."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
     try:
@@ -370,7 +369,7 @@ def full_disk(num_bytes: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def test_a_line_is_not_added_to_a_torn_one(tmp_path: Path):
+def test_a_line_is_not_appended_to_a_torn_one(tmp_path: Path):
     path = tmp_path / "log"
     for content, expected in ((b"", b"2\n"), (b"1\n", b"1\n2\n"), (b"1\nto", b"1\nto\n2\n")):
         path.write_bytes(content)
@@ -382,7 +381,7 @@ def test_a_line_is_not_added_to_a_torn_one(tmp_path: Path):
     assert path.read_bytes() == b"to"
 
 
-def test_lines_wait_for_room_and_end_no_run(run: RunDirectory, told: list[str]):
+def test_log_lines_are_kept_until_the_disk_has_room(run: RunDirectory, warnings: list[str]):
     run.log_step(record(1))
     size = (run.path / "metrics.jsonl").stat().st_size
     with full_disk(size + 20):
@@ -395,30 +394,30 @@ def test_lines_wait_for_room_and_end_no_run(run: RunDirectory, told: list[str]):
             match=r"metrics\.jsonl of the run cannot be read or written(.|\n)*do: ",
         ):
             run.check()
-        assert len(told) == 1, "once, and not at every step"
+        assert len(warnings) == 1, "once, and not at every step"
     assert run.failure is None
     run.check()
-    assert told[1:] == ["the logs of the run are written again, and no line is missing"]
+    assert warnings[1:] == ["the logs of the run are written again, and no line is missing"]
     run.log_step(record(4))
     assert [item.step for item in run.metrics()] == [1, 2, 3, 4]
     assert [event["event"] for event in run.events()] == ["eval"]
 
 
-def test_a_directory_that_is_removed_is_put_back(run: RunDirectory, told: list[str]):
+def test_a_removed_directory_is_restored(run: RunDirectory, warnings: list[str]):
     run.write_plan("{}")
     run.log_step(record(1))
     shutil.rmtree(run.path)
     run.log_step(record(2))
     run.restore_files()
     assert (run.config_text(), run.plan_text()) == ("{}", "{}")
-    assert "had been removed" in told[-1]
+    assert "had been removed" in warnings[-1]
     run.check()
     assert [item.step for item in run.metrics()] == [2]
     with pytest.raises(RunDirectoryError, match="in use by process"):
         RunDirectory.resume(run.path)
-    num_told = len(told)
+    num_warnings = len(warnings)
     run.restore_files()
-    assert len(told) == num_told
+    assert len(warnings) == num_warnings
 
 
 def test_a_config_that_does_not_fit_on_the_disk_is_an_error(run: RunDirectory):
@@ -428,7 +427,9 @@ def test_a_config_that_does_not_fit_on_the_disk_is_an_error(run: RunDirectory):
     assert not list(run.path.glob("*.tmp"))
 
 
-def test_a_default_directory_that_cannot_be_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_default_directory_that_cannot_be_created_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs").touch()
     with pytest.raises(
@@ -446,7 +447,7 @@ def test_a_default_directory_that_cannot_be_made(tmp_path: Path, monkeypatch: py
             RunDirectory.create(path, "gpt2")
 
 
-def test_what_came_to_nothing_is_removed(tmp_path: Path):
+def test_a_discarded_run_removes_its_files(tmp_path: Path):
     (tmp_path / "mine").mkdir()
     for name, is_left in (("new", False), ("mine", True)):
         run = RunDirectory.create(tmp_path / name, "gpt2")
@@ -459,7 +460,7 @@ def test_what_came_to_nothing_is_removed(tmp_path: Path):
         assert not list(run.path.glob("*"))
 
 
-def test_a_run_that_has_something_is_not_removed(run: RunDirectory):
+def test_a_run_with_checkpoints_or_steps_is_not_discarded(run: RunDirectory):
     (run.checkpoints / "1").mkdir()
     run.discard()
     assert run.config_text() == "{}"
@@ -471,7 +472,7 @@ def test_a_run_that_has_something_is_not_removed(run: RunDirectory):
     assert run.config_text() == "{}"
 
 
-def test_one_writer_at_a_time(run: RunDirectory):
+def test_a_second_writer_is_refused(run: RunDirectory):
     with pytest.raises(RunDirectoryError, match="another process is writing this run"):
         RunDirectory.resume(run.path)
     (run.path / "config.json").unlink()

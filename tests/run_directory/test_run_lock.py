@@ -1,4 +1,4 @@
-"""One writer per run, whatever becomes of it."""
+"""The lock of a run directory: one writer at a time."""
 
 import errno
 import fcntl
@@ -21,7 +21,7 @@ HOLD = (
 )
 
 
-def test_the_second_is_refused_and_told_who_is_first(tmp_path: Path):
+def test_a_second_process_is_refused_and_told_the_holder(tmp_path: Path):
     first = RunLock(tmp_path / "lock")
     with pytest.raises(
         RunDirectoryError,
@@ -33,17 +33,17 @@ def test_the_second_is_refused_and_told_who_is_first(tmp_path: Path):
     RunLock(tmp_path / "lock").release()
 
 
-def test_who_has_patience_waits_for_the_first_to_go(
+def test_with_patience_a_process_waits_for_the_lock(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    first, told = RunLock(tmp_path / "lock"), list[str]()
+    first, notices = RunLock(tmp_path / "lock"), list[str]()
     monkeypatch.setattr(run_lock.time, "sleep", lambda _: first.release())
-    RunLock(tmp_path / "lock", told.append, patience_s=100.0).release()
-    assert len(told) == 1
-    assert "waiting up to 100 s" in told[0]
+    RunLock(tmp_path / "lock", notices.append, patience_s=100.0).release()
+    assert len(notices) == 1
+    assert "waiting up to 100 s" in notices[0]
 
 
-def test_patience_has_an_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_waiting_for_the_lock_has_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     first, clock = RunLock(tmp_path / "lock"), [0.0]
     monkeypatch.setattr(
         run_lock,
@@ -58,11 +58,11 @@ def test_patience_has_an_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     first.release()
 
 
-def test_who_waited_for_one_that_removed_all_does_not_have_it(
+def test_a_lock_whose_file_was_removed_is_not_acquired(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """A start that came to nothing takes away what it had begun, the lock too: to write there now
-    would be to write nowhere.
+    """A failed start removes its files, including the lock: writing to the removed directory would
+    be lost.
     """
     first = RunLock(tmp_path / "lock")
 
@@ -76,7 +76,7 @@ def test_who_waited_for_one_that_removed_all_does_not_have_it(
     RunLock(tmp_path / "lock").release()
 
 
-def test_a_lock_dies_with_its_process(tmp_path: Path):
+def test_a_lock_is_released_when_its_process_dies(tmp_path: Path):
     with subprocess.Popen(
         [sys.executable, "-c", HOLD, str(tmp_path / "lock")],
         stdin=subprocess.PIPE,
@@ -92,7 +92,9 @@ def test_a_lock_dies_with_its_process(tmp_path: Path):
     RunLock(tmp_path / "lock").release()
 
 
-def test_a_file_system_without_locks_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_file_system_without_locks_gives_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     def refuse(file: int, operation: int) -> None:
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
@@ -102,6 +104,6 @@ def test_a_file_system_without_locks_is_a_warning(tmp_path: Path, monkeypatch: p
     assert "ENOLCK" in warned[0]
 
 
-def test_a_directory_that_cannot_be_written(tmp_path: Path):
+def test_a_directory_that_cannot_be_written_is_an_error(tmp_path: Path):
     with pytest.raises(RunDirectoryError, match=r"cannot be written(.|\n)*No such file"):
         RunLock(tmp_path / "missing" / "lock")

@@ -1,4 +1,4 @@
-"""A small simulated cluster that tests share: two hosts of eight, minutes instead of hours."""
+"""A small simulated cluster for tests: two hosts of eight devices, minutes instead of hours."""
 
 import json
 from functools import cache
@@ -32,7 +32,7 @@ EXACT = {
     "probes": 0,
     "probe_bias": 0,
 }
-"""A truth that is what the planner is told, but for how much of exchanges is hidden."""
+"""A true cluster equal to what the planner is told, except for how much of exchanges is hidden."""
 QUICK = {
     "spread": 0,
     "compile_s": 8,
@@ -44,12 +44,12 @@ QUICK = {
     "verify_s": 0.1,
     "first_steps_s": 0.2,
 }
-"""Switches that fit into minutes."""
+"""Switch costs that fit into runs of minutes."""
 QUARTER = {"kind": "link", "link": "between", "factor": 0.25, "start_s": 30, "for_s": 60}
 
 
 def scenario(*events, **fields):
-    """With short times, from the JSON that users write."""
+    """A scenario with short times, from the JSON that users write."""
     value = {"name": "test", "steps": 400, "switching": QUICK, "events": list(events), **fields}
     return Scenario.from_json(json.dumps(value))
 
@@ -63,26 +63,26 @@ def truth(*events, seed=0, **fields):
     return Truth(setup_of(scenario(*events, **fields)), seed)
 
 
-class Told(Policy):
-    """A policy that does what it is told: decisions by the step after which they are made; keeps
-    what it hears.
+class FollowsScript(Policy):
+    """A policy that follows `decisions`, by the step after which they are made, and records what it
+    is told.
     """
 
     def __init__(self, decisions=()):
-        self.decisions, self.heard, self.observations = dict(decisions), [], []
+        self.decisions, self.calls, self.observations = dict(decisions), [], []
 
     def decide(self, observation):
         self.observations.append(observation)
         return self.decisions.pop(observation.step, None)
 
     def switched(self, plan, costs_s):
-        self.heard.append(("switched", plan, dict(costs_s)))
+        self.calls.append(("switched", plan, dict(costs_s)))
 
     def failed(self, plan, why, is_back=False):
-        self.heard.append(("failed", plan, why))
+        self.calls.append(("failed", plan, why))
 
     def charge(self, time_s):
-        self.heard.append(("charged", time_s))
+        self.calls.append(("charged", time_s))
 
 
 def run(made, policy, **habits):

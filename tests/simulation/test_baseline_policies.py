@@ -1,5 +1,4 @@
-"""Other ways to steer: each does what its rule says, and what it lacks can be told from its
-runs."""
+"""Baseline policies: each follows its rule, and lacks what the rule does not cover."""
 
 from dataclasses import replace
 
@@ -35,7 +34,7 @@ def observed(step=100, lost=(), **readings):
     )
 
 
-def test_static_goes_back_when_it_can():
+def test_static_returns_to_its_plan_when_devices_are_back():
     policy = Static(SETUP.start, 16)
     assert policy.decide(observed()) is None
     policy.switched(OTHER, {})
@@ -43,7 +42,7 @@ def test_static_goes_back_when_it_can():
     assert policy.decide(observed()).plan == SETUP.start
 
 
-def test_greedy_goes_to_whatever_is_called_fastest():
+def test_greedy_switches_to_the_plan_predicted_fastest():
     policy = Greedy(SETUP, SEARCHER)
     assert policy.decide(observed(link_inside=1.0, link_between=1.0)) is None
     slow = policy.decide(observed(link_inside=1.0, link_between=30.0))
@@ -53,7 +52,7 @@ def test_greedy_goes_to_whatever_is_called_fastest():
     assert policy.decide(observed(link_inside=1.0, link_between=1.0)).plan == SETUP.start
 
 
-def test_greedy_leaves_alone_what_has_failed():
+def test_greedy_does_not_retry_a_failed_plan():
     policy = Greedy(SETUP, SEARCHER)
     slow = policy.decide(observed(link_inside=1.0, link_between=30.0)).plan
     policy.failed(slow, "no memory")
@@ -61,13 +60,13 @@ def test_greedy_leaves_alone_what_has_failed():
     assert again is None or again.plan != slow
 
 
-def test_greedy_plans_for_the_devices_that_are_left():
+def test_greedy_plans_for_the_remaining_devices():
     decision = Greedy(SETUP, SEARCHER).decide(observed(lost={3}))
     assert decision.plan.num_devices == 8
     assert decision.without == {3}
 
 
-def test_the_cost_model_asks_whether_a_switch_is_earned_back():
+def test_cost_model_only_switches_if_the_switch_breaks_even():
     slow = {"link_inside": 1.0, "link_between": 30.0}
     policy = CostModelOnly(setup_of(scenario(steps=4000)), SEARCHER, ControlConfig())
     assert policy.decide(observed(step=3990, **slow)) is None
@@ -79,7 +78,9 @@ def test_the_cost_model_asks_whether_a_switch_is_earned_back():
     ("throughput", "memory", "utilisation", "tensor"),
     [(95.0, 0.95, 0.3, None), (80.0, 0.95, 0.3, 8), (80.0, 0.5, 0.3, 2), (80.0, 0.5, 0.9, None)],
 )
-def test_thresholds(throughput, memory, utilisation, tensor):
+def test_a_threshold_policy_resizes_tensor_by_memory_and_utilisation(
+    throughput, memory, utilisation, tensor
+):
     # 25 heads divide by no power of two: only the feed-forward is split.
     pricing = replace(
         PRICING, config=PRICING.config.with_values({"parallel.rules": ("heads=none",)})
@@ -91,12 +92,14 @@ def test_thresholds(throughput, memory, utilisation, tensor):
     assert tensor_after(setup, throughput, memory, utilisation) == tensor
 
 
-def test_thresholds_that_cannot_be_obeyed():
+def test_a_threshold_policy_stays_if_tensor_size_cannot_double():
     assert tensor_after(SETUP, 80.0, 0.95, 0.3) is None, "25 heads do not divide by 2"
 
 
 def tensor_after(setup, throughput, memory, utilisation):
-    """Of the plan that is switched to once throughput has fallen from 100; None: it stays."""
+    """Tensor axis size of the plan switched to once throughput has fallen from 100; None:
+    it stays.
+    """
     policy = Threshold(setup)
     for step in range(1, 10):
         assert policy.decide(observed(step, tokens_per_s=100.0)) is None

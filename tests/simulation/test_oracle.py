@@ -1,4 +1,4 @@
-"""What could have been had: no better than possible, no worse than what anybody had."""
+"""The oracle: no faster than possible, and no slower than any policy."""
 
 import itertools
 
@@ -31,7 +31,7 @@ def plans_of(made):
     [(), (QUARTER,), (LOST,), ({"kind": "compute", "factor": 1.5, "devices": [3], "start_s": 30},)],
 )
 @pytest.mark.parametrize("seed", [0, 1])
-def test_never_worse_than_any_static_plan_and_never_better_than_possible(events, seed):
+def test_the_oracle_is_no_slower_than_static_plans_nor_faster_than_possible(events, seed):
     made = truth(*events, seed=seed)
     plans = plans_of(made)
     _, static = best_static(made, plans)
@@ -41,7 +41,7 @@ def test_never_worse_than_any_static_plan_and_never_better_than_possible(events,
         <= static.total_s
         <= min(run_static(made, plan).total_s for plan in plans[:5])
     )
-    # No step can be done sooner than by the fastest plan in the best of all conditions.
+    # No step is faster than under the fastest plan in the best of all conditions.
     least_s = min(
         made.world.step_time_s(PlacedPlan(plan, devices), made.timeline.conditions(index), 0)
         for plan in plans
@@ -52,8 +52,8 @@ def test_never_worse_than_any_static_plan_and_never_better_than_possible(events,
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
-def test_as_good_as_trying_every_path(seed):
-    """Six steps, three plans: each sequence of plans is run, and none is faster."""
+def test_the_shortest_path_is_as_fast_as_the_best_of_all_sequences(seed):
+    """Six steps and three plans: every sequence of plans is run, and none is faster."""
     cheap = QUICK | {
         "compile_s": 0.2,
         "move_share": 9.0,
@@ -101,30 +101,30 @@ def test_as_good_as_trying_every_path(seed):
     assert path, "moving would have paid"
 
 
-def test_nothing_is_moved_at_a_price_that_is_too_high():
-    cheap, dear = (
+def test_expensive_moves_are_not_made():
+    cheap, expensive = (
         truth(SLOW_FROM_8, start="default", switching=QUICK | {"move_s": move_s, "move_share": 9.0})
         for move_s in (0.1, 1e4)
     )
     assert shortest_path(cheap, plans_of(cheap))
-    # Another executable for the same state does not move it.
-    assert {layout(plan) for plan in shortest_path(dear, plans_of(dear)).values()} <= {
-        layout(dear.setup.start)
+    # Another executable with the same layout does not move the state.
+    assert {layout(plan) for plan in shortest_path(expensive, plans_of(expensive)).values()} <= {
+        layout(expensive.setup.start)
     }
 
 
 @pytest.mark.parametrize(
     "name", [name for name in POLICIES if name not in ("auto", "checkpoint-restart")]
 )
-def test_nobody_is_faster_than_the_oracle(name):
+def test_no_policy_is_faster_than_the_oracle(name):
     made = truth(QUARTER, seed=5)
     oracle = run_oracle(made, plans_of(made), [best_static(made, plans_of(made))[1]])
-    # The oracle looks at the best few plans of each of the conditions, so others may be ahead by
-    # what they differ.
+    # The oracle considers the best few plans of each of the conditions, so a policy may be faster
+    # by their difference.
     assert run_policy(name, made, SEARCHER).total_s >= 0.99 * oracle.total_s
 
 
-def test_all_ways_meet_the_same_truth():
+def test_all_methods_run_on_the_same_simulated_cluster():
     setup = truth(QUARTER).setup
     first, again = (
         run_all(setup, 0, SEARCHER, ("stay", "default", "best static", "oracle")) for _ in range(2)

@@ -1,6 +1,4 @@
-"""Whatever happens to a cluster, a run that the advisor steers ends, and says why it did what it
-did.
-"""
+"""Under random events, a run with the advisor ends, and every decision has a reason."""
 
 import math
 from dataclasses import replace
@@ -15,17 +13,17 @@ from optimus_jax.simulation.comparison import AUTO, STAY, run_all
 from optimus_jax.simulation.setup import BEST, DEFAULT, Setup
 
 DURATION_S = 120.0
-"""Of a run, were nothing to happen."""
+"""Duration of a run without events."""
 
 
 def sometimes(values):
-    """One of them, or none: the field keeps its default."""
+    """One of the values, or None: the field keeps its default."""
     return st.none() | values
 
 
 @st.composite
 def times(draw):
-    """When something holds: from then on, for a while, or again and again."""
+    """When an event holds: from its start on, for a while, or repeatedly."""
     value = {
         "start_s": draw(st.floats(0, DURATION_S)),
         "for_s": draw(sometimes(st.floats(1, DURATION_S))),
@@ -117,18 +115,18 @@ def scenarios(draw):
 
 @settings(max_examples=15)  # an example takes up to 3 s: after each event all plans are priced
 @given(made=scenarios(), seed=st.integers(0, 1000))
-def test_a_run_ends_whatever_happens(made, seed):
-    runs_to_its_end(made, seed)
+def test_a_run_ends_under_random_events(made, seed):
+    assert_run_ends(made, seed)
 
 
 @pytest.mark.nightly
 @settings(max_examples=300)
 @given(made=scenarios(), seed=st.integers(0, 1000))
-def test_many_runs_end_whatever_happens(made, seed):
-    runs_to_its_end(made, seed)
+def test_many_runs_end_under_random_events(made, seed):
+    assert_run_ends(made, seed)
 
 
-def runs_to_its_end(made, seed):
+def assert_run_ends(made, seed):
     setup = Setup.of(made, PRICING)
     try:
         run_all(setup, seed, SEARCHER, (STAY,))
@@ -139,7 +137,7 @@ def runs_to_its_end(made, seed):
     assert all(moment.why for moment in auto.moments)
 
 
-def test_nothing_left_to_run_on_is_said():
+def test_a_cluster_too_small_for_the_model_is_an_error():
     made = replace(
         scenario(
             {"kind": "lost", "host": 0, "start_s": 10}, {"kind": "lost", "host": 1, "start_s": 10}

@@ -1,5 +1,5 @@
-"""Scenarios: what users write is read or refused with the field's name, and means what it says at
-every moment.
+"""Scenarios: files of users are parsed or refused with the field's name, and the timeline has the
+right conditions at every time.
 """
 
 import json
@@ -25,11 +25,11 @@ def timeline(*events, seed=0, began_s=None, num_devices=16):
 
 
 @pytest.mark.parametrize("name", library())
-def test_the_library_survives_json(name):
+def test_scenarios_of_the_library_survive_json(name):
     assert Scenario.from_json(library()[name].to_json()) == library()[name]
 
 
-def test_issue_scenarios_are_there():
+def test_the_library_has_the_promised_scenarios():
     assert {
         "stationary",
         "short",
@@ -120,12 +120,12 @@ def test_issue_scenarios_are_there():
         ([], "a JSON object"),
     ],
 )
-def test_what_cannot_be_read_is_named(value, message):
+def test_invalid_scenarios_are_refused_with_the_field_name(value, message):
     with pytest.raises(ConfigError, match=message):
         Scenario.from_json(json.dumps(value))
 
 
-def test_files(tmp_path):
+def test_scenario_files_are_read_by_path_and_by_name(tmp_path):
     (tmp_path / "mine.json").write_text('{"name": "mine", "duration_s": 60}')
     assert read_scenario(tmp_path / "mine.json").duration_s == 60
     (tmp_path / "bad.json").write_text("{")
@@ -137,7 +137,7 @@ def test_files(tmp_path):
         scenario_named("link-quarters")
 
 
-def test_phases_have_positions_for_the_longest():
+def test_models_have_positions_for_the_longest_phase():
     configs = library()["longer-sequences"].configs(PRICING.config)
     assert [(share, config.seq_len, config.data.global_batch) for share, config in configs] == [
         (0.0, 2048, 1024),
@@ -155,7 +155,7 @@ def test_an_event_holds_from_start_to_end():
     assert line.end_s(line.index(500.0)) == math.inf
 
 
-def test_events_add_up():
+def test_effects_of_simultaneous_events_combine():
     line = timeline(
         {"kind": "link", "factor": 0.5},
         {"kind": "link", "factor": 0.5, "start_s": 10},
@@ -178,7 +178,7 @@ def test_events_add_up():
     )
 
 
-def test_what_flaps_comes_back_until_it_stops():
+def test_a_flapping_event_repeats_until_it_stops():
     line = timeline(
         {"kind": "link", "factor": 0.25, "start_s": 100, "for_s": 20, "every_s": 40, "until_s": 200}
     )
@@ -186,7 +186,7 @@ def test_what_flaps_comes_back_until_it_stops():
     assert slow == [100, 110, 140, 150, 180, 190]
 
 
-def test_jitter_is_drawn_by_the_seed():
+def test_jitter_depends_on_the_seed():
     event = {
         "kind": "link",
         "factor": 0.25,
@@ -208,7 +208,7 @@ def test_a_ramp_grows_to_its_full_size():
     assert (line.at(299).taken, line.at(300).taken) == (0.6, 0.0)
 
 
-def test_lost_devices_are_reported_before_if_there_is_notice():
+def test_lost_devices_are_reported_early_if_there_is_notice():
     line = timeline(
         {"kind": "lost", "devices": [3, 99], "host": 1, "start_s": 100, "for_s": 50, "notice_s": 30}
     )
@@ -225,7 +225,7 @@ def test_lost_devices_are_reported_before_if_there_is_notice():
     )
 
 
-def test_a_loss_may_come_early():
+def test_a_loss_may_happen_early_during_a_switch_phase():
     event = {"kind": "lost", "devices": [3], "start_s": 100, "for_s": 50, "during": "move"}
     early = timeline(event, began_s={scenario(event).events[0]: 40.0})
     assert [time_s for time_s in range(0, 200, 10) if early.at(time_s).lost] == [40, 50, 60, 70, 80]

@@ -1,5 +1,5 @@
-"""Comparisons, replays and the command line: figures are what runs say, and a user's mistakes end
-with one message.
+"""Comparisons, replays and the command line: the table agrees with the runs, and a user's mistake
+ends with one message.
 """
 
 import importlib.util
@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from simulated import PRICING, Told, run, scenario, setup_of
+from simulated import PRICING, FollowsScript, run, scenario, setup_of
 
 from optimus_jax.cli.simulate import with_cluster
 from optimus_jax.config.axes import AxisSizes
@@ -40,7 +40,7 @@ def outcome(total_s, *kinds):
 # Comparisons
 
 
-def test_rows_say_what_runs_say():
+def test_rows_summarise_the_runs():
     runs = [
         {
             "auto": outcome(80.0, "switch", "rollback"),
@@ -72,7 +72,7 @@ def test_rows_say_what_runs_say():
     assert auto.total_s.high == 100.0
 
 
-def test_there_is_no_share_of_no_gain():
+def test_without_an_oracle_gain_there_is_no_share_of_it():
     runs = [
         {
             "auto": outcome(100.0),
@@ -83,9 +83,9 @@ def test_there_is_no_share_of_no_gain():
     assert [row.share for row in rows(runs)] == [None] * 3
 
 
-def test_intervals_cover_as_they_say():
-    """Of 200 samples of 30 normal draws, the interval of the mean holds the truth in about 95%: 3
-    deviations of a share of 200 are 5%.
+def test_confidence_intervals_have_their_nominal_coverage():
+    """The interval of the mean of 30 normal draws holds the true mean in about 95% of 200 samples;
+    three deviations of that share are 5%.
     """
     random = np.random.default_rng(0)
     covered = 0
@@ -111,7 +111,7 @@ def record(path, times_s, plans):
     return path
 
 
-def test_a_replay_under_the_recorded_plan_takes_what_was_recorded(tmp_path):
+def test_a_replay_under_the_recorded_plan_takes_the_recorded_time(tmp_path):
     times_s = [0.5] * 30 + [1.5] * 10 + [0.5] * 20
     made = recorded(record(tmp_path / "run", times_s, [PLAN.digest] * 60))
     truth = Truth(
@@ -119,7 +119,7 @@ def test_a_replay_under_the_recorded_plan_takes_what_was_recorded(tmp_path):
     )
     assert truth.setup.start == PLAN
     assert truth.setup.num_steps == 60
-    policy = Told()
+    policy = FollowsScript()
     assert run(truth, policy, every=1).total_s == pytest.approx(sum(times_s))
     assert [observation.step_times_s[0] for observation in policy.observations] == pytest.approx(
         times_s[:59]
@@ -138,10 +138,10 @@ def test_a_recording_with_two_plans_has_the_noise_of_each(tmp_path):
     assert made.scenario.step_time_s == 0.5
 
 
-def test_a_recording_with_a_switch_begins_with_the_plan_before_it(tmp_path):
+def test_a_recording_with_a_switch_starts_with_the_plan_before_it(tmp_path):
     run_dir = record(tmp_path / "run", [0.5] * 20, [PLAN.digest] * 10 + ["another"] * 10)
     (run_dir / "plan.json").write_text(replace(PLAN, remat="none").to_json())
-    begun = {
+    begin_record = {
         "record": "begin",
         "step": 10,
         "source": asdict(PLAN),
@@ -149,11 +149,11 @@ def test_a_recording_with_a_switch_begins_with_the_plan_before_it(tmp_path):
         "why": "",
         "by_choice": True,
     }
-    (run_dir / "switches.jsonl").write_text(json.dumps(begun) + "\n")
+    (run_dir / "switches.jsonl").write_text(json.dumps(begin_record) + "\n")
     assert recorded(run_dir).start == PLAN
 
 
-def test_a_batch_that_the_recorded_plan_cannot_deal_out_is_refused(tmp_path):
+def test_a_batch_that_does_not_divide_over_the_recorded_plan_is_refused(tmp_path):
     made = recorded(record(tmp_path / "run", [0.5] * 20, [PLAN.digest] * 20))
     config = made.config.with_values({"data.global_batch": made.start.axes.num_devices + 1})
     with pytest.raises(PlanError):
@@ -164,7 +164,7 @@ def test_a_batch_that_the_recorded_plan_cannot_deal_out_is_refused(tmp_path):
         )
 
 
-def test_what_is_no_recording(tmp_path):
+def test_directories_that_are_no_usable_recording_are_refused(tmp_path):
     with pytest.raises(ConfigError, match="a run cannot be read"):
         recorded(tmp_path / "none")
     with pytest.raises(ConfigError, match="too few steps"):
@@ -176,7 +176,7 @@ def test_what_is_no_recording(tmp_path):
 # Set-ups
 
 
-def test_the_default_is_fsdp_over_everything_with_all_computed_again():
+def test_the_default_plan_is_fsdp_over_all_devices_with_full_remat():
     assert (PLAN.axes.fsdp, PLAN.microbatches, PLAN.remat, PLAN.zero, PLAN.pipeline) == (
         16,
         1,
@@ -186,7 +186,7 @@ def test_the_default_is_fsdp_over_everything_with_all_computed_again():
     )
 
 
-def test_steps_and_first_plan_are_the_scenarios():
+def test_the_scenario_sets_the_number_of_steps_and_the_first_plan():
     assert setup_of(scenario(steps=77)).num_steps == 77
     made = setup_of(scenario(steps=None, duration_s=100.0))
     assert made.num_steps == round(100 / PRICING.step_time_s(made.start))
@@ -197,7 +197,7 @@ def test_steps_and_first_plan_are_the_scenarios():
 
 
 def loaded(path):
-    """A script, as a module."""
+    """Load a script as a module."""
     spec = importlib.util.spec_from_file_location(path.stem, path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -221,7 +221,7 @@ def test_help_fits_a_screen_and_shows_defaults():
     assert sum("(default: " in line for line in lines) >= 6
 
 
-def test_a_scenario_from_a_file_as_json(tmp_path):
+def test_a_scenario_file_is_simulated_and_reported_as_json(tmp_path):
     (tmp_path / "mine.json").write_text(
         json.dumps(
             {"name": "mine", "steps": 60, "events": [{"kind": "link", "factor": 0.5, "start_s": 3}]}
@@ -273,14 +273,14 @@ def test_a_scenario_from_a_file_as_json(tmp_path):
         (("--set", "controller.min_gin=1"), "did you mean 'controller.min_gain'"),
     ],
 )
-def test_the_users_mistakes_end_with_one_message(arguments, message):
+def test_user_mistakes_end_with_one_message(arguments, message):
     failed = simulate(*arguments)
     assert failed.returncode == 2
     assert message in failed.stderr
     assert "Traceback" not in failed.stderr
 
 
-def test_a_run_on_virtual_devices_is_replayed_on_as_many_of_them(tmp_path):
+def test_a_run_on_virtual_devices_is_replayed_on_as_many_devices(tmp_path):
     run_dir = tmp_path / "run"
     config = make_config("gpt2-nano", {"cpu_devices": "4", "global_batch": "8", "seq_len": "32"})
     plan = plan_for(
@@ -309,7 +309,7 @@ def test_a_run_on_virtual_devices_is_replayed_on_as_many_of_them(tmp_path):
     )
 
 
-def test_devices_that_are_not_there_are_named(tmp_path):
+def test_unknown_devices_in_a_scenario_are_named(tmp_path):
     (tmp_path / "mine.json").write_text(
         '{"name": "mine", "events": [{"kind": "lost", "devices": [3, 999]}]}'
     )
@@ -318,7 +318,7 @@ def test_devices_that_are_not_there_are_named(tmp_path):
     assert re.search(r"devices=\[999\][\s\S]*name devices 0 to 63, or hosts 0 to 7", failed.stderr)
 
 
-def test_a_recording_of_another_number_of_devices_names_the_cluster_to_ask_for(tmp_path):
+def test_a_recording_of_other_size_names_the_cluster_to_ask_for(tmp_path):
     failed = simulate(
         "--replay",
         record(tmp_path / "run", [0.5] * 20, [PLAN.digest] * 20),
@@ -341,7 +341,7 @@ def benchmark():
     return loaded(SCRIPT.parents[1] / "benchmarks" / "simulated_control.py")
 
 
-def test_the_benchmark_goes_on_where_it_was_stopped(benchmark, tmp_path, monkeypatch):
+def test_the_benchmark_resumes_where_it_was_stopped(benchmark, tmp_path, monkeypatch):
     file, done = tmp_path / "runs" / "done.jsonl", []
 
     def run_chunk(scenario, setting, seeds):
@@ -369,7 +369,7 @@ def test_the_benchmark_goes_on_where_it_was_stopped(benchmark, tmp_path, monkeyp
     assert (found[0]["auto"].num_switches, found[0]["auto"].count("rollback")) == (2, 0)
 
 
-def test_the_benchmark_says_which_targets_are_met(benchmark):
+def test_the_benchmark_shows_which_targets_are_met(benchmark):
     runs = [
         {
             "auto": outcome(auto_s, *["switch"] * 3),

@@ -1,5 +1,5 @@
-"""The simulated cluster: a truth that differs from what is told, signals late and noisy, switches
-that cost and fail.
+"""The simulated cluster: true speeds differ from the planner's, signals are late and noisy, and
+switches cost time and may fail.
 """
 
 import statistics
@@ -13,7 +13,7 @@ from simulated import (
     PRICING,
     QUARTER,
     QUICK,
-    Told,
+    FollowsScript,
     run,
     scenario,
     setup_of,
@@ -47,10 +47,10 @@ def static_s(made, plan=START):
     return run(made, Static(plan, 16), every=None).total_s
 
 
-# The truth
+# The true cluster
 
 
-def test_the_truth_is_as_far_off_as_the_scenario_says():
+def test_true_speeds_are_off_by_the_shares_of_the_scenario():
     worlds = [truth(seed=seed).world for seed in range(8)]
     for name, share in (
         ("inside", 0.3),
@@ -63,22 +63,26 @@ def test_the_truth_is_as_far_off_as_the_scenario_says():
     times_s = [
         world.step_time_s(PlacedPlan(START, tuple(range(16))), NORMAL, 0) for world in worlds
     ]
-    told_s = PRICING.step_time_s(START)
+    nominal_s = PRICING.step_time_s(START)
     assert len(set(times_s)) == 8
-    assert statistics.median(abs(time_s / told_s - 1) for time_s in times_s) > 0.05
+    assert statistics.median(abs(time_s / nominal_s - 1) for time_s in times_s) > 0.05
 
 
-def test_without_misfit_the_planner_is_right_but_for_overlap():
+def test_without_misfit_only_overlap_differs_from_the_planner():
     world = truth(misfit=EXACT).world
     place = PlacedPlan(OTHER, tuple(range(16)))
-    told = replace(PRICING, rates=replace(PRICING.rates, overlap_share=world._rates.overlap_share))
-    assert world.step_time_s(place, NORMAL, 0) == pytest.approx(told.step_time_s(OTHER), rel=1e-12)
+    nominal = replace(
+        PRICING, rates=replace(PRICING.rates, overlap_share=world._rates.overlap_share)
+    )
+    assert world.step_time_s(place, NORMAL, 0) == pytest.approx(
+        nominal.step_time_s(OTHER), rel=1e-12
+    )
     assert static_s(truth(misfit=EXACT)) == pytest.approx(
         400 * world.step_time_s(PlacedPlan(START, tuple(range(16))), NORMAL, 0), rel=1e-9
     )
 
 
-def test_the_planner_may_be_told_something_wrong():
+def test_the_planner_may_be_told_wrong_speeds():
     made = setup_of(scenario(prior={"between": 0.25}))
     assert made.told[0].cluster.inter_host.bytes_per_s == CLUSTER.inter_host.bytes_per_s / 4
     assert made.nominal[0].cluster == CLUSTER
@@ -87,22 +91,22 @@ def test_the_planner_may_be_told_something_wrong():
 
 def test_the_same_seed_gives_the_same_run():
     def outcome(seed):
-        return run(truth(QUARTER, seed=seed), Told(switch(100, SECOND)), probes=True)
+        return run(truth(QUARTER, seed=seed), FollowsScript(switch(100, SECOND)), probes=True)
 
     assert outcome(3) == outcome(3)
     assert outcome(3).total_s != outcome(4).total_s
 
 
-def test_links_are_probed_before_the_first_step_under_another_plan():
-    """Several times if they are not what they were: else what was read before the switch would be
-    believed of the steps after it.
+def test_links_are_probed_before_the_first_step_under_a_new_plan():
+    """Several times if their speed has changed: otherwise readings from before the switch would be
+    applied to the steps after it.
     """
     made, policy = (
         truth(QUARTER, misfit=EXACT, steps=2000, switching={**QUICK, "probe_s": 1.0}),
-        Told(),
+        FollowsScript(),
     )
     first = made.world.step_time_s(PlacedPlan(made.setup.start, tuple(range(16))), NORMAL, 0)
-    # it is compiled when the link has just become slow
+    # it is ready when the link has just become slow
     step = int((QUARTER["start_s"] - 0.95 * QUICK["compile_s"]) / first)
     policy.decisions = switch(step, SECOND)
     outcome = run(made, policy, probes=True)
@@ -124,8 +128,8 @@ def test_noise_has_spikes_and_drift():
 
 @cache
 def worst_and_normal(name):
-    """Step times of the first plan in a scenario of the library: the slowest that occurs (infinite:
-    it cannot go on), and undisturbed.
+    """Step times of the first plan in a scenario of the library: the slowest (infinite if it cannot
+    continue), and without events.
     """
     given = library()[name]
     batches = {
@@ -164,18 +168,18 @@ def worst_and_normal(name):
         "slow-data",
     ],
 )
-def test_what_disturbs_is_felt(name):
+def test_disturbing_scenarios_slow_the_first_plan(name):
     worst, normal = worst_and_normal(name)
     assert worst > 1.1 * normal
 
 
 @pytest.mark.parametrize("name", ["stationary", "short", "default-start", "lying-metrics"])
-def test_what_does_not_disturb_is_not(name):
+def test_undisturbed_scenarios_do_not_slow_the_first_plan(name):
     worst, normal = worst_and_normal(name)
     assert worst == normal
 
 
-def test_a_straggler_holds_up_all_unless_its_host_is_left_out():
+def test_a_straggler_slows_plans_that_include_its_host():
     made = truth(
         {"kind": "compute", "factor": 1.5, "devices": [3], "start_s": 10}, misfit=EXACT
     ).world
@@ -204,23 +208,25 @@ def test_a_straggler_in_a_stage_with_fewer_layers_costs_less():
 # Time
 
 
-def test_a_stretch_is_its_steps():
-    """Skipping from change to change gives what going step by step does."""
+def test_simulating_by_intervals_equals_step_by_step():
+    """Skipping from one change of conditions to the next gives the same time as going step
+    by step.
+    """
     made = truth(
         QUARTER, {"kind": "compute", "factor": 1.3, "start_s": 50, "for_s": 7, "every_s": 20}
     )
-    by_step = run(made, Told(), every=1).total_s
+    by_step = run(made, FollowsScript(), every=1).total_s
     assert static_s(made) == pytest.approx(by_step, rel=1e-12)
 
 
-def test_a_slow_link_costs_what_it_should():
+def test_a_slow_link_costs_the_expected_time():
     made = truth(QUARTER, misfit=EXACT)
     normal_s, slow_s = (
         made.world.step_time_s(PlacedPlan(START, tuple(range(16))), conditions, 0)
         for conditions in (NORMAL, made.timeline.at(60.0))
     )
     assert slow_s > 1.3 * normal_s
-    # For 60 s steps do less; a step at either border is off by one at most.
+    # Steps are slower for 60 s; a step at either end is off by one at most.
     assert static_s(made) == pytest.approx(
         400 * normal_s + 60 * (1 - normal_s / slow_s), abs=slow_s
     )
@@ -230,19 +236,19 @@ def test_a_slow_link_costs_what_it_should():
 
 
 def observations(*events, every=1, **fields):
-    made, policy = truth(*events, **fields), Told()
+    made, policy = truth(*events, **fields), FollowsScript()
     Simulation(made, policy, Habits(every=every)).run()
     return policy.observations
 
 
-def test_step_times_come_with_every_step():
+def test_every_step_time_is_observed():
     seen = observations(QUARTER, misfit=EXACT)
     assert len(seen) == 399
     assert all(len(each.step_times_s) == 1 for each in seen)
     assert [each.step for each in seen] == list(range(1, 400))
 
 
-def test_a_probe_is_late_noisy_and_near():
+def test_probe_readings_are_late_noisy_and_nearly_right():
     seen = observations(QUARTER, misfit={"links": 0, "probe_bias": 0})
     between = [
         (each.time_s, each.reading("link_slowdown/between")) for each in seen if each.step > 3
@@ -256,13 +262,13 @@ def test_a_probe_is_late_noisy_and_near():
     assert len(set(before)) > 1
 
 
-def test_probes_keep_to_their_budget():
-    outcome = Simulation(truth(misfit=EXACT), Told(), Habits()).run()
+def test_probes_stay_within_their_budget():
+    outcome = Simulation(truth(misfit=EXACT), FollowsScript(), Habits()).run()
     assert 0 < outcome.probes_s <= 0.002 * outcome.total_s + QUICK["probe_s"]
 
 
 @pytest.mark.parametrize(("fault", "expected"), [("missing", None), ("lying", 10.0)])
-def test_metrics_that_are_missing_or_lie(fault, expected):
+def test_missing_and_wrong_metrics_are_simulated(fault, expected):
     event = {
         "kind": "metrics",
         "names": ["link_slowdown/*"],
@@ -272,13 +278,13 @@ def test_metrics_that_are_missing_or_lie(fault, expected):
         "for_s": 20,
     }
     seen = observations(event, misfit=EXACT)
-    told = {
+    readings = {
         time_s: next(
             each.reading("link_slowdown/between").value for each in seen if each.time_s > time_s
         )
         for time_s in (15, 25, 45)
     }
-    assert told == {
+    assert readings == {
         15: pytest.approx(1.0),
         25: expected and pytest.approx(expected),
         45: pytest.approx(1.0),
@@ -299,14 +305,14 @@ def test_stale_metrics_keep_their_age():
     assert seen[-1].time_s - seen[-1].reading("step_time_s").time_s > 30
 
 
-def test_step_times_may_be_missing_too():
+def test_step_times_may_be_missing():
     seen = observations(
         {"kind": "metrics", "names": ["step_times"], "fault": "missing", "start_s": 40}
     )
     assert all(bool(each.step_times_s) == (each.time_s < 40) for each in seen)
 
 
-def test_memory_and_stragglers_are_told():
+def test_memory_use_and_stragglers_are_observed():
     seen = observations(
         {"kind": "memory", "share": 0.3, "start_s": 50, "for_s": 500},
         {"kind": "compute", "factor": 1.5, "devices": [9], "start_s": 50},
@@ -322,9 +328,9 @@ def test_memory_and_stragglers_are_told():
 # Switches
 
 
-def test_a_switch_costs_its_phases():
+def test_a_switch_costs_the_time_of_its_phases():
     made = truth(misfit=EXACT)
-    policy = Told(switch(100, OTHER))
+    policy = FollowsScript(switch(100, OTHER))
     outcome = run(made, policy, canary=False)
     [moment] = outcome.moments
     assert (moment.kind, moment.plan, outcome.plan) == ("switch", OTHER, OTHER)
@@ -336,33 +342,35 @@ def test_a_switch_costs_its_phases():
     expected_s = (
         moment.step * first_s + (400 - moment.step) * second_s + sum(moment.delay_s.values())
     )
-    # Steps while programs are compiled overshoot its end by a part of one.
+    # Steps during compilation overshoot its end by a part of one.
     assert outcome.total_s == pytest.approx(expected_s, abs=0.04 * first_s)
     assert moment.time_s - moment.decided_s >= QUICK["compile_s"]
-    told = {name: time_s for name, time_s in moment.delay_s.items() if name != "first_steps"}
-    assert policy.heard == [
-        ("switched", OTHER, told),
+    costs_s = {name: time_s for name, time_s in moment.delay_s.items() if name != "first_steps"}
+    assert policy.calls == [
+        ("switched", OTHER, costs_s),
         ("charged", moment.delay_s["first_steps"]),
     ], "first steps come later"
 
 
-def test_another_executable_moves_nothing():
+def test_another_executable_moves_no_state():
     made = truth(misfit=EXACT)
-    # fewer examples at a time: the same state in the same place
+    # smaller microbatches
     again = replace(START, microbatches=2 * START.microbatches)
-    [moment] = run(made, Told(switch(50, again)), canary=False).moments
+    [moment] = run(made, FollowsScript(switch(50, again)), canary=False).moments
     assert set(moment.delay_s) == {"prepare", "quiesce", "first_steps"}
 
 
-def test_going_back_compiles_nothing():
+def test_switching_back_needs_no_compilation():
     made = truth(misfit=EXACT)
-    there, back = run(made, Told(switch(50, OTHER) | switch(200, START)), canary=False).moments
+    there, back = run(
+        made, FollowsScript(switch(50, OTHER) | switch(200, START)), canary=False
+    ).moments
     assert there.delay_s["prepare"] > 0
     assert back.delay_s["prepare"] == 0
     assert back.step == 200
 
 
-def test_costs_differ_from_what_the_scenario_says():
+def test_true_switch_costs_vary_with_the_seed():
     made = [
         TrueSwitchCosts(truth(seed=seed, switching=QUICK | {"spread": 0.4}).world)
         for seed in range(5)
@@ -385,17 +393,17 @@ def test_a_slow_link_makes_moving_slow():
 
 def test_a_slower_plan_is_taken_back():
     slow = replace(OTHER, microbatches=8)
-    policy = Told(switch(50, slow))
+    policy = FollowsScript(switch(50, slow))
     outcome = run(truth(misfit=EXACT), policy)
     assert [moment.kind for moment in outcome.moments] == ["switch", "rollback"]
     assert outcome.moments[1].step == outcome.moments[0].step + 1 + CLEAR_STEPS, (
         "it is so slow that nobody has to see more"
     )
-    assert (outcome.plan, policy.heard[2][:2]) == (START, ("failed", slow))
-    assert policy.heard[3] == ("charged", sum(outcome.moments[1].delay_s.values()))
+    assert (outcome.plan, policy.calls[2][:2]) == (START, ("failed", slow))
+    assert policy.calls[3] == ("charged", sum(outcome.moments[1].delay_s.values()))
 
 
-def test_a_plan_that_is_little_slower_is_watched_to_the_end_and_taken_back():
+def test_a_slightly_slower_plan_is_taken_back_after_the_whole_canary():
     made, slower = (
         truth(misfit=EXACT),
         replace(
@@ -412,48 +420,53 @@ def test_a_plan_that_is_little_slower_is_watched_to_the_end_and_taken_back():
         made.world.step_time_s(PlacedPlan(plan, tuple(range(16))), NORMAL, 0) for plan in plans
     )
     assert 1.02 < slow_s / fast_s < CLEARLY
-    outcome = Simulation(made, Told(switch(50, plans[1])), Habits(probes=False), plans[0]).run()
+    outcome = Simulation(
+        made, FollowsScript(switch(50, plans[1])), Habits(probes=False), plans[0]
+    ).run()
     there, back = outcome.moments
     assert (there.kind, back.kind) == ("switch", "rollback")
     assert back.step == there.step + made.setup.settings.canary_steps + 1
 
 
 @pytest.mark.parametrize("phase", ["prepare", "move", "verify", "canary"])
-def test_a_switch_that_fails_leaves_the_old_plan_and_costs_more_the_later(phase):
+def test_a_failed_switch_keeps_the_old_plan_and_costs_more_later(phase):
     made = truth({"kind": "switch", "phase": phase}, misfit=EXACT)
-    policy = Told(switch(50, SECOND))
+    policy = FollowsScript(switch(50, SECOND))
     outcome = run(made, policy)
     assert outcome.plan == START
-    assert policy.heard[-2][:2] == ("failed", SECOND)
+    assert policy.calls[-2][:2] == ("failed", SECOND)
     assert outcome.num_switches == 1
     before = {"prepare": -1.0, "move": "prepare", "verify": "move", "canary": "verify"}[phase]
     if phase != "prepare":
         earlier = run(
-            truth({"kind": "switch", "phase": before}, misfit=EXACT), Told(switch(50, SECOND))
+            truth({"kind": "switch", "phase": before}, misfit=EXACT),
+            FollowsScript(switch(50, SECOND)),
         )
         assert outcome.total_s > earlier.total_s
     assert outcome.total_s > static_s(made)
 
 
-def test_a_stay_withdraws_what_is_being_prepared():
-    policy = Told(
+def test_a_decision_to_stay_withdraws_the_preparation():
+    policy = FollowsScript(
         switch(50, OTHER) | {55: Decision(step=55, action="stay", why="changed its mind")}
     )
     outcome = run(truth(misfit=EXACT), policy)
     assert [moment.kind for moment in outcome.moments] == ["withdrawn"]
     assert outcome.num_switches == 0
-    assert policy.heard == [("charged", pytest.approx(outcome.moments[0].delay_s["prepare"]))], (
+    assert policy.calls == [("charged", pytest.approx(outcome.moments[0].delay_s["prepare"]))], (
         "what compiling has taken from steps"
     )
 
 
 def test_a_planned_switch_waits_for_its_step():
-    [moment] = run(truth(misfit=EXACT), Told(switch(50, SECOND, at_step=300)), canary=False).moments
+    [moment] = run(
+        truth(misfit=EXACT), FollowsScript(switch(50, SECOND, at_step=300)), canary=False
+    ).moments
     assert moment.step == 300
 
 
-def test_too_much_memory_is_found_out_before_moving():
-    policy, capacity = Told(switch(50, SECOND)), CLUSTER.accelerator.memory_bytes
+def test_too_little_memory_is_found_before_moving():
+    policy, capacity = FollowsScript(switch(50, SECOND)), CLUSTER.accelerator.memory_bytes
     needed, present = (PRICING.memory(plan).total for plan in (SECOND, OTHER))
     assert needed > present
     outcome = run(
@@ -469,13 +482,13 @@ def test_too_much_memory_is_found_out_before_moving():
         ),
         policy,
     )
-    assert policy.heard[0][0] == "failed"
-    assert "memory" in policy.heard[0][2]
+    assert policy.calls[0][0] == "failed"
+    assert "memory" in policy.calls[0][2]
     assert outcome.plan == OTHER
 
 
-def test_policies_that_always_switch_are_punished():
-    class Restless(Told):
+def test_a_policy_that_always_switches_is_slower():
+    class Restless(FollowsScript):
         def decide(self, observation):
             return switch(observation.step, SECOND if observation.step % 80 < 40 else START)[
                 observation.step
@@ -489,7 +502,7 @@ def test_policies_that_always_switch_are_punished():
 # Faults
 
 
-def test_a_lost_device_ends_the_run_which_restarts_on_what_is_left_and_comes_back():
+def test_after_a_device_loss_the_run_restarts_on_the_rest_and_returns():
     made = truth({"kind": "lost", "devices": [11], "start_s": 40, "for_s": 60}, misfit=EXACT)
     outcome = run(made, Static(START, 16), every=None)
     assert [moment.kind for moment in outcome.moments] == ["restart", "switch"]
@@ -500,11 +513,11 @@ def test_a_lost_device_ends_the_run_which_restarts_on_what_is_left_and_comes_bac
     assert outcome.total_s > static_s(truth(misfit=EXACT)) + 60
 
 
-def test_a_policy_says_what_to_restart_with():
+def test_the_policy_chooses_the_plan_of_a_restart():
     eight = default_plans(PRICING, 8)[0]
     wanted = replace(eight, remat="none", microbatches=4)
 
-    class Advised(Told):
+    class Advised(FollowsScript):
         def decide(self, observation):
             return (
                 Decision(
@@ -519,29 +532,29 @@ def test_a_policy_says_what_to_restart_with():
 
 
 @pytest.mark.parametrize("during", ["move", "verify", "canary"])
-def test_what_was_decided_and_never_done_is_asked_again_at_a_restart(during):
-    """The policy says once what to do, and the run ends before that can be done: it does not
-    restart with the default.
+def test_at_a_restart_the_policy_repeats_an_unexecuted_decision(during):
+    """The policy decides once, and the run dies before that is carried out: it does not restart
+    with the default plan.
     """
     wanted = replace(default_plans(PRICING, 8)[0], remat="none", microbatches=4)
 
-    class SaysOnce(Told):
-        has_said = False
+    class DecidesOnce(FollowsScript):
+        has_decided = False
 
         def decide(self, observation):
             if not observation.lost_devices:
                 return super().decide(observation)
-            if self.has_said:
+            if self.has_decided:
                 return None
-            self.has_said = True
+            self.has_decided = True
             return Decision(
                 step=observation.step, action="switch", plan=wanted, why="lost", mandatory=True
             )
 
         def dropped(self):
-            self.has_said = False
+            self.has_decided = False
 
-    # Reported before it happens: the switch away from it is the one that it happens in.
+    # With notice, the loss happens during the switch that leaves the host.
     event = {
         "kind": "lost",
         "host": 1,
@@ -550,29 +563,29 @@ def test_what_was_decided_and_never_done_is_asked_again_at_a_restart(during):
         "during": during,
     }
     outcome = run(
-        truth(event, misfit=EXACT), SaysOnce(switch(20, OTHER) if during == "canary" else {})
+        truth(event, misfit=EXACT), DecidesOnce(switch(20, OTHER) if during == "canary" else {})
     )
     assert outcome.moments[-1].kind == "restart"
     assert outcome.plan == wanted
 
 
-def test_a_host_lost_while_the_state_moves():
+def test_a_host_loss_during_a_move_restarts_the_run():
     event = {"kind": "lost", "host": 1, "start_s": 1e6, "for_s": 100, "during": "move"}
-    policy = Told(switch(50, OTHER))
+    policy = FollowsScript(switch(50, OTHER))
     outcome = run(truth(event, misfit=EXACT), policy)
     assert [moment.kind for moment in outcome.moments][:2] == ["failed", "restart"]
     assert "lost in move" in outcome.moments[0].why
     assert outcome.moments[1].plan.num_devices == 8
-    assert run(truth(event, misfit=EXACT), Told()).moments == ()
+    assert run(truth(event, misfit=EXACT), FollowsScript()).moments == ()
 
 
-def test_notice_lets_a_run_leave_before():
+def test_with_notice_a_run_can_leave_before_the_loss():
     event = {"kind": "lost", "host": 0, "start_s": 60, "notice_s": 30}
     eight = default_plans(PRICING, 8)[0]
 
-    class Careful(Told):
+    class Careful(FollowsScript):
         def decide(self, observation):
-            leaves = observation.lost_devices and not self.heard
+            leaves = observation.lost_devices and not self.calls
             return (
                 Decision(
                     step=observation.step,
@@ -590,14 +603,14 @@ def test_notice_lets_a_run_leave_before():
     assert outcome.moments[0].time_s < 60 + QUICK["restart_s"]
 
 
-def test_memory_that_is_gone_ends_the_run():
+def test_a_run_out_of_memory_restarts_with_a_smaller_plan():
     made = truth({"kind": "memory", "share": 0.8, "start_s": 40, "for_s": 2000}, misfit=EXACT)
     outcome = run(made, Static(START, 16), every=None)
     assert outcome.moments[0].why == "memory ran out"
     assert made.world.memory_bytes(outcome.plan, 0) <= 0.2 * CLUSTER.accelerator.memory_bytes
 
 
-def test_a_phase_that_the_plan_cannot_have_is_a_restart():
+def test_a_batch_phase_that_the_plan_cannot_run_causes_a_restart():
     made = truth(
         {"kind": "phase", "start_share": 0.5, "global_batch": 24},
         {"kind": "phase", "start_share": 0.75, "global_batch": 128},
@@ -609,7 +622,7 @@ def test_a_phase_that_the_plan_cannot_have_is_a_restart():
     assert outcome.moments[0].step == 200
 
 
-def test_times_are_those_of_links_that_the_event_names():
+def test_the_slowdown_depends_on_which_link_the_event_names():
     inside, between = (
         static_s(truth({"kind": "link", "link": link, "factor": 0.1}, misfit=EXACT))
         for link in ("inside", "between")
@@ -617,8 +630,8 @@ def test_times_are_those_of_links_that_the_event_names():
     assert between > 1.1 * inside > 1.1 * static_s(truth(misfit=EXACT))
 
 
-def test_probes_are_held_against_what_the_planner_was_told():
-    """It was told a quarter of the speed that the link has."""
+def test_slowdowns_are_relative_to_what_the_planner_was_told():
+    """The planner was told a quarter of the speed that the link has."""
     seen = observations(misfit={**EXACT, "links": 0}, prior={"between": 0.25, "compute": 0.5})
     last = seen[-1]
     assert last.reading("link_slowdown/between").value == pytest.approx(0.25, rel=0.01)
@@ -626,31 +639,35 @@ def test_probes_are_held_against_what_the_planner_was_told():
     assert last.reading("compute_slowdown").value == pytest.approx(0.5, rel=0.05)
 
 
-def test_memory_is_told_anew_after_a_switch():
-    policy = Told(switch(100, SECOND))
+def test_memory_readings_start_anew_after_a_switch():
+    policy = FollowsScript(switch(100, SECOND))
     run(truth(misfit=EXACT), policy, probes=True)
     world = truth(misfit=EXACT).world
-    told = [each.reading("memory_peak_share").value for each in policy.observations]
+    shares = [each.reading("memory_peak_share").value for each in policy.observations]
     needed = [
         world.memory_bytes(plan, 0) / CLUSTER.accelerator.memory_bytes for plan in (START, SECOND)
     ]
     assert needed[0] != pytest.approx(needed[1])
-    # A median of both would lie between them.
-    assert [value for value in dict.fromkeys(told) if value is not None] == [
+    # A median of samples of both plans would lie between them.
+    assert [value for value in dict.fromkeys(shares) if value is not None] == [
         pytest.approx(each) for each in needed
     ]
 
 
-class Late(Told):
+class Late(FollowsScript):
     """Decides 7 s before the link becomes slow at 30 s, so that a plan that takes 8 s to compile is
-    tried a moment after.
+    entered just after it.
     """
 
-    knows = True
+    knows_steps_alike = True
 
     @property
     def steps_alike(self):
-        return sum(each.time_s > 30.5 for each in self.observations) if self.knows else None
+        return (
+            sum(each.time_s > 30.5 for each in self.observations)
+            if self.knows_steps_alike
+            else None
+        )
 
     def decide(self, observation):
         self.observations.append(observation)
@@ -664,24 +681,24 @@ class Late(Told):
 
 
 class Ignorant(Late):
-    knows = False
+    knows_steps_alike = False
 
 
 @pytest.mark.parametrize(
     ("policy", "kinds"), [(Late, ["switch"]), (Ignorant, ["switch", "rollback"])]
 )
 def test_a_new_plan_is_compared_with_steps_in_the_same_conditions_only(policy, kinds):
-    """Those before the link became slow were faster than any plan can be now."""
+    """Steps before the link became slow were faster than any plan can be now."""
     outcome = run(truth({**QUARTER, "for_s": 1000}, misfit=EXACT), policy())
     assert [moment.kind for moment in outcome.moments] == kinds
 
 
-def test_what_could_not_be_had_is_asked_for_again():
-    """By one that is asked at one step only, and foresees everything but that."""
+def test_a_failed_decision_is_asked_again_at_the_next_step():
+    """By a policy that is asked at one step only, and foresees everything except the failure."""
     again = Decision(step=101, action="switch", plan=SECOND, why="a test")
     outcome = run(
         truth({"kind": "switch", "phase": "prepare"}, misfit=EXACT),
-        Told(switch(100, SECOND) | {101: again}),
+        FollowsScript(switch(100, SECOND) | {101: again}),
         every=None,
         asked_at=(100,),
         foresight=True,

@@ -1,4 +1,6 @@
-"""Data, tokenizers and configs from URLs: fetched once, whole, and again when changed."""
+"""Local copies of data, tokenizers and configs from URLs: fetched once, complete, and again when
+changed.
+"""
 
 import json
 import os
@@ -22,7 +24,7 @@ from optimus_jax.system.paths import Url
 
 @pytest.fixture
 def bucket(request, tmp_path, monkeypatch):
-    """A name, and what puts an object there."""
+    """The name of a bucket, and a function that puts an object there."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     name, system = f"b{abs(hash(request.node.nodeid))}", MemoryFileSystem()
     system.mkdir(f"/{name}")
@@ -36,18 +38,18 @@ def bucket(request, tmp_path, monkeypatch):
 
 def test_an_object_is_fetched_once_and_again_when_it_has_changed(bucket):
     name, put = bucket
-    url, said = Url("memory", f"{name}/a/[x].txt"), []
-    put("a/[x].txt", b"first")  # a name with the characters of a glob
+    url, messages = Url("memory", f"{name}/a/[x].txt"), []
+    put("a/[x].txt", b"first")  # a name with glob characters
     put("a/x.txt", b"other")
     for _ in range(2):
-        (path,) = local_copies(url, say=said.append)
-        assert (path.name, path.read_bytes(), len(said)) == ("[x].txt", b"first", 1)
+        (path,) = local_copies(url, say=messages.append)
+        assert (path.name, path.read_bytes(), len(messages)) == ("[x].txt", b"first", 1)
     put("a/[x].txt", b"other")
-    (changed,) = local_copies(url, say=said.append)
-    assert (changed.read_bytes(), path.read_bytes(), len(said)) == (b"other", b"first", 2)
+    (changed,) = local_copies(url, say=messages.append)
+    assert (changed.read_bytes(), path.read_bytes(), len(messages)) == (b"other", b"first", 2)
 
 
-def test_a_glob_is_read_in_the_order_that_files_have(bucket, tmp_path):
+def test_a_glob_of_urls_has_the_order_of_local_files(bucket, tmp_path):
     name, put = bucket
     documents = {"a.txt": "one", "b-b/c.txt": "two", "b/c.txt": "three"}
     for key, text in documents.items():
@@ -59,14 +61,14 @@ def test_a_glob_is_read_in_the_order_that_files_have(bucket, tmp_path):
 
 
 @pytest.mark.parametrize(("key", "is_advised"), [("corpus", True), ("corpus/*.txt", False)])
-def test_a_glob_is_advised_where_none_was_given(bucket, key, is_advised):
+def test_a_url_of_a_folder_gets_the_advice_to_use_a_glob(bucket, key, is_advised):
     bucket[1]("corpus/a.jsonl", b"{}")
     with pytest.raises(StoreError) as error:
         local_copies(Url("memory", f"{bucket[0]}/{key}"))
     assert ("*.jsonl" in str(error.value)) == is_advised
 
 
-def test_what_is_fetched_is_whole_or_not_there(bucket, monkeypatch):
+def test_an_incomplete_fetch_leaves_no_file(bucket, monkeypatch):
     name, put = bucket
     put("x.txt", b"whole")
     monkeypatch.setattr(
@@ -83,21 +85,21 @@ def test_what_is_fetched_is_whole_or_not_there(bucket, monkeypatch):
     ]
 
 
-def test_processes_of_a_host_fetch_it_once(bucket):
+def test_processes_of_a_host_fetch_an_object_once(bucket):
     name, put = bucket
     put("x.txt", b"text")
-    said, barrier = [], threading.Barrier(3)
+    messages, barrier = [], threading.Barrier(3)
 
     def fetch():
         barrier.wait()
-        local_copies(Url("memory", f"{name}/x.txt"), say=said.append)
+        local_copies(Url("memory", f"{name}/x.txt"), say=messages.append)
 
     threads = [threading.Thread(target=fetch) for _ in range(3)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(said) == 1
+    assert len(messages) == 1
 
 
 def test_a_token_file_is_fetched_with_its_header(bucket, tmp_path):
@@ -113,7 +115,7 @@ def test_a_token_file_is_fetched_with_its_header(bucket, tmp_path):
     assert there.identity == load_data(DataConfig(sources=(str(here),)), **load).identity
 
 
-def test_configs_and_home(bucket, tmp_path, monkeypatch):
+def test_configs_are_read_from_urls_and_the_home_directory(bucket, tmp_path, monkeypatch):
     _, put = bucket
     config = Config(seed=7).with_values({"store.local_dir": "/scratch/run"})
     url = put("config.json", config.to_json().encode())
@@ -138,7 +140,7 @@ def test_configs_and_home(bucket, tmp_path, monkeypatch):
         ("abfss://c@a/x.txt", r"pip install 'optimus-jax\[azure\]'"),
     ],
 )
-def test_what_cannot_be_read(url, wrong, bucket, monkeypatch):
+def test_unreadable_urls_are_refused_with_a_remedy(url, wrong, bucket, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "gcsfs", None)
     monkeypatch.setitem(__import__("sys").modules, "adlfs", None)
     with pytest.raises(StoreError, match=rf"(?s)given:.*{wrong}|{wrong}.*do:"):
@@ -157,14 +159,14 @@ def test_what_cannot_be_read(url, wrong, bucket, monkeypatch):
         {"data": "~no-such-user/x"},
     ],
 )
-def test_settings_are_refused_when_they_are_made(setting):
+def test_invalid_paths_in_settings_are_refused_at_once(setting):
     from optimus_jax.config.request import make_config
 
     with pytest.raises(ConfigError, match=r"(?s)^(--|checkpoint|store).*given:.*do:"):
         make_config("gpt2-nano", setting)
 
 
-def test_no_part_of_the_cache_depends_on_where_one_is(monkeypatch, tmp_path):
+def test_the_cache_directory_does_not_depend_on_the_working_directory(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     for value, expected in [("~/c", "home/c"), ("", "home/.cache"), ("c", "c")]:

@@ -1,4 +1,4 @@
-"""A run on an S3 server (moto's, on this machine): killed, its directory lost, resumed."""
+"""A run on a local S3 server (moto): killed, its directory lost, resumed."""
 
 import json
 import logging
@@ -93,7 +93,7 @@ def losses(result):
     return [record.loss for record in result.history]
 
 
-def test_a_killed_run_goes_on_without_its_directory(s3, tmp_path, monkeypatch):
+def test_a_killed_run_resumes_without_its_local_directory(s3, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
     killed = subprocess.run(
@@ -124,7 +124,7 @@ def test_a_killed_run_goes_on_without_its_directory(s3, tmp_path, monkeypatch):
     assert not {"s3:", "~"} & set(os.listdir(tmp_path))
 
 
-def test_a_bucket_that_is_not_there_and_no_credentials(s3, tmp_path, monkeypatch):
+def test_a_missing_bucket_or_credentials_are_errors_with_a_remedy(s3, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     with pytest.raises(StoreError, match=r"bucket does not exist(?s:.*)do: +check the URL"):
         optimus_jax.train("gpt2-nano", data=DATA, run_dir="s3://no-such-bucket/run", **TINY)
@@ -134,7 +134,7 @@ def test_a_bucket_that_is_not_there_and_no_credentials(s3, tmp_path, monkeypatch
         optimus_jax.train("gpt2-nano", data=DATA, run_dir=RUN, resume=True)
 
 
-def test_only_one_creates_an_object(s3):
+def test_an_object_is_created_only_once(s3):
     objects = Objects(Url("s3", "bucket/x"))
     assert objects.create("writer.json", b"one")
     assert not objects.create("writer.json", b"two")

@@ -1,4 +1,6 @@
-"""A run's directory mirrored to a store and brought back; the store is fsspec's in memory."""
+"""A run directory mirrored to an object store and fetched from it; the store is fsspec's
+in memory.
+"""
 
 import json
 import os
@@ -21,8 +23,8 @@ from optimus_jax.store.run_objects import complete_steps
 from optimus_jax.system.paths import Url
 
 
-class Recorded(Objects):
-    """Which notes what is written and deleted, and fails as often as it is told."""
+class RecordingObjects(Objects):
+    """An object store that records writes and deletions, and fails `num_failures` times."""
 
     def __init__(self, url):
         super().__init__(url)
@@ -51,7 +53,7 @@ class Recorded(Objects):
 
 @pytest.fixture
 def objects(request):
-    found = Recorded(Url("memory", f"{abs(hash(request.node.nodeid))}/run"))
+    found = RecordingObjects(Url("memory", f"{abs(hash(request.node.nodeid))}/run"))
     found._fs.mkdir(found._root.rpartition("/")[0])
     return found
 
@@ -69,12 +71,12 @@ def no_waiting(monkeypatch, tmp_path):
 
 @pytest.fixture
 def memory_is_kept(monkeypatch):
-    """As if it outlived its process."""
+    """Treat the memory store as if it outlived its process."""
     monkeypatch.setattr(Url, "is_writable", True)
 
 
 def started(directory, *starts, step=0):
-    """Files of a run that was started at these times, and that has metrics until `step`."""
+    """Write the files of a run with these starts (time, step) and with metrics until `step`."""
     (directory / "checkpoints").mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(Config().to_json())
     events = [
@@ -91,7 +93,7 @@ def started(directory, *starts, step=0):
 
 
 def saved(directory, step, content="weights"):
-    """A checkpoint, which appears in one go."""
+    """Write a checkpoint, which appears atomically."""
     unfinished = directory / "checkpoints" / f"{step}.orbax-checkpoint-tmp"
     (unfinished / "state" / "d").mkdir(parents=True)
     (unfinished / "state" / "d" / "data").write_text(f"{content} of {step}")
@@ -114,7 +116,7 @@ def mirror_of(run, keep=2, keep_every=None, warn=pytest.fail, lease=None, every_
 
 
 def mirrored(run, keep=2, keep_every=None, warn=pytest.fail, lease=None):
-    """Everything that is there is uploaded."""
+    """Upload everything in the run directory."""
     mirror = mirror_of(run, keep, keep_every, warn, lease)
     mirror.finish(lambda text: None)
 
@@ -132,7 +134,7 @@ def content_of(directory):
     }
 
 
-def test_a_checkpoint_is_complete_only_with_its_last_object(run):
+def test_a_checkpoint_is_complete_only_with_its_manifest(run):
     started(run.directory, (1.0, 0), step=4)
     saved(run.directory, 4)
     mirrored(run)
@@ -148,7 +150,7 @@ def test_a_checkpoint_is_complete_only_with_its_last_object(run):
     assert not run._staging.exists()
 
 
-def test_rotated_checkpoints_go_after_the_newer_one_is_complete(run):
+def test_old_checkpoints_are_deleted_after_a_newer_one_is_complete(run):
     started(run.directory, (1.0, 0))
     for step in (2, 4, 5):
         saved(run.directory, step)
@@ -166,14 +168,14 @@ def test_rotated_checkpoints_go_after_the_newer_one_is_complete(run):
     assert done.index("-checkpoints/2.json") < done.index("-checkpoints/2/_METADATA"), (
         "half of one is none"
     )
-    saved(run.directory, 3)  # the run has gone back to an earlier course
+    saved(run.directory, 3)  # the run has gone back to an earlier step
     shutil.rmtree(run.directory / "checkpoints" / "6")
     shutil.rmtree(run.directory / "checkpoints" / "4")
     mirrored(run, keep=2, keep_every=3)
     assert complete_steps(run.objects.sizes()) == [3]
 
 
-def test_another_machine_goes_on_where_this_one_was_killed(run, tmp_path):
+def test_another_machine_resumes_a_killed_run_from_the_store(run, tmp_path):
     started(run.directory, (1.0, 0), step=5)
     saved(run.directory, 2)
     saved(run.directory, 4)
@@ -185,7 +187,7 @@ def test_another_machine_goes_on_where_this_one_was_killed(run, tmp_path):
         for name, content in content_of(run.directory).items()
         if not name.startswith(("lock", "progress", "checkpoints/2/"))
     }
-    # It trains on; the first machine comes back, is older, and gets what is new.
+    # It continues training; the first machine returns, is older, and fetches what is new.
     started(there.directory, (1.0, 0), (2.0, 4), step=6)
     saved(there.directory, 6)
     mirrored(there)
@@ -197,7 +199,7 @@ def test_another_machine_goes_on_where_this_one_was_killed(run, tmp_path):
     ).read_bytes()
 
 
-def test_what_is_newer_here_stays_and_is_uploaded(run):
+def test_newer_local_files_are_kept_and_uploaded(run):
     started(run.directory, (1.0, 0), step=4)
     saved(run.directory, 4)
     mirrored(run)
@@ -208,7 +210,8 @@ def test_what_is_newer_here_stays_and_is_uploaded(run):
     assert content_of(run.directory) == before
     mirrored(run)
     assert complete_steps(run.objects.sizes()) == [4, 8]
-    # It went back to an earlier checkpoint, the newest being damaged: that one stays away.
+    # It went back to an earlier checkpoint, since the newest was damaged: that one is not fetched
+    # again.
     started(run.directory, (1.0, 0), (2.0, 4), (3.0, 4), step=4)
     shutil.rmtree(run.directory / "checkpoints" / "8")
     before = content_of(run.directory)
@@ -216,7 +219,7 @@ def test_what_is_newer_here_stays_and_is_uploaded(run):
     assert content_of(run.directory) == before
 
 
-def test_a_step_that_is_saved_again_is_uploaded_again(run):
+def test_a_checkpoint_saved_again_is_uploaded_again(run):
     started(run.directory, (1.0, 0))
     saved(run.directory, 4)
     saved(run.directory, 6)
@@ -235,7 +238,7 @@ def test_a_step_that_is_saved_again_is_uploaded_again(run):
     assert data.read_text() == "other weights of 6"
 
 
-def test_a_checkpoint_that_only_the_store_has_is_fetched(run):
+def test_a_checkpoint_missing_locally_is_fetched(run):
     started(run.directory, (1.0, 0), step=9)
     saved(run.directory, 8)
     mirrored(run)
@@ -249,10 +252,12 @@ def test_a_checkpoint_that_only_the_store_has_is_fetched(run):
 
 @pytest.mark.parametrize("starts_there", [[(1.0, 0), (3.0, 4)], [(9.0, 0)]])
 @pytest.mark.parametrize("starts_here", [[(1.0, 0)], [(1.0, 0), (2.0, 4)]])
-def test_copies_that_both_went_on_are_left_alone(run, tmp_path, starts_there, starts_here):
+def test_diverged_copies_of_a_run_are_refused_and_left_unchanged(
+    run, tmp_path, starts_there, starts_here
+):
     started(run.directory, *starts_here, step=8)
     saved(run.directory, 4)
-    saved(run.directory, 8)  # which was not uploaded when another machine took over
+    saved(run.directory, 8)  # not yet uploaded when another machine took over
     there = elsewhere(run, tmp_path)
     started(there.directory, *starts_there, step=6)
     saved(there.directory, 6)
@@ -265,7 +270,7 @@ def test_copies_that_both_went_on_are_left_alone(run, tmp_path, starts_there, st
     assert content_of(run.directory) == before
 
 
-def test_a_fetch_that_broke_off_is_begun_anew(run, tmp_path, monkeypatch):
+def test_an_interrupted_fetch_starts_anew(run, tmp_path, monkeypatch):
     started(run.directory, (1.0, 0), step=4)
     saved(run.directory, 4)
     mirrored(run)
@@ -287,7 +292,7 @@ def test_a_fetch_that_broke_off_is_begun_anew(run, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("damage", ["cut", "changed", "gone", "manifest"])
-def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(run, tmp_path, damage):
+def test_a_damaged_checkpoint_is_skipped_for_an_older_one(run, tmp_path, damage):
     started(run.directory, (1.0, 0), step=4)
     saved(run.directory, 2)
     saved(run.directory, 4)
@@ -299,24 +304,27 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(run, tmp_path, d
         run.objects.write("checkpoints/4.json", b"{")
     else:
         run.objects.write(name, b"weights o" if damage == "cut" else b"weightz of 4")
-    said = []
+    messages = []
     there = elsewhere(run, tmp_path)
-    there.fetch(said.append)
+    there.fetch(messages.append)
     assert os.listdir(there.directory / "checkpoints") == ["2"]
-    assert any("step 4" in text and "skipped" in text for text in said)
+    assert any("step 4" in text and "skipped" in text for text in messages)
 
 
-def test_a_failed_upload_is_told_at_once_and_tried_again(run):
+def test_a_failed_upload_is_reported_at_once_and_retried(run):
     started(run.directory, (1.0, 0), step=4)
     saved(run.directory, 4)
     run.objects.num_failures = 3
-    told = []
-    mirrored(run, warn=told.append)
-    assert [text.partition(":")[0] for text in told] == ["an upload to memory", "uploads to memory"]
+    warnings = []
+    mirrored(run, warn=warnings.append)
+    assert [text.partition(":")[0] for text in warnings] == [
+        "an upload to memory",
+        "uploads to memory",
+    ]
     assert complete_steps(run.objects.sizes()) == [4]
 
 
-def test_what_cannot_be_uploaded_at_the_end_is_an_error_that_names_the_directory(run):
+def test_a_final_upload_that_fails_is_an_error_with_the_directory(run):
     started(run.directory, (1.0, 0), step=4)
     saved(run.directory, 4)
     run.objects.num_failures = 10**6
@@ -326,7 +334,7 @@ def test_what_cannot_be_uploaded_at_the_end_is_an_error_that_names_the_directory
     assert (run.directory / "checkpoints" / "4").is_dir()
 
 
-def test_ctrl_c_gives_up_an_upload_at_the_end(run, monkeypatch):
+def test_ctrl_c_gives_up_the_final_upload(run, monkeypatch):
     monkeypatch.setattr(mirrors, "_LEAST_BACKOFF_S", 60.0)
     started(run.directory, (1.0, 0))
     run.objects.num_failures = 10**6
@@ -335,7 +343,7 @@ def test_ctrl_c_gives_up_an_upload_at_the_end(run, monkeypatch):
         mirror.finish(lambda text: None)
 
 
-def test_a_run_that_was_discarded_leaves_its_name_free(run):
+def test_a_discarded_run_leaves_no_objects(run):
     started(run.directory, (1.0, 0))
     mirror = mirror_of(run, every_s=1e-3)
     deadline_s = time.monotonic() + 30
@@ -347,7 +355,7 @@ def test_a_run_that_was_discarded_leaves_its_name_free(run):
     assert run.objects.sizes() == {}
 
 
-def test_nothing_is_overwritten(run, tmp_path):
+def test_existing_objects_are_not_overwritten(run, tmp_path):
     run.check_free()
     run.objects.write(LEASE, b"{}")
     run.check_free()
@@ -364,7 +372,7 @@ def test_nothing_is_overwritten(run, tmp_path):
         other.fetch(pytest.fail)
 
 
-def test_where_it_works(run, tmp_path, memory_is_kept):
+def test_the_local_directory_comes_from_the_url_or_the_config(run, tmp_path, memory_is_kept):
     named = StoredRun.at(run.url, None).directory
     assert named.parent == tmp_path / "cache" / "optimus_jax" / "runs"
     assert named != StoredRun.at(run.url / "x", None).directory
@@ -376,18 +384,18 @@ def test_where_it_works(run, tmp_path, memory_is_kept):
     )
 
 
-def test_a_copy_to_read_is_brought_up_to_date(run):
+def test_a_copy_for_reading_is_updated_from_the_store(run):
     started(run.directory, (1.0, 0), step=2)
     saved(run.directory, 2)
     mirrored(run)
 
     def read(checkpoint=None):
-        said = []
-        copy = run_to_read(str(run.url), what="--run", checkpoint=checkpoint, say=said.append)
+        messages = []
+        copy = run_to_read(str(run.url), what="--run", checkpoint=checkpoint, say=messages.append)
         return (
             copy,
             sorted(os.listdir(copy / "checkpoints")) if (copy / "checkpoints").exists() else [],
-            len(said),
+            len(messages),
         )
 
     assert read("none")[1:] == ([], 0)
@@ -406,14 +414,16 @@ def test_a_copy_to_read_is_brought_up_to_date(run):
 
 
 def take(objects, tmp_path, **how):
-    told = []
-    lease = Lease(objects, tmp_path, warn=told.append, pause=how.pop("pause", pytest.fail), **how)
-    return lease, told
+    warnings = []
+    lease = Lease(
+        objects, tmp_path, warn=warnings.append, pause=how.pop("pause", pytest.fail), **how
+    )
+    return lease, warnings
 
 
-def test_one_writer_at_a_time(objects, tmp_path, monkeypatch):
-    first, told = take(objects, tmp_path)
-    assert not told
+def test_a_second_writer_waits_for_the_lease(objects, tmp_path, monkeypatch):
+    first, warnings = take(objects, tmp_path)
+    assert not warnings
 
     def renewed(seconds):
         first._count += 1
@@ -423,14 +433,14 @@ def test_one_writer_at_a_time(objects, tmp_path, monkeypatch):
         take(objects, tmp_path, pause=renewed)
     first.release()
     assert objects.read(LEASE) is None
-    second, told = take(objects, tmp_path)
-    # On another host, and not renewed: it has died.
+    second, warnings = take(objects, tmp_path)
+    # On another host and not renewed: the holder counts as dead.
     monkeypatch.setattr(leases, "_died_on_this_host", lambda held: False)
     waits = []
-    third, told = take(objects, tmp_path, pause=waits.append)
+    third, warnings = take(objects, tmp_path, pause=waits.append)
     assert sum(waits) >= leases.EXPIRE_S
-    assert len(told) == 1
-    # It was alive after all, and finds out.
+    assert len(warnings) == 1
+    # It was alive after all, and notices that the lease is lost.
     lost = []
     second._on_lost = lost.append
     second.check()
@@ -442,7 +452,7 @@ def test_one_writer_at_a_time(objects, tmp_path, monkeypatch):
     third.release()
 
 
-def test_a_writer_that_was_killed_on_this_host_is_not_waited_for(objects, tmp_path):
+def test_a_writer_killed_on_this_host_is_not_waited_for(objects, tmp_path):
     lease, _ = take(objects, tmp_path)
     held = json.loads(lease._content())
     for gone in ({"process": 2**22 + 1}, {"process_start": "1"}):
@@ -451,7 +461,7 @@ def test_a_writer_that_was_killed_on_this_host_is_not_waited_for(objects, tmp_pa
     lease.release()
 
 
-def test_a_writer_that_lost_its_place_writes_no_more(run, tmp_path):
+def test_a_writer_that_lost_its_lease_uploads_nothing(run, tmp_path):
     started(run.directory, (1.0, 0), step=4)
     lease, _ = take(run.objects, run.directory)
     run.objects.write(LEASE, b'{"token": "another"}')
@@ -462,7 +472,7 @@ def test_a_writer_that_lost_its_place_writes_no_more(run, tmp_path):
     assert run.objects.read(LEASE) == b'{"token": "another"}'
 
 
-def test_a_run_that_went_on_while_we_waited_is_not_gone_on_with(run, tmp_path):
+def test_a_resume_is_refused_if_the_run_continued_during_the_wait(run, tmp_path):
     started(run.directory, (1.0, 0), step=4)
     saved(run.directory, 4)
     mirrored(run)

@@ -1,4 +1,4 @@
-"""No environment variable of a user ends in a traceback."""
+"""Invalid environment variables are errors without a traceback."""
 
 import os
 import subprocess
@@ -20,7 +20,7 @@ from optimus_jax.system.environment import (
 ROOT = Path(__file__).parents[2]
 
 
-def test_programs_that_cannot_be_written(monkeypatch, tmp_path):
+def test_an_unwritable_dump_folder_is_refused(monkeypatch, tmp_path):
     (tmp_path / "file").touch()
     monkeypatch.setenv("JAX_DUMP_IR_TO", str(tmp_path / "file" / "below"))
     with pytest.raises(ConfigError, match="JAX_DUMP_IR_TO="):
@@ -28,7 +28,7 @@ def test_programs_that_cannot_be_written(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("text", ["abc", "-1", "0", "nan", "inf", "1,5"])
-def test_numbers_that_are_none(monkeypatch, text):
+def test_invalid_numbers_in_environment_variables_are_refused(monkeypatch, text):
     monkeypatch.setenv("XLA_CLIENT_MEM_FRACTION", text)
     with pytest.raises(
         ConfigError, match=rf"XLA_CLIENT_MEM_FRACTION={text}\n.*such as 0.92, or unset it"
@@ -38,16 +38,16 @@ def test_numbers_that_are_none(monkeypatch, text):
     assert positive_number_from_environment("XLA_CLIENT_MEM_FRACTION", float, 0.92) == 0.92
 
 
-def test_flags_that_would_end_the_process(monkeypatch):
+def test_unknown_xla_flags_are_refused_before_they_abort_the_process(monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_enable_fast_math=false --xla_nonsense=1")
-    for _ in range(2):  # what is refused is not remembered
+    for _ in range(2):  # a refusal is not cached
         with pytest.raises(
             ConfigError, match=r"XLA_FLAGS=(.|\n)*Unknown flag in XLA_FLAGS: --xla_nonsense=1"
         ):
             check_xla_flags()
 
 
-def test_a_user_without_a_home(monkeypatch):
+def test_a_user_without_a_home_directory_gets_a_temporary_cache(monkeypatch):
     def nobody(key):
         raise KeyError(key)
 
@@ -60,13 +60,13 @@ def test_a_user_without_a_home(monkeypatch):
         measurements_directory()
 
 
-def test_jax_that_is_not_there(monkeypatch):
+def test_a_missing_jax_is_an_error_with_a_remedy(monkeypatch):
     monkeypatch.setitem(sys.modules, "jax", None)
     with pytest.raises(ConfigError, match="JAX cannot be imported in this environment"):
         import_jax()
 
 
-def test_what_jax_cannot_read_is_named_by_the_command():
+def test_an_invalid_jax_variable_is_named_by_the_command():
     done = subprocess.run(
         [sys.executable, str(ROOT / "scripts" / "train.py"), "--model", "gpt2-nano"],
         capture_output=True,
@@ -81,7 +81,7 @@ def test_what_jax_cannot_read_is_named_by_the_command():
     assert "Traceback" not in done.stderr
 
 
-def test_flags_that_are_taken_are_tried_once(monkeypatch, tmp_path):
+def test_accepted_xla_flags_are_checked_only_once(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_enable_fast_math=false")
     check_xla_flags()

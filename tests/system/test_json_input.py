@@ -1,4 +1,4 @@
-"""JSON of users and of crashes: one kind of error, whatever is wrong with it."""
+"""JSON from users and interrupted writes: every defect gives the same kind of error."""
 
 import contextlib
 import json
@@ -21,7 +21,7 @@ VALUES = st.recursive(
 
 
 @given(value=VALUES)
-def test_what_json_writes_is_read(value):
+def test_json_written_by_python_is_read(value):
     assert (
         parse_json(json.dumps(value))
         == value
@@ -46,21 +46,21 @@ def test_what_json_writes_is_read(value):
         ("{'a': 1}", "double quotes"),
     ],
 )
-def test_what_is_refused(text, message):
+def test_invalid_json_is_refused(text, message):
     with pytest.raises(JSONInputError, match=message):
         parse_json(text)
 
 
-def test_a_log_may_hold_what_a_loss_was():
+def test_logs_may_contain_non_finite_numbers():
     assert parse_json("[NaN, 1e999]", finite=False)[1] == float("inf")
 
 
 @given(text=st.binary(max_size=200) | st.text('{}[]:,"\\0123456789eE+-.truefalsnN', max_size=200))
-def test_any_text_is_a_value_or_that_error(text):
+def test_any_text_gives_a_value_or_a_json_input_error(text):
     with contextlib.suppress(JSONInputError):
         parse_json(text)
 
 
-def test_a_file_that_is_none_is_an_os_error(tmp_path):
+def test_a_path_that_is_not_a_file_is_an_os_error(tmp_path):
     with pytest.raises(OSError, match=tmp_path.name):
         read_json(tmp_path)

@@ -1,4 +1,4 @@
-"""What a user typed for a path becomes a path, a URL, or an error that says what to do."""
+"""A path typed by a user becomes a path, a URL, or an error that says what to do."""
 
 import os
 from pathlib import Path
@@ -50,7 +50,7 @@ def home(monkeypatch, tmp_path):
         (b"a/b", "a/b"),
     ],
 )
-def test_paths_of_this_machine(typed, expected, home):
+def test_local_paths_are_parsed(typed, expected, home):
     assert (
         user_path(typed, what="--run-dir")
         == local_path(typed, what="--run-dir")
@@ -58,7 +58,7 @@ def test_paths_of_this_machine(typed, expected, home):
     )
 
 
-def test_home_of_a_user(home):
+def test_a_tilde_with_a_user_name_is_that_users_home(home):
     assert user_path("~root/x", what="--data") == Path(os.path.expanduser("~root")) / "x"
 
 
@@ -76,7 +76,7 @@ def test_home_of_a_user(home):
         ("memory://a/~/$b", Url("memory", "a/~/$b")),
     ],
 )
-def test_urls(typed, expected):
+def test_urls_are_parsed_and_refused_where_a_local_path_is_needed(typed, expected):
     assert user_path(typed, what="--data") == expected
     with pytest.raises(PathError, match=r"checkpoint\.snapshot_dir cannot be a URL"):
         local_path(typed, what="checkpoint.snapshot_dir")
@@ -129,19 +129,19 @@ def test_urls(typed, expected):
         ["a"],
     ],
 )
-def test_what_cannot_be(typed):
+def test_invalid_paths_are_refused_without_showing_secrets(typed):
     with pytest.raises(PathError, match=r"(?s)^--run-dir .*given:.*do:") as caught:
         user_path(typed, what="--run-dir")
     assert "secret" not in str(caught.value)
 
 
-def test_without_a_home(monkeypatch):
+def test_a_tilde_without_a_home_directory_is_an_error(monkeypatch):
     monkeypatch.setenv("HOME", "")
     with pytest.raises(PathError, match="HOME is not an absolute path"):
         user_path("~/x", what="--run-dir")
 
 
-def test_a_glob_under_a_home_with_brackets(home):
+def test_a_glob_works_in_a_home_directory_with_brackets(home):
     home.mkdir()
     (home / "a.txt").touch()
     import glob
@@ -149,7 +149,7 @@ def test_a_glob_under_a_home_with_brackets(home):
     assert glob.glob(local_pattern("~/*.txt", what="--data")) == [str(home / "a.txt")]
 
 
-def test_directories_of_the_environment(monkeypatch, home):
+def test_directories_in_environment_variables_are_parsed(monkeypatch, home):
     for text, expected in [("~/cache", home / "cache"), ("", None), ("/x", Path("/x"))]:
         monkeypatch.setenv("XDG_CACHE_HOME", text)
         assert directory_of_environment("XDG_CACHE_HOME") == expected
@@ -158,7 +158,7 @@ def test_directories_of_the_environment(monkeypatch, home):
         directory_of_environment("XDG_CACHE_HOME")
 
 
-def test_every_extra_is_one_of_ours():
+def test_every_extra_of_a_url_scheme_is_declared():
     import tomllib
 
     extras = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"][

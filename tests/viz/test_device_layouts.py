@@ -1,4 +1,4 @@
-"""Shards match those of real arrays, and pictures name them."""
+"""Drawn shards match those of real arrays, and figures name them."""
 
 import dataclasses
 
@@ -46,7 +46,7 @@ def texts(figure) -> str:
         ("fsdp=4,tensor=2", {"zero": 1}),
     ],
 )
-def test_shards_are_those_of_arrays(mesh, settings):
+def test_shards_match_those_of_real_arrays(mesh, settings):
     for tensor in tensors_of("llama-nano", mesh, **settings).values():
         sharding = jax.sharding.NamedSharding(tensor.mesh, tensor.spec)
         array = jax.jit(
@@ -63,7 +63,7 @@ def test_shards_are_those_of_arrays(mesh, settings):
             )
 
 
-def test_replicas_and_splits_follow_the_axes():
+def test_replicas_and_splits_follow_the_mesh_axes():
     tensors = tensors_of("llama-nano", "data=2,fsdp=2,tensor=2")
     query = tensors["layers/attention/query"]
     assert [query.dims[dim] for dim in query.split_dims] == ["embed", "heads"]
@@ -76,7 +76,7 @@ def test_replicas_and_splits_follow_the_axes():
     assert "**263,168**" in text
 
 
-def test_zero_1_splits_moments_and_no_parameters():
+def test_zero_1_splits_moments_but_not_parameters():
     tensors, moments = (
         tensors_of("gpt2-nano", "fsdp=8", kind, zero=1)["layers/mlp/up"]
         for kind in ("parameters", "moments")
@@ -85,7 +85,7 @@ def test_zero_1_splits_moments_and_no_parameters():
     assert len(set(moments.shards.values())) == 8
 
 
-def test_stages_name_the_layers_that_they_hold():
+def test_descriptions_name_the_layers_of_each_stage():
     up = tensors_of("gpt2-nano", "pipe=2", schedule="interleaved", microbatches=4)["layers/mlp/up"]
     assert [up.describe(shard, 0) for shard in up.shards.values()] == [
         "layers 0, 2",
@@ -100,7 +100,7 @@ def test_stages_name_the_layers_that_they_hold():
     ]
 
 
-def test_pictures_name_devices_and_shards():
+def test_figures_name_devices_and_shards():
     tensors = tensors_of("gpt2-nano", "data=2,fsdp=2,tensor=2")
     mesh = texts(draw_mesh(tensors["positions"].mesh))
     assert all(f"device {device}" in mesh for device in range(8))

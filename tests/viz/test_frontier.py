@@ -1,4 +1,4 @@
-"""The frontier of made-up plans."""
+"""The frontier of sample plans."""
 
 import pytest
 from hypothesis import given
@@ -83,7 +83,7 @@ def test_the_tooltip_describes_the_plan():
     assert "MFU unknown" in tooltip(fake(1, 1))
 
 
-def test_each_cluster_has_its_plans_and_its_line():
+def test_each_cluster_has_its_points_and_its_frontier_line():
     pytest.importorskip("plotly")
     fast, small, bad = fake(1, 3 * GIB), fake(2, GIB), fake(3, 2 * GIB)
     figure = draw_frontier(

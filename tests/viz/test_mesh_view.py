@@ -1,4 +1,4 @@
-"""What `show_mesh` says, beside the shardings of a run."""
+"""The output of `show_mesh`, compared with the shardings of a run."""
 
 import jax
 import pytest
@@ -36,7 +36,7 @@ def test_parameters_are_sharded_as_in_a_run(mesh, settings):
     }
 
 
-def test_every_device_is_in_the_grid_at_its_place():
+def test_the_grid_shows_every_device_at_its_mesh_position():
     view = optimus_jax.show_mesh("data=2,fsdp=2,tensor=2", model="gpt2-nano")
     assert view.grid == (
         ("", "tensor 0", "tensor 1"),
@@ -52,13 +52,13 @@ def test_every_device_is_in_the_grid_at_its_place():
     ]
 
 
-def test_hosts_of_a_cluster_that_is_not_there():
+def test_hosts_of_a_hypothetical_cluster_are_shown():
     view = optimus_jax.show_mesh("pipe=2,fsdp=4", model="llama-nano", cluster="h100:2x4")
     assert view.grid[2][1] == "device 4 @ host 1"
     assert [row[3] for row in view.axes[1:]] == ["crosses hosts", "inside a process"]
 
 
-def test_it_prints_and_is_a_page_in_a_notebook():
+def test_the_view_prints_as_text_and_as_html():
     view = optimus_jax.show_mesh("fsdp=16", model="gpt2-nano")
     assert str(view) == repr(view)
     for row in (*view.grid, *view.axes, *view.parameters):
@@ -69,7 +69,7 @@ def test_it_prints_and_is_a_page_in_a_notebook():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         ({"mesh": "auto"}, "find_plans chooses"),
         ({"mesh": "dat=2"}, "did you mean 'data'"),
@@ -77,6 +77,6 @@ def test_it_prints_and_is_a_page_in_a_notebook():
         ({"mesh": "tensor=3"}, "num_heads=8"),
     ],
 )
-def test_a_mesh_that_cannot_be_is_an_error(arguments, said):
-    with pytest.raises(OptimusError, match=said):
+def test_an_impossible_mesh_is_an_error(arguments, message):
+    with pytest.raises(OptimusError, match=message):
         optimus_jax.show_mesh(**{"model": "gpt2-nano", **arguments})

@@ -58,14 +58,14 @@ def test_activations_in_flight_match_the_schedule(schedule: Schedule):
     assert in_flight[-1].max() <= 1, "the last tick still holds what it reads"
 
 
-def test_summary_has_a_row_for_each():
+def test_the_summary_has_a_row_for_each_schedule():
     lines = summary(SCHEDULES).splitlines()
     assert len(lines) == 2 + len(SCHEDULES)
     assert lines[2] == "| gpipe | 4 | 8 | 1 | 33 | 37.5% | 8, 8, 8, 8 | 8, 1, 8 |"
     assert lines[5].startswith("| 1f1b, slack | 3 | 5 |")
 
 
-def test_timelines_draw_every_task_on_one_scale_of_time():
+def test_timelines_draw_every_task_on_a_common_time_axis():
     figure = draw_timelines(SCHEDULES)
     panels = figure.axes
     assert [axes.get_title(loc="left").split(":")[0] for axes in panels] == [
@@ -79,7 +79,7 @@ def test_timelines_draw_every_task_on_one_scale_of_time():
     figure.canvas.draw()
 
 
-def test_numbers_that_do_not_fit_their_box_are_left_out():
+def test_labels_that_do_not_fit_their_box_are_left_out():
     few, many = (
         draw_timelines([make_schedule("1f1b", 2, microbatches)]).axes[0]
         for microbatches in (4, 400)
@@ -88,7 +88,7 @@ def test_numbers_that_do_not_fit_their_box_are_left_out():
     assert not many.texts
 
 
-def test_memory_names_each_schedule_in_both_panels():
+def test_the_memory_figure_names_each_schedule_in_both_panels():
     over_time, compared = draw_memory(SCHEDULES).axes
     assert [text.get_text().split(" (")[0] for text in over_time.get_legend().get_texts()] == list(
         map(schedule_name, SCHEDULES)
@@ -97,7 +97,7 @@ def test_memory_names_each_schedule_in_both_panels():
     assert compared.lines[1].get_xydata().tolist() == [[37.5, 7]]
 
 
-def test_growth_has_a_line_for_each_schedule():
+def test_the_growth_figure_has_a_line_for_each_schedule():
     by_count = {
         count: [make_schedule("gpipe", 4, count), make_schedule("1f1b", 4, count)]
         for count in (4, 8, 64)
