@@ -67,7 +67,7 @@ def record(step, *, step_time_s=0.5, loss=3.0, mfu=None, skipped=False):
     )
 
 
-def train(
+def observe_steps(
     found, clock, num_steps, *, load_s=0.0, dispatch_s=0.0, rest_s=0.01, batch=BATCH, first=1
 ):
     """Do what the trainer does, on the fake clock; returns the last observation."""
@@ -86,7 +86,7 @@ def train(
 
 def test_data_wait_and_dispatch_time_are_measured():
     clock = FakeClock()
-    observation = train(signals(clock), clock, 12, load_s=0.3, dispatch_s=0.1, rest_s=0.6)
+    observation = observe_steps(signals(clock), clock, 12, load_s=0.3, dispatch_s=0.1, rest_s=0.6)
     values = {
         name: observation.reading(name).value
         for name in ("data_wait_s", "dispatch_s", "step_time_s", "tokens_per_s", "mfu")
@@ -109,8 +109,8 @@ def test_data_wait_and_dispatch_time_are_measured():
 def test_a_change_shows_within_half_a_window():
     clock = FakeClock()
     found = signals(clock)
-    train(found, clock, 10, load_s=0.1)
-    assert train(found, clock, 6, load_s=0.4, first=11).reading(
+    observe_steps(found, clock, 10, load_s=0.1)
+    assert observe_steps(found, clock, 6, load_s=0.4, first=11).reading(
         "data_wait_s"
     ).value == pytest.approx(0.4)
 
@@ -163,7 +163,7 @@ def test_memory_share_is_that_of_the_fullest_device():
         memory_stats=lambda: {"bytes_in_use": 20, "peak_bytes_in_use": 30, "bytes_limit": 100}
     )
     clock = FakeClock()
-    observation = train(signals(clock, [DeviceMemory([other, full])]), clock, 1)
+    observation = observe_steps(signals(clock, [DeviceMemory([other, full])]), clock, 1)
     assert (
         observation.reading("memory_share").value,
         observation.reading("memory_peak_share").value,
@@ -173,7 +173,7 @@ def test_memory_share_is_that_of_the_fullest_device():
 def test_on_cpus_device_memory_is_unknown_without_a_warning():
     clock, warnings = FakeClock(), []
     found = signals(clock, [DeviceMemory([SimpleNamespace(memory_stats=lambda: None)])], warnings)
-    assert train(found, clock, 3, rest_s=100.0).reading("memory_share") is UNKNOWN
+    assert observe_steps(found, clock, 3, rest_s=100.0).reading("memory_share") is UNKNOWN
     assert "device memory" in found.missing
     assert "device memory" in found.remarks()["not_measured"]
     assert not warnings, "that is no fault"
@@ -182,7 +182,7 @@ def test_on_cpus_device_memory_is_unknown_without_a_warning():
 def test_readings_of_the_gpu_driver_are_observed():
     gpus = [{"busy": 93, "clock": 1200, "max_clock": 1500, "power": 650_000, "temperature": 84}]
     clock = FakeClock()
-    observation = train(
+    observation = observe_steps(
         signals(clock, [GpuHealth([0], library=nvml(gpus), start=at_once)]), clock, 3, rest_s=1.0
     )
     values = [
@@ -199,7 +199,7 @@ def test_padding_and_document_lengths_of_batches_are_observed():
     segments[:, 8:], counts[:, 12:] = 1, False
     clock = FakeClock()
     found = signals(clock)
-    observation = train(found, clock, 1, batch={"segments": segments, "loss_mask": counts})
+    observation = observe_steps(found, clock, 1, batch={"segments": segments, "loss_mask": counts})
     # The first position that does not count ends the document only if the next one belongs to
     # another document.
     assert observation.reading("padding_share").value == 4 / 16
@@ -210,7 +210,7 @@ def test_padding_and_document_lengths_of_batches_are_observed():
 
 def test_sources_are_polled_once_a_second_at_most():
     clock, source = FakeClock(), Source({"power_w": 1.0})
-    train(signals(clock, [source]), clock, 50, rest_s=0.1)
+    observe_steps(signals(clock, [source]), clock, 50, rest_s=0.1)
     assert len(source.polls) == 5
     assert min(np.diff(source.polls)) >= 1.0 - 1e-9
 
@@ -218,9 +218,9 @@ def test_sources_are_polled_once_a_second_at_most():
 def test_a_source_without_new_samples_is_polled_again_and_goes_stale():
     clock, source = FakeClock(), Source({"power_w": 7.0})
     found = signals(clock, [source])
-    assert train(found, clock, 1).reading("power_w").value == 7.0
+    assert observe_steps(found, clock, 1).reading("power_w").value == 7.0
     source.samples = None
-    observation = train(found, clock, 30, rest_s=0.5)
+    observation = observe_steps(found, clock, 30, rest_s=0.5)
     assert observation.time_s - observation.reading("power_w").time_s > STALE_POLLS
     assert (observation.reading("power_w").quality, observation.reading("power_w").value) == (
         "stale",
@@ -231,19 +231,19 @@ def test_a_source_without_new_samples_is_polled_again_and_goes_stale():
 def test_samples_stay_valid_for_longer_in_slow_steps():
     clock, source = FakeClock(), Source({"power_w": 7.0})
     found = signals(clock, [source])
-    train(found, clock, 3, rest_s=30.0)
+    observe_steps(found, clock, 3, rest_s=30.0)
     source.samples = None
-    assert train(found, clock, 1, rest_s=30.0).reading("power_w").quality == "good"
+    assert observe_steps(found, clock, 1, rest_s=30.0).reading("power_w").quality == "good"
 
 
 def test_a_broken_source_is_unknown_warned_once_and_never_raises():
     clock, warnings, source = FakeClock(), [], Source({"power_w": 7.0, "link_slowdown/data": 2.0})
     found = signals(clock, [source], warnings)
-    assert train(found, clock, 3, rest_s=1.0).reading("link_slowdown/data").value == 2.0
+    assert observe_steps(found, clock, 3, rest_s=1.0).reading("link_slowdown/data").value == 2.0
     source.error = OSError("the cable is out")
-    train(found, clock, 2, rest_s=1.0)
+    observe_steps(found, clock, 2, rest_s=1.0)
     source.error = OSError("the cable is out, said at 12:03")
-    observation = train(found, clock, 5, rest_s=1.0)
+    observation = observe_steps(found, clock, 5, rest_s=1.0)
     assert observation.reading("power_w") is observation.reading("link_slowdown/data") is UNKNOWN
     assert observation.reading("step_time_s").quality == "good", "others are not affected"
     assert warnings == [
@@ -252,19 +252,19 @@ def test_a_broken_source_is_unknown_warned_once_and_never_raises():
     ]
     assert found.missing == {"the fake": "OSError: the cable is out, said at 12:03"}
     source.error = None
-    assert train(found, clock, 1, rest_s=1.0).reading("power_w").value == 7.0
+    assert observe_steps(found, clock, 1, rest_s=1.0).reading("power_w").value == 7.0
     assert not found.missing
 
 
 def test_an_absent_source_is_polled_once_a_minute_without_a_warning():
     clock, source = FakeClock(), Source(error=Absent("no driver"))
-    train(signals(clock, [source]), clock, 100, rest_s=1.0)
+    observe_steps(signals(clock, [source]), clock, 100, rest_s=1.0)
     assert len(source.polls) == 2
 
 
 def test_a_batch_without_a_needed_array_breaks_only_that_signal():
     clock, warnings = FakeClock(), []
-    observation = train(signals(clock, warnings=warnings), clock, 3, rest_s=1.0, batch={})
+    observation = observe_steps(signals(clock, warnings=warnings), clock, 3, rest_s=1.0, batch={})
     assert observation.reading("padding_share") is UNKNOWN
     assert len(warnings) == 1
 
@@ -279,7 +279,7 @@ def test_by_default_a_broken_source_is_logged(caplog):
         clock=clock,
     )
     with caplog.at_level(logging.WARNING):
-        train(found, clock, 3, rest_s=1.0)
+        observe_steps(found, clock, 3, rest_s=1.0)
     assert len(caplog.records) == 1
 
 
@@ -287,7 +287,7 @@ def test_by_default_a_broken_source_is_logged(caplog):
 def test_samples_that_are_not_finite_are_ignored(not_finite):
     clock = FakeClock()
     found = signals(clock)
-    train(found, clock, 3, load_s=0.2)
+    observe_steps(found, clock, 3, load_s=0.2)
     found.dispatched(data_wait_s=not_finite, dispatch_s=0.0, batch=BATCH)
     assert found.observe(3).reading("data_wait_s").count == 3
 
@@ -298,7 +298,7 @@ def test_a_new_plan_forgets_readings_of_steps_and_axes_only():
     found = signals(clock, [source])
     for step in range(1, 11):
         found.step(record(step, loss=5.0 - step))
-    train(found, clock, 1, first=11)
+    observe_steps(found, clock, 1, first=11)
     source.samples = None
     found.enter(global_batch=4, seq_len=16, rounds=None)
     observation = found.observe(10)
@@ -318,7 +318,7 @@ def test_a_new_phase_is_observed_and_has_its_own_losses():
     found = signals(clock)
     for step in range(1, 11):
         found.step(record(step, loss=5.0 - step))
-    train(found, clock, 1, first=11)
+    observe_steps(found, clock, 1, first=11)
     found.enter(global_batch=8, seq_len=32, rounds=None)
     observation = found.observe(10, frozenset({3}))
     assert (observation.global_batch, observation.seq_len, observation.lost_devices) == (8, 32, {3})
@@ -338,7 +338,7 @@ def test_a_slow_link_and_slow_compute_are_observed_after_settling():
     programs, found = probed(clock)
     found._rounds.settle()
     assert not found.is_probe_due(1), "steps have to be known first"
-    train(found, clock, 5, rest_s=0.5)
+    observe_steps(found, clock, 5, rest_s=0.5)
     assert found.is_probe_due(5)
     programs.s_per_byte["data"] *= 3
     programs.compute_s *= 1.5
@@ -358,7 +358,7 @@ def test_a_requested_probe_runs_at_once_and_may_discard_earlier_ones():
     clock = FakeClock()
     programs, found = probed(clock)
     found._rounds.settle()
-    train(found, clock, 5, rest_s=0.5)
+    observe_steps(found, clock, 5, rest_s=0.5)
     found.probe(5)
     assert not found.is_probe_due(6)
     found.ask_probe(6, anew=True)
@@ -396,7 +396,7 @@ def test_failing_probes_are_given_up_with_one_warning():
     clock, warnings = FakeClock(), []
     programs, found = probed(clock, warnings)
     programs.time_s = None
-    train(found, clock, 5, rest_s=0.5)
+    observe_steps(found, clock, 5, rest_s=0.5)
     found.probe(5)
     found.probe(6)
     assert not found.is_probe_due(7)
