@@ -1,5 +1,5 @@
-"""A fit recovers the rates that made some steps, is robust to outliers, and is less certain away from
-measured shapes.
+"""A fit recovers the rates that made some steps, is robust to outliers, and widens its interval far
+from measured shapes.
 """
 
 import math
