@@ -306,15 +306,15 @@ PLAIN, REPEATED, EVALUATION = one_f_one_b(4, 6), interleaved(2, 4, 2, 2), forwar
             r"'forward' has the wrong shape(.|\n)*at least one tick",
         ),
         (
-            replace(PLAIN, forward=np.ticks_of_tasks(PLAIN.forward == 5, 6, PLAIN.forward)),
+            replace(PLAIN, forward=np.where(PLAIN.forward == 5, 6, PLAIN.forward)),
             r"forward\[5, 0\] is no task(.|\n)*given: 6(.|\n)*0 to 5",
         ),
         (
-            replace(PLAIN, head=np.ticks_of_tasks(PLAIN.head == 5, 6, PLAIN.head)),
+            replace(PLAIN, head=np.where(PLAIN.head == 5, 6, PLAIN.head)),
             r"head\[8\] is no microbatch(.|\n)*given: 6(.|\n)*0 to 5, or -1",
         ),
         (
-            replace(PLAIN, forward=np.ticks_of_tasks(PLAIN.forward == 5, 4, PLAIN.forward)),
+            replace(PLAIN, forward=np.where(PLAIN.forward == 5, 4, PLAIN.forward)),
             (
                 r"forward of microbatch 4 on stage 0 runs 2 times(.|\n)*ticks 4, 5(.|\n)*exactly"
                 r" one tick of 'forward'"
