@@ -721,7 +721,7 @@ def test_failure_of_a_peer_is_not_taken_for_damage(tmp_path):
         checkpoint_errors.on_every_process(read, tmp_path)
 
 
-def test_checkpoints_needed_for_going_back_are_kept_longer(tmp_path, warned):
+def test_newest_checkpoint_up_to_each_limit_is_kept(tmp_path, warned):
     limits = [2]
     checkpoints = Checkpoints(
         tmp_path / "run", CheckpointConfig(keep=2), warn=warned.append, limits=lambda: limits

@@ -156,7 +156,7 @@ def test_two_generations_stay_and_the_newest_is_restored(snapshots):
     assert restore_newest(snapshots, newer_than=20) is None
 
 
-def test_snapshot_begun_by_another_process_is_no_generation(snapshots):
+def test_snapshot_begun_by_another_process_deletes_no_older_one(snapshots):
     """It finished the step a little earlier: only the two before are known to be complete."""
     take(snapshots, 5, 10)
     files.write(snapshots.root, 15, 1, METADATA, {}, [])
@@ -299,7 +299,7 @@ def test_pieces_of_a_lost_host_come_from_its_replica(tmp_path, monkeypatch, warn
     ]
     sent = []
 
-    def exchanged(value):
+    def gathered_json(value):
         if isinstance(value, dict):
             return both
         return [[5], value] if value == [] else [value, value]
@@ -311,7 +311,7 @@ def test_pieces_of_a_lost_host_come_from_its_replica(tmp_path, monkeypatch, warn
         sent.append(key)
         return np.frombuffer(held.shards[key][0].read(), np.uint8)
 
-    monkeypatch.setattr(snapshots_module, "_gathered_json", exchanged)
+    monkeypatch.setattr(snapshots_module, "_gathered_json", gathered_json)
     monkeypatch.setattr(snapshots_module.multihost_utils, "broadcast_one_to_all", broadcast)
     monkeypatch.setattr(snapshots_module.jax, "process_index", lambda: 1)
     found = empty.restore(abstract(host_state(), mesh(2, 4), OTHER_SPECS), 0)

@@ -60,7 +60,7 @@ def test_shapes_and_dtypes_of_examples():
 
 
 @pytest.mark.parametrize(("length", "count"), [(4, 0), (5, 1), (8, 1), (9, 2)])
-def test_count_examples(length, count):
+def test_an_example_needs_one_token_more_than_its_length(length, count):
     assert count_examples(stream_of(range(length)), seq_len=4) == count
 
 

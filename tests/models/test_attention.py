@@ -102,7 +102,7 @@ def test_blockwise_attention_equals_attention_at_once(documents, monkeypatch):
     )
 
 
-def test_block_sizes():
+def test_block_size_for_every_length():
     assert [
         kernels.block_size(length) for length in (1, 64, 127, 128, 192, 256, 512, 1024, 4096, 1000)
     ] == [1, 64, 127, 64, 64, 64, 64, 128, 512, 125]

@@ -52,7 +52,7 @@ def test_every_read_finds_its_value(schedule, keep_residuals):
 
 @given(schedule=st.one_of(schedules(), schedules_with_pauses()), keep_residuals=st.booleans())
 def test_no_ring_could_be_smaller(schedule, keep_residuals):
-    """The last slot of a ring cannot be merged with any other."""
+    """The last slot of a ring can neither be merged with any other nor be dropped."""
     buffers = Buffers.of(schedule, keep_residuals=keep_residuals)
     for kind, field in RINGS.items():
         last = getattr(buffers, field) - 1
@@ -137,7 +137,7 @@ def test_a_slot_is_reused_as_soon_as_the_order_of_a_tick_allows(latency):
     assert bool(freed & taken_in_the_next_tick) == (latency == 1)
 
 
-def test_slots_of_1f1b_on_two_stages():
+def test_slots_of_1f1b_on_two_stages_by_hand():
     buffers = Buffers.of(make_schedule("1f1b", 2, 4))
     assert buffers.num_inputs == 3
     spare = 3

@@ -74,7 +74,7 @@ def test_buffer_slots_equal_allocated_slots(name, repeats, latency, keep):
             assert found == allocated_slots(schedule, keep=keep), (stages, microbatches)
 
 
-def test_buffer_slots_of_a_user_written_table():
+def test_buffer_slots_of_a_user_written_table_equal_allocated():
     """The table is GPipe's; the plan's schedule name has another closed form."""
     schedule = make_schedule("gpipe", 3, 6)
     assert buffer_slots(

@@ -82,8 +82,10 @@ def test_chosen_mesh_zero_and_reason(model, settings, gib, axes, zero, why):
 def test_devices_that_the_batch_cannot_use_go_to_tensor_or_pipe(
     num_devices, global_batch, gib, axes
 ):
-    asked = config("gpt2", **{"data.global_batch": global_batch, "parallel.remat": "full"})
-    choice = choose_plan(asked, replace(EIGHT, num_devices=num_devices, bytes_per_device=gib * GIB))
+    requested = config("gpt2", **{"data.global_batch": global_batch, "parallel.remat": "full"})
+    choice = choose_plan(
+        requested, replace(EIGHT, num_devices=num_devices, bytes_per_device=gib * GIB)
+    )
     assert choice.plan.axes == axes
 
 
@@ -107,16 +109,16 @@ def test_one_device_gets_the_mesh_of_ones():
 
 
 def test_plan_that_does_not_fit_names_bytes_and_fitting_options():
-    asked = config("llama3-8b", **{"parallel.mesh": "data=8"})
+    requested = config("llama3-8b", **{"parallel.mesh": "data=8"})
     with pytest.raises(
         PlanError, match=r"about [\d.]+ GiB per device is needed, 80.00 GiB is available"
     ) as caught:
-        choose_plan(asked, EIGHT)
+        choose_plan(requested, EIGHT)
     options = str(caught.value).partition(NAMED)[2].split(" or ")
     assert any(option.startswith("--mesh ") and "fsdp" in option for option in options)
     for option in options:
         flags = re.findall(r"--(?:set )?(\S+)[ =](\S*)", option)
-        assert fits(choose_plan(make_config(None, dict(flags), asked), EIGHT).memory, EIGHT)
+        assert fits(choose_plan(make_config(None, dict(flags), requested), EIGHT).memory, EIGHT)
 
 
 def test_model_that_fits_nowhere_asks_for_more_devices():
@@ -130,13 +132,13 @@ def test_model_that_fits_nowhere_asks_for_more_devices():
 @pytest.mark.parametrize("microbatches", [1, 2])
 def test_zero_and_remat_lower_the_memory_estimate(model, microbatches):
     def total(mesh, **settings):
-        asked = config(
+        requested = config(
             model,
             **{"parallel.microbatches": microbatches},
             **{f"parallel.{name}": value for name, value in settings.items()},
         )
-        plan = plan_for(asked, AxisSizes.parse(mesh), EIGHT)
-        return estimate_memory(asked.model, plan, seq_len=256, global_batch=16).total
+        plan = plan_for(requested, AxisSizes.parse(mesh), EIGHT)
+        return estimate_memory(requested.model, plan, seq_len=256, global_batch=16).total
 
     stages = [total("fsdp=8", zero=zero) for zero in range(4)]
     assert stages == sorted(stages, reverse=True)

@@ -189,7 +189,7 @@ def test_inter_host_rings_use_the_links_of_all_their_devices():
     )
 
 
-def test_small_inter_host_all_reduces_use_trees_gathers_rings():
+def test_small_inter_host_all_reduces_use_trees_but_gathers_rings():
     cluster, axes = Cluster.parse("h100:64x8"), plan_of("data=64,tensor=8")
     reduce_s, gather_s = (
         op_time(CommunicationOp(kind, ("data",), "step", 8, 1), axes, cluster, RATES)

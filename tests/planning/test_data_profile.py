@@ -63,7 +63,7 @@ def test_profile_equals_counts_over_the_batches(lengths, seq_len, is_open, block
         assert profile.whole_share == pytest.approx(sum(whole) / profile.tokens_per_epoch)
 
 
-def test_length_quantiles_and_padded_share():
+def test_length_quantiles_and_padded_share_by_hand():
     profile = profile_data(stream_of([10] * 3 + [20] * 6 + [100]), seq_len=16)
     assert profile.mean_length == 25
     assert profile.length_quantiles[0.25] == 10
@@ -113,7 +113,7 @@ def test_suggested_batch_sizes_leave_enough_steps_per_epoch():
     assert profile_data(stream_of([50] * 3), seq_len=50).batch_sizes() == ()
 
 
-def test_warnings_about_too_little_data():
+def test_too_little_data_gives_warnings():
     profile = profile_data(stream_of([50] * 2001), seq_len=50)
     assert profile.warnings(global_batch=16, steps=100) == ()
     assert profile.warnings(global_batch=16, steps=250) == ("250 steps see the data 2.0 times",)

@@ -30,7 +30,7 @@ from optimus_jax.planning.search.search import Pricing
 
 
 @given(number=st.integers(1, 5000))
-def test_divisors_and_factors(number):
+def test_divisors_and_prime_factors_by_definition(number):
     assert list(divisors(number)) == [each for each in range(1, number + 1) if number % each == 0]
     assert math.prod(prime**power for prime, power in prime_factors(number).items()) == number
 
@@ -62,12 +62,12 @@ def test_advice_names_the_batch_factor_and_the_gain_a_search_finds():
         != []
     )
     for other in best.batch_advice:
-        [said] = find_plans(
+        [searched] = find_plans(
             "llama3-8b", "h100:5x8", top=1, global_batch=other.global_batch, seq_len=1024
         )
-        assert said.plan == other.plan
+        assert searched.plan == other.plan
         assert other.gain == pytest.approx(
-            said.prediction.tokens_per_s / best.prediction.tokens_per_s - 1
+            searched.prediction.tokens_per_s / best.prediction.tokens_per_s - 1
         )
         assert other.gain >= WORTH_REPORTING
     assert all(
@@ -81,11 +81,11 @@ def test_advice_names_the_batch_factor_and_the_gain_a_search_finds():
 
 
 def test_batch_that_divides_starts_no_second_search():
-    said = []
+    messages = []
     found = search_plans(
-        "gpt2", "h100:2x8", top=1, progress=said.append, overrides={"global_batch": 64}
+        "gpt2", "h100:2x8", top=1, progress=messages.append, overrides={"global_batch": 64}
     )
-    assert not said
+    assert not messages
     assert not found.divisibility.is_worth_reporting
 
 
@@ -96,20 +96,20 @@ def test_batch_that_divides_starts_no_second_search():
 def test_report_says_when_no_near_batch_is_better(cluster, batch, whole):
     """It then names the nearest batch that uses every device."""
     found = search_plans("gpt2", cluster, top=1, overrides={"global_batch": batch, "seq_len": 64})
-    said = found.divisibility
-    assert said.is_worth_reporting
-    assert (said.no_batch is None) == bool(said.batches)
+    report = found.divisibility
+    assert report.is_worth_reporting
+    assert (report.no_batch is None) == bool(report.batches)
     if whole is not None:
-        assert said.no_batch is not None
-        assert f"--global-batch {whole}, {whole // batch} times larger" in said.no_batch
+        assert report.no_batch is not None
+        assert f"--global-batch {whole}, {whole // batch} times larger" in report.no_batch
         assert math.gcd(whole, found.cluster.num_devices) == found.cluster.num_devices
 
 
 @given(batch=st.integers(1, 5000), num_devices=st.integers(2, 2048))
 def test_batch_that_uses_every_device_is_the_nearest(batch, num_devices):
-    said = no_better(batch, num_devices, tried=near_batches(batch, num_devices))
-    if "--global-batch" in said and "devices divide is" in said:
-        whole = int(said.rpartition("--global-batch ")[2].partition(",")[0])
+    text = no_better(batch, num_devices, tried=near_batches(batch, num_devices))
+    if "--global-batch" in text and "devices divide is" in text:
+        whole = int(text.rpartition("--global-batch ")[2].partition(",")[0])
         assert whole % num_devices == 0
         assert whole < num_devices + batch
     else:
@@ -120,10 +120,12 @@ def test_batch_that_uses_every_device_is_the_nearest(batch, num_devices):
 
 def test_later_phases_are_planned_too():
     """By either name of the setting; a phase without a plan is refused and named."""
-    asked = {"global_batch": 8, "seq_len": 64}
-    [first] = find_plans("gpt2-nano", "h100:8", top=1, **asked)
+    settings = {"global_batch": 8, "seq_len": 64}
+    [first] = find_plans("gpt2-nano", "h100:8", top=1, **settings)
     for name in ("phases", "data.phases"):
-        found = search_plans("gpt2-nano", "h100:8", top=2, overrides=asked | {name: "5:16x32,9:4"})
+        found = search_plans(
+            "gpt2-nano", "h100:8", top=2, overrides=settings | {name: "5:16x32,9:4"}
+        )
         best = found.plans[0]
         assert best.plan == first.plan
         assert [
@@ -135,7 +137,7 @@ def test_later_phases_are_planned_too():
         assert best.as_json()["later_phases"] == [each.as_json() for each in found.later]
         assert not found.plans[1].as_json()["later_phases"]
     with pytest.raises(PlanError, match=r"the batches after step 5 \(data.phases: "):
-        find_plans("gpt2-nano", "h100:8", top=1, mesh="data=8", phases="5:9", **asked)
+        find_plans("gpt2-nano", "h100:8", top=1, mesh="data=8", phases="5:9", **settings)
 
 
 def test_search_without_some_hosts_reports_lost_throughput():

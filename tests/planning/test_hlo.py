@@ -111,7 +111,7 @@ def test_collectives_over_two_axes_are_told_apart():
         ("(f32[2]{0}, /*index=1*/(u8[5]{0}, token[]))", 13),
     ],
 )
-def test_bytes_of_shapes(shape, num_bytes):
+def test_shape_bytes_of_every_notation(shape, num_bytes):
     assert shape_bytes(shape) == num_bytes
 
 

@@ -77,7 +77,7 @@ def test_each_kind_and_axis_has_its_own_fit_and_one_message_has_none():
     )
 
 
-def test_wire_bytes_of_each_collective():
+def test_wire_bytes_of_each_collective_by_hand():
     """Of 8 MB among four devices: three quarters, twice that for an all-reduce; a permute sends all
     of it.
     """

@@ -79,7 +79,7 @@ def estimated(config: Config, plan: Plan) -> MemoryEstimate:
         ("llama-nano", "pipe=4,tensor=2", {"microbatches": 8, "layers": 6, "send_slack": True}),
     ],
 )
-def test_the_estimate_is_near_what_xla_allocates(model, mesh, settings):
+def test_memory_estimate_is_near_what_xla_allocates(model, mesh, settings):
     config, plan = planned(model, mesh, **settings)
     program = build_program(config, plan, jax.devices()[: plan.num_devices])
     state, rows = program.abstract_state(), program.abstract_batch()
@@ -149,7 +149,7 @@ COMPILED_FOR_GPUS = 0.04
         ("llama3.2-1b 4096 16 data=1", "remat=full attention=cudnn", 29.40),
     ],
 )
-def test_the_estimate_is_near_what_xla_allocates_on_a_gpu(plan, settings, compiled_gib):
+def test_memory_estimate_is_near_what_xla_allocates_on_a_gpu(plan, settings, compiled_gib):
     """Figures of steps compiled for H100s by benchmarks/planner_memory.py, of the last two for an
     H200 by benchmarks/gpu/compiled.py: model, tokens, rows of a microbatch on a device, mesh.
     """

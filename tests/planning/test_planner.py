@@ -256,7 +256,7 @@ def test_run_tries_the_best_plans_and_resumes_with_its_choice(tmp_path, monkeypa
     assert len(local_cluster.records.read_text().splitlines()) == 3
     assert any("fastest of 3" in event.get("why", "") for event in events)
 
-    # the rule would say data=8
+    # without measurements the rule would choose data=8
     monkeypatch.setattr("optimus_jax.run.api.known_devices", lambda topology: None)
     resumed = optimus_jax.train(run_dir=tmp_path / "run", resume=True, steps=2)
     assert resumed.plan == result.plan

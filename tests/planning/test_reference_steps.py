@@ -129,5 +129,5 @@ def test_damaged_file_of_steps_is_ignored(text, tmp_path):
         assert read_steps(path) == ()
 
 
-def test_no_file_is_no_steps(tmp_path):
+def test_missing_file_gives_no_steps(tmp_path):
     assert read_steps(tmp_path / "none.json") == ()

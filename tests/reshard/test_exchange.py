@@ -104,7 +104,7 @@ def block_layouts(draw, num_devices, sizes):
 
 
 @given(st.data())
-def test_exchange_gives_every_device_the_shard_of_indexing(data):
+def test_exchange_gives_every_device_what_indexing_gives(data):
     num_devices = data.draw(st.integers(1, 8))
     sizes = (
         data.draw(st.integers(1, 6)),

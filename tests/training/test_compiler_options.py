@@ -81,7 +81,7 @@ def test_options_in_xla_flags_are_left_to_the_user(monkeypatch):
 @pytest.mark.parametrize(
     "name", ["xla_gpu_enable_pipelined_all_gather", "xla_gpu_pipeline_all_gather"]
 )
-def test_pipelined_all_gather_in_xla_flags_is_left_by_either_name(name, monkeypatch):
+def test_users_pipelined_all_gather_flag_wins_under_either_name(name, monkeypatch):
     assert name in (PIPELINED_ALL_GATHER.name, PIPELINED_ALL_GATHER.other_name)
     monkeypatch.setenv("XLA_FLAGS", f"--{name}=anything")
     assert list(options_for(*GPU, plan("fsdp=8", zero=3))) == [LATENCY_HIDING]

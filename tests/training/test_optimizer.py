@@ -37,14 +37,14 @@ def test_warm_up_is_linear_and_starts_above_zero(schedule):
     assert rate[10] == pytest.approx(PEAK) == max(rate.values())
 
 
-def test_cosine_schedule():
+def test_cosine_schedule_falls_to_the_minimum():
     rate = rates("cosine", min_lr_ratio=0.2)
     assert rate[55] == pytest.approx(PEAK * (0.2 + 1) / 2), "halfway"
     assert rate[32] == pytest.approx(PEAK * (0.2 + 0.8 * (1 + np.cos(np.pi * 22 / 90)) / 2))
     assert rate[100] == pytest.approx(PEAK * 0.2)
 
 
-def test_linear_schedule():
+def test_linear_schedule_falls_evenly_to_the_minimum():
     rate = rates("linear", min_lr_ratio=0.2)
     assert rate[55] == pytest.approx(PEAK * 0.6)
     assert rate[100] == pytest.approx(PEAK * 0.2)
@@ -59,7 +59,7 @@ def test_wsd_schedule_is_flat_and_then_linear():
     assert rate[100] == pytest.approx(0, abs=1e-6 * PEAK)
 
 
-def test_constant_schedule():
+def test_constant_schedule_stays_at_the_peak():
     assert set(list(rates("constant").values())[9:]) == {PEAK}
 
 

@@ -140,7 +140,7 @@ def test_f16_is_f32_within_its_own_rounding_whatever_the_scale():
         )
 
 
-def test_f16_skips_overflows_and_halves_its_scale_after_a_few():
+def test_f16_skips_overflowing_steps_and_halves_its_scale():
     made, _ = program("f16")
     state = with_scale(plans.random_state(made), scale=TOO_LARGE, clean_steps=2)
     for overflows in range(1, HYSTERESIS):

@@ -275,14 +275,14 @@ def handlers():
     ("number", "reason"), [(signal.SIGTERM, "terminate"), (signal.SIGINT, "interrupt")]
 )
 @pytest.mark.parametrize(
-    ("step_s", "said"),
+    ("step_s", "message"),
     [
         (STEP_S, "step 4 is finished and saved first"),
         (0.1, "steps 3 to 4 are finished and saved first"),
     ],
 )
 def test_signal_stops_the_run_after_the_step_under_way(
-    monkeypatch, capfd, number, reason, step_s, said
+    monkeypatch, capfd, number, reason, step_s, message
 ):
     """If steps are slow only one is under way; otherwise the next is dispatched already."""
     loop, outcome, err = stopped(monkeypatch, capfd, number, step_s=step_s)
@@ -292,7 +292,7 @@ def test_signal_stops_the_run_after_the_step_under_way(
         [1, 2, 3, 4],
         [4],
     )
-    assert said in err
+    assert message in err
     assert [record.step for record in loop.records] == [1, 2, 3, 4]
 
 
@@ -429,7 +429,7 @@ def test_last_save_is_retried_with_pauses_unless_stopping(monkeypatch, is_stoppi
         assert sum(PAUSES_S[:3]) <= paused_s() < sum(PAUSES_S[:3]) + 1
 
 
-def test_process_that_cannot_write_among_several_raises_next_step(monkeypatch):
+def test_failed_save_of_one_of_several_processes_raises_next_step(monkeypatch):
     loop = Loop(
         monkeypatch,
         several_processes=True,
@@ -455,8 +455,8 @@ def test_a_run_that_no_longer_learns_ends_with_an_error(monkeypatch, several_pro
     with pytest.raises(LearningError, match=r"since step 10(.|\n)*checkpoint.resume_step=6"):
         loop.train()
     assert 14 <= len(loop.begun) <= 16
-    ((_, said),) = loop.named("end")
-    assert (said["reason"], said["back_to"]) == ("not learning", 6)
+    ((_, fields),) = loop.named("end")
+    assert (fields["reason"], fields["back_to"]) == ("not learning", 6)
 
 
 def test_run_whose_last_losses_are_not_finite_raises(monkeypatch):
@@ -471,7 +471,7 @@ def test_run_whose_last_losses_are_not_finite_raises(monkeypatch):
         loop.train()
 
 
-def test_losses_not_finite_of_a_plan_on_trial_do_not_end_the_run(monkeypatch):
+def test_nan_losses_of_a_plan_on_trial_do_not_end_the_run(monkeypatch):
     class OnTrial(Signals):
         is_on_trial = True
 
