@@ -31,7 +31,9 @@ def test_marks_come_from_helpers_too(tmp_path):
 
 
 def test_parity_tests_are_grouped_by_plan_and_model_others_by_file():
-    parity = "tests/training/test_equal_to_one_device.py::test_gradients[gpt data=8]"
+    parity = (
+        "tests/training/test_equal_to_one_device.py::test_gradients_equal_one_device[gpt data=8]"
+    )
     assert group_of(parity) == group_of(parity.replace("gradients", "loss"))
     assert group_of(parity) != group_of(parity.replace("gpt", "llama"))
     assert group_of("tests/test_plan.py::test_x[1]") == "tests/test_plan.py"

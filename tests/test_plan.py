@@ -1,7 +1,7 @@
-"""A Plan survives JSON, has a name, and refuses what cannot be trained, saying what would have to
-hold.
+"""A Plan survives JSON, has a digest, and refuses what cannot be trained, with the condition it
+violates.
 
-What to type instead is tested in tests/planning/test_suggestions.py.
+The settings that are suggested instead are tested in tests/planning/test_suggestions.py.
 """
 
 import dataclasses
@@ -29,10 +29,10 @@ PLAN = listed.make_plan(
     listed.make_config(MODEL, listed.case("data=2,fsdp=4", zero=3, microbatches=2))
 )
 DEEP = dataclasses.replace(MODEL, num_layers=10)
-PIPED = listed.make_plan(
+PIPELINED = listed.make_plan(
     listed.make_config(DEEP, listed.case("pipe=4,data=2", schedule="interleaved", microbatches=4))
 )
-assert PIPED.pipeline is not None
+assert PIPELINED.pipeline is not None
 
 
 @given(axes=axis_sizes())
@@ -65,7 +65,7 @@ def test_the_listed_plans_differ_and_cover_their_devices(case):
     assert [other for other in listed.PLANS if other == case] == [case]
 
 
-def test_the_list_has_what_it_promises():
+def test_listed_plans_cover_all_kinds_of_settings():
     made = [
         listed.make_plan(listed.make_config(listed.model_for(case, "gpt"), case))
         for case in listed.PLANS
@@ -83,32 +83,34 @@ def test_the_list_has_what_it_promises():
     for tensor, splits in ((2, True), (4, False), (8, False)):
         rules = [p.active_rules(listed.LLAMA) for p in made if p.axes.tensor == tensor]
         assert {"kv_heads" in active for active in rules if "heads" in active} == {splits}
-    piped = [(p, p.pipeline) for p in made if p.pipeline is not None]
-    assert {(p.axes.pipe, pipeline.schedule) for p, pipeline in piped} >= {
+    pipelined = [(p, p.pipeline) for p in made if p.pipeline is not None]
+    assert {(p.axes.pipe, pipeline.schedule) for p, pipeline in pipelined} >= {
         (pipe, schedule) for pipe in (2, 4, 8) for schedule in ("1f1b", "gpipe", "interleaved")
     }
-    assert {p.zero for p, _ in piped if p.axes.fsdp > 1} >= {1, 2, 3}
-    assert {p.remat for p, _ in piped} == {"none", "selective", "dots", "full"}
+    assert {p.zero for p, _ in pipelined if p.axes.fsdp > 1} >= {1, 2, 3}
+    assert {p.remat for p, _ in pipelined} == {"none", "selective", "dots", "full"}
     for field in ("keep_residuals", "send_slack"):
-        assert {getattr(pipeline, field) for _, pipeline in piped} == {True, False}
-    assert {len(set(pipeline.layers_per_stage)) > 1 for _, pipeline in piped} == {True, False}
-    assert {p.microbatches < p.axes.pipe for p, _ in piped} == {True, False}
+        assert {getattr(pipeline, field) for _, pipeline in pipelined} == {True, False}
+    assert {len(set(pipeline.layers_per_stage)) > 1 for _, pipeline in pipelined} == {True, False}
+    assert {p.microbatches < p.axes.pipe for p, _ in pipelined} == {True, False}
 
 
-def validate(
+def assert_refused(
     message: str, *, global_batch: int = 48, model: ModelConfig = MODEL, **changes: object
 ) -> None:
     with pytest.raises(PlanError, match=message):
         dataclasses.replace(PLAN, **changes).validate(model, global_batch=global_batch)  # type: ignore[arg-type]
 
 
-def test_what_the_refusals_begin_from_is_legal():
+def test_plan_that_the_refusals_vary_is_legal():
     PLAN.validate(MODEL, global_batch=48)
 
 
-def test_stages_without_a_schedule_or_a_schedule_without_stages_are_refused():
-    validate(r"exactly if it has pipeline stages(.|\n)*pipe=2", axes=AxisSizes(pipe=2, fsdp=4))
-    validate(r"exactly if it has pipeline stages(.|\n)*pipe=1", pipeline=PIPED.pipeline)
+def test_stages_and_a_schedule_need_each_other():
+    assert_refused(
+        r"exactly if it has pipeline stages(.|\n)*pipe=2", axes=AxisSizes(pipe=2, fsdp=4)
+    )
+    assert_refused(r"exactly if it has pipeline stages(.|\n)*pipe=1", pipeline=PIPELINED.pipeline)
 
 
 @pytest.mark.parametrize("layers", [(2, 1, 1, 1, 1, 1, 1, 1), (1,) * 10, (3, 1, 1, 1, 1, 1, 2, 0)])
@@ -120,14 +122,16 @@ def test_stages_that_do_not_share_the_layers_are_refused(layers):
             r" above 0 whose sum is 10"
         ),
     ):
-        piped(layers_per_stage=layers).validate(DEEP, global_batch=48)
+        pipelined(layers_per_stage=layers).validate(DEEP, global_batch=48)
 
 
-def piped(*, microbatches: int = 4, axes: AxisSizes = PIPED.axes, **changes: object) -> Plan:
-    """PIPED with other microbatches, axes or pipelining."""
-    assert PIPED.pipeline is not None
-    pipeline = dataclasses.replace(PIPED.pipeline, **changes)  # type: ignore[arg-type]
-    return dataclasses.replace(PIPED, axes=axes, microbatches=microbatches, pipeline=pipeline)
+def pipelined(
+    *, microbatches: int = 4, axes: AxisSizes = PIPELINED.axes, **changes: object
+) -> Plan:
+    """PIPELINED with other microbatches, axes or pipelining."""
+    assert PIPELINED.pipeline is not None
+    pipeline = dataclasses.replace(PIPELINED.pipeline, **changes)  # type: ignore[arg-type]
+    return dataclasses.replace(PIPELINED, axes=axes, microbatches=microbatches, pipeline=pipeline)
 
 
 @pytest.mark.parametrize(
@@ -152,11 +156,11 @@ def piped(*, microbatches: int = 4, axes: AxisSizes = PIPED.axes, **changes: obj
         ),
     ],
 )
-def test_microbatches_that_interleaving_cannot_have_are_refused(
+def test_microbatches_that_do_not_suit_interleaving_are_refused(
     microbatches, global_batch, message
 ):
     with pytest.raises(PlanError, match=message):
-        piped(microbatches=microbatches).validate(DEEP, global_batch=global_batch)
+        pipelined(microbatches=microbatches).validate(DEEP, global_batch=global_batch)
 
 
 def own_table(**counts: int) -> str:
@@ -180,13 +184,13 @@ def own_table(**counts: int) -> str:
     ],
 )
 def test_tables_of_another_pipeline_are_refused(table, message):
-    plan = piped(table=table, repeats=1, layers_per_stage=(3, 3, 2, 2))
+    plan = pipelined(table=table, repeats=1, layers_per_stage=(3, 3, 2, 2))
     with pytest.raises(PlanError, match=message):
         plan.validate(DEEP, global_batch=48)
 
 
-def test_a_table_has_its_own_latency():
-    plan = piped(table=own_table(), repeats=1, layers_per_stage=(3, 3, 2, 2), send_slack=True)
+def test_send_slack_needs_a_table_of_latency_2():
+    plan = pipelined(table=own_table(), repeats=1, layers_per_stage=(3, 3, 2, 2), send_slack=True)
     with pytest.raises(
         PlanError,
         match=r"a table with latency 1(.|\n)*use a table with latency 2, or no send_slack",
@@ -199,7 +203,7 @@ def test_a_table_has_its_own_latency():
 
 
 def test_zero_without_fsdp_is_refused():
-    validate(
+    assert_refused(
         r"zero=3 splits over mesh axis 'fsdp', which has one device(.|\n)*use two devices or more"
         r" along fsdp, or zero=0",
         axes=AxisSizes(data=4),
@@ -208,7 +212,7 @@ def test_zero_without_fsdp_is_refused():
 
 def test_zero_without_embed_is_refused():
     rules = tuple(rule for rule in PLAN.rules if rule[0] != "embed")
-    validate(
+    assert_refused(
         r"zero=3 splits 'embed' over mesh axis 'fsdp', and a rule keeps it whole(.|\n)*use zero=0,"
         r" or no rule for 'embed'",
         rules=rules,
@@ -216,8 +220,8 @@ def test_zero_without_embed_is_refused():
     dataclasses.replace(PLAN, rules=rules, zero=0).validate(MODEL, global_batch=48)
 
 
-def test_a_batch_that_cannot_be_dealt_out_is_refused():
-    validate(
+def test_global_batch_that_does_not_divide_evenly_is_refused():
+    assert_refused(
         r"global_batch=24 over data\*fsdp=8 x microbatches=2(.|\n)*choose a global batch that 16"
         r" divides$",
         global_batch=24,
@@ -225,7 +229,7 @@ def test_a_batch_that_cannot_be_dealt_out_is_refused():
 
 
 def test_a_dimension_that_cannot_be_split_is_refused():
-    validate(
+    assert_refused(
         r"'embed' of test-gpt (.|\n)*embed_dim=50 over fsdp=4",
         model=dataclasses.replace(MODEL, embed_dim=50),
     )
@@ -274,14 +278,14 @@ def test_meshes_that_cannot_be_read_are_refused(mesh, message):
         {"surprise": 1},
     ],
 )
-def test_what_is_not_a_plan_is_refused(change):
+def test_json_with_an_invalid_field_is_refused(change):
     value = json.loads(PLAN.to_json()) | change
     with pytest.raises(PlanError):
         Plan.from_json(json.dumps(value))
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", "null", '{"axes": 1}'])
-def test_what_is_not_even_like_a_plan_is_refused(text):
+def test_json_that_is_no_plan_is_refused(text):
     with pytest.raises(PlanError, match="this is not a plan"):
         Plan.from_json(text)
 
@@ -297,7 +301,7 @@ def topology(num_devices: int, gigabytes: float | None) -> Topology:
 
 
 @given(model=models(), num_devices=st.integers(1, 8), zero=st.sampled_from((None, 0, 1, 2, 3)))
-def test_what_is_chosen_is_legal(model, num_devices, zero):
+def test_chosen_plan_is_legal(model, num_devices, zero):
     config = Config(
         model=model,
         data=DataConfig(seq_len=16, global_batch=num_devices * 2),
@@ -314,7 +318,7 @@ def test_what_is_chosen_is_legal(model, num_devices, zero):
         assert choice.why
 
 
-def asked(
+def config_of(
     mesh: str, *, model: ModelConfig = MODEL, global_batch: int = 48, **parallel: object
 ) -> Config:
     return Config(
@@ -324,7 +328,7 @@ def asked(
     )  # type: ignore[arg-type]
 
 
-def chosen(config: Config) -> Plan:
+def chosen_plan(config: Config) -> Plan:
     return choose_plan(
         config, topology(AxisSizes.parse(config.parallel.mesh).num_devices, None)
     ).plan
@@ -343,7 +347,7 @@ def test_more_stages_than_layers_are_refused(mesh, parallel, given):
         PlanError,
         match=rf"fewer layers than there are stages(.|\n)*{given}\n(.|\n)*use 6 stages at most",
     ):
-        chosen(asked(mesh, model=dataclasses.replace(MODEL, num_layers=6), **parallel))
+        chosen_plan(config_of(mesh, model=dataclasses.replace(MODEL, num_layers=6), **parallel))
 
 
 @pytest.mark.parametrize(
@@ -375,9 +379,9 @@ def test_more_stages_than_layers_are_refused(mesh, parallel, given):
         ),
     ],
 )
-def test_schedules_that_there_are_not_are_refused(mesh, parallel, message):
+def test_impossible_schedules_are_refused(mesh, parallel, message):
     with pytest.raises(PlanError, match=message):
-        chosen(asked(mesh, **parallel))
+        chosen_plan(config_of(mesh, **parallel))
 
 
 @pytest.mark.parametrize(
@@ -397,13 +401,13 @@ def test_files_that_hold_no_table_for_this_pipeline_are_refused(tmp_path, conten
     if content is not None:
         (tmp_path / "own.json").write_bytes(content)
     with pytest.raises(PlanError, match=message):
-        chosen(asked("pipe=2,data=2", model=DEEP, schedule=str(tmp_path / "own.json")))
+        chosen_plan(config_of("pipe=2,data=2", model=DEEP, schedule=str(tmp_path / "own.json")))
 
 
-def test_a_table_in_a_file_becomes_part_of_the_plan_and_brings_its_numbers(tmp_path):
+def test_schedule_file_becomes_part_of_the_plan_with_its_numbers(tmp_path):
     table = make_schedule("interleaved", 2, 6, 3)
     (tmp_path / "own.json").write_text(table.to_json())
-    plan = chosen(asked("pipe=2,data=2", model=DEEP, schedule=str(tmp_path / "own.json")))
+    plan = chosen_plan(config_of("pipe=2,data=2", model=DEEP, schedule=str(tmp_path / "own.json")))
     assert plan.schedule() == table
     assert plan.pipeline is not None
     assert (plan.microbatches, plan.pipeline.repeats) == (6, 3)
@@ -411,16 +415,18 @@ def test_a_table_in_a_file_becomes_part_of_the_plan_and_brings_its_numbers(tmp_p
     assert Plan.from_json(plan.to_json()).schedule() == table
 
 
-def test_microbatches_that_were_given_are_not_replaced_by_a_tables(tmp_path):
+def test_given_microbatches_are_not_replaced_by_a_tables(tmp_path):
     (tmp_path / "own.json").write_text(own_table(num_microbatches=6))
     with pytest.raises(PlanError, match=r"given: pipe=4, microbatches=3"):
-        chosen(
-            asked("pipe=4,data=2", model=DEEP, schedule=str(tmp_path / "own.json"), microbatches=3)
+        chosen_plan(
+            config_of(
+                "pipe=4,data=2", model=DEEP, schedule=str(tmp_path / "own.json"), microbatches=3
+            )
         )
 
 
-def test_stages_that_do_not_fit_are_told_what_else_to_try():
-    config = asked("pipe=4", model=DEEP, microbatches=12, remat="none", stage_residuals="keep")
+def test_stages_that_do_not_fit_get_suggestions():
+    config = config_of("pipe=4", model=DEEP, microbatches=12, remat="none", stage_residuals="keep")
     kept = choose_plan(config, topology(4, None)).memory.total / 2**30
     with pytest.raises(PlanError, match=r"does not fit") as caught:
         choose_plan(config, topology(4, kept))
@@ -428,7 +434,7 @@ def test_stages_that_do_not_fit_are_told_what_else_to_try():
     assert "--set parallel.stage_residuals=auto" in options
 
 
-def test_a_model_that_does_not_fit_whole_is_split():
+def test_model_that_does_not_fit_whole_is_split():
     config = Config(model=MODEL, data=DataConfig(seq_len=16, global_batch=8))
     plenty = choose_plan(config, topology(8, 1.0))
     assert str(plenty.plan.axes) == "data=8"

@@ -1,4 +1,4 @@
-"""What is saved comes back bit by bit on any mesh, or an error says why not."""
+"""A saved state is restored bit for bit on any mesh, or an error says why not."""
 
 import contextlib
 import errno
@@ -142,7 +142,7 @@ def two_saved(tmp_path_factory):
         ((1, SHARDED), (8, REPLICATED)),
     ],
 )
-def test_state_moves_to_another_mesh(opened, warned, saved_on, restored_on):
+def test_state_is_restored_on_another_mesh(opened, warned, saved_on, restored_on):
     state, checkpoints = make_state(), opened()
     placed, target = place(state, *saved_on), abstract(state, *restored_on)
     checkpoints.save(7, placed, METADATA)
@@ -183,7 +183,7 @@ def test_metadata_may_change_once_save_returns(opened):
     assert checkpoints.latest().metadata == {"position": [1]}
 
 
-def test_newest_and_every_so_many_are_kept(opened):
+def test_keep_and_keep_every_decide_which_steps_stay(opened):
     checkpoints, state = opened(keep=2, keep_every=4), place(make_state())
     for step in range(1, 8):
         checkpoints.save(step, state, {})
@@ -248,7 +248,7 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("name", DAMAGE)
-def test_a_damaged_checkpoint_is_passed_over(two_saved, opened, warned, tmp_path, name):
+def test_damaged_checkpoint_is_skipped_with_a_warning(two_saved, opened, warned, tmp_path, name):
     shutil.copytree(two_saved, tmp_path / "run")
     damage, reason = DAMAGE[name]
     damage(tmp_path / "run" / "2")
@@ -269,12 +269,12 @@ def test_a_damaged_checkpoint_is_passed_over(two_saved, opened, warned, tmp_path
 @pytest.mark.parametrize(
     "content", [b'[1,"a",null]', b'{"item_handlers": 5}', b"\xff\x00{", b"", None]
 )
-def test_a_damaged_description_costs_one_checkpoint_and_no_save(
+def test_damaged_step_metadata_sets_only_its_checkpoint_aside(
     two_saved, opened, warned, tmp_path, content
 ):
-    """Orbax reads arrays whatever such a file says, and then could save nothing beside it.
+    """Orbax reads arrays whatever such a file says, but could then save no other checkpoint.
 
-    None: a folder in its place.
+    `content` None: a folder in its place.
     """
     for step, name in ((2, STEP_METADATA), (1, STEP_METADATA), (2, "state/_sharding")):
         if name != STEP_METADATA and content and content.startswith(b"{"):
@@ -296,7 +296,7 @@ def test_a_damaged_description_costs_one_checkpoint_and_no_save(
         warned.clear()
 
 
-def test_damage_everywhere_is_an_error(two_saved, opened, tmp_path):
+def test_restore_fails_if_every_checkpoint_is_damaged(two_saved, opened, tmp_path):
     shutil.copytree(two_saved, tmp_path / "run")
     flip_a_bit(tmp_path / "run" / "2")
     truncate(tmp_path / "run" / "1")
@@ -306,7 +306,7 @@ def test_damage_everywhere_is_an_error(two_saved, opened, tmp_path):
         opened().restore(abstract(make_state()))
 
 
-def test_a_step_can_be_chosen(two_saved, warned):
+def test_chosen_step_is_restored(two_saved, warned):
     checkpoints, target = (
         Checkpoints(two_saved, CheckpointConfig(), warn=warned.append),
         abstract(make_state()),
@@ -345,7 +345,7 @@ def replaced(state, **params):
         ),
     ],
 )
-def test_another_model_is_an_error_not_damage(two_saved, warned, other, message):
+def test_checkpoint_of_another_model_is_an_error_not_damage(two_saved, warned, other, message):
     checkpoints = Checkpoints(two_saved, CheckpointConfig(), warn=warned.append)
     for step in (None, 2):
         with pytest.raises(CheckpointError, match=f"(?s)step 2 is of another model.*{message}"):
@@ -355,7 +355,7 @@ def test_another_model_is_an_error_not_damage(two_saved, warned, other, message)
     assert warned == []
 
 
-def test_part_of_a_state_can_be_read(two_saved, warned):
+def test_part_of_a_state_can_be_restored(two_saved, warned):
     checkpoints, target = (
         Checkpoints(two_saved, CheckpointConfig(), warn=warned.append),
         abstract(make_state()),
@@ -377,11 +377,11 @@ def test_padding_of_named_leaves_may_change(opened):
         return jax.tree_util.tree_map_with_path(resized, state)
 
     state, checkpoints = make_state(), opened()
-    for step, (saved, asked) in enumerate([(48, 64), (64, 48), (64, 72)]):
+    for step, (saved, wanted_rows) in enumerate([(48, 64), (64, 48), (64, 72)]):
         checkpoints.save(step, place(with_rows(state, saved)), {})
-        target = abstract(with_rows(state, asked), 8)
+        target = abstract(with_rows(state, wanted_rows), 8)
         restored = checkpoints.restore(target, step, paddable=lambda path: path.endswith("/embed"))
-        assert_identical(restored.state, with_rows(state, asked))
+        assert_identical(restored.state, with_rows(state, wanted_rows))
         assert restored.state.params["embed"].sharding == target.params["embed"].sharding
     with pytest.raises(
         CheckpointError, match=r"checksum of .*params/embed.* is not what was saved"
@@ -391,7 +391,7 @@ def test_padding_of_named_leaves_may_change(opened):
         )
 
 
-def test_what_a_killed_save_left_is_ignored_then_removed(two_saved, opened, warned, tmp_path):
+def test_leftover_of_a_killed_save_is_ignored_then_removed(two_saved, opened, warned, tmp_path):
     shutil.copytree(two_saved, tmp_path / "run")
     leftover = tmp_path / "run" / "3.orbax-checkpoint-tmp"
     shutil.copytree(two_saved / "2", leftover)
@@ -407,7 +407,7 @@ def test_what_a_killed_save_left_is_ignored_then_removed(two_saved, opened, warn
     assert warned == []
 
 
-def test_a_run_that_went_back_replaces_what_lay_ahead(two_saved, opened, warned, tmp_path):
+def test_saving_an_earlier_step_again_deletes_later_ones(two_saved, opened, warned, tmp_path):
     shutil.copytree(two_saved, tmp_path / "run")
     checkpoints = opened(keep=1)
     checkpoints.save(1, place(make_state(5)), {"again": True})
@@ -418,8 +418,8 @@ def test_a_run_that_went_back_replaces_what_lay_ahead(two_saved, opened, warned,
     assert ["step 1 is deleted" in warned[0], "step 2 is deleted" in warned[1]] == [True, True]
 
 
-def test_a_state_can_be_saved_because_something_has_failed(opened):
-    """An error that the caller handles is none of the save's."""
+def test_state_can_be_saved_while_an_exception_is_handled(opened):
+    """An error that the caller handles is not taken for one of the save."""
     checkpoints = opened()
     try:
         _ = 1 / 0
@@ -431,7 +431,7 @@ def test_a_state_can_be_saved_because_something_has_failed(opened):
 
 @contextlib.contextmanager
 def full_disk():
-    """No file can grow beyond 64 KiB, as a full disk or a quota would have it."""
+    """No file can grow beyond 64 KiB, as if the disk were full or had a quota."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, before[1]))
     try:
@@ -440,26 +440,26 @@ def full_disk():
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def test_a_save_is_told_when_it_is_complete(tmp_path):
-    told, state = [], place(make_state())
+def test_saved_callback_is_called_when_a_save_is_complete(tmp_path):
+    completed, state = [], place(make_state())
     checkpoints = Checkpoints(
         tmp_path / "run",
         CheckpointConfig(),
-        saved=lambda step, blocked_s: told.append((step, blocked_s > 0, checkpoints.steps())),
+        saved=lambda step, blocked_s: completed.append((step, blocked_s > 0, checkpoints.steps())),
     )
     checkpoints.save(1, state, {})
-    assert told == []
+    assert completed == []
     checkpoints.save(2, state, {})
-    assert told == [(1, True, [1])]
+    assert completed == [(1, True, [1])]
     checkpoints.close()
     checkpoints.wait()
-    assert told == [(1, True, [1]), (2, True, [1, 2])]
+    assert completed == [(1, True, [1]), (2, True, [1, 2])]
 
 
-def test_a_save_that_fails_makes_one_error_and_no_noise(tmp_path, capfd):
-    told = []
+def test_failed_save_raises_one_error_and_prints_nothing(tmp_path, capfd):
+    completed = []
     checkpoints = Checkpoints(
-        tmp_path / "run", CheckpointConfig(), saved=lambda step, blocked_s: told.append(step)
+        tmp_path / "run", CheckpointConfig(), saved=lambda step, blocked_s: completed.append(step)
     )
     state = place(
         {
@@ -475,7 +475,7 @@ def test_a_save_that_fails_makes_one_error_and_no_noise(tmp_path, capfd):
             checkpoints.close()
     checkpoints.save(2, state, {})
     checkpoints.close()
-    assert told == [2]
+    assert completed == [2]
     assert capfd.readouterr() == ("", "")
 
 
@@ -488,7 +488,7 @@ def test_a_save_that_fails_makes_one_error_and_no_noise(tmp_path, capfd):
         ValueError("Input/output error [os_error_code='5']"),
     ],
 )
-def test_what_cannot_be_reached_is_not_damaged(
+def test_unreachable_checkpoint_is_not_taken_for_damaged(
     two_saved, opened, warned, tmp_path, monkeypatch, error
 ):
     shutil.copytree(two_saved, tmp_path / "run")
@@ -506,18 +506,19 @@ def test_what_cannot_be_reached_is_not_damaged(
 
 @pytest.fixture
 def one_host_is_late(monkeypatch):
-    """A file server shows the second of two processes everything so many looks later; this one
-    stands for both.
+    """The second of two processes sees files only after some polls, as from a slow file server.
+
+    This process stands for both.
     """
 
-    def late(looks):
+    def late(polls):
         views = []
 
         def gather_from_all(number):
             if number in (0, 1, 2):  # how reading went, and whether it is late: alike in both
                 return [number, number]
             views.append(number)
-            return [number, number + (len(views) <= looks)]
+            return [number, number + (len(views) <= polls)]
 
         monkeypatch.setattr(checkpoint_errors, "gather_from_all", gather_from_all)
         monkeypatch.setattr(checkpoint_errors, "_POLL_S", 0.0)
@@ -526,7 +527,7 @@ def one_host_is_late(monkeypatch):
 
 
 def failing(monkeypatch, times):
-    """Reading finds nothing so many times."""
+    """The first `times` reads find no file."""
     restore, left = ocp.PyTreeCheckpointHandler.restore, iter(range(times))
 
     def maybe(*args, **more):
@@ -547,7 +548,7 @@ def test_files_that_a_host_does_not_see_yet_are_waited_for(
     assert warned == []
 
 
-def test_files_that_a_host_never_sees_are_no_damage(
+def test_files_that_a_host_never_sees_are_not_damage(
     two_saved, opened, warned, tmp_path, monkeypatch, one_host_is_late
 ):
     shutil.copytree(two_saved, tmp_path / "run")
@@ -565,7 +566,7 @@ def test_files_that_a_host_never_sees_are_no_damage(
     assert warned == []
 
 
-def test_a_manifest_that_a_host_never_sees_is_no_damage(
+def test_manifest_that_a_host_never_sees_is_not_damage(
     two_saved, opened, warned, tmp_path, monkeypatch, one_host_is_late
 ):
     shutil.copytree(two_saved, tmp_path / "run")
@@ -583,7 +584,7 @@ def test_a_manifest_that_a_host_never_sees_is_no_damage(
     assert warned == []
 
 
-def test_what_all_hosts_lack_is_damage(
+def test_files_missing_on_all_hosts_are_damage(
     two_saved, opened, warned, tmp_path, monkeypatch, one_host_is_late
 ):
     shutil.copytree(two_saved, tmp_path / "run")
@@ -594,7 +595,7 @@ def test_what_all_hosts_lack_is_damage(
 
 
 @pytest.mark.parametrize("surfaces_in", ["wait", "save"])
-def test_a_save_that_fails_later_is_reported(opened, tmp_path, surfaces_in):
+def test_save_that_fails_in_the_background_is_reported(opened, tmp_path, surfaces_in):
     # One array on one device: after one failed write, Orbax's threads would complain about all the
     # others.
     values = {"w": np.random.default_rng(0).standard_normal((512, 512)).astype(np.float32)}
@@ -693,7 +694,7 @@ def test_two_processes_save_and_fall_back_together(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("cause", "is_of_others"),
+    ("cause", "is_peer_failure"),
     [
         (jax.errors.JaxRuntimeError("UNAVAILABLE: connection reset"), True),
         (ValueError("UNKNOWN: Gloo AllGather failed: Connection closed by peer"), True),
@@ -701,19 +702,19 @@ def test_two_processes_save_and_fall_back_together(tmp_path):
         (OSError("no room"), False),
     ],
 )
-def test_what_another_process_has_done_is_no_failure_of_the_disk(monkeypatch, cause, is_of_others):
-    """Four processes of one device each: a ValueError of a collective comes up in a save when one
-    of them is killed.
+def test_failure_of_a_peer_is_not_taken_for_one_of_the_disk(monkeypatch, cause, is_peer_failure):
+    """Seen with four processes of one device each: when one is killed, a save of another raises the
+    ValueError of a collective.
     """
     error = TimeoutError("Orbax has waited")
     error.__cause__ = cause
     checkpoint_errors.raise_if_peer_failure(error)  # of one process
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    with pytest.raises(type(cause)) if is_of_others else contextlib.nullcontext():
+    with pytest.raises(type(cause)) if is_peer_failure else contextlib.nullcontext():
         checkpoint_errors.raise_if_peer_failure(error)
 
 
-def test_nor_is_it_damage(tmp_path):
+def test_failure_of_a_peer_is_not_taken_for_damage(tmp_path):
     def read():
         raise ValueError("UNKNOWN: Gloo AllGather failed: Connection closed by peer")
 
@@ -721,7 +722,7 @@ def test_nor_is_it_damage(tmp_path):
         checkpoint_errors.on_every_process(read, tmp_path)
 
 
-def test_what_the_run_may_have_to_go_back_to_outlives_its_turn(tmp_path, warned):
+def test_newest_checkpoint_up_to_each_limit_is_kept(tmp_path, warned):
     limits = [2]
     checkpoints = Checkpoints(
         tmp_path / "run", CheckpointConfig(keep=2), warn=warned.append, limits=lambda: limits
@@ -750,7 +751,7 @@ def test_a_state_that_is_not_finite_is_not_saved(tmp_path, bad):
     assert (checkpoints.steps(), checkpoints.holds(1)) == ([], False)
 
 
-def test_the_end_of_a_save_is_known_without_waiting(tmp_path):
+def test_has_ended_is_known_without_waiting(tmp_path):
     values = {"w": np.random.default_rng(0).standard_normal((512, 512)).astype(np.float32)}
     checkpoints = Checkpoints(tmp_path / "run", CheckpointConfig())
     assert not checkpoints.has_ended
@@ -766,7 +767,7 @@ def test_the_end_of_a_save_is_known_without_waiting(tmp_path):
     assert (checkpoints.steps(), checkpoints.holds(1)) == ([1], True)
 
 
-def test_later_checkpoints_are_moved_and_not_deleted(two_saved, opened, warned, tmp_path):
+def test_abandoned_checkpoints_are_moved_and_not_deleted(two_saved, opened, warned, tmp_path):
     shutil.copytree(two_saved, tmp_path / "run")
     checkpoints = opened()
     assert checkpoints.latest(1).metadata == {"at": 1}
@@ -802,17 +803,17 @@ ROOM = {"free_files": None, "used_bytes": 0, "num_checkpoints": 0}
         ({"free_bytes": 500, "free_files": 60}, 4, "60 files"),
     ],
 )
-def test_room_is_judged_before_the_first_step(tmp_path, room, wanted, expected):
+def test_disk_space_is_checked_before_the_first_step(tmp_path, room, wanted, expected):
     given = DiskSpace(**ROOM | room)
     if expected is CheckpointError:
         with pytest.raises(CheckpointError, match=r"no room for (.|\n)*100 bytes"):
             check_disk_space(given, 100, wanted=wanted, num_processes=1, directory=tmp_path)
     else:
-        said = check_disk_space(given, 100, wanted=wanted, num_processes=1, directory=tmp_path)
-        assert said is None if expected is None else expected in said
+        warning = check_disk_space(given, 100, wanted=wanted, num_processes=1, directory=tmp_path)
+        assert warning is None if expected is None else expected in warning
 
 
-def test_how_many_checkpoints_there_will_be():
+def test_max_checkpoints_follows_every_keep_and_keep_every():
     many, few = (
         CheckpointConfig(every=10, keep=3, keep_every=100),
         CheckpointConfig(every=500, keep=3),

@@ -1,4 +1,4 @@
-"""The second tier: bit for bit onto any mesh, whole or not at all, two generations."""
+"""Snapshots in host memory: bit for bit onto any mesh, complete or not at all, two generations."""
 
 from pathlib import Path
 
@@ -102,7 +102,7 @@ def take(snapshots, *steps):
     [((4, 2), SPECS), ((2, 4), OTHER_SPECS), ((2, 2), SPECS), ((1, 1), OTHER_SPECS)],
     ids=str,
 )
-def test_a_state_comes_back_bit_for_bit_on_any_mesh(snapshots, sizes, specs):
+def test_snapshot_is_restored_bit_for_bit_on_any_mesh(snapshots, sizes, specs):
     take(snapshots, 5)
     target = abstract(host_state(), mesh(*sizes), specs)
     found = snapshots.restore(target, 4)
@@ -113,20 +113,20 @@ def test_a_state_comes_back_bit_for_bit_on_any_mesh(snapshots, sizes, specs):
     }
 
 
-def test_a_state_may_be_donated_once_it_was_taken(snapshots):
+def test_state_may_be_donated_once_its_snapshot_is_taken(snapshots):
     state = placed(host_state(5), mesh(4, 2))
     snapshots.take(5, state, METADATA)
     after = jax.jit(lambda tree: jax.tree.map(lambda leaf: leaf * 0, tree), donate_argnums=0)(state)
     jax.block_until_ready(after)
-    assert_same_bits(snapshots_of(snapshots).state, host_state(5))
+    assert_same_bits(restore_newest(snapshots).state, host_state(5))
 
 
-def snapshots_of(snapshots, newer_than=0):
+def restore_newest(snapshots, newer_than=0):
     snapshots.wait()
     return snapshots.restore(abstract(host_state(), mesh(4, 2)), newer_than)
 
 
-def test_rows_of_padding_come_and_go(snapshots):
+def test_rows_of_padding_are_added_and_cropped(snapshots):
     take(snapshots, 5)
     for rows in (12, 24):
         target = abstract(host_state(), mesh(4, 1))
@@ -147,24 +147,24 @@ def test_rows_that_are_not_padding_are_not_cropped(snapshots, warned):
     assert "are not padding" in warned[0]
 
 
-def test_two_generations_stay_and_the_newest_counts(snapshots):
+def test_two_generations_stay_and_the_newest_is_restored(snapshots):
     take(snapshots, 5, 10, 15, 20)
     assert files.steps(snapshots.root) == [10, 15, 20], (
         "the third goes when the next is taken, for others may not have this one yet"
     )
-    assert snapshots_of(snapshots).step == 20
-    assert snapshots_of(snapshots, newer_than=20) is None
+    assert restore_newest(snapshots).step == 20
+    assert restore_newest(snapshots, newer_than=20) is None
 
 
-def test_what_another_process_has_begun_is_no_generation(snapshots):
-    """It has ended the step a little earlier: the two before are what is known to be whole."""
+def test_snapshot_begun_by_another_process_deletes_no_older_one(snapshots):
+    """It finished the step a little earlier: only the two before are known to be complete."""
     take(snapshots, 5, 10)
     files.write(snapshots.root, 15, 1, METADATA, {}, [])
     take(snapshots, 15)
     assert files.steps(snapshots.root) == [5, 10, 15]
 
 
-def harm(path, how):
+def damage(path, how):
     content = path.read_bytes()
     if how == "removed":
         path.unlink()
@@ -176,26 +176,26 @@ def harm(path, how):
 
 @pytest.mark.parametrize("name", ["0.bin", "0.json"])
 @pytest.mark.parametrize("how", ["removed", "cut", "turned"])
-def test_what_is_not_whole_is_passed_over(snapshots, warned, name, how):
+def test_damaged_snapshot_is_skipped_with_a_warning(snapshots, warned, name, how):
     take(snapshots, 5, 10)
-    harm(snapshots.root / "10" / name, how)
-    found = snapshots_of(snapshots)
+    damage(snapshots.root / "10" / name, how)
+    found = restore_newest(snapshots)
     assert found.step == 5
     assert_same_bits(found.state, host_state(5))
     assert "the snapshot of step 10 is passed over" in warned[0]
 
 
-def test_half_of_a_snapshot_is_none(snapshots, monkeypatch):
+def test_snapshot_without_a_manifest_does_not_count(snapshots, monkeypatch):
     """A process that dies while it writes has written no manifest."""
     take(snapshots, 5)
     monkeypatch.setattr(files.os, "replace", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         files.write(snapshots.root, 10, 0, METADATA, {}, [])
     monkeypatch.undo()
-    assert snapshots_of(snapshots).step == 5
+    assert restore_newest(snapshots).step == 5
 
 
-def test_no_room_is_a_warning_and_leaves_nothing(snapshots, warned, monkeypatch):
+def test_failed_write_is_a_warning_and_keeps_older_snapshots(snapshots, warned, monkeypatch):
     take(snapshots, 5)
     monkeypatch.setattr(
         files,
@@ -207,10 +207,10 @@ def test_no_room_is_a_warning_and_leaves_nothing(snapshots, warned, monkeypatch)
     assert files.steps(snapshots.root) == [5], (
         "what could not be written does not push out what could"
     )
-    assert snapshots_of(snapshots).step == 5
+    assert restore_newest(snapshots).step == 5
 
 
-def test_room_is_looked_for_at_the_start(snapshots, monkeypatch):
+def test_room_for_snapshots_is_checked_at_the_start(snapshots, monkeypatch):
     monkeypatch.setattr(
         snapshots_module.shutil, "disk_usage", lambda _: type("Usage", (), {"free": 1000})
     )
@@ -221,9 +221,9 @@ def test_room_is_looked_for_at_the_start(snapshots, monkeypatch):
 
 
 @pytest.mark.parametrize("before", ["root", "parent"])
-def test_a_parent_that_another_run_removes_is_made_again(tmp_path, monkeypatch, before):
-    """Whoever is the last to leave takes it along, in the middle of our coming: before it is looked
-    at, or before the root is made in it.
+def test_parent_directory_removed_by_another_run_is_made_again(tmp_path, monkeypatch, before):
+    """The last run to end removes it while this one starts: before the root is made in it, or right
+    after it was made.
     """
     snapshots = Snapshots(tmp_path, tmp_path / "run", "1.0", 5)
     parent, mkdir, removed = snapshots.root.parent, Path.mkdir, []
@@ -241,12 +241,12 @@ def test_a_parent_that_another_run_removes_is_made_again(tmp_path, monkeypatch, 
     assert removed
 
 
-def test_a_place_that_is_not_there_is_an_error(tmp_path):
+def test_missing_snapshot_directory_is_an_error(tmp_path):
     with pytest.raises(ConfigError, match=r"snapshots cannot be written(.|\n)*No such file"):
         Snapshots(tmp_path / "memory", tmp_path / "run", "1.0", 5).prepare(0)
 
 
-def test_another_model_is_an_error(snapshots):
+def test_snapshot_of_another_model_is_an_error(snapshots):
     take(snapshots, 5)
     target = abstract(host_state(), mesh(4, 2))
     target["bias"] = jax.ShapeDtypeStruct((16,), np.float32, sharding=target["bias"].sharding)
@@ -254,19 +254,19 @@ def test_another_model_is_an_error(snapshots):
         snapshots.restore(target, 0)
 
 
-def test_another_run_in_the_same_place_sees_nothing(snapshots, tmp_path):
+def test_another_run_in_the_same_directory_finds_no_snapshot(snapshots, tmp_path):
     take(snapshots, 5)
     other = Snapshots(tmp_path / "memory", tmp_path / "run", "2.0", 5)
     assert other.restore(abstract(host_state(), mesh(4, 2)), 0) is None
 
 
-def test_later_steps_of_a_course_that_was_left_are_forgotten(snapshots):
+def test_delete_after_removes_later_snapshots(snapshots):
     take(snapshots, 5, 10)
     snapshots.delete_after(5)
     assert files.steps(snapshots.root) == [5]
 
 
-def test_a_run_that_ends_gives_the_memory_back(snapshots, tmp_path):
+def test_discard_frees_the_memory(snapshots, tmp_path):
     take(snapshots, 5)
     snapshots.discard()
     assert not list((tmp_path / "memory").iterdir())
@@ -299,7 +299,7 @@ def test_pieces_of_a_lost_host_come_from_its_replica(tmp_path, monkeypatch, warn
     ]
     sent = []
 
-    def exchanged(value):
+    def gathered_json(value):
         if isinstance(value, dict):
             return both
         return [[5], value] if value == [] else [value, value]
@@ -311,7 +311,7 @@ def test_pieces_of_a_lost_host_come_from_its_replica(tmp_path, monkeypatch, warn
         sent.append(key)
         return np.frombuffer(held.shards[key][0].read(), np.uint8)
 
-    monkeypatch.setattr(snapshots_module, "_gathered_json", exchanged)
+    monkeypatch.setattr(snapshots_module, "_gathered_json", gathered_json)
     monkeypatch.setattr(snapshots_module.multihost_utils, "broadcast_one_to_all", broadcast)
     monkeypatch.setattr(snapshots_module.jax, "process_index", lambda: 1)
     found = empty.restore(abstract(host_state(), mesh(2, 4), OTHER_SPECS), 0)
@@ -329,7 +329,7 @@ def test_pieces_of_a_lost_host_come_from_its_replica(tmp_path, monkeypatch, warn
 
 
 def test_a_damaged_piece_is_taken_from_another_process_of_the_host(snapshots, monkeypatch, warned):
-    """Copies that are both whole and not the same are not chosen from."""
+    """If two intact copies differ, neither is used."""
     take(snapshots, 5)
     monkeypatch.setattr(snapshots_module.jax, "process_index", lambda: 1)
     take(snapshots, 5)
@@ -351,7 +351,7 @@ def test_a_damaged_piece_is_taken_from_another_process_of_the_host(snapshots, mo
     assert "replicas of a piece differ" in warned[-1]
 
 
-def test_what_another_user_has_put_there_is_not_read(snapshots, monkeypatch):
+def test_snapshots_of_another_user_are_not_read(snapshots, monkeypatch):
     take(snapshots, 5)
     wanted = abstract(host_state(), mesh(4, 2))
     assert snapshots.restore(wanted, 0) is not None
@@ -363,8 +363,8 @@ def test_what_another_user_has_put_there_is_not_read(snapshots, monkeypatch):
     ("resumed_at", "expected"),
     [((), 10), ((10,), 10), ((12,), 10), ((5,), 5), ((5, 10), 5), ((3,), None), ((12, 4), None)],
 )
-def test_a_course_that_was_left_is_not_gone_back_to(tmp_path, warned, resumed_at, expected):
-    """By a host that sat out, and has not heard that the others have gone on from before."""
+def test_snapshot_of_an_abandoned_course_is_not_restored(tmp_path, warned, resumed_at, expected):
+    """A host that was absent does not know that the others have gone on from an earlier step."""
     (tmp_path / "memory").mkdir()
     first = Snapshots(tmp_path / "memory", tmp_path / "run", "1.0", 5, [0])
     take(first, 5, 10)

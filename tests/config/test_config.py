@@ -1,6 +1,4 @@
-"""A Config survives JSON and the command line's text, and refuses what cannot be meant, naming what
-can.
-"""
+"""A Config survives JSON and command-line text, and refuses invalid settings with a suggestion."""
 
 import dataclasses
 import json
@@ -118,7 +116,7 @@ def test_every_setting_survives_the_command_line(config):
     assert config.with_values({name: value for name, (value, _) in given.items()}) == config
 
 
-def test_every_field_has_a_name_to_set_it_by_and_short_names_are_among_them():
+def test_every_field_has_a_setting_name_and_short_names_exist():
     def leaves(value: object) -> int:
         fields = dataclasses.fields(value) if dataclasses.is_dataclass(value) else ()
         return sum(leaves(getattr(value, field.name)) for field in fields) if fields else 1
@@ -132,27 +130,27 @@ def test_every_field_has_a_name_to_set_it_by_and_short_names_are_among_them():
     assert set(SHORT_NAMES.values()) <= set(names)
 
 
-def test_what_belongs_to_one_process_is_not_saved():
+def test_settings_of_one_process_are_not_saved():
     config = Config(distributed=DistributedConfig(coordinator="h:1", num_processes=2, process_id=1))
     assert Config.from_json(config.to_json()) == Config()
     assert "h:1" not in config.to_json()
 
 
-def test_what_holds_for_one_start_is_not_saved():
+def test_settings_of_one_start_are_not_saved():
     config = Config(data=DataConfig(allow_change=True))
     assert not Config.from_json(config.to_json()).data.allow_change
     resumed = resumed_config(config.to_json(), None, {"data.allow_change": "true"})
     assert resumed.data.allow_change
 
 
-def test_what_was_derived_is_there_to_read_and_not_to_use():
+def test_derived_values_are_in_the_json_but_not_read_back():
     config = Config(steps=7)
     text = config.to_json(derived={"optimizer.lr": 0.5})
     assert json.loads(text)["derived"] == {"optimizer.lr": 0.5}
     assert Config.from_json(text) == config
 
 
-def test_a_config_can_begin_another_run(tmp_path):
+def test_saved_config_can_start_another_run(tmp_path):
     (tmp_path / "config.json").write_text(
         make_config("llama-nano", {"steps": 7, "lr": 0.5}).to_json()
     )
@@ -167,25 +165,25 @@ def test_a_config_can_begin_another_run(tmp_path):
             read_config(path)
 
 
-def test_paths_given_in_python(tmp_path, monkeypatch):
+def test_paths_given_in_python_become_absolute(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    here = str(tmp_path)
+    cwd = str(tmp_path)
     for data in ("a,b.txt", Path("a,b.txt"), [Path("a,b.txt")]):
-        assert make_config("gpt2", {"data": data}).data.sources == (f"{here}/a,b.txt",)
+        assert make_config("gpt2", {"data": data}).data.sources == (f"{cwd}/a,b.txt",)
     assert make_config("gpt2", {"data": ["a", Path("b")]}).data.sources == (
-        f"{here}/a",
-        f"{here}/b",
+        f"{cwd}/a",
+        f"{cwd}/b",
     )
     assert make_config("gpt2", {"tokenizer": tmp_path / "t.json"}).data.tokenizer == str(
         tmp_path / "t.json"
     )
     assert make_config("gpt2", {"data.sources": "a,b.txt"}).data.sources == (
-        f"{here}/a",
-        f"{here}/b.txt",
+        f"{cwd}/a",
+        f"{cwd}/b.txt",
     ), "as --set has it"
 
 
-def test_data_is_named_so_that_every_working_directory_finds_it(tmp_path, monkeypatch):
+def test_paths_of_data_become_absolute_and_special_names_stay(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", "/home/me")
     named = {
@@ -201,7 +199,7 @@ def test_data_is_named_so_that_every_working_directory_finds_it(tmp_path, monkey
     assert make_config("gpt2", {}).data.tokenizer == "bytes"
 
 
-def test_a_run_may_find_its_data_and_tokenizer_elsewhere():
+def test_resumed_run_may_find_its_data_and_tokenizer_elsewhere():
     text = make_config("gpt2", {"data": "/a.txt", "tokenizer": "/t.json"}).to_json()
     moved = {
         "data": "/b/a.jsonl.gz",
@@ -219,7 +217,7 @@ def test_a_run_may_find_its_data_and_tokenizer_elsewhere():
             repeated_config(text, make_config("gpt2", moved | {name: value}))
 
 
-def test_rotary_positions_need_pairs():
+def test_rotary_positions_need_an_even_head_dim():
     check_family(ModelConfig(family="llama", head_dim=34))
     check_family(ModelConfig(family="gpt2", head_dim=33))
     with pytest.raises(ConfigError, match=r"odd number(.|\n)*model.head_dim=33(.|\n)*32 or 34"):
@@ -333,18 +331,18 @@ def test_settings_left_open_are_derived():
         ),
     ],
 )
-def test_settings_that_are_refused(settings, message):
+def test_invalid_settings_are_refused(settings, message):
     with pytest.raises(ConfigError, match=message):
         Config().with_values(settings)
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "3", '{"model": 3}', '{"modle": {}}'])
-def test_what_is_not_a_config_is_refused(text):
+def test_json_that_is_no_config_is_refused(text):
     with pytest.raises(ConfigError, match="do: "):
         Config.from_json(text)
 
 
-def test_unknown_names_are_answered_with_the_nearest():
+def test_unknown_names_get_the_nearest_as_a_suggestion():
     with pytest.raises(
         ConfigError, match=r"unknown model 'lama3-8b'(.|\n)*did you mean 'llama3-8b'"
     ):
@@ -456,7 +454,7 @@ def test_every_number_has_to_be_finite_wherever_it_comes_from():
         make_config("gpt2-nano", {"lr": 10**400})
 
 
-def test_a_mesh_is_parsed_where_settings_are_checked():
+def test_mesh_is_parsed_when_settings_are_checked():
     config = make_config("gpt2-nano", {"mesh": "data=2, tensor=4", "controller.allow": "fsdp=8"})
     assert config.parallel.axes == AxisSizes(data=2, tensor=4)
     assert config.controller.allowed_axes == (AxisSizes(fsdp=8),)
@@ -469,7 +467,7 @@ def test_a_mesh_is_parsed_where_settings_are_checked():
 
 
 def test_an_open_layout_keeps_what_does_not_depend_on_the_devices():
-    asked = ParallelConfig(
+    parallel = ParallelConfig(
         mesh="pipe=2,fsdp=4",
         zero=1,
         microbatches=4,
@@ -479,4 +477,4 @@ def test_an_open_layout_keeps_what_does_not_depend_on_the_devices():
         rules=("mlp=none",),
         remat="full",
     )
-    assert asked.with_open_layout() == ParallelConfig(rules=("mlp=none",), remat="full")
+    assert parallel.with_open_layout() == ParallelConfig(rules=("mlp=none",), remat="full")

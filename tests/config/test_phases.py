@@ -1,5 +1,5 @@
-"""Phases deal every length's deck on without a gap, and none comes to a run that has not asked for
-it.
+"""Phases continue the examples of every sequence length without a gap, and a run without phases is
+unchanged.
 """
 
 import pytest
@@ -18,7 +18,7 @@ def config_of(text, **data):
     )
 
 
-def test_what_is_left_open_stays():
+def test_values_that_a_phase_leaves_open_stay():
     phases = phases_of(config_of("200:64, 400:x512,500:32x128"))
     assert [
         (
@@ -61,9 +61,9 @@ def ramps(draw):
 
 
 @given(config=ramps())
-def test_each_example_of_a_length_is_dealt_once(config):
-    """Step after step, whatever phases lie between, the numbers of a length's examples go on from
-    where they were.
+def test_each_example_of_a_sequence_length_is_used_once(config):
+    """From step to step the numbers of a sequence length's examples continue, whatever phases lie
+    between.
     """
     examples_so_far: dict[int, int] = {}
     for step in range(1, 71):
@@ -102,6 +102,6 @@ def test_phases_survive_json_and_the_command_line(config):
         ),
     ],
 )
-def test_phases_that_make_no_sense(text, message):
+def test_invalid_phases_are_refused(text, message):
     with pytest.raises(ConfigError, match=message):
         config_of(text)

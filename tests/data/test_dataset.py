@@ -61,7 +61,7 @@ def test_several_sources_become_one_stream(text_file):
     assert data.description.endswith(" 0 tokens held out")
 
 
-def test_tokens_that_cannot_be_trained_on(text_file, token_file):
+def test_unusable_tokens_are_refused(text_file, token_file):
     for other in (text_file, "stdlib"):
         with pytest.raises(
             DataError,
@@ -98,7 +98,7 @@ def test_several_token_files_are_one_stream_that_stays_on_disk(tmp_path, token_f
     ), "the order of files is that of the batches"
 
 
-def test_the_same_text_is_the_same_data_in_every_file(tmp_path):
+def test_same_text_has_the_same_identity_in_every_format(tmp_path):
     texts = [f"document {n}" for n in range(50)]
     lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
     (tmp_path / "a.jsonl").write_text(lines)
@@ -119,7 +119,7 @@ def test_the_same_text_is_the_same_data_in_every_file(tmp_path):
     )
 
 
-def test_every_token_counts_however_many_there_are(tmp_path, monkeypatch):
+def test_identity_depends_on_every_token(tmp_path, monkeypatch):
     """Evenly spread blocks alone would miss most of them."""
     monkeypatch.setattr(digests, "DIGEST_TOKENS", 16)
     monkeypatch.setattr(digests, "_DIGEST_BLOCKS", 2)
@@ -148,7 +148,7 @@ def test_every_token_counts_however_many_there_are(tmp_path, monkeypatch):
     ] == [["every_token"], ["every_token"], ["files"]]
 
 
-def test_data_is_known_by_its_content(text_file, token_file):
+def test_identity_depends_on_the_content_alone(text_file, token_file):
     identity = load(text_file).identity
     assert identity["tokens"] == 101
     assert identity["documents"] == 1

@@ -1,4 +1,4 @@
-"""Whatever a vocabulary is like, no text contains the end of a document."""
+"""Whatever the vocabulary, the token ids of a text never contain the end-of-document token."""
 
 import json
 
@@ -102,20 +102,20 @@ def loaded(tokenizer, folder, **named):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_document_cannot_contain_its_end_however_the_vocabulary_is_made(tmp_path, kind):
+def test_encoded_document_never_contains_eos(tmp_path, kind):
     make, text = KINDS[kind]
     tokenizer = loaded(make(), tmp_path)
     [ids] = tokenizer.encode_batch([text])
     assert tokenizer.eos not in ids
-    said = tokenizer.decode([*ids, tokenizer.eos])
+    output = tokenizer.decode([*ids, tokenizer.eos])
     if "WordPiece" in kind:  # which cannot begin within a word
-        said = said.replace("[ ", "[")
-    assert said == text.replace("\u00a7", "</s>"), "the text is what it was"
+        output = output.replace("[ ", "[")
+    assert output == text.replace("\u00a7", "</s>"), "the text is what it was"
     stream = np.concatenate(list(encode_documents(tokenizer, [text, "Hello", text])))
     assert np.count_nonzero(stream == tokenizer.eos) == 3
 
 
-def test_what_was_done_with_ends_inside_of_documents_is_counted(tmp_path):
+def test_respelled_special_tokens_are_counted(tmp_path):
     tokenizer = loaded(unigram(), tmp_path)
     assert tokenizer.respelled.notes() == []
     tokenizer.encode_batch([SPEAK, "Hello", "</s></s><s>Hello"])
@@ -126,9 +126,9 @@ def test_what_was_done_with_ends_inside_of_documents_is_counted(tmp_path):
     assert ByteTokenizer().respelled.notes() == []
 
 
-def test_an_end_that_a_normalizer_changes_is_written_as_it_would_be(tmp_path):
-    """The name of the token itself never comes out of NFKC, which makes its wide characters
-    plain."""
+def test_eos_text_that_a_normalizer_changes_is_spelled_normalized(tmp_path):
+    """NFKC replaces the wide characters in the token's name, so the name itself never comes out of
+    it."""
     made = byte_bpe([AddedToken(DEEPSEEK, special=False)])
     made.normalizer = normalizers.NFKC()
     tokenizer = loaded(made, tmp_path)
@@ -145,7 +145,7 @@ def test_an_end_that_a_normalizer_changes_is_written_as_it_would_be(tmp_path):
     )
 
 
-def test_an_end_that_cannot_be_written_otherwise_is_left_out(tmp_path):
+def test_eos_text_that_cannot_be_spelled_otherwise_is_left_out(tmp_path):
     # and so is every word that it does not know
     words = models.WordLevel({"</s>": 0, "Hello": 1, "world": 2}, unk_token="</s>")
     tokenizer = Tokenizer(words)
@@ -164,7 +164,7 @@ def test_an_end_that_cannot_be_written_otherwise_is_left_out(tmp_path):
     ).map("".join),
     kind=st.integers(0, 1),
 )
-def test_any_text_is_free_of_ends(tmp_path_factory, text, kind):
+def test_any_encoded_text_is_free_of_eos(tmp_path_factory, text, kind):
     if not (folder := tmp_path_factory.getbasetemp() / f"any{kind}").exists():
         folder.mkdir()
         (unigram, word_piece)[kind]().save(str(folder / "tokenizer.json"))
@@ -172,7 +172,7 @@ def test_any_text_is_free_of_ends(tmp_path_factory, text, kind):
     assert tokenizer.eos not in tokenizer.encode(text)
 
 
-def test_the_token_that_ends_documents_is_chosen_by_name(tmp_path):
+def test_eos_token_is_chosen_by_name(tmp_path):
     made = byte_bpe(
         [
             AddedToken(token, special=True)
@@ -217,18 +217,18 @@ def test_the_token_that_ends_documents_is_chosen_by_name(tmp_path):
         ("nope", {}, r"tokenizer_config.json cannot be read, which may name the end"),
     ],
 )
-def test_an_end_that_is_not_there(tmp_path, content, named, message):
+def test_missing_eos_token_is_an_error(tmp_path, content, named, message):
     (tmp_path / "tokenizer_config.json").write_text(content)
     with pytest.raises(DataError, match=message):
         loaded(unigram(), tmp_path, **named)
 
 
-def test_bytes_have_no_token_to_choose():
+def test_byte_tokenizer_refuses_a_chosen_eos():
     with pytest.raises(DataError, match="an id that is no byte"):
         load_tokenizer("bytes", "</s>")
 
 
-def test_a_text_that_a_tokenizer_cannot_write(tmp_path):
+def test_text_that_cannot_be_tokenized_is_an_error(tmp_path):
     tokenizer = loaded(
         Tokenizer(models.WordLevel({"a": 0, "</s>": 1}, unk_token="<unk>")), tmp_path
     )
@@ -241,7 +241,7 @@ def test_a_text_that_a_tokenizer_cannot_write(tmp_path):
 
 @settings(deadline=None, max_examples=60)
 @given(data=st.data())
-def test_no_tokenizer_file_ends_in_anything_but_an_error_in_words(tmp_path_factory, data):
+def test_any_broken_tokenizer_file_is_a_readable_error(tmp_path_factory, data):
     text = unigram().to_str()
     place = data.draw(st.integers(0, len(text)))
     cut = data.draw(st.integers(0, 20))
@@ -254,16 +254,16 @@ def test_no_tokenizer_file_ends_in_anything_but_an_error_in_words(tmp_path_facto
         ).encode()
         + data.draw(st.sampled_from([b"", b"\xff", b"\0"]))
     )
-    said = None
+    output = None
     try:
         tokenizer = load_tokenizer(str(path))
         assert tokenizer.eos not in tokenizer.encode(SPEAK)
     except DataError as error:
-        said = str(error)
-    assert said is None or "\n  do:    " in said
+        output = str(error)
+    assert output is None or "\n  do:    " in output
 
 
-def test_what_the_library_panics_with_is_an_error_in_words(tmp_path, monkeypatch):
+def test_panic_of_the_library_is_a_readable_error(tmp_path, monkeypatch):
     class PanicException(BaseException):  # as pyo3 calls it
         pass
 

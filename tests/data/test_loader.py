@@ -42,8 +42,8 @@ def loader_threads():
     return [thread for thread in threading.enumerate() if thread.name.startswith("batches")]
 
 
-def test_a_phase_deals_on_where_the_steps_before_have_stopped():
-    """Two steps of 6, then steps of 9 of the same deck; step numbers go on."""
+def test_phase_continues_the_data_order_of_earlier_steps():
+    """Two steps of 6 examples, then steps of 9 in the same order; step numbers continue."""
     ramped = BatchLoader(
         stream_of(101),
         seq_len=4,
@@ -105,14 +105,14 @@ def test_the_seed_changes_the_order():
     )
 
 
-def test_rows_are_cut_as_examples_are():
+def test_rows_equal_examples_cut_from_the_stream():
     batch = loader_of(rows=[5, 2]).batch(7)
     examples = batch["tokens"][:, 0] // 4
     expected = cut_examples(stream_of(101), examples, seq_len=4, respect_documents=True)
     assert_same(batch, expected | {"examples": np.array([5, 2], np.int32)})
 
 
-def test_resuming_gives_the_batches_that_would_have_come():
+def test_resumed_loader_gives_the_same_batches():
     straight = list(itertools.islice(loader_of().iterate(1), 8))
     resumed = list(itertools.islice(loader_of().iterate(5), 4))
     assert [step for step, _ in straight] == list(range(1, 9))
@@ -123,7 +123,7 @@ def test_resuming_gives_the_batches_that_would_have_come():
 
 
 @pytest.fixture
-def steps_asked_for(monkeypatch):
+def requested_steps(monkeypatch):
     """The steps that batches were made of; step 4 fails."""
     steps, batch = [], BatchLoader.batch
 
@@ -137,8 +137,8 @@ def steps_asked_for(monkeypatch):
     return steps
 
 
-@pytest.mark.usefixtures("steps_asked_for")
-def test_an_error_comes_at_its_own_step():
+@pytest.mark.usefixtures("requested_steps")
+def test_error_of_the_loader_is_raised_at_its_own_step():
     batches = loader_of().iterate(2)
     assert [next(batches)[0], next(batches)[0]] == [2, 3]
     with pytest.raises(OSError, match="the disk is gone"):
@@ -146,17 +146,17 @@ def test_an_error_comes_at_its_own_step():
     assert not loader_threads()
 
 
-def test_stopping_early_ends_the_thread_and_prefetch_is_bounded(steps_asked_for):
+def test_stopping_early_ends_the_thread_and_prefetch_is_bounded(requested_steps):
     batches = loader_of().iterate(10)
     next(batches)
     assert loader_threads()
     batches.close()
     assert not loader_threads()
-    assert steps_asked_for[0] == 10
-    assert set(steps_asked_for) <= {10, 11, 12}
+    assert requested_steps[0] == 10
+    assert set(requested_steps) <= {10, 11, 12}
 
 
-def test_data_shorter_than_an_example():
+def test_data_shorter_than_an_example_is_an_error():
     assert loader_of(5).num_examples == 1
     with pytest.raises(DataError) as error:
         loader_of(4)
@@ -166,7 +166,7 @@ def test_data_shorter_than_an_example():
     )
 
 
-def test_rows_outside_the_batch_are_our_mistake():
+def test_rows_outside_the_batch_fail_an_assertion():
     with pytest.raises(AssertionError):
         loader_of(rows=[6])
 
@@ -196,7 +196,7 @@ def test_evaluation_counts_the_same_held_out_tokens_once_and_in_order(
     assert counted.tolist() == list(range(found * 4))
 
 
-def test_the_last_evaluation_batch_is_whole_in_shape_and_tokens():
+def test_last_evaluation_batch_is_filled_up_to_full_shape():
     first, last = evaluate(8 * 4 + 1)
     assert last["tokens"].shape == first["tokens"].shape == (6, 4)
     assert last["loss_mask"].any(axis=1).tolist() == [True, True, False, False, False, False]
@@ -217,8 +217,8 @@ def test_held_out_data_shorter_than_an_example_fails_at_the_call():
         check_held_out(stream_of(4), seq_len=4, respect_documents=True, num_examples=6)
 
 
-def test_held_out_data_of_which_no_token_counts_is_found_before_a_run():
-    """Documents of one token: each is the last of its own, and has nothing to predict."""
+def test_held_out_data_without_counted_tokens_is_an_error():
+    """In documents of one token, every token is the last and has nothing to predict."""
     ends = TokenStream(name="ends", tokens=np.full(41, 7, np.uint16), eos=7, vocab_size=8)
     with pytest.raises(
         DataError, match=r"no token of ends counts(.|\n)*10 examples of 4 tokens(.|\n)*eval_every=0"

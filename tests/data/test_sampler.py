@@ -45,14 +45,14 @@ def test_documents_within_a_window_match_a_naive_reference(tokens, seq_len):
 
 
 @given(tokens=TOKENS, seq_len=st.integers(1, 12))
-def test_without_documents_a_window_is_one(tokens, seq_len):
+def test_without_documents_a_window_is_one_segment(tokens, seq_len):
     batch = cut(tokens, seq_len, respect_documents=False)
     assert not batch["segments"].any()
     assert batch["loss_mask"].all()
     assert (batch["positions"] == np.arange(seq_len)).all()
 
 
-def test_shapes_and_types():
+def test_shapes_and_dtypes_of_examples():
     batch = cut_examples(stream_of(range(8)), np.array([1, 0]), seq_len=3, respect_documents=True)
     assert {name: (array.dtype, array.shape) for name, array in batch.items()} == dict.fromkeys(
         ("tokens", "targets", "positions", "segments"), (np.int32, (2, 3))
@@ -60,7 +60,7 @@ def test_shapes_and_types():
 
 
 @pytest.mark.parametrize(("length", "count"), [(4, 0), (5, 1), (8, 1), (9, 2)])
-def test_count_examples(length, count):
+def test_an_example_needs_one_token_more_than_its_length(length, count):
     assert count_examples(stream_of(range(length)), seq_len=4) == count
 
 
@@ -73,7 +73,7 @@ def test_every_epoch_has_every_example_once(num_examples, seed):
         assert sorted(examples) == list(range(num_examples))
 
 
-def test_the_order_is_for_ever():
+def test_example_order_never_changes():
     """A run that is resumed under another version of grain must go on in the same order."""
     order = example_order(10, seed=0)
     epochs = [[order[epoch * 10 + i] for i in range(10)] for epoch in range(2)]

@@ -52,7 +52,7 @@ def test_stdlib_is_every_py_file_but_installed_packages(tmp_path, monkeypatch):
     assert read("stdlib") == ["one", "two", "three", "four"]
 
 
-def test_this_machine_has_a_stdlib_to_train_on():
+def test_stdlib_of_this_machine_is_large_and_stable():
     texts = read("stdlib")
     assert sum(map(len, texts)) > 5_000_000
     assert texts == read("stdlib")
@@ -123,7 +123,7 @@ def test_every_format_holds_the_same_documents(tmp_path, name):
     # mtime: two workers must collect the same names.
     [("a.txt", MARK + b"x"), ("a.md.gz", gzip.compress(MARK + b"x", mtime=0)), ("a.TXT", b"x")],
 )
-def test_a_byte_order_mark_is_no_text(tmp_path, name, content):
+def test_byte_order_mark_is_removed(tmp_path, name, content):
     assert read(write(tmp_path / name, content)) == ["x"]
 
 
@@ -154,7 +154,7 @@ def join_streams(name, *, damage=None, behind=b""):
         {"behind": b"\xfd7zX"},
     ],
 )
-def test_all_that_follows_a_compressed_stream_is_another_whole_one(tmp_path, name, change):
+def test_damaged_or_trailing_compressed_data_is_an_error(tmp_path, name, change):
     file = write(tmp_path / f"a.jsonl.{name}", join_streams(name, **change))
     with pytest.raises(DataError, match=r"cannot be read(.|\n)*this one is damaged or cut short"):
         read(file)
@@ -210,8 +210,8 @@ def test_bad_lines_are_skipped_and_counted_on_request(tmp_path):
         ('"1,one\n2,two', 2),
     ],
 )
-def test_a_quote_that_is_never_closed_is_no_bad_line(tmp_path, name, rows, line):
-    """It has swallowed all that follows, so it is an error where bad lines are skipped too."""
+def test_unclosed_quote_is_an_error_even_if_bad_lines_are_skipped(tmp_path, name, rows, line):
+    """It takes in all that follows, so it is an error where bad lines are skipped too."""
     rows = ("id,text\n" + rows).replace(",", "\t" if "tsv" in name else ",").encode()
     file = write(tmp_path / name, gzip.compress(rows) if name.endswith("gz") else rows)
     for skip in (False, True):
@@ -219,7 +219,7 @@ def test_a_quote_that_is_never_closed_is_no_bad_line(tmp_path, name, rows, line)
             list(read_documents([str(file)], "text", skip_bad_lines=skip))
 
 
-def test_every_line_that_a_bad_row_takes_is_counted(tmp_path):
+def test_every_line_of_a_skipped_row_is_counted(tmp_path):
     file = write(
         tmp_path / "a.csv",
         'id,text\n1,one\n2,"two\n3,three\n4,"four"\n5,five\n"6\n",six,x\n7,seven\n',
@@ -235,7 +235,7 @@ def test_every_line_that_a_bad_row_takes_is_counted(tmp_path):
     assert skipped_input.bad_lines == {file: [3, 4, 5, 7, 8]}
 
 
-def test_a_folder_is_all_that_can_be_read_in_it(tmp_path):
+def test_folder_is_read_as_all_readable_files_in_it(tmp_path):
     for name in (
         "b.txt",
         "a/c.txt",
@@ -269,7 +269,7 @@ def test_a_folder_is_all_that_can_be_read_in_it(tmp_path):
 
 
 def test_links_between_folders_are_followed_once(tmp_path):
-    """Each folder has links to all: there are more ways than could ever be walked."""
+    """Each folder has links to all others: there are too many paths to walk all of them."""
     names = [f"d{number}" for number in range(12)]
     for name in names:
         write(tmp_path / "top" / name / "a.txt", name)
@@ -296,7 +296,7 @@ def test_links_between_folders_are_followed_once(tmp_path):
         assert sorted(map(str, find_files([str(source)]))) == sorted(files), source
 
 
-def test_an_arrow_stream_without_an_end_is_told(tmp_path):
+def test_arrow_stream_without_an_end_marker_is_reported(tmp_path):
     for name in ("whole", "cut", "more", "padded"):
         arrow_file(tmp_path / f"{name}.arrow", stream=True)
     whole = (tmp_path / "whole.arrow").read_bytes()
@@ -329,7 +329,7 @@ def test_an_arrow_stream_without_an_end_is_told(tmp_path):
         read(tmp_path / "more.arrow")
 
 
-def test_a_folder_of_hugging_face_datasets_is_its_shards(tmp_path):
+def test_folder_of_a_hugging_face_dataset_is_read_as_its_shards(tmp_path):
     for split in ("train", "test"):
         for shard in (0, 1):
             write(tmp_path / split / "x", "x")
@@ -357,7 +357,7 @@ def test_a_folder_of_hugging_face_datasets_is_its_shards(tmp_path):
         read(tmp_path)
 
 
-def test_what_is_no_file_is_named(tmp_path):
+def test_sources_that_are_no_regular_files_are_refused(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "loop").symlink_to("loop")
     (tmp_path / "nowhere.txt").symlink_to("gone.txt")
@@ -377,8 +377,8 @@ def test_what_is_no_file_is_named(tmp_path):
     deadline=None, max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(data=st.data())
-def test_no_file_ends_in_anything_but_an_error_in_words(tmp_path, data):
-    """Bytes of every format, cut short, changed and put under the name of every other."""
+def test_any_broken_file_is_a_readable_error(tmp_path, data):
+    """Files of every format, cut short, changed and given the suffix of any other."""
     name = data.draw(st.sampled_from(list(FORMATS)))
     content = FORMATS[name]
     if callable(content):
@@ -399,13 +399,13 @@ def test_no_file_ends_in_anything_but_an_error_in_words(tmp_path, data):
         | st.sampled_from([*SUFFIXES, ".txt.gz", ".csv.xz", ".jsonl.zst", ".json.bz2", ".x", ""])
     )
     file = write(tmp_path / f"file{suffix}", bytes(mutated))
-    said = None
+    message = None
     try:
         for text in read_documents([str(file)], "text", skip_bad_lines=data.draw(st.booleans())):
             text.encode()
     except DataError as error:
-        said = str(error)
-    assert said is None or (str(file) in said and "\n  do:    " in said)
+        message = str(error)
+    assert message is None or (str(file) in message and "\n  do:    " in message)
 
 
 def test_sources_keep_their_order_and_globs_are_sorted(tmp_path):
@@ -420,7 +420,7 @@ def test_sources_keep_their_order_and_globs_are_sorted(tmp_path):
     ]
 
 
-def test_a_file_that_is_given_twice_is_told(tmp_path):
+def test_file_given_twice_is_reported(tmp_path):
     for name in ("a.txt", "b.txt"):
         write(tmp_path / name, name)
     for find in (
@@ -436,7 +436,7 @@ def test_a_file_that_is_given_twice_is_told(tmp_path):
         ]
 
 
-def test_other_fields_need_not_be_what_python_can_convert(tmp_path):
+def test_other_fields_need_not_be_convertible_to_python(tmp_path):
     long = "9" * 6000
     file = write(
         tmp_path / "a.jsonl", f'{{"text": "one", "n": {long}}}\n{{"text": "two", "n": -{long}}}\n'
@@ -468,7 +468,7 @@ def test_every_name_is_checked_before_anything_is_read(tmp_path):
 
 
 def gzipped(content):
-    """The same bytes, and so the same name of a test, whenever they are made."""
+    """Gzip data without a time: its bytes are part of test names, which must not change."""
     return gzip.compress(content, mtime=0)
 
 
@@ -618,7 +618,7 @@ def tar_of(content):
         ("a.parquet", "not parquet", "a.parquet cannot be read"),
     ],
 )
-def test_a_source_that_cannot_be_used(tmp_path, name, content, message):
+def test_unusable_sources_are_refused(tmp_path, name, content, message):
     (tmp_path / "folder").mkdir()
     if content is not None:
         write(tmp_path / name, content)
@@ -635,7 +635,7 @@ def test_a_parquet_column_must_exist_and_be_text(tmp_path, columns):
         read(tmp_path / "a.parquet")
 
 
-def test_zstd_is_an_extra(tmp_path, monkeypatch):
+def test_error_without_zstd_names_the_extra(tmp_path, monkeypatch):
     monkeypatch.delattr(sys.modules["backports"], "zstd", raising=False)
     monkeypatch.setitem(sys.modules, "backports.zstd", None)
     with pytest.raises(
@@ -644,7 +644,7 @@ def test_zstd_is_an_extra(tmp_path, monkeypatch):
         read(write(tmp_path / "a.jsonl.zst", "x"))
 
 
-def test_parquet_is_an_extra(tmp_path, monkeypatch):
+def test_error_without_parquet_names_the_extra(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
     with pytest.raises(DataError, match=r"pip install 'optimus-jax\[parquet\]'"):
         read(write(tmp_path / "a.parquet", "x"))

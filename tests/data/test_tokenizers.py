@@ -41,20 +41,20 @@ def hugging_face(tmp_path_factory):
 
 
 @given(TEXT)
-def test_bytes_come_back(text):
+def test_byte_tokenizer_round_trip(text):
     ids = ByteTokenizer().encode(text)
     assert ids.dtype == np.uint16
     assert ids.tolist() == list(text.encode())
     assert ByteTokenizer().decode(ids) == text
 
 
-def test_bytes_without_a_text():
+def test_byte_tokenizer_decodes_invalid_bytes():
     assert ByteTokenizer().decode([104, 256, 105, 50256, -1, 0xE9]) == "hi\N{REPLACEMENT CHARACTER}"
 
 
 @settings(deadline=None)
 @given(text=TEXT)
-def test_hugging_face_text_comes_back(hugging_face, text):
+def test_hugging_face_tokenizer_round_trip(hugging_face, text):
     ids = hugging_face.encode(text)
     assert ids.dtype == np.uint16
     assert hugging_face.eos not in ids
@@ -67,7 +67,7 @@ def test_hugging_face_uses_its_merges_and_takes_the_first_known_eos(hugging_face
     assert 3 + 256 < hugging_face.vocab_size <= 300
 
 
-def test_a_document_cannot_spell_its_own_end(hugging_face):
+def test_text_of_eos_is_not_encoded_as_eos(hugging_face):
     text = "the <|endoftext|> cat"
     assert hugging_face.eos not in hugging_face.encode(text)
     assert hugging_face.decode(hugging_face.encode(text)) == text
@@ -83,8 +83,8 @@ def test_vocab_size_counts_ids_with_gaps(tmp_path):
     assert tokenizer.encode("a").dtype == np.uint32
 
 
-def test_a_text_has_the_same_ids_each_time(tmp_path):
-    """A file may ask for a random choice of merges."""
+def test_tokenizer_dropout_is_switched_off(tmp_path):
+    """A tokenizer file may ask for a random choice of merges."""
     path = tmp_path / "tokenizer.json"
     made = tokenizers.Tokenizer.from_file(save_tokenizer(path, ["</s>"]))
     made.model.dropout = 0.5
@@ -135,13 +135,13 @@ def test_progress_is_shown_on_a_terminal_only(monkeypatch, is_terminal):
     assert ("tokenizing" in stderr.getvalue()) == is_terminal
 
 
-def test_tokenizers_is_an_extra(monkeypatch):
+def test_error_without_tokenizers_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     with pytest.raises(DataError, match=r"pip install 'optimus-jax\[tokenizers\]'"):
         load_tokenizer("tokenizer.json")
 
 
-def test_a_tokenizer_that_cannot_be_used(tmp_path):
+def test_unusable_tokenizers_are_refused(tmp_path):
     with pytest.raises(
         DataError, match=r"a tokenizer file cannot be read\n.*No such file(.|\n)*`bytes`"
     ):

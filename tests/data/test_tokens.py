@@ -123,13 +123,13 @@ def test_check_vocab_names_the_first_unknown_token(monkeypatch, chunk):
     )
 
 
-def test_check_vocab_trusts_what_the_tokenizer_made():
+def test_check_vocab_trusts_tokens_made_in_memory():
     check_vocab(
         TokenStream(name="unread", tokens=np.array([999]), eos=256, vocab_size=257), 257, "tiny"
     )
 
 
-def test_ids_of_a_file_are_held_against_its_header(tmp_path, monkeypatch):
+def test_ids_of_a_token_file_are_checked_against_its_header(tmp_path, monkeypatch):
     header = write_texts(tmp_path / "a.bin", "abcd", "zz")
     (tmp_path / "a.bin.json").write_text(
         json.dumps(dataclasses.asdict(header) | {"vocab_size": 120})
@@ -163,7 +163,7 @@ def test_a_digest_tells_contents_apart(monkeypatch, limit):
         assert digests.content_digest(stream_of(other).tokens) != digest
 
 
-def test_a_token_file_comes_back(tmp_path):
+def test_token_file_round_trip(tmp_path):
     header = write_texts(tmp_path / "a.bin", "one", "", "three")
     stream, read = read_token_file(tmp_path / "a.bin", BYTES)
     assert isinstance(stream.tokens, np.memmap)
@@ -220,7 +220,7 @@ def test_a_failed_write_leaves_nothing(tmp_path):
         ),
     ],
 )
-def test_a_token_file_that_its_header_does_not_fit(tmp_path, change, message):
+def test_token_file_with_a_wrong_header_is_refused(tmp_path, change, message):
     header = write_texts(tmp_path / "a.bin", "x")
     (tmp_path / "a.bin.json").write_text(json.dumps(dataclasses.asdict(header) | change))
     with pytest.raises(DataError, match=message):
@@ -246,7 +246,7 @@ def test_joined_tokens_are_sliced_as_one_array(start, stop, lengths):
 
 @settings(deadline=None, max_examples=80)
 @given(data=st.data())
-def test_no_token_file_ends_in_anything_but_an_error_in_words(tmp_path_factory, data):
+def test_any_broken_token_file_is_a_readable_error(tmp_path_factory, data):
     path = tmp_path_factory.getbasetemp() / "fuzzed.bin"
     for old in (path, path.with_name("fuzzed.bin.json")):
         old.unlink(missing_ok=True)
@@ -262,16 +262,16 @@ def test_no_token_file_ends_in_anything_but_an_error_in_words(tmp_path_factory, 
             + data.draw(st.sampled_from([b"", b"", b"\0", b"9", b"null", b"[", b"\xff", b"-"]))
             + content[place + cut :]
         )
-    said = None
+    message = None
     try:
         stream, _ = read_token_file(path, BYTES)
         check_vocab(stream, 300, "tiny")
     except DataError as error:
-        said = str(error)
-    assert said is None or "\n  do:    " in said
+        message = str(error)
+    assert message is None or "\n  do:    " in message
 
 
-def test_a_header_is_held_against_what_ends_documents(tmp_path):
+def test_header_is_checked_against_eos_and_number_of_documents(tmp_path):
     header = write_texts(tmp_path / "a.bin", "one", "two")
     for change, message in {
         "num_documents": r"does not have the documents(.|\n)*2 ends of documents; 1 in a.bin.json",
@@ -285,7 +285,7 @@ def test_a_header_is_held_against_what_ends_documents(tmp_path):
             read_token_file(tmp_path / "a.bin", BYTES)
 
 
-def test_a_header_of_before_there_were_digests_is_read(tmp_path):
+def test_old_header_without_a_digest_is_read(tmp_path):
     header = dataclasses.asdict(write_texts(tmp_path / "a.bin", "one"))
     (tmp_path / "a.bin.json").write_text(
         json.dumps(
@@ -295,7 +295,7 @@ def test_a_header_of_before_there_were_digests_is_read(tmp_path):
     assert read_token_file(tmp_path / "a.bin", BYTES)[1].content is None
 
 
-def test_a_token_file_without_a_header_or_tokens(tmp_path):
+def test_token_file_without_header_or_tokens_is_refused(tmp_path):
     (tmp_path / "a.bin").write_bytes(b"")
     with pytest.raises(
         DataError, match=r"no header of format 1 beside it\n.*No such file(.|\n)*restore a.bin.json"

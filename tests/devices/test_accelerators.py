@@ -1,4 +1,4 @@
-"""Published figures hang together, and a device is known by its whole name only."""
+"""Published figures are consistent, and a device is recognised by its full name only."""
 
 import pytest
 
@@ -67,7 +67,7 @@ def test_the_gpus_that_people_plan_for_are_listed(name):
 
 
 @pytest.mark.parametrize("gpu", GPUS, ids=lambda gpu: gpu.name)
-def test_figures_are_of_one_scale_and_have_a_source(gpu):
+def test_published_figures_are_consistent_and_have_a_source(gpu):
     """A sparse peak, the accumulator's format or a wrong number of multiprocessors would be off by
     more than these bounds.
     """
@@ -83,7 +83,7 @@ def test_figures_are_of_one_scale_and_have_a_source(gpu):
     )
 
 
-def test_what_is_not_published_is_unknown():
+def test_unpublished_figures_are_unknown():
     assert accelerator_named("cpu").dense_peak_flops is None
     assert Accelerator.unlisted("cpu", "cpu") == accelerator_named("cpu")
 
@@ -97,7 +97,7 @@ def test_what_is_not_published_is_unknown():
         ("NVIDIA L4", 121e12),
     ],
 )
-def test_the_driver_s_name_gives_the_peak(device_kind, peak):
+def test_device_name_of_the_driver_gives_the_peak(device_kind, peak):
     assert (
         topology(device_kind).dense_peak_flops("bf16")
         == topology(device_kind).dense_peak_flops("f16")
@@ -119,6 +119,6 @@ def test_float32_has_no_peak_for_mfu():
     assert topology("NVIDIA H200").dense_peak_flops("f32") is None
 
 
-def test_a_mistyped_name_gets_the_nearest():
+def test_mistyped_accelerator_name_gets_a_suggestion():
     with pytest.raises(ConfigError, match="did you mean 'h100'"):
         accelerator_named("h10")

@@ -1,4 +1,4 @@
-"""What is said where JAX does not start, or starts on the CPU though that was not meant."""
+"""Messages where JAX does not start, or unexpectedly starts on the CPU."""
 
 import jax
 import pytest
@@ -111,14 +111,14 @@ def machine(monkeypatch, tmp_path):
         ),
     ],
 )
-def test_a_platform_that_does_not_start_is_an_error_in_words(machine, given, words):
+def test_platform_that_does_not_start_is_a_readable_error(machine, given, words):
     machine(**given)
     with pytest.raises(ConfigError) as raised:
         start_backend()
     assert all(word in str(raised.value) for word in words), str(raised.value)
 
 
-def test_another_process_that_is_not_there_is_a_fault(machine, monkeypatch):
+def test_missing_peer_process_is_a_fault(machine, monkeypatch):
     machine(
         says=RuntimeError(
             "Unable to initialize backend 'cpu': DEADLINE_EXCEEDED: Getting global topologies"
@@ -158,13 +158,11 @@ def test_another_process_that_is_not_there_is_a_fault(machine, monkeypatch):
         ({"files": ["accel0"]}, 0, ["TPU", "jax[tpu]"]),
     ],
 )
-def test_a_run_that_is_on_the_cpu_by_accident_is_told_so(
-    machine, monkeypatch, given, params, words
-):
+def test_run_on_the_cpu_by_accident_gets_a_warning(machine, monkeypatch, given, params, words):
     machine(**given)
     monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
-    said = unexpected_cpu_warning(lambda: params)
-    assert (said is None) if words is None else all(word in said for word in words), said
+    message = unexpected_cpu_warning(lambda: params)
+    assert (message is None) if words is None else all(word in message for word in words), message
 
 
 def test_gpus_are_counted_by_the_driver(monkeypatch):
@@ -202,7 +200,7 @@ def jax_setting():
         ("gpu", "cpu", ["platform cpu was asked for, which leaves it out", "JAX_PLATFORMS=gpu"]),
     ],
 )
-def test_a_default_device_that_is_not_there_is_an_error_in_words(
+def test_missing_default_device_is_a_readable_error(
     monkeypatch, jax_setting, device, platforms, words
 ):
     assert jax.devices()[0].platform == "cpu"
@@ -230,7 +228,7 @@ def test_a_default_device_that_is_not_there_is_an_error_in_words(
         ("jax_platforms", "tpu,cpu", "JAX_PLATFORMS=tpu,cpu is not"),
     ],
 )
-def test_a_platform_that_virtual_devices_leave_aside_is_said_once(
+def test_platform_ignored_for_virtual_devices_is_noted_once(
     monkeypatch, jax_setting, capsys, name, value, note
 ):
     count = len(jax.devices())
@@ -238,7 +236,7 @@ def test_a_platform_that_virtual_devices_leave_aside_is_said_once(
     jax_setting(name, value)
     use_cpu_devices(count)
     use_cpu_devices(count)
-    said = capsys.readouterr().err
-    assert said.count("note:") == (note is not None)
-    assert note is None or note.format(count) in said
+    message = capsys.readouterr().err
+    assert message.count("note:") == (note is not None)
+    assert note is None or note.format(count) in message
     start_backend()

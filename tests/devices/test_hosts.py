@@ -9,7 +9,7 @@ def test_one_process_is_on_one_host():
     assert count_hosts() == 1
 
 
-def test_a_host_is_a_machine_with_its_network(monkeypatch, tmp_path):
+def test_host_is_identified_by_boot_id_and_network(monkeypatch, tmp_path):
     boot_id, network = tmp_path / "boot_id", tmp_path / "net"
     monkeypatch.setattr(hosts, "_BOOT_ID", boot_id)
     monkeypatch.setattr(hosts, "_NETWORK", network)

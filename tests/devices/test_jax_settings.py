@@ -1,5 +1,5 @@
-"""Every setting of JAX is decided; those that would break a run are refused, by the name that the
-user gave.
+"""Every setting of JAX is classified; those that would break a run are refused, by the name that
+the user gave.
 """
 
 import jax
@@ -15,7 +15,12 @@ from optimus_jax.devices.jax_settings import (
 )
 from optimus_jax.errors import ConfigError
 
-DECIDED = [*REFUSED, *REPORTED, *SET_HERE, *(name for names in HARMLESS.values() for name in names)]
+CLASSIFIED = [
+    *REFUSED,
+    *REPORTED,
+    *SET_HERE,
+    *(name for names in HARMLESS.values() for name in names),
+]
 
 
 @pytest.fixture
@@ -32,13 +37,13 @@ def setting():
         jax.config.update(name, value)
 
 
-def test_each_setting_is_decided_once():
-    assert len(set(DECIDED)) == len(DECIDED)
+def test_each_jax_setting_is_classified_once():
+    assert len(set(CLASSIFIED)) == len(CLASSIFIED)
     if jax.__version__ == "0.10.2":
-        assert set(DECIDED) == set(jax.config.values)
+        assert set(CLASSIFIED) == set(jax.config.values)
 
 
-def test_jax_as_it_comes_is_not_spoken_of():
+def test_default_jax_settings_give_no_message():
     assert check_jax_settings() == []
 
 
@@ -62,7 +67,7 @@ def test_jax_as_it_comes_is_not_spoken_of():
         ("jax_default_matmul_precision", "F16_F16_F16"),
     ],
 )
-def test_what_breaks_a_run_is_refused(setting, monkeypatch, name, value):
+def test_settings_that_break_a_run_are_refused(setting, monkeypatch, name, value):
     setting(name, value)
     with pytest.raises(
         ConfigError,
@@ -80,13 +85,13 @@ def test_what_breaks_a_run_is_refused(setting, monkeypatch, name, value):
         find_plans("gpt2-nano", "h100:8")
 
 
-def test_a_setting_of_a_thread_counts_too():
+def test_setting_of_a_thread_is_checked_too():
     with jax.enable_x64(True), pytest.raises(ConfigError, match="jax_enable_x64=True"):
         check_jax_settings()
     check_jax_settings()
 
 
-def test_how_float32_is_multiplied_is_said(setting):
+def test_default_matmul_precision_is_reported(setting):
     setting("jax_default_matmul_precision", "highest")
     assert [line.partition(":")[0] for line in check_jax_settings()] == [
         "jax_default_matmul_precision=highest"
@@ -94,7 +99,7 @@ def test_how_float32_is_multiplied_is_said(setting):
 
 
 @pytest.mark.parametrize("in_file", [False, True])
-def test_xla_has_to_honour_what_is_not_finite(monkeypatch, tmp_path, in_file):
+def test_fast_math_that_ignores_nans_is_refused(monkeypatch, tmp_path, in_file):
     flags = "--xla_cpu_enable_fast_math=true --xla_cpu_fast_math_honor_nans=false"
     (tmp_path / "flags").write_text(flags)
     monkeypatch.setenv("XLA_FLAGS", str(tmp_path / "flags") if in_file else flags)

@@ -1,4 +1,4 @@
-"""Sampling with a cache says what a full pass over the text would say, and the script shows it."""
+"""Sampling with a cache equals a full pass over the text, and the script prints it."""
 
 import json
 import os
@@ -76,8 +76,8 @@ class NoEnd(ByteTokenizer):
 
 
 def random_model(config):
-    """Every parameter random, those too which start at 0 or 1, and so large that likeliest tokens
-    vary.
+    """A model whose parameters are all random, also those that start at 0 or 1, and so large that
+    the likeliest tokens vary.
     """
     rng = np.random.default_rng(3)
 
@@ -167,19 +167,19 @@ def test_text_may_fill_all_positions(gpt):
     assert "".join(piece for (piece,) in pieces) == gpt.tokenizer.decode(tokens)
 
 
-def test_text_past_the_trained_length(model):
-    """Learned positions that were never trained end it, unless somebody insists; rotary ones are a
-    warning.
+def test_text_past_the_trained_length_ends_or_warns(model):
+    """Learned positions that were never trained end the text, unless the user insists; rotary ones
+    only give a warning.
     """
-    short, prompt, told = replace(model, trained_length=16), bytes(range(10)).decode(), []
+    short, prompt, messages = replace(model, trained_length=16), bytes(range(10)).decode(), []
 
     def length(**settings):
-        told.clear()
+        messages.clear()
         return (
             len(
                 [
                     *short.generate(
-                        prompt, temperature=0, max_new_tokens=20, warn=told.append, **settings
+                        prompt, temperature=0, max_new_tokens=20, warn=messages.append, **settings
                     )
                 ]
             )
@@ -187,7 +187,7 @@ def test_text_past_the_trained_length(model):
         )
 
     if model.config.family == "gpt2":
-        assert (length(), told) == (
+        assert (length(), messages) == (
             7,
             [
                 "at most 7 new tokens: custom was trained on 16 tokens at a time, the prompt takes"
@@ -203,10 +203,10 @@ def test_text_past_the_trained_length(model):
             ),
         ):
             short.generate("a" * 17)
-        assert (length(past_trained_length=True), len(told)) == (20, 1)
-        assert "past token 16 is noise" in told[0]
+        assert (length(past_trained_length=True), len(messages)) == (20, 1)
+        assert "past token 16 is noise" in messages[0]
     else:
-        assert (length(), told) == (
+        assert (length(), messages) == (
             20,
             [
                 "custom was trained on 16 tokens at a time; up to 29 are asked for here, and text"
@@ -216,7 +216,7 @@ def test_text_past_the_trained_length(model):
     assert len([*short.generate(prompt, temperature=0, max_new_tokens=7, warn=pytest.fail)]) == 8
 
 
-def test_a_sample_is_over_at_the_end_of_a_document(gpt):
+def test_sample_ends_at_the_end_of_a_document(gpt):
     free = generated(gpt, num_samples=3)
     tokenizer = NoEnd()
     tokenizer.eos = next(token for token in free[0] if all(token in row for row in free))
@@ -298,7 +298,7 @@ def test_draws_have_the_probabilities_asked_for(sampling, expected):
     tokens=st.lists(st.integers(0, 256))
     | st.text(st.characters(exclude_categories=["Cs"])).map(lambda text: [*text.encode()]),
 )
-def test_pieces_of_text_join_to_the_whole(prompt, tokens):
+def test_streamed_pieces_join_to_the_whole_text(prompt, tokens):
     tokenizer = ByteTokenizer()
     ids = tokenizer.encode(prompt)
     text = _Detokenizer(tokenizer, ids)
@@ -369,7 +369,7 @@ def trained(tmp_path_factory):
     )
 
 
-def test_a_run_is_sampled_from_in_the_format_that_it_was_trained_in(tmp_path):
+def test_run_is_sampled_in_the_precision_it_was_trained_in(tmp_path):
     (tmp_path / "text.txt").write_text("the cat sat on the mat\n" * 100)
     run = train(
         "gpt2-nano",
@@ -407,7 +407,7 @@ def test_a_sharded_run_is_loaded_onto_one_device(trained):
     assert load_text_model(trained.run_dir, 1).step == 1
 
 
-def test_a_damaged_checkpoint_is_passed_over(copied):
+def test_damaged_checkpoint_is_skipped_with_a_warning(copied):
     manifest = copied / "checkpoints" / "3" / "manifest"
     for path in filter(Path.is_file, manifest.rglob("*")):
         path.write_bytes(b"")
@@ -438,7 +438,7 @@ def script(*flags):
     return subprocess.run([sys.executable, SCRIPT, *flags], capture_output=True, encoding="utf-8")
 
 
-def test_script_prints_what_the_model_makes(trained):
+def test_script_prints_the_generated_text(trained):
     flags = {
         "max_new_tokens": 40,
         "temperature": 0.7,
@@ -475,13 +475,13 @@ def test_script_prints_what_the_model_makes(trained):
     assert done.stdout == f"{first}\n\n{'-' * 40}\n{second}\n"
 
 
-def test_script_tells_the_user_what_to_mend(tmp_path):
+def test_script_error_says_what_is_wrong(tmp_path):
     done = script("--run", tmp_path, "--prompt", "the")
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("error: there is no run to sample from")
 
 
-def test_script_shows_text_on_a_terminal_as_it_is_made(monkeypatch):
+def test_script_streams_text_to_a_terminal(monkeypatch):
     class Terminal:
         written, shown = "", ""
 
@@ -508,8 +508,8 @@ def test_script_shows_text_on_a_terminal_as_it_is_made(monkeypatch):
     assert terminal.written == f"> abc\n\n{'-' * 40}\n> ABC\n"
 
 
-def test_the_script_ends_quietly_when_nobody_reads_on():
-    """As of `| head -c 1`: the pipe is closed while text is still being made."""
+def test_script_ends_quietly_when_its_pipe_is_closed():
+    """As with `| head -c 1`: the pipe is closed while text is still being made."""
     program = f"""
 import os, runpy, sys
 from optimus_jax.inference import generation

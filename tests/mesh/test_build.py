@@ -16,7 +16,7 @@ NEWER_FRACTION, FRACTION, HOST_LIMIT_GIB = (
 )
 
 
-def test_the_devices_of_the_tests():
+def test_discover_finds_the_eight_cpu_devices():
     found = discover()
     assert (found.num_devices, found.num_processes, found.num_hosts, found.platform) == (
         8,
@@ -26,7 +26,7 @@ def test_the_devices_of_the_tests():
     )
 
 
-def test_gpus_may_be_used_almost_whole_unless_the_user_says_otherwise(monkeypatch):
+def test_gpu_memory_fraction_is_raised_unless_the_user_set_it(monkeypatch):
     monkeypatch.delenv(NEWER_FRACTION, raising=False)
     monkeypatch.delenv(FRACTION, raising=False)
     discover()
@@ -36,26 +36,26 @@ def test_gpus_may_be_used_almost_whole_unless_the_user_says_otherwise(monkeypatc
     assert os.environ[FRACTION] == "0.5"
 
 
-def test_a_gpu_that_jax_has_already_keeps_the_limits_it_came_with(monkeypatch):
+def test_initialized_gpu_keeps_its_memory_limits_with_a_warning(monkeypatch):
     for name in (NEWER_FRACTION, FRACTION, HOST_LIMIT_GIB):
-        monkeypatch.setenv(name, "")  # so that what is set here is forgotten
+        monkeypatch.setenv(name, "")  # so that what is set here is undone
         monkeypatch.delenv(name)
     monkeypatch.setattr("jax.default_backend", lambda: "gpu")
     monkeypatch.setattr("optimus_jax.devices.backend.backends_are_initialized", lambda: True)
     with pytest.warns(UserWarning, match=f"75% of a GPU instead of 92%: set {NEWER_FRACTION}=0.92"):
         discover()
     assert (gpu_memory_share(), os.environ[HOST_LIMIT_GIB]) == (0.75, "64")
-    discover()  # a second run in this process: said once
+    discover()  # a second run in this process: warned of once
 
 
-def test_the_older_of_two_names_is_left_alone_where_the_newer_is_used(monkeypatch):
+def test_older_fraction_variable_is_not_set_beside_the_newer_one(monkeypatch):
     monkeypatch.delenv(FRACTION, raising=False)
     monkeypatch.setenv(NEWER_FRACTION, "0.5")
     discover()
     assert FRACTION not in os.environ
 
 
-def test_most_of_the_host_is_there_for_its_gpus_unless_the_user_says_otherwise(monkeypatch):
+def test_host_memory_limit_is_raised_unless_the_user_set_it(monkeypatch):
     monkeypatch.delenv(HOST_LIMIT_GIB, raising=False)
     host_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     share = discover().host_bytes_per_device
@@ -68,19 +68,19 @@ def test_most_of_the_host_is_there_for_its_gpus_unless_the_user_says_otherwise(m
 
 
 @pytest.mark.parametrize(
-    ("said", "capability"), [("9.0", (9, 0)), ("10.3", (10, 3)), ("gfx942", None), (None, None)]
+    ("reported", "capability"), [("9.0", (9, 0)), ("10.3", (10, 3)), ("gfx942", None), (None, None)]
 )
-def test_the_compute_capability_is_what_the_driver_says(said, capability, monkeypatch):
+def test_compute_capability_is_read_from_the_driver(reported, capability, monkeypatch):
     class Device:
         process_index, platform, device_kind = 0, "gpu", "some GPU"
 
-    if said is not None:
-        monkeypatch.setattr(Device, "compute_capability", said, raising=False)
+    if reported is not None:
+        monkeypatch.setattr(Device, "compute_capability", reported, raising=False)
     monkeypatch.setattr("optimus_jax.mesh.build.devices_by_host", lambda: [Device()])
     assert discover().compute_capability == capability
 
 
-def test_a_mesh_uses_all_devices():
+def test_mesh_has_to_use_all_devices():
     check_devices(AxisSizes(data=8), 8)
     with pytest.raises(PlanError, match="needs 4 devices; this run has 8"):
         check_devices(AxisSizes(data=4), 8)

@@ -45,7 +45,7 @@ def is_legal(plan: Plan, model: ModelConfig) -> bool:
 
 
 @given(data=st.data())
-def test_every_leaf_of_a_legal_plan_is_cut_into_equal_shards_by_different_axes(data):
+def test_leaves_of_legal_plans_have_equal_shards_and_distinct_axes(data):
     model = data.draw(models())
     plan = data.draw(plans(model).filter(lambda plan: is_legal(plan, model)))
     shapes = planned_shapes(model, plan)
@@ -80,7 +80,7 @@ def test_every_leaf_of_a_legal_plan_is_cut_into_equal_shards_by_different_axes(d
 
 
 def slots_of(plan: Plan, model: ModelConfig) -> int:
-    """Rows of the stack: room for the longest piece in every one."""
+    """Rows of the stack: every virtual stage has room for the longest."""
     pieces = plan.pipeline.layers_per_stage if plan.pipeline else (model.num_layers,)
     return len(pieces) * max(pieces)
 
@@ -124,7 +124,7 @@ def test_padding_does_not_depend_on_the_mesh_for_usual_sizes():
         assert len({padded_vocab(vocab_size, make_rules(MODEL), axes) for axes in meshes}) == 1
 
 
-def test_heads_that_stay_whole_keep_key_value_heads_whole():
+def test_unsplit_heads_keep_key_value_heads_unsplit():
     assert "kv_heads" in dict(make_rules(MODEL))
     assert "kv_heads" not in dict(make_rules(MODEL, ["heads=none"]))
 
@@ -140,7 +140,7 @@ def test_heads_that_stay_whole_keep_key_value_heads_whole():
         (["norm=tensor"], r"'norm' cannot be split over 'tensor'(.|\n)*choose norm=none"),
     ],
 )
-def test_rules_that_are_refused(overrides, message):
+def test_invalid_rules_are_refused(overrides, message):
     with pytest.raises(PlanError, match=message):
         make_rules(MODEL, overrides)
 
@@ -210,7 +210,7 @@ def test_rules_that_are_refused(overrides, message):
         ),
     ],
 )
-def test_splits_that_are_refused(axes, model, overrides, message):
+def test_impossible_splits_are_refused(axes, model, overrides, message):
     with pytest.raises(PlanError, match=message):
         check_rules(make_rules(model, overrides), axes, model)
 
@@ -222,7 +222,7 @@ def test_key_value_heads_are_split_or_shared(tensor):
     assert ("kv_heads" in active_rules(rules, AxisSizes(tensor=tensor), MODEL)) == (tensor == 2)
 
 
-def test_jax_has_not_been_asked_for_a_device():
+def test_rules_are_checked_without_the_devices():
     """Rules are checked for clusters that are not there."""
     check_rules(make_rules(MODEL), AxisSizes(data=512, fsdp=16, tensor=8), MODEL)
     assert len(jax.devices()) < 512

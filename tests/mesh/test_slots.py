@@ -73,5 +73,5 @@ def test_stages_of_equal_length_are_canonical(num_layers, num_stages):
         ((1, 2, 2, 1), 2, (0, -1, 3, 4, 1, 2, 5, -1)),
     ],
 )
-def test_examples(layers_per_stage, num_stages, slots):
+def test_layer_slots_by_example(layers_per_stage, num_stages, slots):
     assert layer_slots(layers_per_stage, num_stages) == slots

@@ -34,11 +34,11 @@ def test_the_first_axes_cross_hosts(axes, crossed):
     assert FOUR.crossed(axes) == crossed
 
 
-def test_devices_are_where_they_are_said_to_be():
-    dealt_in_turn = replace(
+def test_crossed_axes_follow_the_given_process_and_host():
+    round_robin = replace(
         FOUR, num_processes=8, process_of=(0, 2, 4, 6, 1, 3, 5, 7), host_of=(0, 0, 0, 0, 1, 1, 1, 1)
     )
-    assert dealt_in_turn.crossed(AxisSizes(pipe=2, tensor=4)) == {
+    assert round_robin.crossed(AxisSizes(pipe=2, tensor=4)) == {
         "pipe": "hosts",
         "tensor": "processes",
     }
@@ -48,14 +48,14 @@ def test_devices_are_where_they_are_said_to_be():
     assert uneven.crossed(AxisSizes(data=4, tensor=2)) == {"data": "hosts", "tensor": "processes"}
 
 
-def test_one_process_has_no_border():
+def test_one_process_crosses_nothing():
     assert (
         replace(FOUR, num_processes=1, num_hosts=1).crossed(AxisSizes(pipe=2, data=2, tensor=2))
         == {}
     )
 
 
-def test_in_words():
+def test_crossed_axes_in_words():
     assert (
         FOUR.describe_crossed(AxisSizes(pipe=2, data=2, tensor=2))
         == "pipe crosses hosts; data crosses processes"

@@ -1,5 +1,5 @@
-"""Attention: who sees whom, its hand-written gradient against plain autodiff, and which kernel may
-run.
+"""Attention: which keys a query sees, its hand-written gradient against plain autodiff, and which
+kernel may run.
 """
 
 import functools
@@ -51,17 +51,19 @@ def plain(q, k, v, *, segments=None, offset=0, keep=None):
 
 
 def assert_same(ours, theirs, inputs, tolerance=F32_RELATIVE):
-    """Values, and gradients of a weighted sum of all outputs."""
+    """Compare values, and gradients of a weighted sum of all outputs."""
     weight = jnp.asarray(np.random.default_rng(9).standard_normal(inputs[0].shape), jnp.float32)
 
-    def both(attention):
+    def values_and_gradients(attention):
         def loss(*x):
             out = attention(*x)
             return (out.astype(jnp.float32) * weight).sum(), out
 
         return jax.tree.leaves(jax.jit(jax.grad(loss, (0, 1, 2), has_aux=True))(*inputs))
 
-    for found, expected in zip(both(ours), both(theirs), strict=True):
+    for found, expected in zip(
+        values_and_gradients(ours), values_and_gradients(theirs), strict=True
+    ):
         assert (
             relative_error(np.asarray(found, np.float32), np.asarray(expected, np.float32))
             <= tolerance
@@ -75,7 +77,7 @@ def assert_same(ours, theirs, inputs, tolerance=F32_RELATIVE):
     documents=st.booleans(),
     seed=st.integers(0, 99),
 )
-def test_values_and_gradients_are_those_of_the_definition(length, groups, documents, seed):
+def test_values_and_gradients_equal_those_of_the_definition(length, groups, documents, seed):
     inputs = arrays(length, groups=groups, seed=seed)
     begins = np.random.default_rng(seed).random((2, length)) < 0.3
     segments = jnp.asarray(np.cumsum(begins, axis=1), jnp.int32) if documents else None
@@ -84,7 +86,7 @@ def test_values_and_gradients_are_those_of_the_definition(length, groups, docume
 
 
 @pytest.mark.parametrize("documents", [False, True])
-def test_blocks_of_queries_change_nothing(documents, monkeypatch):
+def test_blockwise_attention_equals_attention_at_once(documents, monkeypatch):
     length = 48
     segments = (
         jnp.asarray(np.arange(length)[None, :] // 20 + np.zeros((2, 1)), jnp.int32)
@@ -100,13 +102,13 @@ def test_blocks_of_queries_change_nothing(documents, monkeypatch):
     )
 
 
-def test_block_sizes():
+def test_block_size_for_every_length():
     assert [
         kernels.block_size(length) for length in (1, 64, 127, 128, 192, 256, 512, 1024, 4096, 1000)
     ] == [1, 64, 127, 64, 64, 64, 64, 128, 512, 125]
 
 
-def test_blocks_leave_out_keys_that_no_query_of_theirs_sees():
+def test_blocks_skip_keys_that_none_of_their_queries_sees():
     def multiplies(length):
         blocks = functools.partial(attend, visibility=Visibility(), kernel="xla")
         text = str(jax.make_jaxpr(blocks)(*arrays(length, batch=1, heads=1, groups=1)))
@@ -116,7 +118,7 @@ def test_blocks_leave_out_keys_that_no_query_of_theirs_sees():
     assert multiplies(512) == (16, False)
 
 
-def test_queries_after_a_cache_see_what_was_before_them():
+def test_queries_with_an_offset_see_all_earlier_keys():
     q, k, v = arrays(3, 8)
     ours = functools.partial(attend, visibility=Visibility(query_offset=jnp.int32(2)), kernel="xla")
     assert_same(ours, functools.partial(plain, offset=2), [q, k, v])
@@ -152,7 +154,7 @@ def test_dropout_is_the_same_in_forward_and_backward_and_keeps_the_mean():
 
 
 @pytest.mark.parametrize("offset", [0, 3])
-def test_visibility(offset):
+def test_visibility_mask_is_causal_and_within_documents(offset):
     segments = None if offset else jnp.asarray([[0, 0, 1, 1, 1]], jnp.int32)
     mask = np.asarray(Visibility(segments, offset).mask(slice(0, 5), 5 + offset))
     assert mask.shape == (1, 5, 5 + offset)
@@ -163,7 +165,7 @@ def test_visibility(offset):
 
 
 @pytest.mark.parametrize("name", ["gpt", "llama"])
-def test_documents_do_not_leak(name):
+def test_logits_do_not_depend_on_other_documents(name):
     """Other tokens in the first document leave the second one's logits as they are, bit by bit."""
     model = plans.MODELS[name]
     shapes = model_shapes(model, 104)
@@ -197,7 +199,7 @@ def test_documents_do_not_leak(name):
     )
 
 
-def chosen(wanted, *, device, settings):
+def chosen_kernel(wanted, *, device, settings):
     config = Config(model=ModelConfig(head_dim=64)).with_values(
         {"precision.compute": "bf16", **settings, "parallel.attention": wanted}
     )
@@ -234,10 +236,10 @@ def test_a_kernel_that_cannot_run_is_refused_and_never_chosen(device, settings, 
         PlanError,
         match=f"cuDNN attention kernel cannot run here(.|\\n)*{why}(.|\\n)*parallel.attention=xla",
     ):
-        chosen("cudnn", device=device, settings=settings)
+        chosen_kernel("cudnn", device=device, settings=settings)
     assert (
-        chosen("auto", device=device, settings=settings)
-        == chosen("xla", device=device, settings=settings)
+        chosen_kernel("auto", device=device, settings=settings)
+        == chosen_kernel("xla", device=device, settings=settings)
         == "xla"
     )
 
@@ -248,20 +250,20 @@ def test_a_kernel_that_cannot_run_is_refused_and_never_chosen(device, settings, 
 )
 @pytest.mark.parametrize("device", ["a100", "h200", "b200", "rtx3090"])
 def test_the_fused_kernel_is_chosen_where_it_runs(device, settings):
-    assert chosen("auto", device=device, settings=settings) == "cudnn"
-    assert chosen("xla", device=device, settings=settings) == "xla"
+    assert chosen_kernel("auto", device=device, settings=settings) == "cudnn"
+    assert chosen_kernel("xla", device=device, settings=settings) == "xla"
 
 
 @pytest.mark.parametrize("device_kind", ["AMD Instinct MI300X", "NVIDIA H100 80GB HBM3"])
-def test_a_gpu_whose_capability_the_driver_does_not_say_does_without(device_kind):
-    """AMD's, for one: JAX calls its platform gpu too."""
+def test_gpu_of_unknown_compute_capability_uses_xla_attention(device_kind):
+    """AMD GPUs are such: JAX calls their platform gpu too."""
     config = Config(model=ModelConfig(head_dim=64))
-    there = Topology(
+    topology = Topology(
         num_devices=1,
         num_processes=1,
         platform="gpu",
         device_kind=device_kind,
         bytes_per_device=None,
     )
-    assert choose_kernel(config, there, "bf16") == "xla"
-    assert choose_kernel(config, replace(there, compute_capability=(9, 0)), "bf16") == "cudnn"
+    assert choose_kernel(config, topology, "bf16") == "xla"
+    assert choose_kernel(config, replace(topology, compute_capability=(9, 0)), "bf16") == "cudnn"

@@ -1,7 +1,7 @@
-"""Our arithmetic is that of Hugging Face's GPT-2 and Llama, on one device and on a sharded mesh.
+"""Our arithmetic equals that of Hugging Face's GPT-2 and Llama, on one device and on a mesh.
 
-The models there are made in memory from a config, their weights drawn anew; nothing is downloaded.
-Here the gradients are those of the real training step.
+Their models are made in memory from a config, with random weights; nothing is downloaded.
+Our gradients are those of the real training step.
 """
 
 import dataclasses
@@ -171,7 +171,7 @@ def reference(case: str) -> SimpleNamespace:
     model = transformers.AutoModelForCausalLM.from_config(
         config, attn_implementation="eager"
     ).eval()
-    # so large that scores reach 1 and no bias is 0: whatever is wrong, shows
+    # so large that scores reach 1 and no bias is 0, so that any mistake shows
     for weight in model.parameters():
         weight.data = 0.2 * torch.randn_like(weight) + (weight.data if weight.ndim == 1 else 0)
     rows = batch(config.vocab_size)
@@ -280,7 +280,7 @@ def differences(ours: Params, theirs: Params) -> dict[str, float]:
         pytest.param(*SHARED_KV_HEADS, id="{} on {}".format(*SHARED_KV_HEADS)),
     ],
 )
-def test_logits_loss_and_gradients_are_theirs(case: str, axes: AxisSizes):
+def test_logits_loss_and_gradients_equal_huggingface(case: str, axes: AxisSizes):
     theirs = reference(case)
     model = config_from_huggingface(theirs.config)
     program = program_for(model, axes)
@@ -304,7 +304,7 @@ def test_logits_loss_and_gradients_are_theirs(case: str, axes: AxisSizes):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_what_we_write_is_what_they_wrote(case: str):
+def test_exported_weights_equal_those_of_huggingface(case: str):
     theirs = reference(case)
     model = config_from_huggingface(theirs.config)
     ours = to_huggingface(from_huggingface(theirs.state_dict, model, model.vocab_size + 3), model)
@@ -343,7 +343,7 @@ def random_params(shapes: ModelShapes) -> Params:
 
 @settings(deadline=None, max_examples=20)
 @given(model=models(), padding=st.integers(0, 5))
-def test_there_and_back_is_the_identity(model: ModelConfig, padding: int):
+def test_export_and_import_is_the_identity(model: ModelConfig, padding: int):
     shapes = model_shapes(model, model.vocab_size + padding)
     params = random_params(shapes)
     state_dict = to_huggingface(params, model)
@@ -426,7 +426,7 @@ def test_released_files_differ_in_prefix_constants_and_tied_heads(
         ),
     ],
 )
-def test_other_weights_are_refused(family: str, change: dict, message: str):
+def test_weights_that_do_not_match_the_model_are_refused(family: str, change: dict, message: str):
     model = TINY[family]
     state_dict = to_huggingface(random_params(model_shapes(model, 8)), model) | change
     with pytest.raises(CheckpointError, match=message):
@@ -459,6 +459,6 @@ def test_released_configs_are_our_presets():
         (RELEASED_LLAMA, {"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, "lacks numbers"),
     ],
 )
-def test_other_models_are_refused(released: dict, change: dict, message: str):
+def test_unsupported_models_are_refused(released: dict, change: dict, message: str):
     with pytest.raises(ConfigError, match=message):
         config_from_huggingface(released | change)

@@ -1,5 +1,5 @@
-"""Keys come from one function, which names their generator; whatever JAX is set to, draws are the
-same under every plan.
+"""Random keys come from one function, which names their generator; draws are the same under every
+plan, whatever JAX's settings.
 """
 
 import ast
@@ -17,7 +17,7 @@ import optimus_jax
 from optimus_jax.inference.generation import Sampling, draw
 from optimus_jax.models.keys import make_key
 
-OTHERWISE = {
+OTHER_SETTINGS = {
     "jax_default_prng_impl": "rbg",
     "jax_random_seed_offset": 7,
     "jax_enable_custom_prng": True,
@@ -28,10 +28,10 @@ PACKAGE = Path(optimus_jax.__file__).parent
 
 
 @pytest.fixture
-def otherwise():
+def other_jax_settings():
     """JAX with other settings of keys and draws."""
-    before = {name: jax.config.values[name] for name in OTHERWISE}
-    for name, value in OTHERWISE.items():
+    before = {name: jax.config.values[name] for name in OTHER_SETTINGS}
+    for name, value in OTHER_SETTINGS.items():
         jax.config.update(name, value)
     yield
     for name, value in before.items():
@@ -39,7 +39,7 @@ def otherwise():
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2**31 - 1, 2**32 - 1])
-def test_a_key_is_what_jax_makes_where_nothing_is_set(seed):
+def test_key_equals_that_of_jax_with_default_settings(seed):
     expected = jax.random.key(seed)
     assert make_key(seed).dtype == expected.dtype
     np.testing.assert_array_equal(
@@ -51,7 +51,7 @@ def test_a_key_is_what_jax_makes_where_nothing_is_set(seed):
 
 
 def first_losses(case):
-    """Of fresh weights, with dropout: of two steps."""
+    """Losses of the first two steps from initial weights, with dropout."""
     model = replace(plans.LLAMA, num_layers=1, embed_dim=16, num_heads=4, mlp_dim=32)
     built = plans.build(model, case)
     state, losses = built.program.init(jnp.int32(3)), []
@@ -64,12 +64,12 @@ def first_losses(case):
 
 @pytest.fixture
 def expected_losses():
-    """With JAX as it is, on one device."""
+    """With JAX's default settings, on one device."""
     return first_losses(plans.ONE_DEVICE)
 
 
 def test_weights_and_dropout_are_the_same_under_another_default_generator(
-    expected_losses, otherwise
+    expected_losses, other_jax_settings
 ):
     assert first_losses(plans.case("data=2,tensor=2")) == pytest.approx(
         expected_losses, rel=F32_RELATIVE
@@ -82,7 +82,7 @@ def test_samples_are_the_same_under_another_default_generator(request):
         return np.asarray(draw(jnp.zeros((64, 50)), keys, jnp.int32(7), Sampling()))
 
     expected = sampled()
-    request.getfixturevalue("otherwise")
+    request.getfixturevalue("other_jax_settings")
     np.testing.assert_array_equal(sampled(), expected)
 
 
@@ -111,7 +111,7 @@ def keys_made_elsewhere(source: str) -> list[int]:
     return found
 
 
-def test_no_other_line_makes_a_key():
+def test_no_other_code_makes_a_key():
     assert keys_made_elsewhere(
         "jax.random.key(0)\nrandom.PRNGKey(1)\nnnx.Rngs(0)\nnnx.Rngs(params=0)\njax.random.wrap_key_data(x)\nfrom"
         " jax.random import key"

@@ -1,5 +1,5 @@
-"""Parts of a block: sums over tokens are float32 in every format, and dropout belongs to the
-example.
+"""Parts of a block: sums over tokens are float32 in every dtype, and dropout depends on the example
+alone.
 """
 
 import jax
@@ -35,7 +35,7 @@ def test_the_gradient_of_a_bias_is_summed_in_float32(dtype):
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-def test_the_gradient_of_a_row_that_is_used_often_is_summed_in_float32(dtype):
+def test_gradient_of_an_often_used_row_is_summed_in_float32(dtype):
     weight, rows = cotangents(dtype), jnp.asarray(np.arange(TOKENS)[None] % 3, jnp.int32)
     loss = lambda table: (  # noqa: E731
         (rows_of(table.astype(dtype), rows, dtype) * weight).astype(jnp.float32).sum()
@@ -71,7 +71,7 @@ def test_norms_by_their_definition(kind, by_definition):
 
 
 @pytest.mark.parametrize("columns", [(5,), (2, 5)])
-def test_projections_and_their_gradients_are_those_of_an_einsum(columns):
+def test_projections_and_their_gradients_equal_an_einsum(columns):
     random = np.random.default_rng(2)
     x, out, weight = (
         jnp.asarray(random.standard_normal(shape), jnp.float32)

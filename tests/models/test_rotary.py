@@ -1,5 +1,5 @@
-"""Rotary positions: scores depend on distances alone, lengths stay, and Llama 3 stretches the slow
-waves.
+"""Rotary positions: scores depend on distances alone, norms are kept, and Llama 3 scales long
+wavelengths.
 """
 
 import jax.numpy as jnp
@@ -24,7 +24,7 @@ def rotated(x, position):
     )[0, 0, 0]
 
 
-def test_by_definition():
+def test_rotation_by_its_definition():
     x = np.random.default_rng(0).standard_normal((2, 5, 3, 8)).astype(np.float32)
     positions = np.array([[0, 1, 2, 3, 4], [0, 1, 0, 1, 2]], np.int32)
     found = rotate(jnp.asarray(x), angles(MODEL, jnp.asarray(positions)))
@@ -44,21 +44,21 @@ def test_by_definition():
     shift=st.integers(0, 500),
     seed=st.integers(0, 99),
 )
-def test_products_depend_on_the_distance_alone(first, second, shift, seed):
+def test_dot_products_depend_on_the_distance_alone(first, second, shift, seed):
     q, k = np.random.default_rng(seed).standard_normal((2, 8)).astype(np.float32)
-    here, there = (rotated(q, first + by) @ rotated(k, second + by) for by in (0, shift))
+    unshifted, shifted = (rotated(q, first + by) @ rotated(k, second + by) for by in (0, shift))
     size = np.linalg.norm(q) * np.linalg.norm(k)
     # Angles are float32, so at position 1000 they are known to 1000 * 2^-24.
-    assert abs(here - there) <= 10 * F32_RELATIVE * size
+    assert abs(unshifted - shifted) <= 10 * F32_RELATIVE * size
     assert np.linalg.norm(rotated(q, first)) == pytest.approx(np.linalg.norm(q), rel=F32_RELATIVE)
 
 
-def test_products_do_depend_on_the_distance():
+def test_dot_products_do_depend_on_the_distance():
     q = np.ones(8, np.float32)
     assert abs(rotated(q, 3) @ rotated(q, 3) - rotated(q, 3) @ rotated(q, 4)) > 0.1
 
 
-def test_16_bits_are_turned_in_float32():
+def test_16_bit_vectors_are_rotated_in_float32():
     x = jnp.asarray(np.random.default_rng(1).standard_normal((1, 1, 1, 8)), jnp.bfloat16)
     cos_sin = angles(MODEL, jnp.full((1, 1), 777, jnp.int32))
     assert rotate(x, cos_sin).dtype == jnp.bfloat16
@@ -74,7 +74,7 @@ def test_frequencies_fall_from_one_to_nearly_the_base():
     np.testing.assert_allclose(found, 10_000.0 ** -(np.arange(64) / 64), rtol=F32_RELATIVE)
 
 
-def test_llama_3_stretches_long_waves_and_leaves_short_ones():
+def test_llama_3_scales_long_wavelengths_and_leaves_short_ones():
     model = ModelConfig(family="llama", head_dim=128, rope_theta=500_000.0)
     scaled = ModelConfig(
         family="llama", head_dim=128, rope_theta=500_000.0, rope_scaling=RopeScaling(factor=32.0)

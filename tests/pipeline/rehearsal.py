@@ -1,24 +1,25 @@
-"""Runs a pipeline's tables with names in place of values: what is read is what was meant."""
+"""Simulates a pipeline's buffers with names in place of values: every read finds the right one."""
 
 from optimus_jax.pipeline.buffers import Buffers
 from optimus_jax.pipeline.schedule import IDLE, Schedule, Table
 
 
 def check_buffers(schedule: Schedule, buffers: Buffers, *, keep_residuals: bool = False) -> None:
-    """Run the ticks with names in place of values; AssertionError for the first that reads anything
-    but its own.
+    """Run the ticks with names in place of values; AssertionError at the first read of a wrong one.
 
     It follows the order within a tick and does not know how slots were assigned, so
     a slot overwritten too early shows as a wrong name.
     """
-    _Rehearsal(schedule, buffers, keeps=keep_residuals and not schedule.is_forward_only).run()
+    _BufferSimulation(
+        schedule, buffers, keeps=keep_residuals and not schedule.is_forward_only
+    ).run()
 
 
 Name = tuple[int, int] | None
-"""(microbatch, virtual stage) whose input, residual or cotangent it is; None: of no use."""
+"""(microbatch, virtual stage) whose input, residual or cotangent it is; None: garbage."""
 
 
-class _Rehearsal:
+class _BufferSimulation:
     def __init__(self, schedule: Schedule, buffers: Buffers, *, keeps: bool):
         self.schedule, self.tables, self.keeps = schedule, buffers.tables, keeps
         self.num_slots = {
@@ -31,7 +32,7 @@ class _Rehearsal:
         }
 
     def run(self) -> None:
-        """All ticks."""
+        """Simulate all ticks."""
         stages = range(self.schedule.num_stages)
         sent_forward: list[Name] = [None for _ in stages]
         sent_backward: list[Name] = [None for _ in stages]
@@ -100,7 +101,7 @@ class _Rehearsal:
 
     def _write(self, step: str, kind: str, tick: int, stage: int, name: Name) -> None:
         slot = self._slot(step, kind, tick, stage)
-        # What is in the spare slot is of no use to anyone.
+        # The spare slot takes what nobody reads.
         self.rings[kind][stage][slot] = None if slot == self.num_slots[kind] else name
 
     def _read(self, step: str, kind: str, tick: int, stage: int, name: Name) -> None:

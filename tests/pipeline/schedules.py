@@ -12,7 +12,7 @@ STAGES = st.sampled_from((1, 2, 3, 4, 6))
 
 @st.composite
 def training_schedules(draw: st.DrawFn) -> Schedule:
-    """What can be asked for by name."""
+    """Training schedules that have a name."""
     name, num_stages = draw(st.sampled_from(("gpipe", "1f1b", "interleaved"))), draw(STAGES)
     if name == "interleaved":
         return make_schedule(

@@ -24,10 +24,8 @@ def ring_of(table_name: str) -> str:
 
 
 @st.composite
-def unhurried_schedules(draw: st.DrawFn) -> Schedule:
-    """Valid tables that nobody would choose: random pauses, and backward in another order than
-    forward.
-    """
+def schedules_with_pauses(draw: st.DrawFn) -> Schedule:
+    """Valid but wasteful tables: random pauses, and backward in another order than forward."""
     num_stages, latency = draw(st.integers(1, 4)), draw(st.sampled_from((1, 2)))
     pauses = draw(st.lists(st.integers(0, 1), min_size=1, max_size=6))
     start = np.arange(len(pauses)) + np.minimum(
@@ -40,7 +38,7 @@ def unhurried_schedules(draw: st.DrawFn) -> Schedule:
     )
 
 
-@given(schedule=st.one_of(schedules(), unhurried_schedules()), keep_residuals=st.booleans())
+@given(schedule=st.one_of(schedules(), schedules_with_pauses()), keep_residuals=st.booleans())
 def test_every_read_finds_its_value(schedule, keep_residuals):
     buffers = Buffers.of(schedule, keep_residuals=keep_residuals)
     check_buffers(schedule, buffers, keep_residuals=keep_residuals)
@@ -52,9 +50,9 @@ def test_every_read_finds_its_value(schedule, keep_residuals):
         assert not table.flags.writeable
 
 
-@given(schedule=st.one_of(schedules(), unhurried_schedules()), keep_residuals=st.booleans())
+@given(schedule=st.one_of(schedules(), schedules_with_pauses()), keep_residuals=st.booleans())
 def test_no_ring_could_be_smaller(schedule, keep_residuals):
-    """The last slot shares with none of the others, and is not free to be thrown away."""
+    """The last slot of a ring can neither be merged with any other nor be dropped."""
     buffers = Buffers.of(schedule, keep_residuals=keep_residuals)
     for kind, field in RINGS.items():
         last = getattr(buffers, field) - 1
@@ -73,11 +71,11 @@ def test_no_ring_could_be_smaller(schedule, keep_residuals):
 
 
 @given(
-    schedule=st.one_of(training_schedules(), unhurried_schedules()),
+    schedule=st.one_of(training_schedules(), schedules_with_pauses()),
     keep_residuals=st.booleans(),
     data=st.data(),
 )
-def test_the_check_notices_every_wrong_slot(schedule, keep_residuals, data):
+def test_check_buffers_notices_every_wrong_slot(schedule, keep_residuals, data):
     buffers = Buffers.of(schedule, keep_residuals=keep_residuals)
     # An input that is embedded, used and forgotten in one step may lie in any slot.
     names = [name for name in buffers.tables if not (keep_residuals and name == "forward_input")]
@@ -95,7 +93,7 @@ def test_the_check_notices_every_wrong_slot(schedule, keep_residuals, data):
 
 
 @given(schedule=training_schedules(), keep_residuals=st.booleans())
-def test_rings_hold_what_is_in_flight(schedule, keep_residuals):
+def test_rings_have_a_slot_per_task_in_flight(schedule, keep_residuals):
     buffers = Buffers.of(schedule, keep_residuals=keep_residuals)
     in_flight = int(schedule.in_flight().max())
     assert buffers.num_residuals == (in_flight if keep_residuals else 0)
@@ -110,7 +108,7 @@ def test_rings_hold_what_is_in_flight(schedule, keep_residuals):
 
 
 @given(schedule=forward_schedules(), keep_residuals=st.booleans())
-def test_without_backward_only_inputs_on_their_way_are_kept(schedule, keep_residuals):
+def test_forward_only_rings_keep_only_inputs_in_transit(schedule, keep_residuals):
     buffers = Buffers.of(schedule, keep_residuals=keep_residuals)
     assert buffers.num_residuals == buffers.num_cotangents == 0
     if schedule.num_repeats == 1:
@@ -139,7 +137,7 @@ def test_a_slot_is_reused_as_soon_as_the_order_of_a_tick_allows(latency):
     assert bool(freed & taken_in_the_next_tick) == (latency == 1)
 
 
-def test_slots_of_1f1b_on_two_stages():
+def test_slots_of_1f1b_on_two_stages_by_hand():
     buffers = Buffers.of(make_schedule("1f1b", 2, 4))
     assert buffers.num_inputs == 3
     spare = 3

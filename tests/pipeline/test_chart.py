@@ -55,7 +55,7 @@ head      . . 0 1
         (text(forward_only(3, 4), max_ticks=4, max_stages=2), GOLDEN_CUT),
     ],
 )
-def test_charts(chart, golden):
+def test_text_charts_equal_the_golden_ones(chart, golden):
     assert chart == golden
 
 
@@ -86,14 +86,14 @@ def test_without_matplotlib_the_error_says_what_to_install(monkeypatch, tmp_path
 
 
 @pytest.mark.parametrize(("name", "magic"), [("chart.png", b"\x89PNG"), ("chart.svg", b"<?xml")])
-def test_pictures(name, magic, tmp_path):
+def test_pictures_are_written_as_png_and_svg(name, magic, tmp_path):
     pytest.importorskip("matplotlib")
     picture(interleaved(2, 2, 2), tmp_path / name)
     assert (tmp_path / name).read_bytes().startswith(magic)
     assert "matplotlib.pyplot" not in sys.modules
 
 
-def test_a_picture_of_no_known_kind_is_refused(tmp_path):
+def test_picture_of_an_unknown_file_type_is_refused(tmp_path):
     pytest.importorskip("matplotlib")
     with pytest.raises(
         ConfigError, match=r"ends in the kind of its file(.|\n)*chart.xyz(.|\n)*\.png or \.svg"

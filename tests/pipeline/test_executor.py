@@ -24,7 +24,7 @@ from optimus_jax.pipeline.tables import SCHEDULES, make_schedule
 from optimus_jax.training.step import build_program
 
 MODEL = replace(plans.GPT, dropout=0.0, num_layers=4)
-"""Even on two stages and on four virtual ones."""
+"""Its layers divide evenly over two stages and over four virtual ones."""
 ACTIVATION_AXES = {"pipe", "tensor"}
 
 
@@ -77,17 +77,17 @@ def test_no_gradient_is_reduced_inside_a_tick(case):
     ],
     ids=str,
 )
-def test_ticks_send_an_activation_in_the_directions_that_their_phase_needs(case):
+def test_ticks_send_activations_only_in_directions_that_need_it(case):
     built, _ = compiled(case)
     schedule = built.plan.schedule()
     sends = [moved for moved in collectives(case) if moved.kind == "collective-permute"]
     rows = plans.GLOBAL_BATCH // 2 // 4
     assert {moved.shape for moved in sends} == {(rows, plans.SEQ_LEN, MODEL.embed_dim)}
-    needed = sum(phase.num_ticks * ways_sent(schedule, phase) for phase in schedule.phases())
+    needed = sum(phase.num_ticks * directions_sent(schedule, phase) for phase in schedule.phases())
     assert sum(moved.times for moved in sends) == needed < 2 * schedule.num_ticks
 
 
-def ways_sent(schedule: Schedule, phase: Phase) -> int:
+def directions_sent(schedule: Schedule, phase: Phase) -> int:
     """Directions, of two, in which a tick of the phase brings what a neighbour computed the tick
     before.
     """
@@ -95,8 +95,8 @@ def ways_sent(schedule: Schedule, phase: Phase) -> int:
     return sum(bool(((ticks >= phase.start) & (ticks < phase.stop)).any()) for ticks in arrivals)
 
 
-def test_zero_2_and_3_pay_in_every_tick():
-    """Not hidden: docs/pipelines.md says what they cost."""
+def test_zero_2_and_3_communicate_in_every_tick():
+    """docs/pipelines.md says what that costs."""
     for zero, kind in ((2, "reduce-scatter"), (3, "all-gather")):
         case = plans.case("pipe=2,fsdp=2", zero=zero, microbatches=4)
         assert any(
@@ -105,7 +105,7 @@ def test_zero_2_and_3_pay_in_every_tick():
 
 
 def flops(case: plans.PlanCase) -> tuple[int, int]:
-    """Matrix products of a device: the layers' and the head's."""
+    """FLOPs of the matmuls on one device: of the layers and of the head."""
     built, text = compiled(case)
     rows = built.plan.padded_vocab(MODEL) // built.plan.axes.pipe // built.plan.axes.tensor
     assert rows not in (MODEL.embed_dim, MODEL.mlp_dim, plans.SEQ_LEN), (
@@ -127,7 +127,7 @@ def flops(case: plans.PlanCase) -> tuple[int, int]:
     ],
     ids=str,
 )
-def test_work_is_useful_work_over_one_minus_idle_and_the_head_is_shared_evenly(case):
+def test_layer_flops_include_idle_ticks_and_the_head_is_split_evenly(case):
     built, _ = compiled(case)
     layers, head = flops(case)
     layers_alone, head_alone = flops(plans.ONE_DEVICE)
@@ -149,7 +149,7 @@ def test_work_is_useful_work_over_one_minus_idle_and_the_head_is_shared_evenly(c
         assert counted == built.plan.microbatches, "with no branch, once per microbatch"
 
 
-def test_recomputing_adds_one_forward():
+def test_recomputing_residuals_adds_one_forward():
     keep, recompute = (
         flops(plans.case("pipe=2,data=2", microbatches=4, stage_residuals=how))[0]
         for how in ("keep", "recompute")
@@ -158,7 +158,7 @@ def test_recomputing_adds_one_forward():
 
 
 def temp_bytes(mesh: str, microbatches: int, **parallel: object) -> int:
-    """Of a step whose microbatches have two rows each, however many there are."""
+    """Temporary bytes of a step whose microbatches have two rows each."""
     config = Config(
         model=MODEL, data=DataConfig(seq_len=plans.SEQ_LEN, global_batch=2 * microbatches)
     ).with_values(
@@ -195,15 +195,15 @@ def test_memory_of_1f1b_is_flat_in_microbatches_and_gpipes_grows(residuals):
 
 
 def two_halves() -> Schedule:
-    """On two stages, forward and backward of two microbatches and then of two more: no schedule
-    with a name ever does that.
+    """On two stages, forward and backward of two microbatches and then of two more, which no named
+    schedule does.
     """
     return schedule_from_starts(
         "mine", [[0], [1], [6], [7]], [[3], [4], [9], [10]], num_stages=2, latency=1
     )
 
 
-def test_a_users_table_is_run(tmp_path: Path):
+def test_user_written_table_trains_like_one_device(tmp_path: Path):
     (tmp_path / "mine.json").write_text(two_halves().to_json())
     case = plans.case("pipe=2", schedule=str(tmp_path / "mine.json"))
     built, one = plans.build(MODEL, case), plans.build(MODEL, plans.ONE_DEVICE)
@@ -234,7 +234,7 @@ def test_a_users_table_is_run(tmp_path: Path):
     )
 
 
-def test_weights_and_constants_do_not_wait_in_rings():
+def test_rings_of_residuals_hold_no_weights_or_constants():
     params, constants = {"w": jnp.full((3, 8, 8), 0.5)}, {"scale": jnp.ones((1, 8))}
 
     def layers(params, constants, x, microbatch):
@@ -256,6 +256,6 @@ def test_weights_and_constants_do_not_wait_in_rings():
     )
 
 
-def test_an_idle_backward_reads_what_a_forward_has_left():
+def test_idle_backward_reads_the_slot_last_written():
     written, read = np.array([[0, 3], [1, 0], [3, 1]]), np.array([[3, 3], [3, 0], [0, 3]])
     assert last_written_if_idle(written, read, 3).tolist() == [[0, 3], [1, 0], [0, 1]]

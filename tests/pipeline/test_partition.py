@@ -30,9 +30,9 @@ def all_partitions(num_layers, num_stages):
     last_cost=st.integers(0, 12),
 )
 def test_no_partition_is_cheaper_or_more_even(num_layers, data, layer_cost, first_cost, last_cost):
-    """Whole numbers, so that equal costs are equal.
+    """Among equally good partitions, the one whose earlier stages have fewer layers.
 
-    Of the best partitions, the one whose earlier stages have fewer layers.
+    Costs are whole numbers, so that ties are exact.
     """
     num_stages = data.draw(st.integers(1, num_layers))
     costs = {"layer_cost": layer_cost, "first_cost": first_cost, "last_cost": last_cost}
@@ -83,6 +83,6 @@ def test_layers_go_where_they_cost_least(arguments, costs, layers):
         ((4, 0), r"needs stages(.|\n)*pipe\*repeats=0"),
     ],
 )
-def test_partitions_that_are_refused(arguments, message):
+def test_impossible_partitions_are_refused(arguments, message):
     with pytest.raises(PlanError, match=message):
         layers_per_stage(*arguments)

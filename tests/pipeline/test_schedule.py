@@ -22,8 +22,8 @@ from optimus_jax.pipeline.schedule import IDLE, Occurrence, Schedule
 from optimus_jax.pipeline.tables import SCHEDULES, make_schedule
 
 
-def where(schedule: Schedule, table) -> dict[tuple[int, int], int]:
-    """Tick of (microbatch, virtual stage); each may be there once."""
+def ticks_of_tasks(schedule: Schedule, table) -> dict[tuple[int, int], int]:
+    """Tick of each (microbatch, virtual stage); each may appear once."""
     found: dict[tuple[int, int], int] = {}
     for tick, row in enumerate(table.tolist()):
         for stage, task in enumerate(row):
@@ -39,7 +39,10 @@ def where(schedule: Schedule, table) -> dict[tuple[int, int], int]:
 
 @given(schedule=schedules())
 def test_every_task_runs_once_and_after_what_it_needs(schedule):
-    forward, backward = where(schedule, schedule.forward), where(schedule, schedule.backward)
+    forward, backward = (
+        ticks_of_tasks(schedule, schedule.forward),
+        ticks_of_tasks(schedule, schedule.backward),
+    )
     last, count = (
         schedule.num_virtual_stages - 1,
         schedule.num_microbatches * schedule.num_virtual_stages,
@@ -54,7 +57,7 @@ def test_every_task_runs_once_and_after_what_it_needs(schedule):
         assert tick >= (heads[i] if k == last else backward[i, k + 1] + schedule.latency)
 
 
-def test_the_tables_are_those_of_the_papers():
+def test_tables_equal_the_closed_forms_of_the_papers():
     """The closed forms for latency 1, S stages, V repeats; arXiv:2104.04473 without the idle halves
     of ticks.
     """
@@ -77,7 +80,7 @@ def test_the_tables_are_those_of_the_papers():
 
 
 @given(schedule=training_schedules())
-def test_bubble_ticks_and_memory_are_those_of_the_formulas(schedule):
+def test_bubble_ticks_and_memory_equal_the_formulas(schedule):
     S, M, V, L = (
         schedule.num_stages,
         schedule.num_microbatches,
@@ -131,7 +134,7 @@ def test_forward_only_is_as_short_as_dependencies_allow(schedule):
 
 
 @given(schedule=schedules())
-def test_phases_say_what_their_ticks_have(schedule):
+def test_phases_describe_their_ticks(schedule):
     phases = schedule.phases()
     assert [phase.start for phase in phases] == [0, *(phase.stop for phase in phases[:-1])]
     assert phases[-1].stop == schedule.num_ticks
@@ -215,7 +218,7 @@ def test_interleaving_once_is_1f1b(num_stages, num_microbatches, latency):
 
 
 @given(schedule=schedules(), data=st.data())
-def test_no_entry_of_a_table_can_be_changed(schedule, data):
+def test_change_of_any_table_entry_is_refused(schedule, data):
     name = data.draw(st.sampled_from(("forward", "backward", "head")))
     table = getattr(schedule, name).copy()
     place = tuple(data.draw(st.integers(0, size - 1)) for size in table.shape)
@@ -236,7 +239,7 @@ def test_tables_are_read_only_copies():
 
 
 def moved(schedule: Schedule, name: str, stage: int, old: int, new: int) -> Schedule:
-    """The task of `stage` in tick `old` run in tick `new`, and the heads that belong to that."""
+    """The schedule with the task of `stage` in tick `old` exchanged with that in tick `new`."""
     table = getattr(schedule, name).copy()
     table[[old, new], stage] = table[[new, old], stage]
     return replace(schedule, **{name: table})
@@ -364,7 +367,7 @@ PLAIN, REPEATED, EVALUATION = one_f_one_b(4, 6), interleaved(2, 4, 2, 2), forwar
         ),
     ],
 )
-def test_tables_that_are_refused(schedule, message):
+def test_invalid_tables_are_refused(schedule, message):
     with pytest.raises(PlanError, match=message):
         schedule.validate()
 
@@ -395,12 +398,12 @@ def test_tables_that_are_refused(schedule, message):
         (("1f1b", 2, 2, 1, 0), r"no such latency(.|\n)*latency=1 or 2"),
     ],
 )
-def test_combinations_that_are_refused(arguments, message):
+def test_invalid_combinations_are_refused(arguments, message):
     with pytest.raises(PlanError, match=message):
         make_schedule(*arguments)
 
 
-def test_every_schedule_can_be_asked_for_by_name():
+def test_every_schedule_is_made_by_name():
     assert {name: make_schedule(name, 2, 2).name for name in SCHEDULES} == {
         "gpipe": "gpipe",
         "1f1b": "1f1b",
@@ -462,7 +465,7 @@ def test_a_schedule_can_be_written_by_hand():
         ({"backward": None}, r"no stage does anything in tick 3"),
     ],
 )
-def test_json_that_is_refused(changes, message):
+def test_invalid_json_is_refused(changes, message):
     value = json.loads(one_f_one_b(2, 2).to_json()) | changes
     with pytest.raises(PlanError, match=message):
         Schedule.from_json(
@@ -474,7 +477,7 @@ def test_json_that_is_refused(changes, message):
     ("written", "message"),
     [("{", "not JSON"), ("[1]", r"a JSON object(.|\n)*given: list"), ("", "not JSON")],
 )
-def test_what_is_no_object_is_refused(written, message):
+def test_json_that_is_no_object_is_refused(written, message):
     with pytest.raises(PlanError, match=message):
         Schedule.from_json(written)
 

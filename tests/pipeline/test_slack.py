@@ -1,10 +1,9 @@
-"""What a tick of slack is for: sends have no part in a tick's arithmetic, so that the two can
-overlap.
+"""With a tick of slack, sends are independent of a tick's arithmetic, so that the two can overlap.
 
 Read from the traced step, before a compiler has ordered anything. Every stage sends at the
 beginning of a tick what it computed in the tick before. Two things must hold for that to cost no
 time: the send does not wait for a matmul of its own tick, and no matmul of its own tick waits for
-what arrives. The second is what latency 1 cannot give: there a tick uses what it receives.
+what arrives. The second does not hold with latency 1, where a tick uses what it receives.
 """
 
 import dataclasses
@@ -38,11 +37,11 @@ def every_jaxpr(jaxpr: Any) -> Iterator[Any]:
     """`jaxpr` and those inside its equations."""
     yield jaxpr
     for equation in jaxpr.eqns:
-        for inner in inside(equation):
+        for inner in inner_jaxprs(equation):
             yield from every_jaxpr(inner)
 
 
-def inside(equation: Any) -> list[Any]:
+def inner_jaxprs(equation: Any) -> list[Any]:
     """Jaxprs that an equation runs."""
     values = itertools.chain.from_iterable(
         value if isinstance(value, tuple | list) else [value] for value in equation.params.values()
@@ -53,13 +52,13 @@ def inside(equation: Any) -> list[Any]:
 def computes(equation: Any, name: str) -> bool:
     """Whether an equation is, or runs, a primitive of that name."""
     return equation.primitive.name == name or any(
-        computes(other, name) for inner in inside(equation) for other in inner.eqns
+        computes(other, name) for inner in inner_jaxprs(equation) for other in inner.eqns
     )
 
 
 def waiting(body: Any, *, who: str, for_whom: str) -> list[Any]:
-    """Equations of one primitive that need, however indirectly, a result that another primitive has
-    in the same tick.
+    """Equations of primitive `who` that depend, directly or not, on a result of `for_whom` of the
+    same tick.
     """
     late, found = set(), []
     for equation in body.eqns:
@@ -82,7 +81,7 @@ CASES = [
 
 @pytest.mark.parametrize("parallel", CASES, ids=str)
 @pytest.mark.parametrize("send_slack", [True, False])
-def test_no_send_waits_for_the_work_of_its_tick(parallel, send_slack):
+def test_no_send_waits_for_a_matmul_of_its_tick(parallel, send_slack):
     bodies = tick_bodies(plans.case("pipe=2,data=2", send_slack=send_slack, **parallel))
     assert any(computes(equation, MATMULS) for body in bodies for equation in body.eqns)
     for body in bodies:
@@ -90,7 +89,7 @@ def test_no_send_waits_for_the_work_of_its_tick(parallel, send_slack):
 
 
 @pytest.mark.parametrize("parallel", CASES, ids=str)
-def test_only_with_slack_does_no_work_wait_for_what_arrives_in_its_tick(parallel):
+def test_only_with_slack_no_matmul_waits_for_a_send_of_its_tick(parallel):
     with_slack, without = (
         tick_bodies(plans.case("pipe=2,data=2", send_slack=slack, **parallel))
         for slack in (True, False)

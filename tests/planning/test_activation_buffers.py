@@ -1,4 +1,4 @@
-"""The closed form of slots equals the slots that are assigned."""
+"""The closed form of buffer slots equals the slots that a schedule's buffers allocate."""
 
 import itertools
 
@@ -66,7 +66,7 @@ def allocated_slots(schedule: Schedule, *, keep: bool) -> BufferSlots:
         ("interleaved", 4),
     ],
 )
-def test_they_are_what_is_dealt_out(name, repeats, latency, keep):
+def test_buffer_slots_equal_allocated_slots(name, repeats, latency, keep):
     for stages, microbatches in itertools.product((2, 3, 4, 6), range(1, 26)):
         if repeats == 1 or microbatches % stages == 0:
             schedule = make_schedule(name, stages, microbatches, repeats, latency)
@@ -74,8 +74,8 @@ def test_they_are_what_is_dealt_out(name, repeats, latency, keep):
             assert found == allocated_slots(schedule, keep=keep), (stages, microbatches)
 
 
-def test_of_a_table_that_the_user_wrote():
-    """GPipe's, under a name that has another closed form."""
+def test_buffer_slots_of_a_user_written_table_equal_allocated():
+    """The table is GPipe's; the plan's schedule name has another closed form."""
     schedule = make_schedule("gpipe", 3, 6)
     assert buffer_slots(
         plan_of("1f1b", 3, 6, 1, 1, keep=True, table=schedule.to_json())

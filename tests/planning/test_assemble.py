@@ -1,4 +1,4 @@
-"""What is filled in where the user left something open, by what the devices can do."""
+"""Settings that the user left open are filled in by what the devices support."""
 
 from dataclasses import replace
 
@@ -24,46 +24,48 @@ MI300X = Topology(
 )
 
 
-def there(device):
+def topology_of(device):
     return Cluster.parse(f"{device}:1").topology()
 
 
-def said(precision):
+def config_with_precision(precision):
     return CONFIG.with_values({"precision.compute": precision})
 
 
 @pytest.mark.parametrize(
     ("topology", "precision"),
     [
-        (there("cpu"), "f32"),
-        (there("a100"), "bf16"),
-        (there("h200"), "bf16"),
-        (there("l4"), "bf16"),
-        (there("v100"), "f16"),
+        (topology_of("cpu"), "f32"),
+        (topology_of("a100"), "bf16"),
+        (topology_of("h200"), "bf16"),
+        (topology_of("l4"), "bf16"),
+        (topology_of("v100"), "f16"),
         (MI300X, "bf16"),
         (replace(MI300X, compute_capability=(7, 5)), "f16"),
     ],
 )
-def test_the_format_is_what_the_device_is_built_for_unless_one_is_given(topology, precision):
+def test_precision_defaults_to_the_devices_native_format(topology, precision):
     assert (
         choose_plan(CONFIG, topology).plan.precision
         == plan_for(CONFIG, AxisSizes(), topology).precision
         == precision
     )
     assert {layout.precision for layout in layouts(CONFIG, topology)} == {precision}
-    assert compute_precision(said("f32"), topology) == "f32"
-    assert compute_precision(said("f16"), topology) == "f16"
+    assert compute_precision(config_with_precision("f32"), topology) == "f32"
+    assert compute_precision(config_with_precision("f16"), topology) == "f16"
 
 
-def test_a_format_that_the_device_has_not_is_refused():
+def test_unsupported_precision_is_refused():
     with pytest.raises(PlanError, match=r"no bf16[\s\S]*use --precision f16 or f32"):
-        choose_plan(said("bf16"), there("v100"))
-    assert choose_plan(said("bf16"), there("h100")).plan.precision == "bf16"
+        choose_plan(config_with_precision("bf16"), topology_of("v100"))
+    assert choose_plan(config_with_precision("bf16"), topology_of("h100")).plan.precision == "bf16"
 
 
 @pytest.mark.parametrize(("device", "scale"), [("v100", 2.0**16), ("h100", 1), ("cpu", 1)])
-def test_only_f16_begins_with_a_loss_scale(device, scale):
+def test_only_f16_starts_with_a_loss_scale(device, scale):
     assert (
-        initial_loss_scale(PrecisionConfig(), plan_for(CONFIG, AxisSizes(), there(device))).scale
+        initial_loss_scale(
+            PrecisionConfig(), plan_for(CONFIG, AxisSizes(), topology_of(device))
+        ).scale
         == scale
     )

@@ -1,4 +1,4 @@
-"""Learning from measured steps."""
+"""Predictions are calibrated with the times of measured steps."""
 
 import math
 from dataclasses import replace
@@ -36,40 +36,42 @@ def record(measured_s, plan="p", **terms_s) -> Record:
     )
 
 
-def test_without_records_nothing_changes():
+def test_no_records_leave_the_prediction_unchanged():
     assert calibration_of([]).applied(prediction(compute=1.0)) == prediction(compute=1.0)
 
 
-def test_the_term_that_is_off_is_found():
-    """Compute is right, exchanges take 1.4 times as long: plans with different shares tell."""
+def test_calibration_finds_the_mispredicted_term():
+    """Compute is predicted right and fsdp takes 1.4 times as long: plans with different shares of
+    them tell the two apart.
+    """
     records = [
         record(1.0 - share + 1.4 * share, plan=f"{share}", compute=1.0 - share, fsdp=share)
         for share in np.linspace(0, 0.8, 9)
     ]
-    mended = calibration_of(records).applied(prediction(compute=0.5, fsdp=0.5))
-    factors = {term.name: term.time_s / 0.5 for term in mended.terms}
+    corrected = calibration_of(records).applied(prediction(compute=0.5, fsdp=0.5))
+    factors = {term.name: term.time_s / 0.5 for term in corrected.terms}
     assert factors["compute"] == pytest.approx(1.0, abs=0.05)
     assert factors["fsdp"] == pytest.approx(1.4, abs=0.1)
-    assert mended.tokens_per_s == pytest.approx(1000 / mended.step_time_s)
-    assert mended.mfu == pytest.approx(0.5 / mended.step_time_s)
+    assert corrected.tokens_per_s == pytest.approx(1000 / corrected.step_time_s)
+    assert corrected.mfu == pytest.approx(0.5 / corrected.step_time_s)
 
 
-def test_shares_are_those_of_the_mended_terms():
-    mended = calibration_of(
+def test_communication_and_bubble_shares_use_corrected_terms():
+    corrected = calibration_of(
         [record(1.6, plan="a", compute=0.4, fsdp=0.6), record(1.0, plan="b", compute=1.0)]
     ).applied(prediction(compute=0.5, fsdp=0.4, bubble=0.1))
-    times = {term.name: term.time_s for term in mended.terms}
+    times = {term.name: term.time_s for term in corrected.terms}
     assert times["fsdp"] > 0.5
-    assert mended.communication == pytest.approx(times["fsdp"] / mended.step_time_s)
-    assert mended.bubble == pytest.approx(times["bubble"] / mended.step_time_s)
+    assert corrected.communication == pytest.approx(times["fsdp"] / corrected.step_time_s)
+    assert corrected.bubble == pytest.approx(times["bubble"] / corrected.step_time_s)
 
 
 def width(records: list[Record], **terms_s) -> float:
-    mended = calibration_of(records).applied(prediction(**terms_s))
-    return mended.high_s / mended.low_s
+    corrected = calibration_of(records).applied(prediction(**terms_s))
+    return corrected.high_s / corrected.low_s
 
 
-def test_more_plans_leave_a_narrower_interval():
+def test_records_of_more_plans_narrow_the_interval():
     def plans(count):
         return [record(1.2, plan=f"{number}", compute=1.0) for number in range(count)]
 
@@ -78,15 +80,15 @@ def test_more_plans_leave_a_narrower_interval():
     )
 
 
-def test_the_same_plan_again_says_nothing_new():
-    """What is peculiar to it is in every record of it."""
+def test_repeated_records_of_a_plan_do_not_narrow_the_interval():
+    """An error peculiar to one plan is the same in all its records."""
     once = [record(1.2, compute=1.0)]
     assert width(once * 30, compute=1.0) == pytest.approx(width(once, compute=1.0))
 
 
-def test_a_term_never_seen_is_mended_by_what_it_has_in_common_with_others():
-    """Neighbours on the machine slow everything down; how far off a link is beside that nobody
-    knows yet.
+def test_unmeasured_term_is_corrected_by_the_shared_factor():
+    """Other jobs on the machine slow every term down; the error of the link alone is still unknown,
+    so the interval stays wide.
     """
     records = [record(1.2, plan=f"{number}", compute=1.0) for number in range(30)]
     unseen = calibration_of(records).applied(prediction(fsdp=1.0))
@@ -95,8 +97,8 @@ def test_a_term_never_seen_is_mended_by_what_it_has_in_common_with_others():
     assert calibration_of(records).step_time_s({"fsdp": 1.0}) == pytest.approx(unseen.step_time_s)
 
 
-def test_exchanges_are_off_together():
-    """A slow link that fsdp has shown is slow for tensor too, and no reason to doubt computing."""
+def test_communication_terms_share_a_correction():
+    """A link that was slow for fsdp is taken to be slow for tensor; compute terms do not change."""
     records = [
         record(1.0 + share, plan=f"{share}", compute=1.0 - share, fsdp=share)
         for share in np.linspace(0, 0.8, 9)
@@ -106,7 +108,7 @@ def test_exchanges_are_off_together():
     assert factors["recompute"] == pytest.approx(1.0, abs=0.15)
 
 
-def test_records_survive_the_file_and_damaged_lines_do_not_count(tmp_path):
+def test_records_survive_the_file_and_damaged_lines_are_skipped(tmp_path):
     path = tmp_path / "new" / "records.jsonl"
     assert read_records(path) == []
     for measured_s in (1.0, 2.0):
@@ -125,7 +127,7 @@ def test_records_survive_the_file_and_damaged_lines_do_not_count(tmp_path):
     assert len(warned) == 5
 
 
-def test_a_record_of_nothing_does_not_count(tmp_path):
+def test_record_of_zero_seconds_is_skipped(tmp_path):
     append_record(tmp_path / "r.jsonl", replace(record(0.0, compute=1.0)))
     with pytest.warns(UserWarning, match="is no measurement"):
         assert read_records(tmp_path / "r.jsonl") == []

@@ -16,7 +16,7 @@ NVLINK_BYTES_PER_S = {
 }
 
 
-def test_hosts_are_of_listed_accelerators():
+def test_every_listed_accelerator_has_a_host():
     assert set(HOSTS) == {each.name for each in ACCELERATORS}
 
 
@@ -28,7 +28,7 @@ def test_links_have_a_source_or_are_unknown(name):
 
 
 @pytest.mark.parametrize("name", HOSTS)
-def test_speeds_are_of_one_direction(name):
+def test_link_speeds_are_per_direction(name):
     """Data sheets print both directions together: 600 GB/s for A100, 64 GB/s for PCIe 4."""
     intra_host = host_of(name).intra_host
     if name in NVLINK_BYTES_PER_S:
@@ -39,7 +39,7 @@ def test_speeds_are_of_one_direction(name):
         assert intra_host.bytes_per_s in (31.5e9, 63e9)
 
 
-def test_only_nvidia_s_own_hosts_have_a_network_of_known_speed():
+def test_only_nvidia_hosts_have_a_known_network_speed():
     assert {name for name in HOSTS if host_of(name).inter_host is not NETWORK} == set(
         NVLINK_BYTES_PER_S
     )

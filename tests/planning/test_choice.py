@@ -1,4 +1,4 @@
-"""What is chosen when the user leaves it open, and what is said when nothing fits; no devices
+"""The plan that is chosen when the user leaves it open, and the error when nothing fits; no devices
 needed.
 """
 
@@ -50,7 +50,7 @@ def config(model, **settings):
         ("gpt2", {"parallel.zero": 1}, 80, AxisSizes(fsdp=8), 1, "zero=1 was asked for"),
         ("gpt2", {"parallel.mesh": "data=2,fsdp=4"}, 80, AxisSizes(data=2, fsdp=4), 3, "was given"),
         ("gpt2-xl", {}, None, AxisSizes(data=8), 0, "fits on each device"),
-        # which takes stages
+        # gpipe needs stages
         (
             "gpt2",
             {"parallel.schedule": "gpipe"},
@@ -61,7 +61,7 @@ def config(model, **settings):
         ),
     ],
 )
-def test_what_is_chosen(model, settings, gib, axes, zero, why):
+def test_chosen_mesh_zero_and_reason(model, settings, gib, axes, zero, why):
     topology = replace(EIGHT, bytes_per_device=gib and gib * GIB)
     choice = choose_plan(config(model, **settings), topology)
     assert (choice.plan.axes, choice.plan.zero) == (axes, zero)
@@ -72,22 +72,24 @@ def test_what_is_chosen(model, settings, gib, axes, zero, why):
 @pytest.mark.parametrize(
     ("num_devices", "global_batch", "gib", "axes"),
     [
-        (3, 8, 80, AxisSizes(tensor=3)),  # three hosts are left of four
+        (3, 8, 80, AxisSizes(tensor=3)),  # three of four hosts are left
         (6, 16, 80, AxisSizes(data=2, tensor=3)),
         (24, 16, 80, AxisSizes(data=8, tensor=3)),
-        (10, 16, 80, AxisSizes(data=2, pipe=5)),  # twelve heads do not go over five devices
+        (10, 16, 80, AxisSizes(data=2, pipe=5)),  # 12 heads do not divide over 5 devices
         (6, 16, 1, AxisSizes(fsdp=2, tensor=3)),
     ],
 )
-def test_what_the_batch_cannot_be_dealt_out_over_is_split_otherwise(
+def test_devices_that_the_batch_cannot_use_go_to_tensor_or_pipe(
     num_devices, global_batch, gib, axes
 ):
-    asked = config("gpt2", **{"data.global_batch": global_batch, "parallel.remat": "full"})
-    choice = choose_plan(asked, replace(EIGHT, num_devices=num_devices, bytes_per_device=gib * GIB))
+    requested = config("gpt2", **{"data.global_batch": global_batch, "parallel.remat": "full"})
+    choice = choose_plan(
+        requested, replace(EIGHT, num_devices=num_devices, bytes_per_device=gib * GIB)
+    )
     assert choice.plan.axes == axes
 
 
-def test_layers_are_split_inside_hosts_and_stages_lie_on_several():
+def test_pipeline_stages_lie_on_different_hosts():
     three_hosts = replace(EIGHT, num_devices=6, num_hosts=3, num_processes=3)
     assert choose_plan(
         config("gpt2", **{"data.global_batch": 8}), three_hosts
@@ -97,29 +99,29 @@ def test_layers_are_split_inside_hosts_and_stages_lie_on_several():
     )
 
 
-def test_where_nothing_is_legal_the_error_is_about_the_batch():
+def test_error_without_a_legal_plan_is_about_the_batch():
     with pytest.raises(PlanError, match="global batch does not divide evenly"):
         choose_plan(config("gpt2", **{"data.global_batch": 8}), replace(EIGHT, num_devices=29))
 
 
-def test_one_device_has_no_choice():
+def test_one_device_gets_the_mesh_of_ones():
     assert choose_plan(config("gpt2"), replace(EIGHT, num_devices=1)).plan.axes == AxisSizes()
 
 
-def test_what_does_not_fit_names_bytes_and_options_that_do():
-    asked = config("llama3-8b", **{"parallel.mesh": "data=8"})
+def test_plan_that_does_not_fit_names_bytes_and_fitting_options():
+    requested = config("llama3-8b", **{"parallel.mesh": "data=8"})
     with pytest.raises(
         PlanError, match=r"about [\d.]+ GiB per device is needed, 80.00 GiB is available"
     ) as caught:
-        choose_plan(asked, EIGHT)
+        choose_plan(requested, EIGHT)
     options = str(caught.value).partition(NAMED)[2].split(" or ")
     assert any(option.startswith("--mesh ") and "fsdp" in option for option in options)
     for option in options:
         flags = re.findall(r"--(?:set )?(\S+)[ =](\S*)", option)
-        assert fits(choose_plan(make_config(None, dict(flags), asked), EIGHT).memory, EIGHT)
+        assert fits(choose_plan(make_config(None, dict(flags), requested), EIGHT).memory, EIGHT)
 
 
-def test_what_fits_nowhere_says_so():
+def test_model_that_fits_nowhere_asks_for_more_devices():
     with pytest.raises(
         PlanError, match="use more devices or a smaller model: all split and computed again"
     ):
@@ -128,15 +130,15 @@ def test_what_fits_nowhere_says_so():
 
 @pytest.mark.parametrize("model", ["gpt2", "llama3.2-1b"])
 @pytest.mark.parametrize("microbatches", [1, 2])
-def test_every_measure_lowers_the_estimate(model, microbatches):
+def test_zero_and_remat_lower_the_memory_estimate(model, microbatches):
     def total(mesh, **settings):
-        asked = config(
+        requested = config(
             model,
             **{"parallel.microbatches": microbatches},
             **{f"parallel.{name}": value for name, value in settings.items()},
         )
-        plan = plan_for(asked, AxisSizes.parse(mesh), EIGHT)
-        return estimate_memory(asked.model, plan, seq_len=256, global_batch=16).total
+        plan = plan_for(requested, AxisSizes.parse(mesh), EIGHT)
+        return estimate_memory(requested.model, plan, seq_len=256, global_batch=16).total
 
     stages = [total("fsdp=8", zero=zero) for zero in range(4)]
     assert stages == sorted(stages, reverse=True)

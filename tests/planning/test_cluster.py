@@ -43,14 +43,14 @@ def hosts_of_groups(axes, names, devices_per_host):
 
 
 @given(meshes_on_hosts(), GROUPS)
-def test_hosts_crossed_are_those_of_the_widest_group(mesh, names):
+def test_hosts_crossed_is_the_maximum_over_groups(mesh, names):
     axes, cluster = mesh
     groups = hosts_of_groups(axes, names, cluster.devices_per_host)
     assert cluster.hosts_crossed(axes, names) == max(len(set(hosts)) for hosts in groups)
 
 
 @given(meshes_on_hosts(), st.sampled_from(MESH_AXES))
-def test_an_axis_is_inside_where_none_of_its_groups_leaves_a_host(mesh, axis):
+def test_link_of_an_axis_is_the_slowest_that_its_groups_use(mesh, axis):
     axes, cluster = mesh
     groups = hosts_of_groups(axes, (axis,), cluster.devices_per_host)
     leaves, stays = (
@@ -65,9 +65,9 @@ def test_an_axis_is_inside_where_none_of_its_groups_leaves_a_host(mesh, axis):
 
 
 @given(meshes_on_hosts(), st.sampled_from(MESH_AXES))
-def test_a_span_that_divides_the_host_is_inside(mesh, axis):
-    """The same in closed form: on a host exactly if stride times size divides its devices, with one
-    host or one device always.
+def test_axis_whose_span_divides_the_host_stays_inside_it(mesh, axis):
+    """An axis stays on a host exactly if stride times size divides the host's devices, if there is
+    only one host, or if the axis has one device.
     """
     axes, cluster = mesh
     span = axes[axis]
@@ -81,7 +81,7 @@ def test_a_span_that_divides_the_host_is_inside(mesh, axis):
     assert (cluster.hosts_crossed(axes, (axis,)) == 1) == intra_host
 
 
-def test_tensor_is_inside_and_data_between_on_eight_hosts_of_eight():
+def test_tensor_is_intra_host_and_data_inter_host_on_8x8():
     axes = AxisSizes(data=2, fsdp=4, tensor=8)
     assert H100S.link_of(axes, TENSOR).name == H100S.link_of(axes, PIPE).name == "NVLink 4"
     assert H100S.link_of(axes, FSDP).name == H100S.link_of(axes, DATA).name == "InfiniBand NDR 400"
@@ -110,7 +110,7 @@ def test_a_mesh_larger_than_the_cluster_is_refused():
     ("text", "num_hosts", "devices_per_host"),
     [("h100:8x8", 8, 8), ("h100:8", 1, 8), (" H100 : 128x4 ", 128, 4), ("cpu:1x8", 1, 8)],
 )
-def test_text_is_hosts_times_devices(text, num_hosts, devices_per_host):
+def test_cluster_text_is_hosts_times_devices(text, num_hosts, devices_per_host):
     cluster = Cluster.parse(text)
     assert (cluster.num_hosts, cluster.devices_per_host, cluster.num_devices) == (
         num_hosts,
@@ -123,18 +123,18 @@ def test_text_is_hosts_times_devices(text, num_hosts, devices_per_host):
 @pytest.mark.parametrize(
     "text", ["h100", "h100:", "h100:0x8", "h100:8x", "h100:8x8x8", "h100:-8", "h100:8 x 8"]
 )
-def test_a_shape_that_is_none_is_refused_with_an_example(text):
+def test_malformed_shape_is_refused_with_an_example(text):
     with pytest.raises(ConfigError, match="h100:2x8"):
         Cluster.parse(text)
 
 
 @pytest.mark.parametrize("text", ["h10:8", ":8", ""])
-def test_an_unknown_accelerator_is_refused_with_a_name(text):
+def test_unknown_accelerator_is_refused_with_a_suggestion(text):
     with pytest.raises(ConfigError, match=r"did you mean|choose one of"):
         Cluster.parse(text)
 
 
-def test_links_can_be_given():
+def test_link_speeds_can_be_given():
     cluster = Cluster.parse("h100:8x8", ["inter_host=100Gb/s,5us", "intra-host=3us"])
     assert (cluster.inter_host.bytes_per_s, cluster.inter_host.latency_s) == (12.5e9, 5e-6)
     assert (cluster.intra_host.bytes_per_s, cluster.intra_host.latency_s) == (450e9, 3e-6)
@@ -159,17 +159,17 @@ def test_old_names_of_links_are_still_read():
         ("8x8", "between=fast", "400Gb/s"),
     ],
 )
-def test_a_link_that_is_none_is_refused(shape, link, says):
+def test_malformed_link_is_refused(shape, link, says):
     with pytest.raises(ConfigError, match=says):
         Cluster.parse(f"h100:{shape}", [link])
 
 
-def test_a_link_is_given_once():
+def test_link_given_twice_is_refused():
     with pytest.raises(ConfigError, match="'intra_host' once"):
         H100S.with_links(["inside=50GB/s", "intra_host=5us"])
 
 
-def test_a_cluster_is_its_topology_and_back():
+def test_cluster_survives_conversion_to_a_topology():
     topology = H100S.topology()
     assert (topology.num_devices, topology.num_hosts, topology.device_kind) == (
         64,
@@ -179,8 +179,8 @@ def test_a_cluster_is_its_topology_and_back():
     assert Cluster.of(topology) == H100S
 
 
-def test_devices_that_are_there_have_the_memory_that_jax_may_use():
-    there = Topology(
+def test_cluster_of_a_topology_has_the_memory_that_jax_may_use():
+    topology = Topology(
         num_devices=16,
         num_processes=16,
         num_hosts=2,
@@ -188,18 +188,18 @@ def test_devices_that_are_there_have_the_memory_that_jax_may_use():
         device_kind="NVIDIA H100 80GB HBM3",
         bytes_per_device=60 * 10**9,
     )
-    cluster = Cluster.of(there)
+    cluster = Cluster.of(topology)
     assert (cluster.num_hosts, cluster.devices_per_host, cluster.accelerator.memory_bytes) == (
         2,
         8,
         60 * 10**9,
     )
     assert cluster.accelerator.dense_peak_flops == H100S.accelerator.dense_peak_flops
-    assert Cluster.of(replace(there, num_hosts=None)).num_hosts == 16
+    assert Cluster.of(replace(topology, num_hosts=None)).num_hosts == 16
 
 
-def test_an_unlisted_device_is_known_by_its_name_only():
-    there = Topology(
+def test_unlisted_device_has_a_name_and_no_known_speeds():
+    topology = Topology(
         num_devices=4,
         num_processes=1,
         platform="gpu",
@@ -207,7 +207,7 @@ def test_an_unlisted_device_is_known_by_its_name_only():
         bytes_per_device=None,
         compute_capability=(11, 0),
     )
-    cluster = Cluster.of(there)
+    cluster = Cluster.of(topology)
     assert (
         cluster.accelerator.dense_peak_flops
         is cluster.accelerator.memory_bytes

@@ -1,4 +1,4 @@
-"""Exchanges are the closed forms', and their time that of a ring over the slowest link."""
+"""Collectives follow the closed forms, and their time is that of a ring over the slowest link."""
 
 import math
 from dataclasses import replace
@@ -24,18 +24,18 @@ from optimus_jax.planning.profiles.links import Link
 SEQ_LEN, BATCH = 1024, 64
 
 
-def exchanged(
+def ops_and_shape(
     plan: Plan, model=GPT, style: ImplementationProfile = OURS
 ) -> tuple[list[CommunicationOp], LayerShape]:
     shape = layer_shape(model, plan, seq_len=SEQ_LEN, global_batch=BATCH)
     return communication_ops(model, plan, shape, style), shape
 
 
-def exchange_time(exchange: CommunicationOp, plan: Plan, cluster: Cluster, rates: Rates) -> float:
-    return communication_times(plan.axes, cluster, rates).time(exchange)
+def op_time(op: CommunicationOp, plan: Plan, cluster: Cluster, rates: Rates) -> float:
+    return communication_times(plan.axes, cluster, rates).time(op)
 
 
-def found(
+def bytes_and_counts(
     plan: Plan,
     kind: str,
     part: str,
@@ -45,32 +45,32 @@ def found(
 ) -> list[tuple[float, float]]:
     return [
         (each.num_bytes, each.count)
-        for each in exchanged(plan, model, style)[0]
+        for each in ops_and_shape(plan, model, style)[0]
         if (each.kind, each.part, each.axes) == (kind, part, axes)
     ]
 
 
-def test_one_device_exchanges_nothing():
-    assert exchanged(plan_of("data=1"))[0] == []
+def test_one_device_has_no_collectives():
+    assert ops_and_shape(plan_of("data=1"))[0] == []
 
 
-def test_tensor_has_two_all_reduces_of_the_stream_each_way():
+def test_tensor_all_reduces_activations_twice_per_pass():
     """Source: FORMULAS of Megatron, 4 all-reduces of 2 s b h bytes for each layer and
     microbatch."""
     plan = plan_of("data=2,tensor=4", microbatches=4)
     stream = 2 * SEQ_LEN * (BATCH // 2 // 4) * GPT.embed_dim
     for part in ("layer forward", "layer backward"):
-        assert found(plan, "all-reduce", part, ("tensor",)) == [(stream, 2)]
+        assert bytes_and_counts(plan, "all-reduce", part, ("tensor",)) == [(stream, 2)]
 
 
-def test_f16_sums_the_stream_in_float32():
+def test_f16_all_reduces_activations_in_float32():
     in_bf16 = plan_of("tensor=4")
     in_f16 = replace(in_bf16, precision="f16")
     for part in ("layer forward", "layer backward"):
-        ((num_bytes, count),) = found(in_bf16, "all-reduce", part, ("tensor",))
-        assert found(in_f16, "all-reduce", part, ("tensor",)) == [(2 * num_bytes, count)]
-    embedded_and_gradient, statistics = found(in_bf16, "all-reduce", "head", ("tensor",))
-    assert found(in_f16, "all-reduce", "head", ("tensor",)) == [
+        ((num_bytes, count),) = bytes_and_counts(in_bf16, "all-reduce", part, ("tensor",))
+        assert bytes_and_counts(in_f16, "all-reduce", part, ("tensor",)) == [(2 * num_bytes, count)]
+    embedded_and_gradient, statistics = bytes_and_counts(in_bf16, "all-reduce", "head", ("tensor",))
+    assert bytes_and_counts(in_f16, "all-reduce", "head", ("tensor",)) == [
         (1.5 * embedded_and_gradient[0], 2),
         statistics,
     ]
@@ -80,14 +80,17 @@ def test_f16_sums_the_stream_in_float32():
 def test_recomputed_layers_repeat_all_reduces_that_backward_needs(style, again):
     plan = plan_of("tensor=4", remat="full")
     assert [
-        count for _, count in found(plan, "all-reduce", "layer backward", ("tensor",), style=style)
+        count
+        for _, count in bytes_and_counts(
+            plan, "all-reduce", "layer backward", ("tensor",), style=style
+        )
     ] == [2 + again]
 
 
-def test_a_block_that_is_kept_whole_has_no_all_reduce():
+def test_unsharded_mlp_has_no_all_reduce():
     assert [
         count
-        for _, count in found(
+        for _, count in bytes_and_counts(
             plan_of("tensor=4", overrides=("mlp=none",)), "all-reduce", "layer forward", ("tensor",)
         )
     ] == [1]
@@ -100,14 +103,22 @@ def matrices(model) -> int:
 
 def test_zero_3_gathers_each_layer_twice_and_scatters_it_once():
     plan, weights = plan_of("fsdp=8", LLAMA), matrices(LLAMA)
-    assert found(plan, "all-gather", "layer forward", ("fsdp",), LLAMA) == [(2 * weights, 1)]
-    assert found(plan, "all-gather", "layer backward", ("fsdp",), LLAMA) == [(2 * weights, 1)]
-    assert found(plan, "reduce-scatter", "layer backward", ("fsdp",), LLAMA) == [(4 * weights, 1)]
+    assert bytes_and_counts(plan, "all-gather", "layer forward", ("fsdp",), LLAMA) == [
+        (2 * weights, 1)
+    ]
+    assert bytes_and_counts(plan, "all-gather", "layer backward", ("fsdp",), LLAMA) == [
+        (2 * weights, 1)
+    ]
+    assert bytes_and_counts(plan, "reduce-scatter", "layer backward", ("fsdp",), LLAMA) == [
+        (4 * weights, 1)
+    ]
 
 
-def test_stages_that_are_computed_again_gather_once_more():
+def test_recomputed_stages_gather_weights_once_more():
     plan = plan_of("pipe=2,fsdp=4", keep=False, microbatches=8)
-    assert [count for _, count in found(plan, "all-gather", "layer backward", ("fsdp",))] == [2]
+    assert [
+        count for _, count in bytes_and_counts(plan, "all-gather", "layer backward", ("fsdp",))
+    ] == [2]
 
 
 @pytest.mark.parametrize(
@@ -128,70 +139,70 @@ def test_replicas_reduce_float32_gradients_once(zero, wanted):
     params = GPT.num_layers * matrices(GPT) + GPT.vocab_size * GPT.embed_dim
     once = {
         (each.kind, each.axes): each.num_bytes * each.count
-        for each in exchanged(plan_of("data=2,fsdp=4", zero=zero))[0]
+        for each in ops_and_shape(plan_of("data=2,fsdp=4", zero=zero))[0]
         if each.part == "step"
     }
     assert once == pytest.approx({key: 4 * share * params for key, share in wanted.items()})
 
 
-def test_stages_send_the_stream_and_share_the_head():
+def test_stages_send_activations_and_share_the_head():
     plan = plan_of("pipe=4,data=2", microbatches=8)
     stream = 2 * SEQ_LEN * (BATCH // 2 // 8) * GPT.embed_dim
-    assert found(plan, "send", "tick", ("pipe",)) == [(stream, 1)]
+    assert bytes_and_counts(plan, "send", "tick", ("pipe",)) == [(stream, 1)]
     assert (
         sum(
             count
-            for num_bytes, count in found(plan, "all-reduce", "head", ("pipe",))
+            for num_bytes, count in bytes_and_counts(plan, "all-reduce", "head", ("pipe",))
             if num_bytes == stream
         )
         == 4
     )
-    assert found(plan, "all-reduce", "head", ("pipe",), style=MEGATRON) == []
+    assert bytes_and_counts(plan, "all-reduce", "head", ("pipe",), style=MEGATRON) == []
 
 
-def test_time_inside_a_host_by_hand():
+def test_intra_host_all_reduce_time_by_hand():
     plan = plan_of("tensor=8")
     speed = speed_of(HOST.intra_host) * RATES.collective_share
     by_hand = 2 * (7 / 8 * 1e9 / speed + 7 * RATES.latency_s)
-    assert exchange_time(
+    assert op_time(
         CommunicationOp("all-reduce", ("tensor",), "step", 1e9, 1), plan, HOST, RATES
     ) == pytest.approx(by_hand)
 
 
-def test_rings_between_hosts_share_the_links_of_devices_that_take_part():
+def test_inter_host_rings_use_the_links_of_all_their_devices():
     """data=8 x tensor=8: one member a host, one link. data=64: eight members a host, eight
     links."""
     message = {"kind": "all-gather", "part": "step", "num_bytes": 1e9, "count": 1}
     assert HOSTS.inter_host is not None
     link = speed_of(HOSTS.inter_host) * RATES.inter_host_share
     latency = 7 * RATES.inter_host_latency_s
-    one = exchange_time(
+    one_member = op_time(
         CommunicationOp(axes=("data",), **message), plan_of("data=8,tensor=8"), HOSTS, RATES
     )
-    assert one == pytest.approx(7 / 8 * 1e9 / link + latency)
-    all_of_them = exchange_time(
+    assert one_member == pytest.approx(7 / 8 * 1e9 / link + latency)
+    eight_members = op_time(
         CommunicationOp(axes=("data",), **message), plan_of("data=64"), HOSTS, RATES
     )
     intra_host = speed_of(HOSTS.intra_host) * RATES.collective_share
-    assert all_of_them == pytest.approx(
+    assert eight_members == pytest.approx(
         63 / 64 * 1e9 / min(8 * link, intra_host) + latency + 7 * RATES.latency_s
     )
 
 
-def test_small_all_reduces_go_along_trees_between_hosts_and_gathers_do_not():
+def test_small_inter_host_all_reduces_use_trees_but_gathers_rings():
     cluster, axes = Cluster.parse("h100:64x8"), plan_of("data=64,tensor=8")
     reduce_s, gather_s = (
-        exchange_time(CommunicationOp(kind, ("data",), "step", 8, 1), axes, cluster, RATES)
+        op_time(CommunicationOp(kind, ("data",), "step", 8, 1), axes, cluster, RATES)
         for kind in ("all-reduce", "all-gather")
     )
     assert reduce_s == pytest.approx(2 * 2 * math.log2(64) * RATES.inter_host_latency_s, rel=1e-3)
     assert gather_s == pytest.approx(63 * RATES.inter_host_latency_s, rel=1e-3)
 
 
-def test_a_links_own_latency_counts():
+def test_latency_of_the_link_counts():
     plan, link = plan_of("tensor=8"), replace(HOST.intra_host, latency_s=1e-3)
     times = [
-        exchange_time(
+        op_time(
             CommunicationOp("all-gather", ("tensor",), "step", 8, 1),
             plan,
             replace(HOST, intra_host=each),
@@ -202,10 +213,10 @@ def test_a_links_own_latency_counts():
     assert times[1] - times[0] == pytest.approx(7 * (1e-3 - RATES.latency_s))
 
 
-def test_an_unknown_link_is_named():
+def test_error_about_unknown_speed_names_the_link():
     cluster = replace(HOST, intra_host=Link.unknown("somebody's cables"))
     with pytest.raises(PlanError, match="somebody's cables"):
-        exchange_time(
+        op_time(
             CommunicationOp("all-reduce", ("tensor",), "step", 8, 1),
             plan_of("tensor=8"),
             cluster,
@@ -218,7 +229,7 @@ def test_an_axis_of_one_device_takes_no_time_even_over_unknown_links():
     assert cluster.inter_host is not None
     assert cluster.inter_host.bytes_per_s is None
     assert (
-        exchange_time(
+        op_time(
             CommunicationOp("all-reduce", ("fsdp",), "step", 8, 1),
             plan_of("data=8"),
             cluster,

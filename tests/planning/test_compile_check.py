@@ -1,5 +1,5 @@
-"""Plans compiled for GPUs that are not here; where the compiler is not installed, all that needs
-none.
+"""Plans compiled for GPUs that are not here; tests that need the CUDA compiler are skipped where it
+is not installed.
 """
 
 import json
@@ -35,7 +35,7 @@ needs_compiler = pytest.mark.skipif(
 )
 
 
-def asked(mesh: str, cluster: Cluster, **settings: str) -> tuple[Config, Plan]:
+def config_and_plan(mesh: str, cluster: Cluster, **settings: str) -> tuple[Config, Plan]:
     config = Config(model=model_preset("llama-nano"), data=DataConfig(global_batch=32)).with_values(
         {
             "parallel.mesh": mesh,
@@ -84,7 +84,7 @@ REPORT = CompileReport(
 )
 
 
-def test_a_report_says_what_fits_what_waits_and_what_is_sent():
+def test_report_gives_fit_exposed_collectives_and_wire_bytes():
     assert REPORT.total_bytes == 71 * GIB
     assert REPORT.fits
     assert replace(REPORT, headroom_share=0.12).fits is False
@@ -101,7 +101,7 @@ def test_a_report_says_what_fits_what_waits_and_what_is_sent():
     assert json.loads(REPORT.to_json())["traffic"][0]["times"] == 3
 
 
-def test_the_gate_before_a_run_reads_the_executable_itself():
+def test_memory_check_before_a_run_reads_the_executable():
     compiled = (
         jax.jit(lambda x: (x + 1, jnp.sort(x)), donate_argnums=0)
         .lower(jnp.ones(1000))
@@ -128,9 +128,9 @@ def test_a_donated_array_counts_once():
     assert check_executable(analysis, 100).total_bytes == 91
 
 
-def test_what_cannot_be_compiled_says_why(monkeypatch):
+def test_compile_errors_say_why(monkeypatch):
     cluster = Cluster.parse("h100:8")
-    config, plan = asked("fsdp=8", cluster)
+    config, plan = config_and_plan("fsdp=8", cluster)
     monkeypatch.setattr(compile_check, "can_compile", lambda: False)
     with pytest.raises(PlanError, match=r"pip install 'optimus-jax\[plan-gpu\]'"):
         check(config, plan, cluster)
@@ -146,16 +146,16 @@ def test_what_cannot_be_compiled_says_why(monkeypatch):
         check(config, plan, cluster, timeout_s=0.01)
 
 
-def test_a_worker_that_dies_is_quoted(monkeypatch):
+def test_error_of_a_failed_compile_process_is_quoted(monkeypatch):
     cluster = Cluster.parse("h100:8")
-    config, plan = asked("fsdp=8", cluster)
+    config, plan = config_and_plan("fsdp=8", cluster)
     monkeypatch.setattr(compile_check, "can_compile", lambda: True)
     monkeypatch.setattr(compile_check, "WORKER", "optimus_jax.no_such_module")
     with pytest.raises(PlanError, match=r"does not compile(.|\n)*No module named"):
         check(config, plan, cluster)
 
 
-def test_every_target_is_of_a_known_accelerator():
+def test_every_compile_target_matches_a_known_accelerator():
     assert targets() == ("a100", "h100", "h200")
     for name in targets():
         text, accelerator = (
@@ -171,8 +171,8 @@ def test_every_target_is_of_a_known_accelerator():
         )
 
 
-def test_an_array_that_the_partitioner_makes_whole_is_named_with_its_rule(capfd):
-    """Really made whole, by an order of shards that no collective leads to."""
+def test_fully_rematerialised_array_is_named_with_its_logical_axes(capfd):
+    """XLA really rematerialises this array: no collective leads to its new order of shards."""
     mesh = jax.make_mesh((2, 4), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2)
     spec = lambda *axes: NamedSharding(mesh, PartitionSpec(*axes))  # noqa: E731
 
@@ -215,16 +215,16 @@ def test_an_array_that_the_partitioner_makes_whole_is_named_with_its_rule(capfd)
         ),
     ],
 )
-def test_only_dimensions_that_are_split_otherwise_are_blamed(before, after):
+def test_only_dims_whose_sharding_changes_are_named(before, after):
     cluster = Cluster.parse("h100:8")
-    config, plan = asked("data=2,tensor=4", cluster)
-    said = (
+    config, plan = config_and_plan("data=2,tensor=4", cluster)
+    message = (
         f"[SPMD] Involuntary full rematerialization. The compiler cannot go from sharding {before}"
         f" to {after} efficiently "
         f"for HLO operation %copy.1 = f32[16,8,{config.model.mlp_dim // 4}]{{2,1,0}} copy(%x),"
         ' metadata={op_name="jit(f)/here" stack_frame_id=3}.'
     )
-    assert rematerialised(f"{said}\n{said}\n", config, plan) == (
+    assert rematerialised(f"{message}\n{message}\n", config, plan) == (
         Rematerialised(
             array=f"f32[16,8,{config.model.mlp_dim // 4}]",
             source="jit(f)/here",
@@ -235,9 +235,9 @@ def test_only_dimensions_that_are_split_otherwise_are_blamed(before, after):
 
 @needs_compiler
 @pytest.mark.parametrize("name", ["h100", "h200"])
-def test_a_plan_for_two_hosts_compiles_and_says_what_it_sends(name):
+def test_plan_for_two_hosts_compiles_and_reports_wire_bytes(name):
     cluster = Cluster.parse(f"{name}:2x8")
-    config, plan = asked("data=2,fsdp=4,tensor=2", cluster, attention="xla")
+    config, plan = config_and_plan("data=2,fsdp=4,tensor=2", cluster, attention="xla")
     report = check(config, plan, cluster)
     assert report.fits
     assert (
@@ -264,9 +264,9 @@ def test_a_plan_for_two_hosts_compiles_and_says_what_it_sends(name):
 
 
 @needs_compiler
-def test_the_fused_kernel_is_compiled_if_the_plan_has_it():
+def test_fused_attention_of_the_plan_is_compiled():
     cluster = Cluster.parse("h100:8")
-    config, plan = asked("fsdp=8", cluster)
+    config, plan = config_and_plan("fsdp=8", cluster)
     assert plan.attention == "cudnn"
     fused = check(config, plan, cluster)
     plain = check(config, replace(plan, attention="xla"), cluster)

@@ -37,7 +37,7 @@ def terms(prediction: Prediction) -> dict[str, float]:
 @pytest.mark.parametrize("remat", ["none", "full"])
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("model", [GPT, LLAMA], ids=lambda model: model.name)
-def test_terms_add_up_and_shares_are_shares(model, mesh, remat):
+def test_terms_add_up_to_the_step_and_give_its_shares(model, mesh, remat):
     prediction = priced(plan_of(mesh, model, remat=remat, microbatches=8), model)
     times = terms(prediction)
     assert sum(times.values()) == pytest.approx(prediction.step_time_s)
@@ -50,7 +50,7 @@ def test_terms_add_up_and_shares_are_shares(model, mesh, remat):
     assert prediction.tokens_per_s == pytest.approx(BATCH * SEQ_LEN / prediction.step_time_s)
 
 
-def test_times_alone_are_those_of_the_terms():
+def test_term_times_equal_the_terms_of_the_prediction():
     plan = plan_of("pipe=2,fsdp=2,tensor=2", microbatches=8)
     times = term_times(GPT, plan, HOST, RATES, seq_len=SEQ_LEN, global_batch=BATCH)
     assert {name: time_s for name, time_s in times.items() if time_s} == terms(priced(plan))
@@ -75,7 +75,7 @@ def test_mfu_by_hand_and_unknown_in_float32():
 @pytest.mark.parametrize("stages", [2, 4])
 @pytest.mark.parametrize("microbatches", [4, 8, 16])
 @pytest.mark.parametrize("repeats", [1, 2])
-def test_the_bubble_is_that_of_the_formula(stages, microbatches, repeats):
+def test_bubble_time_equals_the_formula(stages, microbatches, repeats):
     """(p - 1) / (m v) of the time in layers and sends, the head not counted: idle slots do a
     layer's work but no head's.
     """
@@ -93,14 +93,14 @@ def test_the_bubble_is_that_of_the_formula(stages, microbatches, repeats):
     assert times["bubble"] == pytest.approx((stages - 1) / (microbatches * repeats) * working)
 
 
-def test_stages_that_go_on_by_themselves_wait_for_the_same_share_but_not_for_sends():
+def test_megatron_style_has_the_bubble_but_no_time_of_sends():
     times = terms(priced(plan_of("pipe=4", microbatches=8), style=MEGATRON))
     layers = sum(times[name] for name in ("attention", "feed-forward", "memory", "launching"))
     assert "pipe" not in times
     assert 3 / 8 * layers < times["bubble"] < 1.01 * 3 / 8 * layers
 
 
-def test_unequal_stages_last_as_long_as_the_longest():
+def test_unequal_stages_take_as_long_as_the_longest():
     even = terms(priced(plan_of("pipe=2", microbatches=8, stages=(24, 24))))
     uneven = terms(priced(plan_of("pipe=2", microbatches=8, stages=(16, 32))))
     assert uneven["bubble"] > even["bubble"] + 0.3 * (even["attention"] + even["feed-forward"])
@@ -118,7 +118,7 @@ def test_more_recomputing_takes_longer(mesh, attention):
     assert times[0] < times[3]
 
 
-def test_a_stage_that_is_computed_again_takes_a_forward_more():
+def test_recomputed_stage_costs_one_more_forward():
     kept, again = (
         terms(priced(plan_of("pipe=4", microbatches=8, keep=keep))) for keep in (True, False)
     )
@@ -135,7 +135,7 @@ def test_tensor_across_hosts_is_slower_than_inside():
     assert terms(across)["tensor"] > 5 * terms(intra_host)["tensor"]
 
 
-def test_fsdp_hides_behind_compute_as_far_as_overlap_allows():
+def test_overlap_slowdown_limits_how_far_fsdp_is_hidden():
     free, halved, none = (
         terms(priced(plan_of("fsdp=8"), rates=replace(RATES, overlap_slowdown=slowdown)))["fsdp"]
         for slowdown in (1.0, 1.5, 2.0)
@@ -154,13 +154,13 @@ def test_hidden_sends_cost_less_than_exposed_ones():
     assert hidden < exposed
 
 
-def test_more_devices_of_data_are_faster_but_not_as_many_times():
+def test_data_parallel_speedup_is_less_than_linear():
     times = [priced(plan_of(f"data={devices}")).step_time_s for devices in (1, 2, 4, 8)]
     for before, after in itertools.pairwise(times):
         assert before / 2 < after < before
 
 
-def test_corrections_scale_a_layer_and_narrow_the_interval_where_they_were_measured():
+def test_corrections_scale_a_layer_and_narrow_its_interval():
     plan = plan_of("data=8")
     place = shape_point(layer_shape(GPT, plan, seq_len=SEQ_LEN, global_batch=BATCH), 1)
     measured = replace(

@@ -1,4 +1,4 @@
-"""The profile beside a count of the batches themselves."""
+"""The data profile against counts over the batches themselves."""
 
 import json
 
@@ -17,7 +17,7 @@ EOS = 256
 
 
 def stream_of(lengths: list[int], *, is_open: bool = False) -> TokenStream:
-    """Documents of these lengths, their ends counted; with `is_open` the last has no end."""
+    """Documents of these lengths, each with its EOS; with `is_open` the last has none."""
     tokens = np.ones(sum(lengths), np.uint16)
     tokens[np.cumsum(lengths) - 1] = EOS
     if is_open:
@@ -31,7 +31,7 @@ def stream_of(lengths: list[int], *, is_open: bool = False) -> TokenStream:
     is_open=st.booleans(),
     block=st.integers(1, 50),
 )
-def test_shares_are_those_of_the_batches(lengths, seq_len, is_open, block):
+def test_profile_equals_counts_over_the_batches(lengths, seq_len, is_open, block):
     stream = stream_of(lengths, is_open=is_open)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(data_profile, "BLOCK_TOKENS", block)
@@ -63,7 +63,7 @@ def test_shares_are_those_of_the_batches(lengths, seq_len, is_open, block):
         assert profile.whole_share == pytest.approx(sum(whole) / profile.tokens_per_epoch)
 
 
-def test_lengths_and_padding():
+def test_length_quantiles_and_padded_share_by_hand():
     profile = profile_data(stream_of([10] * 3 + [20] * 6 + [100]), seq_len=16)
     assert profile.mean_length == 25
     assert profile.length_quantiles[0.25] == 10
@@ -80,8 +80,8 @@ def test_without_documents_every_token_is_trained_on():
     assert profile.packing_efficiency == 0.9, "the last window has no token to predict"
 
 
-def test_a_long_file_is_sampled_and_says_so(tmp_path, monkeypatch):
-    """Blocks spread over the file; the count of documents is carried over from them."""
+def test_profile_of_a_long_file_is_marked_as_an_estimate(tmp_path, monkeypatch):
+    """Blocks spread over the file are read; the number of documents is extrapolated from them."""
     monkeypatch.setattr(data_profile, "BLOCK_TOKENS", 1000)
     lengths = [40] * 1000
     tokenizer = ByteTokenizer()
@@ -101,7 +101,7 @@ def test_a_long_file_is_sampled_and_says_so(tmp_path, monkeypatch):
     assert profile_data(stream, seq_len=64).num_documents == header.num_documents
 
 
-def test_batch_sizes_can_be_dealt_out_and_leave_steps():
+def test_suggested_batch_sizes_leave_enough_steps_per_epoch():
     profile = profile_data(stream_of([50] * 2001), seq_len=50)
     assert profile.num_examples == 2000
     assert [size.global_batch for size in profile.batch_sizes()] == [1, 2, 3, 4, 6, 8, 12, 16]
@@ -113,7 +113,7 @@ def test_batch_sizes_can_be_dealt_out_and_leave_steps():
     assert profile_data(stream_of([50] * 3), seq_len=50).batch_sizes() == ()
 
 
-def test_warnings_name_what_the_data_cannot_give():
+def test_too_little_data_gives_warnings():
     profile = profile_data(stream_of([50] * 2001), seq_len=50)
     assert profile.warnings(global_batch=16, steps=100) == ()
     assert profile.warnings(global_batch=16, steps=250) == ("250 steps see the data 2.0 times",)

@@ -1,5 +1,5 @@
-"""Batches and clusters that divide better: which are near, and that what is said of them is what a
-search finds.
+"""Batches and clusters that divide better: which are near, and that the predicted gains are those
+that a search finds.
 """
 
 import math
@@ -30,12 +30,12 @@ from optimus_jax.planning.search.search import Pricing
 
 
 @given(number=st.integers(1, 5000))
-def test_divisors_and_factors(number):
+def test_divisors_and_prime_factors_by_definition(number):
     assert list(divisors(number)) == [each for each in range(1, number + 1) if number % each == 0]
     assert math.prod(prime**power for prime, power in prime_factors(number).items()) == number
 
 
-def test_a_batch_by_a_slip_of_the_pen_does_not_hang():
+def test_divisors_of_a_mistyped_huge_batch_do_not_hang():
     assert len(divisors(2 * 3 * 1_000_000_007)) == 8
 
 
@@ -50,7 +50,7 @@ def test_near_batches_are_near_and_divide_better(batch, num_devices):
         assert not found
 
 
-def test_the_batch_and_not_the_cluster_is_named_as_the_reason():
+def test_advice_names_the_batch_factor_and_the_gain_a_search_finds():
     found = search_plans(
         "llama3-8b", "h100:5x8", top=2, overrides={"global_batch": 64, "seq_len": 1024}
     )
@@ -62,12 +62,12 @@ def test_the_batch_and_not_the_cluster_is_named_as_the_reason():
         != []
     )
     for other in best.batch_advice:
-        [said] = find_plans(
+        [searched] = find_plans(
             "llama3-8b", "h100:5x8", top=1, global_batch=other.global_batch, seq_len=1024
         )
-        assert said.plan == other.plan
+        assert searched.plan == other.plan
         assert other.gain == pytest.approx(
-            said.prediction.tokens_per_s / best.prediction.tokens_per_s - 1
+            searched.prediction.tokens_per_s / best.prediction.tokens_per_s - 1
         )
         assert other.gain >= WORTH_REPORTING
     assert all(
@@ -80,12 +80,12 @@ def test_the_batch_and_not_the_cluster_is_named_as_the_reason():
     )
 
 
-def test_what_divides_is_not_searched_again():
-    said = []
+def test_batch_that_divides_starts_no_second_search():
+    messages = []
     found = search_plans(
-        "gpt2", "h100:2x8", top=1, progress=said.append, overrides={"global_batch": 64}
+        "gpt2", "h100:2x8", top=1, progress=messages.append, overrides={"global_batch": 64}
     )
-    assert not said
+    assert not messages
     assert not found.divisibility.is_worth_reporting
 
 
@@ -93,23 +93,23 @@ def test_what_divides_is_not_searched_again():
     ("cluster", "batch", "whole"),
     [("h100:8", 1, 8), ("h100:16x8", 2, 128), ("h100:7", 1, 7), ("h100:5", 24, None)],
 )
-def test_that_no_near_batch_is_better_is_said(cluster, batch, whole):
-    """With the nearest that leaves no device over; not where a near batch is better."""
+def test_report_says_when_no_near_batch_is_better(cluster, batch, whole):
+    """It then names the nearest batch that uses every device."""
     found = search_plans("gpt2", cluster, top=1, overrides={"global_batch": batch, "seq_len": 64})
-    said = found.divisibility
-    assert said.is_worth_reporting
-    assert (said.no_batch is None) == bool(said.batches)
+    report = found.divisibility
+    assert report.is_worth_reporting
+    assert (report.no_batch is None) == bool(report.batches)
     if whole is not None:
-        assert said.no_batch is not None
-        assert f"--global-batch {whole}, {whole // batch} times larger" in said.no_batch
+        assert report.no_batch is not None
+        assert f"--global-batch {whole}, {whole // batch} times larger" in report.no_batch
         assert math.gcd(whole, found.cluster.num_devices) == found.cluster.num_devices
 
 
 @given(batch=st.integers(1, 5000), num_devices=st.integers(2, 2048))
-def test_the_batch_that_leaves_none_over_is_the_nearest(batch, num_devices):
-    said = no_better(batch, num_devices, tried=near_batches(batch, num_devices))
-    if "--global-batch" in said and "devices divide is" in said:
-        whole = int(said.rpartition("--global-batch ")[2].partition(",")[0])
+def test_batch_that_uses_every_device_is_the_nearest(batch, num_devices):
+    text = no_better(batch, num_devices, tried=near_batches(batch, num_devices))
+    if "--global-batch" in text and "devices divide is" in text:
+        whole = int(text.rpartition("--global-batch ")[2].partition(",")[0])
         assert whole % num_devices == 0
         assert whole < num_devices + batch
     else:
@@ -119,11 +119,13 @@ def test_the_batch_that_leaves_none_over_is_the_nearest(batch, num_devices):
 
 
 def test_later_phases_are_planned_too():
-    """By either name; what has no plan is refused with the phase."""
-    asked = {"global_batch": 8, "seq_len": 64}
-    [first] = find_plans("gpt2-nano", "h100:8", top=1, **asked)
+    """By either name of the setting; a phase without a plan is refused and named."""
+    settings = {"global_batch": 8, "seq_len": 64}
+    [first] = find_plans("gpt2-nano", "h100:8", top=1, **settings)
     for name in ("phases", "data.phases"):
-        found = search_plans("gpt2-nano", "h100:8", top=2, overrides=asked | {name: "5:16x32,9:4"})
+        found = search_plans(
+            "gpt2-nano", "h100:8", top=2, overrides=settings | {name: "5:16x32,9:4"}
+        )
         best = found.plans[0]
         assert best.plan == first.plan
         assert [
@@ -135,10 +137,10 @@ def test_later_phases_are_planned_too():
         assert best.as_json()["later_phases"] == [each.as_json() for each in found.later]
         assert not found.plans[1].as_json()["later_phases"]
     with pytest.raises(PlanError, match=r"the batches after step 5 \(data.phases: "):
-        find_plans("gpt2-nano", "h100:8", top=1, mesh="data=8", phases="5:9", **asked)
+        find_plans("gpt2-nano", "h100:8", top=1, mesh="data=8", phases="5:9", **settings)
 
 
-def test_hosts_are_left_out_and_what_is_lost_is_said():
+def test_search_without_some_hosts_reports_lost_throughput():
     [whole] = find_plans("llama3-8b", "h100:8x8", top=1, global_batch=64, seq_len=1024)
     found = search_plans(
         "llama3-8b", "h100:8x8", top=1, without=1, overrides={"global_batch": 64, "seq_len": 1024}
@@ -161,7 +163,7 @@ def test_hosts_are_left_out_and_what_is_lost_is_said():
     )
 
 
-def test_without_counts_hosts_or_the_devices_of_one():
+def test_without_counts_hosts_or_devices_of_the_only_host():
     assert Cluster.parse("h100:2x8").without(1).inter_host is None
     for shape, number in (
         ("h100:4x8", 4),
@@ -174,7 +176,7 @@ def test_without_counts_hosts_or_the_devices_of_one():
             Cluster.parse(shape).without(number)
 
 
-def test_where_nothing_is_legal_what_would_be_is_named():
+def test_without_legal_plans_legal_alternatives_are_named():
     assert [
         each.num_hosts
         for each in smaller_clusters(
@@ -186,7 +188,7 @@ def test_where_nothing_is_legal_what_would_be_is_named():
         find_plans("gpt2-nano", "h100:13", global_batch=12, **{"model.num_heads": 8})
 
 
-def test_a_run_is_told_too_unless_its_batch_is_fixed():
+def test_run_gets_batch_advice_unless_its_batch_is_fixed():
     config = Config(model=model_preset("llama3-8b")).with_values(
         {"data.global_batch": 64, "data.seq_len": 1024}
     )

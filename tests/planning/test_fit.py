@@ -1,5 +1,5 @@
-"""A fit finds the rates that made some steps, bears outliers, and says how far its predictions
-carry.
+"""A fit recovers the rates that made some steps, is robust to outliers, and widens its interval far
+from measured shapes.
 """
 
 import math
@@ -12,7 +12,7 @@ from pricing import GPT, HOST, RATES, plan_of
 from optimus_jax.planning.cost.corrections import factor, likeness, spread
 from optimus_jax.planning.learning.fit import FITTED, Sample, fit_rates
 
-MADE = replace(
+TRUE_RATES = replace(
     RATES,
     matmul_flops_per_s=0.8 * RATES.matmul_flops_per_s,
     collective_share=0.5,
@@ -39,33 +39,33 @@ def samples(model=GPT, batches=(8, 16, 32), slower=lambda plan: 1.0) -> list[Sam
                 step_time_s=1.0,
             )
             found.append(
-                replace(sample, step_time_s=sample.predicted(MADE).step_time_s * slower(plan))
+                replace(sample, step_time_s=sample.predicted(TRUE_RATES).step_time_s * slower(plan))
             )
     return found
 
 
-def errors(rates, asked) -> np.ndarray:
+def errors(rates, targets) -> np.ndarray:
     return np.array(
-        [sample.predicted(rates).step_time_s / sample.step_time_s - 1 for sample in asked]
+        [sample.predicted(rates).step_time_s / sample.step_time_s - 1 for sample in targets]
     )
 
 
-def test_rates_that_made_the_samples_are_found():
+def test_fit_recovers_the_rates_that_made_the_samples():
     rates = fit_rates(samples(), RATES, fitted=LOOSE)
     for name in LOOSE:
-        assert getattr(rates, name) == pytest.approx(getattr(MADE, name), rel=0.03), name
+        assert getattr(rates, name) == pytest.approx(getattr(TRUE_RATES, name), rel=0.03), name
 
 
-def test_another_width_is_predicted():
+def test_fit_predicts_a_model_of_another_width():
     wider = replace(
         GPT, embed_dim=2 * GPT.embed_dim, head_dim=2 * GPT.head_dim, mlp_dim=2 * GPT.mlp_dim
     )
-    asked = samples(wider)
-    assert np.abs(errors(RATES, asked)).mean() > 0.1, "or there is nothing to learn"
-    assert np.abs(errors(fit_rates(samples(), RATES), asked)).mean() < 0.04
+    targets = samples(wider)
+    assert np.abs(errors(RATES, targets)).mean() > 0.1, "or there is nothing to learn"
+    assert np.abs(errors(fit_rates(samples(), RATES), targets)).mean() < 0.04
 
 
-def test_outliers_move_little():
+def test_outliers_hardly_move_the_fit():
     """One sample in nine took twice as long."""
     known = samples()
     spoilt = [
@@ -73,10 +73,10 @@ def test_outliers_move_little():
         for number, sample in enumerate(known)
     ]
     rates = fit_rates(spoilt, RATES, fitted=LOOSE)
-    assert rates.matmul_flops_per_s == pytest.approx(MADE.matmul_flops_per_s, rel=0.1)
+    assert rates.matmul_flops_per_s == pytest.approx(TRUE_RATES.matmul_flops_per_s, rel=0.1)
 
 
-def test_what_the_model_misses_is_told_by_shape():
+def test_corrections_by_shape_catch_what_rates_cannot_explain():
     """At tensor=4 steps take 30% longer, which no rate explains."""
     odd = lambda plan: 1.3 if plan.axes.tensor == 4 else 1.0  # noqa: E731
     known = samples(slower=odd)
@@ -86,7 +86,7 @@ def test_what_the_model_misses_is_told_by_shape():
     assert np.abs(errors(rates, deeper)).max() < 0.05, "another depth has the same shapes"
 
 
-def test_the_interval_is_narrow_where_shapes_were_measured_and_wide_elsewhere():
+def test_interval_is_narrow_near_measured_shapes_and_wide_elsewhere():
     known = samples()
     rates = fit_rates(known, RATES)
     near, far = spread(rates, "layer", known[0].place()), spread(rates, "layer", (2.0, 2.0, 0.0))
@@ -95,7 +95,7 @@ def test_the_interval_is_narrow_where_shapes_were_measured_and_wide_elsewhere():
     assert near < far / 3
 
 
-def test_the_prior_holds_where_samples_say_nothing():
+def test_rates_without_samples_keep_the_prior():
     rates = fit_rates(samples(), RATES)
     assert rates.inter_host_share == pytest.approx(RATES.inter_host_share), (
         "no sample has two hosts"

@@ -1,4 +1,4 @@
-"""Profiles are measured once for each setting, kept, and trusted only if they are whole."""
+"""Hardware profiles are measured once per setting, cached, and used only if they are intact."""
 
 import dataclasses
 import json
@@ -104,7 +104,7 @@ def profile_of_two(cache, **options):
 
 @pytest.fixture
 def no_probes(monkeypatch):
-    """After this, measuring is a failure."""
+    """A function after whose call measuring fails the test."""
 
     def forbidden(*_, **__):
         pytest.fail("measured again")
@@ -112,7 +112,7 @@ def no_probes(monkeypatch):
     return lambda: monkeypatch.setattr(hardware, "probe", forbidden)
 
 
-def kept_in(cache):
+def cached_file(cache):
     (path,) = cache.iterdir()
     return path
 
@@ -149,17 +149,17 @@ def test_a_profile_is_measured_once(tmp_path, no_probes):
 
 def test_refreshing_measures_again(tmp_path):
     first = profile_of_two(tmp_path)
-    text = kept_in(tmp_path).read_text()
+    text = cached_file(tmp_path).read_text()
     second = profile_of_two(tmp_path, refresh=True)
     assert second.probed != first.probed
-    assert kept_in(tmp_path).read_text() != text
+    assert cached_file(tmp_path).read_text() != text
 
 
-def test_progress_is_told(tmp_path):
-    told = []
-    profile_of_two(tmp_path, progress=lambda what, share: told.append(what))
-    assert told[0] == "launch"
-    assert len(told) == 1 + 1 + 1 + 5 * 2 + 1
+def test_progress_is_reported(tmp_path):
+    reported = []
+    profile_of_two(tmp_path, progress=lambda what, share: reported.append(what))
+    assert reported[0] == "launch"
+    assert len(reported) == 1 + 1 + 1 + 5 * 2 + 1
 
 
 @pytest.mark.parametrize(
@@ -178,12 +178,12 @@ def test_progress_is_told(tmp_path):
         {"platform": "cpu"},
     ],
 )
-def test_a_profile_belongs_to_its_setting(change):
+def test_change_of_the_setting_changes_its_digest(change):
     assert replace(SETTING, **change).digest != SETTING.digest
     assert {field.name for field in dataclasses.fields(Setting)} >= set(change)
 
 
-def test_xla_flags_are_read_in_any_order(monkeypatch):
+def test_order_of_xla_flags_does_not_matter(monkeypatch):
     def flags(text):
         monkeypatch.setenv("XLA_FLAGS", text)
         return Setting.now(jax.devices(), TINY, driver="550").xla_flags
@@ -207,9 +207,9 @@ def test_xla_flags_are_read_in_any_order(monkeypatch):
         lambda text: "\ud800",
     ],
 )
-def test_a_damaged_profile_is_a_warning_and_measured_again(tmp_path, damage, no_probes):
+def test_damaged_profile_warns_and_is_measured_again(tmp_path, damage, no_probes):
     first = profile_of_two(tmp_path)
-    kept_in(tmp_path).write_bytes(damage(first.to_json()).encode("utf-8", "surrogatepass"))
+    cached_file(tmp_path).write_bytes(damage(first.to_json()).encode("utf-8", "surrogatepass"))
     with pytest.warns(UserWarning, match="cannot be used"):
         second = profile_of_two(tmp_path)
     assert second.setting == first.setting
@@ -217,22 +217,22 @@ def test_a_damaged_profile_is_a_warning_and_measured_again(tmp_path, damage, no_
     assert profile_of_two(tmp_path) == second
 
 
-def test_a_profile_of_another_setting_is_not_believed(tmp_path):
+def test_profile_of_another_setting_is_not_used(tmp_path):
     first = profile_of_two(tmp_path)
-    kept_in(tmp_path).write_text(
+    cached_file(tmp_path).write_text(
         replace(first, setting=replace(first.setting, num_devices=4)).to_json()
     )
     with pytest.warns(UserWarning, match="another setting"):
         assert profile_of_two(tmp_path).setting.num_devices == 2
 
 
-def test_a_cache_that_cannot_be_written_is_a_warning(tmp_path):
+def test_unwritable_cache_is_a_warning(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.warns(UserWarning, match="cannot be kept"):
         assert profile_of_two(tmp_path / "file" / "cache").setting.num_devices == 2
 
 
-def test_the_cache_is_where_xdg_says(monkeypatch):
+def test_cache_directory_follows_xdg_cache_home(monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
     assert measurements_directory() == Path("/somewhere/optimus_jax/hardware")
     monkeypatch.setenv("XDG_CACHE_HOME", "")
@@ -240,14 +240,14 @@ def test_the_cache_is_where_xdg_says(monkeypatch):
     assert measurements_directory() == Path("/home/someone/.cache/optimus_jax/hardware")
 
 
-def test_the_largest_copy_says_how_fast_the_way_to_the_host_is():
+def test_host_link_speed_is_that_of_the_largest_copy():
     cluster = Cluster.parse("h100:2x8")
     assert PROFILE.cluster(cluster).to_host.bytes_per_s == 64 / 2e-9 != cluster.to_host.bytes_per_s
     unmeasured = replace(PROFILE, probed=replace(PROFILE.probed, host_copies=()))
     assert unmeasured.cluster(cluster).to_host == cluster.to_host
 
 
-def test_measured_links_take_the_place_of_published_ones():
+def test_measured_links_replace_published_ones():
     cluster = PROFILE.cluster(Cluster.parse("h100:2x8"))
     assert (cluster.intra_host.bytes_per_s, cluster.inter_host.bytes_per_s) == (380e9, 45e9)
     # A ring of 8 takes 14 steps, one of 2 takes 2.
@@ -258,7 +258,7 @@ def test_measured_links_take_the_place_of_published_ones():
     assert "2026-11-21" in cluster.intra_host.source
 
 
-def test_what_was_not_measured_stays_as_published():
+def test_unmeasured_links_stay_as_published():
     cluster = Cluster.parse("h100:4")
     assert replace(PROFILE.cluster(cluster), to_host=cluster.to_host) == cluster, (
         "four devices have a fit without a rate"
@@ -266,13 +266,13 @@ def test_what_was_not_measured_stays_as_published():
     assert PROFILE.fit(ALL_REDUCE, 3) is None
 
 
-def test_what_is_no_profile_says_so():
+def test_json_that_is_no_profile_raises():
     with pytest.raises((ConfigError, TypeError, ValueError)):
         HardwareProfile.from_json('{"a": 1}')
 
 
-def test_processes_share_the_first_one_s_profile(tmp_path):
-    """Each has a cache of its own, and the second one's stays empty: all measure, or none does."""
+def test_processes_share_the_profile_of_process_0(tmp_path):
+    """Each process has a cache; that of process 1 stays empty: all processes measure, or none."""
     program = textwrap.dedent("""
         import pathlib, sys, jax
         jax.config.update("jax_platforms", "cpu")

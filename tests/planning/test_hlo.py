@@ -1,5 +1,5 @@
-"""Reading compiled programs: small ones, compiled here, whose work is known; and lines as GPUs'
-programs have them.
+"""Parsing compiled HLO: small programs compiled here, whose work is known, and lines as in programs
+for GPUs.
 """
 
 from functools import partial
@@ -28,7 +28,7 @@ def on_mesh(function, *arrays) -> HloProgram:
     return HloProgram(jax.jit(mapped).lower(*arrays).compile().as_text())
 
 
-def test_flops_of_a_matmul_count_every_round_of_every_loop():
+def test_matmul_flops_count_every_iteration_of_every_loop():
     x, w = jnp.ones((4, 5, 32)), jnp.ones((32, 32))
 
     def nested(x, w):
@@ -44,7 +44,7 @@ def test_flops_of_a_matmul_count_every_round_of_every_loop():
     )
 
 
-def test_a_loop_whose_length_is_data_counts_once_and_is_named():
+def test_loop_of_unknown_length_counts_once_and_is_listed():
     def until(x, w):
         return lax.while_loop(lambda x: x.sum() < 100, lambda x: x @ w + 1, x)
 
@@ -76,7 +76,7 @@ def test_branches_count_as_if_always_taken():
         (("pipe",), "collective-permute", 8 * 4 * 4, 8 * 4 * 4),
     ],
 )
-def test_collectives_by_mesh_axis_bytes_and_rounds(axes, kind, payload, wire):
+def test_collectives_have_mesh_axes_bytes_and_iterations(axes, kind, payload, wire):
     operation = {
         "all-reduce": lambda x: lax.psum(x, axes),
         "all-gather": lambda x: lax.all_gather(x, axes, axis=0, tiled=True)[:8],
@@ -95,7 +95,7 @@ def test_collectives_by_mesh_axis_bytes_and_rounds(axes, kind, payload, wire):
     )
 
 
-def test_two_axes_are_told_apart():
+def test_collectives_over_two_axes_are_told_apart():
     program = on_mesh(lambda x: lax.psum(jnp.sin(lax.psum(x, "fsdp")), "tensor"), jnp.ones((8, 4)))
     assert [each.axes(SIZES) for each in program.collectives()] == [("fsdp",), ("tensor",)]
 
@@ -111,7 +111,7 @@ def test_two_axes_are_told_apart():
         ("(f32[2]{0}, /*index=1*/(u8[5]{0}, token[]))", 13),
     ],
 )
-def test_bytes_of_shapes(shape, num_bytes):
+def test_shape_bytes_of_every_notation(shape, num_bytes):
     assert shape_bytes(shape) == num_bytes
 
 
@@ -148,7 +148,7 @@ replica_groups={{0,1,2,3},{4,5,6,7}}, dimensions={0}
 """
 
 
-def test_what_runs_while_a_collective_is_under_way():
+def test_work_that_overlaps_each_collective_is_counted():
     found = {each.kind: each for each in HloProgram(GPU).collectives()}
     assert {kind: each.work_under for kind, each in found.items()} == {
         "collective-permute": 2,
@@ -163,7 +163,7 @@ def test_what_runs_while_a_collective_is_under_way():
     assert found["all-reduce"].groups == (tuple(range(8)),), "none given: all devices"
 
 
-def test_a_gradients_scatter_on_several_devices_is_counted_with_the_program_that_jax_compiles():
+def test_psum_scatter_on_a_cpu_counts_as_an_all_reduce_of_the_whole():
     program = on_mesh(partial(lax.psum_scatter, axis_name="tensor", tiled=True), jnp.ones((8, 4)))
     # A CPU has no reduce-scatter: XLA writes it as an all-reduce of the whole.
     assert sum(each.payload_bytes for each in program.collectives()) == 8 * 4 * 4

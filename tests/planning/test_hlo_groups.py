@@ -1,6 +1,4 @@
-"""Groups of devices in all the ways in which XLA writes them, and as the compiler that is there
-writes them.
-"""
+"""Replica groups in every notation of XLA, and as the installed compiler writes them."""
 
 import re
 
@@ -23,7 +21,7 @@ from optimus_jax.planning.ahead_of_time.hlo_groups import counted_groups, groups
         ("[1,3]<=[3]", ((0, 1, 2),)),
     ],
 )
-def test_counted(text, groups):
+def test_iota_replica_groups_are_parsed(text, groups):
     assert counted_groups(text) == groups
     assert groups_of(f"channel_id=1, replica_groups={text}, dimensions={{0}}", 8) == groups
 
@@ -37,7 +35,7 @@ def test_counted(text, groups):
         ("to_apply=%add", (tuple(range(8)),)),
     ],
 )
-def test_listed(text, groups):
+def test_listed_replica_groups_are_parsed(text, groups):
     assert groups_of(text, 8) == groups
 
 
@@ -59,13 +57,13 @@ def test_listed(text, groups):
         ("mesh[x=2,y=2] {y}", ((0, 1), (2, 3))),
     ],
 )
-def test_by_axes_of_a_mesh(text, groups):
+def test_replica_groups_by_mesh_axes_are_parsed(text, groups):
     assert (
         groups_of(f"channel_id=1, replica_groups={text}, use_global_device_ids=true", 8) == groups
     )
 
 
-def test_an_unknown_form_is_not_taken_for_everyone():
+def test_unknown_notation_of_groups_is_an_error():
     with pytest.raises(ValueError, match="not known: replica_groups=torus"):
         groups_of("replica_groups=torus(2,4)", 8)
 
@@ -73,7 +71,7 @@ def test_an_unknown_form_is_not_taken_for_everyone():
 @pytest.mark.parametrize(
     "axes", [("data",), ("fsdp",), ("tensor",), ("data", "tensor"), ("data", "fsdp", "tensor")]
 )
-def test_what_this_compiler_writes(axes):
+def test_replica_groups_of_the_installed_compiler_are_parsed(axes):
     mesh = Mesh(
         np.array(jax.devices()[:8]).reshape(2, 2, 2),
         ("data", "fsdp", "tensor"),

@@ -52,7 +52,7 @@ def test_axis_sizes_are_all_factorisations(num_devices):
 
 
 @pytest.mark.parametrize("num_devices", [1, 6, 8, 12])
-def test_every_layout_is_legal_and_there_only_once(num_devices):
+def test_every_layout_is_legal_and_listed_once(num_devices):
     topology = replace(CPU, num_devices=num_devices)
     found = legal(topology)
     for plan in found:
@@ -62,8 +62,8 @@ def test_every_layout_is_legal_and_there_only_once(num_devices):
 
 
 @pytest.mark.slow
-def test_what_a_person_may_type_is_among_them():
-    """All meshes, ZeRO stages, rules, schedules and microbatches by brute force, but for those that
+def test_every_legal_combination_of_settings_is_listed():
+    """All meshes, ZeRO stages, rules, schedules and microbatches by brute force, except those that
     the module leaves out.
     """
     found, tried = set(legal()), 0
@@ -78,14 +78,14 @@ def test_what_a_person_may_type_is_among_them():
             continue
         if repeats > 1 and MODEL.num_layers % (axes.pipe * repeats):
             continue
-        asked = config(
+        requested = config(
             zero=zero,
             rules=rules,
             microbatches=microbatches,
             repeats=repeats if repeats > 1 else None,
         )
         try:
-            plan = plan_for(asked, axes, CPU)
+            plan = plan_for(requested, axes, CPU)
             plan.validate(MODEL, global_batch=24)
         except PlanError:
             continue
@@ -94,7 +94,7 @@ def test_what_a_person_may_type_is_among_them():
     assert tried == len(found)
 
 
-def test_what_is_not_legal_says_why():
+def test_rejected_layouts_say_why():
     reasons = {
         rejection.layouts: rejection.reason
         for rejection in layouts(config(), CPU)
@@ -125,18 +125,18 @@ def test_what_is_not_legal_says_why():
         ({"remat": "full"}, lambda plan: plan.remat == "full"),
     ],
 )
-def test_what_the_user_fixed_is_kept(settings, holds):
+def test_settings_that_the_user_fixed_are_kept(settings, holds):
     found = legal(**settings)
     assert found
     assert all(holds(plan) for plan in found)
     assert len(found) < len(legal()) or "remat" in settings
 
 
-def test_recomputing_rises_from_none():
+def test_memory_fallbacks_recompute_more_and_more():
     plan = next(plan for plan in legal() if plan.pipeline is not None)
-    ladder = memory_fallbacks(config(), plan, "cpu")
-    assert ladder[0] == plan
-    assert [(each.remat, each.pipeline.keep_residuals) for each in ladder] == [
+    fallbacks = memory_fallbacks(config(), plan, "cpu")
+    assert fallbacks[0] == plan
+    assert [(each.remat, each.pipeline.keep_residuals) for each in fallbacks] == [
         (remat, keep) for keep in (True, False) for remat in ("none", "selective", "dots", "full")
     ]
     fixed = next(
@@ -146,7 +146,7 @@ def test_recomputing_rises_from_none():
     assert fixed.remat == "dots"
 
 
-def test_the_hosts_memory_comes_last_and_on_gpus_alone():
+def test_host_offload_is_the_last_fallback_and_only_on_gpus():
     staged = next(plan for plan in legal() if plan.pipeline is not None)
     plan = next(plan for plan in legal() if plan.pipeline is None)
     policies = ["none", "selective", "dots", "full"]
@@ -166,7 +166,7 @@ def test_the_hosts_memory_comes_last_and_on_gpus_alone():
     }
 
 
-def test_layouts_are_offloaded_as_asked():
+def test_layouts_offload_what_the_config_says():
     for offload in ("activations", "optimizer", "all"):
         found = legal(offload=offload)
         assert {plan.offload for plan in found} == {offload}
@@ -175,6 +175,6 @@ def test_layouts_are_offloaded_as_asked():
     assert not legal(offload="all", remat="dots")
 
 
-def test_a_wrong_setting_is_an_error_and_no_rejection():
+def test_wrong_setting_raises_instead_of_rejecting_layouts():
     with pytest.raises(PlanError, match="cuDNN"):
         list(layouts(config(attention="cudnn"), CPU))

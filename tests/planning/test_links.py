@@ -5,7 +5,7 @@ import pytest
 from optimus_jax.errors import ConfigError
 from optimus_jax.planning.profiles.links import Link, with_speed
 
-USUAL = Link(name="NVLink 4", bytes_per_s=450e9, latency_s=None, source="a data sheet")
+PUBLISHED = Link(name="NVLink 4", bytes_per_s=450e9, latency_s=None, source="a data sheet")
 
 
 @pytest.mark.parametrize(
@@ -23,7 +23,7 @@ USUAL = Link(name="NVLink 4", bytes_per_s=450e9, latency_s=None, source="a data 
     ],
 )
 def test_speeds_and_latencies_are_read(text, bytes_per_s, latency_s):
-    link = with_speed(USUAL, text)
+    link = with_speed(PUBLISHED, text)
     assert link.bytes_per_s == pytest.approx(bytes_per_s)
     assert link.latency_s == (None if latency_s is None else pytest.approx(latency_s))
     assert link.source == f"given as {text}"
@@ -47,16 +47,16 @@ def test_speeds_and_latencies_are_read(text, bytes_per_s, latency_s):
         "5 m",
     ],
 )
-def test_anything_else_is_refused_with_an_example(text):
+def test_malformed_speed_is_refused_with_an_example(text):
     with pytest.raises(ConfigError, match="50GB/s,5us"):
-        with_speed(USUAL, text)
+        with_speed(PUBLISHED, text)
 
 
-def test_a_link_of_another_speed_loses_its_name_and_one_of_another_latency_keeps_it():
-    assert with_speed(USUAL, "5us").name == "NVLink 4"
-    assert with_speed(USUAL, "50GB/s").name == "given link"
+def test_new_speed_renames_the_link_and_new_latency_does_not():
+    assert with_speed(PUBLISHED, "5us").name == "NVLink 4"
+    assert with_speed(PUBLISHED, "50GB/s").name == "given link"
 
 
-def test_what_is_unknown_is_shown_as_unknown():
+def test_unknown_speed_is_shown_as_unknown():
     assert str(Link.unknown("network")) == "network (unknown speed)"
     assert str(with_speed(Link.unknown("network"), "50GB/s,5us")) == "given link (50 GB/s, 5 us)"

@@ -1,4 +1,4 @@
-"""Which candidates are tried, with trials that are made up."""
+"""Which candidate plans are tried, with fake trials."""
 
 from dataclasses import replace
 
@@ -25,7 +25,7 @@ RANKED = search(
 
 
 class Trials:
-    """Runs that take `factors` times what is predicted, in turn; None: does not fit."""
+    """Fake trials that take `factors` times the prediction, in turn; None: does not fit."""
 
     def __init__(self, factors, compile_s=10.0):
         self.factors, self.compile_s, self.tried = factors, compile_s, []
@@ -48,7 +48,7 @@ class Trials:
         )
 
 
-def test_a_long_run_tries_three_and_keeps_the_fastest():
+def test_long_run_tries_three_plans_and_keeps_the_fastest():
     trials = Trials([1.0, 1.3, 0.8])
     measured = measure(RANKED, trials, num_steps=10**6, most=3, spread=0.25)
     assert trials.tried == [candidate.plan for candidate in RANKED[:3]]
@@ -56,14 +56,14 @@ def test_a_long_run_tries_three_and_keeps_the_fastest():
     assert len(measured.trials) == 3
 
 
-def test_a_short_run_tries_nothing():
+def test_short_run_tries_no_plan():
     trials = Trials([1.0, 1.0, 1.0])
     measured = measure(RANKED, trials, num_steps=20, most=3, spread=0.25)
     assert (measured.plan, measured.trials, trials.tried) == (RANKED[0].plan, (), [])
     assert "expected to save" in measured.why
 
 
-def test_trying_ends_where_compiling_costs_more_than_it_can_save():
+def test_trials_end_when_compiling_costs_more_than_it_can_save():
     """The first trial shows that compiling takes an hour."""
     trials = Trials([1.0, 1.0, 1.0], compile_s=3600.0)
     measured = measure(RANKED, trials, num_steps=5000, most=3, spread=0.25)
@@ -84,7 +84,7 @@ def test_candidates_outside_the_interval_are_not_tried():
     assert trials.tried == []
 
 
-def test_what_does_not_fit_is_passed_over():
+def test_candidates_that_do_not_fit_are_skipped():
     trials = Trials([None, 1.0, 1.1, 1.2])
     assert measure(RANKED, trials, num_steps=10**6, most=3, spread=0.25).plan == RANKED[1].plan
     later = measure(
@@ -95,7 +95,7 @@ def test_what_does_not_fit_is_passed_over():
         measure(RANKED, Trials([None] * 6), num_steps=10**6, most=3, spread=0.25)
 
 
-def test_the_expected_gain():
+def test_expected_gain_by_hand():
     assert expected_gain(1.0, [1.0], 0.0) == 0.0
     assert expected_gain(1.0, [0.9], 0.0) == pytest.approx(0.1)
     # E max(0, 1 - exp(s z)) of a standard normal z is Phi(0) - exp(s^2 / 2) Phi(-s).

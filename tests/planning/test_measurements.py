@@ -1,4 +1,4 @@
-"""Fits give back what they were made from."""
+"""Fits recover the latencies and rates that made the times."""
 
 import dataclasses
 import math
@@ -48,8 +48,8 @@ def test_a_fit_of_exact_times_is_exact(kind, axis_size, latency_s, bytes_per_s):
     (fit,) = fit_collectives(times)
     for time in times:
         assert fit.time_s(time.num_bytes) == pytest.approx(time.time_s, rel=EXACT)
-    # The largest message says least of the latency, the smallest least of the rate: what rounding
-    # leaves of them.
+    # The time of the largest message hides the latency most: its rounding error is what the
+    # latency may be off by.
     assert fit.latency_s == pytest.approx(latency_s, rel=EXACT * (1 + times[-1].time_s / latency_s))
 
 
@@ -77,9 +77,9 @@ def test_each_kind_and_axis_has_its_own_fit_and_one_message_has_none():
     )
 
 
-def test_what_a_device_sends():
-    """Of a message of 8 MB among 4: three quarters of it, twice for an all-reduce; a permute sends
-    all.
+def test_wire_bytes_of_each_collective_by_hand():
+    """Of 8 MB among four devices: three quarters, twice that for an all-reduce; a permute sends all
+    of it.
     """
     sent = {kind: collective(kind, 4, num_bytes=8_000_000).wire_bytes for kind in WIRE_SHARE}
     assert sent == {
@@ -91,11 +91,11 @@ def test_what_a_device_sends():
     }
 
 
-def test_rates():
+def test_memory_rate_is_bytes_over_time():
     assert MemoryTime(num_bytes=100, time_s=0.5).bytes_per_s == 200
 
 
-def test_overlap_is_free_doubles_the_time_or_lies_between():
+def test_overlap_slowdown_is_at_least_one():
     time = OverlapTime(matmul_s=1.0, collective_s=0.9, together_s=1.3)
     assert time.slowdown == 1.3
     assert dataclasses.replace(time, together_s=1.9).slowdown == 1.9

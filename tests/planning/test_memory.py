@@ -1,5 +1,5 @@
-"""The estimate beside the compiled program's own figure, on a CPU and for GPUs, and what has to
-make it smaller.
+"""The memory estimate against the compiled program's own figure, on a CPU and for GPUs, and which
+settings have to lower it.
 """
 
 from dataclasses import replace
@@ -79,7 +79,7 @@ def estimated(config: Config, plan: Plan) -> MemoryEstimate:
         ("llama-nano", "pipe=4,tensor=2", {"microbatches": 8, "layers": 6, "send_slack": True}),
     ],
 )
-def test_the_estimate_is_near_what_xla_allocates(model, mesh, settings):
+def test_memory_estimate_is_near_what_xla_allocates(model, mesh, settings):
     config, plan = planned(model, mesh, **settings)
     program = build_program(config, plan, jax.devices()[: plan.num_devices])
     state, rows = program.abstract_state(), program.abstract_batch()
@@ -149,7 +149,7 @@ COMPILED_FOR_GPUS = 0.04
         ("llama3.2-1b 4096 16 data=1", "remat=full attention=cudnn", 29.40),
     ],
 )
-def test_the_estimate_is_near_what_xla_allocates_on_a_gpu(plan, settings, compiled_gib):
+def test_memory_estimate_is_near_what_xla_allocates_on_a_gpu(plan, settings, compiled_gib):
     """Figures of steps compiled for H100s by benchmarks/planner_memory.py, of the last two for an
     H200 by benchmarks/gpu/compiled.py: model, tokens, rows of a microbatch on a device, mesh.
     """
@@ -172,7 +172,7 @@ def test_the_estimate_is_near_what_xla_allocates_on_a_gpu(plan, settings, compil
     assert estimate.total / 2**30 == pytest.approx(compiled_gib, rel=COMPILED_FOR_GPUS)
 
 
-def test_weights_of_attention_count_only_where_a_kernel_keeps_them():
+def test_attention_weights_count_only_if_the_kernel_keeps_them():
     config, plan = planned("gpt2", "data=8", attention="xla")
     fused = replace(plan, attention="cudnn")
     assert estimated(config, fused).activations < estimated(config, plan).activations
@@ -201,8 +201,8 @@ def test_stages_share_states_and_schedules_differ_in_activations(model):
     assert uneven.activations > four.activations
 
 
-def test_rings_of_1f1b_do_not_grow_with_the_microbatches():
-    """Microbatches of the same size: twice as many of them in twice the batch."""
+def test_activations_of_1f1b_do_not_grow_with_microbatches():
+    """Microbatches keep their size: there are twice as many in twice the batch."""
 
     def activations(schedule: str, microbatches: int) -> int:
         config, plan = planned("gpt2", "pipe=4", schedule=schedule, microbatches=8)

@@ -1,5 +1,5 @@
-"""Closed forms beside three other counts of the same: published formulas, what autodiff keeps, and
-products in the compiled step.
+"""Closed forms against three other counts: published formulas, what autodiff saves, and matmuls in
+the compiled step.
 """
 
 import json
@@ -31,8 +31,8 @@ from optimus_jax.training.step import COMPUTE_DTYPES, build_program
 
 NANOS = ("gpt2-nano", "llama-nano")
 CLOSED_FORM = 0.01
-"""Asked of the profile. Measured: 0.11% at most, since the program pads the vocabulary of 257 to
-264 rows."""
+"""Relative tolerance. Measured: 0.11% at most, since the program pads the vocabulary of 257 to 264
+rows."""
 
 
 def published_params(model: ModelConfig) -> float:
@@ -58,7 +58,7 @@ def published_params(model: ModelConfig) -> float:
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_parameters_are_those_of_the_published_formula(name):
+def test_num_params_equals_the_published_formula(name):
     model = model_preset(name)
     profile = profile_model(model, seq_len=128, precision="bf16", kernel="cudnn")
     assert profile.num_params == pytest.approx(published_params(model), rel=1e-12), (
@@ -73,7 +73,7 @@ def test_parameters_are_those_of_the_published_formula(name):
 
 
 @pytest.mark.parametrize("name", ["gpt2", "gpt2-xl"])
-def test_what_counts_is_the_published_formula_with_half_of_its_attention(name):
+def test_model_flops_are_the_published_ones_with_half_the_attention(name):
     """72 B s l h^2 (1 + s/6h + V/12lh), Narayanan et al. 2021: its middle term has no mask."""
     model, s = model_preset(name), 1024
     h, layers = model.embed_dim, model.num_layers
@@ -90,7 +90,7 @@ def test_what_counts_is_the_published_formula_with_half_of_its_attention(name):
     )
 
 
-def test_the_kernel_in_blocks_computes_more_pairs_than_count():
+def test_blockwise_attention_computes_more_than_the_causal_pairs():
     assert computed_pairs(256, "xla") == 256 * 64 + 192 * 64 + 128 * 64 + 64 * 64, (
         "four blocks of 64 queries, each with all keys up to its last"
     )
@@ -107,7 +107,7 @@ def test_the_kernel_in_blocks_computes_more_pairs_than_count():
         if name == "gpt2-nano" or remat == "full"
     ],
 )
-def test_computed_flops_are_those_of_the_compiled_step(name, remat):
+def test_computed_flops_equal_those_of_the_compiled_step(name, remat):
     """Loss, gradient and update, as a run compiles them for one device."""
     config = Config(model=replace(model_preset(name), num_layers=2)).with_values(
         {"parallel.remat": remat, "data.global_batch": 4}
@@ -127,7 +127,7 @@ def test_computed_flops_are_those_of_the_compiled_step(name, remat):
     )
 
 
-def kept_by_autodiff(
+def saved_by_autodiff(
     model: ModelConfig,
     remat: RematPolicy,
     precision: Precision,
@@ -184,7 +184,7 @@ def kept_by_autodiff(
         ("gpt2-nano", "bf16", "cudnn"),
     ],
 )
-def test_activation_bytes_are_what_autodiff_keeps(
+def test_activation_bytes_equal_what_autodiff_saves(
     name, precision, kernel, remat, documents, monkeypatch
 ):
     # No cuDNN is needed to trace, only to compile; JAX asks for its version anyway.
@@ -193,12 +193,12 @@ def test_activation_bytes_are_what_autodiff_keeps(
     )
     model = model_preset(name)
     sizes = {"kernel": kernel, "seq_len": 256, "itemsize": ITEM_BYTES[precision]}
-    layer, shared = kept_by_autodiff(model, remat, precision, kernel, documents)
+    layer, shared = saved_by_autodiff(model, remat, precision, kernel, documents)
     assert saved_bytes(model, remat, **sizes).total == layer
     assert saved_once_bytes(model, remat, respect_documents=documents, **sizes) == shared
 
 
-def test_devices_that_share_heads_and_hidden_width_keep_their_part():
+def test_tensor_devices_save_their_share_of_activations():
     model = model_preset("llama-nano")
     one, four = (
         saved_bytes(

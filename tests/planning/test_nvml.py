@@ -1,4 +1,4 @@
-"""What a driver says is taken over; what it does not say is None."""
+"""Facts that the driver reports are read; those that it does not report are None."""
 
 import re
 import sys
@@ -13,7 +13,7 @@ from optimus_jax.planning.profiles.nvml import SWITCH, Gpu, NvLink, NvmlFacts, r
 
 
 class NvmlError(Exception):
-    """The fake's own."""
+    """The error of the fake library."""
 
 
 CONSTANTS = {
@@ -46,7 +46,7 @@ def driver(**functions):
 
 
 def h100s(**functions):
-    """Two GPUs of which all is known: port 0 to a switch, port 1 to the other GPU, port 2 down."""
+    """Two GPUs that report everything: port 0 to a switch, port 1 to the other GPU, port 2 down."""
 
     def links(answers):
         return lambda handle, port: answers[port] if port < len(answers) else refuse()
@@ -81,7 +81,7 @@ def h100s(**functions):
     return driver(**{**known, **functions})
 
 
-def test_all_that_the_driver_says_is_taken_over_in_si_units():
+def test_driver_facts_are_read_in_si_units():
     facts = read_nvml(h100s())
     assert (facts.missing, facts.driver, facts.cuda, len(facts.gpus)) == (
         None,
@@ -113,7 +113,7 @@ def test_all_that_the_driver_says_is_taken_over_in_si_units():
     assert facts.paths == ((None, "between NUMA nodes"), ("between NUMA nodes", None))
 
 
-def test_what_a_driver_does_not_support_is_none():
+def test_facts_that_the_driver_does_not_support_are_none():
     facts = read_nvml(driver())
     assert facts == NvmlFacts(missing=None, gpus=facts.gpus, paths=((None, None), (None, None)))
     assert facts.gpus[0].nvlinks == ()
@@ -133,7 +133,7 @@ def test_what_a_driver_does_not_support_is_none():
         "NVML_NVLINK_DEVICE_TYPE_SWITCH",
     ],
 )
-def test_an_older_library_lacks_a_name_and_costs_that_field_only(name):
+def test_name_missing_in_an_older_library_costs_only_its_field(name):
     module = h100s()
     delattr(module, name)
     facts = read_nvml(module)
@@ -148,17 +148,17 @@ def test_a_host_without_gpus_or_a_lost_gpu_is_no_failure():
     assert [gpu.pci_address for gpu in lost.gpus] == ["00000000:1B:00.0"]
 
 
-def test_without_a_driver_the_reason_is_kept():
+def test_reason_is_kept_without_a_driver():
     def no_driver():
         raise NvmlError("NVML Shared Library Not Found")
 
-    asked = []
-    facts = read_nvml(driver(nvmlInit=no_driver, nvmlShutdown=lambda: asked.append("shutdown")))
+    shutdowns = []
+    facts = read_nvml(driver(nvmlInit=no_driver, nvmlShutdown=lambda: shutdowns.append("shutdown")))
     assert facts == NvmlFacts(missing="NVML Shared Library Not Found")
-    assert not asked, "what was not begun is not ended"
+    assert not shutdowns, "what was not begun is not ended"
 
 
-def test_the_real_library_raises_what_is_caught(monkeypatch):
+def test_error_of_the_real_library_is_caught(monkeypatch):
     def not_found():
         raise pynvml.NVMLError(pynvml.NVML_ERROR_LIBRARY_NOT_FOUND)
 
@@ -168,12 +168,12 @@ def test_the_real_library_raises_what_is_caught(monkeypatch):
     )
 
 
-def test_without_the_library_the_reason_is_kept(monkeypatch):
+def test_reason_is_kept_without_the_library(monkeypatch):
     monkeypatch.setitem(sys.modules, "pynvml", None)
     assert "pynvml" in read_nvml().missing
 
 
-def test_the_driver_is_let_go_even_after_an_error():
+def test_nvml_is_shut_down_even_after_an_error():
     ended = []
 
     def broken(*_):
@@ -184,7 +184,7 @@ def test_the_driver_is_let_go_even_after_an_error():
     assert ended == [True]
 
 
-def test_every_name_that_is_asked_for_is_in_the_real_library():
+def test_every_nvml_name_that_is_used_exists_in_the_library():
     names = re.findall(r'"(nvml[A-Z]\w+|NVML_\w+)"', Path(nvml.__file__).read_text())
     assert len(names) > 20
     assert [name for name in names if not hasattr(pynvml, name)] == []

@@ -1,4 +1,4 @@
-"""Work is counted as in closed form, and takes longer where a device is worse at it."""
+"""Work follows the closed forms, and takes longer where a device is less efficient."""
 
 from dataclasses import replace
 
@@ -21,7 +21,7 @@ from optimus_jax.planning.cost.work import Work, matmul
 
 
 @pytest.mark.parametrize("model", [GPT, LLAMA], ids=lambda model: model.name)
-def test_flops_of_a_step_without_remat_are_the_models(model):
+def test_step_flops_without_remat_equal_the_models_flops(model):
     """All but the fused kernel's backward, which computes the scores again: 3.5 times forward,
     where the model's FLOPs count 3.
     """
@@ -55,12 +55,12 @@ def test_tensor_splits_all_matmuls_evenly(attention):
         )
 
 
-def test_fewer_key_value_heads_than_devices_are_computed_by_each_device_that_needs_them():
+def test_kv_heads_fewer_than_devices_are_computed_on_several():
     shape = layer_shape(LLAMA, plan_of("tensor=16", LLAMA), seq_len=128, global_batch=1)
     assert (LLAMA.num_kv_heads, shape.heads, shape.kv_heads) == (8, 2, 1)
 
 
-def test_unfused_attention_moves_scores_and_computes_more_than_the_causal_half():
+def test_unfused_attention_moves_scores_and_computes_more_pairs():
     fused, unfused = (
         layer_work(
             layer_shape(GPT, plan_of("data=1", attention=kernel), seq_len=1024, global_batch=1),
@@ -77,7 +77,7 @@ def test_unfused_attention_moves_scores_and_computes_more_than_the_causal_half()
 @pytest.mark.parametrize(
     ("style", "whole"), [(OURS, False), (MEGATRON, True)], ids=["ours", "megatron"]
 )
-def test_full_remat_repeats_the_last_product_only_where_nothing_drops_it(style, whole):
+def test_full_remat_repeats_the_last_matmul_only_in_megatron_style(style, whole):
     shape = layer_shape(LLAMA, plan_of("data=1", LLAMA), seq_len=1024, global_batch=8)
     quick = replace(RATES, memory_bytes_per_s=1e30, launch_s=0.0, interpreter_launch_s=0.0)
     times = layer_time(shape, shape_point(shape, 1), "full", False, (0, 0), quick, style)
@@ -85,8 +85,8 @@ def test_full_remat_repeats_the_last_product_only_where_nothing_drops_it(style, 
     assert times.again == pytest.approx(times.forward - (0 if whole else last))
 
 
-def test_softmax_that_cannot_be_fused_costs_more():
-    """Megatron's wants sequences times heads in fours."""
+def test_softmax_that_cannot_be_fused_costs_more_kernels():
+    """Megatron's fused softmax needs sequences times heads to be a multiple of four."""
     two, four = (
         layer_work(
             layer_shape(GPT, plan_of("data=1", attention="xla"), seq_len=64, global_batch=batch),
@@ -98,7 +98,7 @@ def test_softmax_that_cannot_be_fused_costs_more():
     assert four.core.kernels == 0
 
 
-def test_a_matmul_of_few_tiles_or_short_inner_dimension_runs_at_a_smaller_share():
+def test_matmul_of_few_tiles_or_short_inner_dim_is_less_efficient():
     def rate(*sizes: int) -> float:
         return matmul(*sizes).flops / device_time(matmul(*sizes), RATES, f32=False).total
 
@@ -108,7 +108,7 @@ def test_a_matmul_of_few_tiles_or_short_inner_dimension_runs_at_a_smaller_share(
     assert rate(16384, 64, 16384) < large / 2
 
 
-def test_time_of_a_matmul_by_hand():
+def test_matmul_time_by_hand():
     rates = replace(RATES, matmul_flops_per_s=1e12, num_cores=10.0, wave=0.5, inner=100.0)
     by_hand = 2 * 256 * 400 * 384 / 1e12 * (1 + 0.5 * 10 / (2 * 3)) * (1 + 100 / 400)
     assert device_time(matmul(256, 400, 384), rates, f32=False) == pytest.approx(
@@ -127,7 +127,7 @@ def test_unaligned_rows_and_float32_are_slower():
 
 
 @given(device_s=st.floats(1e-9, 10), kernels=st.floats(0, 1e6))
-def test_launching_costs_at_least_the_longer_and_at_most_both(device_s, kernels):
+def test_launches_cost_at_least_the_longer_and_at_most_both(device_s, kernels):
     host_s = kernels * RATES.launch_s
     together = with_launches(device_s, kernels, RATES, OURS)
     assert max(device_s, host_s) * (1 - 1e-9) <= together <= (device_s + host_s) * (1 + 1e-9)

@@ -14,7 +14,7 @@ from optimus_jax.planning.search.phase_plans import plans_ahead
 TOPOLOGY = discover()
 
 
-def ahead(text, chosen, *, topology=TOPOLOGY, **settings):
+def later_plans(text, chosen, *, topology=TOPOLOGY, **settings):
     """Plans of the phases after the first, and that of the first."""
     config = make_config(
         replace(LLAMA, num_layers=4),
@@ -25,18 +25,18 @@ def ahead(text, chosen, *, topology=TOPOLOGY, **settings):
     return [each for _, each in plans_ahead(config, plan, 0, topology, lambda _: None)], plan
 
 
-def test_a_plan_that_can_stay_stays():
-    found, plan = ahead("5:32,9:x8", case("data=2,fsdp=4", zero=3))
+def test_next_phase_keeps_a_plan_that_fits_its_batches():
+    found, plan = later_plans("5:32,9:x8", case("data=2,fsdp=4", zero=3))
     assert found == [plan, plan]
 
 
-def test_microbatches_follow_the_batch_and_nothing_moves():
-    (found,), plan = ahead("5:8", case("pipe=2,data=2,tensor=2", microbatches=None))
+def test_microbatches_follow_the_batch_and_the_layout_stays():
+    (found,), plan = later_plans("5:8", case("pipe=2,data=2,tensor=2", microbatches=None))
     assert plan.microbatches == 8
     assert found == replace(plan, microbatches=4)
 
 
-def test_microbatches_that_were_asked_for_stay():
+def test_requested_microbatches_are_not_changed():
     with pytest.raises(
         PlanError,
         match=(
@@ -44,35 +44,35 @@ def test_microbatches_that_were_asked_for_stay():
             r" does not divide(.|\n)*--microbatches"
         ),
     ):
-        ahead("5:24", case("data=8", microbatches=2))
+        later_plans("5:24", case("data=8", microbatches=2))
 
 
-def test_more_is_computed_again_where_memory_is_short(monkeypatch):
-    """Of a long sequence one microbatch each is too much, and there are no smaller ones."""
+def test_remat_increases_where_memory_is_short(monkeypatch):
+    """One microbatch of long sequences per device does not fit, and there are no smaller ones."""
     plain = phase_plans.fits
 
     def fits(memory, there):
         return plain(memory, there) and memory.activations <= 2**17
 
     chosen = case("data=8", microbatches=None)
-    (found,), plan = ahead("5:8x16", chosen)
+    (found,), plan = later_plans("5:8x16", chosen)
     assert found == plan
     monkeypatch.setattr(phase_plans, "fits", fits)
-    (found,), plan = ahead("5:8x16", chosen)
+    (found,), plan = later_plans("5:8x16", chosen)
     assert found.remat != plan.remat == "none"
     assert found == replace(plan, remat=found.remat)
 
 
-def test_a_mesh_that_was_asked_for_is_kept_unless_the_controller_may_leave_it():
+def test_requested_mesh_is_kept_unless_the_controller_may_change_it():
     with pytest.raises(PlanError, match="after step 5"):
-        ahead("5:4", case("fsdp=8", zero=3))
-    # Nobody knows how fast the devices are: the rule deals 4 rows out over 4 of them, and splits
-    # layers over the rest.
-    (found,), _ = ahead("5:4", case("fsdp=8", zero=3), control="auto")
+        later_plans("5:4", case("fsdp=8", zero=3))
+    # The speed of the devices is unknown, so the default rule decides: 4 rows are split over 4
+    # devices, and layers over the rest.
+    (found,), _ = later_plans("5:4", case("fsdp=8", zero=3), control="auto")
     assert found.axes == AxisSizes(data=4, tensor=2)
 
 
-def test_phases_that_are_over_are_not_looked_at():
+def test_past_phases_are_not_planned():
     config = make_config(LLAMA, case("data=8"), {"data.phases": "5:12,9:16"})
     plan = make_plan(config)
     assert [

@@ -1,4 +1,4 @@
-"""Ticks in closed form are those of the tables."""
+"""The closed form of ticks equals the count in schedule tables."""
 
 import pytest
 from pricing import plan_of
@@ -18,7 +18,7 @@ SCHEDULES = [
 
 
 @pytest.mark.parametrize(("name", "stages", "microbatches", "repeats", "slack"), SCHEDULES)
-def test_counts_are_those_of_the_table(name, stages, microbatches, repeats, slack):
+def test_tick_counts_equal_those_of_the_schedule_table(name, stages, microbatches, repeats, slack):
     plan = plan_of(
         f"pipe={stages}", schedule=name, repeats=repeats, slack=slack, microbatches=microbatches
     )
@@ -32,8 +32,8 @@ def test_counts_are_those_of_the_table(name, stages, microbatches, repeats, slac
     )
 
 
-def test_a_users_table_is_counted():
-    """One that rests for a tick between the two passes."""
+def test_ticks_of_a_user_written_table_are_counted():
+    """The table has an idle tick between forward and backward."""
     table = (
         '{"name": "mine", "stages": 2, "microbatches": 2, "repeats": 1, "latency": 1, "forward":'
         ' [[0, -1], [1, 0], [-1, 1], [-1, -1], [-1, -1]], "backward": [[-1, -1], [-1, -1], [-1, 0],'

@@ -1,4 +1,4 @@
-"""`find_plans`, `scripts/plan.py` and what a run makes of the planner."""
+"""`find_plans`, `scripts/plan.py` and how a run uses the planner."""
 
 import json
 import subprocess
@@ -19,7 +19,7 @@ from optimus_jax.planning.local_cluster import LocalCluster
 from optimus_jax.planning.profiles.cluster import Cluster
 
 PLAN = [sys.executable, str(Path(__file__).parents[2] / "scripts" / "plan.py")]
-CONTRACT = {
+JSON_FIELDS = {
     "rank",
     "axes",
     "schedule",
@@ -51,12 +51,12 @@ def test_plans_come_best_first_with_a_reason_each():
     assert "the fastest that fits of" in found[0].why
     for ranked in found:
         ranked.plan.validate(model_preset("gpt2-xl"), global_batch=8 * 16)
-        assert set(ranked.as_json()) >= CONTRACT
+        assert set(ranked.as_json()) >= JSON_FIELDS
         assert ranked.as_json() == json.loads(json.dumps(ranked.as_json()))
         assert ranked.prediction.low_s < ranked.step_time_s < ranked.prediction.high_s
 
 
-def test_what_is_given_is_kept_and_its_flags_give_the_plan_again():
+def test_given_settings_are_kept_and_flags_reproduce_the_plan():
     [best] = find_plans(
         "gpt2-xl",
         "h100:8",
@@ -91,7 +91,7 @@ def test_unknown_names_and_speeds_are_errors_that_say_what_to_do():
     assert find_plans("gpt2", unknown, links=["between=50GB/s"], top=1)
 
 
-def test_a_schedule_that_is_given_keeps_its_repeats_open():
+def test_given_schedule_leaves_repeats_to_the_planner():
     [best] = find_plans(
         "gpt2-xl", "h100:8", top=1, mesh="pipe=4,data=2", global_batch=32, schedule="interleaved"
     )
@@ -109,7 +109,7 @@ def test_a_schedule_that_is_given_keeps_its_repeats_open():
     assert best.step_time_s == min(ranked.step_time_s for ranked in fixed)
 
 
-def test_what_a_device_cannot_compute_is_not_planned():
+def test_unsupported_precision_and_attention_are_not_planned():
     assert find_plans("gpt2", "v100:2", top=1)[0].plan.precision == "f16"
     assert find_plans("gpt2", "v100:2", top=1)[0].plan.attention == "xla"
     with pytest.raises(PlanError, match="a Tesla V100-SXM2-32GB has no bf16"):
@@ -124,7 +124,7 @@ def test_what_a_device_cannot_compute_is_not_planned():
         ({"mesh": "data=8", "zero": 2}, "splits over fsdp"),
     ],
 )
-def test_what_is_not_legal_says_why(settings, text):
+def test_illegal_settings_say_why(settings, text):
     with pytest.raises(OptimusError, match=text):
         find_plans("gpt2", "h100:8", **settings)
 
@@ -133,7 +133,7 @@ def test_zero_0_on_a_given_mesh_is_planned():
     assert find_plans("gpt2", "h100:8", top=1, mesh="fsdp=8", zero=0)[0].plan.zero == 0
 
 
-def test_what_fits_nowhere_says_so():
+def test_model_that_fits_nowhere_is_an_error():
     with pytest.raises(
         PlanError, match=r"no layout of llama3\.3-70b fits l4 devices(.|\n)*legal layouts on 2 x l4"
     ):
@@ -155,7 +155,7 @@ def test_the_script_prints_a_table_and_json():
         assert text in shown.stdout
     listed = json.loads(plan(*flags, "--json").stdout)
     assert [entry["rank"] for entry in listed] == [1, 2, 3]
-    assert set(listed[0]) >= CONTRACT
+    assert set(listed[0]) >= JSON_FIELDS
 
 
 @pytest.mark.parametrize(
@@ -175,7 +175,7 @@ def test_mistakes_end_with_one_message(flags, text):
     assert "Traceback" not in ended.stderr
 
 
-def test_what_is_impossible_is_said_before_anything_is_measured(tmp_path, monkeypatch):
+def test_impossible_settings_fail_before_anything_is_measured(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     ended = plan(
         "--model", "gpt2-nano", "--cpu-devices", "2", "--set", "parallel.offload=optimizer"
@@ -189,7 +189,7 @@ def test_what_is_impossible_is_said_before_anything_is_measured(tmp_path, monkey
 
 
 @pytest.mark.parametrize("settings", ["parallel.offload=optimizer", "parallel.rules=mlp=none"])
-def test_the_command_to_train_with_says_a_setting_once(settings):
+def test_train_command_has_each_setting_once(settings):
     shown = plan(
         "--model",
         "gpt2",
@@ -239,9 +239,9 @@ def run(tmp_path, **overrides):
     )
 
 
-def test_a_run_tries_the_best_and_goes_on_with_the_plan_it_had(tmp_path, monkeypatch):
-    here = profiled(discover(), tmp_path)
-    monkeypatch.setattr("optimus_jax.run.api.known_devices", lambda topology: here)
+def test_run_tries_the_best_plans_and_resumes_with_its_choice(tmp_path, monkeypatch):
+    local_cluster = profiled(discover(), tmp_path)
+    monkeypatch.setattr("optimus_jax.run.api.known_devices", lambda topology: local_cluster)
     # a run for which trying pays
     monkeypatch.setattr("optimus_jax.planning.trials.measure.expected_gain", lambda *args: 1e9)
     result = run(tmp_path, steps=1)
@@ -253,10 +253,10 @@ def test_a_run_tries_the_best_and_goes_on_with_the_plan_it_had(tmp_path, monkeyp
     assert (
         min(trials, key=lambda event: event["measured_step_time_s"])["plan"] == result.plan.digest
     )
-    assert len(here.records.read_text().splitlines()) == 3
+    assert len(local_cluster.records.read_text().splitlines()) == 3
     assert any("fastest of 3" in event.get("why", "") for event in events)
 
-    # the rule would say data=8
+    # without measurements the rule would choose data=8
     monkeypatch.setattr("optimus_jax.run.api.known_devices", lambda topology: None)
     resumed = optimus_jax.train(run_dir=tmp_path / "run", resume=True, steps=2)
     assert resumed.plan == result.plan
@@ -265,15 +265,15 @@ def test_a_run_tries_the_best_and_goes_on_with_the_plan_it_had(tmp_path, monkeyp
     assert [record.step for record in moved.history] == [1, 2, 3]
 
 
-def test_a_short_run_tries_nothing(tmp_path, monkeypatch):
-    here = profiled(discover(), tmp_path)
-    monkeypatch.setattr("optimus_jax.run.api.known_devices", lambda topology: here)
+def test_short_run_tries_no_plan(tmp_path, monkeypatch):
+    local_cluster = profiled(discover(), tmp_path)
+    monkeypatch.setattr("optimus_jax.run.api.known_devices", lambda topology: local_cluster)
     run(tmp_path, steps=1)
     assert '"decision"' not in (tmp_path / "run" / "events.jsonl").read_text()
-    assert not here.records.exists()
+    assert not local_cluster.records.exists()
 
 
-def test_a_table_needs_its_file_only_once(tmp_path):
+def test_resuming_does_not_need_the_schedule_file(tmp_path):
     table = tmp_path / "own.json"
     table.write_text(make_schedule("gpipe", 2, 2).to_json())
     result = run(tmp_path, steps=1, mesh="pipe=2,data=4", schedule=str(table))
@@ -282,8 +282,8 @@ def test_a_table_needs_its_file_only_once(tmp_path):
 
 
 @pytest.mark.nightly  # a minute: measures this machine, as the first `optimus plan` on it does
-def test_a_measured_machine_is_planned_for(tmp_path):
-    """Through the script, with a small profile made once; nothing here speaks of time."""
+def test_script_measures_this_machine_and_plans_for_it(tmp_path):
+    """Through the script, with a small profile made once; no assertion depends on times."""
     flags = (
         "--model",
         "gpt2-nano",
@@ -307,7 +307,7 @@ def test_a_measured_machine_is_planned_for(tmp_path):
     assert all(entry["mfu"] is None and entry["precision"] == "f32" for entry in listed)
 
 
-def test_defaults_do_not_hide_what_the_user_fixed():
+def test_planner_defaults_do_not_override_fixed_settings():
     assert (
         find_plans("gpt2", "h100:8", top=1, **{"precision.compute": "f16"})[0].plan.precision
         == "f16"

@@ -1,5 +1,5 @@
-"""Probes run what they say they measure: the right work, in the right groups, as often as they
-divide by.
+"""Probes run what they claim to measure: the right work, in the right groups, as often as the time
+is divided by.
 """
 
 import dataclasses
@@ -39,14 +39,12 @@ TINY = ProbeSizes(
     host_bytes=(32, 64),
 )
 REPEATS = 2
-"""Of each operation under QUICK."""
+"""How often an operation is run under QUICK."""
 
 
 @pytest.fixture
 def programs(monkeypatch):
-    """Compiled text and mesh of every program that is timed, and whether it was given its operand's
-    memory.
-    """
+    """Compiled text and mesh of every program that is timed, and the program."""
     seen = []
     make = probe_programs._program
 
@@ -65,7 +63,7 @@ def programs(monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", ["f32", "bf16"])
-def test_a_matmul_is_run_as_often_as_its_time_is_divided(programs, dtype):
+def test_matmul_runs_as_often_as_its_time_is_divided(programs, dtype):
     time = time_matmul(jax.devices(), QUICK, 8, 4, 16, dtype)
     ((text, _, _),) = programs
     (dot,) = hlo.matmuls(text)
@@ -100,9 +98,9 @@ def test_a_collective_runs_in_its_groups(programs, kind, axis_size, stride):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_message_is_the_whole_array(programs, kind):
-    """Each device's result of an all-gather; an all-reduce's operand; rounded up to as much for
-    each device.
+def test_message_size_is_that_of_the_whole_array(programs, kind):
+    """It is a device's result of an all-gather, or its operand of an all-reduce, rounded to equal
+    shares of the devices.
     """
     time = time_collective(jax.devices()[:3], QUICK, kind, 3, 1, 100, "f32")
     assert time.num_bytes == 96, "24 float32 for three devices"
@@ -113,7 +111,7 @@ def test_the_message_is_the_whole_array(programs, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_collectives_of_the_probe_do_what_their_names_say(kind):
+def test_probe_collectives_compute_what_their_names_say(kind):
     """Against plain arithmetic on what each of four devices holds."""
     mesh = probe_programs._mesh(jax.devices()[:4], 4)
     local = np.arange(32.0, dtype=np.float32).reshape(4, 8)
@@ -133,7 +131,7 @@ def test_collectives_of_the_probe_do_what_their_names_say(kind):
     np.testing.assert_array_equal(result, expected[kind])
 
 
-def test_a_pass_reads_and_writes_an_array(programs):
+def test_memory_pass_reads_and_writes_an_array(programs):
     time = time_pass(jax.devices(), QUICK, 4096)
     ((text, _, _),) = programs
     assert time.num_bytes == 2 * 4096
@@ -141,7 +139,7 @@ def test_a_pass_reads_and_writes_an_array(programs):
     assert "input_output_alias={ {0}: (0, {}, may-alias), {1}: (1, {}, may-alias) }" in text
 
 
-def test_arrays_go_between_the_host_and_each_device_at_the_same_time(monkeypatch):
+def test_host_copies_run_both_ways_on_all_devices_at_once(monkeypatch):
     moved, put = [], jax.device_put
 
     def spy(arrays, targets, **options):
@@ -171,7 +169,7 @@ def test_arrays_go_between_the_host_and_each_device_at_the_same_time(monkeypatch
     assert time.bytes_per_s == 4096 / time.time_s
 
 
-def test_overlap_is_matmuls_and_an_all_reduce_that_do_not_need_one_another(programs):
+def test_overlap_probe_runs_independent_matmuls_and_all_reduce(programs):
     matmul, all_reduce = (
         time_matmul(jax.devices(), QUICK, 8, 8, 8, "f32"),
         time_collective(jax.devices(), QUICK, ALL_REDUCE, 8, 1, 256, "f32"),
@@ -190,7 +188,7 @@ def test_overlap_is_matmuls_and_an_all_reduce_that_do_not_need_one_another(progr
     assert counts == [(3, []), (0, [256]), (3, [256])]
 
 
-def test_a_program_is_repeated_for_about_its_time():
+def test_repeats_fill_the_time_of_a_program():
     timing = Timing(guessed_flops_per_s=1e9, guessed_bytes_per_s=1e9, program_s=0.01, runs=1)
     assert timing.repeats(flops=1e6) == timing.repeats(num_bytes=1e6) == 10
     assert timing.repeats(flops=5e5, num_bytes=5e5) == 10
@@ -200,13 +198,13 @@ def test_a_program_is_repeated_for_about_its_time():
     assert timing.repeats(flops=1.0) == 64
 
 
-def test_all_is_measured_once_along_every_axis_that_divides_the_devices():
-    told = []
+def test_every_probe_runs_once_for_every_axis_size():
+    reported = []
     probed = probe(
         jax.devices()[:6],
         TINY,
         several_hosts=False,
-        progress=lambda what, share: told.append((what, share)),
+        progress=lambda what, share: reported.append((what, share)),
     )
     assert [(each.m, each.k, each.n, each.dtype) for each in probed.matmuls] == [
         (8, 4, 16, "f32"),
@@ -222,11 +220,11 @@ def test_all_is_measured_once_along_every_axis_that_divides_the_devices():
     )
     assert probed.overlap is not None
     assert (probed.num_left_out, probed.launch_s > 0, probed.took_s > 0) == (0, True, True)
-    shares = [share for _, share in told]
+    shares = [share for _, share in reported]
     assert shares == sorted(shares)
-    assert len(told) == 1 + 4 + 1 + 2 + len(axes) + 1
-    assert told[0] == ("launch", 0.0)
-    assert [what for what, _ in told[1:5]] == [
+    assert len(reported) == 1 + 4 + 1 + 2 + len(axes) + 1
+    assert reported[0] == ("launch", 0.0)
+    assert [what for what, _ in reported[1:5]] == [
         "pass over memory 64",
         "copies from and to the host 32",
         "copies from and to the host 64",
@@ -234,12 +232,12 @@ def test_all_is_measured_once_along_every_axis_that_divides_the_devices():
     ]
 
 
-def test_the_way_to_the_host_is_measured_where_plans_may_take_it():
+def test_host_copies_are_probed_only_on_gpus():
     assert ProbeSizes.of("gpu").host_bytes
     assert not ProbeSizes.of("cpu").host_bytes
 
 
-def test_several_hosts_are_measured_along_the_slowest_axis_too():
+def test_several_hosts_are_probed_along_strided_axes_too():
     found = list(probes._collectives(8, TINY, several_hosts=True))
     assert {(size, stride) for _, size, stride, _ in found} == {
         (2, 1),
@@ -256,7 +254,7 @@ def test_several_hosts_are_measured_along_the_slowest_axis_too():
     assert {message for *_, message in found[-25:]} == {128}, "smallest and largest first"
 
 
-def test_one_device_has_nothing_to_say_to_others():
+def test_one_device_has_no_collectives_to_probe():
     probed = probe(
         jax.devices()[:1], dataclasses.replace(TINY, dtypes=("f32",)), several_hosts=False
     )
@@ -264,14 +262,14 @@ def test_one_device_has_nothing_to_say_to_others():
     assert len(probed.matmuls) == 2
 
 
-def test_when_time_is_over_the_rest_is_counted():
+def test_probes_left_out_over_budget_are_counted():
     probed = probe(jax.devices()[:2], dataclasses.replace(TINY, budget_s=-1.0), several_hosts=False)
     assert probed.num_left_out == 1 + 4 + 1 + 2 + 3 * len(KINDS) + 1
     assert (probed.launch_s, probed.matmuls, probed.overlap) == (None, (), None)
 
 
 @pytest.mark.parametrize("platform", ["cpu", "gpu"])
-def test_sizes_of_a_platform_can_be_measured(platform):
+def test_probe_sizes_suit_their_platform(platform):
     sizes = ProbeSizes.of(platform)
     assert sizes.dtypes[0] == ("f32" if platform == "cpu" else "bf16")
     assert any(k == n for _, k, n in sizes.matmuls)
@@ -282,6 +280,6 @@ def test_sizes_of_a_platform_can_be_measured(platform):
     )
 
 
-def test_launching_is_measured_on_any_devices():
+def test_launch_time_is_measured_on_any_devices():
     assert time_launch(jax.devices()[2:4], QUICK) > 0
     assert ALL_GATHER in KINDS

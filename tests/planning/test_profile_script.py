@@ -8,19 +8,19 @@ from pathlib import Path
 PROFILE = [sys.executable, str(Path(__file__).parents[2] / "scripts" / "profile.py")]
 
 
-def profiled(*flags: str) -> subprocess.CompletedProcess[str]:
+def run_script(*flags: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([*PROFILE, *flags], capture_output=True, text=True, check=False)
 
 
-def test_a_model_and_its_data(tmp_path):
+def test_script_profiles_a_model_and_its_data(tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("".join(f"line {number}\n" for number in range(2000)))
     found = json.loads(
-        profiled("--model", "gpt2-nano", "--data", str(text), "--seq-len", "64", "--json").stdout
+        run_script("--model", "gpt2-nano", "--data", str(text), "--seq-len", "64", "--json").stdout
     )
     assert found["data"]["seq_len"] == 64
     assert found["data"]["num_documents"] == 1
-    told = profiled(
+    output = run_script(
         "--model",
         "gpt2-nano",
         "--data",
@@ -32,23 +32,23 @@ def test_a_model_and_its_data(tmp_path):
         "--steps",
         "400",
     ).stdout
-    assert "feed-forward" in told
-    assert "packing" in told
-    assert "note: 400 steps see the data" in told
+    assert "feed-forward" in output
+    assert "packing" in output
+    assert "note: 400 steps see the data" in output
 
 
 def test_a_model_alone_needs_no_data():
-    told = profiled("--model", "llama3-8b", "--seq-len", "8192", "--precision", "bf16")
-    assert "8,030,261,248 parameters" in told.stdout
-    assert "packing" not in told.stdout
+    output = run_script("--model", "llama3-8b", "--seq-len", "8192", "--precision", "bf16")
+    assert "8,030,261,248 parameters" in output.stdout
+    assert "packing" not in output.stdout
 
 
-def test_what_cannot_be_is_explained():
+def test_invalid_arguments_end_with_an_error_message():
     for flags in (
         ("--model", "gpt9"),
         ("--model", "gpt2-nano", "--data", "nowhere.txt"),
         ("--model", "gpt2-nano", "--set", "seq_len"),
     ):
-        refused = profiled(*flags)
+        refused = run_script(*flags)
         assert refused.returncode == 2
         assert refused.stderr.startswith("error: ")

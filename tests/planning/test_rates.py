@@ -1,4 +1,4 @@
-"""Rates say what was measured, or what a data sheet lets one expect, and never more."""
+"""Rates come from measurements or from a data sheet, and are never made up."""
 
 from dataclasses import replace
 
@@ -89,19 +89,19 @@ def matmul_times(rates: Rates, dtype: str) -> tuple[MatmulTime, ...]:
         ("b200", 2250, 0.67),
     ],
 )
-def test_a_data_sheet_gives_shares_of_its_peaks(name, tflops, share):
+def test_rates_of_a_data_sheet_are_shares_of_its_peaks(name, tflops, share):
     rates = Rates.of(accelerator_named(name))
     assert rates.matmul_flops_per_s == pytest.approx(share * tflops * 1e12)
     assert "not measured" in rates.source
 
 
-def test_shares_are_of_listed_accelerators_and_less_than_usual():
+def test_matmul_shares_are_of_listed_accelerators():
     for name, share in MATMUL_SHARES.items():
         assert accelerator_named(name).dense_peak_flops
         assert 0.5 < share < MATMUL_SHARE
 
 
-def test_a_measured_way_to_the_host_is_not_counted_down_again():
+def test_measured_host_link_is_not_derated_again():
     known = profile(
         device_kind="NVIDIA H100 80GB HBM3", platform="gpu", matmuls=matmul_times(RATES, "f32")
     )
@@ -112,7 +112,7 @@ def test_a_measured_way_to_the_host_is_not_counted_down_again():
     assert Rates.from_profile(copied).host_share == 1
 
 
-def test_nothing_is_invented_for_an_unknown_device():
+def test_unknown_device_has_no_rates():
     with pytest.raises(PlanError, match="Riva 128"):
         Rates.of(Accelerator.unlisted("Riva 128", "gpu"))
 
@@ -120,7 +120,7 @@ def test_nothing_is_invented_for_an_unknown_device():
 @pytest.mark.parametrize(
     ("device_kind", "platform"), [("cpu", "cpu"), ("NVIDIA H100 80GB HBM3", "gpu")]
 )
-def test_measured_matmuls_give_back_the_rates_that_made_them(device_kind, platform):
+def test_measured_matmuls_recover_the_rates_that_made_them(device_kind, platform):
     cores = 132.0 if platform == "gpu" else 0.0
     made = replace(
         RATES, matmul_flops_per_s=3e10, f32_matmul_flops_per_s=3e10, inner=20.0, num_cores=cores
@@ -136,7 +136,7 @@ def test_measured_matmuls_give_back_the_rates_that_made_them(device_kind, platfo
     )
 
 
-def test_each_format_has_its_own_rate():
+def test_each_dtype_has_its_own_matmul_rate():
     times = matmul_times(
         replace(RATES, num_cores=0.0, matmul_flops_per_s=8e10, f32_matmul_flops_per_s=2e10), "f32"
     )
@@ -152,7 +152,7 @@ def test_each_format_has_its_own_rate():
         ) == pytest.approx((8e10, 2e10, 40.0))
 
 
-def test_a_profile_also_gives_memory_launches_overlap_and_sends():
+def test_profile_gives_memory_launch_overlap_and_send_rates():
     fits = tuple(
         CollectiveFit(kind=kind, axis_size=8, stride=1, latency_s=0.0, bytes_per_s=speed)
         for kind, speed in ((ALL_REDUCE, 4e9), (PERMUTE, 1e9))

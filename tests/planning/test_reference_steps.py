@@ -1,4 +1,4 @@
-"""Reference steps: what they teach of rates that no probe measures, and what is kept of them."""
+"""Reference steps: the rates that are fitted to them, and the file that they are saved in."""
 
 import json
 from dataclasses import replace
@@ -39,7 +39,7 @@ TRUTH = replace(
 
 
 @pytest.fixture
-def here() -> tuple[Topology, Cluster]:
+def topology_and_cluster() -> tuple[Topology, Cluster]:
     topology = discover()
     return topology, replace(
         Cluster.of(topology),
@@ -59,8 +59,8 @@ def steps_of(topology: Topology, cluster: Cluster, truth: Rates) -> tuple[Refere
     )
 
 
-def test_steps_tell_what_probes_cannot(here):
-    topology, cluster = here
+def test_reference_steps_fit_rates_that_no_probe_measures(topology_and_cluster):
+    topology, cluster = topology_and_cluster
     found = fitted(RATES, steps_of(topology, cluster, TRUTH), topology, cluster)
     config = Config().with_values(
         {
@@ -81,13 +81,13 @@ def test_steps_tell_what_probes_cannot(here):
         )
         true_s = other.predicted(TRUTH).step_time_s
         assert other.predicted(found).step_time_s == pytest.approx(true_s, rel=0.06)
-        # what there was to learn
+        # without the fit the prediction is off
         assert other.predicted(RATES).step_time_s != pytest.approx(true_s, rel=0.15)
     assert found.source.endswith("training steps")
 
 
-def test_too_few_steps_change_nothing(here):
-    topology, cluster = here
+def test_too_few_steps_change_nothing(topology_and_cluster):
+    topology, cluster = topology_and_cluster
     assert fitted(RATES, steps_of(topology, cluster, TRUTH)[:2], topology, cluster) is RATES
 
 
@@ -97,17 +97,17 @@ def test_one_device_has_reference_steps_too():
     ] * 4
 
 
-def test_timed_kept_and_read_again(here, tmp_path, monkeypatch):
-    topology, _ = here
+def test_steps_are_timed_saved_and_read_again(topology_and_cluster, tmp_path, monkeypatch):
+    topology, _ = topology_and_cluster
     monkeypatch.setattr(
         "optimus_jax.planning.trials.reference_steps.reference_settings",
         lambda *_: reference_settings(8, "cpu")[-2:],
     )
     monkeypatch.setattr("optimus_jax.planning.trials.reference_steps.NUM_STEPS", 1)
-    told: list[str] = []
-    steps = time_reference_steps(topology, progress=lambda text, _: told.append(text))
+    reported: list[str] = []
+    steps = time_reference_steps(topology, progress=lambda text, _: reported.append(text))
     assert [step.step_time_s > 0 for step in steps] == [True, True]
-    assert told == ["training step 0", "training step 1"]
+    assert reported == ["training step 0", "training step 1"]
     path = path_of(tmp_path / "profile.json", topology)
     write_steps(path, steps)
     assert read_steps(path) == steps
@@ -122,12 +122,12 @@ def test_timed_kept_and_read_again(here, tmp_path, monkeypatch):
         json.dumps([{"settings": {}, "step_time_s": 0}]),
     ],
 )
-def test_a_damaged_file_does_not_count(text, tmp_path):
+def test_damaged_file_of_steps_is_ignored(text, tmp_path):
     path = tmp_path / "steps.json"
     path.write_text(text)
     with pytest.warns(UserWarning, match="do not count"):
         assert read_steps(path) == ()
 
 
-def test_no_file_is_no_steps(tmp_path):
+def test_missing_file_gives_no_steps(tmp_path):
     assert read_steps(tmp_path / "none.json") == ()

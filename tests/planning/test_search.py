@@ -1,4 +1,4 @@
-"""The ranking: that of an exhaustive search, the same every time, with reasons."""
+"""The ranking of plans: equal to an exhaustive search, deterministic, with reasons."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -35,7 +35,7 @@ def with_memory(num_bytes: int) -> Pricing:
 
 
 @pytest.mark.parametrize("gib", [80, 12, 6])
-def test_the_best_are_those_of_an_exhaustive_search(gib):
+def test_ranking_equals_that_of_an_exhaustive_search(gib):
     pricing = with_memory(gib * 2**30)
     times: dict[object, float] = {}
     for layout in layouts(pricing.config, pricing.cluster.topology()):
@@ -60,7 +60,7 @@ def test_the_best_are_those_of_an_exhaustive_search(gib):
     assert all(fits(candidate.memory, pricing.cluster) for candidate in found)
 
 
-def test_scarce_memory_changes_the_answer_and_says_what_does_not_fit():
+def test_scarce_memory_changes_the_ranking_and_rejects_with_bytes():
     plenty, scarce = search(PRICING, top=3), search(with_memory(6 * 2**30), top=3)
     assert not plenty.rejections or "needs about" not in plenty.rejections[-1].reason
     assert any(
@@ -70,7 +70,7 @@ def test_scarce_memory_changes_the_answer_and_says_what_does_not_fit():
     assert scarce.best[0].prediction.step_time_s > plenty.best[0].prediction.step_time_s
 
 
-def test_what_lies_on_the_host_has_to_fit_there():
+def test_offloaded_arrays_have_to_fit_in_host_memory():
     """Llama 8B on one H200 only fits with its moments, 60 GiB, on the host."""
     roomy, tight = (
         replace(Cluster.parse("h200:1"), host_bytes_per_device=gib * 2**30) for gib in (128, 40)
@@ -91,23 +91,23 @@ def test_what_lies_on_the_host_has_to_fit_there():
     )
 
 
-def test_nothing_fits_into_nothing():
+def test_no_plan_fits_into_one_mebibyte():
     ranking = search(with_memory(2**20))
     assert ranking.best == ()
     assert ranking.num_priced > 100
 
 
-def test_the_same_every_time():
+def test_search_is_deterministic():
     assert search(PRICING, top=5) == search(PRICING, top=5)
 
 
-def test_fewer_are_the_first_of_more():
+def test_fewer_results_are_the_first_of_more():
     assert search(PRICING, top=12).best[:4] == search(PRICING, top=4).best
 
 
-def test_what_was_measured_changes_the_order():
-    """Exchanges found to take five times as long as predicted, in whatever plan, put plans that
-    exchange less before others.
+def test_measured_steps_change_the_ranking():
+    """When communication takes five times as long as predicted in every plan, plans with less of it
+    rank higher.
     """
     before = search(PRICING, top=10).best
 
@@ -122,25 +122,25 @@ def test_what_was_measured_changes_the_order():
             terms_s=terms,
         )
 
-    def exchanging(ranked: Sequence[Candidate]) -> list[float]:
+    def communication_shares(ranked: Sequence[Candidate]) -> list[float]:
         return [PRICING.predicted(candidate.plan).communication for candidate in ranked[:5]]
 
     after = search(
         replace(PRICING, calibration=calibration_of([record(candidate) for candidate in before])),
         top=10,
     ).best
-    assert max(exchanging(after)) < max(exchanging(before))
-    assert sum(exchanging(after)) < sum(exchanging(before))
+    assert max(communication_shares(after)) < max(communication_shares(before))
+    assert sum(communication_shares(after)) < sum(communication_shares(before))
 
 
-def test_what_was_measured_mends_the_prediction():
+def test_measured_steps_correct_the_prediction():
     tensor = replace(PRICING, config=PRICING.config.with_values({"parallel.mesh": "tensor=8"}))
     prediction = search(tensor, top=1).best[0].prediction
     terms = {term.name: term.time_s for term in prediction.terms}
     measured = sum(terms.values()) + terms["tensor"]
     record = Record(model="gpt2-xl", plan="", measured_at="", measured_s=measured, terms_s=terms)
-    learnt = replace(tensor, calibration=calibration_of([record]))
-    after = search(learnt, top=1).best[0].prediction
+    calibrated = replace(tensor, calibration=calibration_of([record]))
+    after = search(calibrated, top=1).best[0].prediction
     assert after.step_time_s == pytest.approx(measured, rel=0.05)
     assert after.step_time_s > 1.1 * prediction.step_time_s
     assert after.high_s / after.low_s < prediction.high_s / prediction.low_s

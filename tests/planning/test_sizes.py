@@ -1,5 +1,5 @@
-"""Closed forms of parameter sizes, leaf by leaf, beside the abstract parameters that the model is
-traced to.
+"""Closed forms of parameter sizes against the abstract parameters of the traced model, leaf by
+leaf.
 """
 
 import math
@@ -93,13 +93,13 @@ def assert_equal(model: ModelConfig, plan: Plan) -> None:
         ("llama3.3-70b", {"pipe": 7, "tensor": 8, "fsdp": 32}, {}),
     ],
 )
-def test_they_are_what_the_model_is_traced_to(name, axes, settings):
+def test_closed_form_sizes_equal_the_traced_parameters(name, axes, settings):
     model = model_preset(name)
     assert_equal(model, plan_of(model, AxisSizes(**axes), **settings))
 
 
 @given(st.data())
-def test_of_any_model_on_any_mesh(data):
+def test_closed_form_sizes_hold_for_any_model_and_mesh(data):
     pick = lambda *values: data.draw(st.sampled_from(values))  # noqa: E731
     heads = pick(4, 6, 8)
     model = ModelConfig(

@@ -1,4 +1,4 @@
-"""What an error tells people to type is accepted, whatever else they typed; no devices needed."""
+"""Settings that an error suggests are accepted, whatever else was typed; no devices needed."""
 
 import re
 from typing import Any
@@ -27,7 +27,7 @@ GIB = 2**30
 
 
 def settings_in(line: str) -> dict[str, str]:
-    """What scripts/train.py makes of a command line."""
+    """The overrides that scripts/train.py reads from a command line."""
     words = line.split()
     pairs = [(flag, value) for flag, value in zip(words[::2], words[1::2], strict=True)]
     return dict(
@@ -40,7 +40,7 @@ def settings_in(line: str) -> dict[str, str]:
     )
 
 
-def asked(line: str) -> Config:
+def config_of(line: str) -> Config:
     overrides = settings_in(line)
     return make_config(overrides.pop("model"), overrides)
 
@@ -62,7 +62,7 @@ def refusal(config: Config, gib: float | None = None, **more: Any) -> str:
     return str(caught.value)
 
 
-def named(text: str) -> list[str]:
+def suggestions_in(text: str) -> list[str]:
     """The alternatives in an error."""
     _, given, do = text.splitlines()
     assert given.startswith("  given: ")
@@ -126,16 +126,16 @@ NANO = "--model gpt2-nano --cpu-devices 8 "
         (NANO + "--mesh pipe=2,data=4 --schedule none", ["--schedule 1f1b"]),
     ],
 )
-def test_a_refusal_names_what_is_accepted_nearest_first(line, nearest):
-    config = asked(line)
-    alternatives = named(refusal(config))
+def test_refusal_suggests_accepted_settings_nearest_first(line, nearest):
+    config = config_of(line)
+    alternatives = suggestions_in(refusal(config))
     assert alternatives[: len(nearest)] == nearest
     assert len(alternatives) <= MOST_NAMED
     for alternative in alternatives:
-        accepted(config, alternative)
+        assert_accepted(config, alternative)
 
 
-def accepted(config: Config, alternative: str, gib: float | None = None) -> None:
+def assert_accepted(config: Config, alternative: str, gib: float | None = None) -> None:
     other = make_config(None, settings_in(alternative), config)
     choose_plan(other, devices(other, gib))
 
@@ -192,31 +192,31 @@ def command_lines(draw: st.DrawFn) -> str:
 @given(line=command_lines(), gib=st.sampled_from((None, None, 0.2)))
 @example(line=NANO + "--mesh tensor=8", gib=0.2)  # would fit all split, with moments in bf16
 @settings(max_examples=100)
-def test_whatever_is_named_is_accepted(line, gib):
-    config = asked(line)
+def test_every_suggestion_is_accepted(line, gib):
+    config = config_of(line)
     try:
         choose_plan(config, devices(config, gib))
     except PlanError as error:
-        alternatives = named(str(error))
+        alternatives = suggestions_in(str(error))
         for alternative in alternatives:
-            accepted(config, alternative, gib)
+            assert_accepted(config, alternative, gib)
         if not alternatives:
             free = config.with_values({"parallel": {}})
             for axes in axis_sizes(devices(config).num_devices):
                 refusal(free.with_values({"parallel.mesh": str(axes)}), gib)
 
 
-def test_a_run_that_goes_on_without_stages_is_told_how():
-    """The settings of its schedule come from its own config, so that nobody could leave them
-    out."""
-    before = asked(
+def test_resuming_without_stages_suggests_settings_to_clear():
+    """The settings of its schedule come from the config of the run, so leaving them out of the
+    command is not enough."""
+    before = config_of(
         NANO + "--mesh pipe=2,data=4 --schedule interleaved --set parallel.repeats=2 --set"
         " parallel.layers_per_stage=1,1,1,1 --set parallel.send_slack=true --set"
         " parallel.stage_residuals=recompute --microbatches 2"
     )
     choose_plan(before, devices(before))
     resumed = lambda line: resumed_config(before.to_json(), None, settings_in(line))  # noqa: E731
-    alternatives = named(refusal(resumed("--mesh tensor=8"), kept=FIXED_FOR_A_RUN))
+    alternatives = suggestions_in(refusal(resumed("--mesh tensor=8"), kept=FIXED_FOR_A_RUN))
     leave_out = next(alternative for alternative in alternatives if "--mesh" not in alternative)
     assert sorted(settings_in(leave_out).items()) == [
         ("parallel.layers_per_stage", ""),
@@ -230,20 +230,20 @@ def test_a_run_that_goes_on_without_stages_is_told_how():
         choose_plan(other, devices(other))
 
 
-def test_a_run_that_goes_on_is_not_told_to_change_what_it_keeps():
-    before = asked(NANO + "--mesh data=8 --global-batch 24")
+def test_resumed_run_is_not_told_to_change_fixed_settings():
+    before = config_of(NANO + "--mesh data=8 --global-batch 24")
     assert any(
         "--global-batch" in alternative
-        for alternative in named(refusal(before.with_values({"parallel.microbatches": 2})))
+        for alternative in suggestions_in(refusal(before.with_values({"parallel.microbatches": 2})))
     )
     resumed = resumed_config(before.to_json(), None, {"microbatches": "2"})
-    alternatives = named(refusal(resumed, kept=FIXED_FOR_A_RUN))
+    alternatives = suggestions_in(refusal(resumed, kept=FIXED_FOR_A_RUN))
     assert alternatives
     assert not any("--global-batch" in alternative for alternative in alternatives)
 
 
-def test_smaller_moments_are_advised_last_and_not_to_a_run_that_goes_on():
-    config = asked("--model gpt2-nano --cpu-devices 1 --global-batch 1")
+def test_bf16_moments_are_suggested_last_and_not_on_resume():
+    config = config_of("--model gpt2-nano --cpu-devices 1 --global-batch 1")
     needed = choose_plan(config, devices(config)).memory
     gib = next(
         gib
@@ -251,13 +251,13 @@ def test_smaller_moments_are_advised_last_and_not_to_a_run_that_goes_on():
         if (gib := needed.total * part / 100 / GIB) and fits_with_moments_in(config, "bf16", gib)
     )
     assert not fits_with_moments_in(config, "f32", gib)
-    assert named(refusal(config, gib)) == ["--set precision.moments=bf16"]
+    assert suggestions_in(refusal(config, gib)) == ["--set precision.moments=bf16"]
     assert (
         "split"
         not in refusal(config, gib).partition("all split and computed again")[0].partition("do:")[2]
     ), "there is nothing to split over"
-    assert not named(refusal(config, gib, kept=SAVED_WITH_A_RUN))
-    assert not named(refusal(config.with_values({"optimizer.beta2": 0.999}), gib)), (
+    assert not suggestions_in(refusal(config, gib, kept=SAVED_WITH_A_RUN))
+    assert not suggestions_in(refusal(config.with_values({"optimizer.beta2": 0.999}), gib)), (
         "bf16 cannot follow it"
     )
 
@@ -287,22 +287,22 @@ def fits_with_moments_in(config: Config, moments: str, gib: float) -> bool:
         ),
     ],
 )
-def test_where_nothing_is_accepted_it_says_what_is_fixed(line, fixed):
-    text = refusal(asked(line), gib=1.0)
+def test_refusal_without_suggestions_lists_the_fixed_settings(line, fixed):
+    text = refusal(config_of(line), gib=1.0)
     if fixed is None:
-        assert named(text)
+        assert suggestions_in(text)
     else:
         assert text.endswith(f"nothing near is accepted while all of this is fixed: {fixed}")
 
 
-def test_what_lies_far_is_found_with_all_else_left_open():
-    config = asked(
+def test_distant_suggestion_leaves_other_settings_open():
+    config = config_of(
         "--model gpt2-nano --cpu-devices 512 --mesh pipe=512 --microbatches 7 --schedule"
         " interleaved --remat full"
     )
-    alternatives = named(refusal(config))
+    alternatives = suggestions_in(refusal(config))
     assert alternatives == ["--mesh pipe=4,data=16,tensor=8 --microbatches none --schedule auto"]
-    accepted(config, alternatives[0])
+    assert_accepted(config, alternatives[0])
 
 
 @pytest.mark.parametrize(
@@ -314,29 +314,29 @@ def test_what_lies_far_is_found_with_all_else_left_open():
         NANO + "--set parallel.attention=cudnn",
     ],
 )
-def test_what_cannot_be_read_has_no_neighbours(line):
-    config = asked(line)
+def test_unreadable_settings_get_no_suggestions(line):
+    config = config_of(line)
     with pytest.raises(PlanError) as caught:
         check_settings(config, devices(config))
     assert refusal(config) == str(caught.value)
 
 
-def test_a_table_of_another_pipeline(tmp_path):
+def test_schedule_table_of_another_pipeline_gets_suggestions(tmp_path):
     (tmp_path / "own.json").write_text(make_schedule("1f1b", 4, 6).to_json())
-    config = asked(
+    config = config_of(
         f"{NANO}--mesh pipe=2,data=4 --global-batch 48 --microbatches 3 --schedule"
         f" {tmp_path / 'own.json'}"
     )
-    alternatives = named(refusal(config))
+    alternatives = suggestions_in(refusal(config))
     assert alternatives[0] == "--schedule auto"
     assert "--mesh pipe=4,data=2 --microbatches none" in alternatives
     for alternative in alternatives:
-        accepted(config, alternative)
+        assert_accepted(config, alternative)
 
 
-def test_no_alternative_has_a_change_that_it_can_do_without():
-    """Were one accepted alone, the other would be noise."""
-    config = asked(NANO + "--mesh data=8 --zero 1 --microbatches 4")
+def test_suggestions_contain_no_unnecessary_change():
+    """The plan is accepted only with both changes, so both are suggested and nothing else."""
+    config = config_of(NANO + "--mesh data=8 --zero 1 --microbatches 4")
     tried = []
 
     def accepts(other: Config, topology: Topology) -> None:
@@ -366,9 +366,9 @@ def test_no_alternative_has_a_change_that_it_can_do_without():
         ),
     ],
 )
-def test_what_is_typed_is_what_is_meant(changes, text):
+def test_suggested_flags_parse_into_the_changes(changes, text):
     assert typed(changes) == text
-    base = asked(
+    base = config_of(
         NANO + "--set parallel.repeats=3 --set parallel.layers_per_stage=1,3 --set"
         " parallel.send_slack=true"
     )

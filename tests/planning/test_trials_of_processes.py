@@ -1,5 +1,5 @@
-"""Two processes try the plans that the first one names, and begin with the one that was fastest by
-its clock.
+"""Two processes try the plans that process 0 names, and start with the one that was fastest by its
+clock.
 """
 
 import json
@@ -67,7 +67,7 @@ print(json.dumps([tried, plan]))
 """
 
 
-def both(tmp_path, fails="none"):
+def run_both(tmp_path, fails="none"):
     (tmp_path / "text.txt").write_text("".join(f"{n} times {n} is {n * n}.\n" for n in range(500)))
     address = f"127.0.0.1:{free_port()}"
     processes = [
@@ -95,16 +95,16 @@ def both(tmp_path, fails="none"):
         )
         for number in range(2)
     ]
-    said = [process.communicate(timeout=300) for process in processes]
+    outputs = [process.communicate(timeout=300) for process in processes]
     assert [process.returncode for process in processes] == [0, 0], [
-        errors[-2000:] for _, errors in said
+        errors[-2000:] for _, errors in outputs
     ]
-    return [(*json.loads(output.splitlines()[-1]), errors) for output, errors in said]
+    return [(*json.loads(output.splitlines()[-1]), errors) for output, errors in outputs]
 
 
 @pytest.mark.parametrize("fails", ["none", "all"])
-def test_all_try_the_same_and_begin_with_the_fastest(tmp_path, fails):
-    first, second = both(tmp_path, fails)
+def test_processes_try_the_same_plans_and_start_with_the_fastest(tmp_path, fails):
+    first, second = run_both(tmp_path, fails)
     tried, plan, _ = first
     assert tried == second[0]
     assert len(set(tried)) == len(tried) >= 3

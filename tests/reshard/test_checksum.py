@@ -42,7 +42,7 @@ def as_dtype(bits, dtype):
 
 
 def by_definition(bits):
-    """The module's docstring again, in NumPy and one element at a time."""
+    """The definition in the module's docstring, in Python and one element at a time."""
 
     def scramble(x):
         x = ((x ^ (x >> 16)) * 0x85EBCA6B) % 2**32
@@ -59,12 +59,12 @@ def by_definition(bits):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_is_what_the_docstring_says(dtype):
+def test_checksum_equals_its_definition(dtype):
     bits = words(dtype)
     assert checksum(as_dtype(bits, dtype)) == by_definition(bits)
 
 
-def test_is_what_checkpoints_on_disk_have():
+def test_checksum_equals_that_of_existing_checkpoints():
     assert checksum(np.arange(24, dtype=np.float32).reshape(2, 3, 4)) == 1692453027
 
 
@@ -82,14 +82,14 @@ def test_is_what_checkpoints_on_disk_have():
         (1, P()),
     ],
 )
-def test_is_the_same_for_every_layout(num_devices, spec):
+def test_checksum_is_the_same_for_every_sharding(num_devices, spec):
     values = as_dtype(words("float32"), "float32")
     leaf = sharded(values, num_devices, spec)
     assert len(leaf.sharding.device_set) == num_devices
     assert checksums({"w": leaf}) == {"w": by_definition(words("float32"))}
 
 
-def test_gathers_nothing():
+def test_checksum_gathers_no_shards():
     leaf = sharded(np.ones((64, 32), np.float32), 8, P("a", "b"))
     program = _check_array.lower(leaf).compile().as_text() or ""
     assert "all-reduce" in program
@@ -101,7 +101,7 @@ def test_gathers_nothing():
 @given(
     dtype=st.sampled_from(DTYPES[:-1]), place=index, bit=st.integers(0, 31), seed=st.integers(0, 9)
 )
-def test_one_flipped_bit_changes_it(dtype, place, bit, seed):
+def test_flipped_bit_changes_the_checksum(dtype, place, bit, seed):
     bits = words(dtype, seed)
     flipped = bits.copy()
     flipped[place] ^= bits.dtype.type(1 << bit % (8 * bits.itemsize))
@@ -110,7 +110,7 @@ def test_one_flipped_bit_changes_it(dtype, place, bit, seed):
 
 @settings(deadline=None, max_examples=50)
 @given(first=index, second=index, seed=st.integers(0, 9), negated=st.booleans())
-def test_two_elements_that_change_places_change_it(first, second, seed, negated):
+def test_swapped_elements_change_the_checksum(first, second, seed, negated):
     values = as_dtype(words("int32", seed), "int32").copy()
     # differs in the sign bit alone, which a plain sum of bits times odd weights cannot tell
     if negated:
@@ -123,13 +123,13 @@ def test_two_elements_that_change_places_change_it(first, second, seed, negated)
 
 @settings(deadline=None, max_examples=10)
 @given(padding=st.tuples(*(st.integers(0, 2) for _ in SHAPE)))
-def test_appended_zeros_leave_it_alone(padding):
+def test_appended_zeros_do_not_change_the_checksum(padding):
     values = as_dtype(words("float32"), "float32")
     padded = np.pad(values, [(0, rows) for rows in padding])
     assert checksum(padded) == checksum(values)
 
 
-def test_zeros_in_front_change_it():
+def test_prepended_zeros_change_the_checksum():
     values = as_dtype(words("float32"), "float32")
     assert checksum(np.pad(values, [(1, 0), (0, 0), (0, 0)])) != checksum(values)
 

@@ -1,5 +1,5 @@
-"""An exchange, acted out in NumPy, gives every device what indexing says; and nobody sends or gets
-more than needed.
+"""An exchange, simulated in NumPy, gives every device the shard of indexing; and no device sends or
+receives more than needed.
 """
 
 import collections
@@ -41,7 +41,7 @@ def shards_of(block_layout, whole):
 
 
 def indices(place, shape):
-    """What a piece is in a shard, for NumPy."""
+    """NumPy indices of a piece in a shard."""
     rows = np.concatenate([np.arange(first, first + count) for first, count in place.rows])
     assert len(rows) == shape[0]
     return (
@@ -50,7 +50,7 @@ def indices(place, shape):
     )
 
 
-def acted_out(exchange, shards):
+def exchanged_in_numpy(exchange, shards):
     new = [np.zeros(exchange.new, int) for _ in shards]
     for part in exchange.rounds:
         routes = part.routes or [
@@ -61,9 +61,9 @@ def acted_out(exchange, shards):
             device for device, place in enumerate(part.put) if place is not None
         }
         for start, end in routes:
-            there = new[end][indices(part.put[end], part.shape)]
-            assert there.shape == part.shape
-            assert not there.any(), "nothing is written twice"
+            target_piece = new[end][indices(part.put[end], part.shape)]
+            assert target_piece.shape == part.shape
+            assert not target_piece.any(), "nothing is written twice"
             new[end][indices(part.put[end], part.shape)] = shards[start][
                 indices(part.take[start], part.shape)
             ]
@@ -71,9 +71,9 @@ def acted_out(exchange, shards):
 
 
 @st.composite
-def ways_to_lie(draw, num_devices, sizes):
-    """Any grid over any of the devices, with replicas or without; rows in any slots, with empty
-    ones.
+def block_layouts(draw, num_devices, sizes):
+    """Layouts on any grid over any of the devices, with replicas or without; rows in any slots,
+    some of them empty.
     """
     rows, rest = sizes
     ways = [
@@ -104,17 +104,17 @@ def ways_to_lie(draw, num_devices, sizes):
 
 
 @given(st.data())
-def test_gives_every_device_what_indexing_says(data):
+def test_exchange_gives_every_device_what_indexing_gives(data):
     num_devices = data.draw(st.integers(1, 8))
     sizes = (
         data.draw(st.integers(1, 6)),
         data.draw(st.lists(st.sampled_from([1, 2, 4, 6, 12]), max_size=2)),
     )
-    source, target = (data.draw(ways_to_lie(num_devices, sizes)) for _ in range(2))
+    source, target = (data.draw(block_layouts(num_devices, sizes)) for _ in range(2))
     exchange = make_exchange(
         source, target, processes=(0,) * num_devices, most=data.draw(st.sampled_from([1, 5, 10**6]))
     )
-    new = acted_out(exchange, shards_of(source, whole_of(source, *sizes)))
+    new = exchanged_in_numpy(exchange, shards_of(source, whole_of(source, *sizes)))
     for device, expected in enumerate(shards_of(target, whole_of(target, *sizes))):
         if target.blocks[device] is not None:
             np.testing.assert_array_equal(new[device], expected)
@@ -164,14 +164,14 @@ def received(exchange):
         (over(8, 8), over(8, 4, 2), 1, 6),
     ],
 )
-def test_gets_only_what_it_lacks(source, target, rounds, elements):
+def test_devices_receive_only_what_they_lack(source, target, rounds, elements):
     exchange = make_exchange(source, target, processes=(0,) * 8, most=10**6)
     assert sum(bool(part.routes) for part in exchange.rounds) == rounds
     assert max(received(exchange).values(), default=0) == elements
     assert exchange.is_identity == (source == target)
 
 
-def test_pieces_come_from_replicas_nearby_that_have_sent_least():
+def test_pieces_come_from_near_replicas_that_have_sent_least():
     exchange = make_exchange(over(8, 2), over(8, 1), processes=(0, 0, 0, 0, 1, 1, 1, 1), most=10**6)
     routes = [route for part in exchange.rounds for route in part.routes]
     assert len(exchange.rounds) == 2, "one piece stays, and one swap gives the other"

@@ -1,5 +1,5 @@
-"""Pieces copied in one memory make up the shards that the exchange says, of every dtype; old shards
-stay as they were.
+"""Shards copied within the memory of a process equal those of the exchange, in every dtype; old
+shards do not change.
 """
 
 import jax
@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import Mesh
-from test_exchange import acted_out, ways_to_lie
+from test_exchange import block_layouts, exchanged_in_numpy
 
 from optimus_jax.reshard.exchange import BlockLayout, make_exchange
 from optimus_jax.reshard.host_copies import copy_shards, share_memory
@@ -21,9 +21,9 @@ DEVICES = 4
 @settings(max_examples=20)
 @given(st.data())
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.int32])
-def test_shards_are_what_the_exchange_says(dtype, data):
+def test_copied_shards_equal_those_of_the_exchange(dtype, data):
     sizes = data.draw(st.sampled_from([(6, (4,)), (5, ()), (4, (2, 6))]))
-    source, target = (data.draw(ways_to_lie(DEVICES, sizes)) for _ in range(2))
+    source, target = (data.draw(block_layouts(DEVICES, sizes)) for _ in range(2))
     exchange = make_exchange(
         source, target, processes=(0,) * DEVICES, most=data.draw(st.sampled_from([2, 100]))
     )
@@ -37,17 +37,17 @@ def test_shards_are_what_the_exchange_says(dtype, data):
         for device, shard in zip(devices, shards, strict=True)
     }
     new = copy_shards(old, exchange, np.dtype(dtype), devices, Mesh(np.array(devices), (ROW,)))
-    for device, shard, expected in zip(devices, shards, acted_out(exchange, shards), strict=True):
+    for device, shard, expected in zip(
+        devices, shards, exchanged_in_numpy(exchange, shards), strict=True
+    ):
         assert new[device].dtype == dtype
         assert new[device].devices() == {device}
         np.testing.assert_array_equal(np.asarray(new[device]).astype(int), expected)
         np.testing.assert_array_equal(np.asarray(old[device]).astype(int), shard)
 
 
-def test_what_is_copied_may_be_donated():
-    """It is memory of JAX's own, as the state has to be: what is not is copied before a step may
-    write there.
-    """
+def test_copied_shards_may_be_donated():
+    """They are in memory that JAX owns; any other would be copied before a step may write to it."""
     devices = jax.devices()[:2]
     row, rows = Mesh(np.array(devices), (ROW,)), range(1024)
     halves, whole = (
@@ -67,5 +67,5 @@ def test_what_is_copied_may_be_donated():
     np.testing.assert_array_equal(np.asarray(stepped), np.repeat([1, 2], 512))
 
 
-def test_devices_of_this_process_have_one_memory():
+def test_cpu_devices_of_a_process_share_memory():
     assert share_memory(jax.devices())

@@ -1,5 +1,5 @@
-"""A moved state is the same, bit for bit and on every device, whatever plans it goes between; and
-on the way little is there twice.
+"""A resharded state is the same bit for bit on every device, between any two plans; and little of
+it exists twice on the way.
 """
 
 import jax
@@ -21,7 +21,7 @@ from moves import (
     next_of,
 )
 from plans import build, case
-from test_exchange import acted_out
+from test_exchange import exchanged_in_numpy
 
 from optimus_jax.reshard import piece_programs, reshard
 from optimus_jax.reshard.checksum import checksums, named_leaves
@@ -41,8 +41,8 @@ def quickly():
 
 @pytest.fixture(params=["programs", "one memory"])
 def way(request, monkeypatch):
-    """How pieces get to their places: sent, as between real devices, or copied, as virtual ones of
-    a process do it.
+    """How pieces are moved: sent by programs, as between real devices, or copied, as between the
+    virtual devices of a process.
     """
     sends = request.param == "programs"
     if sends:
@@ -61,14 +61,14 @@ def layout(name):
 @pytest.mark.parametrize(
     "places",
     [
-        # Each plan is left and reached three times.
+        # Each plan is source and target three times.
         pytest.param((1, 5, 9), id="three"),
-        # A pair costs a second or two of compiling; the next test acts out every pair.
+        # A pair takes a second or two to compile; the next test simulates every pair in NumPy.
         pytest.param(range(1, len(PLANS)), id="all", marks=pytest.mark.nightly),
     ],
 )
 @pytest.mark.parametrize("name", PLANS)
-def test_a_state_moves_to_other_plans_and_is_the_same(name, places, way):
+def test_state_resharded_to_other_plans_is_the_same(name, places, way):
     source = layout(name)
     state = a_state(source)
     for other in next_of(name, places):
@@ -94,8 +94,8 @@ def shards_of(layout, devices):
 
 
 @pytest.mark.parametrize("name", PLANS)
-def test_pieces_between_every_pair_make_up_the_new_shards(name):
-    """The same for every ordered pair, acted out by indexing; and the layouts differ."""
+def test_exchanges_between_every_pair_give_the_new_shards(name):
+    """For every ordered pair of plans, simulated by indexing; and the layouts differ."""
     source = layout(name)
     devices = row_of_devices(source)
     held = shards_of(source, devices)
@@ -108,13 +108,15 @@ def test_pieces_between_every_pair_make_up_the_new_shards(name):
         for path in source.named:
             exchange = move.exchange(path)
             num_moved += not exchange.is_identity
-            for new, shard in zip(acted_out(exchange, held[path]), expected[path], strict=True):
+            for new, shard in zip(
+                exchanged_in_numpy(exchange, held[path]), expected[path], strict=True
+            ):
                 np.testing.assert_array_equal(new, shard, err_msg=f"{name} -> {other}: {path}")
         assert num_moved > 0, f"{name} and {other} lie alike"
 
 
 def live_bytes():
-    """Of all arrays, on the device that holds most; memory that several arrays share counts
+    """Bytes of all arrays on the device that holds most; memory that several arrays share counts
     once."""
     buffers = {
         (shard.device, shard.data.unsafe_buffer_pointer()): shard.data.nbytes
@@ -155,15 +157,15 @@ def test_no_device_holds_more_than_the_state_and_the_budget(name, other, way):
         peak = max(peak, live_bytes() + scratch - before)
         move.release(group, leaves, arrived)
         del arrived
-    # of tables that tell programs where pieces lie, which stay for the way back
+    # of tables that tell programs where pieces lie, which are kept for the move back
     places_bytes = 8192
     state_bytes = max(source.num_bytes(), target.num_bytes())
     assert peak <= state_bytes + largest + places_bytes
     assert peak > state_bytes, "old and new shards of a group were counted"
 
 
-def test_other_padding_of_the_vocabulary_and_stages_over_six_devices(way):
-    there, back = (
+def test_reshard_between_vocabulary_paddings_on_six_devices(way):
+    pipelined, data_parallel = (
         layout_of(build(MODEL, each).program)
         for each in (
             case("pipe=3,tensor=2", microbatches=3, layers_per_stage=(2, 5, 3)),
@@ -171,14 +173,16 @@ def test_other_padding_of_the_vocabulary_and_stages_over_six_devices(way):
         )
     )
     table = "params/head/table"
-    assert there.named[table].shape != back.named[table].shape
-    state = Move(there, back, budget_bytes=BUDGET_BYTES).run(a_state(there))
-    assert_is_the_state(state, back)
-    assert_is_the_state(Move(back, there, budget_bytes=BUDGET_BYTES).run(state), there)
+    assert pipelined.named[table].shape != data_parallel.named[table].shape
+    state = Move(pipelined, data_parallel, budget_bytes=BUDGET_BYTES).run(a_state(pipelined))
+    assert_is_the_state(state, data_parallel)
+    assert_is_the_state(
+        Move(data_parallel, pipelined, budget_bytes=BUDGET_BYTES).run(state), pipelined
+    )
 
 
-def test_fewer_devices_and_more(way):
-    """Two of eight leave and come back; nothing is read from the first of them that another has."""
+def test_reshard_to_fewer_devices_and_back(way):
+    """Two of eight devices leave and come back; what another device has is not read from them."""
     eight, six = (
         layout("data x fsdp, zero 1"),
         layout_of(build(MODEL, case("fsdp=3,tensor=2", zero=2)).program),
@@ -191,7 +195,7 @@ def test_fewer_devices_and_more(way):
     assert_is_the_state(Move(six, eight, budget_bytes=BUDGET_BYTES).run(state), eight)
 
 
-def test_the_same_plan_costs_nothing():
+def test_reshard_to_the_same_plan_moves_nothing():
     source = layout("tensor")
     state = a_state(source)
     before = piece_programs.piece_program.cache_info()
@@ -214,8 +218,8 @@ def test_the_same_plan_costs_nothing():
         "attention over tensor, feed-forward not",
     ],
 )
-def test_sums_are_those_that_checkpoints_have(name):
-    """So they are the same under every plan, and those of a stored state are plan-free."""
+def test_shard_sums_equal_the_checksums_of_checkpoints(name):
+    """So they are the same under every plan."""
     program = built(name).program
     source = layout_of(program)
     state = a_state(source)
@@ -225,7 +229,7 @@ def test_sums_are_those_that_checkpoints_have(name):
     )
 
 
-def test_a_copy_that_differs_on_one_device_is_found():
+def test_replica_that_differs_on_one_device_is_found():
     source = layout("data")
     leaves = named_leaves(a_state(source))
     path, sums = "params/final_norm/scale", ShardSums(source)
@@ -250,7 +254,7 @@ def test_any_bit_in_an_empty_slot_changes_the_sum():
 
 
 def test_a_large_leaf_moves_in_pieces_of_the_budget(monkeypatch):
-    """By several programs, of which each needs room for little: a sixteenth of the shard here."""
+    """By several programs, each of which needs little memory: a sixteenth of the shard here."""
     by_programs(monkeypatch)
     mesh = jax.make_mesh((8,), ("a",), axis_types=(AxisType.Auto,))
     whole, split = (

@@ -1,5 +1,5 @@
-"""A stack in another order of slots is what indexing says, bit for bit, and on the way no device
-holds more than shards.
+"""A stack moved to another order of slots equals indexing bit for bit, and no device holds more
+than a few shards on the way.
 """
 
 import math
@@ -61,8 +61,8 @@ def in_slots(layers, slots):
 
 
 def a_state(mesh, slots):
-    """Random bits (infinities and NaNs among them), a moment that is split otherwise, and leaves
-    that stay; with their shardings.
+    """Random bits (infinities and NaNs among them), a moment with another sharding, and leaves that
+    are not stacked; with their shardings.
     """
     rng = np.random.default_rng(0)
     num_layers = max(slots) + 1
@@ -98,16 +98,16 @@ def bits(tree):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_equals_indexing_there_and_back(name):
+def test_restack_equals_indexing_in_both_directions(name):
     text, slots = CASES[name]
     mesh = mesh_of(text)
     target = canonical_slots(max(slots) + 1, mesh.shape[PIPE])
     assert slots != target
     state, shardings = a_state(mesh, slots)
     before = bits(state)
-    there = restack(state, shardings, source=slots, target=target)
+    restacked = restack(state, shardings, source=slots, target=target)
     rows = {layer: slot for slot, layer in enumerate(slots)}
-    for path, leaf in bits(there).items():
+    for path, leaf in bits(restacked).items():
         expected = before[path]
         if is_stacked(path):
             expected = in_slots(
@@ -115,13 +115,13 @@ def test_equals_indexing_there_and_back(name):
             )
             assert not expected[max(slots) + 1 :].any()
         np.testing.assert_array_equal(leaf, expected, err_msg=path)
-    assert jax.tree.map(lambda leaf: leaf.sharding, there) == shardings
-    back = restack(there, shardings, source=target, target=slots)
+    assert jax.tree.map(lambda leaf: leaf.sharding, restacked) == shardings
+    back = restack(restacked, shardings, source=target, target=slots)
     for path, leaf in bits(back).items():
         np.testing.assert_array_equal(leaf, before[path], err_msg=path)
 
 
-def test_other_leaves_stay_and_moved_ones_can_be_given_up():
+def test_only_stacked_leaves_are_moved_and_optionally_deleted():
     text, slots = CASES["interleaved"]
     state, shardings = a_state(mesh_of(text), slots)
     target = canonical_slots(4, 2)
@@ -135,7 +135,7 @@ def test_other_leaves_stay_and_moved_ones_can_be_given_up():
             assert old.is_deleted() == (is_stacked(path) and not keep)
 
 
-def test_moments_in_the_hosts_memory_stay_there():
+def test_moments_in_host_memory_stay_there_when_restacked():
     text, slots = CASES["uneven"]
     state, shardings = a_state(mesh_of(text), slots)
     target = canonical_slots(3, 2)
@@ -159,9 +159,9 @@ def test_moments_in_the_hosts_memory_stay_there():
 
 @pytest.mark.parametrize("name", [name for name, (mesh, _) in CASES.items() if "pipe" in mesh])
 @pytest.mark.parametrize("inverse", [False, True])
-def test_memory_and_wire_are_a_few_shards(name, inverse):
-    """Beside old and new; the messages of an all-to-all would take nearly the whole leaf, or up to
-    4 shards, twice.
+def test_restack_needs_memory_and_traffic_of_a_few_shards(name, inverse):
+    """In addition to old and new shards. The messages of an all-to-all would take nearly the whole
+    leaf, or up to 4 shards, twice.
     """
     text, slots = CASES[name]
     mesh = mesh_of(text)
@@ -196,7 +196,7 @@ def orders(draw: st.DrawFn) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
 
 
 @given(orders())
-def test_rounds_move_every_layer_once_and_stages_talk_to_one_at_a_time(orders):
+def test_rounds_move_every_layer_once_with_one_peer_per_stage(orders):
     num_stages, source, target = orders
     room = len(target) // num_stages
     old, new = np.array(source).reshape(num_stages, -1), np.full((num_stages, room), EMPTY)

@@ -18,7 +18,7 @@ ONE = case("data=1", zero=0)
 
 @functools.cache
 def on_one_device(model):
-    """Its leaves after birth, by path."""
+    """The initial leaves on one device, by path."""
     return host_leaves(build(model, ONE).program.init(jnp.int32(7)))
 
 

@@ -19,7 +19,7 @@ from hlo import Moved
 
 NUM_LAYERS = 3
 ONE_CHUNK = plans.GLOBAL_BATCH * plans.SEQ_LEN
-"""Tokens; without a loop over chunks, three trips are three layers."""
+"""Tokens of a single chunk: with no loop over chunks, only the loop over layers has three trips."""
 F32 = 4
 """Bytes."""
 REMAT_POLICIES = ("none", "selective", "dots", "full")
@@ -86,8 +86,8 @@ def leaf_shapes(
     return shapes
 
 
-def layered(moved: list[Moved]) -> Counter:
-    """The same of what was moved; `moved` must be inside the loops that it belongs to."""
+def shapes_of(moved: list[Moved]) -> Counter:
+    """Shapes of collectives, in the loop over layers or not, to compare with `leaf_shapes`."""
     return Counter((in_layers(item), item.shape) for item in moved)
 
 
@@ -121,7 +121,7 @@ def test_tensor_two_all_reduces_forward_and_two_backward_per_layer(remat):
 @pytest.mark.parametrize(
     ("rule", "per_layer"), [("mlp=none", 1), ("heads=none", 1), ("vocab=none", 2)]
 )
-def test_tensor_only_where_the_rules_split(rule, per_layer):
+def test_tensor_collectives_only_where_the_rules_split(rule, per_layer):
     case = plans.case("tensor=8", rules=(rule,), loss_chunk_tokens=ONE_CHUNK)
     everything = moved_by("gpt", case)
     layers = [moved for moved in everything if in_layers(moved)]
@@ -188,7 +188,7 @@ def test_whole_gradients_are_summed_once_per_step(case):
     expected = leaf_shapes("gpt", case, split_by=(), matrices=True) + leaf_shapes(
         "gpt", case, split_by=(), matrices=False
     )
-    assert layered(gradients) == stacked(expected)
+    assert shapes_of(gradients) == stacked(expected)
     size = sum(leaf.size for leaf in jax.tree.leaves(built.program.shapes.params))
     assert sum(moved.num_bytes for moved in gradients) == size * F32
     assert Counter(moved.dtype for moved in everything if not moved.shape) == {
@@ -204,11 +204,11 @@ def test_zero_1_scatters_and_gathers_every_matrix_once_per_step(model_name):
     assert {moved.loops for moved in everything} == {()}
     whole = stacked(leaf_shapes(model_name, case, split_by=(), matrices=True))
     shards = stacked(leaf_shapes(model_name, case, split_by=("fsdp",), matrices=True))
-    assert layered([moved for moved in everything if moved.kind == "reduce-scatter"]) == shards
-    assert layered([moved for moved in everything if moved.kind == "all-gather"]) == whole
+    assert shapes_of([moved for moved in everything if moved.kind == "reduce-scatter"]) == shards
+    assert shapes_of([moved for moved in everything if moved.kind == "all-gather"]) == whole
     vectors = stacked(leaf_shapes(model_name, case, split_by=(), matrices=False))
     assert (
-        layered([moved for moved in everything if moved.kind == "all-reduce" and moved.shape])
+        shapes_of([moved for moved in everything if moved.kind == "all-reduce" and moved.shape])
         == vectors
     )
 
@@ -217,11 +217,11 @@ def test_zero_2_scatters_layer_by_layer_in_backward():
     case = plans.case("fsdp=8", zero=2, microbatches=2)
     shards = leaf_shapes("gpt", case, split_by=("fsdp",), matrices=True)
     scattered = moved_by("gpt", case, "reduce-scatter")
-    assert layered(scattered) == shards
+    assert shapes_of(scattered) == shards
     assert {moved.loops for moved in scattered if in_layers(moved)} == {(2, NUM_LAYERS)}
     assert {moved.loops for moved in scattered if not in_layers(moved)} == {(2,)}
     gathered = moved_by("gpt", case, "all-gather")
-    assert layered(gathered) == stacked(leaf_shapes("gpt", case, split_by=(), matrices=True))
+    assert shapes_of(gathered) == stacked(leaf_shapes("gpt", case, split_by=(), matrices=True))
     assert {moved.loops for moved in gathered} == {()}
 
 
@@ -236,29 +236,29 @@ def test_zero_3_gathers_twice_and_scatters_once_per_layer(remat):
     assert len(gathered) == len(moved_by("gpt", case, "all-gather"))
     assert len(scattered) == len(moved_by("gpt", case, "reduce-scatter"))
     # The layers' matrices again in backward; embedding, head and positions are gathered once.
-    assert layered(gathered) == Counter(
+    assert shapes_of(gathered) == Counter(
         {key: count * (2 if key[0] else 1) for key, count in whole.items()}
     )
-    assert layered(scattered) == shards
+    assert shapes_of(scattered) == shards
     assert {moved.loops for moved in gathered + scattered if in_layers(moved)} == {(2, NUM_LAYERS)}
 
 
 def test_hybrid_sums_shards_over_data_once_per_step():
     case = plans.case(ALL_AXES, zero=3, microbatches=2)
     over_data = moved_by("gpt", case, "all-reduce", ("data",))
-    assert layered(over_data) == stacked(
+    assert shapes_of(over_data) == stacked(
         leaf_shapes("gpt", case, split_by=("tensor", "fsdp"), matrices=True)
     )
     over_both = [
         moved for moved in moved_by("gpt", case, "all-reduce", ("data", "fsdp")) if moved.shape
     ]
-    assert layered(over_both) == stacked(
+    assert shapes_of(over_both) == stacked(
         leaf_shapes("gpt", case, split_by=("tensor", "fsdp"), matrices=False)
     )
     assert {moved.loops for moved in over_data + over_both} == {()}
 
 
-def test_a_deeper_model_is_no_larger_a_program():
+def test_program_size_does_not_depend_on_depth():
     case = plans.case(ALL_AXES, zero=3, microbatches=2)
     sizes = {}
     for num_layers in (NUM_LAYERS, 4 * NUM_LAYERS):

@@ -1,4 +1,4 @@
-"""XLA's options: known to XLA, chosen by device and plan, and never against the user's own."""
+"""Compiler options: known to XLA, chosen by device and plan, never overriding the user's own."""
 
 import os
 import subprocess
@@ -39,11 +39,11 @@ def plan(mesh, **parallel):
     ALL_OPTIONS,
     ids=lambda option: option.name,
 )
-def test_xla_knows_the_name_and_takes_the_value(option):
+def test_xla_accepts_the_options_name_and_value(option):
     assert jax.jit(lambda x: x + 1, compiler_options={option.name: option.value})(1.0) == 2.0
 
 
-def test_a_name_that_xla_does_not_know_is_refused_by_it():
+def test_xla_refuses_an_unknown_option():
     with pytest.raises(jax.errors.JaxRuntimeError, match="xla_gpu_no_such_thing"):
         jax.jit(lambda x: x + 1, compiler_options={"xla_gpu_no_such_thing": True})(1.0)
 
@@ -72,7 +72,7 @@ def test_options_are_chosen_by_device_and_plan(device, mesh, settings, wanted):
     assert list(options_for(*device, plan(mesh, **settings))) == wanted
 
 
-def test_what_the_user_says_is_left_to_the_user(monkeypatch):
+def test_options_in_xla_flags_are_left_to_the_user(monkeypatch):
     fsdp = plan("fsdp=8", zero=3)
     monkeypatch.setenv("XLA_FLAGS", f"--some_other=1 --{LATENCY_HIDING.name}=false")
     assert list(options_for(*GPU, fsdp)) == [PIPELINED_ALL_GATHER]
@@ -81,13 +81,13 @@ def test_what_the_user_says_is_left_to_the_user(monkeypatch):
 @pytest.mark.parametrize(
     "name", ["xla_gpu_enable_pipelined_all_gather", "xla_gpu_pipeline_all_gather"]
 )
-def test_gathering_ahead_is_left_to_the_user_under_either_name(name, monkeypatch):
+def test_users_pipelined_all_gather_flag_wins_under_either_name(name, monkeypatch):
     assert name in (PIPELINED_ALL_GATHER.name, PIPELINED_ALL_GATHER.other_name)
     monkeypatch.setenv("XLA_FLAGS", f"--{name}=anything")
     assert list(options_for(*GPU, plan("fsdp=8", zero=3))) == [LATENCY_HIDING]
 
 
-def test_options_are_shown_as_xla_flags_takes_them():
+def test_options_are_printed_as_in_xla_flags():
     assert PIPELINED_ALL_GATHER.text in (
         "xla_gpu_enable_pipelined_all_gather=true",
         "xla_gpu_pipeline_all_gather=on",
@@ -111,7 +111,7 @@ def test_options_are_shown_as_xla_flags_takes_them():
     )
 
 
-def test_xla_refuses_the_other_name_of_gathering_ahead():
+def test_xla_refuses_the_other_name_of_pipelined_all_gather():
     """Both are needed as long as both versions of JAX are."""
     with pytest.raises(jax.errors.JaxRuntimeError, match="No such compile option"):
         jax.jit(
@@ -120,7 +120,7 @@ def test_xla_refuses_the_other_name_of_gathering_ahead():
         )(1.0)
 
 
-def test_programs_are_compiled_with_them():
+def test_programs_are_compiled_with_the_options():
     program = build(GPT, case("fsdp=8")).program
     assert program.options == CPU_OPTIONS
     assert all(
@@ -134,14 +134,14 @@ def test_programs_are_compiled_with_them():
     )
 
 
-def test_xla_is_told_of_the_memory_that_there_is(monkeypatch):
+def test_memory_limit_leaves_what_jax_may_use_beside_the_state(monkeypatch):
     """80% of an H200 less the state, times the factor, is what the run may have beside the
     state."""
     monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95")
     limit = memory_limit("NVIDIA H200", 64 * 10**9)
     assert limit is not None
-    counted_on, there = 0.8 * 141e9 - 64e9, 0.98 * 0.95 * 141e9 - 64e9
-    assert there - 0.01 * counted_on < counted_on * int(limit.value) / 100 <= there
+    xla_budget, available = 0.8 * 141e9 - 64e9, 0.98 * 0.95 * 141e9 - 64e9
+    assert available - 0.01 * xla_budget < xla_budget * int(limit.value) / 100 <= available
     monkeypatch.setenv("XLA_CLIENT_MEM_FRACTION", "0.5")
     assert memory_limit("NVIDIA H200", 10**9).text == "xla_gpu_memory_limit_slop_factor=60"
     assert memory_limit("NVIDIA H200", 70 * 10**9) is None, "there is no room beside the state"
@@ -154,7 +154,7 @@ def test_xla_is_told_of_the_memory_that_there_is(monkeypatch):
     assert not options_for(*GPU, plan("data=1"), 64 * 10**9)
 
 
-def test_a_gpu_that_is_here_tells_how_much_it_has(monkeypatch):
+def test_memory_limit_of_a_local_gpu_is_based_on_its_pool(monkeypatch):
     """XLA's 80% are of the driver's bytes: with a factor from the data sheet's it would count on
     more than JAX's pool.
     """
@@ -176,16 +176,16 @@ def test_a_gpu_that_is_here_tells_how_much_it_has(monkeypatch):
     assert options_for(*GPU, plan("data=1"), state, pool) == (limit,)
 
 
-def test_what_jax_may_use_is_asked_of_a_device_that_is_here(monkeypatch):
+def test_usable_bytes_are_those_of_a_local_device_of_the_mesh(monkeypatch):
     class Device:
         def __init__(self, stats=None):
             self.memory_stats = lambda: stats
 
-    elsewhere, silent, here = Device(), Device(), Device({"bytes_limit": 123})
+    elsewhere, silent, local_device = Device(), Device(), Device({"bytes_limit": 123})
     for local, devices, found in (
-        ([here], [elsewhere, here], 123),
+        ([local_device], [elsewhere, local_device], 123),
         ([silent], [silent], None),
-        ([here], [elsewhere], None),
+        ([local_device], [elsewhere], None),
     ):
         monkeypatch.setattr("jax.local_devices", lambda local=local: local)
         assert usable_bytes(SimpleNamespace(devices=np.array(devices, object))) == found

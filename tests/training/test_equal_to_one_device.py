@@ -29,7 +29,7 @@ PIPE_DIMS = {"layers", "vocab"}
 
 @dataclass(frozen=True)
 class Run:
-    """What two steps under one plan gave."""
+    """Results of two steps under one plan."""
 
     built: plans.Built
     text: str
@@ -64,8 +64,8 @@ def pytest_generate_tests(metafunc):
     """Every plan of the list with both models, or those that `make parity` asks for."""
     if "runs" not in metafunc.fixturenames:
         return
-    asked, model = metafunc.config.getoption("plan"), metafunc.config.getoption("model")
-    cases = plans.PLANS if asked is None else [plans.PlanCase.parse(asked)]
+    plan_id, model = metafunc.config.getoption("plan"), metafunc.config.getoption("model")
+    cases = plans.PLANS if plan_id is None else [plans.PlanCase.parse(plan_id)]
     metafunc.parametrize(
         "runs",
         [(name, case) for name in plans.MODELS if model in (None, name) for case in cases],
@@ -83,7 +83,7 @@ def runs(request):
     return run_case(model, case), one_device(model)
 
 
-def test_loss_and_gradient_norm(runs):
+def test_loss_and_gradient_norm_equal_one_device(runs):
     run, reference = runs
     for found, expected in zip(run.metrics, reference.metrics, strict=True):
         assert found["tokens"] == expected["tokens"] > 0
@@ -93,7 +93,7 @@ def test_loss_and_gradient_norm(runs):
     assert len({float(found["loss"]) for found in run.metrics}) == 2
 
 
-def test_gradients(runs):
+def test_gradients_equal_one_device(runs):
     run, _ = runs
     found, expected = (
         {path: leaf for path, leaf in side.states[0].items() if path.startswith(FIRST_MOMENT)}
@@ -104,7 +104,7 @@ def test_gradients(runs):
     assert_close(found, expected, F32_RELATIVE)
 
 
-def test_parameters_and_moments_after_two_steps(runs):
+def test_state_after_two_steps_equals_one_device(runs):
     run, reference = runs
     before = host_leaves(plans.random_state(reference.built.program))
     assert all(
@@ -115,7 +115,7 @@ def test_parameters_and_moments_after_two_steps(runs):
     assert_close(run.states[1], reference.states[1], F32_RELATIVE)
 
 
-def test_state_is_laid_out_as_the_plan_says(runs):
+def test_state_is_sharded_as_the_plan_says(runs):
     run, reference = runs
     plan, model = run.built.plan, run.built.config.model
     assert plan.num_devices > 1 == reference.built.plan.num_devices
@@ -164,22 +164,22 @@ def _axes(leaf: jax.Array, plan: Any) -> list[tuple[str, ...]]:
     ]
 
 
-def test_devices_speak_along_the_axes_that_the_plan_splits(runs):
+def test_collectives_run_along_the_axes_that_the_plan_splits(runs):
     run, reference = runs
     plan = run.built.plan
     assert hlo.collectives(reference.text, reference.built.program.mesh) == []
-    spoken: dict[str, set[str]] = {}
+    axes_by_kind: dict[str, set[str]] = {}
     for moved in hlo.collectives(run.text, run.built.program.mesh):
-        spoken.setdefault(moved.kind, set()).update(moved.axes)
+        axes_by_kind.setdefault(moved.kind, set()).update(moved.axes)
     expected = {"all-reduce": {axis for axis in MESH_AXES if plan.axes[axis] > 1}}
     if plan.axes.pipe > 1:
         expected |= {"collective-permute": {"pipe"}}
     if plan.zero:
         expected |= {"all-gather": {"fsdp"}, "reduce-scatter": {"fsdp"}}
-    assert spoken == expected
+    assert axes_by_kind == expected
 
 
-def test_rows_of_padding_stay_zero(runs):
+def test_vocabulary_padding_stays_zero(runs):
     run, _ = runs
     tables = {path: leaf for path, leaf in run.states[1].items() if path.endswith("/table")}
     assert tables
@@ -197,7 +197,7 @@ def test_rows_of_padding_stay_zero(runs):
     ],
     ids=str,
 )
-def test_bf16_within_its_own_rounding(case):
+def test_bf16_equals_one_device_within_its_own_rounding(case):
     bf16 = ("precision.compute", "bf16")
     run, reference, exact = (
         run_case(plans.GPT, case, dict([bf16])),

@@ -1,4 +1,4 @@
-"""An evaluation finds the same loss of the same tokens, whatever batch, mesh or phase a run has."""
+"""An evaluation has the same loss over the same tokens, whatever the batch, mesh or phase."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -24,7 +24,7 @@ from optimus_jax.training.evaluation import eval_rows
 from optimus_jax.training.step import build_program
 
 EXAMPLES, LENGTH, EOS = 11, 16, 5
-ASKED = {
+BASE_SETTINGS = {
     "data.seq_len": LENGTH,
     "evaluation.examples": EXAMPLES,
     "model.max_length": 64,
@@ -39,8 +39,8 @@ def held_out(config):
 
 
 def evaluated(case, settings, *, phase=0):
-    """Sum of the loss and counted tokens, as the trainer takes them, and the shape of batches."""
-    config = plans.make_config(plans.model_for(case, "gpt"), case, ASKED | settings)
+    """Sums of losses and of counted tokens, as in the trainer, and the shape of batches."""
+    config = plans.make_config(plans.model_for(case, "gpt"), case, BASE_SETTINGS | settings)
     stream = held_out(config)
     data = Data(
         train=stream, held_out=stream, tokenizer=ByteTokenizer(), description="", identity={}
@@ -69,7 +69,7 @@ def evaluated(case, settings, *, phase=0):
     return sum(map(float, losses)), sum(map(int, tokens)), (num_rows, batches[0]["tokens"].shape[1])
 
 
-def test_a_loss_is_over_the_same_tokens_whatever_the_batch_and_the_mesh():
+def test_eval_loss_does_not_depend_on_batch_mesh_or_phase():
     one, phases = plans.case("data=1"), {"data.phases": "3:8,5:16x32,9:4x8"}
     loss, tokens, shape = evaluated(one, {"data.global_batch": 8})
     assert shape == (8, LENGTH)
@@ -90,7 +90,7 @@ def test_a_loss_is_over_the_same_tokens_whatever_the_batch_and_the_mesh():
     examples=st.integers(1, 300),
     eval_length=st.sampled_from([None, 8, 64]),
 )
-def test_rows_of_an_evaluation_can_be_dealt_out_and_are_no_more_than_needed(
+def test_eval_rows_divide_over_devices_and_are_no_more_than_needed(
     batch, length, data, examples, eval_length
 ):
     config = Config().with_values(
@@ -109,12 +109,14 @@ def test_rows_of_an_evaluation_can_be_dealt_out_and_are_no_more_than_needed(
     assert rows == data or rows * config.eval_seq_len <= batch * data * length
 
 
-def test_what_is_compiled_ahead_is_what_evaluations_and_probes_are_called_with():
-    """In a phase of shorter sequences they have two shapes, and an executable takes one only."""
+def test_eval_step_is_compiled_for_every_shape_it_is_called_with():
+    """In a phase of shorter sequences probes and evaluations have different shapes, and an
+    executable takes only one.
+    """
     config = plans.make_config(
         plans.MODELS["gpt"],
         plans.case("data=2"),
-        ASKED | {"data.phases": "3:8x8", "data.global_batch": 4},
+        BASE_SETTINGS | {"data.phases": "3:8x8", "data.global_batch": 4},
     )
     own = in_phase(config, phases_of(config)[1])
     plan = plans.make_plan(own)

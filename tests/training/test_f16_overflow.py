@@ -20,8 +20,8 @@ NUM_STEPS = 4
 
 
 def losses_and_skips(case):
-    """Of one step with every loss scale, and of a few steps that begin with a scale too large for
-    the first.
+    """Metrics of one step with every loss scale, and of a few steps from a scale too large for the
+    first.
     """
     built = plans.build(
         plans.LLAMA,
@@ -73,7 +73,7 @@ def test_steps_overflow_under_every_plan_or_under_none():
 
 
 def f16_sums(jaxpr):
-    """What sums over devices are taken of in f16: the function that made the operand."""
+    """For every sum over devices that is taken in f16, the function that made its operand."""
     made_by = {
         out: equation.params.get("name", equation.primitive.name)
         for equation in jaxpr.eqns
@@ -102,7 +102,7 @@ def f16_sums(jaxpr):
     ],
     ids=str,
 )
-def test_no_sum_over_devices_is_taken_in_f16_but_of_one_value_and_zeros(name, case):
+def test_f16_sums_over_devices_only_add_zeros_to_one_value(name, case):
     built = plans.build(plans.model_for(case, name), case, {"precision.compute": "f16"})
     traced = built.program.train_step.trace(
         jax.eval_shape(built.program.init, jnp.int32(0)), built.batch
@@ -113,7 +113,7 @@ def test_no_sum_over_devices_is_taken_in_f16_but_of_one_value_and_zeros(name, ca
 
 
 @pytest.mark.parametrize("largest", [1.0, 6e4, 1e6, 1e30])
-def test_a_part_that_is_out_of_range_still_gives_its_gradient(largest):
+def test_cotangent_beyond_f16_range_still_gives_a_gradient(largest):
     """A part of a key's gradient is rounded to f16 for the product with the weights, at a scale
     where it is finite.
     """

@@ -1,4 +1,4 @@
-"""The arithmetic of a step is what it was: ten losses at full precision, for a GPT and a Llama."""
+"""The arithmetic of a step has not changed: ten losses at full precision, for a GPT and a Llama."""
 
 import json
 

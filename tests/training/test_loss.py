@@ -47,7 +47,7 @@ def arrays(num_tokens, rows, vocab_size, seed, dtype=np.float32, scale=1.0):
     return hidden, jnp.asarray(head, dtype), targets, weights
 
 
-def both(inputs, *, vocab_size, chunk_tokens, times=1.0):
+def chunked_and_plain(inputs, *, vocab_size, chunk_tokens, times=1.0):
     """(loss, gradients) of hidden and head, chunked and plain; `times` is the cotangent of the
     loss.
     """
@@ -69,11 +69,11 @@ def both(inputs, *, vocab_size, chunk_tokens, times=1.0):
     times=st.sampled_from((1.0, 0.25, -3.0)),
     seed=st.integers(0, 2**31),
 )
-def test_loss_and_gradients_are_those_of_log_softmax(
+def test_loss_and_gradients_equal_those_of_log_softmax(
     num_tokens, vocab_size, padding, chunk_tokens, times, seed
 ):
     inputs = arrays(num_tokens, vocab_size + padding, vocab_size, seed)
-    (loss, (d_hidden, d_head)), (loss_, (d_hidden_, d_head_)) = both(
+    (loss, (d_hidden, d_head)), (loss_, (d_hidden_, d_head_)) = chunked_and_plain(
         inputs, vocab_size=vocab_size, chunk_tokens=chunk_tokens, times=times
     )
     assert relative_error(np.asarray(loss), np.asarray(loss_)) <= F32_RELATIVE
@@ -88,17 +88,21 @@ def test_loss_and_gradients_are_those_of_log_softmax(
 
 
 @pytest.mark.parametrize("chunk_tokens", [7, 64])
-def test_without_a_gradient_the_loss_is_the_same(chunk_tokens):
+def test_loss_without_its_gradient_is_the_same(chunk_tokens):
     inputs = arrays(64, 24, 21, seed=1)
     loss = chunked(*inputs, vocab_size=21, chunk_tokens=chunk_tokens)
-    (with_gradient, _), (expected, _) = both(inputs, vocab_size=21, chunk_tokens=chunk_tokens)
+    (with_gradient, _), (expected, _) = chunked_and_plain(
+        inputs, vocab_size=21, chunk_tokens=chunk_tokens
+    )
     assert loss == pytest.approx(float(with_gradient), rel=F32_RELATIVE)
     assert loss == pytest.approx(float(expected), rel=F32_RELATIVE)
 
 
 def test_large_logits_do_not_overflow():
     inputs = arrays(16, 24, 21, seed=2, scale=1e4)
-    (loss, gradients), (expected, gradients_) = both(inputs, vocab_size=21, chunk_tokens=5)
+    (loss, gradients), (expected, gradients_) = chunked_and_plain(
+        inputs, vocab_size=21, chunk_tokens=5
+    )
     assert np.isfinite(loss)
     assert loss > 1e4
     assert loss == pytest.approx(float(expected), rel=F32_RELATIVE)
@@ -109,7 +113,9 @@ def test_large_logits_do_not_overflow():
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_in_16_bits_only_the_matmuls_operands_are_rounded(dtype):
     inputs = arrays(512, 104, 101, seed=3, dtype=dtype)
-    (loss, gradients), (expected, gradients_) = both(inputs, vocab_size=101, chunk_tokens=100)
+    (loss, gradients), (expected, gradients_) = chunked_and_plain(
+        inputs, vocab_size=101, chunk_tokens=100
+    )
     assert loss.dtype == jnp.float32
     assert loss == pytest.approx(float(expected), rel=F32_RELATIVE), (
         "logits and softmax are float32"

@@ -1,5 +1,5 @@
-"""Moments kept in bf16: half of the bytes, the same training under every plan, and nothing lost on
-the way.
+"""Moments in bf16: half of the bytes, the same training under every plan, and no bit lost when the
+state moves.
 """
 
 from dataclasses import replace
@@ -70,7 +70,7 @@ def moments_of(state) -> dict[str, np.ndarray]:
 
 
 @pytest.fixture(scope="module")
-def alone():
+def losses_on_one_device():
     """Losses on one device, by model and format."""
     layers = {"one": GPT, "stages": replace(GPT, num_layers=10)}
     return {
@@ -81,7 +81,7 @@ def alone():
 
 
 @pytest.mark.parametrize("given", PLANS, ids=str)
-def test_every_plan_trains_as_one_device_does(alone, given):
+def test_bf16_moments_train_alike_under_every_plan(losses_on_one_device, given):
     name = "stages" if given.axes.pipe > 1 else "one"
     _, state, losses = trained(
         GPT if name == "one" else replace(GPT, num_layers=10), with_moments(given)
@@ -90,13 +90,13 @@ def test_every_plan_trains_as_one_device_does(alone, given):
     assert {
         leaf.dtype.name for path, leaf in host_leaves(state).items() if path.startswith("params/")
     } == {"float32"}
-    assert losses == pytest.approx(alone[name, "bf16"], rel=F32_RELATIVE)
-    assert losses[:2] == pytest.approx(alone[name, "f32"][:2], rel=F32_RELATIVE), (
+    assert losses == pytest.approx(losses_on_one_device[name, "bf16"], rel=F32_RELATIVE)
+    assert losses[:2] == pytest.approx(losses_on_one_device[name, "f32"][:2], rel=F32_RELATIVE), (
         "the first update has seen no rounded moment"
     )
 
 
-def test_rounding_by_its_definition():
+def test_moments_are_rounded_to_bf16_once_per_step():
     """Computed in float32, rounded once a step: both moments, and nothing else."""
     config, random = (
         OptimizerConfig(beta1=0.8, beta2=0.9, epsilon=0.01, weight_decay=0.0),
@@ -124,7 +124,7 @@ def test_rounding_by_its_definition():
 
 
 @pytest.mark.parametrize("way", ["programs", "one memory"])
-def test_a_moved_state_is_the_same_bit_for_bit(way, monkeypatch):
+def test_resharded_state_is_bitwise_the_same(way, monkeypatch):
     if way == "programs":
         monkeypatch.setattr(reshard, "share_memory", lambda devices: False)
     model = replace(LLAMA, num_layers=10)
@@ -157,19 +157,19 @@ def test_a_moved_state_is_the_same_bit_for_bit(way, monkeypatch):
 
 
 @pytest.mark.parametrize("offload", ["optimizer", "all"])
-def test_in_the_hosts_memory_they_are_the_same_bits(offload):
-    _, here, losses = trained(GPT, with_moments(case("fsdp=8", zero=3, remat="full")))
-    _, there, others = trained(
+def test_offloaded_moments_are_bitwise_the_same(offload):
+    _, on_device, losses = trained(GPT, with_moments(case("fsdp=8", zero=3, remat="full")))
+    _, on_host, others = trained(
         GPT, with_moments(case("fsdp=8", zero=3, remat="full", offload=offload))
     )
-    jax.tree.map(np.testing.assert_array_equal, jax.device_get(here), jax.device_get(there))
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(on_device), jax.device_get(on_host))
     assert losses == others
 
 
-def test_a_run_goes_on_with_them_on_another_mesh_and_not_without(tmp_path, capsys):
+def test_run_resumes_with_bf16_moments_and_refuses_f32_moments(tmp_path, capsys):
     text = tmp_path / "text.txt"
     text.write_text("".join(f"{number} bottles of beer on the wall.\n" for number in range(300)))
-    asked = TINY | {
+    settings = TINY | {
         "steps": 6,
         "data": str(text),
         "precision.moments": "bf16",
@@ -178,10 +178,10 @@ def test_a_run_goes_on_with_them_on_another_mesh_and_not_without(tmp_path, capsy
         "checkpoint.snapshot_every": 2,
     }
     whole = optimus_jax.train(
-        "gpt2-nano", run_dir=tmp_path / "whole", mesh="fsdp=4,data=2", **asked
+        "gpt2-nano", run_dir=tmp_path / "whole", mesh="fsdp=4,data=2", **settings
     )
     optimus_jax.train(
-        "gpt2-nano", run_dir=tmp_path / "run", mesh="fsdp=4,data=2", **asked | {"steps": 3}
+        "gpt2-nano", run_dir=tmp_path / "run", mesh="fsdp=4,data=2", **settings | {"steps": 3}
     )
     resumed = optimus_jax.train(run_dir=tmp_path / "run", resume=True, steps=6)
     assert [record.loss for record in resumed.history] == [record.loss for record in whole.history]
@@ -192,11 +192,11 @@ def test_a_run_goes_on_with_them_on_another_mesh_and_not_without(tmp_path, capsy
     moved = optimus_jax.train(
         run_dir=tmp_path / "run", resume=True, steps=7, mesh="tensor=2,data=4", progress="plain"
     )
-    said = capsys.readouterr().out
-    assert "f32 compute, bf16 moments" in said
+    output = capsys.readouterr().out
+    assert "f32 compute, bf16 moments" in output
     (table,) = (
         line.split()[-6:]
-        for line in said.splitlines()
+        for line in output.splitlines()
         if line.strip().startswith("embedding/table")
     )
     assert [float(size) for size in table[::2]] == [0.01, 0.01, 0.0], (
@@ -221,10 +221,10 @@ def test_betas_that_bf16_cannot_follow_are_refused(name, beta):
 
 
 @pytest.mark.parametrize("beta", [0.95, 0.99, 1 - 2.0**-8])
-def test_moments_fall_where_gradients_vanish(beta):
-    """And with a beta that is refused they would not."""
+def test_bf16_moments_decay_where_gradients_vanish(beta):
+    """With a beta that the config refuses they would not."""
 
-    def fallen(beta2):
+    def decayed(beta2):
         optimizer = adamw(
             OptimizerConfig(beta1=beta, beta2=beta2), {"w": ("norm",)}, moments="bf16"
         )
@@ -236,11 +236,11 @@ def test_moments_fall_where_gradients_vanish(beta):
             _, state = optimizer.update({"w": jnp.zeros(1000)}, state, params)
         return state[0].nu["w"].astype(jnp.float32) < before
 
-    assert fallen(beta).all()
-    assert not fallen(0.999).any()
+    assert decayed(beta).all()
+    assert not decayed(0.999).any()
 
 
-def test_the_planner_knows_their_bytes():
+def test_planner_counts_half_the_bytes_for_bf16_moments():
     def planned(moments, offload="none"):
         config = Config(model=model_preset("llama3-8b")).with_values(
             {
@@ -283,7 +283,7 @@ def test_the_planner_knows_their_bytes():
         )
 
 
-def test_what_is_planned_is_what_lies_there():
+def test_estimated_moment_bytes_equal_those_of_the_state():
     for moments in ("f32", "bf16"):
         built = build(GPT, with_moments(case("data=2,fsdp=4", zero=3), moments))
         state = jax.eval_shape(built.program.init, jnp.int32(0))
@@ -299,7 +299,7 @@ def test_what_is_planned_is_what_lies_there():
         assert estimate_memory(GPT, built.plan, seq_len=16, global_batch=48).moments == block_layout
 
 
-def test_where_nothing_else_helps_they_are_advised():
+def test_bf16_moments_are_advised_where_nothing_else_fits():
     config = Config(model=model_preset("llama3-8b")).with_values(
         {
             "precision.compute": "bf16",

@@ -1,5 +1,5 @@
-"""Offloading changes where things lie and nothing else: the same bits, moments on the host, copies
-in a chain.
+"""Offloading only changes where arrays lie: the same bits, moments on the host, copies one after
+another.
 """
 
 import re
@@ -42,8 +42,8 @@ def trained(mesh: str, **parallel) -> tuple:
     built = build(GPT, case(mesh, **parallel))
     state, metrics = random_state(built.program), []
     for step in (1, 2, 3):
-        state, said = built.program.train_step(state, batch_of_step(built.program, step))
-        metrics.append(jax.device_get(said))
+        state, step_metrics = built.program.train_step(state, batch_of_step(built.program, step))
+        metrics.append(jax.device_get(step_metrics))
     return built.program, state, metrics
 
 
@@ -58,7 +58,7 @@ def on_gpu(mesh: str, **parallel) -> str:
 
 @pytest.mark.parametrize(("mesh", "settings"), CASES)
 @pytest.mark.parametrize("offload", ["activations", "optimizer", "all"])
-def test_training_is_the_same_to_the_last_bit(mesh, settings, offload):
+def test_offloading_changes_no_bit_of_training(mesh, settings, offload):
     _, state, metrics = trained(mesh, remat="full", offload="none", **settings)
     program, other, others = trained(mesh, remat="full", offload=offload, **settings)
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(state), jax.device_get(other))
@@ -70,7 +70,7 @@ def test_training_is_the_same_to_the_last_bit(mesh, settings, offload):
     assert not any(lies_on_host(leaf.sharding) for leaf in jax.tree.leaves((other.params, state)))
 
 
-def test_a_step_that_is_skipped_leaves_the_moments_on_the_host_alone():
+def test_skipped_step_does_not_change_offloaded_moments():
     built = build(GPT, case("fsdp=8", offload="optimizer"))
     state = random_state(built.program)
     state, _ = built.program.train_step(state, built.batch)
@@ -81,7 +81,7 @@ def test_a_step_that_is_skipped_leaves_the_moments_on_the_host_alone():
     jax.tree.map(np.testing.assert_array_equal, before, jax.device_get(after.opt_state))
 
 
-def test_only_inputs_of_layers_go_to_the_host():
+def test_only_inputs_of_layers_are_offloaded_as_activations():
     assert not PLACED_ON_HOST.findall(on_gpu("fsdp=8", remat="full", offload="none"))
     rows = 48 // 8
     assert set(PLACED_ON_HOST.findall(on_gpu("fsdp=8", remat="full", offload="activations"))) == {
@@ -90,7 +90,7 @@ def test_only_inputs_of_layers_go_to_the_host():
 
 
 def barriers_of(jaxpr) -> list:
-    """The jaxpr in which things are held back, and its barriers in order."""
+    """Every jaxpr with optimization barriers, and its barriers in order."""
     found = [
         equation for equation in jaxpr.eqns if equation.primitive.name == "optimization_barrier"
     ]
@@ -127,7 +127,7 @@ def needs(jaxpr, variable) -> set:
 
 @pytest.mark.parametrize(("mesh", "settings"), CASES)
 def test_every_moment_is_fetched_after_the_one_before(mesh, settings):
-    """That is, after the last of those before that are the same wherever it is the same itself."""
+    """Each waits for the last earlier one that varies over no other mesh axes than it does."""
     built = build(GPT, case(mesh, offload="optimizer", **settings))
     state = jax.eval_shape(built.program.init, jnp.int32(0))
     moments = [leaf for leaf in jax.tree.leaves(state.opt_state) if leaf.ndim]
@@ -162,7 +162,7 @@ def test_every_moment_is_fetched_after_the_one_before(mesh, settings):
     assert chained >= len(pairs) - len(set(varying))
 
 
-def test_what_cannot_be_offloaded_is_refused():
+def test_impossible_offloads_are_refused():
     with pytest.raises(PlanError, match="only with remat=full"):
         build(GPT, case("fsdp=8", remat="dots", offload="activations"))
     with pytest.raises(PlanError, match="pipeline stages keep their activations"):
@@ -196,14 +196,14 @@ def large(**parallel) -> tuple[Config, Cluster]:
     return config, Cluster.parse("h200:1")
 
 
-def test_the_planner_knows_what_it_takes_and_saves():
-    (config, cluster), (asked, _) = (
+def test_planner_predicts_the_memory_and_time_of_offloading():
+    (config, cluster), (offloaded, _) = (
         large(remat="full", offload="none"),
         large(remat="full", offload="all"),
     )
     kept, moved = (
-        plan_for(each, choose_plan(asked, cluster.topology()).plan.axes, cluster.topology())
-        for each in (config, asked)
+        plan_for(each, choose_plan(offloaded, cluster.topology()).plan.axes, cluster.topology())
+        for each in (config, offloaded)
     )
     before, after = (
         estimate_memory(config.model, plan, seq_len=4096, global_batch=1) for plan in (kept, moved)
@@ -232,7 +232,7 @@ def test_the_planner_knows_what_it_takes_and_saves():
         )
 
 
-def test_inputs_of_layers_cost_what_their_layers_do_not_hide():
+def test_copies_of_layer_inputs_cost_what_layers_do_not_hide():
     """Each goes out during its forward and comes in during its backward: over a quick link for
     nothing, over a slow one for the copy less the layer's own time.
     """
@@ -259,7 +259,7 @@ def test_inputs_of_layers_cost_what_their_layers_do_not_hide():
         )
 
 
-def test_it_is_chosen_where_nothing_else_fits_and_not_before():
+def test_offload_is_chosen_only_where_nothing_else_fits():
     config, cluster = large()
     config = replace(config.with_values({"data.seq_len": 1024}), model=model_preset("gpt2-xl"))
     small = replace(cluster.topology(), bytes_per_device=24 * 2**30)
@@ -271,13 +271,13 @@ def test_it_is_chosen_where_nothing_else_fits_and_not_before():
         choose_plan(config.with_values({"parallel.offload": "none"}), small)
 
 
-def test_the_compiler_for_absent_gpus_is_not_asked():
+def test_compile_check_refuses_offloaded_plans():
     config, cluster = large(offload="optimizer")
     with pytest.raises(PlanError, match=r"forgets what lies on the host|needs XLA's CUDA compiler"):
         check(config, choose_plan(config, cluster.topology()).plan, cluster)
 
 
-def test_a_plan_of_before_is_read():
+def test_plan_json_without_offload_is_read():
     plan = build(GPT, case("fsdp=8")).plan
     text = plan.to_json().replace(',\n  "offload": "none"', "")
     assert "offload" not in text

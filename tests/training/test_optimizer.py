@@ -30,28 +30,28 @@ def rates(schedule, *, steps=100, warmup=10, **settings):
 
 
 @pytest.mark.parametrize("schedule", ["cosine", "linear", "wsd", "constant"])
-def test_warm_up_is_a_line_whose_first_step_moves(schedule):
+def test_warm_up_is_linear_and_starts_above_zero(schedule):
     rate = rates(schedule)
     assert rate[1] == pytest.approx(PEAK / 10)
     assert rate[5] == pytest.approx(PEAK / 2)
     assert rate[10] == pytest.approx(PEAK) == max(rate.values())
 
 
-def test_cosine():
+def test_cosine_schedule_falls_to_the_minimum():
     rate = rates("cosine", min_lr_ratio=0.2)
     assert rate[55] == pytest.approx(PEAK * (0.2 + 1) / 2), "halfway"
     assert rate[32] == pytest.approx(PEAK * (0.2 + 0.8 * (1 + np.cos(np.pi * 22 / 90)) / 2))
     assert rate[100] == pytest.approx(PEAK * 0.2)
 
 
-def test_linear():
+def test_linear_schedule_falls_evenly_to_the_minimum():
     rate = rates("linear", min_lr_ratio=0.2)
     assert rate[55] == pytest.approx(PEAK * 0.6)
     assert rate[100] == pytest.approx(PEAK * 0.2)
     assert rate[20] - rate[30] == pytest.approx(rate[70] - rate[80])
 
 
-def test_wsd_is_flat_and_then_a_line():
+def test_wsd_schedule_is_flat_and_then_linear():
     rate = rates("wsd", min_lr_ratio=0.0, decay_fraction=0.3)
     assert {rate[step] for step in range(10, 71)} == {PEAK}
     assert rate[71] < PEAK
@@ -59,12 +59,12 @@ def test_wsd_is_flat_and_then_a_line():
     assert rate[100] == pytest.approx(0, abs=1e-6 * PEAK)
 
 
-def test_constant():
+def test_constant_schedule_stays_at_the_peak():
     assert set(list(rates("constant").values())[9:]) == {PEAK}
 
 
 @pytest.mark.parametrize("schedule", ["cosine", "linear", "wsd"])
-def test_without_warm_up_the_first_step_is_at_the_peak_or_just_below(schedule):
+def test_first_step_without_warm_up_is_at_the_peak_or_just_below(schedule):
     assert PEAK * 0.98 < rates(schedule, warmup=0)[1] <= PEAK
 
 
@@ -87,7 +87,7 @@ def test_a_run_shorter_than_its_warm_up_warms_up(schedule):
         (70_000_000_000, 1e-4),
     ],
 )
-def test_rate_by_model_size(num_params, rate):
+def test_default_learning_rate_by_model_size(num_params, rate):
     assert peak_learning_rate(OptimizerConfig(), num_params) == rate
     assert peak_learning_rate(OptimizerConfig(lr=0.1), num_params) == 0.1
 

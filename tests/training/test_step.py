@@ -1,6 +1,6 @@
 """What a step does with numbers that are not finite, and how f16 finds its loss scale.
 
-On all three axes at once.
+The plan has data, fsdp and tensor axes at once.
 """
 
 import functools
@@ -63,8 +63,8 @@ def scale_of(state):
     )
 
 
-def assert_left_out(before, after):
-    """Nothing but the number of the step, and the loss scale, is another."""
+def assert_update_skipped(before, after):
+    """Nothing but the number of the step and the loss scale has changed."""
     old, new = host_leaves(before), host_leaves(after)
     assert new.pop("step") == old.pop("step") + 1
     assert old.pop("opt_state/0/count") == new.pop("opt_state/0/count")
@@ -82,7 +82,7 @@ def assert_left_out(before, after):
     ],
     ids=["nan", "inf", "a norm too large for float32"],
 )
-def test_an_update_that_is_not_finite_is_left_out_and_said(leaf, value, loss_is_finite):
+def test_update_that_is_not_finite_is_skipped_and_reported(leaf, value, loss_is_finite):
     made, _ = program("f32")
     state = plans.random_state(made)
     broken = jax.tree.map(lambda x: x, state.params)
@@ -95,7 +95,7 @@ def test_an_update_that_is_not_finite_is_left_out_and_said(leaf, value, loss_is_
     assert metrics["skipped"]
     assert np.isfinite(metrics["loss"]) == loss_is_finite
     assert not np.isfinite(metrics["grad_norm"])
-    assert_left_out(broken, after)
+    assert_update_skipped(broken, after)
 
     after, metrics = step("f32", state)
     assert not metrics["skipped"]
@@ -110,7 +110,7 @@ def test_f32_has_no_loss_scale():
     assert metrics["loss_scale"] == 1
 
 
-def test_f32_does_not_look_at_a_loss_scale_that_f16_has_left():
+def test_f32_ignores_a_loss_scale_left_by_f16():
     made, _ = program("f32")
     (expected, plain), (after, metrics) = (
         step("f32", with_scale(plans.random_state(made), scale=scale)) for scale in (1, 65536)
@@ -140,7 +140,7 @@ def test_f16_is_f32_within_its_own_rounding_whatever_the_scale():
         )
 
 
-def test_f16_halves_its_scale_after_overflows_in_a_row_and_leaves_the_steps_out():
+def test_f16_skips_overflowing_steps_and_halves_its_scale():
     made, _ = program("f16")
     state = with_scale(plans.random_state(made), scale=TOO_LARGE, clean_steps=2)
     for overflows in range(1, HYSTERESIS):
@@ -149,11 +149,11 @@ def test_f16_halves_its_scale_after_overflows_in_a_row_and_leaves_the_steps_out(
         assert metrics["skipped"]
         assert np.isfinite(metrics["loss"])
         assert metrics["loss_scale"] == TOO_LARGE
-        assert_left_out(before, state)
+        assert_update_skipped(before, state)
         assert scale_of(state) == (TOO_LARGE, 0, overflows)
     after, metrics = step("f16", state)
     assert metrics["skipped"]
-    assert_left_out(state, after)
+    assert_update_skipped(state, after)
     assert scale_of(after) == (TOO_LARGE / 2, 0, 0)
 
 
@@ -166,7 +166,7 @@ def test_f16_forgets_an_overflow_after_a_clean_step():
     assert scale_of(state) == (1024, 1, 0)
 
 
-def test_f16_doubles_its_scale_after_clean_steps():
+def test_f16_doubles_its_scale_after_enough_clean_steps():
     made, _ = program("f16")
     state = plans.random_state(made)
     assert scale_of(state) == (1024, 0, 0)
@@ -179,7 +179,7 @@ def test_f16_doubles_its_scale_after_clean_steps():
     assert int(state.opt_state[0].count) == GROWTH_STEPS
 
 
-def test_the_scale_never_falls_below_one():
+def test_loss_scale_never_falls_below_one():
     made, _ = program("f16")
     broken = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), plans.random_state(made).params)
     state = with_scale(

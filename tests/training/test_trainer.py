@@ -41,13 +41,13 @@ class Signals:
     """Wants a probe after the fourth step."""
 
     def __init__(self, clock):
-        self.clock, self.told = clock, []
+        self.clock, self.reported = clock, []
 
     def dispatched(self, *, data_wait_s, dispatch_s, batch):
-        self.told.append((data_wait_s, dispatch_s, batch))
+        self.reported.append((data_wait_s, dispatch_s, batch))
 
     def step(self, record):
-        self.told.append(record.step)
+        self.reported.append(record.step)
 
     def evaluation(self, step, *numbers):
         pass
@@ -63,13 +63,13 @@ class Signals:
         return False
 
     def probe(self, step):
-        self.told.append("probe")
+        self.reported.append("probe")
         self.clock.wait(PROBE_S)
 
 
-class Saved:
-    """Checkpoints that only remember their steps; saves of some steps fail in the background, and
-    are known to when they have ended.
+class FakeCheckpoints:
+    """Fake checkpoints that only record their steps; saves of `failing` steps fail in the
+    background, which is known once they have ended.
     """
 
     def __init__(self, clock, failing=()):
@@ -123,7 +123,7 @@ class Loop:
         step_s=STEP_S,
         **settings,
     ):
-        self.clock, self.records, self.events, self.told = Clock(), [], [], []
+        self.clock, self.records, self.events, self.reported = Clock(), [], [], []
         clock = self.clock
         config = Config().with_values(
             {"steps": steps, "eval_every": 2, "checkpoint.every": 3, **settings}
@@ -179,8 +179,8 @@ class Loop:
             pipeline=None,
         )
         display = Display()
-        display.message = self.told.append
-        self.checkpoints = Saved(clock, failing)
+        display.message = self.reported.append
+        self.checkpoints = FakeCheckpoints(clock, failing)
         self.trainer = Trainer(
             program=SimpleNamespace(
                 config=config,
@@ -207,7 +207,7 @@ class Loop:
             stop=stop or StopRequest(),
             overseer=overseer and overseer(clock),
             retries=Retries(
-                self.told.append,
+                self.reported.append,
                 is_alone=not several_processes,
                 clock=clock.perf_counter,
                 sleep=clock.wait,
@@ -222,7 +222,7 @@ class Loop:
 
 
 @pytest.mark.parametrize("several_processes", [True, False])
-def test_evaluating_and_saving_are_no_part_of_a_steps_time(monkeypatch, several_processes):
+def test_step_time_excludes_evaluations_and_saves(monkeypatch, several_processes):
     """Among several processes on a CPU a step is finished when it has been dispatched, and its
     numbers are read a step later.
     """
@@ -235,18 +235,24 @@ def test_evaluating_and_saving_are_no_part_of_a_steps_time(monkeypatch, several_
         monkeypatch, several_processes=several_processes, evaluate=evaluate, overseer=Signals
     )
     assert loop.train().reason == "done"
-    told = loop.trainer.overseer.told
+    reported = loop.trainer.overseer.reported
     assert [record.step_time_s for record in loop.records] == [LOAD_S + STEP_S] * 6
-    assert [item for item in told if isinstance(item, tuple)] == [
+    assert [item for item in reported if isinstance(item, tuple)] == [
         (LOAD_S, STEP_S, f"batch {step}") for step in range(1, 7)
     ]
-    assert [item for item in told if not isinstance(item, tuple)] == [1, 2, 3, 4, "probe", 5, 6], (
-        "a probe runs when its step is known to be done"
-    )
+    assert [item for item in reported if not isinstance(item, tuple)] == [
+        1,
+        2,
+        3,
+        4,
+        "probe",
+        5,
+        6,
+    ], "a probe runs when its step is known to be done"
 
 
 def stopped(monkeypatch, capfd, number, *, at=4, **settings):
-    """A loop that gets a signal in a step, and what is said."""
+    """A loop that gets a signal during a step, its outcome and its stderr."""
     with StopRequest(
         num_processes=2 if settings.get("several_processes") else 1, last_step=10
     ) as stop:
@@ -263,7 +269,7 @@ def stopped(monkeypatch, capfd, number, *, at=4, **settings):
 
 @pytest.fixture
 def handlers():
-    """Of before, brought back."""
+    """Restores the signal handlers after the test."""
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     yield
     for number, handler in before.items():
@@ -275,14 +281,16 @@ def handlers():
     ("number", "reason"), [(signal.SIGTERM, "terminate"), (signal.SIGINT, "interrupt")]
 )
 @pytest.mark.parametrize(
-    ("step_s", "said"),
+    ("step_s", "message"),
     [
         (STEP_S, "step 4 is finished and saved first"),
         (0.1, "steps 3 to 4 are finished and saved first"),
     ],
 )
-def test_the_step_under_way_is_the_last(monkeypatch, capfd, number, reason, step_s, said):
-    """Where steps are slow only one is under way; otherwise the devices have the next already."""
+def test_signal_stops_the_run_after_the_step_under_way(
+    monkeypatch, capfd, number, reason, step_s, message
+):
+    """If steps are slow only one is under way; otherwise the next is dispatched already."""
     loop, outcome, err = stopped(monkeypatch, capfd, number, step_s=step_s)
     assert (outcome.reason, outcome.last_step, loop.begun, loop.checkpoints.done) == (
         reason,
@@ -290,12 +298,12 @@ def test_the_step_under_way_is_the_last(monkeypatch, capfd, number, reason, step
         [1, 2, 3, 4],
         [4],
     )
-    assert said in err
+    assert message in err
     assert [record.step for record in loop.records] == [1, 2, 3, 4]
 
 
 @pytest.mark.usefixtures("handlers")
-def test_several_processes_stop_after_a_step_that_they_name(monkeypatch, capfd):
+def test_several_processes_stop_by_the_step_they_announce(monkeypatch, capfd):
     loop, outcome, err = stopped(monkeypatch, capfd, signal.SIGTERM, several_processes=True)
     assert "up to step 6 at most, and saved first" in err
     assert outcome.last_step <= 6
@@ -303,7 +311,7 @@ def test_several_processes_stop_after_a_step_that_they_name(monkeypatch, capfd):
 
 
 @pytest.mark.usefixtures("handlers")
-def test_a_signal_between_steps_begins_no_other(monkeypatch, capfd):
+def test_signal_between_steps_starts_no_further_step(monkeypatch, capfd):
     def evaluate(trainer, state):
         os.kill(os.getpid(), signal.SIGTERM)
         return
@@ -324,7 +332,7 @@ def test_a_signal_between_steps_begins_no_other(monkeypatch, capfd):
 @pytest.mark.parametrize(
     "wrong", [ZeroDivisionError("of tokens"), ValueError("a batch that cannot be cut")]
 )
-def test_an_evaluation_that_fails_costs_no_state_and_no_run(monkeypatch, wrong):
+def test_failed_evaluation_neither_ends_the_run_nor_loses_state(monkeypatch, wrong):
     saved_before = []
 
     def evaluate(trainer, state):
@@ -336,12 +344,12 @@ def test_an_evaluation_that_fails_costs_no_state_and_no_run(monkeypatch, wrong):
     assert loop.checkpoints.done[-1] == 6
     assert saved_before[-1][-1] == 6, "the save of a step begins before its evaluation"
     assert [step for step, _ in loop.named("fault")] == [2, 4, 6]
-    assert any("held-out loss is unknown" in text for text in loop.told)
+    assert any("held-out loss is unknown" in text for text in loop.reported)
 
 
 @pytest.mark.parametrize("several_processes", [True, False])
 @pytest.mark.parametrize("fails_here", [True, False])
-def test_batches_that_one_process_cannot_make_are_waited_for_by_none(
+def test_no_process_evaluates_if_one_cannot_make_its_batches(
     monkeypatch, several_processes, fails_here
 ):
     def cut():
@@ -364,13 +372,13 @@ def test_batches_that_one_process_cannot_make_are_waited_for_by_none(
     )
 
 
-def test_a_held_out_text_without_a_token_that_counts_has_no_loss(monkeypatch):
+def test_held_out_text_without_counted_tokens_has_no_loss(monkeypatch):
     loop = Loop(monkeypatch, evaluate=lambda trainer, state: (0.0, 0))
     assert loop.train().reason == "done"
     assert [fields["loss"] for _, fields in loop.named("eval")] == [None] * 3
 
 
-def test_an_error_of_the_loop_finds_the_state_saved(monkeypatch):
+def test_error_in_the_loop_saves_the_state(monkeypatch):
     def fail(step):
         if step == 5:
             raise RuntimeError("a device is lost")
@@ -382,15 +390,15 @@ def test_an_error_of_the_loop_finds_the_state_saved(monkeypatch):
     assert "the state after step 4 is saved" in caught.value.__notes__[0]
 
 
-def test_a_save_that_fails_is_noticed_at_the_next_step_and_tried_again(monkeypatch):
+def test_failed_save_is_noticed_at_the_next_step_and_retried(monkeypatch):
     loop = Loop(monkeypatch, steps=8, failing=[3], **{"eval_every": 0, "checkpoint.every": 3})
     assert loop.train().reason == "done"
     assert loop.checkpoints.tried == [3, 5, 6, 8]
     assert loop.checkpoints.done == [5, 6, 8]
-    assert "step 3 failed" in loop.told[0]
+    assert "step 3 failed" in loop.reported[0]
 
 
-def test_saves_that_go_on_failing_end_the_run_in_the_end(monkeypatch):
+def test_saves_that_keep_failing_end_the_run(monkeypatch):
     loop = Loop(
         monkeypatch, steps=90, failing=range(99), **{"eval_every": 0, "checkpoint.every": 3}
     )
@@ -400,34 +408,34 @@ def test_saves_that_go_on_failing_end_the_run_in_the_end(monkeypatch):
 
 
 @pytest.mark.parametrize("is_stopping", [True, False])
-def test_the_last_save_is_tried_as_often_as_there_is_time_for(monkeypatch, is_stopping):
+def test_last_save_is_retried_with_pauses_unless_stopping(monkeypatch, is_stopping):
     loop = Loop(monkeypatch, steps=4, failing=[4], **{"eval_every": 0, "checkpoint.every": 0})
     began_s = loop.clock.perf_counter()
 
-    def told(text):  # the disk has room again after the third failure
-        loop.told.append(text)
+    def reported(text):  # the disk has room again after the third failure
+        loop.reported.append(text)
         if text.count("failed") and len(loop.checkpoints.tried) == 3:
             loop.checkpoints.failing.clear()
 
-    def rested_s():
+    def paused_s():
         return loop.clock.perf_counter() - began_s - len(loop.checkpoints.tried) * SAVE_S
 
-    monkeypatch.setattr(loop.trainer.display, "message", told)
+    monkeypatch.setattr(loop.trainer.display, "message", reported)
     if is_stopping:
         with pytest.raises(CheckpointError, match="failed"):
             loop.trainer._saving.finish(
                 lambda: loop.trainer.save(loop.state, 4), 4, is_stopping=lambda: True
             )
-        assert (len(loop.checkpoints.tried), rested_s()) == (2, 0)
+        assert (len(loop.checkpoints.tried), paused_s()) == (2, 0)
     else:
         loop.trainer._saving.finish(
             lambda: loop.trainer.save(loop.state, 4), 4, is_stopping=lambda: False
         )
         assert (loop.checkpoints.steps(), len(loop.checkpoints.tried)) == ([4], 4)
-        assert sum(PAUSES_S[:3]) <= rested_s() < sum(PAUSES_S[:3]) + 1
+        assert sum(PAUSES_S[:3]) <= paused_s() < sum(PAUSES_S[:3]) + 1
 
 
-def test_of_several_processes_one_that_cannot_write_says_so_at_the_next_step(monkeypatch):
+def test_failed_save_of_one_of_several_processes_raises_next_step(monkeypatch):
     loop = Loop(
         monkeypatch,
         several_processes=True,
@@ -453,11 +461,11 @@ def test_a_run_that_no_longer_learns_ends_with_an_error(monkeypatch, several_pro
     with pytest.raises(LearningError, match=r"since step 10(.|\n)*checkpoint.resume_step=6"):
         loop.train()
     assert 14 <= len(loop.begun) <= 16
-    ((_, said),) = loop.named("end")
-    assert (said["reason"], said["back_to"]) == ("not learning", 6)
+    ((_, fields),) = loop.named("end")
+    assert (fields["reason"], fields["back_to"]) == ("not learning", 6)
 
 
-def test_a_run_whose_last_steps_made_no_update_is_not_done(monkeypatch):
+def test_run_whose_last_losses_are_not_finite_raises(monkeypatch):
     loop = Loop(
         monkeypatch, loss=lambda step: 1.0 if step < 5 else math.nan, evaluate=lambda *_: (1.0, 1)
     )
@@ -469,7 +477,7 @@ def test_a_run_whose_last_steps_made_no_update_is_not_done(monkeypatch):
         loop.train()
 
 
-def test_a_plan_on_trial_is_the_controllers_to_take_back(monkeypatch):
+def test_nan_losses_of_a_plan_on_trial_do_not_end_the_run(monkeypatch):
     class OnTrial(Signals):
         is_on_trial = True
 
