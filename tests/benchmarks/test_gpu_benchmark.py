@@ -522,6 +522,7 @@ def test_pytorch_without_a_gpu_is_refused(scripts, monkeypatch):
         importlib.import_module("theirs").train(SMOKE[2], smoke=False)
 
 
+@pytest.mark.nightly  # half a minute: trains with PyTorch, for a script that a GPU runs
 def test_pytorch_trains_models_of_the_same_sizes(tmp_path):
     pytest.importorskip("torch")
     pytest.importorskip("transformers")
