@@ -101,7 +101,7 @@ def test_help_fits_a_screen_and_shows_defaults():
                 "--microbatches",
                 "3",
             ),
-            "microbatches=3[\\s\\S]*--global-batch 15 or --microbatches 4",
+            "microbatches=3[\\s\\S]*--microbatches 4 or --global-batch 15",
         ),
         (
             (
