@@ -13,6 +13,7 @@ import pytest
 from jax._src.clusters.ompi_cluster import OmpiCluster
 from jax._src.clusters.slurm_cluster import SlurmCluster
 
+from optimus_jax.cluster import coordinator_address
 from optimus_jax.cluster import launch as engines
 from optimus_jax.cluster.launch import Launch, find_launch
 from optimus_jax.cluster.launchers import LAUNCHERS, Launcher
@@ -634,7 +635,7 @@ TF = (
     ids=lambda value: value[0] if isinstance(value, tuple) else "",
 )
 def test_each_launcher_forms_the_run(found, monkeypatch, environment, expected):
-    monkeypatch.setattr(engines, "common_parent", lambda variable: 4711)
+    monkeypatch.setattr(coordinator_address, "common_parent", lambda variable: 4711)
     launch = found(environment, {"JAX_PLATFORMS": "cpu"})
     assert place(launch) == expected
     assert launch.bind == (
@@ -774,7 +775,7 @@ def test_each_launcher_forms_the_run(found, monkeypatch, environment, expected):
 def test_incomplete_launcher_variables_are_refused_with_what_to_set(
     found, monkeypatch, environment, named
 ):
-    monkeypatch.setattr(engines, "common_parent", lambda variable: None)
+    monkeypatch.setattr(coordinator_address, "common_parent", lambda variable: None)
     with pytest.raises(ConfigError, match=named) as raised:
         found(environment)
     assert (
@@ -889,7 +890,7 @@ def test_error_messages_name_variables_that_can_be_set(monkeypatch, launcher):
     """For every subset of what a launcher may set, with each of its names: the run is formed, or
     the message says what is set and what to set.
     """
-    monkeypatch.setattr(engines, "common_parent", lambda variable: None)
+    monkeypatch.setattr(coordinator_address, "common_parent", lambda variable: None)
     values = {
         "count": "4",
         "index": "1",
