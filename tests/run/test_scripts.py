@@ -488,13 +488,16 @@ def test_the_page_about_pipelines_shows_what_the_script_shows():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((), "how many stages"),
+        ((), "the number of stages is missing"),
         (("--stages", 4, "--microbatches", 6, "--schedule", "gpip"), "did you mean 'gpipe'"),
         (
             ("--stages", 4, "--microbatches", 6, "--schedule", "interleaved", "--repeats", 2),
             "choose microbatches=4 or 8",
         ),
-        (("--stages", 4, "--table", "own.json"), "a table says itself[\\s\\S]*leave out --stages"),
+        (
+            ("--stages", 4, "--table", "own.json"),
+            "already chooses the schedule[\\s\\S]*leave out --stages",
+        ),
         (("--table", "no-such-file.json"), "no-such-file.json"),
         (("--stages", 4, "--microbatches", 6, "--json", "own"), "ends in .json[\\s\\S]*own.json"),
     ],
