@@ -53,7 +53,7 @@ class Server:
         threading.Thread(target=self._hear, daemon=True).start()
 
     def start(self, arguments: list[str], log: Path, *, caches: bool) -> int:
-        """Start `train.py arguments`, with or without a compilation cache. Returns the process id."""
+        """Start `train.py arguments`, with compiled programs cached or not. Returns the pid."""
         assert self._process.stdin is not None
         with self._changed:
             count = len(self._begun)
