@@ -26,7 +26,7 @@ GIB = 2**30
 
 
 def commit_here() -> str:
-    """The commit of this checkout, with a + if files were changed; empty: this is not a checkout."""
+    """The checkout's commit, with a + if files were changed; empty: this is not a checkout."""
     try:
         asked = [
             "git",
