@@ -273,7 +273,7 @@ api.train = stop_after""",
     stopped.kill()
     end(stopped)
     assert code == 0, said
-    assert ("leaves without another one that has not" in said) != is_told_to_end
+    assert ("without waiting for another one that is not" in said) != is_told_to_end
     assert "stopped before" not in said
 
 
