@@ -78,8 +78,8 @@ def megatron_plan(
 ) -> Plan:
     """The plan that Megatron-LM ran.
 
-    It is priced as bf16: Megatron summed gradients in f16, two bytes per element, as this project
-    does in bf16 but not in f16.
+    It is priced as bf16, because Megatron's f16 sums take two bytes per element, like this
+    project's bf16 sums and unlike its f16 sums.
     """
     pipeline = (
         None

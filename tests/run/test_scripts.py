@@ -499,7 +499,10 @@ def test_the_page_about_pipelines_shows_what_the_script_shows():
             "already chooses the schedule[\\s\\S]*leave out --stages",
         ),
         (("--table", "no-such-file.json"), "no-such-file.json"),
-        (("--stages", 4, "--microbatches", 6, "--json", "own"), "must end in .json[\\s\\S]*own.json"),
+        (
+            ("--stages", 4, "--microbatches", 6, "--json", "own"),
+            "must end in .json[\\s\\S]*own.json",
+        ),
     ],
 )
 def test_mistakes_about_a_schedule_end_with_one_message(arguments, message, tmp_path):
