@@ -1,11 +1,12 @@
-"""What it costs that an axis crosses from one process to another: two processes with a core each,
-against one with both cores.
+"""Cost of a mesh axis that crosses processes: two processes with a core each, compared with one
+process with both cores.
 
     python benchmarks/boundary.py [--steps 60] [--repetitions 3] [--model-width 384]
 
-Two devices, one axis of size 2. In one process they share its memory; as two processes, pinned to a
-core each, they speak over the loopback device (gloo). Nothing else differs. Figures are medians of
-step times, of each run without its first quarter, and of runs in turn.
+There are two devices and one axis of size 2. In one process the devices share its memory. As two
+processes, pinned to a core each, they communicate over the loopback device (gloo). Nothing else
+differs. The two kinds of run alternate. A run's figure is its median step time without the first
+quarter of its steps; a table cell is the median over runs.
 """
 
 import argparse
@@ -60,7 +61,7 @@ def flags_of(width: int, steps: int) -> list[str]:
 
 
 def step_s(flags: list[str], num_processes: int) -> tuple[float, float]:
-    """Median seconds of a step, and the last loss."""
+    """Median step time in seconds, and the last loss."""
     with tempfile.TemporaryDirectory() as folder:
         directory, processes = Path(folder) / "run", []
         with socket.socket() as probe:
@@ -110,16 +111,19 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--steps", type=int, default=60, help="of each run (default: 60)")
-    parser.add_argument("--repetitions", type=int, default=3, help="of each axis (default: 3)")
+    parser.add_argument("--steps", type=int, default=60, help="steps of each run (default: 60)")
+    parser.add_argument("--repetitions", type=int, default=3, help="runs per axis (default: 3)")
     parser.add_argument(
-        "--model-width", type=int, default=384, help="a multiple of 128 (default: 384)"
+        "--model-width",
+        type=int,
+        default=384,
+        help="embed_dim of the model, a multiple of 128 (default: 384)",
     )
     args = parser.parse_args()
     flags = flags_of(args.model_width, args.steps)
     print(
-        "| axis between the processes | one process: s per step | two: s per step | the boundary |"
-        " losses differ by |\n|---|---|---|---|---|",
+        "| axis between the processes | one process: s per step | two processes: s per step |"
+        " cost of the boundary | losses differ by |\n|---|---|---|---|---|",
         flush=True,
     )
     for axis, (more, layout) in AXES.items():

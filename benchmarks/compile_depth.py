@@ -1,9 +1,9 @@
-"""Compile time of a training step against depth: layers are scanned, so it should hardly grow.
+"""Compile time of a training step by depth. Layers are scanned, so it should hardly grow.
 
     python benchmarks/compile_depth.py [--mesh fsdp=8] [--layers 6 48]
 
-Prints CPU-seconds and wall seconds of lowering and compiling, the least of three, and the ratio to
-the first depth.
+Prints CPU-seconds and wall seconds of lowering and compiling, each the minimum of three, and the
+ratio to the first depth.
 """
 
 import argparse
@@ -36,9 +36,7 @@ def main() -> None:
 
 
 def compile_time(num_layers: int, axes: AxisSizes) -> tuple[float, float]:
-    """(CPU-seconds, seconds) of tracing, lowering and compiling; nothing is kept from one call to
-    the next.
-    """
+    """(CPU-seconds, wall seconds) of tracing, lowering and compiling. Clears JAX's caches first."""
     import jax
 
     from optimus_jax.config import Config, DataConfig, ModelConfig

@@ -1,11 +1,11 @@
-"""Compile a training step for GPUs that are not there: memory per device, and how devices speak.
+"""Compile a training step for GPUs without having them: memory per device and collectives.
 
     pip install 'optimus-jax[plan-gpu]'
     python benchmarks/compile_for_gpu.py --model llama3-8b --mesh pipe=4,tensor=2 --microbatches 8
 
-Prints one JSON object: what `optimus_jax.planning.ahead_of_time.compile_check` finds beside what
-the planner estimates. The compiler lays out memory and orders collectives as on the device, but
-nothing runs: there is no time in it.
+Prints one JSON object: the findings of `optimus_jax.planning.ahead_of_time.compile_check` beside
+the planner's estimate. The compiler lays out memory and orders collectives as on the device, but
+nothing runs, so the object holds no times.
 """
 
 import argparse
@@ -26,7 +26,7 @@ DEVICES_PER_HOST = 8
 
 
 def main() -> None:
-    """Parse, compile, print."""
+    """Parse the flags, compile and print."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -38,7 +38,9 @@ def main() -> None:
     )
     parser.add_argument("--mesh", default="pipe=4,tensor=2")
     parser.add_argument("--microbatches", type=int, default=8)
-    parser.add_argument("--rows", type=int, default=1, help="examples of a microbatch on a device")
+    parser.add_argument(
+        "--rows", type=int, default=1, help="examples of a microbatch on each device"
+    )
     parser.add_argument("--seq-len", type=int, default=4096)
     parser.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE", help="any setting"
@@ -68,8 +70,10 @@ def asked(
     settings: dict[str, str],
     device: str = "h100",
 ) -> tuple[Config, Plan, Cluster]:
-    """What is to be compiled: `rows` examples of a microbatch on each device, in bf16 unless the
-    settings say otherwise.
+    """The config, plan and cluster to compile for.
+
+    Each device has `rows` examples of a microbatch. Compute is bf16 unless the settings say
+    otherwise.
     """
     axes = AxisSizes.parse(mesh)
     hosts = max(1, axes.num_devices // DEVICES_PER_HOST)
@@ -90,7 +94,7 @@ def asked(
 
 
 def report(config: Config, plan: Plan, cluster: Cluster) -> dict:
-    """What compiling finds, in GiB, and what the planner estimates."""
+    """The findings of the compiler beside the planner's estimate; memory is in GiB."""
     compiled = check(config, plan, cluster)
     estimate = estimate_memory(
         config.model, plan, seq_len=config.seq_len, global_batch=config.data.global_batch
@@ -131,7 +135,7 @@ def report(config: Config, plan: Plan, cluster: Cluster) -> dict:
 
 
 def gib(num_bytes: float) -> float:
-    """To two decimals."""
+    """GiB, rounded to two decimals."""
     return round(num_bytes / 2**30, 2)
 
 

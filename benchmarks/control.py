@@ -1,14 +1,16 @@
-"""What the controller is worth on this machine: runs that begin at some plan and stay, and runs
-that may leave it.
+"""What the controller gains on this machine: runs that stay with their first plan, compared with
+runs that may leave it.
 
-    python benchmarks/control.py run --out runs.jsonl       every model from every start, with
-    --control off and auto (goes on where it stopped) python benchmarks/control.py report --out
-    runs.jsonl
+    python benchmarks/control.py run --out runs.jsonl
+    python benchmarks/control.py report --out runs.jsonl
 
-Eight virtual devices share the cores. A run's figures are its wall time from the first step to the
-end, switches included, and the processor time of the whole process, compiling included: the second
-does not count what else the machine does. The hardware profile is measured in the first run that
-asks for it and kept beside the figures.
+`run` trains every model from every start, with --control off and auto; called again, it skips the
+runs that are in the file.
+
+Eight virtual devices share the cores. A run has two figures: its wall time from the first step to
+the end, switches included, and the CPU time of the whole process, compilation included. The second
+is not affected by other load on the machine. The hardware profile is measured in the first run that
+needs it and kept beside the figures.
 """
 
 import argparse
@@ -107,8 +109,10 @@ STARTS = {
 
 
 def run(out: Path, num_steps: int, budget_share: float, only: str, repeats: int) -> None:
-    """Append a line for each run that has none, from starts whose `model: name` contains `only`;
-    staying and leaving take turns.
+    """Do the runs that are missing in `out`, and append a line for each.
+
+    Only starts whose `model: name` contains `only` are run. Runs that stay and runs that may leave
+    alternate.
     """
     done = {key(row) for row in rows(out)}
     every = [
@@ -147,20 +151,21 @@ def run(out: Path, num_steps: int, budget_share: float, only: str, repeats: int)
 
 
 def key(row: dict) -> tuple:
-    """Which run it is."""
+    """The key that identifies a run."""
     return row["model"], row["start"], row["control"], row["repeat"]
 
 
 def forget(cache: Path) -> None:
-    """What controllers of earlier runs have learnt, so that no start profits from another; the
-    hardware profile stays.
+    """Delete what the controllers of earlier runs learnt, so that no run profits from another.
+
+    The hardware profile stays.
     """
     for path in cache.glob("**/control-*.json"):
         path.unlink()
 
 
 def basics(num_steps: int, directory: Path) -> list[str]:
-    """Flags that all runs have in common: nothing but steps."""
+    """Flags that all runs share: no evaluation, no checkpoints, no output."""
     return [
         "--model",
         "gpt2-nano",
@@ -180,7 +185,7 @@ def basics(num_steps: int, directory: Path) -> list[str]:
 
 
 def one_run(flags: list[str], num_steps: int) -> dict:
-    """Figures of one run in a process of its own."""
+    """Do one run in its own process, and return its figures."""
     with tempfile.TemporaryDirectory() as folder:
         directory = Path(folder) / "run"
         command = [sys.executable, str(TRAIN), *basics(num_steps, directory), *flags]
@@ -227,15 +232,16 @@ def rows(out: Path) -> list[dict]:
 
 
 def report(out: Path) -> None:
-    """A table: what staying takes, and what leaving saves; of repeated runs the medians, and the
-    least and the most that was saved.
+    """Print a table: the time of runs that stay, and what runs that may leave save.
+
+    Repeated runs give medians, and the smallest and largest saving.
     """
     found: dict[tuple, list[dict]] = {}
     for row in rows(out):
         found.setdefault((row["model"], row["start"], row["control"]), []).append(row)
     print(
-        "| model | start | runs | steps, staying: s | may leave: s | saved | processor time saved |"
-        " step at first, at last: s | switches |"
+        "| model | start | runs | steps, staying: s | may leave: s | saved | CPU time saved |"
+        " first steps, last steps: s | switches |"
     )
     print("|---|---|---|---|---|---|---|---|---|")
     for (model, start, control), auto in found.items():
@@ -262,7 +268,7 @@ def _median(found: list[dict], name: str) -> float:
 
 
 def _saved(stay: list[dict], auto: list[dict], name: str) -> str:
-    """By the medians; of pairs that ran one after the other, the extremes."""
+    """The saving by medians, and the range over pairs of runs that followed each other."""
     pairs = [1 - after[name] / before[name] for before, after in zip(stay, auto, strict=False)]
     spread = f" ({min(pairs):.0%} to {max(pairs):.0%})" if len(pairs) > 1 else ""
     return f"{1 - _median(auto, name) / _median(stay, name):.0%}{spread}"
@@ -274,9 +280,12 @@ def main() -> int:
     )
     parser.add_argument("what", choices=("run", "report"))
     parser.add_argument(
-        "--out", type=path_argument, default=Path("runs.jsonl"), help="JSON Lines of runs"
+        "--out",
+        type=path_argument,
+        default=Path("runs.jsonl"),
+        help="JSON Lines, one run per line (default: runs.jsonl)",
     )
-    parser.add_argument("--steps", type=int, default=400, help="of each run (default: 400)")
+    parser.add_argument("--steps", type=int, default=400, help="steps of each run (default: 400)")
     parser.add_argument(
         "--budget-share", type=float, default=0.01, help="controller.budget_share (default: 0.01)"
     )
@@ -284,9 +293,11 @@ def main() -> int:
         "--only",
         default="",
         metavar="TEXT",
-        help="starts whose `model: name` contains this (default: all)",
+        help="only starts whose `model: name` contains this (default: all)",
     )
-    parser.add_argument("--repeats", type=int, default=1, help="of each run (default: 1)")
+    parser.add_argument(
+        "--repeats", type=int, default=1, help="repetitions of each run (default: 1)"
+    )
     args = parser.parse_args()
     if args.what == "run":
         os.environ["XDG_CACHE_HOME"] = str(args.out.resolve().with_suffix(".cache"))

@@ -1,17 +1,15 @@
-"""CPU-seconds of a training step on virtual devices, beside other frameworks' figures for the same
-work.
+"""CPU-seconds of a training step on virtual devices.
 
     python benchmarks/cpu_step.py                       every mesh, a table
     python benchmarks/cpu_step.py --mesh data=8         one mesh, a JSON line
 
-The first row is the step's matrix products alone, which tells how fast the machine is at that
-moment. With `--peer`, a row for Hugging Face's GPT-2 of the same sizes under PyTorch (extra
-`huggingface`) follows. Cores differ and are shared, so ratios within a run are what can be
-compared.
+The first row is the step's matrix products alone, which shows how fast the machine is at that
+moment. With `--peer`, a row follows for Hugging Face's GPT-2 of the same sizes under PyTorch (extra
+`huggingface`). Cores differ and are shared, so compare only ratios within one call.
 
-CPU-seconds of the whole process per step are steady where wall time on shared cores is not. Each
-mesh runs in a process of its own: its peak memory is the process's. Documents are not regarded, as
-the figures to compare with have none.
+CPU-seconds of the whole process per step are steady; wall time on shared cores is not. Each mesh
+runs in its own process, whose peak memory is reported. Tokens attend across documents, because the
+other frameworks' models know no documents.
 """
 
 import argparse
@@ -35,7 +33,7 @@ MESHES = (
     "pipe=4,data=2",
 )
 MICROBATCHES = (1, 1, 1, 1, 1, 4, 8)
-"""Of each."""
+"""Number of microbatches for each of MESHES."""
 PEER, MATMULS = "huggingface", "matmuls"
 STEPS, WARMUP = 10, 2
 
@@ -93,7 +91,7 @@ def measure(mesh: str, settings: dict[str, str]) -> dict:
 
 
 def measure_huggingface() -> dict:
-    """The same work in PyTorch: GPT2LMHeadModel, AdamW, clipping; one process, all cores."""
+    """Run the same work in PyTorch: GPT2LMHeadModel, AdamW, clipping; one process, all cores."""
     started = time.perf_counter()
     import torch  # pyright: ignore[reportMissingImports]
     from transformers import GPT2Config, GPT2LMHeadModel  # pyright: ignore[reportMissingImports]
@@ -129,8 +127,9 @@ def measure_huggingface() -> dict:
 
 
 def measure_matmuls() -> dict:
-    """The step's matrix products and nothing else, forward and both gradients: what no framework
-    can go below by much.
+    """Run only the step's matrix products: forward and both gradients.
+
+    No framework can be much faster than this.
     """
     started = time.perf_counter()
     import jax
@@ -163,7 +162,7 @@ def measure_matmuls() -> dict:
 
 
 def timed(step: Callable[[], float], started: float) -> dict:
-    """Medians over STEPS steps after WARMUP ones."""
+    """Medians over STEPS steps that follow WARMUP steps."""
     cpu, wall, first_loss_s = [], [], 0.0
     for number in range(WARMUP + STEPS):
         cpu_before, wall_before = time.process_time(), time.perf_counter()
@@ -186,7 +185,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--mesh", help="measure this one in this process")
+    parser.add_argument("--mesh", help="measure only this mesh, in this process")
     parser.add_argument(
         "--peer", action="store_true", help="also measure Hugging Face's GPT-2 under PyTorch"
     )

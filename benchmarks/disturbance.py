@@ -1,22 +1,24 @@
-"""A real disturbance: the link between two hosts is cut in mid-run, or one host has other work to
-do; who stays, who moves, who restarts.
+"""A real disturbance in mid-run: the link between two hosts gets slow, or one host has other load.
+Compares runs that stay, switch or restart.
 
-    sudo python benchmarks/disturbance.py run --out runs.jsonl        every contender in every
-    disturbance (goes on where it stopped) python benchmarks/disturbance.py report --out runs.jsonl
-    --picture disturbance.svg
+    sudo python benchmarks/disturbance.py run --out runs.jsonl
+    python benchmarks/disturbance.py report --out runs.jsonl --picture disturbance.svg
 
-Two hosts are two network namespaces of this machine, each with a core of its own and a process of
-four virtual devices. A token bucket (`tc ... tbf`) limits the link between them (link-100: to 100
-Mbit/s), or processes that do nothing but count take part of the second host's core (load-8: eight
-of them). Making hosts takes root, `ip` and `tc`; they are removed at the end. What is measured is
-the wall time of a fixed number of steps. Contenders:
+`run` tries every contender in every disturbance; called again, it skips the runs that are in the
+file.
 
-    auto      begins under START with --control auto
+The two hosts are network namespaces of this machine, each with its own core and a process of four
+virtual devices. A token bucket (`tc ... tbf`) limits the link between them (link-100: to 100
+Mbit/s), or busy processes take part of the second host's core (load-8: eight of them). Making the
+hosts needs root, `ip` and `tc`; they are removed at the end. The figure is the wall time of a fixed
+number of steps. Contenders:
+
+    auto      starts under START with --control auto
     stay      the same with --control off
-    a mesh    begins under that plan and stays: the best of them is the best static plan in
-    hindsight restart   as `stay`, but as soon as the disturbance begins it is stopped, saves, and
-    starts again under the best of those plans, and back when it ends:
-              as somebody would do who watches all the time and knows what is best
+    a mesh    starts under that plan and stays; the best mesh is the best static plan in hindsight
+    restart   as `stay`, but saves, stops and restarts under the best of those meshes as soon as
+              the disturbance begins, and again under START when it ends: what an operator would do
+              who watches all the time and knows the best plan
 """
 
 import argparse
@@ -69,13 +71,13 @@ STATIC = ("data=8", "fsdp=8", "data=2,tensor=4", "pipe=2,data=4", "pipe=4,data=2
 HOSTS = ("oj0", "oj1")
 """Names of network namespaces."""
 BEGINS_AFTER_S, LASTS_S = 30.0, 240.0
-"""The disturbance: from the end of the first steps."""
+"""When the disturbance begins, counted from the end of the first steps, and how long it lasts."""
 WARM_STEPS = 5
 
 
 @contextmanager
 def two_hosts() -> Iterator[None]:
-    """Two namespaces, linked."""
+    """Make two linked network namespaces, and remove them at the end."""
     remove_hosts()
     try:
         for host in HOSTS:
@@ -86,8 +88,8 @@ def two_hosts() -> Iterator[None]:
             address = f"10.77.0.{number + 1}"
             sh(f"ip -n {host} addr add {address}/24 dev v{number}")
             sh(f"ip -n {host} link set v{number} up")
-            # Receivers that wait 40 ms before they acknowledge make some messages of 256 KB take as
-            # long.
+            # Without quickack a receiver may delay its acknowledgement by 40 ms, which delays some
+            # messages of 256 KB as much.
             sh(
                 f"ip -n {host} route change 10.77.0.0/24 dev v{number} proto kernel scope link src"
                 f" {address} quickack 1"
@@ -96,7 +98,7 @@ def two_hosts() -> Iterator[None]:
                 f"ip -n {host} route change local {address} dev v{number} table local proto kernel"
                 f" scope host src {address} quickack 1"
             )
-            # Processes tell one another the address of their host's name.
+            # Processes send each other the address that their host's name resolves to.
             folder = Path("/etc/netns") / host
             folder.mkdir(parents=True)
             (folder / "hosts").write_text(f"127.0.0.1 localhost\n{address} {os.uname().nodename}\n")
@@ -115,7 +117,7 @@ def remove_hosts() -> None:
 
 
 class Disturbance:
-    """What is wrong for a while: `link-100` or `load-8`."""
+    """A disturbance of this name, such as `link-100` or `load-8`."""
 
     def __init__(self, name: str) -> None:
         self._kind, _, size = name.partition("-")
@@ -182,7 +184,7 @@ class Job:
         ]
 
     def wait_for(self, step: int) -> None:
-        """Until that step is done."""
+        """Wait until that step is done or a process has ended."""
         while len(self.steps()) < step and self.runs():
             time.sleep(0.1)
 
@@ -190,7 +192,7 @@ class Job:
         return all(process.poll() is None for process in self._processes)
 
     def stop(self) -> None:
-        """Let it save and end."""
+        """Send SIGTERM, so that the run saves and ends."""
         for process in self._processes:
             process.send_signal(signal.SIGTERM)
         self.end(EXIT_RESTART)
@@ -211,14 +213,14 @@ class Job:
 
 
 def lines(path: Path) -> list[dict]:
-    """Of a file that may be being written."""
+    """The complete lines of a JSON Lines file that may still be written to."""
     return [json.loads(line) for line in path.read_text().split("\n")[:-1]] if path.exists() else []
 
 
 def one_run(
     contender: str, disturbance: str, num_steps: int, budget_share: float, restart_under: str
 ) -> dict:
-    """Figures of one contender."""
+    """Run one contender, and return its figures."""
     mesh = START if contender in ("auto", "stay", "restart") else contender
     flags = [*MODEL, *layout(mesh), "--steps", str(num_steps)]
     if contender == "auto":
@@ -270,14 +272,14 @@ def one_run(
 
 
 def layout(mesh: str) -> list[str]:
-    """Flags: a pipeline gets as many microbatches as there are examples for."""
+    """Flags of a mesh. A pipeline gets as many microbatches as the batch has examples for."""
     axes = AxisSizes.parse(mesh)
     rows = GLOBAL_BATCH // (axes.data * axes.fsdp)
     return ["--mesh", mesh, "--microbatches", str(rows if axes.pipe > 1 else 1)]
 
 
 def restarted(job: Job, mesh: str, num_steps: int) -> tuple[Job, float]:
-    """The run, saved and started again under another mesh; seconds without a step."""
+    """Save, stop and restart the run under another mesh; also the seconds without a step."""
     started = time.time()
     job.stop()
     done = len(job.steps())
@@ -293,8 +295,9 @@ def wait_until(when: float, job: Job) -> None:
 
 
 def forget(cache: Path) -> None:
-    """What controllers of earlier runs have learnt, so that no contender begins with more than
-    another; the hardware profile stays.
+    """Delete what the controllers of earlier runs learnt, so that all contenders start equal.
+
+    The hardware profile stays.
     """
     for path in cache.glob("**/control-*.json"):
         path.unlink()
@@ -330,7 +333,7 @@ def run(
 
 
 def best_static(rows: list[dict], disturbance: str) -> str:
-    """The mesh that was fastest with this disturbance, of those that have run."""
+    """The fastest mesh under this disturbance, among those that have run. Exits if none has."""
     static = [
         row
         for row in rows
@@ -338,8 +341,8 @@ def best_static(rows: list[dict], disturbance: str) -> str:
     ]
     if not static:
         raise SystemExit(
-            f"restart goes to the best static plan, and none has run under {disturbance}: give"
-            " --contender some mesh first"
+            f"restart needs the best static plan, but none has run under {disturbance}: run some"
+            " --contender MESH first"
         )
     return min(static, key=lambda row: row["total_s"])["contender"]
 
@@ -347,7 +350,7 @@ def best_static(rows: list[dict], disturbance: str) -> str:
 def report(out: Path, picture: Path | None) -> None:
     rows = lines(out)
     print(
-        "| disturbance | contender | total: s | against staying | step before, during, after: s |"
+        "| disturbance | contender | total: s | versus stay | step before, during, after: s |"
         " switches |"
     )
     print("|---|---|---|---|---|---|")
@@ -361,7 +364,7 @@ def report(out: Path, picture: Path | None) -> None:
             float("nan"),
         )
         restarts = (
-            f"restarts without steps for {' and '.join(map(str, row['restarts_s']))} s"
+            f"restarts, without steps for {' and '.join(map(str, row['restarts_s']))} s"
             if row["restarts_s"]
             else "none"
         )
@@ -386,10 +389,10 @@ def phases(row: dict) -> list[list[float]]:
 
 
 def finished(row: dict) -> list[tuple[float, float]]:
-    """When each step was finished, and how long it took.
+    """(time of its end, duration) of each step, in seconds.
 
-    A run stands still after the step that it moves at; what a restart takes ends with its first
-    step.
+    The delay of a switch counts after the step that it happens at. The delay of a restart ends
+    with the first step after it.
     """
     restarted, delays_s = (
         [
@@ -425,7 +428,7 @@ def told(event: dict) -> str:
 
 
 def reactions(row: dict) -> Iterator[str]:
-    """What came when after the disturbance began, and after it ended."""
+    """The events after the disturbance began, and after it ended, with their delays."""
     for what, since, until in (
         ("disturbed", row["disturbed"], row["mended"]),
         ("mended", row["mended"], float("inf")),
@@ -433,8 +436,8 @@ def reactions(row: dict) -> Iterator[str]:
         events = [event for event in row["events"] if since < event["time_s"] < until]
         noticed = next((event for event in events if event["event"] == "decision"), None)
         moved = next((event for event in events if event["event"] == "remesh"), None)
-        # What was decided before may be withdrawn: the newest decision for what the run then moved
-        # to.
+        # An earlier decision may have been withdrawn, so take the newest one for the plan that the
+        # run then switched to.
         decided = next(
             (
                 event
@@ -460,7 +463,7 @@ def reactions(row: dict) -> Iterator[str]:
 
 
 def draw(rows: list[dict], path: Path) -> None:
-    """Steps done over time."""
+    """Draw the number of steps done over time."""
     import matplotlib.pyplot as plt
 
     names = list(dict.fromkeys(row["disturbance"] for row in rows))
@@ -486,7 +489,10 @@ def main() -> int:
     )
     parser.add_argument("what", choices=("run", "report"))
     parser.add_argument(
-        "--out", type=path_argument, default=Path("runs.jsonl"), help="JSON Lines of runs"
+        "--out",
+        type=path_argument,
+        default=Path("runs.jsonl"),
+        help="JSON Lines, one run per line (default: runs.jsonl)",
     )
     parser.add_argument(
         "--disturbance",
@@ -495,15 +501,16 @@ def main() -> int:
         help="link-MBIT or load-PROCESSES (default: link-100 link-20 load-8)",
     )
     parser.add_argument(
-        "--contender", nargs="+", default=["auto", "stay", *STATIC, "restart"], help="who runs"
+        "--contender",
+        nargs="+",
+        default=["auto", "stay", *STATIC, "restart"],
+        help="auto, stay, restart or a mesh (default: all)",
     )
-    parser.add_argument("--steps", type=int, default=400, help="of each run (default: 400)")
+    parser.add_argument("--steps", type=int, default=400, help="steps of each run (default: 400)")
     parser.add_argument(
         "--budget-share", type=float, default=0.1, help="controller.budget_share (default: 0.1)"
     )
-    parser.add_argument(
-        "--picture", type=path_argument, help="where to draw the report's picture (SVG)"
-    )
+    parser.add_argument("--picture", type=path_argument, help="file for the report's picture (SVG)")
     args = parser.parse_args()
     if args.what == "run":
         os.environ["XDG_CACHE_HOME"] = str(args.out.resolve().with_suffix(".cache"))

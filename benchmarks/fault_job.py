@@ -1,5 +1,5 @@
-"""A run of several processes that faults are done to (benchmarks/faults.py), and where it runs: on
-one machine, or on two hosts with a cable between them.
+"""The run of several processes that benchmarks/faults.py injects faults into, on one machine or on
+two network namespaces.
 """
 
 import json
@@ -19,7 +19,7 @@ from fault_processes import Server
 
 STEPS, SNAPSHOT_EVERY, CHECKPOINT_EVERY = 40, 4, 10
 DEVICES = 4
-"""Virtual ones, dealt out to the processes."""
+"""Virtual devices, split evenly between the processes."""
 SETTINGS = [
     "--model",
     "gpt2-nano",
@@ -63,24 +63,24 @@ SETTINGS = [
     "faults.heartbeat_s=15",
 ]
 LIMIT_S = 100.0
-"""Nothing may take longer: then it hangs."""
+"""Longest wait. A run that takes longer counts as hung."""
 STOOD_S = 2.0
-"""Between two looks, which take a hundredth of it, if the machine stands still."""
+"""Gap between two polls that shows that the machine stood still; a normal gap is 0.01 s or less."""
 NAMESPACES = ("fault0", "fault1")
 
 
 class StoodStill(Exception):
-    """The machine had other things to do: times say nothing."""
+    """The machine was too busy to poll, so the measured times mean nothing."""
 
 
 class Clock:
-    """Waits for conditions, and notices when nothing else was done either."""
+    """Waits for conditions. Raises StoodStill if the machine stood still meanwhile."""
 
     def __init__(self) -> None:
         self._looked_s = time.monotonic()
 
     def wait(self, condition: Callable[[], Any]) -> float | None:
-        """Seconds until it held; None: it did not within `LIMIT_S`."""
+        """Wait for a condition. Returns the seconds it took; None: more than `LIMIT_S`."""
         began_s = self._looked_s = time.monotonic()
         while not condition():
             now = time.monotonic()
@@ -95,23 +95,23 @@ class Clock:
 
 @dataclass
 class Job:
-    """A run, and who starts its processes."""
+    """A run, and the servers that start its processes."""
 
     run_dir: Path
     text: Path
     servers: tuple[Server, ...]
-    """One for each process."""
+    """The servers, one for each process."""
     host: str
-    """Address that process 0 listens at."""
+    """Address at which process 0 listens."""
     extra: list[str]
     caches: bool = True
-    """Whether compiled programs are kept, so that starts are short."""
+    """Whether compiled programs are cached, so that starts are short."""
     clock: Clock = field(default_factory=Clock)
     pids: list[int] = field(default_factory=list)
     starts: int = 0
 
     def start(self) -> None:
-        """All processes, by the same command each time."""
+        """Start all processes, with the same command each time."""
         self.starts += 1
         address = f"{self.host}:{_free_port()}"
         arguments = [
@@ -149,14 +149,14 @@ class Job:
 
     @property
     def is_done(self) -> bool:
-        """Whether every process has come to its end, and to that of the run."""
+        """Whether every process has exited and the run is complete."""
         return self.all_ended() and all(code == 0 for code in self.codes())
 
     def others(self, who: int) -> list[int]:
         return [number for number in range(len(self.servers)) if number != who]
 
     def kill(self) -> None:
-        """Whatever is left of it, stopped or not."""
+        """Kill all processes that are left, suspended or not."""
         for number, pid in enumerate(self.pids):
             if self.ended(number) is None:
                 os.kill(pid, signal.SIGKILL)
@@ -184,9 +184,10 @@ class Job:
 
 @contextmanager
 def namespaces() -> Iterator[None]:
-    """Two hosts with a cable between them.
+    """Make two linked network namespaces, and remove them at the end.
 
-    A name has to lead to a host's own address there, for that is what gloo tells the others.
+    In each of them the host name resolves to its own address, because gloo sends that address to
+    the other processes.
     """
     ip("link", "add", "fv0", "type", "veth", "peer", "name", "fv1")
     try:

@@ -1,5 +1,5 @@
-"""Kinds of faults (benchmarks/faults.py): what is done to a run, what may come of it, and the place
-that it needs.
+"""The kinds of faults of benchmarks/faults.py: how each is injected, what it may cost, and where
+its run takes place.
 """
 
 import os
@@ -22,16 +22,16 @@ SNAPSHOT, CHECKPOINT, ONE_BEFORE = (
     CHECKPOINT_EVERY + 2,
     2 * CHECKPOINT_EVERY + 2,
 )
-"""Steps lost at most: those since the newest whole one, and those that go on while it is
-written."""
+"""Most steps that may be lost: those since the newest complete snapshot or checkpoint, and those
+done while it is written."""
 INDEX_BYTES = 4096
-"""Of a process's own index in a checkpoint, at most."""
+"""Largest size of a process's own index file in a checkpoint."""
 RESTARTED = frozenset({75, -signal.SIGABRT, -signal.SIGSEGV})
-"""Exit codes of which docs/faults.md says that they mean `start it again`: ours, and that of JAX
-when process 0 is gone."""
+"""Exit codes that mean "restart" according to docs/faults.md: ours, and JAX's when process 0 is
+gone."""
 
-# What is done to a job. Each waits for its moment, does it, and says what; the clock starts when it
-# returns.
+# Injects a fault into a job: waits for its moment, acts, and returns a description. The clock
+# starts when it returns.
 Fault = Callable[[Job, random.Random], dict[str, Any]]
 
 
@@ -89,7 +89,7 @@ def cut_network(job: Job, draw: random.Random) -> dict[str, Any]:
 
 
 def corrupted(job: Job, draw: random.Random) -> dict[str, Any]:
-    """All are killed, and then the newest checkpoint is harmed."""
+    """Kill all processes, then damage the newest checkpoint."""
     at = draw.randrange(2 * CHECKPOINT_EVERY + 2, STEPS - 2)
     job.clock.wait(
         lambda: (
@@ -102,8 +102,8 @@ def corrupted(job: Job, draw: random.Random) -> dict[str, Any]:
         (path for path in (job.run_dir / "checkpoints").iterdir() if path.name.isdecimal()),
         key=lambda path: int(path.name),
     )
-    # Those that Orbax reads: the index, and of each process's part what is large enough for arrays
-    # (its own index was merged); no marks.
+    # The files that Orbax reads: the merged index, and the large files of each process, which hold
+    # arrays. Each process's own index is not read after merging, and neither are marker files.
     arrays = [
         path
         for path in (whole[-1] / "state").glob("ocdbt.process_*/d/*")
@@ -137,9 +137,10 @@ def corrupted(job: Job, draw: random.Random) -> dict[str, Any]:
 
 
 def disk_full(job: Job, draw: random.Random) -> dict[str, Any]:
-    """All room is taken but for nothing, little, or what a part of a checkpoint needs, so that one
-    process may find room and the other not; until the processes have ended or gone on to the end of
-    the run.
+    """Fill the disk until the processes have exited or the run is complete.
+
+    The space left is nothing, little, or enough for a part of a checkpoint, so that one process may
+    find space and another not.
     """
     at = draw.randrange(CHECKPOINT_EVERY + 2, STEPS - 3)
     job.clock.wait(
@@ -177,21 +178,21 @@ def _kill(job: Job, draw: random.Random) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A kind of fault."""
+    """A kind of fault, and the limits that a run must meet."""
 
     fault: Fault
     snapshots: bool = True
-    """Whether the run has the second tier."""
+    """Whether the run writes snapshots besides checkpoints."""
     place: str = "plain"
-    """`plain`, `namespaces`, or `small` for a small disk."""
+    """Where the run takes place: `plain`, `namespaces`, or `small` for a small disk."""
     caches: bool = True
     bound: int = SNAPSHOT
-    """Steps that may be lost."""
+    """Most steps that may be lost."""
     within_s: float = 20.0
-    """In which the others end: silence for 5 s, another's last word for 3, process 0's patience for
-    7, and 5 to write it all down."""
+    """Seconds in which the other processes must exit: 5 of silence, 3 for another process's last
+    message, 7 that process 0 waits, and 5 to write everything."""
     codes: frozenset[int] = RESTARTED
-    """That they may end with."""
+    """Exit codes that the other processes may have."""
 
 
 CASES = {
@@ -201,7 +202,7 @@ CASES = {
     "SIGKILL in a save": Case(fault=in_a_save, snapshots=False, bound=CHECKPOINT),
     "SIGKILL at any time": Case(fault=at_any_time),
     "SIGSTOP": Case(fault=stopped),
-    # the limit of what was timed too seldom is 30 s
+    # an operation without enough timings has a limit of 30 s
     "network cut": Case(fault=cut_network, place="namespaces", within_s=50.0),
     "corrupted newest checkpoint": Case(fault=corrupted, snapshots=False, bound=ONE_BEFORE),
     "disk full": Case(
@@ -211,7 +212,7 @@ CASES = {
 
 
 def cases_for(processes: int) -> list[str]:
-    """Names of what can be done to so many processes."""
+    """Names of the cases for this number of processes."""
     return [
         name
         for name, case in CASES.items()
@@ -221,7 +222,7 @@ def cases_for(processes: int) -> list[str]:
 
 @contextmanager
 def place_for(case: Case) -> Iterator[Path]:
-    """A directory for a run."""
+    """A directory for a run of this case."""
     with tempfile.TemporaryDirectory(prefix="faults-") as name:
         if case.place != "small":
             yield Path(name)
@@ -230,5 +231,5 @@ def place_for(case: Case) -> Iterator[Path]:
         try:
             yield Path(name)
         finally:
-            # Lazily: for a moment after its processes have ended it may still be busy.
+            # Lazy, because the mount may still be busy for a moment after its processes have ended.
             subprocess.run(["umount", "--lazy", name], check=True)

@@ -1,9 +1,9 @@
-"""Processes of a run that faults are done to, for benchmarks/faults.py: forked from one that has
-imported everything and has no threads yet.
+"""The training processes of benchmarks/faults.py. They are forked from a server that has imported
+everything and has no threads yet, so that they start fast.
 
-`python benchmarks/fault_processes.py` is such a server: a line of JSON on its standard input starts
-a process, lines on its standard output say which began and which ended, and when. It may be started
-in a network namespace, where its processes then are.
+`python benchmarks/fault_processes.py` is such a server. A line of JSON on its standard input starts
+a process; lines on its standard output report which process started or ended, and when. The server
+may be started in a network namespace, which its processes then share.
 """
 
 import json
@@ -28,12 +28,12 @@ ENVIRONMENT = {
     "OPENBLAS_NUM_THREADS": "1",
     "GLIBC_TUNABLES": "glibc.malloc.hugetlb=0",
 }
-"""Compile without optimising; no threads before a fork; and train.py need not start itself again
-for huge pages."""
+"""Environment of the server: compile without optimising, start no threads before a fork, and do not
+restart train.py for huge pages."""
 
 
 class Server:
-    """Starts processes of training.
+    """Starts training processes.
 
     Args:
       inside: a command to start it with, such as `ip netns exec NAME`.
@@ -53,8 +53,7 @@ class Server:
         threading.Thread(target=self._hear, daemon=True).start()
 
     def start(self, arguments: list[str], log: Path, *, caches: bool) -> int:
-        """Begin `train.py arguments`, with compiled programs kept or not; returns its process
-        id."""
+        """Start `train.py arguments`, with compiled programs cached or not. Returns the pid."""
         assert self._process.stdin is not None
         with self._changed:
             count = len(self._begun)
@@ -68,8 +67,7 @@ class Server:
             return self._begun[-1]
 
     def ended(self, pid: int) -> tuple[int, float] | None:
-        """Exit code, negative for a signal, and when it ended (time.monotonic); None: it has
-        not."""
+        """Exit code (negative for a signal) and time of the end (time.monotonic). None: it runs."""
         with self._changed:
             return self._ended.get(pid)
 
@@ -86,14 +84,14 @@ class Server:
             with self._changed:
                 if "begun" in told:
                     self._begun.append(told["begun"])
-                    self._ended.pop(told["begun"], None)  # the system gives numbers again
+                    self._ended.pop(told["begun"], None)  # the system reuses process ids
                 else:
                     self._ended[told["ended"]] = told["code"], told["at_s"]
                 self._changed.notify_all()
 
 
 def serve() -> None:
-    """Fork a process for every line, and tell when they end; until there are no more lines."""
+    """Fork a process for every input line and report when each ends, until the input ends."""
     import optimus_jax.cli.train
     import optimus_jax.run.api  # noqa: F401
     from optimus_jax.cli.main import main
@@ -134,7 +132,7 @@ def _say(value: dict[str, Any]) -> None:
 
 
 def _become(main: Any, arguments: list[str], log: str, caches: bool) -> NoReturn:
-    """What a forked process does."""
+    """Run train.py in a forked process. Never returns."""
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -152,7 +150,7 @@ def _become(main: Any, arguments: list[str], log: str, caches: bool) -> NoReturn
         traceback.print_exc()
     sys.stdout.flush()
     sys.stderr.flush()
-    from jax._src import distributed  # an orderly end of Python would do this
+    from jax._src import distributed  # a normal exit of Python would do this
 
     if distributed.global_state.client is not None:
         distributed.global_state.shutdown()

@@ -1,18 +1,19 @@
-"""Faults done to a run of several processes, and what became of it.
+"""Injects faults into a run of several processes, and records how it recovers.
 
-    python benchmarks/faults.py --out faults.jsonl --repetitions 20           # goes on where it
-    stopped python benchmarks/faults.py --out faults.jsonl --repetitions 20 --processes 4
-    python benchmarks/faults.py --out faults.jsonl --table                     # of what is in the
-    file
+    python benchmarks/faults.py --out faults.jsonl --repetitions 20
+    python benchmarks/faults.py --out faults.jsonl --repetitions 20 --processes 4
+    python benchmarks/faults.py --out faults.jsonl --table
 
-Each repetition begins a run of a tiny model (fsdp=4: two processes of two virtual devices each, or
-four of one), does one fault at a random moment, waits for the processes to end by themselves, and
-starts them again by the same command (`--resume auto`), as an engine would, until the run has come
-to its end. What is written down of it: from the fault to the end of the last process; from there to
-the next finished step; steps that were done twice; and whether every loss is the one of a run that
-nobody disturbed, bit for bit. A repetition in which this machine stood still is done again. The
-network is cut between two network namespaces, and disks that fill up are small file systems in
-memory: for those one has to be root.
+Called again, it adds the repetitions that are missing in the file. `--table` only prints the table.
+
+Each repetition starts a run of a tiny model (fsdp=4: two processes of two virtual devices each, or
+four of one), injects one fault at a random moment, waits for the processes to exit by themselves,
+and starts them again with the same command (`--resume auto`), as a job scheduler would, until the
+run is complete. It records the time from the fault to the exit of the last process, the time to the
+next finished step, the number of steps done twice, and whether every loss equals that of an
+undisturbed run bit for bit. A repetition in which this machine stood still is repeated. The network
+is cut between two network namespaces, and the disks that fill up are small file systems in memory;
+both need root.
 """
 
 import argparse
@@ -39,7 +40,7 @@ from optimus_jax.system.paths import path_argument
 def repetition(
     case: Case, job: Job, draw: random.Random, undisturbed: list[float]
 ) -> dict[str, Any]:
-    """One fault, and the way to the end of the run."""
+    """Inject one fault, and restart the run until it is complete. Returns a row of figures."""
     job.start()
     told = case.fault(job, draw)
     began_s, step = time.monotonic(), job.step
@@ -55,8 +56,8 @@ def repetition(
         and "wake" not in told
         and all(job.codes()[number] == 0 for number in told["survivors"])
     ):
-        # That process may have come to its own end in the moment before, which is heard of a little
-        # later.
+        # The killed process may have completed just before the kill, which is reported with a
+        # delay.
         job.clock.wait(job.all_ended)
         row["is_late"] = job.is_done
     if told.get("wake") and not job.ended(told["process"]):
@@ -77,7 +78,7 @@ def repetition(
         job.clock.wait(lambda before=before: _resumed(job, before) is not None or job.all_ended())
         if "resumed_at" not in row and (resumed := _resumed(job, before)) is not None:
             job.clock.wait(lambda resumed=resumed: job.step > resumed or job.all_ended())
-            # A step that was asked for, but whose line was not written, is not missed by anybody.
+            # Only steps with a line in metrics.jsonl count as lost.
             row |= {
                 "resumed_at": resumed,
                 "steps_lost": step - resumed,
@@ -113,7 +114,7 @@ def repetition(
 
 
 def _said(job: Job) -> list[str]:
-    """What processes said of their end, in a line each."""
+    """The lines in which processes reported why they ended."""
     words = [
         line
         for number in range(len(job.servers))
@@ -125,7 +126,7 @@ def _said(job: Job) -> list[str]:
 
 
 def _resumed(job: Job, before: int) -> int | None:
-    """The step that the run goes on from, once it has said so behind that many events."""
+    """The step that the run resumed from, once an event after the first `before` events says so."""
     return next(
         (
             event["step"]
@@ -137,7 +138,7 @@ def _resumed(job: Job, before: int) -> int | None:
 
 
 def _mend(job: Job) -> None:
-    """What an operator does before the job is started again: a link comes back, a disk has room."""
+    """Repair the network and the disk, as an operator does before a restart."""
     (job.run_dir.parent / "ballast").unlink(missing_ok=True)
     if job.host != "127.0.0.1":
         for number, name in enumerate(NAMESPACES):
@@ -145,7 +146,10 @@ def _mend(job: Job) -> None:
 
 
 def measure(names: list[str], repetitions: int, processes: int, out: Path) -> None:
-    """Do what is missing in the file, one of each kind after the other, and add it."""
+    """Do the repetitions that are missing in the file, and append them.
+
+    The kinds of faults alternate.
+    """
     done = {
         (row["case"], row["repetition"])
         for row in _rows(out)
@@ -198,7 +202,9 @@ def measure(names: list[str], repetitions: int, processes: int, out: Path) -> No
                     except StoodStill:
                         job.clock = Clock()
                         print(
-                            f"{seed}: the machine stood still; again", file=sys.stderr, flush=True
+                            f"{seed}: the machine stood still, so this repetition is repeated",
+                            file=sys.stderr,
+                            flush=True,
                         )
                         _mend(job)
                         for pid in job.pids:
@@ -215,10 +221,9 @@ def measure(names: list[str], repetitions: int, processes: int, out: Path) -> No
 
 
 def _undisturbed(work: Path, text: Path, servers: tuple[Server, ...]) -> list[float]:
-    """Losses of a run that nobody disturbed; its times do not matter.
+    """Losses of an undisturbed run.
 
-    One that ended because this machine kept a process standing, as the limits here are short, is
-    begun anew.
+    The time limits here are short, so a busy machine may end such a run; then it is started anew.
     """
     for attempt in range(3):
         job = Job(
@@ -237,13 +242,13 @@ def _undisturbed(work: Path, text: Path, servers: tuple[Server, ...]) -> list[fl
             return [line["loss"] for line in job.lines("metrics.jsonl")]
         print(
             job.logs(),
-            f"a run that nobody disturbed ended with {job.codes()}",
+            f"the undisturbed run ended with {job.codes()}",
             sep="\n",
             file=sys.stderr,
         )
         if not RESTARTED.union({0}).issuperset(job.codes()):
             break
-    raise SystemExit("a run that nobody disturbs does not come to its end")
+    raise SystemExit("error: the undisturbed run does not complete")
 
 
 def _rows(out: Path) -> list[dict[str, Any]]:
@@ -251,12 +256,12 @@ def _rows(out: Path) -> list[dict[str, Any]]:
 
 
 def table(rows: list[dict[str, Any]], repetitions: int) -> str:
-    """What is in the file, in Markdown."""
+    """A Markdown table of the file's rows."""
     lines = [
         (
-            "| fault | processes | repetitions | faults before the end | ended or resumed by itself"
-            " | noticed after, s: median, most | training again after, s: median, most | steps"
-            " lost: most (bound) | losses as undisturbed | exit codes |"
+            "| fault | processes | repetitions | faults before the end | exited or resumed by"
+            " itself | detected after, s: median, maximum | training again after, s: median,"
+            " maximum | steps lost: maximum (bound) | losses as undisturbed | exit codes |"
         ),
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
@@ -300,7 +305,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--out", type=path_argument, required=True, help="JSON Lines, added to")
+    parser.add_argument("--out", type=path_argument, required=True, help="JSON Lines, appended to")
     parser.add_argument("--repetitions", type=int, default=20)
     parser.add_argument("--processes", type=int, choices=(2, 4), default=2)
     parser.add_argument(
@@ -308,14 +313,14 @@ if __name__ == "__main__":
         nargs="+",
         choices=list(CASES),
         metavar="NAME",
-        help="default: all that can be done to so many processes; " + ", ".join(CASES),
+        help="default: all that apply to this number of processes; " + ", ".join(CASES),
     )
-    parser.add_argument("--table", action="store_true", help="only print what is in the file")
+    parser.add_argument("--table", action="store_true", help="only print the table")
     given = parser.parse_args()
     if not given.table:
         if beyond := [name for name in given.cases or () if name not in cases_for(given.processes)]:
             parser.error(
-                f"{', '.join(beyond)}: done to {len(NAMESPACES)} processes, not {given.processes}"
+                f"{', '.join(beyond)}: needs {len(NAMESPACES)} processes, not {given.processes}"
             )
         measure(
             given.cases or cases_for(given.processes), given.repetitions, given.processes, given.out

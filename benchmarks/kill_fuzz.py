@@ -1,30 +1,28 @@
-"""Kills a run that switches its plan, at any instant, resumes it, and looks whether anything was
-lost.
+"""Kills a run at random instants of its plan switches, resumes it, and checks that nothing is lost.
 
-    python benchmarks/kill_fuzz.py --kills 100 --out kills.jsonl     goes on where it stopped
-    python benchmarks/kill_fuzz.py --report --out kills.jsonl        a table by phase
+    python benchmarks/kill_fuzz.py --kills 100 --out kills.jsonl     # called again, it continues
+    python benchmarks/kill_fuzz.py --report --out kills.jsonl        # a table by phase
 
-A real training run with scripted switches (kill_victim.py) gets SIGKILL, is resumed, killed again,
-and so on, until it comes to its end. Half of the kills come there and then, just before or after a
-write, a sync, a rename, a group of arrays that moves, a checksum, a step; among them are lines of
-the journal of which only half is written. The others come from outside, at a moment drawn evenly
-from the time that a phase takes. What has to hold after every kill:
+A real training run with scripted switches (kill_victim.py) gets SIGKILL, is resumed, is killed
+again, and so on, until it completes. Half of the kills happen inside the process, just before or
+after a write, a sync, a rename, the move of a group of arrays, a checksum or a step; some of them
+leave only half of a journal line. The other kills come from outside, at a moment drawn uniformly
+from the time that a phase takes. After every kill the following must hold:
 
-* the journal can be read and has at most one switch without an end, the last; plan.json is one of
-  that switch's two plans, and if it has ended, the one that the end says; what a resume would go on
-  with is known, and one of the two;
-* the process that resumes goes on under that plan; the switch that the run died in gets an end, and
-  its plan is reported as failed;
+* The journal can be read. At most one switch in it has no end, the last one. plan.json is one of
+  that switch's two plans, or, if the switch has ended, the plan that its end names. The plan that a
+  resume would use is known, and is one of the two.
+* The process that resumes uses that plan. The interrupted switch gets an end, and its plan is
+  reported as failed.
 
-and of a run that has come to its end:
+After a run has completed:
 
-* it has every step once, and no process has ended in an error;
-* the same steps, done again without any interruption under the plans that it had them under, give
-  the same losses and the same state, bit for bit; and the losses are within 1e-5 of those of a run
-  that never left its first plan.
+* It has every step exactly once, and no process has ended with an error.
+* The same steps, repeated without interruption under the same plans, give the same losses and the
+  same state, bit for bit. The losses are within 1e-5 of those of a run that never switched.
 
-SIGKILL ends a process and not the machine: what was written and not synced survives it. Power
-failures are left to tests of the order of writes.
+SIGKILL ends a process, not the machine, so data that was written but not synced survives. Power
+failures are covered by tests of the order of writes.
 """
 
 import argparse
@@ -39,7 +37,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import cache, cached_property
 from pathlib import Path
 
-# or numpy starts threads, and a process that has any cannot be forked
+# otherwise numpy starts threads, and a process with threads cannot be forked safely
 os.environ["OPENBLAS_NUM_THREADS"] = "1"
 
 import jax.numpy as jnp
@@ -73,15 +71,15 @@ from optimus_jax.system.paths import path_argument
 from optimus_jax.training.state import abstract_stored_state, may_be_padded, to_stored
 
 MOST_KILLS = 6
-"""Of one run."""
+"""Most kills of one run."""
 SHORTEST_S, LONGEST_S = 50e-6, 0.5
-"""Of delays of kills from outside."""
+"""Shortest and longest delay of a kill from outside."""
 TWO_SHARE, STUBBORN_SHARE = 0.3, 0.7
-"""Of runs with two scenes; of processes that try a plan again which has failed."""
+"""Share of runs with two scenes; share of processes that try a failed plan again."""
 TORN_SHARE = 0.3
-"""Of kills before a line of the journal."""
+"""Share of the kills before a journal line that leave half of the line."""
 F32_RELATIVE = 1e-5
-"""What every plan is held to."""
+"""Largest relative difference of losses between plans."""
 PHASES = (
     "prepare",
     "quiesce",
@@ -105,30 +103,30 @@ ESSENTIAL = (
 
 
 class WrongError(Exception):
-    """Something was lost, or mixed."""
+    """A check failed: something was lost or mixed up."""
 
 
 def check(is_true: bool, what: object) -> None:
-    """Raise WrongError unless it is."""
+    """Raise WrongError unless `is_true`."""
     if not is_true:
         raise WrongError(what)
 
 
-# Which instants there are, and what is drawn from them.
+# The instants, and drawing kills from them.
 
 
 @dataclass(frozen=True)
 class Moment:
-    """An instant of a run that nothing disturbed."""
+    """An instant of an undisturbed run."""
 
     instant: str
     count: int
     lasts_s: float
-    """Until the next one."""
+    """Time until the next instant."""
 
 
 def moments_of(trace: Path) -> dict[str, list[Moment]]:
-    """The instants of a run, by phase."""
+    """The instants in a run's trace, by phase."""
     found = [line for line in map(json.loads, trace.read_text().splitlines()) if "instant" in line]
     by_phase: dict[str, list[Moment]] = defaultdict(list)
     for line, following in zip(found, [*found[1:], found[-1]], strict=True):
@@ -138,8 +136,10 @@ def moments_of(trace: Path) -> dict[str, list[Moment]]:
 
 
 def draw(moments: dict[str, list[Moment]], chance: random.Random) -> Kill:
-    """A kill: every phase is as likely, and in a phase every kind of instant, or else every moment
-    of its time.
+    """Draw a kill.
+
+    Every phase is equally likely. Within a phase, half of the kills are uniform over the kinds of
+    instants, and half over the time that the phase takes.
     """
     among = moments[chance.choice(sorted(moments))]
     if chance.random() < 0.5:
@@ -149,7 +149,7 @@ def draw(moments: dict[str, list[Moment]], chance: random.Random) -> Kill:
         )
     instant = chance.choice(sorted({each.instant for each in among}))
     counts = [each.count for each in among if each.instant == instant]
-    count = min(chance.choices(counts, k=2))  # a run that was resumed comes to fewer
+    count = min(chance.choices(counts, k=2))  # a resumed run reaches fewer
     return Kill(
         instant=instant,
         count=count,
@@ -158,23 +158,21 @@ def draw(moments: dict[str, list[Moment]], chance: random.Random) -> Kill:
     )
 
 
-# What has to hold.
+# The checks.
 
 
 def last_switch(run_dir: Path) -> SwitchRecord | None:
-    """The last one in the journal; raises WrongError if the record contradicts itself."""
+    """The last switch in the journal. Raises WrongError if an earlier one has no end."""
     records = switches(run_dir)
     check(
         all(record.ending for record in records[:-1]),
-        f"a switch without an end, and another after it: {[record.ending for record in records]}",
+        f"a switch without an end is followed by another: {[record.ending for record in records]}",
     )
     return records[-1] if records else None
 
 
 def plan_after(run_dir: Path, first: Plan) -> Plan:
-    """What a resume has to go on with, by what the journal says; checked against the rest of the
-    disk.
-    """
+    """The plan that a resume must use according to the journal, checked against plan.json."""
     last, text = last_switch(run_dir), RunDirectory(run_dir, writer=False).plan_text()
     due = (
         first
@@ -185,44 +183,42 @@ def plan_after(run_dir: Path, first: Plan) -> Plan:
     )
     check(
         plan_to_resume(run_dir) in ({due.to_json()} if last or text else {None}),
-        "a resume goes on under another plan",
+        "a resume would use another plan",
     )
     if text is not None:
         allowed = [due] if last is None or last.ending is not None else [last.source, last.target]
         check(
             Plan.from_json(text) in allowed,
-            f"plan.json has {Plan.from_json(text).axes}, the journal"
+            f"plan.json has {Plan.from_json(text).axes}, the journal has"
             f" {[plan.axes for plan in allowed]}",
         )
     return due
 
 
 def check_resumed(run_dir: Path, trace: Path, due: Plan, died: SwitchRecord | None) -> None:
-    """Of a process that has been resumed: the plan that it went on under, and what it made of the
-    switch that the run died in.
-    """
+    """Check a resumed process: the plan that it used, and how it ended the interrupted switch."""
     notes = [
         line for line in map(json.loads, trace.read_text().splitlines()) if "instant" not in line
     ]
     begun = [line["begins"] for line in notes if "begins" in line]
     if not begun:  # it was killed before
         return
-    check(begun == [due.digest], f"{begun} goes on, not {due.digest}")
+    check(begun == [due.digest], f"the run resumes with {begun}, not {due.digest}")
     if died is not None:
         ends = [
             record.ending
             for record in switches(run_dir)
             if (record.step, record.source, record.target) == (died.step, died.source, died.target)
         ]
-        check("died" in ends, f"the switch that the run died in has ended as {ends}")
+        check("died" in ends, f"the interrupted switch has ended as {ends}")
         check(
             {"failed": died.target.digest} in notes,
-            "the plan that the run died under is not reported as failed",
+            "the plan of the interrupted switch is not reported as failed",
         )
 
 
 class Replay:
-    """Steps of a run done again, without interruption.
+    """Repeats the steps of a run without interruption.
 
     Args:
       text: file of training text.
@@ -254,7 +250,7 @@ class Replay:
         )
 
     def of(self, plans: list[Plan]) -> tuple[list[float], dict[str, int]]:
-        """Losses of steps under these plans, and the checksums of the stored state after them."""
+        """Losses of steps under these plans, and checksums of the stored state after them."""
         plan, losses = plans[0], []
         state = self._executable(plan).program.init(jnp.int32(self._config.seed))
         for step, following in enumerate(plans, 1):
@@ -294,7 +290,7 @@ class Replay:
 
 
 def check_ended(run_dir: Path, replay: Replay, plans: dict[str, Plan]) -> None:
-    """A run that has come to its end."""
+    """Check a completed run."""
     history = RunDirectory(run_dir, writer=False).metrics()
     check(
         [record.step for record in history] == list(range(1, STEPS + 1)),
@@ -308,9 +304,7 @@ def check_ended(run_dir: Path, replay: Replay, plans: dict[str, Plan]) -> None:
         losses == [record.loss for record in history],
         f"losses {[record.loss for record in history]}, without interruption {losses}",
     )
-    check(
-        sums == replay.saved(run_dir, STEPS, last), "the state is another than without interruption"
-    )
+    check(sums == replay.saved(run_dir, STEPS, last), "the state differs from that without kills")
     stayed, _ = replay.of([plans[plan_of(START).digest]] * STEPS)
     check(
         np.allclose(losses, stayed, rtol=F32_RELATIVE, atol=0),
@@ -318,7 +312,7 @@ def check_ended(run_dir: Path, replay: Replay, plans: dict[str, Plan]) -> None:
     )
 
 
-# Runs.
+# The runs.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -326,19 +320,19 @@ class Ground:
     """What all runs share."""
 
     folder: Path
-    """Temporary; holds one run at a time, and compiled programs."""
+    """Temporary folder for one run at a time and for compiled programs."""
     victims: Victims
     replay: Replay
     plans: dict[str, Plan]
-    """By digest."""
+    """Plans by digest."""
     task: Task
-    """But for its kill."""
+    """The task of a process, without a kill."""
 
     def chain(self, kills: "list[Kill | None]", *, is_stubborn: list[bool]) -> list[dict]:
-        """One run, killed until a process comes to its end; a row for each kill that came.
+        """Do one run, which is killed until a process completes it. Returns a row for each kill.
 
         Raises:
-          WrongError: naming what was wrong and after which kills.
+          WrongError: names the failed check and the kills before it.
         """
         run_dir = self.folder / "run"
         shutil.rmtree(run_dir, ignore_errors=True)
@@ -388,7 +382,7 @@ class Ground:
 
 
 def fuzz(ground: Ground, num_kills: int, seed: int, out: Path) -> None:
-    """Runs that are killed until there are enough kills; a line for each."""
+    """Do runs until there are `num_kills` kills in all, and append a line for each kill."""
     moments = [
         census(replace(ground, task=replace(ground.task, scenes=(number,))))
         for number in range(len(SCENES))
@@ -428,7 +422,7 @@ def fuzz(ground: Ground, num_kills: int, seed: int, out: Path) -> None:
 
 
 def census(ground: Ground) -> dict[str, list[Moment]]:
-    """The instants of the run that nothing disturbs, by phase."""
+    """The instants of an undisturbed run, by phase."""
     ground.chain([], is_stubborn=[])
     return moments_of(ground.folder / "trace")
 
@@ -438,12 +432,12 @@ def rows_of(out: Path) -> list[dict]:
 
 
 def report(out: Path) -> None:
-    """A table by phase."""
+    """Print a table by phase."""
     by_phase: dict[str, list[dict]] = defaultdict(list)
     for row in rows_of(out):
         by_phase[row["phase"]].append(row)
     print(
-        "| phase | kills | there and then | half a line | from outside | in a switch | instants"
+        "| phase | kills | at an instant | half a line | from outside | in a switch | instants"
         " |\n|---|---|---|---|---|---|---|"
     )
     for phase in PHASES:
@@ -474,17 +468,20 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--kills", type=int, default=100, help="in all (default: 100)")
-    parser.add_argument("--seed", type=int, default=0, help="of what is drawn (default: 0)")
+    parser.add_argument("--kills", type=int, default=100, help="kills in all (default: 100)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the random draws (default: 0)")
     parser.add_argument(
-        "--out", type=path_argument, default=Path("kills.jsonl"), help="JSON Lines, a kill each"
+        "--out",
+        type=path_argument,
+        default=Path("kills.jsonl"),
+        help="JSON Lines, one kill per line (default: kills.jsonl)",
     )
     parser.add_argument(
         "--essential",
         action="store_true",
-        help=f"only {len(ESSENTIAL)} kills, one in each phase of one switch",
+        help=f"do only {len(ESSENTIAL)} kills, one in each phase of one switch",
     )
-    parser.add_argument("--report", action="store_true", help="a table of what is there")
+    parser.add_argument("--report", action="store_true", help="only print the table")
     args = parser.parse_args()
     if args.report:
         report(args.out)
@@ -513,7 +510,7 @@ def main() -> int:
     try:
         if args.essential:
             there = plan_of(SCENES[0].settings)
-            # compiled here, once for all processes
+            # compile here, once for all processes
             ground.replay.of([plan_of(START), there, plan_of(START), there])
             rows = ground.chain(list(ESSENTIAL), is_stubborn=[True] * len(ESSENTIAL))
             print(json.dumps(rows))

@@ -1,7 +1,7 @@
-"""Processes that get killed, for benchmarks/kill_fuzz.py.
+"""The processes that benchmarks/kill_fuzz.py kills.
 
-They are forked from one that has imported everything and has no threads yet, which saves them the
-imports.
+They are forked from a process that has imported everything and has no threads yet, which saves the
+time of the imports.
 """
 
 import json
@@ -22,26 +22,26 @@ class Kill:
 
     instant: str
     count: int
-    """How often it has come to this instant then, this time included."""
+    """Kill when the run reaches this instant for the `count`-th time."""
     delay_s: float | None
-    """After it, from outside; None: there and then, by itself."""
+    """Seconds after the instant, killed from outside. None: the process kills itself at once."""
     is_torn: bool = False
-    """Half of a line is written to the journal before; for instants before a line is."""
+    """Whether half of a journal line is written first; for instants just before a line."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """What one process is to do."""
+    """The task of one process."""
 
     run_dir: str
     text: str
     """File of training text."""
     trace: str
-    """File for instants."""
+    """File that instants are written to."""
     cache: str
     """Directory of compiled programs."""
     scenes: tuple[int, ...]
-    """Which of SCENES are played, by their places."""
+    """Indices of the SCENES to play."""
     is_stubborn: bool = False
     """Whether plans that have failed are tried again."""
     kill: Kill | None = None
@@ -66,18 +66,18 @@ class End:
 
     is_killed: bool
     code: int
-    """Its exit code, if it was not killed."""
+    """Exit code, if it was not killed."""
     cpu_s: float
 
 
 class Victims:
-    """Runs tasks in processes of their own.
+    """Runs each task in its own process.
 
-    Make it before JAX has started: what it begins is the process that they are forked from.
+    Create it before JAX starts, because it forks the process that all others are forked from.
 
     Args:
-      log: where they print.
-      run: does a task, given a pipe on which it can ask to be killed.
+      log: file for the output of the processes.
+      run: does a task; its second argument is the pipe on which it can ask to be killed.
     """
 
     def __init__(self, log: Path, run: Run) -> None:
@@ -92,7 +92,7 @@ class Victims:
         os.close(told)
 
     def run(self, task: Task) -> End:
-        """Do a task; returns when its process has ended."""
+        """Do a task. Returns when its process has ended."""
         os.write(self._tasks, task.to_json().encode() + b"\n")
         return End(**json.loads(_line(self._ends)))
 
@@ -103,7 +103,7 @@ class Victims:
 
 
 def _line(descriptor: int) -> bytes:
-    """Up to a newline; empty if there will be none."""
+    """Read up to a newline; empty at the end of the input."""
     found = b""
     while not found.endswith(b"\n") and (more := os.read(descriptor, 1)):
         found += more
@@ -135,7 +135,7 @@ def _serve(asked: int, told: int, log: Path, run: Run) -> None:
 
 
 def _become(task: Task, killer: int, log: Path, run: Run) -> None:
-    """What a forked process does; never returns."""
+    """Do a task in a forked process. Never returns."""
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(output, 1)
     os.dup2(output, 2)

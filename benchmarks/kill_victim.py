@@ -1,12 +1,12 @@
-"""A training run that can be killed at any instant: what benchmarks/kill_fuzz.py kills and resumes.
+"""The training run that benchmarks/kill_fuzz.py kills and resumes. It can be killed at any instant.
 
-The run is a real one (`optimus_jax.train`, control=auto, 8 virtual devices) but for its advisor,
-which decides what some of SCENES say: two of them are switches that are kept, one is taken back
-after its first steps, and of one the verification fails. An *instant* is a moment just before or
-after something that a switch, a checkpoint or a resume does. Its name is the path of what is under
-way: `switch/commit/write plan/replace <` is before plan.json is replaced, `>` after. A run writes
-each instant that it comes to into a trace; at the one that it was told it kills itself, or has
-itself killed from outside some microseconds later.
+The run is real (`optimus_jax.train`, control=auto, 8 virtual devices) except for its advisor, which
+follows a script of SCENES: two scenes are switches that are kept, one is rolled back after its
+first steps, and one fails its verification. An *instant* is a moment just before or after an action
+of a switch, a checkpoint or a resume. Its name is the path of the nested actions:
+`switch/commit/write plan/replace <` is just before plan.json is replaced, `>` just after. The run
+writes each instant that it reaches into a trace. At the instant that its task names it kills
+itself, or asks to be killed from outside some microseconds later.
 """
 
 import json
@@ -55,7 +55,7 @@ DEVICES = 8
 STEPS = 24
 MODEL = "gpt2-nano"
 MOVE_BYTES = 2**14
-"""Of state on the way at the same time: some ten groups."""
+"""Budget for state that moves at the same time; it gives about ten groups of arrays."""
 TINY = {
     "steps": STEPS,
     "global_batch": 8,
@@ -86,7 +86,7 @@ class Scene:
     """A switch that the script asks for."""
 
     settings: dict[str, Any]
-    """That make its plan."""
+    """Settings that make the new plan."""
     fate: Fate
 
 
@@ -100,18 +100,18 @@ SCENES = (
     Scene(settings={"parallel.mesh": "data=2,tensor=4"}, fate="kept"),
 )
 FIRST_STEP, SCENE_STEPS = 2, 6
-"""When the first scene begins, and how long after it the second."""
+"""Step of the first scene, and steps from it to the second."""
 NOTICE_STEPS = 2
-"""From a decision to the boundary of its switch: steps that are run while the plan is prepared."""
+"""Steps from a decision to its switch. The plan is prepared meanwhile."""
 
 
 def config_of(settings: dict[str, Any]) -> Config:
-    """The run's config with some plan's settings."""
+    """The run's config with the settings of a plan."""
     return make_config(MODEL, {**TINY, **settings}, None)
 
 
 def plan_of(settings: dict[str, Any]) -> Plan:
-    """The plan that settings make on the devices."""
+    """The plan that these settings make on the devices."""
     config = config_of(settings)
     assert config.parallel.axes is not None, "all settings name a mesh"
     return plan_for(config, config.parallel.axes, discover())
@@ -121,11 +121,11 @@ def plan_of(settings: dict[str, Any]) -> Plan:
 
 
 class Instants:
-    """Writes down what the run comes to, and has it killed.
+    """Writes the instants that the run reaches into a trace, and kills the run at one of them.
 
     Args:
-      task: names the trace and the instant to be killed at.
-      killer: a pipe on whose other end someone waits to kill.
+      task: names the trace, and the instant of the kill.
+      killer: file descriptor of a pipe. A byte written to it asks the parent for a kill.
     """
 
     def __init__(self, task: Task, killer: int) -> None:
@@ -136,15 +136,19 @@ class Instants:
 
     @property
     def path(self) -> list[str]:
-        """What is under way in this thread."""
+        """The nested actions in progress in this thread."""
         return self._here.__dict__.setdefault("path", [])
 
     def note(self, **values: object) -> None:
-        """A line of the trace that is no instant."""
+        """Write a line into the trace that is not an instant."""
         os.write(self._trace, json.dumps(values).encode() + b"\n")
 
     def come_to(self, edge: str, tear: Callable[[], None] | None = None) -> None:
-        """An instant: before (`<`) or after (`>`) what is under way."""
+        """Reach the instant before (`<`) or after (`>`) the current action.
+
+        Args:
+          tear: called before a kill that has to leave half of a line.
+        """
         instant = f"{'/'.join(self.path)} {edge}"
         with self._lock:
             self._counts[instant] += 1
@@ -160,11 +164,11 @@ class Instants:
         os.kill(os.getpid(), signal.SIGKILL)
 
     def around(self, owner: Any, name: str, called: str = "", *, only_inside: bool = False) -> None:
-        """Make a function of a class or module an instant before and after.
+        """Wrap a function of a class or module, so that each call has an instant before and after.
 
         Args:
-          called: in paths; empty: its name.
-          only_inside: not where nothing else is under way in the main thread.
+          called: name of the action in paths; empty: the function's name.
+          only_inside: ignore calls in the main thread that are not inside another action.
         """
         function, called = getattr(owner, name), called or name.strip("_").replace("_", " ")
 
@@ -189,14 +193,14 @@ class Instants:
 
 
 def _tear(journal: Journal, values: dict[str, Any]) -> None:
-    """What a crash may leave of a line."""
+    """Write half of a journal line, as a crash may."""
     line = json.dumps(values).encode()
     with open(journal._path, "ab", buffering=0) as file:
         file.write(line[: len(line) // 2])
 
 
 def instrument(instants: Instants) -> None:
-    """Instants of everything that a switch, a checkpoint and a resume do."""
+    """Add instants to every action of a switch, a checkpoint and a resume."""
     for owner, names in (
         (Preparation, ("do",)),
         (Switcher, ("_prepared", "switch", "take_back", "keep", "stop")),
@@ -236,12 +240,14 @@ PHASES = (
     ("rollback", {"end"}),
     ("quiesce", {"carry out"}),
 )
-"""A phase of a run, and what is under way in it; the first that fits counts."""
+"""Phases of a run, and the actions that belong to each. The first phase that matches counts."""
 
 
 def phase_of(instant: str) -> str:
-    """Writes that no phase has asked for are the beginning of a run, in the main thread, and else a
-    checkpoint's.
+    """The phase of an instant.
+
+    An instant outside all phases belongs to the start of a run if plan.json is being written, and
+    otherwise to a checkpoint.
     """
     under_way = set(instant[:-2].split("/"))
     found = next((phase for phase, names in PHASES if names & under_way), None)
@@ -252,8 +258,9 @@ def phase_of(instant: str) -> str:
 
 
 class Scripted(Advisor):
-    """An advisor that decides what the scenes of its task say, but not for a plan that has
-    failed."""
+    """An advisor that follows the scenes of its task, but does not choose a plan that has failed
+    (unless the task is stubborn).
+    """
 
     instants: Instants
     task: Task
@@ -294,7 +301,7 @@ class Scripted(Advisor):
 
     @property
     def fate(self) -> Fate:
-        """Of the switch that was asked for last."""
+        """The scripted outcome of the last switch."""
         return "kept" if self._asked is None else self._asked.fate
 
     def switched(self, plan: Plan, *args: Any, **more: Any) -> None:
@@ -313,7 +320,7 @@ class Scripted(Advisor):
 
 
 def fulfil(advisor: Scripted) -> None:
-    """Let the fates of the script come true."""
+    """Make verification and first steps end as the script says."""
     check_loss = switch_module._check_loss
 
     def check(*args: Any) -> None:
@@ -335,7 +342,7 @@ def fulfil(advisor: Scripted) -> None:
 
 
 def known_devices(_: object) -> LocalCluster:
-    """It is known how fast these are."""
+    """The devices with fixed rates, so that nothing is measured."""
     cluster = Cluster.of(discover())
     rates = Rates(
         accelerator="cpu",
@@ -356,11 +363,11 @@ def known_devices(_: object) -> LocalCluster:
 
 
 def use_devices(cache: str, *, is_kept: bool) -> None:
-    """Virtual devices, and compiled programs from a directory.
+    """Use virtual CPU devices, and a directory of compiled programs.
 
     Args:
-      is_kept: whether what is compiled now is added there: not by a process that may be killed
-        while it writes.
+      is_kept: whether newly compiled programs are added to the directory. A process that may be
+        killed while it writes must not do so.
     """
     use_cpu_devices(DEVICES)
     jax.config.update("jax_compilation_cache_dir", cache)
@@ -369,7 +376,7 @@ def use_devices(cache: str, *, is_kept: bool) -> None:
 
 
 def run(task: Task, killer: int) -> None:
-    """Begin the run, or go on with it, and come to its end unless killed."""
+    """Start or resume the run, and complete it unless killed."""
     instants = Instants(task, killer)
     instrument(instants)
     use_devices(task.cache, is_kept=task.kill is None)
@@ -377,7 +384,7 @@ def run(task: Task, killer: int) -> None:
 
     def wait(self: Preparation) -> bool:
         with suppress(Exception):
-            # so that switches come at the steps that the script says, however long compiling takes
+            # so that switches happen at the scripted steps, however long compiling takes
             self.result()
         return is_ready(self)
 

@@ -1,15 +1,17 @@
-"""What pipeline schedules cost: memory of the compiled step, work per step, and time against the
-ideal.
+"""Cost of pipeline schedules: memory of the compiled step, work per step, and time compared with
+the ideal.
 
     python benchmarks/pipeline.py memory       bytes of the compiled step by schedule and
-    microbatches python benchmarks/pipeline.py ticks        work of a step against the useful work
-    and the idle entries python benchmarks/pipeline.py path         seconds of each kind of tick,
-    and the critical path that they make python benchmarks/pipeline.py processes    two processes
-    pinned to a core each, pipe=2: step time against (m + 1) / m
+                                               number of microbatches
+    python benchmarks/pipeline.py ticks        CPU time of a step, useful work and idle slots
+    python benchmarks/pipeline.py path         seconds of each kind of tick, and the critical
+                                               path that they predict
+    python benchmarks/pipeline.py processes    pipe=2 on two processes pinned to a core each:
+                                               step time compared with (m + 1) / m
 
-Virtual devices share the cores of one machine: they show work, not latency. `path` therefore
-measures what a tick costs and puts the ticks of a schedule together; `processes` measures wall
-time, with a core for each stage.
+Virtual devices share the cores of one machine, so they show work, not latency. `path` therefore
+measures the cost of a tick and sums the ticks on a schedule's critical path. `processes` measures
+wall time with a core for each stage.
 """
 
 import argparse
@@ -41,7 +43,7 @@ SCHEDULES = (
 
 
 def built(mesh: str, microbatches: int, settings: dict):
-    """Program, and the abstract state and batch that it is compiled for."""
+    """The program, and the abstract state and batch that it is compiled for."""
     import jax
 
     from optimus_jax.config import Config, DataConfig, ModelConfig
@@ -73,7 +75,7 @@ def built(mesh: str, microbatches: int, settings: dict):
 
 
 def memory(microbatches: tuple[int, ...]) -> None:
-    """A table of temporary bytes per device, and of what the rings alone take."""
+    """Print temporary memory per device and the number of buffer slots, by schedule."""
     import jax.numpy as jnp
 
     from optimus_jax.devices.cpu import use_cpu_devices
@@ -86,7 +88,7 @@ def memory(microbatches: tuple[int, ...]) -> None:
         f" {SEQ_LEN} tokens, f32; one stage input {hidden_mb:.2f} MB; MB per device"
     )
     print(
-        f"{'schedule':24} {'m':>4} {'temp':>8}   slots: inputs residuals cotangents   most in"
+        f"{'schedule':24} {'m':>4} {'temp':>8}   slots: inputs residuals cotangents   max. in"
         " flight"
     )
     for schedule, residuals in SCHEDULES:
@@ -96,7 +98,7 @@ def memory(microbatches: tuple[int, ...]) -> None:
                 count,
                 {"parallel.schedule": schedule, "parallel.stage_residuals": residuals},
             )
-            # Layouts and buffers are decided before LLVM optimises.
+            # LLVM's optimisation level does not affect layouts and buffers.
             compiled = program.train_step.lower(state, batch).compile(
                 {"xla_backend_optimization_level": 0}
             )
@@ -112,7 +114,7 @@ def memory(microbatches: tuple[int, ...]) -> None:
 
 
 def cpu_seconds_per_step(program, batch_shapes: dict, *, steps: int = 6) -> tuple[float, float]:
-    """Least CPU-seconds and wall seconds of a step, of this process."""
+    """Minimum CPU-seconds and minimum wall seconds of a step of this process."""
     import jax
     import jax.numpy as jnp
 
@@ -139,7 +141,7 @@ def cpu_seconds_per_step(program, batch_shapes: dict, *, steps: int = 6) -> tupl
 
 
 def ticks(microbatches: tuple[int, ...]) -> None:
-    """Work of a step by schedule, beside the same model's on one device."""
+    """Print the CPU time of a step by schedule, beside that of the same model on one device."""
     from optimus_jax.devices.cpu import use_cpu_devices
 
     use_cpu_devices(STAGES)
@@ -148,8 +150,8 @@ def ticks(microbatches: tuple[int, ...]) -> None:
     two, _, shapes = built("data=1", 2, {})
     per_microbatch_s = cpu_seconds_per_step(two, shapes)[0] - per_microbatch_s
     print(
-        f"one device: a microbatch of {ROWS_PER_MICROBATCH} x {SEQ_LEN} tokens takes"
-        f" {per_microbatch_s:.3f} CPU-s more"
+        f"one device: each further microbatch of {ROWS_PER_MICROBATCH} x {SEQ_LEN} tokens takes"
+        f" {per_microbatch_s:.3f} CPU-s"
     )
     print(
         f"{'schedule':24} {'m':>4} {'CPU-s/step':>10} {'useful':>8} {'idle slots':>10}"
@@ -177,12 +179,12 @@ def ticks(microbatches: tuple[int, ...]) -> None:
 
 
 def path(microbatches: tuple[int, ...]) -> None:
-    """Cost of a tick by kind, measured, and what it says of whole steps, beside their measured
-    times.
+    """Measure the cost of each kind of tick, and print predicted and measured step times.
 
-    Forward ticks are dear by what a table costs more whose microbatches go through the stages one
-    after the other, backward ticks likewise; the head by what a microbatch more costs beyond one
-    tick of each. No other schedule is used for that: their times are predicted.
+    The cost of a forward tick is the extra time of a table in which the forward passes of the
+    microbatches follow one another without overlap; likewise for backward. The head costs what a
+    further microbatch takes beyond one forward and one backward tick. No other schedule is used for
+    this, so the times of the usual schedules are predictions.
     """
     from optimus_jax.devices.cpu import use_cpu_devices
     from optimus_jax.pipeline.schedule import schedule_from_starts
@@ -244,11 +246,10 @@ def path(microbatches: tuple[int, ...]) -> None:
 
 
 def processes(microbatches: tuple[int, ...]) -> None:
-    """Step time of two processes with a core each.
+    """Print the step time of two processes with a core each.
 
-    In the ideal the fill and drain of two stages add one microbatch's time.
-
-    A microbatch's time is the slope of a line through all step times.
+    Ideally the fill and drain of two stages add the time of one microbatch. That time is the slope
+    of a line through all step times.
     """
     times = {}
     for count in microbatches:
@@ -296,7 +297,7 @@ def processes(microbatches: tuple[int, ...]) -> None:
 
 
 def worker(count: int, process_id: int, port: int) -> None:
-    """One of the two processes."""
+    """Run one of the two processes."""
     from optimus_jax.devices.cpu import use_cpu_devices
 
     use_cpu_devices(1)

@@ -1,18 +1,21 @@
-"""How well the planner's time model predicts measured steps.
+"""Accuracy of the planner's time model on measured steps.
 
-    python benchmarks/planner.py --vtrain DIR              # whole models, and whole widths, left
-    out; DIR has the CSV files python benchmarks/planner.py --fit A.csv --test B.csv  # fitted to
-    some rows, asked about others; several files may be given python benchmarks/planner.py
-    --published               # layouts and throughputs that others have published (published.json)
-    python benchmarks/planner.py --ranks                   # where the layouts that people chose
-    come in this project's own ranking; 2 minutes
+    python benchmarks/planner.py --vtrain DIR              # DIR has vTrain's CSV files
+    python benchmarks/planner.py --fit A.csv --test B.csv  # fit to some files, predict others
+    python benchmarks/planner.py --published               # the rows of published.json
+    python benchmarks/planner.py --ranks                   # 2 minutes
     ... --json                                             # every figure as JSON
 
-Rows are iteration times of GPT under Megatron on A100s, published by vTrain (Bang et al., MICRO
-2024, https://github.com/VIA-Research/vTrain). They are read from a folder and are no part of this
-project. A row is turned into (ModelConfig, Plan, Cluster) and priced by
-`optimus_jax.planning.cost.cost.predict`, as the planner's own candidates are; only the style is
-Megatron's. What the rows do not say is told from them, and written where it is used.
+--vtrain leaves out whole models and whole widths, fits to the rest and predicts them. --published
+compares with layouts and throughputs that others have published. --ranks shows where published
+layouts come in this project's own ranking.
+
+vTrain's rows are iteration times of GPT under Megatron on A100s (Bang et al., MICRO 2024,
+https://github.com/VIA-Research/vTrain). They are read from a folder and are not part of this
+project. A row becomes a (ModelConfig, Plan, Cluster) and is priced by
+`optimus_jax.planning.cost.cost.predict` like the planner's own candidates, except that the
+implementation profile is Megatron's. Facts that the rows do not state are inferred from them; the
+code that uses such a fact says so.
 """
 
 import argparse
@@ -38,13 +41,13 @@ from optimus_jax.system.paths import path_argument
 
 DEVICES_PER_HOST = 8
 NETWORK = "between=12.5GB/s"
-"""Of vTrain's cluster: four ports of 200 Gb/s for the eight devices of a host."""
+"""Network of vTrain's cluster: four ports of 200 Gb/s for the eight devices of a host."""
 VOCAB_SIZES = {True: 50257, False: 51200}
-"""On one node, and on several. GPT-2's has rows that are not aligned, and at tensor=1 the head is
-three times as slow as its FLOPs at tensor=2 say. On several nodes it is not; models and devices
-there are those of arXiv:2104.04473, which has 51200."""
+"""Vocabulary on one node (True) and on several (False). The rows on one node fit GPT-2's unaligned
+size: at tensor=1 the head is three times as slow as its FLOPs and its speed at tensor=2 suggest. On
+several nodes it is not; models and devices there are those of arXiv:2104.04473, which has 51200."""
 STATE_BYTES, MEMORY_BYTES = 18, 80e9
-"""Of a parameter with Adam in mixed precision; of a device."""
+"""State bytes per parameter with Adam in mixed precision; memory of a device."""
 ONE_NODE, SEVERAL_NODES = "single_node.csv", "multi_node.csv"
 TARGETS = {
     "mape": "0.08 on one node, 0.10 on several",
@@ -52,7 +55,7 @@ TARGETS = {
     "top1_regret": 0.03,
     "top3_regret": 0.005,
 }
-"""What is to be reached with whole models left out."""
+"""Targets with whole models left out."""
 
 
 def gpt(embed: int, layers: int, heads: int, seq_len: int, vocab_size: int) -> ModelConfig:
@@ -73,9 +76,10 @@ def gpt(embed: int, layers: int, heads: int, seq_len: int, vocab_size: int) -> M
 def megatron_plan(
     model: ModelConfig, axes: AxisSizes, microbatches: int, *, recomputes: bool
 ) -> Plan:
-    """What Megatron-LM ran.
+    """The plan that Megatron-LM ran.
 
-    It summed its f16 in two bytes an element, as bf16 is summed here, and our f16 is not.
+    It is priced as bf16, because Megatron's f16 sums take two bytes per element, like this
+    project's bf16 sums and unlike its f16 sums.
     """
     pipeline = (
         None
@@ -120,16 +124,16 @@ class Row:
 
     @property
     def model(self) -> tuple[int, ...]:
-        """What makes it another model."""
+        """The fields that distinguish models."""
         return self.embed, self.layers, self.heads, self.seq_len
 
     @property
     def group(self) -> Hashable:
-        """The rows among which a planner would choose."""
+        """The key that rows share if a planner would choose among them."""
         return *self.model, self.devices, self.global_batch
 
     def sample(self, *, recomputes: bool) -> Sample:
-        """The row in the planner's words."""
+        """The row as a Sample of the planner."""
         hosts = -(-self.devices // DEVICES_PER_HOST)
         model = gpt(self.embed, self.layers, self.heads, self.seq_len, VOCAB_SIZES[hosts == 1])
         return Sample(
@@ -151,11 +155,10 @@ class Row:
 
 
 class Rows:
-    """Rows and, in the same order, samples.
+    """Rows, and their samples in the same order.
 
-    What a row does not say is taken from where it was run: on several nodes with full
-    recomputation, for some row of each model would not fit there otherwise; on one node, where all
-    rows fit, without.
+    The rows do not state remat. On several nodes it is taken as full, because some row of each
+    model would not fit otherwise; on one node, where all rows fit, as none.
     """
 
     def __init__(self, rows: Iterable[Row]):
@@ -164,7 +167,7 @@ class Rows:
 
     @classmethod
     def read(cls, *paths: Path) -> "Rows":
-        """From files, with or without the first column that some have."""
+        """Read CSV files, with or without the first column that some have. Exits if unreadable."""
         rows: list[Row] = []
         for path in paths:
             try:
@@ -180,7 +183,7 @@ class Rows:
         return cls(rows)
 
     def where(self, wanted: Callable[[Row], bool]) -> "Rows":
-        """Some of them."""
+        """The rows that satisfy `wanted`."""
         return Rows(filter(wanted, self.rows))
 
 
@@ -190,7 +193,7 @@ def start() -> Rates:
 
 
 Asked = list[tuple[Row, float, bool]]
-"""Rows with the predicted time, and whether the measured one lies in its interval."""
+"""Rows with their predicted time, and whether the measured time lies in its interval."""
 
 
 def ask(rates: Rates, rows: Rows) -> Asked:
@@ -203,7 +206,7 @@ def ask(rates: Rates, rows: Rows) -> Asked:
 
 
 def left_out(rows: Rows, kind: Callable[[Row], Hashable], also: Sequence[Sample] = ()) -> Asked:
-    """Every kind of row predicted by rates fitted to the other kinds, and to some samples more."""
+    """Predict each kind of row with rates fitted to all other kinds and to the samples `also`."""
     asked: Asked = []
     for each in dict.fromkeys(map(kind, rows.rows)):
         others = [
@@ -217,11 +220,11 @@ def left_out(rows: Rows, kind: Callable[[Row], Hashable], also: Sequence[Sample]
 
 
 def scores(asked: Asked) -> dict[str, float]:
-    """How good predictions are.
+    """Measures of the quality of predictions.
 
-    Regret: how much longer the fastest of the k steps that were predicted to be fastest takes than
-    the fastest of all, averaged over the groups that a planner would choose in. Ranks are compared
-    in groups of three rows and more.
+    Take the k steps that are predicted to be fastest. Regret is how much longer the fastest of them
+    takes than the fastest of all, averaged over the groups that a planner would choose among. Ranks
+    are compared in groups of at least three rows.
     """
     error = np.array([predicted / row.step_time_s - 1.0 for row, predicted, _ in asked])
     groups: dict[Hashable, list[tuple[float, float]]] = defaultdict(list)
@@ -254,9 +257,9 @@ def scores(asked: Asked) -> dict[str, float]:
 
 
 def spearman(pairs: Iterable[tuple[float, float]]) -> float:
-    """Correlation of ranks; equal values share their mean rank.
+    """Rank correlation. Equal values share their mean rank.
 
-    1 where all values of a side are equal.
+    It is 1 if all values of one side are equal.
     """
     sides = [np.array(values) for values in zip(*pairs, strict=True)]
     ranks = [
@@ -267,7 +270,7 @@ def spearman(pairs: Iterable[tuple[float, float]]) -> float:
 
 
 def vtrain_report(folder: Path) -> dict[str, dict[str, float]]:
-    """Everything that is asked of the time model on vTrain's rows."""
+    """All scores of the time model on vTrain's rows."""
     one, several = Rows.read(folder / ONE_NODE), Rows.read(folder / SEVERAL_NODES)
     return {
         "one node, each model left out": scores(left_out(one, lambda row: row.model)),
@@ -295,18 +298,18 @@ def groups_of(rows: Rows) -> dict[str, list[Row]]:
 
 
 ALIKE = ("tensor", "rows")
-"""Rows of a group that agree in these compute the same layers; they differ in where the stages
-lie."""
+"""Rows of a group that agree in these fields compute the same layers, placed on other stages."""
 DRAWS = 2000
 
 
 def reachable(rows: Sequence[Row]) -> dict[str, float]:
-    """The Spearman that a model without any error would have with these measurements, and the
-    scatter that it rests on.
+    """The Spearman correlation that an exact model would reach on these measurements, and the
+    measurement scatter that it follows from.
 
-    A step is (microbatches + stages - 1) x layers of a stage x what a layer costs. Rows that are
-    alike should have one cost; how far they are from it, tensor by tensor, is taken as the scatter
-    of measurements. Ranks are drawn with that scatter around the mean costs.
+    A step takes (microbatches + stages - 1) x layers per stage x cost of a layer. Rows that agree
+    in ALIKE should have the same cost of a layer. Their deviations from it, pooled per tensor size,
+    are taken as the scatter of measurements. Ranks are drawn with that scatter around the mean
+    costs.
     """
     ticks = np.array(
         [
@@ -340,9 +343,7 @@ def reachable(rows: Sequence[Row]) -> dict[str, float]:
 
 
 def fitted_report(fit: Sequence[Path], test: Sequence[Path]) -> dict[str, Any]:
-    """Rates fitted to the rows of some files and asked about those of others; with every
-    prediction, in milliseconds.
-    """
+    """Scores on the rows of some files with rates fitted to others, and every prediction in ms."""
     known, asked_rows = Rows.read(*fit), Rows.read(*test)
     rates = fit_rates(known.samples, start())
     asked = ask(rates, asked_rows)
@@ -366,8 +367,9 @@ def fitted_report(fit: Sequence[Path], test: Sequence[Path]) -> dict[str, Any]:
 
 
 def lines(report: Mapping[str, Any], indent: str = "") -> list[str]:
-    """For people: a line for each figure, and its target where there is one, or for each row;
-    vTrain's rows are left to JSON.
+    """The report as text: a line for each figure, with its target if there is one, or for each row.
+
+    vTrain's single rows appear only in JSON.
     """
     text = []
     for name, value in report.items():
@@ -389,9 +391,9 @@ def lines(report: Mapping[str, Any], indent: str = "") -> list[str]:
 
 
 def main() -> None:
-    """Parse, report."""
+    """Parse the flags and print the report."""
     parser = argparse.ArgumentParser(
-        description="How well the planner's time model predicts measured steps."
+        description="Print the accuracy of the planner's time model on measured steps."
     )
     parser.add_argument(
         "--vtrain",
@@ -406,10 +408,14 @@ def main() -> None:
         "--test", type=path_argument, nargs="+", metavar="CSV", help="rows to predict"
     )
     parser.add_argument(
-        "--published", action="store_true", help="published layouts and throughputs"
+        "--published",
+        action="store_true",
+        help="compare with published layouts and throughputs",
     )
     parser.add_argument(
-        "--ranks", action="store_true", help="published layouts in this project's own ranking"
+        "--ranks",
+        action="store_true",
+        help="rank published layouts in this project's own ranking",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     options = parser.parse_args()

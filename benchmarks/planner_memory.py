@@ -1,18 +1,20 @@
-"""How well the planner estimates memory: its figure beside that of the compiled step, for H100s
-that are not there.
+"""Accuracy of the planner's memory estimate: the estimate beside the figure of the compiled step,
+for H100s, which need not be present.
 
     pip install 'optimus-jax[plan-gpu]'
-    python benchmarks/planner_memory.py --out memory.jsonl             # goes on where it stopped;
-    about 10 s a plan python benchmarks/planner_memory.py --out memory.jsonl --write     # the
-    table, into benchmarks/results/
+    python benchmarks/planner_memory.py --out memory.jsonl             # about 10 s per plan
+    python benchmarks/planner_memory.py --out memory.jsonl --write
 
-Plans on 8 to 256 GPUs, mostly of gpt2-xl, llama3-8b and llama3.3-70b, in three lists. The
-estimate's formulas were made while looking at *studied* with XLA's attention; after *fresh* with
-XLA's attention they were changed once (the shares of attention scores). Nothing was changed after
-*drawn*, which is drawn at random from what is legal (--seed). After plans with cuDNN's attention
-one thing was, what a layer that is computed again makes (STREAMS_AGAIN), and after none of these:
-after two of benchmarks/gpu. A line is a plan: model, tokens of an example, examples of a microbatch
-on a device, mesh, settings.
+Called again, it compiles only the plans that are missing in the file. --write adds the table to its
+page in benchmarks/results/.
+
+There are three lists of plans on 8 to 256 GPUs, mostly of gpt2-xl, llama3-8b and llama3.3-70b. The
+formulas of the estimate were developed on *studied* with XLA's attention. After *fresh* with XLA's
+attention they were changed once (the shares of attention scores). *drawn* is drawn at random from
+the legal plans (--seed); nothing was changed after it. For cuDNN's attention one constant was
+changed (STREAMS_AGAIN, what a recomputed layer produces), because of two cases of benchmarks/gpu
+and not because of these lists. A line is a plan: model, tokens per example, examples of a
+microbatch on a device, mesh, settings.
 """
 
 import argparse
@@ -124,10 +126,10 @@ llama3-8b    4096 1  data=4,tensor=4              zero=0 microbatches=4 rules=ml
     remat=selective
 """
 CAPACITIES = {"A100 40 GB": 40e9, "H100 80 GB": 80e9, "H200 141 GB": 141e9}
-"""Of which each figure is asked whether it fits; the first and last to have more plans near the
-limit."""
+"""Device memory for which each figure is checked: does the plan fit? Three sizes give more plans
+near a limit."""
 DRAWN_BETWEEN = (5e9, 150e9)
-"""Estimated bytes of plans worth drawing."""
+"""Range of the estimated bytes of drawn plans."""
 DRAWN_DEVICES, DRAWN_MODELS = (
     (8, 64, 256),
     {"gpt2-xl": (512, 1024), "llama3-8b": (2048, 4096, 8192), "llama3.3-70b": (2048, 4096, 8192)},
@@ -136,7 +138,7 @@ RESULTS = Path(__file__).with_name("results")
 
 
 def main() -> None:
-    """Compile what is missing, print what is known."""
+    """Compile the plans that are missing, and print the table."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -144,14 +146,16 @@ def main() -> None:
         "--out",
         type=path_argument,
         default=Path("planner_memory.jsonl"),
-        help="JSON Lines of what was compiled; plans in it are not compiled again",
+        help="JSON Lines of compiled plans; these are not compiled again",
     )
-    parser.add_argument("--draw", type=int, default=24, help="plans drawn at random")
+    parser.add_argument(
+        "--draw", type=int, default=24, help="number of plans drawn at random (default: 24)"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
         "--kernels",
         default="xla,cudnn",
-        help="attention kernels, each of which every plan is compiled with",
+        help="attention kernels; every plan is compiled with each (default: xla,cudnn)",
     )
     parser.add_argument("--only-report", action="store_true", help="compile nothing")
     parser.add_argument("--write", action="store_true", help="add the table to its results page")
@@ -179,12 +183,12 @@ def main() -> None:
 
 
 def lines(text: str) -> list[str]:
-    """A list's plans, their spaces made single."""
+    """The plans of a list, with single spaces."""
     return [" ".join(line.split()) for line in text.strip().splitlines()]
 
 
 def parsed(line: str) -> tuple[Config, Plan, MemoryEstimate]:
-    """The plan of a line, and its estimate. Raises OptimusError for one that is not legal."""
+    """The plan of a line, and its estimate. Raises OptimusError if the plan is not legal."""
     model, seq_len, rows, mesh, *settings = line.split()
     config, plan, _ = asked(
         model,
@@ -205,7 +209,7 @@ def parsed(line: str) -> tuple[Config, Plan, MemoryEstimate]:
 
 
 def drawn(count: int, seed: int) -> list[str]:
-    """Legal plans, drawn; the same ones for the same seed."""
+    """Legal plans drawn at random; the same plans for the same seed."""
     draw, found = random.Random(seed), []
     while len(found) < count:
         model = draw.choice(list(DRAWN_MODELS))
@@ -235,12 +239,12 @@ def drawn(count: int, seed: int) -> list[str]:
             if low <= parsed(f"{line} attention=xla")[2].total <= high:
                 found.append(line)
         except OptimusError:
-            continue  # not legal; another one is drawn
+            continue  # not legal, so draw another
     return found
 
 
 def known(path: Path) -> dict[str, dict]:
-    """What was compiled, by line."""
+    """The records of compiled plans, by line."""
     return (
         {record["plan"]: record for record in map(json.loads, path.read_text().splitlines())}
         if path.exists()
@@ -249,7 +253,7 @@ def known(path: Path) -> dict[str, dict]:
 
 
 def compile_missing(path: Path, wanted: Iterable[str]) -> None:
-    """One plan after the other, each written down at once."""
+    """Compile the missing plans one after the other, and append each record at once."""
     missing = [line for line in wanted if line not in known(path)]
     for done, line in enumerate(missing, start=1):
         model, seq_len, rows, mesh, *settings = line.split()
@@ -281,7 +285,7 @@ def compile_missing(path: Path, wanted: Iterable[str]) -> None:
 
 
 def table(cases: list[tuple[str, str]], records: dict[str, dict]) -> str:
-    """Every plan that was compiled, as Markdown, with the errors of each list above."""
+    """Markdown: a table of the errors of each list, and a table of all compiled plans."""
     rows = [
         (name, line, parsed(line)[2], records[line]["compiled_bytes"])
         for name, line in cases
@@ -320,7 +324,7 @@ def table(cases: list[tuple[str, str]], records: dict[str, dict]) -> str:
 
 
 def summary(name: str, kernel: str, pairs: list[tuple[MemoryEstimate, int]]) -> str:
-    """A row for one list."""
+    """The table row of one list."""
     errors = [estimate.total / compiled - 1 for estimate, compiled in pairs]
     verdicts = []
     for capacity in CAPACITIES.values():

@@ -1,16 +1,23 @@
-"""How well the controller's predictor foretells plans that were never run, from a few that were:
-measured on this machine.
+"""Accuracy of the controller's predictor on this machine: it learns the step times of a few plans
+and predicts those of all others.
 
-    python benchmarks/regret.py measure --out plans.jsonl       run all plans of two small models on
-    8 virtual devices (goes on where it stopped) python benchmarks/prediction.py --plans
-    plans.jsonl        teach some of them, foretell all others
+    python benchmarks/regret.py measure --out plans.jsonl       # run all plans
+    python benchmarks/prediction.py --plans plans.jsonl         # learn some, predict the others
 
-For each number of plans taught, many times: that many are drawn at random, the predictor learns
-their step times, and says those of all others. *error* is the mean of the absolute logarithm of
-measured over predicted; *inside*, how many of the others lie within its nine-in-ten intervals, as
-they are and (*compared*) as ratios to a plan that was taught, which is what switches are decided
-by; *sure*, of the plans that it calls faster than that one with a probability of 0.9 or more, how
-many are. Beside it: the cost model alone, and the cost model times one common factor.
+The first command runs all plans of two small models on 8 virtual devices; called again, it runs the
+missing ones.
+
+For each number of plans, the following is repeated many times: draw that many plans at random, let
+the predictor learn their step times, and predict those of all others. The columns are:
+
+* error: mean absolute logarithm of measured over predicted;
+* cost model, x factor: the error of the cost model alone, and times one common factor;
+* inside: share of the other plans whose time lies within its 90% interval;
+* compared: the same for the ratio of their time to that of a learnt plan, which is what the
+  controller decides switches by;
+* sure: of the plans called faster than the learnt plan with a probability of at least 0.9, the
+  share that is faster;
+* claims: the number of such plans.
 """
 
 import argparse
@@ -27,40 +34,40 @@ import regret
 from optimus_jax.system.paths import path_argument
 
 TAUGHT = (1, 2, 4, 8, 16)
-"""Plans that are run before the others are predicted."""
+"""Numbers of plans that are learnt before the others are predicted."""
 DRAWS = 100
 NOISE = 0.05
-"""Of a step's logarithm, as a run on these shared cores has it."""
+"""Standard deviation of the logarithm of a step time on these shared cores."""
 SURE = 0.9
-"""Probability that the policy asks for."""
+"""Probability that the controller's policy requires."""
 
 
 @dataclass(frozen=True)
 class Score:
-    """Of one number of plans taught, over all draws."""
+    """Scores for one number of learnt plans, over all draws."""
 
     taught: int
     error: float
-    """Of the predictor."""
+    """Error of the predictor."""
     cost_model: float
     """Error of the cost model alone."""
     scaled: float
-    """Error of the cost model times one factor, the mean of those taught."""
+    """Error of the cost model times one factor, the mean ratio of the learnt plans."""
     inside: float
     """Share of plans within their intervals."""
     compared: float
     """Share of ratios within their intervals."""
     sure: float
-    """Share of claims made with SURE that are true; nan: none was made."""
+    """Share of true claims among those with a probability of at least SURE; NaN: no claims."""
     claims: int
 
 
 def scored(queries: Sequence, log_times: np.ndarray, taught: int) -> Score:
-    """Teach `taught` of the plans, and compare the others.
+    """Let the predictor learn `taught` of the plans, and score it on the others.
 
     Args:
       queries: control.predictor.Query of each plan.
-      log_times: [plans], measured.
+      log_times: [plans], logarithms of measured step times.
     """
     from statistics import NormalDist
 
@@ -120,12 +127,12 @@ def main() -> int:
         "--plans",
         type=path_argument,
         default=Path("plans.jsonl"),
-        help="JSON Lines that regret.py has measured",
+        help="JSON Lines from regret.py (default: plans.jsonl)",
     )
     args = parser.parse_args()
     if not args.plans.exists():
         print(
-            f"error: {args.plans} is not there; measure it: python benchmarks/regret.py measure"
+            f"error: {args.plans} does not exist; measure it: python benchmarks/regret.py measure"
             f" --out {args.plans}",
             file=sys.stderr,
         )

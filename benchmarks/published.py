@@ -1,9 +1,9 @@
-"""Published throughputs of dense decoders in 16 bits, and what the time model says of them.
+"""Published throughputs of dense decoders in 16 bits, compared with the time model.
 
-The rows are published.json: each with where it was published, and the whole layout as far as it
-was. Only numbers were copied. What a row does not say (microbatch, repeats of stages) is taken as
-the fastest predicted. A row that recomputes something between two of our policies names both, and
-is priced halfway between them.
+The rows are in published.json. Each has its source, and the layout as far as it was published. Only
+numbers were copied. If a row does not state the microbatch or the repeats of stages, the fastest
+predicted value is used. A row whose recomputation is between two of our remat policies names both,
+and is priced halfway between them.
 """
 
 import json
@@ -30,15 +30,15 @@ from optimus_jax.planning.search.search import Candidate, Pricing, search
 
 FILE = Path(__file__).with_name("published.json")
 GUESSED_ROWS = (1, 2, 4, 8, 16)
-"""Sequences of a microbatch, where a row does not say."""
+"""Sequences per microbatch that are tried if a row does not state it."""
 FLASH_2_SHARE = {"h100": 0.35, "h200": 0.35}
-"""Of the dense peak that FlashAttention 2, made for A100s, reaches on others (arXiv:2407.08608,
-abstract)."""
+"""Share of the dense peak that FlashAttention 2, written for A100s, reaches on newer GPUs
+(arXiv:2407.08608, abstract)."""
 SHARE_SLOPE = 0.75
-"""By how much throughputs grow with the rate of matmuls, about; only how fast a fit converges
-depends on it."""
+"""Approximate slope of the logarithm of throughput over that of the matmul rate. It only affects
+how fast the fit converges."""
 BEST = 8
-"""Plans of a search among which a published layout is looked for."""
+"""Number of best plans that a search keeps."""
 
 EAGER = replace(
     MEGATRON,
@@ -47,21 +47,23 @@ EAGER = replace(
     gradient_bytes=4,
     fsdp_hides=True,
 )
-"""llm-foundry: 10 passes forward for norms and residuals, and 8 since attention's four arrays are
-packed and unpacked (`bert_padding`); backward alike."""
+"""llm-foundry: 10 forward passes over memory for norms and residuals, and 8 for packing and
+unpacking attention's four arrays (`bert_padding`); backward likewise."""
 COMPILED = replace(
     OURS, name="PyTorch FSDP, compiled", lockstep=False, head_shared=False, repeats_last=True
 )
 COMPILED_16 = replace(COMPILED, name="PyTorch FSDP, compiled, gradients in bf16", gradient_bytes=2)
-"""fms-fsdp's mixed precision."""
+"""The mixed precision of fms-fsdp."""
 OVERLAPPED = {"megatron-core": (TENSOR, DATA), "fsdp-compiled": (DATA,)}
-"""Terms, by style, that run beside compute there and not in what the time model knows."""
+"""Cost terms that overlap with compute in these styles, which the time model does not know."""
 
 
 @cache
 def megatron_core(tensor: int, data: int) -> ImplementationProfile:
-    """Megatron of 2024: residuals split over tensor (sequence parallelism), moments over data,
-    gradients and parameters exchanged in bf16.
+    """Megatron-Core of 2024.
+
+    Residuals are split over the tensor axis (sequence parallelism) and moments over data. Gradients
+    and parameters are exchanged in bf16.
     """
     passes = MEGATRON.stream_passes[0] / tensor, MEGATRON.stream_passes[1] / tensor
     return replace(
@@ -74,66 +76,66 @@ def megatron_core(tensor: int, data: int) -> ImplementationProfile:
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """Where rows were published."""
+    """A publication that rows come from."""
 
     name: str
-    """Ours."""
+    """Our name of the source."""
     software: str
-    """What ran."""
+    """The software that ran."""
     url: str
-    """The page or file, of a commit where it is in a repository."""
+    """The page or file; in a repository, at a commit."""
     style: str
     """How the software computes: a name of `Row.style`."""
     note: str = ""
-    """What else was looked up there."""
+    """Other facts from the source."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One published throughput: exactly one of the last four is known."""
+    """One published throughput. Exactly one of the last four fields is known."""
 
     source: Source
-    """Where it was published."""
+    """The publication."""
     model: ModelConfig
-    """What was trained."""
+    """The model that was trained."""
     accelerator: str
-    """As in `--cluster`."""
+    """Name of the accelerator, as in `--cluster`."""
     devices: int
-    """All of them."""
+    """Number of devices."""
     per_host: int = 8
-    """Devices of a host."""
+    """Devices per host."""
     tensor: int = 1
-    """Devices that share a layer."""
+    """Size of the tensor axis."""
     pipe: int = 1
-    """Stages."""
+    """Number of pipeline stages."""
     repeats: int | None = None
     """Visits of a microbatch to a stage; None: unknown."""
     fsdp: int = 1
-    """Devices over which `zero` splits; the rest hold replicas."""
+    """Devices that `zero` splits the state over; the rest hold replicas."""
     zero: int = 0
     """ZeRO stage."""
     seq_len: int
-    """Tokens of a sequence."""
+    """Tokens per sequence."""
     global_batch: int
-    """Sequences of a step."""
+    """Sequences per step."""
     microbatch: int | None = None
     """Sequences that a device computes at once; None: unknown."""
     remat: tuple[RematPolicy, ...] = ("none",)
-    """What is recomputed; two: something between them."""
+    """Remat policy; two policies: something between them."""
     network: str | None = None
-    """Speed between hosts as in `--link`; None: the usual one of such hosts."""
+    """Speed between hosts, as in `--link`; None: the usual speed of such hosts."""
     power_w: int | None = None
-    """Limit of a device's power; None: that of the data sheet."""
+    """Power limit of a device; None: that of the data sheet."""
     memory_bytes_per_s: float | None = None
-    """Of a device's memory; None: that of the data sheet."""
+    """Memory bandwidth of a device; None: that of the data sheet."""
     step_s: float | None = None
-    """Seconds of a step."""
+    """Step time."""
     tokens_per_s: float | None = None
-    """Of one device."""
+    """Tokens per second of one device."""
     model_tflops: float | None = None
-    """TFLOP/s of a device by Megatron's count: attention without its mask."""
+    """TFLOP/s of a device, counted as Megatron does: attention as if it had no causal mask."""
     hardware_tflops: float | None = None
-    """The same with what full recomputing repeats."""
+    """The same, including what full recomputation repeats."""
 
     def __str__(self) -> str:
         axes = ",".join(
@@ -153,7 +155,7 @@ class Row:
         return self.devices // (self.tensor * self.pipe)
 
     def cluster(self) -> Cluster:
-        """Where it ran."""
+        """The cluster that it ran on."""
         per_host = min(self.per_host, self.devices)
         hosts = self.devices // per_host
         cluster = Cluster.parse(
@@ -164,8 +166,10 @@ class Row:
         return replace(cluster, accelerator=replace(cluster.accelerator, memory_bytes_per_s=speed))
 
     def rates(self, share: float | None) -> Rates:
-        """Of its devices, by data sheet; `share` of the dense peak for large matmuls instead of the
-        usual one.
+        """Rates of its devices from their data sheet.
+
+        Args:
+          share: share of the dense peak that large matmuls reach; None: the usual one.
         """
         accelerator = self.cluster().accelerator
         rates, peak = Rates.of(accelerator), accelerator.dense_peak_flops or math.nan
@@ -181,7 +185,7 @@ class Row:
         return rates
 
     def style(self) -> ImplementationProfile:
-        """How its software computes."""
+        """The implementation profile of its software."""
         if self.source.software == "fms-fsdp":
             return COMPILED_16
         named = {
@@ -193,7 +197,7 @@ class Row:
         return named.get(self.source.style) or megatron_core(self.tensor, self.replicas)
 
     def plans(self, remat: RematPolicy) -> Iterator[Plan]:
-        """What it may have run."""
+        """The plans that it may have run."""
         axes = AxisSizes(
             pipe=self.pipe, data=self.replicas // self.fsdp, fsdp=self.fsdp, tensor=self.tensor
         )
@@ -206,7 +210,7 @@ class Row:
                     zero=self.zero,
                     pipeline=pipeline,
                     microbatches=microbatches,
-                    # of Megatron's f16 in 2021 too: sums of two bytes an element
+                    # also for Megatron's f16 of 2021, which sums in two bytes per element
                     remat=remat,
                     precision="bf16",
                     attention="xla" if self.source.style == "megatron-2021" else "cudnn",
@@ -229,7 +233,7 @@ class Row:
                 )
 
     def predicted_s(self, share: float | None = None) -> float:
-        """Seconds of a step."""
+        """Predicted step time in seconds."""
         cluster, rates = self.cluster(), self.rates(share)
         times = [
             min(self._time_s(plan, cluster, rates) for plan in self.plans(remat))
@@ -253,14 +257,14 @@ class Row:
         )
 
     def published_s(self) -> float:
-        """Seconds of a step, from whichever figure was published."""
+        """Step time in seconds, from whichever figure was published."""
         if self.step_s is not None:
             return self.step_s
         if self.tokens_per_s is not None:
             return self.global_batch * self.seq_len / (self.tokens_per_s * self.devices)
         model, tokens = self.model, self.global_batch * self.seq_len
-        # Narayanan et al. 2021, equation 3 and Megatron-LM since: products of layers 3 times, or 4
-        # times with full recomputing.
+        # Narayanan et al. 2021, equation 3, and Megatron-LM since then: the matrix products of
+        # layers count 3 times, or 4 times with full recomputation.
         times, tflops = (
             (3, self.model_tflops)
             if self.model_tflops is not None
@@ -279,8 +283,8 @@ class Row:
         )
 
     def tflops(self, step_s: float) -> float:
-        """Model TFLOP/s of a device by this project's count (models/flops.py: half of attention,
-        nothing that is recomputed).
+        """Model TFLOP/s of a device, counted as in models/flops.py: half of attention, and no
+        recomputation.
         """
         return (
             step_flops(self.model, num_sequences=self.global_batch, seq_len=self.seq_len)
@@ -321,9 +325,7 @@ def by_software(rows: Iterable[Row]) -> dict[str, list[Row]]:
 
 
 def fitted_share(rows: Sequence[Row]) -> float:
-    """The share of the dense peak at which predictions are right on average, each implementation
-    with one vote.
-    """
+    """The share of the dense peak that makes the mean error zero; implementations weigh equally."""
     share = 0.75
     for _ in range(8):
         share *= math.exp(
@@ -341,7 +343,7 @@ def fitted_share(rows: Sequence[Row]) -> float:
 
 
 def summary(errors: Sequence[float]) -> dict[str, float]:
-    """Of predicted over published throughputs, less 1."""
+    """Statistics of the errors (predicted over published throughput, minus 1)."""
     size = np.abs(errors)
     return {
         "rows": len(errors),
@@ -353,8 +355,8 @@ def summary(errors: Sequence[float]) -> dict[str, float]:
 
 
 def published_report() -> dict[str, Any]:
-    """Every row, with nothing fitted to it but what rates.py has; every implementation; and each
-    one left out of a fit to the others.
+    """Errors of every row and every implementation without any fit beyond rates.py, and of each
+    implementation with a share fitted to the others.
     """
     rows = read()
     report: dict[str, Any] = {"rows": {}, "software": {}, "each software left out": {}}
@@ -392,12 +394,14 @@ def _kinds(rows: Iterable[Row]) -> dict[str, list[Row]]:
 
 
 RANKED = {"Megatron-LM 2021", "Megatron-Core", "NeMo", "MaxText"}
-"""Implementations whose layouts are looked for in our own ranking: people chose these for speed."""
+"""Implementations whose layouts are looked up in our own ranking, because they were chosen for
+speed."""
 
 
 def rank_report(wanted: Callable[[Row], bool] = lambda row: True) -> dict[str, Any]:
-    """Where published layouts come in this project's own ranking for the same model, batch and
-    cluster; of each model the first row.
+    """The rank of published layouts in this project's own ranking.
+
+    The ranking is for the same model, batch and cluster; only the first row of each model is used.
     """
     firsts = {
         row.model.name: row
@@ -428,7 +432,7 @@ def _ranked(row: Row) -> dict[str, Any]:
 
 
 def _fastest_with(row: Row, config: Config, cluster: Cluster) -> Candidate | None:
-    """The best plan with the row's stages and tensor axis, whatever its replicas split."""
+    """The fastest plan with the row's pipe and tensor axes, for any split between data and fsdp."""
     found: list[Candidate] = []
     for fsdp in {1, row.replicas, math.gcd(row.replicas, 8)}:
         mesh = f"pipe={row.pipe},data={row.replicas // fsdp},fsdp={fsdp},tensor={row.tensor}"
@@ -447,7 +451,7 @@ def _fastest_with(row: Row, config: Config, cluster: Cluster) -> Candidate | Non
 
 
 def _why(own: Candidate, best: Candidate) -> str:
-    """The terms that it loses most by, in seconds of a step."""
+    """The terms that make it slower than the best plan, in seconds per step."""
     times, others = (
         {term.name: term.time_s for term in each.prediction.terms} for each in (own, best)
     )

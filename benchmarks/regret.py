@@ -1,17 +1,20 @@
-"""How good the planner's choice is on this machine: every legal plan of two small models on 8
-virtual devices, measured.
+"""Quality of the planner's choice on this machine: measures every legal plan of two small models on
+8 virtual devices.
 
-    python benchmarks/regret.py measure --out plans.jsonl     run all plans (half an hour on 2
-    cores; goes on where it stopped) python benchmarks/regret.py contend --out plans.jsonl     run
-    those that matter again, longer and in several rounds python benchmarks/regret.py report --out
-    plans.jsonl      regret of the planner and of simpler rules, and errors of predictions
+    python benchmarks/regret.py measure --out plans.jsonl
+    python benchmarks/regret.py contend --out plans.jsonl
+    python benchmarks/regret.py report --out plans.jsonl
 
-A plan's figure is the least CPU-seconds of its steps: virtual devices share the cores, so that
-their wall time is its multiple and noisier. Regret is the chosen plan's figure over the best one's,
-less 1. The fastest of many plans measured once is the luckiest, so those that came out best, those
-that the planner chooses, and the simple rules' are measured again, and regret is among these
-figures alone. Plans are measured in an order drawn at random, so that a machine that slows down
-does not favour some kind.
+`measure` runs all plans (half an hour on 2 cores); called again, it runs the missing ones.
+`contend` runs the plans that matter again, longer and in several rounds. `report` prints the regret
+of the planner and of simpler rules, and the errors of predictions.
+
+A plan's figure is the minimum CPU-seconds of its steps. Virtual devices share the cores, so wall
+time is a noisier multiple of it. Regret is the figure of the chosen plan over that of the best
+plan, minus 1. The fastest of many plans measured once is partly luck. Therefore the plans that came
+out best, the planner's choices and the plans of the simple rules are measured again, and regret
+uses only these figures. Plans are measured in random order, so that a machine that slows down does
+not favour one kind of plan.
 """
 
 import argparse
@@ -27,16 +30,16 @@ from optimus_jax.system.paths import path_argument
 NUM_DEVICES = 8
 NUM_STEPS = 4
 CONTENDERS, ROUNDS, CONTENDING_STEPS = 8, 3, 16
-"""Of each model, the fastest at first that are measured again; how often, and for how many
+"""Number of fastest plans per model that are measured again, in how many rounds, and for how many
 steps."""
 TRIED = 3
-"""Candidates that a run would measure."""
+"""Number of candidates that a run would measure."""
 RULES = {
     "fsdp=8, zero 3": (f"fsdp={NUM_DEVICES}", 3),
     "data=8": (f"data={NUM_DEVICES}", 0),
     "a rule table: tensor=2 inside, data outside": ("data=4,tensor=2", 0),
 }
-"""What people do without a planner: axes and ZeRO stage."""
+"""Usual choices without a planner: axes and ZeRO stage."""
 MODELS = {
     "gpt": {
         "model.num_layers": 2,
@@ -66,7 +69,7 @@ MODELS = {
 
 
 def config_of(name: str):
-    """A model's run; recomputing is fixed, since everything fits."""
+    """The config of a model's run. Remat is fixed, because everything fits."""
     from optimus_jax.config import Config
 
     return Config().with_values(
@@ -80,7 +83,7 @@ def config_of(name: str):
 
 
 def plans_of(name: str) -> list:
-    """All legal plans on the devices that are here."""
+    """All legal plans on this machine's devices."""
     from optimus_jax.mesh.build import discover
     from optimus_jax.plan import Plan
     from optimus_jax.planning.search.layouts import layouts
@@ -89,7 +92,7 @@ def plans_of(name: str) -> list:
 
 
 def measure(out: Path, limit: int | None) -> None:
-    """Append a line for each plan that has none."""
+    """Measure the plans that are missing in the file, and append a line for each."""
     done = {(row["model"], row["plan"]) for row in rows(out)}
     todo = [
         (name, plan)
@@ -102,7 +105,7 @@ def measure(out: Path, limit: int | None) -> None:
 
 
 def contend(out: Path) -> None:
-    """Append further rounds of the plans that regret is about."""
+    """Measure the plans that regret depends on in further rounds, and append a line for each."""
     here, todo = measured_here(), []
     for name in MODELS:
         plans, swept = (
@@ -124,7 +127,7 @@ def contend(out: Path) -> None:
 
 
 def run_all(out: Path, todo: list, number: int, num_steps: int) -> None:
-    """Try each and append a line."""
+    """Measure each plan, and append a line."""
     from rich.progress import track
 
     from optimus_jax.planning.trials.trial import run_trial
@@ -148,7 +151,7 @@ def run_all(out: Path, todo: list, number: int, num_steps: int) -> None:
 
 
 def rows(out: Path) -> list[dict]:
-    """All measurements; those without a round are of the first."""
+    """All measurements. A line without a round belongs to the first round."""
     return (
         [{"round": 0, **json.loads(line)} for line in out.read_text().splitlines()]
         if out.exists()
@@ -157,7 +160,7 @@ def rows(out: Path) -> list[dict]:
 
 
 def measured_in(out: Path, name: str, *, first: bool) -> dict[str, float]:
-    """CPU-s of a step by plan: of the first round, or the median of all others."""
+    """CPU-seconds of a step by plan: of the first round, or the median of the other rounds."""
     found: dict[str, list[float]] = {}
     for row in rows(out):
         if row["model"] == name and (row["round"] == 0) == first:
@@ -166,7 +169,7 @@ def measured_in(out: Path, name: str, *, first: bool) -> dict[str, float]:
 
 
 def measured_here():
-    """What is known of this machine, without what earlier steps have taught."""
+    """This machine's devices and rates, without a calibration from earlier steps."""
     from optimus_jax.mesh.build import discover
     from optimus_jax.planning.local_cluster import measure_devices
 
@@ -174,7 +177,7 @@ def measured_here():
 
 
 def predictions(here, name: str, plans: dict) -> dict[str, float]:
-    """Step times, uncalibrated."""
+    """Predicted step times in seconds, uncalibrated."""
     pricing = dataclasses.replace(
         here.pricing(config_of(name)), calibration=type(here.calibration)()
     )
@@ -182,13 +185,13 @@ def predictions(here, name: str, plans: dict) -> dict[str, float]:
 
 
 def ranked(here, name: str, plans: dict) -> list[str]:
-    """Digests, the one predicted to be fastest first."""
+    """Digests of the plans, fastest predicted first."""
     predicted = predictions(here, name, plans)
     return sorted(plans, key=lambda digest: predicted[digest])
 
 
 def report(out: Path) -> None:
-    """Regret by rule, and how well predictions order the plans."""
+    """Print the regret of each rule, and how well predictions order the plans."""
     import numpy as np
 
     here = measured_here()
@@ -212,7 +215,7 @@ def report(out: Path) -> None:
         }
         print(
             f"\n{name}: {len(measured)} of {len(plans_of(name))} legal plans measured, {len(final)}"
-            f" of them again; best {best:.3f} CPU-s per step, worst of the first round"
+            f" of them again; best {best:.3f} CPU-s per step, slowest of the first round"
             f" {max(measured.values()):.3f}"
         )
         print(f"  best plan: {plans[min(final, key=lambda digest: final[digest])].describe()}")
@@ -225,13 +228,13 @@ def report(out: Path) -> None:
             for values in (measured, predicted)
         ]
         print(
-            f"  Spearman {np.corrcoef(ranks[0], ranks[1])[0, 1]:.3f}; measured over predicted, but"
-            f" for a common factor: spread {logs.std():.1%}"
+            f"  Spearman {np.corrcoef(ranks[0], ranks[1])[0, 1]:.3f}; spread of measured over"
+            f" predicted, apart from a common factor: {logs.std():.1%}"
         )
 
 
 def candidates(order: list[str], plans: dict) -> list[str]:
-    """The best of each mesh, as the search ranks them."""
+    """The best plan of each mesh, in the order of the search."""
     kinds: dict = {}
     for digest in order:
         plan = plans[digest]
@@ -260,9 +263,12 @@ def main() -> int:
     )
     parser.add_argument("what", choices=("measure", "contend", "report", "count"))
     parser.add_argument(
-        "--out", type=path_argument, default=Path("plans.jsonl"), help="JSON Lines of measurements"
+        "--out",
+        type=path_argument,
+        default=Path("plans.jsonl"),
+        help="JSON Lines of measurements (default: plans.jsonl)",
     )
-    parser.add_argument("--limit", type=int, help="measure at most this many now")
+    parser.add_argument("--limit", type=int, help="measure at most this many plans in this call")
     args = parser.parse_args()
     from optimus_jax.devices.cpu import restart_with_huge_pages, use_cpu_devices
 

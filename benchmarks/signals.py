@@ -1,11 +1,11 @@
-"""What signals cost: seconds of the host in each step boundary, and of a round of probes.
+"""Cost of the controller's signals: host time at each step boundary, and of a round of probes.
 
     python benchmarks/signals.py [--cpu-devices 8] [--steps 20000]
 
-Steps pass on a pretended clock (10 ms, 100 ms, 1 s), so that sources are polled as often as they
-would be; what each boundary takes is measured: processor time of the training thread (steady where
-cores are shared) and wall time. Batches are 16 x 1024 tokens, of 8 GPUs a pretended driver answers
-in a thread; nobody else is there to give heartbeats. Prints one JSON object.
+Steps pass on a simulated clock (10 ms, 100 ms, 1 s), so that sources are polled as often as in a
+run. The time of each boundary is measured: CPU time of the training thread (steady on shared cores)
+and wall time. Batches are 16 x 1024 tokens. A simulated driver of 8 GPUs answers in a thread. There
+are no other processes, and so no heartbeats. Prints one JSON object.
 """
 
 import argparse
@@ -31,7 +31,7 @@ NUM_GPUS = 8
 
 
 class _Memory:
-    """A device that says how much is in use."""
+    """A simulated device that reports its memory in use."""
 
     def memory_stats(self) -> dict[str, int]:
         return {"bytes_in_use": 60, "peak_bytes_in_use": 90, "bytes_limit": 100}
@@ -66,7 +66,7 @@ def _driver() -> ModuleType:
 
 
 def boundaries(num_steps: int, step_time_s: float) -> dict[str, float]:
-    """Seconds of the training thread in a boundary."""
+    """Seconds of the training thread at a step boundary."""
     now = [0.0]
     batch = {"segments": np.zeros((16, 1024), np.int32), "loss_mask": np.ones((16, 1024), bool)}
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as directory:
@@ -121,7 +121,7 @@ def _boundary_s(
 
 
 def rounds() -> dict[str, float]:
-    """Seconds of compiling probes, of settling them, and of a round, on data=4,tensor=2."""
+    """Seconds to compile the probes, to settle them, and of a round, on data=4,tensor=2."""
     import jax
 
     from optimus_jax.config.axes import MESH_AXES

@@ -1,18 +1,21 @@
-"""What the controller gains on simulated clusters: every scenario, over seeds, against other ways
-to steer. SIMULATED, not measured.
+"""What the controller gains on simulated clusters, compared with other policies in every scenario.
+SIMULATED, not measured.
 
-    python benchmarks/simulated_control.py --out runs/simulated.jsonl --markdown table.md      all
-    scenarios on two settings, 30 seeds python benchmarks/simulated_control.py --scenario FILE.json
-    --setting llama-a100 --seeds 5
+    python benchmarks/simulated_control.py --out runs/simulated.jsonl --markdown table.md
+    python benchmarks/simulated_control.py --scenario FILE.json --setting llama-a100 --seeds 5
 
-A line goes into the --out file for every seed that is done; called again, it goes on from there.
-(The lines belong to the code that wrote them: after a change, begin another file.)
+The first command runs all scenarios on two settings with 30 seeds. A line goes into the --out file
+for every finished seed; called again, the script continues from there. The lines are valid for the
+code that wrote them, so start another file after a change of code.
 
-The cluster's truth is hidden from what decides, and lies off what it is told
-(optimus_jax/simulation/scenarios.py). Targets: 70% of the oracle's gain where there is one; 20%
-less time than the static default where something disturbs the run; no switch where nothing changes
-or little is left; 2 at most while a link flaps; 1% over the best static plan at most where nothing
-changes.
+The true behaviour of the cluster is hidden from the policies, and differs from what they are told
+(optimus_jax/simulation/scenarios.py). Targets:
+
+* 70% of the oracle's gain, where the oracle gains anything;
+* 20% less time than the static default, where something disturbs the run;
+* no switch where nothing changes or little of the run is left;
+* at most 2 switches while a link flaps;
+* at most 1% more time than the best static plan where nothing changes.
 """
 
 import argparse
@@ -41,9 +44,9 @@ from optimus_jax.system.paths import path_argument
 
 UNDISTURBED, SHORT, FLAPPING = ("stationary",), ("short",), ("link-flapping",)
 TEACHES_NOTHING = (*UNDISTURBED, *SHORT, *FLAPPING, "slow-data", "lying-metrics")
-"""Scenarios in which there is nothing to be had by moving."""
+"""Scenarios in which a switch gains nothing."""
 CHUNK = 5
-"""Seeds that a process does at a time."""
+"""Seeds that a process simulates at a time."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,18 +90,18 @@ SETTINGS: Mapping[str, Setting] = {
         global_batch=1024,
     ),
 }
-"""64 devices with 50 Gb/s each between hosts; 64 with 100 Gb/s each, and a batch that 56 of them
-can share too; 64 with an example for each, where exchanges rule; 1,024 with 100 Gb/s each."""
+"""64 devices with 50 Gb/s each between hosts; 64 with 100 Gb/s each, and a batch that also divides
+by 56; 64 with one example per device, where communication dominates; 1,024 with 100 Gb/s each."""
 
 
 @cache
 def searcher() -> PooledSearch:
-    """One for each process."""
+    """The search of this process."""
     return PooledSearch()
 
 
 def setup_of(scenario: Scenario, setting: Setting) -> Setup:
-    """Batches that a scenario names are for 64 devices."""
+    """The setup of a scenario. Batches in scenarios are for 64 devices, so they are scaled."""
     cluster = Cluster.parse(setting.cluster, setting.links)
     times = max(1, cluster.num_devices // 64)
     events = tuple(
@@ -126,14 +129,13 @@ def setup_of(scenario: Scenario, setting: Setting) -> Setup:
 Job = tuple[str, str]
 """Setting and scenario, by name."""
 Runs = dict[Job, dict[int, dict[str, Result]]]
-"""Results by seed and way to steer."""
+"""Results of each job by seed and policy."""
 
 
 def run_chunk(
     scenario: Scenario, setting: Setting, seeds: Sequence[int]
 ) -> dict[int, dict[str, Result]]:
-    """Results of some seeds, by way to steer. Raises OptimusError where the scenario cannot be
-    had."""
+    """Results of some seeds by policy. Raises OptimusError if the scenario is impossible here."""
     setup = setup_of(scenario, setting)
     return {
         seed: {
@@ -144,7 +146,7 @@ def run_chunk(
 
 
 def kept(path: Path | None) -> Runs:
-    """What an earlier call has done; a line that was torn is left out."""
+    """The results in the file; an incomplete line is skipped."""
     found: Runs = {}
     if path is None or not path.exists():
         return found
@@ -162,7 +164,7 @@ def kept(path: Path | None) -> Runs:
 
 
 def keep(path: Path | None, job: Job, found: Mapping[int, Mapping[str, Result]]) -> None:
-    """Append what has been done."""
+    """Append results to the file."""
     if path is None:
         return
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -187,14 +189,14 @@ def keep(path: Path | None, job: Job, found: Mapping[int, Mapping[str, Result]])
 
 
 def run_jobs(jobs: Mapping[Job, Scenario], seeds: int, processes: int, out: Path | None) -> Runs:
-    """Everything that is not done yet."""
+    """Run the seeds that are not in the file, and return all results."""
     done, began_s = kept(out), time.perf_counter()
     missing = {
         job: [seed for seed in range(seeds) if seed not in done.get(job, {})] for job in jobs
     }
     with ProcessPoolExecutor(processes) as pool:
-        # The first seeds of all before the next of any: what is there when it is stopped is a table
-        # of fewer seeds.
+        # Do the first seeds of all jobs before the next seeds of any, so that an interrupted call
+        # leaves a complete table with fewer seeds.
         futures = {
             pool.submit(run_chunk, jobs[job], SETTINGS[job[0]], left[first : first + CHUNK]): job
             for first in range(0, seeds, CHUNK)
@@ -227,8 +229,10 @@ def run_jobs(jobs: Mapping[Job, Scenario], seeds: int, processes: int, out: Path
 
 
 def verdicts(scenario: str, row: Row, oracle: Row) -> list[str]:
-    """Targets that apply, and whether they are met; what not even the oracle can do is no
-    target."""
+    """The targets that apply, and whether they are met.
+
+    A target that not even the oracle reaches does not apply.
+    """
     found = []
     if scenario in (*UNDISTURBED, *SHORT):
         found.append(_verdict("no switch", row.most_switches == 0))
@@ -255,7 +259,7 @@ def _verdict(target: str, is_met: bool) -> str:
 
 
 def lines(name: str, scenario: str, found: Sequence[Row]) -> list[str]:
-    """A block of the report."""
+    """The lines of one job in the report."""
     auto, oracle = (next(row for row in found if row.method == name) for name in (AUTO, ORACLE))
     text = [
         f"{name}, {scenario}: {'; '.join(verdicts(scenario, auto, oracle)) or 'no target'}",
@@ -287,7 +291,7 @@ def _cell(value, shape: str) -> str:
 
 
 def markdown(report: Mapping[Job, Sequence[Row]], seeds: int, command: str) -> str:
-    """Two tables: the controller against its targets, and the time of every way to steer."""
+    """Two Markdown tables: the controller and its targets, and the time saved by every policy."""
     text = [
         f"# The controller on simulated clusters, {datetime.date.today()}",
         "",
@@ -313,7 +317,7 @@ def markdown(report: Mapping[Job, Sequence[Row]], seeds: int, command: str) -> s
     names = [row.method for row in next(iter(report.values()))]
     text += [
         "",
-        "Less time than the static default, by way to steer:",
+        "Less time than the static default, by policy:",
         "",
         "| setting | scenario | " + " | ".join(names) + " |",
         "|---" * (len(names) + 2) + "|",
@@ -328,31 +332,38 @@ def markdown(report: Mapping[Job, Sequence[Row]], seeds: int, command: str) -> s
 
 
 def main() -> int:
-    """Parse, run, report."""
+    """Parse the flags, simulate and print the report."""
     parser = argparse.ArgumentParser(
-        description="What the controller gains on simulated clusters. All figures are simulated."
+        description=(
+            "Compare the controller with other policies on simulated clusters. All figures are"
+            " simulated."
+        )
     )
     parser.add_argument(
         "--scenario",
         action="append",
         metavar="NAME|FILE.json",
-        help="only these (default: all that come along)",
+        help="only this scenario; may be given several times (default: all that are included)",
     )
     parser.add_argument(
         "--setting",
         action="append",
         choices=list(SETTINGS),
-        help="these models and clusters (default: the first two)",
+        help="model and cluster; may be given several times (default: the first two)",
     )
     parser.add_argument(
-        "--seeds", type=int, default=30, metavar="N", help="truths to draw (default: 30)"
+        "--seeds",
+        type=int,
+        default=30,
+        metavar="N",
+        help="runs per scenario, each with its own random draws (default: 30)",
     )
     parser.add_argument("--jobs", type=int, default=2, metavar="N", help="processes (default: 2)")
     parser.add_argument(
         "--out",
         type=path_argument,
         metavar="FILE.jsonl",
-        help="keep what is done, and go on from it",
+        help="file for results; called again, continue from it",
     )
     parser.add_argument("--markdown", type=path_argument, metavar="FILE.md", help="write tables")
     parser.add_argument("--json", action="store_true", help="print JSON")
@@ -404,7 +415,7 @@ def main() -> int:
             markdown(report, options.seeds, "python " + " ".join(sys.argv)), encoding="utf-8"
         )
     print(
-        f"simulated {len(report)} scenarios x {options.seeds} seeds x {len(METHODS)} ways to steer"
+        f"simulated {len(report)} scenarios x {options.seeds} seeds x {len(METHODS)} policies"
         f" in {time.perf_counter() - began_s:.0f} s",
         file=sys.stderr,
     )

@@ -1,16 +1,14 @@
-"""What a switch costs: every phase of it, against the memory's bandwidth and against checkpoint and
-restart.
+"""Cost of each phase of a plan switch, compared with memory bandwidth and with a restart.
 
-    python benchmarks/switch_cost.py               a state of 100M parameters on 8 virtual devices,
-    moved around four plans python benchmarks/switch_cost.py --restart     besides, the first of
-    these changes by a checkpoint and a new process python benchmarks/switch_cost.py --moves
-    moves alone, five of each: nothing is trained
+    python benchmarks/switch_cost.py               # switches between four plans
+    python benchmarks/switch_cost.py --restart     # also the first change by checkpoint and restart
+    python benchmarks/switch_cost.py --moves       # only moves, five of each; nothing is trained
 
-The bound of a move: the bytes of the old shards that have to be read and of the new ones that have
-to be written, all devices together, by the rate at which the same devices copy the state to new
-memory in the same run (best of three). Leaves that lie alike under both plans count for nothing.
-Steps are timed with nothing else going on, and again while the next plan is compiled in the
-background.
+The state has 100M parameters on 8 virtual devices. The bound of a move is the number of bytes to
+read from old shards and to write to new shards, over all devices, divided by the rate at which the
+same devices copy the state to new memory in the same run (best of three). Leaves with the same
+sharding under both plans count for nothing. Steps are timed alone, and again while the next plan is
+compiled in the background.
 """
 
 import argparse
@@ -87,7 +85,7 @@ def batch_for(program):
 
 
 def stepped(executable, state):
-    """The state after a step, and its seconds."""
+    """The state after a step, and the seconds of the step."""
     import jax
 
     batch = batch_for(executable.program)
@@ -98,7 +96,7 @@ def stepped(executable, state):
 
 
 def copy_rate(state) -> tuple[float, float]:
-    """Bytes read and written in a second, and in a CPU-second, when every device copies its shards
+    """Bytes read and written per second, and per CPU-second, while every device copies its shards
     to new memory; best of three.
     """
     import jax
@@ -119,7 +117,7 @@ def copy_rate(state) -> tuple[float, float]:
 
 
 def necessary_bytes(move) -> int:
-    """That have to be read and written, by all devices together."""
+    """Bytes that a move must read and write, over all devices."""
     return DEVICES * sum(
         (math.prod(exchange.old) + math.prod(exchange.new)) * leaf.dtype.itemsize
         for path, leaf in move.source.named.items()
@@ -128,7 +126,7 @@ def necessary_bytes(move) -> int:
 
 
 def phases() -> None:
-    """The journey, a line for every switch."""
+    """Switch through the plans of JOURNEY, and print the cost of every switch."""
     import jax.numpy as jnp
 
     from optimus_jax.config import ControlConfig
@@ -144,7 +142,8 @@ def phases() -> None:
     state = running.program.init(jnp.int32(0))
     num_params = running.program.shapes.num_params
     print(
-        f"{num_params / 1e6:.1f}M parameters, state {12 * num_params / 1e9:.2f} GB once; {DEVICES}"
+        f"{num_params / 1e6:.1f}M parameters, one copy of the state {12 * num_params / 1e9:.2f} GB;"
+        f" {DEVICES}"
         f" virtual devices, {os.cpu_count()} cores"
     )
     with tempfile.TemporaryDirectory() as directory:
@@ -163,7 +162,7 @@ def phases() -> None:
 
 
 def one_switch(switcher, state, settings: dict):
-    """Prepared while steps go on, made, measured; the state after it."""
+    """Prepare a switch while steps run, make it and print its costs. Returns the state after it."""
     from optimus_jax.control.canary import judge
 
     alone_s, beside_s = [], []
@@ -211,7 +210,7 @@ def one_switch(switcher, state, settings: dict):
     print(
         f"  move {move_s:.3f} s, bound {bound_s:.3f} s ({num_bytes / 1e9:.2f} GB at"
         f" {rate / 1e9:.1f} GB/s): {move_s / bound_s:.2f}x; delay without move"
-        f" {(delay_s - move_s) / step_s:.2f} steps; on the way"
+        f" {(delay_s - move_s) / step_s:.2f} steps; in flight"
         f" {prepared.there.way_bytes / 2**20:.0f} MiB per device, state"
         f" {prepared.source.layout.num_bytes() / 2**20:.0f} ->"
         f" {prepared.target.layout.num_bytes() / 2**20:.0f}",
@@ -221,7 +220,7 @@ def one_switch(switcher, state, settings: dict):
 
 
 def moves() -> None:
-    """Each way of the journey and back, with the bound measured beside each move."""
+    """Print the times of each move of JOURNEY, there and back, and the bound of each."""
     import jax
     import jax.numpy as jnp
 
@@ -262,7 +261,7 @@ def moves() -> None:
         state = ways[0].run(state)
         print(
             f"{plans[number].axes} -> {plans[number + 1].axes} and back: compile {compile_s:.1f} s;"
-            f" on the way {ways[0].way_bytes / 2**20:.0f} MiB per device"
+            f" in flight {ways[0].way_bytes / 2**20:.0f} MiB per device"
         )
         for which, way in enumerate(ways):
             print(
@@ -276,7 +275,7 @@ def moves() -> None:
 
 
 def restart() -> None:
-    """The first change by a checkpoint and a new process."""
+    """Time the first change of plan by a checkpoint and a new process."""
     import jax.numpy as jnp
 
     from optimus_jax.checkpoint.checkpoints import Checkpoints
@@ -312,13 +311,13 @@ def restart() -> None:
     print(
         f"checkpoint and restart {running.plan.axes} -> {JOURNEY[1]['parallel.mesh']}: save"
         f" {saved_s:.1f} s, new process {whole_s:.1f} s (compile {parts['compile_s']:.1f}, restore"
-        f" {parts['restore_s']:.1f}): {saved_s + whole_s:.1f} s, {saved_s + parts['restore_s']:.1f}"
-        " s of it for the disk alone"
+        f" {parts['restore_s']:.1f}): {saved_s + whole_s:.1f} s in all,"
+        f" {saved_s + parts['restore_s']:.1f} s of it for save and restore"
     )
 
 
 def restored(directory: str) -> None:
-    """The new process, until it could take a step."""
+    """The new process: compile and restore, until it could do a step."""
     from optimus_jax.checkpoint.checkpoints import Checkpoints
     from optimus_jax.config import CheckpointConfig
     from optimus_jax.control.executables import compile_plan
@@ -345,9 +344,9 @@ def main() -> None:
     restart_with_huge_pages()
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument(
-        "--restart", action="store_true", help="measure checkpoint and restart as well"
+        "--restart", action="store_true", help="also measure checkpoint and restart"
     )
-    parser.add_argument("--moves", action="store_true", help="moves alone")
+    parser.add_argument("--moves", action="store_true", help="measure only moves")
     parser.add_argument("--restored", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.restored:

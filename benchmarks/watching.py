@@ -1,15 +1,16 @@
-"""What it costs to be watched by the controller: within one run, blocks of steps that it is shown,
-and blocks that it is not.
+"""Overhead of the controller when it does not switch: within one run it observes every other block
+of steps.
 
-    python benchmarks/watching.py --out watching.jsonl      runs that are not there yet, then a
-    table
+    python benchmarks/watching.py --out watching.jsonl
 
-Two runs of the same thing differ by more than watching costs (processes find other memory and other
-neighbours), so both are taken from one process, in turns. A block's time is wall time from its
-first dispatch to the next block's, with all that happens between steps: signals, probes, decisions.
-Every run begins at its model's best measured plan (control.py), from which there is nothing to be
-had by moving. A ratio is that of a watched block to the two beside it; intervals are bootstrapped
-over blocks.
+Does the runs that are missing in the file, then prints a table.
+
+Two runs of the same config differ by more than the overhead (memory and load differ), so blocks
+with and without the controller alternate in one process. The time of a block is the wall time from
+its first dispatch to that of the next block, including all work between steps: signals, probes,
+decisions. Every run starts at its model's best measured plan (control.py), where a switch gains
+nothing. A ratio is the time of an observed block over the mean of the two blocks beside it.
+Intervals are bootstrapped over blocks.
 """
 
 import argparse
@@ -30,20 +31,20 @@ import numpy as np
 from optimus_jax.system.paths import path_argument
 
 BLOCK = 20
-"""Steps."""
+"""Steps per block."""
 NOT_YET = 2
-"""First blocks, which do not count: caches fill, and the plan is weighed for the first time."""
+"""First blocks, which do not count: caches fill, and the plan is evaluated for the first time."""
 START = "the best measured: data=4, tensor=2"
 RESAMPLED = 2000
 
 
 class InTurns:
-    """A run's controller that sees every other block of steps."""
+    """Wraps a run's controller so that it observes only every other block of steps."""
 
     def __init__(self, controller: Any) -> None:
         self._controller, self._num_steps = controller, 0
         self.began_s: list[float] = []
-        """When each block did."""
+        """Start of each block."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._controller, name)
@@ -75,8 +76,8 @@ class InTurns:
 
 
 def watched_in_turns(out: Path) -> None:
-    """Run scripts/train.py with this process's other arguments; when each block began goes to
-    `out`.
+    """Run scripts/train.py with this process's other arguments, and write the starts of the blocks
+    to `out`.
     """
     from optimus_jax.run import program as run
 
@@ -96,7 +97,7 @@ def watched_in_turns(out: Path) -> None:
 
 
 def one_run(model: str, num_steps: int) -> list[float]:
-    """When each block began, of a run in a process of its own."""
+    """Do one run in its own process. Returns the start of each block, in seconds."""
     with tempfile.TemporaryDirectory() as folder:
         times, directory = Path(folder) / "times.json", Path(folder) / "run"
         flags = [
@@ -126,23 +127,23 @@ def one_run(model: str, num_steps: int) -> list[float]:
         ]
         if moved:
             raise RuntimeError(
-                f"{model} was moved, so that its blocks are of two plans: {moved[0]}"
+                f"{model} switched its plan, so its blocks are not comparable: {moved[0]}"
             )
         return json.loads(times.read_text())
 
 
 def ratios(began_s: list[float]) -> list[float]:
-    """Of each watched block's time to the mean of those beside it."""
+    """The time of each observed block over the mean of the blocks beside it."""
     took_s = np.diff(began_s)
     watched = [place for place in range(1, len(took_s) - 1, 2) if place >= NOT_YET]
     return [2 * took_s[place] / (took_s[place - 1] + took_s[place + 1]) for place in watched]
 
 
 def report(rows: list[dict]) -> None:
-    """A line for each model."""
+    """Print a line for each model."""
     print(
-        "| model | runs | watched blocks | a watched block takes, beside others | 95% | the middle"
-        " one |\n|---|---|---|---|---|---|"
+        "| model | runs | observed blocks | overhead, mean | 95% interval | overhead, median"
+        " |\n|---|---|---|---|---|---|"
     )
     for model in dict.fromkeys(row["model"] for row in rows):
         of_runs = [ratios(row["began_s"]) for row in rows if row["model"] == model]
@@ -160,17 +161,20 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--out", type=path_argument, default=Path("watching.jsonl"), help="JSON Lines of runs"
+        "--out",
+        type=path_argument,
+        default=Path("watching.jsonl"),
+        help="JSON Lines, one run per line (default: watching.jsonl)",
     )
     parser.add_argument(
         "--model",
         nargs="+",
         choices=tuple(control.COMMON),
         default=list(control.COMMON),
-        help="default: all",
+        help="models to run (default: all)",
     )
-    parser.add_argument("--runs", type=int, default=3, help="of each model (default: 3)")
-    parser.add_argument("--steps", type=int, default=800, help="of each run (default: 800)")
+    parser.add_argument("--runs", type=int, default=3, help="runs of each model (default: 3)")
+    parser.add_argument("--steps", type=int, default=800, help="steps of each run (default: 800)")
     args = parser.parse_args()
     os.environ["XDG_CACHE_HOME"] = str(args.out.resolve().with_suffix(".cache"))
     rows = control.rows(args.out)

@@ -3,8 +3,8 @@
 import os
 import sys
 
-# Python puts this folder first on the path, where tokenize.py and profile.py would take the place
-# of modules of Python that others import.
+# Python puts this folder first on the path, where tokenize.py and profile.py would hide the modules
+# of the same names in the standard library.
 if (folder := os.path.dirname(os.path.realpath(__file__))) in sys.path:
     sys.path.remove(folder)
 

@@ -1,12 +1,14 @@
-"""Attention's kernels against one another on a GPU: how far from float32 each is, and how long it
-takes.
+"""Compare the attention kernels on a GPU: error against float32, and time.
 
-    python benchmarks/gpu/attention_kernels.py     a table; exit code 1 if cuDNN's is further from
-    float32 than XLA's in bf16, beyond rounding; 2 without a GPU
+    python benchmarks/gpu/attention_kernels.py
 
-Queries, keys and values are random; rows hold documents of 16 tokens on average, of more from row
-to row, and one. Forward and backward are computed together, as in training. The measure of an error
-is the largest difference from the same attention in float32, over the largest value.
+Prints a table. Exit code 1: cuDNN's error in bf16 exceeds XLA's by more than rounding explains; 2:
+there is no GPU.
+
+Queries, keys and values are random. Packed rows hold documents of 16 tokens on average in the first
+row and longer ones in each further row; the last row is one document. Forward and backward are
+computed together, as in training. The error is the largest difference from the same attention in
+float32, divided by the largest value.
 """
 
 import argparse
@@ -24,14 +26,13 @@ from optimus_jax.models.kernels import Visibility, attend
 
 KERNELS: tuple[AttentionKernel, ...] = ("xla", "cudnn")
 SHAPES = ((8, 1024, 25, 25, 64), (2, 4096, 32, 8, 64), (2, 4096, 32, 8, 128))
-"""Batch, length, query heads, key and value heads, head_dim: of gpt2-xl, llama3.2-1b and
-llama3-8b."""
+"""(batch, length, query heads, key/value heads, head_dim) of gpt2-xl, llama3.2-1b and llama3-8b."""
 WORSE = 1.5
-"""Times XLA's own error in bf16 that cuDNN's may have: it adds up in another order."""
+"""Largest allowed ratio of cuDNN's error to XLA's in bf16. cuDNN sums in another order."""
 
 
 def inputs(shape: tuple[int, ...], *, packed: bool) -> tuple:
-    """q, k, v in float32, what flows back, and the documents."""
+    """q, k, v and the output's gradient in float32, and the documents (None: not packed)."""
     batch, length, heads, groups, head_dim = shape
     keys = jax.random.split(jax.random.key(0), 4)
     q, k, v, d_out = (
@@ -42,7 +43,7 @@ def inputs(shape: tuple[int, ...], *, packed: bool) -> tuple:
 
 
 def documents(batch: int, length: int) -> np.ndarray:
-    """int32 [batch, length]: of each token, its document's number within the row."""
+    """int32 [batch, length]: the number of each token's document within its row."""
     begins = (
         np.random.default_rng(0).random((batch, length))
         < 1 / np.geomspace(16, length, batch)[:, None]
@@ -53,7 +54,7 @@ def documents(batch: int, length: int) -> np.ndarray:
 
 @partial(jax.jit, static_argnames="kernel")
 def forward_and_backward(q, k, v, d_out, segments, *, kernel: AttentionKernel):
-    """In the format that it is given."""
+    """The output and the gradients of q, k and v, in the dtype of the inputs."""
     out, back = jax.vjp(
         lambda q, k, v: attend(q, k, v, Visibility(segments), kernel=kernel), q, k, v
     )
@@ -61,12 +62,12 @@ def forward_and_backward(q, k, v, d_out, segments, *, kernel: AttentionKernel):
 
 
 def in_bf16(q, k, v, d_out, segments) -> tuple:
-    """As `inputs` gives them, rounded."""
+    """The arrays of `inputs` rounded to bf16."""
     return *(x.astype("bfloat16") for x in (q, k, v, d_out)), segments
 
 
 def error(found, exact) -> float:
-    """The worst of output and gradients; NaN if one has a NaN."""
+    """The largest error of the output and the gradients; NaN if one of them has a NaN."""
     return float(
         np.max(
             [
@@ -78,7 +79,7 @@ def error(found, exact) -> float:
 
 
 def is_wrong(of_cudnn: float, of_xla: float) -> bool:
-    """Whether cuDNN's error is beyond rounding, or no number."""
+    """Whether cuDNN's error exceeds what rounding explains, or is NaN."""
     return not of_cudnn <= WORSE * of_xla + 2**-8
 
 
@@ -87,7 +88,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     ).parse_args()
     if not gpu_is_here():
-        print("attention's kernels are compared on a GPU, and there is none", file=sys.stderr)
+        print("error: comparing attention kernels needs a GPU, and there is none", file=sys.stderr)
         return 2
     print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}\n")
     print(
@@ -111,9 +112,9 @@ def main() -> int:
                 )
             wrong += is_wrong(errors["cudnn"], errors["xla"])
     print(
-        f"\n{wrong} of {2 * len(SHAPES)} are further off than bf16 explains"
+        f"\n{wrong} of {2 * len(SHAPES)} have a larger error than bf16 explains"
         if wrong
-        else "\nnone is further off than bf16 explains"
+        else "\nno error is larger than bf16 explains"
     )
     return int(wrong > 0)
 

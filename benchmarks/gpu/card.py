@@ -1,4 +1,4 @@
-"""The card that is measured, and what it has room for."""
+"""The GPU that is measured, and which cases fit into its memory."""
 
 import os
 import platform
@@ -16,34 +16,35 @@ from optimus_jax.planning.cost.memory import estimate_memory
 from optimus_jax.planning.search.assemble import plan_for
 
 F32_STATE, BF16_STATE = 16, 8
-"""Bytes a parameter: weight, gradient and two moments."""
+"""Bytes per parameter of weight, gradient and two moments."""
 EAGER_GPT2 = 84
-"""Bytes that PyTorch keeps of a token in a layer of transformers' GPT-2 for backward, eager under
-bf16 autocast, for each of the model's features. float32, as autocast has what is added, normalised
-or raised to a power: what each half of a layer adds to (4, 4), and of a GELU that is written out,
-with four times the features, the argument of `pow`, tanh, and one more than that (16, 16, 16).
-bf16: inputs of the four projections (2, 2, 2, 8), queries, keys and values (6), and half of GELU's
-input (8)."""
+"""Bytes that eager PyTorch under bf16 autocast keeps for backward, per token, layer and feature of
+the embedding, in transformers' GPT-2.
+
+Autocast computes sums, norms and powers in float32: the residual of each half of a layer (4, 4),
+and in the written-out GELU, which has four times the features, the argument of `pow`, tanh, and
+tanh + 1 (16, 16, 16). In bf16 it keeps the inputs of the four projections (2, 2, 2, 8), queries,
+keys and values (6), and half of GELU's input (8)."""
 MIB = 2**20
 
 
 @dataclass(frozen=True, kw_only=True)
 class Card:
-    """What nvidia-smi says of the first one."""
+    """The first GPU, as nvidia-smi describes it."""
 
     device_kind: str
-    """Its name, which is JAX's too."""
+    """Name of the GPU, the same as in JAX."""
     text: str
-    """Name, driver, highest clock and power limit: of two cards that differ in one of them, figures
-    are not compared."""
+    """Name, driver, highest clock and power limit. Figures of cards that differ in one of these are
+    not compared."""
     memory_bytes: int
-    """The driver's, of which JAX takes its share."""
+    """Total memory according to the driver. JAX uses a share of it."""
     capability: tuple[int, int]
-    """Of computing."""
+    """Compute capability: major, minor."""
 
     @classmethod
     def here(cls) -> "Card | None":
-        """None: there is no NVIDIA GPU."""
+        """The GPU of this machine; None: there is no NVIDIA GPU."""
         try:
             asked = [
                 "nvidia-smi",
@@ -70,15 +71,18 @@ NO_CARD = f"no NVIDIA GPU, {platform.machine()}"
 
 
 def gpu_is_here() -> bool:
-    """Whether JAX has a GPU; where nvidia-smi sees none JAX is not asked, whose CUDA plugin would
-    complain at length.
+    """Whether JAX has a GPU.
+
+    JAX is not asked if nvidia-smi sees none, because its CUDA plugin would print long complaints.
     """
     return Card.here() is not None and jax.default_backend() == "gpu"
 
 
 def needed_bytes(case: Case, card: Card) -> int:
-    """What a case takes as planned: ours by its own plan; one of PyTorch's, of which there is no
-    plan, at least about what ours would with its formats.
+    """Predicted memory of a case.
+
+    For our cases it is the plan's estimate. For PyTorch's it is a lower bound: the estimate of our
+    step with PyTorch's dtypes.
     """
     topology = Topology(
         num_devices=1,
@@ -105,12 +109,12 @@ def needed_bytes(case: Case, card: Card) -> int:
 
 
 def usable_bytes(case: Case, card: Card) -> int:
-    """By us what JAX may use, by PyTorch all."""
+    """Memory that a case may use: JAX's share for ours, all of it for PyTorch's."""
     return int(card.memory_bytes * gpu_memory_share()) if case.who == "ours" else card.memory_bytes
 
 
 def has_no_room(case: Case, card: Card) -> str:
-    """Why a case is not worth its time on the card; empty: it may fit."""
+    """Why a case does not fit into the GPU's memory; empty: it may fit."""
     if case.who == "matmul":
         return ""
     needed, there = needed_bytes(case, card), usable_bytes(case, card)
@@ -120,7 +124,7 @@ def has_no_room(case: Case, card: Card) -> str:
 
 
 def flags_of(case: Case) -> str:
-    """XLA_FLAGS that a case runs under; of PyTorch's none matter."""
+    """The XLA_FLAGS of a case; empty for PyTorch's cases."""
     return (
         f"{os.environ.get('XLA_FLAGS', '')} {case.xla_flags}".strip()
         if case.who in ("ours", "matmul")

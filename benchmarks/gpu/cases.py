@@ -1,4 +1,4 @@
-"""What is measured on one GPU, as data, the words for it, and what is no measurement."""
+"""The cases that are measured on one GPU, their names, and the check that a case really trained."""
 
 import argparse
 import json
@@ -8,37 +8,36 @@ from typing import Literal
 
 Who = Literal["ours", "eager", "compile", "matmul"]
 STEPS, WARMUP = 12, 3
-"""Steps that count, after those that do not."""
+"""Steps that are measured, and steps before them that are not."""
 FIRST_LOSS_OFF = 2.0
-"""From that of guessing. Random logits of variance s^2 add s^2 / 2: 0.8 in llama3-8b, the widest
-(4,096 features, standard deviation 0.02)."""
+"""Allowed difference of the first loss from log(vocab_size), the loss of a uniform guess. Random
+logits of variance s^2 add s^2 / 2: 0.8 in llama3-8b, the widest model (4,096 features, standard
+deviation 0.02)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One row of the table; a process of its own."""
+    """One row of the table, measured in its own process."""
 
     who: Who
-    """Us; transformers' model under PyTorch, eager or under torch.compile; or a product of matrices
-    alone."""
+    """This project; transformers' model in PyTorch, eager or with torch.compile; or only a matrix
+    product."""
     model: str = ""
-    """A preset's name."""
+    """Name of the model preset."""
     seq_len: int = 0
-    """Tokens of an example."""
+    """Tokens per example."""
     batch: int = 0
-    """Examples of a step; of a product, the side of its square matrices."""
+    """Examples per step; for a matrix product, the size of its square matrices."""
     remat: str = "none"
-    """What of forward is computed again: a policy of ours; of the others `none` or `full` (gradient
-    checkpointing)."""
+    """Remat policy. PyTorch's cases know only `none` and `full` (gradient checkpointing)."""
     weights: Literal["f32", "bf16"] = "f32"
-    """What weights, gradients and moments of the others are kept in; ours are told by
-    `settings`."""
+    """Dtype of weights, gradients and moments in PyTorch's cases. In ours `settings` choose it."""
     microbatches: int = 1
-    """Parts that the batch is computed in; ours only."""
+    """Number of microbatches; ours only."""
     packed: bool = False
-    """Whether rows hold several documents that do not see each other; ours only."""
+    """Whether rows hold several documents that do not attend to each other; ours only."""
     settings: tuple[str, ...] = ()
-    """Further ones, as for --set; ours only."""
+    """Further settings, as for --set; ours only."""
     xla_flags: str = ""
     """Added to XLA_FLAGS; ours only."""
 
@@ -95,11 +94,14 @@ CASES = (
     _case("eager", "gpt2-xl", 1024, 32, remat="full"),
     _case("eager", "llama3-8b", 4096, 2, weights="bf16", remat="full"),
 )
-"""One of each model of ours and its peers first, then what time suffices for: the rest is left out,
-and said, as is what a card has no room for. The slowest to compile, by a guess, comes after eager
-of the same shape. PyTorch has llama3-8b all in bf16, 8 bytes a parameter, as people train it on one
-card: with float32 weights, gradients and moments, 16 bytes for each of 8.03 billion parameters, 141
-GB have no room for its activations. Ours keeps all but the moments in float32 there, 12 bytes."""
+"""The cases in order: first one case per model for us and for PyTorch, then as many as the time
+allows. Cases that do not fit into the time or the memory appear in the table as left out. The case
+that probably compiles slowest comes after the eager case of the same shape.
+
+PyTorch trains llama3-8b all in bf16, 8 bytes per parameter, as users do on one GPU. With float32
+weights, gradients and moments it needs 16 bytes for each of 8.03 billion parameters, which leaves
+no room for activations in 141 GB. Ours keeps only the moments in bf16 there, 12 bytes per
+parameter."""
 EXPERIMENTS = tuple(
     _case("ours", "gpt2-xl", 1024, 16, xla_flags=flags)
     for flags in (
@@ -111,7 +113,7 @@ EXPERIMENTS = tuple(
         "--xla_gpu_autotune_level=0",
     )
 )
-"""What an option of XLA's is worth on one card, each beside none: what helps here goes into
+"""Experiments with single XLA options, compared with no option. Options that help belong in
 optimus_jax/mesh/compiler.py."""
 SMOKE = (
     Case(who="matmul", batch=512),
@@ -119,11 +121,12 @@ SMOKE = (
     _case("eager", "gpt2-nano", 128, 4),
     _case("eager", "llama-nano", 128, 4, weights="bf16"),
 )
-"""For a machine without a GPU: that the script works. Its figures mean nothing."""
+"""Small cases that show on a machine without a GPU that the script works. Their figures mean
+nothing."""
 
 
 def read_case() -> tuple[Case, bool]:
-    """The case that this process was started for, as JSON, and whether a CPU will do (--smoke)."""
+    """The case on this process's command line, and whether a CPU is enough (--smoke)."""
     parser = argparse.ArgumentParser()
     parser.add_argument("case", type=json.loads)
     parser.add_argument("--smoke", action="store_true")
@@ -132,16 +135,17 @@ def read_case() -> tuple[Case, bool]:
 
 
 def as_argument(case: Case) -> str:
-    """As `read_case` reads it."""
+    """The case as the JSON that `read_case` reads."""
     return json.dumps(asdict(case))
 
 
 def check_losses(first: float, last: float, vocab_size: int) -> None:
-    """That the steps were training steps: from about what guessing gives, on one batch over and
-    over, downwards. Exit if not.
+    """Exit unless the losses are those of training on one repeated batch.
+
+    The first loss must be near that of a uniform guess, and the last must be lower.
     """
     if not abs(first - math.log(vocab_size)) < FIRST_LOSS_OFF or not last < first:
         raise SystemExit(
-            f"Error: the loss went from {first} to {last}, and guessing gives"
+            f"Error: the loss went from {first} to {last}, and a uniform guess has"
             f" {math.log(vocab_size):.2f}: those were no training steps"
         )

@@ -1,13 +1,14 @@
-"""Each of our cases compiled for one GPU that need not be there: memory, FLOPs and collectives,
-beside what the planner says of them.
+"""Compile each of our cases for one GPU without having it: memory, FLOPs and collectives, beside
+the planner's figures.
 
     pip install 'optimus-jax[plan-gpu]'
-    python benchmarks/gpu/compiled.py --out compiled.jsonl       some minutes; then the table. Exit
-    code 1: nothing compiles; 2: there is no such device
+    python benchmarks/gpu/compiled.py --out compiled.jsonl
 
-Nothing runs, so there is no time in it. Where something lies on the host, a compiler without a GPU
-forgets so: of such cases there is the planner's figure alone. Cases of several devices are for
-benchmarks/compile_for_gpu.py, which shows what they say to each other.
+This takes some minutes and prints a table. Exit code 1: nothing compiles; 2: the device is unknown.
+
+Nothing runs, so there are no times. Without a GPU the compiler ignores that an array is on the
+host, so for such cases the table has only the planner's figure. For plans of several devices see
+benchmarks/compile_for_gpu.py, which shows their collectives.
 """
 
 import argparse
@@ -33,7 +34,7 @@ GIB = 2**30
 
 
 def compiled(case: Case, cluster: Cluster) -> dict:
-    """A row: figures, or why there are none beside the planner's."""
+    """A row: the compiler's figures or why there are none, and the planner's."""
     config = config_of(case)
     plan = plan_for(config, AxisSizes(), cluster.topology())
     plan.validate(config.model, global_batch=case.batch)
@@ -66,10 +67,10 @@ def compiled(case: Case, cluster: Cluster) -> dict:
 
 
 def table(rows: list[dict]) -> str:
-    """Markdown."""
+    """The rows as a Markdown table."""
     lines = [
         (
-            "| case | state, GiB | all of the step, GiB | the planner's | fits | products, TFLOP |"
+            "| case | state, GiB | whole step, GiB | planner, GiB | fits | products, TFLOP |"
             " model, TFLOP | collectives | attention |"
         ),
         "|---|---|---|---|---|---|---|---|---|",
@@ -93,12 +94,12 @@ def table(rows: list[dict]) -> str:
 
 
 def newest(rows: list[dict], target: str) -> list[dict]:
-    """The last row of each case, for one device."""
+    """The last row of each case for one device."""
     return list({row["name"]: row for row in rows if row["target"] == target}.values())
 
 
 def main() -> int:
-    """Compile what the file has not of this commit, and print the table."""
+    """Compile the cases that the file does not have at this commit, and print the table."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -111,14 +112,14 @@ def main() -> int:
         "--out",
         type=path_argument,
         help=(
-            "a file for the rows; those of this commit are not compiled again, unless something was"
-            " changed since"
+            "JSON Lines of rows; a row of the same, unmodified commit is not compiled again"
+            " (default: no file)"
         ),
     )
     parser.add_argument(
         "--commit",
         default=commit_here(),
-        help="of this project, for the rows (default: what git says)",
+        help="commit of this project, for the rows (default: from git)",
     )
     args = parser.parse_args()
     try:

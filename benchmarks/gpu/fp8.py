@@ -1,14 +1,14 @@
-"""An experiment: matrix products in 8-bit floating point, against bf16, at the shapes of layers.
+"""An experiment: matrix products in 8-bit floating point (fp8), compared with bf16, at the shapes
+of layers.
 
-    python benchmarks/gpu/fp8.py                   a table, on a GPU with fp8 (Hopper, Ada,
-    Blackwell) python benchmarks/gpu/fp8.py --numerics        errors alone, anywhere: what rounding
-    to 8 bits costs, not how fast it is
+    python benchmarks/gpu/fp8.py                   errors and speed; needs a GPU with fp8
+    python benchmarks/gpu/fp8.py --numerics        only errors; runs anywhere
 
-Operands are scaled by their largest value of the moment ("current scaling"), so that it fills the
-format; products are added up in float32 and given in bf16. Forward has both operands in e4m3,
-backward the gradient in e5m2, as in Micikevicius et al. 2022 (arXiv:2209.05433). XLA turns the
-pattern "8-bit operands, upcast, times scales, dot" into cuBLASLt's fp8 kernels; whether it did is
-read off the compiled program. No training run uses this.
+GPUs with fp8 are Hopper, Ada and Blackwell. Each operand is scaled by its current largest value
+("current scaling"), so that this value fills the format. Products are summed in float32 and rounded
+to bf16. Forward has both operands in e4m3; backward has the gradient in e5m2, as in Micikevicius et
+al. 2022 (arXiv:2209.05433). XLA turns the pattern "8-bit operands, upcast, times scales, dot" into
+cuBLASLt's fp8 kernels; the script checks this in the compiled program. No training run uses this.
 """
 
 import argparse
@@ -29,13 +29,13 @@ SHAPES = {
     "llama3-8b, up": (8192, 4096, 14336),
     "llama3-8b, down": (8192, 14336, 4096),
 }
-"""Tokens, width in, width out."""
+"""(tokens, input width, output width) of each product."""
 PRODUCTS = 3
-"""Of forward and backward: the output and both gradients."""
+"""Products of forward and backward: the output and both gradients."""
 
 
 def quantised(x: Array, dtype: jnp.dtype) -> tuple[Array, Array]:
-    """`x` in 8 bits, and the float32 factor that turns it back."""
+    """`x` scaled and rounded to 8 bits, and the float32 factor that scales it back."""
     scale = jnp.maximum(jnp.max(jnp.abs(x)).astype(jnp.float32), 1e-12) / float(
         jnp.finfo(dtype).max
     )
@@ -54,7 +54,7 @@ def product(a: Array, b: Array, a_dtype: jnp.dtype, b_dtype: jnp.dtype) -> Array
 
 @jax.custom_vjp
 def fp8_matmul(x: Array, w: Array) -> Array:
-    """x [tokens, in] times w [in, out], in 8 bits."""
+    """x [tokens, in] times w [in, out] -> bf16 [tokens, out], computed in 8 bits."""
     return product(x, w, FORWARD, FORWARD)
 
 
@@ -76,8 +76,8 @@ def forward_and_backward(matmul):
         y, back = jax.vjp(matmul, x, w)
         return (y, *back(d))
 
-    # By itself XLA may give the pattern to Triton, which upcasts the operands and multiplies in
-    # bf16.
+    # By default XLA may compile the pattern with Triton, which upcasts the operands and multiplies
+    # in bf16.
     return jax.jit(
         run,
         compiler_options=(
@@ -96,7 +96,7 @@ def inputs(tokens: int, width: int, out: int) -> tuple[Array, Array, Array]:
 
 
 def error(found: tuple[Array, ...], exact: tuple[Array, ...]) -> list[float]:
-    """Of output and both gradients: Euclidean distance over the length."""
+    """Relative error of the output and both gradients: norm of the difference over the norm."""
     return [
         float(jnp.linalg.norm(a.astype(jnp.float32) - b) / jnp.linalg.norm(b))
         for a, b in zip(found, exact, strict=True)
@@ -110,7 +110,7 @@ def exact_results(x: Array, w: Array, d: Array) -> tuple[Array, ...]:
 
 
 def fp8_kernels(text: str) -> int:
-    """cuBLASLt's products in 8 bits in a compiled program."""
+    """Number of cuBLASLt's 8-bit products in the text of a compiled program."""
     return len(re.findall(r"__cublas\$lt\$matmul\$f8", text))
 
 
@@ -118,11 +118,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--numerics", action="store_true", help="small matrices, errors alone")
+    parser.add_argument("--numerics", action="store_true", help="only errors, with small matrices")
     args = parser.parse_args()
     if not args.numerics and not gpu_is_here():
         print(
-            "speed in fp8 is measured on a GPU, and there is none; --numerics needs none",
+            "error: measuring the speed of fp8 needs a GPU, and there is none; --numerics needs no"
+            " GPU",
             file=sys.stderr,
         )
         return 2
@@ -154,7 +155,7 @@ def main() -> int:
             )
     if missing:
         print(
-            f"in {missing} of {len(SHAPES)} shapes not all products were computed in fp8",
+            f"in {missing} of {len(SHAPES)} shapes some products were not computed in fp8",
             file=sys.stderr,
         )
     return int(missing > 0)

@@ -1,6 +1,6 @@
-"""One case of ours, or the ceiling: python ours.py CASE, which prints a line of JSON.
+"""Measures one case of ours, or a matrix product alone. Prints a line of JSON.
 
-Started by run.py.
+run.py starts it as `python ours.py CASE`.
 """
 
 import json
@@ -27,16 +27,16 @@ from optimus_jax.planning.cost.memory import estimate_memory
 from optimus_jax.planning.search.assemble import plan_for
 
 KERNELS = {"cudnn": r"__cudnn\$fmha", "triton": r"__triton", "cublas": r"__cublas\$"}
-"""Of custom calls in the compiled step."""
+"""Kinds of kernels -> pattern of the names of their custom calls in the compiled step."""
 PRODUCTS = 500
-"""Of matrices, one after the other: most of a second, so that the card's power limit has its say as
-in training."""
+"""Matrix products in a row. They take most of a second, so that the power limit takes effect as in
+training."""
 DOCUMENT_BEGINS = 1 / 300
-"""Probability at each token."""
+"""Probability that a document begins at a token."""
 
 
 def config_of(case: Case) -> Config:
-    """A case as a run's config, on one device."""
+    """The config of a case, on one device."""
     return Config(
         model=model_preset(case.model),
         data=DataConfig(
@@ -53,13 +53,13 @@ def config_of(case: Case) -> Config:
 
 
 def train(case: Case) -> dict:
-    """Steps of one plan on one device."""
-    # before anything else asks for a device: it says what of the card and its host may be used
+    """Train on one device, and return the figures."""
+    # first, because it limits how much memory of the GPU and the host may be used
     topology = discover()
     config = config_of(case)
     model = config.model
     plan = plan_for(config, AxisSizes.parse("data=1"), topology)
-    # before the state is there, so that trying kernels takes no memory from it
+    # before the state exists, so that autotuning kernels does not compete with it for memory
     executable = compile_plan(config, plan, devices=jax.devices()[:1], rest=False)
     program, compiled = executable.program, executable.program.train_step
     state, batch = (
@@ -103,12 +103,12 @@ def train(case: Case) -> dict:
 
 
 def peak_bytes() -> int | None:
-    """The most that was in use on the device since the process began; None: it does not say."""
+    """Peak memory of the device since the process started; None: it is unknown."""
     return (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
 
 
 def where() -> dict:
-    """What a figure was measured with."""
+    """The device and the versions that a figure was measured with."""
     device = jax.devices()[0]
     return {
         "version": (
@@ -120,8 +120,8 @@ def where() -> dict:
 
 
 def batch_of(config: Config) -> Batch:
-    """Random tokens, one document an example; with documents respected, some of 300 tokens on
-    average.
+    """Random tokens. An example is one document, or, if documents are respected, several of 300
+    tokens on average.
     """
     rows, seq_len = config.data.global_batch, config.seq_len
     batch = synthetic_batch(vocab_size=config.model.vocab_size, rows=rows, seq_len=seq_len, seed=0)
@@ -135,8 +135,9 @@ def batch_of(config: Config) -> Batch:
 
 
 def matmul(size: int) -> dict:
-    """What products of matrices reach here, on random numbers: zeros draw less power and are
-    faster.
+    """The speed of matrix products on this device.
+
+    The operands are random, because zeros draw less power and are faster.
     """
     a, b = (
         jax.random.normal(jax.random.key(seed), (size, size), jnp.bfloat16) for seed in range(2)
@@ -155,8 +156,9 @@ def matmul(size: int) -> dict:
 def timed(
     step: Callable[[], jax.Array], steps: int = STEPS
 ) -> tuple[list[float], jax.Array, jax.Array]:
-    """Seconds of each step, while the next is already asked for, as in training; what the first
-    gave, and the last.
+    """Seconds of each step, the result of the first step, and that of the last.
+
+    The next step is dispatched before the previous one has ended, as in training.
     """
     first = before = step()
     ends = []

@@ -1,4 +1,4 @@
-"""Rows of figures: which one counts, and the tables that are made of them."""
+"""Rows of figures: which row of a case is used, and the tables made of them."""
 
 import itertools
 import json
@@ -15,18 +15,18 @@ NAMES = {
     "matmul": "matrix product alone",
 }
 CONVENTION = (
-    "Model FLOPs, for all alike (optimus_jax/models/flops.py): 6 for each token and element of a"
-    " matrix that it is multiplied by (projections, feed-forward and head; not the embedding's"
-    " rows), and attention's causal half; nothing computed twice counts twice. A row of tokens is"
-    " one document, but where a case says packed, as a run has it by default. PyTorch's autocast"
-    " keeps what layers add to and norms in float32, ours in bf16; and its time to compile is that"
-    " of the first step beyond a usual one."
+    "Model FLOPs are counted alike for all (optimus_jax/models/flops.py): 6 for each token and"
+    " element of a matrix that it is multiplied by (projections, feed-forward and head, but not the"
+    " embedding's rows), and the causal half of attention. Recomputing counts nothing. A row of"
+    " tokens is one document unless the case says packed, which is the default of a run. PyTorch's"
+    " autocast keeps residuals and norms in float32; ours are in bf16. PyTorch's compile time is"
+    " the time of its first step minus that of a usual step."
 )
 GIB = 2**30
 
 
 def commit_here() -> str:
-    """Of the project, with a + if something was changed since; empty: this is no clone of it."""
+    """The checkout's commit, with a + if files were changed; empty: this is not a checkout."""
     try:
         asked = [
             "git",
@@ -43,42 +43,41 @@ def commit_here() -> str:
 
 
 def rows_of(out: Path) -> list[dict]:
-    """What has been measured so far."""
+    """The rows of a file; none if it does not exist."""
     return [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
 
 
 def identity(row: dict) -> Hashable:
-    """What two rows have in common that measure the same thing, whatever the code."""
+    """The key that rows share if they measure the same case, whatever the commit."""
     return row["machine"], row["who"], row["name"], row["flags"]
 
 
 def is_of_commit(row: dict, commit: str) -> bool:
-    """Whether a row has figures of that code; of code that nobody can go back to there are none."""
+    """Whether a row has figures of this commit; always False if the commit is not known."""
     return is_known(commit) and has_figures(row) and row.get("commit") == commit
 
 
 def is_known(commit: str) -> bool:
-    """Whether anybody can go back to it."""
+    """Whether a commit can be checked out: it has a name, and no files were changed."""
     return bool(commit) and not commit.endswith("+")
 
 
 def has_figures(row: dict) -> bool:
-    """Whether it was measured: it has not failed, nor been left out."""
+    """Whether a row was measured: it neither failed nor was left out."""
     return row.keys().isdisjoint(("failed", "left_out"))
 
 
 def is_done(rows: Iterable[dict], asked: dict) -> bool:
-    """Whether `rows` have figures of what is asked for, and of the same code."""
+    """Whether `rows` have figures of this case at this commit."""
     return any(
         is_of_commit(row, asked["commit"]) and identity(row) == identity(asked) for row in rows
     )
 
 
 def newest(rows: Iterable[dict]) -> list[dict]:
-    """The last of each that measure the same thing, in the order in which they first came.
+    """The last row of each case, in the order in which the cases first appear.
 
-    A failure is not newer than figures of the same commit, and what was left out than nothing at
-    all.
+    A failure does not replace figures of the same commit. A row that was left out replaces nothing.
     """
     found: dict[Hashable, dict] = {}
     for row in rows:
@@ -93,7 +92,7 @@ def newest(rows: Iterable[dict]) -> list[dict]:
 
 
 def report(rows: Sequence[dict]) -> str:
-    """A table for each card, and what the figures mean and come from."""
+    """A table for each GPU, with the meaning and the source of the figures."""
     parts = []
     for machine, of_card in itertools.groupby(
         sorted(newest(rows), key=lambda row: row["machine"]), key=lambda row: row["machine"]
@@ -109,8 +108,10 @@ def report(rows: Sequence[dict]) -> str:
 
 
 def table(rows: Sequence[dict]) -> str:
-    """Markdown. A column for commits is there if they differ, one for XLA_FLAGS if there are
-    any."""
+    """The rows as a Markdown table.
+
+    It has a column for commits if they differ, and one for XLA_FLAGS if there are any.
+    """
     more = {
         "commit": len({row["commit"] for row in rows}) > 1,
         "flags": any(row["flags"] for row in rows),
@@ -183,8 +184,10 @@ def _figures(row: dict) -> list[str]:
 
 
 def _memory(row: dict) -> str:
-    """The device tells the most since the process began: if that was before the steps, they took no
-    more.
+    """Peak memory, and the predicted one.
+
+    The device reports the peak since the process started. If it was reached before the steps, it is
+    an upper bound of theirs.
     """
     peak, before, predicted = (
         row.get(name) or 0 for name in ("peak_bytes", "peak_before_steps_bytes", "predicted_bytes")
@@ -202,7 +205,7 @@ def _memory(row: dict) -> str:
 
 
 def peaks(rows: Iterable[dict]) -> list[str]:
-    """What MFU is a share of."""
+    """For each accelerator, the peak that MFU refers to."""
     kinds = dict.fromkeys(row["device"] for row in rows if "device" in row)
     known = [each for each in map(accelerator_of_kind, kinds) if each and each.dense_peak_flops]
     return [
@@ -213,7 +216,7 @@ def peaks(rows: Iterable[dict]) -> list[str]:
 
 
 def options(rows: Iterable[dict]) -> list[str]:
-    """XLA's options that ours were compiled with, and why, each once."""
+    """The XLA options of our cases and their reasons, each once."""
     values: dict[tuple[str, str], dict[str, None]] = {}
     for row in rows:
         for text, why, source in row.get("options", ()):
@@ -223,7 +226,7 @@ def options(rows: Iterable[dict]) -> list[str]:
 
 
 def provenance(rows: Iterable[dict]) -> str:
-    """When, of which commits and versions, with which commands the rows were measured."""
+    """The dates, commits, versions and commands of the rows."""
     rows = list(rows)
     return "\n".join(
         [

@@ -1,25 +1,26 @@
-"""Training steps on one GPU, ours beside what a user would run instead, in the same minutes on the
-same card.
+"""Training steps on one GPU: ours, and PyTorch's for the same models, measured in one session on
+the same GPU.
 
-    pip install -e '.[cuda13,huggingface]'                           or cuda12; torch and
-    transformers are for the others python benchmarks/gpu/run.py --out gpu.jsonl
-    every case that the time suffices for (8 minutes), and the table; called again, the cases that
-    are left python benchmarks/gpu/run.py --out gpu.jsonl --table             of what is in the file
-    python benchmarks/gpu/run.py --out options.jsonl --experiments   options of XLA's instead python
-    benchmarks/gpu/run.py --out smoke.jsonl --smoke           small ones on a CPU: that the script
-    works
+    pip install -e '.[cuda13,huggingface]'                           # or cuda12
+    python benchmarks/gpu/run.py --out gpu.jsonl                     # all cases, 8 minutes a call
+    python benchmarks/gpu/run.py --out gpu.jsonl --table             # only print the table
+    python benchmarks/gpu/run.py --out options.jsonl --experiments   # XLA options instead
+    python benchmarks/gpu/run.py --out smoke.jsonl --smoke           # small cases on a CPU
 
-Each case is a process of its own, so that it has the card's memory to itself and no other's
-failure; what a failed one said lies beside the file. A case is a plan of one device with random
-tokens, and runs as a user's would: with the share of memory that the project gives JAX, and
-XLA_FLAGS as they are; but a row of tokens is one document, which those of PyTorch are too, unless
-it says packed. Model FLOPs are those of optimus_jax/models/flops.py: 6 for each token and element
-of a matrix that it is multiplied by (not the embedding's rows), and the causal half of attention,
-for all alike; MFU is their share of the data sheet's dense bf16.
+The extra `huggingface` (torch and transformers) is for PyTorch's cases. A call measures as many
+cases as its time allows and prints the table; the next call measures the cases that are left.
 
-Figures of the same commit, card and XLA_FLAGS are not measured again, unless the commit is unknown
-(then --commit NAME says which) or something was changed since. Exit code 1: no case that was begun
-has figures; 2: there was nothing to begin.
+Each case runs in its own process, so that it has all of the GPU's memory and is not affected by the
+failure of another. The output of a failed case is written to a file beside --out. A case is a plan
+of one device with random tokens, and runs as a user's run would: with the share of memory that this
+project gives JAX, and the environment's XLA_FLAGS. A row of tokens is one document, in PyTorch too,
+unless the case says packed. Model FLOPs are counted alike for all (optimus_jax/models/flops.py): 6
+for each token and element of a matrix that it is multiplied by (not the embedding's rows), and the
+causal half of attention. MFU is their share of the data sheet's dense bf16 peak.
+
+Figures of the same commit, GPU and XLA_FLAGS are not measured again, unless files were changed or
+the commit is unknown (--commit NAME gives it). Exit code 1: no case that was started has figures;
+2: there was nothing to start.
 """
 
 import argparse
@@ -52,7 +53,7 @@ from optimus_jax.system.paths import path_argument
 
 HERE = Path(__file__).resolve().parent
 LONGEST_S = {"compile": 330.0}
-"""Of a case; torch.compile takes gpt2-xl's 48 layers one by one."""
+"""Time limit of a case. torch.compile compiles gpt2-xl's 48 layers one by one."""
 LONGEST_OTHER_S = 240.0
 LIKELY_S = {
     ("matmul", ""): 15,
@@ -63,14 +64,15 @@ LIKELY_S = {
     ("ours", "gpt2-xl"): 45,
     ("ours", "llama3-8b"): 45,
 }
-"""With less time left a case is not begun. Guesses: nobody has timed them."""
+"""A case is not started with less time left than this. The figures are guesses."""
 LIKELY_OTHER_S = 35
 LATE = "not done after"
 
 
 def measured(case: Case, left_s: float, complaints: Path, *, smoke: bool) -> dict:
-    """A row: figures, or why there are none; the whole of what a failed case said is added to
-    `complaints`.
+    """Measure a case. Returns its figures, or why there are none.
+
+    The output of a failed case is appended to the file `complaints`.
     """
     limit_s = min(LONGEST_S.get(case.who, LONGEST_OTHER_S), left_s)
     program = HERE / ("ours.py" if case.who in ("ours", "matmul") else "theirs.py")
@@ -85,7 +87,7 @@ def measured(case: Case, left_s: float, complaints: Path, *, smoke: bool) -> dic
             "TORCHINDUCTOR_CACHE_DIR": cache,
             **({} if smoke else {"JAX_PLATFORMS": "cuda"}),
         }
-        # what compiling takes is measured, of both from nothing
+        # compile time is measured without a cache, for both
         environment.pop("JAX_COMPILATION_CACHE_DIR", None)
         said, errors, why = _run(
             [sys.executable, str(program), as_argument(case), *["--smoke"] * smoke],
@@ -107,10 +109,10 @@ def measured(case: Case, left_s: float, complaints: Path, *, smoke: bool) -> dic
 def _run(
     command: Sequence[str], environment: dict[str, str], limit_s: float
 ) -> tuple[str, str, str]:
-    """Both outputs, and how it ended.
+    """Run a command. Returns its standard output, its standard error and how it ended.
 
-    A process that is late is ended with those that it started, which would hold the card and the
-    pipes.
+    After `limit_s` the whole process group is killed, because child processes would keep the GPU
+    and the pipes open.
     """
     process = subprocess.Popen(
         command,
@@ -132,8 +134,10 @@ def _run(
 
 
 def _figures(said: str) -> dict:
-    """The last line, of a process that may have hung or failed after it; {} if that are no
-    figures."""
+    """The figures in the last line of the output; {} if there are none.
+
+    The process may have hung or failed after printing them.
+    """
     try:
         found = json.loads(said.splitlines()[-1])
     except (IndexError, ValueError):
@@ -142,7 +146,7 @@ def _figures(said: str) -> dict:
 
 
 def _reason(errors: str) -> str:
-    lines = [line for line in errors.strip().splitlines() if line.strip()] or ["it said nothing"]
+    lines = [line for line in errors.strip().splitlines() if line.strip()] or ["no output"]
     told = [
         line
         for line in lines
@@ -156,15 +160,17 @@ def _reason(errors: str) -> str:
 def fill(
     out: Path, cases: Sequence[Case], limit_s: float, card: Card | None, about: dict[str, str]
 ) -> list[dict]:
-    """Measure the cases that fit and have no figures in `out` yet, while there is time, and add
-    them to it; each row tells `about` it. What was begun.
+    """Measure the cases that fit and have no figures in `out` yet, while there is time.
+
+    Every row is appended to `out`, together with `about`. Returns the rows of the cases that were
+    started.
     """
     print(about["machine"], flush=True)
     out.parent.mkdir(parents=True, exist_ok=True)
     if card is not None and not is_known(about["commit"]):
         print(
-            f"commit {about['commit'] or 'unknown'}: called again, all is measured again; say which"
-            " code this is by --commit NAME",
+            f"commit {about['commit'] or 'unknown'}: the next call measures everything again; name"
+            " the code with --commit NAME",
             flush=True,
         )
     done, begun, until = rows_of(out), [], time.perf_counter() + limit_s
@@ -202,37 +208,37 @@ def main() -> int:
         "--out",
         type=path_argument,
         default=Path("gpu.jsonl"),
-        help="JSON Lines, added to (default: gpu.jsonl)",
+        help="JSON Lines, appended to (default: gpu.jsonl)",
     )
     parser.add_argument(
-        "--limit-s", type=float, default=460.0, help="for all cases together (default: 460)"
+        "--limit-s", type=float, default=460.0, help="seconds for all cases together (default: 460)"
     )
     parser.add_argument(
         "--only",
         default="",
         metavar="TEXT",
         help=(
-            "cases that contain this, as in 'ours gpt2-xl 16 x 1024' (who: ours, eager, compile,"
-            " matmul)"
+            "only cases whose line contains this, such as 'ours gpt2-xl 16 x 1024'; a line begins"
+            " with ours, eager, compile or matmul"
         ),
     )
     parser.add_argument(
         "--commit",
         default=commit_here(),
         help=(
-            "of this project, for the rows; those of another one are measured again (default: what"
-            " git says)"
+            "commit of this project, for the rows; rows of another commit are measured again"
+            " (default: from git)"
         ),
     )
-    parser.add_argument("--table", action="store_true", help="only print what is in the file")
+    parser.add_argument("--table", action="store_true", help="only print the table")
     parser.add_argument(
-        "--experiments", action="store_true", help="one case under several of XLA's options"
+        "--experiments", action="store_true", help="measure one case under several XLA options"
     )
     parser.add_argument(
-        "--smoke", action="store_true", help="small cases for a machine without a GPU"
+        "--smoke", action="store_true", help="run small cases on a machine without a GPU"
     )
     args = parser.parse_args()
-    # an exception, so that a case does not go on holding the card
+    # SIGTERM raises an exception, so that the case is killed and releases the GPU
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     begun = []
     if not args.table:
@@ -240,7 +246,7 @@ def main() -> int:
         if card is None and not args.smoke:
             print(
                 "error: nvidia-smi shows no GPU, and on a CPU these cases would take days; --smoke"
-                " has small ones",
+                " runs small cases",
                 file=sys.stderr,
             )
             return 2

@@ -1,11 +1,11 @@
-"""One case under PyTorch: python theirs.py CASE, which prints a line of JSON. Started by run.py.
+"""Measures one case in PyTorch. Prints a line of JSON. run.py starts it as `python theirs.py CASE`.
 
-transformers' GPT-2 or Llama of the same sizes, float32 weights under bf16 autocast (or weights,
-gradients and moments all in bf16, where a case says so), SDPA, fused AdamW, gradients clipped as
-ours are: what somebody would write who wants it fast and plain. Two things they would have to know
-are done for them: SDPA is told that attention is causal and given no mask (under torch.compile
-transformers 5 makes one of [batch, 1, length, length], which flash attention cannot take), and the
-vocabulary is a multiple of 128, as ours is.
+The model is transformers' GPT-2 or Llama of the same sizes, with float32 weights under bf16
+autocast (or weights, gradients and moments all in bf16, if the case says so), SDPA, fused AdamW,
+and gradients clipped like ours: what a user would write for simple, fast training. Two things that
+a user might not know are done as well. SDPA gets `is_causal` and no mask: under torch.compile
+transformers 5 makes a mask of [batch, 1, length, length], which flash attention does not support.
+And the vocabulary is padded to a multiple of 128, like ours.
 """
 
 import itertools
@@ -34,14 +34,14 @@ from optimus_jax.config.presets import model_preset
 from optimus_jax.models.flops import step_flops
 
 UNMASKED = "sdpa_without_masks"
-"""A name for which transformers knows no way to make masks, and so makes none."""
+"""Name of an attention implementation for which transformers makes no masks."""
 ATTENTION = {"cudnn": "cudnn", "flash": "flash_(fwd|bwd)", "efficient": "fmha_cutlass"}
-"""Of the name of a kernel that SDPA runs, what tells whose it is; the first counts, for cuDNN has
-`flash` in its names too."""
+"""Kinds of attention -> pattern of the names of SDPA's kernels. The first match counts, because
+cuDNN's names contain `flash` too."""
 
 
 def model_of(case: Case) -> torch.nn.Module:
-    """Born on the device, with weights as transformers draws them."""
+    """The model, created on the device, with transformers' own initial weights."""
     sizes = model_preset(case.model)
     AttentionInterface.register(UNMASKED, sdpa_attention_forward)
     vocab_size = -(-sizes.vocab_size // 128) * 128
@@ -86,7 +86,7 @@ def model_of(case: Case) -> torch.nn.Module:
 
 
 def train(case: Case, *, smoke: bool) -> dict:
-    """Steps on one device, which is a GPU unless a CPU will do."""
+    """Train on one device, and return the figures. Exits without a GPU, unless `smoke`."""
     on_gpu = torch.cuda.is_available()
     if not on_gpu and not smoke:
         raise SystemExit(
@@ -100,7 +100,7 @@ def train(case: Case, *, smoke: bool) -> dict:
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=on_gpu
     )
-    # about as ours
+    # about like our warmup
     warm_up = torch.optim.lr_scheduler.LinearLR(
         optimizer, 1 / (WARMUP + STEPS), total_iters=WARMUP + STEPS
     )
@@ -147,7 +147,7 @@ def train(case: Case, *, smoke: bool) -> dict:
             if case.who == "compile"
             else None
         ),
-        # each of them waits for the device
+        # each retry waits for the device
         "allocation_retries": (
             torch.cuda.memory_stats().get("num_alloc_retries") if on_gpu else None
         ),
@@ -162,19 +162,18 @@ def train(case: Case, *, smoke: bool) -> dict:
 
 
 def attention_of(step: Callable[[], torch.Tensor]) -> str:
-    """Which of SDPA's kernels a step runs, by the names that the profiler sees."""
+    """The SDPA kernels that a step runs, by the names that the profiler reports."""
     try:
         with profile(activities=[ProfilerActivity.CUDA]) as seen:
             step()
             torch.cuda.synchronize()
         return whose([event.key for event in seen.key_averages()])
-    except RuntimeError as error:  # what was measured before stays
+    except RuntimeError as error:  # keep what was measured before
         return f"not known: {(str(error).splitlines() or [''])[0]}"
 
 
 def whose(kernels: Collection[str]) -> str:
-    """The kinds of attention among kernels, by name; `math` if none of them is known for
-    another."""
+    """The kinds of attention among these kernel names; `math` if no name matches."""
     if not kernels:
         return "not known: the profiler saw no kernels"
     found = {
@@ -185,8 +184,9 @@ def whose(kernels: Collection[str]) -> str:
 
 
 def timed(step: Callable[[], torch.Tensor], on_gpu: bool) -> tuple[list[float], float]:
-    """Seconds of each step, on the device's own clock where it has one, so that nobody waits in
-    between.
+    """Seconds of each step, and the last loss.
+
+    A GPU's steps are timed by its own events, so that the host does not wait between them.
     """
     for _ in range(WARMUP):
         step()

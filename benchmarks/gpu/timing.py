@@ -1,4 +1,4 @@
-"""How long a small program takes on a device."""
+"""Time of a small program on a device."""
 
 import statistics
 import time
@@ -11,10 +11,10 @@ ROUNDS, IN_A_ROW = 5, 20
 
 
 def seconds(run: Callable[[], Any]) -> float:
-    """Of one run, the median of several rounds.
+    """Seconds of one run: the median of several rounds.
 
-    A round's runs are asked for one after the other and waited for once, so that launching one is
-    hidden behind the one before.
+    A round dispatches its runs one after the other and waits once, so that the launch of a run
+    overlaps with the run before it.
     """
     jax.block_until_ready(run())
     rounds = []

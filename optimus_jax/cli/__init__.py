@@ -1,1 +1,1 @@
-"""Commands: `optimus train`, `optimus plan` and the others."""
+"""The commands of `optimus`, one module each: `optimus train`, `optimus plan` and so on."""

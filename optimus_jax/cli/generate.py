@@ -1,4 +1,4 @@
-"""Go on with a text by a trained model.
+"""`optimus generate`: generate text with a trained model.
 
 `optimus generate --run runs/NAME --prompt "def main("`
 """
@@ -18,61 +18,70 @@ WORDS = {
     "top_k": "topk",
     "top_p": "topp",
 }
-"""What its flags are called elsewhere."""
+"""Aliases: what other programs call these flags."""
 
 
 def parser() -> Parser:
-    """Every flag."""
-    flags = Parser(description="Go on with a text by a trained model.", words=WORDS)
+    """The parser of this command's flags."""
+    flags = Parser(
+        description="Generate text with a trained model: it continues a prompt.", words=WORDS
+    )
     flags.add_argument("--run", metavar="DIR", required=True, help="directory or URL of a run")
     flags.add_argument(
         "--prompt",
         metavar="TEXT",
         required=True,
-        help="what to go on from; printed before what is made",
+        help="text to continue; printed before the generated text",
     )
     flags.add_argument(
         "--max-new-tokens",
         metavar="N",
         type=int,
         default=200,
-        help="most tokens to make (default: %(default)s)",
+        help="most tokens to generate (default: %(default)s)",
     )
     flags.add_argument(
         "--temperature",
         metavar="X",
         type=float,
         default=1.0,
-        help="divides the logits; 0: likeliest token (default: %(default)s)",
+        help="divides the logits; 0: always the likeliest token (default: %(default)s)",
     )
     flags.add_argument(
-        "--top-k", metavar="N", type=int, help="draw from the N likeliest tokens (default: all)"
+        "--top-k", metavar="N", type=int, help="sample from the N likeliest tokens (default: all)"
     )
     flags.add_argument(
         "--top-p",
         metavar="X",
         type=float,
         default=1.0,
-        help="draw from the likeliest of this share (default: %(default)s)",
+        help="sample from the likeliest tokens up to this total probability (default: %(default)s)",
     )
     flags.add_argument(
-        "--seed", metavar="N", type=int, default=0, help="of all draws (default: %(default)s)"
+        "--seed",
+        metavar="N",
+        type=int,
+        default=0,
+        help="seed of the sampling (default: %(default)s)",
     )
     flags.add_argument(
-        "--step", metavar="N", type=int, help="checkpoint to load (default: the newest good one)"
+        "--step",
+        metavar="N",
+        type=int,
+        help="step of the checkpoint to load (default: the newest good one)",
     )
     flags.add_argument(
         "--num-samples",
         metavar="N",
         type=int,
         default=1,
-        help="texts to make, side by side (default: %(default)s)",
+        help="texts to generate at once (default: %(default)s)",
     )
     flags.add_argument(
         "--past-trained-length",
         action="store_true",
         help=(
-            "go past the longest text that the model was trained on, though learned positions there"
+            "allow more tokens than the longest sequence of training; learned positions beyond it"
             " are noise"
         ),
     )
@@ -80,7 +89,7 @@ def parser() -> Parser:
 
 
 def show(prompt: str, pieces: Iterator[list[str]]) -> None:
-    """Print the first sample as it is made, those made beside it afterwards."""
+    """Print the first sample while it is generated, and the other samples afterwards."""
     print(prompt, end="", flush=True)
     others = []
     for first, *rest in pieces:
@@ -92,13 +101,13 @@ def show(prompt: str, pieces: Iterator[list[str]]) -> None:
 
 
 def note(text: str) -> None:
-    """What is not part of the texts."""
+    """Print a message on standard error, apart from the generated text."""
     print(text, file=sys.stderr)
 
 
 def main() -> None:
     given = parser().read()
-    import_jax()  # after parsing: --help need not wait for it
+    import_jax()  # after parsing, so that --help does not wait for JAX
     from optimus_jax.inference.generation import load_text_model
 
     model = load_text_model(given["run"], given["step"], warn=note)

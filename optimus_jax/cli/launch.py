@@ -1,4 +1,4 @@
-"""Run a script or a command as several processes on this machine.
+"""`optimus launch`: run a script or a command as several processes on this machine.
 
 `optimus launch --processes 2 --cpu-devices 4 -- train --model gpt2-nano`
 """
@@ -17,47 +17,49 @@ from optimus_jax.system.paths import local_path
 from optimus_jax.system.resilient_io import ignoring_write_errors, open_closed_streams
 
 WORDS = {"processes": "nproc_per_node nproc num_processes n np num_procs"}
-"""What its flags are called elsewhere."""
+"""Aliases: what other programs call these flags."""
 
 
 def parser() -> Parser:
-    """Every flag; what is started stands after `--`."""
+    """The parser of this command's flags. The script and its own flags follow `--`."""
     flags = Parser(
         usage="%(prog)s --processes N [flags] -- SCRIPT [flags of the script]",
         words=WORDS,
         description=(
-            "Run a Python script as several processes of one run on this machine. Ends when all"
-            " have ended, with 0 or the exit code of the first that failed; SIGINT, SIGTERM and"
-            " SIGUSR1 are passed on to all, and a terminal that closes as SIGTERM."
+            "Run a Python script as several processes of one run on this machine. The exit code is"
+            " 0, or that of the first process that failed. SIGINT, SIGTERM and SIGUSR1 are"
+            " forwarded to all processes; if the terminal closes, they receive SIGTERM."
         ),
     )
-    flags.add_argument("--processes", type=int, required=True, metavar="N", help="how many")
+    flags.add_argument(
+        "--processes", type=int, required=True, metavar="N", help="number of processes"
+    )
     flags.add_argument(
         "--cpu-devices",
         type=int,
         metavar="N",
-        help=(
-            "passed on to the script: virtual CPU devices of each process (default: not passed on)"
-        ),
+        help=("virtual CPU devices of each process; passed to the script (default: not passed)"),
     )
     flags.add_argument(
         "--grace",
         type=float,
         default=20.0,
         metavar="S",
-        help="seconds the others may take to end when one has failed (default: 20)",
+        help="seconds that the other processes get to end after one has failed (default: 20)",
     )
-    flags.add_argument("script", metavar="SCRIPT", help="a path, or a command such as train")
-    flags.add_argument("arguments", nargs=REMAINDER, metavar="...", help="its flags")
+    flags.add_argument(
+        "script", metavar="SCRIPT", help="path of a script, or a command such as train"
+    )
+    flags.add_argument("arguments", nargs=REMAINDER, metavar="...", help="flags of the script")
     return flags
 
 
 def command(given: dict[str, Any]) -> list[str]:
-    """What each process runs. Raises ConfigError for what cannot be run."""
+    """The command line of each process. Raises ConfigError if it cannot be run."""
     if given["processes"] < 1 or not 0 <= given["grace"] < math.inf:
         raise ConfigError(
             explain(
-                "there is at least one process, and no negative time",
+                "--processes must be at least 1, and --grace must not be negative",
                 given=f"--processes {given['processes']} --grace {given['grace']:g}",
                 do="give --processes 1 or more, --grace 0 or more",
             )
@@ -80,7 +82,7 @@ def command(given: dict[str, Any]) -> list[str]:
 
 
 def main() -> int:
-    """Exit code: that of the processes, or 2 for the user's error."""
+    """Returns the exit code: that of the processes, or 2 for a user error."""
     open_closed_streams()
     replace_unencodable_characters()
     sys.stdout, sys.stderr = ignoring_write_errors(sys.stdout), ignoring_write_errors(sys.stderr)

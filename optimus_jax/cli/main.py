@@ -1,4 +1,4 @@
-"""`optimus COMMAND`: imports the command and runs it."""
+"""`optimus COMMAND`: import the command's module and run it."""
 
 import sys
 from importlib import import_module
@@ -8,34 +8,35 @@ from optimus_jax.faults.stopping import exit_on_signal
 from optimus_jax.version import VERSION
 
 COMMANDS = {
-    "train": "train a model, or go on with a run",
+    "train": "train a model, or resume a run",
     "plan": "rank the layouts of a model on a cluster",
-    "generate": "go on with a text by a trained model",
+    "generate": "generate text with a trained model",
     "report": "write one HTML page about a run",
     "launch": "run a command as several processes on this machine",
     "tokenize": "tokenize text files into one .bin file",
-    "profile": "count what a model and a data set consist of",
+    "profile": "count a model's parameters and FLOPs, and describe a data set",
     "schedule": "show a pipeline schedule, and write its table",
     "simulate": "try the controller on a simulated cluster",
 }
 HANDLES_ITS_ERRORS = ("train", "launch")
-"""Commands whose `main` returns the exit code of any error."""
+"""Commands that catch their own errors: their `main` returns the exit code."""
 
 
 def main(command: str | None = None) -> int:
-    """Run a command on the arguments of this process.
+    """Run a command with the arguments of this process.
 
     Args:
       command: one of COMMANDS; None: the first argument names it.
     Returns:
-      Its exit code.
+      The exit code of the command.
     """
     if command is None and sys.argv[1:2] and sys.argv[1] in COMMANDS:
         command = sys.argv.pop(1)
-        sys.argv[0] = f"optimus {command}"  # what --help shows
+        sys.argv[0] = f"optimus {command}"  # the program name that --help shows
     if command == "train":
         exit_on_signal()
-    # These take a while, and from here on a signal ends `train` with one line.
+    # This import takes a while, so it follows exit_on_signal: a signal now ends `train` with one
+    # line instead of a traceback.
     from optimus_jax.run.command_line import run
 
     if command is None:
@@ -45,7 +46,7 @@ def main(command: str | None = None) -> int:
 
 
 def _no_command(arguments: list[str]) -> int:
-    """Help, the version, or an error. Raises ConfigError for a name that is no command."""
+    """Print the help or the version. Raises ConfigError if the first argument is no command."""
     if arguments == ["--version"]:
         print(f"optimus_jax {VERSION}")
         return 0
@@ -53,7 +54,7 @@ def _no_command(arguments: list[str]) -> int:
         print("usage: optimus COMMAND [flags]\n")
         for name, meaning in COMMANDS.items():
             print(f"  {name:<10}{meaning}")
-        print("\n`optimus COMMAND --help` shows a command's flags.")
+        print("\n`optimus COMMAND --help` shows the flags of a command.")
         return 0
     raise ConfigError(
         explain(

@@ -1,4 +1,4 @@
-"""Rank the layouts of a model on a cluster.
+"""`optimus plan`: rank the layouts of a model on a cluster.
 
 `optimus plan --model llama3-8b --cluster h100:8x8`
 """
@@ -20,8 +20,9 @@ if TYPE_CHECKING:
     from optimus_jax.planning.local_cluster import LocalCluster
 
 WIDE = 160
-"""Columns of a table that goes into a file."""
+"""Width of a table, in columns, if the output is not a terminal."""
 HERE = "here"
+"""Value of --cluster for this machine's devices, which are measured."""
 SAID_BY_FLAGS = (
     "parallel.mesh",
     "parallel.microbatches",
@@ -37,17 +38,18 @@ SAID_BY_FLAGS = (
     "data.global_batch",
     "data.phases",
 )
-"""Settings that a plan's own flags give."""
+"""Settings that the "train with:" line gives by flags of their own, without `--set`."""
 
 
 def parser() -> Parser:
-    """Every flag; only those given on the command line appear in the parsed result, but for the
-    first few.
+    """The parser of this command's flags.
+
+    A flag without a default is in the parsed result only if it was given.
     """
     flags = Parser(
         description=(
-            "Rank all layouts of a model on a cluster, which need not be there. Times and bytes are"
-            " predictions."
+            "Rank all layouts of a model on a cluster, without access to that cluster. Times and"
+            " bytes are predictions."
         ),
         argument_default=SUPPRESS,
         words={"top": "top_k num_plans", "cluster": "hardware topology"},
@@ -58,7 +60,7 @@ def parser() -> Parser:
         metavar="NAME:HOSTSxDEVICES",
         default=HERE,
         help=(
-            "such as h100:8x8, or a100:4 for one host (default: the devices that are here, measured"
+            "such as h100:8x8, or a100:4 for one host (default: this machine's devices, measured"
             " once)"
         ),
     )
@@ -66,25 +68,27 @@ def parser() -> Parser:
         "--without",
         type=int,
         metavar="N",
-        help="plan without N of its hosts, or of its devices if it is one host",
+        help="plan for N hosts less, or for N devices less if the cluster is one host",
     )
     flags.add_argument(
         "--link",
         action="append",
         default=[],
         metavar="NAME=SPEED",
-        help="another speed: intra_host=300GB/s, inter_host=400Gb/s,5us or host=50GB/s",
+        help="speed of a link: intra_host=300GB/s, inter_host=400Gb/s,5us or host=50GB/s",
     )
     flags.add_argument(
         "--seq-len", metavar="N", help="tokens per example (default: the model's, at most 1024)"
     )
     flags.add_argument(
-        "--global-batch", metavar="N", help="examples per step, all devices (default: 8 for each)"
+        "--global-batch",
+        metavar="N",
+        help="examples per step over all devices (default: 8 per device)",
     )
     flags.add_argument(
         "--phases",
         metavar="LIST",
-        help="other batches later, as scripts/train.py has them: what plan 1 becomes in each",
+        help="later batches, as for train: show what plan 1 becomes in each phase",
     )
     flags.add_argument(
         "--precision",
@@ -92,18 +96,20 @@ def parser() -> Parser:
         help="f32, bf16, f16 (default: bf16, f16 on GPUs without it, f32 on a CPU)",
     )
     flags.add_argument(
-        "--mesh", metavar="SIZES", help="only this one: data=2,pipe=4 (default: all)"
+        "--mesh", metavar="SIZES", help="only this mesh: data=2,pipe=4 (default: all)"
     )
     flags.add_argument(
-        "--schedule", metavar="NAME", help="only this one (default: 1f1b and interleaved)"
+        "--schedule", metavar="NAME", help="only this schedule (default: 1f1b and interleaved)"
     )
     flags.add_argument(
         "--microbatches", metavar="N", help="only this number (default: all that divide the batch)"
     )
     flags.add_argument(
-        "--remat", metavar="NAME", help="only this one (default: the least recomputing that fits)"
+        "--remat",
+        metavar="NAME",
+        help="only this policy (default: the least recomputing that fits)",
     )
-    flags.add_argument("--zero", metavar="N", help="only this stage (default: all)")
+    flags.add_argument("--zero", metavar="N", help="only this ZeRO stage (default: all)")
     flags.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE", help="any other setting of a run"
     )
@@ -114,13 +120,13 @@ def parser() -> Parser:
         "--explain",
         type=int,
         metavar="RANK",
-        help="show what the time and memory of this plan consist of",
+        help="show the terms of this plan's time and memory",
     )
     flags.add_argument(
         "--rejected",
         action="store_true",
         default=False,
-        help="list what is not legal or does not fit, and why",
+        help="list the layouts that are not legal or do not fit, and why",
     )
     flags.add_argument(
         "--compile",
@@ -132,10 +138,10 @@ def parser() -> Parser:
         "--profile",
         action="store_true",
         default=False,
-        help="measure the devices that are here again",
+        help="measure this machine's devices again",
     )
     flags.add_argument(
-        "--cpu-devices", metavar="N", type=int, default=None, help="virtual devices of a CPU"
+        "--cpu-devices", metavar="N", type=int, default=None, help="number of virtual CPU devices"
     )
     flags.add_argument(
         "--json", action="store_true", default=False, help="print JSON, best plan first"
@@ -144,13 +150,13 @@ def parser() -> Parser:
 
 
 def overrides(given: dict) -> dict:
-    """Settings from parsed flags, by their dotted names."""
+    """The settings that the parsed flags give, by dotted name."""
     return settings(given, leave=("cpu_devices",))
 
 
 def find(given: dict) -> "PlanSearch":
-    """Search as the flags say."""
-    # After parsing: --help need not wait for JAX.
+    """Search for plans as the flags say."""
+    # After parsing, so that --help does not wait for JAX.
     import_jax()
     from optimus_jax.planning.api import search_plans
 
@@ -180,7 +186,7 @@ def find(given: dict) -> "PlanSearch":
         if "without" in given:
             raise ConfigError(
                 explain(
-                    "devices that are here are left out where the run starts",
+                    "--without needs a named cluster",
                     given=f"--without {given['without']}",
                     do=(
                         "name a cluster with --cluster, or hide devices: --cpu-devices N,"
@@ -195,7 +201,7 @@ def find(given: dict) -> "PlanSearch":
     if given["profile"] or given["cpu_devices"] is not None:
         raise ConfigError(
             explain(
-                "only devices that are here can be measured",
+                "only this machine's devices can be measured",
                 given=f"--cluster {given['cluster']}",
                 do="leave out --cluster, or --profile and --cpu-devices",
             )
@@ -204,7 +210,7 @@ def find(given: dict) -> "PlanSearch":
 
 
 def measured_here(given: dict) -> "LocalCluster":
-    """The cluster that is here and how fast it is."""
+    """This machine's devices as a cluster, with their measured rates."""
     from optimus_jax.devices.backend import unexpected_cpu_warning
     from optimus_jax.devices.cpu import use_cpu_devices
     from optimus_jax.mesh.build import discover
@@ -216,7 +222,7 @@ def measured_here(given: dict) -> "LocalCluster":
         if given["cpu_devices"] < 1:
             raise ConfigError(
                 explain(
-                    "there is at least one device",
+                    "--cpu-devices must be at least 1",
                     given=f"--cpu-devices {given['cpu_devices']}",
                     do="give 1 or more",
                 )
@@ -225,7 +231,7 @@ def measured_here(given: dict) -> "LocalCluster":
     topology = discover()
     if (warning := unexpected_cpu_warning()) is not None:
         print(warning, file=sys.stderr, flush=True)
-    # what is wrong is said before minutes of measuring
+    # report a wrong setting before minutes of measuring
     config_for(given["model"], Cluster.of(topology).with_links(given["link"]), overrides(given))
     return measure_devices(
         topology, refresh=given["profile"], progress=show_progress if sys.stderr.isatty() else None
@@ -233,7 +239,7 @@ def measured_here(given: dict) -> "LocalCluster":
 
 
 def show_progress(text: str, share: float) -> None:
-    """One line on the terminal, written over."""
+    """Show the progress of measuring on one line of the terminal, which is overwritten."""
     print(
         f"\r\x1b[Kmeasuring this machine: {share:4.0%} {text}"[:100],
         end="" if share < 1 else "\n",
@@ -243,12 +249,12 @@ def show_progress(text: str, share: float) -> None:
 
 
 def show_pricing(text: str) -> None:
-    """Likewise; the next thing that is printed begins over it."""
+    """Show the progress of the search on one line, which the next output overwrites."""
     print(f"\r\x1b[K{text}"[:100], end="\r", file=sys.stderr, flush=True)
 
 
 def compiled(found: "PlanSearch") -> "list[CompileReport | None]":
-    """A report for each plan; None where compiling was not asked for."""
+    """Compile every plan that was found. Returns a report for each."""
     from optimus_jax.planning.ahead_of_time.compile_check import check
 
     reports: list[CompileReport | None] = []
@@ -259,7 +265,7 @@ def compiled(found: "PlanSearch") -> "list[CompileReport | None]":
 
 
 def show(given: dict, found: "PlanSearch", reports: "Sequence[CompileReport | None]") -> None:
-    """The ranking as a table, and what it is a ranking of."""
+    """Print the ranking as a table, with the model, batch and cluster that it is for."""
     from rich.console import Console
     from rich.table import Table
 
@@ -329,7 +335,7 @@ def show(given: dict, found: "PlanSearch", reports: "Sequence[CompileReport | No
     )
     device += f" --phases {','.join(map(str, config.data.phases))}" if config.data.phases else ""
     said = flags(best.plan)
-    # what is fixed is fixed in every phase
+    # the flags of plan 1 would fix its layout in every phase
     if any(later.plan != best.plan for later in found.later):
         from optimus_jax.config.request import typed
 
@@ -339,8 +345,8 @@ def show(given: dict, found: "PlanSearch", reports: "Sequence[CompileReport | No
             if name in SAID_BY_FLAGS and name.startswith("parallel.")
         }
         console.print(
-            "later phases need another layout than plan 1, so the run is left to choose what was"
-            " not given:",
+            "later phases need a layout other than plan 1, so the run chooses the settings that"
+            " were not given:",
             highlight=False,
         )
         said = typed({"parallel.mesh": "auto"} | layout)
@@ -358,7 +364,7 @@ def show(given: dict, found: "PlanSearch", reports: "Sequence[CompileReport | No
 
 
 def show_divisibility(found: "PlanSearch") -> None:
-    """What was lost with devices that are left out, and which numbers near those given divide
+    """Print what the devices left out cost, and nearby batch sizes and device counts that divide
     better.
     """
     said, batch = found.divisibility, found.config.data.global_batch
@@ -381,7 +387,7 @@ def show_divisibility(found: "PlanSearch") -> None:
 
 
 def cells(ranked: "RankedPlan") -> list[str]:
-    """A row of the table."""
+    """The cells of a plan's row in the table."""
     from optimus_jax.planning.search.explain import seconds, whole_over_tensor
 
     plan, prediction = ranked.plan, ranked.prediction
@@ -416,7 +422,7 @@ def cells(ranked: "RankedPlan") -> list[str]:
 
 
 def show_terms(ranked: "RankedPlan") -> None:
-    """What a plan's time and memory consist of."""
+    """Print the terms of a plan's time and memory."""
     import dataclasses
 
     from rich.console import Console
@@ -441,7 +447,7 @@ def show_terms(ranked: "RankedPlan") -> None:
     memory = Table("memory of a device", "")
     for name, num_bytes in dataclasses.asdict(ranked.memory).items():
         memory.add_row(name, gib(num_bytes))
-    memory.add_row("together", gib(ranked.memory_bytes))
+    memory.add_row("total", gib(ranked.memory_bytes))
     console.print(memory)
 
 
@@ -451,7 +457,7 @@ def main() -> None:
     if given.get("explain", 1) > len(found.plans):
         raise ConfigError(
             explain(
-                "there are not so many plans",
+                "there is no plan of this rank",
                 given=f"--explain {given['explain']}, {len(found.plans)} found",
                 do=f"give a rank from 1 to {len(found.plans)}",
             )
@@ -481,5 +487,5 @@ def main() -> None:
             print(f"not {rejection.layouts}: {rejection.reason}")
         print(
             f"of the {found.num_priced} legal layouts, those slower than the plans above were not"
-            " asked whether they fit"
+            " checked for memory"
         )

@@ -1,4 +1,4 @@
-"""What a model and a data set consist of.
+"""`optimus profile`: count a model's parameters and FLOPs, and describe a data set.
 
 `optimus profile --model llama3-8b --data 'corpus/*.txt'`
 """
@@ -11,12 +11,12 @@ from optimus_jax.system.environment import import_jax
 
 
 def parser() -> Parser:
-    """Every flag."""
+    """The parser of this command's flags."""
     flags = Parser(
         description=(
-            "Count what a model's step consists of (parameters, FLOPs, activations by kind of"
-            " layer), and what a data set holds (documents, packing, batches that make sense)."
-            " Needs no accelerator."
+            "Count the parameters, FLOPs and activations of a model's step, by kind of layer, and"
+            " describe a data set: its documents, packing and reasonable batch sizes. Needs no"
+            " accelerator."
         )
     )
     flags.add_argument("--model", metavar="NAME", required=True, help=", ".join(PRESETS))
@@ -33,7 +33,7 @@ def parser() -> Parser:
         "--seq-len", metavar="N", help="tokens per example (default: the model's, at most 1024)"
     )
     flags.add_argument("--global-batch", metavar="N", help="examples per step (default: 16)")
-    flags.add_argument("--steps", metavar="N", help="of the run (default: 300)")
+    flags.add_argument("--steps", metavar="N", help="steps of the run (default: 300)")
     flags.add_argument("--precision", metavar="NAME", help="f32, bf16, f16 (default: f32)")
     flags.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE", help="any other setting of a run"
@@ -44,7 +44,7 @@ def parser() -> Parser:
 
 def main() -> None:
     given = parser().read()
-    # After parsing: --help need not wait for JAX.
+    # After parsing, so that --help does not wait for JAX.
     import_jax()
     from optimus_jax.config.request import make_config
     from optimus_jax.data.dataset import load_data

@@ -1,4 +1,4 @@
-"""Write one HTML page about a run, ended or under way.
+"""`optimus report`: write one HTML page about a run, which may still be running.
 
 `optimus report runs/gpt2-nano-20260801-120000`
 """
@@ -14,15 +14,16 @@ from optimus_jax.run.stored_run import run_to_read
 from optimus_jax.system.paths import local_path, user_path
 
 PAGE = "report.html"
+"""Default name of the page."""
 
 
 def parser() -> Parser:
-    """Every flag."""
+    """The parser of this command's flags."""
     flags = Parser(
         description=(
             "Write one self-contained HTML page about a run: loss, step time and plans, decisions"
             " and their reasons, predictions against measurements, memory, switches. The run may"
-            " still be under way."
+            " still be running."
         ),
         words={"run_dir": "run_dir run dir", "out": "output output_file"},
     )
@@ -33,19 +34,18 @@ def parser() -> Parser:
         "--out",
         metavar="FILE.html",
         help=(
-            f"where to write the page; one that is there is replaced (default: RUN_DIR/{PAGE}, for"
-            f" a URL ./{PAGE})"
+            f"file to write, replaced if it exists (default: RUN_DIR/{PAGE}; for a URL ./{PAGE})"
         ),
     )
     return flags
 
 
 def write_page(run_dir: Path, out: Path) -> None:
-    """Write the report of a run, whole or not at all: somebody may have the page open."""
+    """Write the report of a run atomically, because a reader may have the page open."""
     if out.suffix not in (".html", ".htm"):
         raise ConfigError(
             explain(
-                "the name of a page ends in .html",
+                "the name of a page must end in .html",
                 given=f"--out {out}",
                 do=f"use --out {out.with_suffix('.html')}",
             )
@@ -66,14 +66,14 @@ def write_page(run_dir: Path, out: Path) -> None:
 
 
 def note(text: str) -> None:
-    """What is under way."""
+    """Print a progress message on standard error."""
     print(text, file=sys.stderr)
 
 
 def main() -> None:
     given = parser().read()
     run_dir = user_path(given["run_dir"], what="RUN_DIR")
-    # a page about a run in a store is written here
+    # the page of a run in a store goes into the current directory
     home = run_dir if isinstance(run_dir, Path) else Path()
     out = home / PAGE if given["out"] is None else local_path(given["out"], what="--out")
     write_page(run_to_read(given["run_dir"], what="RUN_DIR", checkpoint="none", say=note), out)

@@ -1,4 +1,4 @@
-"""Show a pipeline schedule, and write its table.
+"""`optimus schedule`: show a pipeline schedule, and write its table.
 
 `optimus schedule --schedule 1f1b --stages 4 --microbatches 8`
 """
@@ -17,13 +17,16 @@ from optimus_jax.system.environment import import_jax
 from optimus_jax.system.paths import local_path
 
 DESCRIBING = ("schedule", "stages", "microbatches", "repeats", "slack")
-"""Flags that say which schedule is meant."""
+"""Flags that choose the schedule."""
 
 
 def parser() -> Parser:
-    """Every flag."""
+    """The parser of this command's flags."""
     flags = Parser(
-        description="Show a pipeline schedule as a chart, with what it costs, and write its table.",
+        description=(
+            "Show a pipeline schedule as a chart, with its bubble and its buffers, and write its"
+            " table."
+        ),
         argument_default=SUPPRESS,
         words={
             "stages": (
@@ -33,26 +36,28 @@ def parser() -> Parser:
         },
     )
     flags.add_argument("--schedule", metavar="NAME", help=", ".join(SCHEDULES) + " (default: 1f1b)")
-    flags.add_argument("--stages", metavar="N", type=int, help="devices along pipe")
+    flags.add_argument("--stages", metavar="N", type=int, help="devices along mesh axis pipe")
     flags.add_argument("--microbatches", metavar="N", type=int, help="microbatches of a step")
     flags.add_argument(
         "--repeats",
         metavar="N",
         type=int,
-        help="interleaved: visits of a microbatch to each device (default: that of a run)",
+        help="interleaved: visits of a microbatch to each device (default: as in a run)",
     )
-    flags.add_argument("--slack", action="store_true", help="a tick between sending and use")
+    flags.add_argument(
+        "--slack", action="store_true", help="leave one tick between sending and use"
+    )
     flags.add_argument(
         "--table",
         metavar="FILE.json",
-        help="show the table in a file instead of a schedule by name",
+        help="show the schedule whose table is in this file",
     )
     flags.add_argument(
         "--json",
         metavar="FILE.json",
-        help="write the table, to change it and train with --schedule FILE.json",
+        help="write the table, to edit it and train with --schedule FILE.json",
     )
-    flags.add_argument("--picture", metavar="FILE.svg", help="draw it; .png or .svg")
+    flags.add_argument("--picture", metavar="FILE.svg", help="draw the chart; .png or .svg")
     return flags
 
 
@@ -63,7 +68,7 @@ def schedule_of(given: dict) -> Schedule:
         if describing:
             raise ConfigError(
                 explain(
-                    "a table says itself which schedule it is",
+                    "--table already chooses the schedule",
                     given=" ".join([*describing, "--table"]),
                     do=f"leave out {' '.join(describing)}, or --table",
                 )
@@ -78,7 +83,7 @@ def schedule_of(given: dict) -> Schedule:
         if name not in given:
             raise ConfigError(
                 explain(
-                    f"how many {name}?",
+                    f"the number of {name} is missing",
                     given=" ".join(describing) or "no flags",
                     do=f"give --{name} N, or --table FILE.json",
                 )
@@ -86,7 +91,7 @@ def schedule_of(given: dict) -> Schedule:
     name, repeats = given.get("schedule", "1f1b"), given.get("repeats", 1)
     if name in REPEATING and "repeats" not in given:
         import_jax()
-        # here, because JAX comes with it
+        # imported here because it imports JAX
         from optimus_jax.planning.search.assemble import DEFAULT_REPEATS
 
         repeats = DEFAULT_REPEATS
@@ -96,7 +101,7 @@ def schedule_of(given: dict) -> Schedule:
 
 
 def facts(schedule: Schedule) -> str:
-    """What it costs, in time and in memory."""
+    """The cost of a schedule in time and in memory, as two lines of text."""
     kept, recomputed = Buffers.of(schedule, keep_residuals=True), Buffers.of(schedule)
     return (
         f"{schedule.num_ticks} ticks, bubble {schedule.bubble():.1%}, at most"
@@ -108,11 +113,14 @@ def facts(schedule: Schedule) -> str:
 
 
 def write_table(schedule: Schedule, path: Path) -> None:
-    """Write a new file; one that is there may be somebody's own table."""
+    """Write the table into a new file. An existing file may be a hand-written table, so it is kept.
+
+    Raises ConfigError if the file exists or cannot be written.
+    """
     if path.suffix != ".json":
         raise ConfigError(
             explain(
-                "the name of a table ends in .json",
+                "the name of a table must end in .json",
                 given=f"--json {path}",
                 do=f"use --json {path.with_suffix('.json')}",
             )
@@ -124,7 +132,7 @@ def write_table(schedule: Schedule, path: Path) -> None:
         raise ConfigError(
             explain(
                 "a table is never overwritten",
-                given=f"--json {path}, which is there",
+                given=f"--json {path}, which exists",
                 do="use another name, or remove it",
             )
         ) from error
@@ -139,7 +147,7 @@ def write_table(schedule: Schedule, path: Path) -> None:
 
 
 def draw(schedule: Schedule, path: Path) -> None:
-    """Write the chart as a picture."""
+    """Draw the chart into a file."""
     try:
         picture(schedule, path)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Try the controller on a simulated cluster.
+"""`optimus simulate`: try the controller on a simulated cluster.
 
 `optimus simulate --scenario link-quarter --cluster h100:8x8 --model gpt2-xl`
 """
@@ -25,21 +25,22 @@ if TYPE_CHECKING:
     from optimus_jax.simulation.setup import Setup
 
 WIDE = 160
-"""Columns of a table that goes into a file."""
+"""Width of a table, in columns, if the output is not a terminal."""
 HERE = "here"
-"""The devices that are here, measured."""
+"""Value of --cluster for this machine's devices, which are measured."""
 CLUSTER = "h100:8x8"
-"""Unless another is named, or a recorded run tells."""
+"""Default of --cluster, unless the replayed run was on virtual devices."""
 
 
 def parser() -> Parser:
-    """Every flag; only those given on the command line appear in the parsed result, but for the
-    first few.
+    """The parser of this command's flags.
+
+    A flag without a default is in the parsed result only if it was given.
     """
     flags = Parser(
         description=(
-            "Try the controller, and other ways to steer a run, on a simulated cluster. All figures"
-            " are simulated."
+            "Compare the controller with other policies on a simulated cluster. All figures are"
+            " simulated."
         ),
         argument_default=SUPPRESS,
     )
@@ -47,7 +48,7 @@ def parser() -> Parser:
         "--scenario",
         metavar="NAME|FILE.json",
         default="link-quarter",
-        help="what happens (default: link-quarter; --list names all)",
+        help="what happens to the cluster; --list names all (default: link-quarter)",
     )
     flags.add_argument(
         "--model",
@@ -59,8 +60,8 @@ def parser() -> Parser:
         "--cluster",
         metavar="NAME:HOSTSxDEVICES",
         help=(
-            "up to 1,024 devices, or here (default: h100:8x8, or here to replay a run on virtual"
-            " devices)"
+            "up to 1,024 devices, or here: this machine's (default: h100:8x8; here to replay a run"
+            " on virtual devices)"
         ),
     )
     flags.add_argument(
@@ -68,7 +69,7 @@ def parser() -> Parser:
         action="append",
         default=[],
         metavar="NAME=SPEED",
-        help="another speed: intra_host=300GB/s or inter_host=400Gb/s,5us",
+        help="speed of a link: intra_host=300GB/s or inter_host=400Gb/s,5us",
     )
     flags.add_argument(
         "--seq-len",
@@ -78,7 +79,7 @@ def parser() -> Parser:
     flags.add_argument(
         "--global-batch",
         metavar="N",
-        help="examples per step, all devices (default: the scenario's, or 8 for each)",
+        help="examples per step over all devices (default: the scenario's, or 8 per device)",
     )
     flags.add_argument(
         "--precision",
@@ -89,19 +90,25 @@ def parser() -> Parser:
         "--cpu-devices",
         metavar="N",
         type=int,
-        help="with --cluster here: virtual devices of a CPU (default: the replayed run's)",
+        help="with --cluster here: number of virtual CPU devices (default: the replayed run's)",
     )
     flags.add_argument(
-        "--seeds", type=int, default=10, metavar="N", help="truths to draw (default: 10)"
+        "--seeds",
+        type=int,
+        default=10,
+        metavar="N",
+        help="number of runs, each with its own random draws (default: 10)",
     )
     flags.add_argument(
         "--policy",
         metavar="NAME",
         action="append",
-        help="only these ways to steer; may be given several times (default: all)",
+        help="compare only this policy; may be given several times (default: all)",
     )
     flags.add_argument(
-        "--replay", metavar="RUN_DIR", help="replay what a real run met, instead of a scenario"
+        "--replay",
+        metavar="RUN_DIR",
+        help="replay the conditions of a recorded run instead of a scenario",
     )
     flags.add_argument(
         "--set",
@@ -115,7 +122,7 @@ def parser() -> Parser:
         "--show",
         action="store_true",
         default=False,
-        help="print the scenario as JSON, every field, to change it",
+        help="print the scenario as JSON with every field, to edit it",
     )
     flags.add_argument(
         "--events",
@@ -128,7 +135,7 @@ def parser() -> Parser:
 
 
 def scenario_of(given: dict) -> "tuple[Scenario, Recording | None]":
-    """By name, from a file, or from a recorded run."""
+    """The scenario: by name, from a file, or from a recorded run (then with the recording)."""
     from optimus_jax.run.stored_run import run_to_read
     from optimus_jax.simulation.replay import recorded
     from optimus_jax.simulation.scenarios import read_scenario, scenario_named
@@ -147,13 +154,14 @@ def scenario_of(given: dict) -> "tuple[Scenario, Recording | None]":
 
 
 def note(text: str) -> None:
-    """What is under way."""
+    """Print a progress message on standard error."""
     print(text, file=sys.stderr)
 
 
 def with_cluster(given: dict, recording: "Recording | None") -> dict:
-    """What was typed, and where nothing was: a recorded run on virtual devices is replayed on as
-    many of them.
+    """The flags with a default for the cluster.
+
+    A recorded run on virtual devices is replayed on the same number of virtual devices.
     """
     virtual = None if recording is None else recording.config.cpu_devices
     given = {"cluster": CLUSTER if virtual is None else HERE} | given
@@ -163,7 +171,7 @@ def with_cluster(given: dict, recording: "Recording | None") -> dict:
 
 
 def setup_of(given: dict, scenario: "Scenario", recording: "Recording | None") -> "Setup":
-    """The scenario for this model, or for a recorded run's, on this cluster."""
+    """The scenario on the chosen cluster, with the model of the flags or of the recorded run."""
     from optimus_jax.config.request import make_config
     from optimus_jax.planning.search.search import Pricing
     from optimus_jax.simulation.setup import Setup
@@ -172,7 +180,7 @@ def setup_of(given: dict, scenario: "Scenario", recording: "Recording | None") -
     overrides = ({} if recording else {"data.global_batch": 8 * cluster.num_devices}) | settings(
         given, leave=("cpu_devices",)
     )
-    # What is typed counts more than what the scenario says of its first phase.
+    # Flags override what the scenario says about its first phase.
     import dataclasses
 
     said = {name: None for name in ("seq_len", "global_batch") if name in given}
@@ -189,7 +197,7 @@ def setup_of(given: dict, scenario: "Scenario", recording: "Recording | None") -
 
 
 def hardware(given: dict) -> "tuple[Cluster, Rates, Calibration]":
-    """The cluster, and what is known of it."""
+    """The cluster, its rates and its calibration."""
     from optimus_jax.planning.cost.rates import Rates
     from optimus_jax.planning.learning.calibrate import Calibration
     from optimus_jax.planning.profiles.cluster import Cluster
@@ -208,7 +216,10 @@ def hardware(given: dict) -> "tuple[Cluster, Rates, Calibration]":
 
 
 def methods_of(given: dict) -> tuple[str, ...]:
-    """Those asked for, with what they are compared with."""
+    """The policies asked for, and the baselines that they are compared with.
+
+    Raises ConfigError for an unknown policy.
+    """
     from optimus_jax.errors import nearest
     from optimus_jax.simulation.comparison import BEST_STATIC, DEFAULT_STATIC, METHODS, ORACLE, STAY
 
@@ -226,7 +237,7 @@ def methods_of(given: dict) -> tuple[str, ...]:
 
 
 def show(given: dict, setup: "Setup", table_rows: "list[Row]") -> None:
-    """The table, and what it is a table of."""
+    """Print the table of results, with the scenario, model and cluster that it is for."""
     from rich.console import Console
     from rich.table import Table
 
@@ -275,7 +286,7 @@ def show(given: dict, setup: "Setup", table_rows: "list[Row]") -> None:
 
 
 def figure(value: "Estimate | None", shape: str) -> str:
-    """A figure with its interval."""
+    """A figure with its 95% interval; empty if there is none."""
     return (
         ""
         if value is None
@@ -284,7 +295,7 @@ def figure(value: "Estimate | None", shape: str) -> str:
 
 
 def show_events(outcomes: "dict[str, Outcome]") -> None:
-    """What each way did in one run."""
+    """Print every switch of each policy in one run."""
     for name, outcome in outcomes.items():
         print(f"{name}: {outcome.total_s:,.0f} s")
         for moment in outcome.moments:
@@ -297,7 +308,7 @@ def show_events(outcomes: "dict[str, Outcome]") -> None:
 
 def main() -> None:
     given = parser().read()
-    import_jax()  # after parsing: --help need not wait for it
+    import_jax()  # after parsing, so that --help does not wait for JAX
     from rich.console import Console
     from rich.progress import track
 
@@ -321,7 +332,7 @@ def main() -> None:
         methods_of(given),
         PooledSearch(),
     )
-    # On standard error, and on a terminal alone.
+    # The progress bar goes to standard error, and appears only on a terminal.
     runs = [
         run_all(setup, seed, searcher, methods)
         for seed in track(

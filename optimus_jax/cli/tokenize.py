@@ -1,7 +1,9 @@
-"""Tokenize text files into one .bin file, to train on without tokenizing again."""
+"""`optimus tokenize`: tokenize text files into one .bin file.
+
+`optimus tokenize corpus/*.txt --tokenizer tokenizer.json --out corpus.bin`
+"""
 
 import sys
-from argparse import ArgumentDefaultsHelpFormatter
 
 from optimus_jax.config.data import BYTES
 from optimus_jax.data.skipped_input import SkippedInput
@@ -17,20 +19,23 @@ FLAGS = {
     "--set data.skip_bad_lines=true": "--skip-bad-lines",
     "--set data.eos=": "--eos ",
 }
+"""Settings of a run, as error messages name them -> the same as flags of this command."""
 
 
 def in_own_words(text: str) -> str:
-    """Advice about settings of a run by the flags that this script has for them."""
+    """An error message that names this command's flags instead of a run's settings."""
     for setting, flag in FLAGS.items():
         text = text.replace(setting, flag)
     return text
 
 
 def parser() -> Parser:
-    """Every flag."""
+    """The parser of this command's flags."""
     flags = Parser(
-        description=__doc__,
-        formatter_class=ArgumentDefaultsHelpFormatter,
+        description=(
+            "Tokenize text files into one .bin file. Training reads such a file without tokenizing"
+            " it again."
+        ),
         words={
             "sources": "input inputs data files input_files train_file",
             "out": "output output_file output_path output_prefix save_path",
@@ -47,26 +52,32 @@ def parser() -> Parser:
         ),
     )
     flags.add_argument(
-        "--tokenizer", default="bytes", help="`bytes`, or path or URL of a tokenizer.json"
+        "--tokenizer",
+        metavar="PATH",
+        default="bytes",
+        help="`bytes`, or path or URL of a tokenizer.json (default: %(default)s)",
     )
-    flags.add_argument("--out", required=True, help="NAME.bin to write; it must not exist")
+    flags.add_argument(
+        "--out", metavar="NAME.bin", required=True, help="file to write; it must not exist"
+    )
     flags.add_argument(
         "--eos",
         metavar="TOKEN",
         help=(
-            "token that ends a document (default: as files beside the tokenizer say, else the usual"
-            " names)"
+            "token that ends a document (default: the one that files beside the tokenizer name,"
+            " else a usual name)"
         ),
     )
     flags.add_argument(
         "--text-field",
+        metavar="NAME",
         default="text",
-        help="name of the text in a JSON object or of its column in a table",
+        help="JSON field or table column that holds the text (default: %(default)s)",
     )
     flags.add_argument(
         "--skip-bad-lines",
         action="store_true",
-        help="leave out and count lines that are no document",
+        help="skip and count lines that are not a document",
     )
     return flags
 

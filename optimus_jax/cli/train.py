@@ -1,4 +1,4 @@
-"""Train a model.
+"""`optimus train`: train a model.
 
 `optimus train --model gpt2-nano --cpu-devices 8 --mesh data=2,fsdp=4`
 """
@@ -35,10 +35,11 @@ from optimus_jax.system.resilient_io import (
 )
 
 RESUME: dict[str | None, bool | Literal["auto"]] = {None: False, "always": True, "auto": "auto"}
+"""Value of --resume -> argument `resume` of `train`."""
 
 
 def parser(note: Callable[[str], None] = say) -> Parser:
-    """Every flag; only those given on the command line appear in the parsed result.
+    """The parser of this command's flags. The parsed result holds only the flags that were given.
 
     Args:
       note: called with a message for each alias that is used.
@@ -57,7 +58,7 @@ def parser(note: Callable[[str], None] = say) -> Parser:
     flags.add_argument(
         "--config",
         metavar="FILE",
-        help="a run's config.json, or its URL, to begin with; flags change it (default: none)",
+        help="start from this config.json of a run, or its URL; flags change it (default: none)",
     )
     flags.add_argument(
         "--data",
@@ -76,17 +77,19 @@ def parser(note: Callable[[str], None] = say) -> Parser:
     flags.add_argument(
         "--global-batch",
         metavar="N",
-        help=f"examples per step, all devices (default: {default.data.global_batch})",
+        help=f"examples per step over all devices (default: {default.data.global_batch})",
     )
     flags.add_argument(
         "--phases",
         metavar="LIST",
-        help="other batches later: 200:64,400:128x2048, BATCHxTOKENS after a step (default: none)",
+        help="later batches, STEP:BATCH or STEP:BATCHxTOKENS: 200:64,400:128x2048 (default: none)",
     )
     flags.add_argument(
         "--steps", metavar="N", help=f"steps of the whole run (default: {default.steps})"
     )
-    flags.add_argument("--lr", metavar="X", help="peak learning rate (default: by model size)")
+    flags.add_argument(
+        "--lr", metavar="X", help="peak learning rate (default: depends on the model size)"
+    )
     flags.add_argument(
         "--mesh",
         metavar="SIZES",
@@ -96,18 +99,18 @@ def parser(note: Callable[[str], None] = say) -> Parser:
         ),
     )
     flags.add_argument(
-        "--zero", metavar="N", help="0-3: what is split over fsdp (default: 3 if fsdp > 1)"
+        "--zero", metavar="N", help="0-3: ZeRO stage over fsdp (default: 3 if fsdp > 1)"
     )
     flags.add_argument(
         "--microbatches",
         metavar="N",
-        help="parts of a step, gradients added (default: 1; with pipe=N about 4 N)",
+        help="parts of a step; their gradients are added (default: 1; with pipe=N about 4 N)",
     )
     flags.add_argument(
         "--schedule",
         metavar="NAME",
         help=(
-            "of pipe stages: gpipe, 1f1b, interleaved or FILE.json (default:"
+            "pipeline schedule: gpipe, 1f1b, interleaved or FILE.json (default:"
             f" {default.parallel.schedule}, which is 1f1b)"
         ),
     )
@@ -141,7 +144,7 @@ def parser(note: Callable[[str], None] = say) -> Parser:
         "--run-dir",
         metavar="DIR",
         help=(
-            "where the run is kept: a directory, or s3://, gs:// or az:// (default: new, under"
+            "where to keep the run: a directory, or s3://, gs:// or az:// (default: a new one under"
             " runs/)"
         ),
     )
@@ -151,7 +154,7 @@ def parser(note: Callable[[str], None] = say) -> Parser:
         const="always",
         choices=["always", "auto"],
         metavar="auto",
-        help="go on with the run in --run-dir; auto: or begin it",
+        help="resume the run in --run-dir; auto: start it if there is none",
     )
     flags.add_argument(
         "--progress",
@@ -159,13 +162,15 @@ def parser(note: Callable[[str], None] = say) -> Parser:
         help=f"auto, rich, plain, none (default: {default.log.progress})",
     )
     flags.add_argument(
-        "--cpu-devices", metavar="N", help="virtual devices of a CPU (default: what JAX finds)"
+        "--cpu-devices",
+        metavar="N",
+        help="number of virtual CPU devices (default: the devices that JAX finds)",
     )
     flags.add_argument(
-        "--coordinator", metavar="HOST:PORT", help="several processes: where process 0 listens"
+        "--coordinator", metavar="HOST:PORT", help="several processes: address of process 0"
     )
-    flags.add_argument("--num-processes", metavar="N", help="several processes: how many")
-    flags.add_argument("--process-id", metavar="I", help="several processes: which one this is")
+    flags.add_argument("--num-processes", metavar="N", help="several processes: their number")
+    flags.add_argument("--process-id", metavar="I", help="several processes: index of this one")
     flags.add_argument(
         "--set",
         action="append",
@@ -176,10 +181,14 @@ def parser(note: Callable[[str], None] = say) -> Parser:
 
 
 def main() -> int:
-    """Exit code: 0 done or stopped by Ctrl-C and saved, 1 an error that nobody has foreseen, 2 the
-    user's error, 75 stopped by SIGTERM or the like, or ended for a fault and worth restarting, 76 a
-    run that no longer learns (NaN), which would come to the same end if it were started again as it
-    was, 130 ended by Ctrl-C before the first step or, asked twice, without saving.
+    """Train, and return the exit code.
+
+    - 0: done, or stopped by Ctrl-C and saved.
+    - 1: an unexpected error.
+    - 2: a user error.
+    - 75: stopped by SIGTERM or a similar signal, or ended by a fault; worth restarting.
+    - 76: the run no longer learns (NaN). Restarting it unchanged would end the same way.
+    - 130: ended by Ctrl-C before the first step, or by a second Ctrl-C without saving.
     """
     open_closed_streams()
     replace_unencodable_characters()
@@ -192,7 +201,9 @@ def main() -> int:
             say(notes.pop(0))
 
     try:
-        try:  # only --help prints here, and it is a result, which a run's lines are not
+        # Only --help prints here. Its text is the result of the command, so a failed write is an
+        # error; a failed write of a run's lines is not.
+        try:
             given = parser(notes.append).read()
         finally:
             sys.stdout.flush()
@@ -205,14 +216,14 @@ def main() -> int:
         return NO_READER
     try:
         overrides = settings(given, note=notes.append)
-        # After parsing: --help need not wait for JAX.
+        # After parsing, so that --help does not wait for JAX.
         import_jax()
         from optimus_jax.devices.cpu import restart_with_huge_pages
         from optimus_jax.run.api import train
 
         if "cpu_devices" in given:
             restart_with_huge_pages()
-        show_notes()  # not before a restart, which would show them again
+        show_notes()  # after a possible restart, which would show them again
         raise_on_signal()
         return end_in_order(
             train(
@@ -237,7 +248,7 @@ def main() -> int:
             raise
         return end_now("".join(traceback.format_exception(error)), EXIT_BROKEN)
     except ImmediateStop:
-        return end_now("stopped without saving; checkpoints from before are whole", EXIT_INTERRUPT)
+        return end_now("stopped without saving; earlier checkpoints are complete", EXIT_INTERRUPT)
     except KeyboardInterrupt:
         return end_now(NOT_BEGUN, EXIT_INTERRUPT)
     except Terminated:
@@ -245,21 +256,22 @@ def main() -> int:
 
 
 def is_one_of_several() -> bool:
-    """Whether JAX connects this process to others: an orderly end of Python would wait for them."""
+    """Whether JAX connects this process to others, so that a normal exit would wait for them."""
     jax = sys.modules.get("jax")
     return jax is not None and jax.distributed.is_initialized()
 
 
 def told(error: Exception) -> str:
-    """With what was noted about it on its way."""
+    """The message of an error, followed by the notes that were added to it."""
     return "\n  ".join([str(error), *getattr(error, "__notes__", ())])
 
 
 def end_in_order(code: int) -> int:
-    """The exit code for Python's own end, which may wait for saves under way: from now on Ctrl-C
-    ends it, as it ends any program, and SIGTERM with this code.
+    """Prepare a normal exit of Python with this exit code, and return the code.
 
-    Of several processes one that does not come to its end is not waited for.
+    The exit may wait for unfinished saves. From now on Ctrl-C ends the process as it ends any
+    program, and SIGTERM ends it with this code. If another process of the run does not reach its
+    end, this process exits at once instead of waiting for it.
     """
     exit_with_code_on_signal(code)
     flush_with_timeout("", after=(sys.stdout, sys.stderr))
@@ -268,15 +280,16 @@ def end_in_order(code: int) -> int:
 
         if not disconnect():
             return end_now(
-                "this process has come to its end, and leaves without another one that has not",
+                "this process is done, and exits without waiting for another one that is not",
                 code,
             )
     return code
 
 
 def end_now(text: str, code: int) -> NoReturn:
-    """Say why and end, without waiting for saves, connections and compilers under way, as an
-    orderly end of Python would.
+    """Print the reason and exit at once.
+
+    A normal exit of Python would wait for unfinished saves, connections and compilations.
     """
     flush_with_timeout(f"\n{text}\n", after=(sys.stdout, sys.stderr))
     os._exit(code)

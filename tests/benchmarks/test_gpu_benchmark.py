@@ -150,7 +150,7 @@ def test_the_table_has_the_right_units(scripts):
                 "name": "gpt2 32 x 1024",
                 "commit": "abc",
                 "flags": "",
-                "failed": "not done after 330 s: it said nothing",
+                "failed": "not done after 330 s: no output",
             },
         ]
     ).splitlines()
@@ -183,7 +183,7 @@ def test_the_table_has_the_right_units(scripts):
     assert failed == [
         "gpt2 32 x 1024",
         "PyTorch, torch.compile",
-        "failed: not done after 330 s: it said nothing",
+        "failed: not done after 330 s: no output",
         *[""] * 6,
     ]
 

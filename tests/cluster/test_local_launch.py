@@ -220,7 +220,7 @@ def test_a_signal_during_startup_reaches_each_process_once():
     ("arguments", "message"),
     [
         ((), "required"),
-        (("--processes", "0", "--", "train.py"), "at least one process"),
+        (("--processes", "0", "--", "train.py"), "--processes must be at least 1"),
         (("--processes", "2", "--", "trian.py"), "no such script"),
         (("--processes", "two", "--", "train.py"), "invalid int value"),
         (("--processes", "2"), "required: SCRIPT"),

@@ -276,7 +276,7 @@ api.train = stop_after""",
     stopped.kill()
     end(stopped)
     assert code == 0, stderr
-    assert ("leaves without another one that has not" in stderr) != is_told_to_end
+    assert ("without waiting for another one that is not" in stderr) != is_told_to_end
     assert "stopped before" not in stderr
 
 

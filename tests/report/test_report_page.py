@@ -154,7 +154,7 @@ def test_the_page_is_written_into_the_run_directory_by_default(tmp_path):
     ("arguments", "message"),
     [
         (("no-such-run",), "no run to report on[\\s\\S]*no-such-run"),
-        (("run", "--out", "metrics.jsonl"), "ends in .html[\\s\\S]*metrics.html"),
+        (("run", "--out", "metrics.jsonl"), "must end in .html[\\s\\S]*metrics.html"),
         (("run", "--out", "no-such-folder/a.html"), "cannot be written[\\s\\S]*no-such-folder"),
     ],
 )

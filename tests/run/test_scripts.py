@@ -489,15 +489,21 @@ def test_the_docs_page_on_pipelines_shows_the_output_of_the_script():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((), "how many stages"),
+        ((), "the number of stages is missing"),
         (("--stages", 4, "--microbatches", 6, "--schedule", "gpip"), "did you mean 'gpipe'"),
         (
             ("--stages", 4, "--microbatches", 6, "--schedule", "interleaved", "--repeats", 2),
             "choose microbatches=4 or 8",
         ),
-        (("--stages", 4, "--table", "own.json"), "a table says itself[\\s\\S]*leave out --stages"),
+        (
+            ("--stages", 4, "--table", "own.json"),
+            "already chooses the schedule[\\s\\S]*leave out --stages",
+        ),
         (("--table", "no-such-file.json"), "no-such-file.json"),
-        (("--stages", 4, "--microbatches", 6, "--json", "own"), "ends in .json[\\s\\S]*own.json"),
+        (
+            ("--stages", 4, "--microbatches", 6, "--json", "own"),
+            "must end in .json[\\s\\S]*own.json",
+        ),
     ],
 )
 def test_user_mistakes_about_a_schedule_end_with_one_message(arguments, message, tmp_path):
