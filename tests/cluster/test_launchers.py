@@ -1008,7 +1008,10 @@ def table_row(launcher: Launcher) -> str:
         [cell((name,)) for name in launcher.needs]
         + [f"no {cell((name,))}" for name in launcher.unless]
     )
-    where = cell(launcher.address) + (f", port {cell(launcher.port)}" if launcher.port else "")
+    where = cell(launcher.address)
+    if launcher.port:
+        port = cell(launcher.port)
+        where += f", {port}" if "port " in port else f", port {port}"
     local = ", ".join(filter(None, (cell(launcher.local_index), cell(launcher.local_count))))
     cells = (
         launcher.name,
