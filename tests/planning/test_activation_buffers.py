@@ -7,7 +7,7 @@ import pytest
 from optimus_jax.config.axes import AxisSizes
 from optimus_jax.pipeline.buffers import Buffers
 from optimus_jax.pipeline.schedule import Schedule
-from optimus_jax.pipeline.tables import make_schedule
+from optimus_jax.pipeline.tables import REPEATING, SCHEDULES, make_schedule
 from optimus_jax.plan import Pipelining, Plan
 from optimus_jax.planning.cost.activation_buffers import BufferSlots, buffer_slots
 
@@ -58,12 +58,8 @@ def allocated_slots(schedule: Schedule, *, keep: bool) -> BufferSlots:
 @pytest.mark.parametrize(
     ("name", "repeats"),
     [
-        ("gpipe", 1),
-        ("1f1b", 1),
-        ("interleaved", 1),
-        ("interleaved", 2),
-        ("interleaved", 3),
-        ("interleaved", 4),
+        *((name, 1) for name in SCHEDULES),
+        *((name, repeats) for name in REPEATING for repeats in (2, 3, 4)),
     ],
 )
 def test_buffer_slots_equal_allocated_slots(name, repeats, latency, keep):
@@ -81,3 +77,9 @@ def test_buffer_slots_of_a_user_written_table_equal_allocated():
         plan_of("1f1b", 3, 6, 1, 1, keep=True, table=schedule.to_json())
     ) == allocated_slots(schedule, keep=True)
     assert buffer_slots(plan_of("1f1b", 3, 6, 1, 1, keep=True)).residuals < 6
+
+
+def test_a_named_schedule_without_a_formula_is_counted_in_its_table(monkeypatch):
+    monkeypatch.setitem(SCHEDULES, "mine", SCHEDULES["gpipe"])
+    plan = plan_of("mine", 3, 6, 1, 1, keep=True)
+    assert buffer_slots(plan) == allocated_slots(make_schedule("gpipe", 3, 6), keep=True)

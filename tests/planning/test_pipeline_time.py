@@ -1,15 +1,18 @@
 """The closed form of ticks equals the count in schedule tables."""
 
+import numpy as np
 import pytest
 from pricing import plan_of
 
-from optimus_jax.pipeline.schedule import IDLE
+from optimus_jax.pipeline.schedule import IDLE, schedule_from_starts
+from optimus_jax.pipeline.tables import REPEATING, SCHEDULES
 from optimus_jax.plan import Pipelining
 from optimus_jax.planning.cost.pipeline_time import Ticks, count_ticks
 
-SCHEDULES = [
+CASES = [
     (name, stages, microbatches, repeats, slack)
-    for name, repeats in (("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 3))
+    for name in SCHEDULES
+    for repeats in ((2, 3) if name in REPEATING else (1,))
     for stages in (2, 3, 4)
     for microbatches in (1, 2, 3, 4, 6, 8, 9, 12)
     for slack in (False, True)
@@ -17,7 +20,7 @@ SCHEDULES = [
 ]
 
 
-@pytest.mark.parametrize(("name", "stages", "microbatches", "repeats", "slack"), SCHEDULES)
+@pytest.mark.parametrize(("name", "stages", "microbatches", "repeats", "slack"), CASES)
 def test_tick_counts_equal_those_of_the_schedule_table(name, stages, microbatches, repeats, slack):
     plan = plan_of(
         f"pipe={stages}", schedule=name, repeats=repeats, slack=slack, microbatches=microbatches
@@ -48,3 +51,25 @@ def test_ticks_of_a_user_written_table_are_counted():
         table=table,
     )
     assert count_ticks(pipeline, 2, 2) == Ticks(forward=3, backward=3, useful=2)
+
+
+def test_a_named_schedule_without_a_formula_is_counted_in_its_table(monkeypatch):
+    """A schedule of one stage at a time: as many ticks as tasks of all stages."""
+
+    def one_at_a_time(stages, microbatches, _, latency):
+        starts = np.arange(microbatches)[:, None] * stages * latency
+        turn = int(starts[-1, 0]) + stages * latency
+        return schedule_from_starts(
+            "mine", starts, turn + starts, num_stages=stages, latency=latency
+        )
+
+    monkeypatch.setitem(SCHEDULES, "mine", one_at_a_time)
+    pipeline = Pipelining(
+        schedule="mine",
+        layers_per_stage=(1, 1),
+        repeats=1,
+        send_slack=False,
+        keep_residuals=True,
+        table=None,
+    )
+    assert count_ticks(pipeline, 2, 3) == Ticks(forward=6, backward=6, useful=3)

@@ -13,6 +13,7 @@ from optimus_jax.pipeline.buffers import Buffers
 from optimus_jax.pipeline.schedule import Schedule
 from optimus_jax.pipeline.tables import make_schedule
 from optimus_jax.plan import Pipelining, Plan
+from optimus_jax.planning.cost.pipeline_time import CLOSED_FORMS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,10 +39,11 @@ def buffer_slots(plan: Plan) -> BufferSlots:
         plan.axes.pipe,
         plan.microbatches,
     )
-    if pipeline.table is not None or (
+    has_form = pipeline.table is None and pipeline.schedule in CLOSED_FORMS
+    if not has_form or (
         pipeline.repeats > 1 and microbatches % max(1, microbatches // (latency * stages))
     ):
-        # A custom table, or groups of unequal size, have no simple closed form.
+        # Groups of unequal size have no simple closed form.
         return _of_table(pipeline, stages, microbatches)
     # A single microbatch with slack alternates between computing and sending ticks, so no two
     # consecutive ticks are alike.

@@ -14,6 +14,10 @@ from optimus_jax.pipeline.schedule import IDLE, Schedule
 from optimus_jax.pipeline.tables import make_schedule
 from optimus_jax.plan import Pipelining
 
+CLOSED_FORMS = ("gpipe", "1f1b", "interleaved")
+"""Schedules that the planner has formulas for; ticks and buffers of others are counted in their
+tables."""
+
 
 @dataclass(frozen=True)
 class Ticks:
@@ -40,7 +44,8 @@ def count_ticks(pipeline: Pipelining, num_stages: int, num_microbatches: int) ->
         return _counted(Schedule.from_json(pipeline.table), useful)
     # With this many microbatches, tasks on every stage follow each other without a gap. With fewer,
     # some ticks only send, or wait for a lap to end.
-    if num_microbatches >= (latency if pipeline.repeats == 1 else latency * num_stages):
+    fewest = latency if pipeline.repeats == 1 else latency * num_stages
+    if pipeline.schedule in CLOSED_FORMS and num_microbatches >= fewest:
         ticks = useful + latency * (num_stages - 1)
         return Ticks(ticks, ticks, useful)
     return _counted(

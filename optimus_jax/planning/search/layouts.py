@@ -24,6 +24,7 @@ from optimus_jax.mesh.rules import Rules, check_rules, make_rules
 from optimus_jax.mesh.topology import Topology
 from optimus_jax.models.kernels import choose_kernel
 from optimus_jax.pipeline.partition import layers_per_stage
+from optimus_jax.pipeline.tables import REPEATING
 from optimus_jax.plan import Pipelining, Plan
 from optimus_jax.planning.search.assemble import (
     compute_precision,
@@ -35,8 +36,8 @@ from optimus_jax.planning.search.assemble import (
 )
 from optimus_jax.planning.search.divisors import divisors
 
-REPEATING = "interleaved"
-"""The schedule with repeats."""
+[INTERLEAVED] = REPEATING
+"""The schedule whose microbatches visit each device more than once."""
 BLOCK_RULES = ((), ("mlp=none",), ("heads=none",))
 """What the tensor axis splits: both halves of a layer, attention alone, or the feed-forward
 alone."""
@@ -141,7 +142,7 @@ def _like(common: Plan, config: Config) -> Iterator[Plan | Rejection]:
 def _fixes_pipeline(config: Config) -> bool:
     parallel = config.parallel
     return (
-        parallel.schedule not in ("auto", REPEATING)
+        parallel.schedule not in ("auto", INTERLEAVED)
         or parallel.repeats is not None
         or bool(parallel.layers_per_stage)
     )
@@ -197,7 +198,7 @@ def _pipelines(config: Config, axes: AxisSizes) -> Iterator[Pipelining | Rejecti
         except PlanError as error:
             yield Rejection(layouts=str(axes), reason=_first_line(error))
         return
-    fewest = 2 if parallel.schedule == REPEATING else 1
+    fewest = 2 if parallel.schedule == INTERLEAVED else 1
     if num_layers < axes.pipe * fewest:
         yield Rejection(
             layouts=str(axes),
@@ -212,7 +213,7 @@ def _pipelines(config: Config, axes: AxisSizes) -> Iterator[Pipelining | Rejecti
     )
     for repeats in (each for each in visits if each >= fewest):
         yield Pipelining(
-            schedule=REPEATING if repeats > 1 else "1f1b",
+            schedule=INTERLEAVED if repeats > 1 else "1f1b",
             repeats=repeats,
             send_slack=parallel.send_slack,
             table=None,
