@@ -1,1 +1,1 @@
-"""Checkpoints on disk, snapshots in memory, retries of failed saves, checks of disk space."""
+"""Checkpoints on disk, snapshots in memory, retries of failed saves, disk space."""

@@ -1,1 +1,1 @@
-"""The commands of `optimus`, one module each: `optimus train`, `optimus plan` and so on."""
+"""The commands of `optimus`, one module each: `optimus train`, `optimus plan` and others."""

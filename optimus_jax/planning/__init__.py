@@ -1,1 +1,1 @@
-"""The planner: hardware profiles, cost model, learning, search, compiling ahead of time."""
+"""The planner: hardware profiles, cost model, learning, search, compiling ahead."""

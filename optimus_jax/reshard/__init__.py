@@ -1,1 +1,1 @@
-"""Moves a state into another layout: plans the exchange, moves pieces, verifies checksums."""
+"""Moves a state into another layout: the exchange, moves of pieces, checksums."""

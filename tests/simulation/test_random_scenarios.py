@@ -119,7 +119,7 @@ def test_a_run_ends_under_random_events(made, seed):
     assert_run_ends(made, seed)
 
 
-@pytest.mark.nightly
+@pytest.mark.nightly  # a quarter of an hour; the test above tries fifteen of them
 @settings(max_examples=300)
 @given(made=scenarios(), seed=st.integers(0, 1000))
 def test_many_runs_end_under_random_events(made, seed):
