@@ -79,9 +79,9 @@ def contenders(setup: Setup, timeline: Timeline, searcher: PooledSearch) -> list
             for cluster in _clusters(pricing.cluster, conditions):
                 scaled = replace(
                     cluster,
-                    intra_host=_scaled(cluster.intra_host, conditions.inside),
+                    intra_host=_scaled(cluster.intra_host, conditions.intra_host),
                     inter_host=cluster.inter_host
-                    and _scaled(cluster.inter_host, conditions.between),
+                    and _scaled(cluster.inter_host, conditions.inter_host),
                 )
                 there = replace(pricing, cluster=scaled)
                 found = searcher.plans(there)

@@ -195,8 +195,8 @@ def believed(pricing: Pricing, prior: Prior) -> Pricing:
         pricing,
         cluster=replace(
             cluster,
-            intra_host=scaled(cluster.intra_host, prior.inside),
-            inter_host=cluster.inter_host and scaled(cluster.inter_host, prior.between),
+            intra_host=scaled(cluster.intra_host, prior.intra_host),
+            inter_host=cluster.inter_host and scaled(cluster.inter_host, prior.inter_host),
         ),
         rates=replace(
             rates,

@@ -16,8 +16,10 @@ from optimus_jax.config import ControlConfig
 from optimus_jax.config.axes import MESH_AXES
 from optimus_jax.control import signals
 from optimus_jax.control.baselines import SCATTER
+from optimus_jax.control.deciding.conditions import BETWEEN, INSIDE
 from optimus_jax.control.signals import Observation, SignalSummary, Window
 from optimus_jax.planning.cost.cost import shares_of
+from optimus_jax.planning.profiles.cluster import INTER_HOST, INTRA_HOST
 from optimus_jax.planning.search.search import Pricing
 from optimus_jax.simulation.events import MetricsEvent
 from optimus_jax.simulation.timeline import ClusterConditions
@@ -39,6 +41,8 @@ OF_STEPS = (
 """Signals that depend on the plan."""
 OF_MEMORY = (signals.MEMORY_SHARE, signals.MEMORY_PEAK_SHARE)
 """Signals of memory in use. They hardly scatter, and a long window would delay them."""
+READING_OF_LINK = {INTRA_HOST: INSIDE, INTER_HOST: BETWEEN}
+"""The name of each link in the readings of its slowdown."""
 FIRST_PROBE_STEP = 3
 DISPATCH_S = 1e-3
 """Time that the host takes to dispatch a step."""
@@ -73,7 +77,7 @@ class Telemetry:
         bias = world.scenario.misfit.probe_bias
         self._bias = {
             name: math.exp(bias * self._random.standard_normal())
-            for name in ("inside", "between", "compute")
+            for name in (INTRA_HOST, INTER_HOST, "compute")
         }
         self._windows: dict[str, Window] = {}
         self._phase = 0
@@ -221,19 +225,18 @@ class Telemetry:
         for axis in MESH_AXES:
             if axes[axis] > 1:
                 link = (
-                    "between"
+                    INTER_HOST
                     if world.cluster.inter_host
                     and world.cluster.link_of(axes, axis) is world.cluster.inter_host
-                    else "inside"
+                    else INTRA_HOST
                 )
                 value = self._noisy(
                     world.link_slowdown(link, conditions) * self._believed(link) * self._bias[link],
                     noise,
                 )
                 found[signals.LINK_SLOWDOWN + axis] = value
-                found[signals.LINK_SLOWDOWN + link] = max(
-                    value, found.get(signals.LINK_SLOWDOWN + link, 0.0)
-                )
+                name = signals.LINK_SLOWDOWN + READING_OF_LINK[link]
+                found[name] = max(value, found.get(name, 0.0))
         return found
 
     def _computing(self, now: Now) -> dict[str, float]:
@@ -255,7 +258,7 @@ class Telemetry:
         """Speed of a link by the hardware profile over its nominal speed."""
         told, nominal = (
             cluster.intra_host
-            if link == "inside" or cluster.inter_host is None
+            if link == INTRA_HOST or cluster.inter_host is None
             else cluster.inter_host
             for cluster in (self._told.cluster, self._world.cluster)
         )

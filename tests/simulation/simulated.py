@@ -13,7 +13,7 @@ from optimus_jax.simulation.scenarios import Scenario
 from optimus_jax.simulation.setup import Setup, Truth
 from optimus_jax.simulation.simulator import Simulation
 
-CLUSTER = Cluster.parse("h100:2x8", ("between=6.25GB/s",))
+CLUSTER = Cluster.parse("h100:2x8", ("inter_host=6.25GB/s",))
 PRICING = Pricing(
     make_config("gpt2-xl", {"precision": "bf16", "global_batch": 128, "seq_len": 1024}),
     CLUSTER,
@@ -45,7 +45,7 @@ QUICK = {
     "first_steps_s": 0.2,
 }
 """Switch costs that fit into runs of minutes."""
-QUARTER = {"kind": "link", "link": "between", "factor": 0.25, "start_s": 30, "for_s": 60}
+QUARTER = {"kind": "link", "link": "inter_host", "factor": 0.25, "start_s": 30, "for_s": 60}
 
 
 def scenario(*events, **fields):

@@ -18,7 +18,7 @@ from optimus_jax.simulation.oracle import (
 from optimus_jax.simulation.true_switch_costs import layout
 from optimus_jax.simulation.world import PlacedPlan
 
-SLOW_FROM_8 = {"kind": "link", "link": "between", "factor": 0.05, "start_s": 8, "for_s": 400}
+SLOW_FROM_8 = {"kind": "link", "link": "inter_host", "factor": 0.05, "start_s": 8, "for_s": 400}
 LOST = {"kind": "lost", "devices": [11], "start_s": 40, "for_s": 60}
 
 
@@ -64,7 +64,7 @@ def test_the_shortest_path_is_as_fast_as_the_best_of_all_sequences(seed):
         "compile_slowdown": 1.01,
     }
     made = truth(
-        {"kind": "link", "link": "between", "factor": 0.2, "start_s": 0.5, "for_s": 1000},
+        {"kind": "link", "link": "inter_host", "factor": 0.2, "start_s": 0.5, "for_s": 1000},
         seed=seed,
         steps=6,
         start="default",

@@ -59,7 +59,7 @@ def events(draw):
     value = {"kind": kind, **draw(times())}
     if kind == "link":
         return value | {
-            "link": draw(st.sampled_from(["inside", "between"])),
+            "link": draw(st.sampled_from(["intra_host", "inter_host"])),
             "factor": draw(st.sampled_from([0.1, 0.25, 0.5, 2.0])),
         }
     if kind == "compute":
@@ -99,7 +99,9 @@ def scenarios(draw):
     ]
     prior = {
         name: draw(st.sampled_from([0.5, 2.0]))
-        for name in draw(sometimes(st.sampled_from([("inside",), ("between",), ("compute",)])))
+        for name in draw(
+            sometimes(st.sampled_from([("intra_host",), ("inter_host",), ("compute",)]))
+        )
         or ()
     }
     return scenario(

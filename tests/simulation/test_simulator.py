@@ -53,8 +53,8 @@ def static_s(made, plan=START):
 def test_true_speeds_are_off_by_the_shares_of_the_scenario():
     worlds = [truth(seed=seed).world for seed in range(8)]
     for name, share in (
-        ("inside", 0.3),
-        ("between", 0.3),
+        ("intra_host", 0.3),
+        ("inter_host", 0.3),
         ("matmul", 0.15),
         ("memory_speed", 0.15),
     ):
@@ -83,7 +83,7 @@ def test_without_misfit_only_overlap_differs_from_the_planner():
 
 
 def test_the_planner_may_be_told_wrong_speeds():
-    made = setup_of(scenario(prior={"between": 0.25}))
+    made = setup_of(scenario(prior={"inter_host": 0.25}))
     assert made.told[0].cluster.inter_host.bytes_per_s == CLUSTER.inter_host.bytes_per_s / 4
     assert made.nominal[0].cluster == CLUSTER
     assert made.start != START
@@ -250,12 +250,12 @@ def test_every_step_time_is_observed():
 
 def test_probe_readings_are_late_noisy_and_nearly_right():
     seen = observations(QUARTER, misfit={"links": 0, "probe_bias": 0})
-    between = [
+    inter_host = [
         (each.time_s, each.reading("link_slowdown/between")) for each in seen if each.step > 3
     ]
-    before = [reading.value for time_s, reading in between if 10 < time_s < 30]
-    late = next(time_s for time_s, reading in between if reading.value > 2)
-    within = [reading.value for time_s, reading in between if late <= time_s < 90]
+    before = [reading.value for time_s, reading in inter_host if 10 < time_s < 30]
+    late = next(time_s for time_s, reading in inter_host if reading.value > 2)
+    within = [reading.value for time_s, reading in inter_host if late <= time_s < 90]
     assert statistics.median(before) == pytest.approx(1.0, rel=0.1)
     assert 31 < late < 75
     assert statistics.median(within) == pytest.approx(4.0, rel=0.15)
@@ -382,8 +382,8 @@ def test_a_slow_link_makes_moving_slow():
     world = truth(misfit=EXACT).world
     places = PlacedPlan(START, tuple(range(16))), PlacedPlan(OTHER, tuple(range(16)))
     costs = [
-        TrueSwitchCosts(world).switch_s(*places, replace(NORMAL, between=between), 0)["move"]
-        for between in (1.0, 0.5, 0.25)
+        TrueSwitchCosts(world).switch_s(*places, replace(NORMAL, inter_host=inter_host), 0)["move"]
+        for inter_host in (1.0, 0.5, 0.25)
     ]
     assert costs[2] - costs[1] == pytest.approx(2 * (costs[1] - costs[0])), (
         "what crosses it takes as much longer as it is slower"
@@ -623,16 +623,16 @@ def test_a_batch_phase_that_the_plan_cannot_run_causes_a_restart():
 
 
 def test_the_slowdown_depends_on_which_link_the_event_names():
-    inside, between = (
+    intra_host, inter_host = (
         static_s(truth({"kind": "link", "link": link, "factor": 0.1}, misfit=EXACT))
-        for link in ("inside", "between")
+        for link in ("intra_host", "inter_host")
     )
-    assert between > 1.1 * inside > 1.1 * static_s(truth(misfit=EXACT))
+    assert inter_host > 1.1 * intra_host > 1.1 * static_s(truth(misfit=EXACT))
 
 
 def test_slowdowns_are_relative_to_what_the_planner_was_told():
     """The planner was told a quarter of the speed that the link has."""
-    seen = observations(misfit={**EXACT, "links": 0}, prior={"between": 0.25, "compute": 0.5})
+    seen = observations(misfit={**EXACT, "links": 0}, prior={"inter_host": 0.25, "compute": 0.5})
     last = seen[-1]
     assert last.reading("link_slowdown/between").value == pytest.approx(0.25, rel=0.01)
     assert last.reading("link_slowdown/inside").value in (None, pytest.approx(1.0, rel=0.01))
