@@ -8,7 +8,7 @@ The first command runs all scenarios on two settings with 30 seeds. A line goes 
 for every finished seed; called again, the script continues from there. The lines are valid for the
 code that wrote them, so start another file after a change of code.
 
-The true behaviour of the cluster is hidden from the policies, and differs from what they are told
+The true behaviour of the cluster is hidden from the policies, and differs from what they assume
 (optimus_jax/simulation/scenarios.py). Targets:
 
 * 70% of the oracle's gain, where the oracle gains anything;
@@ -154,7 +154,7 @@ def kept(path: Path | None) -> Runs:
         try:
             value = json.loads(line)
             results = {
-                name: Result(total_s=each["total_s"], moments=each["moments"])
+                name: Result(total_s=each["total_s"], event_counts=each["moments"])
                 for name, each in value["results"].items()
             }
             found.setdefault((value["setting"], value["scenario"]), {})[value["seed"]] = results
@@ -171,7 +171,7 @@ def keep(path: Path | None, job: Job, found: Mapping[int, Mapping[str, Result]])
     with path.open("a", encoding="utf-8") as file:
         for seed, results in found.items():
             value = {
-                name: {"total_s": each.total_s, "moments": dict(each.moments)}
+                name: {"total_s": each.total_s, "moments": dict(each.event_counts)}
                 for name, each in results.items()
             }
             file.write(

@@ -1,7 +1,7 @@
 """Scenarios of simulated runs, read from JSON.
 
 A *scenario* says how long a run is, what happens to its cluster and when (events), how far the
-truth differs from what the planner is told, and what a switch really costs. Fields have defaults,
+truth differs from what the planner assumes, and what a switch really costs. Fields have defaults,
 so a scenario names only what matters to it. `scenarios.json` holds the built-in scenarios. The
 `kind` of an event names its class (simulation/events.py):
 
@@ -30,8 +30,8 @@ LIBRARY = "scenarios.json"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Misfit:
-    """How far the truth differs from what the planner is told.
+class ModelDiscrepancy:
+    """How far the truth differs from the planner's model of it.
 
     The seed draws signs and amounts. Policies do not see them.
     """
@@ -76,7 +76,7 @@ class Misfit:
 
 @dataclass(frozen=True, kw_only=True)
 class Prior:
-    """A wrong hardware profile: factors of what the planner is told over the nominal speeds."""
+    """A wrong hardware profile: the speeds that the planner assumes over the nominal ones."""
 
     intra_host: float = 1.0
     """Factor on the speed of the link inside hosts."""
@@ -152,11 +152,11 @@ class Scenario:
     """Examples per step in the first phase; None: as in the config."""
     step_time_s: float | None = None
     """True usual step time of the first plan in the first phase. All plans are scaled by the same
-    factor. None: the misfit decides."""
+    factor. None: `misfit` decides."""
     step_factors: tuple[float, ...] = ()
     """Recorded time of each step over the usual (simulation/replay.py), repeated if the run is
     longer. Empty: drawn by the seed."""
-    misfit: Misfit = field(default_factory=Misfit)
+    misfit: ModelDiscrepancy = field(default_factory=ModelDiscrepancy)
     prior: Prior = field(default_factory=Prior)
     switching: Switching = field(default_factory=Switching)
 

@@ -66,13 +66,13 @@ class Telemetry:
 
     Args:
       world: the true cluster, which is measured.
-      told: pricing by the hardware profile, to which readings of links and compute are relative.
+      assumed: pricing by the hardware profile, to which readings of links and compute are relative.
       settings: length of the windows and the probe budget.
       seed: draws the noise.
     """
 
-    def __init__(self, world: World, told: Pricing, settings: ControlConfig, seed: int):
-        self._world, self._told, self._settings = world, told, settings
+    def __init__(self, world: World, assumed: Pricing, settings: ControlConfig, seed: int):
+        self._world, self._assumed, self._settings = world, assumed, settings
         self._random = np.random.default_rng([seed, 3])
         bias = world.scenario.misfit.probe_bias
         self._bias = {
@@ -172,21 +172,21 @@ class Telemetry:
     def _faulty(
         self, readings: Mapping[str, SignalSummary], faults: Sequence[MetricsEvent]
     ) -> dict[str, SignalSummary]:
-        told, stale = dict(readings), set[str]()
+        given, stale = dict(readings), set[str]()
         for fault in faults:
-            for name in [name for name in told if _concerns(fault, name)]:
-                reading = told[name]
+            for name in [name for name in given if _concerns(fault, name)]:
+                reading = given[name]
                 if fault.fault == "missing":
-                    del told[name]
+                    del given[name]
                 elif fault.fault == "stale":
                     stale.add(name)
-                    told[name] = self._frozen.setdefault(name, reading)
+                    given[name] = self._frozen.setdefault(name, reading)
                 elif reading.value is not None:
-                    told[name] = replace(
+                    given[name] = replace(
                         reading, value=reading.value * fault.factor, quality="good"
                     )
         self._frozen = {name: reading for name, reading in self._frozen.items() if name in stale}
-        return told
+        return given
 
     def _add(
         self, name: str, value: float, time_s: float, size: int, stale_s: float | None = None
@@ -231,7 +231,9 @@ class Telemetry:
                     else INTRA_HOST
                 )
                 value = self._noisy(
-                    world.link_slowdown(link, conditions) * self._believed(link) * self._bias[link],
+                    world.link_slowdown(link, conditions)
+                    * self._assumed_over_nominal(link)
+                    * self._bias[link],
                     noise,
                 )
                 found[signals.LINK_SLOWDOWN + axis] = value
@@ -245,27 +247,29 @@ class Telemetry:
         by_process = self._slow_processes(now)
         typical = sorted(by_process.values())[(len(by_process) - 1) // 2]
         slowest = max(by_process, key=lambda process: by_process[process])
-        believed = self._told.rates.matmul_flops_per_s / world.pricings[0].rates.matmul_flops_per_s
+        assumed = (
+            self._assumed.rates.matmul_flops_per_s / world.pricings[0].rates.matmul_flops_per_s
+        )
         found[signals.COMPUTE_SLOWDOWN] = self._noisy(
-            typical * believed / world.matmul * self._bias["compute"], noise
+            typical * assumed / world.matmul * self._bias["compute"], noise
         )
         if len(by_process) > 1:
             found[signals.PROCESS_SKEW] = by_process[slowest] / typical
             found[signals.STRAGGLER] = float(slowest)
         return found
 
-    def _believed(self, link: str) -> float:
+    def _assumed_over_nominal(self, link: str) -> float:
         """Speed of a link by the hardware profile over its nominal speed."""
-        told, nominal = (
+        assumed, nominal = (
             cluster.intra_host
             if link == INTRA_HOST or cluster.inter_host is None
             else cluster.inter_host
-            for cluster in (self._told.cluster, self._world.cluster)
+            for cluster in (self._assumed.cluster, self._world.cluster)
         )
         return (
             1.0
-            if told.bytes_per_s is None or nominal.bytes_per_s is None
-            else told.bytes_per_s / nominal.bytes_per_s
+            if assumed.bytes_per_s is None or nominal.bytes_per_s is None
+            else assumed.bytes_per_s / nominal.bytes_per_s
         )
 
     def _slow_processes(self, now: Now) -> dict[int, float]:

@@ -64,7 +64,7 @@ class World:
     """The true cluster of one simulated run.
 
     Args:
-      scenario: says how far the truth differs from what is told, and what switches take.
+      scenario: says how far the truth differs from what policies assume, and what switches take.
       pricings: nominal pricing of each phase of the run.
       seed: draws everything.
     """

@@ -8,7 +8,7 @@ from optimus_jax.planning.cost.rates import Rates
 from optimus_jax.planning.profiles.cluster import Cluster
 from optimus_jax.planning.search.search import Pricing
 from optimus_jax.simulation.candidate_plans import PooledSearch
-from optimus_jax.simulation.outcome import Habits, Policy
+from optimus_jax.simulation.outcome import Policy, SimulationOptions
 from optimus_jax.simulation.scenarios import Scenario
 from optimus_jax.simulation.setup import Setup, Truth
 from optimus_jax.simulation.simulator import Simulation
@@ -32,7 +32,7 @@ EXACT = {
     "probes": 0,
     "probe_bias": 0,
 }
-"""A true cluster equal to what the planner is told, except for how much of exchanges is hidden."""
+"""A true cluster equal to what the planner assumes, except for how much of exchanges is hidden."""
 QUICK = {
     "spread": 0,
     "compile_s": 8,
@@ -85,5 +85,5 @@ class FollowsScript(Policy):
         self.calls.append(("charged", time_s))
 
 
-def run(made, policy, **habits):
-    return Simulation(made, policy, Habits(**{"probes": False, **habits})).run()
+def run(made, policy, **options):
+    return Simulation(made, policy, SimulationOptions(**{"probes": False, **options})).run()

@@ -136,7 +136,7 @@ def assert_run_ends(made, seed):
         return
     auto = run_all(setup, seed, SEARCHER, (AUTO,))[AUTO]
     assert math.isfinite(auto.total_s)
-    assert all(moment.why for moment in auto.moments)
+    assert all(run_event.why for run_event in auto.run_events)
 
 
 def test_a_cluster_too_small_for_the_model_is_an_error():
