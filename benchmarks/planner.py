@@ -40,7 +40,7 @@ from optimus_jax.planning.profiles.cluster import Cluster
 from optimus_jax.system.paths import path_argument
 
 DEVICES_PER_HOST = 8
-NETWORK = "between=12.5GB/s"
+NETWORK = "inter_host=12.5GB/s"
 """Network of vTrain's cluster: four ports of 200 Gb/s for the eight devices of a host."""
 VOCAB_SIZES = {True: 50257, False: 51200}
 """Vocabulary on one node (True) and on several (False). The rows on one node fit GPT-2's unaligned

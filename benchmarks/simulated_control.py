@@ -8,7 +8,7 @@ The first command runs all scenarios on two settings with 30 seeds. A line goes 
 for every finished seed; called again, the script continues from there. The lines are valid for the
 code that wrote them, so start another file after a change of code.
 
-The true behaviour of the cluster is hidden from the policies, and differs from what they are told
+The true behaviour of the cluster is hidden from the policies, and differs from what they assume
 (optimus_jax/simulation/scenarios.py). Targets:
 
 * 70% of the oracle's gain, where the oracle gains anything;
@@ -64,28 +64,28 @@ SETTINGS: Mapping[str, Setting] = {
     "llama-a100": Setting(
         model="llama3-8b",
         cluster="a100:8x8",
-        links=("between=6.25GB/s",),
+        links=("inter_host=6.25GB/s",),
         seq_len=2048,
         global_batch=256,
     ),
     "gpt2-xl-h100": Setting(
         model="gpt2-xl",
         cluster="h100:8x8",
-        links=("between=12.5GB/s",),
+        links=("inter_host=12.5GB/s",),
         seq_len=1024,
         global_batch=3584,
     ),
     "llama-small-batch": Setting(
         model="llama3-8b",
         cluster="a100:8x8",
-        links=("between=6.25GB/s",),
+        links=("inter_host=6.25GB/s",),
         seq_len=2048,
         global_batch=64,
     ),
     "llama-1024": Setting(
         model="llama3-8b",
         cluster="h100:128x8",
-        links=("between=12.5GB/s",),
+        links=("inter_host=12.5GB/s",),
         seq_len=4096,
         global_batch=1024,
     ),
@@ -154,7 +154,7 @@ def kept(path: Path | None) -> Runs:
         try:
             value = json.loads(line)
             results = {
-                name: Result(total_s=each["total_s"], moments=each["moments"])
+                name: Result(total_s=each["total_s"], event_counts=each["moments"])
                 for name, each in value["results"].items()
             }
             found.setdefault((value["setting"], value["scenario"]), {})[value["seed"]] = results
@@ -171,7 +171,7 @@ def keep(path: Path | None, job: Job, found: Mapping[int, Mapping[str, Result]])
     with path.open("a", encoding="utf-8") as file:
         for seed, results in found.items():
             value = {
-                name: {"total_s": each.total_s, "moments": dict(each.moments)}
+                name: {"total_s": each.total_s, "moments": dict(each.event_counts)}
                 for name, each in results.items()
             }
             file.write(

@@ -114,7 +114,7 @@ EXPERIMENTS = tuple(
     )
 )
 """Experiments with single XLA options, compared with no option. Options that help belong in
-optimus_jax/mesh/compiler.py."""
+optimus_jax/mesh/xla_options.py."""
 SMOKE = (
     Case(who="matmul", batch=512),
     _case("ours", "gpt2-nano", 128, 4),

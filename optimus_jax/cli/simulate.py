@@ -241,13 +241,14 @@ def show(given: dict, setup: "Setup", table_rows: "list[Row]") -> None:
     from rich.console import Console
     from rich.table import Table
 
-    console, scenario, told = Console(), setup.scenario, setup.told[0]
+    console, scenario, pricing = Console(), setup.scenario, setup.assumed[0]
+    config = pricing.config
     if not console.is_terminal:
         console.width = WIDE
     console.print(f"SIMULATED, not measured: {scenario.name}. {scenario.about}", highlight=False)
     console.print(
-        f"{told.config.model.name}, {told.config.data.global_batch} x {told.config.seq_len} tokens"
-        f" at first, {setup.num_steps} steps, on {told.cluster}",
+        f"{config.model.name}, {config.data.global_batch} x {config.seq_len} tokens"
+        f" at first, {setup.num_steps} steps, on {pricing.cluster}",
         highlight=False,
     )
     first = (
@@ -298,11 +299,13 @@ def show_events(outcomes: "dict[str, Outcome]") -> None:
     """Print every switch of each policy in one run."""
     for name, outcome in outcomes.items():
         print(f"{name}: {outcome.total_s:,.0f} s")
-        for moment in outcome.moments:
-            delays = ", ".join(f"{phase} {time_s:.1f}" for phase, time_s in moment.delay_s.items())
+        for run_event in outcome.run_events:
+            delays = ", ".join(
+                f"{phase} {time_s:.1f}" for phase, time_s in run_event.delay_s.items()
+            )
             print(
-                f"  {moment.time_s:8,.0f} s, step {moment.step:5d}: {moment.kind}"
-                f" {moment.plan.describe()} ({delays} s): {moment.why}"
+                f"  {run_event.time_s:8,.0f} s, step {run_event.step:5d}: {run_event.kind}"
+                f" {run_event.plan.describe()} ({delays} s): {run_event.why}"
             )
 
 
@@ -346,7 +349,7 @@ def main() -> None:
                     "simulated": True,
                     "scenario": scenario.name,
                     "cluster": given["cluster"],
-                    "model": setup.told[0].config.model.name,
+                    "model": setup.assumed[0].config.model.name,
                     "steps": setup.num_steps,
                     "start": setup.start.describe(),
                     "tried": [plan.describe() for plan in setup.tried],

@@ -14,7 +14,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from optimus_jax.cluster.launch import PROGRAM, Launch
+from optimus_jax.cluster.launch_detection import PROGRAM, Launch
 from optimus_jax.cluster.rendezvous_client import report_to_coordinator
 from optimus_jax.cluster.rendezvous_messages import address_of, bind_address, ended_error
 from optimus_jax.cluster.rendezvous_server import RendezvousServer
@@ -72,8 +72,8 @@ class _Joining(threading.Thread):
         launch = self._launch
         try:
             # JAX ends the whole process, with a page of C++ frames, when its own time-out has
-            # passed. Cluster detection is off: launch.py has found everything, and JAX would add
-            # that a task of SLURM has one GPU.
+            # passed. JAX's cluster detection is off: launch_detection.py has found everything, and
+            # JAX would add that a task of SLURM has one GPU.
             jax.distributed.initialize(
                 launch.coordinator,
                 launch.num_processes,

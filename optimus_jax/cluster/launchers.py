@@ -1,8 +1,8 @@
 """The table of launchers, and the environment variables that each of them sets.
 
 Rows are ordered from the innermost launcher to the outermost, as in `torchrun` inside `srun` inside
-an allocation. launch.py chooses the one that a process uses. To add a launcher, add a row;
-docs/clusters.md shows the table.
+an allocation. launch_detection.py chooses the one that a process uses. To add a launcher, add a
+row; docs/clusters.md shows the table.
 
 Some launchers set variables to lists or JSON. A row's `derive` turns these into plain values with
 names such as `first host of SM_HOSTS`, which the row's fields can use like variables.

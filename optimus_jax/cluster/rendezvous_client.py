@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from typing import Any, Self
 
-from optimus_jax.cluster.launch import Launch
+from optimus_jax.cluster.launch_detection import Launch
 from optimus_jax.cluster.rendezvous_messages import (
     ANSWERS,
     FIRST_NOTICE_S,

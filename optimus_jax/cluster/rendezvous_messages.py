@@ -4,7 +4,7 @@ import socket
 import sys
 from collections.abc import Callable
 
-from optimus_jax.cluster.launch import Launch
+from optimus_jax.cluster.launch_detection import Launch
 from optimus_jax.errors import FaultError, explain
 
 FIRST_NOTICE_S, NOTICE_EVERY_S = 10.0, 60.0

@@ -16,7 +16,7 @@ import socket
 import time
 from typing import Any, Self
 
-from optimus_jax.cluster.launch import Launch
+from optimus_jax.cluster.launch_detection import Launch
 from optimus_jax.cluster.rendezvous_messages import (
     FIRST_NOTICE_S,
     GO,

@@ -6,7 +6,8 @@ available hardware, data and model size are measured later, and the layout deriv
 """
 
 from optimus_jax.config.data import DataConfig, PhaseConfig
-from optimus_jax.config.layout import (
+from optimus_jax.config.model import ModelConfig, RopeScaling
+from optimus_jax.config.parallel import (
     OFFLOADS,
     REMAT_POLICIES,
     AttentionKernel,
@@ -19,7 +20,6 @@ from optimus_jax.config.layout import (
     RematChoice,
     RematPolicy,
 )
-from optimus_jax.config.model import ModelConfig, RopeScaling
 from optimus_jax.config.running import ControlConfig, DistributedConfig, FaultConfig, StoreConfig
 from optimus_jax.config.training import (
     CheckpointConfig,

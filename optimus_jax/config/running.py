@@ -22,7 +22,7 @@ MOST_PROCESSES = 10**6
 @dataclass(frozen=True, kw_only=True)
 class DistributedConfig:
     """How processes find one another; unset fields are read from the environment
-    (cluster/launch.py)."""
+    (cluster/launch_detection.py)."""
 
     coordinator: str | None = None
     """HOST:PORT of the coordinator, which process 0 runs."""

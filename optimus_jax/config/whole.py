@@ -9,8 +9,8 @@ from typing import Any, Literal
 
 from optimus_jax.config.checks import check_counts, check_positive
 from optimus_jax.config.data import DataConfig
-from optimus_jax.config.layout import ParallelConfig, PrecisionConfig
 from optimus_jax.config.model import ModelConfig
+from optimus_jax.config.parallel import ParallelConfig, PrecisionConfig
 from optimus_jax.config.running import ControlConfig, DistributedConfig, FaultConfig, StoreConfig
 from optimus_jax.config.settings import build, changed, check_finite
 from optimus_jax.config.training import (

@@ -6,8 +6,8 @@ and some of them change what is computed. Each setting is one of these:
 * *reported*: the user chooses. It changes rounding in the same way under every plan, and is shown
   at the start;
 * *set here*: it has no effect, because this package passes its own value where it would be used;
-* *harmless*: no result depends on it, or it concerns the launch of processes (cluster/launch.py,
-  cluster/distributed.py).
+* *harmless*: no result depends on it, or it concerns the launch of processes
+  (cluster/launch_detection.py, cluster/distributed.py).
 
 No setting is changed silently, because a program that trains may do other things with JAX. The
 lists are for jax 0.10.2; a test checks that every setting in `jax.config.values` is in one.

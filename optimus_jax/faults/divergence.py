@@ -40,9 +40,8 @@ Trouble = Literal["no update", "weights", "evaluation"]
 
 
 @dataclass(kw_only=True)
-class Learning:
-    """The learning health of one run. All fields but `recent` are saved in checkpoints
-    (`to_json`)."""
+class LearningHealth:
+    """Whether a run still learns. Checkpoints hold all fields but `recent` (`to_json`)."""
 
     skipped: int = 0
     """Steps without an update since the last update."""
@@ -151,7 +150,7 @@ class Learning:
         return values
 
     @classmethod
-    def from_json(cls, values: Mapping[str, Any] | None) -> "Learning":
+    def from_json(cls, values: Mapping[str, Any] | None) -> "LearningHealth":
         """The inverse of `to_json`, without recent losses; None: an older checkpoint without this
         state.
         """
@@ -174,7 +173,7 @@ def _searches_scale(record: StepRecord) -> bool:
     return record.skipped and record.loss_scale is not None and record.loss_scale > MIN_LOSS_SCALE
 
 
-def describe_trouble(learning: Learning, trouble: Trouble) -> str:
+def describe_trouble(learning: LearningHealth, trouble: Trouble) -> str:
     """The trouble, in one sentence."""
     match trouble:
         case "weights":
@@ -192,7 +191,7 @@ def describe_trouble(learning: Learning, trouble: Trouble) -> str:
             )
 
 
-def rollback_advice(learning: Learning, steps: Iterable[int]) -> str:
+def rollback_advice(learning: LearningHealth, steps: Iterable[int]) -> str:
     """Advice on how to continue from the newest good checkpoint.
 
     Args:
@@ -221,7 +220,7 @@ def newest(steps: Iterable[int], limit: int) -> int | None:
 
 
 def learning_error(
-    learning: Learning,
+    learning: LearningHealth,
     trouble: Trouble,
     config: Config,
     steps: Iterable[int],

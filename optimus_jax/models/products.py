@@ -26,6 +26,9 @@ def project(
 ) -> Array:
     """[B, L, D], [D, ...] -> [B, L, ...], as one product of two matrices.
 
+    Column-parallel over `tensor`: the weight's columns (heads, mlp) are sharded, so each device
+    computes its own part of the result without communication.
+
     Equal to an einsum. Its gradient is also a product of two matrices, whereas the gradient of an
     einsum with several free dimensions is transposed and copied first (a fifth of a step's time on
     a CPU).
@@ -44,6 +47,9 @@ def project_back(
     x: Array, weight: Array, dtype: jnp.dtype, *, result: jnp.dtype | None = None
 ) -> Array:
     """[B, L, ...], [D, ...] -> [B, L, D], as one product of two matrices.
+
+    Row-parallel over `tensor`: the contracted dimensions (heads, mlp) are sharded, so the result is
+    one part of a sum over `tensor`, which the caller reduces.
 
     Arguments are as in `project`. Weights that lead back to the residual's width D also have D as
     their first dimension, so that fsdp's shards are contiguous in memory (mesh/zero.py).

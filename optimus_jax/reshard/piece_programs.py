@@ -13,7 +13,7 @@ import numpy as np
 from jax import Array, lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from optimus_jax.mesh.compiler import compiler_options
+from optimus_jax.mesh.xla_options import compiler_options
 from optimus_jax.reshard.edge_colouring import Route
 from optimus_jax.reshard.exchange import Index, PiecePosition, TransferRound
 

@@ -24,7 +24,7 @@ from optimus_jax.cluster.distributed import (
     is_writer,
     named,
 )
-from optimus_jax.cluster.launch import Launch, find_launch
+from optimus_jax.cluster.launch_detection import Launch, find_launch
 from optimus_jax.config import Config
 from optimus_jax.config.phases import in_phase, phase_after
 from optimus_jax.config.request import (

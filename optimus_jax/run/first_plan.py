@@ -11,7 +11,7 @@ import jax
 
 from optimus_jax.checkpoint.reading import Saved
 from optimus_jax.cluster.distributed import broadcast_from_0
-from optimus_jax.cluster.launch import Launch
+from optimus_jax.cluster.launch_detection import Launch
 from optimus_jax.config import Config
 from optimus_jax.config.phases import in_phase, phase_after
 from optimus_jax.config.request import SHORT_NAMES

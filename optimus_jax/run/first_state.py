@@ -14,7 +14,7 @@ from optimus_jax.checkpoint.reading import Restored
 from optimus_jax.checkpoint.snapshots import Snapshots
 from optimus_jax.cluster.distributed import broadcast_from_0, is_writer
 from optimus_jax.config import Config, Precision
-from optimus_jax.faults.divergence import Learning, describe_trouble, rollback_advice
+from optimus_jax.faults.divergence import LearningHealth, describe_trouble, rollback_advice
 from optimus_jax.run.inputs import Inputs
 from optimus_jax.run.stored_config import check_stored_config, saved_config
 from optimus_jax.run_directory.directory import RunDirectory
@@ -37,7 +37,7 @@ def first_state(
     run: RunDirectory,
     resume: bool,
     display: Display,
-) -> tuple[TrainState, Learning, Config | None]:
+) -> tuple[TrainState, LearningHealth, Config | None]:
     """The initial or restored state, the record of how the run has learned, and the saved config.
 
     The state is restored onto this plan's mesh, whatever mesh saved it. The saved config is the one
@@ -51,7 +51,7 @@ def first_state(
         resume
         and (restored := _restore_newest(program, config, checkpoints, run, display)) is not None
     ):
-        learning = Learning.from_json(restored.metadata.get("learning"))
+        learning = LearningHealth.from_json(restored.metadata.get("learning"))
         _warn_if_not_learning(learning, restored.step, checkpoints, display)
         check_same_data(restored.metadata.get("data"), inputs.data, config.data, display.message)
         state = from_stored(restored.state, program.shapes, program.plan, program.state_shardings)
@@ -66,7 +66,7 @@ def first_state(
         begun_with = json.loads(broadcast_from_0(json.dumps(identity_in_run(run))))
         check_same_data(begun_with, inputs.data, config.data, display.message)
         display.message("the run has no checkpoint yet: it starts over at step 1")
-    return program.init(jnp.int32(config.seed)), Learning(), None
+    return program.init(jnp.int32(config.seed)), LearningHealth(), None
 
 
 def _restore_newest(
@@ -129,7 +129,7 @@ def _restore_step(
 
 
 def _warn_if_not_learning(
-    learning: Learning, step: int, checkpoints: Checkpoints, display: Display
+    learning: LearningHealth, step: int, checkpoints: Checkpoints, display: Display
 ) -> None:
     """Warn if the run had stopped learning before its checkpoint of `step` was written."""
     trouble = learning.trouble(1, is_at_end=True)

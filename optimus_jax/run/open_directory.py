@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from optimus_jax.cluster.distributed import broadcast_from_0, is_writer
-from optimus_jax.cluster.launch import Launch
+from optimus_jax.cluster.launch_detection import Launch
 from optimus_jax.config import Config
 from optimus_jax.errors import FaultError, RunDirectoryError, StoreError
 from optimus_jax.faults.stopping import ImmediateStop

@@ -14,7 +14,7 @@ from optimus_jax.planning.search.assemble import compute_precision
 from optimus_jax.planning.search.choice import Choice
 from optimus_jax.run.first_plan import RunDevices
 from optimus_jax.run.inputs import Inputs
-from optimus_jax.run.rate_change import RateChange
+from optimus_jax.run.learning_rate_change import RateChange
 from optimus_jax.run.resumed_config import ResumedConfig, derived_values
 from optimus_jax.run_directory.directory import RunDirectory
 from optimus_jax.training.step import Program

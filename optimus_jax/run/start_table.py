@@ -8,7 +8,7 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding
 
-from optimus_jax.cluster.launch import Launch
+from optimus_jax.cluster.launch_detection import Launch
 from optimus_jax.config import Config
 from optimus_jax.config.phases import TrainingPhase
 from optimus_jax.data.dataset import Data
@@ -16,7 +16,7 @@ from optimus_jax.mesh.sharding import layouts_of
 from optimus_jax.mesh.topology import Topology
 from optimus_jax.plan import OFFLOADED, ZERO_STAGES, Plan
 from optimus_jax.reshard.restack import is_stacked
-from optimus_jax.run.rate_change import describe_schedule
+from optimus_jax.run.learning_rate_change import describe_schedule
 from optimus_jax.training.optimizer import peak_learning_rate
 from optimus_jax.training.step import Program
 from optimus_jax.training.watchers import Display

@@ -87,15 +87,15 @@ class _ByCostModel(Policy):
     def _best(self, observation: Observation) -> tuple[Pricing, Candidate | None]:
         """The pricing by the newest readings, and the fastest plan by it; None: no plan is left."""
         phase = self._setup.phase_at(observation.step)
-        told = self._setup.told[phase]
+        assumed = self._setup.assumed[phase]
         found = {
             name: on_grid(reading.value)
-            for name, reading in claims(observation, told.cluster, self._plan.axes).items()
+            for name, reading in claims(observation, assumed.cluster, self._plan.axes).items()
             if reading.value
         }
         key = (phase, replace(Conditions(), **found), observation.lost_devices)
         if key not in self._ranked:
-            pricing = key[1].applied(_without(told, observation.lost_devices))
+            pricing = key[1].applied(_without(assumed, observation.lost_devices))
             self._ranked[key] = (pricing, self._searcher(pricing).best)
         pricing, ranked = self._ranked[key]
         return pricing, next((each for each in ranked if each.plan not in self._refused), None)
@@ -217,7 +217,7 @@ class Threshold(Policy):
 
     def _with_tensor(self, observation: Observation, tensor: int) -> Decision | None:
         """Switch to a plan with this tensor axis size; None: there is none that fits."""
-        axes, pricing = self._plan.axes, self._setup.told[self._setup.phase_at(observation.step)]
+        axes, pricing = self._plan.axes, self._setup.assumed[self._setup.phase_at(observation.step)]
         rest, left = divmod(axes.data * axes.fsdp * axes.tensor, tensor)
         data = min(axes.data, rest)
         if left or rest % data:

@@ -25,7 +25,7 @@ COARSE = math.log(2.0)
 """Spacing of the coarse grid of speeds, as a logarithm."""
 TOP = 10
 SAMPLED = 40
-"""Largest number of different conditions of a run that are searched for contenders."""
+"""Largest number of different conditions of a run that are searched."""
 
 
 class PooledSearch:
@@ -67,7 +67,7 @@ class PooledSearch:
         return self._pools[key]
 
 
-def contenders(setup: Setup, timeline: Timeline, searcher: PooledSearch) -> list[Plan]:
+def candidate_plans(setup: Setup, timeline: Timeline, searcher: PooledSearch) -> list[Plan]:
     """All plans that a run with full knowledge should consider: the best in each of its conditions,
     the first plan and the default.
     """
@@ -79,9 +79,9 @@ def contenders(setup: Setup, timeline: Timeline, searcher: PooledSearch) -> list
             for cluster in _clusters(pricing.cluster, conditions):
                 scaled = replace(
                     cluster,
-                    intra_host=_scaled(cluster.intra_host, conditions.inside),
+                    intra_host=_scaled(cluster.intra_host, conditions.intra_host),
                     inter_host=cluster.inter_host
-                    and _scaled(cluster.inter_host, conditions.between),
+                    and _scaled(cluster.inter_host, conditions.inter_host),
                 )
                 there = replace(pricing, cluster=scaled)
                 found = searcher.plans(there)

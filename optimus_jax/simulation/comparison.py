@@ -15,9 +15,9 @@ import numpy as np
 from optimus_jax.config import ControlConfig
 from optimus_jax.control.advisor import Advisor
 from optimus_jax.simulation.baseline_policies import CostModelOnly, Greedy, Static, Threshold
-from optimus_jax.simulation.candidate_plans import PooledSearch, contenders
+from optimus_jax.simulation.candidate_plans import PooledSearch, candidate_plans
 from optimus_jax.simulation.oracle import STATIC, best_static, run_oracle, run_static
-from optimus_jax.simulation.outcome import Habits, Outcome, Policy
+from optimus_jax.simulation.outcome import Outcome, Policy, SimulationOptions
 from optimus_jax.simulation.setup import DEFAULT, Setup, Truth, first_plans
 from optimus_jax.simulation.simulator import Simulation
 
@@ -34,7 +34,7 @@ Make = Callable[[Setup, PooledSearch, ControlConfig], Policy]
 def advisor(setup: Setup, searcher: PooledSearch, settings: ControlConfig) -> Advisor:
     """The policy of a real run."""
     return Advisor(
-        pricing=setup.told[0],
+        pricing=setup.assumed[0],
         plan=setup.start,
         num_steps=setup.num_steps,
         settings=settings,
@@ -44,24 +44,24 @@ def advisor(setup: Setup, searcher: PooledSearch, settings: ControlConfig) -> Ad
     )
 
 
-POLICIES: Mapping[str, tuple[Make, Habits]] = {
-    AUTO: (advisor, Habits()),
-    "checkpoint-restart": (advisor, Habits(in_memory=False)),
+POLICIES: Mapping[str, tuple[Make, SimulationOptions]] = {
+    AUTO: (advisor, SimulationOptions()),
+    "checkpoint-restart": (advisor, SimulationOptions(in_memory=False)),
     "cost model": (
         lambda setup, searcher, settings: CostModelOnly(setup, searcher, settings),
-        Habits(every=RARELY),
+        SimulationOptions(every=RARELY),
     ),
     "greedy": (
         lambda setup, searcher, _: Greedy(setup, searcher),
-        Habits(every=RARELY, canary=False),
+        SimulationOptions(every=RARELY, canary=False),
     ),
     "threshold": (
         lambda setup, _, __: Threshold(setup),
-        Habits(every=RARELY, probes=False, canary=False),
+        SimulationOptions(every=RARELY, probes=False, canary=False),
     ),
     STAY: (lambda setup, _, __: Static(setup.start, setup.nominal[0].cluster.num_devices), STATIC),
 }
-"""Policies that decide by what they are told, without knowing the truth, with their habits."""
+"""Policies that see only observations and the assumed pricing, and how their runs are simulated."""
 METHODS = (
     AUTO,
     STAY,
@@ -75,8 +75,8 @@ METHODS = (
 
 def run_policy(name: str, truth: Truth, searcher: PooledSearch) -> Outcome:
     """Simulate a run under one of POLICIES."""
-    make, habits = POLICIES[name]
-    return Simulation(truth, make(truth.setup, searcher, truth.setup.settings), habits).run()
+    make, options = POLICIES[name]
+    return Simulation(truth, make(truth.setup, searcher, truth.setup.settings), options).run()
 
 
 def run_all(
@@ -86,9 +86,9 @@ def run_all(
     truth = Truth(setup, seed)
     found = {name: run_policy(name, truth, searcher) for name in methods if name in POLICIES}
     if DEFAULT_STATIC in methods:
-        found[DEFAULT_STATIC] = run_static(truth, first_plans(DEFAULT, setup.told[0])[0])
+        found[DEFAULT_STATIC] = run_static(truth, first_plans(DEFAULT, setup.assumed[0])[0])
     if BEST_STATIC in methods or ORACLE in methods:
-        plans = contenders(truth.setup, truth.timeline, searcher)
+        plans = candidate_plans(truth.setup, truth.timeline, searcher)
         _, static = best_static(truth, plans)
         found[BEST_STATIC] = static
         if ORACLE in methods:
@@ -114,7 +114,7 @@ class Ended(Protocol):
         ...
 
     def count(self, kind: str) -> int:
-        """Number of moments of a kind (Outcome.moments)."""
+        """Number of events of a kind (Outcome.run_events)."""
         ...
 
 
@@ -123,14 +123,15 @@ class Result:
     """The part of an outcome that is stored in a file."""
 
     total_s: float
-    moments: Mapping[str, int]
-    """Number of moments by kind."""
+    event_counts: Mapping[str, int]
+    """Number of events by kind."""
 
     @classmethod
     def of(cls, outcome: Outcome) -> "Result":
         """The result of a run with this outcome."""
         return cls(
-            total_s=outcome.total_s, moments=Counter(moment.kind for moment in outcome.moments)
+            total_s=outcome.total_s,
+            event_counts=Counter(run_event.kind for run_event in outcome.run_events),
         )
 
     @property
@@ -139,8 +140,8 @@ class Result:
         return self.count("switch") + self.count("failed")
 
     def count(self, kind: str) -> int:
-        """Number of moments of a kind."""
-        return self.moments.get(kind, 0)
+        """Number of events of a kind."""
+        return self.event_counts.get(kind, 0)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -53,7 +53,7 @@ class Timed:
 class LinkEvent(Timed):
     """A link changes its speed."""
 
-    link: Literal["inside", "between"] = "between"
+    link: Literal["intra_host", "inter_host"] = "inter_host"
     """The link inside hosts or the one between hosts."""
     factor: float
     """Factor on its speed: 0.25 is a quarter."""

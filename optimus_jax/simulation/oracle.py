@@ -18,7 +18,7 @@ from optimus_jax.control.policy import Decision
 from optimus_jax.control.signals import Observation
 from optimus_jax.plan import Plan
 from optimus_jax.simulation.baseline_policies import Static
-from optimus_jax.simulation.outcome import Habits, Outcome, Policy
+from optimus_jax.simulation.outcome import Outcome, Policy, SimulationOptions
 from optimus_jax.simulation.setup import Truth
 from optimus_jax.simulation.simulator import Simulation
 from optimus_jax.simulation.timeline import NORMAL, ClusterConditions
@@ -27,7 +27,7 @@ from optimus_jax.simulation.world import PlacedPlan
 
 KEPT = 4
 """Number of best plans that the oracle considers in each combination of conditions and phase."""
-STATIC = Habits(every=None, probes=False, canary=False)
+STATIC = SimulationOptions(every=None, probes=False, canary=False)
 
 
 class Scripted(Policy):
@@ -82,8 +82,12 @@ def run_oracle(truth: Truth, plans: Sequence[Plan], known: Sequence[Outcome] = (
     walked = Simulation(
         truth,
         Scripted(path),
-        Habits(
-            every=None, asked_at=tuple(sorted(path)), probes=False, canary=False, foresight=True
+        SimulationOptions(
+            every=None,
+            asked_at=tuple(sorted(path)),
+            probes=False,
+            canary=False,
+            compiles_ahead=True,
         ),
     ).run()
     return min([walked, *known], key=lambda each: each.total_s)

@@ -1,4 +1,4 @@
-"""The policy of a simulated run, the habits of the run, and its outcome."""
+"""The interface of policies, the options of a simulated run, and the outcome of a run."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -50,8 +50,8 @@ class Policy(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Habits:
-    """How a policy's run asks it, probes and switches."""
+class SimulationOptions:
+    """When a simulated run asks its policy, and what a probe and a switch do."""
 
     every: int | None = 1
     """Steps between two questions to the policy, which come with all readings; None: it is asked
@@ -64,13 +64,13 @@ class Habits:
     """Whether a switch moves the state in memory. If not, it is a checkpoint and a restart."""
     canary: bool = True
     """Whether a switch to a plan that turns out slower is rolled back."""
-    foresight: bool = False
+    compiles_ahead: bool = False
     """Whether programs are compiled before they are needed. The time that compiling costs the steps
     is still paid."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Moment:
+class RunEvent:
     """Something that happened to a simulated run."""
 
     kind: Kind
@@ -94,15 +94,15 @@ class Outcome:
     """The outcome of a simulated run."""
 
     total_s: float
-    moments: tuple[Moment, ...]
+    run_events: tuple[RunEvent, ...]
     probes_s: float
     """Seconds of `total_s` that probes took."""
     plan: Plan
     """The last plan."""
 
     def count(self, kind: str) -> int:
-        """Number of moments of a kind."""
-        return sum(moment.kind == kind for moment in self.moments)
+        """Number of events of a kind."""
+        return sum(run_event.kind == kind for run_event in self.run_events)
 
     @property
     def num_switches(self) -> int:
@@ -127,6 +127,6 @@ class Outcome:
                     "delay_s": dict(each.delay_s),
                     "why": each.why,
                 }
-                for each in self.moments
+                for each in self.run_events
             ],
         }

@@ -1,11 +1,11 @@
 """Scenarios of simulated runs, read from JSON.
 
 A *scenario* says how long a run is, what happens to its cluster and when (events), how far the
-truth differs from what the planner is told, and what a switch really costs. Fields have defaults,
+truth differs from what the planner assumes, and what a switch really costs. Fields have defaults,
 so a scenario names only what matters to it. `scenarios.json` holds the built-in scenarios. The
 `kind` of an event names its class (simulation/events.py):
 
-    {"name": "link-quarter", "events": [{"kind": "link", "link": "between", "factor": 0.25,
+    {"name": "link-quarter", "events": [{"kind": "link", "link": "inter_host", "factor": 0.25,
     "start_s": 900, "for_s": 1440}]}
 """
 
@@ -21,6 +21,7 @@ from pathlib import Path
 from optimus_jax.config import Config, settings
 from optimus_jax.config.checks import check_not_negative, check_positive
 from optimus_jax.errors import ConfigError, explain, nearest
+from optimus_jax.planning.profiles.cluster import OLD_LINK_NAMES
 from optimus_jax.simulation.events import EVENTS, Event, PhaseEvent
 from optimus_jax.store.local_copies import local_file
 from optimus_jax.system.json_input import JSONInputError, parse_json
@@ -29,8 +30,8 @@ LIBRARY = "scenarios.json"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Misfit:
-    """How far the truth differs from what the planner is told.
+class ModelDiscrepancy:
+    """How far the truth differs from the planner's model of it.
 
     The seed draws signs and amounts. Policies do not see them.
     """
@@ -75,17 +76,17 @@ class Misfit:
 
 @dataclass(frozen=True, kw_only=True)
 class Prior:
-    """A wrong hardware profile: factors of what the planner is told over the nominal speeds."""
+    """A wrong hardware profile: the speeds that the planner assumes over the nominal ones."""
 
-    inside: float = 1.0
+    intra_host: float = 1.0
     """Factor on the speed of the link inside hosts."""
-    between: float = 1.0
+    inter_host: float = 1.0
     """Factor on the speed of the link between hosts."""
     compute: float = 1.0
     """Factor on the speed of matmuls."""
 
     def __post_init__(self) -> None:
-        check_positive(self, "inside", "between", "compute")
+        check_positive(self, "intra_host", "inter_host", "compute")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,11 +152,11 @@ class Scenario:
     """Examples per step in the first phase; None: as in the config."""
     step_time_s: float | None = None
     """True usual step time of the first plan in the first phase. All plans are scaled by the same
-    factor. None: the misfit decides."""
+    factor. None: `misfit` decides."""
     step_factors: tuple[float, ...] = ()
     """Recorded time of each step over the usual (simulation/replay.py), repeated if the run is
     longer. Empty: drawn by the seed."""
-    misfit: Misfit = field(default_factory=Misfit)
+    misfit: ModelDiscrepancy = field(default_factory=ModelDiscrepancy)
     prior: Prior = field(default_factory=Prior)
     switching: Switching = field(default_factory=Switching)
 
@@ -282,6 +283,8 @@ def _scenario(value: object) -> Scenario:
             )
         )
     fields = {name: item for name, item in value.items() if name != "events"}
+    if isinstance(prior := fields.get("prior"), Mapping):
+        fields["prior"] = _with_new_link_names(prior)
     events = tuple(
         _event(item, f"events[{place}]") for place, item in enumerate(value.get("events", []))
     )
@@ -296,10 +299,16 @@ def _event(value: object, path: str) -> Event:
                 f"{path} is of no known kind", given=settings.shown(value), do=nearest(kind, EVENTS)
             )
         )
-    return typing.cast(
-        Event,
-        _build(EVENTS[kind], {name: item for name, item in value.items() if name != "kind"}, path),
-    )
+    fields = {name: item for name, item in value.items() if name != "kind"}
+    if (link := fields.get("link")) in OLD_LINK_NAMES:
+        fields["link"] = OLD_LINK_NAMES[link]
+    return typing.cast(Event, _build(EVENTS[kind], fields, path))
+
+
+def _with_new_link_names(prior: Mapping[str, object]) -> dict[str, object]:
+    """The factors of a prior, with links that have their earlier names renamed."""
+    new = {name: OLD_LINK_NAMES.get(name, name) for name in prior}
+    return {name if new[name] in prior else new[name]: item for name, item in prior.items()}
 
 
 Built = typing.TypeVar("Built")

@@ -1,4 +1,4 @@
-"""Setup of a simulated run: its phases, its first plan, what its policy is told, and the truth."""
+"""Setup of a simulated run: its phases, its first plan, what its policy assumes, and the truth."""
 
 import bisect
 import math
@@ -34,8 +34,8 @@ class Setup:
     scenario: Scenario
     nominal: tuple[Pricing, ...]
     """Pricing of each phase with nominal links and devices."""
-    told: tuple[Pricing, ...]
-    """Pricing of each phase that policies are told: the nominal one, changed by a wrong prior."""
+    assumed: tuple[Pricing, ...]
+    """Pricing of each phase that policies assume: the nominal one, changed by a wrong prior."""
     start: Plan
     """First plan, by predictions."""
     tried: tuple[Plan, ...]
@@ -61,18 +61,20 @@ class Setup:
         _check_devices(scenario, pricing.cluster)
         configs = [config for _, config in scenario.configs(pricing.config)]
         nominal = tuple([replace(pricing, config=config) for config in configs])
-        told = tuple([believed(each, scenario.prior) for each in nominal])
+        assumed = tuple([with_prior(each, scenario.prior) for each in nominal])
         if start is not None:
             _check_count(start.axes, pricing.cluster)
-            start.validate(told[0].config.model, global_batch=told[0].config.data.global_batch)
-        tried = first_plans(scenario.start, told[0]) if start is None else (start,)
+            start.validate(
+                assumed[0].config.model, global_batch=assumed[0].config.data.global_batch
+            )
+        tried = first_plans(scenario.start, assumed[0]) if start is None else (start,)
         num_steps = scenario.steps or max(
             1, round(scenario.duration_s / nominal[0].step_time_s(tried[0]))
         )
         return cls(
             scenario=scenario,
             nominal=nominal,
-            told=told,
+            assumed=assumed,
             start=tried[0],
             tried=tried,
             num_steps=num_steps,
@@ -87,7 +89,7 @@ class Setup:
 
     @property
     def phases(self) -> tuple[BatchPhase, ...]:
-        """The phases as a policy is told them; empty if there is only one."""
+        """The phases, which a policy knows; empty if there is only one."""
         if len(self.nominal) == 1:
             return ()
         return tuple(
@@ -180,8 +182,8 @@ class Truth:
         return None
 
 
-def believed(pricing: Pricing, prior: Prior) -> Pricing:
-    """The pricing that policies are told, given the nominal one and a wrong prior."""
+def with_prior(pricing: Pricing, prior: Prior) -> Pricing:
+    """The pricing that policies assume, given the nominal one and a wrong prior."""
 
     def scaled(link: Link, factor: float) -> Link:
         return (
@@ -195,8 +197,8 @@ def believed(pricing: Pricing, prior: Prior) -> Pricing:
         pricing,
         cluster=replace(
             cluster,
-            intra_host=scaled(cluster.intra_host, prior.inside),
-            inter_host=cluster.inter_host and scaled(cluster.inter_host, prior.between),
+            intra_host=scaled(cluster.intra_host, prior.intra_host),
+            inter_host=cluster.inter_host and scaled(cluster.inter_host, prior.inter_host),
         ),
         rates=replace(
             rates,

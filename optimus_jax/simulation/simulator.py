@@ -21,7 +21,7 @@ from optimus_jax.control.policy import Decision
 from optimus_jax.errors import PlanError, explain
 from optimus_jax.plan import Plan
 from optimus_jax.simulation.events import LostEvent, MetricsEvent, SwitchEvent, SwitchPhase
-from optimus_jax.simulation.outcome import Habits, Kind, Moment, Outcome, Policy
+from optimus_jax.simulation.outcome import Kind, Outcome, Policy, RunEvent, SimulationOptions
 from optimus_jax.simulation.setup import Truth
 from optimus_jax.simulation.telemetry import Now, Telemetry
 from optimus_jax.simulation.timeline import NORMAL, ClusterConditions
@@ -68,23 +68,25 @@ class Simulation:
     Args:
       truth: the true cluster and its events.
       policy: decides about switches.
-      habits: how the run asks the policy, probes and switches.
+      options: when the run asks the policy, and what probes and switches do.
       start: first plan; None: the first plan of the setup.
     """
 
-    def __init__(self, truth: Truth, policy: Policy, habits: Habits, start: Plan | None = None):
-        self.truth, self.policy, self.habits = truth, policy, habits
+    def __init__(
+        self, truth: Truth, policy: Policy, options: SimulationOptions, start: Plan | None = None
+    ):
+        self.truth, self.policy, self.options = truth, policy, options
         self.setup, self.world = truth.setup, truth.world
         self.costs, self.telemetry = (
             TrueSwitchCosts(truth.world),
-            Telemetry(truth.world, self.setup.told[0], self.setup.settings, truth.seed),
+            Telemetry(truth.world, self.setup.assumed[0], self.setup.settings, truth.seed),
         )
         self.step, self.phase, self.time_s, self.probes_s = 0, 0, 0.0, 0.0
         self.began_s: dict[LostEvent, float] = {}
         self.timeline = truth.timeline
         start = start or self.setup.start
         self.place = PlacedPlan(start, self.world.devices_for(start, NORMAL) or ())
-        self.moments: list[Moment] = []
+        self.run_events: list[RunEvent] = []
         self._pending: _Pending | None = None
         self._canary: _Canary | None = None
         self._compiled: OrderedDict[tuple[Plan, int], None] = OrderedDict(
@@ -125,7 +127,7 @@ class Simulation:
                 self._ask()
         return Outcome(
             total_s=self.time_s,
-            moments=tuple(self.moments),
+            run_events=tuple(self.run_events),
             probes_s=self.probes_s,
             plan=self.place.plan,
         )
@@ -171,7 +173,7 @@ class Simulation:
         last = max(first + 1, last)
         self.time_s += base_s * float(sums[last] - sums[first])
         self.step = last
-        if self.habits.every is not None:
+        if self.options.every is not None:
             times_s = (base_s * self.truth.noise[max(first, last - REMEMBERED) : last]).tolist()
             self._times_s += times_s
             self._recent_s = (self._recent_s + times_s)[-REMEMBERED:]
@@ -187,14 +189,14 @@ class Simulation:
             self.setup.num_steps,
             *[step for step in self.setup.first_steps if step > self.step],
         ]
-        if self.habits.every is not None:
-            limits.append(self.step // self.habits.every * self.habits.every + self.habits.every)
+        if self.options.every is not None:
+            limits.append(self.step // self.options.every * self.options.every + self.options.every)
         elif self._tries_again:
             return self.step + 1
-        elif (place := bisect.bisect_right(self.habits.asked_at, self.step)) < len(
-            self.habits.asked_at
+        elif (place := bisect.bisect_right(self.options.asked_at, self.step)) < len(
+            self.options.asked_at
         ):
-            limits.append(self.habits.asked_at[place])
+            limits.append(self.options.asked_at[place])
         if self._canary is not None:
             limits.append(self._canary.until_step)
         if (
@@ -220,17 +222,17 @@ class Simulation:
             self._reported = reported
             return True
         return (
-            (self._tries_again or self.step in self.habits.asked_at)
-            if self.habits.every is None
-            else self.step % self.habits.every == 0
+            (self._tries_again or self.step in self.options.asked_at)
+            if self.options.every is None
+            else self.step % self.options.every == 0
         )
 
     def _ask(self) -> None:
         """Ask the policy for a decision, and begin to carry it out."""
         now = self.now
-        if self.habits.every is not None:
+        if self.options.every is not None:
             self.telemetry.steps(self._times_s, now)
-        if self.habits.probes:
+        if self.options.probes:
             probe_s = self.telemetry.probe_s(now, asked=self.policy.wants_probe)
             self.time_s, self.probes_s = self.time_s + probe_s, self.probes_s + probe_s
         times_s, self._times_s, self._tries_again = self._times_s, [], False
@@ -258,13 +260,13 @@ class Simulation:
             self.setup.phase_at(decision.at_step) if decision.at_step is not None else self.phase
         )
         restarts = (
-            not self.habits.in_memory
+            not self.options.in_memory
             or plan.num_devices != self.place.plan.num_devices
             or bool(decision.without & set(self.place.devices))
         )
         compile_s = 0.0 if restarts or (plan, phase) in self._compiled else self.costs.compile_s
         tax_s = compile_s * (self.setup.scenario.switching.compile_slowdown - 1)
-        if self.habits.foresight:
+        if self.options.compiles_ahead:
             self.time_s, compile_s = self.time_s + tax_s, 0.0
         self._pending = _Pending(
             plan=plan,
@@ -355,7 +357,12 @@ class Simulation:
         self.policy.switched(plan, compiled_s | costs_s)
         self.policy.charge(first_s)
         self._happens("canary")
-        if self.habits.canary and not changes_phase and not pending.decision.mandatory and before_s:
+        if (
+            self.options.canary
+            and not changes_phase
+            and not pending.decision.mandatory
+            and before_s
+        ):
             self._canary = _Canary(
                 before=before,
                 before_s=before_s,
@@ -390,7 +397,7 @@ class Simulation:
     def _costs_s(
         self, new: PlacedPlan, conditions: ClusterConditions, phase: int
     ) -> dict[str, float]:
-        if self.habits.in_memory:
+        if self.options.in_memory:
             return self.costs.switch_s(self.place, new, conditions, phase)
         return {
             "quiesce": self.setup.scenario.switching.quiesce_s,
@@ -399,7 +406,7 @@ class Simulation:
 
     def _arrive(self, new: PlacedPlan, costs_s: Mapping[str, float], phase: int) -> None:
         """Put the run on another plan, and let the costs pass."""
-        if set(new.devices) != set(self.place.devices) or not self.habits.in_memory:
+        if set(new.devices) != set(self.place.devices) or not self.options.in_memory:
             self._compiled.clear()  # new processes have no executables
             self._saved_step = self.step
         self.time_s += sum(costs_s.values())
@@ -411,7 +418,7 @@ class Simulation:
         self._times_s, self._recent_s = [], []
         self.telemetry.forget()
         if (
-            self.habits.probes
+            self.options.probes
             and self.setup.settings.probe_share
             and self.step < self.setup.num_steps
         ):
@@ -516,7 +523,7 @@ class Simulation:
 
     def count_restarts(self) -> int:
         """Number of restarts after faults so far."""
-        return sum(moment.kind == "restart" for moment in self.moments)
+        return sum(run_event.kind == "restart" for run_event in self.run_events)
 
     def _advised(self, conditions: ClusterConditions) -> PlacedPlan | None:
         """The plan that the policy wants to restart with; None: it names none, or it cannot run."""
@@ -558,8 +565,8 @@ class Simulation:
         why: str,
         decided_s: float | None = None,
     ) -> None:
-        self.moments.append(
-            Moment(
+        self.run_events.append(
+            RunEvent(
                 kind=kind,
                 step=self.step,
                 time_s=self.time_s,

@@ -16,8 +16,10 @@ from optimus_jax.config import ControlConfig
 from optimus_jax.config.axes import MESH_AXES
 from optimus_jax.control import signals
 from optimus_jax.control.baselines import SCATTER
+from optimus_jax.control.deciding.conditions import BETWEEN, INSIDE
 from optimus_jax.control.signals import Observation, SignalSummary, Window
 from optimus_jax.planning.cost.cost import shares_of
+from optimus_jax.planning.profiles.cluster import INTER_HOST, INTRA_HOST
 from optimus_jax.planning.search.search import Pricing
 from optimus_jax.simulation.events import MetricsEvent
 from optimus_jax.simulation.timeline import ClusterConditions
@@ -39,6 +41,8 @@ OF_STEPS = (
 """Signals that depend on the plan."""
 OF_MEMORY = (signals.MEMORY_SHARE, signals.MEMORY_PEAK_SHARE)
 """Signals of memory in use. They hardly scatter, and a long window would delay them."""
+READING_OF_LINK = {INTRA_HOST: INSIDE, INTER_HOST: BETWEEN}
+"""The name of each link in the readings of its slowdown."""
 FIRST_PROBE_STEP = 3
 DISPATCH_S = 1e-3
 """Time that the host takes to dispatch a step."""
@@ -62,18 +66,18 @@ class Telemetry:
 
     Args:
       world: the true cluster, which is measured.
-      told: pricing by the hardware profile, to which readings of links and compute are relative.
+      assumed: pricing by the hardware profile, to which readings of links and compute are relative.
       settings: length of the windows and the probe budget.
       seed: draws the noise.
     """
 
-    def __init__(self, world: World, told: Pricing, settings: ControlConfig, seed: int):
-        self._world, self._told, self._settings = world, told, settings
+    def __init__(self, world: World, assumed: Pricing, settings: ControlConfig, seed: int):
+        self._world, self._assumed, self._settings = world, assumed, settings
         self._random = np.random.default_rng([seed, 3])
         bias = world.scenario.misfit.probe_bias
         self._bias = {
             name: math.exp(bias * self._random.standard_normal())
-            for name in ("inside", "between", "compute")
+            for name in (INTRA_HOST, INTER_HOST, "compute")
         }
         self._windows: dict[str, Window] = {}
         self._phase = 0
@@ -168,21 +172,21 @@ class Telemetry:
     def _faulty(
         self, readings: Mapping[str, SignalSummary], faults: Sequence[MetricsEvent]
     ) -> dict[str, SignalSummary]:
-        told, stale = dict(readings), set[str]()
+        given, stale = dict(readings), set[str]()
         for fault in faults:
-            for name in [name for name in told if _concerns(fault, name)]:
-                reading = told[name]
+            for name in [name for name in given if _concerns(fault, name)]:
+                reading = given[name]
                 if fault.fault == "missing":
-                    del told[name]
+                    del given[name]
                 elif fault.fault == "stale":
                     stale.add(name)
-                    told[name] = self._frozen.setdefault(name, reading)
+                    given[name] = self._frozen.setdefault(name, reading)
                 elif reading.value is not None:
-                    told[name] = replace(
+                    given[name] = replace(
                         reading, value=reading.value * fault.factor, quality="good"
                     )
         self._frozen = {name: reading for name, reading in self._frozen.items() if name in stale}
-        return told
+        return given
 
     def _add(
         self, name: str, value: float, time_s: float, size: int, stale_s: float | None = None
@@ -221,19 +225,20 @@ class Telemetry:
         for axis in MESH_AXES:
             if axes[axis] > 1:
                 link = (
-                    "between"
+                    INTER_HOST
                     if world.cluster.inter_host
                     and world.cluster.link_of(axes, axis) is world.cluster.inter_host
-                    else "inside"
+                    else INTRA_HOST
                 )
                 value = self._noisy(
-                    world.link_slowdown(link, conditions) * self._believed(link) * self._bias[link],
+                    world.link_slowdown(link, conditions)
+                    * self._assumed_over_nominal(link)
+                    * self._bias[link],
                     noise,
                 )
                 found[signals.LINK_SLOWDOWN + axis] = value
-                found[signals.LINK_SLOWDOWN + link] = max(
-                    value, found.get(signals.LINK_SLOWDOWN + link, 0.0)
-                )
+                name = signals.LINK_SLOWDOWN + READING_OF_LINK[link]
+                found[name] = max(value, found.get(name, 0.0))
         return found
 
     def _computing(self, now: Now) -> dict[str, float]:
@@ -242,27 +247,29 @@ class Telemetry:
         by_process = self._slow_processes(now)
         typical = sorted(by_process.values())[(len(by_process) - 1) // 2]
         slowest = max(by_process, key=lambda process: by_process[process])
-        believed = self._told.rates.matmul_flops_per_s / world.pricings[0].rates.matmul_flops_per_s
+        assumed = (
+            self._assumed.rates.matmul_flops_per_s / world.pricings[0].rates.matmul_flops_per_s
+        )
         found[signals.COMPUTE_SLOWDOWN] = self._noisy(
-            typical * believed / world.matmul * self._bias["compute"], noise
+            typical * assumed / world.matmul * self._bias["compute"], noise
         )
         if len(by_process) > 1:
             found[signals.PROCESS_SKEW] = by_process[slowest] / typical
             found[signals.STRAGGLER] = float(slowest)
         return found
 
-    def _believed(self, link: str) -> float:
+    def _assumed_over_nominal(self, link: str) -> float:
         """Speed of a link by the hardware profile over its nominal speed."""
-        told, nominal = (
+        assumed, nominal = (
             cluster.intra_host
-            if link == "inside" or cluster.inter_host is None
+            if link == INTRA_HOST or cluster.inter_host is None
             else cluster.inter_host
-            for cluster in (self._told.cluster, self._world.cluster)
+            for cluster in (self._assumed.cluster, self._world.cluster)
         )
         return (
             1.0
-            if told.bytes_per_s is None or nominal.bytes_per_s is None
-            else told.bytes_per_s / nominal.bytes_per_s
+            if assumed.bytes_per_s is None or nominal.bytes_per_s is None
+            else assumed.bytes_per_s / nominal.bytes_per_s
         )
 
     def _slow_processes(self, now: Now) -> dict[int, float]:

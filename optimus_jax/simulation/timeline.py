@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from optimus_jax.planning.profiles.cluster import INTER_HOST, INTRA_HOST
 from optimus_jax.simulation.events import (
     ComputeEvent,
     DataEvent,
@@ -27,9 +28,9 @@ HORIZON = 30
 class ClusterConditions:
     """Conditions of the simulated cluster at one moment."""
 
-    inside: float = 1.0
+    intra_host: float = 1.0
     """Factor on the speed of the link inside hosts."""
-    between: float = 1.0
+    inter_host: float = 1.0
     """Factor on the speed of the link between hosts."""
     slow: tuple[tuple[int, float], ...] = ()
     """Slow devices, in rising order, each with the factor on its compute time."""
@@ -123,7 +124,8 @@ class Timeline:
         return self._known[index]
 
     def _made(self, time_s: float) -> ClusterConditions:
-        link, slow, taken, wait_s = {"inside": 1.0, "between": 1.0}, dict[int, float](), 0.0, 0.0
+        link, slow = {INTRA_HOST: 1.0, INTER_HOST: 1.0}, dict[int, float]()
+        taken, wait_s = 0.0, 0.0
         lost, reported = set[int](), set[int]()
         for each in self._intervals:
             event, active = each.event, each.start_s <= time_s < each.end_s

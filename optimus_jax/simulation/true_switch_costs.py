@@ -9,6 +9,7 @@ import numpy as np
 
 from optimus_jax.control.deciding.switch_costs import from_other_hosts
 from optimus_jax.plan import Plan
+from optimus_jax.planning.profiles.cluster import INTER_HOST, INTRA_HOST
 from optimus_jax.simulation.timeline import ClusterConditions
 from optimus_jax.simulation.world import PlacedPlan, World
 
@@ -75,9 +76,9 @@ class TrueSwitchCosts:
         """
         world, cluster = self._world, self._world.cluster
         link, name = (
-            (cluster.inter_host, "between")
+            (cluster.inter_host, INTER_HOST)
             if cluster.inter_host
-            else (cluster.intra_host, "inside")
+            else (cluster.intra_host, INTRA_HOST)
         )
         nominal = link.bytes_per_s or 1e9
         share = from_other_hosts(old.plan, cluster) if cluster.inter_host else 1.0

@@ -22,7 +22,7 @@ from optimus_jax.plan import Plan
 from optimus_jax.planning.cost.communication import VOCABULARY
 from optimus_jax.planning.cost.cost import BUBBLE, HOST_COPIES, term_times
 from optimus_jax.planning.cost.memory import MemoryEstimate, estimate_memory
-from optimus_jax.planning.profiles.cluster import Cluster
+from optimus_jax.planning.profiles.cluster import INTRA_HOST, Cluster
 from optimus_jax.planning.profiles.links import Link
 from optimus_jax.planning.search.search import Pricing
 from optimus_jax.simulation.scenarios import Scenario
@@ -64,7 +64,7 @@ class World:
     """The true cluster of one simulated run.
 
     Args:
-      scenario: says how far the truth differs from what is told, and what switches take.
+      scenario: says how far the truth differs from what policies assume, and what switches take.
       pricings: nominal pricing of each phase of the run.
       seed: draws everything.
     """
@@ -77,7 +77,7 @@ class World:
             """A factor that differs from 1 by this share, up or down."""
             return float(1.0 + share * random.choice((-1.0, 1.0)))
 
-        self.inside, self.between = off(misfit.links), off(misfit.links)
+        self.intra_host, self.inter_host = off(misfit.links), off(misfit.links)
         """Factors on the links' nominal speed."""
         self.matmul, self.memory_speed = off(misfit.rates), off(misfit.rates)
         """Factors on the devices' nominal speed."""
@@ -107,7 +107,7 @@ class World:
             place.plan, conditions, phase
         ):
             return math.inf
-        key = (place, conditions.inside, conditions.between, conditions.slow, phase)
+        key = (place, conditions.intra_host, conditions.inter_host, conditions.slow, phase)
         if key not in self._times:
             self._times[key] = sum(self.term_times(place, conditions, phase).values())
         return self._times[key] + conditions.wait_s
@@ -124,7 +124,7 @@ class World:
         times = term_times(
             config.model,
             plan,
-            self._true_cluster(conditions.inside, conditions.between),
+            self._true_cluster(conditions.intra_host, conditions.inter_host),
             self._rates,
             seq_len=config.seq_len,
             global_batch=config.data.global_batch,
@@ -224,15 +224,17 @@ class World:
         )
         return tuple(sorted(order[: plan.num_devices]))
 
-    def _true_cluster(self, inside: float, between: float) -> Cluster:
-        return _with_speeds(self.cluster, self.inside * inside, self.between * between)
+    def _true_cluster(self, intra_host: float, inter_host: float) -> Cluster:
+        return _with_speeds(
+            self.cluster, self.intra_host * intra_host, self.inter_host * inter_host
+        )
 
     def link_slowdown(self, link: str, conditions: ClusterConditions) -> float:
         """Nominal speed of a link over its speed now."""
         return 1.0 / (
-            (self.inside * conditions.inside)
-            if link == "inside"
-            else (self.between * conditions.between)
+            (self.intra_host * conditions.intra_host)
+            if link == INTRA_HOST
+            else (self.inter_host * conditions.inter_host)
         )
 
     def _plan_factor(self, plan: Plan) -> float:
@@ -258,7 +260,7 @@ def _normal(key: str) -> float:
 
 
 @lru_cache(maxsize=1 << 12)
-def _with_speeds(cluster: Cluster, inside: float, between: float) -> Cluster:
+def _with_speeds(cluster: Cluster, intra_host: float, inter_host: float) -> Cluster:
     def scaled(link: Link, factor: float) -> Link:
         return (
             link
@@ -268,8 +270,8 @@ def _with_speeds(cluster: Cluster, inside: float, between: float) -> Cluster:
 
     return replace(
         cluster,
-        intra_host=scaled(cluster.intra_host, inside),
-        inter_host=cluster.inter_host and scaled(cluster.inter_host, between),
+        intra_host=scaled(cluster.intra_host, intra_host),
+        inter_host=cluster.inter_host and scaled(cluster.inter_host, inter_host),
     )
 
 

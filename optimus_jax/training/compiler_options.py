@@ -1,7 +1,7 @@
 """XLA options of the training step, by device and plan, with reasons and sources.
 
-They are printed at the start of a run. All other options keep XLA's defaults (mesh/compiler.py has
-the options of every program on a platform).
+They are printed at the start of a run. All other options keep XLA's defaults
+(mesh/xla_options.py has the options of every program on a platform).
 """
 
 import math
@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 
 from optimus_jax.devices.accelerators import accelerator_of_kind
 from optimus_jax.devices.backend import gpu_memory_share
-from optimus_jax.mesh.compiler import CPU_OPTIONS, GPU, MODE, CompilerOption, without_user_flags
+from optimus_jax.mesh.xla_options import CPU_OPTIONS, GPU, MODE, CompilerOption, without_user_flags
 from optimus_jax.plan import Plan
 
 _NVIDIA = "https://docs.nvidia.com/jax-toolbox/performance-profiling/gpu-performance"

@@ -36,7 +36,7 @@ def loss_and_gradients(
 def loss_alone(objective: Objective, params: Params, batch: Batch) -> Array:
     """Sum of the loss over this device's rows, float32."""
     if objective.plan.pipeline is None:
-        return objective.of(objective.whole(params), batch)
+        return objective.batch_loss(objective.whole(params), batch)
     return _pipeline(objective, objective.whole(params), None, batch, evaluate=True).loss()
 
 
@@ -50,7 +50,7 @@ def _by_microbatch(
             leaves = jax.tree.map(
                 lambda layout, d, p: layout.in_loss(d, p), layouts, differentiated, params
             )
-            return objective.of(objective.whole(leaves), rows)
+            return objective.batch_loss(objective.whole(leaves), rows)
 
         return jax.value_and_grad(loss)(differentiated)
 

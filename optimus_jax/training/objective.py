@@ -48,7 +48,7 @@ class Objective:
         rows."""
         return self.shapes.whole_outside_layers(params, self.comm)
 
-    def of(self, whole: Params, rows: Batch) -> Array:
+    def batch_loss(self, whole: Params, rows: Batch) -> Array:
         """Weighted sum of the loss over this device's tokens, a float32 scalar."""
         model, run = self.shapes.merged(whole), self._pass(rows)
         x_BLD = model.embed(rows["tokens"], rows["positions"], run)

@@ -25,8 +25,8 @@ from optimus_jax.devices.jax_settings import check_jax_settings
 from optimus_jax.mesh.axes import BATCH
 from optimus_jax.mesh.build import build_mesh
 from optimus_jax.mesh.collectives import Collectives
-from optimus_jax.mesh.compiler import GPU, CompilerOption, as_compiler_dict
 from optimus_jax.mesh.sharding import batch_spec, layouts_of
+from optimus_jax.mesh.xla_options import GPU, CompilerOption, as_compiler_dict
 from optimus_jax.mesh.zero import varying_axes
 from optimus_jax.models.keys import make_key
 from optimus_jax.models.shapes import ModelShapes, Params

@@ -32,7 +32,7 @@ from optimus_jax.data.loader import BatchLoader
 from optimus_jax.errors import OptimusError, RunDirectoryError, explain
 from optimus_jax.faults.divergence import (
     WINDOW_STEPS,
-    Learning,
+    LearningHealth,
     Trouble,
     describe_trouble,
     learning_error,
@@ -132,7 +132,7 @@ class Trainer:
     """Current activity of this process, for the watchdog."""
     snapshots: Snapshots | None = None
     """Snapshots in host memory; None: off."""
-    learning: Learning = field(default_factory=Learning)
+    learning: LearningHealth = field(default_factory=LearningHealth)
     """The learning health of the run: whether it still learns."""
     retries: Retries = field(default_factory=lambda: Retries(warnings.warn, is_alone=False))
     """Retries of failed saves."""
@@ -534,7 +534,7 @@ class Trainer:
 
 
 def described(
-    program: Program, step: int, metadata: Mapping[str, Any], learning: Learning
+    program: Program, step: int, metadata: Mapping[str, Any], learning: LearningHealth
 ) -> dict[str, Any]:
     """Metadata of the checkpoint after `step` under a program."""
     return {

@@ -14,8 +14,8 @@ from jax._src.clusters.ompi_cluster import OmpiCluster
 from jax._src.clusters.slurm_cluster import SlurmCluster
 
 from optimus_jax.cluster import coordinator_address
-from optimus_jax.cluster import launch as engines
-from optimus_jax.cluster.launch import Launch, find_launch
+from optimus_jax.cluster import launch_detection as engines
+from optimus_jax.cluster.launch_detection import Launch, find_launch
 from optimus_jax.cluster.launchers import LAUNCHERS, Launcher
 from optimus_jax.cluster.process_info import derived_port, variables_of
 from optimus_jax.config import DistributedConfig

@@ -15,7 +15,7 @@ from helpers import free_port
 from optimus_jax.cluster import distributed, rendezvous_server
 from optimus_jax.cluster import rendezvous_client as client_module
 from optimus_jax.cluster.distributed import _Joining
-from optimus_jax.cluster.launch import Launch
+from optimus_jax.cluster.launch_detection import Launch
 from optimus_jax.cluster.rendezvous_client import report_to_coordinator
 from optimus_jax.cluster.rendezvous_messages import address_of
 from optimus_jax.cluster.rendezvous_server import RendezvousServer

@@ -12,7 +12,7 @@ from typing import ClassVar
 
 import jax
 import pytest
-from moves import compiled_quickly
+from switch_cases import compiled_quickly
 
 import optimus_jax
 from optimus_jax.config import CheckpointConfig, ControlConfig, DistributedConfig, LogConfig

@@ -8,8 +8,8 @@ import jax
 import numpy as np
 import pytest
 from helpers import F32_RELATIVE
-from moves import PLANS, built, compiled_quickly, copied, layout_of
 from plans import batch_of_step, compiled_step, random_state
+from switch_cases import PLANS, built, compiled_quickly, copied, layout_of
 
 from optimus_jax.checkpoint.checkpoints import Checkpoints
 from optimus_jax.config import CheckpointConfig

@@ -9,8 +9,8 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from moves import compiled_quickly, copied
 from plans import LLAMA, case, host_batch, make_config, make_plan, random_state
+from switch_cases import compiled_quickly, copied
 
 from optimus_jax.checkpoint.checkpoints import Checkpoints
 from optimus_jax.config import CheckpointConfig, ControlConfig

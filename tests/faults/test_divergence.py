@@ -9,7 +9,7 @@ from optimus_jax.config import Config
 from optimus_jax.faults.divergence import (
     PATIENCE_STEPS,
     WINDOW_STEPS,
-    Learning,
+    LearningHealth,
     learning_error,
     newest,
 )
@@ -35,7 +35,7 @@ def record(step, loss=5.0, grad_norm=1.0, *, loss_scale=None, tokens=10, skipped
 
 
 def after(*records):
-    learning = Learning()
+    learning = LearningHealth()
     for item in records:
         learning.step(item)
     return learning
@@ -116,12 +116,12 @@ def test_the_error_suggests_a_checkpoint_before_the_divergence():
 @pytest.mark.parametrize(
     ("learning", "trouble"),
     [
-        (Learning(good=9, bad_evaluations=1), "evaluation"),
-        (Learning(good=9, skipped=1, first_skipped=10), None),
-        (Learning(good=9, skipped=2, first_skipped=9), "no update"),
-        (Learning(skipped=1, first_skipped=1), "no update"),
-        (Learning(broken="params/w"), "weights"),
-        (Learning(good=9), None),
+        (LearningHealth(good=9, bad_evaluations=1), "evaluation"),
+        (LearningHealth(good=9, skipped=1, first_skipped=10), None),
+        (LearningHealth(good=9, skipped=2, first_skipped=9), "no update"),
+        (LearningHealth(skipped=1, first_skipped=1), "no update"),
+        (LearningHealth(broken="params/w"), "weights"),
+        (LearningHealth(good=9), None),
     ],
 )
 def test_at_its_end_a_run_is_checked_for_divergence(learning, trouble):
@@ -129,7 +129,7 @@ def test_at_its_end_a_run_is_checked_for_divergence(learning, trouble):
 
 
 def test_a_single_non_finite_evaluation_is_tolerated():
-    learning = Learning(good=30)
+    learning = LearningHealth(good=30)
     learning.evaluation(10, 4.0)
     learning.evaluation(20, NAN)
     assert (learning.trouble(5, is_at_end=False), learning.good_limit) == (None, 10)
@@ -138,7 +138,7 @@ def test_a_single_non_finite_evaluation_is_tolerated():
 
 
 def test_a_loss_far_above_its_minimum_is_reported_once_per_episode():
-    learning, reports = Learning(), []
+    learning, reports = LearningHealth(), []
     for step in range(1, 161):
         high = 31 <= step <= 80 or 111 <= step <= 113 or step >= 121
         learning.step(record(step, 9.0 if high else 3.0 + 0.2 * (step % 3)))
@@ -148,16 +148,16 @@ def test_a_loss_far_above_its_minimum_is_reported_once_per_episode():
     assert 31 + PATIENCE_STEPS <= first <= 31 + PATIENCE_STEPS + WINDOW_STEPS
     assert before < 31
     assert second >= 121 + PATIENCE_STEPS
-    assert not any(Learning().rises(step, 0.25) for step in range(3))
+    assert not any(LearningHealth().rises(step, 0.25) for step in range(3))
 
 
 def test_the_divergence_state_is_restored_from_a_checkpoint():
     learning = after(record(1), record(2), record(3, NAN, NAN))
     learning.rises(3, 0.25)
-    again = Learning.from_json(json.loads(json.dumps(learning.to_json())))
+    again = LearningHealth.from_json(json.loads(json.dumps(learning.to_json())))
     assert (again.skipped, again.first_skipped, again.good, again.best) == (1, 3, 1, 5.0)
-    assert Learning.from_json(None) == Learning()
-    assert Learning.from_json({"unheard of": 1}) == Learning()
+    assert LearningHealth.from_json(None) == LearningHealth()
+    assert LearningHealth.from_json({"unheard of": 1}) == LearningHealth()
 
 
 def test_newest_step_up_to_a_limit():

@@ -19,7 +19,7 @@ import yaml
 from jax._src.clusters import k8s_cluster
 from jobs import DEPLOY
 
-from optimus_jax.cluster.launch import find_launch
+from optimus_jax.cluster.launch_detection import find_launch
 from optimus_jax.config import DistributedConfig
 from optimus_jax.errors import ConfigError
 from optimus_jax.faults.stopping import EXIT_NOT_LEARNING, EXIT_USER_ERROR

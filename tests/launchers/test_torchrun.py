@@ -13,7 +13,7 @@ import jax
 jax.config.update("jax_platforms", "cpu")
 from optimus_jax.config import DistributedConfig
 from optimus_jax.cluster.distributed import connect, disconnect, gather_from_all
-from optimus_jax.cluster.launch import find_launch
+from optimus_jax.cluster.launch_detection import find_launch
 
 launch = find_launch(DistributedConfig())
 connect(launch, timeout_s=60.0, heartbeat_s=60)

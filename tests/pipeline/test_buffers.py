@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from buffer_simulator import check_buffers
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from rehearsal import check_buffers
 from schedules import forward_schedules, schedules, training_schedules
 
 from optimus_jax.pipeline.buffers import Buffers

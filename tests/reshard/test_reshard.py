@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from moves import (
+from plans import build, case
+from switch_cases import (
     MODEL,
     PLANS,
     a_state,
@@ -20,7 +21,6 @@ from moves import (
     layout_of,
     next_of,
 )
-from plans import build, case
 from test_exchange import exchanged_in_numpy
 
 from optimus_jax.reshard import piece_programs, reshard

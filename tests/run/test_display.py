@@ -13,7 +13,7 @@ from typing import Any
 import plans
 import pytest
 
-from optimus_jax.cluster.launch import NO_LAUNCHER, Launch
+from optimus_jax.cluster.launch_detection import NO_LAUNCHER, Launch
 from optimus_jax.config import LogConfig
 from optimus_jax.errors import ConfigError
 from optimus_jax.mesh.build import discover

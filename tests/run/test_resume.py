@@ -21,7 +21,7 @@ from plans import in_order, make_plan
 
 import optimus_jax
 from optimus_jax.checkpoint.checkpoints import Checkpoints
-from optimus_jax.cluster.launch import Launch
+from optimus_jax.cluster.launch_detection import Launch
 from optimus_jax.config import CheckpointConfig, Config
 from optimus_jax.errors import (
     CheckpointError,

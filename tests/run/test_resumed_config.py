@@ -11,7 +11,7 @@ import pytest
 from optimus_jax.config import Config, OptimizerConfig
 from optimus_jax.config.request import make_config, named_settings, repeated_config, resumed_config
 from optimus_jax.errors import ConfigError
-from optimus_jax.run.rate_change import RateChange
+from optimus_jax.run.learning_rate_change import RateChange
 from optimus_jax.run.resumed_config import ResumedConfig, derived_values
 from optimus_jax.training.optimizer import learning_rate
 

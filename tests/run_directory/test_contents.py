@@ -8,7 +8,7 @@ from typing import get_args
 
 from optimus_jax.config import Config
 from optimus_jax.control.policy import Decision
-from optimus_jax.run.rate_change import RateChange
+from optimus_jax.run.learning_rate_change import RateChange
 from optimus_jax.run_directory.contents import COMMON, EVENTS, EventName
 
 PACKAGE = Path(__file__).parents[2] / "optimus_jax"

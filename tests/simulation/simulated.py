@@ -8,12 +8,12 @@ from optimus_jax.planning.cost.rates import Rates
 from optimus_jax.planning.profiles.cluster import Cluster
 from optimus_jax.planning.search.search import Pricing
 from optimus_jax.simulation.candidate_plans import PooledSearch
-from optimus_jax.simulation.outcome import Habits, Policy
+from optimus_jax.simulation.outcome import Policy, SimulationOptions
 from optimus_jax.simulation.scenarios import Scenario
 from optimus_jax.simulation.setup import Setup, Truth
 from optimus_jax.simulation.simulator import Simulation
 
-CLUSTER = Cluster.parse("h100:2x8", ("between=6.25GB/s",))
+CLUSTER = Cluster.parse("h100:2x8", ("inter_host=6.25GB/s",))
 PRICING = Pricing(
     make_config("gpt2-xl", {"precision": "bf16", "global_batch": 128, "seq_len": 1024}),
     CLUSTER,
@@ -32,7 +32,7 @@ EXACT = {
     "probes": 0,
     "probe_bias": 0,
 }
-"""A true cluster equal to what the planner is told, except for how much of exchanges is hidden."""
+"""A true cluster equal to what the planner assumes, except for how much of exchanges is hidden."""
 QUICK = {
     "spread": 0,
     "compile_s": 8,
@@ -45,7 +45,7 @@ QUICK = {
     "first_steps_s": 0.2,
 }
 """Switch costs that fit into runs of minutes."""
-QUARTER = {"kind": "link", "link": "between", "factor": 0.25, "start_s": 30, "for_s": 60}
+QUARTER = {"kind": "link", "link": "inter_host", "factor": 0.25, "start_s": 30, "for_s": 60}
 
 
 def scenario(*events, **fields):
@@ -85,5 +85,5 @@ class FollowsScript(Policy):
         self.calls.append(("charged", time_s))
 
 
-def run(made, policy, **habits):
-    return Simulation(made, policy, Habits(**{"probes": False, **habits})).run()
+def run(made, policy, **options):
+    return Simulation(made, policy, SimulationOptions(**{"probes": False, **options})).run()

@@ -88,7 +88,7 @@ def test_a_threshold_policy_resizes_tensor_by_memory_and_utilisation(
     fixed = replace(
         pricing, config=pricing.config.with_values({"parallel.mesh": "data=4,tensor=4"})
     )
-    setup = replace(SETUP, told=(pricing,), start=search(fixed, top=1).best[0].plan)
+    setup = replace(SETUP, assumed=(pricing,), start=search(fixed, top=1).best[0].plan)
     assert tensor_after(setup, throughput, memory, utilisation) == tensor
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from simulated import QUARTER, QUICK, SEARCHER, run, truth
 
-from optimus_jax.simulation.candidate_plans import contenders
+from optimus_jax.simulation.candidate_plans import candidate_plans
 from optimus_jax.simulation.comparison import POLICIES, run_all, run_policy
 from optimus_jax.simulation.oracle import (
     Scripted,
@@ -18,12 +18,12 @@ from optimus_jax.simulation.oracle import (
 from optimus_jax.simulation.true_switch_costs import layout
 from optimus_jax.simulation.world import PlacedPlan
 
-SLOW_FROM_8 = {"kind": "link", "link": "between", "factor": 0.05, "start_s": 8, "for_s": 400}
+SLOW_FROM_8 = {"kind": "link", "link": "inter_host", "factor": 0.05, "start_s": 8, "for_s": 400}
 LOST = {"kind": "lost", "devices": [11], "start_s": 40, "for_s": 60}
 
 
 def plans_of(made):
-    return contenders(made.setup, made.timeline, SEARCHER)
+    return candidate_plans(made.setup, made.timeline, SEARCHER)
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,7 @@ def test_the_shortest_path_is_as_fast_as_the_best_of_all_sequences(seed):
         "compile_slowdown": 1.01,
     }
     made = truth(
-        {"kind": "link", "link": "between", "factor": 0.2, "start_s": 0.5, "for_s": 1000},
+        {"kind": "link", "link": "inter_host", "factor": 0.2, "start_s": 0.5, "for_s": 1000},
         seed=seed,
         steps=6,
         start="default",
@@ -90,12 +90,22 @@ def test_the_shortest_path_is_as_fast_as_the_best_of_all_sequences(seed):
         }
         times_s.append(
             run(
-                made, Scripted(path), every=None, asked_at=tuple(path), canary=False, foresight=True
+                made,
+                Scripted(path),
+                every=None,
+                asked_at=tuple(path),
+                canary=False,
+                compiles_ahead=True,
             ).total_s
         )
     path = shortest_path(made, chosen)
     walked = run(
-        made, Scripted(path), every=None, asked_at=tuple(sorted(path)), canary=False, foresight=True
+        made,
+        Scripted(path),
+        every=None,
+        asked_at=tuple(sorted(path)),
+        canary=False,
+        compiles_ahead=True,
     ).total_s
     assert walked == pytest.approx(min(times_s), rel=1e-9)
     assert path, "moving would have paid"

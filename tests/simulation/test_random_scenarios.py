@@ -59,7 +59,7 @@ def events(draw):
     value = {"kind": kind, **draw(times())}
     if kind == "link":
         return value | {
-            "link": draw(st.sampled_from(["inside", "between"])),
+            "link": draw(st.sampled_from(["intra_host", "inter_host"])),
             "factor": draw(st.sampled_from([0.1, 0.25, 0.5, 2.0])),
         }
     if kind == "compute":
@@ -99,7 +99,9 @@ def scenarios(draw):
     ]
     prior = {
         name: draw(st.sampled_from([0.5, 2.0]))
-        for name in draw(sometimes(st.sampled_from([("inside",), ("between",), ("compute",)])))
+        for name in draw(
+            sometimes(st.sampled_from([("intra_host",), ("inter_host",), ("compute",)]))
+        )
         or ()
     }
     return scenario(
@@ -134,7 +136,7 @@ def assert_run_ends(made, seed):
         return
     auto = run_all(setup, seed, SEARCHER, (AUTO,))[AUTO]
     assert math.isfinite(auto.total_s)
-    assert all(moment.why for moment in auto.moments)
+    assert all(run_event.why for run_event in auto.run_events)
 
 
 def test_a_cluster_too_small_for_the_model_is_an_error():

@@ -9,6 +9,7 @@ import pytest
 from simulated import PRICING, scenario
 
 from optimus_jax.errors import ConfigError
+from optimus_jax.planning.profiles.cluster import OLD_LINK_NAMES
 from optimus_jax.simulation.scenarios import Scenario, library, read_scenario, scenario_named
 from optimus_jax.simulation.timeline import RAMP_LEVELS, ClusterConditions, Timeline
 
@@ -103,7 +104,7 @@ def test_the_library_has_the_promised_scenarios():
             {"name": "x", "events": [{"kind": "switch", "phase": "move", "count": -1}]},
             "count must be positive",
         ),
-        ({"name": "x", "prior": {"between": 0}}, "between must be positive"),
+        ({"name": "x", "prior": {"inter_host": 0}}, "inter_host must be positive"),
         ({"name": "x", "misfit": {"links": 2.0}}, "misfit.links is a share"),
         ({"name": "x", "misfit": {"rates": -1}}, "rates cannot be negative"),
         ({"name": "x", "switching": {"compile_s": -1}}, "compile_s cannot be negative"),
@@ -123,6 +124,23 @@ def test_the_library_has_the_promised_scenarios():
 def test_invalid_scenarios_are_refused_with_the_field_name(value, message):
     with pytest.raises(ConfigError, match=message):
         Scenario.from_json(json.dumps(value))
+
+
+@pytest.mark.parametrize(("old", "new"), OLD_LINK_NAMES.items())
+def test_earlier_names_of_links_are_read(old, new):
+    def read(link):
+        return Scenario.from_json(
+            json.dumps(
+                {
+                    "name": "x",
+                    "prior": {link: 0.5},
+                    "events": [{"kind": "link", "link": link, "factor": 0.25}],
+                }
+            )
+        )
+
+    assert read(old) == read(new)
+    assert getattr(read(old).prior, new) == 0.5
 
 
 def test_scenario_files_are_read_by_path_and_by_name(tmp_path):
@@ -150,7 +168,7 @@ def test_models_have_positions_for_the_longest_phase():
 def test_an_event_holds_from_start_to_end():
     line = timeline({"kind": "link", "factor": 0.25, "start_s": 100, "for_s": 50})
     assert line.at(99.9) == line.at(150.0) == ClusterConditions()
-    assert line.at(100.0) == line.at(149.9) == ClusterConditions(between=0.25)
+    assert line.at(100.0) == line.at(149.9) == ClusterConditions(inter_host=0.25)
     assert line.end_s(line.index(120.0)) == 150.0
     assert line.end_s(line.index(500.0)) == math.inf
 
@@ -159,7 +177,7 @@ def test_effects_of_simultaneous_events_combine():
     line = timeline(
         {"kind": "link", "factor": 0.5},
         {"kind": "link", "factor": 0.5, "start_s": 10},
-        {"kind": "link", "link": "inside", "factor": 0.8},
+        {"kind": "link", "link": "intra_host", "factor": 0.8},
         {"kind": "compute", "factor": 1.5, "devices": [3]},
         {"kind": "compute", "factor": 1.2, "host": 0, "start_s": 10},
         {"kind": "memory", "share": 0.5},
@@ -167,10 +185,10 @@ def test_effects_of_simultaneous_events_combine():
         {"kind": "data", "wait_s": 0.2},
     )
     assert line.at(0.0) == ClusterConditions(
-        between=0.5, inside=0.8, slow=((3, 1.5),), taken=0.5, wait_s=0.2
+        inter_host=0.5, intra_host=0.8, slow=((3, 1.5),), taken=0.5, wait_s=0.2
     )
     late = line.at(10.0)
-    assert (late.between, late.taken, dict(late.slow)[3], len(late.slow)) == (
+    assert (late.inter_host, late.taken, dict(late.slow)[3], len(late.slow)) == (
         0.25,
         0.75,
         pytest.approx(1.8),
@@ -182,7 +200,7 @@ def test_a_flapping_event_repeats_until_it_stops():
     line = timeline(
         {"kind": "link", "factor": 0.25, "start_s": 100, "for_s": 20, "every_s": 40, "until_s": 200}
     )
-    slow = [time_s for time_s in range(0, 400, 10) if line.at(time_s).between < 1]
+    slow = [time_s for time_s in range(0, 400, 10) if line.at(time_s).inter_host < 1]
     assert slow == [100, 110, 140, 150, 180, 190]
 
 

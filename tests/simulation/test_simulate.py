@@ -22,7 +22,7 @@ from optimus_jax.errors import ConfigError, PlanError
 from optimus_jax.mesh.topology import Topology
 from optimus_jax.planning.search.assemble import plan_for
 from optimus_jax.simulation.comparison import LEAST_GAIN, Result, estimate, rows
-from optimus_jax.simulation.outcome import Moment, Outcome
+from optimus_jax.simulation.outcome import Outcome, RunEvent
 from optimus_jax.simulation.replay import recorded
 from optimus_jax.simulation.setup import Setup, Truth, default_plans
 
@@ -31,10 +31,10 @@ SCRIPT = Path(__file__).parents[2] / "scripts" / "simulate.py"
 
 
 def outcome(total_s, *kinds):
-    moments = tuple(
-        Moment(kind=kind, step=1, time_s=1.0, plan=PLAN, delay_s={}, why="") for kind in kinds
+    run_events = tuple(
+        RunEvent(kind=kind, step=1, time_s=1.0, plan=PLAN, delay_s={}, why="") for kind in kinds
     )
-    return Outcome(total_s=total_s, moments=moments, probes_s=0.0, plan=PLAN)
+    return Outcome(total_s=total_s, run_events=run_events, probes_s=0.0, plan=PLAN)
 
 
 # Comparisons

@@ -25,7 +25,7 @@ from optimus_jax.control.policy import Decision
 from optimus_jax.planning.search.search import search
 from optimus_jax.simulation.baseline_policies import Static
 from optimus_jax.simulation.events import PhaseEvent
-from optimus_jax.simulation.outcome import Habits
+from optimus_jax.simulation.outcome import SimulationOptions
 from optimus_jax.simulation.scenarios import library
 from optimus_jax.simulation.setup import Setup, Truth, default_plans
 from optimus_jax.simulation.simulator import Simulation
@@ -53,8 +53,8 @@ def static_s(made, plan=START):
 def test_true_speeds_are_off_by_the_shares_of_the_scenario():
     worlds = [truth(seed=seed).world for seed in range(8)]
     for name, share in (
-        ("inside", 0.3),
-        ("between", 0.3),
+        ("intra_host", 0.3),
+        ("inter_host", 0.3),
         ("matmul", 0.15),
         ("memory_speed", 0.15),
     ):
@@ -83,8 +83,8 @@ def test_without_misfit_only_overlap_differs_from_the_planner():
 
 
 def test_the_planner_may_be_told_wrong_speeds():
-    made = setup_of(scenario(prior={"between": 0.25}))
-    assert made.told[0].cluster.inter_host.bytes_per_s == CLUSTER.inter_host.bytes_per_s / 4
+    made = setup_of(scenario(prior={"inter_host": 0.25}))
+    assert made.assumed[0].cluster.inter_host.bytes_per_s == CLUSTER.inter_host.bytes_per_s / 4
     assert made.nominal[0].cluster == CLUSTER
     assert made.start != START
 
@@ -113,7 +113,7 @@ def test_links_are_probed_before_the_first_step_under_a_new_plan():
     after = next(
         observation
         for observation in policy.observations
-        if observation.step > outcome.moments[0].step
+        if observation.step > outcome.run_events[0].step
     )
     assert after.reading("link_slowdown/between").value == pytest.approx(4.0, rel=0.01)
     assert after.reading("link_slowdown/between").quality == "good"
@@ -237,7 +237,7 @@ def test_a_slow_link_costs_the_expected_time():
 
 def observations(*events, every=1, **fields):
     made, policy = truth(*events, **fields), FollowsScript()
-    Simulation(made, policy, Habits(every=every)).run()
+    Simulation(made, policy, SimulationOptions(every=every)).run()
     return policy.observations
 
 
@@ -250,12 +250,12 @@ def test_every_step_time_is_observed():
 
 def test_probe_readings_are_late_noisy_and_nearly_right():
     seen = observations(QUARTER, misfit={"links": 0, "probe_bias": 0})
-    between = [
+    inter_host = [
         (each.time_s, each.reading("link_slowdown/between")) for each in seen if each.step > 3
     ]
-    before = [reading.value for time_s, reading in between if 10 < time_s < 30]
-    late = next(time_s for time_s, reading in between if reading.value > 2)
-    within = [reading.value for time_s, reading in between if late <= time_s < 90]
+    before = [reading.value for time_s, reading in inter_host if 10 < time_s < 30]
+    late = next(time_s for time_s, reading in inter_host if reading.value > 2)
+    within = [reading.value for time_s, reading in inter_host if late <= time_s < 90]
     assert statistics.median(before) == pytest.approx(1.0, rel=0.1)
     assert 31 < late < 75
     assert statistics.median(within) == pytest.approx(4.0, rel=0.15)
@@ -263,7 +263,7 @@ def test_probe_readings_are_late_noisy_and_nearly_right():
 
 
 def test_probes_stay_within_their_budget():
-    outcome = Simulation(truth(misfit=EXACT), FollowsScript(), Habits()).run()
+    outcome = Simulation(truth(misfit=EXACT), FollowsScript(), SimulationOptions()).run()
     assert 0 < outcome.probes_s <= 0.002 * outcome.total_s + QUICK["probe_s"]
 
 
@@ -332,23 +332,25 @@ def test_a_switch_costs_the_time_of_its_phases():
     made = truth(misfit=EXACT)
     policy = FollowsScript(switch(100, OTHER))
     outcome = run(made, policy, canary=False)
-    [moment] = outcome.moments
-    assert (moment.kind, moment.plan, outcome.plan) == ("switch", OTHER, OTHER)
-    assert set(moment.delay_s) == set(PHASES)
+    [run_event] = outcome.run_events
+    assert (run_event.kind, run_event.plan, outcome.plan) == ("switch", OTHER, OTHER)
+    assert set(run_event.delay_s) == set(PHASES)
     first_s, second_s = (
         made.world.step_time_s(PlacedPlan(plan, tuple(range(16))), NORMAL, 0)
         for plan in (START, OTHER)
     )
     expected_s = (
-        moment.step * first_s + (400 - moment.step) * second_s + sum(moment.delay_s.values())
+        run_event.step * first_s
+        + (400 - run_event.step) * second_s
+        + sum(run_event.delay_s.values())
     )
     # Steps during compilation overshoot its end by a part of one.
     assert outcome.total_s == pytest.approx(expected_s, abs=0.04 * first_s)
-    assert moment.time_s - moment.decided_s >= QUICK["compile_s"]
-    costs_s = {name: time_s for name, time_s in moment.delay_s.items() if name != "first_steps"}
+    assert run_event.time_s - run_event.decided_s >= QUICK["compile_s"]
+    costs_s = {name: time_s for name, time_s in run_event.delay_s.items() if name != "first_steps"}
     assert policy.calls == [
         ("switched", OTHER, costs_s),
-        ("charged", moment.delay_s["first_steps"]),
+        ("charged", run_event.delay_s["first_steps"]),
     ], "first steps come later"
 
 
@@ -356,15 +358,15 @@ def test_another_executable_moves_no_state():
     made = truth(misfit=EXACT)
     # smaller microbatches
     again = replace(START, microbatches=2 * START.microbatches)
-    [moment] = run(made, FollowsScript(switch(50, again)), canary=False).moments
-    assert set(moment.delay_s) == {"prepare", "quiesce", "first_steps"}
+    [run_event] = run(made, FollowsScript(switch(50, again)), canary=False).run_events
+    assert set(run_event.delay_s) == {"prepare", "quiesce", "first_steps"}
 
 
 def test_switching_back_needs_no_compilation():
     made = truth(misfit=EXACT)
     there, back = run(
         made, FollowsScript(switch(50, OTHER) | switch(200, START)), canary=False
-    ).moments
+    ).run_events
     assert there.delay_s["prepare"] > 0
     assert back.delay_s["prepare"] == 0
     assert back.step == 200
@@ -382,8 +384,8 @@ def test_a_slow_link_makes_moving_slow():
     world = truth(misfit=EXACT).world
     places = PlacedPlan(START, tuple(range(16))), PlacedPlan(OTHER, tuple(range(16)))
     costs = [
-        TrueSwitchCosts(world).switch_s(*places, replace(NORMAL, between=between), 0)["move"]
-        for between in (1.0, 0.5, 0.25)
+        TrueSwitchCosts(world).switch_s(*places, replace(NORMAL, inter_host=inter_host), 0)["move"]
+        for inter_host in (1.0, 0.5, 0.25)
     ]
     assert costs[2] - costs[1] == pytest.approx(2 * (costs[1] - costs[0])), (
         "what crosses it takes as much longer as it is slower"
@@ -395,12 +397,12 @@ def test_a_slower_plan_is_taken_back():
     slow = replace(OTHER, microbatches=8)
     policy = FollowsScript(switch(50, slow))
     outcome = run(truth(misfit=EXACT), policy)
-    assert [moment.kind for moment in outcome.moments] == ["switch", "rollback"]
-    assert outcome.moments[1].step == outcome.moments[0].step + 1 + CLEAR_STEPS, (
+    assert [run_event.kind for run_event in outcome.run_events] == ["switch", "rollback"]
+    assert outcome.run_events[1].step == outcome.run_events[0].step + 1 + CLEAR_STEPS, (
         "it is so slow that nobody has to see more"
     )
     assert (outcome.plan, policy.calls[2][:2]) == (START, ("failed", slow))
-    assert policy.calls[3] == ("charged", sum(outcome.moments[1].delay_s.values()))
+    assert policy.calls[3] == ("charged", sum(outcome.run_events[1].delay_s.values()))
 
 
 def test_a_slightly_slower_plan_is_taken_back_after_the_whole_canary():
@@ -421,9 +423,9 @@ def test_a_slightly_slower_plan_is_taken_back_after_the_whole_canary():
     )
     assert 1.02 < slow_s / fast_s < CLEARLY
     outcome = Simulation(
-        made, FollowsScript(switch(50, plans[1])), Habits(probes=False), plans[0]
+        made, FollowsScript(switch(50, plans[1])), SimulationOptions(probes=False), plans[0]
     ).run()
-    there, back = outcome.moments
+    there, back = outcome.run_events
     assert (there.kind, back.kind) == ("switch", "rollback")
     assert back.step == there.step + made.setup.settings.canary_steps + 1
 
@@ -451,18 +453,18 @@ def test_a_decision_to_stay_withdraws_the_preparation():
         switch(50, OTHER) | {55: Decision(step=55, action="stay", why="changed its mind")}
     )
     outcome = run(truth(misfit=EXACT), policy)
-    assert [moment.kind for moment in outcome.moments] == ["withdrawn"]
+    assert [run_event.kind for run_event in outcome.run_events] == ["withdrawn"]
     assert outcome.num_switches == 0
-    assert policy.calls == [("charged", pytest.approx(outcome.moments[0].delay_s["prepare"]))], (
+    assert policy.calls == [("charged", pytest.approx(outcome.run_events[0].delay_s["prepare"]))], (
         "what compiling has taken from steps"
     )
 
 
 def test_a_planned_switch_waits_for_its_step():
-    [moment] = run(
+    [run_event] = run(
         truth(misfit=EXACT), FollowsScript(switch(50, SECOND, at_step=300)), canary=False
-    ).moments
-    assert moment.step == 300
+    ).run_events
+    assert run_event.step == 300
 
 
 def test_too_little_memory_is_found_before_moving():
@@ -505,10 +507,10 @@ def test_a_policy_that_always_switches_is_slower():
 def test_after_a_device_loss_the_run_restarts_on_the_rest_and_returns():
     made = truth({"kind": "lost", "devices": [11], "start_s": 40, "for_s": 60}, misfit=EXACT)
     outcome = run(made, Static(START, 16), every=None)
-    assert [moment.kind for moment in outcome.moments] == ["restart", "switch"]
-    assert outcome.moments[0].plan.num_devices == 8
-    assert outcome.moments[0].time_s >= 40 + QUICK["detect_s"] + QUICK["restart_s"]
-    assert outcome.moments[0].step % made.setup.checkpoint_steps == 0
+    assert [run_event.kind for run_event in outcome.run_events] == ["restart", "switch"]
+    assert outcome.run_events[0].plan.num_devices == 8
+    assert outcome.run_events[0].time_s >= 40 + QUICK["detect_s"] + QUICK["restart_s"]
+    assert outcome.run_events[0].step % made.setup.checkpoint_steps == 0
     assert outcome.plan == START
     assert outcome.total_s > static_s(truth(misfit=EXACT)) + 60
 
@@ -565,7 +567,7 @@ def test_at_a_restart_the_policy_repeats_an_unexecuted_decision(during):
     outcome = run(
         truth(event, misfit=EXACT), DecidesOnce(switch(20, OTHER) if during == "canary" else {})
     )
-    assert outcome.moments[-1].kind == "restart"
+    assert outcome.run_events[-1].kind == "restart"
     assert outcome.plan == wanted
 
 
@@ -573,10 +575,10 @@ def test_a_host_loss_during_a_move_restarts_the_run():
     event = {"kind": "lost", "host": 1, "start_s": 1e6, "for_s": 100, "during": "move"}
     policy = FollowsScript(switch(50, OTHER))
     outcome = run(truth(event, misfit=EXACT), policy)
-    assert [moment.kind for moment in outcome.moments][:2] == ["failed", "restart"]
-    assert "lost in move" in outcome.moments[0].why
-    assert outcome.moments[1].plan.num_devices == 8
-    assert run(truth(event, misfit=EXACT), FollowsScript()).moments == ()
+    assert [run_event.kind for run_event in outcome.run_events][:2] == ["failed", "restart"]
+    assert "lost in move" in outcome.run_events[0].why
+    assert outcome.run_events[1].plan.num_devices == 8
+    assert run(truth(event, misfit=EXACT), FollowsScript()).run_events == ()
 
 
 def test_with_notice_a_run_can_leave_before_the_loss():
@@ -599,14 +601,14 @@ def test_with_notice_a_run_can_leave_before_the_loss():
             )
 
     outcome = run(truth(event, misfit=EXACT), Careful())
-    assert [moment.kind for moment in outcome.moments] == ["switch"]
-    assert outcome.moments[0].time_s < 60 + QUICK["restart_s"]
+    assert [run_event.kind for run_event in outcome.run_events] == ["switch"]
+    assert outcome.run_events[0].time_s < 60 + QUICK["restart_s"]
 
 
 def test_a_run_out_of_memory_restarts_with_a_smaller_plan():
     made = truth({"kind": "memory", "share": 0.8, "start_s": 40, "for_s": 2000}, misfit=EXACT)
     outcome = run(made, Static(START, 16), every=None)
-    assert outcome.moments[0].why == "memory ran out"
+    assert outcome.run_events[0].why == "memory ran out"
     assert made.world.memory_bytes(outcome.plan, 0) <= 0.2 * CLUSTER.accelerator.memory_bytes
 
 
@@ -618,21 +620,21 @@ def test_a_batch_phase_that_the_plan_cannot_run_causes_a_restart():
         start="data=16",
     )
     outcome = run(made, Static(made.setup.start, 16), every=None)
-    assert outcome.moments[0].why == "the new phase's batch does not divide"
-    assert outcome.moments[0].step == 200
+    assert outcome.run_events[0].why == "the new phase's batch does not divide"
+    assert outcome.run_events[0].step == 200
 
 
 def test_the_slowdown_depends_on_which_link_the_event_names():
-    inside, between = (
+    intra_host, inter_host = (
         static_s(truth({"kind": "link", "link": link, "factor": 0.1}, misfit=EXACT))
-        for link in ("inside", "between")
+        for link in ("intra_host", "inter_host")
     )
-    assert between > 1.1 * inside > 1.1 * static_s(truth(misfit=EXACT))
+    assert inter_host > 1.1 * intra_host > 1.1 * static_s(truth(misfit=EXACT))
 
 
 def test_slowdowns_are_relative_to_what_the_planner_was_told():
     """The planner was told a quarter of the speed that the link has."""
-    seen = observations(misfit={**EXACT, "links": 0}, prior={"between": 0.25, "compute": 0.5})
+    seen = observations(misfit={**EXACT, "links": 0}, prior={"inter_host": 0.25, "compute": 0.5})
     last = seen[-1]
     assert last.reading("link_slowdown/between").value == pytest.approx(0.25, rel=0.01)
     assert last.reading("link_slowdown/inside").value in (None, pytest.approx(1.0, rel=0.01))
@@ -690,7 +692,7 @@ class Ignorant(Late):
 def test_a_new_plan_is_compared_with_steps_in_the_same_conditions_only(policy, kinds):
     """Steps before the link became slow were faster than any plan can be now."""
     outcome = run(truth({**QUARTER, "for_s": 1000}, misfit=EXACT), policy())
-    assert [moment.kind for moment in outcome.moments] == kinds
+    assert [run_event.kind for run_event in outcome.run_events] == kinds
 
 
 def test_a_failed_decision_is_asked_again_at_the_next_step():
@@ -701,9 +703,9 @@ def test_a_failed_decision_is_asked_again_at_the_next_step():
         FollowsScript(switch(100, SECOND) | {101: again}),
         every=None,
         asked_at=(100,),
-        foresight=True,
+        compiles_ahead=True,
     )
-    assert [(moment.kind, moment.step) for moment in outcome.moments] == [
+    assert [(run_event.kind, run_event.step) for run_event in outcome.run_events] == [
         ("failed", 100),
         ("switch", 101),
     ]

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from plans import GPT, build, case
 
-from optimus_jax.mesh.compiler import CPU_OPTIONS
+from optimus_jax.mesh.xla_options import CPU_OPTIONS
 from optimus_jax.training.compiler_options import (
     BLACKWELL_COMMAND_BUFFERS,
     LATENCY_HIDING,

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import F32_RELATIVE, host_leaves
-from moves import layout_of
 from plans import GPT, LLAMA, ONE_DEVICE, PlanCase, batch_of_step, build, case, random_state
+from switch_cases import layout_of
 
 import optimus_jax
 from optimus_jax.config import Config, OptimizerConfig

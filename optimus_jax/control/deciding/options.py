@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from optimus_jax.config.axes import AxisSizes
-from optimus_jax.config.layout import AUTO
+from optimus_jax.config.parallel import AUTO
 from optimus_jax.control.deciding.candidates import (
     Searches,
     executables,

@@ -22,8 +22,8 @@ from optimus_jax.planning.profiles.links import Link, with_speed
 
 INTRA_HOST, INTER_HOST, TO_HOST = LINKS = ("intra_host", "inter_host", "host")
 """Names of a cluster's links, as in `--link inter_host=50GB/s`."""
-_OLD_LINK_NAMES = {"inside": INTRA_HOST, "between": INTER_HOST}
-"""Earlier names of links, still accepted by `--link`."""
+OLD_LINK_NAMES = {"inside": INTRA_HOST, "between": INTER_HOST}
+"""Earlier names of links, still accepted by `--link` and in scenarios."""
 MOST_DEVICES = 2**16
 """Largest supported cluster. A larger number is probably a typo, and has too many layouts to
 enumerate."""
@@ -173,7 +173,7 @@ class Cluster:
         speeds: dict[str, Link] = {}
         for text in links:
             given, _, speed = (part.strip() for part in text.partition("="))
-            name = _OLD_LINK_NAMES.get(given, given.replace("-", "_"))
+            name = OLD_LINK_NAMES.get(given, given.replace("-", "_"))
             if name not in LINKS or name in speeds:
                 raise ConfigError(
                     explain(

@@ -1,5 +1,5 @@
-"""Parameters are born sharded: no device ever holds a whole copy, and the values do not depend on
-the mesh.
+"""Parameters are initialized sharded: no device ever holds a whole copy, and the values do not
+depend on the mesh.
 """
 
 import functools
