@@ -13,7 +13,7 @@ from optimus_jax.control import live
 from optimus_jax.control import reported_devices as reported
 from optimus_jax.control.controller import Controller
 from optimus_jax.control.journal import switches
-from optimus_jax.training import trainer
+from optimus_jax.training import evaluation, trainer
 from optimus_jax.training.watchers import Display
 
 BAD = 3
@@ -56,7 +56,8 @@ def used(monkeypatch):
         found.append({device.id for device in sharding.device_set})
         return plain(batch, sharding, global_batch)
 
-    monkeypatch.setattr(trainer, "put_batch", put)
+    for module in (trainer, evaluation):
+        monkeypatch.setattr(module, "put_batch", put)
     return found
 
 
