@@ -8,17 +8,15 @@ is an error.
 import ast
 import dataclasses
 import inspect
-import itertools
 import re
 import shutil
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from types import ModuleType
 
 from optimus_jax.config import Config
 from optimus_jax.config.axes import AxisSizes
-from optimus_jax.faults import stopping
+from optimus_jax.faults.stopping import EXIT_CODES
 from optimus_jax.plan import Pipelining, Plan
 from optimus_jax.run_directory.contents import COMMON, EVENTS, FILES
 from optimus_jax.run_directory.step_record import StepRecord
@@ -123,20 +121,16 @@ def run_directory_page() -> str:
     return "\n".join(lines)
 
 
-def exit_codes_page(module: ModuleType) -> str:
-    """Every exit code of a run, as the constants that hold them say."""
-    lines = ["# Exit codes", "", "| code | meaning |", "|---|---|", "| 0 | Done. |"]
-    body = ast.parse(inspect.getsource(module)).body
-    for node, after in itertools.pairwise(body):
-        if (
-            isinstance(node, ast.Assign)
-            and isinstance(name := node.targets[0], ast.Name)
-            and name.id.startswith("EXIT_")
-            and isinstance(after, ast.Expr)
-            and isinstance(after.value, ast.Constant)
-        ):
-            meaning = " ".join(str(after.value.value).split())
-            lines.append(f"| {ast.literal_eval(node.value)} | {meaning} |")
+def exit_codes_page() -> str:
+    """Every exit code of a run."""
+    lines = [
+        "# Exit codes",
+        "",
+        "| code | what happened | restart with --resume? |",
+        "|---|---|---|",
+    ]
+    for code, (what, restarts) in sorted(EXIT_CODES.items()):
+        lines.append(f"| {code} | {what} | {'yes' if restarts else 'no'} |")
     return "\n".join(lines) + "\n"
 
 
@@ -231,7 +225,7 @@ def pages() -> Iterator[tuple[str, str]]:
     """Name and text of every page."""
     yield "reference/settings.md", settings_page()
     yield "reference/run-directory.md", run_directory_page()
-    yield "reference/exit-codes.md", exit_codes_page(stopping)
+    yield "reference/exit-codes.md", exit_codes_page()
     yield "reference/api.md", API
     decisions = sorted(each.stem for each in (ROOT / "docs" / "decisions").glob("*.md"))
     yield (

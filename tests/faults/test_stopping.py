@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from optimus_jax.faults import stopping
 from optimus_jax.faults.stopping import (
     EXIT_INTERRUPT,
     EXIT_RESTART,
@@ -205,3 +206,8 @@ def test_another_thread_does_not_change_signal_handlers(outside: list[int]):
     thread.start()
     thread.join()
     assert (stop.reason, outside) == (None, [signal.SIGTERM])
+
+
+def test_every_exit_code_of_ours_is_in_the_table():
+    ours = {value for name, value in vars(stopping).items() if name.startswith("EXIT_")}
+    assert {code for code in ours if isinstance(code, int)} <= set(stopping.EXIT_CODES)
