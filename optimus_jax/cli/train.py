@@ -99,19 +99,28 @@ def parser(note: Callable[[str], None] = say) -> Parser:
         ),
     )
     flags.add_argument(
-        "--zero", metavar="N", help="0-3: ZeRO stage over fsdp (default: 3 if fsdp > 1)"
+        "--zero",
+        metavar="N",
+        help=(
+            "0-3: ZeRO stage over fsdp (default: chosen by the planner with --mesh auto; with a"
+            " given mesh 3 if fsdp > 1)"
+        ),
     )
     flags.add_argument(
         "--microbatches",
         metavar="N",
-        help="parts of a step; their gradients are added (default: 1; with pipe=N about 4 N)",
+        help=(
+            "parts of a step; their gradients are added (default: chosen by the planner with"
+            " --mesh auto; with a given mesh 1, or about 4 N with pipe=N)"
+        ),
     )
     flags.add_argument(
         "--schedule",
         metavar="NAME",
         help=(
             "pipeline schedule: gpipe, 1f1b, interleaved or FILE.json (default:"
-            f" {default.parallel.schedule}, which is 1f1b)"
+            f" {default.parallel.schedule}; chosen by the planner with --mesh auto, 1f1b with a"
+            " given mesh)"
         ),
     )
     flags.add_argument(

@@ -36,18 +36,19 @@ class ParallelConfig:
     mesh: str = AUTO
     """`auto`, or sizes such as `data=2,fsdp=2,tensor=2`; axes left out have size 1."""
     zero: int | None = None
-    """Split over fsdp: 0 nothing, 1 optimizer state, 2 + gradients, 3 + parameters; None: 3 if fsdp
-    > 1, else 0."""
+    """Split over fsdp: 0 nothing, 1 optimizer state, 2 + gradients, 3 + parameters; None: the
+    planner chooses with mesh=auto; with a given mesh 3 if fsdp > 1, else 0."""
     rules: tuple[str, ...] = ()
     """Changes to the logical-to-mesh rules, such as `mlp=none` (keep whole over tensor)."""
     microbatches: int | None = None
-    """Parts of a step's batch that run one after another, gradients accumulated locally; None: 1,
-    or about 4 per pipeline stage."""
+    """Parts of a step's batch that run one after another, gradients accumulated locally; None:
+    the planner chooses with mesh=auto; with a given mesh 1, or about 4 per pipeline stage."""
     schedule: str = AUTO
-    """Pipeline schedule: gpipe, 1f1b, interleaved, or a table in a JSON file; auto is 1f1b, and
-    none while pipe=1."""
+    """Pipeline schedule: gpipe, 1f1b, interleaved, or a table in a JSON file; auto: the planner
+    chooses with mesh=auto; with a given mesh 1f1b, and none while pipe=1."""
     repeats: int | None = None
-    """Interleaved only: how often a microbatch visits each device; None: 2."""
+    """Interleaved only: how often a microbatch visits each device; None: the planner chooses
+    with mesh=auto; with a given mesh 2."""
     layers_per_stage: tuple[int, ...] = ()
     """Layers of each stage (with repeats: of each visit, in order); empty: split as evenly as
     possible."""
