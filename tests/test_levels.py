@@ -1,5 +1,5 @@
-"""The packages in their order: a module imports only from its own package and from packages above
-it in this table.
+"""The packages in their order: a module imports only from its own package and from packages that
+come earlier in LEVELS.
 """
 
 import ast
