@@ -68,7 +68,7 @@ def parser() -> Parser:
         "--without",
         type=int,
         metavar="N",
-        help="plan for N hosts less, or for N devices less if the cluster is one host",
+        help="plan for N fewer hosts, or for N fewer devices if the cluster is one host",
     )
     flags.add_argument(
         "--link",

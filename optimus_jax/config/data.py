@@ -113,7 +113,7 @@ class DataConfig:
             if first.after_step >= second.after_step:
                 raise ConfigError(
                     explain(
-                        "phases follow one another",
+                        "phases must follow one another",
                         given=f"data.phases={first},{second}",
                         do="put them in order, each with an after_step of its own",
                     )
@@ -121,7 +121,7 @@ class DataConfig:
         if not 0 <= self.eval_fraction < 1:
             raise ConfigError(
                 explain(
-                    "data.eval_fraction is a fraction",
+                    "data.eval_fraction must be a fraction",
                     given=self.eval_fraction,
                     do="choose 0 <= eval_fraction < 1",
                 )

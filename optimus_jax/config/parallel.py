@@ -78,7 +78,9 @@ class ParallelConfig:
         check_positive(self, "microbatches", "loss_chunk_tokens", "repeats", "trials")
         if self.zero not in (None, 0, 1, 2, 3):
             raise ConfigError(
-                explain("parallel.zero is a ZeRO stage", given=self.zero, do="choose 0, 1, 2 or 3")
+                explain(
+                    "parallel.zero must be a ZeRO stage", given=self.zero, do="choose 0, 1, 2 or 3"
+                )
             )
         user_path(self.schedule, what="--schedule")
 

@@ -165,7 +165,7 @@ class Scenario:
         if self.duration_s <= 0 or (self.steps is not None and self.steps < 1):
             raise ConfigError(
                 explain(
-                    "a run has at least one step",
+                    "a run must have at least one step",
                     given=f"duration_s={self.duration_s}, steps={self.steps}",
                     do="choose more",
                 )
@@ -173,7 +173,7 @@ class Scenario:
         if min(self.step_factors, default=1.0) <= 0 or (self.step_time_s or 1.0) <= 0:
             raise ConfigError(
                 explain(
-                    "steps take some time",
+                    "the time of a step must be positive",
                     given=f"step_time_s={self.step_time_s} and step_factors",
                     do="give numbers above 0",
                 )

@@ -329,5 +329,7 @@ def check_seeds(seeds: int) -> None:
     """Raise ConfigError unless there is at least one seed."""
     if seeds < 1:
         raise ConfigError(
-            explain("there is at least one seed", given=f"--seeds {seeds}", do="give 1 or more")
+            explain(
+                "there must be at least one seed", given=f"--seeds {seeds}", do="give 1 or more"
+            )
         )
