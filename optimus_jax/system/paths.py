@@ -226,7 +226,7 @@ def _checked(text: UserPath, what: str) -> str:
             f"begins with {scheme}: and without ://",
             f"write {scheme}://... as text, not as a pathlib.Path; for a file of that name, ./NAME",
         )
-    elif "://" in text and _URL.fullmatch(text) is None:
+    elif _URL.search(text) is not None and _URL.fullmatch(text) is None:
         wrong = "holds a URL in its middle", "give the URL alone"
     elif (
         len(os.fsencode(text)) > _MAX_PATH_BYTES

@@ -43,6 +43,8 @@ def home(monkeypatch, tmp_path):
         ("FILE:///tmp/x", "/tmp/x"),
         ("file://localhost/tmp/x", "/tmp/x"),
         ("./gs:/x", "gs:/x"),
+        ("./://x", ":/x"),
+        ("a/://x", "a/:/x"),
         ("./ x", " x"),
         ("a:b", "a:b"),
         ("x y", "x y"),
