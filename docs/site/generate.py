@@ -6,13 +6,18 @@ is an error.
 """
 
 import ast
+import builtins
 import dataclasses
 import inspect
+import itertools
 import re
 import shutil
 import sys
+import types
+import typing
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 from optimus_jax.config import Config
 from optimus_jax.config.axes import AxisSizes
@@ -41,16 +46,60 @@ LINK = re.compile(r"\]\((?!\w+:|#|/)([^)\s#]+)(#[^)\s]*)?\)")
 
 
 def fields_of(section: type) -> Iterator[tuple[str, str, str, str]]:
-    """Name, type, default and meaning of every field of a section, as its source says them."""
+    """Name, type, default and meaning of every field of a dataclass."""
     (body,) = ast.parse(inspect.cleandoc(inspect.getsource(section))).body
     assert isinstance(body, ast.ClassDef)
-    for node, after in zip(body.body, [*body.body[1:], None], strict=True):
-        if not isinstance(node, ast.AnnAssign) or not isinstance(node.target, ast.Name):
-            continue
-        is_said = isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
-        meaning = " ".join(str(after.value.value).split()) if is_said else ""
-        default = "" if node.value is None else ast.unparse(node.value)
-        yield node.target.id, ast.unparse(node.annotation), default, meaning
+    meanings = {
+        node.target.id: " ".join(str(after.value.value).split())
+        for node, after in itertools.pairwise(body.body)
+        if isinstance(node, ast.AnnAssign)
+        and isinstance(node.target, ast.Name)
+        and isinstance(after, ast.Expr)
+        and isinstance(after.value, ast.Constant)
+    }
+    hints = typing.get_type_hints(section)
+    for each in dataclasses.fields(section):
+        if not each.name.startswith("_"):
+            meaning = meanings.get(each.name, "")
+            yield each.name, type_text(hints[each.name]), default_text(each), meaning
+
+
+def type_text(kind: Any) -> str:
+    """A field's type in words: the values of a choice, `list of`, `or none`."""
+    options = typing.get_args(kind)
+    match typing.get_origin(kind):
+        case typing.Literal:
+            return ", ".join(map(str, options))
+        case typing.Union | types.UnionType:
+            texts = [type_text(each) for each in options if each is not types.NoneType]
+            return " or ".join([*texts, "none"] if types.NoneType in options else texts)
+        case builtins.tuple if options[1:] == (...,):
+            return f"list of {type_text(options[0])}"
+        case None:
+            return getattr(kind, "__name__", str(kind))
+    return str(kind).replace("typing.", "").replace("collections.abc.", "")
+
+
+def default_text(field: dataclasses.Field) -> str:
+    """A field's default as `--set` takes it; empty: it has none."""
+    value = field.default
+    if field.default_factory is not dataclasses.MISSING:
+        value = field.default_factory()
+    if value is dataclasses.MISSING or dataclasses.is_dataclass(value):
+        return ""
+    if isinstance(value, tuple):
+        return ",".join(map(str, value))
+    return str(value).lower() if value is None or isinstance(value, bool) else str(value)
+
+
+def parts_of(section: type) -> Iterator[type]:
+    """The dataclasses that a section's fields hold, but for those that are sections."""
+    todo = list(typing.get_type_hints(section).values())
+    while todo:
+        kind = todo.pop(0)
+        todo += typing.get_args(kind)
+        if dataclasses.is_dataclass(kind) and isinstance(kind, type):
+            yield kind
 
 
 def unit_of(name: str, kind: str) -> str:
@@ -58,6 +107,11 @@ def unit_of(name: str, kind: str) -> str:
     if not re.search(r"\b(int|float)\b", kind):
         return ""
     return next((unit for end, unit in UNITS.items() if name.endswith(end)), "")
+
+
+def code(text: str) -> str:
+    """Text as code, or nothing."""
+    return f"`{text}`" if text else ""
 
 
 def table(header: str, rows: Iterable[tuple[str, ...]]) -> list[str]:
@@ -83,11 +137,20 @@ def settings_page() -> str:
         lines += table(
             "name | type | unit | default | meaning",
             (
-                (f"`{prefix}{name}`", f"`{kind}`", unit_of(name, kind), f"`{default}`", meaning)
+                (f"`{prefix}{name}`", kind, unit_of(name, kind), code(default), meaning)
                 for name, kind, default, meaning in fields_of(section)
                 if name not in sections
             ),
         )
+        for part in parts_of(section) if section is not Config else ():
+            lines += [f"### {part.__name__}", "", inspect.cleandoc(part.__doc__ or ""), ""]
+            lines += table(
+                "field | type | unit | default | meaning",
+                (
+                    (f"`{name}`", kind, unit_of(name, kind), code(default), meaning)
+                    for name, kind, default, meaning in fields_of(part)
+                ),
+            )
     return "\n".join(lines)
 
 
@@ -95,7 +158,7 @@ def described(value: type) -> list[str]:
     """A table of the fields of a class."""
     return table(
         "field | type | meaning",
-        ((f"`{name}`", f"`{kind}`", meaning) for name, kind, _, meaning in fields_of(value)),
+        ((f"`{name}`", kind, meaning) for name, kind, _, meaning in fields_of(value)),
     )
 
 
