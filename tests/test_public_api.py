@@ -20,7 +20,7 @@ def test_every_public_name_is_in_the_reference():
     assert [
         name
         for name in optimus_jax.__all__
-        if name not in ("__version__", "Config") and f":: optimus_jax.{name}\n" not in page
+        if name != "__version__" and f":: optimus_jax.{name}\n" not in page
     ] == []
 
 

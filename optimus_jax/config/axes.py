@@ -23,9 +23,13 @@ class AxisSizes:
     """Devices along each mesh axis."""
 
     pipe: int = 1
+    """Pipeline stages: each holds a part of the layers."""
     data: int = 1
+    """Replicas of the state: each has a part of the batch."""
     fsdp: int = 1
+    """Shards of the state: each also has a part of the batch."""
     tensor: int = 1
+    """Parts of every layer: heads, hidden width and vocabulary."""
 
     def __post_init__(self) -> None:
         for name in MESH_AXES:

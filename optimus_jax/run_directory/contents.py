@@ -37,8 +37,9 @@ FILES: Mapping[str, str] = {
     "tokenizer_config.json": "Names the tokenizer's special tokens.",
     "lock": "Held by the process that writes.",
     "progress": "Heartbeats of the processes.",
-    "faults": "Faults that each process has noticed (faults/fault_log.py).",
-    "switches.jsonl": "Journal of switches between plans (control/journal.py).",
+    "faults": "Faults that each process has noticed: lines as of the event `fault`.",
+    "switches.jsonl": "Journal of switches between plans: `begin`, `commit` and `end` of each.",
+    "lost_devices.json": "Written by the user: ids of devices to move away from.",
     "tensorboard": "The metrics for TensorBoard, if it is on.",
     "report.html": "Page written by scripts/report.py.",
 }
@@ -144,7 +145,7 @@ EVENTS: Mapping[EventName, EventKind] = {
         },
     ),
     "remesh": EventKind(
-        "The run moved to another plan.",
+        "A switch: the run moved to another plan.",
         {
             **_MOVED,
             "switch_method": "What the switch had to change.",
