@@ -103,11 +103,11 @@ def memory(microbatches: tuple[int, ...]) -> None:
                 {"xla_backend_optimization_level": 0}
             )
             table = program.plan.schedule()
-            rings = Buffers.of(table, keep_residuals=residuals == "keep")
+            buffers = Buffers.of(table, keep_residuals=residuals == "keep")
             print(
                 f"{schedule + ' ' + residuals:24} {count:4}"
                 f" {compiled.memory_analysis().temp_size_in_bytes / 1e6:8.2f}  "
-                f" {rings.num_inputs:13} {rings.num_residuals:9} {rings.num_cotangents:10}  "
+                f" {buffers.num_inputs:13} {buffers.num_residuals:9} {buffers.num_cotangents:10}  "
                 f" {int(table.in_flight().max()):14}",
                 flush=True,
             )

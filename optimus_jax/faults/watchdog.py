@@ -404,7 +404,7 @@ def late_processes(process: int, entered: int, doing: str, peers: Sequence[Peer]
                 f" {peer.entered}"
             )
     return words + [
-        f"process {peer.process} was never heard of" for peer in peers if not peer.is_known
+        f"process {peer.process} has never sent a heartbeat" for peer in peers if not peer.is_known
     ]
 
 

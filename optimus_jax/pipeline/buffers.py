@@ -1,8 +1,8 @@
 """Assigns the memory in which a pipeline keeps values between ticks.
 
-A *ring* is memory for one kind of value on every stage, divided into *slots* of equal size. There
-are rings for inputs of virtual stages, for residuals of their forward (unless backward recomputes
-them), and for cotangents of their outputs. All stages run the same program, so a ring has as many
+A *buffer* is memory for one kind of value on every stage, divided into *slots* of equal size. There
+are buffers for inputs of virtual stages, for residuals of their forward (unless backward recomputes
+them), and for cotangents of their outputs. All stages run the same program, so a buffer has as many
 slots as the stage that needs the most. One more slot, the *spare* slot with number num_slots, takes
 what idle stages write, so that writes need no `where`.
 
@@ -31,7 +31,7 @@ ARRIVAL_FIRST, FORWARD, HEAD, BACKWARD, ARRIVAL_LAST = range(STEPS)
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Buffers:
-    """The rings of a schedule, and the slot that each stage uses in each tick.
+    """The buffers of a schedule, and the slot that each stage uses in each tick.
 
     All tables are int32 [ticks, stages]; an idle entry is the number of the spare slot.
     """
@@ -62,7 +62,7 @@ class Buffers:
 
     @classmethod
     def of(cls, schedule: Schedule, *, keep_residuals: bool = False) -> "Buffers":
-        """The smallest rings for `schedule`.
+        """The smallest buffers for `schedule`.
 
         Args:
           keep_residuals: whether backward reads residuals that forward stored, so that an input is
@@ -77,13 +77,13 @@ class Buffers:
         written = np.where(
             arrived == IDLE, _moment(forward, FORWARD), _moment(arrived, _arrival_step(schedule))
         )
-        inputs = _Ring(
+        inputs = _Buffer(
             schedule,
             written,
             _moment(backward, BACKWARD) if recompute else _moment(forward, FORWARD),
         )
 
-        residuals = _Ring(
+        residuals = _Buffer(
             schedule, _moment(forward, FORWARD), _moment(backward, BACKWARD), is_used=keep_residuals
         )
 
@@ -93,7 +93,7 @@ class Buffers:
         written = np.where(
             returned == IDLE, _moment(headed, HEAD), _moment(returned, _arrival_step(schedule))
         )
-        cotangents = _Ring(schedule, written, _moment(backward, BACKWARD), is_used=has_backward)
+        cotangents = _Buffer(schedule, written, _moment(backward, BACKWARD), is_used=has_backward)
 
         return cls(
             num_inputs=inputs.num_slots,
@@ -137,7 +137,7 @@ def _moment(ticks: Ticks, step: int) -> Ticks:
     return ticks * STEPS + step
 
 
-class _Ring:
+class _Buffer:
     """The slots of one kind of value.
 
     Args:

@@ -4,10 +4,10 @@ operations in every tick.
 Consecutive ticks with the same kinds of work are one `lax.scan` over the rows of the tables. In a
 tick, a stage receives what its neighbours sent, runs its forward task, the head together with all
 other stages, and its backward task, and its results are sent in the next tick. An idle stage
-computes on the spare slot of a ring, and the result is never read. So stages never differ in what
+computes on the spare slot of a buffer, and the result is never read. So stages never differ in what
 they execute, and no collective can wait for a device that took another branch.
 
-Words: a *ring* is an array whose leading dimension is the slots that pipeline/buffers.py assigned
+Words: a *buffer* is an array whose leading dimension is the slots that pipeline/buffers.py assigned
 and the spare slot; *outer* parameters are those outside the stack of layers, which all stages
 share.
 
@@ -132,13 +132,13 @@ class _Run:
         carry: dict[str, Any] = {
             "loss": vary(jnp.zeros((), jnp.float32), loss_axes),
             "sent_forward": hidden,
-            "inputs": _ring(self.buffers.num_inputs, hidden),
+            "inputs": _buffer(self.buffers.num_inputs, hidden),
         }
         if not self.differentiate:
             return carry
         carry |= {
             "sent_backward": hidden,
-            "cotangents": _ring(self.buffers.num_cotangents, hidden),
+            "cotangents": _buffer(self.buffers.num_cotangents, hidden),
             "d_outer": _float32_zeros(self.p.outer),
             "d_params": _float32_zeros(self.p.params),
         }
@@ -150,9 +150,9 @@ class _Run:
                 self._microbatch(vary(jnp.int32(0), [PIPE])),
             )
             # A residual may be the same on all stages when forward computes it (cuDNN's document
-            # mask), but in a ring it belongs to a different microbatch on each stage.
+            # mask), but in a buffer it belongs to a different microbatch on each stage.
             carry["residuals"] = [
-                _ring(self.buffers.num_residuals, vary(like, [PIPE]))
+                _buffer(self.buffers.num_residuals, vary(like, [PIPE]))
                 for like in self.residuals.like
             ]
         return carry
@@ -222,7 +222,8 @@ class _Run:
         carry["sent_forward"], kept = self.residuals.forward(repeat, x, microbatch)
         slot = self._mine(row["forward_residual"])
         carry["residuals"] = [
-            _put(ring, slot, value) for ring, value in zip(carry["residuals"], kept, strict=True)
+            _put(buffer, slot, value)
+            for buffer, value in zip(carry["residuals"], kept, strict=True)
         ]
 
     def _run_head(self, phase: Phase, carry: dict[str, Any], row: dict[str, Array]) -> None:
@@ -275,7 +276,8 @@ class _Run:
         if self.residuals is not None:
             slot = self._mine(row["backward_residual"])
             kept = [
-                lax.dynamic_index_in_dim(ring, slot, keepdims=False) for ring in carry["residuals"]
+                lax.dynamic_index_in_dim(buffer, slot, keepdims=False)
+                for buffer in carry["residuals"]
             ]
             d_params, d_x = self.residuals.backward((params, constants), kept, cotangent)
         else:
@@ -342,13 +344,13 @@ class _Run:
         return jax.tree.map(lambda t, d: t.at[index].add(d.astype(t.dtype)), total, part)
 
 
-def _ring(num_slots: int, like: Array) -> Array:
-    """A ring of zeros: `num_slots` slots and the spare slot, each with the shape of `like`."""
+def _buffer(num_slots: int, like: Array) -> Array:
+    """A buffer of zeros: `num_slots` slots and the spare slot, each with the shape of `like`."""
     return vary(jnp.zeros((num_slots + 1, *like.shape), like.dtype), sorted(varying_axes(like)))
 
 
-def _put(ring: Array, slot: Array, value: Array) -> Array:
-    return lax.dynamic_update_index_in_dim(ring, value.astype(ring.dtype), slot, 0)
+def _put(buffer: Array, slot: Array, value: Array) -> Array:
+    return lax.dynamic_update_index_in_dim(buffer, value.astype(buffer.dtype), slot, 0)
 
 
 def _float32_zeros(tree: Tree) -> Tree:

@@ -1,7 +1,7 @@
-"""Residuals that a stage's forward saves for its backward, as arrays that ring buffers can hold.
+"""Residuals that a stage's forward saves for its backward, as arrays that buffers can hold.
 
-`jax.vjp` returns a closure, which is a pytree. After forward its leaves are stored in rings; for
-backward the closure is rebuilt with the leaves that are read from the rings.
+`jax.vjp` returns a closure, which is a pytree. After forward its leaves are stored in buffers; for
+backward the closure is rebuilt with the leaves that are read from the buffers.
 """
 
 from collections.abc import Callable
@@ -20,7 +20,7 @@ Tree = Any
 
 
 class Residuals:
-    """Splits the closure of a stage's vjp into arrays for rings, and rebuilds it from them.
+    """Splits the closure of a stage's vjp into arrays for buffers, and rebuilds it from them.
 
     Leaves that are the stage's own parameters or constants (the same objects) are not stored, since
     backward has them anyway. Random keys are stored as their integers.
@@ -36,12 +36,12 @@ class Residuals:
         self._layers = layers
         self._leaf_sources: list[_StageLeaf | _SavedLeaf] = []
         self._treedef: Any = None
-        # Traced, not run: the rings must exist before the first forward.
+        # Traced, not run: the buffers must exist before the first forward.
         kept = jax.make_jaxpr(lambda *args: self.forward(*args)[1])(repeat, x, microbatch).out_avals
         self.like = [
             vary(jnp.zeros(aval.shape, aval.dtype), sorted(aval.mat.varying)) for aval in kept
         ]
-        """An array of zeros for every array that is stored in a ring."""
+        """An array of zeros for every array that is stored in a buffer."""
 
     def forward(
         self, repeat: tuple[Tree, Tree], x: Array, microbatch: Microbatch
@@ -96,7 +96,7 @@ class _StageLeaf:
 
 @dataclass(frozen=True)
 class _SavedLeaf:
-    """A leaf of the closure that is stored in a ring."""
+    """A leaf of the closure that is stored in a buffer."""
 
     index: int
     key_impl: Any
@@ -106,8 +106,8 @@ def last_written_if_idle(written: np.ndarray, read: np.ndarray, spare: int) -> n
     """`read` [ticks, stages], with idle entries replaced by the slot that the stage wrote last.
 
     An idle backward has a cotangent of zero, which gives zero gradients with any residuals that a
-    forward has written. The initial zeros of a ring are not such residuals: backward may divide by
-    them, and 0/0 is NaN.
+    forward has written. The initial zeros of a buffer are not such residuals: backward may divide
+    by them, and 0/0 is NaN.
     """
     read, last = read.copy(), np.full(read.shape[1], spare)
     for tick in range(len(read)):

@@ -276,7 +276,7 @@ def test_late_processes_are_named():
     assert late_processes(0, 7, "step", peers) == [
         "process 1 has not begun step 7: it was at step 6, 'step', 40 s ago",
         "process 3 is at 'save' for 12 s, and this one at 'step'",
-        "process 4 was never heard of",
+        "process 4 has never sent a heartbeat",
     ]
     assert late_processes(0, 6, "step", peers[1:2]) == [
         "process 0 has not begun step 7: it is at step 6, 'step'"

@@ -27,7 +27,7 @@ class _BufferSimulation:
             "residual": buffers.num_residuals,
             "cotangent": buffers.num_cotangents,
         }
-        self.rings: dict[str, list[dict[int, Name]]] = {
+        self.buffers: dict[str, list[dict[int, Name]]] = {
             kind: [{} for _ in range(schedule.num_stages)] for kind in self.num_slots
         }
 
@@ -102,11 +102,11 @@ class _BufferSimulation:
     def _write(self, step: str, kind: str, tick: int, stage: int, name: Name) -> None:
         slot = self._slot(step, kind, tick, stage)
         # The spare slot takes what nobody reads.
-        self.rings[kind][stage][slot] = None if slot == self.num_slots[kind] else name
+        self.buffers[kind][stage][slot] = None if slot == self.num_slots[kind] else name
 
     def _read(self, step: str, kind: str, tick: int, stage: int, name: Name) -> None:
         slot = self._slot(step, kind, tick, stage)
-        found = self.rings[kind][stage].get(slot)
+        found = self.buffers[kind][stage].get(slot)
         assert found == name, (
             f"tick {tick}, stage {stage}: {step} of (microbatch, virtual stage) {name} reads {kind}"
             f" slot {slot}, which holds {found}"

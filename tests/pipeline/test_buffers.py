@@ -1,4 +1,4 @@
-"""No slot is overwritten too early, and no smaller ring would be enough."""
+"""No slot is overwritten too early, and no smaller buffer would be enough."""
 
 from dataclasses import replace
 
@@ -15,12 +15,12 @@ from optimus_jax.pipeline.one_f_one_b import one_f_one_b
 from optimus_jax.pipeline.schedule import Schedule, schedule_from_starts
 from optimus_jax.pipeline.tables import make_schedule
 
-RINGS = {"input": "num_inputs", "residual": "num_residuals", "cotangent": "num_cotangents"}
+BUFFERS = {"input": "num_inputs", "residual": "num_residuals", "cotangent": "num_cotangents"}
 
 
-def ring_of(table_name: str) -> str:
-    """The field with the slots of the ring that a table points into."""
-    return RINGS[table_name.rpartition("_")[2]]
+def field_of(table_name: str) -> str:
+    """The field with the slots of the buffer that a table points into."""
+    return BUFFERS[table_name.rpartition("_")[2]]
 
 
 @st.composite
@@ -46,15 +46,15 @@ def test_every_read_finds_its_value(schedule, keep_residuals):
         assert table.dtype == np.int32
         assert table.shape == schedule.forward.shape
         assert table.min() >= 0
-        assert table.max() <= getattr(buffers, ring_of(name))
+        assert table.max() <= getattr(buffers, field_of(name))
         assert not table.flags.writeable
 
 
 @given(schedule=st.one_of(schedules(), schedules_with_pauses()), keep_residuals=st.booleans())
 def test_no_ring_could_be_smaller(schedule, keep_residuals):
-    """The last slot of a ring can neither be merged with any other nor be dropped."""
+    """The last slot of a buffer can neither be merged with any other nor be dropped."""
     buffers = Buffers.of(schedule, keep_residuals=keep_residuals)
-    for kind, field in RINGS.items():
+    for kind, field in BUFFERS.items():
         last = getattr(buffers, field) - 1
         for slot in range(last + 1 if last >= 0 else 0):
             tables = {
@@ -80,7 +80,7 @@ def test_check_buffers_notices_every_wrong_slot(schedule, keep_residuals, data):
     # An input that is embedded, used and forgotten in one step may lie in any slot.
     names = [name for name in buffers.tables if not (keep_residuals and name == "forward_input")]
     name = data.draw(st.sampled_from(names))
-    num_slots = getattr(buffers, ring_of(name))
+    num_slots = getattr(buffers, field_of(name))
     table = buffers.tables[name].copy()
     used = np.argwhere(table != num_slots)
     assume(len(used))
@@ -93,7 +93,7 @@ def test_check_buffers_notices_every_wrong_slot(schedule, keep_residuals, data):
 
 
 @given(schedule=training_schedules(), keep_residuals=st.booleans())
-def test_rings_have_a_slot_per_task_in_flight(schedule, keep_residuals):
+def test_buffers_have_a_slot_per_task_in_flight(schedule, keep_residuals):
     buffers = Buffers.of(schedule, keep_residuals=keep_residuals)
     in_flight = int(schedule.in_flight().max())
     assert buffers.num_residuals == (in_flight if keep_residuals else 0)
@@ -108,7 +108,7 @@ def test_rings_have_a_slot_per_task_in_flight(schedule, keep_residuals):
 
 
 @given(schedule=forward_schedules(), keep_residuals=st.booleans())
-def test_forward_only_rings_keep_only_inputs_in_transit(schedule, keep_residuals):
+def test_forward_only_buffers_keep_only_inputs_in_transit(schedule, keep_residuals):
     buffers = Buffers.of(schedule, keep_residuals=keep_residuals)
     assert buffers.num_residuals == buffers.num_cotangents == 0
     if schedule.num_repeats == 1:

@@ -234,7 +234,7 @@ def test_user_written_table_trains_like_one_device(tmp_path: Path):
     )
 
 
-def test_rings_of_residuals_hold_no_weights_or_constants():
+def test_buffers_of_residuals_hold_no_weights_or_constants():
     params, constants = {"w": jnp.full((3, 8, 8), 0.5)}, {"scale": jnp.ones((1, 8))}
 
     def layers(params, constants, x, microbatch):
