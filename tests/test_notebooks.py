@@ -50,8 +50,16 @@ def test_a_notebook_is_stored_as_executed(path):
 
 
 # planner_frontier and remesh take 25 CPU-seconds each: a fresh kernel imports everything, then
-# searches plans of several clusters or compiles three layouts. No other test could share that.
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+# searches plans of several clusters or compiles three layouts. No other test could share that. The
+# searches are tested elsewhere.
+@pytest.mark.parametrize(
+    "path",
+    [
+        pytest.param(path, marks=pytest.mark.nightly if path.stem == "planner_frontier" else ())
+        for path in NOTEBOOKS
+    ],
+    ids=lambda path: path.stem,
+)
 def test_a_notebook_runs_without_warnings(path, monkeypatch):
     # The kernel starts as for a user: without the tests' settings of JAX.
     for name in ("XLA_FLAGS", "JAX_NUMPY_DTYPE_PROMOTION", "JAX_NUMPY_RANK_PROMOTION"):

@@ -61,17 +61,37 @@ def one_device(model: ModelConfig, *settings: tuple[str, Any]) -> Run:
 
 
 def pytest_generate_tests(metafunc):
-    """Every plan of the list with both models, or those that `make parity` asks for."""
+    """Every plan of the list with both models, or those that `make parity` asks for.
+
+    `make test` takes one model for each plan in turn, and both where key/value heads are shared.
+    """
     if "runs" not in metafunc.fixturenames:
         return
     plan_id, model = metafunc.config.getoption("plan"), metafunc.config.getoption("model")
     cases = plans.PLANS if plan_id is None else [plans.PlanCase.parse(plan_id)]
+    names = [name for name in plans.MODELS if model in (None, name)]
     metafunc.parametrize(
         "runs",
-        [(name, case) for name in plans.MODELS if model in (None, name) for case in cases],
+        [
+            pytest.param(
+                (name, case),
+                marks=pytest.mark.nightly
+                if plan_id is None and len(names) > 1 and not is_daily(name, number, case)
+                else (),
+            )
+            for name in names
+            for number, case in enumerate(cases)
+        ],
         indirect=True,
         scope="module",
         ids=lambda param: f"{param[0]} {param[1]}",
+    )
+
+
+def is_daily(name: str, number: int, case: plans.PlanCase) -> bool:
+    """Whether `make test` compares the plan with this number under the model called `name`."""
+    return list(plans.MODELS).index(name) == number % len(plans.MODELS) or (
+        name == "llama" and case.axes.tensor >= 4
     )
 
 
