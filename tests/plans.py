@@ -15,10 +15,11 @@ import jax.numpy as jnp
 import numpy as np
 from helpers import ADAM_EPSILON, fitted
 
-from optimus_jax.config import Config, DataConfig, ModelConfig, OptimizerConfig
+from optimus_jax.config import Config, DataConfig, Features, ModelConfig, OptimizerConfig
 from optimus_jax.config.axes import AxisSizes
 from optimus_jax.mesh.build import discover
 from optimus_jax.mesh.sharding import put_batch
+from optimus_jax.models.families import FAMILIES
 from optimus_jax.plan import Plan
 from optimus_jax.planning.search.assemble import plan_for
 from optimus_jax.training.state import TrainState
@@ -58,6 +59,32 @@ LLAMA = ModelConfig(
     tied=False,
     dropout=0.1,
 )
+FAMILY_MODELS = {
+    family: replace(
+        LLAMA if FAMILIES[family].positions == "rotary" else GPT,
+        name=f"test-{family}",
+        family=family,
+        num_layers=2,
+        num_heads=8,
+        num_kv_heads=8 if FAMILIES[family].norm == "layer" else 2,
+        head_dim=8,
+        dropout=0.0,
+        features=features,
+    )
+    for family, features in {
+        "gpt_neo": Features(window=5),
+        "gptj": Features(rope_dims=4),
+        "opt": Features(norm_place="post", final_norm=False, table_dim=24),
+        "mistral": Features(window=6),
+        "phi3": Features(),
+        "qwen2": Features(),
+        "qwen3": Features(),
+        "olmo2": Features(),
+        "gemma2": Features(window=5, attention_softcap=2.0, head_softcap=3.0),
+        "gemma3_text": Features(window=5, attention_scale=0.3),
+    }.items()
+}
+"""A small model of every further family, with features that show."""
 MODELS = {"gpt": GPT, "llama": LLAMA}
 """Widths divide by 8, 6 and 3. The Llama has fewer key/value heads than tensor=4 and 8 have
 devices."""

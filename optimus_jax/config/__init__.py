@@ -6,7 +6,7 @@ available hardware, data and model size are measured later, and the layout deriv
 """
 
 from optimus_jax.config.data import DataConfig, PhaseConfig
-from optimus_jax.config.model import ModelConfig, RopeScaling
+from optimus_jax.config.model import Features, ModelConfig, RopeScaling
 from optimus_jax.config.parallel import (
     OFFLOADS,
     REMAT_POLICIES,
@@ -42,6 +42,7 @@ __all__ = [
     "DistributedConfig",
     "EvaluationConfig",
     "FaultConfig",
+    "Features",
     "LearningRateSchedule",
     "LogConfig",
     "ModelConfig",

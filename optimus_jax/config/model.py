@@ -1,6 +1,7 @@
-"""Settings of the model: the sizes of a decoder."""
+"""Settings of the model: the sizes of a decoder, and features that differ from its family's."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Literal
 
 from optimus_jax.config.checks import check_counts, check_positive
 from optimus_jax.errors import ConfigError, explain
@@ -11,16 +12,18 @@ MOST_LAYERS = 10_000
 
 @dataclass(frozen=True, kw_only=True)
 class RopeScaling:
-    """Llama 3's stretching of rotary frequencies (arXiv:2407.21783, `rope_type: llama3`)."""
+    """Stretching of rotary frequencies, for sequences longer than those of the first training."""
 
+    kind: Literal["llama3", "linear"] = "llama3"
+    """linear divides all frequencies by factor; llama3 (arXiv:2407.21783) spares high ones."""
     factor: float = 8.0
     """How far low frequencies are stretched."""
     low_frequency_factor: float = 1.0
-    """Wavelengths above original_length / this are stretched by the whole factor."""
+    """llama3: wavelengths above original_length / this are stretched by the whole factor."""
     high_frequency_factor: float = 4.0
-    """Wavelengths below original_length / this are left alone."""
+    """llama3: wavelengths below original_length / this are left alone."""
     original_length: int = 8192
-    """Sequence length, in tokens, of the training before stretching."""
+    """llama3: sequence length, in tokens, of the training before stretching."""
 
     def __post_init__(self) -> None:
         check_positive(
@@ -28,9 +31,69 @@ class RopeScaling:
         )
 
 
+Bias = Literal["query", "key", "value", "out", "up", "down"]
+LayerType = Literal["full", "window"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Features:
+    """The architecture of a decoder apart from its sizes. None: as the model's family has it
+    (`models/families.py`), which leaves none open.
+    """
+
+    positions: Literal["none", "learned", "sinusoid", "rotary"] | None = None
+    """Encoding of positions: a table (learned, or sinusoids) added to the embedding, or rotated
+    queries and keys."""
+    position_offset: int | None = None
+    """Rows of a learned table before that of the first position."""
+    rope_pairs: Literal["halves", "interleaved"] | None = None
+    """Dimensions that are rotated together: i and i + dims/2, or 2i and 2i + 1."""
+    rope_dims: int | None = None
+    """Dimensions of a head that are rotated, from the first; 0: all."""
+    window_rope_theta: float | None = None
+    """Base of rotary frequencies in layers with a window; 0: that of all layers."""
+    norm: Literal["layer", "rms", "rms_plus_one"] | None = None
+    """LayerNorm with bias, RMSNorm, or RMSNorm whose scale is stored minus one."""
+    norm_place: Literal["pre", "post", "sandwich", "output"] | None = None
+    """Norm before each sublayer, after each addition to the residual, before and after each
+    sublayer, or after it alone."""
+    parallel: bool | None = None
+    """Whether attention and feed-forward read the same normed residual, and are added to it
+    together."""
+    final_norm: bool | None = None
+    """Whether a norm precedes the head."""
+    biases: tuple[Bias, ...] | None = None
+    """Projections with a bias."""
+    attention_scale: float | None = None
+    """Factor of attention scores; 0: 1 / sqrt(head_dim)."""
+    qk_norm: Literal["none", "head", "whole"] | None = None
+    """RMSNorm of queries and keys: of each head, or of all heads together."""
+    attention_softcap: float | None = None
+    """Scores s become c tanh(s / c); 0: no cap."""
+    window: int | None = None
+    """Keys that a query sees in layers with a window, its own included; 0: all earlier ones."""
+    layer_types: tuple[LayerType, ...] | None = None
+    """Pattern of layers with and without a window, repeated over the depth; one entry is for all
+    layers."""
+    gated: bool | None = None
+    """Whether a gate multiplies the feed-forward's hidden values."""
+    activation: Literal["gelu", "gelu_tanh", "relu", "silu"] | None = None
+    """Nonlinearity of the feed-forward, or of its gate."""
+    scale_embedding: bool | None = None
+    """Whether embedded tokens are multiplied by sqrt(embed_dim)."""
+    table_dim: int | None = None
+    """Width of the embedding's rows, projected to embed_dim; 0: embed_dim."""
+    head_bias: bool | None = None
+    """Whether the output head has a bias."""
+    head_softcap: float | None = None
+    """Logits l become c tanh(l / c); 0: no cap."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """Sizes of a decoder; its family (`models/families.py`) determines the architecture."""
+    """Sizes of a decoder; its family (`models/families.py`) and features determine the
+    architecture.
+    """
 
     name: str = "custom"
     """Name of the preset."""
@@ -62,6 +125,8 @@ class ModelConfig:
     """Stretching of rotary frequencies, or None."""
     init_std: float = 0.02
     """Standard deviation of initial weights; projections into the residual get / sqrt(2 layers)."""
+    features: Features = field(default_factory=Features)
+    """Features that differ from those of the family."""
     dropout: float = 0.0
     """Probability on embeddings, attention weights and both residual branches."""
 

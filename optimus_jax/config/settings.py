@@ -22,6 +22,8 @@ MOST_SHOWN = 300
 """Characters of a value in an error."""
 LARGEST_INT = 2**63 - 1
 """Largest integer setting: an int64."""
+UNIONS = (types.UnionType, typing.Union)
+"""Origins of `X | None`: Python's own and, for a Literal, typing's."""
 SEPARATOR = "separator"
 """Key of a field's metadata: the separator between items in its text, if it is not a comma."""
 
@@ -93,7 +95,7 @@ def setting_names(cls: type, prefix: str = "") -> list[str]:
 
 def section_type(kind: Any) -> type | None:
     """The dataclass type of a field (also if it is optional); None: the field is a plain value."""
-    options = typing.get_args(kind) if isinstance(kind, types.UnionType) else (kind,)
+    options = typing.get_args(kind) if typing.get_origin(kind) in UNIONS else (kind,)
     return next(
         (
             option
@@ -180,7 +182,7 @@ def _is_a(kind: Any, value: Any) -> bool:
     origin, options = typing.get_origin(kind), typing.get_args(kind)
     if kind is Any or kind is object:
         return True
-    if origin in (types.UnionType, typing.Union):
+    if origin in UNIONS:
         return any(_is_a(option, value) for option in options)
     if origin is Literal:
         return any(value == option and type(value) is type(option) for option in options)
@@ -225,7 +227,7 @@ def _convert(kind: Any, value: Any, name: str) -> Any:
     if isinstance(value, os.PathLike):
         value = (os.fspath(value),) if typing.get_origin(kind) is tuple else os.fspath(value)
     origin, options = typing.get_origin(kind), typing.get_args(kind)
-    if origin is types.UnionType:
+    if origin in UNIONS:
         if value is None or (isinstance(value, str) and value.lower() == "none"):
             return None
         return _convert(

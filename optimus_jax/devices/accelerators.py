@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from optimus_jax.errors import ConfigError, explain, nearest
 
-AMPERE = (8, 0)
+AMPERE, HOPPER = (8, 0), (9, 0)
 """The first compute capability with bf16, and with cuDNN's fused attention."""
 
 

@@ -28,7 +28,7 @@ from optimus_jax.devices.backend import start_backend, unexpected_cpu_warning
 from optimus_jax.devices.jax_settings import check_jax_settings
 from optimus_jax.errors import ConfigError, DataError, explain
 from optimus_jax.mesh.collectives import Collectives
-from optimus_jax.models.families import family_of
+from optimus_jax.models.families import features_of
 from optimus_jax.models.kernels import Visibility
 from optimus_jax.models.keys import make_key
 from optimus_jax.models.shapes import ModelShapes, Params, model_shapes
@@ -148,7 +148,7 @@ class TextModel:
         if last > trained:
             what = (
                 "is noise, as positions there are learned"
-                if family_of(self.config.family).positions == "learned"
+                if features_of(self.config).positions == "learned"
                 else "may be worse"
             )
             warn(
@@ -171,7 +171,7 @@ class TextModel:
         if (
             past_trained_length
             or self.trained_length is None
-            or family_of(self.config.family).positions != "learned"
+            or features_of(self.config).positions != "learned"
         ):
             return self.config.max_length
         return min(self.trained_length, self.config.max_length)
@@ -400,7 +400,7 @@ def extend(
     )
     assert longer is not None, "a cache went in and none came out"
     x_B1D = lax.dynamic_slice_in_dim(x_BLD, last, 1, axis=1)
-    return model.logits(model.final_norm(x_B1D), run)[:, 0], longer
+    return model.logits(model.head_input(x_B1D, run.comm), run)[:, 0], longer
 
 
 def empty_cache(config: ModelConfig, params: Params, num_keys: int) -> Cache:

@@ -13,6 +13,8 @@ VOCAB = "vocab"
 EMBED = "embed"
 """Width of the residual stream in a matrix: its first dimension, except in tables. fsdp splits it
 for storage."""
+TABLE = "table"
+"""Width of the embedding's rows where it is not that of the residual stream; never split."""
 NORM = "norm"
 """Width of the residual stream in a vector (norms, output biases); never split."""
 POSITIONS = "positions"
@@ -28,4 +30,17 @@ MLP = "mlp"
 PAIR = "pair"
 """Two matrices kept as one: key and value, or gate and up."""
 
-LOGICAL_AXES = (BATCH, LAYERS, VOCAB, EMBED, NORM, POSITIONS, HEADS, KV_HEADS, HEAD_DIM, MLP, PAIR)
+LOGICAL_AXES = (
+    BATCH,
+    LAYERS,
+    VOCAB,
+    EMBED,
+    TABLE,
+    NORM,
+    POSITIONS,
+    HEADS,
+    KV_HEADS,
+    HEAD_DIM,
+    MLP,
+    PAIR,
+)

@@ -1,38 +1,68 @@
-"""Closed-form bytes that forward saves for backward, per token and layer, for each remat policy.
+"""Bytes that forward saves for backward, per token and layer, read from the layer's own vjp.
 
-They are exactly the bytes that `jax.vjp` of a layer (models/transformer.py, Block) closes over; a
-test compares the two. What else XLA allocates while it computes a layer is not included
-(planning/cost/memory.py).
+A layer is traced once for each kind of model, remat policy and kernel, with primes for its sizes:
+the factors of a saved array's size then say which sizes it is a product of, and its bytes in a
+model of other sizes, or on a device that has a part of them, follow without tracing again. What
+else XLA allocates while it computes a layer is not included (planning/cost/memory.py).
 """
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import jax
+import jax.numpy as jnp
 
 from optimus_jax.config import AttentionKernel, ModelConfig, RematPolicy
-from optimus_jax.models.families import family_of
-from optimus_jax.models.flops import computed_pairs, mlp_matrices
+from optimus_jax.mesh.collectives import Collectives
+from optimus_jax.models.families import rotated_dims
+from optimus_jax.models.kernels import Visibility
+from optimus_jax.models.shapes import model_shapes
+from optimus_jax.models.transformer import ForwardContext
 
-SOFTMAX_STATISTICS_BYTES = 4
-"""The float32 that cuDNN's attention saves per query and head, from which backward computes the
-weights again (arXiv:2205.14135)."""
+EMBED, KV_HEADS, GROUP, HALF_HEAD, MLP = 1009, 101, 103, 109, 1013
+"""Primes that stand for a layer's sizes: the width of the stream, key/value heads, query heads for
+each of them, half of a head's width, and the feed-forward's width."""
+ROWS = 7
+"""Sequences of the traced layer: a prime that divides the size of no weight."""
+FLOATS = {4: jnp.float32, 2: jnp.bfloat16}
+"""Format of activations by the bytes of a value; bf16 and f16 are alike here."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SavedBytes:
     """Bytes saved per token, in one layer on one device."""
 
-    stream: int
-    """The residual stream at the input of each norm, or of a recomputed layer."""
-    attention: int
-    """Queries, keys, values, and the results of the core or of the output projection."""
+    stream: float
+    """Values as wide as the residual stream, such as the inputs of norms."""
+    attention: float
+    """Queries, keys, values, and the results of the core."""
     weights: float
-    """Attention weights, or the softmax statistics that replace them."""
-    feed_forward: int
+    """Attention weights, or the softmax statistics that replace them; masks of one layer."""
+    feed_forward: float
     """Hidden values before the nonlinearity."""
 
     @property
     def total(self) -> float:
         """The sum of all fields."""
         return self.stream + self.attention + self.weights + self.feed_forward
+
+
+@dataclass(frozen=True, kw_only=True)
+class _SavedArray:
+    """Bytes of one token in a saved array, as a product."""
+
+    num_bytes: float
+    """What is left without the sizes below."""
+    primes: tuple[int, ...]
+    """Those that its size is divisible by."""
+
+    def of(self, sizes: dict[int, float]) -> float:
+        """Bytes of one token in a layer of these sizes, given by their primes."""
+        num_bytes = self.num_bytes
+        for prime in self.primes:
+            num_bytes *= sizes[prime]
+        return num_bytes
 
 
 def saved_bytes(
@@ -54,27 +84,24 @@ def saved_bytes(
       heads_ways: devices that share the heads; each has at least one key/value head.
       mlp_ways: devices that share the feed-forward block's hidden width.
     """
-    stream = model.embed_dim * itemsize
-    if remat == "full":
-        return SavedBytes(stream=stream, attention=0, weights=0, feed_forward=0)
     heads, kv_heads = model.num_heads // heads_ways, max(1, model.num_kv_heads // heads_ways)
-    query, key_value = heads * model.head_dim * itemsize, 2 * kv_heads * model.head_dim * itemsize
-    hidden = mlp_matrices(model) * model.mlp_dim // mlp_ways * itemsize
-    if remat == "dots":
-        # Saves the stream at the layer's input, and the output projection, from which the stream
-        # in the middle of the layer is computed again.
-        return SavedBytes(
-            stream=stream, attention=query + key_value + stream, weights=0, feed_forward=hidden
-        )
-    # The core's result is saved once as the input of the output projection; without remat, the xla
-    # core also saves it in its own layout.
-    results = query * (2 if remat == "none" and kernel == "xla" else 1)
-    return SavedBytes(
-        stream=2 * stream,
-        attention=query + key_value + results,
-        feed_forward=hidden,
-        weights=_saved_weights(heads, kernel, seq_len, itemsize) if remat == "none" else 0,
-    )
+    sizes = {
+        EMBED: model.embed_dim,
+        KV_HEADS: kv_heads,
+        GROUP: heads / kv_heads,
+        HALF_HEAD: model.head_dim / 2,
+        MLP: model.mlp_dim // mlp_ways,
+    }
+    found = dict.fromkeys(("stream", "attention", "weights", "feed_forward"), 0.0)
+    for array in _traced(_kind(model), remat, kernel, seq_len, itemsize)[0]:
+        if MLP in array.primes:
+            part = "feed_forward"
+        elif HALF_HEAD in array.primes:
+            part = "attention"
+        else:
+            part = "stream" if EMBED in array.primes else "weights"
+        found[part] += array.of(sizes)
+    return SavedBytes(**found)
 
 
 def saved_once_bytes(
@@ -85,22 +112,77 @@ def saved_once_bytes(
     seq_len: int,
     itemsize: int,
     respect_documents: bool,
-) -> int:
+) -> float:
     """Bytes saved per token once for all layers; arguments as in `saved_bytes`.
 
-    These are the cosines and sines of rotary positions and, with documents, a part for the mask.
-    cuDNN's kernel gets the mask as a bias with a value for every pair of query and key, which is
-    saved if remat is "none". With another remat the token's document number is saved instead.
+    Such as cosines and sines of rotary positions and, with documents, cuDNN's mask (a bias for
+    every pair of query and key) or the document of every token.
     """
-    angles = 2 * 4 * model.head_dim // 2 if family_of(model.family).positions == "rotary" else 0
-    if not respect_documents:
-        return angles
-    if remat != "none":
-        return angles + 4
-    return angles + (seq_len * itemsize if kernel == "cudnn" else 0)
+    arrays = _traced(_kind(model), remat, kernel, seq_len, itemsize, respect_documents)[1]
+    return sum(array.of({HALF_HEAD: rotated_dims(model) / 2}) for array in arrays)
 
 
-def _saved_weights(heads: int, kernel: AttentionKernel, seq_len: int, itemsize: int) -> float:
-    if kernel == "cudnn":
-        return heads * SOFTMAX_STATISTICS_BYTES
-    return heads * itemsize * computed_pairs(seq_len, kernel) / seq_len
+def _kind(model: ModelConfig) -> ModelConfig:
+    """A model of one layer with primes for sizes, the same for all models with these features."""
+    group = 1 if model.num_heads == model.num_kv_heads else GROUP
+    return ModelConfig(
+        name="traced",
+        family=model.family,
+        vocab_size=8,
+        num_layers=1,
+        embed_dim=EMBED,
+        num_heads=KV_HEADS * group,
+        num_kv_heads=KV_HEADS,
+        head_dim=2 * HALF_HEAD,
+        mlp_dim=MLP,
+        max_length=8,
+        dropout=0.0,
+        features=replace(model.features, rope_dims=0),
+    )
+
+
+@lru_cache(maxsize=1 << 8)
+def _traced(
+    model: ModelConfig,
+    remat: RematPolicy,
+    kernel: AttentionKernel,
+    seq_len: int,
+    itemsize: int,
+    respect_documents: bool = True,
+) -> tuple[tuple[_SavedArray, ...], tuple[_SavedArray, ...]]:
+    """What the vjp of a layer closes over besides parameters: arrays of the layer, and those that
+    all layers share.
+    """
+    shapes = model_shapes(model, model.vocab_size)
+
+    def vjp(params, x, positions, segments):
+        run = ForwardContext(
+            comm=Collectives(jnp.dtype(FLOATS[itemsize])),
+            remat=remat,
+            kernel="traced_cudnn" if kernel == "cudnn" else kernel,
+            visibility=Visibility(segments if respect_documents else None),
+        )
+        return jax.vjp(
+            lambda params, x: shapes.merged(params).run_layers(x, positions, run)[0], params, x
+        )[1]
+
+    x = jax.ShapeDtypeStruct((ROWS, seq_len, model.embed_dim), FLOATS[itemsize])
+    ids = jax.ShapeDtypeStruct((ROWS, seq_len), jnp.int32)
+    leaves = jax.tree.leaves(jax.eval_shape(vjp, shapes.params, x, ids, ids))
+
+    def arrays(*, of_layer: bool) -> Iterator[_SavedArray]:
+        for leaf in leaves:
+            is_of_layer = leaf.ndim > 0 and leaf.shape[0] == 1
+            if leaf.size % ROWS == 0 and is_of_layer == of_layer:
+                yield _factored(leaf.size * leaf.dtype.itemsize, ROWS * seq_len)
+
+    return tuple(arrays(of_layer=True)), tuple(arrays(of_layer=False))
+
+
+def _factored(num_bytes: int, tokens: int) -> _SavedArray:
+    primes = []
+    for prime in (EMBED, KV_HEADS, GROUP, HALF_HEAD, MLP):
+        while num_bytes % prime == 0:
+            num_bytes //= prime
+            primes.append(prime)
+    return _SavedArray(num_bytes=num_bytes / tokens, primes=tuple(primes))

@@ -11,8 +11,8 @@ from jax import Array
 from optimus_jax.config import ModelConfig
 from optimus_jax.mesh.axes import EMBED, HEAD_DIM, HEADS, KV_HEADS, NORM, PAIR
 from optimus_jax.mesh.collectives import Collectives
-from optimus_jax.models.families import Family
-from optimus_jax.models.layers import add_bias, constant, normal
+from optimus_jax.models.families import features_of
+from optimus_jax.models.layers import Norm, add_bias, constant, normal
 from optimus_jax.models.products import project, project_back
 from optimus_jax.models.rotary import rotate
 
@@ -20,7 +20,8 @@ from optimus_jax.models.rotary import rotate
 class Attention(nnx.Module):
     """The projections to queries, keys and values, and the output projection."""
 
-    def __init__(self, config: ModelConfig, family: Family, *, rngs: nnx.Rngs):
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+        features = features_of(config)
         embed, heads, kv_heads, head_dim = (
             config.embed_dim,
             config.num_heads,
@@ -29,6 +30,9 @@ class Attention(nnx.Module):
         )
         out_std = config.init_std / (2 * config.num_layers) ** 0.5
         self.num_heads_per_kv_head = heads // kv_heads
+        self.interleaved = features.rope_pairs == "interleaved"
+        self.scale = features.attention_scale or head_dim**-0.5
+        self.softcap = features.attention_softcap or 0.0
         self.query = normal(
             rngs, (embed, heads, head_dim), (EMBED, HEADS, HEAD_DIM), config.init_std
         )
@@ -36,22 +40,34 @@ class Attention(nnx.Module):
             rngs, (embed, 2, kv_heads, head_dim), (EMBED, PAIR, KV_HEADS, HEAD_DIM), config.init_std
         )
         self.out = normal(rngs, (embed, heads, head_dim), (EMBED, HEADS, HEAD_DIM), out_std)
-        biases = family.biases
-        self.query_bias = nnx.data(
-            constant(0.0, (heads, head_dim), (HEADS, HEAD_DIM)) if biases else None
-        )
-        self.key_value_bias = nnx.data(
-            constant(0.0, (2, kv_heads, head_dim), (PAIR, KV_HEADS, HEAD_DIM)) if biases else None
-        )
-        self.out_bias = nnx.data(constant(0.0, (embed,), (NORM,)) if biases else None)
 
-    def project(
-        self, x_BLD: Array, comm: Collectives, cos_sin: tuple[Array, Array] | None
-    ) -> tuple[Array, Array, Array]:
+        def bias(names: str, shape: tuple[int, ...], axes: tuple[str, ...]) -> nnx.Param | None:
+            has = [name in (features.biases or ()) for name in names.split()]
+            assert all(has) or not any(has), f"a bias of one of {names} alone is not implemented"
+            return nnx.data(constant(0.0, shape, axes) if all(has) else None)
+
+        self.query_bias = bias("query", (heads, head_dim), (HEADS, HEAD_DIM))
+        self.key_value_bias = bias("key value", (2, kv_heads, head_dim), (PAIR, KV_HEADS, HEAD_DIM))
+        self.out_bias = bias("out", (embed,), (NORM,))
+
+        def qk_norm(count: int, axis: str) -> Norm | None:
+            shape, names = ((count, head_dim), (axis, HEAD_DIM))
+            if features.qk_norm == "head":
+                shape, names = shape[1:], names[1:]
+            kind = features.norm if features.norm == "rms_plus_one" else "rms"
+            return nnx.data(
+                None
+                if features.qk_norm == "none"
+                else Norm(kind, shape, config.norm_epsilon, names)
+            )
+
+        self.query_norm, self.key_norm = qk_norm(heads, HEADS), qk_norm(kv_heads, KV_HEADS)
+
+    def project(self, x_BLD: Array, comm: Collectives) -> tuple[Array, Array, Array]:
         """Queries [B, L, H, K], keys and values [B, L, G, K] of this device's heads.
 
-        Queries and keys are rotated if `cos_sin` is given. When training in f16, keys and values
-        that several query heads share are float32: `attend` rounds them.
+        When training in f16, keys and values that several query heads share are float32: `attend`
+        rounds them.
         """
         x_BLD = comm.fan_out(x_BLD, HEADS)
         q_BLHK = add_bias(project(x_BLD, comm.weight(self.query), comm.dtype), self.query_bias)
@@ -68,10 +84,30 @@ class Attention(nnx.Module):
         if self.key_value_bias is not None:
             bias_PGK = comm.kv_heads_needed(self.key_value_bias[...], dim=1, **needed)
             kv_BLPGK = (kv_BLPGK.astype(jnp.float32) + bias_PGK[None, None]).astype(kv_BLPGK.dtype)
-        k_BLGK, v_BLGK = kv_BLPGK[:, :, 0], kv_BLPGK[:, :, 1]
-        if cos_sin is not None:
-            q_BLHK, k_BLGK = rotate(q_BLHK, cos_sin), rotate(k_BLGK, cos_sin)
-        return q_BLHK, k_BLGK, v_BLGK
+        return q_BLHK, kv_BLPGK[:, :, 0], kv_BLPGK[:, :, 1]
+
+    def normed(self, q_BLHK: Array, k_BLGK: Array, comm: Collectives) -> tuple[Array, Array]:
+        """Queries and keys after their norms, if the family has these."""
+        if self.query_norm is None or self.key_norm is None:
+            return q_BLHK, k_BLGK
+        scale = self.key_norm.scale[...]
+        if scale.ndim == 2:
+            scale = comm.kv_heads_needed(
+                scale, dim=0, num_local_heads=q_BLHK.shape[2], group=self.num_heads_per_kv_head
+            )
+        q_BLHK = _normed(self.query_norm, self.query_norm.scale[...], q_BLHK, comm)
+        return q_BLHK, _normed(self.key_norm, scale, k_BLGK, comm)
+
+    def rotated(
+        self, q_BLHK: Array, k_BLGK: Array, cos_sin: tuple[Array, Array] | None
+    ) -> tuple[Array, Array]:
+        """Queries and keys, rotated if `cos_sin` is given."""
+        if cos_sin is None:
+            return q_BLHK, k_BLGK
+        return (
+            rotate(q_BLHK, cos_sin, interleaved=self.interleaved),
+            rotate(k_BLGK, cos_sin, interleaved=self.interleaved),
+        )
 
     def partial_out(self, heads_BLHK: Array, comm: Collectives) -> Array:
         """The output projection [B, L, D]; gives this device's part of the sum over `heads`."""
@@ -80,3 +116,16 @@ class Attention(nnx.Module):
     def combine(self, partial_BLD: Array, comm: Collectives) -> Array:
         """The sum of all devices' parts, plus the bias."""
         return add_bias(comm.sum(partial_BLD, HEADS), self.out_bias).astype(comm.dtype)
+
+
+def _normed(norm: Norm, scale: Array, x_BLHK: Array, comm: Collectives) -> Array:
+    """Queries or keys, normed by head, or over all heads, of which this device has a part."""
+    if scale.ndim == 1:
+        return norm(x_BLHK)
+
+    def mean(y_BLHK: Array) -> Array:
+        # Devices that share a key head count it equally often.
+        total = comm.sum(y_BLHK.sum((-2, -1), keepdims=True), HEADS)
+        return total / (comm.size(y_BLHK.shape[-2], HEADS) * y_BLHK.shape[-1])
+
+    return norm(x_BLHK, scale=scale, mean=mean)

@@ -1,48 +1,159 @@
-"""A table of the differences between decoder families. A new family is a new row."""
+"""The decoder families: what each has of the features in `config.Features`. A new family is a new
+row, and a format in `models/huggingface.py` if weights of it are to be read.
+"""
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import fields, replace
+from functools import lru_cache
 
-from optimus_jax.config import ModelConfig
+from optimus_jax.config import Features, ModelConfig
 from optimus_jax.errors import ConfigError, explain, nearest
 
+ALL_BIASES = ("query", "key", "value", "out", "up", "down")
 
-@dataclass(frozen=True, kw_only=True)
-class Family:
-    """The architecture of a decoder, apart from its sizes, which are in ModelConfig."""
+GPT2 = Features(
+    positions="learned",
+    position_offset=0,
+    rope_pairs="halves",
+    rope_dims=0,
+    window_rope_theta=0.0,
+    norm="layer",
+    norm_place="pre",
+    parallel=False,
+    final_norm=True,
+    biases=ALL_BIASES,
+    attention_scale=0.0,
+    qk_norm="none",
+    attention_softcap=0.0,
+    window=0,
+    layer_types=("window",),
+    gated=False,
+    activation="gelu_tanh",
+    scale_embedding=False,
+    table_dim=0,
+    head_bias=False,
+    head_softcap=0.0,
+)
+LLAMA = replace(GPT2, positions="rotary", norm="rms", biases=(), gated=True, activation="silu")
+QWEN3 = replace(LLAMA, qk_norm="head")
+GEMMA2 = replace(
+    LLAMA,
+    norm="rms_plus_one",
+    norm_place="sandwich",
+    activation="gelu_tanh",
+    layer_types=("window", "full"),
+    scale_embedding=True,
+)
 
-    positions: Literal["learned", "rotary"]
-    """How positions are encoded: a table added to the embedding, or rotated queries and keys."""
-    norm: Literal["layer", "rms"]
-    """LayerNorm with bias, or RMSNorm."""
-    activation: Literal["gelu_tanh", "swiglu"]
-    """Feed-forward nonlinearity; swiglu has a gate beside the up projection."""
-    biases: bool
-    """Whether projections have biases."""
-
-
-FAMILIES: dict[str, Family] = {
-    "gpt2": Family(positions="learned", norm="layer", activation="gelu_tanh", biases=True),
-    "llama": Family(positions="rotary", norm="rms", activation="swiglu", biases=False),
+FAMILIES: dict[str, Features] = {
+    "gpt2": GPT2,
+    "gpt_neo": replace(
+        GPT2,
+        biases=("out", "up", "down"),
+        attention_scale=1.0,
+        window=256,
+        layer_types=("full", "window"),
+    ),
+    "gptj": replace(
+        GPT2,
+        positions="rotary",
+        rope_pairs="interleaved",
+        rope_dims=64,
+        parallel=True,
+        biases=("up", "down"),
+        head_bias=True,
+    ),
+    "opt": replace(GPT2, position_offset=2, activation="relu"),
+    "llama": LLAMA,
+    "mistral": LLAMA,
+    "phi3": LLAMA,
+    "qwen2": replace(LLAMA, biases=("query", "key", "value")),
+    "qwen3": QWEN3,
+    "olmo2": replace(LLAMA, norm_place="output", qk_norm="whole"),
+    "gemma2": GEMMA2,
+    "gemma3_text": replace(
+        GEMMA2,
+        qk_norm="head",
+        window_rope_theta=10_000.0,
+        layer_types=(*["window"] * 5, "full"),
+    ),
 }
+"""Names are Hugging Face's `model_type`."""
 
 
-def family_of(name: str) -> Family:
-    """The family called `name`. Raises ConfigError naming the nearest one."""
-    if name not in FAMILIES:
+@lru_cache(maxsize=1 << 10)
+def features_of(model: ModelConfig) -> Features:
+    """A model's features, none of them None: its own, and its family's for the rest.
+
+    Raises ConfigError naming the nearest family if its family is unknown.
+    """
+    if model.family not in FAMILIES:
         raise ConfigError(
             explain(
-                f"unknown model family {name!r}",
-                given=f"model.family={name}",
-                do=nearest(name, FAMILIES),
+                f"unknown model family {model.family!r}",
+                given=f"model.family={model.family}",
+                do=nearest(model.family, FAMILIES),
             )
         )
-    return FAMILIES[name]
+    own = {
+        field.name: value
+        for field in fields(Features)
+        if (value := getattr(model.features, field.name)) is not None
+    }
+    return replace(FAMILIES[model.family], **own)
+
+
+def table_width(model: ModelConfig) -> int:
+    """Width of the embedding's rows."""
+    return features_of(model).table_dim or model.embed_dim
+
+
+@lru_cache(maxsize=1 << 8)
+def has_window(model: ModelConfig) -> tuple[bool, ...]:
+    """Whether each layer has a window."""
+    features = features_of(model)
+    types = features.layer_types or ("full",)
+    return tuple(
+        bool(features.window) and types[layer % len(types)] == "window"
+        for layer in range(model.num_layers)
+    )
+
+
+def rotated_dims(model: ModelConfig) -> int:
+    """Dimensions of a head that positions rotate; 0 without rotary positions."""
+    features = features_of(model)
+    return (features.rope_dims or model.head_dim) if features.positions == "rotary" else 0
 
 
 def check_family(config: ModelConfig) -> None:
-    """Raise ConfigError if a model's sizes are impossible for its family."""
-    if family_of(config.family).positions == "rotary" and config.head_dim % 2:
+    """Raise ConfigError if a model's sizes or features are impossible, or not implemented."""
+    features, dims = features_of(config), rotated_dims(config)
+    key_value = {"key", "value"} & set(features.biases or ())
+    if len(key_value) == 1:
+        raise ConfigError(
+            explain(
+                "keys and values have a bias both, or neither",
+                given=f"model.features.biases={','.join(features.biases or ())}",
+                do=f"leave {key_value.pop()} out, or name key and value",
+            )
+        )
+    if features.parallel and features.norm_place != "pre":
+        raise ConfigError(
+            explain(
+                "parallel attention and feed-forward read one norm, which precedes them",
+                given=f"model.features.parallel=true, norm_place={features.norm_place}",
+                do="set model.features.norm_place=pre",
+            )
+        )
+    if dims > config.head_dim or (features.rope_dims and dims % 2):
+        most = config.head_dim - config.head_dim % 2
+        raise ConfigError(
+            explain(
+                "rotary positions turn pairs of a head's dimensions",
+                given=f"model.features.rope_dims={dims}, model.head_dim={config.head_dim}",
+                do=f"set model.features.rope_dims to an even number, {most} at most",
+            )
+        )
+    if dims % 2:
         raise ConfigError(
             explain(
                 f"rotary positions turn the dimensions of a head in pairs, and {config.name} has an"

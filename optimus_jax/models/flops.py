@@ -14,7 +14,7 @@ Source: FLOP counts of Narayanan et al. 2021 (arXiv:2104.04473), for grouped hea
 """
 
 from optimus_jax.config import AttentionKernel, ModelConfig, RematPolicy
-from optimus_jax.models.families import family_of
+from optimus_jax.models.families import features_of, has_window, table_width
 from optimus_jax.models.kernels import block_size
 
 FORWARD_CORE_MATMULS = 2
@@ -32,7 +32,7 @@ def attention_params(model: ModelConfig) -> int:
 
 def mlp_matrices(model: ModelConfig) -> int:
     """Number of feed-forward matrices that lead to the hidden width: 1, or 2 with a gate."""
-    return 2 if family_of(model.family).activation == "swiglu" else 1
+    return 2 if features_of(model).gated else 1
 
 
 def feed_forward_params(model: ModelConfig) -> int:
@@ -41,8 +41,12 @@ def feed_forward_params(model: ModelConfig) -> int:
 
 
 def head_params(model: ModelConfig) -> int:
-    """Elements of the head's matrix, which is the embedding if weights are tied."""
-    return model.embed_dim * model.vocab_size
+    """Elements of the head's matrix, which is the embedding if weights are tied; and of the
+    projections between the embedding's width and the residual stream's, if these differ.
+    """
+    width = table_width(model)
+    between = 2 * model.embed_dim * width if width != model.embed_dim else 0
+    return width * model.vocab_size + between
 
 
 def matmul_params(model: ModelConfig) -> int:
@@ -58,6 +62,16 @@ def matmul_params(model: ModelConfig) -> int:
 def causal_pairs(seq_len: int) -> float:
     """Pairs of query and key that count in one sequence, whatever documents it holds."""
     return seq_len**2 / 2
+
+
+def counted_pairs(model: ModelConfig, seq_len: int) -> float:
+    """The mean over layers of the pairs that count in one sequence: in layers with a window, those
+    inside it.
+    """
+    window = min(features_of(model).window or seq_len, seq_len)
+    share = sum(has_window(model)) / model.num_layers
+    inside = causal_pairs(seq_len) - (seq_len - window) ** 2 / 2
+    return share * inside + (1 - share) * causal_pairs(seq_len)
 
 
 def computed_pairs(seq_len: int, kernel: AttentionKernel) -> float:
@@ -83,9 +97,12 @@ def recomputed_core_flops(
 ) -> float:
     """FLOPs of one layer's attention core that backward computes a second time.
 
-    Every remat policy except `none` runs the core's forward again.
+    Every remat policy except `none` runs the core's forward again. Without remat, backward needs
+    the products of queries and keys where scores are capped, as cuDNN's kernel always does.
     """
-    in_kernel = CUDNN_BACKWARD_AGAIN / FORWARD_CORE_MATMULS if kernel == "cudnn" else 0
+    is_capped = bool(features_of(model).attention_softcap)
+    again = kernel == "cudnn" or (remat == "none" and is_capped)
+    in_kernel = CUDNN_BACKWARD_AGAIN / FORWARD_CORE_MATMULS if again else 0
     return core_flops(model, pairs) * (in_kernel + (remat != "none"))
 
 
@@ -94,11 +111,20 @@ def recomputed_params(model: ModelConfig, remat: RematPolicy) -> tuple[int, int]
 
     Returns:
       (elements of attention, elements of feed-forward). With remat `full` these are all matrices
-      except the last: its product is only added to the residual, and backward does not need it.
+      except those whose product is only added to the residual: backward does not need it. These
+      are the last matrix, and the last of attention where both are added together, unless a norm
+      follows.
     """
     if remat != "full":
         return 0, 0
-    return attention_params(model), model.embed_dim * model.mlp_dim * mlp_matrices(model)
+    features = features_of(model)
+    is_normed = features.norm_place != "pre"
+    attention, feed_forward = attention_params(model), feed_forward_params(model)
+    if not is_normed:
+        feed_forward -= model.embed_dim * model.mlp_dim
+        if features.parallel:
+            attention -= model.embed_dim * model.num_heads * model.head_dim
+    return attention, feed_forward
 
 
 def step_flops(model: ModelConfig, *, num_sequences: int, seq_len: int) -> float:
@@ -106,5 +132,7 @@ def step_flops(model: ModelConfig, *, num_sequences: int, seq_len: int) -> float
 
     Recomputation is not counted.
     """
-    attention = 3 * model.num_layers * core_flops(model, num_sequences * causal_pairs(seq_len))
+    attention = (
+        3 * model.num_layers * core_flops(model, num_sequences * counted_pairs(model, seq_len))
+    )
     return 6.0 * matmul_params(model) * num_sequences * seq_len + attention

@@ -3,136 +3,39 @@
 Both sides hold the same matrices. Ours have one leaf for matrices that are used together (key and
 value, gate and up), and the layers are stacked. Theirs have other names and one tensor per layer;
 GPT-2 has queries, keys and values in one tensor. All differences between families are in
-`HUGGING_FACE_FORMATS`.
+`models/huggingface_formats.py`.
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from functools import reduce
-from operator import getitem
 from typing import Any
 
 import jax
 import numpy as np
 
-from optimus_jax.config import ModelConfig, RopeScaling
+from optimus_jax.config import Features, ModelConfig, RopeScaling
 from optimus_jax.errors import CheckpointError, ConfigError, explain, nearest
 from optimus_jax.mesh.axes import EMBED, LAYERS, VOCAB
-from optimus_jax.models.families import family_of
+from optimus_jax.models.families import FAMILIES
+from optimus_jax.models.huggingface_formats import (
+    HEAD,
+    HEAD_BIAS,
+    HUGGING_FACE_FORMATS,
+    STORED_TRANSPOSED,
+    HfConfig,
+    HuggingFaceFormat,
+    not_supported,
+)
 from optimus_jax.models.shapes import ModelShapes, Params, model_shapes
 
-HEAD = "lm_head.weight"
-"""The head's matrix. Where weights are tied, a file may leave it out or repeat the embedding."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class HuggingFaceFormat:
-    """How Hugging Face stores the models of one family."""
-
-    sizes: Mapping[str, str]
-    """Field of ModelConfig -> key of config.json."""
-    optional: tuple[str, ...]
-    """Fields in `sizes` that a config.json may leave out."""
-    tied: bool
-    """Whether weights are tied if a config.json does not say."""
-    only: Mapping[str, tuple[Any, ...]]
-    """Key of config.json -> the values that our models support; the first is the default of a
-    missing key."""
-    prefix: str
-    """Prefix of every tensor name except the head's; some released files leave it out."""
-    tensors: Mapping[str, str]
-    """Our leaves -> their tensors. Several names on one side are concatenated along `out` into one
-    matrix."""
-    out_dim: int
-    """Dimension of a layer's matrices that is `out`: 0 for torch's Linear, -1 for GPT-2's
-    Conv1D."""
-    buffers: tuple[str, ...]
-    """Name endings of constants that older files store among the weights."""
-
-
-HUGGING_FACE_FORMATS: dict[str, HuggingFaceFormat] = {
-    "gpt2": HuggingFaceFormat(
-        sizes={
-            "vocab_size": "vocab_size",
-            "num_layers": "n_layer",
-            "embed_dim": "n_embd",
-            "num_heads": "n_head",
-            "mlp_dim": "n_inner",
-            "max_length": "n_positions",
-            "tied": "tie_word_embeddings",
-            "norm_epsilon": "layer_norm_epsilon",
-            "init_std": "initializer_range",
-        },
-        optional=("mlp_dim", "tied"),
-        tied=True,
-        only={
-            "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
-            "scale_attn_weights": (True,),
-            "scale_attn_by_inverse_layer_idx": (False,),
-            "add_cross_attention": (False,),
-        },
-        prefix="transformer.",
-        tensors={
-            "embedding/table": "wte.weight",
-            "positions": "wpe.weight",
-            "layers/attention_norm/scale": "h.{}.ln_1.weight",
-            "layers/attention_norm/bias": "h.{}.ln_1.bias",
-            "layers/attention/query layers/attention/key_value": "h.{}.attn.c_attn.weight",
-            "layers/attention/query_bias layers/attention/key_value_bias": "h.{}.attn.c_attn.bias",
-            "layers/attention/out": "h.{}.attn.c_proj.weight",
-            "layers/attention/out_bias": "h.{}.attn.c_proj.bias",
-            "layers/mlp_norm/scale": "h.{}.ln_2.weight",
-            "layers/mlp_norm/bias": "h.{}.ln_2.bias",
-            "layers/mlp/up": "h.{}.mlp.c_fc.weight",
-            "layers/mlp/up_bias": "h.{}.mlp.c_fc.bias",
-            "layers/mlp/down": "h.{}.mlp.c_proj.weight",
-            "layers/mlp/down_bias": "h.{}.mlp.c_proj.bias",
-            "final_norm/scale": "ln_f.weight",
-            "final_norm/bias": "ln_f.bias",
-            "head/table": HEAD,
-        },
-        out_dim=-1,
-        buffers=(".attn.bias", ".attn.masked_bias"),
-    ),
-    "llama": HuggingFaceFormat(
-        sizes={
-            "vocab_size": "vocab_size",
-            "num_layers": "num_hidden_layers",
-            "embed_dim": "hidden_size",
-            "num_heads": "num_attention_heads",
-            "num_kv_heads": "num_key_value_heads",
-            "head_dim": "head_dim",
-            "mlp_dim": "intermediate_size",
-            "max_length": "max_position_embeddings",
-            "tied": "tie_word_embeddings",
-            "norm_epsilon": "rms_norm_eps",
-            "init_std": "initializer_range",
-        },
-        optional=("num_kv_heads", "head_dim", "tied"),
-        tied=False,
-        only={"hidden_act": ("silu",), "attention_bias": (False,), "mlp_bias": (False,)},
-        prefix="model.",
-        tensors={
-            "embedding/table": "embed_tokens.weight",
-            "layers/attention_norm/scale": "layers.{}.input_layernorm.weight",
-            "layers/attention/query": "layers.{}.self_attn.q_proj.weight",
-            "layers/attention/key_value": (
-                "layers.{}.self_attn.k_proj.weight layers.{}.self_attn.v_proj.weight"
-            ),
-            "layers/attention/out": "layers.{}.self_attn.o_proj.weight",
-            "layers/mlp_norm/scale": "layers.{}.post_attention_layernorm.weight",
-            "layers/mlp/up": "layers.{}.mlp.gate_proj.weight layers.{}.mlp.up_proj.weight",
-            "layers/mlp/down": "layers.{}.mlp.down_proj.weight",
-            "final_norm/scale": "norm.weight",
-            "head/table": HEAD,
-        },
-        out_dim=0,
-        buffers=("rotary_emb.inv_freq",),
-    ),
-}
-
-STORED_TRANSPOSED = ("layers/attention/out", "layers/mlp/down")
-"""Our matrices whose result has the width `embed`: stored [out, in]; all others are [in, out]."""
+UNSUPPORTED = (
+    "attention_multiplier",
+    "embedding_multiplier",
+    "residual_multiplier",
+    "logits_scaling",
+    "no_rope_layers",
+    "quantization_config",
+)
+"""Keys of config.json that change arithmetic in a way that ours does not have."""
 
 ROPE_SCALING = {
     "factor": "factor",
@@ -143,7 +46,7 @@ ROPE_SCALING = {
 """Field of RopeScaling -> key of a config.json's `rope_scaling`."""
 
 
-def config_from_huggingface(hf_config: Mapping[str, Any]) -> ModelConfig:
+def config_from_huggingface(hf_config: HfConfig) -> ModelConfig:
     """The ModelConfig for a config.json.
 
     Dropout stays 0: it is a setting of a training run, not a property of the weights.
@@ -155,17 +58,20 @@ def config_from_huggingface(hf_config: Mapping[str, Any]) -> ModelConfig:
     hf_format = _format_of(family)
     for key, values in hf_format.only.items():
         if (given := hf_config.get(key, values[0])) not in values:
-            raise _not_ours(key, given, values)
-    sizes = {
-        field: hf_config[key]
-        for field, key in hf_format.sizes.items()
-        if hf_config.get(key) is not None
-    }
-    missing = [
-        key
-        for field, key in hf_format.sizes.items()
-        if field not in sizes and field not in hf_format.optional
-    ]
+            raise not_supported(key, given, values)
+    for key in UNSUPPORTED:
+        if hf_config.get(key) is not None:
+            raise not_supported(key, hf_config[key], (None,))
+    if family != "phi3" and hf_config.get("partial_rotary_factor", 1.0) != 1.0:
+        raise not_supported("partial_rotary_factor", hf_config["partial_rotary_factor"], (1.0,))
+    sizes, missing = {}, []
+    for field, key in hf_format.sizes.items():
+        if (value := hf_config.get(key)) is None:
+            value = hf_format.defaults.get(key)
+        if value is not None:
+            sizes[field] = value
+        elif key not in hf_format.defaults:
+            missing.append(key)
     if missing:
         raise ConfigError(
             explain(
@@ -175,14 +81,22 @@ def config_from_huggingface(hf_config: Mapping[str, Any]) -> ModelConfig:
             )
         )
     embed, heads = sizes["embed_dim"], sizes["num_heads"]
-    derived = {
-        "num_kv_heads": heads,
-        "head_dim": embed // heads,
-        "mlp_dim": 4 * embed,
-        "tied": hf_format.tied,
+    if "head_dim" not in sizes and embed % heads:
+        raise ConfigError(
+            explain(
+                f"the heads of a config.json of {family} have no whole width",
+                given=f"{hf_format.sizes['embed_dim']}={embed}, {heads} heads",
+                do="use the config.json that came with the weights",
+            )
+        )
+    derived = {"num_kv_heads": heads, "head_dim": embed // heads, "mlp_dim": 4 * embed}
+    rotary = _rotary(hf_config) if FAMILIES[family].positions == "rotary" else {}
+    own = {
+        name: value
+        for name, value in hf_format.features(hf_config).items()
+        if value != getattr(FAMILIES[family], name)
     }
-    rotary = _rotary(hf_config) if family_of(family).positions == "rotary" else {}
-    return ModelConfig(family=family, **(derived | sizes | rotary))
+    return ModelConfig(family=family, features=Features(**own), **(derived | sizes | rotary))
 
 
 def from_huggingface(
@@ -236,8 +150,8 @@ def to_huggingface(params: Params, config: ModelConfig) -> dict[str, np.ndarray]
             theirs, np.split(matrix, len(theirs), hf_format.out_dim), strict=True
         ):
             # safetensors writes an array's memory as it is and ignores its strides.
-            state_dict[name if name == HEAD else hf_format.prefix + name] = np.ascontiguousarray(
-                part
+            state_dict[name if name in (HEAD, HEAD_BIAS) else hf_format.prefix + name] = (
+                np.ascontiguousarray(part)
             )
     return state_dict
 
@@ -262,7 +176,7 @@ def _blocks(params: Params, shapes: ModelShapes) -> Iterator[tuple[list[str], li
     """
     config, hf_format = shapes.config, _format_of(shapes.config.family)
     for ours, theirs in hf_format.tensors.items():
-        if theirs == HEAD and config.tied:
+        if _leaf(params, ours.split()[0]) is None:
             continue
         leaves = [
             (_leaf(params, path), _leaf(shapes.names, path), path in STORED_TRANSPOSED)
@@ -279,7 +193,12 @@ def _blocks(params: Params, shapes: ModelShapes) -> Iterator[tuple[list[str], li
 
 
 def _leaf(tree: Params, path: str) -> Any:
-    return reduce(getitem, path.split("/"), tree)
+    """A leaf by its path; None if the model does not have it."""
+    for name in path.split("/"):
+        if tree is None or name not in tree:
+            return None
+        tree = tree[name]
+    return tree
 
 
 def _matrix(
@@ -299,16 +218,22 @@ def _matrix(
     return matrix.T if back else matrix
 
 
-def _rotary(hf_config: Mapping[str, Any]) -> dict[str, Any]:
+def _rotary(hf_config: HfConfig) -> dict[str, Any]:
     """The ModelConfig fields of rotary positions.
 
-    A config.json has them in one mapping since transformers 5; before, a number and a mapping.
+    A config.json has them in one mapping since transformers 5, or in one for each type of layer;
+    before, a number and a mapping.
     """
-    rope = {**(hf_config.get("rope_scaling") or {}), **(hf_config.get("rope_parameters") or {})}
-    theta = rope.get("rope_theta", hf_config.get("rope_theta", ModelConfig.rope_theta))
+    given = hf_config.get("rope_parameters") or {}
+    given = given.get("full_attention", given)
+    rope = {**given, **(hf_config.get("rope_scaling") or {})}
+    theta = float(rope.get("rope_theta", hf_config.get("rope_theta") or ModelConfig.rope_theta))
     match kind := rope.get("rope_type", rope.get("type", "default")):
         case "default":
             return {"rope_theta": theta}
+        case "linear":
+            scaling = RopeScaling(kind="linear", factor=float(rope["factor"]))
+            return {"rope_theta": theta, "rope_scaling": scaling}
         case "llama3" if rope.keys() >= set(ROPE_SCALING.values()):
             scaling = RopeScaling(**{field: rope[key] for field, key in ROPE_SCALING.items()})
             return {"rope_theta": theta, "rope_scaling": scaling}
@@ -320,17 +245,7 @@ def _rotary(hf_config: Mapping[str, Any]) -> dict[str, Any]:
                     do="give " + ", ".join(ROPE_SCALING.values()),
                 )
             )
-    raise _not_ours("rope_type", kind, ("default", "llama3"))
-
-
-def _not_ours(key: str, given: object, values: tuple[Any, ...]) -> ConfigError:
-    return ConfigError(
-        explain(
-            "a config.json asks for what our models have not",
-            given=f"{key}={given!r}",
-            do=f"choose a model with {key}=" + " or ".join(map(repr, values)),
-        )
-    )
+    raise not_supported("rope_type", kind, ("default", "linear", "llama3"))
 
 
 def _check_names(given: Mapping[str, np.ndarray], wanted: set[str], config: ModelConfig) -> None:

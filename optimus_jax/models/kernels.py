@@ -1,4 +1,4 @@
-"""The core of attention, softmax(q k / sqrt(K)) v, and the kernels that compute it.
+"""The core of attention, softmax(scale q k) v, and the kernels that compute it.
 
 `xla` is implemented here: queries are processed in blocks, and a block skips all keys after its
 last query, so that about half of the masked work is never done. Forward saves the attention weights
@@ -11,21 +11,24 @@ this device's heads only.
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
 from optimus_jax.config import AttentionKernel, Config, Precision
-from optimus_jax.devices.accelerators import AMPERE
+from optimus_jax.devices.accelerators import AMPERE, HOPPER
 from optimus_jax.errors import PlanError, explain
 from optimus_jax.mesh.topology import Topology
+from optimus_jax.models.families import features_of
 from optimus_jax.models.layers import keep_mask
 
 MASKED = -1e30
 """Score of a key that a query may not see: exp() of it is zero in every format, without NaN."""
 
+CUDNN_HEAD_DIM, CUDNN_HEAD_DIM_HOPPER = 128, 256
+"""Widest heads of cuDNN's kernel before Hopper, and from it on."""
 MAX_BLOCKS, MIN_BLOCK = 8, 64
 """More blocks skip more of the masked half, but smaller blocks make matmuls inefficient."""
 
@@ -60,11 +63,17 @@ def _cudnn_obstacle(config: Config, topology: Topology, precision: Precision) ->
         return "it computes in bf16 or f16, and the precision is f32"
     if model.dropout:
         return f"it has no dropout on attention weights, and model.dropout is {model.dropout}"
-    if model.head_dim % 8 or model.head_dim > 128:
-        return f"its heads are multiples of 8 up to 128 wide, and head_dim is {model.head_dim}"
-    if config.data.respect_documents and config.seq_len % 2:
+    widest = CUDNN_HEAD_DIM_HOPPER if capability >= HOPPER else CUDNN_HEAD_DIM
+    if model.head_dim % 8 or model.head_dim > widest:
         return (
-            "with documents it computes even numbers of tokens, and data.seq_len is"
+            f"its heads are multiples of 8 up to {widest} wide on this GPU, and head_dim is"
+            f" {model.head_dim}"
+        )
+    if features_of(model).attention_softcap:
+        return f"it has no cap on scores, and {model.name} has one"
+    if (config.data.respect_documents or features_of(model).window) and config.seq_len % 2:
+        return (
+            "with documents or windows it computes even numbers of tokens, and data.seq_len is"
             f" {config.seq_len}"
         )
     return None
@@ -76,13 +85,15 @@ def _dotted(capability: tuple[int, int]) -> str:
 
 @dataclass(frozen=True)
 class Visibility:
-    """Which keys a query sees: those not after it and, with documents, those of its own
-    document."""
+    """Which keys a query sees: those not after it, with a window the nearest of them and, with
+    documents, those of its own document."""
 
     segments_BL: Array | None = None
     """Document of every position, int32 [B, L]; None: each example is one document."""
     query_offset: Array | int = 0
     """Position of the first query among the keys (above 0 when a cache holds earlier keys)."""
+    window: Array | None = None
+    """Keys that a query sees, its own included, int32 scalar; None: all."""
 
     def mask(self, queries: slice, num_keys: int) -> Array:
         """bool [B or 1, L, T]: which of the first `num_keys` keys each query in `queries` sees."""
@@ -92,7 +103,10 @@ class Visibility:
             + queries.start
             + lax.broadcasted_iota(jnp.int32, (1, length, num_keys), 1)
         )
-        visible = query >= lax.broadcasted_iota(jnp.int32, (1, length, num_keys), 2)
+        key = lax.broadcasted_iota(jnp.int32, (1, length, num_keys), 2)
+        visible = query >= key
+        if self.window is not None:
+            visible = visible & (query - key < self.window)
         if self.segments_BL is not None:
             visible = visible & (
                 self.segments_BL[:, queries, None] == self.segments_BL[:, None, :num_keys]
@@ -106,7 +120,9 @@ def attend(
     v_BTGK: Array,
     visibility: Visibility,
     *,
-    kernel: AttentionKernel,
+    kernel: AttentionKernel | Literal["traced_cudnn"],
+    scale: float | None = None,
+    softcap: float = 0.0,
     dropout: float = 0.0,
     keys_BH: Array | None = None,
 ) -> Array:
@@ -115,22 +131,36 @@ def attend(
     Args:
       k_BTGK: keys; like values, they are rounded to the format of the queries, but their gradient
         has their own format.
+      kernel: how it is computed; `traced_cudnn` computes nothing and saves what cuDNN's kernel
+        saves, to be traced on machines without cuDNN.
+      scale: factor of scores; None: 1 / sqrt(K).
+      softcap: scaled scores s become c tanh(s / c) (kernel xla only); 0: no cap.
       dropout: probability that a weight is zeroed (kernel xla only).
       keys_BH: dropout key of every example and head; None: no dropout.
     """
     length, num_keys = q_BLHK.shape[1], k_BTGK.shape[1]
-    if kernel == "cudnn":
+    factor: float = q_BLHK.shape[-1] ** -0.5 if scale is None else scale
+    if kernel in ("cudnn", "traced_cudnn"):
         assert length == num_keys, (
             "this kernel knows no cache: its causal mask begins at the first key"
         )
         mask = (
             None
-            if visibility.segments_BL is None
+            if visibility.segments_BL is None and visibility.window is None
             else visibility.mask(slice(0, length), num_keys)[:, None]
         )
         k_BTGK, v_BTGK = k_BTGK.astype(q_BLHK.dtype), v_BTGK.astype(q_BLHK.dtype)
+        if kernel == "traced_cudnn":
+            bias = None if mask is None else jnp.where(mask, 0, MASKED).astype(q_BLHK.dtype)
+            return _traced_cudnn(q_BLHK, k_BTGK, v_BTGK, bias)
         return jax.nn.dot_product_attention(
-            q_BLHK, k_BTGK, v_BTGK, mask=mask, is_causal=True, implementation="cudnn"
+            q_BLHK,
+            k_BTGK,
+            v_BTGK,
+            mask=mask,
+            scale=factor,
+            is_causal=True,
+            implementation="cudnn",
         )
     heads, groups = q_BLHK.shape[2], k_BTGK.shape[2]
     q_BHLK, k_BGTK, v_BGTK = (x.transpose(0, 2, 1, 3) for x in (q_BLHK, k_BTGK, v_BTGK))
@@ -146,8 +176,36 @@ def attend(
             if keys_BH is None or not dropout
             else jax.vmap(jax.vmap(jax.random.fold_in, (0, None)), (0, None))(keys_BH, start)
         )
-    out_BHLK: Any = _attend_in_blocks((dropout, k_BTGK.dtype), q_BHLK, k_BGTK, v_BGTK, masks, keys)
+    how = _Core(dropout, k_BTGK.dtype, factor, softcap)
+    out_BHLK: Any = _attend_in_blocks(how, q_BHLK, k_BGTK, v_BGTK, masks, keys)
     return out_BHLK.transpose(0, 2, 1, 3)
+
+
+@jax.custom_vjp
+def _traced_cudnn(q_BLHK: Array, k_BTGK: Array, v_BTGK: Array, bias: Array | None) -> Array:
+    return _traced_cudnn_forward(q_BLHK, k_BTGK, v_BTGK, bias)[0]
+
+
+def _traced_cudnn_forward(
+    q_BLHK: Array, k_BTGK: Array, v_BTGK: Array, bias: Array | None
+) -> tuple[Array, tuple]:
+    """cuDNN saves a float32 for every query and head, from which backward computes the weights
+    again (arXiv:2205.14135).
+    """
+    out_BLHK = 2 * q_BLHK
+    statistics_BHL = out_BLHK[..., 0].transpose(0, 2, 1).astype(jnp.float32)
+    return out_BLHK, (q_BLHK, k_BTGK, v_BTGK, bias, statistics_BHL, out_BLHK)
+
+
+def _traced_cudnn_backward(kept: tuple, d_out_BLHK: Array) -> tuple:
+    q_BLHK, k_BTGK, v_BTGK, bias, statistics_BHL, out_BLHK = kept
+    # Uses all that is kept, so that no part of it is taken for unused.
+    used = statistics_BHL.sum().astype(q_BLHK.dtype) + out_BLHK.sum()
+    d_bias = None if bias is None else jnp.zeros_like(bias)
+    return (q_BLHK + used) * d_out_BLHK, k_BTGK, v_BTGK, d_bias
+
+
+_traced_cudnn.defvjp(_traced_cudnn_forward, _traced_cudnn_backward)
 
 
 def block_size(length: int) -> int:
@@ -167,21 +225,33 @@ def _repeat_rows(mask_BLT: Array, times: int) -> Array:
     return mask.reshape(mask.shape[0], 1, -1, mask.shape[-1])
 
 
+class _Core(NamedTuple):
+    dropout: float
+    kv_dtype: Any
+    """Format of keys, values and their gradients."""
+    scale: float
+    softcap: float
+
+    def capped(self, products: Array) -> Array:
+        """Scores, float32, of the products of queries and keys."""
+        scores = products * self.scale
+        return jnp.tanh(scores / self.softcap) * self.softcap if self.softcap else scores
+
+
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend_in_blocks(
-    how: tuple,
+    how: _Core,
     q_BHLK: Array,
     k_BGTK: Array,
     v_BGTK: Array,
     masks: list[Array],
     keys: list[Array | None],
 ) -> Array:
-    """`how`: the dropout probability, and the format of keys, values and their gradients."""
     return _forward(how, q_BHLK, k_BGTK, v_BGTK, masks, keys)[0]
 
 
 def _forward(
-    how: tuple,
+    how: _Core,
     q_BHLK: Array,
     k_BGTK: Array,
     v_BGTK: Array,
@@ -189,7 +259,6 @@ def _forward(
     keys: list[Array | None],
 ) -> tuple:
     """Each mask [B, 1, R, T] defines a block of R rows of queries and the first T keys."""
-    dropout, _ = how
     k_BGTK, v_BGTK = k_BGTK.astype(q_BHLK.dtype), v_BGTK.astype(q_BHLK.dtype)
     outs, weights = [], []
     for q_BGRK, mask, keys_BH in zip(_rows(q_BHLK, k_BGTK, len(masks)), masks, keys, strict=True):
@@ -197,21 +266,21 @@ def _forward(
         scores = jnp.einsum(
             "bgrk,bgtk->bgrt", q_BGRK, k_BGTK[:, :, :seen], preferred_element_type=jnp.float32
         )
-        scores = jnp.where(mask, scores * q_BGRK.shape[-1] ** -0.5, MASKED)
+        scores = jnp.where(mask, how.capped(scores), MASKED)
         weights.append(jax.nn.softmax(scores, axis=-1).astype(q_BGRK.dtype))
         outs.append(
             jnp.einsum(
-                "bgrt,bgtk->bgrk", _dropped(weights[-1], dropout, keys_BH), v_BGTK[:, :, :seen]
+                "bgrt,bgtk->bgrk", _dropped(weights[-1], how.dropout, keys_BH), v_BGTK[:, :, :seen]
             )
         )
     out_BHLK = _heads(outs, q_BHLK)
     return out_BHLK, (q_BHLK, k_BGTK, v_BGTK, weights, out_BHLK, keys)
 
 
-def _backward(how: tuple, kept: tuple, d_out_BHLK: Array) -> tuple:
+def _backward(how: _Core, kept: tuple, d_out_BHLK: Array) -> tuple:
     """No mask is needed: masked weights are zero, so their gradients are too. The row sum in the
     softmax's gradient equals d_out . out."""
-    dropout, kv_dtype = how
+    dropout, kv_dtype = how.dropout, how.kv_dtype
     q_BHLK, k_BGTK, v_BGTK, weights, out_BHLK, keys = kept
     d_k, d_v, d_qs = jnp.zeros_like(k_BGTK, kv_dtype), jnp.zeros_like(v_BGTK, kv_dtype), []
     blocks = [_rows(x, k_BGTK, len(weights)) for x in (q_BHLK, out_BHLK, d_out_BHLK)]
@@ -232,7 +301,11 @@ def _backward(how: tuple, kept: tuple, d_out_BHLK: Array) -> tuple:
             keys_BH,
         )
         own = (d_out.astype(jnp.float32) * out.astype(jnp.float32)).sum(-1, keepdims=True)
-        d_scores = (w.astype(jnp.float32) * (d_w - own) * q.shape[-1] ** -0.5).astype(q.dtype)
+        d_scores = w.astype(jnp.float32) * (d_w - own) * how.scale
+        if how.softcap:
+            products = jnp.einsum("bgrk,bgtk->bgrt", q, k, preferred_element_type=jnp.float32)
+            d_scores = d_scores * (1 - (how.capped(products) / how.softcap) ** 2)
+        d_scores = d_scores.astype(q.dtype)
         d_qs.append(jnp.einsum("bgrt,bgtk->bgrk", d_scores, k))
         d_k = d_k.at[:, :, :seen].add(
             jnp.einsum("bgrt,bgrk->bgtk", d_scores, q, preferred_element_type=kv_dtype)

@@ -3,10 +3,11 @@
 Shapes: B batch, L length, D embed, V vocab (this device's part).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax import Array
 
@@ -27,24 +28,47 @@ def constant(value: float, shape: Sequence[int], names: Sequence[str]) -> nnx.Pa
 
 
 class Norm(nnx.Module):
-    """LayerNorm (with bias) or RMSNorm (without) over the last dimension, computed in float32."""
+    """LayerNorm (with bias) or RMSNorm (without) over the last dimensions, computed in float32.
 
-    def __init__(self, kind: str, dim: int, epsilon: float):
-        self.centre = kind == "layer"
+    Args:
+      kind: `layer`, `rms`, or `rms_plus_one`, whose scale is stored minus one.
+      shape, names: dimensions that are normed, the last ones of the input, and their logical axes.
+    """
+
+    def __init__(
+        self, kind: str, shape: Sequence[int], epsilon: float, names: Sequence[str] = (NORM,)
+    ):
+        self.centre, self.plus_one = kind == "layer", kind == "rms_plus_one"
         self.epsilon = epsilon
-        self.scale = constant(1.0, (dim,), (NORM,))
-        self.bias = nnx.data(constant(0.0, (dim,), (NORM,)) if self.centre else None)
+        self.scale = constant(0.0 if self.plus_one else 1.0, shape, names)
+        self.bias = nnx.data(constant(0.0, shape, names) if self.centre else None)
 
-    def __call__(self, x_BLD: Array, dtype: jnp.dtype | None = None) -> Array:
-        """[..., D] -> [..., D] in `dtype`; None: the dtype of the input."""
-        x = x_BLD.astype(jnp.float32)
+    def __call__(
+        self,
+        x: Array,
+        dtype: jnp.dtype | None = None,
+        *,
+        scale: Array | None = None,
+        mean: Callable[[Array], Array] | None = None,
+    ) -> Array:
+        """[..., *shape] -> the same in `dtype`; None: the dtype of the input.
+
+        A device that has only a part of the normed dimensions gives its part of the scale, and
+        `mean`, the mean over all of them, kept with size 1.
+        """
+        scale = self.scale[...] if scale is None else scale
+        if mean is None:
+            dims = tuple(range(-scale.ndim, 0))
+            mean = lambda y: y.mean(dims, keepdims=True)  # noqa: E731
+        y = x.astype(jnp.float32)
         if self.centre:
-            x = x - x.mean(-1, keepdims=True)
-        x = x * jax.lax.rsqrt((x * x).mean(-1, keepdims=True) + self.epsilon)
-        x = x * _broadcastable(self.scale, x.ndim)
+            y = y - mean(y)
+        y = y * jax.lax.rsqrt(mean(y * y) + self.epsilon)
+        scale = scale.reshape((1,) * (y.ndim - scale.ndim) + scale.shape)
+        y = y * (1 + scale if self.plus_one else scale)
         if self.bias is not None:
-            x = x + _broadcastable(self.bias, x.ndim)
-        return x.astype(x_BLD.dtype if dtype is None else dtype)
+            y = y + _broadcastable(self.bias, y.ndim)
+        return y.astype(x.dtype if dtype is None else dtype)
 
 
 def add_bias(x: Array, bias: nnx.Param | None) -> Array:
@@ -93,6 +117,13 @@ def rows_of(table_VD: Array, index_BL: Array, dtype: jnp.dtype) -> Array:
     The gradient of a row is summed in float32 over its uses, whatever `dtype` is.
     """
     return jnp.take(table_VD.astype(jnp.float32), index_BL, axis=0).astype(dtype)
+
+
+def sinusoids(positions_BL: Array, dim: int) -> Array:
+    """Sines, then cosines, float32 [B, L, dim], of every position (arXiv:1706.03762)."""
+    rates = 10_000.0 ** -(np.arange(dim // 2) / max(1, dim // 2 - 1))
+    angle = positions_BL[..., None].astype(jnp.float32) * rates.astype(np.float32)
+    return jnp.concatenate((jnp.sin(angle), jnp.cos(angle)), -1)
 
 
 def dropout(x: Array, probability: float, keys_B: Array | None, site: Array | int) -> Array:

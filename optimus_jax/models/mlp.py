@@ -1,7 +1,10 @@
-"""The feed-forward block: GELU between two projections, or SwiGLU with a gate.
+"""The feed-forward block: two projections and a nonlinearity between them, which may be a gate.
 
 Shapes: B batch, L length, D embed, F mlp (this device's part).
 """
+
+from collections.abc import Callable
+from functools import partial
 
 import jax
 from flax import nnx
@@ -10,9 +13,16 @@ from jax import Array
 from optimus_jax.config import ModelConfig
 from optimus_jax.mesh.axes import EMBED, MLP, NORM, PAIR
 from optimus_jax.mesh.collectives import Collectives
-from optimus_jax.models.families import Family
+from optimus_jax.models.families import features_of
 from optimus_jax.models.layers import add_bias, constant, normal
 from optimus_jax.models.products import project, project_back
+
+ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
+    "gelu": partial(jax.nn.gelu, approximate=False),
+    "gelu_tanh": partial(jax.nn.gelu, approximate=True),
+    "relu": jax.nn.relu,
+    "silu": jax.nn.silu,
+}
 
 
 class FeedForward(nnx.Module):
@@ -22,9 +32,10 @@ class FeedForward(nnx.Module):
     are kept for backward.
     """
 
-    def __init__(self, config: ModelConfig, family: Family, *, rngs: nnx.Rngs):
-        embed, mlp = config.embed_dim, config.mlp_dim
-        self.gated = family.activation == "swiglu"
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+        embed, mlp, features = config.embed_dim, config.mlp_dim, features_of(config)
+        biases = features.biases or ()
+        self.gated, self.activation = bool(features.gated), str(features.activation)
         if self.gated:
             self.up = normal(rngs, (embed, 2, mlp), (EMBED, PAIR, MLP), config.init_std)
         else:
@@ -33,9 +44,9 @@ class FeedForward(nnx.Module):
             rngs, (embed, mlp), (EMBED, MLP), config.init_std / (2 * config.num_layers) ** 0.5
         )
         self.up_bias = nnx.data(
-            constant(0.0, self.up.shape[1:], self.up.out_sharding[1:]) if family.biases else None
+            constant(0.0, self.up.shape[1:], self.up.out_sharding[1:]) if "up" in biases else None
         )
-        self.down_bias = nnx.data(constant(0.0, (embed,), (NORM,)) if family.biases else None)
+        self.down_bias = nnx.data(constant(0.0, (embed,), (NORM,)) if "down" in biases else None)
 
     def hidden(self, x_BLD: Array, comm: Collectives) -> Array:
         """[B, L, D] -> values before the nonlinearity: [B, L, F], or [B, L, 2, F] with a gate."""
@@ -46,10 +57,11 @@ class FeedForward(nnx.Module):
     def partial_out(self, hidden: Array, comm: Collectives) -> Array:
         """The nonlinearity and the second projection; gives this device's part of the sum over
         `mlp`."""
+        activate = ACTIVATIONS[self.activation]
         if self.gated:
-            h_BLF = jax.nn.silu(hidden[:, :, 0]) * hidden[:, :, 1]
+            h_BLF = activate(hidden[:, :, 0]) * hidden[:, :, 1]
         else:
-            h_BLF = jax.nn.gelu(hidden, approximate=True)
+            h_BLF = activate(hidden)
         return project_back(h_BLF, comm.weight(self.down), comm.dtype, result=comm.sums)
 
     def combine(self, partial_BLD: Array, comm: Collectives) -> Array:

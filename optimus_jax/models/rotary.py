@@ -1,7 +1,8 @@
 """Rotary positions: queries and keys are rotated by angles proportional to the position.
 
-Halves layout, as in the released Llama weights: dimension i is rotated together with i + K/2.
-Sources: Su et al. 2021, arXiv:2104.09864; Llama 3's scaling of frequencies, arXiv:2407.21783.
+Pairs of dimensions are rotated together: i and i + R/2 of the R that are rotated (halves, as in the
+released Llama weights), or 2i and 2i + 1 (interleaved, as in GPT-J's).
+Sources: Su et al. 2021, arXiv:2104.09864; Llama 3's stretching, arXiv:2407.21783.
 """
 
 import math
@@ -11,15 +12,24 @@ import numpy as np
 from jax import Array
 
 from optimus_jax.config import ModelConfig
+from optimus_jax.models.families import features_of, rotated_dims
 
 
-def frequencies(config: ModelConfig) -> np.ndarray:
-    """Angle per position of every pair of dimensions, float32 [K/2]."""
-    exponent = np.arange(0, config.head_dim, 2, dtype=np.float32) / config.head_dim
-    plain = (1.0 / config.rope_theta**exponent).astype(np.float32)
-    scaling = config.rope_scaling
+def frequencies(config: ModelConfig, *, is_windowed: bool = False) -> np.ndarray:
+    """Angle per position of every rotated pair of dimensions, float32 [R/2].
+
+    Args:
+      is_windowed: whether of layers with a window, where a family has another base for these.
+    """
+    dims, theta, scaling = rotated_dims(config), config.rope_theta, config.rope_scaling
+    if is_windowed and (own := features_of(config).window_rope_theta):
+        theta, scaling = own, None
+    exponent = np.arange(0, dims, 2, dtype=np.float32) / dims
+    plain = (1.0 / theta**exponent).astype(np.float32)
     if scaling is None:
         return plain
+    if scaling.kind == "linear":
+        return (plain / scaling.factor).astype(np.float32)
     wavelength = 2 * math.pi / plain
     longest = scaling.original_length / scaling.low_frequency_factor
     shortest = scaling.original_length / scaling.high_frequency_factor
@@ -37,19 +47,32 @@ def frequencies(config: ModelConfig) -> np.ndarray:
     return stretched.astype(np.float32)
 
 
-def angles(config: ModelConfig, positions_BL: Array) -> tuple[Array, Array]:
-    """Cosine and sine, float32 [B, L, 1, K/2], of every position's angles."""
+def angles(
+    config: ModelConfig, positions_BL: Array, *, is_windowed: bool = False
+) -> tuple[Array, Array]:
+    """Cosine and sine, float32 [B, L, 1, R/2], of every position's angles."""
     angle = (
         positions_BL[:, :, None, None].astype(jnp.float32)
-        * frequencies(config)[None, None, None, :]
+        * frequencies(config, is_windowed=is_windowed)[None, None, None, :]
     )
     return jnp.cos(angle), jnp.sin(angle)
 
 
-def rotate(x_BLHK: Array, cos_sin: tuple[Array, Array]) -> Array:
-    """[B, L, heads, K] rotated by `angles`; computed in float32, returned in the input's dtype."""
+def rotate(x_BLHK: Array, cos_sin: tuple[Array, Array], *, interleaved: bool = False) -> Array:
+    """[B, L, heads, K] with its first R dimensions rotated by `angles`; computed in float32,
+    returned in the input's dtype.
+    """
     cos, sin = cos_sin
-    first, second = jnp.split(x_BLHK.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate(
-        (first * cos - second * sin, second * cos + first * sin), axis=-1
-    ).astype(x_BLHK.dtype)
+    dims = 2 * cos.shape[-1]
+    rotated, rest = x_BLHK[..., :dims].astype(jnp.float32), x_BLHK[..., dims:]
+    if interleaved:
+        first, second = rotated[..., ::2], rotated[..., 1::2]
+    else:
+        first, second = jnp.split(rotated, 2, axis=-1)
+    pairs = first * cos - second * sin, second * cos + first * sin
+    if interleaved:
+        rotated = jnp.stack(pairs, -1).reshape(rotated.shape)
+    else:
+        rotated = jnp.concatenate(pairs, axis=-1)
+    rotated = rotated.astype(x_BLHK.dtype)
+    return jnp.concatenate((rotated, rest), -1) if rest.shape[-1] else rotated

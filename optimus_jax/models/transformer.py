@@ -8,7 +8,9 @@ heads and K head_dim.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,14 +20,16 @@ from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 
 from optimus_jax.config import AttentionKernel, ModelConfig, RematPolicy
-from optimus_jax.mesh.axes import EMBED, HEADS, LAYERS, POSITIONS, VOCAB
+from optimus_jax.mesh.axes import EMBED, HEADS, LAYERS, POSITIONS, TABLE, VOCAB
 from optimus_jax.mesh.collectives import Collectives
 from optimus_jax.models import rotary
 from optimus_jax.models.attention import Attention
-from optimus_jax.models.families import family_of
+from optimus_jax.models.families import features_of, has_window, table_width
+from optimus_jax.models.head import Head
 from optimus_jax.models.kernels import Visibility, attend
-from optimus_jax.models.layers import Embedding, Norm, dropout, normal, rows_of
+from optimus_jax.models.layers import Embedding, Norm, constant, dropout, normal, rows_of, sinusoids
 from optimus_jax.models.mlp import FeedForward
+from optimus_jax.models.products import project, project_back
 
 LAYER_INPUT = "layer input"
 """Checkpoint name of a layer's input, used to offload it to host memory."""
@@ -39,7 +43,7 @@ class ForwardContext:
     """The inputs of a forward pass besides parameters and tokens."""
 
     comm: Collectives
-    kernel: AttentionKernel = "xla"
+    kernel: AttentionKernel | Literal["traced_cudnn"] = "xla"
     remat: RematPolicy = "none"
     offload: bool = False
     """Whether layer inputs are kept in host memory until backward; needs remat="full", which saves
@@ -60,16 +64,47 @@ class ForwardContext:
         )
 
 
+class LayerNumbers(NamedTuple):
+    """The numbers in which layers of one stack differ; of each layer, or of one."""
+
+    window: Array | None
+    """int32: keys that a query sees; None: no layer has a window."""
+    is_windowed: Array | None
+    """bool: whether rotary frequencies have the base of layers with a window; None: in none."""
+
+
+def layer_numbers(config: ModelConfig) -> LayerNumbers:
+    """[layers] each."""
+    features, windowed = features_of(config), np.array(has_window(config))
+    if not windowed.any():
+        return LayerNumbers(window=None, is_windowed=None)
+    return LayerNumbers(
+        window=jnp.where(windowed, jnp.int32(features.window), jnp.iinfo(jnp.int32).max),
+        is_windowed=jnp.asarray(windowed) if features.window_rope_theta else None,
+    )
+
+
 class Block(nnx.Module):
-    """Pre-norm attention and feed-forward, each added to the residual."""
+    """Attention and feed-forward, each normed and added to the residual."""
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
-        family = family_of(config.family)
+        features = features_of(config)
         self.dropout = config.dropout
-        self.attention_norm = Norm(family.norm, config.embed_dim, config.norm_epsilon)
-        self.attention = Attention(config, family, rngs=rngs)
-        self.mlp_norm = Norm(family.norm, config.embed_dim, config.norm_epsilon)
-        self.mlp = FeedForward(config, family, rngs=rngs)
+        self.parallel, self.post = bool(features.parallel), features.norm_place == "post"
+
+        def norm(*places: str) -> Norm | None:
+            return nnx.data(
+                Norm(str(features.norm), (config.embed_dim,), config.norm_epsilon)
+                if features.norm_place in places
+                else None
+            )
+
+        self.attention_norm = norm("pre", "sandwich")
+        self.attention = Attention(config, rngs=rngs)
+        self.attention_out_norm = norm("post", "sandwich", "output")
+        self.mlp_norm = nnx.data(None) if self.parallel else norm("pre", "sandwich")
+        self.mlp = FeedForward(config, rngs=rngs)
+        self.mlp_out_norm = norm("post", "sandwich", "output")
 
     def __call__(
         self,
@@ -84,9 +119,7 @@ class Block(nnx.Module):
         `cache`: earlier keys and values [B, T, G, K]; returned with those of this pass added.
         """
         comm, site, recomputed = run.comm, layer * SITES_PER_LAYER + 1, run.recomputed
-        q, k, v = recomputed(
-            lambda x: self.attention.project(self.attention_norm(x, comm.sums), comm, cos_sin)
-        )(x_BLD)
+        q, k, v = self._queries_keys_values(x_BLD, run, cos_sin)
         if cache is not None:
             start = (0, run.visibility.query_offset, 0, 0)
             longer = [
@@ -98,19 +131,64 @@ class Block(nnx.Module):
 
         def core(q: Array, k: Array, v: Array) -> Array:
             return attend(
-                q, k, v, run.visibility, kernel=run.kernel, dropout=self.dropout, keys_BH=head_keys
+                q,
+                k,
+                v,
+                run.visibility,
+                kernel=run.kernel,
+                scale=self.attention.scale,
+                softcap=self.attention.softcap,
+                dropout=self.dropout,
+                keys_BH=head_keys,
             )
 
         heads = (jax.checkpoint(core) if run.remat == "selective" else core)(q, k, v)
         out_BLD = self.attention.combine(
             recomputed(lambda h: self.attention.partial_out(h, comm))(heads), comm
         )
-        x_BLD = x_BLD + dropout(out_BLD, self.dropout, run.keys_B, site + 1)
-        hidden = recomputed(lambda x: self.mlp.hidden(self.mlp_norm(x, comm.sums), comm))(x_BLD)
+        before_BLD = x_BLD
+        x_BLD = self._added(x_BLD, out_BLD, self.attention_out_norm, run, site + 1)
+        mlp_norm = self.attention_norm if self.parallel else self.mlp_norm
+        hidden = recomputed(lambda x: self.mlp.hidden(_normed(mlp_norm, x, comm), comm))(
+            before_BLD if self.parallel else x_BLD
+        )
         out_BLD = self.mlp.combine(
             recomputed(lambda h: self.mlp.partial_out(h, comm))(hidden), comm
         )
-        return x_BLD + dropout(out_BLD, self.dropout, run.keys_B, site + 2), cache
+        return self._added(x_BLD, out_BLD, self.mlp_out_norm, run, site + 2), cache
+
+    def _queries_keys_values(
+        self, x_BLD: Array, run: ForwardContext, cos_sin: tuple[Array, Array] | None
+    ) -> tuple[Array, Array, Array]:
+        """Backward computes what leads to the product again, and what follows: rotations keep
+        nothing, so they are part of the first; norms of queries and keys need the product.
+        """
+        comm, attention = run.comm, self.attention
+
+        def projected(x_BLD: Array) -> tuple[Array, Array, Array]:
+            return attention.project(_normed(self.attention_norm, x_BLD, comm), comm)
+
+        if attention.query_norm is None:
+
+            def whole(x_BLD: Array) -> tuple[Array, Array, Array]:
+                q, k, v = projected(x_BLD)
+                return *attention.rotated(q, k, cos_sin), v
+
+            return run.recomputed(whole)(x_BLD)
+        q, k, v = run.recomputed(projected)(x_BLD)
+        q, k = run.recomputed(
+            lambda q, k: attention.rotated(*attention.normed(q, k, comm), cos_sin)
+        )(q, k)
+        return q, k, v
+
+    def _added(
+        self, x_BLD: Array, out_BLD: Array, norm: Norm | None, run: ForwardContext, site: Array
+    ) -> Array:
+        """The residual with a sublayer's output added."""
+        if norm is not None and not self.post:
+            out_BLD = norm(out_BLD)
+        x_BLD = x_BLD + dropout(out_BLD, self.dropout, run.keys_B, site)
+        return norm(x_BLD) if norm is not None and self.post else x_BLD
 
     def _head_keys(self, run: ForwardContext, site: Array, num_local_heads: int) -> Array | None:
         """Dropout keys [B, H] per example and local head; independent of which device has it."""
@@ -119,6 +197,11 @@ class Block(nnx.Module):
         heads = run.comm.offset(num_local_heads, HEADS) + jnp.arange(num_local_heads)
         per_head = jax.vmap(jax.random.fold_in, in_axes=(None, 0))
         return jax.vmap(lambda key: per_head(jax.random.fold_in(key, site), heads))(run.keys_B)
+
+
+def _normed(norm: Norm | None, x_BLD: Array, comm: Collectives) -> Array:
+    """The residual as a sublayer reads it."""
+    return x_BLD.astype(comm.sums) if norm is None else norm(x_BLD, comm.sums)
 
 
 class Decoder(nnx.Module):
@@ -134,15 +217,24 @@ class Decoder(nnx.Module):
     ):
         """`slots`: the layer that each slot of the stack holds; None: all layers in order
         (`mesh/slots.py`)."""
-        family = family_of(config.family)
+        features = features_of(config)
         self.config = config
-        self.embedding = Embedding(
-            vocab_rows, config.embed_dim, config.init_std, vocab_size=config.vocab_size, rngs=rngs
+        self.scale_embedding = config.embed_dim**0.5 if features.scale_embedding else None
+        table_dim = table_width(config)
+        table = partial(
+            Embedding, vocab_rows, table_dim, config.init_std, vocab_size=config.vocab_size
         )
+        self.embedding = table(rngs=rngs)
+        rows = config.max_length + (features.position_offset or 0)
         self.positions = nnx.data(
-            normal(rngs, (config.max_length, config.embed_dim), (POSITIONS, EMBED), config.init_std)
-            if family.positions == "learned"
+            normal(rngs, (rows, config.embed_dim), (POSITIONS, EMBED), config.init_std)
+            if features.positions == "learned"
             else None
+        )
+        self.position_offset = features.position_offset or 0
+        between = (config.embed_dim, table_dim), (EMBED, TABLE)
+        self.table_in = nnx.data(
+            normal(rngs, *between, config.init_std) if features.table_dim else None
         )
 
         @nnx.vmap(in_axes=(0,), out_axes=0, transform_metadata={nnx.PARTITION_NAME: LAYERS})
@@ -151,24 +243,31 @@ class Decoder(nnx.Module):
 
         keys = jax.random.split(rngs.params(), config.num_layers)
         self.layers = stack(keys if slots is None else keys[np.maximum(slots, 0)])
-        self.final_norm = Norm(family.norm, config.embed_dim, config.norm_epsilon)
-        self.head = nnx.data(
-            None
-            if config.tied
-            else Embedding(
-                vocab_rows,
-                config.embed_dim,
-                config.init_std,
-                vocab_size=config.vocab_size,
-                rngs=rngs,
-            )
+        self.final_norm = nnx.data(
+            Norm(str(features.norm), (config.embed_dim,), config.norm_epsilon)
+            if features.final_norm
+            else None
+        )
+        self.head = nnx.data(None if config.tied else table(rngs=rngs))
+        self.table_out = nnx.data(
+            normal(rngs, *between, config.init_std) if features.table_dim else None
+        )
+        self.head_bias = nnx.data(
+            constant(0.0, (vocab_rows,), (VOCAB,)) if features.head_bias else None
         )
 
     def embed(self, tokens_BL: Array, positions_BL: Array, run: ForwardContext) -> Array:
         """int32 [B, L] -> [B, L, D]."""
         x_BLD = self.embedding(tokens_BL, run.comm)
+        if self.table_in is not None:
+            x_BLD = project_back(x_BLD, self.table_in[...], run.comm.dtype)
+        if self.scale_embedding is not None:
+            x_BLD = x_BLD * jnp.asarray(self.scale_embedding, x_BLD.dtype)
         if self.positions is not None:
-            x_BLD = x_BLD + rows_of(self.positions[...], positions_BL, run.comm.dtype)
+            rows_BL = positions_BL + self.position_offset
+            x_BLD = x_BLD + rows_of(self.positions[...], rows_BL, run.comm.dtype)
+        elif features_of(self.config).positions == "sinusoid":
+            x_BLD = x_BLD + sinusoids(positions_BL, x_BLD.shape[-1]).astype(run.comm.dtype)
         return dropout(x_BLD, self.config.dropout, run.keys_B, 0)
 
     def run_layers(
@@ -210,31 +309,60 @@ class Decoder(nnx.Module):
 
     def _layer(self, positions_BL: Array, run: ForwardContext) -> tuple[Callable, nnx.State]:
         """The body of a scan over layers, and the stacked parameters to scan over."""
-        cos_sin = rotary.angles(self.config, positions_BL) if self.positions is None else None
+        has_angles = features_of(self.config).positions == "rotary"
+        angles = rotary.angles(self.config, positions_BL) if has_angles else None
+        numbers = layer_numbers(self.config)
+        windowed = (
+            rotary.angles(self.config, positions_BL, is_windowed=True)
+            if has_angles and numbers.is_windowed is not None
+            else None
+        )
         graphdef, stacked = nnx.split(self.layers)
 
         def body(x_BLD: Array, layer: tuple) -> tuple[Array, tuple[Array, Array] | None]:
             params, index, layer_cache = layer
-            return nnx.merge(graphdef, params)(x_BLD, index, run, cos_sin, layer_cache)
+            own = jax.tree.map(lambda number: number[jnp.maximum(index, 0)], numbers)
+            one_pass, cos_sin = run, angles
+            if own.window is not None:
+                one_pass = replace(run, visibility=replace(run.visibility, window=own.window))
+            if angles is not None and windowed is not None:
+                cos_sin = jax.tree.map(partial(jnp.where, own.is_windowed), windowed, angles)
+            return nnx.merge(graphdef, params)(x_BLD, index, one_pass, cos_sin, layer_cache)
 
         return _rematerialised(body, run), stacked
 
-    def head_matrix(self) -> Array:
-        """The head's matrix [V, D]; with tied weights, the embedding."""
-        return (self.head or self.embedding).table[...]
-
     def hidden(self, tokens_BL: Array, positions_BL: Array, run: ForwardContext) -> Array:
-        """Final hidden states [B, L, D] of int32 [B, L] tokens."""
+        """Final hidden states [B, L, E] of int32 [B, L] tokens."""
         x_BLD = self.embed(tokens_BL, positions_BL, run)
         x_BLD, _ = self.run_layers(x_BLD, positions_BL, run)
-        return self.final_norm(x_BLD)
+        return self.head_input(x_BLD, run.comm).astype(run.comm.dtype)
 
-    def logits(self, hidden_BLD: Array, run: ForwardContext) -> Array:
+    def head_input(self, x_BLD: Array, comm: Collectives) -> Array:
+        """What the head's matrix multiplies, [B, L, E] in `comm.sums`, of the last layer's output;
+        E is the width of the table.
+        """
+        x_BLD = _normed(self.final_norm, x_BLD, comm)
+        if self.table_out is None:
+            return x_BLD
+        return project(x_BLD, self.table_out[...], comm.dtype, result=comm.sums)
+
+    @property
+    def output_head(self) -> Head:
+        """The head's parameters; with tied weights, its matrix is the embedding."""
+        return Head(
+            matrix_VE=(self.head or self.embedding).table[...],
+            bias_V=None if self.head_bias is None else self.head_bias[...],
+            softcap=features_of(self.config).head_softcap or 0.0,
+        )
+
+    def logits(self, hidden_BLE: Array, run: ForwardContext) -> Array:
         """Logits, float32 [B, L, V], of this device's part of the vocabulary; -inf for padding."""
-        head_VD = self.head_matrix()
-        operands = hidden_BLD.astype(run.comm.dtype), head_VD.astype(run.comm.dtype)
-        logits = jnp.einsum("bld,vd->blv", *operands, preferred_element_type=jnp.float32)
-        ids = run.comm.offset(head_VD.shape[0], VOCAB) + jnp.arange(head_VD.shape[0])
+        head, dtype = self.output_head, run.comm.dtype
+        operands = hidden_BLE.astype(dtype), head.matrix_VE.astype(dtype)
+        logits = head.finished(
+            jnp.einsum("ble,ve->blv", *operands, preferred_element_type=jnp.float32)
+        )
+        ids = run.comm.offset(logits.shape[-1], VOCAB) + jnp.arange(logits.shape[-1])
         return jnp.where(ids < self.config.vocab_size, logits, -jnp.inf)
 
 

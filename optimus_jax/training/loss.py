@@ -9,6 +9,7 @@ Shapes: N tokens of a device, C tokens of a chunk, D embed, V vocab (the device'
 """
 
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,11 +18,12 @@ from jax import Array, lax
 from optimus_jax.mesh.axes import VOCAB
 from optimus_jax.mesh.collectives import Collectives
 from optimus_jax.mesh.zero import vary, varying_axes
+from optimus_jax.models.head import Head
 
 
 def cross_entropy(
     hidden_ND: Array,
-    head_VD: Array,
+    head: Head,
     targets_N: Array,
     weights_N: Array,
     *,
@@ -34,82 +36,116 @@ def cross_entropy(
     Args:
       hidden_ND: final hidden states. They and the head are rounded to `comm.dtype`; a gradient has
         its argument's format.
-      head_VD: output matrix; rows at or past `vocab_size` are padding.
+      head: its matrix's rows at or past `vocab_size` are padding.
       targets_N: int32, global token ids.
       weights_N: float32 weight of each token's term; 0 leaves it out.
       chunk_tokens: tokens whose float32 logits exist at the same time.
     """
     hidden_ND = comm.fan_out(hidden_ND, VOCAB)
-    axes = varying_axes(hidden_ND) | varying_axes(head_VD)
-    hidden_ND, head_VD = vary(hidden_ND, sorted(axes)), vary(head_VD, sorted(axes))
-    return _cross_entropy(
-        (comm, vocab_size, chunk_tokens), hidden_ND, head_VD, targets_N, weights_N
-    )
+    head_VD, bias_V = head.matrix_VE, head.bias_V
+    axes = sorted(varying_axes(hidden_ND) | varying_axes(head_VD))
+    hidden_ND, head_VD = vary(hidden_ND, axes), vary(head_VD, axes)
+    bias_V = None if bias_V is None else vary(bias_V, axes)
+    how = _How(comm, vocab_size, chunk_tokens, head.softcap)
+    return _cross_entropy(how, hidden_ND, head_VD, bias_V, targets_N, weights_N)
+
+
+class _How(NamedTuple):
+    comm: Collectives
+    vocab_size: int
+    chunk_tokens: int
+    softcap: float
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _cross_entropy(
-    how: tuple, hidden_ND: Array, head_VD: Array, targets_N: Array, weights_N: Array
+    how: _How,
+    hidden_ND: Array,
+    head_VD: Array,
+    bias_V: Array | None,
+    targets_N: Array,
+    weights_N: Array,
 ) -> Array:
     hidden_ND, head_VD = _rounded(how, hidden_ND, head_VD)
 
     def add_chunk(total: Array, chunk: tuple) -> tuple[Array, None]:
         hidden_CD, targets_C, weights_C = chunk
-        return total + _chunk(how, hidden_CD, head_VD, targets_C, weights_C)[0], None
+        return total + _chunk(how, hidden_CD, head_VD, bias_V, targets_C, weights_C)[0], None
 
-    chunks = _chunks(how[2], hidden_ND, targets_N, weights_N)
+    chunks = _chunks(how.chunk_tokens, hidden_ND, targets_N, weights_N)
     return lax.scan(add_chunk, _zero_loss(weights_N), chunks)[0]
 
 
 def _forward(
-    how: tuple, hidden_ND: Array, head_VD: Array, targets_N: Array, weights_N: Array
+    how: _How,
+    hidden_ND: Array,
+    head_VD: Array,
+    bias_V: Array | None,
+    targets_N: Array,
+    weights_N: Array,
 ) -> tuple[Array, tuple]:
     """The loss, and the gradients for a cotangent of 1."""
     hidden_dtype, head_dtype = hidden_ND.dtype, head_VD.dtype
     hidden_ND, head_VD = _rounded(how, hidden_ND, head_VD)
 
     def add_chunk(carry: tuple, chunk: tuple) -> tuple[tuple, Array]:
-        total, d_head_DV = carry
+        total, d_head_DV, d_bias_V = carry
         hidden_CD, targets_C, weights_C = chunk
-        loss, d_logits_CV = _chunk(how, hidden_CD, head_VD, targets_C, weights_C)
+        loss, d_logits_CV = _chunk(how, hidden_CD, head_VD, bias_V, targets_C, weights_C)
+        if d_bias_V is not None:
+            d_bias_V = d_bias_V + d_logits_CV.sum(0)
+        d_logits_CV = d_logits_CV.astype(hidden_CD.dtype)
         d_hidden_CD = jnp.dot(d_logits_CV, head_VD, preferred_element_type=hidden_dtype)
         d_head_DV = d_head_DV + jnp.dot(
             hidden_CD.T, d_logits_CV, preferred_element_type=jnp.float32
         )
-        return (total + loss, d_head_DV), d_hidden_CD
+        return (total + loss, d_head_DV, d_bias_V), d_hidden_CD
 
-    chunks = _chunks(how[2], hidden_ND, targets_N, weights_N)
-    # The head's gradient is summed transposed: a CPU's matmul is 1.6 times as fast with the longer
-    # dimension last (docs/decisions/0003).
-    start = (_zero_loss(weights_N), jnp.zeros_like(head_VD.T, jnp.float32))
-    (loss, d_head_DV), d_hidden = lax.scan(add_chunk, start, chunks)
+    chunks = _chunks(how.chunk_tokens, hidden_ND, targets_N, weights_N)
+    # Summed transposed: a CPU's matmul is 1.6 times as fast with the longer dimension last
+    # (docs/decisions/0003).
+    start = (
+        _zero_loss(weights_N),
+        jnp.zeros_like(head_VD.T, jnp.float32),
+        None if bias_V is None else jnp.zeros_like(bias_V, jnp.float32),
+    )
+    (loss, d_head_DV, d_bias_V), d_hidden = lax.scan(add_chunk, start, chunks)
     d_hidden_ND = d_hidden.reshape(-1, hidden_ND.shape[1])[: hidden_ND.shape[0]]
-    return loss, (d_hidden_ND, d_head_DV.T.astype(head_dtype))
+    return loss, (d_hidden_ND, d_head_DV.T.astype(head_dtype), d_bias_V)
 
 
-def _backward(how: tuple, gradients: tuple[Array, Array], cotangent: Array) -> tuple:
+def _backward(how: _How, gradients: tuple[Array, Array, Array | None], cotangent: Array) -> tuple:
     del how
-    d_hidden_ND, d_head_VD = (gradient * cotangent.astype(gradient.dtype) for gradient in gradients)
-    return d_hidden_ND, d_head_VD, None, None
+    d_hidden_ND, d_head_VD, d_bias_V = jax.tree.map(
+        lambda gradient: gradient * cotangent.astype(gradient.dtype), gradients
+    )
+    return d_hidden_ND, d_head_VD, d_bias_V, None, None
 
 
 _cross_entropy.defvjp(_forward, _backward)
 
 
-def _rounded(how: tuple, *arrays: Array) -> list[Array]:
+def _rounded(how: _How, *arrays: Array) -> list[Array]:
     """Arrays in the dtype of the matmuls."""
-    return [array.astype(how[0].dtype) for array in arrays]
+    return [array.astype(how.comm.dtype) for array in arrays]
 
 
 def _chunk(
-    how: tuple, hidden_CD: Array, head_VD: Array, targets_C: Array, weights_C: Array
+    how: _How,
+    hidden_CD: Array,
+    head_VD: Array,
+    bias_V: Array | None,
+    targets_C: Array,
+    weights_C: Array,
 ) -> tuple[Array, Array]:
-    """A chunk's weighted loss, and the gradient of its logits [C, V] in the format of the
-    matmuls."""
-    comm, vocab_size, _ = how
+    """A chunk's weighted loss, and the gradient of its products with the head's matrix, float32
+    [C, V]."""
+    comm, vocab_size = how.comm, how.vocab_size
     num_rows = head_VD.shape[0]
     first = comm.offset(num_rows, VOCAB)
-    logits_CV = jnp.dot(hidden_CD, head_VD.T, preferred_element_type=jnp.float32)
+    products_CV = jnp.dot(hidden_CD, head_VD.T, preferred_element_type=jnp.float32)
+    logits_CV = Head(head_VD, bias_V, how.softcap).finished(products_CV)
+    capped_CV = logits_CV
     if comm.size(num_rows, VOCAB) > vocab_size:
         logits_CV = jnp.where(
             first + jnp.arange(num_rows)[None, :] < vocab_size, logits_CV, -jnp.inf
@@ -127,7 +163,9 @@ def _chunk(
     d_logits_CV = exp_CV * (weights_C / sum_C)[:, None] - jnp.where(
         is_target_CV, weights_C[:, None], 0
     )
-    return loss, d_logits_CV.astype(hidden_CD.dtype)
+    if how.softcap:
+        d_logits_CV = d_logits_CV * (1 - (capped_CV / how.softcap) ** 2)
+    return loss, d_logits_CV
 
 
 def _zero_loss(weights_N: Array) -> Array:

@@ -74,11 +74,11 @@ class Objective:
         scalar.
         """
         model = self.shapes.merged(whole)
-        hidden_BLD = model.final_norm(x_BLD, self.comm.sums)
+        hidden_BLE = model.head_input(x_BLD, self.comm)
         weights: Any = rows["loss_mask"].astype("float32") * self.weight
         return cross_entropy(
-            hidden_BLD.reshape(-1, hidden_BLD.shape[-1]),
-            model.head_matrix(),
+            hidden_BLE.reshape(-1, hidden_BLE.shape[-1]),
+            model.output_head,
             rows["targets"].reshape(-1),
             weights.reshape(-1),
             comm=self.comm,

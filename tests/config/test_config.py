@@ -35,7 +35,7 @@ from optimus_jax.config.request import (
 )
 from optimus_jax.config.settings import field_types, section_type, setting_names
 from optimus_jax.errors import ConfigError, PlanError
-from optimus_jax.models.families import FAMILIES, check_family, family_of
+from optimus_jax.models.families import FAMILIES, check_family, features_of
 from optimus_jax.models.shapes import model_shapes
 
 shares = st.floats(0, 1, exclude_max=True)
@@ -353,7 +353,7 @@ def test_unknown_names_get_the_nearest_as_a_suggestion():
         with pytest.raises(ConfigError, match=r"unknown model (.|\n)*choose one of|did you mean"):
             model_preset(model)
     with pytest.raises(ConfigError, match=r"unknown model family 'gpt'(.|\n)*did you mean 'gpt2'"):
-        family_of("gpt")
+        features_of(ModelConfig(family="gpt"))
     with pytest.raises(
         ConfigError,
         match=(

@@ -15,6 +15,7 @@ import pytest
 from helpers import F32_RELATIVE, assert_close
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from plans import FAMILY_MODELS
 
 from optimus_jax.cli.generate import show
 from optimus_jax.config import ModelConfig
@@ -132,7 +133,18 @@ def generated(model, prompt=PROMPT, *, num_new_tokens=20, seed=0, num_samples=1,
     )
 
 
+@pytest.mark.parametrize("family", ["gptj", "opt", "gemma2", "gemma3_text"])
+def test_cached_logits_of_other_families_equal_a_full_pass(family):
+    assert_cache_changes_nothing(
+        random_model(replace(FAMILY_MODELS[family], vocab_size=257, max_length=64))
+    )
+
+
 def test_cached_logits_equal_a_full_pass(model):
+    assert_cache_changes_nothing(model)
+
+
+def assert_cache_changes_nothing(model):
     ids = np.random.default_rng(0).integers(0, 257, 40).astype(np.int32)
     expected = full_logits(model, ids)
     run = jax.jit(lambda *given: extend(model.config, model.params, *given))

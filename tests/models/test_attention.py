@@ -35,17 +35,21 @@ def arrays(
     return [jnp.asarray(random.standard_normal(shape), dtype) for shape in shapes]
 
 
-def plain(q, k, v, *, segments=None, offset=0, keep=None):
+def plain(q, k, v, *, segments=None, offset=0, keep=None, window=None, scale=None, softcap=0.0):
     """Attention by its definition, every query head with a key/value head of its own; its gradient
     is autodiff's.
     """
     length, num_keys, group = q.shape[1], k.shape[1], q.shape[2] // k.shape[2]
     sees = (offset + np.arange(length))[:, None] >= np.arange(num_keys)[None, :]
+    if window is not None:
+        sees &= (offset + np.arange(length))[:, None] - np.arange(num_keys)[None, :] < window
     sees = jnp.broadcast_to(sees, (q.shape[0], length, num_keys))
     if segments is not None:
         sees = sees & (segments[:, :, None] == segments[:, None, :])
     k, v = (jnp.repeat(part, group, axis=2) for part in (k, v))
-    scores = jnp.einsum("blhk,bthk->bhlt", q, k) / np.float32(q.shape[-1]) ** 0.5
+    scores = jnp.einsum("blhk,bthk->bhlt", q, k)
+    scores = scores / np.float32(q.shape[-1]) ** 0.5 if scale is None else scores * scale
+    scores = softcap * jnp.tanh(scores / softcap) if softcap else scores
     weights = jax.nn.softmax(jnp.where(sees[:, None], scores, -jnp.inf), axis=-1)
     return jnp.einsum("bhlt,bthk->blhk", weights if keep is None else weights * keep, v)
 
@@ -75,14 +79,19 @@ def assert_same(ours, theirs, inputs, tolerance=F32_RELATIVE):
     length=st.integers(1, 12),
     groups=st.sampled_from((1, 2, 4)),
     documents=st.booleans(),
+    window=st.one_of(st.none(), st.integers(1, 12)),
+    how=st.sampled_from(({}, {"scale": 1.0}, {"scale": 0.3, "softcap": 1.5}, {"softcap": 0.5})),
     seed=st.integers(0, 99),
 )
-def test_values_and_gradients_equal_those_of_the_definition(length, groups, documents, seed):
+def test_values_and_gradients_equal_those_of_the_definition(
+    length, groups, documents, window, how, seed
+):
     inputs = arrays(length, groups=groups, seed=seed)
     begins = np.random.default_rng(seed).random((2, length)) < 0.3
     segments = jnp.asarray(np.cumsum(begins, axis=1), jnp.int32) if documents else None
-    ours = functools.partial(attend, visibility=Visibility(segments), kernel="xla")
-    assert_same(ours, functools.partial(plain, segments=segments), inputs)
+    visibility = Visibility(segments, window=None if window is None else jnp.int32(window))
+    ours = functools.partial(attend, visibility=visibility, kernel="xla", **how)
+    assert_same(ours, functools.partial(plain, segments=segments, window=window, **how), inputs)
 
 
 @pytest.mark.parametrize("documents", [False, True])
@@ -227,8 +236,19 @@ def chosen_kernel(wanted, *, device, settings):
             "no dropout on attention weights, and model.dropout is 0.1",
         ),
         ("h100", {"model.head_dim": 20}, "head_dim is 20"),
-        ("h100", {"model.head_dim": 256}, "up to 128 wide, and head_dim is 256"),
+        ("a100", {"model.head_dim": 256}, "up to 128 wide on this GPU, and head_dim is 256"),
+        ("h100", {"model.head_dim": 264}, "up to 256 wide on this GPU, and head_dim is 264"),
+        ("h100", {"model.features.attention_softcap": 50.0}, "it has no cap on scores"),
         ("h100", {"data.seq_len": 129}, "even numbers of tokens, and data.seq_len is 129"),
+        (
+            "h100",
+            {
+                "data.seq_len": 129,
+                "data.respect_documents": False,
+                "model.features.window": 64,
+            },
+            "with documents or windows it computes even numbers",
+        ),
     ],
 )
 def test_a_kernel_that_cannot_run_is_refused_and_never_chosen(device, settings, why):

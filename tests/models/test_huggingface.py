@@ -18,14 +18,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
-from optimus_jax.config import Config, DataConfig, ModelConfig, OptimizerConfig, ParallelConfig
+from optimus_jax.config import (
+    Config,
+    DataConfig,
+    Features,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+)
 from optimus_jax.config.axes import AxisSizes
-from optimus_jax.config.presets import gpt2, llama3_2_1b
+from optimus_jax.config.presets import model_preset
 from optimus_jax.errors import CheckpointError, ConfigError
 from optimus_jax.mesh.axes import BATCH, VOCAB
 from optimus_jax.mesh.collectives import Collectives
 from optimus_jax.mesh.sharding import put_batch
 from optimus_jax.mesh.topology import Topology
+from optimus_jax.models.families import FAMILIES
 from optimus_jax.models.huggingface import (
     HEAD,
     config_from_huggingface,
@@ -98,7 +106,88 @@ CASES = {
         "rope_scaling": ROPE_SCALING,
     },
 }
+SMALL = {"vocab_size": 101, "hidden_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4}
+LLAMA_LIKE = SMALL | {"intermediate_size": 64, "max_position_embeddings": 64}
+CASES |= {
+    "llama, biases": LLAMA
+    | LLAMA_LIKE
+    | {"model_type": "llama", "attention_bias": True, "mlp_bias": True, "num_key_value_heads": 2},
+    "gpt_neo": {
+        "model_type": "gpt_neo",
+        "vocab_size": 101,
+        "hidden_size": 32,
+        "num_layers": 4,
+        "num_heads": 4,
+        "attention_types": [[["global", "local"], 2]],
+        "window_size": 5,
+        "max_position_embeddings": 32,
+    },
+    "gptj": {
+        "model_type": "gptj",
+        "vocab_size": 101,
+        "n_embd": 48,
+        "n_layer": 2,
+        "n_head": 4,
+        "n_positions": 32,
+        "rotary_dim": 8,
+        "tie_word_embeddings": False,
+    },
+    "opt": SMALL
+    | {
+        "model_type": "opt",
+        "ffn_dim": 64,
+        "max_position_embeddings": 32,
+        "word_embed_proj_dim": 48,
+    },
+    "opt, post-norm, narrow table": SMALL
+    | {
+        "model_type": "opt",
+        "ffn_dim": 64,
+        "max_position_embeddings": 32,
+        "word_embed_proj_dim": 32,
+        "do_layer_norm_before": False,
+    },
+    "mistral, window": LLAMA_LIKE
+    | {"model_type": "mistral", "num_key_value_heads": 2, "sliding_window": 7, "head_dim": 16},
+    "phi3": LLAMA_LIKE | {"model_type": "phi3", "num_key_value_heads": 2},
+    "qwen2, window": LLAMA_LIKE
+    | {
+        "model_type": "qwen2",
+        "num_key_value_heads": 2,
+        "use_sliding_window": True,
+        "sliding_window": 6,
+        "max_window_layers": 2,
+    },
+    "qwen3": LLAMA_LIKE
+    | {
+        "model_type": "qwen3",
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "tie_word_embeddings": True,
+    },
+    "olmo2": LLAMA_LIKE | {"model_type": "olmo2", "num_key_value_heads": 2, "rms_norm_eps": 1e-5},
+    "gemma2": LLAMA_LIKE
+    | {
+        "model_type": "gemma2",
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "query_pre_attn_scalar": 20,
+        "sliding_window": 7,
+        "attn_logit_softcapping": 2.0,
+        "final_logit_softcapping": 3.0,
+    },
+    "gemma3": LLAMA_LIKE
+    | {
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 6,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "query_pre_attn_scalar": 20,
+        "sliding_window": 7,
+    },
+}
 ONE_DEVICE, SHARDED = AxisSizes(), AxisSizes(data=2, fsdp=2, tensor=2)
+STAGES = AxisSizes(pipe=2, fsdp=2, tensor=2)
 SHARED_KV_HEADS = ("llama, 4 heads per kv head, tied", AxisSizes(fsdp=2, tensor=4))
 """Two devices share a key/value head, of which there is more than one."""
 
@@ -166,7 +255,10 @@ def reference(case: str) -> SimpleNamespace:
     torch.manual_seed(0)
     values = {key: value for key, value in CASES[case].items() if key != "model_type"}
     config = transformers.AutoConfig.for_model(
-        CASES[case]["model_type"], bos_token_id=0, eos_token_id=0, **values
+        CASES[case]["model_type"],
+        bos_token_id=0,
+        eos_token_id=0,
+        **({"pad_token_id": None} | values),  # a padding token's row would have no gradient
     )
     model = transformers.AutoModelForCausalLM.from_config(
         config, attn_implementation="eager"
@@ -269,13 +361,20 @@ def differences(ours: Params, theirs: Params) -> dict[str, float]:
     }
 
 
+def num_layers(case: str) -> int:
+    """Decoder layers of a case."""
+    keys = ("n_layer", "num_layers", "num_hidden_layers")
+    return next(CASES[case][key] for key in keys if key in CASES[case])
+
+
 @pytest.mark.parametrize(
     ("case", "axes"),
     [
         *(
             pytest.param(case, axes, id=f"{case} on {axes}")
             for case in CASES
-            for axes in (ONE_DEVICE, SHARDED)
+            for axes in (ONE_DEVICE, SHARDED, STAGES)
+            if axes.pipe == 1 or num_layers(case) % axes.pipe == 0
         ),
         pytest.param(*SHARED_KV_HEADS, id="{} on {}".format(*SHARED_KV_HEADS)),
     ],
@@ -290,15 +389,15 @@ def test_logits_loss_and_gradients_equal_huggingface(case: str, axes: AxisSizes)
         state.params["embedding"]["table"],
         state.params["layers"]["attention"]["query"],
     ):
-        assert matrix.addressable_shards[0].data.size * axes.fsdp * axes.tensor == matrix.size
+        shard = matrix.addressable_shards[0].data.size
+        assert shard * axes.fsdp * axes.tensor * axes.pipe == matrix.size
     rows = put_batch(batch(model.vocab_size), program.batch_sharding, GLOBAL_BATCH)
 
-    our_logits = np.asarray(run(jax.jit(partial(logits, program)), state.params, rows))[
-        ..., : model.vocab_size
-    ]
+    if axes.pipe == 1:
+        our_logits = np.asarray(run(jax.jit(partial(logits, program)), state.params, rows))
+        assert np.abs(our_logits[..., : model.vocab_size] - theirs.logits).max() < LOGITS_ATOL
     state, metrics = run(program.train_step, state, rows)
     off = differences(state.opt_state[0].mu, from_huggingface(theirs.gradients, model, vocab_rows))
-    assert np.abs(our_logits - theirs.logits).max() < LOGITS_ATOL
     assert float(metrics["loss"]) == pytest.approx(theirs.loss, rel=1e-6)
     assert {leaf: value for leaf, value in off.items() if not value < GRADIENT_RTOL} == {}
 
@@ -315,9 +414,10 @@ def test_exported_weights_equal_those_of_huggingface(case: str):
 
 @st.composite
 def models(draw: st.DrawFn) -> ModelConfig:
-    family, sizes = draw(st.sampled_from(("gpt2", "llama"))), st.integers(1, 4)
+    family, sizes = draw(st.sampled_from(sorted(FAMILIES))), st.integers(1, 4)
+    is_gpt = FAMILIES[family].norm == "layer"
     kv_heads, head_dim = draw(sizes), 2 * draw(sizes)
-    heads = kv_heads * (draw(sizes) if family == "llama" else 1)
+    heads = kv_heads * (1 if is_gpt else draw(sizes))
     return ModelConfig(
         family=family,
         vocab_size=draw(st.integers(1, 20)),
@@ -325,10 +425,11 @@ def models(draw: st.DrawFn) -> ModelConfig:
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
-        embed_dim=draw(sizes) if family == "llama" else heads * head_dim,
+        embed_dim=heads * head_dim if is_gpt else draw(sizes),
         mlp_dim=draw(sizes),
         max_length=draw(sizes),
-        tied=draw(st.booleans()),
+        tied=draw(st.booleans()) and family != "gptj",
+        features=Features(rope_dims=2) if family == "gptj" else Features(),
     )
 
 
@@ -436,16 +537,18 @@ def test_weights_that_do_not_match_the_model_are_refused(family: str, change: di
 
 
 def test_released_configs_are_our_presets():
-    assert config_from_huggingface(RELEASED_GPT2) == dataclasses.replace(gpt2(), name="custom")
+    assert config_from_huggingface(RELEASED_GPT2) == dataclasses.replace(
+        model_preset("gpt2"), name="custom"
+    )
     assert config_from_huggingface(RELEASED_LLAMA) == dataclasses.replace(
-        llama3_2_1b(), name="custom"
+        model_preset("llama3.2-1b"), name="custom"
     )
 
 
 @pytest.mark.parametrize(
     ("released", "change", "message"),
     [
-        (RELEASED_GPT2, {"model_type": "gpt_neo"}, "'gpt_neo'"),
+        (RELEASED_GPT2, {"model_type": "gpt_neox"}, "'gpt_neox'"),
         (RELEASED_GPT2, {"activation_function": "relu"}, "activation_function='relu'"),
         (
             RELEASED_GPT2,
@@ -453,9 +556,12 @@ def test_released_configs_are_our_presets():
             "scale_attn_by_inverse_layer_idx=True",
         ),
         (RELEASED_GPT2, {"n_layer": None, "n_embd": None}, "no n_layer, n_embd"),
-        (RELEASED_LLAMA, {"attention_bias": True}, "attention_bias=True"),
+        (RELEASED_LLAMA, {"is_causal": False}, "is_causal=False"),
+        (RELEASED_LLAMA, {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
+        (RELEASED_LLAMA, {"attention_multiplier": 0.5}, "attention_multiplier=0.5"),
+        (RELEASED_LLAMA, {"head_dim": None, "hidden_size": 200}, "have no whole width"),
         (RELEASED_LLAMA, {"hidden_act": "gelu"}, "hidden_act='gelu'"),
-        (RELEASED_LLAMA, {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type='linear'"),
+        (RELEASED_LLAMA, {"rope_scaling": {"type": "yarn", "factor": 2.0}}, "rope_type='yarn'"),
         (RELEASED_LLAMA, {"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, "lacks numbers"),
     ],
 )

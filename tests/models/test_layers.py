@@ -61,7 +61,7 @@ def test_gradient_of_an_often_used_row_is_summed_in_float32(dtype):
 def test_norms_by_their_definition(kind, by_definition):
     x = np.random.default_rng(1).standard_normal((2, 3, 16)).astype(np.float32) * 3 + 1
     with nnx.use_eager_sharding(False):
-        norm = Norm(kind, 16, 0.01)
+        norm = Norm(kind, (16,), 0.01)
         norm.scale = constant(2.0, (16,), ("norm",))
         if kind == "layer":
             norm.bias = nnx.data(constant(0.5, (16,), ("norm",)))

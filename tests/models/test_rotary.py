@@ -2,6 +2,8 @@
 wavelengths.
 """
 
+from dataclasses import replace
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -9,7 +11,7 @@ from helpers import F32_RELATIVE, relative_error
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from optimus_jax.config import ModelConfig, RopeScaling
+from optimus_jax.config import Features, ModelConfig, RopeScaling
 from optimus_jax.models.rotary import angles, frequencies, rotate
 
 MODEL = ModelConfig(family="llama", head_dim=8, rope_theta=100.0)
@@ -35,6 +37,30 @@ def test_rotation_by_its_definition():
         <= F32_RELATIVE
     )
     np.testing.assert_array_equal(found[:, 0], x[:, 0])
+
+
+def test_interleaved_pairs_of_a_part_of_the_dimensions():
+    model = replace(MODEL, head_dim=10, features=Features(rope_dims=4, rope_pairs="interleaved"))
+    x = np.random.default_rng(0).standard_normal((1, 3, 2, 10)).astype(np.float32)
+    found = rotate(
+        jnp.asarray(x), angles(model, jnp.arange(3, dtype=jnp.int32)[None]), interleaved=True
+    )
+    pairs = x[..., 0:4:2].astype(np.float64) + 1j * x[..., 1:4:2]
+    turned = pairs * np.exp(1j * np.arange(3)[None, :, None, None] * 100.0 ** -(np.arange(2) / 2))
+    expected = x.copy()
+    expected[..., 0:4:2], expected[..., 1:4:2] = turned.real, turned.imag
+    assert relative_error(np.asarray(found), expected) <= F32_RELATIVE
+
+
+def test_layers_with_a_window_have_their_own_base_and_no_scaling():
+    model = replace(
+        MODEL,
+        rope_scaling=RopeScaling(kind="linear", factor=8.0),
+        features=Features(window=4, window_rope_theta=10.0),
+    )
+    np.testing.assert_allclose(frequencies(model), frequencies(MODEL) / 8, rtol=F32_RELATIVE)
+    windowed = replace(MODEL, rope_theta=10.0)
+    np.testing.assert_array_equal(frequencies(model, is_windowed=True), frequencies(windowed))
 
 
 @settings(max_examples=20)

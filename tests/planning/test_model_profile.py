@@ -8,6 +8,7 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 import pytest
+from plans import FAMILY_MODELS
 
 from optimus_jax.config import AttentionKernel, Config, ModelConfig, Precision, RematPolicy
 from optimus_jax.config.axes import AxisSizes
@@ -35,6 +36,11 @@ CLOSED_FORM = 0.01
 rows."""
 
 
+def model_called(name: str) -> ModelConfig:
+    """A preset, or a small model of a family."""
+    return FAMILY_MODELS[name] if name in FAMILY_MODELS else model_preset(name)
+
+
 def published_params(model: ModelConfig) -> float:
     """GPT: Narayanan et al. 2021, equation 2, to which the last norm is added.
 
@@ -57,7 +63,9 @@ def published_params(model: ModelConfig) -> float:
     )
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize(
+    "name", [name for name in PRESETS if model_preset(name).family in ("gpt2", "llama")]
+)
 def test_num_params_equals_the_published_formula(name):
     model = model_preset(name)
     profile = profile_model(model, seq_len=128, precision="bf16", kernel="cudnn")
@@ -69,6 +77,41 @@ def test_num_params_equals_the_published_formula(name):
     )
     assert profile[LayerKind.NORMS].num_params == (2 * model.num_layers + 1) * model.embed_dim * (
         2 if model.family == "gpt2" else 1
+    )
+
+
+BILLIONS = {
+    "gpt-neo-1.3b": 1.32,
+    "gpt-neo-2.7b": 2.65,
+    "gpt-j-6b": 6.05,
+    "opt-125m": 0.125,
+    "opt-350m": 0.331,
+    "opt-6.7b": 6.66,
+    "opt-66b": 65.7,
+    "mistral-7b": 7.25,
+    "phi3-mini": 3.82,
+    "qwen2.5-0.5b": 0.494,
+    "qwen2.5-7b": 7.62,
+    "qwen2.5-72b": 72.7,
+    "qwen3-0.6b": 0.596,
+    "qwen3-8b": 8.19,
+    "qwen3-32b": 32.8,
+    "gemma2-2b": 2.61,
+    "gemma2-27b": 27.2,
+    "gemma3-270m": 0.268,
+    "gemma3-1b": 1.0,
+    "gemma3-27b": 27.0,
+    "olmo2-1b": 1.48,
+    "olmo2-32b": 32.2,
+}
+"""Parameters of text models, as their pages on huggingface.co count them."""
+
+
+@pytest.mark.parametrize("name", BILLIONS)
+def test_num_params_equals_that_of_the_model_card(name):
+    model = model_preset(name)
+    assert model_shapes(model, model.vocab_size).num_params == pytest.approx(
+        BILLIONS[name] * 1e9, rel=5e-3
     )
 
 
@@ -105,13 +148,13 @@ def test_blockwise_attention_computes_more_than_the_causal_pairs():
         for name in NANOS
         for remat in REMAT_POLICIES
         if name == "gpt2-nano" or remat == "full"
-    ],
+    ]
+    + [(family, remat) for family in FAMILY_MODELS for remat in ("none", "full")],
 )
 def test_computed_flops_equal_those_of_the_compiled_step(name, remat):
     """Loss, gradient and update, as a run compiles them for one device."""
-    config = Config(model=replace(model_preset(name), num_layers=2)).with_values(
-        {"parallel.remat": remat, "data.global_batch": 4}
-    )
+    model = replace(model_called(name), num_layers=2, max_length=256)
+    config = Config(model=model).with_values({"parallel.remat": remat, "data.global_batch": 4})
     plan = plan_for(config, AxisSizes(), replace(discover(), num_devices=1))
     program = build_program(config, plan, jax.devices()[:1])
     batch, length = config.data.global_batch, config.seq_len
@@ -137,7 +180,7 @@ def saved_by_autodiff(
     """Bytes per token that the vjp of a stack of one layer closes over: of the layer, and of what
     all layers share.
     """
-    batch, length, dtype = 2, 256, jnp.dtype(COMPUTE_DTYPES[precision])
+    batch, length, dtype = 7, 256, jnp.dtype(COMPUTE_DTYPES[precision])
     shapes = model_shapes(replace(model, num_layers=1), model.vocab_size)
 
     def vjp(params, x, positions, segments):
@@ -164,6 +207,8 @@ def saved_by_autodiff(
     weights = {leaf.shape for leaf in jax.tree.leaves(shapes.params)}
     layer, shared = 0, 0
     for leaf in leaves:
+        if leaf.size % batch:  # weights, and numbers of a layer, such as its window
+            continue
         num_bytes = leaf.size * leaf.dtype.itemsize / (batch * length)
         if leaf.shape[0] == 1:
             layer += num_bytes if leaf.shape not in weights else 0
@@ -182,6 +227,10 @@ def saved_by_autodiff(
         ("llama-nano", "f32", "xla"),
         ("llama-nano", "bf16", "cudnn"),
         ("gpt2-nano", "bf16", "cudnn"),
+        *((family, "f32", "xla") for family in FAMILY_MODELS),
+        ("gptj", "bf16", "cudnn"),
+        ("qwen3", "bf16", "cudnn"),
+        ("olmo2", "bf16", "cudnn"),
     ],
 )
 def test_activation_bytes_equal_what_autodiff_saves(
@@ -191,7 +240,7 @@ def test_activation_bytes_equal_what_autodiff_saves(
     monkeypatch.setattr(
         "jax._src.cudnn.fused_attention_stablehlo.check_cudnn_version", lambda: 91000
     )
-    model = model_preset(name)
+    model = model_called(name)
     sizes = {"kernel": kernel, "seq_len": 256, "itemsize": ITEM_BYTES[precision]}
     layer, shared = saved_by_autodiff(model, remat, precision, kernel, documents)
     assert saved_bytes(model, remat, **sizes).total == layer

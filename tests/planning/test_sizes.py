@@ -18,7 +18,7 @@ from optimus_jax.mesh.rules import check_rules, make_rules
 from optimus_jax.mesh.sharding import layouts_of
 from optimus_jax.pipeline.partition import layers_per_stage
 from optimus_jax.plan import Pipelining, Plan
-from optimus_jax.planning.cost.sizes import layer_leaves, outer_leaves, sizes_of
+from optimus_jax.planning.cost.sizes import sizes_of
 from optimus_jax.training.state import planned_shapes
 
 
@@ -121,29 +121,3 @@ def test_closed_form_sizes_hold_for_any_model_and_mesh(data):
     except PlanError:
         return
     assert_equal(model, plan)
-
-
-@pytest.mark.parametrize("name", ["gpt2", "llama3-8b"])
-def test_every_leaf_is_listed_with_its_shape_and_names(name):
-    model = model_preset(name)
-    shapes = planned_shapes(model, plan_of(model, AxisSizes()))
-    stack = [
-        (leaf.shape[1:], names[1:])
-        for leaf, names in _leaves(shapes.params[LAYERS], shapes.names[LAYERS])
-    ]
-    rest = [
-        (leaf.shape, names)
-        for part in shapes.params
-        if part != LAYERS
-        for leaf, names in _leaves(shapes.params[part], shapes.names[part])
-    ]
-    assert sorted(stack) == sorted(layer_leaves(model))
-    assert sorted(rest) == sorted(outer_leaves(model, shapes.vocab_rows))
-
-
-def _leaves(params, names):
-    return zip(
-        jax.tree.leaves(params),
-        jax.tree.leaves(names, is_leaf=lambda node: isinstance(node, tuple)),
-        strict=True,
-    )

@@ -11,15 +11,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from optimus_jax.mesh.collectives import Collectives
+from optimus_jax.models.head import Head
 from optimus_jax.training.loss import cross_entropy
 
 EMBED = 8
 
 
-def chunked(hidden, head, targets, weights, *, vocab_size, chunk_tokens):
+def chunked(hidden, head, targets, weights, *, vocab_size, chunk_tokens, bias=None, softcap=0.0):
     return cross_entropy(
         hidden,
-        head,
+        Head(head, bias, softcap),
         targets,
         weights,
         comm=Collectives(head.dtype),
@@ -28,9 +29,12 @@ def chunked(hidden, head, targets, weights, *, vocab_size, chunk_tokens):
     )
 
 
-def plain(hidden, head, targets, weights, *, vocab_size):
+def plain(hidden, head, targets, weights, *, vocab_size, bias=None, softcap=0.0):
     """All logits at once, in float32."""
-    logits = (hidden.astype(jnp.float32) @ head.astype(jnp.float32).T)[:, :vocab_size]
+    logits = hidden.astype(jnp.float32) @ head.astype(jnp.float32).T
+    logits = logits if bias is None else logits + bias[None]
+    logits = softcap * jnp.tanh(logits / softcap) if softcap else logits
+    logits = logits[:, :vocab_size]
     log_p = jax.nn.log_softmax(logits, axis=-1)
     return -(jnp.take_along_axis(log_p, targets[:, None], axis=1)[:, 0] * weights).sum()
 
@@ -85,6 +89,23 @@ def test_loss_and_gradients_equal_those_of_log_softmax(
         )
     assert not np.asarray(d_head)[vocab_size:].any(), "rows of padding"
     assert not np.asarray(d_hidden)[np.asarray(inputs[3]) == 0].any(), "tokens without weight"
+
+
+@pytest.mark.parametrize("chunk_tokens", [7, 64])
+@pytest.mark.parametrize("softcap", [0.0, 2.0])
+def test_heads_with_a_bias_and_a_cap_equal_plain_autodiff(chunk_tokens, softcap):
+    inputs = arrays(40, 24, 21, seed=2)
+    bias = jnp.asarray(np.random.default_rng(3).standard_normal(24), jnp.float32)
+
+    def side(loss, **more):
+        def function(h, w, b):
+            return loss(h, w, *inputs[2:], vocab_size=21, bias=b, softcap=softcap, **more)
+
+        return jax.jit(jax.value_and_grad(function, (0, 1, 2)))(*inputs[:2], bias)
+
+    ours, theirs = side(chunked, chunk_tokens=chunk_tokens), side(plain)
+    for found, expected in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+        assert relative_error(np.asarray(found), np.asarray(expected)) <= F32_RELATIVE
 
 
 @pytest.mark.parametrize("chunk_tokens", [7, 64])

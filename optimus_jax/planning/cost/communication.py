@@ -14,6 +14,7 @@ from optimus_jax.config import ModelConfig
 from optimus_jax.config.axes import DATA, FSDP, PIPE, TENSOR, AxisSizes
 from optimus_jax.errors import PlanError, explain
 from optimus_jax.mesh.axes import HEADS, MLP, VOCAB
+from optimus_jax.models.families import table_width
 from optimus_jax.plan import Plan
 from optimus_jax.planning.cost.implementation_profile import ImplementationProfile
 from optimus_jax.planning.cost.operators import LayerShape
@@ -206,7 +207,10 @@ def _outer_params(
 ) -> float:
     tables = 1 if model.tied or (plan.pipeline is not None and not style.head_shared) else 2
     return (
-        tables * model.vocab_size / math.prod([plan.axes[axis] for axis in vocab]) * model.embed_dim
+        tables
+        * model.vocab_size
+        / math.prod([plan.axes[axis] for axis in vocab])
+        * table_width(model)
     )
 
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from optimus_jax.config import ModelConfig
 from optimus_jax.config.axes import DATA, FSDP, PIPE, TENSOR
 from optimus_jax.errors import PlanError, explain
+from optimus_jax.models.families import table_width
 from optimus_jax.models.flops import step_flops
 from optimus_jax.plan import Plan
 from optimus_jax.planning.cost.communication import (
@@ -198,7 +199,7 @@ class _StepTimes:
         )
         self.head = head_time(
             self.shape.tokens,
-            model.embed_dim,
+            table_width(model),
             head_rows(model, plan, style),
             self.shape.width,
             self.place,

@@ -23,6 +23,7 @@ from functools import lru_cache
 
 from optimus_jax.config import AttentionKernel, ModelConfig, RematPolicy
 from optimus_jax.models.activations import saved_bytes, saved_once_bytes
+from optimus_jax.models.families import table_width
 from optimus_jax.models.flops import block_size, computed_pairs, mlp_matrices
 from optimus_jax.plan import Plan
 from optimus_jax.planning.cost.activation_buffers import buffer_slots
@@ -151,7 +152,7 @@ class _Parts:
             else 0
         )
         num_chunks = -(-tokens // plan.loss_chunk_tokens)
-        self.logits = F32 * -(-tokens // num_chunks) * sizes.table_whole // model.embed_dim
+        self.logits = F32 * -(-tokens // num_chunks) * sizes.table_whole // table_width(model)
         # With a single chunk, the gradient of its logits is held in the compute format until there
         # is room for the head's gradient.
         self.head_left = (

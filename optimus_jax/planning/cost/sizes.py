@@ -1,8 +1,8 @@
-"""Compute the size of a device's part of a model's parameters under a plan, in closed form.
+"""How large a device's part of a model's parameters is under a plan.
 
-`models.shapes.planned_shapes` finds the same by tracing, but a planner asks tens of thousands of
-times. A test compares the two leaf by leaf. All counts are elements on one device. A *whole* count
-is not divided along fsdp; a *split* count is (mesh/zero.py).
+The leaves are those of the abstract model, traced once; a plan only says into how many parts each
+dimension is split. All counts are of elements, on one device; a leaf *whole* is whole along fsdp,
+*split* is fsdp's share of it (mesh/zero.py).
 """
 
 import math
@@ -10,22 +10,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 
+import jax
+
 from optimus_jax.config import ModelConfig
 from optimus_jax.config.axes import AxisSizes
-from optimus_jax.mesh.axes import (
-    EMBED,
-    HEAD_DIM,
-    HEADS,
-    KV_HEADS,
-    MLP,
-    NORM,
-    PAIR,
-    POSITIONS,
-    VOCAB,
-)
+from optimus_jax.mesh.axes import HEADS, LAYERS, MLP, VOCAB
 from optimus_jax.mesh.rules import Rules, active_rules, padded_vocab
 from optimus_jax.mesh.zero import LeafLayout
-from optimus_jax.models.families import family_of
+from optimus_jax.models.shapes import VOCABULARY_LEAVES, model_shapes
 
 Leaf = tuple[tuple[int, ...], tuple[str, ...]]
 """Shape and logical axes of one parameter."""
@@ -69,16 +61,22 @@ def sizes_of(model: ModelConfig, rules: Rules, axes: AxisSizes) -> Sizes:
     def ways(logical: str) -> int:
         return math.prod(axes[axis] for axis in active.get(logical, ()))
 
-    layer, outer = (
-        layer_leaves(model),
-        outer_leaves(model, padded_vocab(model.vocab_size, rules, axes)),
-    )
+    rows = padded_vocab(model.vocab_size, rules, axes)
+    in_layer, outside = leaves_of(model)
+    padded = {
+        name: (
+            tuple(rows if dim == VOCAB else size for size, dim in zip(shape, dims, strict=True)),
+            dims,
+        )
+        for name, (shape, dims) in outside.items()
+    }
+    layer, outer, table = in_layer.values(), padded.values(), [padded[VOCABULARY_LEAVES[0]]]
     return Sizes(
         layer_whole=sum(elements(layer, split=False)),
         layer_split=sum(elements(layer, split=True)),
         outer_whole=sum(elements(outer, split=False)),
         outer_split=sum(elements(outer, split=True)),
-        table_whole=elements(outer, split=False)[0],
+        table_whole=elements(table, split=False)[0],
         largest_whole=max(elements(layer, split=False)),
         largest_split=max(elements(layer, split=True)),
         heads_ways=ways(HEADS),
@@ -86,44 +84,17 @@ def sizes_of(model: ModelConfig, rules: Rules, axes: AxisSizes) -> Sizes:
     )
 
 
-def layer_leaves(model: ModelConfig) -> list[Leaf]:
-    """The parameters of one layer (models/attention.py, models/mlp.py)."""
-    family, width = family_of(model.family), model.embed_dim
-    heads, kv_heads = (model.num_heads, model.head_dim), (2, model.num_kv_heads, model.head_dim)
-    hidden, hidden_names = (
-        ((2, model.mlp_dim), (PAIR, MLP))
-        if family.activation == "swiglu"
-        else ((model.mlp_dim,), (MLP,))
-    )
-    leaves = [
-        ((width, *heads), (EMBED, HEADS, HEAD_DIM)),
-        ((width, *kv_heads), (EMBED, PAIR, KV_HEADS, HEAD_DIM)),
-        ((width, *heads), (EMBED, HEADS, HEAD_DIM)),
-        ((width, *hidden), (EMBED, *hidden_names)),
-        ((width, model.mlp_dim), (EMBED, MLP)),
-        *_norm(model) * 2,
-    ]
-    if family.biases:
-        leaves += [
-            (heads, (HEADS, HEAD_DIM)),
-            (kv_heads, (PAIR, KV_HEADS, HEAD_DIM)),
-            ((width,), (NORM,)),
-            (hidden, hidden_names),
-            ((width,), (NORM,)),
-        ]
-    return leaves
-
-
-def outer_leaves(model: ModelConfig, vocab_rows: int) -> list[Leaf]:
-    """The parameters outside the layers, the embedding table first (models/transformer.py)."""
-    table = ((vocab_rows, model.embed_dim), (VOCAB, EMBED))
-    positions = (
-        [((model.max_length, model.embed_dim), (POSITIONS, EMBED))]
-        if family_of(model.family).positions == "learned"
-        else []
-    )
-    return [table, *([] if model.tied else [table]), *positions, *_norm(model)]
-
-
-def _norm(model: ModelConfig) -> list[Leaf]:
-    return [((model.embed_dim,), (NORM,))] * (2 if family_of(model.family).norm == "layer" else 1)
+@lru_cache(maxsize=64)
+def leaves_of(model: ModelConfig) -> tuple[dict[str, Leaf], dict[str, Leaf]]:
+    """The parameters of one layer, and those outside the layers, by path; without padding rows."""
+    shapes = model_shapes(model, model.vocab_size)
+    names = jax.tree.leaves(shapes.names, is_leaf=lambda node: isinstance(node, tuple))
+    paths = jax.tree.leaves_with_path(shapes.params)
+    layer, outer = {}, {}
+    for (path, leaf), axes in zip(paths, names, strict=True):
+        name = "/".join(str(key.key) for key in path)
+        if axes[0] == LAYERS:
+            layer[name] = (leaf.shape[1:], axes[1:])
+        else:
+            outer[name] = (leaf.shape, axes)
+    return layer, outer

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from optimus_jax.config import ModelConfig, RematPolicy
 from optimus_jax.config.axes import PIPE
 from optimus_jax.mesh.axes import HEADS, KV_HEADS, MLP, VOCAB
-from optimus_jax.models.families import family_of
+from optimus_jax.models.families import features_of
 from optimus_jax.plan import Plan
 from optimus_jax.planning.cost.corrections import factor
 from optimus_jax.planning.cost.implementation_profile import ImplementationProfile
@@ -72,7 +72,7 @@ def layer_shape(model: ModelConfig, plan: Plan, *, seq_len: int, global_batch: i
         heads=heads,
         kv_heads=kv_heads,
         mlp=model.mlp_dim // mlp_ways,
-        gated=family_of(model.family).activation == "swiglu",
+        gated=bool(features_of(model).gated),
         fused_attention=plan.attention == "cudnn",
         width=F32_BYTES if plan.precision == "f32" else 2,
     )

@@ -279,7 +279,7 @@ def _core(
     model: ModelConfig, seq_len: int, kernel: AttentionKernel, kept: Mapping[RematPolicy, float]
 ) -> KindProfile:
     counted, computed = (
-        flops.causal_pairs(seq_len) / seq_len,
+        flops.counted_pairs(model, seq_len) / seq_len,
         flops.computed_pairs(seq_len, kernel) / seq_len,
     )
     forward = model.num_layers * flops.core_flops(model, computed)
@@ -303,7 +303,12 @@ _KIND_OF_PART = {
     "final_norm": LayerKind.NORMS,
     "head": LayerKind.HEAD,
     "attention_norm": LayerKind.NORMS,
+    "attention_out_norm": LayerKind.NORMS,
     "mlp_norm": LayerKind.NORMS,
+    "mlp_out_norm": LayerKind.NORMS,
+    "table_in": LayerKind.EMBEDDING,
+    "table_out": LayerKind.HEAD,
+    "head_bias": LayerKind.HEAD,
     "attention": LayerKind.ATTENTION,
     "mlp": LayerKind.FEED_FORWARD,
 }

@@ -1,0 +1,448 @@
+"""How Hugging Face stores the decoder families: keys of config.json, and names of tensors."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from optimus_jax.errors import ConfigError, explain
+
+HEAD, HEAD_BIAS = "lm_head.weight", "lm_head.bias"
+"""The head's matrix. Where weights are tied, a file may leave it out or repeat the embedding."""
+
+HfConfig = Mapping[str, Any]
+"""A config.json."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HuggingFaceFormat:
+    """How Hugging Face stores the models of one family."""
+
+    sizes: Mapping[str, str]
+    """Field of ModelConfig -> key of config.json."""
+    defaults: Mapping[str, Any]
+    """Values of the keys that a config.json may leave out, as the family's class has them."""
+    only: Mapping[str, tuple[Any, ...]]
+    """Key of config.json -> the values that our models support; the first is the default of a
+    missing key."""
+    features: Callable[[HfConfig], dict[str, Any]] = lambda hf: {}
+    """Fields of Features that a config.json decides."""
+    prefix: str
+    """Prefix of every tensor name except the head's; some released files leave it out."""
+    tensors: Mapping[str, str]
+    """Our leaves -> their tensors. Several names on one side are concatenated along `out` into one
+    matrix. Leaves that a model does not have are passed over."""
+    out_dim: int = 0
+    """Dimension of a layer's matrices that is `out`: 0 for torch's Linear, -1 for GPT-2's
+    Conv1D."""
+    buffers: tuple[str, ...] = ()
+    """Name endings of constants that older files store among the weights."""
+
+
+def _layer(attention: str, mlp: str, norms: Mapping[str, str], layer: str) -> dict[str, str]:
+    """Our leaves -> their tensors of one layer, each with weight and bias.
+
+    Args:
+      attention: their names of query, key, value and output, in this order, separated by spaces.
+      mlp: their names of the projections up (two with a gate) and down.
+      norms: our norms -> theirs.
+      layer: their prefix of a layer, with `{}` for its number.
+    """
+    query, key, value, out = attention.split()
+    *ups, down = mlp.split()
+    modules = {
+        "attention/query": query,
+        "attention/key_value": f"{key} {value}",
+        "attention/out": out,
+        "mlp/up": " ".join(ups),
+        "mlp/down": down,
+    }
+    tensors = {}
+    for ours, theirs in modules.items():
+        for suffix, kind in (("", "weight"), ("_bias", "bias")):
+            tensors[f"layers/{ours}{suffix}"] = " ".join(
+                f"{layer}{name}.{kind}" for name in theirs.split()
+            )
+    return tensors | {
+        f"layers/{ours}/{leaf}": f"{layer}{theirs}.{kind}"
+        for ours, theirs in norms.items()
+        for leaf, kind in (("scale", "weight"), ("bias", "bias"))
+    }
+
+
+def _llama(hf: HfConfig) -> dict[str, Any]:
+    return {"biases": _biases(hf)} if hf.get("attention_bias") or hf.get("mlp_bias") else {}
+
+
+def _biases(hf: HfConfig) -> tuple[str, ...]:
+    return (("query", "key", "value", "out") if hf.get("attention_bias") else ()) + (
+        ("up", "down") if hf.get("mlp_bias") else ()
+    )
+
+
+LAYER_TYPES = {"sliding_attention": "window", "full_attention": "full"}
+"""Their types of layers -> ours."""
+
+
+def _layer_types(hf: HfConfig, default: Callable[[int], bool]) -> tuple[str, ...]:
+    """`window` or `full` for every layer; `default` says whether layer i has a window if the
+    config.json does not say.
+    """
+    theirs = hf.get("layer_types")
+    if theirs is not None:
+        if other := set(theirs) - LAYER_TYPES.keys():
+            raise not_supported(
+                "layer_types", sorted(other), ("sliding_attention", "full_attention")
+            )
+        return tuple(LAYER_TYPES[each] for each in theirs)
+    return tuple("window" if default(layer) else "full" for layer in range(hf["num_hidden_layers"]))
+
+
+def _shortest_pattern(types: tuple[str, ...]) -> tuple[str, ...]:
+    """The shortest pattern whose repetition begins with these layer types."""
+    return next(
+        types[:length]
+        for length in range(1, len(types) + 1)
+        if all(each == types[n % length] for n, each in enumerate(types))
+    )
+
+
+def _qwen_window(hf: HfConfig) -> dict[str, Any]:
+    first = hf.get("max_window_layers", 28)
+    types = _layer_types(hf, lambda layer: bool(hf.get("use_sliding_window")) and layer >= first)
+    if "window" not in types:
+        return {}
+    if not hf.get("use_sliding_window"):
+        raise not_supported("layer_types with use_sliding_window", False, (True,))
+    return {"window": hf.get("sliding_window", 4096), "layer_types": _shortest_pattern(types)}
+
+
+def _gemma2(hf: HfConfig) -> dict[str, Any]:
+    return _llama(hf) | {
+        "window": hf.get("sliding_window", 4096) or 0,
+        "layer_types": _shortest_pattern(_layer_types(hf, lambda layer: layer % 2 == 0)),
+        "attention_scale": hf.get("query_pre_attn_scalar", 256) ** -0.5,
+        "attention_softcap": hf.get("attn_logit_softcapping", 50.0) or 0.0,
+        "head_softcap": hf.get("final_logit_softcapping", 30.0) or 0.0,
+    }
+
+
+def _gemma3(hf: HfConfig) -> dict[str, Any]:
+    pattern = hf.get("sliding_window_pattern", hf.get("_sliding_window_pattern", 6))
+    types = _layer_types(hf, lambda layer: (layer + 1) % pattern != 0)
+    ropes = hf.get("rope_parameters") or {}
+    local = ropes.get("sliding_attention") or {}
+    return _llama(hf) | {
+        "window": hf.get("sliding_window", 4096) or 0,
+        "layer_types": _shortest_pattern(types),
+        "attention_scale": hf.get("query_pre_attn_scalar", 256) ** -0.5,
+        "head_softcap": hf.get("final_logit_softcapping") or 0.0,
+        "window_rope_theta": float(
+            local.get("rope_theta", hf.get("rope_local_base_freq", 10_000.0))
+        ),
+    }
+
+
+def _gpt_neo(hf: HfConfig) -> dict[str, Any]:
+    types = [
+        kind
+        for kinds, times in hf.get("attention_types", [[["global", "local"], 12]])
+        for kind in kinds * times
+    ]
+    types = hf.get("attention_layers", types)
+    if len(types) != hf["num_layers"]:
+        raise not_supported("attention_types of", len(types), (f"{hf['num_layers']} layers",))
+    return {
+        "window": hf.get("window_size", 256),
+        "layer_types": _shortest_pattern(
+            tuple("window" if each == "local" else "full" for each in types)
+        ),
+    }
+
+
+def _opt(hf: HfConfig) -> dict[str, Any]:
+    is_pre, width = hf.get("do_layer_norm_before", True), hf.get("word_embed_proj_dim")
+    return {
+        "activation": _activation(hf.get("activation_function", "relu")),
+        "norm_place": "pre" if is_pre else "post",
+        "final_norm": is_pre and not hf.get("_remove_final_layer_norm", False),
+        "table_dim": 0 if width in (None, hf["hidden_size"]) else width,
+    } | ({} if hf.get("enable_bias", True) else {"biases": ()})
+
+
+ACTIVATIONS = {
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu": "gelu",
+    "relu": "relu",
+    "silu": "silu",
+}
+"""Their names of nonlinearities -> ours."""
+
+
+def _activation(theirs: str) -> str:
+    if theirs not in ACTIVATIONS:
+        raise not_supported("activation", theirs, tuple(ACTIVATIONS))
+    return ACTIVATIONS[theirs]
+
+
+GPT2_SIZES = {
+    "vocab_size": "vocab_size",
+    "num_layers": "n_layer",
+    "embed_dim": "n_embd",
+    "num_heads": "n_head",
+    "mlp_dim": "n_inner",
+    "max_length": "n_positions",
+    "tied": "tie_word_embeddings",
+    "norm_epsilon": "layer_norm_epsilon",
+    "init_std": "initializer_range",
+}
+GPT_NORMS = {"attention_norm": "ln_1", "mlp_norm": "ln_2"}
+GPT_OUTSIDE = {
+    "embedding/table": "wte.weight",
+    "positions": "wpe.weight",
+    "final_norm/scale": "ln_f.weight",
+    "final_norm/bias": "ln_f.bias",
+    "head/table": HEAD,
+    "head_bias": HEAD_BIAS,
+}
+LLAMA_SIZES = {
+    "vocab_size": "vocab_size",
+    "num_layers": "num_hidden_layers",
+    "embed_dim": "hidden_size",
+    "num_heads": "num_attention_heads",
+    "num_kv_heads": "num_key_value_heads",
+    "head_dim": "head_dim",
+    "mlp_dim": "intermediate_size",
+    "max_length": "max_position_embeddings",
+    "tied": "tie_word_embeddings",
+    "norm_epsilon": "rms_norm_eps",
+    "init_std": "initializer_range",
+}
+LLAMA_OUTSIDE = {
+    "embedding/table": "embed_tokens.weight",
+    "final_norm/scale": "norm.weight",
+    "head/table": HEAD,
+}
+LLAMA_ATTENTION = "self_attn.q_proj self_attn.k_proj self_attn.v_proj self_attn.o_proj"
+LLAMA_MLP = "mlp.gate_proj mlp.up_proj mlp.down_proj"
+QK_NORMS = {
+    "attention/query_norm": "self_attn.q_norm",
+    "attention/key_norm": "self_attn.k_norm",
+}
+LLAMA_TENSORS = LLAMA_OUTSIDE | _layer(
+    LLAMA_ATTENTION,
+    LLAMA_MLP,
+    {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"} | QK_NORMS,
+    "layers.{}.",
+)
+LLAMA = HuggingFaceFormat(
+    sizes=LLAMA_SIZES,
+    defaults={"num_key_value_heads": None, "head_dim": None, "tie_word_embeddings": False},
+    only={"hidden_act": ("silu",), "is_causal": (True,)},
+    features=_llama,
+    prefix="model.",
+    tensors=LLAMA_TENSORS,
+    buffers=("rotary_emb.inv_freq",),
+)
+GEMMA_TENSORS = LLAMA_OUTSIDE | _layer(
+    LLAMA_ATTENTION,
+    LLAMA_MLP,
+    {
+        "attention_norm": "input_layernorm",
+        "attention_out_norm": "post_attention_layernorm",
+        "mlp_norm": "pre_feedforward_layernorm",
+        "mlp_out_norm": "post_feedforward_layernorm",
+    }
+    | QK_NORMS,
+    "layers.{}.",
+)
+
+HUGGING_FACE_FORMATS: dict[str, HuggingFaceFormat] = {
+    "gpt2": HuggingFaceFormat(
+        sizes=GPT2_SIZES,
+        defaults={"n_inner": None, "tie_word_embeddings": True},
+        only={
+            "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
+            "scale_attn_weights": (True,),
+            "scale_attn_by_inverse_layer_idx": (False,),
+            "add_cross_attention": (False,),
+        },
+        prefix="transformer.",
+        tensors=GPT_OUTSIDE
+        | {
+            "layers/attention_norm/scale": "h.{}.ln_1.weight",
+            "layers/attention_norm/bias": "h.{}.ln_1.bias",
+            "layers/attention/query layers/attention/key_value": "h.{}.attn.c_attn.weight",
+            "layers/attention/query_bias layers/attention/key_value_bias": "h.{}.attn.c_attn.bias",
+            "layers/attention/out": "h.{}.attn.c_proj.weight",
+            "layers/attention/out_bias": "h.{}.attn.c_proj.bias",
+            "layers/mlp_norm/scale": "h.{}.ln_2.weight",
+            "layers/mlp_norm/bias": "h.{}.ln_2.bias",
+            "layers/mlp/up": "h.{}.mlp.c_fc.weight",
+            "layers/mlp/up_bias": "h.{}.mlp.c_fc.bias",
+            "layers/mlp/down": "h.{}.mlp.c_proj.weight",
+            "layers/mlp/down_bias": "h.{}.mlp.c_proj.bias",
+        },
+        out_dim=-1,
+        buffers=(".attn.bias", ".attn.masked_bias"),
+    ),
+    "gpt_neo": HuggingFaceFormat(
+        sizes={
+            "vocab_size": "vocab_size",
+            "num_layers": "num_layers",
+            "embed_dim": "hidden_size",
+            "num_heads": "num_heads",
+            "mlp_dim": "intermediate_size",
+            "max_length": "max_position_embeddings",
+            "tied": "tie_word_embeddings",
+            "norm_epsilon": "layer_norm_epsilon",
+            "init_std": "initializer_range",
+        },
+        defaults={"intermediate_size": None, "tie_word_embeddings": True},
+        only={"activation_function": ("gelu_new", "gelu_pytorch_tanh")},
+        features=_gpt_neo,
+        prefix="transformer.",
+        tensors=GPT_OUTSIDE
+        | _layer(
+            " ".join(f"attn.attention.{name}_proj" for name in ("q", "k", "v", "out")),
+            "mlp.c_fc mlp.c_proj",
+            GPT_NORMS,
+            "h.{}.",
+        ),
+        buffers=(".attn.attention.bias", ".attn.attention.masked_bias"),
+    ),
+    "gptj": HuggingFaceFormat(
+        sizes=GPT2_SIZES,
+        defaults={"n_inner": None, "tie_word_embeddings": False},
+        only={"activation_function": ("gelu_new", "gelu_pytorch_tanh")},
+        features=lambda hf: {"rope_dims": hf.get("rotary_dim", 64)},
+        prefix="transformer.",
+        tensors=GPT_OUTSIDE
+        | _layer(
+            "attn.q_proj attn.k_proj attn.v_proj attn.out_proj",
+            "mlp.fc_in mlp.fc_out",
+            {"attention_norm": "ln_1"},
+            "h.{}.",
+        ),
+        buffers=(".attn.bias", ".attn.masked_bias", ".attn.embed_positions"),
+    ),
+    "opt": HuggingFaceFormat(
+        sizes={
+            "vocab_size": "vocab_size",
+            "num_layers": "num_hidden_layers",
+            "embed_dim": "hidden_size",
+            "num_heads": "num_attention_heads",
+            "mlp_dim": "ffn_dim",
+            "max_length": "max_position_embeddings",
+            "tied": "tie_word_embeddings",
+            "init_std": "init_std",
+        },
+        defaults={"tie_word_embeddings": True, "init_std": 0.02},
+        only={"layer_norm_elementwise_affine": (True,)},
+        features=_opt,
+        prefix="model.decoder.",
+        tensors={
+            "embedding/table": "embed_tokens.weight",
+            "positions": "embed_positions.weight",
+            "table_in": "project_in.weight",
+            "table_out": "project_out.weight",
+            "final_norm/scale": "final_layer_norm.weight",
+            "final_norm/bias": "final_layer_norm.bias",
+            "head/table": HEAD,
+        }
+        | _layer(
+            "self_attn.q_proj self_attn.k_proj self_attn.v_proj self_attn.out_proj",
+            "fc1 fc2",
+            {
+                "attention_norm": "self_attn_layer_norm",
+                "attention_out_norm": "self_attn_layer_norm",
+                "mlp_norm": "final_layer_norm",
+                "mlp_out_norm": "final_layer_norm",
+            },
+            "layers.{}.",
+        ),
+    ),
+    "llama": LLAMA,
+    "mistral": replace(
+        LLAMA,
+        defaults={**LLAMA.defaults, "num_key_value_heads": 8},
+        features=lambda hf: {"window": hf.get("sliding_window", 4096) or 0},
+    ),
+    "qwen2": replace(LLAMA, features=_qwen_window),
+    "qwen3": replace(
+        LLAMA,
+        defaults={**LLAMA.defaults, "head_dim": 128},
+        features=lambda hf: _llama(hf) | _qwen_window(hf),
+    ),
+    "olmo2": replace(
+        LLAMA,
+        tensors=LLAMA_OUTSIDE
+        | _layer(
+            LLAMA_ATTENTION,
+            LLAMA_MLP,
+            {
+                "attention_out_norm": "post_attention_layernorm",
+                "mlp_out_norm": "post_feedforward_layernorm",
+            }
+            | QK_NORMS,
+            "layers.{}.",
+        ),
+    ),
+    "phi3": replace(
+        LLAMA,
+        features=lambda hf: {"window": hf.get("sliding_window") or 0} | _partial_rotary(hf),
+        tensors=LLAMA_OUTSIDE
+        | {
+            "layers/attention_norm/scale": "layers.{}.input_layernorm.weight",
+            "layers/attention/query layers/attention/key_value": (
+                "layers.{}.self_attn.qkv_proj.weight"
+            ),
+            "layers/attention/out": "layers.{}.self_attn.o_proj.weight",
+            "layers/mlp_norm/scale": "layers.{}.post_attention_layernorm.weight",
+            "layers/mlp/up": "layers.{}.mlp.gate_up_proj.weight",
+            "layers/mlp/down": "layers.{}.mlp.down_proj.weight",
+        },
+    ),
+    "gemma2": replace(
+        LLAMA,
+        defaults={"num_key_value_heads": 4, "head_dim": 256, "tie_word_embeddings": True},
+        only={
+            "hidden_activation": ("gelu_pytorch_tanh", "gelu_new"),
+            "use_bidirectional_attention": (None, False),
+        },
+        features=_gemma2,
+        tensors=GEMMA_TENSORS,
+    ),
+    "gemma3_text": replace(
+        LLAMA,
+        defaults={"num_key_value_heads": 4, "head_dim": 256, "tie_word_embeddings": True},
+        only={
+            "hidden_activation": ("gelu_pytorch_tanh", "gelu_new"),
+            "use_bidirectional_attention": (None, False),
+        },
+        features=_gemma3,
+        tensors=GEMMA_TENSORS,
+    ),
+}
+
+STORED_TRANSPOSED = ("layers/attention/out", "layers/mlp/down", "table_out")
+"""Our matrices that are turned before they are compared with theirs: those of a layer whose result
+has the width `embed` are stored [out, in], the others of a layer [in, out]."""
+
+
+def _partial_rotary(hf: HfConfig) -> dict[str, Any]:
+    share = hf.get("partial_rotary_factor")
+    share = (hf.get("rope_parameters") or {}).get("partial_rotary_factor", share)
+    head_dim = hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"]
+    return {} if share in (None, 1.0) else {"rope_dims": int(head_dim * share)}
+
+
+def not_supported(key: str, given: object, values: tuple[Any, ...]) -> ConfigError:
+    """The error for a key of config.json that asks for what our models do not have."""
+    return ConfigError(
+        explain(
+            "a config.json asks for what our models have not",
+            given=f"{key}={given!r}",
+            do=f"choose a model with {key}=" + " or ".join(map(repr, values)),
+        )
+    )
