@@ -9,7 +9,7 @@ from argparse import SUPPRESS
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from optimus_jax.config.presets import PRESETS
+from optimus_jax.config.presets import MODEL_HELP
 from optimus_jax.errors import ConfigError, explain
 from optimus_jax.run.command_line import Parser, settings
 from optimus_jax.system.environment import import_jax
@@ -54,7 +54,7 @@ def parser() -> Parser:
         argument_default=SUPPRESS,
         words={"top": "top_k num_plans", "cluster": "hardware topology"},
     )
-    flags.add_argument("--model", metavar="NAME", required=True, help=", ".join(PRESETS))
+    flags.add_argument("--model", metavar="NAME", required=True, help=MODEL_HELP)
     flags.add_argument(
         "--cluster",
         metavar="NAME:HOSTSxDEVICES",

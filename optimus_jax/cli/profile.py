@@ -5,7 +5,7 @@
 
 import json
 
-from optimus_jax.config.presets import PRESETS
+from optimus_jax.config.presets import MODEL_HELP
 from optimus_jax.run.command_line import Parser, settings
 from optimus_jax.system.environment import import_jax
 
@@ -19,7 +19,7 @@ def parser() -> Parser:
             " accelerator."
         )
     )
-    flags.add_argument("--model", metavar="NAME", required=True, help=", ".join(PRESETS))
+    flags.add_argument("--model", metavar="NAME", required=True, help=MODEL_HELP)
     flags.add_argument(
         "--data",
         nargs="+",

@@ -9,7 +9,7 @@ import sys
 from argparse import SUPPRESS
 from typing import TYPE_CHECKING
 
-from optimus_jax.config.presets import PRESETS
+from optimus_jax.config.presets import MODEL_HELP
 from optimus_jax.errors import ConfigError, explain
 from optimus_jax.run.command_line import Parser, settings
 from optimus_jax.system.environment import import_jax
@@ -54,7 +54,7 @@ def parser() -> Parser:
         "--model",
         metavar="NAME",
         default="gpt2-xl",
-        help=", ".join(PRESETS) + " (default: gpt2-xl)",
+        help=f"{MODEL_HELP} (default: gpt2-xl)",
     )
     flags.add_argument(
         "--cluster",

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Literal, NoReturn
 
 from optimus_jax.config import Config
-from optimus_jax.config.presets import PRESETS
+from optimus_jax.config.presets import MODEL_HELP
 from optimus_jax.config.request import say
 from optimus_jax.errors import FaultError, OptimusError
 from optimus_jax.faults.stopping import (
@@ -51,10 +51,10 @@ def parser(note: Callable[[str], None] = say) -> Parser:
             "%(prog)s --model NAME | --config FILE [flags]   or   %(prog)s --run-dir DIR --resume"
             " [flags]"
         ),
-        description="Train a GPT or Llama on any data x fsdp x tensor x pipe mesh.",
+        description="Train a decoder on any data x fsdp x tensor x pipe mesh.",
         argument_default=SUPPRESS,
     )
-    flags.add_argument("--model", metavar="NAME", help=", ".join(PRESETS))
+    flags.add_argument("--model", metavar="NAME", help=MODEL_HELP)
     flags.add_argument(
         "--config",
         metavar="FILE",

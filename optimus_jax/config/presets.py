@@ -1,205 +1,245 @@
-"""Published models, and small ones for laptops, as functions that return a `ModelConfig`.
+"""Published models, and small ones for laptops.
 
-Sizes are those of the `config.json` that each model was released with.
+Sizes are those of the `config.json` that each model was released with on huggingface.co.
 """
 
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
-from optimus_jax.config import ModelConfig, RopeScaling
+from optimus_jax.config import Features, ModelConfig, RopeScaling
 from optimus_jax.errors import ConfigError, explain, nearest
 
 
-def _gpt2(name: str, *, num_layers: int, embed_dim: int, num_heads: int) -> ModelConfig:
-    return ModelConfig(
-        name=name,
-        family="gpt2",
-        vocab_size=50257,
-        max_length=1024,
-        tied=True,
-        num_layers=num_layers,
-        embed_dim=embed_dim,
-        mlp_dim=4 * embed_dim,
-        num_heads=num_heads,
-        num_kv_heads=num_heads,
-        head_dim=embed_dim // num_heads,
+def _gpt(family: str, vocab_size: int, max_length: int, **more: Any) -> Callable[..., ModelConfig]:
+    """Models of a family with a feed-forward of four times the width, and as many key as query
+    heads.
+    """
+
+    make = _like(family, vocab_size, max_length, **more)
+    return lambda name, num_layers, embed_dim, num_heads, **own: make(
+        name, num_layers, embed_dim, num_heads, num_heads, 4 * embed_dim, **own
     )
 
 
-def gpt2() -> ModelConfig:
-    """GPT-2, 124M parameters."""
-    return _gpt2("gpt2", num_layers=12, embed_dim=768, num_heads=12)
+def _like(family: str, vocab_size: int, max_length: int, **more: Any) -> Callable[..., ModelConfig]:
+    """Models of a family with the same vocabulary, length and further fields."""
+
+    def make(
+        name: str,
+        num_layers: int,
+        embed_dim: int,
+        num_heads: int,
+        num_kv_heads: int,
+        mlp_dim: int,
+        **own: Any,
+    ) -> ModelConfig:
+        shared = {"vocab_size": vocab_size, "max_length": max_length}
+        return ModelConfig(
+            name=name,
+            family=family,
+            num_layers=num_layers,
+            embed_dim=embed_dim,
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            mlp_dim=mlp_dim,
+            **{**shared, "head_dim": embed_dim // num_heads, **more, **own},
+        )
+
+    return make
 
 
-def gpt2_medium() -> ModelConfig:
-    """GPT-2, 355M parameters."""
-    return _gpt2("gpt2-medium", num_layers=24, embed_dim=1024, num_heads=16)
+_gpt2 = _gpt("gpt2", 50257, 1024)
+_gpt_neo = _gpt("gpt_neo", 50257, 2048)
+_opt = _gpt("opt", 50272, 2048)
+_llama2 = _like("llama", 32000, 4096, tied=False)
+_llama3 = _like("llama", 128256, 131072, tied=False, rope_theta=500_000.0)
+_qwen2 = _like("qwen2", 152064, 131072, tied=False, rope_theta=1e6, norm_epsilon=1e-6)
+_qwen3 = _like("qwen3", 151936, 40960, head_dim=128, tied=False, rope_theta=1e6, norm_epsilon=1e-6)
+_olmo2 = _like("olmo2", 100352, 4096, tied=False, rope_theta=500_000.0, norm_epsilon=1e-6)
+_gemma2 = _like("gemma2", 256000, 8192, head_dim=256, norm_epsilon=1e-6)
+_gemma3 = _like(
+    "gemma3_text",
+    262208,
+    131072,
+    head_dim=256,
+    rope_theta=1e6,
+    rope_scaling=RopeScaling(kind="linear", factor=8.0),
+    norm_epsilon=1e-6,
+)
 
 
-def gpt2_large() -> ModelConfig:
-    """GPT-2, 774M parameters."""
-    return _gpt2("gpt2-large", num_layers=36, embed_dim=1280, num_heads=20)
-
-
-def gpt2_xl() -> ModelConfig:
-    """GPT-2, 1.56B parameters."""
-    return _gpt2("gpt2-xl", num_layers=48, embed_dim=1600, num_heads=25)
-
-
-def gpt2_nano() -> ModelConfig:
-    """A byte-level GPT-2, 3.3M parameters: trains in minutes on a laptop."""
-    return ModelConfig(
-        name="gpt2-nano",
-        family="gpt2",
-        vocab_size=257,
-        max_length=256,
-        tied=True,
-        num_layers=4,
-        embed_dim=256,
-        mlp_dim=1024,
-        num_heads=8,
-        num_kv_heads=8,
-        head_dim=32,
+def _gemma2_features(scale: float) -> Features:
+    return Features(
+        window=4096, attention_scale=scale**-0.5, attention_softcap=50.0, head_softcap=30.0
     )
 
 
-def _llama(
-    name: str,
-    *,
-    vocab_size: int,
-    max_length: int,
-    num_layers: int,
-    embed_dim: int,
-    mlp_dim: int,
-    num_heads: int,
-    num_kv_heads: int,
-    head_dim: int = 128,
-    tied: bool = False,
-    rope_theta: float = 500_000.0,
-    rope_factor: float | None = None,
-) -> ModelConfig:
-    return ModelConfig(
-        name=name,
-        family="llama",
-        vocab_size=vocab_size,
-        max_length=max_length,
-        tied=tied,
-        num_layers=num_layers,
-        embed_dim=embed_dim,
-        mlp_dim=mlp_dim,
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        rope_theta=rope_theta,
-        rope_scaling=None if rope_factor is None else RopeScaling(factor=rope_factor),
-    )
-
-
-def llama2_7b() -> ModelConfig:
-    """Llama 2, 6.7B parameters."""
-    return _llama(
-        "llama2-7b",
-        vocab_size=32000,
-        max_length=4096,
-        num_layers=32,
-        embed_dim=4096,
-        mlp_dim=11008,
-        num_heads=32,
-        num_kv_heads=32,
-        rope_theta=10_000.0,
-    )
-
-
-def llama2_13b() -> ModelConfig:
-    """Llama 2, 13.0B parameters."""
-    return _llama(
-        "llama2-13b",
-        vocab_size=32000,
-        max_length=4096,
-        num_layers=40,
-        embed_dim=5120,
-        mlp_dim=13824,
-        num_heads=40,
-        num_kv_heads=40,
-        rope_theta=10_000.0,
-    )
-
-
-def llama3_8b() -> ModelConfig:
-    """Llama 3, 8.0B parameters."""
-    return _llama(
-        "llama3-8b",
-        vocab_size=128256,
-        max_length=8192,
-        num_layers=32,
-        embed_dim=4096,
-        mlp_dim=14336,
-        num_heads=32,
-        num_kv_heads=8,
-    )
-
-
-def llama3_2_1b() -> ModelConfig:
-    """Llama 3.2, 1.24B parameters."""
-    return _llama(
-        "llama3.2-1b",
-        vocab_size=128256,
-        max_length=131072,
-        num_layers=16,
-        embed_dim=2048,
-        mlp_dim=8192,
-        num_heads=32,
-        num_kv_heads=8,
-        head_dim=64,
-        tied=True,
-        rope_factor=32.0,
-    )
-
-
-def llama3_3_70b() -> ModelConfig:
-    """Llama 3.3, 70.6B parameters."""
-    return _llama(
-        "llama3.3-70b",
-        vocab_size=128256,
-        max_length=131072,
-        num_layers=80,
-        embed_dim=8192,
-        mlp_dim=28672,
-        num_heads=64,
-        num_kv_heads=8,
-        rope_factor=8.0,
-    )
-
-
-def llama_nano() -> ModelConfig:
-    """A byte-level Llama, 3.0M parameters, grouped-query attention: trains in minutes on a
-    laptop."""
-    return _llama(
-        "llama-nano",
-        vocab_size=257,
-        max_length=256,
-        num_layers=4,
-        embed_dim=256,
-        mlp_dim=704,
-        num_heads=8,
-        num_kv_heads=2,
-        head_dim=32,
-        rope_theta=10_000.0,
-    )
+def _gemma3_features(window: int, scale: float = 256.0) -> Features:
+    return Features(window=window, attention_scale=scale**-0.5)
 
 
 PRESETS: dict[str, Callable[[], ModelConfig]] = {
-    "gpt2-nano": gpt2_nano,
-    "gpt2": gpt2,
-    "gpt2-medium": gpt2_medium,
-    "gpt2-large": gpt2_large,
-    "gpt2-xl": gpt2_xl,
-    "llama-nano": llama_nano,
-    "llama2-7b": llama2_7b,
-    "llama2-13b": llama2_13b,
-    "llama3-8b": llama3_8b,
-    "llama3.2-1b": llama3_2_1b,
-    "llama3.3-70b": llama3_3_70b,
+    # Byte-level, for laptops: 3.3 and 3.0 million parameters, trained in minutes.
+    "gpt2-nano": partial(_gpt2, "gpt2-nano", 4, 256, 8, vocab_size=257, max_length=256),
+    "llama-nano": partial(_llama2, "llama-nano", 4, 256, 8, 2, 704, vocab_size=257, max_length=256),
+    "gpt2": partial(_gpt2, "gpt2", 12, 768, 12),
+    "gpt2-medium": partial(_gpt2, "gpt2-medium", 24, 1024, 16),
+    "gpt2-large": partial(_gpt2, "gpt2-large", 36, 1280, 20),
+    "gpt2-xl": partial(_gpt2, "gpt2-xl", 48, 1600, 25),
+    "gpt-neo-125m": partial(_gpt_neo, "gpt-neo-125m", 12, 768, 12),
+    "gpt-neo-1.3b": partial(_gpt_neo, "gpt-neo-1.3b", 24, 2048, 16),
+    "gpt-neo-2.7b": partial(_gpt_neo, "gpt-neo-2.7b", 32, 2560, 20),
+    "gpt-j-6b": partial(_gpt("gptj", 50400, 2048, tied=False), "gpt-j-6b", 28, 4096, 16),
+    "opt-125m": partial(_opt, "opt-125m", 12, 768, 12),
+    "opt-350m": partial(
+        _opt,
+        "opt-350m",
+        24,
+        1024,
+        16,
+        features=Features(norm_place="post", final_norm=False, table_dim=512),
+    ),
+    "opt-1.3b": partial(_opt, "opt-1.3b", 24, 2048, 32),
+    "opt-2.7b": partial(_opt, "opt-2.7b", 32, 2560, 32),
+    "opt-6.7b": partial(_opt, "opt-6.7b", 32, 4096, 32),
+    "opt-13b": partial(_opt, "opt-13b", 40, 5120, 40),
+    "opt-30b": partial(_opt, "opt-30b", 48, 7168, 56),
+    "opt-66b": partial(_opt, "opt-66b", 64, 9216, 72),
+    "llama2-7b": partial(_llama2, "llama2-7b", 32, 4096, 32, 32, 11008),
+    "llama2-13b": partial(_llama2, "llama2-13b", 40, 5120, 40, 40, 13824),
+    "llama2-70b": partial(_llama2, "llama2-70b", 80, 8192, 64, 8, 28672),
+    "llama3-8b": partial(_llama3, "llama3-8b", 32, 4096, 32, 8, 14336, max_length=8192),
+    "llama3-70b": partial(_llama3, "llama3-70b", 80, 8192, 64, 8, 28672, max_length=8192),
+    "llama3.1-8b": partial(
+        _llama3, "llama3.1-8b", 32, 4096, 32, 8, 14336, rope_scaling=RopeScaling(factor=8.0)
+    ),
+    "llama3.1-70b": partial(
+        _llama3, "llama3.1-70b", 80, 8192, 64, 8, 28672, rope_scaling=RopeScaling(factor=8.0)
+    ),
+    "llama3.1-405b": partial(
+        _llama3, "llama3.1-405b", 126, 16384, 128, 8, 53248, rope_scaling=RopeScaling(factor=8.0)
+    ),
+    "llama3.2-1b": partial(
+        _llama3,
+        "llama3.2-1b",
+        16,
+        2048,
+        32,
+        8,
+        8192,
+        tied=True,
+        rope_scaling=RopeScaling(factor=32.0),
+    ),
+    "llama3.2-3b": partial(
+        _llama3,
+        "llama3.2-3b",
+        28,
+        3072,
+        24,
+        8,
+        8192,
+        tied=True,
+        rope_scaling=RopeScaling(factor=32.0),
+    ),
+    "llama3.3-70b": partial(
+        _llama3, "llama3.3-70b", 80, 8192, 64, 8, 28672, rope_scaling=RopeScaling(factor=8.0)
+    ),
+    "mistral-7b": partial(
+        _like("mistral", 32768, 32768, tied=False, rope_theta=1e6),
+        "mistral-7b",
+        32,
+        4096,
+        32,
+        8,
+        14336,
+    ),
+    "phi3-mini": partial(
+        _like("phi3", 32064, 4096, tied=False),
+        "phi3-mini",
+        32,
+        3072,
+        32,
+        32,
+        8192,
+        features=Features(window=2047),
+    ),
+    "qwen2.5-0.5b": partial(
+        _qwen2, "qwen2.5-0.5b", 24, 896, 14, 2, 4864, vocab_size=151936, tied=True, max_length=32768
+    ),
+    "qwen2.5-1.5b": partial(
+        _qwen2, "qwen2.5-1.5b", 28, 1536, 12, 2, 8960, vocab_size=151936, tied=True
+    ),
+    "qwen2.5-7b": partial(_qwen2, "qwen2.5-7b", 28, 3584, 28, 4, 18944),
+    "qwen2.5-14b": partial(_qwen2, "qwen2.5-14b", 48, 5120, 40, 8, 13824, norm_epsilon=1e-5),
+    "qwen2.5-32b": partial(_qwen2, "qwen2.5-32b", 64, 5120, 40, 8, 27648, norm_epsilon=1e-5),
+    "qwen2.5-72b": partial(_qwen2, "qwen2.5-72b", 80, 8192, 64, 8, 29568, norm_epsilon=1e-5),
+    "qwen3-0.6b": partial(_qwen3, "qwen3-0.6b", 28, 1024, 16, 8, 3072, tied=True),
+    "qwen3-1.7b": partial(_qwen3, "qwen3-1.7b", 28, 2048, 16, 8, 6144, tied=True),
+    "qwen3-4b": partial(_qwen3, "qwen3-4b", 36, 2560, 32, 8, 9728, tied=True),
+    "qwen3-8b": partial(_qwen3, "qwen3-8b", 36, 4096, 32, 8, 12288),
+    "qwen3-14b": partial(_qwen3, "qwen3-14b", 40, 5120, 40, 8, 17408),
+    "qwen3-32b": partial(_qwen3, "qwen3-32b", 64, 5120, 64, 8, 25600),
+    "gemma2-2b": partial(
+        _gemma2, "gemma2-2b", 26, 2304, 8, 4, 9216, features=_gemma2_features(256)
+    ),
+    "gemma2-9b": partial(
+        _gemma2, "gemma2-9b", 42, 3584, 16, 8, 14336, features=_gemma2_features(256)
+    ),
+    "gemma2-27b": partial(
+        _gemma2, "gemma2-27b", 46, 4608, 32, 16, 36864, head_dim=128, features=_gemma2_features(144)
+    ),
+    "gemma3-270m": partial(
+        _gemma3,
+        "gemma3-270m",
+        18,
+        640,
+        4,
+        1,
+        2048,
+        vocab_size=262144,
+        max_length=32768,
+        rope_scaling=None,
+        features=_gemma3_features(512),
+    ),
+    "gemma3-1b": partial(
+        _gemma3,
+        "gemma3-1b",
+        26,
+        1152,
+        4,
+        1,
+        6912,
+        vocab_size=262144,
+        max_length=32768,
+        rope_scaling=None,
+        features=_gemma3_features(512),
+    ),
+    "gemma3-4b": partial(
+        _gemma3, "gemma3-4b", 34, 2560, 8, 4, 10240, features=_gemma3_features(1024)
+    ),
+    "gemma3-12b": partial(
+        _gemma3, "gemma3-12b", 48, 3840, 16, 8, 15360, features=_gemma3_features(1024)
+    ),
+    "gemma3-27b": partial(
+        _gemma3,
+        "gemma3-27b",
+        62,
+        5376,
+        32,
+        16,
+        21504,
+        head_dim=128,
+        features=_gemma3_features(1024, 168),
+    ),
+    "olmo2-1b": partial(_olmo2, "olmo2-1b", 16, 2048, 16, 16, 8192),
+    "olmo2-7b": partial(_olmo2, "olmo2-7b", 32, 4096, 32, 32, 11008),
+    "olmo2-13b": partial(_olmo2, "olmo2-13b", 40, 5120, 40, 40, 13824),
+    "olmo2-32b": partial(_olmo2, "olmo2-32b", 64, 5120, 40, 8, 27648),
 }
+"""By the names that people type."""
+MODEL_HELP = "gpt2-nano, gpt2-xl, llama3-8b, qwen3-4b or another model of docs/running.md"
+"""Help of `--model`."""
 
 
 def model_preset(name: str) -> ModelConfig:
