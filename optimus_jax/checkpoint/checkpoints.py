@@ -72,8 +72,8 @@ _REMEDIES = {
     errno.ENOSPC: "make room",
     errno.EDQUOT: "make room within the quota",
     errno.ENOENT: "see whether somebody has removed or unmounted it",
-    errno.EACCES: "mend its permissions",
-    errno.EPERM: "mend its permissions",
+    errno.EACCES: "fix its permissions",
+    errno.EPERM: "fix its permissions",
     errno.EROFS: "mount it so that it can be written",
     errno.ENOTDIR: "remove the file that has taken its place",
 }
@@ -383,7 +383,7 @@ class Checkpoints:
             explain(
                 f"the checkpoint of step {step} cannot be reached, and may be good",
                 given=f"{self._directory / str(step)}: {error}",
-                do="mend permissions or the disk, then try again",
+                do="fix permissions or the disk, then try again",
             )
         )
 

@@ -332,7 +332,7 @@ def _from_jax(config: DistributedConfig, on_cpu: bool) -> Launch | None:
                 explain(
                     f"{name} has started this process, and does not say where the others are",
                     given=f"{type(error).__name__}: {' '.join(str(error).split())}",
-                    do=f"mend that, or {EXPLICIT_SETUP_HINT}",
+                    do=f"fix that, or {EXPLICIT_SETUP_HINT}",
                 )
             ) from error
         host, _, port = address.rpartition(":")

@@ -100,7 +100,7 @@ class Launcher:
                 explain(
                     f"the variables that {self.name} has set for this process cannot be read",
                     given=f"{assignments(names)}: {error}",
-                    do=f"mend or unset {' and '.join(names)}, or {EXPLICIT_SETUP_HINT}",
+                    do=f"fix or unset {' and '.join(names)}, or {EXPLICIT_SETUP_HINT}",
                 )
             ) from error
         if self.is_exported:

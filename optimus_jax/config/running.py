@@ -201,7 +201,7 @@ class ControlConfig:
             if not 0 <= getattr(self, name) < 1:
                 raise ConfigError(
                     explain(
-                        f"controller.{name} is a fraction",
+                        f"controller.{name} must be a fraction",
                         given=getattr(self, name),
                         do="choose 0 or more and less than 1",
                     )

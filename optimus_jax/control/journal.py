@@ -229,7 +229,7 @@ class Journal:
                 explain(
                     "the record of a switch cannot be written",
                     given=f"{self._path}: {error}",
-                    do="make room or mend the permissions; until then the run keeps its plan",
+                    do="make room or fix the permissions; until then the run keeps its plan",
                 )
             ) from error
 

@@ -132,9 +132,9 @@ def _named_in(file: Path) -> str | None:
     except (OSError, ValueError, RecursionError) as error:
         raise DataError(
             explain(
-                f"{file} cannot be read, which may name the end of documents",
+                f"cannot read {file}, which may name the end of documents",
                 given=error,
-                do="mend or remove it, or name the token: --set data.eos=TOKEN",
+                do="fix or remove it, or name the token: --set data.eos=TOKEN",
             )
         ) from error
     token = value.get("eos_token") if isinstance(value, dict) else None

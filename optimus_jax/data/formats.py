@@ -97,7 +97,7 @@ class SourceFile:
             explain(
                 f"{self.path}, {what}",
                 given=given,
-                do=f"mend the {unit}, {name}or leave bad lines out: --set data.skip_bad_lines=true",
+                do=f"fix the {unit}, {name}or leave bad lines out: --set data.skip_bad_lines=true",
             )
         ) from error
 
@@ -232,7 +232,7 @@ def _bad_names(source_file: SourceFile, line: int, error: Exception) -> DataErro
         explain(
             f"{source_file.path}, line {line}, is no row of names",
             given=error,
-            do="mend the first row, which names the columns",
+            do="fix the first row, which names the columns",
         )
     )
 

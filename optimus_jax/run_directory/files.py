@@ -104,7 +104,7 @@ def file_error(path: Path, error: OSError) -> RunDirectoryError:
             f"{path.name} of the run cannot be read or written: {error.strerror or error}",
             given=f"{path}; {free}",
             do=(
-                "make room, raise the limit or mend the permissions; then start again, with"
+                "make room, raise the limit or fix the permissions; then start again, with"
                 " --resume if the run had begun"
             ),
         )

@@ -55,7 +55,7 @@ class RunLock:
                 explain(
                     "the run directory cannot be written",
                     given=f"{path}: {error.strerror}",
-                    do="mend its permissions, or choose another --run-dir",
+                    do="fix its permissions, or choose another --run-dir",
                 )
             ) from error
         try:

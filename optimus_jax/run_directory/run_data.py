@@ -145,7 +145,7 @@ def _other_eos(given: str, run: Path | None = None) -> DataError:
 def _other_tokenizer(given: str) -> DataError:
     return DataError(
         explain(
-            "a run keeps its tokenizer, by which its token ids mean what they mean",
+            "a run keeps its tokenizer: with another one its token ids would mean other text",
             given=given,
             do="leave --tokenizer out, or start a new run with another --run-dir",
         )

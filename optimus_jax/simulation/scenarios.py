@@ -235,7 +235,7 @@ class Scenario:
             return _scenario(parse_json(text))
         except JSONInputError as error:
             raise ConfigError(
-                explain(f"{where} is not JSON", given=error, do="mend the file")
+                explain(f"{where} is not JSON", given=error, do="fix the file")
             ) from error
 
 

@@ -47,7 +47,7 @@ def test_differing_processes_are_told_what_differs(monkeypatch):
 def test_an_error_of_one_process_is_raised_by_all(
     monkeypatch, here, there, raised, raised_by_all_processes
 ):
-    """Only a process that knows that all have an error which a user can mend may exit in order and
+    """Only a process that knows that all have an error which a user can fix may exit in order and
     wait for the others.
     """
 

@@ -701,7 +701,7 @@ def test_each_launcher_forms_the_run(found, monkeypatch, environment, expected):
         (STEP | TORCH | {"WORLD_SIZE": "2", "RANK": "0"}, "SLURM has started 4"),
         (STEP | TORCH | {"RANK": "0"}, "do not agree"),
         (MPI | {"OMPI_MCA_orte_hnp_uri": "nonsense"}, "OMPI_MCA_orte_hnp_uri"),
-        ({"OMPI_MCA_orte_hnp_uri": "nonsense"}, "mend or unset OMPI_MCA_orte_hnp_uri, or"),
+        ({"OMPI_MCA_orte_hnp_uri": "nonsense"}, "fix or unset OMPI_MCA_orte_hnp_uri, or"),
         ({"PMIX_RANK": "1"}, "PMIX_RANK=1"),
         ({"SLURM_PROCID": "1"}, "SLURM_PROCID=1"),
         ({"NODE_RANK": "1"}, "NODE_RANK=1"),

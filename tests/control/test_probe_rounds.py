@@ -366,7 +366,7 @@ def test_a_slow_link_stays_slow_on_another_mesh():
     assert run(rounds)["link_slowdown/between"] == pytest.approx(4, rel=FLOAT32)
     after.s_per_byte["data"] /= 4
     assert run(rounds)["link_slowdown/between"] == pytest.approx(1, rel=FLOAT32), (
-        "until it is mended"
+        "until it is repaired"
     )
 
 

@@ -214,7 +214,7 @@ def test_eos_token_is_chosen_by_name(tmp_path):
                 r" '<gone>'(.|\n)*--set data.eos=TOKEN"
             ),
         ),
-        ("nope", {}, r"tokenizer_config.json cannot be read, which may name the end"),
+        ("nope", {}, r"cannot read .*tokenizer_config.json, which may name the end"),
     ],
 )
 def test_missing_eos_token_is_an_error(tmp_path, content, named, message):

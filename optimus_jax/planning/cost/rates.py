@@ -146,7 +146,7 @@ class Rates:
         ):
             raise PlanError(
                 explain(
-                    f"nothing is known of how fast a {accelerator.name} is",
+                    f"the speed of a {accelerator.name} is unknown",
                     given="no figures in devices/accelerators.py",
                     do="profile it where it is, or plan for a listed accelerator",
                 )
