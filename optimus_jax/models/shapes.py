@@ -7,7 +7,7 @@ import jax
 from flax import nnx
 
 from optimus_jax.config import ModelConfig
-from optimus_jax.mesh.axes import LAYERS
+from optimus_jax.mesh.axes import LAYERS, VOCAB
 from optimus_jax.mesh.collectives import Collectives
 from optimus_jax.models.keys import make_key
 from optimus_jax.models.transformer import Decoder
@@ -50,17 +50,20 @@ class ModelShapes:
 
     @property
     def num_params(self) -> int:
-        """Number of parameters, without padding rows."""
-        rows = self.config.vocab_size * (1 if self.config.tied else 2)
-        outer = sum(
-            leaf.size
-            for name, part in self.params.items()
-            if name != LAYERS
-            for leaf in jax.tree.leaves(part)
-        )
-        padding = self.vocab_rows * (1 if self.config.tied else 2) - rows
-        stack = sum(leaf.size // len(self.slots) for leaf in jax.tree.leaves(self.params[LAYERS]))
-        return outer - padding * self.config.embed_dim + stack * self.config.num_layers
+        """Number of parameters, without padding rows and empty slots."""
+        total = 0
+        for leaf, names in zip(
+            jax.tree.leaves(self.params),
+            jax.tree.leaves(self.names, is_leaf=lambda node: isinstance(node, tuple)),
+            strict=True,
+        ):
+            size = leaf.size
+            for dim, name in zip(leaf.shape, names, strict=True):
+                if name in (VOCAB, LAYERS):
+                    used = self.config.vocab_size if name == VOCAB else self.config.num_layers
+                    size = size // dim * used
+            total += size
+        return total
 
     def whole_outside_layers(self, params: Params, comm: Collectives) -> Params:
         """The parameters, with all matrices outside the stack gathered along fsdp and cast.

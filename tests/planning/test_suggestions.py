@@ -191,7 +191,7 @@ def command_lines(draw: st.DrawFn) -> str:
 @pytest.mark.slow
 @given(line=command_lines(), gib=st.sampled_from((None, None, 0.2)))
 @example(line=NANO + "--mesh tensor=8", gib=0.2)  # would fit all split, with moments in bf16
-@settings(max_examples=100)
+@settings(max_examples=50)
 def test_every_suggestion_is_accepted(line, gib):
     config = config_of(line)
     try:

@@ -7,7 +7,6 @@ refused the config, so every printed suggestion has been accepted.
 """
 
 import dataclasses
-import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -79,23 +78,27 @@ def nearest_accepted(
     suggestion changes all the settings of another one.
     """
 
-    @functools.cache
-    def accepted(config: Config, topology: Topology) -> bool:
-        try:
-            accepts(config, topology)
-        except PlanError:
-            return False
-        return True
+    answers: dict[tuple[tuple[str, Any], ...], bool] = {}
+
+    def accepted(changes: Changes) -> bool:
+        key = tuple(sorted(changes.items()))
+        if key not in answers:
+            try:
+                accepts(*_changed(config, topology, changes))
+                answers[key] = True
+            except PlanError:
+                answers[key] = False
+        return answers[key]
 
     found: list[Changes] = []
     for changes in _few_kinds(config, topology):
-        if len(found) == MOST_NAMED or accepted.cache_info().currsize >= MOST_TRIED:
+        if len(found) == MOST_NAMED or len(answers) >= MOST_TRIED:
             break
         if any(name.startswith(kept) for name in changes) or any(
             other.keys() <= changes.keys() for other in found
         ):
             continue
-        if accepted(*_changed(config, topology, changes)):
+        if accepted(changes):
             found.append(changes)
     if found:
         return found
@@ -107,19 +110,21 @@ def nearest_accepted(
     }
     for mesh in _meshes(config, topology):
         changes = {**mesh, **open_settings}
-        if accepted(*_changed(config, topology, changes)):
+        if accepted(changes):
             for name in open_settings:
                 fewer = {other: value for other, value in changes.items() if other != name}
-                if accepted(*_changed(config, topology, fewer)):
+                if accepted(fewer):
                     changes = fewer
             return [changes]
     # Last, because it is the only suggestion that does not concern the layout.
     moments = {MOMENTS: "bf16"}
-    try:
-        smaller = config.with_values(moments)
-    except ConfigError:  # betas that bf16 cannot follow
+    if MOMENTS.startswith(kept):
         return []
-    return [moments] if not MOMENTS.startswith(kept) and accepted(smaller, topology) else []
+    try:
+        accepts(config.with_values(moments), topology)
+    except (ConfigError, PlanError):  # ConfigError: betas that bf16 cannot follow
+        return []
+    return [moments]
 
 
 def _few_kinds(config: Config, topology: Topology) -> Iterator[Changes]:
