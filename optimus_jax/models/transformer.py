@@ -264,7 +264,8 @@ class Decoder(nnx.Module):
         if self.scale_embedding is not None:
             x_BLD = x_BLD * jnp.asarray(self.scale_embedding, x_BLD.dtype)
         if self.positions is not None:
-            rows_BL = positions_BL + self.position_offset
+            offset = self.position_offset
+            rows_BL = positions_BL + offset if offset else positions_BL
             x_BLD = x_BLD + rows_of(self.positions[...], rows_BL, run.comm.dtype)
         elif features_of(self.config).positions == "sinusoid":
             x_BLD = x_BLD + sinusoids(positions_BL, x_BLD.shape[-1]).astype(run.comm.dtype)
