@@ -6,6 +6,7 @@ model of other sizes, or on a device that has a part of them, follow without tra
 else XLA allocates while it computes a layer is not included (planning/cost/memory.py).
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -20,9 +21,12 @@ from optimus_jax.models.kernels import Visibility
 from optimus_jax.models.shapes import model_shapes
 from optimus_jax.models.transformer import ForwardContext
 
-EMBED, KV_HEADS, GROUP, HALF_HEAD, MLP = 1009, 101, 103, 109, 1013
-"""Primes that stand for a layer's sizes: the width of the stream, key/value heads, query heads for
+SIZES = EMBED, KV_HEADS, GROUP, HALF_HEAD, MLP = ("embed", "kv_heads", "group", "half_head", "mlp")
+"""Sizes of a layer that primes stand for: the width of the stream, key/value heads, query heads for
 each of them, half of a head's width, and the feed-forward's width."""
+PRIMES = (101, 103, 107, 109, 113, 127, 131, 137, 139, 149, 151, 157, 163, 167, 173)
+"""Of these, those that do not divide the sequence length are taken: five, whatever it is below
+10^20."""
 ROWS = 7
 """Sequences of the traced layer: a prime that divides the size of no weight."""
 FLOATS = {4: jnp.float32, 2: jnp.bfloat16}
@@ -54,15 +58,12 @@ class _SavedArray:
 
     num_bytes: float
     """What is left without the sizes below."""
-    primes: tuple[int, ...]
-    """Those that its size is divisible by."""
+    factors: tuple[str, ...]
+    """Those of SIZES that its size is a product of."""
 
-    def of(self, sizes: dict[int, float]) -> float:
-        """Bytes of one token in a layer of these sizes, given by their primes."""
-        num_bytes = self.num_bytes
-        for prime in self.primes:
-            num_bytes *= sizes[prime]
-        return num_bytes
+    def of(self, sizes: dict[str, float]) -> float:
+        """Bytes of one token in a layer of these sizes."""
+        return self.num_bytes * math.prod(sizes[factor] for factor in self.factors)
 
 
 def saved_bytes(
@@ -93,13 +94,13 @@ def saved_bytes(
         MLP: model.mlp_dim // mlp_ways,
     }
     found = dict.fromkeys(("stream", "attention", "weights", "feed_forward"), 0.0)
-    for array in _traced(_kind(model), remat, kernel, seq_len, itemsize)[0]:
-        if MLP in array.primes:
+    for array in _traced(_kind(model, seq_len), remat, kernel, seq_len, itemsize)[0]:
+        if MLP in array.factors:
             part = "feed_forward"
-        elif HALF_HEAD in array.primes:
+        elif HALF_HEAD in array.factors:
             part = "attention"
         else:
-            part = "stream" if EMBED in array.primes else "weights"
+            part = "stream" if EMBED in array.factors else "weights"
         found[part] += array.of(sizes)
     return SavedBytes(**found)
 
@@ -118,23 +119,30 @@ def saved_once_bytes(
     Such as cosines and sines of rotary positions and, with documents, cuDNN's mask (a bias for
     every pair of query and key) or the document of every token.
     """
-    arrays = _traced(_kind(model), remat, kernel, seq_len, itemsize, respect_documents)[1]
+    kind = _kind(model, seq_len)
+    arrays = _traced(kind, remat, kernel, seq_len, itemsize, respect_documents)[1]
     return sum(array.of({HALF_HEAD: rotated_dims(model) / 2}) for array in arrays)
 
 
-def _kind(model: ModelConfig) -> ModelConfig:
+def _primes(seq_len: int) -> dict[str, int]:
+    """The prime for each of SIZES."""
+    return dict(zip(SIZES, (prime for prime in PRIMES if seq_len % prime), strict=False))
+
+
+def _kind(model: ModelConfig, seq_len: int) -> ModelConfig:
     """A model of one layer with primes for sizes, the same for all models with these features."""
-    group = 1 if model.num_heads == model.num_kv_heads else GROUP
+    primes = _primes(seq_len)
+    group = 1 if model.num_heads == model.num_kv_heads else primes[GROUP]
     return ModelConfig(
         name="traced",
         family=model.family,
         vocab_size=8,
         num_layers=1,
-        embed_dim=EMBED,
-        num_heads=KV_HEADS * group,
-        num_kv_heads=KV_HEADS,
-        head_dim=2 * HALF_HEAD,
-        mlp_dim=MLP,
+        embed_dim=primes[EMBED],
+        num_heads=primes[KV_HEADS] * group,
+        num_kv_heads=primes[KV_HEADS],
+        head_dim=2 * primes[HALF_HEAD],
+        mlp_dim=primes[MLP],
         max_length=8,
         dropout=0.0,
         features=replace(model.features, rope_dims=0),
@@ -174,15 +182,15 @@ def _traced(
         for leaf in leaves:
             is_of_layer = leaf.ndim > 0 and leaf.shape[0] == 1
             if leaf.size % ROWS == 0 and is_of_layer == of_layer:
-                yield _factored(leaf.size * leaf.dtype.itemsize, ROWS * seq_len)
+                yield _factored(leaf.size * leaf.dtype.itemsize, seq_len)
 
     return tuple(arrays(of_layer=True)), tuple(arrays(of_layer=False))
 
 
-def _factored(num_bytes: int, tokens: int) -> _SavedArray:
-    primes = []
-    for prime in (EMBED, KV_HEADS, GROUP, HALF_HEAD, MLP):
+def _factored(num_bytes: int, seq_len: int) -> _SavedArray:
+    factors = []
+    for size, prime in _primes(seq_len).items():
         while num_bytes % prime == 0:
             num_bytes //= prime
-            primes.append(prime)
-    return _SavedArray(num_bytes=num_bytes / tokens, primes=tuple(primes))
+            factors.append(size)
+    return _SavedArray(num_bytes=num_bytes / (ROWS * seq_len), factors=tuple(factors))

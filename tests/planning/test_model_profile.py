@@ -255,6 +255,16 @@ def test_activation_bytes_equal_what_autodiff_saves(
     assert saved_once_bytes(model, remat, respect_documents=documents, **sizes) == shared
 
 
+@pytest.mark.parametrize("seq_len", [1009, 1010, 515 * 107, 101 * 103 * 107])
+def test_saved_bytes_do_not_depend_on_the_factors_of_the_length(seq_len):
+    """Primes stand for sizes, and a length may be divisible by the same ones."""
+    model = model_preset("llama-nano")
+    how = {"kernel": "cudnn", "itemsize": 2}
+    assert saved_bytes(model, "none", seq_len=seq_len, **how) == saved_bytes(
+        model, "none", seq_len=1024, **how
+    )
+
+
 def test_tensor_devices_save_their_share_of_activations():
     model = model_preset("llama-nano")
     one, four = (
