@@ -1,5 +1,5 @@
 """The decoder families: what each has of the features in `config.Features`. A new family is a new
-row, and a format in `models/huggingface.py` if weights of it are to be read.
+row, and a format in `models/huggingface_formats.py` if weights of it are to be read.
 """
 
 from dataclasses import fields, replace
@@ -7,8 +7,6 @@ from functools import lru_cache
 
 from optimus_jax.config import Features, ModelConfig
 from optimus_jax.errors import ConfigError, explain, nearest
-
-ALL_BIASES = ("query", "key", "value", "out", "up", "down")
 
 GPT2 = Features(
     positions="learned",
@@ -20,7 +18,7 @@ GPT2 = Features(
     norm_place="pre",
     parallel=False,
     final_norm=True,
-    biases=ALL_BIASES,
+    biases=("query", "key", "value", "out", "up", "down"),
     attention_scale=0.0,
     qk_norm="none",
     attention_softcap=0.0,
@@ -34,7 +32,6 @@ GPT2 = Features(
     head_softcap=0.0,
 )
 LLAMA = replace(GPT2, positions="rotary", norm="rms", biases=(), gated=True, activation="silu")
-QWEN3 = replace(LLAMA, qk_norm="head")
 GEMMA2 = replace(
     LLAMA,
     norm="rms_plus_one",
@@ -67,7 +64,7 @@ FAMILIES: dict[str, Features] = {
     "mistral": LLAMA,
     "phi3": LLAMA,
     "qwen2": replace(LLAMA, biases=("query", "key", "value")),
-    "qwen3": QWEN3,
+    "qwen3": replace(LLAMA, qk_norm="head"),
     "olmo2": replace(LLAMA, norm_place="output", qk_norm="whole"),
     "gemma2": GEMMA2,
     "gemma3_text": replace(

@@ -62,8 +62,9 @@ def config_from_huggingface(hf_config: HfConfig) -> ModelConfig:
     for key in UNSUPPORTED:
         if hf_config.get(key) is not None:
             raise not_supported(key, hf_config[key], (None,))
-    if family != "phi3" and hf_config.get("partial_rotary_factor", 1.0) != 1.0:
-        raise not_supported("partial_rotary_factor", hf_config["partial_rotary_factor"], (1.0,))
+    partial = {**hf_config, **(hf_config.get("rope_parameters") or {})}.get("partial_rotary_factor")
+    if family != "phi3" and partial not in (None, 1.0):
+        raise not_supported("partial_rotary_factor", partial, (1.0,))
     sizes, missing = {}, []
     for field, key in hf_format.sizes.items():
         if (value := hf_config.get(key)) is None:
@@ -231,18 +232,19 @@ def _rotary(hf_config: HfConfig) -> dict[str, Any]:
     match kind := rope.get("rope_type", rope.get("type", "default")):
         case "default":
             return {"rope_theta": theta}
-        case "linear":
+        case "linear" if "factor" in rope:
             scaling = RopeScaling(kind="linear", factor=float(rope["factor"]))
             return {"rope_theta": theta, "rope_scaling": scaling}
         case "llama3" if rope.keys() >= set(ROPE_SCALING.values()):
             scaling = RopeScaling(**{field: rope[key] for field, key in ROPE_SCALING.items()})
             return {"rope_theta": theta, "rope_scaling": scaling}
-        case "llama3":
+        case "linear" | "llama3":
+            needed = ["factor"] if kind == "linear" else ROPE_SCALING.values()
             raise ConfigError(
                 explain(
-                    "rope_type=llama3 lacks numbers",
+                    f"rope_type={kind} lacks numbers",
                     given=rope,
-                    do="give " + ", ".join(ROPE_SCALING.values()),
+                    do="give " + ", ".join(needed),
                 )
             )
     raise not_supported("rope_type", kind, ("default", "linear", "llama3"))

@@ -572,6 +572,12 @@ def test_released_configs_are_our_presets():
         (RELEASED_LLAMA, {"hidden_act": "gelu"}, "hidden_act='gelu'"),
         (RELEASED_LLAMA, {"rope_scaling": {"type": "yarn", "factor": 2.0}}, "rope_type='yarn'"),
         (RELEASED_LLAMA, {"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, "lacks numbers"),
+        (RELEASED_LLAMA, {"rope_scaling": {"type": "linear"}}, "rope_type=linear lacks numbers"),
+        (
+            RELEASED_LLAMA,
+            {"rope_parameters": {"partial_rotary_factor": 0.5}},
+            "partial_rotary_factor=0.5",
+        ),
     ],
 )
 def test_unsupported_models_are_refused(released: dict, change: dict, message: str):
