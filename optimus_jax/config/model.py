@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
-from optimus_jax.config.checks import check_counts, check_positive
+from optimus_jax.config.checks import check_counts, check_not_negative, check_positive
 from optimus_jax.errors import ConfigError, explain
 
 MOST_LAYERS = 10_000
@@ -87,6 +87,12 @@ class Features:
     """Whether the output head has a bias."""
     head_softcap: float | None = None
     """Logits l become c tanh(l / c); 0: no cap."""
+
+    def __post_init__(self) -> None:
+        counts = ("position_offset", "rope_dims", "window", "table_dim")
+        floats = ("window_rope_theta", "attention_scale", "attention_softcap", "head_softcap")
+        check_not_negative(self, *counts, *floats)
+        check_counts(self, *counts)
 
 
 @dataclass(frozen=True, kw_only=True)

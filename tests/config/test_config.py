@@ -279,6 +279,8 @@ def test_settings_left_open_are_derived():
         ({"optimizer.beta1": 1}, r"optimizer.beta1 must be at least 0(.|\n)*less than 1"),
         ({"optimizer.beta2": 1.0}, r"optimizer.beta2 must be at least 0 and below 1"),
         ({"model.init_std": -1}, r"model.init_std cannot be negative"),
+        ({"model.features.window": -1}, r"window cannot be negative"),
+        ({"model.features.head_softcap": -30.0}, r"head_softcap cannot be negative"),
         ({"seed": -1}, r"seed is out of range"),
         ({"seed": 3_000_000_000}, r"seed is out of range(.|\n)*3000000000(.|\n)*0 to 2147483647"),
         ({"eval_every": -1}, r"cannot be negative"),

@@ -35,6 +35,18 @@ def test_tick_counts_equal_those_of_the_schedule_table(name, stages, microbatche
     )
 
 
+def _two_stages(schedule, table=None):
+    """A pipeline of two stages with a layer each."""
+    return Pipelining(
+        schedule=schedule,
+        layers_per_stage=(1, 1),
+        repeats=1,
+        send_slack=False,
+        keep_residuals=True,
+        table=table,
+    )
+
+
 def test_ticks_of_a_user_written_table_are_counted():
     """The table has an idle tick between forward and backward."""
     table = (
@@ -42,15 +54,7 @@ def test_ticks_of_a_user_written_table_are_counted():
         ' [[0, -1], [1, 0], [-1, 1], [-1, -1], [-1, -1]], "backward": [[-1, -1], [-1, -1], [-1, 0],'
         " [0, 1], [1, -1]]}"
     )
-    pipeline = Pipelining(
-        schedule="mine",
-        layers_per_stage=(1, 1),
-        repeats=1,
-        send_slack=False,
-        keep_residuals=True,
-        table=table,
-    )
-    assert count_ticks(pipeline, 2, 2) == Ticks(forward=3, backward=3, useful=2)
+    assert count_ticks(_two_stages("mine", table), 2, 2) == Ticks(forward=3, backward=3, useful=2)
 
 
 def test_a_named_schedule_without_a_formula_is_counted_in_its_table(monkeypatch):
@@ -64,12 +68,4 @@ def test_a_named_schedule_without_a_formula_is_counted_in_its_table(monkeypatch)
         )
 
     monkeypatch.setitem(SCHEDULES, "mine", one_at_a_time)
-    pipeline = Pipelining(
-        schedule="mine",
-        layers_per_stage=(1, 1),
-        repeats=1,
-        send_slack=False,
-        keep_residuals=True,
-        table=None,
-    )
-    assert count_ticks(pipeline, 2, 3) == Ticks(forward=6, backward=6, useful=3)
+    assert count_ticks(_two_stages("mine"), 2, 3) == Ticks(forward=6, backward=6, useful=3)
