@@ -50,7 +50,12 @@ EAGER = replace(
 """llm-foundry: 10 forward passes over memory for norms and residuals, and 8 for packing and
 unpacking attention's four arrays (`bert_padding`); backward likewise."""
 COMPILED = replace(
-    OURS, name="PyTorch FSDP, compiled", lockstep=False, head_shared=False, repeats_last=True
+    OURS,
+    name="PyTorch FSDP, compiled",
+    lockstep=False,
+    head_shared=False,
+    repeats_last=True,
+    fsdp_combines=True,
 )
 COMPILED_16 = replace(COMPILED, name="PyTorch FSDP, compiled, gradients in bf16", gradient_bytes=2)
 """The mixed precision of fms-fsdp."""

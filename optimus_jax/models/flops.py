@@ -1,4 +1,4 @@
-"""Closed-form FLOPs of a decoder: those that count for MFU, and those that a device computes.
+"""FLOPs of a decoder, read from its program.
 
 Convention: only matrix products count; a multiplication and an addition are two FLOPs, and backward
 counts twice forward. Everything else (norms, nonlinearities, softmax, embedding lookups, the
@@ -13,50 +13,19 @@ pairs that the mask then hides, and remat computes parts of forward again.
 Source: FLOP counts of Narayanan et al. 2021 (arXiv:2104.04473), for grouped heads and gates.
 """
 
-from optimus_jax.config import AttentionKernel, ModelConfig, RematPolicy
-from optimus_jax.models.families import features_of, has_window, table_width
-from optimus_jax.models.kernels import block_size
+from dataclasses import replace
+from functools import lru_cache
 
-FORWARD_CORE_MATMULS = 2
-"""Matrix products in the core of attention: queries with keys, and weights with values. Backward
-has twice as many."""
-CUDNN_BACKWARD_AGAIN = 1
-"""Matrix products that the backward of the fused kernel computes again: queries with keys, since it
-keeps no attention weights (arXiv:2205.14135, algorithm 4)."""
+import jax
+import jax.numpy as jnp
 
-
-def attention_params(model: ModelConfig) -> int:
-    """Elements of one layer's attention projections (query, key, value, output); no biases."""
-    return model.embed_dim * model.head_dim * 2 * (model.num_heads + model.num_kv_heads)
-
-
-def mlp_matrices(model: ModelConfig) -> int:
-    """Number of feed-forward matrices that lead to the hidden width: 1, or 2 with a gate."""
-    return 2 if features_of(model).gated else 1
-
-
-def feed_forward_params(model: ModelConfig) -> int:
-    """Elements of one layer's feed-forward matrices, without biases."""
-    return model.embed_dim * model.mlp_dim * (mlp_matrices(model) + 1)
-
-
-def head_params(model: ModelConfig) -> int:
-    """Elements of the head's matrix, which is the embedding if weights are tied; and of the
-    projections between the embedding's width and the residual stream's, if these differ.
-    """
-    width = table_width(model)
-    between = 2 * model.embed_dim * width if width != model.embed_dim else 0
-    return width * model.vocab_size + between
-
-
-def matmul_params(model: ModelConfig) -> int:
-    """Parameters that every token is multiplied by: attention, feed-forward and head matrices.
-
-    The embedding is not counted: its rows are looked up.
-    """
-    return model.num_layers * (attention_params(model) + feed_forward_params(model)) + head_params(
-        model
-    )
+from optimus_jax.config import ModelConfig
+from optimus_jax.mesh.collectives import Collectives
+from optimus_jax.models.families import features_of, has_window
+from optimus_jax.models.layer_program import layer_programs, whole_sizes
+from optimus_jax.models.program_reader import ProgramReader
+from optimus_jax.models.shapes import model_shapes
+from optimus_jax.models.transformer import ForwardContext
 
 
 def causal_pairs(seq_len: int) -> float:
@@ -74,57 +43,37 @@ def counted_pairs(model: ModelConfig, seq_len: int) -> float:
     return share * inside + (1 - share) * causal_pairs(seq_len)
 
 
-def computed_pairs(seq_len: int, kernel: AttentionKernel) -> float:
-    """Pairs of query and key that `kernel` computes in one sequence.
-
-    `xla` computes whole blocks: a block of queries with every key up to its last query
-    (models/kernels.py). `cudnn` is assumed to skip every masked pair; how many its tiles compute
-    beyond that is not published.
+@lru_cache(maxsize=256)
+def layer_flops(model: ModelConfig, seq_len: int) -> tuple[float, float]:
+    """Forward FLOPs of one layer for one sequence: of products with its matrices, and of its
+    attention core for one pair of query and key.
     """
-    if kernel == "cudnn":
-        return causal_pairs(seq_len)
-    num_blocks = seq_len // block_size(seq_len)
-    return seq_len**2 * (num_blocks + 1) / (2 * num_blocks)
+    # The fused kernel's trace states its products for any pairs, and is the shortest.
+    programs = layer_programs(model, seq_len=seq_len, precision="bf16", kernel="cudnn")
+    forward, sizes = programs.under("none").forward, whole_sizes(model)
+    matrices = sum(product.flops(sizes) for product in forward.products)
+    per_pair = sum(
+        2.0 * each.num_products * each.matrices.of(sizes) * each.head_dim.of(sizes)
+        for each in forward.fused
+    )
+    return matrices, per_pair
 
 
-def core_flops(model: ModelConfig, pairs: float) -> float:
-    """Forward FLOPs of one layer's attention core for `pairs` pairs of query and key."""
-    return 2.0 * FORWARD_CORE_MATMULS * model.num_heads * model.head_dim * pairs
-
-
-def recomputed_core_flops(
-    model: ModelConfig, pairs: float, remat: RematPolicy, kernel: AttentionKernel
-) -> float:
-    """FLOPs of one layer's attention core that backward computes a second time.
-
-    Every remat policy except `none` runs the core's forward again. Without remat, backward needs
-    the products of queries and keys where scores are capped, as cuDNN's kernel always does.
+@lru_cache(maxsize=256)
+def head_flops(model: ModelConfig) -> float:
+    """Forward FLOPs of a token outside the layers: its logits, and projections between the
+    embedding's width and the stream's.
     """
-    is_capped = bool(features_of(model).attention_softcap)
-    again = kernel == "cudnn" or (remat == "none" and is_capped)
-    in_kernel = CUDNN_BACKWARD_AGAIN / FORWARD_CORE_MATMULS if again else 0
-    return core_flops(model, pairs) * (in_kernel + (remat != "none"))
+    shapes = model_shapes(replace(model, num_layers=1), model.vocab_size)
+    run = ForwardContext(comm=Collectives(jnp.dtype(jnp.float32)))
 
+    def logits(params: dict, ids: jax.Array) -> jax.Array:
+        whole = shapes.merged(params)
+        stream = whole.embed(ids, ids, run)
+        return whole.logits(whole.head_input(stream, run.comm), run)
 
-def recomputed_params(model: ModelConfig, remat: RematPolicy) -> tuple[int, int]:
-    """Elements of one layer's matrices whose products backward computes a second time.
-
-    Returns:
-      (elements of attention, elements of feed-forward). With remat `full` these are all matrices
-      except those whose product is only added to the residual: backward does not need it. These
-      are the last matrix, and the last of attention where both are added together, unless a norm
-      follows.
-    """
-    if remat != "full":
-        return 0, 0
-    features = features_of(model)
-    is_normed = features.norm_place != "pre"
-    attention, feed_forward = attention_params(model), feed_forward_params(model)
-    if not is_normed:
-        feed_forward -= model.embed_dim * model.mlp_dim
-        if features.parallel:
-            attention -= model.embed_dim * model.num_heads * model.head_dim
-    return attention, feed_forward
+    traced = jax.make_jaxpr(logits)(shapes.params, jax.ShapeDtypeStruct((1, 1), jnp.int32))
+    return sum(product.flops(()) for product in ProgramReader().part(traced.jaxpr).products)
 
 
 def step_flops(model: ModelConfig, *, num_sequences: int, seq_len: int) -> float:
@@ -132,7 +81,6 @@ def step_flops(model: ModelConfig, *, num_sequences: int, seq_len: int) -> float
 
     Recomputation is not counted.
     """
-    attention = (
-        3 * model.num_layers * core_flops(model, num_sequences * counted_pairs(model, seq_len))
-    )
-    return 6.0 * matmul_params(model) * num_sequences * seq_len + attention
+    matrices, per_pair = layer_flops(model, seq_len)
+    layer = matrices + per_pair * counted_pairs(model, seq_len)
+    return 3.0 * num_sequences * (model.num_layers * layer + seq_len * head_flops(model))

@@ -192,19 +192,41 @@ def _traced_cudnn_forward(
     """cuDNN saves a float32 for every query and head, from which backward computes the weights
     again (arXiv:2205.14135).
     """
-    out_BLHK = 2 * q_BLHK
-    statistics_BHL = out_BLHK[..., 0].transpose(0, 2, 1).astype(jnp.float32)
+    out_BLHK, statistics_BHL = _fused_forward(q_BLHK, k_BTGK, v_BTGK)
     return out_BLHK, (q_BLHK, k_BTGK, v_BTGK, bias, statistics_BHL, out_BLHK)
 
 
 def _traced_cudnn_backward(kept: tuple, d_out_BLHK: Array) -> tuple:
     q_BLHK, k_BTGK, v_BTGK, bias, statistics_BHL, out_BLHK = kept
-    # Uses all that is kept, so that no part of it is taken for unused.
-    used = statistics_BHL.sum().astype(q_BLHK.dtype) + out_BLHK.sum()
     d_bias = None if bias is None else jnp.zeros_like(bias)
-    return (q_BLHK + used) * d_out_BLHK, k_BTGK, v_BTGK, d_bias
+    return *_fused_backward(q_BLHK, k_BTGK, v_BTGK, statistics_BHL, out_BLHK, d_out_BLHK), d_bias
 
 
+def _fused_forward(q_BLHK: Array, k_BTGK: Array, v_BTGK: Array) -> tuple[Array, Array]:
+    # Both directions use all that the kernel does, so that no part of it is taken for unused.
+    out_BLHK = q_BLHK + k_BTGK.sum() + v_BTGK.sum()
+    return out_BLHK, out_BLHK[..., 0].transpose(0, 2, 1).astype(jnp.float32)
+
+
+def _fused_backward(
+    q_BLHK: Array,
+    k_BTGK: Array,
+    v_BTGK: Array,
+    statistics_BHL: Array,
+    out_BLHK: Array,
+    d_out_BLHK: Array,
+) -> tuple[Array, Array, Array]:
+    used = statistics_BHL.sum().astype(q_BLHK.dtype) + out_BLHK.sum()
+    return (q_BLHK + used) * d_out_BLHK, k_BTGK + k_BTGK, v_BTGK + v_BTGK
+
+
+FORWARD_PRODUCTS = 2
+"""Matrix products in the core of attention: queries with keys, and weights with values."""
+FUSED_PRODUCTS = {_fused_forward.__name__: FORWARD_PRODUCTS, _fused_backward.__name__: 5}
+"""Products that the fused kernel computes, by the names of its directions in a traced program.
+Backward computes queries with keys again, since no attention weights are saved (arXiv:2205.14135,
+algorithm 4)."""
+_fused_forward, _fused_backward = jax.jit(_fused_forward), jax.jit(_fused_backward)
 _traced_cudnn.defvjp(_traced_cudnn_forward, _traced_cudnn_backward)
 
 

@@ -15,7 +15,7 @@ from optimus_jax.mesh.collectives import Collectives
 from optimus_jax.mesh.slots import EMPTY
 from optimus_jax.models.kernels import Visibility
 from optimus_jax.models.shapes import ModelShapes, Params
-from optimus_jax.models.transformer import ForwardContext
+from optimus_jax.models.transformer import Decoder, ForwardContext
 from optimus_jax.plan import Plan
 from optimus_jax.training.loss import cross_entropy
 
@@ -73,16 +73,12 @@ class Objective:
         """Final norm, head and cross-entropy: the weighted sum over these rows' tokens, a float32
         scalar.
         """
-        model = self.shapes.merged(whole)
-        hidden_BLE = model.head_input(x_BLD, self.comm)
-        weights: Any = rows["loss_mask"].astype("float32") * self.weight
-        return cross_entropy(
-            hidden_BLE.reshape(-1, hidden_BLE.shape[-1]),
-            model.output_head,
-            rows["targets"].reshape(-1),
-            weights.reshape(-1),
+        return next_token_loss(
+            self.shapes.merged(whole),
+            x_BLD,
+            rows,
             comm=self.comm,
-            vocab_size=self.config.model.vocab_size,
+            weight=self.weight,
             chunk_tokens=self.plan.loss_chunk_tokens,
         )
 
@@ -98,3 +94,32 @@ class Objective:
             if key is None
             else jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, rows["examples"]),
         )
+
+
+def next_token_loss(
+    model: Decoder,
+    x_BLD: Array,
+    rows: Batch,
+    *,
+    comm: Collectives,
+    weight: Array | float,
+    chunk_tokens: int,
+) -> Array:
+    """Cross-entropy of the next token: the weighted sum over these rows' tokens, a float32 scalar.
+
+    Args:
+      x_BLD: the residual stream after the layers.
+      weight: weight of every token that counts in the loss.
+      chunk_tokens: tokens whose logits exist at the same time.
+    """
+    hidden_BLE = model.head_input(x_BLD, comm)
+    weights: Any = rows["loss_mask"].astype("float32") * weight
+    return cross_entropy(
+        hidden_BLE.reshape(-1, hidden_BLE.shape[-1]),
+        model.output_head,
+        rows["targets"].reshape(-1),
+        weights.reshape(-1),
+        comm=comm,
+        vocab_size=model.config.vocab_size,
+        chunk_tokens=chunk_tokens,
+    )

@@ -3,10 +3,12 @@
 import math
 from dataclasses import replace
 
+import jax
 import pytest
 from pricing import GPT, HOST, HOSTS, LLAMA, RATES, plan_of
 
 from optimus_jax.errors import PlanError
+from optimus_jax.models.shapes import model_shapes
 from optimus_jax.plan import Plan
 from optimus_jax.planning.cost.communication import (
     CommunicationOp,
@@ -15,9 +17,8 @@ from optimus_jax.planning.cost.communication import (
     speed_of,
 )
 from optimus_jax.planning.cost.implementation_profile import MEGATRON, OURS, ImplementationProfile
-from optimus_jax.planning.cost.operators import LayerShape
+from optimus_jax.planning.cost.layer_shape import LayerShape, layer_shape
 from optimus_jax.planning.cost.rates import Rates
-from optimus_jax.planning.cost.stage_time import layer_shape
 from optimus_jax.planning.profiles.cluster import Cluster
 from optimus_jax.planning.profiles.links import Link
 
@@ -69,10 +70,11 @@ def test_f16_all_reduces_activations_in_float32():
     for part in ("layer forward", "layer backward"):
         ((num_bytes, count),) = bytes_and_counts(in_bf16, "all-reduce", part, ("tensor",))
         assert bytes_and_counts(in_f16, "all-reduce", part, ("tensor",)) == [(2 * num_bytes, count)]
-    embedded_and_gradient, statistics = bytes_and_counts(in_bf16, "all-reduce", "head", ("tensor",))
+    embedded, *statistics, gradient = bytes_and_counts(in_bf16, "all-reduce", "head", ("tensor",))
     assert bytes_and_counts(in_f16, "all-reduce", "head", ("tensor",)) == [
-        (1.5 * embedded_and_gradient[0], 2),
-        statistics,
+        embedded,
+        *statistics,
+        (2 * gradient[0], 1),
     ]
 
 
@@ -104,13 +106,13 @@ def matrices(model) -> int:
 def test_zero_3_gathers_each_layer_twice_and_scatters_it_once():
     plan, weights = plan_of("fsdp=8", LLAMA), matrices(LLAMA)
     assert bytes_and_counts(plan, "all-gather", "layer forward", ("fsdp",), LLAMA) == [
-        (2 * weights, 1)
-    ]
+        (2 * weights / 5, 5)
+    ], "five matrices: of queries, of keys and values, of outputs, and two of the feed-forward"
     assert bytes_and_counts(plan, "all-gather", "layer backward", ("fsdp",), LLAMA) == [
-        (2 * weights, 1)
+        (2 * weights / 5, 5)
     ]
     assert bytes_and_counts(plan, "reduce-scatter", "layer backward", ("fsdp",), LLAMA) == [
-        (4 * weights, 1)
+        (4 * weights / 5, 5)
     ]
 
 
@@ -118,31 +120,30 @@ def test_recomputed_stages_gather_weights_once_more():
     plan = plan_of("pipe=2,fsdp=4", keep=False, microbatches=8)
     assert [
         count for _, count in bytes_and_counts(plan, "all-gather", "layer backward", ("fsdp",))
-    ] == [2]
+    ] == [2 * 5]
 
 
-@pytest.mark.parametrize(
-    ("zero", "wanted"),
-    [
-        (0, {("all-reduce", ("data", "fsdp")): 1.0}),
-        (
-            1,
-            {
-                ("all-reduce", ("data",)): 0.25,
-                ("reduce-scatter", ("fsdp",)): 1.0,
-                ("all-gather", ("fsdp",)): 1.0,
-            },
-        ),
-    ],
-)
-def test_replicas_reduce_float32_gradients_once(zero, wanted):
-    params = GPT.num_layers * matrices(GPT) + GPT.vocab_size * GPT.embed_dim
-    once = {
-        (each.kind, each.axes): each.num_bytes * each.count
-        for each in ops_and_shape(plan_of("data=2,fsdp=4", zero=zero))[0]
-        if each.part == "step"
+def test_replicas_reduce_float32_gradients_once():
+    """Norms and biases stay whole along fsdp at every stage."""
+    leaves = {
+        zero: {
+            (each.kind, each.axes): each.num_bytes * each.count
+            for each in ops_and_shape(plan_of("data=2,fsdp=4", zero=zero))[0]
+            if each.part == "step"
+        }
+        for zero in (0, 1)
     }
-    assert once == pytest.approx({key: 4 * share * params for key, share in wanted.items()})
+    shapes = model_shapes(GPT, plan_of("data=2,fsdp=4").padded_vocab(GPT))
+    whole = 4 * sum(leaf.size for leaf in jax.tree.leaves(shapes.params))
+    split = 4 * (GPT.num_layers * matrices(GPT) + GPT.max_length * GPT.embed_dim)
+    split += 4 * shapes.vocab_rows * GPT.embed_dim
+    assert leaves[0] == {("all-reduce", ("data", "fsdp")): whole}
+    assert leaves[1] == {
+        ("all-reduce", ("data",)): split / 4,
+        ("all-reduce", ("data", "fsdp")): whole - split,
+        ("reduce-scatter", ("fsdp",)): split,
+        ("all-gather", ("fsdp",)): split,
+    }
 
 
 def test_stages_send_activations_and_share_the_head():

@@ -11,8 +11,8 @@ from optimus_jax.models.flops import step_flops
 from optimus_jax.plan import Plan
 from optimus_jax.planning.cost.cost import COMMUNICATION, Prediction, predict, term_times
 from optimus_jax.planning.cost.implementation_profile import MEGATRON
+from optimus_jax.planning.cost.layer_shape import layer_shape, shape_point
 from optimus_jax.planning.cost.rates import Correction
-from optimus_jax.planning.cost.stage_time import layer_shape, shape_point
 
 SEQ_LEN, BATCH = 1024, 64
 MESHES = [

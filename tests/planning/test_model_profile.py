@@ -15,14 +15,13 @@ from optimus_jax.config.axes import AxisSizes
 from optimus_jax.config.presets import PRESETS, model_preset
 from optimus_jax.mesh.build import discover
 from optimus_jax.mesh.collectives import Collectives
-from optimus_jax.models.activations import saved_bytes, saved_once_bytes
-from optimus_jax.models.flops import causal_pairs, computed_pairs, matmul_params, step_flops
+from optimus_jax.models.flops import step_flops
 from optimus_jax.models.kernels import Visibility
+from optimus_jax.models.layer_program import layer_programs, scores, sizes_on_device, whole_sizes
 from optimus_jax.models.shapes import model_shapes
 from optimus_jax.models.transformer import ForwardContext
 from optimus_jax.planning.ahead_of_time.hlo import dot_flops
 from optimus_jax.planning.profiles.model_profile import (
-    ITEM_BYTES,
     REMAT_POLICIES,
     LayerKind,
     profile_model,
@@ -128,17 +127,23 @@ def test_model_flops_are_the_published_ones_with_half_the_attention(name):
     assert profile.model_flops == pytest.approx(
         step_flops(model, num_sequences=3, seq_len=s) / (3 * s)
     )
-    assert profile.model_flops - profile[LayerKind.ATTENTION_CORE].model_flops == 6 * matmul_params(
-        model
-    )
+    matrices = 12 * layers * h**2 + model.vocab_size * h
+    core = profile[LayerKind.ATTENTION_CORE].model_flops
+    assert profile.model_flops - core == pytest.approx(6 * matrices, rel=1e-12)
 
 
-def test_blockwise_attention_computes_more_than_the_causal_pairs():
-    assert computed_pairs(256, "xla") == 256 * 64 + 192 * 64 + 128 * 64 + 64 * 64, (
-        "four blocks of 64 queries, each with all keys up to its last"
-    )
-    assert computed_pairs(100, "xla") == 100**2, "too short for blocks"
-    assert causal_pairs(100) == computed_pairs(100, "cudnn") == 100**2 / 2
+@pytest.mark.parametrize(
+    ("seq_len", "pairs"),
+    [
+        (256, 256 * 64 + 192 * 64 + 128 * 64 + 64 * 64),  # blocks, with all keys up to their last
+        (100, 100**2),  # too short for blocks
+    ],
+)
+def test_blockwise_attention_computes_more_than_the_causal_pairs(seq_len, pairs):
+    model = model_preset("llama-nano")
+    programs = layer_programs(model, seq_len=seq_len, precision="f32", kernel="xla")
+    computed = scores(programs.under("none").forward, whole_sizes(model))
+    assert computed == model.num_heads * pairs
 
 
 @pytest.mark.parametrize(
@@ -249,34 +254,53 @@ def test_activation_bytes_equal_what_autodiff_saves(
         "jax._src.cudnn.fused_attention_stablehlo.check_cudnn_version", lambda: 91000
     )
     model = model_called(name)
-    sizes = {"kernel": kernel, "seq_len": 256, "itemsize": ITEM_BYTES[precision]}
     layer, shared = saved_by_autodiff(model, remat, precision, kernel, documents)
-    assert saved_bytes(model, remat, **sizes).total == layer
-    assert saved_once_bytes(model, remat, respect_documents=documents, **sizes) == shared
+    program = layer_programs(
+        model, seq_len=256, precision=precision, kernel=kernel, respect_documents=documents
+    ).under(remat)
+    sizes = whole_sizes(model)
+    assert program.saved_bytes(sizes) == 256 * layer
+    assert program.saved_once_bytes(model, sizes) == 256 * shared
 
 
 @pytest.mark.parametrize("seq_len", [1009, 1010, 515 * 107, 101 * 103 * 107])
 def test_saved_bytes_do_not_depend_on_the_factors_of_the_length(seq_len):
     """Primes stand for sizes, and a length may be divisible by the same ones."""
     model = model_preset("llama-nano")
-    how = {"kernel": "cudnn", "itemsize": 2}
-    assert saved_bytes(model, "none", seq_len=seq_len, **how) == saved_bytes(
-        model, "none", seq_len=1024, **how
+    of_length, of_1024 = (
+        layer_programs(model, seq_len=length, precision="bf16", kernel="cudnn")
+        .under("none")
+        .saved_bytes(whole_sizes(model))
+        / length
+        for length in (seq_len, 1024)
     )
+    assert of_length == of_1024
 
 
 def test_tensor_devices_save_their_share_of_activations():
     model = model_preset("llama-nano")
     one, four = (
-        saved_bytes(
-            model, "selective", kernel="xla", seq_len=256, itemsize=2, heads_ways=n, mlp_ways=n
+        layer_programs(
+            model, seq_len=256, precision="bf16", kernel="xla", shares_kv_heads=ways == 4
         )
-        for n in (1, 4)
+        .under("selective")
+        .saved_bytes(
+            sizes_on_device(
+                model,
+                rows=1,
+                heads=model.num_heads // ways,
+                kv_heads=max(1, model.num_kv_heads // ways),
+                mlp=model.mlp_dim // ways,
+            )
+        )
+        / 256
+        for ways in (1, 4)
     )
-    assert four.stream == one.stream, "the residual stream is whole on each"
-    assert four.feed_forward == one.feed_forward / 4
-    assert four.attention == (2 * model.num_heads // 4 + 2) * model.head_dim * 2, (
-        "a key/value head each, of which there are two for four"
+    heads, stream = model.num_heads * model.head_dim, 2 * model.embed_dim
+    kv_heads = model.num_kv_heads * model.head_dim
+    assert one == 2 * (2 * heads + 2 * kv_heads + 2 * model.mlp_dim) + 2 * stream
+    assert four == 2 * (2 * heads / 4 + 2 * model.head_dim + 2 * model.mlp_dim / 4) + 2 * stream, (
+        "a key/value head each, of which there are two for four; the stream is whole on each"
     )
 
 

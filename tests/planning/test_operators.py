@@ -8,7 +8,9 @@ from hypothesis import strategies as st
 from pricing import GPT, LLAMA, RATES, plan_of
 
 from optimus_jax.models.flops import step_flops
+from optimus_jax.planning.cost.head_program import head_program, head_sizes
 from optimus_jax.planning.cost.implementation_profile import MEGATRON, OURS
+from optimus_jax.planning.cost.layer_shape import layer_shape, shape_point
 from optimus_jax.planning.cost.operators import (
     DeviceTime,
     device_time,
@@ -16,7 +18,7 @@ from optimus_jax.planning.cost.operators import (
     layer_work,
     with_launches,
 )
-from optimus_jax.planning.cost.stage_time import layer_shape, layer_time, shape_point
+from optimus_jax.planning.cost.stage_time import layer_time
 from optimus_jax.planning.cost.work import Work, matmul
 
 
@@ -25,11 +27,13 @@ def test_step_flops_without_remat_equal_the_models_flops(model):
     """All but the fused kernel's backward, which computes the scores again: 3.5 times forward,
     where the model's FLOPs count 3.
     """
-    shape = layer_shape(model, plan_of("data=1", model), seq_len=1024, global_batch=2)
-    layer = layer_work(shape, OURS)
+    plan = plan_of("data=1", model)
+    shape = layer_shape(model, plan, seq_len=1024, global_batch=2)
+    layer = layer_work(shape, "none", OURS)
     works = [*layer.attention, *layer.feed_forward]
     fused = sum(work.fused_flops for work in works)
-    head = head_work(shape.tokens, model.embed_dim, model.vocab_size, shape.width, OURS)
+    sizes = head_sizes(model, plan, shape.tokens, OURS)._replace(vocab=model.vocab_size)
+    head = head_work(head_program(model, "bf16"), sizes, shape.width, OURS)
     counted = model.num_layers * (sum(work.flops for work in works) + fused * 3 / 3.5) + head.flops
     assert counted == pytest.approx(step_flops(model, num_sequences=2, seq_len=1024), rel=1e-12)
 
@@ -41,6 +45,7 @@ def test_tensor_splits_all_matmuls_evenly(attention):
             layer_shape(
                 LLAMA, plan_of(mesh, LLAMA, attention=attention), seq_len=2048, global_batch=4
             ),
+            "none",
             OURS,
         )
         for mesh in ("data=1", "tensor=4")
@@ -57,13 +62,14 @@ def test_tensor_splits_all_matmuls_evenly(attention):
 
 def test_kv_heads_fewer_than_devices_are_computed_on_several():
     shape = layer_shape(LLAMA, plan_of("tensor=16", LLAMA), seq_len=128, global_batch=1)
-    assert (LLAMA.num_kv_heads, shape.heads, shape.kv_heads) == (8, 2, 1)
+    assert (LLAMA.num_kv_heads, shape.sizes.heads, shape.sizes.kv_heads) == (8, 2, 1)
 
 
 def test_unfused_attention_moves_scores_and_computes_more_pairs():
     fused, unfused = (
         layer_work(
             layer_shape(GPT, plan_of("data=1", attention=kernel), seq_len=1024, global_batch=1),
+            "selective",
             OURS,
         )
         for kernel in ("cudnn", "xla")
@@ -71,7 +77,7 @@ def test_unfused_attention_moves_scores_and_computes_more_pairs():
     scores = GPT.num_heads * 1024**2 * 9 / 16  # eight blocks of queries
     moved = unfused.attention[0].num_bytes - fused.attention[0].num_bytes
     assert moved == pytest.approx(scores * OURS.score_bytes[0])
-    assert fused.core.fused_flops < unfused.core.flops < 2 * fused.core.fused_flops
+    assert fused.again.fused_flops < unfused.again.flops < 2 * fused.again.fused_flops
 
 
 @pytest.mark.parametrize(
@@ -90,12 +96,13 @@ def test_softmax_that_cannot_be_fused_costs_more_kernels():
     two, four = (
         layer_work(
             layer_shape(GPT, plan_of("data=1", attention="xla"), seq_len=64, global_batch=batch),
+            "selective",
             MEGATRON,
         )
         for batch in (2, 4)
     )
-    assert two.core.kernels == MEGATRON.plain_softmax_kernels
-    assert four.core.kernels == 0
+    assert two.again.kernels == MEGATRON.plain_softmax_kernels
+    assert four.again.kernels == 0
 
 
 def test_matmul_of_few_tiles_or_short_inner_dim_is_less_efficient():

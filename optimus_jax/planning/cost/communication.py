@@ -6,25 +6,29 @@ backward of one microbatch, one microbatch's head, one tick, or the whole step.
 """
 
 import math
-from collections.abc import Mapping
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
-from optimus_jax.config import ModelConfig
-from optimus_jax.config.axes import DATA, FSDP, PIPE, TENSOR, AxisSizes
+from optimus_jax.config import ModelConfig, RematPolicy
+from optimus_jax.config.axes import FSDP, PIPE, AxisSizes
 from optimus_jax.errors import PlanError, explain
-from optimus_jax.mesh.axes import HEADS, MLP, VOCAB
-from optimus_jax.models.families import table_width
+from optimus_jax.mesh.axes import EMBED, HEADS, MLP
+from optimus_jax.models.program_reader import Collective, CollectiveKind
 from optimus_jax.plan import Plan
+from optimus_jax.planning.cost.head_program import head_program, head_sizes, vocab_axes
 from optimus_jax.planning.cost.implementation_profile import ImplementationProfile
-from optimus_jax.planning.cost.operators import LayerShape
+from optimus_jax.planning.cost.layer_shape import LayerShape
+from optimus_jax.planning.cost.parameters import outer_matrices, step_exchanges
 from optimus_jax.planning.cost.rates import Rates
 from optimus_jax.planning.profiles.cluster import Cluster
 from optimus_jax.planning.profiles.links import Link
 
-CollectiveKind = Literal["all-reduce", "all-gather", "reduce-scatter", "send"]
 StepPart = Literal["layer forward", "layer backward", "head", "tick", "step"]
 
+ZERO_STAGE_OF: dict[CollectiveKind, int] = {"reduce-scatter": 2, "all-gather": 3}
+"""ZeRO stage from which a layer scatters its gradients, and gathers its matrices."""
+IN_LAYERS = (HEADS, MLP, EMBED)
+"""Logical axes over which a layer has collectives."""
 VOCABULARY = "vocabulary"
 """The term for communication of embedding and head; other terms are named by their first axis."""
 F32_BYTES = 4
@@ -33,13 +37,13 @@ F32_BYTES = 4
 class CommunicationOp(NamedTuple):
     """A collective or send, with its count in a part of the step."""
 
-    kind: CollectiveKind
+    kind: CollectiveKind | Literal["send"]
     axes: tuple[str, ...]
     """Mesh axes that it spans."""
     part: StepPart
     """Part of the step."""
     num_bytes: float
-    """The message on one device: the whole result (all-reduce, all-gather) or argument
+    """The message on one device, on average: the whole result (all-reduce, all-gather) or argument
     (reduce-scatter), or what is sent."""
     count: float
     """Executions in that part."""
@@ -57,14 +61,10 @@ def communication_ops(
 ) -> list[CommunicationOp]:
     """All communication of a step of `plan`; `layer` is one device's part of a layer."""
     rules = plan.active_rules(model)
-    vocab = _vocab_axes(rules, style)
-    found = _in_head(plan, vocab, layer, style) + _in_step(model, plan, vocab, layer, style)
-    if plan.axes.tensor > 1:
-        found += _over_tensor(
-            plan, [logical for logical in (HEADS, MLP) if logical in rules], layer, style
-        )
-    if plan.zero >= 2:
-        found += _over_fsdp(plan, layer, style)
+    found = _in_head(model, plan, layer, style) + _in_step(model, plan, layer, style)
+    twice = plan.pipeline is not None and not plan.pipeline.keep_residuals
+    split = tuple((logical, rules.get(logical, ())) for logical in IN_LAYERS)
+    found += _in_layer(layer, plan.remat, plan.zero, twice, split, style)
     if plan.pipeline is not None:
         found.append(
             CommunicationOp(
@@ -79,67 +79,63 @@ def communication_ops(
     return found
 
 
-def _over_tensor(
-    plan: Plan, blocks: list[str], layer: LayerShape, style: ImplementationProfile
+@lru_cache(maxsize=1 << 14)
+def _in_layer(
+    layer: LayerShape,
+    remat: RematPolicy,
+    zero: int,
+    twice: bool,
+    split: tuple[tuple[str, tuple[str, ...]], ...],
+    style: ImplementationProfile,
 ) -> list[CommunicationOp]:
-    """All-reduces of each split block: its output in forward, its input gradient in backward."""
-    again = 0
-    if plan.remat in ("dots", "full") or (
-        plan.pipeline is not None and not plan.pipeline.keep_residuals
-    ):
-        again = sum(1 for logical in blocks if logical == HEADS or style.repeats_last)
-    num_bytes = _summed_bytes(plan, layer)
-    return [
-        CommunicationOp("all-reduce", (TENSOR,), "layer forward", num_bytes, len(blocks)),
-        CommunicationOp("all-reduce", (TENSOR,), "layer backward", num_bytes, len(blocks) + again),
-    ]
+    """The collectives of a layer's program that a plan has.
 
-
-def _summed_bytes(plan: Plan, layer: LayerShape) -> float:
-    """Bytes of the residual stream when it is summed over devices."""
-    # f16 is summed in float32 (mesh/formats.py).
-    return layer.stream_bytes * (F32_BYTES / layer.width if plan.precision == "f16" else 1)
-
-
-def _over_fsdp(
-    plan: Plan, layer: LayerShape, style: ImplementationProfile
-) -> list[CommunicationOp]:
-    """All-gathers of a layer's cast matrices, and reduce-scatters of their float32 gradients."""
-    weights, hides = layer.attention_weights + layer.mlp_weights, style.fsdp_hides
-    scatter = CommunicationOp(
-        "reduce-scatter", (FSDP,), "layer backward", weights * F32_BYTES, 1, hides
+    Args:
+      twice: whether backward recomputes the whole stage.
+      split: the mesh axes of logical axes.
+    """
+    rules, programs = dict(split), layer.programs
+    program = programs.under(remat)
+    forward, backward = program.forward.collectives, program.backward.collectives
+    if style.repeats_last and remat == "full":
+        backward = programs.under("none").backward.collectives + forward
+    if twice:
+        backward = forward + backward
+    parts: tuple[tuple[StepPart, tuple[Collective, ...]], ...] = (
+        ("layer forward", forward),
+        ("layer backward", backward),
     )
-    if plan.zero == 2:
-        return [scatter]
-    # Backward gathers once for the layer's own recomputation, and once more if the whole stage is
-    # recomputed.
-    again = 2 if plan.pipeline is not None and not plan.pipeline.keep_residuals else 1
-    return [
-        CommunicationOp("all-gather", (FSDP,), "layer forward", weights * layer.width, 1, hides),
-        CommunicationOp(
-            "all-gather", (FSDP,), "layer backward", weights * layer.width, again, hides
-        ),
-        scatter,
-    ]
+    found: dict[tuple, list[float]] = {}
+    for part, collectives in parts:
+        for each in collectives:
+            of_storage = each.over == FSDP
+            axes = rules.get(EMBED if of_storage else each.over, ())
+            # fsdp's axis also splits the batch, so it is there at every ZeRO stage.
+            if axes and not (of_storage and zero < ZERO_STAGE_OF[each.kind]):
+                messages = found.setdefault((each.kind, axes, part, of_storage), [])
+                messages.append(each.num_bytes.of(layer.sizes))
+    ops = []
+    for (kind, axes, part, of_storage), messages in found.items():
+        count = 1 if of_storage and style.fsdp_combines else len(messages)
+        hides = of_storage and style.fsdp_hides
+        ops.append(CommunicationOp(kind, axes, part, sum(messages) / count, count, hides))
+    return ops
 
 
 def _in_head(
-    plan: Plan, vocab: tuple[str, ...], layer: LayerShape, style: ImplementationProfile
+    model: ModelConfig, plan: Plan, layer: LayerShape, style: ImplementationProfile
 ) -> list[CommunicationOp]:
     """Communication of embedding and head.
 
-    Reduces the embedded tokens, the gradient of the last hidden state, and the loss sums. With
-    pipeline stages, also moves activations from the embedding to the first stage and from the last
-    stage to the head.
+    With pipeline stages, also moves activations from the embedding to the first stage and from the
+    last stage to the head.
     """
-    found = []
+    found, vocab = [], vocab_axes(model, plan, style)
     if vocab:
-        # Embedded tokens (zeros on devices that lack their rows), and the last hidden state's
-        # gradient.
-        both = (layer.stream_bytes + _summed_bytes(plan, layer)) / 2
+        sizes = head_sizes(model, plan, layer.tokens, style)
         found += [
-            CommunicationOp("all-reduce", vocab, "head", both, 2),
-            CommunicationOp("all-reduce", vocab, "head", layer.tokens * 3 * F32_BYTES, 1),
+            CommunicationOp(each.kind, vocab, "head", each.num_bytes.of(sizes), 1)
+            for each in head_program(model, plan.precision).collectives
         ]
     if plan.pipeline is not None and style.head_shared:
         found.append(CommunicationOp("all-reduce", (PIPE,), "head", layer.stream_bytes, 2))
@@ -147,78 +143,31 @@ def _in_head(
 
 
 def _in_step(
-    model: ModelConfig,
-    plan: Plan,
-    vocab: tuple[str, ...],
-    layer: LayerShape,
-    style: ImplementationProfile,
+    model: ModelConfig, plan: Plan, layer: LayerShape, style: ImplementationProfile
 ) -> list[CommunicationOp]:
-    """Gradient reductions between replicas, and ZeRO's gathers and scatters."""
-    axes, outer = plan.axes, _outer_params(model, plan, vocab, style)
-    params = layer_params(model, plan, layer) + outer
-    if plan.zero == 0:
-        replicas = tuple(axis for axis in (DATA, FSDP) if axes[axis] > 1)
-        return (
-            [CommunicationOp("all-reduce", replicas, "step", params * style.gradient_bytes, 1)]
-            if replicas
-            else []
-        )
-    found = (
-        [
-            CommunicationOp(
-                "all-reduce", (DATA,), "step", params / axes.fsdp * style.gradient_bytes, 1
-            )
-        ]
-        if axes.data > 1
-        else []
-    )
-    if plan.zero <= 2:
-        found.append(CommunicationOp("all-gather", (FSDP,), "step", params * F32_BYTES, 1))
-    if plan.zero == 1:
-        return [*found, CommunicationOp("reduce-scatter", (FSDP,), "step", params * F32_BYTES, 1)]
-    # Matrices outside the layers move once per microbatch, or once per step with pipeline stages.
-    times = 1 if plan.pipeline is not None else plan.microbatches
-    found.append(CommunicationOp("reduce-scatter", (FSDP,), "step", outer * F32_BYTES, times))
-    if plan.zero == 3:
-        found.append(CommunicationOp("all-gather", (FSDP,), "step", outer * layer.width, times))
-    return found
+    """Gradient reductions between replicas, and ZeRO's gathers and scatters.
 
-
-def layer_params(model: ModelConfig, plan: Plan, layer: LayerShape) -> float:
-    """Elements of the layers' matrices on one device, not split over fsdp.
-
-    Includes the empty slots of uneven stages.
+    XLA combines those of one kind.
     """
-    num_layers = (
-        model.num_layers
-        if plan.pipeline is None
-        else max(plan.pipeline.layers_per_stage) * plan.pipeline.repeats
-    )
-    return num_layers * (layer.attention_weights + layer.mlp_weights)
-
-
-def outer_params(model: ModelConfig, plan: Plan, style: ImplementationProfile) -> float:
-    """Elements of the matrices outside the layers, on the device with the most."""
-    return _outer_params(model, plan, _vocab_axes(plan.active_rules(model), style), style)
-
-
-def _outer_params(
-    model: ModelConfig, plan: Plan, vocab: tuple[str, ...], style: ImplementationProfile
-) -> float:
-    tables = 1 if model.tied or (plan.pipeline is not None and not style.head_shared) else 2
-    return (
-        tables
-        * model.vocab_size
-        / math.prod([plan.axes[axis] for axis in vocab])
-        * table_width(model)
-    )
-
-
-def _vocab_axes(
-    rules: Mapping[str, tuple[str, ...]], style: ImplementationProfile
-) -> tuple[str, ...]:
-    axes = rules.get(VOCAB, ())
-    return axes if style.head_shared else tuple(axis for axis in axes if axis != PIPE)
+    found = [
+        CommunicationOp(
+            kind,
+            axes,
+            "step",
+            elements * (style.gradient_bytes if kind == "all-reduce" else F32_BYTES),
+            1,
+        )
+        for (kind, axes), elements in step_exchanges(model, plan, style).items()
+    ]
+    if plan.zero >= 2:
+        # Matrices outside the layers move once per microbatch, or once per step with pipeline
+        # stages.
+        times = 1 if plan.pipeline is not None else plan.microbatches
+        outer = outer_matrices(model, plan, style)
+        found.append(CommunicationOp("reduce-scatter", (FSDP,), "step", outer * F32_BYTES, times))
+        if plan.zero == 3:
+            found.append(CommunicationOp("all-gather", (FSDP,), "step", outer * layer.width, times))
+    return found
 
 
 class _PathTime(NamedTuple):

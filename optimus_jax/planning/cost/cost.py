@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from optimus_jax.config import ModelConfig
 from optimus_jax.config.axes import DATA, FSDP, PIPE, TENSOR
 from optimus_jax.errors import PlanError, explain
-from optimus_jax.models.families import table_width
 from optimus_jax.models.flops import step_flops
 from optimus_jax.plan import Plan
 from optimus_jax.planning.cost.communication import (
@@ -23,21 +22,15 @@ from optimus_jax.planning.cost.communication import (
     StepPart,
     communication_ops,
     communication_times,
-    layer_params,
-    outer_params,
 )
 from optimus_jax.planning.cost.corrections import spread
+from optimus_jax.planning.cost.head_program import head_program, head_sizes
 from optimus_jax.planning.cost.implementation_profile import OURS, ImplementationProfile
+from optimus_jax.planning.cost.layer_shape import layer_shape, shape_point
+from optimus_jax.planning.cost.parameters import updated_params
 from optimus_jax.planning.cost.pipeline_time import count_ticks
 from optimus_jax.planning.cost.rates import HEAD, LAYER, Rates
-from optimus_jax.planning.cost.stage_time import (
-    F32_BYTES,
-    head_rows,
-    head_time,
-    layer_shape,
-    layer_time,
-    shape_point,
-)
+from optimus_jax.planning.cost.stage_time import F32_BYTES, head_time, layer_time
 from optimus_jax.planning.profiles.cluster import TO_HOST, Cluster
 
 NINE_IN_TEN = 1.645
@@ -198,9 +191,8 @@ class _StepTimes:
             style,
         )
         self.head = head_time(
-            self.shape.tokens,
-            table_width(model),
-            head_rows(model, plan, style),
+            head_program(model, plan.precision),
+            head_sizes(model, plan, self.shape.tokens, style),
             self.shape.width,
             self.place,
             rates,
@@ -244,7 +236,7 @@ class _StepTimes:
             "memory": visits * layer.memory,
             "launching": visits * layer.launching,
             HEAD: plan.microbatches * self.head,
-            TENSOR: in_layers[TENSOR],
+            TENSOR: in_layers[TENSOR] + exposed["step", TENSOR],
             VOCABULARY: plan.microbatches * exposed["head", VOCABULARY],
             FSDP: in_layers[FSDP] + exposed["step", FSDP],
             DATA: exposed["step", DATA],
@@ -317,17 +309,10 @@ class _StepTimes:
     def _optimizer(self) -> float:
         smaller = 2 * 2 * (F32_BYTES - self.plan.moment_bytes)  # both moments, read and written
         return (
-            self._updated_params()
+            updated_params(self.model, self.plan, self.style)
             * (self.style.optimizer_bytes - smaller)
             / self.rates.memory_bytes_per_s
         )
-
-    def _updated_params(self) -> float:
-        plan = self.plan
-        params = layer_params(self.model, plan, self.shape) + outer_params(
-            self.model, plan, self.style
-        )
-        return params / (plan.axes.fsdp if plan.zero >= 1 else 1)
 
     def _host_copies(self) -> float:
         """Seconds that copies to and from the host add to a step.
@@ -349,7 +334,12 @@ class _StepTimes:
             )
         rate, time_s = self.rates.host_share * speed, 0.0
         if plan.offloads_moments:
-            time_s += 2 * self.plan.moment_bytes * self._updated_params() / rate
+            time_s += (
+                2
+                * self.plan.moment_bytes
+                * updated_params(self.model, self.plan, self.style)
+                / rate
+            )
         if plan.offloads_activations:
             copy_s = self.shape.stream_bytes / rate
             time_s += self._visits * (

@@ -63,6 +63,8 @@ class ImplementationProfile:
     the result."""
     fsdp_hides: bool
     """Whether collectives over fsdp can overlap with a layer's compute."""
+    fsdp_combines: bool
+    """Whether a layer's matrices are gathered, and their gradients scattered, as one array."""
     pads_whole_vocab: bool
     """Whether the vocabulary is padded to a multiple of 8 even if it is not split."""
 
@@ -88,6 +90,7 @@ OURS = ImplementationProfile(
     head_shared=True,
     repeats_last=False,
     fsdp_hides=True,
+    fsdp_combines=False,
     pads_whole_vocab=True,
 )
 """This project: float32 weights cast at use, and float32 gradients and moments. The optimizer's
@@ -114,6 +117,7 @@ MEGATRON = ImplementationProfile(
     head_shared=False,
     repeats_last=True,
     fsdp_hides=False,
+    fsdp_combines=True,
     pads_whole_vocab=False,
 )
 """Megatron-LM of 2021 and 2022, with its own fused softmax and dropout (arXiv:2104.04473). Scores

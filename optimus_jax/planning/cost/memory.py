@@ -1,8 +1,8 @@
 """Estimate the bytes that a plan needs on each device, without compiling.
 
-Parameters and moments are exact (planning/cost/sizes.py), and so are the activations saved for
-backward (models/activations.py, planning/cost/activation_buffers.py). XLA's temporary buffers come
-on top. Memory may peak at one of several points of the step:
+Parameters and moments are exact (planning/cost/parameters.py), and so are the activations saved for
+backward (models/layer_program.py, planning/cost/activation_buffers.py). XLA's temporary buffers
+come on top. Memory may peak at one of several points of the step:
 
 * *head*: forward is done and the loss of a chunk of tokens is computed. The zeros to which
   gradients are added exist already, because XLA allocates them early. If layers are recomputed, the
@@ -21,13 +21,15 @@ device (planning/ahead_of_time/compile_check.py).
 from dataclasses import dataclass
 from functools import lru_cache
 
-from optimus_jax.config import AttentionKernel, ModelConfig, RematPolicy
-from optimus_jax.models.activations import saved_bytes, saved_once_bytes
+from optimus_jax.config import ModelConfig, RematPolicy
+from optimus_jax.mesh.axes import HEADS
 from optimus_jax.models.families import table_width
-from optimus_jax.models.flops import block_size, computed_pairs, mlp_matrices
+from optimus_jax.models.kernels import block_size
+from optimus_jax.models.layer_program import EMBED, is_of_heads, matrix_products, scores
 from optimus_jax.plan import Plan
 from optimus_jax.planning.cost.activation_buffers import buffer_slots
-from optimus_jax.planning.cost.sizes import sizes_of
+from optimus_jax.planning.cost.layer_shape import LayerShape, layer_shape
+from optimus_jax.planning.cost.parameters import params_on_device
 
 F32 = 4
 FORWARD_SCORES: dict[RematPolicy, float] = {"none": 1.0, "selective": 2.0, "dots": 1.6, "full": 1.6}
@@ -117,10 +119,9 @@ class _Parts:
     def __init__(self, model: ModelConfig, plan: Plan, seq_len: int, global_batch: int):
         self.plan, pipeline = plan, plan.pipeline
         width = F32 if plan.precision == "f32" else 2
-        self.sizes = sizes = sizes_of(model, plan.rules, plan.axes)
-        token = _token(
-            model, plan.remat, plan.attention, width, seq_len, sizes.heads_ways, sizes.mlp_ways
-        )
+        self.params = params = params_on_device(model, plan.rules, plan.axes)
+        layer = layer_shape(model, plan, seq_len=seq_len, global_batch=global_batch)
+        token = _token(model, layer.of_one_row(), plan.remat)
         tokens = max(1, global_batch * seq_len // plan.batch_ways() // plan.microbatches)
         self.repeats = pipeline.repeats if pipeline else 1
         self.visited = max(pipeline.layers_per_stage) if pipeline else model.num_layers
@@ -132,7 +133,7 @@ class _Parts:
         self.kept_on_host = tokens * self.visited * token.kept if plan.offloads_activations else 0.0
         self.reordered = tokens * self.visited * token.reordered
         self.scatters, again = plan.zero >= 2 and plan.axes.fsdp > 1, plan.remat in ("dots", "full")
-        hides = self.scatters or (plan.remat == "selective" and sizes.heads_ways > 1)
+        hides = self.scatters or (plan.remat == "selective" and HEADS in plan.active_rules(model))
         self.forward, self.backward = (
             tokens * token.forward,
             tokens * (token.backward_hiding if hides else token.backward),
@@ -143,16 +144,16 @@ class _Parts:
         # A layer's gradient is whole until it is scattered. With recomputation two layers'
         # gradients are whole at once, since one's scatter overlaps with the next one's compute.
         self.backward += (
-            waiting * F32 * sizes.layer_whole if self.scatters else width * sizes.largest_whole
+            waiting * F32 * params.layer_whole if self.scatters else width * params.largest_whole
         )
-        self.table, self.table_used = F32 * sizes.table_whole, width * sizes.table_whole
+        self.table, self.table_used = F32 * params.table_whole, width * params.table_whole
         self.outer_used = (
-            width * sizes.outer_whole
+            width * params.outer_whole
             if width < F32 or (plan.zero >= 3 and plan.axes.fsdp > 1)
             else 0
         )
         num_chunks = -(-tokens // plan.loss_chunk_tokens)
-        self.logits = F32 * -(-tokens // num_chunks) * sizes.table_whole // table_width(model)
+        self.logits = F32 * -(-tokens // num_chunks) * params.table_whole // table_width(model)
         # With a single chunk, the gradient of its logits is held in the compute format until there
         # is room for the head's gradient.
         self.head_left = (
@@ -165,12 +166,12 @@ class _Parts:
             F32
             * self.visited
             * self.repeats
-            * (self.sizes.layer_split if split else self.sizes.layer_whole)
+            * (self.params.layer_split if split else self.params.layer_whole)
         )
 
     def outer(self, *, split: bool) -> int:
         """Bytes of the parameters outside the layers in float32."""
-        return F32 * (self.sizes.outer_split if split else self.sizes.outer_whole)
+        return F32 * (self.params.outer_split if split else self.params.outer_whole)
 
     def parameters(self, *, split: bool) -> int:
         """Bytes of all parameters on the device in float32."""
@@ -219,7 +220,7 @@ class _Parts:
             largest = (
                 F32
                 * self.visited
-                * (self.sizes.largest_split if split else self.sizes.largest_whole)
+                * (self.params.largest_split if split else self.params.largest_whole)
             )
             step_points = [(gradient + visit_gradient + largest, 4 * self.stream, zeros)]
         return [
@@ -258,10 +259,12 @@ class _Parts:
         matrices = (
             self.visited
             * self.repeats
-            * (self.sizes.largest_split if split else self.sizes.largest_whole)
+            * (self.params.largest_split if split else self.params.largest_whole)
         )
         table = (
-            min(self.sizes.table_whole, self.sizes.outer_split) if split else self.sizes.table_whole
+            min(self.params.table_whole, self.params.outer_split)
+            if split
+            else self.params.table_whole
         )
         return LEAVES_FETCHED * 2 * self.plan.moment_bytes * max(matrices, table)
 
@@ -274,9 +277,9 @@ class _Token:
     """Saved by forward for backward."""
     kept_once: float
     """Saved once for all layers together."""
-    stream: int
+    stream: float
     """The residual stream."""
-    reordered: int
+    reordered: float
     """Attention outputs copied to the memory layout that backward needs, for all layers, before
     backward begins."""
     forward: float
@@ -288,38 +291,37 @@ class _Token:
 
 
 @lru_cache(maxsize=1 << 14)
-def _token(
-    model: ModelConfig,
-    remat: RematPolicy,
-    kernel: AttentionKernel,
-    width: int,
-    seq_len: int,
-    heads_ways: int,
-    mlp_ways: int,
-) -> _Token:
-    split = {"kernel": kernel, "seq_len": seq_len, "itemsize": width}
-    heads, kv_heads = model.num_heads // heads_ways, max(1, model.num_kv_heads // heads_ways)
-    query, key_value = (count * model.head_dim * width for count in (heads, 2 * kv_heads))
-    stream = model.embed_dim * width
-    hidden = mlp_matrices(model) * model.mlp_dim // mlp_ways * width
-    fused = kernel == "cudnn"
-    seen = 0 if fused else computed_pairs(seq_len, kernel) / seq_len
-    scores = F32 * heads * seen
-    # Each block of queries gets its own copy of the keys and values that it attends to.
-    copies = key_value * seen / block_size(seq_len) if remat != "none" else 0
-    common = WORKING_STREAMS * stream + hidden + copies
-    made_again = (
-        saved_bytes(model, "none", heads_ways=heads_ways, mlp_ways=mlp_ways, **split).attention
-        + STREAMS_AGAIN * stream
-        if fused and remat == "full"
-        else 0
+def _token(model: ModelConfig, layer: LayerShape, remat: RematPolicy) -> _Token:
+    """Of a layer for one sequence."""
+    sizes, width, seq_len = layer.sizes, layer.width, layer.programs.seq_len
+    plain, program = layer.programs.under("none"), layer.programs.under(remat)
+    forward = plain.forward
+    stream, query = layer.stream_bytes / seq_len, width * sizes.heads * sizes.head_dim
+    hidden, projected = (
+        width
+        * sum(
+            product.columns.of(sizes)
+            for product in matrix_products(forward, of_feed_forward=of_feed_forward)
+            if EMBED not in product.columns.factors
+        )
+        for of_feed_forward in (True, False)
     )
+    seen = scores(forward, sizes) / seq_len
+    # Each block of queries gets its own copy of the keys and values that it attends to.
+    copies = 0.0
+    if seen and remat != "none":
+        copies = (projected - query) * seen / sizes.heads / block_size(seq_len)
+    common = WORKING_STREAMS * stream + hidden + copies
+    made_again = 0.0
+    if forward.fused and remat == "full":
+        kept = sum(amount.of(sizes) for amount in plain.saved if is_of_heads(amount))
+        made_again = kept / seq_len + STREAMS_AGAIN * stream
     return _Token(
-        kept=saved_bytes(model, remat, heads_ways=heads_ways, mlp_ways=mlp_ways, **split).total,
-        kept_once=saved_once_bytes(model, remat, respect_documents=True, **split),
+        kept=program.saved_bytes(sizes) / seq_len,
+        kept_once=program.saved_once_bytes(model, sizes) / seq_len,
         stream=stream,
-        reordered=0 if fused or remat in ("dots", "full") else query,
-        forward=FORWARD_SCORES[remat] * scores + common,
-        backward=BACKWARD_SCORES[remat] * scores + hidden + common + made_again,
-        backward_hiding=HIDING_SCORES[remat] * scores + hidden + common,
+        reordered=0 if forward.fused or remat in ("dots", "full") else query,
+        forward=FORWARD_SCORES[remat] * F32 * seen + common,
+        backward=BACKWARD_SCORES[remat] * F32 * seen + hidden + common + made_again,
+        backward_hiding=HIDING_SCORES[remat] * F32 * seen + hidden + common,
     )

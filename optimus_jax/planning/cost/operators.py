@@ -1,10 +1,15 @@
 """Count what one device computes for one layer and for the head, and predict how long it takes."""
 
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-from optimus_jax.models.flops import computed_pairs
+from optimus_jax.config import RematPolicy
+from optimus_jax.models.layer_program import EMBED, core_products, matrix_products, scores
+from optimus_jax.models.program_reader import Product, ProgramPart
+from optimus_jax.planning.cost.head_program import HeadProgram, HeadSizes
 from optimus_jax.planning.cost.implementation_profile import ImplementationProfile
+from optimus_jax.planning.cost.layer_shape import LayerShape
 from optimus_jax.planning.cost.rates import Rates
 from optimus_jax.planning.cost.work import Work, matmul
 
@@ -29,164 +34,141 @@ class DeviceTime(NamedTuple):
         return self.matmuls + self.passes
 
 
-class LayerShape(NamedTuple):
-    """The sizes of one decoder layer for one microbatch on one device."""
-
-    rows: float
-    """Sequences in a microbatch, this device's part."""
-    seq_len: int
-    """Tokens per sequence."""
-    embed: int
-    """Width of the residual stream."""
-    head_dim: int
-    """Width of an attention head."""
-    heads: int
-    """Query heads, this device's part."""
-    kv_heads: int
-    """Key and value heads, this device's part."""
-    mlp: int
-    """Hidden width of the feed-forward, this device's part."""
-    gated: bool
-    """Whether the feed-forward has two up projections, as SwiGLU does."""
-    fused_attention: bool
-    """Whether a fused kernel computes attention, without storing scores in memory."""
-    width: int
-    """Bytes per element of an activation."""
-
-    @property
-    def tokens(self) -> float:
-        """Tokens in a microbatch, this device's part."""
-        return self.rows * self.seq_len
-
-    @property
-    def stream_bytes(self) -> float:
-        """Bytes of the residual stream of a microbatch."""
-        return self.tokens * self.embed * self.width
-
-    @property
-    def attention_weights(self) -> int:
-        """Elements of the attention matrices, this device's part."""
-        return self.embed * self.head_dim * 2 * (self.heads + self.kv_heads)
-
-    @property
-    def mlp_weights(self) -> int:
-        """Elements of the feed-forward matrices, this device's part."""
-        return self.embed * self.mlp * (3 if self.gated else 2)
-
-
 class LayerWork(NamedTuple):
-    """What a device computes for one layer, without recomputation: (forward, backward) per
-    block.
-    """
+    """What a device computes for one layer: (forward, backward without recomputation) per block."""
 
     attention: tuple[Work, Work]
     feed_forward: tuple[Work, Work]
-    core: Work
-    """The part of attention's forward between its projections."""
-    last: Work
-    """The last matmul of the feed-forward's forward."""
+    again: Work
+    """What backward computes a second time under the remat policy."""
 
 
 @lru_cache(maxsize=1 << 14)
-def layer_work(shape: LayerShape, style: ImplementationProfile) -> LayerWork:
+def layer_work(shape: LayerShape, remat: RematPolicy, style: ImplementationProfile) -> LayerWork:
     """The work of one layer of this shape."""
-    query, key_value = shape.heads * shape.head_dim, 2 * shape.kv_heads * shape.head_dim
-    up = shape.mlp * (2 if shape.gated else 1)
-    core = _core(shape, style)
-    attention = _block(
-        shape,
-        style,
-        ((shape.embed, query), (shape.embed, key_value), (query, shape.embed)),
-        hidden=2 * query + key_value,
-        weights=shape.attention_weights,
+    sizes = shape.sizes
+    plain, program = shape.programs.under("none"), shape.programs.under(remat)
+    core = _core(shape, plain.forward, plain.backward, style)
+    attention, feed_forward = (
+        _block(shape, plain.forward, plain.backward, style, of_feed_forward=of_feed_forward)
+        for of_feed_forward in (False, True)
     )
-    feed_forward = _block(
-        shape,
-        style,
-        ((shape.embed, up), (shape.mlp, shape.embed)),
-        hidden=up,
-        weights=shape.mlp_weights,
-    )
+    again = Work()
+    if program is not plain:
+        # Norms and activation functions are not included: backward's own passes contain them.
+        if style.repeats_last and remat == "full":
+            again = attention[0] + feed_forward[0] + core[0]
+        else:
+            again = core[0]
+            if remat != "selective":
+                passes = attention[0] + feed_forward[0]
+                again += Work(num_bytes=passes.num_bytes, kernels=passes.kernels)
+            for part, sign in ((program.backward, 1.0), (plain.backward, -1.0)):
+                for of_feed_forward in (False, True):
+                    products = matrix_products(part, of_feed_forward=of_feed_forward)
+                    again += _products(products, sizes).times(sign)
     return LayerWork(
         (attention[0] + core[0], attention[1] + core[1]),
         feed_forward,
-        core[0],
-        matmul(shape.tokens, shape.mlp, shape.embed),
+        again,
     )
+
+
+def _products(products: Iterable[Product], sizes: Sequence[float]) -> Work:
+    work = Work()
+    for product in products:
+        work += matmul(*product.of(sizes))
+    return work
 
 
 def _block(
     shape: LayerShape,
+    forward: ProgramPart,
+    backward: ProgramPart,
     style: ImplementationProfile,
-    matrices: tuple[tuple[int, int], ...],
     *,
-    hidden: int,
-    weights: int,
+    of_feed_forward: bool,
 ) -> tuple[Work, Work]:
-    """Forward and backward work of one of a layer's two blocks.
+    """Forward and backward work of one of a layer's two blocks, without attention's core.
 
-    Counts matmuls with `matrices` [inner, columns], and half of the layer's kernels and passes over
-    the residual stream.
+    Counts its products with matrices, and half of the layer's kernels and passes over the residual
+    stream.
     """
-    forward, backward = (
-        Work(
-            num_bytes=shape.tokens
-            * shape.width
-            * (style.stream_passes[way] / 2 * shape.embed + style.hidden_passes[way] * hidden),
-            kernels=style.layer_kernels[way] / 2,
+    sizes = shape.sizes
+    products, hidden = matrix_products(forward, of_feed_forward=of_feed_forward), 0.0
+    weights = sum(product.inner.of(sizes) * product.columns.of(sizes) for product in products)
+    for product in products:
+        if EMBED not in product.columns.factors:
+            hidden += product.columns.of(sizes)
+    if not of_feed_forward and (core_products(forward) or forward.fused):
+        hidden += sizes.heads * sizes.head_dim  # the core's result
+    works = []
+    for way, part in enumerate((forward, backward)):
+        works.append(
+            Work(
+                num_bytes=shape.tokens
+                * shape.width
+                * (style.stream_passes[way] / 2 * sizes.embed + style.hidden_passes[way] * hidden),
+                kernels=style.layer_kernels[way] / 2,
+            )
+            + _products(matrix_products(part, of_feed_forward=of_feed_forward), sizes)
         )
-        for way in (0, 1)
-    )
-    backward += Work(num_bytes=style.weight_bytes * weights)
-    for inner, columns in matrices:
-        forward += matmul(shape.tokens, inner, columns)
-        backward += matmul(shape.tokens, columns, inner) + matmul(inner, shape.tokens, columns)
-    return forward, backward
+    return works[0], works[1] + Work(num_bytes=style.weight_bytes * weights)
 
 
-def _core(shape: LayerShape, style: ImplementationProfile) -> tuple[Work, Work]:
+def _core(
+    shape: LayerShape, forward: ProgramPart, backward: ProgramPart, style: ImplementationProfile
+) -> tuple[Work, Work]:
     """Forward and backward work of softmax(q k) v."""
-    matrices, length = shape.rows * shape.heads, shape.seq_len
-    if shape.fused_attention:
-        # Half of the square is masked and skipped. Backward recomputes the scores: five matmuls,
-        # against two in forward.
-        flops = 2.0 * matrices * length**2 * shape.head_dim
-        return Work(fused_flops=flops), Work(fused_flops=2.5 * flops)
+    sizes, length = shape.sizes, shape.programs.seq_len
+    matrices, head_dim = sizes.rows * sizes.heads, sizes.head_dim
+    if forward.fused:
+        # Half of the square is masked and skipped.
+        both = [
+            Work(
+                fused_flops=sum(
+                    each.num_products * each.matrices.of(sizes) * each.head_dim.of(sizes)
+                    for each in part.fused
+                )
+                * length**2
+            )
+            for part in (forward, backward)
+        ]
+        return both[0], both[1]
+    if not core_products(forward):
+        return Work(), Work()
     share = (
-        computed_pairs(length, "xla") / length**2
+        scores(forward, sizes) / (matrices * length**2)
         if style.causal_share is None
         else style.causal_share
     )
     products = (
-        matmul(length, shape.head_dim, length, matrices)
-        + matmul(length, length, shape.head_dim, matrices)
+        matmul(length, head_dim, length, matrices) + matmul(length, length, head_dim, matrices)
     ).times(share)
-    scores = matrices * length**2 * share * shape.width / 2
+    score_bytes = matrices * length**2 * share * shape.width / 2
     plain = matrices % style.softmax_multiple != 0
     more = (
-        Work(num_bytes=scores * style.plain_softmax_bytes, kernels=style.plain_softmax_kernels)
+        Work(num_bytes=score_bytes * style.plain_softmax_bytes, kernels=style.plain_softmax_kernels)
         if plain
         else Work()
     )
     return (
-        products + more + Work(num_bytes=scores * style.score_bytes[0]),
-        products.times(2.0) + more + Work(num_bytes=scores * style.score_bytes[1]),
+        products + more + Work(num_bytes=score_bytes * style.score_bytes[0]),
+        products.times(2.0) + more + Work(num_bytes=score_bytes * style.score_bytes[1]),
     )
 
 
 @lru_cache(maxsize=1 << 14)
 def head_work(
-    tokens: float, embed: int, vocab: int, width: int, style: ImplementationProfile
+    program: HeadProgram, sizes: HeadSizes, width: int, style: ImplementationProfile
 ) -> Work:
     """Work of embedding, head and loss of a microbatch, forward and backward together.
 
-    `vocab` is the number of vocabulary rows that this device computes.
+    `width` is the number of bytes of an activation.
     """
-    products = (
-        matmul(tokens, embed, vocab) + matmul(tokens, vocab, embed) + matmul(embed, tokens, vocab)
-    )
-    return products + Work(
-        num_bytes=tokens * (vocab * style.logit_bytes + STREAM_PASSES_OF_HEAD * embed * width),
+    return _products(program.products, sizes) + Work(
+        num_bytes=sizes.tokens
+        * (sizes.vocab * style.logit_bytes + STREAM_PASSES_OF_HEAD * sizes.embed * width),
         kernels=style.head_kernels,
     )
 

@@ -5,21 +5,16 @@ A *place* is the point of an operator's sizes from which its correction is looke
 (planning/cost/corrections.py).
 """
 
-import math
 from functools import lru_cache
 from typing import NamedTuple
 
-from optimus_jax.config import ModelConfig, RematPolicy
-from optimus_jax.config.axes import PIPE
-from optimus_jax.mesh.axes import HEADS, KV_HEADS, MLP, VOCAB
-from optimus_jax.models.families import features_of
-from optimus_jax.plan import Plan
+from optimus_jax.config import RematPolicy
 from optimus_jax.planning.cost.corrections import factor
+from optimus_jax.planning.cost.head_program import HeadProgram, HeadSizes
 from optimus_jax.planning.cost.implementation_profile import ImplementationProfile
+from optimus_jax.planning.cost.layer_shape import LayerShape
 from optimus_jax.planning.cost.operators import (
     ALIGNMENT,
-    LayerShape,
-    LayerWork,
     device_time,
     head_work,
     layer_work,
@@ -50,34 +45,6 @@ class LayerTime(NamedTuple):
     """Backward in total, including recomputation."""
 
 
-def layer_shape(model: ModelConfig, plan: Plan, *, seq_len: int, global_batch: int) -> LayerShape:
-    """The sizes of one layer for one microbatch on one device under `plan`."""
-    rules, axes = plan.active_rules(model), plan.axes
-    heads_ways, kv_ways, mlp_ways = (
-        math.prod([axes[axis] for axis in rules.get(logical, ())])
-        for logical in (HEADS, KV_HEADS, MLP)
-    )
-    heads = model.num_heads // heads_ways
-    # If key and value heads are not split, each device computes those that its query heads need.
-    kv_heads = (
-        model.num_kv_heads // kv_ways
-        if kv_ways > 1
-        else max(1, heads * model.num_kv_heads // model.num_heads)
-    )
-    return LayerShape(
-        rows=global_batch / (plan.batch_ways() * plan.microbatches),
-        seq_len=seq_len,
-        embed=model.embed_dim,
-        head_dim=model.head_dim,
-        heads=heads,
-        kv_heads=kv_heads,
-        mlp=model.mlp_dim // mlp_ways,
-        gated=bool(features_of(model).gated),
-        fused_attention=plan.attention == "cudnn",
-        width=F32_BYTES if plan.precision == "f32" else 2,
-    )
-
-
 @lru_cache(maxsize=1 << 14)
 def layer_time(
     shape: LayerShape,
@@ -94,10 +61,10 @@ def layer_time(
       twice: whether backward recomputes the whole stage.
       collectives: how many collectives the host launches in forward and in backward.
     """
-    work, f32 = layer_work(shape, style), shape.width == F32_BYTES
+    work, f32 = layer_work(shape, remat, style), shape.width == F32_BYTES
     attention, feed_forward = work.attention, work.feed_forward
     forward, backward = attention[0] + feed_forward[0], attention[1] + feed_forward[1]
-    again = _again(remat, work, forward, style) + (forward if twice else Work())
+    again = work.again + (forward if twice else Work())
     parts = [
         device_time(part, rates, f32=f32)
         for part in (attention[0], feed_forward[0], attention[1], feed_forward[1], again)
@@ -125,31 +92,10 @@ def layer_time(
     )
 
 
-def _again(
-    remat: RematPolicy, work: LayerWork, forward: Work, style: ImplementationProfile
-) -> Work:
-    """The work that backward recomputes in a layer under `remat`.
-
-    Norms and activation functions are not included: backward's own passes contain them.
-    """
-    match remat:
-        case "selective":
-            return work.core
-        case "dots":
-            return work.core + Work(
-                num_bytes=forward.num_bytes - work.core.num_bytes,
-                kernels=forward.kernels - work.core.kernels,
-            )
-        case "full":
-            return forward if style.repeats_last else forward + work.last.times(-1.0)
-    return Work()
-
-
 @lru_cache(maxsize=1 << 14)
 def head_time(
-    tokens: float,
-    embed: int,
-    vocab: int,
+    program: HeadProgram,
+    sizes: HeadSizes,
     width: int,
     place: ShapePoint,
     rates: Rates,
@@ -157,30 +103,10 @@ def head_time(
 ) -> float:
     """Seconds of embedding, head and loss of one microbatch, forward and backward together.
 
-    `vocab` is the number of vocabulary rows that this device computes.
+    `width` is the number of bytes of an activation.
     """
-    work = head_work(tokens, embed, vocab, width, style)
+    work = head_work(program, sizes, width, style)
     device_s = device_time(
-        work, rates, f32=width == F32_BYTES, aligned=vocab % ALIGNMENT == 0
+        work, rates, f32=width == F32_BYTES, aligned=sizes.vocab % ALIGNMENT == 0
     ).total
     return factor(rates, HEAD, place) * with_launches(device_s, work.kernels, rates, style)
-
-
-def head_rows(model: ModelConfig, plan: Plan, style: ImplementationProfile) -> int:
-    """Number of vocabulary rows that a device with a head computes."""
-    ways = math.prod(
-        [
-            plan.axes[axis]
-            for axis in plan.active_rules(model).get(VOCAB, ())
-            if style.head_shared or axis != PIPE
-        ]
-    )
-    vocab = plan.padded_vocab(model) if style.pads_whole_vocab or ways > 1 else model.vocab_size
-    return vocab // ways
-
-
-def shape_point(shape: LayerShape, tensor_ways: int) -> ShapePoint:
-    """The place of a layer and of the head: logarithms of tokens, width and devices along
-    tensor.
-    """
-    return math.log2(shape.tokens), math.log2(shape.embed), math.log2(tensor_ways)

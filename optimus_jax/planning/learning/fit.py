@@ -18,8 +18,8 @@ from optimus_jax.plan import Plan
 from optimus_jax.planning.cost.corrections import likeness
 from optimus_jax.planning.cost.cost import Prediction, predict
 from optimus_jax.planning.cost.implementation_profile import OURS, ImplementationProfile
+from optimus_jax.planning.cost.layer_shape import layer_shape, shape_point
 from optimus_jax.planning.cost.rates import OPERATORS, Correction, Rates, ShapePoint
-from optimus_jax.planning.cost.stage_time import layer_shape, shape_point
 from optimus_jax.planning.profiles.cluster import Cluster
 
 Vector = NDArray[np.float64]

@@ -1,21 +1,33 @@
 """Profile a model by kind of layer, independent of devices: parameters, FLOPs, activation bytes.
 
-Parameters come from abstract shapes. FLOPs and bytes are the closed forms of models/flops.py and
-models/activations.py, which state their counting conventions. All figures are of the whole model;
+Parameters come from abstract shapes, FLOPs and bytes from the traced program of a layer
+(models/layer_program.py); models/flops.py states what counts. All figures are of the whole model;
 FLOPs and bytes are per token of a sequence. Nothing is measured.
 """
 
 import enum
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 
 import jax
 
 from optimus_jax.config import REMAT_POLICIES, AttentionKernel, ModelConfig, Precision, RematPolicy
 from optimus_jax.mesh.axes import LAYERS
-from optimus_jax.models import flops
-from optimus_jax.models.activations import SavedBytes, saved_bytes, saved_once_bytes
+from optimus_jax.models.flops import causal_pairs, counted_pairs, head_flops, layer_flops
+from optimus_jax.models.kernels import FORWARD_PRODUCTS
+from optimus_jax.models.layer_program import (
+    EMBED,
+    MLP,
+    LayerProgram,
+    LayerSizes,
+    core_products,
+    is_of_heads,
+    layer_programs,
+    matrix_products,
+    whole_sizes,
+)
+from optimus_jax.models.program_reader import Amount, ProgramPart
 from optimus_jax.models.shapes import Params, model_shapes
 
 ITEM_BYTES: dict[Precision, int] = {"f32": 4, "bf16": 2, "f16": 2}
@@ -193,22 +205,28 @@ def profile_model(
     """
     assert kernel != "auto", "which kernel runs is known when a profile is made"
     params, layers = _params_by_kind(model), model.num_layers
-    attention, feed_forward = (
-        layers * flops.attention_params(model),
-        layers * flops.feed_forward_params(model),
-    )
+    programs = layer_programs(model, seq_len=seq_len, precision=precision, kernel=kernel)
+    by_remat, sizes = {p: programs.under(p) for p in REMAT_POLICIES}, whole_sizes(model)
+    plain = by_remat["none"]
 
-    def kept(part: Callable[[SavedBytes], float]) -> dict[RematPolicy, float]:
-        sizes = {"kernel": kernel, "seq_len": seq_len, "itemsize": ITEM_BYTES[precision]}
+    def kept(kind: LayerKind) -> dict[RematPolicy, float]:
         return {
-            remat: layers * part(saved_bytes(model, remat, **sizes)) for remat in REMAT_POLICIES
+            remat: layers
+            / seq_len
+            * sum(amount.of(sizes) for amount in program.saved if _kind_of(amount) == kind)
+            for remat, program in by_remat.items()
         }
 
-    def again(index: int) -> dict[RematPolicy, float]:
-        return {
-            remat: 2.0 * layers * flops.recomputed_params(model, remat)[index]
-            for remat in REMAT_POLICIES
+    def matmuls(kind: LayerKind) -> KindProfile:
+        def flops(part: ProgramPart) -> float:
+            products = matrix_products(part, of_feed_forward=kind is LayerKind.FEED_FORWARD)
+            return layers / seq_len * sum(product.flops(sizes) for product in products)
+
+        again = {
+            remat: flops(program.backward) - flops(plain.backward)
+            for remat, program in by_remat.items()
         }
+        return _matmuls(kind, params, flops(plain.forward), again, kept(kind))
 
     stream, nothing = model.embed_dim * ITEM_BYTES[precision], dict.fromkeys(REMAT_POLICIES, 0.0)
     kinds = (
@@ -219,19 +237,17 @@ def profile_model(
             params,
             0,
             nothing,
-            {p: n + stream for p, n in kept(lambda k: k.stream).items()},
+            {p: n + stream for p, n in kept(LayerKind.NORMS).items()},
         ),
-        _matmuls(LayerKind.ATTENTION, params, attention, again(0), kept(lambda k: k.attention)),
-        _core(model, seq_len, kernel, kept(lambda k: k.weights)),
-        _matmuls(
-            LayerKind.FEED_FORWARD, params, feed_forward, again(1), kept(lambda k: k.feed_forward)
-        ),
+        matmuls(LayerKind.ATTENTION),
+        _core(model, by_remat, sizes, seq_len, kept(LayerKind.ATTENTION_CORE)),
+        matmuls(LayerKind.FEED_FORWARD),
         # The head's forward also computes the gradient of its input, which is saved for backward
         # (training/loss.py).
         _matmuls(
             LayerKind.HEAD,
             params,
-            flops.head_params(model),
+            head_flops(model),
             nothing,
             dict.fromkeys(REMAT_POLICIES, float(stream)),
         ),
@@ -243,56 +259,66 @@ def profile_model(
         kernel=kernel,
         kinds=kinds,
         saved_once_bytes={
-            remat: saved_once_bytes(
-                model,
-                remat,
-                kernel=kernel,
-                seq_len=seq_len,
-                itemsize=ITEM_BYTES[precision],
-                respect_documents=True,
-            )
-            for remat in REMAT_POLICIES
+            remat: program.saved_once_bytes(model, sizes) / seq_len
+            for remat, program in by_remat.items()
         },
     )
+
+
+def _kind_of(saved: Amount) -> LayerKind:
+    """The kind of layer that a saved array belongs to."""
+    if MLP in saved.factors:
+        return LayerKind.FEED_FORWARD
+    if is_of_heads(saved):
+        return LayerKind.ATTENTION
+    return LayerKind.NORMS if EMBED in saved.factors else LayerKind.ATTENTION_CORE
 
 
 def _matmuls(
     kind: LayerKind,
     params: Mapping[LayerKind, int],
-    elements: int,
+    forward: float,
     again: Mapping[RematPolicy, float],
     kept: Mapping[RematPolicy, float],
 ) -> KindProfile:
-    """The profile of a kind whose matrices have `elements` elements, each used once per token."""
+    """The profile of a kind whose products have `forward` FLOPs per token in forward."""
     return KindProfile(
         kind=kind,
         num_params=params[kind],
-        model_flops=6.0 * elements,
-        forward_flops=2.0 * elements,
-        backward_flops=4.0 * elements,
+        model_flops=3.0 * forward,
+        forward_flops=forward,
+        backward_flops=2.0 * forward,
         recomputed_flops=again,
         activation_bytes=kept,
     )
 
 
 def _core(
-    model: ModelConfig, seq_len: int, kernel: AttentionKernel, kept: Mapping[RematPolicy, float]
+    model: ModelConfig,
+    by_remat: Mapping[RematPolicy, LayerProgram],
+    sizes: LayerSizes,
+    seq_len: int,
+    kept: Mapping[RematPolicy, float],
 ) -> KindProfile:
-    counted, computed = (
-        flops.counted_pairs(model, seq_len) / seq_len,
-        flops.computed_pairs(seq_len, kernel) / seq_len,
-    )
-    forward = model.num_layers * flops.core_flops(model, computed)
+    layers, per_pair = model.num_layers, layer_flops(model, seq_len)[1]
+
+    def flops(part: ProgramPart) -> float:
+        products = sum(product.flops(sizes) for product in core_products(part))
+        # A fused kernel is assumed to skip every masked pair; how many its tiles compute beyond
+        # that is not published.
+        fused = sum(each.num_products for each in part.fused) / FORWARD_PRODUCTS
+        return layers / seq_len * (products + fused * per_pair * causal_pairs(seq_len))
+
+    forward = flops(by_remat["none"].forward)
     return KindProfile(
         kind=LayerKind.ATTENTION_CORE,
         num_params=0,
-        model_flops=3 * model.num_layers * flops.core_flops(model, counted),
+        model_flops=3 * layers / seq_len * per_pair * counted_pairs(model, seq_len),
         forward_flops=forward,
         backward_flops=2 * forward,
         activation_bytes=kept,
         recomputed_flops={
-            remat: model.num_layers * flops.recomputed_core_flops(model, computed, remat, kernel)
-            for remat in REMAT_POLICIES
+            remat: flops(program.backward) - 2 * forward for remat, program in by_remat.items()
         },
     )
 

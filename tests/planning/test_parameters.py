@@ -18,7 +18,7 @@ from optimus_jax.mesh.rules import check_rules, make_rules
 from optimus_jax.mesh.sharding import layouts_of
 from optimus_jax.pipeline.partition import layers_per_stage
 from optimus_jax.plan import Pipelining, Plan
-from optimus_jax.planning.cost.sizes import sizes_of
+from optimus_jax.planning.cost.parameters import params_on_device
 from optimus_jax.training.state import planned_shapes
 
 
@@ -70,7 +70,7 @@ def traced(model: ModelConfig, plan: Plan, *, split: bool) -> tuple[int, int]:
 
 
 def assert_equal(model: ModelConfig, plan: Plan) -> None:
-    sizes = sizes_of(model, plan.rules, plan.axes)
+    sizes = params_on_device(model, plan.rules, plan.axes)
     slots = len(plan.slots(model)) // plan.axes.pipe
     assert (slots * sizes.layer_whole, sizes.outer_whole) == traced(model, plan, split=False)
     assert (slots * sizes.layer_split, sizes.outer_split) == traced(model, plan, split=True)

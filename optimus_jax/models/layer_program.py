@@ -1,0 +1,333 @@
+"""What a device computes, exchanges and saves for one layer, read from the layer's own program.
+
+A layer is traced forward and backward on an abstract mesh that splits every logical axis it can,
+once for each kind of model, remat policy, precision and kernel. Primes stand for its sizes: the
+factors of a traced number then say which sizes it is a product of, and its value for other sizes,
+or for a device that has a part of them, follows without tracing again. Mesh axes of the abstract
+mesh are named like the logical axes that they split, so a plan's rules turn every traced collective
+into one of its own, or into nothing.
+
+Nothing here names a family. A block of any parts that name their logical axes is read alike.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.sharding import AbstractMesh, AxisType, PartitionSpec
+
+from optimus_jax.config import AttentionKernel, ModelConfig, Precision, RematPolicy
+from optimus_jax.config.axes import FSDP
+from optimus_jax.mesh import axes as logical
+from optimus_jax.mesh.collectives import Collectives
+from optimus_jax.mesh.sharding import layouts_of
+from optimus_jax.mesh.zero import LeafLayout
+from optimus_jax.models.families import features_of, rotated_dims
+from optimus_jax.models.kernels import Visibility
+from optimus_jax.models.program_reader import (
+    PRIMES,
+    Amount,
+    Product,
+    ProgramPart,
+    ProgramReader,
+    needed,
+)
+from optimus_jax.models.shapes import Params, model_shapes
+from optimus_jax.models.transformer import ForwardContext
+
+DTYPES: dict[Precision, Any] = {"f32": jnp.float32, "bf16": jnp.bfloat16, "f16": jnp.float16}
+"""Format of activations."""
+
+
+class LayerSizes(NamedTuple):
+    """The sizes of a layer on one device."""
+
+    rows: float
+    """Sequences of a microbatch."""
+    embed: float
+    """Width of the residual stream."""
+    kv_heads: float
+    """Key/value heads that its query heads use."""
+    group: float
+    """Query heads for each of them."""
+    stored_kv_heads: float
+    """Key/value heads whose weights it stores, where devices share them."""
+    half_head: float
+    """Half of a head's width."""
+    mlp: float
+    """Hidden width of the feed-forward."""
+
+    @property
+    def heads(self) -> float:
+        """Query heads."""
+        return self.kv_heads * self.group
+
+    @property
+    def head_dim(self) -> float:
+        """Width of a head."""
+        return 2 * self.half_head
+
+
+ROWS, EMBED, KV_HEADS, GROUP, STORED_KV_HEADS, HALF_HEAD, MLP = range(len(LayerSizes._fields))
+"""Positions in `LayerSizes`."""
+WAYS = 2
+"""Devices along each axis of the abstract mesh."""
+
+
+def matrix_products(part: ProgramPart, *, of_feed_forward: bool) -> list[Product]:
+    """Products with matrices of the feed-forward, or with those of attention."""
+    return [
+        product
+        for product in part.products
+        if not product.is_batched
+        and any(MLP in amount.factors for amount in product) == of_feed_forward
+    ]
+
+
+def core_products(part: ProgramPart) -> list[Product]:
+    """Products of attention's core."""
+    return [product for product in part.products if product.is_batched]
+
+
+def scores(part: ProgramPart, sizes: LayerSizes) -> float:
+    """Elements of the products of queries with keys; 0 if a fused kernel computes them."""
+    return sum(
+        product.rows.of(sizes) * product.columns.of(sizes) * product.count.of(sizes)
+        for product in core_products(part)
+        if HALF_HEAD in product.inner.factors
+    )
+
+
+def is_of_heads(saved: Amount) -> bool:
+    """Whether a saved array holds values of heads: queries, keys, values, or the core's results."""
+    return HALF_HEAD in saved.factors and MLP not in saved.factors
+
+
+@dataclass(frozen=True)
+class LayerProgram:
+    """One layer of one microbatch on one device."""
+
+    forward: ProgramPart
+    backward: ProgramPart
+    """Including what it computes again under the remat policy."""
+    saved: tuple[Amount, ...]
+    """Bytes of the arrays that forward saves for backward."""
+    saved_once: tuple[Amount, ...]
+    """Bytes of those that all layers share, such as angles of rotary positions and masks. In these,
+    `half_head` is half of the dimensions that positions rotate."""
+
+    def saved_bytes(self, sizes: LayerSizes) -> float:
+        """Bytes saved for each layer."""
+        return sum(amount.of(sizes) for amount in self.saved)
+
+    def saved_once_bytes(self, model: ModelConfig, sizes: LayerSizes) -> float:
+        """Bytes saved once for all layers."""
+        rotated = sizes._replace(half_head=rotated_dims(model) / 2)
+        return sum(amount.of(rotated) for amount in self.saved_once)
+
+
+@dataclass(frozen=True, eq=False)
+class LayerPrograms:
+    """The programs of a kind of layer, by remat policy; compared by identity."""
+
+    kind: ModelConfig
+    seq_len: int
+    precision: Precision
+    kernel: AttentionKernel
+    respect_documents: bool
+    shares_kv_heads: bool
+
+    def under(self, remat: RematPolicy) -> LayerProgram:
+        """The program under a remat policy; traced on the first call."""
+        return _traced(self, remat)
+
+
+@lru_cache(maxsize=1 << 12)
+def layer_programs(
+    model: ModelConfig,
+    *,
+    seq_len: int,
+    precision: Precision,
+    kernel: AttentionKernel,
+    respect_documents: bool = True,
+    shares_kv_heads: bool = False,
+) -> LayerPrograms:
+    """The programs of a model's layers; models with the same features share them.
+
+    Args:
+      seq_len: tokens of an example.
+      kernel: attention kernel, xla or cudnn.
+      shares_kv_heads: whether key/value heads are fewer than the devices among which the query
+        heads are split, so that several devices use the same one.
+    """
+    kind = _kind(model, seq_len, shares_kv_heads)
+    return _of_kind(kind, seq_len, precision, kernel, respect_documents, shares_kv_heads)
+
+
+_of_kind = lru_cache(maxsize=1 << 9)(LayerPrograms)
+
+
+def whole_sizes(model: ModelConfig, rows: float = 1) -> LayerSizes:
+    """The sizes of a layer on one device that has all of it."""
+    return sizes_on_device(
+        model, rows=rows, heads=model.num_heads, kv_heads=model.num_kv_heads, mlp=model.mlp_dim
+    )
+
+
+def sizes_on_device(
+    model: ModelConfig, *, rows: float, heads: int, kv_heads: int, mlp: int
+) -> LayerSizes:
+    """The sizes of a layer on a device with these query heads, key/value heads and hidden width."""
+    return LayerSizes(
+        rows=rows,
+        embed=model.embed_dim,
+        kv_heads=kv_heads,
+        group=heads / kv_heads,
+        stored_kv_heads=model.num_kv_heads,
+        half_head=model.head_dim / 2,
+        mlp=mlp,
+    )
+
+
+def _primes(seq_len: int) -> list[int]:
+    """The prime that stands for each of `LayerSizes`."""
+    return [prime for prime in PRIMES if seq_len % prime][: len(LayerSizes._fields)]
+
+
+def _kind(model: ModelConfig, seq_len: int, shares_kv_heads: bool) -> ModelConfig:
+    """A model of one layer, the same for all models with these features: on each device of the
+    abstract mesh, primes are its sizes.
+    """
+    primes, features = _primes(seq_len), features_of(model)
+    has_groups = shares_kv_heads or model.num_heads != model.num_kv_heads
+    group = primes[GROUP] if has_groups else 1
+    kv_heads = primes[STORED_KV_HEADS] if shares_kv_heads else WAYS * primes[KV_HEADS]
+    heads = WAYS * primes[STORED_KV_HEADS] * group if shares_kv_heads else kv_heads * group
+    return ModelConfig(
+        name="traced",
+        family=model.family,
+        vocab_size=8,
+        num_layers=1,
+        embed_dim=WAYS * primes[EMBED],
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=2 * primes[HALF_HEAD],
+        mlp_dim=WAYS * primes[MLP],
+        max_length=8,
+        dropout=0.0,
+        features=replace(
+            model.features,
+            rope_dims=0,
+            # A layer with a window computes its own mask; what all layers share has none.
+            layer_types=("window",) if features.window else model.features.layer_types,
+        ),
+    )
+
+
+class _Tracer:
+    """Traces a layer of one kind, on one device of an abstract mesh."""
+
+    def __init__(self, programs: LayerPrograms):
+        model, primes, ways = programs.kind, _primes(programs.seq_len), WAYS
+        self.programs = programs
+        # A device has the whole width of the stream, of which fsdp stores a part.
+        self.read = ProgramReader(
+            [(prime, WAYS * prime if size == EMBED else prime) for size, prime in enumerate(primes)]
+        )
+        rules = {
+            logical.BATCH: (FSDP,),
+            logical.EMBED: (FSDP,),
+            logical.HEADS: (logical.HEADS,),
+            logical.MLP: (logical.MLP,),
+        }
+        if programs.shares_kv_heads:
+            ways = model.num_heads // primes[GROUP]
+        else:
+            rules[logical.KV_HEADS] = (logical.HEADS,)
+        self.mesh = AbstractMesh(
+            (WAYS, ways, WAYS),
+            (FSDP, logical.HEADS, logical.MLP),
+            axis_types=(AxisType.Auto,) * 3,
+        )
+        self.shapes = model_shapes(model, model.vocab_size)
+        self.layouts = layouts_of(self.shapes.names, rules, 3)
+        dtype = DTYPES[programs.precision]
+        self.comm = Collectives(jnp.dtype(dtype), rules, 3)
+        self.stream = jax.ShapeDtypeStruct(
+            (WAYS * primes[ROWS], programs.seq_len, model.embed_dim), dtype
+        )
+        self.forward = self.read.part(self._jaxpr("none", self._forward, 1))
+
+    def under(self, remat: RematPolicy) -> LayerProgram:
+        """The program under a remat policy."""
+        jaxpr = self._jaxpr(remat, self._forward_and_backward, 2)
+        saved, saved_once = [], []
+        # The first results are the layer's output, and the gradients of parameters and input.
+        for variable in jaxpr.outvars[2 + len(jax.tree.leaves(self.shapes.params)) :]:
+            shape = variable.aval.shape[1:]
+            amount = self.read.amount(math.prod(shape) * variable.aval.dtype.itemsize)
+            # Others are weights, and numbers of a layer, such as its window.
+            if ROWS in amount.factors:
+                (saved if shape[0] == 1 else saved_once).append(amount)
+        backward = self.read.part(jaxpr).without(self.forward)
+        return LayerProgram(self.forward, backward, tuple(saved), tuple(saved_once))
+
+    def _jaxpr(self, remat: RematPolicy, function: Callable, num_streams: int) -> Any:
+        """The traced `function`(layer, params, *streams) without what no result needs."""
+        kernel = self.programs.kernel
+
+        def on_device(params: Params, positions: Array, segments: Array, *streams: Array) -> Any:
+            run = ForwardContext(
+                comm=self.comm,
+                remat=remat,
+                kernel="traced_cudnn" if kernel == "cudnn" else kernel,
+                visibility=Visibility(segments if self.programs.respect_documents else None),
+            )
+            params = jax.tree.map(
+                lambda layout, param: layout.differentiated(param), self.layouts, params
+            )
+            results = function(
+                lambda params, x: self.shapes.merged(params).run_layers(x, positions, run)[0],
+                params,
+                *streams,
+            )
+            # A dimension of devices: then nothing is added to make results of devices alike.
+            return jax.tree.map(lambda leaf: leaf[None], results)
+
+        specs = jax.tree.map(
+            lambda layout: layout.param_spec,
+            self.layouts,
+            is_leaf=lambda node: isinstance(node, LeafLayout),
+        )
+        rows = PartitionSpec(FSDP)
+        sharded = jax.shard_map(
+            on_device,
+            mesh=self.mesh,
+            in_specs=(specs, rows, rows, *[rows] * num_streams),
+            out_specs=PartitionSpec(self.mesh.axis_names),
+        )
+        ids = jax.ShapeDtypeStruct(self.stream.shape[:2], jnp.int32)
+        arguments = self.shapes.params, ids, ids, *[self.stream] * num_streams
+        return needed(jax.make_jaxpr(sharded)(*arguments).jaxpr)
+
+    @staticmethod
+    def _forward(layer: Callable, params: Params, x: Array) -> Array:
+        return layer(params, x)
+
+    @staticmethod
+    def _forward_and_backward(layer: Callable, params: Params, x: Array, cotangent: Array) -> tuple:
+        out, pull = jax.vjp(layer, params, x)
+        return out, pull(cotangent), jax.tree.leaves(pull)
+
+
+_tracer = lru_cache(maxsize=1 << 7)(_Tracer)
+
+
+@lru_cache(maxsize=1 << 9)
+def _traced(programs: LayerPrograms, remat: RematPolicy) -> LayerProgram:
+    return _tracer(programs).under(remat)

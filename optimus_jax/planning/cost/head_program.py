@@ -1,0 +1,126 @@
+"""What a device computes and exchanges for embedding, head and loss, read from their program.
+
+They are traced forward and backward on an abstract mesh that splits the vocabulary, once for each
+kind of model and precision, as a layer is (models/layer_program.py).
+"""
+
+import math
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.sharding import AbstractMesh, AxisType, PartitionSpec
+
+from optimus_jax.config import ModelConfig, Precision
+from optimus_jax.config.axes import PIPE
+from optimus_jax.mesh.axes import VOCAB
+from optimus_jax.mesh.collectives import Collectives
+from optimus_jax.mesh.sharding import layouts_of
+from optimus_jax.mesh.zero import LeafLayout
+from optimus_jax.models.families import features_of, table_width
+from optimus_jax.models.layer_program import DTYPES
+from optimus_jax.models.program_reader import PRIMES, Collective, Product, ProgramReader, needed
+from optimus_jax.models.shapes import Params, model_shapes
+from optimus_jax.models.transformer import ForwardContext
+from optimus_jax.plan import Plan
+from optimus_jax.planning.cost.implementation_profile import ImplementationProfile
+from optimus_jax.training.objective import next_token_loss
+
+WAYS = 2
+"""Devices of the abstract mesh."""
+
+
+class HeadSizes(NamedTuple):
+    """The sizes of embedding and head on one device."""
+
+    tokens: float
+    """Tokens of a microbatch."""
+    embed: float
+    """Width of the residual stream."""
+    table: float
+    """Width of the embedding's rows."""
+    vocab: float
+    """Rows of the vocabulary that a device with a head computes."""
+
+
+@dataclass(frozen=True, eq=False)
+class HeadProgram:
+    """Embedding, head and loss of a microbatch, forward and backward; compared by identity."""
+
+    products: tuple[Product, ...]
+    collectives: tuple[Collective, ...]
+
+
+def head_sizes(
+    model: ModelConfig, plan: Plan, tokens: float, style: ImplementationProfile
+) -> HeadSizes:
+    """The sizes for a microbatch of `tokens` on one device."""
+    ways = math.prod(plan.axes[axis] for axis in vocab_axes(model, plan, style))
+    vocab = plan.padded_vocab(model) if style.pads_whole_vocab or ways > 1 else model.vocab_size
+    return HeadSizes(tokens, model.embed_dim, table_width(model), vocab // ways)
+
+
+def vocab_axes(model: ModelConfig, plan: Plan, style: ImplementationProfile) -> tuple[str, ...]:
+    """Mesh axes that split the vocabulary."""
+    axes = plan.active_rules(model).get(VOCAB, ())
+    return axes if style.head_shared else tuple(axis for axis in axes if axis != PIPE)
+
+
+@lru_cache(maxsize=1 << 10)
+def head_program(model: ModelConfig, precision: Precision) -> HeadProgram:
+    """The program; models with the same features share one trace."""
+    tokens, embed, table, vocab = PRIMES[: len(HeadSizes._fields)]
+    has_table = bool(features_of(model).table_dim)
+    kind = ModelConfig(
+        name="traced",
+        family=model.family,
+        vocab_size=WAYS * vocab,
+        num_layers=1,
+        embed_dim=embed,
+        num_heads=1,
+        num_kv_heads=1,
+        head_dim=2,
+        mlp_dim=1,
+        max_length=8,
+        dropout=0.0,
+        tied=model.tied,
+        features=replace(model.features, rope_dims=0, table_dim=table if has_table else 0),
+    )
+    del tokens, vocab
+    return _traced(kind, precision)
+
+
+@lru_cache(maxsize=1 << 7)
+def _traced(kind: ModelConfig, precision: Precision) -> HeadProgram:
+    primes, dtype = PRIMES[: len(HeadSizes._fields)], jnp.dtype(DTYPES[precision])
+    rules = {VOCAB: (VOCAB,)}
+    shapes = model_shapes(kind, kind.vocab_size)
+    layouts, comm = layouts_of(shapes.names, rules, 0), Collectives(dtype, rules)
+
+    def on_device(params: Params, ids: Array, counts: Array) -> tuple:
+        def loss(whole: Params) -> Array:
+            model = shapes.merged(shapes.whole_outside_layers(whole, comm))
+            stream = model.embed(ids, ids, ForwardContext(comm=comm))
+            rows = {"targets": ids, "loss_mask": counts}
+            return next_token_loss(
+                model, stream, rows, comm=comm, weight=1.0, chunk_tokens=primes[0]
+            )
+
+        return jax.tree.map(lambda leaf: leaf[None], jax.value_and_grad(loss)(params))
+
+    specs = jax.tree.map(
+        lambda layout: layout.param_spec, layouts, is_leaf=lambda node: isinstance(node, LeafLayout)
+    )
+    sharded = jax.shard_map(
+        on_device,
+        mesh=AbstractMesh((WAYS,), (VOCAB,), axis_types=(AxisType.Auto,)),
+        in_specs=(specs, PartitionSpec(), PartitionSpec()),
+        out_specs=PartitionSpec(VOCAB),
+    )
+    ids, counts = (jax.ShapeDtypeStruct((primes[0], 1), kind) for kind in (jnp.int32, jnp.bool_))
+    jaxpr = jax.make_jaxpr(sharded)(shapes.params, ids, counts).jaxpr
+    part = ProgramReader([(prime, prime) for prime in primes]).part(needed(jaxpr))
+    return HeadProgram(part.products, part.collectives)

@@ -1,0 +1,92 @@
+"""A layer of one microbatch on one device under a plan: its program and its sizes."""
+
+import math
+from functools import lru_cache
+from typing import NamedTuple
+
+from optimus_jax.config import AttentionKernel, ModelConfig, Precision
+from optimus_jax.config.axes import AxisSizes
+from optimus_jax.mesh.axes import HEADS, KV_HEADS, MLP
+from optimus_jax.mesh.rules import Rules, active_rules
+from optimus_jax.models.layer_program import (
+    LayerPrograms,
+    LayerSizes,
+    layer_programs,
+    sizes_on_device,
+)
+from optimus_jax.plan import Plan
+from optimus_jax.planning.cost.rates import ShapePoint
+
+
+class LayerShape(NamedTuple):
+    """A layer of one microbatch on one device: its program and its sizes."""
+
+    programs: LayerPrograms
+    sizes: LayerSizes
+
+    @property
+    def tokens(self) -> float:
+        """Tokens in a microbatch, this device's part."""
+        return self.sizes.rows * self.programs.seq_len
+
+    @property
+    def width(self) -> int:
+        """Bytes per element of an activation."""
+        return 4 if self.programs.precision == "f32" else 2
+
+    @property
+    def stream_bytes(self) -> float:
+        """Bytes of the residual stream of a microbatch."""
+        return self.tokens * self.sizes.embed * self.width
+
+    def of_one_row(self) -> "LayerShape":
+        """The same layer for one sequence."""
+        return self._replace(sizes=self.sizes._replace(rows=1))
+
+
+def layer_shape(model: ModelConfig, plan: Plan, *, seq_len: int, global_batch: int) -> LayerShape:
+    """One layer for one microbatch on one device under `plan`."""
+    one_row = _of_one_row(model, plan.rules, plan.axes, plan.precision, plan.attention, seq_len)
+    rows = global_batch / (plan.batch_ways() * plan.microbatches)
+    return LayerShape(one_row.programs, one_row.sizes._replace(rows=rows))
+
+
+@lru_cache(maxsize=1 << 12)
+def _of_one_row(
+    model: ModelConfig,
+    rules: Rules,
+    axes: AxisSizes,
+    precision: Precision,
+    kernel: AttentionKernel,
+    seq_len: int,
+) -> LayerShape:
+    active = active_rules(rules, axes, model)
+    heads_ways, kv_ways, mlp_ways = (
+        math.prod([axes[axis] for axis in active.get(logical, ())])
+        for logical in (HEADS, KV_HEADS, MLP)
+    )
+    heads = model.num_heads // heads_ways
+    # If key and value heads are not split, each device computes those that its query heads need.
+    kv_heads = (
+        model.num_kv_heads // kv_ways
+        if kv_ways > 1
+        else max(1, heads * model.num_kv_heads // model.num_heads)
+    )
+    programs = layer_programs(
+        model,
+        seq_len=seq_len,
+        precision=precision,
+        kernel=kernel,
+        shares_kv_heads=heads_ways > kv_ways,
+    )
+    sizes = sizes_on_device(
+        model, rows=1, heads=heads, kv_heads=kv_heads, mlp=model.mlp_dim // mlp_ways
+    )
+    return LayerShape(programs, sizes)
+
+
+def shape_point(shape: LayerShape, tensor_ways: int) -> ShapePoint:
+    """The place of a layer and of the head: logarithms of tokens, width and devices along
+    tensor.
+    """
+    return math.log2(shape.tokens), math.log2(shape.sizes.embed), math.log2(tensor_ways)

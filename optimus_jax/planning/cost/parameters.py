@@ -1,0 +1,250 @@
+"""How large a device's part of a model's parameters is under a plan, and what the end of a step
+exchanges of them.
+
+The leaves are those of the abstract model, traced once; a plan only says into how many parts each
+dimension is split. All counts are of elements, on one device; a leaf *whole* is whole along fsdp,
+*split* is fsdp's share of it (mesh/zero.py).
+"""
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, AxisType, PartitionSpec
+
+from optimus_jax.config import ModelConfig
+from optimus_jax.config.axes import FSDP, MESH_AXES, PIPE, AxisSizes
+from optimus_jax.mesh.axes import BATCH, HEADS, KV_HEADS, LAYERS, VOCAB
+from optimus_jax.mesh.rules import Rules, active_rules, padded_vocab
+from optimus_jax.mesh.zero import LeafLayout
+from optimus_jax.models.program_reader import CollectiveKind, collectives_of
+from optimus_jax.models.shapes import VOCABULARY_LEAVES, model_shapes
+from optimus_jax.plan import Plan
+from optimus_jax.planning.cost.implementation_profile import ImplementationProfile
+
+Leaf = tuple[tuple[int, ...], tuple[str, ...]]
+"""Shape and logical axes of one parameter."""
+WAYS = 2
+"""Devices along each axis of the mesh on which the end of a step is traced."""
+
+
+class LeafCount(NamedTuple):
+    """Elements of one parameter on a device."""
+
+    names: tuple[str, ...]
+    """Its logical axes."""
+    whole: int
+    split: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceParams:
+    """Numbers of parameters on one device."""
+
+    layer: tuple[LeafCount, ...]
+    """Those of one layer."""
+    outer: tuple[LeafCount, ...]
+    """Those outside the layers."""
+    table_whole: int
+    """Elements of the embedding's table, or of the head's."""
+
+    @property
+    def layer_whole(self) -> int:
+        """Parameters of one layer."""
+        return sum(leaf.whole for leaf in self.layer)
+
+    @property
+    def layer_split(self) -> int:
+        """fsdp's share of them."""
+        return sum(leaf.split for leaf in self.layer)
+
+    @property
+    def outer_whole(self) -> int:
+        """Parameters outside the layers."""
+        return sum(leaf.whole for leaf in self.outer)
+
+    @property
+    def outer_split(self) -> int:
+        """fsdp's share of them."""
+        return sum(leaf.split for leaf in self.outer)
+
+    @property
+    def largest_whole(self) -> int:
+        """Parameters of the largest matrix of one layer."""
+        return max(leaf.whole for leaf in self.layer)
+
+    @property
+    def largest_split(self) -> int:
+        """fsdp's share of them."""
+        return max(leaf.split for leaf in self.layer)
+
+
+@lru_cache(maxsize=1 << 12)
+def params_on_device(model: ModelConfig, rules: Rules, axes: AxisSizes) -> DeviceParams:
+    """The parameters under these rules on a mesh with these axis sizes."""
+    active = active_rules(rules, axes, model)
+    rows = padded_vocab(model.vocab_size, rules, axes)
+
+    def count(leaf: Leaf) -> LeafCount:
+        shape, names = leaf
+        size = math.prod(
+            rows if name == VOCAB else dim for dim, name in zip(shape, names, strict=True)
+        )
+        layout = LeafLayout(names, active, 3)
+        whole, split = (
+            size // math.prod(axes[axis] for dims in layout.axes(split=split) for axis in dims)
+            for split in (False, True)
+        )
+        return LeafCount(names, whole, split)
+
+    layer, outer = leaves_of(model)
+    return DeviceParams(
+        layer=tuple(map(count, layer.values())),
+        outer=tuple(map(count, outer.values())),
+        table_whole=count(outer[VOCABULARY_LEAVES[0]]).whole,
+    )
+
+
+@lru_cache(maxsize=64)
+def leaves_of(model: ModelConfig) -> tuple[dict[str, Leaf], dict[str, Leaf]]:
+    """The parameters of one layer, and those outside the layers, by path; without padding rows."""
+    shapes = model_shapes(model, model.vocab_size)
+    names = jax.tree.leaves(shapes.names, is_leaf=lambda node: isinstance(node, tuple))
+    paths = jax.tree.leaves_with_path(shapes.params)
+    layer, outer = {}, {}
+    for (path, leaf), axes in zip(paths, names, strict=True):
+        name = "/".join(str(key.key) for key in path)
+        if axes[0] == LAYERS:
+            layer[name] = (leaf.shape[1:], axes[1:])
+        else:
+            outer[name] = (leaf.shape, axes)
+    return layer, outer
+
+
+def layers_on_device(model: ModelConfig, plan: Plan) -> int:
+    """Layers of the fullest device, with the empty slots of uneven stages."""
+    if plan.pipeline is None:
+        return model.num_layers
+    return max(plan.pipeline.layers_per_stage) * plan.pipeline.repeats
+
+
+@lru_cache(maxsize=1 << 12)
+def _stored(
+    model: ModelConfig, rules: Rules, axes: AxisSizes, head_shared: bool
+) -> tuple[tuple[LeafCount, ...], tuple[LeafCount, ...]]:
+    """The leaves of a layer, and those outside the layers on the device with the most."""
+    if head_shared or axes.pipe == 1:
+        params = params_on_device(model, rules, axes)
+        return params.layer, params.outer
+    own = tuple(
+        (name, tuple(axis for axis in split if name != VOCAB or axis != PIPE))
+        for name, split in rules
+    )
+    params = params_on_device(model, own, axes)
+    # The first stage has the embedding, and the last one the head.
+    tables = [leaf for leaf in params.outer if VOCAB in leaf.names and len(leaf.names) > 1]
+    others = [leaf for leaf in params.outer if leaf not in tables]
+    return params.layer, (*others, tables[0])
+
+
+@lru_cache(maxsize=1 << 14)
+def _step_bytes(
+    model: ModelConfig,
+    rules: Rules,
+    axes: AxisSizes,
+    zero: int,
+    num_layers: int,
+    head_shared: bool,
+) -> dict[tuple[CollectiveKind, tuple[str, ...]], float]:
+    active = sorted(active_rules(rules, axes, model).items())
+    layer, outer = _stored(model, rules, axes, head_shared)
+    elements: dict[tuple[CollectiveKind, tuple[str, ...]], float] = {}
+    for leaves, times in ((layer, num_layers), (outer, 1)):
+        for leaf in leaves:
+            # Key/value heads have a rule of their own, or share that of the query heads.
+            concern = {BATCH, *leaf.names, *((HEADS,) if KV_HEADS in leaf.names else ())}
+            own = tuple((name, over) for name, over in active if name in concern)
+            for kind, over, of_split in _at_the_end(leaf.names, own, zero):
+                size = times * (leaf.split if of_split else leaf.whole)
+                elements[kind, over] = elements.get((kind, over), 0) + size
+    return elements
+
+
+def step_exchanges(
+    model: ModelConfig, plan: Plan, style: ImplementationProfile
+) -> dict[tuple[CollectiveKind, tuple[str, ...]], float]:
+    """Elements of gradients and new parameters that the end of a step exchanges, by kind and mesh
+    axes: whole results (all-gather) or arguments (others).
+    """
+    return _step_bytes(
+        model, plan.rules, plan.axes, plan.zero, layers_on_device(model, plan), style.head_shared
+    )
+
+
+def updated_params(model: ModelConfig, plan: Plan, style: ImplementationProfile) -> float:
+    """Parameters that the optimizer updates on one device."""
+    layer, outer = _totals(model, plan.rules, plan.axes, style.head_shared, plan.zero >= 1)
+    return layers_on_device(model, plan) * layer + outer
+
+
+@lru_cache(maxsize=1 << 12)
+def _totals(
+    model: ModelConfig, rules: Rules, axes: AxisSizes, head_shared: bool, split: bool
+) -> tuple[int, int]:
+    """Parameters of a layer, and those outside the layers on the device with the most."""
+    layer, outer = (
+        sum(leaf.split if split else leaf.whole for leaf in leaves)
+        for leaves in _stored(model, rules, axes, head_shared)
+    )
+    return layer, outer
+
+
+def outer_matrices(model: ModelConfig, plan: Plan, style: ImplementationProfile) -> float:
+    """Elements, whole along fsdp, of those parameters outside the layers that fsdp splits."""
+    whole, split = (
+        _totals(model, plan.rules, plan.axes, style.head_shared, split)[1]
+        for split in (False, True)
+    )
+    ways = plan.axes.fsdp
+    return (whole - split) * ways / (ways - 1) if ways > 1 else 0
+
+
+@lru_cache(maxsize=1 << 10)
+def _at_the_end(
+    names: tuple[str, ...], active: Rules, zero: int
+) -> tuple[tuple[CollectiveKind, tuple[str, ...], bool], ...]:
+    """What the end of a step does with one leaf, read from its program: kind, mesh axes, and
+    whether the message is fsdp's share of the leaf.
+    """
+    layout = LeafLayout(names, dict(active), zero)
+    mesh = AbstractMesh(
+        (WAYS,) * len(MESH_AXES), MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES)
+    )
+
+    def end(gradient: jax.Array, param: jax.Array) -> tuple[jax.Array, jax.Array]:
+        gradient = layout.reduced(layout.used(gradient))
+        new = layout.gather_updated(layout.updated_part(param))
+        return gradient[None], new[None]
+
+    def array(*, split: bool) -> Any:
+        """A leaf with WAYS elements along each dimension of a device's part, whole along fsdp."""
+        ways = [len([axis for axis in axes if axis != FSDP]) for axes in layout.axes(split=split)]
+        return jax.ShapeDtypeStruct([WAYS ** (1 + number) for number in ways], jnp.float32)
+
+    traced = jax.make_jaxpr(
+        jax.shard_map(
+            end,
+            mesh=mesh,
+            in_specs=(layout.spec(split=zero >= 2), layout.param_spec),
+            out_specs=PartitionSpec(MESH_AXES),
+        )
+    )(array(split=zero >= 2), array(split=zero >= 3))
+    whole_bytes = 4 * WAYS ** len(names)
+    return tuple(
+        (kind, axes, num_bytes < whole_bytes)
+        for (kind, axes), messages in collectives_of(traced.jaxpr).items()
+        for num_bytes, _ in messages
+    )

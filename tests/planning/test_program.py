@@ -1,0 +1,87 @@
+"""What the planner reads from parts of a step adds up to what the whole step's traced program
+holds.
+"""
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+from plans import FAMILY_MODELS
+
+from optimus_jax.config import Config
+from optimus_jax.config.axes import PIPE, AxisSizes
+from optimus_jax.config.presets import model_preset
+from optimus_jax.mesh.build import discover
+from optimus_jax.models.program_reader import ProgramReader, collectives_of, needed
+from optimus_jax.planning.cost.communication import communication_ops
+from optimus_jax.planning.cost.head_program import head_program, head_sizes
+from optimus_jax.planning.cost.implementation_profile import OURS
+from optimus_jax.planning.cost.layer_shape import layer_shape
+from optimus_jax.planning.cost.pipeline_time import count_ticks
+from optimus_jax.planning.search.assemble import plan_for
+from optimus_jax.training.step import build_program
+
+SCALARS = 4
+"""Bytes of the largest message that is not counted: sums of the loss, tokens and the norm."""
+PLANS = {
+    "data=2,fsdp=2,tensor=2": {},
+    "fsdp=4,tensor=2": {"remat": "full", "microbatches": 2, "precision": "bf16"},
+    "data=4,tensor=2": {"remat": "dots", "zero": 0},
+    "data=2,fsdp=4": {"zero": 2, "microbatches": 2, "precision": "f16"},
+    "pipe=2,fsdp=2,tensor=2": {"remat": "selective", "microbatches": 4},
+    "pipe=2,tensor=4": {"remat": "full", "microbatches": 2, "keep_residuals": False},
+}
+MODELS = ("gpt2-nano", "llama-nano", *FAMILY_MODELS)
+
+
+def traced_and_folded(name: str, mesh: str):
+    """The traced step of a small model under a plan, its plan, and the parts that are added up."""
+    model = FAMILY_MODELS[name] if name in FAMILY_MODELS else model_preset(name)
+    settings = dict(PLANS[mesh])
+    keeps = settings.pop("keep_residuals", True)
+    values = {f"parallel.{key}": value for key, value in settings.items()}
+    precision = values.pop("parallel.precision", "f32")
+    config = Config(model=replace(model, num_layers=4, max_length=64, dropout=0.0)).with_values(
+        {**values, "precision.compute": precision, "data.global_batch": 16, "data.seq_len": 64}
+    )
+    plan = plan_for(config, AxisSizes.parse(mesh), discover())
+    if plan.pipeline is not None:
+        plan = replace(plan, pipeline=replace(plan.pipeline, keep_residuals=keeps))
+    program = build_program(config, plan)
+    traced = program.train_step.trace(program.abstract_state(), program.abstract_batch())
+    return config, plan, needed(traced.jaxpr.jaxpr)
+
+
+@pytest.mark.parametrize("mesh", PLANS)
+@pytest.mark.parametrize("name", MODELS)
+def test_collectives_of_the_parts_are_those_of_the_step(name, mesh):
+    config, plan, jaxpr = traced_and_folded(name, mesh)
+    traced = Counter()
+    for (kind, axes), messages in collectives_of(jaxpr).items():
+        if PIPE not in axes:
+            traced[kind, axes] += sum(size * n for size, n in messages if size > SCALARS)
+    layer = layer_shape(config.model, plan, seq_len=64, global_batch=16)
+    layers = config.model.num_layers // plan.axes.pipe
+    times = {"head": plan.microbatches, "step": 1}
+    if plan.pipeline is None:
+        times |= dict.fromkeys(("layer forward", "layer backward"), plan.microbatches * layers)
+    else:
+        ticks = count_ticks(plan.pipeline, plan.axes.pipe, plan.microbatches)
+        times |= {
+            "layer forward": layers * ticks.forward,
+            "layer backward": layers * ticks.backward,
+        }
+    folded = Counter()
+    for op in communication_ops(config.model, plan, layer, OURS):
+        if PIPE not in op.axes:
+            folded[op.kind, op.axes] += times[op.part] * op.count * op.num_bytes
+    assert {key: value for key, value in traced.items() if value} == pytest.approx(folded)
+    if plan.pipeline is None:
+        # Heads and embeddings of stages that wait are in the program, but seldom run.
+        program, head = layer.programs.under(plan.remat), head_program(config.model, plan.precision)
+        sizes = head_sizes(config.model, plan, layer.tokens, OURS)
+        products = (*program.forward.products, *program.backward.products)
+        once = layers * sum(product.flops(layer.sizes) for product in products)
+        once += sum(product.flops(sizes) for product in head.products)
+        computed = sum(product.flops(()) for product in ProgramReader().part(jaxpr).products)
+        assert plan.microbatches * once == pytest.approx(computed)
