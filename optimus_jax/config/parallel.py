@@ -40,6 +40,9 @@ class ParallelConfig:
     planner's choice; with a given mesh 3 if fsdp > 1, else 0."""
     rules: tuple[str, ...] = ()
     """Changes to the logical-to-mesh rules, such as `mlp=none` (keep whole over tensor)."""
+    sequence_parallel: bool | None = None
+    """Split the tokens of the residual stream over tensor, between the blocks of a layer; None: the
+    planner's choice; with a given mesh false."""
     microbatches: int | None = None
     """Parts of a step's batch that run one after another, gradients accumulated locally; None: the
     planner's choice; with a given mesh 1, or about 4 per pipeline stage."""

@@ -6,6 +6,8 @@ onto mesh axes (`config/axes.py`).
 
 BATCH = "batch"
 """Examples."""
+LENGTH = "length"
+"""Tokens of the residual stream, between the blocks of a layer."""
 LAYERS = "layers"
 """Decoder layers, stacked."""
 VOCAB = "vocab"
@@ -32,6 +34,7 @@ PAIR = "pair"
 
 LOGICAL_AXES = (
     BATCH,
+    LENGTH,
     LAYERS,
     VOCAB,
     EMBED,

@@ -6,8 +6,9 @@ rules (one device, or a logical axis kept whole) every method is the identity, s
 code is its own reference.
 
 Collectives are written once, in the forward direction; the varying-axis types of `shard_map`
-derive the backward ones. `fan_out` and `sum` are Megatron's conjugate pair f and g
-(arXiv:1909.08053, figure 3).
+derive the backward ones. `fan_out` and `sum_stream` are Megatron's conjugate pair f and g
+(arXiv:1909.08053, figure 3). If the tokens of the residual stream are split (sequence parallelism),
+they become its other pair: gather and scatter (arXiv:2205.05198, figure 5).
 """
 
 import math
@@ -19,9 +20,12 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array, lax
 
-from optimus_jax.mesh.axes import EMBED, HEADS, KV_HEADS
+from optimus_jax.mesh.axes import EMBED, HEADS, KV_HEADS, LENGTH
 from optimus_jax.mesh.formats import sum_format
 from optimus_jax.mesh.zero import LeafLayout, Tracked, vary
+
+TOKENS = 1
+"""The dimension of tokens in the residual stream."""
 
 
 @dataclass(frozen=True)
@@ -42,12 +46,36 @@ class Collectives:
         return sum_format(self.dtype)
 
     def fan_out(self, x: Array, over: str) -> Array:
-        """`x`, about to be used by every shard of logical axis `over`; backward sums the shards'
-        gradients.
+        """`x` [B, L, ...] of the residual stream, about to be used by every shard of logical axis
+        `over`; backward sums the shards' gradients.
 
-        Call it once per value, before the first use: each implicit fan-out is one more all-reduce.
+        If the stream's tokens are split, they are gathered. Call it once per value, before the
+        first use: each implicit fan-out is one more all-reduce.
         """
+        split = self.rules.get(LENGTH, ())
+        if split:
+            x = lax.all_gather(x, split, axis=TOKENS, tiled=True)
         return vary(x, self.rules.get(over, ()))
+
+    def sum_stream(self, x: Array, over: str) -> Array:
+        """`sum` of partial results [B, L, ...] for the residual stream: if its tokens are split,
+        of this device's tokens.
+        """
+        axes, split = self.rules.get(over, ()), self.rules.get(LENGTH, ())
+        if split:
+            x = lax.psum_scatter(x, split, scatter_dimension=TOKENS, tiled=True)
+            axes = tuple(axis for axis in axes if axis not in split)
+        return lax.psum(x, axes) if axes else x
+
+    def local_tokens(self, x: Array) -> Array:
+        """This device's tokens, as the residual stream has them, of a value [B, L, ...] that has
+        all.
+        """
+        split = self.rules.get(LENGTH, ())
+        if not split:
+            return x
+        size = x.shape[TOKENS] // math.prod(map(lax.axis_size, split))
+        return lax.dynamic_slice_in_dim(x, lax.axis_index(split) * size, size, TOKENS)
 
     def sum(self, x: Array, over: str) -> Array:
         """The sum of the shards' partial results: a matmul contracted `over`, or a reduction ran

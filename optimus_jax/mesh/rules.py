@@ -14,13 +14,24 @@ from types import MappingProxyType
 from optimus_jax.config import ModelConfig
 from optimus_jax.config.axes import DATA, FSDP, MESH_AXES, PIPE, TENSOR, AxisSizes
 from optimus_jax.errors import PlanError, explain, nearest
-from optimus_jax.mesh.axes import BATCH, EMBED, HEADS, KV_HEADS, LAYERS, LOGICAL_AXES, MLP, VOCAB
+from optimus_jax.mesh.axes import (
+    BATCH,
+    EMBED,
+    HEADS,
+    KV_HEADS,
+    LAYERS,
+    LENGTH,
+    LOGICAL_AXES,
+    MLP,
+    VOCAB,
+)
 
 Rules = tuple[tuple[str, tuple[str, ...]], ...]
 """(logical axis, mesh axes that split it), only for logical axes that are split."""
 
 DEFAULT_RULES: dict[str, tuple[str, ...]] = {
     BATCH: (DATA, FSDP),
+    LENGTH: (TENSOR,),
     LAYERS: (PIPE,),
     EMBED: (FSDP,),
     VOCAB: (PIPE, TENSOR),
@@ -29,7 +40,9 @@ DEFAULT_RULES: dict[str, tuple[str, ...]] = {
     MLP: (TENSOR,),
 }
 """No logical axis may be split over other mesh axes: a user's rule can only remove some of
-these."""
+these, or add one of ON_REQUEST."""
+ON_REQUEST = (LENGTH,)
+"""Logical axes that are split only if a rule says so."""
 
 VOCAB_MULTIPLE = 128
 """Vocabularies are padded to a multiple of this: GPU matmuls run better, and most sizes of `tensor`
@@ -47,7 +60,7 @@ def make_rules(model: ModelConfig, overrides: Sequence[str] = ()) -> Rules:
       PlanError: an unknown axis, an axis used twice, or a split that the step has no collective
         for.
     """
-    rules = dict(DEFAULT_RULES)
+    rules = {**DEFAULT_RULES, **dict.fromkeys(ON_REQUEST, ())}
     seen: set[str] = set()
     for override in overrides:
         logical, _, mesh_axis = (piece.strip() for piece in override.partition("="))
@@ -156,6 +169,16 @@ def check_rules(rules: Rules, sizes: AxisSizes, model: ModelConfig) -> None:
                     ),
                 )
             )
+    over_length = set(active.get(LENGTH, ()))
+    for block in (HEADS, MLP, VOCAB):
+        if not over_length <= set(active.get(block, ())):
+            raise PlanError(
+                explain(
+                    "the residual stream can be split only over devices that share every block",
+                    given=f"a rule {LENGTH}={TENSOR}, and one that keeps {block!r} whole",
+                    do=f"use {LENGTH}=none, or no rule for {block!r}",
+                )
+            )
     heads_ways = _ways(active.get(HEADS, ()), sizes)
     if model.num_kv_heads % heads_ways and heads_ways % model.num_kv_heads:
         raise PlanError(
@@ -165,6 +188,22 @@ def check_rules(rules: Rules, sizes: AxisSizes, model: ModelConfig) -> None:
                 do=(
                     f"choose {TENSOR} so that it divides {model.num_kv_heads} or is a multiple"
                     " of it"
+                ),
+            )
+        )
+
+
+def check_length(rules: Rules, sizes: AxisSizes, seq_len: int) -> None:
+    """Raise PlanError if the tokens of a sequence cannot be split as the rules say."""
+    ways = _ways(dict(rules).get(LENGTH, ()), sizes)
+    if seq_len % ways:
+        raise PlanError(
+            explain(
+                "the tokens of a sequence cannot be split evenly",
+                given=f"sequences of {seq_len} tokens, split over {TENSOR}={ways}",
+                do=(
+                    f"choose a length that {ways} divides, or keep the stream whole: --set"
+                    " parallel.sequence_parallel=false"
                 ),
             )
         )

@@ -25,7 +25,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from optimus_jax.config.axes import FSDP
-from optimus_jax.mesh.axes import BATCH, EMBED, HEADS, KV_HEADS, VOCAB
+from optimus_jax.mesh.axes import BATCH, EMBED, HEADS, KV_HEADS, LENGTH, VOCAB
 from optimus_jax.mesh.formats import sum_format
 
 
@@ -82,12 +82,13 @@ class LeafLayout:
     @property
     def summed_axes(self) -> tuple[str, ...]:
         """Mesh axes whose devices hold different parts of this leaf's gradient sum."""
-        shared_kv = (
-            self.rules.get(HEADS, ())
-            if KV_HEADS in self.names and KV_HEADS not in self.rules
-            else ()
-        )
-        return (*self.rules.get(BATCH, ()), *shared_kv)
+        # Devices use different heads of whole key/value weights, and different tokens of a split
+        # stream.
+        used_by_heads = KV_HEADS in self.names and KV_HEADS not in self.rules
+        logical = (BATCH, LENGTH, *((HEADS,) if used_by_heads else ()))
+        own = {axis for name in self.names for axis in self.rules.get(name, ()) if name != EMBED}
+        summed = [axis for name in logical for axis in self.rules.get(name, ())]
+        return tuple(dict.fromkeys(axis for axis in summed if axis not in own))
 
     def differentiated(self, param: Array) -> Array:
         """The value that the loss is differentiated with respect to, marked as varying so that

@@ -115,7 +115,7 @@ class Attention(nnx.Module):
 
     def combine(self, partial_BLD: Array, comm: Collectives) -> Array:
         """The sum of all devices' parts, plus the bias."""
-        return add_bias(comm.sum(partial_BLD, HEADS), self.out_bias).astype(comm.dtype)
+        return add_bias(comm.sum_stream(partial_BLD, HEADS), self.out_bias).astype(comm.dtype)
 
 
 def _normed(norm: Norm, scale: Array, x_BLHK: Array, comm: Collectives) -> Array:

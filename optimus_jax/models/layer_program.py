@@ -141,6 +141,7 @@ class LayerPrograms:
     kernel: AttentionKernel
     respect_documents: bool
     shares_kv_heads: bool
+    length_ways: int
 
     def under(self, remat: RematPolicy) -> LayerProgram:
         """The program under a remat policy; traced on the first call."""
@@ -156,6 +157,7 @@ def layer_programs(
     kernel: AttentionKernel,
     respect_documents: bool = True,
     shares_kv_heads: bool = False,
+    length_ways: int = 1,
 ) -> LayerPrograms:
     """The programs of a model's layers; models with the same features share them.
 
@@ -164,9 +166,13 @@ def layer_programs(
       kernel: attention kernel, xla or cudnn.
       shares_kv_heads: whether key/value heads are fewer than the devices among which the query
         heads are split, so that several devices use the same one.
+      length_ways: devices that share the tokens of the residual stream, and then also the heads and
+        the feed-forward's width.
     """
-    kind = _kind(model, seq_len, shares_kv_heads)
-    return _of_kind(kind, seq_len, precision, kernel, respect_documents, shares_kv_heads)
+    kind = _kind(model, seq_len, shares_kv_heads, length_ways)
+    return _of_kind(
+        kind, seq_len, precision, kernel, respect_documents, shares_kv_heads, length_ways
+    )
 
 
 _of_kind = lru_cache(maxsize=1 << 9)(LayerPrograms)
@@ -199,15 +205,21 @@ def _primes(seq_len: int) -> list[int]:
     return [prime for prime in PRIMES if seq_len % prime][: len(LayerSizes._fields)]
 
 
-def _kind(model: ModelConfig, seq_len: int, shares_kv_heads: bool) -> ModelConfig:
+def _kind(model: ModelConfig, seq_len: int, shares_kv_heads: bool, length_ways: int) -> ModelConfig:
     """A model of one layer, the same for all models with these features: on each device of the
     abstract mesh, primes are its sizes.
     """
     primes, features = _primes(seq_len), features_of(model)
     has_groups = shares_kv_heads or model.num_heads != model.num_kv_heads
     group = primes[GROUP] if has_groups else 1
-    kv_heads = primes[STORED_KV_HEADS] if shares_kv_heads else WAYS * primes[KV_HEADS]
-    heads = WAYS * primes[STORED_KV_HEADS] * group if shares_kv_heads else kv_heads * group
+    ways = length_ways if length_ways > 1 else WAYS
+    if not shares_kv_heads:
+        kv_heads = ways * primes[KV_HEADS]
+        heads = kv_heads * group
+    else:
+        # The number of devices is given, and no multiple of a prime, if they share tokens.
+        kv_heads = model.num_kv_heads if length_ways > 1 else primes[STORED_KV_HEADS]
+        heads = (length_ways if length_ways > 1 else WAYS * kv_heads) * group
     return ModelConfig(
         name="traced",
         family=model.family,
@@ -217,7 +229,7 @@ def _kind(model: ModelConfig, seq_len: int, shares_kv_heads: bool) -> ModelConfi
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=2 * primes[HALF_HEAD],
-        mlp_dim=WAYS * primes[MLP],
+        mlp_dim=ways * primes[MLP],
         max_length=8,
         dropout=0.0,
         features=replace(
@@ -233,7 +245,7 @@ class _Tracer:
     """Traces a layer of one kind, on one device of an abstract mesh."""
 
     def __init__(self, programs: LayerPrograms):
-        model, primes, ways = programs.kind, _primes(programs.seq_len), WAYS
+        model, primes = programs.kind, _primes(programs.seq_len)
         self.programs = programs
         # A device has the whole width of the stream, of which fsdp stores a part.
         self.read = ProgramReader(
@@ -245,12 +257,17 @@ class _Tracer:
             logical.HEADS: (logical.HEADS,),
             logical.MLP: (logical.MLP,),
         }
-        if programs.shares_kv_heads:
-            ways = model.num_heads // primes[GROUP]
-        else:
+        if not programs.shares_kv_heads:
             rules[logical.KV_HEADS] = (logical.HEADS,)
+        if programs.length_ways > 1:
+            rules |= dict.fromkeys((logical.LENGTH, logical.MLP), (logical.HEADS,))
+        local_heads = (
+            primes[GROUP]
+            if programs.shares_kv_heads
+            else primes[KV_HEADS] * (model.num_heads // model.num_kv_heads)
+        )
         self.mesh = AbstractMesh(
-            (WAYS, ways, WAYS),
+            (WAYS, model.num_heads // local_heads, WAYS),
             (FSDP, logical.HEADS, logical.MLP),
             axis_types=(AxisType.Auto,) * 3,
         )
@@ -305,10 +322,11 @@ class _Tracer:
             is_leaf=lambda node: isinstance(node, LeafLayout),
         )
         rows = PartitionSpec(FSDP)
+        stream = PartitionSpec(FSDP, logical.HEADS) if self.programs.length_ways > 1 else rows
         sharded = jax.shard_map(
             on_device,
             mesh=self.mesh,
-            in_specs=(specs, rows, rows, *[rows] * num_streams),
+            in_specs=(specs, rows, rows, *[stream] * num_streams),
             out_specs=PartitionSpec(self.mesh.axis_names),
         )
         ids = jax.ShapeDtypeStruct(self.stream.shape[:2], jnp.int32)

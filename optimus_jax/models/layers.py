@@ -11,7 +11,7 @@ import numpy as np
 from flax import nnx
 from jax import Array
 
-from optimus_jax.mesh.axes import EMBED, NORM, VOCAB
+from optimus_jax.mesh.axes import EMBED, LENGTH, NORM, VOCAB
 from optimus_jax.mesh.collectives import Collectives
 
 
@@ -108,7 +108,7 @@ class Embedding(nnx.Module):
         here = (local >= 0) & (local < num_rows)
         x_BLD = rows_of(table_VD, jnp.clip(local, 0, num_rows - 1), comm.dtype)
         # Each row comes from one shard and is zero on the others, so this sum cannot overflow.
-        return comm.sum(jnp.where(here[..., None], x_BLD, jnp.zeros_like(x_BLD)), VOCAB)
+        return comm.sum_stream(jnp.where(here[..., None], x_BLD, jnp.zeros_like(x_BLD)), VOCAB)
 
 
 def rows_of(table_VD: Array, index_BL: Array, dtype: jnp.dtype) -> Array:
@@ -126,20 +126,32 @@ def sinusoids(positions_BL: Array, dim: int) -> Array:
     return jnp.concatenate((jnp.sin(angle), jnp.cos(angle)), -1)
 
 
-def dropout(x: Array, probability: float, keys_B: Array | None, site: Array | int) -> Array:
-    """Zero entries of `x` with `probability` and scale the rest; each example has its own key.
+def dropout(
+    x_BLD: Array,
+    probability: float,
+    keys_B: Array | None,
+    site: Array | int,
+    comm: Collectives,
+) -> Array:
+    """Zero entries of `x_BLD` with `probability` and scale the rest; each example has its own key.
 
     Args:
-      x: [B, ...].
+      x_BLD: the residual stream, or this device's tokens of it.
       keys_B: one key per example, or None for no dropout.
       site: number of the place in the model; every place draws its own mask.
     """
     if keys_B is None or probability == 0:
-        return x
-    keep = keep_mask(
-        jax.vmap(jax.random.fold_in, (0, None))(keys_B, site), x.shape[1:], probability
+        return x_BLD
+    _, tokens, width = x_BLD.shape
+    # The mask of all tokens is drawn, so that it does not depend on which device has which.
+    keep_BLD = comm.local_tokens(
+        keep_mask(
+            jax.vmap(jax.random.fold_in, (0, None))(keys_B, site),
+            (comm.size(tokens, LENGTH), width),
+            probability,
+        )
     )
-    return jnp.where(keep, x / (1 - probability), jnp.zeros_like(x))
+    return jnp.where(keep_BLD, x_BLD / (1 - probability), jnp.zeros_like(x_BLD))
 
 
 def keep_mask(keys: Array, shape: tuple[int, ...], probability: float) -> Array:

@@ -66,4 +66,4 @@ class FeedForward(nnx.Module):
 
     def combine(self, partial_BLD: Array, comm: Collectives) -> Array:
         """The sum of all devices' parts, plus the bias."""
-        return add_bias(comm.sum(partial_BLD, MLP), self.down_bias).astype(comm.dtype)
+        return add_bias(comm.sum_stream(partial_BLD, MLP), self.down_bias).astype(comm.dtype)

@@ -82,8 +82,8 @@ class Collective(NamedTuple):
     """A collective."""
 
     kind: CollectiveKind
-    over: str
-    """Mesh axis that it spans."""
+    over: tuple[str, ...]
+    """Mesh axes that it spans."""
     num_bytes: Amount
     """The whole result (all-reduce, all-gather) or argument (reduce-scatter)."""
 
@@ -140,9 +140,8 @@ class ProgramReader:
                 products += [self._product(equation)] * times
             elif name in COLLECTIVES:
                 collectives += [
-                    Collective(kind, axis, self.amount(num_bytes))
+                    Collective(kind, axes, self.amount(num_bytes))
                     for kind, axes, num_bytes in _messages(equation)
-                    for axis in axes
                 ] * times
             elif _is_fused(equation):
                 batch, _, heads, head_dim = equation.invars[0].aval.shape

@@ -187,7 +187,7 @@ class Block(nnx.Module):
         """The residual with a sublayer's output added."""
         if norm is not None and not self.post:
             out_BLD = norm(out_BLD)
-        x_BLD = x_BLD + dropout(out_BLD, self.dropout, run.keys_B, site)
+        x_BLD = x_BLD + dropout(out_BLD, self.dropout, run.keys_B, site, run.comm)
         return norm(x_BLD) if norm is not None and self.post else x_BLD
 
     def _head_keys(self, run: ForwardContext, site: Array, num_local_heads: int) -> Array | None:
@@ -266,10 +266,12 @@ class Decoder(nnx.Module):
         if self.positions is not None:
             offset = self.position_offset
             rows_BL = positions_BL + offset if offset else positions_BL
+            rows_BL = run.comm.local_tokens(rows_BL)
             x_BLD = x_BLD + rows_of(self.positions[...], rows_BL, run.comm.dtype)
         elif features_of(self.config).positions == "sinusoid":
-            x_BLD = x_BLD + sinusoids(positions_BL, x_BLD.shape[-1]).astype(run.comm.dtype)
-        return dropout(x_BLD, self.config.dropout, run.keys_B, 0)
+            local_BL = run.comm.local_tokens(positions_BL)
+            x_BLD = x_BLD + sinusoids(local_BL, x_BLD.shape[-1]).astype(run.comm.dtype)
+        return dropout(x_BLD, self.config.dropout, run.keys_B, 0, run.comm)
 
     def run_layers(
         self,

@@ -128,7 +128,10 @@ class _Run:
         ).out_avals[0]
         axes = sorted({PIPE, *embedded.mat.varying})
         hidden = vary(jnp.zeros(embedded.shape, embedded.dtype), axes)
-        loss_axes = sorted(set(axes) - {PIPE})
+        loss = jax.make_jaxpr(self.p.functions.loss)(
+            self.p.outer, hidden, self._microbatch(jnp.int32(0))
+        ).out_avals[0]
+        loss_axes = sorted(set(loss.mat.varying) - {PIPE})
         carry: dict[str, Any] = {
             "loss": vary(jnp.zeros((), jnp.float32), loss_axes),
             "sent_forward": hidden,

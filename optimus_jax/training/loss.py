@@ -34,14 +34,13 @@ def cross_entropy(
     """Weighted sum of -log p(target), a float32 scalar; gradients flow to hidden and head.
 
     Args:
-      hidden_ND: final hidden states. They and the head are rounded to `comm.dtype`; a gradient has
-        its argument's format.
+      hidden_ND: final hidden states, fanned out over the vocabulary. They and the head are rounded
+        to `comm.dtype`; a gradient has its argument's format.
       head: its matrix's rows at or past `vocab_size` are padding.
       targets_N: int32, global token ids.
       weights_N: float32 weight of each token's term; 0 leaves it out.
       chunk_tokens: tokens whose float32 logits exist at the same time.
     """
-    hidden_ND = comm.fan_out(hidden_ND, VOCAB)
     head_VD, bias_V = head.matrix_VE, head.bias_V
     axes = sorted(varying_axes(hidden_ND) | varying_axes(head_VD))
     hidden_ND, head_VD = vary(hidden_ND, axes), vary(head_VD, axes)

@@ -11,6 +11,7 @@ import jax
 from jax import Array
 
 from optimus_jax.config import Config
+from optimus_jax.mesh.axes import VOCAB
 from optimus_jax.mesh.collectives import Collectives
 from optimus_jax.mesh.slots import EMPTY
 from optimus_jax.models.kernels import Visibility
@@ -112,7 +113,7 @@ def next_token_loss(
       weight: weight of every token that counts in the loss.
       chunk_tokens: tokens whose logits exist at the same time.
     """
-    hidden_BLE = model.head_input(x_BLD, comm)
+    hidden_BLE = comm.fan_out(model.head_input(x_BLD, comm), VOCAB)
     weights: Any = rows["loss_mask"].astype("float32") * weight
     return cross_entropy(
         hidden_BLE.reshape(-1, hidden_BLE.shape[-1]),

@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple
 from optimus_jax.config import ModelConfig, RematPolicy
 from optimus_jax.config.axes import FSDP, PIPE, AxisSizes
 from optimus_jax.errors import PlanError, explain
-from optimus_jax.mesh.axes import EMBED, HEADS, MLP
+from optimus_jax.mesh.axes import EMBED, HEADS, LENGTH, MLP, VOCAB
 from optimus_jax.models.program_reader import Collective, CollectiveKind
 from optimus_jax.plan import Plan
 from optimus_jax.planning.cost.head_program import head_program, head_sizes, vocab_axes
@@ -108,8 +108,9 @@ def _in_layer(
     found: dict[tuple, list[float]] = {}
     for part, collectives in parts:
         for each in collectives:
-            of_storage = each.over == FSDP
-            axes = rules.get(EMBED if of_storage else each.over, ())
+            [over] = each.over
+            of_storage = over == FSDP
+            axes = rules.get(EMBED if of_storage else over, ())
             # fsdp's axis also splits the batch, so it is there at every ZeRO stage.
             if axes and not (of_storage and zero < ZERO_STAGE_OF[each.kind]):
                 messages = found.setdefault((each.kind, axes, part, of_storage), [])
@@ -132,11 +133,14 @@ def _in_head(
     """
     found, vocab = [], vocab_axes(model, plan, style)
     if vocab:
-        sizes = head_sizes(model, plan, layer.tokens, style)
-        found += [
-            CommunicationOp(each.kind, vocab, "head", each.num_bytes.of(sizes), 1)
-            for each in head_program(model, plan.precision).collectives
-        ]
+        sizes = head_sizes(model, plan, layer.stream_tokens, style)
+        length = plan.active_rules(model).get(LENGTH, ())
+        axes_of = {LENGTH: length, VOCAB: tuple(axis for axis in vocab if axis not in length)}
+        program = head_program(model, plan.precision, layer.programs.length_ways)
+        for each in program.collectives:
+            axes = tuple(axis for over in each.over for axis in axes_of[over])
+            if axes:
+                found.append(CommunicationOp(each.kind, axes, "head", each.num_bytes.of(sizes), 1))
     if plan.pipeline is not None and style.head_shared:
         found.append(CommunicationOp("all-reduce", (PIPE,), "head", layer.stream_bytes, 2))
     return found

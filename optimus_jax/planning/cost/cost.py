@@ -191,8 +191,8 @@ class _StepTimes:
             style,
         )
         self.head = head_time(
-            head_program(model, plan.precision),
-            head_sizes(model, plan, self.shape.tokens, style),
+            head_program(model, plan.precision, self.shape.programs.length_ways),
+            head_sizes(model, plan, self.shape.stream_tokens, style),
             self.shape.width,
             self.place,
             rates,

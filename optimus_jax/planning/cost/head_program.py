@@ -16,7 +16,7 @@ from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 from optimus_jax.config import ModelConfig, Precision
 from optimus_jax.config.axes import PIPE
-from optimus_jax.mesh.axes import VOCAB
+from optimus_jax.mesh.axes import LENGTH, VOCAB
 from optimus_jax.mesh.collectives import Collectives
 from optimus_jax.mesh.sharding import layouts_of
 from optimus_jax.mesh.zero import LeafLayout
@@ -36,8 +36,8 @@ WAYS = 2
 class HeadSizes(NamedTuple):
     """The sizes of embedding and head on one device."""
 
-    tokens: float
-    """Tokens of a microbatch."""
+    stream_tokens: float
+    """Tokens of the residual stream of a microbatch."""
     embed: float
     """Width of the residual stream."""
     table: float
@@ -52,15 +52,19 @@ class HeadProgram:
 
     products: tuple[Product, ...]
     collectives: tuple[Collective, ...]
+    """Those over LENGTH span the mesh axes that split the tokens of the stream; those over VOCAB
+    the other ones that split the vocabulary."""
+    length_ways: int
+    """Devices that share the tokens of the residual stream."""
 
 
 def head_sizes(
-    model: ModelConfig, plan: Plan, tokens: float, style: ImplementationProfile
+    model: ModelConfig, plan: Plan, stream_tokens: float, style: ImplementationProfile
 ) -> HeadSizes:
-    """The sizes for a microbatch of `tokens` on one device."""
+    """The sizes for a microbatch with that many tokens of the residual stream on one device."""
     ways = math.prod(plan.axes[axis] for axis in vocab_axes(model, plan, style))
     vocab = plan.padded_vocab(model) if style.pads_whole_vocab or ways > 1 else model.vocab_size
-    return HeadSizes(tokens, model.embed_dim, table_width(model), vocab // ways)
+    return HeadSizes(stream_tokens, model.embed_dim, table_width(model), vocab // ways)
 
 
 def vocab_axes(model: ModelConfig, plan: Plan, style: ImplementationProfile) -> tuple[str, ...]:
@@ -70,14 +74,14 @@ def vocab_axes(model: ModelConfig, plan: Plan, style: ImplementationProfile) -> 
 
 
 @lru_cache(maxsize=1 << 10)
-def head_program(model: ModelConfig, precision: Precision) -> HeadProgram:
+def head_program(model: ModelConfig, precision: Precision, length_ways: int = 1) -> HeadProgram:
     """The program; models with the same features share one trace."""
-    tokens, embed, table, vocab = PRIMES[: len(HeadSizes._fields)]
+    _, embed, table, vocab = PRIMES[: len(HeadSizes._fields)]
     has_table = bool(features_of(model).table_dim)
     kind = ModelConfig(
         name="traced",
         family=model.family,
-        vocab_size=WAYS * vocab,
+        vocab_size=WAYS * length_ways * vocab,
         num_layers=1,
         embed_dim=embed,
         num_heads=1,
@@ -89,14 +93,13 @@ def head_program(model: ModelConfig, precision: Precision) -> HeadProgram:
         tied=model.tied,
         features=replace(model.features, rope_dims=0, table_dim=table if has_table else 0),
     )
-    del tokens, vocab
-    return _traced(kind, precision)
+    return _traced(kind, precision, length_ways)
 
 
 @lru_cache(maxsize=1 << 7)
-def _traced(kind: ModelConfig, precision: Precision) -> HeadProgram:
+def _traced(kind: ModelConfig, precision: Precision, length_ways: int) -> HeadProgram:
     primes, dtype = PRIMES[: len(HeadSizes._fields)], jnp.dtype(DTYPES[precision])
-    rules = {VOCAB: (VOCAB,)}
+    rules = {VOCAB: (VOCAB, LENGTH), LENGTH: (LENGTH,)} if length_ways > 1 else {VOCAB: (VOCAB,)}
     shapes = model_shapes(kind, kind.vocab_size)
     layouts, comm = layouts_of(shapes.names, rules, 0), Collectives(dtype, rules)
 
@@ -106,7 +109,7 @@ def _traced(kind: ModelConfig, precision: Precision) -> HeadProgram:
             stream = model.embed(ids, ids, ForwardContext(comm=comm))
             rows = {"targets": ids, "loss_mask": counts}
             return next_token_loss(
-                model, stream, rows, comm=comm, weight=1.0, chunk_tokens=primes[0]
+                model, stream, rows, comm=comm, weight=1.0, chunk_tokens=ids.size
             )
 
         return jax.tree.map(lambda leaf: leaf[None], jax.value_and_grad(loss)(params))
@@ -116,11 +119,14 @@ def _traced(kind: ModelConfig, precision: Precision) -> HeadProgram:
     )
     sharded = jax.shard_map(
         on_device,
-        mesh=AbstractMesh((WAYS,), (VOCAB,), axis_types=(AxisType.Auto,)),
+        mesh=AbstractMesh(
+            (WAYS, length_ways), (VOCAB, LENGTH), axis_types=(AxisType.Auto, AxisType.Auto)
+        ),
         in_specs=(specs, PartitionSpec(), PartitionSpec()),
-        out_specs=PartitionSpec(VOCAB),
+        out_specs=PartitionSpec((VOCAB, LENGTH)),
     )
-    ids, counts = (jax.ShapeDtypeStruct((primes[0], 1), kind) for kind in (jnp.int32, jnp.bool_))
+    ids = jax.ShapeDtypeStruct((primes[0], length_ways), jnp.int32)
+    counts = ids.update(dtype=jnp.bool_)
     jaxpr = jax.make_jaxpr(sharded)(shapes.params, ids, counts).jaxpr
     part = ProgramReader([(prime, prime) for prime in primes]).part(needed(jaxpr))
-    return HeadProgram(part.products, part.collectives)
+    return HeadProgram(part.products, part.collectives, length_ways)

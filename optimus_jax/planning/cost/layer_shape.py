@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from optimus_jax.config import AttentionKernel, ModelConfig, Precision
 from optimus_jax.config.axes import AxisSizes
-from optimus_jax.mesh.axes import HEADS, KV_HEADS, MLP
+from optimus_jax.mesh.axes import HEADS, KV_HEADS, LENGTH, MLP
 from optimus_jax.mesh.rules import Rules, active_rules
 from optimus_jax.models.layer_program import (
     LayerPrograms,
@@ -30,6 +30,11 @@ class LayerShape(NamedTuple):
         return self.sizes.rows * self.programs.seq_len
 
     @property
+    def stream_tokens(self) -> float:
+        """Tokens of the residual stream: a part of `tokens` if devices share them."""
+        return self.tokens / self.programs.length_ways
+
+    @property
     def width(self) -> int:
         """Bytes per element of an activation."""
         return 4 if self.programs.precision == "f32" else 2
@@ -37,7 +42,7 @@ class LayerShape(NamedTuple):
     @property
     def stream_bytes(self) -> float:
         """Bytes of the residual stream of a microbatch."""
-        return self.tokens * self.sizes.embed * self.width
+        return self.stream_tokens * self.sizes.embed * self.width
 
     def of_one_row(self) -> "LayerShape":
         """The same layer for one sequence."""
@@ -61,9 +66,9 @@ def _of_one_row(
     seq_len: int,
 ) -> LayerShape:
     active = active_rules(rules, axes, model)
-    heads_ways, kv_ways, mlp_ways = (
+    heads_ways, kv_ways, mlp_ways, length_ways = (
         math.prod([axes[axis] for axis in active.get(logical, ())])
-        for logical in (HEADS, KV_HEADS, MLP)
+        for logical in (HEADS, KV_HEADS, MLP, LENGTH)
     )
     heads = model.num_heads // heads_ways
     # If key and value heads are not split, each device computes those that its query heads need.
@@ -78,6 +83,7 @@ def _of_one_row(
         precision=precision,
         kernel=kernel,
         shares_kv_heads=heads_ways > kv_ways,
+        length_ways=length_ways,
     )
     sizes = sizes_on_device(
         model, rows=1, heads=heads, kv_heads=kv_heads, mlp=model.mlp_dim // mlp_ways

@@ -48,6 +48,9 @@ HIDING_SCORES: dict[RematPolicy, float] = {"none": 0.75, "selective": 3.0, "dots
 """The same in backward if collectives in a layer overlap with compute. Blocks then begin early, so
 the gradients of most scores (1) exist at the same time, and under selective remat also the
 constants (1/2 to 1)."""
+GATHERED_STREAMS = 2
+"""Arrays of all tokens that exist at once if devices share the tokens of the stream: the input of a
+block, and its partial output."""
 WORKING_STREAMS = 6
 """Arrays of the residual stream's size that exist at once while a layer is computed: norms in
 float32, sums, and activations received from neighbours."""
@@ -312,6 +315,8 @@ def _token(model: ModelConfig, layer: LayerShape, remat: RematPolicy) -> _Token:
     if seen and remat != "none":
         copies = (projected - query) * seen / sizes.heads / block_size(seq_len)
     common = WORKING_STREAMS * stream + hidden + copies
+    if layer.programs.length_ways > 1:
+        common += GATHERED_STREAMS * width * sizes.embed
     made_again = 0.0
     if forward.fused and remat == "full":
         kept = sum(amount.of(sizes) for amount in plain.saved if is_of_heads(amount))

@@ -106,9 +106,8 @@ def _block(
     for way, part in enumerate((forward, backward)):
         works.append(
             Work(
-                num_bytes=shape.tokens
-                * shape.width
-                * (style.stream_passes[way] / 2 * sizes.embed + style.hidden_passes[way] * hidden),
+                num_bytes=style.stream_passes[way] / 2 * shape.stream_bytes
+                + style.hidden_passes[way] * shape.tokens * shape.width * hidden,
                 kernels=style.layer_kernels[way] / 2,
             )
             + _products(matrix_products(part, of_feed_forward=of_feed_forward), sizes)
@@ -167,8 +166,11 @@ def head_work(
     `width` is the number of bytes of an activation.
     """
     return _products(program.products, sizes) + Work(
-        num_bytes=sizes.tokens
-        * (sizes.vocab * style.logit_bytes + STREAM_PASSES_OF_HEAD * sizes.embed * width),
+        num_bytes=sizes.stream_tokens
+        * (
+            program.length_ways * sizes.vocab * style.logit_bytes
+            + STREAM_PASSES_OF_HEAD * sizes.embed * width
+        ),
         kernels=style.head_kernels,
     )
 

@@ -17,7 +17,7 @@ from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 from optimus_jax.config import ModelConfig
 from optimus_jax.config.axes import FSDP, MESH_AXES, PIPE, AxisSizes
-from optimus_jax.mesh.axes import BATCH, HEADS, KV_HEADS, LAYERS, VOCAB
+from optimus_jax.mesh.axes import BATCH, HEADS, KV_HEADS, LAYERS, LENGTH, VOCAB
 from optimus_jax.mesh.rules import Rules, active_rules, padded_vocab
 from optimus_jax.mesh.zero import LeafLayout
 from optimus_jax.models.program_reader import CollectiveKind, collectives_of
@@ -165,7 +165,7 @@ def _step_bytes(
     for leaves, times in ((layer, num_layers), (outer, 1)):
         for leaf in leaves:
             # Key/value heads have a rule of their own, or share that of the query heads.
-            concern = {BATCH, *leaf.names, *((HEADS,) if KV_HEADS in leaf.names else ())}
+            concern = {BATCH, LENGTH, *leaf.names, *((HEADS,) if KV_HEADS in leaf.names else ())}
             own = tuple((name, over) for name, over in active if name in concern)
             for kind, over, of_split in _at_the_end(leaf.names, own, zero):
                 size = times * (leaf.split if of_split else leaf.whole)

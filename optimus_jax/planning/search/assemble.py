@@ -7,10 +7,10 @@ import dataclasses
 import math
 
 from optimus_jax.config import REMAT_POLICIES, Config, Offload, Precision, RematPolicy
-from optimus_jax.config.axes import AxisSizes
+from optimus_jax.config.axes import TENSOR, AxisSizes
 from optimus_jax.devices.accelerators import AMPERE
 from optimus_jax.errors import PlanError, explain, nearest
-from optimus_jax.mesh.axes import VOCAB
+from optimus_jax.mesh.axes import LENGTH, VOCAB
 from optimus_jax.mesh.rules import Rules, make_rules
 from optimus_jax.mesh.topology import Topology
 from optimus_jax.models.kernels import choose_kernel
@@ -35,6 +35,8 @@ DEFAULT_ZERO = 3
 """Default ZeRO stage with fsdp: parameters are sharded too."""
 DEFAULT_REPEATS = 2
 """Default repeats of interleaved schedules: half the bubble for twice the sends."""
+SPLIT_LENGTH = f"{LENGTH}={TENSOR}"
+"""The rule of sequence parallelism."""
 TABLE_SUFFIX = ".json"
 """Suffix of `--schedule` values that name a file."""
 MICROBATCHES_PER_STAGE = 4
@@ -44,7 +46,7 @@ most a fifth."""
 
 def check_settings(config: Config, topology: Topology) -> None:
     """Raise PlanError for a setting that is malformed or impossible under every layout."""
-    make_rules(config.model, config.parallel.rules)
+    make_rules(config.model, rule_changes(config))
     _check_schedule_name(config.parallel.schedule)
     if config.parallel.schedule.endswith(TABLE_SUFFIX):
         _read_table(config.parallel.schedule)
@@ -70,7 +72,15 @@ def plan_for(config: Config, axes: AxisSizes, topology: Topology) -> Plan:
     precision = compute_precision(config, topology)
     zero = parallel.zero if parallel.zero is not None else DEFAULT_ZERO if axes.fsdp > 1 else 0
     pipeline = pipelining(config, axes)
-    rules = make_rules(model, parallel.rules)
+    rules = make_rules(model, rule_changes(config))
+    if parallel.sequence_parallel and axes.tensor == 1:
+        raise PlanError(
+            explain(
+                "there is no tensor axis to split the tokens of the residual stream over",
+                given=f"parallel.sequence_parallel=true on mesh {axes}",
+                do="use tensor=2 or more, or leave the setting out",
+            )
+        )
     return Plan(
         axes=axes,
         rules=rules,
@@ -89,6 +99,12 @@ def plan_for(config: Config, axes: AxisSizes, topology: Topology) -> Plan:
         loss_chunk_tokens=loss_chunk_tokens(config, axes, rules, topology),
         offload=least_offload(config),
     )
+
+
+def rule_changes(config: Config) -> tuple[str, ...]:
+    """The user's changes to the default rules."""
+    parallel = config.parallel
+    return (*parallel.rules, *((SPLIT_LENGTH,) if parallel.sequence_parallel else ()))
 
 
 def compute_precision(config: Config, topology: Topology) -> Precision:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from optimus_jax.mesh.axes import LENGTH
 from optimus_jax.plan import Plan
 from optimus_jax.planning.cost.cost import Prediction
 
@@ -75,6 +76,8 @@ def flags(plan: Plan) -> str:
             f"--set parallel.stage_residuals={'keep' if pipeline.keep_residuals else 'recompute'}"
         )
         parts += ["--set parallel.send_slack=true"] if pipeline.send_slack else []
+    if plan.axes.tensor > 1 and LENGTH in dict(plan.rules):
+        parts.append("--set parallel.sequence_parallel=true")
     if whole := whole_over_tensor(plan):
         parts.append(f"--set parallel.rules={','.join(f'{name}=none' for name in whole)}")
     return " ".join(parts)

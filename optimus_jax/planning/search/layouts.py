@@ -20,19 +20,21 @@ from dataclasses import dataclass
 from optimus_jax.config import Config
 from optimus_jax.config.axes import AxisSizes, check_devices
 from optimus_jax.errors import PlanError
-from optimus_jax.mesh.rules import Rules, check_rules, make_rules
+from optimus_jax.mesh.rules import Rules, check_length, check_rules, make_rules
 from optimus_jax.mesh.topology import Topology
 from optimus_jax.models.kernels import choose_kernel
 from optimus_jax.pipeline.partition import layers_per_stage
 from optimus_jax.pipeline.tables import REPEATING
 from optimus_jax.plan import Pipelining, Plan
 from optimus_jax.planning.search.assemble import (
+    SPLIT_LENGTH,
     compute_precision,
     fixed_microbatches,
     least_offload,
     least_remat,
     loss_chunk_tokens,
     pipelining,
+    rule_changes,
 )
 from optimus_jax.planning.search.divisors import divisors
 
@@ -41,6 +43,9 @@ from optimus_jax.planning.search.divisors import divisors
 BLOCK_RULES = ((), ("mlp=none",), ("heads=none",))
 """What the tensor axis splits: both halves of a layer, attention alone, or the feed-forward
 alone."""
+
+TENSOR_RULES = (*BLOCK_RULES, (SPLIT_LENGTH,))
+"""The same, and both halves with the tokens of the residual stream between them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,6 +103,7 @@ def _like(common: Plan, config: Config) -> Iterator[Plan | Rejection]:
     axes, ways, global_batch = common.axes, common.batch_ways(), config.data.global_batch
     try:
         check_rules(common.rules, axes, config.model)
+        check_length(common.rules, axes, config.seq_len)
     except PlanError as error:
         yield Rejection(layouts=str(axes), reason=_first_line(error))
         return
@@ -162,8 +168,11 @@ def _checked(layout: Plan, config: Config) -> Plan | Rejection:
 
 
 def _rules(config: Config, axes: AxisSizes) -> Iterator[Rules]:
-    given = config.parallel.rules
-    for overrides in BLOCK_RULES if axes.tensor > 1 and not given else (given,):
+    given, parallel = rule_changes(config), config.parallel
+    choices = (given,)
+    if axes.tensor > 1 and not given:
+        choices = BLOCK_RULES if parallel.sequence_parallel is False else TENSOR_RULES
+    for overrides in choices:
         yield make_rules(config.model, overrides)
 
 
