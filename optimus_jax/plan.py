@@ -26,6 +26,7 @@ from optimus_jax.mesh.axes import BATCH, EMBED, LOGICAL_AXES
 from optimus_jax.mesh.rules import (
     Rules,
     active_rules,
+    check_length,
     check_rules,
     padded_vocab,
 )
@@ -144,13 +145,20 @@ class Plan:
             ways *= self.axes[axis]
         return ways
 
-    def validate(self, model: ModelConfig, *, global_batch: int) -> None:
+    def validate(
+        self, model: ModelConfig, *, global_batch: int, seq_len: int | None = None
+    ) -> None:
         """Raise PlanError if `model` cannot be trained this way.
+
+        Args:
+          seq_len: tokens of an example; None: of any length.
 
         The message says which condition is violated. planning/search/suggestions.py, which knows
         the settings that the user fixed, finds what to change.
         """
         check_rules(self.rules, self.axes, model)
+        if seq_len is not None:
+            check_length(self.rules, self.axes, seq_len)
         self._check_stages(model)
         self._check_zero()
         self._check_microbatches(global_batch)

@@ -153,6 +153,17 @@ PLANS = [
     case("fsdp=2,tensor=4", zero=3, rules=("heads=none",), microbatches=4, loss_chunk_tokens=100),
     case("data=2,fsdp=2,tensor=2", zero=2, remat="selective", microbatches=4),
     case("data=2,fsdp=2,tensor=2", zero=3, remat="full", microbatches=2),
+    # The residual stream's tokens split over tensor.
+    case("fsdp=2,tensor=4", zero=3, sequence_parallel=True, microbatches=2),
+    case("pipe=2,data=2,tensor=2", microbatches=4, sequence_parallel=True),
+    case(
+        "pipe=2,fsdp=2,tensor=2",
+        schedule="interleaved",
+        microbatches=4,
+        stage_residuals="recompute",
+        sequence_parallel=True,
+        zero=2,
+    ),
     # Six devices: axes that are not powers of two.
     case("data=3,fsdp=2", zero=1),
     case("data=2,fsdp=3", zero=0, microbatches=4),

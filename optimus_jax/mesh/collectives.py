@@ -52,10 +52,10 @@ class Collectives:
         If the stream's tokens are split, they are gathered. Call it once per value, before the
         first use: each implicit fan-out is one more all-reduce.
         """
+        x = vary(x, self.rules.get(over, ()))
         split = self.rules.get(LENGTH, ())
-        if split:
-            x = lax.all_gather(x, split, axis=TOKENS, tiled=True)
-        return vary(x, self.rules.get(over, ()))
+        # Last, so that backward scatters first, and sums over other axes this device's tokens only.
+        return lax.all_gather(x, split, axis=TOKENS, tiled=True) if split else x
 
     def sum_stream(self, x: Array, over: str) -> Array:
         """`sum` of partial results [B, L, ...] for the residual stream: if its tokens are split,

@@ -106,7 +106,7 @@ def plan_of_run(
                 return None
             plan = Plan.from_json(saved.metadata["plan"])
         plan, config = plan_of(now, config, plan, topology, prices), in_phase(config, now)
-    plan.validate(config.model, global_batch=config.data.global_batch)
+    plan.validate(config.model, global_batch=config.data.global_batch, seq_len=config.seq_len)
     return Choice(
         plan=plan,
         why="the run's own plan",

@@ -236,7 +236,7 @@ def _fitting(pricing: Pricing, axes: AxisSizes, like: Plan) -> Plan | None:
             {"parallel.mesh": str(axes), "parallel.microbatches": like.microbatches}
         )
         plan = plan_for(config, axes, pricing.cluster.topology())
-        plan.validate(config.model, global_batch=config.data.global_batch)
+        plan.validate(config.model, global_batch=config.data.global_batch, seq_len=config.seq_len)
     except PlanError:
         return None
     return next(

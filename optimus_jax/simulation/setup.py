@@ -285,7 +285,9 @@ def _default_on(config: Config, axes: AxisSizes, topology: Topology) -> list[Pla
     for microbatches in [number for number in range(1, rows + 1) if rows % number == 0]:
         divided = replace(plan, microbatches=microbatches)
         try:
-            divided.validate(config.model, global_batch=config.data.global_batch)
+            divided.validate(
+                config.model, global_batch=config.data.global_batch, seq_len=config.seq_len
+            )
         except PlanError:
             return plans
         plans.append(divided)

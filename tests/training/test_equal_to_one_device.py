@@ -20,6 +20,7 @@ from jax.sharding import NamedSharding
 
 from optimus_jax.config import ModelConfig
 from optimus_jax.config.axes import MESH_AXES
+from optimus_jax.mesh.axes import LENGTH
 from optimus_jax.reshard.checksum import named_leaves
 
 FIRST_MOMENT, SECOND_MOMENT = "opt_state/0/mu/", "opt_state/0/nu/"
@@ -196,6 +197,9 @@ def test_collectives_run_along_the_axes_that_the_plan_splits(runs):
         expected |= {"collective-permute": {"pipe"}}
     if plan.zero:
         expected |= {"all-gather": {"fsdp"}, "reduce-scatter": {"fsdp"}}
+    if LENGTH in dict(plan.rules):
+        for kind in ("all-gather", "reduce-scatter"):
+            expected[kind] = {*expected.get(kind, ()), "tensor"}
     assert axes_by_kind == expected
 
 

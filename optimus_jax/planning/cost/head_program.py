@@ -112,7 +112,10 @@ def _traced(kind: ModelConfig, precision: Precision, length_ways: int) -> HeadPr
                 model, stream, rows, comm=comm, weight=1.0, chunk_tokens=ids.size
             )
 
-        return jax.tree.map(lambda leaf: leaf[None], jax.value_and_grad(loss)(params))
+        differentiated = jax.tree.map(
+            lambda layout, param: layout.differentiated(param), layouts, params
+        )
+        return jax.tree.map(lambda leaf: leaf[None], jax.value_and_grad(loss)(differentiated))
 
     specs = jax.tree.map(
         lambda layout: layout.param_spec, layouts, is_leaf=lambda node: isinstance(node, LeafLayout)

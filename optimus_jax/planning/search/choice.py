@@ -103,7 +103,7 @@ def _choice(
 def _on_axes(config: Config, axes: AxisSizes, topology: Topology, why: str) -> Choice:
     """The plan with these axis sizes and the least recomputation that is estimated to fit."""
     least = plan_for(config, axes, topology)
-    least.validate(config.model, global_batch=config.data.global_batch)
+    least.validate(config.model, global_batch=config.data.global_batch, seq_len=config.seq_len)
     for plan in memory_fallbacks(config, least, topology.platform):
         memory = _estimate(config, plan)
         if fits(memory, topology):
@@ -204,10 +204,10 @@ def _by_search(
     ranking = search(pricing, top=RANKED)
     if not ranking.best:
         plan = plan_for(config, AxisSizes(fsdp=topology.num_devices), topology)
-        plan.validate(config.model, global_batch=config.data.global_batch)
+        plan.validate(config.model, global_batch=config.data.global_batch, seq_len=config.seq_len)
         raise PlanError(_no_room(config, plan, _estimate(config, plan), topology))
     best = ranking.best[0]
-    best.plan.validate(config.model, global_batch=config.data.global_batch)
+    best.plan.validate(config.model, global_batch=config.data.global_batch, seq_len=config.seq_len)
     divided = divisibility(pricing, best, may_change_batch=may_change_batch, may_leave_hosts=False)
     said = (
         "".join(f"; {reason}" for reason in divided.reasons) if divided.is_worth_reporting else ""

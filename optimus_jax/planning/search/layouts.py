@@ -161,7 +161,7 @@ def _checked(layout: Plan, config: Config) -> Plan | Rejection:
     Layouts that this module enumerates itself are legal.
     """
     try:
-        layout.validate(config.model, global_batch=config.data.global_batch)
+        layout.validate(config.model, global_batch=config.data.global_batch, seq_len=config.seq_len)
     except PlanError as error:
         return Rejection(layouts=str(layout.axes), reason=_first_line(error))
     return layout
