@@ -54,7 +54,7 @@ KNOWN_BY_CONTENT = (
 )
 """Exceptions to FIXED_FOR_A_RUN: data files may have moved. run/first_state.py compares their
 content."""
-SAVED_WITH_A_RUN = (*FIXED_FOR_A_RUN, "precision.moments")
+SAVED_WITH_A_RUN = (*FIXED_FOR_A_RUN, "precision.moments", "optimizer.name")
 """FIXED_FOR_A_RUN, and the format of what checkpoints hold. A resumed run must not be advised to
 change any of these."""
 

@@ -13,8 +13,10 @@ LearningRateSchedule = Literal["cosine", "linear", "wsd", "constant"]
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    """AdamW and its learning rate."""
+    """The optimizer and its learning rate."""
 
+    name: str = "adamw"
+    """adamw, or sgd with momentum beta1, which needs a learning rate (lr)."""
     lr: float | None = None
     """Peak learning rate; None: by model size, after GPT-3's table (arXiv:2005.14165, table
     2.1)."""
@@ -31,7 +33,7 @@ class OptimizerConfig:
     decay_fraction: float = 0.2
     """Fraction of all steps over which wsd decays."""
     beta1: float = 0.9
-    """Decay of the first moment."""
+    """Decay of the first moment, or of sgd's momentum."""
     beta2: float = 0.95
     """Decay of the second moment."""
     epsilon: float = 1e-8

@@ -20,7 +20,7 @@ from optimus_jax.errors import PlanError
 from optimus_jax.mesh.topology import Topology
 from optimus_jax.plan import Plan
 from optimus_jax.planning.ahead_of_time.compiled_step import CompiledStep
-from optimus_jax.planning.cost.memory import estimate_memory
+from optimus_jax.planning.cost.memory import memory_of_run
 from optimus_jax.planning.local_cluster import LocalCluster
 from optimus_jax.planning.search.choice import Choice
 from optimus_jax.planning.search.phase_plans import Prices, plan_of
@@ -110,9 +110,7 @@ def plan_of_run(
     return Choice(
         plan=plan,
         why="the run's own plan",
-        memory=estimate_memory(
-            config.model, plan, seq_len=config.seq_len, global_batch=config.data.global_batch
-        ),
+        memory=memory_of_run(config, plan),
     )
 
 

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import jax
 from jax.sharding import NamedSharding
@@ -190,15 +189,13 @@ def _pipeline_rows(plan: Plan) -> list[list[str]]:
 
 def _tensor_rows(program: Program) -> list[list[str]]:
     plan = program.plan
-    opt_state: Any = program.state_shardings.opt_state
     leaves = jax.tree_util.tree_leaves_with_path(program.shapes.params)
     layouts = jax.tree.leaves(
         layouts_of(program.shapes.names, plan.active_rules(program.config.model), plan.zero)
     )
     params = jax.tree.leaves(program.state_shardings.params)
-    moments = jax.tree.leaves(opt_state[0].mu)
     rows = []
-    for (path, leaf), layout, param, moment in zip(leaves, layouts, params, moments, strict=True):
+    for (path, leaf), layout, param in zip(leaves, layouts, params, strict=True):
         # Gradients of parameters shared by all stages are summed unsplit and scattered afterwards
         # (training/gradients.py).
         split = plan.zero >= 2 and (plan.pipeline is None or is_stacked(_path(path)))
@@ -210,7 +207,7 @@ def _tensor_rows(program: Program) -> list[list[str]]:
                 str(param.spec),
                 _bytes(leaf, param),
                 _bytes(leaf, gradient),
-                _bytes(leaf, moment, plan.moment_bytes),
+                _bytes(leaf, NamedSharding(program.mesh, layout.moment_spec), plan.moment_bytes),
             ]
         )
     order = sorted(range(len(rows)), key=lambda i: -leaves[i][1].size)

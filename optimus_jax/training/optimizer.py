@@ -1,9 +1,11 @@
-"""AdamW and its learning rate, as optax transformations on the part of each leaf that a device
+"""Optimizers and their learning rate: optax transformations of the part of a leaf that a device
 updates.
 """
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import jax
@@ -12,6 +14,7 @@ import optax
 from jax import Array
 
 from optimus_jax.config import Config, MomentPrecision, OptimizerConfig
+from optimus_jax.errors import ConfigError, explain, nearest
 from optimus_jax.mesh.axes import EMBED
 from optimus_jax.mesh.sharding import map_names
 
@@ -34,6 +37,14 @@ def peak_learning_rate(config: OptimizerConfig, num_params: int) -> float:
     """The configured peak rate, or the default for a model of this size."""
     if config.lr is not None:
         return config.lr
+    if not optimizer_named(config.name).has_default_rate:
+        raise ConfigError(
+            explain(
+                f"{config.name} has no default learning rate",
+                given=f"optimizer.name={config.name}, and no learning rate",
+                do="give one, such as --lr 0.1",
+            )
+        )
     return next(rate for limit, rate in (TINY_MODEL, *LEARNING_RATES) if num_params <= limit)
 
 
@@ -84,10 +95,61 @@ def _wsd_decay(config: Config) -> int:
     return max(1, round(config.decay_steps * config.optimizer.decay_fraction))
 
 
-def adamw(
+@dataclass(frozen=True, kw_only=True)
+class Optimizer:
+    """An optimizer: a row of OPTIMIZERS.
+
+    Its state may hold any number of arrays for each parameter, all of the parameter's shape
+    (*moments*), and counters. Their number and layout are read from the state that it makes.
+    """
+
+    direction: Callable[[OptimizerConfig], optax.GradientTransformation]
+    """The transformation from gradients to directions: without learning rate and weight decay,
+    which all optimizers have alike. Each device applies it to the part of every parameter that it
+    updates, so it must treat elements independently."""
+    has_default_rate: bool = True
+    """Whether the default learning rates, which are Adam's, suit it."""
+
+
+OPTIMIZERS: dict[str, Optimizer] = {
+    "adamw": Optimizer(
+        direction=lambda config: optax.scale_by_adam(config.beta1, config.beta2, config.epsilon)
+    ),
+    "sgd": Optimizer(
+        direction=lambda config: optax.trace(decay=config.beta1), has_default_rate=False
+    ),
+}
+"""By the value of the setting `optimizer.name`."""
+
+
+def optimizer_named(name: str) -> Optimizer:
+    """A row of OPTIMIZERS. Raises ConfigError, with the nearest name, if there is none."""
+    if name not in OPTIMIZERS:
+        raise ConfigError(
+            explain(
+                f"unknown optimizer {name!r}",
+                given=f"optimizer.name={name}",
+                do=nearest(name, OPTIMIZERS),
+            )
+        )
+    return OPTIMIZERS[name]
+
+
+@lru_cache
+def moments_per_parameter(name: str) -> int:
+    """Arrays of a parameter's shape in the state of an optimizer, for each parameter."""
+    transformation = optimizer_named(name).direction(OptimizerConfig())
+    like = jax.ShapeDtypeStruct((), jnp.float32)
+    found: list[Any] = []
+    optax.tree_map_params(transformation, found.append, jax.eval_shape(transformation.init, like))
+    return len(found)
+
+
+def make_optimizer(
     config: OptimizerConfig, names: Any, *, moments: MomentPrecision = "f32"
 ) -> optax.GradientTransformation:
-    """AdamW without its learning rate: the caller scales the result by the step's rate.
+    """The configured optimizer without its learning rate: the caller scales the result by the
+    step's rate.
 
     Args:
       names: logical axes of every parameter. Matrices, which have an `embed` dimension, decay;
@@ -96,7 +158,7 @@ def adamw(
     """
     decays = map_names(lambda leaf: EMBED in leaf, names)
     chain = optax.chain(
-        _stored_as(moments, optax.scale_by_adam(config.beta1, config.beta2, config.epsilon)),
+        _stored_as(moments, optimizer_named(config.name).direction(config)),
         optax.add_decayed_weights(config.weight_decay, mask=decays),
     )
 
@@ -110,26 +172,21 @@ def adamw(
 
 
 def _stored_as(
-    moments: MomentPrecision, adam: optax.GradientTransformation
+    moments: MomentPrecision, direction: optax.GradientTransformation
 ) -> optax.GradientTransformation:
-    """Adam with both moments rounded to a storage format after each step (optax's `mu_dtype` rounds
-    only the first).
+    """The transformation with all moments rounded to a storage format after each step (optax's
+    `mu_dtype` rounds only Adam's first).
     """
     if moments == "f32":
-        return adam
+        return direction
 
     def cast(state: Any, dtype: Any) -> Any:
-        return state._replace(
-            **{
-                name: jax.tree.map(lambda moment: moment.astype(dtype), getattr(state, name))
-                for name in ("mu", "nu")
-            }
-        )
+        return optax.tree_map_params(direction, lambda moment: moment.astype(dtype), state)
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-        updates, new = adam.update(updates, cast(state, jnp.float32), params)
+        updates, new = direction.update(updates, cast(state, jnp.float32), params)
         return updates, cast(new, jnp.bfloat16)
 
     return optax.GradientTransformation(
-        lambda params: cast(adam.init(params), jnp.bfloat16), update
+        lambda params: cast(direction.init(params), jnp.bfloat16), update
     )

@@ -35,7 +35,7 @@ from optimus_jax.training.compiler_options import options_for, usable_bytes
 from optimus_jax.training.gradients import loss_alone, loss_and_gradients
 from optimus_jax.training.objective import Batch, Objective
 from optimus_jax.training.offload import update_through_host
-from optimus_jax.training.optimizer import adamw, learning_rate
+from optimus_jax.training.optimizer import learning_rate, make_optimizer
 from optimus_jax.training.state import (
     LossScale,
     TrainState,
@@ -109,7 +109,7 @@ def build_program(config: Config, plan: Plan, devices: Sequence[Any] | None = No
     check_jax_settings()
     mesh = build_mesh(plan.axes, None if devices is None else list(devices))
     shapes = planned_shapes(config.model, plan)
-    optimizer = adamw(config.optimizer, shapes.names, moments=plan.moments)
+    optimizer = make_optimizer(config.optimizer, shapes.names, moments=plan.moments)
     specs = state_specs(shapes, optimizer, plan)
     rows, scalar = batch_spec(plan.active_rules(config.model)), PartitionSpec()
     shardings = state_shardings(shapes, optimizer, plan, mesh)
@@ -173,7 +173,7 @@ class _DeviceStep:
         comm = Collectives(jnp.dtype(COMPUTE_DTYPES[plan.precision]), self.rules, plan.zero)
         self.objective = Objective(config=config, shapes=shapes, plan=plan, comm=comm)
         self.of_leaf = [
-            adamw(config.optimizer, names, moments=plan.moments)
+            make_optimizer(config.optimizer, names, moments=plan.moments)
             for names in jax.tree.leaves(shapes.names, is_leaf=lambda node: isinstance(node, tuple))
         ]
         self.learning_rate = learning_rate(config, shapes.num_params)

@@ -21,7 +21,7 @@ from optimus_jax.mesh.rules import active_rules, check_rules, make_rules, padded
 from optimus_jax.mesh.sharding import batch_spec
 from optimus_jax.plan import Plan
 from optimus_jax.reshard.checksum import named_leaves
-from optimus_jax.training.optimizer import adamw
+from optimus_jax.training.optimizer import make_optimizer
 from optimus_jax.training.state import planned_shapes, state_specs
 
 MODEL = ModelConfig(
@@ -49,7 +49,7 @@ def test_leaves_of_legal_plans_have_equal_shards_and_distinct_axes(data):
     model = data.draw(models())
     plan = data.draw(plans(model).filter(lambda plan: is_legal(plan, model)))
     shapes = planned_shapes(model, plan)
-    specs = state_specs(shapes, adamw(OptimizerConfig(), shapes.names), plan)
+    specs = state_specs(shapes, make_optimizer(OptimizerConfig(), shapes.names), plan)
     mesh = AbstractMesh(tuple(plan.axes[axis] for axis in MESH_AXES), MESH_AXES)
     leaves = named_leaves({"params": shapes.params, "mu": shapes.params, "nu": shapes.params})
     adam: Any = specs.opt_state

@@ -26,7 +26,7 @@ from optimus_jax.planning.search.choice import choose_plan
 from optimus_jax.reshard import reshard
 from optimus_jax.reshard.reshard import Move
 from optimus_jax.reshard.restack import is_stacked
-from optimus_jax.training.optimizer import adamw
+from optimus_jax.training.optimizer import make_optimizer
 
 PLANS = [
     case("fsdp=8", zero=3),
@@ -102,7 +102,7 @@ def test_moments_are_rounded_to_bf16_once_per_step():
         OptimizerConfig(beta1=0.8, beta2=0.9, epsilon=0.01, weight_decay=0.0),
         np.random.default_rng(0),
     )
-    optimizer = adamw(config, {"w": ("embed", "mlp")}, moments="bf16")
+    optimizer = make_optimizer(config, {"w": ("embed", "mlp")}, moments="bf16")
     params = {"w": jnp.zeros((30, 40))}
     state, m, v = (
         optimizer.init(params),
@@ -225,7 +225,7 @@ def test_bf16_moments_decay_where_gradients_vanish(beta):
     """With a beta that the config refuses they would not."""
 
     def decayed(beta2):
-        optimizer = adamw(
+        optimizer = make_optimizer(
             OptimizerConfig(beta1=beta, beta2=beta2), {"w": ("norm",)}, moments="bf16"
         )
         params = {"w": jnp.zeros(1000)}

@@ -33,6 +33,8 @@ from optimus_jax.planning.cost.rates import HEAD, LAYER, Rates
 from optimus_jax.planning.cost.stage_time import F32_BYTES, head_time, layer_time
 from optimus_jax.planning.profiles.cluster import TO_HOST, Cluster
 
+ADAM_MOMENTS = 2
+"""Moments of Adam, with which the bytes of `ImplementationProfile.optimizer_bytes` count."""
 NINE_IN_TEN = 1.645
 """Half-width of the central 90% interval of a normal distribution, in standard deviations."""
 BUBBLE = "bubble"
@@ -97,16 +99,26 @@ def predict(
     *,
     seq_len: int,
     global_batch: int,
+    num_moments: int = ADAM_MOMENTS,
     style: ImplementationProfile = OURS,
 ) -> Prediction:
     """Predict a step of `plan` on `cluster` with devices of these `rates`.
 
+    Args:
+      num_moments: arrays of the optimizer for each parameter.
     Raises:
       PlanError: the mesh is larger than the cluster, or the plan sends over a link of unknown
         speed.
     """
     step = _StepTimes(
-        model, plan, cluster, rates, style, seq_len=seq_len, global_batch=global_batch
+        model,
+        plan,
+        cluster,
+        rates,
+        style,
+        seq_len=seq_len,
+        global_batch=global_batch,
+        num_moments=num_moments,
     )
     times = step.times()
     time_s = sum(times.values())
@@ -141,6 +153,7 @@ def term_times(
     *,
     seq_len: int,
     global_batch: int,
+    num_moments: int = ADAM_MOMENTS,
     style: ImplementationProfile = OURS,
 ) -> dict[str, float]:
     """Seconds of every term of `predict`, without explanations: faster, for searches over many
@@ -149,7 +162,14 @@ def term_times(
     Raises what `predict` raises.
     """
     return _StepTimes(
-        model, plan, cluster, rates, style, seq_len=seq_len, global_batch=global_batch
+        model,
+        plan,
+        cluster,
+        rates,
+        style,
+        seq_len=seq_len,
+        global_batch=global_batch,
+        num_moments=num_moments,
     ).times()
 
 
@@ -166,6 +186,7 @@ class _StepTimes:
         *,
         seq_len: int,
         global_batch: int,
+        num_moments: int,
     ):
         self.model, self.plan, self.cluster, self.rates, self.style = (
             model,
@@ -174,6 +195,7 @@ class _StepTimes:
             rates,
             style,
         )
+        self.num_moments = num_moments
         self.shape = layer_shape(model, plan, seq_len=seq_len, global_batch=global_batch)
         self.place = shape_point(self.shape, plan.axes.tensor)
         exchanged = communication_ops(model, plan, self.shape, style)
@@ -307,7 +329,8 @@ class _StepTimes:
         return sum([time_s for (where, _), time_s in self.exposed.items() if where == part])
 
     def _optimizer(self) -> float:
-        smaller = 2 * 2 * (F32_BYTES - self.plan.moment_bytes)  # both moments, read and written
+        # Moments are read and written.
+        smaller = 2 * (ADAM_MOMENTS * F32_BYTES - self.num_moments * self.plan.moment_bytes)
         return (
             updated_params(self.model, self.plan, self.style)
             * (self.style.optimizer_bytes - smaller)
@@ -335,7 +358,7 @@ class _StepTimes:
         rate, time_s = self.rates.host_share * speed, 0.0
         if plan.offloads_moments:
             time_s += (
-                2
+                self.num_moments
                 * self.plan.moment_bytes
                 * updated_params(self.model, self.plan, self.style)
                 / rate

@@ -21,7 +21,7 @@ device (planning/ahead_of_time/compile_check.py).
 from dataclasses import dataclass
 from functools import lru_cache
 
-from optimus_jax.config import ModelConfig, RematPolicy
+from optimus_jax.config import Config, ModelConfig, RematPolicy
 from optimus_jax.mesh.axes import HEADS
 from optimus_jax.models.families import table_width
 from optimus_jax.models.kernels import block_size
@@ -30,6 +30,7 @@ from optimus_jax.plan import Plan
 from optimus_jax.planning.cost.activation_buffers import buffer_slots
 from optimus_jax.planning.cost.layer_shape import LayerShape, layer_shape
 from optimus_jax.planning.cost.parameters import params_on_device
+from optimus_jax.training.optimizer import moments_per_parameter
 
 F32 = 4
 FORWARD_SCORES: dict[RematPolicy, float] = {"none": 1.0, "selective": 2.0, "dots": 1.6, "full": 1.6}
@@ -95,13 +96,17 @@ class MemoryEstimate:
 
 
 def estimate_memory(
-    model: ModelConfig, plan: Plan, *, seq_len: int, global_batch: int
+    model: ModelConfig, plan: Plan, *, seq_len: int, global_batch: int, num_moments: int = 2
 ) -> MemoryEstimate:
-    """Estimate the peak memory of a training step of `plan` on the most loaded device."""
-    parts = _Parts(model, plan, seq_len, global_batch)
+    """Estimate the peak memory of a training step of `plan` on the most loaded device.
+
+    Args:
+      num_moments: arrays of the optimizer for each parameter; AdamW has two.
+    """
+    parts = _Parts(model, plan, seq_len, global_batch, num_moments)
     step_points = parts.without_stages() if plan.pipeline is None else parts.through_stages()
     gradients, activations, logits = max([*step_points, *parts.update()], key=sum)
-    moments = 2 * parts.parameters(split=plan.zero >= 1) * plan.moment_bytes // F32
+    moments = num_moments * parts.parameters(split=plan.zero >= 1) * plan.moment_bytes // F32
     return MemoryEstimate(
         params=parts.parameters(split=plan.zero >= 3),
         moments=0 if plan.offloads_moments else moments,
@@ -112,6 +117,17 @@ def estimate_memory(
     )
 
 
+def memory_of_run(config: Config, plan: Plan) -> MemoryEstimate:
+    """`estimate_memory` of a run with this config."""
+    return estimate_memory(
+        config.model,
+        plan,
+        seq_len=config.seq_len,
+        global_batch=config.data.global_batch,
+        num_moments=moments_per_parameter(config.optimizer.name),
+    )
+
+
 StepPoint = tuple[float, float, float]
 """Bytes of (gradients, activations, head) at one point of the step."""
 
@@ -119,8 +135,10 @@ StepPoint = tuple[float, float, float]
 class _Parts:
     """Byte counts on one device, which are combined for each point of the step."""
 
-    def __init__(self, model: ModelConfig, plan: Plan, seq_len: int, global_batch: int):
-        self.plan, pipeline = plan, plan.pipeline
+    def __init__(
+        self, model: ModelConfig, plan: Plan, seq_len: int, global_batch: int, num_moments: int
+    ):
+        self.plan, pipeline, self.num_moments = plan, plan.pipeline, num_moments
         width = F32 if plan.precision == "f32" else 2
         self.params = params = params_on_device(model, plan.rules, plan.axes)
         layer = layer_shape(model, plan, seq_len=seq_len, global_batch=global_batch)
@@ -269,7 +287,7 @@ class _Parts:
             if split
             else self.params.table_whole
         )
-        return LEAVES_FETCHED * 2 * self.plan.moment_bytes * max(matrices, table)
+        return LEAVES_FETCHED * self.num_moments * self.plan.moment_bytes * max(matrices, table)
 
 
 @dataclass(frozen=True)

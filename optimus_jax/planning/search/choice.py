@@ -18,7 +18,7 @@ from optimus_jax.config.axes import DATA, FSDP, PIPE, TENSOR, AxisSizes, check_d
 from optimus_jax.errors import PlanError, explain
 from optimus_jax.mesh.topology import Topology
 from optimus_jax.plan import Plan
-from optimus_jax.planning.cost.memory import MemoryEstimate, estimate_memory
+from optimus_jax.planning.cost.memory import MemoryEstimate, memory_of_run
 from optimus_jax.planning.search.assemble import (
     DEFAULT_ZERO,
     can_offload,
@@ -105,7 +105,7 @@ def _on_axes(config: Config, axes: AxisSizes, topology: Topology, why: str) -> C
     least = plan_for(config, axes, topology)
     least.validate(config.model, global_batch=config.data.global_batch, seq_len=config.seq_len)
     for plan in memory_fallbacks(config, least, topology.platform):
-        memory = _estimate(config, plan)
+        memory = memory_of_run(config, plan)
         if fits(memory, topology):
             return Choice(plan=plan, memory=memory, why=why)
     raise PlanError(_no_room(config, plan, memory, topology))
@@ -144,7 +144,7 @@ def _by_plain_rule(config: Config, topology: Topology) -> Choice:
             f"auto: zero={zero} was asked for, and is over fsdp",
         )
     whole = _legal(config, topology, DATA)
-    if fits(_estimate(config, plan_for(config, whole, topology)), topology):
+    if fits(memory_of_run(config, plan_for(config, whole, topology)), topology):
         return _on_legal(
             config,
             whole,
@@ -205,7 +205,7 @@ def _by_search(
     if not ranking.best:
         plan = plan_for(config, AxisSizes(fsdp=topology.num_devices), topology)
         plan.validate(config.model, global_batch=config.data.global_batch, seq_len=config.seq_len)
-        raise PlanError(_no_room(config, plan, _estimate(config, plan), topology))
+        raise PlanError(_no_room(config, plan, memory_of_run(config, plan), topology))
     best = ranking.best[0]
     best.plan.validate(config.model, global_batch=config.data.global_batch, seq_len=config.seq_len)
     divided = divisibility(pricing, best, may_change_batch=may_change_batch, may_leave_hosts=False)
@@ -228,12 +228,6 @@ def _by_search(
     )
 
 
-def _estimate(config: Config, plan: Plan) -> MemoryEstimate:
-    return estimate_memory(
-        config.model, plan, seq_len=config.seq_len, global_batch=config.data.global_batch
-    )
-
-
 def _no_room(config: Config, plan: Plan, memory: MemoryEstimate, topology: Topology) -> str:
     """The error for a model that does not fit: memory needed and available, and what would help."""
     devices = topology.num_devices
@@ -253,7 +247,9 @@ def _no_room(config: Config, plan: Plan, memory: MemoryEstimate, topology: Topol
     least, halved = (
         min(
             (
-                _estimate(config, dataclasses.replace(split, microbatches=number, moments=moments))
+                memory_of_run(
+                    config, dataclasses.replace(split, microbatches=number, moments=moments)
+                )
                 for number in numbers
             ),
             key=lambda estimate: estimate.total,

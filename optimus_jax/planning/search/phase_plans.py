@@ -14,7 +14,7 @@ from optimus_jax.config.phases import TrainingPhase, in_phase, phases_of
 from optimus_jax.errors import PlanError
 from optimus_jax.mesh.topology import Topology
 from optimus_jax.plan import Plan
-from optimus_jax.planning.cost.memory import estimate_memory
+from optimus_jax.planning.cost.memory import memory_of_run
 from optimus_jax.planning.search.assemble import fixed_microbatches
 from optimus_jax.planning.search.choice import choose_plan
 from optimus_jax.planning.search.divisors import divisors
@@ -97,7 +97,4 @@ def _is_possible(config: Config, plan: Plan, topology: Topology) -> bool:
         plan.validate(config.model, global_batch=config.data.global_batch, seq_len=config.seq_len)
     except PlanError:
         return False
-    memory = estimate_memory(
-        config.model, plan, seq_len=config.seq_len, global_batch=config.data.global_batch
-    )
-    return fits(memory, topology)
+    return fits(memory_of_run(config, plan), topology)

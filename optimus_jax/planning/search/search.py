@@ -14,13 +14,14 @@ from optimus_jax.errors import PlanError
 from optimus_jax.mesh.topology import Topology
 from optimus_jax.plan import Plan
 from optimus_jax.planning.cost.cost import Prediction, predict, term_times
-from optimus_jax.planning.cost.memory import MemoryEstimate, estimate_memory
+from optimus_jax.planning.cost.memory import MemoryEstimate, memory_of_run
 from optimus_jax.planning.cost.rates import Rates
 from optimus_jax.planning.learning.calibrate import Calibration
 from optimus_jax.planning.profiles.cluster import Cluster
 from optimus_jax.planning.search.assemble import memory_fallbacks
 from optimus_jax.planning.search.explain import gib
 from optimus_jax.planning.search.layouts import Rejection, layouts
+from optimus_jax.training.optimizer import moments_per_parameter
 
 USABLE_SHARE = 0.9
 """Usable share of a device's memory; the rest covers the runtime and estimation errors."""
@@ -74,6 +75,7 @@ class Pricing:
                 self.rates,
                 seq_len=self.config.seq_len,
                 global_batch=self.config.data.global_batch,
+                num_moments=moments_per_parameter(self.config.optimizer.name),
             )
         )
 
@@ -86,16 +88,12 @@ class Pricing:
             self.rates,
             seq_len=self.config.seq_len,
             global_batch=self.config.data.global_batch,
+            num_moments=moments_per_parameter(self.config.optimizer.name),
         )
 
     def memory(self, plan: Plan) -> MemoryEstimate:
         """Estimated peak bytes on the most loaded device."""
-        return estimate_memory(
-            self.config.model,
-            plan,
-            seq_len=self.config.seq_len,
-            global_batch=self.config.data.global_batch,
-        )
+        return memory_of_run(self.config, plan)
 
     def fitting(self, layout: Plan) -> Candidate | Rejection:
         """The layout with the least recomputation that fits, or why none does."""
