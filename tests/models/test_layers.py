@@ -9,6 +9,7 @@ import pytest
 from flax import nnx
 from helpers import F32_RELATIVE, MATMUL_RELATIVE, relative_error
 
+from optimus_jax.mesh.collectives import Collectives
 from optimus_jax.models.layers import Norm, add_bias, constant, dropout, rows_of
 from optimus_jax.models.products import project, project_back
 
@@ -95,16 +96,21 @@ def test_projections_and_their_gradients_equal_an_einsum(columns):
             assert relative_error(np.asarray(got), np.asarray(wanted)) <= F32_RELATIVE
 
 
+ONE_DEVICE = Collectives(jnp.dtype(jnp.float32))
+
+
 def test_dropout_is_drawn_by_example_and_site():
     keys = jax.random.split(jax.random.key(0), 4)
     x = jnp.ones((4, 50, 20))
-    found = dropout(x, 0.25, keys, 1)
+    found = dropout(x, 0.25, keys, 1, ONE_DEVICE)
     np.testing.assert_array_equal(
-        dropout(x[2:], 0.25, keys[2:], 1), found[2:], "an example's mask does not depend on its row"
+        dropout(x[2:], 0.25, keys[2:], 1, ONE_DEVICE),
+        found[2:],
+        "an example's mask does not depend on its row",
     )
     assert set(np.unique(found).tolist()) == {0.0, float(np.float32(1) / np.float32(0.75))}
     assert 0.72 < (found != 0).mean(dtype=jnp.float32) < 0.78
-    assert (found != dropout(x, 0.25, keys, 2)).any()
+    assert (found != dropout(x, 0.25, keys, 2, ONE_DEVICE)).any()
     assert (found[0] != found[1]).any()
-    assert dropout(x, 0.25, None, 1) is x
-    assert dropout(x, 0.0, keys, 1) is x
+    assert dropout(x, 0.25, None, 1, ONE_DEVICE) is x
+    assert dropout(x, 0.0, keys, 1, ONE_DEVICE) is x

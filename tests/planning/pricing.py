@@ -12,7 +12,9 @@ from optimus_jax.plan import Pipelining, Plan
 from optimus_jax.planning.cost.rates import Rates
 from optimus_jax.planning.profiles.cluster import Cluster
 
-GPT, LLAMA = model_preset("gpt2-xl"), model_preset("llama3-8b")
+LLAMA = model_preset("llama3-8b")
+GPT = replace(model_preset("gpt2-xl"), num_heads=16, num_kv_heads=16, head_dim=100)
+"""With heads that tensor=8 divides."""
 HOST = Cluster.parse("h100:8")
 HOSTS = Cluster.parse("h100:8x8")
 RATES = Rates.of(HOST.accelerator)

@@ -11,7 +11,7 @@ from optimus_jax.errors import PlanError
 from optimus_jax.mesh.topology import Topology
 from optimus_jax.plan import Plan
 from optimus_jax.planning.search.assemble import memory_fallbacks, plan_for
-from optimus_jax.planning.search.layouts import BLOCK_RULES, Rejection, axis_sizes, layouts
+from optimus_jax.planning.search.layouts import TENSOR_RULES, Rejection, axis_sizes, layouts
 
 MODEL = ModelConfig(
     name="tested",
@@ -68,7 +68,7 @@ def test_every_legal_combination_of_settings_is_listed():
     """
     found, tried = set(legal()), 0
     for axes, zero, rules, microbatches, repeats in itertools.product(
-        axis_sizes(12), (0, 1, 2, 3), BLOCK_RULES, (1, 2, 3, 4, 6, 8, 12, 24), (1, 2, 3, 6)
+        axis_sizes(12), (0, 1, 2, 3), TENSOR_RULES, (1, 2, 3, 4, 6, 8, 12, 24), (1, 2, 3, 6)
     ):
         if (
             (axes.fsdp > 1 and zero == 0)
@@ -86,7 +86,7 @@ def test_every_legal_combination_of_settings_is_listed():
         )
         try:
             plan = plan_for(requested, axes, CPU)
-            plan.validate(MODEL, global_batch=24)
+            plan.validate(MODEL, global_batch=24, seq_len=requested.seq_len)
         except PlanError:
             continue
         tried += 1

@@ -70,6 +70,7 @@ def _of_one_row(
         math.prod([axes[axis] for axis in active.get(logical, ())])
         for logical in (HEADS, KV_HEADS, MLP, LENGTH)
     )
+    assert model.num_heads % heads_ways == 0, f"an illegal split of {model.name}: {axes}"
     heads = model.num_heads // heads_ways
     # If key and value heads are not split, each device computes those that its query heads need.
     kv_heads = (
