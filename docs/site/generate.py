@@ -24,7 +24,7 @@ from optimus_jax.config.axes import AxisSizes
 from optimus_jax.devices.jax_settings import REFUSED, REPORTED, SET_HERE
 from optimus_jax.faults.stopping import EXIT_CODES
 from optimus_jax.plan import Pipelining, Plan
-from optimus_jax.run_directory.contents import COMMON, EVENTS, FILES
+from optimus_jax.run_directory.contents import COMMON, EVENTS, FILES, SWITCH_RECORDS
 from optimus_jax.run_directory.step_record import StepRecord
 
 ROOT = Path(__file__).parents[2]
@@ -191,6 +191,17 @@ def run_directory_page() -> str:
         lines += table(
             "field | meaning", ((f"`{name}`", text) for name, text in kind.fields.items())
         )
+    lines += ["## switches.jsonl", "", "The field `record` names the kind of a line."]
+    lines += ["`time_s`, seconds since 1970, says when it was written.", ""]
+    for record, (when, fields) in SWITCH_RECORDS.items():
+        lines += [f"### {record}", "", when, ""]
+        lines += table("field | meaning", ((f"`{name}`", text) for name, text in fields.items()))
+    lines += [
+        "## faults",
+        "",
+        "A file for each process, `PROCESS.jsonl`. Its lines have the fields",
+    ]
+    lines += ["of the event [fault](#fault).", ""]
     lines += ["## config.json", ""]
     lines += ["Every setting, by section ([Settings](settings.md)), and `derived`: the values that"]
     lines += ["the run chose for settings that were left open, by the setting's name.", ""]
