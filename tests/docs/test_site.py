@@ -73,6 +73,22 @@ def test_the_reference_has_every_exit_code_and_every_refused_setting(pages):
     assert [name for name in REFUSED if f"`{name}`" not in pages["reference/jax-settings.md"]] == []
 
 
+@pytest.mark.parametrize(
+    ("name", "unit"),
+    [
+        ("model.max_length", "tokens"),
+        ("window", "tokens"),
+        ("after_step", "steps"),
+        ("checkpoint.resume_step", "steps"),
+        ("checkpoint.every", "steps"),
+    ],
+)
+def test_a_setting_with_a_dimension_has_its_unit(name, unit, pages):
+    rows = pages["reference/settings.md"].splitlines()
+    (row,) = [row for row in rows if row.startswith(f"| `{name}` |")]
+    assert row.split(" | ")[2] == unit
+
+
 def test_every_page_is_in_the_table_of_contents(pages):
     listed = {
         line
