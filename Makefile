@@ -36,7 +36,7 @@ quick: $(VENV)/installed-dev
 nightly: $(VENV)/installed-dev
 	$(PYTEST) --durations=25 -m nightly
 
-# Any legal plan against one device, with both models or MODEL=gpt or MODEL=llama:
+# Any legal plan against one device, with gpt and llama or MODEL=NAME alone, also another family:
 #   make parity PLAN="data=2,fsdp=2,tensor=2 zero=3 microbatches=2"
 PLAN = data=2,fsdp=2,tensor=2
 parity: $(VENV)/installed-dev

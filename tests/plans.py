@@ -19,7 +19,7 @@ from optimus_jax.config import Config, DataConfig, Features, ModelConfig, Optimi
 from optimus_jax.config.axes import AxisSizes
 from optimus_jax.mesh.build import discover
 from optimus_jax.mesh.sharding import put_batch
-from optimus_jax.models.families import FAMILIES
+from optimus_jax.models.families import FAMILIES, features_of
 from optimus_jax.plan import Plan
 from optimus_jax.planning.search.assemble import plan_for
 from optimus_jax.training.state import TrainState
@@ -84,7 +84,7 @@ FAMILY_MODELS = {
         "gemma3_text": Features(window=5, attention_scale=0.3),
     }.items()
 }
-"""A small model of every further family, with features that show."""
+"""A small model of every further family, with features that show. `make parity` can compare it."""
 MODELS = {"gpt": GPT, "llama": LLAMA}
 """Widths divide by 8, 6 and 3. The Llama has fewer key/value heads than tensor=4 and 8 have
 devices."""
@@ -222,7 +222,7 @@ def model_for(case: PlanCase, name: str) -> ModelConfig:
     """The model called `name`, with layers for the case's stages and key/value heads that its
     tensor axis can have.
     """
-    model, settings = MODELS[name], dict(case.settings)
+    model, settings = (MODELS | FAMILY_MODELS)[name], dict(case.settings)
     if case.axes.pipe > 1:
         visits = case.axes.pipe * (2 if settings.get("parallel.schedule") == "interleaved" else 1)
         model = replace(
@@ -280,6 +280,7 @@ def random_state(program: Program) -> TrainState:
     A bias that is added once per device, or a scale used twice, would not be noticed in an initial
     state.
     """
+    stored_minus_one = features_of(program.config.model).norm == "rms_plus_one"
 
     def leaf(path: Any, like: jax.ShapeDtypeStruct) -> np.ndarray:
         name = jax.tree_util.keystr(path, simple=True, separator="/")
@@ -294,7 +295,7 @@ def random_state(program: Program) -> TrainState:
             if in_layers
             else like.shape[0]
         )
-        mean = 1 if name.endswith("/scale") else 0
+        mean = 1 if name.endswith("/scale") and not stored_minus_one else 0
         values = (mean + 0.1 * random.standard_normal((first, *like.shape[1:]))).astype(like.dtype)
         return fitted(values[np.maximum(slots, 0)] if in_layers else values, like.shape)
 

@@ -12,6 +12,7 @@ PAGES = sorted(
         "*.md",
         "docs/**/*.md",
         "benchmarks/results/*.md",
+        "notebooks/*.ipynb",
         "optimus_jax/**/*.py",
         "tests/**/*.py",
         "scripts/*.py",
@@ -35,8 +36,12 @@ def test_named_files_exist(page):
 
 
 BELOW_PACKAGE = re.compile(r"`((?:[a-z_]+/)*[a-z_]+\.py)`(?: \(`([\w.]+)`)?")
-"""A path as CONTRIBUTING's table and the how-tos give it, and the symbol written beside it."""
-GUIDES = [ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs/howto").glob("*.md"))]
+"""A path as the architecture page and the how-tos give it, and the symbol written beside it."""
+GUIDES = [
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "docs/architecture.md",
+    *sorted((ROOT / "docs/howto").glob("*.md")),
+]
 
 
 def missing_below_package(text: str) -> list[str]:

@@ -2,6 +2,7 @@
 small outputs.
 """
 
+import re
 import runpy
 from pathlib import Path
 
@@ -18,6 +19,7 @@ MOST_BYTES = 1_000_000
 """Largest total size of the stored notebooks."""
 LEFT_OUT = "(a picture of "
 """Begins the text that notebooks/run.py stores in place of a large output."""
+SWITCH = FOLDER.parent / "optimus_jax" / "control" / "switch.py"
 
 
 def cells_of(book):
@@ -47,6 +49,16 @@ def test_a_notebook_is_stored_as_executed(path):
     assert path.read_text().startswith('{\n "cells"'), (
         "one line of JSON for each line of source, so that diffs are small"
     )
+
+
+def test_the_phases_of_a_replayed_switch_are_those_of_the_controller():
+    book = nbformat.read(FOLDER / "remesh.ipynb", as_version=4)
+    replayed = set(re.findall(r'Phase\("(\w+)"\)', "\n".join(cell.source for cell in book.cells)))
+    real = set(re.findall(r'phase\("(\w+)_s"\)', SWITCH.read_text())) | {"prepare", "canary"}
+    assert {"move", "verify", "commit"} <= replayed <= real
+    table, note = book.cells[0].source.split("The controller has two more:")
+    assert set(re.findall(r"^\| (\w+) \| [^|]*\| (?:continues|pauses)", table, re.M)) == replayed
+    assert set(re.findall(r"`(\w+)` \(", note)) == real - replayed
 
 
 # planner_frontier and remesh take 25 CPU-seconds each: a fresh kernel imports everything, then

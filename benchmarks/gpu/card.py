@@ -48,7 +48,8 @@ class Card:
         try:
             asked = [
                 "nvidia-smi",
-                "--query-gpu=name,driver_version,clocks.max.sm,power.limit,memory.total,compute_cap",
+                "--query-gpu=name,driver_version,clocks.max.sm,power.limit,memory.total"
+                ",compute_cap",
                 "--format=csv,noheader,nounits",
             ]
             name, driver, clock, limit, memory, capability = (

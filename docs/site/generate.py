@@ -21,9 +21,10 @@ from typing import Any
 
 from optimus_jax.config import Config
 from optimus_jax.config.axes import AxisSizes
+from optimus_jax.devices.jax_settings import REFUSED, REPORTED, SET_HERE
 from optimus_jax.faults.stopping import EXIT_CODES
 from optimus_jax.plan import Pipelining, Plan
-from optimus_jax.run_directory.contents import COMMON, EVENTS, FILES
+from optimus_jax.run_directory.contents import COMMON, EVENTS, FILES, SWITCH_RECORDS
 from optimus_jax.run_directory.step_record import StepRecord
 
 ROOT = Path(__file__).parents[2]
@@ -34,13 +35,20 @@ UNITS = {
     "bytes": "bytes",
     "tokens": "tokens",
     "seq_len": "tokens",
+    "length": "tokens",
+    "window": "tokens",
     "batch": "examples",
     "examples": "examples",
     "steps": "steps",
     "every": "steps",
+    "after_step": "steps",
+    "resume_step": "steps",
     "devices": "devices",
 }
 """Unit of a number, by the end of its name."""
+NOT_HERE = "\0"
+"""Marks the path of a link to a file that the site does not have."""
+LABELLED = re.compile(rf"\[([^\[\]]*)\]{NOT_HERE}\(([^)]*)\)")
 LINK = re.compile(r"\]\((?!\w+:|#|/)([^)\s#]+)(#[^)\s]*)?\)")
 """A link to a file, and where in it."""
 
@@ -162,9 +170,16 @@ def described(value: type) -> list[str]:
     )
 
 
+LOGS_GROW = (
+    "Files other than logs are replaced as a whole. `events.jsonl` and `switches.jsonl` only grow.",
+    "`metrics.jsonl` grows too, except when a run goes back to an older checkpoint: the lines of",
+    "later steps then move to `metrics.abandoned.jsonl`. A start removes a half-written last line.",
+)
+
+
 def run_directory_page() -> str:
     """What a run writes: its files, and every field of each."""
-    lines = ["# Run directory", "", "Files are written whole, and logs only grow.", ""]
+    lines = ["# Run directory", "", *LOGS_GROW, ""]
     lines += table("file | content", ((f"`{name}`", text) for name, text in FILES.items()))
     lines += ["## metrics.jsonl", ""]
     lines += ["A line for each step. Numbers that are not finite are null.", ""]
@@ -176,6 +191,17 @@ def run_directory_page() -> str:
         lines += table(
             "field | meaning", ((f"`{name}`", text) for name, text in kind.fields.items())
         )
+    lines += ["## switches.jsonl", "", "The field `record` names the kind of a line."]
+    lines += ["`time_s`, seconds since 1970, says when it was written.", ""]
+    for record, (when, fields) in SWITCH_RECORDS.items():
+        lines += [f"### {record}", "", when, ""]
+        lines += table("field | meaning", ((f"`{name}`", text) for name, text in fields.items()))
+    lines += [
+        "## faults",
+        "",
+        "A file for each process, `PROCESS.jsonl`. Its lines have the fields",
+    ]
+    lines += ["of the event [fault](#fault).", ""]
     lines += ["## config.json", ""]
     lines += ["Every setting, by section ([Settings](settings.md)), and `derived`: the values that"]
     lines += ["the run chose for settings that were left open, by the setting's name.", ""]
@@ -185,7 +211,7 @@ def run_directory_page() -> str:
 
 
 def exit_codes_page() -> str:
-    """Every exit code of a run."""
+    """Every exit code of a command."""
     lines = [
         "# Exit codes",
         "",
@@ -194,7 +220,35 @@ def exit_codes_page() -> str:
     ]
     for code, (what, restarts) in sorted(EXIT_CODES.items()):
         lines.append(f"| {code} | {what} | {'yes' if restarts else 'no'} |")
+    lines += [
+        "",
+        "`optimus launch` ends with the code of the first process that failed. If a signal ended",
+        "that process, its code is 128 plus the signal's number, as in a shell.",
+    ]
     return "\n".join(lines) + "\n"
+
+
+def jax_settings_page() -> str:
+    """What a run does about each of JAX's own settings."""
+
+    def allowed(values: Iterable[object]) -> str:
+        return ", ".join(f"`{value!r}`" for value in values)
+
+    lines = ["# JAX settings", "", "Settings of JAX hold for a whole program. In the environment a"]
+    lines += [
+        "name is upper case (`JAX_ENABLE_X64`). All other settings do not change a result.",
+        "",
+    ]
+    lines += ["## Refused", "", "A run starts only with an allowed value.", ""]
+    lines += table(
+        "setting | allowed | what another value does",
+        ((f"`{name}`", allowed(each.needed), each.why) for name, each in REFUSED.items()),
+    )
+    lines += ["## Shown at the start", ""]
+    lines += table("setting | what it changes", ((f"`{n}`", what) for n, what in REPORTED.items()))
+    lines += ["## Without effect", "", "A run passes its own value where JAX would use them.", ""]
+    lines += table("setting | instead", ((f"`{name}`", what) for name, what in SET_HERE.items()))
+    return "\n".join(lines)
 
 
 REFERENCE = {
@@ -202,8 +256,17 @@ REFERENCE = {
     "Settings": "reference/settings.md",
     "Run directory": "reference/run-directory.md",
     "Exit codes": "reference/exit-codes.md",
+    "JAX settings": "reference/jax-settings.md",
 }
 """Pages that exist on the site only: other pages name them in italics."""
+INDEXES = {
+    ROOT / "docs" / "decisions": "decisions",
+    ROOT / "docs" / "howto": "howto",
+    ROOT / "docs" / "tutorials": "tutorials",
+    NOTEBOOKS: "notebooks",
+    RESULTS: "results",
+}
+"""Folders of pages -> the folder on the site, whose index lists them."""
 NAMED = re.compile(rf"\*({'|'.join(REFERENCE)})\*")
 
 
@@ -213,7 +276,7 @@ def moved(text: str, here: Path, place: str) -> str:
     A link to a file that the site does not have becomes its path.
 
     Raises:
-      FileNotFoundError: a link leads nowhere.
+      FileNotFoundError: a link leads nowhere, or to a folder of pages that has no index.
     """
     up = "../" * place.count("/")
 
@@ -221,11 +284,15 @@ def moved(text: str, here: Path, place: str) -> str:
         path, anchor = (here.parent / match[1]).resolve(), match[2] or ""
         if not path.exists():
             raise FileNotFoundError(f"{here}: no such file: {match[1]}")
-        if path == ROOT / "docs" / "decisions":
-            return f"]({up}decisions/index.md)"
+        if path == ROOT / "README.md":
+            return f"]({up}index.md{anchor})"
+        if path in INDEXES:
+            return f"]({up}{INDEXES[path]}/index.md)"
+        if path.is_dir() and any(path.glob("*.md")):
+            raise FileNotFoundError(f"{here}: {match[1]} has no index on the site")
         if path.is_relative_to(ROOT / "docs") and path.suffix == ".md":
             return f"]({up}{path.relative_to(ROOT / 'docs')}{anchor})"
-        if path == RESULTS or path == RESULTS / "README.md":
+        if path == RESULTS / "README.md":
             return f"]({up}results/index.md)"
         if path.parent == RESULTS:
             return f"]({up}results/{path.name}{anchor})"
@@ -233,10 +300,16 @@ def moved(text: str, here: Path, place: str) -> str:
             return f"]({up}notebooks/{path.name})"
         if path.name in ("CHANGELOG.md", "CONTRIBUTING.md"):
             return f"]({up}{path.name.lower()}{anchor})"
-        return f" (`{path.relative_to(ROOT)}`)]"
+        return f"]{NOT_HERE}({path.relative_to(ROOT)})"
 
-    text = re.sub(r"\[([^\]]*)\] \((`[^`]*`)\)\]", r"\1 (\2)", LINK.sub(link, text))
+    text = LABELLED.sub(unlinked, LINK.sub(link, text))
     return NAMED.sub(lambda match: f"[{match[1]}]({up}{REFERENCE[match[1]]})", text)
+
+
+def unlinked(match: re.Match[str]) -> str:
+    """The label of a link to a file that the site does not have, and the file's path."""
+    label, path = match[1], match[2]
+    return f"`{path}`" if label.strip("`") == path else f"{label} (`{path}`)"
 
 
 API = """# Python API
@@ -266,6 +339,7 @@ TUTORIALS = [
     "several_hosts",
 ]
 """In the order in which to read them."""
+HOWTOS = [f"howto/{each.stem}" for each in sorted((ROOT / "docs" / "howto").glob("*.md"))]
 GUIDES = [
     "running",
     "data",
@@ -279,6 +353,7 @@ GUIDES = [
     "faults",
     "names",
 ]
+EXPLANATION = ["architecture", "decisions/index", "measured", "results/index"]
 
 
 def contents(caption: str, names: Iterable[str]) -> str:
@@ -291,12 +366,17 @@ def pages() -> Iterator[tuple[str, str]]:
     yield "reference/settings.md", settings_page()
     yield "reference/run-directory.md", run_directory_page()
     yield "reference/exit-codes.md", exit_codes_page()
+    yield "reference/jax-settings.md", jax_settings_page()
     yield "reference/api.md", API
     decisions = sorted(each.stem for each in (ROOT / "docs" / "decisions").glob("*.md"))
     yield (
         "decisions/index.md",
         "\n".join(["# Decisions", "", "```{toctree}", *decisions, "```", ""]),
     )
+    yield "tutorials/index.md", index_page("Tutorials", [f"{name}.md" for name in TUTORIALS])
+    yield "howto/index.md", index_page("How-tos", [f"{Path(name).name}.md" for name in HOWTOS])
+    notebooks = sorted(NOTEBOOKS.glob("*.ipynb"))
+    yield "notebooks/index.md", index_page("Notebooks", [each.name for each in notebooks])
     results = sorted(each.stem for each in RESULTS.glob("*.md") if each.stem != "README")
     index = RESULTS / "README.md"
     yield (
@@ -317,20 +397,23 @@ def pages() -> Iterator[tuple[str, str]]:
         + "\n"
         + contents("Tutorials", [f"tutorials/{name}" for name in TUTORIALS])
         + contents("Guides", GUIDES)
-        + contents("How to", stems("howto"))
+        + contents("How to", HOWTOS)
+        + contents("Explanation", EXPLANATION)
         + contents("Reference", [page.removesuffix(".md") for page in REFERENCE.values()])
-        + contents(
-            "Notebooks", [f"notebooks/{each.stem}" for each in sorted(NOTEBOOKS.glob("*.ipynb"))]
-        )
-        + contents(
-            "More", ["measured", "results/index", "decisions/index", "contributing", "changelog"]
-        ),
+        + contents("Notebooks", [f"notebooks/{each.stem}" for each in notebooks])
+        + contents("More", ["contributing", "changelog"]),
     )
 
 
-def stems(folder: str) -> list[str]:
-    """Pages of a folder of docs/."""
-    return [f"{folder}/{each.stem}" for each in sorted((ROOT / "docs" / folder).glob("*.md"))]
+def index_page(title: str, names: Iterable[str]) -> str:
+    """Links to the pages of a folder, each by its title."""
+    return (
+        "\n".join(
+            ["---", "orphan: true", "---", "", f"# {title}", ""]
+            + [f"* [](./{name})" for name in names]
+        )
+        + "\n"
+    )
 
 
 def main(target: Path) -> None:
@@ -342,7 +425,6 @@ def main(target: Path) -> None:
     for each in RESULTS.iterdir():
         if each.suffix != ".md":
             shutil.copy(each, target / "results" / each.name)
-    (target / "notebooks").mkdir()
     for each in NOTEBOOKS.glob("*.ipynb"):
         shutil.copy(each, target / "notebooks")
     shutil.copy(Path(__file__).with_name("conf.py"), target)

@@ -1,1 +1,1 @@
-"""The commands of `optimus`, one module each: `optimus train`, `optimus plan` and others."""
+"""The commands, a module each: `optimus train`, `optimus plan` and the others."""

@@ -111,24 +111,38 @@ def _nvidia(
     )
 
 
-_AMPERE = "NVIDIA A100 Tensor Core GPU Architecture white paper: https://images.nvidia.com/aem-dam/en-zz/Solutions/data-center/nvidia-ampere-architecture-whitepaper.pdf"
-_HOPPER = "NVIDIA H100 Tensor Core GPU Architecture white paper: https://resources.nvidia.com/en-us-tensor-core/gtc22-whitepaper-hopper"
-_ADA = "NVIDIA Ada GPU Architecture white paper: https://images.nvidia.com/aem-dam/Solutions/geforce/ada/nvidia-ada-gpu-architecture.pdf"
+_AMPERE = (
+    "NVIDIA A100 Tensor Core GPU Architecture white paper: "
+    "https://images.nvidia.com/aem-dam/en-zz/Solutions/data-center/nvidia-ampere-architecture-whitepaper.pdf"
+)
+_HOPPER = (
+    "NVIDIA H100 Tensor Core GPU Architecture white paper: "
+    "https://resources.nvidia.com/en-us-tensor-core/gtc22-whitepaper-hopper"
+)
+_ADA = (
+    "NVIDIA Ada GPU Architecture white paper: "
+    "https://images.nvidia.com/aem-dam/Solutions/geforce/ada/nvidia-ada-gpu-architecture.pdf"
+)
 _A100 = (
-    "NVIDIA A100 data sheet: https://www.nvidia.com/content/dam/en-zz/Solutions/Data-Center/a100/pdf/nvidia-a100-datasheet-us-nvidia-1758950-r4-web.pdf",
+    "NVIDIA A100 data sheet: "
+    "https://www.nvidia.com/content/dam/en-zz/Solutions/Data-Center/a100/pdf/nvidia-a100-datasheet-us-nvidia-1758950-r4-web.pdf",
     _AMPERE,
 )
 _H100 = (
-    "NVIDIA H100 data sheet (half of its sparse peaks): https://resources.nvidia.com/en-us-tensor-core/nvidia-tensor-core-gpu-datasheet",
+    "NVIDIA H100 data sheet (half of its sparse peaks): "
+    "https://resources.nvidia.com/en-us-tensor-core/nvidia-tensor-core-gpu-datasheet",
     _HOPPER,
 )
 _H200 = (
-    "NVIDIA H200 data sheet (half of its sparse peaks): https://www.nvidia.com/en-us/data-center/h200/",
+    "NVIDIA H200 data sheet (half of its sparse peaks): "
+    "https://www.nvidia.com/en-us/data-center/h200/",
     _HOPPER,
 )
 _B200 = (
-    "NVIDIA DGX B200 data sheet (an eighth of its figures): https://www.nvidia.com/en-us/data-center/dgx-b200/",
-    "NVIDIA HGX specifications (an eighth of its figures): https://www.nvidia.com/en-us/data-center/hgx/",
+    "NVIDIA DGX B200 data sheet (an eighth of its figures): "
+    "https://www.nvidia.com/en-us/data-center/dgx-b200/",
+    "NVIDIA HGX specifications (an eighth of its figures): "
+    "https://www.nvidia.com/en-us/data-center/hgx/",
     "multiprocessors: as CUDA counts them, in no data sheet",
 )
 _L40S = ("NVIDIA L40S data sheet: https://www.nvidia.com/en-us/data-center/l40s/", _ADA)
@@ -137,11 +151,14 @@ _L4 = (
     _ADA,
 )
 _GA102 = (
-    "NVIDIA Ampere GA102 GPU Architecture white paper: https://www.nvidia.com/content/PDF/nvidia-ampere-ga-102-gpu-architecture-whitepaper-v2.pdf",
+    "NVIDIA Ampere GA102 GPU Architecture white paper: "
+    "https://www.nvidia.com/content/PDF/nvidia-ampere-ga-102-gpu-architecture-whitepaper-v2.pdf",
 )
 _V100 = (
-    "NVIDIA V100 data sheet: https://images.nvidia.com/content/technologies/volta/pdf/volta-v100-datasheet-update-us-1165301-r5.pdf",
-    "NVIDIA Tesla V100 GPU Architecture white paper: https://images.nvidia.com/content/volta-architecture/pdf/volta-architecture-whitepaper.pdf",
+    "NVIDIA V100 data sheet: "
+    "https://images.nvidia.com/content/technologies/volta/pdf/volta-v100-datasheet-update-us-1165301-r5.pdf",
+    "NVIDIA Tesla V100 GPU Architecture white paper: "
+    "https://images.nvidia.com/content/volta-architecture/pdf/volta-architecture-whitepaper.pdf",
 )
 
 ACCELERATORS = (

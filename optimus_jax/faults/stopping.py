@@ -46,10 +46,12 @@ EXIT_NOT_LEARNING = 76
 the same way."""
 EXIT_INTERRUPT = 130
 """Exit code of a program that Ctrl-C has ended at once (128 + SIGINT, as in a shell)."""
+EXIT_NO_READER = 141
+"""Exit code of a command whose standard output nobody reads (128 + SIGPIPE, as in a shell)."""
 EXIT_CODES: dict[int, tuple[str, bool]] = {
     0: ("The run is done, or Ctrl-C stopped it and its state is saved.", False),
     EXIT_BROKEN: ("An unexpected exception; standard error has its traceback.", True),
-    EXIT_USER_ERROR: ("A mistake of the user; the message says what to do.", False),
+    EXIT_USER_ERROR: ("A user error; the message says what to do.", False),
     EXIT_RESTART: ("Stopped by the cluster or ended by a fault.", True),
     EXIT_NOT_LEARNING: ("The run no longer learns (faults/divergence.py).", False),
     126: ("The shell cannot start Python: it is not executable there.", False),
@@ -58,6 +60,10 @@ EXIT_CODES: dict[int, tuple[str, bool]] = {
     128 + signal.SIGABRT: ("JAX lost the other processes.", True),
     128 + signal.SIGKILL: ("Killed, such as by the system when memory runs out.", True),
     128 + signal.SIGSEGV: ("Crashed in C code.", True),
+    EXIT_NO_READER: (
+        "The reader of the output has gone, as with `| head`. Training runs continue instead.",
+        False,
+    ),
 }
 """Exit codes of a command -> what happened, and whether a restart with --resume may help."""
 NOT_BEGUN = "stopped before training had begun"

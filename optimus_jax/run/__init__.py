@@ -1,1 +1,1 @@
-"""One run put together: API, command line, first plan and state, inputs, display."""
+"""One run put together: Python API, flags, first plan and state, inputs, display."""

@@ -38,12 +38,48 @@ FILES: Mapping[str, str] = {
     "lock": "Held by the process that writes.",
     "progress": "Heartbeats of the processes.",
     "faults": "Faults that each process has noticed: lines as of the event `fault`.",
-    "switches.jsonl": "Journal of switches between plans: `begin`, `commit` and `end` of each.",
+    "switches.jsonl": "Journal of switches between plans: up to three lines for each.",
     "lost_devices.json": "Written by the user: ids of devices to move away from.",
     "tensorboard": "The metrics for TensorBoard, if it is on.",
     "report.html": "Page written by scripts/report.py.",
 }
 """Files and folders; most appear only when there is something to write."""
+
+SWITCH_RECORDS: Mapping[str, tuple[str, Mapping[str, str]]] = {
+    "begin": (
+        "The state is about to be moved.",
+        {
+            "step": "Step after which it moves.",
+            "source": "The plan before, as in plan.json.",
+            "target": "The new plan.",
+            "why": "Reason for the switch.",
+            "by_choice": "False if the run had to leave its plan.",
+        },
+    ),
+    "commit": (
+        "The state has been moved and verified, and plan.json has the new plan.",
+        {
+            "step": "As in `begin`.",
+            "plan": "Digest of the new plan.",
+            "costs_s": "Seconds of delay of the run so far, by phase.",
+        },
+    ),
+    "end": (
+        "The first steps under the new plan are over, or the switch has failed.",
+        {
+            "step": "Last step before this line.",
+            "ending": (
+                "`kept`: the new plan stays. `stopped`: the run was ended on purpose in the first"
+                " steps. `taken back`: the run went back after them. `failed`: the move failed."
+                " `died`: the process died."
+            ),
+            "why": "Reason.",
+            "costs_s": "Seconds of delay of the run in all, by phase.",
+        },
+    ),
+}
+"""Lines of switches.jsonl, by their field `record`: when each is written, and its fields. All have
+`time_s` too."""
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,11 @@
     tokenizer.json, tokenizer_config.json
                     the run's tokenizer; a run of bytes has none
     metrics.abandoned.jsonl
-                    steps that the run went back behind, if any
+                    steps that were repeated after going back to an older checkpoint
 
-The two logs are append-only, so that they can be read during the run and after a kill at any
-moment. A line without its newline is torn: readers skip it and `RunDirectory.resume` removes it.
+Both logs can be read during the run and after a kill at any moment. events.jsonl only grows, and so
+does metrics.jsonl, except in `RunDirectory.go_back_to`. A line without its newline is torn: readers
+skip it and `RunDirectory.resume` removes it.
 """
 
 import contextlib
@@ -110,7 +111,7 @@ class RunDirectory:
 
         Args:
           path: directory; None: `runs/<model>-<time>`, with a number appended if that exists.
-          model_name: preset, or a Hugging Face name or directory, whose last part is used.
+          model_name: preset; the default directory is named after it.
           patience_s: for so long another writer is waited for.
         Raises:
           ConfigError: `path` holds a run or other files, or cannot be made.

@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import get_args
 
 from optimus_jax.config import Config
+from optimus_jax.control.journal import Ending
 from optimus_jax.control.policy import Decision
 from optimus_jax.run.learning_rate_change import RateChange
-from optimus_jax.run_directory.contents import COMMON, EVENTS, EventName
+from optimus_jax.run_directory.contents import COMMON, EVENTS, SWITCH_RECORDS, EventName
 
 PACKAGE = Path(__file__).parents[2] / "optimus_jax"
 DICTIONARIES = {
@@ -48,6 +49,19 @@ def written() -> Iterator[tuple[str, str]]:
                     else:
                         assert event in ("start", *DICTIONARIES), f"{path}:{call.lineno}"
                         yield from ((event, field) for field in DICTIONARIES.get(event, ()))
+
+
+def test_the_table_has_every_line_of_the_journal_of_switches():
+    journal = ast.parse((PACKAGE / "control/journal.py").read_text(encoding="utf-8"))
+    lines = [
+        {key.value: value for key, value in zip(node.keys, node.values, strict=True)}
+        for node in ast.walk(journal)
+        if isinstance(node, ast.Dict) and all(isinstance(key, ast.Constant) for key in node.keys)
+    ]
+    records = {line["record"].value: set(line) for line in lines if "record" in line}
+    assert records == {name: {"record", *fields} for name, (_, fields) in SWITCH_RECORDS.items()}
+    text = SWITCH_RECORDS["end"][1]["ending"]
+    assert [ending for ending in get_args(Ending) if f"`{ending}`" not in text] == []
 
 
 def test_the_table_has_every_event_and_field_that_is_written():
