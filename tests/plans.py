@@ -18,7 +18,6 @@ from helpers import ADAM_EPSILON, fitted
 from optimus_jax.config import Config, DataConfig, Features, ModelConfig, OptimizerConfig
 from optimus_jax.config.axes import AxisSizes
 from optimus_jax.mesh.build import discover
-from optimus_jax.mesh.sharding import put_batch
 from optimus_jax.models.families import FAMILIES, features_of
 from optimus_jax.plan import Plan
 from optimus_jax.planning.search.assemble import plan_for
@@ -317,7 +316,7 @@ def in_order(program: Program, leaves: Mapping[str, np.ndarray]) -> dict[str, np
 
 def batch_of_step(program: Program, step: int) -> Batch:
     """`host_batch` on the program's devices."""
-    return put_batch(host_batch(step), program.batch_sharding, GLOBAL_BATCH)
+    return program.put_batch(host_batch(step))
 
 
 @functools.cache

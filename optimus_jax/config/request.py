@@ -42,7 +42,7 @@ SHORT_NAMES = {
 }
 """Short name (of a flag or keyword argument) to the dotted name of a common setting."""
 
-FIXED_FOR_A_RUN = ("model.", "data.", "seed")
+FIXED_FOR_A_RUN = ("model.", "data.", "seed", "task")
 """Prefixes of settings that a resumed run keeps: another value would make it a different run."""
 KNOWN_BY_CONTENT = (
     "data.sources",

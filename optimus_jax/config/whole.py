@@ -49,6 +49,8 @@ class Config:
     store: StoreConfig = field(default_factory=StoreConfig)
     steps: int = 300
     """Number of optimizer steps."""
+    task: str = "next_token"
+    """What is learnt: next_token, cross-entropy of every next token."""
     seed: int = 0
     """Seed of initial weights, data order and dropout; below 2^31."""
     eval_every: int = 100

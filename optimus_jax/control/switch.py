@@ -44,9 +44,9 @@ from optimus_jax.plan import Plan
 from optimus_jax.reshard.checksum import named_leaves
 from optimus_jax.reshard.exchange import Device
 from optimus_jax.reshard.reshard import Group, Move
-from optimus_jax.training.objective import Batch
 from optimus_jax.training.state import TrainState
 from optimus_jax.training.step import Program
+from optimus_jax.training.task import Batch
 
 PROBE_RELATIVE: dict[Precision, float] = {"f32": 1e-5, "bf16": 2e-3, "f16": 1e-3}
 """Largest relative difference of one batch's loss between plans, which sum in different orders

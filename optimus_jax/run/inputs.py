@@ -13,7 +13,7 @@ from optimus_jax.data.batch import Batch
 from optimus_jax.data.dataset import Data, load_data
 from optimus_jax.data.loader import BatchLoader, check_held_out, eval_batches
 from optimus_jax.data.sampler import count_examples
-from optimus_jax.mesh.sharding import local_rows, put_batch
+from optimus_jax.mesh.sharding import local_rows
 from optimus_jax.run_directory.directory import RunDirectory
 from optimus_jax.run_directory.run_data import NOT_COMPARABLE, held_out_in_run, tokenizer_of_run
 from optimus_jax.training.evaluation import eval_rows
@@ -157,9 +157,7 @@ class Inputs:
             global_batch=config.data.global_batch,
             seq_len=config.seq_len,
         )
-        return put_batch(
-            self._loader(first, rows).batch(1), program.batch_sharding, config.data.global_batch
-        )
+        return program.put_batch(self._loader(first, rows).batch(1))
 
     def _loader(self, phase: TrainingPhase, rows: np.ndarray) -> BatchLoader:
         return BatchLoader(

@@ -14,7 +14,6 @@ from optimus_jax.cluster.distributed import gather_from_all
 from optimus_jax.config import Config
 from optimus_jax.data.batch import Batch as HostBatch
 from optimus_jax.errors import OptimusError
-from optimus_jax.mesh.sharding import put_batch
 from optimus_jax.plan import Plan
 from optimus_jax.training.state import TrainState
 from optimus_jax.training.step import Program
@@ -49,7 +48,7 @@ def held_out_loss(
     for batch in _all_batches(make_batches):
         if stops():
             return None
-        on_devices = put_batch(batch, program.batch_sharding, num_rows)
+        on_devices = program.put_batch(batch, num_rows)
         sums.append(program.eval_step(state.params, on_devices))
         # one batch runs while the next is prepared; a requested stop waits for few batches
         jax.block_until_ready(sums[-2:-1])

@@ -14,7 +14,8 @@ from optimus_jax.mesh.zero import vary
 from optimus_jax.models.shapes import Params
 from optimus_jax.pipeline.executor import Pipeline, StageFunctions
 from optimus_jax.pipeline.gpipe import forward_only
-from optimus_jax.training.objective import Batch, Objective
+from optimus_jax.training.objective import Objective
+from optimus_jax.training.task import Batch
 
 
 def loss_and_gradients(

@@ -5,23 +5,18 @@ its current microbatch.
 """
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import jax
 from jax import Array
 
 from optimus_jax.config import Config
-from optimus_jax.mesh.axes import VOCAB
 from optimus_jax.mesh.collectives import Collectives
 from optimus_jax.mesh.slots import EMPTY
 from optimus_jax.models.kernels import Visibility
 from optimus_jax.models.shapes import ModelShapes, Params
-from optimus_jax.models.transformer import Decoder, ForwardContext
+from optimus_jax.models.transformer import ForwardContext
 from optimus_jax.plan import Plan
-from optimus_jax.training.loss import cross_entropy
-
-Batch = dict[str, Array]
-"""Arrays on devices, by the names of `BATCH_ARRAYS` (data/batch.py)."""
+from optimus_jax.training.task import Batch, Task, task_named
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,10 +66,8 @@ class Objective:
         )
 
     def loss(self, whole: Params, x_BLD: Array, rows: Batch) -> Array:
-        """Final norm, head and cross-entropy: the weighted sum over these rows' tokens, a float32
-        scalar.
-        """
-        return next_token_loss(
+        """The task's loss: the weighted sum over these rows' terms, a float32 scalar."""
+        return self.task.loss(
             self.shapes.merged(whole),
             x_BLD,
             rows,
@@ -82,6 +75,11 @@ class Objective:
             weight=self.weight,
             chunk_tokens=self.plan.loss_chunk_tokens,
         )
+
+    @property
+    def task(self) -> Task:
+        """What is learnt."""
+        return task_named(self.config.task)
 
     def _pass(self, rows: Batch) -> ForwardContext:
         key = self.step_key
@@ -95,32 +93,3 @@ class Objective:
             if key is None
             else jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, rows["examples"]),
         )
-
-
-def next_token_loss(
-    model: Decoder,
-    x_BLD: Array,
-    rows: Batch,
-    *,
-    comm: Collectives,
-    weight: Array | float,
-    chunk_tokens: int,
-) -> Array:
-    """Cross-entropy of the next token: the weighted sum over these rows' tokens, a float32 scalar.
-
-    Args:
-      x_BLD: the residual stream after the layers.
-      weight: weight of every token that counts in the loss.
-      chunk_tokens: tokens whose logits exist at the same time.
-    """
-    hidden_BLE = comm.fan_out(model.head_input(x_BLD, comm), VOCAB)
-    weights: Any = rows["loss_mask"].astype("float32") * weight
-    return cross_entropy(
-        hidden_BLE.reshape(-1, hidden_BLE.shape[-1]),
-        model.output_head,
-        rows["targets"].reshape(-1),
-        weights.reshape(-1),
-        comm=comm,
-        vocab_size=model.config.vocab_size,
-        chunk_tokens=chunk_tokens,
-    )

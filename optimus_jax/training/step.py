@@ -15,17 +15,17 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax import Array, lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from optimus_jax.config import Config
-from optimus_jax.data.batch import BATCH_ARRAYS
 from optimus_jax.devices.jax_settings import check_jax_settings
 from optimus_jax.mesh.axes import BATCH
 from optimus_jax.mesh.build import build_mesh
 from optimus_jax.mesh.collectives import Collectives
-from optimus_jax.mesh.sharding import batch_spec, layouts_of
+from optimus_jax.mesh.sharding import batch_spec, layouts_of, put_batch
 from optimus_jax.mesh.xla_options import GPU, CompilerOption, as_compiler_dict
 from optimus_jax.mesh.zero import varying_axes
 from optimus_jax.models.keys import make_key
@@ -33,7 +33,7 @@ from optimus_jax.models.shapes import ModelShapes, Params
 from optimus_jax.plan import Plan
 from optimus_jax.training.compiler_options import options_for, usable_bytes
 from optimus_jax.training.gradients import loss_alone, loss_and_gradients
-from optimus_jax.training.objective import Batch, Objective
+from optimus_jax.training.objective import Objective
 from optimus_jax.training.offload import update_through_host
 from optimus_jax.training.optimizer import learning_rate, make_optimizer
 from optimus_jax.training.state import (
@@ -46,6 +46,7 @@ from optimus_jax.training.state import (
     state_shardings,
     state_specs,
 )
+from optimus_jax.training.task import Batch, task_named
 
 Metrics = dict[str, Array]
 
@@ -79,6 +80,16 @@ class Program:
             self.shapes, self.optimizer, self.config.precision, self.plan, self.mesh
         )
 
+    def put_batch(self, batch: dict[str, np.ndarray], rows: int | None = None) -> Batch:
+        """A batch on the devices.
+
+        Args:
+          batch: this process's rows, in the order of `local_rows`, as the loader gives them.
+          rows: rows of the global batch; None: those of a training step.
+        """
+        prepared = task_named(self.config.task).prepare(batch)
+        return put_batch(prepared, self.batch_sharding, rows or self.config.data.global_batch)
+
     def abstract_batch(
         self, rows: int | None = None, seq_len: int | None = None
     ) -> dict[str, jax.ShapeDtypeStruct]:
@@ -93,7 +104,7 @@ class Program:
             name: jax.ShapeDtypeStruct(
                 array.shape(rows, seq_len), array.dtype, sharding=self.batch_sharding
             )
-            for name, array in BATCH_ARRAYS.items()
+            for name, array in task_named(self.config.task).arrays.items()
         }
 
 
@@ -180,7 +191,7 @@ class _DeviceStep:
 
     def train(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         step = state.step + 1
-        tokens = self._over_batch(batch["loss_mask"].sum(dtype=jnp.int32))
+        tokens = self._over_batch(self.objective.task.count(batch))
         key = (
             jax.random.fold_in(make_key(self.config.seed), step)
             if self.config.model.dropout
@@ -225,7 +236,7 @@ class _DeviceStep:
 
     def evaluate(self, params: Params, batch: Batch) -> tuple[Array, Array]:
         return self._over_batch(loss_alone(self.objective, params, batch)), self._over_batch(
-            batch["loss_mask"].sum(dtype=jnp.int32)
+            self.objective.task.count(batch)
         )
 
     def _updated(

@@ -41,7 +41,6 @@ from optimus_jax.faults.divergence import (
 )
 from optimus_jax.faults.progress import Progress
 from optimus_jax.faults.stopping import StopRequest
-from optimus_jax.mesh.sharding import put_batch
 from optimus_jax.mesh.topology import Topology
 from optimus_jax.models.flops import step_flops
 from optimus_jax.run_directory.directory import RunDirectory
@@ -164,7 +163,7 @@ class Trainer:
                 asked_at = time.perf_counter()
                 upcoming, host_batch = next(batches)
                 loaded_at = time.perf_counter()
-                batch = put_batch(host_batch, self.program.batch_sharding, config.data.global_batch)
+                batch = self.program.put_batch(host_batch)
                 if agree is None:
                     if is_slow and pending is not None:
                         before = clock

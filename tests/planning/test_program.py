@@ -12,6 +12,7 @@ from optimus_jax.config import Config
 from optimus_jax.config.axes import PIPE, TENSOR, AxisSizes
 from optimus_jax.config.presets import model_preset
 from optimus_jax.mesh.build import discover
+from optimus_jax.models.families import table_width
 from optimus_jax.models.program_reader import ProgramReader, collectives_of, needed
 from optimus_jax.pipeline.schedule import Occurrence
 from optimus_jax.planning.cost.communication import communication_ops
@@ -85,8 +86,9 @@ def test_collectives_of_the_parts_are_those_of_the_step(name, mesh):
             ticks = sum(
                 phase.num_ticks for phase in phases if getattr(phase, occurs) is not Occurrence.NONE
             )
-            unused = ticks - plan.microbatches
-            folded[kind, (TENSOR,)] += unused * layer.programs.length_ways * layer.stream_bytes
+            width = table_width(config.model) / config.model.embed_dim
+            message = layer.programs.length_ways * layer.stream_bytes * width
+            folded[kind, (TENSOR,)] += (ticks - plan.microbatches) * message
     assert {key: value for key, value in traced.items() if value} == pytest.approx(folded)
     if plan.pipeline is None:
         # Heads and embeddings of stages that wait are in the program, but seldom run.

@@ -27,8 +27,10 @@ from optimus_jax.models.shapes import Params, model_shapes
 from optimus_jax.models.transformer import ForwardContext
 from optimus_jax.plan import Plan
 from optimus_jax.planning.cost.implementation_profile import ImplementationProfile
-from optimus_jax.training.objective import next_token_loss
+from optimus_jax.training.task import Batch, task_named
 
+NEXT_TOKEN = "next_token"
+"""The task that is priced."""
 WAYS = 2
 """Devices of the abstract mesh."""
 
@@ -103,13 +105,15 @@ def _traced(kind: ModelConfig, precision: Precision, length_ways: int) -> HeadPr
     shapes = model_shapes(kind, kind.vocab_size)
     layouts, comm = layouts_of(shapes.names, rules, 0), Collectives(dtype, rules)
 
-    def on_device(params: Params, ids: Array, counts: Array) -> tuple:
+    task = task_named(NEXT_TOKEN)
+
+    def on_device(params: Params, rows: Batch) -> tuple:
         def loss(whole: Params) -> Array:
             model = shapes.merged(shapes.whole_outside_layers(whole, comm))
-            stream = model.embed(ids, ids, ForwardContext(comm=comm))
-            rows = {"targets": ids, "loss_mask": counts}
-            return next_token_loss(
-                model, stream, rows, comm=comm, weight=1.0, chunk_tokens=ids.size
+            run = ForwardContext(comm=comm)
+            stream = model.embed(rows["tokens"], rows["positions"], run)
+            return task.loss(
+                model, stream, rows, comm=comm, weight=1.0, chunk_tokens=primes[0] * length_ways
             )
 
         differentiated = jax.tree.map(
@@ -125,11 +129,13 @@ def _traced(kind: ModelConfig, precision: Precision, length_ways: int) -> HeadPr
         mesh=AbstractMesh(
             (WAYS, length_ways), (VOCAB, LENGTH), axis_types=(AxisType.Auto, AxisType.Auto)
         ),
-        in_specs=(specs, PartitionSpec(), PartitionSpec()),
+        in_specs=(specs, PartitionSpec()),
         out_specs=PartitionSpec((VOCAB, LENGTH)),
     )
-    ids = jax.ShapeDtypeStruct((primes[0], length_ways), jnp.int32)
-    counts = ids.update(dtype=jnp.bool_)
-    jaxpr = jax.make_jaxpr(sharded)(shapes.params, ids, counts).jaxpr
+    rows = {
+        name: jax.ShapeDtypeStruct(array.shape(primes[0], length_ways), array.dtype)
+        for name, array in task.arrays.items()
+    }
+    jaxpr = jax.make_jaxpr(sharded)(shapes.params, rows).jaxpr
     part = ProgramReader([(prime, prime) for prime in primes]).part(needed(jaxpr))
     return HeadProgram(part.products, part.collectives, length_ways)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from optimus_jax.cluster.distributed import gather_from_all
 from optimus_jax.config import Config
 from optimus_jax.data.batch import synthetic_batch
-from optimus_jax.mesh.sharding import local_rows, put_batch
+from optimus_jax.mesh.sharding import local_rows
 from optimus_jax.plan import Plan
 from optimus_jax.planning.ahead_of_time.compiled_step import CompiledStep, compile_step
 from optimus_jax.training.step import build_program
@@ -55,16 +55,14 @@ def run_trial(
     if not all(gather_from_all(step.allocated.fits is not False)):
         raise step.does_not_fit()
     rows = local_rows(program.batch_sharding, config.data.global_batch)
-    batch = put_batch(
+    batch = program.put_batch(
         synthetic_batch(
             vocab_size=config.model.vocab_size,
             rows=len(rows),
             seq_len=config.seq_len,
             seed=config.seed,
             examples=rows,
-        ),
-        program.batch_sharding,
-        config.data.global_batch,
+        )
     )
     state, wall, cpu = program.init(jnp.int32(config.seed)), [], []
     for _ in range(WARM_UP + num_steps):
