@@ -206,7 +206,10 @@ def profile_model(
     assert kernel != "auto", "which kernel runs is known when a profile is made"
     params, layers = _params_by_kind(model), model.num_layers
     programs = layer_programs(model, seq_len=seq_len, precision=precision, kernel=kernel)
-    by_remat, sizes = {p: programs.under(p) for p in REMAT_POLICIES}, whole_sizes(model)
+    by_remat: dict[RematPolicy, LayerProgram] = {
+        remat: programs.under(remat) for remat in REMAT_POLICIES
+    }
+    sizes = whole_sizes(model)
     plain = by_remat["none"]
 
     def kept(kind: LayerKind) -> dict[RematPolicy, float]:
@@ -222,7 +225,7 @@ def profile_model(
             products = matrix_products(part, of_feed_forward=kind is LayerKind.FEED_FORWARD)
             return layers / seq_len * sum(product.flops(sizes) for product in products)
 
-        again = {
+        again: dict[RematPolicy, float] = {
             remat: flops(program.backward) - flops(plain.backward)
             for remat, program in by_remat.items()
         }
