@@ -22,7 +22,7 @@ from optimus_jax.config import (
 from optimus_jax.config.axes import FSDP, MESH_AXES, AxisSizes
 from optimus_jax.config.settings import shown, with_right_types
 from optimus_jax.errors import PlanError, explain
-from optimus_jax.mesh.axes import BATCH, EMBED, LOGICAL_AXES
+from optimus_jax.mesh.axes import BATCH, EMBED, LENGTH, LOGICAL_AXES
 from optimus_jax.mesh.rules import (
     Rules,
     active_rules,
@@ -328,6 +328,8 @@ class Plan:
             self.precision,
             f"attention {self.attention}",
         ]
+        if self.axes.tensor > 1 and LENGTH in dict(self.rules):
+            parts.insert(1, "sequence parallel")
         if self.moments != "f32":
             parts.append(f"moments {self.moments}")
         if self.offload != "none":

@@ -11,6 +11,7 @@ from optimus_jax.cluster.launch_detection import Launch
 from optimus_jax.config import Config
 from optimus_jax.config.phases import TrainingPhase
 from optimus_jax.data.dataset import Data
+from optimus_jax.mesh.axes import LENGTH
 from optimus_jax.mesh.sharding import layouts_of
 from optimus_jax.mesh.topology import Topology
 from optimus_jax.plan import OFFLOADED, ZERO_STAGES, Plan
@@ -79,6 +80,11 @@ def show_start_table(
                     else "nothing (fsdp=1)"
                 ),
             ],
+            *(
+                [["between blocks", f"tokens split over tensor={plan.axes.tensor}"]]
+                if LENGTH in plan.active_rules(config.model)
+                else []
+            ),
             [
                 "batch",
                 (
