@@ -1,6 +1,7 @@
 """Settings of the model: the sizes of a decoder, and features that differ from its family's."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from functools import cached_property
 from typing import Literal
 
 from optimus_jax.config.checks import check_counts, check_not_negative, check_positive
@@ -135,6 +136,14 @@ class ModelConfig:
     """Features that differ from those of the family."""
     dropout: float = 0.0
     """Probability on embeddings, attention weights and both residual branches."""
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash(tuple(getattr(self, field.name) for field in fields(self)))
+
+    def __hash__(self) -> int:
+        """Computed once, because models are cache keys."""
+        return self._hash
 
     def __post_init__(self) -> None:
         counts = (

@@ -6,6 +6,7 @@ backward of one microbatch, one microbatch's head, one tick, or the whole step.
 """
 
 import math
+from collections.abc import Iterable
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
@@ -13,12 +14,23 @@ from optimus_jax.config import ModelConfig, RematPolicy
 from optimus_jax.config.axes import FSDP, PIPE, AxisSizes
 from optimus_jax.errors import PlanError, explain
 from optimus_jax.mesh.axes import EMBED, HEADS, LENGTH, MLP, VOCAB
+from optimus_jax.mesh.rules import Rules
 from optimus_jax.models.program_reader import Collective, CollectiveKind
 from optimus_jax.plan import Plan
-from optimus_jax.planning.cost.head_program import head_program, head_sizes, vocab_axes
+from optimus_jax.planning.cost.head_program import (
+    HeadProgram,
+    HeadSizes,
+    head_program,
+    head_sizes,
+    vocab_axes,
+)
 from optimus_jax.planning.cost.implementation_profile import ImplementationProfile
 from optimus_jax.planning.cost.layer_shape import LayerShape
-from optimus_jax.planning.cost.parameters import outer_matrices, step_exchanges
+from optimus_jax.planning.cost.parameters import (
+    layers_on_device,
+    outer_matrices,
+    step_exchanges,
+)
 from optimus_jax.planning.cost.rates import Rates
 from optimus_jax.planning.profiles.cluster import Cluster
 from optimus_jax.planning.profiles.links import Link
@@ -60,22 +72,34 @@ def communication_ops(
     model: ModelConfig, plan: Plan, layer: LayerShape, style: ImplementationProfile
 ) -> list[CommunicationOp]:
     """All communication of a step of `plan`; `layer` is one device's part of a layer."""
-    rules = plan.active_rules(model)
-    found = _in_head(model, plan, layer, style) + _in_step(model, plan, layer, style)
-    twice = plan.pipeline is not None and not plan.pipeline.keep_residuals
+    rules, pipeline = plan.active_rules(model), plan.pipeline
+    twice = pipeline is not None and not pipeline.keep_residuals
     split = tuple((logical, rules.get(logical, ())) for logical in IN_LAYERS)
-    found += _in_layer(layer, plan.remat, plan.zero, twice, split, style)
-    if plan.pipeline is not None:
-        found.append(
-            CommunicationOp(
-                "send",
-                (PIPE,),
-                "tick",
-                layer.stream_bytes,
-                1,
-                plan.pipeline.send_slack or not style.lockstep,
-            )
+    found = [*_in_layer(layer, plan.remat, plan.zero, twice, split, style)]
+    vocab, length = vocab_axes(model, plan, style), rules.get(LENGTH, ())
+    if vocab:
+        program = head_program(model, plan.precision, layer.programs.length_ways)
+        found += _in_head(
+            program, head_sizes(model, plan, layer.stream_tokens, style), vocab, length
         )
+    # Matrices outside the layers move once per microbatch, or once per step with pipeline stages.
+    times = 1 if pipeline is not None else plan.microbatches
+    found += _in_step(
+        model,
+        plan.rules,
+        plan.axes,
+        plan.zero,
+        layers_on_device(model, plan),
+        times,
+        layer.width,
+        style,
+    )
+    if pipeline is not None:
+        slack = pipeline.send_slack or not style.lockstep
+        found.append(CommunicationOp("send", (PIPE,), "tick", layer.stream_bytes, 1, slack))
+        if style.head_shared:
+            # From the embedding to the first stage, and from the last stage to the head.
+            found.append(CommunicationOp("all-reduce", (PIPE,), "head", layer.stream_bytes, 2))
     return found
 
 
@@ -87,7 +111,7 @@ def _in_layer(
     twice: bool,
     split: tuple[tuple[str, tuple[str, ...]], ...],
     style: ImplementationProfile,
-) -> list[CommunicationOp]:
+) -> tuple[CommunicationOp, ...]:
     """The collectives of a layer's program that a plan has.
 
     Args:
@@ -105,7 +129,7 @@ def _in_layer(
         ("layer forward", forward),
         ("layer backward", backward),
     )
-    found: dict[tuple, list[float]] = {}
+    messages = []
     for part, collectives in parts:
         for each in collectives:
             [over] = each.over
@@ -113,65 +137,85 @@ def _in_layer(
             axes = rules.get(EMBED if of_storage else over, ())
             # fsdp's axis also splits the batch, so it is there at every ZeRO stage.
             if axes and not (of_storage and zero < ZERO_STAGE_OF[each.kind]):
-                messages = found.setdefault((each.kind, axes, part, of_storage), [])
-                messages.append(each.num_bytes.of(layer.sizes))
-    ops = []
-    for (kind, axes, part, of_storage), messages in found.items():
-        count = 1 if of_storage and style.fsdp_combines else len(messages)
-        hides = of_storage and style.fsdp_hides
-        ops.append(CommunicationOp(kind, axes, part, sum(messages) / count, count, hides))
+                hides = of_storage and style.fsdp_hides
+                messages.append((each.kind, axes, part, hides, each.num_bytes.of(layer.sizes)))
+    ops = _joined(messages)
+    if style.fsdp_combines:
+        ops = tuple(
+            op._replace(num_bytes=op.num_bytes * op.count, count=1) if op.axes == (FSDP,) else op
+            for op in ops
+        )
     return ops
 
 
-def _in_head(
-    model: ModelConfig, plan: Plan, layer: LayerShape, style: ImplementationProfile
-) -> list[CommunicationOp]:
-    """Communication of embedding and head.
-
-    With pipeline stages, also moves activations from the embedding to the first stage and from the
-    last stage to the head.
+def _joined(
+    messages: Iterable[tuple[CollectiveKind, tuple[str, ...], StepPart, bool, float]],
+) -> tuple[CommunicationOp, ...]:
+    """One op for all messages (kind, axes, part, hides, bytes) that are alike but for their
+    bytes.
     """
-    found, vocab = [], vocab_axes(model, plan, style)
-    if vocab:
-        sizes = head_sizes(model, plan, layer.stream_tokens, style)
-        length = plan.active_rules(model).get(LENGTH, ())
-        axes_of = {LENGTH: length, VOCAB: tuple(axis for axis in vocab if axis not in length)}
-        program = head_program(model, plan.precision, layer.programs.length_ways)
-        for each in program.collectives:
-            axes = tuple(axis for over in each.over for axis in axes_of[over])
-            if axes:
-                found.append(CommunicationOp(each.kind, axes, "head", each.num_bytes.of(sizes), 1))
-    if plan.pipeline is not None and style.head_shared:
-        found.append(CommunicationOp("all-reduce", (PIPE,), "head", layer.stream_bytes, 2))
-    return found
+    found: dict[tuple, list[float]] = {}
+    for *key, num_bytes in messages:
+        found.setdefault(tuple(key), []).append(num_bytes)
+    return tuple(
+        CommunicationOp(kind, axes, part, sum(sizes) / len(sizes), len(sizes), hides)
+        for (kind, axes, part, hides), sizes in found.items()
+    )
 
 
+@lru_cache(maxsize=1 << 14)
+def _in_head(
+    program: HeadProgram, sizes: HeadSizes, vocab: tuple[str, ...], length: tuple[str, ...]
+) -> tuple[CommunicationOp, ...]:
+    """The collectives of embedding and head in a plan whose mesh axes `vocab` split the vocabulary,
+    and `length` the tokens of the stream.
+    """
+    axes_of = {LENGTH: length, VOCAB: tuple(axis for axis in vocab if axis not in length)}
+    messages = []
+    for each in program.collectives:
+        axes = tuple(axis for over in each.over for axis in axes_of[over])
+        if axes:
+            messages.append((each.kind, axes, "head", False, each.num_bytes.of(sizes)))
+    return _joined(messages)
+
+
+@lru_cache(maxsize=1 << 14)
 def _in_step(
-    model: ModelConfig, plan: Plan, layer: LayerShape, style: ImplementationProfile
-) -> list[CommunicationOp]:
+    model: ModelConfig,
+    rules: Rules,
+    axes: AxisSizes,
+    zero: int,
+    num_layers: int,
+    times: int,
+    width: int,
+    style: ImplementationProfile,
+) -> tuple[CommunicationOp, ...]:
     """Gradient reductions between replicas, and ZeRO's gathers and scatters.
 
     XLA combines those of one kind.
+
+    Args:
+      num_layers: layers of the device.
+      times: how often matrices outside the layers are gathered.
+      width: bytes of an activation.
     """
+    exchanged = step_exchanges(model, rules, axes, zero, num_layers, style.head_shared)
     found = [
         CommunicationOp(
             kind,
-            axes,
+            over,
             "step",
             elements * (style.gradient_bytes if kind == "all-reduce" else F32_BYTES),
             1,
         )
-        for (kind, axes), elements in step_exchanges(model, plan, style).items()
+        for (kind, over), elements in exchanged.items()
     ]
-    if plan.zero >= 2:
-        # Matrices outside the layers move once per microbatch, or once per step with pipeline
-        # stages.
-        times = 1 if plan.pipeline is not None else plan.microbatches
-        outer = outer_matrices(model, plan, style)
+    if zero >= 2:
+        outer = outer_matrices(model, rules, axes, style.head_shared)
         found.append(CommunicationOp("reduce-scatter", (FSDP,), "step", outer * F32_BYTES, times))
-        if plan.zero == 3:
-            found.append(CommunicationOp("all-gather", (FSDP,), "step", outer * layer.width, times))
-    return found
+        if zero == 3:
+            found.append(CommunicationOp("all-gather", (FSDP,), "step", outer * width, times))
+    return tuple(found)
 
 
 class _PathTime(NamedTuple):

@@ -15,9 +15,10 @@ from jax import Array
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 from optimus_jax.config import ModelConfig, Precision
-from optimus_jax.config.axes import PIPE
+from optimus_jax.config.axes import PIPE, AxisSizes
 from optimus_jax.mesh.axes import LENGTH, VOCAB
 from optimus_jax.mesh.collectives import Collectives
+from optimus_jax.mesh.rules import Rules, active_rules, padded_vocab
 from optimus_jax.mesh.sharding import layouts_of
 from optimus_jax.mesh.zero import LeafLayout
 from optimus_jax.models.families import features_of, table_width
@@ -64,15 +65,26 @@ def head_sizes(
     model: ModelConfig, plan: Plan, stream_tokens: float, style: ImplementationProfile
 ) -> HeadSizes:
     """The sizes for a microbatch with that many tokens of the residual stream on one device."""
-    ways = math.prod(plan.axes[axis] for axis in vocab_axes(model, plan, style))
-    vocab = plan.padded_vocab(model) if style.pads_whole_vocab or ways > 1 else model.vocab_size
-    return HeadSizes(stream_tokens, model.embed_dim, table_width(model), vocab // ways)
+    _, rows = _vocab(model, plan.rules, plan.axes, style)
+    return HeadSizes(stream_tokens, model.embed_dim, table_width(model), rows)
 
 
 def vocab_axes(model: ModelConfig, plan: Plan, style: ImplementationProfile) -> tuple[str, ...]:
     """Mesh axes that split the vocabulary."""
-    axes = plan.active_rules(model).get(VOCAB, ())
-    return axes if style.head_shared else tuple(axis for axis in axes if axis != PIPE)
+    return _vocab(model, plan.rules, plan.axes, style)[0]
+
+
+@lru_cache(maxsize=1 << 12)
+def _vocab(
+    model: ModelConfig, rules: Rules, sizes: AxisSizes, style: ImplementationProfile
+) -> tuple[tuple[str, ...], int]:
+    """Mesh axes that split the vocabulary, and rows that a device with a head computes."""
+    axes = active_rules(rules, sizes, model).get(VOCAB, ())
+    if not style.head_shared:
+        axes = tuple(axis for axis in axes if axis != PIPE)
+    ways = math.prod(sizes[axis] for axis in axes)
+    whole = padded_vocab(model.vocab_size, rules, sizes)
+    return axes, (whole if style.pads_whole_vocab or ways > 1 else model.vocab_size) // ways
 
 
 @lru_cache(maxsize=1 << 10)

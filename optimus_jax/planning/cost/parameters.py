@@ -150,15 +150,16 @@ def _stored(
     return params.layer, (*others, tables[0])
 
 
-@lru_cache(maxsize=1 << 14)
-def _step_bytes(
-    model: ModelConfig,
-    rules: Rules,
-    axes: AxisSizes,
-    zero: int,
-    num_layers: int,
-    head_shared: bool,
+def step_exchanges(
+    model: ModelConfig, rules: Rules, axes: AxisSizes, zero: int, num_layers: int, head_shared: bool
 ) -> dict[tuple[CollectiveKind, tuple[str, ...]], float]:
+    """Elements of gradients and new parameters that the end of a step exchanges, by kind and mesh
+    axes: whole results (all-gather) or arguments (others).
+
+    Args:
+      num_layers: layers of the device.
+      head_shared: whether all pipeline stages share embedding and head.
+    """
     active = sorted(active_rules(rules, axes, model).items())
     layer, outer = _stored(model, rules, axes, head_shared)
     elements: dict[tuple[CollectiveKind, tuple[str, ...]], float] = {}
@@ -173,43 +174,31 @@ def _step_bytes(
     return elements
 
 
-def step_exchanges(
-    model: ModelConfig, plan: Plan, style: ImplementationProfile
-) -> dict[tuple[CollectiveKind, tuple[str, ...]], float]:
-    """Elements of gradients and new parameters that the end of a step exchanges, by kind and mesh
-    axes: whole results (all-gather) or arguments (others).
-    """
-    return _step_bytes(
-        model, plan.rules, plan.axes, plan.zero, layers_on_device(model, plan), style.head_shared
-    )
-
-
 def updated_params(model: ModelConfig, plan: Plan, style: ImplementationProfile) -> float:
     """Parameters that the optimizer updates on one device."""
-    layer, outer = _totals(model, plan.rules, plan.axes, style.head_shared, plan.zero >= 1)
+    counts = _counts(model, plan.rules, plan.axes, style.head_shared)
+    layer, outer = counts[plan.zero >= 1]
     return layers_on_device(model, plan) * layer + outer
 
 
-@lru_cache(maxsize=1 << 12)
-def _totals(
-    model: ModelConfig, rules: Rules, axes: AxisSizes, head_shared: bool, split: bool
-) -> tuple[int, int]:
-    """Parameters of a layer, and those outside the layers on the device with the most."""
-    layer, outer = (
-        sum(leaf.split if split else leaf.whole for leaf in leaves)
-        for leaves in _stored(model, rules, axes, head_shared)
-    )
-    return layer, outer
-
-
-def outer_matrices(model: ModelConfig, plan: Plan, style: ImplementationProfile) -> float:
+def outer_matrices(model: ModelConfig, rules: Rules, axes: AxisSizes, head_shared: bool) -> float:
     """Elements, whole along fsdp, of those parameters outside the layers that fsdp splits."""
-    whole, split = (
-        _totals(model, plan.rules, plan.axes, style.head_shared, split)[1]
-        for split in (False, True)
+    (_, whole), (_, split) = _counts(model, rules, axes, head_shared)
+    return (whole - split) * axes.fsdp / (axes.fsdp - 1) if axes.fsdp > 1 else 0
+
+
+@lru_cache(maxsize=1 << 12)
+def _counts(
+    model: ModelConfig, rules: Rules, axes: AxisSizes, head_shared: bool
+) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Parameters of a layer, and those outside the layers on the device with the most: whole along
+    fsdp, and split.
+    """
+    layer, outer = _stored(model, rules, axes, head_shared)
+    return (
+        (sum(leaf.whole for leaf in layer), sum(leaf.whole for leaf in outer)),
+        (sum(leaf.split for leaf in layer), sum(leaf.split for leaf in outer)),
     )
-    ways = plan.axes.fsdp
-    return (whole - split) * ways / (ways - 1) if ways > 1 else 0
 
 
 @lru_cache(maxsize=1 << 10)
