@@ -121,7 +121,7 @@ class ProbeRounds:
 
     Args:
       programs: the programs to time.
-      links: the link that each mesh axis crosses: `inside` or `between` hosts
+      links: the link that each mesh axis crosses, `intra_host` or `inter_host`
         (planning/profiles/cluster.py).
       baselines: how long probes take when nothing is wrong.
       budget: decides when rounds are due.

@@ -217,8 +217,8 @@ class Signals:
         self._global_batch, self._seq_len, self._rounds = global_batch, seq_len, rounds
         self._step_times_s.clear()
         self._forget(_OF_MEMORY)
-        # The samples of mesh axes belong to the old mesh. Those of links (`inside`, `between`) stay
-        # valid, unless the links were measured several times on the new mesh.
+        # The samples of mesh axes belong to the old mesh. Those of links (`intra_host`,
+        # `inter_host`) stay valid, unless the links were measured several times on the new mesh.
         is_news = rounds is not None and len(rounds.at_first) > 1
         self._forget(
             (*_OF_STEPS, LINK_SLOWDOWN)

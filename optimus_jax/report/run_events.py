@@ -10,6 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeGuard
 
+from optimus_jax.control.signals import OLD_SIGNAL_NAMES
+from optimus_jax.planning.profiles.cluster import OLD_LINK_NAMES
+
 Event = Mapping[str, Any]
 Action = Literal["stay", "switch", "tried"]
 _NOT_SHOWN = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]")
@@ -143,13 +146,23 @@ def parse_decision(event: Event) -> DecisionRecord:
         layout=layout or (chosen.layout if chosen else None),
         trigger=text(event, "trigger"),
         current_step_time_s=number(event, "step_time_s"),
-        inputs=mapping(event, "inputs"),
+        inputs=_inputs(mapping(event, "inputs")),
         alternatives=alternatives,
         measured_step_time_s=measured,
         predicted_step_time_s=predicted
         if predicted is not None or chosen is None
         else chosen.predicted_step_time_s,
     )
+
+
+def _inputs(values: Event) -> Event:
+    """The inputs of a decision, under their present names."""
+    renamed = {OLD_SIGNAL_NAMES.get(name, name): value for name, value in values.items()}
+    if conditions := mapping(values, "conditions"):
+        renamed["conditions"] = {
+            OLD_LINK_NAMES.get(name, name): factor for name, factor in conditions.items()
+        }
+    return renamed
 
 
 def _alternative(other: Event) -> AlternativeRecord:

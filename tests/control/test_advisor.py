@@ -25,7 +25,7 @@ from optimus_jax.errors import PlanError
 from optimus_jax.plan import Plan
 from optimus_jax.planning.search.search import Pricing, Ranking
 
-SLOW = Conditions(between=16.0)
+SLOW = Conditions(inter_host=16.0)
 PLANS = [
     plan_on(mesh, remat=remat, microbatches=microbatches)
     for mesh in MESHES
@@ -101,8 +101,8 @@ class Job:
         values = dict(more)
         if reported is not None:
             values |= {
-                "link_slowdown/inside": reported.inside,
-                "link_slowdown/between": reported.between,
+                "link_slowdown/intra_host": reported.intra_host,
+                "link_slowdown/inter_host": reported.inter_host,
                 "compute_slowdown": reported.compute,
                 "process_skew": reported.skew,
             }
@@ -274,8 +274,8 @@ def test_a_flapping_link_causes_few_switches():
 @pytest.mark.parametrize(
     "false_reading",
     [
-        Conditions(between=10.0, inside=10.0),
-        Conditions(between=0.3),
+        Conditions(inter_host=10.0, intra_host=10.0),
+        Conditions(inter_host=0.3),
         Conditions(compute=3.0),
         Conditions(skew=2.0),
     ],
@@ -603,7 +603,7 @@ def test_a_mandatory_switch_is_not_withdrawn_for_other_triggers():
     )
     job = Job(BEST, num_steps=5000, phases=phases).go(280)
     assert job.pending is not None
-    job.go(20, reported=Conditions(between=10.0))  # which step times contradict
+    job.go(20, reported=Conditions(inter_host=10.0))  # which step times contradict
     assert [step for step, _ in job.switches] == [300]
 
 
@@ -616,7 +616,7 @@ def test_a_switch_waits_for_a_boundary_many_quick_steps_away():
     decision = job.decisions[-1]
     assert (decision.action, decision.at_step) == ("switch", 1500)
     assert decision.step < 1500 - ABANDONED * 30
-    job.go(20, reported=Conditions(between=10.0), factor=0.02)
+    job.go(20, reported=Conditions(inter_host=10.0), factor=0.02)
     assert [step for step, _ in job.switches] == [1500]
 
 
@@ -735,7 +735,7 @@ def test_slow_exchanges_learnt_earlier_do_not_count_twice_for_a_slow_link(
     """A link of an eighth of its nominal bandwidth: earlier runs learnt that exchanges take long,
     this run that the link is slow.
     """
-    poor, earlier, truth = Conditions(between=8.0), Predictor(), Truth(2)
+    poor, earlier, truth = Conditions(inter_host=8.0), Predictor(), Truth(2)
     for plan in PLANS[::6]:
         earlier.learn(
             query(plan, PRICING, "512 x 4096 tokens"),
@@ -746,7 +746,7 @@ def test_slow_exchanges_learnt_earlier_do_not_count_twice_for_a_slow_link(
         )
     earlier.save(tmp_path / "learnt.json")
     job = Job(seed=2, memory=tmp_path / "learnt.json").go(60, poor)
-    assert job.decisions[-1].inputs["conditions"]["between"] == pytest.approx(8.0, rel=0.1)
+    assert job.decisions[-1].inputs["conditions"]["inter_host"] == pytest.approx(8.0, rel=0.1)
     predicted = [
         each.step_time_s / job.true_s(each.plan, poor) for each in job.decisions[-1].alternatives
     ]

@@ -289,10 +289,10 @@ def test_a_decision_records_its_step_and_excluded_devices():
 
 def test_a_decision_record_has_every_field():
     record = decided(
-        candidate(), inputs={"step_time_s": 1.23456789, "link_slowdown/between": None}
+        candidate(), inputs={"step_time_s": 1.23456789, "link_slowdown/inter_host": None}
     ).as_json()
     assert set(record) == {each.name for each in dataclasses.fields(Decision)} - {"step"}
-    assert record["inputs"] == {"step_time_s": 1.235, "link_slowdown/between": None}
+    assert record["inputs"] == {"step_time_s": 1.235, "link_slowdown/inter_host": None}
 
 
 def test_a_switch_needs_a_budget_for_the_way_back():

@@ -134,7 +134,10 @@ def test_earlier_names_of_links_are_read(old, new):
                 {
                     "name": "x",
                     "prior": {link: 0.5},
-                    "events": [{"kind": "link", "link": link, "factor": 0.25}],
+                    "events": [
+                        {"kind": "link", "link": link, "factor": 0.25},
+                        {"kind": "metrics", "names": [f"link_slowdown/{link}"], "fault": "stale"},
+                    ],
                 }
             )
         )

@@ -115,8 +115,8 @@ def test_links_are_probed_before_the_first_step_under_a_new_plan():
         for observation in policy.observations
         if observation.step > outcome.run_events[0].step
     )
-    assert after.reading("link_slowdown/between").value == pytest.approx(4.0, rel=0.01)
-    assert after.reading("link_slowdown/between").quality == "good"
+    assert after.reading("link_slowdown/inter_host").value == pytest.approx(4.0, rel=0.01)
+    assert after.reading("link_slowdown/inter_host").quality == "good"
 
 
 def test_noise_has_spikes_and_drift():
@@ -251,7 +251,7 @@ def test_every_step_time_is_observed():
 def test_probe_readings_are_late_noisy_and_nearly_right():
     seen = observations(QUARTER, misfit={"links": 0, "probe_bias": 0})
     inter_host = [
-        (each.time_s, each.reading("link_slowdown/between")) for each in seen if each.step > 3
+        (each.time_s, each.reading("link_slowdown/inter_host")) for each in seen if each.step > 3
     ]
     before = [reading.value for time_s, reading in inter_host if 10 < time_s < 30]
     late = next(time_s for time_s, reading in inter_host if reading.value > 2)
@@ -280,7 +280,7 @@ def test_missing_and_wrong_metrics_are_simulated(fault, expected):
     seen = observations(event, misfit=EXACT)
     readings = {
         time_s: next(
-            each.reading("link_slowdown/between").value for each in seen if each.time_s > time_s
+            each.reading("link_slowdown/inter_host").value for each in seen if each.time_s > time_s
         )
         for time_s in (15, 25, 45)
     }
@@ -636,8 +636,8 @@ def test_slowdowns_are_relative_to_what_the_planner_was_told():
     """The planner was told a quarter of the speed that the link has."""
     seen = observations(misfit={**EXACT, "links": 0}, prior={"inter_host": 0.25, "compute": 0.5})
     last = seen[-1]
-    assert last.reading("link_slowdown/between").value == pytest.approx(0.25, rel=0.01)
-    assert last.reading("link_slowdown/inside").value in (None, pytest.approx(1.0, rel=0.01))
+    assert last.reading("link_slowdown/inter_host").value == pytest.approx(0.25, rel=0.01)
+    assert last.reading("link_slowdown/intra_host").value in (None, pytest.approx(1.0, rel=0.01))
     assert last.reading("compute_slowdown").value == pytest.approx(0.5, rel=0.05)
 
 

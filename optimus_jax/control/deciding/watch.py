@@ -16,16 +16,17 @@ from optimus_jax.control.deciding.changes import SHIFT, Change, ChangeDetector, 
 from optimus_jax.control.deciding.conditions import Conditions, on_grid
 from optimus_jax.control.policy import Regime
 from optimus_jax.control.signals import Observation, SignalSummary
+from optimus_jax.planning.profiles.cluster import INTER_HOST, INTRA_HOST
 
 LEAST = {
-    "inside": math.log(1.25),
-    "between": math.log(1.25),
+    INTRA_HOST: math.log(1.25),
+    INTER_HOST: math.log(1.25),
     "compute": math.log(1.2),
     "skew": math.log(1.12),
 }
 """Least change of a factor's logarithm that counts as other conditions. It exceeds the scatter of
 readings."""
-FAMILY = {"inside": "link", "between": "link", "compute": "compute", "skew": "skew"}
+FAMILY = {INTRA_HOST: "link", INTER_HOST: "link", "compute": "compute", "skew": "skew"}
 """Signals of a family are measured alike, so they are wrong together."""
 FELT = 0.05
 """Least predicted change of log step time that step times can confirm or contradict."""
@@ -435,8 +436,8 @@ class Watch:
 
 
 _WORDS = {
-    "inside": "exchanges inside hosts take",
-    "between": "exchanges between hosts take",
+    INTRA_HOST: "exchanges inside hosts take",
+    INTER_HOST: "exchanges between hosts take",
     "compute": "computing takes",
     "skew": "the slowest process computes",
 }
