@@ -25,7 +25,7 @@ from optimus_jax.control.deciding.memory_watch import MemoryWatch
 from optimus_jax.control.deciding.options import Offer, Options, Standing, View
 from optimus_jax.control.deciding.phases import BatchPhase, BatchPhases
 from optimus_jax.control.deciding.plan_history import PlanHistory
-from optimus_jax.control.deciding.prices import Batch, Prices, setting
+from optimus_jax.control.deciding.prices import Prices, setting
 from optimus_jax.control.deciding.quarantine import Quarantine
 from optimus_jax.control.deciding.question_queue import Question, QuestionQueue
 from optimus_jax.control.deciding.run_progress import RunProgress
@@ -35,6 +35,7 @@ from optimus_jax.control.deciding.watch import Watch
 from optimus_jax.control.policy import Decision
 from optimus_jax.control.predictor import Predictor
 from optimus_jax.control.signals import Observation
+from optimus_jax.data.batch import BatchShape
 from optimus_jax.plan import Plan
 from optimus_jax.planning.search.search import Pricing
 
@@ -44,7 +45,7 @@ compile."""
 ABANDONED = 10
 """Number of cool-downs after which a switch that was decided but never made is given up, counted
 from its planned boundary if it has one."""
-LOOK_AGAIN = 0.1
+MIN_REWEIGH_WAIT = 0.1
 """Shortest wait before a switch that was rejected only for the duration of conditions is weighed
 again, as a share of the time that conditions have lasted."""
 SUSPICIOUS = 2
@@ -98,7 +99,7 @@ class Advisor:
         process_of: Sequence[int] | None = None,
         keeps_devices: bool = False,
         tried_s: Mapping[Plan, float] = MappingProxyType({}),
-        is_compiled: Callable[[Plan, Batch, frozenset[int]], bool] | None = None,
+        is_compiled: Callable[[Plan, BatchShape, frozenset[int]], bool] | None = None,
     ):
         self._prices, self._cluster, self._settings, self._run_progress = (
             Prices(pricing),
@@ -382,7 +383,7 @@ class Advisor:
 
     def _enter_batch(self, observation: Observation) -> bool:
         """Note the batch of the observation; returns whether it is a new one."""
-        batch = (observation.global_batch, observation.seq_len)
+        batch = BatchShape(observation.global_batch, observation.seq_len)
         if batch == self._batch:
             return False
         self._learn_level()
@@ -536,7 +537,7 @@ class Advisor:
         )
         if phase is None:
             return None
-        batch = (phase.global_batch, phase.seq_len)
+        batch = BatchShape(phase.global_batch, phase.seq_len)
         priced = self._prices.of(batch)
         cannot_go_on = not is_legal(plan, priced.config) or not has_room(
             plan, self._memory_watch.applied(priced)
@@ -631,7 +632,7 @@ class Advisor:
         if decision.wait_s is not None:
             least_s = max(
                 LEAST * (decision.step_time_s or 0.0),
-                LOOK_AGAIN * self._watch.regime_at(self._run_progress.time_s).elapsed_s,
+                MIN_REWEIGH_WAIT * self._watch.regime_at(self._run_progress.time_s).elapsed_s,
             )
             self._questions.look_again(
                 time_s=self._run_progress.time_s + max(decision.wait_s, least_s)

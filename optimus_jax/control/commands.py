@@ -19,14 +19,14 @@ from optimus_jax.plan import Plan
 
 PAUSE_S, MOST_STEPS = 1.0, 8
 """Time between two broadcasts, in seconds, and the largest number of steps between them."""
-Kind = Literal["prepare", "look", "go", "withdraw", "keep", "take back", "probe"]
+CommandKind = Literal["prepare", "look", "go", "withdraw", "keep", "take back", "probe"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Command:
     """A command to all processes."""
 
-    kind: Kind
+    kind: CommandKind
     plan: Plan | None = None
     """The plan to prepare, to reconsider once it is ready, or to enter."""
     without: frozenset[int] = frozenset()
@@ -80,7 +80,7 @@ class CommandBroadcast:
         if command not in self._commands:
             self._commands.append(command)
 
-    def cancel(self, kind: Kind) -> None:
+    def cancel(self, kind: CommandKind) -> None:
         """Drop the queued commands of this kind."""
         self._commands = [command for command in self._commands if command.kind != kind]
 

@@ -26,7 +26,7 @@ from optimus_jax.control.phase_changes import PhaseChanges
 from optimus_jax.control.signals import Observation
 from optimus_jax.control.sources import Signals
 from optimus_jax.control.switch import Switched, Switcher
-from optimus_jax.data.batch import Batch
+from optimus_jax.data.batch import HostBatch
 from optimus_jax.devices.hosts import devices_by_host
 from optimus_jax.errors import OptimusError
 from optimus_jax.plan import Plan
@@ -89,7 +89,7 @@ class Controller:
 
     # Called by the trainer.
 
-    def dispatched(self, *, data_wait_s: float, dispatch_s: float, batch: Batch) -> None:
+    def dispatched(self, *, data_wait_s: float, dispatch_s: float, batch: HostBatch) -> None:
         """Record that a step was dispatched to the devices."""
         self._signals.dispatched(data_wait_s=data_wait_s, dispatch_s=dispatch_s, batch=batch)
 

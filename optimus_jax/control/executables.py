@@ -13,6 +13,7 @@ from typing import Any
 import jax
 
 from optimus_jax.config import Config
+from optimus_jax.data.batch import BatchShape
 from optimus_jax.plan import Plan
 from optimus_jax.planning.ahead_of_time.compiled_step import CompiledStep, compile_step
 from optimus_jax.reshard.exchange import Device
@@ -132,13 +133,9 @@ def executable_of(step: CompiledStep) -> Executable:
     )
 
 
-Batch = tuple[int, int]
-"""(examples of a step, tokens of each example)."""
-
-
-def batch_of(config: Config) -> Batch:
-    """The batch that a config trains on."""
-    return config.data.global_batch, config.seq_len
+def batch_of(config: Config) -> BatchShape:
+    """The shape of the batches that a config trains on."""
+    return BatchShape(config.data.global_batch, config.seq_len)
 
 
 class ExecutableCache:
@@ -150,7 +147,9 @@ class ExecutableCache:
 
     def __init__(self, size: int) -> None:
         self._size = size
-        self._kept: OrderedDict[tuple[Plan, Batch, tuple[Device, ...]], Executable] = OrderedDict()
+        self._kept: OrderedDict[tuple[Plan, BatchShape, tuple[Device, ...]], Executable] = (
+            OrderedDict()
+        )
         self._lock = threading.Lock()
 
     def put(self, executable: Executable) -> None:
@@ -162,7 +161,7 @@ class ExecutableCache:
             while len(self._kept) > self._size:
                 self._kept.popitem(last=False)
 
-    def get(self, batch: Batch, plan: Plan, devices: Sequence[Device]) -> Executable | None:
+    def get(self, batch: BatchShape, plan: Plan, devices: Sequence[Device]) -> Executable | None:
         """The executable of a plan; None: it is not in the cache."""
         return self._kept.get((plan, batch, tuple(devices)))
 

@@ -27,7 +27,7 @@ SwitchMethod = Literal["executable", "rebalance", "remesh", "subset", "restart"]
 SWITCH_METHODS: tuple[SwitchMethod, ...] = typing.get_args(SwitchMethod)
 """Cheapest first: `executable` moves no state, `rebalance` moves some layers to neighbours, the
 others move more (docs/control.md)."""
-Action = Literal["stay", "switch"]
+DecisionAction = Literal["stay", "switch"]
 CHOSEN = "chosen"
 ALMOST = 0.9
 """A cheaper switch method is preferred if its net gain is at least this share of the largest."""
@@ -36,7 +36,7 @@ EVEN_ODDS = 0.5
 LONG_ODDS = 0.7
 """Required break-even probability of a restart. It is higher because undoing a restart takes as
 long again, and excluded devices are not measured, so nothing shows when to undo it."""
-LOOK_AGAIN = 0.25
+REWEIGH_AFTER = 0.25
 """A switch that was rejected only for the duration of conditions is weighed again after this share
 of the time that conditions have lasted so far."""
 RETURN = 2.0
@@ -183,7 +183,7 @@ class Decision:
 
     step: int
     """Number of steps done when it was made."""
-    action: Action
+    action: DecisionAction
     why: str
     """The reason, in one sentence."""
     plan: Plan | None = None
@@ -370,7 +370,7 @@ def _objection(
     # The longer conditions have lasted, the longer they are expected to last. So a switch that
     # fails only for their duration may pass later.
     later_s = (
-        None if situation.regime.durations is None else LOOK_AGAIN * situation.regime.elapsed_s
+        None if situation.regime.durations is None else REWEIGH_AFTER * situation.regime.elapsed_s
     )
     if candidate.barred:
         return candidate.barred, None

@@ -26,11 +26,8 @@ from jax import Array, lax
 from optimus_jax.config.axes import PIPE
 from optimus_jax.mesh.zero import vary, varying_axes
 from optimus_jax.pipeline.buffers import Buffers
-from optimus_jax.pipeline.residuals import Residuals, last_written_if_idle
+from optimus_jax.pipeline.residuals import Microbatch, Residuals, Tree, last_written_if_idle
 from optimus_jax.pipeline.schedule import Occurrence, Phase, Schedule
-
-Microbatch = Any
-Tree = Any
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,7 +24,7 @@ from optimus_jax.planning.profiles.cluster import INTER_HOST, INTRA_HOST, Cluste
 from optimus_jax.planning.search.assemble import check_settings
 from optimus_jax.planning.search.divisibility import (
     Divisibility,
-    Progress,
+    ReportStatus,
     SizeAlternative,
     divisibility,
     reasons_of,
@@ -255,7 +255,7 @@ def search_plans(
     rates: Rates | None = None,
     without: int | None = None,
     calibration: Calibration | None = None,
-    progress: Progress | None = None,
+    progress: ReportStatus | None = None,
     overrides: dict[str, Any],
 ) -> PlanSearch:
     """Like `find_plans`, but returns the whole search."""

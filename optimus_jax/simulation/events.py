@@ -190,7 +190,7 @@ class SwitchEvent:
         check_positive(self, "count")
 
 
-Event = (
+ScenarioEvent = (
     LinkEvent
     | ComputeEvent
     | MemoryEvent
@@ -200,7 +200,7 @@ Event = (
     | MetricsEvent
     | SwitchEvent
 )
-EVENTS: Mapping[str, type[Event]] = {
+EVENTS: Mapping[str, type[ScenarioEvent]] = {
     "link": LinkEvent,
     "compute": ComputeEvent,
     "memory": MemoryEvent,

@@ -8,7 +8,7 @@ from optimus_jax.control.policy import Decision
 from optimus_jax.control.signals import Observation
 from optimus_jax.plan import Plan
 
-Kind = Literal["switch", "rollback", "failed", "restart", "withdrawn"]
+OutcomeKind = Literal["switch", "rollback", "failed", "restart", "withdrawn"]
 
 
 class Policy(Protocol):
@@ -73,7 +73,7 @@ class SimulationOptions:
 class RunEvent:
     """Something that happened to a simulated run."""
 
-    kind: Kind
+    kind: OutcomeKind
     """switch: to a plan, by the policy's decision. rollback: of a switch. failed: a switch failed.
     restart: after a fault. withdrawn: the policy withdrew a switch before it was made."""
     step: int

@@ -23,7 +23,7 @@ from optimus_jax.config.checks import check_not_negative, check_positive
 from optimus_jax.control.signals import OLD_SIGNAL_NAMES
 from optimus_jax.errors import ConfigError, explain, nearest
 from optimus_jax.planning.profiles.cluster import OLD_LINK_NAMES
-from optimus_jax.simulation.events import EVENTS, Event, PhaseEvent
+from optimus_jax.simulation.events import EVENTS, PhaseEvent, ScenarioEvent
 from optimus_jax.store.local_copies import local_file
 from optimus_jax.system.json_input import JSONInputError, parse_json
 
@@ -146,7 +146,7 @@ class Scenario:
     """First plan: `best` (the fastest in trials of the `parallel.trials` plans with the best
     predictions), `default` (fsdp over everything, one microbatch), or a mesh such as
     `data=8,tensor=8`."""
-    events: tuple[Event, ...] = ()
+    events: tuple[ScenarioEvent, ...] = ()
     seq_len: int | None = None
     """Tokens per example in the first phase; None: as in the config."""
     global_batch: int | None = None
@@ -292,7 +292,7 @@ def _scenario(value: object) -> Scenario:
     return dataclasses.replace(_build(Scenario, fields, "scenario"), events=events)
 
 
-def _event(value: object, path: str) -> Event:
+def _event(value: object, path: str) -> ScenarioEvent:
     kind = str(value.get("kind")) if isinstance(value, Mapping) else ""
     if not isinstance(value, Mapping) or kind not in EVENTS:
         raise ConfigError(
@@ -305,7 +305,7 @@ def _event(value: object, path: str) -> Event:
         fields["link"] = OLD_LINK_NAMES[link]
     if isinstance(names := fields.get("names"), list):
         fields["names"] = [OLD_SIGNAL_NAMES.get(str(name), name) for name in names]
-    return typing.cast(Event, _build(EVENTS[kind], fields, path))
+    return typing.cast(ScenarioEvent, _build(EVENTS[kind], fields, path))
 
 
 def _with_new_link_names(prior: Mapping[str, object]) -> dict[str, object]:

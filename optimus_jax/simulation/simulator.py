@@ -21,7 +21,7 @@ from optimus_jax.control.policy import Decision
 from optimus_jax.errors import PlanError, explain
 from optimus_jax.plan import Plan
 from optimus_jax.simulation.events import LostEvent, MetricsEvent, SwitchEvent, SwitchPhase
-from optimus_jax.simulation.outcome import Kind, Outcome, Policy, RunEvent, SimulationOptions
+from optimus_jax.simulation.outcome import Outcome, OutcomeKind, Policy, RunEvent, SimulationOptions
 from optimus_jax.simulation.setup import Truth
 from optimus_jax.simulation.telemetry import Now, Telemetry
 from optimus_jax.simulation.timeline import NORMAL, ClusterConditions
@@ -559,7 +559,7 @@ class Simulation:
 
     def _note(
         self,
-        kind: Kind,
+        kind: OutcomeKind,
         plan: Plan,
         delay_s: Mapping[str, float],
         why: str,

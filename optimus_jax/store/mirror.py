@@ -27,7 +27,7 @@ from optimus_jax.store.run_objects import (
     CHECKPOINTS,
     CONFIG,
     FileChecksum,
-    Identity,
+    FileIdentity,
     Manifest,
     complete_steps,
     files_below,
@@ -85,7 +85,7 @@ class Mirror:
         self._sent: dict[str, _Signature] = {}
         self._complete: set[int] | None = None
         """Steps of complete checkpoints in the store; None: not yet listed."""
-        self._same: dict[int, Identity] = {}
+        self._same: dict[int, FileIdentity] = {}
         """Steps in the store whose checkpoint is identical to the local one, present or past."""
         self._uploaded: set[int] = set()
         self._left: tuple[int, int] = 0, 0
@@ -219,7 +219,7 @@ class Mirror:
         self._upload_plain_files()
         self._rotate(set(local_steps(self._directory)))
 
-    def _look_up(self) -> tuple[set[int], dict[int, Identity]]:
+    def _look_up(self) -> tuple[set[int], dict[int, FileIdentity]]:
         """Complete checkpoints in the store, and those that are identical to local ones."""
         sizes, same = self._objects.sizes(), {}
         checkpoints = local_checkpoints(self._directory)

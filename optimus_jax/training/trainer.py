@@ -27,7 +27,7 @@ from optimus_jax.checkpoint.saving import Retries, Saving
 from optimus_jax.checkpoint.snapshots import Snapshots
 from optimus_jax.cluster.distributed import Agreement
 from optimus_jax.config import Config
-from optimus_jax.data.batch import Batch as HostBatch
+from optimus_jax.data.batch import HostBatch
 from optimus_jax.data.loader import BatchLoader
 from optimus_jax.errors import OptimusError, RunDirectoryError, explain
 from optimus_jax.faults.divergence import (

@@ -13,7 +13,7 @@ from optimus_jax.config import ControlConfig
 from optimus_jax.config.axes import AxisSizes
 from optimus_jax.control.deciding.changes import Durations
 from optimus_jax.control.policy import (
-    LOOK_AGAIN,
+    REWEIGH_AFTER,
     SWITCH_METHODS,
     Decision,
     Regime,
@@ -108,7 +108,7 @@ def test_an_exceeded_budget_is_reconsidered_if_the_run_may_become_longer():
     """
     assert (
         decided(candidate(), budget_s=9.0, regime=unknown_duration(500.0)).wait_s
-        == LOOK_AGAIN * 500.0
+        == REWEIGH_AFTER * 500.0
     )
     assert decided(candidate(), budget_s=9.0).wait_s is None
 

@@ -11,8 +11,8 @@ from optimus_jax.control import policy
 from optimus_jax.control.deciding.candidates import is_allowed
 from optimus_jax.control.deciding.options import Offer, View
 from optimus_jax.control.deciding.phases import BatchPhases
-from optimus_jax.control.deciding.plan_history import PlanHistory, Setting
-from optimus_jax.control.deciding.prices import Batch, Prices, query, setting
+from optimus_jax.control.deciding.plan_history import Circumstances, PlanHistory
+from optimus_jax.control.deciding.prices import Prices, query, setting
 from optimus_jax.control.deciding.quarantine import Quarantine
 from optimus_jax.control.deciding.question_queue import Question
 from optimus_jax.control.deciding.run_progress import RunProgress
@@ -22,6 +22,7 @@ from optimus_jax.control.deciding.watch import Watch
 from optimus_jax.control.policy import Decision, Regime, Situation, SwitchCandidate
 from optimus_jax.control.predictor import Predictor
 from optimus_jax.control.signals import SignalSummary
+from optimus_jax.data.batch import BatchShape
 from optimus_jax.plan import Plan
 
 
@@ -39,7 +40,7 @@ class CandidateEvaluator:
     switch_budget: SwitchBudget
     quarantine: Quarantine
     settings: ControlConfig
-    is_compiled: Callable[[Plan, Batch, frozenset[int]], bool]
+    is_compiled: Callable[[Plan, BatchShape, frozenset[int]], bool]
     """Whether the plan's executable for this batch shape, without these devices, is compiled."""
 
     def weigh(
@@ -49,7 +50,7 @@ class CandidateEvaluator:
         view: View,
         readings: Mapping[str, SignalSummary],
         *,
-        now: Setting,
+        now: Circumstances,
         blocked: str,
     ) -> Decision:
         """Answer a question with a decision.
@@ -137,7 +138,7 @@ class CandidateEvaluator:
         offer: Offer,
         question: Question,
         view: View,
-        now: Setting,
+        now: Circumstances,
         allow: Sequence[AxisSizes],
         log_ratio: float,
         deviation: float,

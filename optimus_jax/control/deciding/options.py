@@ -20,8 +20,9 @@ from optimus_jax.control.deciding.candidates import (
 from optimus_jax.control.deciding.conditions import Conditions
 from optimus_jax.control.deciding.excluded_devices import ExcludedDevices
 from optimus_jax.control.deciding.memory_watch import MemoryWatch
-from optimus_jax.control.deciding.prices import Batch, Prices, setting
+from optimus_jax.control.deciding.prices import Prices, setting
 from optimus_jax.control.deciding.rebalancing import ANYWHERE, rebalanced
+from optimus_jax.data.batch import BatchShape
 from optimus_jax.plan import Plan
 from optimus_jax.planning.learning.calibrate import Calibration
 from optimus_jax.planning.search.search import Pricing
@@ -76,7 +77,7 @@ class Standing:
 class View:
     """What decides which devices can be used, and what plans cost on them."""
 
-    batch: Batch
+    batch: BatchShape
     time_s: float
     conditions: Conditions
     """Present conditions."""

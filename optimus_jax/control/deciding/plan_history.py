@@ -11,7 +11,7 @@ from optimus_jax.plan import Plan
 REMEMBERED = 8
 """Number of newest plans that are remembered. They are always candidates."""
 
-Setting = tuple[str, int]
+Circumstances = tuple[str, int]
 """Name of the conditions and batch, and the number of the regime."""
 
 
@@ -29,7 +29,7 @@ class PlanHistory:
         """The present plan and devices, and those before the last switch."""
         self._plans = OrderedDict({plan.digest: plan})
         self._num_hosts, self._num_executables = num_hosts, num_executables
-        self._left: dict[str, Setting] = {}
+        self._left: dict[str, Circumstances] = {}
         """Conditions and regime in which a plan was left, by the plan's digest."""
         self._fled: set[str] = set()
         """Digests of plans that the run did not leave by choice."""
@@ -43,7 +43,7 @@ class PlanHistory:
         """Whether the plan's executable is still kept."""
         return plan.digest in list(self._plans)[-self._num_executables :]
 
-    def moved(self, standing: Standing, setting: Setting, *, fled: bool) -> None:
+    def moved(self, standing: Standing, setting: Circumstances, *, fled: bool) -> None:
         """Record a switch.
 
         Args:
@@ -81,7 +81,7 @@ class PlanHistory:
         """Whether the run was under the plan and left it by choice."""
         return plan.digest in self._left and plan.digest not in self._fled
 
-    def left_in(self, plan: Plan) -> Setting | None:
+    def left_in(self, plan: Plan) -> Circumstances | None:
         """Conditions and regime in which the plan was last left; None: it was never left."""
         return self._left.get(plan.digest)
 

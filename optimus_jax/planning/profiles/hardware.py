@@ -34,7 +34,7 @@ from optimus_jax.planning.profiles.measurements import (
 )
 from optimus_jax.planning.profiles.nvml import NvmlFacts, read_nvml
 from optimus_jax.planning.profiles.probe_programs import Devices
-from optimus_jax.planning.profiles.probes import Probed, ProbeSizes, Progress, probe
+from optimus_jax.planning.profiles.probes import Probed, ProbeSizes, ReportTime, probe
 from optimus_jax.system.cache import measurements_directory, write_atomically
 from optimus_jax.system.json_input import parse_json
 
@@ -177,7 +177,7 @@ class HardwareProfile:
 def profile_hardware(
     devices: Devices | None = None,
     *,
-    progress: Progress | None = None,
+    progress: ReportTime | None = None,
     refresh: bool = False,
     sizes: ProbeSizes | None = None,
     cache: Path | None = None,

@@ -133,12 +133,14 @@ def _few_kinds(config: Config, topology: Topology) -> Iterator[Changes]:
             yield from _combined(kinds, config, topology)
 
 
-def _reluctance(kinds: "Sequence[Kind]") -> tuple[bool, ...]:
+def _reluctance(kinds: "Sequence[ChangeSource]") -> tuple[bool, ...]:
     """Sort key: rules that leave dimensions unsplit come last, before them other meshes."""
     return tuple(kind in kinds for kind in (_rules, _meshes, _pipelines))
 
 
-def _combined(kinds: "Sequence[Kind]", config: Config, topology: Topology) -> Iterator[Changes]:
+def _combined(
+    kinds: "Sequence[ChangeSource]", config: Config, topology: Topology
+) -> Iterator[Changes]:
     """One change of each kind; a later kind sees the config with the changes of the earlier."""
     if not kinds:
         yield {}
@@ -246,9 +248,9 @@ def _nearest(asked: int, numbers: Sequence[int]) -> list[int]:
     )
 
 
-Kind = Callable[[Config, Topology], Iterator[Changes]]
+ChangeSource = Callable[[Config, Topology], Iterator[Changes]]
 """Yields the changes of one kind of setting, nearest to the config first."""
-KINDS: tuple[Kind, ...] = (
+KINDS: tuple[ChangeSource, ...] = (
     _meshes,
     _pipelines,
     _zero_stages,

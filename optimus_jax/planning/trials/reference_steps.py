@@ -29,7 +29,7 @@ from optimus_jax.plan import Plan
 from optimus_jax.planning.cost.rates import Rates
 from optimus_jax.planning.learning.fit import Sample, fit_to_steps
 from optimus_jax.planning.profiles.cluster import Cluster
-from optimus_jax.planning.profiles.probes import ProbeBudget, Progress
+from optimus_jax.planning.profiles.probes import ProbeBudget, ReportTime
 from optimus_jax.planning.search.assemble import plan_for
 from optimus_jax.planning.trials.trial import PlanTrial, run_trial
 from optimus_jax.system.cache import write_atomically
@@ -133,7 +133,7 @@ def reference_settings(num_devices: int, platform: str) -> list[dict[str, object
 
 
 def time_reference_steps(
-    topology: Topology, *, progress: Progress | None = None
+    topology: Topology, *, progress: ReportTime | None = None
 ) -> tuple[ReferenceStep, ...]:
     """Time as many reference steps as the budget allows.
 
