@@ -143,7 +143,7 @@ class Controller:
             )
         else:
             self._signals.observe(step)
-        if not self._commands.is_held(step):
+        if not self._commands.is_broadcast_due(step):
             # All processes know the boundary that a plan was prepared for.
             return (
                 self._upcoming is not None
@@ -266,17 +266,17 @@ class Controller:
                 usual_s=statistics.median(self._last_times_s) if self._last_times_s else None,
             )
             if self._upcoming.preparation.is_done:  # at once, before another step
-                self._commands.send(Command(kind="go", plan=command.plan))
+                self._commands.send(Command(kind="switch", plan=command.plan))
         elif command.kind == "withdraw":
             self._drop()
         elif (
-            command.kind in ("look", "go")
+            command.kind in ("recheck", "switch")
             and self._upcoming is not None
             and self._upcoming.command.plan == command.plan
         ):
             self._upcoming.looks_since, self._upcoming.may_go = (
                 step,
-                self._upcoming.may_go or command.kind == "go",
+                self._upcoming.may_go or command.kind == "switch",
             )
         elif command.kind == "probe":
             self._signals.ask_probe(step + 1, anew=command.anew, worth_s=command.worth_s)
@@ -285,7 +285,7 @@ class Controller:
             self._display.decision(f"kept: {command.why}")
             self._trial = None
             self._coordinator.judged(is_kept=True)
-        elif command.kind == "take back" and self._trial is not None:
+        elif command.kind == "roll_back" and self._trial is not None:
             self._is_taken_back = True
             self._drop()
 
@@ -350,7 +350,7 @@ class Controller:
             switch_method=decision and decision.switch_method,
             why=command.why,
             phases_s=_phases({"prepare_s": prepared.compile_s, **costs_s}),
-            bytes_moved=prepared.there.sent_bytes,
+            bytes_moved=prepared.forward.sent_bytes,
             compile_tax_s=tax_s,
             step_delay_s=sum(costs_s.values()),
         )

@@ -273,8 +273,8 @@ class Switcher:
         back = Prepared(
             source=trial.target,
             target=trial.source,
-            there=trial.back,
-            back=trial.there,
+            forward=trial.reverse,
+            reverse=trial.forward,
             compile_s=0.0,
             over_disk=trial.over_disk,
         )
@@ -315,17 +315,17 @@ class Switcher:
         self._executables.put(target)
         if not stays:
             source.compile_rest()
-        there, back = (
+        forward, reverse = (
             Move(*ends, budget_bytes=self._settings.move_bytes, avoid=avoid)
             for ends in ((source.layout, target.layout), (target.layout, source.layout))
         )
-        there.compile()
-        back.compile()
+        forward.compile()
+        reverse.compile()
         prepared = Prepared(
             source=source,
             target=target,
-            there=there,
-            back=back,
+            forward=forward,
+            reverse=reverse,
             compile_s=time.perf_counter() - started,
         )
         try:
@@ -353,7 +353,7 @@ class Switcher:
             with clock.phase("probe_s"):
                 before = _loss(prepared.source, state, probed)
             self._carry(prepared, leaves, sums, moved, clock)
-            new: TrainState = prepared.there.target_state(leaves)
+            new: TrainState = prepared.forward.target_state(leaves)
             self._accept(new, before, prepared, step, clock, commit)
         except Exception as error:
             with clock.phase("move_s"):
@@ -459,16 +459,16 @@ class Switcher:
         `sums` and `moved` receive the checksums and paths of the leaves that have been moved, so
         that the caller knows how far it has come if this raises.
         """
-        for group in prepared.there.groups:
-            changed = [path for path in group.paths if not prepared.there.stays(path)]
+        for group in prepared.forward.groups:
+            changed = [path for path in group.paths if not prepared.forward.stays(path)]
             with clock.phase("verify_s"):
                 sums |= prepared.source.sums.of(leaves, changed)
             with clock.phase("move_s"):
-                arrived = prepared.there.carry(group, leaves)
+                arrived = prepared.forward.carry(group, leaves)
             with clock.phase("verify_s"):
                 _check_same(sums, prepared.target.sums.of(arrived, changed))
             with clock.phase("move_s"):
-                prepared.there.release(group, leaves, arrived)
+                prepared.forward.release(group, leaves, arrived)
                 moved += group.paths
 
     def _probe_of(self, prepared: Prepared) -> Callable[[Program], Batch] | None:
@@ -501,17 +501,17 @@ def _brought_back(
     prepared: Prepared, leaves: dict[str, Array], moved: Iterable[str], sums: dict[str, int]
 ) -> TrainState:
     """The state in the old layout: moves back and verifies the leaves in `moved`."""
-    there = set(moved)
+    to_move_back = set(moved)
     try:
-        for group in prepared.back.groups:
+        for group in prepared.reverse.groups:
             part = Group(
-                paths=tuple(path for path in group.paths if path in there),
+                paths=tuple(path for path in group.paths if path in to_move_back),
                 way_bytes=group.way_bytes,
             )
-            arrived = prepared.back.carry(part, leaves)
+            arrived = prepared.reverse.carry(part, leaves)
             changed = [path for path in part.paths if path in sums]
             _check_same(sums, prepared.source.sums.of(arrived, changed))
-            prepared.back.release(part, leaves, arrived)
+            prepared.reverse.release(part, leaves, arrived)
     except Exception as error:
         raise StateLostError(
             explain(
@@ -523,7 +523,7 @@ def _brought_back(
                 ),
             )
         ) from error
-    return prepared.back.target_state(leaves)
+    return prepared.reverse.target_state(leaves)
 
 
 def _check_same(sent: dict[str, int], arrived: dict[str, int]) -> None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from optimus_jax.control.advisor import PUZZLED_STEPS
+from optimus_jax.control.advisor import MAX_WAIT_STEPS
 from optimus_jax.control.canary import is_clearly_slower, judge
 from optimus_jax.control.policy import Decision
 from optimus_jax.errors import PlanError, explain
@@ -301,7 +301,7 @@ class Simulation:
         waits = (
             at_step is None
             and not pending.decision.mandatory
-            and self.step - pending.ready_step < PUZZLED_STEPS
+            and self.step - pending.ready_step < MAX_WAIT_STEPS
         )
         if waits and self.policy.is_puzzled:
             return

@@ -11,13 +11,13 @@ import pytest
 from fleet import CLUSTER, CONFIG, MESHES, PRICING, Truth, plan_on, ranked
 
 from optimus_jax.config import ControlConfig
-from optimus_jax.control.advisor import ABANDONED, Advisor, BatchPhase
+from optimus_jax.control.advisor import ABANDON_AFTER_COOLDOWNS, Advisor, BatchPhase
 from optimus_jax.control.deciding.candidates import is_legal, leaving_out
-from optimus_jax.control.deciding.changes import LEAST
+from optimus_jax.control.deciding.changes import MIN_STEPS
 from optimus_jax.control.deciding.conditions import Conditions
 from optimus_jax.control.deciding.prices import query
 from optimus_jax.control.deciding.switch_costs import CostModel, SwitchCosts
-from optimus_jax.control.deciding.watch import SETTLING
+from optimus_jax.control.deciding.watch import NUM_FIRST_STEPS
 from optimus_jax.control.policy import Decision
 from optimus_jax.control.predictor import Predictor
 from optimus_jax.control.signals import Observation, SignalSummary
@@ -213,7 +213,7 @@ def test_step_times_of_plans_tried_before_the_run_are_used():
 
 def test_no_decision_before_the_typical_step_time_is_known():
     """With readings alone, plans would be compared without a measured step time."""
-    job = Job(POOR).go(SETTLING + LEAST - 1, SLOW)
+    job = Job(POOR).go(NUM_FIRST_STEPS + MIN_STEPS - 1, SLOW)
     assert job.decisions == []
     assert job.go(1, SLOW).decisions[0].trigger == "step times are known"
 
@@ -615,7 +615,7 @@ def test_a_switch_waits_for_a_boundary_many_quick_steps_away():
     job = Job(BEST, num_steps=50_000, phases=phases).go(1480, factor=0.02)
     decision = job.decisions[-1]
     assert (decision.action, decision.at_step) == ("switch", 1500)
-    assert decision.step < 1500 - ABANDONED * 30
+    assert decision.step < 1500 - ABANDON_AFTER_COOLDOWNS * 30
     job.go(20, reported=Conditions(inter_host=10.0), factor=0.02)
     assert [step for step, _ in job.switches] == [1500]
 

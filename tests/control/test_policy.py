@@ -82,7 +82,7 @@ CANDIDATES = st.builds(
     switch_method=st.sampled_from(SWITCH_METHODS),
     barred=st.sampled_from(["", "", "it failed"]),
     was_left=st.booleans(),
-    likely=st.floats(0.1, 1.0),
+    usable_probability=st.floats(0.1, 1.0),
     number=st.integers(2, 5),
     log_ratio_after=st.none() | st.floats(-1.0, 1.0),
 )
@@ -126,7 +126,7 @@ def test_an_exceeded_budget_is_reconsidered_if_the_run_may_become_longer():
         ({}, {"blocked": "cooling down"}, "cooling down"),
         ({}, {"regime": unknown_duration(10.0)}, "may end before it breaks even"),
         ({"gain": 0.08, "deviation": 0.0, "was_left": True}, {}, "is required"),
-        ({"likely": 0.5}, {}, "probability"),
+        ({"usable_probability": 0.5}, {}, "probability"),
     ],
 )
 def test_each_reason_to_stay_suffices_and_is_named(fields, about, reason):
@@ -256,8 +256,8 @@ def test_a_plan_better_under_normal_conditions_too_need_not_wait():
 
 def test_repeated_switching_raises_the_required_gain():
     """30% of 1000 s for 10 s are 30 times the cost."""
-    assert decided(candidate(), horizon_s=1000.0, caution=8.0).action == "switch"
-    decision = decided(candidate(), horizon_s=1000.0, caution=16.0)
+    assert decided(candidate(), horizon_s=1000.0, gain_multiplier=8.0).action == "switch"
+    decision = decided(candidate(), horizon_s=1000.0, gain_multiplier=16.0)
     assert decision.action == "stay"
     assert "32 times its cost is required" in decision.why
 

@@ -7,9 +7,9 @@ import math
 import numpy as np
 import pytest
 
-from optimus_jax.control.deciding.changes import VOTES
+from optimus_jax.control.deciding.changes import MIN_SHIFTED_STEPS
 from optimus_jax.control.deciding.conditions import Conditions
-from optimus_jax.control.deciding.watch import PATIENCE, WORTH, Watch
+from optimus_jax.control.deciding.watch import MAX_UNCONFIRMED_STEPS, PROBE_SHARE_OF_LOSS, Watch
 from optimus_jax.control.signals import Observation, SignalSummary
 
 LINK_SHARE = 0.5
@@ -114,7 +114,7 @@ def test_one_far_slower_step_asks_for_a_probe_at_once():
     assert run.watch.wants_probe
     assert run.watch.changed_s == pytest.approx(before_s)
     assert run.watch.probe_worth_s == pytest.approx(
-        WORTH * (math.exp(log_time_of(SLOW)) - 1), rel=0.1
+        PROBE_SHARE_OF_LOSS * (math.exp(log_time_of(SLOW)) - 1), rel=0.1
     )
     run.go(1, reported=NORMAL)
     assert not run.watch.wants_probe, "it was an accident"
@@ -125,7 +125,7 @@ def test_after_a_smaller_change_the_worth_of_a_probe_covers_all_slow_steps():
     slower = Conditions(inter_host=2.5)
     run = Run().go(60, reported=NORMAL).go(10, slower, NORMAL)
     assert run.watch.regime == 1
-    assert run.watch.probe_worth_s > 2 * WORTH * (math.exp(log_time_of(slower)) - 1)
+    assert run.watch.probe_worth_s > 2 * PROBE_SHARE_OF_LOSS * (math.exp(log_time_of(slower)) - 1)
     assert Run().go(60, slower, NORMAL).go(10, reported=NORMAL).watch.probe_worth_s == 0, (
         "nothing was lost"
     )
@@ -143,7 +143,9 @@ def test_with_a_requested_reading_three_slow_steps_are_enough():
 
 
 def test_a_reading_that_step_times_confirm_is_accepted():
-    run = Run().go(60, reported=NORMAL).go(VOTES + 1, SLOW, {**NORMAL, "inter_host": 4.1})
+    run = (
+        Run().go(60, reported=NORMAL).go(MIN_SHIFTED_STEPS + 1, SLOW, {**NORMAL, "inter_host": 4.1})
+    )
     assert run.watch.conditions.inter_host == pytest.approx(4.1, rel=0.06)
     assert run.watch.regime == 0
     assert run.watch.is_disturbed
@@ -213,7 +215,7 @@ def test_a_contradicted_reading_is_rejected_with_related_signals():
     run = (
         Run()
         .go(60, reported=NORMAL)
-        .go(PATIENCE + 2, reported={**NORMAL, "inter_host": 4.0, "intra_host": 4.0})
+        .go(MAX_UNCONFIRMED_STEPS + 2, reported={**NORMAL, "inter_host": 4.0, "intra_host": 4.0})
     )
     assert run.watch.conditions == Conditions()
     assert set(run.watch.rejected_signals) == {"inter_host", "intra_host"}

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from optimus_jax.config.axes import MESH_AXES, AxisSizes
 from optimus_jax.control.baselines import byte_part_s, messages_of
-from optimus_jax.control.deciding.rebalancing import ANYWHERE, SlowPart, felt_skew
+from optimus_jax.control.deciding.rebalancing import ANYWHERE, SlowPart, effective_skew
 from optimus_jax.control.signals import (
     COMPUTE_SLOWDOWN,
     LINK_SLOWDOWN,
@@ -54,13 +54,13 @@ class Conditions:
         """These conditions without the slow process."""
         return replace(self, skew=1.0)
 
-    def felt_by(self, plan: Plan) -> "Conditions":
+    def as_seen_by(self, plan: Plan) -> "Conditions":
         """These conditions as the plan is affected by them: the skew is smaller if the plan's slow
         stages have fewer layers."""
         return (
             self
             if self.skew == 1
-            else replace(self, skew=felt_skew(plan, self.slow_part, self.skew))
+            else replace(self, skew=effective_skew(plan, self.slow_part, self.skew))
         )
 
     def applied(self, pricing: Pricing) -> Pricing:

@@ -84,5 +84,5 @@ class Experience:
         )
 
     def _query_of(self, known: Known) -> Query:
-        pricing = known.conditions.felt_by(known.plan).applied(self._prices.of(known.batch))
+        pricing = known.conditions.as_seen_by(known.plan).applied(self._prices.of(known.batch))
         return query(known.plan, pricing, setting(known.batch, known.conditions), known.regime)

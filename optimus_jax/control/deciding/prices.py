@@ -54,7 +54,7 @@ class Prices:
         key = (plan, batch, conditions)
         if key not in self._log_times:
             self._log_times[key] = math.log(
-                sum(times(plan, conditions.felt_by(plan).applied(self.of(batch))).values())
+                sum(times(plan, conditions.as_seen_by(plan).applied(self.of(batch))).values())
             )
         return self._log_times[key]
 

@@ -7,7 +7,7 @@ Only one question is open at a time, because the search for its answer may take 
 import math
 from dataclasses import dataclass, replace
 
-from optimus_jax.control.deciding.options import Standing
+from optimus_jax.control.deciding.options import PlanInUse
 from optimus_jax.data.batch import BatchShape
 
 
@@ -23,7 +23,7 @@ class Question:
     """The present plan cannot be kept."""
     at_step: int | None = None
     """Step boundary at which the switch would be made; None: as soon as possible."""
-    only: Standing | None = None
+    only: PlanInUse | None = None
     """The only plan to consider; None: all plans."""
 
     @property

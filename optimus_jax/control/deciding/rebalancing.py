@@ -26,7 +26,7 @@ def stage_factors(plan: Plan, slow_part: SlowPart, skew: float) -> list[float]:
     ]
 
 
-def felt_skew(plan: Plan, slow_part: SlowPart, skew: float) -> float:
+def effective_skew(plan: Plan, slow_part: SlowPart, skew: float) -> float:
     """Factor on the compute time of the slowest stage of `plan`: less than `skew` if the slow
     stages have fewer layers.
     """
