@@ -61,6 +61,11 @@ class FaultError(Exception):
     """
 
 
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message; empty if it has none."""
+    return (str(error).splitlines() or [""])[0]
+
+
 def explain(what: str, *, given: object, do: str) -> str:
     """The three lines of every error: what happened, what was given, what to do."""
     return f"{what}\n  given: {given}\n  do:    {do}"

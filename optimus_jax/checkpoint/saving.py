@@ -17,7 +17,7 @@ from typing import Any
 import jax
 
 from optimus_jax.checkpoint.checkpoints import Checkpoints, NotFiniteError
-from optimus_jax.errors import CheckpointError, OptimusError
+from optimus_jax.errors import CheckpointError, OptimusError, first_line
 from optimus_jax.faults.progress import Progress
 
 PAUSES_S = (0.0, 10.0, 30.0, 60.0)
@@ -189,6 +189,4 @@ class Saving:
             self.checkpoints.wait()
             error.add_note(f"the state after step {step} is saved: go on with --resume")
         except Exception as trouble:
-            error.add_note(
-                f"the state after step {step} could not be saved: {str(trouble).splitlines()[0]}"
-            )
+            error.add_note(f"the state after step {step} could not be saved: {first_line(trouble)}")

@@ -5,7 +5,6 @@
 
 import json
 import os
-import sys
 from argparse import SUPPRESS
 from typing import TYPE_CHECKING
 
@@ -13,6 +12,7 @@ from optimus_jax.config.presets import MODEL_HELP
 from optimus_jax.errors import ConfigError, explain
 from optimus_jax.run.command_line import Parser, settings
 from optimus_jax.system.environment import import_jax
+from optimus_jax.system.resilient_io import print_to_stderr
 
 if TYPE_CHECKING:
     from optimus_jax.planning.cost.rates import Rates
@@ -142,7 +142,7 @@ def scenario_of(given: dict) -> "tuple[Scenario, Recording | None]":
 
     if "replay" in given:
         recording = recorded(
-            run_to_read(given["replay"], what="--replay", checkpoint="none", say=note)
+            run_to_read(given["replay"], what="--replay", checkpoint="none", say=print_to_stderr)
         )
         return recording.scenario, recording
     name = given["scenario"]
@@ -151,11 +151,6 @@ def scenario_of(given: dict) -> "tuple[Scenario, Recording | None]":
         if name.endswith(".json") or os.path.isfile(name)
         else scenario_named(name)
     ), None
-
-
-def note(text: str) -> None:
-    """Print a progress message on standard error."""
-    print(text, file=sys.stderr)
 
 
 def with_cluster(given: dict, recording: "Recording | None") -> dict:

@@ -18,7 +18,7 @@ from optimus_jax.cluster.launch_detection import PROGRAM, Launch
 from optimus_jax.cluster.rendezvous_client import report_to_coordinator
 from optimus_jax.cluster.rendezvous_messages import address_of, bind_address, ended_error
 from optimus_jax.cluster.rendezvous_server import RendezvousServer
-from optimus_jax.errors import ConfigError, FaultError, OptimusError, explain
+from optimus_jax.errors import ConfigError, FaultError, OptimusError, explain, first_line
 
 _NO_TIMEOUT_S = 7 * 24 * 3600
 SHUTDOWN_WAIT_S = 30.0
@@ -138,7 +138,7 @@ def _join(
         raise (FaultError if launch.restarts else ConfigError)(
             explain(
                 "the processes of this run cannot be connected",
-                given=f"{launch.coordinator}: {str(joining.failure).splitlines()[0]}",
+                given=f"{launch.coordinator}: {first_line(joining.failure)}",
                 do="give a --coordinator HOST:PORT that is free on the machine of process 0",
             )
         ) from joining.failure

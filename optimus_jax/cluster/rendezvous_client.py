@@ -25,11 +25,11 @@ from optimus_jax.cluster.rendezvous_messages import (
     address_of,
     client_waiting_text,
     missing_error,
-    print_to_stderr,
     this_process,
     waiting_text,
 )
 from optimus_jax.errors import ConfigError, explain
+from optimus_jax.system.resilient_io import print_to_stderr
 
 ANSWER_WAIT_S = 10.0
 """How long after the deadline this process waits for process 0 to say which processes are

@@ -1,7 +1,6 @@
 """Addresses, wire format and texts of the rendezvous."""
 
 import socket
-import sys
 from collections.abc import Callable
 
 from optimus_jax.cluster.launch_detection import Launch
@@ -18,10 +17,6 @@ JOINED = b"joined\n"
 """Last message of the other processes, after their line of JSON."""
 
 Say = Callable[[str], object]
-
-
-def print_to_stderr(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
 
 
 def address_of(launch: Launch) -> tuple[str, int]:

@@ -30,11 +30,11 @@ from optimus_jax.cluster.rendezvous_messages import (
     address_of,
     bind_address,
     missing_error,
-    print_to_stderr,
     unresolved_host,
     waiting_text,
 )
 from optimus_jax.errors import ConfigError, FaultError, explain
+from optimus_jax.system.resilient_io import print_to_stderr
 
 _PORT_FREED_S = 10.0
 """How long to retry while the port is in use, perhaps by a process of the same run that is

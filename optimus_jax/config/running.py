@@ -12,7 +12,7 @@ from optimus_jax.config.checks import (
     is_host_and_port,
 )
 from optimus_jax.config.settings import SEPARATOR
-from optimus_jax.errors import ConfigError, PlanError, explain
+from optimus_jax.errors import ConfigError, PlanError, explain, first_line
 from optimus_jax.system.paths import local_path
 
 MOST_PROCESSES = 10**6
@@ -218,7 +218,7 @@ class ControlConfig:
             raise PlanError(
                 explain(
                     "controller.allow does not list meshes",
-                    given=f"controller.allow={';'.join(self.allow)}: {str(error).splitlines()[0]}",
+                    given=f"controller.allow={';'.join(self.allow)}: {first_line(error)}",
                     do="write them as data=4,tensor=2;fsdp=8",
                 )
             ) from error

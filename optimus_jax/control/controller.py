@@ -28,7 +28,7 @@ from optimus_jax.control.sources import Signals
 from optimus_jax.control.switch import Switched, Switcher
 from optimus_jax.data.batch import HostBatch
 from optimus_jax.devices.hosts import devices_by_host
-from optimus_jax.errors import OptimusError
+from optimus_jax.errors import OptimusError, first_line
 from optimus_jax.plan import Plan
 from optimus_jax.run_directory.directory import RunDirectory
 from optimus_jax.run_directory.step_record import StepRecord
@@ -309,9 +309,7 @@ class Controller:
         try:
             return preparation.is_ready_everywhere()
         except OptimusError as error:
-            self._give_up(
-                preparation.plan, f"it could not be prepared: {str(error).splitlines()[0]}", step
-            )
+            self._give_up(preparation.plan, f"it could not be prepared: {first_line(error)}", step)
             return False
 
     def _switch(self, state: TrainState, step: int) -> Switched:

@@ -34,6 +34,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from optimus_jax.config import FaultConfig
+from optimus_jax.errors import first_line
 from optimus_jax.faults.fault_log import write_fault
 from optimus_jax.faults.heartbeat import HEARTBEAT_S, Heartbeats, Peer
 from optimus_jax.faults.progress import Activity, Progress
@@ -219,7 +220,7 @@ class Watchdog:
         if self._heartbeats is not None:
             self._heartbeats.end(
                 "done" if failure is None else "failed",
-                "" if failure is None else _first_line(failure),
+                "" if failure is None else first_line(failure) or type(failure).__name__,
                 exit_code_of(failure),
             )
         if threading.current_thread() is threading.main_thread() and self._before == -1:
@@ -406,10 +407,6 @@ def late_processes(process: int, entered: int, doing: str, peers: Sequence[Peer]
     return words + [
         f"process {peer.process} has never sent a heartbeat" for peer in peers if not peer.is_known
     ]
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [""])[0] or type(error).__name__
 
 
 def stacks() -> str:

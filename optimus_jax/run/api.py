@@ -40,6 +40,7 @@ from optimus_jax.errors import (
     ConfigError,
     FaultError,
     explain,
+    first_line,
 )
 from optimus_jax.faults.error_isolation import isolate_errors
 from optimus_jax.faults.progress import Progress
@@ -68,7 +69,6 @@ from optimus_jax.run.open_directory import (
     open_as_writer,
     share_directory,
     start_mirror,
-    tell,
     upload_after_error,
 )
 from optimus_jax.run.program import run_program
@@ -81,6 +81,7 @@ from optimus_jax.run_directory.shared import check_shared
 from optimus_jax.run_directory.step_record import StepRecord
 from optimus_jax.store.mirror import Mirror
 from optimus_jax.system.paths import UserPath
+from optimus_jax.system.resilient_io import print_to_stderr
 from optimus_jax.training.state import TrainState
 from optimus_jax.training.step import build_program
 from optimus_jax.training.trainer import Reason
@@ -149,7 +150,7 @@ def train(
         not is_auto or (run_dir is not None and (stored or RunDirectory(run_dir)).is_begun)
     )
     if stored is not None:
-        stored.fetch(tell) if resume else stored.check_free()
+        stored.fetch(print_to_stderr) if resume else stored.check_free()
     config = requested_config(model, config, run_dir, resume, overrides, is_auto)
     if config.checkpoint.resume_step is not None and (is_auto or not resume):
         raise ConfigError(
@@ -314,7 +315,7 @@ def _train(
         keep_reason(error)
         is_fault = not launch.is_alone and is_peer_failure(error)
         fault = (
-            FaultError(f"process {jax.process_index()} cannot go on: {str(error).splitlines()[0]}")
+            FaultError(f"process {jax.process_index()} cannot go on: {first_line(error)}")
             if is_fault
             else None
         )

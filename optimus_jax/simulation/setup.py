@@ -15,7 +15,6 @@ from optimus_jax.errors import ConfigError, PlanError, explain
 from optimus_jax.mesh.topology import Topology
 from optimus_jax.plan import Plan
 from optimus_jax.planning.profiles.cluster import Cluster
-from optimus_jax.planning.profiles.links import Link
 from optimus_jax.planning.search.assemble import plan_for
 from optimus_jax.planning.search.search import Pricing, fits, search
 from optimus_jax.planning.trials.measure import TRIAL_STEPS
@@ -184,21 +183,13 @@ class Truth:
 
 def with_prior(pricing: Pricing, prior: Prior) -> Pricing:
     """The pricing that policies assume, given the nominal one and a wrong prior."""
-
-    def scaled(link: Link, factor: float) -> Link:
-        return (
-            link
-            if link.bytes_per_s is None or factor == 1
-            else replace(link, bytes_per_s=link.bytes_per_s * factor)
-        )
-
     cluster, rates = pricing.cluster, pricing.rates
     return replace(
         pricing,
         cluster=replace(
             cluster,
-            intra_host=scaled(cluster.intra_host, prior.intra_host),
-            inter_host=cluster.inter_host and scaled(cluster.inter_host, prior.inter_host),
+            intra_host=cluster.intra_host.scaled(prior.intra_host),
+            inter_host=cluster.inter_host and cluster.inter_host.scaled(prior.inter_host),
         ),
         rates=replace(
             rates,

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from optimus_jax.errors import RunDirectoryError, StoreError, explain
+from optimus_jax.errors import RunDirectoryError, StoreError, explain, first_line
 from optimus_jax.store.download import NUM_TRANSFERS
 from optimus_jax.store.lease import Lease
 from optimus_jax.store.objects import Objects
@@ -136,7 +136,7 @@ class Mirror:
         self._is_ending.set()
 
     def _error(self, what: str) -> StoreError:
-        why = "" if self._failure is None else f"\n    {str(self._failure).splitlines()[0]}"
+        why = "" if self._failure is None else f"\n    {first_line(self._failure)}"
         return StoreError(
             explain(
                 f"the upload of what is new in the run {what}{why}",
@@ -197,7 +197,7 @@ class Mirror:
         if num_failures == 1 and not self.is_lost:
             self._warn(
                 f"an upload to {self._objects.url} failed and is tried again; "
-                f"the run goes on in {self._directory}: {str(error).splitlines()[0]}"
+                f"the run goes on in {self._directory}: {first_line(error)}"
             )
 
     def _has_new_checkpoint(self) -> bool:

@@ -194,12 +194,13 @@ def draw_mesh(mesh: Mesh) -> "Figure":
     return figure
 
 
-def draw_tensors(tensors: Sequence[ShardedTensor], *, columns: int = 2) -> "Figure":
+def draw_tensors(tensors: Sequence[ShardedTensor]) -> "Figure":
     """The shards of each tensor, one cell per shard with the devices that hold it; not to scale.
 
     Dimensions that are not split are not drawn. The last split dimension is horizontal, the others
     are vertical.
     """
+    columns = 2
     rows = math.ceil(len(tensors) / columns)
     heights = [math.prod(_counts(tensor)[:-1]) for tensor in tensors]
     figure, panels = new_figure(

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from optimus_jax.config import Config
 from optimus_jax.config.axes import AxisSizes, check_devices
-from optimus_jax.errors import PlanError
+from optimus_jax.errors import PlanError, first_line
 from optimus_jax.mesh.rules import Rules, check_rules, make_rules
 from optimus_jax.mesh.topology import Topology
 from optimus_jax.models.kernels import choose_kernel
@@ -99,7 +99,7 @@ def _like(common: Plan, config: Config) -> Iterator[Plan | Rejection]:
     try:
         check_rules(common.rules, axes, config.model)
     except PlanError as error:
-        yield Rejection(layouts=str(axes), reason=_first_line(error))
+        yield Rejection(layouts=str(axes), reason=first_line(error))
         return
     if not _zero_stages(config, axes):
         yield Rejection(
@@ -157,7 +157,7 @@ def _checked(layout: Plan, config: Config) -> Plan | Rejection:
     try:
         layout.validate(config.model, global_batch=config.data.global_batch)
     except PlanError as error:
-        return Rejection(layouts=str(layout.axes), reason=_first_line(error))
+        return Rejection(layouts=str(layout.axes), reason=first_line(error))
     return layout
 
 
@@ -187,7 +187,7 @@ def _pipelines(config: Config, axes: AxisSizes) -> Iterator[Pipelining | Rejecti
         try:
             yield pipelining(config, axes)
         except PlanError as error:
-            yield Rejection(layouts=str(axes), reason=_first_line(error))
+            yield Rejection(layouts=str(axes), reason=first_line(error))
         return
     if parallel.schedule == "none":
         yield Rejection(layouts=str(axes), reason="stages need a schedule")
@@ -196,7 +196,7 @@ def _pipelines(config: Config, axes: AxisSizes) -> Iterator[Pipelining | Rejecti
         try:
             yield pipelining(config, axes)
         except PlanError as error:
-            yield Rejection(layouts=str(axes), reason=_first_line(error))
+            yield Rejection(layouts=str(axes), reason=first_line(error))
         return
     fewest = 2 if parallel.schedule == INTERLEAVED else 1
     if num_layers < axes.pipe * fewest:
@@ -242,7 +242,3 @@ def _microbatches(
         layouts=f"{axes}, repeats={repeats}",
         reason=f"microbatches divide {rows} rows{stages}{asked_for}",
     )
-
-
-def _first_line(error: PlanError) -> str:
-    return str(error).splitlines()[0]

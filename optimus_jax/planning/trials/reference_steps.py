@@ -23,7 +23,7 @@ from optimus_jax.cluster.distributed import broadcast_from_0
 from optimus_jax.config import Config
 from optimus_jax.config.axes import AxisSizes
 from optimus_jax.config.settings import with_right_types
-from optimus_jax.errors import ConfigError, PlanError
+from optimus_jax.errors import ConfigError, PlanError, first_line
 from optimus_jax.mesh.topology import Topology
 from optimus_jax.plan import Plan
 from optimus_jax.planning.cost.rates import Rates
@@ -202,8 +202,7 @@ def read_steps(path: Path) -> tuple[ReferenceStep, ...]:
                 raise ValueError(f"step_time_s={step.step_time_s}")
     except (ValueError, TypeError, ConfigError) as error:
         warnings.warn(
-            f"the reference steps {path} cannot be used ({str(error).splitlines()[0]}) and do not"
-            " count",
+            f"the reference steps {path} cannot be used ({first_line(error)}) and do not count",
             stacklevel=2,
         )
         return ()
