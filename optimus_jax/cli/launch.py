@@ -11,7 +11,8 @@ from typing import Any
 from optimus_jax.cli.main import COMMANDS
 from optimus_jax.cluster.local_launch import run_processes
 from optimus_jax.errors import ConfigError, OptimusError, explain
-from optimus_jax.run.command_line import MISTAKE, Parser
+from optimus_jax.faults.stopping import EXIT_USER_ERROR
+from optimus_jax.run.command_line import Parser
 from optimus_jax.system.environment import replace_unencodable_characters
 from optimus_jax.system.paths import local_path
 from optimus_jax.system.resilient_io import ignoring_write_errors, open_closed_streams
@@ -91,4 +92,4 @@ def main() -> int:
         return run_processes(command(given), given["processes"], grace_s=given["grace"])
     except OptimusError as error:
         print(f"error: {error}", file=sys.stderr)
-        return MISTAKE
+        return EXIT_USER_ERROR

@@ -17,6 +17,7 @@ from optimus_jax.errors import FaultError, OptimusError
 from optimus_jax.faults.stopping import (
     EXIT_BROKEN,
     EXIT_INTERRUPT,
+    EXIT_NO_READER,
     EXIT_RESTART,
     NOT_BEGUN,
     ImmediateStop,
@@ -25,7 +26,7 @@ from optimus_jax.faults.stopping import (
     exit_with_code_on_signal,
     raise_on_signal,
 )
-from optimus_jax.run.command_line import NO_READER, Parser, settings
+from optimus_jax.run.command_line import Parser, settings
 from optimus_jax.system.environment import import_jax, replace_unencodable_characters
 from optimus_jax.system.resilient_io import (
     flush_with_timeout,
@@ -215,7 +216,7 @@ def main() -> int:
         flush_with_timeout(f"error: {told(error)}\n", after=(sys.stdout, sys.stderr))
         return end_in_order(exit_code_of(error))
     except BrokenPipeError:
-        return NO_READER
+        return EXIT_NO_READER
     try:
         overrides = settings(given, note=notes.append)
         # After parsing, so that --help does not wait for JAX.

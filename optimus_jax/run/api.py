@@ -44,7 +44,7 @@ from optimus_jax.errors import (
 )
 from optimus_jax.faults.error_isolation import isolate_errors
 from optimus_jax.faults.progress import Progress
-from optimus_jax.faults.stopping import EXIT_RESTART, Terminated, keep_reason
+from optimus_jax.faults.stopping import Terminated, exit_code_after, keep_reason
 from optimus_jax.faults.watchdog import Watchdog
 from optimus_jax.mesh.build import discover
 from optimus_jax.mesh.topology import Topology
@@ -110,7 +110,7 @@ class RunResult:
     @property
     def exit_code(self) -> int:
         """Exit code for a command that ran this run."""
-        return EXIT_RESTART if self.reason == "terminate" else 0
+        return exit_code_after(self.reason)
 
 
 def train(

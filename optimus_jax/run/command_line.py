@@ -18,6 +18,7 @@ from optimus_jax.config.aliases import PARAMETERS, alias_of, meant_by_last_part,
 from optimus_jax.config.request import SHORT_NAMES, Entry, canonical, known_settings, say
 from optimus_jax.config.settings import shown
 from optimus_jax.errors import ConfigError, OptimusError, closest, explain, nearest
+from optimus_jax.faults.stopping import EXIT_INTERRUPT, EXIT_NO_READER, EXIT_USER_ERROR
 from optimus_jax.system.environment import replace_unencodable_characters
 from optimus_jax.system.resilient_io import (
     ignoring_write_errors,
@@ -25,8 +26,6 @@ from optimus_jax.system.resilient_io import (
     raising_output_errors,
 )
 
-DONE, MISTAKE, INTERRUPTED, NO_READER = 0, 2, 130, 141
-"""Exit codes; the last two are a shell's codes for SIGINT and SIGPIPE."""
 SET = "--set"
 _FLAG = re.compile(r"--[A-Za-z][^\s=]*")
 _FLAG_IN_TEXT = re.compile(r"--[a-z][a-z-]*")
@@ -288,8 +287,8 @@ def settings(
 
 
 def run(main: Callable[[], int | None]) -> int:
-    """Run a script's main function and return its exit code: MISTAKE for the user's errors,
-    NO_READER if the reader of standard output is gone.
+    """Run a script's main function and return its exit code: EXIT_USER_ERROR for user
+    errors, EXIT_NO_READER if the reader of standard output is gone.
 
     Output to a closed stream is discarded. A stream that cannot be written, as on a full disk, is
     an error of the user.
@@ -299,13 +298,13 @@ def run(main: Callable[[], int | None]) -> int:
     sys.stdout, sys.stderr = raising_output_errors(sys.stdout), ignoring_write_errors(sys.stderr)
     try:
         try:
-            return main() or DONE
+            return main() or 0
         finally:
             sys.stdout.flush()
     except OptimusError as error:
         print(f"error: {error}", file=sys.stderr)
-        return MISTAKE
+        return EXIT_USER_ERROR
     except KeyboardInterrupt:
-        return INTERRUPTED
+        return EXIT_INTERRUPT
     except BrokenPipeError:  # as with `| head`
-        return NO_READER
+        return EXIT_NO_READER

@@ -23,8 +23,9 @@ from optimus_jax.config.axes import AxisSizes
 from optimus_jax.config.request import SHORT_NAMES, dotted, known_settings, make_config, read_config
 from optimus_jax.config.settings import field_types
 from optimus_jax.errors import ConfigError, OptimusError, PlanError, closest
+from optimus_jax.faults.stopping import EXIT_INTERRUPT, EXIT_NO_READER, EXIT_USER_ERROR
 from optimus_jax.run import command_line
-from optimus_jax.run.command_line import INTERRUPTED, MISTAKE, NO_READER, Parser, run, settings
+from optimus_jax.run.command_line import Parser, run, settings
 from optimus_jax.system.resilient_io import raising_output_errors
 
 SCRIPTS = {path.stem: path for path in (Path(__file__).parents[2] / "scripts").glob("*.py")}
@@ -433,14 +434,17 @@ class Disk(io.TextIOBase):
 
 @pytest.mark.parametrize(
     ("error", "code"),
-    [(BrokenPipeError(), NO_READER), (OSError(28, "No space left on device"), MISTAKE)],
+    [
+        (BrokenPipeError(), EXIT_NO_READER),
+        (OSError(28, "No space left on device"), EXIT_USER_ERROR),
+    ],
 )
 def test_a_failing_output_stream_ends_the_script_with_a_message(error, code, monkeypatch, capsys):
     monkeypatch.setattr(command_line, "open_closed_streams", lambda: None)
     monkeypatch.setattr(sys, "stdout", Disk(error))
     monkeypatch.setattr(sys, "stderr", sys.stderr)
     assert run(lambda: print("result")) == code
-    assert ("No space left on device" in capsys.readouterr().err) == (code == MISTAKE)
+    assert ("No space left on device" in capsys.readouterr().err) == (code == EXIT_USER_ERROR)
 
 
 def test_ctrl_c_and_user_mistakes_have_their_exit_codes(monkeypatch):
@@ -450,7 +454,7 @@ def test_ctrl_c_and_user_mistakes_have_their_exit_codes(monkeypatch):
     def wrong():
         raise ConfigError("wrong")
 
-    for main, code in ((stopped, INTERRUPTED), (wrong, MISTAKE), (lambda: None, 0)):
+    for main, code in ((stopped, EXIT_INTERRUPT), (wrong, EXIT_USER_ERROR), (lambda: None, 0)):
         monkeypatch.setattr(sys, "stdout", io.StringIO())
         monkeypatch.setattr(sys, "stderr", io.StringIO())
         assert run(main) == code
@@ -499,6 +503,6 @@ def test_a_note_on_an_alias_is_printed_once_despite_the_restart():
         text=True,
         timeout=120,
     )
-    assert failed.returncode == MISTAKE
+    assert failed.returncode == EXIT_USER_ERROR
     assert "no-such-model" in failed.stderr
     assert failed.stderr.count("is taken as") == 1
