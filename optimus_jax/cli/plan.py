@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from optimus_jax.config.presets import MODEL_HELP
 from optimus_jax.errors import ConfigError, explain
 from optimus_jax.run.command_line import Parser, settings
+from optimus_jax.system.command import typed_command
 from optimus_jax.system.environment import import_jax
 
 if TYPE_CHECKING:
@@ -357,7 +358,7 @@ def show(given: dict, found: "PlanSearch", reports: "Sequence[CompileReport | No
         if name not in SAID_BY_FLAGS and f"--set {name}={value}" not in said
     )
     console.print(
-        f"train with: python scripts/train.py --model {config.model.name}{device} {said}{others}",
+        f"train with: {typed_command('train')} --model {config.model.name}{device} {said}{others}",
         highlight=False,
         soft_wrap=True,
     )

@@ -143,7 +143,7 @@ def identity_of(stream: TokenStream, headers: Sequence[TokenHeader]) -> DataIden
 
     Every token is hashed if the stream is in memory, or has at most CHECKED_TOKENS on disk. For a
     longer stream on disk, evenly spread blocks are hashed, together with the digests that
-    scripts/tokenize.py stored in the headers of its files (if all of them have one).
+    `optimus tokenize` stored in the headers of its files (if all of them have one).
     """
     found: DataIdentity = {"tokens": len(stream), "content": content_digest(stream.tokens)}
     if len(stream) <= DIGEST_TOKENS:  # content_digest has hashed every token

@@ -22,6 +22,7 @@ from pathlib import Path
 import jax
 
 from optimus_jax.errors import ConfigError, explain
+from optimus_jax.system.command import typed_command
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,8 @@ _ENDED = (
 )
 _NOTHING = "nothing would be computed"
 _NOT_THERE = (
-    "devices that are not there compute nothing; plan for them with scripts/plan.py --cluster"
+    "devices that do not exist compute nothing; plan for them with"
+    f" {typed_command('plan')} --cluster"
 )
 _NOT_OURS = (
     "it is JAX's own work in progress or a check that refuses what this step does, and steps fail"

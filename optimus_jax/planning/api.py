@@ -80,7 +80,7 @@ class RankedPlan:
         return self.memory.total
 
     def as_json(self) -> dict[str, Any]:
-        """What `scripts/plan.py --json` prints."""
+        """What `optimus plan --json` prints."""
         pipeline, prediction = self.plan.pipeline, self.prediction
         return {
             "rank": self.rank,
@@ -139,7 +139,7 @@ class DeviceLoss:
         )
 
     def as_json(self) -> dict[str, Any]:
-        """What `scripts/plan.py --json` prints."""
+        """What `optimus plan --json` prints."""
         return {
             "num_devices": self.num_devices,
             "tokens_per_s_before": self.tokens_per_s_before,
@@ -175,7 +175,7 @@ class LaterPhase:
     """Why its batch is not split over all devices; None if it is."""
 
     def as_json(self) -> dict[str, Any]:
-        """What `scripts/plan.py --json` prints."""
+        """What `optimus plan --json` prints."""
         return {
             "after_step": self.phase.steps_before,
             "global_batch": self.phase.global_batch,

@@ -41,7 +41,7 @@ FILES: Mapping[str, str] = {
     "switches.jsonl": "Journal of switches between plans: `begin`, `commit` and `end` of each.",
     "lost_devices.json": "Written by the user: ids of devices to move away from.",
     "tensorboard": "The metrics for TensorBoard, if it is on.",
-    "report.html": "Page written by scripts/report.py.",
+    "report.html": "Page written by `optimus report`.",
 }
 """Files and folders; most appear only when there is something to write."""
 

@@ -51,7 +51,7 @@ class SizeAlternative:
         return self.cluster.num_devices
 
     def as_json(self) -> dict[str, Any]:
-        """What `scripts/plan.py --json` prints."""
+        """What `optimus plan --json` prints."""
         return {
             "global_batch": self.global_batch,
             "num_devices": self.num_devices,

@@ -33,6 +33,7 @@ from optimus_jax.planning.profiles.probes import ProbeBudget, ReportTime
 from optimus_jax.planning.search.assemble import plan_for
 from optimus_jax.planning.trials.trial import PlanTrial, run_trial
 from optimus_jax.system.cache import write_atomically
+from optimus_jax.system.command import typed_command
 from optimus_jax.system.json_input import parse_json
 
 NUM_STEPS = 8
@@ -156,9 +157,9 @@ def time_reference_steps(
         )
     if budget.num_left_out:
         warnings.warn(
-            f"{budget.num_left_out} of {len(legal)} training steps were left out for want of time:"
-            " is this machine busy? Measure it again when it is not, with scripts/plan.py"
-            " --profile",
+            f"{budget.num_left_out} of {len(legal)} training steps were skipped because time ran"
+            " out. Is this machine busy? Measure it again when it is not:"
+            f" {typed_command('plan')} --profile",
             stacklevel=2,
         )
     return tuple(steps)
