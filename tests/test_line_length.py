@@ -8,7 +8,15 @@ ROOT = Path(__file__).parents[1]
 WIDEST = 100
 FILES = sorted(
     path
-    for pattern in ("Makefile", ".ci/*", "deploy/*", "*.md", "docs/**/*.md", "scripts/*.py")
+    for pattern in (
+        "Makefile",
+        ".ci/*",
+        "deploy/*",
+        "*.md",
+        "docs/**/*.md",
+        "scripts/*.py",
+        "optimus_jax/**/*.toml",
+    )
     for path in ROOT.glob(pattern)
 )
 

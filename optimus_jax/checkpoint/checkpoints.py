@@ -335,7 +335,7 @@ class Checkpoints:
                 damage[candidate] = str(error)
                 if step is None:
                     self._warn(
-                        f"the checkpoint of step {candidate} is damaged and passed over: {error}"
+                        f"the checkpoint of step {candidate} is damaged and skipped: {error}"
                     )
             except UnreachableError as error:
                 raise self._unreachable(candidate, error) from error

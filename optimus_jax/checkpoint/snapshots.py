@@ -244,7 +244,7 @@ class Snapshots:
             restored = _SnapshotAssembly(step, held).onto(abstract_state, paddable, check)
             if isinstance(restored, Restored):
                 return restored
-            self._warn(f"the snapshot of step {step} is passed over: {restored}")
+            self._warn(f"the snapshot of step {step} is skipped: {restored}")
         return None
 
 

@@ -120,8 +120,7 @@ def _join(
     if joining.is_alive():
         raise FaultError(
             explain(
-                "the processes of this run have found one another, and JAX has not connected them"
-                " in time",
+                "the processes met at the rendezvous, but JAX did not connect them in time",
                 given=(
                     f"process {launch.process_id} of {launch.num_processes}, process 0 at"
                     f" {launch.coordinator}"
@@ -134,7 +133,7 @@ def _join(
         )
     if isinstance(joining.failure, jax.errors.JaxRuntimeError):
         # All have found one another there: who has taken the port since, or a host that is lost, is
-        # no reason for an engine to give the job up.
+        # no reason for a launcher to give the job up.
         raise (FaultError if launch.restarts else ConfigError)(
             explain(
                 "the processes of this run cannot be connected",

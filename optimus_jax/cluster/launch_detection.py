@@ -58,7 +58,7 @@ __all__ = [
     "find_launch",
 ]
 
-FLAGS, PROGRAM, NO_LAUNCHER = "flags", "program", "nobody"
+FLAGS, PROGRAM, NO_LAUNCHER = "flags", "program", "none"
 _NAMES = {"K8sCluster": KUBERNETES, "GkeTpuCluster": "GKE TPU", "GceTpuCluster": "GCE TPU"}
 """Our names for JAX's cluster classes."""
 _IN_TABLE = {"OmpiCluster", "SlurmCluster"}
@@ -69,7 +69,7 @@ class Launch:
     """How this process was started."""
 
     engine: str
-    """What started it: `program`, `flags`, a launcher's name, or `nobody`."""
+    """What started it: `program`, `flags`, a launcher's name, or `none`."""
     why: str
     """How that was detected, for messages."""
     coordinator: str | None = None

@@ -116,7 +116,7 @@ def report_to_coordinator(
                     _check(answer, launch)
                     stack.pop_all()
                     return CoordinatorConnection(connection, answers)
-                why = "process 0 was there and has gone"
+                why = "process 0 closed the connection"
         except OSError as error:
             why = str(error)
         if time.monotonic() >= notice_at:
@@ -133,11 +133,11 @@ def _check(answer: dict[str, Any], launch: Launch) -> None:
     if REFUSED in answer:
         raise ConfigError(
             explain(
-                "process 0 does not know this process as one of its run",
+                "process 0 refused this process",
                 given=f"{answer[REFUSED]}; this is {this_process(launch)}",
                 do=(
-                    "give each process of a run a number of its own and all the same"
-                    " --num-processes, and each run a --coordinator of its own"
+                    "give each process a unique --process-id and the same --num-processes, and each"
+                    " run its own --coordinator"
                 ),
             )
         )

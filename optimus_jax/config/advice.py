@@ -21,7 +21,7 @@ from optimus_jax.config.aliases import (
     meant_by_last_part,
     word,
 )
-from optimus_jax.errors import closest, likeness
+from optimus_jax.errors import closest, similarity
 from optimus_jax.system.command import typed_command
 
 _TABLE = tomllib.loads(Path(__file__).with_name("advice.toml").read_text(encoding="utf-8"))
@@ -86,8 +86,8 @@ def spelled_like(
     close, foreign = closest(name, known), closest(name, [*ALIASES, *ADVICE])
     if (
         foreign is not None
-        and likeness(name, foreign) >= MISSPELLED
-        and (close is None or likeness(name, close) < likeness(name, foreign))
+        and similarity(name, foreign) >= MISSPELLED
+        and (close is None or similarity(name, close) < similarity(name, foreign))
     ):
         return (
             f"did you mean {foreign!r}, which is {ALIASES[foreign]} here?"

@@ -58,7 +58,7 @@ def make_controller(
         is made from it.
       tried_s: step times, in seconds, of plans that were tried before the run; in process 0 only.
       changes: moves the run from phase to phase; None: it has only one.
-      heartbeats: heartbeats of the run's processes; None: nobody watches them.
+      heartbeats: heartbeats of the run's processes; None: the watchdog is off.
       run: where decisions and switches are recorded.
       display: where they are shown.
     """

@@ -359,7 +359,7 @@ class Controller:
             step_bytes_per_device=prepared.target.step_bytes,
         )
         self._display.message(
-            f"after step {step} the run goes on under {target.describe()}; it stood still for"
+            f"after step {step} the run continues under {target.describe()}; training paused for"
             f" {sum(costs_s.values()):.2f} s"
         )
         if begins_phase and self._changes is not None:

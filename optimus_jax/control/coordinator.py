@@ -37,7 +37,7 @@ class Coordinator:
 
     Args:
       mode: `auto` sends commands; `advise` only shows what they would be.
-      settings: of the controller.
+      settings: the controller's settings.
       num_steps: number of steps of the run.
       advisor: makes the decisions.
       commands: broadcasts its commands.

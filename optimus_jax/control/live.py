@@ -105,7 +105,7 @@ def live_signals(
       global_batch: examples of a step in the first phase.
       seq_len: tokens of an example in the first phase.
       rounds: probe rounds on the first mesh; None: no probes.
-      heartbeats: heartbeats of the run's processes; None: nobody watches them.
+      heartbeats: heartbeats of the run's processes; None: the watchdog is off.
       warn: called when a source breaks.
     """
     devices = jax.local_devices()

@@ -54,8 +54,8 @@ def synthetic_batch(
 
     Args:
       rows: number of examples.
-      seq_len: tokens of each.
-      seed: of the random generator; not negative.
+      seq_len: tokens of an example.
+      seed: seed of the random generator; not negative.
       examples: int [rows], their numbers in the global batch; None: 0 to rows - 1.
     Returns:
       The arrays of `BATCH_ARRAYS`; every target counts.

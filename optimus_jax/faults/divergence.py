@@ -195,7 +195,7 @@ def rollback_advice(learning: LearningHealth, steps: Iterable[int]) -> str:
     """Advice on how to continue from the newest good checkpoint.
 
     Args:
-      steps: of all existing checkpoints.
+      steps: steps of all existing checkpoints.
     """
     if (good := newest(steps, learning.good_limit)) is not None:
         return (
@@ -233,7 +233,7 @@ def learning_error(
     """The error that ends a run after `step`.
 
     Args:
-      steps: of all existing checkpoints.
+      steps: steps of all existing checkpoints.
       last: the record of the last step; None: no step was run since the start.
       lr: peak learning rate of the run.
       usual_lr: default peak learning rate for a model of this size.

@@ -39,7 +39,7 @@ class _ErrorIsolation:
                 self._disabled.add(attribute)
                 flush_with_timeout(
                     f"\n{self._name} has failed ({attribute}: {type(error).__name__}: {error}); it"
-                    " is left out from now on, and the run goes on\n"
+                    " is disabled; the run continues\n"
                 )
                 return None
 

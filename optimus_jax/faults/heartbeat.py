@@ -69,9 +69,10 @@ class Heartbeats:
     """Writes the heartbeats of one process, and reads those of others.
 
     Args:
-      run_directory: of the run, shared by its hosts; each process has a file named by its index.
-      process: number of this one.
-      num_processes: of the run.
+      run_directory: directory of the run, shared by its hosts; each process has a file named by its
+        index.
+      process: index of this process.
+      num_processes: number of processes of the run.
       progress: status of this process.
       clock: seconds that only grow.
     """

@@ -173,7 +173,7 @@ class StopRequest:
 
     Args:
       num_processes: number of processes of the run.
-      last_step: of the run; None: unknown.
+      last_step: last step of the run; None: unknown.
     """
 
     def __init__(self, *, num_processes: int = 1, last_step: int | None = None) -> None:

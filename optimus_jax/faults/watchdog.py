@@ -67,7 +67,7 @@ class Limits:
     """Time limits of activities.
 
     Args:
-      settings: of the run.
+      settings: fault limits of the run.
       progress: holds the durations measured so far.
     """
 
@@ -111,10 +111,10 @@ class Watchdog:
     Args:
       run_directory: for the fault log; None: not known yet, so that faults go to standard error
         only.
-      progress: of this process.
-      settings: of the run.
+      progress: progress of this process.
+      settings: fault limits of the run.
       process: index of this process.
-      heartbeats: of the other processes; None: there are none, or no directory yet.
+      heartbeats: heartbeats of the other processes; None: there are none, or no directory yet.
       has_others: whether there are other processes.
       clock: seconds that only grow.
       exit: ends the process.
@@ -244,8 +244,7 @@ class Watchdog:
         if paused_s > self._settings.silence_s:
             if self._heartbeats is not None:
                 return (
-                    f"this process was stopped for {paused_s:.0f} s, and the others have gone on"
-                    " without it"
+                    f"this process was suspended for {paused_s:.0f} s; the others consider it lost"
                 )
             self._progress.begin(
                 self._progress.at.doing

@@ -133,8 +133,8 @@ class TextModel:
         if max_new_tokens > room and limit < self.config.max_length:
             warn(
                 f"at most {room} new tokens: {self.config.name} was trained on {limit} tokens at a"
-                f" time, the prompt takes {len(ids)}, and positions past that are learned ones that"
-                " nothing was learnt for; --past-trained-length goes on all the same"
+                f" time, the prompt takes {len(ids)}, and learned positions beyond that were not"
+                " trained; to continue anyway: --past-trained-length"
             )
         elif max_new_tokens > room:
             warn(

@@ -56,7 +56,7 @@ def check_tokenizer(tokenizer: Tokenizer, run: RunDirectory, metadata: Mapping[s
     """Raise DataError if a checkpoint was trained with another tokenizer or another eos token.
 
     Args:
-      metadata: of the checkpoint.
+      metadata: metadata of the checkpoint.
     """
     data = metadata.get("data") or {}
     digest, eos = data.get("tokenizer"), data.get("eos")

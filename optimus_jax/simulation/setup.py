@@ -306,7 +306,8 @@ def _check_devices(scenario: Scenario, cluster: Cluster) -> None:
             if wrong or (event.host is not None and not 0 <= event.host < hosts):
                 raise ConfigError(
                     explain(
-                        f"{scenario.name}: a {type(event).__name__} is about what is not there",
+                        f"{scenario.name}: a {type(event).__name__} names a device or host that the"
+                        " cluster lacks",
                         given=f"host={event.host}" if not wrong else f"devices={wrong}",
                         do=(
                             f"name devices 0 to {cluster.num_devices - 1}, or hosts 0 to"

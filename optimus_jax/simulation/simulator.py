@@ -255,7 +255,7 @@ class Simulation:
 
     def _prepare(self, plan: Plan, decision: Decision) -> None:
         """Begin to prepare a switch by compiling in the background. A restart compiles later."""
-        self._happens("prepare")
+        self._start_phase_events("prepare")
         phase = (
             self.setup.phase_at(decision.at_step) if decision.at_step is not None else self.phase
         )
@@ -338,7 +338,7 @@ class Simulation:
             self._fail(pending, compiled_s | back_s, f"its {fails} failed")
             return
         for name in ("move", "verify"):
-            if self._happens(name):
+            if self._start_phase_events(name):
                 self.time_s += costs_s["quiesce"] + costs_s.get("move", 0.0) * (
                     1.0 if name == "verify" else 0.5
                 )
@@ -356,7 +356,7 @@ class Simulation:
         first_s = costs_s.pop("first_steps", 0.0)
         self.policy.switched(plan, compiled_s | costs_s)
         self.policy.charge(first_s)
-        self._happens("canary")
+        self._start_phase_events("canary")
         if (
             self.options.canary
             and not changes_phase
@@ -405,7 +405,7 @@ class Simulation:
         }
 
     def _arrive(self, new: PlacedPlan, costs_s: Mapping[str, float], phase: int) -> None:
-        """Put the run on another plan, and let the costs pass."""
+        """Switch the run to another plan and add the costs to its time."""
         if set(new.devices) != set(self.place.devices) or not self.options.in_memory:
             self._compiled.clear()  # new processes have no executables
             self._saved_step = self.step
@@ -495,7 +495,7 @@ class Simulation:
             self.policy.dropped()
         self.time_s += switching.detect_s if is_lost else 0.0
         conditions = self.timeline.at(self.time_s)
-        place = self._advised(conditions) or self.truth.fallback(conditions, self.phase)
+        place = self._restart_plan(conditions) or self.truth.fallback(conditions, self.phase)
         if is_lost or is_legal:
             every = self.setup.checkpoint_steps
             # A phase begins with a checkpoint, so that no step of the phase before is repeated
@@ -525,7 +525,7 @@ class Simulation:
         """Number of restarts after faults so far."""
         return sum(run_event.kind == "restart" for run_event in self.run_events)
 
-    def _advised(self, conditions: ClusterConditions) -> PlacedPlan | None:
+    def _restart_plan(self, conditions: ClusterConditions) -> PlacedPlan | None:
         """The plan that the policy wants to restart with; None: it names none, or it cannot run."""
         self._reported, self._times_s = conditions.reported, []
         decision = self.policy.decide(self.telemetry.observation([], self.now))
@@ -539,9 +539,9 @@ class Simulation:
             return None
         return PlacedPlan(decision.plan, devices)
 
-    def _happens(self, phase: SwitchPhase) -> bool:
-        """Begin the events that come with this phase of a switch. Returns whether devices of the
-        run are lost by them.
+    def _start_phase_events(self, phase: SwitchPhase) -> bool:
+        """Begin the events that occur in this phase of a switch. Returns whether the run loses
+        devices.
         """
         waiting = [
             event

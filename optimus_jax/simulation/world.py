@@ -56,7 +56,7 @@ class PlacedPlan:
 
     plan: Plan
     devices: tuple[int, ...]
-    """In mesh order."""
+    """Devices in mesh order."""
 
 
 class World:

@@ -48,7 +48,7 @@ class MeshView:
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        """For notebooks."""
+        """HTML for notebooks (IPython calls it)."""
         tables = "\n".join(map(_html_table, self._tables))
         return f"<p><b>{html.escape(self.title)}</b></p>\n{tables}"
 

@@ -106,7 +106,7 @@ def place(launch: Launch):
 
 
 def test_without_a_launcher_there_is_one_process(found):
-    assert place(found()) == ("nobody", None, 1, 0)
+    assert place(found()) == ("none", None, 1, 0)
 
 
 def test_flags_take_precedence_over_launchers(found):

@@ -108,8 +108,8 @@ def _check_possible(plan: Plan, cluster: Cluster) -> None:
     if plan.offload != "none":
         raise PlanError(
             explain(
-                "the compiler forgets what lies on the host where there is no GPU, so that its"
-                " figures would be wrong",
+                "without a GPU the compiler does not count host memory, so offloaded plans cannot"
+                " be checked",
                 given=f"offload={plan.offload}",
                 do="check a plan with parallel.offload=none, or measure this one on a GPU",
             )

@@ -274,8 +274,8 @@ def _read(path: Path, setting: Setting) -> HardwareProfile | None:
         return None
     if profile.setting != setting:
         warnings.warn(
-            f"the hardware profile {path} is of another setting than its name says, and is measured"
-            " again",
+            f"the hardware profile {path} does not match the setting in its file name, and is"
+            " measured again",
             stacklevel=3,
         )
         return None

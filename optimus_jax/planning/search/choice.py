@@ -274,12 +274,12 @@ def _no_room(config: Config, plan: Plan, memory: MemoryEstimate, topology: Topol
             if fits(least, topology)
             else (
                 "keep moments in bf16 (the setting"
-                f" precision.moments){' and split more over fsdp' * (devices > 1)}: all split and"
-                f" computed again, about {gib(halved.total)} per device are then needed"
+                f" precision.moments){' and split more over fsdp' * (devices > 1)}: with"
+                f" fully sharded state and full remat, about {gib(halved.total)} per device are then needed"
                 if fits(halved, topology)
                 else (
-                    "use more devices or a smaller model: all split and computed again, about"
-                    f" {gib(least.total)} per device are needed"
+                    "use more devices or a smaller model: with fully sharded state and full remat,"
+                    f" about {gib(least.total)} per device are needed"
                 )
                 + host_memory_note(least, topology)
             )

@@ -111,10 +111,7 @@ def _like(common: Plan, config: Config) -> Iterator[Plan | Rejection]:
     if common.offloads_activations and (axes.pipe > 1 or common.remat != "full"):
         yield Rejection(
             layouts=str(axes),
-            reason=(
-                f"offload={common.offload} needs one stage, computed again layer by layer"
-                " (remat=full)"
-            ),
+            reason=f"offload={common.offload} needs pipe=1 and remat=full",
         )
         return
     if global_batch % ways:

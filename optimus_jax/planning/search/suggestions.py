@@ -66,9 +66,7 @@ def with_suggestions(
     fixed = {"data.global_batch": config.data.global_batch} | {
         name: value for name, (value, _) in _given(config).items()
     }
-    return PlanError(
-        f"{error}; nothing near is accepted while all of this is fixed: {typed(fixed)}"
-    )
+    return PlanError(f"{error}; no similar setting works while these are fixed: {typed(fixed)}")
 
 
 def nearest_accepted(
