@@ -39,7 +39,7 @@ class RunDirectoryError(OptimusError):
 
 
 class StoreError(OptimusError):
-    """An object store cannot be reached, read or written, or does not hold what was asked for."""
+    """An object store cannot be reached, read or written, or does not hold what was requested."""
 
 
 class LearningError(OptimusError):

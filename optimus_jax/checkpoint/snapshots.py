@@ -186,7 +186,7 @@ class Snapshots:
             except OSError as error:
                 self._warn_here(
                     f"a snapshot in {self.root} could not be written: {error.strerror or error};"
-                    " the run goes on without it"
+                    " the run continues without it"
                 )
             self._writing = None
 

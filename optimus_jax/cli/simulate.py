@@ -210,7 +210,7 @@ def hardware(given: dict) -> "tuple[Cluster, Rates, Calibration]":
 
 
 def methods_of(given: dict) -> tuple[str, ...]:
-    """The policies asked for, and the baselines that they are compared with.
+    """The requested policies, and the baselines that they are compared with.
 
     Raises ConfigError for an unknown policy.
     """

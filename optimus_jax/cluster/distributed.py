@@ -132,7 +132,7 @@ def _join(
             )
         )
     if isinstance(joining.failure, jax.errors.JaxRuntimeError):
-        # All have found one another there: who has taken the port since, or a host that is lost, is
+        # All have met at the rendezvous: who has taken the port since, or a host that is lost, is
         # no reason for a launcher to give the job up.
         raise (FaultError if launch.restarts else ConfigError)(
             explain(
@@ -198,7 +198,7 @@ def all_or_none() -> Iterator[None]:
         is_fault = _FAULT in codes
         failure = (FaultError if is_fault else OptimusError)(
             explain(
-                "another process of this run cannot go on",
+                "another process of this run cannot continue",
                 given=f"process {codes.index(max(codes))} of {len(codes)}",
                 do="see what it has printed",
             )

@@ -188,7 +188,7 @@ class Controller:
     def _measure_anew(self, executable: Executable) -> float:
         """Reset the signals for a run under another executable.
 
-        Returns the seconds that the run stood still for the first probes on its mesh.
+        Returns the seconds for which training paused for the first probes on its mesh.
         """
         config, started = executable.program.config, time.perf_counter()
         self._signals.enter(

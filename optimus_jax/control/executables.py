@@ -70,7 +70,7 @@ class _CompiledLater:
         self._compiled: dict[tuple[int, ...], Any] = {}
 
     def compile(self) -> None:
-        """Compile it for all batch shapes; may run in a thread while training goes on."""
+        """Compile it for all batch shapes; may run in a thread while training continues."""
         for shape, batch in self._batches.items():
             if shape not in self._compiled:
                 self._compiled[shape] = self._function.lower(self._params, batch).compile()

@@ -196,7 +196,7 @@ class Decision:
     without: frozenset[int] = frozenset()
     """Ids of devices that `plan` must not use."""
     mandatory: bool = False
-    """The run cannot go on, or not for long, under the present plan."""
+    """The run cannot continue, or not for long, under the present plan."""
     trigger: str = ""
     """What caused the decision, in words."""
     step_time_s: float | None = None

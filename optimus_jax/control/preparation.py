@@ -1,4 +1,4 @@
-"""The preparation of a switch: compiling a plan in a thread while training goes on, in every
+"""The preparation of a switch: compiling a plan in a thread while training continues, in every
 process.
 
 Errors are part of the result, and are raised when it is requested, never in training.
@@ -145,7 +145,7 @@ def check_room(prepared: Prepared, bytes_per_device: int | None) -> None:
         raise PlanError(
             explain(
                 f"moving the state needs {gib(prepared.move_bytes)} per device,"
-                f" {gib(bytes_per_device)} are there",
+                f" {gib(bytes_per_device)} are available",
                 given=prepared.target.plan.describe(),
                 do="use a smaller controller.move_bytes, or another plan",
             )

@@ -1,8 +1,8 @@
 """Moves a running job to another plan: prepare, move, verify, commit; and takes the switch back.
 
-* PREPARE, while training goes on: a thread compiles the plan and the programs that move the state,
-  there and back, and checks whether steps and move fit into memory. An error there is part of the
-  result of the preparation, and never an exception in training.
+* PREPARE, while training continues: a thread compiles the plan and the programs that move the
+  state, forward and in reverse, and checks whether steps and move fit into memory. An error there
+  is part of the result of the preparation, and never an exception in training.
 * MOVE and VERIFY, at a step boundary: the leaves move in groups (reshard/reshard.py). Checksums of
   a group are computed before and after it moves, and its old shards are deleted only if they agree.
   So nothing is lost until the last group is verified: groups that have moved can be moved back, and
@@ -190,7 +190,7 @@ class Switcher:
             # Only one process writes; if it cannot, no process may move.
             with clock.phase("commit_s"), all_or_none():
                 self._begin(prepared, step, why, by_choice)
-        # Nothing has moved yet: the run goes on with its state.
+        # Nothing has moved yet: the run continues with its state.
         except OptimusError as error:
             return Switched(
                 state=state,
@@ -416,8 +416,8 @@ class Switcher:
                     "a state that went over the disk cannot be read again",
                     given=f"{prepared.source.plan.describe()}: {error}",
                     do=(
-                        "start again with --resume: the run goes on from its newest good checkpoint"
-                        " under the plan from before"
+                        "start again with --resume: the run continues from its newest good"
+                        " checkpoint, under the plan from before"
                     ),
                 )
             ) from error
@@ -518,7 +518,7 @@ def _brought_back(
                 "a state that was moved in part cannot be moved back",
                 given=f"{prepared.target.plan.describe()}: {error}",
                 do=(
-                    "start again with --resume: the run goes on from its newest checkpoint under"
+                    "start again with --resume: the run continues from its newest checkpoint under"
                     " the plan from before"
                 ),
             )

@@ -3,7 +3,7 @@
 Code that may be the first to ask JAX for a device calls `start_backend` before it does.
 
 Drivers, plugins and settings can make the start fail in many ways, which JAX reports in its own
-words or not at all. If JAX cannot start a platform that the user asked for, that is an error. If
+words or not at all. If JAX cannot start a platform that the user requested, that is an error. If
 JAX is on the CPU although the machine has a GPU or the model is large, that is a warning.
 """
 
@@ -263,7 +263,7 @@ def _check_default_device() -> None:
         found, what, do = _not_found(default)
         if (asked := _asked_for()) and default not in asked.split(","):
             what, do = (
-                f"platform {asked} was asked for, which leaves it out",
+                f"platform {asked} was requested, which leaves it out",
                 f"let both name one platform, such as JAX_PLATFORMS={default}",
             )
         given = (
@@ -292,7 +292,7 @@ def _limit_memory(has_begun: bool) -> None:
     if not os.environ.get(_FRACTION) and not os.environ.get(_OLDER_FRACTION):
         if has_begun:
             warnings.warn(
-                f"JAX was used before this run was begun, and so may use {float(JAX_OWN_SHARE):.0%}"
+                f"JAX was used before this run began, and so may use {float(JAX_OWN_SHARE):.0%}"
                 f" of a GPU instead of {float(GPU_MEMORY_SHARE):.0%}: set"
                 f" {_FRACTION}={GPU_MEMORY_SHARE}, or begin the run first",
                 stacklevel=4,

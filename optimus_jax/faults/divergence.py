@@ -108,7 +108,7 @@ class LearningHealth:
         self.skipped, self.first_skipped = 0, None
 
     def trouble(self, max_skipped: int, *, is_at_end: bool) -> Trouble | None:
-        """Why the run should end as no longer learning; None: it should go on.
+        """Why the run should end as no longer learning; None: it should continue.
 
         Args:
           max_skipped: consecutive steps without an update that end the run; 0: the check is off.

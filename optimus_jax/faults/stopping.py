@@ -97,7 +97,7 @@ class Terminated(BaseException):
 
 
 class ImmediateStop(KeyboardInterrupt):
-    """Ctrl-C came while a stop was already asked for."""
+    """Ctrl-C came while a stop was already requested."""
 
 
 def exit_on_signal() -> None:

@@ -10,7 +10,7 @@ EXIT_RESTART.
 These are faults:
 * the main thread exceeds the *limit* of its activity, which is derived from earlier durations;
 * another process sends no heartbeat, or reports that it has failed;
-* this process itself was stopped for so long that the others count it as lost;
+* this process itself was suspended for so long that the others consider it lost;
 * a signal to stop (SIGTERM, SIGUSR1, SIGHUP) was received and the step under way does not end. The
 thread receives signals through a file descriptor that Python's C handler writes to.
 
@@ -49,8 +49,8 @@ FACTOR = 10.0
 DEVIATIONS = 5.0
 """The longest usual duration is the median plus this many robust deviations."""
 PEER_FAILURE_WAIT_S = 3 * HEARTBEAT_S
-"""How long this process goes on after another reported a failure: if all have the same error, each
-reports it itself."""
+"""How long this process continues after another reported a failure: if all have the same error,
+each reports it itself."""
 LINGER_S = 2 * PEER_FAILURE_WAIT_S
 """How long process 0 stays after a failure so that the others can read of it: without its
 coordination service JAX aborts them at once, without a message."""

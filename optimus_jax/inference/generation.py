@@ -191,7 +191,7 @@ class TextModel:
                 explain(
                     "the prompt is empty",
                     given=repr(prompt),
-                    do="give at least one token to go on from",
+                    do="give at least one token to continue from",
                 )
             )
         if ids.max() >= config.vocab_size:

@@ -315,7 +315,7 @@ def _train(
         keep_reason(error)
         is_fault = not launch.is_alone and is_peer_failure(error)
         fault = (
-            FaultError(f"process {jax.process_index()} cannot go on: {first_line(error)}")
+            FaultError(f"process {jax.process_index()} cannot continue: {first_line(error)}")
             if is_fault
             else None
         )

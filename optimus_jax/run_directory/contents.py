@@ -78,13 +78,13 @@ _MOVED = {
     "from_plan": "Digest of the plan before.",
     "why": "Reason, for people.",
     "phases_s": "Seconds of each phase of the switch, by name.",
-    "step_delay_s": "Seconds for which training stood still.",
+    "step_delay_s": "Seconds for which training paused.",
 }
 
 EVENTS: Mapping[EventName, EventKind] = {
     "start": EventKind("A new run begins.", _STARTED),
     "resume": EventKind(
-        "A run goes on.",
+        "A run is resumed.",
         {
             **_STARTED,
             "lr_before": "Learning rate of the last step, if the rate or its schedule changed.",
@@ -132,7 +132,7 @@ EVENTS: Mapping[EventName, EventKind] = {
             "switch_method": "What a switch has to change: see control.md.",
             "at_step": "Step after which the switch is due; null: as soon as it is prepared.",
             "without": "Ids of devices that the plan leaves out.",
-            "mandatory": "Whether the run cannot go on under the present plan.",
+            "mandatory": "Whether the run cannot continue under the present plan.",
             "step_time_s": "Predicted seconds per step under the present plan.",
             "wait_s": "Seconds after which the decision is to be made again.",
             "inputs": "Measurements and predictions that the decision used, by name.",
@@ -168,11 +168,11 @@ EVENTS: Mapping[EventName, EventKind] = {
             "examples_before": "Examples that earlier phases have used.",
             "compile_time_s": "Seconds of compiling the phase's step.",
             "was_ready": "Whether the step was compiled before the phase began.",
-            "step_delay_s": "Seconds for which training stood still.",
+            "step_delay_s": "Seconds for which training paused.",
         },
     ),
     "fault": EventKind(
-        "Something failed; the run may go on.",
+        "Something failed; the run may continue.",
         {
             "what": "What failed.",
             "back_to": "Checkpoint to go back to, if the run no longer learns.",

@@ -472,7 +472,7 @@ class RunDirectory:
             self._log_error = file_error(self._unwritten[0][0], error)
             if is_new:
                 self._warn(
-                    f"{self._log_error}\n  the run goes on: lines wait in memory, and are written"
+                    f"{self._log_error}\n  the run continues: lines wait in memory, and are written"
                     " when that is possible again"
                 )
         else:

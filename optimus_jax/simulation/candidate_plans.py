@@ -2,7 +2,7 @@
 
 A search over all layouts takes a second for a large cluster, and a benchmark asks for thousands. So
 the layouts are searched once for each coarse combination of link and device speeds. The best plans
-of that search, many more than are asked for, are then priced exactly.
+of that search, many more than requested, are then priced exactly.
 """
 
 import math

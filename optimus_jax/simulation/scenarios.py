@@ -99,7 +99,7 @@ class Switching:
     spread: float = 0.4
     """Standard deviation of the logarithm of each phase's time over its typical time."""
     compile_s: float = 60.0
-    """Time of compiling in the background, while training goes on."""
+    """Time of compiling in the background, while training continues."""
     compile_slowdown: float = 1.04
     """Factor on step times meanwhile."""
     quiesce_s: float = 0.3

@@ -2,7 +2,7 @@
 
 Time advances by whole steps. Nothing is modelled within a step, so many steps under one plan and
 constant conditions are one sum. A switch has the phases of a real one. Its programs are compiled in
-the background, while steps go on a little slower. At a step boundary the state is moved and
+the background, while steps continue a little slower. At a step boundary the state is moved and
 verified. The first steps under the new plan (the canary) decide whether it stays. Every phase can
 fail. A run that cannot continue restarts from its last checkpoint.
 """

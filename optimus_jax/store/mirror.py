@@ -142,7 +142,7 @@ class Mirror:
                 f"the upload of what is new in the run {what}{why}",
                 given=f"{self._directory} is complete; {self._objects.url} is not",
                 do="when the store can be written: --resume with the same --run-dir uploads it; "
-                f"or go on without the store by --run-dir {self._directory} --resume",
+                f"or resume without the store with --run-dir {self._directory} --resume",
             )
         )
 
@@ -197,7 +197,7 @@ class Mirror:
         if num_failures == 1 and not self.is_lost:
             self._warn(
                 f"an upload to {self._objects.url} failed and is tried again; "
-                f"the run goes on in {self._directory}: {first_line(error)}"
+                f"the run continues in {self._directory}: {first_line(error)}"
             )
 
     def _has_new_checkpoint(self) -> bool:

@@ -150,7 +150,9 @@ def test_an_error_of_one_process_ends_both(tmp_path, text):
     errors = [process.communicate(timeout=300)[1] for process in processes]
     assert [process.returncode for process in processes] == [2, 2]
     assert "no such data file" in errors[0]
-    assert "error: another process of this run cannot go on\n  given: process 0 of 2" in errors[1]
+    assert (
+        "error: another process of this run cannot continue\n  given: process 0 of 2" in errors[1]
+    )
     assert all(f"\n  in process {number} of 2\n" in text for number, text in enumerate(errors))
     assert not any("Traceback" in text for text in errors)
     assert not run_dir.exists()

@@ -54,7 +54,7 @@ def machine(monkeypatch, tmp_path):
             {"platforms": "cuda"},
             [
                 "no GPU was found",
-                "no GPU that this machine knows of",
+                "no GPU was detected",
                 "AssertionError",
                 "pip install 'optimus-jax[cuda13]'",
             ],
@@ -126,7 +126,7 @@ def test_missing_peer_process_is_a_fault(machine, monkeypatch):
         )
     )
     monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
-    with pytest.raises(FaultError, match="have not found their devices together"):
+    with pytest.raises(FaultError, match="not all processes found their devices"):
         start_backend()
 
 
@@ -221,7 +221,7 @@ def test_missing_default_device_is_a_readable_error(
         (
             "jax_platforms",
             "cuda",
-            "JAX_PLATFORMS=cuda is not followed: {} virtual CPU devices were asked for",
+            "JAX_PLATFORMS=cuda is not followed: {} virtual CPU devices were requested",
         ),
         ("jax_platforms", "cpu,cuda", None),
         ("jax_default_device", "gpu", "JAX_DEFAULT_DEVICE=gpu is not followed"),

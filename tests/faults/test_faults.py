@@ -240,7 +240,7 @@ def test_a_directory_that_cannot_hold_heartbeats_is_an_error_of_all(tmp_path):
     for stderr, code in map(end, processes):
         assert code == 2, stderr
         assert "Traceback" not in stderr
-        assert "progress" in stderr or "another process of this run cannot go on" in stderr
+        assert "progress" in stderr or "another process of this run cannot continue" in stderr
 
 
 @pytest.mark.parametrize("is_told_to_end", [False, True])

@@ -203,8 +203,8 @@ def test_text_past_the_trained_length_ends_or_warns(model):
             7,
             [
                 "at most 7 new tokens: custom was trained on 16 tokens at a time, the prompt takes"
-                " 10, and positions past that are learned ones that nothing was learnt for;"
-                " --past-trained-length goes on all the same"
+                " 10, and learned positions beyond that were not trained; to continue anyway:"
+                " --past-trained-length"
             ],
         )
         with pytest.raises(

@@ -123,7 +123,7 @@ def test_plan_that_does_not_fit_names_bytes_and_fitting_options():
 
 def test_model_that_fits_nowhere_asks_for_more_devices():
     with pytest.raises(
-        PlanError, match="use more devices or a smaller model: all split and computed again"
+        PlanError, match="use more devices or a smaller model: with fully sharded state"
     ):
         choose_plan(config("llama3.3-70b"), EIGHT)
 

@@ -254,7 +254,7 @@ def test_bf16_moments_are_suggested_last_and_not_on_resume():
     assert suggestions_in(refusal(config, gib)) == ["--set precision.moments=bf16"]
     assert (
         "split"
-        not in refusal(config, gib).partition("all split and computed again")[0].partition("do:")[2]
+        not in refusal(config, gib).partition("with fully sharded state")[0].partition("do:")[2]
     ), "there is nothing to split over"
     assert not suggestions_in(refusal(config, gib, kept=SAVED_WITH_A_RUN))
     assert not suggestions_in(refusal(config.with_values({"optimizer.beta2": 0.999}), gib)), (
@@ -292,7 +292,7 @@ def test_refusal_without_suggestions_lists_the_fixed_settings(line, fixed):
     if fixed is None:
         assert suggestions_in(text)
     else:
-        assert text.endswith(f"nothing near is accepted while all of this is fixed: {fixed}")
+        assert text.endswith(f"no similar setting works while these are fixed: {fixed}")
 
 
 def test_distant_suggestion_leaves_other_settings_open():

@@ -341,7 +341,7 @@ def test_a_metrics_file_that_cannot_be_written_keeps_the_state(text, tmp_path, m
     ):
         optimus_jax.train("gpt2-nano", run_dir=run_dir, data=text, **TINY | {"model.num_layers": 1})
     saved = [int(path.name) for path in (run_dir / "checkpoints").iterdir()]
-    assert saved == [TINY["steps"]], "the run goes on to its end, and its state is saved"
+    assert saved == [TINY["steps"]], "the run continues to its end, and its state is saved"
     monkeypatch.undo()
     resumed = optimus_jax.train(run_dir=run_dir, resume=True, steps=TINY["steps"] + 1)
     assert resumed.history[-1].step == TINY["steps"] + 1

@@ -78,7 +78,7 @@ def test_the_library_has_the_promised_scenarios():
         ),
         (
             {"name": "x", "events": [{"kind": "link", "factor": 0.5, "for_s": 9, "every_s": 5}]},
-            "comes again before it has gone",
+            "repetitions of",
         ),
         ({"name": "x", "events": [{"kind": "memory", "share": 1.5}]}, "is a share"),
         ({"name": "x", "events": [{"kind": "lost"}]}, "which devices are lost"),

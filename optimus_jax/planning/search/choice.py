@@ -141,7 +141,7 @@ def _by_plain_rule(config: Config, topology: Topology) -> Choice:
             config,
             _legal(config, topology, FSDP),
             topology,
-            f"auto: zero={zero} was asked for, and is over fsdp",
+            f"auto: zero={zero} was requested, and is over fsdp",
         )
     whole = _legal(config, topology, DATA)
     if fits(_estimate(config, plan_for(config, whole, topology)), topology):
@@ -275,7 +275,8 @@ def _no_room(config: Config, plan: Plan, memory: MemoryEstimate, topology: Topol
             else (
                 "keep moments in bf16 (the setting"
                 f" precision.moments){' and split more over fsdp' * (devices > 1)}: with"
-                f" fully sharded state and full remat, about {gib(halved.total)} per device are then needed"
+                f" fully sharded state and full remat, about"
+                f" {gib(halved.total)} per device are then needed"
                 if fits(halved, topology)
                 else (
                     "use more devices or a smaller model: with fully sharded state and full remat,"

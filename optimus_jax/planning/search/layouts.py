@@ -233,7 +233,7 @@ def _microbatches(
     ]
     if legal:
         return legal
-    asked_for = "" if asked is None else f", and microbatches={asked} was asked for"
+    asked_for = "" if asked is None else f", and microbatches={asked} was requested"
     stages = f" and are multiples of {unit} stages" if unit > 1 else ""
     return Rejection(
         layouts=f"{axes}, repeats={repeats}",

@@ -168,6 +168,6 @@ def host_memory_note(memory: MemoryEstimate, there: Topology | Cluster) -> str:
         return ""
     usable = there.host_bytes_per_device
     return (
-        f"; {gib(memory.host)} would lie in the host's memory, where"
+        f"; {gib(memory.host)} would be in the host's memory, where"
         f" {'it is not known what' if usable is None else gib(usable)} may be used"
     )

@@ -239,7 +239,7 @@ def _global_batches(config: Config, topology: Topology) -> Iterator[Changes]:
 
 
 def _nearest(asked: int, numbers: Sequence[int]) -> list[int]:
-    """Positive numbers other than the one asked for, by their ratio to it."""
+    """Positive numbers other than the requested one, by their ratio to it."""
     return sorted(
         (number for number in numbers if number not in (0, asked)),
         key=lambda number: abs(math.log2(number / asked)),
