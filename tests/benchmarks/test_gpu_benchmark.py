@@ -21,6 +21,7 @@ def scripts(monkeypatch):
     monkeypatch.syspath_prepend(FOLDER)
 
 
+# Takes 20 seconds or more: the script runs several times, and each run imports JAX and compiles.
 def test_each_case_is_measured_once_per_commit(tmp_path):
     def measured(*more):
         ended = subprocess.run(

@@ -121,11 +121,13 @@ def one_process_losses(groups):
     return groups[0](1, 1, ["data=1"])["data=1"][0]["losses"]
 
 
+# Takes half a minute, once for the file: two processes train on every mesh of TWO.
 @pytest.fixture(scope="module")
 def two(groups):
     return groups[0](2, 2, list(TWO), hosts=["a", "b"])
 
 
+# Takes a minute, once for the file: four processes share the cores and train on every mesh of FOUR.
 @pytest.fixture(scope="module")
 def four(groups):
     return groups[0](4, 2, list(FOUR), hosts=["a", "b", "a", "b"])

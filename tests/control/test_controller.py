@@ -371,6 +371,7 @@ def test_a_switch_happens_at_once_if_compilation_did_not_slow_steps(
     assert [event["step"] for event in events(result, "remesh")] == [expected]
 
 
+# Takes half a minute: a run switches, and another one compiles both plans again to resume it.
 def test_a_resumed_run_continues_under_its_new_plan(scripted, lenient_canary):
     plan = other_plan()
     result = scripted({3: switch_at(3, plan)})

@@ -32,6 +32,8 @@ TINY = [
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "faults.py"
 
 
+# Takes over a minute: two processes start three times, and the others wait until a process that is
+# stopped counts as lost.
 def test_a_run_continues_after_a_killed_and_a_stopped_process(tmp_path):
     """The script checks the invariants, and fails if one does not hold: nothing hangs, few steps
     are lost, and losses equal those of an undisturbed run.

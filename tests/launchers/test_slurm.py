@@ -44,6 +44,8 @@ class Job(WatchedRun):
         return super().wait_for_start(times, self.slurm.logs)
 
 
+# Takes up to three minutes: a SLURM cluster starts the job four times, and waits before each
+# restart.
 def test_a_job_survives_a_killed_process_preemption_and_a_lost_node(slurm, tmp_path):
     job = Job(slurm, tmp_path, "--nodes=1-3", steps=100_000)
     start = job.wait_for_start(1)
