@@ -12,7 +12,7 @@ the predictor learn their step times, and predict those of all others. The colum
 
 * error: mean absolute logarithm of measured over predicted;
 * cost model, x factor: the error of the cost model alone, and times one common factor;
-* inside: share of the other plans whose time lies within its 90% interval;
+* covered: share of the other plans whose time lies within its 90% interval;
 * compared: the same for the ratio of their time to that of a learnt plan, which is what the
   controller decides switches by;
 * sure: of the plans called faster than the learnt plan with a probability of at least 0.9, the
@@ -53,7 +53,7 @@ class Score:
     """Error of the cost model alone."""
     scaled: float
     """Error of the cost model times one factor, the mean ratio of the learnt plans."""
-    inside: float
+    covered: float
     """Share of plans within their intervals."""
     compared: float
     """Share of ratios within their intervals."""
@@ -112,7 +112,7 @@ def scored(queries: Sequence, log_times: np.ndarray, taught: int) -> Score:
         error=error,
         cost_model=alone,
         scaled=scaled,
-        inside=float(np.mean(inside)),
+        covered=float(np.mean(inside)),
         compared=float(np.mean(compared)),
         sure=float(np.mean(claims)) if claims else math.nan,
         claims=len(claims),
@@ -163,14 +163,14 @@ def main() -> int:
             f" {math.exp(log_times.max()):.3f} s per step; {DRAWS} draws each"
         )
         print(
-            f"  {'taught':>6} {'error':>8} {'cost model':>11} {'x factor':>9} {'inside':>8}"
+            f"  {'taught':>6} {'error':>8} {'cost model':>11} {'x factor':>9} {'covered':>8}"
             f" {'compared':>9} {'sure':>7} {'claims':>8}"
         )
         for taught in TAUGHT:
             score = scored(queries, log_times, taught)
             print(
                 f"  {score.taught:>6} {score.error:>8.1%} {score.cost_model:>11.1%}"
-                f" {score.scaled:>9.1%} {score.inside:>8.1%} {score.compared:>9.1%}"
+                f" {score.scaled:>9.1%} {score.covered:>8.1%} {score.compared:>9.1%}"
                 f" {score.sure:>7.1%} {score.claims:>8}"
             )
     return 0

@@ -147,7 +147,7 @@ class ExecutableCache:
 
     def __init__(self, size: int) -> None:
         self._size = size
-        self._kept: OrderedDict[tuple[Plan, BatchShape, tuple[Device, ...]], Executable] = (
+        self._cached: OrderedDict[tuple[Plan, BatchShape, tuple[Device, ...]], Executable] = (
             OrderedDict()
         )
         self._lock = threading.Lock()
@@ -156,14 +156,14 @@ class ExecutableCache:
         """Add an executable as the most recently used one."""
         key = executable.plan, batch_of(executable.program.config), executable.layout.devices
         with self._lock:
-            self._kept[key] = executable
-            self._kept.move_to_end(key)
-            while len(self._kept) > self._size:
-                self._kept.popitem(last=False)
+            self._cached[key] = executable
+            self._cached.move_to_end(key)
+            while len(self._cached) > self._size:
+                self._cached.popitem(last=False)
 
     def get(self, batch: BatchShape, plan: Plan, devices: Sequence[Device]) -> Executable | None:
         """The executable of a plan; None: it is not in the cache."""
-        return self._kept.get((plan, batch, tuple(devices)))
+        return self._cached.get((plan, batch, tuple(devices)))
 
     def __len__(self) -> int:
-        return len(self._kept)
+        return len(self._cached)

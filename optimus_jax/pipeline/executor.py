@@ -216,11 +216,11 @@ class _Run:
         if self.residuals is None:
             carry["sent_forward"] = self._forward(*repeat, x, microbatch)
             return
-        carry["sent_forward"], kept = self.residuals.forward(repeat, x, microbatch)
+        carry["sent_forward"], saved = self.residuals.forward(repeat, x, microbatch)
         slot = self._mine(row["forward_residual"])
         carry["residuals"] = [
             _put(buffer, slot, value)
-            for buffer, value in zip(carry["residuals"], kept, strict=True)
+            for buffer, value in zip(carry["residuals"], saved, strict=True)
         ]
 
     def _run_head(self, phase: Phase, carry: dict[str, Any], row: dict[str, Array]) -> None:
@@ -272,11 +272,11 @@ class _Run:
         params, constants = self._repeat(index)
         if self.residuals is not None:
             slot = self._mine(row["backward_residual"])
-            kept = [
+            saved = [
                 lax.dynamic_index_in_dim(buffer, slot, keepdims=False)
                 for buffer in carry["residuals"]
             ]
-            d_params, d_x = self.residuals.backward((params, constants), kept, cotangent)
+            d_params, d_x = self.residuals.backward((params, constants), saved, cotangent)
         else:
             x = lax.dynamic_index_in_dim(
                 carry["inputs"], self._mine(row["backward_input"]), keepdims=False

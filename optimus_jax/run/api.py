@@ -227,7 +227,7 @@ def _train(
                 if resume and run_dir is not None
                 else None
             ) or choose_plan(
-                now, topology, devices.pricing(now), kept=SAVED_WITH_A_RUN if resume else ()
+                now, topology, devices.pricing(now), fixed=SAVED_WITH_A_RUN if resume else ()
             )
             if config.parallel.mesh != requested_mesh:
                 choice = replace(

@@ -27,7 +27,7 @@ class SilentDisplay(Display):
     """Shows only messages that other processes cannot show; used where another process displays
     the run."""
 
-    def here(self, text: str) -> None:
+    def process_message(self, text: str) -> None:
         print(
             f"process {jax.process_index()}: {text}",
             file=ignoring_write_errors(sys.stderr),

@@ -177,7 +177,7 @@ def run_program(
     )
 
     def report_failed_save(text: str) -> None:
-        display.here(text)
+        display.process_message(text)
         run.log_event("fault", progress.at.done, what=text.splitlines()[0])
 
     with StopRequest(num_processes=topology.num_processes, last_step=config.steps) as stop:

@@ -74,17 +74,17 @@ def test_intervals_widen_where_the_cost_model_fits_badly(monkeypatch):
     show.
     """
 
-    def inside() -> float:
+    def covered_share() -> float:
         found = []
         for seed in SEEDS:
             true, mean, deviation, unseen = after(8, seed, plans=0.12)
             found += list(np.abs(true - mean)[unseen] < NINE_IN_TEN * deviation[unseen])
         return float(np.mean(found))
 
-    learnt = inside()
+    learnt = covered_share()
     monkeypatch.setattr(beliefs, "OWN_FACTORS", (1.0,))
     assert learnt > 0.75
-    assert learnt > inside() + 0.1
+    assert learnt > covered_share() + 0.1
 
 
 @pytest.mark.slow

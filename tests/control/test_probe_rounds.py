@@ -157,7 +157,7 @@ def test_collective_time_is_that_of_the_last_process_to_arrive():
     assert run(rounds)["link_slowdown/data"] == pytest.approx(1 / 50, rel=FLOAT32)
 
 
-class Together:
+class ThreadedGroup:
     """Processes as threads that exchange arrays; fails if one exchanges a different number of times
     or of values than the others.
     """
@@ -185,7 +185,7 @@ class Together:
 
 def test_all_processes_run_the_same_probes_at_the_same_steps():
     """Although each measures other times of links, devices, steps and rounds."""
-    together = Together(3)
+    together = ThreadedGroup(3)
 
     def process(number):
         clock = FakeClock()

@@ -33,16 +33,18 @@ def test_the_cooldown_after_a_forced_switch_is_shorter():
     assert not switch_budget.too_soon(110)
 
 
-def test_switching_back_and_forth_raises_caution_which_decays():
+def test_switching_back_and_forth_raises_the_required_gain_for_a_while():
     switch_budget = SwitchBudget(SETTINGS)
-    assert switch_budget.caution(0.0) == 1.0
+    assert switch_budget.gain_multiplier(0.0) == 1.0
     switch_budget.switched(100.0, by_choice=True, is_return=True)
-    assert switch_budget.caution(100.0) == RETURN_PENALTY
-    assert switch_budget.caution(100.0 + 5 * RETURN_MEMORY_S) == pytest.approx(1.0, abs=0.02)
+    assert switch_budget.gain_multiplier(100.0) == RETURN_PENALTY
+    assert switch_budget.gain_multiplier(100.0 + 5 * RETURN_MEMORY_S) == pytest.approx(
+        1.0, abs=0.02
+    )
     switch_budget.switched(200.0, by_choice=True, is_return=True)
-    assert switch_budget.caution(200.0) > 0.8 * RETURN_PENALTY**2
+    assert switch_budget.gain_multiplier(200.0) > 0.8 * RETURN_PENALTY**2
     switch_budget.switched(200.0, by_choice=False, is_return=True)
-    assert switch_budget.caution(200.0) < RETURN_PENALTY**2
+    assert switch_budget.gain_multiplier(200.0) < RETURN_PENALTY**2
 
 
 def test_the_budget_is_a_share_of_the_run():

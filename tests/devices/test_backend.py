@@ -103,7 +103,7 @@ def machine(monkeypatch, tmp_path):
             ["cannot start CUDA", "LD_LIBRARY_PATH=/opt/cuda may", "unset LD_LIBRARY_PATH"],
         ),
         ({"platforms": "rocm", "files": ["kfd"]}, ["no GPU was found", "AMD GPU", "rocm"]),
-        ({"platforms": "tpu"}, ["no TPU that", "jax[tpu]"]),
+        ({"platforms": "tpu"}, ["no TPU was detected", "jax[tpu]"]),
         ({"platforms": "foo"}, ["does not know it", "choose cpu, cuda, rocm or tpu"]),
         (
             {"says": RuntimeError("the plugin is broken")},
@@ -197,7 +197,7 @@ def jax_setting():
                 "optimus-jax[cuda13]",
             ],
         ),
-        ("gpu", "cpu", ["platform cpu was asked for, which leaves it out", "JAX_PLATFORMS=gpu"]),
+        ("gpu", "cpu", ["platform cpu was requested, which leaves it out", "JAX_PLATFORMS=gpu"]),
     ],
 )
 def test_missing_default_device_is_a_readable_error(

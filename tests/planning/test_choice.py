@@ -47,7 +47,7 @@ def config(model, **settings):
             3,
             "does not fit on a device",
         ),
-        ("gpt2", {"parallel.zero": 1}, 80, AxisSizes(fsdp=8), 1, "zero=1 was asked for"),
+        ("gpt2", {"parallel.zero": 1}, 80, AxisSizes(fsdp=8), 1, "zero=1 was requested"),
         ("gpt2", {"parallel.mesh": "data=2,fsdp=4"}, 80, AxisSizes(data=2, fsdp=4), 3, "was given"),
         ("gpt2-xl", {}, None, AxisSizes(data=8), 0, "fits on each device"),
         # gpipe needs stages

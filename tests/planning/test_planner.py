@@ -1,4 +1,4 @@
-"""`find_plans`, `scripts/plan.py` and how a run uses the planner."""
+"""`find_plans`, `optimus plan` and how a run uses the planner."""
 
 import json
 import subprocess

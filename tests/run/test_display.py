@@ -98,7 +98,7 @@ def test_processes_without_a_display_print_only_their_own_messages(
     display = make_display(LogConfig(progress="rich"), 300, show=False)
     display.message("all know this")
     assert capsys.readouterr() == ("", "")
-    display.here("no room is left")
+    display.process_message("no room is left")
     assert capsys.readouterr() == ("", "process 0: no room is left\n")
 
 

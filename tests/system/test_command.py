@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
         ("optimus plan", "optimus train"),
         ("/venv/bin/optimus", "optimus train"),
         ("mine.py", "optimus train"),
-        ("tests/plan.py", "optimus train"),
+        ("elsewhere/plan.py", "optimus train"),
         ("", "optimus train"),
     ],
 )

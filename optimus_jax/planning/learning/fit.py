@@ -83,7 +83,7 @@ class Sample:
     """Examples per step."""
     step_time_s: float
     """Measured seconds per step."""
-    style: ImplementationProfile = OURS
+    implementation: ImplementationProfile = OURS
     """Profile of the implementation that ran the step."""
 
     def predicted(self, rates: Rates) -> Prediction:
@@ -95,7 +95,7 @@ class Sample:
             rates,
             seq_len=self.seq_len,
             global_batch=self.global_batch,
-            style=self.style,
+            style=self.implementation,
         )
 
     def place(self) -> ShapePoint:

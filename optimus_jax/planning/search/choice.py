@@ -62,13 +62,13 @@ def choose_plan(
     topology: Topology,
     pricing: Pricing | None = None,
     *,
-    kept: tuple[str, ...] = (),
+    fixed: tuple[str, ...] = (),
 ) -> Choice:
     """The Plan that a run of `config` on `topology` starts with.
 
     Args:
       pricing: the cost model for this config; None if the speed of the devices is unknown.
-      kept: names, or prefixes of names, of settings that an error must not suggest changing.
+      fixed: names, or prefixes of names, of settings that an error must not suggest changing.
     Raises:
       PlanError: the fixed settings are not legal, or no plan is estimated to fit into memory; the
         message suggests settings that would be accepted.
@@ -76,12 +76,16 @@ def choose_plan(
     check_settings(config, topology)
     try:
         return _choice(
-            config, topology, pricing, may_change_batch=not GLOBAL_BATCH.startswith(kept)
+            config, topology, pricing, may_change_batch=not GLOBAL_BATCH.startswith(fixed)
         )
     except PlanError as error:
         # Without the pricing: the search accepts whatever the rule accepts, and the rule is faster.
         raise with_suggestions(
-            error, config, topology, lambda other, devices: _choice(other, devices, None), kept=kept
+            error,
+            config,
+            topology,
+            lambda other, devices: _choice(other, devices, None),
+            fixed=fixed,
         ) from error
 
 

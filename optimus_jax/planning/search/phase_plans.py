@@ -54,11 +54,11 @@ def plan_of(
     try:
         if config.parallel.axes is None or config.control == "auto":
             freed = own if config.parallel.axes is None else own.with_open_layout()
-            return choose_plan(freed, topology, prices(freed), kept=("data.",)).plan
+            return choose_plan(freed, topology, prices(freed), fixed=("data.",)).plan
         return choose_plan(
             replace(own, parallel=replace(own.parallel, mesh=str(plan.axes))),
             topology,
-            kept=("data.",),
+            fixed=("data.",),
         ).plan
     except PlanError as error:
         raise PlanError(

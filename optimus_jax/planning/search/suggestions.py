@@ -51,26 +51,26 @@ def with_suggestions(
     topology: Topology,
     accepts: Accepts,
     *,
-    kept: tuple[str, ...] = (),
+    fixed: tuple[str, ...] = (),
 ) -> PlanError:
     """The error with suggested flags, to be added to the given ones; if there are none, the error
     with the list of fixed settings.
 
     Args:
       accepts: refused `config` with `error`.
-      kept: names, or prefixes of names, of settings that must not change.
+      fixed: names, or prefixes of names, of settings that must not change.
     """
-    found = nearest_accepted(config, topology, accepts, kept=kept)
+    found = nearest_accepted(config, topology, accepts, fixed=fixed)
     if found:
         return PlanError(f"{error}{NAMED}{' or '.join(map(typed, found))}")
-    fixed = {"data.global_batch": config.data.global_batch} | {
+    given = {"data.global_batch": config.data.global_batch} | {
         name: value for name, (value, _) in _given(config).items()
     }
-    return PlanError(f"{error}; no similar setting works while these are fixed: {typed(fixed)}")
+    return PlanError(f"{error}; no similar setting works while these are fixed: {typed(given)}")
 
 
 def nearest_accepted(
-    config: Config, topology: Topology, accepts: Accepts, *, kept: tuple[str, ...] = ()
+    config: Config, topology: Topology, accepts: Accepts, *, fixed: tuple[str, ...] = ()
 ) -> list[Changes]:
     """Accepted changes: those of the fewest kinds first, then in the order of each kind. No
     suggestion changes all the settings of another one.
@@ -92,7 +92,7 @@ def nearest_accepted(
     for changes in _few_kinds(config, topology):
         if len(found) == MOST_NAMED or len(answers) >= MOST_TRIED:
             break
-        if any(name.startswith(kept) for name in changes) or any(
+        if any(name.startswith(fixed) for name in changes) or any(
             other.keys() <= changes.keys() for other in found
         ):
             continue
@@ -104,7 +104,7 @@ def nearest_accepted(
     open_settings = {
         name: default
         for name, (_, default) in _given(config).items()
-        if name != MESH and not name.startswith(kept)
+        if name != MESH and not name.startswith(fixed)
     }
     for mesh in _meshes(config, topology):
         changes = {**mesh, **open_settings}
@@ -116,7 +116,7 @@ def nearest_accepted(
             return [changes]
     # Last, because it is the only suggestion that does not concern the layout.
     moments = {MOMENTS: "bf16"}
-    if MOMENTS.startswith(kept):
+    if MOMENTS.startswith(fixed):
         return []
     try:
         accepts(config.with_values(moments), topology)
