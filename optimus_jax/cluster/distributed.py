@@ -131,13 +131,13 @@ def _join(
                 ),
             )
         )
-    if isinstance(joining.failure, jax.errors.JaxRuntimeError):
+    if isinstance(failure := joining.failure, jax.errors.JaxRuntimeError):
         # All have met at the rendezvous: who has taken the port since, or a host that is lost, is
         # no reason for a launcher to give the job up.
         raise (FaultError if launch.restarts else ConfigError)(
             explain(
                 "the processes of this run cannot be connected",
-                given=f"{launch.coordinator}: {first_line(joining.failure)}",
+                given=f"{launch.coordinator}: {first_line(failure)}",
                 do="give a --coordinator HOST:PORT that is free on the machine of process 0",
             )
         ) from joining.failure

@@ -53,7 +53,7 @@ def missing_error(missing: list[int], launch: Launch, more: str = "") -> FaultEr
             given=f"{this_process(launch)}{more}",
             do=(
                 "see whether each of them is running and what it has printed, and whether"
-                " --coordinator can be reached from there; for a process that is meant to be alone:"
+                " --coordinator can be reached from there; for a single process:"
                 " --set distributed.engine=none"
             ),
         )

@@ -150,7 +150,7 @@ class FaultConfig:
         if self.silence_s < LEAST_SILENCE_S:
             raise ConfigError(
                 explain(
-                    "a healthy process on a busy host would be taken for lost",
+                    "a healthy process on a busy host would be considered lost",
                     given=f"faults.silence_s={self.silence_s:g}",
                     do=f"choose {LEAST_SILENCE_S:g} or more: heartbeats come once a second",
                 )

@@ -384,7 +384,7 @@ class Controller:
         why = (
             self._coordinator.verdict.why
             if self._coordinator.verdict is not None
-            else "the first process said so"
+            else "process 0 decided it"
         )
         switched = self._switcher.take_back(state, step=step, why=why, costs_s=trial.spent_s)
         costs_s = switched.costs_s | {"settle_s": self._measure_anew(switched.executable)}

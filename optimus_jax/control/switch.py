@@ -38,6 +38,7 @@ from optimus_jax.control.disk_transfer import DiskTransfer
 from optimus_jax.control.executables import Executable, ExecutableCache, batch_of, compile_plan
 from optimus_jax.control.journal import Ending, Journal
 from optimus_jax.control.preparation import Preparation, Prepared, check_room
+from optimus_jax.data.batch import BatchShape
 from optimus_jax.devices.hosts import devices_by_host
 from optimus_jax.errors import FaultError, OptimusError, PlanError, explain
 from optimus_jax.plan import Plan
@@ -149,14 +150,14 @@ class Switcher:
     def is_compiled(
         self,
         plan: Plan,
-        batch: tuple[int, int] | None = None,
+        batch: BatchShape | None = None,
         without: frozenset[int] = frozenset(),
     ) -> bool:
         """Whether the plan's executable is in the cache.
 
         Args:
           plan: the plan.
-          batch: (examples of a step, tokens of each); None: the run's.
+          batch: shape of the batches; None: the run's.
           without: ids of devices that the plan does not use.
         """
         devices = [device for device in devices_by_host() if device.id not in without][

@@ -132,7 +132,7 @@ def unexpected_cpu_warning(num_params: Callable[[], int] = lambda: 0) -> str | N
     )
     return (
         f"WARNING: no GPU was found, and this run{size} is on the CPU: {what}\n  do:    {do}; if"
-        " the CPU is meant: JAX_PLATFORMS=cpu"
+        " the CPU is intended: JAX_PLATFORMS=cpu"
     )
 
 

@@ -208,7 +208,7 @@ def rollback_advice(learning: LearningHealth, steps: Iterable[int]) -> str:
     ):
         return (
             f"begin a new run: the newest checkpoint from before is that of step {before}, whose"
-            " weights have failed in every step since (to try them all the same: --resume --set"
+            " weights have failed in every step since (to try them anyway: --resume --set"
             f" checkpoint.resume_step={before})"
         )
     return "begin a new run: there is no checkpoint from before"

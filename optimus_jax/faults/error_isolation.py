@@ -15,7 +15,7 @@ def isolate_errors(target: T, name: str) -> T:
     Failed and skipped calls return None, so use it for objects whose return values are not needed.
 
     Args:
-      name: of the object, for messages.
+      name: name of the object, for messages.
     """
     return cast(T, _ErrorIsolation(target, name))
 

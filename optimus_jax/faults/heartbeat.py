@@ -97,7 +97,7 @@ class Heartbeats:
         """By process: the newest text of its file, and when it changed, plus all time during which
         it could not be read."""
         self._checked_s: dict[int, float] = {}
-        """By process: time of the last successful read."""
+        """Time of the last successful read of each process."""
         self._last: dict[int, Peer] = {}
         self.peers: tuple[Peer, ...] = ()
         """The watched processes as of the last read, in the order of their indices."""

@@ -146,7 +146,7 @@ class Watchdog:
         self._signalled_s: float | None = None
         """When a stop signal came."""
         self._failed_s: dict[int, float] = {}
-        """By process: when its failure was first seen."""
+        """When the failure of each process was first seen."""
         self._exit_code, self._is_reported, self._report_lock = (
             EXIT_RESTART,
             False,
@@ -187,7 +187,7 @@ class Watchdog:
 
     @property
     def heartbeats(self) -> Heartbeats | None:
-        """Of the other processes; None: there are none."""
+        """Heartbeats of the other processes; None: there are none."""
         return self._heartbeats
 
     def start(self) -> None:

@@ -147,13 +147,13 @@ class TextModel:
         )
         if last > trained:
             what = (
-                "is noise, as positions there are learned"
+                "is noise, because positions there are learned"
                 if features_of(self.config).positions == "learned"
                 else "may be worse"
             )
             warn(
                 f"{self.config.name} was trained on {trained} tokens at a time; up to {last} are"
-                f" asked for here, and text past token {trained} {what}"
+                f" requested, and text past token {trained} {what}"
             )
         tokens = self.generate_ids(
             ids,
@@ -217,8 +217,7 @@ class TextModel:
                     " positions are learned",
                     given=f"{len(ids)} tokens, trained on {limit}",
                     do=(
-                        f"give at most {limit} tokens, or go past them all the same:"
-                        " --past-trained-length"
+                        f"give at most {limit} tokens, or exceed them anyway: --past-trained-length"
                     ),
                 )
             )

@@ -160,7 +160,7 @@ def local_path(
 
 
 def local_pattern(text: UserPath, *, what: str) -> str:
-    """As `local_path`, for a glob: the expansion of `~` is escaped."""
+    """Like `local_path`, for a glob: the expansion of `~` is escaped."""
     path = local_path(text, what=what)
     text = os.fspath(text)
     if not text.startswith("~"):

@@ -454,13 +454,13 @@ class Trainer:
             )
             return
         if found is None:
-            self._say(f"step {step}: the evaluation is given up, as the run is asked to stop")
+            self._say(f"step {step}: the evaluation was cancelled because the run is stopping")
             return
         total, tokens = found
         if not tokens:
             self._say(
-                f"step {step}: the held-out loss is unknown, for no token of the held-out text"
-                " counts"
+                f"step {step}: the held-out loss is unknown, because no token of the held-out"
+                " text counts"
             )
             self.run.log_event(
                 "eval", step, loss=None, perplexity=None, bits_per_byte=None, tokens=0

@@ -27,7 +27,7 @@ from optimus_jax.planning.search.assemble import plan_for
 from optimus_jax.training.state import planned_shapes
 
 BYTES = 4
-"""Of an element of a parameter: master weights are float32."""
+"""Bytes of an element of a parameter: master weights are float32."""
 
 
 @dataclass(frozen=True, kw_only=True)

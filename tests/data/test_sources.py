@@ -259,8 +259,8 @@ def test_folder_is_read_as_all_readable_files_in_it(tmp_path):
     assert skipped_input.notes() == [
         f"1 empty file(s) left out: {tmp_path}/empty.py",
         (
-            "file(s) in folders left out, as they are of no format to train on: 1 without a suffix,"
-            " 1 .png"
+            "file(s) in folders left out, because their format is not supported: 1 without a"
+            " suffix, 1 .png"
         ),
     ]
     assert len(find_files([f"{tmp_path}/**/*.txt"])) == 3, (

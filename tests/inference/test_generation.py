@@ -221,7 +221,7 @@ def test_text_past_the_trained_length_ends_or_warns(model):
         assert (length(), messages) == (
             20,
             [
-                "custom was trained on 16 tokens at a time; up to 29 are asked for here, and text"
+                "custom was trained on 16 tokens at a time; up to 29 are requested, and text"
                 " past token 16 may be worse"
             ],
         )
@@ -474,8 +474,8 @@ def test_script_prints_the_generated_text(trained):
     assert (done.returncode, done.stderr) == (
         0,
         (
-            "gpt2-nano was trained on 16 tokens at a time; up to 42 are asked for here, and text"
-            " past token 16 is noise, as positions there are learned\ngpt2-nano after step 3\n"
+            "gpt2-nano was trained on 16 tokens at a time; up to 42 are requested, and text"
+            " past token 16 is noise, because positions there are learned\ngpt2-nano after step 3\n"
         ),
     )
     pieces = [

@@ -257,7 +257,7 @@ KINDS: tuple[ChangeSource, ...] = (
     _microbatches,
     _global_batches,
 )
-"""In the order in which they are combined."""
+"""Sources of changes, in the order in which they are combined."""
 
 
 def _plan(config: Config, topology: Topology) -> Plan | None:
