@@ -40,7 +40,7 @@ def connect(launch: Launch, *, timeout_s: float, heartbeat_s: int) -> None:
       FaultError: not all processes connected in time; the message lists those that are missing.
       ConfigError: they cannot be connected.
     """
-    if launch.is_alone or launch.engine == PROGRAM:
+    if launch.is_alone or launch.launcher == PROGRAM:
         return
     # JAX's own handler would swallow the SIGTERM that asks us to save and stop
     # (faults/stopping.py).

@@ -54,7 +54,7 @@ def missing_error(missing: list[int], launch: Launch, more: str = "") -> FaultEr
             do=(
                 "see whether each of them is running and what it has printed, and whether"
                 " --coordinator can be reached from there; for a single process:"
-                " --set distributed.engine=none"
+                " --set distributed.launcher=none"
             ),
         )
     )

@@ -130,6 +130,8 @@ _OWN = {
     for target in _ALIASES
     if sum(other.endswith(f".{target.rpartition('.')[2]}") for other in _ALIASES) <= 1
 }
+RENAMED = {"distributed.engine": "distributed.launcher"}
+"""Earlier name of a setting -> its present name. Both are read."""
 OUR_SECTIONS = {target.partition(".")[0] for target in _ALIASES if "." in target}
 """Sections of this project: their names are never aliases."""
 

@@ -33,7 +33,7 @@ class DistributedConfig:
     bind: str | None = None
     """Address that process 0 listens on; None: the coordinator's address if that is an IP address,
     else all interfaces."""
-    engine: Literal["auto", "none"] = "auto"
+    launcher: Literal["auto", "none"] = "auto"
     """Whether to detect from the environment which launcher started this process; none: run as a
     single process regardless."""
 

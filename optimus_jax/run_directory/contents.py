@@ -69,7 +69,7 @@ _STARTED = {
     "identity": "Digests and counts by which the run recognises its data.",
     "notes": "Remarks about the data, such as skipped lines.",
     "end_of_document": "Token that ends documents, and where it was found.",
-    "engine": "Launcher that started the processes.",
+    "launcher": "Launcher that started the processes.",
     "launch": "How the launcher was recognised.",
 }
 _PLAN = {"plan": "Digest of the plan.", "layout": "The plan as one line of text."}

@@ -100,7 +100,7 @@ def test_two_launched_processes_match_one_process_and_can_be_resumed(tmp_path, t
         json.loads(line) for line in (run_dir / "events.jsonl").read_text().splitlines()[:2]
     )
     assert "4 x cpu (cpu) in 2 processes" in started["devices"]
-    assert (started["engine"], plan["crosses"]) == ("environment", {"fsdp": "processes"})
+    assert (started["launcher"], plan["crosses"]) == ("environment", {"fsdp": "processes"})
     assert "fsdp crosses processes" in launched.stdout
 
     resumed = subprocess.run(

@@ -163,7 +163,7 @@ def test_the_start_event_names_the_launcher_and_devices(two):
         next(event for event in answers[0]["events"] if event["event"] == "start")
         for answers in two.values()
     ]
-    assert [start["engine"] for start in starts] == ["flags", "program", "program"]
+    assert [start["launcher"] for start in starts] == ["flags", "program", "program"]
     assert starts[0]["devices"] == "4 x cpu (cpu) in 2 processes on 2 hosts"
 
 

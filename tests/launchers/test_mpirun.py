@@ -39,7 +39,7 @@ def test_a_run_survives_a_killed_process_and_saves_on_sigterm(tmp_path):
     read_log = (tmp_path / "log").read_text
     try:
         start = run.wait_for_start(1, read_log)
-        assert (start["engine"], start["launch"].partition(" (")[0]) == (
+        assert (start["launcher"], start["launch"].partition(" (")[0]) == (
             "Open MPI",
             "process 0 of 2",
         )

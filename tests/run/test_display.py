@@ -280,7 +280,7 @@ def start_table_of(case: plans.PlanCase) -> str:
         compile_s=1.0,
         step_bytes=2**20,
         run_dir=Path("runs/x"),
-        launch=Launch(engine=NO_LAUNCHER, why="nothing says that there are others"),
+        launch=Launch(launcher=NO_LAUNCHER, why="nothing says that there are others"),
         evaluation="none",
     )
     return stream.getvalue()
