@@ -131,7 +131,8 @@ def _join(
                 ),
             )
         )
-    if isinstance(failure := joining.failure, jax.errors.JaxRuntimeError):
+    failure = joining.failure
+    if failure is not None and isinstance(failure, jax.errors.JaxRuntimeError):
         # All have met at the rendezvous: who has taken the port since, or a host that is lost, is
         # no reason for a launcher to give the job up.
         raise (FaultError if launch.restarts else ConfigError)(
@@ -140,9 +141,9 @@ def _join(
                 given=f"{launch.coordinator}: {first_line(failure)}",
                 do="give a --coordinator HOST:PORT that is free on the machine of process 0",
             )
-        ) from joining.failure
-    if joining.failure is not None:
-        raise joining.failure
+        ) from failure
+    if failure is not None:
+        raise failure
 
 
 def disconnect() -> bool:
