@@ -420,7 +420,7 @@ def test_the_exit_code_is_1_if_all_cases_failed(scripts, tmp_path, monkeypatch):
     import run
     from card import Card
 
-    monkeypatch.setattr(Card, "here", lambda: card(80))
+    monkeypatch.setattr(Card, "of_this_machine", lambda: card(80))
     answers = iter([*[{"failed": "a"}] * 3, row(), *[{"failed": "b"}] * 2])
     monkeypatch.setattr(run, "measured", lambda *_, **__: next(answers))
     monkeypatch.setattr(
