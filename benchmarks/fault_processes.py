@@ -36,12 +36,12 @@ class Server:
     """Starts training processes.
 
     Args:
-      inside: a command to start it with, such as `ip netns exec NAME`.
+      prefix: a command to start it with, such as `ip netns exec NAME`.
     """
 
-    def __init__(self, inside: tuple[str, ...] = ()) -> None:
+    def __init__(self, prefix: tuple[str, ...] = ()) -> None:
         self._process = subprocess.Popen(
-            [*inside, sys.executable, __file__],
+            [*prefix, sys.executable, __file__],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -50,7 +50,7 @@ class Server:
         self._begun: list[int] = []
         self._ended: dict[int, tuple[int, float]] = {}
         self._changed = threading.Condition()
-        threading.Thread(target=self._hear, daemon=True).start()
+        threading.Thread(target=self._receive, daemon=True).start()
 
     def start(self, arguments: list[str], log: Path, *, caches: bool) -> int:
         """Start `train.py arguments`, with compiled programs cached or not. Returns the pid."""
@@ -77,7 +77,7 @@ class Server:
         self._process.stdin.close()
         self._process.wait()
 
-    def _hear(self) -> None:
+    def _receive(self) -> None:
         assert self._process.stdout is not None
         for line in self._process.stdout:
             told = json.loads(line)
@@ -97,15 +97,15 @@ def serve() -> None:
     from optimus_jax.cli.main import main
 
     assert threading.active_count() == 1, "a process with threads cannot be forked"
-    heard, woken = os.pipe()
+    readable, woken = os.pipe()
     os.set_blocking(woken, False)
     signal.signal(signal.SIGCHLD, lambda number, frame: None)
     signal.set_wakeup_fd(woken, warn_on_full_buffer=False)
     unread = b""
     while True:
-        ready, _, _ = select.select([0, heard], [], [])
-        if heard in ready:
-            os.read(heard, 1000)
+        ready, _, _ = select.select([0, readable], [], [])
+        if readable in ready:
+            os.read(readable, 1000)
             _tell_ended()
         if 0 in ready:
             if not (more := os.read(0, 65536)):

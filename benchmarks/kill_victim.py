@@ -25,12 +25,11 @@ from typing import Any, Literal
 import jax
 from kill_processes import Task
 
-import optimus_jax.control.coordinator as chair_module
 import optimus_jax.control.switch as switch_module
 from optimus_jax.checkpoint.checkpoints import Checkpoints
 from optimus_jax.config import Config
 from optimus_jax.config.request import make_config
-from optimus_jax.control import assembly
+from optimus_jax.control import assembly, coordinator
 from optimus_jax.control.advisor import Advisor
 from optimus_jax.control.canary import Verdict
 from optimus_jax.control.controller import Controller
@@ -132,12 +131,12 @@ class Instants:
         self._kill, self._killer = task.kill, killer
         self._trace = os.open(task.trace, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         self._counts: Counter[str] = Counter()
-        self._lock, self._here = threading.Lock(), threading.local()
+        self._lock, self._of_thread = threading.Lock(), threading.local()
 
     @property
     def path(self) -> list[str]:
         """The nested actions in progress in this thread."""
-        return self._here.__dict__.setdefault("path", [])
+        return self._of_thread.__dict__.setdefault("path", [])
 
     def note(self, **values: object) -> None:
         """Write a line into the trace that is not an instant."""
@@ -163,19 +162,19 @@ class Instants:
             tear()
         os.kill(os.getpid(), signal.SIGKILL)
 
-    def around(self, owner: Any, name: str, called: str = "", *, only_inside: bool = False) -> None:
+    def around(self, owner: Any, name: str, called: str = "", *, only_nested: bool = False) -> None:
         """Wrap a function of a class or module, so that each call has an instant before and after.
 
         Args:
           called: name of the action in paths; empty: the function's name.
-          only_inside: ignore calls in the main thread that are not inside another action.
+          only_nested: ignore calls in the main thread that are not inside another action.
         """
         function, called = getattr(owner, name), called or name.strip("_").replace("_", " ")
 
         @wraps(function)
         def wrapped(*args: Any, **kwargs: Any) -> Any:
             if (
-                only_inside
+                only_nested
                 and not self.path
                 and threading.current_thread() is threading.main_thread()
             ):
@@ -215,7 +214,7 @@ def instrument(instants: Instants) -> None:
             instants.around(owner, name)
     instants.around(ShardSums, "of", "sums")
     for name in ("fsync", "replace", "rename"):
-        instants.around(os, name, only_inside=True)
+        instants.around(os, name, only_nested=True)
     step = Controller.step
 
     def watched(self: Controller, record: Any) -> None:
@@ -338,7 +337,7 @@ def fulfil(advisor: Scripted) -> None:
         )
 
     switch_module._check_loss = check
-    chair_module.judge = judge
+    coordinator.judge = judge
 
 
 def known_devices(_: object) -> LocalCluster:

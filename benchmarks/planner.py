@@ -150,7 +150,7 @@ class Row:
             seq_len=self.seq_len,
             global_batch=self.global_batch,
             step_time_s=self.step_time_s,
-            style=MEGATRON,
+            implementation=MEGATRON,
         )
 
 

@@ -143,7 +143,7 @@ def main() -> int:
     from optimus_jax.control.deciding.prices import query
 
     here, rows = (
-        regret.measured_here(),
+        regret.measured_devices(),
         [json.loads(line) for line in args.plans.read_text().splitlines()],
     )
     for name in regret.MODELS:

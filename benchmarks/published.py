@@ -60,7 +60,7 @@ COMPILED = replace(
 COMPILED_16 = replace(COMPILED, name="PyTorch FSDP, compiled, gradients in bf16", gradient_bytes=2)
 """The mixed precision of fms-fsdp."""
 OVERLAPPED = {"megatron-core": (TENSOR, DATA), "fsdp-compiled": (DATA,)}
-"""Cost terms that overlap with compute in these styles, which the time model does not know."""
+"""Cost terms that overlap with compute in these, which the time model does not know."""
 
 
 @cache
@@ -89,8 +89,8 @@ class Source:
     """The software that ran."""
     url: str
     """The page or file; in a repository, at a commit."""
-    style: str
-    """How the software computes: a name of `Row.style`."""
+    implementation: str
+    """How the software computes: a name of `Row.implementation_profile`."""
     note: str = ""
     """Other facts from the source."""
 
@@ -180,7 +180,7 @@ class Row:
         rates, peak = Rates.of(accelerator), accelerator.dense_peak_flops or math.nan
         if share is not None:
             rates = replace(rates, matmul_flops_per_s=share * peak)
-        if self.source.style.startswith("fsdp") and accelerator.name in FLASH_2_SHARE:
+        if self.source.implementation.startswith("fsdp") and accelerator.name in FLASH_2_SHARE:
             rates = replace(
                 rates,
                 fused_attention_share=FLASH_2_SHARE[accelerator.name]
@@ -189,7 +189,7 @@ class Row:
             )
         return rates
 
-    def style(self) -> ImplementationProfile:
+    def implementation_profile(self) -> ImplementationProfile:
         """The implementation profile of its software."""
         if self.source.software == "fms-fsdp":
             return COMPILED_16
@@ -199,7 +199,7 @@ class Row:
             "fsdp-eager": EAGER,
             "fsdp-compiled": COMPILED,
         }
-        return named.get(self.source.style) or megatron_core(self.tensor, self.replicas)
+        return named.get(self.source.implementation) or megatron_core(self.tensor, self.replicas)
 
     def plans(self, remat: RematPolicy) -> Iterator[Plan]:
         """The plans that it may have run."""
@@ -218,7 +218,7 @@ class Row:
                     # also for Megatron's f16 of 2021, which sums in two bytes per element
                     remat=remat,
                     precision="bf16",
-                    attention="xla" if self.source.style == "megatron-2021" else "cudnn",
+                    attention="xla" if self.source.implementation == "megatron-2021" else "cudnn",
                     loss_chunk_tokens=self.seq_len,
                 )
 
@@ -254,11 +254,11 @@ class Row:
             rates,
             seq_len=self.seq_len,
             global_batch=self.global_batch,
-            style=self.style(),
+            style=self.implementation_profile(),
         )
         hidden = max(0.0, 2.0 - rates.overlap_slowdown) * rates.overlap_share
         return sum(terms.values()) - hidden * sum(
-            terms[name] for name in OVERLAPPED.get(self.source.style, ())
+            terms[name] for name in OVERLAPPED.get(self.source.implementation, ())
         )
 
     def published_s(self) -> float:

@@ -106,13 +106,13 @@ def measure(out: Path, limit: int | None) -> None:
 
 def contend(out: Path) -> None:
     """Measure the plans that regret depends on in further rounds, and append a line for each."""
-    here, todo = measured_here(), []
+    cluster, todo = measured_devices(), []
     for name in MODELS:
         plans, swept = (
             {plan.digest: plan for plan in plans_of(name)},
             measured_in(out, name, first=True),
         )
-        order = ranked(here, name, {digest: plans[digest] for digest in swept})
+        order = ranked(cluster, name, {digest: plans[digest] for digest in swept})
         wanted = {
             *sorted(swept, key=lambda digest: swept[digest])[:CONTENDERS],
             order[0],
@@ -168,7 +168,7 @@ def measured_in(out: Path, name: str, *, first: bool) -> dict[str, float]:
     return {digest: statistics.median(values) for digest, values in found.items()}
 
 
-def measured_here():
+def measured_devices():
     """This machine's devices and rates, without a calibration from earlier steps."""
     from optimus_jax.mesh.build import discover
     from optimus_jax.planning.local_cluster import measure_devices
@@ -176,17 +176,17 @@ def measured_here():
     return measure_devices(discover())
 
 
-def predictions(here, name: str, plans: dict) -> dict[str, float]:
+def predictions(cluster, name: str, plans: dict) -> dict[str, float]:
     """Predicted step times in seconds, uncalibrated."""
     pricing = dataclasses.replace(
-        here.pricing(config_of(name)), calibration=type(here.calibration)()
+        cluster.pricing(config_of(name)), calibration=type(cluster.calibration)()
     )
     return {digest: pricing.predicted(plan).step_time_s for digest, plan in plans.items()}
 
 
-def ranked(here, name: str, plans: dict) -> list[str]:
+def ranked(cluster, name: str, plans: dict) -> list[str]:
     """Digests of the plans, fastest predicted first."""
-    predicted = predictions(here, name, plans)
+    predicted = predictions(cluster, name, plans)
     return sorted(plans, key=lambda digest: predicted[digest])
 
 
@@ -194,12 +194,12 @@ def report(out: Path) -> None:
     """Print the regret of each rule, and how well predictions order the plans."""
     import numpy as np
 
-    here = measured_here()
+    cluster = measured_devices()
     for name in MODELS:
         plans = {plan.digest: plan for plan in plans_of(name)}
         measured, final = measured_in(out, name, first=True), measured_in(out, name, first=False)
         plans = {digest: plans[digest] for digest in measured}
-        predicted, order = predictions(here, name, plans), ranked(here, name, plans)
+        predicted, order = predictions(cluster, name, plans), ranked(cluster, name, plans)
         best = min(final.values())
         simple = {
             "the planner": final[order[0]],

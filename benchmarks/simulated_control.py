@@ -145,7 +145,7 @@ def run_chunk(
     }
 
 
-def kept(path: Path | None) -> Runs:
+def stored_results(path: Path | None) -> Runs:
     """The results in the file; an incomplete line is skipped."""
     found: Runs = {}
     if path is None or not path.exists():
@@ -190,7 +190,7 @@ def keep(path: Path | None, job: Job, found: Mapping[int, Mapping[str, Result]])
 
 def run_jobs(jobs: Mapping[Job, Scenario], seeds: int, processes: int, out: Path | None) -> Runs:
     """Run the seeds that are not in the file, and return all results."""
-    done, began_s = kept(out), time.perf_counter()
+    done, began_s = stored_results(out), time.perf_counter()
     missing = {
         job: [seed for seed in range(seeds) if seed not in done.get(job, {})] for job in jobs
     }

@@ -176,7 +176,7 @@ def one_switch(switcher, state, settings: dict):
         state, step_s = stepped(switcher.running, state)
         beside_s.append(step_s)
     prepared, prepared_s = preparation.result(), time.perf_counter() - started
-    (rate, _), num_bytes = copy_rate(state), necessary_bytes(prepared.there)
+    (rate, _), num_bytes = copy_rate(state), necessary_bytes(prepared.forward)
     started = time.perf_counter()
     switched = switcher.switch(state, prepared, step=int(state.step), why="measured")
     delay_s = time.perf_counter() - started
@@ -211,7 +211,7 @@ def one_switch(switcher, state, settings: dict):
         f"  move {move_s:.3f} s, bound {bound_s:.3f} s ({num_bytes / 1e9:.2f} GB at"
         f" {rate / 1e9:.1f} GB/s): {move_s / bound_s:.2f}x; delay without move"
         f" {(delay_s - move_s) / step_s:.2f} steps; in flight"
-        f" {prepared.there.way_bytes / 2**20:.0f} MiB per device, state"
+        f" {prepared.forward.way_bytes / 2**20:.0f} MiB per device, state"
         f" {prepared.source.layout.num_bytes() / 2**20:.0f} ->"
         f" {prepared.target.layout.num_bytes() / 2**20:.0f}",
         flush=True,

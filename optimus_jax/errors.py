@@ -39,7 +39,7 @@ class RunDirectoryError(OptimusError):
 
 
 class StoreError(OptimusError):
-    """An object store cannot be reached, read or written, or does not hold what was asked for."""
+    """An object store cannot be reached, read or written, or does not hold what was requested."""
 
 
 class LearningError(OptimusError):
@@ -61,6 +61,11 @@ class FaultError(Exception):
     """
 
 
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message; empty if it has none."""
+    return (str(error).splitlines() or [""])[0]
+
+
 def explain(what: str, *, given: object, do: str) -> str:
     """The three lines of every error: what happened, what was given, what to do."""
     return f"{what}\n  given: {given}\n  do:    {do}"
@@ -73,8 +78,8 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return f"did you mean {close!r}?" if close is not None else "choose one of: " + ", ".join(known)
 
 
-MIN_LIKENESS, SHORT_NAME_LENGTH = 0.68, 4
-"""Lowest likeness at which one spelling is suggested for another. For words of up to
+MIN_SIMILARITY, SHORT_NAME_LENGTH = 0.68, 4
+"""Lowest similarity at which one spelling is suggested for another. For words of up to
 SHORT_NAME_LENGTH letters the ratio means little, so a single typing mistake is accepted instead."""
 
 
@@ -116,7 +121,7 @@ def closest(name: str, known: Iterable[str]) -> str | None:
         == 1
     ):
         return found[0]
-    best = max(known, key=lambda word: likeness(name, word), default=None)
+    best = max(known, key=lambda word: similarity(name, word), default=None)
     if best is None:
         return None
     slipped = next(
@@ -124,17 +129,17 @@ def closest(name: str, known: Iterable[str]) -> str | None:
             word
             for word in known
             if len(leaf_of(name)) <= SHORT_NAME_LENGTH
-            and is_one_slip(leaf_of(name).lower(), leaf_of(word).lower())
+            and is_one_typo(leaf_of(name).lower(), leaf_of(word).lower())
         ),
         None,
     )
-    return best if likeness(name, best) >= MIN_LIKENESS else slipped
+    return best if similarity(name, best) >= MIN_SIMILARITY else slipped
 
 
 _LOOKS_LIKE = str.maketrans("oil", "011")
 
 
-def is_one_slip(typed: str, word: str) -> bool:
+def is_one_typo(typed: str, word: str) -> bool:
     """Whether one letter is wrong, missing or extra, or two adjacent letters are swapped.
 
     Letters that look like digits count as equal: `h1oo` matches h100.
@@ -157,7 +162,7 @@ def is_one_slip(typed: str, word: str) -> bool:
     )
 
 
-def likeness(name: str, word: str) -> float:
+def similarity(name: str, word: str) -> float:
     """Similarity of two spellings, from 0 to 1. `name` may omit the section in front of `word`; a
     section that both have is ignored.
     """

@@ -14,8 +14,6 @@ import pytest
 ROOT = Path(__file__).parents[1]
 WIDEST = 100
 FOLDERS = ("benchmarks", "docs", "notebooks", "optimus_jax", "scripts", "tests")
-ALLOWED = {"optimus_jax/config/advice.toml"}
-"""Still to be wrapped."""
 FILES = sorted(
     path
     for pattern in (
@@ -30,7 +28,6 @@ FILES = sorted(
         *(f"{folder}/**/*.{end}" for folder in FOLDERS for end in ("ipynb", "md", "py", "toml")),
     )
     for path in ROOT.glob(pattern)
-    if str(path.relative_to(ROOT)) not in ALLOWED
 )
 URL_AT_END = re.compile(r"\S+://\S+$")
 FOR_TOOLS = re.compile(r"  # (noqa|type|pyright):.*$")

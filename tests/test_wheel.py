@@ -85,6 +85,7 @@ def test_commands_work_from_any_folder(home, tmp_path):
     # These need data files: the hardware database and the scenarios.
     ranked = run(optimus, "plan", "--model", "gpt2", "--cluster", "h100:1x2", cwd=tmp_path)
     assert "data=2" in ranked
+    assert "train with: optimus train --model gpt2" in ranked
     assert "link-quarter" in run(optimus, "simulate", "--list", cwd=tmp_path)
 
 

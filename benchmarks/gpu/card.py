@@ -43,7 +43,7 @@ class Card:
     """Compute capability: major, minor."""
 
     @classmethod
-    def here(cls) -> "Card | None":
+    def of_this_machine(cls) -> "Card | None":
         """The GPU of this machine; None: there is no NVIDIA GPU."""
         try:
             asked = [
@@ -76,7 +76,7 @@ def gpu_is_here() -> bool:
 
     JAX is not asked if nvidia-smi sees none, because its CUDA plugin would print long complaints.
     """
-    return Card.here() is not None and jax.default_backend() == "gpu"
+    return Card.of_this_machine() is not None and jax.default_backend() == "gpu"
 
 
 def needed_bytes(case: Case, card: Card) -> int:

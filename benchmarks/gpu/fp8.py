@@ -60,9 +60,9 @@ def fp8_matmul(x: Array, w: Array) -> Array:
 
 fp8_matmul.defvjp(
     lambda x, w: (fp8_matmul(x, w), (x, w)),
-    lambda kept, d: (
-        product(d, kept[1].T, BACKWARD, FORWARD),
-        product(kept[0].T, d, FORWARD, BACKWARD),
+    lambda residuals, d: (
+        product(d, residuals[1].T, BACKWARD, FORWARD),
+        product(residuals[0].T, d, FORWARD, BACKWARD),
     ),
 )
 

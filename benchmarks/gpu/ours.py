@@ -19,7 +19,7 @@ from optimus_jax.config import Config, DataConfig
 from optimus_jax.config.axes import AxisSizes
 from optimus_jax.config.presets import model_preset
 from optimus_jax.control.executables import compile_plan
-from optimus_jax.data.batch import Batch, synthetic_batch
+from optimus_jax.data.batch import HostBatch, synthetic_batch
 from optimus_jax.mesh.build import discover
 from optimus_jax.mesh.sharding import put_batch
 from optimus_jax.models.flops import step_flops
@@ -119,7 +119,7 @@ def where() -> dict:
     }
 
 
-def batch_of(config: Config) -> Batch:
+def batch_of(config: Config) -> HostBatch:
     """Random tokens. An example is one document, or, if documents are respected, several of 300
     tokens on average.
     """

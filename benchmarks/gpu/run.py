@@ -242,7 +242,7 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     begun = []
     if not args.table:
-        card = None if args.smoke else Card.here()
+        card = None if args.smoke else Card.of_this_machine()
         if card is None and not args.smoke:
             print(
                 "error: nvidia-smi shows no GPU, and on a CPU these cases would take days; --smoke"

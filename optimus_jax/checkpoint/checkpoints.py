@@ -335,7 +335,7 @@ class Checkpoints:
                 damage[candidate] = str(error)
                 if step is None:
                     self._warn(
-                        f"the checkpoint of step {candidate} is damaged and passed over: {error}"
+                        f"the checkpoint of step {candidate} is damaged and skipped: {error}"
                     )
             except UnreachableError as error:
                 raise self._unreachable(candidate, error) from error
@@ -415,9 +415,12 @@ class Checkpoints:
         if self._manager is None:
             self._remove_unfinished()
             self._set_aside_unreadable()
-            kept: list[PreservationPolicy] = [LatestN(self._config.keep), _NewestUpTo(self._limits)]
+            policies: list[PreservationPolicy] = [
+                LatestN(self._config.keep),
+                _NewestUpTo(self._limits),
+            ]
             if self._config.keep_every is not None:
-                kept.append(EveryNSteps(self._config.keep_every))
+                policies.append(EveryNSteps(self._config.keep_every))
             # With several hosts, replicas share the writing of a leaf. In one process that would
             # only compile a program per slice of every leaf (three seconds for a small model).
             arrays = ocp.type_handlers.ArrayHandler(use_replica_parallel=jax.process_count() > 1)
@@ -429,7 +432,7 @@ class Checkpoints:
             self._manager = ocp.CheckpointManager(
                 self._directory,
                 options=ocp.CheckpointManagerOptions(
-                    preservation_policy=AnyPreservationPolicy(kept),
+                    preservation_policy=AnyPreservationPolicy(policies),
                     async_options=ocp.options.AsyncOptions(barrier_sync_fn=self._barrier),
                 ),
                 item_handlers={STATE: handler, MANIFEST: ocp.JsonCheckpointHandler()},

@@ -143,7 +143,7 @@ def check_descriptions(path: Path) -> None:
 def check_same_model(
     step: int, saved: Mapping[str, Any], asked: Mapping[str, Any], paddable: Callable[[str], bool]
 ) -> None:
-    """Raise CheckpointError if the leaves of a checkpoint are not those that are asked for.
+    """Raise CheckpointError if the leaves of a checkpoint are not the requested ones.
 
     Names the first leaf that is missing on either side or differs in shape or dtype.
     """
@@ -160,7 +160,7 @@ def check_same_model(
             raise CheckpointError(
                 explain(
                     f"the checkpoint of step {step} is of another model: leaf {name!r} differs",
-                    given=f"saved {saved_as}, asked for {asked_as}",
+                    given=f"saved {saved_as}, requested {asked_as}",
                     do=(
                         "use the model, optimizer and precision.moments of the run that saved it,"
                         " or start a new run"

@@ -17,7 +17,7 @@ from typing import Any
 import jax
 
 from optimus_jax.checkpoint.checkpoints import Checkpoints, NotFiniteError
-from optimus_jax.errors import CheckpointError, OptimusError
+from optimus_jax.errors import CheckpointError, OptimusError, first_line
 from optimus_jax.faults.progress import Progress
 
 PAUSES_S = (0.0, 10.0, 30.0, 60.0)
@@ -60,7 +60,7 @@ class Retries:
         self._due_s = self._clock() + pause_s
         when = "after the next step" if not pause_s else f"in {pause_s:.0f} s"
         self._warn(
-            f"{error}\n  the run goes on, and saves again {when}: failure {self._failed}, and"
+            f"{error}\n  the run continues, and saves again {when}: failure {self._failed}, and"
             f" number {len(self._pauses_s) + 1} in a row ends it"
         )
 
@@ -187,8 +187,6 @@ class Saving:
                 raise OptimusError("the step that failed has used it up")
             save()
             self.checkpoints.wait()
-            error.add_note(f"the state after step {step} is saved: go on with --resume")
+            error.add_note(f"the state after step {step} is saved: resume with --resume")
         except Exception as trouble:
-            error.add_note(
-                f"the state after step {step} could not be saved: {str(trouble).splitlines()[0]}"
-            )
+            error.add_note(f"the state after step {step} could not be saved: {first_line(trouble)}")

@@ -186,7 +186,7 @@ class Snapshots:
             except OSError as error:
                 self._warn_here(
                     f"a snapshot in {self.root} could not be written: {error.strerror or error};"
-                    " the run goes on without it"
+                    " the run continues without it"
                 )
             self._writing = None
 
@@ -244,7 +244,7 @@ class Snapshots:
             restored = _SnapshotAssembly(step, held).onto(abstract_state, paddable, check)
             if isinstance(restored, Restored):
                 return restored
-            self._warn(f"the snapshot of step {step} is passed over: {restored}")
+            self._warn(f"the snapshot of step {step} is skipped: {restored}")
         return None
 
 

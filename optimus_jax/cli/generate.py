@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 from optimus_jax.run.command_line import Parser
 from optimus_jax.system.environment import import_jax
+from optimus_jax.system.resilient_io import print_to_stderr
 
 WORDS = {
     "run": "run_dir model_path model_dir checkpoint_path ckpt_dir out_dir",
@@ -100,17 +101,12 @@ def show(prompt: str, pieces: Iterator[list[str]]) -> None:
         print("", "-" * 40, prompt + "".join(texts), sep="\n")
 
 
-def note(text: str) -> None:
-    """Print a message on standard error, apart from the generated text."""
-    print(text, file=sys.stderr)
-
-
 def main() -> None:
     given = parser().read()
     import_jax()  # after parsing, so that --help does not wait for JAX
     from optimus_jax.inference.generation import load_text_model
 
-    model = load_text_model(given["run"], given["step"], warn=note)
+    model = load_text_model(given["run"], given["step"], warn=print_to_stderr)
     pieces = model.generate(
         given["prompt"],
         max_new_tokens=given["max_new_tokens"],
@@ -120,7 +116,7 @@ def main() -> None:
         seed=given["seed"],
         num_samples=given["num_samples"],
         past_trained_length=given["past_trained_length"],
-        warn=note,
+        warn=print_to_stderr,
     )
-    note(f"{model.config.name} after step {model.step}")
+    print_to_stderr(f"{model.config.name} after step {model.step}")
     show(given["prompt"], pieces)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from optimus_jax.config.presets import MODEL_HELP
 from optimus_jax.errors import ConfigError, explain
 from optimus_jax.run.command_line import Parser, settings
+from optimus_jax.system.command import typed_command
 from optimus_jax.system.environment import import_jax
 
 if TYPE_CHECKING:
@@ -19,9 +20,9 @@ if TYPE_CHECKING:
     from optimus_jax.planning.api import PlanSearch, RankedPlan
     from optimus_jax.planning.local_cluster import LocalCluster
 
-WIDE = 160
+PIPED_WIDTH = 160
 """Width of a table, in columns, if the output is not a terminal."""
-HERE = "here"
+THIS_MACHINE = "here"
 """Value of --cluster for this machine's devices, which are measured."""
 SAID_BY_FLAGS = (
     "parallel.mesh",
@@ -58,7 +59,7 @@ def parser() -> Parser:
     flags.add_argument(
         "--cluster",
         metavar="NAME:HOSTSxDEVICES",
-        default=HERE,
+        default=THIS_MACHINE,
         help=(
             "such as h100:8x8, or a100:4 for one host (default: this machine's devices, measured"
             " once)"
@@ -182,7 +183,7 @@ def find(given: dict) -> "PlanSearch":
         "overrides": overrides(given),
         "progress": show_pricing if sys.stderr.isatty() else None,
     }
-    if given["cluster"] == HERE:
+    if given["cluster"] == THIS_MACHINE:
         if "without" in given:
             raise ConfigError(
                 explain(
@@ -273,7 +274,7 @@ def show(given: dict, found: "PlanSearch", reports: "Sequence[CompileReport | No
 
     console = Console()
     if not console.is_terminal:
-        console.width = WIDE
+        console.width = PIPED_WIDTH
     config, best = found.config, found.plans[0]
     console.print(
         f"{config.model.name}, {config.data.global_batch} x {config.seq_len} tokens,"
@@ -357,7 +358,7 @@ def show(given: dict, found: "PlanSearch", reports: "Sequence[CompileReport | No
         if name not in SAID_BY_FLAGS and f"--set {name}={value}" not in said
     )
     console.print(
-        f"train with: python scripts/train.py --model {config.model.name}{device} {said}{others}",
+        f"train with: {typed_command('train')} --model {config.model.name}{device} {said}{others}",
         highlight=False,
         soft_wrap=True,
     )
@@ -432,7 +433,7 @@ def show_terms(ranked: "RankedPlan") -> None:
 
     console = Console()
     if not console.is_terminal:
-        console.width = WIDE
+        console.width = PIPED_WIDTH
     table = Table(
         "term",
         "time",

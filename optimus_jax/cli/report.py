@@ -4,7 +4,6 @@
 """
 
 import os
-import sys
 from pathlib import Path
 
 from optimus_jax.errors import ConfigError, explain
@@ -12,6 +11,7 @@ from optimus_jax.report.run_report import run_report
 from optimus_jax.run.command_line import Parser
 from optimus_jax.run.stored_run import run_to_read
 from optimus_jax.system.paths import local_path, user_path
+from optimus_jax.system.resilient_io import print_to_stderr
 
 PAGE = "report.html"
 """Default name of the page."""
@@ -65,16 +65,13 @@ def write_page(run_dir: Path, out: Path) -> None:
         ) from error
 
 
-def note(text: str) -> None:
-    """Print a progress message on standard error."""
-    print(text, file=sys.stderr)
-
-
 def main() -> None:
     given = parser().read()
     run_dir = user_path(given["run_dir"], what="RUN_DIR")
     # the page of a run in a store goes into the current directory
     home = run_dir if isinstance(run_dir, Path) else Path()
     out = home / PAGE if given["out"] is None else local_path(given["out"], what="--out")
-    write_page(run_to_read(given["run_dir"], what="RUN_DIR", checkpoint="none", say=note), out)
+    write_page(
+        run_to_read(given["run_dir"], what="RUN_DIR", checkpoint="none", say=print_to_stderr), out
+    )
     print(f"wrote {out}")

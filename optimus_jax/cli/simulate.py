@@ -5,14 +5,15 @@
 
 import json
 import os
-import sys
 from argparse import SUPPRESS
 from typing import TYPE_CHECKING
 
+from optimus_jax.cli.plan import PIPED_WIDTH, THIS_MACHINE
 from optimus_jax.config.presets import MODEL_HELP
 from optimus_jax.errors import ConfigError, explain
 from optimus_jax.run.command_line import Parser, settings
 from optimus_jax.system.environment import import_jax
+from optimus_jax.system.resilient_io import print_to_stderr
 
 if TYPE_CHECKING:
     from optimus_jax.planning.cost.rates import Rates
@@ -24,10 +25,6 @@ if TYPE_CHECKING:
     from optimus_jax.simulation.scenarios import Scenario
     from optimus_jax.simulation.setup import Setup
 
-WIDE = 160
-"""Width of a table, in columns, if the output is not a terminal."""
-HERE = "here"
-"""Value of --cluster for this machine's devices, which are measured."""
 CLUSTER = "h100:8x8"
 """Default of --cluster, unless the replayed run was on virtual devices."""
 
@@ -142,7 +139,7 @@ def scenario_of(given: dict) -> "tuple[Scenario, Recording | None]":
 
     if "replay" in given:
         recording = recorded(
-            run_to_read(given["replay"], what="--replay", checkpoint="none", say=note)
+            run_to_read(given["replay"], what="--replay", checkpoint="none", say=print_to_stderr)
         )
         return recording.scenario, recording
     name = given["scenario"]
@@ -153,20 +150,17 @@ def scenario_of(given: dict) -> "tuple[Scenario, Recording | None]":
     ), None
 
 
-def note(text: str) -> None:
-    """Print a progress message on standard error."""
-    print(text, file=sys.stderr)
-
-
 def with_cluster(given: dict, recording: "Recording | None") -> dict:
     """The flags with a default for the cluster.
 
     A recorded run on virtual devices is replayed on the same number of virtual devices.
     """
     virtual = None if recording is None else recording.config.cpu_devices
-    given = {"cluster": CLUSTER if virtual is None else HERE} | given
+    given = {"cluster": CLUSTER if virtual is None else THIS_MACHINE} | given
     return (
-        given if virtual is None or given["cluster"] != HERE else {"cpu_devices": virtual} | given
+        given
+        if virtual is None or given["cluster"] != THIS_MACHINE
+        else {"cpu_devices": virtual} | given
     )
 
 
@@ -202,7 +196,7 @@ def hardware(given: dict) -> "tuple[Cluster, Rates, Calibration]":
     from optimus_jax.planning.learning.calibrate import Calibration
     from optimus_jax.planning.profiles.cluster import Cluster
 
-    if given["cluster"] != HERE:
+    if given["cluster"] != THIS_MACHINE:
         cluster = Cluster.parse(given["cluster"], given["link"])
         return cluster, Rates.of(cluster.accelerator), Calibration()
     from optimus_jax.devices.cpu import use_cpu_devices
@@ -216,7 +210,7 @@ def hardware(given: dict) -> "tuple[Cluster, Rates, Calibration]":
 
 
 def methods_of(given: dict) -> tuple[str, ...]:
-    """The policies asked for, and the baselines that they are compared with.
+    """The requested policies, and the baselines that they are compared with.
 
     Raises ConfigError for an unknown policy.
     """
@@ -244,7 +238,7 @@ def show(given: dict, setup: "Setup", table_rows: "list[Row]") -> None:
     console, scenario, pricing = Console(), setup.scenario, setup.assumed[0]
     config = pricing.config
     if not console.is_terminal:
-        console.width = WIDE
+        console.width = PIPED_WIDTH
     console.print(f"SIMULATED, not measured: {scenario.name}. {scenario.about}", highlight=False)
     console.print(
         f"{config.model.name}, {config.data.global_batch} x {config.seq_len} tokens"

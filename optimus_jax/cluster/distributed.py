@@ -18,7 +18,7 @@ from optimus_jax.cluster.launch_detection import PROGRAM, Launch
 from optimus_jax.cluster.rendezvous_client import report_to_coordinator
 from optimus_jax.cluster.rendezvous_messages import address_of, bind_address, ended_error
 from optimus_jax.cluster.rendezvous_server import RendezvousServer
-from optimus_jax.errors import ConfigError, FaultError, OptimusError, explain
+from optimus_jax.errors import ConfigError, FaultError, OptimusError, explain, first_line
 
 _NO_TIMEOUT_S = 7 * 24 * 3600
 SHUTDOWN_WAIT_S = 30.0
@@ -40,7 +40,7 @@ def connect(launch: Launch, *, timeout_s: float, heartbeat_s: int) -> None:
       FaultError: not all processes connected in time; the message lists those that are missing.
       ConfigError: they cannot be connected.
     """
-    if launch.is_alone or launch.engine == PROGRAM:
+    if launch.is_alone or launch.launcher == PROGRAM:
         return
     # JAX's own handler would swallow the SIGTERM that asks us to save and stop
     # (faults/stopping.py).
@@ -120,8 +120,7 @@ def _join(
     if joining.is_alive():
         raise FaultError(
             explain(
-                "the processes of this run have found one another, and JAX has not connected them"
-                " in time",
+                "the processes met at the rendezvous, but JAX did not connect them in time",
                 given=(
                     f"process {launch.process_id} of {launch.num_processes}, process 0 at"
                     f" {launch.coordinator}"
@@ -132,18 +131,19 @@ def _join(
                 ),
             )
         )
-    if isinstance(joining.failure, jax.errors.JaxRuntimeError):
-        # All have found one another there: who has taken the port since, or a host that is lost, is
-        # no reason for an engine to give the job up.
+    failure = joining.failure
+    if failure is not None and isinstance(failure, jax.errors.JaxRuntimeError):
+        # All have met at the rendezvous: who has taken the port since, or a host that is lost, is
+        # no reason for a launcher to give the job up.
         raise (FaultError if launch.restarts else ConfigError)(
             explain(
                 "the processes of this run cannot be connected",
-                given=f"{launch.coordinator}: {str(joining.failure).splitlines()[0]}",
+                given=f"{launch.coordinator}: {first_line(failure)}",
                 do="give a --coordinator HOST:PORT that is free on the machine of process 0",
             )
-        ) from joining.failure
-    if joining.failure is not None:
-        raise joining.failure
+        ) from failure
+    if failure is not None:
+        raise failure
 
 
 def disconnect() -> bool:
@@ -199,7 +199,7 @@ def all_or_none() -> Iterator[None]:
         is_fault = _FAULT in codes
         failure = (FaultError if is_fault else OptimusError)(
             explain(
-                "another process of this run cannot go on",
+                "another process of this run cannot continue",
                 given=f"process {codes.index(max(codes))} of {len(codes)}",
                 do="see what it has printed",
             )

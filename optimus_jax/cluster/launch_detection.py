@@ -58,7 +58,7 @@ __all__ = [
     "find_launch",
 ]
 
-FLAGS, PROGRAM, NO_LAUNCHER = "flags", "program", "nobody"
+FLAGS, PROGRAM, NO_LAUNCHER = "flags", "program", "none"
 _NAMES = {"K8sCluster": KUBERNETES, "GkeTpuCluster": "GKE TPU", "GceTpuCluster": "GCE TPU"}
 """Our names for JAX's cluster classes."""
 _IN_TABLE = {"OmpiCluster", "SlurmCluster"}
@@ -68,8 +68,8 @@ _IN_TABLE = {"OmpiCluster", "SlurmCluster"}
 class Launch:
     """How this process was started."""
 
-    engine: str
-    """What started it: `program`, `flags`, a launcher's name, or `nobody`."""
+    launcher: str
+    """What started it: `program`, `flags`, a launcher's name, or `none`."""
     why: str
     """How that was detected, for messages."""
     coordinator: str | None = None
@@ -95,7 +95,7 @@ class Launch:
         return self.num_processes == 1
 
     def __str__(self) -> str:
-        return self.why if self.engine == NO_LAUNCHER else f"{self.engine}: {self.why}"
+        return self.why if self.launcher == NO_LAUNCHER else f"{self.launcher}: {self.why}"
 
 
 def find_launch(config: DistributedConfig, *, on_cpu: bool = False) -> Launch:
@@ -111,7 +111,7 @@ def find_launch(config: DistributedConfig, *, on_cpu: bool = False) -> Launch:
     """
     if jax.distributed.is_initialized():
         return Launch(
-            engine=PROGRAM,
+            launcher=PROGRAM,
             why="it has called jax.distributed.initialize",
             coordinator=global_state.coordinator_address,
             num_processes=global_state.num_processes,
@@ -121,15 +121,15 @@ def find_launch(config: DistributedConfig, *, on_cpu: bool = False) -> Launch:
     if config.num_processes is not None:
         assert config.process_id is not None
         return Launch(
-            engine=FLAGS,
+            launcher=FLAGS,
             why="--coordinator, --num-processes and --process-id",
             coordinator=config.coordinator,
             num_processes=config.num_processes,
             process_id=config.process_id,
             bind=config.listens_on,
         )
-    if config.engine == "none":
-        return Launch(engine=NO_LAUNCHER, why="distributed.engine=none")
+    if config.launcher == "none":
+        return Launch(launcher=NO_LAUNCHER, why="distributed.launcher=none")
     on_cpu = on_cpu or os.environ.get("JAX_PLATFORMS") == "cpu"
     infos = _read_launchers()
     if (info := _innermost(infos)) is not None:
@@ -143,11 +143,11 @@ def find_launch(config: DistributedConfig, *, on_cpu: bool = False) -> Launch:
         )
     ) is not None:
         return Launch(
-            engine=alone.launcher.name,
+            launcher=alone.launcher.name,
             why=f"the only process{alone.description}",
             restarts=alone.launcher.restarts,
         )
-    return Launch(engine=NO_LAUNCHER, why=_why_alone())
+    return Launch(launcher=NO_LAUNCHER, why=_why_alone())
 
 
 def _read_launchers() -> list[ProcessInfo]:
@@ -269,7 +269,7 @@ def _launch_from(
     launcher = info.launcher
     if info.is_alone:
         return Launch(
-            engine=launcher.name,
+            launcher=launcher.name,
             why=f"the only process{info.description}",
             restarts=launcher.restarts,
         )
@@ -289,7 +289,7 @@ def _launch_from(
         bind = config.bind or ("127.0.0.1" if is_local else None)
     job = next((source.job for source in sources if source.job), "")
     return Launch(
-        engine=launcher.name,
+        launcher=launcher.name,
         why=f"process {info.index} of {info.count}{info.description}",
         coordinator=coordinator,
         bind=bind,
@@ -320,7 +320,7 @@ def _from_jax(config: DistributedConfig, on_cpu: bool) -> Launch | None:
                 continue
             restarts = name == KUBERNETES
             if (count := cluster.get_process_count()) == 1:
-                return Launch(engine=name, why="the only process", restarts=restarts)
+                return Launch(launcher=name, why="the only process", restarts=restarts)
             index = cluster.get_process_id()
             address = cluster.get_coordinator_address(
                 timeout_secs=None, override_coordinator_port=None

@@ -266,7 +266,7 @@ class ProcessInfo:
 EXPLICIT_SETUP_HINT = (
     "give --coordinator HOST:PORT --num-processes N --process-id I in each process (or set"
     f" {', '.join(VARIABLES)}), or start it alone whatever the environment says: --set"
-    " distributed.engine=none"
+    " distributed.launcher=none"
 )
 """Advice that applies to every launcher: configure the processes explicitly."""
 

@@ -25,11 +25,11 @@ from optimus_jax.cluster.rendezvous_messages import (
     address_of,
     client_waiting_text,
     missing_error,
-    print_to_stderr,
     this_process,
     waiting_text,
 )
 from optimus_jax.errors import ConfigError, explain
+from optimus_jax.system.resilient_io import print_to_stderr
 
 ANSWER_WAIT_S = 10.0
 """How long after the deadline this process waits for process 0 to say which processes are
@@ -116,7 +116,7 @@ def report_to_coordinator(
                     _check(answer, launch)
                     stack.pop_all()
                     return CoordinatorConnection(connection, answers)
-                why = "process 0 was there and has gone"
+                why = "process 0 closed the connection"
         except OSError as error:
             why = str(error)
         if time.monotonic() >= notice_at:
@@ -133,11 +133,11 @@ def _check(answer: dict[str, Any], launch: Launch) -> None:
     if REFUSED in answer:
         raise ConfigError(
             explain(
-                "process 0 does not know this process as one of its run",
+                "process 0 refused this process",
                 given=f"{answer[REFUSED]}; this is {this_process(launch)}",
                 do=(
-                    "give each process of a run a number of its own and all the same"
-                    " --num-processes, and each run a --coordinator of its own"
+                    "give each process a unique --process-id and the same --num-processes, and each"
+                    " run its own --coordinator"
                 ),
             )
         )

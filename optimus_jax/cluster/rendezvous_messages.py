@@ -1,7 +1,6 @@
 """Addresses, wire format and texts of the rendezvous."""
 
 import socket
-import sys
 from collections.abc import Callable
 
 from optimus_jax.cluster.launch_detection import Launch
@@ -18,10 +17,6 @@ JOINED = b"joined\n"
 """Last message of the other processes, after their line of JSON."""
 
 Say = Callable[[str], object]
-
-
-def print_to_stderr(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
 
 
 def address_of(launch: Launch) -> tuple[str, int]:
@@ -42,7 +37,7 @@ def ended_error(lost: list[int], launch: Launch) -> FaultError:
     """The error for processes that ended after all had come."""
     return FaultError(
         explain(
-            f"the processes of this run had found one another, and {processes_text(lost)} of"
+            f"the processes of this run had met at the rendezvous, and {processes_text(lost)} of"
             f" {launch.num_processes} ended before JAX had connected them",
             given=this_process(launch),
             do="see what it has printed, then start all again",
@@ -53,13 +48,13 @@ def ended_error(lost: list[int], launch: Launch) -> FaultError:
 def missing_error(missing: list[int], launch: Launch, more: str = "") -> FaultError:
     return FaultError(
         explain(
-            f"the processes of this run have not found one another: {processes_text(missing)} of"
-            f" {launch.num_processes} did not come in time",
+            "the processes of this run did not all meet at the rendezvous:"
+            f" {processes_text(missing)} of {launch.num_processes} did not come in time",
             given=f"{this_process(launch)}{more}",
             do=(
                 "see whether each of them is running and what it has printed, and whether"
-                " --coordinator can be reached from there; for a process that is meant to be alone:"
-                " --set distributed.engine=none"
+                " --coordinator can be reached from there; for a single process:"
+                " --set distributed.launcher=none"
             ),
         )
     )

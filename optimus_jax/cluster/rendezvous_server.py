@@ -30,11 +30,11 @@ from optimus_jax.cluster.rendezvous_messages import (
     address_of,
     bind_address,
     missing_error,
-    print_to_stderr,
     unresolved_host,
     waiting_text,
 )
 from optimus_jax.errors import ConfigError, FaultError, explain
+from optimus_jax.system.resilient_io import print_to_stderr
 
 _PORT_FREED_S = 10.0
 """How long to retry while the port is in use, perhaps by a process of the same run that is
@@ -46,7 +46,7 @@ class RendezvousServer:
     """Listens in process 0: a context manager that closes all connections on exit.
 
     Args:
-      launch: of this process.
+      launch: how this process was started.
       deadline: on `time.monotonic`'s clock.
       say: called with a text about the processes that are missing.
     Raises:
@@ -212,8 +212,8 @@ def _listen(launch: Launch, retry_until: float) -> socket.socket:
                     given=f"{bind_address(launch) or launch.coordinator}: {error.strerror}",
                     do=(
                         "give a --coordinator HOST:PORT that is free on the machine of process 0"
-                        " (under an engine: JAX_COORDINATOR_PORT); where its machine knows itself"
-                        " by another address: --set distributed.bind=ADDRESS, 0.0.0.0 for all"
+                        " (under a launcher: JAX_COORDINATOR_PORT); if that machine has another"
+                        " local address: --set distributed.bind=ADDRESS, 0.0.0.0 for all"
                     ),
                 )
             ) from error

@@ -21,7 +21,8 @@ from optimus_jax.config.aliases import (
     meant_by_last_part,
     word,
 )
-from optimus_jax.errors import closest, likeness
+from optimus_jax.errors import closest, similarity
+from optimus_jax.system.command import typed_command
 
 _TABLE = tomllib.loads(Path(__file__).with_name("advice.toml").read_text(encoding="utf-8"))
 _GROUPS: Mapping[str, list[str]] = {
@@ -35,19 +36,19 @@ VALUES: Mapping[str, Mapping[str, str]] = {
 """Setting -> another framework's value -> our value, which the error suggests."""
 
 Others = Mapping[str, Any]
-"""What else was given: words, as `word` has them, to values."""
+"""Other arguments: names, as `word` writes them, to values."""
 Advice = str | Callable[[str, Others], str]
-"""What to write, with `{value}` for what was given; or what makes that of the value and of what
-else was given."""
+"""Advice text with the placeholders `{value}` and `{optimus COMMAND}`, or a function (value, other
+arguments) -> text."""
 
 
 def advice_for(name: str, value: object = None, others: Others | None = None) -> str | None:
     """What to write instead of a word of another framework; None: it is not in the table.
 
     Args:
-      name: as typed; of a dotted one the whole, the last part or the first is the word.
-      value: as typed; None: it stood alone.
-      others: what else was given, to be computed with.
+      name: as typed; a dotted name matches as a whole, by its last or by its first part.
+      value: as typed; None: given without a value.
+      others: other arguments that the advice may use.
     """
     whole = word(name)
     section, dot, _ = whole.partition(".")
@@ -63,31 +64,30 @@ def advice_for(name: str, value: object = None, others: Others | None = None) ->
         others or {}
     )
     text = "N" if value is None else str(value)[:100]
-    return (
-        advice
-        if advice is None
-        else advice.replace("{value}", text)
-        if isinstance(advice, str)
-        else advice(text, others)
-    )
+    if advice is None or not isinstance(advice, str):
+        return advice and advice(text, others)
+    return _COMMAND.sub(lambda found: typed_command(found[1]), advice).replace("{value}", text)
+
+
+_COMMAND = re.compile(r"\{optimus (\w+)\}")
 
 
 MISSPELLED = 0.8
-"""Least likeness of a name to a word of the tables of which it may be a slip."""
+"""Minimum similarity at which a name counts as a typo of a known name."""
 
 
 def spelled_like(
     name: str, known: Iterable[str], value: object = None, others: Others | None = None
 ) -> str | None:
-    """What to do about a name that is in no table: which known name, or word of the tables, is
-    spelled like it. None: nothing is.
+    """Suggests a known name, or one of the tables, that is spelled like `name`; None: there is
+    none.
     """
     known = list(known)
     close, foreign = closest(name, known), closest(name, [*ALIASES, *ADVICE])
     if (
         foreign is not None
-        and likeness(name, foreign) >= MISSPELLED
-        and (close is None or likeness(name, close) < likeness(name, foreign))
+        and similarity(name, foreign) >= MISSPELLED
+        and (close is None or similarity(name, close) < similarity(name, foreign))
     ):
         return (
             f"did you mean {foreign!r}, which is {ALIASES[foreign]} here?"
@@ -98,7 +98,7 @@ def spelled_like(
 
 
 def _number(others: Others, *names: str) -> int | None:
-    """The first of these that was given and is a whole number."""
+    """The first of these arguments that is a whole number; None: none is."""
     return next(
         (
             int(text)
@@ -263,7 +263,7 @@ def _coordinator(value: str, _: Others) -> str:
 
 def _rank(value: str, _: Others) -> str:
     return (
-        "leave it out: -1 says that nothing is distributed"
+        "leave it out: -1 means that nothing is distributed"
         if value == "-1"
         else (
             f"write --process-id {value} with --coordinator HOST:PORT --num-processes N, or let a"
@@ -273,7 +273,7 @@ def _rank(value: str, _: Others) -> str:
 
 
 def _switch(advice: str) -> Callable[[str, Others], str]:
-    """Advice on what is turned on: turned off, it is to be left out."""
+    """Advice for a boolean option: `advice` if it is on, else "leave it out"."""
     return lambda value, _: (
         "leave it out: it is off"
         if value.lower() in ("false", "0", "no", "off", "none")
@@ -299,8 +299,8 @@ def _recomputing(value: str, _: Others) -> str:
 def _tracker(value: str, _: Others) -> str:
     if value.lower() in ("none", "false", "0", "off", "disabled"):
         return (
-            "leave it out: nothing is reported anywhere unless asked for; metrics.jsonl in the run"
-            " directory has every step"
+            "leave it out: nothing is reported by default; metrics.jsonl in the run directory has"
+            " every step"
         )
     if value.lower() == "tensorboard":
         return "write --set log.tensorboard=true"

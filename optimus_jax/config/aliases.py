@@ -130,13 +130,15 @@ _OWN = {
     for target in _ALIASES
     if sum(other.endswith(f".{target.rpartition('.')[2]}") for other in _ALIASES) <= 1
 }
+RENAMED = {"distributed.engine": "distributed.launcher"}
+"""Earlier name of a setting -> its present name. Both are read."""
 OUR_SECTIONS = {target.partition(".")[0] for target in _ALIASES if "." in target}
-"""Ours: a word of another framework is not meant by them."""
+"""Sections of this project: their names are never aliases."""
 
 
 def alias_of(name: str) -> str | None:
-    """The setting, or parameter, that a word of another framework means; None: none, or not for
-    certain.
+    """The setting, or parameter, that a word of another framework means; None: unknown or
+    ambiguous.
 
     A section in front has to be that of the setting, `optimizer.learning_rate`, or another
     framework's for training, `trainer.max_steps`.
@@ -158,11 +160,11 @@ def alias_of(name: str) -> str | None:
 
 
 def meant_by_last_part(name: str) -> str | None:
-    """The setting that the last part of a dotted name would mean without its section, which is in
-    doubt; None: it is no word of the tables.
+    """The setting that the last part of a dotted name would mean without its section; None: it is
+    in no table.
     """
     section, _, leaf = word(name).rpartition(".")
-    # a word of training means something else there
+    # names of training mean something else in these sections
     if not section or any(part.startswith(("eval", "val", "test")) for part in section.split(".")):
         return None
     return ALIASES.get(leaf) or _OWN.get(leaf)

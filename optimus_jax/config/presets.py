@@ -237,8 +237,8 @@ PRESETS: dict[str, Callable[[], ModelConfig]] = {
     "olmo2-13b": partial(_olmo2, "olmo2-13b", 40, 5120, 40, 40, 13824),
     "olmo2-32b": partial(_olmo2, "olmo2-32b", 64, 5120, 40, 8, 27648),
 }
-"""By the names that people type."""
-MODEL_HELP = "gpt2-nano, gpt2-xl, llama3-8b, qwen3-4b or another model of docs/running.md"
+"""Model presets by the name that `--model` takes."""
+MODEL_HELP = "gpt2-nano, gpt2-xl, llama3-8b, qwen3-4b, ...; `--model list` names all"
 """Help of `--model`."""
 
 

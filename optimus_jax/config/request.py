@@ -8,7 +8,7 @@ from typing import Any
 
 from optimus_jax.config import DERIVED, Config
 from optimus_jax.config.advice import VALUES, advice_for, spelled_like
-from optimus_jax.config.aliases import PARAMETERS, alias_of, meant_by_last_part, word
+from optimus_jax.config.aliases import PARAMETERS, RENAMED, alias_of, meant_by_last_part, word
 from optimus_jax.config.presets import model_preset
 from optimus_jax.config.settings import field_types, section_type, setting_names, shown, value_of
 from optimus_jax.errors import ConfigError, explain
@@ -238,8 +238,8 @@ def _target(name: str, value: Any, others: Mapping[str, Any]) -> tuple[str, bool
     """
     names = known_settings()
     for own in (name, name.replace("-", "_")):
-        if own in SHORT_NAMES:
-            return SHORT_NAMES[own], True
+        if own in SHORT_NAMES or own in RENAMED:
+            return SHORT_NAMES.get(own) or RENAMED[own], True
         if own in names or any(each.startswith(f"{own}.") for each in names):
             return own, True
     target = alias_of(name)

@@ -12,7 +12,7 @@ from optimus_jax.config.checks import (
     is_host_and_port,
 )
 from optimus_jax.config.settings import SEPARATOR
-from optimus_jax.errors import ConfigError, PlanError, explain
+from optimus_jax.errors import ConfigError, PlanError, explain, first_line
 from optimus_jax.system.paths import local_path
 
 MOST_PROCESSES = 10**6
@@ -33,7 +33,7 @@ class DistributedConfig:
     bind: str | None = None
     """Address that process 0 listens on; None: the coordinator's address if that is an IP address,
     else all interfaces."""
-    engine: Literal["auto", "none"] = "auto"
+    launcher: Literal["auto", "none"] = "auto"
     """Whether to detect from the environment which launcher started this process; none: run as a
     single process regardless."""
 
@@ -150,7 +150,7 @@ class FaultConfig:
         if self.silence_s < LEAST_SILENCE_S:
             raise ConfigError(
                 explain(
-                    "a healthy process on a busy host would be taken for lost",
+                    "a healthy process on a busy host would be considered lost",
                     given=f"faults.silence_s={self.silence_s:g}",
                     do=f"choose {LEAST_SILENCE_S:g} or more: heartbeats come once a second",
                 )
@@ -218,7 +218,7 @@ class ControlConfig:
             raise PlanError(
                 explain(
                     "controller.allow does not list meshes",
-                    given=f"controller.allow={';'.join(self.allow)}: {str(error).splitlines()[0]}",
+                    given=f"controller.allow={';'.join(self.allow)}: {first_line(error)}",
                     do="write them as data=4,tensor=2;fsdp=8",
                 )
             ) from error

@@ -83,7 +83,7 @@ class OptimizerConfig:
                     "the decay of the learning rate cannot end before warm-up does",
                     given=f"optimizer.decay_steps={self.decay_steps}, "
                     f"optimizer.warmup_steps={self.warmup_steps}",
-                    do="choose warmup_steps <= decay_steps (docs/extending.md)",
+                    do="choose warmup_steps <= decay_steps",
                 )
             )
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from optimus_jax.config.aliases import RENAMED
 from optimus_jax.config.checks import check_counts, check_positive
 from optimus_jax.config.data import DataConfig
 from optimus_jax.config.model import ModelConfig
@@ -191,11 +192,11 @@ class Config:
 
     @classmethod
     def from_value(cls, value: Any) -> "Config":
-        """The config from a parsed JSON value."""
+        """The config from a parsed JSON value, in which settings may have earlier names."""
         return build(
             cls,
             (
-                {name: item for name, item in value.items() if name != DERIVED}
+                _renamed({name: item for name, item in value.items() if name != DERIVED})
                 if isinstance(value, Mapping)
                 else value
             ),
@@ -236,3 +237,14 @@ class Config:
             fit.
         """
         return changed(self, values)
+
+
+def _renamed(value: dict[str, Any]) -> dict[str, Any]:
+    """The value of a config with the present names of its settings."""
+    for old, new in RENAMED.items():
+        section, _, name = old.partition(".")
+        if isinstance(fields := value.get(section), Mapping) and name in fields:
+            present = {new.partition(".")[2]: fields[name]}
+            rest = {other: item for other, item in fields.items() if other != name}
+            value = value | {section: present | rest}
+    return value

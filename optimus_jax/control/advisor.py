@@ -17,15 +17,15 @@ from types import MappingProxyType
 from optimus_jax.config import ControlConfig
 from optimus_jax.control.deciding.candidate_evaluator import CandidateEvaluator
 from optimus_jax.control.deciding.candidates import Searcher, Searches, has_room, is_legal
-from optimus_jax.control.deciding.changes import LEAST
+from optimus_jax.control.deciding.changes import MIN_STEPS
 from optimus_jax.control.deciding.conditions import Conditions, claims
 from optimus_jax.control.deciding.excluded_devices import ExcludedDevices
 from optimus_jax.control.deciding.experience import Experience, Known, Level
 from optimus_jax.control.deciding.memory_watch import MemoryWatch
-from optimus_jax.control.deciding.options import Offer, Options, Standing, View
+from optimus_jax.control.deciding.options import ObservedCluster, Options, PlanInUse, PlanOption
 from optimus_jax.control.deciding.phases import BatchPhase, BatchPhases
 from optimus_jax.control.deciding.plan_history import PlanHistory
-from optimus_jax.control.deciding.prices import Batch, Prices, setting
+from optimus_jax.control.deciding.prices import Prices, setting
 from optimus_jax.control.deciding.quarantine import Quarantine
 from optimus_jax.control.deciding.question_queue import Question, QuestionQueue
 from optimus_jax.control.deciding.run_progress import RunProgress
@@ -35,28 +35,29 @@ from optimus_jax.control.deciding.watch import Watch
 from optimus_jax.control.policy import Decision
 from optimus_jax.control.predictor import Predictor
 from optimus_jax.control.signals import Observation
+from optimus_jax.data.batch import BatchShape
 from optimus_jax.plan import Plan
 from optimus_jax.planning.search.search import Pricing
 
 LEAD_S = 180.0
 """The plan of a phase is chosen this many seconds before the phase begins: time enough to
 compile."""
-ABANDONED = 10
+ABANDON_AFTER_COOLDOWNS = 10
 """Number of cool-downs after which a switch that was decided but never made is given up, counted
 from its planned boundary if it has one."""
-LOOK_AGAIN = 0.1
+MIN_REWEIGH_WAIT = 0.1
 """Shortest wait before a switch that was rejected only for the duration of conditions is weighed
 again, as a share of the time that conditions have lasted."""
-SUSPICIOUS = 2
+MIN_CHANGED_STEPS = 2
 """If at least this many of the newest steps look different, a switch waits until it is known
 whether they are."""
-PUZZLED_STEPS = 12
+MAX_WAIT_STEPS = 12
 """Largest number of steps that a plan which is ready waits for an explanation, if steps have
 changed since it was chosen."""
-TRIED = 0.03
+TRIAL_LOG_STD = 0.03
 """Uncertainty of a step time that was measured in a few trial steps before the run: standard
 deviation of its logarithm."""
-SPARE = 0.02
+RETRY_MARGIN = 0.02
 """An excluded process is tried again once the probability that it has recovered exceeds
 `min_probability` by this much."""
 TRIAL = "the first steps under the new plan are done"
@@ -98,7 +99,7 @@ class Advisor:
         process_of: Sequence[int] | None = None,
         keeps_devices: bool = False,
         tried_s: Mapping[Plan, float] = MappingProxyType({}),
-        is_compiled: Callable[[Plan, Batch, frozenset[int]], bool] | None = None,
+        is_compiled: Callable[[Plan, BatchShape, frozenset[int]], bool] | None = None,
     ):
         self._prices, self._cluster, self._settings, self._run_progress = (
             Prices(pricing),
@@ -158,7 +159,7 @@ class Advisor:
         for each, time_s in tried_s.items():
             self._experience.learn(
                 Known(plan=each, batch=self._batch, conditions=Conditions(), regime=0),
-                (math.log(time_s), TRIED, 1),
+                (math.log(time_s), TRIAL_LOG_STD, 1),
                 0,
             )
         self._lost: frozenset[int] = frozenset()
@@ -200,7 +201,7 @@ class Advisor:
         """
         changed_since = self.changed_s is not None and self.changed_s > self._decided_s
         return (
-            self._watch.detector.suspects >= SUSPICIOUS
+            self._watch.detector.suspects >= MIN_CHANGED_STEPS
             or self._questions.question is not None
             or (changed_since and self._watch.wants_probe)
         )
@@ -288,9 +289,9 @@ class Advisor:
             else self._left_out_by(without)
         )
         self._plan_history.moved(
-            Standing(plan=plan, without=without, excluded=excluded),
+            PlanInUse(plan=plan, without=without, excluded=excluded),
             left_in,
-            fled=decided is None or decided.mandatory,
+            forced=decided is None or decided.mandatory,
         )
         self._restart()
         self._on_trial, self._questions.forced = by_choice and not is_return, None
@@ -382,7 +383,7 @@ class Advisor:
 
     def _enter_batch(self, observation: Observation) -> bool:
         """Note the batch of the observation; returns whether it is a new one."""
-        batch = (observation.global_batch, observation.seq_len)
+        batch = BatchShape(observation.global_batch, observation.seq_len)
         if batch == self._batch:
             return False
         self._learn_level()
@@ -461,7 +462,8 @@ class Advisor:
         """Schedule a review for when the excluded process has probably recovered."""
         if (excluded := self._plan_history.now.excluded) is not None:
             due_s = excluded.due_s(
-                self._run_progress.time_s, min(1 - SPARE, self._settings.min_probability + SPARE)
+                self._run_progress.time_s,
+                min(1 - RETRY_MARGIN, self._settings.min_probability + RETRY_MARGIN),
             )
             self._questions.look_again(time_s=math.inf if due_s is None else due_s)
 
@@ -502,7 +504,7 @@ class Advisor:
             due_step = (
                 self._pending.at_step if self._pending.at_step is not None else self._pending.step
             )
-            given_up = due_step + ABANDONED * max(
+            given_up = due_step + ABANDON_AFTER_COOLDOWNS * max(
                 self._settings.cooldown_steps, self._settings.window_steps
             )
             self._pending = None if self._run_progress.step > given_up else self._pending
@@ -511,7 +513,7 @@ class Advisor:
         if self._on_trial and count >= self._settings.canary_steps:
             self._on_trial = False
             return Question(trigger=TRIAL, batch=self._batch, only=self._plan_history.before)
-        if not self._looked and count >= LEAST:
+        if not self._looked and count >= MIN_STEPS:
             self._looked = True
             return self._may("step times are known")
         if self._questions.is_review_due(self._run_progress.step, self._run_progress.time_s):
@@ -536,7 +538,7 @@ class Advisor:
         )
         if phase is None:
             return None
-        batch = (phase.global_batch, phase.seq_len)
+        batch = BatchShape(phase.global_batch, phase.seq_len)
         priced = self._prices.of(batch)
         cannot_go_on = not is_legal(plan, priced.config) or not has_room(
             plan, self._memory_watch.applied(priced)
@@ -556,7 +558,7 @@ class Advisor:
         """
         blocked = "" if question.mandatory else self._blocked(question)
         self._learn_level()
-        view = View(
+        observed = ObservedCluster(
             batch=question.batch,
             time_s=self._run_progress.time_s,
             conditions=self._located(self._watch.conditions),
@@ -566,17 +568,17 @@ class Advisor:
             excluded=self._plan_history.now.excluded,
             memory=self._memory_watch,
         )
-        offers = [] if blocked else self._offers(question, view)
-        while offers == [] and question.mandatory and self._memory_watch.settle_for_less():
-            offers = self._offers(question, view)
-        if offers is None:
+        options = [] if blocked else self._plan_options(question, observed)
+        while options == [] and question.mandatory and self._memory_watch.settle_for_less():
+            options = self._plan_options(question, observed)
+        if options is None:
             return None
         if question.mandatory:
             self._questions.forced = question
         self._answering = question
         decision = self._noted(
             self._evaluator.weigh(
-                question, offers, view, observation.readings, now=self._now, blocked=blocked
+                question, options, observed, observation.readings, now=self._now, blocked=blocked
             )
         )
         self._questions.answer(is_switch=self._pending is not None)
@@ -596,12 +598,14 @@ class Advisor:
             self._questions.postpone(switch_budget.cool_until(slowed))
         return too_soon
 
-    def _offers(self, question: Question, view: View) -> list[Offer] | None:
+    def _plan_options(
+        self, question: Question, observed: ObservedCluster
+    ) -> list[PlanOption] | None:
         """The plans that could be switched to; None: a search is still running."""
         if question.only is not None:
-            return self._options.back(view, question.only)
+            return self._options.back(observed, question.only)
         return self._options.all(
-            view,
+            observed,
             self._plan_history.now,
             [*self._plan_history.plans, *self._tried],
             self._predictor.calibration(),
@@ -630,8 +634,8 @@ class Advisor:
         self._questions.look_again(step=self._quarantine.first_end(self._run_progress.step))
         if decision.wait_s is not None:
             least_s = max(
-                LEAST * (decision.step_time_s or 0.0),
-                LOOK_AGAIN * self._watch.regime_at(self._run_progress.time_s).elapsed_s,
+                MIN_STEPS * (decision.step_time_s or 0.0),
+                MIN_REWEIGH_WAIT * self._watch.regime_at(self._run_progress.time_s).elapsed_s,
             )
             self._questions.look_again(
                 time_s=self._run_progress.time_s + max(decision.wait_s, least_s)

@@ -37,7 +37,7 @@ switch."""
 def make_controller(
     config: Config,
     topology: Topology,
-    here: LocalCluster,
+    local_cluster: LocalCluster,
     switcher: Switcher,
     *,
     compile_s: float,
@@ -52,19 +52,19 @@ def make_controller(
     Args:
       config: the config of the whole run, which says when the controller may act.
       topology: devices and processes of the run.
-      here: how fast the devices are.
+      local_cluster: how fast the devices are.
       switcher: makes the run's switches; its running executable is what the run begins with.
       compile_s: seconds that compiling the run's step took; the first estimate of a switch's cost
         is made from it.
       tried_s: step times, in seconds, of plans that were tried before the run; in process 0 only.
       changes: moves the run from phase to phase; None: it has only one.
-      heartbeats: heartbeats of the run's processes; None: nobody watches them.
+      heartbeats: heartbeats of the run's processes; None: the watchdog is off.
       run: where decisions and switches are recorded.
       display: where they are shown.
     """
     assert config.control != "off"
     program = switcher.running.program
-    settings, pricing = config.controller, here.pricing(freed(program.config))
+    settings, pricing = config.controller, local_cluster.pricing(freed(program.config))
     phases = [
         BatchPhase(
             first_step=phase.steps_before + 1,
@@ -104,7 +104,7 @@ def make_controller(
             )
     probes = Probes(
         settings.probe_share,
-        here.cluster,
+        local_cluster.cluster,
         cached_profile(),
         num_meshes=settings.executables,
         warn=display.message,

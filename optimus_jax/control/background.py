@@ -11,7 +11,7 @@ from queue import SimpleQueue
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
-Start = Callable[[Callable[[], None]], None]
+StartThread = Callable[[Callable[[], None]], None]
 """Starts a job; it may run at once or later."""
 
 
@@ -58,7 +58,7 @@ class Asked(Generic[T]):
       start: runs it.
     """
 
-    def __init__(self, question: Callable[[], T], start: Start) -> None:
+    def __init__(self, question: Callable[[], T], start: StartThread) -> None:
         self._question, self._start = question, start
         self._answers: SimpleQueue[T | Exception] = SimpleQueue()
         self._is_open = False

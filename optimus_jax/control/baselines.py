@@ -67,7 +67,7 @@ class Matmuls:
     """Number of matmuls in one program."""
 
 
-Work = AllReduce | Matmuls
+ProbeWork = AllReduce | Matmuls
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,13 +90,13 @@ class Baselines:
     def __init__(self, profile: HardwareProfile | None) -> None:
         self.slowdowns: dict[str, float] = {}
         """Slowdown of each link when it was last probed."""
-        self._gauges: dict[Work, float] = {}
+        self._gauges: dict[ProbeWork, float] = {}
         """Divisors of the logarithm of a slowdown, which make it agree with earlier probes of the
         same link."""
         self._profile = profile
-        self._first: dict[Work, list[float]] = {}
+        self._first: dict[ProbeWork, list[float]] = {}
 
-    def learn(self, work: Work, time_s: float, link: str = "") -> None:
+    def learn(self, work: ProbeWork, time_s: float, link: str = "") -> None:
         """Record a time of `work` over `link`; only the first FEW are used.
 
         After a re-mesh other axes cross the same links. The known slowdown of the link is divided
@@ -106,7 +106,7 @@ class Baselines:
         if len(first) < FEW:
             first.append(time_s / self.slowdowns.get(link, 1.0))
 
-    def gauge(self, work: Work, slowdown: float, known: float) -> None:
+    def gauge(self, work: ProbeWork, slowdown: float, known: float) -> None:
         """Calibrate `work` against the `known` slowdown of its link.
 
         `work`, which was never timed while its link was slow, now measures `slowdown`. The two may
@@ -121,13 +121,13 @@ class Baselines:
         ):
             self._gauges[work] = min(MOST, max(1 / MOST, math.log(slowdown) / math.log(known)))
 
-    def gauged(self, work: Work, slowdown: float) -> float:
+    def gauged(self, work: ProbeWork, slowdown: float) -> float:
         """The slowdown of the link, where `work` has measured `slowdown`."""
         if abs(math.log(slowdown)) > SCATTER:
             self._gauges.setdefault(work, 1.0)
         return math.exp(math.log(slowdown) / self._gauges.get(work, 1.0))
 
-    def of(self, work: Work) -> Baseline | None:
+    def of(self, work: ProbeWork) -> Baseline | None:
         """The baseline of `work`; None: it is not in the profile, and was not yet measured FEW
         times in this run.
         """
@@ -142,7 +142,7 @@ class Baselines:
         )
 
 
-def _expected_s(profile: HardwareProfile, work: Work) -> float | None:
+def _expected_s(profile: HardwareProfile, work: ProbeWork) -> float | None:
     """Expected seconds of the whole program, its launch included; None: not measured."""
     launch_s = profile.probed.launch_s
     if isinstance(work, AllReduce):

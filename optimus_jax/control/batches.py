@@ -9,14 +9,13 @@ from collections.abc import Mapping
 import numpy as np
 
 from optimus_jax.control.signals import LENGTH_MEDIAN, PADDING_SHARE
+from optimus_jax.data.batch import HostBatch
 
 MAX_TOKENS = 1 << 16
 """Largest number of tokens measured in a batch; they take about a millisecond."""
-HostBatch = Mapping[str, np.ndarray]
-"""`segments` int32 and `loss_mask` bool, [R, S] each, as data/sampler.py makes them."""
 
 
-class BatchShape:
+class BatchStatistics:
     """A source of signals: padding share and document lengths of the newest batch."""
 
     name = "the batches"

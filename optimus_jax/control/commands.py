@@ -19,14 +19,14 @@ from optimus_jax.plan import Plan
 
 PAUSE_S, MOST_STEPS = 1.0, 8
 """Time between two broadcasts, in seconds, and the largest number of steps between them."""
-Kind = Literal["prepare", "look", "go", "withdraw", "keep", "take back", "probe"]
+CommandKind = Literal["prepare", "recheck", "switch", "withdraw", "keep", "roll_back", "probe"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Command:
     """A command to all processes."""
 
-    kind: Kind
+    kind: CommandKind
     plan: Plan | None = None
     """The plan to prepare, to reconsider once it is ready, or to enter."""
     without: frozenset[int] = frozenset()
@@ -80,7 +80,7 @@ class CommandBroadcast:
         if command not in self._commands:
             self._commands.append(command)
 
-    def cancel(self, kind: Kind) -> None:
+    def cancel(self, kind: CommandKind) -> None:
         """Drop the queued commands of this kind."""
         self._commands = [command for command in self._commands if command.kind != kind]
 
@@ -88,15 +88,15 @@ class CommandBroadcast:
         """Drop all queued commands."""
         self._commands.clear()
 
-    def is_held(self, step: int) -> bool:
-        """Whether there is a broadcast after this step; the same in every process."""
+    def is_broadcast_due(self, step: int) -> bool:
+        """Whether a broadcast is due after this step; the same in every process."""
         return jax.process_count() == 1 or step >= self._next_step
 
     def receive(self, step: int, step_times_s: Collection[float]) -> Iterable[Command]:
         """The commands queued since the last broadcast, oldest first; the same in every process.
 
-        Every process has to call it when `is_held`. In a run of one process, commands that are
-        queued during the iteration are received too.
+        Every process has to call it when `is_broadcast_due`. In a run of one process, commands that
+        are queued during the iteration are received too.
 
         Args:
           step: the last step done.
@@ -109,15 +109,15 @@ class CommandBroadcast:
             max(statistics.median(step_times_s), 1e-9) if step_times_s else PAUSE_S / MOST_STEPS
         )
         pause = min(MOST_STEPS, max(1, math.ceil(PAUSE_S / step_time_s)))
-        heard = json.loads(
+        received = json.loads(
             broadcast_from_0(
                 json.dumps(
                     {"commands": [command.as_json() for command in commands], "pause": pause}
                 )
             )
         )
-        self._next_step = step + heard["pause"]
-        return tuple(map(Command.from_json, heard["commands"]))
+        self._next_step = step + received["pause"]
+        return tuple(map(Command.from_json, received["commands"]))
 
     def _own(self) -> Iterator[Command]:
         while self._commands:

@@ -26,9 +26,9 @@ from optimus_jax.control.phase_changes import PhaseChanges
 from optimus_jax.control.signals import Observation
 from optimus_jax.control.sources import Signals
 from optimus_jax.control.switch import Switched, Switcher
-from optimus_jax.data.batch import Batch
+from optimus_jax.data.batch import HostBatch
 from optimus_jax.devices.hosts import devices_by_host
-from optimus_jax.errors import OptimusError
+from optimus_jax.errors import OptimusError, first_line
 from optimus_jax.plan import Plan
 from optimus_jax.run_directory.directory import RunDirectory
 from optimus_jax.run_directory.step_record import StepRecord
@@ -89,7 +89,7 @@ class Controller:
 
     # Called by the trainer.
 
-    def dispatched(self, *, data_wait_s: float, dispatch_s: float, batch: Batch) -> None:
+    def dispatched(self, *, data_wait_s: float, dispatch_s: float, batch: HostBatch) -> None:
         """Record that a step was dispatched to the devices."""
         self._signals.dispatched(data_wait_s=data_wait_s, dispatch_s=dispatch_s, batch=batch)
 
@@ -143,7 +143,7 @@ class Controller:
             )
         else:
             self._signals.observe(step)
-        if not self._commands.is_held(step):
+        if not self._commands.is_broadcast_due(step):
             # All processes know the boundary that a plan was prepared for.
             return (
                 self._upcoming is not None
@@ -188,7 +188,7 @@ class Controller:
     def _measure_anew(self, executable: Executable) -> float:
         """Reset the signals for a run under another executable.
 
-        Returns the seconds that the run stood still for the first probes on its mesh.
+        Returns the seconds for which training paused for the first probes on its mesh.
         """
         config, started = executable.program.config, time.perf_counter()
         self._signals.enter(
@@ -266,17 +266,17 @@ class Controller:
                 usual_s=statistics.median(self._last_times_s) if self._last_times_s else None,
             )
             if self._upcoming.preparation.is_done:  # at once, before another step
-                self._commands.send(Command(kind="go", plan=command.plan))
+                self._commands.send(Command(kind="switch", plan=command.plan))
         elif command.kind == "withdraw":
             self._drop()
         elif (
-            command.kind in ("look", "go")
+            command.kind in ("recheck", "switch")
             and self._upcoming is not None
             and self._upcoming.command.plan == command.plan
         ):
             self._upcoming.looks_since, self._upcoming.may_go = (
                 step,
-                self._upcoming.may_go or command.kind == "go",
+                self._upcoming.may_go or command.kind == "switch",
             )
         elif command.kind == "probe":
             self._signals.ask_probe(step + 1, anew=command.anew, worth_s=command.worth_s)
@@ -285,7 +285,7 @@ class Controller:
             self._display.decision(f"kept: {command.why}")
             self._trial = None
             self._coordinator.judged(is_kept=True)
-        elif command.kind == "take back" and self._trial is not None:
+        elif command.kind == "roll_back" and self._trial is not None:
             self._is_taken_back = True
             self._drop()
 
@@ -309,9 +309,7 @@ class Controller:
         try:
             return preparation.is_ready_everywhere()
         except OptimusError as error:
-            self._give_up(
-                preparation.plan, f"it could not be prepared: {str(error).splitlines()[0]}", step
-            )
+            self._give_up(preparation.plan, f"it could not be prepared: {first_line(error)}", step)
             return False
 
     def _switch(self, state: TrainState, step: int) -> Switched:
@@ -350,7 +348,7 @@ class Controller:
             switch_method=decision and decision.switch_method,
             why=command.why,
             phases_s=_phases({"prepare_s": prepared.compile_s, **costs_s}),
-            bytes_moved=prepared.there.sent_bytes,
+            bytes_moved=prepared.forward.sent_bytes,
             compile_tax_s=tax_s,
             step_delay_s=sum(costs_s.values()),
         )
@@ -361,7 +359,7 @@ class Controller:
             step_bytes_per_device=prepared.target.step_bytes,
         )
         self._display.message(
-            f"after step {step} the run goes on under {target.describe()}; it stood still for"
+            f"after step {step} the run continues under {target.describe()}; training paused for"
             f" {sum(costs_s.values()):.2f} s"
         )
         if begins_phase and self._changes is not None:
@@ -386,7 +384,7 @@ class Controller:
         why = (
             self._coordinator.verdict.why
             if self._coordinator.verdict is not None
-            else "the first process said so"
+            else "process 0 decided it"
         )
         switched = self._switcher.take_back(state, step=step, why=why, costs_s=trial.spent_s)
         costs_s = switched.costs_s | {"settle_s": self._measure_anew(switched.executable)}

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import jax
 
 from optimus_jax.config import ControlConfig
-from optimus_jax.control.advisor import PUZZLED_STEPS, Advisor
+from optimus_jax.control.advisor import MAX_WAIT_STEPS, Advisor
 from optimus_jax.control.canary import Verdict, is_clearly_slower, judge
 from optimus_jax.control.commands import Command, CommandBroadcast
 from optimus_jax.control.pending_switch import SwitchTrial, UpcomingSwitch, excess_s
@@ -37,7 +37,7 @@ class Coordinator:
 
     Args:
       mode: `auto` sends commands; `advise` only shows what they would be.
-      settings: of the controller.
+      settings: the controller's settings.
       num_steps: number of steps of the run.
       advisor: makes the decisions.
       commands: broadcasts its commands.
@@ -204,7 +204,7 @@ class Coordinator:
             self.verdict = verdict
             self._advisor.charge(excess_s(times_s))
             self._commands.send(
-                Command(kind="keep" if verdict.keep else "take back", why=verdict.why)
+                Command(kind="keep" if verdict.keep else "roll_back", why=verdict.why)
             )
 
     def _decided(self, observation: Observation) -> Decision | None:
@@ -274,13 +274,13 @@ class Coordinator:
             or not upcoming.preparation.is_done
         ):
             return
-        self._commands.cancel("go")  # steps may have changed since it was given
+        self._commands.cancel("switch")  # steps may have changed since it was given
         if decision.mandatory or self._is_steady(last_times_s[-NEWEST_STEPS:]):
-            self._commands.send(Command(kind="go", plan=plan))
+            self._commands.send(Command(kind="switch", plan=plan))
         elif upcoming.looks_since is None:
-            self._commands.send(Command(kind="look", plan=plan))
+            self._commands.send(Command(kind="recheck", plan=plan))
         elif self._is_as_it_was(step - upcoming.looks_since):
-            self._commands.send(Command(kind="go", plan=plan))
+            self._commands.send(Command(kind="switch", plan=plan))
 
     def _is_steady(self, newest_s: tuple[float, ...]) -> bool:
         """Whether the last steps took about as long as those before the compilation."""
@@ -291,6 +291,6 @@ class Coordinator:
 
     def _is_as_it_was(self, looked_steps: int) -> bool:
         unseen_steps = NEWEST_STEPS if jax.default_backend() == "cpu" else 0
-        return looked_steps >= PUZZLED_STEPS or (
+        return looked_steps >= MAX_WAIT_STEPS or (
             looked_steps >= unseen_steps and not self._advisor.is_puzzled
         )

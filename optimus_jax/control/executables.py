@@ -13,6 +13,7 @@ from typing import Any
 import jax
 
 from optimus_jax.config import Config
+from optimus_jax.data.batch import BatchShape
 from optimus_jax.plan import Plan
 from optimus_jax.planning.ahead_of_time.compiled_step import CompiledStep, compile_step
 from optimus_jax.reshard.exchange import Device
@@ -69,7 +70,7 @@ class _CompiledLater:
         self._compiled: dict[tuple[int, ...], Any] = {}
 
     def compile(self) -> None:
-        """Compile it for all batch shapes; may run in a thread while training goes on."""
+        """Compile it for all batch shapes; may run in a thread while training continues."""
         for shape, batch in self._batches.items():
             if shape not in self._compiled:
                 self._compiled[shape] = self._function.lower(self._params, batch).compile()
@@ -132,13 +133,9 @@ def executable_of(step: CompiledStep) -> Executable:
     )
 
 
-Batch = tuple[int, int]
-"""(examples of a step, tokens of each example)."""
-
-
-def batch_of(config: Config) -> Batch:
-    """The batch that a config trains on."""
-    return config.data.global_batch, config.seq_len
+def batch_of(config: Config) -> BatchShape:
+    """The shape of the batches that a config trains on."""
+    return BatchShape(config.data.global_batch, config.seq_len)
 
 
 class ExecutableCache:
@@ -150,21 +147,23 @@ class ExecutableCache:
 
     def __init__(self, size: int) -> None:
         self._size = size
-        self._kept: OrderedDict[tuple[Plan, Batch, tuple[Device, ...]], Executable] = OrderedDict()
+        self._cached: OrderedDict[tuple[Plan, BatchShape, tuple[Device, ...]], Executable] = (
+            OrderedDict()
+        )
         self._lock = threading.Lock()
 
     def put(self, executable: Executable) -> None:
         """Add an executable as the most recently used one."""
         key = executable.plan, batch_of(executable.program.config), executable.layout.devices
         with self._lock:
-            self._kept[key] = executable
-            self._kept.move_to_end(key)
-            while len(self._kept) > self._size:
-                self._kept.popitem(last=False)
+            self._cached[key] = executable
+            self._cached.move_to_end(key)
+            while len(self._cached) > self._size:
+                self._cached.popitem(last=False)
 
-    def get(self, batch: Batch, plan: Plan, devices: Sequence[Device]) -> Executable | None:
+    def get(self, batch: BatchShape, plan: Plan, devices: Sequence[Device]) -> Executable | None:
         """The executable of a plan; None: it is not in the cache."""
-        return self._kept.get((plan, batch, tuple(devices)))
+        return self._cached.get((plan, batch, tuple(devices)))
 
     def __len__(self) -> int:
-        return len(self._kept)
+        return len(self._cached)

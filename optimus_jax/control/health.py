@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Protocol
 
-from optimus_jax.control.background import Asked, Start, Worker
+from optimus_jax.control.background import Asked, StartThread, Worker
 from optimus_jax.control.guard import Absent
 from optimus_jax.control.signals import (
     CLOCK_SHARE,
@@ -122,7 +122,7 @@ class GpuHealth:
         gpus: Sequence[int | str],
         *,
         library: ModuleType | None = None,
-        start: Start | None = None,
+        start: StartThread | None = None,
     ) -> None:
         self._gpus, self._library = gpus, library
         self._worker = Worker("nvml") if start is None else None

@@ -10,7 +10,8 @@ class HeartbeatAges:
     """A source that reads what the watchdog's thread has seen, without any communication.
 
     Args:
-      heartbeats: of the run's processes; None: there is only one process, or nobody watches.
+      heartbeats: heartbeats of the run's processes; None: there is only one process, or the
+        watchdog is off.
     """
 
     name = "heartbeats"

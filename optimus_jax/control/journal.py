@@ -109,7 +109,7 @@ def switches(run_dir: Path) -> list[SwitchRecord]:
                 explain(
                     "a record of a switch is damaged",
                     given=f"{run_dir / 'switches.jsonl'}: {shown(error)}",
-                    do="restore the file, or move it away: the run then goes on with plan.json",
+                    do="restore the file, or move it away: the run then continues with plan.json",
                 )
             ) from error
     return records

@@ -10,7 +10,6 @@ from jax.sharding import Mesh
 from optimus_jax.config import ControlConfig
 from optimus_jax.config.axes import MESH_AXES, AxisSizes
 from optimus_jax.control.baselines import Baselines
-from optimus_jax.control.deciding.conditions import BETWEEN, INSIDE
 from optimus_jax.control.guard import Source
 from optimus_jax.control.health import DeviceMemory, GpuHealth, visible_gpus
 from optimus_jax.control.heartbeats import HeartbeatAges
@@ -18,7 +17,7 @@ from optimus_jax.control.mesh_probes import MeshProbes
 from optimus_jax.control.probe_rounds import Budget, ProbeRounds
 from optimus_jax.control.sources import Signals
 from optimus_jax.faults.heartbeat import Heartbeats
-from optimus_jax.planning.profiles.cluster import Cluster
+from optimus_jax.planning.profiles.cluster import INTER_HOST, INTRA_HOST, Cluster
 from optimus_jax.planning.profiles.hardware import HardwareProfile
 
 
@@ -87,7 +86,7 @@ class Probes:
         return rounds
 
     def _link(self, sizes: AxisSizes, axis: str) -> str:
-        return BETWEEN if self._cluster.hosts_crossed(sizes, (axis,)) > 1 else INSIDE
+        return INTER_HOST if self._cluster.hosts_crossed(sizes, (axis,)) > 1 else INTRA_HOST
 
 
 def live_signals(
@@ -106,7 +105,7 @@ def live_signals(
       global_batch: examples of a step in the first phase.
       seq_len: tokens of an example in the first phase.
       rounds: probe rounds on the first mesh; None: no probes.
-      heartbeats: heartbeats of the run's processes; None: nobody watches them.
+      heartbeats: heartbeats of the run's processes; None: the watchdog is off.
       warn: called when a source breaks.
     """
     devices = jax.local_devices()

@@ -18,7 +18,7 @@ from jax import Array, lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from optimus_jax.config.axes import MESH_AXES
-from optimus_jax.control.baselines import AllReduce, Matmuls, Work, messages_of
+from optimus_jax.control.baselines import AllReduce, Matmuls, ProbeWork, messages_of
 
 _DTYPES = {"f32": jnp.float32, "bf16": jnp.bfloat16}
 _RUNS = 5
@@ -79,7 +79,7 @@ class MeshProbes:
             if on_cpu
             else Matmuls(m=1024, k=1024, dtype="bf16", repeats=16)
         )
-        self._programs: dict[Work, Callable[[], object]] = {}
+        self._programs: dict[ProbeWork, Callable[[], object]] = {}
 
     def work(self, axis: str, num_bytes: int) -> AllReduce:
         """An all-reduce along `axis`."""

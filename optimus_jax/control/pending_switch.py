@@ -36,7 +36,7 @@ class SwitchTrial:
     source: Plan
     plan: Plan
     costs_s: dict[str, float]
-    """How long the run stood still for the switch, by phase, in seconds."""
+    """How long training paused for the switch, by phase, in seconds."""
     tax_s: float
     """Delay of earlier steps by preparing the switch, in seconds."""
     before_s: tuple[float, ...]

@@ -158,7 +158,7 @@ class PhaseChanges:
             switch_method=None,
             why=why,
             phases_s={name.removesuffix("_s"): time_s for name, time_s in phases_s.items()},
-            bytes_moved=prepared.there.sent_bytes,
+            bytes_moved=prepared.forward.sent_bytes,
             step_delay_s=sum(switched.costs_s.values()),
         )
 

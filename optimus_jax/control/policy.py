@@ -27,21 +27,21 @@ SwitchMethod = Literal["executable", "rebalance", "remesh", "subset", "restart"]
 SWITCH_METHODS: tuple[SwitchMethod, ...] = typing.get_args(SwitchMethod)
 """Cheapest first: `executable` moves no state, `rebalance` moves some layers to neighbours, the
 others move more (docs/control.md)."""
-Action = Literal["stay", "switch"]
+DecisionAction = Literal["stay", "switch"]
 CHOSEN = "chosen"
-ALMOST = 0.9
+MIN_SHARE_OF_BEST_GAIN = 0.9
 """A cheaper switch method is preferred if its net gain is at least this share of the largest."""
-EVEN_ODDS = 0.5
+MIN_BREAK_EVEN = 0.5
 """Required break-even probability of a switch while the duration of conditions is unknown."""
-LONG_ODDS = 0.7
+MIN_BREAK_EVEN_RESTART = 0.7
 """Required break-even probability of a restart. It is higher because undoing a restart takes as
 long again, and excluded devices are not measured, so nothing shows when to undo it."""
-LOOK_AGAIN = 0.25
+REWEIGH_AFTER = 0.25
 """A switch that was rejected only for the duration of conditions is weighed again after this share
 of the time that conditions have lasted so far."""
-RETURN = 2.0
+RETURN_GAIN_FACTOR = 2.0
 """Factor on the required gain of a plan that the run has left, while nothing has changed since."""
-SHOWN = 5
+MAX_ALTERNATIVES = 5
 """Largest number of alternatives in the record of a decision."""
 _NORMAL = statistics.NormalDist()
 
@@ -68,7 +68,7 @@ class SwitchCandidate:
     first, the switch is dropped."""
     without: frozenset[int] = frozenset()
     """Ids of devices that the plan does not use."""
-    likely: float = 1.0
+    usable_probability: float = 1.0
     """Probability that the conditions assumed by `log_ratio` hold."""
     barred: str = ""
     """Why the plan may not be used (not allowed, or it failed); empty: it may be used."""
@@ -104,7 +104,7 @@ class Regime:
         """Probability that the regime lasts `further_s` longer."""
         return 1.0 if self.durations is None else self.durations.survival(self.elapsed_s, further_s)
 
-    def wait_s(self, further_s: float, probability: float = EVEN_ODDS) -> float:
+    def wait_s(self, further_s: float, probability: float = MIN_BREAK_EVEN) -> float:
         """Seconds until the regime, if it still holds then, has at least this probability of
         lasting another `further_s`.
         """
@@ -130,7 +130,7 @@ class Situation:
     regime: Regime
     budget_s: float
     """Seconds that switches may still cost."""
-    caution: float = 1.0
+    gain_multiplier: float = 1.0
     """Factor on the required ratio of gain to cost; above 1 if the run has switched back and
     forth."""
     blocked: str = ""
@@ -183,7 +183,7 @@ class Decision:
 
     step: int
     """Number of steps done when it was made."""
-    action: Action
+    action: DecisionAction
     why: str
     """The reason, in one sentence."""
     plan: Plan | None = None
@@ -196,7 +196,7 @@ class Decision:
     without: frozenset[int] = frozenset()
     """Ids of devices that `plan` must not use."""
     mandatory: bool = False
-    """The run cannot go on, or not for long, under the present plan."""
+    """The run cannot continue, or not for long, under the present plan."""
     trigger: str = ""
     """What caused the decision, in words."""
     step_time_s: float | None = None
@@ -241,7 +241,7 @@ def decide(
     )
     passed = [] if situation.blocked else [each for each in weighed if not each.objection]
     best = min(
-        [each for each in passed if each.net_s >= ALMOST * passed[0].net_s],
+        [each for each in passed if each.net_s >= MIN_SHARE_OF_BEST_GAIN * passed[0].net_s],
         key=lambda each: SWITCH_METHODS.index(each.candidate.switch_method),
         default=None,
     )
@@ -314,8 +314,11 @@ def _weigh(situation: Situation, candidate: SwitchCandidate, settings: ControlCo
     back_s = (
         0.0 if regime.durations is None else (1.0 - regime.survival(left_s)) * candidate.return_s
     )
-    gain_s, cost_s = candidate.likely * candidate.gain * lasting_s, candidate.cost_s + back_s
-    probability = candidate.likely * _probability(candidate, cost_s, lasting_s)
+    gain_s, cost_s = (
+        candidate.usable_probability * candidate.gain * lasting_s,
+        candidate.cost_s + back_s,
+    )
+    probability = candidate.usable_probability * _probability(candidate, cost_s, lasting_s)
     earned_s = candidate.cost_s / candidate.gain if candidate.gain > 0 else math.inf
     unsure_s = unprepared.wait_s(candidate.prepare_s)
     objection, wait_s = _objection(
@@ -366,11 +369,11 @@ def _objection(
     """The first test that is not passed (empty: none), and the seconds to wait if only the duration
     of conditions speaks against the switch.
     """
-    least = settings.min_gain * (RETURN if candidate.was_left else 1.0)
+    least = settings.min_gain * (RETURN_GAIN_FACTOR if candidate.was_left else 1.0)
     # The longer conditions have lasted, the longer they are expected to last. So a switch that
     # fails only for their duration may pass later.
     later_s = (
-        None if situation.regime.durations is None else LOOK_AGAIN * situation.regime.elapsed_s
+        None if situation.regime.durations is None else REWEIGH_AFTER * situation.regime.elapsed_s
     )
     if candidate.barred:
         return candidate.barred, None
@@ -402,9 +405,12 @@ def _objection(
             ),
             None,
         )
-    if candidate.likely < settings.min_probability:
+    if candidate.usable_probability < settings.min_probability:
         return (
-            (f"saves time only if its devices have recovered (probability {candidate.likely:.2f})"),
+            (
+                "saves time only if its devices have recovered"
+                f" (probability {candidate.usable_probability:.2f})"
+            ),
             None,
         )
     if unsure_s > 0:
@@ -416,7 +422,7 @@ def _objection(
             unsure_s,
         )
     wait_s = situation.regime.wait_s(
-        earned_s, LONG_ODDS if candidate.switch_method == "restart" else EVEN_ODDS
+        earned_s, MIN_BREAK_EVEN_RESTART if candidate.switch_method == "restart" else MIN_BREAK_EVEN
     )
     if wait_s > 0:
         return (
@@ -434,7 +440,7 @@ def _objection(
             ),
             later_s,
         )
-    least_times = settings.gain_over_cost * situation.caution
+    least_times = settings.gain_over_cost * situation.gain_multiplier
     if gain_s < max(cost_s, least_times * candidate.cost_s):
         return (
             (
@@ -524,7 +530,7 @@ def _decision(
     wait_s: float | None = None,
 ) -> Decision:
     chosen = best and best.candidate
-    shown = sorted(weighed, key=lambda each: each is not best)[:SHOWN]
+    shown = sorted(weighed, key=lambda each: each is not best)[:MAX_ALTERNATIVES]
     return Decision(
         step=situation.step,
         action="switch" if chosen else "stay",

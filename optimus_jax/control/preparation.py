@@ -1,4 +1,4 @@
-"""The preparation of a switch: compiling a plan in a thread while training goes on, in every
+"""The preparation of a switch: compiling a plan in a thread while training continues, in every
 process.
 
 Errors are part of the result, and are raised when it is requested, never in training.
@@ -24,14 +24,14 @@ from optimus_jax.reshard.reshard import Move
 class Prepared:
     """All that a switch needs, compiled.
 
-    `there` moves the state from `source` to `target`, `back` moves it from `target` to `source`.
+    `forward` moves the state from `source` to `target`, `reverse` from `target` to `source`.
     """
 
     source: Executable
     """The executable that the run leaves."""
     target: Executable
-    there: Move
-    back: Move
+    forward: Move
+    reverse: Move
     compile_s: float
     """Seconds of compiling what was not in the cache: steps, evaluation, checksums and moves."""
     over_disk: bool = False
@@ -58,7 +58,7 @@ class Prepared:
     def move_bytes(self) -> int:
         """Peak bytes on a device while the state moves: the larger state, and data in transfer."""
         states = self.source.layout.num_bytes(), self.target.layout.num_bytes()
-        return max(states) + max(self.there.way_bytes, self.back.way_bytes)
+        return max(states) + max(self.forward.way_bytes, self.reverse.way_bytes)
 
 
 class Preparation:
@@ -145,7 +145,7 @@ def check_room(prepared: Prepared, bytes_per_device: int | None) -> None:
         raise PlanError(
             explain(
                 f"moving the state needs {gib(prepared.move_bytes)} per device,"
-                f" {gib(bytes_per_device)} are there",
+                f" {gib(bytes_per_device)} are available",
                 given=prepared.target.plan.describe(),
                 do="use a smaller controller.move_bytes, or another plan",
             )

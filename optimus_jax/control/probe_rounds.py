@@ -25,7 +25,7 @@ from optimus_jax.control.signals import (
 )
 from optimus_jax.control.skew import Skew, median, skew_of
 
-Exchange = Callable[[np.ndarray], np.ndarray]
+GatherSamples = Callable[[np.ndarray], np.ndarray]
 """Gathers the values of all P processes: [N] of this process -> [P, N]."""
 LONGEST_S = 0.2
 """A large message that would take longer than this, in seconds, by the time of the small one, is
@@ -121,7 +121,7 @@ class ProbeRounds:
 
     Args:
       programs: the programs to time.
-      links: the link that each mesh axis crosses: `inside` or `between` hosts
+      links: the link that each mesh axis crosses, `intra_host` or `inter_host`
         (planning/profiles/cluster.py).
       baselines: how long probes take when nothing is wrong.
       budget: decides when rounds are due.
@@ -136,7 +136,7 @@ class ProbeRounds:
         baselines: Baselines,
         budget: Budget,
         *,
-        exchange: Exchange | None = None,
+        exchange: GatherSamples | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.budget = budget

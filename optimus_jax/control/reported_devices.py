@@ -83,7 +83,7 @@ class ReportedDevices:
         if usable and not self._can_leave:
             self._complain(
                 f"is not followed: a run of several processes cannot leave devices {sorted(usable)}"
-                " while it goes on; stop it, and start it with --resume on the others"
+                " while it continues; stop it, and start it with --resume on the others"
             )
             return frozenset()
         rest = f", and is followed for {sorted(usable)}" if usable else ""

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from optimus_jax.planning.profiles.cluster import OLD_LINK_NAMES
 from optimus_jax.robust import deviation_from, median_of_sorted
 
 Quality = Literal["good", "few", "stale", "unknown"]
@@ -35,7 +36,9 @@ TEMPERATURE_C = "temperature_c"
 ECC_ERRORS = "ecc_errors"
 COMPUTE_SLOWDOWN = "compute_slowdown"
 LINK_SLOWDOWN = "link_slowdown/"
-"""Prefix of signal names; `inside`, `between` or the name of a mesh axis follows."""
+"""Prefix of signal names; `intra_host`, `inter_host` or the name of a mesh axis follows."""
+OLD_SIGNAL_NAMES = {LINK_SLOWDOWN + old: LINK_SLOWDOWN + new for old, new in OLD_LINK_NAMES.items()}
+"""Earlier names of signals, in runs of older versions and in scenarios."""
 PROCESS_SKEW = "process_skew"
 STRAGGLER = "straggler"
 PADDING_SHARE = "padding_share"

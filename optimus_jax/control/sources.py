@@ -13,7 +13,7 @@ import jax
 
 from optimus_jax.config import ControlConfig
 from optimus_jax.config.axes import MESH_AXES
-from optimus_jax.control.batches import BatchShape, HostBatch
+from optimus_jax.control.batches import BatchStatistics
 from optimus_jax.control.guard import POLL_S, Guard, Polled, Source
 from optimus_jax.control.loss_slope import LossSlope
 from optimus_jax.control.probe_rounds import ProbeRounds
@@ -38,6 +38,7 @@ from optimus_jax.control.signals import (
     SignalSummary,
     Window,
 )
+from optimus_jax.data.batch import HostBatch
 from optimus_jax.run_directory.step_record import StepRecord
 
 _LOG = logging.getLogger(__name__)
@@ -84,7 +85,7 @@ class Signals:
         clock: Callable[[], float] = time.perf_counter,
         warn: Callable[[str], object] = _LOG.warning,
     ) -> None:
-        self.batches = BatchShape()
+        self.batches = BatchStatistics()
         """The source for the newest batch; it holds the histogram of document lengths."""
         self._settings, self._global_batch, self._seq_len = settings, global_batch, seq_len
         self._sources = [
@@ -217,8 +218,8 @@ class Signals:
         self._global_batch, self._seq_len, self._rounds = global_batch, seq_len, rounds
         self._step_times_s.clear()
         self._forget(_OF_MEMORY)
-        # The samples of mesh axes belong to the old mesh. Those of links (`inside`, `between`) stay
-        # valid, unless the links were measured several times on the new mesh.
+        # The samples of mesh axes belong to the old mesh. Those of links (`intra_host`,
+        # `inter_host`) stay valid, unless the links were measured several times on the new mesh.
         is_news = rounds is not None and len(rounds.at_first) > 1
         self._forget(
             (*_OF_STEPS, LINK_SLOWDOWN)

@@ -1,8 +1,8 @@
 """Moves a running job to another plan: prepare, move, verify, commit; and takes the switch back.
 
-* PREPARE, while training goes on: a thread compiles the plan and the programs that move the state,
-  there and back, and checks whether steps and move fit into memory. An error there is part of the
-  result of the preparation, and never an exception in training.
+* PREPARE, while training continues: a thread compiles the plan and the programs that move the
+  state, forward and in reverse, and checks whether steps and move fit into memory. An error there
+  is part of the result of the preparation, and never an exception in training.
 * MOVE and VERIFY, at a step boundary: the leaves move in groups (reshard/reshard.py). Checksums of
   a group are computed before and after it moves, and its old shards are deleted only if they agree.
   So nothing is lost until the last group is verified: groups that have moved can be moved back, and
@@ -38,6 +38,7 @@ from optimus_jax.control.disk_transfer import DiskTransfer
 from optimus_jax.control.executables import Executable, ExecutableCache, batch_of, compile_plan
 from optimus_jax.control.journal import Ending, Journal
 from optimus_jax.control.preparation import Preparation, Prepared, check_room
+from optimus_jax.data.batch import BatchShape
 from optimus_jax.devices.hosts import devices_by_host
 from optimus_jax.errors import FaultError, OptimusError, PlanError, explain
 from optimus_jax.plan import Plan
@@ -149,14 +150,14 @@ class Switcher:
     def is_compiled(
         self,
         plan: Plan,
-        batch: tuple[int, int] | None = None,
+        batch: BatchShape | None = None,
         without: frozenset[int] = frozenset(),
     ) -> bool:
         """Whether the plan's executable is in the cache.
 
         Args:
           plan: the plan.
-          batch: (examples of a step, tokens of each); None: the run's.
+          batch: shape of the batches; None: the run's.
           without: ids of devices that the plan does not use.
         """
         devices = [device for device in devices_by_host() if device.id not in without][
@@ -190,7 +191,7 @@ class Switcher:
             # Only one process writes; if it cannot, no process may move.
             with clock.phase("commit_s"), all_or_none():
                 self._begin(prepared, step, why, by_choice)
-        # Nothing has moved yet: the run goes on with its state.
+        # Nothing has moved yet: the run continues with its state.
         except OptimusError as error:
             return Switched(
                 state=state,
@@ -273,8 +274,8 @@ class Switcher:
         back = Prepared(
             source=trial.target,
             target=trial.source,
-            there=trial.back,
-            back=trial.there,
+            forward=trial.reverse,
+            reverse=trial.forward,
             compile_s=0.0,
             over_disk=trial.over_disk,
         )
@@ -315,17 +316,17 @@ class Switcher:
         self._executables.put(target)
         if not stays:
             source.compile_rest()
-        there, back = (
+        forward, reverse = (
             Move(*ends, budget_bytes=self._settings.move_bytes, avoid=avoid)
             for ends in ((source.layout, target.layout), (target.layout, source.layout))
         )
-        there.compile()
-        back.compile()
+        forward.compile()
+        reverse.compile()
         prepared = Prepared(
             source=source,
             target=target,
-            there=there,
-            back=back,
+            forward=forward,
+            reverse=reverse,
             compile_s=time.perf_counter() - started,
         )
         try:
@@ -353,7 +354,7 @@ class Switcher:
             with clock.phase("probe_s"):
                 before = _loss(prepared.source, state, probed)
             self._carry(prepared, leaves, sums, moved, clock)
-            new: TrainState = prepared.there.target_state(leaves)
+            new: TrainState = prepared.forward.target_state(leaves)
             self._accept(new, before, prepared, step, clock, commit)
         except Exception as error:
             with clock.phase("move_s"):
@@ -416,8 +417,8 @@ class Switcher:
                     "a state that went over the disk cannot be read again",
                     given=f"{prepared.source.plan.describe()}: {error}",
                     do=(
-                        "start again with --resume: the run goes on from its newest good checkpoint"
-                        " under the plan from before"
+                        "start again with --resume: the run continues from its newest good"
+                        " checkpoint, under the plan from before"
                     ),
                 )
             ) from error
@@ -459,16 +460,16 @@ class Switcher:
         `sums` and `moved` receive the checksums and paths of the leaves that have been moved, so
         that the caller knows how far it has come if this raises.
         """
-        for group in prepared.there.groups:
-            changed = [path for path in group.paths if not prepared.there.stays(path)]
+        for group in prepared.forward.groups:
+            changed = [path for path in group.paths if not prepared.forward.stays(path)]
             with clock.phase("verify_s"):
                 sums |= prepared.source.sums.of(leaves, changed)
             with clock.phase("move_s"):
-                arrived = prepared.there.carry(group, leaves)
+                arrived = prepared.forward.carry(group, leaves)
             with clock.phase("verify_s"):
                 _check_same(sums, prepared.target.sums.of(arrived, changed))
             with clock.phase("move_s"):
-                prepared.there.release(group, leaves, arrived)
+                prepared.forward.release(group, leaves, arrived)
                 moved += group.paths
 
     def _probe_of(self, prepared: Prepared) -> Callable[[Program], Batch] | None:
@@ -501,29 +502,29 @@ def _brought_back(
     prepared: Prepared, leaves: dict[str, Array], moved: Iterable[str], sums: dict[str, int]
 ) -> TrainState:
     """The state in the old layout: moves back and verifies the leaves in `moved`."""
-    there = set(moved)
+    to_move_back = set(moved)
     try:
-        for group in prepared.back.groups:
+        for group in prepared.reverse.groups:
             part = Group(
-                paths=tuple(path for path in group.paths if path in there),
+                paths=tuple(path for path in group.paths if path in to_move_back),
                 way_bytes=group.way_bytes,
             )
-            arrived = prepared.back.carry(part, leaves)
+            arrived = prepared.reverse.carry(part, leaves)
             changed = [path for path in part.paths if path in sums]
             _check_same(sums, prepared.source.sums.of(arrived, changed))
-            prepared.back.release(part, leaves, arrived)
+            prepared.reverse.release(part, leaves, arrived)
     except Exception as error:
         raise StateLostError(
             explain(
                 "a state that was moved in part cannot be moved back",
                 given=f"{prepared.target.plan.describe()}: {error}",
                 do=(
-                    "start again with --resume: the run goes on from its newest checkpoint under"
+                    "start again with --resume: the run continues from its newest checkpoint under"
                     " the plan from before"
                 ),
             )
         ) from error
-    return prepared.back.target_state(leaves)
+    return prepared.reverse.target_state(leaves)
 
 
 def _check_same(sent: dict[str, int], arrived: dict[str, int]) -> None:

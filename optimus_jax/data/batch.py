@@ -6,11 +6,21 @@ the batches of the loader and with synthetic ones (tests/data/test_batch.py).
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
-Batch = dict[str, np.ndarray]
+HostBatch = dict[str, np.ndarray]
 """Arrays on the host, keyed by the names of `BATCH_ARRAYS`."""
+
+
+class BatchShape(NamedTuple):
+    """Shape of a global batch."""
+
+    global_batch: int
+    """Examples per step."""
+    seq_len: int
+    """Tokens per example."""
 
 
 @dataclass(frozen=True)
@@ -39,13 +49,13 @@ BATCH_ARRAYS: Mapping[str, BatchArray] = {
 
 def synthetic_batch(
     *, vocab_size: int, rows: int, seq_len: int, seed: int, examples: np.ndarray | None = None
-) -> Batch:
+) -> HostBatch:
     """Random tokens, one document per example, for timing and for benchmarks.
 
     Args:
       rows: number of examples.
-      seq_len: tokens of each.
-      seed: of the random generator; not negative.
+      seq_len: tokens of an example.
+      seed: seed of the random generator; not negative.
       examples: int [rows], their numbers in the global batch; None: 0 to rows - 1.
     Returns:
       The arrays of `BATCH_ARRAYS`; every target counts.

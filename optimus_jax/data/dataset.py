@@ -27,7 +27,7 @@ from optimus_jax.data.tokens import (
 )
 from optimus_jax.errors import DataError, explain
 
-Identity = dict[str, int | str]
+DataIdentity = dict[str, int | str]
 """Fingerprint of a data set, JSON values by name: see `identity_of` and `differences`."""
 
 
@@ -43,7 +43,7 @@ class Data:
     """The tokenizer that made the tokens."""
     description: str
     """Summary in one line."""
-    identity: Identity
+    identity: DataIdentity
     """Fingerprint that tells this data from other data."""
     notes: tuple[str, ...] = ()
     """Sentences about text that was left out or changed while reading the files."""
@@ -138,14 +138,14 @@ def load_data(
     )
 
 
-def identity_of(stream: TokenStream, headers: Sequence[TokenHeader]) -> Identity:
+def identity_of(stream: TokenStream, headers: Sequence[TokenHeader]) -> DataIdentity:
     """Fingerprint of a stream, whatever its file paths: its length and digests of its tokens.
 
     Every token is hashed if the stream is in memory, or has at most CHECKED_TOKENS on disk. For a
     longer stream on disk, evenly spread blocks are hashed, together with the digests that
-    scripts/tokenize.py stored in the headers of its files (if all of them have one).
+    `optimus tokenize` stored in the headers of its files (if all of them have one).
     """
-    found: Identity = {"tokens": len(stream), "content": content_digest(stream.tokens)}
+    found: DataIdentity = {"tokens": len(stream), "content": content_digest(stream.tokens)}
     if len(stream) <= DIGEST_TOKENS:  # content_digest has hashed every token
         return found
     if not is_on_disk(stream) or len(stream) <= CHECKED_TOKENS:

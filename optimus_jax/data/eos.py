@@ -58,12 +58,12 @@ class RespellingCounts:
             return []
         changed = (
             f" ({self.changed:,} of them with other text than the document has, "
-            "as the vocabulary cannot write it)"
+            "because the vocabulary cannot write it)"
             if self.changed
             else ""
         )
         dropped = (
-            f", {self.dropped:,} left out, as the vocabulary cannot write them otherwise"
+            f", {self.dropped:,} left out because the vocabulary cannot write them otherwise"
             if self.dropped
             else ""
         )

@@ -4,6 +4,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
 
+from optimus_jax.system.command import typed_command
+
 _HEAD_BYTES = 1 << 16
 """Bytes read from the start of a file: tar's magic is at byte 257, and text needs a longer look."""
 
@@ -43,7 +45,8 @@ _KINDS = (
     (
         b"\x93NUMPY",
         "a NumPy array",
-        "write texts as .txt, .jsonl or .parquet; scripts/tokenize.py makes tokens of them",
+        "write texts as .txt, .jsonl or .parquet;"
+        f" {typed_command('tokenize')} makes tokens of them",
     ),
     (b"\x89HDF", "an HDF5 file", _TAKE_OUT),
     (b"SQLite format 3", "an SQLite database", _TAKE_OUT),

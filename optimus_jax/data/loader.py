@@ -14,7 +14,7 @@ from functools import cached_property
 import grain
 import numpy as np
 
-from optimus_jax.data.batch import Batch
+from optimus_jax.data.batch import HostBatch
 from optimus_jax.data.sampler import count_examples, cut_examples, example_order
 from optimus_jax.data.tokens import TokenStream
 from optimus_jax.errors import DataError, explain
@@ -68,7 +68,7 @@ class BatchLoader:
     def _order(self) -> grain.MapDataset[int]:
         return example_order(self.num_examples, self.seed)
 
-    def batch(self, step: int) -> Batch:
+    def batch(self, step: int) -> HostBatch:
         """This process's rows of the batch of `step` (the first step is 1).
 
         Returns:
@@ -81,7 +81,7 @@ class BatchLoader:
         )
         return batch | {"examples": np.asarray(self.rows, np.int32)}
 
-    def iterate(self, first_step: int) -> Generator[tuple[int, Batch], None, None]:
+    def iterate(self, first_step: int) -> Generator[tuple[int, HostBatch], None, None]:
         """Yield (step, batch) from `first_step` on, endlessly; a thread makes batches ahead of use.
 
         An error is raised at the step whose batch failed. Closing the iterator ends the thread.
@@ -105,7 +105,7 @@ def eval_batches(
     rows: np.ndarray,
     respect_documents: bool,
     num_examples: int,
-) -> Iterator[Batch]:
+) -> Iterator[HostBatch]:
     """Batches of the first `num_examples` of a held-out stream (or of all it has), in order.
 
     The batches have the arrays of `BatchLoader.batch`. If the last batch has too few examples, its
@@ -118,7 +118,7 @@ def eval_batches(
     _check_rows(rows, num_rows)
     num_examples = min(num_examples, count_examples(stream, seq_len))
 
-    def cut(index: int) -> Batch:
+    def cut(index: int) -> HostBatch:
         examples = index * num_rows + np.asarray(rows, np.int64)
         batch = cut_examples(
             stream,

@@ -36,7 +36,7 @@ def check_format(path: Path) -> None:
     if compression and suffix in SUFFIXES:
         raise DataError(
             explain(
-                f"{path} is compressed, and {suffix} files cannot be read so",
+                f"{path}: compressed {suffix} files cannot be read",
                 given=path.suffix,
                 do="decompress it: tokens are mapped into memory, and tables are compressed inside",
             )
@@ -44,21 +44,21 @@ def check_format(path: Path) -> None:
     if compression:
         raise DataError(
             explain(
-                f"{path} does not say what is inside the compression",
+                f"{path}: the format of the compressed file is unknown",
                 given=path.name,
                 do=(
-                    f"let its name end as .jsonl{compression} or .txt{compression}, "
-                    "or unpack it if it is an archive"
+                    f"rename it to end in .jsonl{compression} or .txt{compression}, or unpack it if"
+                    " it is an archive"
                 ),
             )
         )
     kind, advice = kind_of_file(head_of(path)) or ("nothing known here", "give another file")
     raise DataError(
         explain(
-            f"{path} has a suffix that says nothing about a format to train on",
+            f"{path} has an unknown suffix",
             given=f"{path.suffix or 'no suffix'}; by its first bytes it is {kind}",
             do=(
-                f"{advice} (read are {' '.join(SUFFIXES)}, those of text also with"
+                f"{advice} (supported: {' '.join(SUFFIXES)}, text formats also compressed as"
                 f" {' '.join(OPENERS)})"
             ),
         )
@@ -100,7 +100,7 @@ def no_match_error(source: str) -> DataError:
         if not is_glob and error.errno not in (errno.ENOENT, errno.ENOTDIR):
             return DataError(
                 explain(
-                    "a data file cannot be looked at",
+                    "cannot access a data file",
                     given=f"{source}: {error.strerror}",
                     do="give a file that this user may read",
                 )

@@ -11,7 +11,7 @@ of the earlier phases.
 import grain
 import numpy as np
 
-from optimus_jax.data.batch import Batch
+from optimus_jax.data.batch import HostBatch
 from optimus_jax.data.tokens import TokenStream, check_tokens
 
 
@@ -30,7 +30,7 @@ def example_order(num_examples: int, seed: int) -> grain.MapDataset[int]:
 
 def cut_examples(
     stream: TokenStream, examples: np.ndarray, *, seq_len: int, respect_documents: bool
-) -> Batch:
+) -> HostBatch:
     """Cut the examples numbered `examples` [R] out of a stream.
 
     Returns:

@@ -52,7 +52,7 @@ class SkippedInput:
                 for suffix, count in sorted(self.other_files.items())
             )
             found.append(
-                f"file(s) in folders left out, as they are of no format to train on: {kinds}"
+                f"file(s) in folders left out, because their format is not supported: {kinds}"
             )
         if self.repeated:
             found.append(

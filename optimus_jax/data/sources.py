@@ -128,7 +128,7 @@ def _expand(source: str, skipped_input: SkippedInput) -> list[Path]:
     except (OSError, ValueError) as error:  # ValueError: a zero byte in a name
         raise DataError(
             explain(
-                "a data source cannot be looked at",
+                "cannot access a data source",
                 given=error,
                 do="give files that this user may read, or leave it out",
             )

@@ -295,8 +295,8 @@ def _switch_dropout_off(model: Any) -> list[str]:
         return []
     model.dropout = None
     return [
-        f"the tokenizer's dropout of {dropout:g} is switched off, as token ids must not differ from"
-        " one reading of the data to the next"
+        f"the tokenizer's dropout of {dropout:g} is switched off, because token ids must not"
+        " differ between two readings of the data"
     ]
 
 

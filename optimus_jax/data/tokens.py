@@ -22,6 +22,7 @@ from optimus_jax.data.joined import JoinedTokens
 from optimus_jax.data.skipped_input import SkippedInput
 from optimus_jax.data.tokenizers import Tokenizer, token_dtype
 from optimus_jax.errors import DataError, explain
+from optimus_jax.system.command import typed_command
 
 _FORMAT = 1
 _CHUNK_TOKENS = 1 << 24
@@ -91,8 +92,8 @@ def check_tokens(stream: TokenStream, tokens: np.ndarray, start: int) -> None:
                     f" {stream.vocab_size}"
                 ),
                 do=(
-                    "the file is damaged, or its header is of another: write both again with"
-                    " scripts/tokenize.py"
+                    "the file is damaged, or its header is another file's: write both again with"
+                    f" {typed_command('tokenize')}"
                 ),
             )
         )
@@ -305,7 +306,7 @@ def read_token_file(path: Path, tokenizer: Tokenizer) -> tuple[TokenStream, Toke
                     f"{size} bytes; {header.num_tokens} tokens of {header.dtype} "
                     f"are {expected} bytes"
                 ),
-                do="write it again with scripts/tokenize.py",
+                do=f"write it again with {typed_command('tokenize')}",
             )
         )
     if header.tokenizer != tokenizer.digest:
@@ -353,7 +354,7 @@ def read_token_file(path: Path, tokenizer: Tokenizer) -> tuple[TokenStream, Toke
                         f"{found:,} ends of documents; {header.num_documents:,} in"
                         f" {_header_path(path).name}"
                     ),
-                    do="write both again with scripts/tokenize.py",
+                    do=f"write both again with {typed_command('tokenize')}",
                 )
             )
     return stream, header
@@ -409,7 +410,10 @@ def _read_header(path: Path) -> TokenHeader:
             explain(
                 f"{path} has no header of format {_FORMAT} beside it",
                 given=error,
-                do=f"restore {_header_path(path).name}, or write both with scripts/tokenize.py",
+                do=(
+                    f"restore {_header_path(path).name}, or write both with"
+                    f" {typed_command('tokenize')}"
+                ),
             )
         ) from error
     return header

@@ -3,7 +3,7 @@
 Code that may be the first to ask JAX for a device calls `start_backend` before it does.
 
 Drivers, plugins and settings can make the start fail in many ways, which JAX reports in its own
-words or not at all. If JAX cannot start a platform that the user asked for, that is an error. If
+words or not at all. If JAX cannot start a platform that the user requested, that is an error. If
 JAX is on the CPU although the machine has a GPU or the model is large, that is a warning.
 """
 
@@ -77,7 +77,7 @@ def _begin() -> None:
         if jax.distributed.is_initialized() and any(word in said for word in _PEER_ERRORS):
             raise FaultError(
                 explain(
-                    "the processes of this run have not found their devices together",
+                    "not all processes found their devices",
                     given=said,
                     do="start all again",
                 )
@@ -125,14 +125,14 @@ def unexpected_cpu_warning(num_params: Callable[[], int] = lambda: 0) -> str | N
     size = f" of {params:,} parameters" if params else ""
     what, do = here or (
         (
-            "there is none that this machine knows of: no NVIDIA driver answers, and there is no"
-            " /dev/kfd and no /dev/accel*"
+            "no GPU was detected: no NVIDIA driver answers, and there is no /dev/kfd and no"
+            " /dev/accel*"
         ),
         "on a machine with one: pip install 'optimus-jax[cuda13]'",
     )
     return (
         f"WARNING: no GPU was found, and this run{size} is on the CPU: {what}\n  do:    {do}; if"
-        " the CPU is meant: JAX_PLATFORMS=cpu"
+        " the CPU is intended: JAX_PLATFORMS=cpu"
     )
 
 
@@ -214,9 +214,9 @@ def _cannot_start(said: str) -> ConfigError:
         found, what, do = _not_found(asked)
         return ConfigError(
             explain(
-                f"{found}, for JAX cannot start the platform that was asked for: {what}",
+                f"{found}: JAX cannot start the requested platform: {what}",
                 given=f"{given}; JAX: {said}",
-                do=f"{do}; or unset JAX_PLATFORMS to take what there is",
+                do=f"{do}; or unset JAX_PLATFORMS to use any available device",
             )
         )
     here = unused_accelerator()
@@ -234,13 +234,13 @@ def _not_found(platform: str) -> tuple[str, str, str]:
     wants_gpu = any(name in platform for name in ("cuda", "gpu", "rocm"))
     what, do = unused_accelerator() or (
         (
-            "there is no GPU that this machine knows of",
+            "no GPU was detected",
             "pip install 'optimus-jax[cuda13]' on a machine with one",
         )
         if wants_gpu
         else (
             (
-                "there is no TPU that this machine knows of",
+                "no TPU was detected",
                 "pip install 'jax[tpu]' on a machine with one",
             )
             if "tpu" in platform
@@ -263,7 +263,7 @@ def _check_default_device() -> None:
         found, what, do = _not_found(default)
         if (asked := _asked_for()) and default not in asked.split(","):
             what, do = (
-                f"platform {asked} was asked for, which leaves it out",
+                f"platform {asked} was requested, which leaves it out",
                 f"let both name one platform, such as JAX_PLATFORMS={default}",
             )
         given = (
@@ -273,15 +273,15 @@ def _check_default_device() -> None:
         )
         raise ConfigError(
             explain(
-                f"{found}, which is to be JAX's default device: {what}",
+                f"{found}, JAX's default device: {what}",
                 given=f"{given}; JAX: {' '.join(str(error).split())}",
-                do=f"unset JAX_DEFAULT_DEVICE to take what there is; or {do}",
+                do=f"unset JAX_DEFAULT_DEVICE to use any available device; or {do}",
             )
         ) from error
 
 
 def _asked_for() -> str:
-    """The platform that the user asked for; empty: none."""
+    """The platform that the user requested; empty: none."""
     older = jax.config.read("jax_platform_name") if "jax_platform_name" in jax.config.values else ""
     return (jax.config.jax_platforms or older or "").strip()  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -292,7 +292,7 @@ def _limit_memory(has_begun: bool) -> None:
     if not os.environ.get(_FRACTION) and not os.environ.get(_OLDER_FRACTION):
         if has_begun:
             warnings.warn(
-                f"JAX was used before this run was begun, and so may use {float(JAX_OWN_SHARE):.0%}"
+                f"JAX was used before this run began, and so may use {float(JAX_OWN_SHARE):.0%}"
                 f" of a GPU instead of {float(GPU_MEMORY_SHARE):.0%}: set"
                 f" {_FRACTION}={GPU_MEMORY_SHARE}, or begin the run first",
                 stacklevel=4,

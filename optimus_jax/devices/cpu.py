@@ -99,7 +99,7 @@ def use_cpu_devices(num_devices: int) -> None:
         ]
         print(
             f"note: {' and '.join(said)} {'is' if len(said) == 1 else 'are'} not followed:"
-            f" {num_devices} virtual CPU devices were asked for",
+            f" {num_devices} virtual CPU devices were requested",
             file=sys.stderr,
         )
 

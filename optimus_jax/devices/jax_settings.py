@@ -22,6 +22,7 @@ from pathlib import Path
 import jax
 
 from optimus_jax.errors import ConfigError, explain
+from optimus_jax.system.command import typed_command
 
 
 @dataclass(frozen=True)
@@ -35,12 +36,11 @@ class Refused:
 
 
 _DRAWS = "the same seed would draw other weights and dropout masks on another mesh"
-_ENDED = (
-    "a step that is not finite is left out and counted here, where JAX would end the run instead"
-)
+_ENDED = "a step that is not finite is skipped and counted, where JAX would end the run instead"
 _NOTHING = "nothing would be computed"
 _NOT_THERE = (
-    "devices that are not there compute nothing; plan for them with scripts/plan.py --cluster"
+    "devices that do not exist compute nothing; plan for them with"
+    f" {typed_command('plan')} --cluster"
 )
 _NOT_OURS = (
     "it is JAX's own work in progress or a check that refuses what this step does, and steps fail"
@@ -106,7 +106,7 @@ SET_HERE: Mapping[str, str] = {
 """Settings without effect here -> what is done instead."""
 
 HARMLESS: Mapping[str, tuple[str, ...]] = {
-    "of the launch: which devices, and how processes meet": (
+    "device selection and process setup": (
         "jax_backend_target",
         "jax_check_proxy_envs",
         "jax_cpu_collectives_implementation",
@@ -131,13 +131,12 @@ HARMLESS: Mapping[str, tuple[str, ...]] = {
         "jax_share_binary_between_hosts_timeout_ms",
         "jax_xla_backend",
     ),
-    "where and in which order: meshes are made of devices in an order of their own, and "
-    "arrays are put onto them": (
+    "device order: meshes set their own, and arrays are put onto them": (
         "jax_default_device",
         "jax_sort_devices_by_process_index",
         "jax_cpu_enable_async_dispatch",
     ),
-    "strictness that the code keeps": (
+    "strictness checks that the code passes": (
         "jax_numpy_dtype_promotion",
         "jax_numpy_rank_promotion",
         "jax_explicit_x64_dtypes",
@@ -154,7 +153,7 @@ HARMLESS: Mapping[str, tuple[str, ...]] = {
         "jax_array_garbage_collection_guard",
         "jax_debug_leaked_clients_on_clear_backends",
     ),
-    "tracing by other ways to the same numbers": (
+    "alternative tracing with equal results": (
         "jax_embedded_constants_max_bytes",
         "jax_ragged_dot_use_ragged_dot_instruction",
         "jax_refs_to_pins",
@@ -165,7 +164,7 @@ HARMLESS: Mapping[str, tuple[str, ...]] = {
         "jax_use_simplified_jaxpr_constants",
         "jax_remove_custom_partitioning_ptr_from_cache_key",
     ),
-    "how long XLA thinks, and what it keeps: the order of additions at most": (
+    "compile effort and memory limits; may change only the order of additions": (
         "jax_compiler_enable_remat_pass",
         "jax_disable_most_optimizations",
         "jax_enable_pgle",
@@ -178,7 +177,7 @@ HARMLESS: Mapping[str, tuple[str, ...]] = {
         "jax_threefry_gpu_kernel_lowering",
         "jax_xla_profile_version",
     ),
-    "the cache of compiled programs (devices/cpu.py leaves it where it is of no use)": (
+    "the cache of compiled programs (devices/cpu.py decides where it is used)": (
         "jax_compilation_cache_check_contents",
         "jax_compilation_cache_dir",
         "jax_compilation_cache_expect_pgle",
@@ -190,7 +189,7 @@ HARMLESS: Mapping[str, tuple[str, ...]] = {
         "jax_persistent_cache_min_entry_size_bytes",
         "jax_raise_persistent_cache_errors",
     ),
-    "what is logged, dumped and shown of errors": (
+    "logging": (
         "jax_captured_constants_report_frames",
         "jax_captured_constants_warn_bytes",
         "jax_compiler_detailed_logging_min_ops",
@@ -211,7 +210,7 @@ HARMLESS: Mapping[str, tuple[str, ...]] = {
         "jax_traceback_in_locations_limit",
         "jax_tracer_error_num_traceback_frames",
     ),
-    "of parts of JAX that are not used here": (
+    "unused parts of JAX": (
         "jax2tf_associative_scan_reductions",
         "jax2tf_default_native_serialization",
         "jax_bcoo_cusparse_lowering",
@@ -232,7 +231,8 @@ HARMLESS: Mapping[str, tuple[str, ...]] = {
 """Reason why no result depends on a setting -> settings."""
 
 _NO_LONGER_SEEN = (
-    "XLA then takes it that no number is one, and a step that is not finite is not left out"
+    "XLA would then assume that there are no NaNs (or infinities), and steps that are not finite"
+    " would not be skipped"
 )
 NEEDED_FLAGS: Mapping[str, str] = {
     "xla_cpu_fast_math_honor_nans": _NO_LONGER_SEEN,

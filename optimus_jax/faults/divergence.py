@@ -108,7 +108,7 @@ class LearningHealth:
         self.skipped, self.first_skipped = 0, None
 
     def trouble(self, max_skipped: int, *, is_at_end: bool) -> Trouble | None:
-        """Why the run should end as no longer learning; None: it should go on.
+        """Why the run should end as no longer learning; None: it should continue.
 
         Args:
           max_skipped: consecutive steps without an update that end the run; 0: the check is off.
@@ -195,7 +195,7 @@ def rollback_advice(learning: LearningHealth, steps: Iterable[int]) -> str:
     """Advice on how to continue from the newest good checkpoint.
 
     Args:
-      steps: of all existing checkpoints.
+      steps: steps of all existing checkpoints.
     """
     if (good := newest(steps, learning.good_limit)) is not None:
         return (
@@ -208,7 +208,7 @@ def rollback_advice(learning: LearningHealth, steps: Iterable[int]) -> str:
     ):
         return (
             f"begin a new run: the newest checkpoint from before is that of step {before}, whose"
-            " weights have failed in every step since (to try them all the same: --resume --set"
+            " weights have failed in every step since (to try them anyway: --resume --set"
             f" checkpoint.resume_step={before})"
         )
     return "begin a new run: there is no checkpoint from before"
@@ -233,7 +233,7 @@ def learning_error(
     """The error that ends a run after `step`.
 
     Args:
-      steps: of all existing checkpoints.
+      steps: steps of all existing checkpoints.
       last: the record of the last step; None: no step was run since the start.
       lr: peak learning rate of the run.
       usual_lr: default peak learning rate for a model of this size.

@@ -15,7 +15,7 @@ def isolate_errors(target: T, name: str) -> T:
     Failed and skipped calls return None, so use it for objects whose return values are not needed.
 
     Args:
-      name: of the object, for messages.
+      name: name of the object, for messages.
     """
     return cast(T, _ErrorIsolation(target, name))
 
@@ -39,7 +39,7 @@ class _ErrorIsolation:
                 self._disabled.add(attribute)
                 flush_with_timeout(
                     f"\n{self._name} has failed ({attribute}: {type(error).__name__}: {error}); it"
-                    " is left out from now on, and the run goes on\n"
+                    " is disabled; the run continues\n"
                 )
                 return None
 

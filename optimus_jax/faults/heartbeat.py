@@ -69,9 +69,10 @@ class Heartbeats:
     """Writes the heartbeats of one process, and reads those of others.
 
     Args:
-      run_directory: of the run, shared by its hosts; each process has a file named by its index.
-      process: number of this one.
-      num_processes: of the run.
+      run_directory: directory of the run, shared by its hosts; each process has a file named by its
+        index.
+      process: index of this process.
+      num_processes: number of processes of the run.
       progress: status of this process.
       clock: seconds that only grow.
     """
@@ -96,7 +97,7 @@ class Heartbeats:
         """By process: the newest text of its file, and when it changed, plus all time during which
         it could not be read."""
         self._checked_s: dict[int, float] = {}
-        """By process: time of the last successful read."""
+        """Time of the last successful read of each process."""
         self._last: dict[int, Peer] = {}
         self.peers: tuple[Peer, ...] = ()
         """The watched processes as of the last read, in the order of their indices."""

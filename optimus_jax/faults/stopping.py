@@ -38,7 +38,7 @@ from optimus_jax.errors import LearningError, OptimusError
 EXIT_RESTART = 75
 """Exit code (EX_TEMPFAIL) of a run that was stopped and is worth starting again with --resume."""
 EXIT_USER_ERROR = 2
-"""Exit code after a user's error; a restart would only repeat it."""
+"""Exit code after a user error; a restart would only repeat it."""
 EXIT_BROKEN = 1
 """Python's exit code after an unexpected exception."""
 EXIT_NOT_LEARNING = 76
@@ -47,15 +47,15 @@ the same way."""
 EXIT_INTERRUPT = 130
 """Exit code of a program that Ctrl-C has ended at once (128 + SIGINT, as in a shell)."""
 EXIT_NO_READER = 141
-"""Exit code of a command whose standard output nobody reads (128 + SIGPIPE, as in a shell)."""
+"""Exit code if the reader of standard output is gone (128 + SIGPIPE, as in a shell)."""
 EXIT_CODES: dict[int, tuple[str, bool]] = {
     0: ("The run is done, or Ctrl-C stopped it and its state is saved.", False),
     EXIT_BROKEN: ("An unexpected exception; standard error has its traceback.", True),
-    EXIT_USER_ERROR: ("A user error; the message says what to do.", False),
+    EXIT_USER_ERROR: ("User error; the message says what to do.", False),
     EXIT_RESTART: ("Stopped by the cluster or ended by a fault.", True),
     EXIT_NOT_LEARNING: ("The run no longer learns (faults/divergence.py).", False),
-    126: ("The shell cannot start Python: it is not executable there.", False),
-    127: ("The shell cannot start Python: it is not there.", False),
+    126: ("The shell cannot start Python, which is not executable.", False),
+    127: ("The shell cannot find Python.", False),
     EXIT_INTERRUPT: ("Ctrl-C before the first step, or a second one: not saved.", False),
     128 + signal.SIGABRT: ("JAX lost the other processes.", True),
     128 + signal.SIGKILL: ("Killed, such as by the system when memory runs out.", True),
@@ -76,12 +76,19 @@ STEPS_TO_AGREE = 2
 
 
 def exit_code_of(error: BaseException | None) -> int:
-    """Exit code for an error: a user's error, a run that no longer learns, or a fault worth a
+    """Exit code for an error: a user error, a run that no longer learns, or a fault worth a
     restart.
     """
     if isinstance(error, LearningError):
         return EXIT_NOT_LEARNING
     return EXIT_USER_ERROR if isinstance(error, OptimusError) else EXIT_RESTART
+
+
+def exit_code_after(reason: str | None) -> int:
+    """Exit code of a run that ended without an error: EXIT_RESTART if the cluster stopped it, 0 if
+    a person did or it is done.
+    """
+    return EXIT_RESTART if reason == "terminate" else 0
 
 
 _is_ending = threading.Event()
@@ -93,7 +100,7 @@ class Terminated(BaseException):
 
 
 class ImmediateStop(KeyboardInterrupt):
-    """Ctrl-C came while a stop was already asked for."""
+    """Ctrl-C came while a stop was already requested."""
 
 
 def exit_on_signal() -> None:
@@ -169,7 +176,7 @@ class StopRequest:
 
     Args:
       num_processes: number of processes of the run.
-      last_step: of the run; None: unknown.
+      last_step: last step of the run; None: unknown.
     """
 
     def __init__(self, *, num_processes: int = 1, last_step: int | None = None) -> None:
@@ -182,8 +189,8 @@ class StopRequest:
 
     @property
     def exit_code(self) -> int:
-        """The program's exit code: 0 if a person stopped the run, EXIT_RESTART if a cluster did."""
-        return EXIT_RESTART if self.reason == "terminate" else 0
+        """The program's exit code."""
+        return exit_code_after(self.reason)
 
     def begins(self, step: int) -> bool:
         """Whether `step` may be dispatched; if so, it is registered as begun.

@@ -10,7 +10,7 @@ EXIT_RESTART.
 These are faults:
 * the main thread exceeds the *limit* of its activity, which is derived from earlier durations;
 * another process sends no heartbeat, or reports that it has failed;
-* this process itself was stopped for so long that the others count it as lost;
+* this process itself was suspended for so long that the others consider it lost;
 * a signal to stop (SIGTERM, SIGUSR1, SIGHUP) was received and the step under way does not end. The
 thread receives signals through a file descriptor that Python's C handler writes to.
 
@@ -34,6 +34,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from optimus_jax.config import FaultConfig
+from optimus_jax.errors import first_line
 from optimus_jax.faults.fault_log import write_fault
 from optimus_jax.faults.heartbeat import HEARTBEAT_S, Heartbeats, Peer
 from optimus_jax.faults.progress import Activity, Progress
@@ -48,8 +49,8 @@ FACTOR = 10.0
 DEVIATIONS = 5.0
 """The longest usual duration is the median plus this many robust deviations."""
 PEER_FAILURE_WAIT_S = 3 * HEARTBEAT_S
-"""How long this process goes on after another reported a failure: if all have the same error, each
-reports it itself."""
+"""How long this process continues after another reported a failure: if all have the same error,
+each reports it itself."""
 LINGER_S = 2 * PEER_FAILURE_WAIT_S
 """How long process 0 stays after a failure so that the others can read of it: without its
 coordination service JAX aborts them at once, without a message."""
@@ -66,7 +67,7 @@ class Limits:
     """Time limits of activities.
 
     Args:
-      settings: of the run.
+      settings: fault limits of the run.
       progress: holds the durations measured so far.
     """
 
@@ -110,10 +111,10 @@ class Watchdog:
     Args:
       run_directory: for the fault log; None: not known yet, so that faults go to standard error
         only.
-      progress: of this process.
-      settings: of the run.
+      progress: progress of this process.
+      settings: fault limits of the run.
       process: index of this process.
-      heartbeats: of the other processes; None: there are none, or no directory yet.
+      heartbeats: heartbeats of the other processes; None: there are none, or no directory yet.
       has_others: whether there are other processes.
       clock: seconds that only grow.
       exit: ends the process.
@@ -145,7 +146,7 @@ class Watchdog:
         self._signalled_s: float | None = None
         """When a stop signal came."""
         self._failed_s: dict[int, float] = {}
-        """By process: when its failure was first seen."""
+        """When the failure of each process was first seen."""
         self._exit_code, self._is_reported, self._report_lock = (
             EXIT_RESTART,
             False,
@@ -186,7 +187,7 @@ class Watchdog:
 
     @property
     def heartbeats(self) -> Heartbeats | None:
-        """Of the other processes; None: there are none."""
+        """Heartbeats of the other processes; None: there are none."""
         return self._heartbeats
 
     def start(self) -> None:
@@ -219,7 +220,7 @@ class Watchdog:
         if self._heartbeats is not None:
             self._heartbeats.end(
                 "done" if failure is None else "failed",
-                "" if failure is None else _first_line(failure),
+                "" if failure is None else first_line(failure) or type(failure).__name__,
                 exit_code_of(failure),
             )
         if threading.current_thread() is threading.main_thread() and self._before == -1:
@@ -243,8 +244,7 @@ class Watchdog:
         if paused_s > self._settings.silence_s:
             if self._heartbeats is not None:
                 return (
-                    f"this process was stopped for {paused_s:.0f} s, and the others have gone on"
-                    " without it"
+                    f"this process was suspended for {paused_s:.0f} s; the others consider it lost"
                 )
             self._progress.begin(
                 self._progress.at.doing
@@ -406,10 +406,6 @@ def late_processes(process: int, entered: int, doing: str, peers: Sequence[Peer]
     return words + [
         f"process {peer.process} has never sent a heartbeat" for peer in peers if not peer.is_known
     ]
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [""])[0] or type(error).__name__
 
 
 def stacks() -> str:

@@ -133,8 +133,8 @@ class TextModel:
         if max_new_tokens > room and limit < self.config.max_length:
             warn(
                 f"at most {room} new tokens: {self.config.name} was trained on {limit} tokens at a"
-                f" time, the prompt takes {len(ids)}, and positions past that are learned ones that"
-                " nothing was learnt for; --past-trained-length goes on all the same"
+                f" time, the prompt takes {len(ids)}, and learned positions beyond that were not"
+                " trained; to continue anyway: --past-trained-length"
             )
         elif max_new_tokens > room:
             warn(
@@ -147,13 +147,13 @@ class TextModel:
         )
         if last > trained:
             what = (
-                "is noise, as positions there are learned"
+                "is noise, because positions there are learned"
                 if features_of(self.config).positions == "learned"
                 else "may be worse"
             )
             warn(
                 f"{self.config.name} was trained on {trained} tokens at a time; up to {last} are"
-                f" asked for here, and text past token {trained} {what}"
+                f" requested, and text past token {trained} {what}"
             )
         tokens = self.generate_ids(
             ids,
@@ -191,7 +191,7 @@ class TextModel:
                 explain(
                     "the prompt is empty",
                     given=repr(prompt),
-                    do="give at least one token to go on from",
+                    do="give at least one token to continue from",
                 )
             )
         if ids.max() >= config.vocab_size:
@@ -217,8 +217,7 @@ class TextModel:
                     " positions are learned",
                     given=f"{len(ids)} tokens, trained on {limit}",
                     do=(
-                        f"give at most {limit} tokens, or go past them all the same:"
-                        " --past-trained-length"
+                        f"give at most {limit} tokens, or exceed them anyway: --past-trained-length"
                     ),
                 )
             )

@@ -10,11 +10,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from optimus_jax.mesh.axes import BATCH
 from optimus_jax.mesh.zero import LeafLayout
 
-Rules = Mapping[str, tuple[str, ...]]
+RuleTable = Mapping[str, tuple[str, ...]]
 """Logical axis -> mesh axes."""
 
 
-def layouts_of(names: Any, rules: Rules, zero: int) -> Any:
+def layouts_of(names: Any, rules: RuleTable, zero: int) -> Any:
     """A LeafLayout for every leaf of a tree of name tuples.
 
     Args:
@@ -29,7 +29,7 @@ def map_names(function: Callable[[tuple[str, ...]], Any], names: Any) -> Any:
     return jax.tree.map(function, names, is_leaf=lambda node: isinstance(node, tuple))
 
 
-def batch_spec(rules: Rules) -> PartitionSpec:
+def batch_spec(rules: RuleTable) -> PartitionSpec:
     """Spec of every array of a batch: rows over data and fsdp."""
     axes = rules.get(BATCH)
     return PartitionSpec(axes) if axes else PartitionSpec()

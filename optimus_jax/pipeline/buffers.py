@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from optimus_jax.pipeline.schedule import IDLE, Schedule, Table
 
-Ticks = NDArray[np.int64]
+TickArray = NDArray[np.int64]
 """[microbatches, virtual stages]"""
 
 STEPS = 5
@@ -115,7 +115,7 @@ class Buffers:
         return {name: value for name, value in vars(self).items() if isinstance(value, np.ndarray)}
 
 
-def _arrival(ticks: Ticks, schedule: Schedule, *, shift: int) -> Ticks:
+def _arrival(ticks: TickArray, schedule: Schedule, *, shift: int) -> TickArray:
     """Tick in which each virtual stage receives what the virtual stage `shift` places before it
     computed in `ticks`; IDLE if there is no such virtual stage.
     """
@@ -133,7 +133,7 @@ def _arrival_step(schedule: Schedule) -> int:
     return ARRIVAL_FIRST if schedule.latency == 1 else ARRIVAL_LAST
 
 
-def _moment(ticks: Ticks, step: int) -> Ticks:
+def _moment(ticks: TickArray, step: int) -> TickArray:
     return ticks * STEPS + step
 
 
@@ -146,7 +146,9 @@ class _Buffer:
       is_used: whether the schedule has such values.
     """
 
-    def __init__(self, schedule: Schedule, written: Ticks, read: Ticks, *, is_used: bool = True):
+    def __init__(
+        self, schedule: Schedule, written: TickArray, read: TickArray, *, is_used: bool = True
+    ):
         self._schedule, self._is_used, self.num_slots = schedule, is_used, 0
         self._slots = np.zeros_like(written)
         for stage in range(schedule.num_stages if is_used else 0):
@@ -155,7 +157,7 @@ class _Buffer:
             self._slots[mine] = slots.reshape(written[mine].shape)
             self.num_slots = max(self.num_slots, num_slots)
 
-    def table(self, ticks: Ticks) -> Table:
+    def table(self, ticks: TickArray) -> Table:
         """[ticks, stages]: the slot of each value, entered at the value's tick in `ticks` unless
         that is IDLE; all other entries are the spare slot.
         """
@@ -168,7 +170,7 @@ class _Buffer:
         return table
 
 
-def _assign_slots(written: Ticks, read: Ticks) -> tuple[Ticks, int]:
+def _assign_slots(written: TickArray, read: TickArray) -> tuple[TickArray, int]:
     """The slot of each interval [written, read], such that intervals in one slot are disjoint, and
     the number of slots.
     """

@@ -26,11 +26,8 @@ from jax import Array, lax
 from optimus_jax.config.axes import PIPE
 from optimus_jax.mesh.zero import vary, varying_axes
 from optimus_jax.pipeline.buffers import Buffers
-from optimus_jax.pipeline.residuals import Residuals, last_written_if_idle
+from optimus_jax.pipeline.residuals import Microbatch, Residuals, Tree, last_written_if_idle
 from optimus_jax.pipeline.schedule import Occurrence, Phase, Schedule
-
-Microbatch = Any
-Tree = Any
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -222,11 +219,11 @@ class _Run:
         if self.residuals is None:
             carry["sent_forward"] = self._forward(*repeat, x, microbatch)
             return
-        carry["sent_forward"], kept = self.residuals.forward(repeat, x, microbatch)
+        carry["sent_forward"], saved = self.residuals.forward(repeat, x, microbatch)
         slot = self._mine(row["forward_residual"])
         carry["residuals"] = [
             _put(buffer, slot, value)
-            for buffer, value in zip(carry["residuals"], kept, strict=True)
+            for buffer, value in zip(carry["residuals"], saved, strict=True)
         ]
 
     def _run_head(self, phase: Phase, carry: dict[str, Any], row: dict[str, Array]) -> None:
@@ -278,11 +275,11 @@ class _Run:
         params, constants = self._repeat(index)
         if self.residuals is not None:
             slot = self._mine(row["backward_residual"])
-            kept = [
+            saved = [
                 lax.dynamic_index_in_dim(buffer, slot, keepdims=False)
                 for buffer in carry["residuals"]
             ]
-            d_params, d_x = self.residuals.backward((params, constants), kept, cotangent)
+            d_params, d_x = self.residuals.backward((params, constants), saved, cotangent)
         else:
             x = lax.dynamic_index_in_dim(
                 carry["inputs"], self._mine(row["backward_input"]), keepdims=False

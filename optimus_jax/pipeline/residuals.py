@@ -37,9 +37,11 @@ class Residuals:
         self._leaf_sources: list[_StageLeaf | _SavedLeaf] = []
         self._treedef: Any = None
         # Traced, not run: the buffers must exist before the first forward.
-        kept = jax.make_jaxpr(lambda *args: self.forward(*args)[1])(repeat, x, microbatch).out_avals
+        saved = jax.make_jaxpr(lambda *args: self.forward(*args)[1])(
+            repeat, x, microbatch
+        ).out_avals
         self.like = [
-            vary(jnp.zeros(aval.shape, aval.dtype), sorted(aval.mat.varying)) for aval in kept
+            vary(jnp.zeros(aval.shape, aval.dtype), sorted(aval.mat.varying)) for aval in saved
         ]
         """An array of zeros for every array that is stored in a buffer."""
 
@@ -53,35 +55,35 @@ class Residuals:
         )
         leaves, self._treedef = jax.tree.flatten(pull)
         given = {id(leaf): place for place, leaf in enumerate(jax.tree.leaves(repeat))}
-        kept: dict[int, Array] = {}
+        saved: dict[int, Array] = {}
         self._leaf_sources = []
         for leaf in leaves:
             if id(leaf) in given:
                 self._leaf_sources.append(_StageLeaf(given[id(leaf)]))
                 continue
-            kept.setdefault(id(leaf), leaf)
+            saved.setdefault(id(leaf), leaf)
             is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
             self._leaf_sources.append(
                 _SavedLeaf(
-                    list(kept).index(id(leaf)), jax.random.key_impl(leaf) if is_key else None
+                    list(saved).index(id(leaf)), jax.random.key_impl(leaf) if is_key else None
                 )
             )
         return result, [
             jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
-            for leaf in kept.values()
+            for leaf in saved.values()
         ]
 
     def backward(
-        self, repeat: tuple[Tree, Tree], kept: list[Array], cotangent: Array
+        self, repeat: tuple[Tree, Tree], saved: list[Array], cotangent: Array
     ) -> tuple[Tree, Array]:
         """Gradients with respect to the stage's parameters and its input."""
         given = jax.tree.leaves(repeat)
         leaves = [
             given[place.index]
             if isinstance(place, _StageLeaf)
-            else kept[place.index]
+            else saved[place.index]
             if place.key_impl is None
-            else jax.random.wrap_key_data(kept[place.index], impl=place.key_impl)
+            else jax.random.wrap_key_data(saved[place.index], impl=place.key_impl)
             for place in self._leaf_sources
         ]
         return jax.tree.unflatten(self._treedef, leaves)(cotangent)

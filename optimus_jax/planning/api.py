@@ -24,7 +24,7 @@ from optimus_jax.planning.profiles.cluster import INTER_HOST, INTRA_HOST, Cluste
 from optimus_jax.planning.search.assemble import check_settings
 from optimus_jax.planning.search.divisibility import (
     Divisibility,
-    Progress,
+    ReportStatus,
     SizeAlternative,
     divisibility,
     reasons_of,
@@ -80,7 +80,7 @@ class RankedPlan:
         return self.memory.total
 
     def as_json(self) -> dict[str, Any]:
-        """What `scripts/plan.py --json` prints."""
+        """What `optimus plan --json` prints."""
         pipeline, prediction = self.plan.pipeline, self.prediction
         return {
             "rank": self.rank,
@@ -139,7 +139,7 @@ class DeviceLoss:
         )
 
     def as_json(self) -> dict[str, Any]:
-        """What `scripts/plan.py --json` prints."""
+        """What `optimus plan --json` prints."""
         return {
             "num_devices": self.num_devices,
             "tokens_per_s_before": self.tokens_per_s_before,
@@ -175,7 +175,7 @@ class LaterPhase:
     """Why its batch is not split over all devices; None if it is."""
 
     def as_json(self) -> dict[str, Any]:
-        """What `scripts/plan.py --json` prints."""
+        """What `optimus plan --json` prints."""
         return {
             "after_step": self.phase.steps_before,
             "global_batch": self.phase.global_batch,
@@ -255,7 +255,7 @@ def search_plans(
     rates: Rates | None = None,
     without: int | None = None,
     calibration: Calibration | None = None,
-    progress: Progress | None = None,
+    progress: ReportStatus | None = None,
     overrides: dict[str, Any],
 ) -> PlanSearch:
     """Like `find_plans`, but returns the whole search."""

@@ -32,7 +32,7 @@ from optimus_jax.planning.profiles.hardware import (
     profile_hardware,
     profile_path,
 )
-from optimus_jax.planning.profiles.probes import Progress
+from optimus_jax.planning.profiles.probes import ReportTime
 from optimus_jax.planning.search.search import Pricing
 from optimus_jax.planning.trials.reference_steps import (
     fitted,
@@ -85,7 +85,7 @@ class LocalCluster:
 
 
 def measure_devices(
-    topology: Topology, *, refresh: bool = False, progress: Progress | None = None
+    topology: Topology, *, refresh: bool = False, progress: ReportTime | None = None
 ) -> LocalCluster:
     """Measure this run's devices (at most two minutes), or use earlier measurements.
 

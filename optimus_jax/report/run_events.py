@@ -10,8 +10,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeGuard
 
-Event = Mapping[str, Any]
-Action = Literal["stay", "switch", "tried"]
+from optimus_jax.control.signals import OLD_SIGNAL_NAMES
+from optimus_jax.planning.profiles.cluster import OLD_LINK_NAMES
+
+LoggedEvent = Mapping[str, Any]
+RecordedAction = Literal["stay", "switch", "tried"]
 _NOT_SHOWN = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]")
 """Control characters, lone surrogates, and characters that XML 1.0 excludes."""
 
@@ -41,7 +44,7 @@ class DecisionRecord:
 
     step: int
     time_s: float | None
-    action: Action | None
+    action: RecordedAction | None
     why: str | None
     switch_method: str | None
     plan: str | None
@@ -51,7 +54,7 @@ class DecisionRecord:
     """The signal that caused the decision."""
     current_step_time_s: float | None
     """Prediction for the plan in use at the time."""
-    inputs: Event
+    inputs: LoggedEvent
     """Values that the decision used, by name."""
     alternatives: tuple[AlternativeRecord, ...]
     predicted_step_time_s: float | None
@@ -69,30 +72,30 @@ def is_finite_number(value: object) -> TypeGuard[float]:
     )
 
 
-def number(values: Event, name: str) -> float | None:
+def number(values: LoggedEvent, name: str) -> float | None:
     """A field's value if it is a finite number, else None."""
     value = values.get(name)
     return float(value) if is_finite_number(value) else None
 
 
-def text(values: Event, name: str) -> str | None:
+def text(values: LoggedEvent, name: str) -> str | None:
     """A field's value if it is a non-empty string, else None."""
     value = values.get(name)
     return value if isinstance(value, str) and value else None
 
 
-def switch_method_of(event: Event) -> str | None:
+def switch_method_of(event: LoggedEvent) -> str | None:
     """The switch method of an event or alternative. Runs of older versions call it `rung`."""
     return text(event, "switch_method") or text(event, "rung")
 
 
-def mapping(values: Event, name: str) -> Event:
+def mapping(values: LoggedEvent, name: str) -> LoggedEvent:
     """A field's value if it is a mapping, else an empty mapping."""
     value = values.get(name)
     return value if isinstance(value, Mapping) else {}
 
 
-def step_of(event: Event) -> int:
+def step_of(event: LoggedEvent) -> int:
     """The last finished step when an event was logged, 0 before the first."""
     return int(number(event, "step") or 0)
 
@@ -109,7 +112,7 @@ def printable(value: Any) -> Any:
     return value
 
 
-def parse_decision(event: Event) -> DecisionRecord:
+def parse_decision(event: LoggedEvent) -> DecisionRecord:
     """Parse a `decision` event of the controller (control/policy.py) or of a trial before the first
     step (run/first_plan.py).
     """
@@ -143,7 +146,7 @@ def parse_decision(event: Event) -> DecisionRecord:
         layout=layout or (chosen.layout if chosen else None),
         trigger=text(event, "trigger"),
         current_step_time_s=number(event, "step_time_s"),
-        inputs=mapping(event, "inputs"),
+        inputs=_inputs(mapping(event, "inputs")),
         alternatives=alternatives,
         measured_step_time_s=measured,
         predicted_step_time_s=predicted
@@ -152,7 +155,17 @@ def parse_decision(event: Event) -> DecisionRecord:
     )
 
 
-def _alternative(other: Event) -> AlternativeRecord:
+def _inputs(values: LoggedEvent) -> LoggedEvent:
+    """The inputs of a decision, under their present names."""
+    renamed = {OLD_SIGNAL_NAMES.get(name, name): value for name, value in values.items()}
+    if conditions := mapping(values, "conditions"):
+        renamed["conditions"] = {
+            OLD_LINK_NAMES.get(name, name): factor for name, factor in conditions.items()
+        }
+    return renamed
+
+
+def _alternative(other: LoggedEvent) -> AlternativeRecord:
     predicted = number(other, "predicted_step_time_s")
     return AlternativeRecord(
         layout=text(other, "layout") or text(other, "flags"),

@@ -18,7 +18,7 @@ from optimus_jax.errors import ConfigError, OptimusError, RunDirectoryError, exp
 from optimus_jax.plan import Plan
 from optimus_jax.report.run_events import (
     DecisionRecord,
-    Event,
+    LoggedEvent,
     is_finite_number,
     mapping,
     number,
@@ -100,10 +100,10 @@ class RunHistory:
     """The contents of a run directory at the time of reading."""
 
     path: Path
-    config: Event
+    config: LoggedEvent
     """config.json; empty if it is missing or unreadable."""
     steps: Sequence[StepRecord]
-    events: Sequence[Event]
+    events: Sequence[LoggedEvent]
     current: Plan | None
     """plan.json: the plan in use."""
     written_s: float | None
@@ -164,7 +164,7 @@ class RunHistory:
         """Name of the directory."""
         return printable(self.path.name)
 
-    def events_named(self, *names: str) -> list[Event]:
+    def events_named(self, *names: str) -> list[LoggedEvent]:
         """The events with one of these names, in order."""
         return [event for event in self.events if event.get("event") in names]
 
@@ -306,7 +306,7 @@ class RunHistory:
         )
         return _leading_steps_of_one_plan(before[::-1])[::-1], _leading_steps_of_one_plan(after)
 
-    def _switch(self, event: Event) -> Switch:
+    def _switch(self, event: LoggedEvent) -> Switch:
         step = step_of(event)
         before, after = self.steps_around(step)
         phases = mapping(event, "phases_s")

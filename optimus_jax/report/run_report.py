@@ -47,7 +47,14 @@ from optimus_jax.report.run_charts import (
     draw_switch,
 )
 from optimus_jax.report.run_decisions import all_decisions, last_decision
-from optimus_jax.report.run_events import Event, is_finite_number, mapping, number, step_of, text
+from optimus_jax.report.run_events import (
+    LoggedEvent,
+    is_finite_number,
+    mapping,
+    number,
+    step_of,
+    text,
+)
 from optimus_jax.report.run_history import MAX_COMPARED_STEPS, RunHistory, Switch, median_time
 from optimus_jax.report.svg import page_settings
 from optimus_jax.training.numbers import short
@@ -177,7 +184,7 @@ def _utc(time_s: float | None) -> str:
     return UNKNOWN if time_s is None else f"{format_time(time_s)} UTC"
 
 
-def _model(model: Event) -> str:
+def _model(model: LoggedEvent) -> str:
     name = text(model, "name")
     return (
         f"{name}: {format_count(number(model, 'num_layers'))} layers, width"
@@ -347,7 +354,7 @@ def _events(
     name: str,
     caption: str,
     fields: Sequence[str],
-    cell: Callable[[Event, object], str],
+    cell: Callable[[LoggedEvent, object], str],
 ) -> Html:
     shown, cut = newest_rows(history.events_named(name), MAX_ROWS, "rows")
     if not shown:
@@ -406,7 +413,7 @@ def _log(history: RunHistory) -> Html:
     )
 
 
-def _fields(event: Event) -> str:
+def _fields(event: LoggedEvent) -> str:
     """The fields of an event other than its name, step and time."""
     return (
         "; ".join(

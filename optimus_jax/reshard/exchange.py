@@ -51,7 +51,7 @@ class BlockLayout:
     local: Index
     """Shape of a block."""
     blocks: tuple[Index | None, ...]
-    """By device: grid index of its block; None if the device has no part of the array."""
+    """Grid index of each device's block; None if the device has no part of the array."""
     rows: Index | range
     """Number of each row along the first dimension. EMPTY: a row of zeros."""
 
@@ -105,9 +105,9 @@ class TransferRound:
     """All routes, including those from a device to itself; empty if every piece stays on its
     device."""
     take: tuple[PiecePosition | None, ...]
-    """By device: the piece that it sends, in the old shard; None if it sends nothing."""
+    """The piece that each device sends, in the old shard; None if it sends nothing."""
     put: tuple[PiecePosition | None, ...]
-    """By device: the piece that it receives, in the new shard; None if it receives nothing."""
+    """The piece that each device receives, in the new shard; None if it receives nothing."""
 
     @property
     def has_scattered_rows(self) -> bool:

@@ -40,10 +40,11 @@ from optimus_jax.errors import (
     ConfigError,
     FaultError,
     explain,
+    first_line,
 )
 from optimus_jax.faults.error_isolation import isolate_errors
 from optimus_jax.faults.progress import Progress
-from optimus_jax.faults.stopping import EXIT_RESTART, Terminated, keep_reason
+from optimus_jax.faults.stopping import Terminated, exit_code_after, keep_reason
 from optimus_jax.faults.watchdog import Watchdog
 from optimus_jax.mesh.build import discover
 from optimus_jax.mesh.topology import Topology
@@ -68,7 +69,6 @@ from optimus_jax.run.open_directory import (
     open_as_writer,
     share_directory,
     start_mirror,
-    tell,
     upload_after_error,
 )
 from optimus_jax.run.program import run_program
@@ -81,6 +81,7 @@ from optimus_jax.run_directory.shared import check_shared
 from optimus_jax.run_directory.step_record import StepRecord
 from optimus_jax.store.mirror import Mirror
 from optimus_jax.system.paths import UserPath
+from optimus_jax.system.resilient_io import print_to_stderr
 from optimus_jax.training.state import TrainState
 from optimus_jax.training.step import build_program
 from optimus_jax.training.trainer import Reason
@@ -109,7 +110,7 @@ class RunResult:
     @property
     def exit_code(self) -> int:
         """Exit code for a command that ran this run."""
-        return EXIT_RESTART if self.reason == "terminate" else 0
+        return exit_code_after(self.reason)
 
 
 def train(
@@ -149,7 +150,7 @@ def train(
         not is_auto or (run_dir is not None and (stored or RunDirectory(run_dir)).is_begun)
     )
     if stored is not None:
-        stored.fetch(tell) if resume else stored.check_free()
+        stored.fetch(print_to_stderr) if resume else stored.check_free()
     config = requested_config(model, config, run_dir, resume, overrides, is_auto)
     if config.checkpoint.resume_step is not None and (is_auto or not resume):
         raise ConfigError(
@@ -226,7 +227,7 @@ def _train(
                 if resume and run_dir is not None
                 else None
             ) or choose_plan(
-                now, topology, devices.pricing(now), kept=SAVED_WITH_A_RUN if resume else ()
+                now, topology, devices.pricing(now), fixed=SAVED_WITH_A_RUN if resume else ()
             )
             if config.parallel.mesh != requested_mesh:
                 choice = replace(
@@ -314,7 +315,7 @@ def _train(
         keep_reason(error)
         is_fault = not launch.is_alone and is_peer_failure(error)
         fault = (
-            FaultError(f"process {jax.process_index()} cannot go on: {str(error).splitlines()[0]}")
+            FaultError(f"process {jax.process_index()} cannot continue: {first_line(error)}")
             if is_fault
             else None
         )

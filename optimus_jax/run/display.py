@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from optimus_jax.config import LogConfig
+from optimus_jax.planning.search.explain import gib
 from optimus_jax.run_directory.step_record import StepRecord
 from optimus_jax.system.resilient_io import ignoring_write_errors
 from optimus_jax.training.numbers import short
@@ -27,7 +28,7 @@ class SilentDisplay(Display):
     """Shows only messages that other processes cannot show; used where another process displays
     the run."""
 
-    def here(self, text: str) -> None:
+    def process_message(self, text: str) -> None:
         print(
             f"process {jax.process_index()}: {text}",
             file=ignoring_write_errors(sys.stderr),
@@ -90,7 +91,7 @@ class RichDisplay(Display):
 
     def step(self, record: StepRecord) -> None:
         self._bar.update(self._task, completed=record.step, left=self._time_left.after(record))
-        memory = UNKNOWN if record.peak_bytes is None else f"{record.peak_bytes / 2**30:.2f} GiB"
+        memory = UNKNOWN if record.peak_bytes is None else gib(record.peak_bytes)
         lines = [Text("  ".join([*_numbers(record), f"memory {memory}"]))]
         if self._decision:
             lines.append(

@@ -23,7 +23,7 @@ from optimus_jax.planning.ahead_of_time.compiled_step import CompiledStep
 from optimus_jax.planning.cost.memory import memory_of_run
 from optimus_jax.planning.local_cluster import LocalCluster
 from optimus_jax.planning.search.choice import Choice
-from optimus_jax.planning.search.phase_plans import Prices, plan_of
+from optimus_jax.planning.search.phase_plans import PricingOf, plan_of
 from optimus_jax.planning.search.search import Pricing
 from optimus_jax.planning.trials.measure import TRIAL_STEPS, measure
 from optimus_jax.planning.trials.trial import PlanTrial, run_trial
@@ -72,7 +72,7 @@ def plan_of_run(
     run_dir: str | Path,
     overrides: dict[str, Any],
     saved: Saved | None,
-    prices: Prices,
+    prices: PricingOf,
 ) -> Choice | None:
     """The plan of a resumed run; None if a layout setting is given or the devices have changed.
 

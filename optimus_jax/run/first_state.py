@@ -158,7 +158,7 @@ def make_snapshots(config: Config, run: RunDirectory, display: Display) -> Snaps
         config.checkpoint.snapshot_every,
         [step for _, step in begun],
         warn=display.message,
-        warn_here=display.here,
+        warn_here=display.process_message,
     )
 
 

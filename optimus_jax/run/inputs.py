@@ -9,7 +9,7 @@ import numpy as np
 
 from optimus_jax.config import Config
 from optimus_jax.config.phases import TrainingPhase, phase_after, phases_of
-from optimus_jax.data.batch import Batch
+from optimus_jax.data.batch import HostBatch
 from optimus_jax.data.dataset import Data, load_data
 from optimus_jax.data.loader import BatchLoader, check_held_out, eval_batches
 from optimus_jax.data.sampler import count_examples
@@ -177,6 +177,6 @@ class PhaseBatches:
     """This process's rows of the batches of one phase."""
 
     loader: BatchLoader
-    eval_batches: Callable[[], Iterator[Batch]] | None
+    eval_batches: Callable[[], Iterator[HostBatch]] | None
     """Starts a pass over the held-out batches, with the same examples in every phase; None without
     evaluations."""

@@ -3,7 +3,6 @@
 Process 0 alone writes it. The directory of a run at a URL is local and is uploaded as it grows.
 """
 
-import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -20,6 +19,7 @@ from optimus_jax.run_directory.lock import LockedError
 from optimus_jax.store.lease import LeaseHeldError
 from optimus_jax.store.mirror import Mirror
 from optimus_jax.system.paths import UserPath, user_path
+from optimus_jax.system.resilient_io import print_to_stderr
 from optimus_jax.training.trainer import Reason
 from optimus_jax.training.watchers import Display
 
@@ -134,18 +134,13 @@ def upload_after_error(mirror: Mirror, error: BaseException, run: RunDirectory |
     """
     if isinstance(error, ImmediateStop):
         mirror.abandon()
-        tell(
+        print_to_stderr(
             "files that are not uploaded yet are in"
             f" {run.path if run else 'the local directory'}; --resume uploads them"
         )
         return
     try:
-        mirror.finish(tell)
+        mirror.finish(print_to_stderr)
     except StoreError as late:
         if not mirror.is_lost:
             error.add_note(str(late))
-
-
-def tell(text: str) -> None:
-    """Print to stderr at once."""
-    print(text, file=sys.stderr, flush=True)

@@ -39,6 +39,7 @@ from optimus_jax.run.start_table import show_start_table
 from optimus_jax.run.stored_config import describe_changes
 from optimus_jax.run.tensorboard import TensorBoardWriter
 from optimus_jax.run_directory.directory import RunDirectory
+from optimus_jax.system.command import typed_command
 from optimus_jax.training.optimizer import peak_learning_rate
 from optimus_jax.training.state import TrainState
 from optimus_jax.training.step import Program, build_program
@@ -176,7 +177,7 @@ def run_program(
     )
 
     def report_failed_save(text: str) -> None:
-        display.here(text)
+        display.process_message(text)
         run.log_event("fault", progress.at.done, what=text.splitlines()[0])
 
     with StopRequest(num_processes=topology.num_processes, last_step=config.steps) as stop:
@@ -360,12 +361,12 @@ def _show_end(display: Display, outcome: TrainingResult, run: RunDirectory) -> N
     if outcome.reason == "done":
         display.message(f"done: {outcome.last_step} steps, in {run.address}")
     else:
-        command = (
-            "python scripts/train.py"
-            if jax.process_count() == 1
-            else "train.py on any number of processes, started as before, with"
-        )
+        options = f"--run-dir {run.address} --resume"
         display.message(
-            f"stopped after step {outcome.last_step} and saved; resume with: {command} --run-dir"
-            f" {run.address} --resume"
+            f"stopped after step {outcome.last_step} and saved; resume with"
+            + (
+                f": {typed_command('train')} {options}"
+                if jax.process_count() == 1
+                else f" the command of the first start, on any number of processes, and {options}"
+            )
         )

@@ -73,7 +73,7 @@ def log_start(
         identity=inputs.data.identity,
         notes=inputs.data.notes,
         end_of_document=inputs.data.tokenizer.end,
-        engine=devices.launch.engine,
+        launcher=devices.launch.launcher,
         launch=devices.launch.why,
     )
     for note in inputs.data.notes:

@@ -41,7 +41,7 @@ FILES: Mapping[str, str] = {
     "switches.jsonl": "Journal of switches between plans: up to three lines for each.",
     "lost_devices.json": "Written by the user: ids of devices to move away from.",
     "tensorboard": "The metrics for TensorBoard, if it is on.",
-    "report.html": "Page written by scripts/report.py.",
+    "report.html": "Page written by `optimus report`.",
 }
 """Files and folders; most appear only when there is something to write."""
 
@@ -105,7 +105,7 @@ _STARTED = {
     "identity": "Digests and counts by which the run recognises its data.",
     "notes": "Remarks about the data, such as skipped lines.",
     "end_of_document": "Token that ends documents, and where it was found.",
-    "engine": "Launcher that started the processes.",
+    "launcher": "Launcher that started the processes.",
     "launch": "How the launcher was recognised.",
 }
 _PLAN = {"plan": "Digest of the plan.", "layout": "The plan as one line of text."}
@@ -114,13 +114,13 @@ _MOVED = {
     "from_plan": "Digest of the plan before.",
     "why": "Reason, for people.",
     "phases_s": "Seconds of each phase of the switch, by name.",
-    "step_delay_s": "Seconds for which training stood still.",
+    "step_delay_s": "Seconds for which training paused.",
 }
 
 EVENTS: Mapping[EventName, EventKind] = {
     "start": EventKind("A new run begins.", _STARTED),
     "resume": EventKind(
-        "A run goes on.",
+        "A run is resumed.",
         {
             **_STARTED,
             "lr_before": "Learning rate of the last step, if the rate or its schedule changed.",
@@ -168,7 +168,7 @@ EVENTS: Mapping[EventName, EventKind] = {
             "switch_method": "What a switch has to change: see control.md.",
             "at_step": "Step after which the switch is due; null: as soon as it is prepared.",
             "without": "Ids of devices that the plan leaves out.",
-            "mandatory": "Whether the run cannot go on under the present plan.",
+            "mandatory": "Whether the run cannot continue under the present plan.",
             "step_time_s": "Predicted seconds per step under the present plan.",
             "wait_s": "Seconds after which the decision is to be made again.",
             "inputs": "Measurements and predictions that the decision used, by name.",
@@ -204,11 +204,11 @@ EVENTS: Mapping[EventName, EventKind] = {
             "examples_before": "Examples that earlier phases have used.",
             "compile_time_s": "Seconds of compiling the phase's step.",
             "was_ready": "Whether the step was compiled before the phase began.",
-            "step_delay_s": "Seconds for which training stood still.",
+            "step_delay_s": "Seconds for which training paused.",
         },
     ),
     "fault": EventKind(
-        "Something failed; the run may go on.",
+        "Something failed; the run may continue.",
         {
             "what": "What failed.",
             "back_to": "Checkpoint to go back to, if the run no longer learns.",

@@ -10,9 +10,10 @@
     metrics.abandoned.jsonl
                     steps that were repeated after going back to an older checkpoint
 
-Both logs can be read during the run and after a kill at any moment. events.jsonl only grows, and so
-does metrics.jsonl, except in `RunDirectory.go_back_to`. A line without its newline is torn: readers
-skip it and `RunDirectory.resume` removes it.
+Both logs can be read during the run, and after a kill at any moment. events.jsonl only grows.
+metrics.jsonl grows too, except at a resume from an older checkpoint, which moves the lines of later
+steps to metrics.abandoned.jsonl. A line without its newline is torn: readers skip it and
+`RunDirectory.resume` removes it.
 """
 
 import contextlib
@@ -111,8 +112,8 @@ class RunDirectory:
 
         Args:
           path: directory; None: `runs/<model>-<time>`, with a number appended if that exists.
-          model_name: preset; the default directory is named after it.
-          patience_s: for so long another writer is waited for.
+          model_name: name of the model's preset.
+          patience_s: how long to wait for another writer to release the lock.
         Raises:
           ConfigError: `path` holds a run or other files, or cannot be made.
           RunDirectoryError: another process is about to write there.
@@ -136,7 +137,7 @@ class RunDirectory:
             ) from error
         run._lock = RunLock(run.path / LOCK, warn, patience_s)
         try:
-            run.check_free()  # once more: until now another process could have come first
+            run.check_free()  # again, now that the lock is held
             with explained(run._events):
                 cut_torn_line(run._events)
         except OptimusError:
@@ -156,7 +157,7 @@ class RunDirectory:
         """Open the directory of a run to resume it, and remove torn lines from its logs.
 
         Args:
-          patience_s: for so long another writer is waited for.
+          patience_s: how long to wait for another writer to release the lock.
         Raises:
           ConfigError: `path` does not hold a run.
           RunDirectoryError: another process writes this run, or its logs cannot be read or written.
@@ -220,15 +221,15 @@ class RunDirectory:
                     "the run directory already holds a run, and runs are never overwritten",
                     given=self.path,
                     do=(
-                        f"go on with it by --run-dir {self.path} --resume, or choose another"
+                        f"resume it with --run-dir {self.path} --resume, or choose another"
                         " --run-dir"
                     ),
                 )
             )
-        # what a start that was killed leaves
+        # files left by a killed start
         ours = {LOCK, PROGRESS_DIR, FAULTS_DIR, unfinished(self._config).name}
         if (self.path / LOCK).exists():
-            ours.add(self._events.name)  # of the plans that it had tried
+            ours.add(self._events.name)  # trials are logged before the run begins
         files = (
             (path for path in self.path.iterdir() if path.name not in ours)
             if self.path.is_dir()
@@ -317,8 +318,8 @@ class RunDirectory:
         for path in gone:
             self._replace(path, self._written[path])
         self._warn(
-            f"{', '.join(path.name for path in gone)} of the run had been removed while it goes on,"
-            f" and are written again; what else was in {self.path} is lost"
+            f"deleted during the run and written again:"
+            f" {', '.join(path.name for path in gone)}; what else was in {self.path} is lost"
         )
 
     def _replace(self, path: Path, content: bytes) -> None:
@@ -446,8 +447,7 @@ class RunDirectory:
         for number, item in enumerate(found, 1):
             if (
                 item is None
-                and (text := f"{path}, line {number}, is damaged and passed over")
-                not in self._warned
+                and (text := f"{path}, line {number}, is damaged and skipped") not in self._warned
             ):
                 self._warned.add(text)
                 self._warn(text)
@@ -472,7 +472,7 @@ class RunDirectory:
             self._log_error = file_error(self._unwritten[0][0], error)
             if is_new:
                 self._warn(
-                    f"{self._log_error}\n  the run goes on: lines wait in memory, and are written"
+                    f"{self._log_error}\n  the run continues: lines wait in memory, and are written"
                     " when that is possible again"
                 )
         else:

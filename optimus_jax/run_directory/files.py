@@ -91,7 +91,7 @@ def file_error(path: Path, error: OSError) -> RunDirectoryError:
                 given=path,
                 do=(
                     "put the right one back, or move this one away; then start again, with --resume"
-                    " if the run had begun"
+                    " if the run had started"
                 ),
             )
         )
@@ -105,7 +105,7 @@ def file_error(path: Path, error: OSError) -> RunDirectoryError:
             given=f"{path}; {free}",
             do=(
                 "make room, raise the limit or fix the permissions; then start again, with"
-                " --resume if the run had begun"
+                " --resume if the run had started"
             ),
         )
     )

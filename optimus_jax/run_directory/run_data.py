@@ -41,13 +41,13 @@ def tokenizer_of_run(run: RunDirectory, config: DataConfig) -> Tokenizer:
         return load_tokenizer(config.tokenizer, config.eos, by_list=is_old_run)
     own = load_tokenizer(str(run.tokenizer), config.eos)
     if (eos := (identity_in_run(run) or {}).get("eos")) is not None and own.eos != eos:
-        raise _other_eos(f"it is {own.end}; the run was begun with id {eos}", run.path)
+        raise _other_eos(f"it is {own.end}; the run began with id {eos}", run.path)
     if config.tokenizer != (begun := Config.from_json(run.config_text()).data.tokenizer):
         other = load_tokenizer(config.tokenizer, by_list=True)
         if other.digest != own.digest:
             raise _other_tokenizer(
                 f"{config.tokenizer} has digest {other.digest}; "
-                f"the run was begun with {begun}, digest {own.digest}"
+                f"the run began with {begun}, digest {own.digest}"
             )
     return own
 
@@ -56,7 +56,7 @@ def check_tokenizer(tokenizer: Tokenizer, run: RunDirectory, metadata: Mapping[s
     """Raise DataError if a checkpoint was trained with another tokenizer or another eos token.
 
     Args:
-      metadata: of the checkpoint.
+      metadata: metadata of the checkpoint.
     """
     data = metadata.get("data") or {}
     digest, eos = data.get("tokenizer"), data.get("eos")
@@ -124,7 +124,7 @@ def check_same_data(
                 "the data is not what this run was trained on",
                 given=f"{data.train.name}: {changed}{hint}",
                 do="bring back the data, its files in the same order; "
-                "or go on with the new: --set data.allow_change=true",
+                "or train on the new data: --set data.allow_change=true",
             )
         )
     tell(f"the data has changed, which data.allow_change allows: {changed}; {NOT_COMPARABLE}")

@@ -54,7 +54,7 @@ class Static(Policy):
             step=observation.step,
             action="switch",
             plan=self._plan,
-            why="the devices are there again",
+            why="the devices are available again",
         )
 
     def switched(self, plan: Plan, costs_s: Mapping[str, float]) -> None:

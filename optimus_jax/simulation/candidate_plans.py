@@ -2,7 +2,7 @@
 
 A search over all layouts takes a second for a large cluster, and a benchmark asks for thousands. So
 the layouts are searched once for each coarse combination of link and device speeds. The best plans
-of that search, many more than are asked for, are then priced exactly.
+of that search, many more than requested, are then priced exactly.
 """
 
 import math
@@ -79,9 +79,9 @@ def candidate_plans(setup: Setup, timeline: Timeline, searcher: PooledSearch) ->
             for cluster in _clusters(pricing.cluster, conditions):
                 scaled = replace(
                     cluster,
-                    intra_host=_scaled(cluster.intra_host, conditions.intra_host),
+                    intra_host=cluster.intra_host.scaled(conditions.intra_host),
                     inter_host=cluster.inter_host
-                    and _scaled(cluster.inter_host, conditions.inter_host),
+                    and cluster.inter_host.scaled(conditions.inter_host),
                 )
                 there = replace(pricing, cluster=scaled)
                 found = searcher.plans(there)
@@ -164,12 +164,6 @@ def _smaller(cluster: Cluster, num_hosts: int) -> Sequence[Cluster]:
 def _coarse(link: Link) -> Link:
     return (
         link if link.bytes_per_s is None else replace(link, bytes_per_s=_rounded(link.bytes_per_s))
-    )
-
-
-def _scaled(link: Link, factor: float) -> Link:
-    return (
-        link if link.bytes_per_s is None else replace(link, bytes_per_s=link.bytes_per_s * factor)
     )
 
 

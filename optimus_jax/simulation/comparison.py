@@ -5,7 +5,6 @@ than their times. Intervals are bootstrapped over seeds: the middle 95% of 2000 
 them with replacement.
 """
 
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -109,13 +108,16 @@ class Ended(Protocol):
         ...
 
     @property
-    def num_switches(self) -> int:
-        """Switches that were begun."""
+    def event_counts(self) -> Mapping[str, int]:
+        """Number of events by kind."""
         ...
 
-    def count(self, kind: str) -> int:
-        """Number of events of a kind (Outcome.run_events)."""
-        ...
+
+def num_switches(ended: Ended) -> int:
+    """Number of switches that were begun, including failed and rolled back ones. Restarts after
+    faults do not count.
+    """
+    return ended.event_counts.get("switch", 0) + ended.event_counts.get("failed", 0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,19 +131,7 @@ class Result:
     @classmethod
     def of(cls, outcome: Outcome) -> "Result":
         """The result of a run with this outcome."""
-        return cls(
-            total_s=outcome.total_s,
-            event_counts=Counter(run_event.kind for run_event in outcome.run_events),
-        )
-
-    @property
-    def num_switches(self) -> int:
-        """Switches that were begun."""
-        return self.count("switch") + self.count("failed")
-
-    def count(self, kind: str) -> int:
-        """Number of events of a kind."""
-        return self.event_counts.get(kind, 0)
+        return cls(total_s=outcome.total_s, event_counts=outcome.event_counts)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -207,7 +197,7 @@ def rows(runs: Sequence[Mapping[str, Ended]]) -> list[Row]:
 
 def _row(name: str, times_s: Mapping[str, np.ndarray], outcomes: Sequence[Ended]) -> Row:
     own_s, default_s, best_s = times_s[name], times_s.get(DEFAULT_STATIC), times_s.get(BEST_STATIC)
-    switches = [outcome.num_switches for outcome in outcomes]
+    switches = [num_switches(outcome) for outcome in outcomes]
     return Row(
         method=name,
         total_s=estimate(lambda drawn: own_s[drawn].mean(axis=-1), len(own_s)),
@@ -223,8 +213,8 @@ def _row(name: str, times_s: Mapping[str, np.ndarray], outcomes: Sequence[Ended]
         else estimate(lambda drawn: (own_s / best_s)[drawn].mean(axis=-1) - 1, len(own_s)),
         switches=float(np.mean(switches)),
         most_switches=max(switches),
-        rollbacks=float(np.mean([outcome.count("rollback") for outcome in outcomes])),
-        restarts=float(np.mean([outcome.count("restart") for outcome in outcomes])),
+        rollbacks=float(np.mean([outcome.event_counts.get("rollback", 0) for outcome in outcomes])),
+        restarts=float(np.mean([outcome.event_counts.get("restart", 0) for outcome in outcomes])),
     )
 
 

@@ -34,7 +34,7 @@ class Timed:
         if self.every_s is not None and (self.for_s is None or self.every_s <= self.for_s):
             raise ConfigError(
                 explain(
-                    f"{name} comes again before it has gone",
+                    f"repetitions of {name} overlap",
                     given=f"every_s={self.every_s}, for_s={self.for_s}",
                     do="give for_s, shorter than every_s",
                 )
@@ -190,7 +190,7 @@ class SwitchEvent:
         check_positive(self, "count")
 
 
-Event = (
+ScenarioEvent = (
     LinkEvent
     | ComputeEvent
     | MemoryEvent
@@ -200,7 +200,7 @@ Event = (
     | MetricsEvent
     | SwitchEvent
 )
-EVENTS: Mapping[str, type[Event]] = {
+EVENTS: Mapping[str, type[ScenarioEvent]] = {
     "link": LinkEvent,
     "compute": ComputeEvent,
     "memory": MemoryEvent,

@@ -164,7 +164,7 @@ class _Shortest:
         return path
 
     def _arrivals_s(self, source: int, time_s: float, step: int, phase: int) -> np.ndarray:
-        """When a run that has done `step` steps under `source` by `time_s` can go on under each
+        """When a run that has done `step` steps under `source` by `time_s` can continue under each
         plan.
         """
         if time_s == math.inf:

@@ -1,5 +1,6 @@
 """The interface of policies, the options of a simulated run, and the outcome of a run."""
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
@@ -8,7 +9,7 @@ from optimus_jax.control.policy import Decision
 from optimus_jax.control.signals import Observation
 from optimus_jax.plan import Plan
 
-Kind = Literal["switch", "rollback", "failed", "restart", "withdrawn"]
+OutcomeKind = Literal["switch", "rollback", "failed", "restart", "withdrawn"]
 
 
 class Policy(Protocol):
@@ -73,7 +74,7 @@ class SimulationOptions:
 class RunEvent:
     """Something that happened to a simulated run."""
 
-    kind: Kind
+    kind: OutcomeKind
     """switch: to a plan, by the policy's decision. rollback: of a switch. failed: a switch failed.
     restart: after a fault. withdrawn: the policy withdrew a switch before it was made."""
     step: int
@@ -100,16 +101,10 @@ class Outcome:
     plan: Plan
     """The last plan."""
 
-    def count(self, kind: str) -> int:
-        """Number of events of a kind."""
-        return sum(run_event.kind == kind for run_event in self.run_events)
-
     @property
-    def num_switches(self) -> int:
-        """Number of switches that were begun, including failed and rolled back ones. Restarts after
-        faults do not count.
-        """
-        return self.count("switch") + self.count("failed")
+    def event_counts(self) -> Counter[str]:
+        """Number of events by kind."""
+        return Counter(run_event.kind for run_event in self.run_events)
 
     def as_json(self) -> dict[str, Any]:
         """The outcome as `--json` prints it."""

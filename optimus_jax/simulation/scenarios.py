@@ -20,9 +20,10 @@ from pathlib import Path
 
 from optimus_jax.config import Config, settings
 from optimus_jax.config.checks import check_not_negative, check_positive
+from optimus_jax.control.signals import OLD_SIGNAL_NAMES
 from optimus_jax.errors import ConfigError, explain, nearest
 from optimus_jax.planning.profiles.cluster import OLD_LINK_NAMES
-from optimus_jax.simulation.events import EVENTS, Event, PhaseEvent
+from optimus_jax.simulation.events import EVENTS, PhaseEvent, ScenarioEvent
 from optimus_jax.store.local_copies import local_file
 from optimus_jax.system.json_input import JSONInputError, parse_json
 
@@ -98,7 +99,7 @@ class Switching:
     spread: float = 0.4
     """Standard deviation of the logarithm of each phase's time over its typical time."""
     compile_s: float = 60.0
-    """Time of compiling in the background, while training goes on."""
+    """Time of compiling in the background, while training continues."""
     compile_slowdown: float = 1.04
     """Factor on step times meanwhile."""
     quiesce_s: float = 0.3
@@ -145,7 +146,7 @@ class Scenario:
     """First plan: `best` (the fastest in trials of the `parallel.trials` plans with the best
     predictions), `default` (fsdp over everything, one microbatch), or a mesh such as
     `data=8,tensor=8`."""
-    events: tuple[Event, ...] = ()
+    events: tuple[ScenarioEvent, ...] = ()
     seq_len: int | None = None
     """Tokens per example in the first phase; None: as in the config."""
     global_batch: int | None = None
@@ -291,7 +292,7 @@ def _scenario(value: object) -> Scenario:
     return dataclasses.replace(_build(Scenario, fields, "scenario"), events=events)
 
 
-def _event(value: object, path: str) -> Event:
+def _event(value: object, path: str) -> ScenarioEvent:
     kind = str(value.get("kind")) if isinstance(value, Mapping) else ""
     if not isinstance(value, Mapping) or kind not in EVENTS:
         raise ConfigError(
@@ -302,7 +303,9 @@ def _event(value: object, path: str) -> Event:
     fields = {name: item for name, item in value.items() if name != "kind"}
     if (link := fields.get("link")) in OLD_LINK_NAMES:
         fields["link"] = OLD_LINK_NAMES[link]
-    return typing.cast(Event, _build(EVENTS[kind], fields, path))
+    if isinstance(names := fields.get("names"), list):
+        fields["names"] = [OLD_SIGNAL_NAMES.get(str(name), name) for name in names]
+    return typing.cast(ScenarioEvent, _build(EVENTS[kind], fields, path))
 
 
 def _with_new_link_names(prior: Mapping[str, object]) -> dict[str, object]:

@@ -15,7 +15,6 @@ from optimus_jax.errors import ConfigError, PlanError, explain
 from optimus_jax.mesh.topology import Topology
 from optimus_jax.plan import Plan
 from optimus_jax.planning.profiles.cluster import Cluster
-from optimus_jax.planning.profiles.links import Link
 from optimus_jax.planning.search.assemble import plan_for
 from optimus_jax.planning.search.search import Pricing, fits, search
 from optimus_jax.planning.trials.measure import TRIAL_STEPS
@@ -184,21 +183,13 @@ class Truth:
 
 def with_prior(pricing: Pricing, prior: Prior) -> Pricing:
     """The pricing that policies assume, given the nominal one and a wrong prior."""
-
-    def scaled(link: Link, factor: float) -> Link:
-        return (
-            link
-            if link.bytes_per_s is None or factor == 1
-            else replace(link, bytes_per_s=link.bytes_per_s * factor)
-        )
-
     cluster, rates = pricing.cluster, pricing.rates
     return replace(
         pricing,
         cluster=replace(
             cluster,
-            intra_host=scaled(cluster.intra_host, prior.intra_host),
-            inter_host=cluster.inter_host and scaled(cluster.inter_host, prior.inter_host),
+            intra_host=cluster.intra_host.scaled(prior.intra_host),
+            inter_host=cluster.inter_host and cluster.inter_host.scaled(prior.inter_host),
         ),
         rates=replace(
             rates,
@@ -317,7 +308,8 @@ def _check_devices(scenario: Scenario, cluster: Cluster) -> None:
             if wrong or (event.host is not None and not 0 <= event.host < hosts):
                 raise ConfigError(
                     explain(
-                        f"{scenario.name}: a {type(event).__name__} is about what is not there",
+                        f"{scenario.name}: a {type(event).__name__} names a device or host that the"
+                        " cluster lacks",
                         given=f"host={event.host}" if not wrong else f"devices={wrong}",
                         do=(
                             f"name devices 0 to {cluster.num_devices - 1}, or hosts 0 to"

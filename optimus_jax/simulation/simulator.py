@@ -2,7 +2,7 @@
 
 Time advances by whole steps. Nothing is modelled within a step, so many steps under one plan and
 constant conditions are one sum. A switch has the phases of a real one. Its programs are compiled in
-the background, while steps go on a little slower. At a step boundary the state is moved and
+the background, while steps continue a little slower. At a step boundary the state is moved and
 verified. The first steps under the new plan (the canary) decide whether it stays. Every phase can
 fail. A run that cannot continue restarts from its last checkpoint.
 """
@@ -15,13 +15,13 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from optimus_jax.control.advisor import PUZZLED_STEPS
+from optimus_jax.control.advisor import MAX_WAIT_STEPS
 from optimus_jax.control.canary import is_clearly_slower, judge
 from optimus_jax.control.policy import Decision
 from optimus_jax.errors import PlanError, explain
 from optimus_jax.plan import Plan
 from optimus_jax.simulation.events import LostEvent, MetricsEvent, SwitchEvent, SwitchPhase
-from optimus_jax.simulation.outcome import Kind, Outcome, Policy, RunEvent, SimulationOptions
+from optimus_jax.simulation.outcome import Outcome, OutcomeKind, Policy, RunEvent, SimulationOptions
 from optimus_jax.simulation.setup import Truth
 from optimus_jax.simulation.telemetry import Now, Telemetry
 from optimus_jax.simulation.timeline import NORMAL, ClusterConditions
@@ -255,7 +255,7 @@ class Simulation:
 
     def _prepare(self, plan: Plan, decision: Decision) -> None:
         """Begin to prepare a switch by compiling in the background. A restart compiles later."""
-        self._happens("prepare")
+        self._start_phase_events("prepare")
         phase = (
             self.setup.phase_at(decision.at_step) if decision.at_step is not None else self.phase
         )
@@ -301,7 +301,7 @@ class Simulation:
         waits = (
             at_step is None
             and not pending.decision.mandatory
-            and self.step - pending.ready_step < PUZZLED_STEPS
+            and self.step - pending.ready_step < MAX_WAIT_STEPS
         )
         if waits and self.policy.is_puzzled:
             return
@@ -338,7 +338,7 @@ class Simulation:
             self._fail(pending, compiled_s | back_s, f"its {fails} failed")
             return
         for name in ("move", "verify"):
-            if self._happens(name):
+            if self._start_phase_events(name):
                 self.time_s += costs_s["quiesce"] + costs_s.get("move", 0.0) * (
                     1.0 if name == "verify" else 0.5
                 )
@@ -356,7 +356,7 @@ class Simulation:
         first_s = costs_s.pop("first_steps", 0.0)
         self.policy.switched(plan, compiled_s | costs_s)
         self.policy.charge(first_s)
-        self._happens("canary")
+        self._start_phase_events("canary")
         if (
             self.options.canary
             and not changes_phase
@@ -405,7 +405,7 @@ class Simulation:
         }
 
     def _arrive(self, new: PlacedPlan, costs_s: Mapping[str, float], phase: int) -> None:
-        """Put the run on another plan, and let the costs pass."""
+        """Switch the run to another plan and add the costs to its time."""
         if set(new.devices) != set(self.place.devices) or not self.options.in_memory:
             self._compiled.clear()  # new processes have no executables
             self._saved_step = self.step
@@ -495,7 +495,7 @@ class Simulation:
             self.policy.dropped()
         self.time_s += switching.detect_s if is_lost else 0.0
         conditions = self.timeline.at(self.time_s)
-        place = self._advised(conditions) or self.truth.fallback(conditions, self.phase)
+        place = self._restart_plan(conditions) or self.truth.fallback(conditions, self.phase)
         if is_lost or is_legal:
             every = self.setup.checkpoint_steps
             # A phase begins with a checkpoint, so that no step of the phase before is repeated
@@ -525,7 +525,7 @@ class Simulation:
         """Number of restarts after faults so far."""
         return sum(run_event.kind == "restart" for run_event in self.run_events)
 
-    def _advised(self, conditions: ClusterConditions) -> PlacedPlan | None:
+    def _restart_plan(self, conditions: ClusterConditions) -> PlacedPlan | None:
         """The plan that the policy wants to restart with; None: it names none, or it cannot run."""
         self._reported, self._times_s = conditions.reported, []
         decision = self.policy.decide(self.telemetry.observation([], self.now))
@@ -539,9 +539,9 @@ class Simulation:
             return None
         return PlacedPlan(decision.plan, devices)
 
-    def _happens(self, phase: SwitchPhase) -> bool:
-        """Begin the events that come with this phase of a switch. Returns whether devices of the
-        run are lost by them.
+    def _start_phase_events(self, phase: SwitchPhase) -> bool:
+        """Begin the events that occur in this phase of a switch. Returns whether the run loses
+        devices.
         """
         waiting = [
             event
@@ -559,7 +559,7 @@ class Simulation:
 
     def _note(
         self,
-        kind: Kind,
+        kind: OutcomeKind,
         plan: Plan,
         delay_s: Mapping[str, float],
         why: str,

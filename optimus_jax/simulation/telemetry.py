@@ -16,7 +16,6 @@ from optimus_jax.config import ControlConfig
 from optimus_jax.config.axes import MESH_AXES
 from optimus_jax.control import signals
 from optimus_jax.control.baselines import SCATTER
-from optimus_jax.control.deciding.conditions import BETWEEN, INSIDE
 from optimus_jax.control.signals import Observation, SignalSummary, Window
 from optimus_jax.planning.cost.cost import shares_of
 from optimus_jax.planning.profiles.cluster import INTER_HOST, INTRA_HOST
@@ -41,8 +40,6 @@ OF_STEPS = (
 """Signals that depend on the plan."""
 OF_MEMORY = (signals.MEMORY_SHARE, signals.MEMORY_PEAK_SHARE)
 """Signals of memory in use. They hardly scatter, and a long window would delay them."""
-READING_OF_LINK = {INTRA_HOST: INSIDE, INTER_HOST: BETWEEN}
-"""The name of each link in the readings of its slowdown."""
 FIRST_PROBE_STEP = 3
 DISPATCH_S = 1e-3
 """Time that the host takes to dispatch a step."""
@@ -237,7 +234,7 @@ class Telemetry:
                     noise,
                 )
                 found[signals.LINK_SLOWDOWN + axis] = value
-                name = signals.LINK_SLOWDOWN + READING_OF_LINK[link]
+                name = signals.LINK_SLOWDOWN + link
                 found[name] = max(value, found.get(name, 0.0))
         return found
 

@@ -23,7 +23,6 @@ from optimus_jax.planning.cost.communication import VOCABULARY
 from optimus_jax.planning.cost.cost import BUBBLE, HOST_COPIES, term_times
 from optimus_jax.planning.cost.memory import MemoryEstimate, estimate_memory
 from optimus_jax.planning.profiles.cluster import INTRA_HOST, Cluster
-from optimus_jax.planning.profiles.links import Link
 from optimus_jax.planning.search.search import Pricing
 from optimus_jax.simulation.scenarios import Scenario
 from optimus_jax.simulation.timeline import NORMAL, ClusterConditions
@@ -57,7 +56,7 @@ class PlacedPlan:
 
     plan: Plan
     devices: tuple[int, ...]
-    """In mesh order."""
+    """Devices in mesh order."""
 
 
 class World:
@@ -261,17 +260,10 @@ def _normal(key: str) -> float:
 
 @lru_cache(maxsize=1 << 12)
 def _with_speeds(cluster: Cluster, intra_host: float, inter_host: float) -> Cluster:
-    def scaled(link: Link, factor: float) -> Link:
-        return (
-            link
-            if link.bytes_per_s is None
-            else replace(link, bytes_per_s=link.bytes_per_s * factor)
-        )
-
     return replace(
         cluster,
-        intra_host=scaled(cluster.intra_host, intra_host),
-        inter_host=cluster.inter_host and scaled(cluster.inter_host, inter_host),
+        intra_host=cluster.intra_host.scaled(intra_host),
+        inter_host=cluster.inter_host and cluster.inter_host.scaled(inter_host),
     )
 
 

@@ -24,6 +24,7 @@ from optimus_jax.errors import StoreError, explain
 from optimus_jax.store.objects import Objects, StoredObject
 from optimus_jax.system.cache import cache_directory
 from optimus_jax.system.paths import Url, UserPath, user_path
+from optimus_jax.system.resilient_io import print_to_stderr
 
 NUM_TRANSFERS = 8
 """Concurrent transfers."""
@@ -79,7 +80,7 @@ def local_copies(
             wanted = [pair for pair in pairs if pair[0].stamp is None or not pair[1].exists()]
             if wanted:
                 num_bytes = sum(each.num_bytes or 0 for each, _ in wanted)
-                (say or _print_to_stderr)(
+                (say or print_to_stderr)(
                     f"fetching {len(wanted)} of {len(pairs)} object(s), {num_bytes:,} bytes, "
                     f"of {url} into {root}"
                 )
@@ -163,7 +164,3 @@ def _host_lock(lock: Path) -> Iterator[None]:
         with contextlib.suppress(OSError):
             fcntl.flock(file, fcntl.LOCK_EX)
         yield
-
-
-def _print_to_stderr(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from optimus_jax.errors import RunDirectoryError, StoreError, explain
+from optimus_jax.errors import RunDirectoryError, StoreError, explain, first_line
 from optimus_jax.store.download import NUM_TRANSFERS
 from optimus_jax.store.lease import Lease
 from optimus_jax.store.objects import Objects
@@ -27,7 +27,7 @@ from optimus_jax.store.run_objects import (
     CHECKPOINTS,
     CONFIG,
     FileChecksum,
-    Identity,
+    FileIdentity,
     Manifest,
     complete_steps,
     files_below,
@@ -85,7 +85,7 @@ class Mirror:
         self._sent: dict[str, _Signature] = {}
         self._complete: set[int] | None = None
         """Steps of complete checkpoints in the store; None: not yet listed."""
-        self._same: dict[int, Identity] = {}
+        self._same: dict[int, FileIdentity] = {}
         """Steps in the store whose checkpoint is identical to the local one, present or past."""
         self._uploaded: set[int] = set()
         self._left: tuple[int, int] = 0, 0
@@ -136,13 +136,13 @@ class Mirror:
         self._is_ending.set()
 
     def _error(self, what: str) -> StoreError:
-        why = "" if self._failure is None else f"\n    {str(self._failure).splitlines()[0]}"
+        why = "" if self._failure is None else f"\n    {first_line(self._failure)}"
         return StoreError(
             explain(
                 f"the upload of what is new in the run {what}{why}",
                 given=f"{self._directory} is complete; {self._objects.url} is not",
                 do="when the store can be written: --resume with the same --run-dir uploads it; "
-                f"or go on without the store by --run-dir {self._directory} --resume",
+                f"or resume without the store with --run-dir {self._directory} --resume",
             )
         )
 
@@ -197,7 +197,7 @@ class Mirror:
         if num_failures == 1 and not self.is_lost:
             self._warn(
                 f"an upload to {self._objects.url} failed and is tried again; "
-                f"the run goes on in {self._directory}: {str(error).splitlines()[0]}"
+                f"the run continues in {self._directory}: {first_line(error)}"
             )
 
     def _has_new_checkpoint(self) -> bool:
@@ -219,7 +219,7 @@ class Mirror:
         self._upload_plain_files()
         self._rotate(set(local_steps(self._directory)))
 
-    def _look_up(self) -> tuple[set[int], dict[int, Identity]]:
+    def _look_up(self) -> tuple[set[int], dict[int, FileIdentity]]:
         """Complete checkpoints in the store, and those that are identical to local ones."""
         sizes, same = self._objects.sizes(), {}
         checkpoints = local_checkpoints(self._directory)

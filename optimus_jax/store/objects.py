@@ -194,11 +194,11 @@ class Objects:
         if isinstance(error, FileNotFoundError):
             do = "check the URL: the bucket and what the URL names must be there"
         elif isinstance(error, PermissionError) or "redential" in f"{type(error).__name__} {said}":
-            do = "give credentials that allow this (docs/stores.md), or fix the permissions"
+            do = "give credentials that allow this, or fix the permissions"
         elif isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
             do = "free disk space on this machine"
         else:
-            do = "check that this machine can reach the store, then try again (docs/stores.md)"
+            do = "check that this machine can reach the store, then try again"
         return StoreError(explain(f"the store cannot {doing}: {said}", given=self.url, do=do))
 
 

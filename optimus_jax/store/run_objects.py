@@ -28,7 +28,7 @@ _UNFINISHED = (".tmp", ".part")
 _MANIFEST = re.compile(rf"{CHECKPOINTS}/(\d+)\.json")
 _BLOCK_BYTES = 1 << 24
 
-Identity = tuple[int, int]
+FileIdentity = tuple[int, int]
 """Inode and modification time of a directory: distinguishes it from another of the same name."""
 
 
@@ -85,10 +85,10 @@ def complete_steps(names: Iterable[str]) -> list[int]:
     return sorted(int(match[1]) for name in names if (match := _MANIFEST.fullmatch(name)))
 
 
-def local_checkpoints(directory: Path) -> dict[int, Identity]:
+def local_checkpoints(directory: Path) -> dict[int, FileIdentity]:
     """Complete checkpoints of a run directory by step, oldest first.
 
-    A step that was saved again, as after a rollback, has another Identity.
+    A step that was saved again, as after a rollback, has another identity.
     """
     found = {}
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):

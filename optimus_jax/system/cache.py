@@ -11,7 +11,7 @@ from optimus_jax.system.paths import directory_of_environment
 def cache_directory() -> Path:
     """`optimus_jax` in XDG_CACHE_HOME, by default `~/.cache`.
 
-    If the user has no home directory, as in a container with an arbitrary user id, it lies in the
+    If the user has no home directory, as in a container with an arbitrary user id, it is in the
     temporary directory.
 
     Raises:

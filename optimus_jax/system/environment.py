@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable
 from importlib.metadata import version
 
-from optimus_jax.errors import ConfigError, explain
+from optimus_jax.errors import ConfigError, explain, first_line
 from optimus_jax.system.cache import measurements_directory
 
 
@@ -42,7 +42,7 @@ def import_jax() -> None:
             explain(
                 "JAX cannot be imported in this environment",
                 given=(
-                    f"{listed}{': ' if listed else ''}{type(error).__name__}: {_first_line(error)}"
+                    f"{listed}{': ' if listed else ''}{type(error).__name__}: {first_line(error)}"
                 ),
                 do=(
                     f"fix or unset {' or '.join(blamed)}"
@@ -156,7 +156,3 @@ def replace_unencodable_characters() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
             stream.reconfigure(errors="replace")
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [""])[0]

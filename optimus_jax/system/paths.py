@@ -160,7 +160,7 @@ def local_path(
 
 
 def local_pattern(text: UserPath, *, what: str) -> str:
-    """As `local_path`, for a glob: the expansion of `~` is escaped."""
+    """Like `local_path`, for a glob: the expansion of `~` is escaped."""
     path = local_path(text, what=what)
     text = os.fspath(text)
     if not text.startswith("~"):
@@ -303,7 +303,7 @@ def _url(text: str, scheme: str, rest: str, what: str) -> Path | Url:
     elif "@" in host and ":" in host.partition("@")[0]:
         wrong = (
             "holds a password, which would be kept in config.json and shown",
-            "leave it out: credentials come from the environment (docs/stores.md)",
+            "leave it out: credentials come from the environment",
         )
     elif not SCHEMES[scheme].is_writable:
         pass  # any path is valid in a web address

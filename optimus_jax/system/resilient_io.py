@@ -18,6 +18,11 @@ FLUSH_TIMEOUT_S = 5.0
 """Time limit for writing a last message to standard error: its reader may have stopped."""
 
 
+def print_to_stderr(text: str) -> None:
+    """Print a message on standard error at once."""
+    print(text, file=sys.stderr, flush=True)
+
+
 def flush_with_timeout(text: str, *, after: Iterable[TextIO] = ()) -> None:
     """Write to standard error from any thread, within FLUSH_TIMEOUT_S: for a process that is
     exiting, or a thread that others wait for.

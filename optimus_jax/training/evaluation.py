@@ -12,7 +12,7 @@ import jax
 
 from optimus_jax.cluster.distributed import gather_from_all
 from optimus_jax.config import Config
-from optimus_jax.data.batch import Batch as HostBatch
+from optimus_jax.data.batch import HostBatch
 from optimus_jax.errors import OptimusError
 from optimus_jax.plan import Plan
 from optimus_jax.training.state import TrainState

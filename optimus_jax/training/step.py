@@ -215,13 +215,13 @@ class _DeviceStep:
         lr = self.learning_rate(step)
         finite = jnp.isfinite(norm) & jnp.isfinite(loss)
 
-        def kept(new: Any, old: Any) -> Any:
+        def if_finite(new: Any, old: Any) -> Any:
             return jax.tree.map(lambda n, o: jnp.where(finite, n, o), new, old)
 
-        params, opt_state = self._updated(state, gradients, norm, lr, kept)
+        params, opt_state = self._updated(state, gradients, norm, lr, if_finite)
         new = TrainState(
             step=step,
-            params=kept(params, state.params),
+            params=if_finite(params, state.params),
             opt_state=opt_state,
             loss_scale=self._rescaled(state.loss_scale, finite),
         )
@@ -245,10 +245,10 @@ class _DeviceStep:
         gradients: Params,
         norm: Array,
         lr: Array,
-        kept: Callable[[Any, Any], Any],
+        if_finite: Callable[[Any, Any], Any],
     ) -> tuple[Params, optax.OptState]:
         """Clip the gradients, run AdamW on the part that this device updates, and gather the
-        parts. `kept`(new, old) selects the optimizer state.
+        parts. `if_finite`(new, old) selects the optimizer state.
         """
         limit = self.config.optimizer.clip_norm
         factor = jnp.minimum(1.0, limit / jnp.maximum(norm, 1e-12)) if limit else jnp.float32(1)
@@ -256,11 +256,17 @@ class _DeviceStep:
         parts = jax.tree.map(lambda layout, p: layout.updated_part(p), self.layouts, state.params)
         if self.plan.offloads_moments:
             updates, opt_state = update_through_host(
-                self.optimizer, self.of_leaf, kept, gradients, state.opt_state, parts, after=norm
+                self.optimizer,
+                self.of_leaf,
+                if_finite,
+                gradients,
+                state.opt_state,
+                parts,
+                after=norm,
             )
         else:
             updates, opt_state = self.optimizer.update(gradients, state.opt_state, parts)
-            opt_state = kept(opt_state, state.opt_state)
+            opt_state = if_finite(opt_state, state.opt_state)
         parts = jax.tree.map(lambda p, u: p - lr * u, parts, updates)
         return jax.tree.map(
             lambda layout, p: layout.gather_updated(p), self.layouts, parts

@@ -27,7 +27,7 @@ from optimus_jax.checkpoint.saving import Retries, Saving
 from optimus_jax.checkpoint.snapshots import Snapshots
 from optimus_jax.cluster.distributed import Agreement
 from optimus_jax.config import Config
-from optimus_jax.data.batch import Batch as HostBatch
+from optimus_jax.data.batch import HostBatch
 from optimus_jax.data.loader import BatchLoader
 from optimus_jax.errors import OptimusError, RunDirectoryError, explain
 from optimus_jax.faults.divergence import (
@@ -453,13 +453,13 @@ class Trainer:
             )
             return
         if found is None:
-            self._say(f"step {step}: the evaluation is given up, as the run is asked to stop")
+            self._say(f"step {step}: the evaluation was cancelled because the run is stopping")
             return
         total, tokens = found
         if not tokens:
             self._say(
-                f"step {step}: the held-out loss is unknown, for no token of the held-out text"
-                " counts"
+                f"step {step}: the held-out loss is unknown, because no token of the held-out"
+                " text counts"
             )
             self.run.log_event(
                 "eval", step, loss=None, perplexity=None, bits_per_byte=None, tokens=0

@@ -39,7 +39,7 @@ class Display:
     def message(self, text: str) -> None:
         """Show a line of text."""
 
-    def here(self, text: str) -> None:
+    def process_message(self, text: str) -> None:
         """Show a line about this process only."""
         self.message(text)
 

@@ -29,7 +29,7 @@ SCALE = "cividis"
 
 
 class PlanRecord(TypedDict):
-    """The values of a plan that the chart shows; `scripts/plan.py --json` prints them."""
+    """The values of a plan that the chart shows; `optimus plan --json` prints them."""
 
     rank: int
     """From 1, best first."""

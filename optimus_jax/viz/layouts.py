@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-Kind = Literal["parameters", "moments"]
+TensorKind = Literal["parameters", "moments"]
 """The model's weights, or one of the optimizer's moments."""
 ShardIndex = tuple[tuple[int, int], ...]
 """(start, stop) of a shard along each dimension."""
@@ -97,7 +97,7 @@ def _ranges(numbers: Sequence[int]) -> str:
 
 
 def model_tensors(
-    model: ModelConfig, plan: Plan, mesh: Mesh, kind: Kind = "parameters"
+    model: ModelConfig, plan: Plan, mesh: Mesh, kind: TensorKind = "parameters"
 ) -> list[ShardedTensor]:
     """All parameters of a model, or one optimizer moment of each; largest first."""
     shapes = planned_shapes(model, plan)
@@ -194,12 +194,13 @@ def draw_mesh(mesh: Mesh) -> "Figure":
     return figure
 
 
-def draw_tensors(tensors: Sequence[ShardedTensor], *, columns: int = 2) -> "Figure":
+def draw_tensors(tensors: Sequence[ShardedTensor]) -> "Figure":
     """The shards of each tensor, one cell per shard with the devices that hold it; not to scale.
 
     Dimensions that are not split are not drawn. The last split dimension is horizontal, the others
     are vertical.
     """
+    columns = 2
     rows = math.ceil(len(tensors) / columns)
     heights = [math.prod(_counts(tensor)[:-1]) for tensor in tensors]
     figure, panels = new_figure(

@@ -27,7 +27,7 @@ from optimus_jax.planning.search.assemble import plan_for
 from optimus_jax.training.state import planned_shapes
 
 BYTES = 4
-"""Of an element of a parameter: master weights are float32."""
+"""Bytes of an element of a parameter: master weights are float32."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +48,7 @@ class MeshView:
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        """For notebooks."""
+        """HTML for notebooks (IPython calls it)."""
         tables = "\n".join(map(_html_table, self._tables))
         return f"<p><b>{html.escape(self.title)}</b></p>\n{tables}"
 

@@ -53,7 +53,7 @@ class TimedTask:
 
     stage: int
     start: float
-    """In the unit of time of this module."""
+    """Start, in units of one forward pass."""
     duration: float
     is_forward: bool
     task: int

@@ -21,6 +21,7 @@ def scripts(monkeypatch):
     monkeypatch.syspath_prepend(FOLDER)
 
 
+# Takes 20 seconds or more: the script runs several times, and each run imports JAX and compiles.
 def test_each_case_is_measured_once_per_commit(tmp_path):
     def measured(*more):
         ended = subprocess.run(
@@ -419,7 +420,7 @@ def test_the_exit_code_is_1_if_all_cases_failed(scripts, tmp_path, monkeypatch):
     import run
     from card import Card
 
-    monkeypatch.setattr(Card, "here", lambda: card(80))
+    monkeypatch.setattr(Card, "of_this_machine", lambda: card(80))
     answers = iter([*[{"failed": "a"}] * 3, row(), *[{"failed": "b"}] * 2])
     monkeypatch.setattr(run, "measured", lambda *_, **__: next(answers))
     monkeypatch.setattr(
@@ -455,14 +456,14 @@ def test_the_output_of_nvidia_smi_is_parsed(scripts, tmp_path, monkeypatch):
     fake.write_text("#!/bin/sh\necho 'NVIDIA H200, 570.86.15, 1980, 700.00, 143771, 9.0'\n")
     fake.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/bin")
-    assert Card.here() == Card(
+    assert Card.of_this_machine() == Card(
         device_kind="NVIDIA H200",
         text="NVIDIA H200, 570.86.15, 1980 MHz, 700.00 W",
         memory_bytes=143771 * 2**20,
         capability=(9, 0),
     )
     monkeypatch.setenv("PATH", "")
-    assert Card.here() is None
+    assert Card.of_this_machine() is None
 
 
 def test_cudnn_kernels_are_found_in_a_compiled_step(scripts):

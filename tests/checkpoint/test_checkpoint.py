@@ -326,22 +326,22 @@ def replaced(state, **params):
     [
         (
             replaced(make_state(), head=np.zeros((2, 3), np.float32)),
-            r"'params/head'.*no such leaf, asked for float32\[2, 3\]",
+            r"'params/head'.*no such leaf, requested float32\[2, 3\]",
         ),
         (
             State(np.int32(0), make_state().params, ()),
-            r"'opt_state/0/count'.*saved int32\[\], asked for no such leaf",
+            r"'opt_state/0/count'.*saved int32\[\], requested no such leaf",
         ),
         (
             replaced(make_state(), embed=np.zeros((64, 64), np.float32)),
-            r"'params/embed'.*float32\[48, 64\], asked for float32\[64, 64\]",
+            r"'params/embed'.*float32\[48, 64\], requested float32\[64, 64\]",
         ),
         (
             replaced(
                 make_state(),
                 blocks={**make_state().params["blocks"], "w": np.zeros((4, 64, 512), np.int32)},
             ),
-            r"'params/blocks/w'.*saved float32\[4, 64, 256\], asked for int32\[4, 64, 512\]",
+            r"'params/blocks/w'.*saved float32\[4, 64, 256\], requested int32\[4, 64, 512\]",
         ),
     ],
 )

@@ -182,7 +182,7 @@ def test_damaged_snapshot_is_skipped_with_a_warning(snapshots, warned, name, how
     found = restore_newest(snapshots)
     assert found.step == 5
     assert_same_bits(found.state, host_state(5))
-    assert "the snapshot of step 10 is passed over" in warned[0]
+    assert "the snapshot of step 10 is skipped" in warned[0]
 
 
 def test_snapshot_without_a_manifest_does_not_count(snapshots, monkeypatch):
@@ -203,7 +203,9 @@ def test_failed_write_is_a_warning_and_keeps_older_snapshots(snapshots, warned, 
         lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")),
     )
     take(snapshots, 10, 15, 20)
-    assert "could not be written: No space left on device; the run goes on without it" in warned[0]
+    assert (
+        "could not be written: No space left on device; the run continues without it" in warned[0]
+    )
     assert files.steps(snapshots.root) == [5], (
         "what could not be written does not push out what could"
     )

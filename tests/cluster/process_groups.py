@@ -91,7 +91,7 @@ def do(task, group, number, address):
     distributed_settings = (
         {"coordinator": address, "num_processes": group["processes"], "process_id": number}
         if group["processes"] > 1
-        else {"distributed.engine": "none"}
+        else {"distributed.launcher": "none"}
     )
     rows = []
     inputs.local_rows = lambda *arguments: rows.append(local_rows(*arguments)) or rows[-1]

@@ -34,7 +34,7 @@ def test_differing_processes_are_told_what_differs(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("here", "there", "raised", "raised_by_all_processes"),
+    ("own_error", "other_error", "raised", "raised_by_all_processes"),
     [
         (None, None, None, None),
         (DataError("no file"), None, DataError, True),
@@ -45,7 +45,7 @@ def test_differing_processes_are_told_what_differs(monkeypatch):
     ],
 )
 def test_an_error_of_one_process_is_raised_by_all(
-    monkeypatch, here, there, raised, raised_by_all_processes
+    monkeypatch, own_error, other_error, raised, raised_by_all_processes
 ):
     """Only a process that knows that all have an error which a user can fix may exit in order and
     wait for the others.
@@ -64,20 +64,20 @@ def test_an_error_of_one_process_is_raised_by_all(
         return gathered[0]
 
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    other = outcome_of(there)
+    other = outcome_of(other_error)
     monkeypatch.setattr(
         distributed.multihost_utils, "process_allgather", lambda own: np.stack([own, other])
     )
     caught = None
     try:
         with all_or_none():
-            if here is not None:
-                raise here
+            if own_error is not None:
+                raise own_error
     except Exception as error:
         caught = error
     assert type(caught) is (raised or type(None))
     assert getattr(caught, "raised_by_all_processes", None) == raised_by_all_processes
-    if here is None and there is not None:
+    if own_error is None and other_error is not None:
         assert "given: process 1 of 2" in str(caught)
 
 

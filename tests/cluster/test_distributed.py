@@ -100,7 +100,7 @@ def test_two_launched_processes_match_one_process_and_can_be_resumed(tmp_path, t
         json.loads(line) for line in (run_dir / "events.jsonl").read_text().splitlines()[:2]
     )
     assert "4 x cpu (cpu) in 2 processes" in started["devices"]
-    assert (started["engine"], plan["crosses"]) == ("environment", {"fsdp": "processes"})
+    assert (started["launcher"], plan["crosses"]) == ("environment", {"fsdp": "processes"})
     assert "fsdp crosses processes" in launched.stdout
 
     resumed = subprocess.run(
@@ -150,7 +150,9 @@ def test_an_error_of_one_process_ends_both(tmp_path, text):
     errors = [process.communicate(timeout=300)[1] for process in processes]
     assert [process.returncode for process in processes] == [2, 2]
     assert "no such data file" in errors[0]
-    assert "error: another process of this run cannot go on\n  given: process 0 of 2" in errors[1]
+    assert (
+        "error: another process of this run cannot continue\n  given: process 0 of 2" in errors[1]
+    )
     assert all(f"\n  in process {number} of 2\n" in text for number, text in enumerate(errors))
     assert not any("Traceback" in text for text in errors)
     assert not run_dir.exists()

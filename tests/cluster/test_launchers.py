@@ -13,8 +13,7 @@ import pytest
 from jax._src.clusters.ompi_cluster import OmpiCluster
 from jax._src.clusters.slurm_cluster import SlurmCluster
 
-from optimus_jax.cluster import coordinator_address
-from optimus_jax.cluster import launch_detection as engines
+from optimus_jax.cluster import coordinator_address, launch_detection
 from optimus_jax.cluster.launch_detection import Launch, find_launch
 from optimus_jax.cluster.launchers import LAUNCHERS, Launcher
 from optimus_jax.cluster.process_info import derived_port, variables_of
@@ -102,11 +101,11 @@ def found(monkeypatch):
 
 
 def place(launch: Launch):
-    return launch.engine, launch.coordinator, launch.num_processes, launch.process_id
+    return launch.launcher, launch.coordinator, launch.num_processes, launch.process_id
 
 
 def test_without_a_launcher_there_is_one_process(found):
-    assert place(found()) == ("nobody", None, 1, 0)
+    assert place(found()) == ("none", None, 1, 0)
 
 
 def test_flags_take_precedence_over_launchers(found):
@@ -128,7 +127,7 @@ def test_flags_take_precedence_over_launchers(found):
 def test_process_0_listens_on_the_given_address(found, coordinator, bind, listens_on):
     config = DistributedConfig(coordinator=coordinator, num_processes=3, process_id=2, bind=bind)
     assert found(config=config).bind == listens_on
-    variables = dict(zip(engines.VARIABLES, (coordinator, "3", "2"), strict=True))
+    variables = dict(zip(launch_detection.VARIABLES, (coordinator, "3", "2"), strict=True))
     assert found(variables, config=DistributedConfig(bind=bind)).bind == listens_on
 
 
@@ -137,10 +136,10 @@ def test_under_a_launcher_process_0_listens_on_all_addresses_by_default(found):
     assert found(MPI, config=DistributedConfig(bind="10.0.0.1")).bind == "10.0.0.1"
 
 
-def test_engine_none_ignores_all_launchers(found):
-    launch = found(STEP, config=DistributedConfig(engine="none"))
+def test_launcher_none_ignores_all_launchers(found):
+    launch = found(STEP, config=DistributedConfig(launcher="none"))
     assert launch.is_alone
-    assert "distributed.engine=none" in launch.why
+    assert "distributed.launcher=none" in launch.why
 
 
 def test_plain_variables_form_a_run(found):
@@ -206,12 +205,12 @@ def test_the_coordinator_address_can_be_overridden(found):
         ("JAX_COORDINATOR_PORT", "99999"),
     ],
 )
-@pytest.mark.parametrize("engine", [STEP, MPI], ids=["SLURM", "Open MPI"])
-def test_an_invalid_coordinator_address_is_refused(found, engine, variable, value):
+@pytest.mark.parametrize("launcher", [STEP, MPI], ids=["SLURM", "Open MPI"])
+def test_an_invalid_coordinator_address_is_refused(found, launcher, variable, value):
     with pytest.raises(
         ConfigError, match=rf"{variable} names .*\n  given: {value}\n  do:    give .* such as"
     ):
-        found(engine, {variable: value})
+        found(launcher, {variable: value})
 
 
 def test_a_single_task_waits_for_no_others(found):
@@ -224,7 +223,7 @@ def test_a_single_task_waits_for_no_others(found):
             "SLURM_STEP_NODELIST": "gpu07",
         },
     )
-    assert (launch.engine, launch.is_alone, launch.coordinator) == ("SLURM", True, None)
+    assert (launch.launcher, launch.is_alone, launch.coordinator) == ("SLURM", True, None)
     assert "the only process of step 12.0" in launch.why
 
 
@@ -392,7 +391,7 @@ def test_a_pod_outside_an_indexed_job_is_a_single_process(found):
 
 
 def test_a_pod_of_an_indexed_job_needs_the_kubernetes_package(found, monkeypatch):
-    monkeypatch.setattr(engines, "find_spec", lambda name: None)
+    monkeypatch.setattr(launch_detection, "find_spec", lambda name: None)
     with pytest.raises(
         ConfigError, match=r"without the package `kubernetes`(.|\n)*optimus-jax\[k8s\]"
     ):
@@ -401,15 +400,16 @@ def test_a_pod_of_an_indexed_job_needs_the_kubernetes_package(found, monkeypatch
 
 def test_an_invalid_value_of_a_launcher_is_named(found):
     with pytest.raises(
-        ConfigError, match=r"SLURM: (.|\n)*SLURM_STEP_NUM_TASKS=four(.|\n)*distributed.engine=none"
+        ConfigError,
+        match=r"SLURM: (.|\n)*SLURM_STEP_NUM_TASKS=four(.|\n)*distributed.launcher=none",
     ):
         found(STEP, {"SLURM_STEP_NUM_TASKS": "four"})
 
 
 def test_a_connection_made_by_the_program_is_used(found, monkeypatch):
-    monkeypatch.setattr(engines.jax.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(launch_detection.jax.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(
-        engines,
+        launch_detection,
         "global_state",
         SimpleNamespace(coordinator_address="h:1", num_processes=2, process_id=1),
     )
@@ -417,7 +417,7 @@ def test_a_connection_made_by_the_program_is_used(found, monkeypatch):
 
 
 def test_launches_compare_by_value():
-    launch = Launch(engine="SLURM", why="")
+    launch = Launch(launcher="SLURM", why="")
     assert launch == replace(launch)
 
 
@@ -644,7 +644,7 @@ def test_each_launcher_forms_the_run(found, monkeypatch, environment, expected):
         else None
     )
     assert (
-        launch.restarts == next(row.restarts for row in LAUNCHERS if row.name == launch.engine)
+        launch.restarts == next(row.restarts for row in LAUNCHERS if row.name == launch.launcher)
         or "SLURM_JOB_ID" in environment
     )
 
@@ -784,7 +784,7 @@ def test_incomplete_launcher_variables_are_refused_with_what_to_set(
         or "JAX_LOCAL" in str(raised.value)
     )
     if "JAX_LOCAL_DEVICE_IDS" not in environment:
-        assert found(environment, config=DistributedConfig(engine="none")).is_alone
+        assert found(environment, config=DistributedConfig(launcher="none")).is_alone
         assert place(
             found(
                 environment,

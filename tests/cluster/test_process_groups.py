@@ -121,11 +121,13 @@ def one_process_losses(groups):
     return groups[0](1, 1, ["data=1"])["data=1"][0]["losses"]
 
 
+# Takes half a minute, once for the file: two processes train on every mesh of TWO.
 @pytest.fixture(scope="module")
 def two(groups):
     return groups[0](2, 2, list(TWO), hosts=["a", "b"])
 
 
+# Takes a minute, once for the file: four processes share the cores and train on every mesh of FOUR.
 @pytest.fixture(scope="module")
 def four(groups):
     return groups[0](4, 2, list(FOUR), hosts=["a", "b", "a", "b"])
@@ -161,7 +163,7 @@ def test_the_start_event_names_the_launcher_and_devices(two):
         next(event for event in answers[0]["events"] if event["event"] == "start")
         for answers in two.values()
     ]
-    assert [start["engine"] for start in starts] == ["flags", "program", "program"]
+    assert [start["launcher"] for start in starts] == ["flags", "program", "program"]
     assert starts[0]["devices"] == "4 x cpu (cpu) in 2 processes on 2 hosts"
 
 

@@ -30,7 +30,7 @@ def first():
     """The launch of process 0 of three, with a free port."""
     port = free_port()
     return Launch(
-        engine="SLURM",
+        launcher="SLURM",
         why="",
         coordinator=f"127.0.0.1:{port}",
         num_processes=3,

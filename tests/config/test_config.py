@@ -24,10 +24,12 @@ from optimus_jax.config import (
     PrecisionConfig,
     RopeScaling,
 )
+from optimus_jax.config.aliases import RENAMED
 from optimus_jax.config.axes import AxisSizes
 from optimus_jax.config.presets import PRESETS, model_preset
 from optimus_jax.config.request import (
     SHORT_NAMES,
+    canonical,
     make_config,
     read_config,
     repeated_config,
@@ -480,3 +482,12 @@ def test_an_open_layout_keeps_what_does_not_depend_on_the_devices():
         remat="full",
     )
     assert parallel.with_open_layout() == ParallelConfig(rules=("mlp=none",), remat="full")
+
+
+@pytest.mark.parametrize(("old", "new"), RENAMED.items())
+def test_settings_are_read_under_their_earlier_names(old, new):
+    assert canonical([(old, "none", f"--set {old}=none")]) == {new: "none"}
+    section, _, name = old.partition(".")
+    stored = json.loads(Config().to_json())
+    stored[section] = {name: "none"}
+    assert Config.from_json(json.dumps(stored)) == Config().with_values({new: "none"})

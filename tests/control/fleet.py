@@ -164,7 +164,7 @@ class Truth:
         found = times(
             plan,
             (conditions or Conditions())
-            .felt_by(plan)
+            .as_seen_by(plan)
             .applied(replace(PRICING, cluster=faster, rates=rates)),
         )
         own = np.random.default_rng([self._seed, int(plan.digest[:8], 16)]).standard_normal()

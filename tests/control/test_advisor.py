@@ -11,13 +11,13 @@ import pytest
 from fleet import CLUSTER, CONFIG, MESHES, PRICING, Truth, plan_on, ranked
 
 from optimus_jax.config import ControlConfig
-from optimus_jax.control.advisor import ABANDONED, Advisor, BatchPhase
+from optimus_jax.control.advisor import ABANDON_AFTER_COOLDOWNS, Advisor, BatchPhase
 from optimus_jax.control.deciding.candidates import is_legal, leaving_out
-from optimus_jax.control.deciding.changes import LEAST
+from optimus_jax.control.deciding.changes import MIN_STEPS
 from optimus_jax.control.deciding.conditions import Conditions
 from optimus_jax.control.deciding.prices import query
 from optimus_jax.control.deciding.switch_costs import CostModel, SwitchCosts
-from optimus_jax.control.deciding.watch import SETTLING
+from optimus_jax.control.deciding.watch import NUM_FIRST_STEPS
 from optimus_jax.control.policy import Decision
 from optimus_jax.control.predictor import Predictor
 from optimus_jax.control.signals import Observation, SignalSummary
@@ -25,7 +25,7 @@ from optimus_jax.errors import PlanError
 from optimus_jax.plan import Plan
 from optimus_jax.planning.search.search import Pricing, Ranking
 
-SLOW = Conditions(between=16.0)
+SLOW = Conditions(inter_host=16.0)
 PLANS = [
     plan_on(mesh, remat=remat, microbatches=microbatches)
     for mesh in MESHES
@@ -101,8 +101,8 @@ class Job:
         values = dict(more)
         if reported is not None:
             values |= {
-                "link_slowdown/inside": reported.inside,
-                "link_slowdown/between": reported.between,
+                "link_slowdown/intra_host": reported.intra_host,
+                "link_slowdown/inter_host": reported.inter_host,
                 "compute_slowdown": reported.compute,
                 "process_skew": reported.skew,
             }
@@ -213,7 +213,7 @@ def test_step_times_of_plans_tried_before_the_run_are_used():
 
 def test_no_decision_before_the_typical_step_time_is_known():
     """With readings alone, plans would be compared without a measured step time."""
-    job = Job(POOR).go(SETTLING + LEAST - 1, SLOW)
+    job = Job(POOR).go(NUM_FIRST_STEPS + MIN_STEPS - 1, SLOW)
     assert job.decisions == []
     assert job.go(1, SLOW).decisions[0].trigger == "step times are known"
 
@@ -274,8 +274,8 @@ def test_a_flapping_link_causes_few_switches():
 @pytest.mark.parametrize(
     "false_reading",
     [
-        Conditions(between=10.0, inside=10.0),
-        Conditions(between=0.3),
+        Conditions(inter_host=10.0, intra_host=10.0),
+        Conditions(inter_host=0.3),
         Conditions(compute=3.0),
         Conditions(skew=2.0),
     ],
@@ -603,7 +603,7 @@ def test_a_mandatory_switch_is_not_withdrawn_for_other_triggers():
     )
     job = Job(BEST, num_steps=5000, phases=phases).go(280)
     assert job.pending is not None
-    job.go(20, reported=Conditions(between=10.0))  # which step times contradict
+    job.go(20, reported=Conditions(inter_host=10.0))  # which step times contradict
     assert [step for step, _ in job.switches] == [300]
 
 
@@ -615,8 +615,8 @@ def test_a_switch_waits_for_a_boundary_many_quick_steps_away():
     job = Job(BEST, num_steps=50_000, phases=phases).go(1480, factor=0.02)
     decision = job.decisions[-1]
     assert (decision.action, decision.at_step) == ("switch", 1500)
-    assert decision.step < 1500 - ABANDONED * 30
-    job.go(20, reported=Conditions(between=10.0), factor=0.02)
+    assert decision.step < 1500 - ABANDON_AFTER_COOLDOWNS * 30
+    job.go(20, reported=Conditions(inter_host=10.0), factor=0.02)
     assert [step for step, _ in job.switches] == [1500]
 
 
@@ -735,7 +735,7 @@ def test_slow_exchanges_learnt_earlier_do_not_count_twice_for_a_slow_link(
     """A link of an eighth of its nominal bandwidth: earlier runs learnt that exchanges take long,
     this run that the link is slow.
     """
-    poor, earlier, truth = Conditions(between=8.0), Predictor(), Truth(2)
+    poor, earlier, truth = Conditions(inter_host=8.0), Predictor(), Truth(2)
     for plan in PLANS[::6]:
         earlier.learn(
             query(plan, PRICING, "512 x 4096 tokens"),
@@ -746,7 +746,7 @@ def test_slow_exchanges_learnt_earlier_do_not_count_twice_for_a_slow_link(
         )
     earlier.save(tmp_path / "learnt.json")
     job = Job(seed=2, memory=tmp_path / "learnt.json").go(60, poor)
-    assert job.decisions[-1].inputs["conditions"]["between"] == pytest.approx(8.0, rel=0.1)
+    assert job.decisions[-1].inputs["conditions"]["inter_host"] == pytest.approx(8.0, rel=0.1)
     predicted = [
         each.step_time_s / job.true_s(each.plan, poor) for each in job.decisions[-1].alternatives
     ]

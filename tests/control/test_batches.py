@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from optimus_jax.control.batches import MAX_TOKENS, BatchShape, document_lengths, padding_share
+from optimus_jax.control.batches import MAX_TOKENS, BatchStatistics, document_lengths, padding_share
 from optimus_jax.data.sampler import cut_examples
 
 NO, YES = False, True
@@ -40,7 +40,7 @@ class Stream:
 
 
 def test_batches_of_the_loader_have_no_padding():
-    shape = BatchShape()
+    shape = BatchStatistics()
     shape.offer(cut_examples(Stream(), np.arange(4), seq_len=12, respect_documents=True))
     assert shape.poll(1, 0.0) == {"padding_share": 0.0, "length_median": 3.0}
     assert shape.histogram == {2: 16}
@@ -51,7 +51,7 @@ def test_the_first_rows_of_a_large_batch_are_the_sample():
     rows = MAX_TOKENS // 1024
     counts = np.ones((3 * rows, 1024), bool)
     counts[rows:] = False
-    shape = BatchShape()
+    shape = BatchStatistics()
     shape.offer({"segments": np.zeros(counts.shape, np.int32), "loss_mask": counts})
     assert shape.poll(1, 0.0) == {"padding_share": 0.0, "length_median": 1024.0}
     assert shape.histogram == {1024: rows}

@@ -19,9 +19,9 @@ PREPARE = Command(
 def test_a_single_process_receives_commands_at_every_step():
     commands = CommandBroadcast()
     commands.send(PREPARE)
-    assert commands.is_held(1)
+    assert commands.is_broadcast_due(1)
     assert tuple(commands.receive(1, [0.01])) == (PREPARE,)
-    assert commands.is_held(2)
+    assert commands.is_broadcast_due(2)
     assert tuple(commands.receive(2, [0.01])) == ()
 
 
@@ -31,8 +31,8 @@ def test_a_single_process_receives_commands_sent_while_others_are_handled():
     for command in commands.receive(1, [0.01]):
         done.append(command.kind)
         if command == PREPARE:
-            commands.send(Command(kind="go", plan=PREPARE.plan))
-    assert done == ["prepare", "go"]
+            commands.send(Command(kind="switch", plan=PREPARE.plan))
+    assert done == ["prepare", "switch"]
 
 
 @pytest.fixture
@@ -67,7 +67,7 @@ def test_all_processes_receive_the_same_commands_and_next_step(two_processes):
     ), "the same is said once"
     assert other.receive(1, [5.0]) == received
     for each in (first, other):
-        assert [each.is_held(step) for step in (2, 4, 5, 6)] == [False, False, True, True]
+        assert [each.is_broadcast_due(step) for step in (2, 4, 5, 6)] == [False, False, True, True]
 
 
 @pytest.mark.parametrize(
@@ -77,12 +77,15 @@ def test_all_processes_receive_the_same_commands_and_next_step(two_processes):
 def test_broadcasts_are_about_a_second_apart(two_processes, step_times_s, pause):
     commands = CommandBroadcast()
     commands.receive(10, step_times_s)
-    assert [commands.is_held(step) for step in (10 + pause - 1, 10 + pause)] == [False, True]
+    assert [commands.is_broadcast_due(step) for step in (10 + pause - 1, 10 + pause)] == [
+        False,
+        True,
+    ]
 
 
 def test_a_command_not_yet_broadcast_can_be_cancelled(two_processes):
     commands = CommandBroadcast()
-    commands.send(Command(kind="go", plan=PREPARE.plan))
+    commands.send(Command(kind="switch", plan=PREPARE.plan))
     commands.send(Command(kind="probe"))
-    commands.cancel("go")
+    commands.cancel("switch")
     assert commands.receive(1, [0.3]) == (Command(kind="probe"),)

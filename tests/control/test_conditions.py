@@ -40,8 +40,8 @@ def claimed(**readings: SignalSummary) -> dict[str, float | None]:
 @pytest.mark.parametrize(
     ("conditions", "terms"),
     [
-        (Conditions(between=3.0), {"data"}),
-        (Conditions(inside=3.0), {"tensor", "vocabulary"}),
+        (Conditions(inter_host=3.0), {"data"}),
+        (Conditions(intra_host=3.0), {"tensor", "vocabulary"}),
         (
             Conditions(compute=3.0),
             {"attention", "feed-forward", "head", "recompute", "optimizer", "memory"},
@@ -60,7 +60,7 @@ def test_a_slowdown_lengthens_its_terms_and_shortens_no_others(conditions, terms
     assert all(
         after[name] >= before[name] * (1 - 1e-9)
         for name in before
-        if name != "data" or conditions.between > 1
+        if name != "data" or conditions.inter_host > 1
     )
 
 
@@ -104,9 +104,11 @@ def test_a_link_of_one_device_is_never_slow():
 
 
 def test_distance_is_the_largest_difference_of_a_factor():
-    assert Conditions(between=4.0).distance(Conditions(inside=2.0)) == pytest.approx(math.log(4))
+    assert Conditions(inter_host=4.0).distance(Conditions(intra_host=2.0)) == pytest.approx(
+        math.log(4)
+    )
     assert Conditions(skew=1.5).without_skew() == Conditions()
-    assert Conditions(between=4.0).as_json() == {"between": 4.0}
+    assert Conditions(inter_host=4.0).as_json() == {"inter_host": 4.0}
 
 
 def test_the_grid_is_coarse_and_contains_one():
@@ -116,10 +118,10 @@ def test_the_grid_is_coarse_and_contains_one():
 
 
 def test_a_reading_of_the_link_precedes_readings_of_axes_that_cross_it():
-    assert claimed(link_between=reading(3.0), link_data=reading(9.0)) == {"between": 3.0}
+    assert claimed(link_inter_host=reading(3.0), link_data=reading(9.0)) == {"inter_host": 3.0}
     assert claimed(link_data=reading(9.0), link_tensor=reading(2.0)) == {
-        "between": 9.0,
-        "inside": 2.0,
+        "inter_host": 9.0,
+        "intra_host": 2.0,
     }
     assert claimed(compute_slowdown=reading(1.2), process_skew=reading(1.5)) == {
         "compute": 1.2,
@@ -139,8 +141,8 @@ def test_a_reading_of_the_link_precedes_readings_of_axes_that_cross_it():
     ],
 )
 def test_stale_unknown_or_invalid_readings_are_ignored(invalid):
-    assert claimed(link_between=invalid, compute_slowdown=invalid) == {}
-    assert claimed(link_between=invalid, link_data=reading(2.0)) == {"between": 2.0}
+    assert claimed(link_inter_host=invalid, compute_slowdown=invalid) == {}
+    assert claimed(link_inter_host=invalid, link_data=reading(2.0)) == {"inter_host": 2.0}
 
 
 def test_one_host_has_no_inter_host_slowdown():
@@ -149,7 +151,7 @@ def test_one_host_has_no_inter_host_slowdown():
         step=1,
         time_s=1.0,
         step_times_s=(),
-        readings={"link_slowdown/between": reading(4.0)},
+        readings={"link_slowdown/inter_host": reading(4.0)},
         global_batch=8,
         seq_len=8,
         lost_devices=frozenset(),

@@ -15,7 +15,7 @@ from optimus_jax.config import Config
 from optimus_jax.config.axes import AxisSizes
 from optimus_jax.config.request import make_config
 from optimus_jax.control import assembly
-from optimus_jax.control.advisor import PUZZLED_STEPS
+from optimus_jax.control.advisor import MAX_WAIT_STEPS
 from optimus_jax.control.commands import CommandBroadcast
 from optimus_jax.control.coordinator import NEWEST_STEPS
 from optimus_jax.control.journal import switches
@@ -321,7 +321,7 @@ def test_a_switch_happens_at_its_step_without_a_broadcast_there(
     scripted, lenient_canary, monkeypatch
 ):
     """With several processes, not every step has a broadcast."""
-    monkeypatch.setattr(CommandBroadcast, "is_held", lambda self, step: step % 5 == 0)
+    monkeypatch.setattr(CommandBroadcast, "is_broadcast_due", lambda self, step: step % 5 == 0)
     plan = other_plan()
     result = scripted({3: switch_at(3, plan, at_step=7)})
     (remesh,) = events(result, "remesh")
@@ -329,7 +329,7 @@ def test_a_switch_happens_at_its_step_without_a_broadcast_there(
 
 
 @pytest.mark.parametrize(
-    ("puzzled_until", "expected"), [(0, 6 + NEWEST_STEPS), (14, 14), (99, 6 + PUZZLED_STEPS)]
+    ("puzzled_until", "expected"), [(0, 6 + NEWEST_STEPS), (14, 14), (99, 6 + MAX_WAIT_STEPS)]
 )
 def test_a_slowly_compiled_switch_waits_until_step_times_are_steady(
     scripted, lenient_canary, monkeypatch, puzzled_until, expected
@@ -353,7 +353,7 @@ def test_a_slowly_compiled_switch_waits_until_step_times_are_steady(
     assert [event["step"] for event in events(result, "remesh")] == [expected]
 
 
-@pytest.mark.parametrize(("is_puzzled", "expected"), [(False, 6), (True, 6 + PUZZLED_STEPS)])
+@pytest.mark.parametrize(("is_puzzled", "expected"), [(False, 6), (True, 6 + MAX_WAIT_STEPS)])
 def test_a_switch_happens_at_once_if_compilation_did_not_slow_steps(
     scripted, lenient_canary, monkeypatch, is_puzzled, expected
 ):
@@ -371,6 +371,7 @@ def test_a_switch_happens_at_once_if_compilation_did_not_slow_steps(
     assert [event["step"] for event in events(result, "remesh")] == [expected]
 
 
+# Takes half a minute: a run switches, and another one compiles both plans again to resume it.
 def test_a_resumed_run_continues_under_its_new_plan(scripted, lenient_canary):
     plan = other_plan()
     result = scripted({3: switch_at(3, plan)})

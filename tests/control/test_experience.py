@@ -11,8 +11,9 @@ from optimus_jax.control.deciding.conditions import Conditions
 from optimus_jax.control.deciding.experience import PERSISTS, Experience, Known
 from optimus_jax.control.deciding.prices import Prices
 from optimus_jax.control.predictor import Predictor
+from optimus_jax.data.batch import BatchShape
 
-BATCH = (512, 4096)
+BATCH = BatchShape(512, 4096)
 NORMAL = Known(plan=PLANS[0], batch=BATCH, conditions=Conditions(), regime=0)
 
 

@@ -15,6 +15,8 @@ imported everything.
 """
 
 
+# Takes over two minutes: a run is killed in every phase of a switch, and each start compiles its
+# steps.
 def test_a_run_that_is_killed_in_every_phase_of_a_switch_loses_nothing():
     """One run, killed while it prepares, quiesces (half a line of the journal is written), moves,
     commits, in the first steps, and when it keeps the plan. The script checks the invariants, and

@@ -115,14 +115,14 @@ def test_probe_time_is_the_shortest_repeat():
 def test_probe_rounds_map_axes_to_links_and_reuse_compiled_probes(programs):
     probes = Probes(0.01, TWO_HOSTS, None, num_meshes=2, warn=print)
     samples = probes.on(mesh_of(1, 2, 1, 4)).run(5, step_time_s=0.1, data_wait_s=0.0)
-    assert samples["link_slowdown/between"] == samples["link_slowdown/data"] > 0
-    assert samples["link_slowdown/inside"] == samples["link_slowdown/tensor"] > 0
+    assert samples["link_slowdown/inter_host"] == samples["link_slowdown/data"] > 0
+    assert samples["link_slowdown/intra_host"] == samples["link_slowdown/tensor"] > 0
     assert samples["compute_slowdown"] > 0
     num_programs = len(programs)
     probes.on(mesh_of(1, 2, 1, 4))
     assert len(programs) == num_programs
     assert probes.on(mesh_of(1, 1, 1, 8)).run(9, step_time_s=0.1, data_wait_s=0.0).keys() >= {
-        "link_slowdown/between",
+        "link_slowdown/inter_host",
         "link_slowdown/tensor",
     }
 

@@ -13,7 +13,7 @@ from optimus_jax.config import ControlConfig
 from optimus_jax.config.axes import AxisSizes
 from optimus_jax.control.deciding.changes import Durations
 from optimus_jax.control.policy import (
-    LOOK_AGAIN,
+    REWEIGH_AFTER,
     SWITCH_METHODS,
     Decision,
     Regime,
@@ -82,7 +82,7 @@ CANDIDATES = st.builds(
     switch_method=st.sampled_from(SWITCH_METHODS),
     barred=st.sampled_from(["", "", "it failed"]),
     was_left=st.booleans(),
-    likely=st.floats(0.1, 1.0),
+    usable_probability=st.floats(0.1, 1.0),
     number=st.integers(2, 5),
     log_ratio_after=st.none() | st.floats(-1.0, 1.0),
 )
@@ -108,7 +108,7 @@ def test_an_exceeded_budget_is_reconsidered_if_the_run_may_become_longer():
     """
     assert (
         decided(candidate(), budget_s=9.0, regime=unknown_duration(500.0)).wait_s
-        == LOOK_AGAIN * 500.0
+        == REWEIGH_AFTER * 500.0
     )
     assert decided(candidate(), budget_s=9.0).wait_s is None
 
@@ -126,7 +126,7 @@ def test_an_exceeded_budget_is_reconsidered_if_the_run_may_become_longer():
         ({}, {"blocked": "cooling down"}, "cooling down"),
         ({}, {"regime": unknown_duration(10.0)}, "may end before it breaks even"),
         ({"gain": 0.08, "deviation": 0.0, "was_left": True}, {}, "is required"),
-        ({"likely": 0.5}, {}, "probability"),
+        ({"usable_probability": 0.5}, {}, "probability"),
     ],
 )
 def test_each_reason_to_stay_suffices_and_is_named(fields, about, reason):
@@ -256,8 +256,8 @@ def test_a_plan_better_under_normal_conditions_too_need_not_wait():
 
 def test_repeated_switching_raises_the_required_gain():
     """30% of 1000 s for 10 s are 30 times the cost."""
-    assert decided(candidate(), horizon_s=1000.0, caution=8.0).action == "switch"
-    decision = decided(candidate(), horizon_s=1000.0, caution=16.0)
+    assert decided(candidate(), horizon_s=1000.0, gain_multiplier=8.0).action == "switch"
+    decision = decided(candidate(), horizon_s=1000.0, gain_multiplier=16.0)
     assert decision.action == "stay"
     assert "32 times its cost is required" in decision.why
 
@@ -289,10 +289,10 @@ def test_a_decision_records_its_step_and_excluded_devices():
 
 def test_a_decision_record_has_every_field():
     record = decided(
-        candidate(), inputs={"step_time_s": 1.23456789, "link_slowdown/between": None}
+        candidate(), inputs={"step_time_s": 1.23456789, "link_slowdown/inter_host": None}
     ).as_json()
     assert set(record) == {each.name for each in dataclasses.fields(Decision)} - {"step"}
-    assert record["inputs"] == {"step_time_s": 1.235, "link_slowdown/between": None}
+    assert record["inputs"] == {"step_time_s": 1.235, "link_slowdown/inter_host": None}
 
 
 def test_a_switch_needs_a_budget_for_the_way_back():

@@ -74,17 +74,17 @@ def test_intervals_widen_where_the_cost_model_fits_badly(monkeypatch):
     show.
     """
 
-    def inside() -> float:
+    def covered_share() -> float:
         found = []
         for seed in SEEDS:
             true, mean, deviation, unseen = after(8, seed, plans=0.12)
             found += list(np.abs(true - mean)[unseen] < NINE_IN_TEN * deviation[unseen])
         return float(np.mean(found))
 
-    learnt = inside()
+    learnt = covered_share()
     monkeypatch.setattr(beliefs, "OWN_FACTORS", (1.0,))
     assert learnt > 0.75
-    assert learnt > inside() + 0.1
+    assert learnt > covered_share() + 0.1
 
 
 @pytest.mark.slow
@@ -128,7 +128,7 @@ def test_slow_exchanges_are_attributed_to_their_link():
     """Four plans show that exchanges take longer and computation does not: the calibration for the
     search says so.
     """
-    predictor, slow = Predictor(), Conditions(between=4.0)
+    predictor, slow = Predictor(), Conditions(inter_host=4.0)
     for index in (0, 1, 7, 12):  # two that send much, two that send little
         learn(predictor, QUERIES[index], math.log(query(PLANS[index], slow).predicted_s))
     factors = predictor.calibration().factors
@@ -284,7 +284,7 @@ def test_a_damaged_file_is_ignored_with_a_warning(tmp_path, text):
 
 def test_a_plans_own_error_holds_under_other_conditions():
     """A plan's own error does not depend on the links."""
-    predictor, slow = Predictor(), Conditions(between=4.0)
+    predictor, slow = Predictor(), Conditions(inter_host=4.0)
     learn(predictor, QUERIES[0], COST_MODEL[0] + 0.2)
     there = query(PLANS[0], slow)
     assert predictor.predict([there]).mean[0] - math.log(there.predicted_s) > 0.1

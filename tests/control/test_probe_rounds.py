@@ -17,7 +17,7 @@ from optimus_jax.planning.profiles.measurements import CollectiveFit, MatmulTime
 SMALL_BYTES, LARGE_BYTES = messages_of("cpu")
 FLOAT32 = 1e-5
 """Relative tolerance: processes exchange float32."""
-LINKS = {"pipe": "between", "data": "between", "tensor": "inside"}
+LINKS = {"pipe": "inter_host", "data": "inter_host", "tensor": "intra_host"}
 
 
 def rounds_on(programs, clock, *, baselines=None, budget=None, exchange=None):
@@ -50,8 +50,8 @@ def test_unchanged_hardware_gives_slowdowns_of_one():
     names = {
         "link_slowdown/data",
         "link_slowdown/tensor",
-        "link_slowdown/between",
-        "link_slowdown/inside",
+        "link_slowdown/inter_host",
+        "link_slowdown/intra_host",
         "compute_slowdown",
     }
     assert samples == pytest.approx(dict.fromkeys(names, 1.0), rel=FLOAT32)
@@ -61,9 +61,9 @@ def test_unchanged_hardware_gives_slowdowns_of_one():
 def test_a_link_crossed_by_two_axes_is_slow_only_if_both_are():
     programs, rounds = settled(("pipe", "data"), latency_s=0.0)
     programs.s_per_byte["pipe"] *= 5
-    assert run(rounds)["link_slowdown/between"] == pytest.approx(1.0, rel=FLOAT32)
+    assert run(rounds)["link_slowdown/inter_host"] == pytest.approx(1.0, rel=FLOAT32)
     programs.s_per_byte["data"] *= 3
-    assert run(rounds)["link_slowdown/between"] == pytest.approx(3.0, rel=FLOAT32)
+    assert run(rounds)["link_slowdown/inter_host"] == pytest.approx(3.0, rel=FLOAT32)
 
 
 @pytest.mark.parametrize("slower", [0.8, 1.5, 4.0])
@@ -73,12 +73,12 @@ def test_a_slow_link_is_reported_by_its_axis_and_its_kind(slower):
     samples = run(rounds)
     assert (
         samples["link_slowdown/data"]
-        == samples["link_slowdown/between"]
+        == samples["link_slowdown/inter_host"]
         == pytest.approx(slower, rel=FLOAT32)
     )
     assert (
         samples["link_slowdown/tensor"]
-        == samples["link_slowdown/inside"]
+        == samples["link_slowdown/intra_host"]
         == pytest.approx(1.0, rel=FLOAT32)
     )
 
@@ -157,7 +157,7 @@ def test_collective_time_is_that_of_the_last_process_to_arrive():
     assert run(rounds)["link_slowdown/data"] == pytest.approx(1 / 50, rel=FLOAT32)
 
 
-class Together:
+class ThreadedGroup:
     """Processes as threads that exchange arrays; fails if one exchanges a different number of times
     or of values than the others.
     """
@@ -185,7 +185,7 @@ class Together:
 
 def test_all_processes_run_the_same_probes_at_the_same_steps():
     """Although each measures other times of links, devices, steps and rounds."""
-    together = Together(3)
+    together = ThreadedGroup(3)
 
     def process(number):
         clock = FakeClock()
@@ -342,7 +342,7 @@ def test_without_a_baseline_there_is_no_reading():
     found = [run(rounds) for _ in range(4)]
     assert found[0] == found[1] == {}
     assert found[2] == pytest.approx(
-        {"link_slowdown/data": 1.0, "link_slowdown/between": 1.0, "compute_slowdown": 1.0},
+        {"link_slowdown/data": 1.0, "link_slowdown/inter_host": 1.0, "compute_slowdown": 1.0},
         rel=FLOAT32,
     )
     assert rounds.sources()["compute_slowdown"] == FIRST_ROUNDS
@@ -356,16 +356,16 @@ def test_a_slow_link_stays_slow_on_another_mesh():
     rounds = rounds_on(before, clock, baselines=baselines)
     rounds.settle()
     before.s_per_byte["data"] *= 4
-    assert run(rounds)["link_slowdown/between"] == pytest.approx(4, rel=FLOAT32)
+    assert run(rounds)["link_slowdown/inter_host"] == pytest.approx(4, rel=FLOAT32)
     after = FakePrograms(clock, ("data",), latency_s=0.0, s_per_byte=4e-9)
     after.work = lambda axis, num_bytes: AllReduce(
         axis_size=4, stride=1, num_bytes=num_bytes, repeats=1
     )
     rounds = rounds_on(after, clock, baselines=baselines)
     rounds.settle()
-    assert run(rounds)["link_slowdown/between"] == pytest.approx(4, rel=FLOAT32)
+    assert run(rounds)["link_slowdown/inter_host"] == pytest.approx(4, rel=FLOAT32)
     after.s_per_byte["data"] /= 4
-    assert run(rounds)["link_slowdown/between"] == pytest.approx(1, rel=FLOAT32), (
+    assert run(rounds)["link_slowdown/inter_host"] == pytest.approx(1, rel=FLOAT32), (
         "until it is repaired"
     )
 
@@ -378,16 +378,16 @@ def test_settling_repeats_probes_only_if_a_link_has_changed():
     rounds.settle()
     assert programs.ran == [("data", SMALL_BYTES), ("data", LARGE_BYTES)]
     assert rounds.at_first == [
-        pytest.approx({"link_slowdown/data": 1.0, "link_slowdown/between": 1.0}, rel=FLOAT32)
+        pytest.approx({"link_slowdown/data": 1.0, "link_slowdown/inter_host": 1.0}, rel=FLOAT32)
     ]
     assert rounds.budget.is_due(1), "settling is no round"
     programs.s_per_byte["data"] *= 8
     for count in (3, 1):
         rounds.settle()
-        assert [sample["link_slowdown/between"] for sample in rounds.at_first] == pytest.approx(
-            [rounds.at_first[0]["link_slowdown/between"]] * count
+        assert [sample["link_slowdown/inter_host"] for sample in rounds.at_first] == pytest.approx(
+            [rounds.at_first[0]["link_slowdown/inter_host"]] * count
         )
-        assert rounds.at_first[0]["link_slowdown/between"] > 4
+        assert rounds.at_first[0]["link_slowdown/inter_host"] > 4
 
 
 def test_a_known_link_slowdown_holds_on_a_mesh_that_uses_it_less():
@@ -398,7 +398,7 @@ def test_a_known_link_slowdown_holds_on_a_mesh_that_uses_it_less():
     before = FakePrograms(clock, ("data",), latency_s=1e-3, s_per_byte=81e-9)
     rounds = rounds_on(before, clock, baselines=baselines)
     rounds.settle()
-    known = run(rounds)["link_slowdown/between"]
+    known = run(rounds)["link_slowdown/inter_host"]
     assert known > 20
     after = FakePrograms(clock, ("pipe",), latency_s=1e-3, s_per_byte=40e-9)
     after.work = lambda axis, num_bytes: AllReduce(
@@ -407,12 +407,12 @@ def test_a_known_link_slowdown_holds_on_a_mesh_that_uses_it_less():
     rounds = rounds_on(after, clock, baselines=baselines)
     rounds.settle()
     assert rounds.at_first == [
-        pytest.approx({"link_slowdown/pipe": known, "link_slowdown/between": known}, rel=FLOAT32)
+        pytest.approx({"link_slowdown/pipe": known, "link_slowdown/inter_host": known}, rel=FLOAT32)
     ]
     after.s_per_byte["pipe"] = 120e-9
-    assert run(rounds)["link_slowdown/between"] > 2 * known
+    assert run(rounds)["link_slowdown/inter_host"] > 2 * known
     after.s_per_byte["pipe"], after.latency_s["pipe"] = 2e-9, 1e-3  # two repeats
-    assert run(rounds)["link_slowdown/between"] == pytest.approx(1, rel=0.05), (
+    assert run(rounds)["link_slowdown/inter_host"] == pytest.approx(1, rel=0.05), (
         "a sound link is sound"
     )
 

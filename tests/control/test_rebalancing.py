@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from optimus_jax.control.deciding.candidates import is_legal
 from optimus_jax.control.deciding.conditions import Conditions
-from optimus_jax.control.deciding.rebalancing import felt_skew, rebalanced, stage_factors
+from optimus_jax.control.deciding.rebalancing import effective_skew, rebalanced, stage_factors
 
 FIRST_EIGHTH = (0.0, 0.125)
 STAGED = plan_on("pipe=4,fsdp=16")
@@ -30,8 +30,8 @@ def test_the_slow_stage_gets_fewer_layers():
     assert is_legal(other, CONFIG)
     # 9 layers on normal devices, 5 that count 1.5 times: the step takes as long as 9 layers, not
     # 12.
-    assert felt_skew(other, FIRST_EIGHTH, 1.5) == 1.0
-    assert felt_skew(STAGED, FIRST_EIGHTH, 1.5) == 1.5
+    assert effective_skew(other, FIRST_EIGHTH, 1.5) == 1.0
+    assert effective_skew(STAGED, FIRST_EIGHTH, 1.5) == 1.5
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,7 @@ def test_moving_any_layer_would_not_make_the_slowest_stage_faster(pipe, stage, s
     slowest = max(number * factor for number, factor in zip(layer_counts, factors, strict=True))
     assert min(layer_counts) >= 1
     assert sum(layer_counts) == 32
-    assert slowest == pytest.approx(max(layer_counts) * felt_skew(other or plan, part, skew))
+    assert slowest == pytest.approx(max(layer_counts) * effective_skew(other or plan, part, skew))
     for source in range(pipe):
         for target in range(pipe):
             moved = [
@@ -100,6 +100,6 @@ def test_a_rebalanced_plan_feels_less_skew():
     slow = Conditions(skew=1.5, slow_part=FIRST_EIGHTH)
     other = rebalanced(STAGED, FIRST_EIGHTH, 1.5)
     assert other is not None
-    assert slow.felt_by(STAGED) == slow
-    assert slow.felt_by(other).skew == 1.0
-    assert Conditions().felt_by(other) == Conditions()
+    assert slow.as_seen_by(STAGED) == slow
+    assert slow.as_seen_by(other).skew == 1.0
+    assert Conditions().as_seen_by(other) == Conditions()

@@ -294,7 +294,7 @@ def test_samples_that_are_not_finite_are_ignored(not_finite):
 
 def test_a_new_plan_forgets_readings_of_steps_and_axes_only():
     clock = FakeClock()
-    source = Source({"power_w": 7.0, "link_slowdown/data": 2.0, "link_slowdown/between": 2.0})
+    source = Source({"power_w": 7.0, "link_slowdown/data": 2.0, "link_slowdown/inter_host": 2.0})
     found = signals(clock, [source])
     for step in range(1, 11):
         found.step(record(step, loss=5.0 - step))
@@ -305,7 +305,7 @@ def test_a_new_plan_forgets_readings_of_steps_and_axes_only():
     known = {name for name, reading in observation.readings.items() if reading is not UNKNOWN}
     assert known == {
         "power_w",
-        "link_slowdown/between",
+        "link_slowdown/inter_host",
         "loss_slope",
         "padding_share",
         "length_median",
@@ -329,7 +329,9 @@ def test_a_new_phase_is_observed_and_has_its_own_losses():
 
 def probed(clock, warnings=None, *, share=0.01):
     programs = FakePrograms(clock)
-    rounds = ProbeRounds(programs, {"data": "between"}, Baselines(None), Budget(share), clock=clock)
+    rounds = ProbeRounds(
+        programs, {"data": "inter_host"}, Baselines(None), Budget(share), clock=clock
+    )
     return programs, signals(clock, warnings=warnings, rounds=rounds)
 
 
@@ -345,8 +347,8 @@ def test_a_slow_link_and_slow_compute_are_observed_after_settling():
     found.probe(5)
     observation = found.observe(5)
     assert observation.reading("link_slowdown/data").value == pytest.approx(3, rel=1e-6)
-    assert observation.reading("link_slowdown/between").value == pytest.approx(3, rel=1e-6)
-    assert observation.reading("link_slowdown/inside") is UNKNOWN
+    assert observation.reading("link_slowdown/inter_host").value == pytest.approx(3, rel=1e-6)
+    assert observation.reading("link_slowdown/intra_host") is UNKNOWN
     assert observation.reading("compute_slowdown").value == pytest.approx(1.5, rel=1e-6)
     assert observation.reading("process_skew") is observation.reading("straggler") is UNKNOWN, (
         "one process"
@@ -379,7 +381,7 @@ def test_probes_before_the_first_step_on_a_mesh_count():
     rounds.settle()
     assert found.observe(1).reading("link_slowdown/data") is UNKNOWN
     found.enter(global_batch=8, seq_len=32, rounds=rounds)
-    reading = found.observe(1).reading("link_slowdown/between")
+    reading = found.observe(1).reading("link_slowdown/inter_host")
     assert (reading.value, reading.count, reading.quality) == (
         pytest.approx(3, rel=1e-6),
         3,
@@ -387,7 +389,7 @@ def test_probes_before_the_first_step_on_a_mesh_count():
     ), "it is news"
     rounds.settle()
     found.enter(global_batch=8, seq_len=32, rounds=rounds)
-    assert found.observe(1).reading("link_slowdown/between").quality == "good", (
+    assert found.observe(1).reading("link_slowdown/inter_host").quality == "good", (
         "what was known stays known"
     )
 

@@ -60,14 +60,14 @@ def executables():
 @pytest.fixture(scope="module")
 def prepared(executables):
     old, new = executables
-    there, back = (
+    forward, reverse = (
         Move(*ends, budget_bytes=SETTINGS.move_bytes)
         for ends in ((old.layout, new.layout), (new.layout, old.layout))
     )
-    there.compile()
-    back.compile()
-    assert len(there.groups) > 3
-    return Prepared(source=old, target=new, there=there, back=back, compile_s=1.0)
+    forward.compile()
+    reverse.compile()
+    assert len(forward.groups) > 3
+    return Prepared(source=old, target=new, forward=forward, reverse=reverse, compile_s=1.0)
 
 
 @pytest.fixture
@@ -155,7 +155,7 @@ def corrupt_call(monkeypatch, prepared, number, corrupt):
 
     def corrupted(self, group, leaves):
         arrived = carry(self, group, leaves)
-        if self is prepared.there:
+        if self is prepared.forward:
             calls.append(group)
             if len(calls) == number:
                 return corrupt(arrived)
@@ -197,10 +197,10 @@ def test_errors_during_the_move_are_detected_and_the_state_remains(
     before = sums_of(prepared.source, state)
     moving = [
         group
-        for group in prepared.there.groups
-        if any(not prepared.there.exchange(path).is_identity for path in group.paths)
+        for group in prepared.forward.groups
+        if any(not prepared.forward.exchange(path).is_identity for path in group.paths)
     ]
-    corrupt_call(monkeypatch, prepared, prepared.there.groups.index(moving[number]) + 1, corrupt)
+    corrupt_call(monkeypatch, prepared, prepared.forward.groups.index(moving[number]) + 1, corrupt)
     switched = switcher.switch(state, prepared, step=1, why="")
     assert_stayed(switched, switcher, prepared, run, before)
     assert any(word in switched.why_not for word in why.split("|"))
@@ -256,7 +256,7 @@ def test_a_state_that_cannot_be_moved_back_is_a_fault_with_a_remedy(
         arrived = carry(self, group, leaves)
         return (
             flip_a_bit(arrived)
-            if self is prepared.back or group is prepared.there.groups[-1]
+            if self is prepared.reverse or group is prepared.forward.groups[-1]
             else arrived
         )
 

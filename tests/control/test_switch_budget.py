@@ -5,7 +5,7 @@ count.
 import pytest
 
 from optimus_jax.config import ControlConfig
-from optimus_jax.control.deciding.switch_budget import FORGOTTEN_S, FRO, SwitchBudget
+from optimus_jax.control.deciding.switch_budget import RETURN_MEMORY_S, RETURN_PENALTY, SwitchBudget
 
 SETTINGS = ControlConfig(
     cooldown_steps=30, window_steps=20, canary_steps=5, max_switches=2, budget_share=0.01
@@ -33,16 +33,18 @@ def test_the_cooldown_after_a_forced_switch_is_shorter():
     assert not switch_budget.too_soon(110)
 
 
-def test_switching_back_and_forth_raises_caution_which_decays():
+def test_switching_back_and_forth_raises_the_required_gain_for_a_while():
     switch_budget = SwitchBudget(SETTINGS)
-    assert switch_budget.caution(0.0) == 1.0
+    assert switch_budget.gain_multiplier(0.0) == 1.0
     switch_budget.switched(100.0, by_choice=True, is_return=True)
-    assert switch_budget.caution(100.0) == FRO
-    assert switch_budget.caution(100.0 + 5 * FORGOTTEN_S) == pytest.approx(1.0, abs=0.02)
+    assert switch_budget.gain_multiplier(100.0) == RETURN_PENALTY
+    assert switch_budget.gain_multiplier(100.0 + 5 * RETURN_MEMORY_S) == pytest.approx(
+        1.0, abs=0.02
+    )
     switch_budget.switched(200.0, by_choice=True, is_return=True)
-    assert switch_budget.caution(200.0) > 0.8 * FRO**2
+    assert switch_budget.gain_multiplier(200.0) > 0.8 * RETURN_PENALTY**2
     switch_budget.switched(200.0, by_choice=False, is_return=True)
-    assert switch_budget.caution(200.0) < FRO**2
+    assert switch_budget.gain_multiplier(200.0) < RETURN_PENALTY**2
 
 
 def test_the_budget_is_a_share_of_the_run():

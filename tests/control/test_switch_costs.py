@@ -75,7 +75,7 @@ def test_moving_more_bytes_costs_more_and_compiled_plans_cost_less():
 
 
 def test_state_already_on_each_host_does_not_wait_for_a_slow_link():
-    slow = Conditions(between=100.0).applied(PRICING)
+    slow = Conditions(inter_host=100.0).applied(PRICING)
     times_s = {
         mesh: [
             CostModel().expected_s("remesh", plan_on(mesh), PLAN, pricing, compiled=True)

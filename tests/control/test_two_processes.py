@@ -56,6 +56,7 @@ def run(run_dir, text, script, keep=True):
     )
 
 
+# Takes half a minute, once for the file: two processes start and train without a switch.
 @pytest.fixture(scope="module")
 def unswitched_losses(tmp_path_factory, text):
     _, losses, moves = run(tmp_path_factory.mktemp("stayed") / "run", text, {})
@@ -63,6 +64,7 @@ def unswitched_losses(tmp_path_factory, text):
     return losses
 
 
+# Takes over a minute: two processes compile two plans and the moves between them.
 def test_both_processes_switch_at_the_same_boundary(tmp_path, text, unswitched_losses):
     outputs, losses, moves = run(tmp_path / "run", text, {"4": THERE, "20": BACK})
     assert [(move["event"], move["layout"].split(", ")[0]) for move in moves] == [
@@ -74,6 +76,7 @@ def test_both_processes_switch_at_the_same_boundary(tmp_path, text, unswitched_l
     assert losses == pytest.approx(unswitched_losses, rel=F32_RELATIVE)
 
 
+# Takes a minute: two processes compile two plans, and the moves to the second one and back.
 def test_both_processes_take_back_a_plan_that_is_not_kept(tmp_path, text, unswitched_losses):
     outputs, losses, moves = run(tmp_path / "run", text, {"4": THERE}, keep=False)
     assert [move["event"] for move in moves] == ["remesh", "rollback"]

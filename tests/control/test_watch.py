@@ -7,9 +7,9 @@ import math
 import numpy as np
 import pytest
 
-from optimus_jax.control.deciding.changes import VOTES
+from optimus_jax.control.deciding.changes import MIN_SHIFTED_STEPS
 from optimus_jax.control.deciding.conditions import Conditions
-from optimus_jax.control.deciding.watch import PATIENCE, WORTH, Watch
+from optimus_jax.control.deciding.watch import MAX_UNCONFIRMED_STEPS, PROBE_SHARE_OF_LOSS, Watch
 from optimus_jax.control.signals import Observation, SignalSummary
 
 LINK_SHARE = 0.5
@@ -18,7 +18,7 @@ LINK_SHARE = 0.5
 
 def log_time_of(conditions: Conditions) -> float:
     return math.log(
-        (1 - LINK_SHARE) * conditions.compute * conditions.skew + LINK_SHARE * conditions.between
+        (1 - LINK_SHARE) * conditions.compute * conditions.skew + LINK_SHARE * conditions.inter_host
     )
 
 
@@ -75,8 +75,8 @@ class Run:
         return self
 
 
-NORMAL = {"between": 1.0, "inside": 1.0, "compute": 1.0, "skew": 1.0}
-SLOW = Conditions(between=4.0)
+NORMAL = {"inter_host": 1.0, "intra_host": 1.0, "compute": 1.0, "skew": 1.0}
+SLOW = Conditions(inter_host=4.0)
 
 
 def test_steady_conditions_give_no_news():
@@ -91,7 +91,7 @@ def test_conditions_that_change_while_steps_are_hidden_have_a_duration():
     run = Run(lambda conditions: 0.0).go(30, reported=NORMAL)
     claims = {
         name: SignalSummary(value=value, spread=0.0, count=5, time_s=run.time_s, quality="good")
-        for name, value in (NORMAL | {"between": 2.0}).items()
+        for name, value in (NORMAL | {"inter_host": 2.0}).items()
     }
     nothing = Observation(
         step=run.step,
@@ -114,7 +114,7 @@ def test_one_far_slower_step_asks_for_a_probe_at_once():
     assert run.watch.wants_probe
     assert run.watch.changed_s == pytest.approx(before_s)
     assert run.watch.probe_worth_s == pytest.approx(
-        WORTH * (math.exp(log_time_of(SLOW)) - 1), rel=0.1
+        PROBE_SHARE_OF_LOSS * (math.exp(log_time_of(SLOW)) - 1), rel=0.1
     )
     run.go(1, reported=NORMAL)
     assert not run.watch.wants_probe, "it was an accident"
@@ -122,10 +122,10 @@ def test_one_far_slower_step_asks_for_a_probe_at_once():
 
 
 def test_after_a_smaller_change_the_worth_of_a_probe_covers_all_slow_steps():
-    slower = Conditions(between=2.5)
+    slower = Conditions(inter_host=2.5)
     run = Run().go(60, reported=NORMAL).go(10, slower, NORMAL)
     assert run.watch.regime == 1
-    assert run.watch.probe_worth_s > 2 * WORTH * (math.exp(log_time_of(slower)) - 1)
+    assert run.watch.probe_worth_s > 2 * PROBE_SHARE_OF_LOSS * (math.exp(log_time_of(slower)) - 1)
     assert Run().go(60, slower, NORMAL).go(10, reported=NORMAL).watch.probe_worth_s == 0, (
         "nothing was lost"
     )
@@ -136,20 +136,22 @@ def test_with_a_requested_reading_three_slow_steps_are_enough():
         Run()
         .go(60, reported=NORMAL)
         .go(1, SLOW, NORMAL)
-        .go(2, SLOW, {**NORMAL, "between": 4.1}, quality="few")
+        .go(2, SLOW, {**NORMAL, "inter_host": 4.1}, quality="few")
     )
-    assert run.watch.conditions.between == pytest.approx(4.1, rel=0.06)
+    assert run.watch.conditions.inter_host == pytest.approx(4.1, rel=0.06)
     assert run.watch.regime == 0
 
 
 def test_a_reading_that_step_times_confirm_is_accepted():
-    run = Run().go(60, reported=NORMAL).go(VOTES + 1, SLOW, {**NORMAL, "between": 4.1})
-    assert run.watch.conditions.between == pytest.approx(4.1, rel=0.06)
+    run = (
+        Run().go(60, reported=NORMAL).go(MIN_SHIFTED_STEPS + 1, SLOW, {**NORMAL, "inter_host": 4.1})
+    )
+    assert run.watch.conditions.inter_host == pytest.approx(4.1, rel=0.06)
     assert run.watch.regime == 0
     assert run.watch.is_disturbed
     assert any("between hosts" in each for each in run.news)
     # The longer step times from now on are no separate change.
-    run.go(60, SLOW, {**NORMAL, "between": 4.1})
+    run.go(60, SLOW, {**NORMAL, "inter_host": 4.1})
     assert run.watch.regime == 0
     assert len(run.news) <= 2
 
@@ -158,9 +160,9 @@ def test_a_late_reading_explains_an_unexplained_change():
     run = Run().go(60, reported=NORMAL).go(10, SLOW, NORMAL)
     assert run.watch.regime == 1
     assert run.watch.wants_probe
-    run.go(3, SLOW, {**NORMAL, "between": 4.0})
+    run.go(3, SLOW, {**NORMAL, "inter_host": 4.0})
     assert run.watch.regime == 0
-    assert run.watch.conditions.between == pytest.approx(4.0, rel=0.06)
+    assert run.watch.conditions.inter_host == pytest.approx(4.0, rel=0.06)
     assert not run.watch.wants_probe
 
 
@@ -183,60 +185,64 @@ def test_a_reading_older_than_the_change_does_not_explain_it():
 
 
 def test_a_reading_of_a_small_slowdown_does_not_explain_a_large_one():
-    run = Run().go(60, reported=NORMAL).go(20, Conditions(between=16.0), {**NORMAL, "compute": 1.5})
+    run = (
+        Run()
+        .go(60, reported=NORMAL)
+        .go(20, Conditions(inter_host=16.0), {**NORMAL, "compute": 1.5})
+    )
     assert run.watch.conditions == Conditions()
     assert run.watch.regime == 1
-    run.go(3, Conditions(between=16.0), {**NORMAL, "between": 15.0})
+    run.go(3, Conditions(inter_host=16.0), {**NORMAL, "inter_host": 15.0})
     assert run.watch.regime == 0
 
 
 def test_an_uncertain_reading_with_a_large_effect_asks_for_a_probe():
-    run = Run().go(3, reported=NORMAL).go(3, reported={**NORMAL, "between": 4.0}, quality="few")
+    run = Run().go(3, reported=NORMAL).go(3, reported={**NORMAL, "inter_host": 4.0}, quality="few")
     assert run.watch.wants_probe
     assert run.watch.conditions == Conditions()
     assert not run.go(3, reported=NORMAL).watch.wants_probe
 
 
 def test_a_rejected_signal_is_reconsidered_when_its_reading_changes():
-    run = Run().go(60, reported=NORMAL).go(30, reported={**NORMAL, "between": 4.0})
-    assert "between" in run.watch.rejected_signals
-    run.go(20, Conditions(between=16.0), {**NORMAL, "between": 16.0})
+    run = Run().go(60, reported=NORMAL).go(30, reported={**NORMAL, "inter_host": 4.0})
+    assert "inter_host" in run.watch.rejected_signals
+    run.go(20, Conditions(inter_host=16.0), {**NORMAL, "inter_host": 16.0})
     assert run.watch.rejected_signals == {}
-    assert run.watch.conditions.between == pytest.approx(16, rel=0.06)
+    assert run.watch.conditions.inter_host == pytest.approx(16, rel=0.06)
 
 
 def test_a_contradicted_reading_is_rejected_with_related_signals():
     run = (
         Run()
         .go(60, reported=NORMAL)
-        .go(PATIENCE + 2, reported={**NORMAL, "between": 4.0, "inside": 4.0})
+        .go(MAX_UNCONFIRMED_STEPS + 2, reported={**NORMAL, "inter_host": 4.0, "intra_host": 4.0})
     )
     assert run.watch.conditions == Conditions()
-    assert set(run.watch.rejected_signals) == {"between", "inside"}
+    assert set(run.watch.rejected_signals) == {"inter_host", "intra_host"}
     assert len([each for each in run.news if "contradict the readings" in each]) == 1
     # Once a reading was wrong, readings that step times cannot check are not accepted.
-    run.go(100, reported=NORMAL).go(30, reported={**NORMAL, "inside": 4.0})
+    run.go(100, reported=NORMAL).go(30, reported={**NORMAL, "intra_host": 4.0})
     assert run.watch.conditions == Conditions()
 
 
 def test_a_reading_that_step_times_cannot_check_needs_good_quality():
     """The plan has no exchanges inside hosts."""
     assert Run().go(60, reported=NORMAL).go(
-        5, reported={**NORMAL, "inside": 4.0}
-    ).watch.conditions.inside == pytest.approx(4.0, rel=0.06)
+        5, reported={**NORMAL, "intra_host": 4.0}
+    ).watch.conditions.intra_host == pytest.approx(4.0, rel=0.06)
     assert (
         Run()
         .go(60, reported=NORMAL)
-        .go(50, reported={**NORMAL, "inside": 4.0}, quality="few")
-        .watch.conditions.inside
+        .go(50, reported={**NORMAL, "intra_host": 4.0}, quality="few")
+        .watch.conditions.intra_host
         == 1.0
     )
     # A reading better than ever needs confirmation.
     assert (
         Run()
         .go(60, reported=NORMAL)
-        .go(50, reported={**NORMAL, "inside": 0.4})
-        .watch.conditions.inside
+        .go(50, reported={**NORMAL, "intra_host": 0.4})
+        .watch.conditions.intra_host
         == 1.0
     )
 
@@ -253,17 +259,17 @@ def test_without_readings_a_change_is_unexplained_until_it_ends():
 
 
 def test_conditions_at_the_start_count_as_normal():
-    run = Run().go(10, SLOW).go(40, SLOW, {**NORMAL, "between": 4.0})
-    assert run.watch.conditions.between == pytest.approx(4.0, rel=0.06)
+    run = Run().go(10, SLOW).go(40, SLOW, {**NORMAL, "inter_host": 4.0})
+    assert run.watch.conditions.inter_host == pytest.approx(4.0, rel=0.06)
     assert not run.watch.is_disturbed
     assert run.watch.regime_at(run.time_s).durations is None
 
 
 def test_returning_normal_conditions_are_normal_despite_noisy_readings():
     """Otherwise measurements under normal conditions would not apply to the present."""
-    run = Run().go(30, reported=NORMAL).go(30, SLOW, {**NORMAL, "between": 4.0})
+    run = Run().go(30, reported=NORMAL).go(30, SLOW, {**NORMAL, "inter_host": 4.0})
     assert run.watch.is_disturbed
-    run.go(30, reported={**NORMAL, "between": 1.15})
+    run.go(30, reported={**NORMAL, "inter_host": 1.15})
     assert run.watch.conditions == run.watch.normal == Conditions()
 
 
@@ -275,21 +281,25 @@ def test_compute_slow_from_the_start_is_normal_and_slower_compute_is_not():
 
 
 def test_a_reading_present_from_the_start_is_checked_like_others_later():
-    run = Run().go(10, SLOW, {**NORMAL, "between": 4.0}).go(60, SLOW, {**NORMAL, "between": 4.0})
-    slower = Conditions(between=16.0)
-    run.go(80, slower, {**NORMAL, "between": 16.0})
-    assert run.watch.conditions.between == pytest.approx(16.0, rel=0.06)
+    run = (
+        Run()
+        .go(10, SLOW, {**NORMAL, "inter_host": 4.0})
+        .go(60, SLOW, {**NORMAL, "inter_host": 4.0})
+    )
+    slower = Conditions(inter_host=16.0)
+    run.go(80, slower, {**NORMAL, "inter_host": 16.0})
+    assert run.watch.conditions.inter_host == pytest.approx(16.0, rel=0.06)
     assert run.watch.regime == 0
 
 
 def test_a_link_faster_than_profiled_from_the_start_is_accepted():
     assert Run().go(
-        30, reported={**NORMAL, "inside": 0.1}
-    ).watch.conditions.inside == pytest.approx(0.1, rel=0.06)
+        30, reported={**NORMAL, "intra_host": 0.1}
+    ).watch.conditions.intra_host == pytest.approx(0.1, rel=0.06)
 
 
 def test_a_wrong_reading_from_the_start_is_not_accepted():
-    run = Run().go(60, reported={**NORMAL, "between": 10.0})
+    run = Run().go(60, reported={**NORMAL, "inter_host": 10.0})
     assert run.watch.conditions == Conditions()
 
 
@@ -313,7 +323,7 @@ def test_durations_are_learnt_from_ended_regimes():
     # counts as permanent until it has ended once
     assert run.watch.regime_at(run.time_s).durations is None
     began_s = run.time_s
-    run.go(40, SLOW, {**NORMAL, "between": 4.0})
+    run.go(40, SLOW, {**NORMAL, "inter_host": 4.0})
     disturbed = run.watch.regime_at(run.time_s)
     assert disturbed.durations is not None
     assert len(disturbed.durations.past_s) == 0
@@ -322,7 +332,7 @@ def test_durations_are_learnt_from_ended_regimes():
     normal = run.watch.regime_at(run.time_s)
     assert normal.durations is not None
     assert len(normal.durations.past_s) == 1
-    run.go(20, SLOW, {**NORMAL, "between": 4.0})
+    run.go(20, SLOW, {**NORMAL, "inter_host": 4.0})
     again = run.watch.regime_at(run.time_s)
     assert again.durations is not None
     assert len(again.durations.past_s) == 1
@@ -361,26 +371,26 @@ def test_the_first_reading_of_a_signal_corrects_earlier_conditions():
     """One link recovers when another one is first probed: the other one's value is taken to have
     held all the time.
     """
-    known = {"between": 1.0, "compute": 1.0, "skew": 1.0}
-    run = Run(lambda conditions: log_time_of(conditions) + 0.3 * math.log(conditions.inside))
-    run.go(60, reported=known).go(30, SLOW, {**known, "between": 4.0})
-    assert run.watch.conditions.between == pytest.approx(4.0, rel=0.06)
+    known = {"inter_host": 1.0, "compute": 1.0, "skew": 1.0}
+    run = Run(lambda conditions: log_time_of(conditions) + 0.3 * math.log(conditions.intra_host))
+    run.go(60, reported=known).go(30, SLOW, {**known, "inter_host": 4.0})
+    assert run.watch.conditions.inter_host == pytest.approx(4.0, rel=0.06)
     run.watch.restart()  # another plan, which crosses both links
     corrected: set[str] = set()
     for _ in range(12):
-        run.go(1, Conditions(inside=0.7), {**known, "inside": 0.7})
+        run.go(1, Conditions(intra_host=0.7), {**known, "intra_host": 0.7})
         corrected |= run.watch.was_so.keys()
-    assert run.watch.conditions.between == 1.0
-    assert run.watch.conditions.inside == pytest.approx(0.7, rel=0.06)
-    assert corrected == {"inside"}
+    assert run.watch.conditions.inter_host == 1.0
+    assert run.watch.conditions.intra_host == pytest.approx(0.7, rel=0.06)
+    assert corrected == {"intra_host"}
 
 
 def test_steps_before_a_change_are_not_compared_with_those_after():
     """Three steps show the change: they, and none before, may be compared with steps of a
     new plan.
     """
-    run = Run().go(60, reported=NORMAL).go(3, SLOW, {**NORMAL, "between": 4.0})
-    assert run.watch.conditions.between == pytest.approx(4.0, rel=0.06)
+    run = Run().go(60, reported=NORMAL).go(3, SLOW, {**NORMAL, "inter_host": 4.0})
+    assert run.watch.conditions.inter_host == pytest.approx(4.0, rel=0.06)
     assert run.watch.steps_alike == 3
     assert run.watch.detector.level == pytest.approx(log_time_of(SLOW), abs=0.03)
 
@@ -397,7 +407,7 @@ def test_an_unexplained_regime_can_end_under_another_plan(log_time_after):
     run.go(60)
     assert run.watch.regime == 0
     assert not run.watch.wants_probe
-    run.go(5, SLOW, NORMAL | {"between": 4.0}).go(10, SLOW, NORMAL | {"between": 4.0})
-    assert run.watch.conditions.between == pytest.approx(4.0, rel=0.06), (
+    run.go(5, SLOW, NORMAL | {"inter_host": 4.0}).go(10, SLOW, NORMAL | {"inter_host": 4.0})
+    assert run.watch.conditions.inter_host == pytest.approx(4.0, rel=0.06), (
         "and what is told of links then is believed"
     )

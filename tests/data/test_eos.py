@@ -141,7 +141,7 @@ def test_eos_text_that_a_normalizer_changes_is_spelled_normalized(tmp_path):
     assert tokenizer.decode(tokenizer.encode("s</s>s")) == "s <unk> / s > s"
     assert tokenizer.notes[0].endswith(
         "1 such token(s) were written by ordinary ones (1 of them with other text than the document"
-        " has, as the vocabulary cannot write it)"
+        " has, because the vocabulary cannot write it)"
     )
 
 
@@ -153,7 +153,7 @@ def test_eos_text_that_cannot_be_spelled_otherwise_is_left_out(tmp_path):
     tokenizer = loaded(tokenizer, tmp_path)
     assert tokenizer.encode("Hello big </s> world").tolist() == [1, 2]
     assert tokenizer.respelled.notes()[0].endswith(
-        "2 left out, as the vocabulary cannot write them otherwise"
+        "2 left out because the vocabulary cannot write them otherwise"
     )
 
 

@@ -259,8 +259,8 @@ def test_folder_is_read_as_all_readable_files_in_it(tmp_path):
     assert skipped_input.notes() == [
         f"1 empty file(s) left out: {tmp_path}/empty.py",
         (
-            "file(s) in folders left out, as they are of no format to train on: 1 without a suffix,"
-            " 1 .png"
+            "file(s) in folders left out, because their format is not supported: 1 without a"
+            " suffix, 1 .png"
         ),
     ]
     assert len(find_files([f"{tmp_path}/**/*.txt"])) == 3, (
@@ -498,7 +498,7 @@ def tar_of(content):
         (
             "a.log",
             "x",
-            r"a.log has a suffix that says nothing about a format(.|\n)*given: .log; by its first"
+            r"a.log has an unknown suffix(.|\n)*given: .log; by its first"
             r" bytes it is plain text\n"
             r".*end with \.txt if the whole file is one document.*\.parquet",
         ),
@@ -507,8 +507,8 @@ def tar_of(content):
         ("a.pdf", b"%PDF-1.7", "it is a PDF document\n  do:    write its text out"),
         ("a.pt", b"\x80\x02}", "it is a Python pickle, which could run anything"),
         ("a.npy", b"\x93NUMPY\x01", "it is a NumPy array"),
-        ("a.gz", b"\x1f\x8b", r"does not say what is inside the compression\n.*\n.*\.jsonl\.gz"),
-        ("a.parquet.gz", b"\x1f\x8b", "is compressed, and .parquet files cannot be read so"),
+        ("a.gz", b"\x1f\x8b", r"format of the compressed file is unknown\n.*\n.*\.jsonl\.gz"),
+        ("a.parquet.gz", b"\x1f\x8b", "compressed .parquet files cannot be read"),
         (
             "a.txt.gz",
             "no gzip",

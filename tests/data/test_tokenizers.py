@@ -94,8 +94,8 @@ def test_tokenizer_dropout_is_switched_off(tmp_path):
     tokenizer = load_tokenizer(str(path))
     assert len({tuple(tokenizer.encode(text).tolist()) for _ in range(20)}) == 1
     assert tokenizer.notes == [
-        "the tokenizer's dropout of 0.5 is switched off, as token ids must not differ from one"
-        " reading of the data to the next"
+        "the tokenizer's dropout of 0.5 is switched off, because token ids must not"
+        " differ between two readings of the data"
     ]
     assert tokenizer.files["tokenizer.json"] == path.read_bytes(), (
         "what a run keeps is the file itself"

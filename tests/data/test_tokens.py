@@ -137,7 +137,7 @@ def test_ids_of_a_token_file_are_checked_against_its_header(tmp_path, monkeypatc
     stream, _ = read_token_file(tmp_path / "a.bin", BYTES)
     message = (
         r"outside of its own vocabulary\n.*token id 256 at position 4; the vocabulary is"
-        r" 120\n.*scripts/tokenize.py"
+        r" 120\n.*optimus tokenize"
     )
     with pytest.raises(DataError, match=message):
         check_vocab(stream, 257, "tiny")

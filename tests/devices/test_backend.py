@@ -54,7 +54,7 @@ def machine(monkeypatch, tmp_path):
             {"platforms": "cuda"},
             [
                 "no GPU was found",
-                "no GPU that this machine knows of",
+                "no GPU was detected",
                 "AssertionError",
                 "pip install 'optimus-jax[cuda13]'",
             ],
@@ -103,7 +103,7 @@ def machine(monkeypatch, tmp_path):
             ["cannot start CUDA", "LD_LIBRARY_PATH=/opt/cuda may", "unset LD_LIBRARY_PATH"],
         ),
         ({"platforms": "rocm", "files": ["kfd"]}, ["no GPU was found", "AMD GPU", "rocm"]),
-        ({"platforms": "tpu"}, ["no TPU that", "jax[tpu]"]),
+        ({"platforms": "tpu"}, ["no TPU was detected", "jax[tpu]"]),
         ({"platforms": "foo"}, ["does not know it", "choose cpu, cuda, rocm or tpu"]),
         (
             {"says": RuntimeError("the plugin is broken")},
@@ -126,7 +126,7 @@ def test_missing_peer_process_is_a_fault(machine, monkeypatch):
         )
     )
     monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
-    with pytest.raises(FaultError, match="have not found their devices together"):
+    with pytest.raises(FaultError, match="not all processes found their devices"):
         start_backend()
 
 
@@ -197,7 +197,7 @@ def jax_setting():
                 "optimus-jax[cuda13]",
             ],
         ),
-        ("gpu", "cpu", ["platform cpu was asked for, which leaves it out", "JAX_PLATFORMS=gpu"]),
+        ("gpu", "cpu", ["platform cpu was requested, which leaves it out", "JAX_PLATFORMS=gpu"]),
     ],
 )
 def test_missing_default_device_is_a_readable_error(
@@ -221,7 +221,7 @@ def test_missing_default_device_is_a_readable_error(
         (
             "jax_platforms",
             "cuda",
-            "JAX_PLATFORMS=cuda is not followed: {} virtual CPU devices were asked for",
+            "JAX_PLATFORMS=cuda is not followed: {} virtual CPU devices were requested",
         ),
         ("jax_platforms", "cpu,cuda", None),
         ("jax_default_device", "gpu", "JAX_DEFAULT_DEVICE=gpu is not followed"),

@@ -251,7 +251,7 @@ def test_a_process_that_was_stopped_notices(clock, tmp_path):
     clock.now += 60
     assert (
         watchdog.trouble(clock.now)
-        == "this process was stopped for 60 s, and the others have gone on without it"
+        == "this process was suspended for 60 s; the others consider it lost"
     )
 
 

@@ -203,8 +203,8 @@ def test_text_past_the_trained_length_ends_or_warns(model):
             7,
             [
                 "at most 7 new tokens: custom was trained on 16 tokens at a time, the prompt takes"
-                " 10, and positions past that are learned ones that nothing was learnt for;"
-                " --past-trained-length goes on all the same"
+                " 10, and learned positions beyond that were not trained; to continue anyway:"
+                " --past-trained-length"
             ],
         )
         with pytest.raises(
@@ -221,7 +221,7 @@ def test_text_past_the_trained_length_ends_or_warns(model):
         assert (length(), messages) == (
             20,
             [
-                "custom was trained on 16 tokens at a time; up to 29 are asked for here, and text"
+                "custom was trained on 16 tokens at a time; up to 29 are requested, and text"
                 " past token 16 may be worse"
             ],
         )
@@ -474,8 +474,8 @@ def test_script_prints_the_generated_text(trained):
     assert (done.returncode, done.stderr) == (
         0,
         (
-            "gpt2-nano was trained on 16 tokens at a time; up to 42 are asked for here, and text"
-            " past token 16 is noise, as positions there are learned\ngpt2-nano after step 3\n"
+            "gpt2-nano was trained on 16 tokens at a time; up to 42 are requested, and text"
+            " past token 16 is noise, because positions there are learned\ngpt2-nano after step 3\n"
         ),
     )
     pieces = [

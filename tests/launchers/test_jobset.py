@@ -235,7 +235,7 @@ def api(tmp_path, monkeypatch):
 
 def test_a_pod_finds_the_others_of_its_job(api):
     launch = find_launch(DistributedConfig())
-    assert (launch.engine, launch.num_processes, launch.process_id) == ("Kubernetes", 4, 1)
+    assert (launch.launcher, launch.num_processes, launch.process_id) == ("Kubernetes", 4, 1)
     assert launch.coordinator == f"{JOB}-0.{JOBSET}:55527"
     assert launch.local_devices is None
 

@@ -25,6 +25,7 @@ def ranks(run):
     }
 
 
+# Takes half a minute or more: Open MPI starts two processes twice, and ends them after a kill.
 def test_a_run_survives_a_killed_process_and_saves_on_sigterm(tmp_path):
     run = WatchedRun(tmp_path, steps=100_000)
     with (tmp_path / "log").open("w") as log:
@@ -38,7 +39,7 @@ def test_a_run_survives_a_killed_process_and_saves_on_sigterm(tmp_path):
     read_log = (tmp_path / "log").read_text
     try:
         start = run.wait_for_start(1, read_log)
-        assert (start["engine"], start["launch"].partition(" (")[0]) == (
+        assert (start["launcher"], start["launch"].partition(" (")[0]) == (
             "Open MPI",
             "process 0 of 2",
         )

@@ -44,10 +44,12 @@ class Job(WatchedRun):
         return super().wait_for_start(times, self.slurm.logs)
 
 
+# Takes up to three minutes: a SLURM cluster starts the job four times, and waits before each
+# restart.
 def test_a_job_survives_a_killed_process_preemption_and_a_lost_node(slurm, tmp_path):
     job = Job(slurm, tmp_path, "--nodes=1-3", steps=100_000)
     start = job.wait_for_start(1)
-    assert (start["engine"], start["launch"]) == (
+    assert (start["launcher"], start["launch"]) == (
         "SLURM",
         f"process 0 of 3 of step {job.id}.0 on 127.0.0.[1-3]",
     )

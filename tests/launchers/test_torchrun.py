@@ -17,7 +17,8 @@ from optimus_jax.cluster.launch_detection import find_launch
 
 launch = find_launch(DistributedConfig())
 connect(launch, timeout_s=60.0, heartbeat_s=60)
-print(f"{launch.engine} {gather_from_all(launch.process_id)} {launch.bind}\\n", end="", flush=True)
+where = f"{launch.launcher} {gather_from_all(launch.process_id)} {launch.bind}\\n"
+print(where, end="", flush=True)
 disconnect()
 """
 

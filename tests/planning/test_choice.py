@@ -47,7 +47,7 @@ def config(model, **settings):
             3,
             "does not fit on a device",
         ),
-        ("gpt2", {"parallel.zero": 1}, 80, AxisSizes(fsdp=8), 1, "zero=1 was asked for"),
+        ("gpt2", {"parallel.zero": 1}, 80, AxisSizes(fsdp=8), 1, "zero=1 was requested"),
         ("gpt2", {"parallel.mesh": "data=2,fsdp=4"}, 80, AxisSizes(data=2, fsdp=4), 3, "was given"),
         ("gpt2-xl", {}, None, AxisSizes(data=8), 0, "fits on each device"),
         # gpipe needs stages
@@ -123,7 +123,7 @@ def test_plan_that_does_not_fit_names_bytes_and_fitting_options():
 
 def test_model_that_fits_nowhere_asks_for_more_devices():
     with pytest.raises(
-        PlanError, match="use more devices or a smaller model: all split and computed again"
+        PlanError, match="use more devices or a smaller model: with fully sharded state"
     ):
         choose_plan(config("llama3.3-70b"), EIGHT)
 

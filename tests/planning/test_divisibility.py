@@ -198,7 +198,7 @@ def test_run_gets_batch_advice_unless_its_batch_is_fixed():
     assert "--global-batch 80 is predicted to give" in choose_plan(config, topology, pricing).why
     assert (
         "--global-batch"
-        not in choose_plan(config, topology, pricing, kept=("model.", "data.", "seed")).why
+        not in choose_plan(config, topology, pricing, fixed=("model.", "data.", "seed")).why
     )
     few = Pricing(
         config.with_values({"data.global_batch": 3}), cluster, Rates.of(cluster.accelerator)
@@ -217,4 +217,4 @@ def test_run_gets_batch_advice_unless_its_batch_is_fixed():
         "no batch near it can be split over more; the nearest that all 6 devices divide is"
         " --global-batch 6, 6 times larger" in choose_plan(alone, small).why
     )
-    assert "batch near" not in choose_plan(alone, small, kept=("data.",)).why
+    assert "batch near" not in choose_plan(alone, small, fixed=("data.",)).why

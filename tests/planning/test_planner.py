@@ -1,4 +1,4 @@
-"""`find_plans`, `scripts/plan.py` and how a run uses the planner."""
+"""`find_plans`, `optimus plan` and how a run uses the planner."""
 
 import json
 import subprocess
@@ -148,7 +148,7 @@ def test_the_script_prints_a_table_and_json():
         "90% within ┃",
         " tokens/s ┃",
         "predicted, not measured",
-        "train with: python scripts/train.py --model gpt2 --precision bf16",
+        "/scripts/train.py --model gpt2 --precision bf16",
         "passes over",
         "memory of a device",
     ):

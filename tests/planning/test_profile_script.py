@@ -1,4 +1,4 @@
-"""`scripts/profile.py`: what a model and a data set consist of, for people and as JSON."""
+"""`optimus profile`: what a model and a data set consist of, for people and as JSON."""
 
 import json
 import subprocess

@@ -86,7 +86,7 @@ def test_offloaded_arrays_have_to_fit_in_host_memory():
     assert 40 * 2**30 < found.best[0].memory.host <= 128 * 2**30
     assert nothing.best == ()
     assert (
-        "would lie in the host's memory, where 40.00 GiB may be used"
+        "would be in the host's memory, where 40.00 GiB may be used"
         in nothing.rejections[-1].reason
     )
 

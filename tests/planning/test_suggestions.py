@@ -216,7 +216,7 @@ def test_resuming_without_stages_suggests_settings_to_clear():
     )
     choose_plan(before, devices(before))
     resumed = lambda line: resumed_config(before.to_json(), None, settings_in(line))  # noqa: E731
-    alternatives = suggestions_in(refusal(resumed("--mesh tensor=8"), kept=FIXED_FOR_A_RUN))
+    alternatives = suggestions_in(refusal(resumed("--mesh tensor=8"), fixed=FIXED_FOR_A_RUN))
     leave_out = next(alternative for alternative in alternatives if "--mesh" not in alternative)
     assert sorted(settings_in(leave_out).items()) == [
         ("parallel.layers_per_stage", ""),
@@ -237,7 +237,7 @@ def test_resumed_run_is_not_told_to_change_fixed_settings():
         for alternative in suggestions_in(refusal(before.with_values({"parallel.microbatches": 2})))
     )
     resumed = resumed_config(before.to_json(), None, {"microbatches": "2"})
-    alternatives = suggestions_in(refusal(resumed, kept=FIXED_FOR_A_RUN))
+    alternatives = suggestions_in(refusal(resumed, fixed=FIXED_FOR_A_RUN))
     assert alternatives
     assert not any("--global-batch" in alternative for alternative in alternatives)
 
@@ -254,9 +254,9 @@ def test_bf16_moments_are_suggested_last_and_not_on_resume():
     assert suggestions_in(refusal(config, gib)) == ["--set precision.moments=bf16"]
     assert (
         "split"
-        not in refusal(config, gib).partition("all split and computed again")[0].partition("do:")[2]
+        not in refusal(config, gib).partition("with fully sharded state")[0].partition("do:")[2]
     ), "there is nothing to split over"
-    assert not suggestions_in(refusal(config, gib, kept=SAVED_WITH_A_RUN))
+    assert not suggestions_in(refusal(config, gib, fixed=SAVED_WITH_A_RUN))
     assert not suggestions_in(refusal(config.with_values({"optimizer.beta2": 0.999}), gib)), (
         "bf16 cannot follow it"
     )
@@ -292,7 +292,7 @@ def test_refusal_without_suggestions_lists_the_fixed_settings(line, fixed):
     if fixed is None:
         assert suggestions_in(text)
     else:
-        assert text.endswith(f"nothing near is accepted while all of this is fixed: {fixed}")
+        assert text.endswith(f"no similar setting works while these are fixed: {fixed}")
 
 
 def test_distant_suggestion_leaves_other_settings_open():

@@ -102,6 +102,7 @@ def run_both(tmp_path, fails="none"):
     return [(*json.loads(output.splitlines()[-1]), errors) for output, errors in outputs]
 
 
+# Takes half a minute: two processes compile and time at least three plans.
 @pytest.mark.parametrize("fails", ["none", "all"])
 def test_processes_try_the_same_plans_and_start_with_the_fastest(tmp_path, fails):
     first, second = run_both(tmp_path, fails)

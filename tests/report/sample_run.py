@@ -158,7 +158,7 @@ def write_run(path: Path) -> RunDirectory:
         layout=None,
         current_layout=PLAN.describe(),
         inputs={
-            "link_slowdown/inside": {
+            "link_slowdown/intra_host": {
                 "value": None,
                 "spread": None,
                 "count": 0,

@@ -109,6 +109,16 @@ def test_decisions_are_read_with_their_alternatives(history):
     assert other.gain_s is None
 
 
+def test_inputs_of_older_decisions_are_read_under_their_present_names():
+    inputs = {"link_slowdown/between": 2.0, "conditions": {"inside": 3.0, "skew": 1.5}, "x": 1}
+    read = parse_decision({"event": "decision", "step": 7, "inputs": inputs})
+    assert read.inputs == {
+        "link_slowdown/inter_host": 2.0,
+        "conditions": {"intra_host": 3.0, "skew": 1.5},
+        "x": 1,
+    }
+
+
 def test_decisions_written_by_the_controller_are_read_back():
     alternative = policy.Alternative(
         plan=PLAN,

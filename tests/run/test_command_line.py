@@ -77,6 +77,13 @@ def test_the_docs_page_has_the_whole_table_of_aliases():
     )
 
 
+def test_no_existing_setting_is_advised_to_be_left_out():
+    settings = {setting.rpartition(".")[2] for setting in known_settings()}
+    for entry in advice._TABLE["entry"]:
+        if entry.get("text", "").startswith("leave it out"):
+            assert settings.isdisjoint(entry["names"]), entry
+
+
 @pytest.mark.parametrize("value", [None, "4", "0.03", "none", "bf16"])
 def test_advice_names_only_existing_flags_and_settings(value):
     everything = {

@@ -98,7 +98,7 @@ def test_processes_without_a_display_print_only_their_own_messages(
     display = make_display(LogConfig(progress="rich"), 300, show=False)
     display.message("all know this")
     assert capsys.readouterr() == ("", "")
-    display.here("no room is left")
+    display.process_message("no room is left")
     assert capsys.readouterr() == ("", "process 0: no room is left\n")
 
 
@@ -280,7 +280,7 @@ def start_table_of(case: plans.PlanCase) -> str:
         compile_s=1.0,
         step_bytes=2**20,
         run_dir=Path("runs/x"),
-        launch=Launch(engine=NO_LAUNCHER, why="nothing says that there are others"),
+        launch=Launch(launcher=NO_LAUNCHER, why="nothing says that there are others"),
         evaluation="none",
     )
     return stream.getvalue()

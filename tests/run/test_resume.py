@@ -247,7 +247,7 @@ def test_a_run_directory_is_locked_by_one_process(uninterrupted):
 
 
 BY_ENGINE = pytest.mark.parametrize(
-    ("engine", "is_repeated", "is_fault"),
+    ("launcher", "is_repeated", "is_fault"),
     [
         ("SLURM", True, True),
         ("environment", True, True),
@@ -261,7 +261,7 @@ BY_ENGINE = pytest.mark.parametrize(
 @BY_ENGINE
 @pytest.mark.parametrize("is_begun", [True, False])
 def test_a_lock_is_a_fault_where_the_launcher_restarts_jobs(
-    uninterrupted, tmp_path, monkeypatch, engine, is_repeated, is_fault, is_begun
+    uninterrupted, tmp_path, monkeypatch, launcher, is_repeated, is_fault, is_begun
 ):
     """The lock may belong to a process of the last start that is about to exit, or that died with
     its host.
@@ -269,7 +269,7 @@ def test_a_lock_is_a_fault_where_the_launcher_restarts_jobs(
     monkeypatch.setattr(open_directory, "PATIENCE_S", 0.0)
     run_dir, launch = (
         uninterrupted[1] if is_begun else tmp_path,
-        Launch(engine=engine, why="", restarts=engine != "flags"),
+        Launch(launcher=launcher, why="", restarts=launcher != "flags"),
     )
     holder = RunDirectory.resume(run_dir) if is_begun else RunDirectory.create(run_dir, "gpt2-nano")
     with (
@@ -291,13 +291,13 @@ def test_a_lock_is_a_fault_where_the_launcher_restarts_jobs(
 
 @BY_ENGINE
 def test_a_run_created_meanwhile_is_a_fault_where_jobs_restart(
-    uninterrupted, engine, is_repeated, is_fault
+    uninterrupted, launcher, is_repeated, is_fault
 ):
     with pytest.raises(FaultError if is_fault else ConfigError, match="already holds a run"):
         open_directory.new_directory(
             uninterrupted[1],
             Config(),
-            Launch(engine=engine, why="", restarts=engine != "flags"),
+            Launch(launcher=launcher, why="", restarts=launcher != "flags"),
             Display(),
             is_repeated,
         )
@@ -341,7 +341,7 @@ def test_a_metrics_file_that_cannot_be_written_keeps_the_state(text, tmp_path, m
     ):
         optimus_jax.train("gpt2-nano", run_dir=run_dir, data=text, **TINY | {"model.num_layers": 1})
     saved = [int(path.name) for path in (run_dir / "checkpoints").iterdir()]
-    assert saved == [TINY["steps"]], "the run goes on to its end, and its state is saved"
+    assert saved == [TINY["steps"]], "the run continues to its end, and its state is saved"
     monkeypatch.undo()
     resumed = optimus_jax.train(run_dir=run_dir, resume=True, steps=TINY["steps"] + 1)
     assert resumed.history[-1].step == TINY["steps"] + 1

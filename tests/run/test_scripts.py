@@ -352,8 +352,8 @@ def test_an_unreachable_coordinator_is_a_fault_with_a_message(tmp_path):
     )
     assert ended.returncode == 75, "a process that is missing may be there next time"
     assert re.search(
-        r"\nfault: the processes of this run have not found one another: process 0 of 2 did not"
-        r" come in time\n"
+        r"\nfault: the processes of this run did not all meet at the rendezvous: process 0 of 2 did"
+        r" not come in time\n"
         r"[\s\S]*process 1 of 2[\s\S]*127.0.0.1:9[\s\S]*do: [\s\S]*\n  in process 1 of 2\n",
         ended.stderr,
     )

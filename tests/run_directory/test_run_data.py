@@ -165,7 +165,7 @@ def test_an_old_run_keeps_its_end_of_document_token(tmp_path):
     with pytest.raises(
         DataError,
         match=(
-            r"a run keeps its tokenizer(.|\n)*other.json has digest \w+; the run was begun with"
+            r"a run keeps its tokenizer(.|\n)*other.json has digest \w+; the run began with"
             r" .*tokenizer.json"
         ),
     ):
@@ -198,7 +198,7 @@ def test_a_run_keeps_its_end_of_document_token(tmp_path):
     ):
         check_tokenizer(own, run, {"data": {"tokenizer": own.digest, "eos": 1}})
     message = (
-        r"a run keeps its tokenizer, .*\(eos\)\n.*it is '<s>', id 1 \({}\); the run was begun with"
+        r"a run keeps its tokenizer, .*\(eos\)\n.*it is '<s>', id 1 \({}\); the run began with"
         r" id 2"
     )
     with pytest.raises(DataError, match=message.format("data.eos")):

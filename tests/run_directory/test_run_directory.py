@@ -341,7 +341,7 @@ def test_a_damaged_line_is_skipped_with_one_warning(run: RunDirectory, garbage: 
     assert resumed.go_back_to(1) == 1
     resumed.log_step(record(2))
     assert [item.step for item in resumed.metrics()] == [1, 2]
-    assert warned == [f"{run.path / 'metrics.jsonl'}, line 2, is damaged and passed over"]
+    assert warned == [f"{run.path / 'metrics.jsonl'}, line 2, is damaged and skipped"]
     resumed.close()
 
 
@@ -410,7 +410,7 @@ def test_a_removed_directory_is_restored(run: RunDirectory, warnings: list[str])
     run.log_step(record(2))
     run.restore_files()
     assert (run.config_text(), run.plan_text()) == ("{}", "{}")
-    assert "had been removed" in warnings[-1]
+    assert "deleted during the run" in warnings[-1]
     run.check()
     assert [item.step for item in run.metrics()] == [2]
     with pytest.raises(RunDirectoryError, match="in use by process"):

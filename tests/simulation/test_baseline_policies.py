@@ -44,19 +44,19 @@ def test_static_returns_to_its_plan_when_devices_are_back():
 
 def test_greedy_switches_to_the_plan_predicted_fastest():
     policy = Greedy(SETUP, SEARCHER)
-    assert policy.decide(observed(link_inside=1.0, link_between=1.0)) is None
-    slow = policy.decide(observed(link_inside=1.0, link_between=30.0))
+    assert policy.decide(observed(link_intra_host=1.0, link_inter_host=1.0)) is None
+    slow = policy.decide(observed(link_intra_host=1.0, link_inter_host=30.0))
     assert slow.plan != SETUP.start
     policy.switched(slow.plan, {})
-    assert policy.decide(observed(link_inside=1.0, link_between=30.0)) is None
-    assert policy.decide(observed(link_inside=1.0, link_between=1.0)).plan == SETUP.start
+    assert policy.decide(observed(link_intra_host=1.0, link_inter_host=30.0)) is None
+    assert policy.decide(observed(link_intra_host=1.0, link_inter_host=1.0)).plan == SETUP.start
 
 
 def test_greedy_does_not_retry_a_failed_plan():
     policy = Greedy(SETUP, SEARCHER)
-    slow = policy.decide(observed(link_inside=1.0, link_between=30.0)).plan
+    slow = policy.decide(observed(link_intra_host=1.0, link_inter_host=30.0)).plan
     policy.failed(slow, "no memory")
-    again = policy.decide(observed(link_inside=1.0, link_between=30.0))
+    again = policy.decide(observed(link_intra_host=1.0, link_inter_host=30.0))
     assert again is None or again.plan != slow
 
 
@@ -67,7 +67,7 @@ def test_greedy_plans_for_the_remaining_devices():
 
 
 def test_cost_model_only_switches_if_the_switch_breaks_even():
-    slow = {"link_inside": 1.0, "link_between": 30.0}
+    slow = {"link_intra_host": 1.0, "link_inter_host": 30.0}
     policy = CostModelOnly(setup_of(scenario(steps=4000)), SEARCHER, ControlConfig())
     assert policy.decide(observed(step=3990, **slow)) is None
     assert policy.decide(observed(step=100, **slow)).plan != SETUP.start

@@ -78,7 +78,7 @@ def test_the_library_has_the_promised_scenarios():
         ),
         (
             {"name": "x", "events": [{"kind": "link", "factor": 0.5, "for_s": 9, "every_s": 5}]},
-            "comes again before it has gone",
+            "repetitions of",
         ),
         ({"name": "x", "events": [{"kind": "memory", "share": 1.5}]}, "is a share"),
         ({"name": "x", "events": [{"kind": "lost"}]}, "which devices are lost"),
@@ -134,7 +134,10 @@ def test_earlier_names_of_links_are_read(old, new):
                 {
                     "name": "x",
                     "prior": {link: 0.5},
-                    "events": [{"kind": "link", "link": link, "factor": 0.25}],
+                    "events": [
+                        {"kind": "link", "link": link, "factor": 0.25},
+                        {"kind": "metrics", "names": [f"link_slowdown/{link}"], "fault": "stale"},
+                    ],
                 }
             )
         )

@@ -206,7 +206,7 @@ def test_run_resumes_with_bf16_moments_and_refuses_f32_moments(tmp_path, capsys)
     assert moved.plan.axes != resumed.plan.axes
     assert {leaf.dtype.name for leaf in moments_of(moved.state).values()} == {"bfloat16"}
     with pytest.raises(
-        CheckpointError, match=r"saved bfloat16.* asked for float32(?s:.*)precision\.moments"
+        CheckpointError, match=r"saved bfloat16.* requested float32(?s:.*)precision\.moments"
     ):
         optimus_jax.train(
             run_dir=tmp_path / "run", resume=True, steps=8, **{"precision.moments": "f32"}

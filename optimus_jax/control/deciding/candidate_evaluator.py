@@ -9,10 +9,10 @@ from optimus_jax.config import ControlConfig
 from optimus_jax.config.axes import AxisSizes
 from optimus_jax.control import policy
 from optimus_jax.control.deciding.candidates import is_allowed
-from optimus_jax.control.deciding.options import Offer, View
+from optimus_jax.control.deciding.options import ObservedCluster, PlanOption
 from optimus_jax.control.deciding.phases import BatchPhases
-from optimus_jax.control.deciding.plan_history import PlanHistory, Setting
-from optimus_jax.control.deciding.prices import Batch, Prices, query, setting
+from optimus_jax.control.deciding.plan_history import Circumstances, PlanHistory
+from optimus_jax.control.deciding.prices import Prices, query, setting
 from optimus_jax.control.deciding.quarantine import Quarantine
 from optimus_jax.control.deciding.question_queue import Question
 from optimus_jax.control.deciding.run_progress import RunProgress
@@ -22,6 +22,7 @@ from optimus_jax.control.deciding.watch import Watch
 from optimus_jax.control.policy import Decision, Regime, Situation, SwitchCandidate
 from optimus_jax.control.predictor import Predictor
 from optimus_jax.control.signals import SignalSummary
+from optimus_jax.data.batch import BatchShape
 from optimus_jax.plan import Plan
 
 
@@ -39,25 +40,25 @@ class CandidateEvaluator:
     switch_budget: SwitchBudget
     quarantine: Quarantine
     settings: ControlConfig
-    is_compiled: Callable[[Plan, Batch, frozenset[int]], bool]
+    is_compiled: Callable[[Plan, BatchShape, frozenset[int]], bool]
     """Whether the plan's executable for this batch shape, without these devices, is compiled."""
 
     def weigh(
         self,
         question: Question,
-        offers: Sequence[Offer],
-        view: View,
+        options: Sequence[PlanOption],
+        observed: ObservedCluster,
         readings: Mapping[str, SignalSummary],
         *,
-        now: Setting,
+        now: Circumstances,
         blocked: str,
     ) -> Decision:
         """Answer a question with a decision.
 
         Args:
           question: what to decide.
-          offers: the candidate plans, each with the devices that it would use.
-          view: the usable devices and the present conditions.
+          options: the candidate plans, each with the devices that it would use.
+          observed: the usable devices and the present conditions.
           readings: the newest signal readings, recorded with the decision.
           now: the present conditions and regime.
           blocked: why no switch may be made; empty: one may.
@@ -65,44 +66,44 @@ class CandidateEvaluator:
         watch, plan, priced = (
             self.watch,
             self.plan_history.now.plan,
-            view.memory.applied(self.prices.of(question.batch)),
+            observed.memory.applied(self.prices.of(question.batch)),
         )
         asked = [
             query(
                 plan,
-                view.conditions.felt_by(plan).applied(priced),
+                observed.conditions.as_seen_by(plan).applied(priced),
                 setting(question.batch, watch.conditions),
                 watch.regime,
             )
         ]
         asked += [
-            query(offer.plan, offer.place.pricing, offer.place.setting, watch.regime)
-            for offer in offers
+            query(option.plan, option.devices.pricing, option.devices.setting, watch.regime)
+            for option in options
         ]
         if watch.is_disturbed:
             normal = setting(question.batch, watch.normal)
             asked += [query(plan, watch.normal.applied(priced), normal)] + [
-                query(offer.plan, offer.place.normal, normal) for offer in offers
+                query(option.plan, option.devices.normal, normal) for option in options
             ]
-        forecast, after = self.predictor.predict(asked), len(offers) + 1
+        forecast, after = self.predictor.predict(asked), len(options) + 1
         # A mandatory switch goes to a mesh on the user's list if possible, else to any mesh.
         allow = (
             self.settings.allowed_axes
             if not question.mandatory
-            or any(is_allowed(offer.plan, self.settings.allowed_axes) for offer in offers)
+            or any(is_allowed(option.plan, self.settings.allowed_axes) for option in options)
             else ()
         )
         candidates = [
             self._candidate(
-                offer,
+                option,
                 question,
-                view,
+                observed,
                 now,
                 allow,
                 *forecast.ratio(index, 0),
                 forecast.ratio(after + index, after)[0] if watch.is_disturbed else None,
             )
-            for index, offer in enumerate(offers, start=1)
+            for index, option in enumerate(options, start=1)
         ]
         step_time_s, usual_s = (
             forecast.step_time_s(0),
@@ -113,7 +114,7 @@ class CandidateEvaluator:
         )
         # How long conditions last does not matter for going back: they are the same for both plans.
         regime = (
-            watch.regime_at(view.time_s)
+            watch.regime_at(observed.time_s)
             if question.only is None
             else Regime(elapsed_s=0.0, durations=None)
         )
@@ -124,29 +125,31 @@ class CandidateEvaluator:
             horizon_s=steps_left * step_time_s,
             regime=regime,
             blocked=blocked,
-            caution=1.0 if question.only is not None else self.switch_budget.caution(view.time_s),
+            gain_multiplier=1.0
+            if question.only is not None
+            else self.switch_budget.gain_multiplier(observed.time_s),
             budget_s=self._budget_s(step_time_s, usual_s),
             mandatory=question.mandatory,
             at_step=question.at_step,
-            inputs=self._inputs(question, view, readings, forecast.interval_s(0), steps_left),
+            inputs=self._inputs(question, observed, readings, forecast.interval_s(0), steps_left),
         )
         return policy.decide(situation, candidates, self.settings)
 
     def _candidate(
         self,
-        offer: Offer,
+        option: PlanOption,
         question: Question,
-        view: View,
-        now: Setting,
+        observed: ObservedCluster,
+        now: Circumstances,
         allow: Sequence[AxisSizes],
         log_ratio: float,
         deviation: float,
         log_ratio_after: float | None,
     ) -> SwitchCandidate:
-        plan, place, old = offer.plan, offer.place, self.plan_history.now.plan
+        plan, devices, old = option.plan, option.devices, self.plan_history.now.plan
         switch_method, compiled = (
-            self.plan_history.switch_method(plan, place.without),
-            self.is_compiled(plan, question.batch, place.without),
+            self.plan_history.switch_method(plan, devices.without),
+            self.is_compiled(plan, question.batch, devices.without),
         )
         is_listed = is_allowed(plan, allow)
         return SwitchCandidate(
@@ -155,17 +158,18 @@ class CandidateEvaluator:
             log_ratio=log_ratio,
             deviation=deviation,
             log_ratio_after=log_ratio_after,
-            without=place.without,
-            likely=place.likely,
+            without=devices.without,
+            usable_probability=devices.probability,
             barred=self.quarantine.why(plan, self.run_progress.step)
             if is_listed
             else "not on the list of meshes that may be switched to",
             cost_s=self.costs.expected_s(
-                switch_method, old, plan, place.pricing, compiled=compiled
+                switch_method, old, plan, devices.pricing, compiled=compiled
             ),
             prepare_s=self.costs.prepare_s(switch_method, compiled=compiled),
-            return_s=self.costs.expected_s(switch_method, plan, old, place.normal, compiled=True),
-            is_free=self.plan_history.is_repair(place.without, view.slow) or self._goes_home(plan),
+            return_s=self.costs.expected_s(switch_method, plan, old, devices.normal, compiled=True),
+            is_free=self.plan_history.is_repair(devices.without, observed.slow)
+            or self._goes_home(plan),
             was_left=question.only is None and self.plan_history.left_in(plan) == now,
         )
 
@@ -187,7 +191,7 @@ class CandidateEvaluator:
     def _inputs(
         self,
         question: Question,
-        view: View,
+        observed: ObservedCluster,
         readings: Mapping[str, SignalSummary],
         interval_s: tuple[float, float],
         steps_left: int,
@@ -209,10 +213,10 @@ class CandidateEvaluator:
             "conditions": watch.conditions.as_json(),
             "unexplained": watch.regime != 0,
             "rejected_signals": sorted(watch.rejected_signals),
-            "held_s": watch.regime_at(view.time_s).elapsed_s,
+            "held_s": watch.regime_at(observed.time_s).elapsed_s,
             "steps_left": steps_left,
             "spent_s": self.costs.spent_s,
-            "memory_taken": view.memory.taken,
-            "lost_devices": sorted(view.lost),
+            "memory_taken": observed.memory.taken,
+            "lost_devices": sorted(observed.lost),
             **values,
         }

@@ -2,8 +2,8 @@
 
 A *regime* is a stretch of time in which step times scatter about one level. A change is found by
 two sums of log-likelihood ratios (CUSUM, Page 1954, doi:10.1093/biomet/41.1-2.100), one for each
-direction. Their terms are bounded: no spike counts for more than one vote, so several steps in a
-row have to agree.
+direction. Their terms are clipped to THRESHOLD / MIN_SHIFTED_STEPS, so that a single spike cannot
+report a change: several steps in a row have to agree.
 """
 
 import math
@@ -15,24 +15,24 @@ from optimus_jax.robust import deviation_from, median_of_sorted
 
 SHIFT = math.log(1.1)
 """Smallest change of log step time to detect."""
-VOTES = 5
+MIN_SHIFTED_STEPS = 5
 """Fewest steps in a row that can indicate a change. If a share p of steps are spikes, they cause a
 false alarm about once in p^-5 steps."""
-BACK = 3
+RETURN_STEPS = 3
 """Fewest steps in a row that can show a return to the level before the last change."""
-APART = 5.0
+MIN_LEVEL_DISTANCE = 5.0
 """Smallest distance of those two levels, in deviations of a sample: less could be noise."""
 THRESHOLD = 12.0
 """Value of a sum at which a change is reported: odds of e^12 for it."""
-LEAST = 8
+MIN_STEPS = 8
 """Samples of a regime that are needed before a change can be detected."""
-UNSURE = 1.0
+MAX_LEVEL_ERROR = 1.0
 """Tolerated error of a level, in standard errors of the mean."""
-KEPT = 200
+MAX_SAMPLES = 200
 """Number of newest samples that a level is estimated from."""
-LARGEST = 50.0
+MAX_LOG_TIME = 50.0
 """Largest plausible logarithm of a step time: e^50 s exceed the age of the universe."""
-LEAST_NOISE = 0.01
+MIN_NOISE = 0.01
 """Smallest deviation of log step times that is assumed."""
 
 
@@ -52,7 +52,7 @@ class ChangeDetector:
     """Finds changes of at least `SHIFT` in a sequence of logarithms."""
 
     def __init__(self) -> None:
-        self._samples: deque[float] = deque(maxlen=KEPT)
+        self._samples: deque[float] = deque(maxlen=MAX_SAMPLES)
         self._up = self._down = 0.0
         self._since_up = self._since_down = 0
         self._refreshed_at = self._seen = 0
@@ -61,7 +61,7 @@ class ChangeDetector:
         self.level: float | None = None
         """Median of the present regime, without samples that may belong to the next one; None:
         there are fewer than three samples."""
-        self.noise = LEAST_NOISE
+        self.noise = MIN_NOISE
         """Robust deviation of a sample."""
 
     @property
@@ -107,10 +107,10 @@ class ChangeDetector:
 
         Samples that cannot be a logarithm of seconds are ignored.
         """
-        if not abs(value) < LARGEST:
+        if not abs(value) < MAX_LOG_TIME:
             return None
-        if len(self._samples) >= LEAST and self.level is not None:
-            self._vote(value - self.level)
+        if len(self._samples) >= MIN_STEPS and self.level is not None:
+            self._add_evidence(value - self.level)
         self._samples.append(value)
         self._seen += 1
         if max(self._up, self._down) >= THRESHOLD or self._is_back():
@@ -118,17 +118,17 @@ class ChangeDetector:
         self._refresh()
         return None
 
-    def _vote(self, off: float) -> None:
+    def _add_evidence(self, off: float) -> None:
         # With few samples, neither level nor noise is known well.
         variance = self.noise**2 * (1.0 + 6.0 / len(self._samples))
-        bound = THRESHOLD / VOTES
-        slack = UNSURE * self.noise / math.sqrt(len(self._samples))
+        bound = THRESHOLD / MIN_SHIFTED_STEPS
+        slack = MAX_LEVEL_ERROR * self.noise / math.sqrt(len(self._samples))
         for_up, for_down = (
             SHIFT * (sign * off - SHIFT / 2 - slack) / variance for sign in (1.0, -1.0)
         )
         self._up = max(0.0, self._up + min(bound, max(-bound, for_up)))
         self._down = max(0.0, self._down + min(bound, max(-bound, for_down)))
-        # Rounding makes VOTES full votes reach the threshold exactly, despite float errors.
+        # Rounding makes MIN_SHIFTED_STEPS full terms reach the threshold exactly.
         self._up, self._down = round(self._up, 9), round(self._down, 9)
         self._since_up = self._since_up + 1 if self._up > 0 else 0
         self._since_down = self._since_down + 1 if self._down > 0 else 0
@@ -140,22 +140,24 @@ class ChangeDetector:
         if (
             self._former is None
             or self.level is None
-            or self._suspects < BACK
-            or abs(self._former - self.level) < max(SHIFT, APART * self.noise)
+            or self._suspects < RETURN_STEPS
+            or abs(self._former - self.level) < max(SHIFT, MIN_LEVEL_DISTANCE * self.noise)
         ):
             return False
-        near = max(SHIFT / 2, UNSURE * self.noise)
-        return all(abs(value - self._former) < near for value in list(self._samples)[-BACK:])
+        near = max(SHIFT / 2, MAX_LEVEL_ERROR * self.noise)
+        return all(
+            abs(value - self._former) < near for value in list(self._samples)[-RETURN_STEPS:]
+        )
 
     def _changed(self) -> Change | None:
         num_steps = self._since_up if self._up >= self._down else self._since_down
         new = list(self._samples)[-num_steps:]
         before, after = self.level, median_of_sorted(sorted(new))
-        assert before is not None, "votes are cast against a level"
+        assert before is not None, "changes are relative to a level"
         self._up = self._down = 0.0
         self._since_up = self._since_down = 0
         if abs(after - before) < SHIFT / 2:  # a drift: forget old samples
-            self._restart(list(self._samples)[-max(num_steps, LEAST) :])
+            self._restart(list(self._samples)[-max(num_steps, MIN_STEPS) :])
             return None
         self._former = before
         self._restart(new)
@@ -176,7 +178,7 @@ class ChangeDetector:
         if len(settled) < 3:
             return
         self.level = median_of_sorted(sorted(settled))
-        self.noise = max(LEAST_NOISE, deviation_from(self.level, settled))
+        self.noise = max(MIN_NOISE, deviation_from(self.level, settled))
 
 
 class Durations:

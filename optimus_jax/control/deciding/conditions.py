@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from optimus_jax.config.axes import MESH_AXES, AxisSizes
 from optimus_jax.control.baselines import byte_part_s, messages_of
-from optimus_jax.control.deciding.rebalancing import ANYWHERE, SlowPart, felt_skew
+from optimus_jax.control.deciding.rebalancing import ANYWHERE, SlowPart, effective_skew
 from optimus_jax.control.signals import (
     COMPUTE_SLOWDOWN,
     LINK_SLOWDOWN,
@@ -19,7 +19,7 @@ from optimus_jax.control.signals import (
     SignalSummary,
 )
 from optimus_jax.plan import Plan
-from optimus_jax.planning.profiles.cluster import Cluster
+from optimus_jax.planning.profiles.cluster import INTER_HOST, INTRA_HOST, Cluster
 from optimus_jax.planning.profiles.links import Link
 from optimus_jax.planning.profiles.measurements import ALL_REDUCE, WIRE_SHARE
 from optimus_jax.planning.search.search import Pricing
@@ -28,16 +28,16 @@ GRID = math.log(1.1)
 """Spacing of the grid of factors, as a logarithm: neighbours differ by a tenth."""
 FASTEST, SLOWEST = 0.01, 1e4
 """Range of plausible factors. Readings outside it are ignored."""
-INSIDE, BETWEEN, *_ = NAMES = ("inside", "between", "compute", "skew")
+NAMES = (INTRA_HOST, INTER_HOST, "compute", "skew")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Conditions:
     """Factors of present times over those of the hardware profile; 1 is normal."""
 
-    inside: float = 1.0
+    intra_host: float = 1.0
     """Factor on the time of communication inside a host."""
-    between: float = 1.0
+    inter_host: float = 1.0
     """Factor on the time of communication between hosts."""
     compute: float = 1.0
     """Factor on the time of compute on all devices."""
@@ -54,13 +54,13 @@ class Conditions:
         """These conditions without the slow process."""
         return replace(self, skew=1.0)
 
-    def felt_by(self, plan: Plan) -> "Conditions":
+    def as_seen_by(self, plan: Plan) -> "Conditions":
         """These conditions as the plan is affected by them: the skew is smaller if the plan's slow
         stages have fewer layers."""
         return (
             self
             if self.skew == 1
-            else replace(self, skew=felt_skew(plan, self.slow_part, self.skew))
+            else replace(self, skew=effective_skew(plan, self.slow_part, self.skew))
         )
 
     def applied(self, pricing: Pricing) -> Pricing:
@@ -73,10 +73,10 @@ class Conditions:
             cluster=replace(
                 cluster,
                 intra_host=slowed(
-                    cluster.intra_host, self.inside, cluster.devices_per_host, platform
+                    cluster.intra_host, self.intra_host, cluster.devices_per_host, platform
                 ),
                 inter_host=cluster.inter_host
-                and slowed(cluster.inter_host, self.between, cluster.num_hosts, platform),
+                and slowed(cluster.inter_host, self.inter_host, cluster.num_hosts, platform),
             ),
             rates=rates
             if compute == 1
@@ -102,8 +102,10 @@ def on_grid(factor: float) -> float:
 def claims(observation: Observation, cluster: Cluster, axes: AxisSizes) -> dict[str, SignalSummary]:
     """The usable reading of each factor, by name. Stale and implausible readings are left out."""
     found = {
-        INSIDE: _of_link(observation, INSIDE, cluster, axes),
-        BETWEEN: _of_link(observation, BETWEEN, cluster, axes) if cluster.inter_host else UNKNOWN,
+        INTRA_HOST: _of_link(observation, INTRA_HOST, cluster, axes),
+        INTER_HOST: _of_link(observation, INTER_HOST, cluster, axes)
+        if cluster.inter_host
+        else UNKNOWN,
         "compute": observation.reading(COMPUTE_SLOWDOWN),
         "skew": observation.reading(PROCESS_SKEW),
     }
@@ -126,7 +128,7 @@ def _of_link(
     direct = observation.reading(LINK_SLOWDOWN + name)
     if is_usable(direct):
         return direct
-    link = cluster.intra_host if name == INSIDE else cluster.inter_host
+    link = cluster.intra_host if name == INTRA_HOST else cluster.inter_host
     crossing = [
         reading
         for axis in MESH_AXES

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from optimus_jax.control.policy import Regime
 
-LOOK_AGAIN = 0.1
+MIN_RECHECK_WAIT = 0.1
 """Shortest time between two checks, as a share of the time since the exclusion."""
 
 
@@ -34,7 +34,7 @@ class ExcludedDevices:
             return None
         return max(
             self.at_s + durations.over_s(self.regime.elapsed_s, probability),
-            time_s + LOOK_AGAIN * (time_s - self.at_s),
+            time_s + MIN_RECHECK_WAIT * (time_s - self.at_s),
         )
 
     def still_slow(self, time_s: float) -> "ExcludedDevices":

@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from optimus_jax.control.deciding.conditions import Conditions
-from optimus_jax.control.deciding.prices import Batch, Prices, query, setting
+from optimus_jax.control.deciding.prices import Prices, query, setting
 from optimus_jax.control.predictor import Predictor
+from optimus_jax.data.batch import BatchShape
 from optimus_jax.plan import Plan
 from optimus_jax.planning.learning.beliefs import Query
 
@@ -29,7 +30,7 @@ class Known:
     """The names of a level: what it was measured under."""
 
     plan: Plan
-    batch: Batch
+    batch: BatchShape
     conditions: Conditions
     regime: int
     """Number of the unexplained regime; 0: none."""
@@ -83,5 +84,5 @@ class Experience:
         )
 
     def _query_of(self, known: Known) -> Query:
-        pricing = known.conditions.felt_by(known.plan).applied(self._prices.of(known.batch))
+        pricing = known.conditions.as_seen_by(known.plan).applied(self._prices.of(known.batch))
         return query(known.plan, pricing, setting(known.batch, known.conditions), known.regime)

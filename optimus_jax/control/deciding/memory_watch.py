@@ -153,7 +153,7 @@ class MemoryWatch:
 
     def _wanted(self) -> float:
         """Share that plans should do without: what was taken lately, and what will be taken if
-        growth goes on for as long as it has.
+        growth continues for as long as it has.
         """
         lately, begun_s = self._lately(), self._begun()[0]
         lead_s = max(LEAD_S, self._past[-1][0] - begun_s)

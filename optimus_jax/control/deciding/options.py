@@ -20,8 +20,9 @@ from optimus_jax.control.deciding.candidates import (
 from optimus_jax.control.deciding.conditions import Conditions
 from optimus_jax.control.deciding.excluded_devices import ExcludedDevices
 from optimus_jax.control.deciding.memory_watch import MemoryWatch
-from optimus_jax.control.deciding.prices import Batch, Prices, setting
+from optimus_jax.control.deciding.prices import Prices, setting
 from optimus_jax.control.deciding.rebalancing import ANYWHERE, rebalanced
+from optimus_jax.data.batch import BatchShape
 from optimus_jax.plan import Plan
 from optimus_jax.planning.learning.calibrate import Calibration
 from optimus_jax.planning.search.search import Pricing
@@ -29,7 +30,7 @@ from optimus_jax.planning.search.search import Pricing
 STAGED = ("1f1b", "interleaved")
 """Pipeline schedules, which are searched separately: few large stages, whose layers can be divided
 finely, or many small ones."""
-SPARED = 8
+MAX_REBALANCED = 8
 """Number of plans with fewer layers on slow stages to consider, the fastest by the cost model."""
 
 
@@ -49,20 +50,20 @@ class UsableDevices:
     """Pricing in normal conditions."""
     without: frozenset[int]
     """Ids of the devices that are not in the set."""
-    likely: float = 1.0
+    probability: float = 1.0
     """Probability that conditions are as priced."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Offer:
+class PlanOption:
     """A plan and the devices that it would use."""
 
     plan: Plan
-    place: UsableDevices
+    devices: UsableDevices
 
 
 @dataclass(frozen=True, kw_only=True)
-class Standing:
+class PlanInUse:
     """The plan of a run, and the devices that it does not use."""
 
     plan: Plan
@@ -73,10 +74,10 @@ class Standing:
 
 
 @dataclass(frozen=True, kw_only=True)
-class View:
+class ObservedCluster:
     """What decides which devices can be used, and what plans cost on them."""
 
-    batch: Batch
+    batch: BatchShape
     time_s: float
     conditions: Conditions
     """Present conditions."""
@@ -90,7 +91,7 @@ class View:
 
 
 class Options:
-    """Finds offers for one run.
+    """Finds options for one run.
 
     Args:
       prices: the prices of the run's plans.
@@ -117,47 +118,47 @@ class Options:
 
     def all(
         self,
-        view: View,
-        standing: Standing,
+        observed: ObservedCluster,
+        current: PlanInUse,
         known: list[Plan],
         learnt: Calibration,
         *,
         mandatory: bool,
-    ) -> list[Offer] | None:
+    ) -> list[PlanOption] | None:
         """Every plan worth considering; None: a search is still running.
 
         Args:
-          view: the usable devices and present conditions.
-          standing: the present plan and devices, which are left out of the result.
+          observed: the usable devices and present conditions.
+          current: the present plan and devices, which are left out of the result.
           known: plans that the run was under, or that were tried.
           learnt: learnt corrections of the cost model's terms.
           mandatory: ignore the layout that the user fixed if no plan is found with it.
         """
-        offers: dict[tuple[str, frozenset[int]], Offer] = {}
-        for place in self._places(view):
-            found = self._found(place, view, learnt, mandatory=mandatory)
+        options: dict[tuple[str, frozenset[int]], PlanOption] = {}
+        for devices in self._device_sets(observed):
+            found = self._found(devices, observed, learnt, mandatory=mandatory)
             if found is None:
                 return None
-            plans = [*found, *self._known(place, view, standing, known)]
-            spared = self._rebalanced([standing.plan, *plans], place, view, learnt)
-            if spared is None:
+            plans = [*found, *self._known(devices, observed, current, known)]
+            rebalanced_plans = self._rebalanced([current.plan, *plans], devices, observed, learnt)
+            if rebalanced_plans is None:
                 return None
-            for plan in [*plans, *spared]:
-                if (plan, place.without) != (standing.plan, standing.without):
-                    offers.setdefault(
-                        (plan.digest, place.without),
-                        Offer(plan=plan, place=self._felt(place, plan, view)),
+            for plan in [*plans, *rebalanced_plans]:
+                if (plan, devices.without) != (current.plan, current.without):
+                    options.setdefault(
+                        (plan.digest, devices.without),
+                        PlanOption(plan=plan, devices=self._as_affected(devices, plan, observed)),
                     )
-        return list(offers.values())
+        return list(options.values())
 
-    def back(self, view: View, before: Standing) -> list[Offer]:
+    def back(self, observed: ObservedCluster, before: PlanInUse) -> list[PlanOption]:
         """The plan that the run was under before, on the devices that it used; empty if it cannot
         run there.
         """
-        priced, conditions = self._prices.of(view.batch), view.conditions
-        if view.excluded is not None and not view.excluded.devices <= before.without:
-            conditions = replace(conditions, skew=view.excluded.skew)
-        elif before.excluded is not None or (view.slow and view.slow <= before.without):
+        priced, conditions = self._prices.of(observed.batch), observed.conditions
+        if observed.excluded is not None and not observed.excluded.devices <= before.without:
+            conditions = replace(conditions, skew=observed.excluded.skew)
+        elif before.excluded is not None or (observed.slow and observed.slow <= before.without):
             conditions = conditions.without_skew()
         size = priced.cluster.devices_per_host
         num_hosts, rest = divmod(before.plan.num_devices, size)
@@ -167,52 +168,64 @@ class Options:
             devices_per_host=rest or size,
             inter_host=priced.cluster.inter_host if num_hosts > 1 else None,
         )
-        place = self._place(replace(priced, cluster=cluster), conditions, before.without, view)
-        can_be = (
-            view.lost <= before.without
-            and is_legal(before.plan, priced.config)
-            and has_room(before.plan, place.pricing)
+        devices = self._priced(
+            replace(priced, cluster=cluster), conditions, before.without, observed
         )
-        return [Offer(plan=before.plan, place=place)] if can_be else []
+        can_be = (
+            observed.lost <= before.without
+            and is_legal(before.plan, priced.config)
+            and has_room(before.plan, devices.pricing)
+        )
+        return [PlanOption(plan=before.plan, devices=devices)] if can_be else []
 
-    def _places(self, view: View) -> Iterator[UsableDevices]:
+    def _device_sets(self, observed: ObservedCluster) -> Iterator[UsableDevices]:
         """The sets of devices that can be used."""
-        priced, conditions, lost = self._prices.of(view.batch), view.conditions, view.lost
-        places = [(lost, conditions, 1.0)]
+        priced, conditions, lost = (
+            self._prices.of(observed.batch),
+            observed.conditions,
+            observed.lost,
+        )
+        device_sets = [(lost, conditions, 1.0)]
         if self._keeps_devices:
-            places = [(frozenset[int](), conditions, 1.0)]
-        elif view.excluded is not None:
-            places = [
-                (lost | view.excluded.devices, conditions, 1.0),
-                (lost, conditions, view.excluded.recovered(view.time_s)),
+            device_sets = [(frozenset[int](), conditions, 1.0)]
+        elif observed.excluded is not None:
+            device_sets = [
+                (lost | observed.excluded.devices, conditions, 1.0),
+                (lost, conditions, observed.excluded.recovered(observed.time_s)),
             ]
-        elif view.slow - lost:
-            places.append((lost | view.slow, conditions.without_skew(), 1.0))
-        for unusable, there, likely in places:
+        elif observed.slow - lost:
+            device_sets.append((lost | observed.slow, conditions.without_skew(), 1.0))
+        for unusable, seen, probability in device_sets:
             whole = [(priced.cluster, frozenset[int]())]
             for cluster, without in (
                 leaving_out(priced.cluster, unusable, priced.config) if unusable else whole
             ):
-                yield self._place(replace(priced, cluster=cluster), there, without, view, likely)
+                yield self._priced(
+                    replace(priced, cluster=cluster), seen, without, observed, probability
+                )
 
     def _rebalanced(
-        self, plans: list[Plan], place: UsableDevices, view: View, learnt: Calibration
+        self,
+        plans: list[Plan],
+        devices: UsableDevices,
+        observed: ObservedCluster,
+        learnt: Calibration,
     ) -> list[Plan] | None:
         """These plans and the best plans with stages, rebalanced to give a slow process fewer
         layers; None: a search is still running.
         """
-        conditions, config = place.conditions, place.pricing.config
+        conditions, config = devices.conditions, devices.pricing.config
         if conditions.skew == 1 or conditions.slow_part == ANYWHERE:
             return []
         staged = [
             plan
             for plan in plans
-            if plan.pipeline and plan.num_devices == place.pricing.cluster.num_devices
+            if plan.pipeline and plan.num_devices == devices.pricing.cluster.num_devices
         ]
         for schedule in (
             STAGED if config.parallel.schedule == AUTO and config.parallel.axes is None else ()
         ):
-            best = self._best(place, view, learnt, schedule=schedule)
+            best = self._best(devices, observed, learnt, schedule=schedule)
             if best is None:
                 return None
             staged += best
@@ -222,74 +235,89 @@ class Options:
         legal = [
             plan
             for plan in found
-            if plan is not None and is_legal(plan, config) and has_room(plan, place.pricing)
+            if plan is not None and is_legal(plan, config) and has_room(plan, devices.pricing)
         ]
         return sorted(
             legal,
-            key=lambda plan: learnt.step_time_s(times(plan, self._felt(place, plan, view).pricing)),
-        )[:SPARED]
+            key=lambda plan: learnt.step_time_s(
+                times(plan, self._as_affected(devices, plan, observed).pricing)
+            ),
+        )[:MAX_REBALANCED]
 
     @staticmethod
-    def _felt(place: UsableDevices, plan: Plan, view: View) -> UsableDevices:
-        """The place with the skew that affects this plan: less if slow stages have fewer layers."""
-        felt = place.conditions.felt_by(plan)
+    def _as_affected(
+        devices: UsableDevices, plan: Plan, observed: ObservedCluster
+    ) -> UsableDevices:
+        """The devices with the skew that affects this plan, which is less if slow stages have fewer
+        layers.
+        """
+        conditions = devices.conditions.as_seen_by(plan)
         return (
-            place
-            if felt == place.conditions
-            else replace(place, pricing=view.memory.applied(felt.applied(place.profiled)))
+            devices
+            if conditions == devices.conditions
+            else replace(
+                devices, pricing=observed.memory.applied(conditions.applied(devices.profiled))
+            )
         )
 
     @staticmethod
-    def _place(
+    def _priced(
         priced: Pricing,
         conditions: Conditions,
         without: frozenset[int],
-        view: View,
-        likely: float = 1.0,
+        observed: ObservedCluster,
+        probability: float = 1.0,
     ) -> UsableDevices:
         return UsableDevices(
             conditions=conditions,
             profiled=priced,
-            pricing=view.memory.applied(conditions.applied(priced)),
-            setting=setting(view.batch, conditions),
-            normal=view.memory.applied(view.normal.applied(priced)),
+            pricing=observed.memory.applied(conditions.applied(priced)),
+            setting=setting(observed.batch, conditions),
+            normal=observed.memory.applied(observed.normal.applied(priced)),
             without=without,
-            likely=likely,
+            probability=probability,
         )
 
     def _found(
-        self, place: UsableDevices, view: View, learnt: Calibration, *, mandatory: bool
+        self,
+        devices: UsableDevices,
+        observed: ObservedCluster,
+        learnt: Calibration,
+        *,
+        mandatory: bool,
     ) -> list[Plan] | None:
-        num_devices, found = place.pricing.cluster.num_devices, list[Plan]()
+        num_devices, found = devices.pricing.cluster.num_devices, list[Plan]()
         for mesh in (
             [axes for axes in self._allow if axes.num_devices == num_devices]
             if self._allow
             else [None]
         ):
-            best = self._best(place, view, learnt, mesh=mesh)
+            best = self._best(devices, observed, learnt, mesh=mesh)
             if best is None:
                 return None
             found += best
-        return self._best(place, view, learnt, free=True) if mandatory and not found else found
+        return (
+            self._best(devices, observed, learnt, free=True) if mandatory and not found else found
+        )
 
     def _best(
         self,
-        place: UsableDevices,
-        view: View,
+        devices: UsableDevices,
+        observed: ObservedCluster,
         learnt: Calibration,
         *,
         mesh: AxisSizes | None = None,
         schedule: str = "",
         free: bool = False,
     ) -> list[Plan] | None:
-        """The plans that a search finds for this place; None: it is still running.
+        """The plans that a search finds on these devices; None: it is still running.
 
         Args:
           mesh: only plans with this mesh; None: all.
           schedule: only plans with this schedule; empty: all.
           free: ignore the layout that the user fixed.
         """
-        pricing = replace(place.pricing, calibration=learnt)
+        pricing = replace(devices.pricing, calibration=learnt)
         only = {"parallel.mesh": mesh and str(mesh), "parallel.schedule": schedule}
         config = (
             pricing.config.with_open_layout()
@@ -297,9 +325,9 @@ class Options:
             else pricing.config.with_values({name: value for name, value in only.items() if value})
         )
         key = (
-            place.setting,
+            devices.setting,
             pricing.cluster.num_devices,
-            round(view.memory.taken, 2),
+            round(observed.memory.taken, 2),
             mesh,
             schedule,
             free,
@@ -309,16 +337,18 @@ class Options:
 
     @staticmethod
     def _known(
-        place: UsableDevices, view: View, standing: Standing, known: list[Plan]
+        devices: UsableDevices, observed: ObservedCluster, current: PlanInUse, known: list[Plan]
     ) -> list[Plan]:
-        """Known plans that are legal and fit there, and other executables for the run's state."""
-        here = [
+        """Known plans that are legal and fit on these devices, and other executables for the run's
+        state.
+        """
+        usable = [
             plan
             for plan in known
-            if plan.num_devices == place.pricing.cluster.num_devices
-            and is_legal(plan, place.pricing.config)
-            and has_room(plan, place.pricing)
+            if plan.num_devices == devices.pricing.cluster.num_devices
+            and is_legal(plan, devices.pricing.config)
+            and has_room(plan, devices.pricing)
         ]
-        return here + (
-            executables(standing.plan, place.pricing) if place.without == standing.without else []
+        return usable + (
+            executables(current.plan, devices.pricing) if devices.without == current.without else []
         )

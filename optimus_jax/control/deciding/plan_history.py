@@ -4,14 +4,14 @@ from collections import OrderedDict
 from dataclasses import replace
 
 from optimus_jax.control.deciding.candidates import switch_method_of
-from optimus_jax.control.deciding.options import Standing
+from optimus_jax.control.deciding.options import PlanInUse
 from optimus_jax.control.policy import SwitchMethod
 from optimus_jax.plan import Plan
 
 REMEMBERED = 8
 """Number of newest plans that are remembered. They are always candidates."""
 
-Setting = tuple[str, int]
+Circumstances = tuple[str, int]
 """Name of the conditions and batch, and the number of the regime."""
 
 
@@ -25,13 +25,13 @@ class PlanHistory:
     """
 
     def __init__(self, plan: Plan, *, num_hosts: int, num_executables: int) -> None:
-        self.now, self.before = Standing(plan=plan), Standing(plan=plan)
+        self.now, self.before = PlanInUse(plan=plan), PlanInUse(plan=plan)
         """The present plan and devices, and those before the last switch."""
         self._plans = OrderedDict({plan.digest: plan})
         self._num_hosts, self._num_executables = num_hosts, num_executables
-        self._left: dict[str, Setting] = {}
+        self._left: dict[str, Circumstances] = {}
         """Conditions and regime in which a plan was left, by the plan's digest."""
-        self._fled: set[str] = set()
+        self._left_involuntarily: set[str] = set()
         """Digests of plans that the run did not leave by choice."""
 
     @property
@@ -43,30 +43,32 @@ class PlanHistory:
         """Whether the plan's executable is still kept."""
         return plan.digest in list(self._plans)[-self._num_executables :]
 
-    def moved(self, standing: Standing, setting: Setting, *, fled: bool) -> None:
+    def moved(self, current: PlanInUse, circumstances: Circumstances, *, forced: bool) -> None:
         """Record a switch.
 
         Args:
-          standing: the new plan and devices.
-          setting: the conditions and regime in which the run left the old plan.
-          fled: whether the old plan could not be kept, or was left for an unknown reason.
+          current: the new plan and devices.
+          circumstances: the conditions and regime in which the run left the old plan.
+          forced: whether the old plan could not be kept, or was left for an unknown reason.
         """
-        old, self._left[self.now.plan.digest] = self.now, setting
-        self._stand(standing)
+        old, self._left[self.now.plan.digest] = self.now, circumstances
+        self._set_current(current)
         self.before = old
-        self._fled = self._fled - {standing.plan.digest} | ({old.plan.digest} if fled else set())
+        self._left_involuntarily = self._left_involuntarily - {current.plan.digest} | (
+            {old.plan.digest} if forced else set()
+        )
 
     def taken_back(self, time_s: float) -> None:
         """Record a rollback of the last switch. If that switch tried a slow process again, the
         process is taken to be still slow.
         """
         excluded = self.before.excluded
-        self._stand(replace(self.before, excluded=excluded and excluded.still_slow(time_s)))
+        self._set_current(replace(self.before, excluded=excluded and excluded.still_slow(time_s)))
 
-    def _stand(self, standing: Standing) -> None:
-        self.now = standing
-        self._plans[standing.plan.digest] = standing.plan
-        self._plans.move_to_end(standing.plan.digest)
+    def _set_current(self, current: PlanInUse) -> None:
+        self.now = current
+        self._plans[current.plan.digest] = current.plan
+        self._plans.move_to_end(current.plan.digest)
         while len(self._plans) > REMEMBERED:
             self._plans.popitem(last=False)
 
@@ -79,9 +81,9 @@ class PlanHistory:
 
     def has_left(self, plan: Plan) -> bool:
         """Whether the run was under the plan and left it by choice."""
-        return plan.digest in self._left and plan.digest not in self._fled
+        return plan.digest in self._left and plan.digest not in self._left_involuntarily
 
-    def left_in(self, plan: Plan) -> Setting | None:
+    def left_in(self, plan: Plan) -> Circumstances | None:
         """Conditions and regime in which the plan was last left; None: it was never left."""
         return self._left.get(plan.digest)
 

@@ -10,12 +10,10 @@ from functools import lru_cache
 from optimus_jax.config import ModelConfig
 from optimus_jax.control.deciding.candidates import times
 from optimus_jax.control.deciding.conditions import Conditions
+from optimus_jax.data.batch import BatchShape
 from optimus_jax.plan import Plan
 from optimus_jax.planning.learning.beliefs import Query
 from optimus_jax.planning.search.search import Pricing
-
-Batch = tuple[int, int]
-"""Examples per step, tokens per example."""
 
 
 class Prices:
@@ -27,20 +25,20 @@ class Prices:
 
     def __init__(self, base: Pricing) -> None:
         self.base = base
-        self._of: dict[Batch, Pricing] = {}
-        self._log_times: dict[tuple[Plan, Batch, Conditions], float] = {}
-        self._memory_shares: dict[tuple[Plan, Batch], float | None] = {}
+        self._of: dict[BatchShape, Pricing] = {}
+        self._log_times: dict[tuple[Plan, BatchShape, Conditions], float] = {}
+        self._memory_shares: dict[tuple[Plan, BatchShape], float | None] = {}
 
     @property
-    def first_batch(self) -> Batch:
+    def first_batch(self) -> BatchShape:
         """Batch shape of the first phase."""
-        return self.base.config.data.global_batch, self.base.config.seq_len
+        return BatchShape(self.base.config.data.global_batch, self.base.config.seq_len)
 
-    def of(self, batch: Batch) -> Pricing:
+    def of(self, batch: BatchShape) -> Pricing:
         """The pricing for this batch shape."""
         if batch not in self._of:
             config = self.base.config
-            data = replace(config.data, global_batch=batch[0], seq_len=batch[1])
+            data = replace(config.data, global_batch=batch.global_batch, seq_len=batch.seq_len)
             self._of[batch] = (
                 self.base
                 if batch == self.first_batch
@@ -48,7 +46,7 @@ class Prices:
             )
         return self._of[batch]
 
-    def log_time(self, plan: Plan, batch: Batch, conditions: Conditions) -> float:
+    def log_time(self, plan: Plan, batch: BatchShape, conditions: Conditions) -> float:
         """Logarithm of the step time in seconds, by the cost model.
 
         Raises PlanError if the speed of a link is unknown.
@@ -56,11 +54,11 @@ class Prices:
         key = (plan, batch, conditions)
         if key not in self._log_times:
             self._log_times[key] = math.log(
-                sum(times(plan, conditions.felt_by(plan).applied(self.of(batch))).values())
+                sum(times(plan, conditions.as_seen_by(plan).applied(self.of(batch))).values())
             )
         return self._log_times[key]
 
-    def memory_share(self, plan: Plan, batch: Batch) -> float | None:
+    def memory_share(self, plan: Plan, batch: BatchShape) -> float | None:
         """Estimated share of a device's memory that the plan needs; None: the memory size is
         unknown.
         """
@@ -73,10 +71,10 @@ class Prices:
         return self._memory_shares[key]
 
 
-def setting(batch: Batch, conditions: Conditions) -> str:
+def setting(batch: BatchShape, conditions: Conditions) -> str:
     """Name of a batch shape and conditions, for logs and as a key of learnt values."""
     slow = ", ".join(f"{name} x {factor:g}" for name, factor in conditions.as_json().items())
-    return f"{batch[0]} x {batch[1]} tokens" + (f", {slow}" if slow else "")
+    return f"{batch.global_batch} x {batch.seq_len} tokens" + (f", {slow}" if slow else "")
 
 
 def query(plan: Plan, pricing: Pricing, named: str, regime: int = 0) -> Query:

@@ -7,8 +7,8 @@ Only one question is open at a time, because the search for its answer may take 
 import math
 from dataclasses import dataclass, replace
 
-from optimus_jax.control.deciding.options import Standing
-from optimus_jax.control.deciding.prices import Batch
+from optimus_jax.control.deciding.options import PlanInUse
+from optimus_jax.data.batch import BatchShape
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,13 +17,13 @@ class Question:
 
     trigger: str
     """What caused the question, in words."""
-    batch: Batch
+    batch: BatchShape
     """The batch shape that the question is about."""
     mandatory: bool = False
     """The present plan cannot be kept."""
     at_step: int | None = None
     """Step boundary at which the switch would be made; None: as soon as possible."""
-    only: Standing | None = None
+    only: PlanInUse | None = None
     """The only plan to consider; None: all plans."""
 
     @property
@@ -57,7 +57,7 @@ class QuestionQueue:
         """Close the open question and open the waiting one. A switch answers both."""
         self.question, self._later = None if is_switch else self._later, None
 
-    def enter(self, batch: Batch) -> None:
+    def enter(self, batch: BatchShape) -> None:
         """Begin another batch: the open question is now about it, the waiting one is dropped."""
         if self.question is not None:
             self.question = replace(self.question, batch=batch, at_step=None)

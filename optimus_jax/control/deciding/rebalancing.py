@@ -26,7 +26,7 @@ def stage_factors(plan: Plan, slow_part: SlowPart, skew: float) -> list[float]:
     ]
 
 
-def felt_skew(plan: Plan, slow_part: SlowPart, skew: float) -> float:
+def effective_skew(plan: Plan, slow_part: SlowPart, skew: float) -> float:
     """Factor on the compute time of the slowest stage of `plan`: less than `skew` if the slow
     stages have fewer layers.
     """
@@ -46,7 +46,7 @@ def rebalanced(plan: Plan, slow_part: SlowPart, skew: float) -> Plan | None:
         return None
     factors = stage_factors(plan, slow_part, skew)
     num_virtual = len(plan.pipeline.layers_per_stage)
-    layers = _dealt_out(
+    layers = _assigned_layers(
         sum(plan.pipeline.layers_per_stage),
         [factors[place % plan.axes.pipe] for place in range(num_virtual)],
     )
@@ -58,7 +58,7 @@ def rebalanced(plan: Plan, slow_part: SlowPart, skew: float) -> Plan | None:
     return other if slowest(layers) < slowest(plan.pipeline.layers_per_stage) else None
 
 
-def _dealt_out(num_layers: int, factors: Sequence[float]) -> tuple[int, ...]:
+def _assigned_layers(num_layers: int, factors: Sequence[float]) -> tuple[int, ...]:
     """Number of layers of each stage, at least one. Each further layer goes to the stage that is
     fastest with it, which is optimal (pipeline/partition.py).
     """

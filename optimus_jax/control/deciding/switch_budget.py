@@ -6,10 +6,10 @@ import math
 
 from optimus_jax.config import ControlConfig
 
-FRO = 10.0
+RETURN_PENALTY = 10.0
 """Factor on the required gain for each return to a plan that the run had left."""
-FORGOTTEN_S = 3600.0
-"""Time constant, in seconds, with which the exponent of FRO decays after a return."""
+RETURN_MEMORY_S = 3600.0
+"""Time constant, in seconds, with which the exponent of RETURN_PENALTY decays after a return."""
 
 
 class SwitchBudget:
@@ -81,10 +81,10 @@ class SwitchBudget:
         until = self.cool_until(slowed)
         return f"cooling down after a switch, until step {until}" if step < until else ""
 
-    def caution(self, time_s: float) -> float:
-        """Factor on the required gain: FRO for every return to a plan, decaying with time."""
-        return FRO ** sum(
-            math.exp(-(time_s - returned_s) / FORGOTTEN_S) for returned_s in self._returned_s
+    def gain_multiplier(self, time_s: float) -> float:
+        """Factor on the required gain: RETURN_PENALTY for every return, decaying with time."""
+        return RETURN_PENALTY ** sum(
+            math.exp(-(time_s - returned_s) / RETURN_MEMORY_S) for returned_s in self._returned_s
         )
 
     def budget_s(self, whole_s: float, spent_s: float) -> float:

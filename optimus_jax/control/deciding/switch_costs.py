@@ -37,10 +37,10 @@ class SwitchCosts:
     """
 
     prepare_s: float = 30.0
-    """Time from the decision until a switch that has to be compiled can be made. Steps go on
+    """Time from the decision until a switch that has to be compiled can be made. Steps continue
     meanwhile."""
     compile_tax_s: float = 3.0
-    """Time that compiling in the background costs the steps that go on meanwhile."""
+    """Time that compiling in the background costs the steps that run meanwhile."""
     stop_s: float = 1.0
     """Time to stop all processes at a step boundary, and to resume."""
     verify_s: float = 1.0
@@ -96,8 +96,8 @@ class CostModel:
         return (delay_s + self._costs.first_steps_s) * (1 + self._costs.failure)
 
     def prepare_s(self, switch_method: SwitchMethod, *, compiled: bool) -> float:
-        """Expected time from a decision until its switch can be made, while steps go on. It is 0 if
-        processes restart, since they compile then.
+        """Expected time from a decision until its switch can be made, while steps continue. It is 0
+        if processes restart, since they compile then.
         """
         if compiled or self._restarts(switch_method):
             return 0.0

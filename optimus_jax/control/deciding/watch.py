@@ -11,44 +11,44 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from optimus_jax.control.deciding.changes import LEAST as LEAST_STEPS
-from optimus_jax.control.deciding.changes import SHIFT, Change, ChangeDetector, Durations
+from optimus_jax.control.deciding.changes import MIN_STEPS, SHIFT, Change, ChangeDetector, Durations
 from optimus_jax.control.deciding.conditions import Conditions, on_grid
 from optimus_jax.control.policy import Regime
 from optimus_jax.control.signals import Observation, SignalSummary
+from optimus_jax.planning.profiles.cluster import INTER_HOST, INTRA_HOST
 
-LEAST = {
-    "inside": math.log(1.25),
-    "between": math.log(1.25),
+MIN_LOG_CHANGE = {
+    INTRA_HOST: math.log(1.25),
+    INTER_HOST: math.log(1.25),
     "compute": math.log(1.2),
     "skew": math.log(1.12),
 }
 """Least change of a factor's logarithm that counts as other conditions. It exceeds the scatter of
 readings."""
-FAMILY = {"inside": "link", "between": "link", "compute": "compute", "skew": "skew"}
+FAMILY = {INTRA_HOST: "link", INTER_HOST: "link", "compute": "compute", "skew": "skew"}
 """Signals of a family are measured alike, so they are wrong together."""
-FELT = 0.05
+MIN_EFFECT = 0.05
 """Least predicted change of log step time that step times can confirm or contradict."""
-AGREES = 0.35
+MIN_AGREEMENT = 0.35
 """Least ratio of observed to predicted change, and of predicted to observed change, at which a
 reading counts as confirmed."""
-ALARMING = math.log(2.0)
+ALARM_LOG_RATIO = math.log(2.0)
 """Log ratio to the usual step time from which a single slow step triggers a probe at once."""
-WORTH = 0.25
+PROBE_SHARE_OF_LOSS = 0.25
 """Share of the time lost to slower steps that probes for the cause may take."""
-RECENT = 5
+NUM_RECENT_STEPS = 5
 """Number of newest step times that a reading is first compared with."""
-PATIENCE = 12
+MAX_UNCONFIRMED_STEPS = 12
 """Steps after which a reading that step times do not confirm is rejected."""
-UNSURE = 0.15
+EXTRA_TOLERANCE = 0.15
 """Extra tolerance while the usual step time of a plan is not yet known."""
-SETTLING = 2
+NUM_FIRST_STEPS = 2
 """First steps under a plan, which are not representative."""
-DISTURBED = 0.2
+MIN_DISTURBANCE = 0.2
 """Least log distance from normal conditions that counts as a disturbance."""
-OTHER_REGIME = math.log(1.5)
+MIN_REGIME_CHANGE = math.log(1.5)
 """Least log change of conditions that ends one disturbance and begins another."""
-OUTDATED = 0.4
+OUTDATED_TOLERANCE = 0.4
 """The same for a reading that is newer than the plan, compared with accepted conditions."""
 PRIOR_STEPS = 5
 """Prior expectation of the steps that a regime lasts."""
@@ -103,7 +103,7 @@ class Watch:
     @property
     def is_disturbed(self) -> bool:
         """Whether conditions are not those of the first steps."""
-        return self.regime != 0 or self.conditions.distance(self.normal) > DISTURBED
+        return self.regime != 0 or self.conditions.distance(self.normal) > MIN_DISTURBANCE
 
     def regime_at(self, time_s: float) -> Regime:
         """The present regime: how long it has lasted, and how long such regimes last. Normal
@@ -125,7 +125,7 @@ class Watch:
     @property
     def probe_worth_s(self) -> float:
         """Time that probes for the cause of a change of step times may take."""
-        return WORTH * max(0.0, self._lost_s)
+        return PROBE_SHARE_OF_LOSS * max(0.0, self._lost_s)
 
     @property
     def steps_alike(self) -> int:
@@ -177,7 +177,9 @@ class Watch:
         # A regime that a reading now explains has not changed by that.
         is_explained = before[1] != 0 and self.regime == 0 and self.is_disturbed
         if (self.conditions, self.regime) != before and not self.was_so and not is_explained:
-            begun_s = observation.time_s - self._newest_s * (change.num_steps if change else RECENT)
+            begun_s = observation.time_s - self._newest_s * (
+                change.num_steps if change else NUM_RECENT_STEPS
+            )
             self._turn(was_disturbed, before[0], begun_s)
         return "; ".join(filter(None, news))
 
@@ -187,13 +189,13 @@ class Watch:
         for step_time_s in _sane(observation.step_times_s):
             self._newest_s = step_time_s
             self._seen_steps += 1
-            if self._skipped < SETTLING:
+            if self._skipped < NUM_FIRST_STEPS:
                 self._skipped += 1
                 continue
             self._plan_steps += 1
             value, level = (
                 math.log(step_time_s),
-                self.detector.level if self.detector.count >= LEAST_STEPS else None,
+                self.detector.level if self.detector.count >= MIN_STEPS else None,
             )
             found = self.detector.add(value) or found
             if (
@@ -201,10 +203,10 @@ class Watch:
                 and self._anchor is None
                 and self._excess is not None
                 and self.detector.level is not None
-                and self.detector.count >= LEAST_STEPS
+                and self.detector.count >= MIN_STEPS
             ):
                 self._anchor = self.detector.level - self._excess
-            is_alarming = level is not None and value - level > ALARMING
+            is_alarming = level is not None and value - level > ALARM_LOG_RATIO
             if is_alarming and not self._is_alarmed:
                 self.changed_s, self._lost_s = (
                     observation.time_s - step_time_s,
@@ -234,7 +236,7 @@ class Watch:
         news = {
             name: on_grid_value
             for name, value in claimed.items()
-            if abs(math.log(value / getattr(self.conditions, name))) > LEAST[name]
+            if abs(math.log(value / getattr(self.conditions, name))) > MIN_LOG_CHANGE[name]
             and (on_grid_value := self._on_grid(name, value)) != getattr(self.conditions, name)
         }
         self._confirmed |= {
@@ -245,7 +247,7 @@ class Watch:
         self._early &= news.keys()
         for name, doubted in list(self.rejected_signals.items()):
             # It agrees with the conditions again, or claims another value than the rejected one.
-            if name not in news or abs(math.log(news[name] / doubted)) > OTHER_REGIME:
+            if name not in news or abs(math.log(news[name] / doubted)) > MIN_REGIME_CHANGE:
                 del self.rejected_signals[name]
                 self._claimed_at.pop(name, None)
         news = {name: value for name, value in news.items() if name not in self.rejected_signals}
@@ -256,7 +258,7 @@ class Watch:
         if not news:
             return ""
         for name in news:
-            if self._plan_steps < LEAST_STEPS:
+            if self._plan_steps < MIN_STEPS:
                 self._early.add(name)
             if claims[name].quality == "good":
                 self._claimed_at.setdefault(name, self._seen_steps)
@@ -266,7 +268,7 @@ class Watch:
         late = [
             name
             for name in news
-            if self._seen_steps - self._claimed_at.get(name, math.inf) >= PATIENCE
+            if self._seen_steps - self._claimed_at.get(name, math.inf) >= MAX_UNCONFIRMED_STEPS
             and self._is_felt(name, news[name], log_time_of)
         ]
         return self._reject(late, news) if late else ""
@@ -276,7 +278,11 @@ class Watch:
         then measurements in normal conditions apply again.
         """
         on_grid_value, normal = on_grid(value), getattr(self.normal, name)
-        return normal if abs(math.log(on_grid_value / normal)) < LEAST[name] else on_grid_value
+        return (
+            normal
+            if abs(math.log(on_grid_value / normal)) < MIN_LOG_CHANGE[name]
+            else on_grid_value
+        )
 
     def _groups(
         self, news: Mapping[str, float], log_time_of: Callable[[Conditions], float]
@@ -313,7 +319,7 @@ class Watch:
             values["skew"] = max(1.0, values["skew"])
             # A compute probe on the slow process measures the same slowdown once more.
             skew, more = values["skew"], values.get("compute", 1.0) / self.conditions.compute
-            if skew > 1 and abs(math.log(more / skew)) < LEAST["skew"]:
+            if skew > 1 and abs(math.log(more / skew)) < MIN_LOG_CHANGE["skew"]:
                 values.pop("compute", None)
         return values
 
@@ -323,7 +329,7 @@ class Watch:
                 log_time_of(replace(self.conditions, **{name: value}))
                 - log_time_of(self.conditions)
             )
-            >= FELT
+            >= MIN_EFFECT
         )
 
     def _is_confirmed_by_steps(
@@ -340,19 +346,21 @@ class Watch:
         )
         # Step times cannot tell. Accept good readings, but not a factor that is suddenly better
         # than ever before.
-        if abs(predicted) < FELT:
+        if abs(predicted) < MIN_EFFECT:
             return is_good and all(
                 name not in self._confirmed or value >= min(1.0, getattr(self.normal, name))
                 for name, value in group.items()
             )
-        if (level := self.detector.recent(RECENT)) is None:
+        if (level := self.detector.recent(NUM_RECENT_STEPS)) is None:
             return False
         # The factors may have held from the start.
         if self.regime == 0 and (
             not self._confirmed.issuperset(group) or self._early.intersection(group)
         ):
             # If a factor was accepted before, that reading is older than this one.
-            unsure = UNSURE if not self._confirmed.issuperset(group) else OUTDATED
+            unsure = (
+                EXTRA_TOLERANCE if not self._confirmed.issuperset(group) else OUTDATED_TOLERANCE
+            )
             return is_good and abs(level - after) <= abs(level - before) + unsure
         if (reference := self._anchor if self.regime else self.detector.level) is None:
             return False
@@ -361,7 +369,10 @@ class Watch:
         ):
             return False  # a reading from before the change cannot explain it
         seen = level - reference
-        return AGREES <= seen / predicted <= 1 / AGREES and abs(seen) > self.detector.noise
+        return (
+            MIN_AGREEMENT <= seen / predicted <= 1 / MIN_AGREEMENT
+            and abs(seen) > self.detector.noise
+        )
 
     def _believe(
         self,
@@ -371,7 +382,7 @@ class Watch:
     ) -> str:
         felt = (
             abs(log_time_of(replace(self.conditions, **group)) - log_time_of(self.conditions))
-            >= FELT
+            >= MIN_EFFECT
         )
         # A factor that was accepted before has changed since. Only a factor that is accepted for
         # the first time may have held from the start.
@@ -407,7 +418,7 @@ class Watch:
         """Number of newest samples that belong to the conditions that have just been accepted. The
         others do not measure them.
         """
-        before, after = self.detector.level, self.detector.recent(RECENT)
+        before, after = self.detector.level, self.detector.recent(NUM_RECENT_STEPS)
         return 0 if before is None or after is None else self.detector.in_a_row(before, after)
 
     def _reject(self, names: list[str], news: Mapping[str, float]) -> str:
@@ -421,7 +432,10 @@ class Watch:
         """Begin another regime if conditions have changed by enough."""
         if not self._newest_s:  # no step has been seen in any conditions
             return
-        if was_disturbed == self.is_disturbed and before.distance(self.conditions) < OTHER_REGIME:
+        if (
+            was_disturbed == self.is_disturbed
+            and before.distance(self.conditions) < MIN_REGIME_CHANGE
+        ):
             return
         if not self.is_disturbed and not self._durations:  # conditions turned out normal
             return
@@ -435,8 +449,8 @@ class Watch:
 
 
 _WORDS = {
-    "inside": "exchanges inside hosts take",
-    "between": "exchanges between hosts take",
+    INTRA_HOST: "exchanges inside hosts take",
+    INTER_HOST: "exchanges between hosts take",
     "compute": "computing takes",
     "skew": "the slowest process computes",
 }

@@ -56,7 +56,6 @@ def check(
     plan: Plan,
     cluster: Cluster,
     *,
-    headroom_share: float = HEADROOM_SHARE,
     timeout_s: float = TIMEOUT_S,
 ) -> CompileReport:
     """Compile the training step of `config` under `plan` for `cluster`, which need not exist.
@@ -80,7 +79,7 @@ def check(
         "target": cluster.accelerator.name,
         "num_devices": cluster.num_devices,
         "capacity_bytes": cluster.accelerator.memory_bytes,
-        "headroom_share": headroom_share,
+        "headroom_share": HEADROOM_SHARE,
     }
     return CompileReport.from_json(json.dumps(answer))
 
@@ -109,8 +108,8 @@ def _check_possible(plan: Plan, cluster: Cluster) -> None:
     if plan.offload != "none":
         raise PlanError(
             explain(
-                "the compiler forgets what lies on the host where there is no GPU, so that its"
-                " figures would be wrong",
+                "without a GPU the compiler does not count host memory, so offloaded plans cannot"
+                " be checked",
                 given=f"offload={plan.offload}",
                 do="check a plan with parallel.offload=none, or measure this one on a GPU",
             )

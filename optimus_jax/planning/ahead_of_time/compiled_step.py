@@ -44,7 +44,7 @@ class CompiledStep:
         return PlanError(
             explain(
                 f"the compiled step needs {gib(self.step_bytes)} per device,"
-                f" {gib(self.allocated.capacity_bytes or 0)} are there",
+                f" {gib(self.allocated.capacity_bytes or 0)} are available",
                 given=self.program.plan.describe(),
                 do=do,
             )

@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-from numpy.typing import NDArray
 
 from optimus_jax.config import ModelConfig
 from optimus_jax.plan import Plan
@@ -20,9 +19,8 @@ from optimus_jax.planning.cost.cost import Prediction, predict
 from optimus_jax.planning.cost.implementation_profile import OURS, ImplementationProfile
 from optimus_jax.planning.cost.layer_shape import layer_shape, shape_point
 from optimus_jax.planning.cost.rates import OPERATORS, Correction, Rates, ShapePoint
+from optimus_jax.planning.learning.calibrate import Vector
 from optimus_jax.planning.profiles.cluster import Cluster
-
-Vector = NDArray[np.float64]
 
 FITTED: Mapping[str, float] = {
     "matmul_flops_per_s": 0.15,
@@ -85,7 +83,7 @@ class Sample:
     """Examples per step."""
     step_time_s: float
     """Measured seconds per step."""
-    style: ImplementationProfile = OURS
+    implementation: ImplementationProfile = OURS
     """Profile of the implementation that ran the step."""
 
     def predicted(self, rates: Rates) -> Prediction:
@@ -97,7 +95,7 @@ class Sample:
             rates,
             seq_len=self.seq_len,
             global_batch=self.global_batch,
-            style=self.style,
+            style=self.implementation,
         )
 
     def place(self) -> ShapePoint:

@@ -24,7 +24,7 @@ import numpy as np
 from optimus_jax.cluster.distributed import broadcast_from_0
 from optimus_jax.config.settings import build
 from optimus_jax.devices.hosts import count_hosts, devices_by_host
-from optimus_jax.errors import ConfigError
+from optimus_jax.errors import ConfigError, first_line
 from optimus_jax.planning.profiles.cluster import Cluster
 from optimus_jax.planning.profiles.links import Link
 from optimus_jax.planning.profiles.measurements import (
@@ -34,7 +34,7 @@ from optimus_jax.planning.profiles.measurements import (
 )
 from optimus_jax.planning.profiles.nvml import NvmlFacts, read_nvml
 from optimus_jax.planning.profiles.probe_programs import Devices
-from optimus_jax.planning.profiles.probes import Probed, ProbeSizes, Progress, probe
+from optimus_jax.planning.profiles.probes import Probed, ProbeSizes, ReportTime, probe
 from optimus_jax.system.cache import measurements_directory, write_atomically
 from optimus_jax.system.json_input import parse_json
 
@@ -177,7 +177,7 @@ class HardwareProfile:
 def profile_hardware(
     devices: Devices | None = None,
     *,
-    progress: Progress | None = None,
+    progress: ReportTime | None = None,
     refresh: bool = False,
     sizes: ProbeSizes | None = None,
     cache: Path | None = None,
@@ -211,21 +211,17 @@ def profile_hardware(
     return HardwareProfile.from_json(broadcast_from_0(measured.to_json()))
 
 
-def cached_profile(
-    devices: Devices | None = None, *, sizes: ProbeSizes | None = None, cache: Path | None = None
-) -> HardwareProfile | None:
-    """The cached profile; None if there is none. Measures nothing.
+def cached_profile() -> HardwareProfile | None:
+    """The cached profile of all devices; None if there is none. Measures nothing.
 
-    Arguments as for `profile_hardware`. Every process must call it.
+    Every process must call it.
     """
-    return _ProfileCache.of(devices, sizes, cache).read()
+    return _ProfileCache.of(None, None, None).read()
 
 
-def profile_path(
-    devices: Devices | None = None, *, sizes: ProbeSizes | None = None, cache: Path | None = None
-) -> Path:
-    """Cache path of the profile of these devices. Every process must call it."""
-    return _ProfileCache.of(devices, sizes, cache).path
+def profile_path() -> Path:
+    """Cache path of the profile of all devices. Every process must call it."""
+    return _ProfileCache.of(None, None, None).path
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -271,15 +267,15 @@ def _read(path: Path, setting: Setting) -> HardwareProfile | None:
         return None
     except (OSError, ValueError, TypeError, ConfigError) as error:
         warnings.warn(
-            f"the hardware profile {path} cannot be used ({str(error).splitlines()[0]}) and is"
+            f"the hardware profile {path} cannot be used ({first_line(error)}) and is"
             " measured again",
             stacklevel=3,
         )
         return None
     if profile.setting != setting:
         warnings.warn(
-            f"the hardware profile {path} is of another setting than its name says, and is measured"
-            " again",
+            f"the hardware profile {path} does not match the setting in its file name, and is"
+            " measured again",
             stacklevel=3,
         )
         return None

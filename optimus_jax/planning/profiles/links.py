@@ -34,6 +34,14 @@ class Link:
             else f"{self.name} ({speed}, {self.latency_s * 1e6:g} us)"
         )
 
+    def scaled(self, factor: float) -> "Link":
+        """The link with `factor` times its speed; unchanged if that is unknown."""
+        return (
+            self
+            if self.bytes_per_s is None or factor == 1
+            else replace(self, bytes_per_s=self.bytes_per_s * factor)
+        )
+
     @classmethod
     def unknown(cls, name: str) -> "Link":
         """A link without published or measured speed."""

@@ -205,7 +205,7 @@ def time_overlap(
             x = x @ w
         return x
 
-    def together(x: Array, w: Array, zeros: Array) -> tuple[Array, Array]:
+    def overlapped(x: Array, w: Array, zeros: Array) -> tuple[Array, Array]:
         return matmuls(x, w), lax.psum(zeros, _GROUP)
 
     operands = (_noise(mesh, (matmul.m, matmul.k), kind), _noise(mesh, (matmul.k, matmul.k), kind))
@@ -214,7 +214,7 @@ def time_overlap(
         [
             partial(_program(mesh, matmuls), *operands),
             partial(_program(mesh, lambda x: lax.psum(x, _GROUP)), zeros),
-            partial(_program(mesh, together), *operands, zeros),
+            partial(_program(mesh, overlapped), *operands, zeros),
         ],
         2 * timing.runs,
     )

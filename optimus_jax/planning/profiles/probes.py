@@ -35,7 +35,7 @@ from optimus_jax.planning.profiles.probe_programs import (
 )
 
 T = TypeVar("T", bound=tuple)
-Progress = Callable[[str, float], None]
+ReportTime = Callable[[str, float], None]
 """Called with the name of the next measurement and the share of probes that are done."""
 KIB, MIB = 2**10, 2**20
 
@@ -128,7 +128,7 @@ class Probed:
 
 
 def probe(
-    devices: Devices, sizes: ProbeSizes, *, several_hosts: bool, progress: Progress | None = None
+    devices: Devices, sizes: ProbeSizes, *, several_hosts: bool, progress: ReportTime | None = None
 ) -> Probed:
     """Measure `devices`, given in the order of the mesh.
 
@@ -220,7 +220,7 @@ def _for_overlap(
 class ProbeBudget:
     """Yields probes while there is time left, and reports progress."""
 
-    def __init__(self, budget_s: float, num_probes: int, progress: Progress | None) -> None:
+    def __init__(self, budget_s: float, num_probes: int, progress: ReportTime | None) -> None:
         self._end_s, self._num_probes, self._progress = (
             time.perf_counter() + budget_s,
             num_probes,

@@ -62,13 +62,13 @@ def choose_plan(
     topology: Topology,
     pricing: Pricing | None = None,
     *,
-    kept: tuple[str, ...] = (),
+    fixed: tuple[str, ...] = (),
 ) -> Choice:
     """The Plan that a run of `config` on `topology` starts with.
 
     Args:
       pricing: the cost model for this config; None if the speed of the devices is unknown.
-      kept: names, or prefixes of names, of settings that an error must not suggest changing.
+      fixed: names, or prefixes of names, of settings that an error must not suggest changing.
     Raises:
       PlanError: the fixed settings are not legal, or no plan is estimated to fit into memory; the
         message suggests settings that would be accepted.
@@ -76,12 +76,16 @@ def choose_plan(
     check_settings(config, topology)
     try:
         return _choice(
-            config, topology, pricing, may_change_batch=not GLOBAL_BATCH.startswith(kept)
+            config, topology, pricing, may_change_batch=not GLOBAL_BATCH.startswith(fixed)
         )
     except PlanError as error:
         # Without the pricing: the search accepts whatever the rule accepts, and the rule is faster.
         raise with_suggestions(
-            error, config, topology, lambda other, devices: _choice(other, devices, None), kept=kept
+            error,
+            config,
+            topology,
+            lambda other, devices: _choice(other, devices, None),
+            fixed=fixed,
         ) from error
 
 
@@ -141,7 +145,7 @@ def _by_plain_rule(config: Config, topology: Topology) -> Choice:
             config,
             _legal(config, topology, FSDP),
             topology,
-            f"auto: zero={zero} was asked for, and is over fsdp",
+            f"auto: zero={zero} was requested, and is over fsdp",
         )
     whole = _legal(config, topology, DATA)
     if fits(memory_of_run(config, plan_for(config, whole, topology)), topology):
@@ -270,12 +274,13 @@ def _no_room(config: Config, plan: Plan, memory: MemoryEstimate, topology: Topol
             if fits(least, topology)
             else (
                 "keep moments in bf16 (the setting"
-                f" precision.moments){' and split more over fsdp' * (devices > 1)}: all split and"
-                f" computed again, about {gib(halved.total)} per device are then needed"
+                f" precision.moments){' and split more over fsdp' * (devices > 1)}: with"
+                f" fully sharded state and full remat, about"
+                f" {gib(halved.total)} per device are then needed"
                 if fits(halved, topology)
                 else (
-                    "use more devices or a smaller model: all split and computed again, about"
-                    f" {gib(least.total)} per device are needed"
+                    "use more devices or a smaller model: with fully sharded state and full remat,"
+                    f" about {gib(least.total)} per device are needed"
                 )
                 + host_memory_note(least, topology)
             )

@@ -27,7 +27,7 @@ WORTH_REPORTING = 0.03
 """Minimum relative gain in tokens per second to report. Smaller gains are well within the
 prediction error."""
 
-Progress = Callable[[str], None]
+ReportStatus = Callable[[str], None]
 """Called with a description of what is priced next."""
 
 
@@ -51,7 +51,7 @@ class SizeAlternative:
         return self.cluster.num_devices
 
     def as_json(self) -> dict[str, Any]:
-        """What `scripts/plan.py --json` prints."""
+        """What `optimus plan --json` prints."""
         return {
             "global_batch": self.global_batch,
             "num_devices": self.num_devices,
@@ -100,7 +100,7 @@ def divisibility(
     *,
     may_change_batch: bool = True,
     may_leave_hosts: bool = True,
-    progress: Progress | None = None,
+    progress: ReportStatus | None = None,
 ) -> Divisibility:
     """Find what does not divide in the requested run, and which nearby sizes would be faster.
 
@@ -261,7 +261,7 @@ def _with_batch(pricing: Pricing, batch: int) -> Pricing:
 
 
 def _priced(
-    others: Iterable[Pricing], now: float | None, progress: Progress | None
+    others: Iterable[Pricing], now: float | None, progress: ReportStatus | None
 ) -> Iterator[SizeAlternative]:
     """Yield the best plan of each run, if it gains enough to report."""
     for other in others:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from optimus_jax.config import Config
 from optimus_jax.config.axes import AxisSizes, check_devices
-from optimus_jax.errors import PlanError
+from optimus_jax.errors import PlanError, first_line
 from optimus_jax.mesh.rules import Rules, check_length, check_rules, make_rules
 from optimus_jax.mesh.topology import Topology
 from optimus_jax.models.kernels import choose_kernel
@@ -105,7 +105,7 @@ def _like(common: Plan, config: Config) -> Iterator[Plan | Rejection]:
         check_rules(common.rules, axes, config.model)
         check_length(common.rules, axes, config.seq_len)
     except PlanError as error:
-        yield Rejection(layouts=str(axes), reason=_first_line(error))
+        yield Rejection(layouts=str(axes), reason=first_line(error))
         return
     if not _zero_stages(config, axes):
         yield Rejection(
@@ -117,10 +117,7 @@ def _like(common: Plan, config: Config) -> Iterator[Plan | Rejection]:
     if common.offloads_activations and (axes.pipe > 1 or common.remat != "full"):
         yield Rejection(
             layouts=str(axes),
-            reason=(
-                f"offload={common.offload} needs one stage, computed again layer by layer"
-                " (remat=full)"
-            ),
+            reason=f"offload={common.offload} needs pipe=1 and remat=full",
         )
         return
     if global_batch % ways:
@@ -163,7 +160,7 @@ def _checked(layout: Plan, config: Config) -> Plan | Rejection:
     try:
         layout.validate(config.model, global_batch=config.data.global_batch, seq_len=config.seq_len)
     except PlanError as error:
-        return Rejection(layouts=str(layout.axes), reason=_first_line(error))
+        return Rejection(layouts=str(layout.axes), reason=first_line(error))
     return layout
 
 
@@ -196,7 +193,7 @@ def _pipelines(config: Config, axes: AxisSizes) -> Iterator[Pipelining | Rejecti
         try:
             yield pipelining(config, axes)
         except PlanError as error:
-            yield Rejection(layouts=str(axes), reason=_first_line(error))
+            yield Rejection(layouts=str(axes), reason=first_line(error))
         return
     if parallel.schedule == "none":
         yield Rejection(layouts=str(axes), reason="stages need a schedule")
@@ -205,7 +202,7 @@ def _pipelines(config: Config, axes: AxisSizes) -> Iterator[Pipelining | Rejecti
         try:
             yield pipelining(config, axes)
         except PlanError as error:
-            yield Rejection(layouts=str(axes), reason=_first_line(error))
+            yield Rejection(layouts=str(axes), reason=first_line(error))
         return
     fewest = 2 if parallel.schedule == INTERLEAVED else 1
     if num_layers < axes.pipe * fewest:
@@ -245,13 +242,9 @@ def _microbatches(
     ]
     if legal:
         return legal
-    asked_for = "" if asked is None else f", and microbatches={asked} was asked for"
+    asked_for = "" if asked is None else f", and microbatches={asked} was requested"
     stages = f" and are multiples of {unit} stages" if unit > 1 else ""
     return Rejection(
         layouts=f"{axes}, repeats={repeats}",
         reason=f"microbatches divide {rows} rows{stages}{asked_for}",
     )
-
-
-def _first_line(error: PlanError) -> str:
-    return str(error).splitlines()[0]

@@ -20,12 +20,12 @@ from optimus_jax.planning.search.choice import choose_plan
 from optimus_jax.planning.search.divisors import divisors
 from optimus_jax.planning.search.search import Pricing, fits
 
-Prices = Callable[[Config], Pricing | None]
+PricingOf = Callable[[Config], Pricing | None]
 """Maps a config to its cost model; None if the speed of the devices is unknown."""
 
 
 def plans_ahead(
-    config: Config, plan: Plan, step: int, topology: Topology, prices: Prices
+    config: Config, plan: Plan, step: int, topology: Topology, prices: PricingOf
 ) -> list[tuple[TrainingPhase, Plan]]:
     """The phases that begin after `step`, each with its plan.
 
@@ -44,7 +44,7 @@ def plans_ahead(
 
 
 def plan_of(
-    phase: TrainingPhase, config: Config, plan: Plan, topology: Topology, prices: Prices
+    phase: TrainingPhase, config: Config, plan: Plan, topology: Topology, prices: PricingOf
 ) -> Plan:
     """The plan of a phase that follows a phase under `plan`. Raises like `plans_ahead`."""
     own = in_phase(config, phase)
@@ -54,11 +54,11 @@ def plan_of(
     try:
         if config.parallel.axes is None or config.control == "auto":
             freed = own if config.parallel.axes is None else own.with_open_layout()
-            return choose_plan(freed, topology, prices(freed), kept=("data.",)).plan
+            return choose_plan(freed, topology, prices(freed), fixed=("data.",)).plan
         return choose_plan(
             replace(own, parallel=replace(own.parallel, mesh=str(plan.axes))),
             topology,
-            kept=("data.",),
+            fixed=("data.",),
         ).plan
     except PlanError as error:
         raise PlanError(

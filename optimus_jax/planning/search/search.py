@@ -10,7 +10,7 @@ import bisect
 from dataclasses import dataclass, field
 
 from optimus_jax.config import Config
-from optimus_jax.errors import PlanError
+from optimus_jax.errors import PlanError, first_line
 from optimus_jax.mesh.topology import Topology
 from optimus_jax.plan import Plan
 from optimus_jax.planning.cost.cost import Prediction, predict, term_times
@@ -128,9 +128,7 @@ def search(pricing: Pricing, *, top: int = 10) -> Ranking:
         try:
             priced.append((pricing.step_time_s(layout), len(priced), layout))
         except PlanError as error:  # the layout would use a link of unknown speed
-            rejections.append(
-                Rejection(layouts=layout.describe(), reason=str(error).splitlines()[0])
-            )
+            rejections.append(Rejection(layouts=layout.describe(), reason=first_line(error)))
     best: dict[object, Candidate] = {}
     slowest_s: list[float] = []
     for least_s, _, layout in sorted(priced):
@@ -168,6 +166,6 @@ def host_memory_note(memory: MemoryEstimate, there: Topology | Cluster) -> str:
         return ""
     usable = there.host_bytes_per_device
     return (
-        f"; {gib(memory.host)} would lie in the host's memory, where"
+        f"; {gib(memory.host)} would be in the host's memory, where"
         f" {'it is not known what' if usable is None else gib(usable)} may be used"
     )

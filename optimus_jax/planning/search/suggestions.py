@@ -51,28 +51,26 @@ def with_suggestions(
     topology: Topology,
     accepts: Accepts,
     *,
-    kept: tuple[str, ...] = (),
+    fixed: tuple[str, ...] = (),
 ) -> PlanError:
     """The error with suggested flags, to be added to the given ones; if there are none, the error
     with the list of fixed settings.
 
     Args:
       accepts: refused `config` with `error`.
-      kept: names, or prefixes of names, of settings that must not change.
+      fixed: names, or prefixes of names, of settings that must not change.
     """
-    found = nearest_accepted(config, topology, accepts, kept=kept)
+    found = nearest_accepted(config, topology, accepts, fixed=fixed)
     if found:
         return PlanError(f"{error}{NAMED}{' or '.join(map(typed, found))}")
-    fixed = {"data.global_batch": config.data.global_batch} | {
+    given = {"data.global_batch": config.data.global_batch} | {
         name: value for name, (value, _) in _given(config).items()
     }
-    return PlanError(
-        f"{error}; nothing near is accepted while all of this is fixed: {typed(fixed)}"
-    )
+    return PlanError(f"{error}; no similar setting works while these are fixed: {typed(given)}")
 
 
 def nearest_accepted(
-    config: Config, topology: Topology, accepts: Accepts, *, kept: tuple[str, ...] = ()
+    config: Config, topology: Topology, accepts: Accepts, *, fixed: tuple[str, ...] = ()
 ) -> list[Changes]:
     """Accepted changes: those of the fewest kinds first, then in the order of each kind. No
     suggestion changes all the settings of another one.
@@ -94,7 +92,7 @@ def nearest_accepted(
     for changes in _few_kinds(config, topology):
         if len(found) == MOST_NAMED or len(answers) >= MOST_TRIED:
             break
-        if any(name.startswith(kept) for name in changes) or any(
+        if any(name.startswith(fixed) for name in changes) or any(
             other.keys() <= changes.keys() for other in found
         ):
             continue
@@ -106,7 +104,7 @@ def nearest_accepted(
     open_settings = {
         name: default
         for name, (_, default) in _given(config).items()
-        if name != MESH and not name.startswith(kept)
+        if name != MESH and not name.startswith(fixed)
     }
     for mesh in _meshes(config, topology):
         changes = {**mesh, **open_settings}
@@ -118,7 +116,7 @@ def nearest_accepted(
             return [changes]
     # Last, because it is the only suggestion that does not concern the layout.
     moments = {MOMENTS: "bf16"}
-    if MOMENTS.startswith(kept):
+    if MOMENTS.startswith(fixed):
         return []
     try:
         accepts(config.with_values(moments), topology)
@@ -133,12 +131,14 @@ def _few_kinds(config: Config, topology: Topology) -> Iterator[Changes]:
             yield from _combined(kinds, config, topology)
 
 
-def _reluctance(kinds: "Sequence[Kind]") -> tuple[bool, ...]:
+def _reluctance(kinds: "Sequence[ChangeSource]") -> tuple[bool, ...]:
     """Sort key: rules that leave dimensions unsplit come last, before them other meshes."""
     return tuple(kind in kinds for kind in (_rules, _meshes, _pipelines))
 
 
-def _combined(kinds: "Sequence[Kind]", config: Config, topology: Topology) -> Iterator[Changes]:
+def _combined(
+    kinds: "Sequence[ChangeSource]", config: Config, topology: Topology
+) -> Iterator[Changes]:
     """One change of each kind; a later kind sees the config with the changes of the earlier."""
     if not kinds:
         yield {}
@@ -239,16 +239,16 @@ def _global_batches(config: Config, topology: Topology) -> Iterator[Changes]:
 
 
 def _nearest(asked: int, numbers: Sequence[int]) -> list[int]:
-    """Positive numbers other than the one asked for, by their ratio to it."""
+    """Positive numbers other than the requested one, by their ratio to it."""
     return sorted(
         (number for number in numbers if number not in (0, asked)),
         key=lambda number: abs(math.log2(number / asked)),
     )
 
 
-Kind = Callable[[Config, Topology], Iterator[Changes]]
+ChangeSource = Callable[[Config, Topology], Iterator[Changes]]
 """Yields the changes of one kind of setting, nearest to the config first."""
-KINDS: tuple[Kind, ...] = (
+KINDS: tuple[ChangeSource, ...] = (
     _meshes,
     _pipelines,
     _zero_stages,
@@ -257,7 +257,7 @@ KINDS: tuple[Kind, ...] = (
     _microbatches,
     _global_batches,
 )
-"""In the order in which they are combined."""
+"""Sources of changes, in the order in which they are combined."""
 
 
 def _plan(config: Config, topology: Topology) -> Plan | None:

@@ -70,7 +70,7 @@ def measure(
             why=(
                 "no other candidate is within the prediction's interval"
                 if most > 1
-                else "one candidate was asked for"
+                else "one candidate was requested"
             ),
         )
     first_s, *others_s = [candidate.prediction.step_time_s for candidate in close]

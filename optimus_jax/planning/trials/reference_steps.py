@@ -23,16 +23,17 @@ from optimus_jax.cluster.distributed import broadcast_from_0
 from optimus_jax.config import Config
 from optimus_jax.config.axes import AxisSizes
 from optimus_jax.config.settings import with_right_types
-from optimus_jax.errors import ConfigError, PlanError
+from optimus_jax.errors import ConfigError, PlanError, first_line
 from optimus_jax.mesh.topology import Topology
 from optimus_jax.plan import Plan
 from optimus_jax.planning.cost.rates import Rates
 from optimus_jax.planning.learning.fit import Sample, fit_to_steps
 from optimus_jax.planning.profiles.cluster import Cluster
-from optimus_jax.planning.profiles.probes import ProbeBudget, Progress
+from optimus_jax.planning.profiles.probes import ProbeBudget, ReportTime
 from optimus_jax.planning.search.assemble import plan_for
 from optimus_jax.planning.trials.trial import PlanTrial, run_trial
 from optimus_jax.system.cache import write_atomically
+from optimus_jax.system.command import typed_command
 from optimus_jax.system.json_input import parse_json
 
 NUM_STEPS = 8
@@ -133,7 +134,7 @@ def reference_settings(num_devices: int, platform: str) -> list[dict[str, object
 
 
 def time_reference_steps(
-    topology: Topology, *, progress: Progress | None = None
+    topology: Topology, *, progress: ReportTime | None = None
 ) -> tuple[ReferenceStep, ...]:
     """Time as many reference steps as the budget allows.
 
@@ -156,9 +157,9 @@ def time_reference_steps(
         )
     if budget.num_left_out:
         warnings.warn(
-            f"{budget.num_left_out} of {len(legal)} training steps were left out for want of time:"
-            " is this machine busy? Measure it again when it is not, with scripts/plan.py"
-            " --profile",
+            f"{budget.num_left_out} of {len(legal)} training steps were skipped because time ran"
+            " out. Is this machine busy? Measure it again when it is not:"
+            f" {typed_command('plan')} --profile",
             stacklevel=2,
         )
     return tuple(steps)
@@ -202,8 +203,7 @@ def read_steps(path: Path) -> tuple[ReferenceStep, ...]:
                 raise ValueError(f"step_time_s={step.step_time_s}")
     except (ValueError, TypeError, ConfigError) as error:
         warnings.warn(
-            f"the reference steps {path} cannot be used ({str(error).splitlines()[0]}) and do not"
-            " count",
+            f"the reference steps {path} cannot be used ({first_line(error)}) and do not count",
             stacklevel=2,
         )
         return ()
