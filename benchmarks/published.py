@@ -59,6 +59,11 @@ COMPILED = replace(
 )
 COMPILED_16 = replace(COMPILED, name="PyTorch FSDP, compiled, gradients in bf16", gradient_bytes=2)
 """The mixed precision of fms-fsdp."""
+MAXTEXT = replace(OURS, name="MaxText", fsdp_combines=True)
+"""The benchmarks let XLA combine gathers of up to 2 GiB, which is more than a layer's
+(https://github.com/NVIDIA/dgxc-benchmarking/blob/0b71cfda/maxtext/configure.sh)."""
+WITHOUT_SEQUENCE_PARALLELISM = {"MaxText", "Megatron-LM 2021"}
+"""Software that does not split the tokens of the residual stream over tensor."""
 OVERLAPPED = {"megatron-core": (TENSOR, DATA), "fsdp-compiled": (DATA,)}
 """Cost terms that overlap with compute in these, which the time model does not know."""
 
@@ -194,7 +199,7 @@ class Row:
         if self.source.software == "fms-fsdp":
             return COMPILED_16
         named = {
-            "ours": OURS,
+            "maxtext": MAXTEXT,
             "megatron-2021": MEGATRON,
             "fsdp-eager": EAGER,
             "fsdp-compiled": COMPILED,
@@ -254,7 +259,7 @@ class Row:
             rates,
             seq_len=self.seq_len,
             global_batch=self.global_batch,
-            style=self.implementation_profile(),
+            implementation=self.implementation_profile(),
         )
         hidden = max(0.0, 2.0 - rates.overlap_slowdown) * rates.overlap_share
         return sum(terms.values()) - hidden * sum(
@@ -420,6 +425,8 @@ def _ranked(row: Row) -> dict[str, Any]:
     config = Config(
         model=row.model, data=DataConfig(global_batch=row.global_batch, seq_len=row.seq_len)
     ).with_values({"precision.compute": "bf16"})
+    if row.source.software in WITHOUT_SEQUENCE_PARALLELISM:
+        config = config.with_values({"parallel.sequence_parallel": False})
     cluster = row.cluster()
     best = search(Pricing(config, cluster, Rates.of(cluster.accelerator)), top=BEST).best
     own = _fastest_with(row, config, cluster)

@@ -59,16 +59,6 @@ STILL_NAMED = {
     ("tests/reshard/test_restack.py", "order"),
     ("benchmarks/regret.py", "order"),
     ("optimus_jax/report/page.py", "style"),  # of a page
-    # Bytes that a forward keeps for its backward, and implementations of training.
-    ("optimus_jax/models/kernels.py", "kept"),
-    ("optimus_jax/planning/cost/communication.py", "style"),
-    ("optimus_jax/planning/cost/cost.py", "style"),
-    ("optimus_jax/planning/cost/memory.py", "kept"),
-    ("optimus_jax/planning/cost/operators.py", "style"),
-    ("optimus_jax/planning/cost/stage_time.py", "style"),
-    ("optimus_jax/planning/profiles/model_profile.py", "kept"),
-    ("tests/planning/test_communication.py", "style"),
-    ("tests/planning/test_operators.py", "style"),
 }
 """Names with another meaning than the private one."""
 PATTERNS = (

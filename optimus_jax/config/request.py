@@ -42,7 +42,7 @@ SHORT_NAMES = {
 }
 """Short name (of a flag or keyword argument) to the dotted name of a common setting."""
 
-FIXED_FOR_A_RUN = ("model.", "data.", "seed", "task")
+FIXED_FOR_A_RUN = ("model.", "data.", "seed", "task", "optimizer.name")
 """Prefixes of settings that a resumed run keeps: another value would make it a different run."""
 KNOWN_BY_CONTENT = (
     "data.sources",
@@ -54,7 +54,7 @@ KNOWN_BY_CONTENT = (
 )
 """Exceptions to FIXED_FOR_A_RUN: data files may have moved. run/first_state.py compares their
 content."""
-SAVED_WITH_A_RUN = (*FIXED_FOR_A_RUN, "precision.moments", "optimizer.name")
+SAVED_WITH_A_RUN = (*FIXED_FOR_A_RUN, "precision.moments")
 """FIXED_FOR_A_RUN, and the format of what checkpoints hold. A resumed run must not be advised to
 change any of these."""
 

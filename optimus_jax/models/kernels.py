@@ -196,8 +196,8 @@ def _traced_cudnn_forward(
     return out_BLHK, (q_BLHK, k_BTGK, v_BTGK, bias, statistics_BHL, out_BLHK)
 
 
-def _traced_cudnn_backward(kept: tuple, d_out_BLHK: Array) -> tuple:
-    q_BLHK, k_BTGK, v_BTGK, bias, statistics_BHL, out_BLHK = kept
+def _traced_cudnn_backward(saved: tuple, d_out_BLHK: Array) -> tuple:
+    q_BLHK, k_BTGK, v_BTGK, bias, statistics_BHL, out_BLHK = saved
     d_bias = None if bias is None else jnp.zeros_like(bias)
     return *_fused_backward(q_BLHK, k_BTGK, v_BTGK, statistics_BHL, out_BLHK, d_out_BLHK), d_bias
 
@@ -299,11 +299,11 @@ def _forward(
     return out_BHLK, (q_BHLK, k_BGTK, v_BGTK, weights, out_BHLK, keys)
 
 
-def _backward(how: _Core, kept: tuple, d_out_BHLK: Array) -> tuple:
+def _backward(how: _Core, saved: tuple, d_out_BHLK: Array) -> tuple:
     """No mask is needed: masked weights are zero, so their gradients are too. The row sum in the
     softmax's gradient equals d_out . out."""
     dropout, kv_dtype = how.dropout, how.kv_dtype
-    q_BHLK, k_BGTK, v_BGTK, weights, out_BHLK, keys = kept
+    q_BHLK, k_BGTK, v_BGTK, weights, out_BHLK, keys = saved
     d_k, d_v, d_qs = jnp.zeros_like(k_BGTK, kv_dtype), jnp.zeros_like(v_BGTK, kv_dtype), []
     blocks = [_rows(x, k_BGTK, len(weights)) for x in (q_BHLK, out_BHLK, d_out_BHLK)]
     for q, out, d_out, w, keys_BH in zip(*blocks, weights, keys, strict=True):

@@ -78,7 +78,7 @@ class FusedAttention(NamedTuple):
     """Matrix products that it computes."""
 
 
-class Collective(NamedTuple):
+class TracedCollective(NamedTuple):
     """A collective."""
 
     kind: CollectiveKind
@@ -94,7 +94,7 @@ class ProgramPart:
 
     products: tuple[Product, ...] = ()
     fused: tuple[FusedAttention, ...] = ()
-    collectives: tuple[Collective, ...] = ()
+    collectives: tuple[TracedCollective, ...] = ()
 
     def without(self, part: "ProgramPart") -> "ProgramPart":
         """What this has beyond `part`, which it contains."""
@@ -140,7 +140,7 @@ class ProgramReader:
                 products += [self._product(equation)] * times
             elif name in COLLECTIVES:
                 collectives += [
-                    Collective(kind, axes, self.amount(num_bytes))
+                    TracedCollective(kind, axes, self.amount(num_bytes))
                     for kind, axes, num_bytes in _messages(equation)
                 ] * times
             elif _is_fused(equation):

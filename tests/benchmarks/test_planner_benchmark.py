@@ -190,7 +190,9 @@ def test_published_layouts_rank_first_or_have_a_reason(planner, published):
     assert len(ranks) == 6
     for found in ranks.values():
         assert found["rank"] == 1 or found["why"]
-    assert {found["rank"] for name, found in ranks.items() if name.startswith("maxtext")} <= {1, 2}
+    # MaxText lets XLA gather a layer's matrices as one; this project gathers them one by one.
+    close = [found["slower"] for name, found in ranks.items() if name.startswith("maxtext")]
+    assert max(close) < 0.02
 
 
 def test_the_reachable_spearman_is_one_without_scatter_and_falls_with_it(planner):

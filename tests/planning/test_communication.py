@@ -26,10 +26,10 @@ SEQ_LEN, BATCH = 1024, 64
 
 
 def ops_and_shape(
-    plan: Plan, model=GPT, style: ImplementationProfile = OURS
+    plan: Plan, model=GPT, implementation: ImplementationProfile = OURS
 ) -> tuple[list[CommunicationOp], LayerShape]:
     shape = layer_shape(model, plan, seq_len=SEQ_LEN, global_batch=BATCH)
-    return communication_ops(model, plan, shape, style), shape
+    return communication_ops(model, plan, shape, implementation), shape
 
 
 def op_time(op: CommunicationOp, plan: Plan, cluster: Cluster, rates: Rates) -> float:
@@ -42,11 +42,11 @@ def bytes_and_counts(
     part: str,
     axes: tuple[str, ...],
     model=GPT,
-    style: ImplementationProfile = OURS,
+    implementation: ImplementationProfile = OURS,
 ) -> list[tuple[float, float]]:
     return [
         (each.num_bytes, each.count)
-        for each in ops_and_shape(plan, model, style)[0]
+        for each in ops_and_shape(plan, model, implementation)[0]
         if (each.kind, each.part, each.axes) == (kind, part, axes)
     ]
 
@@ -77,13 +77,15 @@ def test_f16_all_reduces_activations_in_float32():
     ]
 
 
-@pytest.mark.parametrize(("style", "again"), [(OURS, 1), (MEGATRON, 2)], ids=["ours", "megatron"])
-def test_recomputed_layers_repeat_all_reduces_that_backward_needs(style, again):
+@pytest.mark.parametrize(
+    ("implementation", "again"), [(OURS, 1), (MEGATRON, 2)], ids=["ours", "megatron"]
+)
+def test_recomputed_layers_repeat_all_reduces_that_backward_needs(implementation, again):
     plan = plan_of("tensor=4", remat="full")
     assert [
         count
         for _, count in bytes_and_counts(
-            plan, "all-reduce", "layer backward", ("tensor",), style=style
+            plan, "all-reduce", "layer backward", ("tensor",), implementation=implementation
         )
     ] == [2 + again]
 
@@ -152,7 +154,7 @@ def test_stages_send_activations_and_share_the_head():
     statistics = 3 * 4 * SEQ_LEN * (BATCH // 2 // 8)
     moved = bytes_and_counts(plan, "all-reduce", "head", ("pipe",))
     assert sum(num_bytes * count for num_bytes, count in moved) == 4 * stream + statistics
-    assert bytes_and_counts(plan, "all-reduce", "head", ("pipe",), style=MEGATRON) == []
+    assert bytes_and_counts(plan, "all-reduce", "head", ("pipe",), implementation=MEGATRON) == []
 
 
 def test_intra_host_all_reduce_time_by_hand():

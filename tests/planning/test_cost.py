@@ -94,7 +94,7 @@ def test_bubble_time_equals_the_formula(stages, microbatches, repeats):
 
 
 def test_megatron_style_has_the_bubble_but_no_time_of_sends():
-    times = terms(priced(plan_of("pipe=4", microbatches=8), style=MEGATRON))
+    times = terms(priced(plan_of("pipe=4", microbatches=8), implementation=MEGATRON))
     layers = sum(times[name] for name in ("attention", "feed-forward", "memory", "launching"))
     assert "pipe" not in times
     assert 3 / 8 * layers < times["bubble"] < 1.01 * 3 / 8 * layers

@@ -81,12 +81,12 @@ def test_unfused_attention_moves_scores_and_computes_more_pairs():
 
 
 @pytest.mark.parametrize(
-    ("style", "whole"), [(OURS, False), (MEGATRON, True)], ids=["ours", "megatron"]
+    ("implementation", "whole"), [(OURS, False), (MEGATRON, True)], ids=["ours", "megatron"]
 )
-def test_full_remat_repeats_the_last_matmul_only_in_megatron_style(style, whole):
+def test_full_remat_repeats_the_last_matmul_only_in_megatron_style(implementation, whole):
     shape = layer_shape(LLAMA, plan_of("data=1", LLAMA), seq_len=1024, global_batch=8)
     quick = replace(RATES, memory_bytes_per_s=1e30, launch_s=0.0, interpreter_launch_s=0.0)
-    times = layer_time(shape, shape_point(shape, 1), "full", False, (0, 0), quick, style)
+    times = layer_time(shape, shape_point(shape, 1), "full", False, (0, 0), quick, implementation)
     last = device_time(matmul(shape.tokens, LLAMA.mlp_dim, LLAMA.embed_dim), quick, f32=False).total
     assert times.again == pytest.approx(times.forward - (0 if whole else last))
 

@@ -230,6 +230,8 @@ def test_every_jump_of_the_learning_rate_is_reported(schedule, step):
     text = started(steps=100, **{"optimizer.schedule": schedule})
     tried: list[dict[str, Any]] = [{"steps": 200}, {"steps": 101}]
     for field in dataclasses.fields(OptimizerConfig):
+        if field.name == "name":  # fixed for a run
+            continue
         value = OTHER.get(field.name, 7 if field.type is int else 0.5)
         tried += [
             {f"optimizer.{field.name}": value},

@@ -86,6 +86,8 @@ def test_allowed_changes_are_described(name, value):
 def test_every_field_that_may_change_is_described(section):
     other = {"schedule": "wsd", "compute": "f16", "moments": "bf16"}
     for field in dataclasses.fields(getattr(SAVED, section)):
+        if (section, field.name) == ("optimizer", "name"):  # fixed for a run
+            continue
         value = other.get(field.name, 0.5 if field.type in (float, "float", float | None) else 7)
         name = f"{section}.{field.name}"
         description = describe_changes(saved_config(METADATA), SAVED.with_values({name: value}))

@@ -146,8 +146,6 @@ class Loop:
                 return wish
 
         monkeypatch.setattr(trainer_module, "time", clock)
-        for module in (trainer_module, evaluation):
-            monkeypatch.setattr(module, "put_batch", lambda batch, *_: batch)
         monkeypatch.setattr(trainer_module, "Agreement", Agreement)
         monkeypatch.setattr(trainer_module, "to_stored", lambda state, *_: state)
         monkeypatch.setattr(trainer_module, "peak_learning_rate", lambda *_: 0.3)
@@ -186,7 +184,7 @@ class Loop:
                 config=config,
                 plan=plan,
                 mesh=SimpleNamespace(local_devices=[]),
-                batch_sharding=None,
+                put_batch=lambda batch, *_: batch,
                 shapes=SimpleNamespace(num_params=1),
                 state_shardings=None,
             ),

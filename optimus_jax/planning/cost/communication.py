@@ -15,7 +15,7 @@ from optimus_jax.config.axes import FSDP, PIPE, AxisSizes
 from optimus_jax.errors import PlanError, explain
 from optimus_jax.mesh.axes import EMBED, HEADS, LENGTH, MLP, VOCAB
 from optimus_jax.mesh.rules import Rules
-from optimus_jax.models.program_reader import Collective, CollectiveKind
+from optimus_jax.models.program_reader import CollectiveKind, TracedCollective
 from optimus_jax.plan import Plan
 from optimus_jax.planning.cost.head_program import (
     HeadProgram,
@@ -69,18 +69,18 @@ class CommunicationOp(NamedTuple):
 
 
 def communication_ops(
-    model: ModelConfig, plan: Plan, layer: LayerShape, style: ImplementationProfile
+    model: ModelConfig, plan: Plan, layer: LayerShape, implementation: ImplementationProfile
 ) -> list[CommunicationOp]:
     """All communication of a step of `plan`; `layer` is one device's part of a layer."""
     rules, pipeline = plan.active_rules(model), plan.pipeline
     twice = pipeline is not None and not pipeline.keep_residuals
     split = tuple((logical, rules.get(logical, ())) for logical in IN_LAYERS)
-    found = [*_in_layer(layer, plan.remat, plan.zero, twice, split, style)]
-    vocab, length = vocab_axes(model, plan, style), rules.get(LENGTH, ())
+    found = [*_in_layer(layer, plan.remat, plan.zero, twice, split, implementation)]
+    vocab, length = vocab_axes(model, plan, implementation), rules.get(LENGTH, ())
     if vocab:
         program = head_program(model, plan.precision, layer.programs.length_ways)
         found += _in_head(
-            program, head_sizes(model, plan, layer.stream_tokens, style), vocab, length
+            program, head_sizes(model, plan, layer.stream_tokens, implementation), vocab, length
         )
     # Matrices outside the layers move once per microbatch, or once per step with pipeline stages.
     times = 1 if pipeline is not None else plan.microbatches
@@ -92,12 +92,12 @@ def communication_ops(
         layers_on_device(model, plan),
         times,
         layer.width,
-        style,
+        implementation,
     )
     if pipeline is not None:
-        slack = pipeline.send_slack or not style.lockstep
+        slack = pipeline.send_slack or not implementation.lockstep
         found.append(CommunicationOp("send", (PIPE,), "tick", layer.stream_bytes, 1, slack))
-        if style.head_shared:
+        if implementation.head_shared:
             # From the embedding to the first stage, and from the last stage to the head.
             found.append(CommunicationOp("all-reduce", (PIPE,), "head", layer.stream_bytes, 2))
     return found
@@ -110,7 +110,7 @@ def _in_layer(
     zero: int,
     twice: bool,
     split: tuple[tuple[str, tuple[str, ...]], ...],
-    style: ImplementationProfile,
+    implementation: ImplementationProfile,
 ) -> tuple[CommunicationOp, ...]:
     """The collectives of a layer's program that a plan has.
 
@@ -121,11 +121,11 @@ def _in_layer(
     rules, programs = dict(split), layer.programs
     program = programs.under(remat)
     forward, backward = program.forward.collectives, program.backward.collectives
-    if style.repeats_last and remat == "full":
-        backward = programs.under("none").backward.collectives + forward
+    if implementation.repeats_last and remat in ("dots", "full"):
+        backward += tuple(each for each in forward if each.over != (FSDP,))[-1:]
     if twice:
         backward = forward + backward
-    parts: tuple[tuple[StepPart, tuple[Collective, ...]], ...] = (
+    parts: tuple[tuple[StepPart, tuple[TracedCollective, ...]], ...] = (
         ("layer forward", forward),
         ("layer backward", backward),
     )
@@ -137,10 +137,10 @@ def _in_layer(
             axes = rules.get(EMBED if of_storage else over, ())
             # fsdp's axis also splits the batch, so it is there at every ZeRO stage.
             if axes and not (of_storage and zero < ZERO_STAGE_OF[each.kind]):
-                hides = of_storage and style.fsdp_hides
+                hides = of_storage and implementation.fsdp_hides
                 messages.append((each.kind, axes, part, hides, each.num_bytes.of(layer.sizes)))
     ops = _joined(messages)
-    if style.fsdp_combines:
+    if implementation.fsdp_combines:
         ops = tuple(
             op._replace(num_bytes=op.num_bytes * op.count, count=1) if op.axes == (FSDP,) else op
             for op in ops
@@ -188,7 +188,7 @@ def _in_step(
     num_layers: int,
     times: int,
     width: int,
-    style: ImplementationProfile,
+    implementation: ImplementationProfile,
 ) -> tuple[CommunicationOp, ...]:
     """Gradient reductions between replicas, and ZeRO's gathers and scatters.
 
@@ -199,19 +199,19 @@ def _in_step(
       times: how often matrices outside the layers are gathered.
       width: bytes of an activation.
     """
-    exchanged = step_exchanges(model, rules, axes, zero, num_layers, style.head_shared)
+    exchanged = step_exchanges(model, rules, axes, zero, num_layers, implementation.head_shared)
     found = [
         CommunicationOp(
             kind,
             over,
             "step",
-            elements * (style.gradient_bytes if kind == "all-reduce" else F32_BYTES),
+            elements * (implementation.gradient_bytes if kind == "all-reduce" else F32_BYTES),
             1,
         )
         for (kind, over), elements in exchanged.items()
     ]
     if zero >= 2:
-        outer = outer_matrices(model, rules, axes, style.head_shared)
+        outer = outer_matrices(model, rules, axes, implementation.head_shared)
         found.append(CommunicationOp("reduce-scatter", (FSDP,), "step", outer * F32_BYTES, times))
         if zero == 3:
             found.append(CommunicationOp("all-gather", (FSDP,), "step", outer * width, times))

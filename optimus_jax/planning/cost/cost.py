@@ -100,7 +100,7 @@ def predict(
     seq_len: int,
     global_batch: int,
     num_moments: int = ADAM_MOMENTS,
-    style: ImplementationProfile = OURS,
+    implementation: ImplementationProfile = OURS,
 ) -> Prediction:
     """Predict a step of `plan` on `cluster` with devices of these `rates`.
 
@@ -115,7 +115,7 @@ def predict(
         plan,
         cluster,
         rates,
-        style,
+        implementation,
         seq_len=seq_len,
         global_batch=global_batch,
         num_moments=num_moments,
@@ -154,7 +154,7 @@ def term_times(
     seq_len: int,
     global_batch: int,
     num_moments: int = ADAM_MOMENTS,
-    style: ImplementationProfile = OURS,
+    implementation: ImplementationProfile = OURS,
 ) -> dict[str, float]:
     """Seconds of every term of `predict`, without explanations: faster, for searches over many
     plans.
@@ -166,7 +166,7 @@ def term_times(
         plan,
         cluster,
         rates,
-        style,
+        implementation,
         seq_len=seq_len,
         global_batch=global_batch,
         num_moments=num_moments,
@@ -182,23 +182,23 @@ class _StepTimes:
         plan: Plan,
         cluster: Cluster,
         rates: Rates,
-        style: ImplementationProfile,
+        implementation: ImplementationProfile,
         *,
         seq_len: int,
         global_batch: int,
         num_moments: int,
     ):
-        self.model, self.plan, self.cluster, self.rates, self.style = (
+        self.model, self.plan, self.cluster, self.rates, self.implementation = (
             model,
             plan,
             cluster,
             rates,
-            style,
+            implementation,
         )
         self.num_moments = num_moments
         self.shape = layer_shape(model, plan, seq_len=seq_len, global_batch=global_batch)
         self.place = shape_point(self.shape, plan.axes.tensor)
-        exchanged = communication_ops(model, plan, self.shape, style)
+        exchanged = communication_ops(model, plan, self.shape, implementation)
         launched: dict[StepPart, float] = {"layer forward": 0.0, "layer backward": 0.0}
         for each in exchanged:
             launched[each.part] = launched.get(each.part, 0.0) + each.count
@@ -210,15 +210,15 @@ class _StepTimes:
             twice,
             (launched["layer forward"], launched["layer backward"]),
             rates,
-            style,
+            implementation,
         )
         self.head = head_time(
             head_program(model, plan.precision, self.shape.programs.length_ways),
-            head_sizes(model, plan, self.shape.stream_tokens, style),
+            head_sizes(model, plan, self.shape.stream_tokens, implementation),
             self.shape.width,
             self.place,
             rates,
-            style,
+            implementation,
         )
         self.exposed: dict[tuple[StepPart, str], float] = defaultdict(float)
         """Seconds that communication adds, by part of the step and term."""
@@ -314,7 +314,7 @@ class _StepTimes:
         forward = self.layer.forward + self._in_part("layer forward")
         backward = self.layer.backward + self._in_part("layer backward")
         send = self._in_part("tick")
-        if self.style.lockstep:
+        if self.implementation.lockstep:
             ticks = count_ticks(pipeline, stages, self.plan.microbatches)
             bubble = layers * (ticks.forward * forward + ticks.backward * backward) - visits * (
                 forward + backward
@@ -332,8 +332,8 @@ class _StepTimes:
         # Moments are read and written.
         smaller = 2 * (ADAM_MOMENTS * F32_BYTES - self.num_moments * self.plan.moment_bytes)
         return (
-            updated_params(self.model, self.plan, self.style)
-            * (self.style.optimizer_bytes - smaller)
+            updated_params(self.model, self.plan, self.implementation)
+            * (self.implementation.optimizer_bytes - smaller)
             / self.rates.memory_bytes_per_s
         )
 
@@ -360,7 +360,7 @@ class _StepTimes:
             time_s += (
                 self.num_moments
                 * self.plan.moment_bytes
-                * updated_params(self.model, self.plan, self.style)
+                * updated_params(self.model, self.plan, self.implementation)
                 / rate
             )
         if plan.offloads_activations:

@@ -23,7 +23,13 @@ from optimus_jax.mesh.sharding import layouts_of
 from optimus_jax.mesh.zero import LeafLayout
 from optimus_jax.models.families import features_of, table_width
 from optimus_jax.models.layer_program import DTYPES
-from optimus_jax.models.program_reader import PRIMES, Collective, Product, ProgramReader, needed
+from optimus_jax.models.program_reader import (
+    PRIMES,
+    Product,
+    ProgramReader,
+    TracedCollective,
+    needed,
+)
 from optimus_jax.models.shapes import Params, model_shapes
 from optimus_jax.models.transformer import ForwardContext
 from optimus_jax.plan import Plan
@@ -54,7 +60,7 @@ class HeadProgram:
     """Embedding, head and loss of a microbatch, forward and backward; compared by identity."""
 
     products: tuple[Product, ...]
-    collectives: tuple[Collective, ...]
+    collectives: tuple[TracedCollective, ...]
     """Those over LENGTH span the mesh axes that split the tokens of the stream; those over VOCAB
     the other ones that split the vocabulary."""
     length_ways: int
@@ -62,29 +68,33 @@ class HeadProgram:
 
 
 def head_sizes(
-    model: ModelConfig, plan: Plan, stream_tokens: float, style: ImplementationProfile
+    model: ModelConfig, plan: Plan, stream_tokens: float, implementation: ImplementationProfile
 ) -> HeadSizes:
     """The sizes for a microbatch with that many tokens of the residual stream on one device."""
-    _, rows = _vocab(model, plan.rules, plan.axes, style)
+    _, rows = _vocab(model, plan.rules, plan.axes, implementation)
     return HeadSizes(stream_tokens, model.embed_dim, table_width(model), rows)
 
 
-def vocab_axes(model: ModelConfig, plan: Plan, style: ImplementationProfile) -> tuple[str, ...]:
+def vocab_axes(
+    model: ModelConfig, plan: Plan, implementation: ImplementationProfile
+) -> tuple[str, ...]:
     """Mesh axes that split the vocabulary."""
-    return _vocab(model, plan.rules, plan.axes, style)[0]
+    return _vocab(model, plan.rules, plan.axes, implementation)[0]
 
 
 @lru_cache(maxsize=1 << 12)
 def _vocab(
-    model: ModelConfig, rules: Rules, sizes: AxisSizes, style: ImplementationProfile
+    model: ModelConfig, rules: Rules, sizes: AxisSizes, implementation: ImplementationProfile
 ) -> tuple[tuple[str, ...], int]:
     """Mesh axes that split the vocabulary, and rows that a device with a head computes."""
     axes = active_rules(rules, sizes, model).get(VOCAB, ())
-    if not style.head_shared:
+    if not implementation.head_shared:
         axes = tuple(axis for axis in axes if axis != PIPE)
     ways = math.prod(sizes[axis] for axis in axes)
     whole = padded_vocab(model.vocab_size, rules, sizes)
-    return axes, (whole if style.pads_whole_vocab or ways > 1 else model.vocab_size) // ways
+    return axes, (
+        whole if implementation.pads_whole_vocab or ways > 1 else model.vocab_size
+    ) // ways
 
 
 @lru_cache(maxsize=1 << 10)

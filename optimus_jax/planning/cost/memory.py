@@ -113,7 +113,7 @@ def estimate_memory(
         gradients=int(gradients),
         activations=int(activations),
         logits=int(logits),
-        host=int(parts.kept_on_host) + (moments if plan.offloads_moments else 0),
+        host=int(parts.saved_on_host) + (moments if plan.offloads_moments else 0),
     )
 
 
@@ -149,9 +149,11 @@ class _Parts:
         """Layers that a microbatch passes in one visit to a stage."""
         self.stream = tokens * token.stream
         resident = min(self.visited, LAYERS_RESIDENT) if plan.offloads_activations else self.visited
-        self.kept = tokens * (resident * token.kept + token.kept_once)
+        self.saved = tokens * (resident * token.saved + token.saved_once)
         """Bytes that one visit saves for its backward."""
-        self.kept_on_host = tokens * self.visited * token.kept if plan.offloads_activations else 0.0
+        self.saved_on_host = (
+            tokens * self.visited * token.saved if plan.offloads_activations else 0.0
+        )
         self.reordered = tokens * self.visited * token.reordered
         self.scatters, again = plan.zero >= 2 and plan.axes.fsdp > 1, plan.remat in ("dots", "full")
         hides = self.scatters or (plan.remat == "selective" and HEADS in plan.active_rules(model))
@@ -205,10 +207,10 @@ class _Parts:
         gradient = self.layers(split=split) + total
         head = self.table + self.logits + self.table_used
         return [
-            (gradient, self.kept + max(self.reordered, self.forward), head),
+            (gradient, self.saved + max(self.reordered, self.forward), head),
             # with these logits' gradient in 16 bits, half of their float32 size
-            (gradient, self.kept + self.again, head + self.logits / 2),
-            (gradient, self.kept + self.backward, self.head_left),
+            (gradient, self.saved + self.again, head + self.logits / 2),
+            (gradient, self.saved + self.backward, self.head_left),
             # the gradients of two tables, one of them in two memory layouts
             (max(gradient - total, total), 4 * self.stream, 3 * self.table),
         ]
@@ -223,12 +225,12 @@ class _Parts:
         # including a spare slot per buffer, and what is sent to and received from neighbours
         slots = (slots_per_buffer.inputs + 1 + slots_per_buffer.cotangents + 1 + 2) * self.stream
         if pipeline.keep_residuals:
-            slots += (slots_per_buffer.residuals + 1) * self.kept
+            slots += (slots_per_buffer.residuals + 1) * self.saved
         gradient, visit_gradient = (
             self.layers(split=split) + self.outer(split=False),
             self.layers(split=split) / self.repeats,
         )
-        visit = self.kept
+        visit = self.saved
         if self.repeats > 1:
             visit += self.layers(split=self.plan.zero >= 3) / self.repeats  # out of the stack
         step_points, zeros = [], 0
@@ -236,7 +238,7 @@ class _Parts:
             # XLA does not compile a single tick to a loop, so the zeros that its scans start from
             # exist throughout the step.
             zeros = self.table
-            visit += 0 if pipeline.keep_residuals else self.kept
+            visit += 0 if pipeline.keep_residuals else self.saved
             # Nor is its gradient added in place: the largest matrix's sum gets a new buffer.
             largest = (
                 F32
@@ -294,9 +296,9 @@ class _Parts:
 class _Token:
     """Bytes per token in one layer."""
 
-    kept: float
+    saved: float
     """Saved by forward for backward."""
-    kept_once: float
+    saved_once: float
     """Saved once for all layers together."""
     stream: float
     """The residual stream."""
@@ -337,11 +339,11 @@ def _token(model: ModelConfig, layer: LayerShape, remat: RematPolicy) -> _Token:
         common += GATHERED_STREAMS * width * sizes.embed
     made_again = 0.0
     if forward.fused and remat == "full":
-        kept = sum(amount.of(sizes) for amount in plain.saved if is_of_heads(amount))
-        made_again = kept / seq_len + STREAMS_AGAIN * stream
+        saved = sum(amount.of(sizes) for amount in plain.saved if is_of_heads(amount))
+        made_again = saved / seq_len + STREAMS_AGAIN * stream
     return _Token(
-        kept=program.saved_bytes(sizes) / seq_len,
-        kept_once=program.saved_once_bytes(model, sizes) / seq_len,
+        saved=program.saved_bytes(sizes) / seq_len,
+        saved_once=program.saved_once_bytes(model, sizes) / seq_len,
         stream=stream,
         reordered=0 if forward.fused or remat in ("dots", "full") else query,
         forward=FORWARD_SCORES[remat] * F32 * seen + common,

@@ -44,19 +44,23 @@ class LayerWork(NamedTuple):
 
 
 @lru_cache(maxsize=1 << 14)
-def layer_work(shape: LayerShape, remat: RematPolicy, style: ImplementationProfile) -> LayerWork:
+def layer_work(
+    shape: LayerShape, remat: RematPolicy, implementation: ImplementationProfile
+) -> LayerWork:
     """The work of one layer of this shape."""
     sizes = shape.sizes
     plain, program = shape.programs.under("none"), shape.programs.under(remat)
-    core = _core(shape, plain.forward, plain.backward, style)
+    core = _core(shape, plain.forward, plain.backward, implementation)
     attention, feed_forward = (
-        _block(shape, plain.forward, plain.backward, style, of_feed_forward=of_feed_forward)
+        _block(
+            shape, plain.forward, plain.backward, implementation, of_feed_forward=of_feed_forward
+        )
         for of_feed_forward in (False, True)
     )
     again = Work()
     if program is not plain:
         # Norms and activation functions are not included: backward's own passes contain them.
-        if style.repeats_last and remat == "full":
+        if implementation.repeats_last and remat == "full":
             again = attention[0] + feed_forward[0] + core[0]
         else:
             again = core[0]
@@ -85,7 +89,7 @@ def _block(
     shape: LayerShape,
     forward: ProgramPart,
     backward: ProgramPart,
-    style: ImplementationProfile,
+    implementation: ImplementationProfile,
     *,
     of_feed_forward: bool,
 ) -> tuple[Work, Work]:
@@ -106,17 +110,20 @@ def _block(
     for way, part in enumerate((forward, backward)):
         works.append(
             Work(
-                num_bytes=style.stream_passes[way] / 2 * shape.stream_bytes
-                + style.hidden_passes[way] * shape.tokens * shape.width * hidden,
-                kernels=style.layer_kernels[way] / 2,
+                num_bytes=implementation.stream_passes[way] / 2 * shape.stream_bytes
+                + implementation.hidden_passes[way] * shape.tokens * shape.width * hidden,
+                kernels=implementation.layer_kernels[way] / 2,
             )
             + _products(matrix_products(part, of_feed_forward=of_feed_forward), sizes)
         )
-    return works[0], works[1] + Work(num_bytes=style.weight_bytes * weights)
+    return works[0], works[1] + Work(num_bytes=implementation.weight_bytes * weights)
 
 
 def _core(
-    shape: LayerShape, forward: ProgramPart, backward: ProgramPart, style: ImplementationProfile
+    shape: LayerShape,
+    forward: ProgramPart,
+    backward: ProgramPart,
+    implementation: ImplementationProfile,
 ) -> tuple[Work, Work]:
     """Forward and backward work of softmax(q k) v."""
     sizes, length = shape.sizes, shape.programs.seq_len
@@ -138,28 +145,31 @@ def _core(
         return Work(), Work()
     share = (
         scores(forward, sizes) / (matrices * length**2)
-        if style.causal_share is None
-        else style.causal_share
+        if implementation.causal_share is None
+        else implementation.causal_share
     )
     products = (
         matmul(length, head_dim, length, matrices) + matmul(length, length, head_dim, matrices)
     ).times(share)
     score_bytes = matrices * length**2 * share * shape.width / 2
-    plain = matrices % style.softmax_multiple != 0
+    plain = matrices % implementation.softmax_multiple != 0
     more = (
-        Work(num_bytes=score_bytes * style.plain_softmax_bytes, kernels=style.plain_softmax_kernels)
+        Work(
+            num_bytes=score_bytes * implementation.plain_softmax_bytes,
+            kernels=implementation.plain_softmax_kernels,
+        )
         if plain
         else Work()
     )
     return (
-        products + more + Work(num_bytes=score_bytes * style.score_bytes[0]),
-        products.times(2.0) + more + Work(num_bytes=score_bytes * style.score_bytes[1]),
+        products + more + Work(num_bytes=score_bytes * implementation.score_bytes[0]),
+        products.times(2.0) + more + Work(num_bytes=score_bytes * implementation.score_bytes[1]),
     )
 
 
 @lru_cache(maxsize=1 << 14)
 def head_work(
-    program: HeadProgram, sizes: HeadSizes, width: int, style: ImplementationProfile
+    program: HeadProgram, sizes: HeadSizes, width: int, implementation: ImplementationProfile
 ) -> Work:
     """Work of embedding, head and loss of a microbatch, forward and backward together.
 
@@ -168,10 +178,10 @@ def head_work(
     return _products(program.products, sizes) + Work(
         num_bytes=sizes.stream_tokens
         * (
-            program.length_ways * sizes.vocab * style.logit_bytes
+            program.length_ways * sizes.vocab * implementation.logit_bytes
             + STREAM_PASSES_OF_HEAD * sizes.embed * width
         ),
-        kernels=style.head_kernels,
+        kernels=implementation.head_kernels,
     )
 
 
@@ -192,7 +202,7 @@ def device_time(work: Work, rates: Rates, *, f32: bool, aligned: bool = True) ->
 
 
 def with_launches(
-    device_s: float, kernels: float, rates: Rates, style: ImplementationProfile
+    device_s: float, kernels: float, rates: Rates, implementation: ImplementationProfile
 ) -> float:
     """Seconds of work including launches by the host.
 
@@ -202,7 +212,7 @@ def with_launches(
     two times, which lies between these bounds, combines them.
     """
     host_s = kernels * (
-        rates.interpreter_launch_s if style.launched_by_interpreter else rates.launch_s
+        rates.interpreter_launch_s if implementation.launched_by_interpreter else rates.launch_s
     )
     power = rates.launch_overlap
     return (

@@ -174,9 +174,9 @@ def step_exchanges(
     return elements
 
 
-def updated_params(model: ModelConfig, plan: Plan, style: ImplementationProfile) -> float:
+def updated_params(model: ModelConfig, plan: Plan, implementation: ImplementationProfile) -> float:
     """Parameters that the optimizer updates on one device."""
-    counts = _counts(model, plan.rules, plan.axes, style.head_shared)
+    counts = _counts(model, plan.rules, plan.axes, implementation.head_shared)
     layer, outer = counts[plan.zero >= 1]
     return layers_on_device(model, plan) * layer + outer
 

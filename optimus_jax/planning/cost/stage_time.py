@@ -53,7 +53,7 @@ def layer_time(
     twice: bool,
     collectives: tuple[float, float],
     rates: Rates,
-    style: ImplementationProfile,
+    implementation: ImplementationProfile,
 ) -> LayerTime:
     """The time of one layer, corrected by measurements nearby.
 
@@ -61,7 +61,7 @@ def layer_time(
       twice: whether backward recomputes the whole stage.
       collectives: how many collectives the host launches in forward and in backward.
     """
-    work, f32 = layer_work(shape, remat, style), shape.width == F32_BYTES
+    work, f32 = layer_work(shape, remat, implementation), shape.width == F32_BYTES
     attention, feed_forward = work.attention, work.feed_forward
     forward, backward = attention[0] + feed_forward[0], attention[1] + feed_forward[1]
     again = work.again + (forward if twice else Work())
@@ -71,13 +71,13 @@ def layer_time(
     ]
     alone = parts[0].total + parts[1].total, parts[2].total + parts[3].total + parts[4].total
     kernels = [
-        own + style.collective_kernels * more
+        own + implementation.collective_kernels * more
         for own, more in zip(
             (forward.kernels, backward.kernels + again.kernels), collectives, strict=True
         )
     ]
     launched = [
-        with_launches(device_s, number, rates, style)
+        with_launches(device_s, number, rates, implementation)
         for device_s, number in zip(alone, kernels, strict=True)
     ]
     scale = factor(rates, LAYER, place)
@@ -99,14 +99,14 @@ def head_time(
     width: int,
     place: ShapePoint,
     rates: Rates,
-    style: ImplementationProfile,
+    implementation: ImplementationProfile,
 ) -> float:
     """Seconds of embedding, head and loss of one microbatch, forward and backward together.
 
     `width` is the number of bytes of an activation.
     """
-    work = head_work(program, sizes, width, style)
+    work = head_work(program, sizes, width, implementation)
     device_s = device_time(
         work, rates, f32=width == F32_BYTES, aligned=sizes.vocab % ALIGNMENT == 0
     ).total
-    return factor(rates, HEAD, place) * with_launches(device_s, work.kernels, rates, style)
+    return factor(rates, HEAD, place) * with_launches(device_s, work.kernels, rates, implementation)

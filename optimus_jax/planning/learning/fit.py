@@ -95,7 +95,7 @@ class Sample:
             rates,
             seq_len=self.seq_len,
             global_batch=self.global_batch,
-            style=self.implementation,
+            implementation=self.implementation,
         )
 
     def place(self) -> ShapePoint:

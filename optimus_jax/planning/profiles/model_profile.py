@@ -212,7 +212,7 @@ def profile_model(
     sizes = whole_sizes(model)
     plain = by_remat["none"]
 
-    def kept(kind: LayerKind) -> dict[RematPolicy, float]:
+    def saved(kind: LayerKind) -> dict[RematPolicy, float]:
         return {
             remat: layers
             / seq_len
@@ -229,7 +229,7 @@ def profile_model(
             remat: flops(program.backward) - flops(plain.backward)
             for remat, program in by_remat.items()
         }
-        return _matmuls(kind, params, flops(plain.forward), again, kept(kind))
+        return _matmuls(kind, params, flops(plain.forward), again, saved(kind))
 
     stream, nothing = model.embed_dim * ITEM_BYTES[precision], dict.fromkeys(REMAT_POLICIES, 0.0)
     kinds = (
@@ -240,10 +240,10 @@ def profile_model(
             params,
             0,
             nothing,
-            {p: n + stream for p, n in kept(LayerKind.NORMS).items()},
+            {p: n + stream for p, n in saved(LayerKind.NORMS).items()},
         ),
         matmuls(LayerKind.ATTENTION),
-        _core(model, by_remat, sizes, seq_len, kept(LayerKind.ATTENTION_CORE)),
+        _core(model, by_remat, sizes, seq_len, saved(LayerKind.ATTENTION_CORE)),
         matmuls(LayerKind.FEED_FORWARD),
         # The head's forward also computes the gradient of its input, which is saved for backward
         # (training/loss.py).
@@ -282,7 +282,7 @@ def _matmuls(
     params: Mapping[LayerKind, int],
     forward: float,
     again: Mapping[RematPolicy, float],
-    kept: Mapping[RematPolicy, float],
+    saved: Mapping[RematPolicy, float],
 ) -> KindProfile:
     """The profile of a kind whose products have `forward` FLOPs per token in forward."""
     return KindProfile(
@@ -292,7 +292,7 @@ def _matmuls(
         forward_flops=forward,
         backward_flops=2.0 * forward,
         recomputed_flops=again,
-        activation_bytes=kept,
+        activation_bytes=saved,
     )
 
 
@@ -301,7 +301,7 @@ def _core(
     by_remat: Mapping[RematPolicy, LayerProgram],
     sizes: LayerSizes,
     seq_len: int,
-    kept: Mapping[RematPolicy, float],
+    saved: Mapping[RematPolicy, float],
 ) -> KindProfile:
     layers, per_pair = model.num_layers, layer_flops(model, seq_len)[1]
 
@@ -319,7 +319,7 @@ def _core(
         model_flops=3 * layers / seq_len * per_pair * counted_pairs(model, seq_len),
         forward_flops=forward,
         backward_flops=2 * forward,
-        activation_bytes=kept,
+        activation_bytes=saved,
         recomputed_flops={
             remat: flops(program.backward) - 2 * forward for remat, program in by_remat.items()
         },
