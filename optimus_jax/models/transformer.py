@@ -335,7 +335,9 @@ class Decoder(nnx.Module):
         return _rematerialised(body, run), stacked
 
     def hidden(self, tokens_BL: Array, positions_BL: Array, run: ForwardContext) -> Array:
-        """Final hidden states [B, L, E] of int32 [B, L] tokens."""
+        """Final hidden states [B, L, E] of int32 [B, L] tokens; of this device's tokens if the
+        residual stream's are split.
+        """
         x_BLD = self.embed(tokens_BL, positions_BL, run)
         x_BLD, _ = self.run_layers(x_BLD, positions_BL, run)
         return self.head_input(x_BLD, run.comm).astype(run.comm.dtype)
@@ -361,6 +363,7 @@ class Decoder(nnx.Module):
     def logits(self, hidden_BLE: Array, run: ForwardContext) -> Array:
         """Logits, float32 [B, L, V], of this device's part of the vocabulary; -inf for padding."""
         head, dtype = self.output_head, run.comm.dtype
+        hidden_BLE = run.comm.fan_out(hidden_BLE, VOCAB)
         operands = hidden_BLE.astype(dtype), head.matrix_VE.astype(dtype)
         logits = head.finished(
             jnp.einsum("ble,ve->blv", *operands, preferred_element_type=jnp.float32)

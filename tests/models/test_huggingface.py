@@ -186,6 +186,44 @@ CASES |= {
         "sliding_window": 7,
     },
 }
+FIRST_OF_FAMILY = tuple(CASES)
+"""Cases that `make test` compares on a mesh; the others differ from them in sizes and ratios."""
+CASES |= {
+    "gpt_neo, window of one, one layer type": CASES["gpt_neo"]
+    | {"attention_types": [[["local"], 4]], "window_size": 1, "vocab_size": 128},
+    "gpt_neo, own mlp": CASES["gpt_neo"]
+    | {"intermediate_size": 80, "num_layers": 2, "attention_types": [[["global", "local"], 1]]},
+    "gptj, all of a head turned": CASES["gptj"] | {"rotary_dim": 12, "vocab_size": 128},
+    "gptj, one pair turned, own mlp": CASES["gptj"] | {"rotary_dim": 2, "n_inner": 64},
+    "opt, two heads": CASES["opt"] | {"num_attention_heads": 2, "vocab_size": 128, "ffn_dim": 96},
+    "mistral, no window, no groups": CASES["mistral, window"]
+    | {"sliding_window": None, "num_key_value_heads": 4, "head_dim": 12},
+    "mistral, one kv head, tied": CASES["mistral, window"]
+    | {"num_key_value_heads": 1, "tie_word_embeddings": True, "sliding_window": 3},
+    "phi3, no groups": CASES["phi3"] | {"num_key_value_heads": 4, "vocab_size": 128},
+    "phi3, one kv head": CASES["phi3"] | {"num_key_value_heads": 1, "intermediate_size": 96},
+    "qwen2, no window, tied": CASES["qwen2, window"]
+    | {"use_sliding_window": False, "tie_word_embeddings": True, "vocab_size": 128},
+    "qwen2, one kv head": CASES["qwen2, window"]
+    | {"num_key_value_heads": 1, "max_window_layers": 0, "sliding_window": 2},
+    "qwen3, untied, no groups": CASES["qwen3"]
+    | {"num_key_value_heads": 4, "tie_word_embeddings": False, "head_dim": 8},
+    "qwen3, one kv head": CASES["qwen3"] | {"num_key_value_heads": 1, "vocab_size": 128},
+    "olmo2, no groups": CASES["olmo2"] | {"num_key_value_heads": 4, "vocab_size": 128},
+    "olmo2, one kv head, tied": CASES["olmo2"]
+    | {"num_key_value_heads": 1, "tie_word_embeddings": True},
+    "gemma2, no caps, no groups": CASES["gemma2"]
+    | {
+        "num_key_value_heads": 4,
+        "attn_logit_softcapping": None,
+        "final_logit_softcapping": None,
+        "head_dim": 8,
+    },
+    "gemma2, one kv head": CASES["gemma2"] | {"num_key_value_heads": 1, "vocab_size": 128},
+    "gemma3, no groups": CASES["gemma3"] | {"num_key_value_heads": 4, "head_dim": 8},
+    "gemma3, one kv head": CASES["gemma3"]
+    | {"num_key_value_heads": 1, "sliding_window": 2, "vocab_size": 128},
+}
 ONE_DEVICE, SHARDED = AxisSizes(), AxisSizes(data=2, fsdp=2, tensor=2)
 STAGES = AxisSizes(pipe=2, fsdp=2, tensor=2)
 IN_STAGES = ("gptj", "opt, post-norm, narrow table", "gemma3")
@@ -297,14 +335,16 @@ def batch(vocab_size: int) -> dict[str, np.ndarray]:
     }
 
 
-def program_for(model: ModelConfig, axes: AxisSizes) -> Program:
+def program_for(model: ModelConfig, axes: AxisSizes, *, splits_tokens: bool = False) -> Program:
     """The program of a real run, whose first moment is the gradient: no clipping, no decay of the
     moment.
     """
     config = Config(
         model=model,
         data=DataConfig(global_batch=GLOBAL_BATCH, seq_len=SEQ_LEN),
-        parallel=ParallelConfig(loss_chunk_tokens=10),
+        parallel=ParallelConfig(
+            loss_chunk_tokens=10, sequence_parallel=True if splits_tokens else None
+        ),
         optimizer=OptimizerConfig(beta1=0.0, clip_norm=0.0),
     )
     topology = Topology(
@@ -369,27 +409,42 @@ def num_layers(case: str) -> int:
     return next(CASES[case][key] for key in keys if key in CASES[case])
 
 
+def is_daily(case: str, axes: AxisSizes, *, splits_tokens: bool) -> bool:
+    """Whether `make test` compares a case on a mesh; `make nightly` compares the others."""
+    if axes is STAGES or splits_tokens:
+        return case in IN_STAGES and axes is (SHARDED if splits_tokens else STAGES)
+    return axes is ONE_DEVICE or case in FIRST_OF_FAMILY
+
+
 @pytest.mark.parametrize(
-    ("case", "axes"),
+    ("case", "axes", "splits_tokens"),
     [
         *(
             pytest.param(
                 case,
                 axes,
-                id=f"{case} on {axes}",
-                marks=pytest.mark.nightly if axes is STAGES and case not in IN_STAGES else (),
+                splits_tokens,
+                id=f"{case} on {axes}{', tokens split' if splits_tokens else ''}",
+                marks=()
+                if is_daily(case, axes, splits_tokens=splits_tokens)
+                else pytest.mark.nightly,
             )
             for case in CASES
             for axes in (ONE_DEVICE, SHARDED, STAGES)
+            for splits_tokens in ((False, True) if axes.tensor > 1 else (False,))
             if axes.pipe == 1 or num_layers(case) % axes.pipe == 0
         ),
-        pytest.param(*SHARED_KV_HEADS, id="{} on {}".format(*SHARED_KV_HEADS)),
+        pytest.param(*SHARED_KV_HEADS, False, id="{} on {}".format(*SHARED_KV_HEADS)),
     ],
 )
-def test_logits_loss_and_gradients_equal_huggingface(case: str, axes: AxisSizes):
+def test_logits_loss_and_gradients_equal_huggingface(
+    case: str, axes: AxisSizes, splits_tokens: bool
+):
     theirs = reference(case)
     model = config_from_huggingface(theirs.config)
-    program = program_for(model, axes)
+    if axes.tensor > 1 and axes.tensor % model.num_kv_heads and model.num_kv_heads % axes.tensor:
+        pytest.skip("key/value heads can be neither split nor shared")
+    program = program_for(model, axes, splits_tokens=splits_tokens)
     vocab_rows = program.shapes.vocab_rows
     state = state_of(program, from_huggingface(theirs.state_dict, model, vocab_rows))
     for matrix in (
@@ -409,7 +464,7 @@ def test_logits_loss_and_gradients_equal_huggingface(case: str, axes: AxisSizes)
     assert {leaf: value for leaf, value in off.items() if not value < GRADIENT_RTOL} == {}
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", FIRST_OF_FAMILY)
 def test_exported_weights_equal_those_of_huggingface(case: str):
     theirs = reference(case)
     model = config_from_huggingface(theirs.config)

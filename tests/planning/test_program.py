@@ -56,8 +56,24 @@ def traced_and_folded(name: str, mesh: str):
     return config, plan, needed(traced.jaxpr.jaxpr)
 
 
-@pytest.mark.parametrize("mesh", PLANS)
-@pytest.mark.parametrize("name", MODELS)
+DAILY = ("fsdp=4,tensor=2", "pipe=2,data=2,tensor=2")
+"""Plans that `make test` traces for every family; the others are nightly."""
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh"),
+    [
+        pytest.param(
+            name,
+            mesh,
+            marks=()
+            if mesh in DAILY or name in ("gpt2-nano", "llama-nano")
+            else pytest.mark.nightly,
+        )
+        for name in MODELS
+        for mesh in PLANS
+    ],
+)
 def test_collectives_of_the_parts_are_those_of_the_step(name, mesh):
     config, plan, jaxpr = traced_and_folded(name, mesh)
     traced = Counter()
