@@ -4,15 +4,14 @@ A *mesh axis* is a dimension of the device grid. `mesh/rules.py` says which arra
 split over it.
 """
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, fields
 
 from optimus_jax.config.aliases import AXIS_OF
 from optimus_jax.errors import PlanError, explain, nearest
 
-PIPE, DATA, FSDP, TENSOR = MESH_AXES = ("pipe", "data", "fsdp", "tensor")
-"""Ordered from slow to fast links: neighbours along `tensor` communicate most and belong on one
-host."""
-
+PIPE, DATA, FSDP, TENSOR = "pipe", "data", "fsdp", "tensor"
+"""The axes that the package's rules and programs name."""
 MOST_DIGITS = 9
 """Most digits of an axis size. A longer one is a typo, and Python refuses to convert thousands of
 digits."""
@@ -20,7 +19,12 @@ digits."""
 
 @dataclass(frozen=True, kw_only=True)
 class AxisSizes:
-    """Devices along each mesh axis."""
+    """Devices along each mesh axis.
+
+    The fields are the table of mesh axes, ordered from slow to fast links: neighbours along
+    `tensor` communicate most and belong on one host. A new axis is a field here, and a rule in
+    `mesh/rules.py` for what it may split.
+    """
 
     pipe: int = 1
     """Pipeline stages: each holds a part of the layers."""
@@ -45,7 +49,7 @@ class AxisSizes:
     @property
     def num_devices(self) -> int:
         """Product of all sizes."""
-        return self.pipe * self.data * self.fsdp * self.tensor
+        return math.prod(self[name] for name in MESH_AXES)
 
     def __getitem__(self, axis: str) -> int:
         return getattr(self, axis)
@@ -79,6 +83,10 @@ class AxisSizes:
                 )
             sizes[name] = int(size)
         return cls(**sizes)
+
+
+MESH_AXES = tuple(field.name for field in fields(AxisSizes))
+"""Names of all mesh axes, in their order."""
 
 
 def check_devices(axes: AxisSizes, num_devices: int) -> None:
