@@ -8,13 +8,14 @@ for H100s, which need not be present.
 Called again, it compiles only the plans that are missing in the file. --write adds the table to its
 page in benchmarks/results/.
 
-There are three lists of plans on 8 to 256 GPUs, mostly of gpt2-xl, llama3-8b and llama3.3-70b. The
+There are four lists of plans on 8 to 256 GPUs, mostly of gpt2-xl, llama3-8b and llama3.3-70b. The
 formulas of the estimate were developed on *studied* with XLA's attention. After *fresh* with XLA's
 attention they were changed once (the shares of attention scores). *drawn* is drawn at random from
 the legal plans (--seed); nothing was changed after it. For cuDNN's attention one constant was
 changed (STREAMS_AGAIN, what a recomputed layer produces), because of two cases of benchmarks/gpu
-and not because of these lists. A line is a plan: model, tokens per example, examples of a
-microbatch on a device, mesh, settings.
+and not because of these lists. *families* has other families than GPT-2 and Llama, and plans that
+split the stream's tokens; GATHERED_STREAMS was chosen before it was compiled. A line is a plan:
+model, tokens per example, examples of a microbatch on a device, mesh, settings.
 """
 
 import argparse
@@ -125,6 +126,20 @@ gpt2-xl      1024 4  fsdp=64                      microbatches=4 remat=selective
 llama3-8b    4096 1  data=4,tensor=4              zero=0 microbatches=4 rules=mlp=none \
     remat=selective
 """
+FAMILIES = """
+mistral-7b   4096 1  fsdp=8
+mistral-7b   4096 2  fsdp=4,tensor=2              remat=full
+qwen3-8b     4096 1  fsdp=8                       remat=selective
+qwen3-8b     4096 1  pipe=4,tensor=2              microbatches=8
+qwen3-8b     4096 2  tensor=8                     sequence_parallel=true
+gpt-j-6b     2048 2  fsdp=8
+gpt-j-6b     2048 1  pipe=4,fsdp=2                microbatches=8 remat=full
+gemma3-4b    4096 1  fsdp=8                       remat=full
+llama3-8b    4096 4  tensor=8                     remat=full sequence_parallel=true
+llama3-8b    4096 1  pipe=2,tensor=4              microbatches=8 sequence_parallel=true
+llama3.3-70b 8192 1  pipe=4,fsdp=2,tensor=8       microbatches=8 remat=selective \
+    sequence_parallel=true
+"""
 CAPACITIES = {"A100 40 GB": 40e9, "H100 80 GB": 80e9, "H200 141 GB": 141e9}
 """Device memory for which each figure is checked: does the plan fit? Three sizes give more plans
 near a limit."""
@@ -157,10 +172,18 @@ def main() -> None:
         default="xla,cudnn",
         help="attention kernels; every plan is compiled with each (default: xla,cudnn)",
     )
+    parser.add_argument("--list", help="lists to compile, such as fresh,families (default: all)")
     parser.add_argument("--only-report", action="store_true", help="compile nothing")
     parser.add_argument("--write", action="store_true", help="add the table to its results page")
     args = parser.parse_args()
-    lists = {"studied": lines(STUDIED), "fresh": lines(FRESH), "drawn": drawn(args.draw, args.seed)}
+    lists = {
+        "studied": lines(STUDIED),
+        "fresh": lines(FRESH),
+        "drawn": drawn(args.draw, args.seed),
+        "families": lines(FAMILIES),
+    }
+    if args.list:
+        lists = {name: lists[name] for name in args.list.split(",")}
     cases = [
         (name, f"{line} attention={kernel}")
         for name, group in lists.items()

@@ -69,6 +69,7 @@ def check(
         "config": config.to_json(),
         "plan": plan.to_json(),
         "target": (_TARGETS / f"{cluster.accelerator.name}.textproto").read_text(),
+        "compute_capability": cluster.topology().compute_capability,
         "num_hosts": cluster.num_hosts,
         "devices_per_host": cluster.devices_per_host,
     }

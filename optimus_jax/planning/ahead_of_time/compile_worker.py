@@ -32,12 +32,17 @@ CUDNN_VERSION = 91000
 def main() -> None:
     """Compile the requested plan and print the report."""
     request = json.load(sys.stdin)
-    # JAX asks for the version when it traces attention; the library itself is needed only at run
-    # time.
-    assert hasattr(fused_attention_stablehlo, "check_cudnn_version"), (
-        "this version of JAX asks for cuDNN's version elsewhere"
-    )
+    # JAX asks for the version of cuDNN and the device's capability when it traces attention; the
+    # library and the device are needed only at run time.
+    for name in ("check_cudnn_version", "check_compute_capability"):
+        assert hasattr(fused_attention_stablehlo, name), (
+            f"this version of JAX has no {name} to answer for the described device"
+        )
+    capability = tuple(request["compute_capability"])
     fused_attention_stablehlo.check_cudnn_version = lambda: CUDNN_VERSION
+    fused_attention_stablehlo.check_compute_capability = lambda least: (
+        capability >= tuple(map(int, least.split(".")))
+    )
     config, plan = Config.from_json(request["config"]), Plan.from_json(request["plan"])
     described = topologies.get_topology_desc(
         "described",
