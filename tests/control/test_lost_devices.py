@@ -13,7 +13,7 @@ from optimus_jax.control import live
 from optimus_jax.control import reported_devices as reported
 from optimus_jax.control.controller import Controller
 from optimus_jax.control.journal import switches
-from optimus_jax.training import evaluation, trainer
+from optimus_jax.training import step, trainer
 from optimus_jax.training.watchers import Display
 
 BAD = 3
@@ -38,26 +38,25 @@ def predicted(slow_devices, monkeypatch):  # noqa: F811
     monkeypatch.setattr(live, "time", clock)
     plain = Controller.step
 
-    def step(self, record):
+    def timed_step(self, record):
         running = self._switcher.running
         time_s = slow_devices.pricing(running.program.config).step_time_s(running.plan)
         clock.now_s += time_s
         plain(self, trainer.replace(record, step_time_s=time_s))
 
-    monkeypatch.setattr(Controller, "step", step)
+    monkeypatch.setattr(Controller, "step", timed_step)
 
 
 @pytest.fixture
 def used(monkeypatch):
-    """Ids of the devices of every batch, in order, of training and evaluation."""
-    found, plain = [], trainer.put_batch
+    """Ids of the devices of every batch, in order."""
+    found, plain = [], step.put_batch
 
     def put(batch, sharding, global_batch):
         found.append({device.id for device in sharding.device_set})
         return plain(batch, sharding, global_batch)
 
-    for module in (trainer, evaluation):
-        monkeypatch.setattr(module, "put_batch", put)
+    monkeypatch.setattr(step, "put_batch", put)
     return found
 
 
@@ -113,8 +112,8 @@ def test_a_run_leaves_a_lost_device_and_uses_it_again(
         ("kept", 8),
     ], "and not taken back for being slower"
     without = [ids for ids in used if BAD not in ids]
-    assert len(without) == BACK_AFTER - LOST_AFTER - 1 + 3, (
-        "each step and evaluation on the others, and no other batch"
+    assert len(without) == BACK_AFTER - LOST_AFTER - 1 + 3 + 2, (
+        "each step and evaluation on the others, two checks of switches, and no other batch"
     )
     assert {len(ids) for ids in without} == {6}
     assert devices_of(result.state) == set(range(8))
