@@ -11,7 +11,6 @@ Nothing here names a family. A block of any parts that name their logical axes i
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -278,27 +277,31 @@ class _Tracer:
         self.stream = jax.ShapeDtypeStruct(
             (WAYS * primes[ROWS], programs.seq_len, model.embed_dim), dtype
         )
-        self.forward = self.read.part(self._jaxpr("none", self._forward, 1))
 
     def under(self, remat: RematPolicy) -> LayerProgram:
         """The program under a remat policy."""
-        jaxpr = self._jaxpr(remat, self._forward_and_backward, 2)
+        traced = self._jaxpr(remat)
+        whole, forward = needed(traced), self.read.part(needed(traced, results=1))
         saved, saved_once = [], []
         # The first results are the layer's output, and the gradients of parameters and input.
-        for variable in jaxpr.outvars[2 + len(jax.tree.leaves(self.shapes.params)) :]:
+        for variable in whole.outvars[2 + len(jax.tree.leaves(self.shapes.params)) :]:
             shape = variable.aval.shape[1:]
             amount = self.read.amount(math.prod(shape) * variable.aval.dtype.itemsize)
             # Others are weights, and numbers of a layer, such as its window.
             if ROWS in amount.factors:
                 (saved if shape[0] == 1 else saved_once).append(amount)
-        backward = self.read.part(jaxpr).without(self.forward)
-        return LayerProgram(self.forward, backward, tuple(saved), tuple(saved_once))
+        backward = self.read.part(whole).without(forward)
+        return LayerProgram(forward, backward, tuple(saved), tuple(saved_once))
 
-    def _jaxpr(self, remat: RematPolicy, function: Callable, num_streams: int) -> Any:
-        """The traced `function`(layer, params, *streams) without what no result needs."""
+    def _jaxpr(self, remat: RematPolicy) -> Any:
+        """The traced layer: its output, the gradients of parameters and input, and what forward
+        saves.
+        """
         kernel = self.programs.kernel
 
-        def on_device(params: Params, positions: Array, segments: Array, *streams: Array) -> Any:
+        def on_device(
+            params: Params, positions: Array, segments: Array, x: Array, cotangent: Array
+        ) -> Any:
             run = ForwardContext(
                 comm=self.comm,
                 remat=remat,
@@ -308,11 +311,12 @@ class _Tracer:
             params = jax.tree.map(
                 lambda layout, param: layout.differentiated(param), self.layouts, params
             )
-            results = function(
+            out, pull = jax.vjp(
                 lambda params, x: self.shapes.merged(params).run_layers(x, positions, run)[0],
                 params,
-                *streams,
+                x,
             )
+            results = out, pull(cotangent), jax.tree.leaves(pull)
             # A dimension of devices: then nothing is added to make results of devices alike.
             return jax.tree.map(lambda leaf: leaf[None], results)
 
@@ -326,21 +330,12 @@ class _Tracer:
         sharded = jax.shard_map(
             on_device,
             mesh=self.mesh,
-            in_specs=(specs, rows, rows, *[stream] * num_streams),
+            in_specs=(specs, rows, rows, stream, stream),
             out_specs=PartitionSpec(self.mesh.axis_names),
         )
         ids = jax.ShapeDtypeStruct(self.stream.shape[:2], jnp.int32)
-        arguments = self.shapes.params, ids, ids, *[self.stream] * num_streams
-        return needed(jax.make_jaxpr(sharded)(*arguments).jaxpr)
-
-    @staticmethod
-    def _forward(layer: Callable, params: Params, x: Array) -> Array:
-        return layer(params, x)
-
-    @staticmethod
-    def _forward_and_backward(layer: Callable, params: Params, x: Array, cotangent: Array) -> tuple:
-        out, pull = jax.vjp(layer, params, x)
-        return out, pull(cotangent), jax.tree.leaves(pull)
+        arguments = self.shapes.params, ids, ids, self.stream, self.stream
+        return jax.make_jaxpr(sharded)(*arguments).jaxpr
 
 
 _tracer = lru_cache(maxsize=1 << 7)(_Tracer)

@@ -172,9 +172,11 @@ class ProgramReader:
         )
 
 
-def needed(jaxpr: Any) -> Any:
-    """A traced program without what no result needs."""
-    return partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))[0]
+def needed(jaxpr: Any, results: int | None = None) -> Any:
+    """A traced program without what its first `results` results do not need; None: all results."""
+    number = len(jaxpr.outvars)
+    first = number if results is None else results
+    return partial_eval.dce_jaxpr(jaxpr, [place < first for place in range(number)])[0]
 
 
 def collectives_of(

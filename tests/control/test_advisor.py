@@ -254,12 +254,11 @@ def test_switch_costs_are_learnt_with_the_link_speeds_at_the_switch(monkeypatch)
 
 def test_a_switch_waits_until_the_slow_link_has_cost_as_much_as_the_switch():
     """Ski rental: at first it is unknown how long the slow link will last."""
-    job = Job(num_steps=10000, switch_s=60.0, costs=SwitchCosts(stop_s=60.0)).go(200)
-    job.go(12, SLOW)
-    assert job.switches == []
-    waiting = [each for each in job.decisions if each.wait_s]
-    assert waiting
-    assert "may end before it breaks even" in waiting[-1].why
+    job = Job(num_steps=10000, switch_s=120.0, costs=SwitchCosts(stop_s=120.0)).go(200)
+    while not any(each.wait_s for each in job.decisions):
+        assert job.switches == [], "a slow link is waited for before it causes a switch"
+        job.go(1, SLOW)
+    assert "may end before it breaks even" in job.decisions[-1].why
     job.go(100, SLOW)
     assert len(job.switches) == 1
 
@@ -627,7 +626,7 @@ def test_an_unannounced_batch_change_forces_a_switch():
 
 
 def test_a_pending_switch_is_withdrawn_when_conditions_recover():
-    job = Job(num_steps=5000, prepare_steps=60).go(200).go(60, SLOW)
+    job = Job(num_steps=5000, prepare_steps=60).go(200).go(50, SLOW)
     assert job.pending is not None
     job.go(30)
     assert job.decisions[-1].action == "stay"

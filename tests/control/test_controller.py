@@ -388,6 +388,8 @@ def test_the_real_advisor_explains_its_decision(devices, text, tmp_path):
     """A switch that costs seconds does not pay in a run this short, and the decision records that
     with all its inputs.
     """
+    # Traces the layers that the search asks for, so that its answer comes within these steps.
+    optimus_jax.find_plans("gpt2-nano", "h100:8", seq_len=32, global_batch=8, precision="f32")
     result = optimus_jax.train(
         "gpt2-nano",
         run_dir=tmp_path / "run",

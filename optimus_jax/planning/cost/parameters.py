@@ -17,7 +17,7 @@ from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 from optimus_jax.config import ModelConfig
 from optimus_jax.config.axes import FSDP, MESH_AXES, PIPE, AxisSizes
-from optimus_jax.mesh.axes import BATCH, HEADS, KV_HEADS, LAYERS, LENGTH, VOCAB
+from optimus_jax.mesh.axes import BATCH, EMBED, LAYERS, NORM, VOCAB
 from optimus_jax.mesh.rules import Rules, active_rules, padded_vocab
 from optimus_jax.mesh.zero import LeafLayout
 from optimus_jax.models.program_reader import CollectiveKind, collectives_of
@@ -160,15 +160,14 @@ def step_exchanges(
       num_layers: layers of the device.
       head_shared: whether all pipeline stages share embedding and head.
     """
-    active = sorted(active_rules(rules, axes, model).items())
+    active = active_rules(rules, axes, model)
     layer, outer = _stored(model, rules, axes, head_shared)
     elements: dict[tuple[CollectiveKind, tuple[str, ...]], float] = {}
     for leaves, times in ((layer, num_layers), (outer, 1)):
         for leaf in leaves:
-            # Key/value heads have a rule of their own, or share that of the query heads.
-            concern = {BATCH, LENGTH, *leaf.names, *((HEADS,) if KV_HEADS in leaf.names else ())}
-            own = tuple((name, over) for name, over in active if name in concern)
-            for kind, over, of_split in _at_the_end(leaf.names, own, zero):
+            layout = LeafLayout(leaf.names, active, zero)
+            is_split = layout.fsdp_dim is not None
+            for kind, over, of_split in _at_the_end(layout.summed_axes, is_split, zero):
                 size = times * (leaf.split if of_split else leaf.whole)
                 elements[kind, over] = elements.get((kind, over), 0) + size
     return elements
@@ -203,12 +202,18 @@ def _counts(
 
 @lru_cache(maxsize=1 << 10)
 def _at_the_end(
-    names: tuple[str, ...], active: Rules, zero: int
+    summed_axes: tuple[str, ...], is_split: bool, zero: int
 ) -> tuple[tuple[CollectiveKind, tuple[str, ...], bool], ...]:
-    """What the end of a step does with one leaf, read from its program: kind, mesh axes, and
-    whether the message is fsdp's share of the leaf.
+    """What the end of a step does with a leaf, read from its program: kind, mesh axes, and whether
+    the message is fsdp's share of the leaf.
+
+    Args:
+      summed_axes: mesh axes whose devices hold different parts of its gradient.
+      is_split: whether fsdp splits it.
     """
-    layout = LeafLayout(names, dict(active), zero)
+    names = (EMBED if is_split else NORM,)
+    rules = {BATCH: summed_axes} | ({EMBED: (FSDP,)} if is_split else {})
+    layout = LeafLayout(names, rules, zero)
     mesh = AbstractMesh(
         (WAYS,) * len(MESH_AXES), MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES)
     )
