@@ -89,7 +89,7 @@ def asked(
         model=model_preset(model), data=DataConfig(seq_len=seq_len, global_batch=batch)
     ).with_values(values)
     plan = plan_for(config, axes, cluster.topology())
-    plan.validate(config.model, global_batch=batch, seq_len=seq_len)
+    plan.validate(config.model, global_batch=batch, lengths=(seq_len,))
     return config, plan, cluster
 
 

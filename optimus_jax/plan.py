@@ -7,7 +7,7 @@ and names, no arrays and no devices, and survives JSON unchanged.
 import dataclasses
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,7 +26,7 @@ from optimus_jax.mesh.axes import BATCH, EMBED, LENGTH, LOGICAL_AXES
 from optimus_jax.mesh.rules import (
     Rules,
     active_rules,
-    check_length,
+    check_lengths,
     check_rules,
     padded_vocab,
 )
@@ -146,19 +146,18 @@ class Plan:
         return ways
 
     def validate(
-        self, model: ModelConfig, *, global_batch: int, seq_len: int | None = None
+        self, model: ModelConfig, *, global_batch: int, lengths: Iterable[int] = ()
     ) -> None:
         """Raise PlanError if `model` cannot be trained this way.
 
         Args:
-          seq_len: tokens of an example; None: of any length.
+          lengths: numbers of tokens of the sequences that are trained on and evaluated.
 
         The message says which condition is violated. planning/search/suggestions.py, which knows
         the settings that the user fixed, finds what to change.
         """
         check_rules(self.rules, self.axes, model)
-        if seq_len is not None:
-            check_length(self.rules, self.axes, seq_len)
+        check_lengths(self.rules, self.axes, lengths)
         self._check_stages(model)
         self._check_zero()
         self._check_microbatches(global_batch)

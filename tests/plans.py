@@ -250,7 +250,9 @@ def make_plan(config: Config) -> Plan:
     """The plan of a config with a mesh, on as many of the devices as it needs."""
     axes = AxisSizes.parse(config.parallel.mesh)
     plan = plan_for(config, axes, replace(discover(), num_devices=axes.num_devices))
-    plan.validate(config.model, global_batch=config.data.global_batch, seq_len=config.seq_len)
+    plan.validate(
+        config.model, global_batch=config.data.global_batch, lengths=config.compiled_lengths
+    )
     return plan
 
 

@@ -154,6 +154,11 @@ class Config:
         """Tokens per held-out example, independent of the phase."""
         return self.evaluation.seq_len or self.seq_len
 
+    @property
+    def compiled_lengths(self) -> tuple[int, ...]:
+        """Lengths of the sequences for which a phase compiles programs."""
+        return (self.seq_len, *((self.eval_seq_len,) if self.eval_every else ()))
+
     def to_json(self, *, derived: Mapping[str, Any] | None = None) -> str:
         """The config as indented JSON, without settings of a single process or start.
 

@@ -104,7 +104,9 @@ def compile_plan(
       PlanError: the plan is not legal, or a step needs more memory than there is.
     """
     started = time.perf_counter()
-    plan.validate(config.model, global_batch=config.data.global_batch, seq_len=config.seq_len)
+    plan.validate(
+        config.model, global_batch=config.data.global_batch, lengths=config.compiled_lengths
+    )
     step = compile_step(build_program(config, plan, devices), bytes_per_device=bytes_per_device)
     step.check_memory()
     executable = executable_of(step)

@@ -193,20 +193,23 @@ def check_rules(rules: Rules, sizes: AxisSizes, model: ModelConfig) -> None:
         )
 
 
-def check_length(rules: Rules, sizes: AxisSizes, seq_len: int) -> None:
-    """Raise PlanError if the tokens of a sequence cannot be split as the rules say."""
+def check_lengths(rules: Rules, sizes: AxisSizes, lengths: Iterable[int]) -> None:
+    """Raise PlanError if the tokens of sequences of these lengths cannot be split as the rules
+    say.
+    """
     ways = _ways(dict(rules).get(LENGTH, ()), sizes)
-    if seq_len % ways:
-        raise PlanError(
-            explain(
-                "the tokens of a sequence cannot be split evenly",
-                given=f"sequences of {seq_len} tokens, split over {TENSOR}={ways}",
-                do=(
-                    f"choose a length that {ways} divides, or keep the stream whole: --set"
-                    " parallel.sequence_parallel=false"
-                ),
+    for length in lengths:
+        if length % ways:
+            raise PlanError(
+                explain(
+                    "the tokens of a sequence cannot be split evenly",
+                    given=f"sequences of {length} tokens, split over {TENSOR}={ways}",
+                    do=(
+                        f"choose a length that {ways} divides, or keep the stream whole: --set"
+                        " parallel.sequence_parallel=false"
+                    ),
+                )
             )
-        )
 
 
 def padded_vocab(vocab_size: int, rules: Rules, sizes: AxisSizes) -> int:

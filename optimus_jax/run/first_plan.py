@@ -106,7 +106,9 @@ def plan_of_run(
                 return None
             plan = Plan.from_json(saved.metadata["plan"])
         plan, config = plan_of(now, config, plan, topology, prices), in_phase(config, now)
-    plan.validate(config.model, global_batch=config.data.global_batch, seq_len=config.seq_len)
+    plan.validate(
+        config.model, global_batch=config.data.global_batch, lengths=config.compiled_lengths
+    )
     return Choice(
         plan=plan,
         why="the run's own plan",

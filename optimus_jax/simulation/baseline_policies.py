@@ -236,7 +236,9 @@ def _fitting(pricing: Pricing, axes: AxisSizes, like: Plan) -> Plan | None:
             {"parallel.mesh": str(axes), "parallel.microbatches": like.microbatches}
         )
         plan = plan_for(config, axes, pricing.cluster.topology())
-        plan.validate(config.model, global_batch=config.data.global_batch, seq_len=config.seq_len)
+        plan.validate(
+            config.model, global_batch=config.data.global_batch, lengths=config.compiled_lengths
+        )
     except PlanError:
         return None
     return next(

@@ -277,7 +277,7 @@ def _default_on(config: Config, axes: AxisSizes, topology: Topology) -> list[Pla
         divided = replace(plan, microbatches=microbatches)
         try:
             divided.validate(
-                config.model, global_batch=config.data.global_batch, seq_len=config.seq_len
+                config.model, global_batch=config.data.global_batch, lengths=config.compiled_lengths
             )
         except PlanError:
             return plans

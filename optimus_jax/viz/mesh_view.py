@@ -89,7 +89,9 @@ def show_mesh(mesh: str, *, model: str, cluster: str | None = None, **overrides:
         )
     topology = _topology_of(axes) if described is None else described.topology()
     plan = plan_for(config, axes, topology)
-    plan.validate(config.model, global_batch=config.data.global_batch, seq_len=config.seq_len)
+    plan.validate(
+        config.model, global_batch=config.data.global_batch, lengths=config.compiled_lengths
+    )
     if topology.num_devices != axes.num_devices:
         raise ConfigError(
             explain(

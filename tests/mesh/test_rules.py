@@ -17,7 +17,13 @@ from optimus_jax.config import ModelConfig, OptimizerConfig
 from optimus_jax.config.axes import MESH_AXES, AxisSizes
 from optimus_jax.errors import PlanError
 from optimus_jax.mesh.axes import LOGICAL_AXES
-from optimus_jax.mesh.rules import active_rules, check_rules, make_rules, padded_vocab
+from optimus_jax.mesh.rules import (
+    active_rules,
+    check_lengths,
+    check_rules,
+    make_rules,
+    padded_vocab,
+)
 from optimus_jax.mesh.sharding import batch_spec
 from optimus_jax.plan import Plan
 from optimus_jax.reshard.checksum import named_leaves
@@ -226,3 +232,14 @@ def test_rules_are_checked_without_the_devices():
     """Rules are checked for clusters that are not there."""
     check_rules(make_rules(MODEL), AxisSizes(data=512, fsdp=16, tensor=8), MODEL)
     assert len(jax.devices()) < 512
+
+
+def test_tokens_are_split_only_where_lengths_and_blocks_allow_it():
+    axes = AxisSizes(tensor=4)
+    rules = make_rules(MODEL, ["length=tensor"])
+    check_lengths(rules, axes, (64, 128))
+    with pytest.raises(PlanError, match="sequence_parallel=false"):
+        check_lengths(rules, axes, (64, 66))
+    with pytest.raises(PlanError, match="'mlp' whole"):
+        check_rules(make_rules(MODEL, ["length=tensor", "mlp=none"]), axes, MODEL)
+    assert "length" not in dict(make_rules(MODEL)), "only on request"

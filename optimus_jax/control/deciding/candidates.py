@@ -120,7 +120,9 @@ def times(plan: Plan, pricing: Pricing) -> dict[str, float]:
 def is_legal(plan: Plan, config: Config) -> bool:
     """Whether the model can be trained under the plan with the config's global batch."""
     try:
-        plan.validate(config.model, global_batch=config.data.global_batch, seq_len=config.seq_len)
+        plan.validate(
+            config.model, global_batch=config.data.global_batch, lengths=config.compiled_lengths
+        )
     except PlanError:
         return False
     return True

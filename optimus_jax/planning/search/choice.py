@@ -107,7 +107,9 @@ def _choice(
 def _on_axes(config: Config, axes: AxisSizes, topology: Topology, why: str) -> Choice:
     """The plan with these axis sizes and the least recomputation that is estimated to fit."""
     least = plan_for(config, axes, topology)
-    least.validate(config.model, global_batch=config.data.global_batch, seq_len=config.seq_len)
+    least.validate(
+        config.model, global_batch=config.data.global_batch, lengths=config.compiled_lengths
+    )
     for plan in memory_fallbacks(config, least, topology.platform):
         memory = memory_of_run(config, plan)
         if fits(memory, topology):
@@ -208,10 +210,14 @@ def _by_search(
     ranking = search(pricing, top=RANKED)
     if not ranking.best:
         plan = plan_for(config, AxisSizes(fsdp=topology.num_devices), topology)
-        plan.validate(config.model, global_batch=config.data.global_batch, seq_len=config.seq_len)
+        plan.validate(
+            config.model, global_batch=config.data.global_batch, lengths=config.compiled_lengths
+        )
         raise PlanError(_no_room(config, plan, memory_of_run(config, plan), topology))
     best = ranking.best[0]
-    best.plan.validate(config.model, global_batch=config.data.global_batch, seq_len=config.seq_len)
+    best.plan.validate(
+        config.model, global_batch=config.data.global_batch, lengths=config.compiled_lengths
+    )
     divided = divisibility(pricing, best, may_change_batch=may_change_batch, may_leave_hosts=False)
     said = (
         "".join(f"; {reason}" for reason in divided.reasons) if divided.is_worth_reporting else ""

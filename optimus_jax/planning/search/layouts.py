@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from optimus_jax.config import Config
 from optimus_jax.config.axes import AxisSizes, check_devices
 from optimus_jax.errors import PlanError, first_line
-from optimus_jax.mesh.rules import Rules, check_length, check_rules, make_rules
+from optimus_jax.mesh.rules import Rules, check_lengths, check_rules, make_rules
 from optimus_jax.mesh.topology import Topology
 from optimus_jax.models.kernels import choose_kernel
 from optimus_jax.pipeline.partition import layers_per_stage
@@ -103,7 +103,7 @@ def _like(common: Plan, config: Config) -> Iterator[Plan | Rejection]:
     axes, ways, global_batch = common.axes, common.batch_ways(), config.data.global_batch
     try:
         check_rules(common.rules, axes, config.model)
-        check_length(common.rules, axes, config.seq_len)
+        check_lengths(common.rules, axes, config.compiled_lengths)
     except PlanError as error:
         yield Rejection(layouts=str(axes), reason=first_line(error))
         return
@@ -158,7 +158,9 @@ def _checked(layout: Plan, config: Config) -> Plan | Rejection:
     Layouts that this module enumerates itself are legal.
     """
     try:
-        layout.validate(config.model, global_batch=config.data.global_batch, seq_len=config.seq_len)
+        layout.validate(
+            config.model, global_batch=config.data.global_batch, lengths=config.compiled_lengths
+        )
     except PlanError as error:
         return Rejection(layouts=str(layout.axes), reason=first_line(error))
     return layout

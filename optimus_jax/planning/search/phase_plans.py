@@ -94,7 +94,9 @@ def _on_same_layout(config: Config, plan: Plan) -> Iterator[Plan]:
 def _is_possible(config: Config, plan: Plan, topology: Topology) -> bool:
     """Whether the plan is legal and estimated to fit."""
     try:
-        plan.validate(config.model, global_batch=config.data.global_batch, seq_len=config.seq_len)
+        plan.validate(
+            config.model, global_batch=config.data.global_batch, lengths=config.compiled_lengths
+        )
     except PlanError:
         return False
     return fits(memory_of_run(config, plan), topology)

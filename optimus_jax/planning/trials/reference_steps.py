@@ -235,7 +235,9 @@ def _undisturbed_s(trial: PlanTrial, topology: Topology) -> float:
 def _legal(config: Config, topology: Topology) -> Plan | None:
     try:
         plan = _plan(config, topology)
-        plan.validate(config.model, global_batch=config.data.global_batch, seq_len=config.seq_len)
+        plan.validate(
+            config.model, global_batch=config.data.global_batch, lengths=config.compiled_lengths
+        )
     except PlanError:
         return None
     return plan
