@@ -189,8 +189,8 @@ CASES |= {
 FIRST_OF_FAMILY = tuple(CASES)
 """Cases that `make test` compares on a mesh; the others differ from them in sizes and ratios."""
 CASES |= {
-    "gpt_neo, window of one, one layer type": CASES["gpt_neo"]
-    | {"attention_types": [[["local"], 4]], "window_size": 1, "vocab_size": 128},
+    "gpt_neo, window of two, one layer type": CASES["gpt_neo"]
+    | {"attention_types": [[["local"], 4]], "window_size": 2, "vocab_size": 128},
     "gpt_neo, own mlp": CASES["gpt_neo"]
     | {"intermediate_size": 80, "num_layers": 2, "attention_types": [[["global", "local"], 1]]},
     "gptj, all of a head turned": CASES["gptj"] | {"rotary_dim": 12, "vocab_size": 128},
