@@ -222,7 +222,7 @@ def test_profile_of_another_setting_is_not_used(tmp_path):
     cached_file(tmp_path).write_text(
         replace(first, setting=replace(first.setting, num_devices=4)).to_json()
     )
-    with pytest.warns(UserWarning, match="another setting"):
+    with pytest.warns(UserWarning, match="does not match the setting"):
         assert profile_of_two(tmp_path).setting.num_devices == 2
 
 
