@@ -188,6 +188,7 @@ def command_lines(draw: st.DrawFn) -> str:
     return " ".join(words)
 
 
+# 37 s: every command line is planned, and layers are traced for its model and sizes.
 @pytest.mark.slow
 @given(line=command_lines(), gib=st.sampled_from((None, None, 0.2)))
 @example(line=NANO + "--mesh tensor=8", gib=0.2)  # would fit all split, with moments in bf16
