@@ -150,6 +150,7 @@ class Trainer:
           LearningError: the run no longer learns. Earlier checkpoints are kept.
         """
         config, step, last_loss = self._config, int(state.step), math.nan
+        self._mfu(1.0)  # the model's FLOPs are counted now, not while a step is timed
         agree = None if self._is_alone else Agreement(self.program.mesh)
         reason: Reason = "done"
         pending: _PendingStep | None = None
@@ -371,12 +372,6 @@ class Trainer:
         now = time.perf_counter() if item.finished_at is None else item.finished_at
         seconds = now - clock
         tokens = int(metrics["tokens"])
-        peak = self.topology.dense_peak_flops(self.program.plan.precision)
-        flops = step_flops(
-            self._config.model,
-            num_sequences=self._config.data.global_batch,
-            seq_len=self._config.seq_len,
-        )
         record = StepRecord(
             step=item.step,
             loss=float(metrics["loss"]),
@@ -385,7 +380,7 @@ class Trainer:
             tokens=tokens,
             step_time_s=seconds,
             tokens_per_s=tokens / seconds,
-            mfu=flops / seconds / peak / self.program.plan.num_devices if peak else None,
+            mfu=self._mfu(seconds),
             plan=self.program.plan.digest,
             peak_bytes=_peak_bytes(self.program.mesh),
             skipped=bool(metrics["skipped"]),
@@ -404,6 +399,20 @@ class Trainer:
         if self.learning.rises(item.step, self._config.optimizer.loss_rise):
             self._warn_loss_rise(item.step)
         return record.loss, now
+
+    def _mfu(self, seconds: float) -> float | None:
+        """Model FLOPs of a step of that many seconds over the devices' peak; None if it is
+        unknown.
+        """
+        peak = self.topology.dense_peak_flops(self.program.plan.precision)
+        if not peak:
+            return None
+        flops = step_flops(
+            self._config.model,
+            num_sequences=self._config.data.global_batch,
+            seq_len=self._config.seq_len,
+        )
+        return flops / seconds / peak / self.program.plan.num_devices
 
     def _warn_loss_rise(self, step: int) -> None:
         since, best, steps = self.learning.above_since, self.learning.best, self.checkpoints.steps()
