@@ -27,6 +27,8 @@ COLLECTIVES: dict[str, CollectiveKind] = {
     "reduce_scatter": "reduce-scatter",
 }
 """Kinds by the names of JAX's primitives."""
+NOT_PRICED = ("all_to_all", "ragged_all_to_all", "ppermute", "pmin", "pgather")
+"""Primitives that communicate, and that no layer here uses."""
 
 
 class Amount(NamedTuple):
@@ -132,7 +134,10 @@ class ProgramReader:
         return Amount(float(constant), tuple(factors))
 
     def part(self, jaxpr: Any) -> ProgramPart:
-        """The products and collectives of a traced program."""
+        """The products and collectives of a traced program. Both branches of a condition count.
+
+        Raises NotImplementedError for a collective without a kind.
+        """
         products, fused, collectives = [], [], []
         for equation, times in _equations(jaxpr):
             name = equation.primitive.name
@@ -143,6 +148,11 @@ class ProgramReader:
                     TracedCollective(kind, axes, self.amount(num_bytes))
                     for kind, axes, num_bytes in _messages(equation)
                 ] * times
+            elif name in NOT_PRICED:
+                raise NotImplementedError(
+                    f"the planner cannot price {name}; use one of {', '.join(COLLECTIVES)}, or add"
+                    " its kind to models/program_reader.py"
+                )
             elif _is_fused(equation):
                 batch, _, heads, head_dim = equation.invars[0].aval.shape
                 fused += [
