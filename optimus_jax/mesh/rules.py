@@ -176,7 +176,7 @@ def check_rules(rules: Rules, sizes: AxisSizes, model: ModelConfig) -> None:
                 explain(
                     "the residual stream can be split only over devices that share every block",
                     given=f"a rule {LENGTH}={TENSOR}, and one that keeps {block!r} whole",
-                    do=f"use {LENGTH}=none, or no rule for {block!r}",
+                    do=f"use --set parallel.sequence_parallel=false, or no rule for {block!r}",
                 )
             )
     heads_ways = _ways(active.get(HEADS, ()), sizes)

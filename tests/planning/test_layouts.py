@@ -178,3 +178,16 @@ def test_layouts_offload_what_the_config_says():
 def test_wrong_setting_raises_instead_of_rejecting_layouts():
     with pytest.raises(PlanError, match="cuDNN"):
         list(layouts(config(attention="cudnn"), CPU))
+
+
+def test_split_tokens_are_asked_for_once_and_need_a_tensor_axis():
+    found = [
+        each
+        for each in layouts(config(sequence_parallel=True), CPU)
+        if not isinstance(each, Rejection)
+    ]
+    assert found
+    assert all("length" in dict(plan.rules) and plan.axes.tensor > 1 for plan in found)
+    for asked in (True, False):
+        with pytest.raises(PlanError, match=r"sequence_parallel alone"):
+            list(layouts(config(sequence_parallel=asked, rules=("length=tensor",)), CPU))

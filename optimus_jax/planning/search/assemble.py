@@ -102,8 +102,23 @@ def plan_for(config: Config, axes: AxisSizes, topology: Topology) -> Plan:
 
 
 def rule_changes(config: Config) -> tuple[str, ...]:
-    """The user's changes to the default rules."""
+    """The user's changes to the default rules.
+
+    Raises PlanError if one contradicts `parallel.sequence_parallel`.
+    """
     parallel = config.parallel
+    by_rule = [rule for rule in parallel.rules if rule.partition("=")[0].strip() == LENGTH]
+    if by_rule and parallel.sequence_parallel is not None:
+        raise PlanError(
+            explain(
+                f"{LENGTH!r} has a rule and a setting",
+                given=(
+                    f"parallel.rules={','.join(by_rule)},"
+                    f" parallel.sequence_parallel={str(parallel.sequence_parallel).lower()}"
+                ),
+                do="give parallel.sequence_parallel alone",
+            )
+        )
     return (*parallel.rules, *((SPLIT_LENGTH,) if parallel.sequence_parallel else ()))
 
 

@@ -81,6 +81,9 @@ def layouts(config: Config, topology: Topology) -> Iterator[Plan | Rejection]:
     if parallel.axes is not None:
         check_devices(parallel.axes, topology.num_devices)
     for axes in [parallel.axes] if parallel.axes else axis_sizes(topology.num_devices):
+        if parallel.sequence_parallel and axes.tensor == 1:
+            yield Rejection(layouts=str(axes), reason="sequence_parallel=true needs a tensor axis")
+            continue
         for rules in _rules(config, axes):
             common = Plan(
                 axes=axes,
