@@ -34,7 +34,7 @@ def main() -> None:
     parser.add_argument(
         "--device",
         default="h100",
-        help="an accelerator that optimus_jax/planning/targets describes",
+        help="an accelerator that optimus_jax/planning/ahead_of_time/targets describes",
     )
     parser.add_argument("--mesh", default="pipe=4,tensor=2")
     parser.add_argument("--microbatches", type=int, default=8)

@@ -28,6 +28,7 @@ from optimus_jax.devices.backend import start_backend, unexpected_cpu_warning
 from optimus_jax.devices.jax_settings import check_jax_settings
 from optimus_jax.errors import ConfigError, DataError, explain
 from optimus_jax.mesh.collectives import Collectives
+from optimus_jax.mesh.formats import COMPUTE_DTYPES
 from optimus_jax.models.families import features_of
 from optimus_jax.models.kernels import Visibility
 from optimus_jax.models.keys import make_key
@@ -39,7 +40,6 @@ from optimus_jax.run_directory.directory import RunDirectory
 from optimus_jax.run_directory.run_data import check_tokenizer, tokenizer_of_run
 from optimus_jax.system.paths import UserPath
 from optimus_jax.training.state import may_be_padded
-from optimus_jax.training.step import COMPUTE_DTYPES
 
 MIN_LENGTH = 32
 """Length in tokens of the shortest pass over a prompt, and of the shortest cache."""

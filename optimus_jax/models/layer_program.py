@@ -24,8 +24,8 @@ from optimus_jax.config import AttentionKernel, ModelConfig, Precision, RematPol
 from optimus_jax.config.axes import FSDP
 from optimus_jax.mesh import axes as logical
 from optimus_jax.mesh.collectives import Collectives
+from optimus_jax.mesh.formats import COMPUTE_DTYPES
 from optimus_jax.mesh.sharding import layouts_of
-from optimus_jax.mesh.zero import LeafLayout
 from optimus_jax.models.families import features_of, rotated_dims
 from optimus_jax.models.kernels import Visibility
 from optimus_jax.models.program_reader import (
@@ -38,9 +38,6 @@ from optimus_jax.models.program_reader import (
 )
 from optimus_jax.models.shapes import Params, model_shapes
 from optimus_jax.models.transformer import ForwardContext
-
-DTYPES: dict[Precision, Any] = {"f32": jnp.float32, "bf16": jnp.bfloat16, "f16": jnp.float16}
-"""Format of activations."""
 
 
 class LayerSizes(NamedTuple):
@@ -272,7 +269,7 @@ class _Tracer:
         )
         self.shapes = model_shapes(model, model.vocab_size)
         self.layouts = layouts_of(self.shapes.names, rules, 3)
-        dtype = DTYPES[programs.precision]
+        dtype = COMPUTE_DTYPES[programs.precision]
         self.comm = Collectives(jnp.dtype(dtype), rules, 3)
         self.stream = jax.ShapeDtypeStruct(
             (WAYS * primes[ROWS], programs.seq_len, model.embed_dim), dtype
@@ -320,11 +317,7 @@ class _Tracer:
             # A dimension of devices: then nothing is added to make results of devices alike.
             return jax.tree.map(lambda leaf: leaf[None], results)
 
-        specs = jax.tree.map(
-            lambda layout: layout.param_spec,
-            self.layouts,
-            is_leaf=lambda node: isinstance(node, LeafLayout),
-        )
+        specs = jax.tree.map(lambda layout: layout.param_spec, self.layouts)
         rows = PartitionSpec(FSDP)
         stream = PartitionSpec(FSDP, logical.HEADS) if self.programs.length_ways > 1 else rows
         sharded = jax.shard_map(

@@ -25,6 +25,7 @@ from optimus_jax.devices.jax_settings import check_jax_settings
 from optimus_jax.mesh.axes import BATCH
 from optimus_jax.mesh.build import build_mesh
 from optimus_jax.mesh.collectives import Collectives
+from optimus_jax.mesh.formats import COMPUTE_DTYPES
 from optimus_jax.mesh.sharding import batch_spec, layouts_of, put_batch
 from optimus_jax.mesh.xla_options import GPU, CompilerOption, as_compiler_dict
 from optimus_jax.mesh.zero import varying_axes
@@ -49,8 +50,6 @@ from optimus_jax.training.state import (
 from optimus_jax.training.task import Batch, task_named
 
 Metrics = dict[str, Array]
-
-COMPUTE_DTYPES = {"f32": jnp.float32, "bf16": jnp.bfloat16, "f16": jnp.float16}
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from optimus_jax.config.axes import AxisSizes
 from optimus_jax.config.presets import PRESETS, model_preset
 from optimus_jax.mesh.build import discover
 from optimus_jax.mesh.collectives import Collectives
+from optimus_jax.mesh.formats import COMPUTE_DTYPES
 from optimus_jax.models.flops import step_flops
 from optimus_jax.models.kernels import Visibility
 from optimus_jax.models.layer_program import layer_programs, scores, sizes_on_device, whole_sizes
@@ -27,7 +28,7 @@ from optimus_jax.planning.profiles.model_profile import (
     profile_model,
 )
 from optimus_jax.planning.search.assemble import plan_for
-from optimus_jax.training.step import COMPUTE_DTYPES, build_program
+from optimus_jax.training.step import build_program
 
 NANOS = ("gpt2-nano", "llama-nano")
 CLOSED_FORM = 0.01

@@ -18,11 +18,10 @@ from optimus_jax.config import ModelConfig, Precision
 from optimus_jax.config.axes import PIPE, AxisSizes
 from optimus_jax.mesh.axes import LENGTH, VOCAB
 from optimus_jax.mesh.collectives import Collectives
+from optimus_jax.mesh.formats import COMPUTE_DTYPES
 from optimus_jax.mesh.rules import Rules, active_rules, padded_vocab
 from optimus_jax.mesh.sharding import layouts_of
-from optimus_jax.mesh.zero import LeafLayout
 from optimus_jax.models.families import features_of, table_width
-from optimus_jax.models.layer_program import DTYPES
 from optimus_jax.models.program_reader import (
     PRIMES,
     Product,
@@ -122,7 +121,7 @@ def head_program(model: ModelConfig, precision: Precision, length_ways: int = 1)
 
 @lru_cache(maxsize=1 << 7)
 def _traced(kind: ModelConfig, precision: Precision, length_ways: int) -> HeadProgram:
-    primes, dtype = PRIMES[: len(HeadSizes._fields)], jnp.dtype(DTYPES[precision])
+    primes, dtype = PRIMES[: len(HeadSizes._fields)], jnp.dtype(COMPUTE_DTYPES[precision])
     rules = {VOCAB: (VOCAB, LENGTH), LENGTH: (LENGTH,)} if length_ways > 1 else {VOCAB: (VOCAB,)}
     shapes = model_shapes(kind, kind.vocab_size)
     layouts, comm = layouts_of(shapes.names, rules, 0), Collectives(dtype, rules)
@@ -143,9 +142,7 @@ def _traced(kind: ModelConfig, precision: Precision, length_ways: int) -> HeadPr
         )
         return jax.tree.map(lambda leaf: leaf[None], jax.value_and_grad(loss)(differentiated))
 
-    specs = jax.tree.map(
-        lambda layout: layout.param_spec, layouts, is_leaf=lambda node: isinstance(node, LeafLayout)
-    )
+    specs = jax.tree.map(lambda layout: layout.param_spec, layouts)
     sharded = jax.shard_map(
         on_device,
         mesh=AbstractMesh(
