@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jax.sharding import AbstractMesh, AxisType, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from optimus_jax.config import AttentionKernel, ModelConfig, Precision, RematPolicy
 from optimus_jax.config.axes import FSDP
@@ -35,6 +35,7 @@ from optimus_jax.models.program_reader import (
     ProgramPart,
     ProgramReader,
     needed,
+    traced_on_device,
 )
 from optimus_jax.models.shapes import Params, model_shapes
 from optimus_jax.models.transformer import ForwardContext
@@ -262,11 +263,7 @@ class _Tracer:
             if programs.shares_kv_heads
             else primes[KV_HEADS] * (model.num_heads // model.num_kv_heads)
         )
-        self.mesh = AbstractMesh(
-            (WAYS, model.num_heads // local_heads, WAYS),
-            (FSDP, logical.HEADS, logical.MLP),
-            axis_types=(AxisType.Auto,) * 3,
-        )
+        self.axes = {FSDP: WAYS, logical.HEADS: model.num_heads // local_heads, logical.MLP: WAYS}
         self.shapes = model_shapes(model, model.vocab_size)
         self.layouts = layouts_of(self.shapes.names, rules, 3)
         dtype = COMPUTE_DTYPES[programs.precision]
@@ -313,22 +310,18 @@ class _Tracer:
                 params,
                 x,
             )
-            results = out, pull(cotangent), jax.tree.leaves(pull)
-            # A dimension of devices: then nothing is added to make results of devices alike.
-            return jax.tree.map(lambda leaf: leaf[None], results)
+            return out, pull(cotangent), jax.tree.leaves(pull)
 
         specs = jax.tree.map(lambda layout: layout.param_spec, self.layouts)
         rows = PartitionSpec(FSDP)
         stream = PartitionSpec(FSDP, logical.HEADS) if self.programs.length_ways > 1 else rows
-        sharded = jax.shard_map(
-            on_device,
-            mesh=self.mesh,
-            in_specs=(specs, rows, rows, stream, stream),
-            out_specs=PartitionSpec(self.mesh.axis_names),
-        )
         ids = jax.ShapeDtypeStruct(self.stream.shape[:2], jnp.int32)
-        arguments = self.shapes.params, ids, ids, self.stream, self.stream
-        return jax.make_jaxpr(sharded)(*arguments).jaxpr
+        return traced_on_device(
+            on_device,
+            self.axes,
+            (specs, rows, rows, stream, stream),
+            *(self.shapes.params, ids, ids, self.stream, self.stream),
+        )
 
 
 _tracer = lru_cache(maxsize=1 << 7)(_Tracer)

@@ -6,12 +6,14 @@ again.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, Literal, NamedTuple
 
+import jax
 from jax.interpreters import partial_eval
+from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 from optimus_jax.models.kernels import FUSED_PRODUCTS
 
@@ -180,6 +182,27 @@ class ProgramReader:
             columns=size(right, free(right, inner_right, batch_right)),
             count=size(left, batch),
         )
+
+
+def traced_on_device(
+    function: Callable[..., Any], axes: Mapping[str, int], in_specs: Any, *arguments: Any
+) -> Any:
+    """The jaxpr of `function` as a device of an abstract mesh runs it.
+
+    Every device keeps its own results: nothing is added to make them alike.
+
+    Args:
+      axes: names and sizes of the mesh's axes.
+      in_specs: PartitionSpecs of the arguments, which are whole arrays or their shapes.
+    """
+    mesh = AbstractMesh(tuple(axes.values()), tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
+    sharded = jax.shard_map(
+        lambda *parts: jax.tree.map(lambda leaf: leaf[None], function(*parts)),
+        mesh=mesh,
+        in_specs=in_specs,
+        out_specs=PartitionSpec(mesh.axis_names),
+    )
+    return jax.make_jaxpr(sharded)(*arguments).jaxpr
 
 
 def needed(jaxpr: Any, results: int | None = None) -> Any:

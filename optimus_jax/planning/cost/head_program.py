@@ -12,7 +12,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jax.sharding import AbstractMesh, AxisType, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from optimus_jax.config import ModelConfig, Precision
 from optimus_jax.config.axes import PIPE, AxisSizes
@@ -28,6 +28,7 @@ from optimus_jax.models.program_reader import (
     ProgramReader,
     TracedCollective,
     needed,
+    traced_on_device,
 )
 from optimus_jax.models.shapes import Params, model_shapes
 from optimus_jax.models.transformer import ForwardContext
@@ -140,21 +141,14 @@ def _traced(kind: ModelConfig, precision: Precision, length_ways: int) -> HeadPr
         differentiated = jax.tree.map(
             lambda layout, param: layout.differentiated(param), layouts, params
         )
-        return jax.tree.map(lambda leaf: leaf[None], jax.value_and_grad(loss)(differentiated))
+        return jax.value_and_grad(loss)(differentiated)
 
     specs = jax.tree.map(lambda layout: layout.param_spec, layouts)
-    sharded = jax.shard_map(
-        on_device,
-        mesh=AbstractMesh(
-            (WAYS, length_ways), (VOCAB, LENGTH), axis_types=(AxisType.Auto, AxisType.Auto)
-        ),
-        in_specs=(specs, PartitionSpec()),
-        out_specs=PartitionSpec((VOCAB, LENGTH)),
-    )
     rows = {
         name: jax.ShapeDtypeStruct(array.shape(primes[0], length_ways), array.dtype)
         for name, array in task.arrays.items()
     }
-    jaxpr = jax.make_jaxpr(sharded)(shapes.params, rows).jaxpr
+    axes = {VOCAB: WAYS, LENGTH: length_ways}
+    jaxpr = traced_on_device(on_device, axes, (specs, PartitionSpec()), shapes.params, rows)
     part = ProgramReader([(prime, prime) for prime in primes]).part(needed(jaxpr))
     return HeadProgram(part.products, part.collectives, length_ways)

@@ -13,14 +13,13 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 from optimus_jax.config import ModelConfig
 from optimus_jax.config.axes import FSDP, MESH_AXES, PIPE, AxisSizes
 from optimus_jax.mesh.axes import BATCH, EMBED, LAYERS, NORM, VOCAB
 from optimus_jax.mesh.rules import Rules, active_rules, padded_vocab
 from optimus_jax.mesh.zero import LeafLayout
-from optimus_jax.models.program_reader import CollectiveKind, collectives_of
+from optimus_jax.models.program_reader import CollectiveKind, collectives_of, traced_on_device
 from optimus_jax.models.shapes import VOCABULARY_LEAVES, model_shapes
 from optimus_jax.plan import Plan
 from optimus_jax.planning.cost.implementation_profile import ImplementationProfile
@@ -214,31 +213,26 @@ def _at_the_end(
     names = (EMBED if is_split else NORM,)
     rules = {BATCH: summed_axes} | ({EMBED: (FSDP,)} if is_split else {})
     layout = LeafLayout(names, rules, zero)
-    mesh = AbstractMesh(
-        (WAYS,) * len(MESH_AXES), MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES)
-    )
 
     def end(gradient: jax.Array, param: jax.Array) -> tuple[jax.Array, jax.Array]:
         gradient = layout.reduced(layout.used(gradient))
         new = layout.gather_updated(layout.updated_part(param))
-        return gradient[None], new[None]
+        return gradient, new
 
     def array(*, split: bool) -> Any:
         """A leaf with WAYS elements along each dimension of a device's part, whole along fsdp."""
         ways = [len([axis for axis in axes if axis != FSDP]) for axes in layout.axes(split=split)]
         return jax.ShapeDtypeStruct([WAYS ** (1 + number) for number in ways], jnp.float32)
 
-    traced = jax.make_jaxpr(
-        jax.shard_map(
-            end,
-            mesh=mesh,
-            in_specs=(layout.spec(split=zero >= 2), layout.param_spec),
-            out_specs=PartitionSpec(MESH_AXES),
-        )
-    )(array(split=zero >= 2), array(split=zero >= 3))
+    traced = traced_on_device(
+        end,
+        dict.fromkeys(MESH_AXES, WAYS),
+        (layout.spec(split=zero >= 2), layout.param_spec),
+        *(array(split=zero >= 2), array(split=zero >= 3)),
+    )
     whole_bytes = 4 * WAYS ** len(names)
     return tuple(
         (kind, axes, num_bytes < whole_bytes)
-        for (kind, axes), messages in collectives_of(traced.jaxpr).items()
+        for (kind, axes), messages in collectives_of(traced).items()
         for num_bytes, _ in messages
     )
