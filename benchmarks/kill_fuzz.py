@@ -68,7 +68,7 @@ from optimus_jax.reshard.checksum import checksums
 from optimus_jax.reshard.reshard import Move
 from optimus_jax.run_directory.directory import RunDirectory
 from optimus_jax.system.paths import path_argument
-from optimus_jax.training.state import abstract_stored_state, may_be_padded, to_stored
+from optimus_jax.training.state import abstract_stored_state, to_stored
 
 MOST_KILLS = 6
 """Most kills of one run."""
@@ -284,7 +284,9 @@ class Replay:
             program.shapes, program.optimizer, program.config.precision, program.plan, program.mesh
         )
         checkpoints = Checkpoints(run_dir / "checkpoints", CheckpointConfig())
-        sums = checksums(checkpoints.restore(wanted, step, paddable=may_be_padded).state)
+        sums = checksums(
+            checkpoints.restore(wanted, step, paddable=program.shapes.may_be_padded).state
+        )
         checkpoints.close()
         return sums
 

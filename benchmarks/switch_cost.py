@@ -322,7 +322,7 @@ def restored(directory: str) -> None:
     from optimus_jax.config import CheckpointConfig
     from optimus_jax.control.executables import compile_plan
     from optimus_jax.devices.cpu import use_cpu_devices
-    from optimus_jax.training.state import abstract_stored_state, from_stored, may_be_padded
+    from optimus_jax.training.state import abstract_stored_state, from_stored
 
     use_cpu_devices(DEVICES)
     config = config_of(JOURNEY[1])
@@ -332,7 +332,9 @@ def restored(directory: str) -> None:
         program.shapes, program.optimizer, config.precision, program.plan, program.mesh
     )
     stored = (
-        Checkpoints(directory, CheckpointConfig()).restore(wanted, paddable=may_be_padded).state
+        Checkpoints(directory, CheckpointConfig())
+        .restore(wanted, paddable=program.shapes.may_be_padded)
+        .state
     )
     from_stored(stored, program.shapes, program.plan, program.state_shardings)
     print(json.dumps({"compile_s": running.compile_s, "restore_s": time.perf_counter() - started}))

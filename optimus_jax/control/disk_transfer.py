@@ -16,7 +16,6 @@ from optimus_jax.training.state import (
     TrainState,
     abstract_stored_state,
     from_stored,
-    may_be_padded,
     to_stored,
 )
 from optimus_jax.training.step import Program
@@ -59,5 +58,7 @@ class DiskTransfer:
         wanted = abstract_stored_state(
             program.shapes, program.optimizer, program.config.precision, program.plan, program.mesh
         )
-        stored = self._checkpoints.restore(wanted, step, paddable=may_be_padded).state
+        stored = self._checkpoints.restore(
+            wanted, step, paddable=program.shapes.may_be_padded
+        ).state
         return from_stored(stored, program.shapes, program.plan, program.state_shardings)

@@ -39,7 +39,6 @@ from optimus_jax.run.stored_run import run_to_read
 from optimus_jax.run_directory.directory import RunDirectory
 from optimus_jax.run_directory.run_data import check_tokenizer, tokenizer_of_run
 from optimus_jax.system.paths import UserPath
-from optimus_jax.training.state import may_be_padded
 
 MIN_LENGTH = 32
 """Length in tokens of the shortest pass over a prompt, and of the shortest cache."""
@@ -310,15 +309,15 @@ def load_text_model(
     if (warning := unexpected_cpu_warning()) is not None:
         warn(warning)
     device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    shapes = unpadded(config.model)
     params = jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=device),
-        unpadded(config.model).params,
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=device), shapes.params
     )
     checkpoints = Checkpoints(run.checkpoints, config.checkpoint, warn=warn)
     restored = checkpoints.restore(
         {"params": params},
         step,
-        paddable=may_be_padded,
+        paddable=shapes.may_be_padded,
         partial=True,
         check=lambda metadata: check_stored_config(metadata, config, sections=("model.",)),
     )

@@ -20,8 +20,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array, lax
 
-from optimus_jax.mesh.axes import EMBED, HEADS, KV_HEADS, LENGTH
+from optimus_jax.mesh.axes import HEADS, KV_HEADS, LENGTH
 from optimus_jax.mesh.formats import sum_format
+from optimus_jax.mesh.leaf import Leaf
 from optimus_jax.mesh.zero import LeafLayout, Tracked, vary
 
 TOKENS = 1
@@ -132,11 +133,8 @@ class Collectives:
             `layers` dimension that its names still carry).
         """
         value = param.get_raw_value()
-        names = param.out_sharding
-        ndim = (value.shard if isinstance(value, Tracked) else value).ndim
-        return LeafLayout(names[len(names) - ndim :], self.rules, self.zero).weight(
-            value, self.dtype
-        )
+        leaf = Leaf.of(param).last((value.shard if isinstance(value, Tracked) else value).ndim)
+        return LeafLayout(leaf, self.rules, self.zero).weight(value, self.dtype)
 
     def weights(self, params: nnx.State) -> nnx.State:
         """`weight` of every matrix of a part of the model that is used more than once; vectors stay
@@ -144,6 +142,6 @@ class Collectives:
         """
 
         def ready(param: nnx.Variable) -> nnx.Variable:
-            return param.replace(self.weight(param)) if EMBED in param.out_sharding else param
+            return param.replace(self.weight(param)) if Leaf.of(param).is_matrix else param
 
         return jax.tree.map(ready, params, is_leaf=lambda node: isinstance(node, nnx.Variable))

@@ -1,6 +1,6 @@
 """Shardings of a model's leaves and of a batch, from their logical names and rules."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -14,19 +14,14 @@ RuleTable = Mapping[str, tuple[str, ...]]
 """Logical axis -> mesh axes."""
 
 
-def layouts_of(names: Any, rules: RuleTable, zero: int) -> Any:
-    """A LeafLayout for every leaf of a tree of name tuples.
+def layouts_of(leaves: Any, rules: RuleTable, zero: int) -> Any:
+    """A LeafLayout for every Leaf of a tree.
 
     Args:
       rules: those that are active (`Plan.active_rules`).
-      zero: ZeRO stage, 1 to 3.
+      zero: ZeRO stage, 0 to 3.
     """
-    return map_names(lambda leaf: LeafLayout(leaf, rules, zero), names)
-
-
-def map_names(function: Callable[[tuple[str, ...]], Any], names: Any) -> Any:
-    """`function` of every tuple of names in a tree."""
-    return jax.tree.map(function, names, is_leaf=lambda node: isinstance(node, tuple))
+    return jax.tree.map(lambda leaf: LeafLayout(leaf, rules, zero), leaves)
 
 
 def batch_spec(rules: RuleTable) -> PartitionSpec:

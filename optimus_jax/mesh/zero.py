@@ -2,8 +2,8 @@
 
 Words: a matrix is *whole* when each device along fsdp holds all of it, a *shard* is a device's
 part along the matrix's outermost dimension: `embed`, or the rows of a table over the vocabulary.
-Shards then lie one after the other in memory, and no gather or scatter transposes anything. Leaves
-without a dimension `embed` (norms, biases) are small and stay whole at every stage.
+Shards then lie one after the other in memory, and no gather or scatter transposes anything. Scales
+and biases are small and stay whole at every stage.
 
 | stage | parameters | gradient while it is summed | moments | on the wire |
 |---|---|---|---|---|
@@ -25,8 +25,9 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from optimus_jax.config.axes import FSDP
-from optimus_jax.mesh.axes import BATCH, EMBED, HEADS, KV_HEADS, LENGTH, VOCAB
+from optimus_jax.mesh.axes import BATCH, EMBED, LENGTH
 from optimus_jax.mesh.formats import sum_format
+from optimus_jax.mesh.leaf import Leaf
 
 
 @jax.tree_util.register_dataclass
@@ -40,13 +41,12 @@ class Tracked:
 
 @dataclass(frozen=True)
 class LeafLayout:
-    """How one parameter is laid out on the mesh, given the logical axes of its dimensions.
+    """How one parameter is laid out on the mesh.
 
     Every method runs inside the step's `shard_map`, on a device's part of the array.
     """
 
-    names: tuple[str, ...]
-    """Logical axis of every dimension."""
+    leaf: Leaf
     rules: Mapping[str, tuple[str, ...]]
     """Active rules."""
     zero: int
@@ -54,13 +54,11 @@ class LeafLayout:
     @property
     def fsdp_dim(self) -> int | None:
         """The dimension that fsdp splits, if any."""
-        if EMBED not in self.names or FSDP not in self.rules.get(EMBED, ()):
-            return None
-        return self.names.index(VOCAB if VOCAB in self.names else EMBED)
+        return self.leaf.stored_dim if FSDP in self.rules.get(EMBED, ()) else None
 
     def axes(self, *, split: bool) -> tuple[tuple[str, ...], ...]:
         """Mesh axes of every dimension; `split` says whether fsdp splits the leaf."""
-        axes = [() if name == EMBED else self.rules.get(name, ()) for name in self.names]
+        axes = [() if dim == EMBED else self.rules.get(dim, ()) for dim in self.leaf.dims]
         if self.fsdp_dim is not None and split:
             axes[self.fsdp_dim] = (*axes[self.fsdp_dim], FSDP)
         return tuple(axes)
@@ -82,12 +80,9 @@ class LeafLayout:
     @property
     def summed_axes(self) -> tuple[str, ...]:
         """Mesh axes whose devices hold different parts of this leaf's gradient sum."""
-        # Devices use different heads of whole key/value weights, and different tokens of a split
-        # stream.
-        used_by_heads = KV_HEADS in self.names and KV_HEADS not in self.rules
-        logical = (BATCH, LENGTH, *((HEADS,) if used_by_heads else ()))
-        own = {axis for name in self.names for axis in self.rules.get(name, ()) if name != EMBED}
-        summed = [axis for name in logical for axis in self.rules.get(name, ())]
+        own = {axis for axes in self.axes(split=False) for axis in axes}
+        used_over = (BATCH, LENGTH, *self.leaf.used_over)
+        summed = [axis for logical in used_over for axis in self.rules.get(logical, ())]
         return tuple(dict.fromkeys(axis for axis in summed if axis not in own))
 
     def differentiated(self, param: Array) -> Array:

@@ -33,32 +33,35 @@ class Attention(nnx.Module):
         self.interleaved = features.rope_pairs == "interleaved"
         self.scale = features.attention_scale or head_dim**-0.5
         self.softcap = features.attention_softcap or 0.0
-        self.query = normal(
-            rngs, (embed, heads, head_dim), (EMBED, HEADS, HEAD_DIM), config.init_std
-        )
+        shape, dims = (heads, head_dim), (HEADS, HEAD_DIM)
+        kv_shape, kv_dims = (2, kv_heads, head_dim), (PAIR, KV_HEADS, HEAD_DIM)
+        # Key/value heads that devices share are used by the query heads of each.
+        shared = {"used_over": (HEADS,)}
+        self.query = normal(rngs, (embed, *shape), (EMBED, *dims), config.init_std, "matrix")
         self.key_value = normal(
-            rngs, (embed, 2, kv_heads, head_dim), (EMBED, PAIR, KV_HEADS, HEAD_DIM), config.init_std
+            rngs, (embed, *kv_shape), (EMBED, *kv_dims), config.init_std, "matrix", **shared
         )
-        self.out = normal(rngs, (embed, heads, head_dim), (EMBED, HEADS, HEAD_DIM), out_std)
+        self.out = normal(rngs, (embed, *shape), (EMBED, *dims), out_std, "matrix_back")
 
-        def bias(names: str, shape: tuple[int, ...], axes: tuple[str, ...]) -> nnx.Param | None:
+        def bias(names: str, shape: tuple[int, ...], dims: tuple[str, ...]) -> nnx.Param | None:
             has = [name in (features.biases or ()) for name in names.split()]
             assert all(has) or not any(has), f"a bias of one of {names} alone is not implemented"
-            return nnx.data(constant(0.0, shape, axes) if all(has) else None)
+            used = shared if KV_HEADS in dims else {}
+            return nnx.data(constant(0.0, shape, dims, "bias", **used) if all(has) else None)
 
-        self.query_bias = bias("query", (heads, head_dim), (HEADS, HEAD_DIM))
-        self.key_value_bias = bias("key value", (2, kv_heads, head_dim), (PAIR, KV_HEADS, HEAD_DIM))
+        self.query_bias = bias("query", shape, dims)
+        self.key_value_bias = bias("key value", kv_shape, kv_dims)
         self.out_bias = bias("out", (embed,), (NORM,))
 
         def qk_norm(count: int, axis: str) -> Norm | None:
-            shape, names = ((count, head_dim), (axis, HEAD_DIM))
+            shape, dims = ((count, head_dim), (axis, HEAD_DIM))
             if features.qk_norm == "head":
-                shape, names = shape[1:], names[1:]
+                shape, dims = shape[1:], dims[1:]
             kind = features.norm if features.norm == "rms_plus_one" else "rms"
             return nnx.data(
                 None
                 if features.qk_norm == "none"
-                else Norm(kind, shape, config.norm_epsilon, names)
+                else Norm(kind, shape, config.norm_epsilon, dims, **shared)
             )
 
         self.query_norm, self.key_norm = qk_norm(heads, HEADS), qk_norm(kv_heads, KV_HEADS)

@@ -14,13 +14,13 @@ import numpy as np
 
 from optimus_jax.config import Features, ModelConfig, RopeScaling
 from optimus_jax.errors import CheckpointError, ConfigError, explain, nearest
-from optimus_jax.mesh.axes import EMBED, LAYERS, VOCAB
+from optimus_jax.mesh.axes import VOCAB
+from optimus_jax.mesh.leaf import Leaf
 from optimus_jax.models.families import FAMILIES
 from optimus_jax.models.huggingface_formats import (
     HEAD,
     HEAD_BIAS,
     HUGGING_FACE_FORMATS,
-    STORED_TRANSPOSED,
     HfConfig,
     HuggingFaceFormat,
     not_supported,
@@ -179,17 +179,12 @@ def _blocks(params: Params, shapes: ModelShapes) -> Iterator[tuple[list[str], li
     for ours, theirs in hf_format.tensors.items():
         if _leaf(params, ours.split()[0]) is None:
             continue
-        leaves = [
-            (_leaf(params, path), _leaf(shapes.names, path), path in STORED_TRANSPOSED)
-            for path in ours.split()
-        ]
-        in_layers = "{}" in theirs
-        for layer in range(config.num_layers) if in_layers else (0,):
+        leaves = [(_leaf(params, path), _leaf(shapes.leaves, path)) for path in ours.split()]
+        for layer in range(config.num_layers) if "{}" in theirs else (0,):
             views = [
-                _matrix(leaf, names, layer, config.vocab_size, back) for leaf, names, back in leaves
+                _as_theirs(array, leaf, layer, config.vocab_size, hf_format.out_dim)
+                for array, leaf in leaves
             ]
-            if in_layers and hf_format.out_dim == 0:
-                views = [view.T for view in views]
             yield theirs.replace("{}", str(layer)).split(), views
 
 
@@ -202,21 +197,21 @@ def _leaf(tree: Params, path: str) -> Any:
     return tree
 
 
-def _matrix(
-    leaf: np.ndarray, names: tuple[str, ...], layer: int, vocab_size: int, back: bool
+def _as_theirs(
+    array: np.ndarray, leaf: Leaf, layer: int, vocab_size: int, out_dim: int
 ) -> np.ndarray:
-    """A view of one layer's part of a leaf, without padding.
-
-    It is [in, out], where one of the two is `embed`, or a vector if `embed` is not a dimension.
+    """A view of one layer's part of a parameter, without padding: a vector, a table, or a matrix
+    whose dimension `out_dim` is that of its results.
     """
-    if names[0] == LAYERS:
-        leaf, names = leaf[layer], names[1:]
-    if names[0] == VOCAB:
-        leaf = leaf[:vocab_size]
-    if EMBED not in names:
-        return leaf.reshape(-1)
-    matrix = leaf.reshape(len(leaf), -1)
-    return matrix.T if back else matrix
+    if leaf.is_in_layers:
+        array, leaf = array[layer], leaf.last(array.ndim - 1)
+    if leaf.dims[0] == VOCAB:
+        array = array[:vocab_size]
+    if not leaf.is_matrix:
+        return array.reshape(-1)
+    array = array.reshape(len(array), -1)
+    own_out_dim = {"table": out_dim, "matrix": -1, "matrix_back": 0}[leaf.role]
+    return array if own_out_dim == out_dim else array.T
 
 
 def _rotary(hf_config: HfConfig) -> dict[str, Any]:

@@ -425,10 +425,6 @@ HUGGING_FACE_FORMATS: dict[str, HuggingFaceFormat] = {
     ),
 }
 
-STORED_TRANSPOSED = ("layers/attention/out", "layers/mlp/down", "table_out")
-"""Our matrices that are turned before they are compared with theirs: those of a layer whose result
-has the width `embed` are stored [out, in], the others of a layer [in, out]."""
-
 
 def _partial_rotary(hf: HfConfig) -> dict[str, Any]:
     share = hf.get("partial_rotary_factor")

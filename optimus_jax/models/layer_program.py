@@ -265,7 +265,7 @@ class _Tracer:
         )
         self.axes = {FSDP: WAYS, logical.HEADS: model.num_heads // local_heads, logical.MLP: WAYS}
         self.shapes = model_shapes(model, model.vocab_size)
-        self.layouts = layouts_of(self.shapes.names, rules, 3)
+        self.layouts = layouts_of(self.shapes.leaves, rules, 3)
         dtype = COMPUTE_DTYPES[programs.precision]
         self.comm = Collectives(jnp.dtype(dtype), rules, 3)
         self.stream = jax.ShapeDtypeStruct(

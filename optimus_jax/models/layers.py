@@ -13,18 +13,39 @@ from jax import Array
 
 from optimus_jax.mesh.axes import EMBED, LENGTH, NORM, VOCAB
 from optimus_jax.mesh.collectives import Collectives
+from optimus_jax.mesh.leaf import Role
 
 
-def normal(rngs: nnx.Rngs, shape: Sequence[int], names: Sequence[str], std: float) -> nnx.Param:
-    """A float32 parameter drawn from N(0, std^2), with logical axes `names`."""
-    return nnx.Param(
-        jax.random.normal(rngs.params(), tuple(shape), jnp.float32) * std, out_sharding=tuple(names)
-    )
+def normal(
+    rngs: nnx.Rngs,
+    shape: Sequence[int],
+    dims: Sequence[str],
+    std: float,
+    role: Role,
+    *,
+    used_over: Sequence[str] = (),
+) -> nnx.Param:
+    """A float32 parameter drawn from N(0, std^2). The other arguments are those of `Leaf`."""
+    value = jax.random.normal(rngs.params(), tuple(shape), jnp.float32) * std
+    return _param(value, dims, role, used_over)
 
 
-def constant(value: float, shape: Sequence[int], names: Sequence[str]) -> nnx.Param:
-    """A float32 parameter with logical axes `names` that is initially `value` everywhere."""
-    return nnx.Param(jnp.full(tuple(shape), value, jnp.float32), out_sharding=tuple(names))
+def constant(
+    value: float,
+    shape: Sequence[int],
+    dims: Sequence[str],
+    role: Role,
+    *,
+    used_over: Sequence[str] = (),
+) -> nnx.Param:
+    """A float32 parameter that is initially `value` everywhere. The other arguments are those of
+    `Leaf`.
+    """
+    return _param(jnp.full(tuple(shape), value, jnp.float32), dims, role, used_over)
+
+
+def _param(value: Array, dims: Sequence[str], role: Role, used_over: Sequence[str]) -> nnx.Param:
+    return nnx.Param(value, out_sharding=tuple(dims), role=role, used_over=tuple(used_over))
 
 
 class Norm(nnx.Module):
@@ -32,16 +53,26 @@ class Norm(nnx.Module):
 
     Args:
       kind: `layer`, `rms`, or `rms_plus_one`, whose scale is stored minus one.
-      shape, names: dimensions that are normed, the last ones of the input, and their logical axes.
+      shape, dims: dimensions that are normed, the last ones of the input, and their logical axes.
+      used_over: as in `Leaf`.
     """
 
     def __init__(
-        self, kind: str, shape: Sequence[int], epsilon: float, names: Sequence[str] = (NORM,)
+        self,
+        kind: str,
+        shape: Sequence[int],
+        epsilon: float,
+        dims: Sequence[str] = (NORM,),
+        *,
+        used_over: Sequence[str] = (),
     ):
         self.centre, self.plus_one = kind == "layer", kind == "rms_plus_one"
         self.epsilon = epsilon
-        self.scale = constant(0.0 if self.plus_one else 1.0, shape, names)
-        self.bias = nnx.data(constant(0.0, shape, names) if self.centre else None)
+        first = 0.0 if self.plus_one else 1.0
+        self.scale = constant(first, shape, dims, "scale", used_over=used_over)
+        self.bias = nnx.data(
+            constant(0.0, shape, dims, "bias", used_over=used_over) if self.centre else None
+        )
 
     def __call__(
         self,
@@ -93,7 +124,7 @@ class Embedding(nnx.Module):
     """Table with one vector per token id; also the output head of a model with tied weights."""
 
     def __init__(self, rows: int, dim: int, std: float, *, vocab_size: int, rngs: nnx.Rngs):
-        table = normal(rngs, (rows, dim), (VOCAB, EMBED), std)
+        table = normal(rngs, (rows, dim), (VOCAB, EMBED), std, "table")
         # Padding rows are zero and stay zero: no token selects them and the loss masks them.
         table[...] = jnp.where(jnp.arange(rows)[:, None] < vocab_size, table[...], 0)
         self.table = table

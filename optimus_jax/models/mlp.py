@@ -37,16 +37,18 @@ class FeedForward(nnx.Module):
         biases = features.biases or ()
         self.gated, self.activation = bool(features.gated), str(features.activation)
         if self.gated:
-            self.up = normal(rngs, (embed, 2, mlp), (EMBED, PAIR, MLP), config.init_std)
+            shape, dims = (embed, 2, mlp), (EMBED, PAIR, MLP)
         else:
-            self.up = normal(rngs, (embed, mlp), (EMBED, MLP), config.init_std)
-        self.down = normal(
-            rngs, (embed, mlp), (EMBED, MLP), config.init_std / (2 * config.num_layers) ** 0.5
-        )
+            shape, dims = (embed, mlp), (EMBED, MLP)
+        self.up = normal(rngs, shape, dims, config.init_std, "matrix")
+        out_std = config.init_std / (2 * config.num_layers) ** 0.5
+        self.down = normal(rngs, (embed, mlp), (EMBED, MLP), out_std, "matrix_back")
         self.up_bias = nnx.data(
-            constant(0.0, self.up.shape[1:], self.up.out_sharding[1:]) if "up" in biases else None
+            constant(0.0, shape[1:], dims[1:], "bias") if "up" in biases else None
         )
-        self.down_bias = nnx.data(constant(0.0, (embed,), (NORM,)) if "down" in biases else None)
+        self.down_bias = nnx.data(
+            constant(0.0, (embed,), (NORM,), "bias") if "down" in biases else None
+        )
 
     def hidden(self, x_BLD: Array, comm: Collectives) -> Array:
         """[B, L, D] -> values before the nonlinearity: [B, L, F], or [B, L, 2, F] with a gate."""

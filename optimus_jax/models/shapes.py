@@ -1,6 +1,7 @@
 """The shapes and logical axes of a model's parameters, without allocating arrays."""
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -9,14 +10,12 @@ from flax import nnx
 from optimus_jax.config import ModelConfig
 from optimus_jax.mesh.axes import LAYERS, VOCAB
 from optimus_jax.mesh.collectives import Collectives
+from optimus_jax.mesh.leaf import Leaf
 from optimus_jax.models.keys import make_key
 from optimus_jax.models.transformer import Decoder
 
 Params = dict[str, Any]
 """Nested dict of arrays (or of anything, leaf by leaf), named like the modules."""
-
-VOCABULARY_LEAVES = ("embedding/table", "head/table")
-"""Path endings of the leaves that are padded to whole shards; their shape depends on the plan."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +29,7 @@ class ModelShapes:
     (mesh/slots.py)."""
     graphdef: nnx.GraphDef
     state: nnx.State
-    """Abstract variables with their logical axes."""
+    """Abstract variables with their rows of the leaf table."""
 
     @property
     def params(self) -> Params:
@@ -38,27 +37,40 @@ class ModelShapes:
         return nnx.to_pure_dict(self.state)
 
     @property
-    def names(self) -> Params:
-        """Logical axes of every parameter: a tuple with one name per dimension."""
+    def leaves(self) -> Params:
+        """The leaf table: the Leaf of every parameter."""
         return nnx.to_pure_dict(
             jax.tree.map(
-                lambda variable: variable.replace(variable.out_sharding),
+                lambda variable: variable.replace(Leaf.of(variable)),
                 self.state,
                 is_leaf=_is_variable,
             )
+        )
+
+    def may_be_padded(self, path: str) -> bool:
+        """Whether an array of the training state, at a path such as `opt_state/0/mu/head/table`,
+        may end in zeros, whose number depends on the plan.
+        """
+        return path.endswith(self._padded)
+
+    @cached_property
+    def _padded(self) -> tuple[str, ...]:
+        """Paths of the leaves of which that is true."""
+        return tuple(
+            "/" + jax.tree_util.keystr(path, simple=True, separator="/")
+            for path, leaf in jax.tree.leaves_with_path(self.leaves)
+            if leaf.may_be_padded
         )
 
     @property
     def num_params(self) -> int:
         """Number of parameters, without padding rows and empty slots."""
         total = 0
-        for leaf, names in zip(
-            jax.tree.leaves(self.params),
-            jax.tree.leaves(self.names, is_leaf=lambda node: isinstance(node, tuple)),
-            strict=True,
+        for leaf, array in zip(
+            jax.tree.leaves(self.leaves), jax.tree.leaves(self.params), strict=True
         ):
-            size = leaf.size
-            for dim, name in zip(leaf.shape, names, strict=True):
+            size = array.size
+            for dim, name in zip(array.shape, leaf.dims, strict=True):
                 if name in (VOCAB, LAYERS):
                     used = self.config.vocab_size if name == VOCAB else self.config.num_layers
                     size = size // dim * used

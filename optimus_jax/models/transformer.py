@@ -227,14 +227,14 @@ class Decoder(nnx.Module):
         self.embedding = table(rngs=rngs)
         rows = config.max_length + (features.position_offset or 0)
         self.positions = nnx.data(
-            normal(rngs, (rows, config.embed_dim), (POSITIONS, EMBED), config.init_std)
+            normal(rngs, (rows, config.embed_dim), (POSITIONS, EMBED), config.init_std, "table")
             if features.positions == "learned"
             else None
         )
         self.position_offset = features.position_offset or 0
         between = (config.embed_dim, table_dim), (EMBED, TABLE)
         self.table_in = nnx.data(
-            normal(rngs, *between, config.init_std) if features.table_dim else None
+            normal(rngs, *between, config.init_std, "matrix_back") if features.table_dim else None
         )
 
         @nnx.vmap(in_axes=(0,), out_axes=0, transform_metadata={nnx.PARTITION_NAME: LAYERS})
@@ -250,10 +250,10 @@ class Decoder(nnx.Module):
         )
         self.head = nnx.data(None if config.tied else table(rngs=rngs))
         self.table_out = nnx.data(
-            normal(rngs, *between, config.init_std) if features.table_dim else None
+            normal(rngs, *between, config.init_std, "matrix") if features.table_dim else None
         )
         self.head_bias = nnx.data(
-            constant(0.0, (vocab_rows,), (VOCAB,)) if features.head_bias else None
+            constant(0.0, (vocab_rows,), (VOCAB,), "bias") if features.head_bias else None
         )
 
     def embed(self, tokens_BL: Array, positions_BL: Array, run: ForwardContext) -> Array:

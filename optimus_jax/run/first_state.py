@@ -24,7 +24,6 @@ from optimus_jax.training.state import (
     abstract_stored_state,
     from_stored,
     initial_loss_scale,
-    may_be_padded,
 )
 from optimus_jax.training.step import Program
 from optimus_jax.training.watchers import Display
@@ -76,17 +75,15 @@ def _restore_newest(
 
     Damaged checkpoints are moved aside.
     """
-    target = abstract_stored_state(
-        program.shapes, program.optimizer, config.precision, program.plan, program.mesh
-    )
+    target = _stored_target(program)
     check = partial(check_stored_config, config=config)
     if config.checkpoint.resume_step is not None:
-        return _restore_step(config.checkpoint.resume_step, target, check, checkpoints, display)
+        return _restore_step(program, config.checkpoint.resume_step, check, checkpoints, display)
     latest = checkpoints.latest()
 
     def from_memory(newer_than: int) -> Restored | None:
         found = make_snapshots(config, run, display).restore(
-            target, newer_than, paddable=may_be_padded, check=check
+            target, newer_than, paddable=program.shapes.may_be_padded, check=check
         )
         if found is not None:
             display.message(f"resumed from the in-memory snapshot of step {found.step}")
@@ -96,7 +93,7 @@ def _restore_newest(
         found := from_memory(latest.step if latest is not None else 0)
     ) is not None or not checkpoints.steps_for_all():
         return found
-    restored = checkpoints.restore(target, paddable=may_be_padded, check=check)
+    restored = checkpoints.restore(target, paddable=program.shapes.may_be_padded, check=check)
     if restored.damaged:
         if is_writer():
             for path in checkpoints.set_aside(restored.damaged):
@@ -107,9 +104,16 @@ def _restore_newest(
     return restored
 
 
+def _stored_target(program: Program) -> TrainState:
+    """What to restore: the state as checkpoints store it."""
+    return abstract_stored_state(
+        program.shapes, program.optimizer, program.config.precision, program.plan, program.mesh
+    )
+
+
 def _restore_step(
+    program: Program,
     step: int,
-    target: TrainState,
     check: Callable[[Mapping[str, Any]], None],
     checkpoints: Checkpoints,
     display: Display,
@@ -118,7 +122,9 @@ def _restore_step(
 
     After it is restored, later checkpoints are moved aside: the run no longer continues from them.
     """
-    restored = checkpoints.restore(target, step, paddable=may_be_padded, check=check)
+    restored = checkpoints.restore(
+        _stored_target(program), step, paddable=program.shapes.may_be_padded, check=check
+    )
     if is_writer():
         for path in checkpoints.set_aside(
             [later for later in checkpoints.steps() if later > step], ABANDONED_DIR

@@ -197,7 +197,7 @@ def _tensor_rows(program: Program) -> list[list[str]]:
     plan = program.plan
     leaves = jax.tree_util.tree_leaves_with_path(program.shapes.params)
     layouts = jax.tree.leaves(
-        layouts_of(program.shapes.names, plan.active_rules(program.config.model), plan.zero)
+        layouts_of(program.shapes.leaves, plan.active_rules(program.config.model), plan.zero)
     )
     params = jax.tree.leaves(program.state_shardings.params)
     rows = []

@@ -15,8 +15,6 @@ from jax import Array
 
 from optimus_jax.config import Config, MomentPrecision, OptimizerConfig
 from optimus_jax.errors import ConfigError, explain, nearest
-from optimus_jax.mesh.axes import EMBED
-from optimus_jax.mesh.sharding import map_names
 
 LEARNING_RATES = (
     (2e8, 6e-4),
@@ -146,17 +144,16 @@ def moments_per_parameter(name: str) -> int:
 
 
 def make_optimizer(
-    config: OptimizerConfig, names: Any, *, moments: MomentPrecision = "f32"
+    config: OptimizerConfig, leaves: Any, *, moments: MomentPrecision = "f32"
 ) -> optax.GradientTransformation:
     """The configured optimizer without its learning rate: the caller scales the result by the
     step's rate.
 
     Args:
-      names: logical axes of every parameter. Matrices, which have an `embed` dimension, decay;
-        norms and biases do not.
+      leaves: the Leaf of every parameter. Matrices and tables decay; scales and biases do not.
       moments: format in which the moments are stored; they are computed in float32.
     """
-    decays = map_names(lambda leaf: EMBED in leaf, names)
+    decays = jax.tree.map(lambda leaf: leaf.is_matrix, leaves)
     chain = optax.chain(
         _stored_as(moments, optimizer_named(config.name).direction(config)),
         optax.add_decayed_weights(config.weight_decay, mask=decays),

@@ -20,10 +20,10 @@ from optimus_jax.config import ModelConfig, PrecisionConfig
 from optimus_jax.mesh.axes import LAYERS
 from optimus_jax.mesh.sharding import layouts_of, named
 from optimus_jax.mesh.slots import canonical_slots
-from optimus_jax.models.shapes import VOCABULARY_LEAVES, ModelShapes, Params, model_shapes
+from optimus_jax.models.shapes import ModelShapes, Params, model_shapes
 from optimus_jax.plan import Plan
 from optimus_jax.reshard.memory_kinds import HOST_MEMORY, lies_on_host
-from optimus_jax.reshard.restack import is_stacked, restack, with_empty_slots_zero
+from optimus_jax.reshard.restack import restack, with_empty_slots_zero
 
 
 def planned_shapes(config: ModelConfig, plan: Plan) -> ModelShapes:
@@ -97,7 +97,7 @@ def state_specs(
     shapes: ModelShapes, optimizer: optax.GradientTransformation, plan: Plan
 ) -> TrainState:
     """A PartitionSpec for every leaf of the state under `plan`."""
-    layouts = layouts_of(shapes.names, plan.active_rules(shapes.config), plan.zero)
+    layouts = layouts_of(shapes.leaves, plan.active_rules(shapes.config), plan.zero)
     moment_specs = jax.tree.map(lambda layout: layout.moment_spec, layouts)
     opt_state = jax.eval_shape(optimizer.init, shapes.params)
     whole: Any = PartitionSpec()
@@ -189,11 +189,6 @@ def from_stored(
     return restack(
         stored, shardings, source=_stored_slots(shapes, plan), target=shapes.slots, keep=False
     )
-
-
-def may_be_padded(path: str) -> bool:
-    """Whether a stored leaf may end in zero rows, whose number depends on the plan."""
-    return path.endswith(VOCABULARY_LEAVES) or is_stacked(path)
 
 
 def _stored_slots(shapes: ModelShapes, plan: Plan) -> tuple[int, ...]:

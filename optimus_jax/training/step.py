@@ -119,7 +119,7 @@ def build_program(config: Config, plan: Plan, devices: Sequence[Any] | None = No
     check_jax_settings()
     mesh = build_mesh(plan.axes, None if devices is None else list(devices))
     shapes = planned_shapes(config.model, plan)
-    optimizer = make_optimizer(config.optimizer, shapes.names, moments=plan.moments)
+    optimizer = make_optimizer(config.optimizer, shapes.leaves, moments=plan.moments)
     specs = state_specs(shapes, optimizer, plan)
     rows, scalar = batch_spec(plan.active_rules(config.model)), PartitionSpec()
     shardings = state_shardings(shapes, optimizer, plan, mesh)
@@ -179,12 +179,12 @@ class _DeviceStep:
     ):
         self.config, self.plan, self.optimizer = config, plan, optimizer
         self.rules = plan.active_rules(config.model)
-        self.layouts = layouts_of(shapes.names, plan.active_rules(config.model), plan.zero)
+        self.layouts = layouts_of(shapes.leaves, plan.active_rules(config.model), plan.zero)
         comm = Collectives(jnp.dtype(COMPUTE_DTYPES[plan.precision]), self.rules, plan.zero)
         self.objective = Objective(config=config, shapes=shapes, plan=plan, comm=comm)
         self.of_leaf = [
-            make_optimizer(config.optimizer, names, moments=plan.moments)
-            for names in jax.tree.leaves(shapes.names, is_leaf=lambda node: isinstance(node, tuple))
+            make_optimizer(config.optimizer, leaf, moments=plan.moments)
+            for leaf in jax.tree.leaves(shapes.leaves)
         ]
         self.learning_rate = learning_rate(config, shapes.num_params)
 

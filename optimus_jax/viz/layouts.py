@@ -102,14 +102,14 @@ def model_tensors(
     """All parameters of a model, or one optimizer moment of each; largest first."""
     shapes = planned_shapes(model, plan)
     layouts: list[LeafLayout] = jax.tree.leaves(
-        layouts_of(shapes.names, plan.active_rules(model), plan.zero)
+        layouts_of(shapes.leaves, plan.active_rules(model), plan.zero)
     )
     leaves = jax.tree_util.tree_leaves_with_path(shapes.params)
     tensors = [
         ShardedTensor(
             name=jax.tree_util.keystr(path, simple=True, separator="/"),
             shape=leaf.shape,
-            dims=layout.names,
+            dims=layout.leaf.dims,
             itemsize=4 if kind == "parameters" else plan.moment_bytes,
             layers=shapes.slots,
             mesh=mesh,

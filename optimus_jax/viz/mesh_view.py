@@ -165,7 +165,7 @@ def _axes(axes: AxisSizes, topology: Topology) -> tuple[tuple[str, ...], ...]:
 
 def _parameters(model: ModelConfig, plan: Plan) -> tuple[tuple[str, ...], ...]:
     shapes = planned_shapes(model, plan)
-    layouts = jax.tree.leaves(layouts_of(shapes.names, plan.active_rules(model), plan.zero))
+    layouts = jax.tree.leaves(layouts_of(shapes.leaves, plan.active_rules(model), plan.zero))
     leaves = jax.tree_util.tree_leaves_with_path(shapes.params)
     rows = []
     for (path, leaf), layout in sorted(
@@ -177,11 +177,12 @@ def _parameters(model: ModelConfig, plan: Plan) -> tuple[tuple[str, ...], ...]:
             (
                 jax.tree_util.keystr(path, simple=True, separator="/"),
                 " x ".join(
-                    f"{name} {size}" for name, size in zip(layout.names, leaf.shape, strict=True)
+                    f"{name} {size}"
+                    for name, size in zip(layout.leaf.dims, leaf.shape, strict=True)
                 ),
                 ", ".join(
                     f"{dim} over {'+'.join(used)}"
-                    for dim, names in zip(layout.names, split, strict=True)
+                    for dim, names in zip(layout.leaf.dims, split, strict=True)
                     if (used := [name for name in names if plan.axes[name] > 1])
                 )
                 or "whole on every device",

@@ -16,7 +16,7 @@ from optimus_jax.config import CheckpointConfig
 from optimus_jax.reshard.checksum import named_leaves
 from optimus_jax.reshard.reshard import Move
 from optimus_jax.reshard.shard_sums import ShardSums
-from optimus_jax.training.state import abstract_stored_state, from_stored, may_be_padded, to_stored
+from optimus_jax.training.state import abstract_stored_state, from_stored, to_stored
 
 PLAN_SEQUENCE = (
     "data",
@@ -68,7 +68,7 @@ def restored_from(directory, target, step):
     wanted = abstract_stored_state(
         target.shapes, target.optimizer, target.config.precision, target.plan, target.mesh
     )
-    stored = checkpoints.restore(wanted, step, paddable=may_be_padded).state
+    stored = checkpoints.restore(wanted, step, paddable=target.shapes.may_be_padded).state
     checkpoints.close()
     return from_stored(stored, target.shapes, target.plan, target.state_shardings)
 

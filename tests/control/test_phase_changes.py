@@ -18,7 +18,7 @@ from optimus_jax.data.dataset import load_data
 from optimus_jax.data.sampler import count_examples, cut_examples, example_order
 from optimus_jax.errors import PlanError
 from optimus_jax.mesh.sharding import put_batch
-from optimus_jax.training.state import abstract_stored_state, from_stored, may_be_padded
+from optimus_jax.training.state import abstract_stored_state, from_stored
 
 STEPS = 8
 PHASES = "3:16,5:x16"
@@ -83,7 +83,7 @@ def test_a_phase_equals_a_restart_with_its_batch_shape(ramp, text):  # noqa: F81
         )
         stored = (
             Checkpoints(ramp.run_dir / "checkpoints", CheckpointConfig())
-            .restore(wanted, boundary, paddable=may_be_padded)
+            .restore(wanted, boundary, paddable=program.shapes.may_be_padded)
             .state
         )
         state, found = (

@@ -29,7 +29,7 @@ from optimus_jax.control.journal import switches
 from optimus_jax.mesh.sharding import put_batch
 from optimus_jax.reshard.checksum import named_leaves
 from optimus_jax.run.inputs import Inputs
-from optimus_jax.training.state import abstract_stored_state, from_stored, may_be_padded
+from optimus_jax.training.state import abstract_stored_state, from_stored
 
 AT, STEPS = 3, 8
 SAVED = {"steps": STEPS, "checkpoint_every": AT, "checkpoint.keep": STEPS, "control": "auto"}
@@ -55,7 +55,7 @@ def restarted(result, plan, without):
     )
     stored = (
         Checkpoints(result.run_dir / "checkpoints", CheckpointConfig())
-        .restore(wanted, AT, paddable=may_be_padded)
+        .restore(wanted, AT, paddable=program.shapes.may_be_padded)
         .state
     )
     state, found = from_stored(stored, program.shapes, plan, program.state_shardings), []

@@ -55,7 +55,7 @@ def test_leaves_of_legal_plans_have_equal_shards_and_distinct_axes(data):
     model = data.draw(models())
     plan = data.draw(plans(model).filter(lambda plan: is_legal(plan, model)))
     shapes = planned_shapes(model, plan)
-    specs = state_specs(shapes, make_optimizer(OptimizerConfig(), shapes.names), plan)
+    specs = state_specs(shapes, make_optimizer(OptimizerConfig(), shapes.leaves), plan)
     mesh = AbstractMesh(tuple(plan.axes[axis] for axis in MESH_AXES), MESH_AXES)
     leaves = named_leaves({"params": shapes.params, "mu": shapes.params, "nu": shapes.params})
     adam: Any = specs.opt_state
@@ -97,10 +97,10 @@ def axes_of(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
 
 
 def names_of(shapes, path: str) -> tuple[str, ...]:
-    names = shapes.names
+    leaf = shapes.leaves
     for key in path.split("/")[1:]:
-        names = names[key]
-    return names
+        leaf = leaf[key]
+    return leaf.dims
 
 
 @given(model=models(), axes=axis_sizes())

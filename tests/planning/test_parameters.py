@@ -61,7 +61,7 @@ def traced(model: ModelConfig, plan: Plan, *, split: bool) -> tuple[int, int]:
             plan.axes[axis] for axes in layout.axes(split=split) for axis in axes
         )
 
-    layouts = layouts_of(shapes.names, plan.active_rules(model), 3)
+    layouts = layouts_of(shapes.leaves, plan.active_rules(model), 3)
     parts = {
         name: sum(jax.tree.leaves(jax.tree.map(elements, part, layouts[name])))
         for name, part in shapes.params.items()

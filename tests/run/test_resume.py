@@ -45,7 +45,6 @@ from optimus_jax.run_directory.directory import RunDirectory
 from optimus_jax.training.state import (
     abstract_stored_state,
     from_stored,
-    may_be_padded,
     to_stored,
 )
 from optimus_jax.training.step import build_program
@@ -575,7 +574,7 @@ def restored_for(checkpoints, program):
         program.shapes, program.optimizer, program.config.precision, program.plan, program.mesh
     )
     return from_stored(
-        checkpoints.restore(target, paddable=may_be_padded).state,
+        checkpoints.restore(target, paddable=program.shapes.may_be_padded).state,
         program.shapes,
         program.plan,
         program.state_shardings,

@@ -65,10 +65,10 @@ def leaf_shapes(
     """
     built, _ = compiled(model_name, case)
     rules = built.plan.active_rules(built.config.model)
-    is_names = lambda node: isinstance(node, tuple)  # noqa: E731
-    names = jax.tree.leaves(built.program.shapes.names, is_leaf=is_names)
+    leaves = jax.tree.leaves(built.program.shapes.leaves)
     shapes = Counter()
-    for dims, leaf in zip(names, jax.tree.leaves(built.program.shapes.params), strict=True):
+    for row, leaf in zip(leaves, jax.tree.leaves(built.program.shapes.params), strict=True):
+        dims = row.dims
         stored_along = "vocab" if "vocab" in dims else "embed"
         axes = [
             (
@@ -145,6 +145,18 @@ def test_tensor_sums_the_gradient_of_shared_key_value_heads_once_per_step():
         for moved in everything
         if model.num_kv_heads in moved.shape[1:] and moved.shape != key_value
     ]
+
+
+def test_tensor_sums_the_gradient_of_norms_of_heads_once_per_step():
+    """All heads share their scales, so devices along tensor have parts of their gradients."""
+    case = plans.case("data=2,tensor=2", microbatches=2)
+    head_dim = plans.FAMILY_MODELS["qwen3"].head_dim
+    sums = [
+        moved
+        for moved in moved_by("qwen3", case, "all-reduce")
+        if moved.shape in ((head_dim,), (NUM_LAYERS, head_dim))
+    ]
+    assert [(moved.axes, moved.loops) for moved in sums] == [(("data", "tensor"), ())] * 2
 
 
 def test_tensor_sends_no_logits():

@@ -146,10 +146,8 @@ def test_state_is_sharded_as_the_plan_says(runs):
     plan, model = run.built.plan, run.built.config.model
     assert plan.num_devices > 1 == reference.built.plan.num_devices
     names = {
-        "/".join(key.key for key in path): names
-        for path, names in jax.tree_util.tree_leaves_with_path(
-            run.built.program.shapes.names, is_leaf=lambda node: isinstance(node, tuple)
-        )
+        "/".join(key.key for key in path): leaf.dims
+        for path, leaf in jax.tree.leaves_with_path(run.built.program.shapes.leaves)
     }
     whole_over_tensor = {rule.partition("=")[0] for rule in run.built.config.parallel.rules}
     if "heads" in whole_over_tensor or model.num_kv_heads % plan.axes.tensor:

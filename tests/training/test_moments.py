@@ -17,6 +17,7 @@ from optimus_jax.config import Config, OptimizerConfig
 from optimus_jax.config.axes import AxisSizes
 from optimus_jax.config.presets import model_preset
 from optimus_jax.errors import CheckpointError, ConfigError, PlanError
+from optimus_jax.mesh.leaf import Leaf
 from optimus_jax.planning.cost.cost import HOST_COPIES, predict
 from optimus_jax.planning.cost.memory import estimate_memory
 from optimus_jax.planning.cost.rates import Rates
@@ -102,7 +103,7 @@ def test_moments_are_rounded_to_bf16_once_per_step():
         OptimizerConfig(beta1=0.8, beta2=0.9, epsilon=0.01, weight_decay=0.0),
         np.random.default_rng(0),
     )
-    optimizer = make_optimizer(config, {"w": ("embed", "mlp")}, moments="bf16")
+    optimizer = make_optimizer(config, {"w": Leaf(("embed", "mlp"), "matrix")}, moments="bf16")
     params = {"w": jnp.zeros((30, 40))}
     state, m, v = (
         optimizer.init(params),
@@ -226,7 +227,7 @@ def test_bf16_moments_decay_where_gradients_vanish(beta):
 
     def decayed(beta2):
         optimizer = make_optimizer(
-            OptimizerConfig(beta1=beta, beta2=beta2), {"w": ("norm",)}, moments="bf16"
+            OptimizerConfig(beta1=beta, beta2=beta2), {"w": Leaf(("norm",), "bias")}, moments="bf16"
         )
         params = {"w": jnp.zeros(1000)}
         first = jnp.exp(jax.random.normal(jax.random.key(0), (1000,)))

@@ -10,10 +10,12 @@ import pytest
 from helpers import F32_RELATIVE, relative_error
 
 from optimus_jax.config import Config, OptimizerConfig
+from optimus_jax.mesh.leaf import Leaf
 from optimus_jax.models.shapes import model_shapes
 from optimus_jax.training.optimizer import learning_rate, make_optimizer, peak_learning_rate
 
 PEAK = 0.5
+MATRIX, BIAS = Leaf(("embed", "mlp"), "matrix"), Leaf(("norm",), "bias")
 
 
 def rates(schedule, *, steps=100, warmup=10, **settings):
@@ -95,7 +97,7 @@ def test_default_learning_rate_by_model_size(num_params, rate):
 @pytest.mark.parametrize("name", ["gpt", "llama"])
 def test_matrices_decay_and_vectors_do_not(name):
     shapes = model_shapes(plans.MODELS[name], 104)
-    optimizer = make_optimizer(OptimizerConfig(weight_decay=0.25), shapes.names)
+    optimizer = make_optimizer(OptimizerConfig(weight_decay=0.25), shapes.leaves)
     params, zeros = (
         jax.tree.map(lambda leaf, v=value: np.full(leaf.shape, v, np.float32), shapes.params)
         for value in (2, 0)
@@ -113,7 +115,7 @@ def test_matrices_decay_and_vectors_do_not(name):
 
 def test_adamw_by_its_definition():
     config = OptimizerConfig(beta1=0.8, beta2=0.9, epsilon=0.01, weight_decay=0.3)
-    optimizer = make_optimizer(config, {"w": ("embed", "mlp"), "b": ("norm",)})
+    optimizer = make_optimizer(config, {"w": MATRIX, "b": BIAS})
     random = np.random.default_rng(0)
     params = {"w": random.standard_normal((3, 4)), "b": random.standard_normal(3)}
     moments = {name: (np.zeros_like(value), np.zeros_like(value)) for name, value in params.items()}

@@ -125,7 +125,7 @@ def _traced(kind: ModelConfig, precision: Precision, length_ways: int) -> HeadPr
     primes, dtype = PRIMES[: len(HeadSizes._fields)], jnp.dtype(COMPUTE_DTYPES[precision])
     rules = {VOCAB: (VOCAB, LENGTH), LENGTH: (LENGTH,)} if length_ways > 1 else {VOCAB: (VOCAB,)}
     shapes = model_shapes(kind, kind.vocab_size)
-    layouts, comm = layouts_of(shapes.names, rules, 0), Collectives(dtype, rules)
+    layouts, comm = layouts_of(shapes.leaves, rules, 0), Collectives(dtype, rules)
 
     task = task_named(NEXT_TOKEN)
 

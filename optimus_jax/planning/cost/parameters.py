@@ -6,6 +6,7 @@ dimension is split. All counts are of elements, on one device; a leaf *whole* is
 *split* is fsdp's share of it (mesh/zero.py).
 """
 
+import itertools
 import math
 from dataclasses import dataclass
 from functools import lru_cache
@@ -16,16 +17,16 @@ import jax.numpy as jnp
 
 from optimus_jax.config import ModelConfig
 from optimus_jax.config.axes import FSDP, MESH_AXES, PIPE, AxisSizes
-from optimus_jax.mesh.axes import BATCH, EMBED, LAYERS, NORM, VOCAB
+from optimus_jax.mesh.axes import BATCH, EMBED, NORM, VOCAB
+from optimus_jax.mesh.leaf import Leaf
 from optimus_jax.mesh.rules import Rules, active_rules, padded_vocab
 from optimus_jax.mesh.zero import LeafLayout
 from optimus_jax.models.program_reader import CollectiveKind, collectives_of, traced_on_device
-from optimus_jax.models.shapes import VOCABULARY_LEAVES, model_shapes
+from optimus_jax.models.shapes import model_shapes
 from optimus_jax.plan import Plan
 from optimus_jax.planning.cost.implementation_profile import ImplementationProfile
 
-Leaf = tuple[tuple[int, ...], tuple[str, ...]]
-"""Shape and logical axes of one parameter."""
+Shape = tuple[int, ...]
 WAYS = 2
 """Devices along each axis of the mesh on which the end of a step is traced."""
 
@@ -33,8 +34,7 @@ WAYS = 2
 class LeafCount(NamedTuple):
     """Elements of one parameter on a device."""
 
-    names: tuple[str, ...]
-    """Its logical axes."""
+    leaf: Leaf
     whole: int
     split: int
 
@@ -87,40 +87,46 @@ def params_on_device(model: ModelConfig, rules: Rules, axes: AxisSizes) -> Devic
     active = active_rules(rules, axes, model)
     rows = padded_vocab(model.vocab_size, rules, axes)
 
-    def count(leaf: Leaf) -> LeafCount:
-        shape, names = leaf
+    def count(leaf: Leaf, shape: Shape) -> LeafCount:
         size = math.prod(
-            rows if name == VOCAB else dim for dim, name in zip(shape, names, strict=True)
+            rows if name == VOCAB else dim for dim, name in zip(shape, leaf.dims, strict=True)
         )
-        layout = LeafLayout(names, active, 3)
+        layout = LeafLayout(leaf, active, 3)
         whole, split = (
             size // math.prod(axes[axis] for dims in layout.axes(split=split) for axis in dims)
             for split in (False, True)
         )
-        return LeafCount(names, whole, split)
+        return LeafCount(leaf, whole, split)
 
     layer, outer = leaves_of(model)
+    counts = tuple(itertools.starmap(count, outer))
     return DeviceParams(
-        layer=tuple(map(count, layer.values())),
-        outer=tuple(map(count, outer.values())),
-        table_whole=count(outer[VOCABULARY_LEAVES[0]]).whole,
+        layer=tuple(itertools.starmap(count, layer)),
+        outer=counts,
+        table_whole=max(count.whole for count in counts if _is_vocabulary(count.leaf)),
     )
 
 
 @lru_cache(maxsize=64)
-def leaves_of(model: ModelConfig) -> tuple[dict[str, Leaf], dict[str, Leaf]]:
-    """The parameters of one layer, and those outside the layers, by path; without padding rows."""
+def leaves_of(
+    model: ModelConfig,
+) -> tuple[tuple[tuple[Leaf, Shape], ...], tuple[tuple[Leaf, Shape], ...]]:
+    """The parameters of one layer, and those outside the layers; without padding rows."""
     shapes = model_shapes(model, model.vocab_size)
-    names = jax.tree.leaves(shapes.names, is_leaf=lambda node: isinstance(node, tuple))
-    paths = jax.tree.leaves_with_path(shapes.params)
-    layer, outer = {}, {}
-    for (path, leaf), axes in zip(paths, names, strict=True):
-        name = "/".join(str(key.key) for key in path)
-        if axes[0] == LAYERS:
-            layer[name] = (leaf.shape[1:], axes[1:])
+    layer, outer = [], []
+    for leaf, array in zip(
+        jax.tree.leaves(shapes.leaves), jax.tree.leaves(shapes.params), strict=True
+    ):
+        if leaf.is_in_layers:
+            layer.append((leaf.last(array.ndim - 1), array.shape[1:]))
         else:
-            outer[name] = (leaf.shape, axes)
-    return layer, outer
+            outer.append((leaf, array.shape))
+    return tuple(layer), tuple(outer)
+
+
+def _is_vocabulary(leaf: Leaf) -> bool:
+    """Whether it is a table over the vocabulary: the embedding, or the head's matrix."""
+    return leaf.is_matrix and VOCAB in leaf.dims
 
 
 def layers_on_device(model: ModelConfig, plan: Plan) -> int:
@@ -144,8 +150,8 @@ def _stored(
     )
     params = params_on_device(model, own, axes)
     # The first stage has the embedding, and the last one the head.
-    tables = [leaf for leaf in params.outer if VOCAB in leaf.names and len(leaf.names) > 1]
-    others = [leaf for leaf in params.outer if leaf not in tables]
+    tables = [count for count in params.outer if _is_vocabulary(count.leaf)]
+    others = [count for count in params.outer if count not in tables]
     return params.layer, (*others, tables[0])
 
 
@@ -163,11 +169,11 @@ def step_exchanges(
     layer, outer = _stored(model, rules, axes, head_shared)
     elements: dict[tuple[CollectiveKind, tuple[str, ...]], float] = {}
     for leaves, times in ((layer, num_layers), (outer, 1)):
-        for leaf in leaves:
-            layout = LeafLayout(leaf.names, active, zero)
+        for count in leaves:
+            layout = LeafLayout(count.leaf, active, zero)
             is_split = layout.fsdp_dim is not None
             for kind, over, of_split in _at_the_end(layout.summed_axes, is_split, zero):
-                size = times * (leaf.split if of_split else leaf.whole)
+                size = times * (count.split if of_split else count.whole)
                 elements[kind, over] = elements.get((kind, over), 0) + size
     return elements
 
@@ -210,9 +216,9 @@ def _at_the_end(
       summed_axes: mesh axes whose devices hold different parts of its gradient.
       is_split: whether fsdp splits it.
     """
-    names = (EMBED if is_split else NORM,)
+    leaf = Leaf((EMBED,), "matrix") if is_split else Leaf((NORM,), "scale")
     rules = {BATCH: summed_axes} | ({EMBED: (FSDP,)} if is_split else {})
-    layout = LeafLayout(names, rules, zero)
+    layout = LeafLayout(leaf, rules, zero)
 
     def end(gradient: jax.Array, param: jax.Array) -> tuple[jax.Array, jax.Array]:
         gradient = layout.reduced(layout.used(gradient))
@@ -230,7 +236,7 @@ def _at_the_end(
         (layout.spec(split=zero >= 2), layout.param_spec),
         *(array(split=zero >= 2), array(split=zero >= 3)),
     )
-    whole_bytes = 4 * WAYS ** len(names)
+    whole_bytes = 4 * WAYS ** len(leaf.dims)
     return tuple(
         (kind, axes, num_bytes < whole_bytes)
         for (kind, axes), messages in collectives_of(traced).items()
