@@ -68,6 +68,10 @@ class Collectives:
             axes = tuple(axis for axis in axes if axis not in split)
         return lax.psum(x, axes) if axes else x
 
+    def splits_alike(self, one: str, other: str) -> bool:
+        """Whether the same devices share two logical axes, so that one collective serves both."""
+        return self.rules.get(one, ()) == self.rules.get(other, ())
+
     def local_tokens(self, x: Array) -> Array:
         """This device's tokens, as the residual stream has them, of a value [B, L, ...] that has
         all.

@@ -69,10 +69,9 @@ class Attention(nnx.Module):
     def project(self, x_BLD: Array, comm: Collectives) -> tuple[Array, Array, Array]:
         """Queries [B, L, H, K], keys and values [B, L, G, K] of this device's heads.
 
-        When training in f16, keys and values that several query heads share are float32: `attend`
-        rounds them.
+        `x_BLD` has been fanned out over `heads`. When training in f16, keys and values that
+        several query heads share are float32: `attend` rounds them.
         """
-        x_BLD = comm.fan_out(x_BLD, HEADS)
         q_BLHK = add_bias(project(x_BLD, comm.weight(self.query), comm.dtype), self.query_bias)
         needed = {"num_local_heads": q_BLHK.shape[2], "group": self.num_heads_per_kv_head}
         # Query heads that share a key/value head may be on several devices; each device then has

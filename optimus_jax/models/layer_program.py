@@ -139,6 +139,7 @@ class LayerPrograms:
     respect_documents: bool
     shares_kv_heads: bool
     length_ways: int
+    splits_alike: bool
 
     def under(self, remat: RematPolicy) -> LayerProgram:
         """The program under a remat policy; traced on the first call."""
@@ -155,6 +156,7 @@ def layer_programs(
     respect_documents: bool = True,
     shares_kv_heads: bool = False,
     length_ways: int = 1,
+    splits_alike: bool = True,
 ) -> LayerPrograms:
     """The programs of a model's layers; models with the same features share them.
 
@@ -165,10 +167,19 @@ def layer_programs(
         heads are split, so that several devices use the same one.
       length_ways: devices that share the tokens of the residual stream, and then also the heads and
         the feed-forward's width.
+      splits_alike: whether the same devices share the heads and the feed-forward's width.
     """
-    kind = _kind(model, seq_len, shares_kv_heads, length_ways)
+    splits_alike = splits_alike or length_ways > 1
+    kind = _kind(model, seq_len, shares_kv_heads, length_ways, splits_alike)
     return _of_kind(
-        kind, seq_len, precision, kernel, respect_documents, shares_kv_heads, length_ways
+        kind,
+        seq_len,
+        precision,
+        kernel,
+        respect_documents,
+        shares_kv_heads,
+        length_ways,
+        splits_alike,
     )
 
 
@@ -202,21 +213,24 @@ def _primes(seq_len: int) -> list[int]:
     return [prime for prime in PRIMES if seq_len % prime][: len(LayerSizes._fields)]
 
 
-def _kind(model: ModelConfig, seq_len: int, shares_kv_heads: bool, length_ways: int) -> ModelConfig:
+def _kind(
+    model: ModelConfig, seq_len: int, shares_kv_heads: bool, length_ways: int, splits_alike: bool
+) -> ModelConfig:
     """A model of one layer, the same for all models with these features: on each device of the
     abstract mesh, primes are its sizes.
     """
     primes, features = _primes(seq_len), features_of(model)
     has_groups = shares_kv_heads or model.num_heads != model.num_kv_heads
     group = primes[GROUP] if has_groups else 1
-    ways = length_ways if length_ways > 1 else WAYS
+    # The number of devices is given, and no multiple of a prime, if they share tokens.
     if not shares_kv_heads:
-        kv_heads = ways * primes[KV_HEADS]
+        heads_ways = length_ways if length_ways > 1 else WAYS
+        kv_heads = heads_ways * primes[KV_HEADS]
         heads = kv_heads * group
     else:
-        # The number of devices is given, and no multiple of a prime, if they share tokens.
         kv_heads = model.num_kv_heads if length_ways > 1 else primes[STORED_KV_HEADS]
-        heads = (length_ways if length_ways > 1 else WAYS * kv_heads) * group
+        heads_ways = length_ways if length_ways > 1 else WAYS * kv_heads
+        heads = heads_ways * group
     return ModelConfig(
         name="traced",
         family=model.family,
@@ -226,7 +240,7 @@ def _kind(model: ModelConfig, seq_len: int, shares_kv_heads: bool, length_ways: 
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=2 * primes[HALF_HEAD],
-        mlp_dim=ways * primes[MLP],
+        mlp_dim=(heads_ways if splits_alike else WAYS) * primes[MLP],
         max_length=8,
         dropout=0.0,
         features=replace(
@@ -256,8 +270,10 @@ class _Tracer:
         }
         if not programs.shares_kv_heads:
             rules[logical.KV_HEADS] = (logical.HEADS,)
+        if programs.splits_alike:
+            rules[logical.MLP] = (logical.HEADS,)
         if programs.length_ways > 1:
-            rules |= dict.fromkeys((logical.LENGTH, logical.MLP), (logical.HEADS,))
+            rules[logical.LENGTH] = (logical.HEADS,)
         local_heads = (
             primes[GROUP]
             if programs.shares_kv_heads

@@ -51,10 +51,10 @@ class FeedForward(nnx.Module):
         )
 
     def hidden(self, x_BLD: Array, comm: Collectives) -> Array:
-        """[B, L, D] -> values before the nonlinearity: [B, L, F], or [B, L, 2, F] with a gate."""
-        return add_bias(
-            project(comm.fan_out(x_BLD, MLP), comm.weight(self.up), comm.dtype), self.up_bias
-        )
+        """[B, L, D], fanned out over `mlp` -> values before the nonlinearity: [B, L, F], or
+        [B, L, 2, F] with a gate.
+        """
+        return add_bias(project(x_BLD, comm.weight(self.up), comm.dtype), self.up_bias)
 
     def partial_out(self, hidden: Array, comm: Collectives) -> Array:
         """The nonlinearity and the second projection; gives this device's part of the sum over
@@ -68,4 +68,8 @@ class FeedForward(nnx.Module):
 
     def combine(self, partial_BLD: Array, comm: Collectives) -> Array:
         """The sum of all devices' parts, plus the bias."""
-        return add_bias(comm.sum_stream(partial_BLD, MLP), self.down_bias).astype(comm.dtype)
+        return self.with_bias(comm.sum_stream(partial_BLD, MLP), comm)
+
+    def with_bias(self, sum_BLD: Array, comm: Collectives) -> Array:
+        """The sum of all devices' parts, with the bias."""
+        return add_bias(sum_BLD, self.down_bias).astype(comm.dtype)

@@ -20,7 +20,7 @@ from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 
 from optimus_jax.config import AttentionKernel, ModelConfig, RematPolicy
-from optimus_jax.mesh.axes import EMBED, HEADS, LAYERS, POSITIONS, TABLE, VOCAB
+from optimus_jax.mesh.axes import EMBED, HEADS, LAYERS, MLP, POSITIONS, TABLE, VOCAB
 from optimus_jax.mesh.collectives import Collectives
 from optimus_jax.models import rotary
 from optimus_jax.models.attention import Attention
@@ -119,7 +119,7 @@ class Block(nnx.Module):
         `cache`: earlier keys and values [B, T, G, K]; returned with those of this pass added.
         """
         comm, site, recomputed = run.comm, layer * SITES_PER_LAYER + 1, run.recomputed
-        q, k, v = self._queries_keys_values(x_BLD, run, cos_sin)
+        q, k, v, hidden = self._projected(x_BLD, run, cos_sin)
         if cache is not None:
             start = (0, run.visibility.query_offset, 0, 0)
             longer = [
@@ -143,43 +143,58 @@ class Block(nnx.Module):
             )
 
         heads = (jax.checkpoint(core) if run.remat == "selective" else core)(q, k, v)
+        if hidden is not None:
+            out_BLD = recomputed(
+                lambda heads, hidden: (
+                    self.attention.partial_out(heads, comm) + self.mlp.partial_out(hidden, comm)
+                )
+            )(heads, hidden)
+            return x_BLD + self.mlp.with_bias(self.attention.combine(out_BLD, comm), comm), cache
         out_BLD = self.attention.combine(
             recomputed(lambda h: self.attention.partial_out(h, comm))(heads), comm
         )
         before_BLD = x_BLD
         x_BLD = self._added(x_BLD, out_BLD, self.attention_out_norm, run, site + 1)
         mlp_norm = self.attention_norm if self.parallel else self.mlp_norm
-        hidden = recomputed(lambda x: self.mlp.hidden(_normed(mlp_norm, x, comm), comm))(
-            before_BLD if self.parallel else x_BLD
-        )
+        hidden = recomputed(
+            lambda x: self.mlp.hidden(comm.fan_out(_normed(mlp_norm, x, comm), MLP), comm)
+        )(before_BLD if self.parallel else x_BLD)
         out_BLD = self.mlp.combine(
             recomputed(lambda h: self.mlp.partial_out(h, comm))(hidden), comm
         )
         return self._added(x_BLD, out_BLD, self.mlp_out_norm, run, site + 2), cache
 
-    def _queries_keys_values(
+    def _projected(
         self, x_BLD: Array, run: ForwardContext, cos_sin: tuple[Array, Array] | None
-    ) -> tuple[Array, Array, Array]:
-        """Backward computes what leads to the product again, and what follows: rotations keep
+    ) -> tuple[Array, Array, Array, Array | None]:
+        """Queries, keys, values, and the feed-forward's hidden values if both branches of a
+        parallel block share their input and their result: then one collective gathers the stream
+        for both, and one sums what both give. Dropout needs each branch's own result.
+
+        Backward computes what leads to the products again, and what follows: rotations keep
         nothing, so they are part of the first; norms of queries and keys need the product.
         """
         comm, attention = run.comm, self.attention
+        is_joint = (
+            self.parallel
+            and (run.keys_B is None or self.dropout == 0)
+            and comm.splits_alike(HEADS, MLP)
+        )
+        rotates_at_once = attention.query_norm is None
 
-        def projected(x_BLD: Array) -> tuple[Array, Array, Array]:
-            return attention.project(_normed(self.attention_norm, x_BLD, comm), comm)
+        def projected(x_BLD: Array) -> tuple[Array, Array, Array, Array | None]:
+            x_BLD = comm.fan_out(_normed(self.attention_norm, x_BLD, comm), HEADS)
+            q, k, v = attention.project(x_BLD, comm)
+            if rotates_at_once:
+                q, k = attention.rotated(q, k, cos_sin)
+            return q, k, v, self.mlp.hidden(x_BLD, comm) if is_joint else None
 
-        if attention.query_norm is None:
-
-            def whole(x_BLD: Array) -> tuple[Array, Array, Array]:
-                q, k, v = projected(x_BLD)
-                return *attention.rotated(q, k, cos_sin), v
-
-            return run.recomputed(whole)(x_BLD)
-        q, k, v = run.recomputed(projected)(x_BLD)
-        q, k = run.recomputed(
-            lambda q, k: attention.rotated(*attention.normed(q, k, comm), cos_sin)
-        )(q, k)
-        return q, k, v
+        q, k, v, hidden = run.recomputed(projected)(x_BLD)
+        if not rotates_at_once:
+            q, k = run.recomputed(
+                lambda q, k: attention.rotated(*attention.normed(q, k, comm), cos_sin)
+            )(q, k)
+        return q, k, v, hidden
 
     def _added(
         self, x_BLD: Array, out_BLD: Array, norm: Norm | None, run: ForwardContext, site: Array

@@ -28,7 +28,7 @@ SCALARS = 4
 PLANS = {
     "data=2,fsdp=2,tensor=2": {},
     "fsdp=4,tensor=2": {"remat": "full", "microbatches": 2, "precision": "bf16"},
-    "data=4,tensor=2": {"remat": "dots", "zero": 0},
+    "data=4,tensor=2": {"remat": "dots", "zero": 0, "rules": ("mlp=none",)},
     "data=2,fsdp=4": {"zero": 2, "microbatches": 2, "precision": "f16"},
     "pipe=2,fsdp=2,tensor=2": {"remat": "selective", "microbatches": 4, "zero": 1},
     "pipe=2,tensor=4": {"remat": "full", "microbatches": 2, "keep_residuals": False},

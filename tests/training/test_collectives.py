@@ -147,6 +147,13 @@ def test_tensor_sums_the_gradient_of_shared_key_value_heads_once_per_step():
     ]
 
 
+@pytest.mark.parametrize("rules", [(), ("mlp=none",)], ids=str)
+def test_tensor_sums_the_branches_of_a_parallel_block_together(rules):
+    case = plans.case("tensor=2", rules=rules, loss_chunk_tokens=ONE_CHUNK)
+    layers = [moved for moved in moved_by("gptj", case) if in_layers(moved)]
+    assert Counter(map(is_backward, layers)) == {False: 1, True: 1}
+
+
 def test_tensor_sums_the_gradient_of_norms_of_heads_once_per_step():
     """All heads share their scales, so devices along tensor have parts of their gradients."""
     case = plans.case("data=2,tensor=2", microbatches=2)

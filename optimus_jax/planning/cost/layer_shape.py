@@ -85,6 +85,7 @@ def _of_one_row(
         kernel=kernel,
         shares_kv_heads=heads_ways > kv_ways,
         length_ways=length_ways,
+        splits_alike=active.get(HEADS, ()) == active.get(MLP, ()),
     )
     sizes = sizes_on_device(
         model, rows=1, heads=heads, kv_heads=kv_heads, mlp=model.mlp_dim // mlp_ways
