@@ -141,9 +141,8 @@ def run_all(out: Path, todo: list, number: int, num_steps: int) -> None:
                 "plan": plan.digest,
                 "layout": plan.describe(),
                 **{
-                    key: round(value, 5)
-                    for key, value in dataclasses.asdict(trial).items()
-                    if key in ("cpu_s", "step_time_s", "compile_s")
+                    key: round(getattr(trial, key), 5)
+                    for key in ("cpu_s", "step_time_s", "compile_s")
                 },
             }
             file.write(json.dumps(row) + "\n")
