@@ -62,9 +62,12 @@ def config_from_huggingface(hf_config: HfConfig) -> ModelConfig:
     for key in UNSUPPORTED:
         if hf_config.get(key) is not None:
             raise not_supported(key, hf_config[key], (None,))
-    partial = {**hf_config, **(hf_config.get("rope_parameters") or {})}.get("partial_rotary_factor")
-    if family != "phi3" and partial not in (None, 1.0):
-        raise not_supported("partial_rotary_factor", partial, (1.0,))
+    ropes = hf_config.get("rope_parameters") or {}
+    by_layer_type = (part for part in ropes.values() if isinstance(part, Mapping))
+    for part in (hf_config, ropes, *by_layer_type):
+        partial = part.get("partial_rotary_factor")
+        if family != "phi3" and partial not in (None, 1.0):
+            raise not_supported("partial_rotary_factor", partial, (1.0,))
     sizes, missing = {}, []
     for field, key in hf_format.sizes.items():
         if (value := hf_config.get(key)) is None:

@@ -131,6 +131,8 @@ def _gemma3(hf: HfConfig) -> dict[str, Any]:
     types = _layer_types(hf, lambda layer: (layer + 1) % pattern != 0)
     ropes = hf.get("rope_parameters") or {}
     local = ropes.get("sliding_attention") or {}
+    if (kind := local.get("rope_type", "default")) != "default":
+        raise not_supported("rope_parameters.sliding_attention.rope_type", kind, ("default",))
     return _llama(hf) | {
         "window": hf.get("sliding_window", 4096) or 0,
         "layer_types": _shortest_pattern(types),

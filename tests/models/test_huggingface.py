@@ -633,6 +633,16 @@ def test_released_configs_are_our_presets():
             {"rope_parameters": {"partial_rotary_factor": 0.5}},
             "partial_rotary_factor=0.5",
         ),
+        (
+            CASES["gemma3"] | {"rms_norm_eps": 1e-6, "initializer_range": 0.02},
+            {"rope_parameters": {"full_attention": {"partial_rotary_factor": 0.5}}},
+            "partial_rotary_factor=0.5",
+        ),
+        (
+            CASES["gemma3"] | {"rms_norm_eps": 1e-6, "initializer_range": 0.02},
+            {"rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2.0}}},
+            "sliding_attention.rope_type='linear'",
+        ),
     ],
 )
 def test_unsupported_models_are_refused(released: dict, change: dict, message: str):
