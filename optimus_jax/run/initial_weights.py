@@ -2,7 +2,7 @@
 
 `initial_weights` chooses, and only run/first_state.py calls it. Everything else of the state begins
 anew: the step, the optimizer's moments, the loss scale and the position in the data. Another source
-is a class with `initial_state`.
+(run/huggingface_weights.py) is a class with `initial_state`.
 """
 
 from collections.abc import Callable, Mapping

@@ -1,4 +1,4 @@
-"""A new run's parameters: of a seed, or of another run under another plan."""
+"""A new run's parameters: of another run under another plan, or of Hugging Face's tensors."""
 
 import json
 import re
@@ -17,7 +17,9 @@ from optimus_jax.config import CheckpointConfig
 from optimus_jax.config.run_checkpoint import RunCheckpoint
 from optimus_jax.errors import CheckpointError, ConfigError, DataError
 from optimus_jax.mesh.slots import EMPTY
+from optimus_jax.models.huggingface import from_huggingface, to_huggingface
 from optimus_jax.reshard.restack import is_stacked
+from optimus_jax.run.huggingface_weights import HuggingFaceWeights
 from optimus_jax.run.initial_weights import RunWeights, SeedWeights
 from optimus_jax.store.mirror import Mirror
 from optimus_jax.store.objects import Objects
@@ -162,6 +164,33 @@ def test_another_end_of_documents_is_told(interleaved_run):
     program = build(MODEL, SPLIT).program
     weights_of(interleaved_run[0], eos=8).initial_state(program, messages.append)
     assert any("end with token 8" in message and "token 7" in message for message in messages)
+
+
+@pytest.mark.parametrize("to", [SPLIT, INTERLEAVED], ids=str)
+def test_tensors_of_hugging_face_go_to_the_devices_in_shards(to, monkeypatch):
+    rng, program = np.random.default_rng(0), build(MODEL, to).program
+    one = build(MODEL, case("data=1", zero=0)).program.shapes
+    params = jax.tree.map(lambda leaf: rng.random(leaf.shape, np.float32), one.params)
+    tensors = to_huggingface(params, MODEL)
+    expected = from_huggingface(tensors, MODEL, program.shapes.vocab_rows)
+    asked, make = [], jax.make_array_from_callback
+
+    def recorded(shape, sharding, callback):
+        def shard(index):
+            part = callback(index)
+            asked.append((part.shape, sharding.shard_shape(shape)))
+            return part
+
+        return make(shape, sharding, shard)
+
+    monkeypatch.setattr(jax, "make_array_from_callback", recorded)
+    state, source = HuggingFaceWeights(tensors, "a test").initial_state(program, print)
+    check_begins_with(
+        state, program, {f"params/{path}": leaf for path, leaf in host_leaves(expected).items()}
+    )
+    assert source == "a test"
+    assert len(asked) >= len(jax.tree.leaves(params))
+    assert [part for part, shard in asked if part != shard] == []
 
 
 def test_parameters_from_a_seed_are_those_of_the_program():
