@@ -49,8 +49,8 @@ def parser(note: Callable[[str], None] = say) -> Parser:
     flags = Parser(
         note=note,
         usage=(
-            "%(prog)s --model NAME | --config FILE [flags]   or   %(prog)s --run-dir DIR --resume"
-            " [flags]"
+            "%(prog)s --model NAME | --config FILE | --init-from DIR [flags]   or   %(prog)s"
+            " --run-dir DIR --resume [flags]"
         ),
         description="Train a decoder on any data x fsdp x tensor x pipe mesh.",
         argument_default=SUPPRESS,
@@ -132,6 +132,14 @@ def parser(note: Callable[[str], None] = say) -> Parser:
     )
     flags.add_argument(
         "--seed", metavar="N", help=f"weights, data order, dropout (default: {default.seed})"
+    )
+    flags.add_argument(
+        "--init-from",
+        metavar="DIR",
+        help=(
+            "begin with the parameters of the run in this directory or URL; DIR@STEP: of that"
+            " checkpoint (default: drawn from the seed)"
+        ),
     )
     flags.add_argument(
         "--eval-every",

@@ -10,6 +10,7 @@ from optimus_jax.config import DERIVED, Config
 from optimus_jax.config.advice import VALUES, advice_for, spelled_like
 from optimus_jax.config.aliases import PARAMETERS, RENAMED, alias_of, meant_by_last_part, word
 from optimus_jax.config.presets import model_preset
+from optimus_jax.config.run_checkpoint import RunCheckpoint
 from optimus_jax.config.settings import field_types, section_type, setting_names, shown, value_of
 from optimus_jax.errors import ConfigError, explain
 from optimus_jax.store.local_copies import local_file
@@ -31,6 +32,7 @@ SHORT_NAMES = {
     "steps": "steps",
     "lr": "optimizer.lr",
     "seed": "seed",
+    "init_from": "init_from",
     "eval_every": "eval_every",
     "checkpoint_every": "checkpoint.every",
     "control": "control",
@@ -42,7 +44,7 @@ SHORT_NAMES = {
 }
 """Short name (of a flag or keyword argument) to the dotted name of a common setting."""
 
-FIXED_FOR_A_RUN = ("model.", "data.", "seed", "task", "optimizer.name")
+FIXED_FOR_A_RUN = ("model.", "data.", "seed", "init_from", "task", "optimizer.name")
 """Prefixes of settings that a resumed run keeps: another value would make it a different run."""
 KNOWN_BY_CONTENT = (
     "data.sources",
@@ -150,7 +152,12 @@ def repeated_config(text: str, wanted: Config) -> Config:
 
 
 def _with_whole_paths(config: Config) -> Config:
-    return dataclasses.replace(config, data=config.data.with_whole_paths())
+    named = config.init_from
+    return dataclasses.replace(
+        config,
+        data=config.data.with_whole_paths(),
+        init_from=named and str(RunCheckpoint.parse(named, what="--init-from").with_whole_path()),
+    )
 
 
 def _is_fixed(name: str) -> bool:

@@ -12,6 +12,7 @@ from optimus_jax.config.checks import check_counts, check_positive
 from optimus_jax.config.data import DataConfig
 from optimus_jax.config.model import ModelConfig
 from optimus_jax.config.parallel import ParallelConfig, PrecisionConfig
+from optimus_jax.config.run_checkpoint import RunCheckpoint
 from optimus_jax.config.running import ControlConfig, DistributedConfig, FaultConfig, StoreConfig
 from optimus_jax.config.settings import build, changed, check_finite
 from optimus_jax.config.training import (
@@ -54,6 +55,9 @@ class Config:
     """What is learnt: next_token, cross-entropy of every next token."""
     seed: int = 0
     """Seed of initial weights, data order and dropout; below 2^31."""
+    init_from: str | None = None
+    """Begin with the parameters of another run: DIR or DIR@STEP, where DIR is its directory or URL
+    and STEP that of a checkpoint (otherwise the newest good one); None: draw them from the seed."""
     eval_every: int = 100
     """Steps between evaluations, plus one at the end; 0: never."""
     eval_batches: int | None = None
@@ -71,6 +75,8 @@ class Config:
             raise ConfigError(
                 explain("seed is out of range", given=self.seed, do=f"choose 0 to {2**31 - 1}")
             )
+        if self.init_from is not None:
+            RunCheckpoint.parse(self.init_from, what="--init-from")
         if self.eval_every < 0 or self.checkpoint.every < 0:
             raise ConfigError(
                 explain(

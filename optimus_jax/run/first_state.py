@@ -1,13 +1,12 @@
-"""The state that a run starts from: a new one, or the newest valid checkpoint or snapshot."""
+"""The state that a run starts from: its newest valid checkpoint or snapshot, or an initial one."""
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from optimus_jax.checkpoint.checkpoints import ABANDONED_DIR, Checkpoints
 from optimus_jax.checkpoint.reading import Restored
@@ -15,10 +14,11 @@ from optimus_jax.checkpoint.snapshots import Snapshots
 from optimus_jax.cluster.distributed import broadcast_from_0, is_writer
 from optimus_jax.config import Config, Precision
 from optimus_jax.faults.divergence import LearningHealth, describe_trouble, rollback_advice
+from optimus_jax.run.initial_weights import initial_weights
 from optimus_jax.run.inputs import Inputs
 from optimus_jax.run.stored_config import check_stored_config, saved_config
 from optimus_jax.run_directory.directory import RunDirectory
-from optimus_jax.run_directory.run_data import check_same_data, identity_in_run
+from optimus_jax.run_directory.run_data import check_same_data, identity_in_run, weights_in_run
 from optimus_jax.training.state import (
     TrainState,
     abstract_stored_state,
@@ -29,6 +29,20 @@ from optimus_jax.training.step import Program
 from optimus_jax.training.watchers import Display
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class FirstState:
+    """The state of a run before its first step, and where it came from."""
+
+    state: TrainState
+    learning: LearningHealth
+    """Record of how the run has learned."""
+    saved: Config | None = None
+    """The config in the checkpoint, because config.json may have been edited since; None for an
+    initial state."""
+    weights: str | None = None
+    """Where the parameters of an initial state came from; None: restored from a checkpoint."""
+
+
 def first_state(
     program: Program,
     inputs: Inputs,
@@ -36,14 +50,14 @@ def first_state(
     run: RunDirectory,
     resume: bool,
     display: Display,
-) -> tuple[TrainState, LearningHealth, Config | None]:
-    """The initial or restored state, the record of how the run has learned, and the saved config.
+) -> FirstState:
+    """The state before the first step: restored if the run has a checkpoint, otherwise initial.
 
-    The state is restored onto this plan's mesh, whatever mesh saved it. The saved config is the one
-    in the checkpoint, because config.json may have been edited since; None for a new state.
+    It is restored onto this plan's mesh, whatever mesh saved it.
 
     Raises:
-      CheckpointError: there is no checkpoint of the requested step, or none is valid.
+      OptimusError: there is no checkpoint of the requested step, or none is valid; or the initial
+        parameters cannot be read.
     """
     config = inputs.config
     if (
@@ -54,18 +68,23 @@ def first_state(
         _warn_if_not_learning(learning, restored.step, checkpoints, display)
         check_same_data(restored.metadata.get("data"), inputs.data, config.data, display.message)
         state = from_stored(restored.state, program.shapes, program.plan, program.state_shardings)
-        return (
-            _with_loss_scale(
+        return FirstState(
+            state=_with_loss_scale(
                 config, json.loads(restored.metadata["plan"])["precision"], state, program, display
             ),
-            learning,
-            saved_config(restored.metadata),
+            learning=learning,
+            saved=saved_config(restored.metadata),
         )
+    used_before = None
     if resume:
-        begun_with = json.loads(broadcast_from_0(json.dumps(identity_in_run(run))))
+        begun_with, used_before = json.loads(
+            broadcast_from_0(json.dumps([identity_in_run(run), weights_in_run(run)]))
+        )
         check_same_data(begun_with, inputs.data, config.data, display.message)
         display.message("the run has no checkpoint yet: it starts over at step 1")
-    return program.init(jnp.int32(config.seed)), LearningHealth(), None
+    source = initial_weights(config, inputs.data.identity, used_before)
+    state, weights = source.initial_state(program, display.message)
+    return FirstState(state=state, learning=LearningHealth(), weights=weights)
 
 
 def _restore_newest(

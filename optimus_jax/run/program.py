@@ -84,16 +84,21 @@ def run_program(
         limits=lambda: learning.limits,
     )
     resume = resumed is not None
-    state, learning, saved = first_state(program, inputs, checkpoints, run, resume, display)
-    now = in_phase(config, phase_after(config, int(state.step)))
+    first = first_state(program, inputs, checkpoints, run, resume, display)
+    now = in_phase(config, phase_after(config, int(first.state.step)))
     # the newest checkpoint is damaged, and the one before it belongs to an earlier phase
     if now != program.config:
         plan = plan_of(
-            phase_after(config, int(state.step)), config, choice.plan, topology, devices.pricing
+            phase_after(config, int(first.state.step)),
+            config,
+            choice.plan,
+            topology,
+            devices.pricing,
         )
         choice = replace(choice, plan=plan)
         program = build_program(now, choice.plan)
-        state, learning, saved = first_state(program, inputs, checkpoints, run, resume, display)
+        first = first_state(program, inputs, checkpoints, run, resume, display)
+    state, learning, saved = first.state, first.learning, first.saved
     first_step = int(state.step)
     if resumed is not None:
         # The config before the resume is the checkpoint's: config.json may have been edited since.
@@ -115,7 +120,17 @@ def run_program(
     saved_steps = tuple(checkpoints.steps_for_all()) if resume else ()
     with all_or_none():
         log_start(
-            config, devices, choice, program, inputs, run, display, first_step, resumed, saved_steps
+            config,
+            devices,
+            choice,
+            program,
+            inputs,
+            run,
+            display,
+            first_step,
+            resumed,
+            saved_steps,
+            first.weights,
         )
     num_bytes_of_host = bytes_of_host(state)
     snapshots = make_snapshots(config, run, display)

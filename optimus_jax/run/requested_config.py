@@ -17,6 +17,7 @@ from optimus_jax.config.request import (
 from optimus_jax.errors import ConfigError, PlanError, explain
 from optimus_jax.models.families import check_family
 from optimus_jax.plan import Plan
+from optimus_jax.run.initial_weights import check_initial_model, model_of_run
 from optimus_jax.run.resumed_config import ResumedConfig
 from optimus_jax.run_directory.directory import RunDirectory
 from optimus_jax.system.paths import UserPath
@@ -39,11 +40,11 @@ def requested_config(
                 do="give --run-dir DIR --resume auto",
             )
         )
-    if not resume and model is None and base is None:
+    if not resume and model is None and base is None and overrides.get("init_from") is None:
         raise ConfigError(
             explain(
                 "no model was named",
-                given="neither --model nor --config nor --resume",
+                given="none of --model, --config, --init-from and --resume",
                 do="give --model NAME, such as gpt2-nano",
             )
         )
@@ -65,7 +66,11 @@ def requested_config(
         )
     initial = base if base is None or isinstance(base, Config) else read_config(base)
     if not resume:
+        if model is None and initial is None:
+            named = Config().with_values({"init_from": overrides["init_from"]}).init_from
+            initial = None if named is None else Config(model=model_of_run(named))
         config = make_config(model, overrides, initial)
+        check_initial_model(config)
     else:
         assert run_dir is not None
         before = RunDirectory.resume(run_dir, writer=False)

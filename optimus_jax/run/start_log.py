@@ -32,8 +32,13 @@ def log_start(
     first_step: int,
     resumed: ResumedConfig | None,
     checkpoints: tuple[int, ...],
+    weights: str | None,
 ) -> None:
-    """Write config, tokenizer, plan and the start event; afterwards the run can be resumed."""
+    """Write config, tokenizer, plan and the start event; afterwards the run can be resumed.
+
+    Args:
+      weights: where the parameters came from; None: the run's own checkpoint.
+    """
     if first_step > config.steps:
         raise ConfigError(
             explain(
@@ -73,6 +78,7 @@ def log_start(
         identity=inputs.data.identity,
         notes=inputs.data.notes,
         end_of_document=inputs.data.tokenizer.end,
+        weights=weights,
         launcher=devices.launch.launcher,
         launch=devices.launch.why,
     )

@@ -7,7 +7,7 @@ and the number formats.
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from optimus_jax.config import DERIVED, Config
@@ -28,7 +28,12 @@ EVALUATION_DATA = {"data.eval_fraction", "data.respect_documents"}
 
 
 def check_stored_config(
-    metadata: Mapping[str, Any], config: Config, *, sections: tuple[str, ...] = FIXED_FOR_A_RUN
+    metadata: Mapping[str, Any],
+    config: Config,
+    *,
+    sections: tuple[str, ...] = FIXED_FOR_A_RUN,
+    may_differ: Collection[str] = (),
+    do: str | None = None,
 ) -> None:
     """Raise CheckpointError unless a checkpoint has the same model, batches and seed as `config`.
 
@@ -40,8 +45,14 @@ def check_stored_config(
       config: the config to use the checkpoint with.
       sections: prefixes of the settings that must be equal; those of `data.` may differ if
         data.allow_change is set.
+      may_differ: settings of these sections that are not compared.
+      do: advice in the error; None: that for a resume.
     """
-    differing = _differing(saved_config(metadata), config, sections)
+    differing = {
+        name: pair
+        for name, pair in _differing(saved_config(metadata), config, sections).items()
+        if name not in may_differ
+    }
     if differing and not (
         config.data.allow_change and all(name.startswith("data.") for name in differing)
     ):
@@ -58,7 +69,8 @@ def check_stored_config(
                     f"saved with {other}={saved}, requested {requested}"
                     for other, (saved, requested) in differing.items()
                 ),
-                do=(
+                do=do
+                or (
                     f"set {name}={before} again (config.json may have been edited), or start a"
                     " new run"
                 ),

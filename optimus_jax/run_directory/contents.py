@@ -105,6 +105,10 @@ _STARTED = {
     "identity": "Digests and counts by which the run recognises its data.",
     "notes": "Remarks about the data, such as skipped lines.",
     "end_of_document": "Token that ends documents, and where it was found.",
+    "weights": (
+        "Where the parameters came from: `seed N`, or DIR@STEP of another run; null if from this"
+        " run's own checkpoint."
+    ),
     "launcher": "Launcher that started the processes.",
     "launch": "How the launcher was recognised.",
 }

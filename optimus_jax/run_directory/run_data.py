@@ -86,6 +86,13 @@ def identity_in_run(run: RunDirectory) -> dict[str, Any] | None:
     return _start_identity(run, last=True)
 
 
+def weights_in_run(run: RunDirectory) -> str | None:
+    """Where the first start of a run found its parameters; None: not recorded."""
+    starts = (event for event in run.events() if event.get("event") == "start")
+    weights = next(starts, {}).get("weights")
+    return weights if isinstance(weights, str) else None
+
+
 def _start_identity(run: RunDirectory, *, last: bool) -> dict[str, Any] | None:
     found = [
         event["identity"]

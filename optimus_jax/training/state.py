@@ -8,7 +8,7 @@ plan can therefore read the checkpoint of any other.
 import dataclasses
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +24,8 @@ from optimus_jax.models.shapes import ModelShapes, Params, model_shapes
 from optimus_jax.plan import Plan
 from optimus_jax.reshard.memory_kinds import HOST_MEMORY, lies_on_host
 from optimus_jax.reshard.restack import restack, with_empty_slots_zero
+
+T = TypeVar("T")
 
 
 def planned_shapes(config: ModelConfig, plan: Plan) -> ModelShapes:
@@ -75,6 +77,13 @@ def initial_state(
     """
     params = shapes.initial(seed)
     params = {**params, LAYERS: with_empty_slots_zero(params[LAYERS], shapes.slots)}
+    return state_with(params, optimizer, precision, plan)
+
+
+def state_with(
+    params: Params, optimizer: optax.GradientTransformation, precision: PrecisionConfig, plan: Plan
+) -> TrainState:
+    """The state before step 1 with these parameters."""
     return TrainState(
         step=jnp.zeros((), jnp.int32),
         params=params,
@@ -182,10 +191,9 @@ def to_stored(
     return restack(state, shardings, source=shapes.slots, target=_stored_slots(shapes, plan))
 
 
-def from_stored(
-    stored: TrainState, shapes: ModelShapes, plan: Plan, shardings: TrainState
-) -> TrainState:
-    """The inverse of `to_stored`. Leaves of `stored` that move are deleted."""
+def from_stored(stored: T, shapes: ModelShapes, plan: Plan, shardings: T) -> T:
+    """The inverse of `to_stored`, for a state or its parameters. Leaves of `stored` that move are
+    deleted."""
     return restack(
         stored, shardings, source=_stored_slots(shapes, plan), target=shapes.slots, keep=False
     )

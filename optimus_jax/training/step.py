@@ -46,6 +46,7 @@ from optimus_jax.training.state import (
     planned_shapes,
     state_shardings,
     state_specs,
+    state_with,
 )
 from optimus_jax.training.task import Batch, task_named
 
@@ -78,6 +79,19 @@ class Program:
         return abstract_state(
             self.shapes, self.optimizer, self.config.precision, self.plan, self.mesh
         )
+
+    def state_with(self, params: Params) -> TrainState:
+        """The state before step 1 with these parameters, which are donated.
+
+        Args:
+          params: float32, sharded as `state_shardings.params`; empty slots are zero.
+        """
+        begin = jax.jit(
+            lambda params: state_with(params, self.optimizer, self.config.precision, self.plan),
+            donate_argnums=0,
+            out_shardings=self.state_shardings,
+        )
+        return begin(params)
 
     def put_batch(self, batch: dict[str, np.ndarray], rows: int | None = None) -> Batch:
         """A batch on the devices.

@@ -35,6 +35,7 @@ from optimus_jax.config.request import (
     repeated_config,
     resumed_config,
 )
+from optimus_jax.config.run_checkpoint import RunCheckpoint
 from optimus_jax.config.settings import field_types, section_type, setting_names
 from optimus_jax.errors import ConfigError, PlanError
 from optimus_jax.models.families import FAMILIES, check_family, features_of
@@ -491,3 +492,26 @@ def test_settings_are_read_under_their_earlier_names(old, new):
     stored = json.loads(Config().to_json())
     stored[section] = {name: "none"}
     assert Config.from_json(json.dumps(stored)) == Config().with_values({new: "none"})
+
+
+@pytest.mark.parametrize(
+    ("text", "run", "step"),
+    [
+        ("runs/a", "runs/a", None),
+        ("runs/a@500", "runs/a", 500),
+        ("runs/a@500/", "runs/a@500/", None),
+        ("me@host/a", "me@host/a", None),
+        ("s3://bucket/a@7", "s3://bucket/a", 7),
+    ],
+)
+def test_a_checkpoint_is_named_by_its_run_and_step(text, run, step):
+    named = RunCheckpoint.parse(text, what="--init-from")
+    assert (named.run, named.step) == (run, step)
+    assert str(named) == text
+    whole = named.with_whole_path()
+    assert whole == RunCheckpoint.parse(str(whole), what="--init-from")
+    assert Path(whole.run) == Path(run).absolute() if "://" not in run else whole == named
+    config = make_config("gpt2-nano", {"init_from": text})
+    assert Config.from_json(config.to_json()).init_from == str(whole)
+    with pytest.raises(ConfigError, match="--init-from"):
+        Config(init_from="hf://x/y@3")

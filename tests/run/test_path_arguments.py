@@ -84,6 +84,7 @@ def test_unusable_output_paths_are_refused(entry_point, typed):
         lambda text: optimus_jax.train("gpt2-nano", data=text),
         lambda text: optimus_jax.train("gpt2-nano", tokenizer=text),
         lambda text: optimus_jax.train("gpt2-nano", config=text),
+        lambda text: optimus_jax.train(init_from=text),
         lambda text: optimus_jax.train("gpt2-nano", schedule=text),
         path_argument,
     ],

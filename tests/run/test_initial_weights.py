@@ -1,0 +1,300 @@
+"""A new run's parameters: of another run under another plan, or of Hugging Face's tensors."""
+
+import json
+import re
+import shutil
+from dataclasses import replace
+
+import jax
+import numpy as np
+import pytest
+from helpers import fitted, host_leaves
+from plans import VOCAB_SIZE, build, case, in_order, model_for, random_state
+
+import optimus_jax
+from optimus_jax.checkpoint.checkpoints import Checkpoints
+from optimus_jax.config import CheckpointConfig
+from optimus_jax.config.run_checkpoint import RunCheckpoint
+from optimus_jax.errors import CheckpointError, ConfigError, DataError
+from optimus_jax.mesh.slots import EMPTY
+from optimus_jax.models.huggingface import from_huggingface, to_huggingface
+from optimus_jax.reshard.restack import is_stacked
+from optimus_jax.run.huggingface_weights import HuggingFaceWeights
+from optimus_jax.run.initial_weights import RunWeights, SeedWeights
+from optimus_jax.store.mirror import Mirror
+from optimus_jax.store.objects import Objects
+from optimus_jax.system.paths import Url
+from optimus_jax.training.state import to_stored
+
+INTERLEAVED = case("pipe=2,fsdp=2,tensor=2", schedule="interleaved", microbatches=6, zero=1)
+SPLIT = case("data=2,fsdp=2,tensor=2", zero=3)
+OVER_THREE = case("fsdp=2,tensor=3", zero=2)
+"""Pads the vocabulary to another number of rows."""
+MODEL = replace(
+    model_for(INTERLEAVED, "gptj"), num_layers=5, num_heads=6, num_kv_heads=6, mlp_dim=96
+)
+"""Has a bias over the vocabulary; its layers leave slots of the interleaved stages empty."""
+DATA = {"tokenizer": "abc", "eos": 7}
+TINY = {
+    "global_batch": 8,
+    "seq_len": 16,
+    "lr": 1e-2,
+    "eval_every": 0,
+    "progress": "none",
+    "data.eval_fraction": 0.0,
+}
+SIZES = {
+    "model.num_layers": 1,
+    "model.embed_dim": 32,
+    "model.num_heads": 4,
+    "model.num_kv_heads": 4,
+    "model.head_dim": 8,
+    "model.mlp_dim": 64,
+}
+
+
+def check_begins_with(state, program, expected):
+    """Assert that the parameters are `expected`, whole and in order, and all else is new."""
+    leaves, fresh = host_leaves(state), host_leaves(program.init(np.int32(0)))
+    assert leaves.keys() == fresh.keys()
+    for path, leaf in in_order(program, leaves).items():
+        if path.startswith("params/"):
+            np.testing.assert_array_equal(leaf, fitted(expected[path], leaf.shape), err_msg=path)
+        else:
+            np.testing.assert_array_equal(leaves[path], fresh[path], err_msg=path)
+    empty = np.array(program.shapes.slots) == EMPTY
+    assert not any(leaf[empty].any() for path, leaf in leaves.items() if is_stacked(path))
+    assert jax.tree.map(lambda leaf: leaf.sharding, state) == program.state_shardings
+
+
+@pytest.fixture(scope="module")
+def interleaved_run(tmp_path_factory):
+    """A run directory with checkpoints of steps 1 and 2, and the parameters of step 2."""
+    run, program = tmp_path_factory.mktemp("runs") / "a", build(MODEL, INTERLEAVED).program
+    assert EMPTY in program.shapes.slots
+    state = random_state(program)
+    moved = jax.tree.map(lambda leaf: leaf + np.ones((), leaf.dtype), state)
+    run.mkdir()
+    (run / "config.json").write_text(program.config.to_json())
+    checkpoints = Checkpoints(run / "checkpoints", CheckpointConfig())
+    for step, params in ((1, state.params), (2, state.params)):
+        stored = replace(moved, params=params)
+        checkpoints.save(
+            step,
+            to_stored(stored, program.shapes, program.plan, program.state_shardings),
+            {
+                "config": program.config.to_json(),
+                "plan": program.plan.to_json(),
+                "data": DATA,
+            },
+        )
+    checkpoints.close()
+    return run, in_order(program, host_leaves(state))
+
+
+def weights_of(run, **changes):
+    return RunWeights(named=RunCheckpoint.parse(str(run), what="--init-from"), **DATA | changes)
+
+
+@pytest.mark.parametrize("to", [SPLIT, OVER_THREE, INTERLEAVED], ids=str)
+def test_a_run_begins_with_parameters_saved_under_another_plan(interleaved_run, to):
+    run, expected = interleaved_run
+    program = build(MODEL, to, {"model.dropout": 0.1}).program
+    if to == OVER_THREE:
+        assert program.shapes.vocab_rows != len(expected["params/embedding/table"])
+    state, source = weights_of(run).initial_state(program, lambda text: None)
+    check_begins_with(state, program, expected)
+    assert expected["params/head_bias"][:VOCAB_SIZE].any()
+    assert source == f"{run}@2"
+
+
+def test_a_damaged_newest_checkpoint_is_skipped_and_stays(interleaved_run, tmp_path):
+    run = shutil.copytree(interleaved_run[0], tmp_path / "run")
+    (run / "checkpoints" / "2" / "manifest" / "metadata").write_text("{")
+    before, messages = sorted(run.rglob("*")), []
+    program = build(MODEL, SPLIT).program
+    _, source = weights_of(run).initial_state(program, messages.append)
+    assert source == f"{run}@1"
+    assert any("step 2 is damaged" in message for message in messages)
+    assert sorted(run.rglob("*")) == before
+
+
+def test_a_run_in_a_store_is_copied_and_read(interleaved_run, tmp_path, monkeypatch):
+    run, expected = interleaved_run
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    objects = Objects(Url("memory", f"{tmp_path.name}/run"))
+    objects._fs.mkdir(f"/{tmp_path.name}")
+    mirror = Mirror(
+        shutil.copytree(run, tmp_path / "run"),
+        objects,
+        staging=tmp_path / "staging",
+        lease=None,
+        every_s=1e9,
+        keep=2,
+        keep_every=None,
+        warn=pytest.fail,
+        settle_s=0,
+    )
+    mirror.finish(lambda text: None)
+    program = build(MODEL, SPLIT).program
+    state, source = weights_of(f"{objects.url}@2").initial_state(program, lambda text: None)
+    check_begins_with(state, program, expected)
+    assert source == f"{objects.url}@2"
+
+
+@pytest.mark.parametrize(
+    ("model", "named", "changes", "error", "text"),
+    [
+        ({}, "@3", {}, CheckpointError, r"no good checkpoint of step 3"),
+        ({"mlp_dim": 48}, "", {}, CheckpointError, r"mlp_dim=96, requested 48(.|\n)*leave --model"),
+        ({"num_layers": 4}, "@1", {}, CheckpointError, r"num_layers=5, requested 4"),
+        ({}, "", {"tokenizer": "x"}, DataError, r"digest x(.|\n)*has abc(.|\n)*--tokenizer bytes"),
+    ],
+)
+def test_a_checkpoint_of_another_model_or_tokenizer_is_an_error(
+    interleaved_run, model, named, changes, error, text
+):
+    program = build(replace(MODEL, **model), SPLIT).program
+    with pytest.raises(error, match=text):
+        weights_of(f"{interleaved_run[0]}{named}", **changes).initial_state(program, print)
+
+
+def test_another_end_of_documents_is_told(interleaved_run):
+    messages = []
+    program = build(MODEL, SPLIT).program
+    weights_of(interleaved_run[0], eos=8).initial_state(program, messages.append)
+    assert any("end with token 8" in message and "token 7" in message for message in messages)
+
+
+@pytest.mark.parametrize("to", [SPLIT, INTERLEAVED], ids=str)
+def test_tensors_of_hugging_face_go_to_the_devices_in_shards(to, monkeypatch):
+    rng, program = np.random.default_rng(0), build(MODEL, to).program
+    one = build(MODEL, case("data=1", zero=0)).program.shapes
+    params = jax.tree.map(lambda leaf: rng.random(leaf.shape, np.float32), one.params)
+    tensors = to_huggingface(params, MODEL)
+    expected = from_huggingface(tensors, MODEL, program.shapes.vocab_rows)
+    asked, make = [], jax.make_array_from_callback
+
+    def recorded(shape, sharding, callback):
+        def shard(index):
+            part = callback(index)
+            asked.append((part.shape, sharding.shard_shape(shape)))
+            return part
+
+        return make(shape, sharding, shard)
+
+    monkeypatch.setattr(jax, "make_array_from_callback", recorded)
+    state, source = HuggingFaceWeights(tensors, "a test").initial_state(program, print)
+    check_begins_with(
+        state, program, {f"params/{path}": leaf for path, leaf in host_leaves(expected).items()}
+    )
+    assert source == "a test"
+    assert len(asked) >= len(jax.tree.leaves(params))
+    assert [part for part, shard in asked if part != shard] == []
+
+
+def test_parameters_from_a_seed_are_those_of_the_program():
+    program = build(MODEL, SPLIT).program
+    state, source = SeedWeights(5).initial_state(program, print)
+    assert source == "seed 5"
+    for path, leaf in host_leaves(program.init(np.int32(5))).items():
+        np.testing.assert_array_equal(host_leaves(state)[path], leaf)
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    path = tmp_path_factory.mktemp("data") / "text.txt"
+    path.write_text("the cat sat on the mat\n" * 100)
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def source(text, tmp_path_factory):
+    """A run of one step."""
+    result = optimus_jax.train(
+        "gpt2-nano",
+        run_dir=tmp_path_factory.mktemp("runs") / "source",
+        data=text,
+        mesh="data=8",
+        steps=1,
+        **TINY,
+        **SIZES,
+    )
+    return result.run_dir
+
+
+def begun_with(run_dir):
+    """The field `weights` of every start."""
+    events = [json.loads(line) for line in (run_dir / "events.jsonl").read_text().splitlines()]
+    return [event["weights"] for event in events if event["event"] in ("start", "resume")]
+
+
+def test_a_run_that_began_from_another_continues_from_its_own_checkpoint(source, text, tmp_path):
+    gone, run_dir = shutil.copytree(source, tmp_path / "gone"), tmp_path / "run"
+    command = {
+        "init_from": gone,
+        "run_dir": run_dir,
+        "resume": "auto",
+        "data": text,
+        "mesh": "fsdp=8",
+        "steps": 3,
+        "checkpoint_every": 2,
+        "model.dropout": 0.1,
+        **TINY,
+    }
+    new = optimus_jax.train(**command)
+    assert [record.step for record in new.history] == [1, 2, 3]
+    shutil.rmtree(run_dir / "checkpoints" / "3")  # as if killed before it was saved
+    shutil.rmtree(gone)
+    resumed = optimus_jax.train(**command)
+    assert [record.loss for record in resumed.history] == [record.loss for record in new.history]
+    assert begun_with(run_dir) == [f"{gone}@1", None]
+    config = json.loads((run_dir / "config.json").read_text())
+    assert config["init_from"] == str(gone)
+    assert config["model"]["embed_dim"] == SIZES["model.embed_dim"]
+    with pytest.raises(ConfigError, match=r"keeps its model(.|\n)*changes to init_from"):
+        optimus_jax.train(run_dir=run_dir, resume=True, init_from=source)
+
+
+def test_a_run_killed_before_its_first_checkpoint_starts_over_from_the_same_one(
+    source, text, tmp_path
+):
+    other, run_dir = shutil.copytree(source, tmp_path / "other"), tmp_path / "run"
+    first = optimus_jax.train(
+        init_from=other, run_dir=run_dir, data=text, mesh="fsdp=8", steps=1, **TINY
+    )
+    shutil.rmtree(run_dir / "checkpoints")
+    optimus_jax.train(run_dir=other, resume=True, steps=2)  # the other run has gone on
+    again = optimus_jax.train(run_dir=run_dir, resume=True)
+    assert begun_with(run_dir) == [f"{other}@1", f"{other}@1"]
+    assert again.final_loss == first.final_loss
+    shutil.rmtree(run_dir / "checkpoints")
+    shutil.rmtree(other)
+    with pytest.raises(ConfigError, match=re.escape(f"{other}, which is not a directory")):
+        optimus_jax.train(run_dir=run_dir, resume=True)
+
+
+@pytest.mark.parametrize(
+    ("named", "given"),
+    [
+        ("missing", "which is not a directory"),
+        ("file", "which is not a directory"),
+        ("empty", "has no config.json"),
+        ("hugging face", "that of a Hugging Face model"),
+    ],
+)
+@pytest.mark.parametrize("model", [None, "gpt2-nano"])
+def test_a_directory_that_holds_no_run_is_an_error(tmp_path, named, given, model):
+    (tmp_path / "file").touch()
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "hugging face").mkdir()
+    (tmp_path / "hugging face" / "config.json").write_text('{"model_type": "gpt2"}')
+    with pytest.raises(ConfigError, match=rf"(?s)not name a run directory.*{given}.*DIR@STEP"):
+        optimus_jax.train(model, init_from=tmp_path / named, run_dir=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_another_model_is_an_error_before_any_work(source, tmp_path):
+    with pytest.raises(CheckpointError, match=r"saved with model.num_layers=1, requested 4"):
+        optimus_jax.train("gpt2-nano", init_from=source, run_dir=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
