@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 from plans import FAMILY_MODELS
+from pricing import communication_ops
 
 from optimus_jax.config import Config
 from optimus_jax.config.axes import PIPE, TENSOR, AxisSizes
@@ -15,11 +16,11 @@ from optimus_jax.mesh.build import discover
 from optimus_jax.models.families import features_of, table_width
 from optimus_jax.models.program_reader import ProgramReader, collectives_of, needed
 from optimus_jax.pipeline.schedule import Occurrence
-from optimus_jax.planning.cost.communication import communication_ops
 from optimus_jax.planning.cost.head_program import head_program, head_sizes
 from optimus_jax.planning.cost.implementation_profile import OURS
 from optimus_jax.planning.cost.layer_shape import layer_shape
 from optimus_jax.planning.cost.pipeline_time import count_ticks
+from optimus_jax.planning.cost.workload import Workload
 from optimus_jax.planning.search.assemble import plan_for
 from optimus_jax.training.step import build_program
 
@@ -80,7 +81,8 @@ def test_collectives_of_the_parts_are_those_of_the_step(name, mesh):
     for (kind, axes), messages in collectives_of(jaxpr).items():
         if PIPE not in axes:
             traced[kind, axes] += sum(size * n for size, n in messages if size > SCALARS)
-    layer = layer_shape(config.model, plan, seq_len=64, global_batch=16)
+    workload = Workload.of(config)
+    layer = layer_shape(workload, plan)
     layers = config.model.num_layers // plan.axes.pipe
     times = {"head": plan.microbatches, "step": 1}
     if plan.pipeline is None:
@@ -92,7 +94,7 @@ def test_collectives_of_the_parts_are_those_of_the_step(name, mesh):
             "layer backward": layers * ticks.backward,
         }
     folded: dict[tuple, float] = defaultdict(float)
-    for op in communication_ops(config.model, plan, layer, OURS):
+    for op in communication_ops(workload, plan, layer, OURS):
         if PIPE not in op.axes:
             folded[op.kind, op.axes] += times[op.part] * op.count * op.num_bytes
     if plan.pipeline is not None and layer.programs.length_ways > 1:
@@ -111,11 +113,9 @@ def test_collectives_of_the_parts_are_those_of_the_step(name, mesh):
     assert {key: value for key, value in traced.items() if value} == pytest.approx(folded)
     if plan.pipeline is None:
         # Heads and embeddings of stages that wait are in the program, but seldom run.
-        program, head = (
-            layer.programs.under(plan.remat),
-            head_program(config.model, plan.precision, layer.programs.length_ways),
-        )
-        sizes = head_sizes(config.model, plan, layer.stream_tokens, OURS)
+        program = layer.programs.under(plan.remat)
+        head = head_program(workload, plan.precision, splits_length=layer.splits_length)
+        sizes = head_sizes(config.model, plan, layer, OURS)
         products = (*program.forward.products, *program.backward.products)
         once = layers * sum(product.flops(layer.sizes) for product in products)
         once += sum(product.flops(sizes) for product in head.products)

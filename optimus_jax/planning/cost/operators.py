@@ -178,7 +178,7 @@ def head_work(
     return _products(program.products, sizes) + Work(
         num_bytes=sizes.stream_tokens
         * (
-            program.length_ways * sizes.vocab * implementation.logit_bytes
+            sizes.length_ways * sizes.vocab * implementation.logit_bytes
             + STREAM_PASSES_OF_HEAD * sizes.embed * width
         ),
         kernels=implementation.head_kernels,

@@ -7,6 +7,7 @@ dimension is split. All counts are of elements, on one device; a leaf *whole* is
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -30,11 +31,23 @@ WAYS = 2
 """Devices along each axis of the mesh on which the end of a step is traced."""
 
 
+class LeafAxes(NamedTuple):
+    """The mesh axes that concern one parameter."""
+
+    whole: tuple[str, ...]
+    """Those that split it, without fsdp."""
+    split: tuple[str, ...]
+    """Those that split it, with fsdp if that does."""
+    summed: tuple[str, ...]
+    """Those whose devices hold different parts of its gradient."""
+
+
 class LeafCount(NamedTuple):
     """Elements of one parameter on a device."""
 
     names: tuple[str, ...]
     """Its logical axes."""
+    axes: LeafAxes
     whole: int
     split: int
 
@@ -84,20 +97,19 @@ class DeviceParams:
 @lru_cache(maxsize=1 << 12)
 def params_on_device(model: ModelConfig, rules: Rules, axes: AxisSizes) -> DeviceParams:
     """The parameters under these rules on a mesh with these axis sizes."""
-    active = active_rules(rules, axes, model)
+    active = tuple(active_rules(rules, axes, model).items())
     rows = padded_vocab(model.vocab_size, rules, axes)
 
     def count(leaf: Leaf) -> LeafCount:
         shape, names = leaf
         size = math.prod(
-            rows if name == VOCAB else dim for dim, name in zip(shape, names, strict=True)
+            [rows if name == VOCAB else dim for dim, name in zip(shape, names, strict=True)]
         )
-        layout = LeafLayout(names, active, 3)
+        own = _leaf_axes(names, active)
         whole, split = (
-            size // math.prod(axes[axis] for dims in layout.axes(split=split) for axis in dims)
-            for split in (False, True)
+            size // math.prod([axes[axis] for axis in over]) for over in (own.whole, own.split)
         )
-        return LeafCount(names, whole, split)
+        return LeafCount(names, own, whole, split)
 
     layer, outer = leaves_of(model)
     return DeviceParams(
@@ -105,6 +117,15 @@ def params_on_device(model: ModelConfig, rules: Rules, axes: AxisSizes) -> Devic
         outer=tuple(map(count, outer.values())),
         table_whole=count(outer[VOCABULARY_LEAVES[0]]).whole,
     )
+
+
+@lru_cache(maxsize=1 << 10)
+def _leaf_axes(names: tuple[str, ...], active: Rules) -> LeafAxes:
+    layout = LeafLayout(names, dict(active), 3)
+    whole, split = (
+        tuple(axis for over in layout.axes(split=split) for axis in over) for split in (False, True)
+    )
+    return LeafAxes(whole, split, layout.summed_axes)
 
 
 @lru_cache(maxsize=64)
@@ -149,27 +170,25 @@ def _stored(
     return params.layer, (*others, tables[0])
 
 
+@lru_cache(maxsize=1 << 12)
 def step_exchanges(
-    model: ModelConfig, rules: Rules, axes: AxisSizes, zero: int, num_layers: int, head_shared: bool
-) -> dict[tuple[CollectiveKind, tuple[str, ...]], float]:
-    """Elements of gradients and new parameters that the end of a step exchanges, by kind and mesh
-    axes: whole results (all-gather) or arguments (others).
+    model: ModelConfig, rules: Rules, axes: AxisSizes, zero: int, head_shared: bool
+) -> Mapping[tuple[CollectiveKind, tuple[str, ...]], tuple[int, int]]:
+    """Elements of gradients and new parameters that the end of a step exchanges, of one layer and
+    of all that is outside the layers, by kind and mesh axes: whole results (all-gather) or
+    arguments (others).
 
     Args:
-      num_layers: layers of the device.
       head_shared: whether all pipeline stages share embedding and head.
     """
-    active = active_rules(rules, axes, model)
-    layer, outer = _stored(model, rules, axes, head_shared)
-    elements: dict[tuple[CollectiveKind, tuple[str, ...]], float] = {}
-    for leaves, times in ((layer, num_layers), (outer, 1)):
+    elements: dict[tuple[CollectiveKind, tuple[str, ...]], list[int]] = {}
+    for where, leaves in enumerate(_stored(model, rules, axes, head_shared)):
         for leaf in leaves:
-            layout = LeafLayout(leaf.names, active, zero)
-            is_split = layout.fsdp_dim is not None
-            for kind, over, of_split in _at_the_end(layout.summed_axes, is_split, zero):
-                size = times * (leaf.split if of_split else leaf.whole)
-                elements[kind, over] = elements.get((kind, over), 0) + size
-    return elements
+            is_split = leaf.axes.split != leaf.axes.whole
+            for kind, over, of_split in _at_the_end(leaf.axes.summed, is_split, zero):
+                found = elements.setdefault((kind, over), [0, 0])
+                found[where] += leaf.split if of_split else leaf.whole
+    return {key: (layer, outer) for key, (layer, outer) in elements.items()}
 
 
 def updated_params(model: ModelConfig, plan: Plan, implementation: ImplementationProfile) -> float:

@@ -8,20 +8,21 @@ remains can enter the ranking, so the result equals that of an exhaustive search
 
 import bisect
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from optimus_jax.config import Config
 from optimus_jax.errors import PlanError, first_line
 from optimus_jax.mesh.topology import Topology
 from optimus_jax.plan import Plan
 from optimus_jax.planning.cost.cost import Prediction, predict, term_times
-from optimus_jax.planning.cost.memory import MemoryEstimate, memory_of_run
+from optimus_jax.planning.cost.memory import MemoryEstimate, estimate_memory
 from optimus_jax.planning.cost.rates import Rates
+from optimus_jax.planning.cost.workload import Workload
 from optimus_jax.planning.learning.calibrate import Calibration
 from optimus_jax.planning.profiles.cluster import Cluster
 from optimus_jax.planning.search.assemble import memory_fallbacks
 from optimus_jax.planning.search.explain import gib
 from optimus_jax.planning.search.layouts import Rejection, layouts
-from optimus_jax.training.optimizer import moments_per_parameter
 
 USABLE_SHARE = 0.9
 """Usable share of a device's memory; the rest covers the runtime and estimation errors."""
@@ -59,6 +60,11 @@ class Pricing:
     calibration: Calibration = field(default_factory=Calibration)
     """Corrections learnt from earlier measurements on these devices."""
 
+    @cached_property
+    def workload(self) -> Workload:
+        """What a step of the run computes."""
+        return Workload.of(self.config)
+
     def predicted(self, plan: Plan) -> Prediction:
         """The prediction for a plan. Raises PlanError if it uses a link of unknown speed."""
         return self.calibration.applied(self.uncalibrated(plan))
@@ -68,32 +74,16 @@ class Pricing:
         layout.
         """
         return self.calibration.step_time_s(
-            term_times(
-                self.config.model,
-                plan,
-                self.cluster,
-                self.rates,
-                seq_len=self.config.seq_len,
-                global_batch=self.config.data.global_batch,
-                num_moments=moments_per_parameter(self.config.optimizer.name),
-            )
+            term_times(self.workload, plan, self.cluster, self.rates)
         )
 
     def uncalibrated(self, plan: Plan) -> Prediction:
         """The prediction without corrections learnt from measurements."""
-        return predict(
-            self.config.model,
-            plan,
-            self.cluster,
-            self.rates,
-            seq_len=self.config.seq_len,
-            global_batch=self.config.data.global_batch,
-            num_moments=moments_per_parameter(self.config.optimizer.name),
-        )
+        return predict(self.workload, plan, self.cluster, self.rates)
 
     def memory(self, plan: Plan) -> MemoryEstimate:
         """Estimated peak bytes on the most loaded device."""
-        return memory_of_run(self.config, plan)
+        return estimate_memory(self.workload, plan)
 
     def fitting(self, layout: Plan) -> Candidate | Rejection:
         """The layout with the least recomputation that fits, or why none does."""
@@ -120,20 +110,25 @@ def search(pricing: Pricing, *, top: int = 10) -> Ranking:
     Raises:
       PlanError: the settings that the config fixes are impossible under every layout.
     """
-    rejections, priced = [], []
+    rejections: list[Rejection] = []
+    legal: list[Plan] = []
+    least_s: list[float] = []
     for layout in layouts(pricing.config, pricing.cluster.topology()):
         if isinstance(layout, Rejection):
             rejections.append(layout)
             continue
         try:
-            priced.append((pricing.step_time_s(layout), len(priced), layout))
+            least_s.append(pricing.step_time_s(layout))
         except PlanError as error:  # the layout would use a link of unknown speed
             rejections.append(Rejection(layouts=layout.describe(), reason=first_line(error)))
+        else:
+            legal.append(layout)
     best: dict[object, Candidate] = {}
     slowest_s: list[float] = []
-    for least_s, _, layout in sorted(priced):
-        if len(best) >= top and least_s >= slowest_s[top - 1]:
+    for number in sorted(range(len(legal)), key=least_s.__getitem__):
+        if len(best) >= top and least_s[number] >= slowest_s[top - 1]:
             break
+        layout = legal[number]
         kind = (layout.axes, layout.rules, layout.pipeline and layout.pipeline.repeats)
         found = pricing.fitting(layout)
         if isinstance(found, Rejection):
@@ -144,7 +139,7 @@ def search(pricing: Pricing, *, top: int = 10) -> Ranking:
             best[kind] = found
             bisect.insort(slowest_s, found.prediction.step_time_s)
     ranked = sorted(best.values(), key=lambda candidate: candidate.prediction.step_time_s)
-    return Ranking(best=tuple(ranked[:top]), rejections=tuple(rejections), num_priced=len(priced))
+    return Ranking(best=tuple(ranked[:top]), rejections=tuple(rejections), num_priced=len(legal))
 
 
 def fits(memory: MemoryEstimate, there: Topology | Cluster) -> bool:
