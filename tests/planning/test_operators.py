@@ -1,15 +1,19 @@
 """Work follows the closed forms, and takes longer where a device is less efficient."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pricing import GPT, LLAMA, RATES, plan_of
+from jax import Array
+from pricing import GPT, HOST, LLAMA, RATES, plan_of
 
-from optimus_jax.config import ModelConfig
+from optimus_jax.config import Config, ModelConfig
 from optimus_jax.models.flops import step_flops
 from optimus_jax.plan import Plan
+from optimus_jax.planning.cost.communication import head_ops
+from optimus_jax.planning.cost.cost import term_times
 from optimus_jax.planning.cost.head_program import head_program, head_sizes
 from optimus_jax.planning.cost.implementation_profile import MEGATRON, OURS
 from optimus_jax.planning.cost.layer_shape import LayerShape, layer_shape, shape_point
@@ -20,9 +24,11 @@ from optimus_jax.planning.cost.operators import (
     layer_work,
     with_launches,
 )
+from optimus_jax.planning.cost.rates import HEAD
 from optimus_jax.planning.cost.stage_time import layer_time
 from optimus_jax.planning.cost.work import Work, matmul
 from optimus_jax.planning.cost.workload import Workload
+from optimus_jax.training.task import TASKS, task_named
 
 
 def shape_of(model: ModelConfig, plan: Plan, *, seq_len: int, global_batch: int) -> LayerShape:
@@ -45,6 +51,31 @@ def test_step_flops_without_remat_equal_the_models_flops(model):
     head = head_work(program, sizes, shape.width, OURS)
     counted = model.num_layers * (sum(work.flops for work in works) + fused * 3 / 3.5) + head.flops
     assert counted == pytest.approx(step_flops(model, num_sequences=2, seq_len=1024), rel=1e-12)
+
+
+def test_head_of_any_task_is_priced(monkeypatch):
+    """A task that computes its loss twice has twice the products, and a head that takes longer."""
+    once = task_named(Config.task)
+
+    def twice(*inputs: Any, **options: Any) -> Array:
+        return once.loss(*inputs, **options) + once.loss(*inputs, **options)
+
+    monkeypatch.setitem(TASKS, "twice", replace(once, loss=twice))
+    config = Config(model=GPT).with_values({"data.global_batch": 16, "data.seq_len": 64})
+    plan = plan_of("data=2,tensor=4", overrides=("length=tensor",))
+    layer = layer_shape(Workload.of(config), plan)
+    flops, head_s, message_bytes = [], [], []
+    for asked in (config, config.with_values({"task": "twice"})):
+        workload = Workload.of(asked)
+        program = head_program(workload, "bf16", splits_length=True)
+        sizes = head_sizes(GPT, plan, layer, OURS)
+        flops.append(head_work(program, sizes, layer.width, OURS).flops)
+        head_s.append(term_times(workload, plan, HOST, RATES)[HEAD])
+        ops = head_ops(workload, plan, layer, OURS)
+        message_bytes.append(sum(op.num_bytes * op.count for op in ops))
+    assert flops[1] == 2 * flops[0]
+    assert head_s[1] > head_s[0]
+    assert message_bytes[1] > message_bytes[0]
 
 
 @pytest.mark.parametrize("attention", ["xla", "cudnn"])
