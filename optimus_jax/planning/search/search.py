@@ -7,6 +7,8 @@ remains can enter the ranking, so the result equals that of an exhaustive search
 """
 
 import bisect
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -24,6 +26,11 @@ from optimus_jax.planning.search.assemble import memory_fallbacks
 from optimus_jax.planning.search.explain import gib
 from optimus_jax.planning.search.layouts import Rejection, layouts
 
+ReportStatus = Callable[[str], None]
+"""Called with a description of what is priced next."""
+REPORT_EVERY_S = 1.0
+"""Seconds between reports on a search. The first search of a model in a process takes a few seconds
+more, for the traces of its layers."""
 USABLE_SHARE = 0.9
 """Usable share of a device's memory; the rest covers the runtime and estimation errors."""
 
@@ -102,17 +109,20 @@ class Pricing:
         )
 
 
-def search(pricing: Pricing, *, top: int = 10) -> Ranking:
+def search(pricing: Pricing, *, top: int = 10, progress: ReportStatus | None = None) -> Ranking:
     """The `top` best plans for the run and cluster of `pricing`, respecting fixed settings.
 
     Deterministic.
 
+    Args:
+      progress: called every REPORT_EVERY_S.
     Raises:
       PlanError: the settings that the config fixes are impossible under every layout.
     """
     rejections: list[Rejection] = []
     legal: list[Plan] = []
     least_s: list[float] = []
+    reported_s = time.monotonic()
     for layout in layouts(pricing.config, pricing.cluster.topology()):
         if isinstance(layout, Rejection):
             rejections.append(layout)
@@ -123,6 +133,9 @@ def search(pricing: Pricing, *, top: int = 10) -> Ranking:
             rejections.append(Rejection(layouts=layout.describe(), reason=first_line(error)))
         else:
             legal.append(layout)
+        if progress is not None and time.monotonic() - reported_s >= REPORT_EVERY_S:
+            reported_s = time.monotonic()
+            progress(f"pricing layouts of {pricing.config.model.name}: {len(legal):,} so far")
     best: dict[object, Candidate] = {}
     slowest_s: list[float] = []
     for number in sorted(range(len(legal)), key=least_s.__getitem__):
