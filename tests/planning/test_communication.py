@@ -151,7 +151,9 @@ def test_stages_send_activations_and_share_the_head():
     assert bytes_and_counts(plan, "send", "tick", ("pipe",)) == [(stream, 1)]
     statistics = 3 * 4 * SEQ_LEN * (BATCH // 2 // 8)
     moved = bytes_and_counts(plan, "all-reduce", "head", ("pipe",))
-    assert sum(num_bytes * count for num_bytes, count in moved) == 4 * stream + statistics
+    assert sum(num_bytes * count for num_bytes, count in moved) == stream + statistics
+    for part in ("embed", "broadcast"):
+        assert bytes_and_counts(plan, "all-reduce", part, ("pipe",)) == [(stream, 1)]
     assert bytes_and_counts(plan, "all-reduce", "head", ("pipe",), implementation=MEGATRON) == []
 
 

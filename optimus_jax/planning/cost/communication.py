@@ -2,7 +2,8 @@
 
 A *communication op* is one collective or send of the step's program (mesh/collectives.py,
 mesh/zero.py, pipeline/executor.py), with its count per *part* of the step: one layer's forward or
-backward of one microbatch, one microbatch's head, one tick, or the whole step.
+backward of one microbatch, one embedding, one microbatch's head, one broadcast from a stage to all,
+one tick, or the whole step.
 """
 
 from collections.abc import Iterable
@@ -12,7 +13,7 @@ from typing import Literal, NamedTuple
 from optimus_jax.config import ModelConfig, RematPolicy
 from optimus_jax.config.axes import FSDP, PIPE
 from optimus_jax.mesh.axes import EMBED, HEADS, LENGTH, MLP, VOCAB
-from optimus_jax.models.program_reader import CollectiveKind
+from optimus_jax.models.program_reader import CollectiveKind, ProgramPart
 from optimus_jax.plan import Plan
 from optimus_jax.planning.cost.head_program import (
     HeadProgram,
@@ -31,8 +32,10 @@ from optimus_jax.planning.cost.parameters import (
 from optimus_jax.planning.cost.workload import Workload
 
 LayerPart = Literal["layer forward", "layer backward"]
-StepPart = LayerPart | Literal["head", "tick", "step"]
+StepPart = LayerPart | Literal["embed", "head", "broadcast", "tick", "step"]
 LAYER_PARTS: tuple[LayerPart, LayerPart] = ("layer forward", "layer backward")
+OUTSIDE_LAYERS: tuple[StepPart, ...] = ("embed", "head", "broadcast")
+"""The parts of embedding and head."""
 
 ZERO_STAGE_OF: dict[CollectiveKind, int] = {"reduce-scatter": 2, "all-gather": 3}
 """ZeRO stage from which a layer scatters its gradients, and gathers its matrices."""
@@ -62,7 +65,7 @@ class CommunicationOp(NamedTuple):
     @property
     def term(self) -> str:
         """The term of the prediction to which it contributes."""
-        return VOCABULARY if self.part == "head" else self.axes[0]
+        return VOCABULARY if self.part in OUTSIDE_LAYERS else self.axes[0]
 
 
 def layer_ops(
@@ -78,7 +81,9 @@ def layer_ops(
 def head_ops(
     workload: Workload, plan: Plan, layer: LayerShape, implementation: ImplementationProfile
 ) -> list[CommunicationOp]:
-    """The collectives of a microbatch's embedding, head and loss."""
+    """The collectives of an embedding, of a microbatch's head and loss, and of a broadcast to all
+    stages: of the last one's output, or of the first one's input gradient.
+    """
     model, found = workload.model, []
     vocab = vocab_axes(model, plan, implementation)
     length = plan.active_rules(model).get(LENGTH, ())
@@ -86,8 +91,7 @@ def head_ops(
         program = head_program(workload, plan.precision, splits_length=layer.splits_length)
         found += _in_head(program, head_sizes(model, plan, layer, implementation), vocab, length)
     if plan.pipeline is not None and implementation.head_shared:
-        # From the embedding to the first stage, and from the last stage to the head.
-        found.append(CommunicationOp("all-reduce", (PIPE,), "head", layer.stream_bytes, 2))
+        found.append(CommunicationOp("all-reduce", (PIPE,), "broadcast", layer.stream_bytes, 1))
     return found
 
 
@@ -165,11 +169,16 @@ def _in_head(
     and `length` the tokens of the stream.
     """
     axes_of = {LENGTH: length, VOCAB: tuple(axis for axis in vocab if axis not in length)}
+    parts: tuple[tuple[StepPart, ProgramPart], ...] = (
+        ("embed", program.embed),
+        ("head", program.rest),
+    )
     messages = []
-    for each in program.collectives:
-        axes = tuple(axis for over in each.over for axis in axes_of[over])
-        if axes:
-            messages.append((each.kind, axes, "head", False, each.num_bytes.of(sizes)))
+    for part, of_part in parts:
+        for each in of_part.collectives:
+            axes = tuple(axis for over in each.over for axis in axes_of[over])
+            if axes:
+                messages.append((each.kind, axes, part, False, each.num_bytes.of(sizes)))
     return _joined(messages)
 
 

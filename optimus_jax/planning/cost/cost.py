@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from optimus_jax.config.axes import DATA, FSDP, PIPE, TENSOR
 from optimus_jax.errors import PlanError, explain
 from optimus_jax.models.flops import step_flops
-from optimus_jax.plan import Plan
+from optimus_jax.plan import Pipelining, Plan
 from optimus_jax.planning.cost.communication import VOCABULARY
 from optimus_jax.planning.cost.corrections import spread
 from optimus_jax.planning.cost.implementation_profile import OURS, ImplementationProfile
 from optimus_jax.planning.cost.mesh_costs import mesh_costs
-from optimus_jax.planning.cost.pipeline_time import count_ticks
+from optimus_jax.planning.cost.pipeline_time import Ticks, count_ticks
 from optimus_jax.planning.cost.rates import HEAD, LAYER, Rates
 from optimus_jax.planning.cost.stage_time import F32_BYTES
 from optimus_jax.planning.cost.workload import ADAM_MOMENTS, Workload
@@ -166,15 +166,16 @@ class _StepTimes:
         plan, microbatch, visits = self.plan, self.microbatch, self.visits
         layer, exposed, at_end = self.layer.compute, self.layer.exposed, self.end.exposed.get
         sends, bubble = self._pipeline()
+        vocabulary, idle_embeds = self._vocabulary()
         return {
             "attention": visits * layer.attention,
             "feed-forward": visits * layer.feed_forward,
             "recompute": visits * layer.again,
             "memory": visits * layer.memory,
             "launching": visits * layer.launching,
-            HEAD: plan.microbatches * microbatch.head,
+            HEAD: plan.microbatches * microbatch.head + idle_embeds * microbatch.embed_again,
             TENSOR: visits * exposed[TENSOR] + at_end(TENSOR, 0.0),
-            VOCABULARY: plan.microbatches * microbatch.vocabulary,
+            VOCABULARY: vocabulary,
             FSDP: visits * exposed[FSDP] + at_end(FSDP, 0.0),
             DATA: at_end(DATA, 0.0),
             PIPE: sends,
@@ -213,6 +214,9 @@ class _StepTimes:
             ]
         )
 
+    def _ticks(self, pipeline: Pipelining) -> Ticks:
+        return count_ticks(pipeline, self.plan.axes.pipe, self.plan.microbatches)
+
     def _pipeline(self) -> tuple[float, float]:
         """Seconds of sends, and of the bubble: the schedule's time beyond that of the visits to
         layers.
@@ -221,9 +225,10 @@ class _StepTimes:
         if pipeline is None:
             return 0.0, 0.0
         layers, useful = max(pipeline.layers_per_stage), self.plan.microbatches * pipeline.repeats
-        forward, backward, send = self.layer.forward, self.layer.backward, self.microbatch.send
+        forward, backward = self.layer.forward, self.layer.backward
+        send = self.microbatch.exposed["tick"]
         if self.implementation.lockstep:
-            ticks = count_ticks(pipeline, stages, self.plan.microbatches)
+            ticks = self._ticks(pipeline)
             bubble = layers * (
                 ticks.forward * forward + ticks.backward * backward
             ) - self.visits * (forward + backward)
@@ -232,6 +237,21 @@ class _StepTimes:
         # pipeline, then the slowest stage sets the pace.
         filling = (stages - 1) * (layers * (forward + backward) + 2 * send)
         return 0.0, filling + (useful * layers - self.visits) * (forward + backward)
+
+    def _vocabulary(self) -> tuple[float, int]:
+        """Seconds of communication of embedding and head, and the number of ticks that compute an
+        embedding and need none.
+        """
+        plan, exposed = self.plan, self.microbatch.exposed
+        embeds, broadcasts = plan.microbatches, 0
+        if plan.pipeline is not None and self.implementation.head_shared:
+            ticks = self._ticks(plan.pipeline)
+            embeds, broadcasts = ticks.embed, ticks.head + ticks.embed_backward
+        return (
+            plan.microbatches * exposed["head"]
+            + embeds * exposed["embed"]
+            + broadcasts * exposed["broadcast"]
+        ), embeds - plan.microbatches
 
     def _optimizer(self) -> float:
         # Moments are read and written.

@@ -24,9 +24,8 @@ from optimus_jax.mesh.sharding import layouts_of
 from optimus_jax.models.families import features_of, table_width
 from optimus_jax.models.program_reader import (
     PRIMES,
-    Product,
+    ProgramPart,
     ProgramReader,
-    TracedCollective,
     needed,
     traced_on_device,
 )
@@ -61,9 +60,12 @@ class HeadSizes(NamedTuple):
 class HeadProgram:
     """Embedding, head and loss of a microbatch, forward and backward; compared by identity."""
 
-    products: tuple[Product, ...]
-    collectives: tuple[TracedCollective, ...]
-    """Those over LENGTH span the mesh axes that split the tokens of the stream; those over VOCAB
+    embed: ProgramPart
+    """Forward of the embedding."""
+    rest: ProgramPart
+    """All else.
+
+    Collectives over LENGTH span the mesh axes that split the tokens of the stream; those over VOCAB
     the other ones that split the vocabulary."""
 
 
@@ -143,10 +145,10 @@ def _traced(
     layouts, traced_task = layouts_of(shapes.names, rules, 0), task_named(task)
 
     def on_device(params: Params, rows: Batch) -> tuple:
-        def loss(whole: Params) -> Array:
+        def loss(whole: Params) -> tuple[Array, Array]:
             model = shapes.merged(shapes.whole_outside_layers(whole, comm))
             stream = model.embed(rows["tokens"], rows["positions"], ForwardContext(comm=comm))
-            return traced_task.loss(
+            value = traced_task.loss(
                 model,
                 stream,
                 rows,
@@ -154,11 +156,13 @@ def _traced(
                 weight=1.0,
                 chunk_tokens=stream_tokens * length_ways,
             )
+            return value, stream
 
         differentiated = jax.tree.map(
             lambda layout, param: layout.differentiated(param), layouts, params
         )
-        return jax.value_and_grad(loss)(differentiated)
+        (value, stream), gradients = jax.value_and_grad(loss, has_aux=True)(differentiated)
+        return stream, value, gradients
 
     specs = jax.tree.map(lambda layout: layout.param_spec, layouts)
     rows = {
@@ -167,7 +171,6 @@ def _traced(
     }
     axes = {VOCAB: WAYS, LENGTH: length_ways}
     jaxpr = traced_on_device(on_device, axes, (specs, PartitionSpec()), shapes.params, rows)
-    part = ProgramReader([(prime, prime) for prime in PRIMES[: len(HeadSizes._fields)]]).part(
-        needed(jaxpr)
-    )
-    return HeadProgram(part.products, part.collectives)
+    read = ProgramReader([(prime, prime) for prime in PRIMES[: len(HeadSizes._fields)]])
+    embed = read.part(needed(jaxpr, results=1))
+    return HeadProgram(embed, read.part(needed(jaxpr)).without(embed))

@@ -15,7 +15,9 @@ from optimus_jax.mesh.rules import Rules
 from optimus_jax.plan import Plan
 from optimus_jax.planning.cost.communication import (
     LAYER_PARTS,
+    OUTSIDE_LAYERS,
     CommunicationOp,
+    StepPart,
     head_ops,
     layer_ops,
     step_ops,
@@ -27,7 +29,7 @@ from optimus_jax.planning.cost.implementation_profile import ImplementationProfi
 from optimus_jax.planning.cost.layer_shape import LayerShape, layer_shape, shape_point
 from optimus_jax.planning.cost.parameters import layers_on_device, updated_params
 from optimus_jax.planning.cost.rates import Rates, ShapePoint
-from optimus_jax.planning.cost.stage_time import LayerTime, head_time, layer_time
+from optimus_jax.planning.cost.stage_time import LayerTime, embed_time, head_time, layer_time
 from optimus_jax.planning.cost.workload import Workload
 from optimus_jax.planning.profiles.cluster import Cluster
 
@@ -53,10 +55,11 @@ class MicrobatchCosts(NamedTuple):
     """Where corrections are looked up (planning/cost/corrections.py)."""
     head: float
     """Compute of embedding, head and loss."""
-    vocabulary: float
-    """Communication of embedding and head."""
-    send: float
-    """A send to the next stage."""
+    embed_again: float
+    """Compute of an embedding in a tick that needs none."""
+    exposed: Mapping[StepPart, float]
+    """Communication of an embedding, of head and loss, of a broadcast from a stage to all, and of a
+    tick's send to the next stage."""
 
 
 class StepEnd(NamedTuple):
@@ -144,17 +147,22 @@ class MeshCosts:
         workload, rates, implementation = self._workload, self._rates, self._implementation
         shape = layer_shape(workload, plan)
         place = shape_point(shape, plan.axes.tensor)
-        head = head_time(
-            head_program(workload, plan.precision, splits_length=shape.splits_length),
-            head_sizes(workload.model, plan, shape, implementation),
-            shape.width,
-            place,
-            rates,
-            implementation,
+        program = head_program(workload, plan.precision, splits_length=shape.splits_length)
+        sizes = head_sizes(workload.model, plan, shape, implementation)
+        ops = [
+            *head_ops(workload, plan, shape, implementation),
+            *tick_ops(plan, shape, implementation),
+        ]
+        return MicrobatchCosts(
+            shape=shape,
+            place=place,
+            head=head_time(program, sizes, shape.width, place, rates, implementation),
+            embed_again=embed_time(program, sizes, shape.width, place, rates),
+            exposed={
+                part: sum(self._exposed([op for op in ops if op.part == part]).values())
+                for part in (*OUTSIDE_LAYERS, "tick")
+            },
         )
-        vocabulary = self._exposed(head_ops(workload, plan, shape, implementation))
-        send = self._exposed(tick_ops(plan, shape, implementation))
-        return MicrobatchCosts(shape, place, head, sum(vocabulary.values()), sum(send.values()))
 
     def _step_end(self, plan: Plan) -> StepEnd:
         model, implementation = self._workload.model, self._implementation
