@@ -8,7 +8,7 @@ dimension is split. All counts are of elements, on one device; a leaf *whole* is
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -152,13 +152,10 @@ def layers_on_device(model: ModelConfig, plan: Plan) -> int:
 
 
 @lru_cache(maxsize=1 << 12)
-def _stored(
-    model: ModelConfig, rules: Rules, axes: AxisSizes, head_shared: bool
-) -> tuple[tuple[LeafCount, ...], tuple[LeafCount, ...]]:
-    """The leaves of a layer, and those outside the layers on the device with the most."""
+def _stored(model: ModelConfig, rules: Rules, axes: AxisSizes, head_shared: bool) -> DeviceParams:
+    """The parameters on the device with the most."""
     if head_shared or axes.pipe == 1:
-        params = params_on_device(model, rules, axes)
-        return params.layer, params.outer
+        return params_on_device(model, rules, axes)
     own = tuple(
         (name, tuple(axis for axis in split if name != VOCAB or axis != PIPE))
         for name, split in rules
@@ -167,7 +164,7 @@ def _stored(
     # The first stage has the embedding, and the last one the head.
     tables = [leaf for leaf in params.outer if VOCAB in leaf.names and len(leaf.names) > 1]
     others = [leaf for leaf in params.outer if leaf not in tables]
-    return params.layer, (*others, tables[0])
+    return replace(params, outer=(*others, tables[0]))
 
 
 @lru_cache(maxsize=1 << 12)
@@ -182,7 +179,8 @@ def step_exchanges(
       head_shared: whether all pipeline stages share embedding and head.
     """
     elements: dict[tuple[CollectiveKind, tuple[str, ...]], list[int]] = {}
-    for where, leaves in enumerate(_stored(model, rules, axes, head_shared)):
+    stored = _stored(model, rules, axes, head_shared)
+    for where, leaves in enumerate((stored.layer, stored.outer)):
         for leaf in leaves:
             is_split = leaf.axes.split != leaf.axes.whole
             for kind, over, of_split in _at_the_end(leaf.axes.summed, is_split, zero):
@@ -191,31 +189,21 @@ def step_exchanges(
     return {key: (layer, outer) for key, (layer, outer) in elements.items()}
 
 
-def updated_params(model: ModelConfig, plan: Plan, implementation: ImplementationProfile) -> float:
+def updated_params(model: ModelConfig, plan: Plan, implementation: ImplementationProfile) -> int:
     """Parameters that the optimizer updates on one device."""
-    counts = _counts(model, plan.rules, plan.axes, implementation.head_shared)
-    layer, outer = counts[plan.zero >= 1]
-    return layers_on_device(model, plan) * layer + outer
+    stored, num_layers = (
+        _stored(model, plan.rules, plan.axes, implementation.head_shared),
+        layers_on_device(model, plan),
+    )
+    if plan.zero >= 1:
+        return num_layers * stored.layer_split + stored.outer_split
+    return num_layers * stored.layer_whole + stored.outer_whole
 
 
 def outer_matrices(model: ModelConfig, rules: Rules, axes: AxisSizes, head_shared: bool) -> float:
     """Elements, whole along fsdp, of those parameters outside the layers that fsdp splits."""
-    (_, whole), (_, split) = _counts(model, rules, axes, head_shared)
-    return (whole - split) * axes.fsdp / (axes.fsdp - 1) if axes.fsdp > 1 else 0
-
-
-@lru_cache(maxsize=1 << 12)
-def _counts(
-    model: ModelConfig, rules: Rules, axes: AxisSizes, head_shared: bool
-) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Parameters of a layer, and those outside the layers on the device with the most: whole along
-    fsdp, and split.
-    """
-    layer, outer = _stored(model, rules, axes, head_shared)
-    return (
-        (sum(leaf.whole for leaf in layer), sum(leaf.whole for leaf in outer)),
-        (sum(leaf.split for leaf in layer), sum(leaf.split for leaf in outer)),
-    )
+    stored = _stored(model, rules, axes, head_shared)
+    return sum(leaf.whole for leaf in stored.outer if leaf.axes.split != leaf.axes.whole)
 
 
 @lru_cache(maxsize=1 << 10)

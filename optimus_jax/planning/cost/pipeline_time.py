@@ -28,9 +28,6 @@ class Ticks:
     data."""
     backward: int
     """Ticks in which at least one stage runs a backward task."""
-    useful: int
-    """Forward tasks of one stage, equal to its backward tasks: the ticks of each kind that it would
-    need without waiting."""
     head: int
     """Ticks in which the last stage broadcasts its output: those of phases in which some tick has a
     head (pipeline/executor.py)."""
@@ -49,24 +46,23 @@ def count_ticks(pipeline: Pipelining, num_stages: int, num_microbatches: int) ->
     """
     useful, latency = num_microbatches * pipeline.repeats, 2 if pipeline.send_slack else 1
     if pipeline.table is not None:
-        return _counted(Schedule.from_json(pipeline.table), useful)
+        return _counted(Schedule.from_json(pipeline.table))
     # With this many microbatches, tasks on every stage follow each other without a gap. With fewer,
     # some ticks only send, or wait for a lap to end.
     fewest = latency if pipeline.repeats == 1 else latency * num_stages
     if pipeline.schedule in CLOSED_FORMS and num_microbatches >= fewest:
         ticks = useful + latency * (num_stages - 1)
         if pipeline.schedule == "gpipe":
-            return Ticks(ticks, ticks, useful, head=ticks, embed=ticks, embed_backward=ticks)
+            return Ticks(ticks, ticks, head=ticks, embed=ticks, embed_backward=ticks)
         # From the tick in which backward begins (pipeline/interleaved.py) there is one phase with
         # forward and backward. All heads are in it, and embeddings if a microbatch begins so late.
         repeating = (pipeline.repeats - 1) * group_size(num_stages, num_microbatches, latency)
         backward_begins = repeating + latency * (num_stages - 1)
         embed = ticks if useful - repeating > backward_begins else backward_begins
         head = ticks - backward_begins
-        return Ticks(ticks, ticks, useful, head=head, embed=embed, embed_backward=embed)
+        return Ticks(ticks, ticks, head=head, embed=embed, embed_backward=embed)
     return _counted(
-        make_schedule(pipeline.schedule, num_stages, num_microbatches, pipeline.repeats, latency),
-        useful,
+        make_schedule(pipeline.schedule, num_stages, num_microbatches, pipeline.repeats, latency)
     )
 
 
@@ -78,7 +74,7 @@ def group_size(num_stages: int, num_microbatches: int, latency: int) -> int:
     return max(lap, -(-num_microbatches // max(1, num_microbatches // lap)))
 
 
-def _counted(schedule: Schedule, useful: int) -> Ticks:
+def _counted(schedule: Schedule) -> Ticks:
     forward, backward = (
         int(np.count_nonzero((table != IDLE).any(axis=1)))
         for table in (schedule.forward, schedule.backward)
@@ -91,4 +87,4 @@ def _counted(schedule: Schedule, useful: int) -> Ticks:
         )
         for kind in ("head", "embed", "embed_backward")
     }
-    return Ticks(forward, backward, useful, **of_phases)
+    return Ticks(forward, backward, **of_phases)
