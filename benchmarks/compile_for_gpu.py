@@ -18,7 +18,7 @@ from optimus_jax.config.axes import AxisSizes
 from optimus_jax.config.presets import model_preset
 from optimus_jax.plan import Plan
 from optimus_jax.planning.ahead_of_time.compile_check import check
-from optimus_jax.planning.cost.memory import estimate_memory
+from optimus_jax.planning.cost.memory import memory_of_run
 from optimus_jax.planning.profiles.cluster import Cluster
 from optimus_jax.planning.search.assemble import plan_for
 
@@ -96,9 +96,7 @@ def asked(
 def report(config: Config, plan: Plan, cluster: Cluster) -> dict:
     """The findings of the compiler beside the planner's estimate; memory is in GiB."""
     compiled = check(config, plan, cluster)
-    estimate = estimate_memory(
-        config.model, plan, seq_len=config.seq_len, global_batch=config.data.global_batch
-    )
+    estimate = memory_of_run(config, plan)
     return {
         "plan": plan.describe(),
         "model": config.model.name,

@@ -35,6 +35,7 @@ from optimus_jax.mesh.rules import make_rules
 from optimus_jax.plan import Pipelining, Plan
 from optimus_jax.planning.cost.implementation_profile import MEGATRON
 from optimus_jax.planning.cost.rates import Rates
+from optimus_jax.planning.cost.workload import Workload
 from optimus_jax.planning.learning.fit import FITTED, Sample, fit_rates
 from optimus_jax.planning.profiles.cluster import Cluster
 from optimus_jax.system.paths import path_argument
@@ -137,7 +138,7 @@ class Row:
         hosts = -(-self.devices // DEVICES_PER_HOST)
         model = gpt(self.embed, self.layers, self.heads, self.seq_len, VOCAB_SIZES[hosts == 1])
         return Sample(
-            model=model,
+            workload=Workload(model=model, seq_len=self.seq_len, global_batch=self.global_batch),
             plan=megatron_plan(
                 model,
                 AxisSizes(pipe=self.pipe, data=self.data, tensor=self.tensor),
@@ -147,8 +148,6 @@ class Row:
             cluster=Cluster.parse(
                 f"a100:{hosts}x{DEVICES_PER_HOST}", [NETWORK] if hosts > 1 else []
             ),
-            seq_len=self.seq_len,
-            global_batch=self.global_batch,
             step_time_s=self.step_time_s,
             implementation=MEGATRON,
         )

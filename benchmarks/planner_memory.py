@@ -32,7 +32,7 @@ from optimus_jax.config import Config
 from optimus_jax.errors import OptimusError
 from optimus_jax.plan import Plan
 from optimus_jax.planning.ahead_of_time.compile_check import HEADROOM_SHARE, check
-from optimus_jax.planning.cost.memory import MemoryEstimate, estimate_memory
+from optimus_jax.planning.cost.memory import MemoryEstimate, memory_of_run
 from optimus_jax.planning.search.layouts import axis_sizes
 from optimus_jax.planning.search.search import USABLE_SHARE
 from optimus_jax.system.paths import path_argument
@@ -225,9 +225,7 @@ def parsed(line: str) -> tuple[Config, Plan, MemoryEstimate]:
     return (
         config,
         plan,
-        estimate_memory(
-            config.model, plan, seq_len=config.seq_len, global_batch=config.data.global_batch
-        ),
+        memory_of_run(config, plan),
     )
 
 

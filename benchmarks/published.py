@@ -25,6 +25,7 @@ from optimus_jax.plan import Pipelining, Plan
 from optimus_jax.planning.cost.cost import term_times
 from optimus_jax.planning.cost.implementation_profile import MEGATRON, OURS, ImplementationProfile
 from optimus_jax.planning.cost.rates import Rates
+from optimus_jax.planning.cost.workload import Workload
 from optimus_jax.planning.profiles.cluster import Cluster
 from optimus_jax.planning.search.search import Candidate, Pricing, search
 
@@ -252,15 +253,8 @@ class Row:
         return float(np.mean(times))
 
     def _time_s(self, plan: Plan, cluster: Cluster, rates: Rates) -> float:
-        terms = term_times(
-            self.model,
-            plan,
-            cluster,
-            rates,
-            seq_len=self.seq_len,
-            global_batch=self.global_batch,
-            implementation=self.implementation_profile(),
-        )
+        workload = Workload(model=self.model, seq_len=self.seq_len, global_batch=self.global_batch)
+        terms = term_times(workload, plan, cluster, rates, self.implementation_profile())
         hidden = max(0.0, 2.0 - rates.overlap_slowdown) * rates.overlap_share
         return sum(terms.values()) - hidden * sum(
             terms[name] for name in OVERLAPPED.get(self.source.implementation, ())

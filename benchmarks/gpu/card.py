@@ -12,7 +12,7 @@ from ours import config_of
 from optimus_jax.config.axes import AxisSizes
 from optimus_jax.devices.backend import gpu_memory_share
 from optimus_jax.mesh.topology import Topology
-from optimus_jax.planning.cost.memory import estimate_memory
+from optimus_jax.planning.cost.memory import memory_of_run
 from optimus_jax.planning.search.assemble import plan_for
 
 F32_STATE, BF16_STATE = 16, 8
@@ -96,7 +96,7 @@ def needed_bytes(case: Case, card: Card) -> int:
     )
     config = config_of(case)
     plan = plan_for(config, AxisSizes(), topology)
-    needed = estimate_memory(config.model, plan, seq_len=case.seq_len, global_batch=case.batch)
+    needed = memory_of_run(config, plan)
     kept = (
         EAGER_GPT2 * config.model.embed_dim * config.model.num_layers * case.batch * case.seq_len
         if case.who == "eager" and config.model.family == "gpt2" and case.remat == "none"

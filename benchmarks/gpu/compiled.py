@@ -25,7 +25,7 @@ from optimus_jax.config.axes import AxisSizes
 from optimus_jax.errors import OptimusError
 from optimus_jax.models.flops import step_flops
 from optimus_jax.planning.ahead_of_time.compile_check import check
-from optimus_jax.planning.cost.memory import estimate_memory
+from optimus_jax.planning.cost.memory import memory_of_run
 from optimus_jax.planning.profiles.cluster import Cluster
 from optimus_jax.planning.search.assemble import plan_for
 from optimus_jax.system.paths import path_argument
@@ -44,9 +44,7 @@ def compiled(case: Case, cluster: Cluster) -> dict:
         "target": cluster.accelerator.name,
         "capacity_bytes": cluster.accelerator.memory_bytes,
         "model_flops": step_flops(config.model, num_sequences=case.batch, seq_len=case.seq_len),
-        "predicted_bytes": (
-            estimate_memory(config.model, plan, seq_len=case.seq_len, global_batch=case.batch).total
-        ),
+        "predicted_bytes": memory_of_run(config, plan).total,
         "version": f"jax {jax.__version__}",
         "date": time.strftime("%Y-%m-%d"),
     }

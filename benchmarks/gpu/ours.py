@@ -23,7 +23,7 @@ from optimus_jax.data.batch import HostBatch, synthetic_batch
 from optimus_jax.mesh.build import discover
 from optimus_jax.mesh.sharding import put_batch
 from optimus_jax.models.flops import step_flops
-from optimus_jax.planning.cost.memory import estimate_memory
+from optimus_jax.planning.cost.memory import memory_of_run
 from optimus_jax.planning.search.assemble import plan_for
 
 KERNELS = {"cudnn": r"__cudnn\$fmha", "triton": r"__triton", "cublas": r"__cublas\$"}
@@ -89,9 +89,7 @@ def train(case: Case) -> dict:
         "compile_s": executable.compile_s,
         "peak_bytes": peak_bytes(),
         "peak_before_steps_bytes": before_bytes,
-        "predicted_bytes": (
-            estimate_memory(model, plan, seq_len=case.seq_len, global_batch=case.batch).total
-        ),
+        "predicted_bytes": memory_of_run(config, plan).total,
         "compiled_bytes": executable.step_bytes,
         "attention": "cudnn" if calls["cudnn"] else "xla",
         "planned_attention": plan.attention,

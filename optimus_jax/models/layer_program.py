@@ -140,6 +140,9 @@ class LayerPrograms:
     shares_kv_heads: bool
     length_ways: int
     splits_alike: bool
+    traced: "LayerPrograms | None" = None
+    """The same with fewer devices that share the stream's tokens, whose traces serve for these;
+    None: these are traced."""
 
     def under(self, remat: RematPolicy) -> LayerProgram:
         """The program under a remat policy; traced on the first call."""
@@ -170,17 +173,27 @@ def layer_programs(
       splits_alike: whether the same devices share the heads and the feed-forward's width.
     """
     splits_alike = splits_alike or length_ways > 1
-    kind = _kind(model, seq_len, shares_kv_heads, length_ways, splits_alike)
-    return _of_kind(
-        kind,
-        seq_len,
-        precision,
-        kernel,
-        respect_documents,
-        shares_kv_heads,
-        length_ways,
-        splits_alike,
-    )
+    fewest = length_ways
+    if kernel == "cudnn" and length_ways > 1:
+        # A fused kernel has no blocks of tokens, so the fewest devices stand for any number.
+        unit = model.num_kv_heads if shares_kv_heads else 1
+        fewest = unit * min(n for n in range(2, length_ways + 1) if length_ways // unit % n == 0)
+    kind = _kind(model, seq_len, shares_kv_heads, fewest, splits_alike)
+
+    def programs(ways: int, traced: LayerPrograms | None = None) -> LayerPrograms:
+        return _of_kind(
+            kind,
+            seq_len,
+            precision,
+            kernel,
+            respect_documents,
+            shares_kv_heads,
+            ways,
+            splits_alike,
+            traced,
+        )
+
+    return programs(fewest) if fewest == length_ways else programs(length_ways, programs(fewest))
 
 
 _of_kind = lru_cache(maxsize=1 << 9)(LayerPrograms)
@@ -258,6 +271,7 @@ class _Tracer:
     def __init__(self, programs: LayerPrograms):
         model, primes = programs.kind, _primes(programs.seq_len)
         self.programs = programs
+        self.traced: dict[RematPolicy, Any] = {}
         # A device has the whole width of the stream, of which fsdp stores a part.
         self.read = ProgramReader(
             [(prime, WAYS * prime if size == EMBED else prime) for size, prime in enumerate(primes)]
@@ -288,14 +302,19 @@ class _Tracer:
             (WAYS * primes[ROWS], programs.seq_len, model.embed_dim), dtype
         )
 
-    def under(self, remat: RematPolicy) -> LayerProgram:
-        """The program under a remat policy."""
-        traced = self._jaxpr(remat)
+    def under(self, remat: RematPolicy, length_ways: int) -> LayerProgram:
+        """The program under a remat policy, where that many devices share the stream's tokens."""
+        if remat not in self.traced:
+            self.traced[remat] = self._jaxpr(remat)
+        traced, seq_len = self.traced[remat], self.programs.seq_len
         whole, forward = needed(traced), self.read.part(needed(traced, results=1))
         saved, saved_once = [], []
         # The first results are the layer's output, and the gradients of parameters and input.
         for variable in whole.outvars[2 + len(jax.tree.leaves(self.shapes.params)) :]:
-            shape = variable.aval.shape[1:]
+            shape = list(variable.aval.shape[1:])
+            # Of the stream [layer, row, token, ...] a device has its own tokens.
+            if shape[2:] and shape[2] == seq_len // self.programs.length_ways:
+                shape[2] = seq_len // length_ways
             amount = self.read.amount(math.prod(shape) * variable.aval.dtype.itemsize)
             # Others are weights, and numbers of a layer, such as its window.
             if ROWS in amount.factors:
@@ -345,4 +364,4 @@ _tracer = lru_cache(maxsize=1 << 7)(_Tracer)
 
 @lru_cache(maxsize=1 << 9)
 def _traced(programs: LayerPrograms, remat: RematPolicy) -> LayerProgram:
-    return _tracer(programs).under(remat)
+    return _tracer(programs.traced or programs).under(remat, programs.length_ways)

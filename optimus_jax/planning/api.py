@@ -24,7 +24,6 @@ from optimus_jax.planning.profiles.cluster import INTER_HOST, INTRA_HOST, Cluste
 from optimus_jax.planning.search.assemble import check_settings
 from optimus_jax.planning.search.divisibility import (
     Divisibility,
-    ReportStatus,
     SizeAlternative,
     divisibility,
     reasons_of,
@@ -32,7 +31,7 @@ from optimus_jax.planning.search.divisibility import (
 from optimus_jax.planning.search.explain import flags, gib, seconds, why_best, why_not
 from optimus_jax.planning.search.layouts import Rejection
 from optimus_jax.planning.search.phase_plans import plans_ahead
-from optimus_jax.planning.search.search import Pricing, Ranking, search
+from optimus_jax.planning.search.search import Pricing, Ranking, ReportStatus, search
 
 SEQUENCES_PER_DEVICE = 8
 """Default number of sequences per device in a global batch."""
@@ -258,7 +257,11 @@ def search_plans(
     progress: ReportStatus | None = None,
     overrides: dict[str, Any],
 ) -> PlanSearch:
-    """Like `find_plans`, but returns the whole search."""
+    """Like `find_plans`, but returns the whole search.
+
+    Args:
+      progress: called about every second, and before each search for another size.
+    """
     check_jax_settings()
     if top < 1:
         raise ConfigError(
@@ -277,7 +280,7 @@ def search_plans(
     config = config_for(model, whole, dotted(overrides))  # a run that loses devices keeps its batch
     rates = rates or Rates.of(where.accelerator)
     pricing = Pricing(config, where, rates, calibration or Calibration())
-    ranking = search(pricing, top=top)
+    ranking = search(pricing, top=top, progress=progress)
     divided = divisibility(
         pricing,
         ranking.best[0] if ranking.best else None,

@@ -115,18 +115,16 @@ class World:
         self, place: PlacedPlan, conditions: ClusterConditions, phase: int
     ) -> dict[str, float]:
         """Seconds of each term of a step."""
-        config, plan = self.pricings[phase].config, place.plan
+        plan = place.plan
         slowness, all_of_it = (
             self.slowness(place, conditions),
             self._plan_factor(plan) * self._scale,
         )
         times = term_times(
-            config.model,
+            self.pricings[phase].workload,
             plan,
             self._true_cluster(conditions.intra_host, conditions.inter_host),
             self._rates,
-            seq_len=config.seq_len,
-            global_batch=config.data.global_batch,
         )
         waiting = self._computed_share(times) * (slowness - 1) + 1
         slow = {BUBBLE: waiting} | dict.fromkeys(OPERATORS, slowness)
@@ -179,8 +177,7 @@ class World:
 
     def estimate(self, plan: Plan, phase: int) -> MemoryEstimate:
         """The planner's estimate of the plan's memory."""
-        config = self.pricings[phase].config
-        return _estimate(plan, config.model, config.seq_len, config.data.global_batch)
+        return _estimate(self.pricings[phase].workload, plan)
 
     def model_flops(self, phase: int) -> float:
         """Model FLOPs of a step."""
@@ -276,6 +273,4 @@ def _is_legal(plan: Plan, model: ModelConfig, global_batch: int) -> bool:
     return True
 
 
-@lru_cache(maxsize=1 << 14)
-def _estimate(plan: Plan, model: ModelConfig, seq_len: int, global_batch: int) -> MemoryEstimate:
-    return estimate_memory(model, plan, seq_len=seq_len, global_batch=global_batch)
+_estimate = lru_cache(maxsize=1 << 14)(estimate_memory)

@@ -11,7 +11,8 @@ from optimus_jax.control.baselines import byte_part_s, messages_of
 from optimus_jax.control.deciding.candidates import times
 from optimus_jax.control.deciding.conditions import Conditions, claims, on_grid, slowed
 from optimus_jax.control.signals import UNKNOWN, Observation, SignalSummary
-from optimus_jax.planning.cost.communication import CommunicationOp, CommunicationTimes
+from optimus_jax.planning.cost.communication import CommunicationOp
+from optimus_jax.planning.cost.communication_time import CommunicationTimes
 from optimus_jax.planning.profiles.cluster import Cluster
 from optimus_jax.planning.profiles.links import Link
 

@@ -9,7 +9,17 @@ from optimus_jax.config.presets import model_preset
 from optimus_jax.mesh.rules import make_rules
 from optimus_jax.pipeline.partition import layers_per_stage
 from optimus_jax.plan import Pipelining, Plan
+from optimus_jax.planning.cost.communication import (
+    CommunicationOp,
+    head_ops,
+    layer_ops,
+    step_ops,
+    tick_ops,
+)
+from optimus_jax.planning.cost.implementation_profile import ImplementationProfile
+from optimus_jax.planning.cost.layer_shape import LayerShape
 from optimus_jax.planning.cost.rates import Rates
+from optimus_jax.planning.cost.workload import Workload
 from optimus_jax.planning.profiles.cluster import Cluster
 
 LLAMA = model_preset("llama3-8b")
@@ -57,3 +67,15 @@ def plan_of(
         loss_chunk_tokens=2048,
     )
     return replace(plan, **fields)
+
+
+def communication_ops(
+    workload: Workload, plan: Plan, layer: LayerShape, implementation: ImplementationProfile
+) -> list[CommunicationOp]:
+    """All communication of a step."""
+    return [
+        *layer_ops(workload.model, plan, layer, implementation),
+        *head_ops(workload, plan, layer, implementation),
+        *tick_ops(plan, layer, implementation),
+        *step_ops(workload.model, plan, layer.width, implementation),
+    ]

@@ -13,7 +13,7 @@ from optimus_jax.config.presets import model_preset
 from optimus_jax.config.request import make_config
 from optimus_jax.errors import PlanError
 from optimus_jax.mesh.topology import Topology
-from optimus_jax.planning.cost.memory import estimate_memory
+from optimus_jax.planning.cost.memory import memory_of_run
 from optimus_jax.planning.search.assemble import plan_for
 from optimus_jax.planning.search.choice import choose_plan
 from optimus_jax.planning.search.search import fits
@@ -138,7 +138,7 @@ def test_zero_and_remat_lower_the_memory_estimate(model, microbatches):
             **{f"parallel.{name}": value for name, value in settings.items()},
         )
         plan = plan_for(requested, AxisSizes.parse(mesh), EIGHT)
-        return estimate_memory(requested.model, plan, seq_len=256, global_batch=16).total
+        return memory_of_run(requested, plan).total
 
     stages = [total("fsdp=8", zero=zero) for zero in range(4)]
     assert stages == sorted(stages, reverse=True)

@@ -5,20 +5,17 @@ from dataclasses import replace
 
 import jax
 import pytest
-from pricing import GPT, HOST, HOSTS, LLAMA, RATES, plan_of
+from pricing import GPT, HOST, HOSTS, LLAMA, RATES, communication_ops, plan_of
 
 from optimus_jax.errors import PlanError
 from optimus_jax.models.shapes import model_shapes
 from optimus_jax.plan import Plan
-from optimus_jax.planning.cost.communication import (
-    CommunicationOp,
-    communication_ops,
-    communication_times,
-    speed_of,
-)
+from optimus_jax.planning.cost.communication import CommunicationOp
+from optimus_jax.planning.cost.communication_time import CommunicationTimes, speed_of
 from optimus_jax.planning.cost.implementation_profile import MEGATRON, OURS, ImplementationProfile
 from optimus_jax.planning.cost.layer_shape import LayerShape, layer_shape
 from optimus_jax.planning.cost.rates import Rates
+from optimus_jax.planning.cost.workload import Workload
 from optimus_jax.planning.profiles.cluster import Cluster
 from optimus_jax.planning.profiles.links import Link
 
@@ -28,12 +25,13 @@ SEQ_LEN, BATCH = 1024, 64
 def ops_and_shape(
     plan: Plan, model=GPT, implementation: ImplementationProfile = OURS
 ) -> tuple[list[CommunicationOp], LayerShape]:
-    shape = layer_shape(model, plan, seq_len=SEQ_LEN, global_batch=BATCH)
-    return communication_ops(model, plan, shape, implementation), shape
+    workload = Workload(model=model, seq_len=SEQ_LEN, global_batch=BATCH)
+    shape = layer_shape(workload, plan)
+    return communication_ops(workload, plan, shape, implementation), shape
 
 
 def op_time(op: CommunicationOp, plan: Plan, cluster: Cluster, rates: Rates) -> float:
-    return communication_times(plan.axes, cluster, rates).time(op)
+    return CommunicationTimes(plan.axes, cluster, rates).time(op)
 
 
 def bytes_and_counts(
@@ -153,7 +151,9 @@ def test_stages_send_activations_and_share_the_head():
     assert bytes_and_counts(plan, "send", "tick", ("pipe",)) == [(stream, 1)]
     statistics = 3 * 4 * SEQ_LEN * (BATCH // 2 // 8)
     moved = bytes_and_counts(plan, "all-reduce", "head", ("pipe",))
-    assert sum(num_bytes * count for num_bytes, count in moved) == 4 * stream + statistics
+    assert sum(num_bytes * count for num_bytes, count in moved) == stream + statistics
+    for part in ("embed", "broadcast"):
+        assert bytes_and_counts(plan, "all-reduce", part, ("pipe",)) == [(stream, 1)]
     assert bytes_and_counts(plan, "all-reduce", "head", ("pipe",), implementation=MEGATRON) == []
 
 

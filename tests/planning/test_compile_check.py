@@ -25,7 +25,7 @@ from optimus_jax.planning.ahead_of_time.compile_report import (
     check_executable,
 )
 from optimus_jax.planning.ahead_of_time.rematerialised import rematerialised
-from optimus_jax.planning.cost.memory import estimate_memory
+from optimus_jax.planning.cost.memory import memory_of_run
 from optimus_jax.planning.profiles.cluster import Cluster
 from optimus_jax.planning.search.assemble import plan_for
 
@@ -259,7 +259,7 @@ def test_plan_for_two_hosts_compiles_and_reports_wire_bytes(name):
     assert sent["all-gather", ("fsdp",)] == pytest.approx(
         sent["reduce-scatter", ("fsdp",)], rel=0.05
     )
-    estimate = estimate_memory(config.model, plan, seq_len=config.seq_len, global_batch=32)
+    estimate = memory_of_run(config, plan)
     assert report.argument_bytes == pytest.approx(estimate.states, rel=0.05)
 
 

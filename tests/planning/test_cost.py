@@ -5,14 +5,17 @@ import math
 from dataclasses import replace
 
 import pytest
-from pricing import GPT, HOST, HOSTS, LLAMA, RATES, plan_of
+from pricing import GPT, HOST, HOSTS, LLAMA, RATES, communication_ops, plan_of
 
 from optimus_jax.models.flops import step_flops
 from optimus_jax.plan import Plan
+from optimus_jax.planning.cost.communication import VOCABULARY
+from optimus_jax.planning.cost.communication_time import CommunicationTimes
 from optimus_jax.planning.cost.cost import COMMUNICATION, Prediction, predict, term_times
-from optimus_jax.planning.cost.implementation_profile import MEGATRON
+from optimus_jax.planning.cost.implementation_profile import MEGATRON, OURS
 from optimus_jax.planning.cost.layer_shape import layer_shape, shape_point
 from optimus_jax.planning.cost.rates import Correction
+from optimus_jax.planning.cost.workload import Workload
 
 SEQ_LEN, BATCH = 1024, 64
 MESHES = [
@@ -27,7 +30,11 @@ MESHES = [
 
 
 def priced(plan: Plan, model=GPT, cluster=HOST, rates=RATES, **options) -> Prediction:
-    return predict(model, plan, cluster, rates, seq_len=SEQ_LEN, global_batch=BATCH, **options)
+    return predict(workload_of(model), plan, cluster, rates, **options)
+
+
+def workload_of(model=GPT) -> Workload:
+    return Workload(model=model, seq_len=SEQ_LEN, global_batch=BATCH)
 
 
 def terms(prediction: Prediction) -> dict[str, float]:
@@ -52,8 +59,22 @@ def test_terms_add_up_to_the_step_and_give_its_shares(model, mesh, remat):
 
 def test_term_times_equal_the_terms_of_the_prediction():
     plan = plan_of("pipe=2,fsdp=2,tensor=2", microbatches=8)
-    times = term_times(GPT, plan, HOST, RATES, seq_len=SEQ_LEN, global_batch=BATCH)
+    times = term_times(workload_of(), plan, HOST, RATES)
     assert {name: time_s for name, time_s in times.items() if time_s} == terms(priced(plan))
+
+
+def test_every_tick_repeats_embeddings_and_broadcasts():
+    """Four repeats need forward in 16 * 4 + 1 ticks: each embeds, and each backward broadcasts."""
+    plan = plan_of("pipe=2,data=4", schedule="interleaved", repeats=4, microbatches=16)
+    layer = layer_shape(workload_of(), plan)
+    runs = {"head": 16, "embed": 65, "broadcast": 65 + 58}
+    time_of = CommunicationTimes(plan.axes, HOST, RATES).time
+    by_hand = sum(
+        runs[op.part] * op.count * time_of(op)
+        for op in communication_ops(workload_of(), plan, layer, OURS)
+        if op.part in runs
+    )
+    assert terms(priced(plan))[VOCABULARY] == pytest.approx(by_hand)
 
 
 def test_one_device_has_no_communication_and_no_bubble():
@@ -162,7 +183,7 @@ def test_data_parallel_speedup_is_less_than_linear():
 
 def test_corrections_scale_a_layer_and_narrow_its_interval():
     plan = plan_of("data=8")
-    place = shape_point(layer_shape(GPT, plan, seq_len=SEQ_LEN, global_batch=BATCH), 1)
+    place = shape_point(layer_shape(workload_of(), plan), 1)
     measured = replace(
         RATES, corrections=(Correction(operator="layer", place=place, weight=math.log(2)),)
     )

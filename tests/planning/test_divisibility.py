@@ -80,7 +80,8 @@ def test_advice_names_the_batch_factor_and_the_gain_a_search_finds():
     )
 
 
-def test_batch_that_divides_starts_no_second_search():
+def test_batch_that_divides_starts_no_second_search(monkeypatch):
+    monkeypatch.setattr("optimus_jax.planning.search.search.REPORT_EVERY_S", math.inf)
     messages = []
     found = search_plans(
         "gpt2", "h100:2x8", top=1, progress=messages.append, overrides={"global_batch": 64}

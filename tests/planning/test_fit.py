@@ -10,6 +10,7 @@ import pytest
 from pricing import GPT, HOST, RATES, plan_of
 
 from optimus_jax.planning.cost.corrections import factor, likeness, spread
+from optimus_jax.planning.cost.workload import Workload
 from optimus_jax.planning.learning.fit import FITTED, Sample, fit_rates
 
 TRUE_RATES = replace(
@@ -31,11 +32,9 @@ def samples(model=GPT, batches=(8, 16, 32), slower=lambda plan: 1.0) -> list[Sam
         for batch in batches:
             plan = plan_of(mesh, model, microbatches=4)
             sample = Sample(
-                model=model,
+                workload=Workload(model=model, seq_len=1024, global_batch=batch),
                 plan=plan,
                 cluster=HOST,
-                seq_len=1024,
-                global_batch=batch,
                 step_time_s=1.0,
             )
             found.append(

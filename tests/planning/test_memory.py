@@ -14,7 +14,8 @@ from optimus_jax.config.axes import AxisSizes
 from optimus_jax.config.presets import model_preset
 from optimus_jax.mesh.build import discover
 from optimus_jax.plan import Plan
-from optimus_jax.planning.cost.memory import MemoryEstimate, estimate_memory
+from optimus_jax.planning.cost.memory import MemoryEstimate, estimate_memory, memory_of_run
+from optimus_jax.planning.cost.workload import Workload
 from optimus_jax.planning.profiles.cluster import Cluster
 from optimus_jax.planning.search.assemble import plan_for
 from optimus_jax.training.step import build_program
@@ -37,9 +38,7 @@ def planned(model: str, mesh: str, **settings: Any) -> tuple[Config, Plan]:
 
 
 def estimated(config: Config, plan: Plan) -> MemoryEstimate:
-    return estimate_memory(
-        config.model, plan, seq_len=config.seq_len, global_batch=config.data.global_batch
-    )
+    return memory_of_run(config, plan)
 
 
 @pytest.mark.parametrize(
@@ -207,9 +206,8 @@ def test_activations_of_1f1b_do_not_grow_with_microbatches():
     def activations(schedule: str, microbatches: int) -> int:
         config, plan = planned("gpt2", "pipe=4", schedule=schedule, microbatches=8)
         plan = replace(plan, microbatches=microbatches)
-        return estimate_memory(
-            config.model, plan, seq_len=config.seq_len, global_batch=2 * microbatches
-        ).activations
+        workload = replace(Workload.of(config), global_batch=2 * microbatches)
+        return estimate_memory(workload, plan).activations
 
     assert activations("1f1b", 16) == activations("1f1b", 8)
     assert activations("gpipe", 16) > 1.5 * activations("gpipe", 8)

@@ -264,6 +264,37 @@ def test_activation_bytes_equal_what_autodiff_saves(
     assert program.saved_once_bytes(model, sizes) == 256 * shared
 
 
+@pytest.mark.parametrize("shares", [False, True])
+def test_one_trace_serves_any_number_of_devices_that_share_tokens(shares):
+    """What is saved of the stream is in inverse proportion to the devices, and nothing else depends
+    on them. Two and three devices (for each key/value head) are traced, and others derived.
+    """
+    model = model_preset("llama3-8b")
+    sizes, unit = whole_sizes(model), model.num_kv_heads if shares else 1
+    two, three, four, six = (
+        layer_programs(
+            model,
+            seq_len=4608,
+            precision="bf16",
+            kernel="cudnn",
+            shares_kv_heads=shares,
+            length_ways=unit * number,
+        )
+        for number in (2, 3, 4, 6)
+    )
+    assert (two.traced, three.traced, four.traced, six.traced) == (None, None, two, two)
+    for remat in ("none", "full"):
+        own, derived = three.under(remat), four.under(remat)
+        assert (derived.forward, derived.backward) == (own.forward, own.backward)
+        of_two, of_three, of_four, of_six = (
+            programs.under(remat).saved_bytes(sizes) for programs in (two, three, four, six)
+        )
+        of_stream = 6 * (of_two - of_three)
+        assert of_stream > 0
+        assert of_four == of_two - of_stream / 4
+        assert of_six == of_two - of_stream / 3
+
+
 @pytest.mark.parametrize("seq_len", [1009, 1010, 515 * 107, 101 * 103 * 107])
 def test_saved_bytes_do_not_depend_on_the_factors_of_the_length(seq_len):
     """Primes stand for sizes, and a length may be divisible by the same ones."""

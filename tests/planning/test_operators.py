@@ -1,16 +1,22 @@
 """Work follows the closed forms, and takes longer where a device is less efficient."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pricing import GPT, LLAMA, RATES, plan_of
+from jax import Array
+from pricing import GPT, HOST, LLAMA, RATES, plan_of
 
+from optimus_jax.config import Config, ModelConfig
 from optimus_jax.models.flops import step_flops
+from optimus_jax.plan import Plan
+from optimus_jax.planning.cost.communication import head_ops
+from optimus_jax.planning.cost.cost import term_times
 from optimus_jax.planning.cost.head_program import head_program, head_sizes
 from optimus_jax.planning.cost.implementation_profile import MEGATRON, OURS
-from optimus_jax.planning.cost.layer_shape import layer_shape, shape_point
+from optimus_jax.planning.cost.layer_shape import LayerShape, layer_shape, shape_point
 from optimus_jax.planning.cost.operators import (
     DeviceTime,
     device_time,
@@ -18,8 +24,15 @@ from optimus_jax.planning.cost.operators import (
     layer_work,
     with_launches,
 )
+from optimus_jax.planning.cost.rates import HEAD
 from optimus_jax.planning.cost.stage_time import layer_time
 from optimus_jax.planning.cost.work import Work, matmul
+from optimus_jax.planning.cost.workload import Workload
+from optimus_jax.training.task import TASKS, task_named
+
+
+def shape_of(model: ModelConfig, plan: Plan, *, seq_len: int, global_batch: int) -> LayerShape:
+    return layer_shape(Workload(model=model, seq_len=seq_len, global_batch=global_batch), plan)
 
 
 @pytest.mark.parametrize("model", [GPT, LLAMA], ids=lambda model: model.name)
@@ -28,21 +41,48 @@ def test_step_flops_without_remat_equal_the_models_flops(model):
     where the model's FLOPs count 3.
     """
     plan = plan_of("data=1", model)
-    shape = layer_shape(model, plan, seq_len=1024, global_batch=2)
+    shape = shape_of(model, plan, seq_len=1024, global_batch=2)
     layer = layer_work(shape, "none", OURS)
     works = [*layer.attention, *layer.feed_forward]
     fused = sum(work.fused_flops for work in works)
-    sizes = head_sizes(model, plan, shape.tokens, OURS)._replace(vocab=model.vocab_size)
-    head = head_work(head_program(model, "bf16"), sizes, shape.width, OURS)
+    sizes = head_sizes(model, plan, shape, OURS)._replace(vocab=model.vocab_size)
+    workload = Workload(model=model, seq_len=1024, global_batch=2)
+    program = head_program(workload, "bf16", splits_length=False)
+    head = head_work(program, sizes, shape.width, OURS)
     counted = model.num_layers * (sum(work.flops for work in works) + fused * 3 / 3.5) + head.flops
     assert counted == pytest.approx(step_flops(model, num_sequences=2, seq_len=1024), rel=1e-12)
+
+
+def test_head_of_any_task_is_priced(monkeypatch):
+    """A task that computes its loss twice has twice the products, and a head that takes longer."""
+    once = task_named(Config.task)
+
+    def twice(*inputs: Any, **options: Any) -> Array:
+        return once.loss(*inputs, **options) + once.loss(*inputs, **options)
+
+    monkeypatch.setitem(TASKS, "twice", replace(once, loss=twice))
+    config = Config(model=GPT).with_values({"data.global_batch": 16, "data.seq_len": 64})
+    plan = plan_of("data=2,tensor=4", overrides=("length=tensor",))
+    layer = layer_shape(Workload.of(config), plan)
+    flops, head_s, message_bytes = [], [], []
+    for asked in (config, config.with_values({"task": "twice"})):
+        workload = Workload.of(asked)
+        program = head_program(workload, "bf16", splits_length=True)
+        sizes = head_sizes(GPT, plan, layer, OURS)
+        flops.append(head_work(program, sizes, layer.width, OURS).flops)
+        head_s.append(term_times(workload, plan, HOST, RATES)[HEAD])
+        ops = head_ops(workload, plan, layer, OURS)
+        message_bytes.append(sum(op.num_bytes * op.count for op in ops))
+    assert flops[1] == 2 * flops[0]
+    assert head_s[1] > head_s[0]
+    assert message_bytes[1] > message_bytes[0]
 
 
 @pytest.mark.parametrize("attention", ["xla", "cudnn"])
 def test_tensor_splits_all_matmuls_evenly(attention):
     whole, split = (
         layer_work(
-            layer_shape(
+            shape_of(
                 LLAMA, plan_of(mesh, LLAMA, attention=attention), seq_len=2048, global_batch=4
             ),
             "none",
@@ -61,14 +101,14 @@ def test_tensor_splits_all_matmuls_evenly(attention):
 
 
 def test_kv_heads_fewer_than_devices_are_computed_on_several():
-    shape = layer_shape(LLAMA, plan_of("tensor=16", LLAMA), seq_len=128, global_batch=1)
+    shape = shape_of(LLAMA, plan_of("tensor=16", LLAMA), seq_len=128, global_batch=1)
     assert (LLAMA.num_kv_heads, shape.sizes.heads, shape.sizes.kv_heads) == (8, 2, 1)
 
 
 def test_unfused_attention_moves_scores_and_computes_more_pairs():
     fused, unfused = (
         layer_work(
-            layer_shape(GPT, plan_of("data=1", attention=kernel), seq_len=1024, global_batch=1),
+            shape_of(GPT, plan_of("data=1", attention=kernel), seq_len=1024, global_batch=1),
             "selective",
             OURS,
         )
@@ -84,7 +124,7 @@ def test_unfused_attention_moves_scores_and_computes_more_pairs():
     ("implementation", "whole"), [(OURS, False), (MEGATRON, True)], ids=["ours", "megatron"]
 )
 def test_full_remat_repeats_the_last_matmul_only_in_megatron_style(implementation, whole):
-    shape = layer_shape(LLAMA, plan_of("data=1", LLAMA), seq_len=1024, global_batch=8)
+    shape = shape_of(LLAMA, plan_of("data=1", LLAMA), seq_len=1024, global_batch=8)
     quick = replace(RATES, memory_bytes_per_s=1e30, launch_s=0.0, interpreter_launch_s=0.0)
     times = layer_time(shape, shape_point(shape, 1), "full", False, (0, 0), quick, implementation)
     last = device_time(matmul(shape.tokens, LLAMA.mlp_dim, LLAMA.embed_dim), quick, f32=False).total
@@ -96,7 +136,7 @@ def test_softmax_that_cannot_be_fused_costs_more_kernels():
     odd = replace(GPT, num_heads=25, num_kv_heads=25, head_dim=64)
     two, four = (
         layer_work(
-            layer_shape(odd, plan_of("data=1", attention="xla"), seq_len=64, global_batch=batch),
+            shape_of(odd, plan_of("data=1", attention="xla"), seq_len=64, global_batch=batch),
             "selective",
             MEGATRON,
         )

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from pricing import plan_of
 
-from optimus_jax.pipeline.schedule import IDLE, schedule_from_starts
+from optimus_jax.pipeline.schedule import IDLE, Occurrence, schedule_from_starts
 from optimus_jax.pipeline.tables import REPEATING, SCHEDULES
 from optimus_jax.plan import Pipelining
 from optimus_jax.planning.cost.pipeline_time import Ticks, count_ticks
@@ -30,9 +30,15 @@ def test_tick_counts_equal_those_of_the_schedule_table(name, stages, microbatche
         (table != IDLE).any(axis=1).sum() for table in (schedule.forward, schedule.backward)
     )
     assert plan.pipeline is not None
-    assert count_ticks(plan.pipeline, stages, microbatches) == Ticks(
-        forward, backward, microbatches * repeats
-    )
+    of_phases = {
+        kind: sum(
+            phase.num_ticks
+            for phase in schedule.phases()
+            if getattr(phase, kind) is not Occurrence.NONE
+        )
+        for kind in ("head", "embed", "embed_backward")
+    }
+    assert count_ticks(plan.pipeline, stages, microbatches) == Ticks(forward, backward, **of_phases)
 
 
 def _two_stages(schedule, table=None):
@@ -54,7 +60,9 @@ def test_ticks_of_a_user_written_table_are_counted():
         ' [[0, -1], [1, 0], [-1, 1], [-1, -1], [-1, -1]], "backward": [[-1, -1], [-1, -1], [-1, 0],'
         " [0, 1], [1, -1]]}"
     )
-    assert count_ticks(_two_stages("mine", table), 2, 2) == Ticks(forward=3, backward=3, useful=2)
+    assert count_ticks(_two_stages("mine", table), 2, 2) == Ticks(
+        forward=3, backward=3, head=3, embed=2, embed_backward=2
+    )
 
 
 def test_a_named_schedule_without_a_formula_is_counted_in_its_table(monkeypatch):
@@ -68,4 +76,6 @@ def test_a_named_schedule_without_a_formula_is_counted_in_its_table(monkeypatch)
         )
 
     monkeypatch.setitem(SCHEDULES, "mine", one_at_a_time)
-    assert count_ticks(_two_stages("mine"), 2, 3) == Ticks(forward=6, backward=6, useful=3)
+    assert count_ticks(_two_stages("mine"), 2, 3) == Ticks(
+        forward=6, backward=6, head=6, embed=6, embed_backward=6
+    )

@@ -104,7 +104,7 @@ def test_given_schedule_leaves_repeats_to_the_planner():
             global_batch=32,
             **{"parallel.repeats": repeats},
         )[0]
-        for repeats in (2, 4, 12)
+        for repeats in (2, 3, 4, 6, 12)
     ]
     assert best.step_time_s == min(ranked.step_time_s for ranked in fixed)
 

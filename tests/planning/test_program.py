@@ -7,19 +7,19 @@ from dataclasses import replace
 
 import pytest
 from plans import FAMILY_MODELS
+from pricing import communication_ops
 
 from optimus_jax.config import Config
-from optimus_jax.config.axes import PIPE, TENSOR, AxisSizes
+from optimus_jax.config.axes import TENSOR, AxisSizes
 from optimus_jax.config.presets import model_preset
 from optimus_jax.mesh.build import discover
 from optimus_jax.models.families import features_of, table_width
 from optimus_jax.models.program_reader import ProgramReader, collectives_of, needed
-from optimus_jax.pipeline.schedule import Occurrence
-from optimus_jax.planning.cost.communication import communication_ops
 from optimus_jax.planning.cost.head_program import head_program, head_sizes
 from optimus_jax.planning.cost.implementation_profile import OURS
 from optimus_jax.planning.cost.layer_shape import layer_shape
 from optimus_jax.planning.cost.pipeline_time import count_ticks
+from optimus_jax.planning.cost.workload import Workload
 from optimus_jax.planning.search.assemble import plan_for
 from optimus_jax.training.step import build_program
 
@@ -78,46 +78,43 @@ def test_collectives_of_the_parts_are_those_of_the_step(name, mesh):
     config, plan, jaxpr = traced_and_folded(name, mesh)
     traced = Counter()
     for (kind, axes), messages in collectives_of(jaxpr).items():
-        if PIPE not in axes:
-            traced[kind, axes] += sum(size * n for size, n in messages if size > SCALARS)
-    layer = layer_shape(config.model, plan, seq_len=64, global_batch=16)
+        traced[kind, axes] += sum(size * n for size, n in messages if size > SCALARS)
+    workload = Workload.of(config)
+    layer = layer_shape(workload, plan)
     layers = config.model.num_layers // plan.axes.pipe
     times = {"head": plan.microbatches, "step": 1}
     if plan.pipeline is None:
         times |= dict.fromkeys(("layer forward", "layer backward"), plan.microbatches * layers)
+        times["embed"] = plan.microbatches
     else:
         ticks = count_ticks(plan.pipeline, plan.axes.pipe, plan.microbatches)
         times |= {
             "layer forward": layers * ticks.forward,
             "layer backward": layers * ticks.backward,
+            "embed": ticks.embed,
+            "broadcast": ticks.head + ticks.embed_backward,
         }
+        if features_of(config.model).table_dim:
+            # The gradient of the projection of embeddings needs them again.
+            times["embed"] += ticks.embed_backward
     folded: dict[tuple, float] = defaultdict(float)
-    for op in communication_ops(config.model, plan, layer, OURS):
-        if PIPE not in op.axes:
+    for op in communication_ops(workload, plan, layer, OURS):
+        if op.kind != "send":
             folded[op.kind, op.axes] += times[op.part] * op.count * op.num_bytes
-    if plan.pipeline is not None and layer.programs.length_ways > 1:
-        # The embedding also runs in ticks of its phases that need none (pipeline/executor.py).
-        phases = plan.schedule().phases()
-        for kind, occurs in (("reduce-scatter", "embed"), ("all-gather", "embed_backward")):
-            ticks = sum(
-                phase.num_ticks for phase in phases if getattr(phase, occurs) is not Occurrence.NONE
-            )
-            width = table_width(config.model) / config.model.embed_dim
-            message = layer.programs.length_ways * layer.stream_bytes * width
-            folded[kind, (TENSOR,)] += (ticks - plan.microbatches) * message
-            if features_of(config.model).table_dim and occurs == "embed_backward":
-                # The gradient of the projection of embeddings needs them again.
-                folded["reduce-scatter", (TENSOR,)] += ticks * message
+    if plan.pipeline is not None and layer.splits_length:
+        # Ticks that need no backward of the embedding have one in a branch that is not taken.
+        width = table_width(config.model) / config.model.embed_dim
+        message = layer.programs.length_ways * layer.stream_bytes * width
+        folded["all-gather", (TENSOR,)] += (ticks.embed_backward - plan.microbatches) * message
     assert {key: value for key, value in traced.items() if value} == pytest.approx(folded)
     if plan.pipeline is None:
         # Heads and embeddings of stages that wait are in the program, but seldom run.
-        program, head = (
-            layer.programs.under(plan.remat),
-            head_program(config.model, plan.precision, layer.programs.length_ways),
-        )
-        sizes = head_sizes(config.model, plan, layer.stream_tokens, OURS)
+        program = layer.programs.under(plan.remat)
+        head = head_program(workload, plan.precision, splits_length=layer.splits_length)
+        sizes = head_sizes(config.model, plan, layer, OURS)
         products = (*program.forward.products, *program.backward.products)
         once = layers * sum(product.flops(layer.sizes) for product in products)
-        once += sum(product.flops(sizes) for product in head.products)
+        outside = (*head.embed.products, *head.rest.products)
+        once += sum(product.flops(sizes) for product in outside)
         computed = sum(product.flops(()) for product in ProgramReader().part(jaxpr).products)
         assert plan.microbatches * once == pytest.approx(computed)

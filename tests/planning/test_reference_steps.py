@@ -10,6 +10,7 @@ from optimus_jax.config.axes import AxisSizes
 from optimus_jax.mesh.build import discover
 from optimus_jax.mesh.topology import Topology
 from optimus_jax.planning.cost.rates import Rates
+from optimus_jax.planning.cost.workload import Workload
 from optimus_jax.planning.learning.fit import Sample
 from optimus_jax.planning.profiles.cluster import Cluster
 from optimus_jax.planning.profiles.links import Link
@@ -72,11 +73,9 @@ def test_reference_steps_fit_rates_that_no_probe_measures(topology_and_cluster):
     )
     for axes in (AxisSizes(data=8), AxisSizes(data=2, tensor=4), AxisSizes(pipe=2, fsdp=4)):
         other = Sample(
-            model=config.model,
+            workload=Workload.of(config),
             plan=plan_for(config, axes, topology),
             cluster=cluster,
-            seq_len=256,
-            global_batch=16,
             step_time_s=1.0,
         )
         true_s = other.predicted(TRUTH).step_time_s

@@ -34,6 +34,14 @@ def with_memory(num_bytes: int) -> Pricing:
     return replace(PRICING, cluster=replace(CLUSTER, accelerator=accelerator))
 
 
+def test_search_reports_how_many_layouts_are_priced(monkeypatch):
+    monkeypatch.setattr("optimus_jax.planning.search.search.REPORT_EVERY_S", 0.0)
+    messages = []
+    found = search(PRICING, top=1, progress=messages.append)
+    assert len(messages) == found.num_priced
+    assert messages[-1] == f"pricing layouts of gpt2-xl: {found.num_priced} so far"
+
+
 @pytest.mark.parametrize("gib", [80, 12, 6])
 def test_ranking_equals_that_of_an_exhaustive_search(gib):
     pricing = with_memory(gib * 2**30)

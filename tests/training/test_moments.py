@@ -19,8 +19,9 @@ from optimus_jax.config.presets import model_preset
 from optimus_jax.errors import CheckpointError, ConfigError, PlanError
 from optimus_jax.mesh.leaf import Leaf
 from optimus_jax.planning.cost.cost import HOST_COPIES, predict
-from optimus_jax.planning.cost.memory import estimate_memory
+from optimus_jax.planning.cost.memory import memory_of_run
 from optimus_jax.planning.cost.rates import Rates
+from optimus_jax.planning.cost.workload import Workload
 from optimus_jax.planning.profiles.cluster import Cluster
 from optimus_jax.planning.search.assemble import plan_for
 from optimus_jax.planning.search.choice import choose_plan
@@ -257,15 +258,8 @@ def test_planner_counts_half_the_bytes_for_bf16_moments():
         plan = plan_for(config, AxisSizes(), cluster.topology())
         return (
             plan,
-            estimate_memory(config.model, plan, seq_len=4096, global_batch=1),
-            predict(
-                config.model,
-                plan,
-                cluster,
-                Rates.of(cluster.accelerator),
-                seq_len=4096,
-                global_batch=1,
-            ),
+            memory_of_run(config, plan),
+            predict(Workload.of(config), plan, cluster, Rates.of(cluster.accelerator)),
         )
 
     for offload in ("none", "optimizer"):
@@ -297,7 +291,7 @@ def test_estimated_moment_bytes_equal_those_of_the_state():
             )
             if leaf.ndim
         )
-        assert estimate_memory(GPT, built.plan, seq_len=16, global_batch=48).moments == block_layout
+        assert memory_of_run(built.config, built.plan).moments == block_layout
 
 
 def test_bf16_moments_are_advised_where_nothing_else_fits():

@@ -20,8 +20,9 @@ from optimus_jax.mesh.topology import Topology
 from optimus_jax.plan import Plan
 from optimus_jax.planning.ahead_of_time.compile_check import check
 from optimus_jax.planning.cost.cost import HOST_COPIES, predict
-from optimus_jax.planning.cost.memory import estimate_memory
+from optimus_jax.planning.cost.memory import memory_of_run
 from optimus_jax.planning.cost.rates import Rates
+from optimus_jax.planning.cost.workload import Workload
 from optimus_jax.planning.profiles.cluster import Cluster
 from optimus_jax.planning.search.assemble import plan_for
 from optimus_jax.planning.search.choice import choose_plan
@@ -211,31 +212,20 @@ def test_planner_predicts_the_memory_and_time_of_offloading():
         plan_for(each, choose_plan(offloaded, cluster.topology()).plan.axes, cluster.topology())
         for each in (config, offloaded)
     )
-    before, after = (
-        estimate_memory(config.model, plan, seq_len=4096, global_batch=1) for plan in (kept, moved)
-    )
+    before, after = (memory_of_run(config, plan) for plan in (kept, moved))
     assert after.moments == 0
     assert (
         after.host == before.moments + config.model.num_layers * 4096 * config.model.embed_dim * 2
     )
     assert after.total < before.total
-    rates = Rates.of(cluster.accelerator)
-    slower, faster = (
-        predict(config.model, plan, cluster, rates, seq_len=4096, global_batch=1)
-        for plan in (moved, kept)
-    )
+    rates, workload = Rates.of(cluster.accelerator), Workload.of(config)
+    slower, faster = (predict(workload, plan, cluster, rates) for plan in (moved, kept))
     copies = {term.name: term.time_s for term in slower.terms}[HOST_COPIES]
     assert copies == pytest.approx(before.moments / (rates.host_share * 63e9), rel=0.01)
     assert slower.step_time_s == pytest.approx(faster.step_time_s + copies)
+    unknown = replace(cluster, to_host=replace(cluster.to_host, bytes_per_s=None))
     with pytest.raises(PlanError, match="unknown speed"):
-        predict(
-            config.model,
-            moved,
-            replace(cluster, to_host=replace(cluster.to_host, bytes_per_s=None)),
-            rates,
-            seq_len=4096,
-            global_batch=1,
-        )
+        predict(workload, moved, unknown, rates)
 
 
 def test_copies_of_layer_inputs_cost_what_layers_do_not_hide():
@@ -249,8 +239,7 @@ def test_copies_of_layer_inputs_cost_what_layers_do_not_hide():
     def terms(bytes_per_s: float) -> dict[str, float]:
         over = replace(cluster, to_host=replace(cluster.to_host, bytes_per_s=bytes_per_s))
         return {
-            term.name: term.time_s
-            for term in predict(config.model, plan, over, rates, seq_len=4096, global_batch=1).terms
+            term.name: term.time_s for term in predict(Workload.of(config), plan, over, rates).terms
         }
 
     quick = terms(63e9)

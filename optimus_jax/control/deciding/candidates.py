@@ -105,15 +105,7 @@ def times(plan: Plan, pricing: Pricing) -> dict[str, float]:
 
     Raises PlanError if the speed of a link is unknown.
     """
-    config = pricing.config
-    found = term_times(
-        config.model,
-        plan,
-        pricing.cluster,
-        pricing.rates,
-        seq_len=config.seq_len,
-        global_batch=config.data.global_batch,
-    )
+    found = term_times(pricing.workload, plan, pricing.cluster, pricing.rates)
     return {name: time_s for name, time_s in found.items() if time_s > 0}
 
 

@@ -13,7 +13,7 @@ from optimus_jax.pipeline.buffers import Buffers
 from optimus_jax.pipeline.schedule import Schedule
 from optimus_jax.pipeline.tables import make_schedule
 from optimus_jax.plan import Pipelining, Plan
-from optimus_jax.planning.cost.pipeline_time import CLOSED_FORMS
+from optimus_jax.planning.cost.pipeline_time import CLOSED_FORMS, group_size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +53,7 @@ def buffer_slots(plan: Plan) -> BufferSlots:
             microbatches, keeps, cotangents=microbatches, ends_in_single_tick=halting
         )
     repeats, lap = pipeline.repeats, latency * stages
-    group = max(lap, -(-microbatches // max(1, microbatches // lap)))
+    group = group_size(stages, microbatches, latency)
     in_flight = min(microbatches * repeats, (repeats - 1) * group + 2 * latency * (stages - 1) + 1)
     # If a group is larger than a lap, activations that return to the first stage wait for the rest
     # of the group.

@@ -1,40 +1,28 @@
 """Predict the time of a training step under a plan, term by term.
 
-A microbatch's time in a stage is the sum over layers of operators (planning/cost/stage_time.py) and
-communication (planning/cost/communication.py). The schedule's ticks
-(planning/cost/pipeline_time.py) multiply it. Gradient reduction, the optimizer and a fixed overhead
-are added once.
+A microbatch's time in a stage is the sum over layers of operators and communication
+(planning/cost/mesh_costs.py). The schedule's ticks (planning/cost/pipeline_time.py) multiply it.
+Gradient reduction, the optimizer and a fixed overhead are added once.
 """
 
 import math
-from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from optimus_jax.config import ModelConfig
 from optimus_jax.config.axes import DATA, FSDP, PIPE, TENSOR
 from optimus_jax.errors import PlanError, explain
 from optimus_jax.models.flops import step_flops
-from optimus_jax.plan import Plan
-from optimus_jax.planning.cost.communication import (
-    VOCABULARY,
-    CommunicationOp,
-    StepPart,
-    communication_ops,
-    communication_times,
-)
+from optimus_jax.plan import Pipelining, Plan
+from optimus_jax.planning.cost.communication import VOCABULARY
 from optimus_jax.planning.cost.corrections import spread
-from optimus_jax.planning.cost.head_program import head_program, head_sizes
 from optimus_jax.planning.cost.implementation_profile import OURS, ImplementationProfile
-from optimus_jax.planning.cost.layer_shape import layer_shape, shape_point
-from optimus_jax.planning.cost.parameters import updated_params
-from optimus_jax.planning.cost.pipeline_time import count_ticks
+from optimus_jax.planning.cost.mesh_costs import mesh_costs
+from optimus_jax.planning.cost.pipeline_time import Ticks, count_ticks
 from optimus_jax.planning.cost.rates import HEAD, LAYER, Rates
-from optimus_jax.planning.cost.stage_time import F32_BYTES, head_time, layer_time
+from optimus_jax.planning.cost.stage_time import F32_BYTES
+from optimus_jax.planning.cost.workload import ADAM_MOMENTS, Workload
 from optimus_jax.planning.profiles.cluster import TO_HOST, Cluster
 
-ADAM_MOMENTS = 2
-"""Moments of Adam, with which the bytes of `ImplementationProfile.optimizer_bytes` count."""
 NINE_IN_TEN = 1.645
 """Half-width of the central 90% interval of a normal distribution, in standard deviations."""
 BUBBLE = "bubble"
@@ -92,46 +80,31 @@ class Prediction:
 
 
 def predict(
-    model: ModelConfig,
+    workload: Workload,
     plan: Plan,
     cluster: Cluster,
     rates: Rates,
-    *,
-    seq_len: int,
-    global_batch: int,
-    num_moments: int = ADAM_MOMENTS,
     implementation: ImplementationProfile = OURS,
 ) -> Prediction:
     """Predict a step of `plan` on `cluster` with devices of these `rates`.
 
-    Args:
-      num_moments: arrays of the optimizer for each parameter.
     Raises:
       PlanError: the mesh is larger than the cluster, or the plan sends over a link of unknown
         speed.
     """
-    step = _StepTimes(
-        model,
-        plan,
-        cluster,
-        rates,
-        implementation,
-        seq_len=seq_len,
-        global_batch=global_batch,
-        num_moments=num_moments,
-    )
+    step = _StepTimes(workload, plan, cluster, rates, implementation)
     times = step.times()
-    time_s = sum(times.values())
-    margin = math.exp(NINE_IN_TEN * spread(rates, LAYER, step.place))
+    time_s, num_sequences = sum(times.values()), workload.global_batch
+    margin = math.exp(NINE_IN_TEN * spread(rates, LAYER, step.microbatch.place))
     peak = cluster.accelerator.dense_peak_flops if plan.precision != "f32" else None
-    flops = step_flops(model, num_sequences=global_batch, seq_len=seq_len)
+    flops = step_flops(workload.model, num_sequences=num_sequences, seq_len=workload.seq_len)
     return Prediction(
         terms=step.terms(times),
         step_time_s=time_s,
         low_s=time_s / margin,
         high_s=time_s * margin,
         **shares_of(times),
-        tokens_per_s=global_batch * seq_len / time_s,
+        tokens_per_s=num_sequences * workload.seq_len / time_s,
         mfu=flops / (time_s * peak * plan.num_devices) if peak else None,
     )
 
@@ -146,14 +119,10 @@ def shares_of(times: Mapping[str, float]) -> dict[str, float]:
 
 
 def term_times(
-    model: ModelConfig,
+    workload: Workload,
     plan: Plan,
     cluster: Cluster,
     rates: Rates,
-    *,
-    seq_len: int,
-    global_batch: int,
-    num_moments: int = ADAM_MOMENTS,
     implementation: ImplementationProfile = OURS,
 ) -> dict[str, float]:
     """Seconds of every term of `predict`, without explanations: faster, for searches over many
@@ -161,16 +130,7 @@ def term_times(
 
     Raises what `predict` raises.
     """
-    return _StepTimes(
-        model,
-        plan,
-        cluster,
-        rates,
-        implementation,
-        seq_len=seq_len,
-        global_batch=global_batch,
-        num_moments=num_moments,
-    ).times()
+    return _StepTimes(workload, plan, cluster, rates, implementation).times()
 
 
 class _StepTimes:
@@ -178,90 +138,46 @@ class _StepTimes:
 
     def __init__(
         self,
-        model: ModelConfig,
+        workload: Workload,
         plan: Plan,
         cluster: Cluster,
         rates: Rates,
         implementation: ImplementationProfile,
-        *,
-        seq_len: int,
-        global_batch: int,
-        num_moments: int,
     ):
-        self.model, self.plan, self.cluster, self.rates, self.implementation = (
-            model,
-            plan,
+        self.plan, self.cluster, self.rates = plan, cluster, rates
+        self.num_moments, self.implementation = workload.num_moments, implementation
+        costs = mesh_costs(
+            workload,
+            plan.axes,
+            plan.rules,
+            plan.precision,
+            plan.attention,
             cluster,
             rates,
             implementation,
         )
-        self.num_moments = num_moments
-        self.shape = layer_shape(model, plan, seq_len=seq_len, global_batch=global_batch)
-        self.place = shape_point(self.shape, plan.axes.tensor)
-        exchanged = communication_ops(model, plan, self.shape, implementation)
-        launched: dict[StepPart, float] = {"layer forward": 0.0, "layer backward": 0.0}
-        for each in exchanged:
-            launched[each.part] = launched.get(each.part, 0.0) + each.count
-        twice = plan.pipeline is not None and not plan.pipeline.keep_residuals
-        self.layer = layer_time(
-            self.shape,
-            self.place,
-            plan.remat,
-            twice,
-            (launched["layer forward"], launched["layer backward"]),
-            rates,
-            implementation,
-        )
-        self.head = head_time(
-            head_program(model, plan.precision, self.shape.programs.length_ways),
-            head_sizes(model, plan, self.shape.stream_tokens, implementation),
-            self.shape.width,
-            self.place,
-            rates,
-            implementation,
-        )
-        self.exposed: dict[tuple[StepPart, str], float] = defaultdict(float)
-        """Seconds that communication adds, by part of the step and term."""
-        self.beside = {"layer forward": self.layer.forward, "layer backward": self.layer.backward}
-        """Seconds of compute that no communication overlaps yet, by part of the step."""
-        time_of = communication_times(plan.axes, cluster, rates).time
-        for each in exchanged:
-            self.exposed[each.part, each.term] += self._exposed(each, time_of(each) * each.count)
-
-    def _exposed(self, exchange: CommunicationOp, time_s: float) -> float:
-        """Seconds that an operation adds to its part of the step.
-
-        Overlapped compute and communication slow each other down.
-        """
-        if not exchange.hides:
-            return time_s
-        side_by_side = min(
-            time_s * self.rates.overlap_share, self.beside.get(exchange.part, math.inf)
-        )
-        if exchange.part in self.beside:
-            self.beside[exchange.part] -= side_by_side
-        return time_s - max(0.0, 2.0 - self.rates.overlap_slowdown) * side_by_side
+        self.layer, self.microbatch = costs.layer(plan), costs.microbatch(plan)
+        self.end = costs.step_end(plan)
+        self.visits = plan.microbatches * workload.model.num_layers / plan.axes.pipe
+        """Layer executions per device: microbatches times layers per stage."""
 
     def times(self) -> dict[str, float]:
         """Seconds by term, in display order."""
-        plan, layer, exposed = self.plan, self.layer, self.exposed
-        visits = self._visits
-        in_layers = {
-            name: visits * (exposed["layer forward", name] + exposed["layer backward", name])
-            for name in (TENSOR, FSDP)
-        }
-        sends, bubble = self._pipeline(visits)
+        plan, microbatch, visits = self.plan, self.microbatch, self.visits
+        layer, exposed, at_end = self.layer.compute, self.layer.exposed, self.end.exposed.get
+        sends, bubble = self._pipeline()
+        vocabulary, idle_embeds = self._vocabulary()
         return {
             "attention": visits * layer.attention,
             "feed-forward": visits * layer.feed_forward,
             "recompute": visits * layer.again,
             "memory": visits * layer.memory,
             "launching": visits * layer.launching,
-            HEAD: plan.microbatches * self.head,
-            TENSOR: in_layers[TENSOR] + exposed["step", TENSOR],
-            VOCABULARY: plan.microbatches * exposed["head", VOCABULARY],
-            FSDP: in_layers[FSDP] + exposed["step", FSDP],
-            DATA: exposed["step", DATA],
+            HEAD: plan.microbatches * microbatch.head + idle_embeds * microbatch.embed_again,
+            TENSOR: visits * exposed[TENSOR] + at_end(TENSOR, 0.0),
+            VOCABULARY: vocabulary,
+            FSDP: visits * exposed[FSDP] + at_end(FSDP, 0.0),
+            DATA: at_end(DATA, 0.0),
             PIPE: sends,
             BUBBLE: bubble,
             "optimizer": self._optimizer(),
@@ -271,15 +187,15 @@ class _StepTimes:
 
     def terms(self, times: dict[str, float]) -> tuple[Term, ...]:
         """The times with explanations, without terms that take no time."""
-        plan, layer = self.plan, self.layer
-        visits = f" x {self._visits:g} layers and microbatches"
+        plan, layer = self.plan, self.layer.compute
+        visits = f" x {self.visits:g} layers and microbatches"
         how = {
             "attention": f"matmuls, {_ms(layer.attention)}{visits}",
             "feed-forward": f"matmuls, {_ms(layer.feed_forward)}{visits}",
             "recompute": f"remat {plan.remat}, {_ms(layer.again)}{visits}",
             "memory": f"passes over memory, {_ms(layer.memory)}{visits}",
             "launching": f"kernels that wait for the host, {_ms(layer.launching)}{visits}",
-            HEAD: f"{_ms(self.head)} x {plan.microbatches} microbatches",
+            HEAD: f"{_ms(self.microbatch.head)} x {plan.microbatches} microbatches",
             TENSOR: f"all-reduces in layers over tensor={plan.axes.tensor}",
             VOCABULARY: "all-reduces of embedding and head",
             FSDP: f"gathers and scatters over fsdp={plan.axes.fsdp}, zero {plan.zero}",
@@ -298,41 +214,50 @@ class _StepTimes:
             ]
         )
 
-    @property
-    def _visits(self) -> float:
-        """Layer executions per device: microbatches times layers per stage."""
-        return self.plan.microbatches * self.model.num_layers / self.plan.axes.pipe
+    def _ticks(self, pipeline: Pipelining) -> Ticks:
+        return count_ticks(pipeline, self.plan.axes.pipe, self.plan.microbatches)
 
-    def _pipeline(self, visits: float) -> tuple[float, float]:
-        """Seconds of sends, and of the bubble: the schedule's time beyond that of `visits` to
+    def _pipeline(self) -> tuple[float, float]:
+        """Seconds of sends, and of the bubble: the schedule's time beyond that of the visits to
         layers.
         """
         pipeline, stages = self.plan.pipeline, self.plan.axes.pipe
         if pipeline is None:
             return 0.0, 0.0
         layers, useful = max(pipeline.layers_per_stage), self.plan.microbatches * pipeline.repeats
-        forward = self.layer.forward + self._in_part("layer forward")
-        backward = self.layer.backward + self._in_part("layer backward")
-        send = self._in_part("tick")
+        forward, backward = self.layer.forward, self.layer.backward
+        send = self.microbatch.exposed["tick"]
         if self.implementation.lockstep:
-            ticks = count_ticks(pipeline, stages, self.plan.microbatches)
-            bubble = layers * (ticks.forward * forward + ticks.backward * backward) - visits * (
-                forward + backward
-            )
+            ticks = self._ticks(pipeline)
+            bubble = layers * (
+                ticks.forward * forward + ticks.backward * backward
+            ) - self.visits * (forward + backward)
             return 2 * useful * send, bubble + (ticks.forward + ticks.backward - 2 * useful) * send
         # Stages without lockstep start when their input arrives: the first microbatch fills the
         # pipeline, then the slowest stage sets the pace.
         filling = (stages - 1) * (layers * (forward + backward) + 2 * send)
-        return 0.0, filling + (useful * layers - visits) * (forward + backward)
+        return 0.0, filling + (useful * layers - self.visits) * (forward + backward)
 
-    def _in_part(self, part: StepPart) -> float:
-        return sum([time_s for (where, _), time_s in self.exposed.items() if where == part])
+    def _vocabulary(self) -> tuple[float, int]:
+        """Seconds of communication of embedding and head, and the number of ticks that compute an
+        embedding and need none.
+        """
+        plan, exposed = self.plan, self.microbatch.exposed
+        embeds, broadcasts = plan.microbatches, 0
+        if plan.pipeline is not None and self.implementation.head_shared:
+            ticks = self._ticks(plan.pipeline)
+            embeds, broadcasts = ticks.embed, ticks.head + ticks.embed_backward
+        return (
+            plan.microbatches * exposed["head"]
+            + embeds * exposed["embed"]
+            + broadcasts * exposed["broadcast"]
+        ), embeds - plan.microbatches
 
     def _optimizer(self) -> float:
         # Moments are read and written.
         smaller = 2 * (ADAM_MOMENTS * F32_BYTES - self.num_moments * self.plan.moment_bytes)
         return (
-            updated_params(self.model, self.plan, self.implementation)
+            self.end.updated_params
             * (self.implementation.optimizer_bytes - smaller)
             / self.rates.memory_bytes_per_s
         )
@@ -357,16 +282,11 @@ class _StepTimes:
             )
         rate, time_s = self.rates.host_share * speed, 0.0
         if plan.offloads_moments:
-            time_s += (
-                self.num_moments
-                * self.plan.moment_bytes
-                * updated_params(self.model, self.plan, self.implementation)
-                / rate
-            )
+            time_s += self.num_moments * plan.moment_bytes * self.end.updated_params / rate
         if plan.offloads_activations:
-            copy_s = self.shape.stream_bytes / rate
-            time_s += self._visits * (
-                max(0.0, copy_s - self.layer.forward) + max(0.0, copy_s - self.layer.backward)
+            copy_s, layer = self.microbatch.shape.stream_bytes / rate, self.layer.compute
+            time_s += self.visits * (
+                max(0.0, copy_s - layer.forward) + max(0.0, copy_s - layer.backward)
             )
         return time_s
 

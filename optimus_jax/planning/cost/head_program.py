@@ -1,7 +1,7 @@
 """What a device computes and exchanges for embedding, head and loss, read from their program.
 
 They are traced forward and backward on an abstract mesh that splits the vocabulary, once for each
-kind of model and precision, as a layer is (models/layer_program.py).
+kind of model, task and precision, as a layer is (models/layer_program.py).
 """
 
 import math
@@ -24,9 +24,8 @@ from optimus_jax.mesh.sharding import layouts_of
 from optimus_jax.models.families import features_of, table_width
 from optimus_jax.models.program_reader import (
     PRIMES,
-    Product,
+    ProgramPart,
     ProgramReader,
-    TracedCollective,
     needed,
     traced_on_device,
 )
@@ -34,12 +33,12 @@ from optimus_jax.models.shapes import Params, model_shapes
 from optimus_jax.models.transformer import ForwardContext
 from optimus_jax.plan import Plan
 from optimus_jax.planning.cost.implementation_profile import ImplementationProfile
+from optimus_jax.planning.cost.layer_shape import LayerShape
+from optimus_jax.planning.cost.workload import Workload
 from optimus_jax.training.task import Batch, task_named
 
-NEXT_TOKEN = "next_token"
-"""The task that is priced."""
 WAYS = 2
-"""Devices of the abstract mesh."""
+"""Devices of the abstract mesh that split the vocabulary and not the tokens of the stream."""
 
 
 class HeadSizes(NamedTuple):
@@ -53,26 +52,30 @@ class HeadSizes(NamedTuple):
     """Width of the embedding's rows."""
     vocab: float
     """Rows of the vocabulary that a device with a head computes."""
+    length_ways: float
+    """Devices that share the tokens of the residual stream."""
 
 
 @dataclass(frozen=True, eq=False)
 class HeadProgram:
     """Embedding, head and loss of a microbatch, forward and backward; compared by identity."""
 
-    products: tuple[Product, ...]
-    collectives: tuple[TracedCollective, ...]
-    """Those over LENGTH span the mesh axes that split the tokens of the stream; those over VOCAB
+    embed: ProgramPart
+    """Forward of the embedding."""
+    rest: ProgramPart
+    """All else.
+
+    Collectives over LENGTH span the mesh axes that split the tokens of the stream; those over VOCAB
     the other ones that split the vocabulary."""
-    length_ways: int
-    """Devices that share the tokens of the residual stream."""
 
 
 def head_sizes(
-    model: ModelConfig, plan: Plan, stream_tokens: float, implementation: ImplementationProfile
+    model: ModelConfig, plan: Plan, layer: LayerShape, implementation: ImplementationProfile
 ) -> HeadSizes:
-    """The sizes for a microbatch with that many tokens of the residual stream on one device."""
+    """The sizes for a microbatch under `plan`; `layer` is one device's part of a layer."""
     _, rows = _vocab(model, plan.rules, plan.axes, implementation)
-    return HeadSizes(stream_tokens, model.embed_dim, table_width(model), rows)
+    width, length_ways = table_width(model), layer.programs.length_ways
+    return HeadSizes(layer.stream_tokens, model.embed_dim, width, rows, length_ways)
 
 
 def vocab_axes(
@@ -98,16 +101,21 @@ def _vocab(
 
 
 @lru_cache(maxsize=1 << 10)
-def head_program(model: ModelConfig, precision: Precision, length_ways: int = 1) -> HeadProgram:
-    """The program; models with the same features share one trace."""
-    _, embed, table, vocab = PRIMES[: len(HeadSizes._fields)]
-    has_table = bool(features_of(model).table_dim)
+def head_program(workload: Workload, precision: Precision, *, splits_length: bool) -> HeadProgram:
+    """The program; models with the same features share one trace.
+
+    Args:
+      splits_length: whether devices share the tokens of the residual stream.
+    """
+    model, primes = workload.model, HeadSizes(*PRIMES[: len(HeadSizes._fields)])
+    if not splits_length:
+        primes = primes._replace(length_ways=1)
     kind = ModelConfig(
         name="traced",
         family=model.family,
-        vocab_size=WAYS * length_ways * vocab,
+        vocab_size=WAYS * int(primes.length_ways * primes.vocab),
         num_layers=1,
-        embed_dim=embed,
+        embed_dim=int(primes.embed),
         num_heads=1,
         num_kv_heads=1,
         head_dim=2,
@@ -115,40 +123,54 @@ def head_program(model: ModelConfig, precision: Precision, length_ways: int = 1)
         max_length=8,
         dropout=0.0,
         tied=model.tied,
-        features=replace(model.features, rope_dims=0, table_dim=table if has_table else 0),
+        features=replace(
+            model.features,
+            rope_dims=0,
+            table_dim=int(primes.table) if features_of(model).table_dim else 0,
+        ),
     )
-    return _traced(kind, precision, length_ways)
+    ways = int(primes.length_ways)
+    return _traced(kind, workload.task, precision, int(primes.stream_tokens), ways)
 
 
 @lru_cache(maxsize=1 << 7)
-def _traced(kind: ModelConfig, precision: Precision, length_ways: int) -> HeadProgram:
-    primes, dtype = PRIMES[: len(HeadSizes._fields)], jnp.dtype(COMPUTE_DTYPES[precision])
+def _traced(
+    kind: ModelConfig, task: str, precision: Precision, stream_tokens: int, length_ways: int
+) -> HeadProgram:
     rules = {VOCAB: (VOCAB, LENGTH), LENGTH: (LENGTH,)} if length_ways > 1 else {VOCAB: (VOCAB,)}
-    shapes = model_shapes(kind, kind.vocab_size)
-    layouts, comm = layouts_of(shapes.leaves, rules, 0), Collectives(dtype, rules)
-
-    task = task_named(NEXT_TOKEN)
+    shapes, comm = (
+        model_shapes(kind, kind.vocab_size),
+        Collectives(jnp.dtype(COMPUTE_DTYPES[precision]), rules),
+    )
+    layouts, traced_task = layouts_of(shapes.leaves, rules, 0), task_named(task)
 
     def on_device(params: Params, rows: Batch) -> tuple:
-        def loss(whole: Params) -> Array:
+        def loss(whole: Params) -> tuple[Array, Array]:
             model = shapes.merged(shapes.whole_outside_layers(whole, comm))
-            run = ForwardContext(comm=comm)
-            stream = model.embed(rows["tokens"], rows["positions"], run)
-            return task.loss(
-                model, stream, rows, comm=comm, weight=1.0, chunk_tokens=primes[0] * length_ways
+            stream = model.embed(rows["tokens"], rows["positions"], ForwardContext(comm=comm))
+            value = traced_task.loss(
+                model,
+                stream,
+                rows,
+                comm=comm,
+                weight=1.0,
+                chunk_tokens=stream_tokens * length_ways,
             )
+            return value, stream
 
         differentiated = jax.tree.map(
             lambda layout, param: layout.differentiated(param), layouts, params
         )
-        return jax.value_and_grad(loss)(differentiated)
+        (value, stream), gradients = jax.value_and_grad(loss, has_aux=True)(differentiated)
+        return stream, value, gradients
 
     specs = jax.tree.map(lambda layout: layout.param_spec, layouts)
     rows = {
-        name: jax.ShapeDtypeStruct(array.shape(primes[0], length_ways), array.dtype)
-        for name, array in task.arrays.items()
+        name: jax.ShapeDtypeStruct(array.shape(stream_tokens, length_ways), array.dtype)
+        for name, array in traced_task.arrays.items()
     }
     axes = {VOCAB: WAYS, LENGTH: length_ways}
     jaxpr = traced_on_device(on_device, axes, (specs, PartitionSpec()), shapes.params, rows)
-    part = ProgramReader([(prime, prime) for prime in primes]).part(needed(jaxpr))
-    return HeadProgram(part.products, part.collectives, length_ways)
+    read = ProgramReader([(prime, prime) for prime in PRIMES[: len(HeadSizes._fields)]])
+    embed = read.part(needed(jaxpr, results=1))
+    return HeadProgram(embed, read.part(needed(jaxpr)).without(embed))

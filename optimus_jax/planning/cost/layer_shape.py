@@ -16,6 +16,7 @@ from optimus_jax.models.layer_program import (
 )
 from optimus_jax.plan import Plan
 from optimus_jax.planning.cost.rates import ShapePoint
+from optimus_jax.planning.cost.workload import Workload
 
 
 class LayerShape(NamedTuple):
@@ -28,6 +29,11 @@ class LayerShape(NamedTuple):
     def tokens(self) -> float:
         """Tokens in a microbatch, this device's part."""
         return self.sizes.rows * self.programs.seq_len
+
+    @property
+    def splits_length(self) -> bool:
+        """Whether devices share the tokens of the residual stream."""
+        return self.programs.length_ways > 1
 
     @property
     def stream_tokens(self) -> float:
@@ -49,10 +55,12 @@ class LayerShape(NamedTuple):
         return self._replace(sizes=self.sizes._replace(rows=1))
 
 
-def layer_shape(model: ModelConfig, plan: Plan, *, seq_len: int, global_batch: int) -> LayerShape:
+def layer_shape(workload: Workload, plan: Plan) -> LayerShape:
     """One layer for one microbatch on one device under `plan`."""
-    one_row = _of_one_row(model, plan.rules, plan.axes, plan.precision, plan.attention, seq_len)
-    rows = global_batch / (plan.batch_ways() * plan.microbatches)
+    one_row = _of_one_row(
+        workload.model, plan.rules, plan.axes, plan.precision, plan.attention, workload.seq_len
+    )
+    rows = workload.global_batch / (plan.batch_ways() * plan.microbatches)
     return LayerShape(one_row.programs, one_row.sizes._replace(rows=rows))
 
 

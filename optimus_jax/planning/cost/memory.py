@@ -30,7 +30,7 @@ from optimus_jax.plan import Plan
 from optimus_jax.planning.cost.activation_buffers import buffer_slots
 from optimus_jax.planning.cost.layer_shape import LayerShape, layer_shape
 from optimus_jax.planning.cost.parameters import params_on_device
-from optimus_jax.training.optimizer import moments_per_parameter
+from optimus_jax.planning.cost.workload import Workload
 
 F32 = 4
 FORWARD_SCORES: dict[RematPolicy, float] = {"none": 1.0, "selective": 2.0, "dots": 1.6, "full": 1.6}
@@ -95,15 +95,9 @@ class MemoryEstimate:
         return self.states + self.gradients + self.activations + self.logits
 
 
-def estimate_memory(
-    model: ModelConfig, plan: Plan, *, seq_len: int, global_batch: int, num_moments: int = 2
-) -> MemoryEstimate:
-    """Estimate the peak memory of a training step of `plan` on the most loaded device.
-
-    Args:
-      num_moments: arrays of the optimizer for each parameter; AdamW has two.
-    """
-    parts = _Parts(model, plan, seq_len, global_batch, num_moments)
+def estimate_memory(workload: Workload, plan: Plan) -> MemoryEstimate:
+    """Estimate the peak memory of a training step of `plan` on the most loaded device."""
+    parts, num_moments = _Parts(workload, plan), workload.num_moments
     step_points = parts.without_stages() if plan.pipeline is None else parts.through_stages()
     gradients, activations, logits = max([*step_points, *parts.update()], key=sum)
     moments = num_moments * parts.parameters(split=plan.zero >= 1) * plan.moment_bytes // F32
@@ -119,13 +113,7 @@ def estimate_memory(
 
 def memory_of_run(config: Config, plan: Plan) -> MemoryEstimate:
     """`estimate_memory` of a run with this config."""
-    return estimate_memory(
-        config.model,
-        plan,
-        seq_len=config.seq_len,
-        global_batch=config.data.global_batch,
-        num_moments=moments_per_parameter(config.optimizer.name),
-    )
+    return estimate_memory(Workload.of(config), plan)
 
 
 StepPoint = tuple[float, float, float]
@@ -135,15 +123,15 @@ StepPoint = tuple[float, float, float]
 class _Parts:
     """Byte counts on one device, which are combined for each point of the step."""
 
-    def __init__(
-        self, model: ModelConfig, plan: Plan, seq_len: int, global_batch: int, num_moments: int
-    ):
-        self.plan, pipeline, self.num_moments = plan, plan.pipeline, num_moments
+    def __init__(self, workload: Workload, plan: Plan):
+        model, pipeline = workload.model, plan.pipeline
+        self.plan, self.num_moments = plan, workload.num_moments
         width = F32 if plan.precision == "f32" else 2
         self.params = params = params_on_device(model, plan.rules, plan.axes)
-        layer = layer_shape(model, plan, seq_len=seq_len, global_batch=global_batch)
+        layer = layer_shape(workload, plan)
         token = _token(model, layer.of_one_row(), plan.remat)
-        tokens = max(1, global_batch * seq_len // plan.batch_ways() // plan.microbatches)
+        tokens_of_step = workload.global_batch * workload.seq_len
+        tokens = max(1, tokens_of_step // plan.batch_ways() // plan.microbatches)
         self.repeats = pipeline.repeats if pipeline else 1
         self.visited = max(pipeline.layers_per_stage) if pipeline else model.num_layers
         """Layers that a microbatch passes in one visit to a stage."""

@@ -18,6 +18,9 @@ ALIGNMENT = 8
 tensor cores need."""
 STREAM_PASSES_OF_HEAD = 12.0
 """Passes of embedding and final norm over [tokens, embed], forward and backward together."""
+EMBED_PASSES = 5.0
+"""Passes of an embedding's forward in a tick of a pipeline: rows are read and written, and one of
+two arrays is taken."""
 
 
 class DeviceTime(NamedTuple):
@@ -175,13 +178,20 @@ def head_work(
 
     `width` is the number of bytes of an activation.
     """
-    return _products(program.products, sizes) + Work(
+    return _products((*program.embed.products, *program.rest.products), sizes) + Work(
         num_bytes=sizes.stream_tokens
         * (
-            program.length_ways * sizes.vocab * implementation.logit_bytes
+            sizes.length_ways * sizes.vocab * implementation.logit_bytes
             + STREAM_PASSES_OF_HEAD * sizes.embed * width
         ),
         kernels=implementation.head_kernels,
+    )
+
+
+def embed_work(program: HeadProgram, sizes: HeadSizes, width: int) -> Work:
+    """Work of an embedding's forward alone, as in a tick that needs none."""
+    return _products(program.embed.products, sizes) + Work(
+        num_bytes=EMBED_PASSES * sizes.stream_tokens * sizes.embed * width
     )
 
 

@@ -8,7 +8,8 @@ dimension is split. All counts are of elements, on one device; a leaf *whole* is
 
 import itertools
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -31,10 +32,22 @@ WAYS = 2
 """Devices along each axis of the mesh on which the end of a step is traced."""
 
 
+class LeafAxes(NamedTuple):
+    """The mesh axes that concern one parameter."""
+
+    whole: tuple[str, ...]
+    """Those that split it, without fsdp."""
+    split: tuple[str, ...]
+    """Those that split it, with fsdp if that does."""
+    summed: tuple[str, ...]
+    """Those whose devices hold different parts of its gradient."""
+
+
 class LeafCount(NamedTuple):
     """Elements of one parameter on a device."""
 
     leaf: Leaf
+    axes: LeafAxes
     whole: int
     split: int
 
@@ -84,19 +97,18 @@ class DeviceParams:
 @lru_cache(maxsize=1 << 12)
 def params_on_device(model: ModelConfig, rules: Rules, axes: AxisSizes) -> DeviceParams:
     """The parameters under these rules on a mesh with these axis sizes."""
-    active = active_rules(rules, axes, model)
+    active = tuple(active_rules(rules, axes, model).items())
     rows = padded_vocab(model.vocab_size, rules, axes)
 
     def count(leaf: Leaf, shape: Shape) -> LeafCount:
         size = math.prod(
-            rows if name == VOCAB else dim for dim, name in zip(shape, leaf.dims, strict=True)
+            [rows if name == VOCAB else dim for dim, name in zip(shape, leaf.dims, strict=True)]
         )
-        layout = LeafLayout(leaf, active, 3)
+        own = _leaf_axes(leaf, active)
         whole, split = (
-            size // math.prod(axes[axis] for dims in layout.axes(split=split) for axis in dims)
-            for split in (False, True)
+            size // math.prod([axes[axis] for axis in over]) for over in (own.whole, own.split)
         )
-        return LeafCount(leaf, whole, split)
+        return LeafCount(leaf, own, whole, split)
 
     layer, outer = leaves_of(model)
     counts = tuple(itertools.starmap(count, outer))
@@ -105,6 +117,15 @@ def params_on_device(model: ModelConfig, rules: Rules, axes: AxisSizes) -> Devic
         outer=counts,
         table_whole=max(count.whole for count in counts if _is_vocabulary(count.leaf)),
     )
+
+
+@lru_cache(maxsize=1 << 10)
+def _leaf_axes(leaf: Leaf, active: Rules) -> LeafAxes:
+    layout = LeafLayout(leaf, dict(active), 3)
+    whole, split = (
+        tuple(axis for over in layout.axes(split=split) for axis in over) for split in (False, True)
+    )
+    return LeafAxes(whole, split, layout.summed_axes)
 
 
 @lru_cache(maxsize=64)
@@ -137,13 +158,10 @@ def layers_on_device(model: ModelConfig, plan: Plan) -> int:
 
 
 @lru_cache(maxsize=1 << 12)
-def _stored(
-    model: ModelConfig, rules: Rules, axes: AxisSizes, head_shared: bool
-) -> tuple[tuple[LeafCount, ...], tuple[LeafCount, ...]]:
-    """The leaves of a layer, and those outside the layers on the device with the most."""
+def _stored(model: ModelConfig, rules: Rules, axes: AxisSizes, head_shared: bool) -> DeviceParams:
+    """The parameters on the device with the most."""
     if head_shared or axes.pipe == 1:
-        params = params_on_device(model, rules, axes)
-        return params.layer, params.outer
+        return params_on_device(model, rules, axes)
     own = tuple(
         (name, tuple(axis for axis in split if name != VOCAB or axis != PIPE))
         for name, split in rules
@@ -152,57 +170,46 @@ def _stored(
     # The first stage has the embedding, and the last one the head.
     tables = [count for count in params.outer if _is_vocabulary(count.leaf)]
     others = [count for count in params.outer if count not in tables]
-    return params.layer, (*others, tables[0])
+    return replace(params, outer=(*others, tables[0]))
 
 
+@lru_cache(maxsize=1 << 12)
 def step_exchanges(
-    model: ModelConfig, rules: Rules, axes: AxisSizes, zero: int, num_layers: int, head_shared: bool
-) -> dict[tuple[CollectiveKind, tuple[str, ...]], float]:
-    """Elements of gradients and new parameters that the end of a step exchanges, by kind and mesh
-    axes: whole results (all-gather) or arguments (others).
+    model: ModelConfig, rules: Rules, axes: AxisSizes, zero: int, head_shared: bool
+) -> Mapping[tuple[CollectiveKind, tuple[str, ...]], tuple[int, int]]:
+    """Elements of gradients and new parameters that the end of a step exchanges, of one layer and
+    of all that is outside the layers, by kind and mesh axes: whole results (all-gather) or
+    arguments (others).
 
     Args:
-      num_layers: layers of the device.
       head_shared: whether all pipeline stages share embedding and head.
     """
-    active = active_rules(rules, axes, model)
-    layer, outer = _stored(model, rules, axes, head_shared)
-    elements: dict[tuple[CollectiveKind, tuple[str, ...]], float] = {}
-    for leaves, times in ((layer, num_layers), (outer, 1)):
-        for count in leaves:
-            layout = LeafLayout(count.leaf, active, zero)
-            is_split = layout.fsdp_dim is not None
-            for kind, over, of_split in _at_the_end(layout.summed_axes, is_split, zero):
-                size = times * (count.split if of_split else count.whole)
-                elements[kind, over] = elements.get((kind, over), 0) + size
-    return elements
+    elements: dict[tuple[CollectiveKind, tuple[str, ...]], list[int]] = {}
+    stored = _stored(model, rules, axes, head_shared)
+    for where, counts in enumerate((stored.layer, stored.outer)):
+        for count in counts:
+            is_split = count.axes.split != count.axes.whole
+            for kind, over, of_split in _at_the_end(count.axes.summed, is_split, zero):
+                found = elements.setdefault((kind, over), [0, 0])
+                found[where] += count.split if of_split else count.whole
+    return {key: (layer, outer) for key, (layer, outer) in elements.items()}
 
 
-def updated_params(model: ModelConfig, plan: Plan, implementation: ImplementationProfile) -> float:
+def updated_params(model: ModelConfig, plan: Plan, implementation: ImplementationProfile) -> int:
     """Parameters that the optimizer updates on one device."""
-    counts = _counts(model, plan.rules, plan.axes, implementation.head_shared)
-    layer, outer = counts[plan.zero >= 1]
-    return layers_on_device(model, plan) * layer + outer
+    stored, num_layers = (
+        _stored(model, plan.rules, plan.axes, implementation.head_shared),
+        layers_on_device(model, plan),
+    )
+    if plan.zero >= 1:
+        return num_layers * stored.layer_split + stored.outer_split
+    return num_layers * stored.layer_whole + stored.outer_whole
 
 
 def outer_matrices(model: ModelConfig, rules: Rules, axes: AxisSizes, head_shared: bool) -> float:
     """Elements, whole along fsdp, of those parameters outside the layers that fsdp splits."""
-    (_, whole), (_, split) = _counts(model, rules, axes, head_shared)
-    return (whole - split) * axes.fsdp / (axes.fsdp - 1) if axes.fsdp > 1 else 0
-
-
-@lru_cache(maxsize=1 << 12)
-def _counts(
-    model: ModelConfig, rules: Rules, axes: AxisSizes, head_shared: bool
-) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Parameters of a layer, and those outside the layers on the device with the most: whole along
-    fsdp, and split.
-    """
-    layer, outer = _stored(model, rules, axes, head_shared)
-    return (
-        (sum(leaf.whole for leaf in layer), sum(leaf.whole for leaf in outer)),
-        (sum(leaf.split for leaf in layer), sum(leaf.split for leaf in outer)),
-    )
+    stored = _stored(model, rules, axes, head_shared)
+    return sum(leaf.whole for leaf in stored.outer if leaf.axes.split != leaf.axes.whole)
 
 
 @lru_cache(maxsize=1 << 10)

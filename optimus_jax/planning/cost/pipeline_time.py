@@ -10,7 +10,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from optimus_jax.pipeline.schedule import IDLE, Schedule
+from optimus_jax.pipeline.schedule import IDLE, Occurrence, Schedule
 from optimus_jax.pipeline.tables import make_schedule
 from optimus_jax.plan import Pipelining
 
@@ -28,9 +28,14 @@ class Ticks:
     data."""
     backward: int
     """Ticks in which at least one stage runs a backward task."""
-    useful: int
-    """Forward tasks of one stage, equal to its backward tasks: the ticks of each kind that it would
-    need without waiting."""
+    head: int
+    """Ticks in which the last stage broadcasts its output: those of phases in which some tick has a
+    head (pipeline/executor.py)."""
+    embed: int
+    """Ticks that compute an embedding: those of phases in which some tick needs one."""
+    embed_backward: int
+    """Ticks in which the first stage broadcasts its input's gradient: those of phases in which some
+    tick has an embedding's backward."""
 
 
 @lru_cache(maxsize=1 << 14)
@@ -41,22 +46,45 @@ def count_ticks(pipeline: Pipelining, num_stages: int, num_microbatches: int) ->
     """
     useful, latency = num_microbatches * pipeline.repeats, 2 if pipeline.send_slack else 1
     if pipeline.table is not None:
-        return _counted(Schedule.from_json(pipeline.table), useful)
+        return _counted(Schedule.from_json(pipeline.table))
     # With this many microbatches, tasks on every stage follow each other without a gap. With fewer,
     # some ticks only send, or wait for a lap to end.
     fewest = latency if pipeline.repeats == 1 else latency * num_stages
     if pipeline.schedule in CLOSED_FORMS and num_microbatches >= fewest:
         ticks = useful + latency * (num_stages - 1)
-        return Ticks(ticks, ticks, useful)
+        if pipeline.schedule == "gpipe":
+            return Ticks(ticks, ticks, head=ticks, embed=ticks, embed_backward=ticks)
+        # From the tick in which backward begins (pipeline/interleaved.py) there is one phase with
+        # forward and backward. All heads are in it, and embeddings if a microbatch begins so late.
+        repeating = (pipeline.repeats - 1) * group_size(num_stages, num_microbatches, latency)
+        backward_begins = repeating + latency * (num_stages - 1)
+        embed = ticks if useful - repeating > backward_begins else backward_begins
+        head = ticks - backward_begins
+        return Ticks(ticks, ticks, head=head, embed=embed, embed_backward=embed)
     return _counted(
-        make_schedule(pipeline.schedule, num_stages, num_microbatches, pipeline.repeats, latency),
-        useful,
+        make_schedule(pipeline.schedule, num_stages, num_microbatches, pipeline.repeats, latency)
     )
 
 
-def _counted(schedule: Schedule, useful: int) -> Ticks:
+def group_size(num_stages: int, num_microbatches: int, latency: int) -> int:
+    """Microbatches that an interleaved schedule runs in turns (pipeline/interleaved.py): those of
+    its largest group.
+    """
+    lap = latency * num_stages
+    return max(lap, -(-num_microbatches // max(1, num_microbatches // lap)))
+
+
+def _counted(schedule: Schedule) -> Ticks:
     forward, backward = (
         int(np.count_nonzero((table != IDLE).any(axis=1)))
         for table in (schedule.forward, schedule.backward)
     )
-    return Ticks(forward, backward, useful)
+    of_phases = {
+        kind: sum(
+            phase.num_ticks
+            for phase in schedule.phases()
+            if getattr(phase, kind) is not Occurrence.NONE
+        )
+        for kind in ("head", "embed", "embed_backward")
+    }
+    return Ticks(forward, backward, **of_phases)

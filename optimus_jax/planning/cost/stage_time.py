@@ -16,6 +16,7 @@ from optimus_jax.planning.cost.layer_shape import LayerShape
 from optimus_jax.planning.cost.operators import (
     ALIGNMENT,
     device_time,
+    embed_work,
     head_work,
     layer_work,
     with_launches,
@@ -90,6 +91,15 @@ def layer_time(
         forward=scale * launched[0],
         backward=scale * launched[1],
     )
+
+
+@lru_cache(maxsize=1 << 14)
+def embed_time(
+    program: HeadProgram, sizes: HeadSizes, width: int, place: ShapePoint, rates: Rates
+) -> float:
+    """Seconds of an embedding's forward, in a tick of a pipeline that needs none."""
+    work = embed_work(program, sizes, width)
+    return factor(rates, HEAD, place) * device_time(work, rates, f32=width == F32_BYTES).total
 
 
 @lru_cache(maxsize=1 << 14)

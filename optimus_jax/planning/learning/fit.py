@@ -12,13 +12,13 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from optimus_jax.config import ModelConfig
 from optimus_jax.plan import Plan
 from optimus_jax.planning.cost.corrections import likeness
 from optimus_jax.planning.cost.cost import Prediction, predict
 from optimus_jax.planning.cost.implementation_profile import OURS, ImplementationProfile
 from optimus_jax.planning.cost.layer_shape import layer_shape, shape_point
 from optimus_jax.planning.cost.rates import OPERATORS, Correction, Rates, ShapePoint
+from optimus_jax.planning.cost.workload import Workload
 from optimus_jax.planning.learning.calibrate import Vector
 from optimus_jax.planning.profiles.cluster import Cluster
 
@@ -74,13 +74,9 @@ error for vTrain's samples of one width when that width is left out of the fit."
 class Sample:
     """One measured step."""
 
-    model: ModelConfig
+    workload: Workload
     plan: Plan
     cluster: Cluster
-    seq_len: int
-    """Tokens per example."""
-    global_batch: int
-    """Examples per step."""
     step_time_s: float
     """Measured seconds per step."""
     implementation: ImplementationProfile = OURS
@@ -88,22 +84,11 @@ class Sample:
 
     def predicted(self, rates: Rates) -> Prediction:
         """The prediction for this step."""
-        return predict(
-            self.model,
-            self.plan,
-            self.cluster,
-            rates,
-            seq_len=self.seq_len,
-            global_batch=self.global_batch,
-            implementation=self.implementation,
-        )
+        return predict(self.workload, self.plan, self.cluster, rates, self.implementation)
 
     def place(self) -> ShapePoint:
         """The point at which its layers and its head are corrected (`shape_point`)."""
-        shape = layer_shape(
-            self.model, self.plan, seq_len=self.seq_len, global_batch=self.global_batch
-        )
-        return shape_point(shape, self.plan.axes.tensor)
+        return shape_point(layer_shape(self.workload, self.plan), self.plan.axes.tensor)
 
 
 def fit_rates(

@@ -68,6 +68,12 @@ class KindProfile:
     activation_bytes: Mapping[RematPolicy, float]
     """Bytes saved from forward to backward, by remat policy."""
 
+    @property
+    def flops(self) -> tuple[float, ...]:
+        """All FLOPs: what counts, forward, backward, and recomputed under each remat policy."""
+        counted = self.model_flops, self.forward_flops, self.backward_flops
+        return *counted, *self.recomputed_flops.values()
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelProfile:
@@ -122,23 +128,15 @@ class ModelProfile:
             *(f"again {p}" for p in REMAT_POLICIES),
             *(f"KiB {p}" for p in REMAT_POLICIES),
         ]
+        flops = [kind.flops for kind in self.kinds]
+        saved = [self.activation_bytes(remat) for remat in REMAT_POLICIES]
         rows = [
             columns,
             *(
-                _row(
-                    kind.kind,
-                    kind.num_params,
-                    (
-                        kind.model_flops,
-                        kind.forward_flops,
-                        kind.backward_flops,
-                        *kind.recomputed_flops.values(),
-                    ),
-                    kind.activation_bytes.values(),
-                )
+                _row(kind.kind, kind.num_params, kind.flops, kind.activation_bytes.values())
                 for kind in self.kinds
             ),
-            self._total_row(),
+            _row("all", self.num_params, map(sum, zip(*flops, strict=True)), saved),
         ]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         title = (
@@ -157,29 +155,6 @@ class ModelProfile:
                 ]
             )
             + "\n"
-        )
-
-    def _total_row(self) -> list[str]:
-        total = [
-            sum(numbers)
-            for numbers in zip(
-                *(
-                    (
-                        kind.model_flops,
-                        kind.forward_flops,
-                        kind.backward_flops,
-                        *kind.recomputed_flops.values(),
-                    )
-                    for kind in self.kinds
-                ),
-                strict=True,
-            )
-        ]
-        return _row(
-            "all",
-            self.num_params,
-            total,
-            [self.activation_bytes(remat) for remat in REMAT_POLICIES],
         )
 
 

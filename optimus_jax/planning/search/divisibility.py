@@ -7,7 +7,7 @@ most MOST_PRICED times.
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,7 +16,7 @@ from optimus_jax.errors import PlanError
 from optimus_jax.plan import Plan
 from optimus_jax.planning.profiles.cluster import Cluster
 from optimus_jax.planning.search.divisors import divisors, prime_factors
-from optimus_jax.planning.search.search import Candidate, Pricing, search
+from optimus_jax.planning.search.search import Candidate, Pricing, ReportStatus, search
 
 NEAR = 1.25
 """Batches within this factor count as nearby. Larger changes would alter the training run."""
@@ -26,9 +26,6 @@ MOST_PRICED = MOST_BATCHES + MOST_CLUSTERS
 WORTH_REPORTING = 0.03
 """Minimum relative gain in tokens per second to report. Smaller gains are well within the
 prediction error."""
-
-ReportStatus = Callable[[str], None]
-"""Called with a description of what is priced next."""
 
 
 @dataclass(frozen=True, kw_only=True)

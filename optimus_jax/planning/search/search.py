@@ -7,22 +7,30 @@ remains can enter the ranking, so the result equals that of an exhaustive search
 """
 
 import bisect
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from optimus_jax.config import Config
 from optimus_jax.errors import PlanError, first_line
 from optimus_jax.mesh.topology import Topology
 from optimus_jax.plan import Plan
 from optimus_jax.planning.cost.cost import Prediction, predict, term_times
-from optimus_jax.planning.cost.memory import MemoryEstimate, memory_of_run
+from optimus_jax.planning.cost.memory import MemoryEstimate, estimate_memory
 from optimus_jax.planning.cost.rates import Rates
+from optimus_jax.planning.cost.workload import Workload
 from optimus_jax.planning.learning.calibrate import Calibration
 from optimus_jax.planning.profiles.cluster import Cluster
 from optimus_jax.planning.search.assemble import memory_fallbacks
 from optimus_jax.planning.search.explain import gib
 from optimus_jax.planning.search.layouts import Rejection, layouts
-from optimus_jax.training.optimizer import moments_per_parameter
 
+ReportStatus = Callable[[str], None]
+"""Called with a description of what is priced next."""
+REPORT_EVERY_S = 1.0
+"""Seconds between reports on a search. The first search of a model in a process takes a few seconds
+more, for the traces of its layers."""
 USABLE_SHARE = 0.9
 """Usable share of a device's memory; the rest covers the runtime and estimation errors."""
 
@@ -59,6 +67,11 @@ class Pricing:
     calibration: Calibration = field(default_factory=Calibration)
     """Corrections learnt from earlier measurements on these devices."""
 
+    @cached_property
+    def workload(self) -> Workload:
+        """What a step of the run computes."""
+        return Workload.of(self.config)
+
     def predicted(self, plan: Plan) -> Prediction:
         """The prediction for a plan. Raises PlanError if it uses a link of unknown speed."""
         return self.calibration.applied(self.uncalibrated(plan))
@@ -68,32 +81,16 @@ class Pricing:
         layout.
         """
         return self.calibration.step_time_s(
-            term_times(
-                self.config.model,
-                plan,
-                self.cluster,
-                self.rates,
-                seq_len=self.config.seq_len,
-                global_batch=self.config.data.global_batch,
-                num_moments=moments_per_parameter(self.config.optimizer.name),
-            )
+            term_times(self.workload, plan, self.cluster, self.rates)
         )
 
     def uncalibrated(self, plan: Plan) -> Prediction:
         """The prediction without corrections learnt from measurements."""
-        return predict(
-            self.config.model,
-            plan,
-            self.cluster,
-            self.rates,
-            seq_len=self.config.seq_len,
-            global_batch=self.config.data.global_batch,
-            num_moments=moments_per_parameter(self.config.optimizer.name),
-        )
+        return predict(self.workload, plan, self.cluster, self.rates)
 
     def memory(self, plan: Plan) -> MemoryEstimate:
         """Estimated peak bytes on the most loaded device."""
-        return memory_of_run(self.config, plan)
+        return estimate_memory(self.workload, plan)
 
     def fitting(self, layout: Plan) -> Candidate | Rejection:
         """The layout with the least recomputation that fits, or why none does."""
@@ -112,28 +109,39 @@ class Pricing:
         )
 
 
-def search(pricing: Pricing, *, top: int = 10) -> Ranking:
+def search(pricing: Pricing, *, top: int = 10, progress: ReportStatus | None = None) -> Ranking:
     """The `top` best plans for the run and cluster of `pricing`, respecting fixed settings.
 
     Deterministic.
 
+    Args:
+      progress: called every REPORT_EVERY_S.
     Raises:
       PlanError: the settings that the config fixes are impossible under every layout.
     """
-    rejections, priced = [], []
+    rejections: list[Rejection] = []
+    legal: list[Plan] = []
+    least_s: list[float] = []
+    reported_s = time.monotonic()
     for layout in layouts(pricing.config, pricing.cluster.topology()):
         if isinstance(layout, Rejection):
             rejections.append(layout)
             continue
         try:
-            priced.append((pricing.step_time_s(layout), len(priced), layout))
+            least_s.append(pricing.step_time_s(layout))
         except PlanError as error:  # the layout would use a link of unknown speed
             rejections.append(Rejection(layouts=layout.describe(), reason=first_line(error)))
+        else:
+            legal.append(layout)
+        if progress is not None and time.monotonic() - reported_s >= REPORT_EVERY_S:
+            reported_s = time.monotonic()
+            progress(f"pricing layouts of {pricing.config.model.name}: {len(legal):,} so far")
     best: dict[object, Candidate] = {}
     slowest_s: list[float] = []
-    for least_s, _, layout in sorted(priced):
-        if len(best) >= top and least_s >= slowest_s[top - 1]:
+    for number in sorted(range(len(legal)), key=least_s.__getitem__):
+        if len(best) >= top and least_s[number] >= slowest_s[top - 1]:
             break
+        layout = legal[number]
         kind = (layout.axes, layout.rules, layout.pipeline and layout.pipeline.repeats)
         found = pricing.fitting(layout)
         if isinstance(found, Rejection):
@@ -144,7 +152,7 @@ def search(pricing: Pricing, *, top: int = 10) -> Ranking:
             best[kind] = found
             bisect.insort(slowest_s, found.prediction.step_time_s)
     ranked = sorted(best.values(), key=lambda candidate: candidate.prediction.step_time_s)
-    return Ranking(best=tuple(ranked[:top]), rejections=tuple(rejections), num_priced=len(priced))
+    return Ranking(best=tuple(ranked[:top]), rejections=tuple(rejections), num_priced=len(legal))
 
 
 def fits(memory: MemoryEstimate, there: Topology | Cluster) -> bool:

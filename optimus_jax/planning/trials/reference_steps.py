@@ -27,6 +27,7 @@ from optimus_jax.errors import ConfigError, PlanError, first_line
 from optimus_jax.mesh.topology import Topology
 from optimus_jax.plan import Plan
 from optimus_jax.planning.cost.rates import Rates
+from optimus_jax.planning.cost.workload import Workload
 from optimus_jax.planning.learning.fit import Sample, fit_to_steps
 from optimus_jax.planning.profiles.cluster import Cluster
 from optimus_jax.planning.profiles.probes import ProbeBudget, ReportTime
@@ -90,11 +91,9 @@ class ReferenceStep:
         """The step as an input of the fit."""
         config = Config().with_values(self.settings)
         return Sample(
-            model=config.model,
+            workload=Workload.of(config),
             plan=_plan(config, topology),
             cluster=cluster,
-            seq_len=config.seq_len,
-            global_batch=config.data.global_batch,
             step_time_s=self.step_time_s,
         )
 

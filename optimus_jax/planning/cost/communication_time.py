@@ -1,0 +1,117 @@
+"""The time of a collective or send along given mesh axes."""
+
+import math
+from typing import NamedTuple
+
+from optimus_jax.config.axes import AxisSizes
+from optimus_jax.errors import PlanError, explain
+from optimus_jax.planning.cost.communication import CommunicationOp
+from optimus_jax.planning.cost.rates import Rates
+from optimus_jax.planning.profiles.cluster import Cluster
+from optimus_jax.planning.profiles.links import Link
+
+
+class _PathTime(NamedTuple):
+    """Parameters of the time model for communication along given mesh axes."""
+
+    size: int
+    """Number of devices."""
+    s_per_byte: float
+    """Seconds per byte of the slowest link of the ring."""
+    latency_s: float
+    """Latency of one pass around the ring."""
+    tree_latency_s: float = 0.0
+    """The same latency with trees between hosts, which NCCL uses for small all-reduces."""
+
+
+class CommunicationTimes:
+    """Times of communication ops on one mesh.
+
+    A collective is modelled as a ring through all of its devices. Every link carries the same
+    bytes, so the slowest link decides. The number of rings that cross between two hosts is the
+    number of participating devices per host. Every step of a ring costs one latency.
+    """
+
+    def __init__(self, axes: AxisSizes, cluster: Cluster, rates: Rates):
+        self._axes, self._cluster, self._rates = axes, cluster, rates
+        self._path_times: dict[tuple[tuple[str, ...], bool], _PathTime] = {}
+
+    def time(self, exchange: CommunicationOp) -> float:
+        """Seconds that one execution takes without overlap.
+
+        Raises PlanError if it crosses a link of unknown speed.
+        """
+        is_send = exchange.kind == "send"
+        path = self._path_times.get((exchange.axes, is_send))
+        if path is None:
+            path = self._path_times[exchange.axes, is_send] = (
+                self._send(exchange.axes) if is_send else self._ring(exchange.axes)
+            )
+        if is_send:
+            return exchange.num_bytes * path.s_per_byte + path.latency_s
+        around_s = (path.size - 1) / path.size * exchange.num_bytes * path.s_per_byte
+        ring_s = (
+            2.0 * (around_s + path.tree_latency_s)
+            if exchange.kind == "all-reduce"
+            else around_s + path.latency_s
+        )
+        return ring_s + self._rates.arrival_s if path.size > 1 else ring_s
+
+    def _ring(self, names: tuple[str, ...]) -> _PathTime:
+        cluster, rates, size = (
+            self._cluster,
+            self._rates,
+            math.prod([self._axes[name] for name in names]),
+        )
+        if size == 1:
+            return _PathTime(1, 0.0, 0.0, 0.0)
+        hosts = cluster.hosts_crossed(self._axes, names)
+        on_host, speed, latency_s, tree_latency_s = size / hosts, math.inf, 0.0, 0.0
+        if on_host > 1:
+            speed = speed_of(cluster.intra_host) * rates.collective_share
+            latency_s = tree_latency_s = (on_host - 1) * _latency(
+                cluster.intra_host, rates.latency_s
+            )
+        if hosts > 1:
+            assert cluster.inter_host is not None, "several hosts have an inter-host link"
+            speed = min(speed, speed_of(cluster.inter_host) * rates.inter_host_share * on_host)
+            hop_s = _latency(cluster.inter_host, rates.inter_host_latency_s)
+            latency_s += (hosts - 1) * hop_s
+            # NCCL sums small messages along trees; it gathers and scatters in rings.
+            tree_latency_s += min(hosts - 1, 2 * math.log2(hosts)) * hop_s
+        return _PathTime(size, 1 / speed, latency_s, tree_latency_s)
+
+    def _send(self, names: tuple[str, ...]) -> _PathTime:
+        cluster, rates = self._cluster, self._rates
+        if cluster.hosts_crossed(self._axes, names) == 1:
+            return _PathTime(
+                2,
+                1 / (speed_of(cluster.intra_host) * rates.send_share),
+                _latency(cluster.intra_host, rates.latency_s),
+            )
+        assert cluster.inter_host is not None, "several hosts have an inter-host link"
+        return _PathTime(
+            2,
+            1 / (speed_of(cluster.inter_host) * rates.inter_host_share),
+            _latency(cluster.inter_host, rates.inter_host_latency_s),
+        )
+
+
+def speed_of(link: Link) -> float:
+    """Bytes per second of a link. Raises PlanError if its speed is unknown."""
+    if link.bytes_per_s is None:
+        raise PlanError(
+            explain(
+                f"the speed of {link.name} is unknown, and this plan sends over it",
+                given=link.source,
+                do=(
+                    "profile this machine, or give the speed: --link intra_host=100GB/s or"
+                    " inter_host=25GB/s"
+                ),
+            )
+        )
+    return link.bytes_per_s
+
+
+def _latency(link: Link, default_s: float) -> float:
+    return default_s if link.latency_s is None else link.latency_s

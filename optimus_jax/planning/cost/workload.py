@@ -1,0 +1,44 @@
+"""A workload: what a step computes, whatever its plan."""
+
+from dataclasses import dataclass, fields
+from functools import cached_property
+
+from optimus_jax.config import Config, ModelConfig
+from optimus_jax.training.optimizer import moments_per_parameter
+
+ADAM_MOMENTS = 2
+"""Moments of Adam."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """A model, its batch, its task and its optimizer."""
+
+    model: ModelConfig
+    seq_len: int
+    """Tokens per example."""
+    global_batch: int
+    """Examples per step."""
+    task: str = Config.task
+    """Name of the task, whose loss is traced."""
+    num_moments: int = ADAM_MOMENTS
+    """Arrays of the optimizer for each parameter."""
+
+    @classmethod
+    def of(cls, config: Config) -> "Workload":
+        """The workload of a run."""
+        return cls(
+            model=config.model,
+            seq_len=config.seq_len,
+            global_batch=config.data.global_batch,
+            task=config.task,
+            num_moments=moments_per_parameter(config.optimizer.name),
+        )
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash(tuple(getattr(self, field.name) for field in fields(self)))
+
+    def __hash__(self) -> int:
+        """Computed once, because workloads are cache keys."""
+        return self._hash
