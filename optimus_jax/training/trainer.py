@@ -44,7 +44,7 @@ from optimus_jax.faults.stopping import StopRequest
 from optimus_jax.mesh.topology import Topology
 from optimus_jax.models.flops import step_flops
 from optimus_jax.run_directory.directory import RunDirectory
-from optimus_jax.run_directory.step_record import StepRecord
+from optimus_jax.run_directory.step_record import EvalRecord, StepRecord
 from optimus_jax.training.evaluation import held_out_loss
 from optimus_jax.training.numbers import perplexity_of
 from optimus_jax.training.optimizer import peak_learning_rate
@@ -475,13 +475,23 @@ class Trainer:
             )
             return
         loss = total / tokens
-        perplexity = perplexity_of(loss)
-        bits = loss / math.log(2) if self.bits_per_token else None
+        record = EvalRecord(
+            step=step,
+            loss=loss,
+            perplexity=perplexity_of(loss),
+            bits_per_byte=loss / math.log(2) if self.bits_per_token else None,
+        )
         self.run.log_event(
-            "eval", step, loss=loss, perplexity=perplexity, bits_per_byte=bits, tokens=tokens
+            "eval",
+            step,
+            loss=loss,
+            perplexity=record.perplexity,
+            bits_per_byte=record.bits_per_byte,
+            tokens=tokens,
+            metrics=record.metrics,
         )
         for watcher in self.watchers:
-            watcher.evaluation(step, loss, perplexity, bits)
+            watcher.evaluation(record)
         self.learning.evaluation(step, loss)
         if self.learning.bad_evaluations:
             self._say(

@@ -49,7 +49,7 @@ class Signals:
     def step(self, record):
         self.reported.append(record.step)
 
-    def evaluation(self, step, *numbers):
+    def evaluation(self, record):
         pass
 
     def is_probe_due(self, step):
