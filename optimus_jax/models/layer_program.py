@@ -275,10 +275,11 @@ class _Tracer:
     def under(self, remat: RematPolicy) -> LayerProgram:
         """The program under a remat policy."""
         traced = self._jaxpr(remat)
-        whole, forward = needed(traced), self.read.part(needed(traced, results=1))
+        whole, forward = needed(traced), self.read.part(needed(traced, results=2))
         saved, saved_once = [], []
-        # The first results are the layer's output, and the gradients of parameters and input.
-        for variable in whole.outvars[2 + len(jax.tree.leaves(self.shapes.params)) :]:
+        # The first results are the layer's output, its auxiliary sums, and the gradients of
+        # parameters and input.
+        for variable in whole.outvars[3 + len(jax.tree.leaves(self.shapes.params)) :]:
             shape = variable.aval.shape[1:]
             amount = self.read.amount(math.prod(shape) * variable.aval.dtype.itemsize)
             # Others are weights, and numbers of a layer, such as its window.
@@ -288,8 +289,8 @@ class _Tracer:
         return LayerProgram(forward, backward, tuple(saved), tuple(saved_once))
 
     def _jaxpr(self, remat: RematPolicy) -> Any:
-        """The traced layer: its output, the gradients of parameters and input, and what forward
-        saves.
+        """The traced layer: its output, the total of its auxiliary sums, the gradients of
+        parameters and input, and what forward saves.
         """
         kernel = self.programs.kernel
 
@@ -305,12 +306,14 @@ class _Tracer:
             params = jax.tree.map(
                 lambda layout, param: layout.differentiated(param), self.layouts, params
             )
-            out, pull = jax.vjp(
-                lambda params, x: self.shapes.merged(params).run_layers(x, positions, run)[0],
-                params,
-                x,
-            )
-            return out, pull(cotangent), jax.tree.leaves(pull)
+
+            def layer(params: Params, x: Array) -> tuple[Array, Array]:
+                out = self.shapes.merged(params).run_layers(x, positions, run)
+                return out.x_BLD, sum(out.auxiliary.values(), jnp.float32(0))
+
+            (out, auxiliary), pull = jax.vjp(layer, params, x)
+            gradients = pull((cotangent, jnp.ones_like(auxiliary)))
+            return out, auxiliary, gradients, jax.tree.leaves(pull)
 
         specs = jax.tree.map(lambda layout: layout.param_spec, self.layouts)
         rows = PartitionSpec(FSDP)

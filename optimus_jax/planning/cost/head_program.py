@@ -34,7 +34,7 @@ from optimus_jax.models.shapes import Params, model_shapes
 from optimus_jax.models.transformer import ForwardContext
 from optimus_jax.plan import Plan
 from optimus_jax.planning.cost.implementation_profile import ImplementationProfile
-from optimus_jax.training.task import Batch, task_named
+from optimus_jax.training.task import Batch, LossInputs, task_named
 
 NEXT_TOKEN = "next_token"
 """The task that is priced."""
@@ -134,9 +134,15 @@ def _traced(kind: ModelConfig, precision: Precision, length_ways: int) -> HeadPr
             model = shapes.merged(shapes.whole_outside_layers(whole, comm))
             run = ForwardContext(comm=comm)
             stream = model.embed(rows["tokens"], rows["positions"], run)
-            return task.loss(
-                model, stream, rows, comm=comm, weight=1.0, chunk_tokens=primes[0] * length_ways
+            inputs = LossInputs(
+                model=model,
+                value=stream,
+                rows=rows,
+                comm=comm,
+                weight=1.0,
+                chunk_tokens=primes[0] * length_ways,
             )
+            return task.loss(inputs).loss
 
         differentiated = jax.tree.map(
             lambda layout, param: layout.differentiated(param), layouts, params
