@@ -31,7 +31,7 @@ from optimus_jax.devices.hosts import devices_by_host
 from optimus_jax.errors import OptimusError, first_line
 from optimus_jax.plan import Plan
 from optimus_jax.run_directory.directory import RunDirectory
-from optimus_jax.run_directory.step_record import StepRecord
+from optimus_jax.run_directory.step_record import EvalRecord, StepRecord
 from optimus_jax.training.state import TrainState
 from optimus_jax.training.watchers import Display
 
@@ -107,9 +107,7 @@ class Controller:
             upcoming.tax_s += record.step_time_s - upcoming.usual_s
         self._last_times_s.append(record.step_time_s)
 
-    def evaluation(
-        self, step: int, loss: float, perplexity: float, bits_per_byte: float | None
-    ) -> None:
+    def evaluation(self, record: EvalRecord) -> None:
         """Do nothing: an evaluation says nothing about steps."""
 
     def is_probe_due(self, step: int) -> bool:

@@ -39,7 +39,7 @@ from optimus_jax.control.signals import (
     Window,
 )
 from optimus_jax.data.batch import HostBatch
-from optimus_jax.run_directory.step_record import StepRecord
+from optimus_jax.run_directory.step_record import EvalRecord, StepRecord
 
 _LOG = logging.getLogger(__name__)
 _OF_STEPS = (STEP_TIME_S, DATA_WAIT_S, DISPATCH_S, TOKENS_PER_S, MFU)
@@ -125,9 +125,7 @@ class Signals:
         if not record.skipped:
             self._loss_slope.add(record.step, record.loss, now_s)
 
-    def evaluation(
-        self, step: int, loss: float, perplexity: float, bits_per_byte: float | None
-    ) -> None:
+    def evaluation(self, record: EvalRecord) -> None:
         """Do nothing: an evaluation says nothing about steps."""
 
     def observe(self, step: int, lost_devices: frozenset[int] = frozenset()) -> Observation:

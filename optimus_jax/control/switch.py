@@ -539,10 +539,8 @@ def _loss(
     """Mean loss of the probe's tokens; None: there is no probe."""
     if probe is None:
         return None
-    total, tokens = jax.device_get(
-        executable.program.eval_step(state.params, probe(executable.program))
-    )
-    return float(total) / float(tokens)
+    sums = jax.device_get(executable.program.eval_step(state.params, probe(executable.program)))
+    return float(sums.loss) / float(sums.tokens)
 
 
 def _check_loss(before: float | None, after: float | None, precision: Precision) -> None:

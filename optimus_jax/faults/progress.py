@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from optimus_jax.run_directory.step_record import StepRecord
+from optimus_jax.run_directory.step_record import EvalRecord, StepRecord
 
 Activity = Literal[
     "connect",
@@ -81,9 +81,7 @@ class Progress:
         self._remember("step", record.step_time_s)
         self.at = replace(self.at, done=record.step, since_s=self._clock())
 
-    def evaluation(
-        self, step: int, loss: float, perplexity: float, bits_per_byte: float | None
-    ) -> None:
+    def evaluation(self, record: EvalRecord) -> None:
         """Nothing to do: `during` measures the time of evaluations."""
 
     def forget_steps(self) -> None:

@@ -393,12 +393,10 @@ def extend(
         comm=Collectives(cache[0].dtype), kernel="xla", visibility=Visibility(query_offset=start)
     )
     model = unpadded(config).module(params, run.comm)
-    x_BLD, longer = model.run_layers(
-        model.embed(tokens_BL, positions_BL, run), positions_BL, run, cache
-    )
-    assert longer is not None, "a cache went in and none came out"
-    x_B1D = lax.dynamic_slice_in_dim(x_BLD, last, 1, axis=1)
-    return model.logits(model.head_input(x_B1D, run.comm), run)[:, 0], longer
+    out = model.run_layers(model.embed(tokens_BL, positions_BL, run), positions_BL, run, cache)
+    assert out.cache is not None, "a cache went in and none came out"
+    x_B1D = lax.dynamic_slice_in_dim(out.x_BLD, last, 1, axis=1)
+    return model.logits(model.head_input(x_B1D, run.comm), run)[:, 0], out.cache
 
 
 def empty_cache(config: ModelConfig, params: Params, num_keys: int) -> Cache:

@@ -307,10 +307,11 @@ class _Tracer:
         if remat not in self.traced:
             self.traced[remat] = self._jaxpr(remat)
         traced, seq_len = self.traced[remat], self.programs.seq_len
-        whole, forward = needed(traced), self.read.part(needed(traced, results=1))
+        whole, forward = needed(traced), self.read.part(needed(traced, results=2))
         saved, saved_once = [], []
-        # The first results are the layer's output, and the gradients of parameters and input.
-        for variable in whole.outvars[2 + len(jax.tree.leaves(self.shapes.params)) :]:
+        # The first results are the layer's output, its auxiliary sums, and the gradients of
+        # parameters and input.
+        for variable in whole.outvars[3 + len(jax.tree.leaves(self.shapes.params)) :]:
             shape = list(variable.aval.shape[1:])
             # Of the stream [layer, row, token, ...] a device has its own tokens.
             if shape[2:] and shape[2] == seq_len // self.programs.length_ways:
@@ -323,8 +324,8 @@ class _Tracer:
         return LayerProgram(forward, backward, tuple(saved), tuple(saved_once))
 
     def _jaxpr(self, remat: RematPolicy) -> Any:
-        """The traced layer: its output, the gradients of parameters and input, and what forward
-        saves.
+        """The traced layer: its output, the total of its auxiliary sums, the gradients of
+        parameters and input, and what forward saves.
         """
         kernel = self.programs.kernel
 
@@ -340,12 +341,14 @@ class _Tracer:
             params = jax.tree.map(
                 lambda layout, param: layout.differentiated(param), self.layouts, params
             )
-            out, pull = jax.vjp(
-                lambda params, x: self.shapes.merged(params).run_layers(x, positions, run)[0],
-                params,
-                x,
-            )
-            return out, pull(cotangent), jax.tree.leaves(pull)
+
+            def layer(params: Params, x: Array) -> tuple[Array, Array]:
+                out = self.shapes.merged(params).run_layers(x, positions, run)
+                return out.x_BLD, sum(out.auxiliary.values(), jnp.float32(0))
+
+            (out, auxiliary), pull = jax.vjp(layer, params, x)
+            gradients = pull((cotangent, jnp.ones_like(auxiliary)))
+            return out, auxiliary, gradients, jax.tree.leaves(pull)
 
         specs = jax.tree.map(lambda layout: layout.param_spec, self.layouts)
         rows = PartitionSpec(FSDP)

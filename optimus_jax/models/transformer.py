@@ -10,7 +10,7 @@ heads and K head_dim.
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +22,7 @@ from jax.ad_checkpoint import checkpoint_name
 from optimus_jax.config import AttentionKernel, ModelConfig, RematPolicy
 from optimus_jax.mesh.axes import EMBED, HEADS, LAYERS, MLP, POSITIONS, TABLE, VOCAB
 from optimus_jax.mesh.collectives import Collectives
+from optimus_jax.mesh.sums import Sums
 from optimus_jax.models import rotary
 from optimus_jax.models.attention import Attention
 from optimus_jax.models.families import features_of, has_window, table_width
@@ -84,6 +85,18 @@ def layer_numbers(config: ModelConfig) -> LayerNumbers:
     )
 
 
+class LayersOutput(NamedTuple):
+    """What a block gives, or a stack of them."""
+
+    x_BLD: Array
+    """The residual stream after it."""
+    auxiliary: Sums
+    """This device's shares (mesh/sums.py) of sums over the tokens, which a task may add to its
+    loss, such as one that balances experts. Of a stack: added over its layers."""
+    cache: tuple[Array, Array] | None
+    """Keys and values, if some were given."""
+
+
 class Block(nnx.Module):
     """Attention and feed-forward, each normed and added to the residual."""
 
@@ -113,7 +126,7 @@ class Block(nnx.Module):
         run: ForwardContext,
         cos_sin: tuple[Array, Array] | None,
         cache: tuple[Array, Array] | None = None,
-    ) -> tuple[Array, tuple[Array, Array] | None]:
+    ) -> LayersOutput:
         """[B, L, D] -> [B, L, D].
 
         `cache`: earlier keys and values [B, T, G, K]; returned with those of this pass added.
@@ -162,7 +175,8 @@ class Block(nnx.Module):
         out_BLD = self.mlp.combine(
             recomputed(lambda h: self.mlp.partial_out(h, comm))(hidden), comm
         )
-        return self._added(x_BLD, out_BLD, self.mlp_out_norm, run, site + 2), cache
+        x_BLD = self._added(x_BLD, out_BLD, self.mlp_out_norm, run, site + 2)
+        return LayersOutput(x_BLD, {}, cache)
 
     def _projected(
         self, x_BLD: Array, run: ForwardContext, cos_sin: tuple[Array, Array] | None
@@ -294,10 +308,12 @@ class Decoder(nnx.Module):
         positions_BL: Array,
         run: ForwardContext,
         cache: tuple[Array, Array] | None = None,
-    ) -> tuple[Array, tuple[Array, Array] | None]:
+    ) -> LayersOutput:
         """Run the stack. `cache`: keys and values [layers, B, T, G, K], or None in training."""
         layer, stacked = self._layer(positions_BL, run)
-        return lax.scan(layer, x_BLD, (stacked, jnp.arange(self.config.num_layers), cache))
+        slots = jnp.arange(self.config.num_layers)
+        x_BLD, (auxiliary, cache) = lax.scan(layer, x_BLD, (stacked, slots, cache))
+        return LayersOutput(x_BLD, _over_layers(auxiliary), cache)
 
     def run_some_layers(
         self,
@@ -307,11 +323,11 @@ class Decoder(nnx.Module):
         slots: Array,
         *,
         all_full: bool,
-    ) -> Array:
+    ) -> LayersOutput:
         """Run the layers of a stack in the order of its slots, some of which may be empty.
 
-        An empty slot is computed like the others and its result is dropped. This costs no time, as
-        its pipeline stage would otherwise wait for a longer one, and all devices take the same
+        An empty slot is computed like the others and its results are dropped. This costs no time,
+        as its pipeline stage would otherwise wait for a longer one, and all devices take the same
         branch.
 
         Args:
@@ -320,10 +336,16 @@ class Decoder(nnx.Module):
         """
         layer, stacked = self._layer(positions_BL, run)
 
-        def if_full(x_BLD: Array, slot: tuple) -> tuple[Array, None]:
-            return jnp.where(slot[1] >= 0, layer(x_BLD, slot)[0], x_BLD), None
+        def if_full(x_BLD: Array, slot: tuple) -> tuple[Array, tuple[Sums, None]]:
+            is_full = slot[1] >= 0
+            after_BLD, (auxiliary, _) = layer(x_BLD, slot)
+            auxiliary = jax.tree.map(lambda part: jnp.where(is_full, part, 0), auxiliary)
+            return jnp.where(is_full, after_BLD, x_BLD), (auxiliary, None)
 
-        return lax.scan(layer if all_full else if_full, x_BLD, (stacked, slots, None))[0]
+        x_BLD, (auxiliary, _) = lax.scan(
+            layer if all_full else if_full, x_BLD, (stacked, slots, None)
+        )
+        return LayersOutput(x_BLD, _over_layers(auxiliary), None)
 
     def _layer(self, positions_BL: Array, run: ForwardContext) -> tuple[Callable, nnx.State]:
         """The body of a scan over layers, and the stacked parameters to scan over."""
@@ -337,7 +359,7 @@ class Decoder(nnx.Module):
         )
         graphdef, stacked = nnx.split(self.layers)
 
-        def body(x_BLD: Array, layer: tuple) -> tuple[Array, tuple[Array, Array] | None]:
+        def body(x_BLD: Array, layer: tuple) -> tuple[Array, tuple[Sums, Any]]:
             params, index, layer_cache = layer
             own = jax.tree.map(lambda number: number[jnp.maximum(index, 0)], numbers)
             one_pass, cos_sin = run, angles
@@ -345,7 +367,9 @@ class Decoder(nnx.Module):
                 one_pass = replace(run, visibility=replace(run.visibility, window=own.window))
             if angles is not None and windowed is not None:
                 cos_sin = jax.tree.map(partial(jnp.where, own.is_windowed), windowed, angles)
-            return nnx.merge(graphdef, params)(x_BLD, index, one_pass, cos_sin, layer_cache)
+            block: Block = nnx.merge(graphdef, params)
+            out = block(x_BLD, index, one_pass, cos_sin, layer_cache)
+            return out.x_BLD, (out.auxiliary, out.cache)
 
         return _rematerialised(body, run), stacked
 
@@ -354,7 +378,7 @@ class Decoder(nnx.Module):
         residual stream's are split.
         """
         x_BLD = self.embed(tokens_BL, positions_BL, run)
-        x_BLD, _ = self.run_layers(x_BLD, positions_BL, run)
+        x_BLD = self.run_layers(x_BLD, positions_BL, run).x_BLD
         return self.head_input(x_BLD, run.comm).astype(run.comm.dtype)
 
     def head_input(self, x_BLD: Array, comm: Collectives) -> Array:
@@ -385,6 +409,11 @@ class Decoder(nnx.Module):
         )
         ids = run.comm.offset(logits.shape[-1], VOCAB) + jnp.arange(logits.shape[-1])
         return jnp.where(ids < self.config.vocab_size, logits, -jnp.inf)
+
+
+def _over_layers(auxiliary: Sums) -> Sums:
+    """Sums [layers] of each layer -> their sum."""
+    return {name: parts.sum(0) for name, parts in auxiliary.items()}
 
 
 def _rematerialised(layer: Callable, run: ForwardContext) -> Callable:

@@ -9,41 +9,74 @@ they execute, and no collective can wait for a device that took another branch.
 
 Words: a *buffer* is an array whose leading dimension is the slots that pipeline/buffers.py assigned
 and the spare slot; *outer* parameters are those outside the stack of layers, which all stages
-share.
+share; a *stage value* is what travels from stage to stage (pipeline/stage_values.py).
 
-Shapes: M microbatches, B examples of a microbatch on this device, L length, D embed, R repeats.
+Shapes: M microbatches, B examples of a microbatch on this device, R repeats.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
 from optimus_jax.config.axes import PIPE
+from optimus_jax.mesh.sums import Sums
 from optimus_jax.mesh.zero import vary, varying_axes
 from optimus_jax.pipeline.buffers import Buffers
-from optimus_jax.pipeline.residuals import Microbatch, Residuals, Tree, last_written_if_idle
+from optimus_jax.pipeline.residuals import (
+    Layers,
+    Microbatch,
+    Residuals,
+    last_written_if_idle,
+    vjp_of_layers,
+)
 from optimus_jax.pipeline.schedule import Occurrence, Phase, Schedule
+from optimus_jax.pipeline.stage_values import (
+    Tree,
+    buffers_of,
+    check_dtypes,
+    check_unchanged,
+    floating,
+    result_types,
+    slot_of,
+    where,
+    with_floating,
+    with_slot,
+    zeros,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
 class StageFunctions:
     """The functions that a pipeline runs. Every stage calls each at the same time, inside
-    `shard_map`."""
+    `shard_map`.
 
-    embed: Callable[[Tree, Microbatch], Array]
-    """(outer, microbatch) -> [B, L, D], the same on all stages: each adds its part of the
+    Sums are float32 scalars. They vary over the mesh axes that split the batch and no others,
+    except that auxiliary sums are those of a stage.
+    """
+
+    embed: Callable[[Tree, Microbatch], Tree]
+    """(outer, microbatch) -> stage value, the same on all stages: each adds its part of the
     vocabulary."""
-    layers: Callable[[Tree, Tree, Array, Microbatch], Array]
-    """(one repeat's parameters, one repeat's constants, [B, L, D], microbatch) -> [B, L, D], on
-    this stage's layers."""
-    loss: Callable[[Tree, Array, Microbatch], Array]
-    """(outer, final [B, L, D], microbatch) -> this device's weighted sum of losses, the same on all
-    stages."""
+    layers: Layers
+    """(one repeat's parameters, one repeat's constants, stage value, microbatch) -> (stage value of
+    the same type, auxiliary sums by name), on this stage's layers."""
+    loss: Callable[[Tree, Tree, Microbatch], tuple[Array, Sums]]
+    """(outer, final stage value, microbatch) -> (this device's weighted sum of losses, metrics by
+    name), the same on all stages. Metrics are not differentiated."""
+
+
+class PipelineSums(NamedTuple):
+    """Sums over microbatches and stages; not over devices that split the batch."""
+
+    loss: Array
+    """Of the head, without auxiliary sums; float32."""
+    metrics: Sums
+    auxiliary: Sums
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +91,8 @@ class Pipeline:
       microbatches: leaves [M, B, ...].
       keep_residuals: whether backward reads residuals that forward stored; otherwise it recomputes
         the stage.
+      auxiliary_weights: factor with which an auxiliary sum counts in what is differentiated; 0 for
+        others.
     """
 
     functions: StageFunctions
@@ -67,27 +102,33 @@ class Pipeline:
     constants: Tree
     microbatches: Tree
     keep_residuals: bool
+    auxiliary_weights: Mapping[str, Array | float] = field(default_factory=dict)
 
-    def loss(self) -> Array:
-        """The loss summed over microbatches, float32."""
-        return self._run(_Run(self, differentiate=False))["loss"]
+    def sums(self) -> PipelineSums:
+        """Loss, metrics and auxiliary sums."""
+        return self._run(_Run(self, differentiate=False))[0]
 
-    def loss_and_gradients(self) -> tuple[Array, Tree, Tree]:
-        """The loss and its float32 gradients with respect to `outer` and `params`, summed over
-        microbatches but not over devices.
+    def sums_and_gradients(self) -> tuple[PipelineSums, Tree, Tree]:
+        """Those sums, and the float32 gradients of the loss and the weighted auxiliary sums with
+        respect to `outer` and `params`, summed over microbatches but not over devices.
         """
-        carry = self._run(_Run(self, differentiate=True))
-        return carry["loss"], carry["d_outer"], carry["d_params"]
+        sums, carry = self._run(_Run(self, differentiate=True))
+        return sums, carry["d_outer"], carry["d_params"]
 
-    def _run(self, run: "_Run") -> dict[str, Any]:
+    def _run(self, run: "_Run") -> tuple[PipelineSums, dict[str, Any]]:
         carry = run.start()
+        metrics: Sums = {}
+        auxiliary: Sums = {}
         for phase in self.schedule.phases():
             rows = {
                 name: jnp.asarray(table[phase.start : phase.stop])
                 for name, table in run.tables.items()
             }
-            carry, _ = lax.scan(partial(run.tick, phase), carry, rows)
-        return carry
+            carry, (of_head, of_layers) = lax.scan(partial(run.tick, phase), carry, rows)
+            _add_ticks(metrics, of_head)
+            _add_ticks(auxiliary, of_layers)
+        auxiliary = {name: lax.psum(part, PIPE) for name, part in auxiliary.items()}
+        return PipelineSums(carry["loss"], metrics, auxiliary), carry
 
 
 class _Run:
@@ -120,63 +161,67 @@ class _Run:
     # The values carried from tick to tick
 
     def start(self) -> dict[str, Any]:
-        embedded = jax.make_jaxpr(self.p.functions.embed)(
-            self.p.outer, self._microbatch(jnp.int32(0))
-        ).out_avals[0]
-        axes = sorted({PIPE, *embedded.mat.varying})
-        hidden = vary(jnp.zeros(embedded.shape, embedded.dtype), axes)
-        loss = jax.make_jaxpr(self.p.functions.loss)(
-            self.p.outer, hidden, self._microbatch(jnp.int32(0))
-        ).out_avals[0]
-        loss_axes = sorted(set(loss.mat.varying) - {PIPE})
+        first = self._microbatch(jnp.int32(0))
+        embedded = result_types(self.p.functions.embed, self.p.outer, first)
+        check_dtypes(embedded)
+        value = jax.tree.map(lambda leaf: zeros(leaf, PIPE), embedded)
+        head = result_types(
+            lambda outer, rows: self.p.functions.loss(
+                outer, self.p.functions.embed(outer, rows), rows
+            ),
+            self.p.outer,
+            first,
+        )
+        loss, self.zero_metrics = jax.tree.map(zeros, head)
+        self.sum_axes = sorted({PIPE, *varying_axes(loss)})
         carry: dict[str, Any] = {
-            "loss": vary(jnp.zeros((), jnp.float32), loss_axes),
-            "sent_forward": hidden,
-            "inputs": _buffer(self.buffers.num_inputs, hidden),
+            "loss": loss,
+            "sent_forward": value,
+            "inputs": buffers_of(self.buffers.num_inputs, value),
         }
         if not self.differentiate:
             return carry
         carry |= {
-            "sent_backward": hidden,
-            "cotangents": _buffer(self.buffers.num_cotangents, hidden),
+            "sent_backward": floating(value),
+            "cotangents": buffers_of(self.buffers.num_cotangents, floating(value)),
             "d_outer": _float32_zeros(self.p.outer),
             "d_params": _float32_zeros(self.p.params),
         }
         if self.keeps:
             self.residuals = Residuals(
-                self.p.functions.layers,
+                self._layers,
                 self._repeat(jnp.int32(0)),
-                hidden,
+                value,
                 self._microbatch(vary(jnp.int32(0), [PIPE])),
             )
             # A residual may be the same on all stages when forward computes it (cuDNN's document
             # mask), but in a buffer it belongs to a different microbatch on each stage.
-            carry["residuals"] = [
-                _buffer(self.buffers.num_residuals, vary(like, [PIPE]))
-                for like in self.residuals.like
-            ]
+            carry["residuals"] = buffers_of(
+                self.buffers.num_residuals, [vary(like, [PIPE]) for like in self.residuals.like]
+            )
         return carry
 
     # One tick
 
     def tick(
         self, phase: Phase, carry: dict[str, Any], row: dict[str, Array]
-    ) -> tuple[dict[str, Any], None]:
-        carry = dict(carry)
+    ) -> tuple[dict[str, Any], tuple[Sums, Sums]]:
+        """The carry after a tick, and its metrics and auxiliary sums."""
+        carry, metrics, auxiliary = dict(carry), {}, {}
         arrived = self._receive(phase, carry)
         if self.p.schedule.latency == 1:
             self._store(carry, arrived, row)
         if phase.forward:
-            self._run_forward(phase, carry, row)
+            auxiliary = self._run_forward(phase, carry, row)
         if phase.head is not Occurrence.NONE:
-            self._run_head(phase, carry, row)
+            metrics = self._run_head(phase, carry, row)
         if phase.backward:
             self._run_backward(phase, carry, row)
         if self.p.schedule.latency > 1:
             self._store(carry, arrived, row)
-        return carry, None
+        return carry, (metrics, auxiliary)
 
-    def _receive(self, phase: Phase, carry: dict[str, Any]) -> dict[str, Array]:
+    def _receive(self, phase: Phase, carry: dict[str, Any]) -> dict[str, Tree]:
         """The values that the neighbours sent in the previous tick. They do not depend on anything
         that this tick computes.
         """
@@ -193,15 +238,19 @@ class _Run:
         return arrived
 
     def _store(
-        self, carry: dict[str, Any], arrived: dict[str, Array], row: dict[str, Array]
+        self, carry: dict[str, Any], arrived: dict[str, Tree], row: dict[str, Array]
     ) -> None:
         for name, value in arrived.items():
-            carry[f"{name}s"] = _put(carry[f"{name}s"], self._mine(row[f"arrival_{name}"]), value)
+            carry[f"{name}s"] = with_slot(
+                carry[f"{name}s"], self._mine(row[f"arrival_{name}"]), value
+            )
 
-    def _run_forward(self, phase: Phase, carry: dict[str, Any], row: dict[str, Array]) -> None:
-        task = jnp.maximum(self._mine(row["forward"]), 0)
+    def _run_forward(self, phase: Phase, carry: dict[str, Any], row: dict[str, Array]) -> Sums:
+        """Run this stage's forward task; returns its auxiliary sums, 0 if it is idle."""
+        mine = self._mine(row["forward"])
+        task = jnp.maximum(mine, 0)
         slot = self._mine(row["forward_input"])
-        x = lax.dynamic_index_in_dim(carry["inputs"], slot, keepdims=False)
+        value = slot_of(carry["inputs"], slot)
         if phase.embed is not Occurrence.NONE:
             # Also in ticks that need no embedding: a lookup costs less than a branch, for which a
             # GPU waits.
@@ -209,100 +258,106 @@ class _Run:
             embedded = self.p.functions.embed(
                 self.p.outer, self._microbatch(self._microbatch_of(first))
             )
-            x = jnp.where((self.stage == 0) & self._begins(first), embedded, x)
+            value = where((self.stage == 0) & self._begins(first), embedded, value)
             if self.differentiate and not self.keeps:
-                carry["inputs"] = _put(carry["inputs"], slot, x)
+                carry["inputs"] = with_slot(carry["inputs"], slot, value)
         repeat, microbatch = (
             self._repeat(task % self.p.schedule.num_repeats),
             self._microbatch(self._microbatch_of(task)),
         )
         if self.residuals is None:
-            carry["sent_forward"] = self._forward(*repeat, x, microbatch)
-            return
-        carry["sent_forward"], saved = self.residuals.forward(repeat, x, microbatch)
-        slot = self._mine(row["forward_residual"])
-        carry["residuals"] = [
-            _put(buffer, slot, value)
-            for buffer, value in zip(carry["residuals"], saved, strict=True)
-        ]
+            carry["sent_forward"], auxiliary = self._layers(*repeat, value, microbatch)
+        else:
+            (carry["sent_forward"], auxiliary), saved = self.residuals.forward(
+                repeat, value, microbatch
+            )
+            slot = self._mine(row["forward_residual"])
+            carry["residuals"] = with_slot(carry["residuals"], slot, saved)
+        return {name: jnp.where(mine >= 0, part, 0) for name, part in auxiliary.items()}
 
-    def _run_head(self, phase: Phase, carry: dict[str, Any], row: dict[str, Array]) -> None:
+    def _run_head(self, phase: Phase, carry: dict[str, Any], row: dict[str, Array]) -> Sums:
         """Compute the loss of the microbatch that the last stage has just finished, on all stages:
-        each has a part of the vocabulary.
+        each has a part of the vocabulary. Returns its metrics.
         """
-        hidden = lax.psum(
-            jnp.where(self.stage == self.num_stages - 1, carry["sent_forward"], 0), PIPE
-        )
+        is_last = self.stage == self.num_stages - 1
+        value = lax.psum(where(is_last, carry["sent_forward"], 0), PIPE)
         wanted = row["head"] >= 0
 
-        def loss(outer: Tree, hidden: Array) -> Array:
+        def loss(outer: Tree, leaves: list[Array]) -> tuple[Array, Sums]:
             return self.p.functions.loss(
-                outer, hidden, self._microbatch(jnp.maximum(row["head"], 0))
+                outer,
+                with_floating(value, leaves),
+                self._microbatch(jnp.maximum(row["head"], 0)),
             )
 
         if not self.differentiate:
-            carry["loss"] += _where_shared(
+            here, metrics = _where_shared(
                 phase.head,
                 wanted,
-                lambda: loss(self.p.outer, hidden),
-                jnp.zeros_like(carry["loss"]),
+                lambda: loss(self.p.outer, floating(value)),
+                (jnp.zeros_like(carry["loss"]), self.zero_metrics),
             )
-            return
+            carry["loss"] += here
+            return metrics
 
-        def add_gradients(total: Array, d_outer: Tree) -> tuple[Array, Tree, Array]:
-            value, (d_here, d_hidden) = jax.value_and_grad(loss, argnums=(0, 1))(
-                self.p.outer, hidden
-            )
-            return total + value, _added(d_outer, d_here), d_hidden
+        def add_gradients(total: Array, d_outer: Tree) -> tuple[Array, Tree, list[Array], Sums]:
+            (here, metrics), (d_here, d_value) = jax.value_and_grad(
+                loss, argnums=(0, 1), has_aux=True
+            )(self.p.outer, floating(value))
+            return total + here, _added(d_outer, d_here), d_value, metrics
 
-        carry["loss"], carry["d_outer"], d_hidden = _where_shared(
+        carry["loss"], carry["d_outer"], d_value, metrics = _where_shared(
             phase.head,
             wanted,
             lambda: add_gradients(carry["loss"], carry["d_outer"]),
-            (carry["loss"], carry["d_outer"], jnp.zeros_like(hidden)),
+            (
+                carry["loss"],
+                carry["d_outer"],
+                [jnp.zeros_like(leaf) for leaf in floating(value)],
+                self.zero_metrics,
+            ),
         )
-        carry["cotangents"] = _put(
-            carry["cotangents"], self._mine(row["head_cotangent"]), vary(d_hidden, [PIPE])
+        carry["cotangents"] = with_slot(
+            carry["cotangents"],
+            self._mine(row["head_cotangent"]),
+            [vary(leaf, [PIPE]) for leaf in d_value],
         )
+        return metrics
 
     def _run_backward(self, phase: Phase, carry: dict[str, Any], row: dict[str, Array]) -> None:
         task = self._mine(row["backward"])
-        cotangent = lax.dynamic_index_in_dim(
-            carry["cotangents"], self._mine(row["backward_cotangent"]), keepdims=False
-        )
-        cotangent = jnp.where(task >= 0, cotangent, 0)
+        cotangent = slot_of(carry["cotangents"], self._mine(row["backward_cotangent"]))
+        cotangent = where(task >= 0, cotangent, 0)
         index = jnp.maximum(task, 0) % self.p.schedule.num_repeats
-        params, constants = self._repeat(index)
+        repeat = self._repeat(index)
         if self.residuals is not None:
-            slot = self._mine(row["backward_residual"])
-            saved = [
-                lax.dynamic_index_in_dim(buffer, slot, keepdims=False)
-                for buffer in carry["residuals"]
-            ]
-            d_params, d_x = self.residuals.backward((params, constants), saved, cotangent)
-        else:
-            x = lax.dynamic_index_in_dim(
-                carry["inputs"], self._mine(row["backward_input"]), keepdims=False
+            saved = slot_of(carry["residuals"], self._mine(row["backward_residual"]))
+            d_params, d_value = self.residuals.backward(
+                repeat, saved, (cotangent, self._weights(self.residuals.auxiliary_names, task))
             )
+        else:
+            value = slot_of(carry["inputs"], self._mine(row["backward_input"]))
             microbatch = self._microbatch(self._microbatch_of(jnp.maximum(task, 0)))
-            d_params, d_x = jax.vjp(
-                lambda params, x: self._forward(params, constants, x, microbatch), params, x
-            )[1](cotangent)
+            (_, auxiliary), pull = vjp_of_layers(self._layers, repeat, value, microbatch)
+            d_params, d_value = pull((cotangent, self._weights(auxiliary, task)))
         carry["d_params"] = self._added_to_repeat(carry["d_params"], d_params, index)
-        carry["sent_backward"] = d_x
+        carry["sent_backward"] = d_value
         if phase.embed_backward is not Occurrence.NONE:
-            self._run_embed_backward(phase, carry, row["backward"][0], d_x)
+            self._run_embed_backward(phase, carry, row["backward"][0], d_value)
 
     def _run_embed_backward(
-        self, phase: Phase, carry: dict[str, Any], first: Array, d_x: Array
+        self, phase: Phase, carry: dict[str, Any], first: Array, d_value: list[Array]
     ) -> None:
         """Backpropagate the first stage's input gradient through the embedding, on all stages: each
         has a part of the vocabulary."""
-        d_embedded = lax.psum(jnp.where((self.stage == 0) & self._begins(first), d_x, 0), PIPE)
+        is_first = (self.stage == 0) & self._begins(first)
+        d_embedded = lax.psum(where(is_first, d_value, 0), PIPE)
 
         def add_gradient() -> Tree:
             microbatch = self._microbatch(self._microbatch_of(first))
-            pull = jax.vjp(lambda outer: self.p.functions.embed(outer, microbatch), self.p.outer)[1]
+            pull = jax.vjp(
+                lambda outer: floating(self.p.functions.embed(outer, microbatch)), self.p.outer
+            )[1]
             return _added(carry["d_outer"], pull(d_embedded)[0])
 
         carry["d_outer"] = _where_shared(
@@ -311,8 +366,20 @@ class _Run:
 
     # Helpers
 
-    def _forward(self, params: Tree, constants: Tree, x: Array, microbatch: Microbatch) -> Array:
-        return self.p.functions.layers(params, constants, x, microbatch)
+    def _layers(
+        self, params: Tree, constants: Tree, value: Tree, microbatch: Microbatch
+    ) -> tuple[Tree, Sums]:
+        after, auxiliary = self.p.functions.layers(params, constants, value, microbatch)
+        check_unchanged(value, after)
+        return after, {name: vary(part, self.sum_axes) for name, part in auxiliary.items()}
+
+    def _weights(self, names: Iterable[str], task: Array) -> Sums:
+        """Cotangents of a backward task's auxiliary sums; 0 if it is idle."""
+        weights = self.p.auxiliary_weights
+        return {
+            name: vary(jnp.where(task >= 0, jnp.float32(weights.get(name, 0)), 0), self.sum_axes)
+            for name in names
+        }
 
     def _mine(self, row: Array) -> Array:
         """This stage's entry of a row of a table."""
@@ -344,13 +411,10 @@ class _Run:
         return jax.tree.map(lambda t, d: t.at[index].add(d.astype(t.dtype)), total, part)
 
 
-def _buffer(num_slots: int, like: Array) -> Array:
-    """A buffer of zeros: `num_slots` slots and the spare slot, each with the shape of `like`."""
-    return vary(jnp.zeros((num_slots + 1, *like.shape), like.dtype), sorted(varying_axes(like)))
-
-
-def _put(buffer: Array, slot: Array, value: Array) -> Array:
-    return lax.dynamic_update_index_in_dim(buffer, value.astype(buffer.dtype), slot, 0)
+def _add_ticks(total: Sums, ticks: Sums) -> None:
+    """Add sums [ticks] of a phase to the totals."""
+    for name, parts in ticks.items():
+        total[name] = parts.sum(0) + total[name] if name in total else parts.sum(0)
 
 
 def _float32_zeros(tree: Tree) -> Tree:

@@ -13,10 +13,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from optimus_jax.mesh.sums import Sums
 from optimus_jax.mesh.zero import vary
+from optimus_jax.pipeline.stage_values import Tree, floating, with_floating
 
 Microbatch = Any
-Tree = Any
+Layers = Callable[[Tree, Tree, Tree, Microbatch], tuple[Tree, Sums]]
+"""(parameters, constants, stage value, microbatch) -> (stage value, auxiliary sums)."""
 
 
 class Residuals:
@@ -28,17 +31,19 @@ class Residuals:
 
     def __init__(
         self,
-        layers: Callable[..., Array],
+        layers: Layers,
         repeat: tuple[Tree, Tree],
-        x: Array,
+        value: Tree,
         microbatch: Microbatch,
     ):
         self._layers = layers
         self._leaf_sources: list[_StageLeaf | _SavedLeaf] = []
         self._treedef: Any = None
+        self.auxiliary_names: tuple[str, ...] = ()
+        """Names of the auxiliary sums of the layers."""
         # Traced, not run: the buffers must exist before the first forward.
         saved = jax.make_jaxpr(lambda *args: self.forward(*args)[1])(
-            repeat, x, microbatch
+            repeat, value, microbatch
         ).out_avals
         self.like = [
             vary(jnp.zeros(aval.shape, aval.dtype), sorted(aval.mat.varying)) for aval in saved
@@ -46,13 +51,11 @@ class Residuals:
         """An array of zeros for every array that is stored in a buffer."""
 
     def forward(
-        self, repeat: tuple[Tree, Tree], x: Array, microbatch: Microbatch
-    ) -> tuple[Array, list[Array]]:
-        """The stage's result, and the arrays to store for its backward."""
-        params, constants = repeat
-        result, pull = jax.vjp(
-            lambda params, x: self._layers(params, constants, x, microbatch), params, x
-        )
+        self, repeat: tuple[Tree, Tree], value: Tree, microbatch: Microbatch
+    ) -> tuple[tuple[Tree, Sums], list[Array]]:
+        """The stage's results, and the arrays to store for its backward."""
+        result, pull = vjp_of_layers(self._layers, repeat, value, microbatch)
+        self.auxiliary_names = tuple(result[1])
         leaves, self._treedef = jax.tree.flatten(pull)
         given = {id(leaf): place for place, leaf in enumerate(jax.tree.leaves(repeat))}
         saved: dict[int, Array] = {}
@@ -74,9 +77,14 @@ class Residuals:
         ]
 
     def backward(
-        self, repeat: tuple[Tree, Tree], saved: list[Array], cotangent: Array
-    ) -> tuple[Tree, Array]:
-        """Gradients with respect to the stage's parameters and its input."""
+        self,
+        repeat: tuple[Tree, Tree],
+        saved: list[Array],
+        cotangents: tuple[list[Array], Sums],
+    ) -> tuple[Tree, list[Array]]:
+        """Gradients with respect to the stage's parameters and the floating leaves of its input,
+        given those with respect to the floating leaves of its output and its auxiliary sums.
+        """
         given = jax.tree.leaves(repeat)
         leaves = [
             given[place.index]
@@ -86,7 +94,7 @@ class Residuals:
             else jax.random.wrap_key_data(saved[place.index], impl=place.key_impl)
             for place in self._leaf_sources
         ]
-        return jax.tree.unflatten(self._treedef, leaves)(cotangent)
+        return jax.tree.unflatten(self._treedef, leaves)(cotangents)
 
 
 @dataclass(frozen=True)
@@ -102,6 +110,24 @@ class _SavedLeaf:
 
     index: int
     key_impl: Any
+
+
+def vjp_of_layers(
+    layers: Layers, repeat: tuple[Tree, Tree], value: Tree, microbatch: Microbatch
+) -> tuple[tuple[Tree, Sums], Callable[[tuple[list[Array], Sums]], tuple[Tree, list[Array]]]]:
+    """The results of a stage's layers, and the function of `Residuals.backward`'s cotangents that
+    gives its gradients.
+    """
+    params, constants = repeat
+
+    def differentiated(params: Tree, leaves: list[Array]) -> tuple[tuple[list[Array], Sums], Tree]:
+        after, auxiliary = layers(params, constants, with_floating(value, leaves), microbatch)
+        return (floating(after), auxiliary), after
+
+    (leaves, auxiliary), pull, after = jax.vjp(
+        differentiated, params, floating(value), has_aux=True
+    )
+    return (with_floating(after, leaves), auxiliary), pull
 
 
 def last_written_if_idle(written: np.ndarray, read: np.ndarray, spare: int) -> np.ndarray:

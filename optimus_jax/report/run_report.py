@@ -330,11 +330,14 @@ def _timeline(history: RunHistory, switch: Switch, name: str) -> Html:
 
 
 def _evaluations(history: RunHistory) -> Html:
+    metrics = dict.fromkeys(
+        str(name) for event in history.events_named("eval") for name in mapping(event, "metrics")
+    )
     return _events(
         history,
         "eval",
         "On held-out text (measured)",
-        ("loss", "perplexity", "bits_per_byte", "tokens"),
+        ("loss", "perplexity", "bits_per_byte", "tokens", *metrics),
         lambda _, value: format_value(value),
     )
 
@@ -364,7 +367,10 @@ def _events(
         [
             f"{step_of(event):,}",
             time_cell(number(event, "time_s")),
-            *(cell(event, event.get(field)) for field in fields),
+            *(
+                cell(event, event.get(field, mapping(event, "metrics").get(field)))
+                for field in fields
+            ),
         ]
         for event in shown
     ]

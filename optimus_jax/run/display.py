@@ -19,7 +19,7 @@ from optimus_jax.planning.search.explain import gib
 from optimus_jax.run_directory.step_record import StepRecord
 from optimus_jax.system.resilient_io import ignoring_write_errors
 from optimus_jax.training.numbers import short
-from optimus_jax.training.watchers import Display
+from optimus_jax.training.watchers import Display, metrics_text
 
 UNKNOWN = "-"
 
@@ -163,6 +163,7 @@ class _TimeLeftEstimate:
 def _numbers(record: StepRecord) -> list[str]:
     return [
         f"loss {short(record.loss, 4)}" + (" (no update)" if record.skipped else ""),
+        *metrics_text(record.metrics),
         f"{short_count(record.tokens_per_s)} tokens/s",
         f"{record.step_time_s:.3f} s/step",
         f"mfu {UNKNOWN if record.mfu is None else f'{record.mfu:.1%}'}",

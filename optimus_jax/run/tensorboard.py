@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Self
 
 from optimus_jax.errors import ConfigError, explain
-from optimus_jax.run_directory.step_record import StepRecord
+from optimus_jax.run_directory.step_record import EvalRecord, StepRecord
 
 
 def check_installed() -> None:
@@ -48,19 +48,19 @@ class TensorBoardWriter:
             ("speed/step_time_s", record.step_time_s),
             ("speed/mfu", record.mfu),
             ("speed/peak_bytes", record.peak_bytes),
+            *((f"train/{name}", value) for name, value in record.metrics.items()),
         ):
             self._add(tag, value, record.step)
 
-    def evaluation(
-        self, step: int, loss: float, perplexity: float, bits_per_byte: float | None
-    ) -> None:
+    def evaluation(self, record: EvalRecord) -> None:
         """Write the scalars of an evaluation on held-out text."""
         for tag, value in (
-            ("eval/loss", loss),
-            ("eval/perplexity", perplexity),
-            ("eval/bits_per_byte", bits_per_byte),
+            ("eval/loss", record.loss),
+            ("eval/perplexity", record.perplexity),
+            ("eval/bits_per_byte", record.bits_per_byte),
+            *((f"eval/{name}", value) for name, value in record.metrics.items()),
         ):
-            self._add(tag, value, step)
+            self._add(tag, value, record.step)
 
     def _add(self, tag: str, value: float | None, step: int) -> None:
         if value is not None:

@@ -156,6 +156,7 @@ EVENTS: Mapping[EventName, EventKind] = {
             "perplexity": "Exponential of the loss; null where it overflows.",
             "bits_per_byte": "Loss in bits per byte; null unless tokens are bytes.",
             "tokens": "Held-out tokens that were counted.",
+            "metrics": "Metrics of the task and auxiliary sums, by name, divided by the tokens.",
         },
     ),
     "checkpoint": EventKind(

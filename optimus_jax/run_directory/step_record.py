@@ -1,8 +1,9 @@
-"""The record of one step, and its line of JSON in metrics.jsonl."""
+"""The record of one step, and its line of JSON in metrics.jsonl; the record of an evaluation."""
 
 import dataclasses
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from optimus_jax.config.settings import with_right_types
@@ -39,14 +40,33 @@ class StepRecord:
     """Loss or gradients were not finite, so there was no update."""
     loss_scale: float | None = None
     """f16 only: factor on the loss."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """By name: metrics of the task and auxiliary sums of the layers, divided by the tokens."""
 
 
-NUMBERS = [field.name for field in dataclasses.fields(StepRecord) if field.type in (float, "float")]
+@dataclass(frozen=True, kw_only=True)
+class EvalRecord:
+    """Measurements of an evaluation on held-out text."""
+
+    step: int
+    """Last step before it."""
+    loss: float
+    """Mean over the held-out tokens, in nats."""
+    perplexity: float
+    """Exponential of the loss."""
+    bits_per_byte: float | None
+    """None: tokens are not bytes."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """As those of a step."""
+
+
+NUMBERS = [one.name for one in dataclasses.fields(StepRecord) if one.type in (float, "float")]
 """Fields that are null in a log if they were not finite."""
 
 
 def values_of(record: StepRecord) -> dict[str, Any]:
-    """The fields of a line; `skipped` appears only if true, `loss_scale` only with f16."""
+    """The fields of a line; `skipped` appears only if true, `loss_scale` only with f16, `metrics`
+    only if there are some."""
     values = dataclasses.asdict(record)
     if math.isfinite(record.loss) and math.isfinite(record.grad_norm):
         if not record.skipped:
@@ -55,6 +75,8 @@ def values_of(record: StepRecord) -> dict[str, Any]:
         values["skipped"] = True
     if record.loss_scale is None:
         del values["loss_scale"]
+    if not record.metrics:
+        del values["metrics"]
     return values
 
 
@@ -66,11 +88,13 @@ def record_of(line: bytes) -> StepRecord | None:
     for name in NUMBERS:
         if name in values and values[name] is None:
             values[name] = math.nan
+    if isinstance(metrics := values.get("metrics"), dict):
+        values["metrics"] = {
+            name: math.nan if value is None else value for name, value in metrics.items()
+        }
     # Ignore fields that another version has added.
     known = {
-        field.name: values[field.name]
-        for field in dataclasses.fields(StepRecord)
-        if field.name in values
+        one.name: values[one.name] for one in dataclasses.fields(StepRecord) if one.name in values
     }
     try:
         return with_right_types(StepRecord(**known))

@@ -1,4 +1,4 @@
-"""The held-out loss, and how the examples of an evaluation are split into batches.
+"""The held-out loss and metrics, and how the examples of an evaluation are split into batches.
 
 The examples depend on the run alone (`Config.eval_examples`, `Config.eval_seq_len`), so that losses
 are comparable under all its plans and in all its phases. A *row* is a position in the batch, as in
@@ -6,7 +6,7 @@ data/loader.py.
 """
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import NamedTuple
 
 import jax
 
@@ -16,7 +16,7 @@ from optimus_jax.data.batch import HostBatch
 from optimus_jax.errors import OptimusError
 from optimus_jax.plan import Plan
 from optimus_jax.training.state import TrainState
-from optimus_jax.training.step import Program
+from optimus_jax.training.step import EvalSums, Program
 
 
 def eval_rows(config: Config, plan: Plan) -> int:
@@ -33,18 +33,24 @@ def eval_rows(config: Config, plan: Plan) -> int:
     return least * max(1, min(by_tokens, -(-config.eval_examples // least)))
 
 
-def held_out_loss(
+class HeldOutSums(NamedTuple):
+    """`EvalSums` of all held-out batches."""
+
+    loss: float
+    tokens: int
+    metrics: dict[str, float]
+
+
+def held_out_sums(
     program: Program,
     state: TrainState,
     make_batches: Callable[[], Iterable[HostBatch]],
     *,
     stops: Callable[[], bool],
-) -> tuple[float, int] | None:
-    """Sum of the loss over the held-out batches, and its number of tokens; None if `stops` answered
-    True before a batch.
-    """
+) -> HeldOutSums | None:
+    """Sums over the held-out batches; None if `stops` answered True before a batch."""
     num_rows = eval_rows(program.config, program.plan)
-    sums: list[Any] = []
+    sums: list[EvalSums] = []
     for batch in _all_batches(make_batches):
         if stops():
             return None
@@ -52,8 +58,15 @@ def held_out_loss(
         sums.append(program.eval_step(state.params, on_devices))
         # one batch runs while the next is prepared; a requested stop waits for few batches
         jax.block_until_ready(sums[-2:-1])
-    losses, tokens = zip(*jax.device_get(sums), strict=True)
-    return float(sum(map(float, losses))), sum(map(int, tokens))
+    sums = jax.device_get(sums)
+    return HeldOutSums(
+        loss=float(sum(float(each.loss) for each in sums)),
+        tokens=sum(int(each.tokens) for each in sums),
+        metrics={
+            name: float(sum(float(each.metrics[name]) for each in sums))
+            for name in (sums[0].metrics if sums else ())
+        },
+    )
 
 
 def _all_batches(make_batches: Callable[[], Iterable[HostBatch]]) -> list[HostBatch]:

@@ -1,6 +1,7 @@
-"""The loss and gradients of a step over its microbatches: in a loop, or through pipeline stages.
+"""The sums and gradients of a step over its microbatches: in a loop, or through pipeline stages.
 
-Gradients are this device's sum over its microbatches; `LeafLayout.reduced` sums them over devices.
+Both are this device's, added over its microbatches: training/step.py adds sums over devices,
+`LeafLayout.reduced` gradients.
 """
 
 import jax
@@ -10,19 +11,20 @@ from jax import Array, lax
 
 from optimus_jax.config.axes import PIPE
 from optimus_jax.mesh.axes import LAYERS
+from optimus_jax.mesh.sums import Sums
 from optimus_jax.mesh.zero import vary
 from optimus_jax.models.shapes import Params
 from optimus_jax.pipeline.executor import Pipeline, StageFunctions
 from optimus_jax.pipeline.gpipe import forward_only
 from optimus_jax.training.objective import Objective
-from optimus_jax.training.task import Batch
+from optimus_jax.training.task import Batch, TaskSums, reported
 
 
-def loss_and_gradients(
+def sums_and_gradients(
     objective: Objective, layouts: Params, params: Params, batch: Batch, batch_axes: tuple[str, ...]
-) -> tuple[Array, Params]:
-    """Sum of the loss over this device's rows, float32, and its gradient with respect to every
-    parameter.
+) -> tuple[TaskSums, Params]:
+    """Loss and metrics of this device's rows, and the gradient of what is learnt from them (the
+    loss and the weighted auxiliary sums) with respect to every parameter.
 
     Args:
       layouts: a LeafLayout for every leaf of `params`.
@@ -34,26 +36,29 @@ def loss_and_gradients(
     return _by_microbatch(objective, layouts, params, batch, batch_axes)
 
 
-def loss_alone(objective: Objective, params: Params, batch: Batch) -> Array:
-    """Sum of the loss over this device's rows, float32."""
+def sums_alone(objective: Objective, params: Params, batch: Batch) -> TaskSums:
+    """Loss and metrics of this device's rows."""
     if objective.plan.pipeline is None:
-        return objective.batch_loss(objective.whole(params), batch)
-    return _pipeline(objective, objective.whole(params), None, batch, evaluate=True).loss()
+        return objective.batch_loss(objective.whole(params), batch)[1]
+    return reported(
+        *_pipeline(objective, objective.whole(params), None, batch, evaluate=True).sums()
+    )
 
 
 def _by_microbatch(
     objective: Objective, layouts: Params, params: Params, batch: Batch, batch_axes: tuple[str, ...]
-) -> tuple[Array, Params]:
+) -> tuple[TaskSums, Params]:
     differentiated = jax.tree.map(lambda layout, p: layout.differentiated(p), layouts, params)
 
-    def microbatch(rows: Batch) -> tuple[Array, Params]:
-        def loss(differentiated: Params) -> Array:
+    def microbatch(rows: Batch) -> tuple[TaskSums, Params]:
+        def loss(differentiated: Params) -> tuple[Array, TaskSums]:
             leaves = jax.tree.map(
                 lambda layout, d, p: layout.in_loss(d, p), layouts, differentiated, params
             )
             return objective.batch_loss(objective.whole(leaves), rows)
 
-        return jax.value_and_grad(loss)(differentiated)
+        (_, sums), gradients = jax.value_and_grad(loss, has_aux=True)(differentiated)
+        return sums, gradients
 
     if objective.plan.microbatches == 1:
         return microbatch(batch)
@@ -61,25 +66,30 @@ def _by_microbatch(
         vary(jnp.zeros((), jnp.float32), batch_axes),
         jax.tree.map(jnp.zeros_like, differentiated),
     )
-    add = lambda total, rows: (jax.tree.map(jnp.add, total, microbatch(rows)), None)  # noqa: E731
-    return lax.scan(add, start, _microbatches(objective, batch))[0]
+
+    def add(total: tuple[Array, Params], rows: Batch) -> tuple[tuple[Array, Params], Sums]:
+        sums, gradients = microbatch(rows)
+        return jax.tree.map(jnp.add, total, (sums.loss, gradients)), sums.metrics
+
+    (loss, gradients), metrics = lax.scan(add, start, _microbatches(objective, batch))
+    return TaskSums(loss, {name: parts.sum(0) for name, parts in metrics.items()}), gradients
 
 
 def _pipelined(
     objective: Objective, layouts: Params, params: Params, batch: Batch
-) -> tuple[Array, Params]:
-    """The loss and gradients through pipeline stages.
+) -> tuple[TaskSums, Params]:
+    """The sums and gradients through pipeline stages.
 
     Matrices outside the layers are gathered before the first tick, and their gradients are
     scattered after the last, so that ticks do not repeat this communication.
     """
     outer_layouts = {name: part for name, part in layouts.items() if name != LAYERS}
     whole = objective.whole(jax.tree.map(lambda layout, p: layout.used(p), layouts, params))
-    loss, d_outer, d_layers = _pipeline(
+    sums, d_outer, d_layers = _pipeline(
         objective, whole, layouts[LAYERS], batch, evaluate=False
-    ).loss_and_gradients()
+    ).sums_and_gradients()
     gradients = jax.tree.map(lambda layout, g: layout.scatter_gradient(g), outer_layouts, d_outer)
-    return loss, {
+    return reported(*sums), {
         **gradients,
         LAYERS: jax.tree.map(lambda d: d.reshape(-1, *d.shape[2:]), d_layers),
     }
@@ -103,7 +113,9 @@ def _pipeline(
     slots = np.array(objective.shapes.slots).reshape(plan.axes.pipe, repeats, -1)
     by_repeat = lambda leaf: leaf.reshape(repeats, -1, *leaf.shape[1:])  # noqa: E731
 
-    def layers(differentiated: Params, constants: dict, x_BLD: Array, rows: Batch) -> Array:
+    def layers(
+        differentiated: Params, constants: dict, value: Array, rows: Batch
+    ) -> tuple[Array, Sums]:
         leaves = (
             differentiated
             if layouts is None
@@ -114,7 +126,7 @@ def _pipeline(
                 constants["params"],
             )
         )
-        return objective.layers({**outer, LAYERS: leaves}, x_BLD, rows, constants["slots"])
+        return objective.layers({**outer, LAYERS: leaves}, value, rows, constants["slots"])
 
     differentiated = (
         stack
@@ -125,7 +137,7 @@ def _pipeline(
         functions=StageFunctions(
             embed=lambda outer, rows: objective.embed({**outer, LAYERS: stack}, rows),
             layers=layers,
-            loss=lambda outer, x_BLD, rows: objective.loss({**outer, LAYERS: stack}, x_BLD, rows),
+            loss=lambda outer, value, rows: objective.loss({**outer, LAYERS: stack}, value, rows),
         ),
         schedule=schedule,
         outer=outer,
@@ -136,6 +148,7 @@ def _pipeline(
         },
         microbatches=_microbatches(objective, batch),
         keep_residuals=plan.pipeline.keep_residuals,
+        auxiliary_weights=objective.auxiliary_weights,
     )
 
 

@@ -5,18 +5,23 @@ its current microbatch.
 """
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import Array
 
 from optimus_jax.config import Config
+from optimus_jax.mesh.axes import BATCH, LAYERS
 from optimus_jax.mesh.collectives import Collectives
 from optimus_jax.mesh.slots import EMPTY
+from optimus_jax.mesh.sums import Sums, added_shares
+from optimus_jax.mesh.zero import vary
 from optimus_jax.models.kernels import Visibility
 from optimus_jax.models.shapes import ModelShapes, Params
 from optimus_jax.models.transformer import ForwardContext
 from optimus_jax.plan import Plan
-from optimus_jax.training.task import Batch, Task, task_named
+from optimus_jax.training.task import Batch, LossInputs, Task, TaskSums, reported, task_named
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,37 +49,54 @@ class Objective:
         rows."""
         return self.shapes.whole_outside_layers(params, self.comm)
 
-    def batch_loss(self, whole: Params, rows: Batch) -> Array:
-        """Weighted sum of the loss over this device's tokens, a float32 scalar."""
+    def batch_loss(self, whole: Params, rows: Batch) -> tuple[Array, TaskSums]:
+        """What is differentiated, the loss and the weighted auxiliary sums of this device's rows;
+        and what is reported of them.
+        """
         model, run = self.shapes.merged(whole), self._pass(rows)
-        x_BLD = model.embed(rows["tokens"], rows["positions"], run)
-        x_BLD, _ = model.run_layers(x_BLD, rows["positions"], run)
-        return self.loss(whole, x_BLD, rows)
+        value = model.embed(rows["tokens"], rows["positions"], run)
+        out = model.run_layers(value, rows["positions"], run)
+        auxiliary = self._added_shares(out.auxiliary, LAYERS)
+        loss, metrics = self.loss(whole, out.x_BLD, rows)
+        weights = self.auxiliary_weights
+        weighted = [weights[name] * each for name, each in auxiliary.items() if name in weights]
+        return sum(weighted, loss), reported(loss, metrics, auxiliary)
 
     def embed(self, whole: Params, rows: Batch) -> Array:
-        """[B, L, D], the residual stream before the first layer."""
+        """The stage value before the first layer: the residual stream, [B, L, D]."""
         return self.shapes.merged(whole).embed(rows["tokens"], rows["positions"], self._pass(rows))
 
-    def layers(self, whole: Params, x_BLD: Array, rows: Batch, slots: Array) -> Array:
-        """The residual stream after the layers in `slots` (`Decoder.run_some_layers`)."""
-        return self.shapes.merged(whole).run_some_layers(
-            x_BLD,
+    def layers(self, whole: Params, value: Array, rows: Batch, slots: Array) -> tuple[Array, Sums]:
+        """The stage value after the layers in `slots` (`Decoder.run_some_layers`), and their
+        auxiliary sums.
+        """
+        out = self.shapes.merged(whole).run_some_layers(
+            value,
             rows["positions"],
             self._pass(rows),
             slots,
             all_full=EMPTY not in self.shapes.slots,
         )
+        return out.x_BLD, self._added_shares(out.auxiliary, LAYERS)
 
-    def loss(self, whole: Params, x_BLD: Array, rows: Batch) -> Array:
-        """The task's loss: the weighted sum over these rows' terms, a float32 scalar."""
-        return self.task.loss(
-            self.shapes.merged(whole),
-            x_BLD,
-            rows,
-            comm=self.comm,
-            weight=self.weight,
-            chunk_tokens=self.plan.loss_chunk_tokens,
+    def loss(self, whole: Params, value: Array, rows: Batch) -> tuple[Array, Sums]:
+        """The task's loss and metrics: sums over these rows' terms, of the loss weighted."""
+        sums = self.task.loss(
+            LossInputs(
+                model=self.shapes.merged(whole),
+                value=value,
+                rows=rows,
+                comm=self.comm,
+                weight=self.weight,
+                chunk_tokens=self.plan.loss_chunk_tokens,
+            )
         )
+        return self._added_shares((sums.loss, sums.metrics))
+
+    @property
+    def auxiliary_weights(self) -> dict[str, Array | float]:
+        """Factor of every auxiliary sum that the task adds to its loss."""
+        return {name: each * self.weight for name, each in self.task.auxiliary_weights.items()}
 
     @property
     def task(self) -> Task:
@@ -93,3 +115,13 @@ class Objective:
             if key is None
             else jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, rows["examples"]),
         )
+
+    def _added_shares(self, sums: Any, *apart: str) -> Any:
+        """A tree of sums, float32, added over all devices but those that differ along the batch or
+        the logical axes `apart`.
+        """
+        rules = self.comm.rules
+        rows = rules.get(BATCH, ())
+        left = {axis for name in (BATCH, *apart) for axis in rules.get(name, ())}
+        sums = jax.tree.map(lambda share: share.astype(jnp.float32), sums)
+        return jax.tree.map(lambda share: vary(share, rows), added_shares(sums, apart=left))

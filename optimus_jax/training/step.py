@@ -11,7 +11,7 @@ Why manual and not left to the partitioner: docs/decisions/0001-every-mesh-axis-
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,13 +27,14 @@ from optimus_jax.mesh.build import build_mesh
 from optimus_jax.mesh.collectives import Collectives
 from optimus_jax.mesh.formats import COMPUTE_DTYPES
 from optimus_jax.mesh.sharding import batch_spec, layouts_of, put_batch
+from optimus_jax.mesh.sums import Sums
 from optimus_jax.mesh.xla_options import GPU, CompilerOption, as_compiler_dict
 from optimus_jax.mesh.zero import varying_axes
 from optimus_jax.models.keys import make_key
 from optimus_jax.models.shapes import ModelShapes, Params
 from optimus_jax.plan import Plan
 from optimus_jax.training.compiler_options import options_for, usable_bytes
-from optimus_jax.training.gradients import loss_alone, loss_and_gradients
+from optimus_jax.training.gradients import sums_alone, sums_and_gradients
 from optimus_jax.training.objective import Objective
 from optimus_jax.training.offload import update_through_host
 from optimus_jax.training.optimizer import learning_rate, make_optimizer
@@ -51,6 +52,17 @@ from optimus_jax.training.state import (
 from optimus_jax.training.task import Batch, task_named
 
 Metrics = dict[str, Array]
+STEP_METRICS = ("loss", "grad_norm", "lr", "tokens", "skipped", "loss_scale")
+"""Metrics of every step; others are the task's, and auxiliary sums of the layers."""
+
+
+class EvalSums(NamedTuple):
+    """Sums over a batch's terms, on all devices; replicated scalars."""
+
+    loss: Array
+    tokens: Array
+    """Number of terms."""
+    metrics: Sums
 
 
 @dataclass(frozen=True)
@@ -69,10 +81,9 @@ class Program:
     init: Callable[[Array], TrainState]
     """int32 seed -> state before step 1, created sharded."""
     train_step: Callable[[TrainState, Batch], tuple[TrainState, Metrics]]
-    """Donates the state. Metrics: loss, grad_norm, lr, tokens, skipped, loss_scale; replicated
+    """Donates the state. Metrics: STEP_METRICS, and the task's divided by the tokens; replicated
     scalars."""
-    eval_step: Callable[[Params, Batch], tuple[Array, Array]]
-    """Sum of the loss over all tokens, and their number; replicated scalars."""
+    eval_step: Callable[[Params, Batch], EvalSums]
 
     def abstract_state(self) -> TrainState:
         """Shape, dtype and sharding of every leaf of the state."""
@@ -148,7 +159,6 @@ def build_program(config: Config, plan: Plan, devices: Sequence[Any] | None = No
     options = options_for(
         device.platform, device.device_kind, plan, resident, usable_bytes(mesh) if on_gpu else None
     )
-    metrics = dict.fromkeys(("loss", "grad_norm", "lr", "tokens", "skipped", "loss_scale"), scalar)
     return Program(
         config=config,
         shapes=shapes,
@@ -163,9 +173,7 @@ def build_program(config: Config, plan: Plan, devices: Sequence[Any] | None = No
             out_shardings=shardings,
         ),
         train_step=jax.jit(
-            jax.shard_map(
-                step.train, mesh=mesh, in_specs=(specs, rows), out_specs=(specs, metrics)
-            ),
+            jax.shard_map(step.train, mesh=mesh, in_specs=(specs, rows), out_specs=(specs, scalar)),
             donate_argnums=0,
             out_shardings=(shardings, NamedSharding(mesh, scalar))
             if plan.offload != "none"
@@ -174,7 +182,7 @@ def build_program(config: Config, plan: Plan, devices: Sequence[Any] | None = No
         ),
         eval_step=jax.jit(
             jax.shard_map(
-                step.evaluate, mesh=mesh, in_specs=(specs.params, rows), out_specs=(scalar, scalar)
+                step.evaluate, mesh=mesh, in_specs=(specs.params, rows), out_specs=scalar
             ),
             compiler_options=as_compiler_dict(options),
         ),
@@ -212,7 +220,7 @@ class _DeviceStep:
         )
         scale = state.loss_scale.scale if self.plan.precision == "f16" else jnp.float32(1)
         weight = scale / jnp.maximum(tokens, 1).astype(jnp.float32)
-        loss, gradients = loss_and_gradients(
+        sums, gradients = sums_and_gradients(
             self.objective.at(step_key=key, weight=weight),
             self.layouts,
             state.params,
@@ -220,7 +228,7 @@ class _DeviceStep:
             self._batch_axes,
         )
         unscaled = (lambda x: x / scale) if self.plan.precision == "f16" else (lambda x: x)
-        loss = unscaled(self._over_batch(loss))
+        loss = unscaled(self._over_batch(sums.loss))
         gradients = jax.tree.map(
             lambda layout, g: unscaled(layout.reduced(g)), self.layouts, gradients
         )
@@ -245,11 +253,18 @@ class _DeviceStep:
             "tokens": tokens,
             "skipped": ~finite,
             "loss_scale": scale,
+            **{
+                name: self._over_batch(part) / jnp.maximum(tokens, 1).astype(jnp.float32)
+                for name, part in sums.metrics.items()
+            },
         }
 
-    def evaluate(self, params: Params, batch: Batch) -> tuple[Array, Array]:
-        return self._over_batch(loss_alone(self.objective, params, batch)), self._over_batch(
-            self.objective.task.count(batch)
+    def evaluate(self, params: Params, batch: Batch) -> EvalSums:
+        sums = sums_alone(self.objective, params, batch)
+        return EvalSums(
+            loss=self._over_batch(sums.loss),
+            tokens=self._over_batch(self.objective.task.count(batch)),
+            metrics={name: self._over_batch(part) for name, part in sums.metrics.items()},
         )
 
     def _updated(

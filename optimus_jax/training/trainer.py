@@ -44,12 +44,12 @@ from optimus_jax.faults.stopping import StopRequest
 from optimus_jax.mesh.topology import Topology
 from optimus_jax.models.flops import step_flops
 from optimus_jax.run_directory.directory import RunDirectory
-from optimus_jax.run_directory.step_record import StepRecord
-from optimus_jax.training.evaluation import held_out_loss
+from optimus_jax.run_directory.step_record import EvalRecord, StepRecord
+from optimus_jax.training.evaluation import held_out_sums
 from optimus_jax.training.numbers import perplexity_of
 from optimus_jax.training.optimizer import peak_learning_rate
 from optimus_jax.training.state import TrainState, to_stored
-from optimus_jax.training.step import Metrics, Program
+from optimus_jax.training.step import STEP_METRICS, Metrics, Program
 from optimus_jax.training.watchers import Display, StepWatcher
 
 Reason = Literal["done", "interrupt", "terminate", "fault", "switch", "phase", "not learning"]
@@ -387,6 +387,9 @@ class Trainer:
             loss_scale=(
                 float(metrics["loss_scale"]) if self.program.plan.precision == "f16" else None
             ),
+            metrics={
+                name: float(value) for name, value in metrics.items() if name not in STEP_METRICS
+            },
         )
         self.run.log_step(record)
         self.stop.ended(item.step)
@@ -440,7 +443,7 @@ class Trainer:
         assert self.eval_batches is not None
         try:
             with self.progress.during("evaluation"):
-                found = held_out_loss(
+                found = held_out_sums(
                     self.program,
                     state,
                     self.eval_batches,
@@ -464,8 +467,7 @@ class Trainer:
         if found is None:
             self._say(f"step {step}: the evaluation was cancelled because the run is stopping")
             return
-        total, tokens = found
-        if not tokens:
+        if not found.tokens:
             self._say(
                 f"step {step}: the held-out loss is unknown, because no token of the held-out"
                 " text counts"
@@ -474,14 +476,25 @@ class Trainer:
                 "eval", step, loss=None, perplexity=None, bits_per_byte=None, tokens=0
             )
             return
-        loss = total / tokens
-        perplexity = perplexity_of(loss)
-        bits = loss / math.log(2) if self.bits_per_token else None
+        loss = found.loss / found.tokens
+        record = EvalRecord(
+            step=step,
+            loss=loss,
+            perplexity=perplexity_of(loss),
+            bits_per_byte=loss / math.log(2) if self.bits_per_token else None,
+            metrics={name: total / found.tokens for name, total in found.metrics.items()},
+        )
         self.run.log_event(
-            "eval", step, loss=loss, perplexity=perplexity, bits_per_byte=bits, tokens=tokens
+            "eval",
+            step,
+            loss=loss,
+            perplexity=record.perplexity,
+            bits_per_byte=record.bits_per_byte,
+            tokens=found.tokens,
+            metrics=record.metrics,
         )
         for watcher in self.watchers:
-            watcher.evaluation(step, loss, perplexity, bits)
+            watcher.evaluation(record)
         self.learning.evaluation(step, loss)
         if self.learning.bad_evaluations:
             self._say(

@@ -3,10 +3,10 @@
 run/display.py has the displays.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol, Self
 
-from optimus_jax.run_directory.step_record import StepRecord
+from optimus_jax.run_directory.step_record import EvalRecord, StepRecord
 from optimus_jax.training.numbers import short
 
 
@@ -15,9 +15,7 @@ class StepWatcher(Protocol):
 
     def step(self, record: StepRecord) -> None: ...
 
-    def evaluation(
-        self, step: int, loss: float, perplexity: float, bits_per_byte: float | None
-    ) -> None: ...
+    def evaluation(self, record: EvalRecord) -> None: ...
 
 
 class Display:
@@ -27,13 +25,19 @@ class Display:
     def step(self, record: StepRecord) -> None:
         """Show a finished step."""
 
-    def evaluation(
-        self, step: int, loss: float, perplexity: float, bits_per_byte: float | None
-    ) -> None:
+    def evaluation(self, record: EvalRecord) -> None:
         """Show an evaluation on held-out text."""
-        text = f"step {step}  held-out loss {short(loss, 4)}  perplexity {short(perplexity, 2)}"
+        bits = record.bits_per_byte
         self.message(
-            text if bits_per_byte is None else f"{text}  {short(bits_per_byte, 4)} bits/byte"
+            "  ".join(
+                [
+                    f"step {record.step}",
+                    f"held-out loss {short(record.loss, 4)}",
+                    f"perplexity {short(record.perplexity, 2)}",
+                    *([] if bits is None else [f"{short(bits, 4)} bits/byte"]),
+                    *metrics_text(record.metrics),
+                ]
+            )
         )
 
     def message(self, text: str) -> None:
@@ -55,3 +59,8 @@ class Display:
 
     def __exit__(self, *_: object) -> None:
         pass
+
+
+def metrics_text(metrics: Mapping[str, float]) -> list[str]:
+    """A text for every metric of a task: `accuracy 0.4213`."""
+    return [f"{name} {short(value, 4)}" for name, value in metrics.items()]

@@ -221,7 +221,7 @@ def test_user_written_table_trains_like_one_device(tmp_path: Path):
     for name in SCHEDULES:
         assert len(make_schedule(name, 2, 4).phases()) < 4
     losses = [
-        float(side.program.eval_step(plans.random_state(side.program).params, side.batch)[0])
+        float(side.program.eval_step(plans.random_state(side.program).params, side.batch).loss)
         for side in (built, one)
     ]
     assert losses[0] == pytest.approx(losses[1], rel=F32_RELATIVE)
@@ -238,22 +238,20 @@ def test_buffers_of_residuals_hold_no_weights_or_constants():
     params, constants = {"w": jnp.full((3, 8, 8), 0.5)}, {"scale": jnp.ones((1, 8))}
 
     def layers(params, constants, x, microbatch):
-        return lax.scan(
+        after = lax.scan(
             lambda x, w: (jnp.tanh(x @ w) * constants["scale"] + microbatch, None), x, params["w"]
         )[0]
+        return after, {"squares": jnp.square(after).sum()}
 
     x, microbatch = jnp.ones((2, 8)), jnp.full((2, 8), 0.1)
     residuals = Residuals(layers, (params, constants), x, microbatch)
     assert all(8 * 8 not in (like.size, like.size // 3) for like in residuals.like)
-    result, kept = residuals.forward((params, constants), x, microbatch)
+    (after, auxiliary), kept = residuals.forward((params, constants), x, microbatch)
     assert [value.shape for value in kept] == [like.shape for like in residuals.like]
     expected, pull = jax.vjp(lambda params, x: layers(params, constants, x, microbatch), params, x)
-    np.testing.assert_array_equal(result, expected)
-    jax.tree.map(
-        np.testing.assert_array_equal,
-        residuals.backward((params, constants), kept, result),
-        pull(result),
-    )
+    jax.tree.map(np.testing.assert_array_equal, (after, auxiliary), expected)
+    d_params, (d_x,) = residuals.backward((params, constants), kept, ([after], auxiliary))
+    jax.tree.map(np.testing.assert_array_equal, (d_params, d_x), pull((after, auxiliary)))
 
 
 def test_idle_backward_reads_the_slot_last_written():

@@ -98,7 +98,15 @@ def write_run(path: Path) -> RunDirectory:
     run.log_event("compile", 0, compile_time_s=5.5, step_bytes_per_device=70 * 2**20)
     for number in range(1, 31):
         run.log_step(step(number))
-    run.log_event("eval", 20, loss=4.7, perplexity=110.0, bits_per_byte=None, tokens=1000)
+    run.log_event(
+        "eval",
+        20,
+        loss=4.7,
+        perplexity=110.0,
+        bits_per_byte=None,
+        tokens=1000,
+        metrics={"accuracy": 0.21},
+    )
     run.log_event(
         "decision",
         24,

@@ -256,6 +256,7 @@ def test_the_page_shows_known_and_unknown_values(shown):
         "Predicted 300 ms a step, measured 450 ms.",
         "device: 3; what: lost",
         "held out",
+        "accuracy",
         "peak unknown",
         "verify unknown",
         "1 step without an update",

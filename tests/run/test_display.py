@@ -26,7 +26,7 @@ from optimus_jax.run.display import (
 )
 from optimus_jax.run.start_table import show_start_table
 from optimus_jax.run.tensorboard import TensorBoardWriter
-from optimus_jax.run_directory.step_record import StepRecord
+from optimus_jax.run_directory.step_record import EvalRecord, StepRecord
 from optimus_jax.training.numbers import perplexity_of, short
 from optimus_jax.training.watchers import Display
 
@@ -47,6 +47,11 @@ ESCAPE = re.compile(r"\x1b\[[?\d;]*[A-Za-z]")
 
 def record(step: int, **values: Any) -> StepRecord:
     return dataclasses.replace(RECORD, step=step, **values)
+
+
+def evaluation(step: int, **values: Any) -> EvalRecord:
+    some = EvalRecord(step=step, loss=1.25, perplexity=3.4903, bits_per_byte=None)
+    return dataclasses.replace(some, **values)
 
 
 class Terminal(io.StringIO):
@@ -126,10 +131,15 @@ def test_a_plain_line_has_loss_speed_mfu_and_eta():
     stream = io.StringIO()
     with make("plain", stream) as display:
         display.step(record(10))
-        display.step(record(20, mfu=0.4123, skipped=True, loss=float("nan")))
+        display.step(
+            record(
+                20, mfu=0.4123, skipped=True, loss=float("nan"), metrics={"accuracy": 0.5, "z": 1.0}
+            )
+        )
     assert stream.getvalue().splitlines() == [
         "step 10/300  loss 5.1234  12.3k tokens/s  0.331 s/step  mfu -  eta 1m36s",
-        "step 20/300  loss nan (no update)  12.3k tokens/s  0.331 s/step  mfu 41.2%  eta 1m33s",
+        "step 20/300  loss nan (no update)  accuracy 0.5000  z 1.0000  12.3k tokens/s  0.331 s/step"
+        "  mfu 41.2%  eta 1m33s",
     ]
 
 
@@ -188,11 +198,11 @@ def test_rich_display_restores_the_terminal():
 def test_an_evaluation_is_shown_on_one_line(progress: str):
     stream = Terminal()
     display = make(progress, stream)
-    display.evaluation(100, 1.25, 3.4903, None)
-    display.evaluation(200, 1.25, 3.4903, 1.80337)
+    display.evaluation(evaluation(100))
+    display.evaluation(evaluation(200, bits_per_byte=1.80337, metrics={"accuracy": 0.25}))
     assert stream.getvalue().splitlines() == [
         "step 100  held-out loss 1.2500  perplexity 3.49",
-        "step 200  held-out loss 1.2500  perplexity 3.49  1.8034 bits/byte",
+        "step 200  held-out loss 1.2500  perplexity 3.49  1.8034 bits/byte  accuracy 0.2500",
     ]
 
 
@@ -315,7 +325,7 @@ def test_no_display_is_silent(capsys: pytest.CaptureFixture[str]):
     with make_display(LogConfig(progress="none"), 300) as display:
         display.step(record(1))
         display.message("hello")
-        display.evaluation(1, 1.0, 2.7, None)
+        display.evaluation(evaluation(1))
         display.table("gpt2", ROWS)
     assert capsys.readouterr() == ("", "")
 
@@ -354,18 +364,20 @@ def test_short_duration(seconds: float, text: str):
 def test_tensorboard_has_the_values_that_are_known(tmp_path: Path):
     pytest.importorskip("tensorboardX")
     with TensorBoardWriter(tmp_path) as writer:
-        writer.step(record(1))
-        writer.evaluation(1, 1.25, 3.49, None)
+        writer.step(record(1, metrics={"accuracy": 0.5}))
+        writer.evaluation(evaluation(1, metrics={"accuracy": 0.5}))
     [file] = tmp_path.iterdir()
     tags = set(re.findall(rb"(?:train|speed|eval)/[a-z_]+", file.read_bytes()))
     assert tags == {
         b"train/loss",
         b"train/grad_norm",
         b"train/lr",
+        b"train/accuracy",
         b"speed/tokens_per_s",
         b"speed/step_time_s",
         b"eval/loss",
         b"eval/perplexity",
+        b"eval/accuracy",
     }
 
 
@@ -388,7 +400,9 @@ def test_numbers_of_a_diverged_run_fit_a_line():
     assert [perplexity_of(loss) for loss in (0.0, 1e30, math.inf)] == [1.0, math.inf, math.inf]
     stream = io.StringIO()
     display = make("plain", stream)
-    display.evaluation(1, 700.0, perplexity_of(700.0), 1e9)
+    display.evaluation(
+        evaluation(1, loss=700.0, perplexity=perplexity_of(700.0), bits_per_byte=1e9)
+    )
     display.step(record(1, loss=1e300))
     assert stream.getvalue().startswith(
         "step 1  held-out loss 700.0000  perplexity 1e+304  1e+09 bits/byte\nstep 1/300  loss"

@@ -62,6 +62,7 @@ values = st.fixed_dictionaries(
         "peak_bytes": st.none() | st.integers(0, 2**40),
         "skipped": st.booleans(),
         "loss_scale": st.none() | float32,
+        "metrics": st.dictionaries(st.text(), float32, max_size=2),
     }
 )
 records = st.lists(values, min_size=1, max_size=5).map(
@@ -171,6 +172,15 @@ def test_numbers_that_are_not_finite_are_null_and_marked(run: RunDirectory, name
     assert back.skipped
 
 
+def test_a_metric_that_is_not_finite_is_null_and_read_as_nan(run: RunDirectory):
+    run.log_step(record(1, metrics={"accuracy": math.nan, "balance": 2.0}))
+    line = json.loads((run.path / "metrics.jsonl").read_text(), parse_constant=pytest.fail)
+    assert line["metrics"] == {"accuracy": None, "balance": 2.0}
+    [back] = run.metrics()
+    assert math.isnan(back.metrics["accuracy"])
+    assert back.metrics["balance"] == 2
+
+
 def test_numbers_inside_an_event_that_are_not_finite_are_null(run: RunDirectory):
     run.log_event("fault", 3, losses=[1.0, math.nan], worst={"loss": math.inf})
     [event] = run.events()
@@ -179,7 +189,7 @@ def test_numbers_inside_an_event_that_are_not_finite_are_null(run: RunDirectory)
 
 def test_a_metrics_line_has_the_documented_fields(run: RunDirectory):
     run.log_step(record(1))
-    run.log_step(record(2, skipped=True, loss_scale=32768.0))
+    run.log_step(record(2, skipped=True, loss_scale=32768.0, metrics={"accuracy": 0.5}))
     plain, extra = (
         json.loads(line) for line in (run.path / "metrics.jsonl").read_text().splitlines()
     )
@@ -195,7 +205,7 @@ def test_a_metrics_line_has_the_documented_fields(run: RunDirectory):
         "plan",
         "peak_bytes",
     ]
-    assert extra.keys() - plain.keys() == {"skipped", "loss_scale"}
+    assert extra.keys() - plain.keys() == {"skipped", "loss_scale", "metrics"}
 
 
 def test_unknown_event_names_are_refused(run: RunDirectory):

@@ -65,8 +65,8 @@ def evaluated(case, settings, *, phase=0):
         program.eval_step(params, put_batch(batch, program.batch_sharding, num_rows))
         for batch in batches
     ]
-    losses, tokens = zip(*jax.device_get(sums), strict=True)
-    return sum(map(float, losses)), sum(map(int, tokens)), (num_rows, batches[0]["tokens"].shape[1])
+    losses, tokens = zip(*((float(one.loss), int(one.tokens)) for one in sums), strict=True)
+    return sum(losses), sum(tokens), (num_rows, batches[0]["tokens"].shape[1])
 
 
 def test_eval_loss_does_not_depend_on_batch_mesh_or_phase():

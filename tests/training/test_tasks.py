@@ -1,19 +1,54 @@
-"""A task of one row trains under every layout like on one device."""
+"""A task of one row, with a metric, on layers with auxiliary sums: it trains under every layout
+like on one device.
+"""
 
+import functools
+from dataclasses import replace
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import plans
 import pytest
-from helpers import F32_RELATIVE, assert_close
-from test_equal_to_one_device import run_case
+from helpers import F16_RELATIVE, F32_RELATIVE, assert_close
+from test_equal_to_one_device import Run, run_case
 
 from optimus_jax.data.batch import BATCH_ARRAYS, BatchArray
 from optimus_jax.errors import ConfigError
-from optimus_jax.training.task import TASKS, Task, task_named
+from optimus_jax.mesh.axes import VOCAB
+from optimus_jax.models import transformer
+from optimus_jax.models.families import FAMILIES
+from optimus_jax.models.layer_program import layer_programs
+from optimus_jax.models.transformer import Block, ForwardContext
+from optimus_jax.training.step import STEP_METRICS
+from optimus_jax.training.task import RESERVED_NAMES, TASKS, Task, task_named
+
+WEIGHTS = {"stream": 0.1, "units": 0.02}
+"""Of the auxiliary sums; both change the gradients."""
+SETTINGS = {"task": "two_ahead"}
 
 
-def two_ahead() -> Task:
-    """Predict the token after the next one, from an array of its own."""
+class BlockWithSums(Block):
+    """A block that sums squares of the residual stream, of which devices have all or their own
+    tokens, and of hidden units, of which devices have all or their own.
+    """
+
+    def __call__(self, x_BLD, layer, run, cos_sin, cache=None):
+        out = super().__call__(x_BLD, layer, run, cos_sin, cache)
+        units = self.mlp.hidden(x_BLD.astype(run.comm.sums), run.comm).astype(jnp.float32)
+        stream = out.x_BLD.astype(jnp.float32)
+        return out._replace(
+            auxiliary={
+                "stream": jnp.square(stream).mean(-1).sum(),
+                "units": jnp.square(units).sum() / plans.LLAMA.mlp_dim,
+            }
+        )
+
+
+def two_ahead(**changes) -> Task:
+    """Predict the token after the next one, from an array of its own, and count how many are
+    predicted.
+    """
     next_token = TASKS["next_token"]
 
     def prepare(batch):
@@ -23,14 +58,22 @@ def two_ahead() -> Task:
         kept = {name: batch[name] for name in ("tokens", "positions", "segments", "examples")}
         return kept | {"second": after, "counts": counts & batch["loss_mask"]}
 
-    def loss(model, x_BLD, rows, **how):
+    def loss(inputs):
+        rows, comm, model = inputs.rows, inputs.comm, inputs.model
         read = {"targets": rows["second"], "loss_mask": rows["counts"]}
-        return next_token.loss(model, x_BLD, read, **how)
+        sums = next_token.loss(replace(inputs, rows=read))
+        hidden = model.head_input(inputs.value, comm)
+        logits = jax.lax.stop_gradient(model.logits(hidden, ForwardContext(comm=comm)))
+        ids = comm.offset(logits.shape[-1], VOCAB) + jnp.arange(logits.shape[-1])
+        is_target = ids[None, None] == rows["second"][:, :, None]
+        of_target = comm.max(jnp.where(is_target, logits, -jnp.inf).max(-1), VOCAB)
+        is_largest = of_target >= comm.max(logits.max(-1), VOCAB)
+        return sums._replace(metrics={"accuracy": (is_largest & rows["counts"]).sum()})
 
     arrays = {
         name: array for name, array in BATCH_ARRAYS.items() if name not in ("targets", "loss_mask")
     }
-    return Task(
+    task = Task(
         loss=loss,
         count=lambda rows: rows["counts"].sum(dtype=jnp.int32),
         arrays=arrays
@@ -39,28 +82,148 @@ def two_ahead() -> Task:
             "counts": BatchArray(np.bool_, "whether it counts"),
         },
         prepare=prepare,
+        auxiliary_weights=WEIGHTS,
     )
+    return replace(task, **changes)
+
+
+@pytest.fixture(autouse=True)
+def rows(monkeypatch):
+    monkeypatch.setitem(TASKS, "two_ahead", two_ahead())
+    monkeypatch.setitem(FAMILIES, "with_sums", FAMILIES["llama"])
+    monkeypatch.setattr(transformer, "Block", BlockWithSums)
+
+
+def model_for(case):
+    return replace(plans.model_for(case, "llama"), name="with-sums", family="with_sums")
+
+
+@functools.cache
+def one_device(model) -> Run:
+    return run_case(model, plans.ONE_DEVICE, SETTINGS)
+
+
+DAILY = (
+    plans.case("fsdp=4,tensor=2", zero=1, remat="dots"),
+    plans.case("data=4,fsdp=2", zero=2, microbatches=2),
+    plans.case("data=2,fsdp=2,tensor=2", zero=3, remat="full", microbatches=2),
+    plans.case("fsdp=2,tensor=4", zero=3, sequence_parallel=True, microbatches=2),
+    plans.case("data=2,tensor=4", rules=("mlp=none",), remat="full"),
+    plans.case("pipe=2,data=2,tensor=2", microbatches=4, sequence_parallel=True),
+    plans.case("pipe=4,data=2", microbatches=3, send_slack=True),
+    plans.case("pipe=2,fsdp=4", schedule="gpipe", microbatches=2, zero=2),
+    plans.case(
+        "pipe=2,fsdp=2,tensor=2",
+        schedule="interleaved",
+        microbatches=4,
+        stage_residuals="recompute",
+        sequence_parallel=True,
+        zero=2,
+    ),
+    plans.case("pipe=8", schedule="interleaved", microbatches=8, zero=0),
+)
+"""Every ZeRO stage and schedule, split tokens, split hidden units or whole ones, empty slots."""
+
+
+def test_daily_plans_are_of_the_shared_list():
+    assert set(DAILY) <= set(plans.PLANS)
 
 
 @pytest.mark.parametrize(
     "case",
     [
-        plans.case("data=2,fsdp=2,tensor=2", zero=3, microbatches=2),
-        plans.case("pipe=2,tensor=4", microbatches=4, sequence_parallel=True),
+        pytest.param(case, marks=() if case in DAILY else pytest.mark.nightly)
+        for case in plans.PLANS
     ],
     ids=str,
 )
-def test_a_second_task_equals_one_device(case, monkeypatch):
-    monkeypatch.setitem(TASKS, "two_ahead", two_ahead())
-    model, settings = plans.model_for(case, "gpt"), {"task": "two_ahead"}
-    run, one = (run_case(model, each, settings) for each in (case, plans.ONE_DEVICE))
-    for ours, theirs in zip(run.metrics, one.metrics, strict=True):
-        assert_close(ours["loss"], theirs["loss"], F32_RELATIVE)
-        assert ours["tokens"] == theirs["tokens"] > 0
-    other = run_case(model, plans.ONE_DEVICE)
-    assert other.metrics[0]["tokens"] > one.metrics[0]["tokens"]
-    for path, theirs in one.states[1].items():
-        assert_close(run.states[1][path], theirs, F32_RELATIVE)
+def test_a_task_with_a_metric_and_auxiliary_sums_equals_one_device(case):
+    model = model_for(case)
+    run, one = run_case(model, case, SETTINGS), one_device(model)
+    for found, expected in zip(run.metrics, one.metrics, strict=True):
+        assert set(found) == {*STEP_METRICS, *WEIGHTS, "accuracy"}
+        assert found["tokens"] == expected["tokens"] > 0
+        assert 0 < expected["accuracy"] < 1
+        assert_close(found, expected, F32_RELATIVE)
+    for found, expected in zip(run.states, one.states, strict=True):
+        assert_close(found, expected, F32_RELATIVE)
+    found, expected = (
+        side.built.program.eval_step(
+            plans.random_state(side.built.program).params,
+            plans.batch_of_step(side.built.program, 3),
+        )
+        for side in (run, one)
+    )
+    assert set(found.metrics) == {*WEIGHTS, "accuracy"}
+    assert_close(list(found), list(expected), F32_RELATIVE)
+
+
+def test_auxiliary_sums_change_gradients_and_not_the_loss(monkeypatch):
+    model = model_for(plans.ONE_DEVICE)
+    [with_sums, *_] = one_device(model).metrics
+    monkeypatch.setitem(TASKS, "two_ahead", two_ahead(auxiliary_weights={"stream": 0.0}))
+    [without, *_] = run_case(model, plans.ONE_DEVICE, SETTINGS).metrics
+    assert with_sums["grad_norm"] != pytest.approx(without["grad_norm"], rel=0.01)
+    for name in ("loss", "accuracy", *WEIGHTS):
+        assert with_sums[name] == without[name] > 0
+
+
+@pytest.mark.parametrize(
+    "case",
+    [plans.case("data=2,fsdp=2", zero=3), plans.case("pipe=2,fsdp=2", microbatches=4)],
+    ids=str,
+)
+def test_a_loss_scale_does_not_scale_metrics(case):
+    model = replace(model_for(plans.ONE_DEVICE), dropout=0.0)
+    f16 = {"precision.compute": "f16", "precision.loss_scale": 256}
+    [found, *_] = run_case(model, case, SETTINGS | f16).metrics
+    [expected, *_] = run_case(model, plans.ONE_DEVICE, SETTINGS).metrics
+    assert found["loss_scale"] == 256
+    assert 0 < found["accuracy"] < 1
+    names = ("loss", "grad_norm", *WEIGHTS)
+    assert_close(
+        *({name: side[name] for name in names} for side in (found, expected)), F16_RELATIVE
+    )
+
+
+def test_another_task_counts_other_terms():
+    case = plans.ONE_DEVICE
+    other = run_case(model_for(case), case)
+    assert other.metrics[0]["tokens"] > one_device(model_for(case)).metrics[0]["tokens"]
+    assert set(other.metrics[0]) == {*STEP_METRICS, *WEIGHTS}
+
+
+@pytest.mark.parametrize("name", ["loss", "stream", "mfu", "perplexity"])
+def test_a_name_that_is_taken_is_refused(name, monkeypatch):
+    task = two_ahead()
+
+    def loss(inputs):
+        sums = task.loss(inputs)
+        return sums._replace(metrics={name: sums.metrics["accuracy"]})
+
+    monkeypatch.setitem(TASKS, "two_ahead", replace(task, loss=loss))
+    built = plans.build(model_for(plans.ONE_DEVICE), plans.ONE_DEVICE, SETTINGS)
+    with pytest.raises(ConfigError, match=f"another value\n.*{name}"):
+        plans.compiled_step(built)
+
+
+def test_metrics_of_a_step_are_reserved_names():
+    assert set(STEP_METRICS) <= RESERVED_NAMES
+
+
+def test_a_layers_program_has_the_work_of_auxiliary_sums(monkeypatch):
+    """The planner reads it: here, the products of the hidden units that are computed once more."""
+
+    def products(family):
+        model = replace(model_for(plans.ONE_DEVICE), family=family)
+        programs = layer_programs(model, seq_len=16, precision="f32", kernel="xla")
+        program = programs.under("none")
+        return len(program.forward.products), len(program.backward.products)
+
+    with_sums = products("with_sums")
+    monkeypatch.undo()
+    plain = products("llama")
+    assert (with_sums[0] - plain[0], with_sums[1] - plain[1]) == (1, 2)
 
 
 def test_an_unknown_task_is_answered_with_the_nearest():

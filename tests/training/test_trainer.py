@@ -14,6 +14,7 @@ from optimus_jax.errors import CheckpointError, LearningError
 from optimus_jax.faults.stopping import StopRequest
 from optimus_jax.training import evaluation
 from optimus_jax.training import trainer as trainer_module
+from optimus_jax.training.step import EvalSums
 from optimus_jax.training.trainer import Trainer
 from optimus_jax.training.watchers import Display
 
@@ -37,6 +38,11 @@ class Scalar(float):
         return True
 
 
+def held_out(sums):
+    """What an evaluation gives, of its loss and tokens."""
+    return None if sums is None else evaluation.HeldOutSums(*sums, metrics={})
+
+
 class Signals:
     """Wants a probe after the fourth step."""
 
@@ -49,7 +55,7 @@ class Signals:
     def step(self, record):
         self.reported.append(record.step)
 
-    def evaluation(self, step, *numbers):
+    def evaluation(self, record):
         pass
 
     def is_probe_due(self, step):
@@ -135,7 +141,8 @@ class Loop:
             during(len(self.begun))
             clock.wait(step_s)
             value = loss(len(self.begun))
-            metrics = dict.fromkeys(("loss", "grad_norm", "lr", "tokens", "loss_scale"), Scalar(1))
+            names = "loss", "grad_norm", "lr", "tokens", "loss_scale", "accuracy"
+            metrics = dict.fromkeys(names, Scalar(1))
             return state, metrics | {"loss": Scalar(value), "skipped": not math.isfinite(value)}
 
         class Agreement:
@@ -152,8 +159,8 @@ class Loop:
         if evaluate is not None:
             monkeypatch.setattr(
                 trainer_module,
-                "held_out_loss",
-                lambda program, state, *_, **__: evaluate(program, state),
+                "held_out_sums",
+                lambda program, state, *_, **__: held_out(evaluate(program, state)),
             )
 
         def batches(first):
@@ -298,6 +305,7 @@ def test_signal_stops_the_run_after_the_step_under_way(
     )
     assert message in err
     assert [record.step for record in loop.records] == [1, 2, 3, 4]
+    assert loop.records[0].metrics == {"accuracy": 1}
 
 
 @pytest.mark.usefixtures("handlers")
@@ -360,13 +368,15 @@ def test_no_process_evaluates_if_one_cannot_make_its_batches(
     )
     loop = Loop(monkeypatch, several_processes=several_processes)
     object.__setattr__(loop.trainer, "eval_batches", cut)
-    loop.trainer.program.eval_step = lambda params, batch: (Scalar(8), Scalar(4))
+    loop.trainer.program.eval_step = lambda params, batch: EvalSums(
+        Scalar(8), Scalar(4), {"accuracy": Scalar(1)}
+    )
     loop.state = SimpleNamespace(step=jnp.int32(0), params=None)
     assert loop.train().reason == "done"
     assert loop.checkpoints.done[-1] == 6
     assert len(loop.named("fault")) == (3 if fails_here or several_processes else 0)
-    assert [fields["loss"] for _, fields in loop.named("eval")] == (
-        [] if fails_here or several_processes else [2.0] * 3
+    assert [(fields["loss"], fields["metrics"]) for _, fields in loop.named("eval")] == (
+        [] if fails_here or several_processes else [(2.0, {"accuracy": 0.25})] * 3
     )
 
 

@@ -35,7 +35,7 @@ from optimus_jax.plan import Plan
 from optimus_jax.planning.cost.implementation_profile import ImplementationProfile
 from optimus_jax.planning.cost.layer_shape import LayerShape
 from optimus_jax.planning.cost.workload import Workload
-from optimus_jax.training.task import Batch, task_named
+from optimus_jax.training.task import Batch, LossInputs, task_named
 
 WAYS = 2
 """Devices of the abstract mesh that split the vocabulary and not the tokens of the stream."""
@@ -148,15 +148,15 @@ def _traced(
         def loss(whole: Params) -> tuple[Array, Array]:
             model = shapes.merged(shapes.whole_outside_layers(whole, comm))
             stream = model.embed(rows["tokens"], rows["positions"], ForwardContext(comm=comm))
-            value = traced_task.loss(
-                model,
-                stream,
-                rows,
+            inputs = LossInputs(
+                model=model,
+                value=stream,
+                rows=rows,
                 comm=comm,
                 weight=1.0,
                 chunk_tokens=stream_tokens * length_ways,
             )
-            return value, stream
+            return traced_task.loss(inputs).loss, stream
 
         differentiated = jax.tree.map(
             lambda layout, param: layout.differentiated(param), layouts, params
