@@ -162,7 +162,8 @@ class Block(nnx.Module):
                     self.attention.partial_out(heads, comm) + self.mlp.partial_out(hidden, comm)
                 )
             )(heads, hidden)
-            return x_BLD + self.mlp.with_bias(self.attention.combine(out_BLD, comm), comm), cache
+            out_BLD = self.mlp.with_bias(self.attention.combine(out_BLD, comm), comm)
+            return LayersOutput(x_BLD + out_BLD, {}, cache)
         out_BLD = self.attention.combine(
             recomputed(lambda h: self.attention.partial_out(h, comm))(heads), comm
         )

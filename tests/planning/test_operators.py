@@ -1,12 +1,10 @@
 """Work follows the closed forms, and takes longer where a device is less efficient."""
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from jax import Array
 from pricing import GPT, HOST, LLAMA, RATES, plan_of
 
 from optimus_jax.config import Config, ModelConfig
@@ -28,7 +26,7 @@ from optimus_jax.planning.cost.rates import HEAD
 from optimus_jax.planning.cost.stage_time import layer_time
 from optimus_jax.planning.cost.work import Work, matmul
 from optimus_jax.planning.cost.workload import Workload
-from optimus_jax.training.task import TASKS, task_named
+from optimus_jax.training.task import TASKS, LossInputs, TaskSums, task_named
 
 
 def shape_of(model: ModelConfig, plan: Plan, *, seq_len: int, global_batch: int) -> LayerShape:
@@ -57,8 +55,8 @@ def test_head_of_any_task_is_priced(monkeypatch):
     """A task that computes its loss twice has twice the products, and a head that takes longer."""
     once = task_named(Config.task)
 
-    def twice(*inputs: Any, **options: Any) -> Array:
-        return once.loss(*inputs, **options) + once.loss(*inputs, **options)
+    def twice(inputs: LossInputs) -> TaskSums:
+        return TaskSums(once.loss(inputs).loss + once.loss(inputs).loss, {})
 
     monkeypatch.setitem(TASKS, "twice", replace(once, loss=twice))
     config = Config(model=GPT).with_values({"data.global_batch": 16, "data.seq_len": 64})
