@@ -230,11 +230,12 @@ def _core(
         return core(arrays, visibility, keys_BH)
     if isinstance(core, _InBlocks):
         core = core._replace(saves_all=True)
-    sides = _Side(core, is_windowed=True), _Side(core, is_windowed=False)
+    sides = _Side(core, True), _Side(core, False)
     return either(*sides, visibility.is_windowed, arrays, (visibility, keys_BH))
 
 
-class _Side(NamedTuple):
+@dataclass(frozen=True)
+class _Side:
     """The core of layers with a window, or of those without."""
 
     core: _Fused | _InBlocks
