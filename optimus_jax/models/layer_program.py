@@ -10,6 +10,7 @@ into one of its own, or into nothing.
 Nothing here names a family. A block of any parts that name their logical axes is read alike.
 """
 
+import itertools
 import math
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -26,7 +27,8 @@ from optimus_jax.mesh import axes as logical
 from optimus_jax.mesh.collectives import Collectives
 from optimus_jax.mesh.formats import COMPUTE_DTYPES
 from optimus_jax.mesh.sharding import layouts_of
-from optimus_jax.models.families import features_of, rotated_dims
+from optimus_jax.models.blockwise_attention import blocks_of
+from optimus_jax.models.families import features_of, has_window, rotated_dims
 from optimus_jax.models.kernels import Visibility
 from optimus_jax.models.program_reader import (
     PRIMES,
@@ -82,7 +84,7 @@ def matrix_products(part: ProgramPart, *, of_feed_forward: bool) -> list[Product
         product
         for product in part.products
         if not product.is_batched
-        and any(MLP in amount.factors for amount in product) == of_feed_forward
+        and any(MLP in amount.factors for amount in product.amounts) == of_feed_forward
     ]
 
 
@@ -94,7 +96,7 @@ def core_products(part: ProgramPart) -> list[Product]:
 def scores(part: ProgramPart, sizes: LayerSizes) -> float:
     """Elements of the products of queries with keys; 0 if a fused kernel computes them."""
     return sum(
-        product.rows.of(sizes) * product.columns.of(sizes) * product.count.of(sizes)
+        product.runs * product.rows.of(sizes) * product.columns.of(sizes) * product.count.of(sizes)
         for product in core_products(part)
         if HALF_HEAD in product.inner.factors
     )
@@ -107,11 +109,13 @@ def is_of_heads(saved: Amount) -> bool:
 
 @dataclass(frozen=True)
 class LayerProgram:
-    """One layer of one microbatch on one device."""
+    """One layer of one microbatch on one device: the mean layer, where some have a window."""
 
     forward: ProgramPart
     backward: ProgramPart
     """Including what it computes again under the remat policy."""
+    largest_forward: ProgramPart
+    """Forward of the layers that compute most, whose working memory is the largest."""
     saved: tuple[Amount, ...]
     """Bytes of the arrays that forward saves for backward."""
     saved_once: tuple[Amount, ...]
@@ -133,6 +137,8 @@ class LayerPrograms:
     """The programs of a kind of layer, by remat policy; compared by identity."""
 
     kind: ModelConfig
+    windowed_share: float
+    """Share of the model's layers that have a window."""
     seq_len: int
     precision: Precision
     kernel: AttentionKernel
@@ -172,7 +178,7 @@ def layer_programs(
         the feed-forward's width.
       splits_alike: whether the same devices share the heads and the feed-forward's width.
     """
-    splits_alike = splits_alike or length_ways > 1
+    splits_alike, windowed = splits_alike or length_ways > 1, has_window(model)
     fewest = length_ways
     if kernel == "cudnn" and length_ways > 1:
         # A fused kernel has no blocks of tokens, so the fewest devices stand for any number.
@@ -183,6 +189,7 @@ def layer_programs(
     def programs(ways: int, traced: LayerPrograms | None = None) -> LayerPrograms:
         return _of_kind(
             kind,
+            sum(windowed) / len(windowed),
             seq_len,
             precision,
             kernel,
@@ -221,18 +228,22 @@ def sizes_on_device(
     )
 
 
-def _primes(seq_len: int) -> list[int]:
-    """The prime that stands for each of `LayerSizes`."""
-    return [prime for prime in PRIMES if seq_len % prime][: len(LayerSizes._fields)]
+def _primes(seq_len: int, window: int | None) -> list[int]:
+    """The prime that stands for each of `LayerSizes`: none divides a length in the program."""
+    blocks = blocks_of(seq_len, seq_len, window or None)
+    lengths = {seq_len, *(block.end_key - block.first_key for block in blocks)}
+    usable = (prime for prime in PRIMES if all(length % prime for length in lengths))
+    return list(itertools.islice(usable, len(LayerSizes._fields)))
 
 
 def _kind(
     model: ModelConfig, seq_len: int, shares_kv_heads: bool, length_ways: int, splits_alike: bool
 ) -> ModelConfig:
-    """A model of one layer, the same for all models with these features: on each device of the
-    abstract mesh, primes are its sizes.
+    """A model of one layer of each type, the same for all models with these features: on each
+    device of the abstract mesh, primes are its sizes.
     """
-    primes, features = _primes(seq_len), features_of(model)
+    features, windowed = features_of(model), has_window(model)
+    primes, differ = _primes(seq_len, features.window), any(windowed) and not all(windowed)
     has_groups = shares_kv_heads or model.num_heads != model.num_kv_heads
     group = primes[GROUP] if has_groups else 1
     # The number of devices is given, and no multiple of a prime, if they share tokens.
@@ -248,7 +259,7 @@ def _kind(
         name="traced",
         family=model.family,
         vocab_size=8,
-        num_layers=1,
+        num_layers=2 if differ else 1,
         embed_dim=WAYS * primes[EMBED],
         num_heads=heads,
         num_kv_heads=kv_heads,
@@ -259,8 +270,11 @@ def _kind(
         features=replace(
             model.features,
             rope_dims=0,
-            # A layer with a window computes its own mask; what all layers share has none.
-            layer_types=("window",) if features.window else model.features.layer_types,
+            layer_types=("window", "full")
+            if differ
+            else ("window",)
+            if any(windowed)
+            else ("full",),
         ),
     )
 
@@ -269,13 +283,17 @@ class _Tracer:
     """Traces a layer of one kind, on one device of an abstract mesh."""
 
     def __init__(self, programs: LayerPrograms):
-        model, primes = programs.kind, _primes(programs.seq_len)
+        model = programs.kind
+        primes = _primes(programs.seq_len, features_of(model).window)
         self.programs = programs
         self.traced: dict[RematPolicy, Any] = {}
         # A device has the whole width of the stream, of which fsdp stores a part.
-        self.read = ProgramReader(
-            [(prime, WAYS * prime if size == EMBED else prime) for size, prime in enumerate(primes)]
-        )
+        sizes = [
+            (prime, WAYS * prime if size == EMBED else prime) for size, prime in enumerate(primes)
+        ]
+        self.read = ProgramReader(sizes, share=programs.windowed_share)
+        self.read_full = ProgramReader(sizes, share=0.0)
+        """Reads a layer without a window."""
         rules = {
             logical.BATCH: (FSDP,),
             logical.EMBED: (FSDP,),
@@ -294,7 +312,8 @@ class _Tracer:
             else primes[KV_HEADS] * (model.num_heads // model.num_kv_heads)
         )
         self.axes = {FSDP: WAYS, logical.HEADS: model.num_heads // local_heads, logical.MLP: WAYS}
-        self.shapes = model_shapes(model, model.vocab_size)
+        # One layer is traced, and which type it has is a value in the program.
+        self.shapes = model_shapes(model, model.vocab_size, slots=(0,))
         self.layouts = layouts_of(self.shapes.leaves, rules, 3)
         dtype = COMPUTE_DTYPES[programs.precision]
         self.comm = Collectives(jnp.dtype(dtype), rules, 3)
@@ -307,7 +326,8 @@ class _Tracer:
         if remat not in self.traced:
             self.traced[remat] = self._jaxpr(remat)
         traced, seq_len = self.traced[remat], self.programs.seq_len
-        whole, forward = needed(traced), self.read.part(needed(traced, results=2))
+        whole, first = needed(traced), needed(traced, results=2)
+        forward = self.read.part(first)
         saved, saved_once = [], []
         # The first results are the layer's output, its auxiliary sums, and the gradients of
         # parameters and input.
@@ -317,11 +337,12 @@ class _Tracer:
             if shape[2:] and shape[2] == seq_len // self.programs.length_ways:
                 shape[2] = seq_len // length_ways
             amount = self.read.amount(math.prod(shape) * variable.aval.dtype.itemsize)
-            # Others are weights, and numbers of a layer, such as its window.
+            # Others are weights, and numbers of a layer, such as whether it has a window.
             if ROWS in amount.factors:
                 (saved if shape[0] == 1 else saved_once).append(amount)
         backward = self.read.part(whole).without(forward)
-        return LayerProgram(forward, backward, tuple(saved), tuple(saved_once))
+        largest = self.read_full.part(first) if self.programs.kind.num_layers > 1 else forward
+        return LayerProgram(forward, backward, largest, tuple(saved), tuple(saved_once))
 
     def _jaxpr(self, remat: RematPolicy) -> Any:
         """The traced layer: its output, the total of its auxiliary sums, the gradients of
@@ -343,7 +364,9 @@ class _Tracer:
             )
 
             def layer(params: Params, x: Array) -> tuple[Array, Array]:
-                out = self.shapes.merged(params).run_layers(x, positions, run)
+                out = self.shapes.merged(params).run_some_layers(
+                    x, positions, run, jnp.asarray(self.shapes.slots), all_full=True
+                )
                 return out.x_BLD, sum(out.auxiliary.values(), jnp.float32(0))
 
             (out, auxiliary), pull = jax.vjp(layer, params, x)

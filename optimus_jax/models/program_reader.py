@@ -15,7 +15,7 @@ import jax
 from jax.interpreters import partial_eval
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
-from optimus_jax.models.kernels import FUSED_PRODUCTS
+from optimus_jax.models.fused_attention import FusedCall, fused_call
 
 PRIMES = (101, 103, 107, 109, 113, 127, 131, 137, 139, 149, 151, 157, 163, 167, 173, 179, 181)
 CollectiveKind = Literal["all-reduce", "all-gather", "reduce-scatter"]
@@ -50,26 +50,33 @@ class Amount(NamedTuple):
 
 
 class Product(NamedTuple):
-    """A matrix product of [rows, inner] and [inner, columns], `count` times."""
+    """A matrix product of [rows, inner] and [inner, columns], `count` times at once."""
 
     rows: Amount
     inner: Amount
     columns: Amount
     count: Amount
+    runs: float = 1.0
+    """How often it runs; a share if only some of the layers do."""
 
     @property
     def is_batched(self) -> bool:
         """Whether there is one for every sequence, not one for all."""
         return bool(self.count.factors)
 
-    def of(self, sizes: Sequence[float]) -> tuple[float, float, float, float]:
+    @property
+    def amounts(self) -> tuple[Amount, Amount, Amount, Amount]:
         """Its sizes and count."""
-        rows, inner, columns, count = self
+        return self.rows, self.inner, self.columns, self.count
+
+    def of(self, sizes: Sequence[float]) -> tuple[float, float, float, float]:
+        """Values of its sizes and count."""
+        rows, inner, columns, count = self.amounts
         return rows.of(sizes), inner.of(sizes), columns.of(sizes), count.of(sizes)
 
     def flops(self, sizes: Sequence[float]) -> float:
-        """FLOPs; a multiplication and an addition are two."""
-        return 2.0 * math.prod(self.of(sizes))
+        """FLOPs of all runs; a multiplication and an addition are two."""
+        return 2.0 * self.runs * math.prod(self.of(sizes))
 
 
 class FusedAttention(NamedTuple):
@@ -80,6 +87,15 @@ class FusedAttention(NamedTuple):
     head_dim: Amount
     num_products: int
     """Matrix products that it computes."""
+    num_pairs: float
+    """Pairs of query and key for which it does, in one sequence."""
+    runs: float = 1.0
+    """How often it runs; a share if only some of the layers do."""
+
+    def flops(self, sizes: Sequence[float]) -> float:
+        """FLOPs of all runs."""
+        per_pair = self.num_products * self.matrices.of(sizes) * self.head_dim.of(sizes)
+        return 2.0 * self.runs * per_pair * self.num_pairs
 
 
 class TracedCollective(NamedTuple):
@@ -121,10 +137,12 @@ class ProgramReader:
 
     Args:
       sizes: the prime, and the traced value of the size: a multiple of it.
+      share: how often conditions hold, of the times that they are tested; None: both sides of a
+        condition count.
     """
 
-    def __init__(self, sizes: Sequence[tuple[int, int]] = ()):
-        self._sizes = sizes
+    def __init__(self, sizes: Sequence[tuple[int, int]] = (), share: float | None = None):
+        self._sizes, self._share = sizes, share
 
     def amount(self, number: int) -> Amount:
         """A traced number as a product of sizes."""
@@ -136,16 +154,20 @@ class ProgramReader:
         return Amount(float(constant), tuple(factors))
 
     def part(self, jaxpr: Any) -> ProgramPart:
-        """The products and collectives of a traced program. Both branches of a condition count.
+        """The products and collectives of a traced program.
 
-        Raises NotImplementedError for a collective without a kind.
+        Raises NotImplementedError for a collective without a kind, or one that seldom runs.
         """
         products, fused, collectives = [], [], []
-        for equation, times in _equations(jaxpr):
+        for equation, times, runs in _equations(jaxpr, self._share):
             name = equation.primitive.name
             if name == "dot_general":
-                products += [self._product(equation)] * times
+                products += [self._product(equation, runs)] * times
             elif name in COLLECTIVES:
+                if runs != 1:
+                    raise NotImplementedError(
+                        f"the planner cannot price {name} inside a condition; move it outside"
+                    )
                 collectives += [
                     TracedCollective(kind, axes, self.amount(num_bytes))
                     for kind, axes, num_bytes in _messages(equation)
@@ -155,18 +177,20 @@ class ProgramReader:
                     f"the planner cannot price {name}; use one of {', '.join(COLLECTIVES)}, or add"
                     " its kind to models/program_reader.py"
                 )
-            elif _is_fused(equation):
-                batch, _, heads, head_dim = equation.invars[0].aval.shape
+            elif call := _fused_call(equation):
+                batch, length, heads, head_dim = equation.invars[0].aval.shape
                 fused += [
                     FusedAttention(
                         self.amount(batch * heads),
                         self.amount(head_dim),
-                        FUSED_PRODUCTS[equation.params["name"]],
+                        call.num_products,
+                        call.num_pairs(length),
+                        runs,
                     )
                 ] * times
         return ProgramPart(tuple(products), tuple(fused), tuple(collectives))
 
-    def _product(self, equation: Any) -> Product:
+    def _product(self, equation: Any, runs: float) -> Product:
         (inner, inner_right), (batch, batch_right) = equation.params["dimension_numbers"]
         left, right = (variable.aval.shape for variable in equation.invars)
 
@@ -181,6 +205,7 @@ class ProgramReader:
             inner=size(left, inner),
             columns=size(right, free(right, inner_right, batch_right)),
             count=size(left, batch),
+            runs=runs,
         )
 
 
@@ -217,29 +242,36 @@ def collectives_of(
 ) -> Mapping[tuple[CollectiveKind, tuple[str, ...]], list[tuple[int, int]]]:
     """(bytes, times) of every collective in a traced program, by kind and mesh axes."""
     found: dict[tuple[CollectiveKind, tuple[str, ...]], list[tuple[int, int]]] = {}
-    for equation, times in _equations(jaxpr):
+    for equation, times, _ in _equations(jaxpr):
         if equation.primitive.name in COLLECTIVES:
             for kind, axes, num_bytes in _messages(equation):
                 found.setdefault((kind, axes), []).append((num_bytes, times))
     return found
 
 
-def _equations(jaxpr: Any, times: int = 1) -> Iterator[tuple[Any, int]]:
-    """All equations, also those of inner programs, with the number of times that they run."""
+def _equations(
+    jaxpr: Any, share: float | None = None, times: int = 1, runs: float = 1.0
+) -> Iterator[tuple[Any, int, float]]:
+    """All equations, also those of inner programs, with the number of times that they are reached,
+    and the share of these in which they run.
+    """
     for equation in jaxpr.eqns:
-        yield equation, times
-        if _is_fused(equation):
+        yield equation, times, runs
+        if _fused_call(equation):
             continue
-        inside = times * equation.params["length"] if equation.primitive.name == "scan" else times
+        name = equation.primitive.name
+        inside = times * equation.params["length"] if name == "scan" else times
+        shares = (1.0, 1.0) if share is None else (1 - share, share)
         for value in equation.params.values():
-            for inner in value if isinstance(value, tuple | list) else (value,):
+            for place, inner in enumerate(value if isinstance(value, tuple | list) else (value,)):
                 program = getattr(inner, "jaxpr", inner)
                 if hasattr(program, "eqns"):
-                    yield from _equations(program, inside)
+                    own = runs * shares[place] if name == "cond" else runs
+                    yield from _equations(program, share, inside, own)
 
 
-def _is_fused(equation: Any) -> bool:
-    return equation.params.get("name") in FUSED_PRODUCTS
+def _fused_call(equation: Any) -> FusedCall | None:
+    return fused_call(equation.params.get("name"))
 
 
 def _messages(equation: Any) -> Iterator[tuple[CollectiveKind, tuple[str, ...], int]]:

@@ -65,24 +65,10 @@ class ForwardContext:
         )
 
 
-class LayerNumbers(NamedTuple):
-    """The numbers in which layers of one stack differ; of each layer, or of one."""
-
-    window: Array | None
-    """int32: keys that a query sees; None: no layer has a window."""
-    is_windowed: Array | None
-    """bool: whether rotary frequencies have the base of layers with a window; None: in none."""
-
-
-def layer_numbers(config: ModelConfig) -> LayerNumbers:
-    """[layers] each."""
-    features, windowed = features_of(config), np.array(has_window(config))
-    if not windowed.any():
-        return LayerNumbers(window=None, is_windowed=None)
-    return LayerNumbers(
-        window=jnp.where(windowed, jnp.int32(features.window), jnp.iinfo(jnp.int32).max),
-        is_windowed=jnp.asarray(windowed) if features.window_rope_theta else None,
-    )
+def windowed_layers(config: ModelConfig) -> Array | bool:
+    """Whether layers have a window: of all alike, or bool [layers] where they differ."""
+    windowed = np.array(has_window(config))
+    return jnp.asarray(windowed) if windowed.any() and not windowed.all() else bool(windowed.any())
 
 
 class LayersOutput(NamedTuple):
@@ -350,26 +336,38 @@ class Decoder(nnx.Module):
 
     def _layer(self, positions_BL: Array, run: ForwardContext) -> tuple[Callable, nnx.State]:
         """The body of a scan over layers, and the stacked parameters to scan over."""
-        has_angles = features_of(self.config).positions == "rotary"
-        angles = rotary.angles(self.config, positions_BL) if has_angles else None
-        numbers = layer_numbers(self.config)
-        windowed = (
-            rotary.angles(self.config, positions_BL, is_windowed=True)
-            if has_angles and numbers.is_windowed is not None
+        features, windowed = features_of(self.config), windowed_layers(self.config)
+        each_windowed = None if isinstance(windowed, bool) else windowed
+
+        def angles(*, is_windowed: bool) -> tuple[Array, Array] | None:
+            return (
+                rotary.angles(self.config, positions_BL, is_windowed=is_windowed)
+                if features.positions == "rotary"
+                else None
+            )
+
+        cos_sin = angles(is_windowed=windowed is True)
+        windowed_cos_sin = (
+            angles(is_windowed=True)
+            if each_windowed is not None and features.window_rope_theta
             else None
         )
+        if windowed is not False:
+            run = replace(run, visibility=replace(run.visibility, window=features.window))
         graphdef, stacked = nnx.split(self.layers)
 
         def body(x_BLD: Array, layer: tuple) -> tuple[Array, tuple[Sums, Any]]:
             params, index, layer_cache = layer
-            own = jax.tree.map(lambda number: number[jnp.maximum(index, 0)], numbers)
-            one_pass, cos_sin = run, angles
-            if own.window is not None:
-                one_pass = replace(run, visibility=replace(run.visibility, window=own.window))
-            if angles is not None and windowed is not None:
-                cos_sin = jax.tree.map(partial(jnp.where, own.is_windowed), windowed, angles)
+            own, own_cos_sin = run, cos_sin
+            if each_windowed is not None:
+                is_windowed = each_windowed[jnp.maximum(index, 0)]
+                own = replace(run, visibility=replace(run.visibility, is_windowed=is_windowed))
+                if windowed_cos_sin is not None:
+                    own_cos_sin = jax.tree.map(
+                        partial(jnp.where, is_windowed), windowed_cos_sin, cos_sin
+                    )
             block: Block = nnx.merge(graphdef, params)
-            out = block(x_BLD, index, one_pass, cos_sin, layer_cache)
+            out = block(x_BLD, index, own, own_cos_sin, layer_cache)
             return out.x_BLD, (out.auxiliary, out.cache)
 
         return _rematerialised(body, run), stacked

@@ -33,7 +33,8 @@ from optimus_jax.mesh.axes import BATCH, VOCAB
 from optimus_jax.mesh.collectives import Collectives
 from optimus_jax.mesh.sharding import put_batch
 from optimus_jax.mesh.topology import Topology
-from optimus_jax.models.families import FAMILIES
+from optimus_jax.models import blockwise_attention
+from optimus_jax.models.families import FAMILIES, features_of, has_window
 from optimus_jax.models.huggingface import (
     HEAD,
     config_from_huggingface,
@@ -462,6 +463,30 @@ def test_logits_loss_and_gradients_equal_huggingface(
     off = differences(state.opt_state[0].mu, from_huggingface(theirs.gradients, model, vocab_rows))
     assert float(metrics["loss"]) == pytest.approx(theirs.loss, rel=1e-6)
     assert {leaf: value for leaf, value in off.items() if not value < GRADIENT_RTOL} == {}
+
+
+@pytest.mark.parametrize(
+    ("case", "axes"),
+    [
+        ("mistral, window", SHARDED),
+        ("qwen2, window", ONE_DEVICE),
+        ("gpt_neo", STAGES),
+        ("gemma2", SHARDED),
+        ("gemma3", STAGES),
+    ],
+    ids=str,
+)
+def test_windows_that_save_work_equal_huggingface(case: str, axes: AxisSizes, monkeypatch):
+    """With blocks so short that most do not see the first keys."""
+    monkeypatch.setattr(blockwise_attention, "MIN_BLOCK", 2)
+    model = config_from_huggingface(reference(case).config)
+    window = features_of(model).window
+    windowed, full = (
+        blockwise_attention.blocks_of(SEQ_LEN, SEQ_LEN, each) for each in (window, None)
+    )
+    assert any(has_window(model))
+    assert windowed != full
+    test_logits_loss_and_gradients_equal_huggingface(case, axes, splits_tokens=False)
 
 
 @pytest.mark.parametrize("case", FIRST_OF_FAMILY)

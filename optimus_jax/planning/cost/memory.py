@@ -23,8 +23,8 @@ from functools import lru_cache
 
 from optimus_jax.config import Config, ModelConfig, RematPolicy
 from optimus_jax.mesh.axes import HEADS
+from optimus_jax.models.blockwise_attention import block_size
 from optimus_jax.models.families import table_width
-from optimus_jax.models.kernels import block_size
 from optimus_jax.models.layer_program import EMBED, is_of_heads, matrix_products, scores
 from optimus_jax.plan import Plan
 from optimus_jax.planning.cost.activation_buffers import buffer_slots
@@ -317,7 +317,7 @@ def _token(model: ModelConfig, layer: LayerShape, remat: RematPolicy) -> _Token:
         )
         for of_feed_forward in (True, False)
     )
-    seen = scores(forward, sizes) / seq_len
+    seen = scores(plain.largest_forward, sizes) / seq_len
     # Each block of queries gets its own copy of the keys and values that it attends to.
     copies = 0.0
     if seen and remat != "none":

@@ -84,7 +84,7 @@ def layer_work(
 def _products(products: Iterable[Product], sizes: Sequence[float]) -> Work:
     work = Work()
     for product in products:
-        work += matmul(*product.of(sizes))
+        work += matmul(*product.of(sizes)).times(product.runs)
     return work
 
 
@@ -132,15 +132,8 @@ def _core(
     sizes, length = shape.sizes, shape.programs.seq_len
     matrices, head_dim = sizes.rows * sizes.heads, sizes.head_dim
     if forward.fused:
-        # Half of the square is masked and skipped.
         both = [
-            Work(
-                fused_flops=sum(
-                    each.num_products * each.matrices.of(sizes) * each.head_dim.of(sizes)
-                    for each in part.fused
-                )
-                * length**2
-            )
+            Work(fused_flops=sum(each.flops(sizes) for each in part.fused))
             for part in (forward, backward)
         ]
         return both[0], both[1]

@@ -14,8 +14,7 @@ import jax
 
 from optimus_jax.config import REMAT_POLICIES, AttentionKernel, ModelConfig, Precision, RematPolicy
 from optimus_jax.mesh.axes import LAYERS
-from optimus_jax.models.flops import causal_pairs, counted_pairs, head_flops, layer_flops
-from optimus_jax.models.kernels import FORWARD_PRODUCTS
+from optimus_jax.models.flops import head_flops, layer_flops
 from optimus_jax.models.layer_program import (
     EMBED,
     MLP,
@@ -278,20 +277,20 @@ def _core(
     seq_len: int,
     saved: Mapping[RematPolicy, float],
 ) -> KindProfile:
-    layers, per_pair = model.num_layers, layer_flops(model, seq_len)[1]
+    layers = model.num_layers
 
     def flops(part: ProgramPart) -> float:
         products = sum(product.flops(sizes) for product in core_products(part))
         # A fused kernel is assumed to skip every masked pair; how many its tiles compute beyond
         # that is not published.
-        fused = sum(each.num_products for each in part.fused) / FORWARD_PRODUCTS
-        return layers / seq_len * (products + fused * per_pair * causal_pairs(seq_len))
+        fused = sum(each.flops(sizes) for each in part.fused)
+        return layers / seq_len * (products + fused)
 
     forward = flops(by_remat["none"].forward)
     return KindProfile(
         kind=LayerKind.ATTENTION_CORE,
         num_params=0,
-        model_flops=3 * layers / seq_len * per_pair * counted_pairs(model, seq_len),
+        model_flops=3 * layers / seq_len * layer_flops(model, seq_len)[1],
         forward_flops=forward,
         backward_flops=2 * forward,
         activation_bytes=saved,
