@@ -42,6 +42,11 @@ class Block(NamedTuple):
     end_key: int
 
     @property
+    def num_pairs(self) -> int:
+        """Pairs of a query and a key of the block."""
+        return (self.end_query - self.first_query) * (self.end_key - self.first_key)
+
+    @property
     def queries(self) -> slice:
         """Positions of the queries."""
         return slice(self.first_query, self.end_query)

@@ -51,7 +51,7 @@ def model_called(name: str) -> tuple[ModelConfig, int]:
     model = FAMILY_MODELS[family] if family in FAMILY_MODELS else model_preset(name)
     length = 256 if windows else 64
     if windows:
-        features = replace(model.features, window=70, layer_types=LAYER_TYPES[name])
+        features = replace(model.features, window=20, layer_types=LAYER_TYPES[name])
         model = replace(model, features=features)
     return replace(model, num_layers=4, max_length=length, dropout=0.0), length
 
