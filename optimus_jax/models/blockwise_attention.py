@@ -33,7 +33,7 @@ def block_size(length: int) -> int:
     )
 
 
-class Block(NamedTuple):
+class QueryBlock(NamedTuple):
     """Queries that are computed at once, and the keys of which some may be visible to them."""
 
     first_query: int
@@ -57,7 +57,7 @@ class Block(NamedTuple):
         return slice(self.first_key, self.end_key)
 
 
-def blocks_of(length: int, num_keys: int, window: int | None = None) -> tuple[Block, ...]:
+def blocks_of(length: int, num_keys: int, window: int | None = None) -> tuple[QueryBlock, ...]:
     """The blocks of `length` queries over `num_keys` keys.
 
     Queries that are fewer than the keys are one block that reads all keys, since the position of
@@ -67,7 +67,7 @@ def blocks_of(length: int, num_keys: int, window: int | None = None) -> tuple[Bl
       window: keys that a query sees, its own included; None: all.
     """
     if length != num_keys:
-        return (Block(0, length, 0, num_keys),)
+        return (QueryBlock(0, length, 0, num_keys),)
     size = block_size(length)
 
     def first_key(first_query: int) -> int:
@@ -76,7 +76,7 @@ def blocks_of(length: int, num_keys: int, window: int | None = None) -> tuple[Bl
         return max(0, first_query - window + 1) // MIN_BLOCK * MIN_BLOCK
 
     return tuple(
-        Block(start, start + size, first_key(start), start + size)
+        QueryBlock(start, start + size, first_key(start), start + size)
         for start in range(0, length, size)
     )
 
@@ -92,7 +92,7 @@ class HowAttended(NamedTuple):
     saves_all: bool
     """Whether zeros are saved as weights of keys that no query of a block sees because of its
     window: the saved arrays are then those of a core without a window."""
-    blocks: tuple[Block, ...]
+    blocks: tuple[QueryBlock, ...]
 
     def capped(self, products: Array) -> Array:
         """Scores, float32, of the products of queries and keys."""

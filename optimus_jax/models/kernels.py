@@ -19,7 +19,12 @@ from optimus_jax.config import AttentionKernel, Config, Precision
 from optimus_jax.devices.accelerators import AMPERE, HOPPER
 from optimus_jax.errors import PlanError, explain
 from optimus_jax.mesh.topology import Topology
-from optimus_jax.models.blockwise_attention import Block, HowAttended, attend_in_blocks, blocks_of
+from optimus_jax.models.blockwise_attention import (
+    HowAttended,
+    QueryBlock,
+    attend_in_blocks,
+    blocks_of,
+)
 from optimus_jax.models.branches import either
 from optimus_jax.models.families import features_of
 from optimus_jax.models.fused_attention import cudnn_attention
@@ -225,7 +230,7 @@ class _InBlocks(NamedTuple):
         keys = [None if keys_BH is None else fold(keys_BH, block.first_query) for block in blocks]
         return attend_in_blocks(HowAttended(*self, blocks), *arrays, masks, keys)
 
-    def _blocks(self, arrays: Arrays, window: int | None) -> tuple[Block, ...]:
+    def _blocks(self, arrays: Arrays, window: int | None) -> tuple[QueryBlock, ...]:
         return blocks_of(arrays[0].shape[2], arrays[1].shape[2], window)
 
 
