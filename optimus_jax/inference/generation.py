@@ -29,11 +29,11 @@ from optimus_jax.devices.jax_settings import check_jax_settings
 from optimus_jax.errors import ConfigError, DataError, explain
 from optimus_jax.mesh.collectives import Collectives
 from optimus_jax.mesh.formats import COMPUTE_DTYPES
+from optimus_jax.models.block import ForwardContext
 from optimus_jax.models.families import features_of
 from optimus_jax.models.kernels import Visibility
 from optimus_jax.models.keys import make_key
 from optimus_jax.models.shapes import ModelShapes, Params, model_shapes
-from optimus_jax.models.transformer import ForwardContext
 from optimus_jax.run.stored_config import check_stored_config
 from optimus_jax.run.stored_run import run_to_read
 from optimus_jax.run_directory.directory import RunDirectory

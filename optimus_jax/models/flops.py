@@ -22,10 +22,10 @@ import jax.numpy as jnp
 
 from optimus_jax.config import ModelConfig
 from optimus_jax.mesh.collectives import Collectives
+from optimus_jax.models.block import ForwardContext
 from optimus_jax.models.layer_program import layer_programs, whole_sizes
 from optimus_jax.models.program_reader import ProgramReader
 from optimus_jax.models.shapes import model_shapes
-from optimus_jax.models.transformer import ForwardContext
 
 
 @lru_cache(maxsize=256)

@@ -27,6 +27,7 @@ from optimus_jax.mesh import axes as logical
 from optimus_jax.mesh.collectives import Collectives
 from optimus_jax.mesh.formats import COMPUTE_DTYPES
 from optimus_jax.mesh.sharding import layouts_of
+from optimus_jax.models.block import ForwardContext
 from optimus_jax.models.blockwise_attention import blocks_of
 from optimus_jax.models.families import features_of, has_window, rotated_dims
 from optimus_jax.models.kernels import Visibility
@@ -40,7 +41,6 @@ from optimus_jax.models.program_reader import (
     traced_on_device,
 )
 from optimus_jax.models.shapes import Params, model_shapes
-from optimus_jax.models.transformer import ForwardContext
 
 
 class LayerSizes(NamedTuple):

@@ -17,9 +17,9 @@ from optimus_jax.mesh.collectives import Collectives
 from optimus_jax.mesh.slots import EMPTY
 from optimus_jax.mesh.sums import Sums, added_shares
 from optimus_jax.mesh.zero import vary
+from optimus_jax.models.block import ForwardContext
 from optimus_jax.models.kernels import Visibility
 from optimus_jax.models.shapes import ModelShapes, Params
-from optimus_jax.models.transformer import ForwardContext
 from optimus_jax.plan import Plan
 from optimus_jax.training.task import Batch, LossInputs, Task, TaskSums, reported, task_named
 

@@ -36,7 +36,7 @@ from optimus_jax.inference.generation import (
     unpadded,
 )
 from optimus_jax.mesh.collectives import Collectives
-from optimus_jax.models.transformer import ForwardContext
+from optimus_jax.models.block import ForwardContext
 from optimus_jax.run.api import train
 
 F32 = jnp.dtype(jnp.float32)

@@ -19,10 +19,10 @@ from optimus_jax.errors import PlanError
 from optimus_jax.mesh.collectives import Collectives
 from optimus_jax.mesh.topology import Topology
 from optimus_jax.models import blockwise_attention
+from optimus_jax.models.block import ForwardContext
 from optimus_jax.models.kernels import Visibility, attend, choose_kernel
 from optimus_jax.models.layers import keep_mask
 from optimus_jax.models.shapes import model_shapes
-from optimus_jax.models.transformer import ForwardContext
 from optimus_jax.planning.profiles.cluster import Cluster
 from optimus_jax.planning.search.assemble import compute_precision
 

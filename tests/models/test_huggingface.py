@@ -34,6 +34,7 @@ from optimus_jax.mesh.collectives import Collectives
 from optimus_jax.mesh.sharding import put_batch
 from optimus_jax.mesh.topology import Topology
 from optimus_jax.models import blockwise_attention
+from optimus_jax.models.block import ForwardContext
 from optimus_jax.models.families import FAMILIES, features_of, has_window
 from optimus_jax.models.huggingface import (
     HEAD,
@@ -42,7 +43,6 @@ from optimus_jax.models.huggingface import (
     to_huggingface,
 )
 from optimus_jax.models.shapes import ModelShapes, Params, model_shapes
-from optimus_jax.models.transformer import ForwardContext
 from optimus_jax.planning.search.assemble import plan_for
 from optimus_jax.training.state import TrainState
 from optimus_jax.training.step import Program, build_program

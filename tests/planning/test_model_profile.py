@@ -16,12 +16,12 @@ from optimus_jax.config.presets import PRESETS, model_preset
 from optimus_jax.mesh.build import discover
 from optimus_jax.mesh.collectives import Collectives
 from optimus_jax.mesh.formats import COMPUTE_DTYPES
+from optimus_jax.models.block import ForwardContext
 from optimus_jax.models.families import has_window
 from optimus_jax.models.flops import step_flops
 from optimus_jax.models.kernels import Visibility
 from optimus_jax.models.layer_program import layer_programs, scores, sizes_on_device, whole_sizes
 from optimus_jax.models.shapes import model_shapes
-from optimus_jax.models.transformer import ForwardContext
 from optimus_jax.planning.ahead_of_time.hlo import dot_flops
 from optimus_jax.planning.profiles.model_profile import (
     REMAT_POLICIES,

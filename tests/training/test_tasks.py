@@ -17,9 +17,9 @@ from optimus_jax.data.batch import BATCH_ARRAYS, BatchArray
 from optimus_jax.errors import ConfigError
 from optimus_jax.mesh.axes import VOCAB
 from optimus_jax.models import transformer
+from optimus_jax.models.block import Block, ForwardContext
 from optimus_jax.models.families import FAMILIES
 from optimus_jax.models.layer_program import layer_programs
-from optimus_jax.models.transformer import Block, ForwardContext
 from optimus_jax.training.step import STEP_METRICS
 from optimus_jax.training.task import RESERVED_NAMES, TASKS, Task, task_named
 

@@ -21,6 +21,7 @@ from optimus_jax.mesh.collectives import Collectives
 from optimus_jax.mesh.formats import COMPUTE_DTYPES
 from optimus_jax.mesh.rules import Rules, active_rules, padded_vocab
 from optimus_jax.mesh.sharding import layouts_of
+from optimus_jax.models.block import ForwardContext
 from optimus_jax.models.families import features_of, table_width
 from optimus_jax.models.program_reader import (
     PRIMES,
@@ -30,7 +31,6 @@ from optimus_jax.models.program_reader import (
     traced_on_device,
 )
 from optimus_jax.models.shapes import Params, model_shapes
-from optimus_jax.models.transformer import ForwardContext
 from optimus_jax.plan import Plan
 from optimus_jax.planning.cost.implementation_profile import ImplementationProfile
 from optimus_jax.planning.cost.layer_shape import LayerShape
