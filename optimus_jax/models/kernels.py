@@ -9,7 +9,7 @@ head_dim. H and G count this device's heads only.
 
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp

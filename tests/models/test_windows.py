@@ -129,7 +129,7 @@ def test_products_are_those_of_the_keys_near_a_window(length, window):
 def test_a_window_of_the_whole_length_is_no_window():
     inputs = arrays(256)
 
-    def program(visibility, kernel="xla"):
+    def program(visibility, kernel):
         ours = functools.partial(attend, visibility=visibility, kernel=kernel)
         return str(jax.make_jaxpr(gradients(ours, inputs))(*inputs))
 
