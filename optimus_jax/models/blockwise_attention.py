@@ -81,18 +81,17 @@ def blocks_of(length: int, num_keys: int, window: int | None = None) -> tuple[Qu
     )
 
 
-class HowAttended(NamedTuple):
-    """What is known before the arrays are."""
+class BlockwiseSettings(NamedTuple):
+    """Numbers of the core that are the same in all blocks."""
 
     dropout: float
     kv_dtype: Any
     """Format of keys, values and their gradients."""
     scale: float
     softcap: float
-    saves_all: bool
+    saves_all: bool = False
     """Whether zeros are saved as weights of keys that no query of a block sees because of its
     window: the saved arrays are then those of a core without a window."""
-    blocks: tuple[QueryBlock, ...]
 
     def capped(self, products: Array) -> Array:
         """Scores, float32, of the products of queries and keys."""
@@ -100,9 +99,10 @@ class HowAttended(NamedTuple):
         return jnp.tanh(scores / self.softcap) * self.softcap if self.softcap else scores
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def attend_in_blocks(
-    how: HowAttended,
+    how: BlockwiseSettings,
+    blocks: tuple[QueryBlock, ...],
     q_BHLK: Array,
     k_BGTK: Array,
     v_BGTK: Array,
@@ -115,11 +115,12 @@ def attend_in_blocks(
       masks: which of its keys the queries of each block see, bool [B, 1, R, T].
       keys: dropout key of every example and head, [B, H], for each block; None: no dropout.
     """
-    return _forward(how, q_BHLK, k_BGTK, v_BGTK, masks, keys)[0]
+    return _forward(how, blocks, q_BHLK, k_BGTK, v_BGTK, masks, keys)[0]
 
 
 def _forward(
-    how: HowAttended,
+    how: BlockwiseSettings,
+    blocks: tuple[QueryBlock, ...],
     q_BHLK: Array,
     k_BGTK: Array,
     v_BGTK: Array,
@@ -129,8 +130,8 @@ def _forward(
     """Each mask [B, 1, R, T] is that of a block of R rows of queries and T keys."""
     k_BGTK, v_BGTK = k_BGTK.astype(q_BHLK.dtype), v_BGTK.astype(q_BHLK.dtype)
     outs, weights = [], []
-    rows = _rows(q_BHLK, k_BGTK, len(how.blocks))
-    for block, q_BGRK, mask, keys_BH in zip(how.blocks, rows, masks, keys, strict=True):
+    rows = _rows(q_BHLK, k_BGTK, len(blocks))
+    for block, q_BGRK, mask, keys_BH in zip(blocks, rows, masks, keys, strict=True):
         scores = jnp.einsum(
             "bgrk,bgtk->bgrt", q_BGRK, k_BGTK[:, :, block.keys], preferred_element_type=jnp.float32
         )
@@ -147,14 +148,16 @@ def _forward(
     return out_BHLK, (q_BHLK, k_BGTK, v_BGTK, weights, out_BHLK, keys)
 
 
-def _backward(how: HowAttended, saved: tuple, d_out_BHLK: Array) -> tuple:
+def _backward(
+    how: BlockwiseSettings, blocks: tuple[QueryBlock, ...], saved: tuple, d_out_BHLK: Array
+) -> tuple:
     """No mask is needed: masked weights are zero, so their gradients are too. The row sum in the
     softmax's gradient equals d_out . out."""
     dropout, kv_dtype = how.dropout, how.kv_dtype
     q_BHLK, k_BGTK, v_BGTK, weights, out_BHLK, keys = saved
     d_k, d_v, d_qs = jnp.zeros_like(k_BGTK, kv_dtype), jnp.zeros_like(v_BGTK, kv_dtype), []
-    rows = [_rows(x, k_BGTK, len(how.blocks)) for x in (q_BHLK, out_BHLK, d_out_BHLK)]
-    for block, q, out, d_out, w, keys_BH in zip(how.blocks, *rows, weights, keys, strict=True):
+    rows = [_rows(x, k_BGTK, len(blocks)) for x in (q_BHLK, out_BHLK, d_out_BHLK)]
+    for block, q, out, d_out, w, keys_BH in zip(blocks, *rows, weights, keys, strict=True):
         if how.saves_all and block.first_key:
             w = w[..., block.first_key :]
         k, v = k_BGTK[:, :, block.keys], v_BGTK[:, :, block.keys]

@@ -9,7 +9,7 @@ head_dim. H and G count this device's heads only.
 
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ from optimus_jax.devices.accelerators import AMPERE, HOPPER
 from optimus_jax.errors import PlanError, explain
 from optimus_jax.mesh.topology import Topology
 from optimus_jax.models.blockwise_attention import (
-    HowAttended,
+    BlockwiseSettings,
     QueryBlock,
     attend_in_blocks,
     blocks_of,
@@ -30,8 +30,9 @@ from optimus_jax.models.families import features_of
 from optimus_jax.models.fused_attention import cudnn_attention
 
 BRANCH_SAVES_SHARE = 0.25
-"""Share of the products in a layer with a window that a branch must save: its copies cost time. On
-a CPU, a step is as fast with 17% less products, and 3 to 10% slower with 2% (decision 18)."""
+"""Share of the products of a layer's core that a window must save to be worth a branch, which
+copies arrays. On a CPU, 17% gained nothing, and with 2% a step was 4 to 10% slower (decision 18).
+"""
 CUDNN_HEAD_DIM, CUDNN_HEAD_DIM_HOPPER = 128, 256
 """Widest heads of cuDNN's kernel before Hopper, and from it on."""
 
@@ -144,8 +145,8 @@ def attend(
 ) -> Array:
     """Attention of every query to the keys it sees, [B, L, H, K]; the softmax is in float32.
 
-    If it is an array whether the window applies, one of two programs runs where that saves work,
-    and elsewhere only the mask differs.
+    If `visibility.is_windowed` is an array, there is a branch to one of two programs where that
+    saves enough work; elsewhere only the mask depends on it.
 
     Args:
       k_BTGK: keys; like values, they are rounded to the format of the queries, but their gradient
@@ -161,14 +162,14 @@ def attend(
     if visibility.window is not None and visibility.window >= num_keys:
         visibility = visibility.of(is_windowed=False)
     factor = q_BLHK.shape[-1] ** -0.5 if scale is None else scale
-    if kernel != "xla":
+    if kernel in ("cudnn", "traced_cudnn"):
         k_BTGK, v_BTGK = k_BTGK.astype(q_BLHK.dtype), v_BTGK.astype(q_BLHK.dtype)
         fused = _Fused(factor, is_traced_only=kernel == "traced_cudnn")
         return _core(fused, (q_BLHK, k_BTGK, v_BTGK), visibility, None)
-    in_blocks = _InBlocks(dropout, k_BTGK.dtype, factor, softcap, saves_all=False)
+    blockwise = _Blockwise(BlockwiseSettings(dropout, k_BTGK.dtype, factor, softcap))
     q_BHLK, k_BGTK, v_BGTK = (x.transpose(0, 2, 1, 3) for x in (q_BLHK, k_BTGK, v_BTGK))
     keys_BH = keys_BH if dropout else None
-    return _core(in_blocks, (q_BHLK, k_BGTK, v_BGTK), visibility, keys_BH).transpose(0, 2, 1, 3)
+    return _core(blockwise, (q_BHLK, k_BGTK, v_BGTK), visibility, keys_BH).transpose(0, 2, 1, 3)
 
 
 Arrays = tuple[Array, Array, Array]
@@ -185,6 +186,10 @@ class _Fused(NamedTuple):
         """Whether layers with a window should run another program than those without."""
         return visibility.segments_BL is None
 
+    def in_branch(self) -> "_Fused":
+        """This, saving arrays of the same shapes with a window and without."""
+        return self
+
     def __call__(self, arrays: Arrays, visibility: Visibility, keys_BH: Array | None) -> Array:
         length, num_keys = (x_BLHK.shape[1] for x_BLHK in arrays[:2])
         assert length == num_keys, (
@@ -200,14 +205,10 @@ class _Fused(NamedTuple):
         )
 
 
-class _InBlocks(NamedTuple):
+class _Blockwise(NamedTuple):
     """The core by kernel xla."""
 
-    dropout: float
-    kv_dtype: Any
-    scale: float
-    softcap: float
-    saves_all: bool
+    settings: BlockwiseSettings
 
     def branch_pays(self, arrays: Arrays, visibility: Visibility) -> bool:
         """Whether layers with a window should run another program than those without."""
@@ -216,6 +217,10 @@ class _InBlocks(NamedTuple):
             for window in (visibility.window, None)
         )
         return windowed <= (1 - BRANCH_SAVES_SHARE) * full
+
+    def in_branch(self) -> "_Blockwise":
+        """This, saving arrays of the same shapes with a window and without."""
+        return _Blockwise(self.settings._replace(saves_all=True))
 
     def __call__(self, arrays: Arrays, visibility: Visibility, keys_BH: Array | None) -> Array:
         q_BHLK, k_BGTK, _ = arrays
@@ -228,29 +233,27 @@ class _InBlocks(NamedTuple):
         ]
         fold = jax.vmap(jax.vmap(jax.random.fold_in, (0, None)), (0, None))
         keys = [None if keys_BH is None else fold(keys_BH, block.first_query) for block in blocks]
-        return attend_in_blocks(HowAttended(*self, blocks), *arrays, masks, keys)
+        return attend_in_blocks(self.settings, blocks, *arrays, masks, keys)
 
     def _blocks(self, arrays: Arrays, window: int | None) -> tuple[QueryBlock, ...]:
         return blocks_of(arrays[0].shape[2], arrays[1].shape[2], window)
 
 
 def _core(
-    core: _Fused | _InBlocks, arrays: Arrays, visibility: Visibility, keys_BH: Array | None
+    core: _Fused | _Blockwise, arrays: Arrays, visibility: Visibility, keys_BH: Array | None
 ) -> Array:
-    """The core's result, of one of two programs if layers differ in that they have a window."""
+    """The core's result, by one of two programs if some layers have a window and that pays."""
     if visibility.is_windowed is None or not core.branch_pays(arrays, visibility):
         return core(arrays, visibility, keys_BH)
-    if isinstance(core, _InBlocks):
-        core = core._replace(saves_all=True)
-    sides = _Side(core, True), _Side(core, False)
-    return either(*sides, visibility.is_windowed, arrays, (visibility, keys_BH))
+    windowed, full = (_Side(core.in_branch(), is_windowed) for is_windowed in (True, False))
+    return either(windowed, full, visibility.is_windowed, arrays, (visibility, keys_BH))
 
 
 @dataclass(frozen=True)
 class _Side:
     """The core of layers with a window, or of those without."""
 
-    core: _Fused | _InBlocks
+    core: _Fused | _Blockwise
     is_windowed: bool
 
     def __call__(self, arrays: Arrays, others: tuple[Visibility, Array | None]) -> Array:
