@@ -136,10 +136,7 @@ def parser(note: Callable[[str], None] = say) -> Parser:
     flags.add_argument(
         "--init-from",
         metavar="DIR",
-        help=(
-            "begin with the parameters of the run in this directory or URL; DIR@STEP: of that"
-            " checkpoint (default: drawn from the seed)"
-        ),
+        help="parameters of another run: its DIR, URL or DIR@STEP (default: drawn from the seed)",
     )
     flags.add_argument(
         "--eval-every",

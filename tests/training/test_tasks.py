@@ -15,7 +15,7 @@ from test_equal_to_one_device import Run, run_case
 
 from optimus_jax.data.batch import BATCH_ARRAYS, BatchArray
 from optimus_jax.errors import ConfigError
-from optimus_jax.mesh.axes import VOCAB
+from optimus_jax.mesh.axes import MLP, VOCAB
 from optimus_jax.models import transformer
 from optimus_jax.models.block import Block, ForwardContext
 from optimus_jax.models.families import FAMILIES
@@ -35,7 +35,8 @@ class BlockWithSums(Block):
 
     def __call__(self, x_BLD, layer, run, cos_sin, cache=None):
         out = super().__call__(x_BLD, layer, run, cos_sin, cache)
-        units = self.mlp.hidden(x_BLD.astype(run.comm.sums), run.comm).astype(jnp.float32)
+        every_token = run.comm.fan_out(x_BLD.astype(run.comm.sums), MLP)
+        units = self.mlp.hidden(every_token, run.comm).astype(jnp.float32)
         stream = out.x_BLD.astype(jnp.float32)
         return out._replace(
             auxiliary={
