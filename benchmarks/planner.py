@@ -49,7 +49,7 @@ size: at tensor=1 the head is three times as slow as its FLOPs and its speed at 
 several nodes it is not; models and devices there are those of arXiv:2104.04473, which has 51200."""
 STATE_BYTES, MEMORY_BYTES = 18, 80e9
 """State bytes per parameter with Adam in mixed precision; memory of a device."""
-ONE_NODE, SEVERAL_NODES = "single_node.csv", "multi_node.csv"
+ONE_NODE, SEVERAL_NODES = "ground_truth_single.csv", "ground_truth_multi.csv"
 TARGETS = {
     "mape": "0.08 on one node, 0.10 on several",
     "spearman_mean": 0.9,
@@ -170,7 +170,7 @@ class Rows:
         rows: list[Row] = []
         for path in paths:
             try:
-                with path.open(newline="") as file:
+                with path.open(newline="", encoding="utf-8-sig") as file:
                     found = [Row(line) for line in csv.DictReader(file)]
             except (OSError, KeyError, ValueError) as error:
                 raise SystemExit(
