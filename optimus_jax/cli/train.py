@@ -13,6 +13,7 @@ from typing import Literal, NoReturn
 from optimus_jax.config import Config
 from optimus_jax.config.presets import MODEL_HELP
 from optimus_jax.config.request import say
+from optimus_jax.config.run_checkpoint import INIT_FROM
 from optimus_jax.errors import FaultError, OptimusError
 from optimus_jax.faults.stopping import (
     EXIT_BROKEN,
@@ -134,7 +135,7 @@ def parser(note: Callable[[str], None] = say) -> Parser:
         "--seed", metavar="N", help=f"weights, data order, dropout (default: {default.seed})"
     )
     flags.add_argument(
-        "--init-from",
+        INIT_FROM,
         metavar="DIR",
         help="parameters of another run: its DIR, URL or DIR@STEP (default: drawn from the seed)",
     )

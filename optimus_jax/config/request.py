@@ -10,7 +10,7 @@ from optimus_jax.config import DERIVED, Config
 from optimus_jax.config.advice import VALUES, advice_for, spelled_like
 from optimus_jax.config.aliases import PARAMETERS, RENAMED, alias_of, meant_by_last_part, word
 from optimus_jax.config.presets import model_preset
-from optimus_jax.config.run_checkpoint import RunCheckpoint
+from optimus_jax.config.run_checkpoint import INIT_FROM, RunCheckpoint
 from optimus_jax.config.settings import field_types, section_type, setting_names, shown, value_of
 from optimus_jax.errors import ConfigError, explain
 from optimus_jax.store.local_copies import local_file
@@ -156,7 +156,7 @@ def _with_whole_paths(config: Config) -> Config:
     return dataclasses.replace(
         config,
         data=config.data.with_whole_paths(),
-        init_from=named and str(RunCheckpoint.parse(named, what="--init-from").with_whole_path()),
+        init_from=named and str(RunCheckpoint.parse(named, what=INIT_FROM).with_whole_path()),
     )
 
 

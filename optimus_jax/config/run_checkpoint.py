@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 
 from optimus_jax.system.paths import Url, user_path
 
+INIT_FROM = "--init-from"
+"""Flag of the setting `init_from`."""
 _STEP = re.compile(r"(?P<run>.+)@(?P<step>\d+)", re.DOTALL)
 
 

@@ -12,7 +12,7 @@ from optimus_jax.config.checks import check_counts, check_positive
 from optimus_jax.config.data import DataConfig
 from optimus_jax.config.model import ModelConfig
 from optimus_jax.config.parallel import ParallelConfig, PrecisionConfig
-from optimus_jax.config.run_checkpoint import RunCheckpoint
+from optimus_jax.config.run_checkpoint import INIT_FROM, RunCheckpoint
 from optimus_jax.config.running import ControlConfig, DistributedConfig, FaultConfig, StoreConfig
 from optimus_jax.config.settings import build, changed, check_finite
 from optimus_jax.config.training import (
@@ -76,7 +76,7 @@ class Config:
                 explain("seed is out of range", given=self.seed, do=f"choose 0 to {2**31 - 1}")
             )
         if self.init_from is not None:
-            RunCheckpoint.parse(self.init_from, what="--init-from")
+            RunCheckpoint.parse(self.init_from, what=INIT_FROM)
         if self.eval_every < 0 or self.checkpoint.every < 0:
             raise ConfigError(
                 explain(

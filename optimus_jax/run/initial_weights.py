@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from optimus_jax.checkpoint.checkpoints import Checkpoints
 from optimus_jax.cluster.distributed import all_or_none
 from optimus_jax.config import Config, ModelConfig
-from optimus_jax.config.run_checkpoint import RunCheckpoint
+from optimus_jax.config.run_checkpoint import INIT_FROM, RunCheckpoint
 from optimus_jax.errors import ConfigError, DataError, explain
 from optimus_jax.run.stored_config import check_stored_config
 from optimus_jax.run.stored_run import run_to_read
@@ -23,7 +23,6 @@ from optimus_jax.system.json_input import parse_json
 from optimus_jax.training.state import TrainState, abstract_stored_state, from_stored
 from optimus_jax.training.step import Program
 
-FLAG = "--init-from"
 NOT_IN_WEIGHTS = ("model.dropout", "model.init_std")
 """Settings of a model that concern only training and the draw of new parameters."""
 
@@ -131,7 +130,7 @@ def initial_weights(
     if config.init_from is None:
         return SeedWeights(config.seed)
     return RunWeights(
-        named=RunCheckpoint.parse(used_before or config.init_from, what=FLAG),
+        named=RunCheckpoint.parse(used_before or config.init_from, what=INIT_FROM),
         tokenizer=identity["tokenizer"],
         eos=identity["eos"],
     )
@@ -143,7 +142,7 @@ def model_of_run(init_from: str) -> ModelConfig:
     Raises:
       OptimusError: there is no such run.
     """
-    run = _open(RunCheckpoint.parse(init_from, what=FLAG), checkpoint="none")
+    run = _open(RunCheckpoint.parse(init_from, what=INIT_FROM), checkpoint="none")
     return Config.from_json(run.config_text()).model
 
 
@@ -152,7 +151,7 @@ def check_initial_model(config: Config) -> None:
     `config`; touches no device."""
     if config.init_from is None:
         return
-    run = _open(RunCheckpoint.parse(config.init_from, what=FLAG), checkpoint="none")
+    run = _open(RunCheckpoint.parse(config.init_from, what=INIT_FROM), checkpoint="none")
     _check_model({"config": run.config_text()}, config)
 
 
@@ -162,7 +161,7 @@ def _check_model(metadata: Mapping[str, Any], config: Config) -> None:
         config,
         sections=("model.",),
         may_differ=NOT_IN_WEIGHTS,
-        do=f"leave --model out, so that the new run has the model of the run in {FLAG}",
+        do=f"leave --model out, so that the new run has the model of the run in {INIT_FROM}",
     )
 
 
@@ -183,7 +182,7 @@ def _open(
     Args:
       checkpoint: as for `run_to_read`.
     """
-    path = run_to_read(named.run, what=FLAG, checkpoint=checkpoint, say=say)
+    path = run_to_read(named.run, what=INIT_FROM, checkpoint=checkpoint, say=say)
     run, wrong = RunDirectory(path, writer=False), None
     try:
         value = parse_json(run.config_text(), finite=False)
@@ -194,10 +193,10 @@ def _open(
     if wrong is not None:
         raise ConfigError(
             explain(
-                f"{FLAG} does not name a run directory",
+                f"{INIT_FROM} does not name a run directory",
                 given=f"{named.run}, {wrong}",
-                do=f"give the directory that was the --run-dir of a run: {FLAG} DIR, or DIR@STEP"
-                " for one of its checkpoints",
+                do=f"give the directory that was the --run-dir of a run: {INIT_FROM} DIR, or"
+                " DIR@STEP for one of its checkpoints",
             )
         )
     return run
