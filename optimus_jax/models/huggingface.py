@@ -1,31 +1,29 @@
 """Converts the weights and sizes of Hugging Face's models to ours and back.
 
-Both sides hold the same matrices. Ours have one leaf for matrices that are used together (key and
-value, gate and up), and the layers are stacked. Theirs have other names and one tensor per layer;
-GPT-2 has queries, keys and values in one tensor. All differences between families are in
-`models/huggingface_formats.py`.
+Which of their tensors hold which of our leaves is in `models/huggingface_tensors.py`, and all
+differences between families are in `models/huggingface_formats.py`.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import numpy as np
+from jax.tree_util import keystr
 
 from optimus_jax.config import Features, ModelConfig, RopeScaling
-from optimus_jax.errors import CheckpointError, ConfigError, explain, nearest
-from optimus_jax.mesh.axes import VOCAB
-from optimus_jax.mesh.leaf import Leaf
+from optimus_jax.errors import ConfigError, explain
 from optimus_jax.models.families import FAMILIES
-from optimus_jax.models.huggingface_formats import (
-    HEAD,
-    HEAD_BIAS,
-    HUGGING_FACE_FORMATS,
-    HfConfig,
-    HuggingFaceFormat,
-    not_supported,
+from optimus_jax.models.huggingface_formats import HEAD, HEAD_BIAS, HfConfig, not_supported
+from optimus_jax.models.huggingface_keys import check_keys, check_task
+from optimus_jax.models.huggingface_tensors import (
+    check_tied_head,
+    format_of,
+    leaf_sources,
+    model_tensors,
+    tensor_shapes,
 )
-from optimus_jax.models.shapes import ModelShapes, Params, model_shapes
+from optimus_jax.models.shapes import Params, model_shapes
 
 UNSUPPORTED = (
     "attention_multiplier",
@@ -54,8 +52,17 @@ def config_from_huggingface(hf_config: HfConfig) -> ModelConfig:
     Raises:
       ConfigError: a size is missing, or the model has a feature that ours do not support.
     """
-    family = hf_config.get("model_type", "")
-    hf_format = _format_of(family)
+    if not isinstance(family := hf_config.get("model_type"), str):
+        raise ConfigError(
+            explain(
+                "a config.json does not say of which family the model is",
+                given=f"model_type={family!r:.80}",
+                do="use the config.json that came with the weights",
+            )
+        )
+    hf_format = format_of(family)
+    check_keys(hf_config, hf_format)
+    check_task(hf_config)
     for key, values in hf_format.only.items():
         if (given := hf_config.get(key, values[0])) not in values:
             raise not_supported(key, given, values)
@@ -115,106 +122,28 @@ def from_huggingface(
       CheckpointError: a tensor is missing, unknown or has another shape, or a tied head differs
         from the embedding.
     """
-    hf_format, shapes = _format_of(config.family), model_shapes(config, vocab_rows)
-    params = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), shapes.params)
-    blocks = list(_blocks(params, shapes))
-    tensors = {
-        name.removeprefix(hf_format.prefix): tensor
-        for name, tensor in state_dict.items()
-        if not name.endswith(hf_format.buffers)
-    }
-    tied_head = tensors.pop(HEAD, None) if config.tied else None
-    _check_names(tensors, {name for theirs, _ in blocks for name in theirs}, config)
-    for theirs, ours in blocks:
-        _check_shapes(tensors, theirs, ours, hf_format.out_dim)
-        matrix = np.concatenate([tensors[name] for name in theirs], hf_format.out_dim)
-        ends = np.cumsum([view.shape[hf_format.out_dim] for view in ours])
-        for view, part in zip(ours, np.split(matrix, ends[:-1], hf_format.out_dim), strict=True):
-            view[...] = part
-    if tied_head is not None and not np.array_equal(
-        tied_head, params["embedding"]["table"][: config.vocab_size]
-    ):
-        raise CheckpointError(
-            explain(
-                f"weights are tied, but {HEAD} is not the embedding",
-                given="model.tied=True",
-                do="set tie_word_embeddings=false in config.json, or model.tied=false",
-            )
-        )
-    return params
+    tensors = model_tensors(state_dict, config)
+    check_tied_head(tensors, config)
+    shapes = model_shapes(config, vocab_rows)
+    sources = leaf_sources(shapes)
+    return jax.tree.map_with_path(
+        lambda path, _: sources[keystr(path, simple=True, separator="/")].block(tensors),
+        shapes.params,
+    )
 
 
 def to_huggingface(params: Params, config: ModelConfig) -> dict[str, np.ndarray]:
     """The inverse of `from_huggingface`, without padding rows, and without a head if it is tied."""
-    hf_format, params = _format_of(config.family), jax.tree.map(np.asarray, params)
-    state_dict = {}
-    for theirs, ours in _blocks(params, model_shapes(config, len(params["embedding"]["table"]))):
-        matrix = np.concatenate(ours, hf_format.out_dim)
-        for name, part in zip(
-            theirs, np.split(matrix, len(theirs), hf_format.out_dim), strict=True
-        ):
-            # safetensors writes an array's memory as it is and ignores its strides.
-            state_dict[name if name in (HEAD, HEAD_BIAS) else hf_format.prefix + name] = (
-                np.ascontiguousarray(part)
-            )
-    return state_dict
-
-
-def _format_of(family: str) -> HuggingFaceFormat:
-    if family not in HUGGING_FACE_FORMATS:
-        raise ConfigError(
-            explain(
-                "Hugging Face models of this type are not among ours",
-                given=f"model_type={family!r}",
-                do=nearest(family, HUGGING_FACE_FORMATS),
-            )
-        )
-    return HUGGING_FACE_FORMATS[family]
-
-
-def _blocks(params: Params, shapes: ModelShapes) -> Iterator[tuple[list[str], list[np.ndarray]]]:
-    """Yield (names of Hugging Face's tensors, views of our leaves) that hold the same matrix.
-
-    Either side, concatenated along `out_dim`, is that matrix; the views have the orientation of
-    Hugging Face's tensors.
-    """
-    config, hf_format = shapes.config, _format_of(shapes.config.family)
-    for ours, theirs in hf_format.tensors.items():
-        if _leaf(params, ours.split()[0]) is None:
-            continue
-        leaves = [(_leaf(params, path), _leaf(shapes.leaves, path)) for path in ours.split()]
-        for layer in range(config.num_layers) if "{}" in theirs else (0,):
-            views = [
-                _as_theirs(array, leaf, layer, config.vocab_size, hf_format.out_dim)
-                for array, leaf in leaves
-            ]
-            yield theirs.replace("{}", str(layer)).split(), views
-
-
-def _leaf(tree: Params, path: str) -> Any:
-    """A leaf by its path; None if the model does not have it."""
-    for name in path.split("/"):
-        if tree is None or name not in tree:
-            return None
-        tree = tree[name]
-    return tree
-
-
-def _as_theirs(
-    array: np.ndarray, leaf: Leaf, layer: int, vocab_size: int, out_dim: int
-) -> np.ndarray:
-    """A view of one layer's part of a parameter, without padding: a vector, a table, or a matrix
-    whose dimension `out_dim` is that of its results.
-    """
-    if leaf.is_in_layers:
-        array, leaf = array[layer], leaf.last(array.ndim - 1)
-    if leaf.dims[0] == VOCAB:
-        array = array[:vocab_size]
-    if not leaf.is_matrix:
-        return array.reshape(-1)
-    array = array.reshape(len(array), -1)
-    own_out_dim = {"table": out_dim, "matrix": -1, "matrix_back": 0}[leaf.role]
-    return array if own_out_dim == out_dim else array.T
+    hf_format, table = format_of(config.family), params["embedding"]["table"]
+    sources = leaf_sources(model_shapes(config, len(table)))
+    # safetensors writes an array's memory as it is and ignores its strides.
+    tensors = {name: np.empty(shape, table.dtype) for name, shape in tensor_shapes(config).items()}
+    for path, array in jax.tree.leaves_with_path(params):
+        sources[keystr(path, simple=True, separator="/")].write(np.asarray(array), tensors)
+    return {
+        name if name in (HEAD, HEAD_BIAS) else hf_format.prefix + name: tensor
+        for name, tensor in tensors.items()
+    }
 
 
 def _rotary(hf_config: HfConfig) -> dict[str, Any]:
@@ -246,37 +175,3 @@ def _rotary(hf_config: HfConfig) -> dict[str, Any]:
                 )
             )
     raise not_supported("rope_type", kind, ("default", "linear", "llama3"))
-
-
-def _check_names(given: Mapping[str, np.ndarray], wanted: set[str], config: ModelConfig) -> None:
-    missing, unknown = sorted(wanted - given.keys()), sorted(given.keys() - wanted)
-    if missing or unknown:
-        raise CheckpointError(
-            explain(
-                f"these are not the weights of {config.family} with {config.num_layers} layers",
-                given=f"missing: {_listed(missing)}; unknown: {_listed(unknown)}",
-                do="use the config.json that came with the weights",
-            )
-        )
-
-
-def _listed(names: list[str]) -> str:
-    return (", ".join(names[:5]) or "none") + (
-        f" and {len(names) - 5} more" if len(names) > 5 else ""
-    )
-
-
-def _check_shapes(
-    tensors: Mapping[str, np.ndarray], theirs: list[str], ours: list[np.ndarray], out_dim: int
-) -> None:
-    wanted = list(ours[0].shape)
-    wanted[out_dim] = sum(view.shape[out_dim] for view in ours) // len(theirs)
-    for name in theirs:
-        if tensors[name].shape != tuple(wanted):
-            raise CheckpointError(
-                explain(
-                    f"tensor {name!r} does not fit the model's sizes",
-                    given=f"shape {tensors[name].shape}, wanted {tuple(wanted)}",
-                    do="use the config.json that came with the weights",
-                )
-            )

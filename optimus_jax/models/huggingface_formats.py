@@ -102,7 +102,7 @@ def _shortest_pattern(types: tuple[str, ...]) -> tuple[str, ...]:
     return next(
         types[:length]
         for length in range(1, len(types) + 1)
-        if all(each == types[n % length] for n, each in enumerate(types))
+        if types[length:] == types[: len(types) - length]
     )
 
 

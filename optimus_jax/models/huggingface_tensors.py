@@ -1,0 +1,397 @@
+"""Which of Hugging Face's tensors hold a model's leaves, and where in them.
+
+Both sides hold the same matrices. Ours have one leaf for matrices that are used together (key and
+value, gate and up), and the layers are stacked. Theirs have other names and one tensor per layer;
+GPT-2 has queries, keys and values in one tensor.
+
+Names of tensors are without the family's prefix throughout, and `out` is the dimension of a
+matrix that is that of its results. A tensor may be an array or anything that can be sliced like
+one, such as a tensor in a file, of which only the slices that a caller wants are read.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Protocol, Self, TypeVar
+
+import jax
+import numpy as np
+
+from optimus_jax.config import ModelConfig
+from optimus_jax.errors import CheckpointError, ConfigError, explain, nearest
+from optimus_jax.mesh.axes import VOCAB
+from optimus_jax.mesh.leaf import Leaf
+from optimus_jax.models.huggingface_formats import (
+    HEAD,
+    HUGGING_FACE_FORMATS,
+    HuggingFaceFormat,
+)
+from optimus_jax.models.shapes import ModelShapes, model_shapes
+
+FLOAT_DTYPES = ("float64", "float32", "float16", "bfloat16")
+"""Dtypes of weights. Others are indices, or quantised: useless without their scales."""
+EMBEDDING = "embedding/table"
+"""The leaf that a tied head repeats."""
+COMPARED_ROWS = 4096
+"""Rows of a table that are in memory at once while a tied head is compared with the embedding."""
+
+
+class TensorLike(Protocol):
+    """What an array and a tensor in a file have in common. `np.asarray` gives its values."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its sizes."""
+        ...
+
+    @property
+    def dtype(self) -> np.dtype:
+        """The dtype of its elements."""
+        ...
+
+    @property
+    def T(self) -> Self:
+        """Its dimensions in reverse order."""
+        ...
+
+    def reshape(self, shape: tuple[int, ...], /) -> Self:
+        """Its dimensions split into several."""
+        ...
+
+    def __getitem__(self, index: tuple[slice, ...], /) -> Self: ...
+
+
+Tensor = TypeVar("Tensor", bound=TensorLike)
+
+
+@dataclass(frozen=True)
+class LeafPart:
+    """The part of a leaf (of one layer of a stack) that one tensor holds."""
+
+    tensor: str
+    """The tensor's name, with `{}` for the number of the layer."""
+    out: slice
+    """Its range along `out` of the tensor."""
+    rows: slice
+    """Its range along the leaf's `out_start`."""
+
+
+@dataclass(frozen=True)
+class LeafSource:
+    """Where the values of one leaf are in Hugging Face's tensors."""
+
+    leaf: Leaf
+    array: jax.ShapeDtypeStruct
+    """The whole leaf: stacked and padded."""
+    slots: tuple[int, ...]
+    """The layer of each slot of a stack, -1 if empty."""
+    vocab_size: int
+    out_dim: int
+    """`HuggingFaceFormat.out_dim`."""
+    parts: tuple[LeafPart, ...] = ()
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """One layer's part, or a leaf outside the layers, without padding."""
+        shape = self.array.shape[1:] if self.leaf.is_in_layers else self.array.shape
+        return (self.vocab_size, *shape[1:]) if self._dims[0] == VOCAB else shape
+
+    @property
+    def out_start(self) -> int:
+        """The first of the dimensions of `shape` that make up `out`. They are all those after it,
+        or, if it is dimension 0 of a matrix, that one alone.
+        """
+        if self.leaf.role == "table":
+            return self.out_dim % 2
+        return 1 if self.leaf.role == "matrix" else 0
+
+    @property
+    def out_size(self) -> int:
+        """Size of `out` of what the leaf holds for one layer."""
+        if self.leaf.is_matrix and self.out_start == 0:
+            return self.shape[0]
+        return prod(self.shape[self.out_start :])
+
+    def tensor_shape(self, out_size: int) -> tuple[int, ...]:
+        """Shape of a tensor that holds `out_size` rows or columns of the leaf."""
+        if not self.leaf.is_matrix:
+            return (out_size,)
+        in_size = prod(self.shape) // self.out_size
+        return (out_size, in_size) if self.out_dim == 0 else (in_size, out_size)
+
+    def block(
+        self, tensors: Mapping[str, TensorLike], index: tuple[slice, ...] | None = None
+    ) -> np.ndarray:
+        """A slice of the leaf, in the leaf's dtype. Nothing else of the tensors is read, and one
+        layer's part of one of them at a time.
+
+        Args:
+          tensors: the model's tensors, as `model_tensors` gives them.
+          index: a slice with step 1 for each dimension of the leaf; None: the whole leaf.
+        Returns:
+          The values, zero in rows of padding and in empty slots.
+        """
+        bounds = _bounds(self.array.shape, index)
+        block = np.zeros([bound.stop - bound.start for bound in bounds], self.array.dtype)
+        if not self.leaf.is_in_layers:
+            self._fill(block, tensors, 0, bounds)
+            return block
+        for part, layer in zip(block, self.slots[bounds[0]], strict=True):
+            if layer >= 0:
+                self._fill(part, tensors, layer, bounds[1:])
+        return block
+
+    def write(self, array: np.ndarray, tensors: Mapping[str, np.ndarray]) -> None:
+        """Write the whole leaf into the model's tensors, without padding and empty slots."""
+        layers = enumerate(self.slots) if self.leaf.is_in_layers else [(0, 0)]
+        for slot, layer in layers:
+            whole = array[slot] if self.leaf.is_in_layers else array
+            for part in self.parts if layer >= 0 else ():
+                values = whole[self._box(part)]
+                target = self._in_theirs(tensors[part.tensor.format(layer)], part)
+                if self.leaf.is_matrix:
+                    values = values.reshape(len(values), -1)
+                    target[...] = values.T if self._is_transposed else values
+                else:
+                    target[...] = values.reshape(-1)
+
+    @property
+    def _dims(self) -> tuple[str, ...]:
+        return self.leaf.dims[1:] if self.leaf.is_in_layers else self.leaf.dims
+
+    @property
+    def _is_transposed(self) -> bool:
+        """Whether `out` comes first in one of the two and last in the other."""
+        return self.leaf.is_matrix and self.out_start != self.out_dim % 2
+
+    def _box(self, part: LeafPart) -> tuple[slice, ...]:
+        """What a part covers of `shape`."""
+        box = [slice(0, size) for size in self.shape]
+        box[self.out_start] = part.rows
+        return tuple(box)
+
+    def _in_theirs(self, tensor: Tensor, part: LeafPart) -> Tensor:
+        """A part, in the tensor's orientation."""
+        is_last = self.leaf.is_matrix and self.out_dim != 0
+        return tensor[(slice(None), part.out) if is_last else (part.out,)]
+
+    def _in_ours(self, tensor: Tensor, part: LeafPart) -> Tensor:
+        """A part, with the leaf's dimensions."""
+        part_in_theirs = self._in_theirs(tensor, part)
+        return (part_in_theirs.T if self._is_transposed else part_in_theirs).reshape(
+            tuple(bound.stop - bound.start for bound in self._box(part))
+        )
+
+    def _fill(
+        self,
+        block: np.ndarray,
+        tensors: Mapping[str, TensorLike],
+        layer: int,
+        bounds: tuple[slice, ...],
+    ) -> None:
+        """Fill a block with the values that are within bounds; those of padding stay."""
+        for part in self.parts:
+            box = self._box(part)
+            both = [
+                slice(max(one.start, other.start), min(one.stop, other.stop))
+                for one, other in zip(box, bounds, strict=True)
+            ]
+            if all(each.start < each.stop for each in both):
+                tensor = self._in_ours(tensors[part.tensor.format(layer)], part)
+                block[_relative(both, bounds)] = np.asarray(tensor[_relative(both, box)])
+
+
+def leaf_sources(shapes: ModelShapes) -> dict[str, LeafSource]:
+    """Where every leaf's values are, by the leaf's path, such as `layers/attention/query`."""
+    return {path: source for group in _groups(shapes) for path, source in group.sources.items()}
+
+
+def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """The shape of every tensor of a model, by name."""
+    return {
+        name.format(layer): group.tensor_shape
+        for group in _groups(model_shapes(config, config.vocab_size))
+        for name in group.tensors
+        for layer in (range(config.num_layers) if "{}" in name else (0,))
+    }
+
+
+def format_of(family: str) -> HuggingFaceFormat:
+    """How Hugging Face stores a family. Raises ConfigError if it is not among ours."""
+    if family not in HUGGING_FACE_FORMATS:
+        raise ConfigError(
+            explain(
+                "Hugging Face models of this type are not among ours",
+                given=f"model_type={family[:80]!r}",
+                do=nearest(family, HUGGING_FACE_FORMATS),
+            )
+        )
+    return HUGGING_FACE_FORMATS[family]
+
+
+def model_tensors(given: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
+    """The tensors of a model by their names without the prefix, and without buffers.
+
+    A tied head stays, if there is one (`check_tied_head`).
+
+    Args:
+      given: tensors by name, with the family's prefix, its last parts, or none.
+    Raises:
+      CheckpointError: tensors are missing, unknown, there twice, of another shape, or not of
+        floats. The error lists all of them, or the first few of each kind and their number.
+    """
+    hf_format, wanted = format_of(config.family), tensor_shapes(config)
+    optional = {HEAD: wanted[hf_format.tensors[EMBEDDING]]} if config.tied else {}
+    tensors, twice = {}, []
+    for full_name, tensor in given.items():
+        if not full_name.endswith(hf_format.buffers):
+            name = _without_prefix(full_name, hf_format.prefix)
+            twice += [name] if name in tensors else []
+            tensors[name] = tensor
+    known = {name: shape for name, shape in (optional | wanted).items() if name in tensors}
+    shapes = {
+        name: f"shape {tuple(tensors[name].shape)}, wanted {shape}"
+        for name, shape in known.items()
+        if tuple(tensors[name].shape) != shape
+    }
+    dtypes = {
+        name: f"dtype {tensors[name].dtype}"
+        for name in known
+        if tensors[name].dtype.name not in FLOAT_DTYPES
+    }
+    names = {
+        "missing": sorted(wanted.keys() - tensors.keys()),
+        "unknown": sorted(tensors.keys() - known.keys()),
+    }
+    wrong = {**shapes, **dtypes}
+    if not (wrong or twice or any(names.values())):
+        return tensors
+    kinds = [f"{kind}: {_listed(found)}" for kind, found in names.items()]
+    kinds += [f"twice: {_listed(twice)}"] if twice else []
+    if wrong:
+        kinds.append(_listed([f"{name} has {what}" for name, what in wrong.items()]))
+    what = f"these are not the weights of {config.family} with {config.num_layers} layers"
+    if len(wrong) == 1 and not twice and not any(names.values()):
+        ((name, found),) = wrong.items()
+        what, kinds = f"tensor {name!r} does not fit the model", [found]
+    raise CheckpointError(
+        explain(what, given="; ".join(kinds), do="use the config.json that came with the weights")
+    )
+
+
+def check_tied_head(tensors: Mapping[str, TensorLike], config: ModelConfig) -> None:
+    """Raise CheckpointError if a tied head is stored and differs from the embedding.
+
+    Reads both tables, a few rows at a time.
+    """
+    head = tensors.get(HEAD) if config.tied else None
+    if head is None:
+        return
+    embedding = tensors[format_of(config.family).tensors[EMBEDDING]]
+    for start in range(0, config.vocab_size, COMPARED_ROWS):
+        rows = (slice(start, start + COMPARED_ROWS),)
+        if not np.array_equal(np.asarray(head[rows]), np.asarray(embedding[rows])):
+            raise CheckpointError(
+                explain(
+                    f"weights are tied, but {HEAD} is not the embedding",
+                    given="model.tied=True",
+                    do="set tie_word_embeddings=false in config.json, or model.tied=false",
+                )
+            )
+
+
+@dataclass(frozen=True)
+class _Group:
+    """Tensors and leaves that hold the same matrix: either side, concatenated along `out`."""
+
+    sources: Mapping[str, LeafSource]
+    """The leaves, by path."""
+    tensors: tuple[str, ...]
+    """Names of the tensors, with `{}` for the number of the layer."""
+    tensor_shape: tuple[int, ...]
+    """The shape of each tensor."""
+
+
+def _groups(shapes: ModelShapes) -> Iterator[_Group]:
+    """All groups of a model. Leaves that it does not have are passed over."""
+    hf_format = format_of(shapes.config.family)
+    leaves, arrays = (
+        {
+            jax.tree_util.keystr(path, simple=True, separator="/"): leaf
+            for path, leaf in jax.tree.leaves_with_path(tree)
+        }
+        for tree in (shapes.leaves, shapes.params)
+    )
+    for ours, theirs in hf_format.tensors.items():
+        if ours.split()[0] not in leaves:
+            continue
+        sources = {
+            path: LeafSource(
+                leaves[path],
+                arrays[path],
+                shapes.slots,
+                shapes.config.vocab_size,
+                hf_format.out_dim,
+            )
+            for path in ours.split()
+        }
+        tensors, first = theirs.split(), next(iter(sources.values()))
+        size = sum(source.out_size for source in sources.values()) // len(tensors)
+        ranges = {
+            name: slice(place * size, (place + 1) * size) for place, name in enumerate(tensors)
+        }
+        start = 0
+        for path, source in sources.items():
+            sources[path] = replace(source, parts=tuple(_parts(source, start, ranges)))
+            start += source.out_size
+        yield _Group(sources, tuple(tensors), first.tensor_shape(size))
+
+
+def _parts(source: LeafSource, start: int, ranges: Mapping[str, slice]) -> Iterator[LeafPart]:
+    """The parts of a leaf whose range along `out` of a group's matrix begins at `start`.
+
+    Args:
+      ranges: the tensors' ranges along it.
+    """
+    row_size = source.out_size // source.shape[source.out_start]
+    for name, tensor in ranges.items():
+        first, last = max(start, tensor.start), min(start + source.out_size, tensor.stop)
+        if first < last:
+            assert (first - start) % row_size == (last - start) % row_size == 0, name
+            yield LeafPart(
+                name,
+                slice(first - tensor.start, last - tensor.start),
+                slice((first - start) // row_size, (last - start) // row_size),
+            )
+
+
+def _bounds(shape: tuple[int, ...], index: tuple[slice, ...] | None) -> tuple[slice, ...]:
+    """An index with numbers for all ends. Each slice has step 1."""
+    index = (slice(None),) * len(shape) if index is None else index
+    ranges = [part.indices(size) for part, size in zip(index, shape, strict=True)]
+    assert all(step == 1 for _, _, step in ranges), index
+    return tuple(slice(start, max(start, stop)) for start, stop, _ in ranges)
+
+
+def _relative(index: Sequence[slice], box: Sequence[slice]) -> tuple[slice, ...]:
+    """An index, counted from the corner of a box."""
+    return tuple(
+        slice(part.start - side.start, part.stop - side.start)
+        for part, side in zip(index, box, strict=True)
+    )
+
+
+def _without_prefix(name: str, prefix: str) -> str:
+    """A name without the longest end of a prefix's parts that it begins with: a model of which
+    only the decoder was saved has the last part alone.
+    """
+    while prefix:
+        if name.startswith(prefix):
+            return name.removeprefix(prefix)
+        prefix = prefix.partition(".")[2]
+    return name
+
+
+def _listed(names: Sequence[str]) -> str:
+    first = ", ".join(name[:200] for name in names[:5])
+    return (first or "none") + (f" and {len(names) - 5} more" if len(names) > 5 else "")
