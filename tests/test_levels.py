@@ -20,6 +20,7 @@ LEVELS = [
     "devices",
     "mesh",
     "models",
+    "weights",
     "pipeline",
     "plan",
     "data",

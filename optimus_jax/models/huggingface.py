@@ -14,15 +14,16 @@ from jax.tree_util import keystr
 from optimus_jax.config import Features, ModelConfig, RopeScaling
 from optimus_jax.errors import ConfigError, explain
 from optimus_jax.models.families import FAMILIES
-from optimus_jax.models.huggingface_formats import HEAD, HEAD_BIAS, HfConfig, not_supported
-from optimus_jax.models.huggingface_keys import check_keys, check_task
-from optimus_jax.models.huggingface_tensors import (
-    check_tied_head,
+from optimus_jax.models.huggingface_checks import check_tied_head, model_tensors
+from optimus_jax.models.huggingface_formats import (
+    HEAD,
+    HEAD_BIAS,
+    HfConfig,
     format_of,
-    leaf_sources,
-    model_tensors,
-    tensor_shapes,
+    not_supported,
 )
+from optimus_jax.models.huggingface_keys import check_keys, check_task
+from optimus_jax.models.huggingface_tensors import leaf_sources, tensor_shapes
 from optimus_jax.models.shapes import Params, model_shapes
 
 UNSUPPORTED = (

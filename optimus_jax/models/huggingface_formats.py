@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from optimus_jax.errors import ConfigError, explain
+from optimus_jax.errors import ConfigError, explain, nearest
 
 HEAD, HEAD_BIAS = "lm_head.weight", "lm_head.bias"
 """The head's matrix. Where weights are tied, a file may leave it out or repeat the embedding."""
@@ -433,6 +433,19 @@ def _partial_rotary(hf: HfConfig) -> dict[str, Any]:
     share = (hf.get("rope_parameters") or {}).get("partial_rotary_factor", share)
     head_dim = hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"]
     return {} if share in (None, 1.0) else {"rope_dims": int(head_dim * share)}
+
+
+def format_of(family: str) -> HuggingFaceFormat:
+    """How Hugging Face stores a family. Raises ConfigError if it is not among ours."""
+    if family not in HUGGING_FACE_FORMATS:
+        raise ConfigError(
+            explain(
+                "Hugging Face models of this type are not among ours",
+                given=f"model_type={family[:80]!r}",
+                do=nearest(family, HUGGING_FACE_FORMATS),
+            )
+        )
+    return HUGGING_FACE_FORMATS[family]
 
 
 def not_supported(key: str, given: object, values: tuple[Any, ...]) -> ConfigError:

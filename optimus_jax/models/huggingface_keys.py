@@ -93,10 +93,12 @@ def check_keys(hf_config: HfConfig, hf_format: HuggingFaceFormat) -> None:
     if num_layers > MOST_LAYERS:
         raise _wrong(layers, num_layers, f"a number up to {MOST_LAYERS:,}")
     for key in LISTS_OF_TEXTS:
-        if not _are_texts(given := hf_config.get(key) or []):
+        if (given := hf_config.get(key)) is None:
+            continue
+        if not _are_texts(given):
             raise _wrong(key, given, "a list of texts")
-        if given and key != "architectures" and len(given) != num_layers:
-            raise _wrong(key, f"{len(given)} types", f"{num_layers}, as {layers}")
+        if key != "architectures" and len(given) != num_layers:
+            raise _wrong(f"number of {key}", len(given), f"{num_layers}, as {layers}")
     for each in (repeated := hf_config.get("attention_types", [])):
         if not (
             isinstance(each, list)
@@ -107,7 +109,7 @@ def check_keys(hf_config: HfConfig, hf_format: HuggingFaceFormat) -> None:
         ):
             raise _wrong("attention_types", each, "a list of [types, how often]")
     if (total := sum(len(kinds) * times for kinds, times in repeated)) > MOST_LAYERS:
-        raise _wrong("attention_types", f"{total} types", f"{num_layers}, as {layers}")
+        raise _wrong("number of attention_types", total, f"{num_layers}, as {layers}")
     for key in ("rope_parameters", "rope_scaling"):
         _check_rope(key, hf_config.get(key) or {})
 

@@ -18,22 +18,10 @@ import jax
 import numpy as np
 
 from optimus_jax.config import ModelConfig
-from optimus_jax.errors import CheckpointError, ConfigError, explain, nearest
 from optimus_jax.mesh.axes import VOCAB
 from optimus_jax.mesh.leaf import Leaf
-from optimus_jax.models.huggingface_formats import (
-    HEAD,
-    HUGGING_FACE_FORMATS,
-    HuggingFaceFormat,
-)
+from optimus_jax.models.huggingface_formats import format_of
 from optimus_jax.models.shapes import ModelShapes, model_shapes
-
-FLOAT_DTYPES = ("float64", "float32", "float16", "bfloat16")
-"""Dtypes of weights. Others are indices, or quantised: useless without their scales."""
-EMBEDDING = "embedding/table"
-"""The leaf that a tied head repeats."""
-COMPARED_ROWS = 4096
-"""Rows of a table that are in memory at once while a tied head is compared with the embedding."""
 
 
 class TensorLike(Protocol):
@@ -126,7 +114,7 @@ class LeafSource:
         layer's part of one of them at a time.
 
         Args:
-          tensors: the model's tensors, as `model_tensors` gives them.
+          tensors: the model's tensors, as `huggingface_checks.model_tensors` gives them.
           index: a slice with step 1 for each dimension of the leaf; None: the whole leaf.
         Returns:
           The values, zero in rows of padding and in empty slots.
@@ -216,90 +204,6 @@ def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     }
 
 
-def format_of(family: str) -> HuggingFaceFormat:
-    """How Hugging Face stores a family. Raises ConfigError if it is not among ours."""
-    if family not in HUGGING_FACE_FORMATS:
-        raise ConfigError(
-            explain(
-                "Hugging Face models of this type are not among ours",
-                given=f"model_type={family[:80]!r}",
-                do=nearest(family, HUGGING_FACE_FORMATS),
-            )
-        )
-    return HUGGING_FACE_FORMATS[family]
-
-
-def model_tensors(given: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
-    """The tensors of a model by their names without the prefix, and without buffers.
-
-    A tied head stays, if there is one (`check_tied_head`).
-
-    Args:
-      given: tensors by name, with the family's prefix, its last parts, or none.
-    Raises:
-      CheckpointError: tensors are missing, unknown, there twice, of another shape, or not of
-        floats. The error lists all of them, or the first few of each kind and their number.
-    """
-    hf_format, wanted = format_of(config.family), tensor_shapes(config)
-    optional = {HEAD: wanted[hf_format.tensors[EMBEDDING]]} if config.tied else {}
-    tensors, twice = {}, []
-    for full_name, tensor in given.items():
-        if not full_name.endswith(hf_format.buffers):
-            name = _without_prefix(full_name, hf_format.prefix)
-            twice += [name] if name in tensors else []
-            tensors[name] = tensor
-    known = {name: shape for name, shape in (optional | wanted).items() if name in tensors}
-    shapes = {
-        name: f"shape {tuple(tensors[name].shape)}, wanted {shape}"
-        for name, shape in known.items()
-        if tuple(tensors[name].shape) != shape
-    }
-    dtypes = {
-        name: f"dtype {tensors[name].dtype}"
-        for name in known
-        if tensors[name].dtype.name not in FLOAT_DTYPES
-    }
-    names = {
-        "missing": sorted(wanted.keys() - tensors.keys()),
-        "unknown": sorted(tensors.keys() - known.keys()),
-    }
-    wrong = {**shapes, **dtypes}
-    if not (wrong or twice or any(names.values())):
-        return tensors
-    kinds = [f"{kind}: {_listed(found)}" for kind, found in names.items()]
-    kinds += [f"twice: {_listed(twice)}"] if twice else []
-    if wrong:
-        kinds.append(_listed([f"{name} has {what}" for name, what in wrong.items()]))
-    what = f"these are not the weights of {config.family} with {config.num_layers} layers"
-    if len(wrong) == 1 and not twice and not any(names.values()):
-        ((name, found),) = wrong.items()
-        what, kinds = f"tensor {name!r} does not fit the model", [found]
-    raise CheckpointError(
-        explain(what, given="; ".join(kinds), do="use the config.json that came with the weights")
-    )
-
-
-def check_tied_head(tensors: Mapping[str, TensorLike], config: ModelConfig) -> None:
-    """Raise CheckpointError if a tied head is stored and differs from the embedding.
-
-    Reads both tables, a few rows at a time.
-    """
-    head = tensors.get(HEAD) if config.tied else None
-    if head is None:
-        return
-    embedding = tensors[format_of(config.family).tensors[EMBEDDING]]
-    for start in range(0, config.vocab_size, COMPARED_ROWS):
-        rows = (slice(start, start + COMPARED_ROWS),)
-        if not np.array_equal(np.asarray(head[rows]), np.asarray(embedding[rows])):
-            raise CheckpointError(
-                explain(
-                    f"weights are tied, but {HEAD} is not the embedding",
-                    given="model.tied=True",
-                    do="set tie_word_embeddings=false in config.json, or model.tied=false",
-                )
-            )
-
-
 @dataclass(frozen=True)
 class _Group:
     """Tensors and leaves that hold the same matrix: either side, concatenated along `out`."""
@@ -379,19 +283,3 @@ def _relative(index: Sequence[slice], box: Sequence[slice]) -> tuple[slice, ...]
         slice(part.start - side.start, part.stop - side.start)
         for part, side in zip(index, box, strict=True)
     )
-
-
-def _without_prefix(name: str, prefix: str) -> str:
-    """A name without the longest end of a prefix's parts that it begins with: a model of which
-    only the decoder was saved has the last part alone.
-    """
-    while prefix:
-        if name.startswith(prefix):
-            return name.removeprefix(prefix)
-        prefix = prefix.partition(".")[2]
-    return name
-
-
-def _listed(names: Sequence[str]) -> str:
-    first = ", ".join(name[:200] for name in names[:5])
-    return (first or "none") + (f" and {len(names) - 5} more" if len(names) > 5 else "")

@@ -1,0 +1,1 @@
+"""Reads published models: config.json, safetensors and PyTorch files, slice by slice."""

@@ -1,0 +1,156 @@
+"""Opens the directory of a published model: its config.json, and where its tensors are.
+
+Everything is checked before a tensor is read: that files hold what indices say, and that the
+tensors are those of the config. `LeafSource.block` (models/huggingface_tensors.py) then reads any
+slice of any leaf. Reading keeps no state, so that threads can read at the same time.
+"""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from optimus_jax.config import ModelConfig
+from optimus_jax.errors import CheckpointError, ConfigError, explain
+from optimus_jax.models.families import check_family
+from optimus_jax.models.huggingface import config_from_huggingface
+from optimus_jax.models.huggingface_checks import check_tied_head, listed, model_tensors
+from optimus_jax.system.json_input import JSONInputError, parse_json
+from optimus_jax.weights.file_bytes import damaged, read_whole
+from optimus_jax.weights.safetensors_file import read_safetensors
+from optimus_jax.weights.stored_tensor import StoredTensor
+from optimus_jax.weights.torch_file import read_torch_file
+
+CONFIG = "config.json"
+INDEX_SUFFIX = ".index.json"
+WEIGHTS: dict[str, Callable[[Path], dict[str, StoredTensor]]] = {
+    "model.safetensors": read_safetensors,
+    "pytorch_model.bin": read_torch_file,
+}
+"""Files with a model's weights, the preferred one first. With INDEX_SUFFIX: the index of several
+files of the same kind."""
+MAX_CONFIG_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class PublishedModel:
+    """A model's directory, whose files agree with each other."""
+
+    config: ModelConfig
+    tensors: dict[str, StoredTensor]
+    """By name without the family's prefix, as `LeafSource.block` wants them."""
+
+    def check_tied_head(self) -> None:
+        """Read the embedding and a tied head, if one is stored, and compare them.
+
+        Raises CheckpointError if they differ.
+        """
+        check_tied_head(self.tensors, self.config)
+
+
+def open_model(directory: Path) -> PublishedModel:
+    """A published model, of which no tensor has been read.
+
+    Raises:
+      ConfigError: the config.json is missing, malformed, or of a model that is not supported.
+      CheckpointError: the weights are missing or damaged, or not those of the config.json.
+    """
+    config = read_config(directory)
+    return PublishedModel(config, model_tensors(read_tensors(directory), config))
+
+
+def read_config(directory: Path) -> ModelConfig:
+    """The ModelConfig for the config.json of a directory. Raises ConfigError."""
+    path = directory / CONFIG
+    try:
+        hf_config = parse_json(read_whole(path, MAX_CONFIG_BYTES))
+    except (JSONInputError, CheckpointError) as error:
+        given = str(error) if isinstance(error, JSONInputError) else _given(error)
+        raise ConfigError(
+            explain(
+                f"{path} cannot be read",
+                given=given,
+                do="give the directory of a model, with the config.json that it came with",
+            )
+        ) from error
+    if not isinstance(hf_config, dict):
+        raise ConfigError(
+            explain(
+                f"{path} is not the config of a model",
+                given=f"a {type(hf_config).__name__}",
+                do="use the config.json that came with the weights",
+            )
+        )
+    config = config_from_huggingface(hf_config)
+    check_family(config)
+    return config
+
+
+def read_tensors(directory: Path) -> dict[str, StoredTensor]:
+    """Every tensor in the files of a directory, by the name that it has there.
+
+    Raises:
+      CheckpointError: there are no weights, a file is damaged, or an index does not say what the
+        files hold.
+    """
+    for name, read_file in WEIGHTS.items():
+        path = directory / name
+        if os.path.exists(path):
+            return read_file(path)
+        index = directory / (name + INDEX_SUFFIX)
+        if os.path.exists(index):
+            return _read_shards(index, read_file)
+    raise CheckpointError(
+        explain(
+            f"{directory} holds no weights that can be read",
+            given=f"none of {', '.join(f'{name}, {name}{INDEX_SUFFIX}' for name in WEIGHTS)}",
+            do="download the model's weights as safetensors or as a PyTorch file",
+        )
+    )
+
+
+def _read_shards(
+    index: Path, read_file: Callable[[Path], dict[str, StoredTensor]]
+) -> dict[str, StoredTensor]:
+    """The tensors of all files of an index, each in the file that the index says."""
+    try:
+        content = parse_json(read_whole(index))
+    except JSONInputError as error:
+        raise damaged(index, f"it is not JSON: {error}") from error
+    shard_of = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(shard_of, dict) or not all(
+        isinstance(shard, str) for shard in shard_of.values()
+    ):
+        raise damaged(index, "weight_map is not an object of file names")
+    shards = sorted(set(shard_of.values()))
+    # A model's directory is all that is read, whatever names an index holds.
+    if paths := [
+        shard for shard in shards if shard in ("", ".", "..") or set("/\\\0") & set(shard)
+    ]:
+        raise damaged(index, f"it names files outside its directory: {listed(paths)}")
+    if absent := [shard for shard in shards if not os.path.exists(index.parent / shard)]:
+        raise CheckpointError(
+            explain(
+                f"{index} names files that are missing",
+                given=f"{len(absent)} of {len(shards)}: {listed(absent)}",
+                do="download them into the same directory",
+            )
+        )
+    tensors, elsewhere = {}, []
+    for shard in shards:
+        found = read_file(index.parent / shard)
+        elsewhere += [f"{name} in {shard}" for name in found if shard_of.get(name) != shard]
+        tensors |= found
+    absent = sorted(shard_of.keys() - tensors.keys())
+    if elsewhere or absent:
+        raise damaged(
+            index,
+            f"not in any of its files: {listed(absent)};"
+            f" in files where it does not say so: {listed(elsewhere)}",
+        )
+    return tensors
+
+
+def _given(error: CheckpointError) -> str:
+    """What was given, of an error that `explain` worded."""
+    return str(error).partition("  given: ")[2].partition("\n")[0]
