@@ -3,7 +3,7 @@
 A module says it where it makes the parameter (models/layers.py), and nothing else does: which
 dimension fsdp splits, over which devices a gradient is summed, what decays and what may be padded
 follow from the row (mesh/zero.py, training/optimizer.py), as does the orientation in which Hugging
-Face stores a matrix (models/huggingface.py).
+Face stores a matrix (models/huggingface_tensors.py).
 """
 
 from dataclasses import dataclass, replace

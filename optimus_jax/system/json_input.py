@@ -7,6 +7,7 @@ that a person can edit is read through this module.
 
 import json
 import math
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -63,8 +64,8 @@ def read_json(path: str | Path, *, finite: bool = True) -> Any:
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     value = dict(pairs)
     if len(value) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
+        counts = Counter(name for name, _ in pairs)
+        twice = next(name for name, count in counts.items() if count > 1)
         raise JSONInputError(f"{twice!r} appears twice in one object")
     return value
 
