@@ -71,7 +71,10 @@ def parser(note: Callable[[str], None] = say) -> Parser:
     flags.add_argument(
         "--tokenizer",
         metavar="PATH",
-        help=f"`bytes`, or path or URL of a tokenizer.json (default: {default.data.tokenizer})",
+        help=(
+            "`bytes`, the path or URL of a tokenizer.json, or ORG/NAME on the hub (default: that of"
+            f" a published --model, otherwise {default.data.tokenizer})"
+        ),
     )
     flags.add_argument(
         "--seq-len", metavar="N", help="tokens per example (default: the model's, at most 1024)"
@@ -137,7 +140,10 @@ def parser(note: Callable[[str], None] = say) -> Parser:
     flags.add_argument(
         INIT_FROM,
         metavar="DIR",
-        help="parameters of another run: its DIR, URL or DIR@STEP (default: drawn from the seed)",
+        help=(
+            "parameters of another run (its DIR, URL or DIR@STEP) or of a published model (default:"
+            " those of a published --model, otherwise drawn from the seed)"
+        ),
     )
     flags.add_argument(
         "--eval-every",

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from optimus_jax.config.checks import check_counts, check_positive
 from optimus_jax.errors import ConfigError, explain
+from optimus_jax.system.hub_model import HubModel
 from optimus_jax.system.paths import Url, user_path
 
 STDLIB = "stdlib"
@@ -72,7 +73,8 @@ class DataConfig:
     """`stdlib` (Python's own library), or files, globs, folders and URLs: text, .jsonl .json .csv
     .parquet .arrow .bin (docs/data.md)."""
     tokenizer: str = BYTES
-    """`bytes`, or the path or URL of a Hugging Face tokenizer.json."""
+    """`bytes`; the path or URL of a Hugging Face tokenizer.json, or of a directory with one; or
+    hf://ORG/NAME, that of a model on the hub."""
     eos: str | None = None
     """The token that ends a document; None: the one that tokenizer_config.json beside the tokenizer
     names, else the usual names."""
@@ -108,7 +110,8 @@ class DataConfig:
             )
         for source in self.sources:
             user_path(source, what="--data")
-        user_path(self.tokenizer, what="--tokenizer")
+        if HubModel.parse(self.tokenizer) is None:
+            user_path(self.tokenizer, what="--tokenizer")
         for first, second in itertools.pairwise(self.phases):
             if first.after_step >= second.after_step:
                 raise ConfigError(
@@ -130,7 +133,9 @@ class DataConfig:
     def with_whole_paths(self) -> "DataConfig":
         """The same data with absolute paths, so that it is found from any working directory."""
         return replace(
-            self, sources=tuple(map(whole_path, self.sources)), tokenizer=whole_path(self.tokenizer)
+            self,
+            sources=tuple(map(whole_path, self.sources)),
+            tokenizer=str(HubModel.parse(self.tokenizer) or whole_path(self.tokenizer)),
         )
 
 

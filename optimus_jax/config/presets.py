@@ -238,7 +238,10 @@ PRESETS: dict[str, Callable[[], ModelConfig]] = {
     "olmo2-32b": partial(_olmo2, "olmo2-32b", 64, 5120, 40, 8, 27648),
 }
 """Model presets by the name that `--model` takes."""
-MODEL_HELP = "gpt2-nano, gpt2-xl, llama3-8b, qwen3-4b, ...; `--model list` names all"
+MODEL_HELP = (
+    "gpt2-nano, llama3-8b, ... (`--model list` names all), the directory of a published model, or"
+    " ORG/NAME on the Hugging Face hub"
+)
 """Help of `--model`."""
 
 

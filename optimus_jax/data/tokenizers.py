@@ -26,7 +26,9 @@ from rich.progress import (
 from optimus_jax.config.data import BYTES
 from optimus_jax.data.eos import CONFIG, Respelling, RespellingCounts, choose_eos
 from optimus_jax.errors import DataError, explain
+from optimus_jax.store.hub import TOKENIZER_FILES, hub_directory
 from optimus_jax.store.local_copies import local_file
+from optimus_jax.system.hub_model import HubModel
 
 FILE = "tokenizer.json"
 """Name of the tokenizers library's file."""
@@ -93,7 +95,8 @@ def load_tokenizer(name: str, eos: str | None = None, *, by_list: bool = False) 
     """The tokenizer that a config names.
 
     Args:
-      name: `bytes`, or the path or URL of a tokenizer.json, or a folder that holds one.
+      name: `bytes`; the path or URL of a tokenizer.json; a folder that holds one, or a model on
+        the hub.
       eos: the token that ends a document; None: the one named by the files beside tokenizer.json,
         or one of EOS_TOKENS.
       by_list: whether to ignore those files.
@@ -110,7 +113,12 @@ def load_tokenizer(name: str, eos: str | None = None, *, by_list: bool = False) 
                 )
             )
         return ByteTokenizer()
-    path = local_file(name, what="--tokenizer")
+    hub_model = HubModel.parse(name)
+    path = (
+        local_file(name, what="--tokenizer")
+        if hub_model is None
+        else hub_directory(hub_model, TOKENIZER_FILES)
+    )
     return HuggingFaceTokenizer(path / FILE if os.path.isdir(path) else path, eos, by_list=by_list)
 
 

@@ -144,6 +144,16 @@ class LeafSource:
                     target[...] = values.reshape(-1)
 
     @property
+    def file_order(self) -> tuple[int, ...]:
+        """The leaf's dimensions in the order of the file, outermost first, layers before all: the
+        earlier a dimension is split, the longer are the runs of bytes that are read.
+        """
+        stacked = int(self.leaf.is_in_layers)
+        dims = [*range(stacked, len(self.array.shape))]
+        split = (self.out_start or 1) if self._is_transposed else 0
+        return (*range(stacked), *dims[split:], *dims[:split])
+
+    @property
     def _dims(self) -> tuple[str, ...]:
         return self.leaf.dims[1:] if self.leaf.is_in_layers else self.leaf.dims
 

@@ -109,6 +109,17 @@ def read_tensors(directory: Path) -> dict[str, StoredTensor]:
     )
 
 
+def has_weights(directory: Path, name: str) -> bool:
+    """Whether a directory has the weights of a kind (`WEIGHTS`), in one file or several."""
+    return any(os.path.exists(directory / each) for each in (name, name + INDEX_SUFFIX))
+
+
+def patterns_of(name: str) -> tuple[str, ...]:
+    """Names of the files that weights of a kind (`WEIGHTS`) may consist of, as glob patterns."""
+    stem, dot, suffix = name.rpartition(".")
+    return name, name + INDEX_SUFFIX, f"{stem}-*-of-*{dot}{suffix}"
+
+
 def _read_shards(
     index: Path, read_file: Callable[[Path], dict[str, StoredTensor]]
 ) -> dict[str, StoredTensor]:

@@ -118,7 +118,7 @@ def test_a_tilde_means_the_home_directory(home, monkeypatch):
     [
         ("tokenize", ["~/*.txt", "--out", "~/t.bin"], 0),
         ("tokenize", ["~/*.txt", "--out", "gs://b/t.bin"], 2),
-        ("tokenize", ["~/*.txt", "--out", "~/u.bin", "--tokenizer", "hf://x/y.json"], 2),
+        ("tokenize", ["~/*.txt", "--out", "~/u.bin", "--tokenizer", "ftp://x/y.json"], 2),
         ("schedule", ["--stages", "2", "--microbatches", "2", "--json", "~/s.json"], 0),
         ("schedule", ["--stages", "2", "--microbatches", "2", "--json", "gs://b/s.json"], 2),
         ("schedule", ["--stages", "2", "--microbatches", "2", "--picture", "s3://b/s.svg"], 2),

@@ -59,7 +59,6 @@ SHARD_TENSORS = 5
 
 def libraries() -> tuple[Any, Any]:
     """Torch and transformers, or a skipped test."""
-    os.environ["HF_HUB_OFFLINE"] = "1"
     return tuple(
         pytest.importorskip(
             name, reason=f"the test needs {name}: pip install optimus-jax[huggingface]"
