@@ -72,7 +72,7 @@ def parser(note: Callable[[str], None] = say) -> Parser:
         "--tokenizer",
         metavar="PATH",
         help=(
-            "`bytes`, the path or URL of a tokenizer.json, or ORG/NAME on the hub (default: that of"
+            "`bytes`, the path or URL of a tokenizer.json, or hf://ORG/NAME (default: that of"
             f" a published --model, otherwise {default.data.tokenizer})"
         ),
     )

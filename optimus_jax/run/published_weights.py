@@ -210,13 +210,14 @@ class _Filled:
         }
 
 
-def split(box: Box, order: tuple[int, ...], most: int) -> Iterator[Box]:
-    """A box in parts of at most `most` elements, split along the first dimensions of `order`."""
+def split(box: Box, dims: tuple[int, ...], most: int) -> Iterator[Box]:
+    """A box in parts of at most `most` elements, split along as few of `dims`, in that sequence, as
+    possible."""
     num_elements = prod(_sizes(box))
-    if num_elements <= most or not order:
+    if num_elements <= most or not dims:
         yield box
         return
-    dim, *later = order
+    dim, *later = dims
     whole = box[dim]
     step = max(1, most * (whole.stop - whole.start) // num_elements)
     for start in range(whole.start, whole.stop, step):

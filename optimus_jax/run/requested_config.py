@@ -22,6 +22,7 @@ from optimus_jax.plan import Plan
 from optimus_jax.run.initial_weights import check_initial_model, parameter_source
 from optimus_jax.run.resumed_config import ResumedConfig
 from optimus_jax.run_directory.directory import RunDirectory
+from optimus_jax.system.hub_model import HubModel
 from optimus_jax.system.paths import UserPath
 from optimus_jax.weights.published import MODEL, PublishedSource, model_named
 
@@ -79,7 +80,8 @@ def requested_config(
         text = RunDirectory.resume(run_dir, writer=False).config_text()
         if model is not None and model not in PRESETS and Config.from_json(text).init_from:
             # a published model, which may be gone by now, or on a hub that cannot be reached
-            config = resumed_config(text, None, {INIT: model, **dotted(overrides)})
+            begun_with = str(HubModel.parse(model, bare=True) or model)
+            config = resumed_config(text, None, {INIT: begun_with, **dotted(overrides)})
         elif is_auto and not (model is None and base is None):
             # The command that started the run, given again.
             config = repeated_config(text, _new_config(model, overrides, initial))

@@ -1,8 +1,7 @@
-"""A model on the Hugging Face hub, as the user names it: `hf://ORG/NAME` or ORG/NAME, either with
-@REVISION.
+"""A model on the Hugging Face hub, as the user names it: `hf://ORG/NAME`, or that with @REVISION.
 
-ORG/NAME is a model on the hub only if no file or directory could be meant: an existing path, and
-any path below an existing directory, is a path.
+Where a path is unlikely, ORG/NAME is accepted too. It is still a path if a file or directory ORG
+exists.
 """
 
 import os
@@ -29,10 +28,13 @@ class HubModel:
     """Branch, tag or commit; None: the branch `main`."""
 
     @classmethod
-    def parse(cls, text: UserPath) -> "HubModel | None":
+    def parse(cls, text: UserPath, *, bare: bool = False) -> "HubModel | None":
         """The model that a text names; None: it names something else, such as a path.
 
-        Raises PathError for a `hf://` URL that is not that of a model.
+        Args:
+          bare: whether ORG/NAME is accepted.
+        Raises:
+          PathError: it is a `hf://` URL, and not that of a model.
         """
         text = os.fspath(text)
         if not isinstance(text, str):
@@ -50,7 +52,7 @@ class HubModel:
                 )
             return None
         organisation, slash, _ = match["repository"].partition("/")
-        if is_url or (slash and not os.path.lexists(organisation)):
+        if is_url or (bare and slash and not os.path.lexists(organisation)):
             return cls(match["repository"], match["revision"])
         return None
 

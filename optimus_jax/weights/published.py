@@ -38,9 +38,9 @@ class PublishedSource:
         """The published model that a text names; None: it names none, but perhaps a run.
 
         Args:
-          what: name of the flag, for errors.
+          what: name of the flag, for errors. With MODEL, ORG/NAME is a model on the hub too.
         """
-        if (model := HubModel.parse(text)) is not None:
+        if (model := HubModel.parse(text, bare=what == MODEL)) is not None:
             return cls(model)
         path = user_path(text, what=what)
         return cls(path.absolute()) if isinstance(path, Path) and _is_published(path) else None

@@ -235,7 +235,8 @@ def test_the_hub_needs_its_library(monkeypatch):
 def test_names_of_models_on_the_hub(text, wanted, tmp_path, monkeypatch):
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path)
-    assert HubModel.parse(text) == wanted
+    assert HubModel.parse(text, bare=True) == wanted
+    assert HubModel.parse(text) == (wanted if text.startswith("hf://") else None)
     if wanted is not None:
         assert HubModel.parse(str(wanted)) == wanted
 
