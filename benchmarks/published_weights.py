@@ -118,6 +118,10 @@ def load(directory: Path, by: str, how: str, process: str) -> None:
         "kept": kept,
     }
     print(json.dumps(figures), flush=True)
+    if num_processes > 1:
+        from jax.experimental import multihost_utils
+
+        multihost_utils.sync_global_devices("loaded")
     os._exit(0)
 
 

@@ -23,6 +23,9 @@ from optimus_jax.mesh.leaf import Leaf
 from optimus_jax.models.huggingface_formats import format_of
 from optimus_jax.models.shapes import ModelShapes, model_shapes
 
+TILE = 64
+"""Columns that are transposed at a time."""
+
 
 class TensorLike(Protocol):
     """What an array and a tensor in a file have in common. `np.asarray` gives its values."""
@@ -196,7 +199,7 @@ class LeafSource:
             ]
             if all(each.start < each.stop for each in both):
                 tensor = self._in_ours(tensors[part.tensor.format(layer)], part)
-                block[_relative(both, bounds)] = np.asarray(tensor[_relative(both, box)])
+                _copy(np.asarray(tensor[_relative(both, box)]), block[_relative(both, bounds)])
 
 
 def leaf_sources(shapes: ModelShapes) -> dict[str, LeafSource]:
@@ -277,6 +280,22 @@ def _parts(source: LeafSource, start: int, ranges: Mapping[str, slice]) -> Itera
                 slice(first - tensor.start, last - tensor.start),
                 slice((first - start) // row_size, (last - start) // row_size),
             )
+
+
+def _copy(values: np.ndarray, target: np.ndarray) -> None:
+    """Copy values into an array of another dtype.
+
+    If they are transposed in memory, a few columns at a time, cast before they are transposed: more
+    than twice as fast, because less of the cache is in use.
+    """
+    if values.ndim < 2 or values.strides[0] >= values.strides[-1]:
+        target[...] = values
+        return
+    last = values.shape[-1]
+    dim, step = (-1, TILE) if last >= TILE or values.ndim == 2 else (-2, max(1, TILE // last))
+    values, target = np.moveaxis(values, dim, 0), np.moveaxis(target, dim, 0)
+    for start in range(0, len(values), step):
+        target[start : start + step] = values[start : start + step].astype(target.dtype)
 
 
 def _bounds(shape: tuple[int, ...], index: tuple[slice, ...] | None) -> tuple[slice, ...]:

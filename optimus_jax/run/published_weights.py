@@ -185,6 +185,8 @@ class _Filled:
                 shard = jnp.zeros(_sizes(bounds), self.like.dtype, device=device)
             start = [np.int32(each.start) for each in _within(common, bounds)]
             self.shards[device] = _updated(shard, part, start)
+        # Boxes that wait to be copied would pile up in memory.
+        jax.block_until_ready(list(self.shards.values()))
 
     def array(self) -> Array:
         """The parameter, when all boxes are filled."""
