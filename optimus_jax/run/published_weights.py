@@ -88,18 +88,25 @@ class TensorWeights:
 
 
 def read_params(
-    tensors: Mapping[str, TensorLike], shapes: ModelShapes, shardings: Params
+    tensors: Mapping[str, TensorLike],
+    shapes: ModelShapes,
+    shardings: Params,
+    dtype: jnp.dtype | None = None,
 ) -> Params:
     """Parameters on their devices, from tensors that `model_tensors` has checked.
 
     Args:
       shapes: the model under the plan: its slots say where the layers go.
       shardings: a NamedSharding for every leaf.
+      dtype: format of the parameters; None: float32.
     """
     sources = leaf_sources(shapes)
     leaves = jax.tree.map_with_path(
         lambda path, like, sharding: _Filled(
-            sources[jax.tree_util.keystr(path, simple=True, separator="/")], like, sharding
+            sources[jax.tree_util.keystr(path, simple=True, separator="/")].cast(
+                dtype or like.dtype
+            ),
+            sharding,
         ),
         shapes.params,
         shardings,
@@ -150,10 +157,14 @@ class _Filled:
     """A parameter that is being filled on this process's devices."""
 
     source: LeafSource
-    like: jax.ShapeDtypeStruct
     sharding: NamedSharding
     shards: dict[Any, Array] = field(default_factory=dict)
     """What each device has so far."""
+
+    @property
+    def like(self) -> jax.ShapeDtypeStruct:
+        """Its shape and dtype."""
+        return self.source.array
 
     def boxes(self) -> Iterator[Box]:
         """Parts that together hold what this process's devices need."""

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from helpers import fitted, host_leaves
 from plans import build, case, in_order
-from published import MODELS, libraries, state_dict_of, write
+from published import MODELS, libraries, state_dict_of, with_tokenizer, write
 
 import optimus_jax
 from optimus_jax.errors import CheckpointError, ConfigError, OptimusError, StoreError
@@ -28,7 +28,6 @@ from optimus_jax.system.hub_model import HubModel
 from optimus_jax.weights.directory import open_model, read_config
 from optimus_jax.weights.published import PublishedSource, model_named
 
-WORDS = ["<unk>", "</s>", "the", "cat", "sat", "on", "mat", "and", "dog", "ran"]
 TINY = {
     "global_batch": 8,
     "seq_len": 16,
@@ -39,18 +38,6 @@ TINY = {
     "data.eval_fraction": 0.0,
 }
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
-
-
-def with_tokenizer(directory):
-    """Add the files of a tokenizer of WORDS."""
-    vocabulary = {word: number for number, word in enumerate(WORDS)}
-    tokenizer = pytest.importorskip("tokenizers")
-    whole = tokenizer.Tokenizer(tokenizer.models.WordLevel(vocabulary, unk_token="<unk>"))
-    whole.pre_tokenizer = tokenizer.pre_tokenizers.Whitespace()
-    whole.add_special_tokens(["</s>"])
-    whole.save(str(directory / "tokenizer.json"))
-    (directory / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
-    return directory
 
 
 @pytest.fixture(scope="module")
