@@ -72,8 +72,8 @@ def parser(note: Callable[[str], None] = say) -> Parser:
         "--tokenizer",
         metavar="PATH",
         help=(
-            "`bytes`, the path or URL of a tokenizer.json, or hf://ORG/NAME (default: that of"
-            f" a published --model, otherwise {default.data.tokenizer})"
+            "`bytes`, path or URL of a tokenizer.json, hf://ORG/NAME (default: the model's, or"
+            f" {default.data.tokenizer})"
         ),
     )
     flags.add_argument(
@@ -140,10 +140,7 @@ def parser(note: Callable[[str], None] = say) -> Parser:
     flags.add_argument(
         INIT_FROM,
         metavar="DIR",
-        help=(
-            "parameters of another run (its DIR, URL or DIR@STEP) or of a published model (default:"
-            " those of a published --model, otherwise drawn from the seed)"
-        ),
+        help="parameters of a run, DIR or DIR@STEP, or a published model (default: the model's)",
     )
     flags.add_argument(
         "--eval-every",
