@@ -6,9 +6,10 @@ its files and transformers.
 
 `make` writes random weights in bfloat16, with the sizes of Llama 3.2 1B. `measure` loads them, each
 time in new processes: onto 8 virtual devices under several meshes, in one process and in two; all
-tensors one after the other, without devices, here and by the safetensors library; and with `transformers.from_pretrained` in float32 and bfloat16, on one device. Files
-are in the page cache. *Own* memory is the peak of a process's resident set over that before
-loading, less the shards, which lie on the host here: the limit is 1.2 times the largest tensor.
+tensors one after the other, without devices, here and by the safetensors library; and with
+`transformers.from_pretrained` in float32 and bfloat16, on one device. Files are in the page cache.
+*Own* memory is the peak of a process's resident set over that before loading, less the shards,
+which lie on the host here: the limit is 1.2 times the largest tensor.
 """
 
 import argparse
@@ -162,10 +163,9 @@ def _ours(directory: Path, mesh: str, index: int, num_processes: int):
 
 def _read(directory: Path, how: str, index: int, num_processes: int):
     import numpy as np
+    from safetensors import safe_open
 
     from optimus_jax.weights.directory import open_model
-
-    from safetensors import safe_open
 
     def run() -> int:
         if how == "ours":
@@ -173,7 +173,7 @@ def _read(directory: Path, how: str, index: int, num_processes: int):
                 np.asarray(tensor)
             return 0
         with safe_open(directory / "model.safetensors", framework="pt") as file:
-            for name in file.keys():
+            for name in file.keys():  # noqa: SIM118
                 file.get_tensor(name).clone()  # without a copy, nothing would be read
         return 0
 
