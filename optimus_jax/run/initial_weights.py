@@ -5,7 +5,7 @@ anew: the step, the optimizer's moments, the loss scale and the position in the 
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -174,7 +174,10 @@ def check_initial_model(config: Config) -> None:
     if config.init_from is None:
         return
     source = parameter_source(config.init_from)
-    _check_model({"config": Config(model=source.config()).to_json()}, config)
+    model, vocab_size = source.config(), config.model.vocab_size
+    if isinstance(source, PublishedSource) and vocab_size > model.vocab_size:
+        model = replace(model, vocab_size=vocab_size)  # tokens are added
+    _check_model({"config": Config(model=model).to_json()}, config)
     if isinstance(source, PublishedSource) and isinstance(source.place, Path):
         open_model(source.place)
 

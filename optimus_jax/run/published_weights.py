@@ -9,7 +9,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from math import prod
 from typing import Any
@@ -23,6 +23,7 @@ from rich.console import Console
 from rich.progress import DownloadColumn, Progress, TransferSpeedColumn
 
 from optimus_jax.cluster.distributed import all_or_none, is_writer
+from optimus_jax.mesh.axes import VOCAB
 from optimus_jax.models.huggingface_checks import check_tied_head, model_tensors
 from optimus_jax.models.huggingface_tensors import LeafSource, TensorLike, leaf_sources
 from optimus_jax.models.shapes import ModelShapes, Params
@@ -61,8 +62,13 @@ class PublishedWeights:
                 model.check_tied_head()
         name = self.source.exact(directory)
         say(f"reading parameters from {name}")
+        shapes, shardings = program.shapes, program.state_shardings.params
+        stored = replace(shapes, config=model.config)  # perhaps with fewer tokens
         with all_or_none():
-            params = read_params(model.tensors, program.shapes, program.state_shardings.params)
+            params = read_params(model.tensors, stored, shardings)
+        if (added := shapes.config.vocab_size - model.config.vocab_size) > 0:
+            say(f"{added:,} tokens that {name} does not have begin as the mean of those it has")
+            params = with_added_tokens(params, stored, shapes.config.vocab_size)
         return program.state_with(params), name
 
 
@@ -129,6 +135,29 @@ def read_params(
             leaf.fill(box, values)
             bar.advance(task, values.nbytes)
     return jax.tree.unflatten(treedef, [leaf.array() for leaf in flat])
+
+
+def with_added_tokens(params: Params, stored: ModelShapes, vocab_size: int) -> Params:
+    """Parameters, donated, of a larger vocabulary: the rows of added tokens, which are zero, become
+    the mean of the others.
+
+    A token whose row is the mean is drawn as often as the others on average; with a row of zeros it
+    would be drawn most often of all where logits are negative.
+
+    Args:
+      stored: the model with the vocabulary that it had.
+    """
+    old = stored.config.vocab_size
+
+    @partial(jax.jit, donate_argnums=0)
+    def filled(table: Array) -> Array:
+        rows = jnp.arange(len(table)).reshape(-1, *(1,) * (table.ndim - 1))
+        mean = jnp.where(rows < old, table, 0).sum(0, keepdims=True) / old
+        return jnp.where((rows >= old) & (rows < vocab_size), mean, table)
+
+    return jax.tree.map(
+        lambda leaf, array: filled(array) if leaf.dims[0] == VOCAB else array, stored.leaves, params
+    )
 
 
 def _read_ahead(

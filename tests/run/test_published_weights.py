@@ -10,12 +10,13 @@ import subprocess
 import sys
 import threading
 import zlib
+from dataclasses import replace
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
-from helpers import fitted, host_leaves
+from helpers import F32_RELATIVE, assert_close, fitted, host_leaves
 from plans import build, case, in_order
 from published import MODELS, libraries, state_dict_of, with_tokenizer, write
 
@@ -88,6 +89,28 @@ def test_the_shards_are_those_of_the_files(family, kind, of, most_bytes, tmp_pat
     assert jax.tree.map(lambda leaf: leaf.sharding, state) == program.state_shardings
 
 
+@pytest.mark.parametrize("family", ["llama", "gptj", "gpt2"])
+@pytest.mark.parametrize("mesh", ["tensor=2,fsdp=4", "pipe=2,data=4"])
+def test_added_tokens_begin_as_the_mean_of_the_others(family, mesh, tmp_path):
+    directory = write(family, "safetensors", "float32", tmp_path / "model")
+    stored = read_config(directory)
+    model = replace(stored, vocab_size=stored.vocab_size + 5)
+    program = build(model, case(mesh, zero=0)).program
+    source, said = PublishedSource.parse(str(directory), what="--model"), []
+    state, _ = PublishedWeights(source).initial_state(program, said.append)
+    assert any("5 tokens" in text for text in said)
+    old, new = stored.vocab_size, model.vocab_size
+    whole = host_leaves(from_huggingface(state_dict_of(family), stored, old))
+    tables = {path for path in whole if path.split("/")[0] in ("embedding", "head", "head_bias")}
+    for path in tables:
+        table = host_leaves(state)[f"params/{path}"]
+        np.testing.assert_array_equal(table[:old], whole[path])
+        mean = np.broadcast_to(whole[path].mean(0), table[old:new].shape)
+        assert_close(table[old:new], mean, F32_RELATIVE)
+        assert not table[new:].any()
+    assert len(tables) == {"llama": 2, "gptj": 3, "gpt2": 1}[family]
+
+
 @pytest.mark.parametrize("most", [1, 3, 5, 12, 100])
 def test_a_box_is_split_without_gap_or_overlap(most):
     box = (slice(2, 4), slice(0, 5), slice(1, 4))
@@ -142,6 +165,15 @@ def test_settings_take_precedence_over_what_a_published_model_brings(llama, text
     assert begun_with(tmp_path / "fresh") == ["seed 0"]
     optimus_jax.train(str(llama), init_from=tmp_path / "fresh", run_dir=tmp_path / "second", **one)
     assert begun_with(tmp_path / "second") == [f"{tmp_path / 'fresh'}@1"]
+
+
+def test_tokens_may_be_added_to_a_published_model_but_not_removed(llama, text, tmp_path):
+    command = {"data": text, "mesh": "data=8", "run_dir": tmp_path / "run", **TINY}
+    with pytest.raises(CheckpointError, match=r"(?s)another model.*model.vocab_size"):
+        optimus_jax.train(str(llama), **command, **{"model.vocab_size": 30})
+    optimus_jax.train(str(llama), **command, **{"model.vocab_size": 50})
+    config = json.loads((tmp_path / "run" / "config.json").read_text())
+    assert config["model"]["vocab_size"] == 50
 
 
 def test_another_model_or_a_broken_directory_is_refused_before_a_run_exists(llama, tmp_path):
