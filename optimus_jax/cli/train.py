@@ -66,7 +66,7 @@ def parser(note: Callable[[str], None] = say) -> Parser:
         "--data",
         nargs="+",
         metavar="PATH",
-        help="files, globs, folders, URLs or `stdlib` (default: stdlib)",
+        help="files, globs, folders, URLs or `stdlib`, or NAME=WEIGHT:PATH each (default: stdlib)",
     )
     flags.add_argument(
         "--tokenizer",

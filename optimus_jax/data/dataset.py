@@ -1,15 +1,28 @@
-"""Loads the training and held-out token streams, and their tokenizer, from a `DataConfig`."""
+"""Loads the training and held-out tokens, and their tokenizer, from a `DataConfig`.
 
+Sources without weights form one stream of texts, or are all conversations. Sources with weights are
+loaded one by one, and mixed.
+"""
+
+import dataclasses
 import hashlib
-from collections.abc import Mapping, Sequence
+import itertools
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, get_args
 
 import numpy as np
 
 from optimus_jax.config import DataConfig
 from optimus_jax.config.data import STDLIB
+from optimus_jax.config.weighted_sources import WeightedSource
+from optimus_jax.data.conversations import encode_conversations, split_conversations
 from optimus_jax.data.digests import DIGEST_TOKENS, WholeDigest, content_digest
-from optimus_jax.data.sampler import count_examples
+from optimus_jax.data.mixture import HeldOutMixture, Mixture, period_counts
+from optimus_jax.data.records import RecordReader
+from optimus_jax.data.rendered_chat import ChatWriter, RenderedChat
+from optimus_jax.data.sampler import Examples, count_examples
 from optimus_jax.data.skipped_input import SkippedInput
 from optimus_jax.data.sources import find_files, is_token_file, read_documents
 from optimus_jax.data.tokenizers import Tokenizer, encode_documents, load_tokenizer
@@ -27,6 +40,8 @@ from optimus_jax.data.tokens import (
 )
 from optimus_jax.errors import DataError, explain
 
+RULES: tuple[HeldOutBy, ...] = get_args(HeldOutBy)
+_KINDS = {str: "texts", RenderedChat: "conversations"}
 DataIdentity = dict[str, int | str]
 """Fingerprint of a data set, JSON values by name: see `identity_of` and `differences`."""
 
@@ -35,9 +50,9 @@ DataIdentity = dict[str, int | str]
 class Data:
     """The loaded data of a run."""
 
-    train: TokenStream
+    train: Examples
     """Tokens to learn from."""
-    held_out: TokenStream | None
+    held_out: Examples | None
     """Tokens to evaluate on; None if data.eval_fraction is 0."""
     tokenizer: Tokenizer
     """The tokenizer that made the tokens."""
@@ -48,6 +63,10 @@ class Data:
     notes: tuple[str, ...] = ()
     """Sentences about text that was left out or changed while reading the files."""
 
+    def with_notes(self, notes: Iterable[str]) -> "Data":
+        """The same data with more notes, which come first."""
+        return dataclasses.replace(self, notes=(*notes, *self.notes))
+
 
 def load_data(
     config: DataConfig,
@@ -56,7 +75,7 @@ def load_data(
     vocab_size: int,
     model_name: str,
     tokenizer: Tokenizer | None = None,
-    by: HeldOutBy | None = None,
+    by: str | None = None,
 ) -> Data:
     """Read, tokenize, check and split the data.
 
@@ -68,47 +87,114 @@ def load_data(
       vocab_size: number of token ids that the model knows.
       model_name: name of the model in messages.
       tokenizer: the tokenizer of a resumed run; None: the one that the config names.
-      by: how a resumed run chose its held-out tokens, which holds whatever the files are now;
-        None: `held_out_by` decides.
+      by: how a resumed run chose its held-out tokens, which holds whatever the files are now: a
+        HeldOutBy, or one for each source of a mixture with blanks between; None: `held_out_by`
+        decides.
     Raises:
       DataError: a source, the tokenizer or a token cannot be used.
     """
-    tokenizer = tokenizer or load_tokenizer(config.tokenizer, config.eos)
+    tokenizer = tokenizer or load_tokenizer(
+        config.tokenizer, config.eos, chat_template=config.chat_template
+    )
+    rules = _rules(by, max(1, len(config.mixture)))
+    parts = [
+        _load_source(config, names, tokenizer, rule, seq_len, vocab_size, model_name)
+        for names, rule in zip(
+            [(source.path,) for source in config.mixture] or [config.sources], rules, strict=True
+        )
+    ]
+    data = _mixed(config.mixture, parts, seq_len) if config.mixture else parts[0]
+    # Once for all sources: the tokenizer has counted over all of them.
+    return dataclasses.replace(data, notes=(*data.notes, *tokenizer.notes))
+
+
+def _rules(by: str | None, num_sources: int) -> list[HeldOutBy | None]:
+    """How each source chooses its held-out tokens; None where its kind decides."""
+    words = (by or "").split()
+    given: list[HeldOutBy | None] = [rule for word in words for rule in RULES if rule == word]
+    return given if len(given) == num_sources else [None] * num_sources
+
+
+def _load_source(
+    config: DataConfig,
+    sources: tuple[str, ...],
+    tokenizer: Tokenizer,
+    by: HeldOutBy | None,
+    seq_len: int,
+    vocab_size: int,
+    model_name: str,
+) -> Data:
+    """The data of sources that form one stream, or are all conversations."""
     skipped_input = SkippedInput()
-    files = find_files(config.sources, skipped_input)
-    headers: Sequence[TokenHeader] = ()
-    if files and STDLIB not in config.sources and all(map(is_token_file, files)):
+    files = find_files(sources, skipped_input)
+    if files and STDLIB not in sources and all(map(is_token_file, files)):
         stream, headers = read_token_files(files, tokenizer)
         num_documents = sum(header.num_documents for header in headers)
-    else:
-        skipped_input = SkippedInput()
-        parts = list(
-            encode_documents(
-                tokenizer,
-                read_documents(
-                    config.sources,
-                    config.text_field,
-                    skip_bad_lines=config.skip_bad_lines,
-                    skipped_input=skipped_input,
-                ),
-            )
+        return _of_stream(
+            config, stream, headers, num_documents, tokenizer, by, seq_len, vocab_size, model_name
+        ).with_notes(skipped_input.notes())
+    skipped_input = SkippedInput()
+    name = " ".join(sources)
+    documents = read_documents(
+        sources,
+        config.text_field,
+        skip_bad_lines=config.skip_bad_lines,
+        skipped_input=skipped_input,
+        records=RecordReader(
+            text_field=config.text_field,
+            kind=config.records,
+            write_out=ChatWriter(
+                template=tokenizer.chat_template,
+                special_tokens=tokenizer.special_tokens,
+                loss_on=config.loss_on,
+                has_end_of_turn=bool(tokenizer.special_tokens),
+            ),
+        ),
+    )
+    first = next(documents, None)
+    if first is None:
+        raise DataError(
+            explain("the data holds no text", given=name, do="name files that hold some")
         )
-        if not parts:
-            raise DataError(
-                explain(
-                    "the data holds no text",
-                    given=" ".join(config.sources),
-                    do="name files that hold some",
-                )
-            )
-        tokens = np.concatenate(parts)
+    whole = _of_one_kind(itertools.chain([first], documents), type(first), name)
+    if isinstance(first, RenderedChat):
+        found = _of_conversations(config, whole, name, tokenizer, seq_len, vocab_size, model_name)
+    else:
+        tokens = np.concatenate(list(encode_documents(tokenizer, whole)))
         stream = TokenStream(
-            name=" ".join(config.sources),
-            tokens=tokens,
-            eos=tokenizer.eos,
-            vocab_size=tokenizer.vocab_size,
+            name=name, tokens=tokens, eos=tokenizer.eos, vocab_size=tokenizer.vocab_size
         )
         num_documents = int(np.count_nonzero(tokens == tokenizer.eos))
+        found = _of_stream(
+            config, stream, (), num_documents, tokenizer, by, seq_len, vocab_size, model_name
+        )
+    return found.with_notes(skipped_input.notes())
+
+
+def _of_one_kind(documents: Iterable[Any], kind: type, name: str) -> Iterator[Any]:
+    for document in documents:
+        if type(document) is not kind:
+            raise DataError(
+                explain(
+                    f"{name} has both texts and conversations",
+                    given=" ".join(sorted({_KINDS[kind], _KINDS[type(document)]})),
+                    do="make a mixture of them: --data chat=0.5:PATH text=0.5:PATH",
+                )
+            )
+        yield document
+
+
+def _of_stream(
+    config: DataConfig,
+    stream: TokenStream,
+    headers: Sequence[TokenHeader],
+    num_documents: int,
+    tokenizer: Tokenizer,
+    by: HeldOutBy | None,
+    seq_len: int,
+    vocab_size: int,
+    model_name: str,
+) -> Data:
     check_vocab(stream, vocab_size, model_name)
     by = by or held_out_by(stream)
     train, held_out = split(stream, config.eval_fraction, by)
@@ -118,7 +204,7 @@ def load_data(
         f" {count_examples(train, seq_len):,} examples of {seq_len:,} tokens to train on,"
         f" {len(held_out) if held_out else 0:,} tokens held out"
     )
-    notes = [*skipped_input.notes(), *tokenizer.notes]
+    notes = []
     if skipped := sum(header.bad_lines for header in headers):
         notes.append(f"{skipped:,} bad line(s) were skipped when the tokens were made")
     identity = {
@@ -135,6 +221,92 @@ def load_data(
         description=description,
         identity=identity,
         notes=tuple(notes),
+    )
+
+
+def _of_conversations(
+    config: DataConfig,
+    chats: Iterable[RenderedChat],
+    name: str,
+    tokenizer: Tokenizer,
+    seq_len: int,
+    vocab_size: int,
+    model_name: str,
+) -> Data:
+    if not config.respect_documents:
+        raise DataError(
+            explain(
+                "conversations that share an example must not see one another",
+                given="data.respect_documents=false",
+                do="leave it out",
+            )
+        )
+    whole, notes = encode_conversations(tokenizer, chats, name, config.too_long)
+    stream = TokenStream(
+        name=name, tokens=whole.tokens, eos=tokenizer.eos, vocab_size=tokenizer.vocab_size
+    )
+    check_vocab(stream, vocab_size, model_name)
+    train, held_out = split_conversations(whole, config.eval_fraction)
+    template = tokenizer.chat_template
+    return Data(
+        train=train,
+        held_out=held_out,
+        tokenizer=tokenizer,
+        description=(
+            f"{name}: {len(whole):,} tokens in {whole.num_conversations:,} conversations,"
+            f" {int(whole.counts.sum()):,} of which count; {train.description(seq_len)},"
+            f" {held_out.num_conversations if held_out else 0:,} conversations held out"
+        ),
+        identity={
+            **identity_of(stream, ()),
+            "conversations": whole.digest,
+            "documents": whole.num_conversations,
+            "tokenizer": tokenizer.digest,
+            **({} if template is None else {"chat_template": template.digest}),
+            "eos": tokenizer.eos,
+            "held_out_by": "documents",
+        },
+        notes=(*notes, *whole.too_long_notes(seq_len)),
+    )
+
+
+def _mixed(sources: Sequence[WeightedSource], parts: Sequence[Data], seq_len: int) -> Data:
+    """The mixture of loaded sources."""
+    names = tuple(source.name for source in sources)
+    weights = [source.exact_weight for source in sources]
+    counts = period_counts(weights)
+    notes = [note for part in parts for note in part.notes]
+    if len({weight / count for weight, count in zip(weights, counts, strict=True)}) > 1:
+        notes.append(
+            "the weights of the mixture are rounded to "
+            + ", ".join(f"{name} {n:,}" for name, n in zip(names, counts, strict=True))
+            + f" of {sum(counts):,} examples"
+        )
+    content = json.dumps(
+        [[count, part.identity] for count, part in zip(counts, parts, strict=True)]
+    )
+    train = Mixture(names=names, parts=tuple(part.train for part in parts), counts=counts)
+    held_out = [part.held_out for part in parts if part.held_out is not None]
+    shares = "; ".join(
+        f"{name} {count / sum(counts):.2%}: {part.description}"
+        for name, count, part in zip(names, counts, parts, strict=True)
+    )
+    return Data(
+        train=train,
+        held_out=(
+            HeldOutMixture(names=names, parts=tuple(held_out), counts=counts) if held_out else None
+        ),
+        tokenizer=parts[0].tokenizer,
+        description=f"mixture of {len(parts)} sources by examples: {shares}",
+        identity={
+            "tokens": sum(int(part.identity["tokens"]) for part in parts),
+            "content": hashlib.blake2b(content.encode(), digest_size=8).hexdigest(),
+            "documents": sum(int(part.identity["documents"]) for part in parts),
+            "tokenizer": parts[0].identity["tokenizer"],
+            "eos": parts[0].identity["eos"],
+            "held_out_by": " ".join(str(part.identity["held_out_by"]) for part in parts),
+        },
+        notes=tuple(dict.fromkeys(notes)),
     )
 
 

@@ -7,7 +7,7 @@ an added token need not be marked special. So this module checks the ids that co
 """
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from difflib import SequenceMatcher
 from pathlib import Path
@@ -32,6 +32,8 @@ EOS_TOKENS = (
 
 If nothing else names eos, it is the first of these that the vocabulary has.
 """
+CharacterSpan = tuple[int, int]
+"""Characters of a text: the first, and the one after the last."""
 CONFIG = "tokenizer_config.json"
 _TOKENIZER_CONFIGS = (CONFIG, "special_tokens_map.json")
 """Files beside a tokenizer.json that name its special tokens."""
@@ -181,23 +183,59 @@ class Respelling:
         encoding = self._tokenizer.encode(text, add_special_tokens=False)
         written: list[int] = []
         for token, (start, stop) in zip(encoding.ids, encoding.offsets, strict=True):
-            if not self._reserved[token]:
-                written.append(token)
-                continue
-            surface = text[start:stop]
-            if (token, surface) not in self._known:
-                self._known[token, surface] = self._others(token, surface)
-            others = self._known[token, surface]
-            if others is not None:
-                other_ids, is_same = others
-                self.found.respelled += 1
-                self.found.changed += not is_same
-                written += other_ids
-            elif token == self._dropped:
-                self.found.dropped += 1
-            else:
-                written.append(token)
+            written += self._spelled(token, text[start:stop]) if self._reserved[token] else [token]
         return np.array(written, ids.dtype)
+
+    def within_template(
+        self, text: str, encoding: Any, from_data: Collection[int]
+    ) -> list[tuple[int, CharacterSpan]]:
+        """The ids of a rendered chat template, and the characters that each stands for.
+
+        Reserved tokens stay where the template wrote them. Those that cover a character of a
+        message, or came about in another way, are replaced as in a text.
+
+        Args:
+          encoding: of `text`, by a tokenizer that takes special tokens in it for what they are.
+          from_data: places of characters that come from messages.
+        """
+        found: list[tuple[int, CharacterSpan]] = []
+        is_counted = False
+        for token, (start, stop) in zip(encoding.ids, encoding.offsets, strict=True):
+            if not self._reserved[token] or self._is_whole(token, text, start, stop, from_data):
+                found.append((token, (start, stop)))
+                continue
+            if not is_counted:
+                self.found.documents, is_counted = self.found.documents + 1, True
+            found += [(other, (start, stop)) for other in self._spelled(token, text[start:stop])]
+        return found
+
+    def _is_whole(
+        self, token: int, text: str, start: int, stop: int, from_data: Collection[int]
+    ) -> bool:
+        """Whether a reserved token is its own text, blanks beside it aside, none from a message."""
+        name = self._tokenizer.id_to_token(token)
+        begin = text.find(name, start, stop) if name else -1
+        return (
+            begin >= 0
+            and not text[start:begin].strip()
+            and not text[begin + len(name) : stop].strip()
+            and not any(place in from_data for place in range(begin, begin + len(name)))
+        )
+
+    def _spelled(self, token: int, surface: str) -> list[int]:
+        """The ids to write for a reserved token in a text."""
+        if (token, surface) not in self._known:
+            self._known[token, surface] = self._others(token, surface)
+        others = self._known[token, surface]
+        if others is not None:
+            other_ids, is_same = others
+            self.found.respelled += 1
+            self.found.changed += not is_same
+            return other_ids
+        if token == self._dropped:
+            self.found.dropped += 1
+            return []
+        return [token]
 
     def _others(self, token: int, surface: str) -> tuple[list[int], bool] | None:
         """The best ordinary ids for a reserved token, and whether they decode to the same text.

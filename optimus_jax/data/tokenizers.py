@@ -5,13 +5,15 @@ else: where a text contains it, other tokens replace it (eos.py). Ids are uint16
 fits, else uint32.
 """
 
+import contextlib
+import functools
 import hashlib
 import json
 import os
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 from rich.console import Console
@@ -24,17 +26,35 @@ from rich.progress import (
 )
 
 from optimus_jax.config.data import BYTES
+from optimus_jax.data.chat_template import (
+    TEMPLATE_FILE,
+    ChatTemplate,
+    special_tokens_beside,
+    template_beside,
+    template_file,
+)
 from optimus_jax.data.eos import CONFIG, Respelling, RespellingCounts, choose_eos
+from optimus_jax.data.rendered_chat import RenderedChat
 from optimus_jax.errors import DataError, explain
 from optimus_jax.store.hub import TOKENIZER_FILES, hub_directory
 from optimus_jax.store.local_copies import local_file
 from optimus_jax.system.hub_model import HubModel
 
+T = TypeVar("T")
 FILE = "tokenizer.json"
 """Name of the tokenizers library's file."""
 
 _GROUP_CHARACTERS = 1_000_000
 """Characters tokenized per call: enough to keep all cores busy, few enough to show progress."""
+
+
+class ChatTokens(NamedTuple):
+    """A conversation as tokens."""
+
+    ids: np.ndarray
+    """Token ids, uint16 or uint32 [N]."""
+    counts: np.ndarray
+    """Whether each token counts in the loss when it is the target: bool [N]."""
 
 
 class Tokenizer(Protocol):
@@ -75,6 +95,24 @@ class Tokenizer(Protocol):
         """Content, by name, of the files that recreate the tokenizer; empty if none are needed."""
         ...
 
+    @property
+    def chat_template(self) -> ChatTemplate | None:
+        """The template that writes out conversations; None: there is none."""
+        ...
+
+    @property
+    def special_tokens(self) -> Collection[str]:
+        """Texts of the tokens that messages must not contain."""
+        ...
+
+    def encode_chats(self, chats: Sequence[RenderedChat]) -> list["ChatTokens"]:
+        """The ids of rendered conversations. Special tokens in what the template wrote are special
+        tokens; in messages they are ordinary text.
+
+        Raises DataError for text that the vocabulary cannot write.
+        """
+        ...
+
     def encode(self, text: str) -> np.ndarray:
         """Ids of `text`, uint16 or uint32 [N], with no eos.
 
@@ -91,7 +129,9 @@ class Tokenizer(Protocol):
         ...
 
 
-def load_tokenizer(name: str, eos: str | None = None, *, by_list: bool = False) -> Tokenizer:
+def load_tokenizer(
+    name: str, eos: str | None = None, *, by_list: bool = False, chat_template: str | None = None
+) -> Tokenizer:
     """The tokenizer that a config names.
 
     Args:
@@ -100,9 +140,11 @@ def load_tokenizer(name: str, eos: str | None = None, *, by_list: bool = False) 
       eos: the token that ends a document; None: the one named by the files beside tokenizer.json,
         or one of EOS_TOKENS.
       by_list: whether to ignore those files.
+      chat_template: path or URL of a chat template; None: the tokenizer's own.
     Raises:
       DataError: the tokenizer cannot be used.
     """
+    template = chat_template and local_file(chat_template, what="data.chat_template")
     if name == BYTES:
         if eos is not None:
             raise DataError(
@@ -112,14 +154,16 @@ def load_tokenizer(name: str, eos: str | None = None, *, by_list: bool = False) 
                     do="leave data.eos out, or give the path of a tokenizer.json",
                 )
             )
-        return ByteTokenizer()
+        return ByteTokenizer(template_file(template, {}) if template else None)
     hub_model = HubModel.parse(name)
     path = (
         local_file(name, what="--tokenizer")
         if hub_model is None
         else hub_directory(hub_model, TOKENIZER_FILES)
     )
-    return HuggingFaceTokenizer(path / FILE if os.path.isdir(path) else path, eos, by_list=by_list)
+    if os.path.isdir(path):
+        path = path / FILE
+    return HuggingFaceTokenizer(path, eos, by_list=by_list, chat_template=template or None)
 
 
 def token_dtype(vocab_size: int) -> type[np.uint16] | type[np.uint32]:
@@ -134,6 +178,10 @@ class ByteTokenizer:
     eos = 256
     digest = hashlib.sha256(b"bytes, eos=256").hexdigest()[:16]
     end = "id 256, which is no byte"
+    special_tokens = ()
+
+    def __init__(self, chat_template: ChatTemplate | None = None) -> None:
+        self.chat_template = chat_template
 
     @property
     def respelled(self) -> RespellingCounts:
@@ -145,7 +193,16 @@ class ByteTokenizer:
 
     @property
     def files(self) -> Mapping[str, bytes]:
-        return {}
+        return _template_files(self.chat_template)
+
+    def encode_chats(self, chats: Sequence[RenderedChat]) -> list[ChatTokens]:
+        found = []
+        for chat in chats:
+            widths = [len(character.encode()) for character in chat.text]
+            starts = np.repeat(np.arange(len(widths)), widths)
+            spans = np.stack([starts, starts + 1], axis=1)
+            found.append(_chat_tokens(chat, self.encode(chat.text), spans, self.eos))
+        return found
 
     def encode(self, text: str) -> np.ndarray:
         return np.frombuffer(text.encode(), np.uint8).astype(np.uint16)
@@ -170,7 +227,14 @@ class HuggingFaceTokenizer:
         ends a document.
     """
 
-    def __init__(self, path: Path, eos: str | None = None, *, by_list: bool = False) -> None:
+    def __init__(
+        self,
+        path: Path,
+        eos: str | None = None,
+        *,
+        by_list: bool = False,
+        chat_template: Path | None = None,
+    ) -> None:
         try:
             import tokenizers
         except ImportError as error:
@@ -230,18 +294,25 @@ class HuggingFaceTokenizer:
         # Not get_vocab_size(): it counts tokens, and ids may have gaps.
         self.vocab_size = max(vocabulary.values()) + 1
         self.digest = hashlib.sha256(data).hexdigest()[:16]
+        beside = special_tokens_beside(path.parent)
+        self.chat_template = (
+            template_file(chat_template, beside)
+            if chat_template is not None
+            else template_beside(path.parent, beside)
+        )
+        own = {"tokenizer_class": "PreTrainedTokenizerFast"}
+        names = beside if self.chat_template is not None else {}
         self.files = {
             FILE: data,
-            CONFIG: (
-                json.dumps(
-                    {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": token}, indent=2
-                ).encode()
-                + b"\n"
-            ),
+            CONFIG: json.dumps(own | names | {"eos_token": token}, indent=2).encode() + b"\n",
+            **_template_files(self.chat_template),
         }
         reserved = np.zeros(self.vocab_size, bool)
         reserved[[token for token in special if token != unknown]] = True
         reserved[self.eos] = True
+        self.special_tokens = frozenset(
+            text for text, number in vocabulary.items() if reserved[number]
+        )
         self._respelling = Respelling(self._tokenizer, reserved, dropped=self.eos, unknown=unknown)
 
     @property
@@ -257,12 +328,18 @@ class HuggingFaceTokenizer:
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         dtype = token_dtype(self.vocab_size)
-        try:
+        with self._explained(texts):
             encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
             return [
                 self._respelling(text, np.array(encoding.ids, dtype))
                 for text, encoding in zip(texts, encodings, strict=True)
             ]
+
+    @contextlib.contextmanager
+    def _explained(self, texts: Sequence[str]) -> Iterator[None]:
+        """Turn errors of the library into a DataError that shows the text it cannot write."""
+        try:
+            yield
         except BaseException as error:
             if not _is_of_library(error):
                 raise
@@ -277,6 +354,26 @@ class HuggingFaceTokenizer:
                     ),
                 )
             ) from error
+
+    @functools.cached_property
+    def _of_templates(self) -> Any:
+        """The tokenizer, but special tokens in a text are special tokens."""
+        other = type(self._tokenizer).from_str(self._tokenizer.to_str())
+        other.encode_special_tokens = False
+        return other
+
+    def encode_chats(self, chats: Sequence[RenderedChat]) -> list[ChatTokens]:
+        dtype = token_dtype(self.vocab_size)
+        texts = [chat.text for chat in chats]
+        with self._explained(texts):
+            encodings = self._of_templates.encode_batch(texts, add_special_tokens=False)
+            found = []
+            for chat, encoding in zip(chats, encodings, strict=True):
+                tokens = self._respelling.within_template(chat.text, encoding, chat.from_data)
+                ids = np.array([token for token, _ in tokens], dtype)
+                spans = np.array([span for _, span in tokens], int).reshape(-1, 2)
+                found.append(_chat_tokens(chat, ids, spans, self.eos))
+            return found
 
     def _cannot_write(self, text: str) -> bool:
         try:
@@ -328,12 +425,37 @@ def _unknown_of(data: bytes, vocabulary: Mapping[str, int]) -> int | None:
     return vocabulary.get(model.get("unk_token") or "")
 
 
+def _template_files(template: ChatTemplate | None) -> dict[str, bytes]:
+    return {} if template is None else {TEMPLATE_FILE: template.text.encode()}
+
+
+def _chat_tokens(chat: RenderedChat, ids: np.ndarray, spans: np.ndarray, eos: int) -> ChatTokens:
+    """A conversation's ids [N], which stand for the characters `spans` [N, 2], with what counts."""
+    counts = np.zeros(len(ids), bool)
+    for start, stop in chat.counted:
+        counts |= (spans[:, 1] > start) & (spans[:, 0] < stop)
+    if chat.ends:
+        ids = np.append(ids, ids.dtype.type(eos))
+        counts = np.append(counts, chat.end_counts)
+    return ChatTokens(ids, counts)
+
+
 def encode_documents(tokenizer: Tokenizer, documents: Iterable[str]) -> Iterator[np.ndarray]:
     """Yield the ids of all documents, eos after each; an array [N] holds many whole documents.
 
     Shows progress while stderr is a terminal.
     """
     eos = np.array([tokenizer.eos], token_dtype(tokenizer.vocab_size))
+    for texts in groups(documents, len):
+        yield np.concatenate([part for ids in tokenizer.encode_batch(texts) for part in (ids, eos)])
+
+
+def groups(documents: Iterable[T], length: Callable[[T], int]) -> Iterator[list[T]]:
+    """Yield lists of documents to tokenize together; shows progress while stderr is a terminal.
+
+    Args:
+      length: the characters of a document.
+    """
     columns = (
         TextColumn("{task.description}"),
         FileSizeColumn(),
@@ -344,21 +466,13 @@ def encode_documents(tokenizer: Tokenizer, documents: Iterable[str]) -> Iterator
         *columns, console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()
     ) as progress:
         task = progress.add_task("tokenizing", total=None)
-        for texts in _group(documents):
-            yield np.concatenate(
-                [part for ids in tokenizer.encode_batch(texts) for part in (ids, eos)]
-            )
-            progress.advance(task, sum(map(len, texts)))
-
-
-def _group(documents: Iterable[str]) -> Iterator[list[str]]:
-    """Yield lists of documents; a list ends once it holds _GROUP_CHARACTERS characters."""
-    texts, size = [], 0
-    for text in documents:
-        texts.append(text)
-        size += len(text)
-        if size >= _GROUP_CHARACTERS:
-            yield texts
-            texts, size = [], 0
-    if texts:
-        yield texts
+        group, size = [], 0
+        for document in documents:
+            group.append(document)
+            size += length(document)
+            if size >= _GROUP_CHARACTERS:
+                yield group
+                progress.advance(task, size)
+                group, size = [], 0
+        if group:
+            yield group

@@ -161,7 +161,7 @@ def split(
         train, held_out = stream.tokens[:cut], stream.tokens[cut:]
     else:
         is_held_out = np.repeat(
-            _choose_documents(whole, ends, eval_fraction), np.diff(ends, prepend=0)
+            chosen_documents(whole, ends, eval_fraction), np.diff(ends, prepend=0)
         )
         train, held_out = whole[~is_held_out], whole[is_held_out]
     return (
@@ -175,7 +175,7 @@ def held_out_by(stream: TokenStream) -> HeldOutBy:
     return "end" if is_on_disk(stream) else "documents"
 
 
-def _choose_documents(tokens: np.ndarray, ends: np.ndarray, eval_fraction: float) -> np.ndarray:
+def chosen_documents(tokens: np.ndarray, ends: np.ndarray, eval_fraction: float) -> np.ndarray:
     """Whether each document, ending before `ends`, is held out: bool [num documents >= 2]."""
     starts = [0, *ends[:-1]]
     digests = [

@@ -149,7 +149,12 @@ def shared_settings(config: Config) -> dict[str, str]:
 
     Paths of data may differ between hosts; the data's content is compared after reading.
     """
-    nowhere = replace(config.data, sources=DataConfig().sources, tokenizer=DataConfig().tokenizer)
+    nowhere = replace(
+        config.data,
+        sources=DataConfig().sources,
+        tokenizer=DataConfig().tokenizer,
+        chat_template=None,
+    )
     sections = json.loads(replace(config, distributed=DistributedConfig(), data=nowhere).to_json())
     return {
         f"{section}.{name}" if name else section: json.dumps(value)

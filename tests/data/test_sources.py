@@ -533,8 +533,8 @@ def tar_of(content):
             "a.jsonl",
             '{"messages": [{"role": "user", "content": "x"}], "text": [{"role": 1}]}',
             (
-                "'text' holds a list of objects with 'role', not a text; a conversation needs a"
-                " chat template"
+                "'text' holds a list of objects with 'role', not a text; a conversation becomes"
+                " tokens when training starts"
             ),
         ),
         ("a.jsonl", '{"text": ' + "[" * 100_000, "line 1, .*\n.*RecursionError"),

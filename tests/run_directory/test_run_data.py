@@ -2,6 +2,7 @@
 resume.
 """
 
+import dataclasses
 import gzip
 import json
 import shutil
@@ -208,6 +209,26 @@ def test_a_run_keeps_its_end_of_document_token(tmp_path):
         tokenizer_of_run(run, named)
     (run.path / "tokenizer_config.json").unlink()
     assert tokenizer_of_run(run, named).eos == 2, "the usual name is the same one"
+
+
+def test_a_run_keeps_its_chat_template(tmp_path):
+    unigram().save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "chat_template.jinja").write_text("{{ bos_token }}")
+    (tmp_path / "other.jinja").write_text("another")
+    for name in ("bytes", str(tmp_path / "tokenizer.json")):
+        asked = str(tmp_path / "chat_template.jinja")
+        config = DataConfig(tokenizer=name, chat_template=asked)
+        run = started(tmp_path / name[-5:], tokenizer=name, chat_template=asked)
+        run.write_tokenizer(load_tokenizer(name, chat_template=asked).files)
+        gone = dataclasses.replace(config, chat_template=str(tmp_path / "gone.jinja"))
+        for same in (config, dataclasses.replace(config, chat_template=None)):
+            assert tokenizer_of_run(run, same).chat_template.text == "{{ bos_token }}"
+        with pytest.raises(DataError, match=r"keeps its chat template(.|\n)*other.jinja differs"):
+            tokenizer_of_run(
+                run, dataclasses.replace(config, chat_template=str(tmp_path / "other.jinja"))
+            )
+        with pytest.raises(DataError, match="cannot be read"):
+            tokenizer_of_run(run, gone)
 
 
 def test_changed_data_may_be_allowed_and_another_tokenizer_may_not(tmp_path):
