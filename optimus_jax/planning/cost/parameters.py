@@ -223,7 +223,7 @@ def _at_the_end(
       summed_axes: mesh axes whose devices hold different parts of its gradient.
       is_split: whether fsdp splits it.
     """
-    leaf = Leaf((EMBED,), "matrix") if is_split else Leaf((NORM,), "scale")
+    leaf = Leaf((EMBED,), "matrix", "mlp") if is_split else Leaf((NORM,), "scale", "norm")
     rules = {BATCH: summed_axes} | ({EMBED: (FSDP,)} if is_split else {})
     layout = LeafLayout(leaf, rules, zero)
 
