@@ -28,6 +28,7 @@ from optimus_jax.config.training import (
     LogConfig,
     OptimizerConfig,
 )
+from optimus_jax.config.tuning import Tuning
 from optimus_jax.config.whole import DERIVED, Config
 
 __all__ = [
@@ -58,4 +59,5 @@ __all__ = [
     "RematPolicy",
     "RopeScaling",
     "StoreConfig",
+    "Tuning",
 ]

@@ -158,6 +158,7 @@ class _StepTimes:
         )
         self.layer, self.microbatch = costs.layer(plan), costs.microbatch(plan)
         self.end = costs.step_end(plan)
+        self.trains_embed = workload.model.tuning.trains("embedding")
         self.visits = plan.microbatches * workload.model.num_layers / plan.axes.pipe
         """Layer executions per device: microbatches times layers per stage."""
 
@@ -246,7 +247,9 @@ class _StepTimes:
         embeds, broadcasts = plan.microbatches, 0
         if plan.pipeline is not None and self.implementation.head_shared:
             ticks = self._ticks(plan.pipeline)
-            embeds, broadcasts = ticks.embed, ticks.head + ticks.embed_backward
+            embeds, broadcasts = ticks.embed, ticks.head
+            if self.trains_embed:
+                broadcasts += ticks.embed_backward
         return (
             plan.microbatches * exposed["head"]
             + embeds * exposed["embed"]
