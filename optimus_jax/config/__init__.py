@@ -27,6 +27,7 @@ from optimus_jax.config.training import (
     LearningRateSchedule,
     LogConfig,
     OptimizerConfig,
+    PreferenceConfig,
 )
 from optimus_jax.config.tuning import Tuning
 from optimus_jax.config.whole import DERIVED, Config
@@ -55,6 +56,7 @@ __all__ = [
     "PhaseConfig",
     "Precision",
     "PrecisionConfig",
+    "PreferenceConfig",
     "RematChoice",
     "RematPolicy",
     "RopeScaling",

@@ -50,7 +50,8 @@ from optimus_jax.training.state import (
     state_specs,
     state_with,
 )
-from optimus_jax.training.task import Batch, task_named
+from optimus_jax.training.task import Batch
+from optimus_jax.training.tasks import check_task, task_named
 
 Metrics = dict[str, Array]
 STEP_METRICS = ("loss", "grad_norm", "lr", "tokens", "skipped", "loss_scale")
@@ -146,6 +147,7 @@ def build_program(config: Config, plan: Plan, devices: Sequence[Any] | None = No
       PlanError: the plan is for another number of devices.
     """
     check_jax_settings()
+    check_task(config)
     mesh = build_mesh(plan.axes, None if devices is None else list(devices))
     shapes = planned_shapes(config.model, plan)
     optimizer = make_optimizer(

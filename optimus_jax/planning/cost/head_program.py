@@ -37,7 +37,8 @@ from optimus_jax.plan import Plan
 from optimus_jax.planning.cost.implementation_profile import ImplementationProfile
 from optimus_jax.planning.cost.layer_shape import LayerShape
 from optimus_jax.planning.cost.workload import Workload
-from optimus_jax.training.task import Batch, LossInputs, task_named
+from optimus_jax.training.task import POLICY, REFERENCE, Batch, LossInputs
+from optimus_jax.training.tasks import task_named
 
 WAYS = 2
 """Devices of the abstract mesh that split the vocabulary and not the tokens of the stream."""
@@ -156,9 +157,10 @@ def _traced(
             return decoder(trained).embed(rows["tokens"], rows["positions"], run)
 
         def loss(trained: Params, stream: Array) -> Array:
+            streams = {POLICY: stream, REFERENCE: jax.lax.stop_gradient(stream)}
             inputs = LossInputs(
                 model=decoder(trained),
-                value=stream,
+                value=streams if traced_task.has_reference else stream,
                 rows=rows,
                 comm=comm,
                 weight=1.0,
