@@ -1,10 +1,11 @@
 """Settings of the model: the sizes of a decoder, and features that differ from its family's."""
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Literal
 
 from optimus_jax.config.checks import check_counts, check_not_negative, check_positive
+from optimus_jax.config.tuning import Tuning
 from optimus_jax.errors import ConfigError, explain
 
 MOST_LAYERS = 10_000
@@ -136,6 +137,18 @@ class ModelConfig:
     """Features that differ from those of the family."""
     dropout: float = 0.0
     """Probability on embeddings, attention weights and both residual branches."""
+    tuning: Tuning = field(default_factory=Tuning)
+    """Which parameters are trained, and adapters."""
+
+    @property
+    def base(self) -> "ModelConfig":
+        """The model without adapters, all of it trained."""
+        return replace(self, tuning=Tuning())
+
+    @property
+    def draws_dropout(self) -> bool:
+        """Whether a training step drops anything."""
+        return self.dropout > 0 or self.tuning.dropout > 0
 
     @cached_property
     def _hash(self) -> int:

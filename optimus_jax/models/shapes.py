@@ -102,7 +102,7 @@ class ModelShapes:
         return state
 
     def initial(self, seed: jax.Array) -> Params:
-        """New float32 parameters from an integer seed; their values do not depend on sharding."""
+        """New parameters from an integer seed; their values do not depend on sharding."""
         with nnx.use_eager_sharding(False):
             return nnx.to_pure_dict(nnx.state(self._build(nnx.Rngs(params=make_key(seed)))))
 

@@ -150,7 +150,8 @@ def make_optimizer(
     step's rate.
 
     Args:
-      leaves: the Leaf of every parameter. Matrices and tables decay; scales and biases do not.
+      leaves: the Leaf of every parameter that is updated. Matrices and tables decay; scales and
+        biases do not.
       moments: format in which the moments are stored; they are computed in float32.
     """
     decays = jax.tree.map(lambda leaf: leaf.is_matrix, leaves)

@@ -18,7 +18,8 @@ from jax.sharding import Mesh, PartitionSpec
 
 from optimus_jax.config import ModelConfig, PrecisionConfig
 from optimus_jax.mesh.axes import LAYERS
-from optimus_jax.mesh.sharding import layouts_of, named
+from optimus_jax.mesh.leaf import trained_of
+from optimus_jax.mesh.sharding import layouts_of, map_trained, named
 from optimus_jax.mesh.slots import canonical_slots
 from optimus_jax.models.shapes import ModelShapes, Params, model_shapes
 from optimus_jax.plan import Plan
@@ -57,10 +58,10 @@ class TrainState:
     step: Array
     """int32 steps done."""
     params: Params
-    """float32."""
+    """float32; frozen matrices may be bfloat16 (model.tuning.base_precision)."""
     opt_state: optax.OptState
-    """Moments, float32 or bfloat16 (precision.moments), and their count. The plan may place moments
-    in host memory."""
+    """Moments of trained parameters, float32 or bfloat16 (precision.moments), and their count. The
+    plan may place moments in host memory."""
     loss_scale: LossScale
 
 
@@ -77,17 +78,21 @@ def initial_state(
     """
     params = shapes.initial(seed)
     params = {**params, LAYERS: with_empty_slots_zero(params[LAYERS], shapes.slots)}
-    return state_with(params, optimizer, precision, plan)
+    return state_with(params, shapes, optimizer, precision, plan)
 
 
 def state_with(
-    params: Params, optimizer: optax.GradientTransformation, precision: PrecisionConfig, plan: Plan
+    params: Params,
+    shapes: ModelShapes,
+    optimizer: optax.GradientTransformation,
+    precision: PrecisionConfig,
+    plan: Plan,
 ) -> TrainState:
     """The state before step 1 with these parameters."""
     return TrainState(
         step=jnp.zeros((), jnp.int32),
         params=params,
-        opt_state=optimizer.init(params),
+        opt_state=optimizer.init(trained_of(shapes.leaves, params)),
         loss_scale=initial_loss_scale(precision, plan),
     )
 
@@ -107,8 +112,8 @@ def state_specs(
 ) -> TrainState:
     """A PartitionSpec for every leaf of the state under `plan`."""
     layouts = layouts_of(shapes.leaves, plan.active_rules(shapes.config), plan.zero)
-    moment_specs = jax.tree.map(lambda layout: layout.moment_spec, layouts)
-    opt_state = jax.eval_shape(optimizer.init, shapes.params)
+    moment_specs = map_trained(lambda layout: layout.moment_spec, layouts)
+    opt_state = jax.eval_shape(optimizer.init, trained_of(shapes.leaves, shapes.params))
     whole: Any = PartitionSpec()
     return TrainState(
         step=whole,

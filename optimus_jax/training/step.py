@@ -26,7 +26,8 @@ from optimus_jax.mesh.axes import BATCH
 from optimus_jax.mesh.build import build_mesh
 from optimus_jax.mesh.collectives import Collectives
 from optimus_jax.mesh.formats import COMPUTE_DTYPES
-from optimus_jax.mesh.sharding import batch_spec, layouts_of, put_batch
+from optimus_jax.mesh.leaf import trained_of, with_trained
+from optimus_jax.mesh.sharding import batch_spec, layouts_of, map_trained, put_batch
 from optimus_jax.mesh.sums import Sums
 from optimus_jax.mesh.xla_options import GPU, CompilerOption, as_compiler_dict
 from optimus_jax.mesh.zero import varying_axes
@@ -49,7 +50,8 @@ from optimus_jax.training.state import (
     state_specs,
     state_with,
 )
-from optimus_jax.training.task import Batch, task_named
+from optimus_jax.training.task import Batch
+from optimus_jax.training.tasks import check_task, task_named
 
 Metrics = dict[str, Array]
 STEP_METRICS = ("loss", "grad_norm", "lr", "tokens", "skipped", "loss_scale")
@@ -95,10 +97,13 @@ class Program:
         """The state before step 1 with these parameters, which are donated.
 
         Args:
-          params: float32, sharded as `state_shardings.params`; empty slots are zero.
+          params: in the formats of `shapes.params`, sharded as `state_shardings.params`; empty
+            slots are zero.
         """
         begin = jax.jit(
-            lambda params: state_with(params, self.optimizer, self.config.precision, self.plan),
+            lambda params: state_with(
+                params, self.shapes, self.optimizer, self.config.precision, self.plan
+            ),
             donate_argnums=0,
             out_shardings=self.state_shardings,
         )
@@ -142,9 +147,12 @@ def build_program(config: Config, plan: Plan, devices: Sequence[Any] | None = No
       PlanError: the plan is for another number of devices.
     """
     check_jax_settings()
+    check_task(config)
     mesh = build_mesh(plan.axes, None if devices is None else list(devices))
     shapes = planned_shapes(config.model, plan)
-    optimizer = make_optimizer(config.optimizer, shapes.leaves, moments=plan.moments)
+    optimizer = make_optimizer(
+        config.optimizer, trained_of(shapes.leaves, shapes.leaves), moments=plan.moments
+    )
     specs = state_specs(shapes, optimizer, plan)
     rows, scalar = batch_spec(plan.active_rules(config.model)), PartitionSpec()
     shardings = state_shardings(shapes, optimizer, plan, mesh)
@@ -207,6 +215,7 @@ class _DeviceStep:
         self.of_leaf = [
             make_optimizer(config.optimizer, leaf, moments=plan.moments)
             for leaf in jax.tree.leaves(shapes.leaves)
+            if leaf.trained
         ]
         self.learning_rate = learning_rate(config, shapes.num_params)
 
@@ -215,7 +224,7 @@ class _DeviceStep:
         tokens = self._over_batch(self.objective.task.count(batch))
         key = (
             jax.random.fold_in(make_key(self.config.seed), step)
-            if self.config.model.dropout
+            if self.config.model.draws_dropout
             else None
         )
         scale = state.loss_scale.scale if self.plan.precision == "f16" else jnp.float32(1)
@@ -229,7 +238,7 @@ class _DeviceStep:
         )
         unscaled = (lambda x: x / scale) if self.plan.precision == "f16" else (lambda x: x)
         loss = unscaled(self._over_batch(sums.loss))
-        gradients = jax.tree.map(
+        gradients = map_trained(
             lambda layout, g: unscaled(layout.reduced(g)), self.layouts, gradients
         )
         norm = global_norm(gradients)
@@ -240,9 +249,10 @@ class _DeviceStep:
             return jax.tree.map(lambda n, o: jnp.where(finite, n, o), new, old)
 
         params, opt_state = self._updated(state, gradients, norm, lr, if_finite)
+        before = map_trained(lambda _, p: p, self.layouts, state.params)
         new = TrainState(
             step=step,
-            params=if_finite(params, state.params),
+            params=with_trained(if_finite(params, before), state.params),
             opt_state=opt_state,
             loss_scale=self._rescaled(state.loss_scale, finite),
         )
@@ -276,12 +286,12 @@ class _DeviceStep:
         if_finite: Callable[[Any, Any], Any],
     ) -> tuple[Params, optax.OptState]:
         """Clip the gradients, run AdamW on the part that this device updates, and gather the
-        parts. `if_finite`(new, old) selects the optimizer state.
+        parts: the trained parameters. `if_finite`(new, old) selects the optimizer state.
         """
         limit = self.config.optimizer.clip_norm
         factor = jnp.minimum(1.0, limit / jnp.maximum(norm, 1e-12)) if limit else jnp.float32(1)
         gradients = jax.tree.map(lambda g: g * factor, gradients)
-        parts = jax.tree.map(lambda layout, p: layout.updated_part(p), self.layouts, state.params)
+        parts = map_trained(lambda layout, p: layout.updated_part(p), self.layouts, state.params)
         if self.plan.offloads_moments:
             updates, opt_state = update_through_host(
                 self.optimizer,
@@ -296,7 +306,7 @@ class _DeviceStep:
             updates, opt_state = self.optimizer.update(gradients, state.opt_state, parts)
             opt_state = if_finite(opt_state, state.opt_state)
         parts = jax.tree.map(lambda p, u: p - lr * u, parts, updates)
-        return jax.tree.map(
+        return map_trained(
             lambda layout, p: layout.gather_updated(p), self.layouts, parts
         ), opt_state
 

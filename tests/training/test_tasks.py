@@ -21,7 +21,8 @@ from optimus_jax.models.block import Block, ForwardContext
 from optimus_jax.models.families import FAMILIES
 from optimus_jax.models.layer_program import layer_programs
 from optimus_jax.training.step import STEP_METRICS
-from optimus_jax.training.task import RESERVED_NAMES, TASKS, Task, task_named
+from optimus_jax.training.task import RESERVED_NAMES, Task
+from optimus_jax.training.tasks import TASKS, task_named
 
 WEIGHTS = {"stream": 0.1, "units": 0.02}
 """Of the auxiliary sums; both change the gradients."""
