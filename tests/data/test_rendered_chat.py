@@ -141,7 +141,7 @@ def test_special_tokens_are_ordinary_text_in_roles_names_tools_and_arguments(tmp
 
 def test_a_message_and_the_template_cannot_make_a_special_token_together():
     template = ChatTemplate(
-        "{% for m in messages %}<|{{ m.name }}|>{{ m.content }}_end|>{% endfor %}"
+        "{% for m in messages %}<|{{ m.name }}|>{{ m.content | trim }}_end|>{% endfor %}"
     )
     writer = ChatWriter(template=template, special_tokens=["<|im_end|>"], loss_on=("all",))
     for name, content in (("im_end", "x"), ("a", "<|im"), ("a", "b <|im  ")):
@@ -263,8 +263,9 @@ def test_private_characters_in_messages_are_kept():
     writer = ChatWriter(template=ChatTemplate(CHATML), special_tokens=["<|im_end|>"])
     chat = writer(Conversation(messages=in_turns([text, "ok"])))
     assert text in chat.text
+    full = "".join(map(chr, range(0xE000, 0xF8FF))) + "<|im_end|>"
     with pytest.raises(NotConversationError, match="private use"):
-        writer(Conversation(messages=in_turns(["".join(map(chr, range(0xE000, 0xF8FF))), "ok"])))
+        writer(Conversation(messages=in_turns([full, "ok"])))
 
 
 def test_templates_may_write_messages_as_ascii_json():
