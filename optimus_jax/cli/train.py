@@ -71,7 +71,7 @@ def parser(note: Callable[[str], None] = say) -> Parser:
     flags.add_argument(
         "--tokenizer",
         metavar="PATH",
-        help=f"`bytes`, or path or URL of a tokenizer.json (default: {default.data.tokenizer})",
+        help=f"`bytes`, or a tokenizer.json or its folder (default: {default.data.tokenizer})",
     )
     flags.add_argument(
         "--seq-len", metavar="N", help="tokens per example (default: the model's, at most 1024)"

@@ -82,7 +82,7 @@ class DataConfig:
     .parquet .arrow .bin. With weights, a mixture: `web=0.8:a.jsonl code=0.2:b.bin`
     (docs/data.md)."""
     tokenizer: str = BYTES
-    """`bytes`, or the path or URL of a Hugging Face tokenizer.json."""
+    """`bytes`, or the path or URL of a Hugging Face tokenizer.json, or the folder that has it."""
     eos: str | None = None
     """The token that ends a document; None: the one that tokenizer_config.json beside the tokenizer
     names, else the usual names."""

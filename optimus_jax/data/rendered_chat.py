@@ -53,6 +53,9 @@ class RenderedChat:
     ends: bool = False
     """Whether the end of a document follows, because the text has no token that ends a turn."""
 
+    stops: bool = True
+    """Whether each part that counts ends with a token that ends a turn."""
+
     @property
     def end_counts(self) -> bool:
         """Whether the end of the document counts as a target: what comes before it does."""
@@ -162,6 +165,10 @@ class ChatWriter:
         """A field's name, which templates ask for, so that only whole special tokens matter."""
         return self.marked(name, mark) if self._anywhere.search(name) else name
 
+    def has_end(self, text: str, span: CharacterSpan) -> bool:
+        """Whether a span ends with a special token, and perhaps blanks."""
+        return self._last.search(text, *span) is not None
+
     def end_of_turn(self, text: str, span: CharacterSpan) -> CharacterSpan:
         """A span of a message without the blanks after the special token that ends it."""
         found = self._last.search(text, *span)
@@ -183,17 +190,20 @@ class _Rendering:
             self._tools = chat.tools and writer.marked_all(chat.tools, self._mark)
 
     def result(self) -> RenderedChat:
+        writer = self._writer
         text, from_data, generated = self._rendered(len(self._messages))
         if self._has_marks and text != self._template.render(self._chat.messages, self._chat.tools):
             raise NotConversationError(
                 "the chat template compares a message that has the text of a special token, or a"
                 " part of it"
             )
+        counted, ends = self._counted(text, generated), not writer.has_end_of_turn
         return RenderedChat(
             text=text,
             from_data=from_data,
-            counted=self._counted(text, generated),
-            ends=not self._writer.has_end_of_turn,
+            counted=counted,
+            ends=ends,
+            stops=ends or all(writer.has_end(text, span) for span in counted),
         )
 
     def _counted(

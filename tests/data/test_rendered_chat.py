@@ -197,6 +197,17 @@ def test_generation_tags_say_what_counts_as_in_transformers(tmp_path):
     assert counted_text(theirs, tokens_of(ours, writer, marked)) == "<|im_start|>2<|im_end|>"
 
 
+def test_a_template_that_leaves_out_the_end_of_a_turn_is_noticed(tmp_path):
+    """A run's start has a note then."""
+    leaving_out = CHATML_GENERATION.replace(
+        " + '<|im_end|>' }}{% endgeneration %}", " }}{% endgeneration %}{{ '<|im_end|>' }}"
+    )
+    assert leaving_out != CHATML_GENERATION
+    for template, stops in ((CHATML_GENERATION, True), (leaving_out, False), (CHATML, True)):
+        writer = ChatWriter(template=ChatTemplate(template), special_tokens=["<|im_end|>"])
+        assert writer(Conversation(messages=PLAIN)).stops == stops
+
+
 def test_roles_may_be_chosen(tmp_path):
     ours, theirs, _ = load(tmp_path, **MODELS["chatml"])
     users = tokens_of(ours, writer_of(ours, loss_on=("user",)), PLAIN[:2])
