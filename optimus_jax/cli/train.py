@@ -72,7 +72,7 @@ def parser(note: Callable[[str], None] = say) -> Parser:
         "--tokenizer",
         metavar="PATH",
         help=(
-            "`bytes`, path or URL of a tokenizer.json, hf://ORG/NAME (default: the model's, or"
+            "`bytes`, a tokenizer.json or its folder, hf://ORG/NAME (default: the model's, or"
             f" {default.data.tokenizer})"
         ),
     )

@@ -205,11 +205,12 @@ def encode_conversations(
       DataError: no token of any conversation counts.
     """
     found: list[ChatTokens] = []
-    num_without = 0
+    num_without, stops = 0, False
     for group in groups(chats, lambda chat: len(chat.text)):
-        for chat in tokenizer.encode_chats(group):
+        for rendered, chat in zip(group, tokenizer.encode_chats(group), strict=True):
             if chat.counts[1:].any():
                 found.append(chat)
+                stops |= rendered.stops
             else:
                 num_without += 1
     if not found:
@@ -220,10 +221,17 @@ def encode_conversations(
                 do="name the roles that are to be learnt: --set data.loss_on=assistant,tool",
             )
         )
-    notes = [
-        f"{num_without:,} conversation(s) of {name} left out, because no token of them counts"
-        " (data.loss_on)"
-    ]
+    notes = []
+    if num_without:
+        notes.append(
+            f"{num_without:,} conversation(s) of {name} left out, because no token of them counts"
+            " (data.loss_on)"
+        )
+    if not stops:
+        notes.append(
+            f"what counts of {name} never ends with a special token, so the model will not learn"
+            " to end its turn (the chat template decides, by {% generation %} if it has that)"
+        )
     conversations = Conversations(
         name=name,
         tokens=np.concatenate(
@@ -234,4 +242,4 @@ def encode_conversations(
         vocab_size=tokenizer.vocab_size,
         too_long=too_long,
     )
-    return conversations, notes if num_without else []
+    return conversations, notes

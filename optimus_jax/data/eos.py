@@ -7,7 +7,7 @@ an added token need not be marked special. So this module checks the ids that co
 """
 
 import json
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import SequenceMatcher
 from pathlib import Path
@@ -32,8 +32,6 @@ EOS_TOKENS = (
 
 If nothing else names eos, it is the first of these that the vocabulary has.
 """
-CharacterSpan = tuple[int, int]
-"""Characters of a text: the first, and the one after the last."""
 CONFIG = "tokenizer_config.json"
 _TOKENIZER_CONFIGS = (CONFIG, "special_tokens_map.json")
 """Files beside a tokenizer.json that name its special tokens."""
@@ -188,8 +186,8 @@ class Respelling:
 
     def within_template(
         self, text: str, encoding: Any, from_data: Collection[int]
-    ) -> list[tuple[int, CharacterSpan]]:
-        """The ids of a rendered chat template, and the characters that each stands for.
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """The ids of a rendered chat template.
 
         Reserved tokens stay where the template wrote them. Those that cover a character of a
         message, or came about in another way, are replaced as in a text.
@@ -197,22 +195,32 @@ class Respelling:
         Args:
           encoding: of `text`, by a tokenizer that takes special tokens in it for what they are.
           from_data: places of characters that come from messages.
+        Returns:
+          The ids, int64 [N], and the characters that each stands for, the first and the one after
+          the last, int64 [N, 2].
         """
-        found: list[tuple[int, CharacterSpan]] = []
-        is_counted = False
-        for token, (start, stop) in zip(encoding.ids, encoding.offsets, strict=True):
-            if not self._reserved[token] or self._is_whole(token, text, start, stop, from_data):
-                found.append((token, (start, stop)))
-                continue
-            if not is_counted:
-                self.found.documents, is_counted = self.found.documents + 1, True
-            found += [(other, (start, stop)) for other in self._spelled(token, text[start:stop])]
-        return found
+        ids = np.array(encoding.ids, np.int64)
+        spans = np.array(encoding.offsets, np.int64).reshape(-1, 2)
+        others = {
+            place: self._spelled(int(ids[place]), text[slice(*spans[place])])
+            for place in np.flatnonzero(self._reserved[ids]).tolist()
+            if not self._is_whole(int(ids[place]), text, spans[place].tolist(), from_data)
+        }
+        if not others:
+            return ids, spans
+        self.found.documents += 1
+        repeats = np.ones(len(ids), int)
+        repeats[list(others)] = list(map(len, others.values()))
+        written = [others.get(place, [token]) for place, token in enumerate(ids.tolist())]
+        return np.array([token for part in written for token in part]), np.repeat(
+            spans, repeats, axis=0
+        )
 
     def _is_whole(
-        self, token: int, text: str, start: int, stop: int, from_data: Collection[int]
+        self, token: int, text: str, span: Sequence[int], from_data: Collection[int]
     ) -> bool:
         """Whether a reserved token is its own text, blanks beside it aside, none from a message."""
+        start, stop = span
         name = self._tokenizer.id_to_token(token)
         begin = text.find(name, start, stop) if name else -1
         return (

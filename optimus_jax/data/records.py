@@ -98,14 +98,16 @@ class RecordReader:
 
 
 def _kind_by_fields(fields: Mapping[str, object], text_field: str) -> RecordChoice:
-    def is_list(name: str) -> bool:
+    def has_objects(name: str) -> bool:
         value = fields.get(name)
-        return isinstance(value, list) or (isinstance(value, _ArrowType) and value.is_list)
+        if isinstance(value, _ArrowType):
+            return value.is_list
+        return isinstance(value, list) and all(isinstance(item, dict) for item in value)
 
     text = fields.get(text_field)
     if isinstance(text, str) or (isinstance(text, _ArrowType) and not text.is_list):
         return "text"
-    if is_list(MESSAGES) or is_list(text_field):
+    if has_objects(MESSAGES) or has_objects(text_field):
         return MESSAGES
     return COMPLETION if PROMPT in fields and COMPLETION in fields else "text"
 
@@ -118,7 +120,7 @@ class _ArrowType:
 
     @property
     def is_list(self) -> bool:
-        return self.name.startswith(("list<", "large_list<"))
+        return "list" in self.name.partition("<")[0]  # list, large_list, fixed_size_list
 
 
 def column_types(schema: Any) -> dict[str, _ArrowType]:

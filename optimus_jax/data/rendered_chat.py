@@ -16,7 +16,6 @@ from typing import Any
 
 from optimus_jax.config.data import EVERY_ROLE
 from optimus_jax.data.chat_template import TEMPLATE_FILE, ChatTemplate
-from optimus_jax.data.eos import CharacterSpan
 from optimus_jax.data.records import (
     Chat,
     Conversation,
@@ -37,6 +36,8 @@ _KNOWN_TYPES = ("text", "function")
 _PRIVATE = range(0xE000, 0xF8FF)
 """Characters that Unicode leaves to private use; the marks are some that the data does not have."""
 _NUM_MARKS = 3
+CharacterSpan = tuple[int, int]
+"""Characters of a text: the first, and the one after the last."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +52,9 @@ class RenderedChat:
     """Spans, in order, whose tokens count as targets."""
     ends: bool = False
     """Whether the end of a document follows, because the text has no token that ends a turn."""
+
+    stops: bool = True
+    """Whether each part that counts ends with a token that ends a turn."""
 
     @property
     def end_counts(self) -> bool:
@@ -103,9 +107,23 @@ class ChatWriter:
             ends=True,
         )
 
+    def needs_marks(self, text: str) -> bool:
+        """Whether a text could be taken for special tokens, or for a part of one."""
+        return bool(self._places(text))
+
     def marked(self, text: str, mark: str) -> str:
         """A text of a message with marks where it could be taken for special tokens."""
-        places = {match.start() for match in self._anywhere.finditer(text)}
+        places = self._places(text)
+        if not places:
+            return text
+        cuts = [0, *sorted(places), len(text)]
+        return mark.join(text[a:b] for a, b in itertools.pairwise(cuts))
+
+    def _places(self, text: str) -> set[int]:
+        """Places of the characters that need a mark before them."""
+        places = set[int]()
+        if any(token in text for token in self._tokens):
+            places |= {match.start() for match in self._anywhere.finditer(text)}
         inner = text.strip()
         for each, offset in ((text, 0), (inner, len(text) - len(text.lstrip()))):
             if not each:
@@ -117,10 +135,7 @@ class ChatWriter:
                 places.add(offset + len(each) - 1)
             if len(each) < self._longest and any(each in token for token in self._tokens):
                 places.add(offset)
-        if not places:
-            return text
-        cuts = [0, *sorted(places), len(text)]
-        return mark.join(text[a:b] for a, b in itertools.pairwise(cuts))
+        return places
 
     def marked_all(self, value: Any, mark: str) -> Any:
         """A JSON value with marks in its texts, names of fields included."""
@@ -150,6 +165,10 @@ class ChatWriter:
         """A field's name, which templates ask for, so that only whole special tokens matter."""
         return self.marked(name, mark) if self._anywhere.search(name) else name
 
+    def has_end(self, text: str, span: CharacterSpan) -> bool:
+        """Whether a span ends with a special token, and perhaps blanks."""
+        return self._last.search(text, *span) is not None
+
     def end_of_turn(self, text: str, span: CharacterSpan) -> CharacterSpan:
         """A span of a message without the blanks after the special token that ends it."""
         found = self._last.search(text, *span)
@@ -161,25 +180,30 @@ class _Rendering:
 
     def __init__(self, writer: ChatWriter, template: ChatTemplate, chat: Conversation) -> None:
         self._writer, self._template, self._chat = writer, template, chat
-        given: list[Any] = [chat.messages, chat.tools or []]
-        used = {*template.text, *(each for text in strings_in(given) for each in text)}
-        self._mark, *self._around = _unused(used, template.text, given)
-        self._messages: list[Message] = writer.marked_all(chat.messages, self._mark)
-        self._tools = chat.tools and writer.marked_all(chat.tools, self._mark)
-        self._has_marks = (self._messages, self._tools) != (chat.messages, chat.tools)
+        self._messages: list[Message] = chat.messages
+        self._tools = chat.tools
+        texts = [*strings_in([chat.messages, chat.tools or []])]
+        self._has_marks = any(map(writer.needs_marks, texts))
+        if self._has_marks or template.marks_generation:
+            self._mark, *self._around = _unused([template.text, *texts])
+            self._messages = writer.marked_all(chat.messages, self._mark)
+            self._tools = chat.tools and writer.marked_all(chat.tools, self._mark)
 
     def result(self) -> RenderedChat:
+        writer = self._writer
         text, from_data, generated = self._rendered(len(self._messages))
         if self._has_marks and text != self._template.render(self._chat.messages, self._chat.tools):
             raise NotConversationError(
                 "the chat template compares a message that has the text of a special token, or a"
                 " part of it"
             )
+        counted, ends = self._counted(text, generated), not writer.has_end_of_turn
         return RenderedChat(
             text=text,
             from_data=from_data,
-            counted=self._counted(text, generated),
-            ends=not self._writer.has_end_of_turn,
+            counted=counted,
+            ends=ends,
+            stops=ends or all(writer.has_end(text, span) for span in counted),
         )
 
     def _counted(
@@ -233,6 +257,10 @@ class _Rendering:
     ) -> tuple[str, frozenset[int], tuple[CharacterSpan, ...]]:
         """The text of the first messages without marks, what the marks said, and the spans that
         the template says are the assistant's."""
+        if not (self._has_marks or self._template.marks_generation):
+            messages = self._messages[:num_messages]
+            text = self._template.render(messages, self._tools, add_generation_prompt=prompts)
+            return text, frozenset(), ()
         begin, end = self._around
         raw = self._template.render(
             self._messages[:num_messages],
@@ -261,13 +289,12 @@ def json_escape(character: str) -> str:
     return f"\\u{ord(character):04x}"
 
 
-def _unused(used: set[str], template: str, given: Sequence[Any]) -> list[str]:
-    """Characters that neither the template nor the data has, plain or escaped."""
-    texts = [template, *strings_in(list(given))]
+def _unused(texts: Sequence[str]) -> list[str]:
+    """Characters that no text has, plain or escaped."""
     found = []
     for code in _PRIVATE:
         character = chr(code)
-        if character not in used and not any(json_escape(character) in text for text in texts):
+        if not any(character in text or json_escape(character) in text for text in texts):
             found.append(character)
             if len(found) == _NUM_MARKS:
                 return found

@@ -7,8 +7,7 @@ templates, and leaves out what would make data depend on more than the data: the
 
 Limits of one rendering: MAX_STEPS iterations and macro calls, MAX_CHARACTERS in the output and in
 any text that `+`, `~`, `*`, `%`, `format`, `join`, `replace` or padding makes, and Jinja's own
-100,000 items in a `range`. Not limited: the time of one filter on one long text, and lists that
-filters make of other lists.
+100,000 items in a `range`. Not limited: the time of one filter on one long text.
 """
 
 import functools
@@ -20,7 +19,7 @@ from typing import Any, ClassVar
 import jinja2
 from jinja2 import nodes
 from jinja2.ext import Extension, loopcontrols
-from jinja2.filters import do_format, do_indent
+from jinja2.filters import do_batch, do_format, do_indent, do_slice
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
@@ -125,10 +124,13 @@ class ChatSandbox(ImmutableSandboxedEnvironment):
             "center": self._center,
             "indent": self._indent,
             "format": self._format,
+            "batch": functools.partial(_counted, do_batch),
+            "slice": functools.partial(_counted, do_slice),
         }
         self.globals |= {
             "raise_exception": _raise_exception,
             "namespace": _SafeNamespace,
+            "dict": _Dictionary(),
         }
 
     def rendered(
@@ -240,6 +242,22 @@ class ChatSandbox(ImmutableSandboxedEnvironment):
     def _format(self, value: Any, *args: Any, **kwargs: Any) -> str:
         _check_format(str(value), (*args, *kwargs.values()))
         return do_format(str(value), *args, **kwargs)
+
+
+class _Dictionary:
+    """`dict(...)` and `dict.fromkeys(...)`, without the methods that could change an argument."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
+        return dict(*args, **kwargs)
+
+    def fromkeys(self, *args: Any) -> dict[Any, Any]:
+        return dict.fromkeys(*args)
+
+
+def _counted(make: Callable[..., Any], value: Any, number: int, *args: Any, **kwargs: Any) -> Any:
+    """The value of a filter that makes `number` lists, or lists of that length."""
+    _check_widths((number,), 1)
+    return make(value, number, *args, **kwargs)
 
 
 def _check_length(length: int) -> None:

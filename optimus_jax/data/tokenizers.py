@@ -369,10 +369,8 @@ class HuggingFaceTokenizer:
             encodings = self._of_templates.encode_batch(texts, add_special_tokens=False)
             found = []
             for chat, encoding in zip(chats, encodings, strict=True):
-                tokens = self._respelling.within_template(chat.text, encoding, chat.from_data)
-                ids = np.array([token for token, _ in tokens], dtype)
-                spans = np.array([span for _, span in tokens], int).reshape(-1, 2)
-                found.append(_chat_tokens(chat, ids, spans, self.eos))
+                ids, spans = self._respelling.within_template(chat.text, encoding, chat.from_data)
+                found.append(_chat_tokens(chat, ids.astype(dtype), spans, self.eos))
             return found
 
     def _cannot_write(self, text: str) -> bool:

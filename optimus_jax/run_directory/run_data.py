@@ -156,7 +156,8 @@ def check_same_data(
         hint = (
             ""
             if {"tokens", "documents"} & set(names)
-            else " (as many tokens and documents: files in another order, or some text has changed)"
+            else " (as many tokens and documents: files in another order, other weights, or some"
+            " text has changed)"
         )
         raise DataError(
             explain(

@@ -56,6 +56,11 @@ def test_blanks_and_json_are_written_as_transformers_writes_them():
     assert rendered("  {% if true %}\nx\n  {% endif %}\n") == "x\n"
     assert rendered("{{ {'a': '<\u4e2d>'} | tojson }}") == '{"a": "<\u4e2d>"}'
     assert rendered("{% for m in messages %}{% continue %}x{% endfor %}y") == "y"
+    assert rendered("{{ dict(a=1) }}{{ dict.fromkeys('b') }}") == "{'a': 1}{'b': None}"
+    assert (
+        rendered("{% for pair in 'abc' | batch(2) %}{{ pair | join('+') }};{% endfor %}")
+        == "a+b;c;"
+    )
     assert rendered("{% set ns = namespace(a=1) %}{% set ns.a = 2 %}{{ ns.a }}") == "2"
 
 
@@ -69,6 +74,7 @@ def test_blanks_and_json_are_written_as_transformers_writes_them():
         ("{{ messages.__class__.__mro__ }}", "unsafe"),
         ("{% set ns = namespace(__init__=1) %}", "no attribute"),
         ("{% set ns = namespace() %}{% set ns.__class__ = 1 %}", "no attribute|unsafe"),
+        ("{{ dict.update(messages[0], {'role': 'assistant'}) }}", "no attribute"),
         ("{{ 1 / 0 }}", "division"),
         ("{% for i in range(1000000) %}{% endfor %}", "Range too big"),
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "recursion"),
@@ -107,6 +113,8 @@ MANY = "{% for a in range(1000) %}{% for b in range(1000) %}{% for c in range(10
         "{{ 'x' | center(1000000000) }}",
         "{{ 'x' | indent(1000000000, true) }}",
         "{{ messages | tojson(indent=1000000000) }}",
+        "{{ messages | batch(1000000000, 'x') | list }}",
+        "{{ messages | slice(1000000000) | list }}",
         "{% set x = 'x' * 10000 %}{{ x | replace('x', x) | replace('x', x) }}",
         "{% set x = 'x' * 10000 %}{{ x.replace('x', x).replace('x', x) }}",
         "{% set x = 'x' * 10000 %}{{ range(100000) | join(x) }}",

@@ -258,6 +258,10 @@ def test_the_description_counts_conversations_and_tokens(tmp_path):
     assert f"in 3 conversations, {counted} of which count" in data.description
     assert data.notes[0].startswith("1 conversation(s) of")
     assert data.notes[0].endswith("left out, because no token of them counts (data.loss_on)")
+    assert not any("to end its turn" in note for note in data.notes)
+    (tmp_path / "model" / "chat_template.jinja").write_text(TEMPLATE)
+    endless = load(path, tokenizer=str(tmp_path / "model"), seq_len=64)
+    assert any("to end its turn" in note for note in endless.notes)
     messages = [{"role": "user", "content": "<|im_end|>"}, {"role": "assistant", "content": "x"}]
     path = write_lines(tmp_path / "b.jsonl", [{"messages": messages}] * 2)
     notes = load(path, tokenizer=str(tmp_path / "model"), seq_len=64).notes

@@ -141,7 +141,7 @@ def test_special_tokens_are_ordinary_text_in_roles_names_tools_and_arguments(tmp
 
 def test_a_message_and_the_template_cannot_make_a_special_token_together():
     template = ChatTemplate(
-        "{% for m in messages %}<|{{ m.name }}|>{{ m.content }}_end|>{% endfor %}"
+        "{% for m in messages %}<|{{ m.name }}|>{{ m.content | trim }}_end|>{% endfor %}"
     )
     writer = ChatWriter(template=template, special_tokens=["<|im_end|>"], loss_on=("all",))
     for name, content in (("im_end", "x"), ("a", "<|im"), ("a", "b <|im  ")):
@@ -195,6 +195,17 @@ def test_generation_tags_say_what_counts_as_in_transformers(tmp_path):
     assert found.counts.astype(int).tolist() == wanted["assistant_masks"]
     marked = in_turns(["<|im_end|>", "<|im_start|>2"])
     assert counted_text(theirs, tokens_of(ours, writer, marked)) == "<|im_start|>2<|im_end|>"
+
+
+def test_a_template_that_leaves_out_the_end_of_a_turn_is_noticed(tmp_path):
+    """A run's start has a note then."""
+    leaving_out = CHATML_GENERATION.replace(
+        " + '<|im_end|>' }}{% endgeneration %}", " }}{% endgeneration %}{{ '<|im_end|>' }}"
+    )
+    assert leaving_out != CHATML_GENERATION
+    for template, stops in ((CHATML_GENERATION, True), (leaving_out, False), (CHATML, True)):
+        writer = ChatWriter(template=ChatTemplate(template), special_tokens=["<|im_end|>"])
+        assert writer(Conversation(messages=PLAIN)).stops == stops
 
 
 def test_roles_may_be_chosen(tmp_path):
@@ -263,8 +274,9 @@ def test_private_characters_in_messages_are_kept():
     writer = ChatWriter(template=ChatTemplate(CHATML), special_tokens=["<|im_end|>"])
     chat = writer(Conversation(messages=in_turns([text, "ok"])))
     assert text in chat.text
+    full = "".join(map(chr, range(0xE000, 0xF8FF))) + "<|im_end|>"
     with pytest.raises(NotConversationError, match="private use"):
-        writer(Conversation(messages=in_turns(["".join(map(chr, range(0xE000, 0xF8FF))), "ok"])))
+        writer(Conversation(messages=in_turns([full, "ok"])))
 
 
 def test_templates_may_write_messages_as_ascii_json():

@@ -537,6 +537,11 @@ def tar_of(content):
                 " tokens when training starts"
             ),
         ),
+        (
+            "a.jsonl",
+            '{"messages": [{"role": "user", "content": "x"}]}',
+            "no field 'text'; there are 'messages'; a conversation becomes tokens when training",
+        ),
         ("a.jsonl", '{"text": ' + "[" * 100_000, "line 1, .*\n.*RecursionError"),
         ("a.jsonl", '{"text": ' + "9" * 5000 + "}", "line 1, .*\n.*'text' holds a number"),
         (
