@@ -2,9 +2,10 @@
 
 A conversation is never split across examples. One of n tokens takes up n - 1 places of an example:
 its last token is a target only. Conversations of more than seq_len + 1 tokens are truncated or
-dropped. Each has its own positions and segment; padding at the end of an example is a segment of
-its own whose targets do not count. Which conversations share an example depends on the data and
-seq_len alone (packing.py), and examples are shuffled as those of a stream are.
+dropped. The two of a preference pair share an example, one after the other. Each conversation has
+its own positions and segment; padding at the end of an example is a segment of its own whose
+targets do not count. Which conversations share an example depends on the data and seq_len alone
+(packing.py), and examples are shuffled as those of a stream are.
 """
 
 import dataclasses
@@ -41,6 +42,8 @@ class Conversations:
     """Token ids are below this."""
     too_long: TooLong
     """What is done with those that are longer than an example."""
+    group_size: int = 1
+    """Number of conversations in a row that share an example: 2 for preference pairs."""
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -50,9 +53,30 @@ class Conversations:
         return len(self.starts) - 1
 
     @property
+    def num_pieces(self) -> int:
+        """Number of conversations, or of groups that share an example."""
+        return self.num_conversations // self.group_size
+
+    @property
     def sizes(self) -> np.ndarray:
         """Places that each takes up in an example, if it is not truncated: int64 [C]."""
         return np.diff(self.starts) - 1
+
+    def sizes_in(self, seq_len: int) -> np.ndarray:
+        """Places that each takes up in an example of this length: int64 [C]. Of a group that is
+        longer, each is truncated to its share.
+        """
+        is_long = np.repeat(self._by_piece(self.sizes) > seq_len, self.group_size)
+        return np.where(is_long, np.minimum(self.sizes, seq_len // self.group_size), self.sizes)
+
+    def _by_piece(self, of_each: np.ndarray) -> np.ndarray:
+        """Sums over the conversations of each piece."""
+        return of_each.reshape(-1, self.group_size).sum(1)
+
+    @property
+    def unit(self) -> str:
+        """What a piece is, for messages."""
+        return _unit(self.group_size)
 
     @property
     def digest(self) -> str:
@@ -67,18 +91,19 @@ class Conversations:
         return {}
 
     def packing(self, seq_len: int) -> tuple[np.ndarray, Packing]:
-        """The numbers of the conversations that are used, int64 [P], and how these are packed."""
+        """The numbers of the pieces that are used, int64 [P], and how these are packed."""
         if seq_len not in self._packings:
             used = self._used(seq_len)
-            sizes = np.minimum(self.sizes[used], seq_len)
+            sizes = self._by_piece(self.sizes_in(seq_len))[used]
             self._packings[seq_len] = used, pack(sizes, seq_len)
         return self._packings[seq_len]
 
     def _used(self, seq_len: int) -> np.ndarray:
         if self.too_long == "drop":
-            return np.flatnonzero(self.sizes <= seq_len)
+            return np.flatnonzero(self._by_piece(self.sizes) <= seq_len)
         # A part without a token that counts teaches nothing.
-        return np.flatnonzero(self._counted_until(np.minimum(self.sizes, seq_len)) > 0)
+        counted = self._counted_until(self.sizes_in(seq_len))
+        return np.flatnonzero(counted.reshape(-1, self.group_size).all(1))
 
     def _counted_until(self, sizes: np.ndarray) -> np.ndarray:
         """Number of targets that count among the first `sizes` of each conversation."""
@@ -93,7 +118,7 @@ class Conversations:
     def description(self, seq_len: int) -> str:
         """The examples, and how full they are, in a line."""
         used, packing = self.packing(seq_len)
-        sizes = np.minimum(self.sizes, seq_len)
+        sizes = self._by_piece(self.sizes_in(seq_len))
         share = int(sizes[used].sum()) / max(1, packing.num_examples * seq_len)
         return (
             f"{packing.num_examples:,} examples of {seq_len:,} tokens to train on, {share:.1%}"
@@ -103,7 +128,8 @@ class Conversations:
     def count_targets(self, seq_len: int) -> int:
         """Number of targets that count in all examples."""
         used, _ = self.packing(seq_len)
-        return int(self._counted_until(np.minimum(self.sizes, seq_len))[used].sum())
+        counted = self._counted_until(self.sizes_in(seq_len))
+        return int(self._by_piece(counted)[used].sum())
 
     def example_order(self, seq_len: int, seed: int) -> ExampleOrder:
         """An endless sequence of example numbers, a function of (seq_len, seed) alone."""
@@ -111,16 +137,17 @@ class Conversations:
 
     def too_long_notes(self, seq_len: int) -> list[str]:
         """What a user should know about conversations that do not fit into an example."""
-        num_long = int((self.sizes > seq_len).sum())
+        sizes = self._by_piece(self.sizes)
+        num_long = int((sizes > seq_len).sum())
         if not num_long:
             return []
-        num_used = int((self.sizes[self.packing(seq_len)[0]] > seq_len).sum())
+        num_used = int((sizes[self.packing(seq_len)[0]] > seq_len).sum())
         done = [f"{num_used:,} truncated"] if num_used else []
         if num_long > num_used:
             why = "" if self.too_long == "drop" else ", since nothing that counts would remain"
             done.append(f"{num_long - num_used:,} dropped{why}")
         return [
-            f"{num_long:,} conversation(s) of {self.name} are longer than seq_len={seq_len:,}"
+            f"{num_long:,} {self.unit}(s) of {self.name} are longer than seq_len={seq_len:,}"
             f" (data.too_long={self.too_long}): {'; '.join(done)}"
         ]
 
@@ -138,11 +165,13 @@ class Conversations:
         positions, segments = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
         loss_mask = np.zeros(shape, bool)
         used, packing = self.packing(seq_len)
+        sizes = self.sizes_in(seq_len)
         for row, example in enumerate(examples):
             place = segment = 0
-            for conversation in used[packing[int(example)]].tolist():
-                start = int(self.starts[conversation])
-                size = min(int(self.starts[conversation + 1]) - start - 1, seq_len)
+            pieces = used[packing[int(example)]]
+            parts = pieces[:, None] * self.group_size + np.arange(self.group_size)
+            for conversation in parts.reshape(-1).tolist():
+                start, size = int(self.starts[conversation]), int(sizes[conversation])
                 here = row, slice(place, place + size)
                 tokens[here] = self.tokens[start : start + size]
                 targets[here] = self.tokens[start + 1 : start + size + 1]
@@ -159,7 +188,8 @@ class Conversations:
         }
 
     def take(self, which: np.ndarray, name: str | None = None) -> "Conversations":
-        """The conversations where `which`, bool [C], is True, in order."""
+        """The pieces where `which`, bool [pieces], is True, in order."""
+        which = np.repeat(which, self.group_size)
         is_taken = np.repeat(which, np.diff(self.starts))
         return dataclasses.replace(
             self,
@@ -182,50 +212,59 @@ def split_conversations(
     """
     if eval_fraction == 0:
         return whole, None
-    if whole.num_conversations < 2:
+    if whole.num_pieces < 2:
         raise DataError(
             explain(
                 f"{whole.name} has too few conversations to hold some out",
-                given=f"{whole.num_conversations}; data.eval_fraction={eval_fraction}",
+                given=f"{whole.num_pieces}; data.eval_fraction={eval_fraction}",
                 do="give more, or --set data.eval_fraction=0",
             )
         )
-    is_held_out = chosen_documents(whole.tokens, whole.starts[1:], eval_fraction)
+    ends = whole.starts[whole.group_size :: whole.group_size]
+    is_held_out = chosen_documents(whole.tokens, ends, eval_fraction)
     return whole.take(~is_held_out), whole.take(is_held_out, f"{whole.name} (held out)")
 
 
 def encode_conversations(
-    tokenizer: Tokenizer, chats: Iterable[RenderedChat], name: str, too_long: TooLong
+    tokenizer: Tokenizer,
+    chats: Iterable[tuple[RenderedChat, ...]],
+    name: str,
+    too_long: TooLong,
+    group_size: int = 1,
 ) -> tuple[Conversations, list[str]]:
     """All conversations as tokens, and notes about those that were left out.
 
     Shows progress while stderr is a terminal.
 
+    Args:
+      chats: each with the others that share its example, `group_size` in all.
     Raises:
       DataError: no token of any conversation counts.
     """
     found: list[ChatTokens] = []
     num_without, stops = 0, False
-    for group in groups(chats, lambda chat: len(chat.text)):
-        for rendered, chat in zip(group, tokenizer.encode_chats(group), strict=True):
-            if chat.counts[1:].any():
-                found.append(chat)
-                stops |= rendered.stops
+    for group in groups(chats, lambda piece: sum(len(chat.text) for chat in piece)):
+        tokens = iter(tokenizer.encode_chats([chat for piece in group for chat in piece]))
+        for piece in group:
+            encoded = [next(tokens) for _ in piece]
+            if all(chat.counts[1:].any() for chat in encoded):
+                found += encoded
+                stops |= all(chat.stops for chat in piece)
             else:
                 num_without += 1
     if not found:
         raise DataError(
             explain(
                 f"no token of {name} counts in the loss",
-                given=f"{num_without:,} conversation(s)",
+                given=f"{num_without:,} {_unit(group_size)}(s)",
                 do="name the roles that are to be learnt: --set data.loss_on=assistant,tool",
             )
         )
     notes = []
     if num_without:
         notes.append(
-            f"{num_without:,} conversation(s) of {name} left out, because no token of them counts"
-            " (data.loss_on)"
+            f"{num_without:,} {_unit(group_size)}(s) of {name} left out, because no token of them"
+            " counts (data.loss_on)"
         )
     if not stops:
         notes.append(
@@ -241,5 +280,10 @@ def encode_conversations(
         starts=np.concatenate([[0], np.cumsum([len(chat.ids) for chat in found])]),
         vocab_size=tokenizer.vocab_size,
         too_long=too_long,
+        group_size=group_size,
     )
     return conversations, notes
+
+
+def _unit(group_size: int) -> str:
+    return "conversation" if group_size == 1 else "pair"

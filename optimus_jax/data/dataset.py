@@ -20,6 +20,7 @@ from optimus_jax.config.weighted_sources import WeightedSource
 from optimus_jax.data.conversations import encode_conversations, split_conversations
 from optimus_jax.data.digests import DIGEST_TOKENS, WholeDigest, content_digest
 from optimus_jax.data.mixture import HeldOutMixture, Mixture, period_counts
+from optimus_jax.data.preferences import PreferenceReader
 from optimus_jax.data.records import RecordReader
 from optimus_jax.data.rendered_chat import ChatWriter, RenderedChat
 from optimus_jax.data.sampler import Examples, count_examples
@@ -76,6 +77,7 @@ def load_data(
     model_name: str,
     tokenizer: Tokenizer | None = None,
     by: str | None = None,
+    pairs: bool = False,
 ) -> Data:
     """Read, tokenize, check and split the data.
 
@@ -90,6 +92,7 @@ def load_data(
       by: how a resumed run chose its held-out tokens, which holds whatever the files are now: a
         HeldOutBy, or one for each source of a mixture with blanks between; None: `held_out_by`
         decides.
+      pairs: whether records are preference pairs.
     Raises:
       DataError: a source, the tokenizer or a token cannot be used.
     """
@@ -98,7 +101,7 @@ def load_data(
     )
     rules = _rules(by, max(1, len(config.mixture)))
     parts = [
-        _load_source(config, names, tokenizer, rule, seq_len, vocab_size, model_name)
+        _load_source(config, names, tokenizer, rule, seq_len, vocab_size, model_name, pairs)
         for names, rule in zip(
             [(source.path,) for source in config.mixture] or [config.sources], rules, strict=True
         )
@@ -123,11 +126,14 @@ def _load_source(
     seq_len: int,
     vocab_size: int,
     model_name: str,
+    pairs: bool,
 ) -> Data:
     """The data of sources that form one stream, or are all conversations."""
     skipped_input = SkippedInput()
     files = find_files(sources, skipped_input)
     if files and STDLIB not in sources and all(map(is_token_file, files)):
+        if pairs:
+            raise _no_pairs(" ".join(sources))
         stream, headers = read_token_files(files, tokenizer)
         num_documents = sum(header.num_documents for header in headers)
         return _of_stream(
@@ -140,9 +146,9 @@ def _load_source(
         config.text_field,
         skip_bad_lines=config.skip_bad_lines,
         skipped_input=skipped_input,
-        records=RecordReader(
+        records=(PreferenceReader if pairs else RecordReader)(
             text_field=config.text_field,
-            kind=config.records,
+            kind="completion" if pairs else config.records,
             write_out=ChatWriter(
                 template=tokenizer.chat_template,
                 special_tokens=tokenizer.special_tokens,
@@ -157,8 +163,14 @@ def _load_source(
             explain("the data holds no text", given=name, do="name files that hold some")
         )
     whole = _of_one_kind(itertools.chain([first], documents), type(first), name)
-    if isinstance(first, RenderedChat):
-        found = _of_conversations(config, whole, name, tokenizer, seq_len, vocab_size, model_name)
+    if pairs and not isinstance(first, tuple):
+        raise _no_pairs(name)
+    if pairs or isinstance(first, RenderedChat):
+        pieces = whole if pairs else ((chat,) for chat in whole)
+        group_size = 2 if pairs else 1
+        found = _of_conversations(
+            config, pieces, group_size, name, tokenizer, seq_len, vocab_size, model_name
+        )
     else:
         tokens = np.concatenate(list(encode_documents(tokenizer, whole)))
         stream = TokenStream(
@@ -169,6 +181,17 @@ def _load_source(
             config, stream, (), num_documents, tokenizer, by, seq_len, vocab_size, model_name
         )
     return found.with_notes(skipped_input.notes())
+
+
+def _no_pairs(name: str) -> DataError:
+    return DataError(
+        explain(
+            "the data holds no preference pairs, from which the task learns",
+            given=name,
+            do="give JSON, Parquet or Arrow files with the fields prompt, chosen and rejected, or"
+            " leave task out",
+        )
+    )
 
 
 def _of_one_kind(documents: Iterable[Any], kind: type, name: str) -> Iterator[Any]:
@@ -226,7 +249,8 @@ def _of_stream(
 
 def _of_conversations(
     config: DataConfig,
-    chats: Iterable[RenderedChat],
+    pieces: Iterable[tuple[RenderedChat, ...]],
+    group_size: int,
     name: str,
     tokenizer: Tokenizer,
     seq_len: int,
@@ -241,7 +265,7 @@ def _of_conversations(
                 do="leave it out",
             )
         )
-    whole, notes = encode_conversations(tokenizer, chats, name, config.too_long)
+    whole, notes = encode_conversations(tokenizer, pieces, name, config.too_long, group_size)
     stream = TokenStream(
         name=name, tokens=whole.tokens, eos=tokenizer.eos, vocab_size=tokenizer.vocab_size
     )
@@ -253,9 +277,9 @@ def _of_conversations(
         held_out=held_out,
         tokenizer=tokenizer,
         description=(
-            f"{name}: {len(whole):,} tokens in {whole.num_conversations:,} conversations,"
+            f"{name}: {len(whole):,} tokens in {whole.num_pieces:,} {whole.unit}s,"
             f" {int(whole.counts.sum()):,} of which count; {train.description(seq_len)},"
-            f" {held_out.num_conversations if held_out else 0:,} conversations held out"
+            f" {held_out.num_pieces if held_out else 0:,} {whole.unit}s held out"
         ),
         identity={
             **identity_of(stream, ()),

@@ -6,10 +6,9 @@ each of the two, the answer counts.
 """
 
 import itertools
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from optimus_jax.config import DataConfig
 from optimus_jax.config.data import RecordChoice
 from optimus_jax.data.records import (
     COMPLETION,
@@ -21,10 +20,7 @@ from optimus_jax.data.records import (
     chat_in,
     messages_in,
 )
-from optimus_jax.data.rendered_chat import ChatWriter, RenderedChat
-from optimus_jax.data.skipped_input import SkippedInput
-from optimus_jax.data.sources import read_documents
-from optimus_jax.data.tokenizers import ChatTokens, Tokenizer, groups
+from optimus_jax.data.rendered_chat import RenderedChat
 
 CHOSEN, REJECTED = "chosen", "rejected"
 
@@ -34,13 +30,6 @@ class Preference(NamedTuple):
 
     chosen: Chat
     rejected: Chat
-
-
-class PreferenceTokens(NamedTuple):
-    """Two answers to one prompt, each with it, as tokens; the answers count."""
-
-    chosen: ChatTokens
-    rejected: ChatTokens
 
 
 def preference_in(record: Any) -> Preference:
@@ -79,8 +68,8 @@ def _num_equal(first: Sequence[Any], second: Sequence[Any]) -> int:
     return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
-class _PreferenceReader(RecordReader):
-    """Reads pairs, each as two rendered conversations."""
+class PreferenceReader(RecordReader):
+    """Reads pairs, each as two rendered conversations: the chosen one and the rejected one."""
 
     def decide(self, fields: Mapping[str, object]) -> RecordChoice:
         return self.kind
@@ -93,34 +82,3 @@ class _PreferenceReader(RecordReader):
         if not {CHOSEN, REJECTED} <= {*names}:
             return []
         return [name for name in (PROMPT, CHOSEN, REJECTED, TOOLS) if name in names]
-
-
-def read_preferences(
-    config: DataConfig, tokenizer: Tokenizer, skipped_input: SkippedInput | None = None
-) -> Iterator[PreferenceTokens]:
-    """Yield the pairs of all sources as tokens, in order.
-
-    Args:
-      config: its sources, template and skip_bad_lines count.
-      skipped_input: counts what is skipped.
-    Raises:
-      DataError: a source cannot be used, or a record is no pair and not to be skipped.
-    """
-    writer = ChatWriter(
-        template=tokenizer.chat_template,
-        special_tokens=tokenizer.special_tokens,
-        has_end_of_turn=bool(tokenizer.special_tokens),
-    )
-    pairs = read_documents(
-        config.sources,
-        config.text_field,
-        skip_bad_lines=config.skip_bad_lines,
-        skipped_input=skipped_input,
-        records=_PreferenceReader(
-            text_field=config.text_field, write_out=writer, kind="completion"
-        ),
-    )
-    for group in groups(pairs, lambda pair: sum(len(chat.text) for chat in pair)):
-        tokens = iter(tokenizer.encode_chats([chat for pair in group for chat in pair]))
-        for chosen in tokens:
-            yield PreferenceTokens(chosen, next(tokens))

@@ -69,6 +69,8 @@ class Task:
     prepare: Callable[[dict[str, np.ndarray]], dict[str, np.ndarray]] = lambda batch: batch
     """Some rows of `arrays` on the host, made of the same rows as the loader gives them
     (data/batch.py). A row may depend on nothing else."""
+    learns_from_pairs: bool = False
+    """Whether examples must hold preference pairs, two segments each."""
     has_reference: bool = False
     """Whether the rows also run through the model as it is without its adapters."""
     auxiliary_weights: Mapping[str, float] = field(default_factory=dict)

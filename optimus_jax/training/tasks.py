@@ -40,6 +40,7 @@ TASKS: dict[str, Task] = {
         loss=preference_loss,
         count=count_pairs,
         arrays=BATCH_ARRAYS,
+        learns_from_pairs=True,
         has_reference=True,
     ),
 }
