@@ -17,6 +17,7 @@ from optimus_jax.config import (
     ControlConfig,
     DataConfig,
     DistributedConfig,
+    Features,
     LogConfig,
     ModelConfig,
     OptimizerConfig,
@@ -63,6 +64,11 @@ def configs(draw: st.DrawFn) -> Config:
         max_length=seq_len + draw(st.integers(0, 9)),
         tied=draw(st.booleans()),
         rope_scaling=draw(st.none() | st.builds(RopeScaling, factor=positive)),
+        features=Features(
+            positions=draw(st.sampled_from((None, "none", "learned", "rotary"))),
+            qk_norm=draw(st.sampled_from((None, "none", "head"))),
+            biases=draw(st.sampled_from((None, (), ("query",), ("key", "value")))),
+        ),
         dropout=draw(st.floats(0, 0.9)),
     )
     return Config(
@@ -225,6 +231,12 @@ def test_rotary_positions_need_an_even_head_dim():
     check_family(ModelConfig(family="gpt2", head_dim=33))
     with pytest.raises(ConfigError, match=r"odd number(.|\n)*model.head_dim=33(.|\n)*32 or 34"):
         check_family(ModelConfig(family="llama", head_dim=33))
+
+
+@pytest.mark.parametrize(("name", "family"), [("positions", "gpt2"), ("qk_norm", "qwen3")])
+def test_a_feature_can_be_none_where_its_family_has_one(name, family):
+    config = Config().with_values({"model.family": family, f"model.features.{name}": "none"})
+    assert getattr(features_of(config.model), name) == "none"
 
 
 def test_settings_left_open_are_derived():
