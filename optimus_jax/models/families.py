@@ -141,6 +141,14 @@ def check_family(config: ModelConfig) -> None:
                 do="set model.features.norm_place=pre",
             )
         )
+    if features.positions == "sinusoid" and config.embed_dim % 2:
+        raise ConfigError(
+            explain(
+                "sinusoidal positions are as many sines as cosines",
+                given=f"model.features.positions=sinusoid, model.embed_dim={config.embed_dim}",
+                do="set model.embed_dim to an even number",
+            )
+        )
     if dims > config.head_dim or (features.rope_dims and dims % 2):
         most = config.head_dim - config.head_dim % 2
         raise ConfigError(

@@ -239,6 +239,13 @@ def test_a_feature_can_be_none_where_its_family_has_one(name, family):
     assert getattr(features_of(config.model), name) == "none"
 
 
+def test_sinusoidal_positions_need_an_even_width():
+    sinusoids = Features(positions="sinusoid")
+    check_family(ModelConfig(embed_dim=254, features=sinusoids))
+    with pytest.raises(ConfigError, match=r"as many sines as cosines(.|\n)*embed_dim=255"):
+        check_family(ModelConfig(embed_dim=255, features=sinusoids))
+
+
 def test_settings_left_open_are_derived():
     assert Config(model=ModelConfig(max_length=4096)).seq_len == 1024
     assert Config(model=ModelConfig(max_length=256)).seq_len == 256
@@ -259,6 +266,10 @@ def test_settings_left_open_are_derived():
             r"unknown setting 'optimiser.beta2'(.|\n)*did you mean 'optimizer.beta2'",
         ),
         ({"optimizer": 3}, r"unknown setting 'optimizer'"),
+        (
+            {"model.rope_scaling.low_frequency_factor": 4.0},
+            r"must be below(.|\n)*low_frequency_factor=4.0, high_frequency_factor=4.0",
+        ),
         (
             {"optimizer": {"bta2": 3}},
             r"unknown setting 'optimizer.bta2'(.|\n)*did you mean 'beta2'",
