@@ -239,6 +239,16 @@ def test_a_feature_can_be_none_where_its_family_has_one(name, family):
     assert getattr(features_of(config.model), name) == "none"
 
 
+def test_a_family_that_changes_after_its_use_is_refused(monkeypatch):
+    model = ModelConfig(family="mine")
+    for _ in range(2):  # the same row again is no change
+        monkeypatch.setitem(FAMILIES, "mine", dataclasses.replace(FAMILIES["gpt2"]))
+        check_family(model)
+    monkeypatch.setitem(FAMILIES, "mine", FAMILIES["llama"])
+    with pytest.raises(ConfigError, match="'mine' has changed since it was first used"):
+        check_family(model)
+
+
 def test_sinusoidal_positions_need_an_even_width():
     sinusoids = Features(positions="sinusoid")
     check_family(ModelConfig(embed_dim=254, features=sinusoids))
