@@ -31,6 +31,16 @@ class RopeScaling:
         check_positive(
             self, "factor", "low_frequency_factor", "high_frequency_factor", "original_length"
         )
+        low, high = self.low_frequency_factor, self.high_frequency_factor
+        if self.kind == "llama3" and low >= high:
+            raise ConfigError(
+                explain(
+                    "low_frequency_factor must be below high_frequency_factor",
+                    given=f"model.rope_scaling.low_frequency_factor={low},"
+                    f" high_frequency_factor={high}",
+                    do="set them as the model's config.json has them; Llama 3.1 has 1 and 4",
+                )
+            )
 
 
 Bias = Literal["query", "key", "value", "out", "up", "down"]

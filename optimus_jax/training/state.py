@@ -17,6 +17,7 @@ from jax import Array
 from jax.sharding import Mesh, PartitionSpec
 
 from optimus_jax.config import ModelConfig, PrecisionConfig
+from optimus_jax.errors import ConfigError, explain
 from optimus_jax.mesh.axes import LAYERS
 from optimus_jax.mesh.leaf import trained_of
 from optimus_jax.mesh.sharding import layouts_of, map_trained, named
@@ -110,7 +111,22 @@ def initial_loss_scale(precision: PrecisionConfig, plan: Plan) -> LossScale:
 def state_specs(
     shapes: ModelShapes, optimizer: optax.GradientTransformation, plan: Plan
 ) -> TrainState:
-    """A PartitionSpec for every leaf of the state under `plan`."""
+    """A PartitionSpec for every leaf of the state under `plan`.
+
+    Raises ConfigError if a moment has another shape than its parameter.
+    """
+
+    def spec_of(moment: Any, spec: PartitionSpec, param: Any) -> PartitionSpec:
+        if moment.shape != param.shape:
+            raise ConfigError(
+                explain(
+                    "a moment of an optimizer has another shape than its parameter",
+                    given=f"{moment.shape} for a parameter of {param.shape}",
+                    do="use an optimizer that treats elements independently",
+                )
+            )
+        return spec
+
     layouts = layouts_of(shapes.leaves, plan.active_rules(shapes.config), plan.zero)
     moment_specs = map_trained(lambda layout: layout.moment_spec, layouts)
     opt_state = jax.eval_shape(optimizer.init, trained_of(shapes.leaves, shapes.params))
@@ -120,9 +136,10 @@ def state_specs(
         params=jax.tree.map(lambda layout: layout.param_spec, layouts),
         opt_state=optax.tree_map_params(
             optimizer,
-            lambda _, spec: spec,
+            spec_of,
             opt_state,
             moment_specs,
+            shapes.params,
             transform_non_params=lambda _: whole,
         ),
         loss_scale=LossScale(whole, whole, whole),
