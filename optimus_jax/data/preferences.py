@@ -24,7 +24,8 @@ from optimus_jax.data.records import (
 from optimus_jax.data.rendered_chat import ChatWriter, RenderedChat
 from optimus_jax.data.skipped_input import SkippedInput
 from optimus_jax.data.sources import read_documents
-from optimus_jax.data.tokenizers import ChatTokens, Tokenizer, groups
+from optimus_jax.data.token_ids import ChatTokens
+from optimus_jax.data.tokenizers import Tokenizer, groups
 
 CHOSEN, REJECTED = "chosen", "rejected"
 
