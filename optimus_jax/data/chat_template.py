@@ -166,6 +166,11 @@ def template_beside(folder: Path, special_tokens: Mapping[str, str]) -> ChatTemp
     return ChatTemplate(value, special_tokens, str(path)) if isinstance(value, str) else None
 
 
+def template_files(template: ChatTemplate | None) -> dict[str, bytes]:
+    """The file, by name, that keeps a template beside a tokenizer; none if there is none."""
+    return {} if template is None else {TEMPLATE_FILE: template.text.encode()}
+
+
 def _json_object(path: Path) -> Mapping[str, Any]:
     """A JSON object in a file; empty if there is none (eos.py reports files that it needs)."""
     try:

@@ -21,7 +21,8 @@ from optimus_jax.data.digests import WholeDigest
 from optimus_jax.data.packing import Packing, pack
 from optimus_jax.data.rendered_chat import RenderedChat
 from optimus_jax.data.sampler import ExampleOrder, example_order
-from optimus_jax.data.tokenizers import ChatTokens, Tokenizer, groups, token_dtype
+from optimus_jax.data.token_ids import ChatTokens, token_dtype
+from optimus_jax.data.tokenizers import Tokenizer, groups
 from optimus_jax.data.tokens import chosen_documents
 from optimus_jax.errors import DataError, explain
 

@@ -20,7 +20,8 @@ from optimus_jax.data.digests import WholeDigest
 from optimus_jax.data.formats import HEADER_SUFFIX, TOKEN_SUFFIX
 from optimus_jax.data.joined import JoinedTokens
 from optimus_jax.data.skipped_input import SkippedInput
-from optimus_jax.data.tokenizers import Tokenizer, token_dtype
+from optimus_jax.data.token_ids import token_dtype
+from optimus_jax.data.tokenizers import Tokenizer
 from optimus_jax.errors import DataError, explain
 from optimus_jax.system.command import typed_command
 

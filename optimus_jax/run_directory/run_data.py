@@ -1,7 +1,7 @@
 """Checks on resume that a run has the same data: its tokenizer, its held-out split, and the
 identity of its data.
 
-Data is identified by content (data/dataset.py), so files may be moved, renamed or compressed
+Data is identified by content (data/identity.py), so files may be moved, renamed or compressed
 between two starts of a run.
 """
 
@@ -11,9 +11,10 @@ from typing import Any
 
 from optimus_jax.config import Config, DataConfig
 from optimus_jax.data.chat_template import TEMPLATE_FILE, template_file
-from optimus_jax.data.dataset import RULES, Data, differences
+from optimus_jax.data.dataset import RULES, Data
 from optimus_jax.data.eos import CONFIG
 from optimus_jax.data.formats import TOKEN_SUFFIX
+from optimus_jax.data.identity import differences
 from optimus_jax.data.tokenizers import Tokenizer, load_tokenizer
 from optimus_jax.errors import DataError, RunDirectoryError, explain
 from optimus_jax.run_directory.directory import RunDirectory

@@ -9,8 +9,11 @@ import pyarrow.feather
 import pyarrow.parquet
 import pytest
 from chat_templates import MODELS, save_tokenizer
+from hypothesis import given
+from hypothesis import strategies as st
 
 from optimus_jax.config import DataConfig
+from optimus_jax.config.data import PhaseConfig
 from optimus_jax.data.batch import BATCH_ARRAYS
 from optimus_jax.data.conversations import Conversations, split_conversations
 from optimus_jax.data.dataset import load_data
@@ -18,6 +21,7 @@ from optimus_jax.data.loader import BatchLoader, check_held_out
 from optimus_jax.errors import DataError
 
 EOS = 256
+ARRAYS = ("tokens", "targets", "positions", "loss_mask")
 TEMPLATE = (
     "{% for m in messages %}{{ m.role[0] }}{{ m.content }};{% endfor %}"
     "{% if add_generation_prompt %}a{% endif %}"
@@ -204,6 +208,28 @@ def test_long_conversations_are_truncated_or_dropped_and_counted():
         loader_of(numbers(9, too_long="drop"))
 
 
+@given(
+    st.lists(st.integers(2, 12), min_size=1, max_size=30), st.integers(1, 9), st.integers(0, 2**30)
+)
+def test_every_target_is_in_one_place_of_an_epoch(sizes, seq_len, bits):
+    """With the token before it, its place in its conversation, and whether it counts."""
+    starts = np.concatenate([[0], np.cumsum(sizes)])
+    counts = np.array([bits >> (place % 30) & 1 for place in range(starts[-1])], bool)
+    counts[starts[:-1] + 1] = True
+    data = numbers(*sizes, counts=counts)
+    batch = data.cut_examples(
+        np.arange(data.count_examples(seq_len)), seq_len=seq_len, respect_documents=True
+    )
+    is_data = batch["targets"] > 0  # no target is token 0, which is the first one
+    found = sorted(zip(*(batch[name][is_data].tolist() for name in ARRAYS), strict=True))
+    assert found == [
+        (start + place, start + place + 1, place, counts[start + place + 1])
+        for start, size in zip(starts.tolist(), sizes, strict=False)
+        for place in range(min(size - 1, seq_len))
+    ]
+    assert not batch["loss_mask"][~is_data].any()
+
+
 def test_batches_are_a_function_of_seed_and_step_for_any_rows():
     data = numbers(*np.random.default_rng(1).integers(2, 9, 60).tolist())
     whole = loader_of(data)
@@ -262,6 +288,9 @@ def test_the_description_counts_conversations_and_tokens(tmp_path):
     (tmp_path / "model" / "chat_template.jinja").write_text(TEMPLATE)
     endless = load(path, tokenizer=str(tmp_path / "model"), seq_len=64)
     assert any("to end its turn" in note for note in endless.notes)
+    phases = (PhaseConfig(after_step=1, seq_len=4), PhaseConfig(after_step=2, global_batch=2))
+    notes = load(path, tokenizer=str(tmp_path / "model"), seq_len=64, phases=phases).notes
+    assert sum("longer than seq_len=4" in note for note in notes) == 1
     messages = [{"role": "user", "content": "<|im_end|>"}, {"role": "assistant", "content": "x"}]
     path = write_lines(tmp_path / "b.jsonl", [{"messages": messages}] * 2)
     notes = load(path, tokenizer=str(tmp_path / "model"), seq_len=64).notes

@@ -12,7 +12,8 @@ from optimus_jax.config import DataConfig
 from optimus_jax.data.dataset import load_data
 from optimus_jax.data.preferences import preference_in
 from optimus_jax.data.records import NotTextError, PromptCompletion
-from optimus_jax.data.tokenizers import ByteTokenizer, ChatTokens, load_tokenizer
+from optimus_jax.data.token_ids import ChatTokens
+from optimus_jax.data.tokenizers import ByteTokenizer, load_tokenizer
 from optimus_jax.errors import DataError
 
 USER = {"role": "user", "content": "what is 1 + 1?"}

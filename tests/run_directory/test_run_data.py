@@ -231,6 +231,20 @@ def test_a_run_keeps_its_chat_template(tmp_path):
             tokenizer_of_run(run, gone)
 
 
+def test_a_copy_of_the_tokenizer_gives_its_template_the_same_special_tokens(tmp_path):
+    unigram().save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "chat_template.jinja").write_text("{{ bos_token }}{{ eos_token }}")
+    (tmp_path / "special_tokens_map.json").write_text('{"bos_token": "<s>", "eos_token": "</s>"}')
+    for eos, text in ((None, "<s></s>"), ("<unk>", "<s><unk>")):
+        config = DataConfig(tokenizer=str(tmp_path), eos=eos)
+        first = load_tokenizer(config.tokenizer, eos)
+        run = started(tmp_path / f"run{eos}", tokenizer=config.tokenizer)
+        run.write_tokenizer(first.files)
+        own = tokenizer_of_run(run, config)
+        assert own.chat_template.render([]) == first.chat_template.render([]) == text
+        assert own.chat_template.digest == first.chat_template.digest
+
+
 def test_changed_data_may_be_allowed_and_another_tokenizer_may_not(tmp_path):
     write_texts(tmp_path / "a.jsonl", TEXTS)
     data = load_data(
