@@ -45,6 +45,11 @@ def parser() -> Parser:
         "--prompt-file", metavar="FILE", help="file with the text to continue; -: standard input"
     )
     flags.add_argument(
+        "--chat",
+        action="store_true",
+        help="answer the prompt as a user's message, by the tokenizer's chat template",
+    )
+    flags.add_argument(
         "--stop",
         metavar="TEXT",
         action="append",
@@ -173,9 +178,10 @@ def main() -> None:
         seed=given["seed"],
         num_samples=given["num_samples"],
         stop=given["stop"],
+        chat=given["chat"],
         past_trained_length=given["past_trained_length"],
         warn=print_to_stderr,
     )
     step = "" if model.step is None else f" after step {model.step}"
     print_to_stderr(f"{model.config.name}{step}")
-    show(prompt, pieces)
+    show("" if given["chat"] else prompt, pieces)

@@ -98,6 +98,15 @@ class ChatWriter:
             raise _no_template()
         return _Rendering(self, self.template, chat).result()
 
+    def prompt(self, messages: Sequence[Message]) -> RenderedChat:
+        """Messages, and the beginning of the assistant's next one.
+
+        Raises what a call raises.
+        """
+        if self.template is None:
+            raise _no_template()
+        return _Rendering(self, self.template, Conversation(messages=[*messages])).prompt()
+
     def _completion(self, chat: PromptCompletion) -> RenderedChat:
         text, begin = chat.prompt + chat.completion, len(chat.prompt)
         return RenderedChat(
@@ -188,6 +197,10 @@ class _Rendering:
             self._mark, *self._around = _unused([template.text, *texts])
             self._messages = writer.marked_all(chat.messages, self._mark)
             self._tools = chat.tools and writer.marked_all(chat.tools, self._mark)
+
+    def prompt(self) -> RenderedChat:
+        text, from_data, _ = self._rendered(len(self._messages), prompts=True)
+        return RenderedChat(text=text, from_data=from_data)
 
     def result(self) -> RenderedChat:
         writer = self._writer

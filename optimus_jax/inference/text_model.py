@@ -16,6 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from optimus_jax.config import ModelConfig
+from optimus_jax.data.records import Conversation
+from optimus_jax.data.rendered_chat import ASSISTANT, ChatWriter
 from optimus_jax.data.tokenizers import Tokenizer
 from optimus_jax.devices.jax_settings import check_jax_settings
 from optimus_jax.errors import DataError, explain
@@ -60,6 +62,7 @@ class TextModel:
         seed: int = 0,
         num_samples: int = 1,
         stop: Sequence[str] = (),
+        chat: bool = False,
         past_trained_length: bool = False,
         warn: Callable[[str], object] = warnings.warn,
     ) -> Iterator[list[str]]:
@@ -75,6 +78,8 @@ class TextModel:
           past_trained_length: continue past the trained length, although untrained learned
             positions are noise.
           temperature, top_k, top_p: as in `Sampling`.
+          chat: answer the prompt as a user's message, by the tokenizer's chat template, until the
+            turn ends.
           stop: a sample ends before the first of these texts that it produces.
           seed: seed of all draws. Keys also depend on the sample's index and the position, so that
             a sample does not depend on the number of samples.
@@ -88,7 +93,7 @@ class TextModel:
         check_range(0 <= seed < 2**32, "seed", seed, "choose 0 to 2**32 - 1")
         check_range("" not in stop, "stop", tuple(stop), "give texts of at least one character")
         before = self.tokenizer.respelled.documents
-        ids = self.encode(prompt, past_trained_length=past_trained_length)
+        ids = self.encode(prompt, chat=chat, past_trained_length=past_trained_length)
         if self.tokenizer.respelled.documents > before:
             warn(
                 "the prompt contains the text of a special token, such as the end of a document: it"
@@ -127,6 +132,7 @@ class TextModel:
             sampling=sampling,
             seed=seed,
             num_samples=num_samples,
+            ends=self._ends_of_turns() if chat else (),
         )
         return self._texts(
             tokens, [_Text(_Detokenizer(self.tokenizer, ids), stop) for _ in range(num_samples)]
@@ -144,7 +150,21 @@ class TextModel:
             return self.config.max_length
         return min(self.trained_length, self.config.max_length)
 
-    def encode(self, prompt: str, *, past_trained_length: bool = False) -> np.ndarray:
+    def _chat_writer(self) -> ChatWriter:
+        return ChatWriter(
+            template=self.tokenizer.chat_template, special_tokens=self.tokenizer.special_tokens
+        )
+
+    def _ends_of_turns(self) -> tuple[int, ...]:
+        """The token that ends the assistant's turns, if the template has one."""
+        messages = [{"role": "user", "content": "a"}, {"role": ASSISTANT, "content": "a"}]
+        rendered = self._chat_writer()(Conversation(messages=messages))
+        (chat,) = self.tokenizer.encode_chats([rendered])
+        return (int(chat.ids[chat.counts][-1]),) if rendered.stops else ()
+
+    def encode(
+        self, prompt: str, *, chat: bool = False, past_trained_length: bool = False
+    ) -> np.ndarray:
         """Token ids of a prompt. Raises DataError if the model cannot continue it."""
         config = self.config
         try:
@@ -153,7 +173,11 @@ class TextModel:
             raise DataError(
                 explain("the prompt is not text", given=error, do="give valid UTF-8")
             ) from error
-        ids = self.tokenizer.encode(prompt)
+        if chat:
+            rendered = self._chat_writer().prompt([{"role": "user", "content": prompt}])
+            ids = self.tokenizer.encode_chats([rendered])[0].ids
+        else:
+            ids = self.tokenizer.encode(prompt)
         if not len(ids):
             raise DataError(
                 explain(
@@ -199,11 +223,13 @@ class TextModel:
         sampling: Sampling,
         seed: int,
         num_samples: int,
+        ends: Sequence[int] = (),
     ) -> Iterator[np.ndarray]:
         """Yield the token of every sample, int32 [B], for each position; eos after a sample has
         ended.
 
         Args:
+          ends: tokens that end a sample, besides eos.
           prompt: ids [N], at least one. N + num_new_tokens - 1 is at most the model's max_length.
         """
         check_jax_settings()
@@ -235,7 +261,7 @@ class TextModel:
                     keys,
                     sampling=sampling,
                 )
-            ids = np.where(over, eos, drawn)
+            ids = np.where(over | np.isin(drawn, ends), eos, drawn)
             over = ids == eos
             yield ids
             if over.all():

@@ -12,6 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from chat_templates import MODELS as CHAT_MODELS
+from chat_templates import save_tokenizer
 from helpers import F32_RELATIVE, assert_close, fitted
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -22,7 +24,7 @@ from optimus_jax.cli import generate
 from optimus_jax.cli.generate import show
 from optimus_jax.config import ModelConfig
 from optimus_jax.config.axes import AxisSizes
-from optimus_jax.data.tokenizers import ByteTokenizer
+from optimus_jax.data.tokenizers import ByteTokenizer, load_tokenizer
 from optimus_jax.errors import CheckpointError, ConfigError, DataError, OptimusError
 from optimus_jax.inference.loading import load_text_model
 from optimus_jax.inference.model_on_mesh import ModelOnMesh, next_tokens, prefill, unpadded
@@ -557,6 +559,31 @@ def test_a_published_model_continues_a_prompt_as_transformers_does(tmp_path):
     (directory / "tokenizer.json").unlink()
     with pytest.raises(ConfigError, match="without a tokenizer"):
         load_text_model(directory)
+
+
+def test_a_chat_is_written_out_and_ends_with_the_turn(tmp_path):
+    _, transformers = libraries()
+    folder = save_tokenizer(tmp_path / "model", **CHAT_MODELS["chatml"])
+    tokenizer = load_tokenizer(str(folder))
+    config = replace(MODELS["gpt2"], vocab_size=tokenizer.vocab_size, max_length=128)
+    model = replace(random_model(config), tokenizer=tokenizer)
+    theirs = transformers.AutoTokenizer.from_pretrained(folder)
+    prompt = "what is <|im_end|> here?"
+    ids = model.encode(prompt, chat=True)
+    plain = model.encode("what?", chat=True).tolist()
+    assert plain == theirs.apply_chat_template(
+        [{"role": "user", "content": "what?"}], add_generation_prompt=True, return_dict=False
+    )
+    (end,) = model._ends_of_turns()
+    assert theirs.convert_ids_to_tokens(end) == "<|im_end|>"
+    assert ids.tolist().count(end) == 1  # the template's own, not that of the message
+    greedy = {"sampling": Sampling(temperature=0), "seed": 0, "num_samples": 1}
+    drawn = [int(token) for (token,) in model.generate_ids(ids, num_new_tokens=8, **greedy)]
+    again = model.generate_ids(ids, num_new_tokens=8, ends=(drawn[3],), **greedy)
+    cut = drawn[: drawn.index(drawn[3])]
+    assert [int(token) for (token,) in again] == [*cut, tokenizer.eos]
+    with pytest.raises(DataError, match="chat template"):
+        replace(model, tokenizer=ByteTokenizer()).encode("what?", chat=True)
 
 
 def test_script_reads_a_prompt_from_a_file_and_stops(trained, tmp_path, capsys, monkeypatch):
