@@ -116,7 +116,7 @@ class Program:
           batch: this process's rows, in the order of `local_rows`, as the loader gives them.
           rows: rows of the global batch; None: those of a training step.
         """
-        prepared = task_named(self.config.task).prepare(batch)
+        prepared = task_named(self.config.task).batch_of(batch)
         return put_batch(prepared, self.batch_sharding, rows or self.config.data.global_batch)
 
     def abstract_batch(

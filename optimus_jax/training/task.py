@@ -14,7 +14,7 @@ import numpy as np
 from jax import Array
 
 from optimus_jax.config import PreferenceConfig
-from optimus_jax.data.batch import BatchArray
+from optimus_jax.data.batch import BatchArray, HostBatch
 from optimus_jax.errors import ConfigError, explain
 from optimus_jax.mesh.collectives import Collectives
 from optimus_jax.mesh.sums import Sums
@@ -76,6 +76,34 @@ class Task:
     auxiliary_weights: Mapping[str, float] = field(default_factory=dict)
     """What training adds to the loss for each auxiliary sum of the layers (`LayersOutput`): this
     times the sum. Names that a model does not give add nothing."""
+
+    def batch_of(self, loaded: HostBatch) -> HostBatch:
+        """What `prepare` makes of rows of the loader. Raises ConfigError if these are not the
+        `arrays`.
+        """
+        prepared = self.prepare(loaded)
+        rows, seq_len = loaded["tokens"].shape
+        expected = {
+            name: f"{np.dtype(array.dtype)} {array.shape(rows, seq_len)}"
+            for name, array in self.arrays.items()
+        }
+        found = {name: f"{array.dtype} {array.shape}" for name, array in prepared.items()}
+        if found != expected:
+            names = [
+                name for name in {**expected, **found} if expected.get(name) != found.get(name)
+            ]
+            raise ConfigError(
+                explain(
+                    "a task prepares other arrays than it names",
+                    given="; ".join(
+                        f"{name}: {expected.get(name, 'none')} by Task.arrays,"
+                        f" {found.get(name, 'none')} by Task.prepare"
+                        for name in names
+                    ),
+                    do="let both have the same names, dtypes and shapes",
+                )
+            )
+        return prepared
 
 
 RESERVED_NAMES = frozenset(
