@@ -23,6 +23,7 @@ from rich.console import Console
 from rich.progress import DownloadColumn, Progress, TransferSpeedColumn
 
 from optimus_jax.cluster.distributed import all_or_none, is_writer
+from optimus_jax.config import Tuning
 from optimus_jax.mesh.axes import VOCAB
 from optimus_jax.models.huggingface_checks import check_tied_head, model_tensors
 from optimus_jax.models.huggingface_tensors import LeafSource, TensorLike, leaf_sources
@@ -62,14 +63,14 @@ class PublishedWeights:
                 model.check_tied_head()
         name = self.source.exact(directory)
         say(f"reading parameters from {name}")
-        shapes, shardings = program.shapes, program.state_shardings.params
+        shapes, shardings = _without_adapters(program)
         stored = replace(shapes, config=model.config)  # perhaps with fewer tokens
         with all_or_none():
             params = read_params(model.tensors, stored, shardings)
         if (added := shapes.config.vocab_size - model.config.vocab_size) > 0:
             say(f"{added:,} tokens that {name} does not have begin as the mean of those it has")
             params = with_added_tokens(params, stored, shapes.config.vocab_size)
-        return program.state_with(params), name
+        return program.state_with(params, Tuning()), name
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,12 +86,18 @@ class TensorWeights:
         self, program: Program, say: Callable[[str], object]
     ) -> tuple[TrainState, str]:
         """As `InitialWeights`. Raises CheckpointError if the tensors are not those of the model."""
-        shapes = program.shapes
+        shapes, shardings = _without_adapters(program)
         tensors = model_tensors(self.tensors, shapes.config)
         check_tied_head(tensors, shapes.config)
-        return program.state_with(
-            read_params(tensors, shapes, program.state_shardings.params)
-        ), self.source
+        params = read_params(tensors, shapes, shardings)
+        return program.state_with(params, Tuning()), self.source
+
+
+def _without_adapters(program: Program) -> tuple[ModelShapes, Params]:
+    """The shapes of a program's model without adapters, and the sharding of every parameter."""
+    abstract = program.abstract_params(Tuning())
+    shapes = program.shapes.with_tuning(Tuning())
+    return shapes, jax.tree.map(lambda leaf: leaf.sharding, abstract)
 
 
 def read_params(

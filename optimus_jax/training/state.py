@@ -22,6 +22,7 @@ from optimus_jax.mesh.axes import LAYERS
 from optimus_jax.mesh.leaf import trained_of
 from optimus_jax.mesh.sharding import layouts_of, map_trained, named
 from optimus_jax.mesh.slots import canonical_slots
+from optimus_jax.models.merging import merged, same_adapters
 from optimus_jax.models.shapes import ModelShapes, Params, model_shapes
 from optimus_jax.plan import Plan
 from optimus_jax.reshard.memory_kinds import HOST_MEMORY, lies_on_host
@@ -82,6 +83,25 @@ def initial_state(
     return state_with(params, shapes, optimizer, precision, plan)
 
 
+def retuned_params(params: Params, source: ModelShapes, target: ModelShapes, seed: Array) -> Params:
+    """The parameters of `target` that compute the same as these of `source`, to be jitted.
+
+    Equal adapters stay. Others are merged, and new ones begin as nothing: LoRA's product is zero,
+    and IA3's factors are one.
+
+    Args:
+      source, target: the same model, but for `tuning`.
+      seed: of new adapters.
+    """
+    if not same_adapters(source.config, target.config):
+        found = jax.tree.leaves_with_path(merged(params, source.config))
+        params = target.initial(seed)
+        params = {**params, LAYERS: with_empty_slots_zero(params[LAYERS], target.slots)}
+        base = dict(found)
+        params = jax.tree.map_with_path(lambda path, new: base.get(path, new), params)
+    return jax.tree.map(lambda like, leaf: leaf.astype(like.dtype), target.params, params)
+
+
 def state_with(
     params: Params,
     shapes: ModelShapes,
@@ -139,10 +159,26 @@ def state_specs(
             spec_of,
             opt_state,
             moment_specs,
-            shapes.params,
+            trained_of(shapes.leaves, shapes.params),
             transform_non_params=lambda _: whole,
         ),
         loss_scale=LossScale(whole, whole, whole),
+    )
+
+
+def abstract_params(shapes: ModelShapes, plan: Plan, mesh: Mesh, *, stored: bool = False) -> Params:
+    """Shape, dtype and sharding of every parameter under `plan`.
+
+    Args:
+      stored: with layers in the order of checkpoints.
+    """
+    layouts = layouts_of(shapes.leaves, plan.active_rules(shapes.config), plan.zero)
+    shardings = named(mesh, jax.tree.map(lambda layout: layout.param_spec, layouts))
+    shapes = _stored_shapes(shapes, plan) if stored else shapes
+    return jax.tree.map(
+        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+        shapes.params,
+        shardings,
     )
 
 
@@ -196,11 +232,14 @@ def abstract_stored_state(
     mesh: Mesh,
 ) -> TrainState:
     """`abstract_state` with layers in the order of checkpoints."""
+    return abstract_state(_stored_shapes(shapes, plan), optimizer, precision, plan, mesh)
+
+
+def _stored_shapes(shapes: ModelShapes, plan: Plan) -> ModelShapes:
     slots = _stored_slots(shapes, plan)
-    stored = (
+    return (
         shapes if slots == shapes.slots else model_shapes(shapes.config, shapes.vocab_rows, slots)
     )
-    return abstract_state(stored, optimizer, precision, plan, mesh)
 
 
 def to_stored(

@@ -20,7 +20,7 @@ import optax
 from jax import Array, lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from optimus_jax.config import Config
+from optimus_jax.config import Config, Tuning
 from optimus_jax.devices.jax_settings import check_jax_settings
 from optimus_jax.mesh.axes import BATCH
 from optimus_jax.mesh.build import build_mesh
@@ -42,10 +42,12 @@ from optimus_jax.training.optimizer import learning_rate, make_optimizer
 from optimus_jax.training.state import (
     LossScale,
     TrainState,
+    abstract_params,
     abstract_state,
     bytes_on_device,
     initial_state,
     planned_shapes,
+    retuned_params,
     state_shardings,
     state_specs,
     state_with,
@@ -93,18 +95,33 @@ class Program:
             self.shapes, self.optimizer, self.config.precision, self.plan, self.mesh
         )
 
-    def state_with(self, params: Params) -> TrainState:
-        """The state before step 1 with these parameters, which are donated.
+    def abstract_params(self, tuning: Tuning, *, stored: bool = False) -> Params:
+        """Shape, dtype and sharding of the parameters of the same model with other adapters, or
+        without: `Tuning()`. They may be given to `state_with`.
 
         Args:
-          params: in the formats of `shapes.params`, sharded as `state_shardings.params`; empty
-            slots are zero.
+          stored: with layers in the order of checkpoints.
         """
+        return abstract_params(self.shapes.with_tuning(tuning), self.plan, self.mesh, stored=stored)
+
+    def state_with(self, params: Params, tuning: Tuning | None = None) -> TrainState:
+        """The state before step 1 with these parameters, which are donated unless `tuning` differs.
+
+        Args:
+          params: as `abstract_params(tuning)`; empty slots are zero.
+          tuning: their adapters; None: those of the run. Others are merged, and the run's begin as
+            nothing.
+        """
+        source = self.shapes.with_tuning(self.config.model.tuning if tuning is None else tuning)
         begin = jax.jit(
             lambda params: state_with(
-                params, self.shapes, self.optimizer, self.config.precision, self.plan
+                retuned_params(params, source, self.shapes, jnp.int32(self.config.seed)),
+                self.shapes,
+                self.optimizer,
+                self.config.precision,
+                self.plan,
             ),
-            donate_argnums=0,
+            donate_argnums=0 if source is self.shapes else (),
             out_shardings=self.state_shardings,
         )
         return begin(params)

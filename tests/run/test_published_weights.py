@@ -159,6 +159,22 @@ def test_the_layout_is_planned_from_the_config_alone(llama, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+def test_adapters_are_trained_on_a_published_model(llama, text, tmp_path):
+    tuning = {"model.tuning.method": "lora", "model.tuning.base_precision": "bf16"}
+    run = {"data": text, "mesh": "fsdp=4,tensor=2", "run_dir": tmp_path / "run", **TINY}
+    done = optimus_jax.train(str(llama), **run, **tuning)
+    leaves = host_leaves(done.state.params)
+    expected = host_leaves(
+        from_huggingface(state_dict_of("llama", "bfloat16"), read_config(llama), 40)
+    )
+    for path, leaf in expected.items():
+        found = leaves[path]
+        np.testing.assert_array_equal(found.astype(np.float32), fitted(leaf, found.shape), path)
+    adapters = {path: leaf for path, leaf in leaves.items() if path not in expected}
+    assert all("adapter" in path for path in adapters)
+    assert any(leaf.any() for path, leaf in adapters.items() if path.endswith("/b"))
+
+
 def test_settings_take_precedence_over_what_a_published_model_brings(llama, text, tmp_path):
     one = {"data": text, "mesh": "data=8", **TINY}
     optimus_jax.train(str(llama), init_from="none", run_dir=tmp_path / "fresh", **one)

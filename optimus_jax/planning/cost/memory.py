@@ -146,8 +146,13 @@ class _Parts:
             tokens * self.visited * token.saved if plan.offloads_activations else 0.0
         )
         self.reordered = tokens * self.visited * token.reordered
-        self.scatters, again = plan.zero >= 2 and plan.axes.fsdp > 1, plan.remat in ("dots", "full")
-        hides = self.scatters or (plan.remat == "selective" and HEADS in plan.active_rules(model))
+        overlaps, again = plan.zero >= 2 and plan.axes.fsdp > 1, plan.remat in ("dots", "full")
+        # Adapters are too small to change what XLA overlaps.
+        self.scatters = overlaps and any(
+            leaf.axes.split != leaf.axes.whole and leaf.leaf.group != "adapter"
+            for leaf in params.layer
+        )
+        hides = overlaps or (plan.remat == "selective" and HEADS in plan.active_rules(model))
         self.forward, self.backward = (
             tokens * token.forward,
             tokens * (token.backward_hiding if hides else token.backward),
@@ -160,12 +165,14 @@ class _Parts:
         self.backward += (
             waiting * F32 * params.layer_whole if self.scatters else width * params.largest_whole
         )
-        if plan.zero >= 3 and plan.axes.fsdp > 1:
-            frozen = whole.layer_whole - params.layer_whole
-            self.forward += width * frozen
-            self.backward += width * frozen
-        self.table, self.table_used = F32 * params.table_whole, width * whole.table_whole
         gathers = plan.zero >= 3 and plan.axes.fsdp > 1
+        if gathers:
+            # What a trained matrix needs when it is gathered is less than its gradient takes.
+            frozen = width * (whole.layer_whole - params.layer_whole)
+            self.forward, self.backward = self.forward + frozen, self.backward + frozen
+        self.table = F32 * params.table_whole
+        used_as_stored = width <= whole.table_itemsize < F32 and not gathers
+        self.table_used = 0 if used_as_stored else width * whole.table_whole
         self.outer_used = width * sum(
             [leaf.whole for leaf in whole.outer if gathers or width < leaf.itemsize]
         )

@@ -64,6 +64,8 @@ class DeviceParams:
     """Those outside the layers."""
     table_whole: int
     """Elements of the embedding's table, or of the head's."""
+    table_itemsize: int
+    """Bytes of one of them."""
 
     @cached_property
     def trained(self) -> "DeviceParams":
@@ -75,7 +77,7 @@ class DeviceParams:
             for leaves in (self.layer, self.outer)
         )
         tables = [leaf.whole for leaf in outer if _is_vocabulary(leaf.leaf)]
-        return DeviceParams(layer=layer, outer=outer, table_whole=max(tables, default=0))
+        return replace(self, layer=layer, outer=outer, table_whole=max(tables, default=0))
 
     @property
     def layer_whole(self) -> int:
@@ -130,6 +132,7 @@ def params_on_device(model: ModelConfig, rules: Rules, axes: AxisSizes) -> Devic
         layer=tuple(itertools.starmap(count, layer)),
         outer=counts,
         table_whole=max(count.whole for count in counts if _is_vocabulary(count.leaf)),
+        table_itemsize=max(count.itemsize for count in counts if _is_vocabulary(count.leaf)),
     )
 
 
