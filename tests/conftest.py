@@ -22,6 +22,7 @@ if importlib.metadata.version("jax") < "0.11":  # 0.11 refuses unknown options
 os.environ["XLA_FLAGS"] = " ".join(
     [os.environ.get("XLA_FLAGS", ""), "--xla_force_host_platform_device_count=8", *_quick]
 )
+os.environ["HF_HUB_OFFLINE"] = "1"  # a test never asks the network
 os.environ["JAX_NUMPY_DTYPE_PROMOTION"] = "strict"
 os.environ["JAX_NUMPY_RANK_PROMOTION"] = "raise"
 # A measured profile of this machine would decide what `--mesh auto` means. Programs that tests

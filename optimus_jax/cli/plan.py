@@ -358,7 +358,7 @@ def show(given: dict, found: "PlanSearch", reports: "Sequence[CompileReport | No
         if name not in SAID_BY_FLAGS and f"--set {name}={value}" not in said
     )
     console.print(
-        f"train with: {typed_command('train')} --model {config.model.name}{device} {said}{others}",
+        f"train with: {typed_command('train')} --model {given['model']}{device} {said}{others}",
         highlight=False,
         soft_wrap=True,
     )

@@ -71,7 +71,10 @@ def parser(note: Callable[[str], None] = say) -> Parser:
     flags.add_argument(
         "--tokenizer",
         metavar="PATH",
-        help=f"`bytes`, or a tokenizer.json or its folder (default: {default.data.tokenizer})",
+        help=(
+            "`bytes`, path or URL of a tokenizer.json, hf://ORG/NAME (default: the model's, or"
+            f" {default.data.tokenizer})"
+        ),
     )
     flags.add_argument(
         "--seq-len", metavar="N", help="tokens per example (default: the model's, at most 1024)"
@@ -137,7 +140,7 @@ def parser(note: Callable[[str], None] = say) -> Parser:
     flags.add_argument(
         INIT_FROM,
         metavar="DIR",
-        help="parameters of another run: its DIR, URL or DIR@STEP (default: drawn from the seed)",
+        help="parameters of a run, DIR or DIR@STEP, or a published model (default: the model's)",
     )
     flags.add_argument(
         "--eval-every",

@@ -10,6 +10,7 @@ from typing import Literal
 from optimus_jax.config.checks import check_counts, check_positive
 from optimus_jax.config.weighted_sources import WeightedSource, weighted_sources
 from optimus_jax.errors import ConfigError, explain
+from optimus_jax.system.hub_model import HubModel
 from optimus_jax.system.paths import Url, user_path
 
 STDLIB = "stdlib"
@@ -82,7 +83,8 @@ class DataConfig:
     .parquet .arrow .bin. With weights, a mixture: `web=0.8:a.jsonl code=0.2:b.bin`
     (docs/data.md)."""
     tokenizer: str = BYTES
-    """`bytes`, or the path or URL of a Hugging Face tokenizer.json, or the folder that has it."""
+    """`bytes`; the path or URL of a Hugging Face tokenizer.json, or of a directory with one; or
+    hf://ORG/NAME, that of a model on the hub."""
     eos: str | None = None
     """The token that ends a document; None: the one that tokenizer_config.json beside the tokenizer
     names, else the usual names."""
@@ -129,7 +131,8 @@ class DataConfig:
             )
         for source in self.mixture or self.sources:
             user_path(source.path if isinstance(source, WeightedSource) else source, what="--data")
-        user_path(self.tokenizer, what="--tokenizer")
+        if HubModel.parse(self.tokenizer) is None:
+            user_path(self.tokenizer, what="--tokenizer")
         if self.chat_template is not None:
             user_path(self.chat_template, what="data.chat_template")
         if not self.loss_on or (EVERY_ROLE in self.loss_on and len(self.loss_on) > 1):
@@ -171,7 +174,7 @@ class DataConfig:
                 tuple(str(replace(one, path=whole_path(one.path))) for one in self.mixture)
                 or tuple(map(whole_path, self.sources))
             ),
-            tokenizer=whole_path(self.tokenizer),
+            tokenizer=str(HubModel.parse(self.tokenizer) or whole_path(self.tokenizer)),
             chat_template=self.chat_template and whole_path(self.chat_template),
         )
 

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from optimus_jax.config import DERIVED, Config
+from optimus_jax.config import DERIVED, Config, ModelConfig
 from optimus_jax.config.advice import VALUES, advice_for, spelled_like
 from optimus_jax.config.aliases import PARAMETERS, RENAMED, alias_of, meant_by_last_part, word
 from optimus_jax.config.presets import model_preset
@@ -14,6 +14,7 @@ from optimus_jax.config.run_checkpoint import INIT_FROM, RunCheckpoint
 from optimus_jax.config.settings import field_types, section_type, setting_names, shown, value_of
 from optimus_jax.errors import ConfigError, explain
 from optimus_jax.store.local_copies import local_file
+from optimus_jax.system.hub_model import HubModel
 from optimus_jax.system.json_input import read_json
 from optimus_jax.system.paths import UserPath
 
@@ -63,20 +64,22 @@ change any of these."""
 
 
 def make_config(
-    model: str | None, overrides: Mapping[str, Any], base: Config | None = None
+    model: str | ModelConfig | None, overrides: Mapping[str, Any], base: Config | None = None
 ) -> Config:
     """A new run's config.
 
     Args:
-      model: name of a preset; None: the base's model.
+      model: a model, or the name of a preset; None: the base's model.
       overrides: short or dotted names of settings to values.
       base: the config to start from; None: the defaults.
     Raises:
       ConfigError: a name is unknown or a value does not fit.
     """
     # All changes at once: only the final combination has to be valid.
-    preset = {} if model is None else {"model": dataclasses.asdict(model_preset(model))}
-    return _with_whole_paths((base or Config()).with_values(preset | dotted(overrides)))
+    if not isinstance(model, ModelConfig | None):
+        model = model_preset(model)
+    chosen = {} if model is None else {"model": dataclasses.asdict(model)}
+    return _with_whole_paths((base or Config()).with_values(chosen | dotted(overrides)))
 
 
 def read_config(path: UserPath) -> Config:
@@ -157,7 +160,10 @@ def _with_whole_paths(config: Config) -> Config:
     return dataclasses.replace(
         config,
         data=config.data.with_whole_paths(),
-        init_from=named and str(RunCheckpoint.parse(named, what=INIT_FROM).with_whole_path()),
+        init_from=named
+        and str(
+            HubModel.parse(named) or RunCheckpoint.parse(named, what=INIT_FROM).with_whole_path()
+        ),
     )
 
 

@@ -22,6 +22,7 @@ from optimus_jax.config.training import (
     OptimizerConfig,
 )
 from optimus_jax.errors import ConfigError, explain
+from optimus_jax.system.hub_model import HubModel
 from optimus_jax.system.json_input import JSONInputError, parse_json
 
 LEAST_SHARE_IN_BF16 = 2.0**-8
@@ -56,8 +57,9 @@ class Config:
     seed: int = 0
     """Seed of initial weights, data order and dropout; below 2^31."""
     init_from: str | None = None
-    """Begin with the parameters of another run: DIR or DIR@STEP, where DIR is its directory or URL
-    and STEP that of a checkpoint (otherwise the newest good one); None: draw them from the seed."""
+    """Begin with these parameters. Of another run: DIR or DIR@STEP, where DIR is its directory or
+    URL and STEP that of a checkpoint (otherwise the newest good one). Of a published model: its
+    directory, or hf://ORG/NAME. None: draw them from the seed."""
     eval_every: int = 100
     """Steps between evaluations, plus one at the end; 0: never."""
     eval_batches: int | None = None
@@ -75,7 +77,7 @@ class Config:
             raise ConfigError(
                 explain("seed is out of range", given=self.seed, do=f"choose 0 to {2**31 - 1}")
             )
-        if self.init_from is not None:
+        if self.init_from is not None and HubModel.parse(self.init_from) is None:
             RunCheckpoint.parse(self.init_from, what=INIT_FROM)
         if self.eval_every < 0 or self.checkpoint.every < 0:
             raise ConfigError(

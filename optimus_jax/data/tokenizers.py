@@ -28,7 +28,9 @@ from optimus_jax.data.huggingface_tokenizer import FILE, HuggingFaceTokenizer
 from optimus_jax.data.rendered_chat import RenderedChat
 from optimus_jax.data.token_ids import ChatTokens, chat_tokens, token_dtype
 from optimus_jax.errors import DataError, explain
+from optimus_jax.store.hub import TOKENIZER_FILES, hub_directory
 from optimus_jax.store.local_copies import local_file
+from optimus_jax.system.hub_model import HubModel
 
 T = TypeVar("T")
 
@@ -114,7 +116,8 @@ def load_tokenizer(
     """The tokenizer that a config names.
 
     Args:
-      name: `bytes`, or the path or URL of a tokenizer.json, or a folder that holds one.
+      name: `bytes`; the path or URL of a tokenizer.json; a folder that holds one, or a model on
+        the hub.
       eos: the token that ends a document; None: the one named by the files beside tokenizer.json,
         or one of EOS_TOKENS.
       by_list: whether to ignore those files.
@@ -133,7 +136,12 @@ def load_tokenizer(
                 )
             )
         return ByteTokenizer(template_file(template, {}) if template else None)
-    path = local_file(name, what="--tokenizer")
+    hub_model = HubModel.parse(name)
+    path = (
+        local_file(name, what="--tokenizer")
+        if hub_model is None
+        else hub_directory(hub_model, TOKENIZER_FILES)
+    )
     if os.path.isdir(path):
         path = path / FILE
     return HuggingFaceTokenizer(path, eos, by_list=by_list, chat_template=template or None)

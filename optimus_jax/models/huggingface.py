@@ -82,7 +82,7 @@ def config_from_huggingface(hf_config: HfConfig) -> ModelConfig:
             value = hf_format.defaults.get(key)
         if value is not None:
             sizes[field] = value
-        elif key not in hf_format.defaults:
+        elif key not in hf_format.defaults and field != "init_std":  # concerns new weights alone
             missing.append(key)
     if missing:
         raise ConfigError(

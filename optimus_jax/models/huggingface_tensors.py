@@ -15,6 +15,7 @@ from math import prod
 from typing import Protocol, Self, TypeVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from optimus_jax.config import ModelConfig
@@ -22,6 +23,9 @@ from optimus_jax.mesh.axes import VOCAB
 from optimus_jax.mesh.leaf import Leaf
 from optimus_jax.models.huggingface_formats import format_of
 from optimus_jax.models.shapes import ModelShapes, model_shapes
+
+TILE = 64
+"""Columns that are transposed at a time."""
 
 
 class TensorLike(Protocol):
@@ -77,6 +81,10 @@ class LeafSource:
     out_dim: int
     """`HuggingFaceFormat.out_dim`."""
     parts: tuple[LeafPart, ...] = ()
+
+    def cast(self, dtype: jnp.dtype) -> "LeafSource":
+        """The same leaf in another dtype."""
+        return replace(self, array=jax.ShapeDtypeStruct(self.array.shape, dtype))
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -144,6 +152,16 @@ class LeafSource:
                     target[...] = values.reshape(-1)
 
     @property
+    def file_order(self) -> tuple[int, ...]:
+        """The leaf's dimensions in the order of the file, outermost first, layers before all: the
+        earlier a dimension is split, the longer are the runs of bytes that are read.
+        """
+        stacked = int(self.leaf.is_in_layers)
+        dims = [*range(stacked, len(self.array.shape))]
+        split = (self.out_start or 1) if self._is_transposed else 0
+        return (*range(stacked), *dims[split:], *dims[:split])
+
+    @property
     def _dims(self) -> tuple[str, ...]:
         return self.leaf.dims[1:] if self.leaf.is_in_layers else self.leaf.dims
 
@@ -186,7 +204,7 @@ class LeafSource:
             ]
             if all(each.start < each.stop for each in both):
                 tensor = self._in_ours(tensors[part.tensor.format(layer)], part)
-                block[_relative(both, bounds)] = np.asarray(tensor[_relative(both, box)])
+                _copy(np.asarray(tensor[_relative(both, box)]), block[_relative(both, bounds)])
 
 
 def leaf_sources(shapes: ModelShapes) -> dict[str, LeafSource]:
@@ -267,6 +285,22 @@ def _parts(source: LeafSource, start: int, ranges: Mapping[str, slice]) -> Itera
                 slice(first - tensor.start, last - tensor.start),
                 slice((first - start) // row_size, (last - start) // row_size),
             )
+
+
+def _copy(values: np.ndarray, target: np.ndarray) -> None:
+    """Copy values into an array of another dtype.
+
+    If they are transposed in memory, a few columns at a time, cast before they are transposed: more
+    than twice as fast, because less of the cache is in use.
+    """
+    if values.ndim < 2 or values.strides[0] >= values.strides[-1]:
+        target[...] = values
+        return
+    last = values.shape[-1]
+    dim, step = (-1, TILE) if last >= TILE or values.ndim == 2 else (-2, max(1, TILE // last))
+    values, target = np.moveaxis(values, dim, 0), np.moveaxis(target, dim, 0)
+    for start in range(0, len(values), step):
+        target[start : start + step] = values[start : start + step].astype(target.dtype)
 
 
 def _bounds(shape: tuple[int, ...], index: tuple[slice, ...] | None) -> tuple[slice, ...]:

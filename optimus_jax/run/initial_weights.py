@@ -1,12 +1,12 @@
-"""What gives a new run its parameters: its seed, or a checkpoint of another run.
+"""What gives a new run its parameters: its seed, a checkpoint of another run, or a published model.
 
 `initial_weights` chooses, and only run/first_state.py calls it. Everything else of the state begins
-anew: the step, the optimizer's moments, the loss scale and the position in the data. Another source
-(run/huggingface_weights.py) is a class with `initial_state`.
+anew: the step, the optimizer's moments, the loss scale and the position in the data.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import jax.numpy as jnp
@@ -16,12 +16,16 @@ from optimus_jax.cluster.distributed import all_or_none
 from optimus_jax.config import Config, ModelConfig
 from optimus_jax.config.run_checkpoint import INIT_FROM, RunCheckpoint
 from optimus_jax.errors import ConfigError, DataError, explain
+from optimus_jax.models.families import features_of
+from optimus_jax.run.published_weights import PublishedWeights
 from optimus_jax.run.stored_config import check_stored_config
 from optimus_jax.run.stored_run import run_to_read
 from optimus_jax.run_directory.directory import RunDirectory
 from optimus_jax.system.json_input import parse_json
 from optimus_jax.training.state import TrainState, abstract_stored_state, from_stored
 from optimus_jax.training.step import Program
+from optimus_jax.weights.directory import open_model
+from optimus_jax.weights.published import PublishedSource
 
 NOT_IN_WEIGHTS = ("model.dropout", "model.init_std")
 """Settings of a model that concern only training and the draw of new parameters."""
@@ -117,6 +121,31 @@ class RunWeights:
             )
 
 
+@dataclass(frozen=True)
+class RunSource:
+    """Another run, or one of its checkpoints."""
+
+    named: RunCheckpoint
+
+    def config(self) -> ModelConfig:
+        """The run's model. Raises OptimusError if there is no such run."""
+        return self._whole_config().model
+
+    def tokenizer(self) -> str:
+        """The run's tokenizer, as `--tokenizer` takes it: its own copy, if it has one."""
+        own = _open(self.named, checkpoint="none").tokenizer
+        return self._whole_config().data.tokenizer if own is None else str(own)
+
+    def _whole_config(self) -> Config:
+        return Config.from_json(_open(self.named, checkpoint="none").config_text())
+
+
+def parameter_source(init_from: str) -> PublishedSource | RunSource:
+    """What a text names: a published model, or otherwise a run."""
+    published = PublishedSource.parse(init_from, what=INIT_FROM)
+    return published or RunSource(RunCheckpoint.parse(init_from, what=INIT_FROM))
+
+
 def initial_weights(
     config: Config, identity: Mapping[str, Any], used_before: str | None = None
 ) -> InitialWeights:
@@ -129,30 +158,28 @@ def initial_weights(
     """
     if config.init_from is None:
         return SeedWeights(config.seed)
-    return RunWeights(
-        named=RunCheckpoint.parse(used_before or config.init_from, what=INIT_FROM),
-        tokenizer=identity["tokenizer"],
-        eos=identity["eos"],
-    )
-
-
-def model_of_run(init_from: str) -> ModelConfig:
-    """The model of the run that --init-from names.
-
-    Raises:
-      OptimusError: there is no such run.
-    """
-    run = _open(RunCheckpoint.parse(init_from, what=INIT_FROM), checkpoint="none")
-    return Config.from_json(run.config_text()).model
+    source = parameter_source(used_before or config.init_from)
+    if isinstance(source, PublishedSource):
+        return PublishedWeights(source)
+    return RunWeights(named=source.named, tokenizer=identity["tokenizer"], eos=identity["eos"])
 
 
 def check_initial_model(config: Config) -> None:
-    """Raise OptimusError unless the run that `config.init_from` names exists and has the model of
-    `config`; touches no device."""
+    """Raise OptimusError unless what `config.init_from` names exists and has the model of `config`;
+    touches no device.
+
+    Of a model on the hub, only its config.json is looked at: weights are fetched when the run has a
+    plan.
+    """
     if config.init_from is None:
         return
-    run = _open(RunCheckpoint.parse(config.init_from, what=INIT_FROM), checkpoint="none")
-    _check_model({"config": run.config_text()}, config)
+    source = parameter_source(config.init_from)
+    model, vocab_size = source.config(), config.model.vocab_size
+    if isinstance(source, PublishedSource) and vocab_size > model.vocab_size:
+        model = replace(model, vocab_size=vocab_size)  # tokens are added
+    _check_model({"config": Config(model=model).to_json()}, config)
+    if isinstance(source, PublishedSource) and isinstance(source.place, Path):
+        open_model(source.place)
 
 
 def _check_model(metadata: Mapping[str, Any], config: Config) -> None:
@@ -160,8 +187,9 @@ def _check_model(metadata: Mapping[str, Any], config: Config) -> None:
         metadata,
         config,
         sections=("model.",),
-        may_differ=NOT_IN_WEIGHTS,
-        do=f"leave --model out, so that the new run has the model of the run in {INIT_FROM}",
+        may_differ=NOT_IN_WEIGHTS
+        + (() if features_of(config.model).positions == "learned" else ("model.max_length",)),
+        do=f"leave --model out, so that the new run has the model of {INIT_FROM}",
     )
 
 
@@ -193,10 +221,11 @@ def _open(
     if wrong is not None:
         raise ConfigError(
             explain(
-                f"{INIT_FROM} does not name a run directory",
+                f"{INIT_FROM} names neither a run nor a published model",
                 given=f"{named.run}, {wrong}",
                 do=f"give the directory that was the --run-dir of a run: {INIT_FROM} DIR, or"
-                " DIR@STEP for one of its checkpoints",
+                " DIR@STEP for one of its checkpoints; or that of a published model, with its"
+                " config.json",
             )
         )
     return run

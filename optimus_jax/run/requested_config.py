@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from optimus_jax.config import Config, DataConfig, DistributedConfig
+from optimus_jax.config.presets import PRESETS
 from optimus_jax.config.request import (
+    dotted,
     make_config,
     named_settings,
     read_config,
@@ -17,10 +19,15 @@ from optimus_jax.config.request import (
 from optimus_jax.errors import ConfigError, PlanError, explain
 from optimus_jax.models.families import check_family
 from optimus_jax.plan import Plan
-from optimus_jax.run.initial_weights import check_initial_model, model_of_run
+from optimus_jax.run.initial_weights import check_initial_model, parameter_source
 from optimus_jax.run.resumed_config import ResumedConfig
 from optimus_jax.run_directory.directory import RunDirectory
+from optimus_jax.system.hub_model import HubModel
 from optimus_jax.system.paths import UserPath
+from optimus_jax.weights.published import MODEL, PublishedSource, model_named
+
+INIT, TOKENIZER = "init_from", "data.tokenizer"
+"""Settings."""
 
 
 def requested_config(
@@ -66,22 +73,61 @@ def requested_config(
         )
     initial = base if base is None or isinstance(base, Config) else read_config(base)
     if not resume:
-        if model is None and initial is None:
-            named = Config().with_values({"init_from": overrides["init_from"]}).init_from
-            initial = None if named is None else Config(model=model_of_run(named))
-        config = make_config(model, overrides, initial)
+        config = _new_config(model, overrides, initial)
         check_initial_model(config)
     else:
         assert run_dir is not None
-        before = RunDirectory.resume(run_dir, writer=False)
-        if is_auto and not (model is None and base is None):
+        text = RunDirectory.resume(run_dir, writer=False).config_text()
+        if model is not None and model not in PRESETS and Config.from_json(text).init_from:
+            # a published model, which may be gone by now, or on a hub that cannot be reached
+            begun_with = str(HubModel.parse(model, bare=True) or model)
+            config = resumed_config(text, None, {INIT: begun_with, **dotted(overrides)})
+        elif is_auto and not (model is None and base is None):
             # The command that started the run, given again.
-            wanted = make_config(model, overrides, initial)
-            config = repeated_config(before.config_text(), wanted)
+            config = repeated_config(text, _new_config(model, overrides, initial))
         else:
-            config = resumed_config(before.config_text(), model, overrides)
+            config = resumed_config(text, model, overrides)
     check_family(config.model)
     return config
+
+
+def _new_config(model: str | None, overrides: dict[str, Any], base: Config | None) -> Config:
+    """The config of a new run.
+
+    A published model comes with its parameters, and parameters with the tokenizer of their texts,
+    unless the settings name others.
+    """
+    overrides = dotted(overrides)
+    if (published := _published(model)) is not None:
+        overrides = {INIT: str(published), **overrides}
+    init_from = (
+        (base or Config())
+        .with_values({INIT: overrides[INIT]} if INIT in overrides else {})
+        .init_from
+    )
+    source = published if init_from is None else parameter_source(init_from)
+    if source is not None and base is None and TOKENIZER not in overrides:
+        if (tokenizer := source.tokenizer()) is None:
+            raise ConfigError(
+                explain(
+                    "the model comes without a tokenizer.json",
+                    given=source,
+                    do="give the tokenizer of its texts with --tokenizer",
+                )
+            )
+        overrides = {TOKENIZER: tokenizer, **overrides}
+    if model is not None:
+        return make_config(model_named(model), overrides, base)
+    if source is not None and base is None:
+        return make_config(source.config(), overrides)
+    return make_config(None, overrides, base)
+
+
+def _published(model: str | None) -> PublishedSource | None:
+    """The published model that a text names; None: it is a preset, or not given."""
+    if model is None or model in PRESETS:
+        return None
+    return PublishedSource.parse(model, what=MODEL)
 
 
 def read_resumed_config(

@@ -25,6 +25,7 @@ from optimus_jax.planning.api import config_for
 from optimus_jax.planning.profiles.cluster import Cluster
 from optimus_jax.planning.search.assemble import plan_for
 from optimus_jax.training.state import planned_shapes
+from optimus_jax.weights.published import model_named
 
 BYTES = 4
 """Bytes of an element of a parameter: master weights are float32."""
@@ -64,7 +65,7 @@ def show_mesh(mesh: str, *, model: str, cluster: str | None = None, **overrides:
 
     Args:
       mesh: sizes of the axes, such as `data=2,fsdp=4`.
-      model: name of a preset.
+      model: name of a preset, the directory of a published model, or ORG/NAME on the hub.
       cluster: `h100:8x8` (hosts x devices); None: the devices of this process if there are as many
         as the mesh has, else as many on one host.
       overrides: settings as for `train`, such as `zero=1`.
@@ -74,7 +75,7 @@ def show_mesh(mesh: str, *, model: str, cluster: str | None = None, **overrides:
     settings = dotted({"mesh": mesh, **overrides})
     described = None if cluster is None else Cluster.parse(cluster)
     config = (
-        make_config(model, settings)
+        make_config(model_named(model), settings)
         if described is None
         else config_for(model, described, settings)
     )

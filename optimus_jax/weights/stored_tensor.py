@@ -70,19 +70,21 @@ class StoredTensor:
         return replace(self, shape=tuple(shape), offset=offset)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        """The elements, read from the file. Raises CheckpointError if that fails."""
-        values = np.empty(self.shape, self.dtype)
+        """The elements, read from the file and laid out as they are there.
+
+        Raises CheckpointError if that fails.
+        """
         # In the order of the file, outermost first. A dimension of size 1 has any stride.
-        order = sorted(
-            (dim for dim, size in enumerate(self.shape) if size != 1),
-            key=lambda dim: -self.strides[dim],
-        )
-        ones = [dim for dim, size in enumerate(self.shape) if size == 1]
-        target = values.transpose(*ones, *order).reshape([self.shape[dim] for dim in order])
-        if values.size:
+        dims = range(len(self.shape))
+        order = sorted(dims, key=lambda dim: (self.shape[dim] != 1, -self.strides[dim]))
+        in_file = np.empty([self.shape[dim] for dim in order], self.dtype)
+        if in_file.size:
+            wide = [dim for dim in order if self.shape[dim] != 1]
+            target = in_file.reshape([self.shape[dim] for dim in wide])
             with open_file(self.path) as descriptor:
-                strides = [self.strides[dim] for dim in order]
+                strides = [self.strides[dim] for dim in wide]
                 _Reader(self.path, descriptor).fill(target, strides, self.offset)
+        values = in_file.transpose(np.argsort(order))
         return values if dtype is None else values.astype(dtype, copy=False)
 
 

@@ -514,4 +514,4 @@ def test_a_checkpoint_is_named_by_its_run_and_step(text, run, step):
     config = make_config("gpt2-nano", {"init_from": text})
     assert Config.from_json(config.to_json()).init_from == str(whole)
     with pytest.raises(ConfigError, match="--init-from"):
-        Config(init_from="hf://x/y@3")
+        Config(init_from="ftp://x/y@3")

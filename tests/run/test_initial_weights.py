@@ -18,9 +18,11 @@ from optimus_jax.config.run_checkpoint import RunCheckpoint
 from optimus_jax.errors import CheckpointError, ConfigError, DataError
 from optimus_jax.mesh.slots import EMPTY
 from optimus_jax.models.huggingface import from_huggingface, to_huggingface
+from optimus_jax.models.huggingface_tensors import LeafSource
 from optimus_jax.reshard.restack import is_stacked
-from optimus_jax.run.huggingface_weights import HuggingFaceWeights
+from optimus_jax.run import published_weights
 from optimus_jax.run.initial_weights import RunWeights, SeedWeights
+from optimus_jax.run.published_weights import TensorWeights
 from optimus_jax.store.mirror import Mirror
 from optimus_jax.store.objects import Objects
 from optimus_jax.system.paths import Url
@@ -35,6 +37,8 @@ MODEL = replace(
 )
 """Has a bias over the vocabulary; its layers leave slots of the interleaved stages empty."""
 DATA = {"tokenizer": "abc", "eos": 7}
+MOST_BYTES = 800
+"""Less than a column of a matrix, so that every dimension is split."""
 TINY = {
     "global_batch": 8,
     "seq_len": 16,
@@ -173,24 +177,23 @@ def test_tensors_of_hugging_face_go_to_the_devices_in_shards(to, monkeypatch):
     params = jax.tree.map(lambda leaf: rng.random(leaf.shape, np.float32), one.params)
     tensors = to_huggingface(params, MODEL)
     expected = from_huggingface(tensors, MODEL, program.shapes.vocab_rows)
-    asked, make = [], jax.make_array_from_callback
+    read, block = [], LeafSource.block
 
-    def recorded(shape, sharding, callback):
-        def shard(index):
-            part = callback(index)
-            asked.append((part.shape, sharding.shard_shape(shape)))
-            return part
+    def recorded(source, tensors, box):
+        read.append(block(source, tensors, box))
+        return read[-1]
 
-        return make(shape, sharding, shard)
-
-    monkeypatch.setattr(jax, "make_array_from_callback", recorded)
-    state, source = HuggingFaceWeights(tensors, "a test").initial_state(program, print)
+    monkeypatch.setattr(LeafSource, "block", recorded)
+    monkeypatch.setattr(published_weights, "BOX_BYTES", MOST_BYTES)
+    state, source = TensorWeights(tensors, "a test").initial_state(program, print)
     check_begins_with(
         state, program, {f"params/{path}": leaf for path, leaf in host_leaves(expected).items()}
     )
     assert source == "a test"
-    assert len(asked) >= len(jax.tree.leaves(params))
-    assert [part for part, shard in asked if part != shard] == []
+    assert max(part.nbytes for part in read) <= MOST_BYTES
+    assert sum(part.nbytes for part in read) == sum(
+        leaf.nbytes for leaf in jax.tree.leaves(state.params)
+    )
 
 
 def test_parameters_from_a_seed_are_those_of_the_program():
@@ -280,7 +283,7 @@ def test_a_run_killed_before_its_first_checkpoint_starts_over_from_the_same_one(
         ("missing", "which is not a directory"),
         ("file", "which is not a directory"),
         ("empty", "has no config.json"),
-        ("hugging face", "that of a Hugging Face model"),
+        ("hugging face@3", "that of a Hugging Face model"),
     ],
 )
 @pytest.mark.parametrize("model", [None, "gpt2-nano"])
@@ -289,7 +292,7 @@ def test_a_directory_that_holds_no_run_is_an_error(tmp_path, named, given, model
     (tmp_path / "empty").mkdir()
     (tmp_path / "hugging face").mkdir()
     (tmp_path / "hugging face" / "config.json").write_text('{"model_type": "gpt2"}')
-    with pytest.raises(ConfigError, match=rf"(?s)not name a run directory.*{given}.*DIR@STEP"):
+    with pytest.raises(ConfigError, match=rf"(?s)neither a run nor.*{given}.*DIR@STEP"):
         optimus_jax.train(model, init_from=tmp_path / named, run_dir=tmp_path / "run")
     assert not (tmp_path / "run").exists()
 

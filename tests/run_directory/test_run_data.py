@@ -16,7 +16,7 @@ from optimus_jax.config.request import make_config
 from optimus_jax.data.dataset import Data, load_data
 from optimus_jax.data.tokenizers import load_tokenizer
 from optimus_jax.errors import DataError
-from optimus_jax.inference.generation import load_text_model
+from optimus_jax.inference.loading import load_text_model
 from optimus_jax.run import requested_config
 from optimus_jax.run.inputs import Inputs
 from optimus_jax.run_directory.directory import RunDirectory

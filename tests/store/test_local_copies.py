@@ -152,7 +152,7 @@ def test_unreadable_urls_are_refused_with_a_remedy(url, wrong, bucket, monkeypat
     [
         {"data": ""},
         {"data": "gs:/x"},
-        {"tokenizer": "hf://x"},
+        {"tokenizer": "ftp://x"},
         {"schedule": "C:\\x.json"},
         {"checkpoint.snapshot_dir": "s3://b/x"},
         {"store.local_dir": "s3://b/x"},

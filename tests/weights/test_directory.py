@@ -287,3 +287,12 @@ def test_any_value_of_any_key_is_read_or_refused(family):
                 errors.append(str(error))
     assert len(errors) > 100
     assert all("given:" in error and "do:" in error for error in errors)
+
+
+@pytest.mark.parametrize("family", MODELS)
+def test_a_config_may_leave_out_how_new_weights_are_drawn(family, tmp_path):
+    hf_config = config_of(family)
+    whole = config_from_huggingface(hf_config)
+    for key in ("initializer_range", "init_std"):
+        hf_config.pop(key, None)
+    assert config_from_huggingface(hf_config) == whole

@@ -1,89 +1,53 @@
-"""Generate text from a trained model on one device, token by token, with a key/value cache.
+"""Continue a text with a model, token by token, with a key/value cache.
 
 The prompt runs through the model in one pass, which fills the cache. Every token after it is a pass
 of length 1. Lengths are rounded up, so that all prompts share a few compiled programs. Cache
 entries that a pass writes past its last token are masked, since they are after every query, until
 the token of that position overwrites them.
-
-Shapes: B samples, L length of a pass, T cached length, V vocab, G key/value heads, K head_dim,
-C candidates for the next token.
 """
 
 import functools
-import json
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array, lax
 
-from optimus_jax.checkpoint.checkpoints import Checkpoints
-from optimus_jax.config import Config, ModelConfig
-from optimus_jax.config.phases import phases_of
+from optimus_jax.config import ModelConfig
 from optimus_jax.data.tokenizers import Tokenizer
-from optimus_jax.devices.backend import start_backend, unexpected_cpu_warning
 from optimus_jax.devices.jax_settings import check_jax_settings
-from optimus_jax.errors import ConfigError, DataError, explain
-from optimus_jax.mesh.collectives import Collectives
-from optimus_jax.mesh.formats import COMPUTE_DTYPES
-from optimus_jax.models.block import ForwardContext
+from optimus_jax.errors import DataError, explain
+from optimus_jax.inference.model_on_mesh import ModelOnMesh, next_tokens, prefill
+from optimus_jax.inference.sampling import Sampling, check_range
 from optimus_jax.models.families import features_of
-from optimus_jax.models.kernels import Visibility
 from optimus_jax.models.keys import make_key
-from optimus_jax.models.shapes import ModelShapes, Params, model_shapes
-from optimus_jax.run.stored_config import check_stored_config
-from optimus_jax.run.stored_run import run_to_read
-from optimus_jax.run_directory.directory import RunDirectory
-from optimus_jax.run_directory.run_data import check_tokenizer, tokenizer_of_run
-from optimus_jax.system.paths import UserPath
+from optimus_jax.models.shapes import Params
 
 MIN_LENGTH = 32
 """Length in tokens of the shortest pass over a prompt, and of the shortest cache."""
 INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 """Decoded text ends with this while bytes of its last character are missing."""
 
-Cache = tuple[Array, Array]
-"""Keys and values, [layers, B, T, G, K] each."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Sampling:
-    """How the next token is drawn from the model's probabilities."""
-
-    temperature: float = 1.0
-    """Divides the logits. 0: take the likeliest token (greedy)."""
-    top_k: int | None = None
-    """Draw from this many likeliest tokens; None: from all."""
-    top_p: float = 1.0
-    """Draw from the smallest set of likeliest tokens that together have this probability
-    (arXiv:1904.09751)."""
-
-    def __post_init__(self) -> None:
-        _check(
-            0 <= self.temperature < float("inf"),
-            "temperature",
-            self.temperature,
-            "choose 0 (greedy) or more",
-        )
-        _check(self.top_k is None or self.top_k >= 1, "top_k", self.top_k, "choose 1 or more")
-        _check(0 < self.top_p <= 1, "top_p", self.top_p, "choose 0 < top_p <= 1")
-
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TextModel:
     """A trained model with its tokenizer, which can continue a text."""
 
-    config: ModelConfig
+    model: ModelOnMesh
     params: Params
-    """On one device, in the format of matmuls and cache. The vocabulary is not padded."""
+    """On its devices, in the format of matmuls and cache."""
     tokenizer: Tokenizer
-    step: int
-    """Step of the checkpoint from which the parameters were read."""
+    step: int | None
+    """Step of the checkpoint from which the parameters were read; None: of a published model."""
     trained_length: int | None = None
     """Length in tokens of the longest training examples; None if all positions were trained."""
+
+    @property
+    def config(self) -> ModelConfig:
+        """The model."""
+        return self.model.config
 
     def generate(
         self,
@@ -95,6 +59,7 @@ class TextModel:
         top_p: float = 1.0,
         seed: int = 0,
         num_samples: int = 1,
+        stop: Sequence[str] = (),
         past_trained_length: bool = False,
         warn: Callable[[str], object] = warnings.warn,
     ) -> Iterator[list[str]]:
@@ -110,6 +75,7 @@ class TextModel:
           past_trained_length: continue past the trained length, although untrained learned
             positions are noise.
           temperature, top_k, top_p: as in `Sampling`.
+          stop: a sample ends before the first of these texts that it produces.
           seed: seed of all draws. Keys also depend on the sample's index and the position, so that
             a sample does not depend on the number of samples.
         Raises:
@@ -117,9 +83,10 @@ class TextModel:
             prompt is empty, too long or has unknown tokens.
         """
         sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
-        _check(max_new_tokens >= 1, "max_new_tokens", max_new_tokens, "choose 1 or more")
-        _check(num_samples >= 1, "num_samples", num_samples, "choose 1 or more")
-        _check(0 <= seed < 2**32, "seed", seed, "choose 0 to 2**32 - 1")
+        check_range(max_new_tokens >= 1, "max_new_tokens", max_new_tokens, "choose 1 or more")
+        check_range(num_samples >= 1, "num_samples", num_samples, "choose 1 or more")
+        check_range(0 <= seed < 2**32, "seed", seed, "choose 0 to 2**32 - 1")
+        check_range("" not in stop, "stop", tuple(stop), "give texts of at least one character")
         before = self.tokenizer.respelled.documents
         ids = self.encode(prompt, past_trained_length=past_trained_length)
         if self.tokenizer.respelled.documents > before:
@@ -161,7 +128,9 @@ class TextModel:
             seed=seed,
             num_samples=num_samples,
         )
-        return self._texts(tokens, [_Detokenizer(self.tokenizer, ids) for _ in range(num_samples)])
+        return self._texts(
+            tokens, [_Text(_Detokenizer(self.tokenizer, ids), stop) for _ in range(num_samples)]
+        )
 
     def _limit(self, past_trained_length: bool) -> int:
         """Number of positions that may be used: learned positions only as far as they were
@@ -244,8 +213,8 @@ class TextModel:
         keys = jax.vmap(functools.partial(jax.random.fold_in, make_key(seed)))(
             jnp.arange(num_samples)
         )
-        tokens, cache = _prefill(
-            self.config,
+        tokens, cache = prefill(
+            self.model,
             self.params,
             padded,
             np.int32(length),
@@ -257,8 +226,8 @@ class TextModel:
         for position in range(length, length + num_new_tokens):
             drawn = tokens
             if position + 1 < length + num_new_tokens:  # dispatched before `drawn` is waited for
-                tokens, cache = _next_tokens(
-                    self.config,
+                tokens, cache = next_tokens(
+                    self.model,
                     self.params,
                     cache,
                     tokens,
@@ -272,171 +241,12 @@ class TextModel:
             if over.all():
                 return
 
-    def _texts(
-        self, tokens: Iterator[np.ndarray], texts: list["_Detokenizer"]
-    ) -> Iterator[list[str]]:
+    def _texts(self, tokens: Iterator[np.ndarray], texts: list["_Text"]) -> Iterator[list[str]]:
         for ids in tokens:
             yield [text.push(int(token)) for text, token in zip(texts, ids, strict=True)]
+            if all(text.is_over for text in texts):
+                return
         yield [text.rest() for text in texts]
-
-
-def load_text_model(
-    run_dir: UserPath, step: int | None = None, *, warn: Callable[[str], object] = warnings.warn
-) -> TextModel:
-    """Load the model of a run onto the first device, from its newest good checkpoint or that of
-    `step`.
-
-    Only the parameters are read; the run may have used any mesh. `run_dir` may be the URL of a run
-    in a store, which is copied first.
-
-    Raises:
-      OptimusError: there is no such run, checkpoint or tokenizer.
-    """
-    check_jax_settings()
-    run = RunDirectory(run_to_read(run_dir, what="--run", checkpoint=step, say=warn), writer=False)
-    try:
-        config = Config.from_json(run.config_text())
-    except OSError as error:
-        raise ConfigError(
-            explain(
-                "there is no run to sample from",
-                given=f"{run_dir}, which has no config.json",
-                do="give --run the directory of a run",
-            )
-        ) from error
-    tokenizer = tokenizer_of_run(run, config.data)
-    start_backend()
-    if (warning := unexpected_cpu_warning()) is not None:
-        warn(warning)
-    device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-    shapes = unpadded(config.model)
-    params = jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=device), shapes.params
-    )
-    checkpoints = Checkpoints(run.checkpoints, config.checkpoint, warn=warn)
-    restored = checkpoints.restore(
-        {"params": params},
-        step,
-        paddable=shapes.may_be_padded,
-        partial=True,
-        check=lambda metadata: check_stored_config(metadata, config, sections=("model.",)),
-    )
-    check_tokenizer(tokenizer, run, restored.metadata)
-    dtype = COMPUTE_DTYPES[json.loads(restored.metadata["plan"])["precision"]]
-    params = jax.tree.map(lambda leaf: leaf.astype(dtype), restored.state["params"])
-    trained_length = max(
-        phase.seq_len for phase in phases_of(config) if phase.steps_before < max(1, restored.step)
-    )
-    return TextModel(
-        config=config.model,
-        params=params,
-        tokenizer=tokenizer,
-        step=restored.step,
-        trained_length=trained_length,
-    )
-
-
-@functools.partial(jax.jit, static_argnames=("config", "sampling", "num_keys"))
-def _prefill(
-    config: ModelConfig,
-    params: Params,
-    prompt_1L: Array,
-    length: Array,
-    keys_B: Array,
-    *,
-    sampling: Sampling,
-    num_keys: int,
-) -> tuple[Array, Cache]:
-    """Run a padded prompt of `length` tokens: the first new tokens [B], and the cache of all
-    samples.
-    """
-    logits_1V, cache = extend(
-        config, params, empty_cache(config, params, num_keys), prompt_1L, jnp.int32(0), length - 1
-    )
-    logits_BV = jnp.repeat(logits_1V, len(keys_B), axis=0)
-    return draw(logits_BV, keys_B, length, sampling), jax.tree.map(
-        lambda x: jnp.repeat(x, len(keys_B), axis=1), cache
-    )
-
-
-@functools.partial(jax.jit, static_argnames=("config", "sampling"), donate_argnames="cache")
-def _next_tokens(
-    config: ModelConfig,
-    params: Params,
-    cache: Cache,
-    tokens_B: Array,
-    position: Array,
-    keys_B: Array,
-    *,
-    sampling: Sampling,
-) -> tuple[Array, Cache]:
-    """Run the tokens [B] at `position`: the tokens after them, and the extended cache."""
-    logits_BV, cache = extend(config, params, cache, tokens_B[:, None], position, jnp.int32(0))
-    return draw(logits_BV, keys_B, position + 1, sampling), cache
-
-
-def extend(
-    config: ModelConfig, params: Params, cache: Cache, tokens_BL: Array, start: Array, last: Array
-) -> tuple[Array, Cache]:
-    """Run tokens at positions `start`, `start` + 1, ... through the model, and extend the cache.
-
-    Args:
-      cache: keys and values of all positions before `start`. start + L is at most T.
-    Returns:
-      The logits after the token with index `last` in `tokens_BL`, float32 [B, V], and the cache
-      with the keys and values of these tokens.
-    """
-    positions_BL = jnp.broadcast_to(start + jnp.arange(tokens_BL.shape[1]), tokens_BL.shape)
-    # The kernel is XLA's, because cuDNN's causal mask assumes that the first query is at position
-    # 0.
-    run = ForwardContext(
-        comm=Collectives(cache[0].dtype), kernel="xla", visibility=Visibility(query_offset=start)
-    )
-    model = unpadded(config).module(params, run.comm)
-    out = model.run_layers(model.embed(tokens_BL, positions_BL, run), positions_BL, run, cache)
-    assert out.cache is not None, "a cache went in and none came out"
-    x_B1D = lax.dynamic_slice_in_dim(out.x_BLD, last, 1, axis=1)
-    return model.logits(model.head_input(x_B1D, run.comm), run)[:, 0], out.cache
-
-
-def empty_cache(config: ModelConfig, params: Params, num_keys: int) -> Cache:
-    """A cache of zeros for `num_keys` positions of one sample, in the format of the parameters."""
-    dtype = params["embedding"]["table"].dtype
-    shape = (config.num_layers, 1, num_keys, config.num_kv_heads, config.head_dim)
-    return jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)
-
-
-@functools.cache
-def unpadded(config: ModelConfig) -> ModelShapes:
-    """The shapes of the model with an unpadded vocabulary."""
-    return model_shapes(config, config.vocab_size)
-
-
-def draw(logits_BV: Array, keys_B: Array, position: Array, sampling: Sampling) -> Array:
-    """Draw the token at `position` of every sample, int32 [B], each with its own key."""
-    if sampling.temperature == 0:
-        return jnp.argmax(logits_BV, axis=-1)
-    logits_BC, ids_BC = candidates(logits_BV / sampling.temperature, sampling)
-    keys_B = jax.vmap(jax.random.fold_in, in_axes=(0, None))(keys_B, position)
-    # The mode is JAX's default, named because jax_high_dynamic_range_gumbel would draw other
-    # tokens.
-    chosen_B = jax.vmap(functools.partial(jax.random.categorical, mode="low"))(keys_B, logits_BC)
-    return jnp.take_along_axis(ids_BC, chosen_B[:, None], axis=1)[:, 0]
-
-
-def candidates(logits_BV: Array, sampling: Sampling) -> tuple[Array, Array]:
-    """Logits and ids, [B, C], of the tokens to draw from: the top k, restricted to the top p of
-    them.
-    """
-    batch, vocab = logits_BV.shape
-    if sampling.top_k is None and sampling.top_p == 1:
-        return logits_BV, jnp.broadcast_to(jnp.arange(vocab), (batch, vocab))
-    logits_BC, ids_BC = lax.top_k(logits_BV, min(sampling.top_k or vocab, vocab))
-    if sampling.top_p < 1:
-        probability = jax.nn.softmax(logits_BC)
-        likelier = jnp.cumsum(probability, axis=-1) - probability
-        logits_BC = jnp.where(likelier < sampling.top_p, logits_BC, -jnp.inf)
-    return logits_BC, ids_BC
 
 
 def rounded_up(length: int, limit: int) -> int:
@@ -472,6 +282,45 @@ class _Detokenizer:
         return self._tokenizer.decode(self._window)[len(shown) :]
 
 
-def _check(good: bool, name: str, value: object, do: str) -> None:
-    if not good:
-        raise ConfigError(explain(f"{name} is out of range", given=value, do=do))
+class _Text:
+    """The text of a sample, in pieces, up to the first of some texts that end it.
+
+    What may be the beginning of such a text is held back.
+    """
+
+    def __init__(self, detokenizer: _Detokenizer, stop: Sequence[str]) -> None:
+        self._detokenizer = detokenizer
+        self._stop = stop
+        self._held = ""
+        self.is_over = False
+
+    def push(self, token: int) -> str:
+        """The text that is certain after a token."""
+        if self.is_over:
+            return ""
+        self._held += self._detokenizer.push(token)
+        if (end := self._end()) is not None:
+            self.is_over = True
+            return self._held[:end]
+        keep = max(map(self._overlap, self._stop), default=0)
+        certain = self._held[: len(self._held) - keep]
+        self._held = self._held[len(certain) :]
+        return certain
+
+    def rest(self) -> str:
+        """The text that was held back."""
+        if self.is_over:
+            return ""
+        self._held += self._detokenizer.rest()
+        return self._held[: self._end()]
+
+    def _end(self) -> int | None:
+        """Where the first text of `stop` begins; None: there is none."""
+        places = [place for each in self._stop if (place := self._held.find(each)) >= 0]
+        return min(places, default=None)
+
+    def _overlap(self, text: str) -> int:
+        """Characters at the end that may begin a text."""
+        return next(
+            size for size in range(len(text) - 1, -1, -1) if self._held.endswith(text[:size])
+        )

@@ -1,0 +1,293 @@
+"""The parameters of a new run from a published model, read slice by slice into their shards.
+
+Each process reads what its devices need, once, whichever of them need it. A parameter is filled on
+its devices in boxes of at most BOX_BYTES, several of which are read at the same time, so that
+memory of the host beyond the shards is a few boxes, however large a tensor is.
+"""
+
+import sys
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from functools import partial
+from math import prod
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jax.sharding import NamedSharding
+from rich.console import Console
+from rich.progress import DownloadColumn, Progress, TransferSpeedColumn
+
+from optimus_jax.cluster.distributed import all_or_none, is_writer
+from optimus_jax.mesh.axes import VOCAB
+from optimus_jax.models.huggingface_checks import check_tied_head, model_tensors
+from optimus_jax.models.huggingface_tensors import LeafSource, TensorLike, leaf_sources
+from optimus_jax.models.shapes import ModelShapes, Params
+from optimus_jax.training.state import TrainState
+from optimus_jax.training.step import Program
+from optimus_jax.weights.directory import open_model
+from optimus_jax.weights.published import PublishedSource
+
+BOX_BYTES = 32 << 20
+"""Most bytes that are read into one array."""
+NUM_READERS = 4
+"""Boxes that are read at the same time."""
+
+Box = tuple[slice, ...]
+"""A part of an array: a range for each dimension."""
+
+
+@dataclass(frozen=True)
+class PublishedWeights:
+    """The parameters of a published model, as `InitialWeights` (run/initial_weights.py)."""
+
+    source: PublishedSource
+
+    def initial_state(
+        self, program: Program, say: Callable[[str], object]
+    ) -> tuple[TrainState, str]:
+        """As `InitialWeights`.
+
+        Raises:
+          OptimusError: the files cannot be had, are damaged, or are not those of the model.
+        """
+        with all_or_none():
+            directory = self.source.fetched()
+            model = open_model(directory)
+            if is_writer():
+                model.check_tied_head()
+        name = self.source.exact(directory)
+        say(f"reading parameters from {name}")
+        shapes, shardings = program.shapes, program.state_shardings.params
+        stored = replace(shapes, config=model.config)  # perhaps with fewer tokens
+        with all_or_none():
+            params = read_params(model.tensors, stored, shardings)
+        if (added := shapes.config.vocab_size - model.config.vocab_size) > 0:
+            say(f"{added:,} tokens that {name} does not have begin as the mean of those it has")
+            params = with_added_tokens(params, stored, shapes.config.vocab_size)
+        return program.state_with(params), name
+
+
+@dataclass(frozen=True, eq=False)
+class TensorWeights:
+    """The parameters in arrays of Hugging Face's shapes, as `InitialWeights`."""
+
+    tensors: Mapping[str, np.ndarray]
+    """Every tensor of the model, by name."""
+    source: str
+    """Where they are from."""
+
+    def initial_state(
+        self, program: Program, say: Callable[[str], object]
+    ) -> tuple[TrainState, str]:
+        """As `InitialWeights`. Raises CheckpointError if the tensors are not those of the model."""
+        shapes = program.shapes
+        tensors = model_tensors(self.tensors, shapes.config)
+        check_tied_head(tensors, shapes.config)
+        return program.state_with(
+            read_params(tensors, shapes, program.state_shardings.params)
+        ), self.source
+
+
+def read_params(
+    tensors: Mapping[str, TensorLike],
+    shapes: ModelShapes,
+    shardings: Params,
+    dtype: jnp.dtype | None = None,
+) -> Params:
+    """Parameters on their devices, from tensors that `model_tensors` has checked.
+
+    Args:
+      shapes: the model under the plan: its slots say where the layers go.
+      shardings: a NamedSharding for every leaf.
+      dtype: format of the parameters; None: float32.
+    """
+    sources = leaf_sources(shapes)
+    leaves = jax.tree.map_with_path(
+        lambda path, like, sharding: _Filled(
+            sources[jax.tree_util.keystr(path, simple=True, separator="/")].cast(
+                dtype or like.dtype
+            ),
+            sharding,
+        ),
+        shapes.params,
+        shardings,
+    )
+    flat, treedef = jax.tree.flatten(leaves, is_leaf=lambda leaf: isinstance(leaf, _Filled))
+    todo = [(leaf, box) for leaf in flat for box in leaf.boxes()]
+    console = Console(file=sys.stderr)
+    columns = (*Progress.get_default_columns(), DownloadColumn(), TransferSpeedColumn())
+    with (
+        Progress(
+            *columns,
+            console=console,
+            transient=True,
+            disable=not (console.is_terminal and is_writer()),
+        ) as bar,
+        ThreadPoolExecutor(NUM_READERS, thread_name_prefix="weights") as pool,
+    ):
+        task = bar.add_task("parameters", total=sum(leaf.bytes_of(box) for leaf, box in todo))
+        for leaf, box, values in _read_ahead(pool, tensors, todo):
+            leaf.fill(box, values)
+            bar.advance(task, values.nbytes)
+    return jax.tree.unflatten(treedef, [leaf.array() for leaf in flat])
+
+
+def with_added_tokens(params: Params, stored: ModelShapes, vocab_size: int) -> Params:
+    """Parameters, donated, of a larger vocabulary: the rows of added tokens, which are zero, become
+    the mean of the others.
+
+    A token whose row is the mean is drawn as often as the others on average; with a row of zeros it
+    would be drawn most often of all where logits are negative.
+
+    Args:
+      stored: the model with the vocabulary that it had.
+    """
+    old = stored.config.vocab_size
+
+    @partial(jax.jit, donate_argnums=0)
+    def filled(table: Array) -> Array:
+        rows = jnp.arange(len(table)).reshape(-1, *(1,) * (table.ndim - 1))
+        mean = jnp.where(rows < old, table, 0).sum(0, keepdims=True) / old
+        return jnp.where((rows >= old) & (rows < vocab_size), mean, table)
+
+    return jax.tree.map(
+        lambda leaf, array: filled(array) if leaf.dims[0] == VOCAB else array, stored.leaves, params
+    )
+
+
+def _read_ahead(
+    pool: ThreadPoolExecutor,
+    tensors: Mapping[str, TensorLike],
+    todo: "list[tuple[_Filled, Box]]",
+) -> "Iterator[tuple[_Filled, Box, np.ndarray]]":
+    """The values of boxes in their order, while the next ones are being read."""
+    waiting: deque[tuple[_Filled, Box, Future[np.ndarray]]] = deque()
+    try:
+        for leaf, box in todo:
+            waiting.append((leaf, box, pool.submit(leaf.source.block, tensors, box)))
+            if len(waiting) > NUM_READERS:
+                done_leaf, done_box, future = waiting.popleft()
+                yield done_leaf, done_box, future.result()
+        while waiting:
+            done_leaf, done_box, future = waiting.popleft()
+            yield done_leaf, done_box, future.result()
+    finally:
+        for *_, future in waiting:
+            future.cancel()
+
+
+@dataclass(frozen=True, eq=False)
+class _Filled:
+    """A parameter that is being filled on this process's devices."""
+
+    source: LeafSource
+    sharding: NamedSharding
+    shards: dict[Any, Array] = field(default_factory=dict)
+    """What each device has so far."""
+
+    @property
+    def like(self) -> jax.ShapeDtypeStruct:
+        """Its shape and dtype."""
+        return self.source.array
+
+    def boxes(self) -> Iterator[Box]:
+        """Parts that together hold what this process's devices need."""
+        own = list(self._bounds.values())
+        around = tuple(
+            slice(min(each.start for each in ranges), max(each.stop for each in ranges))
+            for ranges in zip(*own, strict=True)
+        )
+        most = BOX_BYTES // self.like.dtype.itemsize
+        for box in split(around, self.source.file_order, most):
+            if any(_common(box, bounds) for bounds in own):
+                yield box
+
+    def bytes_of(self, box: Box) -> int:
+        """Bytes of a box."""
+        return prod(_sizes(box)) * self.like.dtype.itemsize
+
+    def fill(self, box: Box, values: np.ndarray) -> None:
+        """Put the values of a box into the shards that have a part in it."""
+        for device, bounds in self._bounds.items():
+            if (common := _common(box, bounds)) is None:
+                continue
+            part = jax.device_put(np.ascontiguousarray(values[_within(common, box)]), device)
+            if common == bounds:
+                self.shards[device] = part
+                continue
+            shard = self.shards.get(device)
+            if shard is None:
+                shard = jnp.zeros(_sizes(bounds), self.like.dtype, device=device)
+            start = [np.int32(each.start) for each in _within(common, bounds)]
+            self.shards[device] = _updated(shard, part, start)
+        # Boxes that wait to be copied would pile up in memory.
+        jax.block_until_ready(list(self.shards.values()))
+
+    def array(self) -> Array:
+        """The parameter, when all boxes are filled."""
+        return jax.make_array_from_single_device_arrays(
+            self.like.shape,
+            self.sharding,
+            [self.shards[device] for device in self._bounds],
+            dtype=self.like.dtype,
+        )
+
+    @property
+    def _bounds(self) -> dict[Any, Box]:
+        """The part of each of this process's devices."""
+        return {
+            device: tuple(
+                slice(*each.indices(size)[:2])
+                for each, size in zip(index, self.like.shape, strict=True)
+            )
+            for device, index in self.sharding.addressable_devices_indices_map(
+                self.like.shape
+            ).items()
+            if index is not None  # JAX's type allows it
+        }
+
+
+def split(box: Box, dims: tuple[int, ...], most: int) -> Iterator[Box]:
+    """A box in parts of at most `most` elements, split along as few of `dims`, in that sequence, as
+    possible."""
+    num_elements = prod(_sizes(box))
+    if num_elements <= most or not dims:
+        yield box
+        return
+    dim, *later = dims
+    whole = box[dim]
+    step = max(1, most * (whole.stop - whole.start) // num_elements)
+    for start in range(whole.start, whole.stop, step):
+        part = slice(start, min(start + step, whole.stop))
+        yield from split((*box[:dim], part, *box[dim + 1 :]), tuple(later), most)
+
+
+@partial(jax.jit, donate_argnums=0)
+def _updated(shard: Array, part: Array, start: list[Array]) -> Array:
+    return lax.dynamic_update_slice(shard, part, start)
+
+
+def _sizes(box: Box) -> tuple[int, ...]:
+    return tuple(each.stop - each.start for each in box)
+
+
+def _common(box: Box, other: Box) -> Box | None:
+    """What two boxes have in common; None: nothing."""
+    common = tuple(
+        slice(max(one.start, two.start), min(one.stop, two.stop))
+        for one, two in zip(box, other, strict=True)
+    )
+    return common if all(each.start < each.stop for each in common) else None
+
+
+def _within(box: Box, outer: Box) -> Box:
+    """A box, counted from the corner of another one."""
+    return tuple(
+        slice(each.start - side.start, each.stop - side.start)
+        for each, side in zip(box, outer, strict=True)
+    )

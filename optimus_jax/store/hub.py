@@ -1,0 +1,83 @@
+"""Files of models on the Hugging Face hub, through huggingface_hub and its cache.
+
+The library's own variables hold: HF_HOME (the cache), HF_TOKEN, HF_HUB_OFFLINE, HF_ENDPOINT.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from optimus_jax.errors import StoreError, explain
+from optimus_jax.system.hub_model import HubModel
+
+TOKENIZER = "tokenizer.json"
+TOKENIZER_FILES = (
+    TOKENIZER,
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+)
+"""Files of a model's tokenizer that are read, if they are there."""
+
+
+def hub_directory(model: HubModel, files: Sequence[str]) -> Path:
+    """A local directory with those files of a model that the hub has, of one commit.
+
+    Files that the cache has are not fetched again. Processes of a host that call this at the same
+    time fetch each file once.
+
+    Args:
+      files: names, or patterns of names.
+    Raises:
+      StoreError: there is no such model, it may not be read, or it is neither in the cache nor can
+        it be fetched.
+    """
+    try:
+        from huggingface_hub import constants, errors, snapshot_download
+    except ImportError as error:
+        raise StoreError(
+            explain(
+                "models on the hub need huggingface_hub, which is not installed",
+                given=model,
+                do="pip install 'optimus-jax[hub]', or give the directory of a model",
+            )
+        ) from error
+    try:
+        return Path(
+            snapshot_download(model.repository, revision=model.revision, allow_patterns=list(files))
+        )
+    except errors.GatedRepoError as error:
+        wrong, do = "may be read only by users whom its owner has admitted", "ask on its page"
+        raise _unavailable(model, wrong, f"{do}, and set HF_TOKEN") from error
+    except errors.RepositoryNotFoundError as error:
+        raise _unavailable(
+            model,
+            "is not on the hub, or is private",
+            "check its name (a directory of that name does not exist either); for a private model,"
+            " set HF_TOKEN",
+        ) from error
+    except errors.RevisionNotFoundError as error:
+        raise _unavailable(model, "has no such revision", "name a branch, tag or commit") from error
+    except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled) as error:
+        raise _unavailable(
+            model,
+            "is not in the cache, and "
+            + (
+                "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else "the hub cannot be reached"
+            ),
+            "fetch it where there is a network, or give the directory of a model",
+        ) from error
+    except Exception as error:  # of the library, its HTTP client, or the file system
+        raise _unavailable(
+            model,
+            f"cannot be fetched: {type(error).__name__}: {str(error).partition(chr(10))[0][:300]}",
+            "try again, or give the directory of a model",
+        ) from error
+
+
+def commit_of(directory: Path) -> str:
+    """The commit whose files `hub_directory` returned: the name of its directory."""
+    return directory.name
+
+
+def _unavailable(model: HubModel, what: str, do: str) -> StoreError:
+    return StoreError(explain(f"this model {what}", given=model, do=do))

@@ -1,0 +1,121 @@
+"""What `--model` and `--init-from` name besides presets and runs: the directory of a published
+model, or a model on the hub.
+"""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from optimus_jax.config import ModelConfig
+from optimus_jax.config.presets import PRESETS, model_preset
+from optimus_jax.errors import CheckpointError, ConfigError, explain
+from optimus_jax.store.hub import TOKENIZER, TOKENIZER_FILES, commit_of, hub_directory
+from optimus_jax.system.hub_model import HubModel
+from optimus_jax.system.json_input import JSONInputError, parse_json
+from optimus_jax.system.paths import user_path
+from optimus_jax.weights.directory import (
+    CONFIG,
+    MAX_CONFIG_BYTES,
+    WEIGHTS,
+    has_weights,
+    patterns_of,
+    read_config,
+)
+from optimus_jax.weights.file_bytes import read_whole
+
+MODEL = "--model"
+"""Flag that names a model."""
+
+
+@dataclass(frozen=True)
+class PublishedSource:
+    """A published model: a directory, or a model on the hub."""
+
+    place: Path | HubModel
+    """An absolute path, or the model's name."""
+
+    @classmethod
+    def parse(cls, text: str, *, what: str) -> "PublishedSource | None":
+        """The published model that a text names; None: it names none, but perhaps a run.
+
+        Args:
+          what: name of the flag, for errors. With MODEL, ORG/NAME is a model on the hub too.
+        """
+        if (model := HubModel.parse(text, bare=what == MODEL)) is not None:
+            return cls(model)
+        path = user_path(text, what=what)
+        return cls(path.absolute()) if isinstance(path, Path) and _is_published(path) else None
+
+    def __str__(self) -> str:
+        return str(self.place)
+
+    def config(self) -> ModelConfig:
+        """The model. Its name is that of the directory or repository.
+
+        Raises OptimusError if its config.json cannot be read, or is of an unsupported model.
+        """
+        config = read_config(self._directory(CONFIG))
+        place = self.place
+        name = place.name if isinstance(place, Path) else place.repository.rpartition("/")[2]
+        return replace(config, name=name)
+
+    def tokenizer(self) -> str | None:
+        """The tokenizer's name, as `--tokenizer` takes it; None: there is no tokenizer.json."""
+        directory = self._directory(*TOKENIZER_FILES)
+        return str(self.place) if (directory / TOKENIZER).exists() else None
+
+    def fetched(self) -> Path:
+        """The directory with its config.json and weights, for `open_model`.
+
+        Of a model on the hub, files that the cache lacks are fetched: safetensors, or PyTorch's if
+        there are none. Raises StoreError if that fails.
+        """
+        directory = self._directory(CONFIG)
+        for name in WEIGHTS:
+            directory = self._directory(CONFIG, *patterns_of(name))
+            if has_weights(directory, name):
+                break
+        return directory
+
+    def exact(self, directory: Path) -> str:
+        """The name of what `fetched` returned: of a model on the hub, with the commit."""
+        if isinstance(self.place, Path):
+            return str(self.place)
+        return str(replace(self.place, revision=commit_of(directory)))
+
+    def _directory(self, *files: str) -> Path:
+        """The directory, or a local one with those of the files that the hub has."""
+        return self.place if isinstance(self.place, Path) else hub_directory(self.place, files)
+
+
+def model_named(name: str) -> ModelConfig:
+    """The model that `--model` names: a preset, a directory, or a model on the hub.
+
+    Of a published model, only its config.json is read.
+
+    Raises OptimusError if there is none of that name.
+    """
+    if not isinstance(name, str) or name in PRESETS:
+        return model_preset(name)
+    if (source := PublishedSource.parse(name, what=MODEL)) is not None:
+        return source.config()
+    path = user_path(name, what=MODEL)
+    if isinstance(path, Path) and (path.exists() or "/" in name):
+        raise ConfigError(
+            explain(
+                f"{MODEL} names no model",
+                given=f"{name}, which "
+                + ("has no config.json" if path.is_dir() else "is no directory"),
+                do="give a preset such as gpt2-nano, the directory of a published model with its"
+                " config.json, or ORG/NAME of one on the Hugging Face hub",
+            )
+        )
+    return model_preset(name)
+
+
+def _is_published(path: Path) -> bool:
+    """Whether a directory is that of a published model, and not of a run."""
+    try:
+        value = parse_json(read_whole(path / CONFIG, MAX_CONFIG_BYTES), finite=False)
+    except (CheckpointError, JSONInputError):
+        return any(has_weights(path, name) for name in WEIGHTS)
+    return isinstance(value, dict) and bool({"model_type", "architectures"} & value.keys())
