@@ -80,7 +80,7 @@ _REMEDIES = {
     errno.ENOTDIR: "remove the file that has taken its place",
 }
 """What to do about a failed save, by the system's errno."""
-CHUNK_BYTES = 64 << 20
+CHUNK_BYTES = 32 << 20
 """Largest chunk in which a shard is written, before compression."""
 DAMAGED_DIR, ABANDONED_DIR = "damaged", "abandoned"
 """Directories next to `checkpoints`: for damaged checkpoints, and for those after a step to which

@@ -20,6 +20,7 @@ import numpy as np
 
 from optimus_jax.config import ModelConfig
 from optimus_jax.mesh.axes import VOCAB
+from optimus_jax.mesh.boxes import Box
 from optimus_jax.mesh.leaf import Leaf
 from optimus_jax.models.huggingface_formats import format_of
 from optimus_jax.models.shapes import ModelShapes, model_shapes
@@ -60,10 +61,6 @@ class TensorTarget(TensorLike, Protocol):
     """An array, or a tensor in a file that is being written."""
 
     def __setitem__(self, index: EllipsisType, values: Any, /) -> None: ...
-
-
-Bounds = tuple[slice, ...]
-"""A range for each dimension."""
 
 
 @dataclass(frozen=True)
@@ -205,7 +202,7 @@ class LeafSource:
         block: np.ndarray,
         tensors: Mapping[str, TensorLike],
         layer: int,
-        bounds: Bounds,
+        bounds: Box,
     ) -> None:
         """Fill a block with the values that are within bounds; those of padding stay."""
         for part, in_part, in_bounds in self._parts_within(bounds):
@@ -217,14 +214,14 @@ class LeafSource:
         values: np.ndarray,
         tensors: Mapping[str, TensorTarget],
         layer: int,
-        bounds: Bounds,
+        bounds: Box,
     ) -> None:
         """The inverse of `_fill`: write the values that are within bounds."""
         for part, in_part, in_bounds in self._parts_within(bounds):
             tensor = self._in_ours(tensors[part.tensor.format(layer)], part)
             tensor[in_part][...] = values[in_bounds]
 
-    def _parts_within(self, bounds: Bounds) -> Iterator[tuple[LeafPart, Bounds, Bounds]]:
+    def _parts_within(self, bounds: Box) -> Iterator[tuple[LeafPart, Box, Box]]:
         """What bounds cover of each part: in the part, and from the corner of the bounds."""
         for part in self.parts:
             box = self._box(part)

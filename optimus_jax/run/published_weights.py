@@ -5,7 +5,6 @@ its devices in boxes of at most BOX_BYTES, several of which are read at the same
 memory of the host beyond the shards is a few boxes, however large a tensor is.
 """
 
-import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -19,14 +18,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 from jax.sharding import NamedSharding
-from rich.console import Console
-from rich.progress import DownloadColumn, Progress, TransferSpeedColumn
 
 from optimus_jax.cluster.distributed import all_or_none, is_writer
 from optimus_jax.mesh.boxes import Box, sizes, split
 from optimus_jax.models.huggingface_checks import check_tied_head, model_tensors
 from optimus_jax.models.huggingface_tensors import LeafSource, TensorLike, leaf_sources
 from optimus_jax.models.shapes import ModelShapes, Params
+from optimus_jax.run.byte_progress import byte_progress
 from optimus_jax.training.state import TrainState
 from optimus_jax.training.step import Program
 from optimus_jax.weights.directory import open_model
@@ -104,15 +102,8 @@ def read_params(
     )
     flat, treedef = jax.tree.flatten(leaves, is_leaf=lambda leaf: isinstance(leaf, _Filled))
     todo = [(leaf, box) for leaf in flat for box in leaf.boxes()]
-    console = Console(file=sys.stderr)
-    columns = (*Progress.get_default_columns(), DownloadColumn(), TransferSpeedColumn())
     with (
-        Progress(
-            *columns,
-            console=console,
-            transient=True,
-            disable=not (console.is_terminal and is_writer()),
-        ) as bar,
+        byte_progress(show=is_writer()) as bar,
         ThreadPoolExecutor(NUM_READERS, thread_name_prefix="weights") as pool,
     ):
         task = bar.add_task("parameters", total=sum(leaf.bytes_of(box) for leaf, box in todo))

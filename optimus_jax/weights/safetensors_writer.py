@@ -5,7 +5,6 @@ spaces so that data are aligned), and named and indexed as transformers does.
 """
 
 import json
-import os
 import re
 from collections.abc import Iterable, Mapping
 from math import prod
@@ -105,19 +104,6 @@ def header_of(shapes: Shapes, dtype: np.dtype) -> tuple[bytes, dict[str, int]]:
     content = text.encode()
     content += b" " * (-len(content) % ALIGNMENT)
     return len(content).to_bytes(LENGTH_BYTES, "little") + content, offsets
-
-
-def sync_files(directory: Path) -> None:
-    """Wait until the files of a directory are on the disk, so that a power cut leaves them whole.
-
-    Raises OSError if they cannot be written.
-    """
-    for path in [*directory.iterdir(), directory]:
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
 
 
 def _num_bytes(shapes: Iterable[tuple[int, ...]], dtype: np.dtype) -> int:

@@ -102,7 +102,7 @@ def cut(shape: tuple[int, ...], rng: np.random.Generator) -> list[tuple[slice, .
     st.data(),
 )
 def test_any_view_is_written_as_an_array_would_be(
-    tmp_path_factory, shape: list[int], dtype: str, order: list[int], data: st.DataObject
+    tmp_path_factory, shape: list[int], dtype: str, memory: list[int], data: st.DataObject
 ):
     path = tmp_path_factory.mktemp("files") / "file"
     (tensor,) = writer.create_file(path, {"a": tuple(shape)}, DTYPES[dtype]).values()
@@ -114,7 +114,7 @@ def test_any_view_is_written_as_an_array_would_be(
         )
         values = values_of(expected[index].shape)
         expected[index] = values
-        own = [dim for dim in order if dim < len(shape)]
+        own = [dim for dim in memory if dim < len(shape)]
         in_memory = np.array(values.transpose(own), order="C").transpose(np.argsort(own))
         tensor[index].T[...] = in_memory.T
     np.testing.assert_array_equal(np.asarray(tensor), expected)
