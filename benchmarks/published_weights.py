@@ -146,7 +146,9 @@ def _ours(directory: Path, mesh: str, index: int, num_processes: int):
     config = make_config(
         model_named(str(directory)), {"mesh": mesh, "global_batch": 8, "seq_len": 128}
     )
-    program = build_program(config, plan_for(config, config.parallel.axes, discover()))
+    axes = config.parallel.axes
+    assert axes is not None, mesh
+    program = build_program(config, plan_for(config, axes, discover()))
 
     def run() -> int:
         model = open_model(directory)

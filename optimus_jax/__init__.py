@@ -1,9 +1,10 @@
 """optimus_jax: dynamic parallelism for JAX.
 
 `train(model="gpt2-nano", mesh="data=2,fsdp=4", steps=100)` trains a model,
-`find_plans(model="llama3-8b", cluster="h100:8x8")` ranks the layouts of a model on a cluster, and
-`show_mesh("data=2,fsdp=4", model="gpt2-nano")` shows one. Names are imported on first use, so that
-importing a small module does not import JAX.
+`find_plans(model="llama3-8b", cluster="h100:8x8")` ranks the layouts of a model on a cluster,
+`show_mesh("data=2,fsdp=4", model="gpt2-nano")` shows one, and `export("runs/a", "exported/a")`
+writes a run's model for transformers. Names are imported on first use, so that importing a small
+module does not import JAX.
 """
 
 from importlib import import_module
@@ -16,11 +17,14 @@ if TYPE_CHECKING:
     from optimus_jax.plan import Plan
     from optimus_jax.planning.api import RankedPlan, find_plans
     from optimus_jax.run.api import RunResult, train
+    from optimus_jax.run.export import ExportResult, export
     from optimus_jax.viz.mesh_view import MeshView, show_mesh
 
 _HOMES = {
     "train": "run.api",
     "RunResult": "run.api",
+    "ExportResult": "run.export",
+    "export": "run.export",
     "Config": "config",
     "Plan": "plan",
     "RankedPlan": "planning.api",
@@ -31,11 +35,13 @@ _HOMES = {
 
 __all__ = [
     "Config",
+    "ExportResult",
     "MeshView",
     "Plan",
     "RankedPlan",
     "RunResult",
     "__version__",
+    "export",
     "find_plans",
     "show_mesh",
     "train",

@@ -319,6 +319,9 @@ API = """# Python API
 .. autoclass:: optimus_jax.RunResult
    :members:
 .. autofunction:: optimus_jax.find_plans
+.. autofunction:: optimus_jax.export
+.. autoclass:: optimus_jax.ExportResult
+   :members:
 .. autofunction:: optimus_jax.show_mesh
 .. autoclass:: optimus_jax.MeshView
    :members:

@@ -19,6 +19,7 @@ import contextlib
 import errno
 import json
 import logging
+import math
 import os
 import shutil
 import sys
@@ -66,6 +67,7 @@ from optimus_jax.cluster.distributed import broadcast_from_0
 from optimus_jax.config import CheckpointConfig
 from optimus_jax.errors import CheckpointError, explain
 from optimus_jax.reshard.checksum import check_arrays, named_leaves
+from optimus_jax.reshard.restack import is_stacked
 
 _REMEDIES = {
     errno.EFBIG: "raise the limit on the size of a file (ulimit -f)",
@@ -78,6 +80,8 @@ _REMEDIES = {
     errno.ENOTDIR: "remove the file that has taken its place",
 }
 """What to do about a failed save, by the system's errno."""
+CHUNK_BYTES = 32 << 20
+"""Largest chunk in which a shard is written, before compression."""
 DAMAGED_DIR, ABANDONED_DIR = "damaged", "abandoned"
 """Directories next to `checkpoints`: for damaged checkpoints, and for those after a step to which
 the run was told to go back."""
@@ -248,7 +252,10 @@ class Checkpoints:
                 force=True,
                 args=ocp.args.Composite(
                     **{
-                        STATE: ocp.args.PyTreeSave(leaves),
+                        STATE: ocp.args.PyTreeSave(
+                            leaves,
+                            save_args={name: _chunks(name, leaf) for name, leaf in leaves.items()},
+                        ),
                         MANIFEST: ocp.args.JsonSave(
                             {"content": manifest, "crc32": checksum_of(manifest)}
                         ),
@@ -502,6 +509,18 @@ class Checkpoints:
                 ),
             )
         )
+
+
+def _chunks(name: str, leaf: jax.Array) -> ocp.SaveArgs:
+    """How a shard of a leaf is divided on the disk: a large one of a stack by layers, and further
+    if need be.
+
+    A chunk is the least that can be read: without this a whole shard, even for one layer.
+    """
+    shard = leaf.sharding.shard_shape(leaf.shape)
+    if math.prod(shard) * leaf.dtype.itemsize <= CHUNK_BYTES:
+        return ocp.SaveArgs()
+    return ocp.SaveArgs(chunk_byte_size=CHUNK_BYTES, shard_axes=(0,) if is_stacked(name) else ())
 
 
 def _wait_quietly(manager: ocp.CheckpointManager) -> None:

@@ -75,6 +75,17 @@ def on_every_process(read: Callable[[], T], directory: Path) -> T:
         time.sleep(_POLL_S)
 
 
+def on_this_process(read: Callable[[], T]) -> T:
+    """Return `read()`, without a word to other processes.
+
+    Raises DamagedError or UnreachableError if it fails.
+    """
+    code, reason, result = _try_read(read)
+    if code == _GOOD:
+        return result
+    raise (UnreachableError if code == _UNREACHABLE else DamagedError)(reason)
+
+
 def _try_read(read: Callable[[], T]) -> tuple[int, str, Any]:
     """The code, the reason of a failure, and the result of `read`."""
     try:

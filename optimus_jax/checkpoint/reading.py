@@ -104,15 +104,16 @@ def read_checkpoint(
 
 def read_manifest(path: Path) -> dict[str, Any]:
     """The manifest of the checkpoint in the directory `path`. Raises as `read_checkpoint` does."""
+    return on_every_process(lambda: own_manifest(path), path)
 
-    def read() -> dict[str, Any]:
-        stored = ocp.JsonCheckpointHandler().restore(epath.Path(path) / MANIFEST)
-        if stored["crc32"] != checksum_of(stored["content"]):
-            raise ValueError("the manifest is not what was saved")
-        check_descriptions(path)
-        return stored["content"]
 
-    return on_every_process(read, path)
+def own_manifest(path: Path) -> dict[str, Any]:
+    """`read_manifest` for one process alone; raises various errors."""
+    stored = ocp.JsonCheckpointHandler().restore(epath.Path(path) / MANIFEST)
+    if stored["crc32"] != checksum_of(stored["content"]):
+        raise ValueError("the manifest is not what was saved")
+    check_descriptions(path)
+    return stored["content"]
 
 
 def check_descriptions(path: Path) -> None:

@@ -11,6 +11,7 @@ COMMANDS = {
     "train": "train a model, or resume a run",
     "plan": "rank the layouts of a model on a cluster",
     "generate": "generate text with a trained model",
+    "export": "write a run's model as a directory that transformers loads",
     "report": "write one HTML page about a run",
     "launch": "run a command as several processes on this machine",
     "tokenize": "tokenize text files into one .bin file",

@@ -6,6 +6,7 @@ available hardware, data and model size are measured later, and the layout deriv
 """
 
 from optimus_jax.config.data import DataConfig, PhaseConfig
+from optimus_jax.config.export import ExportConfig
 from optimus_jax.config.model import Features, ModelConfig, RopeScaling
 from optimus_jax.config.parallel import (
     OFFLOADS,
@@ -43,6 +44,7 @@ __all__ = [
     "DataConfig",
     "DistributedConfig",
     "EvaluationConfig",
+    "ExportConfig",
     "FaultConfig",
     "Features",
     "LearningRateSchedule",

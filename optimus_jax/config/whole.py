@@ -10,6 +10,7 @@ from typing import Any, Literal
 from optimus_jax.config.aliases import RENAMED
 from optimus_jax.config.checks import check_counts, check_positive
 from optimus_jax.config.data import DataConfig
+from optimus_jax.config.export import ExportConfig
 from optimus_jax.config.model import ModelConfig
 from optimus_jax.config.parallel import ParallelConfig, PrecisionConfig
 from optimus_jax.config.run_checkpoint import INIT_FROM, RunCheckpoint
@@ -52,6 +53,7 @@ class Config:
     faults: FaultConfig = field(default_factory=FaultConfig)
     controller: ControlConfig = field(default_factory=ControlConfig)
     store: StoreConfig = field(default_factory=StoreConfig)
+    export: ExportConfig = field(default_factory=ExportConfig)
     steps: int = 300
     """Number of optimizer steps."""
     task: str = "next_token"

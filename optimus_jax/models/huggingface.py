@@ -5,23 +5,17 @@ differences between families are in `models/huggingface_formats.py`.
 """
 
 from collections.abc import Mapping
-from typing import Any
 
 import jax
 import numpy as np
 from jax.tree_util import keystr
 
-from optimus_jax.config import Features, ModelConfig, RopeScaling
+from optimus_jax.config import Features, ModelConfig
 from optimus_jax.errors import ConfigError, explain
 from optimus_jax.models.families import FAMILIES
 from optimus_jax.models.huggingface_checks import check_tied_head, model_tensors
-from optimus_jax.models.huggingface_formats import (
-    HEAD,
-    HEAD_BIAS,
-    HfConfig,
-    format_of,
-    not_supported,
-)
+from optimus_jax.models.huggingface_features import HfConfig, not_supported, read_rotary
+from optimus_jax.models.huggingface_formats import HEAD, HEAD_BIAS, format_of
 from optimus_jax.models.huggingface_keys import check_keys, check_task
 from optimus_jax.models.huggingface_tensors import leaf_sources, tensor_shapes
 from optimus_jax.models.shapes import Params, model_shapes
@@ -35,14 +29,6 @@ UNSUPPORTED = (
     "quantization_config",
 )
 """Keys of config.json that change arithmetic in a way that ours does not have."""
-
-ROPE_SCALING = {
-    "factor": "factor",
-    "low_frequency_factor": "low_freq_factor",
-    "high_frequency_factor": "high_freq_factor",
-    "original_length": "original_max_position_embeddings",
-}
-"""Field of RopeScaling -> key of a config.json's `rope_scaling`."""
 
 
 def config_from_huggingface(hf_config: HfConfig) -> ModelConfig:
@@ -102,7 +88,7 @@ def config_from_huggingface(hf_config: HfConfig) -> ModelConfig:
             )
         )
     derived = {"num_kv_heads": heads, "head_dim": embed // heads, "mlp_dim": 4 * embed}
-    rotary = _rotary(hf_config) if FAMILIES[family].positions == "rotary" else {}
+    rotary = read_rotary(hf_config) if FAMILIES[family].positions == "rotary" else {}
     own = {
         name: value
         for name, value in hf_format.features(hf_config).items()
@@ -145,34 +131,3 @@ def to_huggingface(params: Params, config: ModelConfig) -> dict[str, np.ndarray]
         name if name in (HEAD, HEAD_BIAS) else hf_format.prefix + name: tensor
         for name, tensor in tensors.items()
     }
-
-
-def _rotary(hf_config: HfConfig) -> dict[str, Any]:
-    """The ModelConfig fields of rotary positions.
-
-    A config.json has them in one mapping since transformers 5, or in one for each type of layer;
-    before, a number and a mapping.
-    """
-    given = hf_config.get("rope_parameters") or {}
-    given = given.get("full_attention", given)
-    rope = {**given, **(hf_config.get("rope_scaling") or {})}
-    theta = float(rope.get("rope_theta", hf_config.get("rope_theta") or ModelConfig.rope_theta))
-    match kind := rope.get("rope_type", rope.get("type", "default")):
-        case "default":
-            return {"rope_theta": theta}
-        case "linear" if "factor" in rope:
-            scaling = RopeScaling(kind="linear", factor=float(rope["factor"]))
-            return {"rope_theta": theta, "rope_scaling": scaling}
-        case "llama3" if rope.keys() >= set(ROPE_SCALING.values()):
-            scaling = RopeScaling(**{field: rope[key] for field, key in ROPE_SCALING.items()})
-            return {"rope_theta": theta, "rope_scaling": scaling}
-        case "linear" | "llama3":
-            needed = ["factor"] if kind == "linear" else ROPE_SCALING.values()
-            raise ConfigError(
-                explain(
-                    f"rope_type={kind} lacks numbers",
-                    given=rope,
-                    do="give " + ", ".join(needed),
-                )
-            )
-    raise not_supported("rope_type", kind, ("default", "linear", "llama3"))

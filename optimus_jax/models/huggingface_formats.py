@@ -4,19 +4,21 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from optimus_jax.config import ModelConfig
 from optimus_jax.errors import ConfigError, explain, nearest
+from optimus_jax.models import huggingface_features as features
+from optimus_jax.models.huggingface_features import HfConfig
 
 HEAD, HEAD_BIAS = "lm_head.weight", "lm_head.bias"
 """The head's matrix. Where weights are tied, a file may leave it out or repeat the embedding."""
-
-HfConfig = Mapping[str, Any]
-"""A config.json."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class HuggingFaceFormat:
     """How Hugging Face stores the models of one family."""
 
+    architecture: str
+    """Class of transformers for the next token."""
     sizes: Mapping[str, str]
     """Field of ModelConfig -> key of config.json."""
     defaults: Mapping[str, Any]
@@ -26,6 +28,10 @@ class HuggingFaceFormat:
     missing key."""
     features: Callable[[HfConfig], dict[str, Any]] = lambda hf: {}
     """Fields of Features that a config.json decides."""
+    feature_keys: Callable[[ModelConfig], dict[str, Any]] = lambda config: {}
+    """The inverse of `features`, and keys of rotary positions."""
+    head_width_is_whole: bool = True
+    """Whether the class refuses an embed_dim that is no multiple of num_heads."""
     prefix: str
     """Prefix of every tensor name except the head's; some released files leave it out."""
     tensors: Mapping[str, str]
@@ -67,124 +73,6 @@ def _layer(attention: str, mlp: str, norms: Mapping[str, str], layer: str) -> di
         for ours, theirs in norms.items()
         for leaf, kind in (("scale", "weight"), ("bias", "bias"))
     }
-
-
-def _llama(hf: HfConfig) -> dict[str, Any]:
-    return {"biases": _biases(hf)} if hf.get("attention_bias") or hf.get("mlp_bias") else {}
-
-
-def _biases(hf: HfConfig) -> tuple[str, ...]:
-    return (("query", "key", "value", "out") if hf.get("attention_bias") else ()) + (
-        ("up", "down") if hf.get("mlp_bias") else ()
-    )
-
-
-LAYER_TYPES = {"sliding_attention": "window", "full_attention": "full"}
-"""Their types of layers -> ours."""
-
-
-def _layer_types(hf: HfConfig, default: Callable[[int], bool]) -> tuple[str, ...]:
-    """`window` or `full` for every layer; `default` says whether layer i has a window if the
-    config.json does not say.
-    """
-    theirs = hf.get("layer_types")
-    if theirs is not None:
-        if other := set(theirs) - LAYER_TYPES.keys():
-            raise not_supported(
-                "layer_types", sorted(other), ("sliding_attention", "full_attention")
-            )
-        return tuple(LAYER_TYPES[each] for each in theirs)
-    return tuple("window" if default(layer) else "full" for layer in range(hf["num_hidden_layers"]))
-
-
-def _shortest_pattern(types: tuple[str, ...]) -> tuple[str, ...]:
-    """The shortest pattern whose repetition begins with these layer types."""
-    return next(
-        types[:length]
-        for length in range(1, len(types) + 1)
-        if types[length:] == types[: len(types) - length]
-    )
-
-
-def _qwen_window(hf: HfConfig) -> dict[str, Any]:
-    first = hf.get("max_window_layers", 28)
-    types = _layer_types(hf, lambda layer: bool(hf.get("use_sliding_window")) and layer >= first)
-    if "window" not in types:
-        return {}
-    if not hf.get("use_sliding_window"):
-        raise not_supported("layer_types with use_sliding_window", False, (True,))
-    return {"window": hf.get("sliding_window", 4096), "layer_types": _shortest_pattern(types)}
-
-
-def _gemma2(hf: HfConfig) -> dict[str, Any]:
-    return _llama(hf) | {
-        "window": hf.get("sliding_window", 4096) or 0,
-        "layer_types": _shortest_pattern(_layer_types(hf, lambda layer: layer % 2 == 0)),
-        "attention_scale": hf.get("query_pre_attn_scalar", 256) ** -0.5,
-        "attention_softcap": hf.get("attn_logit_softcapping", 50.0) or 0.0,
-        "head_softcap": hf.get("final_logit_softcapping", 30.0) or 0.0,
-    }
-
-
-def _gemma3(hf: HfConfig) -> dict[str, Any]:
-    pattern = hf.get("sliding_window_pattern", hf.get("_sliding_window_pattern", 6))
-    types = _layer_types(hf, lambda layer: (layer + 1) % pattern != 0)
-    ropes = hf.get("rope_parameters") or {}
-    local = ropes.get("sliding_attention") or {}
-    if (kind := local.get("rope_type", "default")) != "default":
-        raise not_supported("rope_parameters.sliding_attention.rope_type", kind, ("default",))
-    return _llama(hf) | {
-        "window": hf.get("sliding_window", 4096) or 0,
-        "layer_types": _shortest_pattern(types),
-        "attention_scale": hf.get("query_pre_attn_scalar", 256) ** -0.5,
-        "head_softcap": hf.get("final_logit_softcapping") or 0.0,
-        "window_rope_theta": float(
-            local.get("rope_theta", hf.get("rope_local_base_freq", 10_000.0))
-        ),
-    }
-
-
-def _gpt_neo(hf: HfConfig) -> dict[str, Any]:
-    types = [
-        kind
-        for kinds, times in hf.get("attention_types", [[["global", "local"], 12]])
-        for kind in kinds * times
-    ]
-    types = hf.get("attention_layers", types)
-    if len(types) != hf["num_layers"]:
-        raise not_supported("attention_types of", len(types), (f"{hf['num_layers']} layers",))
-    return {
-        "window": hf.get("window_size", 256),
-        "layer_types": _shortest_pattern(
-            tuple("window" if each == "local" else "full" for each in types)
-        ),
-    }
-
-
-def _opt(hf: HfConfig) -> dict[str, Any]:
-    is_pre, width = hf.get("do_layer_norm_before", True), hf.get("word_embed_proj_dim")
-    return {
-        "activation": _activation(hf.get("activation_function", "relu")),
-        "norm_place": "pre" if is_pre else "post",
-        "final_norm": is_pre and not hf.get("_remove_final_layer_norm", False),
-        "table_dim": 0 if width in (None, hf["hidden_size"]) else width,
-    } | ({} if hf.get("enable_bias", True) else {"biases": ()})
-
-
-ACTIVATIONS = {
-    "gelu_new": "gelu_tanh",
-    "gelu_pytorch_tanh": "gelu_tanh",
-    "gelu": "gelu",
-    "relu": "relu",
-    "silu": "silu",
-}
-"""Their names of nonlinearities -> ours."""
-
-
-def _activation(theirs: str) -> str:
-    if theirs not in ACTIVATIONS:
-        raise not_supported("activation", theirs, tuple(ACTIVATIONS))
-    return ACTIVATIONS[theirs]
 
 
 GPT2_SIZES = {
@@ -238,10 +126,12 @@ LLAMA_TENSORS = LLAMA_OUTSIDE | _layer(
     "layers.{}.",
 )
 LLAMA = HuggingFaceFormat(
+    architecture="LlamaForCausalLM",
     sizes=LLAMA_SIZES,
     defaults={"num_key_value_heads": None, "head_dim": None, "tie_word_embeddings": False},
     only={"hidden_act": ("silu",), "is_causal": (True,)},
-    features=_llama,
+    features=features.read_biases,
+    feature_keys=features.llama_keys,
     prefix="model.",
     tensors=LLAMA_TENSORS,
     buffers=("rotary_emb.inv_freq",),
@@ -261,6 +151,7 @@ GEMMA_TENSORS = LLAMA_OUTSIDE | _layer(
 
 HUGGING_FACE_FORMATS: dict[str, HuggingFaceFormat] = {
     "gpt2": HuggingFaceFormat(
+        architecture="GPT2LMHeadModel",
         sizes=GPT2_SIZES,
         defaults={"n_inner": None, "tie_word_embeddings": True},
         only={
@@ -289,6 +180,7 @@ HUGGING_FACE_FORMATS: dict[str, HuggingFaceFormat] = {
         buffers=(".attn.bias", ".attn.masked_bias"),
     ),
     "gpt_neo": HuggingFaceFormat(
+        architecture="GPTNeoForCausalLM",
         sizes={
             "vocab_size": "vocab_size",
             "num_layers": "num_layers",
@@ -302,7 +194,8 @@ HUGGING_FACE_FORMATS: dict[str, HuggingFaceFormat] = {
         },
         defaults={"intermediate_size": None, "tie_word_embeddings": True},
         only={"activation_function": ("gelu_new", "gelu_pytorch_tanh")},
-        features=_gpt_neo,
+        features=features.read_gpt_neo,
+        feature_keys=features.gpt_neo_keys,
         prefix="transformer.",
         tensors=GPT_OUTSIDE
         | _layer(
@@ -314,10 +207,12 @@ HUGGING_FACE_FORMATS: dict[str, HuggingFaceFormat] = {
         buffers=(".attn.attention.bias", ".attn.attention.masked_bias"),
     ),
     "gptj": HuggingFaceFormat(
+        architecture="GPTJForCausalLM",
         sizes=GPT2_SIZES,
         defaults={"n_inner": None, "tie_word_embeddings": False},
         only={"activation_function": ("gelu_new", "gelu_pytorch_tanh")},
-        features=lambda hf: {"rope_dims": hf.get("rotary_dim", 64)},
+        features=features.read_gptj,
+        feature_keys=features.gptj_keys,
         prefix="transformer.",
         tensors=GPT_OUTSIDE
         | _layer(
@@ -329,6 +224,7 @@ HUGGING_FACE_FORMATS: dict[str, HuggingFaceFormat] = {
         buffers=(".attn.bias", ".attn.masked_bias", ".attn.embed_positions"),
     ),
     "opt": HuggingFaceFormat(
+        architecture="OPTForCausalLM",
         sizes={
             "vocab_size": "vocab_size",
             "num_layers": "num_hidden_layers",
@@ -341,7 +237,8 @@ HUGGING_FACE_FORMATS: dict[str, HuggingFaceFormat] = {
         },
         defaults={"tie_word_embeddings": True, "init_std": 0.02},
         only={"layer_norm_elementwise_affine": (True,)},
-        features=_opt,
+        features=features.read_opt,
+        feature_keys=features.opt_keys,
         prefix="model.decoder.",
         tensors={
             "embedding/table": "embed_tokens.weight",
@@ -367,17 +264,32 @@ HUGGING_FACE_FORMATS: dict[str, HuggingFaceFormat] = {
     "llama": LLAMA,
     "mistral": replace(
         LLAMA,
+        architecture="MistralForCausalLM",
+        head_width_is_whole=False,
         defaults={**LLAMA.defaults, "num_key_value_heads": 8},
-        features=lambda hf: {"window": hf.get("sliding_window", 4096) or 0},
+        features=features.read_window,
+        feature_keys=features.mistral_keys,
     ),
-    "qwen2": replace(LLAMA, features=_qwen_window),
+    "qwen2": replace(
+        LLAMA,
+        architecture="Qwen2ForCausalLM",
+        head_width_is_whole=False,
+        features=features.read_qwen_window,
+        feature_keys=features.qwen2_keys,
+    ),
     "qwen3": replace(
         LLAMA,
+        architecture="Qwen3ForCausalLM",
+        head_width_is_whole=False,
         defaults={**LLAMA.defaults, "head_dim": 128},
-        features=lambda hf: _llama(hf) | _qwen_window(hf),
+        features=features.read_qwen3,
+        feature_keys=features.qwen3_keys,
     ),
     "olmo2": replace(
         LLAMA,
+        architecture="Olmo2ForCausalLM",
+        head_width_is_whole=False,
+        feature_keys=features.attention_keys,
         tensors=LLAMA_OUTSIDE
         | _layer(
             LLAMA_ATTENTION,
@@ -392,7 +304,10 @@ HUGGING_FACE_FORMATS: dict[str, HuggingFaceFormat] = {
     ),
     "phi3": replace(
         LLAMA,
-        features=lambda hf: {"window": hf.get("sliding_window") or 0} | _partial_rotary(hf),
+        architecture="Phi3ForCausalLM",
+        head_width_is_whole=False,
+        features=features.read_phi3,
+        feature_keys=features.phi3_keys,
         tensors=LLAMA_OUTSIDE
         | {
             "layers/attention_norm/scale": "layers.{}.input_layernorm.weight",
@@ -407,32 +322,29 @@ HUGGING_FACE_FORMATS: dict[str, HuggingFaceFormat] = {
     ),
     "gemma2": replace(
         LLAMA,
+        architecture="Gemma2ForCausalLM",
         defaults={"num_key_value_heads": 4, "head_dim": 256, "tie_word_embeddings": True},
         only={
             "hidden_activation": ("gelu_pytorch_tanh", "gelu_new"),
             "use_bidirectional_attention": (None, False),
         },
-        features=_gemma2,
+        features=features.read_gemma2,
+        feature_keys=features.gemma2_keys,
         tensors=GEMMA_TENSORS,
     ),
     "gemma3_text": replace(
         LLAMA,
+        architecture="Gemma3ForCausalLM",
         defaults={"num_key_value_heads": 4, "head_dim": 256, "tie_word_embeddings": True},
         only={
             "hidden_activation": ("gelu_pytorch_tanh", "gelu_new"),
             "use_bidirectional_attention": (None, False),
         },
-        features=_gemma3,
+        features=features.read_gemma3,
+        feature_keys=features.gemma3_keys,
         tensors=GEMMA_TENSORS,
     ),
 }
-
-
-def _partial_rotary(hf: HfConfig) -> dict[str, Any]:
-    share = hf.get("partial_rotary_factor")
-    share = (hf.get("rope_parameters") or {}).get("partial_rotary_factor", share)
-    head_dim = hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"]
-    return {} if share in (None, 1.0) else {"rope_dims": int(head_dim * share)}
 
 
 def format_of(family: str) -> HuggingFaceFormat:
@@ -446,14 +358,3 @@ def format_of(family: str) -> HuggingFaceFormat:
             )
         )
     return HUGGING_FACE_FORMATS[family]
-
-
-def not_supported(key: str, given: object, values: tuple[Any, ...]) -> ConfigError:
-    """The error for a key of config.json that asks for what our models do not have."""
-    return ConfigError(
-        explain(
-            "a config.json asks for what our models have not",
-            given=f"{key}={given!r}",
-            do=f"choose a model with {key}=" + " or ".join(map(repr, values)),
-        )
-    )

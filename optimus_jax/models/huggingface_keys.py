@@ -12,7 +12,8 @@ from optimus_jax.config import ModelConfig
 from optimus_jax.config.checks import LARGEST_COUNT
 from optimus_jax.config.model import MOST_LAYERS
 from optimus_jax.errors import ConfigError, explain
-from optimus_jax.models.huggingface_formats import HfConfig, HuggingFaceFormat
+from optimus_jax.models.huggingface_features import HfConfig
+from optimus_jax.models.huggingface_formats import HuggingFaceFormat
 
 KeyType = type | UnionType
 

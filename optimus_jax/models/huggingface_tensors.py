@@ -12,7 +12,8 @@ one, such as a tensor in a file, of which only the slices that a caller wants ar
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Protocol, Self, TypeVar
+from types import EllipsisType
+from typing import Any, Protocol, Self, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +21,7 @@ import numpy as np
 
 from optimus_jax.config import ModelConfig
 from optimus_jax.mesh.axes import VOCAB
+from optimus_jax.mesh.boxes import Box
 from optimus_jax.mesh.leaf import Leaf
 from optimus_jax.models.huggingface_formats import format_of
 from optimus_jax.models.shapes import ModelShapes, model_shapes
@@ -54,6 +56,12 @@ class TensorLike(Protocol):
 
 
 Tensor = TypeVar("Tensor", bound=TensorLike)
+
+
+class TensorTarget(TensorLike, Protocol):
+    """An array, or a tensor in a file that is being written."""
+
+    def __setitem__(self, index: EllipsisType, values: Any, /) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -137,19 +145,25 @@ class LeafSource:
                 self._fill(part, tensors, layer, bounds[1:])
         return block
 
-    def write(self, array: np.ndarray, tensors: Mapping[str, np.ndarray]) -> None:
-        """Write the whole leaf into the model's tensors, without padding and empty slots."""
-        layers = enumerate(self.slots) if self.leaf.is_in_layers else [(0, 0)]
-        for slot, layer in layers:
-            whole = array[slot] if self.leaf.is_in_layers else array
-            for part in self.parts if layer >= 0 else ():
-                values = whole[self._box(part)]
-                target = self._in_theirs(tensors[part.tensor.format(layer)], part)
-                if self.leaf.is_matrix:
-                    values = values.reshape(len(values), -1)
-                    target[...] = values.T if self._is_transposed else values
-                else:
-                    target[...] = values.reshape(-1)
+    def write(
+        self,
+        values: np.ndarray,
+        tensors: Mapping[str, TensorTarget],
+        index: tuple[slice, ...] | None = None,
+    ) -> None:
+        """Write a slice of the leaf into the model's tensors, without padding and empty slots.
+
+        Args:
+          values: of the slice, in its shape.
+          index: as for `block`.
+        """
+        bounds = _bounds(self.array.shape, index)
+        if not self.leaf.is_in_layers:
+            self._spread(values, tensors, 0, bounds)
+            return
+        for part, layer in zip(values, self.slots[bounds[0]], strict=True):
+            if layer >= 0:
+                self._spread(part, tensors, layer, bounds[1:])
 
     @property
     def file_order(self) -> tuple[int, ...]:
@@ -193,9 +207,27 @@ class LeafSource:
         block: np.ndarray,
         tensors: Mapping[str, TensorLike],
         layer: int,
-        bounds: tuple[slice, ...],
+        bounds: Box,
     ) -> None:
         """Fill a block with the values that are within bounds; those of padding stay."""
+        for part, in_part, in_bounds in self._parts_within(bounds):
+            tensor = self._in_ours(tensors[part.tensor.format(layer)], part)
+            copy_cast(np.asarray(tensor[in_part]), block[in_bounds])
+
+    def _spread(
+        self,
+        values: np.ndarray,
+        tensors: Mapping[str, TensorTarget],
+        layer: int,
+        bounds: Box,
+    ) -> None:
+        """The inverse of `_fill`: write the values that are within bounds."""
+        for part, in_part, in_bounds in self._parts_within(bounds):
+            tensor = self._in_ours(tensors[part.tensor.format(layer)], part)
+            tensor[in_part][...] = values[in_bounds]
+
+    def _parts_within(self, bounds: Box) -> Iterator[tuple[LeafPart, Box, Box]]:
+        """What bounds cover of each part: in the part, and from the corner of the bounds."""
         for part in self.parts:
             box = self._box(part)
             both = [
@@ -203,8 +235,7 @@ class LeafSource:
                 for one, other in zip(box, bounds, strict=True)
             ]
             if all(each.start < each.stop for each in both):
-                tensor = self._in_ours(tensors[part.tensor.format(layer)], part)
-                _copy(np.asarray(tensor[_relative(both, box)]), block[_relative(both, bounds)])
+                yield part, _relative(both, box), _relative(both, bounds)
 
 
 def leaf_sources(shapes: ModelShapes) -> dict[str, LeafSource]:
@@ -287,7 +318,7 @@ def _parts(source: LeafSource, start: int, ranges: Mapping[str, slice]) -> Itera
             )
 
 
-def _copy(values: np.ndarray, target: np.ndarray) -> None:
+def copy_cast(values: np.ndarray, target: np.ndarray) -> None:
     """Copy values into an array of another dtype.
 
     If they are transposed in memory, a few columns at a time, cast before they are transposed: more

@@ -9,6 +9,7 @@ scrambled, and summed modulo 2^32. Hence
   depends only on indices, never on the shape.
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -17,6 +18,11 @@ import numpy as np
 from jax import Array
 
 from optimus_jax.reshard.memory_kinds import on_devices
+
+BLOCK_ELEMENTS = 1 << 16
+"""Elements whose shares are computed at a time: they and what is computed stay in the cache."""
+SCRAMBLING, LAST_SHIFT = ((16, 0x85EBCA6B), (13, 0xC2B2AE35)), 16
+"""Shifts and odd factors of MurmurHash3's last step."""
 
 
 def named_leaves(tree: Any) -> dict[str, Any]:
@@ -59,6 +65,49 @@ def check_arrays(tree: Any) -> dict[str, ArrayCheck]:
     }
 
 
+def checksum_of_part(values: np.ndarray, start: Sequence[int]) -> int:
+    """A part's share in the checksum of an array: those of parts that together are the whole array
+    add up to its checksum modulo 2^32.
+
+    Computed by NumPy, a few rows at a time.
+
+    Args:
+      values: the part.
+      start: index of its first element.
+    """
+    if not values.size:
+        return 0
+    if not values.ndim:
+        values = values.reshape(1)
+    # what all indices but the last contribute
+    outer = np.zeros((), np.uint32)
+    for first, size in zip(start[:-1], values.shape[:-1], strict=True):
+        outer = _scramble(outer[..., None] + np.arange(first, first + size, dtype=np.uint32))
+    last = values.shape[-1]
+    inner = np.arange(last, dtype=np.uint32) + np.uint32(start[-1] if start else 0)
+    rows, outer = values.reshape(-1, last), outer.reshape(-1, 1)
+    total, step = 0, max(1, BLOCK_ELEMENTS // max(last, 1))
+    for begin in range(0, len(rows), step):
+        bits = rows[begin : begin + step]
+        factor = outer[begin : begin + step] + inner
+        other = np.empty_like(factor)
+        _scramble_in_place(factor, other)
+        factor |= np.uint32(1)
+        factor *= bits.view(f"uint{8 * bits.itemsize}")
+        _scramble_in_place(factor, other)
+        total += int(factor.sum(dtype=np.uint64))
+    return total % 2**32
+
+
+def _scramble_in_place(x: np.ndarray, other: np.ndarray) -> None:
+    """`_scramble` into its argument; `other` is room for as many numbers."""
+    for shift, factor in (*SCRAMBLING, (LAST_SHIFT, 1)):
+        np.right_shift(x, np.uint32(shift), out=other)
+        x ^= other
+        if factor != 1:
+            x *= np.uint32(factor)
+
+
 @jax.jit
 def _check_array(x: Array) -> tuple[Array, Array]:
     """uint32 []: the checksum of one array; bool []: whether it is finite."""
@@ -71,8 +120,8 @@ def _check_array(x: Array) -> tuple[Array, Array]:
     ).all()
 
 
-def _scramble(x: Array) -> Array:
+def _scramble(x: Any) -> Any:
     """An invertible map of uint32 that keeps zero (the last step of MurmurHash3)."""
-    x = (x ^ (x >> np.uint32(16))) * np.uint32(0x85EBCA6B)
-    x = (x ^ (x >> np.uint32(13))) * np.uint32(0xC2B2AE35)
-    return x ^ (x >> np.uint32(16))
+    for shift, factor in SCRAMBLING:
+        x = (x ^ (x >> np.uint32(shift))) * np.uint32(factor)
+    return x ^ (x >> np.uint32(LAST_SHIFT))

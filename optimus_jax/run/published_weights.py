@@ -5,7 +5,6 @@ its devices in boxes of at most BOX_BYTES, several of which are read at the same
 memory of the host beyond the shards is a few boxes, however large a tensor is.
 """
 
-import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -19,15 +18,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 from jax.sharding import NamedSharding
-from rich.console import Console
-from rich.progress import DownloadColumn, Progress, TransferSpeedColumn
 
 from optimus_jax.cluster.distributed import all_or_none, is_writer
 from optimus_jax.config import Tuning
 from optimus_jax.mesh.axes import VOCAB
+from optimus_jax.mesh.boxes import Box, sizes, split
 from optimus_jax.models.huggingface_checks import check_tied_head, model_tensors
 from optimus_jax.models.huggingface_tensors import LeafSource, TensorLike, leaf_sources
 from optimus_jax.models.shapes import ModelShapes, Params
+from optimus_jax.run.byte_progress import byte_progress
 from optimus_jax.training.state import TrainState
 from optimus_jax.training.step import Program
 from optimus_jax.weights.directory import open_model
@@ -37,9 +36,6 @@ BOX_BYTES = 32 << 20
 """Most bytes that are read into one array."""
 NUM_READERS = 4
 """Boxes that are read at the same time."""
-
-Box = tuple[slice, ...]
-"""A part of an array: a range for each dimension."""
 
 
 @dataclass(frozen=True)
@@ -126,15 +122,8 @@ def read_params(
     )
     flat, treedef = jax.tree.flatten(leaves, is_leaf=lambda leaf: isinstance(leaf, _Filled))
     todo = [(leaf, box) for leaf in flat for box in leaf.boxes()]
-    console = Console(file=sys.stderr)
-    columns = (*Progress.get_default_columns(), DownloadColumn(), TransferSpeedColumn())
     with (
-        Progress(
-            *columns,
-            console=console,
-            transient=True,
-            disable=not (console.is_terminal and is_writer()),
-        ) as bar,
+        byte_progress(show=is_writer()) as bar,
         ThreadPoolExecutor(NUM_READERS, thread_name_prefix="weights") as pool,
     ):
         task = bar.add_task("parameters", total=sum(leaf.bytes_of(box) for leaf, box in todo))
@@ -216,7 +205,7 @@ class _Filled:
 
     def bytes_of(self, box: Box) -> int:
         """Bytes of a box."""
-        return prod(_sizes(box)) * self.like.dtype.itemsize
+        return prod(sizes(box)) * self.like.dtype.itemsize
 
     def fill(self, box: Box, values: np.ndarray) -> None:
         """Put the values of a box into the shards that have a part in it."""
@@ -229,7 +218,7 @@ class _Filled:
                 continue
             shard = self.shards.get(device)
             if shard is None:
-                shard = jnp.zeros(_sizes(bounds), self.like.dtype, device=device)
+                shard = jnp.zeros(sizes(bounds), self.like.dtype, device=device)
             start = [np.int32(each.start) for each in _within(common, bounds)]
             self.shards[device] = _updated(shard, part, start)
         # Boxes that wait to be copied would pile up in memory.
@@ -259,28 +248,9 @@ class _Filled:
         }
 
 
-def split(box: Box, dims: tuple[int, ...], most: int) -> Iterator[Box]:
-    """A box in parts of at most `most` elements, split along as few of `dims`, in that sequence, as
-    possible."""
-    num_elements = prod(_sizes(box))
-    if num_elements <= most or not dims:
-        yield box
-        return
-    dim, *later = dims
-    whole = box[dim]
-    step = max(1, most * (whole.stop - whole.start) // num_elements)
-    for start in range(whole.start, whole.stop, step):
-        part = slice(start, min(start + step, whole.stop))
-        yield from split((*box[:dim], part, *box[dim + 1 :]), tuple(later), most)
-
-
 @partial(jax.jit, donate_argnums=0)
 def _updated(shard: Array, part: Array, start: list[Array]) -> Array:
     return lax.dynamic_update_slice(shard, part, start)
-
-
-def _sizes(box: Box) -> tuple[int, ...]:
-    return tuple(each.stop - each.start for each in box)
 
 
 def _common(box: Box, other: Box) -> Box | None:

@@ -25,9 +25,9 @@ from optimus_jax.weights.stored_tensor import StoredTensor
 from optimus_jax.weights.torch_file import read_torch_file
 
 CONFIG = "config.json"
-INDEX_SUFFIX = ".index.json"
+SAFETENSORS, INDEX_SUFFIX = "model.safetensors", ".index.json"
 WEIGHTS: dict[str, Callable[[Path], dict[str, StoredTensor]]] = {
-    "model.safetensors": read_safetensors,
+    SAFETENSORS: read_safetensors,
     "pytorch_model.bin": read_torch_file,
 }
 """Files with a model's weights, the preferred one first. With INDEX_SUFFIX: the index of several

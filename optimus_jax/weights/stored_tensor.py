@@ -35,9 +35,7 @@ class StoredTensor:
     """Byte of the file at which the first element begins."""
 
     @classmethod
-    def contiguous(
-        cls, path: Path, dtype: np.dtype, shape: tuple[int, ...], offset: int
-    ) -> "StoredTensor":
+    def contiguous(cls, path: Path, dtype: np.dtype, shape: tuple[int, ...], offset: int) -> Self:
         """A tensor whose elements follow each other in the order of its dimensions."""
         return cls(path, dtype, shape, _row_major(shape, dtype.itemsize), offset)
 

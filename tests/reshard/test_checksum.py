@@ -9,7 +9,13 @@ from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from optimus_jax.reshard.checksum import _check_array, checksums, named_leaves
+from optimus_jax.reshard import checksum as module
+from optimus_jax.reshard.checksum import (
+    _check_array,
+    checksum_of_part,
+    checksums,
+    named_leaves,
+)
 
 SHAPE = (8, 6, 4)
 DTYPES = ("float32", "bfloat16", "float16", "int32", "uint32", "bool")
@@ -139,3 +145,26 @@ def test_leaves_are_named_by_their_path():
     assert named_leaves(tree) == {"params/embed": 1, "moments/0": 2, "moments/1/0": 3}
     with pytest.raises(AssertionError, match="same path"):
         named_leaves({"a": {"b": 1}, "a/b": 2})
+
+
+@pytest.mark.parametrize("block", [1, 7, 1 << 16])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_shares_of_parts_add_up(dtype, block, monkeypatch):
+    monkeypatch.setattr(module, "BLOCK_ELEMENTS", block)
+    values = as_dtype(words(dtype), dtype)
+    parts = [(first, second, third) for first in (0, 3) for second in (0, 1, 5) for third in (0, 2)]
+    ends = {0: 3, 3: 8}, {0: 1, 1: 5, 5: 6}, {0: 2, 2: 4}
+    total = sum(
+        checksum_of_part(
+            values[tuple(slice(at, end[at]) for at, end in zip(start, ends, strict=True))], start
+        )
+        for start in parts
+    )
+    assert total % 2**32 == checksum(values)
+    assert checksum_of_part(values[:3], (1, 0, 0)) != checksum_of_part(values[:3], (0, 0, 0))
+
+
+@pytest.mark.parametrize("shape", [(), (5,), (2, 3), (0, 3), (3, 0)])
+def test_the_share_of_the_whole_is_the_checksum(shape):
+    values = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
+    assert checksum_of_part(np.asarray(values), (0,) * len(shape)) == checksum(values)

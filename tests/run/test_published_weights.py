@@ -22,9 +22,10 @@ from published import MODELS, libraries, state_dict_of, with_tokenizer, write
 
 import optimus_jax
 from optimus_jax.errors import CheckpointError, ConfigError, OptimusError, StoreError
+from optimus_jax.mesh.boxes import split
 from optimus_jax.models.huggingface import from_huggingface
 from optimus_jax.run import published_weights
-from optimus_jax.run.published_weights import PublishedWeights, split
+from optimus_jax.run.published_weights import PublishedWeights
 from optimus_jax.system.hub_model import HubModel
 from optimus_jax.weights.directory import open_model, read_config
 from optimus_jax.weights.published import PublishedSource, model_named

@@ -1,0 +1,80 @@
+"""`optimus export`: write a run's model as a directory that transformers loads.
+
+`optimus export --run runs/NAME --to exported/NAME`
+"""
+
+import os
+
+from optimus_jax.errors import ConfigError
+from optimus_jax.run.command_line import Parser
+from optimus_jax.system.environment import import_jax
+from optimus_jax.system.resilient_io import print_to_stderr
+
+WORDS = {
+    "run": "run_dir model_path model_dir checkpoint_path ckpt_dir checkpoint_dir input_dir",
+    "to": "out output output_dir output_path save_dir save_path dump_path hf_dir",
+    "dtype": "torch_dtype save_dtype precision target_dtype",
+    "max_shard_size": "shard_size",
+}
+"""Aliases: what other programs call these flags."""
+FLAGS = {"export.dtype": "--dtype", "export.max_shard_size=": "--max-shard-size "}
+"""Settings of a run, as error messages name them -> the same as flags of this command."""
+
+
+def parser() -> Parser:
+    """The parser of this command's flags."""
+    flags = Parser(
+        description=(
+            "Export a run's model: config, weights, tokenizer and model card, which Hugging Face's"
+            " transformers loads. Needs no accelerator, and little memory."
+        ),
+        words=WORDS,
+    )
+    flags.add_argument("--run", metavar="DIR", required=True, help="directory or URL of a run")
+    flags.add_argument("--to", metavar="DIR", required=True, help="directory to make")
+    flags.add_argument(
+        "--step",
+        metavar="N",
+        type=int,
+        help="step of the checkpoint to export (default: the newest good one)",
+    )
+    flags.add_argument(
+        "--dtype", metavar="NAME", help="f32, bf16 or f16 (default: as in the checkpoint)"
+    )
+    flags.add_argument(
+        "--max-shard-size",
+        metavar="SIZE",
+        default="5GB",
+        help="largest file of weights, such as 500MB (default: %(default)s)",
+    )
+    return flags
+
+
+def in_own_words(text: str) -> str:
+    """An error message that names this command's flags instead of a run's settings."""
+    for setting, flag in FLAGS.items():
+        text = text.replace(setting, flag)
+    return text
+
+
+def main() -> None:
+    given = parser().read()
+    os.environ["JAX_PLATFORMS"] = "cpu"  # no memory of an accelerator is taken
+    import_jax()  # after parsing, so that --help does not wait for JAX
+    from optimus_jax.run.export import export
+
+    try:
+        done = export(
+            given["run"],
+            given["to"],
+            step=given["step"],
+            dtype=given["dtype"],
+            max_shard_size=given["max_shard_size"],
+            warn=print_to_stderr,
+        )
+    except ConfigError as error:
+        raise ConfigError(in_own_words(str(error))) from error
+    print(
+        f"{done.directory}: {done.num_params:,} parameters in {done.dtype} after step {done.step},"
+        f" {done.num_bytes:,} bytes"
+    )

@@ -1,0 +1,166 @@
+"""Passes the parameters in a checkpoint on to the files of a published model, slice by slice.
+
+A leaf is read in boxes of whole chunks, of BOX_BYTES or one chunk, and each box is written into all
+tensors that have a part in it. So memory does not depend on the size of the model or of a tensor.
+"""
+
+import itertools
+from collections.abc import Callable, Iterator
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+
+from optimus_jax.checkpoint.reading import check_same_model
+from optimus_jax.checkpoint.slices import StoredCheckpoint, StoredLeaf
+from optimus_jax.config import ModelConfig
+from optimus_jax.mesh.boxes import Box, sizes
+from optimus_jax.mesh.slots import canonical_slots
+from optimus_jax.models.huggingface_formats import HEAD, HEAD_BIAS, format_of
+from optimus_jax.models.huggingface_tensors import LeafSource, leaf_sources, tensor_shapes
+from optimus_jax.models.shapes import model_shapes
+from optimus_jax.reshard.checksum import named_leaves
+from optimus_jax.reshard.restack import is_stacked
+from optimus_jax.weights.safetensors_writer import create_weights
+
+BOX_BYTES = 32 << 20
+"""Most bytes that are read into one array, unless a chunk on the disk is larger."""
+NUM_WORKERS = 2
+"""Boxes that are passed on at the same time."""
+PARAMS = "params/"
+"""Where parameters are in a state."""
+DTYPES: dict[str, np.dtype] = {
+    "f32": np.dtype(np.float32),
+    "bf16": np.dtype(jnp.bfloat16),
+    "f16": np.dtype(np.float16),
+}
+"""Number formats of exported weights."""
+
+
+class StoppedError(Exception):
+    """The caller wants no more of an export."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightsExport:
+    """The parameters of a checkpoint, to be written as a published model's."""
+
+    checkpoint: StoredCheckpoint
+    config: ModelConfig
+    """The model, of a family that transformers has."""
+    dtype: np.dtype
+    """Of the files."""
+
+    @classmethod
+    def of(cls, checkpoint: StoredCheckpoint, config: ModelConfig, dtype: str) -> "WeightsExport":
+        """The export of a checkpoint's parameters.
+
+        Args:
+          config: as above.
+          dtype: a key of DTYPES.
+        Raises:
+          CheckpointError: the checkpoint is of another model.
+        """
+        shapes = model_shapes(config, config.vocab_size)
+        asked = named_leaves({"params": shapes.params})
+        saved = {
+            name: {"dtype": leaf.dtype.name, "shape": leaf.shape}
+            for name, leaf in checkpoint.leaves.items()
+            if name.startswith(PARAMS)
+        }
+        check_same_model(checkpoint.step, saved, asked, shapes.may_be_padded)
+        return cls(checkpoint=checkpoint, config=config, dtype=DTYPES[dtype])
+
+    @property
+    def num_params(self) -> int:
+        """Number of parameters, without padding."""
+        return sum(map(prod, tensor_shapes(self.config).values()))
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the tensors."""
+        return self.num_params * self.dtype.itemsize
+
+    def write(
+        self,
+        directory: Path,
+        max_shard_bytes: int,
+        advance: Callable[[int], object] = lambda num_bytes: None,
+        is_stopping: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """Write the files into a directory, which has none yet.
+
+        Args:
+          advance: called with the bytes of the checkpoint that have been passed on since the last
+            call.
+          is_stopping: whether to end early.
+        Raises:
+          DamagedError, UnreachableError: the checkpoint cannot be read, or is not what was saved.
+          CheckpointError: a parameter does not fit the dtype.
+          StoppedError: it was to end.
+          OSError: the directory cannot be written.
+        """
+        prefix = format_of(self.config.family).prefix
+        full = {
+            name: name if name in (HEAD, HEAD_BIAS) else prefix + name
+            for name in tensor_shapes(self.config)
+        }
+        shapes = {full[name]: shape for name, shape in tensor_shapes(self.config).items()}
+        files = create_weights(directory, shapes, self.dtype, max_shard_bytes)
+        tensors = {name: files[each] for name, each in full.items()}
+
+        def pass_on(source: LeafSource, leaf: StoredLeaf, box: Box) -> int:
+            values = leaf.read(box)
+            source.write(values, tensors, box)
+            return values.nbytes
+
+        with ThreadPoolExecutor(NUM_WORKERS, thread_name_prefix="export") as pool:
+            todo, running = self._boxes(), set()
+            try:
+                while True:
+                    for source, leaf, box in itertools.islice(todo, NUM_WORKERS - len(running)):
+                        running.add(pool.submit(pass_on, source, leaf, box))
+                    if not running:
+                        break
+                    done, running = wait(running, return_when=FIRST_COMPLETED)
+                    for each in done:
+                        advance(each.result())
+                    if is_stopping():
+                        raise StoppedError
+            finally:
+                for each in running:
+                    each.cancel()
+        for _, leaf in self._leaves():
+            leaf.check()
+
+    @property
+    def num_stored_bytes(self) -> int:
+        """Bytes of the parameters in the checkpoint, before compression."""
+        return sum(prod(leaf.shape) * leaf.dtype.itemsize for _, leaf in self._leaves())
+
+    def _leaves(self) -> Iterator[tuple[str, StoredLeaf]]:
+        """The parameters in the checkpoint, by the path that they have in a model."""
+        for name, leaf in self.checkpoint.leaves.items():
+            if name.startswith(PARAMS):
+                yield name.removeprefix(PARAMS), leaf
+
+    def _boxes(self) -> Iterator[tuple[LeafSource, StoredLeaf, Box]]:
+        """All boxes of all parameters. A checkpoint's stacks and vocabulary may end in padding."""
+        rows = {path: leaf.shape[0] for path, leaf in self._leaves()}
+        slots = canonical_slots(self.config.num_layers, rows[next(filter(is_stacked, rows))])
+        sources = leaf_sources(model_shapes(self.config, rows["embedding/table"], slots))
+        for path, leaf in self._leaves():
+            for box in leaf.boxes(sources[path].file_order, BOX_BYTES):
+                assert prod(sizes(box))
+                yield sources[path], leaf, box
+
+
+def dtype_of(checkpoint: StoredCheckpoint) -> str:
+    """The format of a checkpoint's parameters; f32 if they are not of one format that can be
+    exported.
+    """
+    found = {leaf.dtype for name, leaf in checkpoint.leaves.items() if name.startswith(PARAMS)}
+    return next((name for name, dtype in DTYPES.items() if found == {dtype}), "f32")

@@ -1,0 +1,130 @@
+"""The README.md of an exported model: what is known of the run, without paths of its machine."""
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+
+from optimus_jax.config import Config
+from optimus_jax.config.phases import phases_of
+from optimus_jax.data.tokenizers import ByteTokenizer, Tokenizer
+from optimus_jax.errors import OptimusError
+from optimus_jax.models.families import features_of
+from optimus_jax.plan import Plan
+from optimus_jax.run_directory.directory import RunDirectory
+from optimus_jax.run_directory.run_data import weights_in_run
+from optimus_jax.system.hub_model import HubModel
+from optimus_jax.version import VERSION
+
+CARD = "README.md"
+HEADER = """---
+library_name: transformers
+pipeline_tag: text-generation
+tags:
+- optimus_jax
+---
+"""
+USE = """
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+tokenizer = AutoTokenizer.from_pretrained(DIRECTORY)
+model = AutoModelForCausalLM.from_pretrained(DIRECTORY)
+```
+"""
+
+
+def model_card(
+    run: RunDirectory,
+    config: Config,
+    tokenizer: Tokenizer,
+    *,
+    step: int,
+    metadata: Mapping[str, Any],
+    num_params: int,
+    dtype: str,
+    adds_tokens: bool,
+) -> str:
+    """The text of the card.
+
+    Args:
+      step: of the checkpoint whose parameters are exported.
+      metadata: the checkpoint's.
+      dtype: of the files.
+      adds_tokens: whether the tokenizer adds tokens that the run did not.
+    """
+    facts = [
+        ("model", f"{config.model.name}, of the family {config.model.family}"),
+        ("parameters", f"{num_params:,}"),
+        ("weights", f"{dtype}, after step {step:,}"),
+        *_of_training(run, config, step, metadata),
+        ("tokenizer", _tokenizer_text(tokenizer)),
+        ("written by", f"optimus_jax {VERSION}, jax {jax.__version__}"),
+    ]
+    rows = "".join(f"| {name} | {_cell(value)} |\n" for name, value in facts)
+    note = (
+        "\nThe model has learnt texts without the special tokens that this tokenizer adds by\n"
+        "default: call it with `add_special_tokens=False`.\n"
+        if adds_tokens
+        else ""
+    )
+    title = _cell(config.model.name)
+    return f"{HEADER}\n# {title}\n{USE}{note}\n| fact | value |\n|---|---|\n{rows}"
+
+
+def _of_training(
+    run: RunDirectory, config: Config, step: int, metadata: Mapping[str, Any]
+) -> Iterator[tuple[str, str]]:
+    """What the run's logs and the checkpoint say."""
+    steps = [record for record in run.metrics() if record.step <= step]
+    events = [event for event in run.events() if event.get("step", 0) <= step]
+    if steps:
+        yield "tokens seen", f"{sum(record.tokens for record in steps):,}"
+        yield "training loss", f"{steps[-1].loss:.4f} nats per token, of step {steps[-1].step:,}"
+    held_out = [event for event in events if event.get("event") == "eval"]
+    if held_out and isinstance(loss := held_out[-1].get("loss"), float):
+        yield "held-out loss", f"{loss:.4f} nats per token, after step {held_out[-1]['step']:,}"
+    yield "data", ", ".join(_last_part(source) for source in config.data.sources)
+    lengths = {phase.seq_len for phase in phases_of(config) if phase.steps_before < max(1, step)}
+    learned = features_of(config.model).positions == "learned"
+    unseen = ", so that later positions are untrained" if learned else ""
+    yield (
+        "longest sequence",
+        f"{max(lengths):,} tokens" + (unseen if max(lengths) < config.model.max_length else ""),
+    )
+    if (weights := weights_in_run(run)) is not None:
+        yield "first parameters", _source(weights)
+    try:
+        yield "plan", Plan.from_json(metadata["plan"]).describe()
+    except (KeyError, OptimusError):
+        return
+
+
+def _tokenizer_text(tokenizer: Tokenizer) -> str:
+    if isinstance(tokenizer, ByteTokenizer):
+        return "the bytes of UTF-8; id 256 ends a document"
+    return f"documents end with {tokenizer.end.partition(' (')[0]}"
+
+
+def _source(weights: str) -> str:
+    """Where the parameters came from: a seed, a model on the hub, or the last part of a path."""
+    is_named = weights.startswith("seed ") or HubModel.parse(weights) is not None
+    return weights if is_named else _last_part(weights)
+
+
+def _last_part(path: str) -> str:
+    """A path or URL without its folders, and without what may follow a URL's `?`."""
+    path = path.partition("?")[0] if "://" in path else path
+    return path.rstrip("/").rpartition("/")[2] or path
+
+
+def _cell(text: str) -> str:
+    """A text within a table: in one line, and without meaning as Markdown."""
+    return re.sub(r"([\\`*_|<>\[\]#])", r"\\\1", " ".join(text.split()))
+
+
+def generation_config(eos: int) -> str:
+    """The generation_config.json: where a text ends. Rows of a batch are filled up with eos."""
+    return json.dumps({"eos_token_id": eos, "pad_token_id": eos}, indent=2) + "\n"
