@@ -75,7 +75,7 @@ class Features:
     final_norm: bool | None = None
     """Whether a norm precedes the head."""
     biases: tuple[Bias, ...] | None = None
-    """Projections with a bias."""
+    """Projections with a bias; an empty list is none of them."""
     attention_scale: float | None = None
     """Factor of attention scores; 0: 1 / sqrt(head_dim)."""
     qk_norm: Literal["none", "head", "whole"] | None = None
