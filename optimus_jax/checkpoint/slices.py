@@ -39,6 +39,11 @@ class StoredLeaf:
     _num_read: int = 0
     _lock: Any = field(default_factory=threading.Lock)
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the leaf, before compression."""
+        return prod(self.shape) * self.dtype.itemsize
+
     def boxes(self, dims: Sequence[int], most_bytes: int) -> Iterator[Box]:
         """Parts that together are the leaf, of at most `most_bytes` unless a chunk on the disk is
         larger: a chunk is never read for two of them.
@@ -92,6 +97,11 @@ class StoredCheckpoint:
     """As given to `Checkpoints.save`."""
     leaves: Mapping[str, StoredLeaf]
     """By path."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all leaves, before compression."""
+        return sum(leaf.num_bytes for leaf in self.leaves.values())
 
     @classmethod
     def at(cls, path: Path) -> "StoredCheckpoint":

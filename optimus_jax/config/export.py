@@ -4,7 +4,9 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
+from optimus_jax.config.checks import check_not_negative
 from optimus_jax.errors import ConfigError, explain
+from optimus_jax.system.paths import local_path
 
 UNITS = {
     "": 1,
@@ -17,15 +19,23 @@ _SIZE = re.compile(r"(?P<number>\d+(\.\d+)?)\s*(?P<unit>[a-z]*)", re.IGNORECASE)
 
 @dataclass(frozen=True, kw_only=True)
 class ExportConfig:
-    """How a model is exported (docs/howto/export.md)."""
+    """When a run exports its model, and how (docs/howto/export.md)."""
 
+    every: int = 0
+    """Steps between exports: the first checkpoint at or after each multiple is exported in the
+    background. 0: none."""
+    dir: str | None = None
+    """Directory in which they become step-N; None: exports/ in the run directory."""
     dtype: Literal["f32", "bf16", "f16"] | None = None
     """Number format of the weights; None: that of the checkpoint."""
     max_shard_size: str = "5GB"
     """Largest file of weights."""
 
     def __post_init__(self) -> None:
+        check_not_negative(self, "every")
         _ = self.max_shard_bytes  # an invalid size is an error when the config is made
+        if self.dir is not None:
+            local_path(self.dir, what="export.dir")
 
     @property
     def max_shard_bytes(self) -> int:

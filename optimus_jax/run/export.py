@@ -60,6 +60,10 @@ class RunToExport:
     tokenizer: Tokenizer
     is_stopping: Callable[[], bool] = lambda: False
     """Whether to give up an export that has begun: `StoppedError` is raised."""
+    named_by: str = TO
+    """What names the directory of an export, for errors."""
+    leaves_room_for_checkpoint: bool = False
+    """Whether the disk must have room for another checkpoint besides."""
 
     @classmethod
     def at(cls, path: Path, given: object) -> "RunToExport":
@@ -100,8 +104,11 @@ class RunToExport:
         config = self.config.model
         theirs = config_to_huggingface(config, dtype=DTYPES[dtype].name, eos=self.tokenizer.eos)
         weights = WeightsExport.of(checkpoint, config_from_huggingface(theirs), dtype)
-        with new_directory(to, what=TO) as directory:
-            _check_room(directory, weights.num_bytes + OTHER_FILES_BYTES)
+        with new_directory(to, what=self.named_by) as directory:
+            needed = weights.num_bytes + OTHER_FILES_BYTES
+            if self.leaves_room_for_checkpoint:
+                needed += checkpoint.num_bytes
+            _check_room(directory, needed)
             files = published_files(self.tokenizer, self.run.path, config.max_length) | {
                 CONFIG: _json(theirs),
                 "generation_config.json": generation_config(self.tokenizer.eos).encode(),

@@ -139,7 +139,7 @@ class WeightsExport:
     @property
     def num_stored_bytes(self) -> int:
         """Bytes of the parameters in the checkpoint, before compression."""
-        return sum(prod(leaf.shape) * leaf.dtype.itemsize for _, leaf in self._leaves())
+        return sum(leaf.num_bytes for _, leaf in self._leaves())
 
     def _leaves(self) -> Iterator[tuple[str, StoredLeaf]]:
         """The parameters in the checkpoint, by the path that they have in a model."""

@@ -30,6 +30,7 @@ from optimus_jax.plan import Plan
 from optimus_jax.planning.ahead_of_time.compiled_step import CompiledStep, compile_step
 from optimus_jax.planning.search.choice import Choice
 from optimus_jax.planning.search.phase_plans import plan_of, plans_ahead
+from optimus_jax.run.background_exports import BackgroundExports
 from optimus_jax.run.first_plan import RunDevices
 from optimus_jax.run.first_state import first_state, make_snapshots
 from optimus_jax.run.inputs import Inputs
@@ -76,12 +77,18 @@ def run_program(
       OptimusError: a mistake that the user can fix; what was trained so far is saved.
     """
     topology = devices.topology
+    exports = BackgroundExports(config, run, inputs.data.tokenizer, display)
+
+    def saved_checkpoint(step: int, blocked_s: float) -> None:
+        run.log_event("checkpoint", step, blocked_s=blocked_s)
+        exports.saved(step)
+
     checkpoints = Checkpoints(
         run.checkpoints,
         config.checkpoint,
         warn=display.message,
-        saved=lambda step, blocked_s: run.log_event("checkpoint", step, blocked_s=blocked_s),
-        limits=lambda: learning.limits,
+        saved=saved_checkpoint,
+        limits=lambda: (*learning.limits, *exports.limits),
     )
     resume = resumed is not None
     first = first_state(program, inputs, checkpoints, run, resume, display)
@@ -100,6 +107,7 @@ def run_program(
         first = first_state(program, inputs, checkpoints, run, resume, display)
     state, learning, saved = first.state, first.learning, first.saved
     first_step = int(state.step)
+    exports.begin(first_step)
     if resumed is not None:
         # The config before the resume is the checkpoint's: config.json may have been edited since.
         resumed = (resumed if saved is None else replace(resumed, before=saved)).from_step(
@@ -228,9 +236,13 @@ def run_program(
         except Exception:
             with suppress(OptimusError):  # the first error says more
                 checkpoints.close()
+            exports.finish(progress, is_wanted=False)
             raise
         # A KeyboardInterrupt skips this: a second Ctrl-C does not wait for a save in progress.
         checkpoints.close()
+        if exports.every:
+            with all_or_none():  # if the others left, JAX would take process 0 for lost
+                exports.finish(progress, is_wanted=outcome.reason == "done")
         snapshots.discard()
         _show_end(display, outcome, run)
         return outcome, trainer.program.plan

@@ -24,6 +24,9 @@ EventName = Literal[
     "end",
 ]
 
+EXPORTS = "exports"
+"""Directory of a run's exports, unless `export.dir` names another."""
+
 FILES: Mapping[str, str] = {
     "config.json": "Settings of the run, and the values that it chose for open ones.",
     "plan.json": "The plan in use.",
@@ -42,6 +45,7 @@ FILES: Mapping[str, str] = {
     "switches.jsonl": "Journal of switches between plans: up to three lines for each.",
     "lost_devices.json": "Written by the user: ids of devices to move away from.",
     "tensorboard": "The metrics for TensorBoard, if it is on.",
+    EXPORTS: "Exported models of `export.every`, by step.",
     "report.html": "Page written by `optimus report`.",
 }
 """Files and folders; most appear only when there is something to write."""
