@@ -342,6 +342,7 @@ TUTORIALS = [
 HOWTOS = [f"howto/{each.stem}" for each in sorted((ROOT / "docs" / "howto").glob("*.md"))]
 GUIDES = [
     "running",
+    "tuning",
     "data",
     "planning",
     "extending",
