@@ -345,6 +345,7 @@ TUTORIALS = [
 HOWTOS = [f"howto/{each.stem}" for each in sorted((ROOT / "docs" / "howto").glob("*.md"))]
 GUIDES = [
     "running",
+    "tuning",
     "data",
     "planning",
     "extending",

@@ -1,6 +1,6 @@
 """Names of settings in other frameworks that are accepted: Hugging Face's Trainer and Accelerate,
 Megatron-LM, DeepSpeed, MaxText, torchtitan, NeMo, Lightning, nanotron, nanoGPT, nanochat, Levanter,
-axolotl, LLaMA-Factory and LitGPT.
+axolotl, LLaMA-Factory, LitGPT and PEFT.
 
 A name in ALIASES means the same as one of our settings, in the same unit, and is translated. Names
 that mean something else, or count differently, get advice instead (advice.py). No name is in both
@@ -83,6 +83,12 @@ _ALIASES = {
     "model.rope_theta": "rope_theta rotary_base rope_base rope_max_timescale",
     "model.init_std": "initializer_range init_method_std",
     "model.dropout": "dropout dropout_rate dropout_p",
+    "model.tuning.method": "adapter tuning.method",
+    "model.tuning.rank": "lora_r lora_rank tuning.rank",
+    "model.tuning.alpha": "lora_alpha tuning.alpha",
+    "model.tuning.dropout": "lora_dropout tuning.dropout",
+    "model.tuning.targets": "tuning.targets",
+    "model.tuning.freeze": "tuning.freeze",
     "model.tied": (
         "tie_word_embeddings tie_embeddings weight_tying logits_via_embedding tied_embeddings"
     ),

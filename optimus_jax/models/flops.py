@@ -1,11 +1,12 @@
 """FLOPs of a decoder, read from its program.
 
 Convention: only matrix products count; a multiplication and an addition are two FLOPs, and backward
-counts twice forward. Everything else (norms, nonlinearities, softmax, embedding lookups, the
-optimizer) is bound by memory, so it costs bytes, not FLOPs. Attention is causal: a query counts
-half of the keys of its sequence, seq_len^2 / 2 pairs in all. In layers with a window it counts
-those inside it (`causal_pairs` in models/fused_attention.py). Documents do not matter. Papers that
-count attention without its mask have twice that term.
+counts twice forward, or once where the matrix is not trained. Everything else (norms,
+nonlinearities, softmax, embedding lookups, the optimizer) is bound by memory, so it costs bytes,
+not FLOPs. Attention is causal: a query counts half of the keys of its sequence, seq_len^2 / 2 pairs
+in all. In layers with a window it counts those inside it (`causal_pairs` in
+models/fused_attention.py). Documents do not matter. Papers that count attention without its mask
+have twice that term.
 
 The FLOPs *computed* differ from those that count in two ways: an attention kernel computes some
 pairs that the mask then hides, and remat computes parts of forward again.
@@ -43,6 +44,19 @@ def layer_flops(model: ModelConfig, seq_len: int) -> tuple[float, float]:
 
 
 @lru_cache(maxsize=256)
+def _backward_flops(model: ModelConfig, seq_len: int) -> float:
+    """Backward FLOPs of the products with a layer's matrices for one sequence. Products with frozen
+    matrices have no gradient of the matrix.
+    """
+    programs = layer_programs(
+        model, seq_len=seq_len, precision="bf16", kernel="cudnn", respect_documents=False
+    )
+    # Under this policy no product with a matrix is computed again.
+    backward = programs.under("dots").backward
+    return sum(product.flops(whole_sizes(model)) for product in backward.products)
+
+
+@lru_cache(maxsize=256)
 def head_flops(model: ModelConfig) -> float:
     """Forward FLOPs of a token outside the layers: its logits, and projections between the
     embedding's width and the stream's.
@@ -60,9 +74,16 @@ def head_flops(model: ModelConfig) -> float:
 
 
 def step_flops(model: ModelConfig, *, num_sequences: int, seq_len: int) -> float:
-    """FLOPs of one training step that count for MFU: 6 per parameter and token, plus attention.
+    """FLOPs of one training step that count for MFU: 6 per parameter and token, 4 if the parameter
+    is frozen, plus attention.
 
     Recomputation is not counted.
     """
-    layers = model.num_layers * sum(layer_flops(model, seq_len))
-    return 3.0 * num_sequences * (layers + seq_len * head_flops(model))
+    if not model.tuning.frozen:
+        layers = model.num_layers * sum(layer_flops(model, seq_len))
+        return 3.0 * num_sequences * (layers + seq_len * head_flops(model))
+    matrices, core = layer_flops(model, seq_len)
+    layers = model.num_layers * (matrices + _backward_flops(model, seq_len) + 3.0 * core)
+    trains_head = model.tuning.trains("embedding" if model.tied else "head")
+    head = (3.0 if trains_head else 2.0) * seq_len * head_flops(model)
+    return num_sequences * (layers + head)

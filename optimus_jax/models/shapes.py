@@ -71,10 +71,20 @@ class ModelShapes:
     @property
     def num_params(self) -> int:
         """Number of parameters, without padding rows and empty slots."""
+        return self._count(trained_alone=False)
+
+    @property
+    def num_trained(self) -> int:
+        """Number of those that are trained."""
+        return self._count(trained_alone=True)
+
+    def _count(self, *, trained_alone: bool) -> int:
         total = 0
         for leaf, array in zip(
             jax.tree.leaves(self.leaves), jax.tree.leaves(self.params), strict=True
         ):
+            if trained_alone and not leaf.trained:
+                continue
             size = array.size
             for dim, name in zip(array.shape, leaf.dims, strict=True):
                 if name in (VOCAB, LAYERS):

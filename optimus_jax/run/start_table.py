@@ -14,6 +14,7 @@ from optimus_jax.data.dataset import Data
 from optimus_jax.mesh.axes import LENGTH
 from optimus_jax.mesh.sharding import layouts_of
 from optimus_jax.mesh.topology import Topology
+from optimus_jax.models.shapes import ModelShapes
 from optimus_jax.plan import OFFLOADED, ZERO_STAGES, Plan
 from optimus_jax.reshard.restack import is_stacked
 from optimus_jax.run.learning_rate_change import describe_schedule
@@ -62,6 +63,7 @@ def show_start_table(
                 f"{config.model.name}, {shapes.num_params:,} parameters"
                 + (f" (+ {padding} rows of vocabulary padding)" if padding else ""),
             ],
+            *_tuning_rows(shapes),
             ["data", data.description],
             ["documents end with", data.tokenizer.end],
             ["processes", f"{launch.num_processes} ({launch})"],
@@ -126,6 +128,26 @@ def show_start_table(
         "largest tensors: shape, and bytes per device of parameter, summed gradient and moments",
         _tensor_rows(program),
     )
+
+
+def _tuning_rows(shapes: ModelShapes) -> list[list[str]]:
+    """What is trained, if not all of the model."""
+    tuning = shapes.config.tuning
+    if not tuning.frozen:
+        return []
+    adapters = {
+        "none": "",
+        "lora": f"lora of rank {tuning.rank}, times {tuning.scale:g}, ",
+        "ia3": "ia3, ",
+    }
+    of = f"on {', '.join(tuning.targets)}; " if tuning.has_adapters else ""
+    return [
+        [
+            "trained",
+            f"{shapes.num_trained:,} parameters: {adapters[tuning.method]}{of}frozen, in"
+            f" {tuning.base_precision}: {', '.join(tuning.frozen)}",
+        ]
+    ]
 
 
 def _phase_rows(
@@ -206,14 +228,15 @@ def _tensor_rows(program: Program) -> list[list[str]]:
         # (training/gradients.py).
         split = plan.zero >= 2 and (plan.pipeline is None or is_stacked(_path(path)))
         gradient = NamedSharding(program.mesh, layout.spec(split=split))
+        moment = NamedSharding(program.mesh, layout.moment_spec)
         rows.append(
             [
                 _path(path),
                 "x".join(map(str, leaf.shape)),
                 str(param.spec),
-                _bytes(leaf, param),
-                _bytes(leaf, gradient),
-                _bytes(leaf, NamedSharding(program.mesh, layout.moment_spec), plan.moment_bytes),
+                _bytes(leaf, param, leaf.dtype.itemsize),
+                _bytes(leaf, gradient) if layout.leaf.trained else "none",
+                _bytes(leaf, moment, plan.moment_bytes) if layout.leaf.trained else "none",
             ]
         )
     order = sorted(range(len(rows)), key=lambda i: -leaves[i][1].size)

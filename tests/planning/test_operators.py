@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pricing import GPT, HOST, LLAMA, RATES, plan_of
 
-from optimus_jax.config import Config, ModelConfig
-from optimus_jax.models.flops import step_flops
+from optimus_jax.config import Config, ModelConfig, Tuning
+from optimus_jax.models.flops import head_flops, layer_flops, step_flops
 from optimus_jax.plan import Plan
 from optimus_jax.planning.cost.communication import head_ops
 from optimus_jax.planning.cost.cost import term_times
@@ -34,7 +34,16 @@ def shape_of(model: ModelConfig, plan: Plan, *, seq_len: int, global_batch: int)
     return layer_shape(Workload(model=model, seq_len=seq_len, global_batch=global_batch), plan)
 
 
-@pytest.mark.parametrize("model", [GPT, LLAMA], ids=lambda model: model.name)
+@pytest.mark.parametrize(
+    "model",
+    [
+        GPT,
+        LLAMA,
+        replace(GPT, tuning=Tuning(freeze=("embedding", "mlp"))),
+        replace(LLAMA, tuning=Tuning(freeze=("attention", "head"))),
+    ],
+    ids=lambda model: " ".join((model.name, *model.tuning.frozen)),
+)
 def test_step_flops_without_remat_equal_the_models_flops(model):
     """All but the fused kernel's backward, which computes the scores again: 3.5 times forward,
     where the model's FLOPs count 3.
@@ -50,6 +59,16 @@ def test_step_flops_without_remat_equal_the_models_flops(model):
     head = head_work(program, sizes, shape.width, OURS)
     counted = model.num_layers * (sum(work.flops for work in works) + fused * 3 / 3.5) + head.flops
     assert counted == pytest.approx(step_flops(model, num_sequences=2, seq_len=1024), rel=1e-12)
+
+
+def test_flops_that_count_leave_out_gradients_of_frozen_matrices():
+    """Of LoRA: 2 for forward, 2 for the gradient of the input, and 2 more for what is trained."""
+    tuned = replace(LLAMA, tuning=Tuning(method="lora", rank=64))
+    sequence = {"num_sequences": 1, "seq_len": 1024}
+    (base, core), (matrices, _) = (layer_flops(model, 1024) for model in (LLAMA, tuned))
+    assert matrices > base
+    layers = LLAMA.num_layers * (3 * matrices - base + 3 * core)
+    assert step_flops(tuned, **sequence) == layers + 1024 * 2 * head_flops(LLAMA)
 
 
 def test_head_of_any_task_is_priced(monkeypatch):

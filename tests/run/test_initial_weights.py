@@ -20,14 +20,17 @@ from optimus_jax.mesh.slots import EMPTY
 from optimus_jax.models.huggingface import from_huggingface, to_huggingface
 from optimus_jax.models.huggingface_tensors import LeafSource
 from optimus_jax.models.merging import merged
+from optimus_jax.models.peft_reading import from_peft
 from optimus_jax.reshard.restack import is_stacked
 from optimus_jax.run import published_weights
+from optimus_jax.run.adapters import save_adapters
 from optimus_jax.run.initial_weights import RunWeights, SeedWeights
 from optimus_jax.run.published_weights import TensorWeights
 from optimus_jax.store.mirror import Mirror
 from optimus_jax.store.objects import Objects
 from optimus_jax.system.paths import Url
 from optimus_jax.training.state import to_stored
+from optimus_jax.weights.peft_directory import read_peft
 
 INTERLEAVED = case("pipe=2,fsdp=2,tensor=2", schedule="interleaved", microbatches=6, zero=1)
 SPLIT = case("data=2,fsdp=2,tensor=2", zero=3)
@@ -353,3 +356,21 @@ def test_adapters_of_another_run_are_kept_or_merged(tmp_path, tuning):
             np.testing.assert_array_equal(ours, leaf, err_msg=path)
         else:
             assert relative_error(ours, leaf) < F32_RELATIVE, path
+
+
+def test_adapters_are_saved_alone(tmp_path):
+    program = build(replace(MODEL, tuning=LORA), INTERLEAVED).program
+    state = random_state(program)
+    saved_run(tmp_path / "tuned", program, state)
+    assert save_adapters(str(tmp_path / "tuned"), tmp_path / "adapters") == 1
+    tuning, params = from_peft(*read_peft(tmp_path / "adapters"), MODEL)
+    assert tuning.rank == LORA.rank
+    found = host_leaves({"params": params})
+    expected = in_order(program, host_leaves({"params": state.params}))
+    assert found.keys() == {path for path in expected if "_adapter/" in path}
+    for path, leaf in found.items():
+        np.testing.assert_array_equal(leaf, expected[path], err_msg=path)
+    plain = build(MODEL, SPLIT).program
+    saved_run(tmp_path / "plain", plain, random_state(plain))
+    with pytest.raises(ConfigError, match="no adapters"):
+        save_adapters(str(tmp_path / "plain"), tmp_path / "none")

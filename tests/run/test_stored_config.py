@@ -25,6 +25,7 @@ OTHER = {
     "model.rope_scaling": None,
     "model.num_layers": 3,
     "model.features.window": 128,
+    "model.tuning.rank": 4,
     "data.global_batch": 8,
     "data.respect_documents": False,
     "data.eval_fraction": 0.5,
@@ -35,7 +36,7 @@ OTHER = {
 
 @pytest.mark.parametrize("name", OTHER)
 def test_changes_of_model_data_or_seed_are_refused(name):
-    parts = 3 if name.startswith("model.features.") else 2
+    parts = 3 if name.startswith(("model.features.", "model.tuning.")) else 2
     section = ".".join(name.split(".")[:parts])
     with pytest.raises(CheckpointError, match=f"saved with {section}="):
         check_stored_config(METADATA, SAVED.with_values({name: OTHER[name]}))
