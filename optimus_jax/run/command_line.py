@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 
 from optimus_jax.config.advice import advice_for, spelled_like
 from optimus_jax.config.aliases import PARAMETERS, alias_of, meant_by_last_part, word
+from optimus_jax.config.presets import PRESETS
 from optimus_jax.config.request import SHORT_NAMES, Entry, canonical, known_settings, say
 from optimus_jax.config.settings import shown
 from optimus_jax.errors import ConfigError, OptimusError, closest, explain, nearest
@@ -25,6 +26,9 @@ from optimus_jax.system.resilient_io import (
     open_closed_streams,
     raising_output_errors,
 )
+
+LIST = "list"
+"""Value of --model that asks for the names of all presets."""
 
 SET = "--set"
 _FLAG = re.compile(r"--[A-Za-z][^\s=]*")
@@ -66,14 +70,18 @@ class Parser(argparse.ArgumentParser):
 
         Raises:
           ConfigError: a flag is unknown, has two values, or lacks a value.
-          SystemExit: --help was given.
+          SystemExit: --help was given, or `--model list`, whose names are printed.
         """
         arguments = list(sys.argv[1:] if arguments is None else arguments)
         self._typed = " ".join(arguments)
         for action in self._actions:
             if isinstance(action, _SingleValue):
                 action.value = None
-        return vars(self.parse_args(self._translated(arguments)))
+        given = vars(self.parse_args(self._translated(arguments)))
+        if given.get("model") == LIST:
+            print(*PRESETS, sep="\n")
+            raise SystemExit(0)
+        return given
 
     def error(self, message: str) -> NoReturn:
         """Raise a ConfigError instead of exiting."""

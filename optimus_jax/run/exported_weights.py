@@ -7,23 +7,27 @@ tensors that have a part in it. So memory does not depend on the size of the mod
 import itertools
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
+from typing import get_args
 
 import jax.numpy as jnp
 import numpy as np
 
 from optimus_jax.checkpoint.reading import check_same_model
 from optimus_jax.checkpoint.slices import StoredCheckpoint, StoredLeaf
-from optimus_jax.config import ModelConfig
+from optimus_jax.config import ModelConfig, Tuning
+from optimus_jax.config.tuning import Projection
 from optimus_jax.mesh.boxes import Box, sizes
 from optimus_jax.mesh.slots import canonical_slots
 from optimus_jax.models.huggingface_formats import HEAD, HEAD_BIAS, format_of
 from optimus_jax.models.huggingface_tensors import LeafSource, leaf_sources, tensor_shapes
+from optimus_jax.models.merging import adapter_name
 from optimus_jax.models.shapes import model_shapes
 from optimus_jax.reshard.checksum import named_leaves
 from optimus_jax.reshard.restack import is_stacked
+from optimus_jax.run.merged_boxes import AdaptersOnHost
 from optimus_jax.weights.safetensors_writer import create_weights
 
 BOX_BYTES = 32 << 20
@@ -51,20 +55,24 @@ class WeightsExport:
     checkpoint: StoredCheckpoint
     config: ModelConfig
     """The model, of a family that transformers has."""
+    tuning: Tuning
+    """The adapters in the checkpoint, which are merged, and the formats of its leaves."""
     dtype: np.dtype
     """Of the files."""
 
     @classmethod
-    def of(cls, checkpoint: StoredCheckpoint, config: ModelConfig, dtype: str) -> "WeightsExport":
+    def of(
+        cls, checkpoint: StoredCheckpoint, config: ModelConfig, tuning: Tuning, dtype: str
+    ) -> "WeightsExport":
         """The export of a checkpoint's parameters.
 
         Args:
-          config: as above.
+          config, tuning: as above.
           dtype: a key of DTYPES.
         Raises:
           CheckpointError: the checkpoint is of another model.
         """
-        shapes = model_shapes(config, config.vocab_size)
+        shapes = model_shapes(replace(config, tuning=tuning), config.vocab_size)
         asked = named_leaves({"params": shapes.params})
         saved = {
             name: {"dtype": leaf.dtype.name, "shape": leaf.shape}
@@ -72,7 +80,7 @@ class WeightsExport:
             if name.startswith(PARAMS)
         }
         check_same_model(checkpoint.step, saved, asked, shapes.may_be_padded)
-        return cls(checkpoint=checkpoint, config=config, dtype=DTYPES[dtype])
+        return cls(checkpoint=checkpoint, config=config, tuning=tuning, dtype=DTYPES[dtype])
 
     @property
     def num_params(self) -> int:
@@ -112,17 +120,19 @@ class WeightsExport:
         files = create_weights(directory, shapes, self.dtype, max_shard_bytes)
         tensors = {name: files[each] for name, each in full.items()}
 
-        def pass_on(source: LeafSource, leaf: StoredLeaf, box: Box) -> int:
+        adapters = self._adapters()
+
+        def pass_on(path: str, source: LeafSource, leaf: StoredLeaf, box: Box) -> int:
             values = leaf.read(box)
-            source.write(values, tensors, box)
+            source.write(adapters.merged(path, box, values), tensors, box)
             return values.nbytes
 
         with ThreadPoolExecutor(NUM_WORKERS, thread_name_prefix="export") as pool:
             todo, running = self._boxes(), set()
             try:
                 while True:
-                    for source, leaf, box in itertools.islice(todo, NUM_WORKERS - len(running)):
-                        running.add(pool.submit(pass_on, source, leaf, box))
+                    for given in itertools.islice(todo, NUM_WORKERS - len(running)):
+                        running.add(pool.submit(pass_on, *given))
                     if not running:
                         break
                     done, running = wait(running, return_when=FIRST_COMPLETED)
@@ -147,20 +157,37 @@ class WeightsExport:
             if name.startswith(PARAMS):
                 yield name.removeprefix(PARAMS), leaf
 
-    def _boxes(self) -> Iterator[tuple[LeafSource, StoredLeaf, Box]]:
-        """All boxes of all parameters. A checkpoint's stacks and vocabulary may end in padding."""
+    def _adapters(self) -> AdaptersOnHost:
+        whole = {
+            path: leaf.read(tuple(slice(0, size) for size in leaf.shape)).astype(np.float32)
+            for path, leaf in self._leaves()
+            if _is_of_adapter(path)
+        }
+        return AdaptersOnHost(replace(self.config, tuning=self.tuning), whole)
+
+    def _boxes(self) -> Iterator[tuple[str, LeafSource, StoredLeaf, Box]]:
+        """All boxes of all parameters but those of adapters. A checkpoint's stacks and vocabulary
+        may end in padding.
+        """
         rows = {path: leaf.shape[0] for path, leaf in self._leaves()}
         slots = canonical_slots(self.config.num_layers, rows[next(filter(is_stacked, rows))])
         sources = leaf_sources(model_shapes(self.config, rows["embedding/table"], slots))
         for path, leaf in self._leaves():
+            if _is_of_adapter(path):
+                continue
             for box in leaf.boxes(sources[path].file_order, BOX_BYTES):
                 assert prod(sizes(box))
-                yield sources[path], leaf, box
+                yield path, sources[path], leaf, box
+
+
+def _is_of_adapter(path: str) -> bool:
+    return any(f"/{adapter_name(name)}/" in path for name in get_args(Projection))
 
 
 def dtype_of(checkpoint: StoredCheckpoint) -> str:
     """The format of a checkpoint's parameters; f32 if they are not of one format that can be
     exported.
     """
-    found = {leaf.dtype for name, leaf in checkpoint.leaves.items() if name.startswith(PARAMS)}
+    leaves = checkpoint.leaves.items()
+    found = {leaf.dtype for name, leaf in leaves if name.startswith(PARAMS)}
     return next((name for name, dtype in DTYPES.items() if found == {dtype}), "f32")

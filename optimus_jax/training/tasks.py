@@ -13,6 +13,9 @@ from optimus_jax.training.loss import cross_entropy
 from optimus_jax.training.preference import count_pairs, preference_loss
 from optimus_jax.training.task import LossInputs, Task, TaskSums
 
+READ_BY_THE_MODEL = ("tokens", "positions", "segments", "examples")
+"""Arrays that every task needs."""
+
 
 def _next_token_loss(inputs: LossInputs) -> TaskSums:
     model, comm, rows = inputs.model, inputs.comm, inputs.rows
@@ -57,11 +60,19 @@ def task_named(name: str) -> Task:
 
 
 def check_task(config: Config) -> None:
-    """Raise ConfigError if the task is unknown, or the model does not have what it needs."""
-    tuning = config.model.tuning
-    if task_named(config.task).has_reference and not (
-        tuning.has_adapters and set(tuning.frozen) == set(BASE_GROUPS)
-    ):
+    """Raise ConfigError if the task is unknown, lacks an array that the model reads, or the model
+    does not have what the task needs.
+    """
+    tuning, task = config.model.tuning, task_named(config.task)
+    if missing := [name for name in READ_BY_THE_MODEL if name not in task.arrays]:
+        raise ConfigError(
+            explain(
+                f"task {config.task} lacks arrays that the model reads",
+                given=f"no {', '.join(missing)} among {', '.join(task.arrays)}",
+                do="add them to Task.arrays",
+            )
+        )
+    if task.has_reference and not (tuning.has_adapters and set(tuning.frozen) == set(BASE_GROUPS)):
         raise ConfigError(
             explain(
                 f"task {config.task} compares the model with what it was before, which must still"

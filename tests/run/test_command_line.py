@@ -20,6 +20,7 @@ from optimus_jax.config import Config, advice, aliases
 from optimus_jax.config.advice import ADVICE, VALUES, advice_for
 from optimus_jax.config.aliases import ALIASES, AXIS_OF, PARAMETERS, alias_of
 from optimus_jax.config.axes import AxisSizes
+from optimus_jax.config.presets import PRESETS
 from optimus_jax.config.request import SHORT_NAMES, dotted, known_settings, make_config, read_config
 from optimus_jax.config.settings import field_types
 from optimus_jax.errors import ConfigError, OptimusError, PlanError, closest
@@ -513,3 +514,10 @@ def test_a_note_on_an_alias_is_printed_once_despite_the_restart():
     assert failed.returncode == EXIT_USER_ERROR
     assert "no-such-model" in failed.stderr
     assert failed.stderr.count("is taken as") == 1
+
+
+def test_the_names_of_all_models_are_printed(capsys):
+    with pytest.raises(SystemExit) as ended:
+        importlib.import_module("optimus_jax.cli.plan").parser().read(["--model", "list"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out.split() == list(PRESETS)

@@ -13,19 +13,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import host_leaves
+from helpers import F32_RELATIVE, assert_close, host_leaves
 from plans import build, case, in_order, model_for, random_state
 from published import MODELS, libraries, model_of, state_dict_of
 
 import optimus_jax
 from optimus_jax.checkpoint import checkpoints as checkpoints_module
 from optimus_jax.checkpoint.checkpoints import Checkpoints
-from optimus_jax.config import CheckpointConfig, Config, ModelConfig
+from optimus_jax.config import CheckpointConfig, Config, ModelConfig, Tuning
 from optimus_jax.data.tokenizers import ByteTokenizer
 from optimus_jax.errors import CheckpointError, ConfigError, OptimusError
 from optimus_jax.mesh.slots import EMPTY
 from optimus_jax.models.huggingface import config_from_huggingface, from_huggingface
 from optimus_jax.models.huggingface_tensors import leaf_sources
+from optimus_jax.models.merging import merged
 from optimus_jax.models.shapes import Params, model_shapes
 from optimus_jax.run import exported_weights
 from optimus_jax.run.export import RunToExport, export
@@ -107,6 +108,37 @@ def test_transformers_and_we_read_what_the_run_has(
     assert transformers.AutoTokenizer.from_pretrained(done.directory)("aé")["input_ids"] == [
         *b"a\xc3\xa9"
     ]
+
+
+@pytest.mark.parametrize(
+    "tuning",
+    [
+        Tuning(method="lora", rank=3, alpha=5.0),
+        Tuning(method="lora", rank=2, targets=("value", "up", "down"), base_precision="bf16"),
+        Tuning(method="ia3"),
+        Tuning(freeze=("attention", "embedding"), base_precision="bf16"),
+    ],
+    ids=["lora", "some", "ia3", "frozen"],
+)
+@pytest.mark.parametrize("family", ["gpt2", "llama", "opt"])
+def test_adapters_are_merged(
+    family: str, tuning: Tuning, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(checkpoints_module, "CHUNK_BYTES", 512)
+    monkeypatch.setattr(exported_weights, "BOX_BYTES", 700)
+    libraries()
+    base = config_from_huggingface(model_of(family).config.to_dict())
+    config = replace(base, tuning=tuning)
+    rng, shapes = np.random.default_rng(0), model_shapes(config, base.vocab_size)
+    params = jax.tree.map(
+        lambda leaf: jnp.asarray(rng.standard_normal(leaf.shape), leaf.dtype), shapes.params
+    )
+    run = write_run(tmp_path / "run", config, params)
+    done = optimus_jax.export(run, tmp_path / "out", dtype="f32")
+    tensors = open_model(done.directory).tensors
+    expected = host_leaves(merged(params, config))
+    for path, source in leaf_sources(model_shapes(base, base.vocab_size)).items():
+        assert_close(source.block(tensors), expected[path], F32_RELATIVE)
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "f16", "f32"])

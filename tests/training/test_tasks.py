@@ -251,3 +251,13 @@ def test_prepared_arrays_are_those_that_a_task_names(name, change, message):
 def test_an_unknown_task_is_answered_with_the_nearest():
     with pytest.raises(ConfigError, match="next_token"):
         task_named("next-token")
+
+
+@pytest.mark.parametrize("name", ["tokens", "positions", "segments", "examples"])
+def test_a_task_without_an_array_that_the_model_reads_is_refused(name, monkeypatch):
+    task = two_ahead()
+    arrays = {other: array for other, array in task.arrays.items() if other != name}
+    monkeypatch.setitem(TASKS, "two_ahead", replace(task, arrays=arrays))
+    case = plans.ONE_DEVICE
+    with pytest.raises(ConfigError, match=f"lacks arrays(.|\n)*no {name}"):
+        plans.build(model_for(case), case, SETTINGS)
