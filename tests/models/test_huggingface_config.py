@@ -70,6 +70,19 @@ def test_the_config_makes_the_same_model_in_transformers(family: str):
     assert written(config_from_huggingface(theirs)) == written(config)
 
 
+OF_4 = ("rope_theta", "rope_scaling", "rope_local_base_freq", "partial_rotary_factor")
+"""Keys of rotary positions that transformers 4 reads; 5 reads `rope_parameters`."""
+
+
+@pytest.mark.parametrize("family", VARIANTS)
+@pytest.mark.parametrize("unread", [OF_4, ("rope_parameters",)], ids=["5", "4"])
+def test_rotary_positions_are_there_for_transformers_4_and_5(family: str, unread: tuple[str, ...]):
+    change = {"rope_theta": 5000.0} if FAMILIES[family].norm != "layer" else {}
+    config = dataclasses.replace(SMALL, family=family, **(VARIANTS[family] | change))
+    keys = {name: value for name, value in written(config).items() if name not in unread}
+    assert written(config_from_huggingface(keys)) == written(config)
+
+
 @pytest.mark.parametrize("family", MODELS)
 def test_logits_in_transformers_are_equal(family: str):
     torch, transformers = libraries()

@@ -20,6 +20,7 @@ from published import MODELS, libraries, model_of, state_dict_of
 import optimus_jax
 from optimus_jax.checkpoint import checkpoints as checkpoints_module
 from optimus_jax.checkpoint.checkpoints import Checkpoints
+from optimus_jax.checkpoint.slices import StoredLeaf
 from optimus_jax.config import CheckpointConfig, Config, ModelConfig, Tuning
 from optimus_jax.data.tokenizers import ByteTokenizer
 from optimus_jax.errors import CheckpointError, ConfigError, OptimusError
@@ -139,6 +140,46 @@ def test_adapters_are_merged(
     expected = host_leaves(merged(params, config))
     for path, source in leaf_sources(model_shapes(base, base.vocab_size)).items():
         assert_close(source.block(tensors), expected[path], F32_RELATIVE)
+
+
+def test_no_more_than_a_box_is_read_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The largest tensor has 3.5 KB, and its leaf twice as much."""
+    monkeypatch.setattr(checkpoints_module, "CHUNK_BYTES", 512)
+    monkeypatch.setattr(exported_weights, "BOX_BYTES", 700)
+    run, params, _ = run_of("llama", tmp_path)
+    read, sizes = StoredLeaf.read, []
+
+    def measured(leaf: StoredLeaf, box: tuple[slice, ...]) -> np.ndarray:
+        values = read(leaf, box)
+        sizes.append(values.nbytes)
+        return values
+
+    monkeypatch.setattr(StoredLeaf, "read", measured)
+    export(run, tmp_path / "out")
+    assert max(sizes) <= 700
+    assert sum(sizes) == sum(leaf.nbytes for leaf in host_leaves(params).values())
+
+
+def test_a_run_begins_with_what_was_exported(tmp_path: Path):
+    """Its tokens are the bytes of the run before, and its first loss is that of the parameters."""
+    settings: dict[str, Any] = {
+        "steps": 2,
+        "global_batch": 8,
+        "seq_len": 16,
+        "eval_every": 0,
+        "progress": "none",
+        "data.eval_fraction": 0.0,
+    }
+    sizes: dict[str, Any] = {"model.num_layers": 1, "model.embed_dim": 32, "model.mlp_dim": 64}
+    first = tmp_path / "first"
+    optimus_jax.train("llama-nano", run_dir=first, **settings, **sizes)
+    exported = optimus_jax.export(first, tmp_path / "out").directory
+    ways: list[dict[str, Any]] = [{"init_from": str(first)}, {"model": str(exported)}]
+    losses = [
+        optimus_jax.train(run_dir=tmp_path / f"run-{at}", **way, **settings, lr=1e-3).history
+        for at, way in enumerate(ways)
+    ]
+    assert [record.loss for record in losses[0]] == [record.loss for record in losses[1]]
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "f16", "f32"])

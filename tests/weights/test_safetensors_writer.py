@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import os
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -50,8 +51,9 @@ def test_files_equal_those_of_the_library(dtype: str, tmp_path: Path):
         writer.create_file(tmp_path / "ours", SHAPES, DTYPES[dtype])
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("family", MODELS)
+@pytest.mark.parametrize(
+    ("family", "dtype"), list(zip(MODELS, itertools.cycle(DTYPES), strict=False)), ids=str
+)
 def test_leaves_that_are_written_in_boxes_equal_whole_tensors(
     family: str, dtype: str, tmp_path: Path
 ):
@@ -181,3 +183,19 @@ def test_only_the_bytes_of_a_slice_are_written(tmp_path: Path):
     wanted = np.full((4, 6), -1, np.int32)
     wanted[1:3, 2:4] = 0
     np.testing.assert_array_equal(np.asarray(tensor).view(np.int32), wanted)
+
+
+@pytest.mark.parametrize(
+    ("index", "calls"),
+    [((slice(None), slice(None)), 1), ((slice(1, 3),), 1), ((slice(None), slice(0, 2)), 4)],
+)
+def test_what_is_together_in_the_file_is_written_at_once(
+    index: tuple[slice, ...], calls: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Also if its dimensions are in another sequence in memory."""
+    tensor = writer.create_file(tmp_path / "file", {"a": (4, 6)}, DTYPES["f32"])["a"][index]
+    sizes, pwrite = [], os.pwrite
+    monkeypatch.setattr(os, "pwrite", lambda *given: sizes.append(len(given[1])) or pwrite(*given))
+    tensor.T[...] = values_of(tensor.T.shape)
+    assert len(sizes) == calls
+    assert sum(sizes) == values_of(tensor.shape).nbytes
