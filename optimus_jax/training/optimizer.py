@@ -14,7 +14,8 @@ import optax
 from jax import Array
 
 from optimus_jax.config import Config, MomentPrecision, OptimizerConfig
-from optimus_jax.errors import ConfigError, explain, nearest
+from optimus_jax.config.axes import AxisSizes
+from optimus_jax.errors import ConfigError, PlanError, explain, nearest
 
 LEARNING_RATES = (
     (2e8, 6e-4),
@@ -104,7 +105,10 @@ class Optimizer:
     direction: Callable[[OptimizerConfig], optax.GradientTransformation]
     """The transformation from gradients to directions: without learning rate and weight decay,
     which all optimizers have alike. Each device applies it to the part of every parameter that it
-    updates, so it must treat elements independently."""
+    updates: elements, or whole matrices. Those of a pipeline stage's layers are stacked."""
+    needs_whole_matrices: bool = False
+    """Whether a direction depends on other elements of the same matrix. Plans that split a
+    parameter are then refused."""
     has_default_rate: bool = True
     """Whether the default learning rates, which are Adam's, suit it."""
 
@@ -131,6 +135,22 @@ def optimizer_named(name: str) -> Optimizer:
             )
         )
     return OPTIMIZERS[name]
+
+
+def check_whole(config: OptimizerConfig, axes: AxisSizes, zero: int) -> None:
+    """Raise PlanError if devices would update parts of a matrix, and the optimizer needs it
+    whole.
+    """
+    if not optimizer_named(config.name).needs_whole_matrices:
+        return
+    if axes.tensor > 1 or (axes.fsdp > 1 and zero > 0):
+        raise PlanError(
+            explain(
+                f"{config.name} needs whole matrices, and devices would update parts of them",
+                given=f"mesh {axes}, zero {zero}",
+                do="use data and pipe alone",
+            )
+        )
 
 
 def moments_per_parameter(name: str) -> int:

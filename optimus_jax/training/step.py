@@ -38,7 +38,7 @@ from optimus_jax.training.compiler_options import options_for, usable_bytes
 from optimus_jax.training.gradients import sums_alone, sums_and_gradients
 from optimus_jax.training.objective import Objective
 from optimus_jax.training.offload import update_through_host
-from optimus_jax.training.optimizer import learning_rate, make_optimizer
+from optimus_jax.training.optimizer import check_whole, learning_rate, make_optimizer
 from optimus_jax.training.state import (
     LossScale,
     TrainState,
@@ -165,6 +165,7 @@ def build_program(config: Config, plan: Plan, devices: Sequence[Any] | None = No
     """
     check_jax_settings()
     check_task(config)
+    check_whole(config.optimizer, plan.axes, plan.zero)
     mesh = build_mesh(plan.axes, None if devices is None else list(devices))
     shapes = planned_shapes(config.model, plan)
     optimizer = make_optimizer(

@@ -11,8 +11,9 @@ import pytest
 from helpers import F32_RELATIVE, assert_close
 from test_equal_to_one_device import run_case
 
+import optimus_jax
 from optimus_jax.config import Config, OptimizerConfig
-from optimus_jax.errors import ConfigError
+from optimus_jax.errors import ConfigError, PlanError
 from optimus_jax.planning.cost.memory import memory_of_run
 from optimus_jax.training.optimizer import (
     OPTIMIZERS,
@@ -100,3 +101,17 @@ def test_an_unknown_optimizer_is_answered_with_the_nearest():
 def test_sgd_has_no_default_learning_rate():
     with pytest.raises(ConfigError, match="--lr"):
         peak_learning_rate(Config().with_values({"optimizer.name": "sgd"}).optimizer, 10**6)
+
+
+def test_one_that_needs_whole_matrices_is_not_given_parts(monkeypatch):
+    lamb = Optimizer(
+        direction=lambda config: optax.scale_by_trust_ratio(), needs_whole_matrices=True
+    )
+    monkeypatch.setitem(OPTIMIZERS, "lamb", lamb)
+    settings = {"optimizer.name": "lamb", "optimizer.lr": 0.1}
+    for case in CASES:
+        with pytest.raises(PlanError, match="lamb needs whole matrices"):
+            plans.build(plans.model_for(case, "gpt"), case, settings)
+    plans.build(plans.GPT, plans.case("data=8"), settings)
+    found = optimus_jax.find_plans("gpt2-nano", "h100:1x8", **settings)
+    assert {(plan.axes.fsdp, plan.axes.tensor) for plan in found} == {(1, 1)}

@@ -37,6 +37,7 @@ from optimus_jax.planning.search.assemble import (
     rule_changes,
 )
 from optimus_jax.planning.search.divisors import divisors
+from optimus_jax.training.optimizer import check_whole
 
 [INTERLEAVED] = REPEATING
 """The schedule whose microbatches visit each device more than once."""
@@ -107,6 +108,7 @@ def _like(common: Plan, config: Config) -> Iterator[Plan | Rejection]:
     try:
         check_rules(common.rules, axes, config.model)
         check_lengths(common.rules, axes, config.compiled_lengths)
+        check_whole(config.optimizer, axes, zero=1)  # fsdp without ZeRO is data parallelism
     except PlanError as error:
         yield Rejection(layouts=str(axes), reason=first_line(error))
         return
