@@ -53,6 +53,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "gemma3_text": LLAMA_LIKE | {"head_dim": 8, "num_hidden_layers": 6},
 }
 """Values of config.json by model_type."""
+WORDS = ["<unk>", "</s>", "the", "cat", "sat", "on", "mat", "and", "dog", "ran"]
+"""The vocabulary of `with_tokenizer`."""
 SHARD_TENSORS = 5
 """Tensors of each file of a sharded model."""
 
@@ -118,6 +120,18 @@ def write(family: str, kind: str, dtype: str, directory: Path) -> Path:
         torch.save({name: tensors[name] for name in part}, directory / shard, **options)
         shard_of |= dict.fromkeys(part, shard)
     write_index(directory / "pytorch_model.bin.index.json", shard_of)
+    return directory
+
+
+def with_tokenizer(directory: Path) -> Path:
+    """Add the files of a tokenizer of WORDS."""
+    vocabulary = {word: number for number, word in enumerate(WORDS)}
+    tokenizer = pytest.importorskip("tokenizers")
+    whole = tokenizer.Tokenizer(tokenizer.models.WordLevel(vocabulary, unk_token="<unk>"))
+    whole.pre_tokenizer = tokenizer.pre_tokenizers.Whitespace()
+    whole.add_special_tokens(["</s>"])
+    whole.save(str(directory / "tokenizer.json"))
+    (directory / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
     return directory
 
 

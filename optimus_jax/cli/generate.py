@@ -1,4 +1,4 @@
-"""`optimus generate`: generate text with a trained model.
+"""`optimus generate`: generate text with the model of a run, or a published one.
 
 `optimus generate --run runs/NAME --prompt "def main("`
 """
@@ -6,10 +6,13 @@
 import sys
 from collections.abc import Iterator
 
+from optimus_jax.errors import ConfigError, explain
 from optimus_jax.run.command_line import Parser
 from optimus_jax.system.environment import import_jax
+from optimus_jax.system.paths import local_path
 from optimus_jax.system.resilient_io import print_to_stderr
 
+STANDARD_INPUT = "-"
 WORDS = {
     "run": "run_dir model_path model_dir checkpoint_path ckpt_dir out_dir",
     "prompt": "prompt_text input_text",
@@ -24,15 +27,46 @@ WORDS = {
 
 def parser() -> Parser:
     """The parser of this command's flags."""
-    flags = Parser(
-        description="Generate text with a trained model: it continues a prompt.", words=WORDS
-    )
-    flags.add_argument("--run", metavar="DIR", required=True, help="directory or URL of a run")
+    flags = Parser(description="Generate text with a model: it continues a prompt.", words=WORDS)
     flags.add_argument(
-        "--prompt",
-        metavar="TEXT",
+        "--run",
+        metavar="DIR",
         required=True,
-        help="text to continue; printed before the generated text",
+        help=(
+            "directory or URL of a run; directory of a published model, or hf://ORG/NAME on the"
+            " Hugging Face hub"
+        ),
+    )
+    prompt = flags.add_mutually_exclusive_group(required=True)
+    prompt.add_argument(
+        "--prompt", metavar="TEXT", help="text to continue; printed before the generated text"
+    )
+    prompt.add_argument(
+        "--prompt-file", metavar="FILE", help="file with the text to continue; -: standard input"
+    )
+    flags.add_argument(
+        "--chat",
+        action="store_true",
+        help="answer the prompt as a user's message, by the tokenizer's chat template",
+    )
+    flags.add_argument(
+        "--stop",
+        metavar="TEXT",
+        action="append",
+        default=[],
+        help="end a text before this one; may be given several times (default: none)",
+    )
+    flags.add_argument(
+        "--mesh",
+        metavar="SIZES",
+        default="",
+        help="split the model over fsdp and tensor: tensor=4 (default: one device)",
+    )
+    flags.add_argument(
+        "--cpu-devices",
+        metavar="N",
+        type=int,
+        help="number of virtual CPU devices (default: the devices that JAX finds)",
     )
     flags.add_argument(
         "--max-new-tokens",
@@ -89,6 +123,28 @@ def parser() -> Parser:
     return flags
 
 
+def read_prompt(name: str) -> str:
+    """The text of a file, or of standard input, without a final newline.
+
+    Raises ConfigError if it cannot be read.
+    """
+    try:
+        content = (
+            sys.stdin.buffer.read()
+            if name == STANDARD_INPUT
+            else local_path(name, what="--prompt-file").read_bytes()
+        )
+        return content.decode().removesuffix("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            explain(
+                "the prompt cannot be read",
+                given=f"--prompt-file {name}: {error}",
+                do="give a text file in UTF-8, or - for standard input",
+            )
+        ) from error
+
+
 def show(prompt: str, pieces: Iterator[list[str]]) -> None:
     """Print the first sample while it is generated, and the other samples afterwards."""
     print(prompt, end="", flush=True)
@@ -104,19 +160,28 @@ def show(prompt: str, pieces: Iterator[list[str]]) -> None:
 def main() -> None:
     given = parser().read()
     import_jax()  # after parsing, so that --help does not wait for JAX
-    from optimus_jax.inference.generation import load_text_model
+    from optimus_jax.config.axes import AxisSizes
+    from optimus_jax.devices.cpu import use_cpu_devices
+    from optimus_jax.inference.loading import load_text_model
 
-    model = load_text_model(given["run"], given["step"], warn=print_to_stderr)
+    prompt = given["prompt"] if given["prompt"] is not None else read_prompt(given["prompt_file"])
+    if given["cpu_devices"] is not None:
+        use_cpu_devices(given["cpu_devices"])
+    mesh = AxisSizes.parse(given["mesh"]) if given["mesh"] else AxisSizes()
+    model = load_text_model(given["run"], given["step"], mesh=mesh, warn=print_to_stderr)
     pieces = model.generate(
-        given["prompt"],
+        prompt,
         max_new_tokens=given["max_new_tokens"],
         temperature=given["temperature"],
         top_k=given["top_k"],
         top_p=given["top_p"],
         seed=given["seed"],
         num_samples=given["num_samples"],
+        stop=given["stop"],
+        chat=given["chat"],
         past_trained_length=given["past_trained_length"],
         warn=print_to_stderr,
     )
-    print_to_stderr(f"{model.config.name} after step {model.step}")
-    show(given["prompt"], pieces)
+    step = "" if model.step is None else f" after step {model.step}"
+    print_to_stderr(f"{model.config.name}{step}")
+    show("" if given["chat"] else prompt, pieces)

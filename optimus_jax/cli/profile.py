@@ -48,6 +48,7 @@ def main() -> None:
     import_jax()
     from optimus_jax.config.request import make_config
     from optimus_jax.data.dataset import load_data
+    from optimus_jax.data.mixture import Mixture
     from optimus_jax.planning.profiles.data_profile import profile_data
     from optimus_jax.planning.profiles.model_profile import profile_model
     from optimus_jax.weights.published import model_named
@@ -56,27 +57,32 @@ def main() -> None:
     precision = "f32" if config.precision.compute == "auto" else config.precision.compute
     kernel = "xla" if config.parallel.attention == "auto" else config.parallel.attention
     model = profile_model(config.model, seq_len=config.seq_len, precision=precision, kernel=kernel)
-    data = None
+    data = []
     if given["data"]:
-        stream = load_data(
+        train = load_data(
             config.data,
             seq_len=config.seq_len,
             vocab_size=config.model.vocab_size,
             model_name=config.model.name,
         ).train
-        data = profile_data(
-            stream, seq_len=config.seq_len, respect_documents=config.data.respect_documents
-        )
+        data = [
+            profile_data(
+                source, seq_len=config.seq_len, respect_documents=config.data.respect_documents
+            )
+            for source in (train.parts if isinstance(train, Mixture) else [train])
+        ]
     if given["json"]:
+        profiles = [json.loads(profile.to_json()) for profile in data]
+        shown = profiles if config.data.mixture else next(iter(profiles), None)
         print(
             json.dumps(
-                {"model": json.loads(model.to_json()), "data": data and json.loads(data.to_json())},
+                {"model": json.loads(model.to_json()), "data": shown},
                 indent=2,
             )
         )
         return
     print(model.describe(), end="")
-    if data is not None:
-        print(f"\n{data.describe()}", end="")
-        for warning in data.warnings(global_batch=config.data.global_batch, steps=config.steps):
+    for profile in data:
+        print(f"\n{profile.describe()}", end="")
+        for warning in profile.warnings(global_batch=config.data.global_batch, steps=config.steps):
             print(f"note: {warning}")

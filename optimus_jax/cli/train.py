@@ -66,14 +66,14 @@ def parser(note: Callable[[str], None] = say) -> Parser:
         "--data",
         nargs="+",
         metavar="PATH",
-        help="files, globs, folders, URLs or `stdlib` (default: stdlib)",
+        help="files, globs, folders, URLs or `stdlib`, or NAME=WEIGHT:PATH each (default: stdlib)",
     )
     flags.add_argument(
         "--tokenizer",
         metavar="PATH",
         help=(
-            "`bytes`, the path or URL of a tokenizer.json, or hf://ORG/NAME (default: that of"
-            f" a published --model, otherwise {default.data.tokenizer})"
+            "`bytes`, a tokenizer.json or its folder, hf://ORG/NAME (default: the model's, or"
+            f" {default.data.tokenizer})"
         ),
     )
     flags.add_argument(
@@ -140,10 +140,7 @@ def parser(note: Callable[[str], None] = say) -> Parser:
     flags.add_argument(
         INIT_FROM,
         metavar="DIR",
-        help=(
-            "parameters of another run (its DIR, URL or DIR@STEP) or of a published model (default:"
-            " those of a published --model, otherwise drawn from the seed)"
-        ),
+        help="parameters of a run, DIR or DIR@STEP, or a published model (default: the model's)",
     )
     flags.add_argument(
         "--eval-every",

@@ -28,7 +28,9 @@ from optimus_jax.config.training import (
     LearningRateSchedule,
     LogConfig,
     OptimizerConfig,
+    PreferenceConfig,
 )
+from optimus_jax.config.tuning import Tuning
 from optimus_jax.config.whole import DERIVED, Config
 
 __all__ = [
@@ -56,8 +58,10 @@ __all__ = [
     "PhaseConfig",
     "Precision",
     "PrecisionConfig",
+    "PreferenceConfig",
     "RematChoice",
     "RematPolicy",
     "RopeScaling",
     "StoreConfig",
+    "Tuning",
 ]

@@ -24,6 +24,7 @@ _ALIASES = {
     "eval_every": "eval_interval eval_freq eval_frequency evaluation_interval steps_per_eval",
     "data.sources": "train_file train_files",
     "data.tokenizer": "tokenizer_path tokenizer_file",
+    "data.chat_template": "chat_template_path",
     "data.text_field": "text_column text_column_name dataset_text_field text_key",
     "data.seq_len": (
         "seq_length sequence_length sequence_len max_seq_length max_seq_len block_size"

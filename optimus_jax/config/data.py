@@ -1,11 +1,14 @@
 """Settings of the training data: sources, tokenizer, batch size and its phases."""
 
+import functools
 import itertools
 import os
 import re
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from optimus_jax.config.checks import check_counts, check_positive
+from optimus_jax.config.weighted_sources import WeightedSource, weighted_sources
 from optimus_jax.errors import ConfigError, explain
 from optimus_jax.system.hub_model import HubModel
 from optimus_jax.system.paths import Url, user_path
@@ -14,6 +17,12 @@ STDLIB = "stdlib"
 """The source available on every machine: the .py files of Python's standard library."""
 BYTES = "bytes"
 """The tokenizer that needs no file."""
+RecordChoice = Literal["auto", "text", "messages", "completion"]
+"""What a record is read as: a text, a conversation, or a prompt with its completion."""
+TooLong = Literal["truncate", "drop"]
+"""What is done with conversations that are longer than an example."""
+EVERY_ROLE = "all"
+"""The value of `loss_on` with which every token counts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +80,8 @@ class DataConfig:
 
     sources: tuple[str, ...] = (STDLIB,)
     """`stdlib` (Python's own library), or files, globs, folders and URLs: text, .jsonl .json .csv
-    .parquet .arrow .bin (docs/data.md)."""
+    .parquet .arrow .bin. With weights, a mixture: `web=0.8:a.jsonl code=0.2:b.bin`
+    (docs/data.md)."""
     tokenizer: str = BYTES
     """`bytes`; the path or URL of a Hugging Face tokenizer.json, or of a directory with one; or
     hf://ORG/NAME, that of a model on the hub."""
@@ -91,6 +101,17 @@ class DataConfig:
     """Fraction of documents held out for evaluation."""
     text_field: str = "text"
     """Name of the text in a JSON object, or of its column in a table."""
+    records: RecordChoice = "auto"
+    """What each JSON object or row holds: text, messages (a conversation), or completion (a prompt
+    with one); auto: by the names of its fields."""
+    chat_template: str | None = None
+    """Path or URL of the Jinja template that writes out conversations; None: the tokenizer's
+    own."""
+    loss_on: tuple[str, ...] = ("assistant",)
+    """Roles whose messages count in the loss, or `all` for every token. Of a prompt with a
+    completion, the completion counts."""
+    too_long: TooLong = "truncate"
+    """Whether conversations longer than an example are truncated or dropped."""
     skip_bad_lines: bool = False
     """Skip and count malformed lines, rows and items instead of raising an error."""
     allow_change: bool = False
@@ -108,10 +129,20 @@ class DataConfig:
                     do="name `stdlib` or at least one file",
                 )
             )
-        for source in self.sources:
-            user_path(source, what="--data")
+        for source in self.mixture or self.sources:
+            user_path(source.path if isinstance(source, WeightedSource) else source, what="--data")
         if HubModel.parse(self.tokenizer) is None:
             user_path(self.tokenizer, what="--tokenizer")
+        if self.chat_template is not None:
+            user_path(self.chat_template, what="data.chat_template")
+        if not self.loss_on or (EVERY_ROLE in self.loss_on and len(self.loss_on) > 1):
+            raise ConfigError(
+                explain(
+                    "data.loss_on must name roles, or be `all` alone",
+                    given=",".join(self.loss_on) or "no role",
+                    do="choose assistant, all, or several roles: assistant,tool",
+                )
+            )
         for first, second in itertools.pairwise(self.phases):
             if first.after_step >= second.after_step:
                 raise ConfigError(
@@ -130,12 +161,21 @@ class DataConfig:
                 )
             )
 
+    @functools.cached_property
+    def mixture(self) -> tuple[WeightedSource, ...]:
+        """The named sources with their weights; empty if sources have none. Raises ConfigError."""
+        return weighted_sources(self.sources)
+
     def with_whole_paths(self) -> "DataConfig":
         """The same data with absolute paths, so that it is found from any working directory."""
         return replace(
             self,
-            sources=tuple(map(whole_path, self.sources)),
+            sources=(
+                tuple(str(replace(one, path=whole_path(one.path))) for one in self.mixture)
+                or tuple(map(whole_path, self.sources))
+            ),
             tokenizer=str(HubModel.parse(self.tokenizer) or whole_path(self.tokenizer)),
+            chat_template=self.chat_template and whole_path(self.chat_template),
         )
 
 

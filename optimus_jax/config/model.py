@@ -1,10 +1,11 @@
 """Settings of the model: the sizes of a decoder, and features that differ from its family's."""
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Literal
 
 from optimus_jax.config.checks import check_counts, check_not_negative, check_positive
+from optimus_jax.config.tuning import Tuning
 from optimus_jax.errors import ConfigError, explain
 
 MOST_LAYERS = 10_000
@@ -30,6 +31,16 @@ class RopeScaling:
         check_positive(
             self, "factor", "low_frequency_factor", "high_frequency_factor", "original_length"
         )
+        low, high = self.low_frequency_factor, self.high_frequency_factor
+        if self.kind == "llama3" and low >= high:
+            raise ConfigError(
+                explain(
+                    "low_frequency_factor must be below high_frequency_factor",
+                    given=f"model.rope_scaling.low_frequency_factor={low},"
+                    f" high_frequency_factor={high}",
+                    do="set them as the model's config.json has them; Llama 3.1 has 1 and 4",
+                )
+            )
 
 
 Bias = Literal["query", "key", "value", "out", "up", "down"]
@@ -64,7 +75,7 @@ class Features:
     final_norm: bool | None = None
     """Whether a norm precedes the head."""
     biases: tuple[Bias, ...] | None = None
-    """Projections with a bias."""
+    """Projections with a bias; an empty list is none of them."""
     attention_scale: float | None = None
     """Factor of attention scores; 0: 1 / sqrt(head_dim)."""
     qk_norm: Literal["none", "head", "whole"] | None = None
@@ -136,6 +147,18 @@ class ModelConfig:
     """Features that differ from those of the family."""
     dropout: float = 0.0
     """Probability on embeddings, attention weights and both residual branches."""
+    tuning: Tuning = field(default_factory=Tuning)
+    """Which parameters are trained, and adapters."""
+
+    @property
+    def base(self) -> "ModelConfig":
+        """The model without adapters, all of it trained."""
+        return replace(self, tuning=Tuning())
+
+    @property
+    def draws_dropout(self) -> bool:
+        """Whether a training step drops anything."""
+        return self.dropout > 0 or self.tuning.dropout > 0
 
     @cached_property
     def _hash(self) -> int:

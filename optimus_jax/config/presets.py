@@ -238,10 +238,7 @@ PRESETS: dict[str, Callable[[], ModelConfig]] = {
     "olmo2-32b": partial(_olmo2, "olmo2-32b", 64, 5120, 40, 8, 27648),
 }
 """Model presets by the name that `--model` takes."""
-MODEL_HELP = (
-    "gpt2-nano, llama3-8b, ... (`--model list` names all), the directory of a published model, or"
-    " ORG/NAME on the Hugging Face hub"
-)
+MODEL_HELP = "gpt2-nano, ... (`--model list` names all), DIR of a published model, or ORG/NAME"
 """Help of `--model`."""
 
 

@@ -51,6 +51,7 @@ KNOWN_BY_CONTENT = (
     "data.sources",
     "data.tokenizer",
     "data.eos",
+    "data.chat_template",
     "data.text_field",
     "data.skip_bad_lines",
     "data.allow_change",

@@ -228,11 +228,13 @@ def _convert(kind: Any, value: Any, name: str) -> Any:
         value = (os.fspath(value),) if typing.get_origin(kind) is tuple else os.fspath(value)
     origin, options = typing.get_origin(kind), typing.get_args(kind)
     if origin in UNIONS:
-        if value is None or (isinstance(value, str) and value.lower() == "none"):
+        option = next(option for option in options if option is not types.NoneType)
+        # "none" may be a choice of its own, such as no positions
+        if not (isinstance(value, str) and value in typing.get_args(option)) and (
+            value is None or (isinstance(value, str) and value.lower() == "none")
+        ):
             return None
-        return _convert(
-            next(option for option in options if option is not types.NoneType), value, name
-        )
+        return _convert(option, value, name)
     if origin is Literal:
         if value in options:
             return value

@@ -89,6 +89,28 @@ class OptimizerConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PreferenceConfig:
+    """How pairs of a preferred and a rejected continuation are learnt (task=dpo)."""
+
+    beta: float = 0.1
+    """Factor of the logarithm of probability ratios (arXiv:2305.18290): the larger, the closer the
+    model stays to the reference."""
+    label_smoothing: float = 0.0
+    """Share of pairs that are taken to be the wrong way round; below 0.5."""
+
+    def __post_init__(self) -> None:
+        check_positive(self, "beta")
+        if not 0 <= self.label_smoothing < 0.5:
+            raise ConfigError(
+                explain(
+                    "preference.label_smoothing is a share below a half",
+                    given=self.label_smoothing,
+                    do="choose 0 <= label_smoothing < 0.5",
+                )
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
 class EvaluationConfig:
     """The fixed set of held-out examples used by every evaluation of a run."""
 

@@ -21,6 +21,7 @@ from optimus_jax.config.training import (
     EvaluationConfig,
     LogConfig,
     OptimizerConfig,
+    PreferenceConfig,
 )
 from optimus_jax.errors import ConfigError, explain
 from optimus_jax.system.hub_model import HubModel
@@ -44,6 +45,7 @@ class Config:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    preference: PreferenceConfig = field(default_factory=PreferenceConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     log: LogConfig = field(default_factory=LogConfig)
@@ -55,7 +57,8 @@ class Config:
     steps: int = 300
     """Number of optimizer steps."""
     task: str = "next_token"
-    """What is learnt: next_token, cross-entropy of every next token."""
+    """What is learnt: next_token, cross-entropy of every next token; or dpo, which of two
+    continuations is preferred (needs adapters)."""
     seed: int = 0
     """Seed of initial weights, data order and dropout; below 2^31."""
     init_from: str | None = None

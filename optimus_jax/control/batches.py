@@ -62,8 +62,9 @@ def document_lengths(segments: np.ndarray) -> np.ndarray:
 
 
 def padding_share(segments: np.ndarray, counts: np.ndarray) -> float:
-    """Share of the batch's positions that are padding: their loss does not count, and they do not
-    end a document. (The last token of a document is needed as a target.)
+    """Share of the batch's positions that are padding: no target of their document counts from
+    there on, and they do not end a document. (The last token of a document is needed as a target;
+    what a user says is no padding, if an answer that counts follows it.)
 
     Args:
       segments: int [R, S], number of the document at each position.
@@ -76,7 +77,12 @@ def padding_share(segments: np.ndarray, counts: np.ndarray) -> float:
     after_counting = np.zeros_like(counts)
     after_counting[:, 1:] = counts[:, :-1]
     ends = last & (after_counting | begins)
-    return float(np.count_nonzero(~counts & ~ends) / counts.size)
+    document = np.cumsum(begins.ravel())
+    last_counting = np.zeros(document[-1] + 1, int)
+    places = np.flatnonzero(counts)
+    np.maximum.at(last_counting, document[places], places + 1)
+    is_over = np.arange(counts.size) >= last_counting[document]
+    return float(np.count_nonzero(is_over.reshape(counts.shape) & ~ends) / counts.size)
 
 
 def _begins(segments: np.ndarray) -> np.ndarray:

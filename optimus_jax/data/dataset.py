@@ -1,43 +1,54 @@
-"""Loads the training and held-out token streams, and their tokenizer, from a `DataConfig`."""
+"""Loads the training and held-out tokens, and their tokenizer, from a `DataConfig`.
 
+Sources without weights form one stream of texts, or are all conversations. Sources with weights are
+loaded one by one, and mixed.
+"""
+
+import dataclasses
 import hashlib
-from collections.abc import Mapping, Sequence
+import itertools
+import json
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any, get_args
 
 import numpy as np
 
 from optimus_jax.config import DataConfig
 from optimus_jax.config.data import STDLIB
-from optimus_jax.data.digests import DIGEST_TOKENS, WholeDigest, content_digest
-from optimus_jax.data.sampler import count_examples
+from optimus_jax.config.weighted_sources import WeightedSource
+from optimus_jax.data.conversations import encode_conversations, split_conversations
+from optimus_jax.data.identity import DataIdentity, identity_of
+from optimus_jax.data.mixture import HeldOutMixture, Mixture, period_counts
+from optimus_jax.data.preferences import PreferenceReader
+from optimus_jax.data.records import RecordReader
+from optimus_jax.data.rendered_chat import ChatWriter, RenderedChat
+from optimus_jax.data.sampler import Examples, count_examples
 from optimus_jax.data.skipped_input import SkippedInput
 from optimus_jax.data.sources import find_files, is_token_file, read_documents
 from optimus_jax.data.tokenizers import Tokenizer, encode_documents, load_tokenizer
 from optimus_jax.data.tokens import (
-    CHECKED_TOKENS,
     HeldOutBy,
     TokenHeader,
     TokenStream,
     check_vocab,
-    chunks,
     held_out_by,
-    is_on_disk,
     read_token_files,
     split,
 )
 from optimus_jax.errors import DataError, explain
 
-DataIdentity = dict[str, int | str]
-"""Fingerprint of a data set, JSON values by name: see `identity_of` and `differences`."""
+RULES: tuple[HeldOutBy, ...] = get_args(HeldOutBy)
+_KINDS = {str: "texts", RenderedChat: "conversations"}
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Data:
     """The loaded data of a run."""
 
-    train: TokenStream
+    train: Examples
     """Tokens to learn from."""
-    held_out: TokenStream | None
+    held_out: Examples | None
     """Tokens to evaluate on; None if data.eval_fraction is 0."""
     tokenizer: Tokenizer
     """The tokenizer that made the tokens."""
@@ -48,6 +59,10 @@ class Data:
     notes: tuple[str, ...] = ()
     """Sentences about text that was left out or changed while reading the files."""
 
+    def with_notes(self, notes: Iterable[str]) -> "Data":
+        """The same data with more notes, which come first."""
+        return dataclasses.replace(self, notes=(*notes, *self.notes))
+
 
 def load_data(
     config: DataConfig,
@@ -56,7 +71,8 @@ def load_data(
     vocab_size: int,
     model_name: str,
     tokenizer: Tokenizer | None = None,
-    by: HeldOutBy | None = None,
+    by: str | None = None,
+    pairs: bool = False,
 ) -> Data:
     """Read, tokenize, check and split the data.
 
@@ -68,101 +84,235 @@ def load_data(
       vocab_size: number of token ids that the model knows.
       model_name: name of the model in messages.
       tokenizer: the tokenizer of a resumed run; None: the one that the config names.
-      by: how a resumed run chose its held-out tokens, which holds whatever the files are now;
-        None: `held_out_by` decides.
+      by: how a resumed run chose its held-out tokens, which holds whatever the files are now: a
+        HeldOutBy, or one for each source of a mixture with blanks between; None: `held_out_by`
+        decides.
+      pairs: whether records are preference pairs.
     Raises:
       DataError: a source, the tokenizer or a token cannot be used.
     """
-    tokenizer = tokenizer or load_tokenizer(config.tokenizer, config.eos)
-    skipped_input = SkippedInput()
-    files = find_files(config.sources, skipped_input)
-    headers: Sequence[TokenHeader] = ()
-    if files and STDLIB not in config.sources and all(map(is_token_file, files)):
-        stream, headers = read_token_files(files, tokenizer)
-        num_documents = sum(header.num_documents for header in headers)
-    else:
+    tokenizer = tokenizer or load_tokenizer(
+        config.tokenizer, config.eos, chat_template=config.chat_template
+    )
+    loader = _SourceLoader(config, tokenizer, seq_len, vocab_size, model_name, pairs)
+    sources = [(source.path,) for source in config.mixture] or [config.sources]
+    parts = list(map(loader.load, sources, _rules(by, len(sources))))
+    data = _mixed(config.mixture, parts) if config.mixture else parts[0]
+    # Once for all sources: the tokenizer has counted over all of them.
+    return dataclasses.replace(data, notes=(*data.notes, *tokenizer.notes))
+
+
+def _rules(by: str | None, num_sources: int) -> list[HeldOutBy | None]:
+    """How each source chooses its held-out tokens; None where its kind decides."""
+    words = (by or "").split()
+    given: list[HeldOutBy | None] = [rule for word in words for rule in RULES if rule == word]
+    return given if len(given) == num_sources else [None] * num_sources
+
+
+@dataclass(frozen=True)
+class _SourceLoader:
+    """Loads sources that form one stream, or are all conversations."""
+
+    config: DataConfig
+    tokenizer: Tokenizer
+    seq_len: int
+    vocab_size: int
+    """Of the model."""
+    model_name: str
+    pairs: bool
+    """Whether records are preference pairs."""
+
+    def load(self, sources: tuple[str, ...], by: HeldOutBy | None) -> Data:
+        """The data of these sources.
+
+        Args:
+          by: how held-out tokens are chosen; None: their kind decides.
+        """
+        config, tokenizer = self.config, self.tokenizer
         skipped_input = SkippedInput()
-        parts = list(
-            encode_documents(
-                tokenizer,
-                read_documents(
-                    config.sources,
-                    config.text_field,
-                    skip_bad_lines=config.skip_bad_lines,
-                    skipped_input=skipped_input,
-                ),
+        files = find_files(sources, skipped_input)
+        if files and STDLIB not in sources and all(map(is_token_file, files)):
+            if self.pairs:
+                raise _no_pairs(" ".join(sources))
+            stream, headers = read_token_files(files, tokenizer)
+            num_documents = sum(header.num_documents for header in headers)
+            return self._of_stream(stream, headers, num_documents, by).with_notes(
+                skipped_input.notes()
             )
+        skipped_input = SkippedInput()
+        name = " ".join(sources)
+        documents = read_documents(
+            sources,
+            config.text_field,
+            skip_bad_lines=config.skip_bad_lines,
+            skipped_input=skipped_input,
+            records=(PreferenceReader if self.pairs else RecordReader)(
+                text_field=config.text_field,
+                kind="completion" if self.pairs else config.records,
+                write_out=ChatWriter(
+                    template=tokenizer.chat_template,
+                    special_tokens=tokenizer.special_tokens,
+                    loss_on=config.loss_on,
+                    has_end_of_turn=bool(tokenizer.special_tokens),
+                ),
+            ),
         )
-        if not parts:
+        first = next(documents, None)
+        if first is None:
+            raise DataError(
+                explain("the data holds no text", given=name, do="name files that hold some")
+            )
+        whole = _of_one_kind(itertools.chain([first], documents), type(first), name)
+        if self.pairs and not isinstance(first, tuple):
+            raise _no_pairs(name)
+        if self.pairs or isinstance(first, RenderedChat):
+            pieces = whole if self.pairs else ((chat,) for chat in whole)
+            found = self._of_conversations(pieces, name)
+        else:
+            tokens = np.concatenate(list(encode_documents(tokenizer, whole)))
+            stream = TokenStream(
+                name=name, tokens=tokens, eos=tokenizer.eos, vocab_size=tokenizer.vocab_size
+            )
+            num_documents = int(np.count_nonzero(tokens == tokenizer.eos))
+            found = self._of_stream(stream, (), num_documents, by)
+        return found.with_notes(skipped_input.notes())
+
+    def _of_stream(
+        self,
+        stream: TokenStream,
+        headers: Sequence[TokenHeader],
+        num_documents: int,
+        by: HeldOutBy | None,
+    ) -> Data:
+        config, tokenizer, seq_len = self.config, self.tokenizer, self.seq_len
+        check_vocab(stream, self.vocab_size, self.model_name)
+        by = by or held_out_by(stream)
+        train, held_out = split(stream, config.eval_fraction, by)
+        description = (
+            f"{stream.name}: {len(stream):,} tokens ({stream.tokens.nbytes:,} bytes as"
+            f" {stream.tokens.dtype}) in {num_documents:,} documents;"
+            f" {count_examples(train, seq_len):,} examples of {seq_len:,} tokens to train on,"
+            f" {len(held_out) if held_out else 0:,} tokens held out"
+        )
+        notes = []
+        if skipped := sum(header.bad_lines for header in headers):
+            notes.append(f"{skipped:,} bad line(s) were skipped when the tokens were made")
+        identity = {
+            **identity_of(stream, headers),
+            "documents": num_documents,
+            "tokenizer": tokenizer.digest,
+            "eos": tokenizer.eos,
+            "held_out_by": by,
+        }
+        return Data(
+            train=train,
+            held_out=held_out,
+            tokenizer=tokenizer,
+            description=description,
+            identity=identity,
+            notes=tuple(notes),
+        )
+
+    def _of_conversations(self, pieces: Iterable[tuple[RenderedChat, ...]], name: str) -> Data:
+        config, tokenizer, seq_len = self.config, self.tokenizer, self.seq_len
+        if not config.respect_documents:
             raise DataError(
                 explain(
-                    "the data holds no text",
-                    given=" ".join(config.sources),
-                    do="name files that hold some",
+                    "conversations that share an example must not see one another",
+                    given="data.respect_documents=false",
+                    do="leave it out",
                 )
             )
-        tokens = np.concatenate(parts)
+        group_size = 2 if self.pairs else 1
+        whole, notes = encode_conversations(tokenizer, pieces, name, config.too_long, group_size)
         stream = TokenStream(
-            name=" ".join(config.sources),
-            tokens=tokens,
-            eos=tokenizer.eos,
-            vocab_size=tokenizer.vocab_size,
+            name=name, tokens=whole.tokens, eos=tokenizer.eos, vocab_size=tokenizer.vocab_size
         )
-        num_documents = int(np.count_nonzero(tokens == tokenizer.eos))
-    check_vocab(stream, vocab_size, model_name)
-    by = by or held_out_by(stream)
-    train, held_out = split(stream, config.eval_fraction, by)
-    description = (
-        f"{stream.name}: {len(stream):,} tokens ({stream.tokens.nbytes:,} bytes as"
-        f" {stream.tokens.dtype}) in {num_documents:,} documents;"
-        f" {count_examples(train, seq_len):,} examples of {seq_len:,} tokens to train on,"
-        f" {len(held_out) if held_out else 0:,} tokens held out"
+        check_vocab(stream, self.vocab_size, self.model_name)
+        train, held_out = split_conversations(whole, config.eval_fraction)
+        lengths = dict.fromkeys([seq_len, *(phase.seq_len or seq_len for phase in config.phases)])
+        template = tokenizer.chat_template
+        return Data(
+            train=train,
+            held_out=held_out,
+            tokenizer=tokenizer,
+            description=(
+                f"{name}: {len(whole):,} tokens in {whole.num_pieces:,} {whole.unit}s,"
+                f" {int(whole.counts.sum()):,} of which count; {train.description(seq_len)},"
+                f" {held_out.num_pieces if held_out else 0:,} {whole.unit}s held out"
+            ),
+            identity={
+                **identity_of(stream, ()),
+                "conversations": whole.digest,
+                "documents": whole.num_conversations,
+                "tokenizer": tokenizer.digest,
+                **({} if template is None else {"chat_template": template.digest}),
+                "eos": tokenizer.eos,
+                "held_out_by": "documents",
+            },
+            notes=(*notes, *(note for n in lengths for note in whole.too_long_notes(n))),
+        )
+
+
+def _no_pairs(name: str) -> DataError:
+    return DataError(
+        explain(
+            "the data holds no preference pairs, from which the task learns",
+            given=name,
+            do="give JSON, Parquet or Arrow files with the fields prompt, chosen and rejected, or"
+            " leave task out",
+        )
     )
-    notes = [*skipped_input.notes(), *tokenizer.notes]
-    if skipped := sum(header.bad_lines for header in headers):
-        notes.append(f"{skipped:,} bad line(s) were skipped when the tokens were made")
-    identity = {
-        **identity_of(stream, headers),
-        "documents": num_documents,
-        "tokenizer": tokenizer.digest,
-        "eos": tokenizer.eos,
-        "held_out_by": by,
-    }
+
+
+def _of_one_kind(documents: Iterable[Any], kind: type, name: str) -> Iterator[Any]:
+    for document in documents:
+        if type(document) is not kind:
+            raise DataError(
+                explain(
+                    f"{name} has both texts and conversations",
+                    given=" ".join(sorted({_KINDS[kind], _KINDS[type(document)]})),
+                    do="make a mixture of them: --data chat=0.5:PATH text=0.5:PATH",
+                )
+            )
+        yield document
+
+
+def _mixed(sources: Sequence[WeightedSource], parts: Sequence[Data]) -> Data:
+    """The mixture of loaded sources."""
+    names = tuple(source.name for source in sources)
+    weights = [source.exact_weight for source in sources]
+    counts = period_counts(weights)
+    notes = [note for part in parts for note in part.notes]
+    if len({weight / count for weight, count in zip(weights, counts, strict=True)}) > 1:
+        notes.append(
+            "the weights of the mixture are rounded to "
+            + ", ".join(f"{name} {n:,}" for name, n in zip(names, counts, strict=True))
+            + f" of {sum(counts):,} examples"
+        )
+    content = json.dumps(
+        [[count, part.identity] for count, part in zip(counts, parts, strict=True)]
+    )
+    train = Mixture(names=names, parts=tuple(part.train for part in parts), counts=counts)
+    held_out = [part.held_out for part in parts if part.held_out is not None]
+    shares = "; ".join(
+        f"{name} {count / sum(counts):.2%}: {part.description}"
+        for name, count, part in zip(names, counts, parts, strict=True)
+    )
     return Data(
         train=train,
-        held_out=held_out,
-        tokenizer=tokenizer,
-        description=description,
-        identity=identity,
-        notes=tuple(notes),
+        held_out=(
+            HeldOutMixture(names=names, parts=tuple(held_out), counts=counts) if held_out else None
+        ),
+        tokenizer=parts[0].tokenizer,
+        description=f"mixture of {len(parts)} sources by examples: {shares}",
+        identity={
+            "tokens": sum(int(part.identity["tokens"]) for part in parts),
+            "content": hashlib.blake2b(content.encode(), digest_size=8).hexdigest(),
+            "documents": sum(int(part.identity["documents"]) for part in parts),
+            "tokenizer": parts[0].identity["tokenizer"],
+            "eos": parts[0].identity["eos"],
+            "held_out_by": " ".join(str(part.identity["held_out_by"]) for part in parts),
+        },
+        notes=tuple(dict.fromkeys(notes)),
     )
-
-
-def identity_of(stream: TokenStream, headers: Sequence[TokenHeader]) -> DataIdentity:
-    """Fingerprint of a stream, whatever its file paths: its length and digests of its tokens.
-
-    Every token is hashed if the stream is in memory, or has at most CHECKED_TOKENS on disk. For a
-    longer stream on disk, evenly spread blocks are hashed, together with the digests that
-    `optimus tokenize` stored in the headers of its files (if all of them have one).
-    """
-    found: DataIdentity = {"tokens": len(stream), "content": content_digest(stream.tokens)}
-    if len(stream) <= DIGEST_TOKENS:  # content_digest has hashed every token
-        return found
-    if not is_on_disk(stream) or len(stream) <= CHECKED_TOKENS:
-        whole = WholeDigest()
-        for _, tokens in chunks(stream.tokens):
-            whole.update(tokens)
-        found["every_token"] = whole.hexdigest()
-    elif all(header.content for header in headers):
-        text = " ".join(f"{header.num_tokens} {header.content}" for header in headers)
-        found["files"] = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
-    return found
-
-
-def differences(before: Mapping[str, object], now: Mapping[str, object]) -> list[str]:
-    """The names in two identities whose values differ.
-
-    A name that only one of them has is ignored: it depends on the version and the kind of files.
-    """
-    shared = [name for name in before if name in now and name != "held_out_by"]
-    return [name for name in shared if before[name] != now[name]]

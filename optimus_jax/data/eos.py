@@ -7,7 +7,7 @@ an added token need not be marked special. So this module checks the ids that co
 """
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import SequenceMatcher
 from pathlib import Path
@@ -181,23 +181,69 @@ class Respelling:
         encoding = self._tokenizer.encode(text, add_special_tokens=False)
         written: list[int] = []
         for token, (start, stop) in zip(encoding.ids, encoding.offsets, strict=True):
-            if not self._reserved[token]:
-                written.append(token)
-                continue
-            surface = text[start:stop]
-            if (token, surface) not in self._known:
-                self._known[token, surface] = self._others(token, surface)
-            others = self._known[token, surface]
-            if others is not None:
-                other_ids, is_same = others
-                self.found.respelled += 1
-                self.found.changed += not is_same
-                written += other_ids
-            elif token == self._dropped:
-                self.found.dropped += 1
-            else:
-                written.append(token)
+            written += self._spelled(token, text[start:stop]) if self._reserved[token] else [token]
         return np.array(written, ids.dtype)
+
+    def within_template(
+        self, text: str, encoding: Any, from_data: Collection[int]
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """The ids of a rendered chat template.
+
+        Reserved tokens stay where the template wrote them. Those that cover a character of a
+        message, or came about in another way, are replaced as in a text.
+
+        Args:
+          encoding: of `text`, by a tokenizer that takes special tokens in it for what they are.
+          from_data: places of characters that come from messages.
+        Returns:
+          The ids, int64 [N], and the characters that each stands for, the first and the one after
+          the last, int64 [N, 2].
+        """
+        ids = np.array(encoding.ids, np.int64)
+        spans = np.array(encoding.offsets, np.int64).reshape(-1, 2)
+        others = {
+            place: self._spelled(int(ids[place]), text[slice(*spans[place])])
+            for place in np.flatnonzero(self._reserved[ids]).tolist()
+            if not self._is_whole(int(ids[place]), text, spans[place].tolist(), from_data)
+        }
+        if not others:
+            return ids, spans
+        self.found.documents += 1
+        repeats = np.ones(len(ids), int)
+        repeats[list(others)] = list(map(len, others.values()))
+        written = [others.get(place, [token]) for place, token in enumerate(ids.tolist())]
+        return np.array([token for part in written for token in part]), np.repeat(
+            spans, repeats, axis=0
+        )
+
+    def _is_whole(
+        self, token: int, text: str, span: Sequence[int], from_data: Collection[int]
+    ) -> bool:
+        """Whether a reserved token is its own text, blanks beside it aside, none from a message."""
+        start, stop = span
+        name = self._tokenizer.id_to_token(token)
+        begin = text.find(name, start, stop) if name else -1
+        return (
+            begin >= 0
+            and not text[start:begin].strip()
+            and not text[begin + len(name) : stop].strip()
+            and not any(place in from_data for place in range(begin, begin + len(name)))
+        )
+
+    def _spelled(self, token: int, surface: str) -> list[int]:
+        """The ids to write for a reserved token in a text."""
+        if (token, surface) not in self._known:
+            self._known[token, surface] = self._others(token, surface)
+        others = self._known[token, surface]
+        if others is not None:
+            other_ids, is_same = others
+            self.found.respelled += 1
+            self.found.changed += not is_same
+            return other_ids
+        if token == self._dropped:
+            self.found.dropped += 1
+            return []
+        return [token]
 
     def _others(self, token: int, surface: str) -> tuple[list[int], bool] | None:
         """The best ordinary ids for a reserved token, and whether they decode to the same text.

@@ -1,7 +1,8 @@
 """Reads the texts in a file: one reader function per format, and a table from suffix to reader.
 
-A reader takes a `SourceFile` and yields texts; "" and None do not count as documents. It may raise
-whatever its library raises: `sources.py` turns that into a DataError.
+A reader takes a `SourceFile` and yields documents: texts, or what a RecordReader makes of records;
+"" and None do not count. It may raise whatever its library raises: `sources.py` turns that into a
+DataError.
 """
 
 import csv
@@ -15,13 +16,18 @@ from typing import Any, BinaryIO
 
 from optimus_jax.data.compressed import open_file, suffixes_of
 from optimus_jax.data.file_kinds import TEXT_BYTE_ORDER_MARK, wide_encoding
+from optimus_jax.data.records import (
+    USE_TRAINING,
+    NotConversationError,
+    NotTextError,
+    RecordReader,
+    column_types,
+    text_in,
+    without_nulls,
+)
 from optimus_jax.data.skipped_input import SkippedInput
 from optimus_jax.errors import DataError, explain
 
-_NO_CHAT = (
-    "a conversation needs a chat template, which does not exist here yet: write it out as text"
-    " first"
-)
 _READ_BYTES = 1 << 20
 _END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
 """Marker that ends an Arrow stream; a writer may leave it out."""
@@ -52,10 +58,6 @@ _TEXT_TYPES = ("string", "large_string", "string_view", "binary", "large_binary"
 """Arrow types of a text column; binary ones hold UTF-8 that the writer did not mark as text."""
 
 
-class NotTextError(ValueError):
-    """Raised when a record does not hold text where it should."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class SourceFile:
     """One file that is being read."""
@@ -67,6 +69,14 @@ class SourceFile:
     """Whether bad lines are skipped and counted instead of refused."""
     skipped_input: SkippedInput
     """Counts of what is skipped."""
+    records: RecordReader | None = None
+    """Reads JSON values and rows; None: they must be texts."""
+
+    def document(self, record: Any) -> Any:
+        """The document in a JSON value. Raises ValueError if there is none."""
+        if self.records is None:
+            return text_in(record, self.text_field)
+        return self.records.document(record)
 
     def bad(
         self, unit: str, number: int, shown: object, error: Exception, *, num_lines: int = 1
@@ -89,6 +99,9 @@ class SourceFile:
             last = number + num_lines - 1
             lines = f"line {number}" if num_lines == 1 else f"lines {number} to {last}"
             what, given, name = f"{lines}, is no row of its table", reason, ""
+        elif isinstance(error, NotConversationError):
+            what = f"{unit} {number}, is not a conversation that can be written out"
+            given, name = reason, ""
         else:
             what = f"{unit} {number}, is not a JSON object with a text named {self.text_field!r}"
             given = f"{text if len(text) <= _SHOWN else text[:_SHOWN] + '...'} ({reason})"
@@ -111,13 +124,13 @@ def read_text(source_file: SourceFile) -> Iterator[str]:
     yield data.removeprefix(TEXT_BYTE_ORDER_MARK).decode()
 
 
-def read_json_lines(source_file: SourceFile) -> Iterator[str]:
+def read_json_lines(source_file: SourceFile) -> Iterator[Any]:
     """Yield the text of each line, which is a JSON object with a text field or a JSON string."""
     with open_file(source_file.path) as file:
         yield from _json_lines(file, source_file)
 
 
-def read_json(source_file: SourceFile) -> Iterator[str]:
+def read_json(source_file: SourceFile) -> Iterator[Any]:
     """Yield the texts of a JSON array, of one object, or of JSON lines, often named .json too."""
     with open_file(source_file.path) as file:
         data = file.read().removeprefix(TEXT_BYTE_ORDER_MARK)
@@ -132,11 +145,11 @@ def read_json(source_file: SourceFile) -> Iterator[str]:
     records = value if isinstance(value, list) else [value]
     for number, record in enumerate(records, 1):
         try:
-            text = text_in(record, source_file.text_field)
+            document = source_file.document(record)
         except ValueError as error:
             source_file.bad("item", number, record, error)
             continue
-        yield text
+        yield document
 
 
 def read_csv(source_file: SourceFile) -> Iterator[str]:
@@ -237,20 +250,19 @@ def _bad_names(source_file: SourceFile, line: int, error: Exception) -> DataErro
     )
 
 
-def read_parquet(source_file: SourceFile) -> Iterator[str | None]:
-    """Yield the text column of each row of a Parquet file."""
+def read_parquet(source_file: SourceFile) -> Iterator[Any]:
+    """Yield the text column, or the conversation, of each row of a Parquet file."""
     try:
         import pyarrow.parquet
     except ImportError as error:
         raise _needs_pyarrow("Parquet", source_file.path) from error
     with pyarrow.parquet.ParquetFile(source_file.path) as table:
-        _check_column(table.schema_arrow, source_file)
-        for rows in table.iter_batches(columns=[source_file.text_field]):
-            yield from map(_decoded, rows.column(0).to_pylist())
+        columns = _columns(table.schema_arrow, source_file)
+        yield from _rows(table.iter_batches(columns=columns), columns, source_file)
 
 
-def read_arrow(source_file: SourceFile) -> Iterator[str | None]:
-    """Yield the text column of each row of an Arrow file or stream.
+def read_arrow(source_file: SourceFile) -> Iterator[Any]:
+    """Yield the text column, or the conversation, of each row of an Arrow file or stream.
 
     Hugging Face's datasets library and Feather store such files.
     """
@@ -267,10 +279,7 @@ def read_arrow(source_file: SourceFile) -> Iterator[str | None]:
         else:
             file = pyarrow.ipc.open_file(source)
             batches, schema = map(file.get_batch, range(file.num_record_batches)), file.schema
-        _check_column(schema, source_file)
-        index = schema.get_field_index(source_file.text_field)
-        for batch in batches:
-            yield from map(_decoded, batch.column(index).to_pylist())
+        yield from _rows(batches, _columns(schema, source_file), source_file)
         if not is_file:
             _check_end_of_stream(source, source_file)
 
@@ -292,7 +301,7 @@ def _check_end_of_stream(source: Any, source_file: SourceFile) -> None:
             raise ValueError("more data follows the end of its stream, which would not be read")
 
 
-Reader = Callable[[SourceFile], Iterator[str | None]]
+Reader = Callable[[SourceFile], Iterator[Any]]
 READERS: dict[str, Reader] = {
     **dict.fromkeys(TEXT_SUFFIXES, read_text),
     **dict.fromkeys((".jsonl", ".ndjson", ".jsonlines"), read_json_lines),
@@ -323,22 +332,6 @@ def reads_text(path: Path) -> bool:
     return READERS[suffixes_of(path)[0]] not in _SEEKING
 
 
-def text_in(record: Any, field: str) -> str:
-    """The text of a JSON value. Raises ValueError if it has none."""
-    text = record
-    if isinstance(record, dict):
-        if field not in record:
-            raise NotTextError(
-                f"no field {field!r}; there are {', '.join(map(repr, record)) or 'none'}"
-            )
-        text = record[field]
-    if not isinstance(text, str):
-        where = f"{field!r} holds" if isinstance(record, dict) else "it is"
-        raise NotTextError(f"{where} {_kind(text)}")
-    text.encode()  # raises for half a surrogate pair, which is legal in JSON but is not text
-    return text
-
-
 def _decoded(value: str | bytes | None) -> str | None:
     return value.decode() if isinstance(value, bytes) else value
 
@@ -356,7 +349,7 @@ def _loads(data: bytes) -> Any:
         return json.loads(data, parse_int=float)
 
 
-def _json_lines(file: BinaryIO | io.BytesIO, source_file: SourceFile) -> Iterator[str]:
+def _json_lines(file: BinaryIO | io.BytesIO, source_file: SourceFile) -> Iterator[Any]:
     for number, line in enumerate(file, 1):
         if number == 1:
             if (wide := wide_encoding(line)) is not None:
@@ -365,34 +358,30 @@ def _json_lines(file: BinaryIO | io.BytesIO, source_file: SourceFile) -> Iterato
         if not line.strip():
             continue
         try:
-            text = text_in(_loads(line), source_file.text_field)
+            document = source_file.document(_loads(line))
         except (ValueError, RecursionError) as error:
             source_file.bad("line", number, line[:_SHOWN], error)
             continue
-        yield text
+        yield document
 
 
-def _kind(value: object) -> str:
-    """The kind of a JSON value, in words."""
-    match value:
-        case None:
-            return "null"
-        case bool():
-            return "true or false"
-        case int() | float():
-            return "a number"
-        case dict():
-            return f"an object with {', '.join(map(repr, value)) or 'nothing'}"
-        case list() if value and all(isinstance(item, dict) for item in value):
-            names = ", ".join(map(repr, value[0])) or "nothing"
-            return f"a list of objects with {names}, not a text; {_NO_CHAT}"
-        case list():
-            return "a list"
-    return type(value).__name__
+def _columns(schema: Any, source_file: SourceFile) -> list[str]:
+    """The columns of an Arrow schema to read.
 
-
-def _check_column(schema: Any, source_file: SourceFile) -> None:
-    """Raise DataError unless an Arrow schema has exactly one text column of the given name."""
+    Raises DataError for texts unless exactly one text column has the given name.
+    """
+    records = source_file.records
+    if records is not None and records.decide(column_types(schema)) != "text":
+        if found := records.columns(schema.names):
+            return found
+        raise DataError(
+            explain(
+                f"{source_file.path} holds no conversations",
+                given=f"columns {', '.join(schema.names)}; data.records={records.kind}",
+                do="name the column with the messages: --set data.text_field=NAME, or leave the"
+                " file out",
+            )
+        )
     columns = [(field.name, field.type) for field in schema]
     kinds = [
         str(getattr(kind, "value_type", kind)) if str(kind).startswith("dictionary") else str(kind)
@@ -404,10 +393,32 @@ def _check_column(schema: Any, source_file: SourceFile) -> None:
         raise _no_column(
             source_file, ", ".join(f"{name}: {kind}" for name, kind in columns), is_chat=is_chat
         )
+    return [source_file.text_field]
+
+
+def _rows(batches: Iterable[Any], columns: list[str], source_file: SourceFile) -> Iterator[Any]:
+    """Yield the documents in the rows of Arrow batches."""
+    records, number = source_file.records, 0
+    for batch in batches:
+        values = [batch.column(batch.schema.get_field_index(name)).to_pylist() for name in columns]
+        if records is None or records.reads_texts:
+            yield from map(_decoded, values[0])
+            continue
+        for row in zip(*values, strict=True):
+            number += 1
+            if all(value is None for value in row):
+                continue
+            record = without_nulls(dict(zip(columns, row, strict=True)))
+            try:
+                document = records.document(record)
+            except (ValueError, RecursionError) as error:
+                source_file.bad("record", number, record, error)
+                continue
+            yield document
 
 
 def _no_column(source_file: SourceFile, given: str, *, is_chat: bool = False) -> DataError:
-    chat = f"; {_NO_CHAT}" if is_chat else ""
+    chat = f"; {USE_TRAINING}" if is_chat else ""
     return DataError(
         explain(
             f"{source_file.path} has no column of text named {source_file.text_field!r}",

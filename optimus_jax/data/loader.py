@@ -11,12 +11,18 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
 
-import grain
 import numpy as np
 
 from optimus_jax.data.batch import HostBatch
-from optimus_jax.data.sampler import count_examples, cut_examples, example_order
-from optimus_jax.data.tokens import TokenStream
+from optimus_jax.data.mixture import Mixture
+from optimus_jax.data.sampler import (
+    ExampleOrder,
+    Examples,
+    ExampleSource,
+    count_examples,
+    cut_examples,
+    order_of,
+)
 from optimus_jax.errors import DataError, explain
 
 _PREFETCH = 2
@@ -27,13 +33,13 @@ _CHECKED_ROWS = 16
 
 @dataclass(frozen=True, eq=False)
 class BatchLoader:
-    """Makes the batches of a training stream. It has no state: a batch depends on its step alone.
+    """Makes the batches of training data. It has no state: a batch depends on its step alone.
 
     Raises:
-      DataError: the stream is shorter than one example.
+      DataError: the data, or a source of a mixture, is shorter than one example.
     """
 
-    stream: TokenStream
+    stream: Examples
     _: KW_ONLY
     seq_len: int
     """Tokens per example."""
@@ -65,8 +71,8 @@ class BatchLoader:
         return self.num_examples * self.seq_len
 
     @cached_property
-    def _order(self) -> grain.MapDataset[int]:
-        return example_order(self.num_examples, self.seed)
+    def _order(self) -> ExampleOrder:
+        return order_of(self.stream, self.seq_len, self.seed)
 
     def batch(self, step: int) -> HostBatch:
         """This process's rows of the batch of `step` (the first step is 1).
@@ -98,7 +104,7 @@ class BatchLoader:
 
 
 def eval_batches(
-    stream: TokenStream,
+    stream: Examples,
     *,
     seq_len: int,
     num_rows: int,
@@ -133,7 +139,7 @@ def eval_batches(
 
 
 def check_held_out(
-    stream: TokenStream, *, seq_len: int, respect_documents: bool, num_examples: int
+    stream: Examples, *, seq_len: int, respect_documents: bool, num_examples: int
 ) -> int:
     """The number of examples that an evaluation uses: `num_examples`, or all if there are fewer.
 
@@ -162,8 +168,20 @@ def _check_rows(rows: np.ndarray, global_batch: int) -> None:
     assert all(0 <= row < global_batch for row in rows), f"rows {rows} of a batch of {global_batch}"
 
 
-def _check_length(stream: TokenStream, seq_len: int, do: str) -> None:
-    if not count_examples(stream, seq_len):
+def _check_length(stream: Examples, seq_len: int, do: str) -> None:
+    if isinstance(stream, Mixture):
+        for part in stream.parts:
+            _check_length(part, seq_len, do)
+    elif isinstance(stream, ExampleSource):
+        if not count_examples(stream, seq_len):
+            raise DataError(
+                explain(
+                    f"no conversation of {stream.name} fits into an example",
+                    given=f"{len(stream):,} tokens of conversations; seq_len={seq_len}",
+                    do="use a larger --seq-len, or --set data.too_long=truncate",
+                )
+            )
+    elif not count_examples(stream, seq_len):
         raise DataError(
             explain(
                 f"{stream.name} is shorter than one example",

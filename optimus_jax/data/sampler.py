@@ -6,7 +6,11 @@ Documents are cut where a window ends. The batch of step k takes `global_batch` 
 endless shuffle, from element (k - 1) * global_batch on. Each epoch has another order. So a batch
 depends only on (seed, k, global batch) and, in a run with phases (config/phases.py), on the batches
 of the earlier phases.
+
+Sources of another kind than streams cut and order examples themselves (`ExampleSource`).
 """
+
+from typing import Any, Protocol, runtime_checkable
 
 import grain
 import numpy as np
@@ -15,9 +19,51 @@ from optimus_jax.data.batch import HostBatch
 from optimus_jax.data.tokens import TokenStream, check_tokens
 
 
-def count_examples(stream: TokenStream, seq_len: int) -> int:
-    """Number of whole windows in a stream that have a target for their last token."""
-    return (len(stream) - 1) // seq_len
+class ExampleOrder(Protocol):
+    """An endless random-access sequence of example numbers."""
+
+    def __getitem__(self, index: int, /) -> Any:
+        """Element `index`, an integer, independent of earlier accesses."""
+        ...
+
+
+@runtime_checkable
+class ExampleSource(Protocol):
+    """What examples are cut from, other than a stream: conversations, or a mixture."""
+
+    @property
+    def name(self) -> str:
+        """Where it comes from, for messages."""
+        ...
+
+    def __len__(self) -> int:
+        """Number of tokens."""
+        ...
+
+    def count_examples(self, seq_len: int) -> int:
+        """Examples per epoch."""
+        ...
+
+    def example_order(self, seq_len: int, seed: int) -> ExampleOrder:
+        """The order of the examples in training."""
+        ...
+
+    def cut_examples(
+        self, examples: np.ndarray, *, seq_len: int, respect_documents: bool
+    ) -> HostBatch:
+        """As the function of that name."""
+        ...
+
+
+Examples = TokenStream | ExampleSource
+"""Data that is cut into examples."""
+
+
+def count_examples(source: Examples, seq_len: int) -> int:
+    """Number of examples. A stream's are whole windows that have a target for their last token."""
+    if isinstance(source, ExampleSource):
+        return source.count_examples(seq_len)
+    return (len(source) - 1) // seq_len
 
 
 def example_order(num_examples: int, seed: int) -> grain.MapDataset[int]:
@@ -28,10 +74,17 @@ def example_order(num_examples: int, seed: int) -> grain.MapDataset[int]:
     return grain.MapDataset.source(range(num_examples)).seed(seed).shuffle().repeat()
 
 
+def order_of(source: Examples, seq_len: int, seed: int) -> ExampleOrder:
+    """The order of a source's examples in training."""
+    if isinstance(source, ExampleSource):
+        return source.example_order(seq_len, seed)
+    return example_order(count_examples(source, seq_len), seed)
+
+
 def cut_examples(
-    stream: TokenStream, examples: np.ndarray, *, seq_len: int, respect_documents: bool
+    stream: Examples, examples: np.ndarray, *, seq_len: int, respect_documents: bool
 ) -> HostBatch:
-    """Cut the examples numbered `examples` [R] out of a stream.
+    """Cut the examples numbered `examples` [R] out of a stream, or another source.
 
     Returns:
       The per-token arrays of a batch, [R, seq_len] (data/batch.py). A target does not count if it
@@ -40,6 +93,8 @@ def cut_examples(
     Raises:
       DataError: a token id is not below the stream's vocabulary size.
     """
+    if isinstance(stream, ExampleSource):
+        return stream.cut_examples(examples, seq_len=seq_len, respect_documents=respect_documents)
     windows = np.empty((len(examples), seq_len + 1), np.int32)
     for row, example in enumerate(examples):
         start = int(example) * seq_len

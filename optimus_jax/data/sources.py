@@ -12,6 +12,7 @@ import os
 import sysconfig
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from optimus_jax.config.data import STDLIB
 from optimus_jax.data.compressed import suffixes_of
@@ -25,6 +26,7 @@ from optimus_jax.data.formats import (
     has_format,
     reads_text,
 )
+from optimus_jax.data.records import RecordReader
 from optimus_jax.data.refused import check_content, check_format, no_match_error, read_error
 from optimus_jax.data.skipped_input import SkippedInput
 from optimus_jax.errors import DataError, explain
@@ -67,13 +69,15 @@ def read_documents(
     *,
     skip_bad_lines: bool = False,
     skipped_input: SkippedInput | None = None,
-) -> Iterator[str]:
+    records: RecordReader | None = None,
+) -> Iterator[Any]:
     """Yield every non-empty document of `sources`. All names are checked before anything is read.
 
     Args:
       text_field: name of the JSON field or column that holds the text.
       skip_bad_lines: whether to skip and count lines, rows and items that are not documents.
       skipped_input: counts what is skipped.
+      records: reads JSON values and rows, which may be conversations; None: they must be texts.
     Raises:
       DataError: as `find_files`; or a file is a token file, cannot be read, is not UTF-8, holds no
         text, has a bad line that is not to be skipped, or has no text column `text_field`.
@@ -104,10 +108,11 @@ def read_documents(
                 text_field=text_field,
                 skip_bad_lines=skip_bad_lines,
                 skipped_input=skipped_input,
+                records=records,
             )
-            for text in _read_file(source_file, may_be_empty=not is_named):
+            for document in _read_file(source_file, may_be_empty=not is_named):
                 is_empty = False
-                yield text
+                yield document
         if is_empty:
             raise DataError(
                 explain(
@@ -248,23 +253,23 @@ def _read_stdlib() -> Iterator[str]:
                 yield text
 
 
-def _read_file(source_file: SourceFile, *, may_be_empty: bool) -> Iterator[str]:
+def _read_file(source_file: SourceFile, *, may_be_empty: bool) -> Iterator[Any]:
     path, is_empty = source_file.path, True
     if reads_text(path):
         check_content(path)
-    texts = READERS[suffixes_of(path)[0]](source_file)
+    documents = READERS[suffixes_of(path)[0]](source_file)
     while True:
         try:
-            text = next(texts)
+            document = next(documents)
         except StopIteration:
             break
         except DataError:
             raise
         except Exception as error:  # libraries raise all kinds of errors for damaged files
             raise read_error(path, error) from error
-        if text:
+        if document:
             is_empty = False
-            yield text
+            yield document
     if is_empty and may_be_empty:
         source_file.skipped_input.empty_files.append(path)
     elif is_empty:

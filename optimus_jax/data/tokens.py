@@ -20,7 +20,8 @@ from optimus_jax.data.digests import WholeDigest
 from optimus_jax.data.formats import HEADER_SUFFIX, TOKEN_SUFFIX
 from optimus_jax.data.joined import JoinedTokens
 from optimus_jax.data.skipped_input import SkippedInput
-from optimus_jax.data.tokenizers import Tokenizer, token_dtype
+from optimus_jax.data.token_ids import token_dtype
+from optimus_jax.data.tokenizers import Tokenizer
 from optimus_jax.errors import DataError, explain
 from optimus_jax.system.command import typed_command
 
@@ -161,7 +162,7 @@ def split(
         train, held_out = stream.tokens[:cut], stream.tokens[cut:]
     else:
         is_held_out = np.repeat(
-            _choose_documents(whole, ends, eval_fraction), np.diff(ends, prepend=0)
+            chosen_documents(whole, ends, eval_fraction), np.diff(ends, prepend=0)
         )
         train, held_out = whole[~is_held_out], whole[is_held_out]
     return (
@@ -175,7 +176,7 @@ def held_out_by(stream: TokenStream) -> HeldOutBy:
     return "end" if is_on_disk(stream) else "documents"
 
 
-def _choose_documents(tokens: np.ndarray, ends: np.ndarray, eval_fraction: float) -> np.ndarray:
+def chosen_documents(tokens: np.ndarray, ends: np.ndarray, eval_fraction: float) -> np.ndarray:
     """Whether each document, ending before `ends`, is held out: bool [num documents >= 2]."""
     starts = [0, *ends[:-1]]
     digests = [

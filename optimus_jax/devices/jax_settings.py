@@ -101,7 +101,7 @@ SET_HERE: Mapping[str, str] = {
     "jax_random_seed_offset": "keys are made without it (models/keys.py)",
     "jax_enable_custom_prng": "keys are typed in any case (models/keys.py)",
     "jax_legacy_prng_key": "keys are typed in any case (models/keys.py)",
-    "jax_high_dynamic_range_gumbel": "sampling names its mode (inference/generation.py)",
+    "jax_high_dynamic_range_gumbel": "sampling names its mode (inference/sampling.py)",
 }
 """Settings without effect here -> what is done instead."""
 

@@ -31,6 +31,8 @@ MLP = "mlp"
 """Hidden width of the feed-forward block."""
 PAIR = "pair"
 """Two matrices kept as one: key and value, or gate and up."""
+RANK = "rank"
+"""Inner width of a low-rank adapter; never split."""
 
 LOGICAL_AXES = (
     BATCH,
@@ -46,4 +48,5 @@ LOGICAL_AXES = (
     HEAD_DIM,
     MLP,
     PAIR,
+    RANK,
 )

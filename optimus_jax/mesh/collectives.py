@@ -94,6 +94,15 @@ class Collectives:
         axes = self.rules.get(over, ())
         return lax.pmax(x, axes) if axes else x
 
+    def gathered(self, x: Array, over: str) -> Array:
+        """The whole of `x`, whose last dimension is split over logical axis `over`, on each of its
+        devices. Has no gradient.
+        """
+        axes = self.rules.get(over, ())
+        if not axes:
+            return x
+        return lax.all_gather(x, axes, axis=x.ndim - 1, tiled=True, to="invarying")
+
     def offset(self, local_size: int, over: str) -> Array | int:
         """Global index along logical axis `over` of a device's first element, given its number of
         elements.

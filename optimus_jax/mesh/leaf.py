@@ -3,14 +3,17 @@
 A module says it where it makes the parameter (models/layers.py), and nothing else does: which
 dimension fsdp splits, over which devices a gradient is summed, what decays and what may be padded
 follow from the row (mesh/zero.py, training/optimizer.py), as does the orientation in which Hugging
-Face stores a matrix (models/huggingface_tensors.py).
+Face stores a matrix (models/huggingface_tensors.py). Whether a leaf is trained follows from its
+group and the settings of the run. A *frozen* leaf has no gradient and no moments.
 """
 
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
+import jax
 from flax import nnx
 
+from optimus_jax.config.tuning import ParameterGroup
 from optimus_jax.mesh.axes import EMBED, LAYERS, VOCAB
 
 Role = Literal["matrix", "matrix_back", "table", "scale", "bias"]
@@ -30,15 +33,25 @@ class Leaf:
     dims: tuple[str, ...]
     """Logical axis of every dimension."""
     role: Role
+    group: ParameterGroup
+    """The part of the model to which it belongs."""
     used_over: tuple[str, ...] = ()
     """Logical axes over whose devices it is used on different values, besides batch and length:
     each such device has one part of its gradient, unless the axis splits the leaf itself."""
+    trained: bool = True
+    """Whether it is trained (`Tuning.trains`)."""
 
     @classmethod
     def of(cls, variable: nnx.Variable) -> "Leaf":
         """The row of a module's parameter."""
         metadata = variable.get_metadata()
-        return cls(tuple(metadata["out_sharding"]), metadata["role"], metadata["used_over"])
+        return cls(
+            tuple(metadata["out_sharding"]),
+            metadata["role"],
+            metadata["group"],
+            metadata["used_over"],
+            metadata["trained"],
+        )
 
     @property
     def is_matrix(self) -> bool:
@@ -53,10 +66,13 @@ class Leaf:
     @property
     def stored_dim(self) -> int | None:
         """The dimension whose storage fsdp may split: the outermost one of a matrix, or the rows of
-        a table over the vocabulary, which are padded to any number of shards."""
+        a table over the vocabulary, which are padded to any number of shards. None: fsdp does not
+        split it, such as a matrix without the width of the residual stream.
+        """
         if not self.is_matrix:
             return None
-        return self.dims.index(VOCAB if VOCAB in self.dims else EMBED)
+        stored = VOCAB if VOCAB in self.dims else EMBED
+        return self.dims.index(stored) if stored in self.dims else None
 
     @property
     def may_be_padded(self) -> bool:
@@ -66,3 +82,19 @@ class Leaf:
     def last(self, ndim: int) -> "Leaf":
         """Its last `ndim` dimensions: those of one layer of a stack."""
         return replace(self, dims=self.dims[len(self.dims) - ndim :])
+
+
+def trained_of(leaves: Any, tree: Any) -> Any:
+    """The trained leaves of a tree, with None in the place of frozen ones.
+
+    Args:
+      leaves: the Leaf of every leaf of `tree`.
+    """
+    return jax.tree.map(lambda leaf, value: value if leaf.trained else None, leaves, tree)
+
+
+def with_trained(trained: Any, tree: Any) -> Any:
+    """`tree` with other values of its trained leaves, given as `trained_of` returns them."""
+    return jax.tree.map(
+        lambda new, old: old if new is None else new, trained, tree, is_leaf=lambda new: new is None
+    )

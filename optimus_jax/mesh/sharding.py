@@ -1,6 +1,6 @@
 """Shardings of a model's leaves and of a batch, from their logical names and rules."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -22,6 +22,20 @@ def layouts_of(leaves: Any, rules: RuleTable, zero: int) -> Any:
       zero: ZeRO stage, 0 to 3.
     """
     return jax.tree.map(lambda leaf: LeafLayout(leaf, rules, zero), leaves)
+
+
+def map_trained(function: Callable[..., Any], layouts: Any, *trees: Any) -> Any:
+    """`function(layout, *leaves)` of trained leaves, and None in the place of frozen ones.
+
+    Args:
+      layouts: the LeafLayout of every leaf.
+      trees: trees of all leaves, or of the trained ones.
+    """
+    return jax.tree.map(
+        lambda layout, *leaves: function(layout, *leaves) if layout.leaf.trained else None,
+        layouts,
+        *trees,
+    )
 
 
 def batch_spec(rules: RuleTable) -> PartitionSpec:

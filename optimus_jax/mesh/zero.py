@@ -13,7 +13,8 @@ and biases are small and stay whole at every stage.
 | 3 | shard | shard | shard | per microbatch and layer: gather in forward and backward, scatter |
 
 Over `data` everything is whole and the gradient is reduced once per step, after its scatter:
-data x fsdp is hybrid sharding. Source: Rajbhandari et al. 2019, arXiv:1910.02054.
+data x fsdp is hybrid sharding. A frozen leaf is laid out as a parameter and has nothing else of
+this. Source: Rajbhandari et al. 2019, arXiv:1910.02054.
 """
 
 from collections.abc import Mapping, Sequence
@@ -95,8 +96,12 @@ class LeafLayout:
             param = _shard(param, self.fsdp_dim)
         return vary(param, self.summed_axes)
 
-    def in_loss(self, differentiated: Array, param: Array) -> Array | Tracked:
-        """The leaf as the model receives it; `weight` turns it into a matrix."""
+    def in_loss(self, differentiated: Array | None, param: Array) -> Array | Tracked:
+        """The leaf as the model receives it; `weight` turns it into a matrix. `differentiated` is
+        None if the leaf is frozen.
+        """
+        if differentiated is None:
+            return param
         if self.fsdp_dim is not None and self.zero == 2:
             return Tracked(vary(param, self.summed_axes), differentiated)
         return differentiated
@@ -179,8 +184,11 @@ def _scatter(cotangent: Array, dim: int) -> Array:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _gathered_use(dim: int, dtype: jnp.dtype, shard: Array) -> Array:
-    """Cast, then gather: half the bytes in bf16; the gradient's scatter sums in float32."""
-    return lax.all_gather(shard.astype(dtype), FSDP, axis=dim, tiled=True).astype(sum_format(dtype))
+    """Cast, then gather: half the bytes in bf16; the gradient's scatter sums in float32. What is
+    stored in bf16 is gathered as it is.
+    """
+    sent = shard if shard.dtype == jnp.bfloat16 else shard.astype(dtype)
+    return lax.all_gather(sent, FSDP, axis=dim, tiled=True).astype(sum_format(dtype))
 
 
 _gathered_use.defvjp(

@@ -4,6 +4,8 @@ Shapes: B batch, L length, D embed, H query heads, G key/value heads, K head_dim
 device's heads only.
 """
 
+from functools import partial
+
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
@@ -11,6 +13,7 @@ from jax import Array
 from optimus_jax.config import ModelConfig
 from optimus_jax.mesh.axes import EMBED, HEAD_DIM, HEADS, KV_HEADS, NORM, PAIR
 from optimus_jax.mesh.collectives import Collectives
+from optimus_jax.models.adapters import AdapterRun, adapted, adapter_of
 from optimus_jax.models.families import features_of
 from optimus_jax.models.layers import Norm, add_bias, constant, normal
 from optimus_jax.models.products import project, project_back
@@ -37,17 +40,29 @@ class Attention(nnx.Module):
         kv_shape, kv_dims = (2, kv_heads, head_dim), (PAIR, KV_HEADS, HEAD_DIM)
         # Key/value heads that devices share are used by the query heads of each.
         shared = {"used_over": (HEADS,)}
-        self.query = normal(rngs, (embed, *shape), (EMBED, *dims), config.init_std, "matrix")
-        self.key_value = normal(
-            rngs, (embed, *kv_shape), (EMBED, *kv_dims), config.init_std, "matrix", **shared
+        self.query = normal(
+            rngs, (embed, *shape), (EMBED, *dims), config.init_std, "matrix", "attention"
         )
-        self.out = normal(rngs, (embed, *shape), (EMBED, *dims), out_std, "matrix_back")
+        self.key_value = normal(
+            rngs,
+            (embed, *kv_shape),
+            (EMBED, *kv_dims),
+            config.init_std,
+            "matrix",
+            "attention",
+            **shared,
+        )
+        self.out = normal(
+            rngs, (embed, *shape), (EMBED, *dims), out_std, "matrix_back", "attention"
+        )
 
         def bias(names: str, shape: tuple[int, ...], dims: tuple[str, ...]) -> nnx.Param | None:
             has = [name in (features.biases or ()) for name in names.split()]
             assert all(has) or not any(has), f"a bias of one of {names} alone is not implemented"
             used = shared if KV_HEADS in dims else {}
-            return nnx.data(constant(0.0, shape, dims, "bias", **used) if all(has) else None)
+            return nnx.data(
+                constant(0.0, shape, dims, "bias", "attention", **used) if all(has) else None
+            )
 
         self.query_bias = bias("query", shape, dims)
         self.key_value_bias = bias("key value", kv_shape, kv_dims)
@@ -65,12 +80,22 @@ class Attention(nnx.Module):
             )
 
         self.query_norm, self.key_norm = qk_norm(heads, HEADS), qk_norm(kv_heads, KV_HEADS)
+        adapter = partial(adapter_of, config.tuning, used_over=HEADS, rngs=rngs)
+        kv = (kv_heads, head_dim), (KV_HEADS, HEAD_DIM)
+        self.query_adapter = nnx.data(adapter("query", embed, shape, dims))
+        self.key_adapter = nnx.data(adapter("key", embed, *kv))
+        self.value_adapter = nnx.data(adapter("value", embed, *kv))
+        self.out_adapter = nnx.data(adapter("out", embed, shape, dims))
 
-    def project(self, x_BLD: Array, comm: Collectives) -> tuple[Array, Array, Array]:
+    def project(
+        self, x_BLD: Array, comm: Collectives, keys_B: Array | None = None
+    ) -> tuple[Array, Array, Array]:
         """Queries [B, L, H, K], keys and values [B, L, G, K] of this device's heads.
 
         `x_BLD` has been fanned out over `heads`. When training in f16, keys and values that
         several query heads share are float32: `attend` rounds them.
+
+        `keys_B`: keys of the layer's adapters, for their dropout.
         """
         q_BLHK = add_bias(project(x_BLD, comm.weight(self.query), comm.dtype), self.query_bias)
         needed = {"num_local_heads": q_BLHK.shape[2], "group": self.num_heads_per_kv_head}
@@ -86,7 +111,14 @@ class Attention(nnx.Module):
         if self.key_value_bias is not None:
             bias_PGK = comm.kv_heads_needed(self.key_value_bias[...], dim=1, **needed)
             kv_BLPGK = (kv_BLPGK.astype(jnp.float32) + bias_PGK[None, None]).astype(kv_BLPGK.dtype)
-        return q_BLHK, kv_BLPGK[:, :, 0], kv_BLPGK[:, :, 1]
+        run = AdapterRun(
+            comm, keys_B, lambda leaf: comm.kv_heads_needed(leaf, dim=leaf.ndim - 2, **needed)
+        )
+        return (
+            adapted(self.query_adapter, q_BLHK, x_BLD, AdapterRun(comm, keys_B)),
+            adapted(self.key_adapter, kv_BLPGK[:, :, 0], x_BLD, run),
+            adapted(self.value_adapter, kv_BLPGK[:, :, 1], x_BLD, run),
+        )
 
     def normed(self, q_BLHK: Array, k_BLGK: Array, comm: Collectives) -> tuple[Array, Array]:
         """Queries and keys after their norms, if the family has these."""
@@ -111,9 +143,12 @@ class Attention(nnx.Module):
             rotate(k_BLGK, cos_sin, interleaved=self.interleaved),
         )
 
-    def partial_out(self, heads_BLHK: Array, comm: Collectives) -> Array:
+    def partial_out(
+        self, heads_BLHK: Array, comm: Collectives, keys_B: Array | None = None
+    ) -> Array:
         """The output projection [B, L, D]; gives this device's part of the sum over `heads`."""
-        return project_back(heads_BLHK, comm.weight(self.out), comm.dtype, result=comm.sums)
+        out_BLD = project_back(heads_BLHK, comm.weight(self.out), comm.dtype, result=comm.sums)
+        return adapted(self.out_adapter, out_BLD, heads_BLHK, AdapterRun(comm, keys_B))
 
     def combine(self, partial_BLD: Array, comm: Collectives) -> Array:
         """The sum of all devices' parts, plus the bias."""

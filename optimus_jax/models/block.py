@@ -28,8 +28,7 @@ from optimus_jax.models.mlp import FeedForward
 LAYER_INPUT = "layer input"
 """Checkpoint name of a layer's input, used to offload it to host memory."""
 SITES_PER_LAYER = 4
-"""Places in a layer that draw a dropout mask: attention weights, two residual branches, one
-spare."""
+"""Places in a layer that draw dropout masks: attention weights, two residual branches, adapters."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,7 +104,7 @@ class Block(nnx.Module):
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         features = features_of(config)
-        self.dropout = config.dropout
+        self.dropout, self.adapter_dropout = config.dropout, config.tuning.dropout
         self.parallel, self.post = bool(features.parallel), features.norm_place == "post"
 
         def norm(*places: str) -> Norm | None:
@@ -135,7 +134,8 @@ class Block(nnx.Module):
         `cache`: earlier keys and values [B, T, G, K]; returned with those of this pass added.
         """
         comm, site, recomputed = run.comm, layer * SITES_PER_LAYER + 1, run.recomputed
-        q, k, v, hidden = self._projected(x_BLD, run, cos_sin)
+        keys_B = self._adapter_keys(run, site + 3)
+        q, k, v, hidden = self._projected(x_BLD, run, cos_sin, keys_B)
         if cache is not None:
             start = (0, run.visibility.query_offset, 0, 0)
             longer = [
@@ -162,28 +162,33 @@ class Block(nnx.Module):
         if hidden is not None:
             out_BLD = recomputed(
                 lambda heads, hidden: (
-                    self.attention.partial_out(heads, comm) + self.mlp.partial_out(hidden, comm)
+                    self.attention.partial_out(heads, comm, keys_B)
+                    + self.mlp.partial_out(hidden, comm, keys_B)
                 )
             )(heads, hidden)
             out_BLD = self.mlp.with_bias(self.attention.combine(out_BLD, comm), comm)
             return LayersOutput(x_BLD + out_BLD, {}, cache)
         out_BLD = self.attention.combine(
-            recomputed(lambda h: self.attention.partial_out(h, comm))(heads), comm
+            recomputed(lambda h: self.attention.partial_out(h, comm, keys_B))(heads), comm
         )
         before_BLD = x_BLD
         x_BLD = self._added(x_BLD, out_BLD, self.attention_out_norm, run, site + 1)
         mlp_norm = self.attention_norm if self.parallel else self.mlp_norm
         hidden = recomputed(
-            lambda x: self.mlp.hidden(comm.fan_out(normed(mlp_norm, x, comm), MLP), comm)
+            lambda x: self.mlp.hidden(comm.fan_out(normed(mlp_norm, x, comm), MLP), comm, keys_B)
         )(before_BLD if self.parallel else x_BLD)
         out_BLD = self.mlp.combine(
-            recomputed(lambda h: self.mlp.partial_out(h, comm))(hidden), comm
+            recomputed(lambda h: self.mlp.partial_out(h, comm, keys_B))(hidden), comm
         )
         x_BLD = self._added(x_BLD, out_BLD, self.mlp_out_norm, run, site + 2)
         return LayersOutput(x_BLD, {}, cache)
 
     def _projected(
-        self, x_BLD: Array, run: ForwardContext, cos_sin: tuple[Array, Array] | None
+        self,
+        x_BLD: Array,
+        run: ForwardContext,
+        cos_sin: tuple[Array, Array] | None,
+        keys_B: Array | None,
     ) -> tuple[Array, Array, Array, Array | None]:
         """Queries, keys, values, and the feed-forward's hidden values if both branches of a
         parallel block share their input and their result: then one collective gathers the stream
@@ -202,10 +207,10 @@ class Block(nnx.Module):
 
         def projected(x_BLD: Array) -> tuple[Array, Array, Array, Array | None]:
             x_BLD = comm.fan_out(normed(self.attention_norm, x_BLD, comm), HEADS)
-            q, k, v = attention.project(x_BLD, comm)
+            q, k, v = attention.project(x_BLD, comm, keys_B)
             if rotates_at_once:
                 q, k = attention.rotated(q, k, cos_sin)
-            return q, k, v, self.mlp.hidden(x_BLD, comm) if is_joint else None
+            return q, k, v, self.mlp.hidden(x_BLD, comm, keys_B) if is_joint else None
 
         q, k, v, hidden = run.recomputed(projected)(x_BLD)
         if not rotates_at_once:
@@ -222,6 +227,12 @@ class Block(nnx.Module):
             out_BLD = norm(out_BLD)
         x_BLD = x_BLD + dropout(out_BLD, self.dropout, run.keys_B, site, run.comm)
         return norm(x_BLD) if norm is not None and self.post else x_BLD
+
+    def _adapter_keys(self, run: ForwardContext, site: Array) -> Array | None:
+        """Dropout keys [B] of this layer's adapters."""
+        if run.keys_B is None or self.adapter_dropout == 0:
+            return None
+        return jax.vmap(jax.random.fold_in, in_axes=(0, None))(run.keys_B, site)
 
     def _head_keys(self, run: ForwardContext, site: Array, num_local_heads: int) -> Array | None:
         """Dropout keys [B, H] per example and local head; independent of which device has it."""

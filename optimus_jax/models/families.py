@@ -99,6 +99,12 @@ def features_of(model: ModelConfig) -> Features:
     return replace(FAMILIES[model.family], **own)
 
 
+@lru_cache
+def _first_row(family: str) -> Features:
+    """A family's features when it was first used: what was traced since is kept by its name."""
+    return FAMILIES[family]
+
+
 def table_width(model: ModelConfig) -> int:
     """Width of the embedding's rows."""
     return features_of(model).table_dim or model.embed_dim
@@ -122,8 +128,18 @@ def rotated_dims(model: ModelConfig) -> int:
 
 
 def check_family(config: ModelConfig) -> None:
-    """Raise ConfigError if a model's sizes or features are impossible, or not implemented."""
+    """Raise ConfigError if a model's sizes or features are impossible, or its family's row has
+    changed.
+    """
     features, dims = features_of(config), rotated_dims(config)
+    if FAMILIES.get(config.family) != _first_row(config.family):
+        raise ConfigError(
+            explain(
+                f"model family {config.family!r} has changed since it was first used",
+                given=f"another row {config.family!r} of FAMILIES",
+                do="give the new row another name, or start Python again",
+            )
+        )
     key_value = {"key", "value"} & set(features.biases or ())
     if len(key_value) == 1:
         raise ConfigError(
@@ -139,6 +155,14 @@ def check_family(config: ModelConfig) -> None:
                 "parallel attention and feed-forward read one norm, which precedes them",
                 given=f"model.features.parallel=true, norm_place={features.norm_place}",
                 do="set model.features.norm_place=pre",
+            )
+        )
+    if features.positions == "sinusoid" and config.embed_dim % 2:
+        raise ConfigError(
+            explain(
+                "sinusoidal positions are as many sines as cosines",
+                given=f"model.features.positions=sinusoid, model.embed_dim={config.embed_dim}",
+                do="set model.embed_dim to an even number",
             )
         )
     if dims > config.head_dim or (features.rope_dims and dims % 2):

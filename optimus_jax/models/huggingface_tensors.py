@@ -16,6 +16,7 @@ from types import EllipsisType
 from typing import Any, Protocol, Self, TypeVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from optimus_jax.config import ModelConfig
@@ -88,6 +89,10 @@ class LeafSource:
     out_dim: int
     """`HuggingFaceFormat.out_dim`."""
     parts: tuple[LeafPart, ...] = ()
+
+    def cast(self, dtype: jnp.dtype) -> "LeafSource":
+        """The same leaf in another dtype."""
+        return replace(self, array=jax.ShapeDtypeStruct(self.array.shape, dtype))
 
     @property
     def shape(self) -> tuple[int, ...]:

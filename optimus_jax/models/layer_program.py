@@ -26,7 +26,8 @@ from optimus_jax.config.axes import FSDP
 from optimus_jax.mesh import axes as logical
 from optimus_jax.mesh.collectives import Collectives
 from optimus_jax.mesh.formats import COMPUTE_DTYPES
-from optimus_jax.mesh.sharding import layouts_of
+from optimus_jax.mesh.leaf import trained_of, with_trained
+from optimus_jax.mesh.sharding import layouts_of, map_trained
 from optimus_jax.models.block import ForwardContext
 from optimus_jax.models.blockwise_attention import blocks_of
 from optimus_jax.models.families import features_of, has_window, rotated_dims
@@ -60,6 +61,8 @@ class LayerSizes(NamedTuple):
     """Half of a head's width."""
     mlp: float
     """Hidden width of the feed-forward."""
+    rank: float
+    """Inner width of low-rank adapters, if there are any."""
 
     @property
     def heads(self) -> float:
@@ -72,7 +75,7 @@ class LayerSizes(NamedTuple):
         return 2 * self.half_head
 
 
-ROWS, EMBED, KV_HEADS, GROUP, STORED_KV_HEADS, HALF_HEAD, MLP = range(len(LayerSizes._fields))
+ROWS, EMBED, KV_HEADS, GROUP, STORED_KV_HEADS, HALF_HEAD, MLP, RANK = range(len(LayerSizes._fields))
 """Positions in `LayerSizes`."""
 WAYS = 2
 """Devices along each axis of the abstract mesh."""
@@ -225,6 +228,7 @@ def sizes_on_device(
         stored_kv_heads=model.num_kv_heads,
         half_head=model.head_dim / 2,
         mlp=mlp,
+        rank=model.tuning.rank,
     )
 
 
@@ -276,6 +280,7 @@ def _kind(
             if any(windowed)
             else ("full",),
         ),
+        tuning=replace(model.tuning, rank=primes[RANK], alpha=1.0, dropout=0.0),
     )
 
 
@@ -329,9 +334,10 @@ class _Tracer:
         whole, first = needed(traced), needed(traced, results=2)
         forward = self.read.part(first)
         saved, saved_once = [], []
-        # The first results are the layer's output, its auxiliary sums, and the gradients of
+        # The first results are the layer's output, its auxiliary sums, and the gradients of trained
         # parameters and input.
-        for variable in whole.outvars[3 + len(jax.tree.leaves(self.shapes.params)) :]:
+        num_trained = len(jax.tree.leaves(trained_of(self.shapes.leaves, self.shapes.params)))
+        for variable in whole.outvars[3 + num_trained :]:
             shape = list(variable.aval.shape[1:])
             # Of the stream [layer, row, token, ...] a device has its own tokens.
             if shape[2:] and shape[2] == seq_len // self.programs.length_ways:
@@ -345,7 +351,7 @@ class _Tracer:
         return LayerProgram(forward, backward, largest, tuple(saved), tuple(saved_once))
 
     def _jaxpr(self, remat: RematPolicy) -> Any:
-        """The traced layer: its output, the total of its auxiliary sums, the gradients of
+        """The traced layer: its output, the total of its auxiliary sums, the gradients of trained
         parameters and input, and what forward saves.
         """
         kernel = self.programs.kernel
@@ -359,17 +365,17 @@ class _Tracer:
                 kernel="traced_cudnn" if kernel == "cudnn" else kernel,
                 visibility=Visibility(segments if self.programs.respect_documents else None),
             )
-            params = jax.tree.map(
+            trained = map_trained(
                 lambda layout, param: layout.differentiated(param), self.layouts, params
             )
 
-            def layer(params: Params, x: Array) -> tuple[Array, Array]:
-                out = self.shapes.merged(params).run_some_layers(
+            def layer(trained: Params, x: Array) -> tuple[Array, Array]:
+                out = self.shapes.merged(with_trained(trained, params)).run_some_layers(
                     x, positions, run, jnp.asarray(self.shapes.slots), all_full=True
                 )
                 return out.x_BLD, sum(out.auxiliary.values(), jnp.float32(0))
 
-            (out, auxiliary), pull = jax.vjp(layer, params, x)
+            (out, auxiliary), pull = jax.vjp(layer, trained, x)
             gradients = pull((cotangent, jnp.ones_like(auxiliary)))
             return out, auxiliary, gradients, jax.tree.leaves(pull)
 

@@ -11,9 +11,11 @@ import numpy as np
 from flax import nnx
 from jax import Array
 
+from optimus_jax.config.tuning import ParameterGroup, Tuning
 from optimus_jax.mesh.axes import EMBED, LENGTH, NORM, VOCAB
 from optimus_jax.mesh.collectives import Collectives
-from optimus_jax.mesh.leaf import Role
+from optimus_jax.mesh.formats import COMPUTE_DTYPES
+from optimus_jax.mesh.leaf import Leaf, Role
 
 
 def normal(
@@ -22,12 +24,13 @@ def normal(
     dims: Sequence[str],
     std: float,
     role: Role,
+    group: ParameterGroup,
     *,
     used_over: Sequence[str] = (),
 ) -> nnx.Param:
     """A float32 parameter drawn from N(0, std^2). The other arguments are those of `Leaf`."""
     value = jax.random.normal(rngs.params(), tuple(shape), jnp.float32) * std
-    return _param(value, dims, role, used_over)
+    return parameter(value, dims, role, group, used_over)
 
 
 def constant(
@@ -35,17 +38,41 @@ def constant(
     shape: Sequence[int],
     dims: Sequence[str],
     role: Role,
+    group: ParameterGroup,
     *,
     used_over: Sequence[str] = (),
 ) -> nnx.Param:
     """A float32 parameter that is initially `value` everywhere. The other arguments are those of
     `Leaf`.
     """
-    return _param(jnp.full(tuple(shape), value, jnp.float32), dims, role, used_over)
+    return parameter(jnp.full(tuple(shape), value, jnp.float32), dims, role, group, used_over)
 
 
-def _param(value: Array, dims: Sequence[str], role: Role, used_over: Sequence[str]) -> nnx.Param:
-    return nnx.Param(value, out_sharding=tuple(dims), role=role, used_over=tuple(used_over))
+def parameter(
+    value: Array, dims: Sequence[str], role: Role, group: ParameterGroup, used_over: Sequence[str]
+) -> nnx.Param:
+    """A parameter with a value. The other arguments are those of `Leaf`; `freeze` may say later
+    that it is not trained.
+    """
+    return nnx.Param(
+        value,
+        out_sharding=tuple(dims),
+        role=role,
+        group=group,
+        used_over=tuple(used_over),
+        trained=True,
+    )
+
+
+def freeze(module: nnx.Module, tuning: Tuning) -> None:
+    """Mark the parameters that a run does not train, and store matrices among them in the format
+    that it asks for.
+    """
+    for _, node in nnx.iter_graph(module):
+        if isinstance(node, nnx.Param) and not tuning.trains((leaf := Leaf.of(node)).group):
+            node.set_metadata(trained=False)
+            if leaf.is_matrix:
+                node.set_value(node.get_value().astype(COMPUTE_DTYPES[tuning.base_precision]))
 
 
 class Norm(nnx.Module):
@@ -69,9 +96,9 @@ class Norm(nnx.Module):
         self.centre, self.plus_one = kind == "layer", kind == "rms_plus_one"
         self.epsilon = epsilon
         first = 0.0 if self.plus_one else 1.0
-        self.scale = constant(first, shape, dims, "scale", used_over=used_over)
+        self.scale = constant(first, shape, dims, "scale", "norm", used_over=used_over)
         self.bias = nnx.data(
-            constant(0.0, shape, dims, "bias", used_over=used_over) if self.centre else None
+            constant(0.0, shape, dims, "bias", "norm", used_over=used_over) if self.centre else None
         )
 
     def __call__(
@@ -115,6 +142,12 @@ def add_bias(x: Array, bias: nnx.Param | None) -> Array:
     )
 
 
+def scaled(x: Array, scale: Array) -> Array:
+    """`x` times a scale over its last dimensions; in float32, as `add_bias` adds."""
+    scale = scale.reshape((1,) * (x.ndim - scale.ndim) + scale.shape)
+    return (x.astype(jnp.float32) * scale).astype(x.dtype)
+
+
 def _broadcastable(param: nnx.Param, ndim: int) -> Array:
     value = param[...]
     return value.reshape((1,) * (ndim - value.ndim) + value.shape)
@@ -123,8 +156,17 @@ def _broadcastable(param: nnx.Param, ndim: int) -> Array:
 class Embedding(nnx.Module):
     """Table with one vector per token id; also the output head of a model with tied weights."""
 
-    def __init__(self, rows: int, dim: int, std: float, *, vocab_size: int, rngs: nnx.Rngs):
-        table = normal(rngs, (rows, dim), (VOCAB, EMBED), std, "table")
+    def __init__(
+        self,
+        rows: int,
+        dim: int,
+        std: float,
+        group: ParameterGroup,
+        *,
+        vocab_size: int,
+        rngs: nnx.Rngs,
+    ):
+        table = normal(rngs, (rows, dim), (VOCAB, EMBED), std, "table", group)
         # Padding rows are zero and stay zero: no token selects them and the loss masks them.
         table[...] = jnp.where(jnp.arange(rows)[:, None] < vocab_size, table[...], 0)
         self.table = table

@@ -7,12 +7,14 @@ from collections.abc import Callable
 from functools import partial
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
 from optimus_jax.config import ModelConfig
 from optimus_jax.mesh.axes import EMBED, MLP, NORM, PAIR
 from optimus_jax.mesh.collectives import Collectives
+from optimus_jax.models.adapters import AdapterRun, adapted, adapted_input, adapter_of
 from optimus_jax.models.families import features_of
 from optimus_jax.models.layers import add_bias, constant, normal
 from optimus_jax.models.products import project, project_back
@@ -40,23 +42,39 @@ class FeedForward(nnx.Module):
             shape, dims = (embed, 2, mlp), (EMBED, PAIR, MLP)
         else:
             shape, dims = (embed, mlp), (EMBED, MLP)
-        self.up = normal(rngs, shape, dims, config.init_std, "matrix")
+        self.up = normal(rngs, shape, dims, config.init_std, "matrix", "mlp")
         out_std = config.init_std / (2 * config.num_layers) ** 0.5
-        self.down = normal(rngs, (embed, mlp), (EMBED, MLP), out_std, "matrix_back")
+        self.down = normal(rngs, (embed, mlp), (EMBED, MLP), out_std, "matrix_back", "mlp")
         self.up_bias = nnx.data(
-            constant(0.0, shape[1:], dims[1:], "bias") if "up" in biases else None
+            constant(0.0, shape[1:], dims[1:], "bias", "mlp") if "up" in biases else None
         )
         self.down_bias = nnx.data(
-            constant(0.0, (embed,), (NORM,), "bias") if "down" in biases else None
+            constant(0.0, (embed,), (NORM,), "bias", "mlp") if "down" in biases else None
         )
+        adapter = partial(adapter_of, config.tuning, used_over=MLP, rngs=rngs)
+        self.gate_adapter = nnx.data(adapter("gate", embed, (mlp,), (MLP,)) if self.gated else None)
+        self.up_adapter = nnx.data(adapter("up", embed, (mlp,), (MLP,)))
+        self.down_adapter = nnx.data(adapter("down", embed, (mlp,), (MLP,)))
 
-    def hidden(self, x_BLD: Array, comm: Collectives) -> Array:
+    def hidden(self, x_BLD: Array, comm: Collectives, keys_B: Array | None = None) -> Array:
         """[B, L, D], fanned out over `mlp` -> values before the nonlinearity: [B, L, F], or
         [B, L, 2, F] with a gate.
-        """
-        return add_bias(project(x_BLD, comm.weight(self.up), comm.dtype), self.up_bias)
 
-    def partial_out(self, hidden: Array, comm: Collectives) -> Array:
+        `keys_B`: keys of the layer's adapters, for their dropout.
+        """
+        hidden = add_bias(project(x_BLD, comm.weight(self.up), comm.dtype), self.up_bias)
+        run, gate, up = AdapterRun(comm, keys_B), self.gate_adapter, self.up_adapter
+        if not self.gated:
+            return adapted(up, hidden, x_BLD, run)
+        if gate is None and up is None:
+            return hidden
+        pair = (
+            adapted(adapter, hidden[:, :, place], x_BLD, run)
+            for place, adapter in enumerate((gate, up))
+        )
+        return jnp.stack(tuple(pair), 2)
+
+    def partial_out(self, hidden: Array, comm: Collectives, keys_B: Array | None = None) -> Array:
         """The nonlinearity and the second projection; gives this device's part of the sum over
         `mlp`."""
         activate = ACTIVATIONS[self.activation]
@@ -64,7 +82,9 @@ class FeedForward(nnx.Module):
             h_BLF = activate(hidden[:, :, 0]) * hidden[:, :, 1]
         else:
             h_BLF = activate(hidden)
-        return project_back(h_BLF, comm.weight(self.down), comm.dtype, result=comm.sums)
+        h_BLF = adapted_input(self.down_adapter, h_BLF)
+        out_BLD = project_back(h_BLF, comm.weight(self.down), comm.dtype, result=comm.sums)
+        return adapted(self.down_adapter, out_BLD, h_BLF, AdapterRun(comm, keys_B))
 
     def combine(self, partial_BLD: Array, comm: Collectives) -> Array:
         """The sum of all devices' parts, plus the bias."""

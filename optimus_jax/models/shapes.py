@@ -1,13 +1,13 @@
 """The shapes and logical axes of a model's parameters, without allocating arrays."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 import jax
 from flax import nnx
 
-from optimus_jax.config import ModelConfig
+from optimus_jax.config import ModelConfig, Tuning
 from optimus_jax.mesh.axes import LAYERS, VOCAB
 from optimus_jax.mesh.collectives import Collectives
 from optimus_jax.mesh.leaf import Leaf
@@ -35,6 +35,12 @@ class ModelShapes:
     def params(self) -> Params:
         """ShapeDtypeStruct of every parameter."""
         return nnx.to_pure_dict(self.state)
+
+    def with_tuning(self, tuning: Tuning) -> "ModelShapes":
+        """The same model, of which something else is trained."""
+        if tuning == self.config.tuning:
+            return self
+        return model_shapes(replace(self.config, tuning=tuning), self.vocab_rows, self.slots)
 
     @property
     def leaves(self) -> Params:
@@ -102,7 +108,7 @@ class ModelShapes:
         return state
 
     def initial(self, seed: jax.Array) -> Params:
-        """New float32 parameters from an integer seed; their values do not depend on sharding."""
+        """New parameters from an integer seed; their values do not depend on sharding."""
         with nnx.use_eager_sharding(False):
             return nnx.to_pure_dict(nnx.state(self._build(nnx.Rngs(params=make_key(seed)))))
 

@@ -24,10 +24,20 @@ from optimus_jax.mesh.axes import EMBED, LAYERS, POSITIONS, TABLE, VOCAB
 from optimus_jax.mesh.collectives import Collectives
 from optimus_jax.mesh.sums import Sums
 from optimus_jax.models import rotary
+from optimus_jax.models.adapters import block_rngs
 from optimus_jax.models.block import Block, ForwardContext, LayersOutput, normed
 from optimus_jax.models.families import features_of, has_window, table_width
 from optimus_jax.models.head import Head
-from optimus_jax.models.layers import Embedding, Norm, constant, dropout, normal, rows_of, sinusoids
+from optimus_jax.models.layers import (
+    Embedding,
+    Norm,
+    constant,
+    dropout,
+    freeze,
+    normal,
+    rows_of,
+    sinusoids,
+)
 from optimus_jax.models.products import project, project_back
 
 
@@ -57,22 +67,31 @@ class Decoder(nnx.Module):
         table = partial(
             Embedding, vocab_rows, table_dim, config.init_std, vocab_size=config.vocab_size
         )
-        self.embedding = table(rngs=rngs)
+        self.embedding = table("embedding", rngs=rngs)
         rows = config.max_length + (features.position_offset or 0)
         self.positions = nnx.data(
-            normal(rngs, (rows, config.embed_dim), (POSITIONS, EMBED), config.init_std, "table")
+            normal(
+                rngs,
+                (rows, config.embed_dim),
+                (POSITIONS, EMBED),
+                config.init_std,
+                "table",
+                "embedding",
+            )
             if features.positions == "learned"
             else None
         )
         self.position_offset = features.position_offset or 0
         between = (config.embed_dim, table_dim), (EMBED, TABLE)
         self.table_in = nnx.data(
-            normal(rngs, *between, config.init_std, "matrix_back") if features.table_dim else None
+            normal(rngs, *between, config.init_std, "matrix_back", "embedding")
+            if features.table_dim
+            else None
         )
 
         @nnx.vmap(in_axes=(0,), out_axes=0, transform_metadata={nnx.PARTITION_NAME: LAYERS})
         def stack(key: Array) -> Block:
-            return Block(config, rngs=nnx.Rngs(params=key))
+            return Block(config, rngs=block_rngs(config.tuning, key))
 
         keys = jax.random.split(rngs.params(), config.num_layers)
         self.layers = stack(keys if slots is None else keys[np.maximum(slots, 0)])
@@ -81,13 +100,16 @@ class Decoder(nnx.Module):
             if features.final_norm
             else None
         )
-        self.head = nnx.data(None if config.tied else table(rngs=rngs))
+        self.head = nnx.data(None if config.tied else table("head", rngs=rngs))
         self.table_out = nnx.data(
-            normal(rngs, *between, config.init_std, "matrix") if features.table_dim else None
+            normal(rngs, *between, config.init_std, "matrix", "head")
+            if features.table_dim
+            else None
         )
         self.head_bias = nnx.data(
-            constant(0.0, (vocab_rows,), (VOCAB,), "bias") if features.head_bias else None
+            constant(0.0, (vocab_rows,), (VOCAB,), "bias", "head") if features.head_bias else None
         )
+        freeze(self, config.tuning)
 
     def embed(self, tokens_BL: Array, positions_BL: Array, run: ForwardContext) -> Array:
         """int32 [B, L] -> [B, L, D]."""

@@ -84,8 +84,8 @@ class Pipeline:
     """A pipeline as one device runs it; every array is the device's part.
 
     Args:
-      outer: parameters of `embed` and `loss`, as they are used: whole along fsdp, in the compute
-        format.
+      outer: parameters of `embed` and `loss` that are differentiated, as they are used: whole
+        along fsdp, in the compute format.
       params: parameters of the layers, leaves [R, ...]; differentiated.
       constants: other inputs of the layers, leaves [R, ...]; not differentiated.
       microbatches: leaves [M, B, ...].
@@ -93,6 +93,7 @@ class Pipeline:
         the stage.
       auxiliary_weights: factor with which an auxiliary sum counts in what is differentiated; 0 for
         others.
+      trains_embed: whether `embed` uses any of `outer`.
     """
 
     functions: StageFunctions
@@ -103,6 +104,7 @@ class Pipeline:
     microbatches: Tree
     keep_residuals: bool
     auxiliary_weights: Mapping[str, Array | float] = field(default_factory=dict)
+    trains_embed: bool = True
 
     def sums(self) -> PipelineSums:
         """Loss, metrics and auxiliary sums."""
@@ -342,7 +344,7 @@ class _Run:
             d_params, d_value = pull((cotangent, self._weights(auxiliary, task)))
         carry["d_params"] = self._added_to_repeat(carry["d_params"], d_params, index)
         carry["sent_backward"] = d_value
-        if phase.embed_backward is not Occurrence.NONE:
+        if phase.embed_backward is not Occurrence.NONE and self.p.trains_embed:
             self._run_embed_backward(phase, carry, row["backward"][0], d_value)
 
     def _run_embed_backward(

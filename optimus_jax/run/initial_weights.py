@@ -5,16 +5,18 @@ anew: the step, the optimizer's moments, the loss scale and the position in the 
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
+import jax
 import jax.numpy as jnp
 
 from optimus_jax.checkpoint.checkpoints import Checkpoints
 from optimus_jax.cluster.distributed import all_or_none
-from optimus_jax.config import Config, ModelConfig
+from optimus_jax.config import Config, ModelConfig, Tuning
 from optimus_jax.config.run_checkpoint import INIT_FROM, RunCheckpoint
+from optimus_jax.config.settings import setting_names
 from optimus_jax.errors import ConfigError, DataError, explain
 from optimus_jax.models.families import features_of
 from optimus_jax.run.published_weights import PublishedWeights
@@ -22,13 +24,14 @@ from optimus_jax.run.stored_config import check_stored_config
 from optimus_jax.run.stored_run import run_to_read
 from optimus_jax.run_directory.directory import RunDirectory
 from optimus_jax.system.json_input import parse_json
-from optimus_jax.training.state import TrainState, abstract_stored_state, from_stored
+from optimus_jax.training.state import TrainState, from_stored
 from optimus_jax.training.step import Program
 from optimus_jax.weights.directory import open_model
 from optimus_jax.weights.published import PublishedSource
 
-NOT_IN_WEIGHTS = ("model.dropout", "model.init_std")
-"""Settings of a model that concern only training and the draw of new parameters."""
+NOT_IN_WEIGHTS = ("model.dropout", "model.init_std", *setting_names(Tuning, "model.tuning."))
+"""Settings of a model that concern only training and the draw of new parameters, and its
+adapters: those of the other run are merged unless the new run has the same."""
 
 
 class InitialWeights(Protocol):
@@ -83,13 +86,11 @@ class RunWeights:
         """
         with all_or_none():
             run = _open(self.named, checkpoint=self.named.step, say=say)
-        target = abstract_stored_state(
-            program.shapes, program.optimizer, program.config.precision, program.plan, program.mesh
-        )
+            tuning = Config.from_json(run.config_text()).model.tuning
         restored = Checkpoints(run.checkpoints, program.config.checkpoint, warn=say).restore(
-            {"params": target.params},
+            {"params": program.abstract_params(tuning, stored=True)},
             self.named.step,
-            paddable=program.shapes.may_be_padded,
+            paddable=program.shapes.with_tuning(tuning).may_be_padded,
             partial=True,
             check=lambda metadata: self._check(metadata, run, program.config),
         )
@@ -97,7 +98,7 @@ class RunWeights:
             restored.state["params"],
             program.shapes,
             program.plan,
-            program.state_shardings.params,
+            jax.tree.map(lambda leaf: leaf.sharding, program.abstract_params(tuning)),
         )
         say(f"parameters from the checkpoint of step {restored.step} of {self.named.run}")
         if (eos := _of_data(restored.metadata, "eos")) not in (None, self.eos):
@@ -105,7 +106,7 @@ class RunWeights:
                 f"documents end with token {self.eos}; those of {self.named.run} ended with token"
                 f" {eos}"
             )
-        return program.state_with(params), str(RunCheckpoint(self.named.run, restored.step))
+        return program.state_with(params, tuning), str(RunCheckpoint(self.named.run, restored.step))
 
     def _check(self, metadata: Mapping[str, Any], run: RunDirectory, config: Config) -> None:
         """Raise OptimusError if the checkpoint has another model or tokenizer."""
@@ -174,7 +175,10 @@ def check_initial_model(config: Config) -> None:
     if config.init_from is None:
         return
     source = parameter_source(config.init_from)
-    _check_model({"config": Config(model=source.config()).to_json()}, config)
+    model, vocab_size = source.config(), config.model.vocab_size
+    if isinstance(source, PublishedSource) and vocab_size > model.vocab_size:
+        model = replace(model, vocab_size=vocab_size)  # tokens are added
+    _check_model({"config": Config(model=model).to_json()}, config)
     if isinstance(source, PublishedSource) and isinstance(source.place, Path):
         open_model(source.place)
 

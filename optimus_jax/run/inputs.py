@@ -18,6 +18,7 @@ from optimus_jax.run_directory.directory import RunDirectory
 from optimus_jax.run_directory.run_data import NOT_COMPARABLE, held_out_in_run, tokenizer_of_run
 from optimus_jax.training.evaluation import eval_rows
 from optimus_jax.training.step import Program
+from optimus_jax.training.tasks import task_named
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +54,7 @@ class Inputs:
             model_name=model.name,
             tokenizer=tokenizer,
             by=by,
+            pairs=task_named(config.task).learns_from_pairs,
         )
         num_eval_examples = (
             0

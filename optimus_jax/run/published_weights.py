@@ -8,7 +8,7 @@ memory of the host beyond the shards is a few boxes, however large a tensor is.
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from math import prod
 from typing import Any
@@ -20,6 +20,8 @@ from jax import Array, lax
 from jax.sharding import NamedSharding
 
 from optimus_jax.cluster.distributed import all_or_none, is_writer
+from optimus_jax.config import Tuning
+from optimus_jax.mesh.axes import VOCAB
 from optimus_jax.mesh.boxes import Box, sizes, split
 from optimus_jax.models.huggingface_checks import check_tied_head, model_tensors
 from optimus_jax.models.huggingface_tensors import LeafSource, TensorLike, leaf_sources
@@ -57,9 +59,14 @@ class PublishedWeights:
                 model.check_tied_head()
         name = self.source.exact(directory)
         say(f"reading parameters from {name}")
+        shapes, shardings = _without_adapters(program)
+        stored = replace(shapes, config=model.config)  # perhaps with fewer tokens
         with all_or_none():
-            params = read_params(model.tensors, program.shapes, program.state_shardings.params)
-        return program.state_with(params), name
+            params = read_params(model.tensors, stored, shardings)
+        if (added := shapes.config.vocab_size - model.config.vocab_size) > 0:
+            say(f"{added:,} tokens that {name} does not have begin as the mean of those it has")
+            params = with_added_tokens(params, stored, shapes.config.vocab_size)
+        return program.state_with(params, Tuning()), name
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,27 +82,40 @@ class TensorWeights:
         self, program: Program, say: Callable[[str], object]
     ) -> tuple[TrainState, str]:
         """As `InitialWeights`. Raises CheckpointError if the tensors are not those of the model."""
-        shapes = program.shapes
+        shapes, shardings = _without_adapters(program)
         tensors = model_tensors(self.tensors, shapes.config)
         check_tied_head(tensors, shapes.config)
-        return program.state_with(
-            read_params(tensors, shapes, program.state_shardings.params)
-        ), self.source
+        params = read_params(tensors, shapes, shardings)
+        return program.state_with(params, Tuning()), self.source
+
+
+def _without_adapters(program: Program) -> tuple[ModelShapes, Params]:
+    """The shapes of a program's model without adapters, and the sharding of every parameter."""
+    abstract = program.abstract_params(Tuning())
+    shapes = program.shapes.with_tuning(Tuning())
+    return shapes, jax.tree.map(lambda leaf: leaf.sharding, abstract)
 
 
 def read_params(
-    tensors: Mapping[str, TensorLike], shapes: ModelShapes, shardings: Params
+    tensors: Mapping[str, TensorLike],
+    shapes: ModelShapes,
+    shardings: Params,
+    dtype: jnp.dtype | None = None,
 ) -> Params:
     """Parameters on their devices, from tensors that `model_tensors` has checked.
 
     Args:
       shapes: the model under the plan: its slots say where the layers go.
       shardings: a NamedSharding for every leaf.
+      dtype: format of the parameters; None: float32.
     """
     sources = leaf_sources(shapes)
     leaves = jax.tree.map_with_path(
         lambda path, like, sharding: _Filled(
-            sources[jax.tree_util.keystr(path, simple=True, separator="/")], like, sharding
+            sources[jax.tree_util.keystr(path, simple=True, separator="/")].cast(
+                dtype or like.dtype
+            ),
+            sharding,
         ),
         shapes.params,
         shardings,
@@ -111,6 +131,29 @@ def read_params(
             leaf.fill(box, values)
             bar.advance(task, values.nbytes)
     return jax.tree.unflatten(treedef, [leaf.array() for leaf in flat])
+
+
+def with_added_tokens(params: Params, stored: ModelShapes, vocab_size: int) -> Params:
+    """Parameters, donated, of a larger vocabulary: the rows of added tokens, which are zero, become
+    the mean of the others.
+
+    A token whose row is the mean is drawn as often as the others on average; with a row of zeros it
+    would be drawn most often of all where logits are negative.
+
+    Args:
+      stored: the model with the vocabulary that it had.
+    """
+    old = stored.config.vocab_size
+
+    @partial(jax.jit, donate_argnums=0)
+    def filled(table: Array) -> Array:
+        rows = jnp.arange(len(table)).reshape(-1, *(1,) * (table.ndim - 1))
+        mean = jnp.where(rows < old, table, 0).sum(0, keepdims=True) / old
+        return jnp.where((rows >= old) & (rows < vocab_size), mean, table)
+
+    return jax.tree.map(
+        lambda leaf, array: filled(array) if leaf.dims[0] == VOCAB else array, stored.leaves, params
+    )
 
 
 def _read_ahead(
@@ -139,10 +182,14 @@ class _Filled:
     """A parameter that is being filled on this process's devices."""
 
     source: LeafSource
-    like: jax.ShapeDtypeStruct
     sharding: NamedSharding
     shards: dict[Any, Array] = field(default_factory=dict)
     """What each device has so far."""
+
+    @property
+    def like(self) -> jax.ShapeDtypeStruct:
+        """Its shape and dtype."""
+        return self.source.array
 
     def boxes(self) -> Iterator[Box]:
         """Parts that together hold what this process's devices need."""

@@ -24,6 +24,7 @@ from optimus_jax.run.resumed_config import ResumedConfig
 from optimus_jax.run_directory.directory import RunDirectory
 from optimus_jax.system.hub_model import HubModel
 from optimus_jax.system.paths import UserPath
+from optimus_jax.training.tasks import check_task
 from optimus_jax.weights.published import MODEL, PublishedSource, model_named
 
 INIT, TOKENIZER = "init_from", "data.tokenizer"
@@ -88,6 +89,7 @@ def requested_config(
         else:
             config = resumed_config(text, model, overrides)
     check_family(config.model)
+    check_task(config)
     return config
 
 
@@ -149,7 +151,12 @@ def shared_settings(config: Config) -> dict[str, str]:
 
     Paths of data may differ between hosts; the data's content is compared after reading.
     """
-    nowhere = replace(config.data, sources=DataConfig().sources, tokenizer=DataConfig().tokenizer)
+    nowhere = replace(
+        config.data,
+        sources=DataConfig().sources,
+        tokenizer=DataConfig().tokenizer,
+        chat_template=None,
+    )
     sections = json.loads(replace(config, distributed=DistributedConfig(), data=nowhere).to_json())
     return {
         f"{section}.{name}" if name else section: json.dumps(value)

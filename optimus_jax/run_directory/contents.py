@@ -38,6 +38,7 @@ FILES: Mapping[str, str] = {
     "abandoned": "Checkpoints of steps that were done again.",
     "tokenizer.json": "Copy of the tokenizer; missing if tokens are bytes.",
     "tokenizer_config.json": "Names the tokenizer's special tokens.",
+    "chat_template.jinja": "Copy of the tokenizer's chat template, if it has one.",
     "lock": "Held by the process that writes.",
     "progress": "Heartbeats of the processes.",
     "faults": "Faults that each process has noticed: lines as of the event `fault`.",

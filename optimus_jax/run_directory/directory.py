@@ -5,8 +5,8 @@
     checkpoints/    states                lock            held by the writing process (lock.py)
     progress/       heartbeats of several processes (faults/heartbeat.py)
     faults/         faults that each process has seen (faults/fault_log.py)
-    tokenizer.json, tokenizer_config.json
-                    the run's tokenizer; a run of bytes has none
+    tokenizer.json, tokenizer_config.json, chat_template.jinja
+                    the run's tokenizer; a run of bytes has at most a template
     metrics.abandoned.jsonl
                     steps that were repeated after going back to an older checkpoint
 
@@ -47,7 +47,7 @@ T = TypeVar("T")
 
 DEFAULT_PARENT = Path("runs")
 LOCK = "lock"
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 """Files of the tokenizer that a run keeps, named as by the tokenizers library and transformers."""
 PROGRESS_DIR = "progress"
 FAULTS_DIR = "faults"
@@ -268,8 +268,8 @@ class RunDirectory:
         if self.writer and self.tokenizer is None:
             assert set(files) <= set(TOKENIZER_FILES), files.keys()
             # tokenizer.json, which says that there is one, comes last
-            for name, content in sorted(files.items(), reverse=True):
-                self._replace(self.path / name, content)
+            for name in sorted(files, key=lambda name: (name == TOKENIZER_FILES[0], name)):
+                self._replace(self.path / name, files[name])
 
     @property
     def tokenizer(self) -> Path | None:

@@ -1,7 +1,7 @@
 """Checks on resume that a run has the same data: its tokenizer, its held-out split, and the
 identity of its data.
 
-Data is identified by content (data/dataset.py), so files may be moved, renamed or compressed
+Data is identified by content (data/identity.py), so files may be moved, renamed or compressed
 between two starts of a run.
 """
 
@@ -10,13 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from optimus_jax.config import Config, DataConfig
-from optimus_jax.data.dataset import Data, differences
+from optimus_jax.data.chat_template import TEMPLATE_FILE, template_file
+from optimus_jax.data.dataset import RULES, Data
 from optimus_jax.data.eos import CONFIG
 from optimus_jax.data.formats import TOKEN_SUFFIX
+from optimus_jax.data.identity import differences
 from optimus_jax.data.tokenizers import Tokenizer, load_tokenizer
-from optimus_jax.data.tokens import HeldOutBy
 from optimus_jax.errors import DataError, RunDirectoryError, explain
 from optimus_jax.run_directory.directory import RunDirectory
+from optimus_jax.store.local_copies import local_file
 
 NOT_COMPARABLE = "held-out losses from before and from here on cannot be compared"
 """Warning if evaluations read other tokens than before."""
@@ -38,7 +40,17 @@ def tokenizer_of_run(run: RunDirectory, config: DataConfig) -> Tokenizer:
             is_old_run = identity_in_run(run) is None
         except RunDirectoryError:  # the checkpoint knows the tokenizer as well (check_tokenizer)
             is_old_run = False
-        return load_tokenizer(config.tokenizer, config.eos, by_list=is_old_run)
+        copy = run.path / TEMPLATE_FILE
+        has_copy = copy.is_file()
+        of_bytes = load_tokenizer(
+            config.tokenizer,
+            config.eos,
+            by_list=is_old_run,
+            chat_template=str(copy) if has_copy else config.chat_template,
+        )
+        if has_copy:
+            _check_template(run, config, of_bytes)
+        return of_bytes
     own = load_tokenizer(str(run.tokenizer), config.eos)
     if (eos := (identity_in_run(run) or {}).get("eos")) is not None and own.eos != eos:
         raise _other_eos(f"it is {own.end}; the run began with id {eos}", run.path)
@@ -49,7 +61,24 @@ def tokenizer_of_run(run: RunDirectory, config: DataConfig) -> Tokenizer:
                 f"{config.tokenizer} has digest {other.digest}; "
                 f"the run began with {begun}, digest {own.digest}"
             )
+    _check_template(run, config, own)
     return own
+
+
+def _check_template(run: RunDirectory, config: DataConfig, own: Tokenizer) -> None:
+    """Raise DataError if a resume names another chat template than the run's own copy."""
+    begun, asked = Config.from_json(run.config_text()).data.chat_template, config.chat_template
+    if asked in (None, begun):
+        return
+    text = template_file(local_file(asked, what="data.chat_template"), {}).text
+    if own.chat_template is not None and text != own.chat_template.text:
+        raise DataError(
+            explain(
+                "a run keeps its chat template: another one would make other tokens",
+                given=f"{asked} differs from {run.path / TEMPLATE_FILE}",
+                do="leave data.chat_template out, or start a new run with another --run-dir",
+            )
+        )
 
 
 def check_tokenizer(tokenizer: Tokenizer, run: RunDirectory, metadata: Mapping[str, Any]) -> None:
@@ -72,9 +101,13 @@ def check_tokenizer(tokenizer: Tokenizer, run: RunDirectory, metadata: Mapping[s
         raise _other_eos(f"it is {tokenizer.end}; the checkpoint says id {eos}", run.path)
 
 
-def held_out_in_run(run: RunDirectory) -> HeldOutBy:
-    """How a run chooses its held-out tokens; kept on resume, whatever the file format is now."""
-    if (by := (_start_identity(run, last=False) or {}).get("held_out_by")) in ("documents", "end"):
+def held_out_in_run(run: RunDirectory) -> str:
+    """How a run chooses its held-out tokens; kept on resume, whatever the file format is now.
+
+    One of HeldOutBy, or of a mixture one for each source.
+    """
+    by = (_start_identity(run, last=False) or {}).get("held_out_by")
+    if isinstance(by, str) and by and set(by.split()) <= {*RULES}:
         return by
     # The run began before this was recorded: then a single token file was split at the end.
     sources = Config.from_json(run.config_text()).data.sources
@@ -124,7 +157,8 @@ def check_same_data(
         hint = (
             ""
             if {"tokens", "documents"} & set(names)
-            else " (as many tokens and documents: files in another order, or some text has changed)"
+            else " (as many tokens and documents: files in another order, other weights, or some"
+            " text has changed)"
         )
         raise DataError(
             explain(

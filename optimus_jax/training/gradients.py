@@ -11,6 +11,8 @@ from jax import Array, lax
 
 from optimus_jax.config.axes import PIPE
 from optimus_jax.mesh.axes import LAYERS
+from optimus_jax.mesh.leaf import with_trained
+from optimus_jax.mesh.sharding import map_trained
 from optimus_jax.mesh.sums import Sums
 from optimus_jax.mesh.zero import vary
 from optimus_jax.models.shapes import Params
@@ -24,7 +26,8 @@ def sums_and_gradients(
     objective: Objective, layouts: Params, params: Params, batch: Batch, batch_axes: tuple[str, ...]
 ) -> tuple[TaskSums, Params]:
     """Loss and metrics of this device's rows, and the gradient of what is learnt from them (the
-    loss and the weighted auxiliary sums) with respect to every parameter.
+    loss and the weighted auxiliary sums) with respect to every trained parameter; None in the place
+    of frozen ones, which are not differentiated.
 
     Args:
       layouts: a LeafLayout for every leaf of `params`.
@@ -48,7 +51,7 @@ def sums_alone(objective: Objective, params: Params, batch: Batch) -> TaskSums:
 def _by_microbatch(
     objective: Objective, layouts: Params, params: Params, batch: Batch, batch_axes: tuple[str, ...]
 ) -> tuple[TaskSums, Params]:
-    differentiated = jax.tree.map(lambda layout, p: layout.differentiated(p), layouts, params)
+    differentiated = map_trained(lambda layout, p: layout.differentiated(p), layouts, params)
 
     def microbatch(rows: Batch) -> tuple[TaskSums, Params]:
         def loss(differentiated: Params) -> tuple[Array, TaskSums]:
@@ -86,9 +89,9 @@ def _pipelined(
     outer_layouts = {name: part for name, part in layouts.items() if name != LAYERS}
     whole = objective.whole(jax.tree.map(lambda layout, p: layout.used(p), layouts, params))
     sums, d_outer, d_layers = _pipeline(
-        objective, whole, layouts[LAYERS], batch, evaluate=False
+        objective, whole, layouts, batch, evaluate=False
     ).sums_and_gradients()
-    gradients = jax.tree.map(lambda layout, g: layout.scatter_gradient(g), outer_layouts, d_outer)
+    gradients = map_trained(lambda layout, g: layout.scatter_gradient(g), outer_layouts, d_outer)
     return reported(*sums), {
         **gradients,
         LAYERS: jax.tree.map(lambda d: d.reshape(-1, *d.shape[2:]), d_layers),
@@ -110,6 +113,11 @@ def _pipeline(
             latency=schedule.latency,
         )
     outer, stack = {name: part for name, part in whole.items() if name != LAYERS}, whole[LAYERS]
+    trained = outer
+    if layouts is not None:
+        trained = map_trained(
+            lambda _, p: p, {name: part for name, part in layouts.items() if name != LAYERS}, outer
+        )
     slots = np.array(objective.shapes.slots).reshape(plan.axes.pipe, repeats, -1)
     by_repeat = lambda leaf: leaf.reshape(repeats, -1, *leaf.shape[1:])  # noqa: E731
 
@@ -121,7 +129,7 @@ def _pipeline(
             if layouts is None
             else jax.tree.map(
                 lambda layout, d, p: layout.in_loss(d, p),
-                layouts,
+                layouts[LAYERS],
                 differentiated,
                 constants["params"],
             )
@@ -131,16 +139,20 @@ def _pipeline(
     differentiated = (
         stack
         if layouts is None
-        else jax.tree.map(lambda layout, p: layout.differentiated(p), layouts, stack)
+        else map_trained(lambda layout, p: layout.differentiated(p), layouts[LAYERS], stack)
     )
+
+    def with_stack(trained: Params) -> Params:
+        return {**with_trained(trained, outer), LAYERS: stack}
+
     return Pipeline(
         functions=StageFunctions(
-            embed=lambda outer, rows: objective.embed({**outer, LAYERS: stack}, rows),
+            embed=lambda trained, rows: objective.embed(with_stack(trained), rows),
             layers=layers,
-            loss=lambda outer, value, rows: objective.loss({**outer, LAYERS: stack}, value, rows),
+            loss=lambda trained, value, rows: objective.loss(with_stack(trained), value, rows),
         ),
         schedule=schedule,
-        outer=outer,
+        outer=trained,
         params=jax.tree.map(by_repeat, differentiated),
         constants={
             "params": None if layouts is None else jax.tree.map(by_repeat, stack),
@@ -149,6 +161,7 @@ def _pipeline(
         microbatches=_microbatches(objective, batch),
         keep_residuals=plan.pipeline.keep_residuals,
         auxiliary_weights=objective.auxiliary_weights,
+        trains_embed=objective.config.model.tuning.trains("embedding"),
     )
 
 

@@ -49,6 +49,31 @@ def cross_entropy(
     return _cross_entropy(how, hidden_ND, head_VD, bias_V, targets_N, weights_N)
 
 
+def token_losses(
+    hidden_ND: Array,
+    head: Head,
+    targets_N: Array,
+    *,
+    comm: Collectives,
+    vocab_size: int,
+    chunk_tokens: int,
+) -> Array:
+    """-log p(target) of every token, float32 [N]. Not differentiable; arguments are those of
+    `cross_entropy`.
+    """
+    how = _How(comm, vocab_size, chunk_tokens, head.softcap)
+    hidden_ND, head_VD = map(lax.stop_gradient, _rounded(how, hidden_ND, head.matrix_VE))
+    bias_V = None if head.bias_V is None else lax.stop_gradient(head.bias_V)
+
+    def chunk(_: None, chunk: tuple) -> tuple[None, Array]:
+        hidden_CD, targets_C = chunk
+        ones_C = jnp.ones_like(targets_C, jnp.float32)
+        return None, _chunk(how, hidden_CD, head_VD, bias_V, targets_C, ones_C)[2]
+
+    chunks = _chunks(chunk_tokens, hidden_ND, targets_N)
+    return lax.scan(chunk, None, chunks)[1].reshape(-1)[: len(targets_N)]
+
+
 class _How(NamedTuple):
     comm: Collectives
     vocab_size: int
@@ -90,7 +115,7 @@ def _forward(
     def add_chunk(carry: tuple, chunk: tuple) -> tuple[tuple, Array]:
         total, d_head_DV, d_bias_V = carry
         hidden_CD, targets_C, weights_C = chunk
-        loss, d_logits_CV = _chunk(how, hidden_CD, head_VD, bias_V, targets_C, weights_C)
+        loss, d_logits_CV, _ = _chunk(how, hidden_CD, head_VD, bias_V, targets_C, weights_C)
         if d_bias_V is not None:
             d_bias_V = d_bias_V + d_logits_CV.sum(0)
         d_logits_CV = d_logits_CV.astype(hidden_CD.dtype)
@@ -136,9 +161,9 @@ def _chunk(
     bias_V: Array | None,
     targets_C: Array,
     weights_C: Array,
-) -> tuple[Array, Array]:
-    """A chunk's weighted loss, and the gradient of its products with the head's matrix, float32
-    [C, V]."""
+) -> tuple[Array, Array, Array]:
+    """A chunk's weighted loss, the gradient of its products with the head's matrix, float32 [C, V],
+    and each token's loss without its weight, float32 [C]."""
     comm, vocab_size = how.comm, how.vocab_size
     num_rows = head_VD.shape[0]
     first = comm.offset(num_rows, VOCAB)
@@ -157,14 +182,15 @@ def _chunk(
     )[:, 0]
     target_logit_C = jnp.where((row_C >= 0) & (row_C < num_rows), target_logit_C, 0)
     sum_C, target_logit_C = comm.sum(jnp.stack((exp_CV.sum(-1), target_logit_C)), VOCAB)
-    loss = ((jnp.log(sum_C) + largest_C - target_logit_C) * weights_C).sum()
+    losses_C = jnp.log(sum_C) + largest_C - target_logit_C
+    loss = (losses_C * weights_C).sum()
     is_target_CV = jnp.arange(num_rows)[None, :] == row_C[:, None]
     d_logits_CV = exp_CV * (weights_C / sum_C)[:, None] - jnp.where(
         is_target_CV, weights_C[:, None], 0
     )
     if how.softcap:
         d_logits_CV = d_logits_CV * (1 - (capped_CV / how.softcap) ** 2)
-    return loss, d_logits_CV
+    return loss, d_logits_CV, losses_C
 
 
 def _zero_loss(weights_N: Array) -> Array:

@@ -5,23 +5,34 @@ its current microbatch.
 """
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 
-from optimus_jax.config import Config
+from optimus_jax.config import Config, ModelConfig
 from optimus_jax.mesh.axes import BATCH, LAYERS
 from optimus_jax.mesh.collectives import Collectives
 from optimus_jax.mesh.slots import EMPTY
 from optimus_jax.mesh.sums import Sums, added_shares
 from optimus_jax.mesh.zero import vary
-from optimus_jax.models.block import ForwardContext
+from optimus_jax.models.block import ForwardContext, LayersOutput
 from optimus_jax.models.kernels import Visibility
-from optimus_jax.models.shapes import ModelShapes, Params
+from optimus_jax.models.shapes import ModelShapes, Params, model_shapes
+from optimus_jax.models.transformer import Decoder
 from optimus_jax.plan import Plan
-from optimus_jax.training.task import Batch, LossInputs, Task, TaskSums, reported, task_named
+from optimus_jax.training.task import (
+    POLICY,
+    REFERENCE,
+    Batch,
+    LossInputs,
+    Task,
+    TaskSums,
+    reported,
+)
+from optimus_jax.training.tasks import task_named
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,29 +68,49 @@ class Objective:
         value = model.embed(rows["tokens"], rows["positions"], run)
         out = model.run_layers(value, rows["positions"], run)
         auxiliary = self._added_shares(out.auxiliary, LAYERS)
-        loss, metrics = self.loss(whole, out.x_BLD, rows)
+        value = out.x_BLD
+        if self.task.has_reference:
+            reference, run = self._reference(whole), replace(run, keys_B=None)
+            before = reference.embed(rows["tokens"], rows["positions"], run)
+            value = {
+                POLICY: value,
+                REFERENCE: reference.run_layers(before, rows["positions"], run).x_BLD,
+            }
+        loss, metrics = self.loss(whole, value, rows)
         weights = self.auxiliary_weights
         weighted = [weights[name] * each for name, each in auxiliary.items() if name in weights]
         return sum(weighted, loss), reported(loss, metrics, auxiliary)
 
-    def embed(self, whole: Params, rows: Batch) -> Array:
-        """The stage value before the first layer: the residual stream, [B, L, D]."""
-        return self.shapes.merged(whole).embed(rows["tokens"], rows["positions"], self._pass(rows))
+    def embed(self, whole: Params, rows: Batch) -> Any:
+        """The stage value before the first layer: the residual stream [B, L, D], or if the task has
+        a reference one for each of POLICY and REFERENCE.
+        """
+        inputs, run = (rows["tokens"], rows["positions"]), self._pass(rows)
+        value = self.shapes.merged(whole).embed(*inputs, run)
+        if not self.task.has_reference:
+            return value
+        before = self._reference(whole).embed(*inputs, replace(run, keys_B=None))
+        return {POLICY: value, REFERENCE: before}
 
-    def layers(self, whole: Params, value: Array, rows: Batch, slots: Array) -> tuple[Array, Sums]:
+    def layers(self, whole: Params, value: Any, rows: Batch, slots: Array) -> tuple[Any, Sums]:
         """The stage value after the layers in `slots` (`Decoder.run_some_layers`), and their
         auxiliary sums.
         """
-        out = self.shapes.merged(whole).run_some_layers(
-            value,
-            rows["positions"],
-            self._pass(rows),
-            slots,
-            all_full=EMPTY not in self.shapes.slots,
-        )
-        return out.x_BLD, self._added_shares(out.auxiliary, LAYERS)
+        run, all_full = self._pass(rows), EMPTY not in self.shapes.slots
 
-    def loss(self, whole: Params, value: Array, rows: Batch) -> tuple[Array, Sums]:
+        def after(model: Decoder, x_BLD: Array, run: ForwardContext) -> LayersOutput:
+            return model.run_some_layers(x_BLD, rows["positions"], run, slots, all_full=all_full)
+
+        model = self.shapes.merged(whole)
+        if not self.task.has_reference:
+            out = after(model, value, run)
+            return out.x_BLD, self._added_shares(out.auxiliary, LAYERS)
+        out = after(model, value[POLICY], run)
+        reference = after(self._reference(whole), value[REFERENCE], replace(run, keys_B=None))
+        both = {POLICY: out.x_BLD, REFERENCE: lax.stop_gradient(reference.x_BLD)}
+        return both, self._added_shares(out.auxiliary, LAYERS)
+
+    def loss(self, whole: Params, value: Any, rows: Batch) -> tuple[Array, Sums]:
         """The task's loss and metrics: sums over these rows' terms, of the loss weighted."""
         sums = self.task.loss(
             LossInputs(
@@ -88,6 +119,7 @@ class Objective:
                 rows=rows,
                 comm=self.comm,
                 weight=self.weight,
+                preference=self.config.preference,
                 chunk_tokens=self.plan.loss_chunk_tokens,
             )
         )
@@ -102,6 +134,11 @@ class Objective:
     def task(self) -> Task:
         """What is learnt."""
         return task_named(self.config.task)
+
+    def _reference(self, whole: Params) -> Decoder:
+        """The model without its adapters, and without gradients."""
+        shapes = _without_adapters(self.shapes)
+        return shapes.merged(jax.tree.map(lax.stop_gradient, _of_structure(shapes.params, whole)))
 
     def _pass(self, rows: Batch) -> ForwardContext:
         key = self.step_key
@@ -125,3 +162,20 @@ class Objective:
         left = {axis for name in (BATCH, *apart) for axis in rules.get(name, ())}
         sums = jax.tree.map(lambda share: share.astype(jnp.float32), sums)
         return jax.tree.map(lambda share: vary(share, rows), added_shares(sums, apart=left))
+
+
+def _without_adapters(shapes: ModelShapes) -> ModelShapes:
+    """The shapes of the model that adapters were added to."""
+    return _base_shapes(shapes.config.base, shapes.vocab_rows, shapes.slots)
+
+
+@lru_cache(maxsize=16)
+def _base_shapes(base: ModelConfig, vocab_rows: int, slots: tuple[int, ...]) -> ModelShapes:
+    return model_shapes(base, vocab_rows, slots)
+
+
+def _of_structure(like: Any, tree: Any) -> Any:
+    """The part of a nested dict that has the structure of another one."""
+    if not isinstance(like, dict):
+        return tree
+    return {name: _of_structure(part, tree[name]) for name, part in like.items()}

@@ -40,7 +40,7 @@ def peak_learning_rate(config: OptimizerConfig, num_params: int) -> float:
             explain(
                 f"{config.name} has no default learning rate",
                 given=f"optimizer.name={config.name}, and no learning rate",
-                do="give one, such as --lr 0.1",
+                do="give one with --lr",
             )
         )
     return next(rate for limit, rate in (TINY_MODEL, *LEARNING_RATES) if num_params <= limit)
@@ -133,10 +133,14 @@ def optimizer_named(name: str) -> Optimizer:
     return OPTIMIZERS[name]
 
 
-@lru_cache
 def moments_per_parameter(name: str) -> int:
     """Arrays of a parameter's shape in the state of an optimizer, for each parameter."""
-    transformation = optimizer_named(name).direction(OptimizerConfig())
+    return _moments_of(optimizer_named(name))
+
+
+@lru_cache
+def _moments_of(optimizer: Optimizer) -> int:
+    transformation = optimizer.direction(OptimizerConfig())
     like = jax.ShapeDtypeStruct((), jnp.float32)
     found: list[Any] = []
     optax.tree_map_params(transformation, found.append, jax.eval_shape(transformation.init, like))
@@ -150,7 +154,8 @@ def make_optimizer(
     step's rate.
 
     Args:
-      leaves: the Leaf of every parameter. Matrices and tables decay; scales and biases do not.
+      leaves: the Leaf of every parameter that is updated. Matrices and tables decay; scales and
+        biases do not.
       moments: format in which the moments are stored; they are computed in float32.
     """
     decays = jax.tree.map(lambda leaf: leaf.is_matrix, leaves)

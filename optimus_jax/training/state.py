@@ -17,9 +17,12 @@ from jax import Array
 from jax.sharding import Mesh, PartitionSpec
 
 from optimus_jax.config import ModelConfig, PrecisionConfig
+from optimus_jax.errors import ConfigError, explain
 from optimus_jax.mesh.axes import LAYERS
-from optimus_jax.mesh.sharding import layouts_of, named
+from optimus_jax.mesh.leaf import trained_of
+from optimus_jax.mesh.sharding import layouts_of, map_trained, named
 from optimus_jax.mesh.slots import canonical_slots
+from optimus_jax.models.merging import merged, same_adapters
 from optimus_jax.models.shapes import ModelShapes, Params, model_shapes
 from optimus_jax.plan import Plan
 from optimus_jax.reshard.memory_kinds import HOST_MEMORY, lies_on_host
@@ -57,10 +60,10 @@ class TrainState:
     step: Array
     """int32 steps done."""
     params: Params
-    """float32."""
+    """float32; frozen matrices may be bfloat16 (model.tuning.base_precision)."""
     opt_state: optax.OptState
-    """Moments, float32 or bfloat16 (precision.moments), and their count. The plan may place moments
-    in host memory."""
+    """Moments of trained parameters, float32 or bfloat16 (precision.moments), and their count. The
+    plan may place moments in host memory."""
     loss_scale: LossScale
 
 
@@ -77,17 +80,40 @@ def initial_state(
     """
     params = shapes.initial(seed)
     params = {**params, LAYERS: with_empty_slots_zero(params[LAYERS], shapes.slots)}
-    return state_with(params, optimizer, precision, plan)
+    return state_with(params, shapes, optimizer, precision, plan)
+
+
+def retuned_params(params: Params, source: ModelShapes, target: ModelShapes, seed: Array) -> Params:
+    """The parameters of `target` that compute the same as these of `source`, to be jitted.
+
+    Equal adapters stay. Others are merged, and new ones begin as nothing: LoRA's product is zero,
+    and IA3's factors are one.
+
+    Args:
+      source, target: the same model, but for `tuning`.
+      seed: of new adapters.
+    """
+    if not same_adapters(source.config, target.config):
+        found = jax.tree.leaves_with_path(merged(params, source.config))
+        params = target.initial(seed)
+        params = {**params, LAYERS: with_empty_slots_zero(params[LAYERS], target.slots)}
+        base = dict(found)
+        params = jax.tree.map_with_path(lambda path, new: base.get(path, new), params)
+    return jax.tree.map(lambda like, leaf: leaf.astype(like.dtype), target.params, params)
 
 
 def state_with(
-    params: Params, optimizer: optax.GradientTransformation, precision: PrecisionConfig, plan: Plan
+    params: Params,
+    shapes: ModelShapes,
+    optimizer: optax.GradientTransformation,
+    precision: PrecisionConfig,
+    plan: Plan,
 ) -> TrainState:
     """The state before step 1 with these parameters."""
     return TrainState(
         step=jnp.zeros((), jnp.int32),
         params=params,
-        opt_state=optimizer.init(params),
+        opt_state=optimizer.init(trained_of(shapes.leaves, params)),
         loss_scale=initial_loss_scale(precision, plan),
     )
 
@@ -105,22 +131,54 @@ def initial_loss_scale(precision: PrecisionConfig, plan: Plan) -> LossScale:
 def state_specs(
     shapes: ModelShapes, optimizer: optax.GradientTransformation, plan: Plan
 ) -> TrainState:
-    """A PartitionSpec for every leaf of the state under `plan`."""
+    """A PartitionSpec for every leaf of the state under `plan`.
+
+    Raises ConfigError if a moment has another shape than its parameter.
+    """
+
+    def spec_of(moment: Any, spec: PartitionSpec, param: Any) -> PartitionSpec:
+        if moment.shape != param.shape:
+            raise ConfigError(
+                explain(
+                    "a moment of an optimizer has another shape than its parameter",
+                    given=f"{moment.shape} for a parameter of {param.shape}",
+                    do="use an optimizer that treats elements independently",
+                )
+            )
+        return spec
+
     layouts = layouts_of(shapes.leaves, plan.active_rules(shapes.config), plan.zero)
-    moment_specs = jax.tree.map(lambda layout: layout.moment_spec, layouts)
-    opt_state = jax.eval_shape(optimizer.init, shapes.params)
+    moment_specs = map_trained(lambda layout: layout.moment_spec, layouts)
+    opt_state = jax.eval_shape(optimizer.init, trained_of(shapes.leaves, shapes.params))
     whole: Any = PartitionSpec()
     return TrainState(
         step=whole,
         params=jax.tree.map(lambda layout: layout.param_spec, layouts),
         opt_state=optax.tree_map_params(
             optimizer,
-            lambda _, spec: spec,
+            spec_of,
             opt_state,
             moment_specs,
+            trained_of(shapes.leaves, shapes.params),
             transform_non_params=lambda _: whole,
         ),
         loss_scale=LossScale(whole, whole, whole),
+    )
+
+
+def abstract_params(shapes: ModelShapes, plan: Plan, mesh: Mesh, *, stored: bool = False) -> Params:
+    """Shape, dtype and sharding of every parameter under `plan`.
+
+    Args:
+      stored: with layers in the order of checkpoints.
+    """
+    layouts = layouts_of(shapes.leaves, plan.active_rules(shapes.config), plan.zero)
+    shardings = named(mesh, jax.tree.map(lambda layout: layout.param_spec, layouts))
+    shapes = _stored_shapes(shapes, plan) if stored else shapes
+    return jax.tree.map(
+        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+        shapes.params,
+        shardings,
     )
 
 
@@ -174,11 +232,14 @@ def abstract_stored_state(
     mesh: Mesh,
 ) -> TrainState:
     """`abstract_state` with layers in the order of checkpoints."""
+    return abstract_state(_stored_shapes(shapes, plan), optimizer, precision, plan, mesh)
+
+
+def _stored_shapes(shapes: ModelShapes, plan: Plan) -> ModelShapes:
     slots = _stored_slots(shapes, plan)
-    stored = (
+    return (
         shapes if slots == shapes.slots else model_shapes(shapes.config, shapes.vocab_rows, slots)
     )
-    return abstract_state(stored, optimizer, precision, plan, mesh)
 
 
 def to_stored(

@@ -20,13 +20,14 @@ import optax
 from jax import Array, lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from optimus_jax.config import Config
+from optimus_jax.config import Config, Tuning
 from optimus_jax.devices.jax_settings import check_jax_settings
 from optimus_jax.mesh.axes import BATCH
 from optimus_jax.mesh.build import build_mesh
 from optimus_jax.mesh.collectives import Collectives
 from optimus_jax.mesh.formats import COMPUTE_DTYPES
-from optimus_jax.mesh.sharding import batch_spec, layouts_of, put_batch
+from optimus_jax.mesh.leaf import trained_of, with_trained
+from optimus_jax.mesh.sharding import batch_spec, layouts_of, map_trained, put_batch
 from optimus_jax.mesh.sums import Sums
 from optimus_jax.mesh.xla_options import GPU, CompilerOption, as_compiler_dict
 from optimus_jax.mesh.zero import varying_axes
@@ -41,15 +42,18 @@ from optimus_jax.training.optimizer import learning_rate, make_optimizer
 from optimus_jax.training.state import (
     LossScale,
     TrainState,
+    abstract_params,
     abstract_state,
     bytes_on_device,
     initial_state,
     planned_shapes,
+    retuned_params,
     state_shardings,
     state_specs,
     state_with,
 )
-from optimus_jax.training.task import Batch, task_named
+from optimus_jax.training.task import Batch
+from optimus_jax.training.tasks import check_task, task_named
 
 Metrics = dict[str, Array]
 STEP_METRICS = ("loss", "grad_norm", "lr", "tokens", "skipped", "loss_scale")
@@ -91,15 +95,33 @@ class Program:
             self.shapes, self.optimizer, self.config.precision, self.plan, self.mesh
         )
 
-    def state_with(self, params: Params) -> TrainState:
-        """The state before step 1 with these parameters, which are donated.
+    def abstract_params(self, tuning: Tuning, *, stored: bool = False) -> Params:
+        """Shape, dtype and sharding of the parameters of the same model with other adapters, or
+        without: `Tuning()`. They may be given to `state_with`.
 
         Args:
-          params: float32, sharded as `state_shardings.params`; empty slots are zero.
+          stored: with layers in the order of checkpoints.
         """
+        return abstract_params(self.shapes.with_tuning(tuning), self.plan, self.mesh, stored=stored)
+
+    def state_with(self, params: Params, tuning: Tuning | None = None) -> TrainState:
+        """The state before step 1 with these parameters, which are donated unless `tuning` differs.
+
+        Args:
+          params: as `abstract_params(tuning)`; empty slots are zero.
+          tuning: their adapters; None: those of the run. Others are merged, and the run's begin as
+            nothing.
+        """
+        source = self.shapes.with_tuning(self.config.model.tuning if tuning is None else tuning)
         begin = jax.jit(
-            lambda params: state_with(params, self.optimizer, self.config.precision, self.plan),
-            donate_argnums=0,
+            lambda params: state_with(
+                retuned_params(params, source, self.shapes, jnp.int32(self.config.seed)),
+                self.shapes,
+                self.optimizer,
+                self.config.precision,
+                self.plan,
+            ),
+            donate_argnums=0 if source is self.shapes else (),
             out_shardings=self.state_shardings,
         )
         return begin(params)
@@ -111,7 +133,7 @@ class Program:
           batch: this process's rows, in the order of `local_rows`, as the loader gives them.
           rows: rows of the global batch; None: those of a training step.
         """
-        prepared = task_named(self.config.task).prepare(batch)
+        prepared = task_named(self.config.task).batch_of(batch)
         return put_batch(prepared, self.batch_sharding, rows or self.config.data.global_batch)
 
     def abstract_batch(
@@ -142,9 +164,12 @@ def build_program(config: Config, plan: Plan, devices: Sequence[Any] | None = No
       PlanError: the plan is for another number of devices.
     """
     check_jax_settings()
+    check_task(config)
     mesh = build_mesh(plan.axes, None if devices is None else list(devices))
     shapes = planned_shapes(config.model, plan)
-    optimizer = make_optimizer(config.optimizer, shapes.leaves, moments=plan.moments)
+    optimizer = make_optimizer(
+        config.optimizer, trained_of(shapes.leaves, shapes.leaves), moments=plan.moments
+    )
     specs = state_specs(shapes, optimizer, plan)
     rows, scalar = batch_spec(plan.active_rules(config.model)), PartitionSpec()
     shardings = state_shardings(shapes, optimizer, plan, mesh)
@@ -207,6 +232,7 @@ class _DeviceStep:
         self.of_leaf = [
             make_optimizer(config.optimizer, leaf, moments=plan.moments)
             for leaf in jax.tree.leaves(shapes.leaves)
+            if leaf.trained
         ]
         self.learning_rate = learning_rate(config, shapes.num_params)
 
@@ -215,7 +241,7 @@ class _DeviceStep:
         tokens = self._over_batch(self.objective.task.count(batch))
         key = (
             jax.random.fold_in(make_key(self.config.seed), step)
-            if self.config.model.dropout
+            if self.config.model.draws_dropout
             else None
         )
         scale = state.loss_scale.scale if self.plan.precision == "f16" else jnp.float32(1)
@@ -229,7 +255,7 @@ class _DeviceStep:
         )
         unscaled = (lambda x: x / scale) if self.plan.precision == "f16" else (lambda x: x)
         loss = unscaled(self._over_batch(sums.loss))
-        gradients = jax.tree.map(
+        gradients = map_trained(
             lambda layout, g: unscaled(layout.reduced(g)), self.layouts, gradients
         )
         norm = global_norm(gradients)
@@ -240,9 +266,10 @@ class _DeviceStep:
             return jax.tree.map(lambda n, o: jnp.where(finite, n, o), new, old)
 
         params, opt_state = self._updated(state, gradients, norm, lr, if_finite)
+        before = map_trained(lambda _, p: p, self.layouts, state.params)
         new = TrainState(
             step=step,
-            params=if_finite(params, state.params),
+            params=with_trained(if_finite(params, before), state.params),
             opt_state=opt_state,
             loss_scale=self._rescaled(state.loss_scale, finite),
         )
@@ -276,12 +303,12 @@ class _DeviceStep:
         if_finite: Callable[[Any, Any], Any],
     ) -> tuple[Params, optax.OptState]:
         """Clip the gradients, run AdamW on the part that this device updates, and gather the
-        parts. `if_finite`(new, old) selects the optimizer state.
+        parts: the trained parameters. `if_finite`(new, old) selects the optimizer state.
         """
         limit = self.config.optimizer.clip_norm
         factor = jnp.minimum(1.0, limit / jnp.maximum(norm, 1e-12)) if limit else jnp.float32(1)
         gradients = jax.tree.map(lambda g: g * factor, gradients)
-        parts = jax.tree.map(lambda layout, p: layout.updated_part(p), self.layouts, state.params)
+        parts = map_trained(lambda layout, p: layout.updated_part(p), self.layouts, state.params)
         if self.plan.offloads_moments:
             updates, opt_state = update_through_host(
                 self.optimizer,
@@ -296,7 +323,7 @@ class _DeviceStep:
             updates, opt_state = self.optimizer.update(gradients, state.opt_state, parts)
             opt_state = if_finite(opt_state, state.opt_state)
         parts = jax.tree.map(lambda p, u: p - lr * u, parts, updates)
-        return jax.tree.map(
+        return map_trained(
             lambda layout, p: layout.gather_updated(p), self.layouts, parts
         ), opt_state
 

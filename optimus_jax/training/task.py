@@ -1,4 +1,4 @@
-"""Tasks: what a batch holds, and what is learnt from it.
+"""A task: what a batch holds, and what is learnt from it. The tasks are in training/tasks.py.
 
 A task names the arrays of its batches, makes them of the loader's examples, and gives the loss and
 the metrics of some rows. Everything else (microbatches, pipelines, sums over devices, evaluation,
@@ -10,20 +10,20 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from optimus_jax.data.batch import BATCH_ARRAYS, BatchArray
-from optimus_jax.errors import ConfigError, explain, nearest
-from optimus_jax.mesh.axes import VOCAB
+from optimus_jax.config import PreferenceConfig
+from optimus_jax.data.batch import BatchArray, HostBatch
+from optimus_jax.errors import ConfigError, explain
 from optimus_jax.mesh.collectives import Collectives
 from optimus_jax.mesh.sums import Sums
 from optimus_jax.models.transformer import Decoder
 from optimus_jax.run_directory.contents import COMMON, EVENTS
 from optimus_jax.run_directory.step_record import StepRecord
-from optimus_jax.training.loss import cross_entropy
 
+POLICY, REFERENCE = "policy", "reference"
+"""Streams of a task with a reference: of the model, and of the model without its adapters."""
 Batch = dict[str, Array]
 """Arrays on devices, by the names of the task's arrays."""
 
@@ -34,11 +34,13 @@ class LossInputs:
 
     model: Decoder
     value: Any
-    """The stage value after the last layer: of a decoder, its residual stream [B, L, D]."""
+    """The stage value after the last layer: the residual stream [B, L, D], or if the task has a
+    reference one for each of POLICY and REFERENCE."""
     rows: Batch
     comm: Collectives
     weight: Array | float
     """Weight of every term."""
+    preference: PreferenceConfig = field(default_factory=PreferenceConfig)
     chunk_tokens: int
     """Tokens whose logits exist at the same time."""
 
@@ -55,7 +57,7 @@ class TaskSums(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """A task: a row of TASKS."""
+    """A task: a row of TASKS (training/tasks.py)."""
 
     loss: Callable[[LossInputs], TaskSums]
     count: Callable[[Batch], Array]
@@ -67,44 +69,41 @@ class Task:
     prepare: Callable[[dict[str, np.ndarray]], dict[str, np.ndarray]] = lambda batch: batch
     """Some rows of `arrays` on the host, made of the same rows as the loader gives them
     (data/batch.py). A row may depend on nothing else."""
+    learns_from_pairs: bool = False
+    """Whether examples must hold preference pairs, two segments each."""
+    has_reference: bool = False
+    """Whether the rows also run through the model as it is without its adapters."""
     auxiliary_weights: Mapping[str, float] = field(default_factory=dict)
     """What training adds to the loss for each auxiliary sum of the layers (`LayersOutput`): this
     times the sum. Names that a model does not give add nothing."""
 
-
-def _next_token_loss(inputs: LossInputs) -> TaskSums:
-    model, comm, rows = inputs.model, inputs.comm, inputs.rows
-    hidden_BLE = comm.fan_out(model.head_input(inputs.value, comm), VOCAB)
-    weights: Any = rows["loss_mask"].astype("float32") * inputs.weight
-    loss = cross_entropy(
-        hidden_BLE.reshape(-1, hidden_BLE.shape[-1]),
-        model.output_head,
-        rows["targets"].reshape(-1),
-        weights.reshape(-1),
-        comm=comm,
-        vocab_size=model.config.vocab_size,
-        chunk_tokens=inputs.chunk_tokens,
-    )
-    return TaskSums(loss, {})
-
-
-TASKS: dict[str, Task] = {
-    "next_token": Task(
-        loss=_next_token_loss,
-        count=lambda rows: rows["loss_mask"].sum(dtype=jnp.int32),
-        arrays=BATCH_ARRAYS,
-    )
-}
-"""By the value of the setting `task`."""
-
-
-def task_named(name: str) -> Task:
-    """A row of TASKS. Raises ConfigError, with the nearest name, if there is none."""
-    if name not in TASKS:
-        raise ConfigError(
-            explain(f"unknown task {name!r}", given=f"task={name}", do=nearest(name, TASKS))
-        )
-    return TASKS[name]
+    def batch_of(self, loaded: HostBatch) -> HostBatch:
+        """What `prepare` makes of rows of the loader. Raises ConfigError if these are not the
+        `arrays`.
+        """
+        prepared = self.prepare(loaded)
+        rows, seq_len = loaded["tokens"].shape
+        expected = {
+            name: f"{np.dtype(array.dtype)} {array.shape(rows, seq_len)}"
+            for name, array in self.arrays.items()
+        }
+        found = {name: f"{array.dtype} {array.shape}" for name, array in prepared.items()}
+        if found != expected:
+            names = [
+                name for name in {**expected, **found} if expected.get(name) != found.get(name)
+            ]
+            raise ConfigError(
+                explain(
+                    "a task prepares other arrays than it names",
+                    given="; ".join(
+                        f"{name}: {expected.get(name, 'none')} by Task.arrays,"
+                        f" {found.get(name, 'none')} by Task.prepare"
+                        for name in names
+                    ),
+                    do="let both have the same names, dtypes and shapes",
+                )
+            )
+        return prepared
 
 
 RESERVED_NAMES = frozenset(

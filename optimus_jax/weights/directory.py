@@ -10,11 +10,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from optimus_jax.config import ModelConfig
 from optimus_jax.errors import CheckpointError, ConfigError, explain
 from optimus_jax.models.families import check_family
 from optimus_jax.models.huggingface import config_from_huggingface
-from optimus_jax.models.huggingface_checks import check_tied_head, listed, model_tensors
+from optimus_jax.models.huggingface_checks import EMBEDDING, check_tied_head, listed, model_tensors
+from optimus_jax.models.huggingface_formats import format_of
 from optimus_jax.system.json_input import JSONInputError, parse_json
 from optimus_jax.weights.file_bytes import damaged, read_whole
 from optimus_jax.weights.safetensors_file import read_safetensors
@@ -39,6 +42,11 @@ class PublishedModel:
     config: ModelConfig
     tensors: dict[str, StoredTensor]
     """By name without the family's prefix, as `LeafSource.block` wants them."""
+
+    @property
+    def dtype(self) -> np.dtype:
+        """The format of its embedding, and usually of all its tensors."""
+        return self.tensors[format_of(self.config.family).tensors[EMBEDDING]].dtype
 
     def check_tied_head(self) -> None:
         """Read the embedding and a tied head, if one is stored, and compare them.

@@ -17,6 +17,7 @@ from optimus_jax.config import (
     ControlConfig,
     DataConfig,
     DistributedConfig,
+    Features,
     LogConfig,
     ModelConfig,
     OptimizerConfig,
@@ -63,6 +64,11 @@ def configs(draw: st.DrawFn) -> Config:
         max_length=seq_len + draw(st.integers(0, 9)),
         tied=draw(st.booleans()),
         rope_scaling=draw(st.none() | st.builds(RopeScaling, factor=positive)),
+        features=Features(
+            positions=draw(st.sampled_from((None, "none", "learned", "rotary"))),
+            qk_norm=draw(st.sampled_from((None, "none", "head"))),
+            biases=draw(st.sampled_from((None, (), ("query",), ("key", "value")))),
+        ),
         dropout=draw(st.floats(0, 0.9)),
     )
     return Config(
@@ -227,6 +233,29 @@ def test_rotary_positions_need_an_even_head_dim():
         check_family(ModelConfig(family="llama", head_dim=33))
 
 
+@pytest.mark.parametrize(("name", "family"), [("positions", "gpt2"), ("qk_norm", "qwen3")])
+def test_a_feature_can_be_none_where_its_family_has_one(name, family):
+    config = Config().with_values({"model.family": family, f"model.features.{name}": "none"})
+    assert getattr(features_of(config.model), name) == "none"
+
+
+def test_a_family_that_changes_after_its_use_is_refused(monkeypatch):
+    model = ModelConfig(family="mine")
+    for _ in range(2):  # the same row again is no change
+        monkeypatch.setitem(FAMILIES, "mine", dataclasses.replace(FAMILIES["gpt2"]))
+        check_family(model)
+    monkeypatch.setitem(FAMILIES, "mine", FAMILIES["llama"])
+    with pytest.raises(ConfigError, match="'mine' has changed since it was first used"):
+        check_family(model)
+
+
+def test_sinusoidal_positions_need_an_even_width():
+    sinusoids = Features(positions="sinusoid")
+    check_family(ModelConfig(embed_dim=254, features=sinusoids))
+    with pytest.raises(ConfigError, match=r"as many sines as cosines(.|\n)*embed_dim=255"):
+        check_family(ModelConfig(embed_dim=255, features=sinusoids))
+
+
 def test_settings_left_open_are_derived():
     assert Config(model=ModelConfig(max_length=4096)).seq_len == 1024
     assert Config(model=ModelConfig(max_length=256)).seq_len == 256
@@ -247,6 +276,10 @@ def test_settings_left_open_are_derived():
             r"unknown setting 'optimiser.beta2'(.|\n)*did you mean 'optimizer.beta2'",
         ),
         ({"optimizer": 3}, r"unknown setting 'optimizer'"),
+        (
+            {"model.rope_scaling.low_frequency_factor": 4.0},
+            r"must be below(.|\n)*low_frequency_factor=4.0, high_frequency_factor=4.0",
+        ),
         (
             {"optimizer": {"bta2": 3}},
             r"unknown setting 'optimizer.bta2'(.|\n)*did you mean 'beta2'",

@@ -24,6 +24,8 @@ def test_document_lengths_are_counted_row_by_row():
         ([0, 0, 0, 0], [YES, NO, NO, NO], 3),  # a row padded after its only document
         ([0, 0, 1, 1], [YES, NO, NO, NO], 2),  # padding as a document of its own
         ([0, 0, 0, 0], [NO, NO, NO, NO], 4),
+        ([0, 0, 0, 0], [NO, YES, NO, YES], 0),  # a conversation with two answers
+        ([0, 0, 1, 1], [NO, YES, NO, NO], 2),  # a conversation, then padding
     ],
 )  # a row that only fills its place
 def test_padding_is_told_from_ends_of_documents(segments, counts, padding):

@@ -152,6 +152,32 @@ def test_tensor_parallelism_becomes_data_parallelism_as_the_batch_grows(text, tm
     assert_is_a_restart(result, plan)
 
 
+def test_a_run_that_trains_adapters_switches(text, tmp_path):  # noqa: F811
+    """Frozen matrices in bf16, adapters, and moments of adapters alone move."""
+    lora = {
+        "model.tuning.method": "lora",
+        "model.tuning.rank": 4,
+        "model.tuning.dropout": 0.1,
+        "model.tuning.base_precision": "bf16",
+    }
+    plan = plan_on("data=2,tensor=4", **lora)
+    result = run_tiny(
+        tmp_path / "run",
+        text,
+        {AT: switch_at(AT, plan)},
+        mesh="fsdp=4,tensor=2",
+        zero=3,
+        **SAVED,
+        **lora,
+    )
+    assert [event["step"] for event in events(result, "remesh")] == [AT]
+    assert_is_a_restart(result, plan)
+    dtypes = {path: leaf.dtype for path, leaf in named_leaves(result.state).items()}
+    assert dtypes["params/layers/attention/query"] == "bfloat16"
+    assert dtypes["opt_state/0/mu/layers/attention/query_adapter/a"] == "float32"
+    assert "opt_state/0/mu/layers/attention/query" not in dtypes
+
+
 def test_a_switch_prepared_for_batches_of_the_old_phase_is_dropped(text, tmp_path):  # noqa: F811
     """A switch that is decided at the boundary itself does not happen, and the advisor is told to
     decide anew.

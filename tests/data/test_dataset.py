@@ -5,8 +5,9 @@ import numpy as np
 import pytest
 
 from optimus_jax.config import DataConfig
-from optimus_jax.data import dataset, digests
+from optimus_jax.data import digests, identity
 from optimus_jax.data.dataset import load_data
+from optimus_jax.data.identity import differences
 from optimus_jax.data.tokenizers import ByteTokenizer, encode_documents
 from optimus_jax.data.tokens import write_token_file
 from optimus_jax.errors import DataError
@@ -123,7 +124,7 @@ def test_identity_depends_on_every_token(tmp_path, monkeypatch):
     """Evenly spread blocks alone would miss most of them."""
     monkeypatch.setattr(digests, "DIGEST_TOKENS", 16)
     monkeypatch.setattr(digests, "_DIGEST_BLOCKS", 2)
-    monkeypatch.setattr(dataset, "DIGEST_TOKENS", 16)
+    monkeypatch.setattr(identity, "DIGEST_TOKENS", 16)
     text = "0123456789" * 10
     found = {}
     for name, content in {"same": text, "other": text[:50] + "x" + text[51:]}.items():
@@ -136,16 +137,18 @@ def test_identity_depends_on_every_token(tmp_path, monkeypatch):
             load(tmp_path / f"{name}.bin").identity,
         ]
         with monkeypatch.context() as patch:
-            patch.setattr(dataset, "CHECKED_TOKENS", 50)  # too long to be read at every start
+            patch.setattr(identity, "CHECKED_TOKENS", 50)  # too long to be read at every start
             found[name].append(load(tmp_path / f"{name}.bin").identity)
     assert (
-        dataset.differences(found["same"][0], found["same"][1])
-        == dataset.differences(found["same"][1], found["same"][2])
+        differences(found["same"][0], found["same"][1])
+        == differences(found["same"][1], found["same"][2])
         == []
     )
-    assert [
-        dataset.differences(*pair) for pair in zip(found["same"], found["other"], strict=True)
-    ] == [["every_token"], ["every_token"], ["files"]]
+    assert [differences(*pair) for pair in zip(found["same"], found["other"], strict=True)] == [
+        ["every_token"],
+        ["every_token"],
+        ["files"],
+    ]
 
 
 def test_identity_depends_on_the_content_alone(text_file, token_file):

@@ -533,9 +533,14 @@ def tar_of(content):
             "a.jsonl",
             '{"messages": [{"role": "user", "content": "x"}], "text": [{"role": 1}]}',
             (
-                "'text' holds a list of objects with 'role', not a text; a conversation needs a"
-                " chat template"
+                "'text' holds a list of objects with 'role', not a text; a conversation becomes"
+                " tokens when training starts"
             ),
+        ),
+        (
+            "a.jsonl",
+            '{"messages": [{"role": "user", "content": "x"}]}',
+            "no field 'text'; there are 'messages'; a conversation becomes tokens when training",
         ),
         ("a.jsonl", '{"text": ' + "[" * 100_000, "line 1, .*\n.*RecursionError"),
         ("a.jsonl", '{"text": ' + "9" * 5000 + "}", "line 1, .*\n.*'text' holds a number"),

@@ -8,7 +8,8 @@ import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from optimus_jax.data.tokenizers import ByteTokenizer, encode_documents, load_tokenizer, token_dtype
+from optimus_jax.data.token_ids import token_dtype
+from optimus_jax.data.tokenizers import ByteTokenizer, encode_documents, load_tokenizer
 from optimus_jax.errors import DataError
 from optimus_jax.system.paths import PathError
 

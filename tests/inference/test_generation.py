@@ -12,29 +12,24 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import F32_RELATIVE, assert_close
+from chat_templates import MODELS as CHAT_MODELS
+from chat_templates import save_tokenizer
+from helpers import F32_RELATIVE, assert_close, fitted
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from plans import FAMILY_MODELS
+from published import WORDS, libraries, with_tokenizer, write
 
+from optimus_jax.cli import generate
 from optimus_jax.cli.generate import show
 from optimus_jax.config import ModelConfig
-from optimus_jax.data.tokenizers import ByteTokenizer
-from optimus_jax.errors import CheckpointError, ConfigError, DataError
-from optimus_jax.inference.generation import (
-    Sampling,
-    TextModel,
-    _Detokenizer,
-    _next_tokens,
-    _prefill,
-    candidates,
-    draw,
-    empty_cache,
-    extend,
-    load_text_model,
-    rounded_up,
-    unpadded,
-)
+from optimus_jax.config.axes import AxisSizes
+from optimus_jax.data.tokenizers import ByteTokenizer, load_tokenizer
+from optimus_jax.errors import CheckpointError, ConfigError, DataError, OptimusError
+from optimus_jax.inference.loading import load_text_model
+from optimus_jax.inference.model_on_mesh import ModelOnMesh, next_tokens, prefill, unpadded
+from optimus_jax.inference.sampling import Sampling, candidates, draw
+from optimus_jax.inference.text_model import TextModel, _Detokenizer, _Text, rounded_up
 from optimus_jax.mesh.collectives import Collectives
 from optimus_jax.models.block import ForwardContext
 from optimus_jax.run.api import train
@@ -87,7 +82,7 @@ def random_model(config):
         return jnp.asarray(rng.normal(around, 0.5, leaf.shape), jnp.float32)
 
     return TextModel(
-        config=config,
+        model=ModelOnMesh(config),
         params=jax.tree.map_with_path(values, unpadded(config).params),
         tokenizer=NoEnd(),
         step=0,
@@ -147,10 +142,10 @@ def test_cached_logits_equal_a_full_pass(model):
 def assert_cache_changes_nothing(model):
     ids = np.random.default_rng(0).integers(0, 257, 40).astype(np.int32)
     expected = full_logits(model, ids)
-    run = jax.jit(lambda *given: extend(model.config, model.params, *given))
+    run = jax.jit(lambda *given: model.model.extend(model.params, *given))
     padded = np.full((1, 32), 99, np.int32)  # padding that would be seen if it were not hidden
     padded[0, :20] = ids[:20]
-    empty = empty_cache(model.config, model.params, 64)
+    empty = model.model.empty_cache(model.params, 64)
     for last in range(20):
         logits, cache = run(empty, padded, np.int32(0), np.int32(last))
         assert_close(logits[0], expected[last], F32_RELATIVE)
@@ -159,6 +154,33 @@ def assert_cache_changes_nothing(model):
             cache, ids[None, position : position + 1], np.int32(position), np.int32(0)
         )
         assert_close(logits[0], expected[position], F32_RELATIVE)
+
+
+@pytest.mark.parametrize("axes", ["tensor=4", "fsdp=2,tensor=2", "fsdp=8"])
+def test_a_model_split_over_a_mesh_generates_the_same(model, axes):
+    split = ModelOnMesh(model.config, AxisSizes.parse(axes))
+    params = jax.tree.map(
+        lambda leaf, like, sharding: jax.device_put(fitted(np.asarray(leaf), like.shape), sharding),
+        model.params,
+        split.shapes.params,
+        split.param_shardings,
+    )
+    other = replace(model, model=split, params=params)
+    cache, tokens = model.model.empty_cache(params, 32), PROMPT[None]
+    whole, _ = model.model.extend(model.params, cache, tokens, jnp.int32(0), jnp.int32(6))
+    empty = split.empty_cache(params, 32)
+    parts, _ = jax.jit(split.extend)(params, empty, tokens, jnp.int32(0), jnp.int32(6))
+    vocab = model.config.vocab_size
+    assert_close(np.asarray(parts)[:, :vocab], whole, F32_RELATIVE)
+    assert np.isneginf(np.asarray(parts)[:, vocab:]).all()
+    for how in ({"temperature": 0.0}, {"seed": 3, "num_samples": 2}):
+        np.testing.assert_array_equal(generated(other, **how), generated(model, **how))
+
+
+@pytest.mark.parametrize("axes", ["data=2", "pipe=2,tensor=2", "tensor=3"])
+def test_a_mesh_that_cannot_split_a_model_is_refused(axes):
+    with pytest.raises(OptimusError, match=r"(?s)given:.*do:"):
+        ModelOnMesh(MODELS["gpt2"], AxisSizes.parse(axes))
 
 
 def test_greedy_tokens_are_the_likeliest_of_a_full_pass(model):
@@ -254,10 +276,10 @@ def test_every_draw_has_a_key_of_its_own(gpt):
 
 def test_prompts_of_many_lengths_share_one_program(gpt):
     generated(gpt)
-    compiled = _prefill._cache_size(), _next_tokens._cache_size()
+    compiled = prefill._cache_size(), next_tokens._cache_size()
     for length in (1, 2, 11, 20):
         generated(gpt, np.arange(length), num_new_tokens=5, seed=length)
-    assert (_prefill._cache_size(), _next_tokens._cache_size()) == compiled
+    assert (prefill._cache_size(), next_tokens._cache_size()) == compiled
     assert [rounded_up(n, 48) for n in (1, 32, 33, 48)] == [32, 32, 48, 48]
 
 
@@ -323,6 +345,31 @@ def test_streamed_pieces_join_to_the_whole_text(prompt, tokens):
     )
 
 
+@given(
+    text=st.text("ab", max_size=20),
+    stop=st.lists(st.text("ab", min_size=1, max_size=4), max_size=3),
+)
+def test_text_ends_before_the_first_stop(text, stop):
+    shown = _Text(_Detokenizer(ByteTokenizer(), np.array([], np.int32)), stop)
+    pieces = [shown.push(ord(character)) for character in text]
+    ends = [text.find(each) for each in stop if each in text]
+    assert "".join([*pieces, shown.rest()]) == text[: min(ends, default=None)]
+    assert shown.is_over == bool(ends)
+    for number in range(len(pieces)):  # nothing is held back longer than a stop may need
+        done = "".join(pieces[: number + 1])
+        assert len(done) >= min([number + 1, *ends]) - 3
+
+
+def test_generation_ends_when_all_samples_have_stopped(gpt):
+    text = "".join(first for (first,) in gpt.generate("abc", seed=1, warn=lambda text: None))
+    stop = text[5:7]
+    pieces = list(gpt.generate("abc", seed=1, stop=[stop], warn=lambda text: None))
+    assert "".join(first for (first,) in pieces) == text[: text.find(stop)]
+    assert len(pieces) < 12
+    with pytest.raises(ConfigError, match="stop is out of range"):
+        gpt.generate("abc", stop=[""])
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -352,7 +399,7 @@ def test_numbers_out_of_range_are_refused(gpt, settings, message):
 )
 def test_prompts_that_the_model_cannot_take_are_refused(gpt, prompt, message):
     with pytest.raises(DataError, match=message):
-        replace(gpt, config=replace(gpt.config, vocab_size=100)).generate(prompt)
+        replace(gpt, model=ModelOnMesh(replace(gpt.config, vocab_size=100))).generate(prompt)
 
 
 @pytest.fixture(scope="module")
@@ -487,6 +534,77 @@ def test_script_prints_the_generated_text(trained):
     assert done.stdout == f"{first}\n\n{'-' * 40}\n{second}\n"
 
 
+def test_a_published_model_continues_a_prompt_as_transformers_does(tmp_path):
+    torch, transformers = libraries()
+    directory = with_tokenizer(write("llama", "safetensors", "float32", tmp_path / "tiny"))
+    ids = [2, 3, 4, 5]
+    prompt = " ".join(WORDS[each] for each in ids)
+    reference = transformers.AutoModelForCausalLM.from_pretrained(directory)
+    expected = reference.generate(
+        torch.tensor([ids]), do_sample=False, max_new_tokens=8, eos_token_id=1, pad_token_id=1
+    )[0, len(ids) :]
+    for axes in ("", "tensor=2", "fsdp=4"):
+        mesh = AxisSizes.parse(axes) if axes else AxisSizes()
+        model = load_text_model(directory, mesh=mesh)
+        found = model.generate_ids(
+            model.encode(prompt),
+            num_new_tokens=8,
+            sampling=Sampling(temperature=0),
+            seed=0,
+            num_samples=1,
+        )
+        assert [int(token) for (token,) in found] == expected.tolist()
+    with pytest.raises(ConfigError, match="has no checkpoints"):
+        load_text_model(directory, 3)
+    (directory / "tokenizer.json").unlink()
+    with pytest.raises(ConfigError, match="without a tokenizer"):
+        load_text_model(directory)
+
+
+def test_a_chat_is_written_out_and_ends_with_the_turn(tmp_path):
+    _, transformers = libraries()
+    folder = save_tokenizer(tmp_path / "model", **CHAT_MODELS["chatml"])
+    tokenizer = load_tokenizer(str(folder))
+    config = replace(MODELS["gpt2"], vocab_size=tokenizer.vocab_size, max_length=128)
+    model = replace(random_model(config), tokenizer=tokenizer)
+    theirs = transformers.AutoTokenizer.from_pretrained(folder)
+    prompt = "what is <|im_end|> here?"
+    ids = model.encode(prompt, chat=True)
+    plain = model.encode("what?", chat=True).tolist()
+    assert plain == theirs.apply_chat_template(
+        [{"role": "user", "content": "what?"}], add_generation_prompt=True, return_dict=False
+    )
+    (end,) = model._ends_of_turns()
+    assert theirs.convert_ids_to_tokens(end) == "<|im_end|>"
+    assert ids.tolist().count(end) == 1  # the template's own, not that of the message
+    greedy = {"sampling": Sampling(temperature=0), "seed": 0, "num_samples": 1}
+    drawn = [int(token) for (token,) in model.generate_ids(ids, num_new_tokens=8, **greedy)]
+    again = model.generate_ids(ids, num_new_tokens=8, ends=(drawn[3],), **greedy)
+    cut = drawn[: drawn.index(drawn[3])]
+    assert [int(token) for (token,) in again] == [*cut, tokenizer.eos]
+    with pytest.raises(DataError, match="chat template"):
+        replace(model, tokenizer=ByteTokenizer()).encode("what?", chat=True)
+
+
+def test_script_reads_a_prompt_from_a_file_and_stops(trained, tmp_path, capsys, monkeypatch):
+    (tmp_path / "prompt.txt").write_text("the\n")
+    common = ["generate", "--run", str(trained.run_dir), "--temperature", "0"]
+    more = ["--max-new-tokens", "10", "--mesh", "fsdp=2,tensor=2"]
+    for flags in (["--prompt", "the"], ["--prompt-file", str(tmp_path / "prompt.txt")]):
+        monkeypatch.setattr(sys, "argv", [*common, *flags, *more])
+        generate.main()
+    one, two = capsys.readouterr().out.splitlines()
+    assert one == two
+    assert one.startswith("the")
+    stop = one[5:7]
+    monkeypatch.setattr(sys, "argv", [*common, "--prompt", "the", *more, "--stop", stop])
+    generate.main()
+    assert capsys.readouterr().out == one[: one.index(stop, 3)] + "\n"
+    monkeypatch.setattr(sys, "argv", [*common, "--prompt-file", str(tmp_path / "gone")])
+    with pytest.raises(ConfigError, match="prompt cannot be read"):
+        generate.main()
+
+
 def test_script_error_says_what_is_wrong(tmp_path):
     done = script("--run", tmp_path, "--prompt", "the")
     assert (done.returncode, done.stdout) == (2, "")
@@ -524,12 +642,12 @@ def test_script_ends_quietly_when_its_pipe_is_closed():
     """As with `| head -c 1`: the pipe is closed while text is still being made."""
     program = f"""
 import os, runpy, sys
-from optimus_jax.inference import generation
+from optimus_jax.inference import loading
 class Model:
     config, step = type("", (), {{"name": "tiny"}}), 1
     def generate(self, prompt, **_):
         return iter([["x" * 100000]] * 3)
-generation.load_text_model = lambda *_, **__: Model()
+loading.load_text_model = lambda *_, **__: Model()
 sys.argv = ["generate.py", "--run", "r", "--prompt", "p"]
 runpy.run_path({str(SCRIPT)!r}, run_name="__main__")
 """

@@ -221,6 +221,20 @@ CASES |= {
         "head_dim": 8,
     },
     "gemma2, one kv head": CASES["gemma2"] | {"num_key_value_heads": 1, "vocab_size": 128},
+    "gemma3, global layers stretched": CASES["gemma3"]
+    | {
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+            "full_attention": {"rope_type": "linear", "rope_theta": 1000.0, "factor": 8.0},
+        }
+    },
+    "llama, linear rope": LLAMA
+    | LLAMA_LIKE
+    | {
+        "model_type": "llama",
+        "num_key_value_heads": 2,
+        "rope_scaling": {"rope_type": "linear", "factor": 4.0},
+    },
     "gemma3, no groups": CASES["gemma3"] | {"num_key_value_heads": 4, "head_dim": 8},
     "gemma3, one kv head": CASES["gemma3"]
     | {"num_key_value_heads": 1, "sliding_window": 2, "vocab_size": 128},

@@ -14,7 +14,7 @@ import pytest
 from helpers import F32_RELATIVE
 
 import optimus_jax
-from optimus_jax.inference.generation import Sampling, draw
+from optimus_jax.inference.sampling import Sampling, draw
 from optimus_jax.models.keys import make_key
 
 OTHER_SETTINGS = {

@@ -63,9 +63,9 @@ def test_norms_by_their_definition(kind, by_definition):
     x = np.random.default_rng(1).standard_normal((2, 3, 16)).astype(np.float32) * 3 + 1
     with nnx.use_eager_sharding(False):
         norm = Norm(kind, (16,), 0.01)
-        norm.scale = constant(2.0, (16,), ("norm",), "scale")
+        norm.scale = constant(2.0, (16,), ("norm",), "scale", "norm")
         if kind == "layer":
-            norm.bias = nnx.data(constant(0.5, (16,), ("norm",), "bias"))
+            norm.bias = nnx.data(constant(0.5, (16,), ("norm",), "bias", "norm"))
     expected = 2 * by_definition(x.astype(np.float64)) + (0.5 if kind == "layer" else 0)
     assert relative_error(np.asarray(norm(jnp.asarray(x))), expected) <= F32_RELATIVE
     assert norm(jnp.asarray(x, jnp.bfloat16)).dtype == jnp.bfloat16

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from optimus_jax.data.conversations import Conversations
 from optimus_jax.data.sampler import count_examples, cut_examples
 from optimus_jax.data.tokenizers import ByteTokenizer
 from optimus_jax.data.tokens import TokenStream, read_token_file, write_token_file
@@ -14,6 +15,31 @@ from optimus_jax.planning.profiles import data_profile
 from optimus_jax.planning.profiles.data_profile import MIN_STEPS_PER_EPOCH, profile_data
 
 EOS = 256
+
+
+def test_profile_of_conversations_equals_counts_over_the_batches():
+    random = np.random.default_rng(1)
+    lengths = random.integers(2, 14, 50)
+    starts = np.concatenate([[0], np.cumsum(lengths)])
+    conversations = Conversations(
+        name="chats",
+        tokens=np.ones(starts[-1], np.uint16),
+        counts=random.random(starts[-1]) < 0.5,
+        starts=starts,
+        vocab_size=257,
+        too_long="truncate",
+    )
+    profile = profile_data(conversations, seq_len=9)
+    assert profile.num_examples == count_examples(conversations, 9)
+    batch = cut_examples(
+        conversations, np.arange(profile.num_examples), seq_len=9, respect_documents=True
+    )
+    assert profile.trained_share == pytest.approx(batch["loss_mask"].mean())
+    same = batch["segments"][:, :, None] == batch["segments"][:, None, :]
+    assert profile.attended_share == pytest.approx(same.mean())
+    assert profile.length_quantiles[1.0] == lengths.max()
+    assert 0 < profile.whole_share < 1
+    assert "50 documents" in profile.describe()
 
 
 def stream_of(lengths: list[int], *, is_open: bool = False) -> TokenStream:

@@ -9,7 +9,7 @@ import jax
 import pytest
 from helpers import MEMORY_ESTIMATE
 
-from optimus_jax.config import Config, DataConfig
+from optimus_jax.config import Config, DataConfig, Tuning
 from optimus_jax.config.axes import AxisSizes
 from optimus_jax.config.presets import model_preset
 from optimus_jax.mesh.build import discover
@@ -22,9 +22,10 @@ from optimus_jax.training.step import build_program
 
 
 def planned(model: str, mesh: str, **settings: Any) -> tuple[Config, Plan]:
-    """A config and its plan; settings are `parallel`'s, but for `layers`."""
+    """A config and its plan; settings are `parallel`'s, but for `layers` and `tuning`."""
     layers = {"model.num_layers": settings.pop("layers")} if "layers" in settings else {}
-    config = Config(model=model_preset(model)).with_values(
+    tuned = replace(model_preset(model), tuning=settings.pop("tuning", Tuning()))
+    config = Config(model=tuned).with_values(
         {
             "parallel.mesh": mesh,
             **layers,
@@ -76,6 +77,8 @@ def estimated(config: Config, plan: Plan) -> MemoryEstimate:
             },
         ),
         ("llama-nano", "pipe=4,tensor=2", {"microbatches": 8, "layers": 6, "send_slack": True}),
+        ("llama-nano", "data=2,fsdp=2,tensor=2", {"tuning": Tuning(method="lora")}),
+        ("gpt2-nano", "pipe=2,fsdp=4", {"microbatches": 4, "tuning": Tuning(method="lora")}),
     ],
 )
 def test_memory_estimate_is_near_what_xla_allocates(model, mesh, settings):
@@ -101,6 +104,7 @@ def test_memory_estimate_is_near_what_xla_allocates(model, mesh, settings):
     )
 
 
+LORA = {"model.tuning.method": "lora", "model.tuning.base_precision": "bf16"}
 COMPILED_FOR_GPUS = 0.04
 """The most that the estimate of any plan below may be off; -0.3 to +2.2% when it was written, and
 1.5% on average over all of benchmarks/planner_memory.py."""
@@ -146,13 +150,23 @@ COMPILED_FOR_GPUS = 0.04
         ),
         ("gpt2 1024 128 data=1", "remat=full attention=cudnn", 8.07),
         ("llama3.2-1b 4096 16 data=1", "remat=full attention=cudnn", 29.40),
+        ("llama3-8b 4096 1 data=1, lora", "remat=selective attention=cudnn", 28.49),
+        ("llama3-8b 4096 2 fsdp=8, lora", "remat=selective attention=cudnn", 29.06),
+        ("llama3-8b 4096 1 data=8, lora", "microbatches=2 remat=full attention=cudnn", 18.19),
+        ("llama3-8b 4096 4 tensor=8, lora", "remat=selective attention=cudnn", 16.42),
+        (
+            "llama3-8b 4096 1 pipe=4,tensor=2, lora",
+            "microbatches=8 remat=selective attention=cudnn",
+            17.86,
+        ),
     ],
 )
 def test_memory_estimate_is_near_what_xla_allocates_on_a_gpu(plan, settings, compiled_gib):
     """Figures of steps compiled for H100s by benchmarks/planner_memory.py, of the last two for an
     H200 by benchmarks/gpu/compiled.py: model, tokens, rows of a microbatch on a device, mesh.
     """
-    model, seq_len, rows, mesh = plan.split()
+    model, seq_len, rows, mesh = plan.removesuffix(", lora").split()
+    is_lora = plan.endswith(", lora")
     axes, given = AxisSizes.parse(mesh), dict(setting.split("=") for setting in settings.split())
     batch = int(given.get("microbatches", 1)) * int(rows) * axes.data * axes.fsdp
     config = Config(
@@ -163,6 +177,7 @@ def test_memory_estimate_is_near_what_xla_allocates_on_a_gpu(plan, settings, com
             "parallel.mesh": mesh,
             "parallel.microbatches": 1,
             **{f"parallel.{name}": value for name, value in given.items()},
+            **(LORA if is_lora else {}),
         }
     )
     estimate = estimated(

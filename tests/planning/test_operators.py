@@ -26,7 +26,8 @@ from optimus_jax.planning.cost.rates import HEAD
 from optimus_jax.planning.cost.stage_time import layer_time
 from optimus_jax.planning.cost.work import Work, matmul
 from optimus_jax.planning.cost.workload import Workload
-from optimus_jax.training.task import TASKS, LossInputs, TaskSums, task_named
+from optimus_jax.training.task import LossInputs, TaskSums
+from optimus_jax.training.tasks import TASKS, task_named
 
 
 def shape_of(model: ModelConfig, plan: Plan, *, seq_len: int, global_batch: int) -> LayerShape:

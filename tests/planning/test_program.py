@@ -9,7 +9,7 @@ import pytest
 from plans import FAMILY_MODELS
 from pricing import communication_ops
 
-from optimus_jax.config import Config, ModelConfig
+from optimus_jax.config import Config, ModelConfig, Tuning
 from optimus_jax.config.axes import TENSOR, AxisSizes
 from optimus_jax.config.presets import model_preset
 from optimus_jax.mesh.build import discover
@@ -42,13 +42,21 @@ LAYER_TYPES = {
     "mistral, windows": ("window",),
 }
 """Types of layers of families whose examples are so long that windows save work."""
-MODELS = ("gpt2-nano", "llama-nano", *FAMILY_MODELS, *LAYER_TYPES)
+TUNINGS = {
+    "llama-nano, lora": Tuning(method="lora", rank=4, base_precision="bf16"),
+    "gptj, lora": Tuning(method="lora", targets=("query", "value", "down"), freeze=("attention",)),
+    "gpt2-nano, ia3": Tuning(method="ia3"),
+    "gpt2-nano, frozen": Tuning(freeze=("embedding", "mlp")),
+}
+"""Models of which only a part is trained."""
+MODELS = ("gpt2-nano", "llama-nano", *FAMILY_MODELS, *LAYER_TYPES, *TUNINGS)
 
 
 def model_called(name: str) -> tuple[ModelConfig, int]:
     """A preset or a small model of a family, with four layers, and the tokens of its examples."""
-    family, _, windows = name.partition(", ")
-    model = FAMILY_MODELS[family] if family in FAMILY_MODELS else model_preset(name)
+    family, windows = name.partition(", ")[0], name in LAYER_TYPES
+    model = FAMILY_MODELS[family] if family in FAMILY_MODELS else model_preset(family)
+    model = replace(model, tuning=TUNINGS.get(name, model.tuning))
     length = 256 if windows else 64
     if windows:
         features = replace(model.features, window=20, layer_types=LAYER_TYPES[name])
@@ -101,6 +109,7 @@ def test_collectives_of_the_parts_are_those_of_the_step(name, mesh):
     layer = layer_shape(workload, plan)
     layers = config.model.num_layers // plan.axes.pipe
     times = {"head": plan.microbatches, "step": 1}
+    trains_embed = config.model.tuning.trains("embedding")
     if plan.pipeline is None:
         times |= dict.fromkeys(("layer forward", "layer backward"), plan.microbatches * layers)
         times["embed"] = plan.microbatches
@@ -110,7 +119,7 @@ def test_collectives_of_the_parts_are_those_of_the_step(name, mesh):
             "layer forward": layers * ticks.forward,
             "layer backward": layers * ticks.backward,
             "embed": ticks.embed,
-            "broadcast": ticks.head + ticks.embed_backward,
+            "broadcast": ticks.head + ticks.embed_backward * trains_embed,
         }
         if features_of(config.model).table_dim:
             # The gradient of the projection of embeddings needs them again.
@@ -119,7 +128,7 @@ def test_collectives_of_the_parts_are_those_of_the_step(name, mesh):
     for op in communication_ops(workload, plan, layer, OURS):
         if op.kind != "send":
             folded[op.kind, op.axes] += times[op.part] * op.count * op.num_bytes
-    if plan.pipeline is not None and layer.splits_length:
+    if plan.pipeline is not None and layer.splits_length and trains_embed:
         # Ticks that need no backward of the embedding have one in a branch that is not taken.
         width = table_width(config.model) / config.model.embed_dim
         message = layer.programs.length_ways * layer.stream_bytes * width

@@ -8,17 +8,18 @@ from dataclasses import replace
 import jax
 import numpy as np
 import pytest
-from helpers import fitted, host_leaves
+from helpers import F32_RELATIVE, fitted, host_leaves, relative_error
 from plans import VOCAB_SIZE, build, case, in_order, model_for, random_state
 
 import optimus_jax
 from optimus_jax.checkpoint.checkpoints import Checkpoints
-from optimus_jax.config import CheckpointConfig
+from optimus_jax.config import CheckpointConfig, Tuning
 from optimus_jax.config.run_checkpoint import RunCheckpoint
 from optimus_jax.errors import CheckpointError, ConfigError, DataError
 from optimus_jax.mesh.slots import EMPTY
 from optimus_jax.models.huggingface import from_huggingface, to_huggingface
 from optimus_jax.models.huggingface_tensors import LeafSource
+from optimus_jax.models.merging import merged
 from optimus_jax.reshard.restack import is_stacked
 from optimus_jax.run import published_weights
 from optimus_jax.run.initial_weights import RunWeights, SeedWeights
@@ -301,3 +302,54 @@ def test_another_model_is_an_error_before_any_work(source, tmp_path):
     with pytest.raises(CheckpointError, match=r"saved with model.num_layers=1, requested 4"):
         optimus_jax.train("gpt2-nano", init_from=source, run_dir=tmp_path / "run")
     assert not (tmp_path / "run").exists()
+
+
+LORA = Tuning(method="lora", rank=4, base_precision="bf16")
+
+
+def saved_run(run, program, state):
+    """A run directory with a checkpoint of `state`."""
+    run.mkdir()
+    (run / "config.json").write_text(program.config.to_json())
+    checkpoints = Checkpoints(run / "checkpoints", CheckpointConfig())
+    stored = to_stored(state, program.shapes, program.plan, program.state_shardings)
+    metadata = {"config": program.config.to_json(), "plan": program.plan.to_json(), "data": DATA}
+    checkpoints.save(1, stored, metadata)
+    checkpoints.close()
+
+
+def test_a_run_with_adapters_begins_with_another_runs_parameters(interleaved_run):
+    run, expected = interleaved_run
+    program = build(replace(MODEL, tuning=LORA), OVER_THREE).program
+    state, _ = weights_of(run).initial_state(program, lambda text: None)
+    leaves, fresh = (host_leaves(each) for each in (state, program.init(np.int32(0))))
+    for path, leaf in in_order(program, leaves).items():
+        if path in expected and path.startswith("params/"):
+            wanted = fitted(expected[path], leaf.shape).astype(leaf.dtype)
+            np.testing.assert_array_equal(leaf, wanted, err_msg=path)
+    assert leaves["params/layers/mlp/up"].dtype == "bfloat16"
+    for path in (path for path in leaves if "_adapter/" in path or path.startswith("opt_state")):
+        np.testing.assert_array_equal(leaves[path], fresh[path], err_msg=path)
+    assert jax.tree.map(lambda leaf: leaf.sharding, state) == program.state_shardings
+
+
+@pytest.mark.parametrize("tuning", [Tuning(), LORA], ids=["merged", "the same"])
+def test_adapters_of_another_run_are_kept_or_merged(tmp_path, tuning):
+    source = build(replace(MODEL, tuning=LORA), SPLIT).program
+    before = random_state(source)
+    saved_run(tmp_path / "tuned", source, before)
+    program = build(replace(MODEL, tuning=tuning), INTERLEAVED).program
+    state, _ = weights_of(tmp_path / "tuned").initial_state(program, lambda text: None)
+    params = (
+        before.params
+        if tuning == LORA
+        else jax.jit(merged, static_argnums=1)(before.params, source.config.model)
+    )
+    found = in_order(program, host_leaves({"params": state.params}))
+    for path, leaf in in_order(source, host_leaves({"params": params})).items():
+        assert found[path].dtype == leaf.dtype
+        ours = fitted(found[path], leaf.shape)
+        if tuning == LORA:
+            np.testing.assert_array_equal(ours, leaf, err_msg=path)
+        else:
+            assert relative_error(ours, leaf) < F32_RELATIVE, path

@@ -15,7 +15,7 @@ from optimus_jax.config.request import read_config
 from optimus_jax.data.tokenizers import load_tokenizer
 from optimus_jax.devices.cpu import disable_compilation_cache_on_cpu
 from optimus_jax.errors import ConfigError, OptimusError
-from optimus_jax.inference.generation import load_text_model
+from optimus_jax.inference.loading import load_text_model
 from optimus_jax.report.run_report import run_report
 from optimus_jax.run.command_line import run
 from optimus_jax.run_directory.directory import RunDirectory

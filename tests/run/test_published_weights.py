@@ -10,25 +10,26 @@ import subprocess
 import sys
 import threading
 import zlib
+from dataclasses import replace
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
-from helpers import fitted, host_leaves
+from helpers import F32_RELATIVE, assert_close, fitted, host_leaves
 from plans import build, case, in_order
-from published import MODELS, libraries, state_dict_of, write
+from published import MODELS, libraries, state_dict_of, with_tokenizer, write
 
 import optimus_jax
 from optimus_jax.errors import CheckpointError, ConfigError, OptimusError, StoreError
+from optimus_jax.mesh.boxes import split
 from optimus_jax.models.huggingface import from_huggingface
 from optimus_jax.run import published_weights
-from optimus_jax.run.published_weights import PublishedWeights, split
+from optimus_jax.run.published_weights import PublishedWeights
 from optimus_jax.system.hub_model import HubModel
 from optimus_jax.weights.directory import open_model, read_config
 from optimus_jax.weights.published import PublishedSource, model_named
 
-WORDS = ["<unk>", "</s>", "the", "cat", "sat", "on", "mat", "and", "dog", "ran"]
 TINY = {
     "global_batch": 8,
     "seq_len": 16,
@@ -39,18 +40,6 @@ TINY = {
     "data.eval_fraction": 0.0,
 }
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
-
-
-def with_tokenizer(directory):
-    """Add the files of a tokenizer of WORDS."""
-    vocabulary = {word: number for number, word in enumerate(WORDS)}
-    tokenizer = pytest.importorskip("tokenizers")
-    whole = tokenizer.Tokenizer(tokenizer.models.WordLevel(vocabulary, unk_token="<unk>"))
-    whole.pre_tokenizer = tokenizer.pre_tokenizers.Whitespace()
-    whole.add_special_tokens(["</s>"])
-    whole.save(str(directory / "tokenizer.json"))
-    (directory / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
-    return directory
 
 
 @pytest.fixture(scope="module")
@@ -101,6 +90,28 @@ def test_the_shards_are_those_of_the_files(family, kind, of, most_bytes, tmp_pat
     assert jax.tree.map(lambda leaf: leaf.sharding, state) == program.state_shardings
 
 
+@pytest.mark.parametrize("family", ["llama", "gptj", "gpt2"])
+@pytest.mark.parametrize("mesh", ["tensor=2,fsdp=4", "pipe=2,data=4"])
+def test_added_tokens_begin_as_the_mean_of_the_others(family, mesh, tmp_path):
+    directory = write(family, "safetensors", "float32", tmp_path / "model")
+    stored = read_config(directory)
+    model = replace(stored, vocab_size=stored.vocab_size + 5)
+    program = build(model, case(mesh, zero=0)).program
+    source, said = PublishedSource.parse(str(directory), what="--model"), []
+    state, _ = PublishedWeights(source).initial_state(program, said.append)
+    assert any("5 tokens" in text for text in said)
+    old, new = stored.vocab_size, model.vocab_size
+    whole = host_leaves(from_huggingface(state_dict_of(family), stored, old))
+    tables = {path for path in whole if path.split("/")[0] in ("embedding", "head", "head_bias")}
+    for path in tables:
+        table = host_leaves(state)[f"params/{path}"]
+        np.testing.assert_array_equal(table[:old], whole[path])
+        mean = np.broadcast_to(whole[path].mean(0), table[old:new].shape)
+        assert_close(table[old:new], mean, F32_RELATIVE)
+        assert not table[new:].any()
+    assert len(tables) == {"llama": 2, "gptj": 3, "gpt2": 1}[family]
+
+
 @pytest.mark.parametrize("most", [1, 3, 5, 12, 100])
 def test_a_box_is_split_without_gap_or_overlap(most):
     box = (slice(2, 4), slice(0, 5), slice(1, 4))
@@ -149,12 +160,37 @@ def test_the_layout_is_planned_from_the_config_alone(llama, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+def test_adapters_are_trained_on_a_published_model(llama, text, tmp_path):
+    tuning = {"model.tuning.method": "lora", "model.tuning.base_precision": "bf16"}
+    run = {"data": text, "mesh": "fsdp=4,tensor=2", "run_dir": tmp_path / "run", **TINY}
+    done = optimus_jax.train(str(llama), **run, **tuning)
+    leaves = host_leaves(done.state.params)
+    expected = host_leaves(
+        from_huggingface(state_dict_of("llama", "bfloat16"), read_config(llama), 40)
+    )
+    for path, leaf in expected.items():
+        found = leaves[path]
+        np.testing.assert_array_equal(found.astype(np.float32), fitted(leaf, found.shape), path)
+    adapters = {path: leaf for path, leaf in leaves.items() if path not in expected}
+    assert all("adapter" in path for path in adapters)
+    assert any(leaf.any() for path, leaf in adapters.items() if path.endswith("/b"))
+
+
 def test_settings_take_precedence_over_what_a_published_model_brings(llama, text, tmp_path):
     one = {"data": text, "mesh": "data=8", **TINY}
     optimus_jax.train(str(llama), init_from="none", run_dir=tmp_path / "fresh", **one)
     assert begun_with(tmp_path / "fresh") == ["seed 0"]
     optimus_jax.train(str(llama), init_from=tmp_path / "fresh", run_dir=tmp_path / "second", **one)
     assert begun_with(tmp_path / "second") == [f"{tmp_path / 'fresh'}@1"]
+
+
+def test_tokens_may_be_added_to_a_published_model_but_not_removed(llama, text, tmp_path):
+    command = {"data": text, "mesh": "data=8", "run_dir": tmp_path / "run", **TINY}
+    with pytest.raises(CheckpointError, match=r"(?s)another model.*model.vocab_size"):
+        optimus_jax.train(str(llama), **command, **{"model.vocab_size": 30})
+    optimus_jax.train(str(llama), **command, **{"model.vocab_size": 50})
+    config = json.loads((tmp_path / "run" / "config.json").read_text())
+    assert config["model"]["vocab_size"] == 50
 
 
 def test_another_model_or_a_broken_directory_is_refused_before_a_run_exists(llama, tmp_path):

@@ -34,7 +34,7 @@ from optimus_jax.errors import (
     RunDirectoryError,
 )
 from optimus_jax.faults.stopping import EXIT_RESTART
-from optimus_jax.inference.generation import load_text_model
+from optimus_jax.inference.loading import load_text_model
 from optimus_jax.mesh.topology import Topology
 from optimus_jax.reshard.restack import is_stacked
 from optimus_jax.run import open_directory

@@ -2,6 +2,7 @@
 resume.
 """
 
+import dataclasses
 import gzip
 import json
 import shutil
@@ -15,7 +16,7 @@ from optimus_jax.config.request import make_config
 from optimus_jax.data.dataset import Data, load_data
 from optimus_jax.data.tokenizers import load_tokenizer
 from optimus_jax.errors import DataError
-from optimus_jax.inference.generation import load_text_model
+from optimus_jax.inference.loading import load_text_model
 from optimus_jax.run import requested_config
 from optimus_jax.run.inputs import Inputs
 from optimus_jax.run_directory.directory import RunDirectory
@@ -208,6 +209,40 @@ def test_a_run_keeps_its_end_of_document_token(tmp_path):
         tokenizer_of_run(run, named)
     (run.path / "tokenizer_config.json").unlink()
     assert tokenizer_of_run(run, named).eos == 2, "the usual name is the same one"
+
+
+def test_a_run_keeps_its_chat_template(tmp_path):
+    unigram().save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "chat_template.jinja").write_text("{{ bos_token }}")
+    (tmp_path / "other.jinja").write_text("another")
+    for name in ("bytes", str(tmp_path / "tokenizer.json")):
+        asked = str(tmp_path / "chat_template.jinja")
+        config = DataConfig(tokenizer=name, chat_template=asked)
+        run = started(tmp_path / name[-5:], tokenizer=name, chat_template=asked)
+        run.write_tokenizer(load_tokenizer(name, chat_template=asked).files)
+        gone = dataclasses.replace(config, chat_template=str(tmp_path / "gone.jinja"))
+        for same in (config, dataclasses.replace(config, chat_template=None)):
+            assert tokenizer_of_run(run, same).chat_template.text == "{{ bos_token }}"
+        with pytest.raises(DataError, match=r"keeps its chat template(.|\n)*other.jinja differs"):
+            tokenizer_of_run(
+                run, dataclasses.replace(config, chat_template=str(tmp_path / "other.jinja"))
+            )
+        with pytest.raises(DataError, match="cannot be read"):
+            tokenizer_of_run(run, gone)
+
+
+def test_a_copy_of_the_tokenizer_gives_its_template_the_same_special_tokens(tmp_path):
+    unigram().save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "chat_template.jinja").write_text("{{ bos_token }}{{ eos_token }}")
+    (tmp_path / "special_tokens_map.json").write_text('{"bos_token": "<s>", "eos_token": "</s>"}')
+    for eos, text in ((None, "<s></s>"), ("<unk>", "<s><unk>")):
+        config = DataConfig(tokenizer=str(tmp_path), eos=eos)
+        first = load_tokenizer(config.tokenizer, eos)
+        run = started(tmp_path / f"run{eos}", tokenizer=config.tokenizer)
+        run.write_tokenizer(first.files)
+        own = tokenizer_of_run(run, config)
+        assert own.chat_template.render([]) == first.chat_template.render([]) == text
+        assert own.chat_template.digest == first.chat_template.digest
 
 
 def test_changed_data_may_be_allowed_and_another_tokenizer_may_not(tmp_path):

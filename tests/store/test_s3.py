@@ -13,7 +13,7 @@ import pytest
 
 import optimus_jax
 from optimus_jax.errors import StoreError
-from optimus_jax.inference.generation import load_text_model
+from optimus_jax.inference.loading import load_text_model
 from optimus_jax.run_directory.directory import RunExistsError
 from optimus_jax.store.objects import Objects
 from optimus_jax.store.run_objects import complete_steps

@@ -104,7 +104,9 @@ def test_moments_are_rounded_to_bf16_once_per_step():
         OptimizerConfig(beta1=0.8, beta2=0.9, epsilon=0.01, weight_decay=0.0),
         np.random.default_rng(0),
     )
-    optimizer = make_optimizer(config, {"w": Leaf(("embed", "mlp"), "matrix")}, moments="bf16")
+    optimizer = make_optimizer(
+        config, {"w": Leaf(("embed", "mlp"), "matrix", "mlp")}, moments="bf16"
+    )
     params = {"w": jnp.zeros((30, 40))}
     state, m, v = (
         optimizer.init(params),
@@ -228,7 +230,9 @@ def test_bf16_moments_decay_where_gradients_vanish(beta):
 
     def decayed(beta2):
         optimizer = make_optimizer(
-            OptimizerConfig(beta1=beta, beta2=beta2), {"w": Leaf(("norm",), "bias")}, moments="bf16"
+            OptimizerConfig(beta1=beta, beta2=beta2),
+            {"w": Leaf(("norm",), "bias", "norm")},
+            moments="bf16",
         )
         params = {"w": jnp.zeros(1000)}
         first = jnp.exp(jax.random.normal(jax.random.key(0), (1000,)))

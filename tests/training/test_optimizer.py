@@ -15,7 +15,7 @@ from optimus_jax.models.shapes import model_shapes
 from optimus_jax.training.optimizer import learning_rate, make_optimizer, peak_learning_rate
 
 PEAK = 0.5
-MATRIX, BIAS = Leaf(("embed", "mlp"), "matrix"), Leaf(("norm",), "bias")
+MATRIX, BIAS = Leaf(("embed", "mlp"), "matrix", "mlp"), Leaf(("norm",), "bias", "norm")
 
 
 def rates(schedule, *, steps=100, warmup=10, **settings):

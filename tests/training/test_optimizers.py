@@ -46,7 +46,6 @@ def lion_like(config: OptimizerConfig) -> optax.GradientTransformation:
 @pytest.fixture(params=["sgd", "lion"])
 def name(request, monkeypatch):
     monkeypatch.setitem(OPTIMIZERS, "lion", Optimizer(direction=lion_like))
-    moments_per_parameter.cache_clear()
     return request.param
 
 
@@ -77,6 +76,20 @@ def test_the_planner_counts_the_moments_that_an_optimizer_has(name):
     assert memory.states == pytest.approx(bytes_on_device(state), abs=scalars)
     adam = memory_of_run(built.config.with_values({"optimizer.name": "adamw"}), built.plan)
     assert adam.moments == 2 * memory.moments
+
+
+def test_moments_of_another_shape_than_the_parameter_are_refused(monkeypatch):
+    factored = Optimizer(direction=lambda _: optax.scale_by_factored_rms(min_dim_size_to_factor=8))
+    monkeypatch.setitem(OPTIMIZERS, "factored", factored)
+    settings = {"optimizer.name": "factored", "optimizer.lr": 1e-3}
+    with pytest.raises(ConfigError, match="another shape than its parameter"):
+        plans.build(plans.GPT, CASES[0], settings)
+
+
+def test_a_row_that_is_replaced_is_counted_anew(monkeypatch):
+    for direction, moments in ((lion_like, 1), (lambda _: optax.scale_by_adan(), 4)):
+        monkeypatch.setitem(OPTIMIZERS, "mine", Optimizer(direction=direction))
+        assert moments_per_parameter("mine") == moments
 
 
 def test_an_unknown_optimizer_is_answered_with_the_nearest():

@@ -13,7 +13,7 @@ import pytest
 from helpers import F16_RELATIVE, F32_RELATIVE, assert_close
 from test_equal_to_one_device import Run, run_case
 
-from optimus_jax.data.batch import BATCH_ARRAYS, BatchArray
+from optimus_jax.data.batch import BATCH_ARRAYS, BatchArray, synthetic_batch
 from optimus_jax.errors import ConfigError
 from optimus_jax.mesh.axes import MLP, VOCAB
 from optimus_jax.models import transformer
@@ -21,7 +21,8 @@ from optimus_jax.models.block import Block, ForwardContext
 from optimus_jax.models.families import FAMILIES
 from optimus_jax.models.layer_program import layer_programs
 from optimus_jax.training.step import STEP_METRICS
-from optimus_jax.training.task import RESERVED_NAMES, TASKS, Task, task_named
+from optimus_jax.training.task import RESERVED_NAMES, Task
+from optimus_jax.training.tasks import TASKS, task_named
 
 WEIGHTS = {"stream": 0.1, "units": 0.02}
 """Of the auxiliary sums; both change the gradients."""
@@ -225,6 +226,26 @@ def test_a_layers_program_has_the_work_of_auxiliary_sums(monkeypatch):
     monkeypatch.undo()
     plain = products("llama")
     assert (with_sums[0] - plain[0], with_sums[1] - plain[1]) == (1, 2)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("second", lambda array: array[:, :-1], r"second: int32 \(2, 8\) (.|\n)*int32 \(2, 7\)"),
+        ("counts", lambda array: array.astype(np.int32), r"counts: bool (.|\n)*int32 \(2, 8\)"),
+        ("third", None, r"third: none by Task.arrays, int32 \(2, 8\) by Task.prepare"),
+    ],
+)
+def test_prepared_arrays_are_those_that_a_task_names(name, change, message):
+    task, rows = two_ahead(), synthetic_batch(vocab_size=9, rows=2, seq_len=8, seed=0)
+    assert set(task.batch_of(rows)) == set(task.arrays)
+
+    def prepare(batch):
+        made = task.prepare(batch)
+        return made | {name: change(made[name]) if change else made["second"]}
+
+    with pytest.raises(ConfigError, match=message):
+        replace(task, prepare=prepare).batch_of(rows)
 
 
 def test_an_unknown_task_is_answered_with_the_nearest():

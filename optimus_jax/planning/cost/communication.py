@@ -212,7 +212,11 @@ def step_ops(
         # Once per microbatch, or once per step with pipeline stages.
         times = 1 if plan.pipeline is not None else plan.microbatches
         outer = outer_matrices(model, rules, axes, head_shared)
-        found.append(CommunicationOp("reduce-scatter", (FSDP,), "step", outer * F32_BYTES, times))
+        scattered = F32_BYTES * sum(each.whole for each in outer if each.leaf.trained)
+        # What is stored in bf16 is gathered as it is (mesh/zero.py).
+        gathered = sum(each.whole * min(width, each.itemsize) for each in outer)
+        if scattered:
+            found.append(CommunicationOp("reduce-scatter", (FSDP,), "step", scattered, times))
         if plan.zero == 3:
-            found.append(CommunicationOp("all-gather", (FSDP,), "step", outer * width, times))
+            found.append(CommunicationOp("all-gather", (FSDP,), "step", gathered, times))
     return found

@@ -22,6 +22,7 @@ from optimus_jax.planning.cost.rates import HEAD, LAYER, Rates
 from optimus_jax.planning.cost.stage_time import F32_BYTES
 from optimus_jax.planning.cost.workload import ADAM_MOMENTS, Workload
 from optimus_jax.planning.profiles.cluster import TO_HOST, Cluster
+from optimus_jax.training.tasks import task_named
 
 NINE_IN_TEN = 1.645
 """Half-width of the central 90% interval of a normal distribution, in standard deviations."""
@@ -158,6 +159,9 @@ class _StepTimes:
         )
         self.layer, self.microbatch = costs.layer(plan), costs.microbatch(plan)
         self.end = costs.step_end(plan)
+        self.trains_embed = workload.model.tuning.trains("embedding")
+        self.streams = 2 if task_named(workload.task).has_reference else 1
+        """Residual streams that run through the layers: a reference has one of its own."""
         self.visits = plan.microbatches * workload.model.num_layers / plan.axes.pipe
         """Layer executions per device: microbatches times layers per stage."""
 
@@ -173,6 +177,7 @@ class _StepTimes:
             "recompute": visits * layer.again,
             "memory": visits * layer.memory,
             "launching": visits * layer.launching,
+            "reference": visits * (self.streams - 1) * self.layer.forward,
             HEAD: plan.microbatches * microbatch.head + idle_embeds * microbatch.embed_again,
             TENSOR: visits * exposed[TENSOR] + at_end(TENSOR, 0.0),
             VOCABULARY: vocabulary,
@@ -195,6 +200,7 @@ class _StepTimes:
             "recompute": f"remat {plan.remat}, {_ms(layer.again)}{visits}",
             "memory": f"passes over memory, {_ms(layer.memory)}{visits}",
             "launching": f"kernels that wait for the host, {_ms(layer.launching)}{visits}",
+            "reference": f"forward without adapters, {_ms(self.layer.forward)}{visits}",
             HEAD: f"{_ms(self.microbatch.head)} x {plan.microbatches} microbatches",
             TENSOR: f"all-reduces in layers over tensor={plan.axes.tensor}",
             VOCABULARY: "all-reduces of embedding and head",
@@ -225,8 +231,8 @@ class _StepTimes:
         if pipeline is None:
             return 0.0, 0.0
         layers, useful = max(pipeline.layers_per_stage), self.plan.microbatches * pipeline.repeats
-        forward, backward = self.layer.forward, self.layer.backward
-        send = self.microbatch.exposed["tick"]
+        forward, backward = self.streams * self.layer.forward, self.layer.backward
+        send = self.streams * self.microbatch.exposed["tick"]
         if self.implementation.lockstep:
             ticks = self._ticks(pipeline)
             bubble = layers * (
@@ -246,7 +252,9 @@ class _StepTimes:
         embeds, broadcasts = plan.microbatches, 0
         if plan.pipeline is not None and self.implementation.head_shared:
             ticks = self._ticks(plan.pipeline)
-            embeds, broadcasts = ticks.embed, ticks.head + ticks.embed_backward
+            embeds, broadcasts = ticks.embed, ticks.head
+            if self.trains_embed:
+                broadcasts += ticks.embed_backward
         return (
             plan.microbatches * exposed["head"]
             + embeds * exposed["embed"]

@@ -19,8 +19,9 @@ from optimus_jax.config.axes import PIPE, AxisSizes
 from optimus_jax.mesh.axes import LENGTH, VOCAB
 from optimus_jax.mesh.collectives import Collectives
 from optimus_jax.mesh.formats import COMPUTE_DTYPES
+from optimus_jax.mesh.leaf import with_trained
 from optimus_jax.mesh.rules import Rules, active_rules, padded_vocab
-from optimus_jax.mesh.sharding import layouts_of
+from optimus_jax.mesh.sharding import layouts_of, map_trained
 from optimus_jax.models.block import ForwardContext
 from optimus_jax.models.families import features_of, table_width
 from optimus_jax.models.program_reader import (
@@ -31,11 +32,13 @@ from optimus_jax.models.program_reader import (
     traced_on_device,
 )
 from optimus_jax.models.shapes import Params, model_shapes
+from optimus_jax.models.transformer import Decoder
 from optimus_jax.plan import Plan
 from optimus_jax.planning.cost.implementation_profile import ImplementationProfile
 from optimus_jax.planning.cost.layer_shape import LayerShape
 from optimus_jax.planning.cost.workload import Workload
-from optimus_jax.training.task import Batch, LossInputs, task_named
+from optimus_jax.training.task import POLICY, REFERENCE, Batch, LossInputs
+from optimus_jax.training.tasks import task_named
 
 WAYS = 2
 """Devices of the abstract mesh that split the vocabulary and not the tokens of the stream."""
@@ -128,6 +131,7 @@ def head_program(workload: Workload, precision: Precision, *, splits_length: boo
             rope_dims=0,
             table_dim=int(primes.table) if features_of(model).table_dim else 0,
         ),
+        tuning=replace(model.tuning, rank=1, alpha=1.0, dropout=0.0),
     )
     ways = int(primes.length_ways)
     return _traced(kind, workload.task, precision, int(primes.stream_tokens), ways)
@@ -145,24 +149,30 @@ def _traced(
     layouts, traced_task = layouts_of(shapes.leaves, rules, 0), task_named(task)
 
     def on_device(params: Params, rows: Batch) -> tuple:
-        def loss(whole: Params) -> tuple[Array, Array]:
-            model = shapes.merged(shapes.whole_outside_layers(whole, comm))
-            stream = model.embed(rows["tokens"], rows["positions"], ForwardContext(comm=comm))
+        def decoder(trained: Params) -> Decoder:
+            return shapes.module(with_trained(trained, params), comm)
+
+        def embed(trained: Params) -> Array:
+            run = ForwardContext(comm=comm)
+            return decoder(trained).embed(rows["tokens"], rows["positions"], run)
+
+        def loss(trained: Params, stream: Array) -> Array:
+            streams = {POLICY: stream, REFERENCE: jax.lax.stop_gradient(stream)}
             inputs = LossInputs(
-                model=model,
-                value=stream,
+                model=decoder(trained),
+                value=streams if traced_task.has_reference else stream,
                 rows=rows,
                 comm=comm,
                 weight=1.0,
                 chunk_tokens=stream_tokens * length_ways,
             )
-            return traced_task.loss(inputs).loss, stream
+            return traced_task.loss(inputs).loss
 
-        differentiated = jax.tree.map(
-            lambda layout, param: layout.differentiated(param), layouts, params
-        )
-        (value, stream), gradients = jax.value_and_grad(loss, has_aux=True)(differentiated)
-        return stream, value, gradients
+        trained = map_trained(lambda layout, param: layout.differentiated(param), layouts, params)
+        stream, pull_embed = jax.vjp(embed, trained)
+        value, pull = jax.vjp(loss, trained, stream)
+        d_trained, d_stream = pull(jnp.ones_like(value))
+        return stream, value, d_trained, d_stream, pull_embed(d_stream)
 
     specs = jax.tree.map(lambda layout: layout.param_spec, layouts)
     rows = {

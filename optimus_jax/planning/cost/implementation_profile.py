@@ -31,6 +31,8 @@ class ImplementationProfile:
     weight_bytes: float
     """Bytes moved per weight and microbatch outside matmuls: casts, and adding to the sum of
     gradients."""
+    gradient_bytes_per_weight: float
+    """Of these, those for the gradient."""
     logit_bytes: float
     """Bytes moved per logit outside matmuls, forward and backward together."""
     optimizer_bytes: float
@@ -76,6 +78,7 @@ OURS = ImplementationProfile(
     stream_passes=(8.0, 14.0),
     hidden_passes=(2.0, 5.0),
     weight_bytes=18.0,
+    gradient_bytes_per_weight=12.0,
     logit_bytes=24.0,
     optimizer_bytes=36.0,
     layer_kernels=(16.0, 34.0),
@@ -103,6 +106,7 @@ MEGATRON = ImplementationProfile(
     stream_passes=(11.0, 15.0),
     hidden_passes=(2.0, 4.0),
     weight_bytes=6.0,
+    gradient_bytes_per_weight=6.0,
     logit_bytes=30.0,
     optimizer_bytes=36.0,
     layer_kernels=(28.0, 52.0),

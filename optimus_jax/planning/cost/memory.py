@@ -18,6 +18,7 @@ differ in detail. Before a plan runs, the compiled program's own figure is check
 device (planning/ahead_of_time/compile_check.py).
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -29,7 +30,7 @@ from optimus_jax.models.layer_program import EMBED, is_of_heads, matrix_products
 from optimus_jax.plan import Plan
 from optimus_jax.planning.cost.activation_buffers import buffer_slots
 from optimus_jax.planning.cost.layer_shape import LayerShape, layer_shape
-from optimus_jax.planning.cost.parameters import params_on_device
+from optimus_jax.planning.cost.parameters import LeafCount, params_on_device
 from optimus_jax.planning.cost.workload import Workload
 
 F32 = 4
@@ -100,9 +101,9 @@ def estimate_memory(workload: Workload, plan: Plan) -> MemoryEstimate:
     parts, num_moments = _Parts(workload, plan), workload.num_moments
     step_points = parts.without_stages() if plan.pipeline is None else parts.through_stages()
     gradients, activations, logits = max([*step_points, *parts.update()], key=sum)
-    moments = num_moments * parts.parameters(split=plan.zero >= 1) * plan.moment_bytes // F32
+    moments = num_moments * parts.trained(split=plan.zero >= 1) * plan.moment_bytes // F32
     return MemoryEstimate(
-        params=parts.parameters(split=plan.zero >= 3),
+        params=parts.stored(split=plan.zero >= 3),
         moments=0 if plan.offloads_moments else moments,
         gradients=int(gradients),
         activations=int(activations),
@@ -127,7 +128,9 @@ class _Parts:
         model, pipeline = workload.model, plan.pipeline
         self.plan, self.num_moments = plan, workload.num_moments
         width = F32 if plan.precision == "f32" else 2
-        self.params = params = params_on_device(model, plan.rules, plan.axes)
+        whole = params_on_device(model, plan.rules, plan.axes)
+        self.whole, self.params = whole, (params := whole.trained)
+        """All parameters, and those that are trained."""
         layer = layer_shape(workload, plan)
         token = _token(model, layer.of_one_row(), plan.remat)
         tokens_of_step = workload.global_batch * workload.seq_len
@@ -143,8 +146,13 @@ class _Parts:
             tokens * self.visited * token.saved if plan.offloads_activations else 0.0
         )
         self.reordered = tokens * self.visited * token.reordered
-        self.scatters, again = plan.zero >= 2 and plan.axes.fsdp > 1, plan.remat in ("dots", "full")
-        hides = self.scatters or (plan.remat == "selective" and HEADS in plan.active_rules(model))
+        overlaps, again = plan.zero >= 2 and plan.axes.fsdp > 1, plan.remat in ("dots", "full")
+        # Adapters are too small to change what XLA overlaps.
+        self.scatters = overlaps and any(
+            leaf.axes.split != leaf.axes.whole and leaf.leaf.group != "adapter"
+            for leaf in params.layer
+        )
+        hides = overlaps or (plan.remat == "selective" and HEADS in plan.active_rules(model))
         self.forward, self.backward = (
             tokens * token.forward,
             tokens * (token.backward_hiding if hides else token.backward),
@@ -157,14 +165,19 @@ class _Parts:
         self.backward += (
             waiting * F32 * params.layer_whole if self.scatters else width * params.largest_whole
         )
-        self.table, self.table_used = F32 * params.table_whole, width * params.table_whole
-        self.outer_used = (
-            width * params.outer_whole
-            if width < F32 or (plan.zero >= 3 and plan.axes.fsdp > 1)
-            else 0
+        gathers = plan.zero >= 3 and plan.axes.fsdp > 1
+        if gathers:
+            # What a trained matrix needs when it is gathered is less than its gradient takes.
+            frozen = width * (whole.layer_whole - params.layer_whole)
+            self.forward, self.backward = self.forward + frozen, self.backward + frozen
+        self.table = F32 * params.table_whole
+        used_as_stored = width <= whole.table_itemsize < F32 and not gathers
+        self.table_used = 0 if used_as_stored else width * whole.table_whole
+        self.outer_used = width * sum(
+            [leaf.whole for leaf in whole.outer if gathers or width < leaf.itemsize]
         )
         num_chunks = -(-tokens // plan.loss_chunk_tokens)
-        self.logits = F32 * -(-tokens // num_chunks) * params.table_whole // table_width(model)
+        self.logits = F32 * -(-tokens // num_chunks) * whole.table_whole // table_width(model)
         # With a single chunk, the gradient of its logits is held in the compute format until there
         # is room for the head's gradient.
         self.head_left = (
@@ -172,7 +185,7 @@ class _Parts:
         )
 
     def layers(self, *, split: bool) -> int:
-        """Bytes of the device's layers in float32, including empty slots."""
+        """Bytes of what is trained in the device's layers in float32, including empty slots."""
         return (
             F32
             * self.visited
@@ -181,17 +194,25 @@ class _Parts:
         )
 
     def outer(self, *, split: bool) -> int:
-        """Bytes of the parameters outside the layers in float32."""
+        """Bytes of what is trained outside the layers in float32."""
         return F32 * (self.params.outer_split if split else self.params.outer_whole)
 
-    def parameters(self, *, split: bool) -> int:
-        """Bytes of all parameters on the device in float32."""
+    def trained(self, *, split: bool) -> int:
+        """Bytes of all trained parameters on the device in float32."""
         return self.layers(split=split) + self.outer(split=split)
+
+    def stored_layers(self, *, split: bool) -> int:
+        """Bytes of the parameters of the device's layers as they are stored."""
+        return self.visited * self.repeats * _stored_bytes(self.whole.layer, split=split)
+
+    def stored(self, *, split: bool) -> int:
+        """Bytes of all parameters on the device as they are stored."""
+        return self.stored_layers(split=split) + _stored_bytes(self.whole.outer, split=split)
 
     def without_stages(self) -> list[StepPoint]:
         """Memory at each point of a step without pipeline stages."""
         split = self.plan.zero >= 2
-        total = self.parameters(split=split) if self.plan.microbatches > 1 else 0
+        total = self.trained(split=split) if self.plan.microbatches > 1 else 0
         gradient = self.layers(split=split) + total
         head = self.table + self.logits + self.table_used
         return [
@@ -220,7 +241,7 @@ class _Parts:
         )
         visit = self.saved
         if self.repeats > 1:
-            visit += self.layers(split=self.plan.zero >= 3) / self.repeats  # out of the stack
+            visit += self.stored_layers(split=self.plan.zero >= 3) / self.repeats  # of the stack
         step_points, zeros = [], 0
         if slots_per_buffer.ends_in_single_tick:
             # XLA does not compile a single tick to a loop, so the zeros that its scans start from
@@ -253,7 +274,7 @@ class _Parts:
         step_points: list[StepPoint] = []
         fetched = self._fetched() if self.plan.offloads_moments else 0
         if fetched:
-            step_points.append((self.parameters(split=self.plan.zero >= 1) + fetched, 0, 0))
+            step_points.append((self.trained(split=self.plan.zero >= 1) + fetched, 0, 0))
         if self.plan.zero in (1, 2) and self.plan.axes.fsdp > 1:
             layers = self.layers(split=False) + UPDATE_COPIES * self.layers(split=True)
             step_points.append(
@@ -278,6 +299,10 @@ class _Parts:
             else self.params.table_whole
         )
         return LEAVES_FETCHED * self.num_moments * self.plan.moment_bytes * max(matrices, table)
+
+
+def _stored_bytes(counts: Iterable[LeafCount], *, split: bool) -> int:
+    return sum([each.itemsize * (each.split if split else each.whole) for each in counts])
 
 
 @dataclass(frozen=True)

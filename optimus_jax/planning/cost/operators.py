@@ -5,7 +5,13 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from optimus_jax.config import RematPolicy
-from optimus_jax.models.layer_program import EMBED, core_products, matrix_products, scores
+from optimus_jax.models.layer_program import (
+    EMBED,
+    ROWS,
+    core_products,
+    matrix_products,
+    scores,
+)
 from optimus_jax.models.program_reader import Product, ProgramPart
 from optimus_jax.planning.cost.head_program import HeadProgram, HeadSizes
 from optimus_jax.planning.cost.implementation_profile import ImplementationProfile
@@ -119,7 +125,16 @@ def _block(
             )
             + _products(matrix_products(part, of_feed_forward=of_feed_forward), sizes)
         )
-    return works[0], works[1] + Work(num_bytes=implementation.weight_bytes * weights)
+    # A product that sums over tokens gives the gradient of a matrix.
+    trained = sum(
+        product.rows.of(sizes) * product.columns.of(sizes)
+        for product in matrix_products(backward, of_feed_forward=of_feed_forward)
+        if ROWS in product.inner.factors
+    )
+    moved = implementation.weight_bytes * weights - implementation.gradient_bytes_per_weight * (
+        weights - trained
+    )
+    return works[0], works[1] + Work(num_bytes=moved)
 
 
 def _core(

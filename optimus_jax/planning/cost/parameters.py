@@ -10,7 +10,7 @@ import itertools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
 import jax
@@ -50,6 +50,8 @@ class LeafCount(NamedTuple):
     axes: LeafAxes
     whole: int
     split: int
+    itemsize: int
+    """Bytes of an element of the parameter."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +64,20 @@ class DeviceParams:
     """Those outside the layers."""
     table_whole: int
     """Elements of the embedding's table, or of the head's."""
+    table_itemsize: int
+    """Bytes of one of them."""
+
+    @cached_property
+    def trained(self) -> "DeviceParams":
+        """Those that are trained."""
+        if all(leaf.leaf.trained for leaf in (*self.layer, *self.outer)):
+            return self
+        layer, outer = (
+            tuple(leaf for leaf in leaves if leaf.leaf.trained)
+            for leaves in (self.layer, self.outer)
+        )
+        tables = [leaf.whole for leaf in outer if _is_vocabulary(leaf.leaf)]
+        return replace(self, layer=layer, outer=outer, table_whole=max(tables, default=0))
 
     @property
     def layer_whole(self) -> int:
@@ -86,12 +102,12 @@ class DeviceParams:
     @property
     def largest_whole(self) -> int:
         """Parameters of the largest matrix of one layer."""
-        return max(leaf.whole for leaf in self.layer)
+        return max([leaf.whole for leaf in self.layer], default=0)
 
     @property
     def largest_split(self) -> int:
         """fsdp's share of them."""
-        return max(leaf.split for leaf in self.layer)
+        return max([leaf.split for leaf in self.layer], default=0)
 
 
 @lru_cache(maxsize=1 << 12)
@@ -100,7 +116,7 @@ def params_on_device(model: ModelConfig, rules: Rules, axes: AxisSizes) -> Devic
     active = tuple(active_rules(rules, axes, model).items())
     rows = padded_vocab(model.vocab_size, rules, axes)
 
-    def count(leaf: Leaf, shape: Shape) -> LeafCount:
+    def count(leaf: Leaf, shape: Shape, itemsize: int) -> LeafCount:
         size = math.prod(
             [rows if name == VOCAB else dim for dim, name in zip(shape, leaf.dims, strict=True)]
         )
@@ -108,7 +124,7 @@ def params_on_device(model: ModelConfig, rules: Rules, axes: AxisSizes) -> Devic
         whole, split = (
             size // math.prod([axes[axis] for axis in over]) for over in (own.whole, own.split)
         )
-        return LeafCount(leaf, own, whole, split)
+        return LeafCount(leaf, own, whole, split, itemsize)
 
     layer, outer = leaves_of(model)
     counts = tuple(itertools.starmap(count, outer))
@@ -116,6 +132,7 @@ def params_on_device(model: ModelConfig, rules: Rules, axes: AxisSizes) -> Devic
         layer=tuple(itertools.starmap(count, layer)),
         outer=counts,
         table_whole=max(count.whole for count in counts if _is_vocabulary(count.leaf)),
+        table_itemsize=max(count.itemsize for count in counts if _is_vocabulary(count.leaf)),
     )
 
 
@@ -131,17 +148,19 @@ def _leaf_axes(leaf: Leaf, active: Rules) -> LeafAxes:
 @lru_cache(maxsize=64)
 def leaves_of(
     model: ModelConfig,
-) -> tuple[tuple[tuple[Leaf, Shape], ...], tuple[tuple[Leaf, Shape], ...]]:
-    """The parameters of one layer, and those outside the layers; without padding rows."""
+) -> tuple[tuple[tuple[Leaf, Shape, int], ...], tuple[tuple[Leaf, Shape, int], ...]]:
+    """The parameters of one layer, and those outside the layers, with the bytes of an element;
+    without padding rows.
+    """
     shapes = model_shapes(model, model.vocab_size)
     layer, outer = [], []
     for leaf, array in zip(
         jax.tree.leaves(shapes.leaves), jax.tree.leaves(shapes.params), strict=True
     ):
         if leaf.is_in_layers:
-            layer.append((leaf.last(array.ndim - 1), array.shape[1:]))
+            layer.append((leaf.last(array.ndim - 1), array.shape[1:], array.dtype.itemsize))
         else:
-            outer.append((leaf, array.shape))
+            outer.append((leaf, array.shape, array.dtype.itemsize))
     return tuple(layer), tuple(outer)
 
 
@@ -185,7 +204,7 @@ def step_exchanges(
       head_shared: whether all pipeline stages share embedding and head.
     """
     elements: dict[tuple[CollectiveKind, tuple[str, ...]], list[int]] = {}
-    stored = _stored(model, rules, axes, head_shared)
+    stored = _stored(model, rules, axes, head_shared).trained
     for where, counts in enumerate((stored.layer, stored.outer)):
         for count in counts:
             is_split = count.axes.split != count.axes.whole
@@ -198,7 +217,7 @@ def step_exchanges(
 def updated_params(model: ModelConfig, plan: Plan, implementation: ImplementationProfile) -> int:
     """Parameters that the optimizer updates on one device."""
     stored, num_layers = (
-        _stored(model, plan.rules, plan.axes, implementation.head_shared),
+        _stored(model, plan.rules, plan.axes, implementation.head_shared).trained,
         layers_on_device(model, plan),
     )
     if plan.zero >= 1:
@@ -206,10 +225,12 @@ def updated_params(model: ModelConfig, plan: Plan, implementation: Implementatio
     return num_layers * stored.layer_whole + stored.outer_whole
 
 
-def outer_matrices(model: ModelConfig, rules: Rules, axes: AxisSizes, head_shared: bool) -> float:
-    """Elements, whole along fsdp, of those parameters outside the layers that fsdp splits."""
+def outer_matrices(
+    model: ModelConfig, rules: Rules, axes: AxisSizes, head_shared: bool
+) -> tuple[LeafCount, ...]:
+    """The parameters outside the layers that fsdp splits."""
     stored = _stored(model, rules, axes, head_shared)
-    return sum(leaf.whole for leaf in stored.outer if leaf.axes.split != leaf.axes.whole)
+    return tuple(leaf for leaf in stored.outer if leaf.axes.split != leaf.axes.whole)
 
 
 @lru_cache(maxsize=1 << 10)
@@ -223,7 +244,7 @@ def _at_the_end(
       summed_axes: mesh axes whose devices hold different parts of its gradient.
       is_split: whether fsdp splits it.
     """
-    leaf = Leaf((EMBED,), "matrix") if is_split else Leaf((NORM,), "scale")
+    leaf = Leaf((EMBED,), "matrix", "mlp") if is_split else Leaf((NORM,), "scale", "norm")
     rules = {BATCH: summed_axes} | ({EMBED: (FSDP,)} if is_split else {})
     layout = LeafLayout(leaf, rules, zero)
 

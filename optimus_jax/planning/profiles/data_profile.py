@@ -6,6 +6,8 @@ borders, and attention across a document border or beyond the window.
 
 A stream on disk is read block by block and never held in memory. If it is longer than the limit,
 evenly spaced blocks are sampled, and the profile says how many tokens were read.
+
+Conversations are profiled as they are packed (data/conversations.py).
 """
 
 import json
@@ -16,7 +18,8 @@ from dataclasses import asdict, dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from optimus_jax.data.sampler import count_examples
+from optimus_jax.data.conversations import Conversations
+from optimus_jax.data.sampler import Examples, count_examples
 from optimus_jax.data.tokens import TokenStream
 
 MAX_TOKENS_READ = 1 << 29
@@ -189,18 +192,21 @@ class DataProfile:
 
 
 def profile_data(
-    stream: TokenStream,
+    stream: Examples,
     *,
     seq_len: int,
     respect_documents: bool = True,
     max_tokens: int = MAX_TOKENS_READ,
 ) -> DataProfile:
-    """The profile of a stream that is cut into examples of `seq_len` tokens.
+    """The profile of a stream, or of conversations, cut into examples of `seq_len` tokens.
 
     Args:
       respect_documents: whether attention and loss stop at document borders.
       max_tokens: approximate maximum number of tokens read.
     """
+    if isinstance(stream, Conversations):
+        return _profile_conversations(stream, seq_len)
+    assert isinstance(stream, TokenStream), "sources of a mixture are profiled one by one"
     num_examples = count_examples(stream, seq_len)
     found = _StreamCounts(seq_len, in_windows=num_examples * seq_len)
     for block, ends in _document_ends(stream, max_tokens, seq_len):
@@ -217,17 +223,7 @@ def profile_data(
         mean_length=len(stream) / max(1, num_documents),
         seq_len=seq_len,
         num_examples=num_examples,
-        length_quantiles=(
-            dict(
-                zip(
-                    QUANTILES,
-                    np.quantile(lengths, QUANTILES, method="inverted_cdf").tolist(),
-                    strict=True,
-                )
-            )
-            if len(lengths)
-            else {}
-        ),
+        length_quantiles=_quantiles(lengths),
         trained_share=(
             1 - found.ends_in_windows / max(1, found.windowed) if respect_documents else 1.0
         ),
@@ -236,6 +232,37 @@ def profile_data(
         padded_share=(
             float(lengths.sum() / (-(-lengths // seq_len) * seq_len).sum()) if len(lengths) else 1.0
         ),
+    )
+
+
+def _quantiles(lengths: NDArray[np.int64]) -> dict[float, int]:
+    if not len(lengths):
+        return {}
+    values = np.quantile(lengths, QUANTILES, method="inverted_cdf").tolist()
+    return dict(zip(QUANTILES, values, strict=True))
+
+
+def _profile_conversations(whole: Conversations, seq_len: int) -> DataProfile:
+    """The profile of conversations: a document is one of them, and a window is an example."""
+    used, packing = whole.packing(seq_len)
+    sizes = np.minimum(whole.sizes[used], seq_len)
+    places = max(1, packing.num_examples * seq_len)
+    padding = [seq_len - int(sizes[packing[n]].sum()) for n in range(packing.num_examples)]
+    lengths = np.diff(whole.starts)
+    return DataProfile(
+        name=whole.name,
+        num_bytes=whole.tokens.nbytes,
+        num_tokens=len(whole),
+        tokens_read=len(whole),
+        num_documents=whole.num_conversations,
+        mean_length=float(lengths.mean()),
+        seq_len=seq_len,
+        num_examples=packing.num_examples,
+        length_quantiles=_quantiles(lengths),
+        trained_share=whole.count_targets(seq_len) / places,
+        whole_share=int(sizes[whole.sizes[used] <= seq_len].sum()) / places,
+        attended_share=int((sizes**2).sum() + (np.array(padding) ** 2).sum()) / (places * seq_len),
+        padded_share=float(sizes.sum() / max(1, len(sizes) * seq_len)),
     )
 
 

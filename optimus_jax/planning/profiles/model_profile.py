@@ -141,7 +141,7 @@ class ModelProfile:
         title = (
             f"{self.name}: {self.num_params:,} parameters; sequences of {self.seq_len:,} tokens,"
             f" {self.precision}, attention {self.kernel}. MFLOPs per token (what counts for MFU has"
-            " causal attention), KiB per token; closed forms, not measured"
+            " causal attention), KiB per token; read from the traced program, not measured"
         )
         return (
             "\n".join(

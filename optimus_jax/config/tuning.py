@@ -1,0 +1,135 @@
+"""Settings of what is trained: all of a model, some groups of its parameters, or adapters."""
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from optimus_jax.config.checks import check_counts, check_positive
+from optimus_jax.errors import ConfigError, explain
+
+ParameterGroup = Literal["embedding", "attention", "mlp", "norm", "head", "adapter"]
+"""Part of a model to which a parameter belongs: the embedding's tables, the projections of
+attention, those of the feed-forward, norms, the output head where it is not the embedding, or an
+adapter. Biases of projections belong to their block."""
+BaseGroup = Literal["embedding", "attention", "mlp", "norm", "head"]
+"""The groups of a model without adapters."""
+BASE_GROUPS: tuple[BaseGroup, ...] = get_args(BaseGroup)
+
+Projection = Literal["query", "key", "value", "out", "gate", "up", "down"]
+"""The projections of a layer, each of which may have an adapter."""
+Target = Literal["all", "qkvo", "mlp", "query", "key", "value", "out", "gate", "up", "down"]
+"""A projection, or those of attention, of the feed-forward, or both."""
+Method = Literal["none", "lora", "ia3"]
+
+PROJECTIONS: dict[Method, dict[Target, tuple[Projection, ...]]] = {
+    "none": {},
+    "lora": {"qkvo": ("query", "key", "value", "out"), "mlp": ("gate", "up", "down")},
+    "ia3": {"qkvo": ("key", "value"), "mlp": ("down",)},
+}
+"""The projections that a method can adapt, by block."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tuning:
+    """What is trained: the whole model, all but some groups of its parameters, or adapters."""
+
+    method: Method = "none"
+    """Adapters: lora (arXiv:2106.09685), ia3 (arXiv:2205.05638), or none."""
+    rank: int = 16
+    """lora: inner width of an adapter."""
+    alpha: float = 32.0
+    """lora: an adapter's result is multiplied by alpha / rank."""
+    rank_scaling: Literal["rank", "sqrt_rank"] = "rank"
+    """lora: whether alpha is divided by rank, or by its square root (rsLoRA, arXiv:2312.03732)."""
+    dropout: float = 0.0
+    """lora: probability of dropout on an adapter's input."""
+    targets: tuple[Target, ...] = ("all",)
+    """Projections with an adapter: all, qkvo, mlp, or query, key, value, out, gate, up, down. ia3
+    has key, value and down."""
+    freeze: tuple[BaseGroup, ...] | None = None
+    """Groups that are not trained: embedding, attention, mlp, norm, head; None: with adapters all
+    of these, otherwise nothing."""
+    base_precision: Literal["f32", "bf16"] = "f32"
+    """Format in which matrices that are not trained are stored."""
+
+    def __post_init__(self) -> None:
+        check_positive(self, "rank", "alpha")
+        check_counts(self, "rank")
+        if not 0 <= self.dropout < 1:
+            raise ConfigError(
+                explain(
+                    "model.tuning.dropout is a probability",
+                    given=self.dropout,
+                    do="choose 0 <= dropout < 1",
+                )
+            )
+        if self.dropout and self.method != "lora":
+            raise ConfigError(
+                explain(
+                    "dropout on the input of adapters needs adapters that have an input",
+                    given=f"model.tuning.dropout={self.dropout}, method={self.method}",
+                    do="use model.tuning.method=lora, or model.dropout for all methods",
+                )
+            )
+        known = {name for names in PROJECTIONS[self.method].values() for name in names}
+        for target in self.targets if self.method != "none" else ():
+            if target not in {"all", "qkvo", "mlp", *known}:
+                raise ConfigError(
+                    explain(
+                        f"{self.method} has no adapter for {target!r}",
+                        given=f"model.tuning.targets={','.join(self.targets)}",
+                        do=f"choose from all, qkvo, mlp, {', '.join(sorted(known))}",
+                    )
+                )
+        if self.method != "none" and not self.targets:
+            raise ConfigError(
+                explain(
+                    "adapters need a projection",
+                    given=f"model.tuning.method={self.method}, and no targets",
+                    do="set model.tuning.targets=all, or name projections",
+                )
+            )
+        if self.method == "none" and set(self.frozen) == set(BASE_GROUPS):
+            raise ConfigError(
+                explain(
+                    "nothing would be trained",
+                    given=f"model.tuning.freeze={','.join(self.frozen)}",
+                    do="leave out a group, or add adapters with model.tuning.method=lora",
+                )
+            )
+        if self.base_precision != "f32" and not self.frozen:
+            raise ConfigError(
+                explain(
+                    "only matrices that are not trained can be stored in bf16: the others are"
+                    " master weights",
+                    given=f"model.tuning.base_precision={self.base_precision}, and nothing frozen",
+                    do="set model.tuning.method=lora, or name groups in model.tuning.freeze",
+                )
+            )
+
+    @property
+    def has_adapters(self) -> bool:
+        """Whether there are adapters."""
+        return self.method != "none"
+
+    @property
+    def frozen(self) -> tuple[BaseGroup, ...]:
+        """The groups that are not trained."""
+        if self.freeze is not None:
+            return self.freeze
+        return BASE_GROUPS if self.has_adapters else ()
+
+    def trains(self, group: ParameterGroup) -> bool:
+        """Whether the parameters of a group are trained."""
+        return group not in self.frozen
+
+    def adapts(self, projection: Projection) -> bool:
+        """Whether a projection has an adapter, if the model has the projection."""
+        return any(
+            projection in names and {"all", block, projection} & set(self.targets)
+            for block, names in PROJECTIONS[self.method].items()
+        )
+
+    @property
+    def scale(self) -> float:
+        """lora: factor of an adapter's result."""
+        return self.alpha / (self.rank if self.rank_scaling == "rank" else self.rank**0.5)

@@ -1,0 +1,188 @@
+"""A chat template: where it is found, what it is given, and the text that it makes of messages.
+
+The template is the first of these that exists: the file that `data.chat_template` names;
+`chat_template.jinja` beside the tokenizer.json; `chat_template` in tokenizer_config.json, a text or
+a list of named ones, of which the one named `default` counts. A template sees what transformers
+gives it: messages, tools, `add_generation_prompt`, and the tokenizer's special tokens by name
+(`bos_token` and so on).
+"""
+
+import functools
+import hashlib
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from optimus_jax.data.records import Message, NotConversationError
+from optimus_jax.errors import DataError, explain
+
+TEMPLATE_FILE = "chat_template.jinja"
+"""Name of the file in which transformers saves a template."""
+_CONFIGS = ("special_tokens_map.json", "tokenizer_config.json")
+"""Files that name special tokens; the later one counts."""
+_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_REASONING = ("reasoning_content", "thinking", "reasoning")
+"""Fields of a message that templates read the assistant's reasoning from, the usual one first."""
+_OWN_TEMPLATE = "write the template to a file, change it there, and --set data.chat_template=FILE"
+
+
+@dataclass(frozen=True)
+class ChatTemplate:
+    """A template with the special tokens that it is given.
+
+    It is compiled when the first conversation comes: texts need no jinja2.
+    """
+
+    text: str
+    special_tokens: Mapping[str, str] = field(default_factory=dict)
+    """Values of `bos_token` and so on, by name."""
+    source: str = "a chat template"
+    """Where it was found, for messages."""
+
+    @property
+    def digest(self) -> str:
+        """Sixteen hex digits; templates with the same digest make the same texts."""
+        content = json.dumps([self.text, dict(sorted(self.special_tokens.items()))])
+        return hashlib.blake2b(content.encode(), digest_size=8).hexdigest()
+
+    @property
+    def marks_generation(self) -> bool:
+        """Whether the template says itself, by `{% generation %}`, what the assistant says."""
+        return _GENERATION.search(self.text) is not None
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Any] | None = None,
+        *,
+        add_generation_prompt: bool = False,
+        generation_marks: tuple[str, str] = ("", ""),
+    ) -> str:
+        """The text of a conversation.
+
+        Args:
+          add_generation_prompt: whether the beginning of an assistant's message follows.
+          generation_marks: characters to put around what `{% generation %}` encloses.
+        Raises:
+          NotConversationError: the template refuses the messages, or fails.
+          DataError: jinja2 is missing, the text is not a template, exceeds a limit, or asks for
+            the date.
+        """
+        environment, template = self._compiled
+        from optimus_jax.data.template_sandbox import TemplateLimitError
+
+        values = dict(self.special_tokens) | {
+            "messages": list(map(_with_reasoning, messages)),
+            "tools": tools,
+            "documents": None,
+            "add_generation_prompt": add_generation_prompt,
+        }
+        try:
+            return environment.rendered(template, values, generation_marks)
+        except TemplateLimitError as error:
+            raise DataError(
+                explain(
+                    f"{self.source} does not end, or makes too much text",
+                    given=error,
+                    do=_OWN_TEMPLATE,
+                )
+            ) from error
+        except Exception as error:  # whatever the template does
+            if "strftime_now" in str(error):
+                raise DataError(
+                    explain(
+                        f"{self.source} asks for the date, so that data would change every day",
+                        given="a call of strftime_now",
+                        do=f"put a date there instead: {_OWN_TEMPLATE}",
+                    )
+                ) from error
+            raise NotConversationError(
+                f"the chat template says: {str(error) or type(error).__name__}"
+            ) from error
+
+    @functools.cached_property
+    def _compiled(self) -> tuple[Any, Any]:
+        try:
+            from optimus_jax.data.template_sandbox import ChatSandbox
+        except ImportError as error:
+            raise DataError(
+                explain(
+                    "a chat template needs jinja2, which is not installed",
+                    given=self.source,
+                    do="pip install 'optimus-jax[chat]'",
+                )
+            ) from error
+        environment = ChatSandbox()
+        try:
+            return environment, environment.from_string(self.text)
+        except Exception as error:  # syntax errors, and whatever Python says of the compiled code
+            raise DataError(
+                explain(
+                    f"{self.source} is not a chat template",
+                    given=f"{error} (line {getattr(error, 'lineno', 'unknown')})",
+                    do="give the template of the tokenizer: --set data.chat_template=FILE",
+                )
+            ) from error
+
+
+def template_file(path: Path, special_tokens: Mapping[str, str]) -> ChatTemplate:
+    """The template in a file. Raises DataError if it cannot be read."""
+    try:
+        text = path.read_bytes().decode()
+    except (OSError, ValueError) as error:
+        raise DataError(
+            explain(
+                "a chat template cannot be read",
+                given=f"{path}: {error}",
+                do="give a file of UTF-8 text: --set data.chat_template=FILE",
+            )
+        ) from error
+    return ChatTemplate(text, special_tokens, str(path))
+
+
+def special_tokens_beside(folder: Path) -> dict[str, str]:
+    """The special tokens that the files of a tokenizer's folder name, such as `bos_token`."""
+    found = {}
+    for name in _CONFIGS:
+        for key, token in _json_object(folder / name).items():
+            text = token.get("content") if isinstance(token, dict) else token
+            if key.endswith("_token") and isinstance(text, str):
+                found[key] = text
+    return found
+
+
+def template_beside(folder: Path, special_tokens: Mapping[str, str]) -> ChatTemplate | None:
+    """The template in a tokenizer's folder; None: there is none."""
+    if (path := folder / TEMPLATE_FILE).is_file():
+        return template_file(path, special_tokens)
+    path = folder / _CONFIGS[-1]
+    value = _json_object(path).get("chat_template")
+    if isinstance(value, list):
+        named = {one.get("name"): one.get("template") for one in value if isinstance(one, Mapping)}
+        value = named.get("default")
+    return ChatTemplate(value, special_tokens, str(path)) if isinstance(value, str) else None
+
+
+def template_files(template: ChatTemplate | None) -> dict[str, bytes]:
+    """The file, by name, that keeps a template beside a tokenizer; none if there is none."""
+    return {} if template is None else {TEMPLATE_FILE: template.text.encode()}
+
+
+def _json_object(path: Path) -> Mapping[str, Any]:
+    """A JSON object in a file; empty if there is none (eos.py reports files that it needs)."""
+    try:
+        value = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _with_reasoning(message: Message) -> Message:
+    """A message whose reasoning has the names that templates read, as transformers gives it."""
+    reasoning = next((message[name] for name in _REASONING if message.get(name) is not None), None)
+    if reasoning is None:
+        return message
+    return {"thinking": reasoning} | message | {"reasoning_content": reasoning}

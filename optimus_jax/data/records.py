@@ -1,0 +1,264 @@
+"""What a record holds: a text, a conversation, or a prompt with its completion.
+
+A *record* is a JSON value or a row of a table. With `data.records=auto` its fields decide, in this
+order: a string named `data.text_field` is a text; a list named `messages`, or named
+`data.text_field`, is a conversation; `prompt` and `completion` are a prompt with its completion,
+two strings or two lists of messages. A JSON value that is a string is a text.
+"""
+
+import json
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from optimus_jax.config.data import RecordChoice
+
+MESSAGES, PROMPT, COMPLETION, TOOLS = "messages", "prompt", "completion", "tools"
+"""Names of fields."""
+USE_TRAINING = (
+    "a conversation becomes tokens when training starts, by the tokenizer's chat template: give"
+    " the file to --data"
+)
+Message = dict[str, Any]
+"""A message: `role`, and usually `content`; other fields are for the template."""
+
+
+class NotTextError(ValueError):
+    """Raised when a record does not hold text where it should."""
+
+
+class NotConversationError(NotTextError):
+    """Raised when a record does not hold a conversation that can be written out."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Conversation:
+    """Messages, and what a template may know besides."""
+
+    messages: list[Message]
+    """At least one."""
+    tools: list[Any] | None = None
+    """Descriptions of the tools that the assistant may call."""
+    num_prompt: int | None = None
+    """Of a prompt with its completion: number of leading messages that are the prompt."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptCompletion:
+    """A prompt and its completion, as texts."""
+
+    prompt: str
+    completion: str
+
+
+Chat = Conversation | PromptCompletion
+"""What is written out by a template, or at least has a part that counts in the loss."""
+
+
+@dataclass(kw_only=True)
+class RecordReader:
+    """Reads documents out of records: texts, or what `write_out` makes of conversations.
+
+    The first record decides which of them all records must be, unless `kind` is given.
+    """
+
+    text_field: str
+    write_out: Callable[[Chat], Any]
+    """Makes a document of a conversation or a prompt with its completion; raises
+    NotConversationError if it cannot be written out."""
+    kind: RecordChoice = "auto"
+
+    @property
+    def reads_texts(self) -> bool:
+        """Whether documents are texts, as far as is known."""
+        return self.kind in ("auto", "text")
+
+    def decide(self, fields: Mapping[str, object]) -> RecordChoice:
+        """The kind of records with these fields: values, or Arrow types as text by name."""
+        if self.kind != "auto":
+            return self.kind
+        kind = _kind_by_fields(fields, self.text_field)
+        if kind != "text" or self.text_field in fields:  # a bad line decides nothing
+            self.kind = kind
+        return kind
+
+    def document(self, record: Any) -> Any:
+        """A text, or the result of `write_out`. Raises NotTextError if the record is another kind's
+        or malformed."""
+        kind = self.decide(record if isinstance(record, dict) else {})
+        if kind == "text":
+            return text_in(record, self.text_field)
+        return self.write_out(chat_in(record, kind, self.text_field))
+
+    def columns(self, names: Collection[str]) -> list[str]:
+        """The columns to read of a table whose rows hold conversations."""
+        wanted = (MESSAGES, self.text_field) if self.kind == MESSAGES else (PROMPT, COMPLETION)
+        found = [name for name in wanted if name in names]
+        return [*(found[:1] if self.kind == MESSAGES else found), *({TOOLS} & {*names})]
+
+
+def _kind_by_fields(fields: Mapping[str, object], text_field: str) -> RecordChoice:
+    def has_objects(name: str) -> bool:
+        value = fields.get(name)
+        if isinstance(value, _ArrowType):
+            return value.is_list
+        return isinstance(value, list) and all(isinstance(item, dict) for item in value)
+
+    text = fields.get(text_field)
+    if isinstance(text, str) or (isinstance(text, _ArrowType) and not text.is_list):
+        return "text"
+    if has_objects(MESSAGES) or has_objects(text_field):
+        return MESSAGES
+    return COMPLETION if PROMPT in fields and COMPLETION in fields else "text"
+
+
+@dataclass(frozen=True)
+class _ArrowType:
+    """The type of a column."""
+
+    name: str
+
+    @property
+    def is_list(self) -> bool:
+        return "list" in self.name.partition("<")[0]  # list, large_list, fixed_size_list
+
+
+def column_types(schema: Any) -> dict[str, _ArrowType]:
+    """The types of an Arrow schema's columns, for `RecordReader.decide`."""
+    return {field.name: _ArrowType(str(field.type)) for field in schema}
+
+
+def chat_in(record: Any, kind: RecordChoice, text_field: str = "text") -> Chat:
+    """The conversation, or prompt with its completion, in a record.
+
+    Args:
+      kind: `messages` or `completion`.
+      text_field: another name of the list of messages.
+    Raises:
+      NotTextError: it has none, or it is malformed.
+    """
+    if not isinstance(record, dict):
+        raise NotConversationError(f"it is {kind_of_value(record)}, not an object")
+    check_characters(record)
+    tools = _tools(record.get(TOOLS))
+    if kind == MESSAGES:
+        name = MESSAGES if MESSAGES in record else text_field
+        return Conversation(messages=messages_in(record, name), tools=tools)
+    prompt, completion = record.get(PROMPT), record.get(COMPLETION)
+    if isinstance(prompt, str) and isinstance(completion, str):
+        if not completion:
+            raise NotConversationError(f"{COMPLETION!r} is empty")
+        return PromptCompletion(prompt=prompt, completion=completion)
+    if not (isinstance(prompt, list) and isinstance(completion, list)):
+        for name in (PROMPT, COMPLETION):
+            if name not in record:
+                raise _no_field(name, record)
+        raise NotConversationError(
+            f"{PROMPT!r} is {kind_of_value(prompt)} and {COMPLETION!r} {kind_of_value(completion)};"
+            " both must be texts, or both lists of messages"
+        )
+    before, after = messages_in(record, PROMPT), messages_in(record, COMPLETION)
+    return Conversation(messages=before + after, tools=tools, num_prompt=len(before))
+
+
+def messages_in(record: Mapping[str, Any], name: str) -> list[Message]:
+    """The messages in a field, without fields that are null. Raises NotTextError."""
+    if name not in record:
+        raise _no_field(name, record)
+    value = record[name]
+    if not isinstance(value, list) or not value:
+        raise NotConversationError(f"{name!r} is {kind_of_value(value)}, not a list of messages")
+    for number, message in enumerate(value, 1):
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise NotConversationError(
+                f"message {number} is {kind_of_value(message)}, not an object with a role"
+            )
+    # As transformers does: many templates write null out as the text "None".
+    return [
+        {field: each for field, each in message.items() if each is not None} for message in value
+    ]
+
+
+def _no_field(name: str, record: Mapping[str, Any]) -> NotConversationError:
+    return NotConversationError(
+        f"no field {name!r}; there are {', '.join(map(repr, record)) or 'none'}"
+    )
+
+
+def _tools(value: Any) -> list[Any] | None:
+    """Tools, which data sets often store as the text of a JSON list."""
+    if isinstance(value, str):
+        value = json.loads(value) if value.strip() else None
+    if value is None or value == []:
+        return None
+    if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
+        raise NotConversationError(f"{TOOLS!r} is {kind_of_value(value)}, not a list of objects")
+    return value
+
+
+def strings_in(value: Any) -> Iterator[str]:
+    """Yield every string of a JSON value, names of fields included."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        for name, item in value.items():
+            yield name
+            yield from strings_in(item)
+    elif isinstance(value, list):
+        for item in value:
+            yield from strings_in(item)
+
+
+def check_characters(value: Any) -> None:
+    """Raise ValueError for half a surrogate pair, which is legal in JSON but is not text."""
+    for text in strings_in(value):
+        text.encode()
+
+
+def text_in(record: Any, field: str) -> str:
+    """The text of a JSON value. Raises ValueError if it has none."""
+    text = record
+    if isinstance(record, dict):
+        if field not in record:
+            hint = f"; {USE_TRAINING}" if isinstance(record.get(MESSAGES), list) else ""
+            raise NotTextError(
+                f"no field {field!r}; there are {', '.join(map(repr, record)) or 'none'}{hint}"
+            )
+        text = record[field]
+    if not isinstance(text, str):
+        where = f"{field!r} holds" if isinstance(record, dict) else "it is"
+        kind = kind_of_value(text)
+        raise NotTextError(
+            f"{where} {kind}"
+            + (f", not a text; {USE_TRAINING}" if kind.startswith("a list of objects") else "")
+        )
+    check_characters(text)
+    return text
+
+
+def without_nulls(value: Any) -> Any:
+    """A row's value without the nulls of its objects: Arrow gives all of a list the same fields."""
+    if isinstance(value, dict):
+        return {name: without_nulls(item) for name, item in value.items() if item is not None}
+    return [without_nulls(item) for item in value] if isinstance(value, list) else value
+
+
+def kind_of_value(value: object) -> str:
+    """The kind of a JSON value, in words."""
+    match value:
+        case None:
+            return "null"
+        case bool():
+            return "true or false"
+        case int() | float():
+            return "a number"
+        case str():
+            return "a text"
+        case dict():
+            return f"an object with {', '.join(map(repr, value)) or 'nothing'}"
+        case list() if value and all(isinstance(item, dict) for item in value):
+            names = ", ".join(map(repr, value[0])) or "nothing"
+            return f"a list of objects with {names}"
+        case list():
+            return "a list" if value else "an empty list"
+    return type(value).__name__

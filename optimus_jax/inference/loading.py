@@ -1,0 +1,139 @@
+"""Load the model of a run, or a published one, for generation."""
+
+import json
+import warnings
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from optimus_jax.checkpoint.checkpoints import Checkpoints
+from optimus_jax.config import Config
+from optimus_jax.config.axes import AxisSizes
+from optimus_jax.config.phases import phases_of
+from optimus_jax.data.tokenizers import load_tokenizer
+from optimus_jax.devices.backend import start_backend, unexpected_cpu_warning
+from optimus_jax.devices.jax_settings import check_jax_settings
+from optimus_jax.errors import ConfigError, explain
+from optimus_jax.inference.model_on_mesh import ONE_DEVICE, ModelOnMesh
+from optimus_jax.inference.text_model import TextModel
+from optimus_jax.mesh.formats import COMPUTE_DTYPES
+from optimus_jax.run.published_weights import read_params
+from optimus_jax.run.stored_config import check_stored_config
+from optimus_jax.run.stored_run import run_to_read
+from optimus_jax.run_directory.directory import RunDirectory
+from optimus_jax.run_directory.run_data import check_tokenizer, tokenizer_of_run
+from optimus_jax.system.paths import UserPath
+from optimus_jax.weights.directory import open_model
+from optimus_jax.weights.published import PublishedSource
+
+RUN = "--run"
+"""Flag that names a run or a published model."""
+
+
+def load_text_model(
+    named: UserPath,
+    step: int | None = None,
+    *,
+    mesh: AxisSizes = ONE_DEVICE,
+    warn: Callable[[str], object] = warnings.warn,
+) -> TextModel:
+    """Load a model onto the first devices of this process.
+
+    Args:
+      named: the directory or URL of a run, which may have used any mesh; the directory of a
+        published model, or its name on the hub.
+      step: step of the run's checkpoint; None: the newest good one.
+      mesh: sizes of fsdp and tensor, over which the model is split.
+    Raises:
+      OptimusError: there is no such run, checkpoint, model or tokenizer, or the mesh does not fit.
+    """
+    check_jax_settings()
+    source = PublishedSource.parse(str(named), what=RUN)
+    if source is not None:
+        return _published(source, step, mesh, warn)
+    return _of_run(named, step, mesh, warn)
+
+
+def _of_run(
+    named: UserPath, step: int | None, mesh: AxisSizes, warn: Callable[[str], object]
+) -> TextModel:
+    """The model of a run. Only parameters are read."""
+    run = RunDirectory(run_to_read(named, what=RUN, checkpoint=step, say=warn), writer=False)
+    try:
+        config = Config.from_json(run.config_text())
+    except OSError as error:
+        raise ConfigError(
+            explain(
+                "there is no run to sample from",
+                given=f"{named}, which has no config.json",
+                do=f"give {RUN} the directory of a run or of a published model",
+            )
+        ) from error
+    tokenizer, model = tokenizer_of_run(run, config.data), ModelOnMesh(config.model, mesh)
+    _start(warn)
+    params = jax.tree.map(
+        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+        model.shapes.params,
+        model.param_shardings,
+    )
+    checkpoints = Checkpoints(run.checkpoints, config.checkpoint, warn=warn)
+    restored = checkpoints.restore(
+        {"params": params},
+        step,
+        paddable=model.shapes.may_be_padded,
+        partial=True,
+        check=lambda metadata: check_stored_config(metadata, config, sections=("model.",)),
+    )
+    check_tokenizer(tokenizer, run, restored.metadata)
+    dtype = COMPUTE_DTYPES[json.loads(restored.metadata["plan"])["precision"]]
+    trained_length = max(
+        phase.seq_len for phase in phases_of(config) if phase.steps_before < max(1, restored.step)
+    )
+    return TextModel(
+        model=model,
+        params=jax.tree.map(lambda leaf: leaf.astype(dtype), restored.state["params"]),
+        tokenizer=tokenizer,
+        step=restored.step,
+        trained_length=trained_length,
+    )
+
+
+def _published(
+    source: PublishedSource, step: int | None, mesh: AxisSizes, warn: Callable[[str], object]
+) -> TextModel:
+    """A published model, in the format of its embedding."""
+    if step is not None:
+        raise ConfigError(
+            explain(
+                "a published model has no checkpoints",
+                given=f"{RUN} {source} with --step {step}",
+                do="leave --step out",
+            )
+        )
+    if (named := source.tokenizer()) is None:
+        raise ConfigError(
+            explain(
+                "the model comes without a tokenizer.json",
+                given=source,
+                do="add the file to the model's directory",
+            )
+        )
+    tokenizer, model = load_tokenizer(named), ModelOnMesh(source.config(), mesh)
+    opened = open_model(source.fetched())
+    opened.check_tied_head()
+    _start(warn)
+    is_known = opened.dtype in map(jnp.dtype, COMPUTE_DTYPES.values())
+    dtype = jnp.dtype(opened.dtype if is_known else jnp.float32)
+    return TextModel(
+        model=model,
+        params=read_params(opened.tensors, model.shapes, model.param_shardings, dtype),
+        tokenizer=tokenizer,
+        step=None,
+    )
+
+
+def _start(warn: Callable[[str], object]) -> None:
+    start_backend()
+    if (warning := unexpected_cpu_warning()) is not None:
+        warn(warning)

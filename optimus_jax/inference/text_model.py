@@ -1,0 +1,352 @@
+"""Continue a text with a model, token by token, with a key/value cache.
+
+The prompt runs through the model in one pass, which fills the cache. Every token after it is a pass
+of length 1. Lengths are rounded up, so that all prompts share a few compiled programs. Cache
+entries that a pass writes past its last token are masked, since they are after every query, until
+the token of that position overwrites them.
+"""
+
+import functools
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from optimus_jax.config import ModelConfig
+from optimus_jax.data.records import Conversation
+from optimus_jax.data.rendered_chat import ASSISTANT, ChatWriter
+from optimus_jax.data.tokenizers import Tokenizer
+from optimus_jax.devices.jax_settings import check_jax_settings
+from optimus_jax.errors import DataError, explain
+from optimus_jax.inference.model_on_mesh import ModelOnMesh, next_tokens, prefill
+from optimus_jax.inference.sampling import Sampling, check_range
+from optimus_jax.models.families import features_of
+from optimus_jax.models.keys import make_key
+from optimus_jax.models.shapes import Params
+
+MIN_LENGTH = 32
+"""Length in tokens of the shortest pass over a prompt, and of the shortest cache."""
+INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
+"""Decoded text ends with this while bytes of its last character are missing."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TextModel:
+    """A trained model with its tokenizer, which can continue a text."""
+
+    model: ModelOnMesh
+    params: Params
+    """On its devices, in the format of matmuls and cache."""
+    tokenizer: Tokenizer
+    step: int | None
+    """Step of the checkpoint from which the parameters were read; None: of a published model."""
+    trained_length: int | None = None
+    """Length in tokens of the longest training examples; None if all positions were trained."""
+
+    @property
+    def config(self) -> ModelConfig:
+        """The model."""
+        return self.model.config
+
+    def generate(
+        self,
+        prompt: str,
+        *,
+        max_new_tokens: int = 200,
+        temperature: float = 1.0,
+        top_k: int | None = None,
+        top_p: float = 1.0,
+        seed: int = 0,
+        num_samples: int = 1,
+        stop: Sequence[str] = (),
+        chat: bool = False,
+        past_trained_length: bool = False,
+        warn: Callable[[str], object] = warnings.warn,
+    ) -> Iterator[list[str]]:
+        """Continue `prompt`, and yield the new text of every sample in increments.
+
+        Each item has one string per sample. It is "" if there is nothing to show: the sample has
+        ended, or bytes of its last character are still missing.
+
+        Args:
+          max_new_tokens: maximum number of tokens of a sample. It ends earlier at the end of a
+            document, or (with a call of `warn`) at the model's last position, or at the last
+            trained one if positions are learned.
+          past_trained_length: continue past the trained length, although untrained learned
+            positions are noise.
+          temperature, top_k, top_p: as in `Sampling`.
+          chat: answer the prompt as a user's message, by the tokenizer's chat template, until the
+            turn ends.
+          stop: a sample ends before the first of these texts that it produces.
+          seed: seed of all draws. Keys also depend on the sample's index and the position, so that
+            a sample does not depend on the number of samples.
+        Raises:
+          OptimusError: raised by the call, not by the iterator: an argument is out of range, or the
+            prompt is empty, too long or has unknown tokens.
+        """
+        sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
+        check_range(max_new_tokens >= 1, "max_new_tokens", max_new_tokens, "choose 1 or more")
+        check_range(num_samples >= 1, "num_samples", num_samples, "choose 1 or more")
+        check_range(0 <= seed < 2**32, "seed", seed, "choose 0 to 2**32 - 1")
+        check_range("" not in stop, "stop", tuple(stop), "give texts of at least one character")
+        before = self.tokenizer.respelled.documents
+        ids = self.encode(prompt, chat=chat, past_trained_length=past_trained_length)
+        if self.tokenizer.respelled.documents > before:
+            warn(
+                "the prompt contains the text of a special token, such as the end of a document: it"
+                " is taken as ordinary text"
+            )
+        limit = self._limit(past_trained_length)
+        room = limit - len(ids) + 1  # the last token needs no position: it is not read
+        if max_new_tokens > room and limit < self.config.max_length:
+            warn(
+                f"at most {room} new tokens: {self.config.name} was trained on {limit} tokens at a"
+                f" time, the prompt takes {len(ids)}, and learned positions beyond that were not"
+                " trained; to continue anyway: --past-trained-length"
+            )
+        elif max_new_tokens > room:
+            warn(
+                f"at most {room} new tokens: {self.config.name} has {self.config.max_length}"
+                f" positions, and the prompt takes {len(ids)}"
+            )
+        trained, last = (
+            self.trained_length or self.config.max_length,
+            len(ids) + min(max_new_tokens, room) - 1,
+        )
+        if last > trained:
+            what = (
+                "is noise, because positions there are learned"
+                if features_of(self.config).positions == "learned"
+                else "may be worse"
+            )
+            warn(
+                f"{self.config.name} was trained on {trained} tokens at a time; up to {last} are"
+                f" requested, and text past token {trained} {what}"
+            )
+        tokens = self.generate_ids(
+            ids,
+            num_new_tokens=min(max_new_tokens, room),
+            sampling=sampling,
+            seed=seed,
+            num_samples=num_samples,
+            ends=self._ends_of_turns() if chat else (),
+        )
+        return self._texts(
+            tokens, [_Text(_Detokenizer(self.tokenizer, ids), stop) for _ in range(num_samples)]
+        )
+
+    def _limit(self, past_trained_length: bool) -> int:
+        """Number of positions that may be used: learned positions only as far as they were
+        trained.
+        """
+        if (
+            past_trained_length
+            or self.trained_length is None
+            or features_of(self.config).positions != "learned"
+        ):
+            return self.config.max_length
+        return min(self.trained_length, self.config.max_length)
+
+    def _chat_writer(self) -> ChatWriter:
+        return ChatWriter(
+            template=self.tokenizer.chat_template, special_tokens=self.tokenizer.special_tokens
+        )
+
+    def _ends_of_turns(self) -> tuple[int, ...]:
+        """The token that ends the assistant's turns, if the template has one."""
+        messages = [{"role": "user", "content": "a"}, {"role": ASSISTANT, "content": "a"}]
+        rendered = self._chat_writer()(Conversation(messages=messages))
+        (chat,) = self.tokenizer.encode_chats([rendered])
+        return (int(chat.ids[chat.counts][-1]),) if rendered.stops else ()
+
+    def encode(
+        self, prompt: str, *, chat: bool = False, past_trained_length: bool = False
+    ) -> np.ndarray:
+        """Token ids of a prompt. Raises DataError if the model cannot continue it."""
+        config = self.config
+        try:
+            prompt.encode()
+        except UnicodeEncodeError as error:
+            raise DataError(
+                explain("the prompt is not text", given=error, do="give valid UTF-8")
+            ) from error
+        if chat:
+            rendered = self._chat_writer().prompt([{"role": "user", "content": prompt}])
+            ids = self.tokenizer.encode_chats([rendered])[0].ids
+        else:
+            ids = self.tokenizer.encode(prompt)
+        if not len(ids):
+            raise DataError(
+                explain(
+                    "the prompt is empty",
+                    given=repr(prompt),
+                    do="give at least one token to continue from",
+                )
+            )
+        if ids.max() >= config.vocab_size:
+            raise DataError(
+                explain(
+                    f"{config.name} does not know a token of the prompt",
+                    given=f"token {ids.max()}, of a vocabulary of {config.vocab_size}",
+                    do="use the tokenizer that the model was trained with",
+                )
+            )
+        if len(ids) > config.max_length:
+            raise DataError(
+                explain(
+                    f"the prompt is longer than the positions of {config.name}",
+                    given=f"{len(ids)} tokens, {config.max_length} positions",
+                    do=f"give at most {config.max_length} tokens",
+                )
+            )
+        if len(ids) > (limit := self._limit(past_trained_length)):
+            raise DataError(
+                explain(
+                    f"the prompt is longer than what {config.name} was trained on, and its"
+                    " positions are learned",
+                    given=f"{len(ids)} tokens, trained on {limit}",
+                    do=(
+                        f"give at most {limit} tokens, or exceed them anyway: --past-trained-length"
+                    ),
+                )
+            )
+        return ids
+
+    def generate_ids(
+        self,
+        prompt: np.ndarray,
+        *,
+        num_new_tokens: int,
+        sampling: Sampling,
+        seed: int,
+        num_samples: int,
+        ends: Sequence[int] = (),
+    ) -> Iterator[np.ndarray]:
+        """Yield the token of every sample, int32 [B], for each position; eos after a sample has
+        ended.
+
+        Args:
+          ends: tokens that end a sample, besides eos.
+          prompt: ids [N], at least one. N + num_new_tokens - 1 is at most the model's max_length.
+        """
+        check_jax_settings()
+        length, limit, eos = len(prompt), self.config.max_length, self.tokenizer.eos
+        padded = np.zeros((1, rounded_up(length, limit)), np.int32)
+        padded[0, :length] = prompt
+        keys = jax.vmap(functools.partial(jax.random.fold_in, make_key(seed)))(
+            jnp.arange(num_samples)
+        )
+        tokens, cache = prefill(
+            self.model,
+            self.params,
+            padded,
+            np.int32(length),
+            keys,
+            sampling=sampling,
+            num_keys=rounded_up(length + num_new_tokens - 1, limit),
+        )
+        over = np.zeros(num_samples, bool)
+        for position in range(length, length + num_new_tokens):
+            drawn = tokens
+            if position + 1 < length + num_new_tokens:  # dispatched before `drawn` is waited for
+                tokens, cache = next_tokens(
+                    self.model,
+                    self.params,
+                    cache,
+                    tokens,
+                    np.int32(position),
+                    keys,
+                    sampling=sampling,
+                )
+            ids = np.where(over | np.isin(drawn, ends), eos, drawn)
+            over = ids == eos
+            yield ids
+            if over.all():
+                return
+
+    def _texts(self, tokens: Iterator[np.ndarray], texts: list["_Text"]) -> Iterator[list[str]]:
+        for ids in tokens:
+            yield [text.push(int(token)) for text, token in zip(texts, ids, strict=True)]
+            if all(text.is_over for text in texts):
+                return
+        yield [text.rest() for text in texts]
+
+
+def rounded_up(length: int, limit: int) -> int:
+    """The smallest power of two that is at least `length` and MIN_LENGTH, but at most `limit`."""
+    return min(limit, max(MIN_LENGTH, 1 << (length - 1).bit_length()))
+
+
+class _Detokenizer:
+    """Turns tokens, one at a time, into pieces of text which, joined, are the text of all tokens.
+
+    A piece is what a token adds to the text of a window of tokens, because a token's text may
+    depend on the token before. Characters of which bytes are missing are held back.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, prompt: np.ndarray) -> None:
+        self._tokenizer = tokenizer
+        self._window = [int(token) for token in prompt]
+        self._num_shown = len(self._window)
+
+    def push(self, token: int) -> str:
+        """The text that `token` completes; empty if its last character is incomplete."""
+        self._window.append(token)
+        piece = self.rest()
+        if not piece or piece.endswith(INCOMPLETE):
+            return ""
+        del self._window[: self._num_shown]
+        self._num_shown = len(self._window)
+        return piece
+
+    def rest(self) -> str:
+        """The text that was held back, complete or not."""
+        shown = self._tokenizer.decode(self._window[: self._num_shown])
+        return self._tokenizer.decode(self._window)[len(shown) :]
+
+
+class _Text:
+    """The text of a sample, in pieces, up to the first of some texts that end it.
+
+    What may be the beginning of such a text is held back.
+    """
+
+    def __init__(self, detokenizer: _Detokenizer, stop: Sequence[str]) -> None:
+        self._detokenizer = detokenizer
+        self._stop = stop
+        self._held = ""
+        self.is_over = False
+
+    def push(self, token: int) -> str:
+        """The text that is certain after a token."""
+        if self.is_over:
+            return ""
+        self._held += self._detokenizer.push(token)
+        if (end := self._end()) is not None:
+            self.is_over = True
+            return self._held[:end]
+        keep = max(map(self._overlap, self._stop), default=0)
+        certain = self._held[: len(self._held) - keep]
+        self._held = self._held[len(certain) :]
+        return certain
+
+    def rest(self) -> str:
+        """The text that was held back."""
+        if self.is_over:
+            return ""
+        self._held += self._detokenizer.rest()
+        return self._held[: self._end()]
+
+    def _end(self) -> int | None:
+        """Where the first text of `stop` begins; None: there is none."""
+        places = [place for each in self._stop if (place := self._held.find(each)) >= 0]
+        return min(places, default=None)
+
+    def _overlap(self, text: str) -> int:
+        """Characters at the end that may begin a text."""
+        return next(
+            size for size in range(len(text) - 1, -1, -1) if self._held.endswith(text[:size])
+        )
