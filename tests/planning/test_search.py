@@ -38,7 +38,8 @@ def test_search_reports_how_many_layouts_are_priced(monkeypatch):
     monkeypatch.setattr("optimus_jax.planning.search.search.REPORT_EVERY_S", 0.0)
     messages = []
     found = search(PRICING, top=1, progress=messages.append)
-    assert len(messages) == found.num_priced
+    assert len(messages) == 1 + found.num_priced
+    assert messages[0] == "reading the layers of gpt2-xl"
     assert messages[-1] == f"pricing layouts of gpt2-xl: {found.num_priced} so far"
 
 

@@ -115,7 +115,8 @@ def search(pricing: Pricing, *, top: int = 10, progress: ReportStatus | None = N
     Deterministic.
 
     Args:
-      progress: called every REPORT_EVERY_S.
+      progress: called at the beginning, when the layers of a model that is new to this process are
+        traced, and every REPORT_EVERY_S.
     Raises:
       PlanError: the settings that the config fixes are impossible under every layout.
     """
@@ -123,6 +124,8 @@ def search(pricing: Pricing, *, top: int = 10, progress: ReportStatus | None = N
     legal: list[Plan] = []
     least_s: list[float] = []
     reported_s = time.monotonic()
+    if progress is not None:
+        progress(f"reading the layers of {pricing.config.model.name}")
     for layout in layouts(pricing.config, pricing.cluster.topology()):
         if isinstance(layout, Rejection):
             rejections.append(layout)
