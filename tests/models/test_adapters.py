@@ -15,12 +15,14 @@ from helpers import F32_RELATIVE, relative_error
 from plans import FAMILY_MODELS, GPT, LLAMA
 
 from optimus_jax.config import Features, ModelConfig, Tuning
+from optimus_jax.config.axes import FSDP
 from optimus_jax.errors import CheckpointError, ConfigError
 from optimus_jax.mesh.axes import LAYERS
 from optimus_jax.mesh.collectives import Collectives
 from optimus_jax.mesh.leaf import trained_of
 from optimus_jax.models.block import ForwardContext
 from optimus_jax.models.huggingface import config_from_huggingface, from_huggingface
+from optimus_jax.models.layer_program import layer_programs
 from optimus_jax.models.merging import merged, same_adapters
 from optimus_jax.models.peft_format import to_peft
 from optimus_jax.models.peft_reading import from_peft
@@ -212,6 +214,24 @@ def test_new_adapters_change_nothing():
         tuned = model_shapes(model, model.vocab_size).initial(jnp.int32(3))
         base = model_shapes(model.base, model.vocab_size).initial(jnp.int32(3))
         assert float(loss_of(model, tuned)) == float(loss_of(model.base, base))
+
+
+@pytest.mark.parametrize("method", ["lora", "ia3"])
+def test_adapters_have_no_collective_of_their_own_over_tensor(method):
+    """Gradients of leaves that devices use on different values are summed once for a step."""
+
+    def over_tensor(model: ModelConfig) -> list[tuple]:
+        programs = layer_programs(
+            model, seq_len=16, precision="f32", kernel="xla", splits_alike=False
+        )
+        program = programs.under("none")
+        found = (*program.forward.collectives, *program.backward.collectives)
+        return sorted((each.kind, each.over) for each in found if each.over != (FSDP,))
+
+    model = replace(LLAMA, dropout=0.0)
+    expected = over_tensor(model)
+    assert expected
+    assert over_tensor(replace(model, tuning=TUNINGS[method])) == expected
 
 
 GOOD = {"peft_type": "LORA", "r": 2, "lora_alpha": 4}
