@@ -20,7 +20,7 @@ from optimus_jax.errors import PlanError
 from optimus_jax.models.flops import step_flops
 from optimus_jax.plan import Plan
 from optimus_jax.planning.cost.communication import VOCABULARY
-from optimus_jax.planning.cost.cost import BUBBLE, HOST_COPIES, term_times
+from optimus_jax.planning.cost.cost import BUBBLE, HOST_COPIES, REFERENCE_PASS, term_times
 from optimus_jax.planning.cost.memory import MemoryEstimate, estimate_memory
 from optimus_jax.planning.profiles.cluster import INTRA_HOST, Cluster
 from optimus_jax.planning.search.search import Pricing
@@ -43,10 +43,19 @@ TERMS = (
     "optimizer",
     "overhead",
     HOST_COPIES,
+    REFERENCE_PASS,
 )
 """All terms of planning/cost/cost.py. Each has a hidden factor, even if the first plan lacks the
 term."""
-OPERATORS = ("attention", "feed-forward", "recompute", "memory", "head", "optimizer")
+OPERATORS = (
+    "attention",
+    "feed-forward",
+    "recompute",
+    "memory",
+    "head",
+    "optimizer",
+    REFERENCE_PASS,
+)
 """Terms that take longer on a slow device."""
 
 

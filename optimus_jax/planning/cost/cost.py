@@ -27,7 +27,9 @@ from optimus_jax.training.tasks import task_named
 NINE_IN_TEN = 1.645
 """Half-width of the central 90% interval of a normal distribution, in standard deviations."""
 BUBBLE = "bubble"
-IN_LAYERS = ("attention", "feed-forward", "recompute", "memory", "launching")
+REFERENCE_PASS = "reference"
+"""Term of the forward pass without adapters, of a task with a reference."""
+IN_LAYERS = ("attention", "feed-forward", "recompute", "memory", "launching", REFERENCE_PASS)
 """Terms for a layer's operators."""
 HOST_COPIES = "host copies"
 """The term for offloading."""
@@ -177,7 +179,7 @@ class _StepTimes:
             "recompute": visits * layer.again,
             "memory": visits * layer.memory,
             "launching": visits * layer.launching,
-            "reference": visits * (self.streams - 1) * self.layer.forward,
+            REFERENCE_PASS: visits * (self.streams - 1) * self.layer.forward,
             HEAD: plan.microbatches * microbatch.head + idle_embeds * microbatch.embed_again,
             TENSOR: visits * exposed[TENSOR] + at_end(TENSOR, 0.0),
             VOCABULARY: vocabulary,
@@ -200,7 +202,7 @@ class _StepTimes:
             "recompute": f"remat {plan.remat}, {_ms(layer.again)}{visits}",
             "memory": f"passes over memory, {_ms(layer.memory)}{visits}",
             "launching": f"kernels that wait for the host, {_ms(layer.launching)}{visits}",
-            "reference": f"forward without adapters, {_ms(self.layer.forward)}{visits}",
+            REFERENCE_PASS: f"forward without adapters, {_ms(self.layer.forward)}{visits}",
             HEAD: f"{_ms(self.microbatch.head)} x {plan.microbatches} microbatches",
             TENSOR: f"all-reduces in layers over tensor={plan.axes.tensor}",
             VOCABULARY: "all-reduces of embedding and head",
