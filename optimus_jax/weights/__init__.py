@@ -1,1 +1,1 @@
-"""Reads published models: config.json, safetensors and PyTorch files, slice by slice."""
+"""Reads and writes published models, slice by slice: config.json, weights, adapters."""
