@@ -91,7 +91,8 @@ def config_from_huggingface(hf_config: HfConfig) -> ModelConfig:
     rotary = read_rotary(hf_config) if FAMILIES[family].positions == "rotary" else {}
     own = {
         name: value
-        for name, value in hf_format.features(hf_config).items()
+        for keys in hf_format.features
+        for name, value in keys.read(hf_config).items()
         if value != getattr(FAMILIES[family], name)
     }
     return ModelConfig(family=family, features=Features(**own), **(derived | sizes | rotary))

@@ -24,7 +24,8 @@ RELATIVE = 1e-9
 def config_to_huggingface(
     config: ModelConfig, *, dtype: str = "float32", eos: int | None = None
 ) -> dict[str, Any]:
-    """The inverse of `config_from_huggingface`: every key that decides a model's arithmetic.
+    """The inverse of `config_from_huggingface`: every key that decides a model's arithmetic, but
+    for adapters.
 
     If its own family's class does not have all its features, it is written as a model of another
     family whose class has them; `model_type` then names that one.
@@ -38,7 +39,7 @@ def config_to_huggingface(
     Raises:
       ConfigError: no class has such a model. The error names the features that its family's lacks.
     """
-    differences = {}
+    config, differences = config.base, {}
     for family in sorted(HUGGING_FACE_FORMATS, key=lambda name: name != config.family):
         keys = _keys(config, family)
         differences[family] = [*_differences(config, keys)]
@@ -67,7 +68,7 @@ def _keys(config: ModelConfig, family: str) -> dict[str, Any]:
         "architectures": [hf_format.architecture],
         **own,
         **sizes,
-        **hf_format.feature_keys(config),
+        **{key: value for keys in hf_format.features for key, value in keys.write(config).items()},
     }
 
 

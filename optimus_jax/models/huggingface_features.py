@@ -1,10 +1,11 @@
 """The keys of Hugging Face's config.json that decide a model's features and rotary positions.
 
-For each family a function that reads them, and next to it the one that writes them: what is read
-from what was written is the same model (`huggingface.config_to_huggingface` checks it).
+They come in groups (`FeatureKeys`), of which a family's class has some. What is read from what was
+written is the same model (`config_to_huggingface` checks it).
 """
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from optimus_jax.config import ModelConfig, RopeScaling
@@ -33,6 +34,17 @@ ROPE_SCALING = {
     "original_length": "original_max_position_embeddings",
 }
 """Field of RopeScaling -> key of a config.json's `rope_scaling`."""
+
+
+@dataclass(frozen=True)
+class FeatureKeys:
+    """Keys of config.json that belong together, read and written."""
+
+    read: Callable[[HfConfig], dict[str, Any]]
+    """Fields of Features that the keys decide. Raises ConfigError for values that our models do not
+    support."""
+    write: Callable[[ModelConfig], dict[str, Any]]
+    """The inverse: keys and their values, for a model with all its features in its config."""
 
 
 def read_rotary(hf: HfConfig) -> dict[str, Any]:
@@ -93,36 +105,38 @@ def _scaling_keys(config: ModelConfig) -> dict[str, Any] | None:
     }
 
 
-def read_biases(hf: HfConfig) -> dict[str, Any]:
-    """The features of Llama."""
+ROTARY = FeatureKeys(lambda hf: {}, _rotary_keys)
+"""Rotary positions, which are no features: `read_rotary` reads them."""
+
+
+def _read_biases(hf: HfConfig) -> dict[str, Any]:
     biases = (("query", "key", "value", "out") if hf.get("attention_bias") else ()) + (
         ("up", "down") if hf.get("mlp_bias") else ()
     )
     return {"biases": biases} if biases else {}
 
 
-def llama_keys(config: ModelConfig) -> dict[str, Any]:
-    """The inverse of `read_biases`."""
-    return attention_keys(config) | {"mlp_bias": "up" in (features_of(config).biases or ())}
+def _attention_bias_keys(config: ModelConfig) -> dict[str, Any]:
+    return {"attention_bias": "out" in (features_of(config).biases or ())}
 
 
-def attention_keys(config: ModelConfig) -> dict[str, Any]:
-    """The same for families whose feed-forward has no biases."""
-    return _rotary_keys(config) | {"attention_bias": "out" in (features_of(config).biases or ())}
+ATTENTION_BIAS = FeatureKeys(_read_biases, _attention_bias_keys)
+"""Biases of all four projections of attention, or none."""
+BIASES = FeatureKeys(
+    _read_biases,
+    lambda config: (
+        _attention_bias_keys(config) | {"mlp_bias": "up" in (features_of(config).biases or ())}
+    ),
+)
+"""ATTENTION_BIAS, and the same for the feed-forward."""
+WINDOW = FeatureKeys(
+    lambda hf: {"window": hf.get("sliding_window", 4096) or 0},
+    lambda config: {"sliding_window": features_of(config).window or None},
+)
+"""A window of all layers."""
 
 
-def read_window(hf: HfConfig) -> dict[str, Any]:
-    """The features of Mistral."""
-    return {"window": hf.get("sliding_window", 4096) or 0}
-
-
-def mistral_keys(config: ModelConfig) -> dict[str, Any]:
-    """The inverse of `read_window`."""
-    return _rotary_keys(config) | {"sliding_window": features_of(config).window or None}
-
-
-def read_phi3(hf: HfConfig) -> dict[str, Any]:
-    """The features of Phi-3."""
+def _read_phi3(hf: HfConfig) -> dict[str, Any]:
     share = hf.get("partial_rotary_factor")
     share = (hf.get("rope_parameters") or {}).get("partial_rotary_factor", share)
     head_dim = hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"]
@@ -131,14 +145,22 @@ def read_phi3(hf: HfConfig) -> dict[str, Any]:
     )
 
 
-def phi3_keys(config: ModelConfig) -> dict[str, Any]:
-    """The inverse of `read_phi3`; linear scaling, which Phi-3 does not know, is left out."""
+def _phi3_keys(config: ModelConfig) -> dict[str, Any]:
+    """Linear scaling, which Phi-3 does not know, is left out."""
     dims = rotated_dims(config)
     # int() above must not lose one: 0.29 * 100 is 28.999...
     share = (dims if dims == config.head_dim else dims + 1e-6) / config.head_dim
-    keys = mistral_keys(config) | {"rope_scaling": None, "partial_rotary_factor": share}
     rope = {"rope_type": "default", "rope_theta": config.rope_theta, "partial_rotary_factor": share}
-    return keys | {"rope_parameters": rope}
+    return {
+        "sliding_window": features_of(config).window or None,
+        "rope_scaling": None,
+        "partial_rotary_factor": share,
+        "rope_parameters": rope,
+    }
+
+
+PHI3 = FeatureKeys(_read_phi3, _phi3_keys)
+"""A window of all layers that is off by default, and rotated dimensions. Comes after ROTARY."""
 
 
 def _layer_types(hf: HfConfig, default: Callable[[int], bool]) -> tuple[str, ...]:
@@ -170,8 +192,7 @@ def _shortest_pattern(types: tuple[str, ...]) -> tuple[str, ...]:
     )
 
 
-def read_qwen_window(hf: HfConfig) -> dict[str, Any]:
-    """The features of Qwen 2."""
+def _read_qwen_window(hf: HfConfig) -> dict[str, Any]:
     first = hf.get("max_window_layers", 28)
     types = _layer_types(hf, lambda layer: bool(hf.get("use_sliding_window")) and layer >= first)
     if "window" not in types:
@@ -181,10 +202,9 @@ def read_qwen_window(hf: HfConfig) -> dict[str, Any]:
     return {"window": hf.get("sliding_window", 4096), "layer_types": _shortest_pattern(types)}
 
 
-def qwen2_keys(config: ModelConfig) -> dict[str, Any]:
-    """The inverse of `read_qwen_window`."""
+def _qwen_window_keys(config: ModelConfig) -> dict[str, Any]:
     windowed = has_window(config)
-    return _rotary_keys(config) | {
+    return {
         "use_sliding_window": any(windowed),
         "sliding_window": features_of(config).window if any(windowed) else None,
         "max_window_layers": [*windowed, True].index(True),
@@ -192,19 +212,12 @@ def qwen2_keys(config: ModelConfig) -> dict[str, Any]:
     }
 
 
-def read_qwen3(hf: HfConfig) -> dict[str, Any]:
-    """The features of Qwen 3."""
-    return read_biases(hf) | read_qwen_window(hf)
+QWEN_WINDOW = FeatureKeys(_read_qwen_window, _qwen_window_keys)
+"""A window of the last layers, or of those that layer_types names."""
 
 
-def qwen3_keys(config: ModelConfig) -> dict[str, Any]:
-    """The inverse of `read_qwen3`."""
-    return attention_keys(config) | qwen2_keys(config)
-
-
-def read_gemma2(hf: HfConfig) -> dict[str, Any]:
-    """The features of Gemma 2."""
-    return read_biases(hf) | {
+def _read_gemma2(hf: HfConfig) -> dict[str, Any]:
+    return {
         "window": hf.get("sliding_window", 4096) or 0,
         "layer_types": _shortest_pattern(_layer_types(hf, lambda layer: layer % 2 == 0)),
         "attention_scale": hf.get("query_pre_attn_scalar", 256) ** -0.5,
@@ -213,18 +226,11 @@ def read_gemma2(hf: HfConfig) -> dict[str, Any]:
     }
 
 
-def gemma2_keys(config: ModelConfig) -> dict[str, Any]:
-    """The inverse of `read_gemma2`."""
-    return gemma3_attention_keys(config) | {
-        "attn_logit_softcapping": features_of(config).attention_softcap or None
-    }
-
-
-def gemma3_attention_keys(config: ModelConfig) -> dict[str, Any]:
-    """What both generations of Gemma have."""
+def _gemma_keys(config: ModelConfig) -> dict[str, Any]:
+    """What both generations have."""
     features = features_of(config)
     scale = features.attention_scale or config.head_dim**-0.5
-    return attention_keys(config) | {
+    return {
         "sliding_window": features.window if any(has_window(config)) else None,
         "layer_types": _layer_type_keys(config),
         "query_pre_attn_scalar": round(scale**-2),  # transformers wants a whole number
@@ -232,15 +238,24 @@ def gemma3_attention_keys(config: ModelConfig) -> dict[str, Any]:
     }
 
 
-def read_gemma3(hf: HfConfig) -> dict[str, Any]:
-    """The features of Gemma 3."""
+GEMMA2 = FeatureKeys(
+    _read_gemma2,
+    lambda config: (
+        _gemma_keys(config)
+        | {"attn_logit_softcapping": features_of(config).attention_softcap or None}
+    ),
+)
+"""A window of every second layer, the scale of scores, and caps."""
+
+
+def _read_gemma3(hf: HfConfig) -> dict[str, Any]:
     pattern = hf.get("sliding_window_pattern", hf.get("_sliding_window_pattern", 6))
     types = _layer_types(hf, lambda layer: (layer + 1) % pattern != 0)
     ropes = hf.get("rope_parameters") or {}
     local = ropes.get("sliding_attention") or {}
     if (kind := local.get("rope_type", "default")) != "default":
         raise not_supported("rope_parameters.sliding_attention.rope_type", kind, ("default",))
-    return read_biases(hf) | {
+    return {
         "window": hf.get("sliding_window", 4096) or 0,
         "layer_types": _shortest_pattern(types),
         "attention_scale": hf.get("query_pre_attn_scalar", 256) ** -0.5,
@@ -251,19 +266,21 @@ def read_gemma3(hf: HfConfig) -> dict[str, Any]:
     }
 
 
-def gemma3_keys(config: ModelConfig) -> dict[str, Any]:
-    """The inverse of `read_gemma3`."""
-    keys = gemma3_attention_keys(config)
+def _gemma3_keys(config: ModelConfig) -> dict[str, Any]:
     local = features_of(config).window_rope_theta or config.rope_theta
     ropes = {
-        "full_attention": keys["rope_parameters"],
+        "full_attention": _rotary_keys(config)["rope_parameters"],
         "sliding_attention": {"rope_type": "default", "rope_theta": local},
     }
-    return keys | {"rope_local_base_freq": local, "rope_parameters": ropes}
+    return _gemma_keys(config) | {"rope_local_base_freq": local, "rope_parameters": ropes}
 
 
-def read_gpt_neo(hf: HfConfig) -> dict[str, Any]:
-    """The features of GPT-Neo."""
+GEMMA3 = FeatureKeys(_read_gemma3, _gemma3_keys)
+"""Windows with rotary positions of their own, the scale of scores, and a cap. Comes after
+ROTARY."""
+
+
+def _read_gpt_neo(hf: HfConfig) -> dict[str, Any]:
     types = [
         kind
         for kinds, times in hf.get("attention_types", [[["global", "local"], 12]])
@@ -280,8 +297,7 @@ def read_gpt_neo(hf: HfConfig) -> dict[str, Any]:
     }
 
 
-def gpt_neo_keys(config: ModelConfig) -> dict[str, Any]:
-    """The inverse of `read_gpt_neo`."""
+def _gpt_neo_keys(config: ModelConfig) -> dict[str, Any]:
     window = features_of(config).window
     return {
         "attention_types": [[_layer_type_keys(config, GPT_NEO_LAYER_TYPES), 1]],
@@ -289,18 +305,16 @@ def gpt_neo_keys(config: ModelConfig) -> dict[str, Any]:
     }
 
 
-def read_gptj(hf: HfConfig) -> dict[str, Any]:
-    """The features of GPT-J."""
-    return {"rope_dims": hf.get("rotary_dim", 64)}
+GPT_NEO = FeatureKeys(_read_gpt_neo, _gpt_neo_keys)
+"""Which layers have a window."""
+GPTJ = FeatureKeys(
+    lambda hf: {"rope_dims": hf.get("rotary_dim", 64)},
+    lambda config: {"rotary_dim": rotated_dims(config)},
+)
+"""Rotated dimensions."""
 
 
-def gptj_keys(config: ModelConfig) -> dict[str, Any]:
-    """The inverse of `read_gptj`."""
-    return {"rotary_dim": rotated_dims(config)}
-
-
-def read_opt(hf: HfConfig) -> dict[str, Any]:
-    """The features of OPT."""
+def _read_opt(hf: HfConfig) -> dict[str, Any]:
     is_pre, width = hf.get("do_layer_norm_before", True), hf.get("word_embed_proj_dim")
     return {
         "activation": _activation(hf.get("activation_function", "relu")),
@@ -310,8 +324,7 @@ def read_opt(hf: HfConfig) -> dict[str, Any]:
     } | ({} if hf.get("enable_bias", True) else {"biases": ()})
 
 
-def opt_keys(config: ModelConfig) -> dict[str, Any]:
-    """The inverse of `read_opt`."""
+def _opt_keys(config: ModelConfig) -> dict[str, Any]:
     features = features_of(config)
     is_pre = features.norm_place == "pre"
     return {
@@ -321,6 +334,10 @@ def opt_keys(config: ModelConfig) -> dict[str, Any]:
         "word_embed_proj_dim": features.table_dim or config.embed_dim,
         "enable_bias": bool(features.biases),
     }
+
+
+OPT = FeatureKeys(_read_opt, _opt_keys)
+"""The nonlinearity, the place of norms, the width of the table, and biases."""
 
 
 def _activation(theirs: str) -> str:

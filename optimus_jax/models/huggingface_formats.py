@@ -1,13 +1,12 @@
 """How Hugging Face stores the decoder families: keys of config.json, and names of tensors."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from optimus_jax.config import ModelConfig
 from optimus_jax.errors import ConfigError, explain, nearest
 from optimus_jax.models import huggingface_features as features
-from optimus_jax.models.huggingface_features import HfConfig
+from optimus_jax.models.huggingface_features import FeatureKeys
 
 HEAD, HEAD_BIAS = "lm_head.weight", "lm_head.bias"
 """The head's matrix. Where weights are tied, a file may leave it out or repeat the embedding."""
@@ -26,10 +25,8 @@ class HuggingFaceFormat:
     only: Mapping[str, tuple[Any, ...]]
     """Key of config.json -> the values that our models support; the first is the default of a
     missing key."""
-    features: Callable[[HfConfig], dict[str, Any]] = lambda hf: {}
-    """Fields of Features that a config.json decides."""
-    feature_keys: Callable[[ModelConfig], dict[str, Any]] = lambda config: {}
-    """The inverse of `features`, and keys of rotary positions."""
+    features: tuple[FeatureKeys, ...] = ()
+    """Keys of config.json that decide features; a later one may replace keys of an earlier one."""
     head_width_is_whole: bool = True
     """Whether the class refuses an embed_dim that is no multiple of num_heads."""
     prefix: str
@@ -130,8 +127,7 @@ LLAMA = HuggingFaceFormat(
     sizes=LLAMA_SIZES,
     defaults={"num_key_value_heads": None, "head_dim": None, "tie_word_embeddings": False},
     only={"hidden_act": ("silu",), "is_causal": (True,)},
-    features=features.read_biases,
-    feature_keys=features.llama_keys,
+    features=(features.ROTARY, features.BIASES),
     prefix="model.",
     tensors=LLAMA_TENSORS,
     buffers=("rotary_emb.inv_freq",),
@@ -194,8 +190,7 @@ HUGGING_FACE_FORMATS: dict[str, HuggingFaceFormat] = {
         },
         defaults={"intermediate_size": None, "tie_word_embeddings": True},
         only={"activation_function": ("gelu_new", "gelu_pytorch_tanh")},
-        features=features.read_gpt_neo,
-        feature_keys=features.gpt_neo_keys,
+        features=(features.GPT_NEO,),
         prefix="transformer.",
         tensors=GPT_OUTSIDE
         | _layer(
@@ -211,8 +206,7 @@ HUGGING_FACE_FORMATS: dict[str, HuggingFaceFormat] = {
         sizes=GPT2_SIZES,
         defaults={"n_inner": None, "tie_word_embeddings": False},
         only={"activation_function": ("gelu_new", "gelu_pytorch_tanh")},
-        features=features.read_gptj,
-        feature_keys=features.gptj_keys,
+        features=(features.GPTJ,),
         prefix="transformer.",
         tensors=GPT_OUTSIDE
         | _layer(
@@ -237,8 +231,7 @@ HUGGING_FACE_FORMATS: dict[str, HuggingFaceFormat] = {
         },
         defaults={"tie_word_embeddings": True, "init_std": 0.02},
         only={"layer_norm_elementwise_affine": (True,)},
-        features=features.read_opt,
-        feature_keys=features.opt_keys,
+        features=(features.OPT,),
         prefix="model.decoder.",
         tensors={
             "embedding/table": "embed_tokens.weight",
@@ -267,29 +260,26 @@ HUGGING_FACE_FORMATS: dict[str, HuggingFaceFormat] = {
         architecture="MistralForCausalLM",
         head_width_is_whole=False,
         defaults={**LLAMA.defaults, "num_key_value_heads": 8},
-        features=features.read_window,
-        feature_keys=features.mistral_keys,
+        features=(features.ROTARY, features.WINDOW),
     ),
     "qwen2": replace(
         LLAMA,
         architecture="Qwen2ForCausalLM",
         head_width_is_whole=False,
-        features=features.read_qwen_window,
-        feature_keys=features.qwen2_keys,
+        features=(features.ROTARY, features.QWEN_WINDOW),
     ),
     "qwen3": replace(
         LLAMA,
         architecture="Qwen3ForCausalLM",
         head_width_is_whole=False,
         defaults={**LLAMA.defaults, "head_dim": 128},
-        features=features.read_qwen3,
-        feature_keys=features.qwen3_keys,
+        features=(features.ROTARY, features.ATTENTION_BIAS, features.QWEN_WINDOW),
     ),
     "olmo2": replace(
         LLAMA,
         architecture="Olmo2ForCausalLM",
         head_width_is_whole=False,
-        feature_keys=features.attention_keys,
+        features=(features.ROTARY, features.ATTENTION_BIAS),
         tensors=LLAMA_OUTSIDE
         | _layer(
             LLAMA_ATTENTION,
@@ -306,8 +296,7 @@ HUGGING_FACE_FORMATS: dict[str, HuggingFaceFormat] = {
         LLAMA,
         architecture="Phi3ForCausalLM",
         head_width_is_whole=False,
-        features=features.read_phi3,
-        feature_keys=features.phi3_keys,
+        features=(features.ROTARY, features.PHI3),
         tensors=LLAMA_OUTSIDE
         | {
             "layers/attention_norm/scale": "layers.{}.input_layernorm.weight",
@@ -328,8 +317,7 @@ HUGGING_FACE_FORMATS: dict[str, HuggingFaceFormat] = {
             "hidden_activation": ("gelu_pytorch_tanh", "gelu_new"),
             "use_bidirectional_attention": (None, False),
         },
-        features=features.read_gemma2,
-        feature_keys=features.gemma2_keys,
+        features=(features.ROTARY, features.ATTENTION_BIAS, features.GEMMA2),
         tensors=GEMMA_TENSORS,
     ),
     "gemma3_text": replace(
@@ -340,8 +328,7 @@ HUGGING_FACE_FORMATS: dict[str, HuggingFaceFormat] = {
             "hidden_activation": ("gelu_pytorch_tanh", "gelu_new"),
             "use_bidirectional_attention": (None, False),
         },
-        features=features.read_gemma3,
-        feature_keys=features.gemma3_keys,
+        features=(features.ROTARY, features.ATTENTION_BIAS, features.GEMMA3),
         tensors=GEMMA_TENSORS,
     ),
 }

@@ -1,15 +1,20 @@
 """Merges adapters into the matrices beside which they stand."""
 
 import math
-from typing import NamedTuple
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 
 from optimus_jax.config import ModelConfig
 from optimus_jax.config.tuning import Projection
 from optimus_jax.mesh.axes import LAYERS
+from optimus_jax.mesh.boxes import Box
 from optimus_jax.models.adapters import ROW_PARALLEL
 from optimus_jax.models.families import features_of
 from optimus_jax.models.shapes import Params
@@ -64,41 +69,103 @@ def adapter_name(projection: Projection) -> str:
     return f"{projection}_adapter"
 
 
+def is_of_adapter(path: str) -> bool:
+    """Whether a path of a leaf, such as `layers/attention/query_adapter/a`, is that of one of an
+    adapter's.
+    """
+    return any(adapter_name(projection) in path.split("/") for projection in PLACES)
+
+
+def without_adapters(params: Params) -> Params:
+    """The parameters, or whatever else is named like them, without those of adapters."""
+    own = {adapter_name(projection) for projection in PLACES}
+    return {
+        name: without_adapters(part) if isinstance(part, dict) else part
+        for name, part in params.items()
+        if name not in own
+    }
+
+
 def merged(params: Params, model: ModelConfig) -> Params:
     """The float32 parameters of `model.base` that compute the same as these of `model`.
 
     Sums are float32, whatever the format of the frozen matrices. Results differ by rounding from
     those with adapters.
     """
-    params = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), params)
-    blocks = dict(params[LAYERS])
-    for projection, (block, leaf, part) in places_of(model).items():
-        leaves = dict(blocks[block])
-        adapter = leaves.pop(adapter_name(projection))
-        if model.tuning.method == "lora":
-            product = low_rank_product(projection, adapter) * model.tuning.scale
-            whole = leaves[leaf]
-            leaves[leaf] = whole + product if part is None else whole.at[:, :, part].add(product)
-        else:
-            scale, bias = adapter["scale"], leaves.get(f"{leaf}_bias")
-            leaves[leaf] = _scaled(leaves[leaf], scale[:, None], part, 2)
-            if bias is not None and projection not in ROW_PARALLEL:
-                leaves[f"{leaf}_bias"] = _scaled(bias, scale, part, 1)
-        blocks[block] = leaves
-    return {**params, LAYERS: blocks}
+    named = {
+        jax.tree_util.keystr(path, simple=True, separator="/"): leaf.astype(jnp.float32)
+        for path, leaf in jax.tree.leaves_with_path(params)
+    }
+    merging = Merging(model, named)
+
+    def whole(path: Any, leaf: Array) -> Array:
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        return merging.part(name, tuple(map(slice, leaf.shape)), named[name])
+
+    return jax.tree.map_with_path(whole, without_adapters(params))
 
 
-def low_rank_product(projection: Projection, adapter: Params) -> Array:
-    """B A of all layers, [S, D, ...] as the projection's matrix has them."""
-    narrow, wide = adapter["a"], adapter["b"]
-    if projection in ROW_PARALLEL:
-        narrow, wide = wide, narrow
-    return jnp.einsum("sdr,sr...->sd...", narrow, wide, precision=lax.Precision.HIGHEST)
+AnyArray = TypeVar("AnyArray", np.ndarray, Array)
 
 
-def _scaled(leaf: Array, scale: Array, part: int | None, dim: int) -> Array:
-    """A leaf, or its part along `dim`, times a factor."""
-    if part is None:
-        return leaf * scale
-    index = (slice(None),) * dim + (part,)
-    return leaf.at[index].multiply(scale)
+@dataclass(frozen=True, eq=False)
+class Merging:
+    """Merges a model's adapters into parts of its leaves: arrays of JAX or of numpy."""
+
+    model: ModelConfig
+    adapters: Mapping[str, Any]
+    """Leaves of adapters by path, such as `layers/attention/query_adapter/a`: all layers, float32.
+    There may be other leaves among them."""
+
+    def part(self, path: str, box: Box, values: AnyArray) -> AnyArray:
+        """A part of a leaf of the model without adapters that computes the same.
+
+        Args:
+          path: the leaf's, such as `layers/attention/query`.
+          box: the part, whose slices have a start and step 1.
+          values: the part of the leaf beside the adapters, float32.
+        """
+        is_bias, dim = path.endswith("_bias"), 1 if path.endswith("_bias") else 2
+        for projection, place in self._places.get(path.removesuffix("_bias"), ()):
+            if place.part is None:
+                values = self._one(projection, box, is_bias, values)
+                continue
+            own = (*box[:dim], *box[dim + 1 :])
+            xp, numbers = values.__array_namespace__(), range(*box[dim].indices(2))
+            before = (slice(None),) * dim
+            parts = [
+                self._one(projection, own, is_bias, part) if number == place.part else part
+                for index, number in enumerate(numbers)
+                for part in [values[(*before, index)]]
+            ]
+            values = xp.stack(parts, dim)
+        return values
+
+    def _one(self, projection: Projection, box: Box, is_bias: bool, values: AnyArray) -> AnyArray:
+        """A part of one projection's matrix [S, D, ...], or of its bias [S, ...]."""
+        prefix = f"{LAYERS}/{PLACES[projection].block}/{adapter_name(projection)}/"
+        layers, *rest = box
+        if self.model.tuning.method == "ia3":
+            if is_bias and projection in ROW_PARALLEL:
+                return values
+            factor = self.adapters[f"{prefix}scale"][(layers, *(rest if is_bias else rest[1:]))]
+            return values * (factor if is_bias else factor[:, None])
+        if is_bias:
+            return values
+        narrow, wide = self.adapters[f"{prefix}a"], self.adapters[f"{prefix}b"]
+        if projection in ROW_PARALLEL:
+            narrow, wide = wide, narrow
+        xp = values.__array_namespace__()
+        exact = {} if xp is np else {"precision": lax.Precision.HIGHEST}
+        factors = narrow[layers, rest[0]], wide[(layers, slice(None), *rest[1:])]
+        product = xp.einsum("sdr,sr...->sd...", *factors, **exact)
+        return values + product * np.float32(self.model.tuning.scale)
+
+    @cached_property
+    def _places(self) -> dict[str, list[tuple[Projection, Place]]]:
+        """The adapters that concern each leaf, by its path."""
+        found: dict[str, list[tuple[Projection, Place]]] = {}
+        for projection, place in places_of(self.model).items():
+            path = f"{LAYERS}/{place.block}/{place.leaf}"
+            found.setdefault(path, []).append((projection, place))
+        return found

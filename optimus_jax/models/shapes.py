@@ -36,6 +36,11 @@ class ModelShapes:
         """ShapeDtypeStruct of every parameter."""
         return nnx.to_pure_dict(self.state)
 
+    @cached_property
+    def base(self) -> "ModelShapes":
+        """The same model without adapters."""
+        return self.with_tuning(Tuning())
+
     def with_tuning(self, tuning: Tuning) -> "ModelShapes":
         """The same model, of which something else is trained."""
         if tuning == self.config.tuning:

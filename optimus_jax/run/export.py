@@ -101,9 +101,11 @@ class RunToExport:
         check_stored_config(checkpoint.metadata, self.config, sections=("model.",))
         check_tokenizer(self.tokenizer, self.run, checkpoint.metadata)
         dtype = settings.dtype or dtype_of(checkpoint)
-        config, tuning = self.config.model.base, self.config.model.tuning
+        config = self.config.model
         theirs = config_to_huggingface(config, dtype=DTYPES[dtype].name, eos=self.tokenizer.eos)
-        weights = WeightsExport.of(checkpoint, config_from_huggingface(theirs), tuning, dtype)
+        weights = WeightsExport.of(
+            checkpoint, config_from_huggingface(theirs), config.tuning, dtype
+        )
         with new_directory(to, what=self.named_by) as directory:
             needed = weights.num_bytes + OTHER_FILES_BYTES
             if self.leaves_room_for_checkpoint:

@@ -10,7 +10,6 @@ from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
-from typing import get_args
 
 import jax.numpy as jnp
 import numpy as np
@@ -18,16 +17,14 @@ import numpy as np
 from optimus_jax.checkpoint.reading import check_same_model
 from optimus_jax.checkpoint.slices import StoredCheckpoint, StoredLeaf
 from optimus_jax.config import ModelConfig, Tuning
-from optimus_jax.config.tuning import Projection
 from optimus_jax.mesh.boxes import Box, sizes
 from optimus_jax.mesh.slots import canonical_slots
 from optimus_jax.models.huggingface_formats import HEAD, HEAD_BIAS, format_of
 from optimus_jax.models.huggingface_tensors import LeafSource, leaf_sources, tensor_shapes
-from optimus_jax.models.merging import adapter_name
+from optimus_jax.models.merging import Merging, is_of_adapter
 from optimus_jax.models.shapes import model_shapes
 from optimus_jax.reshard.checksum import named_leaves
 from optimus_jax.reshard.restack import is_stacked
-from optimus_jax.run.merged_boxes import AdaptersOnHost
 from optimus_jax.weights.safetensors_writer import create_weights
 
 BOX_BYTES = 32 << 20
@@ -120,11 +117,13 @@ class WeightsExport:
         files = create_weights(directory, shapes, self.dtype, max_shard_bytes)
         tensors = {name: files[each] for name, each in full.items()}
 
-        adapters = self._adapters()
+        merging = self._merging()
 
         def pass_on(path: str, source: LeafSource, leaf: StoredLeaf, box: Box) -> int:
             values = leaf.read(box)
-            source.write(adapters.merged(path, box, values), tensors, box)
+            if self.tuning.has_adapters:
+                values = merging.part(path, box, values.astype(np.float32))
+            source.write(values, tensors, box)
             return values.nbytes
 
         with ThreadPoolExecutor(NUM_WORKERS, thread_name_prefix="export") as pool:
@@ -157,13 +156,14 @@ class WeightsExport:
             if name.startswith(PARAMS):
                 yield name.removeprefix(PARAMS), leaf
 
-    def _adapters(self) -> AdaptersOnHost:
-        whole = {
+    def _merging(self) -> Merging:
+        """Merges the adapters, which are small and read whole."""
+        adapters = {
             path: leaf.read(tuple(slice(0, size) for size in leaf.shape)).astype(np.float32)
             for path, leaf in self._leaves()
-            if _is_of_adapter(path)
+            if is_of_adapter(path)
         }
-        return AdaptersOnHost(replace(self.config, tuning=self.tuning), whole)
+        return Merging(replace(self.config, tuning=self.tuning), adapters)
 
     def _boxes(self) -> Iterator[tuple[str, LeafSource, StoredLeaf, Box]]:
         """All boxes of all parameters but those of adapters. A checkpoint's stacks and vocabulary
@@ -173,15 +173,11 @@ class WeightsExport:
         slots = canonical_slots(self.config.num_layers, rows[next(filter(is_stacked, rows))])
         sources = leaf_sources(model_shapes(self.config, rows["embedding/table"], slots))
         for path, leaf in self._leaves():
-            if _is_of_adapter(path):
+            if is_of_adapter(path):
                 continue
             for box in leaf.boxes(sources[path].file_order, BOX_BYTES):
                 assert prod(sizes(box))
                 yield path, sources[path], leaf, box
-
-
-def _is_of_adapter(path: str) -> bool:
-    return any(f"/{adapter_name(name)}/" in path for name in get_args(Projection))
 
 
 def dtype_of(checkpoint: StoredCheckpoint) -> str:

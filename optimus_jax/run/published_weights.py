@@ -59,7 +59,7 @@ class PublishedWeights:
                 model.check_tied_head()
         name = self.source.exact(directory)
         say(f"reading parameters from {name}")
-        shapes, shardings = _without_adapters(program)
+        shapes, shardings = program.shapes.base, _base_shardings(program)
         stored = replace(shapes, config=model.config)  # perhaps with fewer tokens
         with all_or_none():
             params = read_params(model.tensors, stored, shardings)
@@ -82,18 +82,16 @@ class TensorWeights:
         self, program: Program, say: Callable[[str], object]
     ) -> tuple[TrainState, str]:
         """As `InitialWeights`. Raises CheckpointError if the tensors are not those of the model."""
-        shapes, shardings = _without_adapters(program)
+        shapes, shardings = program.shapes.base, _base_shardings(program)
         tensors = model_tensors(self.tensors, shapes.config)
         check_tied_head(tensors, shapes.config)
         params = read_params(tensors, shapes, shardings)
         return program.state_with(params, Tuning()), self.source
 
 
-def _without_adapters(program: Program) -> tuple[ModelShapes, Params]:
-    """The shapes of a program's model without adapters, and the sharding of every parameter."""
-    abstract = program.abstract_params(Tuning())
-    shapes = program.shapes.with_tuning(Tuning())
-    return shapes, jax.tree.map(lambda leaf: leaf.sharding, abstract)
+def _base_shardings(program: Program) -> Params:
+    """The sharding of every parameter of a program's model without adapters."""
+    return jax.tree.map(lambda leaf: leaf.sharding, program.abstract_params(Tuning()))
 
 
 def read_params(

@@ -5,14 +5,13 @@ its current microbatch.
 """
 
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from optimus_jax.config import Config, ModelConfig
+from optimus_jax.config import Config
 from optimus_jax.mesh.axes import BATCH, LAYERS
 from optimus_jax.mesh.collectives import Collectives
 from optimus_jax.mesh.slots import EMPTY
@@ -20,7 +19,8 @@ from optimus_jax.mesh.sums import Sums, added_shares
 from optimus_jax.mesh.zero import vary
 from optimus_jax.models.block import ForwardContext, LayersOutput
 from optimus_jax.models.kernels import Visibility
-from optimus_jax.models.shapes import ModelShapes, Params, model_shapes
+from optimus_jax.models.merging import without_adapters
+from optimus_jax.models.shapes import ModelShapes, Params
 from optimus_jax.models.transformer import Decoder
 from optimus_jax.plan import Plan
 from optimus_jax.training.task import (
@@ -137,8 +137,8 @@ class Objective:
 
     def _reference(self, whole: Params) -> Decoder:
         """The model without its adapters, and without gradients."""
-        shapes = _without_adapters(self.shapes)
-        return shapes.merged(jax.tree.map(lax.stop_gradient, _of_structure(shapes.params, whole)))
+        frozen = jax.tree.map(lax.stop_gradient, without_adapters(whole))
+        return self.shapes.base.merged(frozen)
 
     def _pass(self, rows: Batch) -> ForwardContext:
         key = self.step_key
@@ -162,20 +162,3 @@ class Objective:
         left = {axis for name in (BATCH, *apart) for axis in rules.get(name, ())}
         sums = jax.tree.map(lambda share: share.astype(jnp.float32), sums)
         return jax.tree.map(lambda share: vary(share, rows), added_shares(sums, apart=left))
-
-
-def _without_adapters(shapes: ModelShapes) -> ModelShapes:
-    """The shapes of the model that adapters were added to."""
-    return _base_shapes(shapes.config.base, shapes.vocab_rows, shapes.slots)
-
-
-@lru_cache(maxsize=16)
-def _base_shapes(base: ModelConfig, vocab_rows: int, slots: tuple[int, ...]) -> ModelShapes:
-    return model_shapes(base, vocab_rows, slots)
-
-
-def _of_structure(like: Any, tree: Any) -> Any:
-    """The part of a nested dict that has the structure of another one."""
-    if not isinstance(like, dict):
-        return tree
-    return {name: _of_structure(part, tree[name]) for name, part in like.items()}
