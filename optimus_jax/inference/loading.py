@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 
 from optimus_jax.checkpoint.checkpoints import Checkpoints
-from optimus_jax.config import Config
 from optimus_jax.config.axes import AxisSizes
 from optimus_jax.config.phases import phases_of
 from optimus_jax.data.tokenizers import load_tokenizer
@@ -20,7 +19,7 @@ from optimus_jax.inference.text_model import TextModel
 from optimus_jax.mesh.formats import COMPUTE_DTYPES
 from optimus_jax.run.published_weights import read_params
 from optimus_jax.run.stored_config import check_stored_config
-from optimus_jax.run.stored_run import run_to_read
+from optimus_jax.run.stored_run import config_of_run, run_to_read
 from optimus_jax.run_directory.directory import RunDirectory
 from optimus_jax.run_directory.run_data import check_tokenizer, tokenizer_of_run
 from optimus_jax.system.paths import UserPath
@@ -60,16 +59,7 @@ def _of_run(
 ) -> TextModel:
     """The model of a run. Only parameters are read."""
     run = RunDirectory(run_to_read(named, what=RUN, checkpoint=step, say=warn), writer=False)
-    try:
-        config = Config.from_json(run.config_text())
-    except OSError as error:
-        raise ConfigError(
-            explain(
-                "there is no run to sample from",
-                given=f"{named}, which has no config.json",
-                do=f"give {RUN} the directory of a run or of a published model",
-            )
-        ) from error
+    config = config_of_run(run, named, purpose="to sample from", or_else=" or of a published model")
     tokenizer, model = tokenizer_of_run(run, config.data), ModelOnMesh(config.model, mesh)
     _start(warn)
     params = jax.tree.map(

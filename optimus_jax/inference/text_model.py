@@ -80,7 +80,7 @@ class TextModel:
           temperature, top_k, top_p: as in `Sampling`.
           chat: answer the prompt as a user's message, by the tokenizer's chat template, until the
             turn ends.
-          stop: a sample ends before the first of these texts that it produces.
+          stop: a sample ends before the first of these texts that it completes.
           seed: seed of all draws. Keys also depend on the sample's index and the position, so that
             a sample does not depend on the number of samples.
         Raises:

@@ -8,15 +8,13 @@ import jax
 import numpy as np
 
 from optimus_jax.checkpoint.checkpoints import Checkpoints
-from optimus_jax.config import Config
 from optimus_jax.devices.backend import start_backend
 from optimus_jax.devices.jax_settings import check_jax_settings
-from optimus_jax.errors import ConfigError, explain
 from optimus_jax.mesh.leaf import Leaf
 from optimus_jax.models.peft_format import to_peft
 from optimus_jax.models.shapes import Params, model_shapes
 from optimus_jax.run.stored_config import check_stored_config
-from optimus_jax.run.stored_run import run_to_read
+from optimus_jax.run.stored_run import config_of_run, run_to_read
 from optimus_jax.run_directory.directory import RunDirectory
 from optimus_jax.weights.peft_directory import write_peft
 
@@ -44,16 +42,7 @@ def save_adapters(
     """
     check_jax_settings()
     run = RunDirectory(run_to_read(run_dir, what="--run", checkpoint=step, say=warn), writer=False)
-    try:
-        config = Config.from_json(run.config_text())
-    except OSError as error:
-        raise ConfigError(
-            explain(
-                "there is no run whose adapters could be saved",
-                given=f"{run_dir}, which has no config.json",
-                do="give the directory of a run",
-            )
-        ) from error
+    config = config_of_run(run, run_dir, purpose="whose adapters could be saved")
     model = config.model
     start_backend()
     device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])

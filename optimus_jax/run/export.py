@@ -17,14 +17,14 @@ from optimus_jax.checkpoint.slices import StoredCheckpoint
 from optimus_jax.config import Config, ExportConfig
 from optimus_jax.data.published_tokenizer import adds_tokens, published_files
 from optimus_jax.data.tokenizers import Tokenizer
-from optimus_jax.errors import CheckpointError, ConfigError, explain
+from optimus_jax.errors import CheckpointError, explain
 from optimus_jax.models.huggingface import config_from_huggingface
 from optimus_jax.models.huggingface_config import config_to_huggingface
 from optimus_jax.run.byte_progress import byte_progress
 from optimus_jax.run.exported_weights import DTYPES, WeightsExport, dtype_of
 from optimus_jax.run.model_card import CARD, generation_config, model_card
 from optimus_jax.run.stored_config import check_stored_config
-from optimus_jax.run.stored_run import run_to_read
+from optimus_jax.run.stored_run import config_of_run, run_to_read
 from optimus_jax.run_directory.directory import RunDirectory
 from optimus_jax.run_directory.run_data import check_tokenizer, tokenizer_of_run
 from optimus_jax.system.new_directory import check_free, new_directory
@@ -75,16 +75,7 @@ class RunToExport:
           OptimusError: there is no run, or its tokenizer cannot be used.
         """
         run = RunDirectory(path, writer=False)
-        try:
-            config = Config.from_json(run.config_text())
-        except OSError as error:
-            raise ConfigError(
-                explain(
-                    "there is no run to export",
-                    given=f"{given}, which has no config.json",
-                    do="give --run the directory of a run",
-                )
-            ) from error
+        config = config_of_run(run, given, purpose="to export")
         return cls(run=run, config=config, tokenizer=tokenizer_of_run(run, config.data))
 
     def write(

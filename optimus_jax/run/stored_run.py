@@ -19,7 +19,7 @@ from typing import Literal
 
 from optimus_jax.config import CheckpointConfig, Config, StoreConfig
 from optimus_jax.errors import ConfigError, OptimusError, RunDirectoryError, StoreError, explain
-from optimus_jax.run_directory.directory import RunExistsError
+from optimus_jax.run_directory.directory import RunDirectory, RunExistsError
 from optimus_jax.store.download import Download
 from optimus_jax.store.lease import LEASE, Lease, LeaseHeldError
 from optimus_jax.store.mirror import Mirror, lease_lost_error
@@ -325,6 +325,28 @@ def run_to_read(
     )
     run.fetch_copy(checkpoint, say)
     return run.directory
+
+
+def config_of_run(run: RunDirectory, given: object, *, purpose: str, or_else: str = "") -> Config:
+    """The config of a run that is only read.
+
+    Args:
+      given: how the user named it.
+      purpose: what it is read for, such as "to export", for errors.
+      or_else: what else could have been given.
+    Raises:
+      ConfigError: there is no run.
+    """
+    try:
+        return Config.from_json(run.config_text())
+    except OSError as error:
+        raise ConfigError(
+            explain(
+                f"there is no run {purpose}",
+                given=f"{given}, which has no {CONFIG}",
+                do=f"give the directory of a run{or_else}",
+            )
+        ) from error
 
 
 def _cache_name(url: Url) -> str:

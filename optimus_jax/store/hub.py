@@ -19,8 +19,13 @@ TOKENIZER_FILES = (
 """Files of a model's tokenizer that are read, if they are there."""
 
 
+_COMMITS: dict[tuple[str, HubModel], str] = {}
+"""The commit that this process reads of a model, by cache and model."""
+
+
 def hub_directory(model: HubModel, files: Sequence[str]) -> Path:
-    """A local directory with those files of a model that the hub has, of one commit.
+    """A local directory with those files of a model that the hub has. All that a process reads of a
+    model is of one commit, though a branch may move.
 
     Files that the cache has are not fetched again. Processes of a host that call this at the same
     time fetch each file once.
@@ -41,10 +46,14 @@ def hub_directory(model: HubModel, files: Sequence[str]) -> Path:
                 do="pip install 'optimus-jax[hub]', or give the directory of a model",
             )
         ) from error
+    key = str(constants.HF_HUB_CACHE), model
+    revision = _COMMITS.get(key, model.revision)
     try:
-        return Path(
-            snapshot_download(model.repository, revision=model.revision, allow_patterns=list(files))
+        directory = Path(
+            snapshot_download(model.repository, revision=revision, allow_patterns=list(files))
         )
+        _COMMITS[key] = commit_of(directory)
+        return directory
     except errors.GatedRepoError as error:
         wrong, do = "may be read only by users whom its owner has admitted", "ask on its page"
         raise _unavailable(model, wrong, f"{do}, and set HF_TOKEN") from error

@@ -15,7 +15,7 @@ import pytest
 from chat_templates import MODELS as CHAT_MODELS
 from chat_templates import save_tokenizer
 from helpers import F32_RELATIVE, assert_close, fitted
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from plans import FAMILY_MODELS
 from published import WORDS, libraries, with_tokenizer, write
@@ -349,15 +349,19 @@ def test_streamed_pieces_join_to_the_whole_text(prompt, tokens):
     text=st.text("ab", max_size=20),
     stop=st.lists(st.text("ab", min_size=1, max_size=4), max_size=3),
 )
+@example(text="aba", stop=["b", "aba"])
 def test_text_ends_before_the_first_stop(text, stop):
+    """The first is that which is complete first, wherever it begins."""
     shown = _Text(_Detokenizer(ByteTokenizer(), np.array([], np.int32)), stop)
     pieces = [shown.push(ord(character)) for character in text]
-    ends = [text.find(each) for each in stop if each in text]
-    assert "".join([*pieces, shown.rest()]) == text[: min(ends, default=None)]
-    assert shown.is_over == bool(ends)
+    prefixes = [text[: size + 1] for size in range(len(text))]
+    found = [prefix for prefix in prefixes if any(each in prefix for each in stop)]
+    end = min(found[0].find(each) for each in stop if each in found[0]) if found else None
+    assert "".join([*pieces, shown.rest()]) == text[:end]
+    assert shown.is_over == bool(found)
     for number in range(len(pieces)):  # nothing is held back longer than a stop may need
         done = "".join(pieces[: number + 1])
-        assert len(done) >= min([number + 1, *ends]) - 3
+        assert len(done) >= min(number + 1, len(text) if end is None else end) - 3
 
 
 def test_generation_ends_when_all_samples_have_stopped(gpt):

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from published import MODELS, libraries, model_of
 
-from optimus_jax.config import Features, ModelConfig, RopeScaling
+from optimus_jax.config import Features, ModelConfig, RopeScaling, Tuning
 from optimus_jax.config.presets import PRESETS, model_preset
 from optimus_jax.errors import ConfigError
 from optimus_jax.models.families import FAMILIES
@@ -158,3 +158,9 @@ def test_rotated_dims_and_scales_survive(family: str, half: int, data: st.DataOb
     assert (again.features.rope_dims or 2 * half) == (features.rope_dims or 2 * half)
     if family.startswith("gemma"):
         assert again.features.attention_scale == features.attention_scale
+
+
+def test_adapters_are_no_part_of_it():
+    """They are merged in an export, which export.every checks at the beginning of a run."""
+    tuned = dataclasses.replace(NANO, tuning=Tuning(method="lora", base_precision="bf16"))
+    assert written(tuned) == written(NANO)

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from helpers import F32_RELATIVE, assert_close, fitted, host_leaves
 from plans import build, case, in_order
-from published import MODELS, libraries, state_dict_of, with_tokenizer, write
+from published import MODELS, state_dict_of, with_tokenizer, write
 
 import optimus_jax
 from optimus_jax.errors import CheckpointError, ConfigError, OptimusError, StoreError
@@ -233,6 +233,15 @@ def test_a_model_on_the_hub_is_read_from_its_cache(hub, text, tmp_path):
         model_named("ORG/tiny")
 
 
+def test_a_process_reads_one_commit_of_a_model(hub):
+    source, other = PublishedSource.parse("hf://ORG/tiny", what="--model"), "f" * 40
+    before = source.fetched()
+    shutil.copytree(hub / "snapshots" / COMMIT, hub / "snapshots" / other)
+    (hub / "refs" / "main").write_text(other)  # the branch moves
+    assert source.fetched() == before
+    assert source.exact(before) == f"hf://ORG/tiny@{COMMIT}"
+
+
 @pytest.mark.parametrize(
     ("name", "wanted"),
     [
@@ -281,11 +290,6 @@ def test_names_of_models_on_the_hub(text, wanted, tmp_path, monkeypatch):
 def test_a_malformed_url_of_the_hub_is_refused(text):
     with pytest.raises(ConfigError, match="not the URL of a model"):
         HubModel.parse(text)
-
-
-def test_a_published_directory_is_opened_as_it_is(llama):
-    libraries()
-    assert open_model(llama).config == read_config(llama)
 
 
 class Hub(http.server.BaseHTTPRequestHandler):
