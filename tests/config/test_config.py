@@ -48,8 +48,10 @@ positive = st.floats(1e-12, 1e6)
 texts = st.text(st.characters(codec="utf-8", exclude_characters=",\0"), min_size=1).filter(
     lambda text: text.lower() != "none"
 )
-paths = st.text(st.characters(codec="utf-8", exclude_characters=",\0"), max_size=20).map(
-    "./{}x".format
+paths = (
+    st.text(st.characters(codec="utf-8", exclude_characters=",\0"), max_size=20)
+    .filter(lambda text: "://" not in text)  # a URL in the middle of a path is refused
+    .map("./{}x".format)
 )
 
 
