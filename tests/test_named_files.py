@@ -66,3 +66,12 @@ def test_a_missing_file_or_symbol_is_reported():
 @pytest.mark.parametrize("page", GUIDES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_files_and_symbols_of_the_guides_exist(page):
     assert missing_below_package(page.read_text(encoding="utf-8")) == []
+
+
+def test_modules_outside_the_package_have_names_of_their_own():
+    """Tests import each other and benchmarks by name alone: of two, the first imported wins."""
+    names = [
+        path.stem for folder in ("tests", "benchmarks") for path in ROOT.glob(f"{folder}/**/*.py")
+    ]
+    names = [name for name in names if name != "__init__"]
+    assert sorted(name for name in set(names) if names.count(name) > 1) == []

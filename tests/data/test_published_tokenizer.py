@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from published import libraries
+from published_models import libraries
 
 from optimus_jax.data.published_tokenizer import adds_tokens, published_files
 from optimus_jax.data.tokenizers import ByteTokenizer, load_tokenizer

@@ -18,7 +18,7 @@ from helpers import F32_RELATIVE, assert_close, fitted
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from plans import FAMILY_MODELS
-from published import WORDS, libraries, with_tokenizer, write
+from published_models import WORDS, libraries, with_tokenizer, write
 
 from optimus_jax.cli import generate
 from optimus_jax.cli.generate import show

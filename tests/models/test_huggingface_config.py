@@ -6,7 +6,7 @@ import json
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from published import MODELS, libraries, model_of
+from published_models import MODELS, libraries, model_of
 
 from optimus_jax.config import Features, ModelConfig, RopeScaling, Tuning
 from optimus_jax.config.presets import PRESETS, model_preset

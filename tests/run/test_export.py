@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from helpers import F32_RELATIVE, assert_close, host_leaves
 from plans import build, case, in_order, model_for, random_state
-from published import MODELS, libraries, model_of, state_dict_of
+from published_models import MODELS, libraries, model_of, state_dict_of
 
 import optimus_jax
 from optimus_jax.checkpoint import checkpoints as checkpoints_module

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from helpers import F32_RELATIVE, assert_close, fitted, host_leaves
 from plans import build, case, in_order
-from published import MODELS, state_dict_of, with_tokenizer, write
+from published_models import MODELS, state_dict_of, with_tokenizer, write
 
 import optimus_jax
 from optimus_jax.errors import CheckpointError, ConfigError, OptimusError, StoreError

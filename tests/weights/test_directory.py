@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from published import MODELS, libraries, model_of, state_dict_of, write, write_index
+from published_models import MODELS, libraries, model_of, state_dict_of, write, write_index
 
 from optimus_jax.errors import CheckpointError, ConfigError
 from optimus_jax.models.families import check_family

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from published import write
+from published_models import write
 from test_safetensors_file import DATA, A, B, write_file
 from test_torch_file import HOSTILE, archive, legacy, mapping, tensor
 

@@ -5,7 +5,7 @@ from functools import cache
 import jax
 import numpy as np
 import pytest
-from published import MODELS, libraries, model_of, read_bytes, state_dict_of, write
+from published_models import MODELS, libraries, model_of, read_bytes, state_dict_of, write
 
 from optimus_jax.config import ModelConfig
 from optimus_jax.models.huggingface import (

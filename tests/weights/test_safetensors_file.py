@@ -7,7 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from published import libraries
+from published_models import libraries
 
 from optimus_jax.errors import CheckpointError
 from optimus_jax.weights.file_bytes import MAX_HEADER_BYTES

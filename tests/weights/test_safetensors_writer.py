@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from published import MODELS, libraries
+from published_models import MODELS, libraries
 from test_leaf_blocks import leaves_of, shapes_of
 
 from optimus_jax.errors import CheckpointError

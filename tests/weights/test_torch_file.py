@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from published import libraries
+from published_models import libraries
 
 from optimus_jax.errors import CheckpointError
 from optimus_jax.weights.torch_file import read_torch_file
