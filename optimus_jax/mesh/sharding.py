@@ -1,9 +1,10 @@
 """Shardings of a model's leaves and of a batch, from their logical names and rules."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -58,6 +59,14 @@ def local_rows(sharding: NamedSharding, global_batch: int) -> np.ndarray:
     slices = sharding.addressable_devices_indices_map((global_batch,)).values()
     rows = np.arange(global_batch)
     return np.unique(np.concatenate([rows[index] for index in slices]))
+
+
+def zeros_on(device: jax.Device, shape: Sequence[int], dtype: jnp.dtype) -> jax.Array:
+    """Zeros that are made on the device where they stay. `jnp.zeros(device=...)` makes them on the
+    first device and copies them.
+    """
+    with jax.default_device(device):
+        return jnp.zeros(tuple(shape), dtype)
 
 
 def put_batch(

@@ -29,11 +29,11 @@ from functools import cached_property
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from optimus_jax.mesh.sharding import zeros_on
 from optimus_jax.reshard.checksum import named_leaves
 from optimus_jax.reshard.exchange import (
     BlockLayout,
@@ -346,7 +346,7 @@ def as_row(leaf: Array, row: Mesh, local: Index) -> Array:
     parts = [
         on_devices(_in_shape(shards[device], local))
         if device in shards
-        else jnp.zeros(local, leaf.dtype, device=device)
+        else zeros_on(device, local, leaf.dtype)
         for device in row.devices.flat
         if device.process_index == jax.process_index()
     ]

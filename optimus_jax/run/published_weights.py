@@ -23,6 +23,7 @@ from optimus_jax.cluster.distributed import all_or_none, is_writer
 from optimus_jax.config import Tuning
 from optimus_jax.mesh.axes import VOCAB
 from optimus_jax.mesh.boxes import Box, sizes, split
+from optimus_jax.mesh.sharding import zeros_on
 from optimus_jax.models.huggingface_checks import check_tied_head, model_tensors
 from optimus_jax.models.huggingface_tensors import LeafSource, TensorLike, leaf_sources
 from optimus_jax.models.shapes import ModelShapes, Params
@@ -216,7 +217,7 @@ class _Filled:
                 continue
             shard = self.shards.get(device)
             if shard is None:
-                shard = jnp.zeros(sizes(bounds), self.like.dtype, device=device)
+                shard = zeros_on(device, sizes(bounds), self.like.dtype)
             start = [np.int32(each.start) for each in _within(common, bounds)]
             self.shards[device] = _updated(shard, part, start)
         # Boxes that wait to be copied would pile up in memory.
