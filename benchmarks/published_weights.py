@@ -152,7 +152,9 @@ def _ours(directory: Path, mesh: str, index: int, num_processes: int):
 
     def run() -> int:
         model = open_model(directory)
-        params = read_params(model.tensors, program.shapes, program.state_shardings.params)
+        params = read_params(
+            model.tensors, program.shapes, program.abstract_params(config.model.tuning)
+        )
         jax.block_until_ready(params)
         return sum(
             shard.data.nbytes

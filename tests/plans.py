@@ -296,8 +296,14 @@ def random_state(program: Program) -> TrainState:
             if in_layers
             else like.shape[0]
         )
+        shape = (first, *like.shape[1:])
         mean = 1 if name.endswith("/scale") and not stored_minus_one else 0
-        values = (mean + 0.1 * random.standard_normal((first, *like.shape[1:]))).astype(like.dtype)
+        # A matrix in int8 is as large as others.
+        std = 0.1 / 64 if name.endswith("/scales") else 0.1
+        if np.issubdtype(like.dtype, np.integer):
+            values = random.integers(0, 256, shape).astype(np.uint8).view(like.dtype)
+        else:
+            values = (mean + std * random.standard_normal(shape)).astype(like.dtype)
         return fitted(values[np.maximum(slots, 0)] if in_layers else values, like.shape)
 
     state = jax.tree_util.tree_map_with_path(leaf, jax.eval_shape(program.init, jnp.int32(0)))

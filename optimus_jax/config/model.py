@@ -197,6 +197,14 @@ class ModelConfig:
                     do=f"set model.num_kv_heads to a divisor of {self.num_heads}",
                 )
             )
+        if self.tuning.base_precision == "nf4" and (self.head_dim % 2 or self.mlp_dim % 2):
+            raise ConfigError(
+                explain(
+                    "nf4 stores two elements of a head, or of the feed-forward, in a byte",
+                    given=f"head_dim={self.head_dim}, mlp_dim={self.mlp_dim}",
+                    do="use even sizes, or set model.tuning.base_precision=int8",
+                )
+            )
         if self.init_std < 0:
             raise ConfigError(
                 explain(

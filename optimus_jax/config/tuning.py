@@ -19,6 +19,10 @@ Projection = Literal["query", "key", "value", "out", "gate", "up", "down"]
 Target = Literal["all", "qkvo", "mlp", "query", "key", "value", "out", "gate", "up", "down"]
 """A projection, or those of attention, of the feed-forward, or both."""
 Method = Literal["none", "lora", "ia3"]
+QuantisedFormat = Literal["nf4", "int8"]
+"""Formats of 4 and 8 bits (mesh/quantised.py)."""
+QUANTISED: tuple[QuantisedFormat, ...] = get_args(QuantisedFormat)
+BasePrecision = Literal["f32", "bf16", "nf4", "int8"]
 
 PROJECTIONS: dict[Method, dict[Target, tuple[Projection, ...]]] = {
     "none": {},
@@ -48,8 +52,9 @@ class Tuning:
     freeze: tuple[BaseGroup, ...] | None = None
     """Groups that are not trained: embedding, attention, mlp, norm, head; None: with adapters all
     of these, otherwise nothing."""
-    base_precision: Literal["f32", "bf16"] = "f32"
-    """Format in which matrices that are not trained are stored."""
+    base_precision: BasePrecision = "f32"
+    """Format in which matrices that are not trained are stored; nf4 (arXiv:2305.14314) and int8 are
+    those of attention and the feed-forward, with embedding and head in bf16."""
 
     def __post_init__(self) -> None:
         check_positive(self, "rank", "alpha")
@@ -88,6 +93,18 @@ class Tuning:
                     do="set model.tuning.targets=all, or name projections",
                 )
             )
+        if self.base_precision != "f32" and not self.frozen:
+            raise ConfigError(
+                explain(
+                    f"only matrices that are not trained can be stored in {self.base_precision}:"
+                    " the others are master weights",
+                    given=f"model.tuning.base_precision={self.base_precision}, and nothing frozen",
+                    do="set model.tuning.method=lora, or name groups in model.tuning.freeze",
+                )
+            )
+
+    def check_trains(self) -> None:
+        """Raise ConfigError if nothing is trained."""
         if self.method == "none" and set(self.frozen) == set(BASE_GROUPS):
             raise ConfigError(
                 explain(
@@ -96,15 +113,21 @@ class Tuning:
                     do="leave out a group, or add adapters with model.tuning.method=lora",
                 )
             )
-        if self.base_precision != "f32" and not self.frozen:
-            raise ConfigError(
-                explain(
-                    "only matrices that are not trained can be stored in bf16: the others are"
-                    " master weights",
-                    given=f"model.tuning.base_precision={self.base_precision}, and nothing frozen",
-                    do="set model.tuning.method=lora, or name groups in model.tuning.freeze",
-                )
-            )
+
+    @property
+    def without_adapters(self) -> "Tuning":
+        """The same base, with the same groups frozen and stored alike."""
+        if not self.has_adapters:
+            return self
+        return Tuning(freeze=self.frozen, base_precision=self.base_precision)
+
+    def stored_format(self, group: ParameterGroup) -> BasePrecision:
+        """The format in which matrices of a group are stored."""
+        if self.trains(group):
+            return "f32"
+        if self.base_precision in QUANTISED and group not in ("attention", "mlp"):
+            return "bf16"
+        return self.base_precision
 
     @property
     def has_adapters(self) -> bool:

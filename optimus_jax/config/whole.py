@@ -78,6 +78,7 @@ class Config:
         check_finite(self)
         check_positive(self, "steps", "eval_batches", "cpu_devices")
         check_counts(self, "steps", "eval_batches", "cpu_devices")
+        self.model.tuning.check_trains()
         if not 0 <= self.seed < 2**31:  # weights are drawn with an int32 seed
             raise ConfigError(
                 explain("seed is out of range", given=self.seed, do=f"choose 0 to {2**31 - 1}")

@@ -3,6 +3,7 @@
 import json
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +18,7 @@ from optimus_jax.errors import ConfigError, explain
 from optimus_jax.inference.model_on_mesh import ONE_DEVICE, ModelOnMesh
 from optimus_jax.inference.text_model import TextModel
 from optimus_jax.mesh.formats import COMPUTE_DTYPES
+from optimus_jax.mesh.leaf import Leaf
 from optimus_jax.run.published_weights import read_params
 from optimus_jax.run.stored_config import check_stored_config
 from optimus_jax.run.stored_run import config_of_run, run_to_read
@@ -62,14 +64,9 @@ def _of_run(
     config = config_of_run(run, named, purpose="to sample from", or_else=" or of a published model")
     tokenizer, model = tokenizer_of_run(run, config.data), ModelOnMesh(config.model, mesh)
     _start(warn)
-    params = jax.tree.map(
-        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
-        model.shapes.params,
-        model.param_shardings,
-    )
     checkpoints = Checkpoints(run.checkpoints, config.checkpoint, warn=warn)
     restored = checkpoints.restore(
-        {"params": params},
+        {"params": model.abstract_params()},
         step,
         paddable=model.shapes.may_be_padded,
         partial=True,
@@ -82,7 +79,11 @@ def _of_run(
     )
     return TextModel(
         model=model,
-        params=jax.tree.map(lambda leaf: leaf.astype(dtype), restored.state["params"]),
+        params=jax.tree.map(
+            lambda leaf, param: _computed_in(dtype, leaf, param),
+            model.shapes.leaves,
+            restored.state["params"],
+        ),
         tokenizer=tokenizer,
         step=restored.step,
         trained_length=trained_length,
@@ -117,10 +118,16 @@ def _published(
     dtype = jnp.dtype(opened.dtype if is_known else jnp.float32)
     return TextModel(
         model=model,
-        params=read_params(opened.tensors, model.shapes, model.param_shardings, dtype),
+        params=read_params(opened.tensors, model.shapes, model.abstract_params(dtype)),
         tokenizer=tokenizer,
         step=None,
     )
+
+
+def _computed_in(dtype: Any, leaf: Leaf, param: jax.Array) -> jax.Array:
+    """A parameter in the format of products; codes of quantised matrices stay."""
+    is_code = not leaf.values or not jnp.issubdtype(param.dtype, jnp.floating)
+    return param if is_code else param.astype(dtype)
 
 
 def _start(warn: Callable[[str], object]) -> None:

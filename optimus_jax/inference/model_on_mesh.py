@@ -78,6 +78,20 @@ class ModelOnMesh:
         """A NamedSharding for every parameter."""
         return jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), self.param_specs)
 
+    def abstract_params(self, dtype: jnp.dtype | None = None) -> Params:
+        """Shape, dtype and sharding of every parameter.
+
+        Args:
+          dtype: of all of them; None: those in which a run stores them.
+        """
+        return jax.tree.map(
+            lambda leaf, sharding: jax.ShapeDtypeStruct(
+                leaf.shape, dtype or leaf.dtype, sharding=sharding
+            ),
+            self.shapes.params,
+            self.param_shardings,
+        )
+
     def empty_cache(self, params: Params, num_keys: int) -> Cache:
         """A cache of zeros for `num_keys` positions of one sample, in the format of the
         parameters.

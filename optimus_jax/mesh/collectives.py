@@ -23,6 +23,7 @@ from jax import Array, lax
 from optimus_jax.mesh.axes import HEADS, KV_HEADS, LENGTH
 from optimus_jax.mesh.formats import sum_format
 from optimus_jax.mesh.leaf import Leaf
+from optimus_jax.mesh.quantised import QuantisedMatrix
 from optimus_jax.mesh.zero import LeafLayout, Tracked, vary
 
 TOKENS = 1
@@ -134,7 +135,7 @@ class Collectives:
         first = self.offset(num_local_heads, HEADS) // group
         return lax.dynamic_slice_in_dim(weight, first, count, dim)
 
-    def weight(self, param: nnx.Variable) -> Array:
+    def weight(self, param: nnx.Variable | QuantisedMatrix) -> Array:
         """A matrix in the form that matmuls use: whole along fsdp and in `dtype` (f16: in float32,
         which `project` rounds).
 
@@ -143,11 +144,19 @@ class Collectives:
 
         Args:
           param: parameter of a module, or of one layer of a stack (whose value has lost the leading
-            `layers` dimension that its names still carry).
+            `layers` dimension that its names still carry), or what stands for one in codes, which
+            are gathered as they are stored.
         """
+        if isinstance(param, QuantisedMatrix):
+            return param.values(self._gathered_codes, self.sums)
         value = param.get_raw_value()
         leaf = Leaf.of(param).last((value.shard if isinstance(value, Tracked) else value).ndim)
         return LeafLayout(leaf, self.rules, self.zero).weight(value, self.dtype)
+
+    def _gathered_codes(self, param: nnx.Variable) -> Array:
+        """A part of a matrix's codes, whole along fsdp."""
+        codes = param.get_value()
+        return LeafLayout(Leaf.of(param).last(codes.ndim), self.rules, self.zero).gathered(codes)
 
     def weights(self, params: nnx.State) -> nnx.State:
         """`weight` of every matrix of a part of the model that is used more than once; vectors stay

@@ -40,6 +40,9 @@ class Leaf:
     each such device has one part of its gradient, unless the axis splits the leaf itself."""
     trained: bool = True
     """Whether it is trained (`Tuning.trains`)."""
+    values: int = 1
+    """Values of the model that an element stands for: 2 in codes of 4 bits, 0 in scales of codes
+    (mesh/quantised.py)."""
 
     @classmethod
     def of(cls, variable: nnx.Variable) -> "Leaf":
@@ -51,6 +54,19 @@ class Leaf:
             metadata["group"],
             metadata["used_over"],
             metadata["trained"],
+            metadata.get("values", 1),
+        )
+
+    def variable(self, value: jax.Array) -> nnx.Param:
+        """A module's parameter with this row."""
+        return nnx.Param(
+            value,
+            out_sharding=self.dims,
+            role=self.role,
+            group=self.group,
+            used_over=self.used_over,
+            trained=self.trained,
+            values=self.values,
         )
 
     @property

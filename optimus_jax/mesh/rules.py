@@ -25,6 +25,7 @@ from optimus_jax.mesh.axes import (
     MLP,
     VOCAB,
 )
+from optimus_jax.mesh.quantised import num_blocks
 
 Rules = tuple[tuple[str, tuple[str, ...]], ...]
 """(logical axis, mesh axes that split it), only for logical axes that are split."""
@@ -169,6 +170,17 @@ def check_rules(rules: Rules, sizes: AxisSizes, model: ModelConfig) -> None:
                     ),
                 )
             )
+    blocks, ways = num_blocks(model.mlp_dim), _ways(active.get(MLP, ()), sizes)
+    if model.tuning.stored_format("mlp") == "nf4" and blocks % ways:
+        raise PlanError(
+            explain(
+                "the blocks of matrices in nf4 cannot be split evenly",
+                given=f"model.mlp_dim={model.mlp_dim}, so {blocks} blocks, over"
+                f" {'*'.join(active[MLP])}={ways}",
+                do=f"choose {'*'.join(active[MLP])} so that it divides {blocks}, or set"
+                " model.tuning.base_precision=int8 or bf16",
+            )
+        )
     over_length = set(active.get(LENGTH, ()))
     for block in (HEADS, MLP, VOCAB):
         if not over_length <= set(active.get(block, ())):

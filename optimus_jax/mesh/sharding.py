@@ -61,7 +61,7 @@ def local_rows(sharding: NamedSharding, global_batch: int) -> np.ndarray:
     return np.unique(np.concatenate([rows[index] for index in slices]))
 
 
-def zeros_on(device: jax.Device, shape: Sequence[int], dtype: jnp.dtype) -> jax.Array:
+def zeros_on(device: Any, shape: Sequence[int], dtype: Any) -> jax.Array:
     """Zeros that are made on the device where they stay. `jnp.zeros(device=...)` makes them on the
     first device and copies them.
     """

@@ -135,6 +135,12 @@ class LeafLayout:
             return _gathered_use(fsdp_dim, dtype, leaf)
         return leaf.astype(sum_format(dtype))
 
+    def gathered(self, leaf: Array) -> Array:
+        """The whole of a leaf as it is stored; for what has no gradient."""
+        if self.fsdp_dim is None or self.zero < 3:
+            return leaf
+        return lax.all_gather(leaf, FSDP, axis=self.fsdp_dim, tiled=True)
+
     def reduced(self, gradient: Array) -> Array:
         """The gradient summed over all devices, laid out like the moments."""
         axes = self.summed_axes

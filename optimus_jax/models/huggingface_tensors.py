@@ -95,6 +95,12 @@ class LeafSource:
         return replace(self, array=jax.ShapeDtypeStruct(self.array.shape, dtype))
 
     @property
+    def tensor_names(self) -> list[str]:
+        """Names of the tensors that hold its layers."""
+        layers = [layer for layer in self.slots if layer >= 0] if self.leaf.is_in_layers else [0]
+        return [part.tensor.format(layer) for part in self.parts for layer in layers]
+
+    @property
     def shape(self) -> tuple[int, ...]:
         """One layer's part, or a leaf outside the layers, without padding."""
         shape = self.array.shape[1:] if self.leaf.is_in_layers else self.array.shape

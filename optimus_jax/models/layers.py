@@ -16,6 +16,7 @@ from optimus_jax.mesh.axes import EMBED, LENGTH, NORM, VOCAB
 from optimus_jax.mesh.collectives import Collectives
 from optimus_jax.mesh.formats import COMPUTE_DTYPES
 from optimus_jax.mesh.leaf import Leaf, Role
+from optimus_jax.mesh.quantised import QuantisedMatrix
 
 
 def normal(
@@ -54,25 +55,25 @@ def parameter(
     """A parameter with a value. The other arguments are those of `Leaf`; `freeze` may say later
     that it is not trained.
     """
-    return nnx.Param(
-        value,
-        out_sharding=tuple(dims),
-        role=role,
-        group=group,
-        used_over=tuple(used_over),
-        trained=True,
-    )
+    return Leaf(tuple(dims), role, group, tuple(used_over)).variable(value)
 
 
 def freeze(module: nnx.Module, tuning: Tuning) -> None:
     """Mark the parameters that a run does not train, and store matrices among them in the format
     that it asks for.
     """
-    for _, node in nnx.iter_graph(module):
-        if isinstance(node, nnx.Param) and not tuning.trains((leaf := Leaf.of(node)).group):
-            node.set_metadata(trained=False)
-            if leaf.is_matrix:
-                node.set_value(node.get_value().astype(COMPUTE_DTYPES[tuning.base_precision]))
+    modules = dict(nnx.iter_graph(module))
+    for path, node in modules.items():
+        if not isinstance(node, nnx.Param) or tuning.trains((leaf := Leaf.of(node)).group):
+            continue
+        node.set_metadata(trained=False)
+        if not leaf.is_matrix:
+            continue
+        stored = tuning.stored_format(leaf.group)
+        if stored == "nf4" or stored == "int8":
+            setattr(modules[path[:-1]], str(path[-1]), QuantisedMatrix(node, stored))
+        else:
+            node.set_value(node.get_value().astype(COMPUTE_DTYPES[stored]))
 
 
 class Norm(nnx.Module):

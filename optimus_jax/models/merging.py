@@ -16,8 +16,9 @@ from optimus_jax.config.tuning import Projection
 from optimus_jax.mesh.axes import LAYERS
 from optimus_jax.mesh.boxes import Box
 from optimus_jax.models.adapters import ROW_PARALLEL
+from optimus_jax.models.base_formats import stored_alike
 from optimus_jax.models.families import features_of
-from optimus_jax.models.shapes import Params
+from optimus_jax.models.shapes import ModelShapes, Params
 
 
 class Place(NamedTuple):
@@ -86,23 +87,26 @@ def without_adapters(params: Params) -> Params:
     }
 
 
-def merged(params: Params, model: ModelConfig) -> Params:
-    """The float32 parameters of `model.base` that compute the same as these of `model`.
+def merged(params: Params, shapes: ModelShapes) -> Params:
+    """The float32 parameters of `shapes.base` that compute the same as these of `shapes`.
 
     Sums are float32, whatever the format of the frozen matrices. Results differ by rounding from
     those with adapters.
     """
-    named = {
-        jax.tree_util.keystr(path, simple=True, separator="/"): leaf.astype(jnp.float32)
-        for path, leaf in jax.tree.leaves_with_path(params)
-    }
-    merging = Merging(model, named)
+    merging = Merging(
+        shapes.config,
+        {
+            name: leaf.astype(jnp.float32)
+            for path, leaf in jax.tree.leaves_with_path(params)
+            if is_of_adapter(name := jax.tree_util.keystr(path, simple=True, separator="/"))
+        },
+    )
 
     def whole(path: Any, leaf: Array) -> Array:
         name = jax.tree_util.keystr(path, simple=True, separator="/")
-        return merging.part(name, tuple(map(slice, leaf.shape)), named[name])
+        return merging.part(name, tuple(map(slice, leaf.shape)), leaf)
 
-    return jax.tree.map_with_path(whole, without_adapters(params))
+    return jax.tree.map_with_path(whole, stored_alike(without_adapters(params), shapes.base))
 
 
 AnyArray = TypeVar("AnyArray", np.ndarray, Array)

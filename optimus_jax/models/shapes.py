@@ -41,6 +41,11 @@ class ModelShapes:
         """The same model without adapters."""
         return self.with_tuning(Tuning())
 
+    @cached_property
+    def without_adapters(self) -> "ModelShapes":
+        """The same model without adapters, with the same groups frozen and stored alike."""
+        return self.with_tuning(self.config.tuning.without_adapters)
+
     def with_tuning(self, tuning: Tuning) -> "ModelShapes":
         """The same model, of which something else is trained."""
         if tuning == self.config.tuning:
@@ -90,7 +95,7 @@ class ModelShapes:
         ):
             if trained_alone and not leaf.trained:
                 continue
-            size = array.size
+            size = array.size * leaf.values
             for dim, name in zip(array.shape, leaf.dims, strict=True):
                 if name in (VOCAB, LAYERS):
                     used = self.config.vocab_size if name == VOCAB else self.config.num_layers

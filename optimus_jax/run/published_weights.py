@@ -5,6 +5,7 @@ its devices in boxes of at most BOX_BYTES, several of which are read at the same
 memory of the host beyond the shards is a few boxes, however large a tensor is.
 """
 
+import itertools
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -24,6 +25,7 @@ from optimus_jax.config import Tuning
 from optimus_jax.mesh.axes import VOCAB
 from optimus_jax.mesh.boxes import Box, sizes, split
 from optimus_jax.mesh.sharding import zeros_on
+from optimus_jax.models.base_formats import encoded_on_mesh
 from optimus_jax.models.huggingface_checks import check_tied_head, model_tensors
 from optimus_jax.models.huggingface_tensors import LeafSource, TensorLike, leaf_sources
 from optimus_jax.models.shapes import ModelShapes, Params
@@ -60,14 +62,14 @@ class PublishedWeights:
                 model.check_tied_head()
         name = self.source.exact(directory)
         say(f"reading parameters from {name}")
-        shapes, shardings = program.shapes.base, _base_shardings(program)
+        shapes = program.shapes.base
         stored = replace(shapes, config=model.config)  # perhaps with fewer tokens
         with all_or_none():
-            params = read_params(model.tensors, stored, shardings)
+            params = read_params(model.tensors, stored, _base_target(program))
         if (added := shapes.config.vocab_size - model.config.vocab_size) > 0:
             say(f"{added:,} tokens that {name} does not have begin as the mean of those it has")
             params = with_added_tokens(params, stored, shapes.config.vocab_size)
-        return program.state_with(params, Tuning()), name
+        return program.state_with(params, _base_tuning(program)), name
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,53 +85,66 @@ class TensorWeights:
         self, program: Program, say: Callable[[str], object]
     ) -> tuple[TrainState, str]:
         """As `InitialWeights`. Raises CheckpointError if the tensors are not those of the model."""
-        shapes, shardings = program.shapes.base, _base_shardings(program)
+        shapes = program.shapes.base
         tensors = model_tensors(self.tensors, shapes.config)
         check_tied_head(tensors, shapes.config)
-        params = read_params(tensors, shapes, shardings)
-        return program.state_with(params, Tuning()), self.source
+        params = read_params(tensors, shapes, _base_target(program))
+        return program.state_with(params, _base_tuning(program)), self.source
 
 
-def _base_shardings(program: Program) -> Params:
-    """The sharding of every parameter of a program's model without adapters."""
-    return jax.tree.map(lambda leaf: leaf.sharding, program.abstract_params(Tuning()))
+def _base_tuning(program: Program) -> Tuning:
+    return program.config.model.tuning.without_adapters
 
 
-def read_params(
-    tensors: Mapping[str, TensorLike],
-    shapes: ModelShapes,
-    shardings: Params,
-    dtype: jnp.dtype | None = None,
-) -> Params:
+def _base_target(program: Program) -> Params:
+    """A program's model without adapters: shape, dtype and sharding of every parameter."""
+    return program.abstract_params(_base_tuning(program))
+
+
+def read_params(tensors: Mapping[str, TensorLike], shapes: ModelShapes, target: Params) -> Params:
     """Parameters on their devices, from tensors that `model_tensors` has checked.
 
+    A matrix that is to be quantised is first put on its devices in the format of its tensors, one
+    leaf at a time.
+
     Args:
-      shapes: the model under the plan: its slots say where the layers go.
-      shardings: a NamedSharding for every leaf.
-      dtype: format of the parameters; None: float32.
+      shapes: the model under the plan, without adapters: its slots say where the layers go.
+      target: shape, dtype and sharding of every parameter, or of its codes.
     """
     sources = leaf_sources(shapes)
+
+    def filled(path: Any, like: Any) -> _Filled:
+        source = sources[jax.tree_util.keystr(path, simple=True, separator="/")]
+        if not isinstance(like, dict):
+            return _Filled(source.cast(like.dtype), like.sharding)
+        dtypes = [tensors[name].dtype for name in source.tensor_names]
+        widest = max(dtypes, key=lambda dtype: dtype.itemsize)
+        # Codes are laid out like the matrix.
+        return _Filled(
+            source.cast(min(widest, np.dtype(np.float32), key=lambda dtype: dtype.itemsize)),
+            like["codes"].sharding,
+            like,
+        )
+
     leaves = jax.tree.map_with_path(
-        lambda path, like, sharding: _Filled(
-            sources[jax.tree_util.keystr(path, simple=True, separator="/")].cast(
-                dtype or like.dtype
-            ),
-            sharding,
-        ),
-        shapes.params,
-        shardings,
+        filled, target, is_leaf=lambda node: isinstance(node, dict) and "codes" in node
     )
     flat, treedef = jax.tree.flatten(leaves, is_leaf=lambda leaf: isinstance(leaf, _Filled))
     todo = [(leaf, box) for leaf in flat for box in leaf.boxes()]
+    done: dict[_Filled, Any] = {}
     with (
         byte_progress(show=is_writer()) as bar,
         ThreadPoolExecutor(NUM_READERS, thread_name_prefix="weights") as pool,
     ):
         task = bar.add_task("parameters", total=sum(leaf.bytes_of(box) for leaf, box in todo))
-        for leaf, box, values in _read_ahead(pool, tensors, todo):
-            leaf.fill(box, values)
-            bar.advance(task, values.nbytes)
-    return jax.tree.unflatten(treedef, [leaf.array() for leaf in flat])
+        for leaf, of_leaf in itertools.groupby(
+            _read_ahead(pool, tensors, todo), key=lambda each: each[0]
+        ):
+            for _, box, values in of_leaf:
+                leaf.fill(box, values)
+                bar.advance(task, values.nbytes)
+            done[leaf] = leaf.finished()
+    return jax.tree.unflatten(treedef, [done[leaf] for leaf in flat])
 
 
 def with_added_tokens(params: Params, stored: ModelShapes, vocab_size: int) -> Params:
@@ -182,6 +197,8 @@ class _Filled:
 
     source: LeafSource
     sharding: NamedSharding
+    codes: Any = None
+    """Shape, dtype and sharding of the codes that it becomes when it is full; None: it stays."""
     shards: dict[Any, Array] = field(default_factory=dict)
     """What each device has so far."""
 
@@ -223,14 +240,18 @@ class _Filled:
         # Boxes that wait to be copied would pile up in memory.
         jax.block_until_ready(list(self.shards.values()))
 
-    def array(self) -> Array:
-        """The parameter, when all boxes are filled."""
-        return jax.make_array_from_single_device_arrays(
+    def finished(self) -> Any:
+        """The parameter, or its codes, when all boxes are filled; called once."""
+        array = jax.make_array_from_single_device_arrays(
             self.like.shape,
             self.sharding,
-            [self.shards[device] for device in self._bounds],
+            [self.shards.pop(device) for device in self._bounds],
             dtype=self.like.dtype,
         )
+        if self.codes is None:
+            return array
+        codes = encoded_on_mesh(array, self.source.leaf, self.codes)
+        return jax.block_until_ready(codes)  # before the next matrix needs the memory
 
     @property
     def _bounds(self) -> dict[Any, Box]:

@@ -138,7 +138,7 @@ class Objective:
     def _reference(self, whole: Params) -> Decoder:
         """The model without its adapters, and without gradients."""
         frozen = jax.tree.map(lax.stop_gradient, without_adapters(whole))
-        return self.shapes.base.merged(frozen)
+        return self.shapes.without_adapters.merged(frozen)
 
     def _pass(self, rows: Batch) -> ForwardContext:
         key = self.step_key

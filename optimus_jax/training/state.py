@@ -22,7 +22,8 @@ from optimus_jax.mesh.axes import LAYERS
 from optimus_jax.mesh.leaf import trained_of
 from optimus_jax.mesh.sharding import layouts_of, map_trained, named
 from optimus_jax.mesh.slots import canonical_slots
-from optimus_jax.models.merging import merged, same_adapters
+from optimus_jax.models.base_formats import stored_alike
+from optimus_jax.models.merging import merged, same_adapters, without_adapters
 from optimus_jax.models.shapes import ModelShapes, Params, model_shapes
 from optimus_jax.plan import Plan
 from optimus_jax.reshard.memory_kinds import HOST_MEMORY, lies_on_host
@@ -87,19 +88,26 @@ def retuned_params(params: Params, source: ModelShapes, target: ModelShapes, see
     """The parameters of `target` that compute the same as these of `source`, to be jitted.
 
     Equal adapters stay. Others are merged, and new ones begin as nothing: LoRA's product is zero,
-    and IA3's factors are one.
+    and IA3's factors are one. Matrices that are stored alike stay as they are.
 
     Args:
       source, target: the same model, but for `tuning`.
       seed: of new adapters.
     """
-    if not same_adapters(source.config, target.config):
-        found = jax.tree.leaves_with_path(merged(params, source.config))
+    keeps_adapters = same_adapters(source.config, target.config)
+    if keeps_adapters or not source.config.tuning.has_adapters:
+        base = without_adapters(params)
+    else:
+        base = merged(params, source)
+    base = dict(jax.tree.leaves_with_path(stored_alike(base, target)))
+    if not keeps_adapters:
         params = target.initial(seed)
         params = {**params, LAYERS: with_empty_slots_zero(params[LAYERS], target.slots)}
-        base = dict(found)
-        params = jax.tree.map_with_path(lambda path, new: base.get(path, new), params)
-    return jax.tree.map(lambda like, leaf: leaf.astype(like.dtype), target.params, params)
+    own = dict(jax.tree.leaves_with_path(params))
+    return jax.tree.map_with_path(
+        lambda path, like: base[path] if path in base else own[path].astype(like.dtype),
+        target.params,
+    )
 
 
 def state_with(

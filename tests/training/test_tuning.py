@@ -27,12 +27,16 @@ SOME = Tuning(
 """On some projections, and beside it everything but the feed-forward is trained."""
 IA3 = Tuning(method="ia3")
 GROUPS = Tuning(freeze=("embedding", "attention"))
-TUNINGS = {"lora": LORA, "some": SOME, "ia3": IA3, "groups": GROUPS}
+NF4 = replace(LORA, base_precision="nf4")
+INT8 = replace(SOME, base_precision="int8")
+TUNINGS = {"lora": LORA, "some": SOME, "ia3": IA3, "groups": GROUPS, "nf4": NF4, "int8": INT8}
 DAILY = {
     *(("lora", number) for number in (4, 11, 20, 24)),
     ("some", 9),
     ("ia3", 2),
     ("groups", 3),
+    *(("nf4", number) for number in (5, 11, 20)),
+    ("int8", 24),
 }
 """Pairs of a tuning and the number of a plan that `make test` compares; the others are nightly."""
 
