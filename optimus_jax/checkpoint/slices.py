@@ -52,8 +52,12 @@ class StoredLeaf:
           dims: the dimensions in the sequence in which they are split.
         """
         whole = tuple(slice(0, size) for size in self.shape)
-        chunk = self._store.chunk_layout.read_chunk.shape or self.shape
-        return split(whole, dims, most_bytes // self.dtype.itemsize, chunk)
+        return split(whole, dims, most_bytes // self.dtype.itemsize, self.chunk)
+
+    @property
+    def chunk(self) -> tuple[int, ...]:
+        """Sizes of a chunk on the disk, of which all is read at once. Raises as `read` does."""
+        return self._store.chunk_layout.read_chunk.shape or self.shape
 
     def read(self, box: Box) -> np.ndarray:
         """The values of a part. Parts that are read must not overlap.

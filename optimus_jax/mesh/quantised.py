@@ -64,8 +64,8 @@ Codes = Mapping[str, Any]
 """What stands for a matrix [..., D, ..., N], by name. In nf4:
 
 * `codes`, uint8 [..., D, ..., N / 2]: the code of an even element in the upper half;
-* `scales`, uint8 [..., D, ..., N / block]: steps of the group's largest scale;
-* `largest`, float32 [..., D / group, ..., N / block].
+* `scales`, uint8 [..., D, ..., N / block], in steps of the group;
+* `steps`, float32 [..., D / group, ..., N / block].
 
 In int8:
 
@@ -96,7 +96,7 @@ class QuantisedMatrix(nnx.Module):
 
 def quantised_format(codes: Mapping[str, Any]) -> QuantisedFormat:
     """The format of codes."""
-    return "nf4" if "largest" in codes else "int8"
+    return "nf4" if "steps" in codes else "int8"
 
 
 def code_leaves(leaf: Leaf, kind: QuantisedFormat) -> dict[str, Leaf]:
@@ -108,7 +108,7 @@ def code_leaves(leaf: Leaf, kind: QuantisedFormat) -> dict[str, Leaf]:
         return {
             "codes": replace(leaf, trained=False, values=2),
             "scales": replace(leaf, trained=False, values=0),
-            "largest": replace(leaf, trained=False, values=0, role="scale"),
+            "steps": replace(leaf, trained=False, values=0, role="scale"),
         }
     dims = tuple(name for dim, name in enumerate(leaf.dims) if dim not in _channel(leaf))
     return {
@@ -143,7 +143,7 @@ def decoded(codes: Codes, leaf: Leaf, dtype: Any) -> Any:
     xp = stored.__array_namespace__()
     if quantised_format(codes) == "int8":
         return (stored.astype(np.float32) * xp.expand_dims(scales, _channel(leaf))).astype(dtype)
-    scales = _nf4_scales(scales, codes["largest"], leaf.dims.index(EMBED))
+    scales = _nf4_scales(scales, codes["steps"], leaf.dims.index(EMBED))
     values = xp.asarray(NF4)[xp.stack((stored >> 4, stored & 15), -1)]
     shape = (*stored.shape[:-1], 2 * stored.shape[-1])
     blocks = values.reshape(*scales.shape, shape[-1] // scales.shape[-1])
@@ -180,20 +180,22 @@ def _to_nf4(matrix: Array, dim: int, block: int) -> dict[str, Array]:
     scales = jnp.abs(blocks).max(-1)
     shape = scales.shape
     grouped = scales.reshape(*shape[:dim], shape[dim] // group, group, *shape[dim + 1 :])
-    largest = grouped.max(dim + 1)
-    whole = jnp.expand_dims(jnp.where(largest > 0, largest, 1), dim + 1)
-    steps = jnp.round(grouped / whole * STEPS).astype(jnp.uint8).reshape(shape)
+    steps = grouped.max(dim + 1) / STEPS
+    each = jnp.expand_dims(jnp.where(steps > 0, steps, 1), dim + 1)
+    # A step may be rounded down.
+    counts = jnp.minimum(jnp.round(grouped / each), STEPS).astype(jnp.uint8).reshape(shape)
     # Codes belong to the scales that are stored, not to those that were rounded.
-    stored = _nf4_scales(steps, largest, dim)[..., None]
+    stored = _nf4_scales(counts, steps, dim)[..., None]
     normed = jnp.where(stored > 0, blocks / jnp.where(stored > 0, stored, 1), 0)
-    between = jnp.asarray((NF4[1:] + NF4[:-1]) / 2)
-    codes = jnp.searchsorted(between, normed.reshape(matrix.shape)).astype(jnp.uint8)
+    codes = jnp.zeros(normed.shape, jnp.uint8)
+    for between in (NF4[1:] + NF4[:-1]) / 2:
+        codes += (normed > between).astype(jnp.uint8)
     pairs = codes.reshape(*matrix.shape[:-1], size // 2, 2)
-    return {"codes": pairs[..., 0] << 4 | pairs[..., 1], "scales": steps, "largest": largest}
+    return {"codes": pairs[..., 0] << 4 | pairs[..., 1], "scales": counts, "steps": steps}
 
 
-def _nf4_scales(steps: Any, largest: Any, dim: int) -> Any:
+def _nf4_scales(counts: Any, steps: Any, dim: int) -> Any:
     """The scales of blocks, float32."""
-    group = steps.shape[dim] // largest.shape[dim]
-    xp = steps.__array_namespace__()
-    return steps.astype(np.float32) * xp.repeat(largest / np.float32(STEPS), group, axis=dim)
+    group = counts.shape[dim] // steps.shape[dim]
+    xp = counts.__array_namespace__()
+    return counts.astype(np.float32) * xp.repeat(steps, group, axis=dim)

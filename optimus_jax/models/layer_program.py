@@ -149,6 +149,8 @@ class LayerPrograms:
     shares_kv_heads: bool
     length_ways: int
     splits_alike: bool
+    code_bytes: float
+    """Bytes of an element of a quantised matrix, with its scales."""
     traced: "LayerPrograms | None" = None
     """The same with fewer devices that share the stream's tokens, whose traces serve for these;
     None: these are traced."""
@@ -200,6 +202,7 @@ def layer_programs(
             shares_kv_heads,
             ways,
             splits_alike,
+            _code_bytes(replace(model, num_layers=1, vocab_size=8)),
             traced,
         )
 
@@ -230,6 +233,25 @@ def sizes_on_device(
         mlp=mlp,
         rank=model.tuning.rank,
     )
+
+
+@lru_cache(maxsize=1 << 6)
+def _code_bytes(model: ModelConfig) -> float:
+    """Bytes of an element of a model's quantised matrices, with the scales that fsdp gathers; 1 if
+    there are none.
+    """
+    if model.tuning.base_precision != "nf4":
+        return 1.0
+    shapes = model_shapes(model, model.vocab_size)
+    parts = [
+        (array, leaf)
+        for array, leaf in zip(
+            jax.tree.leaves(shapes.params), jax.tree.leaves(shapes.leaves), strict=True
+        )
+        if array.dtype == jnp.uint8
+    ]
+    num_bytes = sum(array.size for array, _ in parts)
+    return num_bytes / sum(array.size * leaf.values for array, leaf in parts)
 
 
 def _primes(seq_len: int, window: int | None) -> list[int]:
@@ -280,7 +302,16 @@ def _kind(
             if any(windowed)
             else ("full",),
         ),
-        tuning=replace(model.tuning, rank=primes[RANK], alpha=1.0, dropout=0.0),
+        tuning=replace(
+            model.tuning,
+            rank=primes[RANK],
+            alpha=1.0,
+            dropout=0.0,
+            # Of primes there are no blocks.
+            base_precision="int8"
+            if model.tuning.base_precision == "nf4"
+            else model.tuning.base_precision,
+        ),
     )
 
 
@@ -296,8 +327,8 @@ class _Tracer:
         sizes = [
             (prime, WAYS * prime if size == EMBED else prime) for size, prime in enumerate(primes)
         ]
-        self.read = ProgramReader(sizes, share=programs.windowed_share)
-        self.read_full = ProgramReader(sizes, share=0.0)
+        self.read = ProgramReader(sizes, programs.windowed_share, programs.code_bytes)
+        self.read_full = ProgramReader(sizes, 0.0, programs.code_bytes)
         """Reads a layer without a window."""
         rules = {
             logical.BATCH: (FSDP,),

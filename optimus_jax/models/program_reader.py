@@ -12,6 +12,7 @@ from fractions import Fraction
 from typing import Any, Literal, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax.interpreters import partial_eval
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
@@ -139,10 +140,16 @@ class ProgramReader:
       sizes: the prime, and the traced value of the size: a multiple of it.
       share: how often conditions hold, of the times that they are tested; None: both sides of a
         condition count.
+      code_bytes: bytes that an element of int8 stands for.
     """
 
-    def __init__(self, sizes: Sequence[tuple[int, int]] = (), share: float | None = None):
-        self._sizes, self._share = sizes, share
+    def __init__(
+        self,
+        sizes: Sequence[tuple[int, int]] = (),
+        share: float | None = None,
+        code_bytes: float = 1.0,
+    ):
+        self._sizes, self._share, self._code_bytes = sizes, share, code_bytes
 
     def amount(self, number: int) -> Amount:
         """A traced number as a product of sizes."""
@@ -169,8 +176,8 @@ class ProgramReader:
                         f"the planner cannot price {name} inside a condition; move it outside"
                     )
                 collectives += [
-                    TracedCollective(kind, axes, self.amount(num_bytes))
-                    for kind, axes, num_bytes in _messages(equation)
+                    TracedCollective(kind, axes, self._bytes(message))
+                    for kind, axes, message in _messages(equation)
                 ] * times
             elif name in NOT_PRICED:
                 raise NotImplementedError(
@@ -189,6 +196,13 @@ class ProgramReader:
                     )
                 ] * times
         return ProgramPart(tuple(products), tuple(fused), tuple(collectives))
+
+    def _bytes(self, message: Any) -> Amount:
+        """Bytes of an array."""
+        amount = self.amount(message.size * message.dtype.itemsize)
+        if message.dtype != jnp.int8:
+            return amount
+        return amount._replace(constant=amount.constant * self._code_bytes)
 
     def _product(self, equation: Any, runs: float) -> Product:
         (inner, inner_right), (batch, batch_right) = equation.params["dimension_numbers"]
@@ -244,7 +258,8 @@ def collectives_of(
     found: dict[tuple[CollectiveKind, tuple[str, ...]], list[tuple[int, int]]] = {}
     for equation, times, _ in _equations(jaxpr):
         if equation.primitive.name in COLLECTIVES:
-            for kind, axes, num_bytes in _messages(equation):
+            for kind, axes, message in _messages(equation):
+                num_bytes = message.size * message.dtype.itemsize
                 found.setdefault((kind, axes), []).append((num_bytes, times))
     return found
 
@@ -274,10 +289,10 @@ def _fused_call(equation: Any) -> FusedCall | None:
     return fused_call(equation.params.get("name"))
 
 
-def _messages(equation: Any) -> Iterator[tuple[CollectiveKind, tuple[str, ...], int]]:
-    """Kind, mesh axes and bytes of the messages of one collective."""
+def _messages(equation: Any) -> Iterator[tuple[CollectiveKind, tuple[str, ...], Any]]:
+    """Kind, mesh axes, and shape and dtype of the messages of one collective."""
     kind = COLLECTIVES[equation.primitive.name]
     axes = equation.params.get("axes") or equation.params.get("axis_name")
     axes = axes if isinstance(axes, tuple) else (axes,)
     for message in equation.outvars if kind == "all-gather" else equation.invars:
-        yield kind, axes, message.aval.size * message.aval.dtype.itemsize
+        yield kind, axes, message.aval

@@ -5,9 +5,10 @@ tensors that have a part in it. So memory does not depend on the size of the mod
 """
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
+from functools import cached_property
 from math import prod
 from pathlib import Path
 
@@ -25,6 +26,7 @@ from optimus_jax.models.merging import Merging, is_of_adapter
 from optimus_jax.models.shapes import model_shapes
 from optimus_jax.reshard.checksum import named_leaves
 from optimus_jax.reshard.restack import is_stacked
+from optimus_jax.run.stored_matrices import StoredCodes, matrices_of
 from optimus_jax.weights.safetensors_writer import create_weights
 
 BOX_BYTES = 32 << 20
@@ -40,12 +42,14 @@ DTYPES: dict[str, np.dtype] = {
 }
 """Number formats of exported weights."""
 
+Stored = StoredLeaf | StoredCodes
+
 
 class StoppedError(Exception):
     """The caller wants no more of an export."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class WeightsExport:
     """The parameters of a checkpoint, to be written as a published model's."""
 
@@ -119,12 +123,12 @@ class WeightsExport:
 
         merging = self._merging()
 
-        def pass_on(path: str, source: LeafSource, leaf: StoredLeaf, box: Box) -> int:
+        def pass_on(path: str, source: LeafSource, leaf: Stored, box: Box) -> int:
             values = leaf.read(box)
             if self.tuning.has_adapters:
                 values = merging.part(path, box, values.astype(np.float32))
             source.write(values, tensors, box)
-            return values.nbytes
+            return leaf.num_bytes * values.size // prod(leaf.shape)
 
         with ThreadPoolExecutor(NUM_WORKERS, thread_name_prefix="export") as pool:
             todo, running = self._boxes(), set()
@@ -150,11 +154,18 @@ class WeightsExport:
         """Bytes of the parameters in the checkpoint, before compression."""
         return sum(leaf.num_bytes for _, leaf in self._leaves())
 
-    def _leaves(self) -> Iterator[tuple[str, StoredLeaf]]:
+    def _leaves(self) -> Iterable[tuple[str, Stored]]:
         """The parameters in the checkpoint, by the path that they have in a model."""
-        for name, leaf in self.checkpoint.leaves.items():
-            if name.startswith(PARAMS):
-                yield name.removeprefix(PARAMS), leaf
+        return self._stored.items()
+
+    @cached_property
+    def _stored(self) -> dict[str, Stored]:
+        own = {
+            name.removeprefix(PARAMS): leaf
+            for name, leaf in self.checkpoint.leaves.items()
+            if name.startswith(PARAMS)
+        }
+        return matrices_of(own, model_shapes(self.config, self.config.vocab_size))
 
     def _merging(self) -> Merging:
         """Merges the adapters, which are small and read whole."""
@@ -165,7 +176,7 @@ class WeightsExport:
         }
         return Merging(replace(self.config, tuning=self.tuning), adapters)
 
-    def _boxes(self) -> Iterator[tuple[str, LeafSource, StoredLeaf, Box]]:
+    def _boxes(self) -> Iterator[tuple[str, LeafSource, Stored, Box]]:
         """All boxes of all parameters but those of adapters. A checkpoint's stacks and vocabulary
         may end in padding.
         """

@@ -152,13 +152,16 @@ def test_tensor_parallelism_becomes_data_parallelism_as_the_batch_grows(text, tm
     assert_is_a_restart(result, plan)
 
 
-def test_a_run_that_trains_adapters_switches(text, tmp_path):  # noqa: F811
-    """Frozen matrices in bf16, adapters, and moments of adapters alone move."""
+@pytest.mark.parametrize(
+    ("precision", "query"), [("bf16", {"query": "bfloat16"}), ("nf4", {"query/codes": "uint8"})]
+)
+def test_a_run_that_trains_adapters_switches(text, tmp_path, precision, query):  # noqa: F811
+    """Frozen matrices, adapters, and moments of adapters alone move."""
     lora = {
         "model.tuning.method": "lora",
         "model.tuning.rank": 4,
         "model.tuning.dropout": 0.1,
-        "model.tuning.base_precision": "bf16",
+        "model.tuning.base_precision": precision,
     }
     plan = plan_on("data=2,tensor=4", **lora)
     result = run_tiny(
@@ -173,8 +176,12 @@ def test_a_run_that_trains_adapters_switches(text, tmp_path):  # noqa: F811
     assert [event["step"] for event in events(result, "remesh")] == [AT]
     assert_is_a_restart(result, plan)
     dtypes = {path: leaf.dtype for path, leaf in named_leaves(result.state).items()}
-    assert dtypes["params/layers/attention/query"] == "bfloat16"
+    for name, dtype in query.items():
+        assert dtypes[f"params/layers/attention/{name}"] == dtype
     assert dtypes["opt_state/0/mu/layers/attention/query_adapter/a"] == "float32"
+    assert not [
+        path for path in dtypes if path.startswith("opt_state/0/mu/layers/attention/query/")
+    ]
     assert "opt_state/0/mu/layers/attention/query" not in dtypes
 
 

@@ -44,6 +44,7 @@ LAYER_TYPES = {
 """Types of layers of families whose examples are so long that windows save work."""
 TUNINGS = {
     "llama-nano, lora": Tuning(method="lora", rank=4, base_precision="bf16"),
+    "llama-nano, nf4": Tuning(method="lora", rank=4, base_precision="nf4"),
     "gptj, lora": Tuning(method="lora", targets=("query", "value", "down"), freeze=("attention",)),
     "gpt2-nano, ia3": Tuning(method="ia3"),
     "gpt2-nano, frozen": Tuning(freeze=("embedding", "mlp")),

@@ -118,8 +118,10 @@ def test_transformers_and_we_read_what_the_run_has(
         Tuning(method="lora", rank=2, targets=("value", "up", "down"), base_precision="bf16"),
         Tuning(method="ia3"),
         Tuning(freeze=("attention", "embedding"), base_precision="bf16"),
+        Tuning(method="lora", rank=2, base_precision="nf4"),
+        Tuning(method="lora", rank=2, targets=("qkvo",), base_precision="int8"),
     ],
-    ids=["lora", "some", "ia3", "frozen"],
+    ids=["lora", "some", "ia3", "frozen", "nf4", "int8"],
 )
 @pytest.mark.parametrize("family", ["gpt2", "llama", "opt"])
 def test_adapters_are_merged(
@@ -131,13 +133,17 @@ def test_adapters_are_merged(
     base = config_from_huggingface(model_of(family).config.to_dict())
     config = replace(base, tuning=tuning)
     rng, shapes = np.random.default_rng(0), model_shapes(config, base.vocab_size)
-    params = jax.tree.map(
-        lambda leaf: jnp.asarray(rng.standard_normal(leaf.shape), leaf.dtype), shapes.params
-    )
+
+    def random(leaf: jax.ShapeDtypeStruct) -> jax.Array:
+        if jnp.issubdtype(leaf.dtype, jnp.integer):
+            return jnp.asarray(rng.integers(0, 256, leaf.shape, np.uint8).view(leaf.dtype))
+        return jnp.asarray(rng.standard_normal(leaf.shape), leaf.dtype)
+
+    params = jax.tree.map(random, shapes.params)
     run = write_run(tmp_path / "run", config, params)
     done = optimus_jax.export(run, tmp_path / "out", dtype="f32")
     tensors = open_model(done.directory).tensors
-    expected = host_leaves(merged(params, config))
+    expected = host_leaves(merged(params, shapes))
     for path, source in leaf_sources(model_shapes(base, base.vocab_size)).items():
         assert_close(source.block(tensors), expected[path], F32_RELATIVE)
 

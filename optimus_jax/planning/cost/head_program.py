@@ -131,7 +131,13 @@ def head_program(workload: Workload, precision: Precision, *, splits_length: boo
             rope_dims=0,
             table_dim=int(primes.table) if features_of(model).table_dim else 0,
         ),
-        tuning=replace(model.tuning, rank=1, alpha=1.0, dropout=0.0),
+        tuning=replace(
+            model.tuning,
+            rank=1,
+            alpha=1.0,
+            dropout=0.0,
+            base_precision="f32" if model.tuning.base_precision == "f32" else "bf16",
+        ),
     )
     ways = int(primes.length_ways)
     return _traced(kind, workload.task, precision, int(primes.stream_tokens), ways)
