@@ -44,6 +44,9 @@ _ALIASES = {
     "optimizer.beta2": "beta2 adam_beta2 adam_b2 b2",
     "optimizer.epsilon": "adam_epsilon adam_eps optimizer_epsilon",
     "optimizer.weight_decay": "weight_decay adam_weight_decay wd",
+    "optimizer.layer_lr_decay": (
+        "layer_lr_decay layer_decay layerwise_lr_decay layerwise_learning_rate_decay llrd"
+    ),
     "optimizer.clip_norm": (
         "clip_norm max_grad_norm clip_grad grad_clip gradient_clipping gradient_clip_val"
         " gradient_clipping_threshold max_norm clip_grad_norm gradient_max_norm clip_gradients"

@@ -8,7 +8,7 @@ import jax
 from jax.sharding import NamedSharding
 
 from optimus_jax.cluster.launch_detection import Launch
-from optimus_jax.config import Config
+from optimus_jax.config import Config, OptimizerConfig
 from optimus_jax.config.phases import TrainingPhase
 from optimus_jax.data.dataset import Data
 from optimus_jax.mesh.axes import LENGTH
@@ -111,6 +111,7 @@ def show_start_table(
                 "learning rate",
                 f"{peak:g} peak, {describe_schedule(config)}, of {config.steps} steps",
             ],
+            *_rate_factor_rows(config.optimizer),
             ["evaluation", evaluation],
             [
                 "compiled step",
@@ -148,6 +149,18 @@ def _tuning_rows(shapes: ModelShapes) -> list[list[str]]:
             f" {tuning.base_precision}: {', '.join(tuning.frozen)}",
         ]
     ]
+
+
+def _rate_factor_rows(optimizer: OptimizerConfig) -> list[list[str]]:
+    """Factors on the learning rate, where they are not 1."""
+    factors = [
+        f"{factor:g} for {group}"
+        for group, factor in vars(optimizer.lr_factors).items()
+        if factor != 1
+    ]
+    if optimizer.layer_lr_decay != 1:
+        factors.append(f"{optimizer.layer_lr_decay:g} from each layer to the one below")
+    return [["learning rate times", ", ".join(factors)]] if factors else []
 
 
 def _phase_rows(

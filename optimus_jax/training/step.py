@@ -39,6 +39,7 @@ from optimus_jax.training.gradients import sums_alone, sums_and_gradients
 from optimus_jax.training.objective import Objective
 from optimus_jax.training.offload import update_through_host
 from optimus_jax.training.optimizer import check_whole, learning_rate, make_optimizer
+from optimus_jax.training.rate_factors import RateFactors, check_rate_factors
 from optimus_jax.training.state import (
     LossScale,
     TrainState,
@@ -165,6 +166,7 @@ def build_program(config: Config, plan: Plan, devices: Sequence[Any] | None = No
     """
     check_jax_settings()
     check_task(config)
+    check_rate_factors(config)
     check_whole(config.optimizer, plan.axes, plan.zero)
     mesh = build_mesh(plan.axes, None if devices is None else list(devices))
     shapes = planned_shapes(config.model, plan)
@@ -236,6 +238,7 @@ class _DeviceStep:
             if leaf.trained
         ]
         self.learning_rate = learning_rate(config, shapes.num_params)
+        self.rate_factors = RateFactors(config.optimizer, shapes, comm)
 
     def train(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         step = state.step + 1
@@ -323,7 +326,12 @@ class _DeviceStep:
         else:
             updates, opt_state = self.optimizer.update(gradients, state.opt_state, parts)
             opt_state = if_finite(opt_state, state.opt_state)
-        parts = jax.tree.map(lambda p, u: p - lr * u, parts, updates)
+        parts = map_trained(
+            lambda layout, p, u: p - self.rate_factors.rate(lr, layout.leaf, u) * u,
+            self.layouts,
+            parts,
+            updates,
+        )
         return map_trained(
             lambda layout, p: layout.gather_updated(p), self.layouts, parts
         ), opt_state
