@@ -92,6 +92,7 @@ _ALIASES = {
     "model.tuning.dropout": "lora_dropout tuning.dropout",
     "model.tuning.targets": "tuning.targets",
     "model.tuning.freeze": "tuning.freeze",
+    "model.tuning.freeze_layers": "freeze_layers num_frozen_layers tuning.freeze_layers",
     "model.tied": (
         "tie_word_embeddings tie_embeddings weight_tying logits_via_embedding tied_embeddings"
     ),

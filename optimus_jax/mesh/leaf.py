@@ -39,7 +39,7 @@ class Leaf:
     """Logical axes over whose devices it is used on different values, besides batch and length:
     each such device has one part of its gradient, unless the axis splits the leaf itself."""
     trained: bool = True
-    """Whether it is trained (`Tuning.trains`)."""
+    """Whether it is trained (`Tuning.trains`); of a stack, whether any layer is."""
 
     @classmethod
     def of(cls, variable: nnx.Variable) -> "Leaf":

@@ -134,21 +134,21 @@ def show_start_table(
 def _tuning_rows(shapes: ModelShapes) -> list[list[str]]:
     """What is trained, if not all of the model."""
     tuning = shapes.config.tuning
-    if not tuning.frozen:
+    if not tuning.frozen and not tuning.freeze_layers:
         return []
     adapters = {
         "none": "",
-        "lora": f"lora of rank {tuning.rank}, times {tuning.scale:g}, ",
-        "ia3": "ia3, ",
+        "lora": f": lora of rank {tuning.rank}, times {tuning.scale:g}",
+        "ia3": ": ia3",
     }
-    of = f"on {', '.join(tuning.targets)}; " if tuning.has_adapters else ""
-    return [
-        [
-            "trained",
-            f"{shapes.num_trained:,} parameters: {adapters[tuning.method]}{of}frozen, in"
-            f" {tuning.base_precision}: {', '.join(tuning.frozen)}",
-        ]
-    ]
+    text = f"{shapes.num_trained:,} parameters{adapters[tuning.method]}"
+    if tuning.has_adapters:
+        text += f", on {', '.join(tuning.targets)}"
+    if tuning.frozen:
+        text += f"; frozen, in {tuning.base_precision}: {', '.join(tuning.frozen)}"
+    if tuning.freeze_layers:
+        text += f"; frozen layers: the lowest {tuning.freeze_layers}"
+    return [["trained", text]]
 
 
 def _rate_factor_rows(optimizer: OptimizerConfig) -> list[list[str]]:
