@@ -163,13 +163,13 @@ def is_one_typo(typed: str, word: str) -> bool:
 
 
 def similarity(name: str, word: str) -> float:
-    """Similarity of two spellings, from 0 to 1. `name` may omit the section in front of `word`; a
-    section that both have is ignored.
+    """Similarity of two spellings, from 0 to 1. `name` may omit the section in front of `word`, or
+    the last part of it; a section that both have is ignored.
     """
     section = name.rpartition(".")[0]
     pairs = (
         [(leaf_of(name), leaf_of(word))]
-        if section == word.rpartition(".")[0] or not section
+        if word.startswith(f"{section}.") or not section
         else [(name, word)]
     )
     return max(

@@ -25,6 +25,7 @@ from optimus_jax.config.running import ControlConfig, DistributedConfig, FaultCo
 from optimus_jax.config.training import (
     CheckpointConfig,
     EvaluationConfig,
+    LearningRateFactors,
     LearningRateSchedule,
     LogConfig,
     OptimizerConfig,
@@ -47,6 +48,7 @@ __all__ = [
     "ExportConfig",
     "FaultConfig",
     "Features",
+    "LearningRateFactors",
     "LearningRateSchedule",
     "LogConfig",
     "ModelConfig",

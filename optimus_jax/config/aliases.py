@@ -44,6 +44,9 @@ _ALIASES = {
     "optimizer.beta2": "beta2 adam_beta2 adam_b2 b2",
     "optimizer.epsilon": "adam_epsilon adam_eps optimizer_epsilon",
     "optimizer.weight_decay": "weight_decay adam_weight_decay wd",
+    "optimizer.layer_lr_decay": (
+        "layer_lr_decay layer_decay layerwise_lr_decay layerwise_learning_rate_decay llrd"
+    ),
     "optimizer.clip_norm": (
         "clip_norm max_grad_norm clip_grad grad_clip gradient_clipping gradient_clip_val"
         " gradient_clipping_threshold max_norm clip_grad_norm gradient_max_norm clip_gradients"
@@ -89,6 +92,7 @@ _ALIASES = {
     "model.tuning.dropout": "lora_dropout tuning.dropout",
     "model.tuning.targets": "tuning.targets",
     "model.tuning.freeze": "tuning.freeze",
+    "model.tuning.freeze_layers": "freeze_layers num_frozen_layers tuning.freeze_layers",
     "model.tied": (
         "tie_word_embeddings tie_embeddings weight_tying logits_via_embedding tied_embeddings"
     ),

@@ -1,7 +1,7 @@
 """Settings of the optimizer, evaluation, checkpoints and progress output."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from optimus_jax.config.checks import check_positive
@@ -9,6 +9,36 @@ from optimus_jax.errors import ConfigError, explain
 from optimus_jax.system.paths import local_path
 
 LearningRateSchedule = Literal["cosine", "linear", "wsd", "constant"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LearningRateFactors:
+    """Factors on the learning rate, by the group of a parameter (config/tuning.py)."""
+
+    embedding: float = 1.0
+    """Tables of tokens and positions; with tied weights also the head's matrix."""
+    attention: float = 1.0
+    """Projections of attention, and their biases."""
+    mlp: float = 1.0
+    """Projections of the feed-forward, and their biases."""
+    norm: float = 1.0
+    """Norms."""
+    head: float = 1.0
+    """The output head, where it is not the embedding."""
+    adapter: float = 1.0
+    """Adapters (model.tuning.method)."""
+
+    def __post_init__(self) -> None:
+        for name, factor in vars(self).items():
+            if factor <= 0:
+                raise ConfigError(
+                    explain(
+                        f"optimizer.lr_factors.{name} must be positive",
+                        given=factor,
+                        do="choose a value above 0; model.tuning.freeze names groups that are not"
+                        " trained",
+                    )
+                )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +62,12 @@ class OptimizerConfig:
     """Final learning rate as a fraction of the peak."""
     decay_fraction: float = 0.2
     """Fraction of all steps over which wsd decays."""
+    lr_factors: LearningRateFactors = field(default_factory=LearningRateFactors)
+    """Factors on the learning rate, by group; weight decay follows, since the rate multiplies it
+    too."""
+    layer_lr_decay: float = 1.0
+    """Each layer has this times the learning rate of the layer above it, and the embedding this
+    times that of the lowest (arXiv:2003.10555)."""
     beta1: float = 0.9
     """Decay of the first moment, or of sgd's momentum."""
     beta2: float = 0.95
@@ -59,6 +95,14 @@ class OptimizerConfig:
                         do="choose 0 or more and less than 1",
                     )
                 )
+        if not 0 < self.layer_lr_decay <= 1:
+            raise ConfigError(
+                explain(
+                    "optimizer.layer_lr_decay is a factor above 0 and up to 1",
+                    given=self.layer_lr_decay,
+                    do="choose 0 < layer_lr_decay <= 1; 1 gives all layers the same rate",
+                )
+            )
         for name in ("min_lr_ratio", "decay_fraction"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ConfigError(

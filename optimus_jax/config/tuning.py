@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from optimus_jax.config.checks import check_counts, check_positive
+from optimus_jax.config.checks import check_counts, check_not_negative, check_positive
 from optimus_jax.errors import ConfigError, explain
 
 ParameterGroup = Literal["embedding", "attention", "mlp", "norm", "head", "adapter"]
@@ -52,13 +52,16 @@ class Tuning:
     freeze: tuple[BaseGroup, ...] | None = None
     """Groups that are not trained: embedding, attention, mlp, norm, head; None: with adapters all
     of these, otherwise nothing."""
+    freeze_layers: int = 0
+    """Number of layers, from the lowest, that are not trained, nor are their adapters."""
     base_precision: BasePrecision = "f32"
-    """Format in which matrices that are not trained are stored; nf4 (arXiv:2305.14314) and int8 are
-    those of attention and the feed-forward, with embedding and head in bf16."""
+    """Format in which matrices that are trained in no layer are stored; nf4 (arXiv:2305.14314) and
+    int8 are those of attention and the feed-forward, with embedding and head in bf16."""
 
     def __post_init__(self) -> None:
         check_positive(self, "rank", "alpha")
-        check_counts(self, "rank")
+        check_not_negative(self, "freeze_layers")
+        check_counts(self, "rank", "freeze_layers")
         if not 0 <= self.dropout < 1:
             raise ConfigError(
                 explain(

@@ -93,6 +93,15 @@ class Config:
                     do="choose 0 or more",
                 )
             )
+        if self.model.tuning.freeze_layers >= self.model.num_layers:
+            raise ConfigError(
+                explain(
+                    "no layer would be trained",
+                    given=f"model.tuning.freeze_layers={self.model.tuning.freeze_layers},"
+                    f" model.num_layers={self.model.num_layers}",
+                    do="freeze fewer layers, or all with model.tuning.freeze=attention,mlp,norm",
+                )
+            )
         for name in ("beta1", "beta2"):
             beta = getattr(self.optimizer, name)
             if self.precision.moments == "bf16" and 1 - beta < LEAST_SHARE_IN_BF16:

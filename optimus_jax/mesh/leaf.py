@@ -39,7 +39,7 @@ class Leaf:
     """Logical axes over whose devices it is used on different values, besides batch and length:
     each such device has one part of its gradient, unless the axis splits the leaf itself."""
     trained: bool = True
-    """Whether it is trained (`Tuning.trains`)."""
+    """Whether it is trained (`Tuning.trains`); of a stack, whether any layer is."""
     values: int = 1
     """Values of the model that an element stands for: 2 in codes of 4 bits, 0 in scales of codes
     (mesh/quantised.py)."""

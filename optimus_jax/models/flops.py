@@ -75,15 +75,18 @@ def head_flops(model: ModelConfig) -> float:
 
 def step_flops(model: ModelConfig, *, num_sequences: int, seq_len: int) -> float:
     """FLOPs of one training step that count for MFU: 6 per parameter and token, 4 if the parameter
-    is frozen, plus attention.
+    is frozen, 2 if nothing below it is trained either, plus attention.
 
     Recomputation is not counted.
     """
-    if not model.tuning.frozen:
+    num_frozen, trains_embedding = model.tuning.freeze_layers, model.tuning.trains("embedding")
+    if not model.tuning.frozen and not num_frozen:
         layers = model.num_layers * sum(layer_flops(model, seq_len))
         return 3.0 * num_sequences * (layers + seq_len * head_flops(model))
     matrices, core = layer_flops(model, seq_len)
-    layers = model.num_layers * (matrices + _backward_flops(model, seq_len) + 3.0 * core)
+    layer = matrices + _backward_flops(model, seq_len) + 3.0 * core
+    frozen_layer = 2.0 * matrices + 3.0 * core if trains_embedding else matrices + core
+    layers = (model.num_layers - num_frozen) * layer + num_frozen * frozen_layer
     trains_head = model.tuning.trains("embedding" if model.tied else "head")
     head = (3.0 if trains_head else 2.0) * seq_len * head_flops(model)
     return num_sequences * (layers + head)

@@ -89,6 +89,9 @@ class ModelShapes:
         return self._count(trained_alone=True)
 
     def _count(self, *, trained_alone: bool) -> int:
+        num_layers = self.config.num_layers
+        if trained_alone:
+            num_layers -= self.config.tuning.freeze_layers
         total = 0
         for leaf, array in zip(
             jax.tree.leaves(self.leaves), jax.tree.leaves(self.params), strict=True
@@ -98,7 +101,7 @@ class ModelShapes:
             size = array.size * leaf.values
             for dim, name in zip(array.shape, leaf.dims, strict=True):
                 if name in (VOCAB, LAYERS):
-                    used = self.config.vocab_size if name == VOCAB else self.config.num_layers
+                    used = self.config.vocab_size if name == VOCAB else num_layers
                     size = size // dim * used
             total += size
         return total

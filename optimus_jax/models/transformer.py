@@ -135,11 +135,31 @@ class Decoder(nnx.Module):
         run: ForwardContext,
         cache: tuple[Array, Array] | None = None,
     ) -> LayersOutput:
-        """Run the stack. `cache`: keys and values [layers, B, T, G, K], or None in training."""
+        """Run the stack. `cache`: keys and values [layers, B, T, G, K], or None in training.
+
+        Layers that are not trained run by themselves, so that backward has no gradient of theirs,
+        and ends above them if nothing below is trained.
+        """
         layer, stacked = self._layer(positions_BL, run)
         slots = jnp.arange(self.config.num_layers)
-        x_BLD, (auxiliary, cache) = lax.scan(layer, x_BLD, (stacked, slots, cache))
-        return LayersOutput(x_BLD, _over_layers(auxiliary), cache)
+        num_frozen = self.config.tuning.freeze_layers if cache is None else 0
+        if not num_frozen:
+            x_BLD, (auxiliary, cache) = lax.scan(layer, x_BLD, (stacked, slots, cache))
+            return LayersOutput(x_BLD, _over_layers(auxiliary), cache)
+        frozen = jax.tree.map(lax.stop_gradient, stacked)
+
+        def frozen_layer(x_BLD: Array, slot: Array) -> tuple[Array, tuple[Sums, None]]:
+            # The stack is indexed, not cut: a part of it would be a copy.
+            params = jax.tree.map(
+                lambda leaf: lax.dynamic_index_in_dim(leaf, slot, keepdims=False), frozen
+            )
+            return layer(x_BLD, (params, slot, None))
+
+        x_BLD, (below, _) = lax.scan(frozen_layer, x_BLD, slots[:num_frozen])
+        trained = jax.tree.map(lambda leaf: leaf[num_frozen:], stacked)
+        x_BLD, (above, _) = lax.scan(layer, x_BLD, (trained, slots[num_frozen:], None))
+        auxiliary = jax.tree.map(jnp.add, _over_layers(below), _over_layers(above))
+        return LayersOutput(x_BLD, auxiliary, None)
 
     def run_some_layers(
         self,

@@ -24,6 +24,7 @@ from optimus_jax.run.resumed_config import ResumedConfig
 from optimus_jax.run_directory.directory import RunDirectory
 from optimus_jax.system.hub_model import HubModel
 from optimus_jax.system.paths import UserPath
+from optimus_jax.training.rate_factors import check_rate_factors
 from optimus_jax.training.tasks import check_task
 from optimus_jax.weights.published import MODEL, PublishedSource, model_named
 
@@ -90,6 +91,7 @@ def requested_config(
             config = resumed_config(text, model, overrides)
     check_family(config.model)
     check_task(config)
+    check_rate_factors(config)
     return config
 
 

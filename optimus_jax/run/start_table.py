@@ -8,7 +8,7 @@ import jax
 from jax.sharding import NamedSharding
 
 from optimus_jax.cluster.launch_detection import Launch
-from optimus_jax.config import Config
+from optimus_jax.config import Config, OptimizerConfig
 from optimus_jax.config.phases import TrainingPhase
 from optimus_jax.data.dataset import Data
 from optimus_jax.mesh.axes import LENGTH
@@ -111,6 +111,7 @@ def show_start_table(
                 "learning rate",
                 f"{peak:g} peak, {describe_schedule(config)}, of {config.steps} steps",
             ],
+            *_rate_factor_rows(config.optimizer),
             ["evaluation", evaluation],
             [
                 "compiled step",
@@ -133,21 +134,33 @@ def show_start_table(
 def _tuning_rows(shapes: ModelShapes) -> list[list[str]]:
     """What is trained, if not all of the model."""
     tuning = shapes.config.tuning
-    if not tuning.frozen:
+    if not tuning.frozen and not tuning.freeze_layers:
         return []
     adapters = {
         "none": "",
-        "lora": f"lora of rank {tuning.rank}, times {tuning.scale:g}, ",
-        "ia3": "ia3, ",
+        "lora": f": lora of rank {tuning.rank}, times {tuning.scale:g}",
+        "ia3": ": ia3",
     }
-    of = f"on {', '.join(tuning.targets)}; " if tuning.has_adapters else ""
-    return [
-        [
-            "trained",
-            f"{shapes.num_trained:,} parameters: {adapters[tuning.method]}{of}frozen, in"
-            f" {tuning.base_precision}: {', '.join(tuning.frozen)}",
-        ]
+    text = f"{shapes.num_trained:,} parameters{adapters[tuning.method]}"
+    if tuning.has_adapters:
+        text += f", on {', '.join(tuning.targets)}"
+    if tuning.frozen:
+        text += f"; frozen, in {tuning.base_precision}: {', '.join(tuning.frozen)}"
+    if tuning.freeze_layers:
+        text += f"; frozen layers: the lowest {tuning.freeze_layers}"
+    return [["trained", text]]
+
+
+def _rate_factor_rows(optimizer: OptimizerConfig) -> list[list[str]]:
+    """Factors on the learning rate, where they are not 1."""
+    factors = [
+        f"{factor:g} for {group}"
+        for group, factor in vars(optimizer.lr_factors).items()
+        if factor != 1
     ]
+    if optimizer.layer_lr_decay != 1:
+        factors.append(f"{optimizer.layer_lr_decay:g} from each layer to the one below")
+    return [["learning rate times", ", ".join(factors)]] if factors else []
 
 
 def _phase_rows(

@@ -30,15 +30,17 @@ from optimus_jax.mesh.leaf import trained_of, with_trained
 from optimus_jax.mesh.sharding import batch_spec, layouts_of, map_trained, put_batch
 from optimus_jax.mesh.sums import Sums
 from optimus_jax.mesh.xla_options import GPU, CompilerOption, as_compiler_dict
-from optimus_jax.mesh.zero import varying_axes
+from optimus_jax.mesh.zero import LeafLayout, varying_axes
 from optimus_jax.models.keys import make_key
 from optimus_jax.models.shapes import ModelShapes, Params
 from optimus_jax.plan import Plan
 from optimus_jax.training.compiler_options import options_for, usable_bytes
+from optimus_jax.training.frozen_layers import zero_in_frozen_layers
 from optimus_jax.training.gradients import sums_alone, sums_and_gradients
 from optimus_jax.training.objective import Objective
 from optimus_jax.training.offload import update_through_host
 from optimus_jax.training.optimizer import check_whole, learning_rate, make_optimizer
+from optimus_jax.training.rate_factors import RateFactors, check_rate_factors
 from optimus_jax.training.state import (
     LossScale,
     TrainState,
@@ -165,6 +167,7 @@ def build_program(config: Config, plan: Plan, devices: Sequence[Any] | None = No
     """
     check_jax_settings()
     check_task(config)
+    check_rate_factors(config)
     check_whole(config.optimizer, plan.axes, plan.zero)
     mesh = build_mesh(plan.axes, None if devices is None else list(devices))
     shapes = planned_shapes(config.model, plan)
@@ -226,6 +229,7 @@ class _DeviceStep:
         optimizer: optax.GradientTransformation,
     ):
         self.config, self.plan, self.optimizer = config, plan, optimizer
+        self.shapes = shapes
         self.rules = plan.active_rules(config.model)
         self.layouts = layouts_of(shapes.leaves, plan.active_rules(config.model), plan.zero)
         comm = Collectives(jnp.dtype(COMPUTE_DTYPES[plan.precision]), self.rules, plan.zero)
@@ -236,6 +240,7 @@ class _DeviceStep:
             if leaf.trained
         ]
         self.learning_rate = learning_rate(config, shapes.num_params)
+        self.rate_factors = RateFactors(config.optimizer, shapes, comm)
 
     def train(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         step = state.step + 1
@@ -257,7 +262,9 @@ class _DeviceStep:
         unscaled = (lambda x: x / scale) if self.plan.precision == "f16" else (lambda x: x)
         loss = unscaled(self._over_batch(sums.loss))
         gradients = map_trained(
-            lambda layout, g: unscaled(layout.reduced(g)), self.layouts, gradients
+            lambda layout, g: self._of_trained_layers(layout, unscaled(layout.reduced(g))),
+            self.layouts,
+            gradients,
         )
         norm = global_norm(gradients)
         lr = self.learning_rate(step)
@@ -323,10 +330,20 @@ class _DeviceStep:
         else:
             updates, opt_state = self.optimizer.update(gradients, state.opt_state, parts)
             opt_state = if_finite(opt_state, state.opt_state)
-        parts = jax.tree.map(lambda p, u: p - lr * u, parts, updates)
+        updates = map_trained(self._of_trained_layers, self.layouts, updates)
+        parts = map_trained(
+            lambda layout, p, u: p - self.rate_factors.rate(lr, layout.leaf, u) * u,
+            self.layouts,
+            parts,
+            updates,
+        )
         return map_trained(
             lambda layout, p: layout.gather_updated(p), self.layouts, parts
         ), opt_state
+
+    def _of_trained_layers(self, layout: LeafLayout, value: Array) -> Array:
+        """A gradient or update with zeros in layers that are not trained."""
+        return zero_in_frozen_layers(layout.leaf, value, self.shapes, self.objective.comm)
 
     def _rescaled(self, scale: LossScale, finite: Array) -> LossScale:
         """f16: halve after overflows in a row, double after clean steps."""

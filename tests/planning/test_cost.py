@@ -3,10 +3,12 @@
 import itertools
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from pricing import GPT, HOST, HOSTS, LLAMA, RATES, communication_ops, plan_of
 
+from optimus_jax.config import Tuning
 from optimus_jax.models.flops import step_flops
 from optimus_jax.plan import Plan
 from optimus_jax.planning.cost.communication import VOCABULARY
@@ -91,6 +93,24 @@ def test_mfu_by_hand_and_unknown_in_float32():
     assert prediction.mfu is not None
     assert 0.2 < prediction.mfu < 0.75
     assert priced(plan_of("data=8", precision="f32", attention="xla")).mfu is None
+
+
+def test_frozen_layers_below_all_that_is_trained_have_no_backward():
+    def time_s(mesh: str, **tuning: Any) -> float:
+        model = replace(LLAMA, tuning=Tuning(**tuning))
+        return priced(plan_of(mesh, model, remat="none", microbatches=8), model).step_time_s
+
+    saved = time_s("data=8", freeze=("embedding",)) - time_s(
+        "data=8", freeze=("embedding",), freeze_layers=3
+    )
+    times = terms(priced(plan_of("data=8", LLAMA, remat="none", microbatches=8), LLAMA))
+    layers = sum(times[name] for name in ("attention", "feed-forward", "memory"))
+    # Two thirds of the products, and more of the passes over memory.
+    assert 2 / 3 < saved / (3 / LLAMA.num_layers * layers) < 0.85
+    assert time_s("data=8", freeze_layers=3) == time_s("data=8"), "the embedding is trained"
+    assert time_s("pipe=4,data=2", freeze=("embedding",), freeze_layers=3) == time_s(
+        "pipe=4,data=2", freeze=("embedding",)
+    )
 
 
 @pytest.mark.parametrize("stages", [2, 4])

@@ -79,6 +79,12 @@ def estimated(config: Config, plan: Plan) -> MemoryEstimate:
         ("llama-nano", "pipe=4,tensor=2", {"microbatches": 8, "layers": 6, "send_slack": True}),
         ("llama-nano", "data=2,fsdp=2,tensor=2", {"tuning": Tuning(method="lora")}),
         ("gpt2-nano", "pipe=2,fsdp=4", {"microbatches": 4, "tuning": Tuning(method="lora")}),
+        ("gpt2-nano", "data=8", {"tuning": Tuning(freeze_layers=2)}),
+        (
+            "llama-nano",
+            "fsdp=8",
+            {"remat": "dots", "tuning": Tuning(freeze=("embedding",), freeze_layers=3)},
+        ),
     ],
 )
 def test_memory_estimate_is_near_what_xla_allocates(model, mesh, settings):

@@ -295,6 +295,7 @@ def test_closest_spelling_is_not_far_fetched():
         "lt": "optimizer.lr",
         "batch_size": None,
         "optimizer.foo": None,
+        "optimizer.embeding": "optimizer.lr_factors.embedding",
         "x" * 10_000: None,
         "": None,
         "-": None,

@@ -6,6 +6,7 @@ import math
 import os
 import re
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -276,8 +277,39 @@ def test_the_start_table_describes_the_pipeline(case: plans.PlanCase, rows: dict
     )
 
 
-def start_table_of(case: plans.PlanCase) -> str:
-    built = plans.build(plans.model_for(case, "gpt"), case)
+@pytest.mark.parametrize(
+    ("settings", "rows"),
+    [
+        ({}, {}),
+        (
+            {"optimizer.lr_factors.norm": 2.0, "optimizer.layer_lr_decay": 0.9},
+            {"learning rate times": "2 for norm, 0.9 from each layer to the one below"},
+        ),
+        (
+            {"model.tuning.freeze": "embedding,norm", "model.tuning.freeze_layers": 2},
+            {
+                "trained": "28,128 parameters; frozen, in f32: embedding, norm; frozen layers: the"
+                " lowest 2"
+            },
+        ),
+        (
+            {"model.tuning.method": "lora", "model.tuning.targets": "qkvo,up"},
+            {
+                "trained": "34,560 parameters: lora of rank 16, times 2, on qkvo, up; frozen, in"
+                " f32: embedding, attention, mlp, norm, head"
+            },
+        ),
+    ],
+)
+def test_the_start_table_says_what_is_trained_and_how_fast(
+    settings: dict[str, Any], rows: dict[str, str]
+):
+    shown = start_table_of(plans.ONE_DEVICE, settings)
+    assert dict(re.findall(r"^  (trained|learning rate times) +(.*)$", shown, re.MULTILINE)) == rows
+
+
+def start_table_of(case: plans.PlanCase, settings: Mapping[str, Any] | None = None) -> str:
+    built = plans.build(plans.model_for(case, "gpt"), case, settings)
     stream = io.StringIO()
     data: Any = SimpleNamespace(description="words", tokenizer=SimpleNamespace(end="'</s>', id 2"))
     show_start_table(

@@ -9,6 +9,7 @@ import pytest
 
 from optimus_jax.config import Config
 from optimus_jax.config.presets import model_preset
+from optimus_jax.config.settings import setting_names
 from optimus_jax.errors import CheckpointError
 from optimus_jax.run.stored_config import check_stored_config, describe_changes, saved_config
 
@@ -86,11 +87,12 @@ def test_allowed_changes_are_described(name, value):
 @pytest.mark.parametrize("section", ["optimizer", "precision", "evaluation"])
 def test_every_field_that_may_change_is_described(section):
     other = {"schedule": "wsd", "compute": "f16", "moments": "bf16"}
-    for field in dataclasses.fields(getattr(SAVED, section)):
-        if (section, field.name) == ("optimizer", "name"):  # fixed for a run
+    fractions = {"beta1", "beta2", "min_lr_ratio", "decay_fraction", "layer_lr_decay"}
+    for name in setting_names(Config):
+        if not name.startswith(f"{section}.") or name == "optimizer.name":  # fixed for a run
             continue
-        value = other.get(field.name, 0.5 if field.type in (float, "float", float | None) else 7)
-        name = f"{section}.{field.name}"
+        leaf = name.rpartition(".")[2]
+        value = other.get(leaf, 0.5 if leaf in fractions else 7)
         description = describe_changes(saved_config(METADATA), SAVED.with_values({name: value}))
         assert f"{name} from" in (description or ""), name
 

@@ -9,6 +9,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from optimus_jax.config import ModelConfig
 from optimus_jax.config.axes import DATA, FSDP, PIPE, TENSOR
 from optimus_jax.errors import PlanError, explain
 from optimus_jax.models.flops import step_flops
@@ -164,8 +165,19 @@ class _StepTimes:
         self.trains_embed = workload.model.tuning.trains("embedding")
         self.streams = 2 if task_named(workload.task).has_reference else 1
         """Residual streams that run through the layers: a reference has one of its own."""
-        self.visits = plan.microbatches * workload.model.num_layers / plan.axes.pipe
+        self.executions = plan.microbatches * workload.model.num_layers / plan.axes.pipe
         """Layer executions per device: microbatches times layers per stage."""
+        self.visits = self.executions - self._without_backward(workload.model)
+        """Executions, of which one without backward counts as forward's share of both."""
+
+    def _without_backward(self, model: ModelConfig) -> float:
+        """Executions that the step saves, because layers that are not trained and have nothing
+        trained below have no backward (Decoder.run_layers).
+        """
+        if self.plan.pipeline is not None or self.trains_embed:
+            return 0.0
+        share = self.layer.backward / (self.layer.forward + self.layer.backward)
+        return self.plan.microbatches * model.tuning.freeze_layers * share
 
     def times(self) -> dict[str, float]:
         """Seconds by term, in display order."""
@@ -179,7 +191,7 @@ class _StepTimes:
             "recompute": visits * layer.again,
             "memory": visits * layer.memory,
             "launching": visits * layer.launching,
-            REFERENCE_PASS: visits * (self.streams - 1) * self.layer.forward,
+            REFERENCE_PASS: self.executions * (self.streams - 1) * self.layer.forward,
             HEAD: plan.microbatches * microbatch.head + idle_embeds * microbatch.embed_again,
             TENSOR: visits * exposed[TENSOR] + at_end(TENSOR, 0.0),
             VOCABULARY: vocabulary,
@@ -195,14 +207,16 @@ class _StepTimes:
     def terms(self, times: dict[str, float]) -> tuple[Term, ...]:
         """The times with explanations, without terms that take no time."""
         plan, layer = self.plan, self.layer.compute
-        visits = f" x {self.visits:g} layers and microbatches"
+        visits, executions = (
+            f" x {number:g} layers and microbatches" for number in (self.visits, self.executions)
+        )
         how = {
             "attention": f"matmuls, {_ms(layer.attention)}{visits}",
             "feed-forward": f"matmuls, {_ms(layer.feed_forward)}{visits}",
             "recompute": f"remat {plan.remat}, {_ms(layer.again)}{visits}",
             "memory": f"passes over memory, {_ms(layer.memory)}{visits}",
             "launching": f"kernels that wait for the host, {_ms(layer.launching)}{visits}",
-            REFERENCE_PASS: f"forward without adapters, {_ms(self.layer.forward)}{visits}",
+            REFERENCE_PASS: f"forward without adapters, {_ms(self.layer.forward)}{executions}",
             HEAD: f"{_ms(self.microbatch.head)} x {plan.microbatches} microbatches",
             TENSOR: f"all-reduces in layers over tensor={plan.axes.tensor}",
             VOCABULARY: "all-reduces of embedding and head",

@@ -139,13 +139,15 @@ class _Parts:
         self.visited = max(pipeline.layers_per_stage) if pipeline else model.num_layers
         """Layers that a microbatch passes in one visit to a stage."""
         self.stream = tokens * token.stream
-        resident = min(self.visited, LAYERS_RESIDENT) if plan.offloads_activations else self.visited
+        # Only without stages do layers that are not trained run by themselves (Decoder.run_layers).
+        self.apart = 0 if pipeline else model.tuning.freeze_layers
+        saving = self.visited - (0 if model.tuning.trains("embedding") else self.apart)
+        """Layers of a visit that backward reaches."""
+        resident = min(saving, LAYERS_RESIDENT) if plan.offloads_activations else saving
         self.saved = tokens * (resident * token.saved + token.saved_once)
         """Bytes that one visit saves for its backward."""
-        self.saved_on_host = (
-            tokens * self.visited * token.saved if plan.offloads_activations else 0.0
-        )
-        self.reordered = tokens * self.visited * token.reordered
+        self.saved_on_host = tokens * saving * token.saved if plan.offloads_activations else 0.0
+        self.reordered = tokens * saving * token.reordered
         overlaps, again = plan.zero >= 2 and plan.axes.fsdp > 1, plan.remat in ("dots", "full")
         # Adapters are too small to change what XLA overlaps.
         self.scatters = overlaps and any(
@@ -213,7 +215,7 @@ class _Parts:
         """Memory at each point of a step without pipeline stages."""
         split = self.plan.zero >= 2
         total = self.trained(split=split) if self.plan.microbatches > 1 else 0
-        gradient = self.layers(split=split) + total
+        gradient = self.layers(split=split) + total + self._trained_copy()
         head = self.table + self.logits + self.table_used
         return [
             (gradient, self.saved + max(self.reordered, self.forward), head),
@@ -223,6 +225,15 @@ class _Parts:
             # the gradients of two tables, one of them in two memory layouts
             (max(gradient - total, total), 4 * self.stream, 3 * self.table),
         ]
+
+    def _trained_copy(self) -> float:
+        """Bytes of the trained layers' parameters, which are copied from stacks that hold others
+        too.
+        """
+        if not self.apart:
+            return 0.0
+        copied = (self.visited - self.apart) / self.visited
+        return copied * self.stored_layers(split=self.plan.zero >= 3)
 
     def through_stages(self) -> list[StepPoint]:
         """Memory at each point of a step with pipeline stages. Activation buffers exist in all
