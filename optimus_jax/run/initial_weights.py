@@ -1,4 +1,5 @@
-"""What gives a new run its parameters: its seed, a checkpoint of another run, or a published model.
+"""What gives a new run its parameters: its seed, a checkpoint of another run, or a published model;
+and adapters that PEFT saved beside the latter two.
 
 `initial_weights` chooses, and only run/first_state.py calls it. Everything else of the state begins
 anew: the step, the optimizer's moments, the loss scale and the position in the data.
@@ -19,7 +20,7 @@ from optimus_jax.config.run_checkpoint import INIT_FROM, RunCheckpoint
 from optimus_jax.config.settings import setting_names
 from optimus_jax.errors import ConfigError, DataError, explain
 from optimus_jax.models.families import features_of
-from optimus_jax.run.published_weights import PublishedWeights
+from optimus_jax.run.published_weights import PublishedWeights, with_adapters
 from optimus_jax.run.stored_config import check_stored_config
 from optimus_jax.run.stored_run import run_to_read
 from optimus_jax.run_directory.directory import RunDirectory
@@ -28,6 +29,7 @@ from optimus_jax.training.state import TrainState, from_stored
 from optimus_jax.training.step import Program
 from optimus_jax.weights.directory import open_model
 from optimus_jax.weights.published import PublishedSource
+from optimus_jax.weights.published_adapters import PublishedAdapters
 
 NOT_IN_WEIGHTS = ("model.dropout", "model.init_std", *setting_names(Tuning, "model.tuning."))
 """Settings of a model that concern only training and the draw of new parameters, and its
@@ -123,21 +125,50 @@ class RunWeights:
 
 
 @dataclass(frozen=True)
+class AdapterWeights:
+    """The parameters of another source, and published adapters beside them."""
+
+    base: InitialWeights
+    adapters: PublishedAdapters
+
+    def initial_state(
+        self, program: Program, say: Callable[[str], object]
+    ) -> tuple[TrainState, str]:
+        """As `InitialWeights`.
+
+        Raises:
+          OptimusError: the source cannot be read; or the adapters cannot, or are others than those
+            of the run.
+        """
+        state, weights = self.base.initial_state(program, say)
+        with all_or_none():
+            adapters = self.adapters.read_for(program.config.model)
+        shardings = program.state_shardings.params
+        params = with_adapters(state.params, adapters, program.shapes, shardings)
+        say(f"adapters from {self.adapters}")
+        return replace(state, params=params), weights
+
+
+@dataclass(frozen=True)
 class RunSource:
     """Another run, or one of its checkpoints."""
 
     named: RunCheckpoint
 
+    def __str__(self) -> str:
+        return str(self.named)
+
     def config(self) -> ModelConfig:
         """The run's model. Raises OptimusError if there is no such run."""
-        return self._whole_config().model
+        return self.settings().model
 
     def tokenizer(self) -> str:
         """The run's tokenizer, as `--tokenizer` takes it: its own copy, if it has one."""
         own = _open(self.named, checkpoint="none").tokenizer
-        return self._whole_config().data.tokenizer if own is None else str(own)
+        return self.settings().data.tokenizer if own is None else str(own)
 
-    def _whole_config(self) -> Config:
+    def settings(self) -> Config:
+        """All settings of the run. Raises OptimusError if there is no such run."""
         return Config.from_json(_open(self.named, checkpoint="none").config_text())
 
 
@@ -161,8 +192,14 @@ def initial_weights(
         return SeedWeights(config.seed)
     source = parameter_source(used_before or config.init_from)
     if isinstance(source, PublishedSource):
-        return PublishedWeights(source)
-    return RunWeights(named=source.named, tokenizer=identity["tokenizer"], eos=identity["eos"])
+        weights: InitialWeights = PublishedWeights(source)
+    else:
+        weights = RunWeights(
+            named=source.named, tokenizer=identity["tokenizer"], eos=identity["eos"]
+        )
+    if config.adapters_from is None:
+        return weights
+    return AdapterWeights(weights, PublishedAdapters(Path(config.adapters_from)))
 
 
 def check_initial_model(config: Config) -> None:
@@ -175,12 +212,27 @@ def check_initial_model(config: Config) -> None:
     if config.init_from is None:
         return
     source = parameter_source(config.init_from)
+    if config.adapters_from is not None:
+        _check_adapters(config, source)
     model, vocab_size = source.config(), config.model.vocab_size
     if isinstance(source, PublishedSource) and vocab_size > model.vocab_size:
         model = replace(model, vocab_size=vocab_size)  # tokens are added
     _check_model({"config": Config(model=model).to_json()}, config)
     if isinstance(source, PublishedSource) and isinstance(source.place, Path):
         open_model(source.place)
+
+
+def _check_adapters(config: Config, source: PublishedSource | RunSource) -> None:
+    """Raise OptimusError unless the adapters that a config names fit its model and settings."""
+    if (own := source.config().tuning).has_adapters:
+        raise ConfigError(
+            explain(
+                "adapters are for a model without others",
+                given=f"{config.adapters_from}, for {source}, which has {own.method}",
+                do=f"export that run, which merges its adapters, and give {INIT_FROM} the export",
+            )
+        )
+    PublishedAdapters(Path(config.adapters_from or "")).read_for(config.model)
 
 
 def _check_model(metadata: Mapping[str, Any], config: Config) -> None:
