@@ -17,7 +17,7 @@ from optimus_jax.models.merging import same_adapters
 from optimus_jax.models.peft_format import to_peft
 from optimus_jax.models.shapes import Params, model_shapes
 from optimus_jax.run.export import TO, not_written
-from optimus_jax.run.initial_weights import RunSource, parameter_source
+from optimus_jax.run.parameter_source import RunSource, parameter_source
 from optimus_jax.run.stored_config import check_stored_config
 from optimus_jax.run.stored_run import config_of_run, run_to_read
 from optimus_jax.run_directory.directory import RunDirectory

@@ -21,7 +21,8 @@ from optimus_jax.config.run_checkpoint import INIT_FROM
 from optimus_jax.errors import ConfigError, PlanError, explain
 from optimus_jax.models.families import check_family
 from optimus_jax.plan import Plan
-from optimus_jax.run.initial_weights import check_initial_model, parameter_source
+from optimus_jax.run.initial_weights import check_initial_model
+from optimus_jax.run.parameter_source import parameter_source
 from optimus_jax.run.resumed_config import ResumedConfig
 from optimus_jax.run_directory.directory import RunDirectory
 from optimus_jax.system.hub_model import HubModel
