@@ -4,8 +4,11 @@
 """
 
 import os
+from collections.abc import Mapping
+from typing import Any
 
-from optimus_jax.errors import ConfigError
+from optimus_jax.config import ExportConfig
+from optimus_jax.errors import ConfigError, explain
 from optimus_jax.run.command_line import Parser
 from optimus_jax.system.environment import import_jax
 from optimus_jax.system.resilient_io import print_to_stderr
@@ -39,13 +42,25 @@ def parser() -> Parser:
         help="step of the checkpoint to export (default: the newest good one)",
     )
     flags.add_argument(
+        "--adapters",
+        action="store_true",
+        help="write the run's adapters alone, in PEFT's format (default: merge them)",
+    )
+    flags.add_argument(
+        "--base",
+        metavar="NAME",
+        help=(
+            "with --adapters: the model that they are for, DIR or ORG/NAME (default: where the"
+            " run's parameters came from)"
+        ),
+    )
+    flags.add_argument(
         "--dtype", metavar="NAME", help="f32, bf16 or f16 (default: as in the checkpoint)"
     )
     flags.add_argument(
         "--max-shard-size",
         metavar="SIZE",
-        default="5GB",
-        help="largest file of weights, such as 500MB (default: %(default)s)",
+        help=f"largest file of weights, such as 500MB (default: {ExportConfig().max_shard_size})",
     )
     return flags
 
@@ -57,12 +72,33 @@ def in_own_words(text: str) -> str:
     return text
 
 
+def check_kind(given: Mapping[str, Any]) -> None:
+    """Raise ConfigError for flags of whole models with adapters alone, or the other way round."""
+    if given["adapters"]:
+        unused, what = ("dtype", "max_shard_size"), "adapters alone are float32, in one file"
+    else:
+        unused, what = ("base",), "only adapters alone name another model"
+    named = [f"--{name.replace('_', '-')}" for name in unused if given[name] is not None]
+    if named:
+        flags = " and ".join(named)
+        kind = "with --adapters" if given["adapters"] else "without --adapters"
+        raise ConfigError(explain(what, given=f"{flags} {kind}", do=f"leave {flags} out"))
+
+
 def main() -> None:
     given = parser().read()
+    check_kind(given)
     os.environ["JAX_PLATFORMS"] = "cpu"  # no memory of an accelerator is taken
     import_jax()  # after parsing, so that --help does not wait for JAX
+    from optimus_jax.run.adapters import save_adapters
     from optimus_jax.run.export import export
 
+    if given["adapters"]:
+        step = save_adapters(
+            given["run"], given["to"], step=given["step"], base=given["base"], warn=print_to_stderr
+        )
+        print(f"{given['to']}: adapters after step {step}")
+        return
     try:
         done = export(
             given["run"],

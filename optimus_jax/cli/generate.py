@@ -33,8 +33,8 @@ def parser() -> Parser:
         metavar="DIR",
         required=True,
         help=(
-            "directory or URL of a run; directory of a published model, or hf://ORG/NAME on the"
-            " Hugging Face hub"
+            "directory or URL of a run; directory of a published model or of PEFT's adapters, or"
+            " hf://ORG/NAME on the Hugging Face hub"
         ),
     )
     prompt = flags.add_mutually_exclusive_group(required=True)

@@ -140,7 +140,10 @@ def parser(note: Callable[[str], None] = say) -> Parser:
     flags.add_argument(
         INIT_FROM,
         metavar="DIR",
-        help="parameters of a run, DIR or DIR@STEP, or a published model (default: the model's)",
+        help=(
+            "parameters of a run, DIR or DIR@STEP, a published model or PEFT's adapters (default:"
+            " the model's)"
+        ),
     )
     flags.add_argument(
         "--eval-every",

@@ -86,6 +86,7 @@ _ALIASES = {
     "model.rope_theta": "rope_theta rotary_base rope_base rope_max_timescale",
     "model.init_std": "initializer_range init_method_std",
     "model.dropout": "dropout dropout_rate dropout_p",
+    "adapters_from": "lora_model_dir adapter_name_or_path adapter_path",
     "model.tuning.method": "adapter tuning.method",
     "model.tuning.rank": "lora_r lora_rank tuning.rank",
     "model.tuning.alpha": "lora_alpha tuning.alpha",

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import os
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -45,7 +46,15 @@ SHORT_NAMES = {
 }
 """Short name (of a flag or keyword argument) to the dotted name of a common setting."""
 
-FIXED_FOR_A_RUN = ("model.", "data.", "seed", "init_from", "task", "optimizer.name")
+FIXED_FOR_A_RUN = (
+    "model.",
+    "data.",
+    "seed",
+    "init_from",
+    "adapters_from",
+    "task",
+    "optimizer.name",
+)
 """Prefixes of settings that a resumed run keeps: another value would make it a different run."""
 KNOWN_BY_CONTENT = (
     "data.sources",
@@ -164,6 +173,7 @@ def _with_whole_paths(config: Config) -> Config:
         and str(
             HubModel.parse(named) or RunCheckpoint.parse(named, what=INIT_FROM).with_whole_path()
         ),
+        adapters_from=config.adapters_from and os.path.abspath(config.adapters_from),
     )
 
 

@@ -65,6 +65,9 @@ class Config:
     """Begin with these parameters. Of another run: DIR or DIR@STEP, where DIR is its directory or
     URL and STEP that of a checkpoint (otherwise the newest good one). Of a published model: its
     directory, or hf://ORG/NAME. None: draw them from the seed."""
+    adapters_from: str | None = None
+    """Begin with these adapters beside the parameters: a directory in PEFT's format. None: new ones
+    begin as nothing, and equal ones of init_from are kept."""
     eval_every: int = 100
     """Steps between evaluations, plus one at the end; 0: never."""
     eval_batches: int | None = None
@@ -85,6 +88,14 @@ class Config:
             )
         if self.init_from is not None and HubModel.parse(self.init_from) is None:
             RunCheckpoint.parse(self.init_from, what=INIT_FROM)
+        if self.adapters_from is not None and self.init_from is None:
+            raise ConfigError(
+                explain(
+                    "adapters need the model that they are for",
+                    given=f"adapters_from={self.adapters_from}, and no {INIT_FROM}",
+                    do=f"name it: {INIT_FROM} DIR",
+                )
+            )
         if self.eval_every < 0 or self.checkpoint.every < 0:
             raise ConfigError(
                 explain(

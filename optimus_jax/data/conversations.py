@@ -270,7 +270,8 @@ def encode_conversations(
     if not stops:
         notes.append(
             f"what counts of {name} never ends with a special token, so the model will not learn"
-            " to end its turn (the chat template decides, by {% generation %} if it has that)"
+            " to end its turn: let the chat template write one after it, such as {{ eos_token }}"
+            " (within {% generation %}, if it has that)"
         )
     conversations = Conversations(
         name=name,

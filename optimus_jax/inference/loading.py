@@ -3,12 +3,14 @@
 import json
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from optimus_jax.checkpoint.checkpoints import Checkpoints
+from optimus_jax.config import Tuning
 from optimus_jax.config.axes import AxisSizes
 from optimus_jax.config.phases import phases_of
 from optimus_jax.data.tokenizers import load_tokenizer
@@ -19,14 +21,17 @@ from optimus_jax.inference.model_on_mesh import ONE_DEVICE, ModelOnMesh
 from optimus_jax.inference.text_model import TextModel
 from optimus_jax.mesh.formats import COMPUTE_DTYPES
 from optimus_jax.mesh.leaf import Leaf
-from optimus_jax.run.published_weights import read_params
+from optimus_jax.models.merging import without_adapters
+from optimus_jax.run.published_weights import read_params, with_adapters
 from optimus_jax.run.stored_config import check_stored_config
 from optimus_jax.run.stored_run import config_of_run, run_to_read
 from optimus_jax.run_directory.directory import RunDirectory
 from optimus_jax.run_directory.run_data import check_tokenizer, tokenizer_of_run
 from optimus_jax.system.paths import UserPath
 from optimus_jax.weights.directory import open_model
+from optimus_jax.weights.peft_directory import BASE
 from optimus_jax.weights.published import PublishedSource
+from optimus_jax.weights.published_adapters import PublishedAdapters
 
 RUN = "--run"
 """Flag that names a run or a published model."""
@@ -43,7 +48,7 @@ def load_text_model(
 
     Args:
       named: the directory or URL of a run, which may have used any mesh; the directory of a
-        published model, or its name on the hub.
+        published model, or its name on the hub; a directory of adapters in PEFT's format.
       step: step of the run's checkpoint; None: the newest good one.
       mesh: sizes of fsdp and tensor, over which the model is split.
     Raises:
@@ -51,8 +56,19 @@ def load_text_model(
     """
     check_jax_settings()
     source = PublishedSource.parse(str(named), what=RUN)
+    adapters = PublishedAdapters.parse(str(named), what=RUN)
+    if adapters is not None:
+        base = adapters.base(do=f"write the directory of a published model there as {BASE}")
+        if (source := PublishedSource.parse(base, what=RUN)) is None:
+            raise ConfigError(
+                explain(
+                    "the adapters are not for a published model",
+                    given=f"{RUN} {adapters}, for {base}",
+                    do="give the run whose adapters they are",
+                )
+            )
     if source is not None:
-        return _published(source, step, mesh, warn)
+        return _published(source, adapters, step, mesh, warn)
     return _of_run(named, step, mesh, warn)
 
 
@@ -91,18 +107,23 @@ def _of_run(
 
 
 def _published(
-    source: PublishedSource, step: int | None, mesh: AxisSizes, warn: Callable[[str], object]
+    source: PublishedSource,
+    adapters: PublishedAdapters | None,
+    step: int | None,
+    mesh: AxisSizes,
+    warn: Callable[[str], object],
 ) -> TextModel:
-    """A published model, in the format of its embedding."""
+    """A published model, in the format of its embedding, perhaps with adapters."""
     if step is not None:
         raise ConfigError(
             explain(
                 "a published model has no checkpoints",
-                given=f"{RUN} {source} with --step {step}",
+                given=f"{RUN} {adapters or source} with --step {step}",
                 do="leave --step out",
             )
         )
-    if (named := source.tokenizer()) is None:
+    named = (adapters and adapters.tokenizer()) or source.tokenizer()
+    if named is None:
         raise ConfigError(
             explain(
                 "the model comes without a tokenizer.json",
@@ -110,15 +131,21 @@ def _published(
                 do="add the file to the model's directory",
             )
         )
-    tokenizer, model = load_tokenizer(named), ModelOnMesh(source.config(), mesh)
+    tokenizer, config = load_tokenizer(named), source.config()
+    tuning, added = (Tuning(), {}) if adapters is None else adapters.read(config)
+    model = ModelOnMesh(replace(config, tuning=tuning), mesh)
     opened = open_model(source.fetched())
     opened.check_tied_head()
     _start(warn)
     is_known = opened.dtype in map(jnp.dtype, COMPUTE_DTYPES.values())
     dtype = jnp.dtype(opened.dtype if is_known else jnp.float32)
+    shardings = model.param_shardings
+    target = without_adapters(model.abstract_params(dtype))
+    params = read_params(opened.tensors, model.shapes.base, target)
+    params = with_adapters(params, added, model.shapes, shardings)
     return TextModel(
         model=model,
-        params=read_params(opened.tensors, model.shapes, model.abstract_params(dtype)),
+        params=jax.tree.map(lambda leaf: leaf.astype(dtype), params),
         tokenizer=tokenizer,
         step=None,
     )

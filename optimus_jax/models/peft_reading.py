@@ -1,7 +1,7 @@
 """Reads adapters in PEFT's format (models/peft_format.py)."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from math import prod
 from typing import Any, get_args
@@ -28,8 +28,20 @@ FIXED: dict[str, tuple[Any, ...]] = {
     "target_parameters": (None, []),
 }
 """Key of adapter_config.json -> values that ours support; the first is the default."""
+TYPES: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "r": ("a whole number", lambda value: type(value) is int and value > 0),
+    "lora_alpha": ("a number", lambda value: _is_number(value)),
+    "lora_dropout": ("a number", lambda value: _is_number(value)),
+    "alpha_pattern": (
+        "an object of numbers",
+        lambda value: isinstance(value, dict) and all(map(_is_number, value.values())),
+    ),
+}
+"""Key of adapter_config.json -> what its value is, unless it is missing or null."""
 SAME_SCALE = 1e-9
 """Relative difference of factors that are equal but for the rounding of square roots."""
+RANK = ALPHA = 8
+"""PEFT's defaults."""
 KEEPS_BASE = (True, False, "gaussian", "orthogonal")
 """Values of `init_lora_weights` with which the base's matrices are those of the published model."""
 
@@ -63,7 +75,7 @@ def from_peft(
             _check_shapes(module, names, held)
             if method == "lora":
                 ranks[module.short_name] = len(held[0])
-                split = _split_lora(module, held[0], held[1], int(config.get("r", 8)))
+                split = _split_lora(module, held[0], held[1], config.get("r") or RANK)
             else:
                 split = _split_ia3(module, held[0])
             for projection, leaves in split.items():
@@ -86,12 +98,19 @@ def _method(config: Mapping[str, Any]) -> Method:
     kinds: dict[str, Method] = {"LORA": "lora", "IA3": "ia3"}
     if (kind := str(config.get("peft_type"))) not in kinds:
         raise _unsupported("peft_type", kind, "LORA or IA3")
+    for key, (type_name, good) in TYPES.items():
+        if (given := config.get(key)) is not None and not good(given):
+            raise _unsupported(key, given, type_name)
     for key, values in FIXED.items():
         if (given := config.get(key, values[0])) not in values:
             raise _unsupported(key, given, repr(values[0]))
     if (given := config.get("init_lora_weights", True)) not in KEEPS_BASE:
         raise _unsupported("init_lora_weights", given, "true: others change the model's matrices")
     return kinds[kind]
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _unsupported(key: str, given: object, instead: str) -> ConfigError:
@@ -192,7 +211,7 @@ def _tuning(
     if len(sizes) > 1:
         raise _unsupported("rank_pattern", dict(ranks), "one rank for all modules")
     [rank] = sizes
-    alpha, alphas = float(config.get("lora_alpha", 8)), config.get("alpha_pattern") or {}
+    alpha, alphas = float(config.get("lora_alpha") or ALPHA), config.get("alpha_pattern") or {}
     uses_root = bool(config.get("use_rslora", False))
     power = 0.5 if uses_root else 1.0
     # The rank of a module may be that of several projections together.
@@ -204,7 +223,7 @@ def _tuning(
         rank=rank,
         alpha=max(scales) * rank**power,
         rank_scaling="sqrt_rank" if uses_root else "rank",
-        dropout=float(config.get("lora_dropout", 0.0)),
+        dropout=float(config.get("lora_dropout") or 0.0),
         targets=targets,
     )
 

@@ -128,7 +128,7 @@ class RunToExport:
                         is_stopping=self.is_stopping,
                     )
             except OSError as error:
-                raise _not_written(to, error) from error
+                raise not_written(to, error) from error
         return ExportResult(
             directory=to,
             step=step,
@@ -204,7 +204,8 @@ def _check_room(directory: Path, num_bytes: int) -> None:
         )
 
 
-def _not_written(to: Path, error: OSError) -> CheckpointError:
+def not_written(to: Path, error: OSError) -> CheckpointError:
+    """The error of a directory whose files cannot be written."""
     return CheckpointError(
         explain(
             f"the exported model cannot be written: {error.strerror or error}",

@@ -1,4 +1,5 @@
-"""What gives a new run its parameters: its seed, a checkpoint of another run, or a published model.
+"""What gives a new run its parameters: its seed, a checkpoint of another run, or a published model;
+and adapters that PEFT saved beside the latter two.
 
 `initial_weights` chooses, and only run/first_state.py calls it. Everything else of the state begins
 anew: the step, the optimizer's moments, the loss scale and the position in the data.
@@ -7,27 +8,29 @@ anew: the step, the optimizer's moments, the loss scale and the position in the 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 
 from optimus_jax.checkpoint.checkpoints import Checkpoints
 from optimus_jax.cluster.distributed import all_or_none
-from optimus_jax.config import Config, ModelConfig, Tuning
+from optimus_jax.config import Config, Tuning
 from optimus_jax.config.run_checkpoint import INIT_FROM, RunCheckpoint
 from optimus_jax.config.settings import setting_names
 from optimus_jax.errors import ConfigError, DataError, explain
 from optimus_jax.models.families import features_of
-from optimus_jax.run.published_weights import PublishedWeights
+from optimus_jax.models.merging import same_adapters
+from optimus_jax.run.parameter_source import RunSource, open_run, parameter_source
+from optimus_jax.run.published_weights import PublishedWeights, with_adapters
 from optimus_jax.run.stored_config import check_stored_config
-from optimus_jax.run.stored_run import run_to_read
 from optimus_jax.run_directory.directory import RunDirectory
-from optimus_jax.system.json_input import parse_json
 from optimus_jax.training.state import TrainState, from_stored
 from optimus_jax.training.step import Program
+from optimus_jax.training.tasks import task_named
 from optimus_jax.weights.directory import open_model
 from optimus_jax.weights.published import PublishedSource
+from optimus_jax.weights.published_adapters import PublishedAdapters
 
 NOT_IN_WEIGHTS = ("model.dropout", "model.init_std", *setting_names(Tuning, "model.tuning."))
 """Settings of a model that concern only training and the draw of new parameters, and its
@@ -85,7 +88,7 @@ class RunWeights:
           OptimusError: there is no such run or checkpoint, or it has another model or tokenizer.
         """
         with all_or_none():
-            run = _open(self.named, checkpoint=self.named.step, say=say)
+            run = open_run(self.named, checkpoint=self.named.step, say=say)
             tuning = Config.from_json(run.config_text()).model.tuning
         restored = Checkpoints(run.checkpoints, program.config.checkpoint, warn=say).restore(
             {"params": program.abstract_params(tuning, stored=True)},
@@ -101,6 +104,8 @@ class RunWeights:
             jax.tree.map(lambda leaf: leaf.sharding, program.abstract_params(tuning)),
         )
         say(f"parameters from the checkpoint of step {restored.step} of {self.named.run}")
+        if same_adapters(program.shapes.with_tuning(tuning).config, program.config.model):
+            _say_what_is_compared(program, self.named.run, say)
         if (eos := _of_data(restored.metadata, "eos")) not in (None, self.eos):
             say(
                 f"documents end with token {self.eos}; those of {self.named.run} ended with token"
@@ -123,28 +128,29 @@ class RunWeights:
 
 
 @dataclass(frozen=True)
-class RunSource:
-    """Another run, or one of its checkpoints."""
+class AdapterWeights:
+    """The parameters of another source, and published adapters beside them."""
 
-    named: RunCheckpoint
+    base: InitialWeights
+    adapters: PublishedAdapters
 
-    def config(self) -> ModelConfig:
-        """The run's model. Raises OptimusError if there is no such run."""
-        return self._whole_config().model
+    def initial_state(
+        self, program: Program, say: Callable[[str], object]
+    ) -> tuple[TrainState, str]:
+        """As `InitialWeights`.
 
-    def tokenizer(self) -> str:
-        """The run's tokenizer, as `--tokenizer` takes it: its own copy, if it has one."""
-        own = _open(self.named, checkpoint="none").tokenizer
-        return self._whole_config().data.tokenizer if own is None else str(own)
-
-    def _whole_config(self) -> Config:
-        return Config.from_json(_open(self.named, checkpoint="none").config_text())
-
-
-def parameter_source(init_from: str) -> PublishedSource | RunSource:
-    """What a text names: a published model, or otherwise a run."""
-    published = PublishedSource.parse(init_from, what=INIT_FROM)
-    return published or RunSource(RunCheckpoint.parse(init_from, what=INIT_FROM))
+        Raises:
+          OptimusError: the source cannot be read; or the adapters cannot, or are others than those
+            of the run.
+        """
+        state, weights = self.base.initial_state(program, say)
+        with all_or_none():
+            adapters = self.adapters.read_for(program.config.model)
+        shardings = program.state_shardings.params
+        params = with_adapters(state.params, adapters, program.shapes, shardings)
+        say(f"adapters from {self.adapters}")
+        _say_what_is_compared(program, str(self.adapters), say)
+        return replace(state, params=params), weights
 
 
 def initial_weights(
@@ -161,8 +167,14 @@ def initial_weights(
         return SeedWeights(config.seed)
     source = parameter_source(used_before or config.init_from)
     if isinstance(source, PublishedSource):
-        return PublishedWeights(source)
-    return RunWeights(named=source.named, tokenizer=identity["tokenizer"], eos=identity["eos"])
+        weights: InitialWeights = PublishedWeights(source)
+    else:
+        weights = RunWeights(
+            named=source.named, tokenizer=identity["tokenizer"], eos=identity["eos"]
+        )
+    if config.adapters_from is None:
+        return weights
+    return AdapterWeights(weights, PublishedAdapters(Path(config.adapters_from)))
 
 
 def check_initial_model(config: Config) -> None:
@@ -175,12 +187,38 @@ def check_initial_model(config: Config) -> None:
     if config.init_from is None:
         return
     source = parameter_source(config.init_from)
+    if config.adapters_from is not None:
+        _check_adapters(config, source)
     model, vocab_size = source.config(), config.model.vocab_size
     if isinstance(source, PublishedSource) and vocab_size > model.vocab_size:
         model = replace(model, vocab_size=vocab_size)  # tokens are added
     _check_model({"config": Config(model=model).to_json()}, config)
     if isinstance(source, PublishedSource) and isinstance(source.place, Path):
         open_model(source.place)
+
+
+def _say_what_is_compared(program: Program, source: str, say: Callable[[str], object]) -> None:
+    """Say that the reference of a task lacks what adapters of another run have learnt."""
+    config = program.config
+    if config.model.tuning.has_adapters and task_named(config.task).has_reference:
+        say(
+            f"task {config.task} compares with the model without adapters, so without what those of"
+            f" {source} have learnt; to compare with these too, export them merged into a model,"
+            " and begin with that"
+        )
+
+
+def _check_adapters(config: Config, source: PublishedSource | RunSource) -> None:
+    """Raise OptimusError unless the adapters that a config names fit its model and settings."""
+    if (own := source.config().tuning).has_adapters:
+        raise ConfigError(
+            explain(
+                "adapters are for a model without others",
+                given=f"{config.adapters_from}, for {source}, which has {own.method}",
+                do=f"export that run, which merges its adapters, and give {INIT_FROM} the export",
+            )
+        )
+    PublishedAdapters(Path(config.adapters_from or "")).read_for(config.model)
 
 
 def _check_model(metadata: Mapping[str, Any], config: Config) -> None:
@@ -197,36 +235,3 @@ def _check_model(metadata: Mapping[str, Any], config: Config) -> None:
 def _of_data(metadata: Mapping[str, Any], name: str) -> Any:
     """A value of the identity of a checkpoint's data; None: not recorded."""
     return (metadata.get("data") or {}).get(name)
-
-
-def _open(
-    named: RunCheckpoint,
-    *,
-    checkpoint: int | Literal["none"] | None,
-    say: Callable[[str], object] = lambda text: None,
-) -> RunDirectory:
-    """The directory of a run, or a local copy of it, to be read. Raises OptimusError if it holds no
-    run.
-
-    Args:
-      checkpoint: as for `run_to_read`.
-    """
-    path = run_to_read(named.run, what=INIT_FROM, checkpoint=checkpoint, say=say)
-    run, wrong = RunDirectory(path, writer=False), None
-    try:
-        value = parse_json(run.config_text(), finite=False)
-        if isinstance(value, dict) and {"model_type", "architectures"} & value.keys():
-            wrong = "whose config.json is that of a Hugging Face model"
-    except OSError:
-        wrong = "which has no config.json" if path.is_dir() else "which is not a directory"
-    if wrong is not None:
-        raise ConfigError(
-            explain(
-                f"{INIT_FROM} names neither a run nor a published model",
-                given=f"{named.run}, {wrong}",
-                do=f"give the directory that was the --run-dir of a run: {INIT_FROM} DIR, or"
-                " DIR@STEP for one of its checkpoints; or that of a published model, with its"
-                " config.json",
-            )
-        )
-    return run

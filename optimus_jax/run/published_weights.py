@@ -25,6 +25,7 @@ from optimus_jax.config import Tuning
 from optimus_jax.mesh.axes import VOCAB
 from optimus_jax.mesh.boxes import Box, sizes, split
 from optimus_jax.mesh.sharding import zeros_on
+from optimus_jax.mesh.slots import EMPTY
 from optimus_jax.models.base_formats import encoded_on_mesh
 from optimus_jax.models.huggingface_checks import check_tied_head, model_tensors
 from optimus_jax.models.huggingface_tensors import LeafSource, TensorLike, leaf_sources
@@ -145,6 +146,35 @@ def read_params(tensors: Mapping[str, TensorLike], shapes: ModelShapes, target: 
                 bar.advance(task, values.nbytes)
             done[leaf] = leaf.finished()
     return jax.tree.unflatten(treedef, [done[leaf] for leaf in flat])
+
+
+def with_adapters(
+    params: Params, adapters: Params, shapes: ModelShapes, shardings: Params
+) -> Params:
+    """Parameters with adapters, which replace those that they have.
+
+    Args:
+      adapters: leaves of `layers/...` on the host, with the layers in order.
+      shapes: the model under the plan, with adapters: their slots say where the layers go.
+      shardings: a NamedSharding for every leaf, also those of adapters.
+    """
+    slots = np.array(shapes.slots)
+
+    def placed(leaf: np.ndarray, like: jax.ShapeDtypeStruct, sharding: NamedSharding) -> Array:
+        stacked = leaf[slots].astype(like.dtype)  # EMPTY takes the last layer
+        stacked[slots == EMPTY] = 0
+        return jax.make_array_from_callback(stacked.shape, sharding, lambda box: stacked[box])
+
+    def joined(own: Any, new: Any, like: Any, sharding: Any) -> Any:
+        if not isinstance(new, dict):
+            return placed(new, like, sharding)
+        changed = {
+            name: joined((own or {}).get(name), part, like[name], sharding[name])
+            for name, part in new.items()
+        }
+        return {**(own or {}), **changed}
+
+    return joined(params, adapters, shapes.params, shardings)
 
 
 def with_added_tokens(params: Params, stored: ModelShapes, vocab_size: int) -> Params:

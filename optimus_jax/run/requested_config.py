@@ -1,6 +1,7 @@
 """The config that a command requests, for a new or a resumed run."""
 
 import json
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -16,10 +17,12 @@ from optimus_jax.config.request import (
     repeated_config,
     resumed_config,
 )
+from optimus_jax.config.run_checkpoint import INIT_FROM
 from optimus_jax.errors import ConfigError, PlanError, explain
 from optimus_jax.models.families import check_family
 from optimus_jax.plan import Plan
-from optimus_jax.run.initial_weights import check_initial_model, parameter_source
+from optimus_jax.run.initial_weights import check_initial_model
+from optimus_jax.run.parameter_source import parameter_source
 from optimus_jax.run.resumed_config import ResumedConfig
 from optimus_jax.run_directory.directory import RunDirectory
 from optimus_jax.system.hub_model import HubModel
@@ -27,9 +30,12 @@ from optimus_jax.system.paths import UserPath
 from optimus_jax.training.rate_factors import check_rate_factors
 from optimus_jax.training.tasks import check_task
 from optimus_jax.weights.published import MODEL, PublishedSource, model_named
+from optimus_jax.weights.published_adapters import PublishedAdapters
 
-INIT, TOKENIZER = "init_from", "data.tokenizer"
+INIT, ADAPTERS, TOKENIZER = "init_from", "adapters_from", "data.tokenizer"
 """Settings."""
+OF_ADAPTERS = ("method", "rank", "alpha", "rank_scaling", "dropout", "targets")
+"""Settings of tuning that published adapters have; the others say what else is trained."""
 
 
 def requested_config(
@@ -99,19 +105,22 @@ def _new_config(model: str | None, overrides: dict[str, Any], base: Config | Non
     """The config of a new run.
 
     A published model comes with its parameters, and parameters with the tokenizer of their texts,
-    unless the settings name others.
+    unless the settings name others. Published adapters come with their settings, and with the model
+    that they name, unless another is named.
     """
     overrides = dotted(overrides)
-    if (published := _published(model)) is not None:
+    published = _published(model)
+    if published is not None:
         overrides = {INIT: str(published), **overrides}
-    init_from = (
-        (base or Config())
-        .with_values({INIT: overrides[INIT]} if INIT in overrides else {})
-        .init_from
-    )
-    source = published if init_from is None else parameter_source(init_from)
+    overrides = _with_base_of_adapters(overrides, base, published)
+    sources = _sources(overrides, base)
+    source = published if sources.init_from is None else parameter_source(sources.init_from)
+    adapters = sources.adapters_from and PublishedAdapters(Path(sources.adapters_from))
     if source is not None and base is None and TOKENIZER not in overrides:
-        if (tokenizer := source.tokenizer()) is None:
+        # Parameters of a run need the run's own tokenizer, and that of bytes has no file.
+        own = adapters and isinstance(source, PublishedSource) and adapters.tokenizer()
+        tokenizer = own or source.tokenizer()
+        if tokenizer is None:
             raise ConfigError(
                 explain(
                     "the model comes without a tokenizer.json",
@@ -120,11 +129,38 @@ def _new_config(model: str | None, overrides: dict[str, Any], base: Config | Non
                 )
             )
         overrides = {TOKENIZER: tokenizer, **overrides}
+    config = None
     if model is not None:
-        return make_config(model_named(model), overrides, base)
-    if source is not None and base is None:
-        return make_config(source.config(), overrides)
-    return make_config(None, overrides, base)
+        config = model_named(model)
+    elif source is not None and base is None:
+        config = source.config()
+    if adapters:
+        tuning, _ = adapters.read(config or (base or Config()).model)
+        overrides = {
+            f"model.tuning.{name}": getattr(tuning, name) for name in OF_ADAPTERS
+        } | overrides
+    return make_config(config, overrides, base)
+
+
+def _with_base_of_adapters(
+    overrides: dict[str, Any], base: Config | None, published: PublishedSource | None
+) -> dict[str, Any]:
+    """Settings in which `init_from` names no adapters, but the model that these are for."""
+    named = _sources({INIT: overrides[INIT]} if INIT in overrides else {}, base).init_from
+    adapters = named and PublishedAdapters.parse(named, what=INIT_FROM)
+    if not adapters:
+        return overrides
+    if published is None:
+        model = adapters.base(do=f"name it: {MODEL} DIR {INIT_FROM} {named}")
+    else:
+        model = str(published)
+    return {ADAPTERS: str(adapters)} | overrides | {INIT: model}
+
+
+def _sources(overrides: Mapping[str, Any], base: Config | None) -> Config:
+    """A config that says where the parameters come from."""
+    given = {name: overrides[name] for name in (INIT, ADAPTERS) if name in overrides}
+    return (base or Config()).with_values(given)
 
 
 def _published(model: str | None) -> PublishedSource | None:

@@ -13,6 +13,8 @@ from optimus_jax.weights.file_bytes import read_whole
 from optimus_jax.weights.safetensors_file import DTYPES, LENGTH_BYTES, METADATA, read_safetensors
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+BASE, REVISION = "base_model_name_or_path", "revision"
+"""Keys of CONFIG that name the model without adapters."""
 MAX_CONFIG_BYTES = 1 << 20
 
 
@@ -20,8 +22,18 @@ def read_peft(directory: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     """The config and all tensors, by name, of a directory of adapters.
 
     Raises:
-      ConfigError: there is no adapter_config.json, or it is not JSON.
+      ConfigError: as `read_peft_config`.
       CheckpointError: the tensors are missing or damaged.
+    """
+    config = read_peft_config(directory)
+    tensors = read_safetensors(directory / WEIGHTS)
+    return config, {name: np.asarray(tensor) for name, tensor in tensors.items()}
+
+
+def read_peft_config(directory: Path) -> dict[str, Any]:
+    """The config of a directory of adapters.
+
+    Raises ConfigError if there is no adapter_config.json, or it is not JSON.
     """
     path = directory / CONFIG
     wrong = "which is no file"
@@ -39,8 +51,7 @@ def read_peft(directory: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
                 do=f"give a directory with {CONFIG} and {WEIGHTS}, as PEFT saves it",
             )
         )
-    tensors = read_safetensors(directory / WEIGHTS)
-    return config, {name: np.asarray(tensor) for name, tensor in tensors.items()}
+    return config
 
 
 def write_peft(

@@ -61,3 +61,21 @@ def test_what_the_task_needs_is_said_before_a_run_exists(pairs, tmp_path):
     with pytest.raises(DataError, match="no preference pairs"):
         optimus_jax.train("gpt2-nano", **command)
     assert not (tmp_path / "run").exists()
+
+
+def test_a_reference_that_lacks_what_was_learnt_before_is_said(pairs, tmp_path, capsys):
+    before = TINY | {"task": "next_token", "mesh": "data=8", "steps": 1, "eval_every": 0}
+    optimus_jax.train("gpt2-nano", run_dir=tmp_path / "sft", **before)
+    said = {}
+    for rank in (16, 8):  # equal adapters are kept, others are merged
+        optimus_jax.train(
+            init_from=tmp_path / "sft",
+            run_dir=tmp_path / f"dpo-{rank}",
+            data=pairs,
+            **before
+            | {"task": "dpo", "progress": "plain", "model.tuning.rank": rank, "seq_len": 32},
+        )
+        said[rank] = capsys.readouterr()
+    message = f"without what those of {tmp_path / 'sft'} have learnt"
+    assert message in said[16].out + said[16].err
+    assert message not in said[8].out + said[8].err

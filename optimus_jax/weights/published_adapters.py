@@ -1,0 +1,107 @@
+"""Adapters as PEFT publishes them: a directory without the model, which it names."""
+
+import os
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from optimus_jax.config import ModelConfig, Tuning
+from optimus_jax.config.run_checkpoint import RunCheckpoint
+from optimus_jax.errors import ConfigError, explain
+from optimus_jax.models.merging import same_adapters
+from optimus_jax.models.peft_reading import from_peft
+from optimus_jax.models.shapes import Params
+from optimus_jax.store.hub import TOKENIZER
+from optimus_jax.system.hub_model import HubModel
+from optimus_jax.system.paths import Url, user_path
+from optimus_jax.weights.directory import WEIGHTS, has_weights
+from optimus_jax.weights.peft_directory import BASE, CONFIG, REVISION, read_peft, read_peft_config
+
+
+@dataclass(frozen=True)
+class PublishedAdapters:
+    """A directory of adapters, with or without a tokenizer."""
+
+    directory: Path
+    """An absolute path."""
+
+    @classmethod
+    def parse(cls, text: str, *, what: str) -> "PublishedAdapters | None":
+        """The adapters that a text names; None: it names something else, such as a run.
+
+        Args:
+          what: name of the flag, for errors.
+        """
+        if HubModel.parse(text) is not None:
+            return None
+        path = user_path(text, what=what)
+        if not isinstance(path, Path) or not (path / CONFIG).is_file():
+            return None
+        is_whole = any(has_weights(path, name) for name in WEIGHTS)
+        return None if is_whole else cls(path.absolute())
+
+    def __str__(self) -> str:
+        return str(self.directory)
+
+    def base(self, do: str) -> str:
+        """The model that they say they are for: a directory, hf://ORG/NAME, or a run.
+
+        Args:
+          do: what a user can do if there is none, for errors.
+        Raises:
+          ConfigError: it is not named, or not found.
+        """
+        config = read_peft_config(self.directory)
+        named, revision = config.get(BASE), config.get(REVISION)
+        if isinstance(named, str) and named:
+            if (model := HubModel.parse(named, bare=True)) is not None:
+                exact = revision if isinstance(revision, str) and revision else model.revision
+                return str(replace(model, revision=exact))
+            run = RunCheckpoint.parse(named, what=BASE)
+            if isinstance(user_path(run.run, what=BASE), Url) or os.path.isdir(run.run):
+                return str(run.with_whole_path())
+        raise ConfigError(
+            explain(
+                "the model that adapters are for is not found",
+                given=f"{BASE}={named!r} in {self.directory / CONFIG}",
+                do=do,
+            )
+        )
+
+    def tokenizer(self) -> str | None:
+        """The name of their tokenizer, as `--tokenizer` takes it; None: there is none."""
+        return str(self.directory) if (self.directory / TOKENIZER).is_file() else None
+
+    def read(self, model: ModelConfig) -> tuple[Tuning, Params]:
+        """What the adapters are, and their parameters, as `from_peft`.
+
+        Args:
+          model: the model that they are for.
+        Raises:
+          ConfigError: there are none, or they have a feature that ours do not.
+          CheckpointError: their tensors are damaged, or do not fit the model.
+        """
+        return from_peft(*read_peft(self.directory), model.base)
+
+    def read_for(self, model: ModelConfig) -> Params:
+        """Their parameters, for a model that has such adapters already.
+
+        Raises OptimusError as `read` does, or if the adapters of `model` are others.
+        """
+        tuning, params = self.read(model)
+        if not same_adapters(model, replace(model, tuning=tuning)):
+            raise ConfigError(
+                explain(
+                    "the settings are those of other adapters",
+                    given=f"{_described(model.tuning)}; {self.directory} has {_described(tuning)}",
+                    do="leave them out: they are read from the directory",
+                )
+            )
+        return params
+
+
+def _described(tuning: Tuning) -> str:
+    """The settings that decide what adapters compute."""
+    text = f"method={tuning.method}"
+    if tuning.method == "lora":
+        text += f" rank={tuning.rank} alpha={tuning.alpha:g} rank_scaling={tuning.rank_scaling}"
+    return f"{text} targets={','.join(tuning.targets)}"
