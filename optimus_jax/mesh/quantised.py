@@ -16,6 +16,7 @@ values (`Collectives.weight`).
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from math import gcd
 from typing import Any
 
 import jax.numpy as jnp
@@ -159,7 +160,7 @@ def _block_size(size: int, *, shared: bool) -> int:
     """The size of blocks in a last dimension. It does not depend on the plan, so that a checkpoint
     has the same codes under all.
     """
-    return _part_size(size // SHARES if shared and size % SHARES == 0 else size, BLOCK)
+    return max(2, _part_size(size // gcd(size, SHARES) if shared else size, BLOCK))
 
 
 def _part_size(size: int, most: int) -> int:

@@ -26,7 +26,7 @@ def stored_alike(base: Params, target: ModelShapes) -> Params:
 
 
 def encoded_on_mesh(matrices: Array, leaf: Leaf, target: Any) -> Any:
-    """The codes of a stack of matrices, which is donated; computed one layer at a time, so that
+    """The codes of a stack of matrices, which is deleted; computed one layer at a time, so that
     little memory is used beside both.
 
     Args:
@@ -35,11 +35,7 @@ def encoded_on_mesh(matrices: Array, leaf: Leaf, target: Any) -> Any:
     """
     kind = quantised_format(target)
 
-    @partial(
-        jax.jit,
-        donate_argnums=0,
-        out_shardings=jax.tree.map(lambda like: like.sharding, target),
-    )
+    @partial(jax.jit, out_shardings=jax.tree.map(lambda like: like.sharding, target))
     @partial(
         jax.shard_map,
         mesh=target["codes"].sharding.mesh,
@@ -50,7 +46,9 @@ def encoded_on_mesh(matrices: Array, leaf: Leaf, target: Any) -> Any:
     def encode(stack: Array) -> Any:
         return lax.map(lambda matrix: encoded(matrix, leaf.last(matrix.ndim), kind), stack)
 
-    return encode(matrices)
+    codes = jax.block_until_ready(encode(matrices))
+    matrices.delete()
+    return codes
 
 
 def _as(leaf: Leaf, stored: Any, like: Any) -> Any:

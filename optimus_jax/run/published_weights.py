@@ -280,8 +280,7 @@ class _Filled:
         )
         if self.codes is None:
             return array
-        codes = encoded_on_mesh(array, self.source.leaf, self.codes)
-        return jax.block_until_ready(codes)  # before the next matrix needs the memory
+        return encoded_on_mesh(array, self.source.leaf, self.codes)
 
     @property
     def _bounds(self) -> dict[Any, Box]:

@@ -92,7 +92,7 @@ def test_every_command_of_the_page_runs(folder: Path, monkeypatch, capsys):
     assert "mesh" not in capsys.readouterr().out  # --chat prints the answer alone
 
     runs = {path.name: RunDirectory(path) for path in (folder / "runs").iterdir()}
-    assert runs.keys() == {"continued", "sft", "sft-2", "dpo"}
+    assert runs.keys() == {"continued", "sft", "sft-2", "qlora", "dpo"}
     weights = {
         name: event["weights"]
         for name, each in runs.items()
@@ -103,10 +103,11 @@ def test_every_command_of_the_page_runs(folder: Path, monkeypatch, capsys):
         "continued": "base",
         "sft": "base",
         "sft-2": "base",
+        "qlora": "base",
         "dpo": "sft",
     }
     assert runs["dpo"].metrics()[0].loss == pytest.approx(log(2), abs=1e-3)
-    for name in ("continued", "sft", "dpo"):
+    for name in ("continued", "sft", "qlora", "dpo"):
         assert open_model(folder / "models" / name).dtype == "bfloat16"
     assert read_peft(folder / "adapters" / "sft")[0]["base_model_name_or_path"] == str(
         folder / "models" / "base"
@@ -115,7 +116,7 @@ def test_every_command_of_the_page_runs(folder: Path, monkeypatch, capsys):
 
 def test_the_page_has_commands_with_flags_to_replace():
     names = [name for name, _ in commands()]
-    assert names.count("train") == 4
+    assert names.count("train") == 5
     assert {*names} == {"train", "export", "generate"}
     for name, arguments in commands():
         if name == "train":

@@ -110,7 +110,8 @@ def test_memory_estimate_is_near_what_xla_allocates(model, mesh, settings):
     )
 
 
-LORA = {"model.tuning.method": "lora", "model.tuning.base_precision": "bf16"}
+LORA = {"model.tuning.method": "lora"}
+NF4 = "base_precision=nf4"
 COMPILED_FOR_GPUS = 0.04
 """The most that the estimate of any plan below may be off; -0.3 to +2.2% when it was written, and
 1.5% on average over all of benchmarks/planner_memory.py."""
@@ -165,6 +166,14 @@ COMPILED_FOR_GPUS = 0.04
             "microbatches=8 remat=selective attention=cudnn",
             17.86,
         ),
+        ("llama3-8b 4096 1 data=1, lora", f"remat=full attention=cudnn {NF4}", 8.44),
+        ("llama3-8b 4096 4 data=1, lora", f"remat=selective attention=cudnn {NF4}", 54.64),
+        ("llama3-8b 4096 2 fsdp=8, lora", f"remat=selective attention=cudnn {NF4}", 28.02),
+        (
+            "llama3-8b 4096 1 data=1, lora",
+            f"microbatches=16 remat=none attention=cudnn {NF4}",
+            19.06,
+        ),
     ],
 )
 def test_memory_estimate_is_near_what_xla_allocates_on_a_gpu(plan, settings, compiled_gib):
@@ -174,6 +183,7 @@ def test_memory_estimate_is_near_what_xla_allocates_on_a_gpu(plan, settings, com
     model, seq_len, rows, mesh = plan.removesuffix(", lora").split()
     is_lora = plan.endswith(", lora")
     axes, given = AxisSizes.parse(mesh), dict(setting.split("=") for setting in settings.split())
+    base_precision = given.pop("base_precision", "bf16")
     batch = int(given.get("microbatches", 1)) * int(rows) * axes.data * axes.fsdp
     config = Config(
         model=model_preset(model), data=DataConfig(seq_len=int(seq_len), global_batch=batch)
@@ -183,7 +193,7 @@ def test_memory_estimate_is_near_what_xla_allocates_on_a_gpu(plan, settings, com
             "parallel.mesh": mesh,
             "parallel.microbatches": 1,
             **{f"parallel.{name}": value for name, value in given.items()},
-            **(LORA if is_lora else {}),
+            **(LORA | {"model.tuning.base_precision": base_precision} if is_lora else {}),
         }
     )
     estimate = estimated(
