@@ -121,10 +121,12 @@ class WeightsExport:
 
         def pass_on(path: str, source: LeafSource, leaf: StoredLeaf, box: Box) -> int:
             values = leaf.read(box)
-            if self.tuning.has_adapters:
-                values = merging.part(path, box, values.astype(np.float32))
+            num_bytes = values.nbytes
+            if merging.changes(path):
+                values = values.astype(np.float32)
+                values = merging.part(path, box, values)
             source.write(values, tensors, box)
-            return values.nbytes
+            return num_bytes
 
         with ThreadPoolExecutor(NUM_WORKERS, thread_name_prefix="export") as pool:
             todo, running = self._boxes(), set()
@@ -147,8 +149,8 @@ class WeightsExport:
 
     @property
     def num_stored_bytes(self) -> int:
-        """Bytes of the parameters in the checkpoint, before compression."""
-        return sum(leaf.num_bytes for _, leaf in self._leaves())
+        """Bytes of the parameters in the checkpoint that are passed on, before compression."""
+        return sum(leaf.num_bytes for path, leaf in self._leaves() if not is_of_adapter(path))
 
     def _leaves(self) -> Iterator[tuple[str, StoredLeaf]]:
         """The parameters in the checkpoint, by the path that they have in a model."""
