@@ -298,8 +298,8 @@ def random_state(program: Program) -> TrainState:
         )
         shape = (first, *like.shape[1:])
         mean = 1 if name.endswith("/scale") and not stored_minus_one else 0
-        # A matrix in int8 is as large as others.
-        std = 0.1 / 64 if name.endswith("/scales") else 0.1
+        # Quantised matrices are as large as others.
+        std = 0.1 / 64 if name.endswith(("/scales", "/steps")) else 0.1
         if np.issubdtype(like.dtype, np.integer):
             values = random.integers(0, 256, shape).astype(np.uint8).view(like.dtype)
         else:

@@ -2,7 +2,9 @@
 
 The template is the first of these that exists: the file that `data.chat_template` names;
 `chat_template.jinja` beside the tokenizer.json; `chat_template` in tokenizer_config.json, a text or
-a list of named ones, of which the one named `default` counts. A template sees what transformers
+a list of named ones, of which the one named `default` counts. For conversations with tools the one
+named `tool_use` counts, if there is one; beside chat_template.jinja it is a file of
+`additional_chat_templates/`. These are transformers' rules. A template sees what transformers
 gives it: messages, tools, `add_generation_prompt`, and the tokenizer's special tokens by name
 (`bos_token` and so on).
 """
@@ -12,7 +14,7 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,10 @@ from optimus_jax.errors import DataError, explain
 
 TEMPLATE_FILE = "chat_template.jinja"
 """Name of the file in which transformers saves a template."""
+TOOL_TEMPLATE_FILE = "additional_chat_templates/tool_use.jinja"
+"""Where transformers saves the template for conversations with tools."""
+_DEFAULT, _TOOL_USE = "default", "tool_use"
+"""Names of templates."""
 _CONFIGS = ("special_tokens_map.json", "tokenizer_config.json")
 """Files that name special tokens; the later one counts."""
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -41,11 +47,23 @@ class ChatTemplate:
     """Values of `bos_token` and so on, by name."""
     source: str = "a chat template"
     """Where it was found, for messages."""
+    tool_use: str | None = None
+    """The text for conversations with tools; None: there is no other one for these."""
+
+    def chosen(self, tools: Sequence[Any] | None) -> "ChatTemplate":
+        """The template for a conversation with these tools; None: without."""
+        return self if tools is None or self.tool_use is None else self._of_tools
+
+    @functools.cached_property
+    def _of_tools(self) -> "ChatTemplate":
+        assert self.tool_use is not None
+        return replace(self, text=self.tool_use, tool_use=None)
 
     @property
     def digest(self) -> str:
         """Sixteen hex digits; templates with the same digest make the same texts."""
-        content = json.dumps([self.text, dict(sorted(self.special_tokens.items()))])
+        texts = [self.text] if self.tool_use is None else [self.text, self.tool_use]
+        content = json.dumps([*texts, dict(sorted(self.special_tokens.items()))])
         return hashlib.blake2b(content.encode(), digest_size=8).hexdigest()
 
     @property
@@ -61,7 +79,7 @@ class ChatTemplate:
         add_generation_prompt: bool = False,
         generation_marks: tuple[str, str] = ("", ""),
     ) -> str:
-        """The text of a conversation.
+        """The text of a conversation, by this template's `text` (`chosen`).
 
         Args:
           add_generation_prompt: whether the beginning of an assistant's message follows.
@@ -157,18 +175,36 @@ def special_tokens_beside(folder: Path) -> dict[str, str]:
 def template_beside(folder: Path, special_tokens: Mapping[str, str]) -> ChatTemplate | None:
     """The template in a tokenizer's folder; None: there is none."""
     if (path := folder / TEMPLATE_FILE).is_file():
-        return template_file(path, special_tokens)
+        found, beside = template_file(path, special_tokens), folder / TOOL_TEMPLATE_FILE
+        if beside.is_file():
+            found = replace(found, tool_use=template_file(beside, special_tokens).text)
+        return found
     path = folder / _CONFIGS[-1]
-    value = _json_object(path).get("chat_template")
+    value, tool_use = _json_object(path).get("chat_template"), None
     if isinstance(value, list):
         named = {one.get("name"): one.get("template") for one in value if isinstance(one, Mapping)}
-        value = named.get("default")
-    return ChatTemplate(value, special_tokens, str(path)) if isinstance(value, str) else None
+        value, tool_use = named.get(_DEFAULT), named.get(_TOOL_USE)
+    if not isinstance(value, str):
+        return None
+    tool_use = tool_use if isinstance(tool_use, str) else None
+    return ChatTemplate(value, special_tokens, str(path), tool_use)
 
 
 def template_files(template: ChatTemplate | None) -> dict[str, bytes]:
-    """The file, by name, that keeps a template beside a tokenizer; none if there is none."""
-    return {} if template is None else {TEMPLATE_FILE: template.text.encode()}
+    """The file, by name, that keeps a template beside a tokenizer; none if there is none, or if
+    tokenizer_config.json keeps it (`named_templates`).
+    """
+    if template is None or template.tool_use is not None:
+        return {}
+    return {TEMPLATE_FILE: template.text.encode()}
+
+
+def named_templates(template: ChatTemplate | None) -> dict[str, list[dict[str, str]]]:
+    """What tokenizer_config.json says of a template with another text for tools."""
+    if template is None or template.tool_use is None:
+        return {}
+    texts = {_DEFAULT: template.text, _TOOL_USE: template.tool_use}
+    return {"chat_template": [{"name": name, "template": text} for name, text in texts.items()]}
 
 
 def _json_object(path: Path) -> Mapping[str, Any]:

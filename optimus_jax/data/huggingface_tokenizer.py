@@ -12,6 +12,7 @@ import numpy as np
 
 from optimus_jax.config.data import BYTES
 from optimus_jax.data.chat_template import (
+    named_templates,
     special_tokens_beside,
     template_beside,
     template_file,
@@ -114,6 +115,7 @@ class HuggingFaceTokenizer:
         )
         own = {"tokenizer_class": "PreTrainedTokenizerFast"}
         names = beside if self.chat_template is not None else {}
+        names = names | named_templates(self.chat_template)
         self.files = {
             FILE: data,
             CONFIG: json.dumps(own | {"eos_token": token} | names, indent=2).encode() + b"\n",

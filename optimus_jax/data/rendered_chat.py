@@ -188,6 +188,7 @@ class _Rendering:
     """One conversation that is being written out."""
 
     def __init__(self, writer: ChatWriter, template: ChatTemplate, chat: Conversation) -> None:
+        template = template.chosen(chat.tools)
         self._writer, self._template, self._chat = writer, template, chat
         self._messages: list[Message] = chat.messages
         self._tools = chat.tools

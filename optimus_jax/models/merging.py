@@ -121,13 +121,17 @@ class Merging:
     """Leaves of adapters by path, such as `layers/attention/query_adapter/a`: all layers, float32.
     There may be other leaves among them."""
 
+    def changes(self, path: str) -> bool:
+        """Whether adapters concern a leaf of the model without them."""
+        return path.removesuffix("_bias") in self._places
+
     def part(self, path: str, box: Box, values: AnyArray) -> AnyArray:
         """A part of a leaf of the model without adapters that computes the same.
 
         Args:
           path: the leaf's, such as `layers/attention/query`.
           box: the part, whose slices have a start and step 1.
-          values: the part of the leaf beside the adapters, float32.
+          values: the part of the leaf beside the adapters, float32; an array of numpy is changed.
         """
         is_bias, dim = path.endswith("_bias"), 1 if path.endswith("_bias") else 2
         for projection, place in self._places.get(path.removesuffix("_bias"), ()):
@@ -142,7 +146,8 @@ class Merging:
                 for index, number in enumerate(numbers)
                 for part in [values[(*before, index)]]
             ]
-            values = xp.stack(parts, dim)
+            if xp is not np:  # whose parts are views, changed in place
+                values = xp.stack(parts, dim)
         return values
 
     def _one(self, projection: Projection, box: Box, is_bias: bool, values: AnyArray) -> AnyArray:
@@ -153,7 +158,8 @@ class Merging:
             if is_bias and projection in ROW_PARALLEL:
                 return values
             factor = self.adapters[f"{prefix}scale"][(layers, *(rest if is_bias else rest[1:]))]
-            return values * (factor if is_bias else factor[:, None])
+            values *= factor if is_bias else factor[:, None]
+            return values
         if is_bias:
             return values
         narrow, wide = self.adapters[f"{prefix}a"], self.adapters[f"{prefix}b"]
@@ -163,7 +169,9 @@ class Merging:
         exact = {} if xp is np else {"precision": lax.Precision.HIGHEST}
         factors = narrow[layers, rest[0]], wide[(layers, slice(None), *rest[1:])]
         product = xp.einsum("sdr,sr...->sd...", *factors, **exact)
-        return values + product * np.float32(self.model.tuning.scale)
+        product *= np.float32(self.model.tuning.scale)
+        values += product  # in place: a matrix of one layer may take hundreds of MB
+        return values
 
     @cached_property
     def _places(self) -> dict[str, list[tuple[Projection, Place]]]:

@@ -125,8 +125,9 @@ class WeightsExport:
 
         def pass_on(path: str, source: LeafSource, leaf: Stored, box: Box) -> int:
             values = leaf.read(box)
-            if self.tuning.has_adapters:
-                values = merging.part(path, box, values.astype(np.float32))
+            if merging.changes(path):
+                values = values.astype(np.float32)
+                values = merging.part(path, box, values)
             source.write(values, tensors, box)
             return leaf.num_bytes * values.size // prod(leaf.shape)
 
@@ -151,8 +152,8 @@ class WeightsExport:
 
     @property
     def num_stored_bytes(self) -> int:
-        """Bytes of the parameters in the checkpoint, before compression."""
-        return sum(leaf.num_bytes for _, leaf in self._leaves())
+        """Bytes of the parameters in the checkpoint that are passed on, before compression."""
+        return sum(leaf.num_bytes for path, leaf in self._leaves() if not is_of_adapter(path))
 
     def _leaves(self) -> Iterable[tuple[str, Stored]]:
         """The parameters in the checkpoint, by the path that they have in a model."""

@@ -17,7 +17,6 @@ import numpy as np
 from optimus_jax.config import ModelConfig
 from optimus_jax.config.axes import PIPE
 from optimus_jax.errors import PlanError
-from optimus_jax.models.flops import step_flops
 from optimus_jax.plan import Plan
 from optimus_jax.planning.cost.communication import VOCABULARY
 from optimus_jax.planning.cost.cost import BUBBLE, HOST_COPIES, REFERENCE_PASS, term_times
@@ -190,10 +189,7 @@ class World:
 
     def model_flops(self, phase: int) -> float:
         """Model FLOPs of a step."""
-        config = self.pricings[phase].config
-        return step_flops(
-            config.model, num_sequences=config.data.global_batch, seq_len=config.seq_len
-        )
+        return self.pricings[phase].workload.step_flops
 
     def devices_for(
         self, plan: Plan, conditions: ClusterConditions, without: frozenset[int] = frozenset()

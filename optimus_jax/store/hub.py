@@ -15,6 +15,7 @@ TOKENIZER_FILES = (
     "tokenizer_config.json",
     "special_tokens_map.json",
     "chat_template.jinja",
+    "additional_chat_templates/tool_use.jinja",
 )
 """Files of a model's tokenizer that are read, if they are there."""
 

@@ -77,6 +77,12 @@ class Task:
     """What training adds to the loss for each auxiliary sum of the layers (`LayersOutput`): this
     times the sum. Names that a model does not give add nothing."""
 
+    @property
+    def num_references(self) -> int:
+        """Residual streams of the rows that run forward only, without adapters, beside the one that
+        is differentiated."""
+        return 1 if self.has_reference else 0
+
     def batch_of(self, loaded: HostBatch) -> HostBatch:
         """What `prepare` makes of rows of the loader. Raises ConfigError if these are not the
         `arrays`.

@@ -50,6 +50,7 @@ from optimus_jax.training.numbers import perplexity_of
 from optimus_jax.training.optimizer import peak_learning_rate
 from optimus_jax.training.state import TrainState, to_stored
 from optimus_jax.training.step import STEP_METRICS, Metrics, Program
+from optimus_jax.training.tasks import task_named
 from optimus_jax.training.watchers import Display, StepWatcher
 
 Reason = Literal["done", "interrupt", "terminate", "fault", "switch", "phase", "not learning"]
@@ -414,6 +415,7 @@ class Trainer:
             self._config.model,
             num_sequences=self._config.data.global_batch,
             seq_len=self._config.seq_len,
+            num_references=task_named(self._config.task).num_references,
         )
         return flops / seconds / peak / self.program.plan.num_devices
 

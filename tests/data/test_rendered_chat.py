@@ -175,6 +175,33 @@ def test_tools_and_reasoning_are_given_as_transformers_gives_them(tmp_path):
     assert ChatTemplate(template).render([{"role": "assistant", "reasoning": "hm"}]) == "hm|hm"
 
 
+@pytest.mark.parametrize("in_files", [False, True], ids=["list in the config", "files"])
+def test_conversations_with_tools_have_their_own_template(tmp_path, in_files):
+    transformers = pytest.importorskip("transformers")
+    _, plain, _ = load(tmp_path / "plain", **MODELS["llama3"])
+    named = {"default": CHATML, "tool_use": LLAMA3, "rag": "no"}
+    plain.chat_template = named
+    plain.save_pretrained(str(tmp_path / "named"), save_jinja_files=in_files)
+    assert (tmp_path / "named" / "chat_template.jinja").is_file() == in_files
+    ours = load_tokenizer(str(tmp_path / "named"))
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    for name, content in ours.files.items():
+        (copy / name).write_bytes(content)
+    theirs = transformers.PreTrainedTokenizerFast.from_pretrained(str(copy))
+    assert theirs.chat_template == {name: named[name] for name in ("default", "tool_use")}
+    messages = [{"role": "user", "content": "add"}, {"role": "assistant", "content": "3"}]
+    texts = set()
+    for tokenizer in (ours, load_tokenizer(str(copy))):
+        assert tokenizer.chat_template.digest == ours.chat_template.digest
+        for tools in (None, [], TOOLS):
+            chat = writer_of(tokenizer)(Conversation(messages=messages, tools=tools))
+            assert chat.text == plain.apply_chat_template(messages, tools=tools, tokenize=False)
+            texts.add(chat.text)
+    assert len(texts) == 3
+    assert ours.chat_template.digest != ChatTemplate(CHATML, plain.special_tokens_map).digest
+
+
 def test_the_assistants_tokens_and_its_end_of_turn_count(tmp_path):
     expected = {
         "chatml": "It is 2.\n<|im_end|>how are you<|im_end|>",

@@ -110,8 +110,14 @@ def test_memory_estimate_is_near_what_xla_allocates(model, mesh, settings):
     )
 
 
-LORA = {"model.tuning.method": "lora"}
-NF4 = "base_precision=nf4"
+LORA = {"model.tuning.method": "lora", "model.tuning.base_precision": "bf16"}
+KINDS = {
+    "": {},
+    "lora": LORA,
+    "nf4": LORA | {"model.tuning.base_precision": "nf4"},
+    "dpo": LORA | {"task": "dpo"},
+}
+"""Settings of what is trained, by the last word of a plan."""
 COMPILED_FOR_GPUS = 0.04
 """The most that the estimate of any plan below may be off; -0.3 to +2.2% when it was written, and
 1.5% on average over all of benchmarks/planner_memory.py."""
@@ -166,24 +172,36 @@ COMPILED_FOR_GPUS = 0.04
             "microbatches=8 remat=selective attention=cudnn",
             17.86,
         ),
-        ("llama3-8b 4096 1 data=1, lora", f"remat=full attention=cudnn {NF4}", 8.44),
-        ("llama3-8b 4096 4 data=1, lora", f"remat=selective attention=cudnn {NF4}", 54.64),
-        ("llama3-8b 4096 2 fsdp=8, lora", f"remat=selective attention=cudnn {NF4}", 28.02),
+        ("llama3-8b 4096 1 data=1, nf4", "remat=full attention=cudnn", 8.44),
+        ("llama3-8b 4096 4 data=1, nf4", "remat=selective attention=cudnn", 54.64),
+        ("llama3-8b 4096 2 fsdp=8, nf4", "remat=selective attention=cudnn", 28.02),
+        ("llama3-8b 4096 1 data=1, nf4", "microbatches=16 remat=none attention=cudnn", 19.06),
+        ("llama3-8b 4096 2 fsdp=8, dpo", "remat=selective attention=cudnn", 28.73),
         (
-            "llama3-8b 4096 1 data=1, lora",
-            f"microbatches=16 remat=none attention=cudnn {NF4}",
-            19.06,
+            "llama3-8b 4096 1 pipe=4,tensor=2, dpo",
+            "microbatches=8 remat=selective attention=cudnn",
+            18.05,
+        ),
+        (
+            "llama3-8b 4096 1 pipe=4,data=2, dpo",
+            "microbatches=8 stage_residuals=recompute remat=full attention=cudnn",
+            6.30,
+        ),
+        (
+            "llama3-8b 4096 2 pipe=4,data=2, dpo",
+            "microbatches=8 schedule=interleaved remat=full attention=cudnn",
+            12.36,
         ),
     ],
 )
 def test_memory_estimate_is_near_what_xla_allocates_on_a_gpu(plan, settings, compiled_gib):
-    """Figures of steps compiled for H100s by benchmarks/planner_memory.py, of the last two for an
-    H200 by benchmarks/gpu/compiled.py: model, tokens, rows of a microbatch on a device, mesh.
+    """Figures of steps compiled for H100s by benchmarks/planner_memory.py: model, tokens, rows of a
+    microbatch on a device, mesh. Those of gpt2 and llama3.2-1b are for an H200, by
+    benchmarks/gpu/compiled.py; those of tuned models are by benchmarks/compile_for_gpu.py.
     """
-    model, seq_len, rows, mesh = plan.removesuffix(", lora").split()
-    is_lora = plan.endswith(", lora")
+    sizes, _, kind = plan.partition(", ")
+    model, seq_len, rows, mesh = sizes.split()
     axes, given = AxisSizes.parse(mesh), dict(setting.split("=") for setting in settings.split())
-    base_precision = given.pop("base_precision", "bf16")
     batch = int(given.get("microbatches", 1)) * int(rows) * axes.data * axes.fsdp
     config = Config(
         model=model_preset(model), data=DataConfig(seq_len=int(seq_len), global_batch=batch)
@@ -193,7 +211,7 @@ def test_memory_estimate_is_near_what_xla_allocates_on_a_gpu(plan, settings, com
             "parallel.mesh": mesh,
             "parallel.microbatches": 1,
             **{f"parallel.{name}": value for name, value in given.items()},
-            **(LORA | {"model.tuning.base_precision": base_precision} if is_lora else {}),
+            **KINDS[kind],
         }
     )
     estimate = estimated(

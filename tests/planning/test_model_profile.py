@@ -10,7 +10,14 @@ import jax.numpy as jnp
 import pytest
 from plans import FAMILY_MODELS
 
-from optimus_jax.config import AttentionKernel, Config, ModelConfig, Precision, RematPolicy
+from optimus_jax.config import (
+    AttentionKernel,
+    Config,
+    ModelConfig,
+    Precision,
+    RematPolicy,
+    Tuning,
+)
 from optimus_jax.config.axes import AxisSizes
 from optimus_jax.config.presets import PRESETS, model_preset
 from optimus_jax.mesh.build import discover
@@ -32,13 +39,20 @@ from optimus_jax.planning.search.assemble import plan_for
 from optimus_jax.training.step import build_program
 
 NANOS = ("gpt2-nano", "llama-nano")
+TUNED = {
+    "llama-nano, lora": Tuning(method="lora", rank=4),
+    "llama-nano, frozen": Tuning(freeze=("embedding", "mlp", "head")),
+}
+"""Models of which some matrices are frozen."""
 CLOSED_FORM = 0.01
 """Relative tolerance. Measured: 0.11% at most, since the program pads the vocabulary of 257 to 264
 rows."""
 
 
 def model_called(name: str) -> ModelConfig:
-    """A preset, or a small model of a family."""
+    """A preset, also with frozen matrices, or a small model of a family."""
+    if name in TUNED:
+        return replace(model_preset(name.partition(",")[0]), tuning=TUNED[name])
     return FAMILY_MODELS[name] if name in FAMILY_MODELS else model_preset(name)
 
 
@@ -156,6 +170,7 @@ def test_blockwise_attention_computes_more_than_the_causal_pairs(seq_len, pairs)
         for remat in REMAT_POLICIES
         if name == "gpt2-nano" or remat == "full"
     ]
+    + [("llama-nano, lora", "none"), ("llama-nano, frozen", "full")]
     + [
         pytest.param(
             family,

@@ -68,7 +68,18 @@ def test_flops_that_count_leave_out_gradients_of_frozen_matrices():
     (base, core), (matrices, _) = (layer_flops(model, 1024) for model in (LLAMA, tuned))
     assert matrices > base
     layers = LLAMA.num_layers * (3 * matrices - base + 3 * core)
-    assert step_flops(tuned, **sequence) == layers + 1024 * 2 * head_flops(LLAMA)
+    assert step_flops(tuned, **sequence) == layers + 1024 * 2 * head_flops(LLAMA).forward
+
+
+def test_flops_of_a_reference_are_those_of_forward_without_adapters():
+    tuned = replace(LLAMA, tuning=Tuning(method="lora"))
+    plain, compared = (
+        Workload(model=tuned, seq_len=1024, global_batch=2, task=task)
+        for task in ("next_token", "dpo")
+    )
+    assert plain.step_flops == step_flops(tuned, num_sequences=2, seq_len=1024)
+    forward = step_flops(LLAMA, num_sequences=2, seq_len=1024) / 3
+    assert compared.step_flops - plain.step_flops == pytest.approx(forward, rel=1e-12)
 
 
 def test_head_of_any_task_is_priced(monkeypatch):

@@ -141,7 +141,15 @@ def test_adapters_are_merged(
 
     params = jax.tree.map(random, shapes.params)
     run = write_run(tmp_path / "run", config, params)
+    passed_on, write = [], exported_weights.WeightsExport.write
+
+    def noted(export, *args, advance, **fields):
+        write(export, *args, advance=passed_on.append, **fields)
+        assert sum(passed_on) == export.num_stored_bytes
+
+    monkeypatch.setattr(exported_weights.WeightsExport, "write", noted)
     done = optimus_jax.export(run, tmp_path / "out", dtype="f32")
+    assert passed_on
     tensors = open_model(done.directory).tensors
     expected = host_leaves(merged(params, shapes))
     for path, source in leaf_sources(model_shapes(base, base.vocab_size)).items():

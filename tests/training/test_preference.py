@@ -43,7 +43,9 @@ def without_rewards(metrics):
 
 
 def model_for(case, number=1):
-    return replace(plans.model_for(case, list(plans.MODELS)[number % 2]), tuning=LORA)
+    """With frozen matrices in float32 or, for half of the plans, in 4 bits."""
+    tuning = replace(LORA, base_precision=("f32", "nf4")[number // 2 % 2])
+    return replace(plans.model_for(case, list(plans.MODELS)[number % 2]), tuning=tuning)
 
 
 def test_daily_plans_are_of_the_shared_list():

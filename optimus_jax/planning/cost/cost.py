@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from optimus_jax.config import ModelConfig
 from optimus_jax.config.axes import DATA, FSDP, PIPE, TENSOR
 from optimus_jax.errors import PlanError, explain
-from optimus_jax.models.flops import step_flops
 from optimus_jax.plan import Pipelining, Plan
 from optimus_jax.planning.cost.communication import VOCABULARY
 from optimus_jax.planning.cost.corrections import spread
@@ -23,7 +22,6 @@ from optimus_jax.planning.cost.rates import HEAD, LAYER, Rates
 from optimus_jax.planning.cost.stage_time import F32_BYTES
 from optimus_jax.planning.cost.workload import ADAM_MOMENTS, Workload
 from optimus_jax.planning.profiles.cluster import TO_HOST, Cluster
-from optimus_jax.training.tasks import task_named
 
 NINE_IN_TEN = 1.645
 """Half-width of the central 90% interval of a normal distribution, in standard deviations."""
@@ -101,7 +99,6 @@ def predict(
     time_s, num_sequences = sum(times.values()), workload.global_batch
     margin = math.exp(NINE_IN_TEN * spread(rates, LAYER, step.microbatch.place))
     peak = cluster.accelerator.dense_peak_flops if plan.precision != "f32" else None
-    flops = step_flops(workload.model, num_sequences=num_sequences, seq_len=workload.seq_len)
     return Prediction(
         terms=step.terms(times),
         step_time_s=time_s,
@@ -109,7 +106,7 @@ def predict(
         high_s=time_s * margin,
         **shares_of(times),
         tokens_per_s=num_sequences * workload.seq_len / time_s,
-        mfu=flops / (time_s * peak * plan.num_devices) if peak else None,
+        mfu=workload.step_flops / (time_s * peak * plan.num_devices) if peak else None,
     )
 
 
@@ -163,8 +160,7 @@ class _StepTimes:
         self.layer, self.microbatch = costs.layer(plan), costs.microbatch(plan)
         self.end = costs.step_end(plan)
         self.trains_embed = workload.model.tuning.trains("embedding")
-        self.streams = 2 if task_named(workload.task).has_reference else 1
-        """Residual streams that run through the layers: a reference has one of its own."""
+        self.num_references = workload.num_references
         self.executions = plan.microbatches * workload.model.num_layers / plan.axes.pipe
         """Layer executions per device: microbatches times layers per stage."""
         self.visits = self.executions - self._without_backward(workload.model)
@@ -191,7 +187,7 @@ class _StepTimes:
             "recompute": visits * layer.again,
             "memory": visits * layer.memory,
             "launching": visits * layer.launching,
-            REFERENCE_PASS: self.executions * (self.streams - 1) * self.layer.forward,
+            REFERENCE_PASS: self.executions * self.num_references * self.layer.forward,
             HEAD: plan.microbatches * microbatch.head + idle_embeds * microbatch.embed_again,
             TENSOR: visits * exposed[TENSOR] + at_end(TENSOR, 0.0),
             VOCABULARY: vocabulary,
@@ -247,8 +243,9 @@ class _StepTimes:
         if pipeline is None:
             return 0.0, 0.0
         layers, useful = max(pipeline.layers_per_stage), self.plan.microbatches * pipeline.repeats
-        forward, backward = self.streams * self.layer.forward, self.layer.backward
-        send = self.streams * self.microbatch.exposed["tick"]
+        streams = 1 + self.num_references
+        forward, backward = streams * self.layer.forward, self.layer.backward
+        send = streams * self.microbatch.exposed["tick"]
         if self.implementation.lockstep:
             ticks = self._ticks(pipeline)
             bubble = layers * (
@@ -268,7 +265,7 @@ class _StepTimes:
         embeds, broadcasts = plan.microbatches, 0
         if plan.pipeline is not None and self.implementation.head_shared:
             ticks = self._ticks(plan.pipeline)
-            embeds, broadcasts = ticks.embed, ticks.head
+            embeds, broadcasts = ticks.embed, (1 + self.num_references) * ticks.head
             if self.trains_embed:
                 broadcasts += ticks.embed_backward
         return (

@@ -139,6 +139,8 @@ class _Parts:
         self.visited = max(pipeline.layers_per_stage) if pipeline else model.num_layers
         """Layers that a microbatch passes in one visit to a stage."""
         self.stream = tokens * token.stream
+        self.value = (1 + workload.num_references) * self.stream
+        """Bytes of a stage value, which has a stream for each pass."""
         # Only without stages do layers that are not trained run by themselves (Decoder.run_layers).
         self.apart = 0 if pipeline else model.tuning.freeze_layers
         saving = self.visited - (0 if model.tuning.trains("embedding") else self.apart)
@@ -243,7 +245,7 @@ class _Parts:
         assert pipeline is not None
         split = self.plan.zero >= 2
         # including a spare slot per buffer, and what is sent to and received from neighbours
-        slots = (slots_per_buffer.inputs + 1 + slots_per_buffer.cotangents + 1 + 2) * self.stream
+        slots = (slots_per_buffer.inputs + 1 + slots_per_buffer.cotangents + 1 + 2) * self.value
         if pipeline.keep_residuals:
             slots += (slots_per_buffer.residuals + 1) * self.saved
         gradient, visit_gradient = (

@@ -4,7 +4,9 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 
 from optimus_jax.config import Config, ModelConfig
+from optimus_jax.models.flops import step_flops
 from optimus_jax.training.optimizer import moments_per_parameter
+from optimus_jax.training.tasks import task_named
 
 ADAM_MOMENTS = 2
 """Moments of Adam."""
@@ -33,6 +35,21 @@ class Workload:
             global_batch=config.data.global_batch,
             task=config.task,
             num_moments=moments_per_parameter(config.optimizer.name),
+        )
+
+    @cached_property
+    def num_references(self) -> int:
+        """`Task.num_references`."""
+        return task_named(self.task).num_references
+
+    @property
+    def step_flops(self) -> float:
+        """FLOPs of a step that count for MFU (models/flops.py)."""
+        return step_flops(
+            self.model,
+            num_sequences=self.global_batch,
+            seq_len=self.seq_len,
+            num_references=self.num_references,
         )
 
     @cached_property

@@ -14,7 +14,7 @@ import jax
 
 from optimus_jax.config import REMAT_POLICIES, AttentionKernel, ModelConfig, Precision, RematPolicy
 from optimus_jax.mesh.axes import LAYERS
-from optimus_jax.models.flops import head_flops, layer_flops
+from optimus_jax.models.flops import Passes, head_flops, layer_flops
 from optimus_jax.models.layer_program import (
     EMBED,
     MLP,
@@ -203,16 +203,18 @@ def profile_model(
             remat: flops(program.backward) - flops(plain.backward)
             for remat, program in by_remat.items()
         }
-        return _matmuls(kind, params, flops(plain.forward), again, saved(kind))
+        passes = Passes(flops(plain.forward), flops(plain.backward))
+        return _matmuls(kind, params, passes, again, saved(kind))
 
+    none = Passes(0.0, 0.0)
     stream, nothing = model.embed_dim * ITEM_BYTES[precision], dict.fromkeys(REMAT_POLICIES, 0.0)
     kinds = (
-        _matmuls(LayerKind.EMBEDDING, params, 0, nothing, nothing),
+        _matmuls(LayerKind.EMBEDDING, params, none, nothing, nothing),
         # The input of the final norm is saved like that of a layer.
         _matmuls(
             LayerKind.NORMS,
             params,
-            0,
+            none,
             nothing,
             {p: n + stream for p, n in saved(LayerKind.NORMS).items()},
         ),
@@ -254,17 +256,17 @@ def _kind_of(saved: Amount) -> LayerKind:
 def _matmuls(
     kind: LayerKind,
     params: Mapping[LayerKind, int],
-    forward: float,
+    passes: Passes,
     again: Mapping[RematPolicy, float],
     saved: Mapping[RematPolicy, float],
 ) -> KindProfile:
-    """The profile of a kind whose products have `forward` FLOPs per token in forward."""
+    """The profile of a kind whose products have these FLOPs per token."""
     return KindProfile(
         kind=kind,
         num_params=params[kind],
-        model_flops=3.0 * forward,
-        forward_flops=forward,
-        backward_flops=2.0 * forward,
+        model_flops=sum(passes),
+        forward_flops=passes.forward,
+        backward_flops=passes.backward,
         recomputed_flops=again,
         activation_bytes=saved,
     )
