@@ -55,6 +55,16 @@ MODELS: dict[str, dict[str, Any]] = {
 """Values of config.json by model_type."""
 WORDS = ["<unk>", "</s>", "the", "cat", "sat", "on", "mat", "and", "dog", "ran"]
 """The vocabulary of `with_tokenizer`."""
+TINY_RUN: dict[str, Any] = {
+    "global_batch": 8,
+    "seq_len": 16,
+    "steps": 1,
+    "lr": 1e-3,
+    "eval_every": 0,
+    "progress": "none",
+    "data.eval_fraction": 0.0,
+}
+"""Settings of a run of one step that begins with one of these models."""
 SHARD_TENSORS = 5
 """Tensors of each file of a sharded model."""
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from helpers import F32_RELATIVE, host_leaves
 from plans import build, case, in_order, model_for
-from published_models import libraries, with_tokenizer, write
+from published_models import TINY_RUN, libraries, with_tokenizer, write
 
 import optimus_jax
 from optimus_jax.cli import export as export_command
@@ -27,15 +27,6 @@ from optimus_jax.run.requested_config import requested_config
 from optimus_jax.weights.peft_directory import read_peft, write_peft
 from optimus_jax.weights.published_adapters import PublishedAdapters
 
-TINY: dict[str, Any] = {
-    "global_batch": 8,
-    "seq_len": 16,
-    "steps": 1,
-    "lr": 1e-3,
-    "eval_every": 0,
-    "progress": "none",
-    "data.eval_fraction": 0.0,
-}
 PLANS = [
     case("pipe=2,fsdp=2,tensor=2", schedule="interleaved", microbatches=6, zero=1),
     case("data=2,fsdp=2,tensor=2", zero=3),
@@ -76,13 +67,6 @@ def adapters(peft_model, tmp_path_factory) -> Path:
     return directory
 
 
-@pytest.fixture(scope="module")
-def text(tmp_path_factory) -> str:
-    path = tmp_path_factory.mktemp("data") / "text.txt"
-    path.write_text("the cat sat on the mat and the dog ran\n" * 100)
-    return str(path)
-
-
 def config_of(directory: Path, **settings: Any) -> Config:
     """The config of a new run that begins with what is in a directory."""
     return requested_config(
@@ -90,13 +74,13 @@ def config_of(directory: Path, **settings: Any) -> Config:
     )
 
 
-def test_a_run_has_the_loss_of_peft_and_goes_on(peft_model, adapters, llama, text, tmp_path):
+def test_a_run_has_the_loss_of_peft_and_goes_on(peft_model, adapters, llama, words, tmp_path):
     """PEFT merges the adapters for the reference. Nothing else is given than their directory."""
     import copy
 
     copy.deepcopy(peft_model).merge_and_unload().save_pretrained(tmp_path / "merged")
     with_tokenizer(tmp_path / "merged")
-    command = {"data": text, "mesh": "fsdp=4,tensor=2", **TINY}
+    command = {"data": words, "mesh": "fsdp=4,tensor=2", **TINY_RUN}
     plain = optimus_jax.train(str(llama), run_dir=tmp_path / "plain", **command)
     merged = optimus_jax.train(str(tmp_path / "merged"), run_dir=tmp_path / "dense", **command)
     theirs = shutil.copytree(adapters, tmp_path / "theirs")
@@ -140,14 +124,18 @@ def test_adapters_reach_their_layers_under_any_plan(plan, tmp_path):
 
 
 def test_the_command_writes_what_peft_loads_and_a_run_begins_with(
-    adapters, llama, text, tmp_path, monkeypatch, capsys
+    adapters, llama, words, tmp_path, monkeypatch, capsys
 ):
     libraries()
     import peft
 
     run, to = tmp_path / "run", tmp_path / "again"
     done = optimus_jax.train(
-        init_from=adapters, run_dir=run, data=text, mesh="fsdp=4,tensor=2", **TINY | {"lr": 0.1}
+        init_from=adapters,
+        run_dir=run,
+        data=words,
+        mesh="fsdp=4,tensor=2",
+        **TINY_RUN | {"lr": 0.1},
     )
     monkeypatch.setattr("sys.argv", ["export", "--run", str(run), "--to", str(to), "--adapters"])
     export_command.main()
@@ -179,8 +167,8 @@ def test_the_command_writes_what_peft_loads_and_a_run_begins_with(
         export_command.main()
 
 
-def test_adapters_alone_are_refused_where_they_would_mislead(llama, text, tmp_path):
-    command = {"data": text, "mesh": "data=8", **TINY}
+def test_adapters_alone_are_refused_where_they_would_mislead(llama, words, tmp_path):
+    command = {"data": words, "mesh": "data=8", **TINY_RUN}
     run = tmp_path / "dense"
     optimus_jax.train(str(llama), run_dir=run, **command)
     with pytest.raises(ConfigError, match="the run has no adapters"):
@@ -207,10 +195,10 @@ def test_flags_of_the_other_kind_of_export_are_refused(flags, wrong, monkeypatch
 
 
 def test_adapters_name_the_model_that_a_run_and_those_before_it_began_with(
-    adapters, llama, text, tmp_path
+    adapters, llama, words, tmp_path
 ):
     """A run that goes on with another run's adapters has the base of that run."""
-    command = {"data": text, "mesh": "data=8", **TINY}
+    command = {"data": words, "mesh": "data=8", **TINY_RUN}
     optimus_jax.train(init_from=adapters, run_dir=tmp_path / "one", **command)
     optimus_jax.train(init_from=tmp_path / "one", run_dir=tmp_path / "two", **command)
     save_adapters(tmp_path / "two", tmp_path / "out")

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from helpers import F32_RELATIVE, assert_close, fitted, host_leaves
 from plans import build, case, in_order
-from published_models import MODELS, state_dict_of, with_tokenizer, write
+from published_models import MODELS, TINY_RUN, state_dict_of, write
 
 import optimus_jax
 from optimus_jax.errors import CheckpointError, ConfigError, OptimusError, StoreError
@@ -30,30 +30,7 @@ from optimus_jax.system.hub_model import HubModel
 from optimus_jax.weights.directory import open_model, read_config
 from optimus_jax.weights.published import PublishedSource, model_named
 
-TINY = {
-    "global_batch": 8,
-    "seq_len": 16,
-    "steps": 1,
-    "lr": 1e-3,
-    "eval_every": 0,
-    "progress": "none",
-    "data.eval_fraction": 0.0,
-}
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
-
-
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory):
-    """A directory with a model of the family llama in several files, and its tokenizer."""
-    directory = tmp_path_factory.mktemp("models") / "tiny-llama"
-    return with_tokenizer(write("llama", "sharded safetensors", "bfloat16", directory))
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory):
-    path = tmp_path_factory.mktemp("data") / "text.txt"
-    path.write_text("the cat sat on the mat and the dog ran\n" * 100)
-    return str(path)
 
 
 def begun_with(run_dir):
@@ -123,15 +100,15 @@ def test_a_box_is_split_without_gap_or_overlap(most):
     assert count.sum() == 30
 
 
-def test_a_run_begins_with_a_published_model_and_keeps_its_tokenizer(llama, text, tmp_path):
+def test_a_run_begins_with_a_published_model_and_keeps_its_tokenizer(llama, words, tmp_path):
     gone, run_dir = shutil.copytree(llama, tmp_path / "tiny-llama"), tmp_path / "run"
     command = {
         "model": str(gone),
         "run_dir": run_dir,
-        "data": text,
+        "data": words,
         "mesh": "fsdp=4,tensor=2",
         "resume": "auto",
-        **TINY,
+        **TINY_RUN,
     }
     optimus_jax.train(**command)
     assert begun_with(run_dir) == [str(gone)]
@@ -160,9 +137,9 @@ def test_the_layout_is_planned_from_the_config_alone(llama, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def test_adapters_are_trained_on_a_published_model(llama, text, tmp_path):
+def test_adapters_are_trained_on_a_published_model(llama, words, tmp_path):
     tuning = {"model.tuning.method": "lora", "model.tuning.base_precision": "bf16"}
-    run = {"data": text, "mesh": "fsdp=4,tensor=2", "run_dir": tmp_path / "run", **TINY}
+    run = {"data": words, "mesh": "fsdp=4,tensor=2", "run_dir": tmp_path / "run", **TINY_RUN}
     done = optimus_jax.train(str(llama), **run, **tuning)
     leaves = host_leaves(done.state.params)
     expected = host_leaves(
@@ -176,16 +153,16 @@ def test_adapters_are_trained_on_a_published_model(llama, text, tmp_path):
     assert any(leaf.any() for path, leaf in adapters.items() if path.endswith("/b"))
 
 
-def test_settings_take_precedence_over_what_a_published_model_brings(llama, text, tmp_path):
-    one = {"data": text, "mesh": "data=8", **TINY}
+def test_settings_take_precedence_over_what_a_published_model_brings(llama, words, tmp_path):
+    one = {"data": words, "mesh": "data=8", **TINY_RUN}
     optimus_jax.train(str(llama), init_from="none", run_dir=tmp_path / "fresh", **one)
     assert begun_with(tmp_path / "fresh") == ["seed 0"]
     optimus_jax.train(str(llama), init_from=tmp_path / "fresh", run_dir=tmp_path / "second", **one)
     assert begun_with(tmp_path / "second") == [f"{tmp_path / 'fresh'}@1"]
 
 
-def test_tokens_may_be_added_to_a_published_model_but_not_removed(llama, text, tmp_path):
-    command = {"data": text, "mesh": "data=8", "run_dir": tmp_path / "run", **TINY}
+def test_tokens_may_be_added_to_a_published_model_but_not_removed(llama, words, tmp_path):
+    command = {"data": words, "mesh": "data=8", "run_dir": tmp_path / "run", **TINY_RUN}
     with pytest.raises(CheckpointError, match=r"(?s)another model.*model.vocab_size"):
         optimus_jax.train(str(llama), **command, **{"model.vocab_size": 30})
     optimus_jax.train(str(llama), **command, **{"model.vocab_size": 50})
@@ -222,10 +199,10 @@ def hub(llama, tmp_path, monkeypatch):
     return model
 
 
-def test_a_model_on_the_hub_is_read_from_its_cache(hub, text, tmp_path):
+def test_a_model_on_the_hub_is_read_from_its_cache(hub, words, tmp_path):
     assert model_named("ORG/tiny") == model_named("hf://ORG/tiny@main")
     assert model_named("ORG/tiny").vocab_size == MODELS["llama"]["vocab_size"]
-    optimus_jax.train("ORG/tiny", data=text, mesh="data=8", run_dir=tmp_path / "run", **TINY)
+    optimus_jax.train("ORG/tiny", data=words, mesh="data=8", run_dir=tmp_path / "run", **TINY_RUN)
     assert begun_with(tmp_path / "run") == [f"hf://ORG/tiny@{COMMIT}"]
     assert (tmp_path / "run" / "tokenizer.json").exists()
     (tmp_path / "ORG").mkdir()  # from now on ORG/... are paths

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from helpers import F32_RELATIVE, assert_close, host_leaves
 from plans import build, case, in_order
-from published_models import state_dict_of, with_tokenizer, write
+from published_models import TINY_RUN, state_dict_of, write
 
 import optimus_jax
 from optimus_jax.config import Tuning
@@ -23,29 +23,7 @@ from optimus_jax.run.published_weights import PublishedWeights
 from optimus_jax.weights.directory import read_config
 from optimus_jax.weights.published import PublishedSource
 
-TINY: dict[str, Any] = {
-    "global_batch": 8,
-    "seq_len": 16,
-    "lr": 1e-2,
-    "eval_every": 0,
-    "progress": "none",
-    "data.eval_fraction": 0.0,
-}
 NF4 = {"model.tuning.method": "lora", "model.tuning.base_precision": "nf4"}
-
-
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory):
-    """A directory with a model of the family llama and its tokenizer."""
-    directory = tmp_path_factory.mktemp("models") / "tiny-llama"
-    return with_tokenizer(write("llama", "sharded safetensors", "bfloat16", directory))
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory):
-    path = tmp_path_factory.mktemp("data") / "text.txt"
-    path.write_text("the cat sat on the mat and the dog ran\n" * 100)
-    return str(path)
 
 
 @pytest.mark.parametrize("kind", ["nf4", "int8"])
@@ -81,12 +59,10 @@ def test_codes_are_those_of_the_files(family, of, kind, tmp_path, monkeypatch):
             np.testing.assert_array_equal(found[f"params/{path}"][: len(values)], values)
 
 
-def test_a_run_begins_goes_on_elsewhere_and_is_exported(llama, text, tmp_path):
+def test_a_run_begins_goes_on_elsewhere_and_is_exported(llama, words, tmp_path):
     run = tmp_path / "run"
-    settings = {**TINY, "data": text, "run_dir": run}
-    optimus_jax.train(
-        str(llama), mesh="pipe=2,fsdp=4", steps=2, checkpoint_every=2, **NF4, **settings
-    )
+    settings = {**TINY_RUN, "steps": 2, "checkpoint_every": 2, **NF4}
+    optimus_jax.train(str(llama), data=words, mesh="pipe=2,fsdp=4", run_dir=run, **settings)
     result = optimus_jax.train(resume=True, run_dir=run, steps=4, mesh="data=4,fsdp=2")
     assert [record.step for record in result.history][-1] == 4
     done = optimus_jax.export(run, tmp_path / "out", dtype="f32")
@@ -98,10 +74,10 @@ def test_a_run_begins_goes_on_elsewhere_and_is_exported(llama, text, tmp_path):
     assert texts[0] == texts[1]
 
 
-def test_a_run_quantises_what_another_trained(text, tmp_path):
+def test_a_run_quantises_what_another_trained(words, tmp_path):
     """Its codes are those of the other's parameters, and a third run decodes them."""
     sizes = {"model.num_layers": 2, "model.embed_dim": 32, "model.mlp_dim": 64}
-    settings = {**TINY, "data": text, "steps": 1}
+    settings = {**TINY_RUN, "data": words, "steps": 1}
     first = optimus_jax.train("llama-nano", run_dir=tmp_path / "first", **sizes, **settings)
     still = {**settings, "lr": 1e-30}
     second = optimus_jax.train(
