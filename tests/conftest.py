@@ -5,6 +5,7 @@ profile of this machine.
 import importlib.metadata
 import os
 import tempfile
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -65,3 +66,20 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Groups | Non
         return None
     config.option.loadscopereorder = False
     return Groups(config, log)
+
+
+@pytest.fixture(scope="session")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with a model of the family llama in several files, and its tokenizer."""
+    from published_models import with_tokenizer, write
+
+    directory = tmp_path_factory.mktemp("models") / "tiny-llama"
+    return with_tokenizer(write("llama", "sharded safetensors", "bfloat16", directory))
+
+
+@pytest.fixture(scope="session")
+def words(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A text of words that this model's tokenizer has."""
+    path = tmp_path_factory.mktemp("data") / "text.txt"
+    path.write_text("the cat sat on the mat and the dog ran\n" * 100)
+    return str(path)
