@@ -94,9 +94,18 @@ def model_named(name: str) -> ModelConfig:
 
     Raises OptimusError if there is none of that name.
     """
+    source = PublishedSource.parse(name, what=MODEL) if isinstance(name, str) else None
     if not isinstance(name, str) or name in PRESETS:
+        if source is not None:
+            raise ConfigError(
+                explain(
+                    f"{MODEL} names a preset, and a published model in a directory of that name",
+                    given=name,
+                    do=f"write {MODEL} ./{name} for the directory, or rename it",
+                )
+            )
         return model_preset(name)
-    if (source := PublishedSource.parse(name, what=MODEL)) is not None:
+    if source is not None:
         return source.config()
     path = user_path(name, what=MODEL)
     if isinstance(path, Path) and (path.exists() or "/" in name):

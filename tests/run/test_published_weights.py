@@ -264,6 +264,16 @@ def test_names_of_models_on_the_hub(text, wanted, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("text", ["hf://", "hf://a/b/c", "hf://a/b.json", "hf://a/..", "hf://a@"])
+def test_a_preset_and_a_directory_of_its_name_are_told_apart(llama, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(llama, "gpt2")
+    with pytest.raises(ConfigError, match=r"write --model ./gpt2 for the directory"):
+        model_named("gpt2")
+    assert model_named("./gpt2").family == "llama"
+    Path("gpt2-nano").mkdir()  # a run's, perhaps
+    assert model_named("gpt2-nano").family == "gpt2"
+
+
 def test_a_malformed_url_of_the_hub_is_refused(text):
     with pytest.raises(ConfigError, match="not the URL of a model"):
         HubModel.parse(text)
