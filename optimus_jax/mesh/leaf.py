@@ -54,7 +54,7 @@ class Leaf:
             metadata["group"],
             metadata["used_over"],
             metadata["trained"],
-            metadata.get("values", 1),
+            metadata["values"],
         )
 
     def variable(self, value: jax.Array) -> nnx.Param:

@@ -80,6 +80,7 @@ class QuantisedMatrix(nnx.Module):
 
     def __init__(self, param: nnx.Variable, kind: QuantisedFormat):
         self.leaf = Leaf.of(param)
+        self.kind: QuantisedFormat = kind
         rows = code_leaves(self.leaf, kind)
         for name, values in encoded(param.get_value(), self.leaf, kind).items():
             setattr(self, name, rows[name].variable(values))
@@ -90,8 +91,7 @@ class QuantisedMatrix(nnx.Module):
         Args:
           whole: gathers a part of the codes along fsdp.
         """
-        kind = quantised_format(vars(self))
-        codes = {name: whole(getattr(self, name)) for name in code_leaves(self.leaf, kind)}
+        codes = {name: whole(getattr(self, name)) for name in code_leaves(self.leaf, self.kind)}
         return decoded(codes, self.leaf.last(codes["codes"].ndim), dtype)
 
 

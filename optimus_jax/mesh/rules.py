@@ -170,17 +170,18 @@ def check_rules(rules: Rules, sizes: AxisSizes, model: ModelConfig) -> None:
                     ),
                 )
             )
-    blocks, ways = num_blocks(model.mlp_dim), _ways(active.get(MLP, ()), sizes)
-    if model.tuning.stored_format("mlp") == "nf4" and blocks % ways:
-        raise PlanError(
-            explain(
-                "the blocks of matrices in nf4 cannot be split evenly",
-                given=f"model.mlp_dim={model.mlp_dim}, so {blocks} blocks, over"
-                f" {'*'.join(active[MLP])}={ways}",
-                do=f"choose {'*'.join(active[MLP])} so that it divides {blocks}, or set"
-                " model.tuning.base_precision=int8 or bf16",
+    over_mlp = active.get(MLP, ())
+    if over_mlp and model.tuning.stored_format("mlp") == "nf4":
+        blocks, ways, named = num_blocks(model.mlp_dim), _ways(over_mlp, sizes), "*".join(over_mlp)
+        if blocks % ways:
+            raise PlanError(
+                explain(
+                    "the blocks of matrices in nf4 cannot be split evenly",
+                    given=f"model.mlp_dim={model.mlp_dim}, so {blocks} blocks, over {named}={ways}",
+                    do=f"choose {named} so that it divides {blocks}, or set"
+                    " model.tuning.base_precision=int8 or bf16",
+                )
             )
-        )
     over_length = set(active.get(LENGTH, ()))
     for block in (HEADS, MLP, VOCAB):
         if not over_length <= set(active.get(block, ())):

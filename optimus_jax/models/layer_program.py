@@ -202,7 +202,7 @@ def layer_programs(
             shares_kv_heads,
             ways,
             splits_alike,
-            _code_bytes(replace(model, num_layers=1, vocab_size=8)),
+            _code_bytes(model),
             traced,
         )
 
@@ -240,9 +240,9 @@ def _code_bytes(model: ModelConfig) -> float:
     """Bytes of an element of a model's quantised matrices, with the scales that fsdp gathers; 1 if
     there are none.
     """
-    if model.tuning.base_precision != "nf4":
+    if "nf4" not in map(model.tuning.stored_format, ("attention", "mlp")):
         return 1.0
-    shapes = model_shapes(model, model.vocab_size)
+    shapes = model_shapes(replace(model, num_layers=1, vocab_size=8), 8)
     parts = [
         (array, leaf)
         for array, leaf in zip(

@@ -8,7 +8,9 @@ from hypothesis import strategies as st
 from pricing import GPT, HOST, LLAMA, RATES, plan_of
 
 from optimus_jax.config import Config, ModelConfig, Tuning
+from optimus_jax.config.presets import model_preset
 from optimus_jax.models.flops import head_flops, layer_flops, step_flops
+from optimus_jax.models.layer_program import layer_programs
 from optimus_jax.plan import Plan
 from optimus_jax.planning.cost.communication import head_ops
 from optimus_jax.planning.cost.cost import term_times
@@ -214,3 +216,20 @@ def test_work_adds_and_multiplies():
     assert Work(1, 2, 3, 4, 5, 6, 7) + Work(1, 1, 1, 1, 1, 1, 1).times(2) == Work(
         3, 4, 5, 6, 7, 8, 9
     )
+
+
+@pytest.mark.parametrize(
+    ("tuning", "code_bytes"),
+    [
+        (Tuning(), 1),
+        (Tuning(method="lora", base_precision="int8"), 1),
+        (Tuning(freeze=("norm",), base_precision="nf4"), 1),
+        (Tuning(freeze=("embedding", "head"), base_precision="nf4"), 1),
+        (Tuning(method="lora", base_precision="nf4"), 0.5 + 1 / 64),
+    ],
+)
+def test_bytes_of_an_element_of_a_frozen_matrix(tuning: Tuning, code_bytes: float):
+    """Also where nothing that is frozen is stored in codes."""
+    model = replace(model_preset("llama3-8b"), tuning=tuning)
+    programs = layer_programs(model, seq_len=4096, precision="bf16", kernel="cudnn")
+    assert programs.code_bytes == code_bytes
