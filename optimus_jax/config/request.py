@@ -56,6 +56,10 @@ FIXED_FOR_A_RUN = (
     "optimizer.name",
 )
 """Prefixes of settings that a resumed run keeps: another value would make it a different run."""
+OF_ADAPTERS = frozenset(
+    f"model.tuning.{name}" for name in ("rank", "alpha", "rank_scaling", "dropout", "targets")
+)
+"""Settings that say which adapters a model has, if it has some."""
 KNOWN_BY_CONTENT = (
     "data.sources",
     "data.tokenizer",
@@ -87,8 +91,18 @@ def make_config(
     # All changes at once: only the final combination has to be valid.
     if not isinstance(model, ModelConfig | None):
         model = model_preset(model)
-    chosen = {} if model is None else {"model": dataclasses.asdict(model)}
-    return _with_whole_paths((base or Config()).with_values(chosen | dotted(overrides)))
+    chosen, named = {} if model is None else {"model": dataclasses.asdict(model)}, dotted(overrides)
+    config = (base or Config()).with_values(chosen | named)
+    if not config.model.tuning.has_adapters and (unused := named.keys() & OF_ADAPTERS):
+        raise ConfigError(
+            explain(
+                "settings of adapters have no use without adapters: all of the model would be"
+                " trained",
+                given=", ".join(f"{name}={named[name]}" for name in sorted(unused)),
+                do="add --set model.tuning.method=lora, or leave them out",
+            )
+        )
+    return _with_whole_paths(config)
 
 
 def read_config(path: UserPath) -> Config:

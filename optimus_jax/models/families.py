@@ -149,6 +149,14 @@ def check_family(config: ModelConfig) -> None:
                 do=f"leave {key_value.pop()} out, or name key and value",
             )
         )
+    if config.tuning.has_adapters and "gate" in config.tuning.targets and not features.gated:
+        raise ConfigError(
+            explain(
+                f"{config.name} has no projection 'gate'",
+                given=f"model.tuning.targets={','.join(config.tuning.targets)}",
+                do="name others: all, qkvo, mlp, query, key, value, out, up, down",
+            )
+        )
     if features.parallel and features.norm_place != "pre":
         raise ConfigError(
             explain(

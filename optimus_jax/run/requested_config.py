@@ -10,6 +10,7 @@ from typing import Any
 from optimus_jax.config import Config, DataConfig, DistributedConfig
 from optimus_jax.config.presets import PRESETS
 from optimus_jax.config.request import (
+    OF_ADAPTERS,
     dotted,
     make_config,
     named_settings,
@@ -33,9 +34,8 @@ from optimus_jax.weights.published import MODEL, PublishedSource, model_named
 from optimus_jax.weights.published_adapters import PublishedAdapters
 
 INIT, ADAPTERS, TOKENIZER = "init_from", "adapters_from", "data.tokenizer"
+TUNING = "model.tuning."
 """Settings."""
-OF_ADAPTERS = ("method", "rank", "alpha", "rank_scaling", "dropout", "targets")
-"""Settings of tuning that published adapters have; the others say what else is trained."""
 
 
 def requested_config(
@@ -136,8 +136,10 @@ def _new_config(model: str | None, overrides: dict[str, Any], base: Config | Non
         config = source.config()
     if adapters:
         tuning, _ = adapters.read(config or (base or Config()).model)
+        # The others say what else is trained.
         overrides = {
-            f"model.tuning.{name}": getattr(tuning, name) for name in OF_ADAPTERS
+            name: getattr(tuning, name.removeprefix(TUNING))
+            for name in (f"{TUNING}method", *sorted(OF_ADAPTERS))
         } | overrides
     return make_config(config, overrides, base)
 

@@ -144,8 +144,12 @@ def _tuning_rows(shapes: ModelShapes) -> list[list[str]]:
     text = f"{shapes.num_trained:,} parameters{adapters[tuning.method]}"
     if tuning.has_adapters:
         text += f", on {', '.join(tuning.targets)}"
-    if tuning.frozen:
-        text += f"; frozen, in {tuning.base_precision}: {', '.join(tuning.frozen)}"
+    formats: dict[str, list[str]] = {}
+    for group in tuning.frozen:
+        stored = "f32" if group == "norm" else tuning.stored_format(group)
+        formats.setdefault(stored, []).append(group)
+    for stored, groups in formats.items():
+        text += f"; frozen, in {stored}: {', '.join(groups)}"
     if tuning.freeze_layers:
         text += f"; frozen layers: the lowest {tuning.freeze_layers}"
     return [["trained", text]]

@@ -25,7 +25,7 @@ from optimus_jax.config import (
     PrecisionConfig,
     RopeScaling,
 )
-from optimus_jax.config.aliases import RENAMED
+from optimus_jax.config.aliases import ALIASES, RENAMED
 from optimus_jax.config.axes import AxisSizes
 from optimus_jax.config.presets import PRESETS, model_preset
 from optimus_jax.config.request import (
@@ -550,3 +550,21 @@ def test_a_checkpoint_is_named_by_its_run_and_step(text, run, step):
     assert Config.from_json(config.to_json()).init_from == str(whole)
     with pytest.raises(ConfigError, match="--init-from"):
         Config(init_from="ftp://x/y@3")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("lora_r", 8), ("model.tuning.targets", "qkvo"), ("lora_alpha", 2.0)]
+)
+def test_settings_of_adapters_need_adapters(name: str, value: object):
+    """A newcomer who forgets the method would train the whole model at an adapter's rate."""
+    settings = {ALIASES.get(name, name): value}
+    with pytest.raises(ConfigError, match=r"(?s)without adapters.*model.tuning.method=lora"):
+        make_config("llama-nano", settings)
+    make_config("llama-nano", {**settings, "model.tuning.method": "lora"})
+
+
+def test_an_adapter_needs_its_projection():
+    lora = {"model.tuning.method": "lora", "model.tuning.targets": "gate,up"}
+    check_family(make_config("llama-nano", lora).model)
+    with pytest.raises(ConfigError, match="has no projection 'gate'"):
+        check_family(make_config("gpt2-nano", lora).model)

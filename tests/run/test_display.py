@@ -299,6 +299,13 @@ def test_the_start_table_describes_the_pipeline(case: plans.PlanCase, rows: dict
                 " f32: embedding, attention, mlp, norm, head"
             },
         ),
+        (
+            {"model.tuning.method": "lora", "model.tuning.base_precision": "int8"},
+            {
+                "trained": "41,472 parameters: lora of rank 16, times 2, on all; frozen, in bf16:"
+                " embedding, head; frozen, in int8: attention, mlp; frozen, in f32: norm"
+            },
+        ),
     ],
 )
 def test_the_start_table_says_what_is_trained_and_how_fast(
