@@ -263,7 +263,6 @@ def test_names_of_models_on_the_hub(text, wanted, tmp_path, monkeypatch):
         assert HubModel.parse(str(wanted)) == wanted
 
 
-@pytest.mark.parametrize("text", ["hf://", "hf://a/b/c", "hf://a/b.json", "hf://a/..", "hf://a@"])
 def test_a_preset_and_a_directory_of_its_name_are_told_apart(llama, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     shutil.copytree(llama, "gpt2")
@@ -274,6 +273,7 @@ def test_a_preset_and_a_directory_of_its_name_are_told_apart(llama, tmp_path, mo
     assert model_named("gpt2-nano").family == "gpt2"
 
 
+@pytest.mark.parametrize("text", ["hf://", "hf://a/b/c", "hf://a/b.json", "hf://a/..", "hf://a@"])
 def test_a_malformed_url_of_the_hub_is_refused(text):
     with pytest.raises(ConfigError, match="not the URL of a model"):
         HubModel.parse(text)
