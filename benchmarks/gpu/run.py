@@ -26,6 +26,7 @@ the commit is unknown (--commit NAME gives it). Exit code 1: no case that was st
 import argparse
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -35,6 +36,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+import jax
 from card import NO_CARD, Card, flags_of, has_no_room
 from cases import CASES, EXPERIMENTS, SMOKE, Case, as_argument
 from rows import (
@@ -215,11 +217,12 @@ def main() -> int:
     )
     parser.add_argument(
         "--only",
-        default="",
+        nargs="+",
+        default=[""],
         metavar="TEXT",
         help=(
-            "only cases whose line contains this, such as 'ours gpt2-xl 16 x 1024'; a line begins"
-            " with ours, eager, compile or matmul"
+            "only cases whose line contains one of these, in their order, such as 'ours gpt2-xl 16"
+            " x 1024'; a line begins with ours, eager, compile or matmul"
         ),
     )
     parser.add_argument(
@@ -238,6 +241,7 @@ def main() -> int:
         "--smoke", action="store_true", help="run small cases on a machine without a GPU"
     )
     args = parser.parse_args()
+    jax.config.update("jax_platforms", "cpu")  # the GPU's memory is for the cases' processes
     # SIGTERM raises an exception, so that the case is killed and releases the GPU
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     begun = []
@@ -250,14 +254,17 @@ def main() -> int:
                 file=sys.stderr,
             )
             return 2
-        cases = [
-            case
-            for case in (SMOKE if args.smoke else EXPERIMENTS if args.experiments else CASES)
-            if args.only in f"{case.who} {case}"
-        ]
+        cases = list(
+            dict.fromkeys(
+                case
+                for text in args.only
+                for case in (SMOKE if args.smoke else EXPERIMENTS if args.experiments else CASES)
+                if text in f"{case.who} {case}"
+            )
+        )
         if not cases:
             print(
-                f"error: no case contains what --only says\n  given: {args.only}\n  do:    take a"
+                f"error: no case contains what --only says\n  given: {' '.join(args.only)}\n  do:    take a"
                 f" part of a line such as 'ours {CASES[1]}'",
                 file=sys.stderr,
             )
@@ -269,7 +276,7 @@ def main() -> int:
             card,
             {
                 "machine": card.text if card else NO_CARD,
-                "command": " ".join(["benchmarks/gpu/run.py", *sys.argv[1:]]),
+                "command": shlex.join(["benchmarks/gpu/run.py", *sys.argv[1:]]),
                 "commit": args.commit,
             },
         )

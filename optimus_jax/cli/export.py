@@ -3,7 +3,6 @@
 `optimus export --run runs/NAME --to exported/NAME`
 """
 
-import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -88,8 +87,7 @@ def check_kind(given: Mapping[str, Any]) -> None:
 def main() -> None:
     given = parser().read()
     check_kind(given)
-    os.environ["JAX_PLATFORMS"] = "cpu"  # no memory of an accelerator is taken
-    import_jax()  # after parsing, so that --help does not wait for JAX
+    import_jax(only_cpu=True)  # after parsing, so that --help does not wait for JAX
     from optimus_jax.run.adapters import save_adapters
     from optimus_jax.run.export import export
 

@@ -158,7 +158,7 @@ def overrides(given: dict) -> dict:
 def find(given: dict) -> "PlanSearch":
     """Search for plans as the flags say."""
     # After parsing, so that --help does not wait for JAX.
-    import_jax()
+    import_jax(only_cpu=given["cluster"] != THIS_MACHINE)
     from optimus_jax.planning.api import search_plans
 
     if given["top"] < 1 or not 1 <= given.get("explain", 1) <= given["top"]:

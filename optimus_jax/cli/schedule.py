@@ -90,7 +90,7 @@ def schedule_of(given: dict) -> Schedule:
             )
     name, repeats = given.get("schedule", "1f1b"), given.get("repeats", 1)
     if name in REPEATING and "repeats" not in given:
-        import_jax()
+        import_jax(only_cpu=True)
         # imported here because it imports JAX
         from optimus_jax.planning.search.assemble import DEFAULT_REPEATS
 

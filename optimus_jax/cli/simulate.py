@@ -305,7 +305,7 @@ def show_events(outcomes: "dict[str, Outcome]") -> None:
 
 def main() -> None:
     given = parser().read()
-    import_jax()  # after parsing, so that --help does not wait for JAX
+    import_jax(only_cpu=True)  # after parsing, so that --help does not wait for JAX
     from rich.console import Console
     from rich.progress import track
 

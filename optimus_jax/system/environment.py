@@ -18,12 +18,19 @@ from optimus_jax.errors import ConfigError, explain, first_line
 from optimus_jax.system.cache import measurements_directory
 
 
-def import_jax() -> None:
+def import_jax(*, only_cpu: bool = False) -> None:
     """Import JAX. Call it before any other module that imports JAX.
+
+    Args:
+      only_cpu: use no accelerator, here and in child processes, for commands that only calculate.
+        JAX takes most of a GPU's memory as soon as it uses it for anything, beside the job that is
+        running there.
 
     Raises:
       ConfigError: JAX cannot read a variable, or is not installed correctly.
     """
+    if only_cpu:
+        os.environ["JAX_PLATFORMS"] = "cpu"
     try:
         import jax  # noqa: F401
     except Exception as error:
