@@ -202,6 +202,22 @@ def fill(
     return begun
 
 
+def named(texts: Sequence[str], cases: Sequence[Case]) -> list[Case]:
+    """The cases whose line is one of `texts`, or else contains it, in the order of `texts`."""
+    lines = {f"{case.who} {case}": case for case in cases}
+    return list(
+        dict.fromkeys(
+            case
+            for text in texts
+            for case in (
+                [lines[text]]
+                if text in lines
+                else [case for line, case in lines.items() if text in line]
+            )
+        )
+    )
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -221,8 +237,8 @@ def main() -> int:
         default=[""],
         metavar="TEXT",
         help=(
-            "only cases whose line contains one of these, in their order, such as 'ours gpt2-xl 16"
-            " x 1024'; a line begins with ours, eager, compile or matmul"
+            "only cases whose line is one of these, or contains it, in their order, such as 'ours"
+            " gpt2-xl 16 x 1024'; a line begins with ours, eager, compile or matmul"
         ),
     )
     parser.add_argument(
@@ -254,18 +270,14 @@ def main() -> int:
                 file=sys.stderr,
             )
             return 2
-        cases = list(
-            dict.fromkeys(
-                case
-                for text in args.only
-                for case in (SMOKE if args.smoke else EXPERIMENTS if args.experiments else CASES)
-                if text in f"{case.who} {case}"
-            )
+        cases = named(
+            args.only, SMOKE if args.smoke else EXPERIMENTS if args.experiments else CASES
         )
         if not cases:
             print(
-                f"error: no case contains what --only says\n  given: {' '.join(args.only)}\n  do:    take a"
-                f" part of a line such as 'ours {CASES[1]}'",
+                "error: no case contains what --only says\n"
+                f"  given: {' '.join(args.only)}\n"
+                f"  do:    take a part of a line such as 'ours {CASES[1]}'",
                 file=sys.stderr,
             )
             return 2

@@ -286,7 +286,8 @@ def test_cases_without_room_on_the_gpu_are_left_out_with_a_reason(
     adapters = {
         case for case in CASES if any("tuning.method" in setting for setting in case.settings)
     }
-    assert len(eager) == len(in_bf16_again) == 1 and len(adapters) == 2
+    assert len(eager) == len(in_bf16_again) == 1
+    assert len(adapters) == 2
     whole = {case for case in CASES if case.model == "llama3-8b"} - in_bf16_again - adapters
     assert whole | eager == set(CASES) - set(cases_run)
     assert len(left_out) == len(CASES) - len(cases_run)
@@ -659,3 +660,17 @@ def test_programs_compiled_for_another_commit_are_compiled_again(
     ]
     answers["failed"] = "the plan does not compile"
     assert number_made("three") == (1, len(ours))
+
+
+def test_only_takes_whole_lines_first_and_keeps_the_order(scripts):
+    import run
+    from cases import CASES
+
+    found = run.named(["ours gpt2-xl 16 x 1024", "compile gpt2"], CASES)
+    assert [f"{case.who} {case}" for case in found] == [
+        "ours gpt2-xl 16 x 1024",
+        "compile gpt2 32 x 1024",
+        "compile gpt2-xl 16 x 1024",
+    ]
+    assert run.named([""], CASES) == list(CASES)
+    assert run.named(["no such case"], CASES) == []
