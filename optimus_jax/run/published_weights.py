@@ -27,6 +27,7 @@ from optimus_jax.mesh.boxes import Box, sizes, split
 from optimus_jax.mesh.sharding import zeros_on
 from optimus_jax.mesh.slots import EMPTY
 from optimus_jax.models.base_formats import encoded_on_mesh
+from optimus_jax.models.finite_values import finite_block
 from optimus_jax.models.huggingface_checks import check_tied_head, model_tensors
 from optimus_jax.models.huggingface_tensors import LeafSource, TensorLike, leaf_sources
 from optimus_jax.models.shapes import ModelShapes, Params
@@ -111,6 +112,8 @@ def read_params(tensors: Mapping[str, TensorLike], shapes: ModelShapes, target: 
     Args:
       shapes: the model under the plan, without adapters: its slots say where the layers go.
       target: shape, dtype and sharding of every parameter, or of its codes.
+    Raises:
+      CheckpointError: a file cannot be read, or a value is not finite.
     """
     sources = leaf_sources(shapes)
 
@@ -209,7 +212,7 @@ def _read_ahead(
     waiting: deque[tuple[_Filled, Box, Future[np.ndarray]]] = deque()
     try:
         for leaf, box in todo:
-            waiting.append((leaf, box, pool.submit(leaf.source.block, tensors, box)))
+            waiting.append((leaf, box, pool.submit(finite_block, leaf.source, tensors, box)))
             if len(waiting) > NUM_READERS:
                 done_leaf, done_box, future = waiting.popleft()
                 yield done_leaf, done_box, future.result()
