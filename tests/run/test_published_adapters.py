@@ -220,6 +220,7 @@ def test_adapters_name_the_model_that_a_run_and_those_before_it_began_with(
         ({"peft_type": None}, r"peft_type='None'"),
         ({"use_dora": True}, "use_dora=True"),
         ({"r": "three"}, "(?s)r='three'.*a whole number"),
+        ({"r": 8}, "(?s)another rank.*rank 3.*says 8"),
         ({"lora_alpha": [1]}, "(?s)lora_alpha=.*a number"),
         ({"lora_alpha": -1}, "alpha"),
         ({"lora_dropout": 2}, "dropout"),
@@ -259,4 +260,7 @@ def test_adapters_of_another_model_or_other_settings_are_refused(adapters, tmp_p
     adapters_without = shutil.copytree(adapters, tmp_path / "no-weights")
     (adapters_without / "adapter_model.safetensors").unlink()
     with pytest.raises(OptimusError, match=r"adapter_model.safetensors"):
+        config_of(adapters_without)
+    (adapters_without / "adapter_model.bin").touch()
+    with pytest.raises(OptimusError, match=r"(?s)adapter_model.bin and no.*safe_serialization"):
         config_of(adapters_without)
