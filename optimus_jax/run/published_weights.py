@@ -69,7 +69,10 @@ class PublishedWeights:
         with all_or_none():
             params = read_params(model.tensors, stored, _base_target(program))
         if (added := shapes.config.vocab_size - model.config.vocab_size) > 0:
-            say(f"{added:,} tokens that {name} does not have begin as the mean of those it has")
+            say(
+                f"{added:,} tokens that {name} does not have begin as the mean of those it has"
+                + _where_it_stays(program.shapes)
+            )
             params = with_added_tokens(params, stored, shapes.config.vocab_size)
         return program.state_with(params, _base_tuning(program)), name
 
@@ -101,6 +104,20 @@ def _base_tuning(program: Program) -> Tuning:
 def _base_target(program: Program) -> Params:
     """A program's model without adapters: shape, dtype and sharding of every parameter."""
     return program.abstract_params(_base_tuning(program))
+
+
+def _where_it_stays(shapes: ModelShapes) -> str:
+    """What to say of rows of added tokens that are not trained; nothing if all are."""
+    leaves = jax.tree.leaves(shapes.leaves)
+    frozen = sorted({leaf.group for leaf in leaves if leaf.dims[0] == VOCAB and not leaf.trained})
+    if not frozen:
+        return ""
+    tables = {*frozen, "head"} if shapes.config.tied else {*frozen}
+    others = ",".join(group for group in shapes.config.tuning.frozen if group not in tables)
+    return (
+        f", and stay so, being frozen ({', '.join(frozen)}); to train them:"
+        f" --set model.tuning.freeze={others}"
+    )
 
 
 def read_params(tensors: Mapping[str, TensorLike], shapes: ModelShapes, target: Params) -> Params:

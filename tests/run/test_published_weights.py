@@ -26,12 +26,15 @@ from published_models import MODELS, TINY_RUN, state_dict_of, write
 
 import optimus_jax
 from optimus_jax.config import Tuning
+from optimus_jax.config.request import make_config
 from optimus_jax.errors import CheckpointError, ConfigError, OptimusError, StoreError
 from optimus_jax.mesh.boxes import split
 from optimus_jax.models import finite_values
 from optimus_jax.models.finite_values import is_finite
 from optimus_jax.models.huggingface import from_huggingface
 from optimus_jax.models.huggingface_tensors import tensor_shapes
+from optimus_jax.models.shapes import model_shapes
+from optimus_jax.models.tuning_checks import check_freeze
 from optimus_jax.run import published_weights
 from optimus_jax.run.published_weights import PublishedWeights, TensorWeights
 from optimus_jax.system.hub_model import HubModel
@@ -95,6 +98,27 @@ def test_added_tokens_begin_as_the_mean_of_the_others(family, mesh, tmp_path):
         assert_close(table[old:new], mean, F32_RELATIVE)
         assert not table[new:].any()
     assert len(tables) == {"llama": 2, "gptj": 3, "gpt2": 1}[family]
+
+
+@pytest.mark.parametrize(
+    ("family", "frozen"), [("llama", "embedding, head"), ("gpt2", "embedding")]
+)
+def test_added_tokens_that_stay_as_they_begin_are_said(family, frozen, tmp_path):
+    """With what trains them, whether or not the head is the embedding."""
+    directory = write(family, "safetensors", "float32", tmp_path / "model")
+    stored = read_config(directory)
+    tuning = Tuning(method="lora", rank=2)
+    model = replace(stored, vocab_size=stored.vocab_size + 5, tuning=tuning)
+    source, said = PublishedSource.parse(str(directory), what="--model"), []
+    program = build(model, case("fsdp=8", zero=3)).program
+    PublishedWeights(source).initial_state(program, said.append)
+    (text,) = [text for text in said if "5 tokens" in text]
+    assert f"being frozen ({frozen})" in text
+    found = make_config(model, {"model.tuning.freeze": text.partition("freeze=")[2]}).model
+    check_freeze(found)
+    leaves = jax.tree.leaves(model_shapes(found, found.vocab_size).leaves)
+    assert all(leaf.trained for leaf in leaves if "vocab" in leaf.dims)
+    assert not all(leaf.trained for leaf in leaves)
 
 
 @pytest.fixture(scope="module", params=["f32", "nf4"])
