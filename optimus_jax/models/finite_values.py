@@ -58,7 +58,7 @@ def not_finite(names: list[str], dtype: np.dtype) -> CheckpointError:
             "parameters that were read are not finite, so that no loss of the model would be",
             given=f"NaN or infinity, in {dtype.name}, in {listed(names)}",
             do="download the file again, and compare its checksum with the publisher's; or begin"
-            " with another model",
+            " with others",
         )
     )
 

@@ -228,7 +228,9 @@ def _tuning(
         for each in layers
     }
     if len(sizes) > 1:
-        raise unsupported("rank_pattern", sorted(sizes), "one rank for all modules")
+        raise unsupported(
+            "rank_pattern", peft.values.get("rank_pattern"), "one rank for all modules"
+        )
     [rank] = sizes
     # The rank of a module may be that of several projections together.
     least, most = min(scales.values()), max(scales.values())
