@@ -1,7 +1,7 @@
 """The logits of a model with frozen matrices in nf4, beside those of bitsandbytes.
 
-Blocks lie along other dimensions in some matrices, so codes differ, and logits differ by as much as
-those of either differ from the exact ones. The test needs `pip install bitsandbytes`.
+Blocks lie along other dimensions in some matrices, so codes differ there, and logits are as far
+from each other as from the exact ones. The test needs `pip install bitsandbytes`.
 """
 
 from dataclasses import replace
@@ -29,7 +29,7 @@ SIZES = {
 TOKENS = np.random.Generator(np.random.PCG64(3)).integers(0, 256, (4, 64), dtype=np.int32)
 RUN = ForwardContext(comm=Collectives(jnp.dtype(jnp.float32)))
 MARGIN = 1.2
-"""Of the errors of the two, whose ratio was 0.98 with a deviation of 0.06 for six seeds."""
+"""For six seeds, our error was 0.91 to 1.07 of theirs, and both were 0.93 to 1.09 of it apart."""
 
 
 def test_logits_are_as_near_as_those_of_bitsandbytes():
@@ -81,4 +81,5 @@ def test_logits_are_as_near_as_those_of_bitsandbytes():
     error, error_theirs = apart(ours, exact), apart(found_theirs, exact)
     print(f"ours {error:.5f}, theirs {error_theirs:.5f}, apart {apart(ours, found_theirs):.5f}")
     assert error < MARGIN * error_theirs
-    assert apart(ours, found_theirs) < 2**0.5 * MARGIN * error_theirs  # as if independent
+    # Independent errors would be 1.4 times as far apart; but out and down have the same blocks.
+    assert apart(ours, found_theirs) < MARGIN * error_theirs
