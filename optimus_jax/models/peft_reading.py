@@ -1,49 +1,28 @@
 """Reads adapters in PEFT's format (models/peft_format.py)."""
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from math import prod
 from typing import Any, get_args
 
 import numpy as np
 
 from optimus_jax.config import ModelConfig, Tuning
-from optimus_jax.config.tuning import PROJECTIONS, Method, Projection
+from optimus_jax.config.tuning import PROJECTIONS, Projection
 from optimus_jax.errors import CheckpointError, ConfigError, explain
 from optimus_jax.mesh.axes import LAYERS
 from optimus_jax.models.adapters import ROW_PARALLEL
+from optimus_jax.models.finite_values import is_finite, not_finite
+from optimus_jax.models.huggingface_checks import listed
+from optimus_jax.models.huggingface_formats import HEAD, format_of
+from optimus_jax.models.huggingface_tensors import leaf_sources
 from optimus_jax.models.merging import adapter_name, places_of
+from optimus_jax.models.peft_config import PeftConfig, unsupported
 from optimus_jax.models.peft_format import PREFIX, Leaves, Module, modules_of
 from optimus_jax.models.shapes import Params, model_shapes
 
-FIXED: dict[str, tuple[Any, ...]] = {
-    "bias": ("none",),
-    "use_dora": (False,),
-    "lora_bias": (False,),
-    "modules_to_save": (None, []),
-    "layers_to_transform": (None,),
-    "layer_replication": (None,),
-    "trainable_token_indices": (None,),
-    "target_parameters": (None, []),
-}
-"""Key of adapter_config.json -> values that ours support; the first is the default."""
-TYPES: dict[str, tuple[str, Callable[[Any], bool]]] = {
-    "r": ("a whole number", lambda value: type(value) is int and value > 0),
-    "lora_alpha": ("a number", lambda value: _is_number(value)),
-    "lora_dropout": ("a number", lambda value: _is_number(value)),
-    "alpha_pattern": (
-        "an object of numbers",
-        lambda value: isinstance(value, dict) and all(map(_is_number, value.values())),
-    ),
-}
-"""Key of adapter_config.json -> what its value is, unless it is missing or null."""
 SAME_SCALE = 1e-9
 """Relative difference of factors that are equal but for the rounding of square roots."""
-RANK = ALPHA = 8
-"""PEFT's defaults."""
-KEEPS_BASE = (True, False, "gaussian", "orthogonal")
-"""Values of `init_lora_weights` with which the base's matrices are those of the published model."""
 
 
 def from_peft(
@@ -60,22 +39,34 @@ def from_peft(
       ConfigError: the adapters have a feature that ours do not.
       CheckpointError: a tensor is missing, unknown, or has another shape.
     """
-    method = _method(config)
+    peft = PeftConfig.of(config)
     rest = {re.sub(r"\.(default\.)?weight$", "", name): array for name, array in tensors.items()}
-    suffixes = ("lora_A", "lora_B") if method == "lora" else ("ia3_l",)
-    ranks: dict[str, int] = {}
+    _check_tables(peft, rest, model)
+    suffixes = ("lora_A", "lora_B") if peft.method == "lora" else ("ia3_l",)
+    modules = modules_of(model)
+    numbers = range(model.num_layers)
+    peft.check_patterns(module.name.format(layer) for module in modules for layer in numbers)
+    scales: dict[str, float] = {}
+    absent, unnamed = [], []
     found: dict[Projection, list[Leaves]] = {}
-    for module in modules_of(model):
+    for module in modules:
         of_module: dict[Projection, list[Leaves]] = {}
-        for layer in range(model.num_layers):
-            names = [f"{PREFIX}{module.name.format(layer)}.{suffix}" for suffix in suffixes]
+        for layer in numbers:
+            whole_name = module.name.format(layer)
+            names = [f"{PREFIX}{whole_name}.{suffix}" for suffix in suffixes]
             held = [np.asarray(rest.pop(name), np.float32) for name in names if name in rest]
+            is_wanted = peft.targets(whole_name)
             if not held:
+                absent += [whole_name] if is_wanted else []
                 continue
+            unnamed += [whole_name] if is_wanted is False else []
             _check_shapes(module, names, held)
-            if method == "lora":
-                ranks[module.short_name] = len(held[0])
-                split = _split_lora(module, held[0], held[1], config.get("r") or RANK)
+            _check_finite(names, held)
+            if peft.method == "lora":
+                _check_rank(peft, whole_name, len(held[0]))
+                power = 0.5 if peft.uses_root else 1.0
+                scales[whole_name] = peft.alpha_of(whole_name) / len(held[0]) ** power
+                split = _split_lora(module, held[0], held[1], peft.rank)
             else:
                 split = _split_ia3(module, held[0])
             for projection, leaves in split.items():
@@ -89,38 +80,69 @@ def from_peft(
                 do="use the model from which the adapters were made",
             )
         )
-    tuning = _tuning(method, config, found, ranks)
+    if absent or unnamed:
+        kinds = {"without tensors": absent, "with tensors, and not named": unnamed}
+        raise CheckpointError(
+            explain(
+                "adapter_config.json names other modules than those whose tensors are there",
+                given=f"target_modules={config['target_modules']!r:.200}"
+                + "".join(f"; {kind}: {listed(names)}" for kind, names in kinds.items() if names),
+                do="use the adapter_config.json that was saved with the tensors",
+            )
+        )
+    tuning = _tuning(peft, found, scales)
     return tuning, _stacked(found, replace(model, tuning=tuning))
 
 
-def _method(config: Mapping[str, Any]) -> Method:
-    """lora or ia3. Raises ConfigError for what ours do not have."""
-    kinds: dict[str, Method] = {"LORA": "lora", "IA3": "ia3"}
-    if (kind := str(config.get("peft_type"))) not in kinds:
-        raise _unsupported("peft_type", kind, "LORA or IA3")
-    for key, (type_name, good) in TYPES.items():
-        if (given := config.get(key)) is not None and not good(given):
-            raise _unsupported(key, given, type_name)
-    for key, values in FIXED.items():
-        if (given := config.get(key, values[0])) not in values:
-            raise _unsupported(key, given, repr(values[0]))
-    if (given := config.get("init_lora_weights", True)) not in KEEPS_BASE:
-        raise _unsupported("init_lora_weights", given, "true: others change the model's matrices")
-    return kinds[kind]
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _unsupported(key: str, given: object, instead: str) -> ConfigError:
-    return ConfigError(
-        explain(
-            "adapters of this kind cannot be read",
-            given=f"{key}={given!r:.80} in adapter_config.json",
-            do=f"use adapters with {key}={instead}, or merge them with PEFT",
+def _check_tables(peft: PeftConfig, tensors: Iterable[str], model: ModelConfig) -> None:
+    """Raise ConfigError if there are adapters, or new values, of the embedding or the head."""
+    prefix, outside = format_of(model.family).prefix, set()
+    for path, source in leaf_sources(model_shapes(model.base, model.vocab_size)).items():
+        if not path.startswith(LAYERS) and source.leaf.is_matrix:
+            outside |= {part.tensor.removesuffix(".weight") for part in source.parts}
+    head = HEAD.removesuffix(".weight")
+    names = {prefix + name for name in outside - {head}} | {head}
+    stored = [
+        tensor
+        for tensor in tensors
+        if any(f"{tensor}.".startswith(f"{PREFIX}{name}.") for name in names)
+    ]
+    wanted = [name for name in sorted(names) if peft.names(name)]
+    if stored or wanted:
+        raise ConfigError(
+            explain(
+                "only projections of layers have adapters here, not the embedding or the head",
+                given="; ".join(
+                    f"{what}: {listed(each)}"
+                    for what, each in (
+                        ("in target_modules", wanted),
+                        ("in the file", sorted(stored)),
+                    )
+                    if each
+                ),
+                do="merge the adapters into their model with PEFT (merge_and_unload), save that,"
+                " and begin with it",
+            )
         )
-    )
+
+
+def _check_rank(peft: PeftConfig, module: str, rank: int) -> None:
+    """Raise CheckpointError unless the config says the rank that an adapter has."""
+    if (wanted := peft.rank_of(module)) != rank:
+        raise CheckpointError(
+            explain(
+                "an adapter has another rank than its adapter_config.json says",
+                given=f"the matrices of {module} have rank {rank}, r or rank_pattern says {wanted}",
+                do="use the adapter_config.json that was saved with the tensors",
+            )
+        )
+
+
+def _check_finite(names: list[str], held: list[np.ndarray]) -> None:
+    """Raise CheckpointError for values that are not finite in float32."""
+    for name, array in zip(names, held, strict=True):
+        if not is_finite(array):
+            raise not_finite([name], array.dtype)
 
 
 def _check_shapes(module: Module, names: list[str], held: list[np.ndarray]) -> None:
@@ -133,7 +155,7 @@ def _check_shapes(module: Module, names: list[str], held: list[np.ndarray]) -> N
         and (
             (shapes[0][1], shapes[1][0]) == (into, out) and shapes[0][0] == shapes[1][1]
             if len(names) == 2
-            else prod(shapes[0]) == (into if _leads_back(module) else out)
+            else shapes[0] == ((1, into) if _leads_back(module) else (out, 1))
         )
     )
     if not good:
@@ -189,19 +211,16 @@ def _split_ia3(module: Module, factors: np.ndarray) -> dict[Projection, Leaves]:
         if name in allowed:
             split[name] = {"scale": scale}
         elif (scale != 1).any():
-            raise _unsupported("target_modules", name, "those of keys, values and feed-forward")
+            raise unsupported("target_modules", name, "those of keys, values and feed-forward")
     return split
 
 
 def _tuning(
-    method: Method,
-    config: Mapping[str, Any],
-    found: Mapping[Projection, list[Leaves]],
-    ranks: Mapping[str, int],
+    peft: PeftConfig, found: Mapping[Projection, list[Leaves]], scales: Mapping[str, float]
 ) -> Tuning:
-    """The settings of adapters; `ranks` are those of PEFT's modules."""
+    """The settings of adapters; `scales` are the factors of PEFT's modules."""
     targets = tuple(name for name in get_args(Projection) if name in found)
-    if method == "ia3":
+    if peft.method == "ia3":
         return Tuning(method="ia3", targets=targets)
     sizes = {
         each["a"].shape[0 if name in ROW_PARALLEL else 1]
@@ -209,21 +228,22 @@ def _tuning(
         for each in layers
     }
     if len(sizes) > 1:
-        raise _unsupported("rank_pattern", dict(ranks), "one rank for all modules")
+        raise unsupported(
+            "rank_pattern", peft.values.get("rank_pattern"), "one rank for all modules"
+        )
     [rank] = sizes
-    alpha, alphas = float(config.get("lora_alpha") or ALPHA), config.get("alpha_pattern") or {}
-    uses_root = bool(config.get("use_rslora", False))
-    power = 0.5 if uses_root else 1.0
     # The rank of a module may be that of several projections together.
-    scales = {alphas.get(name, alpha) / size**power for name, size in ranks.items()}
-    if max(scales) - min(scales) > SAME_SCALE * max(scales) or alphas.keys() - ranks.keys():
-        raise _unsupported("alpha_pattern", alphas, "one factor for all modules")
+    least, most = min(scales.values()), max(scales.values())
+    if most - least > SAME_SCALE * most:
+        raise unsupported(
+            "alpha_pattern", peft.values.get("alpha_pattern"), "one factor for all modules"
+        )
     return Tuning(
         method="lora",
         rank=rank,
-        alpha=max(scales) * rank**power,
-        rank_scaling="sqrt_rank" if uses_root else "rank",
-        dropout=float(config.get("lora_dropout") or 0.0),
+        alpha=most * rank ** (0.5 if peft.uses_root else 1.0),
+        rank_scaling="sqrt_rank" if peft.uses_root else "rank",
+        dropout=peft.dropout,
         targets=targets,
     )
 

@@ -15,6 +15,7 @@ from optimus_jax.config.request import dotted, make_config
 from optimus_jax.devices.jax_settings import check_jax_settings
 from optimus_jax.errors import ConfigError, PlanError, explain
 from optimus_jax.models.families import check_family
+from optimus_jax.models.tuning_checks import check_freeze
 from optimus_jax.plan import Plan
 from optimus_jax.planning.cost.cost import Prediction
 from optimus_jax.planning.cost.memory import MemoryEstimate
@@ -323,6 +324,7 @@ def config_for(model: str, where: Cluster, overrides: dict[str, Any]) -> Config:
         model_named(model), ({} if _GLOBAL_BATCH & overrides.keys() else defaults) | overrides
     )
     check_family(config.model)
+    check_freeze(config.model)
     check_settings(config, where.topology())
     return config
 

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 
 from optimus_jax.checkpoint.checkpoints import Checkpoints
-from optimus_jax.config import Config
+from optimus_jax.config import Config, ModelConfig
 from optimus_jax.data.published_tokenizer import published_files
 from optimus_jax.devices.backend import start_backend
 from optimus_jax.devices.jax_settings import check_jax_settings
@@ -22,9 +22,11 @@ from optimus_jax.run.stored_config import check_stored_config
 from optimus_jax.run.stored_run import config_of_run, run_to_read
 from optimus_jax.run_directory.directory import RunDirectory
 from optimus_jax.run_directory.run_data import check_tokenizer, tokenizer_of_run
+from optimus_jax.store.hub import hub_directory
 from optimus_jax.system.hub_model import HubModel
 from optimus_jax.system.new_directory import check_free, new_directory
 from optimus_jax.system.paths import UserPath, local_path
+from optimus_jax.weights.directory import CONFIG, read_config
 from optimus_jax.weights.peft_directory import REVISION, write_peft
 
 
@@ -50,8 +52,8 @@ def save_adapters(
     Returns:
       The step.
     Raises:
-      OptimusError: there is no such run or checkpoint, it has no adapters, or it trained more than
-        these; or the directory exists or cannot be written.
+      OptimusError: there is no such run or checkpoint, it has no adapters, it trained more than
+        these, or it added tokens to its model; or the directory exists or cannot be written.
     """
     check_jax_settings()
     target = local_path(to, what=TO, do="write a directory here, and copy it").absolute()
@@ -72,6 +74,11 @@ def save_adapters(
     if not jax.tree.leaves(abstract):
         to_peft(abstract, model)  # raises: the model has no adapters
     _check_nothing_else_is_trained(shapes.leaves)
+    named = base or base_of(config)
+    if named is None:
+        warn("the adapters name no model: the run began with a seed; name one with --base")
+    else:
+        _check_tokens(model, named, warn)
     restored = Checkpoints(run.checkpoints, config.checkpoint, warn=warn).restore(
         {"params": abstract},
         step,
@@ -81,9 +88,6 @@ def save_adapters(
     )
     check_tokenizer(tokenizer, run, restored.metadata)
     params = jax.tree.map(np.asarray, restored.state["params"])
-    named = base or base_of(config)
-    if named is None:
-        warn("the adapters name no model: the run began with a seed; name one with --base")
     hub = None if named is None else HubModel.parse(named)
     theirs, tensors = to_peft(params, model, named if hub is None else hub.repository)
     theirs |= {} if hub is None else {REVISION: hub.revision}
@@ -112,6 +116,31 @@ def base_of(config: Config) -> str | None:
     except OptimusError:  # it is gone by now
         pass
     return config.init_from
+
+
+def _check_tokens(model: ModelConfig, base: str, warn: Callable[[str], object]) -> None:
+    """Raise ConfigError if a run added tokens to the model that its adapters are for: their rows of
+    the embedding and the head are in no file of adapters, and PEFT would draw others.
+    """
+    try:
+        hub = HubModel.parse(base, bare=True)
+        theirs = (
+            parameter_source(base).config()
+            if hub is None
+            else read_config(hub_directory(hub, [CONFIG], cached=True))
+        )
+    except OptimusError as error:
+        reason, *_ = str(error).splitlines()
+        warn(f"whether the run added tokens to {base} is not known: {reason}")
+        return
+    if model.vocab_size > theirs.vocab_size:
+        raise ConfigError(
+            explain(
+                "the run added tokens to its model, and a directory of adapters has none of them",
+                given=f"model.vocab_size={model.vocab_size}; {base} has {theirs.vocab_size}",
+                do="export the whole model instead, without --adapters",
+            )
+        )
 
 
 def _check_nothing_else_is_trained(leaves: Params) -> None:

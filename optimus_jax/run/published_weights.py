@@ -27,6 +27,7 @@ from optimus_jax.mesh.boxes import Box, sizes, split
 from optimus_jax.mesh.sharding import zeros_on
 from optimus_jax.mesh.slots import EMPTY
 from optimus_jax.models.base_formats import encoded_on_mesh
+from optimus_jax.models.finite_values import finite_block
 from optimus_jax.models.huggingface_checks import check_tied_head, model_tensors
 from optimus_jax.models.huggingface_tensors import LeafSource, TensorLike, leaf_sources
 from optimus_jax.models.shapes import ModelShapes, Params
@@ -68,7 +69,10 @@ class PublishedWeights:
         with all_or_none():
             params = read_params(model.tensors, stored, _base_target(program))
         if (added := shapes.config.vocab_size - model.config.vocab_size) > 0:
-            say(f"{added:,} tokens that {name} does not have begin as the mean of those it has")
+            say(
+                f"{added:,} tokens that {name} does not have begin as the mean of those it has"
+                + _where_it_stays(program.shapes)
+            )
             params = with_added_tokens(params, stored, shapes.config.vocab_size)
         return program.state_with(params, _base_tuning(program)), name
 
@@ -102,6 +106,20 @@ def _base_target(program: Program) -> Params:
     return program.abstract_params(_base_tuning(program))
 
 
+def _where_it_stays(shapes: ModelShapes) -> str:
+    """What to say of rows of added tokens that are not trained; nothing if all are."""
+    leaves = jax.tree.leaves(shapes.leaves)
+    frozen = sorted({leaf.group for leaf in leaves if leaf.dims[0] == VOCAB and not leaf.trained})
+    if not frozen:
+        return ""
+    tables = {*frozen, "head"} if shapes.config.tied else {*frozen}
+    others = ",".join(group for group in shapes.config.tuning.frozen if group not in tables)
+    return (
+        f", and stay so, being frozen ({', '.join(frozen)}); to train them:"
+        f" --set model.tuning.freeze={others}"
+    )
+
+
 def read_params(tensors: Mapping[str, TensorLike], shapes: ModelShapes, target: Params) -> Params:
     """Parameters on their devices, from tensors that `model_tensors` has checked.
 
@@ -111,6 +129,8 @@ def read_params(tensors: Mapping[str, TensorLike], shapes: ModelShapes, target: 
     Args:
       shapes: the model under the plan, without adapters: its slots say where the layers go.
       target: shape, dtype and sharding of every parameter, or of its codes.
+    Raises:
+      CheckpointError: a file cannot be read, or a value is not finite.
     """
     sources = leaf_sources(shapes)
 
@@ -209,7 +229,7 @@ def _read_ahead(
     waiting: deque[tuple[_Filled, Box, Future[np.ndarray]]] = deque()
     try:
         for leaf, box in todo:
-            waiting.append((leaf, box, pool.submit(leaf.source.block, tensors, box)))
+            waiting.append((leaf, box, pool.submit(finite_block, leaf.source, tensors, box)))
             if len(waiting) > NUM_READERS:
                 done_leaf, done_box, future = waiting.popleft()
                 yield done_leaf, done_box, future.result()

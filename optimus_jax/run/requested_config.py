@@ -21,6 +21,7 @@ from optimus_jax.config.request import (
 from optimus_jax.config.run_checkpoint import INIT_FROM
 from optimus_jax.errors import ConfigError, PlanError, explain
 from optimus_jax.models.families import check_family
+from optimus_jax.models.tuning_checks import check_freeze
 from optimus_jax.plan import Plan
 from optimus_jax.run.initial_weights import check_initial_model
 from optimus_jax.run.parameter_source import parameter_source
@@ -96,6 +97,8 @@ def requested_config(
         else:
             config = resumed_config(text, model, overrides)
     check_family(config.model)
+    if not resume:
+        check_freeze(config.model)
     check_task(config)
     check_rate_factors(config)
     return config

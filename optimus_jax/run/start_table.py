@@ -147,7 +147,8 @@ def _tuning_rows(shapes: ModelShapes) -> list[list[str]]:
     formats: dict[str, list[str]] = {}
     for group in tuning.frozen:
         stored = "f32" if group == "norm" else tuning.stored_format(group)
-        formats.setdefault(stored, []).append(group)
+        is_head = group == "embedding" and shapes.config.tied and tuning.trains("head")
+        formats.setdefault(stored, []).append(f"{group} (also the head)" if is_head else group)
     for stored, groups in formats.items():
         text += f"; frozen, in {stored}: {', '.join(groups)}"
     if tuning.freeze_layers:

@@ -24,7 +24,7 @@ _COMMITS: dict[tuple[str, HubModel], str] = {}
 """The commit that this process reads of a model, by cache and model."""
 
 
-def hub_directory(model: HubModel, files: Sequence[str]) -> Path:
+def hub_directory(model: HubModel, files: Sequence[str], *, cached: bool = False) -> Path:
     """A local directory with those files of a model that the hub has. All that a process reads of a
     model is of one commit, though a branch may move.
 
@@ -33,6 +33,7 @@ def hub_directory(model: HubModel, files: Sequence[str]) -> Path:
 
     Args:
       files: names, or patterns of names.
+      cached: whether to fetch nothing, and use what is in the cache.
     Raises:
       StoreError: there is no such model, it may not be read, or it is neither in the cache nor can
         it be fetched.
@@ -51,7 +52,12 @@ def hub_directory(model: HubModel, files: Sequence[str]) -> Path:
     revision = _COMMITS.get(key, model.revision)
     try:
         directory = Path(
-            snapshot_download(model.repository, revision=revision, allow_patterns=list(files))
+            snapshot_download(
+                model.repository,
+                revision=revision,
+                allow_patterns=list(files),
+                local_files_only=cached,
+            )
         )
         _COMMITS[key] = commit_of(directory)
         return directory
@@ -72,7 +78,11 @@ def hub_directory(model: HubModel, files: Sequence[str]) -> Path:
             model,
             "is not in the cache, and "
             + (
-                "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else "the hub cannot be reached"
+                "nothing is fetched for this"
+                if cached
+                else "HF_HUB_OFFLINE is set"
+                if constants.HF_HUB_OFFLINE
+                else "the hub cannot be reached"
             ),
             "fetch it where there is a network, or give the directory of a model",
         ) from error

@@ -7,12 +7,14 @@ from typing import Any
 
 import numpy as np
 
-from optimus_jax.errors import ConfigError, explain
+from optimus_jax.errors import CheckpointError, ConfigError, explain
 from optimus_jax.system.json_input import JSONInputError, parse_json
 from optimus_jax.weights.file_bytes import read_whole
 from optimus_jax.weights.safetensors_file import DTYPES, LENGTH_BYTES, METADATA, read_safetensors
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+PICKLE = "adapter_model.bin"
+"""What PEFT writes in the place of WEIGHTS if it is asked to, which is not read."""
 BASE, REVISION = "base_model_name_or_path", "revision"
 """Keys of CONFIG that name the model without adapters."""
 MAX_CONFIG_BYTES = 1 << 20
@@ -23,9 +25,18 @@ def read_peft(directory: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
 
     Raises:
       ConfigError: as `read_peft_config`.
-      CheckpointError: the tensors are missing or damaged.
+      CheckpointError: the tensors are missing, damaged, or not in safetensors.
     """
     config = read_peft_config(directory)
+    if not (directory / WEIGHTS).exists() and (directory / PICKLE).exists():
+        raise CheckpointError(
+            explain(
+                "adapters are read from safetensors alone",
+                given=f"{directory}, which has {PICKLE} and no {WEIGHTS}",
+                do="load them with PEFT, and save them with"
+                " save_pretrained(DIR, safe_serialization=True)",
+            )
+        )
     tensors = read_safetensors(directory / WEIGHTS)
     return config, {name: np.asarray(tensor) for name, tensor in tensors.items()}
 

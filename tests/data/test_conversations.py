@@ -84,6 +84,27 @@ def test_every_format_gives_the_same_conversations(tmp_path, template):
     assert other.identity["conversations"] != first.identity["conversations"], "another loss"
 
 
+def test_what_the_datasets_library_saves_is_read(tmp_path, template):
+    """In several files, whose order its names say; of several splits, one has to be named."""
+    datasets = pytest.importorskip("datasets")
+    records = [{"messages": turns(f"{number}?", str(number)), "id": number} for number in range(7)]
+    lines = load(write_lines(tmp_path / "a.jsonl", records), chat_template=template)
+    rows = datasets.Dataset.from_list(records)
+    rows.save_to_disk(str(tmp_path / "rows"), num_shards=3)
+    assert load(tmp_path / "rows", chat_template=template).identity == lines.identity
+    rows.select([4, 2]).save_to_disk(str(tmp_path / "some"))  # rows by number are written out
+    assert texts_of(load(tmp_path / "some", chat_template=template)) == ["u4?;a4;", "u2?;a2;"]
+    splits = datasets.DatasetDict({"train": rows, "test": rows})
+    splits.save_to_disk(str(tmp_path / "splits"))
+    with pytest.raises(DataError, match=r"(?s)several splits.*name one to train on: .*train"):
+        load(tmp_path / "splits", chat_template=template)
+    one = load(tmp_path / "splits" / "train", chat_template=template)
+    assert one.identity == lines.identity
+    texts = datasets.Dataset.from_dict({"text": ["one", "two"]})
+    texts.save_to_disk(str(tmp_path / "texts"))
+    assert load(tmp_path / "texts").identity["documents"] == 2
+
+
 def test_prompts_and_completions_of_text_need_no_template(tmp_path):
     path = write_lines(tmp_path / "a.jsonl", [{"prompt": "1+1=", "completion": "2"}] * 2)
     pyarrow.parquet.write_table(

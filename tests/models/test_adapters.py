@@ -16,7 +16,7 @@ from plans import FAMILY_MODELS, GPT, LLAMA
 
 from optimus_jax.config import Features, ModelConfig, Tuning
 from optimus_jax.config.axes import FSDP
-from optimus_jax.errors import CheckpointError, ConfigError
+from optimus_jax.errors import CheckpointError, ConfigError, OptimusError
 from optimus_jax.mesh.axes import LAYERS
 from optimus_jax.mesh.collectives import Collectives
 from optimus_jax.mesh.leaf import trained_of
@@ -246,6 +246,15 @@ GOOD = {"peft_type": "LORA", "r": 2, "lora_alpha": 4}
         (GOOD | {"bias": "all"}, "bias"),
         (GOOD | {"init_lora_weights": "pissa"}, "init_lora_weights"),
         (GOOD | {"modules_to_save": ["lm_head"]}, "modules_to_save"),
+        (GOOD | {"r": None}, "r=None"),
+        (GOOD | {"lora_alpha": None}, "lora_alpha=None"),
+        (GOOD | {"lora_dropout": None}, "lora_dropout=None"),
+        (GOOD | {"use_rslora": "false"}, "use_rslora='false'"),
+        (GOOD | {"rank_pattern": {"q_proj": 2.5}}, "rank_pattern"),
+        (GOOD | {"rank_pattern": {".*_proj": 4}}, "rank_pattern"),
+        (GOOD | {"target_modules": [1]}, "target_modules"),
+        (GOOD | {"target_modules": ["q_proj", "lm_head"]}, r"(?s)the head.*lm_head.*merge"),
+        (GOOD | {"target_modules": ["model.embed_tokens"]}, r"(?s)the embedding.*embed_tokens"),
     ],
 )
 def test_what_cannot_be_read_is_named(config, wrong):
@@ -268,3 +277,71 @@ def test_tensors_of_another_model_are_refused():
         from_peft(config, {key: each for key, each in tensors.items() if key != name}, model)
     with pytest.raises(ConfigError, match="no adapters"):
         to_peft(params, model.base)
+
+
+@pytest.mark.parametrize(
+    ("changes", "wrong"),
+    [
+        ({"r": 4}, "(?s)another rank.*q_proj have rank 2.*says 4"),
+        ({"rank_pattern": {"layers.1.mlp.up_proj": 4}}, r"(?s)layers\.1\.mlp\.up_proj.*says 4"),
+        ({"alpha_pattern": {"q_proj": 3}}, "one factor for all modules"),
+        ({"target_modules": ["self_attn.q_proj"]}, r"(?s)with tensors, and not named.*up_proj"),
+        (
+            {"target_modules": ["q_proj", "up_proj", "o_proj"]},
+            r"(?s)without tensors: .*layers\.0\.self_attn\.o_proj",
+        ),
+        ({"exclude_modules": ["up_proj"]}, r"(?s)with tensors, and not named.*up_proj"),
+        ({"target_modules": "all-linear"}, "(?s)without tensors: .*o_proj and 5 more"),
+    ],
+    ids=str,
+)
+def test_a_config_that_contradicts_its_tensors_is_refused(changes, wrong):
+    tuning = Tuning(method="lora", rank=2, targets=("query", "up"))
+    model = replace(FAMILY_MODELS["qwen2"], tuning=tuning)
+    config, tensors = to_peft(jax.tree.map(np.asarray, random_params(model)), model)
+    with pytest.raises(OptimusError, match=wrong):
+        from_peft(config | changes, tensors, model.base)
+    # The same in other words, or in words that are not evaluated.
+    named = ["q_proj", "up_proj"]
+    for alike in (
+        {"target_modules": named},
+        {"target_modules": r".*\.(q|up)_proj"},
+        {"target_modules": None},
+        {"target_modules": [*named, "down_proj"], "exclude_modules": ["mlp.down_proj"]},
+        {"r": 4, "rank_pattern": dict.fromkeys(named, 2)},
+        {"lora_alpha": 1, "alpha_pattern": dict.fromkeys(named, tuning.alpha)},
+    ):
+        found, _ = from_peft(config | alike, tensors, model.base)
+        assert same_adapters(replace(model, tuning=found), model), alike
+
+
+@pytest.mark.parametrize(
+    "name", ["lm_head.lora_A.weight", "model.embed_tokens.lora_embedding_A", "lm_head.weight"]
+)
+def test_adapters_and_values_of_the_embedding_and_the_head_are_refused(name):
+    model = replace(FAMILY_MODELS["qwen2"], tuning=Tuning(method="lora", rank=2))
+    config, tensors = to_peft(jax.tree.map(np.asarray, random_params(model)), model)
+    tensors[f"base_model.model.{name}"] = np.zeros((2, 2), np.float32)
+    with pytest.raises(ConfigError, match=r"(?s)not the embedding or the head.*in the file.*merge"):
+        from_peft(config, tensors, model.base)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_adapters_that_are_not_finite_are_refused(value):
+    model = replace(LLAMA, tuning=Tuning(method="lora", rank=2))
+    config, tensors = to_peft(jax.tree.map(np.asarray, random_params(model)), model)
+    name = "base_model.model.model.layers.1.self_attn.q_proj.lora_B.weight"
+    tensors[name] = tensors[name].copy()
+    tensors[name][3, 1] = value
+    with pytest.raises(CheckpointError, match=rf"(?s)not finite.*{name[:-7]}"):
+        from_peft(config, tensors, model.base)
+
+
+def test_factors_of_results_are_not_read_as_factors_of_inputs():
+    """Of a square matrix, only the shape [out, 1] or [1, in] tells them apart."""
+    model = replace(LLAMA, mlp_dim=LLAMA.embed_dim, tuning=TUNINGS["ia3"])
+    config, tensors = to_peft(jax.tree.map(np.asarray, random_params(model)), model)
+    from_peft(config, tensors, model.base)
+    turned = {name: each.T if "down" in name else each for name, each in tensors.items()}
+    with pytest.raises(CheckpointError, match="does not fit"):
+        from_peft(config, turned, model.base)

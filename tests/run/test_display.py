@@ -288,8 +288,8 @@ def test_the_start_table_describes_the_pipeline(case: plans.PlanCase, rows: dict
         (
             {"model.tuning.freeze": "embedding,norm", "model.tuning.freeze_layers": 2},
             {
-                "trained": "28,128 parameters; frozen, in f32: embedding, norm; frozen layers: the"
-                " lowest 2"
+                "trained": "28,128 parameters; frozen, in f32: embedding (also the head), norm;"
+                " frozen layers: the lowest 2"
             },
         ),
         (

@@ -180,6 +180,27 @@ def test_adapters_alone_are_refused_where_they_would_mislead(llama, words, tmp_p
     assert not (tmp_path / "out").exists()
 
 
+def test_adapters_of_a_run_with_added_tokens_are_not_saved_alone(llama, words, tmp_path, capsys):
+    """PEFT's model of them would have no rows for these tokens, or others."""
+    more = {"data": words, "mesh": "fsdp=8", "model.tuning.method": "lora", **TINY_RUN}
+    one, two = tmp_path / "one", tmp_path / "two"
+    added = {"model.vocab_size": 40, "progress": "plain"}
+    optimus_jax.train(str(llama), run_dir=one, **more | added)
+    said = " ".join(capsys.readouterr().out.split())
+    assert "3 tokens that" in said
+    assert "stay so, being frozen (embedding, head); to train them: --set" in said
+    optimus_jax.train(init_from=one, run_dir=two, **more)
+    for run in (one, two):
+        with pytest.raises(ConfigError, match=r"(?s)added tokens.*=40.*has 37.*whole model"):
+            save_adapters(run, tmp_path / "out")
+        assert not (tmp_path / "out").exists()
+    config = json.loads((llama / "config.json").read_text())
+    larger = tmp_path / "larger"
+    larger.mkdir()
+    (larger / "config.json").write_text(json.dumps(config | {"vocab_size": 40}))
+    save_adapters(one, tmp_path / "out", base=str(larger))
+
+
 @pytest.mark.parametrize(
     ("flags", "wrong"),
     [
@@ -203,7 +224,11 @@ def test_adapters_name_the_model_that_a_run_and_those_before_it_began_with(
     optimus_jax.train(init_from=tmp_path / "one", run_dir=tmp_path / "two", **command)
     save_adapters(tmp_path / "two", tmp_path / "out")
     assert read_peft(tmp_path / "out")[0]["base_model_name_or_path"] == str(llama)
-    save_adapters(tmp_path / "two", tmp_path / "named", base="hf://ORG/tiny@main")
+    said: list[str] = []
+    save_adapters(tmp_path / "two", tmp_path / "named", base="hf://ORG/tiny@main", warn=said.append)
+    assert [text.partition(":")[0] for text in said] == [
+        "whether the run added tokens to hf"  # which nothing is fetched for
+    ]
     config, _ = read_peft(tmp_path / "named")
     assert (config["base_model_name_or_path"], config["revision"]) == ("ORG/tiny", "main")
     assert PublishedAdapters(tmp_path / "named").base("") == "hf://ORG/tiny@main"
@@ -220,6 +245,7 @@ def test_adapters_name_the_model_that_a_run_and_those_before_it_began_with(
         ({"peft_type": None}, r"peft_type='None'"),
         ({"use_dora": True}, "use_dora=True"),
         ({"r": "three"}, "(?s)r='three'.*a whole number"),
+        ({"r": 8}, "(?s)another rank.*rank 3.*says 8"),
         ({"lora_alpha": [1]}, "(?s)lora_alpha=.*a number"),
         ({"lora_alpha": -1}, "alpha"),
         ({"lora_dropout": 2}, "dropout"),
@@ -259,4 +285,7 @@ def test_adapters_of_another_model_or_other_settings_are_refused(adapters, tmp_p
     adapters_without = shutil.copytree(adapters, tmp_path / "no-weights")
     (adapters_without / "adapter_model.safetensors").unlink()
     with pytest.raises(OptimusError, match=r"adapter_model.safetensors"):
+        config_of(adapters_without)
+    (adapters_without / "adapter_model.bin").touch()
+    with pytest.raises(OptimusError, match=r"(?s)adapter_model.bin and no.*safe_serialization"):
         config_of(adapters_without)

@@ -5,6 +5,7 @@ refused before it begins.
 import http.server
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -14,18 +15,28 @@ from dataclasses import replace
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import F32_RELATIVE, assert_close, fitted, host_leaves
-from plans import build, case, in_order
+from hypothesis import given
+from hypothesis import strategies as st
+from plans import build, case, in_order, model_for
 from published_models import MODELS, TINY_RUN, state_dict_of, write
 
 import optimus_jax
+from optimus_jax.config import Tuning
+from optimus_jax.config.request import make_config
 from optimus_jax.errors import CheckpointError, ConfigError, OptimusError, StoreError
 from optimus_jax.mesh.boxes import split
+from optimus_jax.models import finite_values
+from optimus_jax.models.finite_values import is_finite
 from optimus_jax.models.huggingface import from_huggingface
+from optimus_jax.models.huggingface_tensors import tensor_shapes
+from optimus_jax.models.shapes import model_shapes
+from optimus_jax.models.tuning_checks import check_freeze
 from optimus_jax.run import published_weights
-from optimus_jax.run.published_weights import PublishedWeights
+from optimus_jax.run.published_weights import PublishedWeights, TensorWeights
 from optimus_jax.system.hub_model import HubModel
 from optimus_jax.weights.directory import open_model, read_config
 from optimus_jax.weights.published import PublishedSource, model_named
@@ -87,6 +98,70 @@ def test_added_tokens_begin_as_the_mean_of_the_others(family, mesh, tmp_path):
         assert_close(table[old:new], mean, F32_RELATIVE)
         assert not table[new:].any()
     assert len(tables) == {"llama": 2, "gptj": 3, "gpt2": 1}[family]
+
+
+@pytest.mark.parametrize(
+    ("family", "frozen"), [("llama", "embedding, head"), ("gpt2", "embedding")]
+)
+def test_added_tokens_that_stay_as_they_begin_are_said(family, frozen, tmp_path):
+    """With what trains them, whether or not the head is the embedding."""
+    directory = write(family, "safetensors", "float32", tmp_path / "model")
+    stored = read_config(directory)
+    tuning = Tuning(method="lora", rank=2)
+    model = replace(stored, vocab_size=stored.vocab_size + 5, tuning=tuning)
+    source, said = PublishedSource.parse(str(directory), what="--model"), []
+    program = build(model, case("fsdp=8", zero=3)).program
+    PublishedWeights(source).initial_state(program, said.append)
+    (text,) = [text for text in said if "5 tokens" in text]
+    assert f"being frozen ({frozen})" in text
+    found = make_config(model, {"model.tuning.freeze": text.partition("freeze=")[2]}).model
+    check_freeze(found)
+    leaves = jax.tree.leaves(model_shapes(found, found.vocab_size).leaves)
+    assert all(leaf.trained for leaf in leaves if "vocab" in leaf.dims)
+    assert not all(leaf.trained for leaf in leaves)
+
+
+@pytest.fixture(scope="module", params=["f32", "nf4"])
+def program(request):
+    """The program of a model whose frozen matrices are stored so."""
+    of = case("fsdp=8", zero=3)
+    tuning = Tuning(method="lora", base_precision=request.param)
+    return build(replace(model_for(of, "qwen2"), tuning=tuning), of).program
+
+
+@pytest.mark.parametrize(
+    ("dtype", "value"),
+    [
+        ("float32", np.nan),
+        ("float16", np.inf),
+        ("bfloat16", -np.inf),
+        ("bfloat16", -np.nan),
+        ("float64", 1e300),
+    ],
+)
+def test_values_that_are_not_finite_are_refused_by_their_tensor(dtype, value, program, monkeypatch):
+    """In one layer's part of a leaf that holds two tensors; searched a few rows at a time."""
+    monkeypatch.setattr(published_weights, "BOX_BYTES", 4000)
+    monkeypatch.setattr(finite_values, "SEARCHED_BYTES", 500)
+    large = 65504 if dtype == "float16" else 3e38
+    tensors = {
+        name: np.full(shape, large).astype(dtype)
+        for name, shape in tensor_shapes(program.config.model.base).items()
+    }
+    TensorWeights(tensors, "here").initial_state(program, lambda text: None)
+    tensors["layers.1.mlp.up_proj.weight"][-1, -1] = value
+    with pytest.raises(CheckpointError, match="not finite") as caught:
+        TensorWeights(tensors, "here").initial_state(program, lambda text: None)
+    assert re.findall(r"layers[\w.]+", str(caught.value)) == ["layers.1.mlp.up_proj.weight"]
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, jnp.bfloat16, np.float64])
+@given(data=st.data())
+def test_any_bits_are_finite_or_not_as_numpy_says(dtype, data):
+    size = np.dtype(dtype).itemsize
+    bits = data.draw(st.lists(st.integers(0, 2 ** (8 * size) - 1), max_size=4))
+    values = np.array(bits, f"u{size}").view(dtype)
+    assert is_finite(values) == np.isfinite(values).all()
 
 
 @pytest.mark.parametrize("most", [1, 3, 5, 12, 100])
