@@ -171,7 +171,7 @@ class ControlConfig:
     """Required probability that a switch saves time at all."""
     gain_over_cost: float = 2.0
     """Required expected gain over the rest of the run, as a multiple of the switch's cost."""
-    budget_share: float = 0.01
+    budget_share: float = 0.02
     """Fraction of the run's wall time (predicted without switching) that all switches together may
     cost."""
     max_switches: int | None = None

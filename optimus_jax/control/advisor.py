@@ -15,6 +15,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from optimus_jax.config import ControlConfig
+from optimus_jax.control.deciding.account import Account
 from optimus_jax.control.deciding.candidate_evaluator import CandidateEvaluator
 from optimus_jax.control.deciding.candidates import Searcher, Searches, has_room, is_legal
 from optimus_jax.control.deciding.changes import MIN_STEPS
@@ -142,6 +143,8 @@ class Advisor:
             Experience(self._predictor, self._prices),
             SwitchBudget(settings),
         )
+        self._account = Account(settings)
+        self._least_level_steps = settings.canary_steps
         self._evaluator = CandidateEvaluator(
             run_progress=self._run_progress,
             plan_history=self._plan_history,
@@ -150,7 +153,7 @@ class Advisor:
             predictor=self._predictor,
             watch=self._watch,
             costs=self._costs,
-            switch_budget=self._switch_budget,
+            account=self._account,
             quarantine=self._quarantine,
             settings=settings,
             is_compiled=self._is_compiled,
@@ -225,6 +228,9 @@ class Advisor:
             self._questions.postpone(self._switch_budget.cool_until())
         is_new_batch = self._enter_batch(observation)
         news = self._watched(observation)
+        self._account.stepped(
+            self._now, self._watch.detector.level, len(observation.step_times_s)
+        )
         if (asked := self._asked(observation, is_new_batch, news)) is not None:
             self._questions.put(asked)
         return (
@@ -278,8 +284,9 @@ class Advisor:
             self._watch.conditions.applied(self._prices.of(self._batch)),
             compiled=compiled,
             delay_s=sum(costs_s.values()),
-            counts=by_choice and not self._plan_history.is_repair(without, self._straggling),
         )
+        self._account.charge(sum(costs_s.values()) if by_choice else 0.0)
+        self._account.left(self._now, self._watch.detector.level)
         if is_return:
             self._quarantine.add(old.plan, self._run_progress.step)
         left_in, is_home = self._now, self._plan_history.has_left(plan)
@@ -313,6 +320,9 @@ class Advisor:
         """
         self._quarantine.add(plan, self._run_progress.step if at_step is None else at_step, why)
         if is_back:
+            self._least_level_steps = 3
+            self._learn_level()
+            self._least_level_steps = self._settings.canary_steps
             self._plan_history.taken_back(self._run_progress.time_s)
             self._restart()
         self._on_trial = False
@@ -321,7 +331,7 @@ class Advisor:
 
     def charge(self, time_s: float) -> None:
         """Charge the switch budget for time beyond switches: first steps, or failed attempts."""
-        self._costs.charge(time_s)
+        self._account.charge(time_s)
 
     def remember(self, costs_s: Mapping[str, float], *, step: int, by_choice: bool) -> None:
         """Record a switch that the run made after `step`, before this advisor was created.
@@ -332,7 +342,7 @@ class Advisor:
           by_choice: whether the run could have stayed under its plan.
         """
         self._switch_budget.num_switches += by_choice
-        self._costs.charge(sum(costs_s.values()) if by_choice else 0.0)
+        self._account.charge(sum(costs_s.values()) if by_choice else 0.0)
         self._switch_budget.cool(step, by_choice=by_choice)
 
     def dropped(self) -> None:
@@ -416,7 +426,7 @@ class Advisor:
         detector = self._watch.detector
         return (
             None
-            if detector.level is None or detector.count < self._settings.canary_steps
+            if detector.level is None or detector.count < self._least_level_steps
             else (detector.level, detector.noise, detector.count)
         )
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from optimus_jax.config import ControlConfig
-from optimus_jax.control.deciding.changes import Durations
+from optimus_jax.control.deciding.value import Bet, Regime, Worth, worth
 from optimus_jax.plan import Plan
 from optimus_jax.planning.search.explain import flags, seconds
 
@@ -41,6 +41,9 @@ REWEIGH_AFTER = 0.25
 of the time that conditions have lasted so far."""
 RETURN_GAIN_FACTOR = 2.0
 """Factor on the required gain of a plan that the run has left, while nothing has changed since."""
+import os
+SIGMA = float(os.environ.get("SIGMA", "1"))
+MARGIN = float(os.environ.get("MARGIN", "0"))
 MAX_ALTERNATIVES = 5
 """Largest number of alternatives in the record of a decision."""
 _NORMAL = statistics.NormalDist()
@@ -80,39 +83,7 @@ class SwitchCandidate:
     @property
     def gain(self) -> float:
         """Expected saving, as a share of the step time."""
-        return _gain(self.log_ratio, self.deviation)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Regime:
-    """How long present conditions have lasted, and how long they are expected to last."""
-
-    elapsed_s: float
-    """Seconds since they began."""
-    durations: Durations | None
-    """Durations of regimes of this kind; None: these conditions are permanent."""
-
-    def expected_s(self, horizon_s: float) -> float:
-        """Expected remaining time of the regime within the horizon, in seconds."""
-        return (
-            horizon_s
-            if self.durations is None
-            else self.durations.expected_s(self.elapsed_s, horizon_s)
-        )
-
-    def survival(self, further_s: float) -> float:
-        """Probability that the regime lasts `further_s` longer."""
-        return 1.0 if self.durations is None else self.durations.survival(self.elapsed_s, further_s)
-
-    def wait_s(self, further_s: float, probability: float = MIN_BREAK_EVEN) -> float:
-        """Seconds until the regime, if it still holds then, has at least this probability of
-        lasting another `further_s`.
-        """
-        return (
-            0.0
-            if self.durations is None
-            else self.durations.wait_s(self.elapsed_s, further_s, probability)
-        )
+        return 1.0 - math.exp(min(50.0, self.log_ratio + self.deviation**2 / 2))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,7 +100,9 @@ class Situation:
     """Remaining time of the run, or of its phase, at that step time."""
     regime: Regime
     budget_s: float
-    """Seconds that switches may still cost."""
+    """Seconds that the next switch may risk to lose."""
+    trial_s: float = 0.0
+    """Time of a new plan's trial steps at that step time."""
     gain_multiplier: float = 1.0
     """Factor on the required ratio of gain to cost; above 1 if the run has switched back and
     forth."""
@@ -286,169 +259,55 @@ class _Weighed:
 
 
 def _weigh(situation: Situation, candidate: SwitchCandidate, settings: ControlConfig) -> _Weighed:
-    regime = situation.regime
-    if (
-        candidate.log_ratio_after is not None
-        and _gain(candidate.log_ratio_after, candidate.deviation) > settings.min_gain
-    ):
-        # It is better now and afterwards, so it does not matter how long present conditions last.
-        regime = replace(regime, durations=None)
-        candidate = replace(
-            candidate, log_ratio=max(candidate.log_ratio, candidate.log_ratio_after)
-        )
-    unprepared = regime
-    if candidate.prepare_s and situation.at_step is None:
-        # Nothing is gained while it is prepared. If conditions end before it is ready, it is
-        # withdrawn; so what counts is how long conditions last, given that they last until then.
-        situation = replace(
-            situation, horizon_s=max(0.0, situation.horizon_s - candidate.prepare_s)
-        )
-        regime = (
-            regime
-            if regime.durations is None
-            else replace(regime, elapsed_s=regime.elapsed_s + candidate.prepare_s)
-        )
-    left_s = max(0.0, situation.horizon_s - candidate.cost_s)
-    lasting_s = regime.expected_s(left_s)
-    # Switching back costs time only if conditions end before the run does.
-    back_s = (
-        0.0 if regime.durations is None else (1.0 - regime.survival(left_s)) * candidate.return_s
+    found = worth(
+        Bet(
+            log_ratio=candidate.log_ratio,
+            deviation=candidate.deviation * SIGMA,
+            log_ratio_after=candidate.log_ratio_after,
+            cost_s=candidate.cost_s,
+            return_s=candidate.return_s,
+            prepare_s=candidate.prepare_s if situation.at_step is None else 0.0,
+            trial_s=situation.trial_s,
+            usable=candidate.usable_probability,
+        ),
+        situation.regime,
+        situation.horizon_s,
     )
-    gain_s, cost_s = (
-        candidate.usable_probability * candidate.gain * lasting_s,
-        candidate.cost_s + back_s,
-    )
-    probability = candidate.usable_probability * _probability(candidate, cost_s, lasting_s)
-    earned_s = candidate.cost_s / candidate.gain if candidate.gain > 0 else math.inf
-    unsure_s = unprepared.wait_s(candidate.prepare_s)
-    objection, wait_s = _objection(
-        replace(situation, regime=regime),
-        candidate,
-        settings,
-        gain_s,
-        cost_s,
-        probability,
-        earned_s,
-        unsure_s,
-    )
+    objection, wait_s = _objection(situation, candidate, settings, found)
     return _Weighed(
         candidate=candidate,
-        gain_s=gain_s,
-        cost_s=cost_s,
-        probability=probability,
+        gain_s=found.gain_s,
+        cost_s=found.gain_s - found.net_s,
+        probability=found.probability,
         objection=objection,
         wait_s=wait_s,
     )
 
 
-def _gain(log_ratio: float, deviation: float) -> float:
-    """Expected share of a step's time that is saved; log_ratio is normally distributed."""
-    return 1.0 - math.exp(min(50.0, log_ratio + deviation**2 / 2))
-
-
-def _probability(candidate: SwitchCandidate, cost_s: float, lasting_s: float) -> float:
-    """Probability that it saves more than it costs while conditions last."""
-    if cost_s >= lasting_s:
-        return 0.0
-    enough = math.log1p(-cost_s / lasting_s)
-    if candidate.deviation <= 0:
-        return float(candidate.log_ratio < enough)
-    return _NORMAL.cdf((enough - candidate.log_ratio) / candidate.deviation)
-
-
 def _objection(
-    situation: Situation,
-    candidate: SwitchCandidate,
-    settings: ControlConfig,
-    gain_s: float,
-    cost_s: float,
-    probability: float,
-    earned_s: float,
-    unsure_s: float,
+    situation: Situation, candidate: SwitchCandidate, settings: ControlConfig, found: Worth
 ) -> tuple[str, float | None]:
-    """The first test that is not passed (empty: none), and the seconds to wait if only the duration
-    of conditions speaks against the switch.
+    """Why the switch is not made (empty: it may be), and after how many seconds it is weighed again
+    because of how long conditions last.
     """
-    least = settings.min_gain * (RETURN_GAIN_FACTOR if candidate.was_left else 1.0)
-    # The longer conditions have lasted, the longer they are expected to last. So a switch that
-    # fails only for their duration may pass later.
     later_s = (
         None if situation.regime.durations is None else REWEIGH_AFTER * situation.regime.elapsed_s
     )
+    what = f"would save {seconds(found.gain_s)} (P {found.probability:.2f}) for {seconds(found.gain_s - found.net_s)}"
     if candidate.barred:
         return candidate.barred, None
-    if candidate.gain <= least:
-        return f"saves {candidate.gain:.1%} of a step; at least {least:.0%} is required", None
-    # If conditions may end, switching back has to be affordable too, or the run would be stranded.
-    needed_s = candidate.cost_s + (
-        0.0 if situation.regime.durations is None else candidate.return_s
-    )
-    if needed_s > situation.budget_s and not candidate.is_free:
+    if found.wait_s > 0:
         return (
-            (
-                f"costs {seconds(needed_s)}; the budget for switches has"
-                f" {seconds(max(0.0, situation.budget_s))} left"
-                f" (controller.budget_share={settings.budget_share:g})"
-            ),
-            later_s,
+            f"{what}; worth more if conditions last {seconds(found.wait_s)} longer",
+            found.wait_s,
         )
-    if earned_s >= situation.horizon_s - candidate.cost_s:
-        if situation.horizon_s <= 0:
-            return (
-                f"takes {seconds(candidate.prepare_s)} to prepare; the run ends before that",
-                None,
-            )
+    if found.net_s <= MARGIN * candidate.cost_s:
+        return f"would save {seconds(max(0.0, found.gain_s))} for {seconds(found.gain_s - found.net_s)}", later_s
+    if found.worst_s > max(0.0, situation.budget_s):
         return (
-            (
-                f"costs {seconds(cost_s)}; it would not break even in the"
-                f" {seconds(situation.horizon_s)} of the run that are left then"
-            ),
-            None,
-        )
-    if candidate.usable_probability < settings.min_probability:
-        return (
-            (
-                "saves time only if its devices have recovered"
-                f" (probability {candidate.usable_probability:.2f})"
-            ),
-            None,
-        )
-    if unsure_s > 0:
-        return (
-            (
-                f"conditions may end within the {seconds(candidate.prepare_s)} of preparing it;"
-                f" worth it if they last {seconds(unsure_s)} longer"
-            ),
-            unsure_s,
-        )
-    wait_s = situation.regime.wait_s(
-        earned_s, MIN_BREAK_EVEN_RESTART if candidate.switch_method == "restart" else MIN_BREAK_EVEN
-    )
-    if wait_s > 0:
-        return (
-            (
-                f"conditions may end before it breaks even, after {seconds(earned_s)}; worth it"
-                f" if they last {seconds(wait_s)} longer"
-            ),
-            wait_s,
-        )
-    if probability < settings.min_probability:
-        return (
-            (
-                f"saves time with probability {probability:.2f}; at least"
-                f" {settings.min_probability:g} is required"
-            ),
-            later_s,
-        )
-    least_times = settings.gain_over_cost * situation.gain_multiplier
-    if gain_s < max(cost_s, least_times * candidate.cost_s):
-        return (
-            (
-                f"saves {seconds(gain_s)} at a cost of {seconds(candidate.cost_s)}; at least"
-                f" {least_times:.2g} times its cost is required"
-            ),
-            later_s,
-        )
+            f"{what}; the account allows to risk {seconds(max(0.0, situation.budget_s))}, and it"
+            f" may lose {seconds(found.worst_s)} (controller.budget_share={settings.budget_share:g})"
+        ), later_s
     return "", None
 
 

@@ -16,10 +16,11 @@ from optimus_jax.control.deciding.prices import Prices, query, setting
 from optimus_jax.control.deciding.quarantine import Quarantine
 from optimus_jax.control.deciding.question_queue import Question
 from optimus_jax.control.deciding.run_progress import RunProgress
-from optimus_jax.control.deciding.switch_budget import SwitchBudget
+from optimus_jax.control.deciding.account import Account
 from optimus_jax.control.deciding.switch_costs import CostModel
 from optimus_jax.control.deciding.watch import Watch
-from optimus_jax.control.policy import Decision, Regime, Situation, SwitchCandidate
+from optimus_jax.control.deciding.value import Regime
+from optimus_jax.control.policy import Decision, Situation, SwitchCandidate
 from optimus_jax.control.predictor import Predictor
 from optimus_jax.control.signals import SignalSummary
 from optimus_jax.data.batch import BatchShape
@@ -37,7 +38,7 @@ class CandidateEvaluator:
     predictor: Predictor
     watch: Watch
     costs: CostModel
-    switch_budget: SwitchBudget
+    account: Account
     quarantine: Quarantine
     settings: ControlConfig
     is_compiled: Callable[[Plan, BatchShape, frozenset[int]], bool]
@@ -125,9 +126,7 @@ class CandidateEvaluator:
             horizon_s=steps_left * step_time_s,
             regime=regime,
             blocked=blocked,
-            gain_multiplier=1.0
-            if question.only is not None
-            else self.switch_budget.gain_multiplier(observed.time_s),
+            trial_s=self.settings.canary_steps * step_time_s,
             budget_s=self._budget_s(step_time_s, usual_s),
             mandatory=question.mandatory,
             at_step=question.at_step,
@@ -168,9 +167,6 @@ class CandidateEvaluator:
             ),
             prepare_s=self.costs.prepare_s(switch_method, compiled=compiled),
             return_s=self.costs.expected_s(switch_method, plan, old, devices.normal, compiled=True),
-            is_free=self.plan_history.is_repair(devices.without, observed.slow)
-            or self._goes_home(plan),
-            was_left=question.only is None and self.plan_history.left_in(plan) == now,
         )
 
     def _goes_home(self, plan: Plan) -> bool:
@@ -186,7 +182,7 @@ class CandidateEvaluator:
         whole_s = self.run_progress.whole_s(
             self.watch.regime_at(self.run_progress.time_s), step_time_s, usual_s
         )
-        return self.switch_budget.budget_s(whole_s, self.costs.spent_s)
+        return self.account.allows_s(whole_s)
 
     def _inputs(
         self,
@@ -215,7 +211,7 @@ class CandidateEvaluator:
             "rejected_signals": sorted(watch.rejected_signals),
             "held_s": watch.regime_at(observed.time_s).elapsed_s,
             "steps_left": steps_left,
-            "spent_s": self.costs.spent_s,
+            "spent_s": self.account.spent_s,
             "memory_taken": observed.memory.taken,
             "lost_devices": sorted(observed.lost),
             **values,

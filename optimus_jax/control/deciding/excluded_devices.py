@@ -4,7 +4,7 @@ and when to try it again.
 
 from dataclasses import dataclass, replace
 
-from optimus_jax.control.policy import Regime
+from optimus_jax.control.deciding.value import Regime
 
 MIN_RECHECK_WAIT = 0.1
 """Shortest time between two checks, as a share of the time since the exclusion."""

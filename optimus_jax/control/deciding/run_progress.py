@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from optimus_jax.control.policy import Regime
+from optimus_jax.control.deciding.value import Regime
 from optimus_jax.control.signals import Observation
 
 

@@ -117,7 +117,6 @@ class CostModel:
         *,
         compiled: bool,
         delay_s: float,
-        counts: bool = True,
     ) -> None:
         """Learn from a measured switch. Impossible delays are ignored.
 
@@ -129,16 +128,11 @@ class CostModel:
         """
         if not math.isfinite(delay_s) or delay_s < 0:
             return
-        self.charge(delay_s if counts else 0.0)
         off = math.log(
             max(delay_s, 1e-3) / self._prior_s(switch_method, old, plan, pricing, compiled=compiled)
         )
         for key in (switch_method, None):
             self._seen.setdefault(key, []).append(off)
-
-    def charge(self, time_s: float) -> None:
-        """Add to the time spent."""
-        self.spent_s += time_s if math.isfinite(time_s) else 0.0
 
     def _restarts(self, switch_method: SwitchMethod) -> bool:
         return switch_method == "restart" or (

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from optimus_jax.control.deciding.changes import MIN_STEPS, SHIFT, Change, ChangeDetector, Durations
 from optimus_jax.control.deciding.conditions import Conditions, on_grid
-from optimus_jax.control.policy import Regime
+from optimus_jax.control.deciding.value import Regime
 from optimus_jax.control.signals import Observation, SignalSummary
 from optimus_jax.planning.profiles.cluster import INTER_HOST, INTRA_HOST
 
