@@ -11,6 +11,7 @@ from optimus_jax.config import DERIVED, Config, ModelConfig
 from optimus_jax.config.advice import VALUES, advice_for, spelled_like
 from optimus_jax.config.aliases import PARAMETERS, RENAMED, alias_of, meant_by_last_part, word
 from optimus_jax.config.presets import model_preset
+from optimus_jax.config.published_config import WHAT, published_kind
 from optimus_jax.config.run_checkpoint import INIT_FROM, RunCheckpoint
 from optimus_jax.config.settings import field_types, section_type, setting_names, shown, value_of
 from optimus_jax.errors import ConfigError, explain
@@ -120,6 +121,15 @@ def read_config(path: UserPath) -> Config:
                 do="give --config the config.json of a run",
             )
         ) from error
+    if (kind := published_kind(value)) is not None:
+        flag = "--model" if kind == "model" else INIT_FROM
+        raise ConfigError(
+            explain(
+                f"--config names the config of {WHAT[kind]}, not that of a run",
+                given=path,
+                do=f"give its directory: {flag} {os.path.dirname(path) or '.'}",
+            )
+        )
     return Config.from_value(_in_our_words(value)).with_values({"store.local_dir": None})
 
 

@@ -22,6 +22,7 @@ from optimus_jax.inference.text_model import TextModel
 from optimus_jax.mesh.formats import COMPUTE_DTYPES
 from optimus_jax.mesh.leaf import Leaf
 from optimus_jax.models.merging import without_adapters
+from optimus_jax.run.named_run import RUN
 from optimus_jax.run.published_weights import read_params, with_adapters
 from optimus_jax.run.stored_config import check_stored_config
 from optimus_jax.run.stored_run import config_of_run, run_to_read
@@ -32,9 +33,6 @@ from optimus_jax.weights.directory import open_model
 from optimus_jax.weights.peft_directory import BASE
 from optimus_jax.weights.published import PublishedSource
 from optimus_jax.weights.published_adapters import PublishedAdapters
-
-RUN = "--run"
-"""Flag that names a run or a published model."""
 
 
 def load_text_model(

@@ -23,6 +23,7 @@ from optimus_jax.errors import ConfigError, PlanError, explain
 from optimus_jax.models.families import check_family
 from optimus_jax.plan import Plan
 from optimus_jax.run.initial_weights import check_initial_model
+from optimus_jax.run.named_run import RUN_DIR, check_names_run
 from optimus_jax.run.parameter_source import parameter_source
 from optimus_jax.run.resumed_config import ResumedConfig
 from optimus_jax.run_directory.directory import RunDirectory
@@ -85,6 +86,7 @@ def requested_config(
         check_initial_model(config)
     else:
         assert run_dir is not None
+        check_names_run(str(run_dir), what=RUN_DIR)
         text = RunDirectory.resume(run_dir, writer=False).config_text()
         if model is not None and model not in PRESETS and Config.from_json(text).init_from:
             # a published model, which may be gone by now, or on a hub that cannot be reached
