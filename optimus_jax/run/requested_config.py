@@ -83,7 +83,7 @@ def requested_config(
     initial = base if base is None or isinstance(base, Config) else read_config(base)
     if not resume:
         config = _new_config(model, overrides, initial)
-        check_initial_model(config)
+        check_initial_model(config, named_settings(overrides))
     else:
         assert run_dir is not None
         check_names_run(str(run_dir), what=RUN_DIR)
