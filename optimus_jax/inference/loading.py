@@ -4,6 +4,7 @@ import json
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -13,7 +14,7 @@ from optimus_jax.checkpoint.checkpoints import Checkpoints
 from optimus_jax.config import Tuning
 from optimus_jax.config.axes import AxisSizes
 from optimus_jax.config.phases import phases_of
-from optimus_jax.data.tokenizers import load_tokenizer
+from optimus_jax.data.tokenizers import Tokenizer, load_tokenizer
 from optimus_jax.devices.backend import start_backend, unexpected_cpu_warning
 from optimus_jax.devices.jax_settings import check_jax_settings
 from optimus_jax.errors import ConfigError, explain
@@ -40,6 +41,8 @@ def load_text_model(
     step: int | None = None,
     *,
     mesh: AxisSizes = ONE_DEVICE,
+    eos: str | None = None,
+    chat_template: str | None = None,
     warn: Callable[[str], object] = warnings.warn,
 ) -> TextModel:
     """Load a model onto the first devices of this process.
@@ -49,6 +52,8 @@ def load_text_model(
         published model, or its name on the hub; a directory of adapters in PEFT's format.
       step: step of the run's checkpoint; None: the newest good one.
       mesh: sizes of fsdp and tensor, over which the model is split.
+      eos: token that ends a text of a published model; None: the one that its files name.
+      chat_template: path or URL of a chat template; None: the tokenizer's own.
     Raises:
       OptimusError: there is no such run, checkpoint, model or tokenizer, or the mesh does not fit.
     """
@@ -66,12 +71,25 @@ def load_text_model(
                 )
             )
     if source is not None:
-        return _published(source, adapters, step, mesh, warn)
-    return _of_run(named, step, mesh, warn)
+        load = partial(load_tokenizer, eos=eos, chat_template=chat_template)
+        return _published(source, adapters, step, mesh, load, warn)
+    if eos is not None:
+        raise ConfigError(
+            explain(
+                "a run has a token of its own that ends its documents",
+                given=f"{RUN} {named} with --eos {eos}",
+                do="leave --eos out; --stop TEXT ends a text too",
+            )
+        )
+    return _of_run(named, step, mesh, chat_template, warn)
 
 
 def _of_run(
-    named: UserPath, step: int | None, mesh: AxisSizes, warn: Callable[[str], object]
+    named: UserPath,
+    step: int | None,
+    mesh: AxisSizes,
+    chat_template: str | None,
+    warn: Callable[[str], object],
 ) -> TextModel:
     """The model of a run. Only parameters are read."""
     run = RunDirectory(run_to_read(named, what=RUN, checkpoint=step, say=warn), writer=False)
@@ -87,6 +105,9 @@ def _of_run(
         check=lambda metadata: check_stored_config(metadata, config, sections=("model.",)),
     )
     check_tokenizer(tokenizer, run, restored.metadata)
+    if chat_template is not None:
+        own = str(run.tokenizer or config.data.tokenizer)
+        tokenizer = load_tokenizer(own, config.data.eos, chat_template=chat_template)
     dtype = COMPUTE_DTYPES[json.loads(restored.metadata["plan"])["precision"]]
     trained_length = max(
         phase.seq_len for phase in phases_of(config) if phase.steps_before < max(1, restored.step)
@@ -109,6 +130,7 @@ def _published(
     adapters: PublishedAdapters | None,
     step: int | None,
     mesh: AxisSizes,
+    load: Callable[[str], Tokenizer],
     warn: Callable[[str], object],
 ) -> TextModel:
     """A published model, in the format of its embedding, perhaps with adapters."""
@@ -129,7 +151,7 @@ def _published(
                 do="add the file to the model's directory",
             )
         )
-    tokenizer, config = load_tokenizer(named), source.config()
+    tokenizer, config = load(named), source.config()
     tuning, added = (Tuning(), {}) if adapters is None else adapters.read(config)
     model = ModelOnMesh(replace(config, tuning=tuning), mesh)
     opened = open_model(source.fetched())

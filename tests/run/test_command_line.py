@@ -400,6 +400,20 @@ def test_unknown_flags_are_refused_in_the_same_form(script):
     refused(PARSERS[script](), "-x")
 
 
+@pytest.mark.parametrize("script", PARSERS)
+def test_errors_advise_flags_that_a_script_has(script):
+    """Messages of shared code name settings, which not every script takes by --set."""
+    parser = PARSERS[script]()
+    advised = ["data.eos=TOKEN", "data.chat_template=FILE", "data.text_field=NAME", "a.b=c"]
+    with pytest.raises(ConfigError) as caught, parser.own_words():
+        raise ConfigError(", or ".join(f"--set {setting}" for setting in advised))
+    for text, setting in zip(str(caught.value).split(", or "), advised, strict=True):
+        command, _, advice = text.rpartition("train ")
+        flags = TRAIN_FLAGS if command else parser.flags()
+        assert advice.partition(" ")[0] in flags, text
+        assert advice.endswith((setting, setting.partition("=")[2]))
+
+
 def test_aliases_work_for_flags_of_other_scripts():
     assert (
         PARSERS["generate"]().read(["--run_dir", "r", "--prompt", "--- x", "--max-tokens", "3"])[
