@@ -31,7 +31,6 @@ from optimus_jax.run_directory.directory import RunDirectory
 from optimus_jax.run_directory.run_data import check_tokenizer, tokenizer_of_run
 from optimus_jax.system.paths import UserPath
 from optimus_jax.weights.directory import open_model
-from optimus_jax.weights.peft_directory import BASE
 from optimus_jax.weights.published import PublishedSource
 from optimus_jax.weights.published_adapters import PublishedAdapters
 
@@ -61,15 +60,7 @@ def load_text_model(
     source = PublishedSource.parse(str(named), what=RUN)
     adapters = PublishedAdapters.parse(str(named), what=RUN)
     if adapters is not None:
-        base = adapters.base(do=f"write the directory of a published model there as {BASE}")
-        if (source := PublishedSource.parse(base, what=RUN)) is None:
-            raise ConfigError(
-                explain(
-                    "the adapters are not for a published model",
-                    given=f"{RUN} {adapters}, for {base}",
-                    do="give the run whose adapters they are",
-                )
-            )
+        source = adapters.published_base()
     if source is not None:
         load = partial(load_tokenizer, eos=eos, chat_template=chat_template)
         return _published(source, adapters, step, mesh, load, warn)
