@@ -14,7 +14,8 @@ from optimus_jax.config.presets import model_preset
 from optimus_jax.config.published_config import WHAT, published_kind
 from optimus_jax.config.run_checkpoint import INIT_FROM, RunCheckpoint
 from optimus_jax.config.settings import field_types, section_type, setting_names, shown, value_of
-from optimus_jax.errors import ConfigError, explain
+from optimus_jax.config.tuning import SETTINGS_OF, Method, Tuning
+from optimus_jax.errors import ConfigError, closest, explain
 from optimus_jax.store.local_copies import local_file
 from optimus_jax.system.hub_model import HubModel
 from optimus_jax.system.json_input import read_json
@@ -57,10 +58,11 @@ FIXED_FOR_A_RUN = (
     "optimizer.name",
 )
 """Prefixes of settings that a resumed run keeps: another value would make it a different run."""
-OF_ADAPTERS = frozenset(
-    f"model.tuning.{name}" for name in ("rank", "alpha", "rank_scaling", "dropout", "targets")
-)
-"""Settings that say which adapters a model has, if it has some."""
+OF_ADAPTERS: Mapping[Method, frozenset[str]] = {
+    method: frozenset(f"model.tuning.{name}" for name in names)
+    for method, names in SETTINGS_OF.items()
+}
+"""Settings that say which adapters of a method a model has."""
 KNOWN_BY_CONTENT = (
     "data.sources",
     "data.tokenizer",
@@ -94,16 +96,26 @@ def make_config(
         model = model_preset(model)
     chosen, named = {} if model is None else {"model": dataclasses.asdict(model)}, dotted(overrides)
     config = (base or Config()).with_values(chosen | named)
-    if not config.model.tuning.has_adapters and (unused := named.keys() & OF_ADAPTERS):
-        raise ConfigError(
-            explain(
-                "settings of adapters have no use without adapters: all of the model would be"
-                " trained",
-                given=", ".join(f"{name}={named[name]}" for name in sorted(unused)),
-                do="add --set model.tuning.method=lora, or leave them out",
-            )
-        )
+    _check_adapters(config.model.tuning, named)
     return _with_whole_paths(config)
+
+
+def _check_adapters(tuning: Tuning, named: Mapping[str, Any]) -> None:
+    """Raise ConfigError if a setting of adapters is among those named, and has no use."""
+    unused = named.keys() & frozenset().union(*OF_ADAPTERS.values()) - OF_ADAPTERS[tuning.method]
+    if not unused:
+        return
+    raise ConfigError(
+        explain(
+            f"{tuning.method} has no such setting"
+            if tuning.has_adapters
+            else "settings of adapters have no use without adapters: all of the model would be"
+            " trained",
+            given=", ".join(f"{name}={shown(named[name])}" for name in sorted(unused))
+            + f"; model.tuning.method={tuning.method}",
+            do="add --set model.tuning.method=lora, or leave them out",
+        )
+    )
 
 
 def read_config(path: UserPath) -> Config:
@@ -307,10 +319,31 @@ def _target(name: str, value: Any, others: Mapping[str, Any]) -> tuple[str, bool
             f"unknown setting {name!r}",
             given=f"{name}={shown(value)}",
             do=advice
+            or _beside(name)
             or spelled_like(name, [*SHORT_NAMES, *names], value, others)
             or _choices(name),
         )
     )
+
+
+def _beside(name: str) -> str | None:
+    """Suggests settings of the inner section in `name`, such as optimizer.lr_factors, whose own
+    section may be left out. None: there is no such section, or another has a setting of the name.
+    """
+    section, _, leaf = name.rpartition(".")
+    names = {each: each.rpartition(".")[0] for each in known_settings()}
+    inner = {own for own in names.values() if "." in own}
+    for wanted, last in ((section, leaf), (name, "")):
+        found = [own for own in inner if wanted and f".{own}".endswith(f".{wanted}")]
+        if len(found) != 1:
+            continue
+        if last and last in (each.rpartition(".")[2] for each in names):
+            return None
+        choices = [each.rpartition(".")[2] for each, own in names.items() if own in found]
+        if last and (close := closest(last, choices)) is not None:
+            return f"did you mean {f'{found[0]}.{close}'!r}?"
+        return "choose one of: " + ", ".join(f"{found[0]}.{each}" for each in choices)
+    return None
 
 
 def _choices(name: str) -> str:

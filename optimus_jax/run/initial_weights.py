@@ -106,6 +106,13 @@ class RunWeights:
         say(f"parameters from the checkpoint of step {restored.step} of {self.named.run}")
         if same_adapters(program.shapes.with_tuning(tuning).config, program.config.model):
             _say_what_is_compared(program, self.named.run, say)
+        elif tuning.has_adapters:
+            own = program.config.model.tuning
+            say(
+                f"adapters of {self.named.run} ({tuning.describe_adapters()}) are merged into the"
+                " parameters"
+                + (f"; new ones begin ({own.describe_adapters()})" if own.has_adapters else "")
+            )
         if (eos := _of_data(restored.metadata, "eos")) not in (None, self.eos):
             say(
                 f"documents end with token {self.eos}; those of {self.named.run} ended with token"

@@ -20,7 +20,7 @@ from optimus_jax.run_directory.run_data import NOT_COMPARABLE
 NAMES_ONLY = ("model.name", *KNOWN_BY_CONTENT)
 """Names and paths, which are not compared. Data and tokenizer are compared by content
 (run/first_state.py)."""
-CHANGEABLE = ("optimizer.", "precision.", "evaluation.")
+CHANGEABLE = ("optimizer.", "precision.", "preference.", "evaluation.")
 """Sections that affect the computation but may change on resume; changes are reported."""
 
 EVALUATION_DATA = {"data.eval_fraction", "data.respect_documents"}

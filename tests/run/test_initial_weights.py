@@ -339,8 +339,11 @@ def test_adapters_of_another_run_are_kept_or_merged(tmp_path, tuning):
     source = build(replace(MODEL, tuning=LORA), SPLIT).program
     before = random_state(source)
     saved_run(tmp_path / "tuned", source, before)
-    program = build(replace(MODEL, tuning=tuning), INTERLEAVED).program
-    state, _ = weights_of(tmp_path / "tuned").initial_state(program, lambda text: None)
+    program, messages = build(replace(MODEL, tuning=tuning), INTERLEAVED).program, []
+    state, _ = weights_of(tmp_path / "tuned").initial_state(program, messages.append)
+    said = [text for text in messages if "are merged into the parameters" in text]
+    assert len(said) == (tuning != LORA)
+    assert all("rank=4" in text and "new ones" not in text for text in said)
     params = (
         before.params
         if tuning == LORA
