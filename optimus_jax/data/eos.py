@@ -140,7 +140,7 @@ def _named_in(file: Path) -> str | None:
         raise DataError(
             explain(
                 f"cannot read {file}, which may name the end of documents",
-                given=shown(error),
+                given=shown(str(error)),
                 do="fix or remove it, or name the token: --set data.eos=TOKEN",
             )
         ) from error

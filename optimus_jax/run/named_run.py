@@ -46,6 +46,6 @@ def check_names_run(text: str, *, what: str) -> None:
             explain(
                 f"{what} takes the name of a run, without a step",
                 given=text,
-                do=f"give {what} {named.run}{step}",
+                do=f"give {what} {named.run}{step}" if what[:1] == "-" else f"give {named.run}",
             )
         )
