@@ -1,7 +1,6 @@
 """Makes a Config from the settings given at the command line or in Python."""
 
 import dataclasses
-import functools
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping
@@ -14,8 +13,9 @@ from optimus_jax.config.presets import model_preset
 from optimus_jax.config.published_config import WHAT, published_kind
 from optimus_jax.config.run_checkpoint import INIT_FROM, RunCheckpoint
 from optimus_jax.config.settings import field_types, section_type, setting_names, shown, value_of
+from optimus_jax.config.suggestions import known_settings, of_inner_section, of_section
 from optimus_jax.config.tuning import SETTINGS_OF, Method, Tuning
-from optimus_jax.errors import ConfigError, closest, explain
+from optimus_jax.errors import ConfigError, explain
 from optimus_jax.store.local_copies import local_file
 from optimus_jax.system.hub_model import HubModel
 from optimus_jax.system.json_input import read_json
@@ -319,46 +319,11 @@ def _target(name: str, value: Any, others: Mapping[str, Any]) -> tuple[str, bool
             f"unknown setting {name!r}",
             given=f"{name}={shown(value)}",
             do=advice
-            or _beside(name)
+            or of_inner_section(name)
             or spelled_like(name, [*SHORT_NAMES, *names], value, others)
-            or _choices(name),
+            or of_section(name, SHORT_NAMES),
         )
     )
-
-
-def _beside(name: str) -> str | None:
-    """Suggests settings of the inner section in `name`, such as optimizer.lr_factors, whose own
-    section may be left out. None: there is no such section, or another has a setting of the name.
-    """
-    section, _, leaf = name.rpartition(".")
-    names = {each: each.rpartition(".")[0] for each in known_settings()}
-    inner = {own for own in names.values() if "." in own}
-    for wanted, last in ((section, leaf), (name, "")):
-        found = [own for own in inner if wanted and f".{own}".endswith(f".{wanted}")]
-        if len(found) != 1:
-            continue
-        if last and last in (each.rpartition(".")[2] for each in names):
-            return None
-        choices = [each.rpartition(".")[2] for each, own in names.items() if own in found]
-        if last and (close := closest(last, choices)) is not None:
-            return f"did you mean {f'{found[0]}.{close}'!r}?"
-        return "choose one of: " + ", ".join(f"{found[0]}.{each}" for each in choices)
-    return None
-
-
-def _choices(name: str) -> str:
-    """The settings of the section in `name`; if there is none, all short names and sections."""
-    own = [each for each in known_settings() if each.startswith(f"{name.partition('.')[0]}.")]
-    sections = dict.fromkeys(
-        f"{each.partition('.')[0]}.*" for each in known_settings() if "." in each
-    )
-    return "choose one of: " + ", ".join(own or [*SHORT_NAMES, *sections])
-
-
-@functools.cache
-def known_settings() -> dict[str, None]:
-    """The dotted names of all settings, in order."""
-    return dict.fromkeys(setting_names(Config))
 
 
 def _same(value: Any, other: Any) -> bool:

@@ -17,8 +17,9 @@ from typing import Any, NoReturn
 from optimus_jax.config.advice import advice_for, spelled_like
 from optimus_jax.config.aliases import PARAMETERS, alias_of, meant_by_last_part, word
 from optimus_jax.config.presets import PRESETS
-from optimus_jax.config.request import SHORT_NAMES, Entry, canonical, known_settings, say
+from optimus_jax.config.request import SHORT_NAMES, Entry, canonical, say
 from optimus_jax.config.settings import shown
+from optimus_jax.config.suggestions import known_settings
 from optimus_jax.errors import ConfigError, OptimusError, closest, explain, nearest
 from optimus_jax.faults.stopping import EXIT_INTERRUPT, EXIT_NO_READER, EXIT_USER_ERROR
 from optimus_jax.system.command import typed_command

@@ -21,8 +21,9 @@ from optimus_jax.config.advice import ADVICE, VALUES, advice_for
 from optimus_jax.config.aliases import ALIASES, AXIS_OF, PARAMETERS, alias_of
 from optimus_jax.config.axes import AxisSizes
 from optimus_jax.config.presets import PRESETS
-from optimus_jax.config.request import SHORT_NAMES, dotted, known_settings, make_config, read_config
+from optimus_jax.config.request import SHORT_NAMES, dotted, make_config, read_config
 from optimus_jax.config.settings import field_types
+from optimus_jax.config.suggestions import known_settings
 from optimus_jax.errors import ConfigError, OptimusError, PlanError, closest
 from optimus_jax.faults.stopping import EXIT_INTERRUPT, EXIT_NO_READER, EXIT_USER_ERROR
 from optimus_jax.run import command_line
