@@ -71,6 +71,11 @@ def explain(what: str, *, given: object, do: str) -> str:
     return f"{what}\n  given: {given}\n  do:    {do}"
 
 
+def counted(number: int, noun: str) -> str:
+    """`1 step`, `2 steps`."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """A hint that names the closest known word, or lists all known words if none is close."""
     known = list(known)

@@ -31,6 +31,7 @@ def parser() -> Parser:
             " transformers loads. Needs no accelerator, and little memory."
         ),
         words=WORDS,
+        settings=FLAGS,
     )
     flags.add_argument("--run", metavar="DIR", required=True, help="directory or URL of a run")
     flags.add_argument("--to", metavar="DIR", required=True, help="directory to make")
@@ -64,13 +65,6 @@ def parser() -> Parser:
     return flags
 
 
-def in_own_words(text: str) -> str:
-    """An error message that names this command's flags instead of a run's settings."""
-    for setting, flag in FLAGS.items():
-        text = text.replace(setting, flag)
-    return text
-
-
 def check_kind(given: Mapping[str, Any]) -> None:
     """Raise ConfigError for flags of whole models with adapters alone, or the other way round."""
     if given["adapters"]:
@@ -85,19 +79,25 @@ def check_kind(given: Mapping[str, Any]) -> None:
 
 
 def main() -> None:
-    given = parser().read()
+    flags = parser()
+    given = flags.read()
     check_kind(given)
     import_jax(only_cpu=True)  # after parsing, so that --help does not wait for JAX
     from optimus_jax.run.adapters import save_adapters
     from optimus_jax.run.export import export
 
     if given["adapters"]:
-        step = save_adapters(
-            given["run"], given["to"], step=given["step"], base=given["base"], warn=print_to_stderr
-        )
+        with flags.own_words():
+            step = save_adapters(
+                given["run"],
+                given["to"],
+                step=given["step"],
+                base=given["base"],
+                warn=print_to_stderr,
+            )
         print(f"{given['to']}: adapters after step {step}")
         return
-    try:
+    with flags.own_words():
         done = export(
             given["run"],
             given["to"],
@@ -106,8 +106,6 @@ def main() -> None:
             max_shard_size=given["max_shard_size"],
             warn=print_to_stderr,
         )
-    except ConfigError as error:
-        raise ConfigError(in_own_words(str(error))) from error
     print(
         f"{done.directory}: {done.num_params:,} parameters in {done.dtype} after step {done.step},"
         f" {done.num_bytes:,} bytes"

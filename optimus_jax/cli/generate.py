@@ -21,13 +21,25 @@ WORDS = {
     "num_samples": "num_return_sequences n_samples",
     "top_k": "topk",
     "top_p": "topp",
+    "chat_template": "template",
+    "eos": "eos_token",
 }
 """Aliases: what other programs call these flags."""
+FLAGS = {
+    "--set data.chat_template=": "--chat-template ",
+    "data.chat_template": "--chat-template",
+    "--set data.eos=": "--eos ",
+}
+"""Settings of a run, as error messages name them -> the same as flags of this command."""
 
 
 def parser() -> Parser:
     """The parser of this command's flags."""
-    flags = Parser(description="Generate text with a model: it continues a prompt.", words=WORDS)
+    flags = Parser(
+        description="Generate text with a model: it continues a prompt.",
+        words=WORDS,
+        settings=FLAGS,
+    )
     flags.add_argument(
         "--run",
         metavar="DIR",
@@ -48,6 +60,16 @@ def parser() -> Parser:
         "--chat",
         action="store_true",
         help="answer the prompt as a user's message, by the tokenizer's chat template",
+    )
+    flags.add_argument(
+        "--chat-template",
+        metavar="FILE",
+        help="with --chat: file or URL of another template (default: the tokenizer's own)",
+    )
+    flags.add_argument(
+        "--eos",
+        metavar="TOKEN",
+        help="token that ends a text of a published model (default: the one that its files name)",
     )
     flags.add_argument(
         "--stop",
@@ -158,7 +180,16 @@ def show(prompt: str, pieces: Iterator[list[str]]) -> None:
 
 
 def main() -> None:
-    given = parser().read()
+    flags = parser()
+    given = flags.read()
+    if given["chat_template"] is not None and not given["chat"]:
+        raise ConfigError(
+            explain(
+                "a chat template writes out messages, and the prompt is a text",
+                given=f"--chat-template {given['chat_template']} without --chat",
+                do="add --chat, or leave it out",
+            )
+        )
     import_jax()  # after parsing, so that --help does not wait for JAX
     from optimus_jax.config.axes import AxisSizes
     from optimus_jax.devices.cpu import use_cpu_devices
@@ -168,20 +199,28 @@ def main() -> None:
     if given["cpu_devices"] is not None:
         use_cpu_devices(given["cpu_devices"])
     mesh = AxisSizes.parse(given["mesh"]) if given["mesh"] else AxisSizes()
-    model = load_text_model(given["run"], given["step"], mesh=mesh, warn=print_to_stderr)
-    pieces = model.generate(
-        prompt,
-        max_new_tokens=given["max_new_tokens"],
-        temperature=given["temperature"],
-        top_k=given["top_k"],
-        top_p=given["top_p"],
-        seed=given["seed"],
-        num_samples=given["num_samples"],
-        stop=given["stop"],
-        chat=given["chat"],
-        past_trained_length=given["past_trained_length"],
-        warn=print_to_stderr,
-    )
+    with flags.own_words():
+        model = load_text_model(
+            given["run"],
+            given["step"],
+            mesh=mesh,
+            eos=given["eos"],
+            chat_template=given["chat_template"],
+            warn=print_to_stderr,
+        )
+        pieces = model.generate(
+            prompt,
+            max_new_tokens=given["max_new_tokens"],
+            temperature=given["temperature"],
+            top_k=given["top_k"],
+            top_p=given["top_p"],
+            seed=given["seed"],
+            num_samples=given["num_samples"],
+            stop=given["stop"],
+            chat=given["chat"],
+            past_trained_length=given["past_trained_length"],
+            warn=print_to_stderr,
+        )
     step = "" if model.step is None else f" after step {model.step}"
     print_to_stderr(f"{model.config.name}{step}")
     show("" if given["chat"] else prompt, pieces)

@@ -351,6 +351,11 @@ def show(given: dict, found: "PlanSearch", reports: "Sequence[CompileReport | No
             highlight=False,
         )
         said = typed({"parallel.mesh": "auto"} | layout)
+    from optimus_jax.config.run_checkpoint import INIT_FROM
+    from optimus_jax.weights.published import MODEL
+    from optimus_jax.weights.published_adapters import PublishedAdapters
+
+    begin = INIT_FROM if PublishedAdapters.parse(given["model"], what=MODEL) else MODEL
     further = settings({"set": given["set"]}, note=lambda _: None)
     others = "".join(
         f" --set {name}={value}"
@@ -358,7 +363,7 @@ def show(given: dict, found: "PlanSearch", reports: "Sequence[CompileReport | No
         if name not in SAID_BY_FLAGS and f"--set {name}={value}" not in said
     )
     console.print(
-        f"train with: {typed_command('train')} --model {given['model']}{device} {said}{others}",
+        f"train with: {typed_command('train')} {begin} {given['model']}{device} {said}{others}",
         highlight=False,
         soft_wrap=True,
     )

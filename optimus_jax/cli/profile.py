@@ -51,9 +51,9 @@ def main() -> None:
     from optimus_jax.data.mixture import Mixture
     from optimus_jax.planning.profiles.data_profile import profile_data
     from optimus_jax.planning.profiles.model_profile import profile_model
-    from optimus_jax.weights.published import model_named
+    from optimus_jax.weights.published_adapters import model_with_adapters
 
-    config = make_config(model_named(given["model"]), settings(given))
+    config = make_config(model_with_adapters(given["model"]), settings(given))
     precision = "f32" if config.precision.compute == "auto" else config.precision.compute
     kernel = "xla" if config.parallel.attention == "auto" else config.parallel.attention
     model = profile_model(config.model, seq_len=config.seq_len, precision=precision, kernel=kernel)

@@ -66,12 +66,13 @@ def write_page(run_dir: Path, out: Path) -> None:
 
 
 def main() -> None:
-    given = parser().read()
+    flags = parser()
+    given = flags.read()
     run_dir = user_path(given["run_dir"], what="RUN_DIR")
     # the page of a run in a store goes into the current directory
     home = run_dir if isinstance(run_dir, Path) else Path()
     out = home / PAGE if given["out"] is None else local_path(given["out"], what="--out")
-    write_page(
-        run_to_read(given["run_dir"], what="RUN_DIR", checkpoint="none", say=print_to_stderr), out
-    )
+    with flags.own_words():
+        run = run_to_read(given["run_dir"], what="RUN_DIR", checkpoint="none", say=print_to_stderr)
+    write_page(run, out)
     print(f"wrote {out}")

@@ -168,7 +168,7 @@ def setup_of(given: dict, scenario: "Scenario", recording: "Recording | None") -
     from optimus_jax.config.request import make_config
     from optimus_jax.planning.search.search import Pricing
     from optimus_jax.simulation.setup import Setup
-    from optimus_jax.weights.published import model_named
+    from optimus_jax.weights.published_adapters import model_with_adapters
 
     cluster, rates, calibration = hardware(given)
     overrides = ({} if recording else {"data.global_batch": 8 * cluster.num_devices}) | settings(
@@ -179,7 +179,7 @@ def setup_of(given: dict, scenario: "Scenario", recording: "Recording | None") -
 
     said = {name: None for name in ("seq_len", "global_batch") if name in given}
     config = (
-        make_config(model_named(given["model"]), overrides)
+        make_config(model_with_adapters(given["model"]), overrides)
         if recording is None
         else recording.config.with_values(overrides)
     )

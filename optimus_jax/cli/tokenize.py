@@ -10,7 +10,6 @@ from optimus_jax.data.skipped_input import SkippedInput
 from optimus_jax.data.sources import read_documents
 from optimus_jax.data.tokenizers import encode_documents, load_tokenizer
 from optimus_jax.data.tokens import write_token_file
-from optimus_jax.errors import DataError
 from optimus_jax.run.command_line import Parser
 from optimus_jax.system.paths import local_path
 
@@ -20,13 +19,6 @@ FLAGS = {
     "--set data.eos=": "--eos ",
 }
 """Settings of a run, as error messages name them -> the same as flags of this command."""
-
-
-def in_own_words(text: str) -> str:
-    """An error message that names this command's flags instead of a run's settings."""
-    for setting, flag in FLAGS.items():
-        text = text.replace(setting, flag)
-    return text
 
 
 def parser() -> Parser:
@@ -41,6 +33,7 @@ def parser() -> Parser:
             "out": "output output_file output_path output_prefix save_path",
             "text_field": "text_column json_keys key",
         },
+        settings=FLAGS,
     )
     flags.add_argument(
         "sources",
@@ -83,10 +76,11 @@ def parser() -> Parser:
 
 
 def main() -> None:
-    given = parser().read()
+    flags = parser()
+    given = flags.read()
     out = local_path(given["out"], what="--out", do="write a file here, and copy it to the store")
     skipped_input = SkippedInput()
-    try:
+    with flags.own_words():
         tokenizer = load_tokenizer(given["tokenizer"], given["eos"])
         documents = read_documents(
             given["sources"],
@@ -97,8 +91,6 @@ def main() -> None:
         header = write_token_file(
             out, encode_documents(tokenizer, documents), tokenizer, skipped_input
         )
-    except DataError as error:
-        raise DataError(in_own_words(str(error))) from error
     print(
         f"{out}: {header.num_documents:,} documents, {header.num_tokens:,} tokens of {header.dtype}"
     )

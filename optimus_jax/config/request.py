@@ -1,7 +1,6 @@
 """Makes a Config from the settings given at the command line or in Python."""
 
 import dataclasses
-import functools
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping
@@ -11,8 +10,11 @@ from optimus_jax.config import DERIVED, Config, ModelConfig
 from optimus_jax.config.advice import VALUES, advice_for, spelled_like
 from optimus_jax.config.aliases import PARAMETERS, RENAMED, alias_of, meant_by_last_part, word
 from optimus_jax.config.presets import model_preset
+from optimus_jax.config.published_config import WHAT, published_kind
 from optimus_jax.config.run_checkpoint import INIT_FROM, RunCheckpoint
 from optimus_jax.config.settings import field_types, section_type, setting_names, shown, value_of
+from optimus_jax.config.suggestions import known_settings, of_inner_section, of_section
+from optimus_jax.config.tuning import SETTINGS_OF, Method, Tuning
 from optimus_jax.errors import ConfigError, explain
 from optimus_jax.store.local_copies import local_file
 from optimus_jax.system.hub_model import HubModel
@@ -56,10 +58,11 @@ FIXED_FOR_A_RUN = (
     "optimizer.name",
 )
 """Prefixes of settings that a resumed run keeps: another value would make it a different run."""
-OF_ADAPTERS = frozenset(
-    f"model.tuning.{name}" for name in ("rank", "alpha", "rank_scaling", "dropout", "targets")
-)
-"""Settings that say which adapters a model has, if it has some."""
+OF_ADAPTERS: Mapping[Method, frozenset[str]] = {
+    method: frozenset(f"model.tuning.{name}" for name in names)
+    for method, names in SETTINGS_OF.items()
+}
+"""Settings that say which adapters of a method a model has."""
 KNOWN_BY_CONTENT = (
     "data.sources",
     "data.tokenizer",
@@ -93,16 +96,26 @@ def make_config(
         model = model_preset(model)
     chosen, named = {} if model is None else {"model": dataclasses.asdict(model)}, dotted(overrides)
     config = (base or Config()).with_values(chosen | named)
-    if not config.model.tuning.has_adapters and (unused := named.keys() & OF_ADAPTERS):
-        raise ConfigError(
-            explain(
-                "settings of adapters have no use without adapters: all of the model would be"
-                " trained",
-                given=", ".join(f"{name}={named[name]}" for name in sorted(unused)),
-                do="add --set model.tuning.method=lora, or leave them out",
-            )
-        )
+    _check_adapters(config.model.tuning, named)
     return _with_whole_paths(config)
+
+
+def _check_adapters(tuning: Tuning, named: Mapping[str, Any]) -> None:
+    """Raise ConfigError if a setting of adapters is among those named, and has no use."""
+    unused = named.keys() & frozenset().union(*OF_ADAPTERS.values()) - OF_ADAPTERS[tuning.method]
+    if not unused:
+        return
+    raise ConfigError(
+        explain(
+            f"{tuning.method} has no such setting"
+            if tuning.has_adapters
+            else "settings of adapters have no use without adapters: all of the model would be"
+            " trained",
+            given=", ".join(f"{name}={shown(named[name])}" for name in sorted(unused))
+            + f"; model.tuning.method={tuning.method}",
+            do="add --set model.tuning.method=lora, or leave them out",
+        )
+    )
 
 
 def read_config(path: UserPath) -> Config:
@@ -120,6 +133,15 @@ def read_config(path: UserPath) -> Config:
                 do="give --config the config.json of a run",
             )
         ) from error
+    if (kind := published_kind(value)) is not None:
+        flag = "--model" if kind == "model" else INIT_FROM
+        raise ConfigError(
+            explain(
+                f"--config names the config of {WHAT[kind]}, not that of a run",
+                given=path,
+                do=f"give its directory: {flag} {os.path.dirname(path) or '.'}",
+            )
+        )
     return Config.from_value(_in_our_words(value)).with_values({"store.local_dir": None})
 
 
@@ -297,25 +319,11 @@ def _target(name: str, value: Any, others: Mapping[str, Any]) -> tuple[str, bool
             f"unknown setting {name!r}",
             given=f"{name}={shown(value)}",
             do=advice
+            or of_inner_section(name)
             or spelled_like(name, [*SHORT_NAMES, *names], value, others)
-            or _choices(name),
+            or of_section(name, SHORT_NAMES),
         )
     )
-
-
-def _choices(name: str) -> str:
-    """The settings of the section in `name`; if there is none, all short names and sections."""
-    own = [each for each in known_settings() if each.startswith(f"{name.partition('.')[0]}.")]
-    sections = dict.fromkeys(
-        f"{each.partition('.')[0]}.*" for each in known_settings() if "." in each
-    )
-    return "choose one of: " + ", ".join(own or [*SHORT_NAMES, *sections])
-
-
-@functools.cache
-def known_settings() -> dict[str, None]:
-    """The dotted names of all settings, in order."""
-    return dict.fromkeys(setting_names(Config))
 
 
 def _same(value: Any, other: Any) -> bool:

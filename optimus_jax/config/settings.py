@@ -57,14 +57,15 @@ def changed(value: D, changes: Mapping[str, Any]) -> D:
             if section[parent] is None:
                 section[parent] = {}
             section, fields = section[parent], field_types(inner)
-        if leaf not in fields or (
-            section_type(fields[leaf]) and not isinstance(item, Mapping | None)
-        ):
+        inner = section_type(fields.get(leaf))
+        if leaf not in fields or (inner is not None and not isinstance(item, Mapping | None)):
             raise ConfigError(
                 explain(
                     f"unknown setting {name!r}",
                     given=f"{name}={shown(item)}",
-                    do=nearest(name, setting_names(cls)),
+                    do=nearest(name, setting_names(cls))
+                    if inner is None
+                    else "choose one of: " + ", ".join(setting_names(inner, f"{name}.")),
                 )
             )
         section[leaf] = item

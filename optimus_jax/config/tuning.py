@@ -30,6 +30,12 @@ PROJECTIONS: dict[Method, dict[Target, tuple[Projection, ...]]] = {
     "ia3": {"qkvo": ("key", "value"), "mlp": ("down",)},
 }
 """The projections that a method can adapt, by block."""
+SETTINGS_OF: dict[Method, tuple[str, ...]] = {
+    "none": (),
+    "lora": ("rank", "alpha", "rank_scaling", "dropout", "targets"),
+    "ia3": ("targets",),
+}
+"""Fields of `Tuning` that say which adapters a method has."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,8 +56,8 @@ class Tuning:
     """Projections with an adapter: all, qkvo, mlp, or query, key, value, out, gate, up, down. ia3
     has key, value and down."""
     freeze: tuple[BaseGroup, ...] | None = None
-    """Groups that are not trained: embedding, attention, mlp, norm, head; None: with adapters all
-    of these, otherwise nothing."""
+    """Groups that are not trained: embedding, attention, mlp, norm, head; empty (`freeze=`):
+    nothing is frozen; None (`freeze=none`): all of these with adapters, otherwise nothing."""
     freeze_layers: int = 0
     """Number of layers, from the lowest, that are not trained, nor are their adapters."""
     base_precision: BasePrecision = "f32"
@@ -102,7 +108,8 @@ class Tuning:
                     f"only matrices that are not trained can be stored in {self.base_precision}:"
                     " the others are master weights",
                     given=f"model.tuning.base_precision={self.base_precision}, and nothing frozen",
-                    do="set model.tuning.method=lora, or name groups in model.tuning.freeze",
+                    do="set model.tuning.method=lora, or name groups in model.tuning.freeze, or"
+                    " set model.tuning.base_precision=f32",
                 )
             )
 
@@ -136,6 +143,13 @@ class Tuning:
     def has_adapters(self) -> bool:
         """Whether there are adapters."""
         return self.method != "none"
+
+    def describe_adapters(self) -> str:
+        """The settings that decide what adapters compute."""
+        text = f"method={self.method}"
+        if self.method == "lora":
+            text += f" rank={self.rank} alpha={self.alpha:g} rank_scaling={self.rank_scaling}"
+        return f"{text} targets={','.join(self.targets)}"
 
     @property
     def frozen(self) -> tuple[BaseGroup, ...]:

@@ -13,6 +13,7 @@ from optimus_jax.config.data import DataConfig
 from optimus_jax.config.export import ExportConfig
 from optimus_jax.config.model import ModelConfig
 from optimus_jax.config.parallel import ParallelConfig, PrecisionConfig
+from optimus_jax.config.published_config import WHAT, published_kind
 from optimus_jax.config.run_checkpoint import INIT_FROM, RunCheckpoint
 from optimus_jax.config.running import ControlConfig, DistributedConfig, FaultConfig, StoreConfig
 from optimus_jax.config.settings import build, changed, check_finite
@@ -231,7 +232,19 @@ class Config:
 
     @classmethod
     def from_value(cls, value: Any) -> "Config":
-        """The config from a parsed JSON value, in which settings may have earlier names."""
+        """The config from a parsed JSON value, in which settings may have earlier names.
+
+        Raises ConfigError for unknown keys and wrong types, and for the config of something
+        published.
+        """
+        if (kind := published_kind(value)) is not None:
+            raise ConfigError(
+                explain(
+                    f"a config is not that of a run, but of {WHAT[kind]}",
+                    given=", ".join(list(value)[:4]) + ", ...",
+                    do="give a run's",
+                )
+            )
         return build(
             cls,
             (

@@ -10,12 +10,12 @@ targets do not count. Which conversations share an example depends on the data a
 
 import dataclasses
 import functools
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 import numpy as np
 
-from optimus_jax.config.data import TooLong
+from optimus_jax.config.data import EVERY_ROLE, TooLong
 from optimus_jax.data.batch import HostBatch
 from optimus_jax.data.digests import WholeDigest
 from optimus_jax.data.packing import Packing, pack
@@ -232,6 +232,7 @@ def encode_conversations(
     name: str,
     too_long: TooLong,
     group_size: int = 1,
+    loss_on: Collection[str] = (),
 ) -> tuple[Conversations, list[str]]:
     """All conversations as tokens, and notes about those that were left out.
 
@@ -239,15 +240,17 @@ def encode_conversations(
 
     Args:
       chats: each with the others that share its example, `group_size` in all.
+      loss_on: roles that were asked for (data.loss_on), for notes.
     Raises:
       DataError: no token of any conversation counts.
     """
     found: list[ChatTokens] = []
-    num_without, stops = 0, False
+    num_without, stops, roles = 0, False, set[str]()
     for group in groups(chats, lambda piece: sum(len(chat.text) for chat in piece)):
         tokens = iter(tokenizer.encode_chats([chat for piece in group for chat in piece]))
         for piece in group:
             encoded = [next(tokens) for _ in piece]
+            roles = roles.union(*(chat.roles for chat in piece))
             if all(chat.counts[1:].any() for chat in encoded):
                 found += encoded
                 stops |= all(chat.stops for chat in piece)
@@ -257,11 +260,18 @@ def encode_conversations(
         raise DataError(
             explain(
                 f"no token of {name} counts in the loss",
-                given=f"{num_without:,} {_unit(group_size)}(s)",
+                given=f"{num_without:,} {_unit(group_size)}(s)"
+                + (f" with the roles {', '.join(sorted(roles))}" if roles else "")
+                + f"; data.loss_on={','.join(loss_on)}",
                 do="name the roles that are to be learnt: --set data.loss_on=assistant,tool",
             )
         )
     notes = []
+    if roles and (absent := sorted({*loss_on} - {EVERY_ROLE} - roles)):
+        notes.append(
+            f"no message of {name} has the role {' or '.join(map(repr, absent))} (data.loss_on);"
+            f" there are {', '.join(sorted(roles))}"
+        )
     if num_without:
         notes.append(
             f"{num_without:,} {_unit(group_size)}(s) of {name} left out, because no token of them"

@@ -224,7 +224,9 @@ class _SourceLoader:
                 )
             )
         group_size = 2 if self.pairs else 1
-        whole, notes = encode_conversations(tokenizer, pieces, name, config.too_long, group_size)
+        whole, notes = encode_conversations(
+            tokenizer, pieces, name, config.too_long, group_size, config.loss_on
+        )
         stream = TokenStream(
             name=name, tokens=whole.tokens, eos=tokenizer.eos, vocab_size=tokenizer.vocab_size
         )

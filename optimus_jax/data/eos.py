@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from optimus_jax.config.settings import shown
 from optimus_jax.errors import DataError, explain
 
 EOS_TOKENS = (
@@ -127,20 +128,23 @@ def _named_in(file: Path) -> str | None:
     """The eos_token that a file names; None if the file is missing or names none."""
     try:
         value = json.loads(file.read_bytes())
+        if not isinstance(value, dict):
+            raise ValueError(f"it is not a JSON object, but a {type(value).__name__}")
+        named = value.get("eos_token")
+        token = named.get("content") if isinstance(named, dict) else named
+        if not isinstance(token, str) and named is not None:
+            raise ValueError(f"eos_token={named!r} is neither a text nor an object with content")
     except FileNotFoundError:
         return None
     except (OSError, ValueError, RecursionError) as error:
         raise DataError(
             explain(
                 f"cannot read {file}, which may name the end of documents",
-                given=error,
+                given=shown(str(error)),
                 do="fix or remove it, or name the token: --set data.eos=TOKEN",
             )
         ) from error
-    token = value.get("eos_token") if isinstance(value, dict) else None
-    if isinstance(token, dict):
-        token = token.get("content")
-    return token if isinstance(token, str) else None
+    return token
 
 
 def _spaceless(text: str) -> str:

@@ -17,11 +17,13 @@ from typing import Any, BinaryIO
 from optimus_jax.data.compressed import open_file, suffixes_of
 from optimus_jax.data.file_kinds import TEXT_BYTE_ORDER_MARK, wide_encoding
 from optimus_jax.data.records import (
+    LEARN_PREFERENCES,
     USE_TRAINING,
     NotConversationError,
     NotTextError,
     RecordReader,
     column_types,
+    has_pair,
     text_in,
     without_nulls,
 )
@@ -94,23 +96,27 @@ class SourceFile:
             if isinstance(error, NotTextError | csv.Error)
             else f"{type(error).__name__}: {error}"
         )
-        text = repr(shown)
+        text, other, name = repr(shown), "", ""
         if unit == "row":
             last = number + num_lines - 1
             lines = f"line {number}" if num_lines == 1 else f"lines {number} to {last}"
-            what, given, name = f"{lines}, is no row of its table", reason, ""
+            what, given = f"{lines}, is no row of its table", reason
         elif isinstance(error, NotConversationError):
-            what = f"{unit} {number}, is not a conversation that can be written out"
-            given, name = reason, ""
+            what = f"{unit} {number}, is not a {error.wanted} that can be written out"
+            given = reason
         else:
             what = f"{unit} {number}, is not a JSON object with a text named {self.text_field!r}"
             given = f"{text if len(text) <= _SHOWN else text[:_SHOWN] + '...'} ({reason})"
-            name = "name the field: --set data.text_field=NAME, "
+            if isinstance(error, NotTextError) and error.do is not None:
+                other = f"{error.do}, or "
+            else:
+                name = "name the field: --set data.text_field=NAME, "
         raise DataError(
             explain(
                 f"{self.path}, {what}",
                 given=given,
-                do=f"fix the {unit}, {name}or leave bad lines out: --set data.skip_bad_lines=true",
+                do=f"{other}fix the {unit}, {name}or leave bad lines out:"
+                " --set data.skip_bad_lines=true",
             )
         ) from error
 
@@ -376,10 +382,9 @@ def _columns(schema: Any, source_file: SourceFile) -> list[str]:
             return found
         raise DataError(
             explain(
-                f"{source_file.path} holds no conversations",
+                f"{source_file.path} holds no {records.wanted}",
                 given=f"columns {', '.join(schema.names)}; data.records={records.kind}",
-                do="name the column with the messages: --set data.text_field=NAME, or leave the"
-                " file out",
+                do=f"{records.if_absent}, or leave the file out",
             )
         )
     columns = [(field.name, field.type) for field in schema]
@@ -391,7 +396,10 @@ def _columns(schema: Any, source_file: SourceFile) -> list[str]:
     if len(kinds) != 1 or kinds[0] not in _TEXT_TYPES:
         is_chat = any(kind.startswith(("list<", "large_list<")) for kind in kinds)
         raise _no_column(
-            source_file, ", ".join(f"{name}: {kind}" for name, kind in columns), is_chat=is_chat
+            source_file,
+            ", ".join(f"{name}: {kind}" for name, kind in columns),
+            is_chat=is_chat,
+            is_pair=has_pair(schema.names),
         )
     return [source_file.text_field]
 
@@ -417,13 +425,16 @@ def _rows(batches: Iterable[Any], columns: list[str], source_file: SourceFile) -
             yield document
 
 
-def _no_column(source_file: SourceFile, given: str, *, is_chat: bool = False) -> DataError:
+def _no_column(
+    source_file: SourceFile, given: str, *, is_chat: bool = False, is_pair: bool = False
+) -> DataError:
     chat = f"; {USE_TRAINING}" if is_chat else ""
+    pair = f"{LEARN_PREFERENCES}, or " if is_pair else ""
     return DataError(
         explain(
             f"{source_file.path} has no column of text named {source_file.text_field!r}",
             given=given,
-            do="name the column: --set data.text_field=NAME" + chat,
+            do=f"{pair}name the column: --set data.text_field=NAME{chat}",
         )
     )
 

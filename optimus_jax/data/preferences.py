@@ -11,18 +11,19 @@ from typing import Any, NamedTuple
 
 from optimus_jax.config.data import RecordChoice
 from optimus_jax.data.records import (
-    COMPLETION,
+    CHOSEN,
     PROMPT,
+    REJECTED,
     TOOLS,
     Chat,
     NotConversationError,
+    NotPairError,
     RecordReader,
     chat_in,
+    has_pair,
     messages_in,
 )
 from optimus_jax.data.rendered_chat import RenderedChat
-
-CHOSEN, REJECTED = "chosen", "rejected"
 
 
 class Preference(NamedTuple):
@@ -34,25 +35,24 @@ class Preference(NamedTuple):
 
 def preference_in(record: Any) -> Preference:
     """The pair in a record. Raises NotTextError if it has none, or is malformed."""
-    if not isinstance(record, dict) or CHOSEN not in record or REJECTED not in record:
+    if not isinstance(record, dict) or not has_pair(record):
         names = ", ".join(map(repr, record)) if isinstance(record, dict) else "no fields"
         raise NotConversationError(f"it needs {CHOSEN!r} and {REJECTED!r}; there are {names}")
-    answers = [record[CHOSEN], record[REJECTED]]
-    prompt = record.get(PROMPT)
-    if prompt is None:
-        prompt = _common_beginning(record, *answers)
-        answers = [answer[len(prompt) :] for answer in answers]
-    if answers[0] == answers[1]:
+    if record.get(PROMPT) is None:
+        prompt = _common_beginning(record)
+        begins = len(prompt)
+        record = record | {PROMPT: prompt} | {n: record[n][begins:] for n in (CHOSEN, REJECTED)}
+    if record[CHOSEN] == record[REJECTED]:
         raise NotConversationError(f"{CHOSEN!r} and {REJECTED!r} are the same")
-    chosen, rejected = (
-        chat_in({PROMPT: prompt, COMPLETION: answer, TOOLS: record.get(TOOLS)}, "completion")
-        for answer in answers
+    return Preference(
+        chat_in(record, "completion", completion=CHOSEN),
+        chat_in(record, "completion", completion=REJECTED),
     )
-    return Preference(chosen, rejected)
 
 
-def _common_beginning(record: Mapping[str, Any], chosen: Any, rejected: Any) -> Any:
+def _common_beginning(record: Mapping[str, Any]) -> Any:
     """What both answers begin with, of the kind that they are."""
+    chosen, rejected = record[CHOSEN], record[REJECTED]
     if isinstance(chosen, str) and isinstance(rejected, str):
         size = _num_equal(chosen, rejected)
         while size and not chosen[size - 1].isspace():  # back to the beginning of the word
@@ -71,14 +71,20 @@ def _num_equal(first: Sequence[Any], second: Sequence[Any]) -> int:
 class PreferenceReader(RecordReader):
     """Reads pairs, each as two rendered conversations: the chosen one and the rejected one."""
 
+    wanted = "preference pairs"
+    if_absent = f"give columns {PROMPT}, {CHOSEN} and {REJECTED}, or leave task out"
+
     def decide(self, fields: Mapping[str, object]) -> RecordChoice:
         return self.kind
 
     def document(self, record: Any) -> tuple[RenderedChat, RenderedChat]:
-        pair = preference_in(record)
-        return self.write_out(pair.chosen), self.write_out(pair.rejected)
+        try:
+            pair = preference_in(record)
+            return self.write_out(pair.chosen), self.write_out(pair.rejected)
+        except NotConversationError as error:
+            raise NotPairError(str(error)) from error
 
     def columns(self, names: Collection[str]) -> list[str]:
-        if not {CHOSEN, REJECTED} <= {*names}:
+        if not has_pair(names):
             return []
         return [name for name in (PROMPT, CHOSEN, REJECTED, TOOLS) if name in names]

@@ -9,26 +9,44 @@ two strings or two lists of messages. A JSON value that is a string is a text.
 import json
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from optimus_jax.config.data import RecordChoice
 
 MESSAGES, PROMPT, COMPLETION, TOOLS = "messages", "prompt", "completion", "tools"
-"""Names of fields."""
+CHOSEN, REJECTED = "chosen", "rejected"
+"""Names of fields; the last two are those of a preference pair (preferences.py)."""
 USE_TRAINING = (
     "a conversation becomes tokens when training starts, by the tokenizer's chat template: give"
     " the file to --data"
 )
+LEARN_PREFERENCES = "learn from preference pairs with --set task=dpo"
 Message = dict[str, Any]
 """A message: `role`, and usually `content`; other fields are for the template."""
 
 
 class NotTextError(ValueError):
-    """Raised when a record does not hold text where it should."""
+    """Raised when a record does not hold text where it should.
+
+    Args:
+      do: what to do instead of naming another field; None: nothing is known.
+    """
+
+    def __init__(self, text: str, do: str | None = None) -> None:
+        super().__init__(text)
+        self.do = do
 
 
 class NotConversationError(NotTextError):
     """Raised when a record does not hold a conversation that can be written out."""
+
+    wanted = "conversation"
+
+
+class NotPairError(NotConversationError):
+    """Raised when a record does not hold a preference pair that can be written out."""
+
+    wanted = "preference pair"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,6 +85,9 @@ class RecordReader:
     """Makes a document of a conversation or a prompt with its completion; raises
     NotConversationError if it cannot be written out."""
     kind: RecordChoice = "auto"
+    wanted: ClassVar[str] = "conversations"
+    """What a table is to hold if not texts, and what to do if it does not."""
+    if_absent: ClassVar[str] = "name the column with the messages: --set data.text_field=NAME"
 
     @property
     def reads_texts(self) -> bool:
@@ -128,12 +149,15 @@ def column_types(schema: Any) -> dict[str, _ArrowType]:
     return {field.name: _ArrowType(str(field.type)) for field in schema}
 
 
-def chat_in(record: Any, kind: RecordChoice, text_field: str = "text") -> Chat:
+def chat_in(
+    record: Any, kind: RecordChoice, text_field: str = "text", *, completion: str = COMPLETION
+) -> Chat:
     """The conversation, or prompt with its completion, in a record.
 
     Args:
       kind: `messages` or `completion`.
       text_field: another name of the list of messages.
+      completion: name of the field with the completion.
     Raises:
       NotTextError: it has none, or it is malformed.
     """
@@ -144,20 +168,20 @@ def chat_in(record: Any, kind: RecordChoice, text_field: str = "text") -> Chat:
     if kind == MESSAGES:
         name = MESSAGES if MESSAGES in record else text_field
         return Conversation(messages=messages_in(record, name), tools=tools)
-    prompt, completion = record.get(PROMPT), record.get(COMPLETION)
-    if isinstance(prompt, str) and isinstance(completion, str):
-        if not completion:
-            raise NotConversationError(f"{COMPLETION!r} is empty")
-        return PromptCompletion(prompt=prompt, completion=completion)
-    if not (isinstance(prompt, list) and isinstance(completion, list)):
-        for name in (PROMPT, COMPLETION):
+    prompt, answer = record.get(PROMPT), record.get(completion)
+    if isinstance(prompt, str) and isinstance(answer, str):
+        if not answer:
+            raise NotConversationError(f"{completion!r} is empty")
+        return PromptCompletion(prompt=prompt, completion=answer)
+    if not (isinstance(prompt, list) and isinstance(answer, list)):
+        for name in (PROMPT, completion):
             if name not in record:
                 raise _no_field(name, record)
         raise NotConversationError(
-            f"{PROMPT!r} is {kind_of_value(prompt)} and {COMPLETION!r} {kind_of_value(completion)};"
+            f"{PROMPT!r} is {kind_of_value(prompt)} and {completion!r} {kind_of_value(answer)};"
             " both must be texts, or both lists of messages"
         )
-    before, after = messages_in(record, PROMPT), messages_in(record, COMPLETION)
+    before, after = messages_in(record, PROMPT), messages_in(record, completion)
     return Conversation(messages=before + after, tools=tools, num_prompt=len(before))
 
 
@@ -222,7 +246,8 @@ def text_in(record: Any, field: str) -> str:
         if field not in record:
             hint = f"; {USE_TRAINING}" if isinstance(record.get(MESSAGES), list) else ""
             raise NotTextError(
-                f"no field {field!r}; there are {', '.join(map(repr, record)) or 'none'}{hint}"
+                f"no field {field!r}; there are {', '.join(map(repr, record)) or 'none'}{hint}",
+                LEARN_PREFERENCES if has_pair(record) else None,
             )
         text = record[field]
     if not isinstance(text, str):
@@ -234,6 +259,11 @@ def text_in(record: Any, field: str) -> str:
         )
     check_characters(text)
     return text
+
+
+def has_pair(fields: Collection[str]) -> bool:
+    """Whether a record with these fields, or a table with these columns, has preference pairs."""
+    return {CHOSEN, REJECTED} <= {*fields}
 
 
 def without_nulls(value: Any) -> Any:

@@ -11,7 +11,7 @@ message and template cannot make one together. Most conversations need no marks.
 import itertools
 import re
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from optimus_jax.config.data import EVERY_ROLE
@@ -55,6 +55,8 @@ class RenderedChat:
 
     stops: bool = True
     """Whether each part that counts ends with a token that ends a turn."""
+    roles: frozenset[str] = field(default=frozenset(), compare=False)
+    """Roles among which `loss_on` chooses what counts; none if it does not."""
 
     @property
     def end_counts(self) -> bool:
@@ -218,6 +220,9 @@ class _Rendering:
             counted=counted,
             ends=ends,
             stops=ends or all(writer.has_end(text, span) for span in counted),
+            roles=frozenset(map(self._role, range(len(self._messages))))
+            if self._chat.num_prompt is None
+            else frozenset(),
         )
 
     def _counted(

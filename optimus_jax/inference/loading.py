@@ -4,6 +4,7 @@ import json
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -13,7 +14,7 @@ from optimus_jax.checkpoint.checkpoints import Checkpoints
 from optimus_jax.config import Tuning
 from optimus_jax.config.axes import AxisSizes
 from optimus_jax.config.phases import phases_of
-from optimus_jax.data.tokenizers import load_tokenizer
+from optimus_jax.data.tokenizers import Tokenizer, load_tokenizer
 from optimus_jax.devices.backend import start_backend, unexpected_cpu_warning
 from optimus_jax.devices.jax_settings import check_jax_settings
 from optimus_jax.errors import ConfigError, explain
@@ -22,6 +23,7 @@ from optimus_jax.inference.text_model import TextModel
 from optimus_jax.mesh.formats import COMPUTE_DTYPES
 from optimus_jax.mesh.leaf import Leaf
 from optimus_jax.models.merging import without_adapters
+from optimus_jax.run.named_run import RUN
 from optimus_jax.run.published_weights import read_params, with_adapters
 from optimus_jax.run.stored_config import check_stored_config
 from optimus_jax.run.stored_run import config_of_run, run_to_read
@@ -29,12 +31,8 @@ from optimus_jax.run_directory.directory import RunDirectory
 from optimus_jax.run_directory.run_data import check_tokenizer, tokenizer_of_run
 from optimus_jax.system.paths import UserPath
 from optimus_jax.weights.directory import open_model
-from optimus_jax.weights.peft_directory import BASE
 from optimus_jax.weights.published import PublishedSource
 from optimus_jax.weights.published_adapters import PublishedAdapters
-
-RUN = "--run"
-"""Flag that names a run or a published model."""
 
 
 def load_text_model(
@@ -42,6 +40,8 @@ def load_text_model(
     step: int | None = None,
     *,
     mesh: AxisSizes = ONE_DEVICE,
+    eos: str | None = None,
+    chat_template: str | None = None,
     warn: Callable[[str], object] = warnings.warn,
 ) -> TextModel:
     """Load a model onto the first devices of this process.
@@ -51,6 +51,8 @@ def load_text_model(
         published model, or its name on the hub; a directory of adapters in PEFT's format.
       step: step of the run's checkpoint; None: the newest good one.
       mesh: sizes of fsdp and tensor, over which the model is split.
+      eos: token that ends a text of a published model; None: the one that its files name.
+      chat_template: path or URL of a chat template; None: the tokenizer's own.
     Raises:
       OptimusError: there is no such run, checkpoint, model or tokenizer, or the mesh does not fit.
     """
@@ -58,22 +60,27 @@ def load_text_model(
     source = PublishedSource.parse(str(named), what=RUN)
     adapters = PublishedAdapters.parse(str(named), what=RUN)
     if adapters is not None:
-        base = adapters.base(do=f"write the directory of a published model there as {BASE}")
-        if (source := PublishedSource.parse(base, what=RUN)) is None:
-            raise ConfigError(
-                explain(
-                    "the adapters are not for a published model",
-                    given=f"{RUN} {adapters}, for {base}",
-                    do="give the run whose adapters they are",
-                )
-            )
+        source = adapters.published_base()
     if source is not None:
-        return _published(source, adapters, step, mesh, warn)
-    return _of_run(named, step, mesh, warn)
+        load = partial(load_tokenizer, eos=eos, chat_template=chat_template)
+        return _published(source, adapters, step, mesh, load, warn)
+    if eos is not None:
+        raise ConfigError(
+            explain(
+                "a run has a token of its own that ends its documents",
+                given=f"{RUN} {named} with --eos {eos}",
+                do="leave --eos out; --stop TEXT ends a text too",
+            )
+        )
+    return _of_run(named, step, mesh, chat_template, warn)
 
 
 def _of_run(
-    named: UserPath, step: int | None, mesh: AxisSizes, warn: Callable[[str], object]
+    named: UserPath,
+    step: int | None,
+    mesh: AxisSizes,
+    chat_template: str | None,
+    warn: Callable[[str], object],
 ) -> TextModel:
     """The model of a run. Only parameters are read."""
     run = RunDirectory(run_to_read(named, what=RUN, checkpoint=step, say=warn), writer=False)
@@ -89,6 +96,9 @@ def _of_run(
         check=lambda metadata: check_stored_config(metadata, config, sections=("model.",)),
     )
     check_tokenizer(tokenizer, run, restored.metadata)
+    if chat_template is not None:
+        own = str(run.tokenizer or config.data.tokenizer)
+        tokenizer = load_tokenizer(own, config.data.eos, chat_template=chat_template)
     dtype = COMPUTE_DTYPES[json.loads(restored.metadata["plan"])["precision"]]
     trained_length = max(
         phase.seq_len for phase in phases_of(config) if phase.steps_before < max(1, restored.step)
@@ -111,6 +121,7 @@ def _published(
     adapters: PublishedAdapters | None,
     step: int | None,
     mesh: AxisSizes,
+    load: Callable[[str], Tokenizer],
     warn: Callable[[str], object],
 ) -> TextModel:
     """A published model, in the format of its embedding, perhaps with adapters."""
@@ -131,7 +142,7 @@ def _published(
                 do="add the file to the model's directory",
             )
         )
-    tokenizer, config = load_tokenizer(named), source.config()
+    tokenizer, config = load(named), source.config()
     tuning, added = (Tuning(), {}) if adapters is None else adapters.read(config)
     model = ModelOnMesh(replace(config, tuning=tuning), mesh)
     opened = open_model(source.fetched())

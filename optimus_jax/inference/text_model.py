@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from optimus_jax.config import ModelConfig
-from optimus_jax.data.records import Conversation
+from optimus_jax.data.records import Conversation, NotConversationError
 from optimus_jax.data.rendered_chat import ASSISTANT, ChatWriter
 from optimus_jax.data.tokenizers import Tokenizer
 from optimus_jax.devices.jax_settings import check_jax_settings
@@ -132,7 +132,7 @@ class TextModel:
             sampling=sampling,
             seed=seed,
             num_samples=num_samples,
-            ends=self._ends_of_turns() if chat else (),
+            ends=self._ends_of_turns(warn) if chat else (),
         )
         return self._texts(
             tokens, [_Text(_Detokenizer(self.tokenizer, ids), stop) for _ in range(num_samples)]
@@ -155,10 +155,17 @@ class TextModel:
             template=self.tokenizer.chat_template, special_tokens=self.tokenizer.special_tokens
         )
 
-    def _ends_of_turns(self) -> tuple[int, ...]:
+    def _ends_of_turns(self, warn: Callable[[str], object]) -> tuple[int, ...]:
         """The token that ends the assistant's turns, if the template has one."""
         messages = [{"role": "user", "content": "a"}, {"role": ASSISTANT, "content": "a"}]
-        rendered = self._chat_writer()(Conversation(messages=messages))
+        try:
+            rendered = self._chat_writer()(Conversation(messages=messages))
+        except NotConversationError:
+            warn(
+                "the chat template does not say where an answer ends, so it ends like a document,"
+                " or before a text that is given with --stop"
+            )
+            return ()
         (chat,) = self.tokenizer.encode_chats([rendered])
         return (int(chat.ids[chat.counts][-1]),) if rendered.stops else ()
 
@@ -174,7 +181,16 @@ class TextModel:
                 explain("the prompt is not text", given=error, do="give valid UTF-8")
             ) from error
         if chat:
-            rendered = self._chat_writer().prompt([{"role": "user", "content": prompt}])
+            try:
+                rendered = self._chat_writer().prompt([{"role": "user", "content": prompt}])
+            except NotConversationError as error:
+                raise DataError(
+                    explain(
+                        "the chat template cannot write out the prompt",
+                        given=error,
+                        do="give another template: --set data.chat_template=FILE",
+                    )
+                ) from error
             ids = self.tokenizer.encode_chats([rendered])[0].ids
         else:
             ids = self.tokenizer.encode(prompt)

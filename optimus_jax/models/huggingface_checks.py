@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from optimus_jax.config import ModelConfig
-from optimus_jax.errors import CheckpointError, explain
+from optimus_jax.errors import CheckpointError, counted, explain
 from optimus_jax.models.huggingface_formats import HEAD, format_of
 from optimus_jax.models.huggingface_tensors import Tensor, TensorLike, tensor_shapes
 
@@ -62,7 +62,9 @@ def model_tensors(given: Mapping[str, Tensor], config: ModelConfig) -> dict[str,
     kinds += [f"twice: {listed(twice)}"] if twice else []
     if wrong:
         kinds.append(listed([f"{name} has {what}" for name, what in wrong.items()]))
-    what = f"these are not the weights of {config.family} with {config.num_layers} layers"
+    what = (
+        f"these are not the weights of {config.family} with {counted(config.num_layers, 'layer')}"
+    )
     if len(wrong) == 1 and not twice and not any(names.values()):
         ((name, found),) = wrong.items()
         what, kinds = f"tensor {name!r} does not fit the model", [found]

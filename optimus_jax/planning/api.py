@@ -33,7 +33,7 @@ from optimus_jax.planning.search.explain import flags, gib, seconds, why_best, w
 from optimus_jax.planning.search.layouts import Rejection
 from optimus_jax.planning.search.phase_plans import plans_ahead
 from optimus_jax.planning.search.search import Pricing, Ranking, ReportStatus, search
-from optimus_jax.weights.published import model_named
+from optimus_jax.weights.published_adapters import model_with_adapters
 
 SEQUENCES_PER_DEVICE = 8
 """Default number of sequences per device in a global batch."""
@@ -230,7 +230,8 @@ def find_plans(
     """The best plans for a model on a cluster, best first. Needs no accelerator.
 
     Args:
-      model: name of a preset, the directory of a published model, or ORG/NAME on the hub.
+      model: name of a preset, the directory of a published model or of PEFT's adapters, which name
+        their model, or ORG/NAME on the hub.
       cluster: `h100:8x8` (hosts x devices), or a Cluster.
       top: maximum number of plans to return.
       links: link speeds that replace the usual ones, such as `inter_host=50GB/s`.
@@ -321,7 +322,8 @@ def config_for(model: str, where: Cluster, overrides: dict[str, Any]) -> Config:
     """
     defaults = {"global_batch": SEQUENCES_PER_DEVICE * where.num_devices}
     config = make_config(
-        model_named(model), ({} if _GLOBAL_BATCH & overrides.keys() else defaults) | overrides
+        model_with_adapters(model),
+        ({} if _GLOBAL_BATCH & overrides.keys() else defaults) | overrides,
     )
     check_family(config.model)
     check_freeze(config.model)

@@ -52,11 +52,6 @@ def format_count(number: float | None) -> str:
     return UNKNOWN if number is None or not math.isfinite(number) else f"{number:,.0f}"
 
 
-def format_plural(number: int, noun: str) -> str:
-    """`1 step`, `2 steps`."""
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
-
-
 def format_number(number: float | None, digits: int = 4) -> str:
     """A number with `digits` significant digits and thousands separators."""
     return UNKNOWN if number is None or not math.isfinite(number) else f"{number:,.{digits}g}"

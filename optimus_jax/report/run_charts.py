@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from optimus_jax.errors import counted
 from optimus_jax.report.chart_axes import (
     draw_bands,
     draw_line,
@@ -17,7 +18,7 @@ from optimus_jax.report.chart_axes import (
     switch_legend,
     upper_limit,
 )
-from optimus_jax.report.formatting import format_bytes, format_duration, format_plural
+from optimus_jax.report.formatting import format_bytes, format_duration
 from optimus_jax.report.run_events import is_finite_number, number, step_of
 from optimus_jax.report.run_history import RunHistory, Switch
 from optimus_jax.training.numbers import short
@@ -77,7 +78,7 @@ def draw_loss(history: RunHistory) -> Chart | None:
         else ""
     )
     left_out = (
-        f" Crosses: {format_plural(len(skipped), 'step')} without an update because the loss or the"
+        f" Crosses: {counted(len(skipped), 'step')} without an update because the loss or the"
         " gradient was not finite."
         if skipped
         else ""
@@ -125,7 +126,7 @@ def draw_step_times(history: RunHistory) -> Chart | None:
         for span in history.spans[:12]
     )
     cut = (
-        f" Triangles: {format_plural(len(above), 'step')} above the top of the chart, at most"
+        f" Triangles: {counted(len(above), 'step')} above the top of the chart, at most"
         f" {format_duration(max(times))}."
         if above
         else ""

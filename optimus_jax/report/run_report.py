@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from optimus_jax.errors import counted
 from optimus_jax.report.components import (
     AT,
     MAX_ROWS,
@@ -24,7 +25,6 @@ from optimus_jax.report.formatting import (
     format_count,
     format_duration,
     format_percent,
-    format_plural,
     format_time,
     format_value,
 )
@@ -155,7 +155,7 @@ def _overview(history: RunHistory) -> Html:
                 ),
             ),
             (
-                f"step time, median of the last {format_plural(len(recent), 'step')} on this plan",
+                f"step time, median of the last {counted(len(recent), 'step')} on this plan",
                 format_duration(median_time(recent)),
             ),
             (
@@ -393,7 +393,7 @@ def _faults(history: RunHistory) -> Html:
         steps = ", ".join(map(str, skipped[:20])) + (" ..." if skipped[20:] else "")
         parts.append(
             note(
-                f"{format_plural(len(skipped), 'step')} skipped the update because the loss or the"
+                f"{counted(len(skipped), 'step')} skipped the update because the loss or the"
                 f" gradient was not finite: {steps}."
             )
         )
@@ -412,7 +412,7 @@ def _log(history: RunHistory) -> Html:
         for event in shown
     ]
     return collapsible(
-        format_plural(len(history.events), "event"),
+        counted(len(history.events), "event"),
         table("Events as logged", ("after step", AT, "event", "fields"), rows),
         cut,
         class_="log",

@@ -17,6 +17,7 @@ from optimus_jax.models.merging import same_adapters
 from optimus_jax.models.peft_format import to_peft
 from optimus_jax.models.shapes import Params, model_shapes
 from optimus_jax.run.export import TO, not_written
+from optimus_jax.run.named_run import RUN
 from optimus_jax.run.parameter_source import RunSource, parameter_source
 from optimus_jax.run.stored_config import check_stored_config
 from optimus_jax.run.stored_run import config_of_run, run_to_read
@@ -58,7 +59,7 @@ def save_adapters(
     check_jax_settings()
     target = local_path(to, what=TO, do="write a directory here, and copy it").absolute()
     check_free(target, what=TO)
-    run = RunDirectory(run_to_read(run_dir, what="--run", checkpoint=step, say=warn), writer=False)
+    run = RunDirectory(run_to_read(run_dir, what=RUN, checkpoint=step, say=warn), writer=False)
     config = config_of_run(run, run_dir, purpose="whose adapters could be saved")
     model, tokenizer = config.model, tokenizer_of_run(run, config.data)
     start_backend()

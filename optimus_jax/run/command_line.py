@@ -10,16 +10,19 @@ import argparse
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 from optimus_jax.config.advice import advice_for, spelled_like
 from optimus_jax.config.aliases import PARAMETERS, alias_of, meant_by_last_part, word
 from optimus_jax.config.presets import PRESETS
-from optimus_jax.config.request import SHORT_NAMES, Entry, canonical, known_settings, say
+from optimus_jax.config.request import SHORT_NAMES, Entry, canonical, say
 from optimus_jax.config.settings import shown
+from optimus_jax.config.suggestions import known_settings
 from optimus_jax.errors import ConfigError, OptimusError, closest, explain, nearest
 from optimus_jax.faults.stopping import EXIT_INTERRUPT, EXIT_NO_READER, EXIT_USER_ERROR
+from optimus_jax.system.command import typed_command
 from optimus_jax.system.environment import replace_unencodable_characters
 from optimus_jax.system.resilient_io import (
     ignoring_write_errors,
@@ -40,6 +43,7 @@ class Parser(argparse.ArgumentParser):
 
     Args:
       words: flag without its dashes -> its aliases, separated by spaces as in config/aliases.py.
+      settings: settings as error messages advise them -> the same as flags of this script.
       note: called with a message for each alias that is used.
       options: options of argparse.ArgumentParser.
     """
@@ -48,6 +52,7 @@ class Parser(argparse.ArgumentParser):
         self,
         *,
         words: Mapping[str, str] | None = None,
+        settings: Mapping[str, str] | None = None,
         note: Callable[[str], None] = say,
         **options: Any,
     ) -> None:
@@ -62,6 +67,7 @@ class Parser(argparse.ArgumentParser):
         self._words = {
             each: name for name, several in (words or {}).items() for each in several.split()
         }
+        self._settings = settings or {}
         self._note = note
         self._typed = ""
 
@@ -82,6 +88,20 @@ class Parser(argparse.ArgumentParser):
             print(*PRESETS, sep="\n")
             raise SystemExit(0)
         return given
+
+    @contextmanager
+    def own_words(self) -> Iterator[None]:
+        """Errors raised within advise flags of this script where they advised settings of a run."""
+        try:
+            yield
+        except OptimusError as error:
+            text = str(error)
+            for setting, flag in self._settings.items():
+                text = text.replace(setting, flag)
+            if SET not in self.flags():  # what else is advised helps another command
+                text = text.replace(f"{SET} ", f"{typed_command('train')} {SET} ")
+            error.args = (text, *error.args[1:])
+            raise
 
     def error(self, message: str) -> NoReturn:
         """Raise a ConfigError instead of exiting."""

@@ -23,6 +23,7 @@ from optimus_jax.models.huggingface_config import config_to_huggingface
 from optimus_jax.run.byte_progress import byte_progress
 from optimus_jax.run.exported_weights import DTYPES, WeightsExport, dtype_of
 from optimus_jax.run.model_card import CARD, generation_config, model_card
+from optimus_jax.run.named_run import RUN
 from optimus_jax.run.stored_config import check_stored_config
 from optimus_jax.run.stored_run import config_of_run, run_to_read
 from optimus_jax.run_directory.directory import RunDirectory
@@ -169,7 +170,7 @@ def export(
     target = local_path(to, what=TO, do="write a directory here, and copy it").absolute()
     check_free(target, what=TO)
     exported = RunToExport.at(
-        run_to_read(run_dir, what="--run", checkpoint=step, say=warn), given=run_dir
+        run_to_read(run_dir, what=RUN, checkpoint=step, say=warn), given=run_dir
     )
     checkpoints = Checkpoints(exported.run.checkpoints, exported.config.checkpoint, warn=warn)
     damage = {}

@@ -5,7 +5,7 @@ and adapters that PEFT saved beside the latter two.
 anew: the step, the optimizer's moments, the loss scale and the position in the data.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -15,15 +15,15 @@ import jax.numpy as jnp
 
 from optimus_jax.checkpoint.checkpoints import Checkpoints
 from optimus_jax.cluster.distributed import all_or_none
-from optimus_jax.config import Config, Tuning
+from optimus_jax.config import Config, ModelConfig, Tuning
 from optimus_jax.config.run_checkpoint import INIT_FROM, RunCheckpoint
 from optimus_jax.config.settings import setting_names
-from optimus_jax.errors import ConfigError, DataError, explain
+from optimus_jax.errors import CheckpointError, ConfigError, DataError, explain
 from optimus_jax.models.families import features_of
 from optimus_jax.models.merging import same_adapters
 from optimus_jax.run.parameter_source import RunSource, open_run, parameter_source
 from optimus_jax.run.published_weights import PublishedWeights, with_adapters
-from optimus_jax.run.stored_config import check_stored_config
+from optimus_jax.run.stored_config import differing_settings, saved_config
 from optimus_jax.run_directory.directory import RunDirectory
 from optimus_jax.training.state import TrainState, from_stored
 from optimus_jax.training.step import Program
@@ -106,6 +106,13 @@ class RunWeights:
         say(f"parameters from the checkpoint of step {restored.step} of {self.named.run}")
         if same_adapters(program.shapes.with_tuning(tuning).config, program.config.model):
             _say_what_is_compared(program, self.named.run, say)
+        elif tuning.has_adapters:
+            own = program.config.model.tuning
+            say(
+                f"adapters of {self.named.run} ({tuning.describe_adapters()}) are merged into the"
+                " parameters"
+                + (f"; new ones begin ({own.describe_adapters()})" if own.has_adapters else "")
+            )
         if (eos := _of_data(restored.metadata, "eos")) not in (None, self.eos):
             say(
                 f"documents end with token {self.eos}; those of {self.named.run} ended with token"
@@ -115,7 +122,7 @@ class RunWeights:
 
     def _check(self, metadata: Mapping[str, Any], run: RunDirectory, config: Config) -> None:
         """Raise OptimusError if the checkpoint has another model or tokenizer."""
-        _check_model(metadata, config)
+        _check_model(saved_config(metadata).model, config, str(self.named))
         if (digest := _of_data(metadata, "tokenizer")) not in (None, self.tokenizer):
             raise DataError(
                 explain(
@@ -177,12 +184,15 @@ def initial_weights(
     return AdapterWeights(weights, PublishedAdapters(Path(config.adapters_from)))
 
 
-def check_initial_model(config: Config) -> None:
+def check_initial_model(config: Config, named: Collection[str] = ()) -> None:
     """Raise OptimusError unless what `config.init_from` names exists and has the model of `config`;
     touches no device.
 
     Of a model on the hub, only its config.json is looked at: weights are fetched when the run has a
     plan.
+
+    Args:
+      named: dotted names of the settings that the user gave, for errors.
     """
     if config.init_from is None:
         return
@@ -190,9 +200,17 @@ def check_initial_model(config: Config) -> None:
     if config.adapters_from is not None:
         _check_adapters(config, source)
     model, vocab_size = source.config(), config.model.vocab_size
-    if isinstance(source, PublishedSource) and vocab_size > model.vocab_size:
-        model = replace(model, vocab_size=vocab_size)  # tokens are added
-    _check_model({"config": Config(model=model).to_json()}, config)
+    if isinstance(source, PublishedSource):
+        if vocab_size < model.vocab_size and "model.vocab_size" in named:
+            raise CheckpointError(
+                explain(
+                    "the vocabulary of a published model can only grow",
+                    given=f"model.vocab_size={vocab_size}; {source} has {model.vocab_size}",
+                    do=f"leave it out, or choose {model.vocab_size} or more",
+                )
+            )
+        model = replace(model, vocab_size=max(vocab_size, model.vocab_size))  # tokens are added
+    _check_model(model, config, str(source), named)
     if isinstance(source, PublishedSource) and isinstance(source.place, Path):
         open_model(source.place)
 
@@ -221,14 +239,40 @@ def _check_adapters(config: Config, source: PublishedSource | RunSource) -> None
     PublishedAdapters(Path(config.adapters_from or "")).read_for(config.model)
 
 
-def _check_model(metadata: Mapping[str, Any], config: Config) -> None:
-    check_stored_config(
-        metadata,
+def _check_model(
+    model: ModelConfig, config: Config, source: str, named: Collection[str] = ()
+) -> None:
+    """Raise CheckpointError unless parameters of a model are those that a run needs.
+
+    Args:
+      source: where they come from, for errors.
+      named: as for `check_initial_model`.
+    """
+    has_length = features_of(config.model).positions == "learned"
+    differing = differing_settings(
+        Config(model=model),
         config,
-        sections=("model.",),
-        may_differ=NOT_IN_WEIGHTS
-        + (() if features_of(config.model).positions == "learned" else ("model.max_length",)),
-        do=f"leave --model out, so that the new run has the model of {INIT_FROM}",
+        ("model.",),
+        may_differ=(*NOT_IN_WEIGHTS, *(() if has_length else ("model.max_length",))),
+    )
+    if not differing:
+        return
+    own = [each for each in named if each.startswith(tuple(differing))]
+    advice = [f"leave {', '.join(sorted(own))} out"] if own else []
+    if any(not any(each.startswith(name) for each in own) for name in differing):
+        advice.append(
+            f"leave --model or --config out, so that the new run has the model of {INIT_FROM}"
+        )
+    raise CheckpointError(
+        explain(
+            "the parameters that the run is to begin with are those of another model",
+            given=f"{source} has "
+            + "; ".join(
+                f"{name}={theirs}, requested {requested}"
+                for name, (theirs, requested) in differing.items()
+            ),
+            do=", and ".join(advice),
+        )
     )
 
 

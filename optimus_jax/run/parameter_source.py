@@ -9,7 +9,6 @@ from optimus_jax.config.run_checkpoint import INIT_FROM, RunCheckpoint
 from optimus_jax.errors import ConfigError, explain
 from optimus_jax.run.stored_run import run_to_read
 from optimus_jax.run_directory.directory import RunDirectory
-from optimus_jax.system.json_input import parse_json
 from optimus_jax.weights.published import PublishedSource
 
 
@@ -37,9 +36,23 @@ class RunSource:
 
 
 def parameter_source(init_from: str) -> PublishedSource | RunSource:
-    """What a text names: a published model, or otherwise a run."""
+    """What a text names: a published model, or otherwise a run.
+
+    Raises ConfigError for a published model with a step.
+    """
     published = PublishedSource.parse(init_from, what=INIT_FROM)
-    return published or RunSource(RunCheckpoint.parse(init_from, what=INIT_FROM))
+    if published is not None:
+        return published
+    named = RunCheckpoint.parse(init_from, what=INIT_FROM)
+    if named.step is not None and PublishedSource.parse(named.run, what=INIT_FROM) is not None:
+        raise ConfigError(
+            explain(
+                "a published model has no checkpoints",
+                given=f"{INIT_FROM} {init_from}",
+                do=f"leave @{named.step} out",
+            )
+        )
+    return RunSource(named)
 
 
 def open_run(
@@ -55,14 +68,9 @@ def open_run(
       checkpoint: as for `run_to_read`.
     """
     path = run_to_read(named.run, what=INIT_FROM, checkpoint=checkpoint, say=say)
-    run, wrong = RunDirectory(path, writer=False), None
-    try:
-        value = parse_json(run.config_text(), finite=False)
-        if isinstance(value, dict) and {"model_type", "architectures"} & value.keys():
-            wrong = "whose config.json is that of a Hugging Face model"
-    except OSError:
+    run = RunDirectory(path, writer=False)
+    if not run.is_begun:
         wrong = "which has no config.json" if path.is_dir() else "which is not a directory"
-    if wrong is not None:
         raise ConfigError(
             explain(
                 f"{INIT_FROM} names neither a run nor a published model",

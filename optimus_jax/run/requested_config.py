@@ -24,6 +24,7 @@ from optimus_jax.models.families import check_family
 from optimus_jax.models.tuning_checks import check_freeze
 from optimus_jax.plan import Plan
 from optimus_jax.run.initial_weights import check_initial_model
+from optimus_jax.run.named_run import RUN_DIR, check_names_run
 from optimus_jax.run.parameter_source import parameter_source
 from optimus_jax.run.resumed_config import ResumedConfig
 from optimus_jax.run_directory.directory import RunDirectory
@@ -48,6 +49,7 @@ def requested_config(
     is_auto: bool,
 ) -> Config:
     """The config of a new or resumed run; touches no device and writes nothing."""
+    overrides = dotted(overrides)
     if is_auto and run_dir is None:
         raise ConfigError(
             explain(
@@ -83,14 +85,15 @@ def requested_config(
     initial = base if base is None or isinstance(base, Config) else read_config(base)
     if not resume:
         config = _new_config(model, overrides, initial)
-        check_initial_model(config)
+        check_initial_model(config, overrides)
     else:
         assert run_dir is not None
+        check_names_run(str(run_dir), what=RUN_DIR)
         text = RunDirectory.resume(run_dir, writer=False).config_text()
         if model is not None and model not in PRESETS and Config.from_json(text).init_from:
             # a published model, which may be gone by now, or on a hub that cannot be reached
             begun_with = str(HubModel.parse(model, bare=True) or model)
-            config = resumed_config(text, None, {INIT: begun_with, **dotted(overrides)})
+            config = resumed_config(text, None, {INIT: begun_with, **overrides})
         elif is_auto and not (model is None and base is None):
             # The command that started the run, given again.
             config = repeated_config(text, _new_config(model, overrides, initial))
@@ -99,7 +102,7 @@ def requested_config(
     check_family(config.model)
     if not resume:
         check_freeze(config.model)
-    check_task(config)
+    check_task(config, overrides)
     check_rate_factors(config)
     return config
 
@@ -111,7 +114,6 @@ def _new_config(model: str | None, overrides: dict[str, Any], base: Config | Non
     unless the settings name others. Published adapters come with their settings, and with the model
     that they name, unless another is named.
     """
-    overrides = dotted(overrides)
     published = _published(model)
     if published is not None:
         overrides = {INIT: str(published), **overrides}
@@ -142,7 +144,7 @@ def _new_config(model: str | None, overrides: dict[str, Any], base: Config | Non
         # The others say what else is trained.
         overrides = {
             name: getattr(tuning, name.removeprefix(TUNING))
-            for name in (f"{TUNING}method", *sorted(OF_ADAPTERS))
+            for name in (f"{TUNING}method", *sorted(OF_ADAPTERS[tuning.method]))
         } | overrides
     return make_config(config, overrides, base)
 

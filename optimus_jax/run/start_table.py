@@ -11,6 +11,7 @@ from optimus_jax.cluster.launch_detection import Launch
 from optimus_jax.config import Config, OptimizerConfig
 from optimus_jax.config.phases import TrainingPhase
 from optimus_jax.data.dataset import Data
+from optimus_jax.errors import counted
 from optimus_jax.mesh.axes import LENGTH
 from optimus_jax.mesh.sharding import layouts_of
 from optimus_jax.mesh.topology import Topology
@@ -202,7 +203,7 @@ def _pipeline_rows(plan: Plan) -> list[list[str]]:
     slack = ", a tick of slack for sends" if schedule.latency > 1 else ""
     longest = max(pipeline.layers_per_stage)
     uneven = (
-        f"; each tick takes as long as {longest} layers"
+        f"; each tick takes as long as {counted(longest, 'layer')}"
         if longest > min(pipeline.layers_per_stage)
         else ""
     )

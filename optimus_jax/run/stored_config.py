@@ -20,7 +20,7 @@ from optimus_jax.run_directory.run_data import NOT_COMPARABLE
 NAMES_ONLY = ("model.name", *KNOWN_BY_CONTENT)
 """Names and paths, which are not compared. Data and tokenizer are compared by content
 (run/first_state.py)."""
-CHANGEABLE = ("optimizer.", "precision.", "evaluation.")
+CHANGEABLE = ("optimizer.", "precision.", "preference.", "evaluation.")
 """Sections that affect the computation but may change on resume; changes are reported."""
 
 EVALUATION_DATA = {"data.eval_fraction", "data.respect_documents"}
@@ -32,8 +32,6 @@ def check_stored_config(
     config: Config,
     *,
     sections: tuple[str, ...] = FIXED_FOR_A_RUN,
-    may_differ: Collection[str] = (),
-    do: str | None = None,
 ) -> None:
     """Raise CheckpointError unless a checkpoint has the same model, batches and seed as `config`.
 
@@ -45,14 +43,8 @@ def check_stored_config(
       config: the config to use the checkpoint with.
       sections: prefixes of the settings that must be equal; those of `data.` may differ if
         data.allow_change is set.
-      may_differ: settings of these sections that are not compared.
-      do: advice in the error; None: that for a resume.
     """
-    differing = {
-        name: pair
-        for name, pair in _differing(saved_config(metadata), config, sections).items()
-        if name not in may_differ
-    }
+    differing = differing_settings(saved_config(metadata), config, sections)
     if differing and not (
         config.data.allow_change and all(name.startswith("data.") for name in differing)
     ):
@@ -69,11 +61,8 @@ def check_stored_config(
                     f"saved with {other}={saved}, requested {requested}"
                     for other, (saved, requested) in differing.items()
                 ),
-                do=do
-                or (
-                    f"set {name}={before} again (config.json may have been edited), or start a"
-                    " new run"
-                ),
+                do=f"set {name}={before} again (config.json may have been edited), or start a new"
+                " run",
             )
         )
 
@@ -86,7 +75,7 @@ def describe_changes(saved: Config, config: Config) -> str | None:
       saved: the checkpoint's config, from `saved_config`.
       config: the config of the resumed run, with all derived values.
     """
-    changed = _differing(saved, config, (*FIXED_FOR_A_RUN, *CHANGEABLE))
+    changed = differing_settings(saved, config, (*FIXED_FOR_A_RUN, *CHANGEABLE))
     if not changed:
         return None
     return (
@@ -114,15 +103,20 @@ def saved_config(metadata: Mapping[str, Any]) -> Config:
     )
 
 
-def _differing(
-    saved: Config, config: Config, sections: tuple[str, ...]
+def differing_settings(
+    saved: Config, config: Config, sections: tuple[str, ...], *, may_differ: Collection[str] = ()
 ) -> dict[str, tuple[Any, Any]]:
-    """Name of each setting with different values -> (saved, current)."""
+    """Name of each setting with different values -> (saved, current).
+
+    Args:
+      sections: prefixes of the settings that are compared.
+      may_differ: settings of these sections that are not compared.
+    """
     names = [
         name
         for name in setting_names(Config)
         if name.startswith(sections)
-        and name not in NAMES_ONLY
+        and name not in (*NAMES_ONLY, *may_differ)
         and not name.startswith("model.rope_scaling.")
     ]
     names += (

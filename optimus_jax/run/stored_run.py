@@ -10,6 +10,7 @@ that the other lacks, both have trained independently, and nothing is overwritte
 import contextlib
 import fcntl
 import hashlib
+import os
 import re
 import shutil
 from collections.abc import Callable, Iterator
@@ -19,6 +20,7 @@ from typing import Literal
 
 from optimus_jax.config import CheckpointConfig, Config, StoreConfig
 from optimus_jax.errors import ConfigError, OptimusError, RunDirectoryError, StoreError, explain
+from optimus_jax.run.named_run import check_names_run
 from optimus_jax.run_directory.directory import RunDirectory, RunExistsError
 from optimus_jax.store.download import Download
 from optimus_jax.store.lease import LEASE, Lease, LeaseHeldError
@@ -314,10 +316,11 @@ def run_to_read(
       checkpoint: step of the checkpoint to download; None: the newest complete one; "none": none.
       say: called with progress messages.
     Raises:
-      ConfigError: there is no run, or no such checkpoint.
+      ConfigError: there is no run, or no such checkpoint; or something else is named.
       StoreError: the download fails.
     """
     url = user_path(text, what=what)
+    check_names_run(os.fspath(text), what=what)
     if isinstance(url, Path):
         return url
     run = StoredRun(

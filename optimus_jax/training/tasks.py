@@ -1,5 +1,6 @@
 """The table of tasks (training/task.py), and what a run must have for one."""
 
+from collections.abc import Collection
 from typing import Any
 
 import jax.numpy as jnp
@@ -48,6 +49,8 @@ TASKS: dict[str, Task] = {
     ),
 }
 """By the value of the setting `task`."""
+PREFERENCE = "preference."
+"""Section of the settings of preference pairs."""
 
 
 def task_named(name: str) -> Task:
@@ -59,9 +62,13 @@ def task_named(name: str) -> Task:
     return TASKS[name]
 
 
-def check_task(config: Config) -> None:
+def check_task(config: Config, named: Collection[str] = ()) -> None:
     """Raise ConfigError if the task is unknown, lacks an array that the model reads, or the model
     does not have what the task needs.
+
+    Args:
+      named: dotted names of the settings that the user gave. Those of pairs need a task that learns
+        from pairs.
     """
     tuning, task = config.model.tuning, task_named(config.task)
     if missing := [name for name in READ_BY_THE_MODEL if name not in task.arrays]:
@@ -70,6 +77,16 @@ def check_task(config: Config) -> None:
                 f"task {config.task} lacks arrays that the model reads",
                 given=f"no {', '.join(missing)} among {', '.join(task.arrays)}",
                 do="add them to Task.arrays",
+            )
+        )
+    unused = sorted(name for name in named if name.startswith(PREFERENCE))
+    if unused and not task.learns_from_pairs:
+        tasks = [name for name, each in TASKS.items() if each.learns_from_pairs]
+        raise ConfigError(
+            explain(
+                "settings of preference pairs have no use in a task that does not learn from pairs",
+                given=f"{', '.join(unused)}; task={config.task}",
+                do=f"add --set task={' or '.join(tasks)}, or leave them out",
             )
         )
     if task.has_reference and not (tuning.has_adapters and set(tuning.frozen) == set(BASE_GROUPS)):

@@ -25,7 +25,7 @@ from optimus_jax.planning.api import config_for
 from optimus_jax.planning.profiles.cluster import Cluster
 from optimus_jax.planning.search.assemble import plan_for
 from optimus_jax.training.state import planned_shapes
-from optimus_jax.weights.published import model_named
+from optimus_jax.weights.published_adapters import model_with_adapters
 
 BYTES = 4
 """Bytes of an element of a parameter: master weights are float32."""
@@ -75,7 +75,7 @@ def show_mesh(mesh: str, *, model: str, cluster: str | None = None, **overrides:
     settings = dotted({"mesh": mesh, **overrides})
     described = None if cluster is None else Cluster.parse(cluster)
     config = (
-        make_config(model_named(model), settings)
+        make_config(model_with_adapters(model), settings)
         if described is None
         else config_for(model, described, settings)
     )

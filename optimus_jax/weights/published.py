@@ -7,6 +7,8 @@ from pathlib import Path
 
 from optimus_jax.config import ModelConfig
 from optimus_jax.config.presets import PRESETS, model_preset
+from optimus_jax.config.published_config import WHAT, published_kind
+from optimus_jax.config.run_checkpoint import INIT_FROM
 from optimus_jax.errors import CheckpointError, ConfigError, explain
 from optimus_jax.store.hub import TOKENIZER, TOKENIZER_FILES, commit_of, hub_directory
 from optimus_jax.system.hub_model import HubModel
@@ -21,6 +23,8 @@ from optimus_jax.weights.directory import (
     read_config,
 )
 from optimus_jax.weights.file_bytes import read_whole
+from optimus_jax.weights.peft_directory import BASE, read_peft_config
+from optimus_jax.weights.peft_directory import CONFIG as ADAPTERS
 
 MODEL = "--model"
 """Flag that names a model."""
@@ -109,22 +113,53 @@ def model_named(name: str) -> ModelConfig:
         return source.config()
     path = user_path(name, what=MODEL)
     if isinstance(path, Path) and (path.exists() or "/" in name):
-        raise ConfigError(
-            explain(
-                f"{MODEL} names no model",
-                given=f"{name}, which "
-                + ("has no config.json" if path.is_dir() else "is no directory"),
-                do="give a preset such as gpt2-nano, the directory of a published model with its"
-                " config.json, or ORG/NAME of one on the Hugging Face hub",
-            )
-        )
+        raise _no_model(name, path)
     return model_preset(name)
 
 
 def _is_published(path: Path) -> bool:
     """Whether a directory is that of a published model, and not of a run."""
+    if any(has_weights(path, name) for name in WEIGHTS):
+        return True
+    return published_kind(_config_in(path)) == "model"
+
+
+def _config_in(directory: Path) -> object:
+    """The content of a config.json; None: it is missing or not JSON."""
     try:
-        value = parse_json(read_whole(path / CONFIG, MAX_CONFIG_BYTES), finite=False)
+        return parse_json(read_whole(directory / CONFIG, MAX_CONFIG_BYTES), finite=False)
     except (CheckpointError, JSONInputError):
-        return any(has_weights(path, name) for name in WEIGHTS)
-    return isinstance(value, dict) and bool({"model_type", "architectures"} & value.keys())
+        return None
+
+
+def _no_model(name: str, path: Path) -> ConfigError:
+    """The error for a path that is not that of a published model."""
+    if (path / ADAPTERS).is_file():
+        return ConfigError(
+            explain(
+                f"{MODEL} names {WHAT['adapters']}, not a model",
+                given=f"{name}, for {read_peft_config(path).get(BASE)}",
+                do=f"begin with them and that model: {INIT_FROM} {name}; if it is elsewhere, add"
+                f" {MODEL} DIR",
+            )
+        )
+    given = "which has no config.json" if path.is_dir() else "which is no directory"
+    if (path / CONFIG).exists():
+        config = _config_in(path)
+        if isinstance(config, dict) and isinstance(config.get("model"), dict):
+            return ConfigError(
+                explain(
+                    f"{MODEL} names a run",
+                    given=name,
+                    do=f"begin with its model and parameters: {INIT_FROM} {name}",
+                )
+            )
+        given = f"whose config.json is not that of {WHAT['model']}"
+    return ConfigError(
+        explain(
+            f"{MODEL} names no model",
+            given=f"{name}, {given}",
+            do="give a preset such as gpt2-nano, the directory of a published model with its"
+            " config.json, or ORG/NAME of one on the Hugging Face hub",
+        )
+    )

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from optimus_jax.config import ModelConfig, Tuning
+from optimus_jax.config.presets import PRESETS
 from optimus_jax.config.run_checkpoint import RunCheckpoint
 from optimus_jax.errors import ConfigError, explain
 from optimus_jax.models.merging import same_adapters
@@ -15,6 +16,7 @@ from optimus_jax.system.hub_model import HubModel
 from optimus_jax.system.paths import Url, user_path
 from optimus_jax.weights.directory import WEIGHTS, has_weights
 from optimus_jax.weights.peft_directory import BASE, CONFIG, REVISION, read_peft, read_peft_config
+from optimus_jax.weights.published import MODEL, PublishedSource, model_named
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,22 @@ class PublishedAdapters:
             )
         )
 
+    def published_base(self) -> PublishedSource:
+        """The published model that they are for. Raises ConfigError as `base`, or if it is a
+        run's.
+        """
+        base = self.base(do=f"write the directory of a published model there as {BASE}")
+        source = PublishedSource.parse(base, what=BASE)
+        if source is None:
+            raise ConfigError(
+                explain(
+                    "the adapters are not for a published model",
+                    given=f"{self}, for {base}",
+                    do="give the run whose adapters they are",
+                )
+            )
+        return source
+
     def tokenizer(self) -> str | None:
         """The name of their tokenizer, as `--tokenizer` takes it; None: there is none."""
         return str(self.directory) if (self.directory / TOKENIZER).is_file() else None
@@ -92,16 +110,22 @@ class PublishedAdapters:
             raise ConfigError(
                 explain(
                     "the settings are those of other adapters",
-                    given=f"{_described(model.tuning)}; {self.directory} has {_described(tuning)}",
+                    given=f"{model.tuning.describe_adapters()}; {self.directory} has"
+                    f" {tuning.describe_adapters()}",
                     do="leave them out: they are read from the directory",
                 )
             )
         return params
 
 
-def _described(tuning: Tuning) -> str:
-    """The settings that decide what adapters compute."""
-    text = f"method={tuning.method}"
-    if tuning.method == "lora":
-        text += f" rank={tuning.rank} alpha={tuning.alpha:g} rank_scaling={tuning.rank_scaling}"
-    return f"{text} targets={','.join(tuning.targets)}"
+def model_with_adapters(name: str) -> ModelConfig:
+    """`model_named`, but a directory of adapters names the model that they are for, with them.
+
+    Raises OptimusError as `model_named` does, or if the adapters cannot be read.
+    """
+    adapters = PublishedAdapters.parse(name, what=MODEL) if name not in PRESETS else None
+    if adapters is None:
+        return model_named(name)
+    model = adapters.published_base().config()
+    tuning, _ = adapters.read(model)
+    return replace(model, tuning=tuning)

@@ -563,6 +563,41 @@ def test_settings_of_adapters_need_adapters(name: str, value: object):
     make_config("llama-nano", {**settings, "model.tuning.method": "lora"})
 
 
+@pytest.mark.parametrize("name", ["rank", "alpha", "rank_scaling"])
+def test_settings_of_another_method_are_refused(name: str):
+    value = {"rank_scaling": "sqrt_rank"}.get(name, 4)
+    settings = {f"model.tuning.{name}": value, "model.tuning.targets": "key"}
+    with pytest.raises(ConfigError, match=rf"ia3 has no such setting\n.*{name}={value}; .*=ia3\n"):
+        make_config("llama-nano", {**settings, "model.tuning.method": "ia3"})
+    make_config("llama-nano", {**settings, "model.tuning.method": "lora"})
+
+
+def test_codes_of_another_run_are_decoded_by_a_setting_that_the_error_names():
+    nf4 = make_config(
+        "llama-nano", {"model.tuning.method": "lora", "model.tuning.base_precision": "nf4"}
+    )
+    with pytest.raises(ConfigError, match=r"or set model.tuning.base_precision=f32$"):
+        nf4.with_values({"model.tuning.method": "none"})
+
+
+@pytest.mark.parametrize(
+    ("name", "advice"),
+    [
+        ("optimizer.lr_factors.atention", "did you mean 'optimizer.lr_factors.attention'"),
+        ("lr_factors.mlps", "did you mean 'optimizer.lr_factors.mlp'"),
+        ("optimizer.lr_factors.foo", "choose one of: optimizer.lr_factors.embedding, "),
+        ("optimizer.lr_factors.attn", "choose one of: optimizer.lr_factors.embedding, "),
+        ("lr_factors", "choose one of: optimizer.lr_factors.embedding, "),
+        ("optimizer.lr_factors", "choose one of: optimizer.lr_factors.embedding, "),
+        ("model.features.num_layers", "did you mean 'model.num_layers'"),
+    ],
+)
+def test_unknown_settings_of_an_inner_section_suggest_those_of_that_section(name, advice):
+    with pytest.raises(ConfigError) as caught:
+        make_config("gpt2-nano", {name: 2.0})
+    assert str(caught.value).partition("do: ")[2].strip().startswith(advice)
+
+
 def test_an_adapter_needs_its_projection():
     lora = {"model.tuning.method": "lora", "model.tuning.targets": "gate,up"}
     check_family(make_config("llama-nano", lora).model)

@@ -163,8 +163,12 @@ def test_texts_and_conversations_are_not_joined(tmp_path, template):
         load(chats, tmp_path / "b.txt", chat_template=template)
     with pytest.raises(DataError, match="must not see one another"):
         load(chats, chat_template=template, respect_documents=False)
-    with pytest.raises(DataError, match=r"no token of .* counts(.|\n)*2 conversation"):
+    with pytest.raises(DataError, match=r"no token of .* counts(.|\n)*2 conversation") as caught:
         load(chats, chat_template=template, loss_on=("tool",))
+    assert "with the roles assistant, user; data.loss_on=tool\n" in str(caught.value)
+    notes = load(chats, chat_template=template, loss_on=("assistant", "tol")).notes
+    assert any("role 'tol' (data.loss_on); there are assistant, user" in note for note in notes)
+    assert not any("the role" in note for note in load(chats, chat_template=template).notes)
 
 
 def numbers(*sizes, counts=None, too_long="truncate"):

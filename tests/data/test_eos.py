@@ -215,6 +215,9 @@ def test_eos_token_is_chosen_by_name(tmp_path):
             ),
         ),
         ("nope", {}, r"cannot read .*tokenizer_config.json, which may name the end"),
+        ("[1]", {}, r"cannot read .*tokenizer_config.json.*\n.*not a JSON object, but a list"),
+        ('{"eos_token": {"a": 1}}', {}, r"cannot read .*\n.*eos_token=\{'a': 1\} is neither"),
+        ('{"eos_token": 3}', {}, r"cannot read .*\n.*eos_token=3 is neither"),
     ],
 )
 def test_missing_eos_token_is_an_error(tmp_path, content, named, message):

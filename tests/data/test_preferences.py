@@ -23,7 +23,7 @@ def answer(text):
     return {"role": "assistant", "content": text}
 
 
-def load(path, tokenizer, seq_len=256, **fields):
+def load(path, tokenizer, seq_len=256, pairs=True, **fields):
     config = DataConfig(**{"sources": (str(path),), "eval_fraction": 0.0, **fields})
     return load_data(
         config,
@@ -31,7 +31,7 @@ def load(path, tokenizer, seq_len=256, **fields):
         vocab_size=tokenizer.vocab_size,
         model_name="a model",
         tokenizer=tokenizer,
-        pairs=True,
+        pairs=pairs,
     )
 
 
@@ -104,8 +104,9 @@ def test_without_a_prompt_it_is_what_both_texts_begin_with(chosen, rejected, pro
         ({"chosen": "a"}, "needs 'chosen' and 'rejected'; there are 'chosen'"),
         ("a", "there are no fields"),
         ({"chosen": "a", "rejected": "a"}, "are the same"),
-        ({"chosen": [USER, answer("a")], "rejected": [USER]}, "'completion' is an empty list"),
-        ({"prompt": "a", "chosen": [answer("a")], "rejected": "b"}, "both must be texts"),
+        ({"chosen": [USER, answer("a")], "rejected": [USER]}, "'rejected' is an empty list"),
+        ({"prompt": "a", "chosen": "", "rejected": "b"}, "'chosen' is empty"),
+        ({"prompt": "a", "chosen": [answer("a")], "rejected": "b"}, "and 'chosen' .*both must be"),
         ({"chosen": "a", "rejected": [answer("a")]}, "'chosen' is a text, not a list of messages"),
     ],
 )
@@ -114,11 +115,32 @@ def test_what_is_no_pair_is_a_bad_line(tmp_path, record, message):
         preference_in(record)
     good = {"prompt": "a", "chosen": "b", "rejected": "c"}
     path = write_lines(tmp_path / "a.jsonl", good, record)
-    with pytest.raises(DataError, match=r"a\.jsonl, line 2"):
+    with pytest.raises(DataError, match=r"a\.jsonl, line 2, is not a preference pair"):
         load(path, ByteTokenizer())
     data = load(path, ByteTokenizer(), skip_bad_lines=True)
     assert data.train.num_pieces == 1
     assert any("1 bad line" in note for note in data.notes)
+
+
+@pytest.mark.parametrize("messages", [False, True])
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+def test_pairs_for_another_task_are_advised_to_use_dpo(tmp_path, suffix, messages):
+    record = {"chosen": "a", "rejected": "b"}
+    if messages:
+        record = {name: [answer(text)] for name, text in record.items()}
+    path = write_lines(tmp_path / "a.jsonl", {"prompt": "c", **record})
+    if suffix == "parquet":
+        path = tmp_path / "a.parquet"
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist([record]), path)
+    with pytest.raises(DataError, match=r"do: +learn from preference pairs with --set task=dpo"):
+        load(path, ByteTokenizer(), pairs=False)
+
+
+def test_a_table_without_pairs_says_which_columns_they_need(tmp_path):
+    path = tmp_path / "a.parquet"
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([{"text": "a"}]), path)
+    with pytest.raises(DataError, match=r"(?s)no preference pairs.*columns prompt, chosen and"):
+        load(path, ByteTokenizer())
 
 
 def test_both_texts_of_a_pair_are_neighbours_in_one_example(tmp_path):

@@ -560,6 +560,7 @@ def test_a_published_model_continues_a_prompt_as_transformers_does(tmp_path):
         assert [int(token) for (token,) in found] == expected.tolist()
     with pytest.raises(ConfigError, match="has no checkpoints"):
         load_text_model(directory, 3)
+    assert load_text_model(directory, eos=WORDS[5]).tokenizer.eos == 5
     (directory / "tokenizer.json").unlink()
     with pytest.raises(ConfigError, match="without a tokenizer"):
         load_text_model(directory)
@@ -578,7 +579,7 @@ def test_a_chat_is_written_out_and_ends_with_the_turn(tmp_path):
     assert plain == theirs.apply_chat_template(
         [{"role": "user", "content": "what?"}], add_generation_prompt=True, return_dict=False
     )
-    (end,) = model._ends_of_turns()
+    (end,) = model._ends_of_turns(pytest.fail)
     assert theirs.convert_ids_to_tokens(end) == "<|im_end|>"
     assert ids.tolist().count(end) == 1  # the template's own, not that of the message
     greedy = {"sampling": Sampling(temperature=0), "seed": 0, "num_samples": 1}
@@ -607,6 +608,30 @@ def test_script_reads_a_prompt_from_a_file_and_stops(trained, tmp_path, capsys, 
     monkeypatch.setattr(sys, "argv", [*common, "--prompt-file", str(tmp_path / "gone")])
     with pytest.raises(ConfigError, match="prompt cannot be read"):
         generate.main()
+
+
+def test_script_takes_the_chat_template_that_its_error_asks_for(
+    trained, tmp_path, capsys, monkeypatch
+):
+    def output(*flags: str) -> str:
+        prompt = [] if "--prompt" in flags else ["--prompt", "th"]
+        common = ["--temperature", "0", "--max-new-tokens", "4", *prompt, *flags]
+        monkeypatch.setattr(sys, "argv", ["generate", "--run", str(trained.run_dir), *common])
+        generate.main()
+        return capsys.readouterr().out
+
+    with pytest.raises(DataError, match=r"do: +name one: --chat-template FILE$"):
+        output("--chat")
+    template = tmp_path / "chat.jinja"
+    template.write_text("{% for m in messages %}{{ m.content }}{% endfor %}e")
+    assert "the" + output("--chat", "--chat-template", str(template)) == output("--prompt", "the")
+    template.write_text("{{ raise_exception('not today') }}")
+    with pytest.raises(DataError, match=r"(?s)says: not today\n.*--chat-template FILE"):
+        output("--chat", "--chat-template", str(template))
+    with pytest.raises(ConfigError, match="without --chat"):
+        output("--chat-template", str(template))
+    with pytest.raises(ConfigError, match="leave --eos out"):
+        output("--eos", "x")
 
 
 def test_script_error_says_what_is_wrong(tmp_path):

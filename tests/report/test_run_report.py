@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from sample_run import FIRST, LAST_WHY, PHASES, PLAN, SECOND, step, write_run
 
 from optimus_jax.control import policy
-from optimus_jax.errors import ConfigError
+from optimus_jax.errors import ConfigError, counted
 from optimus_jax.planning.search.explain import flags
 from optimus_jax.report import formatting
 from optimus_jax.report.chart_axes import MAX_POINTS, downsampled, plan_letter
@@ -610,8 +610,8 @@ def test_plan_letters_are_distinct():
         (formatting.format_time(0.0), "1970-01-01 00:00:00"),
         (formatting.format_time(1e30), "unknown"),
         (formatting.format_value({"a": [1, None], "b": {}}), "a 1; unknown, b nothing"),
-        (formatting.format_plural(1, "step"), "1 step"),
-        (formatting.format_plural(2000, "step"), "2,000 steps"),
+        (counted(1, "step"), "1 step"),
+        (counted(2000, "step"), "2,000 steps"),
     ],
 )
 def test_values_are_formatted_with_units(formatted, text):

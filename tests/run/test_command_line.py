@@ -21,8 +21,9 @@ from optimus_jax.config.advice import ADVICE, VALUES, advice_for
 from optimus_jax.config.aliases import ALIASES, AXIS_OF, PARAMETERS, alias_of
 from optimus_jax.config.axes import AxisSizes
 from optimus_jax.config.presets import PRESETS
-from optimus_jax.config.request import SHORT_NAMES, dotted, known_settings, make_config, read_config
+from optimus_jax.config.request import SHORT_NAMES, dotted, make_config, read_config
 from optimus_jax.config.settings import field_types
+from optimus_jax.config.suggestions import known_settings
 from optimus_jax.errors import ConfigError, OptimusError, PlanError, closest
 from optimus_jax.faults.stopping import EXIT_INTERRUPT, EXIT_NO_READER, EXIT_USER_ERROR
 from optimus_jax.run import command_line
@@ -398,6 +399,20 @@ def test_unknown_flags_are_refused_in_the_same_form(script):
         "unknown argument '--no-such-flag'\n  given: --no-such-flag 3\n  do: "
     )
     refused(PARSERS[script](), "-x")
+
+
+@pytest.mark.parametrize("script", PARSERS)
+def test_errors_advise_flags_that_a_script_has(script):
+    """Messages of shared code name settings, which not every script takes by --set."""
+    parser = PARSERS[script]()
+    advised = ["data.eos=TOKEN", "data.chat_template=FILE", "data.text_field=NAME", "a.b=c"]
+    with pytest.raises(ConfigError) as caught, parser.own_words():
+        raise ConfigError(", or ".join(f"--set {setting}" for setting in advised))
+    for text, setting in zip(str(caught.value).split(", or "), advised, strict=True):
+        command, _, advice = text.rpartition("train ")
+        flags = TRAIN_FLAGS if command else parser.flags()
+        assert advice.partition(" ")[0] in flags, text
+        assert advice.endswith((setting, setting.partition("=")[2]))
 
 
 def test_aliases_work_for_flags_of_other_scripts():

@@ -288,22 +288,19 @@ def test_a_run_killed_before_its_first_checkpoint_starts_over_from_the_same_one(
         ("missing", "which is not a directory"),
         ("file", "which is not a directory"),
         ("empty", "has no config.json"),
-        ("hugging face@3", "that of a Hugging Face model"),
     ],
 )
 @pytest.mark.parametrize("model", [None, "gpt2-nano"])
 def test_a_directory_that_holds_no_run_is_an_error(tmp_path, named, given, model):
     (tmp_path / "file").touch()
     (tmp_path / "empty").mkdir()
-    (tmp_path / "hugging face").mkdir()
-    (tmp_path / "hugging face" / "config.json").write_text('{"model_type": "gpt2"}')
     with pytest.raises(ConfigError, match=rf"(?s)neither a run nor.*{given}.*DIR@STEP"):
         optimus_jax.train(model, init_from=tmp_path / named, run_dir=tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 
 def test_another_model_is_an_error_before_any_work(source, tmp_path):
-    with pytest.raises(CheckpointError, match=r"saved with model.num_layers=1, requested 4"):
+    with pytest.raises(CheckpointError, match=r"has model.num_layers=1, requested 4"):
         optimus_jax.train("gpt2-nano", init_from=source, run_dir=tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
@@ -342,8 +339,11 @@ def test_adapters_of_another_run_are_kept_or_merged(tmp_path, tuning):
     source = build(replace(MODEL, tuning=LORA), SPLIT).program
     before = random_state(source)
     saved_run(tmp_path / "tuned", source, before)
-    program = build(replace(MODEL, tuning=tuning), INTERLEAVED).program
-    state, _ = weights_of(tmp_path / "tuned").initial_state(program, lambda text: None)
+    program, messages = build(replace(MODEL, tuning=tuning), INTERLEAVED).program, []
+    state, _ = weights_of(tmp_path / "tuned").initial_state(program, messages.append)
+    said = [text for text in messages if "are merged into the parameters" in text]
+    assert len(said) == (tuning != LORA)
+    assert all("rank=4" in text and "new ones" not in text for text in said)
     params = (
         before.params
         if tuning == LORA

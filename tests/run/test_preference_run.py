@@ -65,7 +65,9 @@ def test_what_the_task_needs_is_said_before_a_run_exists(pairs, tmp_path):
 
 def test_a_reference_that_lacks_what_was_learnt_before_is_said(pairs, tmp_path, capsys):
     before = TINY | {"task": "next_token", "mesh": "data=8", "steps": 1, "eval_every": 0}
+    of_pairs = before.pop("preference.beta")
     optimus_jax.train("gpt2-nano", run_dir=tmp_path / "sft", **before)
+    before |= {"preference.beta": of_pairs}
     said = {}
     for rank in (16, 8):  # equal adapters are kept, others are merged
         optimus_jax.train(

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,12 +16,15 @@ from published_models import TINY_RUN, libraries, with_tokenizer, write
 
 import optimus_jax
 from optimus_jax.cli import export as export_command
+from optimus_jax.cli import plan as plan_command
 from optimus_jax.config import Config, Tuning
 from optimus_jax.errors import ConfigError, OptimusError
 from optimus_jax.inference.loading import load_text_model
 from optimus_jax.mesh.slots import EMPTY
 from optimus_jax.models.peft_format import to_peft
 from optimus_jax.models.shapes import model_shapes
+from optimus_jax.planning.api import config_for
+from optimus_jax.planning.profiles.cluster import Cluster
 from optimus_jax.run.adapters import save_adapters
 from optimus_jax.run.initial_weights import AdapterWeights, SeedWeights
 from optimus_jax.run.requested_config import requested_config
@@ -289,3 +293,14 @@ def test_adapters_of_another_model_or_other_settings_are_refused(adapters, tmp_p
     (adapters_without / "adapter_model.bin").touch()
     with pytest.raises(OptimusError, match=r"(?s)adapter_model.bin and no.*safe_serialization"):
         config_of(adapters_without)
+
+
+def test_adapters_are_planned_for_with_their_model(adapters, capsys, monkeypatch):
+    """`plan` names the flag with which `train` begins with them."""
+    found = config_for(str(adapters), Cluster.parse("h100:2"), {"data.seq_len": 16})
+    assert found.model == config_of(adapters).model
+    assert found.model.tuning.rank == 3
+    flags = ["--cluster", "h100:2", "--seq-len", "16", "--top", "1"]
+    monkeypatch.setattr(sys, "argv", ["plan", "--model", str(adapters), *flags])
+    plan_command.main()
+    assert f" --init-from {adapters} " in capsys.readouterr().out

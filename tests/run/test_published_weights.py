@@ -238,7 +238,7 @@ def test_settings_take_precedence_over_what_a_published_model_brings(llama, word
 
 def test_tokens_may_be_added_to_a_published_model_but_not_removed(llama, words, tmp_path):
     command = {"data": words, "mesh": "data=8", "run_dir": tmp_path / "run", **TINY_RUN}
-    with pytest.raises(CheckpointError, match=r"(?s)another model.*model.vocab_size"):
+    with pytest.raises(CheckpointError, match=r"(?s)can only grow.*30; .* has 37.*leave it out"):
         optimus_jax.train(str(llama), **command, **{"model.vocab_size": 30})
     optimus_jax.train(str(llama), **command, **{"model.vocab_size": 50})
     config = json.loads((tmp_path / "run" / "config.json").read_text())
@@ -246,8 +246,16 @@ def test_tokens_may_be_added_to_a_published_model_but_not_removed(llama, words, 
 
 
 def test_another_model_or_a_broken_directory_is_refused_before_a_run_exists(llama, tmp_path):
-    with pytest.raises(CheckpointError, match=r"(?s)another model.*model.family"):
+    with pytest.raises(CheckpointError, match=r"(?s)another model.*model.family.*--model .*out"):
         optimus_jax.train("gpt2-nano", init_from=llama, run_dir=tmp_path / "run")
+    settings = {"model.num_layers": 3, "model.features.activation": "relu"}
+    leave_out = ", ".join(sorted(settings))
+    with pytest.raises(CheckpointError, match=rf"num_layers=2, requested 3.*\n.* {leave_out} out$"):
+        optimus_jax.train(str(llama), run_dir=tmp_path / "run", **settings)
+    with pytest.raises(CheckpointError, match=r"leave model.mlp_dim out, and leave --model "):
+        optimus_jax.train(
+            "gpt2-nano", init_from=llama, run_dir=tmp_path / "run", **{"model.mlp_dim": 9}
+        )
     broken = shutil.copytree(llama, tmp_path / "broken")
     shard = next(broken.glob("model-00002*"))
     shard.write_bytes(shard.read_bytes()[:-10])

@@ -147,6 +147,13 @@ def test_without_a_reference_that_stays_it_is_refused(tuning):
     check_task(Config(model=replace(plans.GPT, tuning=LORA), task="dpo"))
 
 
+def test_settings_of_pairs_need_a_task_that_learns_from_them():
+    named = {"preference.beta": 0.2, "steps": 3}
+    with pytest.raises(ConfigError, match=r"preference.beta; task=next_token\n.*--set task=dpo"):
+        check_task(Config(), named)
+    check_task(Config(model=replace(plans.GPT, tuning=LORA), task="dpo"), named)
+
+
 @pytest.mark.parametrize(("name", "value"), [("beta", 0.0), ("label_smoothing", 0.5)])
 def test_settings_out_of_range_are_refused(name, value):
     with pytest.raises(ConfigError, match=name):

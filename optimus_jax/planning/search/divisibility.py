@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from optimus_jax.config import Config
-from optimus_jax.errors import PlanError
+from optimus_jax.errors import PlanError, counted
 from optimus_jax.plan import Plan
 from optimus_jax.planning.profiles.cluster import Cluster
 from optimus_jax.planning.search.divisors import divisors, prime_factors
@@ -163,8 +163,8 @@ def reasons_of(config: Config, num_devices: int, plan: Plan | None) -> Iterator[
         )
     if plan is not None and plan.pipeline is not None and model.num_layers % plan.axes.pipe:
         yield (
-            f"{model.num_layers} layers over pipe={plan.axes.pipe} leave stages uneven, and every"
-            " tick lasts as long as its largest stage"
+            f"{counted(model.num_layers, 'layer')} over pipe={plan.axes.pipe} leave stages uneven,"
+            " and every tick lasts as long as its largest stage"
         )
 
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from optimus_jax.config import Config
 from optimus_jax.config.axes import AxisSizes, check_devices
-from optimus_jax.errors import PlanError, first_line
+from optimus_jax.errors import PlanError, counted, first_line
 from optimus_jax.mesh.rules import Rules, check_lengths, check_rules, make_rules
 from optimus_jax.mesh.topology import Topology
 from optimus_jax.models.kernels import choose_kernel
@@ -215,7 +215,8 @@ def _pipelines(config: Config, axes: AxisSizes) -> Iterator[Pipelining | Rejecti
     if num_layers < axes.pipe * fewest:
         yield Rejection(
             layouts=str(axes),
-            reason=f"{num_layers} layers cannot fill {axes.pipe} stages x {fewest} visits",
+            reason=f"{counted(num_layers, 'layer')} cannot fill {counted(axes.pipe, 'stage')} x"
+            f" {counted(fewest, 'visit')}",
         )
     visits = (
         divisors(num_layers // axes.pipe)
