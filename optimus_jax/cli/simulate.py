@@ -111,7 +111,7 @@ def parser() -> Parser:
         action="append",
         default=[],
         metavar="KEY=VALUE",
-        help="any other setting of a run, such as controller.min_gain=0.1",
+        help="any other setting of a run, such as controller.budget_share=0.1",
     )
     flags.add_argument("--list", action="store_true", default=False, help="name all scenarios")
     flags.add_argument(

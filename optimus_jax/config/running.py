@@ -165,15 +165,9 @@ LEAST_SILENCE_S = 5.0
 class ControlConfig:
     """When the controller may move a running job to another plan."""
 
-    min_gain: float = 0.05
-    """Smallest fraction of the step time that another plan must save."""
-    min_probability: float = 0.9
-    """Required probability that a switch saves time at all."""
-    gain_over_cost: float = 2.0
-    """Required expected gain over the rest of the run, as a multiple of the switch's cost."""
-    budget_share: float = 0.02
-    """Fraction of the run's wall time (predicted without switching) that all switches together may
-    cost."""
+    budget_share: float = 0.01
+    """Fraction of the run's wall time (predicted without switching) that switches may lose in all:
+    what they have cost, less what they have saved since, and the expected loss of the next one."""
     max_switches: int | None = None
     """Most switches in a run; None: as many as the budget allows. 0 keeps the plan as long as
     possible."""
@@ -194,10 +188,8 @@ class ControlConfig:
     """Compiled plans cached in memory, so that switching back is cheap."""
 
     def __post_init__(self) -> None:
-        check_positive(
-            self, "gain_over_cost", "window_steps", "canary_steps", "move_bytes", "executables"
-        )
-        for name in ("min_gain", "min_probability", "budget_share", "probe_share"):
+        check_positive(self, "window_steps", "canary_steps", "move_bytes", "executables")
+        for name in ("budget_share", "probe_share"):
             if not 0 <= getattr(self, name) < 1:
                 raise ConfigError(
                     explain(

@@ -30,8 +30,8 @@ from optimus_jax.control.deciding.prices import Prices, setting
 from optimus_jax.control.deciding.quarantine import Quarantine
 from optimus_jax.control.deciding.question_queue import Question, QuestionQueue
 from optimus_jax.control.deciding.run_progress import RunProgress
-from optimus_jax.control.deciding.switch_budget import SwitchBudget
 from optimus_jax.control.deciding.switch_costs import CostModel, SwitchCosts
+from optimus_jax.control.deciding.switch_limits import SwitchLimits
 from optimus_jax.control.deciding.watch import Watch
 from optimus_jax.control.policy import Decision
 from optimus_jax.control.predictor import Predictor
@@ -58,9 +58,11 @@ changed since it was chosen."""
 TRIAL_LOG_STD = 0.03
 """Uncertainty of a step time that was measured in a few trial steps before the run: standard
 deviation of its logarithm."""
-RETRY_MARGIN = 0.02
-"""An excluded process is tried again once the probability that it has recovered exceeds
-`min_probability` by this much."""
+RECOVERED = 0.5
+"""An excluded process is considered again once it has recovered with this probability."""
+LEAST_TRIAL_STEPS = 3
+"""Steps of a plan that was taken back from which its step time is learnt. A trial ends early if the
+plan is far slower, and its very first steps do not count."""
 TRIAL = "the first steps under the new plan are done"
 """The trigger of the decision whether to go back to the plan before."""
 
@@ -139,12 +141,11 @@ class Advisor:
         self._plan_history = PlanHistory(
             plan, num_hosts=self._cluster.num_hosts, num_executables=settings.executables
         )
-        self._experience, self._switch_budget = (
+        self._experience, self._switch_limits = (
             Experience(self._predictor, self._prices),
-            SwitchBudget(settings),
+            SwitchLimits(settings),
         )
-        self._account = Account(settings)
-        self._least_level_steps = settings.canary_steps
+        self._account = Account(settings.budget_share)
         self._evaluator = CandidateEvaluator(
             run_progress=self._run_progress,
             plan_history=self._plan_history,
@@ -223,14 +224,12 @@ class Advisor:
         """
         run_progress = self._run_progress.observe(observation)
         if run_progress != "goes on":
-            self._switch_budget.rewind(observation.step)
+            self._switch_limits.rewind(observation.step)
         if run_progress == "goes back":
-            self._questions.postpone(self._switch_budget.cool_until())
+            self._questions.postpone(self._switch_limits.cool_until())
         is_new_batch = self._enter_batch(observation)
         news = self._watched(observation)
-        self._account.stepped(
-            self._now, self._watch.detector.level, len(observation.step_times_s)
-        )
+        self._account.stepped(self._now, self._watch.detector.level, len(observation.step_times_s))
         if (asked := self._asked(observation, is_new_batch, news)) is not None:
             self._questions.put(asked)
         return (
@@ -286,25 +285,19 @@ class Advisor:
             delay_s=sum(costs_s.values()),
         )
         self._account.charge(sum(costs_s.values()) if by_choice else 0.0)
-        self._account.left(self._now, self._watch.detector.level)
+        if by_choice:
+            self._account.left(self._now, self._watch.detector.level)
         if is_return:
             self._quarantine.add(old.plan, self._run_progress.step)
-        left_in, is_home = self._now, self._plan_history.has_left(plan)
         excluded = (
             older.excluded.still_slow(self._run_progress.time_s)
             if is_return and older.excluded
             else self._left_out_by(without)
         )
-        self._plan_history.moved(
-            PlanInUse(plan=plan, without=without, excluded=excluded),
-            left_in,
-            forced=decided is None or decided.mandatory,
-        )
+        self._plan_history.moved(PlanInUse(plan=plan, without=without, excluded=excluded))
         self._restart()
         self._on_trial, self._questions.forced = by_choice and not is_return, None
-        self._switch_budget.switched(
-            self._run_progress.time_s, by_choice=by_choice, is_return=is_home
-        )
+        self._switch_limits.num_switches += by_choice
         self._cool(by_choice=by_choice)
 
     def failed(
@@ -320,9 +313,7 @@ class Advisor:
         """
         self._quarantine.add(plan, self._run_progress.step if at_step is None else at_step, why)
         if is_back:
-            self._least_level_steps = 3
-            self._learn_level()
-            self._least_level_steps = self._settings.canary_steps
+            self._learn_level(LEAST_TRIAL_STEPS)
             self._plan_history.taken_back(self._run_progress.time_s)
             self._restart()
         self._on_trial = False
@@ -330,7 +321,7 @@ class Advisor:
         self._questions.reopen()
 
     def charge(self, time_s: float) -> None:
-        """Charge the switch budget for time beyond switches: first steps, or failed attempts."""
+        """Charge the account for time beyond switches: first steps, or failed attempts."""
         self._account.charge(time_s)
 
     def remember(self, costs_s: Mapping[str, float], *, step: int, by_choice: bool) -> None:
@@ -341,9 +332,9 @@ class Advisor:
           step: number of steps done at the switch.
           by_choice: whether the run could have stayed under its plan.
         """
-        self._switch_budget.num_switches += by_choice
+        self._switch_limits.num_switches += by_choice
         self._account.charge(sum(costs_s.values()) if by_choice else 0.0)
-        self._switch_budget.cool(step, by_choice=by_choice)
+        self._switch_limits.cool(step, by_choice=by_choice)
 
     def dropped(self) -> None:
         """Drop the pending switch: its preparation has become useless, because the batches have
@@ -421,17 +412,21 @@ class Advisor:
                 self._predictor.forget_regime(before[1])
         return news
 
-    def _level(self) -> Level | None:
-        """Level of step times under the plan: logarithm, its noise, and number of steps."""
+    def _level(self, least_steps: int | None = None) -> Level | None:
+        """Level of step times under the plan: logarithm, its noise, and number of steps.
+
+        None: there are fewer steps than `least_steps`, by default those of a trial.
+        """
         detector = self._watch.detector
         return (
             None
-            if detector.level is None or detector.count < self._least_level_steps
+            if detector.level is None
+            or detector.count < (least_steps or self._settings.canary_steps)
             else (detector.level, detector.noise, detector.count)
         )
 
-    def _learn_level(self) -> None:
-        if (level := self._level()) is not None:
+    def _learn_level(self, least_steps: int | None = None) -> None:
+        if (level := self._level(least_steps)) is not None:
             self._learn(self._watch.conditions, self._watch.regime, level)
 
     def _learn(self, conditions: Conditions, regime: int, level: Level) -> None:
@@ -464,17 +459,14 @@ class Advisor:
 
     def _cool(self, *, by_choice: bool = True) -> None:
         self._pending = None
-        self._switch_budget.cool(self._run_progress.step, by_choice=by_choice)
-        self._questions.clear(self._switch_budget.cool_until())
+        self._switch_limits.cool(self._run_progress.step, by_choice=by_choice)
+        self._questions.clear(self._switch_limits.cool_until())
         self._look_at_left_out()
 
     def _look_at_left_out(self) -> None:
         """Schedule a review for when the excluded process has probably recovered."""
         if (excluded := self._plan_history.now.excluded) is not None:
-            due_s = excluded.due_s(
-                self._run_progress.time_s,
-                min(1 - RETRY_MARGIN, self._settings.min_probability + RETRY_MARGIN),
-            )
+            due_s = excluded.due_s(self._run_progress.time_s, RECOVERED)
             self._questions.look_again(time_s=math.inf if due_s is None else due_s)
 
     # Questions: what there is to decide.
@@ -588,24 +580,24 @@ class Advisor:
         self._answering = question
         decision = self._noted(
             self._evaluator.weigh(
-                question, options, observed, observation.readings, now=self._now, blocked=blocked
+                question, options, observed, observation.readings, blocked=blocked
             )
         )
         self._questions.answer(is_switch=self._pending is not None)
         return decision
 
     def _blocked(self, question: Question) -> str:
-        switch_budget = self._switch_budget
-        if question.only is not None or switch_budget.too_many():
-            return switch_budget.too_many()
+        switch_limits = self._switch_limits
+        if question.only is not None or switch_limits.too_many():
+            return switch_limits.too_many()
         plan, watch = self._plan_history.now.plan, self._watch
         slowed = math.exp(
             self._prices.log_time(plan, self._batch, watch.conditions)
             - self._prices.log_time(plan, self._batch, watch.normal)
         )
-        too_soon = switch_budget.too_soon(question.at_step or self._run_progress.step, slowed)
+        too_soon = switch_limits.too_soon(question.at_step or self._run_progress.step, slowed)
         if too_soon:
-            self._questions.postpone(switch_budget.cool_until(slowed))
+            self._questions.postpone(switch_limits.cool_until(slowed))
         return too_soon
 
     def _plan_options(

@@ -3,23 +3,20 @@
 It is a pure function: the decision depends on its arguments only, and records its reasons.
 
 A *candidate* is a plan that the run could switch to. Its *gain* is the time it would save until the
-end of the *horizon*; its *cost* is the time the run stands still for the switch. The *switch
-method* is the kind of switch, ordered from cheapest to most expensive. A switch must pass every
-test: it saves at least `min_gain` of each step, saves more than it costs with at least
-`min_probability`, saves several times its cost in expectation, and fits the budget. While the
-duration of present conditions is unknown, a switch waits until it breaks even with a probability of
-one half (ski rental).
+end of the *horizon*; its *cost* is the time for which the switch, and the way back where it may be
+needed, delay the run. The *switch method* is the kind of switch, ordered from cheapest to most
+expensive. The run takes the switch that is worth most (deciding/value.py), if it is worth more than
+to stay or to wait, and if the account of earlier switches allows its risk (deciding/account.py).
 """
 
 import math
-import statistics
 import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from optimus_jax.config import ControlConfig
-from optimus_jax.control.deciding.value import Bet, Regime, Worth, worth
+from optimus_jax.control.deciding.account import Allowance
+from optimus_jax.control.deciding.value import Bet, Regime, gain, worth
 from optimus_jax.plan import Plan
 from optimus_jax.planning.search.explain import flags, seconds
 
@@ -31,22 +28,11 @@ DecisionAction = Literal["stay", "switch"]
 CHOSEN = "chosen"
 MIN_SHARE_OF_BEST_GAIN = 0.9
 """A cheaper switch method is preferred if its net gain is at least this share of the largest."""
-MIN_BREAK_EVEN = 0.5
-"""Required break-even probability of a switch while the duration of conditions is unknown."""
-MIN_BREAK_EVEN_RESTART = 0.7
-"""Required break-even probability of a restart. It is higher because undoing a restart takes as
-long again, and excluded devices are not measured, so nothing shows when to undo it."""
 REWEIGH_AFTER = 0.25
-"""A switch that was rejected only for the duration of conditions is weighed again after this share
-of the time that conditions have lasted so far."""
-RETURN_GAIN_FACTOR = 2.0
-"""Factor on the required gain of a plan that the run has left, while nothing has changed since."""
-import os
-SIGMA = float(os.environ.get("SIGMA", "1"))
-MARGIN = float(os.environ.get("MARGIN", "0"))
+"""A switch that is not worth it in conditions that may end is weighed again after this share of the
+time for which they have lasted so far."""
 MAX_ALTERNATIVES = 5
 """Largest number of alternatives in the record of a decision."""
-_NORMAL = statistics.NormalDist()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,15 +61,11 @@ class SwitchCandidate:
     """Probability that the conditions assumed by `log_ratio` hold."""
     barred: str = ""
     """Why the plan may not be used (not allowed, or it failed); empty: it may be used."""
-    is_free: bool = False
-    """Whether it is exempt from the budget, because it undoes a forced switch."""
-    was_left: bool = False
-    """Whether the run used this plan, left it, and nothing has changed since."""
 
     @property
     def gain(self) -> float:
         """Expected saving, as a share of the step time."""
-        return 1.0 - math.exp(min(50.0, self.log_ratio + self.deviation**2 / 2))
+        return gain(self.log_ratio, self.deviation)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,13 +81,12 @@ class Situation:
     horizon_s: float
     """Remaining time of the run, or of its phase, at that step time."""
     regime: Regime
-    budget_s: float
-    """Seconds that the next switch may risk to lose."""
+    account: Allowance
+    """What switches may still risk."""
+    whole_s: float
+    """Expected time of the whole run if it keeps its plan."""
     trial_s: float = 0.0
-    """Time of a new plan's trial steps at that step time."""
-    gain_multiplier: float = 1.0
-    """Factor on the required ratio of gain to cost; above 1 if the run has switched back and
-    forth."""
+    """Time of the steps for which a new plan is on trial, at that step time."""
     blocked: str = ""
     """Why no switch is allowed now, whatever it gains; empty: switches are allowed."""
     mandatory: bool = False
@@ -203,15 +184,11 @@ class Decision:
         }
 
 
-def decide(
-    situation: Situation, candidates: Sequence[SwitchCandidate], settings: ControlConfig
-) -> Decision:
+def decide(situation: Situation, candidates: Sequence[SwitchCandidate]) -> Decision:
     """Stay, or switch to one of the candidates. A pure function of its arguments."""
     if situation.mandatory:
         return _move_away(situation, candidates)
-    weighed = sorted(
-        (_weigh(situation, each, settings) for each in candidates), key=lambda each: -each.net_s
-    )
+    weighed = sorted((_weigh(situation, each) for each in candidates), key=lambda each: -each.net_s)
     passed = [] if situation.blocked else [each for each in weighed if not each.objection]
     best = min(
         [each for each in passed if each.net_s >= MIN_SHARE_OF_BEST_GAIN * passed[0].net_s],
@@ -242,27 +219,28 @@ def decide(
 
 @dataclass(frozen=True, kw_only=True)
 class _Weighed:
-    """A candidate with its expected gain and cost."""
+    """A candidate and what the switch to it is worth."""
 
     candidate: SwitchCandidate
-    gain_s: float
+    net_s: float
     cost_s: float
     probability: float
     objection: str
-    """The first test that it fails; empty: it passes all."""
+    """Why the switch is not made; empty: it may be."""
     wait_s: float | None = None
-    """Seconds to wait, if it fails only for the duration of conditions."""
+    """Seconds after which it has to be weighed again because conditions have lasted longer then;
+    None: there are none."""
 
     @property
-    def net_s(self) -> float:
-        return self.gain_s - self.cost_s
+    def gain_s(self) -> float:
+        return self.net_s + self.cost_s
 
 
-def _weigh(situation: Situation, candidate: SwitchCandidate, settings: ControlConfig) -> _Weighed:
+def _weigh(situation: Situation, candidate: SwitchCandidate) -> _Weighed:
     found = worth(
         Bet(
             log_ratio=candidate.log_ratio,
-            deviation=candidate.deviation * SIGMA,
+            deviation=candidate.deviation,
             log_ratio_after=candidate.log_ratio_after,
             cost_s=candidate.cost_s,
             return_s=candidate.return_s,
@@ -273,42 +251,40 @@ def _weigh(situation: Situation, candidate: SwitchCandidate, settings: ControlCo
         situation.regime,
         situation.horizon_s,
     )
-    objection, wait_s = _objection(situation, candidate, settings, found)
-    return _Weighed(
+    weighed = _Weighed(
         candidate=candidate,
-        gain_s=found.gain_s,
-        cost_s=found.gain_s - found.net_s,
+        net_s=found.net_s,
+        cost_s=found.cost_s,
         probability=found.probability,
-        objection=objection,
-        wait_s=wait_s,
+        objection=candidate.barred,
     )
-
-
-def _objection(
-    situation: Situation, candidate: SwitchCandidate, settings: ControlConfig, found: Worth
-) -> tuple[str, float | None]:
-    """Why the switch is not made (empty: it may be), and after how many seconds it is weighed again
-    because of how long conditions last.
-    """
+    if candidate.barred:
+        return weighed
+    # The longer conditions have lasted, the longer they are expected to last.
     later_s = (
         None if situation.regime.durations is None else REWEIGH_AFTER * situation.regime.elapsed_s
     )
-    what = f"would save {seconds(found.gain_s)} (P {found.probability:.2f}) for {seconds(found.gain_s - found.net_s)}"
-    if candidate.barred:
-        return candidate.barred, None
+    told = _told(weighed)
     if found.wait_s > 0:
-        return (
-            f"{what}; worth more if conditions last {seconds(found.wait_s)} longer",
-            found.wait_s,
+        return replace(
+            weighed,
+            objection=f"{told}; worth more if conditions last {seconds(found.wait_s)} longer",
+            wait_s=found.wait_s,
         )
-    if found.net_s <= MARGIN * candidate.cost_s:
-        return f"would save {seconds(max(0.0, found.gain_s))} for {seconds(found.gain_s - found.net_s)}", later_s
-    if found.worst_s > max(0.0, situation.budget_s):
-        return (
-            f"{what}; the account allows to risk {seconds(max(0.0, situation.budget_s))}, and it"
-            f" may lose {seconds(found.worst_s)} (controller.budget_share={settings.budget_share:g})"
-        ), later_s
-    return "", None
+    if found.net_s <= 0:
+        return replace(weighed, objection=told, wait_s=later_s)
+    if found.risk_s > situation.account.allows_s(situation.whole_s):
+        refused = situation.account.refused(found.risk_s, situation.whole_s)
+        return replace(weighed, objection=f"{told}; {refused}", wait_s=later_s)
+    return weighed
+
+
+def _told(weighed: _Weighed) -> str:
+    """What the switch would save, for what, and how likely that is."""
+    return (
+        f"would save {seconds(max(0.0, weighed.gain_s))} (P {weighed.probability:.2f}) for"
+        f" {seconds(weighed.cost_s)}"
+    )
 
 
 def _move_away(situation: Situation, candidates: Sequence[SwitchCandidate]) -> Decision:
@@ -323,7 +299,7 @@ def _move_away(situation: Situation, candidates: Sequence[SwitchCandidate]) -> D
     weighed = [
         _Weighed(
             candidate=each,
-            gain_s=situation.horizon_s * each.gain,
+            net_s=situation.horizon_s * each.gain - each.cost_s,
             cost_s=each.cost_s,
             probability=1.0,
             objection=each.barred,
@@ -372,8 +348,8 @@ def _why_stay(situation: Situation, weighed: Sequence[_Weighed]) -> str:
         return f"{situation.trigger}: {situation.blocked}"
     if not weighed:
         return f"{situation.trigger}: no other usable plan is known"
-    # Name the test that the candidate with the largest gain fails; if none has a gain, the present
-    # plan is the best.
+    # Name what holds back the candidate with the largest gain; if none has a gain, the present plan
+    # is the best.
     best = max(weighed, key=lambda each: (not each.candidate.barred, each.gain_s))
     if best.candidate.gain <= 0:
         return f"{situation.trigger}: no other plan is expected to be faster"

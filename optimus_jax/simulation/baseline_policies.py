@@ -27,6 +27,9 @@ from optimus_jax.simulation.candidate_plans import PooledSearch
 from optimus_jax.simulation.outcome import Policy
 from optimus_jax.simulation.setup import Setup
 
+MIN_GAIN, GAIN_OVER_COST = 0.05, 2.0
+"""Least share of a step that a switch has to save, and least ratio of its saving to its cost, of a
+policy that believes the cost model."""
 SLOW_SHARE, FULL_SHARE, IDLE_SHARE = 0.9, 0.9, 0.6
 """Thresholds of Optimus-Megatron, as shares: throughput over its average, memory, utilisation."""
 
@@ -172,8 +175,8 @@ class CostModelOnly(_ByCostModel):
             self._setup.num_steps - observation.step
         )
         return (
-            best.prediction.step_time_s <= (1 - self._settings.min_gain) * present_s
-            and gain_s >= self._settings.gain_over_cost * cost_s
+            best.prediction.step_time_s <= (1 - MIN_GAIN) * present_s
+            and gain_s >= GAIN_OVER_COST * cost_s
             and observation.step - self._last_step >= self._settings.cooldown_steps
         )
 

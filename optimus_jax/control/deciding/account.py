@@ -3,50 +3,83 @@
 A switch is charged with the time for which it delayed the run. While the run is in the
 circumstances in which it left a plan, every step then pays the difference to that plan's level of
 step times. What is owed never falls below zero, so that old savings do not pay for new gambles.
+
+The account limits regret, not cost: a switch is allowed if what is owed and the loss that it risks
+stay below a share of the run. One that saves for sure risks nothing, whatever it costs. One that
+keeps losing stops itself.
 """
 
 import math
 from collections.abc import Hashable
+from dataclasses import dataclass
 
-from optimus_jax.config import ControlConfig
+from optimus_jax.planning.search.explain import seconds
+
+
+@dataclass(frozen=True, kw_only=True)
+class Allowance:
+    """What the next switch of a run may risk."""
+
+    share: float
+    """Share of the run that switches may lose in all (`controller.budget_share`)."""
+    owed_s: float = 0.0
+    """Costs of earlier switches that no saving has paid for yet, in seconds."""
+
+    def allows_s(self, whole_s: float) -> float:
+        """The largest risk in a run of `whole_s` seconds; negative if more is owed."""
+        return self.share * whole_s - self.owed_s
+
+    def refused(self, risk_s: float, whole_s: float) -> str:
+        """Why this risk is too large, and which setting would allow it."""
+        needed = (self.owed_s + risk_s) / whole_s if whole_s > 0 else math.inf
+        allowed = f"the account allows {seconds(max(0.0, self.allows_s(whole_s)))} of them"
+        told = f"may lose {seconds(risk_s)} on average; {allowed}"
+        if needed >= 1:
+            return told
+        digits = 10 ** (2 - math.floor(math.log10(needed)) - 1)
+        share = math.ceil(needed * digits) / digits
+        return f"{told}; --set controller.budget_share={share:g} allows it"
 
 
 class Account:
     """The costs and savings of one run's switches.
 
     Args:
-      settings: the user's settings.
+      share: share of the run that switches may lose in all.
     """
 
-    def __init__(self, settings: ControlConfig) -> None:
-        self._share = settings.budget_share
-        self.owed_s = 0.0
-        """Costs that no saving has paid for yet, in seconds."""
+    def __init__(self, share: float) -> None:
+        self._share, self._owed_s = share, 0.0
         self.spent_s = 0.0
-        """All costs, in seconds."""
+        """All costs so far, in seconds."""
         self._levels: dict[Hashable, float] = {}
         """Level of step times of the plan that was left in these circumstances, as a logarithm."""
+
+    @property
+    def allowance(self) -> Allowance:
+        """What the next switch may risk."""
+        return Allowance(share=self._share, owed_s=self._owed_s)
 
     def charge(self, time_s: float) -> None:
         """Add a cost."""
         if math.isfinite(time_s):
-            self.owed_s = max(0.0, self.owed_s + time_s)
+            self._owed_s = max(0.0, self._owed_s + time_s)
             self.spent_s += time_s
 
     def left(self, circumstances: Hashable, level: float | None) -> None:
-        """Record that the run left a plan with this level of step times (None: unknown). A level
-        from an earlier switch in the same circumstances stays.
+        """Record that the run has left a plan by choice.
+
+        Args:
+          circumstances: the conditions and batch.
+          level: logarithm of its step time in seconds; None: unknown. A level from an earlier
+            switch in the same circumstances stays.
         """
         if level is not None:
             self._levels.setdefault(circumstances, level)
 
     def stepped(self, circumstances: Hashable, level: float | None, num_steps: int) -> None:
-        """Record steps at this level of step times; None: it is unknown yet."""
+        """Record steps at this level of step times (None: it is not known yet)."""
         before = self._levels.get(circumstances)
         if before is not None and level is not None:
             saved_s = num_steps * (math.exp(before) - math.exp(level))
-            self.owed_s = max(0.0, self.owed_s - saved_s)
-
-    def allows_s(self, whole_s: float) -> float:
-        """The loss that the next switch may risk, in a run of `whole_s` seconds."""
-        return self._share * whole_s - self.owed_s
+            self._owed_s = max(0.0, self._owed_s - saved_s)

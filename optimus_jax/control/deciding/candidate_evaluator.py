@@ -8,18 +8,18 @@ from typing import Any
 from optimus_jax.config import ControlConfig
 from optimus_jax.config.axes import AxisSizes
 from optimus_jax.control import policy
+from optimus_jax.control.deciding.account import Account
 from optimus_jax.control.deciding.candidates import is_allowed
 from optimus_jax.control.deciding.options import ObservedCluster, PlanOption
 from optimus_jax.control.deciding.phases import BatchPhases
-from optimus_jax.control.deciding.plan_history import Circumstances, PlanHistory
+from optimus_jax.control.deciding.plan_history import PlanHistory
 from optimus_jax.control.deciding.prices import Prices, query, setting
 from optimus_jax.control.deciding.quarantine import Quarantine
 from optimus_jax.control.deciding.question_queue import Question
 from optimus_jax.control.deciding.run_progress import RunProgress
-from optimus_jax.control.deciding.account import Account
 from optimus_jax.control.deciding.switch_costs import CostModel
-from optimus_jax.control.deciding.watch import Watch
 from optimus_jax.control.deciding.value import Regime
+from optimus_jax.control.deciding.watch import Watch
 from optimus_jax.control.policy import Decision, Situation, SwitchCandidate
 from optimus_jax.control.predictor import Predictor
 from optimus_jax.control.signals import SignalSummary
@@ -51,7 +51,6 @@ class CandidateEvaluator:
         observed: ObservedCluster,
         readings: Mapping[str, SignalSummary],
         *,
-        now: Circumstances,
         blocked: str,
     ) -> Decision:
         """Answer a question with a decision.
@@ -61,7 +60,6 @@ class CandidateEvaluator:
           options: the candidate plans, each with the devices that it would use.
           observed: the usable devices and the present conditions.
           readings: the newest signal readings, recorded with the decision.
-          now: the present conditions and regime.
           blocked: why no switch may be made; empty: one may.
         """
         watch, plan, priced = (
@@ -99,7 +97,6 @@ class CandidateEvaluator:
                 option,
                 question,
                 observed,
-                now,
                 allow,
                 *forecast.ratio(index, 0),
                 forecast.ratio(after + index, after)[0] if watch.is_disturbed else None,
@@ -127,19 +124,21 @@ class CandidateEvaluator:
             regime=regime,
             blocked=blocked,
             trial_s=self.settings.canary_steps * step_time_s,
-            budget_s=self._budget_s(step_time_s, usual_s),
+            account=self.account.allowance,
+            whole_s=self.run_progress.whole_s(
+                watch.regime_at(self.run_progress.time_s), step_time_s, usual_s
+            ),
             mandatory=question.mandatory,
             at_step=question.at_step,
             inputs=self._inputs(question, observed, readings, forecast.interval_s(0), steps_left),
         )
-        return policy.decide(situation, candidates, self.settings)
+        return policy.decide(situation, candidates)
 
     def _candidate(
         self,
         option: PlanOption,
         question: Question,
         observed: ObservedCluster,
-        now: Circumstances,
         allow: Sequence[AxisSizes],
         log_ratio: float,
         deviation: float,
@@ -168,21 +167,6 @@ class CandidateEvaluator:
             prepare_s=self.costs.prepare_s(switch_method, compiled=compiled),
             return_s=self.costs.expected_s(switch_method, plan, old, devices.normal, compiled=True),
         )
-
-    def _goes_home(self, plan: Plan) -> bool:
-        """Whether the disturbance that made the run leave `plan` is over. The cost of going back
-        was reserved when the run left it.
-        """
-        return not self.watch.is_disturbed and self.plan_history.has_left(plan)
-
-    def _budget_s(self, step_time_s: float, usual_s: float) -> float:
-        """Time that switches may still take, in seconds: a share of the expected time of the whole
-        run under the present plan, less the time spent.
-        """
-        whole_s = self.run_progress.whole_s(
-            self.watch.regime_at(self.run_progress.time_s), step_time_s, usual_s
-        )
-        return self.account.allows_s(whole_s)
 
     def _inputs(
         self,

@@ -69,8 +69,6 @@ class CostModel:
         self._seen: dict[SwitchMethod | None, list[float]] = {}
         """Logarithms of measured over expected delay, by switch method; None: all methods."""
         self._prepared_s: list[float] = []
-        self.spent_s = 0.0
-        """Time spent so far on switches made by choice and on attempts that failed."""
 
     def expected_s(
         self,
@@ -124,7 +122,6 @@ class CostModel:
           switch_method, old, plan, pricing, compiled: as in `expected_s`.
           delay_s: measured delay, with the time that compiling cost other steps, without the extra
             time of the first steps.
-          counts: whether the budget pays for it, because the run had a choice.
         """
         if not math.isfinite(delay_s) or delay_s < 0:
             return

@@ -1,18 +1,11 @@
-"""Limits on further switches of a run: their number, the cooldown after the last one, the time they
-may take, and the required gain.
-"""
+"""Limits on further switches of a run: their number, and the cooldown after the last one."""
 
 import math
 
 from optimus_jax.config import ControlConfig
 
-RETURN_PENALTY = 10.0
-"""Factor on the required gain for each return to a plan that the run had left."""
-RETURN_MEMORY_S = 3600.0
-"""Time constant, in seconds, with which the exponent of RETURN_PENALTY decays after a return."""
 
-
-class SwitchBudget:
+class SwitchLimits:
     """The limits on further switches of one run.
 
     Args:
@@ -24,7 +17,6 @@ class SwitchBudget:
         self.num_switches = 0
         """Number of switches made by choice."""
         self._last_step, self._cool_steps = 0, 0
-        self._returned_s: list[float] = []
 
     def cool(self, step: int, *, by_choice: bool) -> None:
         """Begin the cooldown of a switch that was made or failed after this step.
@@ -56,17 +48,6 @@ class SwitchBudget:
             math.ceil(self._cool_steps / max(1.0, slowed)),
         )
 
-    def switched(self, time_s: float, *, by_choice: bool, is_return: bool) -> None:
-        """Record a switch.
-
-        Args:
-          time_s: when it was made, on the run's clock.
-          by_choice: whether the run had a choice.
-          is_return: whether it went back to a plan that the run had left by choice.
-        """
-        self.num_switches += by_choice
-        self._returned_s += [time_s] * (by_choice and is_return)
-
     def too_many(self) -> str:
         """Why no further switch is allowed; empty: one is."""
         most = self._settings.max_switches
@@ -80,13 +61,3 @@ class SwitchBudget:
         """Why no switch is allowed yet at this step; empty: one is. `slowed` as in `cool_until`."""
         until = self.cool_until(slowed)
         return f"cooling down after a switch, until step {until}" if step < until else ""
-
-    def gain_multiplier(self, time_s: float) -> float:
-        """Factor on the required gain: RETURN_PENALTY for every return, decaying with time."""
-        return RETURN_PENALTY ** sum(
-            math.exp(-(time_s - returned_s) / RETURN_MEMORY_S) for returned_s in self._returned_s
-        )
-
-    def budget_s(self, whole_s: float, spent_s: float) -> float:
-        """Time that switches may still take in a run that takes `whole_s`."""
-        return self._settings.budget_share * whole_s - spent_s
