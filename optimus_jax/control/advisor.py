@@ -33,7 +33,7 @@ from optimus_jax.control.deciding.run_progress import RunProgress
 from optimus_jax.control.deciding.switch_costs import CostModel, SwitchCosts
 from optimus_jax.control.deciding.switch_limits import SwitchLimits
 from optimus_jax.control.deciding.watch import Watch
-from optimus_jax.control.policy import Decision
+from optimus_jax.control.policy import MIN_USABLE, Decision
 from optimus_jax.control.predictor import Predictor
 from optimus_jax.control.signals import Observation
 from optimus_jax.data.batch import BatchShape
@@ -58,8 +58,9 @@ changed since it was chosen."""
 TRIAL_LOG_STD = 0.03
 """Uncertainty of a step time that was measured in a few trial steps before the run: standard
 deviation of its logarithm."""
-RECOVERED = 0.5
-"""An excluded process is considered again once it has recovered with this probability."""
+RETRY_MARGIN = 0.02
+"""An excluded process is tried again once the probability that it has recovered exceeds MIN_USABLE
+by this much."""
 LEAST_TRIAL_STEPS = 3
 """Steps of a plan that was taken back from which its step time is learnt. A trial ends early if the
 plan is far slower, and its very first steps do not count."""
@@ -466,7 +467,7 @@ class Advisor:
     def _look_at_left_out(self) -> None:
         """Schedule a review for when the excluded process has probably recovered."""
         if (excluded := self._plan_history.now.excluded) is not None:
-            due_s = excluded.due_s(self._run_progress.time_s, RECOVERED)
+            due_s = excluded.due_s(self._run_progress.time_s, MIN_USABLE + RETRY_MARGIN)
             self._questions.look_again(time_s=math.inf if due_s is None else due_s)
 
     # Questions: what there is to decide.

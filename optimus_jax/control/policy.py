@@ -28,6 +28,13 @@ DecisionAction = Literal["stay", "switch"]
 CHOSEN = "chosen"
 MIN_SHARE_OF_BEST_GAIN = 0.9
 """A cheaper switch method is preferred if its net gain is at least this share of the largest."""
+MIN_PROBABILITY = 0.75
+"""Required probability that a switch pays if that depends on predicted step times alone. It is a
+margin for intervals that are too narrow: 90% intervals hold 52 to 81% of plans never run
+(docs/decisions/0024-one-value.md)."""
+MIN_USABLE = 0.9
+"""Required probability that excluded devices have recovered: trying them takes a restart, and
+nothing measures them before."""
 REWEIGH_AFTER = 0.25
 """A switch that is not worth it in conditions that may end is weighed again after this share of the
 time for which they have lasted so far."""
@@ -93,8 +100,17 @@ class Situation:
     """The present plan cannot be kept."""
     at_step: int | None = None
     """Boundary that a switch is planned for; None: now."""
+    is_unexplained: bool = False
+    """Whether step times have changed and nobody knows why."""
     inputs: Mapping[str, Any] = field(default_factory=dict)
     """The measurements and settings behind these values, for the record."""
+
+    @property
+    def hangs_on_ratio(self) -> bool:
+        """Whether what a switch gains depends on the predicted ratio of step times alone, and not
+        on how long conditions last; or nobody knows what the conditions are.
+        """
+        return self.at_step is None and (self.regime.durations is None or self.is_unexplained)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -260,6 +276,14 @@ def _weigh(situation: Situation, candidate: SwitchCandidate) -> _Weighed:
     )
     if candidate.barred:
         return weighed
+    if candidate.usable_probability < MIN_USABLE:
+        return replace(
+            weighed,
+            objection=(
+                "saves time only if its devices have recovered"
+                f" (P {candidate.usable_probability:.2f})"
+            ),
+        )
     # The longer conditions have lasted, the longer they are expected to last.
     later_s = (
         None if situation.regime.durations is None else REWEIGH_AFTER * situation.regime.elapsed_s
@@ -273,6 +297,9 @@ def _weigh(situation: Situation, candidate: SwitchCandidate) -> _Weighed:
         )
     if found.net_s <= 0:
         return replace(weighed, objection=told, wait_s=later_s)
+    if found.probability < MIN_PROBABILITY and situation.hangs_on_ratio:
+        unlikely = f"{told}; at least P {MIN_PROBABILITY:g} is required in such conditions"
+        return replace(weighed, objection=unlikely, wait_s=later_s)
     if found.risk_s > situation.account.allows_s(situation.whole_s):
         refused = situation.account.refused(found.risk_s, situation.whole_s)
         return replace(weighed, objection=f"{told}; {refused}", wait_s=later_s)

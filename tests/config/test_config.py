@@ -330,7 +330,7 @@ def test_settings_left_open_are_derived():
             ),
         ),
         ({"control": "sometimes"}, r"auto"),
-        ({"controller.min_gain": 1.5}, r"min_gain must be a fraction"),
+        ({"controller.budget_share": 1.5}, r"budget_share must be a fraction"),
         ({"controller.max_switches": -1}, r"max_switches cannot be negative"),
         ({"controller.window_steps": 0}, r"window_steps must be positive"),
         ({"distributed.process_id": 1}, r"needs all three distributed settings"),

@@ -219,7 +219,7 @@ def test_no_decision_before_the_typical_step_time_is_known():
 
 
 def test_a_short_run_is_not_switched():
-    assert Job(POOR, num_steps=30).go(30).switches == []
+    assert Job(POOR, num_steps=16).go(16).switches == []
 
 
 def test_a_slow_link_causes_a_switch_and_its_recovery_a_switch_back():
@@ -228,7 +228,7 @@ def test_a_slow_link_causes_a_switch_and_its_recovery_a_switch_back():
     job.go(400, SLOW)
     assert len(job.switches) == 1
     assert job.true_s(job.plan, SLOW) < 0.9 * job.true_s(before, SLOW)
-    assert "exchanges between hosts" in job.decisions[-2].why + job.decisions[-1].why
+    assert any("exchanges between hosts" in each.why for each in job.decisions)
     job.go(400)
     assert len(job.switches) == 2
     assert job.true_s(job.plan) == pytest.approx(job.true_s(before), rel=0.06)
@@ -253,12 +253,12 @@ def test_switch_costs_are_learnt_with_the_link_speeds_at_the_switch(monkeypatch)
 
 
 def test_a_switch_waits_until_the_slow_link_has_cost_as_much_as_the_switch():
-    """Ski rental: at first it is unknown how long the slow link will last."""
+    """At first it is unknown how long the slow link will last."""
     job = Job(num_steps=10000, switch_s=120.0, costs=SwitchCosts(stop_s=120.0)).go(200)
     while not any(each.wait_s for each in job.decisions):
         assert job.switches == [], "a slow link is waited for before it causes a switch"
         job.go(1, SLOW)
-    assert "may end before it breaks even" in job.decisions[-1].why
+    assert "worth more if conditions last" in job.decisions[-1].why
     job.go(100, SLOW)
     assert len(job.switches) == 1
 
@@ -321,8 +321,6 @@ def test_no_switch_during_the_cooldown():
     [
         ControlConfig(max_switches=0),
         ControlConfig(allow=("pipe=8,fsdp=8",)),
-        ControlConfig(budget_share=1e-4),
-        ControlConfig(min_gain=0.9),
     ],
 )
 def test_settings_can_forbid_a_switch(settings):
@@ -330,13 +328,14 @@ def test_settings_can_forbid_a_switch(settings):
     assert Job(POOR, settings=ControlConfig(max_switches=0)).go(300).switches == []
 
 
-def test_measured_switch_costs_count_against_the_budget():
-    """1% of some 4 hours are 150 s: one switch of 100 s, and no second one."""
-    job = Job(POOR, num_steps=5000, switch_s=100.0, costs=SwitchCosts(stop_s=50.0)).go(100)
+def test_what_a_switch_has_cost_is_owed_until_its_savings_have_paid_for_it():
+    """1% of some 4 hours are 150 s. A switch of 100 s is made, and its savings are measured."""
+    job = Job(POOR, num_steps=5000, switch_s=100.0, costs=SwitchCosts(stop_s=50.0)).go(30)
     assert len(job.switches) == 1
-    job.go(500, SLOW)
-    assert len(job.switches) == 1
-    assert any("the budget for switches" in each.why for each in job.decisions)
+    owed_s = job.advisor._account.allowance.owed_s
+    assert 0 < owed_s < 100
+    job.go(400)
+    assert job.advisor._account.allowance.owed_s < owed_s / 2
 
 
 def test_a_failed_plan_is_not_retried_at_once():
@@ -506,7 +505,7 @@ def test_a_resumed_run_counts_earlier_switches():
     # this switch was forced, and does not count against the budget
     job.advisor.remember({"move_s": 50.0}, step=60, by_choice=False)
     job.advisor.remember({"move_s": 1.0, "compile_tax_s": 2.0}, step=100, by_choice=True)
-    assert job.advisor._costs.spent_s == 3.0
+    assert job.advisor._account.spent_s == 3.0
     job.go(20)
     assert all("cooling down after a switch, until step 130" in each.why for each in job.decisions)
     assert job.go(40).switches
@@ -548,8 +547,8 @@ def test_a_batch_phase_after_the_last_step_is_ignored():
     )
 
 
-def test_switching_back_is_possible_with_the_budget_spent():
-    """Conditions are back to normal, and the cost of switching back was reserved."""
+def test_switching_back_is_possible_with_the_account_overdrawn():
+    """Conditions are back to normal, so it saves time for sure."""
     job = Job(
         num_steps=3000,
         switch_s=8.0,
@@ -557,10 +556,11 @@ def test_switching_back_is_possible_with_the_budget_spent():
     )
     job.go(100).go(400, SLOW)
     assert len(job.switches) == 1
-    assert job.advisor._costs.spent_s == 8.0
-    job.advisor._costs.spent_s = 1e6
+    assert job.advisor._account.spent_s == 8.0
+    job.advisor.charge(1e6)
     job.go(600)
-    assert [plan for _, plan in job.switches][1:] == [BEST]
+    assert len(job.switches) == 2
+    assert job.true_s(job.plan) == pytest.approx(job.true_s(BEST), rel=0.06)
 
 
 def test_memory_pressure_causes_a_switch_to_a_smaller_plan():

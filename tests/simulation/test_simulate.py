@@ -270,7 +270,7 @@ def test_a_scenario_file_is_simulated_and_reported_as_json(tmp_path):
         (("--seeds", "0"), "at least one seed"),
         (("--cluster", "h100:8by8"), "numbers of hosts and devices"),
         (("--replay", "no-such-run"), "a run cannot be read"),
-        (("--set", "controller.min_gin=1"), "did you mean 'controller.min_gain'"),
+        (("--set", "controller.budget_shar=1"), "did you mean 'controller.budget_share'"),
     ],
 )
 def test_user_mistakes_end_with_one_message(arguments, message):

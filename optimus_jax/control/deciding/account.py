@@ -15,6 +15,9 @@ from dataclasses import dataclass
 
 from optimus_jax.planning.search.explain import seconds
 
+NO_RISK = 1e-4
+"""A risk below this share of the run is none: 0.4 s of an hour."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Allowance:
@@ -26,13 +29,15 @@ class Allowance:
     """Costs of earlier switches that no saving has paid for yet, in seconds."""
 
     def allows_s(self, whole_s: float) -> float:
-        """The largest risk in a run of `whole_s` seconds; negative if more is owed."""
-        return self.share * whole_s - self.owed_s
+        """The largest risk in a run of `whole_s` seconds. If more is owed than the share allows,
+        only switches without a risk are allowed.
+        """
+        return max(self.share * whole_s - self.owed_s, min(self.share, NO_RISK) * whole_s)
 
     def refused(self, risk_s: float, whole_s: float) -> str:
         """Why this risk is too large, and which setting would allow it."""
         needed = (self.owed_s + risk_s) / whole_s if whole_s > 0 else math.inf
-        allowed = f"the account allows {seconds(max(0.0, self.allows_s(whole_s)))} of them"
+        allowed = f"the account allows {seconds(self.allows_s(whole_s))} of them"
         told = f"may lose {seconds(risk_s)} on average; {allowed}"
         if needed >= 1:
             return told

@@ -130,6 +130,7 @@ class CandidateEvaluator:
             ),
             mandatory=question.mandatory,
             at_step=question.at_step,
+            is_unexplained=watch.regime != 0,
             inputs=self._inputs(question, observed, readings, forecast.interval_s(0), steps_left),
         )
         return policy.decide(situation, candidates)

@@ -178,7 +178,9 @@ def _cost_s(bet: Bet, ready: Regime, left_s: float) -> float:
 def _below(bet: Bet, net_s: float, lasting_s: float, left_s: float) -> float:
     """Probability that the switch saves less than `net_s` if conditions last `lasting_s`."""
     needed_s = net_s + bet.cost_s + (bet.return_s if lasting_s < left_s else 0.0)
-    return 1.0 if needed_s >= lasting_s else 1.0 - _faster(bet, math.log1p(-needed_s / lasting_s))
+    if needed_s >= lasting_s:
+        return float(needed_s > 0 or lasting_s > 0)
+    return 1.0 - _faster(bet, math.log1p(-needed_s / lasting_s)) if lasting_s > 0 else 0.0
 
 
 def _faster(bet: Bet, log_ratio: float) -> float:

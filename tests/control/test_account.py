@@ -1,0 +1,57 @@
+"""What switches cost and save, and which risk is allowed."""
+
+import math
+
+import pytest
+
+from optimus_jax.control.deciding.account import Account
+
+
+def test_a_saving_pays_for_its_switch_and_for_no_later_one():
+    account = Account(share=0.01)
+    assert account.allowance.allows_s(1000.0) == pytest.approx(10.0)
+    account.charge(8.0)
+    account.left("normal", math.log(2.0))
+    assert account.allowance.allows_s(1000.0) == pytest.approx(2.0)
+    account.stepped("normal", math.log(1.5), 10)  # saves 5 s
+    assert account.allowance.allows_s(1000.0) == pytest.approx(7.0)
+    account.stepped("normal", math.log(1.5), 1000)
+    assert account.allowance.allows_s(1000.0) == pytest.approx(10.0)
+    account.charge(12.0)
+    assert account.allowance.owed_s == pytest.approx(12.0)
+    assert account.allowance.allows_s(1000.0) == pytest.approx(0.1), "no risk"
+    assert account.spent_s == 20.0
+
+
+def test_only_steps_in_the_circumstances_of_the_switch_count():
+    account = Account(share=0.01)
+    account.charge(8.0)
+    account.left("slow link", math.log(2.0))
+    account.stepped("normal", math.log(0.5), 100)
+    account.stepped("slow link", None, 100)
+    assert account.allowance.owed_s == 8.0
+
+
+def test_a_plan_that_proves_slower_adds_to_what_is_owed():
+    account = Account(share=0.01)
+    account.left("normal", math.log(1.0))
+    account.stepped("normal", math.log(1.5), 10)
+    assert account.allowance.owed_s == pytest.approx(5.0)
+
+
+def test_savings_are_relative_to_the_first_plan_that_was_left():
+    account = Account(share=0.01)
+    account.charge(10.0)
+    account.left("normal", math.log(2.0))
+    account.left("normal", math.log(1.0))
+    account.stepped("normal", math.log(1.0), 4)
+    assert account.allowance.owed_s == pytest.approx(6.0)
+
+
+def test_a_refusal_names_the_share_that_allows_the_risk():
+    allowance = Account(share=0.01).allowance
+    told = allowance.refused(3.55, 100.0)
+    assert "may lose 3.55 s on average" in told
+    assert "the account allows 1 s of them" in told
+    assert told.endswith("--set controller.budget_share=0.036 allows it")
+    assert "allows it" not in allowance.refused(200.0, 100.0)
