@@ -144,6 +144,17 @@ _OWN = {
 }
 RENAMED = {"distributed.engine": "distributed.launcher"}
 """Earlier name of a setting -> its present name. Both are read."""
+_ONE_VALUE = (
+    "leave it out: a switch is made if it is worth more than it costs, and controller.budget_share"
+    " limits what switches may lose (docs/control.md)"
+)
+RETIRED = {
+    "controller.min_gain": _ONE_VALUE,
+    "controller.min_probability": _ONE_VALUE,
+    "controller.gain_over_cost": _ONE_VALUE,
+}
+"""Setting of earlier versions -> what to do instead. Configs of earlier runs may have them; they
+are ignored there."""
 OUR_SECTIONS = {target.partition(".")[0] for target in _ALIASES if "." in target}
 """Sections of this project: their names are never aliases."""
 

@@ -8,7 +8,14 @@ from typing import Any
 
 from optimus_jax.config import DERIVED, Config, ModelConfig
 from optimus_jax.config.advice import VALUES, advice_for, spelled_like
-from optimus_jax.config.aliases import PARAMETERS, RENAMED, alias_of, meant_by_last_part, word
+from optimus_jax.config.aliases import (
+    PARAMETERS,
+    RENAMED,
+    RETIRED,
+    alias_of,
+    meant_by_last_part,
+    word,
+)
 from optimus_jax.config.presets import model_preset
 from optimus_jax.config.published_config import WHAT, published_kind
 from optimus_jax.config.run_checkpoint import INIT_FROM, RunCheckpoint
@@ -302,6 +309,14 @@ def _target(name: str, value: Any, others: Mapping[str, Any]) -> tuple[str, bool
             return SHORT_NAMES.get(own) or RENAMED[own], True
         if own in names or any(each.startswith(f"{own}.") for each in names):
             return own, True
+        if own in RETIRED:
+            raise ConfigError(
+                explain(
+                    f"there is no setting {own} any more",
+                    given=f"{name}={shown(value)}",
+                    do=RETIRED[own],
+                )
+            )
     target = alias_of(name)
     if target is not None and target not in PARAMETERS:
         return target, False

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from optimus_jax.config.aliases import RENAMED
+from optimus_jax.config.aliases import RENAMED, RETIRED
 from optimus_jax.config.checks import check_counts, check_positive
 from optimus_jax.config.data import DataConfig
 from optimus_jax.config.export import ExportConfig
@@ -292,7 +292,12 @@ class Config:
 
 
 def _renamed(value: dict[str, Any]) -> dict[str, Any]:
-    """The value of a config with the present names of its settings."""
+    """The value of a config with the present names of its settings, without retired ones."""
+    for old in RETIRED:
+        section, _, name = old.partition(".")
+        if isinstance(fields := value.get(section), Mapping) and name in fields:
+            kept = {other: item for other, item in fields.items() if other != name}
+            value = value | {section: kept}
     for old, new in RENAMED.items():
         section, _, name = old.partition(".")
         if isinstance(fields := value.get(section), Mapping) and name in fields:

@@ -25,7 +25,7 @@ from optimus_jax.config import (
     PrecisionConfig,
     RopeScaling,
 )
-from optimus_jax.config.aliases import ALIASES, RENAMED
+from optimus_jax.config.aliases import ALIASES, RENAMED, RETIRED
 from optimus_jax.config.axes import AxisSizes
 from optimus_jax.config.presets import PRESETS, model_preset
 from optimus_jax.config.request import (
@@ -603,3 +603,13 @@ def test_an_adapter_needs_its_projection():
     check_family(make_config("llama-nano", lora).model)
     with pytest.raises(ConfigError, match="has no projection 'gate'"):
         check_family(make_config("gpt2-nano", lora).model)
+
+
+@pytest.mark.parametrize("old", RETIRED)
+def test_retired_settings_are_ignored_in_stored_configs_and_explained_elsewhere(old):
+    section, _, name = old.partition(".")
+    stored = json.loads(Config().to_json())
+    stored[section] = {name: 0.5}
+    assert Config.from_json(json.dumps(stored)) == Config()
+    with pytest.raises(ConfigError, match=rf"(?s)no setting {old} any more.*budget_share"):
+        canonical([(old, "0.5", f"--set {old}=0.5")])
