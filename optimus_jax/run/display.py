@@ -1,6 +1,7 @@
 """Progress displays of a run: a live bar on a terminal, plain lines in a log file, or nothing."""
 
 import collections
+import math
 import os
 import statistics
 import sys
@@ -22,6 +23,8 @@ from optimus_jax.training.numbers import short
 from optimus_jax.training.watchers import Display, metrics_text
 
 UNKNOWN = "-"
+NUM_AVERAGED = 10
+"""Number of latest steps over which the speed shown is averaged."""
 
 
 class SilentDisplay(Display):
@@ -44,15 +47,19 @@ class PlainDisplay(Display):
         self._stream = stream
         self._total_steps = total_steps
         self._every = every
-        self._time_left = _TimeLeftEstimate(total_steps)
+        self._steps = _LatestSteps(total_steps)
         self._is_first = True
 
     def step(self, record: StepRecord) -> None:
-        left = self._time_left.after(record)
+        self._steps.add(record)
         if self._is_first or record.step % self._every == 0 or record.step == self._total_steps:
             self.message(
                 "  ".join(
-                    [f"step {record.step}/{self._total_steps}", *_numbers(record), f"eta {left}"]
+                    [
+                        f"step {record.step}/{self._total_steps}",
+                        *self._steps.numbers(),
+                        f"eta {self._steps.time_left()}",
+                    ]
                 )
             )
         self._is_first = False
@@ -74,7 +81,7 @@ class RichDisplay(Display):
     """Shows a progress bar at the bottom of a terminal; messages appear above it."""
 
     def __init__(self, total_steps: int, stream: TextIO) -> None:
-        self._time_left = _TimeLeftEstimate(total_steps)
+        self._steps = _LatestSteps(total_steps)
         # log.progress=rich shows the bar even on a pipe.
         self._console = Console(file=stream, force_terminal=True, highlight=False)
         self._bar = Progress(
@@ -90,9 +97,10 @@ class RichDisplay(Display):
         self._decision = ""
 
     def step(self, record: StepRecord) -> None:
-        self._bar.update(self._task, completed=record.step, left=self._time_left.after(record))
+        self._steps.add(record)
+        self._bar.update(self._task, completed=record.step, left=self._steps.time_left())
         memory = UNKNOWN if record.peak_bytes is None else gib(record.peak_bytes)
-        lines = [Text("  ".join([*_numbers(record), f"memory {memory}"]))]
+        lines = [Text("  ".join([*self._steps.numbers(), f"memory {memory}"]))]
         if self._decision:
             lines.append(
                 Text(
@@ -146,28 +154,44 @@ def make_display(
     return PlainDisplay(total_steps, target, config.every) if kind == "plain" else Display()
 
 
-class _TimeLeftEstimate:
-    """Estimate of the remaining time from the median of the latest steps, so that a checkpoint or a
-    compilation in one of them does not distort it.
+class _LatestSteps:
+    """Speed over the latest steps, and the remaining time.
+
+    A busy host sees that steps have ended later than they did, several at once, so that single
+    times are too long or next to nothing; sums of several are right. The remaining time follows
+    their median, so that a checkpoint or a compilation in one of them does not distort it.
     """
 
     def __init__(self, total_steps: int) -> None:
         self._total_steps = total_steps
-        self._latest_s: collections.deque[float] = collections.deque(maxlen=20)
+        self._latest: collections.deque[StepRecord] = collections.deque(maxlen=20)
 
-    def after(self, record: StepRecord) -> str:
-        self._latest_s.append(record.step_time_s)
-        return short_duration((self._total_steps - record.step) * statistics.median(self._latest_s))
+    def add(self, record: StepRecord) -> None:
+        self._latest.append(record)
 
+    def time_left(self) -> str:
+        median_s = statistics.median(each.step_time_s for each in self._latest)
+        return short_duration((self._total_steps - self._latest[-1].step) * median_s)
 
-def _numbers(record: StepRecord) -> list[str]:
-    return [
-        f"loss {short(record.loss, 4)}" + (" (no update)" if record.skipped else ""),
-        *metrics_text(record.metrics),
-        f"{short_count(record.tokens_per_s)} tokens/s",
-        f"{record.step_time_s:.3f} s/step",
-        f"mfu {UNKNOWN if record.mfu is None else f'{record.mfu:.1%}'}",
-    ]
+    def numbers(self) -> list[str]:
+        """What is shown of the newest step."""
+        record = self._latest[-1]
+        of_plan = [each for each in self._latest if each.plan == record.plan][-NUM_AVERAGED:]
+        time_s = sum(each.step_time_s for each in of_plan)
+        tokens = sum(each.tokens_per_s * each.step_time_s for each in of_plan)
+        used = [(each.mfu, each.step_time_s) for each in of_plan if each.mfu is not None]
+        mfu = (
+            f"{sum(map(math.prod, used)) / sum(time_s for _, time_s in used):.1%}"
+            if used
+            else UNKNOWN
+        )
+        return [
+            f"loss {short(record.loss, 4)}" + (" (no update)" if record.skipped else ""),
+            *metrics_text(record.metrics),
+            f"{short_count(tokens / time_s)} tokens/s",
+            f"{time_s / len(of_plan):.3f} s/step",
+            f"mfu {mfu}",
+        ]
 
 
 def short_count(value: float) -> str:

@@ -163,6 +163,19 @@ def test_one_slow_step_does_not_change_the_eta():
     assert stream.getvalue().splitlines()[-1].endswith("eta 4m55s")
 
 
+def test_steps_that_were_seen_in_bursts_show_the_speed_of_all_of_them():
+    """A busy host sees two steps end at once: one takes twice as long, the other nothing."""
+    stream = io.StringIO()
+    with make("plain", stream, every=10) as display:
+        for step in range(1, 11):
+            late = step % 2 == 1
+            time_s = 0.998 if late else 0.002
+            display.step(
+                record(step, tokens_per_s=1000 / time_s, step_time_s=time_s, mfu=0.1 / time_s)
+            )
+    assert "2.0k tokens/s  0.500 s/step  mfu 20.0%" in stream.getvalue().splitlines()[-1]
+
+
 @pytest.mark.parametrize("stream", [Terminal(), io.StringIO()])
 def test_rich_display_shows_numbers_and_keeps_prints(stream: io.StringIO):
     with make("rich", stream) as display:
