@@ -29,9 +29,12 @@ CHOSEN = "chosen"
 MIN_SHARE_OF_BEST_GAIN = 0.9
 """A cheaper switch method is preferred if its net gain is at least this share of the largest."""
 MIN_PROBABILITY = 0.75
-"""Required probability that a switch pays if that depends on predicted step times alone. It is a
+"""Required probability that a switch pays, if that depends on predicted step times alone. It is a
 margin for intervals that are too narrow: 90% intervals hold 52 to 81% of plans never run
 (docs/decisions/0024-one-value.md)."""
+MIN_PROBABILITY_UNSEEN = 0.65
+"""The same for leaving out slow devices. It is a margin for the end of their slowness, which nobody
+sees."""
 MIN_USABLE = 0.9
 """Required probability that excluded devices have recovered: trying them takes a restart, and
 nothing measures them before."""
@@ -66,6 +69,9 @@ class SwitchCandidate:
     """Ids of devices that the plan does not use."""
     usable_probability: float = 1.0
     """Probability that the conditions assumed by `log_ratio` hold."""
+    leaves_out: bool = False
+    """Whether it leaves out slow devices. Nothing measures them then, so nothing shows when to go
+    back."""
     barred: str = ""
     """Why the plan may not be used (not allowed, or it failed); empty: it may be used."""
 
@@ -297,8 +303,12 @@ def _weigh(situation: Situation, candidate: SwitchCandidate) -> _Weighed:
         )
     if found.net_s <= 0:
         return replace(weighed, objection=told, wait_s=later_s)
-    if found.probability < MIN_PROBABILITY and situation.hangs_on_ratio:
-        unlikely = f"{told}; at least P {MIN_PROBABILITY:g} is required in such conditions"
+    least = max(
+        MIN_PROBABILITY if situation.hangs_on_ratio else 0.0,
+        MIN_PROBABILITY_UNSEEN if candidate.leaves_out else 0.0,
+    )
+    if found.probability < least:
+        unlikely = f"{told}; at least P {least:g} is required in such conditions"
         return replace(weighed, objection=unlikely, wait_s=later_s)
     if found.risk_s > situation.account.allows_s(situation.whole_s):
         refused = situation.account.refused(found.risk_s, situation.whole_s)

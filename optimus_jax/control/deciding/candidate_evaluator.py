@@ -159,6 +159,7 @@ class CandidateEvaluator:
             log_ratio_after=log_ratio_after,
             without=devices.without,
             usable_probability=devices.probability,
+            leaves_out=bool(devices.without & observed.slow),
             barred=self.quarantine.why(plan, self.run_progress.step)
             if is_listed
             else "not on the list of meshes that may be switched to",
