@@ -96,7 +96,7 @@ class SourceFile:
             if isinstance(error, NotTextError | csv.Error)
             else f"{type(error).__name__}: {error}"
         )
-        text, other, name = repr(shown), "", ""
+        text, name = repr(shown), ""
         if unit == "row":
             last = number + num_lines - 1
             lines = f"line {number}" if num_lines == 1 else f"lines {number} to {last}"
@@ -107,18 +107,13 @@ class SourceFile:
         else:
             what = f"{unit} {number}, is not a JSON object with a text named {self.text_field!r}"
             given = f"{text if len(text) <= _SHOWN else text[:_SHOWN] + '...'} ({reason})"
-            if isinstance(error, NotTextError) and error.do is not None:
-                other = f"{error.do}, or "
-            else:
-                name = "name the field: --set data.text_field=NAME, "
-        raise DataError(
-            explain(
-                f"{self.path}, {what}",
-                given=given,
-                do=f"{other}fix the {unit}, {name}or leave bad lines out:"
-                " --set data.skip_bad_lines=true",
-            )
-        ) from error
+            name = "name the field: --set data.text_field=NAME, "
+        do = f"fix the {unit}, {name}or leave bad lines out: --set data.skip_bad_lines=true"
+        if isinstance(error, NotTextError) and error.do is not None:
+            # Where no record was good yet, all of them are likely to be of this kind.
+            has_good = self.records is not None and self.records.has_good
+            do = f"{error.do}, or {do}" if has_good else error.do
+        raise DataError(explain(f"{self.path}, {what}", given=given, do=do)) from error
 
 
 def read_text(source_file: SourceFile) -> Iterator[str]:

@@ -1,8 +1,9 @@
 """Preference pairs: two answers to the same prompt, of which one was preferred.
 
-A record has `chosen` and `rejected`, and usually `prompt`: all texts, or all lists of messages.
-Without `prompt`, the prompt is what both begin with: whole messages, or a text up to a blank. In
-each of the two, the answer counts.
+A record has `chosen` and `rejected`, and usually `prompt`: all texts, or all lists of messages. A
+`prompt` that is a text beside two lists is the first message of the user, which the lists may hold
+too. Without `prompt`, the prompt is what both begin with: whole messages, or a text up to a blank.
+In each of the two, the answer counts.
 """
 
 import itertools
@@ -11,10 +12,12 @@ from typing import Any, NamedTuple
 
 from optimus_jax.config.data import RecordChoice
 from optimus_jax.data.records import (
+    ASSISTANT,
     CHOSEN,
     PROMPT,
     REJECTED,
     TOOLS,
+    USER,
     Chat,
     NotConversationError,
     NotPairError,
@@ -38,6 +41,7 @@ def preference_in(record: Any) -> Preference:
     if not isinstance(record, dict) or not has_pair(record):
         names = ", ".join(map(repr, record)) if isinstance(record, dict) else "no fields"
         raise NotConversationError(f"it needs {CHOSEN!r} and {REJECTED!r}; there are {names}")
+    record = _with_prompt_as_message(record)
     if record.get(PROMPT) is None:
         prompt = _common_beginning(record)
         begins = len(prompt)
@@ -48,6 +52,27 @@ def preference_in(record: Any) -> Preference:
         chat_in(record, "completion", completion=CHOSEN),
         chat_in(record, "completion", completion=REJECTED),
     )
+
+
+def _with_prompt_as_message(record: Mapping[str, Any]) -> dict[str, Any]:
+    """The record; if its prompt is a text beside lists of messages, then with the prompt as a
+    message, or without it if both lists are whole conversations that have it.
+    """
+    prompt, answers = record.get(PROMPT), (record[CHOSEN], record[REJECTED])
+    if not isinstance(prompt, str) or not all(isinstance(answer, list) for answer in answers):
+        return {**record}
+    whole = [messages_in(record, name) for name in (CHOSEN, REJECTED)]
+    if all(messages[0]["role"] == ASSISTANT for messages in whole):
+        return {**record, PROMPT: [{"role": USER, "content": prompt}]}
+    for name, messages in zip((CHOSEN, REJECTED), whole, strict=True):
+        first = next((one.get("content") for one in messages if one["role"] == USER), None)
+        if not isinstance(first, str) or first.strip() != prompt.strip():
+            raise NotConversationError(
+                f"{name!r} begins with a message of the role {messages[0]['role']!r}, but its first"
+                f" message of the user is not the text of {PROMPT!r}",
+                f"let {CHOSEN!r} and {REJECTED!r} hold the answer alone, or leave {PROMPT!r} out",
+            )
+    return {**record, PROMPT: None}
 
 
 def _common_beginning(record: Mapping[str, Any]) -> Any:
@@ -77,12 +102,12 @@ class PreferenceReader(RecordReader):
     def decide(self, fields: Mapping[str, object]) -> RecordChoice:
         return self.kind
 
-    def document(self, record: Any) -> tuple[RenderedChat, RenderedChat]:
+    def _read(self, record: Any) -> tuple[RenderedChat, RenderedChat]:
         try:
             pair = preference_in(record)
             return self.write_out(pair.chosen), self.write_out(pair.rejected)
         except NotConversationError as error:
-            raise NotPairError(str(error)) from error
+            raise NotPairError(str(error), error.do) from error
 
     def columns(self, names: Collection[str]) -> list[str]:
         if not has_pair(names):

@@ -16,6 +16,8 @@ from optimus_jax.config.data import RecordChoice
 MESSAGES, PROMPT, COMPLETION, TOOLS = "messages", "prompt", "completion", "tools"
 CHOSEN, REJECTED = "chosen", "rejected"
 """Names of fields; the last two are those of a preference pair (preferences.py)."""
+ASSISTANT, USER = "assistant", "user"
+"""Roles."""
 USE_TRAINING = (
     "a conversation becomes tokens when training starts, by the tokenizer's chat template: give"
     " the file to --data"
@@ -29,7 +31,7 @@ class NotTextError(ValueError):
     """Raised when a record does not hold text where it should.
 
     Args:
-      do: what to do instead of naming another field; None: nothing is known.
+      do: what to do about all such records; None: nothing is known.
     """
 
     def __init__(self, text: str, do: str | None = None) -> None:
@@ -85,6 +87,8 @@ class RecordReader:
     """Makes a document of a conversation or a prompt with its completion; raises
     NotConversationError if it cannot be written out."""
     kind: RecordChoice = "auto"
+    has_good: bool = False
+    """Whether a document was read."""
     wanted: ClassVar[str] = "conversations"
     """What a table is to hold if not texts, and what to do if it does not."""
     if_absent: ClassVar[str] = "name the column with the messages: --set data.text_field=NAME"
@@ -106,6 +110,11 @@ class RecordReader:
     def document(self, record: Any) -> Any:
         """A text, or the result of `write_out`. Raises NotTextError if the record is another kind's
         or malformed."""
+        document = self._read(record)
+        self.has_good = True
+        return document
+
+    def _read(self, record: Any) -> Any:
         kind = self.decide(record if isinstance(record, dict) else {})
         if kind == "text":
             return text_in(record, self.text_field)

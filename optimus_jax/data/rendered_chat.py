@@ -17,6 +17,8 @@ from typing import Any
 from optimus_jax.config.data import EVERY_ROLE
 from optimus_jax.data.chat_template import TEMPLATE_FILE, ChatTemplate
 from optimus_jax.data.records import (
+    ASSISTANT,
+    USER,
     Chat,
     Conversation,
     Message,
@@ -26,9 +28,8 @@ from optimus_jax.data.records import (
 )
 from optimus_jax.errors import DataError, explain
 
-ASSISTANT = "assistant"
 KNOWN_ROLES = frozenset(
-    {ASSISTANT, "system", "developer", "user", "tool", "function", "ipython", "model"}
+    {ASSISTANT, "system", "developer", USER, "tool", "function", "ipython", "model"}
 )
 """Roles that a template may make a special token of, such as `<|user|>`."""
 _KNOWN_TYPES = ("text", "function")

@@ -72,6 +72,30 @@ def test_pairs_of_messages_are_tokenized_as_conversations(tmp_path):
             )
 
 
+@pytest.mark.parametrize("system", [[], [{"role": "system", "content": "be brief"}]])
+@pytest.mark.parametrize("earlier", [[], [answer("of what?"), {"role": "user", "content": "x"}]])
+def test_a_text_prompt_beside_whole_conversations_is_not_doubled(system, earlier):
+    before = [*system, USER, *earlier]
+    pair = {"chosen": [*before, answer("2")], "rejected": [*before, answer("3")]}
+    expected = preference_in(pair)
+    assert expected.chosen.num_prompt == len(before)
+    for prompt in (USER["content"], f"{USER['content']}\n"):
+        assert preference_in({"prompt": prompt, **pair}) == expected
+
+
+def test_a_text_prompt_beside_answers_is_the_message_of_the_user(tmp_path):
+    pair = {"chosen": [answer("2")], "rejected": [answer("3")]}
+    assert preference_in({"prompt": USER["content"], **pair}) == preference_in(
+        {"prompt": [USER], **pair}
+    )
+    tokenizer = ByteTokenizer()
+    path = tmp_path / "a.parquet"
+    record = {"prompt": "a", "chosen": [USER, answer("2")], "rejected": [USER, answer("3")]}
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([record]), path)
+    with pytest.raises(DataError, match=r"'chosen' begins .*\n.*do: .*leave 'prompt' out"):
+        read(path, tokenizer)
+
+
 def test_pairs_of_texts_end_with_the_end_of_documents(tmp_path):
     tokenizer = ByteTokenizer()
     path = write_lines(tmp_path / "a.jsonl", {"prompt": "1+1=", "chosen": "2", "rejected": "11"})
