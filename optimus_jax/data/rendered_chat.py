@@ -28,10 +28,11 @@ from optimus_jax.data.records import (
 )
 from optimus_jax.errors import DataError, explain
 
-KNOWN_ROLES = frozenset(
-    {ASSISTANT, "system", "developer", USER, "tool", "function", "ipython", "model"}
-)
+_OTHER_ROLES = frozenset({"system", "developer", USER, "tool", "function", "ipython"})
+KNOWN_ROLES = _OTHER_ROLES | {ASSISTANT, "model"}
 """Roles that a template may make a special token of, such as `<|user|>`."""
+SELDOM_LEARNT = _OTHER_ROLES | {"human"}
+"""Roles whose messages usually only precede what is to be learnt."""
 _KNOWN_TYPES = ("text", "function")
 """Values of `type` in parts of a content and in tools."""
 _PRIVATE = range(0xE000, 0xF8FF)

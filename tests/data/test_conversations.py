@@ -15,9 +15,15 @@ from hypothesis import strategies as st
 from optimus_jax.config import DataConfig
 from optimus_jax.config.data import PhaseConfig
 from optimus_jax.data.batch import BATCH_ARRAYS
-from optimus_jax.data.conversations import Conversations, split_conversations
+from optimus_jax.data.conversations import (
+    Conversations,
+    encode_conversations,
+    split_conversations,
+)
 from optimus_jax.data.dataset import load_data
 from optimus_jax.data.loader import BatchLoader, check_held_out
+from optimus_jax.data.rendered_chat import RenderedChat
+from optimus_jax.data.tokenizers import ByteTokenizer
 from optimus_jax.errors import DataError
 
 EOS = 256
@@ -166,9 +172,25 @@ def test_texts_and_conversations_are_not_joined(tmp_path, template):
     with pytest.raises(DataError, match=r"no token of .* counts(.|\n)*2 conversation") as caught:
         load(chats, chat_template=template, loss_on=("tool",))
     assert "with the roles assistant, user; data.loss_on=tool\n" in str(caught.value)
+    assert str(caught.value).endswith(": --set data.loss_on=assistant")
     notes = load(chats, chat_template=template, loss_on=("assistant", "tol")).notes
     assert any("role 'tol' (data.loss_on); there are assistant, user" in note for note in notes)
     assert not any("the role" in note for note in load(chats, chat_template=template).notes)
+
+
+@pytest.mark.parametrize(
+    ("roles", "advice"),
+    [
+        (("human", "gpt"), "name roles that are there, such as: --set data.loss_on=gpt"),
+        (("user", "bot", "writer"), "such as: --set data.loss_on=bot,writer"),
+        (("system", "user"), "such as: --set data.loss_on=system,user"),
+        (("user", "assistant"), "messages are not empty.*--set data.loss_on=all"),
+    ],
+)
+def test_where_nothing_counts_roles_that_are_there_are_advised(roles, advice):
+    chat = RenderedChat(text="some text", roles=frozenset(roles))
+    with pytest.raises(DataError, match=rf"no token of a counts(.|\n)*do: .*{advice}$"):
+        encode_conversations(ByteTokenizer(), [(chat,)], "a", "drop", loss_on=("assistant",))
 
 
 def numbers(*sizes, counts=None, too_long="truncate"):
