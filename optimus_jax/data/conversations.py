@@ -19,7 +19,7 @@ from optimus_jax.config.data import EVERY_ROLE, TooLong
 from optimus_jax.data.batch import HostBatch
 from optimus_jax.data.digests import WholeDigest
 from optimus_jax.data.packing import Packing, pack
-from optimus_jax.data.records import ASSISTANT
+from optimus_jax.data.record_names import ASSISTANT
 from optimus_jax.data.rendered_chat import SELDOM_LEARNT, RenderedChat
 from optimus_jax.data.sampler import ExampleOrder, example_order
 from optimus_jax.data.token_ids import ChatTokens, token_dtype

@@ -11,13 +11,8 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from optimus_jax.config.data import RecordChoice
+from optimus_jax.data.record_names import ASSISTANT, CHOSEN, PROMPT, REJECTED, TOOLS, USER
 from optimus_jax.data.records import (
-    ASSISTANT,
-    CHOSEN,
-    PROMPT,
-    REJECTED,
-    TOOLS,
-    USER,
     Chat,
     NotConversationError,
     NotPairError,
@@ -97,7 +92,6 @@ class PreferenceReader(RecordReader):
     """Reads pairs, each as two rendered conversations: the chosen one and the rejected one."""
 
     wanted = "preference pairs"
-    if_absent = f"give columns {PROMPT}, {CHOSEN} and {REJECTED}, or leave task out"
 
     def decide(self, fields: Mapping[str, object]) -> RecordChoice:
         return self.kind
@@ -113,3 +107,6 @@ class PreferenceReader(RecordReader):
         if not has_pair(names):
             return []
         return [name for name in (PROMPT, CHOSEN, REJECTED, TOOLS) if name in names]
+
+    def if_absent(self, names: Collection[str]) -> str:
+        return f"give columns {PROMPT}, {CHOSEN} and {REJECTED}, or leave task out"

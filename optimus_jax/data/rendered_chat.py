@@ -16,9 +16,8 @@ from typing import Any
 
 from optimus_jax.config.data import EVERY_ROLE
 from optimus_jax.data.chat_template import TEMPLATE_FILE, ChatTemplate
+from optimus_jax.data.record_names import ASSISTANT, USER
 from optimus_jax.data.records import (
-    ASSISTANT,
-    USER,
     Chat,
     Conversation,
     Message,

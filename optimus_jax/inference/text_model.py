@@ -16,7 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from optimus_jax.config import ModelConfig
-from optimus_jax.data.records import ASSISTANT, USER, Conversation, NotConversationError
+from optimus_jax.data.record_names import ASSISTANT, USER
+from optimus_jax.data.records import Conversation, NotConversationError
 from optimus_jax.data.rendered_chat import ChatWriter
 from optimus_jax.data.tokenizers import Tokenizer
 from optimus_jax.devices.jax_settings import check_jax_settings
