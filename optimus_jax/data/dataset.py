@@ -141,21 +141,22 @@ class _SourceLoader:
             )
         skipped_input = SkippedInput()
         name = " ".join(sources)
+        records = (PreferenceReader if self.pairs else RecordReader)(
+            text_field=config.text_field,
+            kind="completion" if self.pairs else config.records,
+            write_out=ChatWriter(
+                template=tokenizer.chat_template,
+                special_tokens=tokenizer.special_tokens,
+                loss_on=config.loss_on,
+                has_end_of_turn=bool(tokenizer.special_tokens),
+            ),
+        )
         documents = read_documents(
             sources,
             config.text_field,
             skip_bad_lines=config.skip_bad_lines,
             skipped_input=skipped_input,
-            records=(PreferenceReader if self.pairs else RecordReader)(
-                text_field=config.text_field,
-                kind="completion" if self.pairs else config.records,
-                write_out=ChatWriter(
-                    template=tokenizer.chat_template,
-                    special_tokens=tokenizer.special_tokens,
-                    loss_on=config.loss_on,
-                    has_end_of_turn=bool(tokenizer.special_tokens),
-                ),
-            ),
+            records=records,
         )
         first = next(documents, None)
         if first is None:
@@ -175,7 +176,7 @@ class _SourceLoader:
             )
             num_documents = int(np.count_nonzero(tokens == tokenizer.eos))
             found = self._of_stream(stream, (), num_documents, by)
-        return found.with_notes(skipped_input.notes())
+        return found.with_notes([*records.notes(), *skipped_input.notes()])
 
     def _of_stream(
         self,

@@ -113,7 +113,8 @@ class SourceFile:
         else:
             what = f"{unit} {number}, is not a JSON object with a text named {self.text_field!r}"
             given = f"{text if len(text) <= _SHOWN else text[:_SHOWN] + '...'} ({reason})"
-            name = "name the field: --set data.text_field=NAME, "
+            if not (isinstance(error, NotTextError) and error.do):
+                name = "name the field: --set data.text_field=NAME, "
         do = f"fix the {unit}, {name}or leave bad lines out: --set data.skip_bad_lines=true"
         if isinstance(error, NotTextError) and error.do is not None:
             # Where no record was good yet, all of them are likely to be of this kind.

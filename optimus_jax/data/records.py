@@ -96,6 +96,8 @@ class RecordReader:
     kind: RecordChoice = "auto"
     has_good: bool = False
     """Whether a document was read."""
+    has_unused_messages: bool = False
+    """Whether a record that was taken for a text, by its fields, also holds a conversation."""
     wanted: ClassVar[str] = "conversations"
     """What a table is to hold if not texts."""
 
@@ -111,7 +113,18 @@ class RecordReader:
         kind = _kind_by_fields(fields, self.text_field)
         if kind != "text" or self.text_field in fields:  # a bad line decides nothing
             self.kind = kind
+            self.has_unused_messages = kind == "text" and _has_objects(fields, MESSAGES)
         return kind
+
+    def notes(self) -> list[str]:
+        """What a user should know about fields that are not used."""
+        if not self.has_unused_messages:
+            return []
+        return [
+            f"records have {self.text_field!r} and {MESSAGES!r}: {self.text_field!r} is learnt as"
+            f" plain text, and {MESSAGES!r} is not used; to learn from the conversations:"
+            f" --set data.records={MESSAGES}"
+        ]
 
     def document(self, record: Any) -> Any:
         """A text, or the result of `write_out`. Raises NotTextError if the record is another kind's
@@ -147,20 +160,21 @@ def _names_of_messages(text_field: str) -> tuple[str, ...]:
 
 
 def _kind_by_fields(fields: Mapping[str, object], text_field: str) -> RecordChoice:
-    def has_objects(name: str) -> bool:
-        value = fields.get(name)
-        if isinstance(value, _ArrowType):
-            return value.is_list
-        return isinstance(value, list) and all(isinstance(item, dict) for item in value)
-
     text = fields.get(text_field)
     if isinstance(text, str) or (isinstance(text, _ArrowType) and not text.is_list):
         return "text"
-    if has_objects(MESSAGES) or has_objects(text_field):
+    if _has_objects(fields, MESSAGES) or _has_objects(fields, text_field):
         return MESSAGES
     if PROMPT in fields and COMPLETION in fields:
         return COMPLETION
-    return MESSAGES if has_objects(CONVERSATIONS) else "text"
+    return MESSAGES if _has_objects(fields, CONVERSATIONS) else "text"
+
+
+def _has_objects(fields: Mapping[str, object], name: str) -> bool:
+    value = fields.get(name)
+    if isinstance(value, _ArrowType):
+        return value.is_list
+    return isinstance(value, list) and all(isinstance(item, dict) for item in value)
 
 
 @dataclass(frozen=True)

@@ -133,6 +133,12 @@ def test_a_text_stays_a_text(tmp_path, template):
         load(path, seq_len=4).identity["content"]
         == load(write_lines(tmp_path / "b.jsonl", ["0123"] * 9), seq_len=4).identity["content"]
     )
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(records), tmp_path / "a.parquet")
+    note = "'messages' is not used; to learn from the conversations: --set data.records=messages"
+    for source in (path, tmp_path / "a.parquet"):
+        assert any(note in one for one in load(source, seq_len=4).notes)
+        assert not any(note in one for one in load(source, seq_len=4, records="text").notes)
+    assert not any(note in one for one in load(tmp_path / "b.jsonl", seq_len=4).notes)
     forced = load(path, records="messages", chat_template=template)
     assert texts_of(forced) == ["u1;a2;"] * 9
     assert texts_of(load(path, records="completion")) == ["ab"] * 9
