@@ -20,7 +20,7 @@ from optimus_jax.config.weighted_sources import WeightedSource
 from optimus_jax.data.conversations import encode_conversations, split_conversations
 from optimus_jax.data.identity import DataIdentity, identity_of
 from optimus_jax.data.mixture import HeldOutMixture, Mixture, period_counts
-from optimus_jax.data.preferences import PreferenceReader
+from optimus_jax.data.preferences import PAIRS_OR_OTHER_TASK, PreferenceReader
 from optimus_jax.data.records import RecordReader
 from optimus_jax.data.rendered_chat import ChatWriter, RenderedChat
 from optimus_jax.data.sampler import Examples, count_examples
@@ -262,8 +262,7 @@ def _no_pairs(name: str) -> DataError:
         explain(
             "the data holds no preference pairs, from which the task learns",
             given=name,
-            do="give JSON, Parquet or Arrow files with the fields prompt, chosen and rejected, or"
-            " leave task out",
+            do=f"{PAIRS_OR_OTHER_TASK}, in JSON, Parquet or Arrow files",
         )
     )
 

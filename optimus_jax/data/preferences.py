@@ -23,6 +23,11 @@ from optimus_jax.data.records import (
 )
 from optimus_jax.data.rendered_chat import RenderedChat
 
+PAIRS_OR_OTHER_TASK = (
+    f"leave task=dpo out, or give records with {PROMPT!r}, {CHOSEN!r} and {REJECTED!r}"
+)
+"""What to do where records hold no pairs."""
+
 
 class Preference(NamedTuple):
     """Two answers to one prompt."""
@@ -35,7 +40,9 @@ def preference_in(record: Any) -> Preference:
     """The pair in a record. Raises NotTextError if it has none, or is malformed."""
     if not isinstance(record, dict) or not has_pair(record):
         names = ", ".join(map(repr, record)) if isinstance(record, dict) else "no fields"
-        raise NotConversationError(f"it needs {CHOSEN!r} and {REJECTED!r}; there are {names}")
+        raise NotConversationError(
+            f"it needs {CHOSEN!r} and {REJECTED!r}; there are {names}", PAIRS_OR_OTHER_TASK
+        )
     record = _with_prompt_as_message(record)
     if record.get(PROMPT) is None:
         prompt = _common_beginning(record)
@@ -109,4 +116,4 @@ class PreferenceReader(RecordReader):
         return [name for name in (PROMPT, CHOSEN, REJECTED, TOOLS) if name in names]
 
     def if_absent(self, names: Collection[str]) -> str:
-        return f"give columns {PROMPT}, {CHOSEN} and {REJECTED}, or leave task out"
+        return PAIRS_OR_OTHER_TASK

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from optimus_jax.config import ModelConfig
+from optimus_jax.data.chat_template import OTHER_TEMPLATE
 from optimus_jax.data.record_names import ASSISTANT, USER
 from optimus_jax.data.records import Conversation, NotConversationError
 from optimus_jax.data.rendered_chat import ChatWriter
@@ -189,7 +190,7 @@ class TextModel:
                     explain(
                         "the chat template cannot write out the prompt",
                         given=error,
-                        do="give another template: --set data.chat_template=FILE",
+                        do=OTHER_TEMPLATE,
                     )
                 ) from error
             ids = self.tokenizer.encode_chats([rendered])[0].ids

@@ -168,6 +168,14 @@ def test_bad_lines_are_shown_or_skipped(tmp_path, template):
         assert "1 bad line(s) skipped" in data.notes[0]
 
 
+def test_a_template_that_refuses_the_first_record_is_to_be_replaced(tmp_path):
+    path = write_lines(tmp_path / "a.jsonl", [{"messages": CHATS[0]}] * 2)
+    (tmp_path / "chat.jinja").write_text("{{ raise_exception('never') }}")
+    with pytest.raises(DataError, match=r"says: never\n.*do: .*give another template: ") as caught:
+        load(path, chat_template=str(tmp_path / "chat.jinja"))
+    assert "skip_bad_lines" not in str(caught.value)
+
+
 def test_texts_and_conversations_are_not_joined(tmp_path, template):
     chats = write_lines(tmp_path / "a.jsonl", [{"messages": CHATS[0]}] * 2)
     (tmp_path / "b.txt").write_text("0123456789" * 9)

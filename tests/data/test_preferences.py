@@ -163,7 +163,7 @@ def test_pairs_for_another_task_are_advised_to_use_dpo(tmp_path, suffix, message
 def test_a_table_without_pairs_says_which_columns_they_need(tmp_path):
     path = tmp_path / "a.parquet"
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist([{"text": "a"}]), path)
-    with pytest.raises(DataError, match=r"(?s)no preference pairs.*columns prompt, chosen and"):
+    with pytest.raises(DataError, match=r"(?s)no preference pairs.*leave task=dpo out, or give"):
         load(path, ByteTokenizer())
 
 
@@ -214,5 +214,7 @@ def test_other_data_is_refused(tmp_path, name):
     (tmp_path / "a.txt").write_text("text")
     write_lines(tmp_path / "b.jsonl", {"text": "text"})
     path = name if name == "stdlib" else tmp_path / name
-    with pytest.raises(DataError, match=r"preference pairs|needs 'chosen'"):
+    with pytest.raises(DataError, match=r"preference pairs|needs 'chosen'") as caught:
         load(path, ByteTokenizer())
+    assert "do:    leave task=dpo out, or give records with 'prompt'" in str(caught.value)
+    assert "skip_bad_lines" not in str(caught.value)
