@@ -21,7 +21,7 @@ from optimus_jax.data.conversations import encode_conversations, split_conversat
 from optimus_jax.data.identity import DataIdentity, identity_of
 from optimus_jax.data.mixture import HeldOutMixture, Mixture, period_counts
 from optimus_jax.data.preferences import PAIRS_OR_OTHER_TASK, PreferenceReader
-from optimus_jax.data.records import RecordReader
+from optimus_jax.data.record_reader import RecordReader
 from optimus_jax.data.rendered_chat import ChatWriter, RenderedChat
 from optimus_jax.data.sampler import Examples, count_examples
 from optimus_jax.data.skipped_input import SkippedInput
@@ -176,7 +176,7 @@ class _SourceLoader:
             )
             num_documents = int(np.count_nonzero(tokens == tokenizer.eos))
             found = self._of_stream(stream, (), num_documents, by)
-        return found.with_notes([*records.notes(), *skipped_input.notes()])
+        return found.with_notes([*records.notes(name), *skipped_input.notes()])
 
     def _of_stream(
         self,

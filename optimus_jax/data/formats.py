@@ -22,13 +22,12 @@ from optimus_jax.data.other_names import (
     prompt_and_completion,
 )
 from optimus_jax.data.record_names import COMPLETION, PROMPT
+from optimus_jax.data.record_reader import RecordReader, column_types
 from optimus_jax.data.records import (
     LEARN_PREFERENCES,
     USE_TRAINING,
     NotConversationError,
     NotTextError,
-    RecordReader,
-    column_types,
     has_pair,
     text_in,
     without_nulls,

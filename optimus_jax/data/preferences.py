@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 
 from optimus_jax.config.data import RecordChoice
 from optimus_jax.data.record_names import ASSISTANT, CHOSEN, PROMPT, REJECTED, TOOLS, USER
+from optimus_jax.data.record_reader import RecordReader
 from optimus_jax.data.records import (
     Chat,
     NotConversationError,
     NotPairError,
-    RecordReader,
     chat_in,
     has_pair,
     messages_in,

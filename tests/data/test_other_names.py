@@ -8,7 +8,8 @@ import pytest
 
 from optimus_jax.data.formats import SourceFile, read_csv, read_json_lines, read_parquet
 from optimus_jax.data.other_names import advice_to_rename, usual_message
-from optimus_jax.data.records import Conversation, RecordReader
+from optimus_jax.data.record_reader import RecordReader
+from optimus_jax.data.records import Conversation
 from optimus_jax.data.skipped_input import SkippedInput
 from optimus_jax.errors import DataError
 
