@@ -44,6 +44,11 @@ def prompt_and_completion(fields: Collection[str]) -> tuple[str | None, str | No
     )
 
 
+def other_prompt(fields: Collection[str]) -> str | None:
+    """The name of a field that holds a prompt by another tool's name."""
+    return prompt_and_completion({*fields} - {PROMPT})[0]
+
+
 def advice_to_rename(fields: Collection[str]) -> str | None:
     """What to do for a prompt with its completion to be read; None: these fields hold none, or
     need no change.

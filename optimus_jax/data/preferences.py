@@ -11,6 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from optimus_jax.config.data import RecordChoice
+from optimus_jax.data.other_names import other_prompt
 from optimus_jax.data.record_names import ASSISTANT, CHOSEN, PROMPT, REJECTED, TOOLS, USER
 from optimus_jax.data.record_reader import RecordReader
 from optimus_jax.data.records import (
@@ -20,6 +21,7 @@ from optimus_jax.data.records import (
     chat_in,
     has_pair,
     messages_in,
+    strings_in,
 )
 from optimus_jax.data.rendered_chat import RenderedChat
 
@@ -46,6 +48,7 @@ def preference_in(record: Any) -> Preference:
     record = _with_prompt_as_message(record)
     if record.get(PROMPT) is None:
         prompt = _common_beginning(record)
+        _check_other_prompt(record, prompt)
         begins = len(prompt)
         record = record | {PROMPT: prompt} | {n: record[n][begins:] for n in (CHOSEN, REJECTED)}
     if record[CHOSEN] == record[REJECTED]:
@@ -75,6 +78,20 @@ def _with_prompt_as_message(record: Mapping[str, Any]) -> dict[str, Any]:
                 f"let {CHOSEN!r} and {REJECTED!r} hold the answer alone, or leave {PROMPT!r} out",
             )
     return {**record, PROMPT: None}
+
+
+def _check_other_prompt(record: Mapping[str, Any], prompt: Any) -> None:
+    """Raise NotConversationError if a field with another tool's name of a prompt holds more than
+    the answers begin with. Without it, the answers would be learnt without their prompt.
+    """
+    name = other_prompt(record)
+    text = None if name is None else record[name]
+    if isinstance(text, str) and not any(text.strip() in part for part in strings_in(prompt)):
+        raise NotConversationError(
+            f"no field {PROMPT!r}, and neither {CHOSEN!r} nor {REJECTED!r} begins with the text"
+            f" of {name!r}",
+            f"rename {name!r} to {PROMPT!r}, or leave the field {name!r} out",
+        )
 
 
 def _common_beginning(record: Mapping[str, Any]) -> Any:
@@ -113,7 +130,8 @@ class PreferenceReader(RecordReader):
     def columns(self, names: Collection[str]) -> list[str]:
         if not has_pair(names):
             return []
-        return [name for name in (PROMPT, CHOSEN, REJECTED, TOOLS) if name in names]
+        other = None if PROMPT in names else other_prompt(names)
+        return [name for name in (PROMPT, other, CHOSEN, REJECTED, TOOLS) if name in names and name]
 
     def if_absent(self, names: Collection[str]) -> str:
         return PAIRS_OR_OTHER_TASK

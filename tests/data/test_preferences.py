@@ -81,6 +81,7 @@ def test_a_text_prompt_beside_whole_conversations_is_not_doubled(system, earlier
     assert expected.chosen.num_prompt == len(before)
     for prompt in (USER["content"], f"{USER['content']}\n"):
         assert preference_in({"prompt": prompt, **pair}) == expected
+    assert preference_in({"question": USER["content"], **pair}) == expected
 
 
 def test_a_text_prompt_beside_answers_is_the_message_of_the_user(tmp_path):
@@ -120,6 +121,24 @@ def test_without_a_prompt_it_is_what_both_texts_begin_with(chosen, rejected, pro
     pair = preference_in({"chosen": chosen, "rejected": rejected})
     assert pair.chosen == PromptCompletion(prompt=prompt, completion=chosen[len(prompt) :])
     assert pair.rejected == PromptCompletion(prompt=prompt, completion=rejected[len(prompt) :])
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+def test_a_prompt_by_another_name_is_not_left_out(tmp_path, suffix):
+    path = tmp_path / f"a.{suffix}"
+
+    def loaded(question, chosen, rejected):
+        record = {"question": question, "chosen": chosen, "rejected": rejected}
+        if suffix == "jsonl":
+            write_lines(path, record)
+        else:
+            pyarrow.parquet.write_table(pyarrow.Table.from_pylist([record]), path)
+        return load(path, ByteTokenizer()).train.num_pieces
+
+    with pytest.raises(DataError, match=r"do: .*rename 'question' to 'prompt', or leave the field"):
+        loaded("1 + 1?", "it is 2", "it is 3")
+    assert loaded("1 + 1?", "1 + 1? 2", "1 + 1? 3") == 1
+    assert loaded(None, "it is 2", "it is 3") == 1
 
 
 @pytest.mark.parametrize(
