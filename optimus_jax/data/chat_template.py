@@ -32,6 +32,8 @@ _CONFIGS = ("special_tokens_map.json", "tokenizer_config.json")
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 """Fields of a message that templates read the assistant's reasoning from, the usual one first."""
+OTHER_TEMPLATE = "give another template: --set data.chat_template=FILE"
+"""What to do where a template cannot write out a conversation."""
 _OWN_TEMPLATE = "write the template to a file, change it there, and --set data.chat_template=FILE"
 
 
@@ -118,7 +120,8 @@ class ChatTemplate:
                     )
                 ) from error
             raise NotConversationError(
-                f"the chat template says: {str(error) or type(error).__name__}"
+                f"the chat template says: {str(error) or type(error).__name__}",
+                f"{OTHER_TEMPLATE}, or messages that it takes",
             ) from error
 
     @functools.cached_property

@@ -19,7 +19,8 @@ from optimus_jax.config.data import EVERY_ROLE, TooLong
 from optimus_jax.data.batch import HostBatch
 from optimus_jax.data.digests import WholeDigest
 from optimus_jax.data.packing import Packing, pack
-from optimus_jax.data.rendered_chat import RenderedChat
+from optimus_jax.data.record_names import ASSISTANT
+from optimus_jax.data.rendered_chat import SELDOM_LEARNT, RenderedChat
 from optimus_jax.data.sampler import ExampleOrder, example_order
 from optimus_jax.data.token_ids import ChatTokens, token_dtype
 from optimus_jax.data.tokenizers import Tokenizer, groups
@@ -263,7 +264,7 @@ def encode_conversations(
                 given=f"{num_without:,} {_unit(group_size)}(s)"
                 + (f" with the roles {', '.join(sorted(roles))}" if roles else "")
                 + f"; data.loss_on={','.join(loss_on)}",
-                do="name the roles that are to be learnt: --set data.loss_on=assistant,tool",
+                do=_what_may_count(roles, loss_on),
             )
         )
     notes = []
@@ -295,6 +296,18 @@ def encode_conversations(
         group_size=group_size,
     )
     return conversations, notes
+
+
+def _what_may_count(roles: Collection[str], loss_on: Collection[str]) -> str:
+    """Advice on data.loss_on where nothing counts, by the roles that there are."""
+    if roles and not {*roles} & {*loss_on}:
+        usual = sorted({*roles} - SELDOM_LEARNT) or sorted(roles)
+        chosen = ASSISTANT if ASSISTANT in usual else ",".join(usual)
+        return f"name roles that are there, such as: --set data.loss_on={chosen}"
+    return (
+        "give conversations whose messages are not empty, a chat template that writes them"
+        " (--set data.chat_template=FILE), or count every token: --set data.loss_on=all"
+    )
 
 
 def _unit(group_size: int) -> str:

@@ -20,8 +20,8 @@ from optimus_jax.config.weighted_sources import WeightedSource
 from optimus_jax.data.conversations import encode_conversations, split_conversations
 from optimus_jax.data.identity import DataIdentity, identity_of
 from optimus_jax.data.mixture import HeldOutMixture, Mixture, period_counts
-from optimus_jax.data.preferences import PreferenceReader
-from optimus_jax.data.records import RecordReader
+from optimus_jax.data.preferences import PAIRS_OR_OTHER_TASK, PreferenceReader
+from optimus_jax.data.record_reader import RecordReader
 from optimus_jax.data.rendered_chat import ChatWriter, RenderedChat
 from optimus_jax.data.sampler import Examples, count_examples
 from optimus_jax.data.skipped_input import SkippedInput
@@ -141,21 +141,22 @@ class _SourceLoader:
             )
         skipped_input = SkippedInput()
         name = " ".join(sources)
+        records = (PreferenceReader if self.pairs else RecordReader)(
+            text_field=config.text_field,
+            kind="completion" if self.pairs else config.records,
+            write_out=ChatWriter(
+                template=tokenizer.chat_template,
+                special_tokens=tokenizer.special_tokens,
+                loss_on=config.loss_on,
+                has_end_of_turn=bool(tokenizer.special_tokens),
+            ),
+        )
         documents = read_documents(
             sources,
             config.text_field,
             skip_bad_lines=config.skip_bad_lines,
             skipped_input=skipped_input,
-            records=(PreferenceReader if self.pairs else RecordReader)(
-                text_field=config.text_field,
-                kind="completion" if self.pairs else config.records,
-                write_out=ChatWriter(
-                    template=tokenizer.chat_template,
-                    special_tokens=tokenizer.special_tokens,
-                    loss_on=config.loss_on,
-                    has_end_of_turn=bool(tokenizer.special_tokens),
-                ),
-            ),
+            records=records,
         )
         first = next(documents, None)
         if first is None:
@@ -175,7 +176,7 @@ class _SourceLoader:
             )
             num_documents = int(np.count_nonzero(tokens == tokenizer.eos))
             found = self._of_stream(stream, (), num_documents, by)
-        return found.with_notes(skipped_input.notes())
+        return found.with_notes([*records.notes(name), *skipped_input.notes()])
 
     def _of_stream(
         self,
@@ -261,8 +262,7 @@ def _no_pairs(name: str) -> DataError:
         explain(
             "the data holds no preference pairs, from which the task learns",
             given=name,
-            do="give JSON, Parquet or Arrow files with the fields prompt, chosen and rejected, or"
-            " leave task out",
+            do=f"{PAIRS_OR_OTHER_TASK}, in JSON, Parquet or Arrow files",
         )
     )
 

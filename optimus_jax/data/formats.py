@@ -9,20 +9,25 @@ import csv
 import io
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from optimus_jax.data.compressed import open_file, suffixes_of
 from optimus_jax.data.file_kinds import TEXT_BYTE_ORDER_MARK, wide_encoding
+from optimus_jax.data.other_names import (
+    advice_to_rename,
+    advice_to_train,
+    prompt_and_completion,
+)
+from optimus_jax.data.record_names import COMPLETION, PROMPT
+from optimus_jax.data.record_reader import RecordReader, column_types
 from optimus_jax.data.records import (
     LEARN_PREFERENCES,
     USE_TRAINING,
     NotConversationError,
     NotTextError,
-    RecordReader,
-    column_types,
     has_pair,
     text_in,
     without_nulls,
@@ -77,7 +82,7 @@ class SourceFile:
     def document(self, record: Any) -> Any:
         """The document in a JSON value. Raises ValueError if there is none."""
         if self.records is None:
-            return text_in(record, self.text_field)
+            return text_in(record, self.text_field, advice_to_train)
         return self.records.document(record)
 
     def bad(
@@ -96,7 +101,7 @@ class SourceFile:
             if isinstance(error, NotTextError | csv.Error)
             else f"{type(error).__name__}: {error}"
         )
-        text, other, name = repr(shown), "", ""
+        text, name = repr(shown), ""
         if unit == "row":
             last = number + num_lines - 1
             lines = f"line {number}" if num_lines == 1 else f"lines {number} to {last}"
@@ -107,18 +112,14 @@ class SourceFile:
         else:
             what = f"{unit} {number}, is not a JSON object with a text named {self.text_field!r}"
             given = f"{text if len(text) <= _SHOWN else text[:_SHOWN] + '...'} ({reason})"
-            if isinstance(error, NotTextError) and error.do is not None:
-                other = f"{error.do}, or "
-            else:
+            if not (isinstance(error, NotTextError) and error.do):
                 name = "name the field: --set data.text_field=NAME, "
-        raise DataError(
-            explain(
-                f"{self.path}, {what}",
-                given=given,
-                do=f"{other}fix the {unit}, {name}or leave bad lines out:"
-                " --set data.skip_bad_lines=true",
-            )
-        ) from error
+        do = f"fix the {unit}, {name}or leave bad lines out: --set data.skip_bad_lines=true"
+        if isinstance(error, NotTextError) and error.do is not None:
+            # Where no record was good yet, all of them are likely to be of this kind.
+            has_good = self.records is not None and self.records.has_good
+            do = f"{error.do}, or {do}" if has_good else error.do
+        raise DataError(explain(f"{self.path}, {what}", given=given, do=do)) from error
 
 
 def read_text(source_file: SourceFile) -> Iterator[str]:
@@ -191,7 +192,8 @@ def read_csv(source_file: SourceFile) -> Iterator[str]:
             if names is None:
                 names = row
                 if source_file.text_field not in names:
-                    raise _no_column(source_file, ", ".join(name[:_SHOWN] for name in names[:50]))
+                    given = ", ".join(name[:_SHOWN] for name in names[:50])
+                    raise _no_column(source_file, given, names)
                 column = names.index(source_file.text_field)
             elif row:
                 yield row[column]
@@ -384,7 +386,7 @@ def _columns(schema: Any, source_file: SourceFile) -> list[str]:
             explain(
                 f"{source_file.path} holds no {records.wanted}",
                 given=f"columns {', '.join(schema.names)}; data.records={records.kind}",
-                do=f"{records.if_absent}, or leave the file out",
+                do=f"{records.if_absent(schema.names)}, or leave the file out",
             )
         )
     columns = [(field.name, field.type) for field in schema]
@@ -398,8 +400,8 @@ def _columns(schema: Any, source_file: SourceFile) -> list[str]:
         raise _no_column(
             source_file,
             ", ".join(f"{name}: {kind}" for name, kind in columns),
+            schema.names,
             is_chat=is_chat,
-            is_pair=has_pair(schema.names),
         )
     return [source_file.text_field]
 
@@ -426,15 +428,32 @@ def _rows(batches: Iterable[Any], columns: list[str], source_file: SourceFile) -
 
 
 def _no_column(
-    source_file: SourceFile, given: str, *, is_chat: bool = False, is_pair: bool = False
+    source_file: SourceFile, given: str, names: Collection[str], *, is_chat: bool = False
 ) -> DataError:
+    """The error for a table without the column of texts.
+
+    Args:
+      given: the columns, for the message.
+      names: of the columns.
+      is_chat: whether the column holds lists.
+    """
     chat = f"; {USE_TRAINING}" if is_chat else ""
-    pair = f"{LEARN_PREFERENCES}, or " if is_pair else ""
+    name = f"name the column: --set data.text_field=NAME{chat}"
+    if has_pair(names):
+        do = f"{LEARN_PREFERENCES}, or {name}"
+    elif source_file.records is None:
+        do = advice_to_train(names) or name
+    elif READERS[suffixes_of(source_file.path)[0]] is not read_csv:
+        do = advice_to_rename(names) or name
+    elif None in prompt_and_completion(names):
+        do = name
+    else:
+        do = f"write the rows as JSON lines with the fields {PROMPT!r} and {COMPLETION!r}"
     return DataError(
         explain(
             f"{source_file.path} has no column of text named {source_file.text_field!r}",
             given=given,
-            do=f"{pair}name the column: --set data.text_field=NAME{chat}",
+            do=do,
         )
     )
 

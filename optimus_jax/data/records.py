@@ -1,21 +1,26 @@
 """What a record holds: a text, a conversation, or a prompt with its completion.
 
-A *record* is a JSON value or a row of a table. With `data.records=auto` its fields decide, in this
-order: a string named `data.text_field` is a text; a list named `messages`, or named
-`data.text_field`, is a conversation; `prompt` and `completion` are a prompt with its completion,
-two strings or two lists of messages. A JSON value that is a string is a text.
+A *record* is a JSON value or a row of a table. Which of them it is, record_reader.py decides.
 """
 
 import json
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from optimus_jax.config.data import RecordChoice
+from optimus_jax.data.other_names import advice_to_rename, usual_message
+from optimus_jax.data.record_names import (
+    CHOSEN,
+    COMPLETION,
+    CONVERSATIONS,
+    MESSAGES,
+    PROMPT,
+    REJECTED,
+    ROLE,
+    TOOLS,
+)
 
-MESSAGES, PROMPT, COMPLETION, TOOLS = "messages", "prompt", "completion", "tools"
-CHOSEN, REJECTED = "chosen", "rejected"
-"""Names of fields; the last two are those of a preference pair (preferences.py)."""
 USE_TRAINING = (
     "a conversation becomes tokens when training starts, by the tokenizer's chat template: give"
     " the file to --data"
@@ -29,7 +34,7 @@ class NotTextError(ValueError):
     """Raised when a record does not hold text where it should.
 
     Args:
-      do: what to do instead of naming another field; None: nothing is known.
+      do: what to do about all such records; None: nothing is known.
     """
 
     def __init__(self, text: str, do: str | None = None) -> None:
@@ -73,80 +78,9 @@ Chat = Conversation | PromptCompletion
 """What is written out by a template, or at least has a part that counts in the loss."""
 
 
-@dataclass(kw_only=True)
-class RecordReader:
-    """Reads documents out of records: texts, or what `write_out` makes of conversations.
-
-    The first record decides which of them all records must be, unless `kind` is given.
-    """
-
-    text_field: str
-    write_out: Callable[[Chat], Any]
-    """Makes a document of a conversation or a prompt with its completion; raises
-    NotConversationError if it cannot be written out."""
-    kind: RecordChoice = "auto"
-    wanted: ClassVar[str] = "conversations"
-    """What a table is to hold if not texts, and what to do if it does not."""
-    if_absent: ClassVar[str] = "name the column with the messages: --set data.text_field=NAME"
-
-    @property
-    def reads_texts(self) -> bool:
-        """Whether documents are texts, as far as is known."""
-        return self.kind in ("auto", "text")
-
-    def decide(self, fields: Mapping[str, object]) -> RecordChoice:
-        """The kind of records with these fields: values, or Arrow types as text by name."""
-        if self.kind != "auto":
-            return self.kind
-        kind = _kind_by_fields(fields, self.text_field)
-        if kind != "text" or self.text_field in fields:  # a bad line decides nothing
-            self.kind = kind
-        return kind
-
-    def document(self, record: Any) -> Any:
-        """A text, or the result of `write_out`. Raises NotTextError if the record is another kind's
-        or malformed."""
-        kind = self.decide(record if isinstance(record, dict) else {})
-        if kind == "text":
-            return text_in(record, self.text_field)
-        return self.write_out(chat_in(record, kind, self.text_field))
-
-    def columns(self, names: Collection[str]) -> list[str]:
-        """The columns to read of a table whose rows hold conversations."""
-        wanted = (MESSAGES, self.text_field) if self.kind == MESSAGES else (PROMPT, COMPLETION)
-        found = [name for name in wanted if name in names]
-        return [*(found[:1] if self.kind == MESSAGES else found), *({TOOLS} & {*names})]
-
-
-def _kind_by_fields(fields: Mapping[str, object], text_field: str) -> RecordChoice:
-    def has_objects(name: str) -> bool:
-        value = fields.get(name)
-        if isinstance(value, _ArrowType):
-            return value.is_list
-        return isinstance(value, list) and all(isinstance(item, dict) for item in value)
-
-    text = fields.get(text_field)
-    if isinstance(text, str) or (isinstance(text, _ArrowType) and not text.is_list):
-        return "text"
-    if has_objects(MESSAGES) or has_objects(text_field):
-        return MESSAGES
-    return COMPLETION if PROMPT in fields and COMPLETION in fields else "text"
-
-
-@dataclass(frozen=True)
-class _ArrowType:
-    """The type of a column."""
-
-    name: str
-
-    @property
-    def is_list(self) -> bool:
-        return "list" in self.name.partition("<")[0]  # list, large_list, fixed_size_list
-
-
-def column_types(schema: Any) -> dict[str, _ArrowType]:
-    """The types of an Arrow schema's columns, for `RecordReader.decide`."""
-    return {field.name: _ArrowType(str(field.type)) for field in schema}
+def names_of_messages(text_field: str) -> tuple[str, ...]:
+    """Names of a list of messages; the first that a record has counts."""
+    return MESSAGES, text_field, CONVERSATIONS
 
 
 def chat_in(
@@ -166,7 +100,8 @@ def chat_in(
     check_characters(record)
     tools = _tools(record.get(TOOLS))
     if kind == MESSAGES:
-        name = MESSAGES if MESSAGES in record else text_field
+        names = names_of_messages(text_field)
+        name = next((name for name in names if name in record), text_field)
         return Conversation(messages=messages_in(record, name), tools=tools)
     prompt, answer = record.get(PROMPT), record.get(completion)
     if isinstance(prompt, str) and isinstance(answer, str):
@@ -176,7 +111,8 @@ def chat_in(
     if not (isinstance(prompt, list) and isinstance(answer, list)):
         for name in (PROMPT, completion):
             if name not in record:
-                raise _no_field(name, record)
+                do = advice_to_rename(record) if completion == COMPLETION else None
+                raise _no_field(name, record, do)
         raise NotConversationError(
             f"{PROMPT!r} is {kind_of_value(prompt)} and {completion!r} {kind_of_value(answer)};"
             " both must be texts, or both lists of messages"
@@ -186,26 +122,30 @@ def chat_in(
 
 
 def messages_in(record: Mapping[str, Any], name: str) -> list[Message]:
-    """The messages in a field, without fields that are null. Raises NotTextError."""
+    """The messages in a field by their usual names, without fields that are null.
+
+    Raises NotTextError.
+    """
     if name not in record:
         raise _no_field(name, record)
     value = record[name]
     if not isinstance(value, list) or not value:
         raise NotConversationError(f"{name!r} is {kind_of_value(value)}, not a list of messages")
-    for number, message in enumerate(value, 1):
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+    found = [usual_message(one) if isinstance(one, dict) else one for one in value]
+    for number, message in enumerate(found, 1):
+        if not isinstance(message, dict) or not isinstance(message.get(ROLE), str):
             raise NotConversationError(
                 f"message {number} is {kind_of_value(message)}, not an object with a role"
             )
     # As transformers does: many templates write null out as the text "None".
     return [
-        {field: each for field, each in message.items() if each is not None} for message in value
+        {field: each for field, each in message.items() if each is not None} for message in found
     ]
 
 
-def _no_field(name: str, record: Mapping[str, Any]) -> NotConversationError:
+def _no_field(name: str, record: Mapping[str, Any], do: str | None = None) -> NotConversationError:
     return NotConversationError(
-        f"no field {name!r}; there are {', '.join(map(repr, record)) or 'none'}"
+        f"no field {name!r}; there are {', '.join(map(repr, record)) or 'none'}", do
     )
 
 
@@ -239,15 +179,24 @@ def check_characters(value: Any) -> None:
         text.encode()
 
 
-def text_in(record: Any, field: str) -> str:
-    """The text of a JSON value. Raises ValueError if it has none."""
+def text_in(
+    record: Any, field: str, advice: Callable[[Collection[str]], str | None] | None = None
+) -> str:
+    """The text of a JSON value.
+
+    Args:
+      advice: what to do about a record with these fields and no text; None: nothing is known.
+    Raises:
+      ValueError: it has none.
+    """
     text = record
     if isinstance(record, dict):
         if field not in record:
-            hint = f"; {USE_TRAINING}" if isinstance(record.get(MESSAGES), list) else ""
+            lists = (record.get(MESSAGES), record.get(CONVERSATIONS))
+            hint = f"; {USE_TRAINING}" if any(isinstance(one, list) for one in lists) else ""
+            do = LEARN_PREFERENCES if has_pair(record) else advice and advice(record)
             raise NotTextError(
-                f"no field {field!r}; there are {', '.join(map(repr, record)) or 'none'}{hint}",
-                LEARN_PREFERENCES if has_pair(record) else None,
+                f"no field {field!r}; there are {', '.join(map(repr, record)) or 'none'}{hint}", do
             )
         text = record[field]
     if not isinstance(text, str):

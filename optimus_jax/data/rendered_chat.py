@@ -16,6 +16,7 @@ from typing import Any
 
 from optimus_jax.config.data import EVERY_ROLE
 from optimus_jax.data.chat_template import TEMPLATE_FILE, ChatTemplate
+from optimus_jax.data.record_names import ASSISTANT, USER
 from optimus_jax.data.records import (
     Chat,
     Conversation,
@@ -26,11 +27,11 @@ from optimus_jax.data.records import (
 )
 from optimus_jax.errors import DataError, explain
 
-ASSISTANT = "assistant"
-KNOWN_ROLES = frozenset(
-    {ASSISTANT, "system", "developer", "user", "tool", "function", "ipython", "model"}
-)
+_OTHER_ROLES = frozenset({"system", "developer", USER, "tool", "function", "ipython"})
+KNOWN_ROLES = _OTHER_ROLES | {ASSISTANT, "model"}
 """Roles that a template may make a special token of, such as `<|user|>`."""
+SELDOM_LEARNT = _OTHER_ROLES | {"human"}
+"""Roles whose messages usually only precede what is to be learnt."""
 _KNOWN_TYPES = ("text", "function")
 """Values of `type` in parts of a content and in tools."""
 _PRIVATE = range(0xE000, 0xF8FF)

@@ -26,7 +26,7 @@ from optimus_jax.data.formats import (
     has_format,
     reads_text,
 )
-from optimus_jax.data.records import RecordReader
+from optimus_jax.data.record_reader import RecordReader
 from optimus_jax.data.refused import check_content, check_format, no_match_error, read_error
 from optimus_jax.data.skipped_input import SkippedInput
 from optimus_jax.errors import DataError, explain

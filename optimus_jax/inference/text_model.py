@@ -16,8 +16,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from optimus_jax.config import ModelConfig
+from optimus_jax.data.chat_template import OTHER_TEMPLATE
+from optimus_jax.data.record_names import ASSISTANT, USER
 from optimus_jax.data.records import Conversation, NotConversationError
-from optimus_jax.data.rendered_chat import ASSISTANT, ChatWriter
+from optimus_jax.data.rendered_chat import ChatWriter
 from optimus_jax.data.tokenizers import Tokenizer
 from optimus_jax.devices.jax_settings import check_jax_settings
 from optimus_jax.errors import DataError, explain
@@ -157,7 +159,7 @@ class TextModel:
 
     def _ends_of_turns(self, warn: Callable[[str], object]) -> tuple[int, ...]:
         """The token that ends the assistant's turns, if the template has one."""
-        messages = [{"role": "user", "content": "a"}, {"role": ASSISTANT, "content": "a"}]
+        messages = [{"role": USER, "content": "a"}, {"role": ASSISTANT, "content": "a"}]
         try:
             rendered = self._chat_writer()(Conversation(messages=messages))
         except NotConversationError:
@@ -182,13 +184,13 @@ class TextModel:
             ) from error
         if chat:
             try:
-                rendered = self._chat_writer().prompt([{"role": "user", "content": prompt}])
+                rendered = self._chat_writer().prompt([{"role": USER, "content": prompt}])
             except NotConversationError as error:
                 raise DataError(
                     explain(
                         "the chat template cannot write out the prompt",
                         given=error,
-                        do="give another template: --set data.chat_template=FILE",
+                        do=OTHER_TEMPLATE,
                     )
                 ) from error
             ids = self.tokenizer.encode_chats([rendered])[0].ids

@@ -15,9 +15,15 @@ from hypothesis import strategies as st
 from optimus_jax.config import DataConfig
 from optimus_jax.config.data import PhaseConfig
 from optimus_jax.data.batch import BATCH_ARRAYS
-from optimus_jax.data.conversations import Conversations, split_conversations
+from optimus_jax.data.conversations import (
+    Conversations,
+    encode_conversations,
+    split_conversations,
+)
 from optimus_jax.data.dataset import load_data
 from optimus_jax.data.loader import BatchLoader, check_held_out
+from optimus_jax.data.rendered_chat import RenderedChat
+from optimus_jax.data.tokenizers import ByteTokenizer
 from optimus_jax.errors import DataError
 
 EOS = 256
@@ -127,6 +133,12 @@ def test_a_text_stays_a_text(tmp_path, template):
         load(path, seq_len=4).identity["content"]
         == load(write_lines(tmp_path / "b.jsonl", ["0123"] * 9), seq_len=4).identity["content"]
     )
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(records), tmp_path / "a.parquet")
+    note = "'messages' is not used; to learn from the conversations: --set data.records=messages"
+    for source in (path, tmp_path / "a.parquet"):
+        assert any(note in one for one in load(source, seq_len=4).notes)
+        assert not any(note in one for one in load(source, seq_len=4, records="text").notes)
+    assert not any(note in one for one in load(tmp_path / "b.jsonl", seq_len=4).notes)
     forced = load(path, records="messages", chat_template=template)
     assert texts_of(forced) == ["u1;a2;"] * 9
     assert texts_of(load(path, records="completion")) == ["ab"] * 9
@@ -156,6 +168,14 @@ def test_bad_lines_are_shown_or_skipped(tmp_path, template):
         assert "1 bad line(s) skipped" in data.notes[0]
 
 
+def test_a_template_that_refuses_the_first_record_is_to_be_replaced(tmp_path):
+    path = write_lines(tmp_path / "a.jsonl", [{"messages": CHATS[0]}] * 2)
+    (tmp_path / "chat.jinja").write_text("{{ raise_exception('never') }}")
+    with pytest.raises(DataError, match=r"says: never\n.*do: .*give another template: ") as caught:
+        load(path, chat_template=str(tmp_path / "chat.jinja"))
+    assert "skip_bad_lines" not in str(caught.value)
+
+
 def test_texts_and_conversations_are_not_joined(tmp_path, template):
     chats = write_lines(tmp_path / "a.jsonl", [{"messages": CHATS[0]}] * 2)
     (tmp_path / "b.txt").write_text("0123456789" * 9)
@@ -166,9 +186,25 @@ def test_texts_and_conversations_are_not_joined(tmp_path, template):
     with pytest.raises(DataError, match=r"no token of .* counts(.|\n)*2 conversation") as caught:
         load(chats, chat_template=template, loss_on=("tool",))
     assert "with the roles assistant, user; data.loss_on=tool\n" in str(caught.value)
+    assert str(caught.value).endswith(": --set data.loss_on=assistant")
     notes = load(chats, chat_template=template, loss_on=("assistant", "tol")).notes
     assert any("role 'tol' (data.loss_on); there are assistant, user" in note for note in notes)
     assert not any("the role" in note for note in load(chats, chat_template=template).notes)
+
+
+@pytest.mark.parametrize(
+    ("roles", "advice"),
+    [
+        (("human", "gpt"), "name roles that are there, such as: --set data.loss_on=gpt"),
+        (("user", "bot", "writer"), "such as: --set data.loss_on=bot,writer"),
+        (("system", "user"), "such as: --set data.loss_on=system,user"),
+        (("user", "assistant"), "messages are not empty.*--set data.loss_on=all"),
+    ],
+)
+def test_where_nothing_counts_roles_that_are_there_are_advised(roles, advice):
+    chat = RenderedChat(text="some text", roles=frozenset(roles))
+    with pytest.raises(DataError, match=rf"no token of a counts(.|\n)*do: .*{advice}$"):
+        encode_conversations(ByteTokenizer(), [(chat,)], "a", "drop", loss_on=("assistant",))
 
 
 def numbers(*sizes, counts=None, too_long="truncate"):

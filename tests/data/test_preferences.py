@@ -72,6 +72,31 @@ def test_pairs_of_messages_are_tokenized_as_conversations(tmp_path):
             )
 
 
+@pytest.mark.parametrize("system", [[], [{"role": "system", "content": "be brief"}]])
+@pytest.mark.parametrize("earlier", [[], [answer("of what?"), {"role": "user", "content": "x"}]])
+def test_a_text_prompt_beside_whole_conversations_is_not_doubled(system, earlier):
+    before = [*system, USER, *earlier]
+    pair = {"chosen": [*before, answer("2")], "rejected": [*before, answer("3")]}
+    expected = preference_in(pair)
+    assert expected.chosen.num_prompt == len(before)
+    for prompt in (USER["content"], f"{USER['content']}\n"):
+        assert preference_in({"prompt": prompt, **pair}) == expected
+    assert preference_in({"question": USER["content"], **pair}) == expected
+
+
+def test_a_text_prompt_beside_answers_is_the_message_of_the_user(tmp_path):
+    pair = {"chosen": [answer("2")], "rejected": [answer("3")]}
+    assert preference_in({"prompt": USER["content"], **pair}) == preference_in(
+        {"prompt": [USER], **pair}
+    )
+    tokenizer = ByteTokenizer()
+    path = tmp_path / "a.parquet"
+    record = {"prompt": "a", "chosen": [USER, answer("2")], "rejected": [USER, answer("3")]}
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([record]), path)
+    with pytest.raises(DataError, match=r"'chosen' begins .*\n.*do: .*leave 'prompt' out"):
+        read(path, tokenizer)
+
+
 def test_pairs_of_texts_end_with_the_end_of_documents(tmp_path):
     tokenizer = ByteTokenizer()
     path = write_lines(tmp_path / "a.jsonl", {"prompt": "1+1=", "chosen": "2", "rejected": "11"})
@@ -96,6 +121,24 @@ def test_without_a_prompt_it_is_what_both_texts_begin_with(chosen, rejected, pro
     pair = preference_in({"chosen": chosen, "rejected": rejected})
     assert pair.chosen == PromptCompletion(prompt=prompt, completion=chosen[len(prompt) :])
     assert pair.rejected == PromptCompletion(prompt=prompt, completion=rejected[len(prompt) :])
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+def test_a_prompt_by_another_name_is_not_left_out(tmp_path, suffix):
+    path = tmp_path / f"a.{suffix}"
+
+    def loaded(question, chosen, rejected):
+        record = {"question": question, "chosen": chosen, "rejected": rejected}
+        if suffix == "jsonl":
+            write_lines(path, record)
+        else:
+            pyarrow.parquet.write_table(pyarrow.Table.from_pylist([record]), path)
+        return load(path, ByteTokenizer()).train.num_pieces
+
+    with pytest.raises(DataError, match=r"do: .*rename 'question' to 'prompt', or leave the field"):
+        loaded("1 + 1?", "it is 2", "it is 3")
+    assert loaded("1 + 1?", "1 + 1? 2", "1 + 1? 3") == 1
+    assert loaded(None, "it is 2", "it is 3") == 1
 
 
 @pytest.mark.parametrize(
@@ -139,7 +182,7 @@ def test_pairs_for_another_task_are_advised_to_use_dpo(tmp_path, suffix, message
 def test_a_table_without_pairs_says_which_columns_they_need(tmp_path):
     path = tmp_path / "a.parquet"
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist([{"text": "a"}]), path)
-    with pytest.raises(DataError, match=r"(?s)no preference pairs.*columns prompt, chosen and"):
+    with pytest.raises(DataError, match=r"(?s)no preference pairs.*leave task=dpo out, or give"):
         load(path, ByteTokenizer())
 
 
@@ -190,5 +233,7 @@ def test_other_data_is_refused(tmp_path, name):
     (tmp_path / "a.txt").write_text("text")
     write_lines(tmp_path / "b.jsonl", {"text": "text"})
     path = name if name == "stdlib" else tmp_path / name
-    with pytest.raises(DataError, match=r"preference pairs|needs 'chosen'"):
+    with pytest.raises(DataError, match=r"preference pairs|needs 'chosen'") as caught:
         load(path, ByteTokenizer())
+    assert "do:    leave task=dpo out, or give records with 'prompt'" in str(caught.value)
+    assert "skip_bad_lines" not in str(caught.value)

@@ -1,0 +1,11 @@
+"""Names of the fields of a record and of a message, and of roles."""
+
+MESSAGES, PROMPT, COMPLETION, TOOLS = "messages", "prompt", "completion", "tools"
+CONVERSATIONS = "conversations"
+"""The name of `messages` in ShareGPT's form."""
+CHOSEN, REJECTED = "chosen", "rejected"
+"""Names of the fields of a preference pair (preferences.py)."""
+ROLE, CONTENT = "role", "content"
+"""Names of the fields of a message."""
+ASSISTANT, USER, TOOL = "assistant", "user", "tool"
+"""Roles."""
