@@ -56,6 +56,8 @@ def parser() -> Parser:
         words={"top": "top_k num_plans", "cluster": "hardware topology"},
     )
     flags.add_argument("--model", metavar="NAME", required=True, help=MODEL_HELP)
+    # read, so that the error says what to give instead
+    flags.add_argument("--init-from", metavar="DIR", help=SUPPRESS)
     flags.add_argument(
         "--cluster",
         metavar="NAME:HOSTSxDEVICES",

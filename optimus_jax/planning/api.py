@@ -12,10 +12,9 @@ from optimus_jax.config import Config
 from optimus_jax.config.axes import AxisSizes
 from optimus_jax.config.phases import TrainingPhase, in_phase
 from optimus_jax.config.request import dotted, make_config
+from optimus_jax.config.run_checkpoint import INIT_FROM
 from optimus_jax.devices.jax_settings import check_jax_settings
 from optimus_jax.errors import ConfigError, PlanError, explain
-from optimus_jax.models.families import check_family
-from optimus_jax.models.tuning_checks import check_freeze
 from optimus_jax.plan import Plan
 from optimus_jax.planning.cost.cost import Prediction
 from optimus_jax.planning.cost.memory import MemoryEstimate
@@ -33,7 +32,9 @@ from optimus_jax.planning.search.explain import flags, gib, seconds, why_best, w
 from optimus_jax.planning.search.layouts import Rejection
 from optimus_jax.planning.search.phase_plans import plans_ahead
 from optimus_jax.planning.search.search import Pricing, Ranking, ReportStatus, search
-from optimus_jax.weights.published_adapters import model_with_adapters
+from optimus_jax.training.config_checks import check_config
+from optimus_jax.weights.published import MODEL, PublishedSource
+from optimus_jax.weights.published_adapters import PublishedAdapters, model_with_adapters
 
 SEQUENCES_PER_DEVICE = 8
 """Default number of sequences per device in a global batch."""
@@ -320,18 +321,46 @@ def config_for(model: str, where: Cluster, overrides: dict[str, Any]) -> Config:
 
     Raises OptimusError for settings that are impossible under every plan.
     """
+    _check_no_parameters(overrides)
     defaults = {"global_batch": SEQUENCES_PER_DEVICE * where.num_devices}
     config = make_config(
         model_with_adapters(model),
         ({} if _GLOBAL_BATCH & overrides.keys() else defaults) | overrides,
     )
-    check_family(config.model)
-    check_freeze(config.model)
+    check_config(config, overrides)
     check_settings(config, where.topology())
     return config
 
 
 _GLOBAL_BATCH = {"global_batch", "data.global_batch"}
+_PARAMETERS = ("init_from", "adapters_from")
+
+
+def _check_no_parameters(overrides: dict[str, Any]) -> None:
+    """Raise ConfigError if settings say where parameters come from.
+
+    Ignored, adapters would be planned for as training of the whole model.
+    """
+    given = {name: overrides[name] for name in _PARAMETERS if overrides.get(name) is not None}
+    if not given:
+        return
+    named = str(given.get("adapters_from") or given["init_from"])
+    if PublishedAdapters.parse(named, what=INIT_FROM):
+        do = f"give {MODEL} {named} alone: adapters name their model"
+    elif PublishedSource.parse(named, what=INIT_FROM):
+        do = f"give {MODEL} {named} alone"
+    else:
+        do = (
+            f"leave it out: name the run's model with {MODEL}, and give what it tunes with --set"
+            " model.tuning.method"
+        )
+    raise ConfigError(
+        explain(
+            "a plan is made for a model, and does not read where parameters come from",
+            given=", ".join(f"{name}={value}" for name, value in given.items()),
+            do=do,
+        )
+    )
 
 
 def _later(pricing: Pricing, plan: Plan) -> Iterator[LaterPhase]:

@@ -304,3 +304,21 @@ def test_adapters_are_planned_for_with_their_model(adapters, capsys, monkeypatch
     monkeypatch.setattr(sys, "argv", ["plan", "--model", str(adapters), *flags])
     plan_command.main()
     assert f" --init-from {adapters} " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("flags", [["--init-from"], ["--set", "init_from="]])
+def test_a_plan_does_not_ignore_adapters_beside_a_model(flags, adapters, llama, monkeypatch):
+    """It would be a plan to train the whole model."""
+    *first, last = flags
+    named = [*first, f"{last}{adapters}"] if last.endswith("=") else [last, str(adapters)]
+    given = ["--model", str(llama), "--cluster", "h100:2", *named]
+    monkeypatch.setattr(sys, "argv", ["plan", *given])
+    with pytest.raises(ConfigError, match=f"give --model {adapters} alone"):
+        plan_command.main()
+
+
+@pytest.mark.parametrize("method", ["none", "ia3"])
+def test_adapters_of_a_directory_are_not_replaced_at_a_start(method, adapters):
+    with pytest.raises(ConfigError, match="to merge them, export that run") as caught:
+        config_of(adapters, **{"model.tuning.method": method})
+    assert f"given: model.tuning.method={method}; {adapters} has lora" in str(caught.value)
