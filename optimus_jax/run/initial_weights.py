@@ -112,6 +112,13 @@ class RunWeights:
                 f"adapters of {self.named.run} ({tuning.describe_adapters()}) are merged into the"
                 " parameters"
                 + (f"; new ones begin ({own.describe_adapters()})" if own.has_adapters else "")
+                + (
+                    f". The sums are rounded to {own.base_precision}, which loses part of what the"
+                    " adapters have learnt: to keep it, give the new run the same adapters, or set"
+                    " model.tuning.base_precision=bf16"
+                    if own.is_quantised
+                    else ""
+                )
             )
         if (eos := _of_data(restored.metadata, "eos")) not in (None, self.eos):
             say(
