@@ -18,7 +18,7 @@ import optimus_jax
 from optimus_jax.cli import export as export_command
 from optimus_jax.cli import plan as plan_command
 from optimus_jax.config import Config, Tuning
-from optimus_jax.errors import ConfigError, OptimusError
+from optimus_jax.errors import CheckpointError, ConfigError, OptimusError
 from optimus_jax.inference.loading import load_text_model
 from optimus_jax.mesh.slots import EMPTY
 from optimus_jax.models.peft_format import to_peft
@@ -203,6 +203,15 @@ def test_adapters_of_a_run_with_added_tokens_are_not_saved_alone(llama, words, t
     larger.mkdir()
     (larger / "config.json").write_text(json.dumps(config | {"vocab_size": 40}))
     save_adapters(one, tmp_path / "out", base=str(larger))
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 7}))
+    with pytest.raises(CheckpointError, match=r"not for this model(.|\n)*num_layers=7, the run"):
+        save_adapters(two, tmp_path / "second", base=str(other))
+    gpt2 = write("gpt2", "safetensors", "float32", tmp_path / "gpt2")
+    with pytest.raises(CheckpointError, match=r"model.family=gpt2, the run llama"):
+        save_adapters(two, tmp_path / "second", base=str(gpt2))
+    assert not (tmp_path / "second").exists()
 
 
 @pytest.mark.parametrize(
@@ -231,7 +240,7 @@ def test_adapters_name_the_model_that_a_run_and_those_before_it_began_with(
     said: list[str] = []
     save_adapters(tmp_path / "two", tmp_path / "named", base="hf://ORG/tiny@main", warn=said.append)
     assert [text.partition(":")[0] for text in said] == [
-        "whether the run added tokens to hf"  # which nothing is fetched for
+        "whether the adapters are for hf"  # which nothing is fetched for
     ]
     config, _ = read_peft(tmp_path / "named")
     assert (config["base_model_name_or_path"], config["revision"]) == ("ORG/tiny", "main")
