@@ -34,7 +34,11 @@ from optimus_jax.planning.search.phase_plans import plans_ahead
 from optimus_jax.planning.search.search import Pricing, Ranking, ReportStatus, search
 from optimus_jax.training.config_checks import check_config
 from optimus_jax.weights.published import MODEL, PublishedSource
-from optimus_jax.weights.published_adapters import PublishedAdapters, model_with_adapters
+from optimus_jax.weights.published_adapters import (
+    PublishedAdapters,
+    adapters_named,
+    model_with_adapters,
+)
 
 SEQUENCES_PER_DEVICE = 8
 """Default number of sequences per device in a global batch."""
@@ -241,6 +245,7 @@ def find_plans(
         default global batch is still that of the whole cluster.
       overrides: settings as for `train`. Layout settings among them are respected. The default
         precision is bf16 on GPUs, the default global batch SEQUENCES_PER_DEVICE per device.
+        `init_from` may name PEFT's adapters, to be trained beside the model.
     Raises:
       OptimusError: a name is unknown, or no plan is legal and fits; the text says why.
     """
@@ -319,44 +324,50 @@ def search_plans(
 def config_for(model: str, where: Cluster, overrides: dict[str, Any]) -> Config:
     """The config for a search. Settings that are not given get the defaults for these devices.
 
+    Adapters that `init_from` names are those of the model, as where a run begins with both.
+
     Raises OptimusError for settings that are impossible under every plan.
     """
-    _check_no_parameters(overrides)
+    beside = _adapters_beside(overrides)
     defaults = {"global_batch": SEQUENCES_PER_DEVICE * where.num_devices}
     config = make_config(
-        model_with_adapters(model),
-        ({} if _GLOBAL_BATCH & overrides.keys() else defaults) | overrides,
+        model_with_adapters(model, beside),
+        ({} if _GLOBAL_BATCH & overrides.keys() else defaults)
+        | {name: value for name, value in overrides.items() if name != _INIT},
     )
+    if (adapters := beside or adapters_named(model)) is not None:
+        adapters.read_for(config.model)  # raises if settings contradict them
     check_config(config, overrides)
     check_settings(config, where.topology())
     return config
 
 
 _GLOBAL_BATCH = {"global_batch", "data.global_batch"}
-_PARAMETERS = ("init_from", "adapters_from")
+_INIT, _ADAPTERS = "init_from", "adapters_from"
 
 
-def _check_no_parameters(overrides: dict[str, Any]) -> None:
-    """Raise ConfigError if settings say where parameters come from.
+def _adapters_beside(overrides: dict[str, Any]) -> PublishedAdapters | None:
+    """The adapters that `init_from` names; None: it is not given.
 
-    Ignored, adapters would be planned for as training of the whole model.
+    Raises ConfigError if it names other parameters: a plan would ignore what they are.
     """
-    given = {name: overrides[name] for name in _PARAMETERS if overrides.get(name) is not None}
+    given = {name: str(value) for name in (_INIT, _ADAPTERS) if (value := overrides.get(name))}
     if not given:
-        return
-    named = str(given.get("adapters_from") or given["init_from"])
-    if PublishedAdapters.parse(named, what=INIT_FROM):
-        do = f"give {MODEL} {named} alone: adapters name their model"
-    elif PublishedSource.parse(named, what=INIT_FROM):
-        do = f"give {MODEL} {named} alone"
+        return None
+    if given.keys() == {_INIT} and (found := PublishedAdapters.parse(given[_INIT], what=INIT_FROM)):
+        return found
+    if _ADAPTERS in given:
+        do = f"give {MODEL} and {INIT_FROM} {given[_ADAPTERS]}"
+    elif PublishedSource.parse(given[_INIT], what=INIT_FROM):
+        do = f"give {MODEL} {given[_INIT]}, without {INIT_FROM}"
     else:
         do = (
-            f"leave it out: name the run's model with {MODEL}, and give what it tunes with --set"
-            " model.tuning.method"
+            f"leave {INIT_FROM} out: name the run's model with {MODEL}, and give its settings, such"
+            " as model.tuning.method"
         )
     raise ConfigError(
         explain(
-            "a plan is made for a model, and does not read where parameters come from",
+            "a plan reads a model's sizes and adapters, and no other parameters",
             given=", ".join(f"{name}={value}" for name, value in given.items()),
             do=do,
         )

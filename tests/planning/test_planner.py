@@ -127,7 +127,7 @@ def test_unsupported_precision_and_attention_are_not_planned():
         ({"preference.beta": 0.2}, "settings of preference pairs have no use"),
         ({"optimizer.lr_factors.adapter": 0.1}, "adapter"),
         ({"init_from": "runs/base"}, "name the run's model with --model"),
-        ({"adapters_from": "runs/base"}, "does not read where parameters come from"),
+        ({"adapters_from": "runs/base"}, "give --model and --init-from "),
     ],
 )
 def test_illegal_settings_say_why(settings, text):

@@ -309,21 +309,32 @@ def test_adapters_are_planned_for_with_their_model(adapters, capsys, monkeypatch
     found = config_for(str(adapters), Cluster.parse("h100:2"), {"data.seq_len": 16})
     assert found.model == config_of(adapters).model
     assert found.model.tuning.rank == 3
+    for contradiction in ({"model.tuning.rank": 4}, {"model.tuning.method": "none"}):
+        with pytest.raises(ConfigError, match="the settings are those of other adapters"):
+            config_for(str(adapters), Cluster.parse("h100:2"), contradiction)
     flags = ["--cluster", "h100:2", "--seq-len", "16", "--top", "1"]
     monkeypatch.setattr(sys, "argv", ["plan", "--model", str(adapters), *flags])
     plan_command.main()
     assert f" --init-from {adapters} " in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("flags", [["--init-from"], ["--set", "init_from="]])
-def test_a_plan_does_not_ignore_adapters_beside_a_model(flags, adapters, llama, monkeypatch):
-    """It would be a plan to train the whole model."""
-    *first, last = flags
-    named = [*first, f"{last}{adapters}"] if last.endswith("=") else [last, str(adapters)]
-    given = ["--model", str(llama), "--cluster", "h100:2", *named]
-    monkeypatch.setattr(sys, "argv", ["plan", *given])
-    with pytest.raises(ConfigError, match=f"give --model {adapters} alone"):
-        plan_command.main()
+@pytest.mark.parametrize("flag", ["--init-from=", "--set=init_from="])
+def test_adapters_beside_a_model_are_planned_for(flag, adapters, llama, capsys, monkeypatch):
+    """Ignored, they would be a plan to train the whole model."""
+    given = ["--model", str(llama), f"{flag}{adapters}", "--seq-len", "16", "--top", "1"]
+    parsed = plan_command.parser().read(given)
+    found = config_for(str(llama), Cluster.parse("h100:2"), plan_command.overrides(parsed))
+    assert found.model == config_of(adapters).model
+    monkeypatch.setattr(sys, "argv", ["plan", "--cluster", "h100:2", *given])
+    plan_command.main()
+    command = capsys.readouterr().out.partition("train with:")[2]
+    assert f"--model {llama} " in command
+    assert f" --set init_from={adapters}" in command
+
+
+def test_a_plan_refuses_other_parameters(llama):
+    with pytest.raises(ConfigError, match=f"give --model {llama}, without --init-from"):
+        config_for("llama-nano", Cluster.parse("h100:2"), {"init_from": str(llama)})
 
 
 @pytest.mark.parametrize("method", ["none", "ia3"])
