@@ -57,6 +57,9 @@ def parser() -> Parser:
     )
     flags.add_argument("--model", metavar="NAME", required=True, help=MODEL_HELP)
     flags.add_argument(
+        "--init-from", metavar="DIR", help="adapters in PEFT's format, to be trained beside --model"
+    )
+    flags.add_argument(
         "--cluster",
         metavar="NAME:HOSTSxDEVICES",
         default=THIS_MACHINE,
@@ -356,7 +359,9 @@ def show(given: dict, found: "PlanSearch", reports: "Sequence[CompileReport | No
     from optimus_jax.weights.published_adapters import PublishedAdapters
 
     begin = INIT_FROM if PublishedAdapters.parse(given["model"], what=MODEL) else MODEL
-    further = settings({"set": given["set"]}, note=lambda _: None)
+    further = settings(
+        {name: given[name] for name in ("init_from", "set") if name in given}, note=lambda _: None
+    )
     others = "".join(
         f" --set {name}={value}"
         for name, value in further.items()

@@ -34,6 +34,8 @@ VALUES: Mapping[str, Mapping[str, str]] = {
     for target, values in _TABLE["values"].items()
 }
 """Setting -> another framework's value -> our value, which the error suggests."""
+VALUE_ADVICE: Mapping[str, Mapping[str, str]] = _TABLE["value_advice"]
+"""Setting -> another framework's value -> what to write instead."""
 
 Others = Mapping[str, Any]
 """Other arguments: names, as `word` writes them, to values."""
@@ -67,6 +69,26 @@ def advice_for(name: str, value: object = None, others: Others | None = None) ->
     if advice is None or not isinstance(advice, str):
         return advice and advice(text, others)
     return _COMMAND.sub(lambda found: typed_command(found[1]), advice).replace("{value}", text)
+
+
+def advice_for_value(setting: str, value: object) -> str | None:
+    """What to write instead of another framework's value; None: it is not in the table.
+
+    Args:
+      setting: its dotted name.
+      value: as given; of a list of values, all are answered.
+    """
+    texts = value.split(",") if isinstance(value, str) else value
+    if not isinstance(texts, list | tuple) or not all(isinstance(each, str) for each in texts):
+        return None
+    words = [each.strip().lower() for each in texts]
+    for each in words:
+        if (advice := VALUE_ADVICE.get(setting, {}).get(each)) is not None:
+            return advice
+    ours = VALUES.get(setting, {})
+    if not any(each in ours for each in words):
+        return None
+    return f"did you mean {','.join(dict.fromkeys(ours.get(each, each) for each in words))!r}?"
 
 
 _COMMAND = re.compile(r"\{optimus (\w+)\}")

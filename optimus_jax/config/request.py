@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from optimus_jax.config import DERIVED, Config, ModelConfig
-from optimus_jax.config.advice import VALUES, advice_for, spelled_like
+from optimus_jax.config.advice import advice_for, advice_for_value, spelled_like
 from optimus_jax.config.aliases import (
     PARAMETERS,
     RENAMED,
@@ -279,13 +279,8 @@ def canonical(entries: Iterable[Entry], *, note: Callable[[str], None] = say) ->
             # only in the text of --set does a comma separate paths; a string given in Python is one
             # path
             value = (value,)
-        if (
-            isinstance(value, str)
-            and (ours := VALUES.get(target, {}).get(value.strip().lower())) is not None
-        ):
-            raise ConfigError(
-                explain(f"unknown value for {target}", given=typed, do=f"did you mean {ours!r}?")
-            )
+        if (advice := advice_for_value(target, value)) is not None:
+            raise ConfigError(explain(f"unknown value for {target}", given=typed, do=advice))
         if target in found and not _same(found[target][0], value):
             raise ConfigError(
                 explain(

@@ -140,6 +140,11 @@ class Tuning:
         return self.base_precision
 
     @property
+    def is_quantised(self) -> bool:
+        """Whether matrices are stored in 8 or 4 bits."""
+        return any(self.stored_format(group) in QUANTISED for group in BASE_GROUPS)
+
+    @property
     def has_adapters(self) -> bool:
         """Whether there are adapters."""
         return self.method != "none"

@@ -26,7 +26,6 @@ UNSUPPORTED = (
     "residual_multiplier",
     "logits_scaling",
     "no_rope_layers",
-    "quantization_config",
 )
 """Keys of config.json that change arithmetic in a way that ours does not have."""
 
@@ -56,6 +55,15 @@ def config_from_huggingface(hf_config: HfConfig) -> ModelConfig:
     for key in UNSUPPORTED:
         if hf_config.get(key) is not None:
             raise not_supported(key, hf_config[key], (None,))
+    if (codes := hf_config.get("quantization_config")) is not None:
+        raise ConfigError(
+            explain(
+                "the published model is quantised, in a format that is not read",
+                given=f"quantization_config={codes!r}",
+                do="name the model from which it was made; model.tuning.method=lora with"
+                " model.tuning.base_precision=nf4 quantises it while it is read",
+            )
+        )
     ropes = hf_config.get("rope_parameters") or {}
     by_layer_type = (part for part in ropes.values() if isinstance(part, Mapping))
     for part in (hf_config, ropes, *by_layer_type):

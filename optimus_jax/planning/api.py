@@ -12,10 +12,9 @@ from optimus_jax.config import Config
 from optimus_jax.config.axes import AxisSizes
 from optimus_jax.config.phases import TrainingPhase, in_phase
 from optimus_jax.config.request import dotted, make_config
+from optimus_jax.config.run_checkpoint import INIT_FROM
 from optimus_jax.devices.jax_settings import check_jax_settings
 from optimus_jax.errors import ConfigError, PlanError, explain
-from optimus_jax.models.families import check_family
-from optimus_jax.models.tuning_checks import check_freeze
 from optimus_jax.plan import Plan
 from optimus_jax.planning.cost.cost import Prediction
 from optimus_jax.planning.cost.memory import MemoryEstimate
@@ -33,7 +32,13 @@ from optimus_jax.planning.search.explain import flags, gib, seconds, why_best, w
 from optimus_jax.planning.search.layouts import Rejection
 from optimus_jax.planning.search.phase_plans import plans_ahead
 from optimus_jax.planning.search.search import Pricing, Ranking, ReportStatus, search
-from optimus_jax.weights.published_adapters import model_with_adapters
+from optimus_jax.training.config_checks import check_config
+from optimus_jax.weights.published import MODEL, PublishedSource
+from optimus_jax.weights.published_adapters import (
+    PublishedAdapters,
+    adapters_named,
+    model_with_adapters,
+)
 
 SEQUENCES_PER_DEVICE = 8
 """Default number of sequences per device in a global batch."""
@@ -240,6 +245,7 @@ def find_plans(
         default global batch is still that of the whole cluster.
       overrides: settings as for `train`. Layout settings among them are respected. The default
         precision is bf16 on GPUs, the default global batch SEQUENCES_PER_DEVICE per device.
+        `init_from` may name PEFT's adapters, to be trained beside the model.
     Raises:
       OptimusError: a name is unknown, or no plan is legal and fits; the text says why.
     """
@@ -318,20 +324,54 @@ def search_plans(
 def config_for(model: str, where: Cluster, overrides: dict[str, Any]) -> Config:
     """The config for a search. Settings that are not given get the defaults for these devices.
 
+    Adapters that `init_from` names are those of the model, as where a run begins with both.
+
     Raises OptimusError for settings that are impossible under every plan.
     """
+    beside = _adapters_beside(overrides)
     defaults = {"global_batch": SEQUENCES_PER_DEVICE * where.num_devices}
     config = make_config(
-        model_with_adapters(model),
-        ({} if _GLOBAL_BATCH & overrides.keys() else defaults) | overrides,
+        model_with_adapters(model, beside),
+        ({} if _GLOBAL_BATCH & overrides.keys() else defaults)
+        | {name: value for name, value in overrides.items() if name != _INIT},
     )
-    check_family(config.model)
-    check_freeze(config.model)
+    if (adapters := beside or adapters_named(model)) is not None:
+        adapters.read_for(config.model)  # raises if settings contradict them
+    check_config(config, overrides)
     check_settings(config, where.topology())
     return config
 
 
 _GLOBAL_BATCH = {"global_batch", "data.global_batch"}
+_INIT, _ADAPTERS = "init_from", "adapters_from"
+
+
+def _adapters_beside(overrides: dict[str, Any]) -> PublishedAdapters | None:
+    """The adapters that `init_from` names; None: it is not given.
+
+    Raises ConfigError if it names other parameters: a plan would ignore what they are.
+    """
+    given = {name: str(value) for name in (_INIT, _ADAPTERS) if (value := overrides.get(name))}
+    if not given:
+        return None
+    if given.keys() == {_INIT} and (found := PublishedAdapters.parse(given[_INIT], what=INIT_FROM)):
+        return found
+    if _ADAPTERS in given:
+        do = f"give {MODEL} and {INIT_FROM} {given[_ADAPTERS]}"
+    elif PublishedSource.parse(given[_INIT], what=INIT_FROM):
+        do = f"give {MODEL} {given[_INIT]}, without {INIT_FROM}"
+    else:
+        do = (
+            f"leave {INIT_FROM} out: name the run's model with {MODEL}, and give its settings, such"
+            " as model.tuning.method"
+        )
+    raise ConfigError(
+        explain(
+            "a plan reads a model's sizes and adapters, and no other parameters",
+            given=", ".join(f"{name}={value}" for name, value in given.items()),
+            do=do,
+        )
+    )
 
 
 def _later(pricing: Pricing, plan: Plan) -> Iterator[LaterPhase]:

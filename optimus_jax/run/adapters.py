@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 
 import jax
 import numpy as np
@@ -11,7 +12,7 @@ from optimus_jax.config import Config, ModelConfig
 from optimus_jax.data.published_tokenizer import published_files
 from optimus_jax.devices.backend import start_backend
 from optimus_jax.devices.jax_settings import check_jax_settings
-from optimus_jax.errors import ConfigError, OptimusError, explain
+from optimus_jax.errors import CheckpointError, ConfigError, OptimusError, explain
 from optimus_jax.mesh.leaf import Leaf
 from optimus_jax.models.merging import same_adapters
 from optimus_jax.models.peft_format import to_peft
@@ -19,7 +20,7 @@ from optimus_jax.models.shapes import Params, model_shapes
 from optimus_jax.run.export import TO, not_written
 from optimus_jax.run.named_run import RUN
 from optimus_jax.run.parameter_source import RunSource, parameter_source
-from optimus_jax.run.stored_config import check_stored_config
+from optimus_jax.run.stored_config import check_stored_config, differing_models
 from optimus_jax.run.stored_run import config_of_run, run_to_read
 from optimus_jax.run_directory.directory import RunDirectory
 from optimus_jax.run_directory.run_data import check_tokenizer, tokenizer_of_run
@@ -54,7 +55,8 @@ def save_adapters(
       The step.
     Raises:
       OptimusError: there is no such run or checkpoint, it has no adapters, it trained more than
-        these, or it added tokens to its model; or the directory exists or cannot be written.
+        these, it added tokens to its model, or `base` is another model; or the directory exists or
+        cannot be written.
     """
     check_jax_settings()
     target = local_path(to, what=TO, do="write a directory here, and copy it").absolute()
@@ -79,7 +81,7 @@ def save_adapters(
     if named is None:
         warn("the adapters name no model: the run began with a seed; name one with --base")
     else:
-        _check_tokens(model, named, warn)
+        _check_base(model, named, warn)
     restored = Checkpoints(run.checkpoints, config.checkpoint, warn=warn).restore(
         {"params": abstract},
         step,
@@ -119,9 +121,11 @@ def base_of(config: Config) -> str | None:
     return config.init_from
 
 
-def _check_tokens(model: ModelConfig, base: str, warn: Callable[[str], object]) -> None:
-    """Raise ConfigError if a run added tokens to the model that its adapters are for: their rows of
-    the embedding and the head are in no file of adapters, and PEFT would draw others.
+def _check_base(model: ModelConfig, base: str, warn: Callable[[str], object]) -> None:
+    """Raise OptimusError unless a run's adapters can stand beside a model.
+
+    A run that added tokens to it cannot: their rows of the embedding and the head are in no file of
+    adapters, and PEFT would draw others.
     """
     try:
         hub = HubModel.parse(base, bare=True)
@@ -132,8 +136,20 @@ def _check_tokens(model: ModelConfig, base: str, warn: Callable[[str], object]) 
         )
     except OptimusError as error:
         reason, *_ = str(error).splitlines()
-        warn(f"whether the run added tokens to {base} is not known: {reason}")
+        warn(f"whether the adapters are for {base} is not known: {reason}")
         return
+    same_tokens = replace(theirs, vocab_size=max(model.vocab_size, theirs.vocab_size))
+    if differing := differing_models(same_tokens, model):
+        raise CheckpointError(
+            explain(
+                "the adapters are not for this model",
+                given=f"{base} has "
+                + "; ".join(
+                    f"{name}={value}, the run {ours}" for name, (value, ours) in differing.items()
+                ),
+                do="give --base the model that the run began with, or leave it out",
+            )
+        )
     if model.vocab_size > theirs.vocab_size:
         raise ConfigError(
             explain(

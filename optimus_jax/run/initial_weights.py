@@ -15,15 +15,13 @@ import jax.numpy as jnp
 
 from optimus_jax.checkpoint.checkpoints import Checkpoints
 from optimus_jax.cluster.distributed import all_or_none
-from optimus_jax.config import Config, ModelConfig, Tuning
+from optimus_jax.config import Config, ModelConfig
 from optimus_jax.config.run_checkpoint import INIT_FROM, RunCheckpoint
-from optimus_jax.config.settings import setting_names
 from optimus_jax.errors import CheckpointError, ConfigError, DataError, explain
-from optimus_jax.models.families import features_of
 from optimus_jax.models.merging import same_adapters
 from optimus_jax.run.parameter_source import RunSource, open_run, parameter_source
 from optimus_jax.run.published_weights import PublishedWeights, with_adapters
-from optimus_jax.run.stored_config import differing_settings, saved_config
+from optimus_jax.run.stored_config import differing_models, saved_config
 from optimus_jax.run_directory.directory import RunDirectory
 from optimus_jax.training.state import TrainState, from_stored
 from optimus_jax.training.step import Program
@@ -31,10 +29,6 @@ from optimus_jax.training.tasks import task_named
 from optimus_jax.weights.directory import open_model
 from optimus_jax.weights.published import PublishedSource
 from optimus_jax.weights.published_adapters import PublishedAdapters
-
-NOT_IN_WEIGHTS = ("model.dropout", "model.init_std", *setting_names(Tuning, "model.tuning."))
-"""Settings of a model that concern only training and the draw of new parameters, and its
-adapters: those of the other run are merged unless the new run has the same."""
 
 
 class InitialWeights(Protocol):
@@ -112,6 +106,13 @@ class RunWeights:
                 f"adapters of {self.named.run} ({tuning.describe_adapters()}) are merged into the"
                 " parameters"
                 + (f"; new ones begin ({own.describe_adapters()})" if own.has_adapters else "")
+                + (
+                    f". The sums are rounded to {own.base_precision}, which loses part of what the"
+                    " adapters have learnt: to keep it, give the new run the same adapters, or set"
+                    " model.tuning.base_precision=bf16"
+                    if own.is_quantised
+                    else ""
+                )
             )
         if (eos := _of_data(restored.metadata, "eos")) not in (None, self.eos):
             say(
@@ -248,13 +249,7 @@ def _check_model(
       source: where they come from, for errors.
       named: as for `check_initial_model`.
     """
-    has_length = features_of(config.model).positions == "learned"
-    differing = differing_settings(
-        Config(model=model),
-        config,
-        ("model.",),
-        may_differ=(*NOT_IN_WEIGHTS, *(() if has_length else ("model.max_length",))),
-    )
+    differing = differing_models(model, config.model)
     if not differing:
         return
     own = [each for each in named if each.startswith(tuple(differing))]

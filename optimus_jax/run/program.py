@@ -170,6 +170,7 @@ def run_program(
         run_dir=run.path,
         launch=devices.launch,
         evaluation=inputs.evaluation,
+        weights=first.weights,
         later_phases=plans_ahead(config, choice.plan, first_step, topology, devices.pricing),
     )
     tensorboard = (

@@ -20,8 +20,6 @@ from optimus_jax.config.request import (
 )
 from optimus_jax.config.run_checkpoint import INIT_FROM
 from optimus_jax.errors import ConfigError, PlanError, explain
-from optimus_jax.models.families import check_family
-from optimus_jax.models.tuning_checks import check_freeze
 from optimus_jax.plan import Plan
 from optimus_jax.run.initial_weights import check_initial_model
 from optimus_jax.run.named_run import RUN_DIR, check_names_run
@@ -30,8 +28,7 @@ from optimus_jax.run.resumed_config import ResumedConfig
 from optimus_jax.run_directory.directory import RunDirectory
 from optimus_jax.system.hub_model import HubModel
 from optimus_jax.system.paths import UserPath
-from optimus_jax.training.rate_factors import check_rate_factors
-from optimus_jax.training.tasks import check_task
+from optimus_jax.training.config_checks import check_config
 from optimus_jax.weights.published import MODEL, PublishedSource, model_named
 from optimus_jax.weights.published_adapters import PublishedAdapters
 
@@ -99,11 +96,7 @@ def requested_config(
             config = repeated_config(text, _new_config(model, overrides, initial))
         else:
             config = resumed_config(text, model, overrides)
-    check_family(config.model)
-    if not resume:
-        check_freeze(config.model)
-    check_task(config, overrides)
-    check_rate_factors(config)
+    check_config(config, overrides, is_new=not resume)
     return config
 
 
@@ -141,6 +134,16 @@ def _new_config(model: str | None, overrides: dict[str, Any], base: Config | Non
         config = source.config()
     if adapters:
         tuning, _ = adapters.read(config or (base or Config()).model)
+        if (method := overrides.get(f"{TUNING}method", tuning.method)) != tuning.method:
+            raise ConfigError(
+                explain(
+                    "adapters from a directory are kept: a run cannot begin with others in their"
+                    " place, or with a model into which they are merged",
+                    given=f"{TUNING}method={method}; {adapters} has {tuning.method}",
+                    do=f"leave {TUNING}method out, which begins with these adapters; to merge them,"
+                    f" export that run, and give {INIT_FROM} the export",
+                )
+            )
         # The others say what else is trained.
         overrides = {
             name: getattr(tuning, name.removeprefix(TUNING))

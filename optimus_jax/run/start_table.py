@@ -40,6 +40,7 @@ def show_start_table(
     run_dir: Path,
     launch: Launch,
     evaluation: str,
+    weights: str | None = None,
     later_phases: Sequence[tuple[TrainingPhase, Plan]] = (),
 ) -> None:
     """Show the run's settings, given and derived, and the sharding of its largest tensors.
@@ -50,6 +51,7 @@ def show_start_table(
       step_bytes: bytes per device that the compiled step needs, including its arguments.
       launch: how this process was started.
       evaluation: description of the evaluation set and interval.
+      weights: where the parameters came from; None: the run's own checkpoint.
       later_phases: later phases with their plans.
     """
     plan, shapes = program.plan, program.shapes
@@ -62,7 +64,8 @@ def show_start_table(
             [
                 "model",
                 f"{config.model.name}, {shapes.num_params:,} parameters"
-                + (f" (+ {padding} rows of vocabulary padding)" if padding else ""),
+                + (f" (+ {padding} rows of vocabulary padding)" if padding else "")
+                + (f", drawn at random ({weights})" if weights and not config.init_from else ""),
             ],
             *_tuning_rows(shapes),
             ["data", data.description],
@@ -135,7 +138,7 @@ def show_start_table(
 def _tuning_rows(shapes: ModelShapes) -> list[list[str]]:
     """What is trained, if not all of the model."""
     tuning = shapes.config.tuning
-    if not tuning.frozen and not tuning.freeze_layers:
+    if not (tuning.frozen or tuning.freeze_layers or tuning.has_adapters):
         return []
     adapters = {
         "none": "",
@@ -145,6 +148,8 @@ def _tuning_rows(shapes: ModelShapes) -> list[list[str]]:
     text = f"{shapes.num_trained:,} parameters{adapters[tuning.method]}"
     if tuning.has_adapters:
         text += f", on {', '.join(tuning.targets)}"
+    if tuning.method == "lora" and tuning.rank > (full := _full_rank(shapes)):
+        text += f" (a rank above {full} adds nothing to the narrowest of these matrices)"
     formats: dict[str, list[str]] = {}
     for group in tuning.frozen:
         stored = "f32" if group == "norm" else tuning.stored_format(group)
@@ -155,6 +160,19 @@ def _tuning_rows(shapes: ModelShapes) -> list[list[str]]:
     if tuning.freeze_layers:
         text += f"; frozen layers: the lowest {tuning.freeze_layers}"
     return [["trained", text]]
+
+
+def _full_rank(shapes: ModelShapes) -> int:
+    """The least rank that the adapted matrices can have."""
+    adapters = (
+        param
+        for param, leaf in zip(
+            jax.tree.leaves(shapes.params), jax.tree.leaves(shapes.leaves), strict=True
+        )
+        if leaf.group == "adapter"
+    )
+    # each is the rank by the width of one side of a matrix, stacked over layers
+    return min(math.prod(param.shape[1:]) for param in adapters) // shapes.config.tuning.rank
 
 
 def _rate_factor_rows(optimizer: OptimizerConfig) -> list[list[str]]:

@@ -10,10 +10,11 @@ import json
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from optimus_jax.config import DERIVED, Config
+from optimus_jax.config import DERIVED, Config, ModelConfig, Tuning
 from optimus_jax.config.request import FIXED_FOR_A_RUN, KNOWN_BY_CONTENT
 from optimus_jax.config.settings import setting_names, value_of
 from optimus_jax.errors import CheckpointError, explain
+from optimus_jax.models.families import features_of
 from optimus_jax.run.resumed_config import UNSET, config_with_derived
 from optimus_jax.run_directory.run_data import NOT_COMPARABLE
 
@@ -23,6 +24,9 @@ NAMES_ONLY = ("model.name", *KNOWN_BY_CONTENT)
 CHANGEABLE = ("optimizer.", "precision.", "preference.", "evaluation.")
 """Sections that affect the computation but may change on resume; changes are reported."""
 
+NOT_IN_WEIGHTS = ("model.dropout", "model.init_std", *setting_names(Tuning, "model.tuning."))
+"""Settings of a model that concern only training and the draw of new parameters, and its
+adapters: parameters of a model with others, or with none, can be used."""
 EVALUATION_DATA = {"data.eval_fraction", "data.respect_documents"}
 """Data settings that determine which tokens are evaluated, and with what attention mask."""
 
@@ -100,6 +104,19 @@ def saved_config(metadata: Mapping[str, Any]) -> Config:
         saved
         if "plan" not in metadata
         else saved.with_values({"precision.compute": json.loads(metadata["plan"])["precision"]})
+    )
+
+
+def differing_models(saved: ModelConfig, model: ModelConfig) -> dict[str, tuple[Any, Any]]:
+    """As `differing_settings`, for two models: empty if parameters of one, without its adapters,
+    are those of the other.
+    """
+    has_length = features_of(model).positions == "learned"
+    return differing_settings(
+        Config(model=saved),
+        Config(model=model),
+        ("model.",),
+        may_differ=(*NOT_IN_WEIGHTS, *(() if has_length else ("model.max_length",))),
     )
 
 

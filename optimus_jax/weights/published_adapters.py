@@ -118,14 +118,24 @@ class PublishedAdapters:
         return params
 
 
-def model_with_adapters(name: str) -> ModelConfig:
-    """`model_named`, but a directory of adapters names the model that they are for, with them.
+def adapters_named(name: str) -> PublishedAdapters | None:
+    """The adapters that `--model` names; None: it names a model."""
+    return None if name in PRESETS else PublishedAdapters.parse(name, what=MODEL)
 
-    Raises OptimusError as `model_named` does, or if the adapters cannot be read.
+
+def model_with_adapters(name: str, beside: PublishedAdapters | None = None) -> ModelConfig:
+    """`model_named`, with adapters; a directory of these names the model that they are for.
+
+    Args:
+      beside: adapters for the model that `name` names; None: those that `name` names, if any.
+    Raises:
+      OptimusError: as `model_named`, or the adapters cannot be read.
     """
-    adapters = PublishedAdapters.parse(name, what=MODEL) if name not in PRESETS else None
-    if adapters is None:
+    if beside is not None:
+        model, adapters = model_named(name), beside
+    elif (adapters := adapters_named(name)) is not None:
+        model = adapters.published_base().config()
+    else:
         return model_named(name)
-    model = adapters.published_base().config()
     tuning, _ = adapters.read(model)
     return replace(model, tuning=tuning)

@@ -164,3 +164,9 @@ def test_adapters_are_no_part_of_it():
     """They are merged in an export, which export.every checks at the beginning of a run."""
     tuned = dataclasses.replace(NANO, tuning=Tuning(method="lora", base_precision="bf16"))
     assert written(tuned) == written(NANO)
+
+
+def test_a_quantised_model_is_refused_with_what_to_begin_with():
+    codes = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    with pytest.raises(ConfigError, match=r"(?s)is quantised.*load_in_4bit.*base_precision=nf4"):
+        config_from_huggingface({"model_type": "llama", "quantization_config": codes})

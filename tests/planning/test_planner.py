@@ -122,6 +122,12 @@ def test_unsupported_precision_and_attention_are_not_planned():
         ({"mesh": "data=4"}, "the mesh needs 4 devices; this run has 8"),
         ({"top": 0}, "ranks count from 1"),
         ({"mesh": "data=8", "zero": 2}, "splits over fsdp"),
+        # as `train` refuses them
+        ({"task": "dpo"}, "only adapters may be trained"),
+        ({"preference.beta": 0.2}, "settings of preference pairs have no use"),
+        ({"optimizer.lr_factors.adapter": 0.1}, "adapter"),
+        ({"init_from": "runs/base"}, "name the run's model with --model"),
+        ({"adapters_from": "runs/base"}, "give --model and --init-from "),
     ],
 )
 def test_illegal_settings_say_why(settings, text):

@@ -267,6 +267,14 @@ def test_values_and_axes_of_other_frameworks_are_answered():
         ({"precision": "bfloat16"}, "'bf16'"),
         ({"remat": "minimal"}, "'dots'"),
         ({"lr_scheduler": "x"}, "optimizer.schedule=x"),
+        ({"model.tuning.targets": "q_proj,v_proj"}, "did you mean 'query,value'"),
+        ({"model.tuning.targets": ("q_proj", "mlp")}, "did you mean 'query,mlp'"),
+        ({"model.tuning.targets": "all-linear"}, "did you mean 'all'"),
+        (
+            {"model.tuning.method": "qlora"},
+            "model.tuning.method=lora --set model.tuning.base_precision=nf4",
+        ),
+        ({"rank": "8"}, "model.tuning.rank=8 for adapters"),
     ):
         with pytest.raises(ConfigError, match=message):
             make_config("gpt2-nano", given)

@@ -319,6 +319,22 @@ def test_the_start_table_describes_the_pipeline(case: plans.PlanCase, rows: dict
                 " embedding, head; frozen, in int8: attention, mlp; frozen, in f32: norm"
             },
         ),
+        (
+            {"model.tuning.method": "lora", "model.tuning.freeze": ""},
+            {"trained": "132,144 parameters: lora of rank 16, times 2, on all"},
+        ),
+        (
+            {
+                "model.tuning.method": "lora",
+                "model.tuning.rank": 64,
+                "model.tuning.targets": "query",
+            },
+            {
+                "trained": "27,648 parameters: lora of rank 64, times 0.5, on query (a rank"
+                " above 48 adds nothing to the narrowest of these matrices); frozen, in f32:"
+                " embedding, attention, mlp, norm, head"
+            },
+        ),
     ],
 )
 def test_the_start_table_says_what_is_trained_and_how_fast(
@@ -328,7 +344,26 @@ def test_the_start_table_says_what_is_trained_and_how_fast(
     assert dict(re.findall(r"^  (trained|learning rate times) +(.*)$", shown, re.MULTILINE)) == rows
 
 
-def start_table_of(case: plans.PlanCase, settings: Mapping[str, Any] | None = None) -> str:
+@pytest.mark.parametrize(
+    ("weights", "settings", "said"),
+    [
+        ("seed 3", {}, ", drawn at random (seed 3)"),
+        (None, {}, ""),  # resumed
+        ("runs/base@4", {"init_from": "runs/base"}, ""),
+    ],
+)
+def test_the_start_table_says_if_parameters_are_drawn(
+    weights: str | None, settings: dict[str, Any], said: str
+):
+    shown = start_table_of(plans.ONE_DEVICE, settings, weights)
+    assert re.findall(r"^  model +.* of vocabulary padding\)(.*)$", shown, re.MULTILINE) == [said]
+
+
+def start_table_of(
+    case: plans.PlanCase,
+    settings: Mapping[str, Any] | None = None,
+    weights: str | None = None,
+) -> str:
     built = plans.build(plans.model_for(case, "gpt"), case, settings)
     stream = io.StringIO()
     data: Any = SimpleNamespace(description="words", tokenizer=SimpleNamespace(end="'</s>', id 2"))
@@ -344,6 +379,7 @@ def start_table_of(case: plans.PlanCase, settings: Mapping[str, Any] | None = No
         run_dir=Path("runs/x"),
         launch=Launch(launcher=NO_LAUNCHER, why="nothing says that there are others"),
         evaluation="none",
+        weights=weights,
     )
     return stream.getvalue()
 

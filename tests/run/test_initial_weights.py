@@ -344,6 +344,7 @@ def test_adapters_of_another_run_are_kept_or_merged(tmp_path, tuning):
     said = [text for text in messages if "are merged into the parameters" in text]
     assert len(said) == (tuning != LORA)
     assert all("rank=4" in text and "new ones" not in text for text in said)
+    assert not any("rounded" in text for text in said)
     params = (
         before.params
         if tuning == LORA
@@ -357,6 +358,18 @@ def test_adapters_of_another_run_are_kept_or_merged(tmp_path, tuning):
             np.testing.assert_array_equal(ours, leaf, err_msg=path)
         else:
             assert relative_error(ours, leaf) < F32_RELATIVE, path
+
+
+def test_a_start_says_if_merged_adapters_are_rounded_to_codes(tmp_path):
+    source = build(replace(MODEL, tuning=LORA), SPLIT).program
+    saved_run(tmp_path / "tuned", source, source.init(np.int32(0)))
+    own = replace(LORA, rank=LORA.rank + 1, base_precision="int8")
+    messages: list[str] = []
+    program = build(replace(MODEL, tuning=own), SPLIT).program
+    weights_of(tmp_path / "tuned").initial_state(program, messages.append)
+    (said,) = [text for text in messages if "are merged into the parameters" in text]
+    assert "rounded to int8" in said
+    assert "give the new run the same adapters, or set model.tuning.base_precision=bf16" in said
 
 
 def test_adapters_are_saved_alone(tmp_path):

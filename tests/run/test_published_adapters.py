@@ -18,7 +18,7 @@ import optimus_jax
 from optimus_jax.cli import export as export_command
 from optimus_jax.cli import plan as plan_command
 from optimus_jax.config import Config, Tuning
-from optimus_jax.errors import ConfigError, OptimusError
+from optimus_jax.errors import CheckpointError, ConfigError, OptimusError
 from optimus_jax.inference.loading import load_text_model
 from optimus_jax.mesh.slots import EMPTY
 from optimus_jax.models.peft_format import to_peft
@@ -203,6 +203,15 @@ def test_adapters_of_a_run_with_added_tokens_are_not_saved_alone(llama, words, t
     larger.mkdir()
     (larger / "config.json").write_text(json.dumps(config | {"vocab_size": 40}))
     save_adapters(one, tmp_path / "out", base=str(larger))
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 7}))
+    with pytest.raises(CheckpointError, match=r"not for this model(.|\n)*num_layers=7, the run"):
+        save_adapters(two, tmp_path / "second", base=str(other))
+    gpt2 = write("gpt2", "safetensors", "float32", tmp_path / "gpt2")
+    with pytest.raises(CheckpointError, match=r"model.family=gpt2, the run llama"):
+        save_adapters(two, tmp_path / "second", base=str(gpt2))
+    assert not (tmp_path / "second").exists()
 
 
 @pytest.mark.parametrize(
@@ -231,7 +240,7 @@ def test_adapters_name_the_model_that_a_run_and_those_before_it_began_with(
     said: list[str] = []
     save_adapters(tmp_path / "two", tmp_path / "named", base="hf://ORG/tiny@main", warn=said.append)
     assert [text.partition(":")[0] for text in said] == [
-        "whether the run added tokens to hf"  # which nothing is fetched for
+        "whether the adapters are for hf"  # which nothing is fetched for
     ]
     config, _ = read_peft(tmp_path / "named")
     assert (config["base_model_name_or_path"], config["revision"]) == ("ORG/tiny", "main")
@@ -300,7 +309,36 @@ def test_adapters_are_planned_for_with_their_model(adapters, capsys, monkeypatch
     found = config_for(str(adapters), Cluster.parse("h100:2"), {"data.seq_len": 16})
     assert found.model == config_of(adapters).model
     assert found.model.tuning.rank == 3
+    for contradiction in ({"model.tuning.rank": 4}, {"model.tuning.method": "none"}):
+        with pytest.raises(ConfigError, match="the settings are those of other adapters"):
+            config_for(str(adapters), Cluster.parse("h100:2"), contradiction)
     flags = ["--cluster", "h100:2", "--seq-len", "16", "--top", "1"]
     monkeypatch.setattr(sys, "argv", ["plan", "--model", str(adapters), *flags])
     plan_command.main()
     assert f" --init-from {adapters} " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("flag", ["--init-from=", "--set=init_from="])
+def test_adapters_beside_a_model_are_planned_for(flag, adapters, llama, capsys, monkeypatch):
+    """Ignored, they would be a plan to train the whole model."""
+    given = ["--model", str(llama), f"{flag}{adapters}", "--seq-len", "16", "--top", "1"]
+    parsed = plan_command.parser().read(given)
+    found = config_for(str(llama), Cluster.parse("h100:2"), plan_command.overrides(parsed))
+    assert found.model == config_of(adapters).model
+    monkeypatch.setattr(sys, "argv", ["plan", "--cluster", "h100:2", *given])
+    plan_command.main()
+    command = capsys.readouterr().out.partition("train with:")[2]
+    assert f"--model {llama} " in command
+    assert f" --set init_from={adapters}" in command
+
+
+def test_a_plan_refuses_other_parameters(llama):
+    with pytest.raises(ConfigError, match=f"give --model {llama}, without --init-from"):
+        config_for("llama-nano", Cluster.parse("h100:2"), {"init_from": str(llama)})
+
+
+@pytest.mark.parametrize("method", ["none", "ia3"])
+def test_adapters_of_a_directory_are_not_replaced_at_a_start(method, adapters):
+    with pytest.raises(ConfigError, match="to merge them, export that run") as caught:
+        config_of(adapters, **{"model.tuning.method": method})
+    assert f"given: model.tuning.method={method}; {adapters} has lora" in str(caught.value)
