@@ -55,3 +55,11 @@ def test_a_refusal_names_the_share_that_allows_the_risk():
     assert "the account allows 1 s of them" in told
     assert told.endswith("--set controller.budget_share=0.036 allows it")
     assert "allows it" not in allowance.refused(200.0, 100.0)
+
+
+@pytest.mark.parametrize("wrong", [math.nan, math.inf, -1.0])
+def test_costs_that_are_negative_or_not_finite_are_ignored(wrong):
+    account = Account(share=0.01)
+    account.charge(2.0)
+    account.charge(wrong)
+    assert (account.allowance.owed_s, account.spent_s) == (2.0, 2.0)

@@ -66,8 +66,8 @@ class Account:
         return Allowance(share=self._share, owed_s=self._owed_s)
 
     def charge(self, time_s: float) -> None:
-        """Add a cost."""
-        if math.isfinite(time_s):
+        """Add a cost; one that is negative or not finite is ignored."""
+        if 0 <= time_s < math.inf:
             self._owed_s = max(0.0, self._owed_s + time_s)
             self.spent_s += time_s
 
