@@ -169,7 +169,7 @@ class ControlConfig:
     """Fraction of the run's wall time (predicted without switching) that switches may lose in all:
     what they have cost, less what they have saved since, and the expected loss of the next one."""
     max_switches: int | None = None
-    """Most switches in a run; None: as many as the budget allows. 0 keeps the plan as long as
+    """Most switches in a run; None: any number. 0 keeps the plan as long as
     possible."""
     cooldown_steps: int = 30
     """Steps after a switch before another is allowed."""

@@ -230,7 +230,9 @@ class Advisor:
             self._questions.postpone(self._switch_limits.cool_until())
         is_new_batch = self._enter_batch(observation)
         news = self._watched(observation)
-        self._account.stepped(self._now, self._watch.detector.level, len(observation.step_times_s))
+        self._account.stepped(
+            self._circumstances, self._watch.detector.level, len(observation.step_times_s)
+        )
         if (asked := self._asked(observation, is_new_batch, news)) is not None:
             self._questions.put(asked)
         return (
@@ -287,7 +289,9 @@ class Advisor:
         )
         self._account.charge(sum(costs_s.values()) if by_choice else 0.0)
         if by_choice:
-            self._account.left(self._now, self._watch.detector.level)
+            self._account.left(self._circumstances, self._watch.detector.level)
+        else:
+            self._account.forget()
         if is_return:
             self._quarantine.add(old.plan, self._run_progress.step)
         excluded = (
@@ -353,9 +357,16 @@ class Advisor:
     # Recording observations.
 
     @property
-    def _now(self) -> tuple[str, int]:
-        """The key of the present conditions: setting and regime."""
-        return setting(self._batch, self._watch.conditions), self._watch.regime
+    def _circumstances(self) -> tuple[str, int, frozenset[int]]:
+        """What step times depend on besides the plan: the setting, the regime, and which devices
+        are not used.
+        """
+        watch = self._watch
+        return (
+            setting(self._batch, watch.conditions),
+            watch.regime,
+            self._plan_history.now.without,
+        )
 
     @property
     def _straggling(self) -> frozenset[int]:

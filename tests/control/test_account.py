@@ -63,3 +63,11 @@ def test_costs_that_are_negative_or_not_finite_are_ignored(wrong):
     account.charge(2.0)
     account.charge(wrong)
     assert (account.allowance.owed_s, account.spent_s) == (2.0, 2.0)
+
+
+def test_a_plan_that_had_to_be_left_is_no_measure_for_the_next():
+    account = Account(share=0.01)
+    account.left("normal", math.log(1.0))
+    account.forget()
+    account.stepped("normal", math.log(2.0), 100)
+    assert account.allowance.owed_s == 0.0

@@ -338,6 +338,22 @@ def test_what_a_switch_has_cost_is_owed_until_its_savings_have_paid_for_it():
     assert job.advisor._account.allowance.owed_s < owed_s / 2
 
 
+@pytest.mark.parametrize("devices", [{"lost": frozenset({11})}, {"straggler": 2.0}])
+def test_fewer_devices_are_no_loss_of_the_switch_that_was_made_with_all(devices):
+    """A run that has left another plan by choice, and then goes on without some devices, owes no
+    more than what its switches have cost.
+    """
+    job = Job(num_steps=30000, costs=SwitchCosts(restart_s=20.0)).go(100)
+    account = job.advisor._account
+    account.left(job.advisor._circumstances, math.log(job.true_s(BEST)))
+    slow = Conditions(skew=3.0) if "straggler" in devices else None
+    job.go(500, slow, **devices)
+    assert job.plan.num_devices < BEST.num_devices
+    job.go(300, slow, **({} if "straggler" in devices else devices))
+    # steps before the loss scatter by 1% about the level
+    assert account.allowance.owed_s <= account.spent_s + 0.01 * job.true_s(BEST) * 100
+
+
 def test_a_failed_plan_is_not_retried_at_once():
     job = Job(POOR)
     job.fails = 1

@@ -107,23 +107,18 @@ def test_any_floats_are_accepted(values):
     assert detector.count <= len(values)
 
 
-def test_without_ended_regimes_the_wait_is_that_of_ski_rental():
-    """The even-odds point: a regime that has lasted a third of the break-even time is as likely as
-    not to last that long.
-    """
-    durations = Durations(prior_s=1.0)
-    assert durations.survival(99.0, 300.0) == pytest.approx(0.5)
-    assert durations.wait_s(49.0, 300.0, 0.5) == pytest.approx(50.0)
-    assert durations.wait_s(99.0, 300.0, 0.5) == 0.0
+def test_without_ended_regimes_one_lasts_three_times_as_long_again_with_even_odds():
+    assert Durations(prior_s=1.0).survival(99.0, 300.0) == pytest.approx(0.5)
 
 
-def test_short_past_regimes_lengthen_the_wait_and_long_ones_end_it():
+def test_past_regimes_say_how_long_the_next_one_lasts():
     flapping, lasting = Durations(prior_s=1.0), Durations(prior_s=1.0)
     for _ in range(5):
         flapping.ended(60.0)
         lasting.ended(3600.0)
-    assert flapping.wait_s(30.0, 100.0, 0.5) > 100 > Durations(prior_s=1.0).wait_s(30.0, 100.0, 0.5)
-    assert lasting.wait_s(0.0, 100.0, 0.5) == 0.0
+    unknown = Durations(prior_s=1.0)
+    assert flapping.survival(30.0, 100.0) < unknown.survival(30.0, 100.0)
+    assert unknown.survival(30.0, 100.0) < lasting.survival(30.0, 100.0)
     # The mean of durations that may be an eleventh longer or shorter than was seen: T / (n - 1/2).
     assert flapping.expected_s(0.0, 1e5) == pytest.approx(60.0 * 5 / 4.5, rel=0.05)
     assert lasting.expected_s(0.0, 1e6) == pytest.approx(3600.0 * 5 / 4.5, rel=0.05)
@@ -143,8 +138,6 @@ def test_duration_estimates_are_consistent(elapsed, more, horizon, past):
     assert durations.survival(elapsed, more) <= durations.survival(elapsed, more / 2) <= 1
     # A regime that has lasted longer is expected to last longer still.
     assert durations.survival(elapsed + more, 100.0) >= durations.survival(elapsed, 100.0)
-    wait_s = durations.wait_s(elapsed, 100.0, 0.5)
-    assert durations.survival(elapsed + wait_s, 100.0) >= 0.5 - 1e-9
     assert durations.survival(elapsed, durations.over_s(elapsed, 0.9)) == pytest.approx(
         0.1, abs=1e-6
     )

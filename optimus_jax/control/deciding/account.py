@@ -1,8 +1,9 @@
 """What switches have cost a run so far, less what they have measurably saved.
 
 A switch is charged with the time for which it delayed the run. While the run is in the
-circumstances in which it left a plan, every step then pays the difference to that plan's level of
-step times. What is owed never falls below zero, so that old savings do not pay for new gambles.
+circumstances in which it left a plan by choice, every step then pays the difference to that plan's
+level of step times. What is owed never falls below zero, so that old savings do not pay for new
+gambles.
 
 The account limits regret, not cost: a switch is allowed if what is owed and the loss that it risks
 stay below a share of the run. One that saves for sure risks nothing, whatever it costs. One that
@@ -75,12 +76,16 @@ class Account:
         """Record that the run has left a plan by choice.
 
         Args:
-          circumstances: the conditions and batch.
+          circumstances: the conditions, the batch and the devices.
           level: logarithm of its step time in seconds; None: unknown. A level from an earlier
             switch in the same circumstances stays.
         """
         if level is not None:
             self._levels.setdefault(circumstances, level)
+
+    def forget(self) -> None:
+        """Record that the run had to leave a plan: that plan is no measure for later ones."""
+        self._levels.clear()
 
     def stepped(self, circumstances: Hashable, level: float | None, num_steps: int) -> None:
         """Record steps at this level of step times (None: it is not known yet)."""

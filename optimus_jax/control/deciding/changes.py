@@ -189,8 +189,6 @@ class Durations:
     the number of regimes that have ended. Before any has ended, the probability of lasting x times
     as long again as so far is (1 + x)^-1/2. This is heavy-tailed, as real disturbances are: on a
     cluster of 10,000 GPUs they lasted from tens of seconds to nearly ten hours (arXiv:2410.12588).
-    The ski rental rule (wait until staying has lost a good part of the switch cost) is the special
-    case of switching when the odds of earning the cost back are even.
 
     Args:
       prior_s: prior duration in seconds, which counts like observed time.
@@ -225,13 +223,6 @@ class Durations:
             horizon_s,
             -scale / (shape - 1) * math.expm1(-(shape - 1) * math.log1p(horizon_s / scale)),
         )
-
-    def wait_s(self, elapsed_s: float, further_s: float, probability: float) -> float:
-        """How much longer a regime has to last until its probability of lasting `further_s` more is
-        `probability`.
-        """
-        needed = further_s / (probability ** (-1 / self._shape) - 1)
-        return max(0.0, needed - self._scale(elapsed_s))
 
     def over_s(self, elapsed_s: float, probability: float) -> float:
         """Time from now until the regime is over with this probability."""
