@@ -1,11 +1,9 @@
-"""The advisor: turns observations into decisions, with all that is known of the run's plans.
+"""The advisor: what is known of a run's conditions and plans, and decisions based on that.
 
-Real and simulated runs share it.
-
-At most step boundaries there is nothing to decide, and `decide` only records what is new. There is
-a decision to make when conditions have changed, devices are lost or back, memory runs short, a
-phase is near, the level of step times under a plan has become known, or the time that an earlier
-decision waited for has come.
+Real and simulated runs share it. At most step boundaries nothing is new. There is a decision to
+make when conditions have changed, devices are lost or back, memory runs short, a phase is near, or
+the level of step times under a plan has become known. When else, and what becomes of a decision,
+is the state machine's part (control/machine.py).
 """
 
 import math
@@ -27,15 +25,22 @@ from optimus_jax.control.deciding.options import ObservedCluster, Options, PlanI
 from optimus_jax.control.deciding.phases import BatchPhase, BatchPhases
 from optimus_jax.control.deciding.plan_history import PlanHistory
 from optimus_jax.control.deciding.prices import Prices, setting
-from optimus_jax.control.deciding.quarantine import Quarantine
-from optimus_jax.control.deciding.question_queue import Question, QuestionQueue
 from optimus_jax.control.deciding.run_progress import RunProgress
 from optimus_jax.control.deciding.switch_costs import CostModel, SwitchCosts
-from optimus_jax.control.deciding.switch_limits import SwitchLimits
 from optimus_jax.control.deciding.watch import Watch
-from optimus_jax.control.policy import MIN_USABLE, Decision
+from optimus_jax.control.policy import MIN_USABLE
 from optimus_jax.control.predictor import Predictor
+from optimus_jax.control.runtime import Policy
 from optimus_jax.control.signals import Observation
+from optimus_jax.control.switch_state import (
+    BatchChanged,
+    Decided,
+    Event,
+    News,
+    PendingSwitch,
+    Question,
+    State,
+)
 from optimus_jax.data.batch import BatchShape
 from optimus_jax.plan import Plan
 from optimus_jax.planning.search.search import Pricing
@@ -43,18 +48,12 @@ from optimus_jax.planning.search.search import Pricing
 LEAD_S = 180.0
 """The plan of a phase is chosen this many seconds before the phase begins: time enough to
 compile."""
-ABANDON_AFTER_COOLDOWNS = 10
-"""Number of cool-downs after which a switch that was decided but never made is given up, counted
-from its planned boundary if it has one."""
 MIN_REWEIGH_WAIT = 0.1
 """Shortest wait before a switch that was rejected only for the duration of conditions is weighed
 again, as a share of the time that conditions have lasted."""
 MIN_CHANGED_STEPS = 2
 """If at least this many of the newest steps look different, a switch waits until it is known
 whether they are."""
-MAX_WAIT_STEPS = 12
-"""Largest number of steps that a plan which is ready waits for an explanation, if steps have
-changed since it was chosen."""
 TRIAL_LOG_STD = 0.03
 """Uncertainty of a step time that was measured in a few trial steps before the run: standard
 deviation of its logarithm."""
@@ -64,11 +63,9 @@ by this much."""
 LEAST_TRIAL_STEPS = 3
 """Steps of a plan that was taken back from which its step time is learnt. A trial ends early if the
 plan is far slower, and its very first steps do not count."""
-TRIAL = "the first steps under the new plan are done"
-"""The trigger of the decision whether to go back to the plan before."""
 
 
-class Advisor:
+class Advisor(Policy):
     """Turns observations into decisions.
 
     Args:
@@ -134,7 +131,6 @@ class Advisor:
             Watch(),
             MemoryWatch(),
         )
-        self._quarantine = Quarantine(settings.cooldown_steps)
         if memory is not None:
             self._predictor.load(memory)
         self._batch = self._prices.first_batch
@@ -142,10 +138,7 @@ class Advisor:
         self._plan_history = PlanHistory(
             plan, num_hosts=self._cluster.num_hosts, num_executables=settings.executables
         )
-        self._experience, self._switch_limits = (
-            Experience(self._predictor, self._prices),
-            SwitchLimits(settings),
-        )
+        self._experience = Experience(self._predictor, self._prices)
         self._account = Account(settings.budget_share)
         self._evaluator = CandidateEvaluator(
             run_progress=self._run_progress,
@@ -156,7 +149,6 @@ class Advisor:
             watch=self._watch,
             costs=self._costs,
             account=self._account,
-            quarantine=self._quarantine,
             settings=settings,
             is_compiled=self._is_compiled,
         )
@@ -168,16 +160,8 @@ class Advisor:
                 0,
             )
         self._lost: frozenset[int] = frozenset()
-        self._looked, self._on_trial = False, False
-        self._pending: Decision | None = None
-        """The switch that was decided and is being prepared."""
-        self._decided_s = 0.0
-        """When the pending switch was decided, on the run's clock."""
-        self._had_compiled = False
-        """Whether its plan was already compiled then."""
-        self._answering: Question | None = None
-        """The question that the newest decision answers."""
-        self._questions = QuestionQueue()
+        self._looked = False
+        """Whether a question was asked once step times with these batches were known."""
 
     @property
     def wants_probe(self) -> bool:
@@ -199,16 +183,13 @@ class Advisor:
         """
         return self._watch.changed_s
 
-    @property
-    def is_puzzled(self) -> bool:
-        """Whether the newest steps differ from those that the pending switch was decided on, and
-        it is not known why or what to do about it.
+    def is_puzzled(self, since_s: float) -> bool:
+        """Whether the newest steps differ from those before `since_s`, on the run's clock, and it
+        is not known why.
         """
-        changed_since = self.changed_s is not None and self.changed_s > self._decided_s
-        return (
-            self._watch.detector.suspects >= MIN_CHANGED_STEPS
-            or self._questions.question is not None
-            or (changed_since and self._watch.wants_probe)
+        changed_since = self.changed_s is not None and self.changed_s > since_s
+        return self._watch.detector.suspects >= MIN_CHANGED_STEPS or (
+            changed_since and self._watch.wants_probe
         )
 
     @property
@@ -218,44 +199,93 @@ class Advisor:
         """
         return self._watch.steps_alike
 
-    def decide(self, observation: Observation) -> Decision | None:
-        """Decide what to do at this step boundary; None: there was nothing to decide.
+    @property
+    def slowed(self) -> float:
+        """Expected step time in present conditions over that in normal ones."""
+        plan, watch = self._plan_history.now.plan, self._watch
+        return math.exp(
+            self._prices.log_time(plan, self._batch, watch.conditions)
+            - self._prices.log_time(plan, self._batch, watch.normal)
+        )
 
-        Call it at every boundary.
+    @property
+    def review_s(self) -> float:
+        """When the excluded process has probably recovered, on the run's clock; infinite: there is
+        none.
         """
-        run_progress = self._run_progress.observe(observation)
-        if run_progress != "goes on":
-            self._switch_limits.rewind(observation.step)
-        if run_progress == "goes back":
-            self._questions.postpone(self._switch_limits.cool_until())
+        excluded = self._plan_history.now.excluded
+        due_s = excluded and excluded.due_s(self._run_progress.time_s, MIN_USABLE + RETRY_MARGIN)
+        return math.inf if due_s is None else due_s
+
+    def notices(self, observation: Observation, state: State) -> Sequence[Event]:
+        """Record an observation; returns what is new."""
+        self._run_progress.observe(observation)
         is_new_batch = self._enter_batch(observation)
         news = self._watched(observation)
         self._account.stepped(
             self._circumstances, self._watch.detector.level, len(observation.step_times_s)
         )
-        if (asked := self._asked(observation, is_new_batch, news)) is not None:
-            self._questions.put(asked)
-        return (
-            None
-            if self._questions.question is None
-            else self._answered(self._questions.question, observation)
-        )
+        asked = self._asked(observation, is_new_batch, news, is_pending=state.pending is not None)
+        return [
+            *[BatchChanged()] * is_new_batch,
+            *([] if asked is None else [News(question=asked)]),
+        ]
 
-    def switched(self, plan: Plan, costs_s: Mapping[str, float]) -> None:
+    def answer(
+        self, question: Question, observation: Observation, state: State, *, blocked: str
+    ) -> Decided | None:
+        """Answer the question; None: a search is still running.
+
+        Args:
+          question: what to decide.
+          observation: the newest readings.
+          state: the state of the run.
+          blocked: why no switch is allowed; empty: one is.
+        """
+        self._learn_level()
+        batch = question.batch or self._batch
+        observed = ObservedCluster(
+            batch=batch,
+            time_s=self._run_progress.time_s,
+            conditions=self._located(self._watch.conditions),
+            normal=self._watch.normal,
+            lost=self._lost,
+            slow=self._straggling,
+            excluded=self._plan_history.now.excluded,
+            memory=self._memory_watch,
+        )
+        options = [] if blocked else self._plan_options(question, observed)
+        while options == [] and question.mandatory and self._memory_watch.settle_for_less():
+            options = self._plan_options(question, observed)
+        if options is None:
+            return None
+        decision = self._evaluator.weigh(
+            question, options, observed, observation.readings, state, blocked=blocked
+        )
+        if decision.plan is not None:
+            is_compiled = self._is_compiled(decision.plan, batch, decision.without)
+            return Decided(decision=decision, is_compiled=is_compiled, steps_alike=self.steps_alike)
+        review_s = self.review_s
+        if decision.wait_s is not None:
+            least_s = max(
+                MIN_STEPS * (decision.step_time_s or 0.0),
+                MIN_REWEIGH_WAIT * self._watch.regime_at(self._run_progress.time_s).elapsed_s,
+            )
+            review_s = min(review_s, self._run_progress.time_s + max(decision.wait_s, least_s))
+        return Decided(decision=decision, review_s=review_s)
+
+    def switched(
+        self, plan: Plan, costs_s: Mapping[str, float], made: PendingSwitch | None = None
+    ) -> None:
         """Record that the run is now under `plan`.
 
         Args:
           plan: the new plan.
           costs_s: delay of the run by phase of the switch, in seconds, without its first steps.
+          made: the decision behind it; None: nobody decided it.
         """
-        decided = (
-            self._pending if self._pending is not None and self._pending.plan == plan else None
-        )
-        is_return, by_choice = (
-            decided is not None and decided.trigger == TRIAL,
-            decided is not None and not decided.mandatory,
-        )
-        old, older = self._plan_history.now, self._plan_history.before
+        decided = made and made.decision
+        by_choice = decided is not None and not decided.mandatory
         # A plan that nobody decided on uses the devices that are available.
         without = (
             decided.without
@@ -265,88 +295,55 @@ class Advisor:
             else frozenset()
         )
         self._learn_level()
-        switch_method, compiled = (
-            self._plan_history.switch_method(plan, without),
-            self._had_compiled
-            if decided is not None
-            else self._is_compiled(plan, self._batch, without),
-        )
-        if (
-            decided is not None
-            and decided.at_step is None
-            and self._costs.prepare_s(switch_method, compiled=compiled)
-        ):
-            self._costs.prepared(self._run_progress.time_s - self._decided_s)
-        # A link that is slow now has made the move slow. The way back, once the link has recovered,
-        # will not be slow.
-        self._costs.learn(
-            switch_method,
-            old.plan,
-            plan,
-            self._watch.conditions.applied(self._prices.of(self._batch)),
-            compiled=compiled,
-            delay_s=sum(costs_s.values()),
-        )
+        self._learn_cost(plan, without, costs_s, made)
         self._account.charge(sum(costs_s.values()) if by_choice else 0.0)
         if by_choice:
             self._account.left(self._circumstances, self._watch.detector.level)
         else:
             self._account.forget()
-        if is_return:
-            self._quarantine.add(old.plan, self._run_progress.step)
-        excluded = (
-            older.excluded.still_slow(self._run_progress.time_s)
-            if is_return and older.excluded
-            else self._left_out_by(without)
+        self._plan_history.moved(
+            PlanInUse(plan=plan, without=without, excluded=self._left_out_by(without))
         )
-        self._plan_history.moved(PlanInUse(plan=plan, without=without, excluded=excluded))
         self._restart()
-        self._on_trial, self._questions.forced = by_choice and not is_return, None
-        self._switch_limits.num_switches += by_choice
-        self._cool(by_choice=by_choice)
 
-    def failed(
-        self, plan: Plan, why: str, *, at_step: int | None = None, is_back: bool = False
+    def _learn_cost(
+        self,
+        plan: Plan,
+        without: frozenset[int],
+        costs_s: Mapping[str, float],
+        made: PendingSwitch | None,
     ) -> None:
-        """Quarantine `plan`, because the switch to it failed or was taken back; longer each time.
+        switch_method, compiled = (
+            self._plan_history.switch_method(plan, without),
+            made.was_compiled if made else self._is_compiled(plan, self._batch, without),
+        )
+        if (
+            made is not None
+            and made.decision.at_step is None
+            and self._costs.prepare_s(switch_method, compiled=compiled)
+        ):
+            self._costs.prepared(self._run_progress.time_s - made.decided_s)
+        # A link that is slow now has made the move slow. The way back, once the link has recovered,
+        # will not be slow.
+        self._costs.learn(
+            switch_method,
+            self._plan_history.now.plan,
+            plan,
+            self._watch.conditions.applied(self._prices.of(self._batch)),
+            compiled=compiled,
+            delay_s=sum(costs_s.values()),
+        )
 
-        Args:
-          plan: the plan of the switch.
-          why: what went wrong.
-          at_step: the step at which it failed; None: now.
-          is_back: the switch was made, and the run is back under the plan before it.
-        """
-        self._quarantine.add(plan, self._run_progress.step if at_step is None else at_step, why)
+    def failed(self, plan: Plan, why: str, *, is_back: bool = False) -> None:
+        """Record that the run cannot use `plan`. `is_back`: it was entered and taken back."""
         if is_back:
             self._learn_level(LEAST_TRIAL_STEPS)
             self._plan_history.taken_back(self._run_progress.time_s)
             self._restart()
-        self._on_trial = False
-        self._cool()
-        self._questions.reopen()
 
     def charge(self, time_s: float) -> None:
         """Charge the account for time beyond switches: first steps, or failed attempts."""
         self._account.charge(time_s)
-
-    def remember(self, costs_s: Mapping[str, float], *, step: int, by_choice: bool) -> None:
-        """Record a switch that the run made after `step`, before this advisor was created.
-
-        Args:
-          costs_s: its delay by phase, in seconds.
-          step: number of steps done at the switch.
-          by_choice: whether the run could have stayed under its plan.
-        """
-        self._switch_limits.num_switches += by_choice
-        self._account.charge(sum(costs_s.values()) if by_choice else 0.0)
-        self._switch_limits.cool(step, by_choice=by_choice)
-
-    def dropped(self) -> None:
-        """Drop the pending switch: its preparation has become useless, because the batches have
-        changed or the run has ended.
-        """
-        self._pending = None
-        self._questions.reopen()
 
     def save(self) -> None:
         """Save what was learnt about this hardware for later runs."""
@@ -401,7 +398,6 @@ class Advisor:
             return False
         self._learn_level()
         self._batch, self._looked = batch, False
-        self._questions.enter(batch)
         self._restart()
         return True
 
@@ -469,33 +465,27 @@ class Advisor:
         self._watch.restart()
         self._memory_watch.restart()
 
-    def _cool(self, *, by_choice: bool = True) -> None:
-        self._pending = None
-        self._switch_limits.cool(self._run_progress.step, by_choice=by_choice)
-        self._questions.clear(self._switch_limits.cool_until())
-        self._look_at_left_out()
-
-    def _look_at_left_out(self) -> None:
-        """Schedule a review for when the excluded process has probably recovered."""
-        if (excluded := self._plan_history.now.excluded) is not None:
-            due_s = excluded.due_s(self._run_progress.time_s, MIN_USABLE + RETRY_MARGIN)
-            self._questions.look_again(time_s=math.inf if due_s is None else due_s)
-
     # Questions: what there is to decide.
 
-    def _asked(self, observation: Observation, is_new_batch: bool, news: str) -> Question | None:
-        """The most urgent question; None: there is no new one."""
+    def _asked(
+        self, observation: Observation, is_new_batch: bool, news: str, *, is_pending: bool
+    ) -> Question | None:
+        """The most urgent question; None: there is no new one.
+
+        `is_pending`: whether a switch is being prepared.
+        """
         plan, lost = self._plan_history.now.plan, self._lost
         self._lost = observation.lost_devices
         memory = self._memory_watch.observe(
             observation, self._prices.memory_share(plan, self._batch)
         )
         if self._lost != lost and not self._lost <= self._plan_history.now.without:
-            return self._must("devices are lost")
+            return Question(trigger="devices are lost", mandatory=True)
         if is_new_batch and not is_legal(plan, self._prices.of(self._batch).config):
-            return self._must("the new batch does not divide evenly under this plan")
+            why = "the new batch does not divide evenly under this plan"
+            return Question(trigger=why, mandatory=True)
         if memory == "pressed":
-            return self._must("memory runs short")
+            return Question(trigger="memory runs short", mandatory=True)
         if (question := self._about_phase()) is not None:
             return question
         # News that comes before the level of step times is known waits for that level: otherwise
@@ -506,39 +496,12 @@ class Advisor:
             + [news] * bool(news)
             + ["memory is free again"] * (memory == "relieved")
         )
-        if not others:
-            return self._asked_by_time()
-        # A switch that is mandatory or planned for a boundary is not withdrawn for something else,
-        # but another plan may be the better answer to its question now.
-        asked = self._answering if self._pending is not None else None
-        return asked if asked is not None and asked.is_pressing else self._may("; ".join(others))
-
-    def _asked_by_time(self) -> Question | None:
-        if self._pending is not None:
-            due_step = (
-                self._pending.at_step if self._pending.at_step is not None else self._pending.step
-            )
-            given_up = due_step + ABANDON_AFTER_COOLDOWNS * max(
-                self._settings.cooldown_steps, self._settings.window_steps
-            )
-            self._pending = None if self._run_progress.step > given_up else self._pending
+        if others:
+            return Question(trigger="; ".join(others))
+        if self._looked or is_pending or self._watch.detector.count < MIN_STEPS:
             return None
-        count = self._watch.detector.count
-        if self._on_trial and count >= self._settings.canary_steps:
-            self._on_trial = False
-            return Question(trigger=TRIAL, batch=self._batch, only=self._plan_history.before)
-        if not self._looked and count >= MIN_STEPS:
-            self._looked = True
-            return self._may("step times are known")
-        if self._questions.is_review_due(self._run_progress.step, self._run_progress.time_s):
-            return self._questions.forced or self._may("it is time to look again")
-        return None
-
-    def _may(self, trigger: str) -> Question:
-        return Question(trigger=trigger, batch=self._batch)
-
-    def _must(self, trigger: str) -> Question:
-        return Question(trigger=trigger, batch=self._batch, mandatory=True)
+        self._looked = True
+        return Question(trigger="step times are known")
 
     def _about_phase(self) -> Question | None:
         """The question about a phase that is near enough to prepare for; None: there is none."""
@@ -564,60 +527,10 @@ class Advisor:
             mandatory=cannot_go_on,
         )
 
-    # Answers.
-
-    def _answered(self, question: Question, observation: Observation) -> Decision | None:
-        """Answer the question; None: the answer is not new, or a search is still running and the
-        question stays open.
-        """
-        blocked = "" if question.mandatory else self._blocked(question)
-        self._learn_level()
-        observed = ObservedCluster(
-            batch=question.batch,
-            time_s=self._run_progress.time_s,
-            conditions=self._located(self._watch.conditions),
-            normal=self._watch.normal,
-            lost=self._lost,
-            slow=self._straggling,
-            excluded=self._plan_history.now.excluded,
-            memory=self._memory_watch,
-        )
-        options = [] if blocked else self._plan_options(question, observed)
-        while options == [] and question.mandatory and self._memory_watch.settle_for_less():
-            options = self._plan_options(question, observed)
-        if options is None:
-            return None
-        if question.mandatory:
-            self._questions.forced = question
-        self._answering = question
-        decision = self._noted(
-            self._evaluator.weigh(
-                question, options, observed, observation.readings, blocked=blocked
-            )
-        )
-        self._questions.answer(is_switch=self._pending is not None)
-        return decision
-
-    def _blocked(self, question: Question) -> str:
-        switch_limits = self._switch_limits
-        if question.only is not None or switch_limits.too_many():
-            return switch_limits.too_many()
-        plan, watch = self._plan_history.now.plan, self._watch
-        slowed = math.exp(
-            self._prices.log_time(plan, self._batch, watch.conditions)
-            - self._prices.log_time(plan, self._batch, watch.normal)
-        )
-        too_soon = switch_limits.too_soon(question.at_step or self._run_progress.step, slowed)
-        if too_soon:
-            self._questions.postpone(switch_limits.cool_until(slowed))
-        return too_soon
-
     def _plan_options(
         self, question: Question, observed: ObservedCluster
     ) -> list[PlanOption] | None:
         """The plans that could be switched to; None: a search is still running."""
-        if question.only is not None:
-            return self._options.back(observed, question.only)
         return self._options.all(
             observed,
             self._plan_history.now,
@@ -625,33 +538,3 @@ class Advisor:
             self._predictor.calibration(),
             mandatory=question.mandatory,
         )
-
-    def _noted(self, decision: Decision) -> Decision | None:
-        """Record the decision; None: it is the pending one, or keeps a plan after its trial."""
-        if decision.action == "switch":
-            is_old = self._pending is not None and (self._pending.plan, self._pending.at_step) == (
-                decision.plan,
-                decision.at_step,
-            )
-            if not is_old:
-                assert decision.plan is not None
-                self._pending, self._decided_s = decision, self._run_progress.time_s
-                self._had_compiled = self._is_compiled(
-                    decision.plan,
-                    self._batch if self._answering is None else self._answering.batch,
-                    decision.without,
-                )
-            return None if is_old else decision
-        self._pending = None
-        self._look_at_left_out()
-        # When its quarantine ends, a plan that has failed may be the best one.
-        self._questions.look_again(step=self._quarantine.first_end(self._run_progress.step))
-        if decision.wait_s is not None:
-            least_s = max(
-                MIN_STEPS * (decision.step_time_s or 0.0),
-                MIN_REWEIGH_WAIT * self._watch.regime_at(self._run_progress.time_s).elapsed_s,
-            )
-            self._questions.look_again(
-                time_s=self._run_progress.time_s + max(decision.wait_s, least_s)
-            )
-        return None if decision.trigger == TRIAL else decision

@@ -14,9 +14,11 @@ from optimus_jax.control.deciding.phases import BatchPhase
 from optimus_jax.control.deciding.switch_costs import SwitchCosts
 from optimus_jax.control.journal import switches
 from optimus_jax.control.live import Probes, live_signals
+from optimus_jax.control.machine import quarantined, resumed
 from optimus_jax.control.phase_changes import PhaseChanges
 from optimus_jax.control.reported_devices import ReportedDevices
 from optimus_jax.control.switch import Switcher
+from optimus_jax.control.switch_state import Rules, State
 from optimus_jax.errors import PlanError
 from optimus_jax.faults.heartbeat import Heartbeats
 from optimus_jax.mesh.topology import Topology
@@ -94,14 +96,21 @@ def make_controller(
         / f"control-{re.sub(r'[^a-z0-9]+', '-', topology.device_kind.lower())}"
         f"-{topology.num_devices}x{topology.num_processes}.json",
     )
+    rules = Rules(
+        settings=settings,
+        num_steps=config.steps,
+        acts=config.control == "auto",
+        shares_cores=topology.platform == "cpu",
+    )
+    state = State()
     for record in switches(run.path):
-        advisor.remember(record.costs_s, step=record.step, by_choice=record.by_choice)
+        state = resumed(state, record.step, rules, by_choice=record.by_choice)
+        if record.by_choice:
+            advisor.charge(sum(record.costs_s.values()))
         if record.is_failure:
-            advisor.failed(
-                record.target,
-                f"it was tried at step {record.step}: {record.ended_why}",
-                at_step=record.ended_step,
-            )
+            why = f"it was tried at step {record.step}: {record.ended_why}"
+            ended_step = record.step if record.ended_step is None else record.ended_step
+            state = quarantined(state, record.target, ended_step, why, rules)
     probes = Probes(
         settings.probe_share,
         local_cluster.cluster,
@@ -125,10 +134,9 @@ def make_controller(
     )
     return Controller(
         reported=reported,
-        mode="auto" if config.control == "auto" else "advise",
-        settings=settings,
-        num_steps=config.steps,
-        advisor=advisor,
+        policy=advisor,
+        rules=rules,
+        state=state,
         signals=signals,
         probes=probes,
         switcher=switcher,

@@ -1,31 +1,31 @@
-"""The controller: closes the loop of a run.
-
-It measures, decides, prepares, and moves the run to another plan.
+"""The controller: measures a run, and carries out the commands of process 0, in every process.
 
 The trainer reports each step to it, and asks at every step boundary whether the run leaves its plan
 (`leaves`). If so, the trainer returns, `carry_out` moves the state, and another trainer continues
-from there. The first steps under the new plan decide whether it is kept.
+from there. What process 0 decides is control/runtime.py's part.
 """
 
 import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import jax
 
 from optimus_jax.config import ControlConfig
-from optimus_jax.control.advisor import LEAD_S, Advisor
+from optimus_jax.control.advisor import LEAD_S
 from optimus_jax.control.commands import Command, CommandBroadcast
-from optimus_jax.control.coordinator import Coordinator, Mode
 from optimus_jax.control.executables import Executable
 from optimus_jax.control.live import Probes
-from optimus_jax.control.pending_switch import SwitchTrial, UpcomingSwitch
 from optimus_jax.control.phase_changes import PhaseChanges
+from optimus_jax.control.policy import Decision
+from optimus_jax.control.preparation import Preparation
+from optimus_jax.control.runtime import Policy, Runtime
 from optimus_jax.control.signals import Observation
 from optimus_jax.control.sources import Signals
 from optimus_jax.control.switch import Switched, Switcher
+from optimus_jax.control.switch_state import Rules, State
 from optimus_jax.data.batch import HostBatch
 from optimus_jax.devices.hosts import devices_by_host
 from optimus_jax.errors import OptimusError, first_line
@@ -36,14 +36,26 @@ from optimus_jax.training.state import TrainState
 from optimus_jax.training.watchers import Display
 
 
+@dataclass(kw_only=True)
+class _Upcoming:
+    """A plan that is being prepared for a switch."""
+
+    command: Command
+    preparation: Preparation
+    is_checked: bool = False
+    """Whether the plan was ready, and process 0 looks again whether the reasons for the switch
+    still hold."""
+    may_go: bool = False
+    """Whether they do."""
+
+
 class Controller:
     """Watches one run in one process.
 
     Args:
-      mode: whether it moves the run, or only says what it would do.
-      settings: when it may move the run.
-      num_steps: number of steps of the run.
-      advisor: makes the decisions; used in process 0 only.
+      policy: decides; used in process 0 only.
+      rules: when the run may be moved, and whether it is or the controller only advises.
+      state: what process 0 knows of the run's earlier switches.
       signals: the measured signals.
       probes: makes the probes of each mesh.
       switcher: moves the state.
@@ -56,10 +68,9 @@ class Controller:
     def __init__(
         self,
         *,
-        mode: Mode,
-        settings: ControlConfig,
-        num_steps: int,
-        advisor: Advisor,
+        policy: Policy,
+        rules: Rules,
+        state: State,
         signals: Signals,
         probes: Probes,
         switcher: Switcher,
@@ -68,24 +79,32 @@ class Controller:
         run: RunDirectory,
         display: Display,
     ) -> None:
-        self._settings = settings
+        self._settings: ControlConfig = rules.settings
         self._signals, self._probes, self._switcher = signals, probes, switcher
         self._changes, self._reported, self._run, self._display = changes, reported, run, display
         self._commands = CommandBroadcast()
-        self._coordinator = Coordinator(
-            mode=mode,
-            settings=settings,
-            num_steps=num_steps,
-            advisor=advisor,
-            commands=self._commands,
-            remarks=signals.remarks,
-            run=run,
-            display=display,
+        self._runtime = (
+            Runtime(
+                policy,
+                rules,
+                send=self._commands.send,
+                announce=self._announce,
+                fail=self._fail,
+                state=state,
+            )
+            if jax.process_index() == 0
+            else None
         )
-        self._upcoming: UpcomingSwitch | None = None
-        self._trial: SwitchTrial | None = None
-        self._is_taken_back = False
-        self._last_times_s: deque[float] = deque(maxlen=settings.window_steps)
+        self._shares_cores = rules.shares_cores
+        self._upcoming: _Upcoming | None = None
+        self._trial: tuple[Plan, Plan] | None = None
+        """The plans before and after the switch whose first steps are on trial."""
+        self._back_why: str | None = None
+        """Why the run goes back to the plan before; None: it does not."""
+        self._new: list[StepRecord] = []
+        """Records of the steps since the last boundary."""
+        self._step = 0
+        self._recent_s: deque[float] = deque(maxlen=rules.settings.window_steps)
 
     # Called by the trainer.
 
@@ -96,16 +115,8 @@ class Controller:
     def step(self, record: StepRecord) -> None:
         """Record a finished step."""
         self._signals.step(record)
-        if self._trial is not None:
-            self._trial.records.append(record)
-        upcoming = self._upcoming
-        if (
-            upcoming is not None
-            and upcoming.usual_s is not None
-            and not upcoming.preparation.is_done
-        ):
-            upcoming.tax_s += record.step_time_s - upcoming.usual_s
-        self._last_times_s.append(record.step_time_s)
+        self._new.append(record)
+        self._recent_s.append(record.step_time_s)
 
     def evaluation(self, record: EvalRecord) -> None:
         """Do nothing: an evaluation says nothing about steps."""
@@ -131,16 +142,18 @@ class Controller:
     def leaves(self, step: int) -> bool:
         """Whether the run leaves its plan after `step`."""
         self._look_ahead(step)
-        if jax.process_index() == 0:
-            self._coordinator.think(
-                step,
-                self._observed(step),
-                trial=self._trial,
-                upcoming=self._upcoming,
-                last_times_s=tuple(self._last_times_s),
-            )
-        else:
+        self._step = step
+        if self._runtime is None:
             self._signals.observe(step)
+        else:
+            self._commands.cancel("switch")  # steps may have changed since it was given
+            self._runtime.boundary(
+                self._observed(step),
+                times_s=[record.step_time_s for record in self._new],
+                losses=[record.loss for record in self._new],
+                is_compiled=self._is_compiled,
+            )
+        self._new.clear()
         if not self._commands.is_broadcast_due(step):
             # All processes know the boundary that a plan was prepared for.
             return (
@@ -148,9 +161,9 @@ class Controller:
                 and self._upcoming.command.at_step == step
                 and self._is_ready(step)
             )
-        for command in self._commands.receive(step, self._last_times_s):
+        for command in self._commands.receive(step, self._recent_s):
             self._obey(command, step)
-        return self._is_taken_back or self._is_ready(step)
+        return self._back_why is not None or self._is_ready(step)
 
     def carry_out(self, state: TrainState, step: int) -> tuple[TrainState, Executable]:
         """Move the state to the plan that was decided on, or back; `state` is donated.
@@ -163,7 +176,9 @@ class Controller:
           StateLostError: the state is lost, and only the newest checkpoint is left.
         """
         switched = (
-            self._take_back(state, step) if self._is_taken_back else self._switch(state, step)
+            self._take_back(state, step)
+            if self._back_why is not None
+            else self._switch(state, step)
         )
         return switched.state, switched.executable
 
@@ -175,12 +190,14 @@ class Controller:
         cannot be compared.
         """
         self._drop()
-        self._trial, self._is_taken_back = None, False
-        self._last_times_s.clear()
+        self._trial, self._back_why = None, None
+        self._forget_steps()
         self._commands.forget()
-        if switched.executable.plan != source:
-            self._coordinator.switched(switched.executable.plan, switched.costs_s)
-        self._coordinator.entered_phase()
+        plan = switched.executable.plan
+        if self._runtime is not None:
+            if plan != source:
+                self._runtime.moved(source, plan, switched.costs_s, begins_phase=True)
+            self._runtime.interrupted()
         self._measure_anew(switched.executable)
 
     def _measure_anew(self, executable: Executable) -> float:
@@ -198,9 +215,7 @@ class Controller:
 
     def stop(self, step: int) -> None:
         """Record that the run ends on purpose after `step`."""
-        self._switcher.stop(
-            step=step, costs_s=self._trial.spent_s if self._trial is not None else {}
-        )
+        self._switcher.stop(step=step, costs_s=self._spent_s())
 
     def close(self) -> None:
         """Release what it holds, after the run has ended, successfully or not."""
@@ -209,7 +224,8 @@ class Controller:
                 f"waiting for the compilation of {self._upcoming.preparation.plan.axes} to end"
             )
         self._switcher.close()
-        self._coordinator.close()
+        if self._runtime is not None:
+            self._runtime.close()
         self._signals.close()
 
     def _look_ahead(self, step: int) -> None:
@@ -217,7 +233,7 @@ class Controller:
         its steps on a CPU.
         """
         if self._changes is not None and self._trial is None:
-            times_s = self._last_times_s
+            times_s = self._recent_s
             lead_steps = LEAD_S / max(statistics.median(times_s), 1e-9) if times_s else 0.0
             self._changes.prepare(step, within_steps=max(self._settings.cooldown_steps, lead_steps))
 
@@ -232,11 +248,15 @@ class Controller:
         nothing about links or plans.
         """
         return (
-            self._upcoming is not None
-            and self._upcoming.looks_since is None
+            self._shares_cores
+            and self._upcoming is not None
+            and not self._upcoming.is_checked
             and self._trial is None
-            and jax.default_backend() == "cpu"
         )
+
+    def _is_compiled(self) -> bool:
+        """Whether the upcoming plan is compiled in this process, or has failed to be."""
+        return self._upcoming is not None and self._upcoming.preparation.is_done
 
     # Done by all processes.
 
@@ -252,7 +272,7 @@ class Controller:
                 else self._changes.config_after(max(step, command.at_step or 0))
             )
             self._drop()
-            self._upcoming = UpcomingSwitch(
+            self._upcoming = _Upcoming(
                 command=command,
                 preparation=self._switcher.prepare(
                     command.plan,
@@ -261,10 +281,9 @@ class Controller:
                     avoid=avoid,
                     also=lambda target: self._probes.prepare(target.program.mesh),
                 ),
-                usual_s=statistics.median(self._last_times_s) if self._last_times_s else None,
             )
-            if self._upcoming.preparation.is_done:  # at once, before another step
-                self._commands.send(Command(kind="switch", plan=command.plan))
+            if self._runtime is not None and self._is_compiled():
+                self._runtime.compiled(at_once=True)
         elif command.kind == "withdraw":
             self._drop()
         elif (
@@ -272,26 +291,38 @@ class Controller:
             and self._upcoming is not None
             and self._upcoming.command.plan == command.plan
         ):
-            self._upcoming.looks_since, self._upcoming.may_go = (
-                step,
-                self._upcoming.may_go or command.kind == "switch",
-            )
+            self._upcoming.is_checked = True
+            self._upcoming.may_go |= command.kind == "switch"
         elif command.kind == "probe":
             self._signals.ask_probe(step + 1, anew=command.anew, worth_s=command.worth_s)
         elif command.kind == "keep" and self._trial is not None:
-            self._switcher.keep(step=step, why=command.why, costs_s=self._trial.spent_s)
+            self._keep(command.why, step)
             self._display.decision(f"kept: {command.why}")
-            self._trial = None
-            self._coordinator.judged(is_kept=True)
         elif command.kind == "roll_back" and self._trial is not None:
-            self._is_taken_back = True
+            self._back_why = command.why
             self._drop()
 
+    def _keep(self, why: str, step: int) -> None:
+        """End the trial."""
+        self._switcher.keep(step=step, why=why, costs_s=self._spent_s())
+        self._trial = None
+        if self._runtime is not None:
+            self._runtime.kept()
+
+    def _spent_s(self) -> dict[str, float]:
+        """What the switch on trial has cost, by phase, for the journal, which process 0 writes."""
+        trial = self._runtime and self._runtime.state.trial
+        return {} if trial is None else trial.spent_s
+
+    def _forget_steps(self) -> None:
+        """Forget the steps under a plan that the run has left."""
+        self._recent_s.clear()
+        self._new.clear()
+
     def _drop(self) -> None:
-        """Withdraw the upcoming switch, and charge for the delay that preparing it has caused."""
+        """Withdraw the upcoming switch."""
         if self._upcoming is not None:
             self._upcoming.preparation.withdraw()
-            self._coordinator.charge(max(0.0, self._upcoming.tax_s))
         self._upcoming = None
 
     def _is_ready(self, step: int) -> bool:
@@ -312,13 +343,17 @@ class Controller:
 
     def _switch(self, state: TrainState, step: int) -> Switched:
         assert self._upcoming is not None
-        prepared, command, source = (
+        runtime, prepared, command, source = (
+            self._runtime,
             self._upcoming.preparation.result(),
             self._upcoming.command,
             self._switcher.running.plan,
         )
-        begins_phase = not prepared.has_same_batches
-        target, decision = prepared.target.plan, self._coordinator.decision
+        pending = runtime and runtime.state.pending
+        decision = pending and pending.decision
+        begins_phase, target = not prepared.has_same_batches, prepared.target.plan
+        if runtime is not None:
+            runtime.move_begun()
         if begins_phase:
             switched = self._switcher.enter(state, prepared, step=step, why=command.why)
         else:
@@ -336,7 +371,6 @@ class Controller:
             )
             self._give_up(target, switched.why_not, step, costs_s)
             return switched
-        tax_s = max(0.0, self._upcoming.tax_s)
         self._run.log_event(
             "remesh",
             step,
@@ -347,7 +381,7 @@ class Controller:
             why=command.why,
             phases_s=_phases({"prepare_s": prepared.compile_s, **costs_s}),
             bytes_moved=prepared.forward.sent_bytes,
-            compile_tax_s=tax_s,
+            compile_tax_s=max(0.0, pending.tax_s) if pending is not None else 0.0,
             step_delay_s=sum(costs_s.values()),
         )
         self._run.log_event(
@@ -363,48 +397,34 @@ class Controller:
         if begins_phase and self._changes is not None:
             self._changes.tell(source, switched, step, compile_s=prepared.target.compile_s)
         elif not begins_phase:
-            self._trial = SwitchTrial(
-                source=source,
-                plan=target,
-                costs_s=costs_s,
-                tax_s=tax_s,
-                before_s=self._coordinator.comparable(tuple(self._last_times_s)),
-                predicted_s=self._coordinator.predicted_s,
-            )
-        self._coordinator.switched(target, costs_s | {"compile_tax_s": tax_s})
+            self._trial = source, target
+        if runtime is not None:
+            runtime.moved(source, target, costs_s, begins_phase=begins_phase)
         self._upcoming = None
-        self._last_times_s.clear()
+        self._forget_steps()
         return switched
 
     def _take_back(self, state: TrainState, step: int) -> Switched:
-        trial = self._trial
-        assert trial is not None
-        why = (
-            self._coordinator.verdict.why
-            if self._coordinator.verdict is not None
-            else "process 0 decided it"
-        )
-        switched = self._switcher.take_back(state, step=step, why=why, costs_s=trial.spent_s)
+        assert self._trial is not None, "only a plan on trial is taken back"
+        assert self._back_why is not None, "process 0 says why"
+        (source, plan), why = self._trial, self._back_why
+        if self._runtime is not None:
+            self._runtime.move_begun()
+        switched = self._switcher.take_back(state, step=step, why=why, costs_s=self._spent_s())
         costs_s = switched.costs_s | {"settle_s": self._measure_anew(switched.executable)}
-        self._coordinator.charge(sum(costs_s.values()))
         if switched.is_done:
-            self._log_rollback(step, trial.plan, trial.source, why, costs_s)
+            self._log_rollback(step, plan, source, why, costs_s)
             self._display.message(
-                f"after step {step} the run goes back to {trial.source.describe()}: {why}"
+                f"after step {step} the run goes back to {source.describe()}: {why}"
             )
-            self._coordinator.failed(trial.plan, why, is_back=True)
+            if self._runtime is not None:
+                self._runtime.failed(plan, why, costs_s=sum(costs_s.values()), is_back=True)
         else:
-            self._run.log_event(
-                "decision",
-                step,
-                action="stay",
-                plan=trial.plan.digest,
-                layout=trial.plan.describe(),
-                why=f"it cannot be taken back: {switched.why_not}",
-            )
-        self._coordinator.judged(is_kept=False)
-        self._trial, self._is_taken_back = None, False
-        self._last_times_s.clear()
+            self._log_stay(step, plan, f"it cannot be taken back: {switched.why_not}")
+            if self._runtime is not None:
+                self._runtime.kept(costs_s=sum(costs_s.values()))
+        self._trial, self._back_why = None, None
+        self._forget_steps()
         return switched
 
     def _log_rollback(
@@ -421,17 +441,45 @@ class Controller:
             step_delay_s=sum(costs_s.values()),
         )
 
-    def _give_up(
-        self, plan: Plan, why: str, step: int, costs_s: Mapping[str, float] | None = None
-    ) -> None:
-        """Record that the run cannot use this plan, and charge the time of the failed switch."""
+    def _log_stay(self, step: int, plan: Plan, why: str) -> None:
         self._run.log_event(
             "decision", step, action="stay", plan=plan.digest, layout=plan.describe(), why=why
         )
+
+    def _give_up(
+        self, plan: Plan, why: str, step: int, costs_s: Mapping[str, float] | None = None
+    ) -> None:
+        """Record that the run cannot use this plan, and the time of the failed switch."""
+        self._log_stay(step, plan, why)
         self._display.decision(f"stay: {plan.axes}: {why}")
-        self._coordinator.failed(plan, why)
-        self._coordinator.charge(sum((costs_s or {}).values()))
+        if self._runtime is not None:
+            self._runtime.failed(plan, why, costs_s=sum((costs_s or {}).values()))
         self._drop()
+
+    # Records of process 0.
+
+    def _announce(self, decision: Decision) -> None:
+        record = decision.as_json()
+        record["inputs"] |= self._signals.remarks()
+        self._run.log_event(
+            "decision",
+            decision.step,
+            layout=decision.plan.describe() if decision.plan else None,
+            **record,
+        )
+        self._display.decision(f"{decision.action}: {decision.why}")
+
+    def _fail(self, why: str, traceback: str) -> None:
+        self._run.log_event(
+            "decision",
+            self._step,
+            action="stay",
+            plan=None,
+            layout=None,
+            why=why,
+            traceback=traceback,
+        )
+        self._display.message(why)
 
 
 def _phases(costs_s: dict[str, float]) -> dict[str, float]:

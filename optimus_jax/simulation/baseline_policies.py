@@ -18,13 +18,14 @@ from optimus_jax.control.deciding.candidates import switch_method_of
 from optimus_jax.control.deciding.conditions import Conditions, claims, on_grid
 from optimus_jax.control.deciding.switch_costs import CostModel
 from optimus_jax.control.policy import Decision
+from optimus_jax.control.runtime import Policy
 from optimus_jax.control.signals import Observation
+from optimus_jax.control.switch_state import PendingSwitch
 from optimus_jax.errors import PlanError
 from optimus_jax.plan import Plan
 from optimus_jax.planning.search.assemble import memory_fallbacks, plan_for
 from optimus_jax.planning.search.search import Candidate, Pricing, fits
 from optimus_jax.simulation.candidate_plans import PooledSearch
-from optimus_jax.simulation.outcome import Policy
 from optimus_jax.simulation.setup import Setup
 
 MIN_GAIN, GAIN_OVER_COST = 0.05, 2.0
@@ -60,7 +61,9 @@ class Static(Policy):
             why="the devices are available again",
         )
 
-    def switched(self, plan: Plan, costs_s: Mapping[str, float]) -> None:
+    def switched(
+        self, plan: Plan, costs_s: Mapping[str, float], made: PendingSwitch | None = None
+    ) -> None:
         """The run is under `plan`, after a fault or a return."""
         self._now = plan
 
@@ -79,7 +82,9 @@ class _ByCostModel(Policy):
             tuple[int, Conditions, frozenset[int]], tuple[Pricing, Sequence[Candidate]]
         ] = {}
 
-    def switched(self, plan: Plan, costs_s: Mapping[str, float]) -> None:
+    def switched(
+        self, plan: Plan, costs_s: Mapping[str, float], made: PendingSwitch | None = None
+    ) -> None:
         """The run is under `plan`."""
         self._plan = plan
 
@@ -209,7 +214,9 @@ class Threshold(Policy):
             return self._with_tensor(observation, axes.tensor // 2)
         return None
 
-    def switched(self, plan: Plan, costs_s: Mapping[str, float]) -> None:
+    def switched(
+        self, plan: Plan, costs_s: Mapping[str, float], made: PendingSwitch | None = None
+    ) -> None:
         """The run is under `plan`; restart the average of throughput."""
         self._plan = plan
         self._throughputs.clear()

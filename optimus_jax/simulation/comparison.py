@@ -13,10 +13,11 @@ import numpy as np
 
 from optimus_jax.config import ControlConfig
 from optimus_jax.control.advisor import Advisor
+from optimus_jax.control.runtime import Policy
 from optimus_jax.simulation.baseline_policies import CostModelOnly, Greedy, Static, Threshold
 from optimus_jax.simulation.candidate_plans import PooledSearch, candidate_plans
 from optimus_jax.simulation.oracle import STATIC, best_static, run_oracle, run_static
-from optimus_jax.simulation.outcome import Outcome, Policy, SimulationOptions
+from optimus_jax.simulation.outcome import Outcome, SimulationOptions
 from optimus_jax.simulation.setup import DEFAULT, Setup, Truth, first_plans
 from optimus_jax.simulation.simulator import Simulation
 

@@ -15,10 +15,12 @@ from dataclasses import replace
 import numpy as np
 
 from optimus_jax.control.policy import Decision
+from optimus_jax.control.runtime import Policy
 from optimus_jax.control.signals import Observation
+from optimus_jax.control.switch_state import PendingSwitch
 from optimus_jax.plan import Plan
 from optimus_jax.simulation.baseline_policies import Static
-from optimus_jax.simulation.outcome import Outcome, Policy, SimulationOptions
+from optimus_jax.simulation.outcome import Outcome, SimulationOptions
 from optimus_jax.simulation.setup import Truth
 from optimus_jax.simulation.simulator import Simulation
 from optimus_jax.simulation.timeline import NORMAL, ClusterConditions
@@ -50,7 +52,9 @@ class Scripted(Policy):
             return None
         return Decision(step=observation.step, action="switch", plan=plan, why="foreseen")
 
-    def switched(self, plan: Plan, costs_s: Mapping[str, float]) -> None:
+    def switched(
+        self, plan: Plan, costs_s: Mapping[str, float], made: PendingSwitch | None = None
+    ) -> None:
         """The run is under `plan`."""
         self._plan = plan
 

@@ -1,53 +1,13 @@
-"""The interface of policies, the options of a simulated run, and the outcome of a run."""
+"""Options and outcome of a simulated run."""
 
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
-from optimus_jax.control.policy import Decision
-from optimus_jax.control.signals import Observation
 from optimus_jax.plan import Plan
 
 OutcomeKind = Literal["switch", "rollback", "failed", "restart", "withdrawn"]
-
-
-class Policy(Protocol):
-    """Decides what a run does; `control.advisor.Advisor` is one."""
-
-    @property
-    def wants_probe(self) -> bool:
-        """Whether a round of probes now would help."""
-        return False
-
-    @property
-    def steps_alike(self) -> int | None:
-        """Number of newest steps that were in present conditions; None: all, as far as known."""
-        return None
-
-    def decide(self, observation: Observation) -> Decision | None:
-        """Decide what to do at this step boundary; None: nothing new."""
-        ...
-
-    def switched(self, plan: Plan, costs_s: Mapping[str, float]) -> None:
-        """The run is now under `plan`."""
-        ...
-
-    def failed(self, plan: Plan, why: str, *, is_back: bool = False) -> None:
-        """The switch to `plan` failed, or was rolled back (`is_back`)."""
-        ...
-
-    def dropped(self) -> None:
-        """The run ended before the decision was carried out. It restarts, and asks again."""
-
-    @property
-    def is_puzzled(self) -> bool:
-        """Whether step times have changed since the pending switch was decided, for an unknown
-        reason."""
-        return False
-
-    def charge(self, time_s: float) -> None:
-        """Add to the time that switching took: slow first steps, or a failed switch."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,7 @@ import numpy as np
 
 from optimus_jax.config import Config, ControlConfig
 from optimus_jax.config.axes import AxisSizes
-from optimus_jax.control.advisor import BatchPhase
+from optimus_jax.control.deciding.phases import BatchPhase
 from optimus_jax.errors import ConfigError, PlanError, explain
 from optimus_jax.mesh.topology import Topology
 from optimus_jax.plan import Plan

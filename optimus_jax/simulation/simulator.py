@@ -1,65 +1,50 @@
-"""Simulates a run: a policy, the protocol of a switch, and a simulated cluster.
+"""Simulates a run: the runtime of a real one (control/runtime.py) on a simulated cluster.
 
 Time advances by whole steps. Nothing is modelled within a step, so many steps under one plan and
-constant conditions are one sum. A switch has the phases of a real one. Its programs are compiled in
-the background, while steps continue a little slower. At a step boundary the state is moved and
-verified. The first steps under the new plan (the canary) decide whether it stays. Every phase can
-fail. A run that cannot continue restarts from its last checkpoint.
+constant conditions are one sum. Here are the parts of a run that the runtime gives commands to:
+programs are compiled in the background, while steps go on a little slower; at a step boundary the
+state is moved and verified. Every phase can fail. A run that cannot go on restarts from its last
+checkpoint.
 """
 
 import bisect
 import math
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
-from optimus_jax.control.advisor import MAX_WAIT_STEPS
-from optimus_jax.control.canary import is_clearly_slower, judge
-from optimus_jax.control.policy import Decision
+from optimus_jax.control.commands import Command
+from optimus_jax.control.runtime import Policy, Runtime
+from optimus_jax.control.switch_state import Rules, Stage
 from optimus_jax.errors import PlanError, explain
 from optimus_jax.plan import Plan
 from optimus_jax.simulation.events import LostEvent, MetricsEvent, SwitchEvent, SwitchPhase
-from optimus_jax.simulation.outcome import Outcome, OutcomeKind, Policy, RunEvent, SimulationOptions
+from optimus_jax.simulation.outcome import Outcome, OutcomeKind, RunEvent, SimulationOptions
 from optimus_jax.simulation.setup import Truth
 from optimus_jax.simulation.telemetry import Now, Telemetry
 from optimus_jax.simulation.timeline import NORMAL, ClusterConditions
 from optimus_jax.simulation.true_switch_costs import TrueSwitchCosts
 from optimus_jax.simulation.world import PlacedPlan
 
-REMEMBERED = 20
-"""Number of earlier steps that the canary is compared with."""
 STUCK = 200
 """Number of restarts after which the simulation fails."""
 
 
-@dataclass
-class _Pending:
-    """A switch that is being prepared."""
+@dataclass(kw_only=True)
+class _Preparation:
+    """A plan that is being compiled."""
 
     plan: Plan
-    decision: Decision
+    command: Command
+    mandatory: bool
     decided_s: float
     ready_s: float
     tax_s: float
     """Time that compiling costs the steps meanwhile."""
-    ready_step: int | None = None
-    """First step boundary after the switch was ready; None: it is not ready yet."""
-
-
-@dataclass
-class _Canary:
-    """A new plan on trial."""
-
-    before: PlacedPlan
-    before_s: tuple[float, ...]
-    """Times of the steps before the switch."""
-    until_step: int
-    back_s: float
-    """Expected time of going back."""
-    fails: bool
-    times_s: list[float] = field(default_factory=list)
+    may_go: bool = False
+    """Whether the runtime has told the run to move."""
 
 
 class Simulation:
@@ -87,8 +72,24 @@ class Simulation:
         start = start or self.setup.start
         self.place = PlacedPlan(start, self.world.devices_for(start, NORMAL) or ())
         self.run_events: list[RunEvent] = []
-        self._pending: _Pending | None = None
-        self._canary: _Canary | None = None
+        self._commands: deque[Command] = deque()
+        self._runtime = Runtime(
+            policy,
+            Rules(
+                settings=self.setup.settings,
+                num_steps=self.setup.num_steps,
+                has_trials=options.canary,
+            ),
+            send=self._commands.append,
+            announce=lambda decision: None,
+        )
+        self._preparation: _Preparation | None = None
+        self._before: PlacedPlan | None = None
+        """The plan before the one on trial; None: none is on trial."""
+        self._trial_fails = False
+        self._first_step_s = 0.0
+        """Extra time of the next step, the first one under its plan."""
+        self._wants_probe = False
         self._compiled: OrderedDict[tuple[Plan, int], None] = OrderedDict(
             {(self.place.plan, 0): None}
         )
@@ -103,7 +104,8 @@ class Simulation:
         ]
         self._times_s: list[float] = []
         """Times of the steps since the policy was last asked."""
-        self._recent_s: list[float] = []
+        self._new_s: list[float] = []
+        """Times of the steps since the last boundary."""
         self._saved_step = 0
         self._tries_again = False
         """Whether to ask a rarely asked policy after the next step, because its switch failed."""
@@ -121,10 +123,7 @@ class Simulation:
                 self._step_time_s(self.timeline.index(self.time_s))
             ):
                 continue  # the run ends, or has to restart
-            self._judge()
-            self._switch_if_ready()
-            if self._is_asked():
-                self._ask()
+            self._boundary()
         return Outcome(
             total_s=self.time_s,
             run_events=tuple(self.run_events),
@@ -157,9 +156,10 @@ class Simulation:
         base_s, end_s = self._step_time_s(index), self.timeline.end_s(index)
         if math.isinf(base_s):
             return False
-        if self._pending is not None and self.time_s < self._pending.ready_s:
+        preparation = self._preparation
+        if preparation is not None and self.time_s < preparation.ready_s:
             base_s *= self.setup.scenario.switching.compile_slowdown
-            end_s = min(end_s, self._pending.ready_s)
+            end_s = min(end_s, preparation.ready_s)
         sums, first, limit = self.truth.noise_sums, self.step, self._limit()
         # Do the steps that begin before the end. A step in which conditions change keeps the old
         # speed.
@@ -171,14 +171,16 @@ class Simulation:
             )
         )
         last = max(first + 1, last)
-        self.time_s += base_s * float(sums[last] - sums[first])
+        self.time_s += base_s * float(sums[last] - sums[first]) + self._first_step_s
         self.step = last
+        window = self.setup.settings.window_steps
+        times_s = (base_s * self.truth.noise[max(first, last - window) : last]).tolist()
+        if last - first <= window:
+            times_s[0] += self._first_step_s
+        self._first_step_s = 0.0
+        self._new_s = times_s
         if self.options.every is not None:
-            times_s = (base_s * self.truth.noise[max(first, last - REMEMBERED) : last]).tolist()
             self._times_s += times_s
-            self._recent_s = (self._recent_s + times_s)[-REMEMBERED:]
-            if self._canary is not None:
-                self._canary.times_s += times_s
         return True
 
     def _limit(self) -> int:
@@ -197,11 +199,11 @@ class Simulation:
             self.options.asked_at
         ):
             limits.append(self.options.asked_at[place])
-        if self._canary is not None:
-            limits.append(self._canary.until_step)
+        if self._runtime.state.stage in (Stage.READY, Stage.CANARY):
+            return self.step + 1
         if (
-            self._pending is not None
-            and (at_step := self._pending.decision.at_step) is not None
+            self._preparation is not None
+            and (at_step := self._preparation.command.at_step) is not None
             and at_step > self.step
         ):
             limits.append(at_step)
@@ -227,101 +229,127 @@ class Simulation:
             else self.step % self.options.every == 0
         )
 
-    def _ask(self) -> None:
-        """Ask the policy for a decision, and begin to carry it out."""
-        now = self.now
-        if self.options.every is not None:
-            self.telemetry.steps(self._times_s, now)
-        if self.options.probes:
-            probe_s = self.telemetry.probe_s(now, asked=self.policy.wants_probe)
-            self.time_s, self.probes_s = self.time_s + probe_s, self.probes_s + probe_s
-        times_s, self._times_s, self._tries_again = self._times_s, [], False
-        decision = self.policy.decide(self.telemetry.observation(times_s, now))
-        if decision is None:
-            return
-        if decision.action == "stay":
-            self._withdraw(decision.why)
-        elif decision.plan is not None and (
-            self._pending is None or self._pending.plan != decision.plan
-        ):
-            self._prepare(decision.plan, decision)
+    def _boundary(self) -> None:
+        """Let the runtime decide, and carry out its commands."""
+        now, new_s, self._new_s = self.now, self._new_s, []
+        losses = [math.nan] if self._trial_fails else []
+        if self._is_asked():
+            if self.options.every is not None:
+                self.telemetry.steps(self._times_s, now)
+            if self.options.probes:
+                probe_s = self.telemetry.probe_s(now, asked=self._wants_probe)
+                self.time_s, self.probes_s = self.time_s + probe_s, self.probes_s + probe_s
+                self._wants_probe = False
+            times_s, self._times_s, self._tries_again = self._times_s, [], False
+            self._runtime.boundary(
+                self.telemetry.observation(times_s, now),
+                times_s=new_s,
+                losses=losses,
+                is_compiled=self._is_compiled,
+            )
+        else:
+            self._runtime.steps_done(self.step, self.time_s, new_s, losses)
+            if self._is_compiled():
+                self._runtime.compiled()
+        self._obey_all()
+
+    def _is_compiled(self) -> bool:
+        """Whether the pending plan is compiled."""
+        return self._preparation is not None and self.time_s >= self._preparation.ready_s
+
+    def _obey_all(self) -> None:
+        """Carry out all commands, also those that come meanwhile, and move if a plan is ready."""
+        while self._commands:
+            command = self._commands.popleft()
+            if command.kind == "prepare":
+                self._prepare(command)
+            elif command.kind == "withdraw":
+                self._withdraw(command.why)
+            elif command.kind == "switch" and self._preparation is not None:
+                self._preparation.may_go = True
+            elif command.kind == "keep":
+                self._before, self._trial_fails = None, False
+                self._runtime.kept()
+            elif command.kind == "roll_back":
+                self._take_back(command.why)
+            elif command.kind == "probe":
+                self._wants_probe = True
+        self._move_if_ready()
 
     def _withdraw(self, why: str) -> None:
-        if self._pending is not None:
-            spent_s, plan = self._spent(self._pending), self._pending.plan
-            self._pending = None
+        if self._preparation is not None:
+            spent_s, plan = self._spent(self._preparation), self._preparation.plan
+            self._preparation = None
             self._note("withdrawn", plan, {"prepare": spent_s}, why)
-            self.policy.charge(spent_s)
 
-    def _prepare(self, plan: Plan, decision: Decision) -> None:
+    def _prepare(self, command: Command) -> None:
         """Begin to prepare a switch by compiling in the background. A restart compiles later."""
+        plan, pending = command.plan, self._runtime.state.pending
+        assert plan is not None, "the command names the plan"
         self._start_phase_events("prepare")
-        phase = (
-            self.setup.phase_at(decision.at_step) if decision.at_step is not None else self.phase
-        )
+        at_step = command.at_step
+        phase = self.phase if at_step is None else self.setup.phase_at(at_step)
         restarts = (
             not self.options.in_memory
             or plan.num_devices != self.place.plan.num_devices
-            or bool(decision.without & set(self.place.devices))
+            or bool(command.without & set(self.place.devices))
         )
         compile_s = 0.0 if restarts or (plan, phase) in self._compiled else self.costs.compile_s
         tax_s = compile_s * (self.setup.scenario.switching.compile_slowdown - 1)
         if self.options.compiles_ahead:
             self.time_s, compile_s = self.time_s + tax_s, 0.0
-        self._pending = _Pending(
+        self._preparation = _Preparation(
             plan=plan,
-            decision=decision,
+            command=command,
+            mandatory=pending is not None and pending.decision.mandatory,
             decided_s=self.time_s,
             ready_s=self.time_s + compile_s,
             tax_s=tax_s,
         )
-        self._switch_if_ready()
+        if not compile_s:
+            self._runtime.compiled(at_once=True)
 
-    def _spent(self, pending: _Pending) -> float:
-        whole_s = pending.ready_s - pending.decided_s
+    def _spent(self, preparation: _Preparation) -> float:
+        whole_s = preparation.ready_s - preparation.decided_s
         return (
-            pending.tax_s * min(1.0, (self.time_s - pending.decided_s) / whole_s)
+            preparation.tax_s * min(1.0, (self.time_s - preparation.decided_s) / whole_s)
             if whole_s > 0
-            else pending.tax_s
+            else preparation.tax_s
         )
 
-    def _switch_if_ready(self) -> None:
-        pending = self._pending
-        if pending is None or self._canary is not None:
+    def _move_if_ready(self) -> None:
+        preparation = self._preparation
+        if preparation is None or self._before is not None:
+            return  # during a trial it must stay possible to go back
+        at_step, phase = preparation.command.at_step, self.setup.phase_at(self.step)
+        if not preparation.may_go if at_step is None else self.step < at_step:
             return
-        at_step = pending.decision.at_step
-        if at_step is not None and self.step < at_step:
-            return
-        phase = self.setup.phase_at(self.step)
-        if self.time_s < pending.ready_s:
-            if at_step is None or self.world.is_legal(self.place.plan, phase):
+        if self.time_s < preparation.ready_s:
+            if self.world.is_legal(self.place.plan, phase):
                 return
-            self.time_s = pending.ready_s  # the new phase cannot begin under the old plan
-        pending.ready_step = self.step if pending.ready_step is None else pending.ready_step
-        waits = (
-            at_step is None
-            and not pending.decision.mandatory
-            and self.step - pending.ready_step < MAX_WAIT_STEPS
-        )
-        if waits and self.policy.is_puzzled:
-            return
-        self._pending = None
-        self._switch(pending, phase)
+            self.time_s = preparation.ready_s  # the new phase cannot begin under the old plan
+        self._preparation = None
+        self._runtime.move_begun()
+        self._switch(preparation, phase)
 
-    def _switch(self, pending: _Pending, phase: int) -> None:
+    def _switch(self, preparation: _Preparation, phase: int) -> None:
         """Make a prepared switch: check that it is possible, move, verify, commit."""
-        plan, conditions = pending.plan, self.timeline.at(self.time_s)
+        plan, command, conditions = (
+            preparation.plan,
+            preparation.command,
+            self.timeline.at(self.time_s),
+        )
         if (
-            not pending.decision.without
+            not command.without
             and plan.num_devices == self.place.plan.num_devices
             and conditions.lost.isdisjoint(self.place.devices)
         ):
             devices: tuple[int, ...] | None = self.place.devices
         else:
-            devices = self.world.devices_for(plan, conditions, pending.decision.without)
-        compiled_s = {"prepare": pending.tax_s}
+            devices = self.world.devices_for(plan, conditions, command.without)
+        compiled_s = {"prepare": preparation.tax_s}
         if (why := self._refused(plan, devices, conditions, phase)) or devices is None:
-            self._fail(pending, compiled_s, why)
+            self._fail(preparation, compiled_s, why)
             return
         new, changes_phase = (
             PlacedPlan(plan, devices),
@@ -335,7 +363,7 @@ class Simulation:
                 "move": {"quiesce": costs_s["quiesce"], "move": costs_s.get("move", 0.0)},
                 "verify": {**costs_s, "back": costs_s.get("move", 0.0)},
             }[fails]
-            self._fail(pending, compiled_s | back_s, f"its {fails} failed")
+            self._fail(preparation, compiled_s | back_s, f"its {fails} failed")
             return
         for name in ("move", "verify"):
             if self._start_phase_events(name):
@@ -347,38 +375,17 @@ class Simulation:
                     plan,
                     compiled_s | {"quiesce": costs_s["quiesce"]},
                     f"devices were lost in {name}",
-                    pending.decided_s,
+                    preparation.decided_s,
                 )
                 return
-        before, before_s = self.place, self._last_steps_s()
+        before = self.place
         self._arrive(new, costs_s, phase)
-        self._note("switch", plan, compiled_s | costs_s, pending.decision.why, pending.decided_s)
-        first_s = costs_s.pop("first_steps", 0.0)
-        self.policy.switched(plan, compiled_s | costs_s)
-        self.policy.charge(first_s)
+        self._note("switch", plan, compiled_s | costs_s, command.why, preparation.decided_s)
+        costs_s.pop("first_steps", 0.0)
+        self._runtime.moved(before.plan, plan, costs_s, begins_phase=changes_phase)
         self._start_phase_events("canary")
-        if (
-            self.options.canary
-            and not changes_phase
-            and not pending.decision.mandatory
-            and before_s
-        ):
-            self._canary = _Canary(
-                before=before,
-                before_s=before_s,
-                until_step=self.step + self.setup.settings.canary_steps + 1,
-                back_s=sum(costs_s.values()),
-                fails=fails == "canary",
-            )
-
-    def _last_steps_s(self) -> tuple[float, ...]:
-        """Times of the last steps that were in present conditions."""
-        alike = self.policy.steps_alike
-        return tuple(
-            self._recent_s
-            if alike is None
-            else self._recent_s[len(self._recent_s) - min(alike, len(self._recent_s)) :]
-        )
+        if self._runtime.state.trial is not None:
+            self._before, self._trial_fails = before, fails == "canary"
 
     def _refused(
         self, plan: Plan, devices: tuple[int, ...] | None, conditions: ClusterConditions, phase: int
@@ -409,13 +416,14 @@ class Simulation:
         if set(new.devices) != set(self.place.devices) or not self.options.in_memory:
             self._compiled.clear()  # new processes have no executables
             self._saved_step = self.step
-        self.time_s += sum(costs_s.values())
+        self._first_step_s = costs_s.get("first_steps", 0.0)
+        self.time_s += sum(costs_s.values()) - self._first_step_s
         self.place = new
         self._compiled[new.plan, phase] = None
         self._compiled.move_to_end((new.plan, phase))
         while len(self._compiled) > self.setup.settings.executables:
             self._compiled.popitem(last=False)
-        self._times_s, self._recent_s = [], []
+        self._times_s, self._new_s = [], []
         self.telemetry.forget()
         if (
             self.options.probes
@@ -425,46 +433,29 @@ class Simulation:
             probes_s = self.telemetry.settle_s(self.now)
             self.time_s, self.probes_s = self.time_s + probes_s, self.probes_s + probes_s
 
-    def _fail(self, pending: _Pending, costs_s: Mapping[str, float], why: str) -> None:
-        self.time_s += sum(costs_s.values()) - costs_s.get("prepare", 0.0)
-        self._note("failed", pending.plan, costs_s, why, pending.decided_s)
+    def _fail(self, preparation: _Preparation, costs_s: Mapping[str, float], why: str) -> None:
+        paused_s = sum(costs_s.values()) - costs_s.get("prepare", 0.0)
+        self.time_s += paused_s
+        self._note("failed", preparation.plan, costs_s, why, preparation.decided_s)
         self._tries_again = True
-        self.policy.failed(pending.plan, why)
-        self.policy.charge(sum(costs_s.values()))
+        self._runtime.failed(preparation.plan, why, costs_s=paused_s)
 
-    def _judge(self) -> None:
-        """End the trial of a new plan if it is over, and roll back if the plan failed it."""
-        canary = self._canary
-        if canary is None or (
-            self.step < canary.until_step and not is_clearly_slower(canary.times_s, canary.before_s)
-        ):
+    def _take_back(self, why: str) -> None:
+        """Go back to the plan before."""
+        before, taken_back = self._before, self.place.plan
+        assert before is not None, "a plan is on trial"
+        self._before, self._trial_fails = None, False
+        conditions = self.timeline.at(self.time_s)
+        phase = self.setup.phase_at(min(self.step, self.setup.num_steps - 1))
+        if self.world.step_time_s(before, conditions, phase) == math.inf:
+            self._runtime.kept()  # there is no way back
             return
-        verdict = judge(
-            canary.times_s,
-            losses=[math.nan] if canary.fails else [],
-            before_s=canary.before_s,
-            predicted_s=math.nan,
-            steps_left=self.setup.num_steps - self.step,
-            back_s=canary.back_s,
-        )
-        if verdict.keep and self.step < canary.until_step:
-            return
-        self._canary = None
-        if verdict.keep:
-            return
-        taken_back, conditions, phase = (
-            self.place.plan,
-            self.timeline.at(self.time_s),
-            self.setup.phase_at(min(self.step, self.setup.num_steps - 1)),
-        )
-        if self.world.step_time_s(canary.before, conditions, phase) == math.inf:
-            return  # there is no way back
+        self._runtime.move_begun()
         self._withdraw("the run goes back")
-        costs_s = self._costs_s(canary.before, conditions, phase)
-        self._arrive(canary.before, costs_s, phase)
-        self._note("rollback", self.place.plan, costs_s, verdict.why)
-        self.policy.failed(taken_back, verdict.why, is_back=True)
-        self.policy.charge(sum(costs_s.values()))
+        costs_s = self._costs_s(before, conditions, phase)
+        self._arrive(before, costs_s, phase)
+        self._note("rollback", self.place.plan, costs_s, why)
+        self._runtime.failed(taken_back, why, costs_s=sum(costs_s.values()), is_back=True)
 
     def _recover(self) -> None:
         """Restart a run that cannot continue, on the remaining devices."""
@@ -488,11 +479,11 @@ class Simulation:
             if is_legal
             else "the new phase's batch does not divide"
         )
-        self._pending = self._canary = None
+        self._preparation = self._before = None
+        self._trial_fails = False
         # If memory ran out, do not reopen the question: a plan chosen while less memory was taken
         # would not last.
-        if is_lost:
-            self.policy.dropped()
+        self._runtime.interrupted(reopens=is_lost)
         self.time_s += switching.detect_s if is_lost else 0.0
         conditions = self.timeline.at(self.time_s)
         place = self._restart_plan(conditions) or self.truth.fallback(conditions, self.phase)
@@ -515,11 +506,11 @@ class Simulation:
                 )
             self.time_s = self.timeline.end_s(index)
             return
-        costs_s = self.costs.restart_s(place.plan, self.phase, saves=False)
+        costs_s, before = self.costs.restart_s(place.plan, self.phase, saves=False), self.place
         self._arrive(place, costs_s, self.phase)
         self._compiled = OrderedDict({(place.plan, self.phase): None})
         self._note("restart", place.plan, costs_s, why)
-        self.policy.switched(place.plan, costs_s)
+        self._runtime.moved(before.plan, place.plan, costs_s, begins_phase=True)
 
     def count_restarts(self) -> int:
         """Number of restarts after faults so far."""
@@ -527,17 +518,20 @@ class Simulation:
 
     def _restart_plan(self, conditions: ClusterConditions) -> PlacedPlan | None:
         """The plan that the policy wants to restart with; None: it names none, or it cannot run."""
-        self._reported, self._times_s = conditions.reported, []
-        decision = self.policy.decide(self.telemetry.observation([], self.now))
-        if decision is None or decision.plan is None:
+        self._reported, self._times_s, self._new_s = conditions.reported, [], []
+        self._runtime.boundary(
+            self.telemetry.observation([], self.now), times_s=(), is_compiled=lambda: False
+        )
+        named = [command for command in self._commands if command.kind == "prepare"]
+        self._commands.clear()
+        if not named or named[-1].plan is None:
             return None
-        devices = self.world.devices_for(decision.plan, conditions, decision.without)
-        if (
-            why := self._refused(decision.plan, devices, conditions, self.phase)
-        ) or devices is None:
-            self.policy.failed(decision.plan, why)
+        plan = named[-1].plan
+        devices = self.world.devices_for(plan, conditions, named[-1].without)
+        if (why := self._refused(plan, devices, conditions, self.phase)) or devices is None:
+            self._runtime.failed(plan, why)
             return None
-        return PlacedPlan(decision.plan, devices)
+        return PlacedPlan(plan, devices)
 
     def _start_phase_events(self, phase: SwitchPhase) -> bool:
         """Begin the events that occur in this phase of a switch. Returns whether the run loses

@@ -15,11 +15,11 @@ from optimus_jax.config import Config
 from optimus_jax.config.axes import AxisSizes
 from optimus_jax.config.request import make_config
 from optimus_jax.control import assembly
-from optimus_jax.control.advisor import MAX_WAIT_STEPS
 from optimus_jax.control.commands import CommandBroadcast
-from optimus_jax.control.coordinator import NEWEST_STEPS
 from optimus_jax.control.journal import switches
+from optimus_jax.control.machine import MAX_WAIT_STEPS, NEWEST_STEPS
 from optimus_jax.control.policy import CHOSEN, Alternative, Decision
+from optimus_jax.control.runtime import Policy
 from optimus_jax.mesh.build import discover
 from optimus_jax.planning.cost.rates import Rates
 from optimus_jax.planning.local_cluster import LocalCluster
@@ -79,34 +79,30 @@ def other_plan(mesh: str = OTHER):
     return plan_for(config_of(mesh), AxisSizes.parse(mesh), discover())
 
 
-class Advisor:
+class Advisor(Policy):
     """Follows `script`: decisions by the step at whose boundary they are made."""
 
     script: ClassVar[dict[int, Decision]] = {}
     last_messages: ClassVar[list[str]] = []
-    remembered: ClassVar[list[tuple[int, bool, dict[str, float]]]] = []
-    wants_probe, probe_worth_s, changed_s, steps_alike, is_puzzled = False, 0.0, None, 1000, False
+    charged_s: ClassVar[list[float]] = []
 
     def __init__(self, **_):
         self.messages: list[str] = []
         type(self).last_messages = self.messages
-        self.remembered.clear()
+        self.charged_s.clear()
 
     def decide(self, observation):
         return self.script.get(observation.step)
 
-    def switched(self, plan, costs_s):
+    def switched(self, plan, costs_s, made):
         assert all(time_s >= 0 for time_s in costs_s.values())
         self.messages.append(f"switched to {plan.axes}")
 
-    def failed(self, plan, why, at_step=None, is_back=False):
+    def failed(self, plan, why, *, is_back=False):
         self.messages.append(f"{plan.axes} failed: {why}")
 
     def charge(self, time_s):
-        pass
-
-    def remember(self, costs_s, *, step, by_choice):
-        self.remembered.append((step, by_choice, costs_s))
+        self.charged_s.append(time_s)
 
     def save(self):
         self.messages.append("saved")
@@ -274,7 +270,7 @@ def test_a_slower_plan_is_taken_back(scripted, monkeypatch):
     plan = other_plan()
     monkeypatch.setattr("optimus_jax.control.canary.NOISE", -1e9)  # any step counts as slow
     # and taking back costs nothing
-    monkeypatch.setattr("optimus_jax.control.coordinator.sum", lambda _: -1e9, raising=False)
+    monkeypatch.setattr("optimus_jax.control.machine.sum", lambda _: -1e9, raising=False)
     result = scripted({3: switch_at(3, plan)})
     assert result.plan.axes == AxisSizes.parse(START)
     assert losses(result) == pytest.approx(never_switched(scripted), rel=F32_RELATIVE)
@@ -337,10 +333,11 @@ def test_a_slowly_compiled_switch_waits_until_step_times_are_steady(
     """The plan is compiled by step 6; until then compilation may have changed step times."""
 
     class Watching(Advisor):
-        is_puzzled = True
+        def is_puzzled(self, since_s):
+            return self.step < puzzled_until
 
         def decide(self, observation):
-            self.is_puzzled = observation.step < puzzled_until
+            self.step = observation.step
             if observation.step == 6:
                 Later.do()
             return super().decide(observation)
@@ -348,7 +345,7 @@ def test_a_slowly_compiled_switch_waits_until_step_times_are_steady(
     monkeypatch.setattr(assembly, "Advisor", Watching)
     monkeypatch.setattr("optimus_jax.control.switch.Worker", Later)
     # step times are never steady
-    monkeypatch.setattr("optimus_jax.control.coordinator.STEADY", 1e-9)
+    monkeypatch.setattr("optimus_jax.control.machine.STEADY", 1e-9)
     result = scripted({3: switch_at(3, other_plan())}, steps=STEPS + 2)
     assert [event["step"] for event in events(result, "remesh")] == [expected]
 
@@ -358,15 +355,17 @@ def test_a_switch_happens_at_once_if_compilation_did_not_slow_steps(
     scripted, lenient_canary, monkeypatch, is_puzzled, expected
 ):
     class Watching(Advisor):
+        def is_puzzled(self, since_s):
+            return is_puzzled
+
         def decide(self, observation):
-            self.is_puzzled = is_puzzled
             if observation.step == 6:
                 Later.do()
             return super().decide(observation)
 
     monkeypatch.setattr(assembly, "Advisor", Watching)
     monkeypatch.setattr("optimus_jax.control.switch.Worker", Later)
-    monkeypatch.setattr("optimus_jax.control.coordinator.STEADY", math.inf)
+    monkeypatch.setattr("optimus_jax.control.machine.STEADY", math.inf)
     result = scripted({3: switch_at(3, other_plan())}, steps=STEPS + 2)
     assert [event["step"] for event in events(result, "remesh")] == [expected]
 
@@ -377,10 +376,9 @@ def test_a_resumed_run_continues_under_its_new_plan(scripted, lenient_canary):
     result = scripted({3: switch_at(3, plan)})
     resumed = scripted({}, resume=True, steps=STEPS + 2)
     assert resumed.plan == plan == result.plan
-    [(step, by_choice, costs_s)] = Advisor.remembered
-    assert by_choice
-    assert 0 < step < STEPS
-    assert {"move_s", "compile_tax_s", "first_steps_s"} <= costs_s.keys()
+    [record] = switches(result.run_dir)
+    assert {"move_s", "compile_tax_s", "first_steps_s"} <= record.costs_s.keys()
+    assert Advisor.charged_s == [sum(record.costs_s.values())]
     assert len(resumed.history) == STEPS + 2
 
 
@@ -428,7 +426,7 @@ def test_an_error_in_the_advisor_stops_the_controller_and_not_the_run(scripted, 
 def test_the_advisor_is_told_all_costs_of_a_switch(scripted, lenient_canary, monkeypatch):
     reported, charged = [], []
     monkeypatch.setattr(
-        Advisor, "switched", lambda self, plan, costs_s: reported.append(dict(costs_s))
+        Advisor, "switched", lambda self, plan, costs_s, made: reported.append(dict(costs_s))
     )
     monkeypatch.setattr(Advisor, "charge", lambda self, time_s: charged.append(time_s))
     monkeypatch.setattr("optimus_jax.control.switch.Worker", Later)

@@ -4,11 +4,12 @@ import json
 from functools import cache
 
 from optimus_jax.config.request import make_config
+from optimus_jax.control.runtime import Policy
 from optimus_jax.planning.cost.rates import Rates
 from optimus_jax.planning.profiles.cluster import Cluster
 from optimus_jax.planning.search.search import Pricing
 from optimus_jax.simulation.candidate_plans import PooledSearch
-from optimus_jax.simulation.outcome import Policy, SimulationOptions
+from optimus_jax.simulation.outcome import SimulationOptions
 from optimus_jax.simulation.scenarios import Scenario
 from optimus_jax.simulation.setup import Setup, Truth
 from optimus_jax.simulation.simulator import Simulation
@@ -75,10 +76,10 @@ class FollowsScript(Policy):
         self.observations.append(observation)
         return self.decisions.pop(observation.step, None)
 
-    def switched(self, plan, costs_s):
+    def switched(self, plan, costs_s, made):
         self.calls.append(("switched", plan, dict(costs_s)))
 
-    def failed(self, plan, why, is_back=False):
+    def failed(self, plan, why, *, is_back=False):
         self.calls.append(("failed", plan, why))
 
     def charge(self, time_s):

@@ -22,6 +22,7 @@ from simulated import (
 
 from optimus_jax.control.canary import CLEAR_STEPS, CLEARLY
 from optimus_jax.control.policy import Decision
+from optimus_jax.control.switch_state import Decided, News, Question
 from optimus_jax.planning.search.search import search
 from optimus_jax.simulation.baseline_policies import Static
 from optimus_jax.simulation.comparison import num_switches
@@ -348,11 +349,10 @@ def test_a_switch_costs_the_time_of_its_phases():
     # Steps during compilation overshoot its end by a part of one.
     assert outcome.total_s == pytest.approx(expected_s, abs=0.04 * first_s)
     assert run_event.time_s - run_event.decided_s >= QUICK["compile_s"]
-    costs_s = {name: time_s for name, time_s in run_event.delay_s.items() if name != "first_steps"}
-    assert policy.calls == [
-        ("switched", OTHER, costs_s),
-        ("charged", run_event.delay_s["first_steps"]),
-    ], "first steps come later"
+    [(_, plan, told_s)] = policy.calls
+    assert plan == OTHER
+    assert set(told_s) == {*PHASES, "compile_tax_s"} - {"prepare", "first_steps"}
+    assert told_s["compile_tax_s"] == pytest.approx(run_event.delay_s["prepare"], rel=0.05)
 
 
 def test_another_executable_moves_no_state():
@@ -402,8 +402,13 @@ def test_a_slower_plan_is_taken_back():
     assert outcome.run_events[1].step == outcome.run_events[0].step + 1 + CLEAR_STEPS, (
         "it is so slow that nobody has to see more"
     )
-    assert (outcome.plan, policy.calls[2][:2]) == (START, ("failed", slow))
-    assert policy.calls[3] == ("charged", sum(outcome.run_events[1].delay_s.values()))
+    assert outcome.plan == START
+    _, first, failed, back = policy.calls
+    assert first == ("charged", pytest.approx(QUICK["first_steps_s"]))
+    assert failed[:2] == ("failed", slow)
+    _, rollback = outcome.run_events
+    extra_s = rollback.delay_s["first_steps"]
+    assert back == ("charged", pytest.approx(sum(rollback.delay_s.values()) - extra_s, abs=1e-9))
 
 
 def test_a_slightly_slower_plan_is_taken_back_after_the_whole_canary():
@@ -437,7 +442,7 @@ def test_a_failed_switch_keeps_the_old_plan_and_costs_more_later(phase):
     policy = FollowsScript(switch(50, SECOND))
     outcome = run(made, policy)
     assert outcome.plan == START
-    assert policy.calls[-2][:2] == ("failed", SECOND)
+    assert ("failed", SECOND) in [call[:2] for call in policy.calls]
     assert num_switches(outcome) == 1
     before = {"prepare": -1.0, "move": "prepare", "verify": "move", "canary": "verify"}[phase]
     if phase != "prepare":
@@ -456,9 +461,9 @@ def test_a_decision_to_stay_withdraws_the_preparation():
     outcome = run(truth(misfit=EXACT), policy)
     assert [run_event.kind for run_event in outcome.run_events] == ["withdrawn"]
     assert num_switches(outcome) == 0
-    assert policy.calls == [("charged", pytest.approx(outcome.run_events[0].delay_s["prepare"]))], (
-        "what compiling has taken from steps"
-    )
+    assert policy.calls == [
+        ("charged", pytest.approx(outcome.run_events[0].delay_s["prepare"], rel=0.1))
+    ], "what compiling has taken from steps"
 
 
 def test_a_planned_switch_waits_for_its_step():
@@ -542,20 +547,24 @@ def test_at_a_restart_the_policy_repeats_an_unexecuted_decision(during):
     wanted = replace(default_plans(PRICING, 8)[0], remat="none", microbatches=4)
 
     class DecidesOnce(FollowsScript):
-        has_decided = False
+        has_asked = False
 
-        def decide(self, observation):
+        def notices(self, observation, state):
             if not observation.lost_devices:
-                return super().decide(observation)
-            if self.has_decided:
-                return None
-            self.has_decided = True
-            return Decision(
-                step=observation.step, action="switch", plan=wanted, why="lost", mandatory=True
-            )
+                return super().notices(observation, state)
+            is_first, self.has_asked = not self.has_asked, True
+            asked = News(question=Question(trigger="lost", mandatory=True))
+            return [asked] * is_first
 
-        def dropped(self):
-            self.has_decided = False
+        def answer(self, question, observation, state, *, blocked):
+            if not question.mandatory:
+                stays = Decision(step=observation.step, action="stay", why="it is fine")
+                return Decided(decision=stays)
+            return Decided(
+                decision=Decision(
+                    step=observation.step, action="switch", plan=wanted, why="lost", mandatory=True
+                )
+            )
 
     # With notice, the loss happens during the switch that leaves the host.
     event = {

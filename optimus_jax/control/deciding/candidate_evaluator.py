@@ -14,15 +14,13 @@ from optimus_jax.control.deciding.options import ObservedCluster, PlanOption
 from optimus_jax.control.deciding.phases import BatchPhases
 from optimus_jax.control.deciding.plan_history import PlanHistory
 from optimus_jax.control.deciding.prices import Prices, query, setting
-from optimus_jax.control.deciding.quarantine import Quarantine
-from optimus_jax.control.deciding.question_queue import Question
 from optimus_jax.control.deciding.run_progress import RunProgress
 from optimus_jax.control.deciding.switch_costs import CostModel
-from optimus_jax.control.deciding.value import Regime
 from optimus_jax.control.deciding.watch import Watch
 from optimus_jax.control.policy import Decision, Situation, SwitchCandidate
 from optimus_jax.control.predictor import Predictor
 from optimus_jax.control.signals import SignalSummary
+from optimus_jax.control.switch_state import Question, State
 from optimus_jax.data.batch import BatchShape
 from optimus_jax.plan import Plan
 
@@ -39,7 +37,6 @@ class CandidateEvaluator:
     watch: Watch
     costs: CostModel
     account: Account
-    quarantine: Quarantine
     settings: ControlConfig
     is_compiled: Callable[[Plan, BatchShape, frozenset[int]], bool]
     """Whether the plan's executable for this batch shape, without these devices, is compiled."""
@@ -50,6 +47,7 @@ class CandidateEvaluator:
         options: Sequence[PlanOption],
         observed: ObservedCluster,
         readings: Mapping[str, SignalSummary],
+        state: State,
         *,
         blocked: str,
     ) -> Decision:
@@ -60,18 +58,19 @@ class CandidateEvaluator:
           options: the candidate plans, each with the devices that it would use.
           observed: the usable devices and the present conditions.
           readings: the newest signal readings, recorded with the decision.
+          state: says which plans have failed.
           blocked: why no switch may be made; empty: one may.
         """
         watch, plan, priced = (
             self.watch,
             self.plan_history.now.plan,
-            observed.memory.applied(self.prices.of(question.batch)),
+            observed.memory.applied(self.prices.of(observed.batch)),
         )
         asked = [
             query(
                 plan,
                 observed.conditions.as_seen_by(plan).applied(priced),
-                setting(question.batch, watch.conditions),
+                setting(observed.batch, watch.conditions),
                 watch.regime,
             )
         ]
@@ -80,7 +79,7 @@ class CandidateEvaluator:
             for option in options
         ]
         if watch.is_disturbed:
-            normal = setting(question.batch, watch.normal)
+            normal = setting(observed.batch, watch.normal)
             asked += [query(plan, watch.normal.applied(priced), normal)] + [
                 query(option.plan, option.devices.normal, normal) for option in options
             ]
@@ -95,8 +94,8 @@ class CandidateEvaluator:
         candidates = [
             self._candidate(
                 option,
-                question,
                 observed,
+                state,
                 allow,
                 *forecast.ratio(index, 0),
                 forecast.ratio(after + index, after)[0] if watch.is_disturbed else None,
@@ -110,18 +109,12 @@ class CandidateEvaluator:
         steps_left = self.phases.steps_left(
             self.run_progress.step if question.at_step is None else question.at_step
         )
-        # How long conditions last does not matter for going back: they are the same for both plans.
-        regime = (
-            watch.regime_at(observed.time_s)
-            if question.only is None
-            else Regime(elapsed_s=0.0, durations=None)
-        )
         situation = Situation(
             step=self.run_progress.step,
             trigger=question.trigger,
             step_time_s=step_time_s,
             horizon_s=steps_left * step_time_s,
-            regime=regime,
+            regime=watch.regime_at(observed.time_s),
             blocked=blocked,
             trial_s=self.settings.canary_steps * step_time_s,
             account=self.account.allowance,
@@ -131,15 +124,15 @@ class CandidateEvaluator:
             mandatory=question.mandatory,
             at_step=question.at_step,
             is_unexplained=watch.regime != 0,
-            inputs=self._inputs(question, observed, readings, forecast.interval_s(0), steps_left),
+            inputs=self._inputs(observed, readings, forecast.interval_s(0), steps_left),
         )
         return policy.decide(situation, candidates)
 
     def _candidate(
         self,
         option: PlanOption,
-        question: Question,
         observed: ObservedCluster,
+        state: State,
         allow: Sequence[AxisSizes],
         log_ratio: float,
         deviation: float,
@@ -148,7 +141,7 @@ class CandidateEvaluator:
         plan, devices, old = option.plan, option.devices, self.plan_history.now.plan
         switch_method, compiled = (
             self.plan_history.switch_method(plan, devices.without),
-            self.is_compiled(plan, question.batch, devices.without),
+            self.is_compiled(plan, observed.batch, devices.without),
         )
         is_listed = is_allowed(plan, allow)
         return SwitchCandidate(
@@ -160,7 +153,7 @@ class CandidateEvaluator:
             without=devices.without,
             usable_probability=devices.probability,
             leaves_out=bool(devices.without & observed.slow),
-            barred=self.quarantine.why(plan, self.run_progress.step)
+            barred=state.why_not(plan)
             if is_listed
             else "not on the list of meshes that may be switched to",
             cost_s=self.costs.expected_s(
@@ -172,7 +165,6 @@ class CandidateEvaluator:
 
     def _inputs(
         self,
-        question: Question,
         observed: ObservedCluster,
         readings: Mapping[str, SignalSummary],
         interval_s: tuple[float, float],
@@ -188,8 +180,8 @@ class CandidateEvaluator:
         }
         return {
             "plan": self.plan_history.now.plan.digest,
-            "global_batch": question.batch[0],
-            "seq_len": question.batch[1],
+            "global_batch": observed.batch[0],
+            "seq_len": observed.batch[1],
             "step_time_low_s": interval_s[0],
             "step_time_high_s": interval_s[1],
             "conditions": watch.conditions.as_json(),

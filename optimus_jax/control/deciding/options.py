@@ -151,33 +151,6 @@ class Options:
                     )
         return list(options.values())
 
-    def back(self, observed: ObservedCluster, before: PlanInUse) -> list[PlanOption]:
-        """The plan that the run was under before, on the devices that it used; empty if it cannot
-        run there.
-        """
-        priced, conditions = self._prices.of(observed.batch), observed.conditions
-        if observed.excluded is not None and not observed.excluded.devices <= before.without:
-            conditions = replace(conditions, skew=observed.excluded.skew)
-        elif before.excluded is not None or (observed.slow and observed.slow <= before.without):
-            conditions = conditions.without_skew()
-        size = priced.cluster.devices_per_host
-        num_hosts, rest = divmod(before.plan.num_devices, size)
-        cluster = replace(
-            priced.cluster,
-            num_hosts=max(1, num_hosts),
-            devices_per_host=rest or size,
-            inter_host=priced.cluster.inter_host if num_hosts > 1 else None,
-        )
-        devices = self._priced(
-            replace(priced, cluster=cluster), conditions, before.without, observed
-        )
-        can_be = (
-            observed.lost <= before.without
-            and is_legal(before.plan, priced.config)
-            and has_room(before.plan, devices.pricing)
-        )
-        return [PlanOption(plan=before.plan, devices=devices)] if can_be else []
-
     def _device_sets(self, observed: ObservedCluster) -> Iterator[UsableDevices]:
         """The sets of devices that can be used."""
         priced, conditions, lost = (

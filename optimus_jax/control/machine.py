@@ -1,0 +1,482 @@
+"""The life of a switch as a state machine.
+
+`reduce` is a pure function: (state, event, rules) -> (state, commands). TABLE says what handles an
+event in which stage, and which stages may follow. It is the documentation (docs/control.md), and
+tests hold it to what `reduce` does. Only process 0 has a state; its commands reach all processes
+(control/commands.py).
+"""
+
+import math
+import statistics
+import typing
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from optimus_jax.control.canary import is_clearly_slower, judge
+from optimus_jax.control.commands import Command
+from optimus_jax.control.policy import Decision
+from optimus_jax.control.switch_state import (
+    BatchChanged,
+    CompileDone,
+    Decided,
+    Event,
+    Failure,
+    Interrupted,
+    MoveBegun,
+    MoveDone,
+    News,
+    PendingSwitch,
+    Question,
+    Rules,
+    Stage,
+    State,
+    StepsDone,
+    SwitchFailed,
+    Trial,
+    TrialOver,
+)
+from optimus_jax.plan import Plan
+
+NEWEST_STEPS = 3
+"""Number of newest steps that others are compared with, where older ones may have run in other
+conditions: the fewest whose median a single outlier does not move."""
+STEADY = 1.5
+"""Step times count as unchanged within this factor of those when the plan was chosen: compiling in
+the background explains such a difference."""
+MAX_WAIT_STEPS = 12
+"""Largest number of steps that a plan which is ready waits for an explanation, if steps have
+changed since it was chosen."""
+MAX_DOUBLINGS = 10
+"""Largest number of doublings of the time for which a plan that failed is not tried again."""
+REPEAT_ADVICE_AFTER = 10
+"""Number of cool-downs after which advice that nobody follows is given again."""
+
+
+# What process 0 does for itself; commands to all processes are in control/commands.py.
+
+
+@dataclass(frozen=True, kw_only=True)
+class Announce:
+    """Record and show a decision."""
+
+    decision: Decision
+
+
+@dataclass(frozen=True, kw_only=True)
+class Charge:
+    """Charge the account with time that switching took."""
+
+    time_s: float
+
+
+Commands = tuple[Command | Announce | Charge, ...]
+Result = tuple[State, Commands]
+NO_COMMANDS: Commands = ()
+
+
+def reduce(state: State, event: Event, rules: Rules) -> Result:
+    """The state after the event, and what is to be done."""
+    row = TABLE.get((state.stage, type(event)))
+    return (state, NO_COMMANDS) if row is None else row.handle(state, event, rules)
+
+
+def resumed(state: State, step: int, rules: Rules, *, by_choice: bool) -> State:
+    """The state of a resumed run that knows of a switch that was made after `step`."""
+    state = _cooling(replace(state, step=step), rules, by_choice=by_choice)
+    return replace(
+        state,
+        step=0,
+        stage=Stage.COOLDOWN,
+        review_step=math.inf,
+        num_switches=state.num_switches + by_choice,
+    )
+
+
+def quarantined(state: State, plan: Plan, step: int, why: str, rules: Rules) -> State:
+    """The state in which a plan that failed at `step` is not tried for a while.
+
+    Each failure of a plan doubles the time.
+    """
+    before = state.failures.get(plan.digest)
+    count = 1 if before is None else before.count + 1
+    steps = max(1, rules.settings.cooldown_steps) * 2 ** min(count, MAX_DOUBLINGS)
+    failure = Failure(count=count, until_step=step + steps, why=why)
+    return replace(state, failures={**state.failures, plan.digest: failure})
+
+
+# Steps.
+
+
+def _counted(state: State, event: StepsDone, rules: Rules) -> State:
+    """The state after these steps."""
+    goes_back = event.step < state.step
+    state = replace(
+        state,
+        step=event.step,
+        time_s=event.time_s,
+        recent_s=(state.recent_s + event.times_s)[-rules.settings.window_steps :],
+        # A run that resumes from a checkpoint repeats steps. A cool-down that came later begins.
+        switched_step=min(state.switched_step, event.step),
+    )
+    return replace(state, review_step=rules.cool_until(state)) if goes_back else state
+
+
+def _steps_done(state: State, event: StepsDone, rules: Rules) -> Result:
+    """Ask again if a review is due."""
+    return _reviewed(_counted(state, event, rules)), NO_COMMANDS
+
+
+def _cooled_steps_done(state: State, event: StepsDone, rules: Rules) -> Result:
+    """End the cool-down once it is over."""
+    state = _counted(state, event, rules)
+    is_over = state.step >= rules.cool_until(state)
+    return _reviewed(replace(state, stage=Stage.IDLE) if is_over else state), NO_COMMANDS
+
+
+def _canary_steps_done(state: State, event: StepsDone, rules: Rules) -> Result:
+    """Judge the new plan, as soon as its first steps show whether it is slower."""
+    state, trial = _counted(state, event, rules), state.trial
+    assert trial is not None, "the stage has a trial"
+    trial = replace(
+        trial, times_s=trial.times_s + event.times_s, losses=trial.losses + event.losses
+    )
+    state = replace(state, trial=trial)
+    is_over = len(trial.times_s) > rules.settings.canary_steps
+    if trial.verdict is not None or not (
+        is_over or is_clearly_slower(trial.times_s, trial.before_s)
+    ):
+        return state, NO_COMMANDS
+    verdict = judge(
+        trial.times_s,
+        losses=trial.losses,
+        before_s=trial.before_s,
+        predicted_s=trial.predicted_s,
+        steps_left=rules.num_steps - state.step,
+        back_s=sum(trial.costs_s.values()),
+    )
+    if verdict.keep and not is_over:
+        return state, NO_COMMANDS
+    return replace(state, trial=replace(trial, verdict=verdict)), (
+        Charge(time_s=trial.first_steps_s),
+        Command(kind="keep" if verdict.keep else "roll_back", why=verdict.why),
+    )
+
+
+def _compiling_steps_done(state: State, event: StepsDone, rules: Rules) -> Result:
+    """Add up how much longer steps take beside the compilation."""
+    pending = state.pending
+    assert pending is not None, "the stage has a pending switch"
+    usual_s = pending.usual_s
+    tax_s = 0.0 if usual_s is None else sum(event.times_s) - len(event.times_s) * usual_s
+    return replace(
+        _counted(state, event, rules), pending=replace(pending, tax_s=pending.tax_s + tax_s)
+    ), NO_COMMANDS
+
+
+def _only_counted(state: State, event: StepsDone, rules: Rules) -> Result:
+    """Count them."""
+    return _counted(state, event, rules), NO_COMMANDS
+
+
+# Questions and answers.
+
+
+def _news(state: State, event: News, rules: Rules) -> Result:
+    """Open the question, or keep it for later if a pressing one is open."""
+    asked, answered = event.question, state.pending and state.pending.question
+    # A switch that is mandatory or planned for a boundary is not withdrawn for something else, but
+    # another plan may be the better answer to its question now.
+    if answered is not None and answered.is_pressing and not asked.is_pressing:
+        asked = answered
+    if state.question is not None and state.question.is_pressing and not asked.mandatory:
+        return replace(state, later=asked), NO_COMMANDS
+    return replace(state, question=asked), NO_COMMANDS
+
+
+def _batch_changed(state: State, event: BatchChanged, rules: Rules) -> Result:
+    """Ask the open question about the new batches."""
+    asked = state.question and replace(state.question, batch=None, at_step=None)
+    return replace(state, question=asked, later=None), NO_COMMANDS
+
+
+def _decided(state: State, event: Decided, rules: Rules) -> Result:
+    """Prepare the switch, or withdraw the one that is pending."""
+    decision, asked = event.decision, state.question
+    if asked is not None and asked.mandatory:
+        state = replace(state, forced=asked)
+    if decision.action == "stay":
+        return _stayed(state, event, rules)
+    state, pending = replace(state, question=None, later=None), state.pending
+    if pending is not None and _target(pending.decision) == _target(decision):
+        return state, NO_COMMANDS
+    if not rules.acts:  # review it once the advice could have been followed
+        again = state.step + REPEAT_ADVICE_AFTER * _cool_steps(rules)
+        return replace(state, review_step=again), (Announce(decision=decision),)
+    state, commands = _dropped(state, rules)
+    alike_s = _newest(state, event.steps_alike)
+    pending = PendingSwitch(
+        decision=decision,
+        question=asked,
+        decided_s=state.time_s,
+        before_s=alike_s[-NEWEST_STEPS:],
+        usual_s=statistics.median(alike_s) if alike_s else None,
+        was_compiled=event.is_compiled,
+    )
+    prepare = Command(
+        kind="prepare",
+        plan=decision.plan,
+        without=decision.without,
+        at_step=decision.at_step,
+        why=decision.why,
+    )
+    return _settled(replace(state, pending=pending), rules), (
+        *commands,
+        Announce(decision=decision),
+        prepare,
+    )
+
+
+def _stayed(state: State, event: Decided, rules: Rules) -> Result:
+    had_pending = state.pending is not None
+    state, commands = _dropped(state, rules)
+    # When its quarantine ends, a plan that has failed may be the best one.
+    ends = [each.until_step for each in state.failures.values() if each.until_step > state.step]
+    state = replace(
+        state,
+        question=state.later,
+        later=None,
+        review_step=min(state.review_step, event.review_step, *ends),
+        review_s=min(state.review_s, event.review_s),
+    )
+    withdraw = (Command(kind="withdraw", why=event.decision.why),) if had_pending else ()
+    return _settled(state, rules), (*commands, Announce(decision=event.decision), *withdraw)
+
+
+# The switch.
+
+
+def _compile_done(state: State, event: CompileDone, rules: Rules) -> Result:
+    """Go, if nothing has changed since the decision; else look at the reasons again first."""
+    pending = state.pending
+    if pending is None or state.trial is not None:
+        return state, NO_COMMANDS
+    state = replace(state, stage=Stage.READY)
+    if pending.decision.at_step is not None:  # all processes know when
+        return state, NO_COMMANDS
+    go = (Command(kind="switch", plan=pending.decision.plan),)
+    if event.at_once or pending.decision.mandatory or _is_steady(state, event):
+        return state, go
+    if pending.checked_since is None:
+        # On CPU devices nobody has seen steps during the compilation.
+        checked = replace(pending, checked_since=state.step)
+        return replace(state, pending=checked), (
+            Command(kind="recheck", plan=pending.decision.plan),
+        )
+    waited = state.step - pending.checked_since
+    unseen = NEWEST_STEPS if rules.shares_cores else 0
+    is_as_it_was = waited >= MAX_WAIT_STEPS or (waited >= unseen and not event.is_puzzled)
+    return state, go if is_as_it_was else NO_COMMANDS
+
+
+def _is_steady(state: State, event: CompileDone) -> bool:
+    """Whether the newest steps took about as long as those before the compilation."""
+    assert state.pending is not None
+    newest_s, before_s = state.recent_s[-NEWEST_STEPS:], state.pending.before_s
+    if len(newest_s) < NEWEST_STEPS or not before_s or event.is_puzzled:
+        return False
+    usual_s = statistics.median(before_s)
+    return usual_s / STEADY <= min(newest_s) and max(newest_s) <= STEADY * usual_s
+
+
+def _move_begun(state: State, event: MoveBegun, rules: Rules) -> Result:
+    """Wait until it is done: no step is made meanwhile."""
+    return replace(state, stage=Stage.MOVING), NO_COMMANDS
+
+
+def _move_done(state: State, event: MoveDone, rules: Rules) -> Result:
+    """Put the new plan on trial."""
+    pending = state.pending
+    if pending is not None and pending.decision.plan != event.plan:
+        pending = None
+    by_choice = pending is not None and not pending.decision.mandatory
+    trial = None
+    if rules.has_trials and not event.begins_phase:
+        tax_s = max(0.0, pending.tax_s) if pending is not None else 0.0
+        trial = Trial(
+            source=event.source,
+            plan=event.plan,
+            costs_s={**event.costs_s, "compile_tax_s": tax_s},
+            # A plan that the run had to leave is no standard: fewer devices may be slower.
+            before_s=_comparable(state, event, rules) if by_choice else (),
+            predicted_s=math.nan if pending is None else pending.predicted_s,
+        )
+    state = replace(
+        state,
+        pending=None,
+        trial=trial,
+        recent_s=(),
+        forced=None,
+        num_switches=state.num_switches + by_choice,
+    )
+    state = replace(_cooling(state, rules, by_choice=by_choice), review_s=event.review_s)
+    return _settled(state, rules), NO_COMMANDS
+
+
+def _comparable(state: State, event: MoveDone, rules: Rules) -> tuple[float, ...]:
+    """The times of the old plan's last steps that the new plan's first steps are compared with."""
+    # While the plan was compiled on the cores of CPU devices, nobody checked whether steps stayed
+    # alike.
+    newest = NEWEST_STEPS if rules.shares_cores else 2 * rules.settings.canary_steps
+    return _newest(state, event.steps_alike)[-newest:]
+
+
+def _switch_failed(state: State, event: SwitchFailed, rules: Rules) -> Result:
+    """Do not try the plan again for a while, longer each time, and cool down."""
+    state, commands = _dropped(replace(state, trial=None), rules)
+    state = quarantined(state, event.plan, state.step, event.why, rules)
+    state = _cooling(state, rules, by_choice=True)
+    # A mandatory question is open again.
+    state = replace(state, question=state.forced, review_s=event.review_s)
+    return _settled(state, rules), (*commands, Charge(time_s=event.costs_s))
+
+
+def _trial_over(state: State, event: TrialOver, rules: Rules) -> Result:
+    """Keep the plan."""
+    return _settled(replace(state, trial=None), rules), (Charge(time_s=event.costs_s),)
+
+
+def _interrupted(state: State, event: Interrupted, rules: Rules) -> Result:
+    """Drop what is pending or on trial; a mandatory question is open again."""
+    state, commands = _dropped(replace(state, trial=None, recent_s=()), rules)
+    asked = state.forced if event.reopens else state.question
+    return _settled(replace(state, question=asked, later=None), rules), commands
+
+
+# Parts of the above.
+
+
+def _newest(state: State, count: int | None) -> tuple[float, ...]:
+    """Times of the newest steps, at least of one; None: of all that are kept."""
+    return state.recent_s if count is None else state.recent_s[-max(1, count) :]
+
+
+def _target(decision: Decision) -> tuple[Plan | None, int | None]:
+    return decision.plan, decision.at_step
+
+
+def _settled(state: State, rules: Rules) -> State:
+    """The state in the stage that follows from what is on trial, pending, or cooling down."""
+    if state.trial is not None:
+        stage = Stage.CANARY
+    elif state.pending is not None:
+        stage = Stage.PREPARING
+    else:
+        is_cooling = state.step < rules.cool_until(state)
+        stage = Stage.COOLDOWN if is_cooling else Stage.IDLE
+    return replace(state, stage=stage)
+
+
+def _reviewed(state: State) -> State:
+    """The state with a question, if a review is due. Each review is due once."""
+    if state.step < state.review_step and state.time_s < state.review_s:
+        return state
+    asked = state.question or state.forced or Question(trigger="it is time to look again")
+    return replace(state, question=asked, review_step=math.inf, review_s=math.inf)
+
+
+def _dropped(state: State, rules: Rules) -> Result:
+    """Withdraw the pending switch, and charge for the delay that preparing it has caused."""
+    if state.pending is None:
+        return state, NO_COMMANDS
+    charge = Charge(time_s=max(0.0, state.pending.tax_s))
+    return replace(state, pending=None), (charge,)
+
+
+def _cool_steps(rules: Rules) -> int:
+    return max(rules.settings.cooldown_steps, rules.settings.window_steps)
+
+
+def _cooling(state: State, rules: Rules, *, by_choice: bool) -> State:
+    """The state in the cool-down after a switch that was made or failed now.
+
+    After a mandatory switch, the next one may come as soon as step times are known.
+    """
+    state = replace(
+        state,
+        switched_step=state.step,
+        cool_steps=_cool_steps(rules) if by_choice else 2 * rules.settings.canary_steps,
+        question=None,
+        later=None,
+    )
+    return replace(state, review_step=rules.cool_until(state), review_s=math.inf)
+
+
+@dataclass(frozen=True)
+class Row:
+    """What happens at an event in a stage."""
+
+    handle: Callable[[State, typing.Any, Rules], Result]
+    """The function; the first line of its docstring says what it does."""
+    then: tuple[Stage, ...]
+    """The stages that may follow."""
+
+
+_AT_REST = (Stage.IDLE, Stage.COOLDOWN)
+_EVERY = tuple(Stage)
+
+
+def _rows() -> Iterator[tuple[Stage, type, Row]]:
+    at_steps = {
+        Stage.IDLE: Row(_steps_done, (Stage.IDLE,)),
+        Stage.PREPARING: Row(_compiling_steps_done, (Stage.PREPARING,)),
+        Stage.READY: Row(_only_counted, (Stage.READY,)),
+        Stage.CANARY: Row(_canary_steps_done, (Stage.CANARY,)),
+        Stage.COOLDOWN: Row(_cooled_steps_done, _AT_REST),
+    }
+    for stage, row in at_steps.items():
+        yield stage, StepsDone, row
+    decides = {
+        Stage.IDLE: (Stage.PREPARING, *_AT_REST),
+        Stage.PREPARING: (Stage.PREPARING, *_AT_REST),
+        Stage.READY: (Stage.READY, Stage.PREPARING, *_AT_REST),
+        Stage.CANARY: (Stage.CANARY,),
+        Stage.COOLDOWN: (Stage.PREPARING, *_AT_REST),
+    }
+    for stage, then in decides.items():
+        yield stage, News, Row(_news, (stage,))
+        yield stage, BatchChanged, Row(_batch_changed, (stage,))
+        yield stage, Decided, Row(_decided, then)
+    compiled = Row(_compile_done, (Stage.READY,))
+    yield Stage.PREPARING, CompileDone, compiled
+    yield Stage.READY, CompileDone, compiled
+    for stage in (Stage.PREPARING, Stage.READY, Stage.CANARY):
+        yield stage, MoveBegun, Row(_move_begun, (Stage.MOVING,))
+    for stage in _EVERY:
+        # Without MoveBegun where no command was given: a phase, or a restart.
+        yield stage, MoveDone, Row(_move_done, (Stage.CANARY, *_AT_REST))
+        yield stage, SwitchFailed, Row(_switch_failed, _AT_REST)
+        yield stage, Interrupted, Row(_interrupted, _AT_REST)
+    for stage in (Stage.CANARY, Stage.MOVING):
+        yield stage, TrialOver, Row(_trial_over, (Stage.PREPARING, *_AT_REST))
+
+
+TABLE: Mapping[tuple[Stage, type], Row] = {(stage, event): row for stage, event, row in _rows()}
+"""What happens at which event in which stage. Other pairs change nothing."""
+
+
+def markdown() -> str:
+    """The table as Markdown: a line for each handler and the stages in which it is called."""
+    found: dict[tuple[str, str], dict[Stage, tuple[Stage, ...]]] = {}
+    for (stage, event), row in TABLE.items():
+        told = str(row.handle.__doc__).splitlines()[0].rstrip(".")
+        found.setdefault((event.__name__, told), {})[stage] = row.then
+    lines = ["| event | in stage | what happens | stage afterwards |", "|---|---|---|---|"]
+    for (event, told), stages in found.items():
+        then = dict.fromkeys(stage for each in stages.values() for stage in each)
+        after = (
+            "the same"
+            if all(each == (stage,) for stage, each in stages.items())
+            else (", ".join(then))
+        )
+        lines.append(f"| `{event}` | {', '.join(stages)} | {told} | {after} |")
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,288 @@
+"""Process 0's part of the controller: it feeds the state machine with events, asks the policy, and
+sends commands to all processes.
+
+Real and simulated runs share it. What carries out its commands reports back what has happened:
+control/controller.py in a real run, simulation/simulator.py in a simulated one.
+"""
+
+import math
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Protocol
+
+from optimus_jax.control.commands import Command
+from optimus_jax.control.machine import Announce, Commands, reduce
+from optimus_jax.control.policy import Decision
+from optimus_jax.control.signals import Observation
+from optimus_jax.control.switch_state import (
+    CompileDone,
+    Decided,
+    Event,
+    Interrupted,
+    MoveBegun,
+    MoveDone,
+    PendingSwitch,
+    Question,
+    Rules,
+    State,
+    StepsDone,
+    SwitchFailed,
+    TrialOver,
+)
+from optimus_jax.plan import Plan
+
+
+class Policy(Protocol):
+    """What decides. `control.advisor.Advisor` does in real runs; others follow a script or a
+    simple rule and only have `decide`.
+    """
+
+    wants_probe: bool = False
+    """Whether a round of probes now would help."""
+    probe_worth_s: float = 0.0
+    """Seconds that such a round may take beyond the budget."""
+    changed_s: float | None = None
+    """When step times last changed for a reason that was unknown then, on the run's clock."""
+    steps_alike: int | None = None
+    """Number of newest steps that were in present conditions; None: all, as far as known."""
+    slowed: float = 1.0
+    """Present step time over that in normal conditions."""
+    review_s: float = math.inf
+    """When the plan has to be reviewed without news, on the run's clock."""
+
+    def decide(self, observation: Observation) -> Decision | None:
+        """The decision at this boundary; None: nothing new."""
+
+    def notices(self, observation: Observation, state: State) -> Sequence[Event]:
+        """Record an observation; returns what is new. Called at every boundary."""
+        decision = self.decide(observation)
+        return () if decision is None else (Decided(decision=decision),)
+
+    def answer(
+        self, question: Question, observation: Observation, state: State, *, blocked: str
+    ) -> Decided | None:
+        """Answer the open question; None: not yet, it stays open.
+
+        `blocked`: why no switch is allowed; empty: one is.
+        """
+
+    def is_puzzled(self, since_s: float) -> bool:
+        """Whether step times have changed since then and nobody knows why."""
+        return False
+
+    def switched(
+        self, plan: Plan, costs_s: Mapping[str, float], made: PendingSwitch | None = None
+    ) -> None:
+        """Record that the run is under `plan` now.
+
+        Args:
+          plan: the plan.
+          costs_s: delay of the run by phase of the switch, in seconds, without its first steps.
+          made: the decision behind it; None: nobody decided it.
+        """
+
+    def failed(self, plan: Plan, why: str, *, is_back: bool = False) -> None:
+        """Record that the run cannot use `plan`. `is_back`: it was entered and taken back."""
+
+    def charge(self, time_s: float) -> None:
+        """Record that switching took this time beyond the costs of switches."""
+
+    def save(self) -> None:
+        """Save what was learnt, after the run has ended."""
+
+
+class Runtime:
+    """The runtime of one run, in process 0.
+
+    Args:
+      policy: decides.
+      rules: the settings.
+      send: sends a command to all processes.
+      announce: records and shows a decision.
+      fail: records and shows that the controller has failed: why, and the traceback.
+      state: the state to begin with.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        rules: Rules,
+        *,
+        send: Callable[[Command], object],
+        announce: Callable[[Decision], object],
+        fail: Callable[[str, str], object] | None = None,
+        state: State | None = None,
+    ) -> None:
+        self.state = state or State()
+        self._policy, self._rules, self._send, self._announce, self._fail = (
+            policy,
+            rules,
+            send,
+            announce,
+            fail,
+        )
+        self._probed_of_s: float | None = None
+        """When steps changed, for the change that a probe was last requested for."""
+        self._is_broken = False
+
+    # Reports to it.
+
+    def boundary(
+        self,
+        observation: Observation,
+        *,
+        times_s: Sequence[float],
+        losses: Sequence[float] = (),
+        is_compiled: Callable[[], bool],
+    ) -> None:
+        """Decide what to do at a step boundary.
+
+        Args:
+          observation: the run's signals.
+          times_s: times of the steps since the last boundary, in seconds.
+          losses: their losses.
+          is_compiled: whether this process has compiled the pending plan, or failed to.
+        """
+        self.steps_done(observation.step, observation.time_s, times_s, losses)
+        trial = self.state.trial
+        if self._is_broken or (trial and trial.verdict and not trial.verdict.keep):
+            return  # a decision now would be about a plan that the run is about to leave
+        try:
+            self._decide(observation)
+        # A defect ends the controller and not the run.
+        except Exception as error:
+            if self._fail is None:
+                raise
+            self._is_broken = True
+            why = (
+                f"the controller has failed and decides nothing more ({type(error).__name__}:"
+                f" {error}); this is a defect of optimus_jax"
+            )
+            self._fail(why, traceback.format_exc())
+            self._send(Command(kind="withdraw", why=why))
+            return
+        if is_compiled():
+            self.compiled()
+
+    def steps_done(
+        self, step: int, time_s: float, times_s: Sequence[float], losses: Sequence[float] = ()
+    ) -> None:
+        """Steps are done, without a question to the policy; arguments as for `boundary`."""
+        self._happened(
+            StepsDone(step=step, time_s=time_s, times_s=tuple(times_s), losses=tuple(losses))
+        )
+
+    def compiled(self, *, at_once: bool = False) -> None:
+        """The pending plan is compiled. `at_once`: no step was done since the decision."""
+        pending = self.state.pending
+        is_puzzled = pending is not None and (
+            self.state.question is not None or self._policy.is_puzzled(pending.decided_s)
+        )
+        self._happened(CompileDone(at_once=at_once, is_puzzled=is_puzzled))
+
+    def move_begun(self) -> None:
+        """The state begins to move."""
+        self._happened(MoveBegun())
+
+    def moved(
+        self,
+        source: Plan,
+        plan: Plan,
+        costs_s: Mapping[str, float],
+        *,
+        begins_phase: bool = False,
+    ) -> None:
+        """The run is under `plan` now.
+
+        Args:
+          source: the plan before.
+          plan: the plan.
+          costs_s: how long training paused, by phase, in seconds.
+          begins_phase: whether step times before and after cannot be compared.
+        """
+        made, alike = self.state.pending, self._policy.steps_alike
+        made = made if made is not None and made.decision.plan == plan else None
+        tax_s = {} if made is None else {"compile_tax_s": max(0.0, made.tax_s)}
+        if not self._is_broken:
+            self._policy.switched(plan, {**costs_s, **tax_s}, made)
+        self._happened(
+            MoveDone(
+                source=source,
+                plan=plan,
+                costs_s=costs_s,
+                steps_alike=alike,
+                begins_phase=begins_phase,
+                review_s=self._policy.review_s,
+            )
+        )
+
+    def failed(self, plan: Plan, why: str, *, costs_s: float = 0.0, is_back: bool = False) -> None:
+        """The run cannot use `plan`.
+
+        Args:
+          plan: the plan.
+          why: what went wrong.
+          costs_s: seconds that it took.
+          is_back: the run was under it, and is back under the plan before.
+        """
+        if not self._is_broken:
+            self._policy.failed(plan, why, is_back=is_back)
+        self._happened(
+            SwitchFailed(plan=plan, why=why, costs_s=costs_s, review_s=self._policy.review_s)
+        )
+
+    def kept(self, costs_s: float = 0.0) -> None:
+        """All processes keep the plan that was on trial.
+
+        `costs_s`: seconds that it took to try to go back.
+        """
+        self._happened(TrialOver(costs_s=costs_s))
+
+    def interrupted(self, *, reopens: bool = True) -> None:
+        """What was pending or on trial is of no use any more.
+
+        `reopens`: whether a mandatory question is asked again.
+        """
+        self._happened(Interrupted(reopens=reopens))
+
+    def close(self) -> None:
+        """Save what was learnt, after the run has ended."""
+        if not self._is_broken:
+            self._policy.save()
+
+    # Decisions.
+
+    def _decide(self, observation: Observation) -> None:
+        policy = self._policy
+        if policy.wants_probe:
+            is_news = policy.changed_s != self._probed_of_s
+            self._probed_of_s = policy.changed_s
+            worth_s = policy.probe_worth_s if is_news else 0.0
+            self._send(Command(kind="probe", anew=is_news, worth_s=worth_s))
+        for event in policy.notices(observation, self.state):
+            self._happened(event)
+        if (question := self.state.question) is None:
+            return
+        slowed = policy.slowed
+        blocked = self._rules.blocked(self.state, question, slowed)
+        answered = policy.answer(question, observation, self.state, blocked=blocked)
+        if answered is None:
+            return
+        cooled_step = self._rules.cool_until(self.state, slowed)
+        if blocked and cooled_step > self.state.step:
+            answered = replace(answered, review_step=min(answered.review_step, cooled_step))
+        self._happened(answered)
+
+    def _happened(self, event: Event) -> None:
+        self.state, commands = reduce(self.state, event, self._rules)
+        self._do(commands)
+
+    def _do(self, commands: Commands) -> None:
+        for command in commands:
+            if isinstance(command, Command):
+                self._send(command)
+            elif isinstance(command, Announce):
+                self._announce(command.decision)
+            elif not self._is_broken:
+                self._policy.charge(command.time_s)

@@ -1,0 +1,331 @@
+"""The state machine of a switch: its table, the invariants of its states, and its limits."""
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from fleet import PLANS
+from hypothesis import given
+from hypothesis import strategies as st
+
+from optimus_jax.config import ControlConfig
+from optimus_jax.control.commands import Command
+from optimus_jax.control.machine import (
+    MAX_WAIT_STEPS,
+    NEWEST_STEPS,
+    TABLE,
+    Announce,
+    Charge,
+    markdown,
+    quarantined,
+    reduce,
+    resumed,
+)
+from optimus_jax.control.policy import Decision
+from optimus_jax.control.switch_state import (
+    BatchChanged,
+    CompileDone,
+    Decided,
+    Interrupted,
+    MoveBegun,
+    MoveDone,
+    News,
+    Question,
+    Rules,
+    Stage,
+    State,
+    StepsDone,
+    SwitchFailed,
+    TrialOver,
+)
+
+OLD, NEW, THIRD = PLANS[:3]
+RULES = Rules(
+    settings=ControlConfig(cooldown_steps=30, window_steps=20, canary_steps=5, max_switches=2),
+    num_steps=1000,
+)
+MAY, MUST = Question(trigger="news"), Question(trigger="devices are lost", mandatory=True)
+LATER = Question(trigger="a phase", at_step=500)
+
+
+def to(plan, **fields):
+    return Decided(decision=Decision(step=0, action="switch", plan=plan, why="a test", **fields))
+
+
+STAY = Decided(decision=Decision(step=0, action="stay", why="a test"))
+
+
+def after(*events, state=None, rules=RULES):
+    """The state after these events, and all commands."""
+    state, all_commands = state or State(), []
+    for event in events:
+        state, commands = reduce(state, event, rules)
+        all_commands += commands
+    return state, all_commands
+
+
+def steps(first, count, time_s=1.0, loss=1.0):
+    return [
+        StepsDone(step=step, time_s=float(step), times_s=(time_s,), losses=(loss,))
+        for step in range(first, first + count)
+    ]
+
+
+def kinds(commands):
+    return [
+        command.kind if isinstance(command, Command) else type(command).__name__
+        for command in commands
+    ]
+
+
+MOVED = MoveDone(source=OLD, plan=NEW, costs_s={"move_s": 2.0})
+ON_TRIAL = (
+    *steps(1, 20),
+    News(question=MAY),
+    to(NEW),
+    *steps(21, 3),
+    CompileDone(),
+    MoveBegun(),
+    MOVED,
+)
+
+
+def test_the_documentation_has_the_table():
+    page = Path(__file__).parents[2] / "docs" / "control.md"
+    assert markdown() in page.read_text()
+
+
+def test_a_switch_goes_through_all_stages():
+    seen, state = [], State()
+    for event in (*ON_TRIAL, *steps(24, 6), TrialOver(), *steps(30, 30)):
+        state, _ = reduce(state, event, RULES)
+        seen += [] if seen[-1:] == [state.stage] else [state.stage]
+    assert seen == [*Stage, Stage.IDLE]
+    assert state.num_switches == 1
+
+
+PLAN = st.sampled_from([OLD, NEW, THIRD])
+QUESTIONS = st.sampled_from([MAY, MUST, LATER])
+EVENTS = st.one_of(
+    st.builds(
+        StepsDone,
+        step=st.integers(1, 300),
+        time_s=st.floats(0, 300),
+        times_s=st.lists(st.sampled_from([1.0, 1.1, 3.0]), max_size=3).map(tuple),
+        losses=st.lists(st.sampled_from([1.0, math.nan]), max_size=2).map(tuple),
+    ),
+    st.builds(News, question=QUESTIONS),
+    st.just(BatchChanged()),
+    st.builds(to, PLAN, at_step=st.sampled_from([None, 250]), mandatory=st.booleans()),
+    st.just(STAY),
+    st.builds(CompileDone, at_once=st.booleans(), is_puzzled=st.booleans()),
+    st.just(MoveBegun()),
+    st.builds(
+        MoveDone,
+        source=PLAN,
+        plan=PLAN,
+        costs_s=st.just({"move_s": 1.0}),
+        begins_phase=st.booleans(),
+        steps_alike=st.sampled_from([None, 0, 4]),
+    ),
+    st.builds(SwitchFailed, plan=PLAN, why=st.just("a test")),
+    st.just(TrialOver()),
+    st.builds(Interrupted, reopens=st.booleans()),
+)
+
+
+@given(st.lists(EVENTS, max_size=40), st.booleans(), st.booleans())
+def test_every_state_is_in_the_table(events, shares_cores, acts):
+    """Whatever happens in whatever order: the stage is one that the table names, it says what is
+    pending or on trial, and an event that the table lacks changes nothing.
+    """
+    rules, state = replace(RULES, shares_cores=shares_cores, acts=acts), State()
+    for event in events:
+        row, before = TABLE.get((state.stage, type(event))), state
+        state, commands = reduce(state, event, rules)
+        if row is None:
+            assert (state, commands) == (before, ())
+            continue
+        assert state.stage in row.then
+        assert (state.stage in (Stage.PREPARING, Stage.READY)) <= (state.pending is not None)
+        assert (state.stage is Stage.CANARY) <= (state.trial is not None)
+        assert (state.stage in (Stage.IDLE, Stage.COOLDOWN)) <= (
+            state.trial is None and state.pending is None
+        )
+        assert acts or not any(kind == "prepare" for kind in kinds(commands))
+        assert all(each.time_s >= 0 for each in commands if isinstance(each, Charge))
+
+
+def test_a_decision_is_announced_and_prepared_once():
+    state, commands = after(News(question=MAY), to(NEW), News(question=MAY), to(NEW))
+    assert kinds(commands) == ["Announce", "prepare"]
+    assert (state.stage, state.question) == (Stage.PREPARING, None)
+    _, commands = after(to(THIRD), state=state)
+    assert kinds(commands) == ["Charge", "Announce", "prepare"]
+
+
+def test_advice_is_announced_and_not_prepared():
+    rules = replace(RULES, acts=False)
+    state, commands = after(*steps(1, 20), News(question=MAY), to(NEW), rules=rules)
+    assert (kinds(commands), state.stage) == (["Announce"], Stage.IDLE)
+
+
+def test_to_stay_withdraws_what_is_pending():
+    state, commands = after(*steps(1, 20), to(NEW), *steps(21, 4, time_s=1.5), STAY)
+    assert kinds(commands)[2:] == ["Charge", "Announce", "withdraw"]
+    assert commands[2] == Charge(time_s=2.0), "steps took longer beside the compilation"
+    assert (state.stage, state.pending) == (Stage.IDLE, None)
+
+
+def test_a_mandatory_question_replaces_others_and_is_not_replaced():
+    state, _ = after(News(question=MAY), News(question=MUST), News(question=MAY))
+    assert (state.question, state.later) == (MUST, MAY)
+    state, _ = after(STAY, state=state)
+    assert (state.question, state.later, state.forced) == (MAY, None, MUST)
+
+
+def test_news_while_a_pressing_switch_is_pending_ask_its_question_again():
+    state, _ = after(News(question=MUST), to(NEW, mandatory=True), News(question=MAY))
+    assert state.question == MUST
+    state, _ = after(News(question=MUST), state=replace(state, question=None))
+    assert state.question == MUST
+
+
+def test_a_mandatory_switch_that_failed_is_asked_about_again():
+    asked = (News(question=MUST), to(NEW, mandatory=True))
+    for event in (SwitchFailed(plan=NEW, why="a test"), Interrupted()):
+        state, _ = after(*asked, event)
+        assert state.question == MUST
+    state, _ = after(*asked, Interrupted(reopens=False))
+    assert state.question is None
+    state, _ = after(*asked, CompileDone(), MoveBegun(), MOVED, Interrupted())
+    assert state.question is None
+
+
+def test_another_batch_makes_the_question_about_a_phase_one_about_now():
+    state, _ = after(News(question=LATER), BatchChanged())
+    assert state.question == replace(LATER, at_step=None)
+
+
+def test_a_steady_run_moves_at_once():
+    *_, (state, commands) = [after(*steps(1, 20), to(NEW), *steps(21, 3), CompileDone())]
+    assert kinds(commands)[-1] == "switch"
+    assert state.stage is Stage.READY
+
+
+@pytest.mark.parametrize(("is_puzzled", "waits"), [(False, NEWEST_STEPS), (True, MAX_WAIT_STEPS)])
+def test_changed_steps_are_looked_at_before_the_move(is_puzzled, waits):
+    rules = replace(RULES, shares_cores=True)
+    state, commands = after(
+        *steps(1, 20), to(NEW), *steps(21, 3, time_s=5.0), CompileDone(), rules=rules
+    )
+    assert kinds(commands)[-1] == "recheck"
+    for number in range(1, waits + 1):
+        state, commands = after(
+            *steps(23 + number, 1, time_s=5.0),
+            CompileDone(is_puzzled=is_puzzled),
+            state=state,
+            rules=rules,
+        )
+        assert kinds(commands) == (["switch"] if number == waits else [])
+
+
+def test_a_planned_switch_needs_no_command_to_move():
+    _, commands = after(*steps(1, 20), to(NEW, at_step=100), *steps(21, 3), CompileDone())
+    assert "switch" not in kinds(commands)
+
+
+def test_a_new_plan_is_kept_or_taken_back_by_its_first_steps():
+    for time_s, kind in ((0.9, "keep"), (1.2, "roll_back")):
+        state, commands = after(*ON_TRIAL, *steps(24, 6, time_s=time_s))
+        assert (kinds(commands)[-1], state.stage) == (kind, Stage.CANARY)
+        _, again = after(*steps(30, 2, time_s=time_s), state=state)
+        assert again == [], "the verdict is sent once"
+    _, commands = after(*ON_TRIAL, *steps(24, 3, time_s=9.0))
+    assert kinds(commands)[-1] == "roll_back", "so slow that nobody has to see more"
+    _, commands = after(*ON_TRIAL, *steps(24, 6, loss=math.nan))
+    assert commands[-1] == Command(kind="roll_back", why="the loss is not finite")
+
+
+def test_a_plan_that_the_run_had_to_leave_is_no_standard():
+    state, _ = after(
+        *steps(1, 20),
+        News(question=MUST),
+        to(NEW, mandatory=True),
+        CompileDone(),
+        MoveBegun(),
+        MOVED,
+    )
+    assert state.trial.before_s == ()
+    assert (state.num_switches, state.forced) == (0, None)
+    assert RULES.cool_until(state) == 20 + 2 * RULES.settings.canary_steps
+
+
+def test_no_trial_in_a_phase_or_where_there_are_none():
+    state, _ = after(to(NEW), CompileDone(), MoveBegun(), replace(MOVED, begins_phase=True))
+    assert state.stage is Stage.COOLDOWN
+    state, _ = after(*ON_TRIAL, rules=replace(RULES, has_trials=False))
+    assert state.stage is Stage.COOLDOWN
+
+
+def test_a_failed_plan_is_left_alone_for_longer_each_time():
+    state, until = State(), []
+    for step in (100, 300):
+        state = quarantined(replace(state, step=step), NEW, step, "a test", RULES)
+        until.append(state.failures[NEW.digest].until_step - step)
+        assert "a test" in state.why_not(NEW)
+        assert not state.why_not(OLD)
+    assert until == [60, 120]
+    assert not replace(state, step=420).why_not(NEW)
+    state, _ = after(STAY, state=replace(state, step=310))
+    assert state.review_step == 420, "it may be the best one then"
+
+
+def test_the_plan_is_reviewed_when_the_cool_down_is_over():
+    state, _ = after(*ON_TRIAL, *steps(24, 6), TrialOver(), *steps(30, 23))
+    assert (state.stage, state.question) == (Stage.COOLDOWN, None)
+    state, _ = after(*steps(53, 1), state=state)
+    assert (state.stage, state.question) == (
+        Stage.IDLE,
+        Question(trigger="it is time to look again"),
+    )
+
+
+def test_a_review_by_the_clock():
+    state, _ = after(*steps(1, 20), replace(STAY, review_s=22.5), *steps(21, 2))
+    assert state.question is None
+    state, _ = after(*steps(23, 1), state=state)
+    assert state.question is not None
+    assert state.review_s == math.inf
+
+
+def test_limits_on_switches():
+    state = replace(resumed(State(), 100, RULES, by_choice=True), step=129)
+    assert "until step 130" in RULES.blocked(state, MAY, 1.0)
+    assert not RULES.blocked(state, MUST, 1.0)
+    assert not RULES.blocked(state, LATER, 1.0), "its boundary is later"
+    assert not RULES.blocked(replace(state, step=130), MAY, 1.0)
+    assert not RULES.blocked(replace(state, step=120), MAY, 2.0), "slow steps last longer"
+    assert [RULES.cool_until(state, slowed) for slowed in (0.5, 1.0, 2.0, 100.0)] == [
+        130,
+        130,
+        115,
+        110,
+    ]
+    forced = resumed(State(), 100, RULES, by_choice=False)
+    assert (RULES.cool_until(forced), forced.num_switches) == (110, 0)
+    state = resumed(state, 200, RULES, by_choice=True)
+    assert "2 switches are the most" in RULES.blocked(replace(state, step=500), MAY, 1.0)
+
+
+def test_a_run_that_goes_back_to_a_checkpoint_cools_down_from_there():
+    state, _ = after(*ON_TRIAL, *steps(24, 6), TrialOver(), *steps(30, 30))
+    state, _ = after(*steps(10, 1), state=state)
+    assert RULES.cool_until(state) == 40
+    assert state.review_step == 40
+
+
+def test_announcements_carry_the_decision():
+    _, commands = after(STAY)
+    assert commands == [Announce(decision=STAY.decision)]
