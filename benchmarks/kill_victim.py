@@ -15,7 +15,7 @@ import signal
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import wraps
@@ -29,14 +29,16 @@ import optimus_jax.control.switch as switch_module
 from optimus_jax.checkpoint.checkpoints import Checkpoints
 from optimus_jax.config import Config
 from optimus_jax.config.request import make_config
-from optimus_jax.control import assembly, coordinator
-from optimus_jax.control.advisor import Advisor
+from optimus_jax.control import assembly, machine
 from optimus_jax.control.canary import Verdict
 from optimus_jax.control.controller import Controller
 from optimus_jax.control.journal import Journal
 from optimus_jax.control.policy import CHOSEN, Alternative, Decision
 from optimus_jax.control.preparation import Preparation
+from optimus_jax.control.runtime import Policy
+from optimus_jax.control.signals import Observation
 from optimus_jax.control.switch import Switcher
+from optimus_jax.control.switch_state import Event, State
 from optimus_jax.devices.cpu import use_cpu_devices
 from optimus_jax.mesh.build import discover
 from optimus_jax.plan import Plan
@@ -256,7 +258,7 @@ def phase_of(instant: str) -> str:
 # The run.
 
 
-class Scripted(Advisor):
+class Scripted(Policy):
     """An advisor that follows the scenes of its task, but does not choose a plan that has failed
     (unless the task is stubborn).
     """
@@ -264,14 +266,18 @@ class Scripted(Advisor):
     instants: Instants
     task: Task
 
-    def __init__(self, *, plan: Plan, **more: Any) -> None:
-        super().__init__(plan=plan, **more)
+    def __init__(self, *, plan: Plan, **_: Any) -> None:
         self._plan, self._came_from, self._failed = plan, plan, set[str]()
         self._asked: Scene | None = None
         self.instants.note(begins=plan.digest)
         fulfil(self)
 
-    def decide(self, observation: Any) -> Decision | None:
+    def notices(self, observation: Observation, state: State) -> Sequence[Event]:
+        """Learn which plans have failed, then decide."""
+        self._failed = set(state.failures)
+        return super().notices(observation, state)
+
+    def decide(self, observation: Observation) -> Decision | None:
         number = min((observation.step - FIRST_STEP) // SCENE_STEPS, len(self.task.scenes) - 1)
         scene = SCENES[self.task.scenes[number]] if number >= 0 else None
         if scene is None or scene is self._asked:
@@ -304,18 +310,11 @@ class Scripted(Advisor):
         return "kept" if self._asked is None else self._asked.fate
 
     def switched(self, plan: Plan, *args: Any, **more: Any) -> None:
-        super().switched(plan, *args, **more)
         self._plan, self._came_from = plan, self._plan
 
-    def failed(self, plan: Plan, why: str, **more: Any) -> None:
-        super().failed(plan, why, **more)
-        self._failed.add(plan.digest)
-        self.instants.note(failed=plan.digest)
+    def failed(self, plan: Plan, why: str, *, is_back: bool = False) -> None:
         if plan == self._plan:
             self._plan = self._came_from
-
-    def save(self) -> None:
-        pass
 
 
 def fulfil(advisor: Scripted) -> None:
@@ -337,7 +336,7 @@ def fulfil(advisor: Scripted) -> None:
         )
 
     switch_module._check_loss = check
-    coordinator.judge = judge
+    machine.judge = judge
 
 
 def known_devices(_: object) -> LocalCluster:
@@ -387,7 +386,13 @@ def run(task: Task, killer: int) -> None:
             self.result()
         return is_ready(self)
 
-    Preparation.is_ready_everywhere = wait
+    quarantined = assembly.quarantined
+
+    def noted(state: State, plan: Plan, *more: Any) -> State:
+        instants.note(failed=plan.digest)
+        return quarantined(state, plan, *more)
+
+    Preparation.is_ready_everywhere, assembly.quarantined = wait, noted
     Scripted.instants, Scripted.task = instants, task
     assembly.Advisor = Scripted
     api.known_devices = known_devices

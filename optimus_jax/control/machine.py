@@ -342,7 +342,8 @@ def _switch_failed(state: State, event: SwitchFailed, rules: Rules) -> Result:
 
 def _trial_over(state: State, event: TrialOver, rules: Rules) -> Result:
     """Keep the plan."""
-    return _settled(replace(state, trial=None), rules), (Charge(time_s=event.costs_s),)
+    charges = (Charge(time_s=event.costs_s),) if event.costs_s else NO_COMMANDS
+    return _settled(replace(state, trial=None), rules), charges
 
 
 def _interrupted(state: State, event: Interrupted, rules: Rules) -> Result:

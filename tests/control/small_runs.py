@@ -21,6 +21,7 @@ from optimus_jax.config.request import make_config
 from optimus_jax.control import assembly, executables
 from optimus_jax.control.deciding.candidates import search_now
 from optimus_jax.control.policy import CHOSEN, Alternative, Decision
+from optimus_jax.control.runtime import Policy
 from optimus_jax.mesh.build import discover
 from optimus_jax.planning.cost.rates import Rates
 from optimus_jax.planning.local_cluster import LocalCluster
@@ -62,38 +63,23 @@ class AtOnce:
         pass
 
 
-class Scripted:
+class Scripted(Policy):
     """An advisor that follows `script`: decisions by the step at whose boundary they are made."""
 
     script: ClassVar[dict[int, Decision]] = {}
     messages: ClassVar[list[str]] = []
-    remembered: ClassVar[list[tuple[int, bool, dict[str, float]]]] = []
-    wants_probe, steps_alike, is_puzzled = False, 1000, False
 
     def __init__(self, **_):
         self.messages.clear()
-        self.remembered.clear()
 
     def decide(self, observation):
         return self.script.get(observation.step)
 
-    def switched(self, plan, costs_s):
+    def switched(self, plan, costs_s, made):
         self.messages.append(f"switched to {plan.axes}")
 
-    def failed(self, plan, why, at_step=None, is_back=False):
+    def failed(self, plan, why, *, is_back=False):
         self.messages.append(f"{plan.axes} failed: {why}")
-
-    def dropped(self):
-        self.messages.append("dropped")
-
-    def charge(self, time_s):
-        pass
-
-    def remember(self, costs_s, *, step, by_choice):
-        self.remembered.append((step, by_choice, costs_s))
-
-    def save(self):
-        pass
 
 
 def switch_at(step, plan, *, at_step=None, without=frozenset()):

@@ -185,9 +185,7 @@ def test_a_run_that_trains_adapters_switches(text, tmp_path, precision, query): 
 
 
 def test_a_switch_prepared_for_batches_of_the_old_phase_is_dropped(text, tmp_path):  # noqa: F811
-    """A switch that is decided at the boundary itself does not happen, and the advisor is told to
-    decide anew.
-    """
+    """A switch that is decided at the boundary itself does not happen."""
     result = run_tiny(
         tmp_path / "run",
         text,
@@ -197,5 +195,5 @@ def test_a_switch_prepared_for_batches_of_the_old_phase_is_dropped(text, tmp_pat
         **SAVED,
     )
     assert not events(result, "remesh")
-    assert Scripted.messages == ["dropped"]
+    assert Scripted.messages == []
     assert_is_a_restart(result, plan_on("tensor=4,data=2", global_batch=16))
