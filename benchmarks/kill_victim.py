@@ -38,7 +38,7 @@ from optimus_jax.control.preparation import Preparation
 from optimus_jax.control.runtime import Policy
 from optimus_jax.control.signals import Observation
 from optimus_jax.control.switch import Switcher
-from optimus_jax.control.switch_state import Event, State
+from optimus_jax.control.switch_state import Event, SwitchState
 from optimus_jax.devices.cpu import use_cpu_devices
 from optimus_jax.mesh.build import discover
 from optimus_jax.plan import Plan
@@ -272,7 +272,7 @@ class Scripted(Policy):
         self.instants.note(begins=plan.digest)
         fulfil(self)
 
-    def notices(self, observation: Observation, state: State) -> Sequence[Event]:
+    def notices(self, observation: Observation, state: SwitchState) -> Sequence[Event]:
         """Learn which plans have failed, then decide."""
         self._failed = set(state.failures)
         return super().notices(observation, state)
@@ -388,7 +388,7 @@ def run(task: Task, killer: int) -> None:
 
     quarantined = assembly.quarantined
 
-    def noted(state: State, plan: Plan, *more: Any) -> State:
+    def noted(state: SwitchState, plan: Plan, *more: Any) -> SwitchState:
         instants.note(failed=plan.digest)
         return quarantined(state, plan, *more)
 

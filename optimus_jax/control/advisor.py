@@ -39,7 +39,7 @@ from optimus_jax.control.switch_state import (
     News,
     PendingSwitch,
     Question,
-    State,
+    SwitchState,
 )
 from optimus_jax.data.batch import BatchShape
 from optimus_jax.plan import Plan
@@ -217,7 +217,7 @@ class Advisor(Policy):
         due_s = excluded and excluded.due_s(self._run_progress.time_s, MIN_USABLE + RETRY_MARGIN)
         return math.inf if due_s is None else due_s
 
-    def notices(self, observation: Observation, state: State) -> Sequence[Event]:
+    def notices(self, observation: Observation, state: SwitchState) -> Sequence[Event]:
         """Record an observation; returns what is new."""
         self._run_progress.observe(observation)
         is_new_batch = self._enter_batch(observation)
@@ -232,7 +232,7 @@ class Advisor(Policy):
         ]
 
     def answer(
-        self, question: Question, observation: Observation, state: State, *, blocked: str
+        self, question: Question, observation: Observation, state: SwitchState, *, blocked: str
     ) -> Decided | None:
         """Answer the question; None: a search is still running.
 

@@ -18,7 +18,7 @@ from optimus_jax.control.machine import quarantined, resumed
 from optimus_jax.control.phase_changes import PhaseChanges
 from optimus_jax.control.reported_devices import ReportedDevices
 from optimus_jax.control.switch import Switcher
-from optimus_jax.control.switch_state import Rules, State
+from optimus_jax.control.switch_state import SwitchRules, SwitchState
 from optimus_jax.errors import PlanError
 from optimus_jax.faults.heartbeat import Heartbeats
 from optimus_jax.mesh.topology import Topology
@@ -96,13 +96,13 @@ def make_controller(
         / f"control-{re.sub(r'[^a-z0-9]+', '-', topology.device_kind.lower())}"
         f"-{topology.num_devices}x{topology.num_processes}.json",
     )
-    rules = Rules(
+    rules = SwitchRules(
         settings=settings,
         num_steps=config.steps,
         acts=config.control == "auto",
         shares_cores=topology.platform == "cpu",
     )
-    state = State()
+    state = SwitchState()
     for record in switches(run.path):
         state = resumed(state, record.step, rules, by_choice=record.by_choice)
         if record.by_choice:

@@ -25,7 +25,7 @@ from optimus_jax.control.runtime import Policy, Runtime
 from optimus_jax.control.signals import Observation
 from optimus_jax.control.sources import Signals
 from optimus_jax.control.switch import Switched, Switcher
-from optimus_jax.control.switch_state import Rules, State
+from optimus_jax.control.switch_state import SwitchRules, SwitchState
 from optimus_jax.data.batch import HostBatch
 from optimus_jax.devices.hosts import devices_by_host
 from optimus_jax.errors import OptimusError, first_line
@@ -69,8 +69,8 @@ class Controller:
         self,
         *,
         policy: Policy,
-        rules: Rules,
-        state: State,
+        rules: SwitchRules,
+        state: SwitchState,
         signals: Signals,
         probes: Probes,
         switcher: Switcher,
@@ -307,7 +307,7 @@ class Controller:
         self._switcher.keep(step=step, why=why, costs_s=self._spent_s())
         self._trial = None
         if self._runtime is not None:
-            self._runtime.kept()
+            self._runtime.trial_over()
 
     def _spent_s(self) -> dict[str, float]:
         """What the switch on trial has cost, by phase, for the journal, which process 0 writes."""
@@ -422,7 +422,7 @@ class Controller:
         else:
             self._log_stay(step, plan, f"it cannot be taken back: {switched.why_not}")
             if self._runtime is not None:
-                self._runtime.kept(costs_s=sum(costs_s.values()))
+                self._runtime.trial_over(costs_s=sum(costs_s.values()))
         self._trial, self._back_why = None, None
         self._forget_steps()
         return switched

@@ -27,11 +27,11 @@ from optimus_jax.control.switch_state import (
     News,
     PendingSwitch,
     Question,
-    Rules,
     Stage,
-    State,
     StepsDone,
     SwitchFailed,
+    SwitchRules,
+    SwitchState,
     Trial,
     TrialOver,
 )
@@ -70,17 +70,17 @@ class Charge:
 
 
 Commands = tuple[Command | Announce | Charge, ...]
-Result = tuple[State, Commands]
+Reduced = tuple[SwitchState, Commands]
 NO_COMMANDS: Commands = ()
 
 
-def reduce(state: State, event: Event, rules: Rules) -> Result:
+def reduce(state: SwitchState, event: Event, rules: SwitchRules) -> Reduced:
     """The state after the event, and what is to be done."""
     row = TABLE.get((state.stage, type(event)))
     return (state, NO_COMMANDS) if row is None else row.handle(state, event, rules)
 
 
-def resumed(state: State, step: int, rules: Rules, *, by_choice: bool) -> State:
+def resumed(state: SwitchState, step: int, rules: SwitchRules, *, by_choice: bool) -> SwitchState:
     """The state of a resumed run that knows of a switch that was made after `step`."""
     state = _cooling(replace(state, step=step), rules, by_choice=by_choice)
     return replace(
@@ -92,7 +92,9 @@ def resumed(state: State, step: int, rules: Rules, *, by_choice: bool) -> State:
     )
 
 
-def quarantined(state: State, plan: Plan, step: int, why: str, rules: Rules) -> State:
+def quarantined(
+    state: SwitchState, plan: Plan, step: int, why: str, rules: SwitchRules
+) -> SwitchState:
     """The state in which a plan that failed at `step` is not tried for a while.
 
     Each failure of a plan doubles the time.
@@ -107,7 +109,7 @@ def quarantined(state: State, plan: Plan, step: int, why: str, rules: Rules) -> 
 # Steps.
 
 
-def _counted(state: State, event: StepsDone, rules: Rules) -> State:
+def _counted(state: SwitchState, event: StepsDone, rules: SwitchRules) -> SwitchState:
     """The state after these steps."""
     goes_back = event.step < state.step
     state = replace(
@@ -121,19 +123,19 @@ def _counted(state: State, event: StepsDone, rules: Rules) -> State:
     return replace(state, review_step=rules.cool_until(state)) if goes_back else state
 
 
-def _steps_done(state: State, event: StepsDone, rules: Rules) -> Result:
+def _steps_done(state: SwitchState, event: StepsDone, rules: SwitchRules) -> Reduced:
     """Ask again if a review is due."""
     return _reviewed(_counted(state, event, rules)), NO_COMMANDS
 
 
-def _cooled_steps_done(state: State, event: StepsDone, rules: Rules) -> Result:
+def _cooled_steps_done(state: SwitchState, event: StepsDone, rules: SwitchRules) -> Reduced:
     """End the cool-down once it is over."""
     state = _counted(state, event, rules)
     is_over = state.step >= rules.cool_until(state)
     return _reviewed(replace(state, stage=Stage.IDLE) if is_over else state), NO_COMMANDS
 
 
-def _canary_steps_done(state: State, event: StepsDone, rules: Rules) -> Result:
+def _canary_steps_done(state: SwitchState, event: StepsDone, rules: SwitchRules) -> Reduced:
     """Judge the new plan, as soon as its first steps show whether it is slower."""
     state, trial = _counted(state, event, rules), state.trial
     assert trial is not None, "the stage has a trial"
@@ -162,7 +164,7 @@ def _canary_steps_done(state: State, event: StepsDone, rules: Rules) -> Result:
     )
 
 
-def _compiling_steps_done(state: State, event: StepsDone, rules: Rules) -> Result:
+def _compiling_steps_done(state: SwitchState, event: StepsDone, rules: SwitchRules) -> Reduced:
     """Add up how much longer steps take beside the compilation."""
     pending = state.pending
     assert pending is not None, "the stage has a pending switch"
@@ -173,7 +175,7 @@ def _compiling_steps_done(state: State, event: StepsDone, rules: Rules) -> Resul
     ), NO_COMMANDS
 
 
-def _only_counted(state: State, event: StepsDone, rules: Rules) -> Result:
+def _only_counted(state: SwitchState, event: StepsDone, rules: SwitchRules) -> Reduced:
     """Count them."""
     return _counted(state, event, rules), NO_COMMANDS
 
@@ -181,7 +183,7 @@ def _only_counted(state: State, event: StepsDone, rules: Rules) -> Result:
 # Questions and answers.
 
 
-def _news(state: State, event: News, rules: Rules) -> Result:
+def _news(state: SwitchState, event: News, rules: SwitchRules) -> Reduced:
     """Open the question, or keep it for later if a pressing one is open."""
     asked, answered = event.question, state.pending and state.pending.question
     # A switch that is mandatory or planned for a boundary is not withdrawn for something else, but
@@ -193,13 +195,13 @@ def _news(state: State, event: News, rules: Rules) -> Result:
     return replace(state, question=asked), NO_COMMANDS
 
 
-def _batch_changed(state: State, event: BatchChanged, rules: Rules) -> Result:
+def _batch_changed(state: SwitchState, event: BatchChanged, rules: SwitchRules) -> Reduced:
     """Ask the open question about the new batches."""
     asked = state.question and replace(state.question, batch=None, at_step=None)
     return replace(state, question=asked, later=None), NO_COMMANDS
 
 
-def _decided(state: State, event: Decided, rules: Rules) -> Result:
+def _decided(state: SwitchState, event: Decided, rules: SwitchRules) -> Reduced:
     """Prepare the switch, or withdraw the one that is pending."""
     decision, asked = event.decision, state.question
     if asked is not None and asked.mandatory:
@@ -236,7 +238,7 @@ def _decided(state: State, event: Decided, rules: Rules) -> Result:
     )
 
 
-def _stayed(state: State, event: Decided, rules: Rules) -> Result:
+def _stayed(state: SwitchState, event: Decided, rules: SwitchRules) -> Reduced:
     had_pending = state.pending is not None
     state, commands = _dropped(state, rules)
     # When its quarantine ends, a plan that has failed may be the best one.
@@ -255,7 +257,7 @@ def _stayed(state: State, event: Decided, rules: Rules) -> Result:
 # The switch.
 
 
-def _compile_done(state: State, event: CompileDone, rules: Rules) -> Result:
+def _compile_done(state: SwitchState, event: CompileDone, rules: SwitchRules) -> Reduced:
     """Go, if nothing has changed since the decision; else look at the reasons again first."""
     pending = state.pending
     if pending is None or state.trial is not None:
@@ -278,7 +280,7 @@ def _compile_done(state: State, event: CompileDone, rules: Rules) -> Result:
     return state, go if is_as_it_was else NO_COMMANDS
 
 
-def _is_steady(state: State, event: CompileDone) -> bool:
+def _is_steady(state: SwitchState, event: CompileDone) -> bool:
     """Whether the newest steps took about as long as those before the compilation."""
     assert state.pending is not None
     newest_s, before_s = state.recent_s[-NEWEST_STEPS:], state.pending.before_s
@@ -288,12 +290,12 @@ def _is_steady(state: State, event: CompileDone) -> bool:
     return usual_s / STEADY <= min(newest_s) and max(newest_s) <= STEADY * usual_s
 
 
-def _move_begun(state: State, event: MoveBegun, rules: Rules) -> Result:
+def _move_begun(state: SwitchState, event: MoveBegun, rules: SwitchRules) -> Reduced:
     """Wait until it is done: no step is made meanwhile."""
     return replace(state, stage=Stage.MOVING), NO_COMMANDS
 
 
-def _move_done(state: State, event: MoveDone, rules: Rules) -> Result:
+def _move_done(state: SwitchState, event: MoveDone, rules: SwitchRules) -> Reduced:
     """Put the new plan on trial."""
     pending = state.pending
     if pending is not None and pending.decision.plan != event.plan:
@@ -322,7 +324,7 @@ def _move_done(state: State, event: MoveDone, rules: Rules) -> Result:
     return _settled(state, rules), NO_COMMANDS
 
 
-def _comparable(state: State, event: MoveDone, rules: Rules) -> tuple[float, ...]:
+def _comparable(state: SwitchState, event: MoveDone, rules: SwitchRules) -> tuple[float, ...]:
     """The times of the old plan's last steps that the new plan's first steps are compared with."""
     # While the plan was compiled on the cores of CPU devices, nobody checked whether steps stayed
     # alike.
@@ -330,7 +332,7 @@ def _comparable(state: State, event: MoveDone, rules: Rules) -> tuple[float, ...
     return _newest(state, event.steps_alike)[-newest:]
 
 
-def _switch_failed(state: State, event: SwitchFailed, rules: Rules) -> Result:
+def _switch_failed(state: SwitchState, event: SwitchFailed, rules: SwitchRules) -> Reduced:
     """Do not try the plan again for a while, longer each time, and cool down."""
     state, commands = _dropped(replace(state, trial=None), rules)
     state = quarantined(state, event.plan, state.step, event.why, rules)
@@ -340,13 +342,13 @@ def _switch_failed(state: State, event: SwitchFailed, rules: Rules) -> Result:
     return _settled(state, rules), (*commands, Charge(time_s=event.costs_s))
 
 
-def _trial_over(state: State, event: TrialOver, rules: Rules) -> Result:
+def _trial_over(state: SwitchState, event: TrialOver, rules: SwitchRules) -> Reduced:
     """Keep the plan."""
     charges = (Charge(time_s=event.costs_s),) if event.costs_s else NO_COMMANDS
     return _settled(replace(state, trial=None), rules), charges
 
 
-def _interrupted(state: State, event: Interrupted, rules: Rules) -> Result:
+def _interrupted(state: SwitchState, event: Interrupted, rules: SwitchRules) -> Reduced:
     """Drop what is pending or on trial; a mandatory question is open again."""
     state, commands = _dropped(replace(state, trial=None, recent_s=()), rules)
     asked = state.forced if event.reopens else state.question
@@ -356,7 +358,7 @@ def _interrupted(state: State, event: Interrupted, rules: Rules) -> Result:
 # Parts of the above.
 
 
-def _newest(state: State, count: int | None) -> tuple[float, ...]:
+def _newest(state: SwitchState, count: int | None) -> tuple[float, ...]:
     """Times of the newest steps, at least of one; None: of all that are kept."""
     return state.recent_s if count is None else state.recent_s[-max(1, count) :]
 
@@ -365,7 +367,7 @@ def _target(decision: Decision) -> tuple[Plan | None, int | None]:
     return decision.plan, decision.at_step
 
 
-def _settled(state: State, rules: Rules) -> State:
+def _settled(state: SwitchState, rules: SwitchRules) -> SwitchState:
     """The state in the stage that follows from what is on trial, pending, or cooling down."""
     if state.trial is not None:
         stage = Stage.CANARY
@@ -377,7 +379,7 @@ def _settled(state: State, rules: Rules) -> State:
     return replace(state, stage=stage)
 
 
-def _reviewed(state: State) -> State:
+def _reviewed(state: SwitchState) -> SwitchState:
     """The state with a question, if a review is due. Each review is due once."""
     if state.step < state.review_step and state.time_s < state.review_s:
         return state
@@ -385,7 +387,7 @@ def _reviewed(state: State) -> State:
     return replace(state, question=asked, review_step=math.inf, review_s=math.inf)
 
 
-def _dropped(state: State, rules: Rules) -> Result:
+def _dropped(state: SwitchState, rules: SwitchRules) -> Reduced:
     """Withdraw the pending switch, and charge for the delay that preparing it has caused."""
     if state.pending is None:
         return state, NO_COMMANDS
@@ -393,11 +395,11 @@ def _dropped(state: State, rules: Rules) -> Result:
     return replace(state, pending=None), (charge,)
 
 
-def _cool_steps(rules: Rules) -> int:
+def _cool_steps(rules: SwitchRules) -> int:
     return max(rules.settings.cooldown_steps, rules.settings.window_steps)
 
 
-def _cooling(state: State, rules: Rules, *, by_choice: bool) -> State:
+def _cooling(state: SwitchState, rules: SwitchRules, *, by_choice: bool) -> SwitchState:
     """The state in the cool-down after a switch that was made or failed now.
 
     After a mandatory switch, the next one may come as soon as step times are known.
@@ -413,10 +415,10 @@ def _cooling(state: State, rules: Rules, *, by_choice: bool) -> State:
 
 
 @dataclass(frozen=True)
-class Row:
+class Transition:
     """What happens at an event in a stage."""
 
-    handle: Callable[[State, typing.Any, Rules], Result]
+    handle: Callable[[SwitchState, typing.Any, SwitchRules], Reduced]
     """The function; the first line of its docstring says what it does."""
     then: tuple[Stage, ...]
     """The stages that may follow."""
@@ -426,13 +428,13 @@ _AT_REST = (Stage.IDLE, Stage.COOLDOWN)
 _EVERY = tuple(Stage)
 
 
-def _rows() -> Iterator[tuple[Stage, type, Row]]:
+def _rows() -> Iterator[tuple[Stage, type, Transition]]:
     at_steps = {
-        Stage.IDLE: Row(_steps_done, (Stage.IDLE,)),
-        Stage.PREPARING: Row(_compiling_steps_done, (Stage.PREPARING,)),
-        Stage.READY: Row(_only_counted, (Stage.READY,)),
-        Stage.CANARY: Row(_canary_steps_done, (Stage.CANARY,)),
-        Stage.COOLDOWN: Row(_cooled_steps_done, _AT_REST),
+        Stage.IDLE: Transition(_steps_done, (Stage.IDLE,)),
+        Stage.PREPARING: Transition(_compiling_steps_done, (Stage.PREPARING,)),
+        Stage.READY: Transition(_only_counted, (Stage.READY,)),
+        Stage.CANARY: Transition(_canary_steps_done, (Stage.CANARY,)),
+        Stage.COOLDOWN: Transition(_cooled_steps_done, _AT_REST),
     }
     for stage, row in at_steps.items():
         yield stage, StepsDone, row
@@ -444,24 +446,26 @@ def _rows() -> Iterator[tuple[Stage, type, Row]]:
         Stage.COOLDOWN: (Stage.PREPARING, *_AT_REST),
     }
     for stage, then in decides.items():
-        yield stage, News, Row(_news, (stage,))
-        yield stage, BatchChanged, Row(_batch_changed, (stage,))
-        yield stage, Decided, Row(_decided, then)
-    compiled = Row(_compile_done, (Stage.READY,))
+        yield stage, News, Transition(_news, (stage,))
+        yield stage, BatchChanged, Transition(_batch_changed, (stage,))
+        yield stage, Decided, Transition(_decided, then)
+    compiled = Transition(_compile_done, (Stage.READY,))
     yield Stage.PREPARING, CompileDone, compiled
     yield Stage.READY, CompileDone, compiled
     for stage in (Stage.PREPARING, Stage.READY, Stage.CANARY):
-        yield stage, MoveBegun, Row(_move_begun, (Stage.MOVING,))
+        yield stage, MoveBegun, Transition(_move_begun, (Stage.MOVING,))
     for stage in _EVERY:
         # Without MoveBegun where no command was given: a phase, or a restart.
-        yield stage, MoveDone, Row(_move_done, (Stage.CANARY, *_AT_REST))
-        yield stage, SwitchFailed, Row(_switch_failed, _AT_REST)
-        yield stage, Interrupted, Row(_interrupted, _AT_REST)
+        yield stage, MoveDone, Transition(_move_done, (Stage.CANARY, *_AT_REST))
+        yield stage, SwitchFailed, Transition(_switch_failed, _AT_REST)
+        yield stage, Interrupted, Transition(_interrupted, _AT_REST)
     for stage in (Stage.CANARY, Stage.MOVING):
-        yield stage, TrialOver, Row(_trial_over, (Stage.PREPARING, *_AT_REST))
+        yield stage, TrialOver, Transition(_trial_over, (Stage.PREPARING, *_AT_REST))
 
 
-TABLE: Mapping[tuple[Stage, type], Row] = {(stage, event): row for stage, event, row in _rows()}
+TABLE: Mapping[tuple[Stage, type], Transition] = {
+    (stage, event): row for stage, event, row in _rows()
+}
 """What happens at which event in which stage. Other pairs change nothing."""
 
 

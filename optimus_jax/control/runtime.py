@@ -24,10 +24,10 @@ from optimus_jax.control.switch_state import (
     MoveDone,
     PendingSwitch,
     Question,
-    Rules,
-    State,
     StepsDone,
     SwitchFailed,
+    SwitchRules,
+    SwitchState,
     TrialOver,
 )
 from optimus_jax.plan import Plan
@@ -54,13 +54,13 @@ class Policy(Protocol):
     def decide(self, observation: Observation) -> Decision | None:
         """The decision at this boundary; None: nothing new."""
 
-    def notices(self, observation: Observation, state: State) -> Sequence[Event]:
+    def notices(self, observation: Observation, state: SwitchState) -> Sequence[Event]:
         """Record an observation; returns what is new. Called at every boundary."""
         decision = self.decide(observation)
         return () if decision is None else (Decided(decision=decision),)
 
     def answer(
-        self, question: Question, observation: Observation, state: State, *, blocked: str
+        self, question: Question, observation: Observation, state: SwitchState, *, blocked: str
     ) -> Decided | None:
         """Answer the open question; None: not yet, it stays open.
 
@@ -107,14 +107,14 @@ class Runtime:
     def __init__(
         self,
         policy: Policy,
-        rules: Rules,
+        rules: SwitchRules,
         *,
         send: Callable[[Command], object],
         announce: Callable[[Decision], object],
         fail: Callable[[str, str], object] | None = None,
-        state: State | None = None,
+        state: SwitchState | None = None,
     ) -> None:
-        self.state = state or State()
+        self.state = state or SwitchState()
         self._policy, self._rules, self._send, self._announce, self._fail = (
             policy,
             rules,
@@ -232,7 +232,7 @@ class Runtime:
             SwitchFailed(plan=plan, why=why, costs_s=costs_s, review_s=self._policy.review_s)
         )
 
-    def kept(self, costs_s: float = 0.0) -> None:
+    def trial_over(self, costs_s: float = 0.0) -> None:
         """All processes keep the plan that was on trial.
 
         `costs_s`: seconds that it took to try to go back.

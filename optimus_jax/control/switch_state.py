@@ -125,7 +125,7 @@ class Failure:
 
 
 @dataclass(frozen=True, kw_only=True)
-class State:
+class SwitchState:
     """All that the next command depends on, besides what is believed about conditions and plans."""
 
     stage: Stage = Stage.IDLE
@@ -167,7 +167,7 @@ class State:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rules:
+class SwitchRules:
     """What does not change during a run."""
 
     settings: ControlConfig
@@ -181,7 +181,7 @@ class Rules:
     has_trials: bool = True
     """Whether a new plan is taken back if it is slower."""
 
-    def cool_until(self, state: State, slowed: float = 1.0) -> int:
+    def cool_until(self, state: SwitchState, slowed: float = 1.0) -> int:
         """Step before which no other switch is made by choice.
 
         Args:
@@ -194,7 +194,7 @@ class Rules:
             math.ceil(state.cool_steps / max(1.0, slowed)),
         )
 
-    def blocked(self, state: State, question: Question, slowed: float) -> str:
+    def blocked(self, state: SwitchState, question: Question, slowed: float) -> str:
         """Why no switch is allowed as an answer to this question; empty: one is."""
         if question.mandatory:
             return ""

@@ -17,7 +17,7 @@ import numpy as np
 
 from optimus_jax.control.commands import Command
 from optimus_jax.control.runtime import Policy, Runtime
-from optimus_jax.control.switch_state import Rules, Stage
+from optimus_jax.control.switch_state import Stage, SwitchRules
 from optimus_jax.errors import PlanError, explain
 from optimus_jax.plan import Plan
 from optimus_jax.simulation.events import LostEvent, MetricsEvent, SwitchEvent, SwitchPhase
@@ -75,7 +75,7 @@ class Simulation:
         self._commands: deque[Command] = deque()
         self._runtime = Runtime(
             policy,
-            Rules(
+            SwitchRules(
                 settings=self.setup.settings,
                 num_steps=self.setup.num_steps,
                 has_trials=options.canary,
@@ -269,7 +269,7 @@ class Simulation:
                 self._preparation.may_go = True
             elif command.kind == "keep":
                 self._before, self._trial_fails = None, False
-                self._runtime.kept()
+                self._runtime.trial_over()
             elif command.kind == "roll_back":
                 self._take_back(command.why)
             elif command.kind == "probe":
@@ -448,7 +448,7 @@ class Simulation:
         conditions = self.timeline.at(self.time_s)
         phase = self.setup.phase_at(min(self.step, self.setup.num_steps - 1))
         if self.world.step_time_s(before, conditions, phase) == math.inf:
-            self._runtime.kept()  # there is no way back
+            self._runtime.trial_over()  # there is no way back
             return
         self._runtime.move_begun()
         self._withdraw("the run goes back")

@@ -27,7 +27,7 @@ from optimus_jax.control.policy import Decision
 from optimus_jax.control.predictor import Predictor
 from optimus_jax.control.runtime import Runtime
 from optimus_jax.control.signals import Observation, SignalSummary
-from optimus_jax.control.switch_state import Rules
+from optimus_jax.control.switch_state import SwitchRules
 from optimus_jax.errors import PlanError
 from optimus_jax.plan import Plan
 from optimus_jax.planning.search.search import Pricing, Ranking
@@ -99,7 +99,7 @@ class Job:
             **fields,
         )
         self.commands, self.decisions = deque(), list[Decision]()
-        self.rules = Rules(settings=settings, num_steps=num_steps)
+        self.rules = SwitchRules(settings=settings, num_steps=num_steps)
         self.runtime = Runtime(
             self.advisor, self.rules, send=self.commands.append, announce=self.decisions.append
         )
@@ -179,7 +179,7 @@ class Job:
         elif command.kind == "switch":
             self.may_go = True
         elif command.kind == "keep":
-            self.runtime.kept()
+            self.runtime.trial_over()
         elif command.kind == "roll_back":
             slower, (self.plan, self.without) = self.plan, self.before
             self.switches.append((self.step, self.plan))

@@ -32,16 +32,16 @@ from optimus_jax.control.switch_state import (
     MoveDone,
     News,
     Question,
-    Rules,
     Stage,
-    State,
     StepsDone,
     SwitchFailed,
+    SwitchRules,
+    SwitchState,
     TrialOver,
 )
 
 OLD, NEW, THIRD = PLANS[:3]
-RULES = Rules(
+RULES = SwitchRules(
     settings=ControlConfig(cooldown_steps=30, window_steps=20, canary_steps=5, max_switches=2),
     num_steps=1000,
 )
@@ -58,7 +58,7 @@ STAY = Decided(decision=Decision(step=0, action="stay", why="a test"))
 
 def after(*events, state=None, rules=RULES):
     """The state after these events, and all commands."""
-    state, all_commands = state or State(), []
+    state, all_commands = state or SwitchState(), []
     for event in events:
         state, commands = reduce(state, event, rules)
         all_commands += commands
@@ -97,7 +97,7 @@ def test_the_documentation_has_the_table():
 
 
 def test_a_switch_goes_through_all_stages():
-    seen, state = [], State()
+    seen, state = [], SwitchState()
     for event in (*ON_TRIAL, *steps(24, 6), TrialOver(), *steps(30, 30)):
         state, _ = reduce(state, event, RULES)
         seen += [] if seen[-1:] == [state.stage] else [state.stage]
@@ -140,7 +140,7 @@ def test_every_state_is_in_the_table(events, shares_cores, acts):
     """Whatever happens in whatever order: the stage is one that the table names, it says what is
     pending or on trial, and an event that the table lacks changes nothing.
     """
-    rules, state = replace(RULES, shares_cores=shares_cores, acts=acts), State()
+    rules, state = replace(RULES, shares_cores=shares_cores, acts=acts), SwitchState()
     for event in events:
         row, before = TABLE.get((state.stage, type(event))), state
         state, commands = reduce(state, event, rules)
@@ -270,7 +270,7 @@ def test_no_trial_in_a_phase_or_where_there_are_none():
 
 
 def test_a_failed_plan_is_left_alone_for_longer_each_time():
-    state, until = State(), []
+    state, until = SwitchState(), []
     for step in (100, 300):
         state = quarantined(replace(state, step=step), NEW, step, "a test", RULES)
         until.append(state.failures[NEW.digest].until_step - step)
@@ -301,7 +301,7 @@ def test_a_review_by_the_clock():
 
 
 def test_limits_on_switches():
-    state = replace(resumed(State(), 100, RULES, by_choice=True), step=129)
+    state = replace(resumed(SwitchState(), 100, RULES, by_choice=True), step=129)
     assert "until step 130" in RULES.blocked(state, MAY, 1.0)
     assert not RULES.blocked(state, MUST, 1.0)
     assert not RULES.blocked(state, LATER, 1.0), "its boundary is later"
@@ -313,7 +313,7 @@ def test_limits_on_switches():
         115,
         110,
     ]
-    forced = resumed(State(), 100, RULES, by_choice=False)
+    forced = resumed(SwitchState(), 100, RULES, by_choice=False)
     assert (RULES.cool_until(forced), forced.num_switches) == (110, 0)
     state = resumed(state, 200, RULES, by_choice=True)
     assert "2 switches are the most" in RULES.blocked(replace(state, step=500), MAY, 1.0)

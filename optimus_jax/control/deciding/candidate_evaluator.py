@@ -20,7 +20,7 @@ from optimus_jax.control.deciding.watch import Watch
 from optimus_jax.control.policy import Decision, Situation, SwitchCandidate
 from optimus_jax.control.predictor import Predictor
 from optimus_jax.control.signals import SignalSummary
-from optimus_jax.control.switch_state import Question, State
+from optimus_jax.control.switch_state import Question, SwitchState
 from optimus_jax.data.batch import BatchShape
 from optimus_jax.plan import Plan
 
@@ -47,7 +47,7 @@ class CandidateEvaluator:
         options: Sequence[PlanOption],
         observed: ObservedCluster,
         readings: Mapping[str, SignalSummary],
-        state: State,
+        state: SwitchState,
         *,
         blocked: str,
     ) -> Decision:
@@ -132,7 +132,7 @@ class CandidateEvaluator:
         self,
         option: PlanOption,
         observed: ObservedCluster,
-        state: State,
+        state: SwitchState,
         allow: Sequence[AxisSizes],
         log_ratio: float,
         deviation: float,
