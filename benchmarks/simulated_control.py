@@ -38,7 +38,8 @@ from optimus_jax.planning.search.search import Pricing
 from optimus_jax.simulation.candidate_plans import PooledSearch
 from optimus_jax.simulation.comparison import AUTO, METHODS, ORACLE, Result, Row, rows, run_all
 from optimus_jax.simulation.events import PhaseEvent
-from optimus_jax.simulation.scenarios import Scenario, library, read_scenario, scenario_named
+from optimus_jax.simulation.library import find_scenario, library
+from optimus_jax.simulation.scenarios import Scenario
 from optimus_jax.simulation.setup import Setup
 from optimus_jax.system.paths import path_argument
 
@@ -369,10 +370,7 @@ def main() -> int:
     parser.add_argument("--json", action="store_true", help="print JSON")
     options = parser.parse_args()
     try:
-        scenarios = [
-            read_scenario(name) if Path(name).is_file() else scenario_named(name)
-            for name in options.scenario or library()
-        ]
+        scenarios = [find_scenario(name) for name in options.scenario or library()]
     except OptimusError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
