@@ -4,7 +4,6 @@
 """
 
 import json
-import os
 from argparse import SUPPRESS
 from typing import TYPE_CHECKING
 
@@ -42,9 +41,12 @@ def parser() -> Parser:
     )
     flags.add_argument(
         "--scenario",
-        metavar="NAME|FILE.json",
+        metavar="NAME|random:SEED|FILE.json",
         default="link-quarter",
-        help="what happens to the cluster; --list names all (default: link-quarter)",
+        help=(
+            "what happens to the cluster; --list names all, and random:17 draws one"
+            " (default: link-quarter)"
+        ),
     )
     flags.add_argument(
         "--model",
@@ -133,20 +135,15 @@ def parser() -> Parser:
 def scenario_of(given: dict) -> "tuple[Scenario, Recording | None]":
     """The scenario: by name, from a file, or from a recorded run (then with the recording)."""
     from optimus_jax.run.stored_run import run_to_read
+    from optimus_jax.simulation.library import find_scenario
     from optimus_jax.simulation.replay import recorded
-    from optimus_jax.simulation.scenarios import read_scenario, scenario_named
 
     if "replay" in given:
         recording = recorded(
             run_to_read(given["replay"], what="--replay", checkpoint="none", say=print_to_stderr)
         )
         return recording.scenario, recording
-    name = given["scenario"]
-    return (
-        read_scenario(name)
-        if name.endswith(".json") or os.path.isfile(name)
-        else scenario_named(name)
-    ), None
+    return find_scenario(given["scenario"]), None
 
 
 def with_cluster(given: dict, recording: "Recording | None") -> dict:
@@ -311,12 +308,12 @@ def main() -> None:
 
     from optimus_jax.simulation.candidate_plans import PooledSearch
     from optimus_jax.simulation.comparison import rows, run_all
-    from optimus_jax.simulation.scenarios import library
+    from optimus_jax.simulation.library import library
     from optimus_jax.simulation.setup import check_seeds
 
     if given["list"]:
         for scenario in library().values():
-            print(f"{scenario.name:22} {scenario.about}")
+            print(f"{scenario.name:27} {scenario.about}")
         return
     scenario, recording = scenario_of(given)
     given = with_cluster(given, recording)

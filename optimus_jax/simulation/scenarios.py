@@ -2,7 +2,7 @@
 
 A *scenario* says how long a run is, what happens to its cluster and when (events), how far the
 truth differs from what the planner assumes, and what a switch really costs. Fields have defaults,
-so a scenario names only what matters to it. `scenarios.json` holds the built-in scenarios. The
+so a scenario names only what matters to it (simulation/library.py has those that are built in). The
 `kind` of an event names its class (simulation/events.py):
 
     {"name": "link-quarter", "events": [{"kind": "link", "link": "inter_host", "factor": 0.25,
@@ -14,9 +14,6 @@ import json
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cache
-from importlib import resources
-from pathlib import Path
 
 from optimus_jax.config import Config, settings
 from optimus_jax.config.checks import check_not_negative, check_positive
@@ -24,10 +21,7 @@ from optimus_jax.control.signals import OLD_SIGNAL_NAMES
 from optimus_jax.errors import ConfigError, explain, nearest
 from optimus_jax.planning.profiles.cluster import OLD_LINK_NAMES
 from optimus_jax.simulation.events import EVENTS, PhaseEvent, ScenarioEvent
-from optimus_jax.store.local_copies import local_file
 from optimus_jax.system.json_input import JSONInputError, parse_json
-
-LIBRARY = "scenarios.json"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +71,7 @@ class ModelDiscrepancy:
 
 @dataclass(frozen=True, kw_only=True)
 class Prior:
-    """A wrong hardware profile: the speeds that the planner assumes over the nominal ones."""
+    """A wrong hardware profile: what the planner assumes over what is nominal."""
 
     intra_host: float = 1.0
     """Factor on the speed of the link inside hosts."""
@@ -85,9 +79,12 @@ class Prior:
     """Factor on the speed of the link between hosts."""
     compute: float = 1.0
     """Factor on the speed of matmuls."""
+    memory: float = 1.0
+    """Factor on the memory of devices. With 1.15 every plan seems to need so much less of it: its
+    true need is 1.15 times the estimate."""
 
     def __post_init__(self) -> None:
-        check_positive(self, "intra_host", "inter_host", "compute")
+        check_positive(self, *(each.name for each in dataclasses.fields(self)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,6 +93,9 @@ class Switching:
     of each phase around them, by `spread`.
     """
 
+    cost_factor: float = 1.0
+    """Factor on the time of every phase of a switch and of a restart. What the controller expects
+    of them (control/deciding/switch_costs.py) stays as it is."""
     spread: float = 0.4
     """Standard deviation of the logarithm of each phase's time over its typical time."""
     compile_s: float = 60.0
@@ -127,7 +127,12 @@ class Switching:
     def __post_init__(self) -> None:
         check_not_negative(self, *(each.name for each in dataclasses.fields(self)))
         check_positive(
-            self, "compile_slowdown", "move_share", "checkpoint_bytes_per_s", "checkpoint_every_s"
+            self,
+            "cost_factor",
+            "compile_slowdown",
+            "move_share",
+            "checkpoint_bytes_per_s",
+            "checkpoint_every_s",
         )
 
 
@@ -238,40 +243,6 @@ class Scenario:
             raise ConfigError(
                 explain(f"{where} is not JSON", given=error, do="fix the file")
             ) from error
-
-
-def read_scenario(path: str | Path) -> Scenario:
-    """Read a scenario from a file. Raises ConfigError if it cannot be read."""
-    try:
-        text = local_file(path, what="--scenario").read_bytes()
-    except OSError as error:
-        raise ConfigError(
-            explain("a scenario cannot be read", given=f"{path}: {error}", do="name a JSON file")
-        ) from error
-    return Scenario.from_json(text, str(path))
-
-
-@cache
-def library() -> Mapping[str, Scenario]:
-    """The built-in scenarios by name."""
-    values = json.loads(
-        resources.files("optimus_jax.simulation").joinpath(LIBRARY).read_text(encoding="utf-8")
-    )
-    return {scenario.name: scenario for scenario in map(_scenario, values)}
-
-
-def scenario_named(name: str) -> Scenario:
-    """The built-in scenario of this name. Raises ConfigError if there is none."""
-    known = library()
-    if name not in known:
-        raise ConfigError(
-            explain(
-                f"unknown scenario {name!r}",
-                given=f"--scenario {name}",
-                do=nearest(name, known) + " (or name a JSON file)",
-            )
-        )
-    return known[name]
 
 
 def _scenario(value: object) -> Scenario:

@@ -66,7 +66,9 @@ class Setup:
             start.validate(
                 assumed[0].config.model, global_batch=assumed[0].config.data.global_batch
             )
-        tried = first_plans(scenario.start, assumed[0]) if start is None else (start,)
+        # A run compiles its first plan, so one that only seems to fit is never the first.
+        fitting = _with_memory(assumed[0], pricing.cluster.bytes_per_device)
+        tried = first_plans(scenario.start, fitting) if start is None else (start,)
         num_steps = scenario.steps or max(
             1, round(scenario.duration_s / nominal[0].step_time_s(tried[0]))
         )
@@ -152,14 +154,20 @@ class Truth:
         """[num_steps + 1]: sum of these factors over all earlier steps."""
 
     def _tried(self, setup: Setup) -> Setup:
-        """The setup after the trials: with their step times, and the fastest plan as the first."""
+        """The setup after the trials: with their step times, and the fastest plan as the first.
+
+        Links and devices are as when the run begins.
+        """
         random, noise = (
             np.random.default_rng([self.seed, 5]),
             setup.scenario.misfit.noise / math.sqrt(TRIAL_STEPS),
         )
+        conditions = replace(setup.timeline(self.seed).at(0.0), lost=frozenset(), taken=0.0)
         times_s = {
             plan: (
-                self.world.step_time_s(PlacedPlan(plan, tuple(range(plan.num_devices))), NORMAL, 0)
+                self.world.step_time_s(
+                    PlacedPlan(plan, tuple(range(plan.num_devices))), conditions, 0
+                )
                 * math.exp(noise * random.standard_normal())
             )
             for plan in setup.tried
@@ -184,7 +192,8 @@ class Truth:
 def with_prior(pricing: Pricing, prior: Prior) -> Pricing:
     """The pricing that policies assume, given the nominal one and a wrong prior."""
     cluster, rates = pricing.cluster, pricing.rates
-    return replace(
+    memory_bytes = cluster.bytes_per_device
+    changed = replace(
         pricing,
         cluster=replace(
             cluster,
@@ -197,6 +206,14 @@ def with_prior(pricing: Pricing, prior: Prior) -> Pricing:
             f32_matmul_flops_per_s=rates.f32_matmul_flops_per_s * prior.compute,
         ),
     )
+    return _with_memory(changed, memory_bytes and round(memory_bytes * prior.memory))
+
+
+def _with_memory(pricing: Pricing, memory_bytes: int | None) -> Pricing:
+    """The pricing on devices with so much memory."""
+    cluster = pricing.cluster
+    accelerator = replace(cluster.accelerator, memory_bytes=memory_bytes)
+    return replace(pricing, cluster=replace(cluster, accelerator=accelerator))
 
 
 def first_plans(start: str, pricing: Pricing) -> tuple[Plan, ...]:

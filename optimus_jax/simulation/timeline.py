@@ -2,6 +2,7 @@
 
 import bisect
 import itertools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -19,7 +20,9 @@ from optimus_jax.simulation.events import (
 from optimus_jax.simulation.scenarios import Scenario
 
 RAMP_LEVELS = 8
-"""Number of levels in which a ramp grows to its full size."""
+"""Smallest number of levels in which a ramp grows to its full size."""
+LEVEL_S = 150.0
+"""Longest time that a ramp stays at one level."""
 HORIZON = 30
 """Multiple of the undisturbed run's duration after which conditions no longer change."""
 
@@ -170,7 +173,7 @@ def _intervals(
 ) -> Iterator[_Interval]:
     for start_s in _starts(event, began_s, horizon_s, random):
         end_s = horizon_s if event.for_s is None else start_s + event.for_s
-        levels = RAMP_LEVELS if event.ramp_s else 1
+        levels = max(RAMP_LEVELS, math.ceil(event.ramp_s / LEVEL_S)) if event.ramp_s else 1
         for level in range(1, levels + 1):
             begins_s = start_s + event.ramp_s * (level - 1) / levels
             ends_s = (

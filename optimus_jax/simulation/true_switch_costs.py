@@ -27,7 +27,9 @@ class TrueSwitchCosts:
         self._world, self._switching = world, world.scenario.switching
         random = np.random.default_rng([world.seed, 2])
         self._off = {
-            phase: math.exp(self._switching.spread * random.standard_normal()) for phase in PHASES
+            phase: self._switching.cost_factor
+            * math.exp(self._switching.spread * random.standard_normal())
+            for phase in PHASES
         }
 
     @property

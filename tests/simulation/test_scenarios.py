@@ -10,7 +10,8 @@ from simulated import PRICING, scenario
 
 from optimus_jax.errors import ConfigError
 from optimus_jax.planning.profiles.cluster import OLD_LINK_NAMES
-from optimus_jax.simulation.scenarios import Scenario, library, read_scenario, scenario_named
+from optimus_jax.simulation.library import find_scenario, library, read_scenario
+from optimus_jax.simulation.scenarios import Scenario
 from optimus_jax.simulation.timeline import RAMP_LEVELS, ClusterConditions, Timeline
 
 
@@ -46,6 +47,17 @@ def test_the_library_has_the_promised_scenarios():
         "host-lost-in-switch",
         "lying-metrics",
         "missing-metrics",
+        "host-slow-15-minutes",
+        "two-hosts-slow",
+        "host-drift",
+        "costly-switch-default-start",
+        "costly-switch-link-quarter",
+        "frozen-before-straggler",
+        "frozen-during-straggler",
+        "frozen-skew",
+        "late-longer-sequences",
+        "wrong-memory-prior",
+        "link-improves",
     } <= set(library())
     quarter = library()["link-quarter"].events[0]
     assert (quarter.factor, quarter.for_s) == (0.25, 24 * 60)
@@ -105,6 +117,8 @@ def test_the_library_has_the_promised_scenarios():
             "count must be positive",
         ),
         ({"name": "x", "prior": {"inter_host": 0}}, "inter_host must be positive"),
+        ({"name": "x", "prior": {"memory": 0}}, "memory must be positive"),
+        ({"name": "x", "switching": {"cost_factor": 0}}, "cost_factor must be positive"),
         ({"name": "x", "misfit": {"links": 2.0}}, "misfit.links is a share"),
         ({"name": "x", "misfit": {"rates": -1}}, "rates cannot be negative"),
         ({"name": "x", "switching": {"compile_s": -1}}, "compile_s cannot be negative"),
@@ -154,8 +168,10 @@ def test_scenario_files_are_read_by_path_and_by_name(tmp_path):
         read_scenario(tmp_path / "bad.json")
     with pytest.raises(ConfigError, match="cannot be read"):
         read_scenario(tmp_path / "none.json")
+    assert find_scenario(str(tmp_path / "mine.json")).name == "mine"
+    assert find_scenario("link-quarter") == library()["link-quarter"]
     with pytest.raises(ConfigError, match="did you mean 'link-quarter'"):
-        scenario_named("link-quarters")
+        find_scenario("link-quarters")
 
 
 def test_models_have_positions_for_the_longest_phase():
@@ -227,6 +243,22 @@ def test_a_ramp_grows_to_its_full_size():
         [0.6 * level / RAMP_LEVELS for level in range(1, RAMP_LEVELS + 1)]
     )
     assert (line.at(299).taken, line.at(300).taken) == (0.6, 0.0)
+
+
+def test_a_long_ramp_grows_in_small_levels():
+    """A host that becomes slower by 1% a minute does so by 2.5% at a time."""
+    drift = next(iter(library()["host-drift"].events))
+    line = Timeline(
+        library()["host-drift"], num_devices=16, devices_per_host=8, horizon_s=9000.0, seed=0
+    )
+
+    def slow(minute):
+        return dict(line.at(60 * minute).slow).get(8, 1.0)
+
+    assert (slow(4.9), slow(84.9)) == (1.0, drift.factor)
+    for minute in (10, 30, 50, 70):
+        assert slow(minute) == pytest.approx(1.01 ** (minute - 5), rel=0.026)
+        assert slow(minute + 2.5) / slow(minute) == pytest.approx(1.01**2.5, rel=1e-3)
 
 
 def test_lost_devices_are_reported_early_if_there_is_notice():

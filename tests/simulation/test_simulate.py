@@ -7,7 +7,6 @@ import json
 import re
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -21,7 +20,7 @@ from optimus_jax.config.request import make_config
 from optimus_jax.errors import ConfigError, PlanError
 from optimus_jax.mesh.topology import Topology
 from optimus_jax.planning.search.assemble import plan_for
-from optimus_jax.simulation.comparison import LEAST_GAIN, Result, estimate, num_switches, rows
+from optimus_jax.simulation.comparison import LEAST_GAIN, estimate, rows
 from optimus_jax.simulation.outcome import Outcome, RunEvent
 from optimus_jax.simulation.replay import recorded
 from optimus_jax.simulation.setup import Setup, Truth, default_plans
@@ -331,63 +330,3 @@ def test_a_recording_of_other_size_names_the_cluster_to_ask_for(tmp_path):
         rf" NAME:1x{PLAN.num_devices}",
         failed.stderr,
     )
-
-
-# The benchmark
-
-
-@pytest.fixture
-def benchmark():
-    return loaded(SCRIPT.parents[1] / "benchmarks" / "simulated_control.py")
-
-
-def test_the_benchmark_resumes_where_it_was_stopped(benchmark, tmp_path, monkeypatch):
-    file, done = tmp_path / "runs" / "done.jsonl", []
-
-    def run_chunk(scenario, setting, seeds):
-        done.extend(seeds)
-        return {
-            seed: {
-                name: Result.of(outcome(100.0 + seed, "switch", "failed"))
-                for name in ("auto", "oracle")
-            }
-            for seed in seeds
-        }
-
-    monkeypatch.setattr(benchmark, "ProcessPoolExecutor", ThreadPoolExecutor)
-    monkeypatch.setattr(benchmark, "run_chunk", run_chunk)
-    jobs = {("llama-a100", "test"): scenario()}
-    assert benchmark.stored_results(file) == {}
-    benchmark.run_jobs(jobs, 3, 1, file)
-    # it was stopped here
-    file.write_text(
-        file.read_text() + '{"setting": "llama-a100", "scenario": "te', encoding="utf-8"
-    )
-    found = benchmark.run_jobs(jobs, 7, 1, file)[("llama-a100", "test")]
-    assert sorted(done) == list(range(7))
-    assert [found[seed]["auto"].total_s for seed in range(7)] == [100.0 + seed for seed in range(7)]
-    assert num_switches(found[0]["auto"]) == 2
-    assert found[0]["auto"].event_counts.get("rollback", 0) == 0
-
-
-def test_the_benchmark_shows_which_targets_are_met(benchmark):
-    runs = [
-        {
-            "auto": outcome(auto_s, *["switch"] * 3),
-            "stay": outcome(100.0),
-            "default": outcome(150.0),
-            "best static": outcome(95.0),
-            "oracle": outcome(80.0),
-        }
-        for auto_s in (84.0, 86.0)
-    ]
-    auto, _, _, _, oracle = rows(runs)
-    assert benchmark.verdicts("link-quarter", auto, oracle) == [
-        "70% of oracle",
-        "20% below default",
-    ]
-    assert benchmark.verdicts("link-flapping", auto, oracle)[0] == "NOT 2 switches"
-    assert benchmark.verdicts("stationary", auto, oracle)[0] == "NOT no switch"
-    table = benchmark.markdown({("llama-a100", "link-quarter"): rows(runs)}, 2, "python benchmark")
-    assert "SIMULATED" in table
-    assert "| llama-a100 | link-quarter | 43.3% [42.7%, 44.0%] | 75% [70%, 80%] |" in table

@@ -23,15 +23,16 @@ from simulated import (
 from optimus_jax.control.canary import CLEAR_STEPS, CLEARLY
 from optimus_jax.control.policy import Decision
 from optimus_jax.control.switch_state import Decided, News, Question
-from optimus_jax.planning.search.search import search
+from optimus_jax.planning.search.search import USABLE_SHARE, fits, search
 from optimus_jax.simulation.baseline_policies import Static
 from optimus_jax.simulation.comparison import num_switches
 from optimus_jax.simulation.events import PhaseEvent
+from optimus_jax.simulation.library import library
 from optimus_jax.simulation.outcome import SimulationOptions
-from optimus_jax.simulation.scenarios import library
 from optimus_jax.simulation.setup import Setup, Truth, default_plans
 from optimus_jax.simulation.simulator import Simulation
 from optimus_jax.simulation.timeline import NORMAL
+from optimus_jax.simulation.true_switch_costs import PHASES as COST_PHASES
 from optimus_jax.simulation.true_switch_costs import TrueSwitchCosts
 from optimus_jax.simulation.world import PlacedPlan
 
@@ -89,6 +90,29 @@ def test_the_planner_may_be_told_wrong_speeds():
     assert made.assumed[0].cluster.inter_host.bytes_per_s == CLUSTER.inter_host.bytes_per_s / 4
     assert made.nominal[0].cluster == CLUSTER
     assert made.start != START
+
+
+def test_a_first_plan_really_fits_where_the_planner_is_told_too_much_memory():
+    """A run compiles its first plan, and goes on to the next if that needs more than there is."""
+    memory_bytes = round(PRICING.memory(START).total / USABLE_SHARE / 1.05)
+    accelerator = replace(CLUSTER.accelerator, memory_bytes=memory_bytes)
+    pricing = replace(PRICING, cluster=replace(CLUSTER, accelerator=accelerator))
+    made = Setup.of(scenario(prior={"memory": 1.15}), pricing)
+    assert made.assumed[0].cluster.bytes_per_device == round(1.15 * memory_bytes)
+    assert search(made.assumed[0], top=1).best[0].plan == START
+    assert START not in made.tried
+    assert all(fits(pricing.memory(plan), pricing.cluster) for plan in made.tried)
+
+
+def test_plans_are_tried_in_the_conditions_of_the_beginning():
+    slow = {"kind": "link", "factor": 0.1, "for_s": 600}
+    made = truth(slow, misfit=EXACT)
+    assert made.setup.tried_s == {
+        plan: made.world.step_time_s(
+            PlacedPlan(plan, tuple(range(16))), replace(NORMAL, inter_host=0.1), 0
+        )
+        for plan in made.setup.tried
+    }
 
 
 def test_the_same_seed_gives_the_same_run():
@@ -168,6 +192,14 @@ def worst_and_normal(name):
         "missing-metrics",
         "failing-switch",
         "slow-data",
+        "host-slow-15-minutes",
+        "host-drift",
+        "costly-switch-link-quarter",
+        "frozen-before-straggler",
+        "frozen-during-straggler",
+        "frozen-skew",
+        "late-longer-sequences",
+        "link-improves",
     ],
 )
 def test_disturbing_scenarios_slow_the_first_plan(name):
@@ -379,6 +411,26 @@ def test_true_switch_costs_vary_with_the_seed():
         for seed in range(5)
     ]
     assert len({each.compile_s for each in made}) == 5
+
+
+def test_every_phase_of_a_switch_may_cost_more():
+    usual, dear = (
+        truth(switching=QUICK | {"spread": 0.4, "cost_factor": factor}).world for factor in (1, 10)
+    )
+    places = PlacedPlan(START, tuple(range(16))), PlacedPlan(OTHER, tuple(range(16)))
+
+    def costs(world):
+        costs = TrueSwitchCosts(world)
+        return {
+            **costs.switch_s(*places, NORMAL, 0),
+            **costs.restart_s(OTHER, 0, saves=True),
+            "compile": costs.compile_s,
+        }
+
+    assert set(costs(usual)) == set(COST_PHASES)
+    assert costs(dear) == pytest.approx(
+        {phase: 10 * time_s for phase, time_s in costs(usual).items()}
+    )
 
 
 def test_a_slow_link_makes_moving_slow():
