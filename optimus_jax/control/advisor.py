@@ -10,7 +10,6 @@ decision waited for has come.
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 
@@ -20,7 +19,6 @@ from optimus_jax.control.deciding.candidate_evaluator import CandidateEvaluator
 from optimus_jax.control.deciding.candidates import Searcher, Searches, has_room, is_legal
 from optimus_jax.control.deciding.changes import MIN_STEPS
 from optimus_jax.control.deciding.conditions import Conditions, claims
-from optimus_jax.control.deciding.excluded_devices import ExcludedDevices
 from optimus_jax.control.deciding.experience import Experience, Known, Level
 from optimus_jax.control.deciding.memory_watch import MemoryWatch
 from optimus_jax.control.deciding.options import ObservedCluster, Options, PlanInUse, PlanOption
@@ -33,7 +31,7 @@ from optimus_jax.control.deciding.run_progress import RunProgress
 from optimus_jax.control.deciding.switch_costs import CostModel, SwitchCosts
 from optimus_jax.control.deciding.switch_limits import SwitchLimits
 from optimus_jax.control.deciding.watch import Watch
-from optimus_jax.control.policy import MIN_USABLE, Decision
+from optimus_jax.control.policy import Decision
 from optimus_jax.control.predictor import Predictor
 from optimus_jax.control.signals import Observation
 from optimus_jax.data.batch import BatchShape
@@ -58,9 +56,6 @@ changed since it was chosen."""
 TRIAL_LOG_STD = 0.03
 """Uncertainty of a step time that was measured in a few trial steps before the run: standard
 deviation of its logarithm."""
-RETRY_MARGIN = 0.02
-"""An excluded process is tried again once the probability that it has recovered exceeds MIN_USABLE
-by this much."""
 LEAST_TRIAL_STEPS = 3
 """Steps of a plan that was taken back from which its step time is learnt. A trial ends early if the
 plan is far slower, and its very first steps do not count."""
@@ -106,7 +101,7 @@ class Advisor:
         is_compiled: Callable[[Plan, BatchShape, frozenset[int]], bool] | None = None,
     ):
         self._prices, self._cluster, self._settings, self._run_progress = (
-            Prices(pricing),
+            Prices(pricing, process_of),
             pricing.cluster,
             settings,
             RunProgress(num_steps),
@@ -124,10 +119,6 @@ class Advisor:
         self._is_compiled = is_compiled or (
             lambda plan, batch, without: self._plan_history.is_compiled(plan)
         )
-        self._process_of = process_of or [
-            device // pricing.cluster.devices_per_host
-            for device in range(pricing.cluster.num_devices)
-        ]
         self._predictor, self._costs, self._watch, self._memory_watch = (
             Predictor(pricing.calibration),
             CostModel(costs),
@@ -255,7 +246,7 @@ class Advisor:
             decided is not None and decided.trigger == TRIAL,
             decided is not None and not decided.mandatory,
         )
-        old, older = self._plan_history.now, self._plan_history.before
+        old = self._plan_history.now
         # A plan that nobody decided on uses the devices that are available.
         without = (
             decided.without
@@ -294,12 +285,7 @@ class Advisor:
             self._account.forget()
         if is_return:
             self._quarantine.add(old.plan, self._run_progress.step)
-        excluded = (
-            older.excluded.still_slow(self._run_progress.time_s)
-            if is_return and older.excluded
-            else self._left_out_by(without)
-        )
-        self._plan_history.moved(PlanInUse(plan=plan, without=without, excluded=excluded))
+        self._plan_history.moved(PlanInUse(plan=plan, without=without))
         self._restart()
         self._on_trial, self._questions.forced = by_choice and not is_return, None
         self._switch_limits.num_switches += by_choice
@@ -319,7 +305,7 @@ class Advisor:
         self._quarantine.add(plan, self._run_progress.step if at_step is None else at_step, why)
         if is_back:
             self._learn_level(LEAST_TRIAL_STEPS)
-            self._plan_history.taken_back(self._run_progress.time_s)
+            self._plan_history.taken_back()
             self._restart()
         self._on_trial = False
         self._cool()
@@ -368,32 +354,6 @@ class Advisor:
             self._plan_history.now.without,
         )
 
-    @property
-    def _straggling(self) -> frozenset[int]:
-        """The slow process's devices, numbered in the order of hosts."""
-        return frozenset(
-            device
-            for device, process in enumerate(self._process_of)
-            if process == self._watch.straggler
-        )
-
-    def _located(self, conditions: Conditions) -> Conditions:
-        """`conditions`, with the slow process's position in the mesh added."""
-        straggling = self._straggling
-        if not straggling:
-            return conditions
-        used = [
-            device
-            for device in range(self._cluster.num_devices)
-            if device not in self._plan_history.now.without
-        ][: self._plan_history.now.plan.num_devices]
-        slow = [place for place, device in enumerate(used) if device in straggling]
-        return (
-            replace(conditions, slow_part=(slow[0] / len(used), (slow[-1] + 1) / len(used)))
-            if slow
-            else conditions
-        )
-
     def _enter_batch(self, observation: Observation) -> bool:
         """Note the batch of the observation; returns whether it is a new one."""
         batch = BatchShape(observation.global_batch, observation.seq_len)
@@ -412,7 +372,9 @@ class Advisor:
         news = watch.observe(
             observation,
             claims(observation, self._cluster, plan.axes),
-            lambda conditions: self._prices.log_time(plan, self._batch, self._located(conditions)),
+            lambda conditions: self._prices.log_time(
+                plan, self._batch, conditions, self._plan_history.now.without
+            ),
         )
         if watch.was_so:
             self._experience.relabel(watch.was_so)
@@ -445,41 +407,22 @@ class Advisor:
         known = Known(
             plan=self._plan_history.now.plan,
             batch=self._batch,
-            conditions=self._located(conditions),
+            conditions=conditions,
             regime=regime,
+            without=self._plan_history.now.without,
         )
         self._experience.learn(known, level, self._run_progress.step)
 
-    def _left_out_by(self, without: frozenset[int]) -> ExcludedDevices | None:
-        """The slow process's devices if all of them are in `without`; or those excluded before."""
-        slow, excluded, watch = self._straggling, self._plan_history.now.excluded, self._watch
-        if slow and slow <= without:
-            found = ExcludedDevices(
-                devices=slow,
-                skew=watch.conditions.skew,
-                regime=watch.regime_at(self._run_progress.time_s),
-                at_s=self._run_progress.time_s,
-            )
-            watch.leave_out(self._run_progress.time_s)
-            return found
-        return excluded if excluded is not None and excluded.devices <= without else None
-
     def _restart(self) -> None:
         """Forget step times and memory readings of the plan that the run has left."""
-        self._watch.restart()
+        now = self._plan_history.now
+        self._watch.restart(self._prices.processes(now.plan.num_devices, now.without))
         self._memory_watch.restart()
 
     def _cool(self, *, by_choice: bool = True) -> None:
         self._pending = None
         self._switch_limits.cool(self._run_progress.step, by_choice=by_choice)
         self._questions.clear(self._switch_limits.cool_until())
-        self._look_at_left_out()
-
-    def _look_at_left_out(self) -> None:
-        """Schedule a review for when the excluded process has probably recovered."""
-        if (excluded := self._plan_history.now.excluded) is not None:
-            due_s = excluded.due_s(self._run_progress.time_s, MIN_USABLE + RETRY_MARGIN)
-            self._questions.look_again(time_s=math.inf if due_s is None else due_s)
 
     # Questions: what there is to decide.
 
@@ -575,12 +518,11 @@ class Advisor:
         observed = ObservedCluster(
             batch=question.batch,
             time_s=self._run_progress.time_s,
-            conditions=self._located(self._watch.conditions),
+            conditions=self._watch.believed,
             normal=self._watch.normal,
             lost=self._lost,
-            slow=self._straggling,
-            excluded=self._plan_history.now.excluded,
             memory=self._memory_watch,
+            recovered=self._watch.recovered,
         )
         options = [] if blocked else self._plan_options(question, observed)
         while options == [] and question.mandatory and self._memory_watch.settle_for_less():
@@ -602,10 +544,10 @@ class Advisor:
         switch_limits = self._switch_limits
         if question.only is not None or switch_limits.too_many():
             return switch_limits.too_many()
-        plan, watch = self._plan_history.now.plan, self._watch
+        now, watch = self._plan_history.now, self._watch
         slowed = math.exp(
-            self._prices.log_time(plan, self._batch, watch.conditions)
-            - self._prices.log_time(plan, self._batch, watch.normal)
+            self._prices.log_time(now.plan, self._batch, watch.conditions, now.without)
+            - self._prices.log_time(now.plan, self._batch, watch.normal, now.without)
         )
         too_soon = switch_limits.too_soon(question.at_step or self._run_progress.step, slowed)
         if too_soon:
@@ -643,7 +585,6 @@ class Advisor:
                 )
             return None if is_old else decision
         self._pending = None
-        self._look_at_left_out()
         # When its quarantine ends, a plan that has failed may be the best one.
         self._questions.look_again(step=self._quarantine.first_end(self._run_progress.step))
         if decision.wait_s is not None:

@@ -20,8 +20,7 @@ from optimus_jax.control.signals import (
     COMPUTE_SLOWDOWN,
     FEW,
     LINK_SLOWDOWN,
-    PROCESS_SKEW,
-    STRAGGLER,
+    PROCESS_TIME,
 )
 from optimus_jax.control.skew import Skew, median, skew_of
 
@@ -318,7 +317,7 @@ class ProbeRounds:
         if len(found.compute_s) == 1:
             return {}
         self.skew = skew_of(min(found.step_time_s), found.data_wait_s, found.compute_s)
-        return {PROCESS_SKEW: self.skew.ratio, STRAGGLER: float(self.skew.slowest)}
+        return {f"{PROCESS_TIME}{process}": ratio for process, ratio in enumerate(self.skew.ratios)}
 
 
 @dataclass(frozen=True, kw_only=True)

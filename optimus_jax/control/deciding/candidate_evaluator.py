@@ -10,6 +10,7 @@ from optimus_jax.config.axes import AxisSizes
 from optimus_jax.control import policy
 from optimus_jax.control.deciding.account import Account
 from optimus_jax.control.deciding.candidates import is_allowed
+from optimus_jax.control.deciding.conditions import on_grid, process_of
 from optimus_jax.control.deciding.options import ObservedCluster, PlanOption
 from optimus_jax.control.deciding.phases import BatchPhases
 from optimus_jax.control.deciding.plan_history import PlanHistory
@@ -62,15 +63,16 @@ class CandidateEvaluator:
           readings: the newest signal readings, recorded with the decision.
           blocked: why no switch may be made; empty: one may.
         """
-        watch, plan, priced = (
+        watch, plan, without, priced = (
             self.watch,
             self.plan_history.now.plan,
+            self.plan_history.now.without,
             observed.memory.applied(self.prices.of(question.batch)),
         )
         asked = [
             query(
                 plan,
-                observed.conditions.as_seen_by(plan).applied(priced),
+                self.prices.seen_by(plan, watch.conditions, without).applied(priced),
                 setting(question.batch, watch.conditions),
                 watch.regime,
             )
@@ -81,7 +83,8 @@ class CandidateEvaluator:
         ]
         if watch.is_disturbed:
             normal = setting(question.batch, watch.normal)
-            asked += [query(plan, watch.normal.applied(priced), normal)] + [
+            usually = self.prices.seen_by(plan, watch.normal, without).applied(priced)
+            asked += [query(plan, usually, normal)] + [
                 query(option.plan, option.devices.normal, normal) for option in options
             ]
         forecast, after = self.predictor.predict(asked), len(options) + 1
@@ -159,7 +162,6 @@ class CandidateEvaluator:
             log_ratio_after=log_ratio_after,
             without=devices.without,
             usable_probability=devices.probability,
-            leaves_out=bool(devices.without & observed.slow),
             barred=self.quarantine.why(plan, self.run_progress.step)
             if is_listed
             else "not on the list of meshes that may be switched to",
@@ -185,6 +187,7 @@ class CandidateEvaluator:
             if reading.quality in ("good", "few")
             and reading.value is not None
             and math.isfinite(reading.value)
+            and (process_of(name) is None or on_grid(reading.value) != 1)
         }
         return {
             "plan": self.plan_history.now.plan.digest,
