@@ -112,6 +112,20 @@ def test_slow_compute_is_measured():
     assert run(rounds)["compute_slowdown"] == pytest.approx(1.7, rel=FLOAT32)
 
 
+def test_devices_that_are_left_out_are_probed_unless_they_are_lost():
+    clock, lost = FakeClock(), set()
+    programs = FakePrograms(clock)
+    rounds = ProbeRounds(
+        programs, LINKS, Baselines(None), Budget(0.01), clock=clock, lost=lambda: lost
+    )
+    rounds.settle()
+    programs.outside = {5: 1.0, 6: 2.5}
+    samples = run(rounds)
+    assert (samples["process_time/5"], samples["process_time/6"]) == (1.0, 2.5)
+    lost.add(6)
+    assert "process_time/6" not in run(rounds)
+
+
 def compute_of(own, factor):
     """Slow down the compute time in the exchanged numbers, which end with: compute, data wait, step
     time, cost.
