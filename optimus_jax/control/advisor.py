@@ -8,7 +8,6 @@ is the state machine's part (control/machine.py).
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 
@@ -18,7 +17,6 @@ from optimus_jax.control.deciding.candidate_evaluator import CandidateEvaluator
 from optimus_jax.control.deciding.candidates import Searcher, Searches, has_room, is_legal
 from optimus_jax.control.deciding.changes import MIN_STEPS
 from optimus_jax.control.deciding.conditions import Conditions, claims
-from optimus_jax.control.deciding.excluded_devices import ExcludedDevices
 from optimus_jax.control.deciding.experience import Experience, Known, Level
 from optimus_jax.control.deciding.memory_watch import MemoryWatch
 from optimus_jax.control.deciding.options import ObservedCluster, Options, PlanInUse, PlanOption
@@ -28,7 +26,6 @@ from optimus_jax.control.deciding.prices import Prices, setting
 from optimus_jax.control.deciding.run_progress import RunProgress
 from optimus_jax.control.deciding.switch_costs import CostModel, SwitchCosts
 from optimus_jax.control.deciding.watch import Watch
-from optimus_jax.control.policy import MIN_USABLE
 from optimus_jax.control.predictor import Predictor
 from optimus_jax.control.runtime import Policy
 from optimus_jax.control.signals import Observation
@@ -57,9 +54,6 @@ whether they are."""
 TRIAL_LOG_STD = 0.03
 """Uncertainty of a step time that was measured in a few trial steps before the run: standard
 deviation of its logarithm."""
-RETRY_MARGIN = 0.02
-"""An excluded process is tried again once the probability that it has recovered exceeds MIN_USABLE
-by this much."""
 LEAST_TRIAL_STEPS = 3
 """Steps of a plan that was taken back from which its step time is learnt. A trial ends early if the
 plan is far slower, and its very first steps do not count."""
@@ -103,7 +97,7 @@ class Advisor(Policy):
         is_compiled: Callable[[Plan, BatchShape, frozenset[int]], bool] | None = None,
     ):
         self._prices, self._cluster, self._settings, self._run_progress = (
-            Prices(pricing),
+            Prices(pricing, process_of),
             pricing.cluster,
             settings,
             RunProgress(num_steps),
@@ -121,10 +115,6 @@ class Advisor(Policy):
         self._is_compiled = is_compiled or (
             lambda plan, batch, without: self._plan_history.is_compiled(plan)
         )
-        self._process_of = process_of or [
-            device // pricing.cluster.devices_per_host
-            for device in range(pricing.cluster.num_devices)
-        ]
         self._predictor, self._costs, self._watch, self._memory_watch = (
             Predictor(pricing.calibration),
             CostModel(costs),
@@ -202,20 +192,11 @@ class Advisor(Policy):
     @property
     def slowed(self) -> float:
         """Expected step time in present conditions over that in normal ones."""
-        plan, watch = self._plan_history.now.plan, self._watch
+        now, watch = self._plan_history.now, self._watch
         return math.exp(
-            self._prices.log_time(plan, self._batch, watch.conditions)
-            - self._prices.log_time(plan, self._batch, watch.normal)
+            self._prices.log_time(now.plan, self._batch, watch.conditions, now.without)
+            - self._prices.log_time(now.plan, self._batch, watch.normal, now.without)
         )
-
-    @property
-    def review_s(self) -> float:
-        """When the excluded process has probably recovered, on the run's clock; infinite: there is
-        none.
-        """
-        excluded = self._plan_history.now.excluded
-        due_s = excluded and excluded.due_s(self._run_progress.time_s, MIN_USABLE + RETRY_MARGIN)
-        return math.inf if due_s is None else due_s
 
     def notices(self, observation: Observation, state: SwitchState) -> Sequence[Event]:
         """Record an observation; returns what is new."""
@@ -247,12 +228,11 @@ class Advisor(Policy):
         observed = ObservedCluster(
             batch=batch,
             time_s=self._run_progress.time_s,
-            conditions=self._located(self._watch.conditions),
+            conditions=self._watch.believed,
             normal=self._watch.normal,
             lost=self._lost,
-            slow=self._straggling,
-            excluded=self._plan_history.now.excluded,
             memory=self._memory_watch,
+            recovered=self._watch.recovered,
         )
         options = [] if blocked else self._plan_options(question, observed)
         while options == [] and question.mandatory and self._memory_watch.settle_for_less():
@@ -265,13 +245,13 @@ class Advisor(Policy):
         if decision.plan is not None:
             is_compiled = self._is_compiled(decision.plan, batch, decision.without)
             return Decided(decision=decision, is_compiled=is_compiled, steps_alike=self.steps_alike)
-        review_s = self.review_s
+        review_s = math.inf
         if decision.wait_s is not None:
             least_s = max(
                 MIN_STEPS * (decision.step_time_s or 0.0),
                 MIN_REWEIGH_WAIT * self._watch.regime_at(self._run_progress.time_s).elapsed_s,
             )
-            review_s = min(review_s, self._run_progress.time_s + max(decision.wait_s, least_s))
+            review_s = self._run_progress.time_s + max(decision.wait_s, least_s)
         return Decided(decision=decision, review_s=review_s)
 
     def switched(
@@ -301,9 +281,7 @@ class Advisor(Policy):
             self._account.left(self._circumstances, self._watch.detector.level)
         else:
             self._account.forget()
-        self._plan_history.moved(
-            PlanInUse(plan=plan, without=without, excluded=self._left_out_by(without))
-        )
+        self._plan_history.moved(PlanInUse(plan=plan, without=without))
         self._restart()
 
     def _learn_cost(
@@ -338,7 +316,7 @@ class Advisor(Policy):
         """Record that the run cannot use `plan`. `is_back`: it was entered and taken back."""
         if is_back:
             self._learn_level(LEAST_TRIAL_STEPS)
-            self._plan_history.taken_back(self._run_progress.time_s)
+            self._plan_history.taken_back()
             self._restart()
 
     def charge(self, time_s: float) -> None:
@@ -365,32 +343,6 @@ class Advisor(Policy):
             self._plan_history.now.without,
         )
 
-    @property
-    def _straggling(self) -> frozenset[int]:
-        """The slow process's devices, numbered in the order of hosts."""
-        return frozenset(
-            device
-            for device, process in enumerate(self._process_of)
-            if process == self._watch.straggler
-        )
-
-    def _located(self, conditions: Conditions) -> Conditions:
-        """`conditions`, with the slow process's position in the mesh added."""
-        straggling = self._straggling
-        if not straggling:
-            return conditions
-        used = [
-            device
-            for device in range(self._cluster.num_devices)
-            if device not in self._plan_history.now.without
-        ][: self._plan_history.now.plan.num_devices]
-        slow = [place for place, device in enumerate(used) if device in straggling]
-        return (
-            replace(conditions, slow_part=(slow[0] / len(used), (slow[-1] + 1) / len(used)))
-            if slow
-            else conditions
-        )
-
     def _enter_batch(self, observation: Observation) -> bool:
         """Note the batch of the observation; returns whether it is a new one."""
         batch = BatchShape(observation.global_batch, observation.seq_len)
@@ -408,7 +360,9 @@ class Advisor(Policy):
         news = watch.observe(
             observation,
             claims(observation, self._cluster, plan.axes),
-            lambda conditions: self._prices.log_time(plan, self._batch, self._located(conditions)),
+            lambda conditions: self._prices.log_time(
+                plan, self._batch, conditions, self._plan_history.now.without
+            ),
         )
         if watch.was_so:
             self._experience.relabel(watch.was_so)
@@ -441,28 +395,16 @@ class Advisor(Policy):
         known = Known(
             plan=self._plan_history.now.plan,
             batch=self._batch,
-            conditions=self._located(conditions),
+            conditions=conditions,
             regime=regime,
+            without=self._plan_history.now.without,
         )
         self._experience.learn(known, level, self._run_progress.step)
 
-    def _left_out_by(self, without: frozenset[int]) -> ExcludedDevices | None:
-        """The slow process's devices if all of them are in `without`; or those excluded before."""
-        slow, excluded, watch = self._straggling, self._plan_history.now.excluded, self._watch
-        if slow and slow <= without:
-            found = ExcludedDevices(
-                devices=slow,
-                skew=watch.conditions.skew,
-                regime=watch.regime_at(self._run_progress.time_s),
-                at_s=self._run_progress.time_s,
-            )
-            watch.leave_out(self._run_progress.time_s)
-            return found
-        return excluded if excluded is not None and excluded.devices <= without else None
-
     def _restart(self) -> None:
         """Forget step times and memory readings of the plan that the run has left."""
-        self._watch.restart()
+        now = self._plan_history.now
+        self._watch.restart(self._prices.processes(now.plan.num_devices, now.without))
         self._memory_watch.restart()
 
     # Questions: what there is to decide.

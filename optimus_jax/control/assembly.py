@@ -89,8 +89,11 @@ def make_controller(
         ),
         is_compiled=switcher.is_compiled,
         tried_s=tried_s,
-        # Fewer processes would be another run, which only the launcher can start.
-        process_of=topology.processes,
+        # Fewer processes would be another run, which only the launcher can start. A single process
+        # can leave out devices, each of which is probed by itself.
+        process_of=topology.processes
+        if topology.num_processes > 1
+        else range(topology.num_devices),
         keeps_devices=topology.num_processes > 1,
         memory=measurements_directory()
         / f"control-{re.sub(r'[^a-z0-9]+', '-', topology.device_kind.lower())}"
@@ -111,11 +114,19 @@ def make_controller(
             why = f"it was tried at step {record.step}: {record.ended_why}"
             ended_step = record.step if record.ended_step is None else record.ended_step
             state = quarantined(state, record.target, ended_step, why, rules)
+    reported = ReportedDevices(
+        run.path,
+        devices=[device.id for device in program.mesh.devices.flat],
+        can_leave=topology.num_processes == 1,
+        warn=display.message,
+    )
     probes = Probes(
         settings.probe_share,
         local_cluster.cluster,
         cached_profile(),
         num_meshes=settings.executables,
+        devices=list(program.mesh.devices.flat),
+        lost=reported,
         warn=display.message,
     )
     signals = live_signals(
@@ -124,12 +135,6 @@ def make_controller(
         seq_len=program.config.seq_len,
         rounds=probes.on(program.mesh),
         heartbeats=heartbeats,
-        warn=display.message,
-    )
-    reported = ReportedDevices(
-        run.path,
-        devices=[device.id for device in program.mesh.devices.flat],
-        can_leave=topology.num_processes == 1,
         warn=display.message,
     )
     return Controller(

@@ -2,7 +2,7 @@
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 from jax.sharding import Mesh
@@ -19,6 +19,7 @@ from optimus_jax.control.sources import Signals
 from optimus_jax.faults.heartbeat import Heartbeats
 from optimus_jax.planning.profiles.cluster import INTER_HOST, INTRA_HOST, Cluster
 from optimus_jax.planning.profiles.hardware import HardwareProfile
+from optimus_jax.reshard.exchange import Device
 
 
 class Probes:
@@ -31,6 +32,8 @@ class Probes:
       cluster: the run's cluster, which tells the mesh axes that cross hosts.
       profile: the hardware profile of the devices; None: they were not measured.
       num_meshes: number of meshes whose programs are cached; these hold some device memory.
+      devices: devices of the run: those outside a mesh are probed too, in a run of one process.
+      lost: returns the ids of devices that must not be used.
       warn: called if a mesh cannot be probed.
     """
 
@@ -41,9 +44,12 @@ class Probes:
         profile: HardwareProfile | None,
         *,
         num_meshes: int,
+        devices: Sequence[Device] = (),
+        lost: Callable[[], frozenset[int]] = frozenset,
         warn: Callable[[str], object],
     ) -> None:
         self._share, self._cluster = share, cluster
+        self._devices, self._lost = (devices if jax.process_count() == 1 else ()), lost
         self._baselines, self._budget = Baselines(profile), Budget(share)
         self._programs: OrderedDict[Mesh, MeshProbes] = OrderedDict()
         self._num_meshes, self._warn = num_meshes, warn
@@ -51,7 +57,8 @@ class Probes:
     def prepare(self, mesh: Mesh) -> None:
         """Compile the probes of a mesh; may run in the background before the run moves there."""
         if self._share and mesh not in self._programs:
-            programs = MeshProbes(mesh)
+            used = set(mesh.devices.flat)
+            programs = MeshProbes(mesh, [each for each in self._devices if each not in used])
             programs.compile()
             self._programs.setdefault(mesh, programs)
 
@@ -74,6 +81,7 @@ class Probes:
                 {axis: self._link(sizes, axis) for axis in MESH_AXES},
                 self._baselines,
                 self._budget,
+                lost=self._lost,
             )
             rounds.settle()
         except Exception as error:

@@ -320,8 +320,7 @@ def _move_done(state: SwitchState, event: MoveDone, rules: SwitchRules) -> Reduc
         forced=None,
         num_switches=state.num_switches + by_choice,
     )
-    state = replace(_cooling(state, rules, by_choice=by_choice), review_s=event.review_s)
-    return _settled(state, rules), NO_COMMANDS
+    return _settled(_cooling(state, rules, by_choice=by_choice), rules), NO_COMMANDS
 
 
 def _comparable(state: SwitchState, event: MoveDone, rules: SwitchRules) -> tuple[float, ...]:
@@ -338,7 +337,7 @@ def _switch_failed(state: SwitchState, event: SwitchFailed, rules: SwitchRules) 
     state = quarantined(state, event.plan, state.step, event.why, rules)
     state = _cooling(state, rules, by_choice=True)
     # A mandatory question is open again.
-    state = replace(state, question=state.forced, review_s=event.review_s)
+    state = replace(state, question=state.forced)
     return _settled(state, rules), (*commands, Charge(time_s=event.costs_s))
 
 

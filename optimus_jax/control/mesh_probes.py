@@ -3,12 +3,13 @@ mesh.
 
 There are two kinds: an all-reduce along one mesh axis, in all groups of the axis at once; and a
 chain of matmuls on each of this process's devices, in which no process waits for another. On a GPU
-they are repeated inside the program, so that the time of its launch hardly counts.
+they are repeated inside the program, so that the time of its launch hardly counts. The chain also
+runs alone on single devices, to compare those that the run leaves out with those in use.
 """
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Protocol
 
 import jax
@@ -19,11 +20,15 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from optimus_jax.config.axes import MESH_AXES
 from optimus_jax.control.baselines import AllReduce, Matmuls, ProbeWork, messages_of
+from optimus_jax.control.skew import median
+from optimus_jax.reshard.exchange import Device
 
 _DTYPES = {"f32": jnp.float32, "bf16": jnp.bfloat16}
 _RUNS = 5
 """Number of runs of each program, of which the shortest counts: in the first one, processes that
 arrive at different times also wait for each other."""
+_COMPARED = 3
+"""Number of devices of the mesh that devices outside it are compared with."""
 
 
 class Programs(Protocol):
@@ -56,17 +61,33 @@ class Programs(Protocol):
         """Seconds of the matmuls on this process's devices."""
         ...
 
+    def outside_ratios(self, lost: Collection[int]) -> dict[int, float]:
+        """Compute time of each device outside the mesh, by id, over that of devices in it.
+
+        Devices that are `lost` are not touched.
+        """
+        ...
+
 
 class MeshProbes:
     """The probes of a mesh. The constructor compiles nothing; `compile` may run in the background.
 
     Args:
       mesh: the run's mesh.
+      outside: devices of the run that are not in the mesh; only in a run of one process, because in
+        others each process runs the same rounds on devices of its own.
       clock: returns the time in seconds.
     """
 
-    def __init__(self, mesh: Mesh, *, clock: Callable[[], float] = time.perf_counter) -> None:
-        self._mesh, self._clock = mesh, clock
+    def __init__(
+        self,
+        mesh: Mesh,
+        outside: Sequence[Device] = (),
+        *,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._mesh, self._outside, self._clock = mesh, tuple(outside), clock
+        self._alone: dict[Device, Callable[[], object]] = {}
         self._sizes = dict(mesh.shape)
         self.axes = [axis for axis in MESH_AXES if self._sizes[axis] > 1]
         platform = mesh.devices.flat[0].platform
@@ -94,6 +115,8 @@ class MeshProbes:
             for num_bytes in self.messages:
                 self._program_of(axis, num_bytes)
         self._matmuls()
+        for device in [*self._outside, *self._compared] if self._outside else []:
+            self._matmuls_on(device)
 
     def time_s(self, axis: str, num_bytes: int) -> float:
         """Seconds of an all-reduce along `axis`; every process has to call it."""
@@ -102,6 +125,22 @@ class MeshProbes:
     def compute_time_s(self) -> float:
         """Seconds of the matmuls on this process's devices."""
         return self._shortest_s(self._matmuls())
+
+    def outside_ratios(self, lost: Collection[int]) -> dict[int, float]:
+        """Compute time of each device outside the mesh, by id, over that of devices in it.
+
+        Devices that are `lost` are not touched. The others are timed one by one, as the devices of
+        the mesh that they are compared with: devices may share cores, or power.
+        """
+        sound = [device for device in self._outside if device.id not in lost]
+        if not sound:
+            return {}
+        usual_s = median([self._shortest_s(self._matmuls_on(device)) for device in self._compared])
+        return {device.id: self._shortest_s(self._matmuls_on(device)) / usual_s for device in sound}
+
+    @property
+    def _compared(self) -> Sequence[Device]:
+        return self._mesh.local_devices[:_COMPARED]
 
     def _program_of(self, axis: str, num_bytes: int) -> Callable[[], object]:
         work = self.work(axis, num_bytes)
@@ -118,16 +157,24 @@ class MeshProbes:
     def _matmuls(self) -> Callable[[], object]:
         work = self.compute
         if work not in self._programs:
-            mine = Mesh(np.array(self._mesh.local_devices), ("mine",))
-            noise = (
-                np.random.default_rng(0)
-                .normal(size=(2, max(work.m, work.k), work.k), scale=work.k**-0.5)
-                .astype(_DTYPES[work.dtype])
-            )
-            self._programs[work] = _compiled(
-                mine, jnp.matmul, work.repeats, noise[0, : work.m], noise[1, : work.k]
-            )
+            self._programs[work] = self._chain(self._mesh.local_devices)
         return self._programs[work]
+
+    def _matmuls_on(self, device: Device) -> Callable[[], object]:
+        if device not in self._alone:
+            self._alone[device] = self._chain([device])
+        return self._alone[device]
+
+    def _chain(self, devices: Sequence[Device]) -> Callable[[], object]:
+        """The matmuls on each of these devices."""
+        work = self.compute
+        noise = (
+            np.random.default_rng(0)
+            .normal(size=(2, max(work.m, work.k), work.k), scale=work.k**-0.5)
+            .astype(_DTYPES[work.dtype])
+        )
+        mine = Mesh(np.array(devices), ("mine",))
+        return _compiled(mine, jnp.matmul, work.repeats, noise[0, : work.m], noise[1, : work.k])
 
     def _shortest_s(self, program: Callable[[], object]) -> float:
         return min(self._seconds(program) for _ in range(_RUNS))

@@ -32,12 +32,6 @@ MIN_PROBABILITY = 0.75
 """Required probability that a switch pays, if that depends on predicted step times alone. It is a
 margin for intervals that are too narrow: 90% intervals hold 52 to 81% of plans never run
 (docs/decisions/0024-one-value.md)."""
-MIN_PROBABILITY_UNSEEN = 0.65
-"""The same for leaving out slow devices. It is a margin for the end of their slowness, which nobody
-sees."""
-MIN_USABLE = 0.9
-"""Required probability that excluded devices have recovered: trying them takes a restart, and
-nothing measures them before."""
 REWEIGH_AFTER = 0.25
 """A switch that is not worth it in conditions that may end is weighed again after this share of the
 time for which they have lasted so far."""
@@ -69,9 +63,6 @@ class SwitchCandidate:
     """Ids of devices that the plan does not use."""
     usable_probability: float = 1.0
     """Probability that the conditions assumed by `log_ratio` hold."""
-    leaves_out: bool = False
-    """Whether it leaves out slow devices. Nothing measures them then, so nothing shows when to go
-    back."""
     barred: str = ""
     """Why the plan may not be used (not allowed, or it failed); empty: it may be used."""
 
@@ -282,14 +273,6 @@ def _weigh(situation: Situation, candidate: SwitchCandidate) -> _Weighed:
     )
     if candidate.barred:
         return weighed
-    if candidate.usable_probability < MIN_USABLE:
-        return replace(
-            weighed,
-            objection=(
-                "saves time only if its devices have recovered"
-                f" (P {candidate.usable_probability:.2f})"
-            ),
-        )
     # The longer conditions have lasted, the longer they are expected to last.
     later_s = (
         None if situation.regime.durations is None else REWEIGH_AFTER * situation.regime.elapsed_s
@@ -303,10 +286,7 @@ def _weigh(situation: Situation, candidate: SwitchCandidate) -> _Weighed:
         )
     if found.net_s <= 0:
         return replace(weighed, objection=told, wait_s=later_s)
-    least = max(
-        MIN_PROBABILITY if situation.hangs_on_ratio else 0.0,
-        MIN_PROBABILITY_UNSEEN if candidate.leaves_out else 0.0,
-    )
+    least = MIN_PROBABILITY if situation.hangs_on_ratio else 0.0
     if found.probability < least:
         unlikely = f"{told}; at least P {least:g} is required in such conditions"
         return replace(weighed, objection=unlikely, wait_s=later_s)

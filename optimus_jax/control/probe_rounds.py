@@ -7,7 +7,7 @@ the same step.
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
 import jax
@@ -20,8 +20,7 @@ from optimus_jax.control.signals import (
     COMPUTE_SLOWDOWN,
     FEW,
     LINK_SLOWDOWN,
-    PROCESS_SKEW,
-    STRAGGLER,
+    PROCESS_TIME,
 )
 from optimus_jax.control.skew import Skew, median, skew_of
 
@@ -126,6 +125,7 @@ class ProbeRounds:
       baselines: how long probes take when nothing is wrong.
       budget: decides when rounds are due.
       exchange: gathers values of all processes; None: JAX's all-gather.
+      lost: returns the ids of devices that must not be used.
       clock: returns the time in seconds.
     """
 
@@ -137,6 +137,7 @@ class ProbeRounds:
         budget: Budget,
         *,
         exchange: GatherSamples | None = None,
+        lost: Callable[[], Collection[int]] = frozenset,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.budget = budget
@@ -147,7 +148,7 @@ class ProbeRounds:
         mesh."""
         self._programs, self._links, self._baselines = programs, links, baselines
         self._messages = self._small_bytes, self._large_bytes = programs.messages
-        self._exchange, self._clock = exchange or _among_processes, clock
+        self._exchange, self._lost, self._clock = exchange or _among_processes, lost, clock
 
     def settle(self) -> None:
         """Run all probes once before the first step on this mesh, since a first run also connects
@@ -210,6 +211,7 @@ class ProbeRounds:
             if time_s * self._large_bytes / self._small_bytes <= LONGEST_S
         ]
         large_s = [self._programs.time_s(axis, self._large_bytes) for axis in affordable]
+        outside = self._programs.outside_ratios(self._lost())
         own = [self._programs.compute_time_s(), data_wait_s, step_time_s, self._clock() - start_s]
         everyones = self._exchange(np.array([*large_s, *own], np.float32)).astype(float)
         compute_s, waits_s, steps_s, cost_s = everyones[:, len(large_s) :].T.tolist()
@@ -222,6 +224,7 @@ class ProbeRounds:
             data_wait_s=waits_s,
             step_time_s=steps_s,
             cost_s=cost_s,
+            outside=outside,
         )
 
     def _fastest(self, own_s: list[float]) -> list[float]:
@@ -316,9 +319,9 @@ class ProbeRounds:
 
     def _skew_samples(self, found: "_ProbeTimes") -> dict[str, float]:
         if len(found.compute_s) == 1:
-            return {}
+            return {f"{PROCESS_TIME}{device}": ratio for device, ratio in found.outside.items()}
         self.skew = skew_of(min(found.step_time_s), found.data_wait_s, found.compute_s)
-        return {PROCESS_SKEW: self.skew.ratio, STRAGGLER: float(self.skew.slowest)}
+        return {f"{PROCESS_TIME}{process}": ratio for process, ratio in enumerate(self.skew.ratios)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -334,6 +337,8 @@ class _ProbeTimes:
     step_time_s: list[float]
     cost_s: list[float]
     """Time of the round itself."""
+    outside: dict[int, float]
+    """Compute time of each device outside the mesh, by id, over that of devices in it."""
 
 
 def _among_processes(own: np.ndarray) -> np.ndarray:

@@ -5,7 +5,6 @@ Real and simulated runs share it. What carries out its commands reports back wha
 control/controller.py in a real run, simulation/simulator.py in a simulated one.
 """
 
-import math
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -48,8 +47,6 @@ class Policy(Protocol):
     """Number of newest steps that were in present conditions; None: all, as far as known."""
     slowed: float = 1.0
     """Present step time over that in normal conditions."""
-    review_s: float = math.inf
-    """When the plan has to be reviewed without news, on the run's clock."""
 
     def decide(self, observation: Observation) -> Decision | None:
         """The decision at this boundary; None: nothing new."""
@@ -213,7 +210,6 @@ class Runtime:
                 costs_s=costs_s,
                 steps_alike=alike,
                 begins_phase=begins_phase,
-                review_s=self._policy.review_s,
             )
         )
 
@@ -228,9 +224,7 @@ class Runtime:
         """
         if not self._is_broken:
             self._policy.failed(plan, why, is_back=is_back)
-        self._happened(
-            SwitchFailed(plan=plan, why=why, costs_s=costs_s, review_s=self._policy.review_s)
-        )
+        self._happened(SwitchFailed(plan=plan, why=why, costs_s=costs_s))
 
     def trial_over(self, costs_s: float = 0.0) -> None:
         """All processes keep the plan that was on trial.

@@ -1,7 +1,7 @@
-"""Finds the process that delays the others, and by how much.
+"""Finds the processes that delay the others, and by how much.
 
 In a step all processes wait for the slowest one, so step times are alike everywhere and do not show
-which one it is. The time that a process itself needs follows from two times that it can measure
+which ones are slow. The time that a process itself needs follows from two times that it can measure
 alone: w, its wait for data, and c, its time for a fixed piece of computing (live probes). Let f be
 c over the median c, and B the compute time of a step at the median speed. The step lasts
 T = max(w + f B) over all processes, so B = min((T - w) / f).
@@ -19,16 +19,16 @@ class Skew:
 
     own_s: tuple[float, ...]
     """Seconds that each process would need for a step if it did not wait for others."""
-    slowest: int
-    """Number of the process that needs longest."""
 
     @property
-    def ratio(self) -> float:
-        """The slowest process's time over the median: 1 if all are alike; infinite if the others
-        do nothing but wait.
+    def ratios(self) -> tuple[float, ...]:
+        """Each process's time over the median: 1 if all are alike; infinite if most do nothing but
+        wait.
         """
         typical = median(self.own_s)
-        return self.own_s[self.slowest] / typical if typical else math.inf
+        return tuple(
+            own_s / typical if typical else math.inf if own_s else 1.0 for own_s in self.own_s
+        )
 
 
 def skew_of(step_time_s: float, data_wait_s: Sequence[float], compute_s: Sequence[float]) -> Skew:
@@ -49,7 +49,7 @@ def skew_of(step_time_s: float, data_wait_s: Sequence[float], compute_s: Sequenc
     own_s = tuple(
         wait + factor * shared_s for wait, factor in zip(data_wait_s, factors, strict=True)
     )
-    return Skew(own_s=own_s, slowest=max(range(len(own_s)), key=own_s.__getitem__))
+    return Skew(own_s=own_s)
 
 
 def median(values: Sequence[float]) -> float:

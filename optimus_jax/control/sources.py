@@ -29,9 +29,8 @@ from optimus_jax.control.signals import (
     MEMORY_PEAK_SHARE,
     MEMORY_SHARE,
     MFU,
-    PROCESS_SKEW,
+    PROCESS_TIME,
     STEP_TIME_S,
-    STRAGGLER,
     TOKENS_PER_S,
     UNKNOWN,
     Observation,
@@ -44,12 +43,12 @@ from optimus_jax.run_directory.step_record import EvalRecord, StepRecord
 _LOG = logging.getLogger(__name__)
 _OF_STEPS = (STEP_TIME_S, DATA_WAIT_S, DISPATCH_S, TOKENS_PER_S, MFU)
 """Signals that belong to a plan and a phase: they are forgotten when either changes."""
-_OF_ROUNDS = (COMPUTE_SLOWDOWN, PROCESS_SKEW, STRAGGLER, LINK_SLOWDOWN)
+_OF_ROUNDS = (COMPUTE_SLOWDOWN, PROCESS_TIME, LINK_SLOWDOWN)
 _OF_MEMORY = (MEMORY_SHARE, MEMORY_PEAK_SHARE)
 """Signals of memory, which can run short soon: their windows are short, and they are forgotten when
 plan or phase changes."""
-_NEWEST_ONLY = (STRAGGLER, HEARTBEAT_AGE_S, ECC_ERRORS)
-"""Signals for which a median makes no sense: a process's number, an age, a count."""
+_NEWEST_ONLY = (HEARTBEAT_AGE_S, ECC_ERRORS)
+"""Signals for which a median makes no sense: an age, a count."""
 BATCHES_S = 10.0
 """Seconds between two polls of the batches: data change slowly, and a poll takes a fifth of a
 millisecond."""

@@ -275,8 +275,6 @@ class MoveDone:
     """Number of newest steps in present conditions; None: all, as far as known."""
     begins_phase: bool = False
     """Whether step times before and after cannot be compared: other batches, or a restart."""
-    review_s: float = math.inf
-    """When the plan has to be reviewed without news, on the run's clock."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -287,8 +285,6 @@ class SwitchFailed:
     why: str
     costs_s: float = 0.0
     """Seconds that it took."""
-    review_s: float = math.inf
-    """When the plan has to be reviewed without news, on the run's clock."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -101,7 +101,7 @@ class _ByCostModel(Policy):
             for name, reading in claims(observation, assumed.cluster, self._plan.axes).items()
             if reading.value
         }
-        key = (phase, replace(Conditions(), **found), observation.lost_devices)
+        key = (phase, Conditions().with_factors(found), observation.lost_devices)
         if key not in self._ranked:
             pricing = key[1].applied(_without(assumed, observation.lost_devices))
             self._ranked[key] = (pricing, self._searcher(pricing).best)

@@ -100,18 +100,12 @@ def candidate_plans(setup: Setup, timeline: Timeline, searcher: PooledSearch) ->
 
 
 def _sparing(plans: Sequence[Plan], conditions: ClusterConditions) -> list[Plan]:
-    """These plans with fewer layers on stages whose devices are slow. The slow devices are taken to
-    be contiguous in the mesh.
-    """
-    slow = [device for device, factor in conditions.slow if factor > 1]
+    """These plans with fewer layers on stages whose devices are slow."""
+    slow = {device: factor for device, factor in conditions.slow if factor > 1}
     found = [
-        rebalanced(
-            plan,
-            (slow[0] / plan.num_devices, (slow[-1] + 1) / plan.num_devices),
-            max(factor for _, factor in conditions.slow),
-        )
+        rebalanced(plan, [slow.get(device, 1.0) for device in range(plan.num_devices)])
         for plan in plans
-        if slow and plan.num_devices > slow[-1]
+        if slow and plan.num_devices > max(slow)
     ]
     return [plan for plan in found if plan is not None]
 

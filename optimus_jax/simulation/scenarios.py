@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 from optimus_jax.config import Config, settings
 from optimus_jax.config.checks import check_not_negative, check_positive
-from optimus_jax.control.signals import OLD_SIGNAL_NAMES
+from optimus_jax.control.signals import OLD_SIGNAL_NAMES, REPLACED_SIGNALS
 from optimus_jax.errors import ConfigError, explain, nearest
 from optimus_jax.planning.profiles.cluster import OLD_LINK_NAMES
 from optimus_jax.simulation.events import EVENTS, PhaseEvent, ScenarioEvent
@@ -275,7 +275,8 @@ def _event(value: object, path: str) -> ScenarioEvent:
     if (link := fields.get("link")) in OLD_LINK_NAMES:
         fields["link"] = OLD_LINK_NAMES[link]
     if isinstance(names := fields.get("names"), list):
-        fields["names"] = [OLD_SIGNAL_NAMES.get(str(name), name) for name in names]
+        renamed = OLD_SIGNAL_NAMES | REPLACED_SIGNALS
+        fields["names"] = list(dict.fromkeys(renamed.get(str(name), name) for name in names))
     return typing.cast(ScenarioEvent, _build(EVENTS[kind], fields, path))
 
 

@@ -17,6 +17,7 @@ from optimus_jax.config.axes import MESH_AXES
 from optimus_jax.control import signals
 from optimus_jax.control.baselines import SCATTER
 from optimus_jax.control.signals import Observation, SignalSummary, Window
+from optimus_jax.control.skew import median
 from optimus_jax.planning.cost.cost import shares_of
 from optimus_jax.planning.profiles.cluster import INTER_HOST, INTRA_HOST
 from optimus_jax.planning.search.search import Pricing
@@ -206,9 +207,7 @@ class Telemetry:
         )
         for name, value in samples.items():
             self._newest[name] = value
-            self._add(
-                name, value, now.time_s, 1 if name == signals.STRAGGLER else signals.FEW, stale_s
-            )
+            self._add(name, value, now.time_s, signals.FEW, stale_s)
 
     def _links(self, now: Now) -> dict[str, float]:
         """Probe the plan's mesh axes: slowdowns by axis and by link."""
@@ -239,11 +238,10 @@ class Telemetry:
         return found
 
     def _computing(self, now: Now) -> dict[str, float]:
-        """Probe the compute of all processes: typical slowdown, skew and straggler."""
+        """Probe the compute of all processes: the typical slowdown, and each process's own."""
         world, noise, found = self._world, self._world.scenario.misfit.probes, dict[str, float]()
-        by_process = self._slow_processes(now)
-        typical = sorted(by_process.values())[(len(by_process) - 1) // 2]
-        slowest = max(by_process, key=lambda process: by_process[process])
+        by_process, in_use = self._process_times(now)
+        typical = median([by_process[process] for process in in_use])
         assumed = (
             self._assumed.rates.matmul_flops_per_s / world.pricings[0].rates.matmul_flops_per_s
         )
@@ -251,8 +249,10 @@ class Telemetry:
             typical * assumed / world.matmul * self._bias["compute"], noise
         )
         if len(by_process) > 1:
-            found[signals.PROCESS_SKEW] = by_process[slowest] / typical
-            found[signals.STRAGGLER] = float(slowest)
+            found |= {
+                f"{signals.PROCESS_TIME}{process}": time / typical
+                for process, time in by_process.items()
+            }
         return found
 
     def _assumed_over_nominal(self, link: str) -> float:
@@ -269,13 +269,22 @@ class Telemetry:
             else assumed.bytes_per_s / nominal.bytes_per_s
         )
 
-    def _slow_processes(self, now: Now) -> dict[int, float]:
-        """Compute time of each process over the usual time. Each host in use has one process."""
-        slow, size = dict(now.conditions.slow), self._world.cluster.devices_per_host
+    def _process_times(self, now: Now) -> tuple[dict[int, float], set[int]]:
+        """Compute time of each process over the usual time, and the processes in use.
+
+        Each host has one process. Hosts that the run leaves out are probed as well, except lost
+        ones.
+        """
+        cluster, slow = self._world.cluster, dict(now.conditions.slow)
+        size, used = cluster.devices_per_host, set(now.place.devices)
+        in_use = {device // size for device in used}
         found: dict[int, float] = {}
-        for device in now.place.devices:
-            found[device // size] = max(found.get(device // size, 1.0), slow.get(device, 1.0))
-        return {process: self._noisy(factor, 0.01) for process, factor in found.items()}
+        for device in range(cluster.num_devices):
+            is_out = device // size not in in_use and device not in now.conditions.reported
+            if device in used or is_out:
+                found[device // size] = max(found.get(device // size, 1.0), slow.get(device, 1.0))
+        noisy = {process: self._noisy(factor, 0.01) for process, factor in found.items()}
+        return noisy, in_use
 
     def _health(self, now: Now, step_time_s: float) -> dict[str, float]:
         world, plan = self._world, now.place.plan

@@ -16,6 +16,7 @@ from optimus_jax.config.axes import AxisSizes
 from optimus_jax.config.request import make_config
 from optimus_jax.control.deciding.candidates import is_legal, times
 from optimus_jax.control.deciding.conditions import Conditions
+from optimus_jax.control.deciding.prices import Prices
 from optimus_jax.mesh.rules import make_rules
 from optimus_jax.pipeline.partition import layers_per_stage
 from optimus_jax.plan import Pipelining, Plan
@@ -141,8 +142,13 @@ class Truth:
         for name in sorted({name for plan in PLANS for name in query(plan).terms_s}):
             self._terms[name] = math.exp(terms * random.standard_normal())
 
-    def log_time(self, plan: Plan, conditions: Conditions | None = None) -> float:
-        """Logarithm of the typical step time in seconds."""
+    def log_time(
+        self,
+        plan: Plan,
+        conditions: Conditions | None = None,
+        without: frozenset[int] = frozenset(),
+    ) -> float:
+        """Logarithm of the typical step time in seconds on devices other than these."""
         cluster, rates = CLUSTER, PRICING.rates
         assert cluster.inter_host is not None
         assert cluster.inter_host.bytes_per_s is not None
@@ -161,12 +167,8 @@ class Truth:
             matmul_flops_per_s=rates.matmul_flops_per_s * self._rates[0],
             memory_bytes_per_s=rates.memory_bytes_per_s * self._rates[1],
         )
-        found = times(
-            plan,
-            (conditions or Conditions())
-            .as_seen_by(plan)
-            .applied(replace(PRICING, cluster=faster, rates=rates)),
-        )
+        seen = Prices(PRICING).seen_by(plan, conditions or Conditions(), without)
+        found = times(plan, seen.applied(replace(PRICING, cluster=faster, rates=rates)))
         own = np.random.default_rng([self._seed, int(plan.digest[:8], 16)]).standard_normal()
         return math.log(
             sum(time_s * self._terms.get(name, 1.0) for name, time_s in found.items())

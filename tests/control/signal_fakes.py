@@ -86,6 +86,7 @@ class FakePrograms:
 
     def __init__(self, clock, axes=("data",), *, latency_s=1e-4, s_per_byte=1e-9, compute_s=0.01):
         self.axes, self.compute_s = axes, compute_s
+        self.outside: dict[int, float] = {}
         self.latency_s, self.s_per_byte = (
             dict.fromkeys(axes, latency_s),
             dict.fromkeys(axes, s_per_byte),
@@ -107,6 +108,9 @@ class FakePrograms:
     def compute_time_s(self):
         self._clock.pass_s(self.compute_s)
         return self.compute_s
+
+    def outside_ratios(self, lost):
+        return {device: ratio for device, ratio in self.outside.items() if device not in lost}
 
 
 def with_others(*changes):

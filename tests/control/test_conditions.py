@@ -48,7 +48,7 @@ def claimed(**readings: SignalSummary) -> dict[str, float | None]:
             {"attention", "feed-forward", "head", "recompute", "optimizer", "memory"},
         ),
         (
-            Conditions(skew=3.0),
+            Conditions(slow=((2, 3.0),)),
             {"attention", "feed-forward", "head", "recompute", "optimizer", "memory"},
         ),
     ],
@@ -108,7 +108,10 @@ def test_distance_is_the_largest_difference_of_a_factor():
     assert Conditions(inter_host=4.0).distance(Conditions(intra_host=2.0)) == pytest.approx(
         math.log(4)
     )
-    assert Conditions(skew=1.5).without_skew() == Conditions()
+    slow = Conditions(slow=((2, 1.5), (4, 3.0)))
+    assert slow.distance(Conditions(slow=((4, 3.0),))) == pytest.approx(math.log(1.5))
+    assert slow.among({1, 2}) == Conditions(slow=((2, 1.5),))
+    assert slow.as_json() == {"skew": 3.0}
     assert Conditions(inter_host=4.0).as_json() == {"inter_host": 4.0}
 
 
@@ -124,9 +127,10 @@ def test_a_reading_of_the_link_precedes_readings_of_axes_that_cross_it():
         "inter_host": 9.0,
         "intra_host": 2.0,
     }
-    assert claimed(compute_slowdown=reading(1.2), process_skew=reading(1.5)) == {
+    slow = {"process_time/12": reading(1.5), "process_time/3": reading(9.0, "stale")}
+    assert claimed(compute_slowdown=reading(1.2), **slow) == {
         "compute": 1.2,
-        "skew": 1.5,
+        "process_time/12": 1.5,
     }
 
 

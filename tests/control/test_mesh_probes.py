@@ -106,6 +106,60 @@ def test_each_probe_is_compiled_once(programs):
     assert len(programs) == 2 * len(probes.messages) + 1
 
 
+def test_devices_outside_the_mesh_are_timed_alone_and_without_collectives(programs):
+    *used, spare, lost = jax.devices()[:6]
+    mesh = jax.make_mesh(
+        (1, 4, 1, 1), MESH_AXES, devices=used, axis_types=(jax.sharding.AxisType.Auto,) * 4
+    )
+    probes = MeshProbes(mesh, [spare, lost])
+    probes.compile()
+    num_programs = len(programs)
+    ratios = probes.outside_ratios({lost.id})
+    assert ratios.keys() == {spare.id}
+    assert ratios[spare.id] > 0
+    assert len(programs) == num_programs, "all were compiled before"
+    alone = [(text, mesh) for text, mesh in programs if mesh.size == 1]
+    assert {mesh.devices.flat[0] for _, mesh in alone} == {spare, lost, *used[:3]}
+    assert not any(hlo.collectives(text, mesh) for text, mesh in alone)
+    assert MeshProbes(mesh).outside_ratios(set()) == {}
+
+
+def test_a_device_that_takes_twice_as_long_has_a_ratio_of_two(monkeypatch):
+    *used, spare = jax.devices()[:5]
+    mesh = jax.make_mesh(
+        (1, 4, 1, 1), MESH_AXES, devices=used, axis_types=(jax.sharding.AxisType.Auto,) * 4
+    )
+    probes = MeshProbes(mesh, [spare])
+    monkeypatch.setattr(probes, "_chain", lambda devices: devices[0])
+    seconds = {spare: 2.0, used[0]: 1.0, used[1]: 7.0, used[2]: 1.0}
+    monkeypatch.setattr(probes, "_seconds", seconds.__getitem__)
+    assert probes.outside_ratios(set()) == {spare.id: 2.0}
+
+
+def test_the_probes_of_a_smaller_mesh_measure_the_devices_outside_it():
+    probes = Probes(
+        0.01,
+        TWO_HOSTS,
+        None,
+        num_meshes=2,
+        devices=jax.devices(),
+        lost=lambda: frozenset({jax.devices()[7].id}),
+        warn=print,
+    )
+    assert "process_time/6" not in probes.on(mesh_of(1, 2, 1, 4)).run(
+        5, step_time_s=0.1, data_wait_s=0.0
+    )
+    smaller = jax.make_mesh(
+        (1, 6, 1, 1),
+        MESH_AXES,
+        devices=jax.devices()[:6],
+        axis_types=(jax.sharding.AxisType.Auto,) * 4,
+    )
+    samples = probes.on(smaller).run(9, step_time_s=0.1, data_wait_s=0.0)
+    outside = {name for name in samples if name.startswith("process_time/")}
+    assert outside == {f"process_time/{jax.devices()[6].id}"}
+
+
 def test_probe_time_is_the_shortest_repeat():
     times = iter([0.0, 9.0, 10.0, 12.0, 20.0, 25.0, 30.0, 33.0, 40.0, 44.0])
     probes = MeshProbes(mesh_of(1, 8, 1, 1), clock=lambda: next(times))

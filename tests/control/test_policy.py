@@ -127,7 +127,7 @@ def test_a_risk_that_the_account_refuses_is_weighed_again_if_conditions_may_last
         ({"prepare_s": 1e6}, {}, "would save"),
         ({}, {"blocked": "cooling down"}, "cooling down"),
         ({}, {"regime": unknown_duration(10.0)}, "if conditions last"),
-        ({"usable_probability": 0.5}, {}, "have recovered"),
+        ({"usable_probability": 0.05}, {}, "would save"),
         ({"gain": 0.01, "deviation": 0.05}, {}, "is required"),
         ({"gain": 0.01}, {"is_unexplained": True}, "is required"),
     ],

@@ -35,19 +35,9 @@ class Run:
         true: Conditions | None = None,
         reported: dict[str, float] | None = None,
         quality="good",
-        straggler: float | None = None,
         measured_s: float | None = None,
     ) -> "Run":
         true = true or Conditions()
-        readings = (
-            {}
-            if straggler is None
-            else {
-                "straggler": SignalSummary(
-                    value=straggler, spread=0.0, count=5, time_s=0.0, quality="good"
-                )
-            }
-        )
         for _ in range(count):
             step_time_s = math.exp(self.log_time(true) + 0.01 * self.random.standard_normal())
             self.step, self.time_s = self.step + 1, self.time_s + step_time_s
@@ -65,7 +55,7 @@ class Run:
                 step=self.step,
                 time_s=self.time_s,
                 step_times_s=(step_time_s,),
-                readings=readings,
+                readings={},
                 global_batch=8,
                 seq_len=8,
                 lost_devices=frozenset(),
@@ -75,7 +65,7 @@ class Run:
         return self
 
 
-NORMAL = {"inter_host": 1.0, "intra_host": 1.0, "compute": 1.0, "skew": 1.0}
+NORMAL = {"inter_host": 1.0, "intra_host": 1.0, "compute": 1.0, "process_time/3": 1.0}
 SLOW = Conditions(inter_host=4.0)
 
 
@@ -170,15 +160,15 @@ def test_a_reading_older_than_the_change_does_not_explain_it():
     run = (
         Run()
         .go(3, reported=NORMAL)
-        .go(40, reported={**NORMAL, "skew": 2.2}, quality="few", measured_s=3.0)
+        .go(40, reported={**NORMAL, "process_time/3": 2.2}, quality="few", measured_s=3.0)
     )
     assert run.watch.conditions.skew == 1
     before_s = run.time_s
-    run.go(20, SLOW, {**NORMAL, "skew": 2.2}, quality="few", measured_s=3.0)
+    run.go(20, SLOW, {**NORMAL, "process_time/3": 2.2}, quality="few", measured_s=3.0)
     assert run.watch.regime == 1
     assert run.watch.conditions.skew == 1
     assert before_s - 1 < run.watch.changed_s < before_s + 3
-    run.go(1, SLOW, {**NORMAL, "skew": 2.2}, quality="few")
+    run.go(1, SLOW, {**NORMAL, "process_time/3": 2.2}, quality="few")
     assert run.watch.conditions.skew == pytest.approx(2.2, rel=0.06), (
         "had it been measured after, it would be believed"
     )
@@ -303,19 +293,60 @@ def test_a_wrong_reading_from_the_start_is_not_accepted():
     assert run.watch.conditions == Conditions()
 
 
-def test_a_straggler_is_identified_by_its_process_number():
-    slow = Conditions(skew=1.5)
+def test_a_slow_process_is_not_slow_compute_everywhere():
+    """A compute probe on the slow process measures the same slowdown."""
+    slow = Conditions(slow=((3, 1.5),))
     run = (
         Run()
         .go(60, reported=NORMAL)
-        .go(15, slow, {**NORMAL, "skew": 1.5, "compute": 1.5}, straggler=3.0)
+        .go(15, slow, {**NORMAL, "process_time/3": 1.5, "compute": 1.5})
     )
-    assert run.watch.straggler == 3
-    # a probe on the slow process measures the same slowdown
     assert run.watch.conditions.compute == 1.0
-    assert run.watch.conditions.skew == pytest.approx(1.5, rel=0.06)
-    run.watch.leave_out(run.time_s)
-    assert (run.watch.straggler, run.watch.conditions) == (None, Conditions())
+    ((process, factor),) = run.watch.conditions.slow
+    assert (process, factor) == (3, pytest.approx(1.5, rel=0.06))
+
+
+def test_several_slow_processes_each_have_a_factor():
+    run = Run().go(60, reported=NORMAL | {"process_time/5": 1.0})
+    run.go(20, Conditions(slow=((3, 1.5),)), NORMAL | {"process_time/3": 1.5})
+    both = NORMAL | {"process_time/3": 1.5, "process_time/5": 2.1}
+    run.go(20, Conditions(slow=((3, 1.5), (5, 2.1))), both)
+    factors = dict(run.watch.conditions.slow)
+    assert factors == {3: pytest.approx(1.5, rel=0.06), 5: pytest.approx(2.1, rel=0.06)}
+    run.go(20, Conditions(slow=((3, 1.5),)), NORMAL | {"process_time/3": 1.5, "process_time/5": 1})
+    assert [process for process, _ in run.watch.conditions.slow] == [3]
+
+
+def left_out(reported: dict[str, float]) -> Run:
+    """A run that has left process 3 out, whose slowness had lasted 20 steps."""
+    run = Run().go(60, reported=NORMAL)
+    run.go(20, Conditions(slow=((3, 2.1),)), NORMAL | {"process_time/3": 2.1})
+    run.watch.restart({0, 1, 2})
+    run.log_time = lambda conditions: log_time_of(conditions.among({0, 1, 2}))
+    return run.go(20, reported=reported)
+
+
+def test_a_process_that_is_out_is_slow_until_its_readings_say_otherwise():
+    run = left_out(NORMAL | {"process_time/3": 2.1})
+    assert run.watch.conditions == Conditions(), "the processes in use are well"
+    assert run.watch.believed.skew == pytest.approx(2.1, rel=0.06)
+    assert run.watch.is_disturbed
+    assert run.watch.recovered == {}
+    news = len(run.news)
+    run.go(3, reported=NORMAL)
+    assert run.watch.believed == Conditions()
+    assert len(run.news) == news + 1
+    assert not run.watch.is_disturbed
+
+
+def test_the_recovery_of_a_process_that_is_out_is_guessed_where_nothing_is_read():
+    unread = {name: 1.0 for name in NORMAL if name != "process_time/3"}
+    run = left_out(unread)
+    early = run.watch.recovered[3]
+    run.go(200, reported=unread)
+    assert 0 < early < run.watch.recovered[3] < 1
+    run.go(1, reported=NORMAL | {"process_time/3": 2.1})
+    assert run.watch.recovered == {}
 
 
 def test_durations_are_learnt_from_ended_regimes():
@@ -371,7 +402,7 @@ def test_the_first_reading_of_a_signal_corrects_earlier_conditions():
     """One link recovers when another one is first probed: the other one's value is taken to have
     held all the time.
     """
-    known = {"inter_host": 1.0, "compute": 1.0, "skew": 1.0}
+    known = {"inter_host": 1.0, "compute": 1.0, "process_time/3": 1.0}
     run = Run(lambda conditions: log_time_of(conditions) + 0.3 * math.log(conditions.intra_host))
     run.go(60, reported=known).go(30, SLOW, {**known, "inter_host": 4.0})
     assert run.watch.conditions.inter_host == pytest.approx(4.0, rel=0.06)

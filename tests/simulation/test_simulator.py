@@ -354,9 +354,9 @@ def test_memory_use_and_stragglers_are_observed():
     )
     early, late = (next(each for each in seen if each.time_s > time_s) for time_s in (45, 100))
     assert late.reading("memory_share").value > early.reading("memory_share").value + 0.1
-    assert early.reading("process_skew").value == pytest.approx(1.0, abs=0.05)
-    assert late.reading("process_skew").value == pytest.approx(1.5, abs=0.06)
-    assert late.reading("straggler").value == 1.0
+    assert early.reading("process_time/1").value == pytest.approx(1.0, abs=0.05)
+    assert late.reading("process_time/1").value == pytest.approx(1.5, abs=0.06)
+    assert late.reading("process_time/0").value == pytest.approx(1.0, abs=0.05)
 
 
 # Switches

@@ -10,6 +10,7 @@ from optimus_jax.config.axes import AxisSizes
 from optimus_jax.control import policy
 from optimus_jax.control.deciding.account import Account
 from optimus_jax.control.deciding.candidates import is_allowed
+from optimus_jax.control.deciding.conditions import on_grid, process_of
 from optimus_jax.control.deciding.options import ObservedCluster, PlanOption
 from optimus_jax.control.deciding.phases import BatchPhases
 from optimus_jax.control.deciding.plan_history import PlanHistory
@@ -61,15 +62,16 @@ class CandidateEvaluator:
           state: says which plans have failed.
           blocked: why no switch may be made; empty: one may.
         """
-        watch, plan, priced = (
+        watch, plan, without, priced = (
             self.watch,
             self.plan_history.now.plan,
+            self.plan_history.now.without,
             observed.memory.applied(self.prices.of(observed.batch)),
         )
         asked = [
             query(
                 plan,
-                observed.conditions.as_seen_by(plan).applied(priced),
+                self.prices.seen_by(plan, watch.conditions, without).applied(priced),
                 setting(observed.batch, watch.conditions),
                 watch.regime,
             )
@@ -80,7 +82,8 @@ class CandidateEvaluator:
         ]
         if watch.is_disturbed:
             normal = setting(observed.batch, watch.normal)
-            asked += [query(plan, watch.normal.applied(priced), normal)] + [
+            usually = self.prices.seen_by(plan, watch.normal, without).applied(priced)
+            asked += [query(plan, usually, normal)] + [
                 query(option.plan, option.devices.normal, normal) for option in options
             ]
         forecast, after = self.predictor.predict(asked), len(options) + 1
@@ -152,7 +155,6 @@ class CandidateEvaluator:
             log_ratio_after=log_ratio_after,
             without=devices.without,
             usable_probability=devices.probability,
-            leaves_out=bool(devices.without & observed.slow),
             barred=state.why_not(plan)
             if is_listed
             else "not on the list of meshes that may be switched to",
@@ -177,6 +179,7 @@ class CandidateEvaluator:
             if reading.quality in ("good", "few")
             and reading.value is not None
             and math.isfinite(reading.value)
+            and (process_of(name) is None or on_grid(reading.value) != 1)
         }
         return {
             "plan": self.plan_history.now.plan.digest,

@@ -1,19 +1,21 @@
-"""Conditions: how much slower links and devices are now than in the hardware profile.
+"""Conditions: how much slower links and processes are now than in the hardware profile.
 
 Applied to a `Pricing`, conditions give another `Pricing` with slower links and slower matmuls.
-Factors are rounded to a coarse grid, so that only a real change needs a new search.
+Factors are rounded to a coarse grid, so that only a real change needs a new search. A factor has a
+name: that of its link, `compute`, or that of the signal of a process's time.
 """
 
 import math
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from optimus_jax.config.axes import MESH_AXES, AxisSizes
 from optimus_jax.control.baselines import byte_part_s, messages_of
-from optimus_jax.control.deciding.rebalancing import ANYWHERE, SlowPart, effective_skew
+from optimus_jax.control.deciding.rebalancing import effective_skew
 from optimus_jax.control.signals import (
     COMPUTE_SLOWDOWN,
     LINK_SLOWDOWN,
-    PROCESS_SKEW,
+    PROCESS_TIME,
     UNKNOWN,
     Observation,
     SignalSummary,
@@ -28,7 +30,8 @@ GRID = math.log(1.1)
 """Spacing of the grid of factors, as a logarithm: neighbours differ by a tenth."""
 FASTEST, SLOWEST = 0.01, 1e4
 """Range of plausible factors. Readings outside it are ignored."""
-NAMES = (INTRA_HOST, INTER_HOST, "compute", "skew")
+OF_ALL = (INTRA_HOST, INTER_HOST, "compute")
+"""Names of the factors that hold for all processes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,30 +44,64 @@ class Conditions:
     """Factor on the time of communication between hosts."""
     compute: float = 1.0
     """Factor on the time of compute on all devices."""
-    skew: float = 1.0
-    """Compute time of the slowest process over that of the others."""
-    slow_part: SlowPart = ANYWHERE
-    """Position of the slowest process's devices in the mesh."""
+    slow: tuple[tuple[int, float], ...] = ()
+    """Slow processes, in rising order, each with its compute time over the median process's."""
+
+    @property
+    def skew(self) -> float:
+        """Compute time of the slowest process over the median process's."""
+        return max((factor for _, factor in self.slow), default=1.0)
+
+    def factor(self, name: str) -> float:
+        """The factor of this name; 1 for a process that is not slow."""
+        if (process := process_of(name)) is None:
+            return getattr(self, name)
+        return dict(self.slow).get(process, 1.0)
+
+    def with_factors(self, factors: Mapping[str, float]) -> "Conditions":
+        """These conditions with other factors, by name."""
+        slow = dict(self.slow) | {
+            process: factor
+            for name, factor in factors.items()
+            if (process := process_of(name)) is not None
+        }
+        return replace(
+            self,
+            **{name: factor for name, factor in factors.items() if process_of(name) is None},
+            slow=tuple(sorted((process, each) for process, each in slow.items() if each != 1)),
+        )
 
     def distance(self, other: "Conditions") -> float:
         """Largest absolute difference of a factor's logarithm."""
-        return max(abs(math.log(getattr(self, name) / getattr(other, name))) for name in NAMES)
+        names = [*OF_ALL, *[process_time(process) for process, _ in self.slow + other.slow]]
+        return max(abs(math.log(self.factor(name) / other.factor(name))) for name in names)
 
-    def without_skew(self) -> "Conditions":
-        """These conditions without the slow process."""
-        return replace(self, skew=1.0)
+    def among(self, processes: Collection[int]) -> "Conditions":
+        """The conditions of a run that uses these processes only."""
+        return replace(self, slow=tuple([each for each in self.slow if each[0] in processes]))
 
-    def as_seen_by(self, plan: Plan) -> "Conditions":
-        """These conditions as the plan is affected by them: the skew is smaller if the plan's slow
-        stages have fewer layers."""
-        return (
-            self
-            if self.skew == 1
-            else replace(self, skew=effective_skew(plan, self.slow_part, self.skew))
-        )
+    def device_factors(self, processes: Sequence[int]) -> list[float]:
+        """Factor on the compute time of each device.
+
+        Args:
+          processes: the process of each device in use, in mesh order.
+        """
+        slow = dict(self.slow)
+        return [slow.get(process, 1.0) for process in processes]
+
+    def as_seen_by(self, plan: Plan, processes: Sequence[int]) -> "Conditions":
+        """These conditions as the plan is affected by them on devices of these processes: by slow
+        compute everywhere, which is less slow if slow stages have fewer layers.
+        """
+        if not self.slow:
+            return self
+        skew = effective_skew(plan, self.device_factors(processes))
+        return replace(self, slow=(), compute=self.compute * skew)
 
     def applied(self, pricing: Pricing) -> Pricing:
-        """The pricing of plans in these conditions."""
+        """The pricing of plans in these conditions, for plans whose slow stages have as many layers
+        as the others.
+        """
         cluster, rates = pricing.cluster, pricing.rates
         platform = cluster.accelerator.platform
         compute = self.compute * self.skew
@@ -91,7 +128,18 @@ class Conditions:
 
     def as_json(self) -> dict[str, float]:
         """The factors that are not 1, rounded, by name."""
-        return {name: round(value, 3) for name in NAMES if (value := getattr(self, name)) != 1}
+        factors = {name: self.factor(name) for name in OF_ALL} | {"skew": self.skew}
+        return {name: round(factor, 3) for name, factor in factors.items() if factor != 1}
+
+
+def process_time(process: int) -> str:
+    """Name of a process's factor, and of the signal that it is read from."""
+    return f"{PROCESS_TIME}{process}"
+
+
+def process_of(name: str) -> int | None:
+    """The process whose factor has this name; None: it is the factor of a link, or of all."""
+    return int(name.removeprefix(PROCESS_TIME)) if name.startswith(PROCESS_TIME) else None
 
 
 def on_grid(factor: float) -> float:
@@ -107,7 +155,11 @@ def claims(observation: Observation, cluster: Cluster, axes: AxisSizes) -> dict[
         if cluster.inter_host
         else UNKNOWN,
         "compute": observation.reading(COMPUTE_SLOWDOWN),
-        "skew": observation.reading(PROCESS_SKEW),
+        **{
+            name: reading
+            for name, reading in observation.readings.items()
+            if name.startswith(PROCESS_TIME)
+        },
     }
     return {name: reading for name, reading in found.items() if is_usable(reading)}
 

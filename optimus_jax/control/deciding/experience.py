@@ -34,6 +34,8 @@ class Known:
     conditions: Conditions
     regime: int
     """Number of the unexplained regime; 0: none."""
+    without: frozenset[int] = frozenset()
+    """Ids of devices that the run did not use."""
 
 
 class Experience:
@@ -74,7 +76,7 @@ class Experience:
         for known in levels:
             self._predictor.forget(self._query_of(known))
         for known, (level, step) in levels.items():
-            renamed = replace(known, conditions=replace(known.conditions, **was_so))
+            renamed = replace(known, conditions=known.conditions.with_factors(was_so))
             self._levels[renamed] = (level, step)
             self._tell(renamed, level, step)
 
@@ -84,5 +86,6 @@ class Experience:
         )
 
     def _query_of(self, known: Known) -> Query:
-        pricing = known.conditions.as_seen_by(known.plan).applied(self._prices.of(known.batch))
+        seen = self._prices.seen_by(known.plan, known.conditions, known.without)
+        pricing = seen.applied(self._prices.of(known.batch))
         return query(known.plan, pricing, setting(known.batch, known.conditions), known.regime)

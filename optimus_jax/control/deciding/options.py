@@ -1,11 +1,12 @@
 """Finds the plans worth considering now, each on a set of usable devices.
 
-If devices are lost, the remaining ones are considered; if a process is slow, also all devices
-without its own; if a process was excluded, also all devices with its own, as if it had recovered.
+If devices are lost, the remaining ones are considered; if processes are slow, also those without
+the slowest ones. A process that is left out is measured on, so its own condition says what it would
+be worth to use it again.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from optimus_jax.config.axes import AxisSizes
 from optimus_jax.config.parallel import AUTO
@@ -18,10 +19,9 @@ from optimus_jax.control.deciding.candidates import (
     times,
 )
 from optimus_jax.control.deciding.conditions import Conditions
-from optimus_jax.control.deciding.excluded_devices import ExcludedDevices
 from optimus_jax.control.deciding.memory_watch import MemoryWatch
 from optimus_jax.control.deciding.prices import Prices, setting
-from optimus_jax.control.deciding.rebalancing import ANYWHERE, rebalanced
+from optimus_jax.control.deciding.rebalancing import rebalanced
 from optimus_jax.data.batch import BatchShape
 from optimus_jax.plan import Plan
 from optimus_jax.planning.learning.calibrate import Calibration
@@ -30,6 +30,9 @@ from optimus_jax.planning.search.search import Pricing
 STAGED = ("1f1b", "interleaved")
 """Pipeline schedules, which are searched separately: few large stages, whose layers can be divided
 finely, or many small ones."""
+MAX_LEFT_OUT = 3
+"""Number of sets of slow processes to leave out: the slowest ones, those and the next slowest, and
+so on."""
 MAX_REBALANCED = 8
 """Number of plans with fewer layers on slow stages to consider, the fastest by the cost model."""
 
@@ -69,8 +72,6 @@ class PlanInUse:
     plan: Plan
     without: frozenset[int] = frozenset()
     """Ids of devices that the run does not use."""
-    excluded: ExcludedDevices | None = None
-    """Those of them that belong to an excluded slow process; None: there is none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,14 +81,14 @@ class ObservedCluster:
     batch: BatchShape
     time_s: float
     conditions: Conditions
-    """Present conditions."""
+    """Present conditions of all processes, also of those that are left out."""
     normal: Conditions
     lost: frozenset[int]
     """Ids of lost devices."""
-    slow: frozenset[int]
-    """Ids of the devices of a slow process that the run uses."""
-    excluded: ExcludedDevices | None
     memory: MemoryWatch
+    recovered: Mapping[int, float] = field(default_factory=dict)
+    """Slow processes that are left out and that no reading describes, with the probability that
+    each has recovered."""
 
 
 class Options:
@@ -135,7 +136,7 @@ class Options:
           mandatory: ignore the layout that the user fixed if no plan is found with it.
         """
         options: dict[tuple[str, frozenset[int]], PlanOption] = {}
-        for devices in self._device_sets(observed):
+        for devices in self._device_sets(observed, current):
             found = self._found(devices, observed, learnt, mandatory=mandatory)
             if found is None:
                 return None
@@ -151,31 +152,55 @@ class Options:
                     )
         return list(options.values())
 
-    def _device_sets(self, observed: ObservedCluster) -> Iterator[UsableDevices]:
+    def _device_sets(
+        self, observed: ObservedCluster, current: PlanInUse
+    ) -> Iterator[UsableDevices]:
         """The sets of devices that can be used."""
-        priced, conditions, lost = (
-            self._prices.of(observed.batch),
-            observed.conditions,
-            observed.lost,
-        )
-        device_sets = [(lost, conditions, 1.0)]
-        if self._keeps_devices:
-            device_sets = [(frozenset[int](), conditions, 1.0)]
-        elif observed.excluded is not None:
-            device_sets = [
-                (lost | observed.excluded.devices, conditions, 1.0),
-                (lost, conditions, observed.excluded.recovered(observed.time_s)),
-            ]
-        elif observed.slow - lost:
-            device_sets.append((lost | observed.slow, conditions.without_skew(), 1.0))
-        for unusable, seen, probability in device_sets:
+        priced = self._prices.of(observed.batch)
+        found = dict[tuple[frozenset[int], float], UsableDevices]()
+        for unusable, conditions, probability in self._unusable(observed, current):
             whole = [(priced.cluster, frozenset[int]())]
             for cluster, without in (
                 leaving_out(priced.cluster, unusable, priced.config) if unusable else whole
             ):
-                yield self._priced(
-                    replace(priced, cluster=cluster), seen, without, observed, probability
+                devices = self._priced(
+                    replace(priced, cluster=cluster), conditions, without, observed, probability
                 )
+                found.setdefault((without, probability), devices)
+        yield from found.values()
+
+    def _unusable(
+        self, observed: ObservedCluster, current: PlanInUse
+    ) -> Iterator[tuple[frozenset[int], Conditions, float]]:
+        """Sets of devices not to use, each with the conditions to assume and their probability."""
+        conditions, lost = observed.conditions, observed.lost
+        if self._keeps_devices:
+            yield frozenset(), conditions, 1.0
+            return
+        yield lost, conditions, 1.0
+        slow = [
+            (factor, self._devices_of(process))
+            for process, factor in conditions.slow
+            if factor > 1 and not self._devices_of(process) <= lost
+        ]
+        # To leave out a process gains nothing while one that is as slow stays.
+        for least in sorted({factor for factor, _ in slow}, reverse=True)[:MAX_LEFT_OUT]:
+            slowest = [devices for factor, devices in slow if factor >= least]
+            yield lost.union(*slowest), conditions, 1.0
+        if current.without and lost <= current.without:
+            yield current.without, conditions, 1.0
+        if observed.recovered:
+            well = [each for each in conditions.slow if each[0] not in observed.recovered]
+            yield (
+                lost,
+                replace(conditions, slow=tuple(well)),
+                min(observed.recovered.values()),
+            )
+
+    def _devices_of(self, process: int) -> frozenset[int]:
+        return frozenset(
+            device for device, each in enumerate(self._prices.process_of) if each == process
+        )
 
     def _rebalanced(
         self,
@@ -184,17 +209,16 @@ class Options:
         observed: ObservedCluster,
         learnt: Calibration,
     ) -> list[Plan] | None:
-        """These plans and the best plans with stages, rebalanced to give a slow process fewer
+        """These plans and the best plans with stages, rebalanced to give slow processes fewer
         layers; None: a search is still running.
         """
-        conditions, config = devices.conditions, devices.pricing.config
-        if conditions.skew == 1 or conditions.slow_part == ANYWHERE:
+        config, num_devices = devices.pricing.config, devices.pricing.cluster.num_devices
+        factors = devices.conditions.device_factors(
+            self._prices.processes(num_devices, devices.without)
+        )
+        if min(factors) == max(factors):
             return []
-        staged = [
-            plan
-            for plan in plans
-            if plan.pipeline and plan.num_devices == devices.pricing.cluster.num_devices
-        ]
+        staged = [plan for plan in plans if plan.pipeline and plan.num_devices == num_devices]
         for schedule in (
             STAGED if config.parallel.schedule == AUTO and config.parallel.axes is None else ()
         ):
@@ -202,9 +226,7 @@ class Options:
             if best is None:
                 return None
             staged += best
-        found = dict.fromkeys(
-            rebalanced(plan, conditions.slow_part, conditions.skew) for plan in staged
-        )
+        found = dict.fromkeys(rebalanced(plan, factors) for plan in staged)
         legal = [
             plan
             for plan in found
@@ -217,36 +239,33 @@ class Options:
             ),
         )[:MAX_REBALANCED]
 
-    @staticmethod
     def _as_affected(
-        devices: UsableDevices, plan: Plan, observed: ObservedCluster
+        self, devices: UsableDevices, plan: Plan, observed: ObservedCluster
     ) -> UsableDevices:
         """The devices with the skew that affects this plan, which is less if slow stages have fewer
         layers.
         """
-        conditions = devices.conditions.as_seen_by(plan)
-        return (
-            devices
-            if conditions == devices.conditions
-            else replace(
-                devices, pricing=observed.memory.applied(conditions.applied(devices.profiled))
-            )
-        )
+        if not devices.conditions.slow:
+            return devices
+        seen = self._prices.seen_by(plan, devices.conditions, devices.without)
+        return replace(devices, pricing=observed.memory.applied(seen.applied(devices.profiled)))
 
-    @staticmethod
     def _priced(
+        self,
         priced: Pricing,
         conditions: Conditions,
         without: frozenset[int],
         observed: ObservedCluster,
         probability: float = 1.0,
     ) -> UsableDevices:
+        processes = set(self._prices.processes(priced.cluster.num_devices, without))
+        conditions, normal = conditions.among(processes), observed.normal.among(processes)
         return UsableDevices(
             conditions=conditions,
             profiled=priced,
             pricing=observed.memory.applied(conditions.applied(priced)),
             setting=setting(observed.batch, conditions),
-            normal=observed.memory.applied(observed.normal.applied(priced)),
+            normal=observed.memory.applied(normal.applied(priced)),
             without=without,
             probability=probability,
         )

@@ -1,7 +1,6 @@
 """The present and past plans of a run, and their devices."""
 
 from collections import OrderedDict
-from dataclasses import replace
 
 from optimus_jax.control.deciding.candidates import switch_method_of
 from optimus_jax.control.deciding.options import PlanInUse
@@ -42,12 +41,9 @@ class PlanHistory:
         self._set_current(current)
         self.before = old
 
-    def taken_back(self, time_s: float) -> None:
-        """Record a rollback of the last switch. If that switch tried a slow process again, the
-        process is taken to be still slow.
-        """
-        excluded = self.before.excluded
-        self._set_current(replace(self.before, excluded=excluded and excluded.still_slow(time_s)))
+    def taken_back(self) -> None:
+        """Record a rollback of the last switch."""
+        self._set_current(self.before)
 
     def _set_current(self, current: PlanInUse) -> None:
         self.now = current

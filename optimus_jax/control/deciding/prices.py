@@ -4,6 +4,7 @@ the search take.
 
 import hashlib
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 
@@ -21,12 +22,19 @@ class Prices:
 
     Args:
       base: pricing of the first phase, in the conditions of the hardware profile.
+      process_of: the process of each device; None: one process per host, in order.
     """
 
-    def __init__(self, base: Pricing) -> None:
+    def __init__(self, base: Pricing, process_of: Sequence[int] | None = None) -> None:
         self.base = base
+        cluster = base.cluster
+        self.process_of = tuple(
+            process_of
+            or [device // cluster.devices_per_host for device in range(cluster.num_devices)]
+        )
+        """The process of each device, numbered in the order of hosts."""
         self._of: dict[BatchShape, Pricing] = {}
-        self._log_times: dict[tuple[Plan, BatchShape, Conditions], float] = {}
+        self._log_times: dict[tuple[Plan, BatchShape, Conditions, frozenset[int]], float] = {}
         self._memory_shares: dict[tuple[Plan, BatchShape], float | None] = {}
 
     @property
@@ -46,16 +54,41 @@ class Prices:
             )
         return self._of[batch]
 
-    def log_time(self, plan: Plan, batch: BatchShape, conditions: Conditions) -> float:
-        """Logarithm of the step time in seconds, by the cost model.
+    def processes(self, num_devices: int, without: frozenset[int]) -> tuple[int, ...]:
+        """The process of each device of a plan, in mesh order.
+
+        Args:
+          num_devices: number of devices that the plan uses.
+          without: ids of devices that it does not use.
+        """
+        used = [device for device in range(len(self.process_of)) if device not in without]
+        return tuple([self.process_of[device] for device in used[:num_devices]])
+
+    def seen_by(
+        self, plan: Plan, conditions: Conditions, without: frozenset[int] = frozenset()
+    ) -> Conditions:
+        """The conditions as they affect the plan on devices other than these."""
+        return (
+            conditions.as_seen_by(plan, self.processes(plan.num_devices, without))
+            if conditions.slow
+            else conditions
+        )
+
+    def log_time(
+        self,
+        plan: Plan,
+        batch: BatchShape,
+        conditions: Conditions,
+        without: frozenset[int] = frozenset(),
+    ) -> float:
+        """Logarithm of the step time in seconds on devices other than these, by the cost model.
 
         Raises PlanError if the speed of a link is unknown.
         """
-        key = (plan, batch, conditions)
+        key = (plan, batch, conditions, without)
         if key not in self._log_times:
-            self._log_times[key] = math.log(
-                sum(times(plan, conditions.as_seen_by(plan).applied(self.of(batch))).values())
-            )
+            pricing = self.seen_by(plan, conditions, without).applied(self.of(batch))
+            self._log_times[key] = math.log(sum(times(plan, pricing).values()))
         return self._log_times[key]
 
     def memory_share(self, plan: Plan, batch: BatchShape) -> float | None:

@@ -1,5 +1,5 @@
-"""Gives slow pipeline stages fewer layers. If one process computes more slowly than the others, all
-stages wait for its stage.
+"""Gives slow pipeline stages fewer layers. If some processes compute more slowly than the others,
+all stages wait for theirs.
 
 Layers can be divided unevenly. Rows cannot, because every process runs the same program on shards
 of the same shape.
@@ -11,40 +11,37 @@ from dataclasses import replace
 
 from optimus_jax.plan import Plan
 
-SlowPart = tuple[float, float]
-"""Position of a slow process's devices in mesh order: where they begin and end, as shares of all
-devices from 0 to 1."""
-ANYWHERE: SlowPart = (0.0, 1.0)
-"""The position is unknown."""
+
+def stage_factors(plan: Plan, factors: Sequence[float]) -> list[float]:
+    """Factor on the compute time of each stage: that of its slowest device.
+
+    Args:
+      plan: the plan, on as many devices as there are factors.
+      factors: factor on the compute time of each device, in mesh order.
+    """
+    size = len(factors) // plan.axes.pipe
+    return [max(factors[first : first + size]) for first in range(0, len(factors), size)]
 
 
-def stage_factors(plan: Plan, slow_part: SlowPart, skew: float) -> list[float]:
-    """Factor on the compute time of each stage."""
-    pipe, (first, last) = plan.axes.pipe, slow_part
-    return [
-        skew if first < (stage + 1) / pipe and last > stage / pipe else 1.0 for stage in range(pipe)
-    ]
-
-
-def effective_skew(plan: Plan, slow_part: SlowPart, skew: float) -> float:
-    """Factor on the compute time of the slowest stage of `plan`: less than `skew` if the slow
-    stages have fewer layers.
+def effective_skew(plan: Plan, factors: Sequence[float]) -> float:
+    """Factor on the compute time of the slowest stage of `plan`: less than the largest of the
+    devices' factors if the slow stages have fewer layers.
     """
     if plan.pipeline is None:
-        return skew
-    layers, factors = plan.pipeline.layers_per_stage, stage_factors(plan, slow_part, skew)
+        return max(factors)
+    layers, factors = plan.pipeline.layers_per_stage, stage_factors(plan, factors)
     # Virtual stages are assigned to devices round-robin.
     times = [number * factors[place % plan.axes.pipe] for place, number in enumerate(layers)]
     return max(times) / max(layers)
 
 
-def rebalanced(plan: Plan, slow_part: SlowPart, skew: float) -> Plan | None:
+def rebalanced(plan: Plan, factors: Sequence[float]) -> Plan | None:
     """The plan with its layers divided so that the slowest stage is as fast as possible; None: they
     already are, or the plan has no stages.
     """
     if plan.pipeline is None:
         return None
-    factors = stage_factors(plan, slow_part, skew)
+    factors = stage_factors(plan, factors)
     num_virtual = len(plan.pipeline.layers_per_stage)
     layers = _assigned_layers(
         sum(plan.pipeline.layers_per_stage),

@@ -8,11 +8,10 @@ affect every plan.
 """
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Collection, Mapping
 
 from optimus_jax.control.deciding.changes import MIN_STEPS, SHIFT, Change, ChangeDetector, Durations
-from optimus_jax.control.deciding.conditions import Conditions, on_grid
+from optimus_jax.control.deciding.conditions import Conditions, on_grid, process_of, process_time
 from optimus_jax.control.deciding.value import Regime
 from optimus_jax.control.signals import Observation, SignalSummary
 from optimus_jax.planning.profiles.cluster import INTER_HOST, INTRA_HOST
@@ -21,11 +20,13 @@ MIN_LOG_CHANGE = {
     INTRA_HOST: math.log(1.25),
     INTER_HOST: math.log(1.25),
     "compute": math.log(1.2),
-    "skew": math.log(1.12),
 }
 """Least change of a factor's logarithm that counts as other conditions. It exceeds the scatter of
 readings."""
-FAMILY = {INTRA_HOST: "link", INTER_HOST: "link", "compute": "compute", "skew": "skew"}
+MIN_LOG_CHANGE_OF_PROCESS = math.log(1.12)
+"""The same for the time of a process over the median process's."""
+FAMILY = {INTRA_HOST: "link", INTER_HOST: "link", "compute": "compute"}
+OF_PROCESSES = "process"
 """Signals of a family are measured alike, so they are wrong together."""
 MIN_EFFECT = 0.05
 """Least predicted change of log step time that step times can confirm or contradict."""
@@ -58,8 +59,8 @@ class Watch:
     """Follows conditions and the level of step times."""
 
     def __init__(self) -> None:
-        self.conditions = Conditions()
-        """The present conditions, as estimated."""
+        self.believed = Conditions()
+        """The present conditions of all processes, as estimated."""
         self.normal = Conditions()
         """The conditions of the run's first steps."""
         self.regime = 0
@@ -67,8 +68,11 @@ class Watch:
         self.detector = ChangeDetector()
         self.rejected_signals: dict[str, float] = {}
         """Factors whose readings are rejected, with the values that they claim."""
-        self.straggler: int | None = None
-        """Index of the slow process; None: there is none, or it is unknown."""
+        self._in_use: Collection[int] | None = None
+        """The processes in use; None: all."""
+        self._read_s: dict[str, float] = {}
+        """When there last was a usable reading of each process's time."""
+        self._now_s = 0.0
         self._strikes: set[str] = set()
         self._first_compute: float | None = None
         self._confirmed: set[str] = set()
@@ -101,9 +105,14 @@ class Watch:
         self._durations: dict[bool, Durations] = {}
 
     @property
+    def conditions(self) -> Conditions:
+        """The present conditions of the processes in use, as estimated."""
+        return self.believed if self._in_use is None else self.believed.among(self._in_use)
+
+    @property
     def is_disturbed(self) -> bool:
         """Whether conditions are not those of the first steps."""
-        return self.regime != 0 or self.conditions.distance(self.normal) > MIN_DISTURBANCE
+        return self.regime != 0 or self.believed.distance(self.normal) > MIN_DISTURBANCE
 
     def regime_at(self, time_s: float) -> Regime:
         """The present regime: how long it has lasted, and how long such regimes last. Normal
@@ -134,16 +143,25 @@ class Watch:
         """
         return self.detector.suspects or self.detector.count
 
-    def leave_out(self, time_s: float) -> None:
-        """Drop the slow process, which is no longer used, from the conditions."""
-        self.conditions, self.straggler, self._since_s = (
-            self.conditions.without_skew(),
-            None,
-            time_s,
-        )
+    @property
+    def recovered(self) -> dict[int, float]:
+        """Slow processes that are not in use and of which there is no reading, with the probability
+        that each has recovered.
+        """
+        found = dict[int, float]()
+        for process, factor in self.believed.slow:
+            unread_s = self._now_s - self._read_s.get(process_time(process), self._now_s)
+            if factor > 1 and unread_s > 0 and not self._uses(process):
+                regime = self.regime_at(self._now_s - unread_s)
+                found[process] = 1.0 - regime.survival(unread_s)
+        return found
 
-    def restart(self) -> None:
-        """Begin anew for another plan or batch, whose step times have another level."""
+    def restart(self, in_use: Collection[int] | None = None) -> None:
+        """Begin anew for another plan or batch, whose step times have another level.
+
+        `in_use`: the processes that the plan uses; None: all.
+        """
+        self._in_use = in_use
         if self.regime and self._anchor is not None and self.detector.level is not None:
             self._excess = self.detector.level - self._anchor
         self.detector, self._skipped, self._plan_steps, self._anchor = ChangeDetector(), 0, 0, None
@@ -165,18 +183,22 @@ class Watch:
           log_time_of: logarithm of the present plan's step time in given conditions, by the cost
             model.
         """
+        self._now_s = observation.time_s
+        self._read_s |= {
+            name: observation.time_s for name in claims if process_of(name) is not None
+        }
         if self._since_s is None:
             self._since_s = observation.time_s - sum(_sane(observation.step_times_s))
-        was_disturbed, before, self.was_so = self.is_disturbed, (self.conditions, self.regime), {}
+        was_disturbed, before, self.was_so = self.is_disturbed, (self.believed, self.regime), {}
         change = self._add_steps(observation)
         if change and not self._is_alarmed:  # after an alarm the time is known already
             self.changed_s = observation.time_s - self._newest_s * change.num_steps
             self._lost_s = change.num_steps * (math.exp(change.after) - math.exp(change.before))
         news = [self._level_changed(change)] if change else []
-        news.append(self._update_from_readings(observation, claims, log_time_of))
+        news.append(self._update_from_readings(claims, log_time_of))
         # A regime that a reading now explains has not changed by that.
         is_explained = before[1] != 0 and self.regime == 0 and self.is_disturbed
-        if (self.conditions, self.regime) != before and not self.was_so and not is_explained:
+        if (self.believed, self.regime) != before and not self.was_so and not is_explained:
             begun_s = observation.time_s - self._newest_s * (
                 change.num_steps if change else NUM_RECENT_STEPS
             )
@@ -227,7 +249,6 @@ class Watch:
 
     def _update_from_readings(
         self,
-        observation: Observation,
         claims: Mapping[str, SignalSummary],
         log_time_of: Callable[[Conditions], float],
     ) -> str:
@@ -236,8 +257,8 @@ class Watch:
         news = {
             name: on_grid_value
             for name, value in claimed.items()
-            if abs(math.log(value / getattr(self.conditions, name))) > MIN_LOG_CHANGE[name]
-            and (on_grid_value := self._on_grid(name, value)) != getattr(self.conditions, name)
+            if abs(math.log(value / self.believed.factor(name))) > _least_change(name)
+            and (on_grid_value := self._on_grid(name, value)) != self.believed.factor(name)
         }
         self._confirmed |= {
             name for name in claimed if name not in news and claims[name].quality == "good"
@@ -264,7 +285,7 @@ class Watch:
                 self._claimed_at.setdefault(name, self._seen_steps)
         for group in self._groups(news, log_time_of):
             if self._is_confirmed_by_steps(group, claims, log_time_of):
-                return self._believe(group, observation, log_time_of)
+                return self._believe(group, log_time_of)
         late = [
             name
             for name in news
@@ -277,11 +298,9 @@ class Watch:
         """The value on the grid, or the normal value if the two are within the scatter of readings:
         then measurements in normal conditions apply again.
         """
-        on_grid_value, normal = on_grid(value), getattr(self.normal, name)
+        on_grid_value, normal = on_grid(value), self.normal.factor(name)
         return (
-            normal
-            if abs(math.log(on_grid_value / normal)) < MIN_LOG_CHANGE[name]
-            else on_grid_value
+            normal if abs(math.log(on_grid_value / normal)) < _least_change(name) else on_grid_value
         )
 
     def _groups(
@@ -293,18 +312,18 @@ class Watch:
         family would: if that one is wrong, this one may be too.
         """
         families = [
-            {name: value for name, value in news.items() if FAMILY[name] == family}
-            for family in dict.fromkeys(FAMILY.values())
+            {name: value for name, value in news.items() if _family(name) == family}
+            for family in dict.fromkeys(map(_family, news))
         ]
         felt = {
-            FAMILY[name] for name, value in news.items() if self._is_felt(name, value, log_time_of)
+            _family(name) for name, value in news.items() if self._is_felt(name, value, log_time_of)
         }
         alone = [
             {name: value}
             for name, value in news.items()
-            if FAMILY[name] not in felt or self._is_felt(name, value, log_time_of)
+            if _family(name) not in felt or self._is_felt(name, value, log_time_of)
         ]
-        return [*[group for group in families if group], *alone, dict(news)]
+        return [*families, *alone, dict(news)]
 
     def _claimed(self, claims: Mapping[str, SignalSummary]) -> dict[str, float]:
         values = {
@@ -315,22 +334,37 @@ class Watch:
             if claims["compute"].quality == "good" and self._first_compute is None:
                 self._first_compute = values["compute"]
             values["compute"] /= self._first_compute or values["compute"]
-        if "skew" in values:
-            values["skew"] = max(1.0, values["skew"])
-            # A compute probe on the slow process measures the same slowdown once more.
-            skew, more = values["skew"], values.get("compute", 1.0) / self.conditions.compute
-            if skew > 1 and abs(math.log(more / skew)) < MIN_LOG_CHANGE["skew"]:
-                values.pop("compute", None)
+        for name in values:
+            if process_of(name) is not None:
+                values[name] = max(1.0, values[name])
+        # A compute probe on the slow process measures the same slowdown once more.
+        skew, more = self._skew(values), values.get("compute", 1.0) / self.believed.compute
+        if skew > 1 and abs(math.log(more / skew)) < MIN_LOG_CHANGE_OF_PROCESS:
+            values.pop("compute", None)
         return values
 
-    def _is_felt(self, name: str, value: float, log_time_of: Callable[[Conditions], float]) -> bool:
-        return (
-            abs(
-                log_time_of(replace(self.conditions, **{name: value}))
-                - log_time_of(self.conditions)
-            )
-            >= MIN_EFFECT
+    def _skew(self, values: Mapping[str, float]) -> float:
+        """The largest factor of a process in use."""
+        return max(
+            [
+                value
+                for name, value in values.items()
+                if (process := process_of(name)) is not None and self._uses(process)
+            ],
+            default=1.0,
         )
+
+    def _uses(self, process: int) -> bool:
+        return self._in_use is None or process in self._in_use
+
+    def _is_felt(self, name: str, value: float, log_time_of: Callable[[Conditions], float]) -> bool:
+        return self._effect({name: value}, log_time_of) >= MIN_EFFECT
+
+    def _effect(
+        self, group: Mapping[str, float], log_time_of: Callable[[Conditions], float]
+    ) -> float:
+        """Predicted absolute change of log step time by these factors."""
+        return abs(log_time_of(self.believed.with_factors(group)) - log_time_of(self.believed))
 
     def _is_confirmed_by_steps(
         self,
@@ -339,16 +373,17 @@ class Watch:
         log_time_of: Callable[[Conditions], float],
     ) -> bool:
         """Whether to accept these factors."""
-        before, after = log_time_of(self.conditions), log_time_of(replace(self.conditions, **group))
+        before = log_time_of(self.believed)
+        after = log_time_of(self.believed.with_factors(group))
         predicted = after - before
         is_good = all(
-            claims[name].quality == "good" and FAMILY[name] not in self._strikes for name in group
+            claims[name].quality == "good" and _family(name) not in self._strikes for name in group
         )
         # Step times cannot tell. Accept good readings, but not a factor that is suddenly better
         # than ever before.
         if abs(predicted) < MIN_EFFECT:
             return is_good and all(
-                name not in self._confirmed or value >= min(1.0, getattr(self.normal, name))
+                name not in self._confirmed or value >= min(1.0, self.normal.factor(name))
                 for name, value in group.items()
             )
         if (level := self.detector.recent(NUM_RECENT_STEPS)) is None:
@@ -375,15 +410,9 @@ class Watch:
         )
 
     def _believe(
-        self,
-        group: Mapping[str, float],
-        observation: Observation,
-        log_time_of: Callable[[Conditions], float],
+        self, group: Mapping[str, float], log_time_of: Callable[[Conditions], float]
     ) -> str:
-        felt = (
-            abs(log_time_of(replace(self.conditions, **group)) - log_time_of(self.conditions))
-            >= MIN_EFFECT
-        )
+        felt = self._effect(group, log_time_of) >= MIN_EFFECT
         # A factor that was accepted before has changed since. Only a factor that is accepted for
         # the first time may have held from the start.
         self.was_so = (
@@ -391,28 +420,18 @@ class Watch:
             if self.regime == 0
             else {}
         )
-        self.conditions = replace(self.conditions, **group)
+        self.believed = self.believed.with_factors(group)
         self._confirmed |= set(group)
         if self.was_so:
-            self.normal = replace(self.normal, **self.was_so)
+            self.normal = self.normal.with_factors(self.was_so)
         elif felt and self.regime:
             self.regime, self._excess = 0, None
         elif felt and not self._early.intersection(group):
             self.detector.begin_with(self._num_new())
-        if "skew" in group:
-            index = observation.reading("straggler").value
-            self.straggler = (
-                int(index)
-                if group["skew"] > 1 and index is not None and math.isfinite(index)
-                else None
-            )
         self._early -= group.keys()
         for name in group:
             self._claimed_at.pop(name, None)
-        return " and ".join(
-            f"{_WORDS[name]} {value:.2g} times as long as in the profile"
-            for name, value in group.items()
-        )
+        return " and ".join(_in_words(name, value) for name, value in group.items())
 
     def _num_new(self) -> int:
         """Number of newest samples that belong to the conditions that have just been accepted. The
@@ -422,9 +441,9 @@ class Watch:
         return 0 if before is None or after is None else self.detector.in_a_row(before, after)
 
     def _reject(self, names: list[str], news: Mapping[str, float]) -> str:
-        families = {FAMILY[name] for name in names}
+        families = {_family(name) for name in names}
         self._strikes |= families
-        doubted = [name for name in news if FAMILY[name] in families]
+        doubted = [name for name in news if _family(name) in families]
         self.rejected_signals.update({name: news[name] for name in doubted})
         return "step times contradict the readings of " + " and ".join(doubted)
 
@@ -434,7 +453,7 @@ class Watch:
             return
         if (
             was_disturbed == self.is_disturbed
-            and before.distance(self.conditions) < MIN_REGIME_CHANGE
+            and before.distance(self.believed) < MIN_REGIME_CHANGE
         ):
             return
         if not self.is_disturbed and not self._durations:  # conditions turned out normal
@@ -452,8 +471,24 @@ _WORDS = {
     INTRA_HOST: "exchanges inside hosts take",
     INTER_HOST: "exchanges between hosts take",
     "compute": "computing takes",
-    "skew": "the slowest process computes",
 }
+
+
+def _in_words(name: str, factor: float) -> str:
+    process = process_of(name)
+    return (
+        f"{_WORDS[name]} {factor:.2g} times as long as in the profile"
+        if process is None
+        else f"process {process} computes {factor:.2g} times as long as the others"
+    )
+
+
+def _family(name: str) -> str:
+    return FAMILY.get(name, OF_PROCESSES)
+
+
+def _least_change(name: str) -> float:
+    return MIN_LOG_CHANGE.get(name, MIN_LOG_CHANGE_OF_PROCESS)
 
 
 def _sane(step_times_s: tuple[float, ...]) -> list[float]:
