@@ -20,9 +20,9 @@ from optimus_jax.planning.learning.calibrate import Calibration, Matrix, Vector
 from optimus_jax.system.cache import write_atomically
 from optimus_jax.system.json_input import read_json
 
-ANOTHER_RUN = 0.1
-"""Standard deviation of the level of step times, as a logarithm, from one run to the next on the
-same hardware: neighbours, driver or room temperature may differ."""
+ANOTHER_RUN_PLAN = 0.03
+"""Standard deviation of a single plan's level of step times, as a logarithm, from one run to the
+next on the same hardware, besides what all plans share (`beliefs.ANOTHER_RUN`)."""
 HALF_LIFE = 3000.0
 """Number of steps after which the variance of a measurement is doubled."""
 FORGOTTEN = 100.0
@@ -50,13 +50,14 @@ class ObservedStep(Evidence):
             "setting": self.query.setting,
             "measured_s": math.exp(self.log_time),
             "deviation": self.deviation,
+            "runs_ago": self.runs_ago,
             "terms_s": dict(self.query.terms_s),
         }
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """Predicted logarithms of the step times of some plans, as a joint normal distribution."""
+    """Predicted logarithms of the step times of some plans: moments of their joint distribution."""
 
     mean: Vector
     """Means, [plans]."""
@@ -150,8 +151,7 @@ class Predictor:
     def predict(self, queries: Sequence[Query]) -> Forecast:
         """Predict the step times of all queries jointly."""
         believed = self._believed(queries)
-        expected, slopes = believed.rows(queries)
-        return Forecast(expected, slopes @ believed.covariance @ slopes.T)
+        return Forecast(believed.mean, believed.covariance)
 
     def calibration(self) -> Calibration:
         """The believed corrections of the cost model's terms, which a search multiplies them by."""
@@ -159,9 +159,7 @@ class Predictor:
 
     def _believed(self, queries: Sequence[Query]) -> Beliefs:
         evidence = [each.at(self._step) for each in self._evidence.values()]
-        return Beliefs.before(
-            [*(each.query for each in evidence), *queries], self._calibration
-        ).after(evidence)
+        return Beliefs.given(evidence, self._calibration, queries)
 
     def save(self, path: Path) -> None:
         """Save the evidence as JSON, except that of unexplained regimes; warns on failure."""
@@ -191,23 +189,27 @@ class Predictor:
 def _evidence(value: Mapping[str, object]) -> ObservedStep:
     """The inverse of `ObservedStep.as_json`. Raises ValueError, TypeError or KeyError."""
     terms, measured_s, deviation = value["terms_s"], value["measured_s"], value["deviation"]
+    runs_ago = value.get("runs_ago", 0)  # older versions did not write it
     if (
         not isinstance(terms, Mapping)
         or not isinstance(measured_s, float)
         or not isinstance(deviation, float)
+        or not isinstance(runs_ago, int)
     ):
-        raise TypeError("terms_s, measured_s and deviation are numbers")
+        raise TypeError("terms_s, measured_s, deviation and runs_ago are numbers")
     terms_s = {str(name): float(time_s) for name, time_s in terms.items()}
     times = (measured_s, deviation, sum(terms_s.values()))
     if (
         not all(math.isfinite(number) and number > 0 for number in times)
         or min(terms_s.values()) < 0
+        or runs_ago < 0
     ):
-        raise ValueError("times are finite and above 0")
+        raise ValueError("times are finite and above 0, and no run is yet to come")
     query = Query(plan=str(value["plan"]), setting=str(value["setting"]), terms_s=terms_s)
     return ObservedStep(
         query=query,
         log_time=math.log(measured_s),
-        deviation=max(deviation, ANOTHER_RUN),
+        deviation=max(deviation, ANOTHER_RUN_PLAN),
+        runs_ago=runs_ago + 1,
         step=-int(HALF_LIFE),
     )

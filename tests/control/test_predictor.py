@@ -10,14 +10,14 @@ from fleet import PLANS, Truth, query
 from optimus_jax.control.deciding.conditions import Conditions
 from optimus_jax.control.predictor import HALF_LIFE, KEPT, Predictor
 from optimus_jax.planning.cost.cost import NINE_IN_TEN
-from optimus_jax.planning.learning import beliefs
+from optimus_jax.planning.learning import sizes
 from optimus_jax.planning.learning.beliefs import Query
 from optimus_jax.planning.learning.records import Record, calibration_of
 
 QUERIES = [query(plan) for plan in PLANS]
 COST_MODEL = np.array([math.log(each.predicted_s) for each in QUERIES])
 NOISE = 0.02
-SEEDS = range(240)
+SEEDS = range(120)
 
 
 def learn(
@@ -51,17 +51,24 @@ def after(
     )
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("num_plans", [1, 2, 4])
-def test_ninety_percent_intervals_cover_about_ninety_percent(num_plans):
-    """Over 240 simulated clusters with rates 15% off, links 30% and terms 10%: between 85% and 95%
-    are covered.
-    """
+def covered(num_plans: int, plans: float) -> float:
+    """Share of 90% intervals that hold, where plans have own errors of this deviation."""
     inside = []
     for seed in SEEDS:
-        true, mean, deviation, unseen = after(num_plans, seed)
+        true, mean, deviation, unseen = after(num_plans, seed, plans=plans)
         inside += list(np.abs(true - mean)[unseen] < NINE_IN_TEN * deviation[unseen])
-    assert 0.85 <= np.mean(inside) <= 0.95
+    return float(np.mean(inside))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_plans", [1, 2, 4, 8])
+def test_ninety_percent_intervals_cover_about_ninety_percent(num_plans):
+    """Over simulated clusters with rates 15% off, links 30%, terms 10%, and plans 2% or 10%:
+    between 85% and 95% are covered. How far plans are off by themselves is not known before.
+    """
+    fitting, misfitting = covered(num_plans, 0.02), covered(num_plans, 0.1)
+    assert 0.85 <= (fitting + misfitting) / 2 <= 0.95
+    assert misfitting > 0.8
 
 
 def ranks(values: np.ndarray) -> np.ndarray:
@@ -70,21 +77,13 @@ def ranks(values: np.ndarray) -> np.ndarray:
 
 @pytest.mark.slow
 def test_intervals_widen_where_the_cost_model_fits_badly(monkeypatch):
-    """Every plan has its own error of an eighth, as on virtual devices, which the measurements
+    """Every plan has its own error of an eighth, as on a busy machine, which the measurements
     show.
     """
-
-    def covered_share() -> float:
-        found = []
-        for seed in SEEDS:
-            true, mean, deviation, unseen = after(8, seed, plans=0.12)
-            found += list(np.abs(true - mean)[unseen] < NINE_IN_TEN * deviation[unseen])
-        return float(np.mean(found))
-
-    learnt = covered_share()
-    monkeypatch.setattr(beliefs, "OWN_FACTORS", (1.0,))
-    assert learnt > 0.75
-    assert learnt > covered_share() + 0.1
+    learnt = covered(8, 0.12)
+    monkeypatch.setattr(sizes, "OWN", (0.03,))
+    assert learnt > 0.8
+    assert learnt > covered(8, 0.12) + 0.1
 
 
 @pytest.mark.slow
@@ -121,7 +120,8 @@ def test_the_ratio_of_two_plans_is_more_certain_than_either():
     """Errors that two plans share cancel, which makes them comparable."""
     forecast = Predictor().predict(QUERIES)
     _, deviation = forecast.ratio(0, 1)
-    assert deviation < 0.5 * math.sqrt(forecast.covariance[0, 0])
+    if_independent = math.sqrt(forecast.covariance[0, 0] + forecast.covariance[1, 1])
+    assert deviation < min(0.5 * if_independent, math.sqrt(forecast.covariance[0, 0]))
 
 
 def test_slow_exchanges_are_attributed_to_their_link():
@@ -259,6 +259,39 @@ def test_evidence_is_saved_as_json_and_loaded(tmp_path):
     assert later.predict(QUERIES).covariance[0, 0] > predictor.predict(QUERIES).covariance[0, 0]
 
 
+def test_an_earlier_run_teaches_ratios_more_exactly_than_levels(tmp_path):
+    """Neighbours or drivers may slow all plans of a run, and hardly one against another."""
+    path, earlier, later = tmp_path / "learnt.json", Predictor(), Predictor()
+    for index in range(4):
+        learn(earlier, QUERIES[index], COST_MODEL[index] + 0.1 * index)
+    earlier.save(path)
+    later.load(path)
+    forecast = later.predict(QUERIES)
+    mean, deviation = forecast.ratio(3, 0)
+    assert mean == pytest.approx(COST_MODEL[3] - COST_MODEL[0] + 0.3, abs=0.05)
+    assert deviation < 0.06
+    assert math.sqrt(forecast.covariance[0, 0]) > 0.08
+
+
+def test_evidence_remembers_how_many_runs_ago_it_was_measured(tmp_path):
+    path, predictor = tmp_path / "learnt.json", Predictor()
+    for index, runs_ago in enumerate((2, 1, 0)):
+        learn(predictor, QUERIES[index], COST_MODEL[index])
+        assert predictor.evidence[-1].runs_ago == 0
+        predictor.save(path)
+        if runs_ago:
+            predictor = Predictor()
+            predictor.load(path)
+    assert sorted(each.runs_ago for each in predictor.evidence) == [0, 1, 2]
+    old = json.loads(path.read_text())
+    for each in old["evidence"]:
+        del each["runs_ago"]
+    path.write_text(json.dumps(old))
+    later = Predictor()
+    later.load(path)
+    assert {each.runs_ago for each in later.evidence} == {1}
+
+
 @pytest.mark.parametrize(
     "text",
     [
@@ -269,6 +302,10 @@ def test_evidence_is_saved_as_json_and_loaded(tmp_path):
         (
             '{"evidence": [{"plan": "p", "setting": "", "measured_s": -1.0, "deviation": 0.1,'
             ' "terms_s": {"a": 1.0}}]}'
+        ),
+        (
+            '{"evidence": [{"plan": "p", "setting": "", "measured_s": 1.0, "deviation": 0.1,'
+            ' "runs_ago": -1, "terms_s": {"a": 1.0}}]}'
         ),
     ],
 )

@@ -4,14 +4,18 @@ The logarithm of measured over predicted time is a sum of errors: each cost term
 times that term's log error (planning/learning/calibrate.py), an error of the plan, an error of the
 plan in given conditions, and an error that an unexplained regime causes in all plans. (An
 *unexplained regime* is a period that begins when step times change without a reading that explains
-the change.) All errors are normally distributed, so step times of any set of plans are jointly
-log-normal. Their covariances are needed to compare plans, because common errors cancel.
+the change.) Step times of any set of plans are compared by their joint distribution, because common
+errors cancel.
+
+How large the errors are is not known: the cost model fits some machines better than others. So the
+regression is done under many hypotheses (planning/learning/sizes.py), in each of which all errors
+are normally distributed. The evidence weights the hypotheses, and predictions are averages over
+them.
 
 Corrections change the terms' shares of the step, so the regression is iterated. Outliers are
 attributed to an error of their plan.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -19,32 +23,23 @@ import numpy as np
 
 from optimus_jax.planning.cost.cost import COMMUNICATION
 from optimus_jax.planning.learning.calibrate import Calibration, Matrix, Vector
+from optimus_jax.planning.learning.sizes import Sizes
 
-Latent = tuple[float, str]
-"""An error: its prior standard deviation (logarithm) and its name."""
-
-PLAN = 0.03
-"""Error of a plan, as a standard deviation of the logarithm. The next four are too."""
-PLAN_SETTING = 0.02
-"""Additional error of a plan in given conditions and with a given batch."""
+SAME_PLAN = 0.7
+"""Correlation of a plan's own error in two conditions or with two batches."""
 LINK_NOISE = 0.12
-"""Error common to all links in given conditions, because their speeds are measured roughly."""
+"""Error common to all links in given conditions, because their speeds are measured roughly; a
+standard deviation of the logarithm. The next two are too."""
 REGIME = 0.5
 """Error that an unexplained regime causes in all plans."""
 REGIME_PLAN = 0.15
 """Additional error that a regime causes in a single plan."""
-OUTLIER_DEVIATIONS = 2.5
+ANOTHER_RUN = 0.1
+"""Error that all step times of an earlier run have in common, since neighbours, driver or room
+temperature differed."""
+OUTLIER_DEVIATIONS = 4.0
 """A measurement counts as an outlier if it is more than this many standard deviations from the
 prediction based on the others."""
-PRIOR_COUNT = 6.0
-"""Weight of the prior deviations above, in measurements, when the overall scale is estimated."""
-OWN_FACTORS = tuple([2.0 ** (power / 2) for power in range(8)])
-"""Candidate factors on the PLAN and PLAN_SETTING errors: the cost model fits some machines better
-than others."""
-FACTOR_DEVIATION = 2.0
-"""Prior standard deviation of the logarithm of that factor."""
-T_DEGREES = 4.0
-"""Degrees of freedom of the t likelihood used for that factor, which tolerates a few outliers."""
 NUM_ITERATIONS = 4
 """Iterations of the regression; more make no relevant difference."""
 
@@ -83,142 +78,189 @@ class Evidence:
     """Logarithm of the measured seconds."""
     deviation: float
     """Standard deviation of `log_time`."""
+    runs_ago: int = 0
+    """0: this run measured it; 1: the run before on the same hardware."""
 
 
 @dataclass(frozen=True)
 class Beliefs:
-    """Joint normal distribution of all errors: terms first, then errors of plans and regimes."""
+    """What evidence says of the cost model's errors and of the step times of some queries."""
 
-    terms: tuple[str, ...]
-    columns: Mapping[Latent, int]
-    """Column of each error of a plan, setting or regime."""
+    calibration: Calibration
+    """The terms' errors."""
+    sizes: Sizes
+    """How large errors are."""
     mean: Vector
-    """[columns]: expected errors."""
+    """[queries]: expected logarithms of step times in seconds."""
     covariance: Matrix
-    """[columns, columns]: covariance of the errors."""
+    """[queries, queries]: their covariance."""
 
     @classmethod
-    def before(cls, queries: Sequence[Query], calibration: Calibration) -> "Beliefs":
-        """The prior of all errors that affect these queries."""
-        known = calibration.covering(name for query in queries for name in query.terms_s)
-        terms = known.terms
-        latents = list(dict.fromkeys(latent for query in queries for latent in _latents(query)))
-        columns = {latent: len(terms) + place for place, latent in enumerate(latents)}
-        covariance = np.diag([0.0] * len(terms) + [latent[0] ** 2 for latent in latents])
-        covariance[: len(terms), : len(terms)] = known.covariance
-        return cls(terms, columns, np.append(known.mean, np.zeros(len(latents))), covariance)
+    def given(
+        cls,
+        evidence: Sequence[Evidence],
+        prior: Calibration,
+        queries: Sequence[Query] = (),
+    ) -> "Beliefs":
+        """The beliefs given the evidence.
 
-    @property
-    def calibration(self) -> Calibration:
-        """The marginal distribution of the terms."""
-        num_terms = len(self.terms)
-        return Calibration(
-            self.terms, self.mean[:num_terms], self.covariance[:num_terms, :num_terms]
+        Args:
+          evidence: what was measured.
+          prior: what is known of the terms besides.
+          queries: what to predict.
+        """
+        asked = [*(each.query for each in evidence), *queries]
+        prior = prior.covering(name for query in asked for name in query.terms_s)
+        measured = np.array([each.log_time for each in evidence])
+        runs_ago = [each.runs_ago for each in evidence]
+        is_earlier = np.array(runs_ago, dtype=int) > 0
+        noise = (
+            np.diag([each.deviation**2 for each in evidence])
+            + ANOTHER_RUN**2 * _same(runs_ago) * is_earlier
         )
-
-    def rows(self, queries: Sequence[Query]) -> tuple[Vector, Matrix]:
-        """For each query, the expected log time and its derivative with respect to each column."""
-        num_terms = len(self.terms)
-        times = np.array(
-            [[query.terms_s.get(name, 0.0) for name in self.terms] for query in queries]
-        ).reshape(len(queries), num_terms)
-        corrected = times * np.exp(self.mean[:num_terms])
-        totals = corrected.sum(axis=1)
-        slopes = np.zeros((len(queries), len(self.mean)))
-        slopes[:, :num_terms] = corrected / totals[:, None]
-        in_links = slopes[:, :num_terms] @ np.array(
-            [name in COMMUNICATION for name in self.terms], dtype=float
-        )
-        for row, query in enumerate(queries):
-            slopes[row, [self.columns[latent] for latent in _latents(query)]] = 1.0
-            slopes[row, self.columns[_of_links(query)]] = in_links[row]
-        return np.log(totals) + slopes[:, num_terms:] @ self.mean[num_terms:], slopes
-
-    def after(self, evidence: Sequence[Evidence]) -> "Beliefs":
-        """The posterior given the evidence."""
-        if not evidence:
-            return self
-        queries, measured = (
-            [each.query for each in evidence],
-            np.array([each.log_time for each in evidence]),
-        )
-        noise, believed = np.diag([each.deviation**2 for each in evidence]), self
-        left, inverse = np.zeros(len(queries)), np.eye(len(queries))
-        own = [
-            column
-            for (deviation, _), column in self.columns.items()
-            if deviation in (PLAN, PLAN_SETTING)
-        ]
-        doubted = np.array(
-            [
-                self.columns[_latents(query)[-1] if query.regime else (PLAN, query.plan)]
-                for query in queries
-            ]
-        )
-        doubt = np.zeros(len(queries))
-        for _ in range(NUM_ITERATIONS):
-            expected, slopes = believed.rows(queries)
-            left = measured - expected + slopes @ (believed.mean - self.mean)
-            prior = self.covariance.copy()
-            np.add.at(prior, (doubted, doubted), doubt)
-            usual = self.covariance[own, own]
-            prior[own, own] += usual * (
-                _likeliest(
-                    left,
-                    slopes @ prior @ slopes.T + noise,
-                    (slopes[:, own] * usual) @ slopes[:, own].T,
-                )
-                - 1
-            )
-            gain = prior @ slopes.T
-            inverse = np.linalg.inv(slopes @ gain + noise)
-            believed = replace(
-                self,
-                mean=self.mean + gain @ inverse @ left,
-                covariance=prior - gain @ inverse @ gain.T,
-            )
-            # Leave-one-out residuals. Beyond OUTLIER_DEVIATIONS they are attributed to the plan or
-            # regime.
-            variance = 1 / np.diag(inverse)
-            doubt = np.maximum(
-                doubt, (inverse @ left * variance / OUTLIER_DEVIATIONS) ** 2 - variance
-            )
-        # Rescale all deviations by how well the evidence agrees.
-        size = (PRIOR_COUNT + left @ inverse @ left) / (PRIOR_COUNT + len(queries))
-        return replace(believed, covariance=size * believed.covariance)
+        step_times = _LogTimes.of(asked, len(evidence), prior, Sizes.unknown())
+        for _ in range(NUM_ITERATIONS if evidence else 1):
+            fit = _Fit.of(step_times, measured, noise)
+            step_times = replace(step_times, point=fit.calibration.mean, doubt=fit.doubt)
+        return cls(fit.calibration, fit.sizes, *fit.predicted())
 
 
-def _likeliest(left: Vector, covariance: Matrix, own: Matrix) -> float:
-    """Squared factor on the errors of plans that maximises the leave-one-out likelihood.
+@dataclass(frozen=True)
+class _LogTimes:
+    """Logarithms of the step times of all queries before the evidence, by hypothesis.
 
-    Args:
-      left: [measured], the residuals.
-      covariance: [measured, measured], of the residuals.
-      own: [measured, measured], the part of `covariance` due to errors of plans.
+    The first queries are those of the evidence.
     """
 
-    def score(factor: float) -> float:
-        inverse = np.linalg.inv(covariance + (factor**2 - 1) * own)
-        precision = np.diag(inverse)
-        surprise = np.log1p((inverse @ left) ** 2 / precision / T_DEGREES)
-        return (
-            float(np.sum(np.log(precision) - (T_DEGREES + 1) * surprise)) / 2
-            - (math.log(factor) / FACTOR_DEVIATION) ** 2 / 2
+    num_seen: int
+    """Number of queries of the evidence."""
+    prior: Calibration
+    sizes: Sizes
+    terms_s: Matrix
+    """[queries, terms]: predicted seconds of each term."""
+    own: Matrix
+    """[queries, queries]: correlation of the plans' own errors."""
+    conditions: Matrix
+    """[queries, queries]: 1 for the same conditions."""
+    regime: Matrix
+    """[queries, queries]: covariance by unexplained regimes."""
+    doubtful: Matrix
+    """[queries, evidence]: 1 where an outlier of the evidence makes the query doubtful: for the
+    same plan, and in the same regime if it was measured in one."""
+    point: Vector
+    """[terms]: log errors of the terms around which step times are made linear."""
+    doubt: Matrix
+    """[hypotheses, evidence]: additional variance of plans that are outliers."""
+
+    @classmethod
+    def of(
+        cls, queries: Sequence[Query], num_seen: int, prior: Calibration, sizes: Sizes
+    ) -> "_LogTimes":
+        plan = _same([query.plan for query in queries])
+        conditions = _same([query.setting for query in queries])
+        regime = _same([query.regime for query in queries])
+        unexplained = np.array([query.regime != 0 for query in queries], dtype=float)
+        terms_s = [[query.terms_s.get(name, 0.0) for name in prior.terms] for query in queries]
+        return cls(
+            num_seen=num_seen,
+            prior=prior,
+            sizes=sizes,
+            terms_s=np.array(terms_s).reshape(len(queries), len(prior.terms)),
+            own=plan * (SAME_PLAN + (1 - SAME_PLAN) * conditions),
+            conditions=conditions,
+            regime=regime * unexplained * (REGIME**2 + REGIME_PLAN**2 * plan),
+            doubtful=(plan * np.maximum(regime, 1 - unexplained))[:, :num_seen],
+            point=prior.mean,
+            doubt=np.zeros((len(sizes.weights), num_seen)),
         )
 
-    return max(OWN_FACTORS, key=score) ** 2
+    def linear(self) -> tuple[Vector, Matrix]:
+        """Expected log step times, [queries], and their slopes with respect to the terms' log
+        errors, [queries, terms].
+        """
+        corrected = self.terms_s * np.exp(self.point)
+        totals = corrected.sum(axis=1)
+        slopes = corrected / totals[:, None]
+        return np.log(totals) - slopes @ (self.point - self.prior.mean), slopes
+
+    def covariance(self, slopes: Matrix, rows: slice, columns: slice) -> Matrix:
+        """[hypotheses, rows, columns]: covariance of log step times."""
+        in_links = slopes @ np.array([name in COMMUNICATION for name in self.prior.terms], float)
+        parts = (
+            (self.sizes.terms**2, slopes[rows] @ self.prior.covariance @ slopes[columns].T),
+            (self.sizes.own**2, self.own[rows, columns]),
+        )
+        links = self.conditions[rows, columns] * np.outer(in_links[rows], in_links[columns])
+        found = self.regime[rows, columns] + LINK_NOISE**2 * links
+        found = found + sum(np.multiply.outer(*part) for part in parts)
+        if self.doubt.any():
+            hit = self.doubtful[rows] * self.doubt[:, None, :]
+            found += hit @ self.doubtful[columns].T
+        return found
 
 
-def _of_links(query: Query) -> Latent:
-    """The error common to all communication in the query's conditions."""
-    return LINK_NOISE, f"links in {query.setting}"
+@dataclass(frozen=True)
+class _Fit:
+    """The regression in each hypothesis."""
+
+    step_times: _LogTimes
+    sizes: Sizes
+    """The hypotheses, with weights given the evidence."""
+    calibration: Calibration
+    doubt: Matrix
+    """[hypotheses, evidence]: as in _LogTimes, after this regression."""
+    expected: Vector
+    """[queries]: expected log step times before the evidence."""
+    slopes: Matrix
+    """[queries, terms]: derivatives of log step times."""
+    inverse: Matrix
+    """[hypotheses, evidence, evidence]: inverse of the covariance of what was measured."""
+    pull: Matrix
+    """[hypotheses, evidence]: `inverse` times the residuals."""
+
+    @classmethod
+    def of(cls, step_times: _LogTimes, measured: Vector, noise: Matrix) -> "_Fit":
+        seen, (expected, slopes) = slice(step_times.num_seen), step_times.linear()
+        left = measured - expected[seen]
+        before = step_times.covariance(slopes, seen, seen) + noise
+        inverse = np.asarray(np.linalg.inv(before), dtype=np.float64)
+        pull = inverse @ left
+        sizes = step_times.sizes.after((np.linalg.slogdet(inverse)[1] - pull @ left) / 2)
+        # Leave-one-out residuals. Beyond OUTLIER_DEVIATIONS they are attributed to the plan or
+        # regime.
+        variance = 1 / np.diagonal(inverse, axis1=1, axis2=2)
+        excess = (pull * variance / OUTLIER_DEVIATIONS) ** 2 - variance
+        prior = step_times.prior
+        factors = sizes.terms[:, None, None] ** 2
+        gain = factors * (prior.covariance @ slopes[seen].T)
+        calibration = Calibration(
+            prior.terms,
+            *sizes.moments(
+                prior.mean + _applied(gain, pull),
+                factors * prior.covariance - gain @ inverse @ gain.transpose(0, 2, 1),
+            ),
+        )
+        doubt = np.maximum(step_times.doubt, excess)
+        return cls(step_times, sizes, calibration, doubt, expected, slopes, inverse, pull)
+
+    def predicted(self) -> tuple[Vector, Matrix]:
+        """Mean and covariance of the log step times of the queries that were not measured."""
+        seen, asked = slice(self.step_times.num_seen), slice(self.step_times.num_seen, None)
+        gain = self.step_times.covariance(self.slopes, asked, seen)
+        before = self.step_times.covariance(self.slopes, asked, asked)
+        return self.sizes.moments(
+            self.expected[asked] + _applied(gain, self.pull),
+            before - gain @ self.inverse @ gain.transpose(0, 2, 1),
+        )
 
 
-def _latents(query: Query) -> tuple[Latent, ...]:
-    """The errors that affect a query, besides those of terms."""
-    own = (_of_links(query), (PLAN, query.plan), (PLAN_SETTING, f"{query.plan} in {query.setting}"))
-    return (
-        own
-        if not query.regime
-        else (*own, (REGIME, f"{query.regime}"), (REGIME_PLAN, f"{query.plan} in {query.regime}"))
-    )
+def _applied(gain: Matrix, pull: Matrix) -> Matrix:
+    """The product in each hypothesis: [hypotheses, n, evidence] times [hypotheses, evidence]."""
+    return (gain @ pull[:, :, None])[:, :, 0]
+
+
+def _same(values: Sequence[object]) -> Matrix:
+    """[values, values]: 1 where two are equal."""
+    numbers = {value: number for number, value in enumerate(dict.fromkeys(values))}
+    codes = np.array([numbers[value] for value in values], dtype=int)
+    return (codes[:, None] == codes).astype(float)

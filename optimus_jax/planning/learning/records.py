@@ -54,11 +54,7 @@ def calibration_of(records: Sequence[Record]) -> Calibration:
         )
         for number, ((plan, terms_s), times) in enumerate(logs.items())
     ][-MAX_EVIDENCE:]
-    return (
-        Beliefs.before([each.query for each in evidence], Calibration()).after(evidence).calibration
-        if evidence
-        else Calibration()
-    )
+    return Beliefs.given(evidence, Calibration()).calibration
 
 
 def read_records(path: Path) -> list[Record]:
