@@ -44,13 +44,28 @@ class Executable:
         """The plan that it runs."""
         return self.program.plan
 
-    def compile_rest(self) -> None:
-        """Compile what a switch from here needs and a run that stays may not: the evaluation and
-        checksums.
+    @property
+    def can_be_verified(self) -> bool:
+        """Whether the programs that verify a switch are compiled too. The probe's is compiled after
+        the checksums.
         """
+        evaluation = self.program.eval_step
+        return not isinstance(evaluation, _CompiledLater) or evaluation.has_probe
+
+    def compile_probe(self) -> None:
+        """Compile the evaluation of the probe, which has the shape of a training batch."""
+        if isinstance(self.program.eval_step, _CompiledLater):
+            self.program.eval_step.compile_probe()
+
+    def compile_evaluation(self) -> None:
+        """Compile the evaluation for all batches that a run under the plan evaluates."""
         if isinstance(self.program.eval_step, _CompiledLater):
             self.program.eval_step.compile()
+
+    def compile_rest(self) -> None:
+        """Compile what a switch needs and a run that stays may not: checksums and evaluation."""
         self.sums.compile()
+        self.compile_evaluation()
 
 
 class _CompiledLater:
@@ -59,7 +74,8 @@ class _CompiledLater:
     Args:
       function: the jitted evaluation.
       params: the parameters that it will be called with, or their shapes.
-      batches: shapes of the batches that it will be called with: the probe's and the evaluations'.
+      batches: shapes of the batches that it will be called with: the probe's, then the
+        evaluations'.
     """
 
     def __init__(
@@ -67,13 +83,27 @@ class _CompiledLater:
     ) -> None:
         self._function, self._params = function, params
         self._batches = {batch["tokens"].shape: batch for batch in batches}
+        self._probe = batches[0]["tokens"].shape
         self._compiled: dict[tuple[int, ...], Any] = {}
+
+    @property
+    def has_probe(self) -> bool:
+        """Whether it is compiled for the probe."""
+        return self._probe in self._compiled
+
+    def compile_probe(self) -> None:
+        """Compile it for the probe; may run in a thread while training continues."""
+        self._compile(self._probe)
 
     def compile(self) -> None:
         """Compile it for all batch shapes; may run in a thread while training continues."""
-        for shape, batch in self._batches.items():
-            if shape not in self._compiled:
-                self._compiled[shape] = self._function.lower(self._params, batch).compile()
+        for shape in self._batches:
+            self._compile(shape)
+
+    def _compile(self, shape: tuple[int, ...]) -> None:
+        if shape not in self._compiled:
+            batch = self._batches[shape]
+            self._compiled[shape] = self._function.lower(self._params, batch).compile()
 
     def __call__(self, params: Any, batch: dict[str, Any]) -> Any:
         return self._compiled.get(batch["tokens"].shape, self._function)(params, batch)

@@ -70,7 +70,12 @@ class Preparation:
         self._is_wanted = True
 
     def withdraw(self) -> None:
-        """Cancel it, if it has not begun: nobody waits for it any more."""
+        """Cancel it: nobody waits for it any more.
+
+        In a run of one process it ends before its next program is compiled. With several processes
+        it is only prevented from beginning: on GPUs the processes share the autotuning of a
+        program, and one that has begun it waits for the others.
+        """
         self._is_wanted = False
 
     def do(self, work: Callable[[], Prepared]) -> None:
@@ -79,17 +84,30 @@ class Preparation:
         Called in the thread.
         """
         try:
-            if not self._is_wanted:
-                raise PlanError(
-                    explain(
-                        "this preparation was withdrawn",
-                        given=self.plan.describe(),
-                        do="prepare the plan again",
-                    )
-                )
+            self._check_wanted()
             self._future.set_result(work())
         except Exception as error:
             self._future.set_exception(error)
+
+    def compile(self, *programs: Callable[[], object]) -> None:
+        """Call these functions in order, in the thread; each compiles some of the programs.
+
+        Raises PlanError when this is withdrawn.
+        """
+        for program in programs:
+            if jax.process_count() == 1:
+                self._check_wanted()
+            program()
+
+    def _check_wanted(self) -> None:
+        if not self._is_wanted:
+            raise PlanError(
+                explain(
+                    "this preparation was withdrawn",
+                    given=self.plan.describe(),
+                    do="prepare the plan again",
+                )
+            )
 
     @property
     def is_done(self) -> bool:

@@ -116,6 +116,7 @@ class Switcher:
         self._executables, self._worker = ExecutableCache(settings.executables), Worker("compile")
         self._executables.put(running)
         self._on_trial: Prepared | None = None
+        self._in_progress: Preparation | None = None
 
     def prepare(
         self,
@@ -140,11 +141,15 @@ class Switcher:
         chosen = tuple(devices or source.layout.devices)
 
         def prepared() -> Prepared:
-            found = self._prepared(source, plan, config, chosen, avoid)
-            also(found.target)
+            found = self._prepared(preparation, source, config, chosen, avoid)
+            preparation.compile(lambda: also(found.target))
             return found
 
-        self._worker(lambda: preparation.do(prepared))
+        def job() -> None:
+            self._in_progress = preparation
+            preparation.do(prepared)
+
+        self._worker(job)
         return preparation
 
     def is_compiled(
@@ -153,7 +158,7 @@ class Switcher:
         batch: BatchShape | None = None,
         without: frozenset[int] = frozenset(),
     ) -> bool:
-        """Whether the plan's executable is in the cache.
+        """Whether all programs of a switch to the plan, except moves, are in the cache.
 
         Args:
           plan: the plan.
@@ -163,10 +168,9 @@ class Switcher:
         devices = [device for device in devices_by_host() if device.id not in without][
             : plan.num_devices
         ]
-        return (
-            self._executables.get(batch or batch_of(self.running.program.config), plan, devices)
-            is not None
-        )
+        found = self._executables.get(batch or batch_of(self.running.program.config), plan, devices)
+        stays = (plan, tuple(devices)) == (self.running.plan, self.running.layout.devices)
+        return found is not None and (stays or found.can_be_verified)
 
     def switch(
         self, state: TrainState, prepared: Prepared, *, step: int, why: str, by_choice: bool = True
@@ -236,10 +240,12 @@ class Switcher:
         return switched
 
     def close(self) -> None:
-        """Wait until a running compilation is done, and start no others.
+        """Wait until the program that is being compiled is done, and start no others.
 
         A process that exits in the middle of a compilation would abort.
         """
+        if self._in_progress is not None:
+            self._in_progress.withdraw()
         self._worker.finish()
 
     def keep(self, *, step: int, why: str, costs_s: dict[str, float]) -> None:
@@ -297,31 +303,31 @@ class Switcher:
 
     def _prepared(
         self,
+        preparation: Preparation,
         source: Executable,
-        plan: Plan,
         config: Config,
         devices: tuple[Device, ...],
         avoid: frozenset[Device],
     ) -> Prepared:
-        started = time.perf_counter()
+        """Compile a switch. The step is first: most errors are found there, and it stays in the
+        cache if the preparation is withdrawn.
+        """
+        started, plan = time.perf_counter(), preparation.plan
         stays = (plan, devices) == (source.plan, source.layout.devices)
         target = self._executables.get(batch_of(config), plan, devices) or compile_plan(
-            config,
-            plan,
-            devices=devices,
-            bytes_per_device=self._bytes_per_device,
-            rest=not stays or config.eval_every > 0,
+            config, plan, devices=devices, bytes_per_device=self._bytes_per_device, rest=False
         )
-        # Nothing is compiled twice if this is withdrawn and then requested again.
         self._executables.put(target)
-        if not stays:
-            source.compile_rest()
         forward, reverse = (
             Move(*ends, budget_bytes=self._settings.move_bytes, avoid=avoid)
             for ends in ((source.layout, target.layout), (target.layout, source.layout))
         )
-        forward.compile()
-        reverse.compile()
+        preparation.compile(forward.compile, reverse.compile)
+        if not stays:
+            for executable in (source, target):
+                preparation.compile(executable.sums.compile, executable.compile_probe)
+        if config.eval_every:
+            preparation.compile(target.compile_evaluation)
         prepared = Prepared(
             source=source,
             target=target,

@@ -4,6 +4,7 @@ remain.
 
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -327,6 +328,74 @@ class Compiled:
 
     def compile(self):
         return self.function
+
+
+class Uncompiled:
+    """An executable whose step is compiled, and whose other programs are compiled by name."""
+
+    def __init__(self, executable, done):
+        self._executable, self._done = executable, done
+        self.sums = SimpleNamespace(compile=lambda: done.append("sums"))
+
+    def __getattr__(self, name):
+        return getattr(self._executable, name)
+
+    def compile_probe(self):
+        self._done.append("probe")
+
+    def compile_evaluation(self):
+        self._done.append("evaluation")
+
+    @property
+    def can_be_verified(self):
+        return "probe" in self._done
+
+
+@pytest.mark.parametrize("withdrawn_by", ["a decision", "the end of the run"])
+def test_a_withdrawn_preparation_keeps_the_step(executables, monkeypatch, withdrawn_by):
+    """What was compiled is not compiled again when the plan is requested again."""
+    old, new = executables
+    steps, of_old, of_new, jobs = [], [], [], []
+    target = Uncompiled(new, of_new)
+    monkeypatch.setattr(
+        switch_module, "compile_plan", lambda *_, **__: steps.append("step") or target
+    )
+    switcher = Switcher(running=Uncompiled(old, of_old), settings=SETTINGS)
+    monkeypatch.setattr(switcher, "_worker", Jobs(jobs))
+
+    def withdraw():
+        of_old.append("probe")
+        if withdrawn_by == "a decision":
+            preparation.withdraw()
+        else:
+            switcher.close()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(switcher.running, "compile_probe", withdraw, raising=False)
+        preparation = switcher.prepare(new.plan)
+        jobs.pop()()
+    assert "was withdrawn" in preparation.failure
+    assert (steps, of_old, of_new) == (["step"], ["sums", "probe"], [])
+    assert not switcher.is_compiled(new.plan), "the rest would still slow the run"
+    preparation = switcher.prepare(new.plan)
+    jobs.pop()()
+    assert preparation.result().target is target
+    assert (steps, of_new) == (["step"], ["sums", "probe", "evaluation"])
+    assert "evaluation" not in of_old, "nothing is evaluated under the plan that the run leaves"
+    assert switcher.is_compiled(new.plan)
+
+
+class Jobs:
+    """A worker whose jobs a test runs."""
+
+    def __init__(self, jobs):
+        self._jobs = jobs
+
+    def __call__(self, job):
+        self._jobs.append(job)
+
+    def finish(self):
+        pass
 
 
 @pytest.mark.parametrize("what", ["not legal", "too large", "no room to move"])

@@ -135,5 +135,9 @@ def test_eval_step_is_compiled_for_every_shape_it_is_called_with():
         program=replace(program, eval_step=Function()), train_step=None, step_bytes=0, compile_s=0.0
     )
     executable = executable_of(compiled)
-    executable.program.eval_step.compile()
+    assert not executable.can_be_verified
+    executable.compile_probe()
+    assert lowered == [(8, 8)], "the plan that a run leaves needs no more"
+    assert executable.can_be_verified
+    executable.compile_evaluation()
     assert lowered == [(8, 8), (4, LENGTH)]
