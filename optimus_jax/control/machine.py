@@ -16,6 +16,7 @@ from optimus_jax.control.canary import is_clearly_slower, judge
 from optimus_jax.control.commands import Command
 from optimus_jax.control.policy import Decision
 from optimus_jax.control.switch_state import (
+    NEWEST_STEPS,
     BatchChanged,
     CompileDone,
     Decided,
@@ -37,9 +38,6 @@ from optimus_jax.control.switch_state import (
 )
 from optimus_jax.plan import Plan
 
-NEWEST_STEPS = 3
-"""Number of newest steps that others are compared with, where older ones may have run in other
-conditions: the fewest whose median a single outlier does not move."""
 STEADY = 1.5
 """Step times count as unchanged within this factor of those when the plan was chosen: compiling in
 the background explains such a difference."""
@@ -170,9 +168,9 @@ def _compiling_steps_done(state: SwitchState, event: StepsDone, rules: SwitchRul
     assert pending is not None, "the stage has a pending switch"
     usual_s = pending.usual_s
     tax_s = 0.0 if usual_s is None else sum(event.times_s) - len(event.times_s) * usual_s
-    return replace(
-        _counted(state, event, rules), pending=replace(pending, tax_s=pending.tax_s + tax_s)
-    ), NO_COMMANDS
+    beside_s = (pending.beside_s + event.times_s)[-rules.settings.window_steps :]
+    pending = replace(pending, tax_s=pending.tax_s + tax_s, beside_s=beside_s)
+    return replace(_counted(state, event, rules), pending=pending), NO_COMMANDS
 
 
 def _only_counted(state: SwitchState, event: StepsDone, rules: SwitchRules) -> Reduced:

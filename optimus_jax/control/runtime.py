@@ -23,6 +23,7 @@ from optimus_jax.control.switch_state import (
     MoveDone,
     PendingSwitch,
     Question,
+    Stage,
     StepsDone,
     SwitchFailed,
     SwitchRules,
@@ -30,6 +31,9 @@ from optimus_jax.control.switch_state import (
     TrialOver,
 )
 from optimus_jax.plan import Plan
+
+MAX_TAX = 1.25
+"""Largest factor on step times that a compilation is taken to explain. More is a disturbance."""
 
 
 class Policy(Protocol):
@@ -254,6 +258,7 @@ class Runtime:
             self._probed_of_s = policy.changed_s
             worth_s = policy.probe_worth_s if is_news else 0.0
             self._send(Command(kind="probe", anew=is_news, worth_s=worth_s))
+        observation = self._without_tax(observation)
         for event in policy.notices(observation, self.state):
             self._happened(event)
         if (question := self.state.question) is None:
@@ -267,6 +272,17 @@ class Runtime:
         if blocked and cooled_step > self.state.step:
             answered = replace(answered, review_step=min(answered.review_step, cooled_step))
         self._happened(answered)
+
+    def _without_tax(self, observation: Observation) -> Observation:
+        """The observation with step times as they would be without the run's own compilation."""
+        pending = self.state.pending
+        if self.state.stage is not Stage.PREPARING or pending is None:
+            return observation
+        tax = pending.tax
+        if tax is not None and tax > MAX_TAX:
+            return observation
+        times_s = () if tax is None else tuple(each / tax for each in observation.step_times_s)
+        return replace(observation, step_times_s=times_s)
 
     def _happened(self, event: Event) -> None:
         self.state, commands = reduce(self.state, event, self._rules)

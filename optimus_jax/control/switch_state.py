@@ -17,6 +17,10 @@ from optimus_jax.control.policy import CHOSEN, Decision
 from optimus_jax.data.batch import BatchShape
 from optimus_jax.plan import Plan
 
+NEWEST_STEPS = 3
+"""Number of newest steps that others are compared with, where older ones may have run in other
+conditions: the fewest whose median a single outlier does not move."""
+
 
 class Stage(StrEnum):
     """What a run does about its plan."""
@@ -72,6 +76,8 @@ class PendingSwitch:
     """Whether its plan was compiled already."""
     tax_s: float = 0.0
     """How much longer steps have taken beside the compilation, in seconds."""
+    beside_s: tuple[float, ...] = ()
+    """Times of the newest steps beside it."""
     checked_since: int | None = None
     """The step after which the programs were ready and its reasons were looked at again."""
 
@@ -80,6 +86,13 @@ class PendingSwitch:
         """Predicted step time of its plan, in seconds; NaN: nobody predicted it."""
         chosen = [each.step_time_s for each in self.decision.alternatives if each.verdict == CHOSEN]
         return chosen[0] if chosen else math.nan
+
+    @property
+    def tax(self) -> float | None:
+        """Factor on step times by the compilation; None: too few steps have shown it."""
+        if self.usual_s is None or len(self.beside_s) < NEWEST_STEPS:
+            return None
+        return max(1.0, statistics.median(self.beside_s) / self.usual_s)
 
 
 @dataclass(frozen=True, kw_only=True)
