@@ -257,6 +257,7 @@ def test_a_plan_that_the_run_had_to_leave_is_no_standard():
         MoveBegun(),
         MOVED,
     )
+    assert state.trial is not None
     assert state.trial.before_s == ()
     assert (state.num_switches, state.forced) == (0, None)
     assert RULES.cool_until(state) == 20 + 2 * RULES.settings.canary_steps
