@@ -29,9 +29,9 @@ CHOSEN = "chosen"
 MIN_SHARE_OF_BEST_GAIN = 0.9
 """A cheaper switch method is preferred if its net gain is at least this share of the largest."""
 MIN_PROBABILITY = 0.75
-"""Required probability that a switch pays, if that depends on predicted step times alone. It is a
-margin for intervals that are too narrow: 90% intervals hold 52 to 81% of plans never run
-(docs/decisions/0024-one-value.md)."""
+"""Required probability that a switch pays, if that depends on predicted step times alone. With
+less, runs in which nothing changes move for small gains
+(docs/decisions/0026-a-deviation-of-each-plan.md)."""
 REWEIGH_AFTER = 0.25
 """A switch that is not worth it in conditions that may end is weighed again after this share of the
 time for which they have lasted so far."""
