@@ -83,8 +83,10 @@ class Row:
         return float(self.savings(ORACLE).mean()) if ORACLE in self.methods else None
 
     def share(self, method: str = AUTO) -> float | None:
-        """Share of the oracle's saving; None: the oracle saves too little, or was not run."""
-        if self.attainable is None or self.attainable < ATTAINABLE:
+        """Share of the oracle's saving; None: the oracle saves too little or was not run, or no
+        switch may be made.
+        """
+        if self.attainable is None or self.attainable < ATTAINABLE or self.job.scenario in QUIET:
             return None
         return float(self.savings(method).mean()) / self.attainable
 

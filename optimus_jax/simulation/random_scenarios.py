@@ -184,7 +184,8 @@ class _Draw:
                 **place,
                 **self.when(),
                 "notice_s": self.one((0, 0, 120)),
-                "during": self.one(("none", "none", "none", *SWITCH_PHASES)),
+                # Rarely in a switch: that loses devices earlier than the run that stays loses them.
+                "during": self.one((*["none"] * 20, *SWITCH_PHASES)),
             }
         ]
 

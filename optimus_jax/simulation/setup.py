@@ -269,6 +269,8 @@ def default_plans(pricing: Pricing, num_devices: int) -> list[Plan]:
     If parameters do not divide over all devices, fsdp has the largest size over which they do, and
     data has the rest.
     """
+    if pricing.config.data.global_batch % num_devices:
+        return []  # each replica needs as many examples; a thousand devices have many divisors
     topology = replace(pricing.cluster.topology(), num_devices=num_devices)
     for fsdp in [size for size in range(num_devices, 0, -1) if num_devices % size == 0]:
         plans = _default_on(

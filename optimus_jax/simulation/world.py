@@ -99,6 +99,10 @@ class World:
         )
         self.cluster = pricings[0].cluster
         self._scale = 1.0
+        # The oracle asks for every plan in every condition, and sorting a thousand devices is slow.
+        self._devices: dict[
+            tuple[int, tuple[tuple[int, float], ...], frozenset[int]], tuple[int, ...] | None
+        ] = {}
         self._times: dict[
             tuple[PlacedPlan, float, float, tuple[tuple[int, float], ...], int], float
         ] = {}
@@ -203,10 +207,18 @@ class World:
           conditions: say which devices are reported bad or slow.
           without: ids of devices to leave out.
         """
-        slow, size = dict(conditions.slow), self.cluster.devices_per_host
         gone = conditions.reported | without
+        key = (plan.num_devices, conditions.slow, gone)
+        if key not in self._devices:
+            self._devices[key] = self._chosen_devices(*key)
+        return self._devices[key]
+
+    def _chosen_devices(
+        self, num_devices: int, slow_devices: tuple[tuple[int, float], ...], gone: frozenset[int]
+    ) -> tuple[int, ...] | None:
+        slow, size = dict(slow_devices), self.cluster.devices_per_host
         alive = [device for device in range(self.cluster.num_devices) if device not in gone]
-        if len(alive) < plan.num_devices:
+        if len(alive) < num_devices:
             return None
         missing, slowest = dict[int, int](), dict[int, float]()
         for device in range(self.cluster.num_devices):
@@ -223,7 +235,7 @@ class World:
                 device,
             ),
         )
-        return tuple(sorted(order[: plan.num_devices]))
+        return tuple(sorted(order[:num_devices]))
 
     def _true_cluster(self, intra_host: float, inter_host: float) -> Cluster:
         return _with_speeds(

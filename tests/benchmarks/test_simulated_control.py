@@ -156,7 +156,8 @@ def test_savings_are_those_of_pairs(report):
     assert found.switches == [1, 3]
 
 
-def test_there_is_a_share_only_where_the_oracle_saves_something(report):
+def test_there_is_a_share_only_where_something_can_be_saved(report):
+    assert row(report, [((99.0, 1), 100.0, 80.0)], scenario="short").share() is None
     assert row(report, [((99.0, 1), 100.0, 98.1)]).share() is None
     assert row(report, [((99.0, 1), 100.0, 97.9)]).share() == pytest.approx(1 / 2.1)
     assert row(report, [((99.0, 1), 100.0)]).share() is None, "no oracle was run"
