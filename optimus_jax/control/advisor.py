@@ -24,7 +24,7 @@ from optimus_jax.control.deciding.memory_watch import MemoryWatch
 from optimus_jax.control.deciding.options import ObservedCluster, Options, PlanInUse, PlanOption
 from optimus_jax.control.deciding.phases import BatchPhase, BatchPhases
 from optimus_jax.control.deciding.plan_history import PlanHistory
-from optimus_jax.control.deciding.prices import Prices, setting
+from optimus_jax.control.deciding.prices import Prices, query, setting
 from optimus_jax.control.deciding.quarantine import Quarantine
 from optimus_jax.control.deciding.question_queue import Question, QuestionQueue
 from optimus_jax.control.deciding.run_progress import RunProgress
@@ -284,6 +284,7 @@ class Advisor:
         else:
             self._account.forget()
         if is_return:
+            self._watch.confirm(self._run_progress.time_s)
             self._quarantine.add(old.plan, self._run_progress.step)
         self._plan_history.moved(PlanInUse(plan=plan, without=without))
         self._restart()
@@ -306,6 +307,7 @@ class Advisor:
         if is_back:
             self._learn_level(LEAST_TRIAL_STEPS)
             self._plan_history.taken_back()
+            self._watch.confirm(self._run_progress.time_s)
             self._restart()
         self._on_trial = False
         self._cool()
@@ -375,6 +377,7 @@ class Advisor:
             lambda conditions: self._prices.log_time(
                 plan, self._batch, conditions, self._plan_history.now.without
             ),
+            self._expected_log_time,
         )
         if watch.was_so:
             self._experience.relabel(watch.was_so)
@@ -385,6 +388,16 @@ class Advisor:
             if before[1] and before[1] != watch.regime:
                 self._predictor.forget_regime(before[1])
         return news
+
+    def _expected_log_time(self, conditions: Conditions) -> float:
+        """Logarithm of the present plan's step time in these conditions, by all that was learnt."""
+        now = self._plan_history.now
+        pricing = self._prices.seen_by(now.plan, conditions, now.without).applied(
+            self._prices.of(self._batch)
+        )
+        in_use = self._prices.processes(now.plan.num_devices, now.without)
+        asked = query(now.plan, pricing, setting(self._batch, conditions.among(in_use)))
+        return math.log(self._predictor.predict([asked]).step_time_s(0))
 
     def _level(self, least_steps: int | None = None) -> Level | None:
         """Level of step times under the plan: logarithm, its noise, and number of steps.
