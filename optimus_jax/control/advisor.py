@@ -22,7 +22,7 @@ from optimus_jax.control.deciding.memory_watch import MemoryWatch
 from optimus_jax.control.deciding.options import ObservedCluster, Options, PlanInUse, PlanOption
 from optimus_jax.control.deciding.phases import BatchPhase, BatchPhases
 from optimus_jax.control.deciding.plan_history import PlanHistory
-from optimus_jax.control.deciding.prices import Prices, setting
+from optimus_jax.control.deciding.prices import Prices, query, setting
 from optimus_jax.control.deciding.run_progress import RunProgress
 from optimus_jax.control.deciding.switch_costs import CostModel, SwitchCosts
 from optimus_jax.control.deciding.watch import Watch
@@ -317,6 +317,7 @@ class Advisor(Policy):
         if is_back:
             self._learn_level(LEAST_TRIAL_STEPS)
             self._plan_history.taken_back()
+            self._watch.confirm(self._run_progress.time_s)
             self._restart()
 
     def charge(self, time_s: float) -> None:
@@ -363,6 +364,7 @@ class Advisor(Policy):
             lambda conditions: self._prices.log_time(
                 plan, self._batch, conditions, self._plan_history.now.without
             ),
+            self._expected_log_time,
         )
         if watch.was_so:
             self._experience.relabel(watch.was_so)
@@ -373,6 +375,16 @@ class Advisor(Policy):
             if before[1] and before[1] != watch.regime:
                 self._predictor.forget_regime(before[1])
         return news
+
+    def _expected_log_time(self, conditions: Conditions) -> float:
+        """Logarithm of the present plan's step time in these conditions, by all that was learnt."""
+        now = self._plan_history.now
+        pricing = self._prices.seen_by(now.plan, conditions, now.without).applied(
+            self._prices.of(self._batch)
+        )
+        in_use = self._prices.processes(now.plan.num_devices, now.without)
+        asked = query(now.plan, pricing, setting(self._batch, conditions.among(in_use)))
+        return math.log(self._predictor.predict([asked]).step_time_s(0))
 
     def _level(self, least_steps: int | None = None) -> Level | None:
         """Level of step times under the plan: logarithm, its noise, and number of steps.

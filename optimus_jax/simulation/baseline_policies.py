@@ -15,7 +15,8 @@ from optimus_jax.config import ControlConfig
 from optimus_jax.config.axes import AxisSizes
 from optimus_jax.control import signals
 from optimus_jax.control.deciding.candidates import switch_method_of
-from optimus_jax.control.deciding.conditions import Conditions, claims, on_grid
+from optimus_jax.control.deciding.conditions import Conditions, claims
+from optimus_jax.control.deciding.factors import on_grid
 from optimus_jax.control.deciding.switch_costs import CostModel
 from optimus_jax.control.policy import Decision
 from optimus_jax.control.runtime import Policy

@@ -272,16 +272,17 @@ class Telemetry:
     def _process_times(self, now: Now) -> tuple[dict[int, float], set[int]]:
         """Compute time of each process over the usual time, and the processes in use.
 
-        Each host has one process. Hosts that the run leaves out are probed as well, except lost
-        ones.
+        Each host has one process. Hosts that the run leaves out are probed as well, unless they
+        have lost devices.
         """
         cluster, slow = self._world.cluster, dict(now.conditions.slow)
         size, used = cluster.devices_per_host, set(now.place.devices)
-        in_use = {device // size for device in used}
+        in_use, lost = (
+            {device // size for device in devices} for devices in (used, now.conditions.reported)
+        )
         found: dict[int, float] = {}
         for device in range(cluster.num_devices):
-            is_out = device // size not in in_use and device not in now.conditions.reported
-            if device in used or is_out:
+            if device in used or device // size not in in_use | lost:
                 found[device // size] = max(found.get(device // size, 1.0), slow.get(device, 1.0))
         noisy = {process: self._noisy(factor, 0.01) for process, factor in found.items()}
         return noisy, in_use

@@ -9,7 +9,8 @@ from fleet import CLUSTER, PRICING, plan_on
 from optimus_jax.config.axes import AxisSizes
 from optimus_jax.control.baselines import byte_part_s, messages_of
 from optimus_jax.control.deciding.candidates import times
-from optimus_jax.control.deciding.conditions import Conditions, claims, on_grid, slowed
+from optimus_jax.control.deciding.conditions import Conditions, claims, slowed
+from optimus_jax.control.deciding.factors import on_grid
 from optimus_jax.control.signals import UNKNOWN, Observation, SignalSummary
 from optimus_jax.planning.cost.communication import CommunicationOp
 from optimus_jax.planning.cost.communication_time import CommunicationTimes

@@ -342,10 +342,110 @@ def test_a_process_that_is_out_is_slow_until_its_readings_say_otherwise():
 def test_the_recovery_of_a_process_that_is_out_is_guessed_where_nothing_is_read():
     unread = {name: 1.0 for name in NORMAL if name != "process_time/3"}
     run = left_out(unread)
-    early = run.watch.recovered[3]
+    early = run.watch.recovered["process_time/3"]
     run.go(200, reported=unread)
-    assert 0 < early < run.watch.recovered[3] < 1
+    assert 0 < early < run.watch.recovered["process_time/3"] < 1
     run.go(1, reported=NORMAL | {"process_time/3": 2.1})
+    assert run.watch.recovered == {}
+
+
+SKEW = Conditions(slow=((3, 1.5),))
+SKEWED = NORMAL | {"process_time/3": 1.5}
+
+
+def test_a_disturbance_that_step_times_say_is_over_is_over_whatever_its_readings_claim():
+    """The reading stays as it was: the sensor is frozen."""
+    run = Run().go(60, reported=NORMAL).go(20, SKEW, SKEWED)
+    assert run.watch.is_disturbed
+    run.go(MAX_UNCONFIRMED_STEPS + MIN_SHIFTED_STEPS, reported=SKEWED)
+    assert (run.watch.conditions, run.watch.regime) == (Conditions(), 0)
+    assert "step times contradict the readings of process_time/3" in run.news[-1]
+    assert run.watch.rejected_signals.keys() == {"process_time/3"}
+    news = len(run.news)
+    run.go(60, reported=SKEWED)
+    assert len(run.news) == news
+
+
+def test_a_disturbance_whose_readings_are_missing_ends_by_its_step_times():
+    known = {name: 1.0 for name in NORMAL if name != "process_time/3"}
+    run = Run().go(60, reported=NORMAL).go(20, SKEW, SKEWED)
+    run.go(MAX_UNCONFIRMED_STEPS + MIN_SHIFTED_STEPS, reported=known)
+    assert (run.watch.conditions, run.watch.regime) == (Conditions(), 0)
+    assert run.watch.rejected_signals == {}
+
+
+def test_of_two_disturbances_the_one_that_explains_the_change_is_over():
+    both = Conditions(slow=((3, 1.5),), inter_host=4.0)
+    told = SKEWED | {"inter_host": 4.0}
+    run = Run().go(60, reported=NORMAL).go(20, SKEW, SKEWED).go(20, both, told)
+    assert run.watch.conditions.inter_host == pytest.approx(4.0, rel=0.06)
+    run.go(MAX_UNCONFIRMED_STEPS + MIN_SHIFTED_STEPS, SKEW, told)
+    assert run.watch.conditions.inter_host == 1.0
+    assert run.watch.conditions.skew == pytest.approx(1.5, rel=0.06)
+
+
+def test_a_sensor_that_was_wrong_is_trusted_again_once_step_times_confirm_it():
+    run = Run().go(60, reported=NORMAL).go(20, SKEW, SKEWED)
+    run.go(MAX_UNCONFIRMED_STEPS + MIN_SHIFTED_STEPS, reported=SKEWED).go(20, reported=NORMAL)
+    worse = Conditions(slow=((3, 2.1),))
+    run.go(20, worse, NORMAL | {"process_time/3": 2.1})
+    assert run.watch.conditions.skew == pytest.approx(2.1, rel=0.06)
+    run.watch.restart({0, 1, 2})
+    run.log_time = lambda conditions: log_time_of(conditions.among({0, 1, 2}))
+    run.go(20, reported=NORMAL)
+    assert run.watch.believed == Conditions(), "it is believed also where step times cannot tell"
+
+
+def test_a_factor_that_the_plan_does_not_feel_may_have_recovered_if_its_reading_stands_still():
+    run = Run().go(60, reported=NORMAL).go(20, SKEW, SKEWED)
+    assert run.watch.recovered == {}, "step times agree with it"
+    run.watch.restart()
+    flat = run.log_time = lambda conditions: math.log(0.5)
+    frozen_s = run.time_s
+    links = {name: 1.0 for name in NORMAL if name != "process_time/3"}
+
+    def observed(count: int) -> None:
+        for _ in range(count):
+            run.step, run.time_s = run.step + 1, run.time_s + 0.5
+            claims = {
+                name: SignalSummary(value=value, spread=0.0, count=5, time_s=time_s, quality="good")
+                for name, value, time_s in [
+                    ("process_time/3", 1.5, frozen_s),
+                    *[(name, value, run.time_s) for name, value in links.items()],
+                ]
+            }
+            seen = Observation(
+                step=run.step,
+                time_s=run.time_s,
+                step_times_s=(0.5,),
+                readings={},
+                global_batch=8,
+                seq_len=8,
+                lost_devices=frozenset(),
+            )
+            run.watch.observe(seen, claims, flat)
+
+    observed(20)
+    early = run.watch.recovered["process_time/3"]
+    observed(200)
+    assert 0 < early < run.watch.recovered["process_time/3"] < 1
+    run.watch.confirm(run.time_s)
+    observed(20)
+    assert run.watch.recovered["process_time/3"] < early, "a trial showed that it was still slow"
+
+
+@pytest.mark.parametrize("is_over", [True, False])
+def test_the_first_steps_of_another_plan_show_whether_an_unseen_disturbance_is_over(is_over):
+    run = Run().go(60, reported=NORMAL).go(20, SKEW, SKEWED)
+    run.watch.restart({0, 1, 2})  # the slow process is left out, and not read any more
+    links = {name: 1.0 for name in NORMAL if name != "process_time/3"}
+    run.log_time = lambda conditions: log_time_of(conditions.among({0, 1, 2}))
+    run.go(100, reported=links)
+    run.watch.restart()
+    run.log_time = log_time_of
+    run.go(20, Conditions() if is_over else SKEW, links)
+    assert run.watch.regime == 0
+    assert run.watch.conditions.skew == (1.0 if is_over else pytest.approx(1.5, rel=0.06))
     assert run.watch.recovered == {}
 
 

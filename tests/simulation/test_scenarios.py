@@ -184,6 +184,12 @@ def test_models_have_positions_for_the_longest_phase():
     assert {config.model.max_length for _, config in configs} == {32768}
 
 
+def test_signals_of_the_slowest_process_are_those_of_every_process_now():
+    fault = {"kind": "metrics", "names": ["process_skew", "mfu", "straggler"], "fault": "missing"}
+    read = Scenario.from_json(json.dumps({"name": "x", "duration_s": 60, "events": [fault]}))
+    assert read.events[0].names == ("process_time/*", "mfu")
+
+
 def test_an_event_holds_from_start_to_end():
     line = timeline({"kind": "link", "factor": 0.25, "start_s": 100, "for_s": 50})
     assert line.at(99.9) == line.at(150.0) == ClusterConditions()

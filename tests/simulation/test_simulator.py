@@ -22,6 +22,7 @@ from simulated import (
 
 from optimus_jax.control.canary import CLEAR_STEPS, CLEARLY
 from optimus_jax.control.policy import Decision
+from optimus_jax.control.signals import UNKNOWN
 from optimus_jax.control.switch_state import Decided, News, Question
 from optimus_jax.planning.search.search import USABLE_SHARE, fits, search
 from optimus_jax.simulation.baseline_policies import Static
@@ -31,7 +32,8 @@ from optimus_jax.simulation.library import library
 from optimus_jax.simulation.outcome import SimulationOptions
 from optimus_jax.simulation.setup import Setup, Truth, default_plans
 from optimus_jax.simulation.simulator import Simulation
-from optimus_jax.simulation.timeline import NORMAL
+from optimus_jax.simulation.telemetry import Now, Telemetry
+from optimus_jax.simulation.timeline import NORMAL, ClusterConditions
 from optimus_jax.simulation.true_switch_costs import PHASES as COST_PHASES
 from optimus_jax.simulation.true_switch_costs import TrueSwitchCosts
 from optimus_jax.simulation.world import PlacedPlan
@@ -357,6 +359,22 @@ def test_memory_use_and_stragglers_are_observed():
     assert early.reading("process_time/1").value == pytest.approx(1.0, abs=0.05)
     assert late.reading("process_time/1").value == pytest.approx(1.5, abs=0.06)
     assert late.reading("process_time/0").value == pytest.approx(1.0, abs=0.05)
+
+
+@pytest.mark.parametrize("lost", [frozenset(), frozenset({12})])
+def test_a_host_that_is_out_is_probed_unless_it_is_lost(lost):
+    made = truth(misfit=EXACT)
+    telemetry = Telemetry(made.world, made.setup.assumed[0], made.setup.settings, seed=0)
+    now = Now(
+        step=100,
+        time_s=1000.0,
+        place=PlacedPlan(START, tuple(range(8))),
+        phase=0,
+        conditions=ClusterConditions(slow=((9, 1.5),), lost=lost, reported=lost),
+    )
+    telemetry.probe_s(now, asked=True)
+    out = telemetry.observation([], now).reading("process_time/1")
+    assert out is UNKNOWN if lost else out.value == pytest.approx(1.5, abs=0.06)
 
 
 # Switches

@@ -10,7 +10,7 @@ from optimus_jax.config.axes import AxisSizes
 from optimus_jax.control import policy
 from optimus_jax.control.deciding.account import Account
 from optimus_jax.control.deciding.candidates import is_allowed
-from optimus_jax.control.deciding.conditions import on_grid, process_of
+from optimus_jax.control.deciding.factors import on_grid, process_of
 from optimus_jax.control.deciding.options import ObservedCluster, PlanOption
 from optimus_jax.control.deciding.phases import BatchPhases
 from optimus_jax.control.deciding.plan_history import PlanHistory

@@ -1,8 +1,7 @@
 """Conditions: how much slower links and processes are now than in the hardware profile.
 
 Applied to a `Pricing`, conditions give another `Pricing` with slower links and slower matmuls.
-Factors are rounded to a coarse grid, so that only a real change needs a new search. A factor has a
-name: that of its link, `compute`, or that of the signal of a process's time.
+Factors are rounded to a coarse grid, so that only a real change needs a new search.
 """
 
 import math
@@ -11,6 +10,13 @@ from dataclasses import dataclass, replace
 
 from optimus_jax.config.axes import MESH_AXES, AxisSizes
 from optimus_jax.control.baselines import byte_part_s, messages_of
+from optimus_jax.control.deciding.factors import (
+    FASTEST,
+    OF_ALL,
+    SLOWEST,
+    process_of,
+    process_time,
+)
 from optimus_jax.control.deciding.rebalancing import effective_skew
 from optimus_jax.control.signals import (
     COMPUTE_SLOWDOWN,
@@ -25,13 +31,6 @@ from optimus_jax.planning.profiles.cluster import INTER_HOST, INTRA_HOST, Cluste
 from optimus_jax.planning.profiles.links import Link
 from optimus_jax.planning.profiles.measurements import ALL_REDUCE, WIRE_SHARE
 from optimus_jax.planning.search.search import Pricing
-
-GRID = math.log(1.1)
-"""Spacing of the grid of factors, as a logarithm: neighbours differ by a tenth."""
-FASTEST, SLOWEST = 0.01, 1e4
-"""Range of plausible factors. Readings outside it are ignored."""
-OF_ALL = (INTRA_HOST, INTER_HOST, "compute")
-"""Names of the factors that hold for all processes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,10 +70,20 @@ class Conditions:
             slow=tuple(sorted((process, each) for process, each in slow.items() if each != 1)),
         )
 
+    def differing(self, other: "Conditions") -> list[str]:
+        """Names of the factors that differ."""
+        names = [*OF_ALL, *[process_time(process) for process, _ in self.slow + other.slow]]
+        return [name for name in dict.fromkeys(names) if self.factor(name) != other.factor(name)]
+
     def distance(self, other: "Conditions") -> float:
         """Largest absolute difference of a factor's logarithm."""
-        names = [*OF_ALL, *[process_time(process) for process, _ in self.slow + other.slow]]
-        return max(abs(math.log(self.factor(name) / other.factor(name))) for name in names)
+        return max(
+            [
+                abs(math.log(self.factor(name) / other.factor(name)))
+                for name in self.differing(other)
+            ],
+            default=0.0,
+        )
 
     def among(self, processes: Collection[int]) -> "Conditions":
         """The conditions of a run that uses these processes only."""
@@ -130,21 +139,6 @@ class Conditions:
         """The factors that are not 1, rounded, by name."""
         factors = {name: self.factor(name) for name in OF_ALL} | {"skew": self.skew}
         return {name: round(factor, 3) for name, factor in factors.items() if factor != 1}
-
-
-def process_time(process: int) -> str:
-    """Name of a process's factor, and of the signal that it is read from."""
-    return f"{PROCESS_TIME}{process}"
-
-
-def process_of(name: str) -> int | None:
-    """The process whose factor has this name; None: it is the factor of a link, or of all."""
-    return int(name.removeprefix(PROCESS_TIME)) if name.startswith(PROCESS_TIME) else None
-
-
-def on_grid(factor: float) -> float:
-    """The nearest factor on the grid, which contains 1."""
-    return math.exp(round(math.log(min(SLOWEST, max(FASTEST, factor))) / GRID) * GRID)
 
 
 def claims(observation: Observation, cluster: Cluster, axes: AxisSizes) -> dict[str, SignalSummary]:

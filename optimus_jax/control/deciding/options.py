@@ -86,9 +86,9 @@ class ObservedCluster:
     lost: frozenset[int]
     """Ids of lost devices."""
     memory: MemoryWatch
-    recovered: Mapping[int, float] = field(default_factory=dict)
-    """Slow processes that are left out and that no reading describes, with the probability that
-    each has recovered."""
+    recovered: Mapping[str, float] = field(default_factory=dict)
+    """Factors that are not normal and were not seen of late, with the probability that each is
+    normal again."""
 
 
 class Options:
@@ -135,7 +135,7 @@ class Options:
           learnt: learnt corrections of the cost model's terms.
           mandatory: ignore the layout that the user fixed if no plan is found with it.
         """
-        options: dict[tuple[str, frozenset[int]], PlanOption] = {}
+        options: dict[tuple[str, frozenset[int], float], PlanOption] = {}
         for devices in self._device_sets(observed, current):
             found = self._found(devices, observed, learnt, mandatory=mandatory)
             if found is None:
@@ -147,7 +147,7 @@ class Options:
             for plan in [*plans, *rebalanced_plans]:
                 if (plan, devices.without) != (current.plan, current.without):
                     options.setdefault(
-                        (plan.digest, devices.without),
+                        (plan.digest, devices.without, devices.probability),
                         PlanOption(plan=plan, devices=self._as_affected(devices, plan, observed)),
                     )
         return list(options.values())
@@ -190,12 +190,8 @@ class Options:
         if current.without and lost <= current.without:
             yield current.without, conditions, 1.0
         if observed.recovered:
-            well = [each for each in conditions.slow if each[0] not in observed.recovered]
-            yield (
-                lost,
-                replace(conditions, slow=tuple(well)),
-                min(observed.recovered.values()),
-            )
+            well = {name: observed.normal.factor(name) for name in observed.recovered}
+            yield lost, conditions.with_factors(well), min(observed.recovered.values())
 
     def _devices_of(self, process: int) -> frozenset[int]:
         return frozenset(

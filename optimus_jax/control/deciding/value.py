@@ -163,7 +163,7 @@ def _net_s(bet: Bet, regime: Regime, horizon_s: float) -> float:
     saved_s = lasting_s * gain(bet.log_ratio, bet.deviation)
     if bet.is_always_better and bet.log_ratio_after is not None:
         saved_s += (left_s - lasting_s) * gain(bet.log_ratio_after, bet.deviation)
-    in_vain_s = bet.cost_s + bet.return_s
+    in_vain_s = bet.cost_s + bet.return_s + bet.trial_s
     return regime.survival(bet.prepare_s) * (
         bet.usable * (saved_s - _cost_s(bet, ready, left_s)) - (1.0 - bet.usable) * in_vain_s
     )

@@ -8,26 +8,23 @@ affect every plan.
 """
 
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 
-from optimus_jax.control.deciding.changes import MIN_STEPS, SHIFT, Change, ChangeDetector, Durations
-from optimus_jax.control.deciding.conditions import Conditions, on_grid, process_of, process_time
+from optimus_jax.control.deciding.changes import MIN_STEPS, SHIFT, Change, ChangeDetector
+from optimus_jax.control.deciding.conditions import Conditions
+from optimus_jax.control.deciding.factors import (
+    MIN_LOG_CHANGE_OF_PROCESS,
+    family_of,
+    in_words,
+    min_log_change,
+    on_grid,
+    process_of,
+)
+from optimus_jax.control.deciding.last_seen import LastSeen
+from optimus_jax.control.deciding.regimes import Regimes
 from optimus_jax.control.deciding.value import Regime
 from optimus_jax.control.signals import Observation, SignalSummary
-from optimus_jax.planning.profiles.cluster import INTER_HOST, INTRA_HOST
 
-MIN_LOG_CHANGE = {
-    INTRA_HOST: math.log(1.25),
-    INTER_HOST: math.log(1.25),
-    "compute": math.log(1.2),
-}
-"""Least change of a factor's logarithm that counts as other conditions. It exceeds the scatter of
-readings."""
-MIN_LOG_CHANGE_OF_PROCESS = math.log(1.12)
-"""The same for the time of a process over the median process's."""
-FAMILY = {INTRA_HOST: "link", INTER_HOST: "link", "compute": "compute"}
-OF_PROCESSES = "process"
-"""Signals of a family are measured alike, so they are wrong together."""
 MIN_EFFECT = 0.05
 """Least predicted change of log step time that step times can confirm or contradict."""
 MIN_AGREEMENT = 0.35
@@ -51,8 +48,9 @@ MIN_REGIME_CHANGE = math.log(1.5)
 """Least log change of conditions that ends one disturbance and begins another."""
 OUTDATED_TOLERANCE = 0.4
 """The same for a reading that is newer than the plan, compared with accepted conditions."""
-PRIOR_STEPS = 5
-"""Prior expectation of the steps that a regime lasts."""
+
+LogTimeOf = Callable[[Conditions], float]
+"""Logarithm of the present plan's step time in given conditions."""
 
 
 class Watch:
@@ -70,10 +68,9 @@ class Watch:
         """Factors whose readings are rejected, with the values that they claim."""
         self._in_use: Collection[int] | None = None
         """The processes in use; None: all."""
-        self._read_s: dict[str, float] = {}
-        """When there last was a usable reading of each process's time."""
-        self._now_s = 0.0
-        self._strikes: set[str] = set()
+        self._last_seen, self._now_s = LastSeen(), 0.0
+        self._broken: set[str] = set()
+        """Families of sensors that were wrong, until step times confirm a reading of theirs."""
         self._first_compute: float | None = None
         self._confirmed: set[str] = set()
         """Factors of which a reading has been accepted."""
@@ -101,8 +98,7 @@ class Watch:
         self._seen_steps = 0
         self._newest_s = 0.0
         """Time of the newest observed step; 0: none yet, as while a plan is compiled."""
-        self._since_s: float | None = None
-        self._durations: dict[bool, Durations] = {}
+        self._regimes = Regimes()
 
     @property
     def conditions(self) -> Conditions:
@@ -115,11 +111,8 @@ class Watch:
         return self.regime != 0 or self.believed.distance(self.normal) > MIN_DISTURBANCE
 
     def regime_at(self, time_s: float) -> Regime:
-        """The present regime: how long it has lasted, and how long such regimes last. Normal
-        conditions are taken to last forever until they have ended once.
-        """
-        elapsed_s = 0.0 if self._since_s is None else max(0.0, time_s - self._since_s)
-        return Regime(elapsed_s=elapsed_s, durations=self._durations.get(self.is_disturbed))
+        """The present regime: how long it has lasted, and how long such regimes last."""
+        return self._regimes.at(time_s, is_disturbed=self.is_disturbed)
 
     @property
     def wants_probe(self) -> bool:
@@ -144,17 +137,17 @@ class Watch:
         return self.detector.suspects or self.detector.count
 
     @property
-    def recovered(self) -> dict[int, float]:
-        """Slow processes that are not in use and of which there is no reading, with the probability
-        that each has recovered.
+    def recovered(self) -> dict[str, float]:
+        """Factors that are not normal, and that neither readings nor step times have shown of late,
+        with the probability that each is normal again.
         """
-        found = dict[int, float]()
-        for process, factor in self.believed.slow:
-            unread_s = self._now_s - self._read_s.get(process_time(process), self._now_s)
-            if factor > 1 and unread_s > 0 and not self._uses(process):
-                regime = self.regime_at(self._now_s - unread_s)
-                found[process] = 1.0 - regime.survival(unread_s)
-        return found
+        return self._last_seen.over(
+            self.believed.differing(self.normal), self.regime_at(self._now_s), self._now_s
+        )
+
+    def confirm(self, time_s: float) -> None:
+        """Record that a trial has shown the disturbance not to be over."""
+        self._last_seen.felt(self.believed.differing(self.normal), time_s)
 
     def restart(self, in_use: Collection[int] | None = None) -> None:
         """Begin anew for another plan or batch, whose step times have another level.
@@ -173,7 +166,8 @@ class Watch:
         self,
         observation: Observation,
         claims: Mapping[str, SignalSummary],
-        log_time_of: Callable[[Conditions], float],
+        log_time_of: LogTimeOf,
+        expected_of: LogTimeOf | None = None,
     ) -> str:
         """Process an observation. Returns what has changed, in words; empty: nothing.
 
@@ -182,20 +176,18 @@ class Watch:
           claims: usable readings of factors, by name.
           log_time_of: logarithm of the present plan's step time in given conditions, by the cost
             model.
+          expected_of: the same by all that was learnt; None: as the cost model.
         """
         self._now_s = observation.time_s
-        self._read_s |= {
-            name: observation.time_s for name in claims if process_of(name) is not None
-        }
-        if self._since_s is None:
-            self._since_s = observation.time_s - sum(_sane(observation.step_times_s))
+        self._regimes.start(observation.time_s - sum(_sane(observation.step_times_s)))
         was_disturbed, before, self.was_so = self.is_disturbed, (self.believed, self.regime), {}
         change = self._add_steps(observation)
         if change and not self._is_alarmed:  # after an alarm the time is known already
             self.changed_s = observation.time_s - self._newest_s * change.num_steps
             self._lost_s = change.num_steps * (math.exp(change.after) - math.exp(change.before))
         news = [self._level_changed(change)] if change else []
-        news.append(self._update_from_readings(claims, log_time_of))
+        news.append(self._update_from_readings(claims, log_time_of, expected_of or log_time_of))
+        self._note_seen(observation, claims, log_time_of)
         # A regime that a reading now explains has not changed by that.
         is_explained = before[1] != 0 and self.regime == 0 and self.is_disturbed
         if (self.believed, self.regime) != before and not self.was_so and not is_explained:
@@ -204,6 +196,19 @@ class Watch:
             )
             self._turn(was_disturbed, before[0], begun_s)
         return "; ".join(filter(None, news))
+
+    def _note_seen(
+        self,
+        observation: Observation,
+        claims: Mapping[str, SignalSummary],
+        log_time_of: LogTimeOf,
+    ) -> None:
+        """Note which factors were read, and which step times agree with."""
+        trusted = [name for name in claims if family_of(name) not in self._broken]
+        self._last_seen.read(claims, trusted, observation.time_s)
+        if self.regime == 0 and self.detector.recent(NUM_RECENT_STEPS) is not None:
+            disturbed = self.believed.differing(self.normal)
+            self._last_seen.felt(self._felt(disturbed, log_time_of), observation.time_s)
 
     def _add_steps(self, observation: Observation) -> Change | None:
         """Add step times to the detector. Returns a change if one is found."""
@@ -250,14 +255,15 @@ class Watch:
     def _update_from_readings(
         self,
         claims: Mapping[str, SignalSummary],
-        log_time_of: Callable[[Conditions], float],
+        log_time_of: LogTimeOf,
+        expected_of: LogTimeOf,
     ) -> str:
         """Accept or reject the conditions that readings indicate."""
         claimed = self._claimed(claims)
         news = {
             name: on_grid_value
             for name, value in claimed.items()
-            if abs(math.log(value / self.believed.factor(name))) > _least_change(name)
+            if abs(math.log(value / self.believed.factor(name))) > min_log_change(name)
             and (on_grid_value := self._on_grid(name, value)) != self.believed.factor(name)
         }
         self._confirmed |= {
@@ -276,6 +282,8 @@ class Watch:
             claims[name].quality == "few" and self._is_felt(name, value, log_time_of)
             for name, value in news.items()
         )
+        if doubt := self._doubt(claimed, log_time_of, expected_of):
+            return doubt
         if not news:
             return ""
         for name in news:
@@ -294,34 +302,67 @@ class Watch:
         ]
         return self._reject(late, news) if late else ""
 
+    def _doubt(
+        self, claimed: Mapping[str, float], log_time_of: LogTimeOf, expected_of: LogTimeOf
+    ) -> str:
+        """End a disturbance that step times say is over, whatever its readings claim: they are
+        frozen, wrong or missing.
+        """
+        level = self.detector.recent(NUM_RECENT_STEPS)
+        if self.regime:
+            reference, names = self._anchor, self.believed.differing(self.normal)
+            is_late = self.detector.count >= MAX_UNCONFIRMED_STEPS
+        else:  # a plan that was tried because the disturbance may be over
+            names = self._felt(self.recovered, log_time_of)
+            is_late, log_time_of = True, expected_of
+            reference = log_time_of(self.believed) if names and level is not None else None
+        if level is None or reference is None or not is_late:
+            return ""
+        seen = level - reference
+        groups = [
+            {name: self.normal.factor(name) for name in names if family_of(name) == family}
+            for family in dict.fromkeys(map(family_of, names))
+        ]
+        group = min(
+            groups, key=lambda each: abs(seen - self._predicted(each, log_time_of)), default={}
+        )
+        predicted = self._predicted(group, log_time_of)
+        if abs(predicted) < EXTRA_TOLERANCE or abs(seen - predicted) >= abs(predicted) / 2:
+            return ""
+        told = self._believe(group, log_time_of)
+        wrong = {name: claimed[name] for name in group if name in claimed}
+        return f"{told}; {self._reject(list(group), wrong)}" if wrong else told
+
     def _on_grid(self, name: str, value: float) -> float:
         """The value on the grid, or the normal value if the two are within the scatter of readings:
         then measurements in normal conditions apply again.
         """
         on_grid_value, normal = on_grid(value), self.normal.factor(name)
         return (
-            normal if abs(math.log(on_grid_value / normal)) < _least_change(name) else on_grid_value
+            normal
+            if abs(math.log(on_grid_value / normal)) < min_log_change(name)
+            else on_grid_value
         )
 
-    def _groups(
-        self, news: Mapping[str, float], log_time_of: Callable[[Conditions], float]
-    ) -> list[dict[str, float]]:
+    def _groups(self, news: Mapping[str, float], log_time_of: LogTimeOf) -> list[dict[str, float]]:
         """Groups of claims to compare with step times: each family, each claim alone, and all.
 
         A claim that would not affect step times is not compared alone while another one of its
         family would: if that one is wrong, this one may be too.
         """
         families = [
-            {name: value for name, value in news.items() if _family(name) == family}
-            for family in dict.fromkeys(map(_family, news))
+            {name: value for name, value in news.items() if family_of(name) == family}
+            for family in dict.fromkeys(map(family_of, news))
         ]
         felt = {
-            _family(name) for name, value in news.items() if self._is_felt(name, value, log_time_of)
+            family_of(name)
+            for name, value in news.items()
+            if self._is_felt(name, value, log_time_of)
         }
         alone = [
             {name: value}
             for name, value in news.items()
-            if _family(name) not in felt or self._is_felt(name, value, log_time_of)
+            if family_of(name) not in felt or self._is_felt(name, value, log_time_of)
         ]
         return [*families, *alone, dict(news)]
 
@@ -338,46 +379,42 @@ class Watch:
             if process_of(name) is not None:
                 values[name] = max(1.0, values[name])
         # A compute probe on the slow process measures the same slowdown once more.
-        skew, more = self._skew(values), values.get("compute", 1.0) / self.believed.compute
+        skew = max([values[name] for name in values if self._uses(name)], default=1.0)
+        more = values.get("compute", 1.0) / self.believed.compute
         if skew > 1 and abs(math.log(more / skew)) < MIN_LOG_CHANGE_OF_PROCESS:
             values.pop("compute", None)
         return values
 
-    def _skew(self, values: Mapping[str, float]) -> float:
-        """The largest factor of a process in use."""
-        return max(
-            [
-                value
-                for name, value in values.items()
-                if (process := process_of(name)) is not None and self._uses(process)
-            ],
-            default=1.0,
-        )
+    def _uses(self, name: str) -> bool:
+        """Whether it is the factor of a process in use."""
+        process = process_of(name)
+        return process is not None and (self._in_use is None or process in self._in_use)
 
-    def _uses(self, process: int) -> bool:
-        return self._in_use is None or process in self._in_use
+    def _is_felt(self, name: str, value: float, log_time_of: LogTimeOf) -> bool:
+        return abs(self._predicted({name: value}, log_time_of)) >= MIN_EFFECT
 
-    def _is_felt(self, name: str, value: float, log_time_of: Callable[[Conditions], float]) -> bool:
-        return self._effect({name: value}, log_time_of) >= MIN_EFFECT
+    def _felt(self, names: Iterable[str], log_time_of: LogTimeOf) -> list[str]:
+        """Those of these factors whose return to normal would affect step times."""
+        return [
+            name for name in names if self._is_felt(name, self.normal.factor(name), log_time_of)
+        ]
 
-    def _effect(
-        self, group: Mapping[str, float], log_time_of: Callable[[Conditions], float]
-    ) -> float:
-        """Predicted absolute change of log step time by these factors."""
-        return abs(log_time_of(self.believed.with_factors(group)) - log_time_of(self.believed))
+    def _predicted(self, group: Mapping[str, float], log_time_of: LogTimeOf) -> float:
+        """Predicted change of log step time by these factors."""
+        return log_time_of(self.believed.with_factors(group)) - log_time_of(self.believed)
 
     def _is_confirmed_by_steps(
         self,
         group: Mapping[str, float],
         claims: Mapping[str, SignalSummary],
-        log_time_of: Callable[[Conditions], float],
+        log_time_of: LogTimeOf,
     ) -> bool:
         """Whether to accept these factors."""
         before = log_time_of(self.believed)
         after = log_time_of(self.believed.with_factors(group))
         predicted = after - before
         is_good = all(
-            claims[name].quality == "good" and _family(name) not in self._strikes for name in group
+            claims[name].quality == "good" and family_of(name) not in self._broken for name in group
         )
         # Step times cannot tell. Accept good readings, but not a factor that is suddenly better
         # than ever before.
@@ -409,10 +446,8 @@ class Watch:
             and abs(seen) > self.detector.noise
         )
 
-    def _believe(
-        self, group: Mapping[str, float], log_time_of: Callable[[Conditions], float]
-    ) -> str:
-        felt = self._effect(group, log_time_of) >= MIN_EFFECT
+    def _believe(self, group: Mapping[str, float], log_time_of: LogTimeOf) -> str:
+        felt = abs(self._predicted(group, log_time_of)) >= MIN_EFFECT
         # A factor that was accepted before has changed since. Only a factor that is accepted for
         # the first time may have held from the start.
         self.was_so = (
@@ -428,10 +463,12 @@ class Watch:
             self.regime, self._excess = 0, None
         elif felt and not self._early.intersection(group):
             self.detector.begin_with(self._num_new())
+        if felt and not self.was_so:
+            self._broken -= set(map(family_of, group))
         self._early -= group.keys()
         for name in group:
             self._claimed_at.pop(name, None)
-        return " and ".join(_in_words(name, value) for name, value in group.items())
+        return " and ".join(in_words(name, value) for name, value in group.items())
 
     def _num_new(self) -> int:
         """Number of newest samples that belong to the conditions that have just been accepted. The
@@ -441,9 +478,9 @@ class Watch:
         return 0 if before is None or after is None else self.detector.in_a_row(before, after)
 
     def _reject(self, names: list[str], news: Mapping[str, float]) -> str:
-        families = {_family(name) for name in names}
-        self._strikes |= families
-        doubted = [name for name in news if _family(name) in families]
+        families = {family_of(name) for name in names}
+        self._broken |= families
+        doubted = [name for name in news if family_of(name) in families]
         self.rejected_signals.update({name: news[name] for name in doubted})
         return "step times contradict the readings of " + " and ".join(doubted)
 
@@ -456,39 +493,9 @@ class Watch:
             and before.distance(self.believed) < MIN_REGIME_CHANGE
         ):
             return
-        if not self.is_disturbed and not self._durations:  # conditions turned out normal
+        if not self.is_disturbed and self._regimes.is_first:  # conditions turned out normal
             return
-        if not self._durations:
-            self._durations = {
-                kind: Durations(PRIOR_STEPS * self._newest_s) for kind in (False, True)
-            }
-        assert self._since_s is not None, "observations have come"
-        self._durations[was_disturbed].ended(begun_s - self._since_s)
-        self._since_s = begun_s
-
-
-_WORDS = {
-    INTRA_HOST: "exchanges inside hosts take",
-    INTER_HOST: "exchanges between hosts take",
-    "compute": "computing takes",
-}
-
-
-def _in_words(name: str, factor: float) -> str:
-    process = process_of(name)
-    return (
-        f"{_WORDS[name]} {factor:.2g} times as long as in the profile"
-        if process is None
-        else f"process {process} computes {factor:.2g} times as long as the others"
-    )
-
-
-def _family(name: str) -> str:
-    return FAMILY.get(name, OF_PROCESSES)
-
-
-def _least_change(name: str) -> float:
-    return MIN_LOG_CHANGE.get(name, MIN_LOG_CHANGE_OF_PROCESS)
+        self._regimes.turn(begun_s, self._newest_s, was_disturbed=was_disturbed)
 
 
 def _sane(step_times_s: tuple[float, ...]) -> list[float]:

@@ -1,0 +1,55 @@
+"""When each factor of the conditions was last seen, and the probability that one that was not seen
+of late has become normal again.
+
+A factor is seen if it is read, or if step times that it affects agree with it.
+"""
+
+from collections.abc import Iterable, Mapping
+
+from optimus_jax.control.deciding.value import Regime
+from optimus_jax.control.signals import SignalSummary
+
+
+class LastSeen:
+    """The times at which factors were last seen, on the run's clock."""
+
+    def __init__(self) -> None:
+        self._seen_s: dict[str, float] = {}
+        self._newest_s = 0.0
+        """When any factor was last read."""
+
+    def read(
+        self, claims: Mapping[str, SignalSummary], trusted: Iterable[str], now_s: float
+    ) -> None:
+        """Record readings. One whose time stands still while that of others advances is none.
+
+        Args:
+          claims: the usable readings, by name of the factor.
+          trusted: names of those that count.
+          now_s: time of the observation, which counts where there is no reading at all.
+        """
+        taken_s = {name: each.time_s for name, each in claims.items() if each.time_s is not None}
+        self._newest_s = max(taken_s.values(), default=now_s)
+        for name in taken_s.keys() & set(trusted):
+            self._seen_s[name] = max(taken_s[name], self._seen_s.get(name, taken_s[name]))
+
+    def felt(self, names: Iterable[str], time_s: float) -> None:
+        """Record that step times agree with these factors."""
+        self._seen_s |= dict.fromkeys(names, time_s)
+
+    def over(self, names: Iterable[str], regime: Regime, now_s: float) -> dict[str, float]:
+        """The factors that were not seen of late, with the probability that each is normal again.
+
+        Args:
+          names: factors that were not normal when last seen.
+          regime: the present regime, as it is at `now_s` if it still lasts.
+          now_s: the present.
+        """
+        found = dict[str, float]()
+        for name in names:
+            seen_s = self._seen_s.get(name, self._newest_s)
+            if seen_s < self._newest_s:
+                elapsed_s = max(0.0, regime.elapsed_s - (now_s - seen_s))
+                then = Regime(elapsed_s=elapsed_s, durations=regime.durations)
+                found[name] = 1.0 - then.survival(self._newest_s - seen_s)
+        return found
