@@ -455,7 +455,8 @@ class Simulation:
         costs_s = self._costs_s(before, conditions, phase)
         self._arrive(before, costs_s, phase)
         self._note("rollback", self.place.plan, costs_s, why)
-        self._runtime.failed(taken_back, why, costs_s=sum(costs_s.values()), is_back=True)
+        paused_s = sum(costs_s.values()) - costs_s.get("first_steps", 0.0)
+        self._runtime.failed(taken_back, why, costs_s=paused_s, is_back=True)
 
     def _recover(self) -> None:
         """Restart a run that cannot continue, on the remaining devices."""
