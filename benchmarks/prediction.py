@@ -43,6 +43,7 @@ import numpy as np
 import regret
 from prediction_cases import Case, measured_cases, simulated_cases
 
+from optimus_jax.control.learnt_file import LearntFile
 from optimus_jax.control.predictor import Predictor
 from optimus_jax.planning.cost.cost import NINE_IN_TEN
 from optimus_jax.system.paths import path_argument
@@ -99,8 +100,8 @@ def after(case: Case, draw: int) -> Predictor:
         earlier, case, log_times, random.permutation(len(log_times))[: max(TAUGHT)].tolist(), random
     )
     with tempfile.TemporaryDirectory() as folder:
-        earlier.save(Path(folder, "learnt.json"))
-        later.load(Path(folder, "learnt.json"))
+        LearntFile(Path(folder, "learnt.json"), {"evidence": earlier}).write()
+        LearntFile(Path(folder, "learnt.json"), {"evidence": later}).read()
     return later
 
 

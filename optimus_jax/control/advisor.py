@@ -26,6 +26,7 @@ from optimus_jax.control.deciding.prices import Prices, query, setting
 from optimus_jax.control.deciding.run_progress import RunProgress
 from optimus_jax.control.deciding.switch_costs import CostModel, SwitchCosts
 from optimus_jax.control.deciding.watch import Watch
+from optimus_jax.control.learnt_file import LearntFile
 from optimus_jax.control.predictor import Predictor
 from optimus_jax.control.runtime import Policy
 from optimus_jax.control.signals import Observation
@@ -102,15 +103,12 @@ class Advisor(Policy):
             settings,
             RunProgress(num_steps),
         )
-        self._phases, self._options, self._memory = (
-            BatchPhases(phases, num_steps),
-            Options(
-                self._prices,
-                Searches(searcher),
-                keeps_devices=keeps_devices,
-                allow=settings.allowed_axes,
-            ),
-            memory,
+        self._phases = BatchPhases(phases, num_steps)
+        self._options = Options(
+            self._prices,
+            Searches(searcher),
+            keeps_devices=keeps_devices,
+            allow=settings.allowed_axes,
         )
         self._is_compiled = is_compiled or (
             lambda plan, batch, without: self._plan_history.is_compiled(plan)
@@ -121,8 +119,14 @@ class Advisor(Policy):
             Watch(),
             MemoryWatch(),
         )
-        if memory is not None:
-            self._predictor.load(memory)
+        learners = {
+            "evidence": self._predictor,
+            "switch_costs": self._costs,
+            "disturbances_s": self._watch.regimes,
+        }
+        self._learnt = None if memory is None else LearntFile(memory, learners)
+        if self._learnt is not None:
+            self._learnt.read()
         self._batch = self._prices.first_batch
         self._prices.log_time(plan, self._batch, Conditions())
         self._plan_history = PlanHistory(
@@ -283,6 +287,8 @@ class Advisor(Policy):
             self._account.forget()
         self._plan_history.moved(PlanInUse(plan=plan, without=without))
         self._restart()
+        if self._learnt is not None:  # a run that is killed has learnt until here
+            self._learnt.write()
 
     def _learn_cost(
         self,
@@ -326,9 +332,9 @@ class Advisor(Policy):
 
     def save(self) -> None:
         """Save what was learnt about this hardware for later runs."""
-        if self._memory is not None:
+        if self._learnt is not None:
             self._learn_level()
-            self._predictor.save(self._memory)
+            self._learnt.write()
 
     # Recording observations.
 

@@ -5,20 +5,15 @@ The corrections are the beliefs of planning/learning/beliefs.py. Old evidence co
 what earlier runs on the same hardware have learnt is read from a file.
 """
 
-import json
 import math
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import numpy as np
 
 from optimus_jax.planning.cost.cost import NINE_IN_TEN
 from optimus_jax.planning.learning.beliefs import Beliefs, Evidence, Query
 from optimus_jax.planning.learning.calibrate import Calibration, Matrix, Vector
-from optimus_jax.system.cache import write_atomically
-from optimus_jax.system.json_input import read_json
 
 ANOTHER_RUN_PLAN = 0.03
 """Standard deviation of a single plan's level of step times, as a logarithm, from one run to the
@@ -161,28 +156,16 @@ class Predictor:
         evidence = [each.at(self._step) for each in self._evidence.values()]
         return Beliefs.given(evidence, self._calibration, queries)
 
-    def save(self, path: Path) -> None:
-        """Save the evidence as JSON, except that of unexplained regimes; warns on failure."""
-        kept = [each.as_json() for each in self._evidence.values() if not each.query.regime]
-        write_atomically(
-            path,
-            json.dumps({"evidence": kept}, indent=1) + "\n",
-            "what was learnt about this hardware",
-        )
+    def learnt(self) -> list[dict[str, object]]:
+        """The evidence as JSON, except that of unexplained regimes."""
+        return [each.as_json() for each in self._evidence.values() if not each.query.regime]
 
-    def load(self, path: Path) -> None:
-        """Load what `save` has written, aged by HALF_LIFE steps.
+    def recall(self, value: Sequence[Mapping[str, object]]) -> None:
+        """Take over what `learnt` has returned in an earlier run, aged by HALF_LIFE steps.
 
-        Warns if the file is damaged; does nothing if there is none.
+        Raises ValueError, TypeError, KeyError or AttributeError if it is damaged.
         """
-        try:
-            found = [_evidence(each) for each in read_json(path)["evidence"]]
-        except FileNotFoundError:
-            return
-        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-            warnings.warn(f"{path} cannot be read and does not count: {error}", stacklevel=2)
-            return
-        for each in found[-KEPT:]:
+        for each in [_evidence(item) for item in value][-KEPT:]:
             self._evidence.setdefault(each.query.key, each)
 
 

@@ -22,6 +22,7 @@ from optimus_jax.control.deciding.phases import BatchPhase
 from optimus_jax.control.deciding.prices import query
 from optimus_jax.control.deciding.switch_costs import CostModel, SwitchCosts
 from optimus_jax.control.deciding.watch import NUM_FIRST_STEPS
+from optimus_jax.control.learnt_file import LearntFile
 from optimus_jax.control.machine import resumed
 from optimus_jax.control.policy import Decision
 from optimus_jax.control.predictor import Predictor
@@ -780,7 +781,7 @@ def test_slow_exchanges_learnt_earlier_do_not_count_twice_for_a_slow_link(
             count=20,
             step=5,
         )
-    earlier.save(tmp_path / "learnt.json")
+    LearntFile(tmp_path / "learnt.json", {"evidence": earlier}).write()
     job = Job(seed=2, memory=tmp_path / "learnt.json").go(60, poor)
     assert job.decisions[-1].inputs["conditions"]["inter_host"] == pytest.approx(8.0, rel=0.1)
     predicted = [

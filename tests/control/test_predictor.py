@@ -8,6 +8,7 @@ import pytest
 from fleet import PLANS, Truth, query
 
 from optimus_jax.control.deciding.conditions import Conditions
+from optimus_jax.control.learnt_file import LearntFile
 from optimus_jax.control.predictor import HALF_LIFE, KEPT, Predictor
 from optimus_jax.planning.cost.cost import NINE_IN_TEN
 from optimus_jax.planning.learning import sizes
@@ -245,13 +246,13 @@ def test_evidence_is_saved_as_json_and_loaded(tmp_path):
     for index in (0, 3):
         learn(predictor, QUERIES[index], COST_MODEL[index] + 0.5)
     learn(predictor, query(PLANS[1], regime=4), 5.0)
-    predictor.save(path)
+    LearntFile(path, {"evidence": predictor}).write()
     kept = json.loads(path.read_text())["evidence"]
     # regimes belong to one run
     assert [each["plan"] for each in kept] == [PLANS[0].digest, PLANS[3].digest]
     assert kept[0]["measured_s"] == pytest.approx(math.exp(COST_MODEL[0] + 0.5))
     later = Predictor()
-    later.load(path)
+    LearntFile(path, {"evidence": later}).read()
     predictor.forget_regime(4)
     # Most of the correction remains, with less certainty: the machine may have changed since.
     before, now = (each.predict(QUERIES).mean - COST_MODEL for each in (predictor, later))
@@ -264,8 +265,8 @@ def test_an_earlier_run_teaches_ratios_more_exactly_than_levels(tmp_path):
     path, earlier, later = tmp_path / "learnt.json", Predictor(), Predictor()
     for index in range(4):
         learn(earlier, QUERIES[index], COST_MODEL[index] + 0.1 * index)
-    earlier.save(path)
-    later.load(path)
+    LearntFile(path, {"evidence": earlier}).write()
+    LearntFile(path, {"evidence": later}).read()
     forecast = later.predict(QUERIES)
     mean, deviation = forecast.ratio(3, 0)
     assert mean == pytest.approx(COST_MODEL[3] - COST_MODEL[0] + 0.3, abs=0.05)
@@ -278,17 +279,17 @@ def test_evidence_remembers_how_many_runs_ago_it_was_measured(tmp_path):
     for index, runs_ago in enumerate((2, 1, 0)):
         learn(predictor, QUERIES[index], COST_MODEL[index])
         assert predictor.evidence[-1].runs_ago == 0
-        predictor.save(path)
+        LearntFile(path, {"evidence": predictor}).write()
         if runs_ago:
             predictor = Predictor()
-            predictor.load(path)
+            LearntFile(path, {"evidence": predictor}).read()
     assert sorted(each.runs_ago for each in predictor.evidence) == [0, 1, 2]
     old = json.loads(path.read_text())
     for each in old["evidence"]:
         del each["runs_ago"]
     path.write_text(json.dumps(old))
     later = Predictor()
-    later.load(path)
+    LearntFile(path, {"evidence": later}).read()
     assert {each.runs_ago for each in later.evidence} == {1}
 
 
@@ -296,7 +297,6 @@ def test_evidence_remembers_how_many_runs_ago_it_was_measured(tmp_path):
     "text",
     [
         "",
-        "{}",
         "[]",
         '{"evidence": [{"plan": 1}]}',
         (
@@ -314,9 +314,9 @@ def test_a_damaged_file_is_ignored_with_a_warning(tmp_path, text):
     path.write_text(text)
     predictor = Predictor()
     with pytest.warns(UserWarning, match="does not count"):
-        predictor.load(path)
+        LearntFile(path, {"evidence": predictor}).read()
     assert predictor.evidence == ()
-    predictor.load(tmp_path / "missing.json")
+    LearntFile(tmp_path / "missing.json", {"evidence": predictor}).read()
 
 
 def test_a_plans_own_error_holds_under_other_conditions():

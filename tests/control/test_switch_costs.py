@@ -7,7 +7,6 @@ import pytest
 from fleet import PRICING, plan_on
 
 from optimus_jax.control.deciding.conditions import Conditions
-from optimus_jax.control.deciding.quarantine import Quarantine
 from optimus_jax.control.deciding.switch_costs import CHECKPOINT_BYTES_PER_S, CostModel, SwitchCosts
 from optimus_jax.control.policy import SWITCH_METHODS, SwitchMethod
 from optimus_jax.plan import Plan
@@ -129,17 +128,3 @@ def test_a_link_of_unknown_bandwidth_has_a_finite_cost():
             "remesh", PLAN, PLAN, replace(PRICING, cluster=unknown), compiled=False
         )
     )
-
-
-def test_a_failed_plan_is_quarantined_longer_each_time():
-    quarantine, plan, other = Quarantine(30), plan_on("fsdp=64"), plan_on("data=8,fsdp=8")
-    assert quarantine.why(plan, 0) == ""
-    durations = []
-    for step in (100, 1000, 10000):
-        quarantine.add(plan, step, "no memory")
-        assert "no memory" in quarantine.why(plan, step)
-        durations.append(
-            next(further for further in range(10**4) if not quarantine.why(plan, step + further))
-        )
-    assert durations == [60, 120, 240]
-    assert quarantine.why(other, 100) == ""

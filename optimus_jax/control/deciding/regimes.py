@@ -2,6 +2,7 @@
 
 from optimus_jax.control.deciding.changes import Durations
 from optimus_jax.control.deciding.value import Regime
+from optimus_jax.control.learnt_file import finite_numbers
 
 PRIOR_STEPS = 5
 """Prior expectation of the steps that a regime lasts."""
@@ -14,6 +15,8 @@ class Regimes:
         self._since_s: float | None = None
         self._durations: dict[bool, Durations] = {}
         """By whether they were disturbances; empty: none has ended."""
+        self._earlier_s: list[float] = []
+        """Durations of disturbances in earlier runs, in seconds."""
 
     @property
     def is_first(self) -> bool:
@@ -36,6 +39,8 @@ class Regimes:
         assert self._since_s is not None, "observations have come"
         if not self._durations:
             self._durations = {kind: Durations(PRIOR_STEPS * step_time_s) for kind in (False, True)}
+            for duration_s in self._earlier_s:
+                self._durations[True].ended(duration_s)
         self._durations[was_disturbed].ended(begun_s - self._since_s)
         self._since_s = begun_s
 
@@ -45,3 +50,17 @@ class Regimes:
         """
         elapsed_s = 0.0 if self._since_s is None else max(0.0, time_s - self._since_s)
         return Regime(elapsed_s=elapsed_s, durations=self._durations.get(is_disturbed))
+
+    def learnt(self) -> list[float]:
+        """Durations of the newest disturbances, in seconds.
+
+        Normal conditions of other runs say nothing: they began with the run.
+        """
+        return list(self._durations[True].past_s) if self._durations else self._earlier_s
+
+    def recall(self, value: object) -> None:
+        """Take over the durations of disturbances in earlier runs.
+
+        Raises ValueError or TypeError if it is no list of numbers.
+        """
+        self._earlier_s = [each for each in finite_numbers(value) if each >= 0]

@@ -7,10 +7,13 @@ and one for all methods.
 
 import math
 import statistics
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from optimus_jax.config.axes import FSDP, PIPE, TENSOR
-from optimus_jax.control.policy import SwitchMethod
+from optimus_jax.control.learnt_file import finite_numbers
+from optimus_jax.control.policy import SWITCH_METHODS, SwitchMethod
 from optimus_jax.plan import Plan
 from optimus_jax.planning.profiles.cluster import Cluster
 from optimus_jax.planning.search.search import Pricing
@@ -24,6 +27,11 @@ CHECKPOINT_BYTES_PER_S = 1e9
 REBALANCED = 0.5
 """Share of the state that moves when stages of the same mesh get other layers: neighbours exchange
 some."""
+ANY = "any"
+"""Name of all switch methods in what is kept for later runs."""
+RECALLED = 3
+"""Largest number of switches of each method that later runs take over: a few of their own outweigh
+them."""
 OWN = 0.5
 """Weight of the factor of all methods in that of one method, as a number of switches of the
 method."""
@@ -130,6 +138,26 @@ class CostModel:
         )
         for key in (switch_method, None):
             self._seen.setdefault(key, []).append(off)
+
+    def learnt(self) -> dict[str, object]:
+        """What the newest switches have cost, as JSON: logarithms of measured over expected delay
+        by switch method (`any`: all methods), and seconds of preparing.
+        """
+        seen = {key or ANY: offs[-RECALLED:] for key, offs in self._seen.items()}
+        return {"log_ratios": seen, "prepare_s": self._prepared_s[-RECALLED:]}
+
+    def recall(self, value: Mapping[str, Any]) -> None:
+        """Take over what `learnt` has returned in an earlier run.
+
+        Raises ValueError, TypeError, KeyError or AttributeError if it is damaged.
+        """
+        seen: dict[SwitchMethod | None, list[float]] = {}
+        for key in (*SWITCH_METHODS, None):
+            if (key or ANY) in value["log_ratios"]:
+                seen[key] = finite_numbers(value["log_ratios"][key or ANY])[-RECALLED:]
+        prepared_s = [each for each in finite_numbers(value["prepare_s"]) if each >= 0]
+        self._seen = seen
+        self._prepared_s = prepared_s[-RECALLED:]
 
     def _restarts(self, switch_method: SwitchMethod) -> bool:
         return switch_method == "restart" or (

@@ -98,7 +98,8 @@ class Watch:
         self._seen_steps = 0
         self._newest_s = 0.0
         """Time of the newest observed step; 0: none yet, as while a plan is compiled."""
-        self._regimes = Regimes()
+        self.regimes = Regimes()
+        """The regimes so far."""
 
     @property
     def conditions(self) -> Conditions:
@@ -112,7 +113,7 @@ class Watch:
 
     def regime_at(self, time_s: float) -> Regime:
         """The present regime: how long it has lasted, and how long such regimes last."""
-        return self._regimes.at(time_s, is_disturbed=self.is_disturbed)
+        return self.regimes.at(time_s, is_disturbed=self.is_disturbed)
 
     @property
     def wants_probe(self) -> bool:
@@ -179,7 +180,7 @@ class Watch:
           expected_of: the same by all that was learnt; None: as the cost model.
         """
         self._now_s = observation.time_s
-        self._regimes.start(observation.time_s - sum(_sane(observation.step_times_s)))
+        self.regimes.start(observation.time_s - sum(_sane(observation.step_times_s)))
         was_disturbed, before, self.was_so = self.is_disturbed, (self.believed, self.regime), {}
         change = self._add_steps(observation)
         if change and not self._is_alarmed:  # after an alarm the time is known already
@@ -493,9 +494,9 @@ class Watch:
             and before.distance(self.believed) < MIN_REGIME_CHANGE
         ):
             return
-        if not self.is_disturbed and self._regimes.is_first:  # conditions turned out normal
+        if not self.is_disturbed and self.regimes.is_first:  # conditions turned out normal
             return
-        self._regimes.turn(begun_s, self._newest_s, was_disturbed=was_disturbed)
+        self.regimes.turn(begun_s, self._newest_s, was_disturbed=was_disturbed)
 
 
 def _sane(step_times_s: tuple[float, ...]) -> list[float]:
