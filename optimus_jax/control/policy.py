@@ -279,10 +279,12 @@ def _weigh(situation: Situation, candidate: SwitchCandidate) -> _Weighed:
     )
     told = _told(weighed)
     if found.wait_s > 0:
+        # If conditions may be over already, unseen, that grows likelier meanwhile.
+        is_unseen = candidate.usable_probability < 1
         return replace(
             weighed,
             objection=f"{told}; worth more if conditions last {seconds(found.wait_s)} longer",
-            wait_s=found.wait_s,
+            wait_s=min(found.wait_s, later_s) if is_unseen and later_s else found.wait_s,
         )
     if found.net_s <= 0:
         return replace(weighed, objection=told, wait_s=later_s)

@@ -9,6 +9,10 @@ from collections.abc import Iterable, Mapping
 from optimus_jax.control.deciding.value import Regime
 from optimus_jax.control.signals import SignalSummary
 
+OVERDUE = 3.0
+"""If no factor was read for this multiple of the longest time between two readings so far, sensors
+are taken to be silent, or frozen."""
+
 
 class LastSeen:
     """The times at which factors were last seen, on the run's clock."""
@@ -17,6 +21,10 @@ class LastSeen:
         self._seen_s: dict[str, float] = {}
         self._newest_s = 0.0
         """When any factor was last read."""
+        self._read_s: float | None = None
+        """The newest time of a reading; None: there was none."""
+        self._longest_s = 0.0
+        """Longest time between two readings."""
 
     def read(
         self, claims: Mapping[str, SignalSummary], trusted: Iterable[str], now_s: float
@@ -29,7 +37,12 @@ class LastSeen:
           now_s: time of the observation, which counts where there is no reading at all.
         """
         taken_s = {name: each.time_s for name, each in claims.items() if each.time_s is not None}
-        self._newest_s = max(taken_s.values(), default=now_s)
+        read_s = max(taken_s.values(), default=None)
+        if read_s is not None and self._read_s is not None and read_s > self._read_s:
+            self._longest_s = max(self._longest_s, read_s - self._read_s)
+        self._read_s = self._read_s if read_s is None else read_s
+        is_silent = read_s is None or now_s - read_s > OVERDUE * self._longest_s > 0
+        self._newest_s = now_s if is_silent or read_s is None else read_s
         for name in taken_s.keys() & set(trusted):
             self._seen_s[name] = max(taken_s[name], self._seen_s.get(name, taken_s[name]))
 

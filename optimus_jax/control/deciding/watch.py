@@ -69,6 +69,8 @@ class Watch:
         self._in_use: Collection[int] | None = None
         """The processes in use; None: all."""
         self._last_seen, self._now_s = LastSeen(), 0.0
+        self._unseen: set[str] = set()
+        """Factors that are not normal and were not seen of late."""
         self._broken: set[str] = set()
         """Families of sensors that were wrong, until step times confirm a reading of theirs."""
         self._first_compute: float | None = None
@@ -189,6 +191,10 @@ class Watch:
         news = [self._level_changed(change)] if change else []
         news.append(self._update_from_readings(claims, log_time_of, expected_of or log_time_of))
         self._note_seen(observation, claims, log_time_of)
+        unseen = self.recovered.keys()
+        if lost := sorted(unseen - self._unseen):
+            news.append(" and ".join(f"{name} is not measured any more" for name in lost))
+        self._unseen = set(unseen)
         # A regime that a reading now explains has not changed by that.
         is_explained = before[1] != 0 and self.regime == 0 and self.is_disturbed
         if (self.believed, self.regime) != before and not self.was_so and not is_explained:
