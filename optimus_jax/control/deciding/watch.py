@@ -83,6 +83,9 @@ class Watch:
         """Factors claimed before step times under this plan had a level."""
         self.was_so: dict[str, float] = {}
         """Factors that the last observation revealed and that may have held from the start."""
+        self._base: float | None = None
+        """First level of step times under this plan in the conditions that are believed, which a
+        slow drift does not move; None: not known yet."""
         self._origin: tuple[int, Conditions, float] | None = None
         """The steps seen when a reading explained the newest change, and the conditions and the
         level of step times before it; None: no reading has."""
@@ -167,7 +170,7 @@ class Watch:
         if self.regime and self._anchor is not None and self.detector.level is not None:
             self._excess = self.detector.level - self._anchor
         self.detector, self._skipped, self._plan_steps, self._anchor = ChangeDetector(), 0, 0, None
-        self._origin = None
+        self._origin = self._base = None
         self._claimed_at.clear()
         self._early.clear()
         self._is_alarmed = False
@@ -238,7 +241,11 @@ class Watch:
                 math.log(step_time_s),
                 self.detector.level if self.detector.count >= MIN_STEPS else None,
             )
-            found = self.detector.add(value) or found
+            change = self.detector.add(value) or self._drifted()
+            if change:
+                found, self._base = change, None
+            elif self._base is None and self.detector.count >= MIN_STEPS:
+                self._base = self.detector.level
             if (
                 self.regime
                 and self._anchor is None
@@ -255,6 +262,13 @@ class Watch:
                 )
             self._is_alarmed = is_alarming
         return found
+
+    def _drifted(self) -> Change | None:
+        """A change that came so slowly that the detector's level went with it."""
+        level = self.detector.level
+        if self._base is None or level is None or abs(level - self._base) < SHIFT:
+            return None
+        return Change(before=self._base, after=level, num_steps=MIN_STEPS)
 
     def _level_changed(self, change: Change) -> str:
         if self.regime == 0:
@@ -454,9 +468,10 @@ class Watch:
             (claims[name].time_s or -math.inf) < (self.changed_s or -math.inf) for name in group
         ):
             return False  # a reading from before the change cannot explain it
-        return self._agrees(level - reference, predicted) or self._is_revised_by(
-            group, level, log_time_of
-        )
+        references = [reference] if self.regime or self._base is None else [reference, self._base]
+        return any(
+            self._agrees(level - each, predicted) for each in references
+        ) or self._is_revised_by(group, level, log_time_of)
 
     def _agrees(self, seen: float, predicted: float) -> bool:
         return (
@@ -505,6 +520,7 @@ class Watch:
             self.regime, self._excess = 0, None
         elif felt and not self._early.intersection(group):
             self.detector.begin_with(self._num_new())
+            self._base = None
         if felt and not self.was_so:
             self._broken -= set(map(family_of, group))
         self._early -= group.keys()
