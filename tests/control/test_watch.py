@@ -542,3 +542,57 @@ def test_an_unexplained_regime_can_end_under_another_plan(log_time_after):
     assert run.watch.conditions.inter_host == pytest.approx(4.0, rel=0.06), (
         "and what is told of links then is believed"
     )
+
+
+def test_a_slow_drift_is_a_change_that_a_reading_may_explain():
+    """The detector's level goes with a drift, so it is compared with where it began."""
+    run = Run().go(60, reported=NORMAL)
+    for step in range(400):
+        factor = 1.0 + step / 1000
+        run.go(
+            1, Conditions(compute=factor), NORMAL if step < 300 else NORMAL | {"compute": factor}
+        )
+    assert "of their time" in run.news[0]
+    assert run.watch.conditions.compute == pytest.approx(1.35, rel=0.1)
+    assert run.watch.regime == 0
+
+
+def test_noise_and_a_small_drift_are_no_change():
+    run = Run().go(60, reported=NORMAL)
+    for step in range(300):
+        run.go(1, Conditions(compute=1.0 + step / 8000), NORMAL)
+    assert run.news == []
+
+
+@pytest.mark.parametrize("value", [4.0, 0.25])
+def test_a_reading_with_samples_from_before_the_change_is_revised(value):
+    """A median of three samples passes through values between both conditions."""
+    between = 1.0 + 0.45 * (value - 1.0)
+    run = Run().go(60, reported=NORMAL)
+    run.go(8, Conditions(inter_host=value), NORMAL | {"inter_host": between})
+    assert run.watch.conditions.inter_host == pytest.approx(between, rel=0.1)
+    run.go(20, Conditions(inter_host=value), NORMAL | {"inter_host": value})
+    assert run.watch.conditions.inter_host == pytest.approx(value, rel=0.1)
+    assert run.watch.rejected_signals == {}
+
+
+def test_an_explained_change_is_not_revised_by_a_wrong_reading():
+    run = Run().go(60, reported=NORMAL).go(10, SLOW, NORMAL | {"inter_host": 4.0})
+    run.go(30, SLOW, NORMAL | {"inter_host": 12.0})
+    assert run.watch.conditions.inter_host == pytest.approx(4.0, rel=0.1)
+    assert "inter_host" in run.watch.rejected_signals
+
+
+def test_sensors_that_all_stand_still_are_noticed():
+    """A plan that does not feel the slow process: only its reading shows it."""
+    run = Run(lambda conditions: 0.0).go(30, reported=NORMAL)
+    run.go(30, reported=NORMAL | {"process_time/3": 2.0})
+    assert run.watch.recovered == {}
+    frozen_s = run.time_s
+    run.go(2, reported=NORMAL | {"process_time/3": 2.0}, measured_s=frozen_s)
+    assert run.watch.recovered == {}
+    run.go(60, reported=NORMAL | {"process_time/3": 2.0}, measured_s=frozen_s)
+    assert 0 < run.watch.recovered["process_time/3"] < 1
+    assert run.news[-1] == "process_time/3 is not measured any more"
+    run.go(1, reported=NORMAL | {"process_time/3": 2.0})
+    assert run.watch.recovered == {}
