@@ -241,3 +241,24 @@ def test_plans_have_to_fit_into_the_remaining_memory():
     assert has_room(plan, watch.applied(PRICING))
     watch.taken = 0.85
     assert not has_room(plan, watch.applied(PRICING))
+
+
+def test_memory_taken_while_the_plan_has_room_is_kept_from_other_plans():
+    """The present plan stays, and a plan that would run out is not a candidate."""
+    watch = MemoryWatch()
+    for number in range(60):
+        used = 0.3 + 0.005 * min(40, number)
+        assert observed(watch, used, needed=0.3, time_s=10.0 * number) is None
+    assert watch.taken >= 0.2
+
+
+def test_a_known_share_does_not_hide_a_shortage():
+    """What was taken while there was room is not yet answered by a plan that does without."""
+    watch = MemoryWatch()
+    for number in range(60):
+        used = 0.7 + 0.005 * min(24, number)
+        assert observed(watch, used, needed=0.7, time_s=10.0 * number) is None
+    known = watch.taken
+    assert known >= 0.12
+    assert observed(watch, 0.94, needed=0.7, time_s=600.0) == "pressed"
+    assert watch.taken >= known

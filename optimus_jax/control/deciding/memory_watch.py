@@ -52,6 +52,8 @@ class MemoryWatch:
     def __init__(self) -> None:
         self.taken = 0.0
         """Share of each device's memory that plans must not use."""
+        self._answered = 0.0
+        """The share that the last shortage was answered with; `taken` may be more."""
         self._off: float | None = None
         """Memory that the present plan uses over its estimate; None: not known before the next
         reading."""
@@ -105,11 +107,14 @@ class MemoryWatch:
         )
         # While a switch to save memory is under way, do not ask for another one unless more is
         # taken than the new plan leaves free.
-        if (present if self._is_pressed else wanted) <= self.taken or not (
+        if (present if self._is_pressed else wanted) <= self._answered or not (
             is_full or (growth > 0 and will_be_full)
         ):
+            # The present plan has room for what is taken; another plan might not.
+            if present >= TAKEN and present + AHEAD > self.taken:
+                self.taken, self._pressed_s = min(MOST, present + AHEAD), time_s
             return None
-        self.taken, self._is_pressed = wanted, True
+        self.taken, self._answered, self._is_pressed = max(self.taken, wanted), wanted, True
         self._pressed_s, self._num_pressed = time_s, self._num_pressed + 1
         return "pressed"
 
@@ -123,6 +128,7 @@ class MemoryWatch:
         lately = self._lately()
         is_less = lately < self.taken
         self.taken = min(self.taken, lately)
+        self._answered = min(self._answered, self.taken)
         return is_less
 
     def _used(self, observation: Observation) -> float | None:
@@ -167,6 +173,7 @@ class MemoryWatch:
         ):
             return None
         self.taken = self._wanted()
+        self._answered = min(self._answered, self.taken)
         return "relieved"
 
     def _growth(self) -> float:
