@@ -209,9 +209,8 @@ def _decided(state: SwitchState, event: Decided, rules: SwitchRules) -> Reduced:
     state, pending = replace(state, question=None, later=None), state.pending
     if pending is not None and _target(pending.decision) == _target(decision):
         return state, NO_COMMANDS
-    if not rules.acts:  # review it once the advice could have been followed
-        again = state.step + REPEAT_ADVICE_AFTER * _cool_steps(rules)
-        return replace(state, review_step=again), (Announce(decision=decision),)
+    if not rules.acts:
+        return _advised(state, decision, rules)
     state, commands = _dropped(state, rules)
     alike_s = _newest(state, event.steps_alike)
     pending = PendingSwitch(
@@ -236,6 +235,14 @@ def _decided(state: SwitchState, event: Decided, rules: SwitchRules) -> Reduced:
     )
 
 
+def _advised(state: SwitchState, decision: Decision, rules: SwitchRules) -> Reduced:
+    if _target(decision) == state.advised and state.step < state.advised_until:
+        return state, NO_COMMANDS
+    again = state.step + REPEAT_ADVICE_AFTER * _cool_steps(rules)
+    state = replace(state, advised=_target(decision), advised_until=again, review_step=again)
+    return state, (Announce(decision=decision),)
+
+
 def _stayed(state: SwitchState, event: Decided, rules: SwitchRules) -> Reduced:
     had_pending = state.pending is not None
     state, commands = _dropped(state, rules)
@@ -245,6 +252,7 @@ def _stayed(state: SwitchState, event: Decided, rules: SwitchRules) -> Reduced:
         state,
         question=state.later,
         later=None,
+        advised=None,
         review_step=min(state.review_step, event.review_step, *ends),
         review_s=min(state.review_s, event.review_s),
     )

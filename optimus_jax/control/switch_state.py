@@ -166,6 +166,10 @@ class SwitchState:
     """Steps for which no other switch is made by choice."""
     num_switches: int = 0
     """Number of switches made by choice."""
+    advised: tuple[Plan | None, int | None] | None = None
+    """Plan and boundary of the newest advice, if decisions are only announced; None: to stay."""
+    advised_until: int = 0
+    """Step before which the same advice is not given again."""
     failures: Mapping[str, Failure] = field(default_factory=dict)
     """Failed plans, by digest."""
 

@@ -38,7 +38,6 @@ class _Preparation:
 
     plan: Plan
     command: Command
-    mandatory: bool
     decided_s: float
     ready_s: float
     tax_s: float
@@ -284,7 +283,7 @@ class Simulation:
 
     def _prepare(self, command: Command) -> None:
         """Begin to prepare a switch by compiling in the background. A restart compiles later."""
-        plan, pending = command.plan, self._runtime.state.pending
+        plan = command.plan
         assert plan is not None, "the command names the plan"
         self._start_phase_events("prepare")
         at_step = command.at_step
@@ -301,7 +300,6 @@ class Simulation:
         self._preparation = _Preparation(
             plan=plan,
             command=command,
-            mandatory=pending is not None and pending.decision.mandatory,
             decided_s=self.time_s,
             ready_s=self.time_s + compile_s,
             tax_s=tax_s,

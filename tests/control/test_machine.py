@@ -169,6 +169,16 @@ def test_advice_is_announced_and_not_prepared():
     rules = replace(RULES, acts=False)
     state, commands = after(*steps(1, 20), News(question=MAY), to(NEW), rules=rules)
     assert (kinds(commands), state.stage) == (["Announce"], Stage.IDLE)
+    state, commands = after(News(question=MAY), to(NEW), state=state, rules=rules)
+    assert commands == [], "the same advice is given once"
+    _, commands = after(News(question=MAY), to(THIRD), state=state, rules=rules)
+    assert kinds(commands) == ["Announce"]
+    later, _ = after(*steps(21, 300), state=state, rules=rules)
+    assert later.question == Question(trigger="it is time to look again")
+    _, commands = after(to(NEW), state=later, rules=rules)
+    assert kinds(commands) == ["Announce"], "or after a while"
+    _, commands = after(STAY, to(NEW), state=state, rules=rules)
+    assert kinds(commands) == ["Announce", "Announce"]
 
 
 def test_to_stay_withdraws_what_is_pending():
