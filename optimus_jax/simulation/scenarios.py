@@ -272,11 +272,13 @@ def _event(value: object, path: str) -> ScenarioEvent:
             )
         )
     fields = {name: item for name, item in value.items() if name != "kind"}
-    if (link := fields.get("link")) in OLD_LINK_NAMES:
-        fields["link"] = OLD_LINK_NAMES[link]
-    if isinstance(names := fields.get("names"), list):
+    # Other types are refused with the field's name below.
+    if isinstance(link := fields.get("link"), str):
+        fields["link"] = OLD_LINK_NAMES.get(link, link)
+    names = fields.get("names")
+    if isinstance(names, list) and all(isinstance(name, str) for name in names):
         renamed = OLD_SIGNAL_NAMES | REPLACED_SIGNALS
-        fields["names"] = list(dict.fromkeys(renamed.get(str(name), name) for name in names))
+        fields["names"] = list(dict.fromkeys(renamed.get(name, name) for name in names))
     return typing.cast(ScenarioEvent, _build(EVENTS[kind], fields, path))
 
 

@@ -116,6 +116,20 @@ def test_the_library_has_the_promised_scenarios():
             {"name": "x", "events": [{"kind": "switch", "phase": "move", "count": -1}]},
             "count must be positive",
         ),
+        *[
+            (
+                {"name": "x", "events": [{"kind": "metrics", "names": names, "fault": "stale"}]},
+                r"events\[0\].names has the wrong type",
+            )
+            for names in ([["a"]], [None], {"a": 1})
+        ],
+        *[
+            (
+                {"name": "x", "events": [{"kind": "link", "factor": 0.5, "link": link}]},
+                r"unknown value for events\[0\].link",
+            )
+            for link in ([], {}, None)
+        ],
         ({"name": "x", "prior": {"inter_host": 0}}, "inter_host must be positive"),
         ({"name": "x", "prior": {"memory": 0}}, "memory must be positive"),
         ({"name": "x", "switching": {"cost_factor": 0}}, "cost_factor must be positive"),
