@@ -21,8 +21,8 @@ class Learner(Protocol):
     def recall(self, value: Any) -> None:
         """Take over what an earlier run has learnt.
 
-        Raises ValueError, TypeError, KeyError or AttributeError, and takes over nothing, if the
-        value is damaged.
+        Raises ValueError, TypeError, KeyError, AttributeError or OverflowError, and takes over
+        nothing, if the value is damaged.
         """
         ...
 
@@ -31,6 +31,8 @@ def finite_numbers(values: object) -> list[float]:
     """A list of numbers from a file. Raises TypeError or ValueError if it is none."""
     if not isinstance(values, list):
         raise TypeError(f"{values!r} is no list of numbers")
+    if not all(isinstance(each, int | float) for each in values):
+        raise TypeError(f"{values!r} has something that is no number")
     numbers = [float(each) for each in values]
     if not all(map(math.isfinite, numbers)):
         raise ValueError("numbers are finite")
@@ -65,7 +67,7 @@ class LearntFile:
             try:
                 if name in parts:
                     learner.recall(parts[name])
-            except (ValueError, TypeError, KeyError, AttributeError) as error:
+            except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
                 self._warn(error)
 
     def write(self) -> None:

@@ -4,6 +4,7 @@ import contextlib
 import copy
 import json
 import random
+import warnings
 from collections.abc import Iterator
 from importlib import import_module
 from typing import Any
@@ -20,7 +21,11 @@ from optimus_jax.config.aliases import ALIASES
 from optimus_jax.config.axes import AxisSizes
 from optimus_jax.config.presets import model_preset
 from optimus_jax.config.request import make_config, read_config, resumed_config
+from optimus_jax.control.deciding.regimes import Regimes
+from optimus_jax.control.deciding.switch_costs import CostModel
 from optimus_jax.control.journal import plan_to_resume, switches
+from optimus_jax.control.learnt_file import LearntFile
+from optimus_jax.control.predictor import Predictor
 from optimus_jax.errors import OptimusError, PlanError
 from optimus_jax.faults.fault_log import take_over
 from optimus_jax.mesh.topology import Topology
@@ -182,6 +187,32 @@ def test_a_damaged_schedule_or_scenario_is_read_or_refused(seed):
         )
         scenario.to_json()
         scenario.configs(Config())
+
+
+@FEW_EXAMPLES
+@given(seed=SEEDS)
+def test_a_damaged_file_of_what_was_learnt_is_read_or_ignored(seed, tmp_path):
+    draw, path = random.Random(seed), tmp_path / "learnt.json"
+    evidence = {
+        "plan": "p",
+        "setting": "s",
+        "measured_s": 0.5,
+        "deviation": 0.1,
+        "runs_ago": 0,
+        "terms_s": {"a": 0.25},
+    }
+    costs = {"log_ratios": {"remesh": [0.5], "any": [0.5]}, "prepare_s": [20.0, 1]}
+    value = {"evidence": [evidence], "switch_costs": costs, "disturbances_s": [600.0]}
+    path.write_bytes(damaged(json.dumps(value), draw))
+    learners = {
+        "evidence": Predictor(),
+        "switch_costs": CostModel(),
+        "disturbances_s": Regimes(),
+    }
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        LearntFile(path, learners).read()
+    LearntFile(path, learners).write()
 
 
 @FEW_EXAMPLES
