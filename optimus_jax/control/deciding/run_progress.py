@@ -1,7 +1,5 @@
 """Progress of a run, and the expected time of the whole run."""
 
-from typing import Literal
-
 from optimus_jax.control.deciding.value import Regime
 from optimus_jax.control.signals import Observation
 
@@ -24,16 +22,14 @@ class RunProgress:
         self._earlier_steps = 0
         """Steps done before the first observed step."""
 
-    def observe(self, observation: Observation) -> Literal["begins", "goes on", "goes back"]:
-        """Record an observation. The run "goes back" if it was restarted from a checkpoint."""
-        is_first, goes_back = self._began_s is None, observation.step < self.step
+    def observe(self, observation: Observation) -> None:
+        """Record an observation."""
         if self._began_s is None:
             self._began_s, self._earlier_steps = (
                 observation.time_s - sum(observation.step_times_s),
                 observation.step - len(observation.step_times_s),
             )
         self.step, self.time_s = observation.step, observation.time_s
-        return "begins" if is_first else "goes back" if goes_back else "goes on"
 
     def whole_s(self, regime: Regime, step_time_s: float, usual_s: float) -> float:
         """Expected time of the whole run if it keeps its plan: steps take `step_time_s` as long as
