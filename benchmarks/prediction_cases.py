@@ -12,7 +12,7 @@ import simulated_control
 
 from optimus_jax.control.deciding.prices import query
 from optimus_jax.planning.learning.beliefs import Query
-from optimus_jax.simulation.library import scenario_named
+from optimus_jax.simulation.named_scenarios import scenario_named
 from optimus_jax.simulation.timeline import NORMAL
 from optimus_jax.simulation.world import PlacedPlan, World
 

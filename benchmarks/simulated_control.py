@@ -41,7 +41,7 @@ from optimus_jax.planning.search.search import Pricing
 from optimus_jax.simulation.candidate_plans import PooledSearch
 from optimus_jax.simulation.comparison import AUTO, METHODS, STAY, Result, run_all
 from optimus_jax.simulation.events import PhaseEvent
-from optimus_jax.simulation.library import find_scenario, library
+from optimus_jax.simulation.named_scenarios import find_scenario, library
 from optimus_jax.simulation.random_scenarios import random_scenario
 from optimus_jax.simulation.scenarios import Scenario
 from optimus_jax.simulation.setup import Setup

@@ -135,7 +135,7 @@ def parser() -> Parser:
 def scenario_of(given: dict) -> "tuple[Scenario, Recording | None]":
     """The scenario: by name, from a file, or from a recorded run (then with the recording)."""
     from optimus_jax.run.stored_run import run_to_read
-    from optimus_jax.simulation.library import find_scenario
+    from optimus_jax.simulation.named_scenarios import find_scenario
     from optimus_jax.simulation.replay import recorded
 
     if "replay" in given:
@@ -308,7 +308,7 @@ def main() -> None:
 
     from optimus_jax.simulation.candidate_plans import PooledSearch
     from optimus_jax.simulation.comparison import rows, run_all
-    from optimus_jax.simulation.library import library
+    from optimus_jax.simulation.named_scenarios import library
     from optimus_jax.simulation.setup import check_seeds
 
     if given["list"]:

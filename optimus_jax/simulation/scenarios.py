@@ -2,8 +2,8 @@
 
 A *scenario* says how long a run is, what happens to its cluster and when (events), how far the
 truth differs from what the planner assumes, and what a switch really costs. Fields have defaults,
-so a scenario names only what matters to it (simulation/library.py has those that are built in). The
-`kind` of an event names its class (simulation/events.py):
+so a scenario names only what matters to it. simulation/named_scenarios.py finds the
+built-in ones. The `kind` of an event names its class (simulation/events.py):
 
     {"name": "link-quarter", "events": [{"kind": "link", "link": "inter_host", "factor": 0.25,
     "start_s": 900, "for_s": 1440}]}

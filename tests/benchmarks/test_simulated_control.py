@@ -11,7 +11,7 @@ import pytest
 
 from optimus_jax.errors import ConfigError
 from optimus_jax.simulation.comparison import METHODS, Result, num_switches
-from optimus_jax.simulation.library import library
+from optimus_jax.simulation.named_scenarios import library
 from optimus_jax.simulation.random_scenarios import random_scenario
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"

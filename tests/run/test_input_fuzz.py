@@ -39,7 +39,7 @@ from optimus_jax.planning.search.choice import choose_plan
 from optimus_jax.report.run_report import run_report
 from optimus_jax.run import command_line
 from optimus_jax.run_directory.directory import RunDirectory
-from optimus_jax.simulation.library import library
+from optimus_jax.simulation.named_scenarios import library
 from optimus_jax.simulation.replay import recorded
 from optimus_jax.simulation.scenarios import Scenario
 

@@ -12,7 +12,7 @@ from simulated import PRICING, QUICK, SEARCHER, scenario
 from optimus_jax.errors import ConfigError, PlanError
 from optimus_jax.simulation.comparison import AUTO, STAY, run_all
 from optimus_jax.simulation.events import EVENTS
-from optimus_jax.simulation.library import find_scenario
+from optimus_jax.simulation.named_scenarios import find_scenario
 from optimus_jax.simulation.random_scenarios import (
     DEVICES_PER_HOST,
     MINUTES,

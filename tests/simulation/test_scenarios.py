@@ -10,7 +10,7 @@ from simulated import PRICING, scenario
 
 from optimus_jax.errors import ConfigError
 from optimus_jax.planning.profiles.cluster import OLD_LINK_NAMES
-from optimus_jax.simulation.library import find_scenario, library, read_scenario
+from optimus_jax.simulation.named_scenarios import find_scenario, library, read_scenario
 from optimus_jax.simulation.scenarios import Scenario
 from optimus_jax.simulation.timeline import RAMP_LEVELS, ClusterConditions, Timeline
 

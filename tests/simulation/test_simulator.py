@@ -28,7 +28,7 @@ from optimus_jax.planning.search.search import USABLE_SHARE, fits, search
 from optimus_jax.simulation.baseline_policies import Static
 from optimus_jax.simulation.comparison import num_switches
 from optimus_jax.simulation.events import PhaseEvent
-from optimus_jax.simulation.library import library
+from optimus_jax.simulation.named_scenarios import library
 from optimus_jax.simulation.outcome import SimulationOptions
 from optimus_jax.simulation.setup import Setup, Truth, default_plans
 from optimus_jax.simulation.simulator import Simulation
