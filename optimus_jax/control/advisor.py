@@ -46,9 +46,6 @@ from optimus_jax.planning.search.search import Pricing
 LEAD_S = 180.0
 """The plan of a phase is chosen this many seconds before the phase begins: time enough to
 compile."""
-MIN_REWEIGH_WAIT = 0.1
-"""Shortest wait before a switch that was rejected only for the duration of conditions is weighed
-again, as a share of the time that conditions have lasted."""
 MIN_CHANGED_STEPS = 2
 """If at least this many of the newest steps look different, a switch waits until it is known
 whether they are."""
@@ -251,10 +248,7 @@ class Advisor(Policy):
             return Decided(decision=decision, is_compiled=is_compiled, steps_alike=self.steps_alike)
         review_s = math.inf
         if decision.wait_s is not None:
-            least_s = max(
-                MIN_STEPS * (decision.step_time_s or 0.0),
-                MIN_REWEIGH_WAIT * self._watch.regime_at(self._run_progress.time_s).elapsed_s,
-            )
+            least_s = MIN_STEPS * (decision.step_time_s or 0.0)
             review_s = self._run_progress.time_s + max(decision.wait_s, least_s)
         return Decided(decision=decision, review_s=review_s)
 
