@@ -12,10 +12,10 @@ from pathlib import Path
 from types import MappingProxyType
 
 from optimus_jax.config import ControlConfig
+from optimus_jax.control import constants
 from optimus_jax.control.deciding.account import Account
 from optimus_jax.control.deciding.candidate_evaluator import CandidateEvaluator
 from optimus_jax.control.deciding.candidates import Searcher, Searches, has_room, is_legal
-from optimus_jax.control.deciding.changes import MIN_STEPS
 from optimus_jax.control.deciding.conditions import Conditions, claims
 from optimus_jax.control.deciding.experience import Experience, Known, Level
 from optimus_jax.control.deciding.memory_watch import MemoryWatch
@@ -42,19 +42,6 @@ from optimus_jax.control.switch_state import (
 from optimus_jax.data.batch import BatchShape
 from optimus_jax.plan import Plan
 from optimus_jax.planning.search.search import Pricing
-
-LEAD_S = 180.0
-"""The plan of a phase is chosen this many seconds before the phase begins: time enough to
-compile."""
-MIN_CHANGED_STEPS = 2
-"""If at least this many of the newest steps look different, a switch waits until it is known
-whether they are."""
-TRIAL_LOG_STD = 0.03
-"""Uncertainty of a step time that was measured in a few trial steps before the run: standard
-deviation of its logarithm."""
-LEAST_TRIAL_STEPS = 3
-"""Steps of a plan that was taken back from which its step time is learnt. A trial ends early if the
-plan is far slower, and its very first steps do not count."""
 
 
 class Advisor(Policy):
@@ -147,7 +134,7 @@ class Advisor(Policy):
         for each, time_s in tried_s.items():
             self._experience.learn(
                 Known(plan=each, batch=self._batch, conditions=Conditions(), regime=0),
-                (math.log(time_s), TRIAL_LOG_STD, 1),
+                (math.log(time_s), constants.TRIED_PLAN_LOG_STD, 1),
                 0,
             )
         self._lost: frozenset[int] = frozenset()
@@ -179,7 +166,7 @@ class Advisor(Policy):
         is not known why.
         """
         changed_since = self.changed_s is not None and self.changed_s > since_s
-        return self._watch.detector.suspects >= MIN_CHANGED_STEPS or (
+        return self._watch.detector.suspects >= constants.MIN_SUSPECT_STEPS or (
             changed_since and self._watch.wants_probe
         )
 
@@ -248,7 +235,7 @@ class Advisor(Policy):
             return Decided(decision=decision, is_compiled=is_compiled, steps_alike=self.steps_alike)
         review_s = math.inf
         if decision.wait_s is not None:
-            least_s = MIN_STEPS * (decision.step_time_s or 0.0)
+            least_s = constants.MIN_LEVEL_STEPS * (decision.step_time_s or 0.0)
             review_s = self._run_progress.time_s + max(decision.wait_s, least_s)
         return Decided(decision=decision, review_s=review_s)
 
@@ -315,7 +302,7 @@ class Advisor(Policy):
     def failed(self, plan: Plan, why: str, *, is_back: bool = False) -> None:
         """Record that the run cannot use `plan`. `is_back`: it was entered and taken back."""
         if is_back:
-            self._learn_level(LEAST_TRIAL_STEPS)
+            self._learn_level(constants.MIN_FAILED_TRIAL_STEPS)
             self._plan_history.taken_back()
             self._watch.confirm(self._run_progress.time_s)
             self._restart()
@@ -452,7 +439,7 @@ class Advisor(Policy):
         )
         if others:
             return Question(trigger="; ".join(others))
-        if self._looked or is_pending or self._watch.detector.count < MIN_STEPS:
+        if self._looked or is_pending or self._watch.detector.count < constants.MIN_LEVEL_STEPS:
             return None
         self._looked = True
         return Question(trigger="step times are known")
@@ -464,7 +451,7 @@ class Advisor(Policy):
             self._run_progress.step,
             max(
                 self._settings.cooldown_steps,
-                LEAD_S / math.exp(level) if level is not None else 0.0,
+                constants.PHASE_LEAD_S / math.exp(level) if level is not None else 0.0,
             ),
         )
         if phase is None:

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from optimus_jax.config import Config, ParallelConfig
 from optimus_jax.config.phases import phases_of
+from optimus_jax.control import constants
 from optimus_jax.control.advisor import Advisor
 from optimus_jax.control.controller import Controller
 from optimus_jax.control.deciding.candidates import search_now
@@ -29,11 +30,6 @@ from optimus_jax.planning.search.search import Pricing, Ranking
 from optimus_jax.run_directory.directory import RunDirectory
 from optimus_jax.system.cache import measurements_directory
 from optimus_jax.training.watchers import Display
-
-COMPILE_TAX = {"cpu": 1.0, "gpu": 0.1}
-"""Delay of steps by a compilation in the background, as a share of the compile time, by platform.
-CPU devices share their cores with the compiler. The value for GPUs is a guess until the first
-switch."""
 
 
 def make_controller(
@@ -66,6 +62,8 @@ def make_controller(
     """
     assert config.control != "off"
     program = switcher.running.program
+    tax_shares = constants.COMPILE_TAX_SHARE
+    tax_share = tax_shares.get(topology.platform, tax_shares["gpu"])
     settings, pricing = config.controller, local_cluster.pricing(freed(program.config))
     phases = [
         BatchPhase(
@@ -83,8 +81,8 @@ def make_controller(
         searcher=_BackgroundSearch(),
         phases=phases if changes else (),
         costs=SwitchCosts(
-            prepare_s=2 * compile_s,
-            compile_tax_s=COMPILE_TAX.get(topology.platform, COMPILE_TAX["gpu"]) * compile_s,
+            prepare_s=constants.PREPARE_COMPILE_RATIO * compile_s,
+            compile_tax_s=tax_share * compile_s,
             subset_restarts=topology.num_processes > 1,
         ),
         is_compiled=switcher.is_compiled,

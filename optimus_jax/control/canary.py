@@ -5,13 +5,9 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from optimus_jax.control import constants
 from optimus_jax.robust import deviation_from
 
-NOISE = 2.0
-"""Number of standard errors by which two medians may differ by chance."""
-CLEARLY, CLEAR_STEPS = 1.5, 2
-"""If CLEAR_STEPS steps each take more than CLEARLY times the longest step before the switch, the
-plan is slower, and the trial can end early."""
 MEDIAN_ERROR = math.sqrt(math.pi / 2)
 """Ratio of the standard error of a median to that of a mean, for normal samples."""
 
@@ -37,7 +33,11 @@ def is_clearly_slower(step_times_s: Sequence[float], before_s: Sequence[float]) 
     Arguments as for `judge`.
     """
     times_s = step_times_s[1:]
-    return bool(before_s) and len(times_s) >= CLEAR_STEPS and min(times_s) > CLEARLY * max(before_s)
+    return (
+        bool(before_s)
+        and len(times_s) >= constants.CLEARLY_SLOWER_STEPS
+        and min(times_s) > constants.CLEARLY_SLOWER * max(before_s)
+    )
 
 
 def judge(
@@ -85,7 +85,7 @@ def judge(
             f"{new_s:.3g} s per step, {predicted_s:.3g} s predicted; before is not to be compared",
         )
     told = f"{new_s:.3g} s per step, {predicted_s:.3g} s predicted, {old_s:.3g} s before"
-    noise_s = NOISE * math.hypot(_error_s(times_s), _error_s(before_s))
+    noise_s = constants.CANARY_NOISE * math.hypot(_error_s(times_s), _error_s(before_s))
     lost_s = (new_s - old_s) * steps_left
     if new_s - old_s <= noise_s:
         return verdict(True, told)

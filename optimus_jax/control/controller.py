@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import jax
 
 from optimus_jax.config import ControlConfig
-from optimus_jax.control.advisor import LEAD_S
+from optimus_jax.control import constants
 from optimus_jax.control.commands import Command, CommandBroadcast
 from optimus_jax.control.executables import Executable
 from optimus_jax.control.live import Probes
@@ -234,7 +234,9 @@ class Controller:
         """
         if self._changes is not None and self._trial is None:
             times_s = self._recent_s
-            lead_steps = LEAD_S / max(statistics.median(times_s), 1e-9) if times_s else 0.0
+            lead_steps = (
+                constants.PHASE_LEAD_S / max(statistics.median(times_s), 1e-9) if times_s else 0.0
+            )
             self._changes.prepare(step, within_steps=max(self._settings.cooldown_steps, lead_steps))
 
     def _observed(self, step: int) -> Observation:

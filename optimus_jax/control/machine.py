@@ -12,11 +12,11 @@ import typing
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
+from optimus_jax.control import constants
 from optimus_jax.control.canary import is_clearly_slower, judge
 from optimus_jax.control.commands import Command
 from optimus_jax.control.policy import Decision
 from optimus_jax.control.switch_state import (
-    NEWEST_STEPS,
     BatchChanged,
     CompileDone,
     Decided,
@@ -37,18 +37,6 @@ from optimus_jax.control.switch_state import (
     TrialOver,
 )
 from optimus_jax.plan import Plan
-
-STEADY = 1.5
-"""Step times count as unchanged within this factor of those when the plan was chosen: compiling in
-the background explains such a difference."""
-MAX_WAIT_STEPS = 12
-"""Largest number of steps that a plan which is ready waits for an explanation, if steps have
-changed since it was chosen."""
-MAX_DOUBLINGS = 10
-"""Largest number of doublings of the time for which a plan that failed is not tried again."""
-REPEAT_ADVICE_AFTER = 10
-"""Number of cool-downs after which advice that nobody follows is given again."""
-
 
 # What process 0 does for itself; commands to all processes are in control/commands.py.
 
@@ -99,7 +87,9 @@ def quarantined(
     """
     before = state.failures.get(plan.digest)
     count = 1 if before is None else before.count + 1
-    steps = max(1, rules.settings.cooldown_steps) * 2 ** min(count, MAX_DOUBLINGS)
+    steps = max(1, rules.settings.cooldown_steps) * 2 ** min(
+        count, constants.MAX_QUARANTINE_DOUBLINGS
+    )
     failure = Failure(count=count, until_step=step + steps, why=why)
     return replace(state, failures={**state.failures, plan.digest: failure})
 
@@ -217,7 +207,7 @@ def _decided(state: SwitchState, event: Decided, rules: SwitchRules) -> Reduced:
         decision=decision,
         question=asked,
         decided_s=state.time_s,
-        before_s=alike_s[-NEWEST_STEPS:],
+        before_s=alike_s[-constants.NUM_COMPARED_STEPS :],
         usual_s=statistics.median(alike_s) if alike_s else None,
         was_compiled=event.is_compiled,
     )
@@ -238,7 +228,7 @@ def _decided(state: SwitchState, event: Decided, rules: SwitchRules) -> Reduced:
 def _advised(state: SwitchState, decision: Decision, rules: SwitchRules) -> Reduced:
     if _target(decision) == state.advised and state.step < state.advised_until:
         return state, NO_COMMANDS
-    again = state.step + REPEAT_ADVICE_AFTER * _cool_steps(rules)
+    again = state.step + constants.ADVICE_REPEAT_COOLDOWNS * _cool_steps(rules)
     state = replace(state, advised=_target(decision), advised_until=again, review_step=again)
     return state, (Announce(decision=decision),)
 
@@ -281,19 +271,24 @@ def _compile_done(state: SwitchState, event: CompileDone, rules: SwitchRules) ->
             Command(kind="recheck", plan=pending.decision.plan),
         )
     waited = state.step - pending.checked_since
-    unseen = NEWEST_STEPS if rules.shares_cores else 0
-    is_as_it_was = waited >= MAX_WAIT_STEPS or (waited >= unseen and not event.is_puzzled)
+    unseen = constants.NUM_COMPARED_STEPS if rules.shares_cores else 0
+    is_as_it_was = waited >= constants.MAX_READY_WAIT_STEPS or (
+        waited >= unseen and not event.is_puzzled
+    )
     return state, go if is_as_it_was else NO_COMMANDS
 
 
 def _is_steady(state: SwitchState, event: CompileDone) -> bool:
     """Whether the newest steps took about as long as those before the compilation."""
     assert state.pending is not None
-    newest_s, before_s = state.recent_s[-NEWEST_STEPS:], state.pending.before_s
-    if len(newest_s) < NEWEST_STEPS or not before_s or event.is_puzzled:
+    newest_s, before_s = state.recent_s[-constants.NUM_COMPARED_STEPS :], state.pending.before_s
+    if len(newest_s) < constants.NUM_COMPARED_STEPS or not before_s or event.is_puzzled:
         return False
     usual_s = statistics.median(before_s)
-    return usual_s / STEADY <= min(newest_s) and max(newest_s) <= STEADY * usual_s
+    return (
+        usual_s / constants.STEADY_FACTOR <= min(newest_s)
+        and max(newest_s) <= constants.STEADY_FACTOR * usual_s
+    )
 
 
 def _move_begun(state: SwitchState, event: MoveBegun, rules: SwitchRules) -> Reduced:
@@ -333,7 +328,11 @@ def _comparable(state: SwitchState, event: MoveDone, rules: SwitchRules) -> tupl
     """The times of the old plan's last steps that the new plan's first steps are compared with."""
     # While the plan was compiled on the cores of CPU devices, nobody checked whether steps stayed
     # alike.
-    newest = NEWEST_STEPS if rules.shares_cores else 2 * rules.settings.canary_steps
+    newest = (
+        constants.NUM_COMPARED_STEPS
+        if rules.shares_cores
+        else constants.NUM_COMPARED_TRIALS * rules.settings.canary_steps
+    )
     return _newest(state, event.steps_alike)[-newest:]
 
 
@@ -412,7 +411,9 @@ def _cooling(state: SwitchState, rules: SwitchRules, *, by_choice: bool) -> Swit
     state = replace(
         state,
         switched_step=state.step,
-        cool_steps=_cool_steps(rules) if by_choice else 2 * rules.settings.canary_steps,
+        cool_steps=_cool_steps(rules)
+        if by_choice
+        else constants.MIN_COOLDOWN_TRIALS * rules.settings.canary_steps,
         question=None,
         later=None,
     )

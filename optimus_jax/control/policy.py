@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from optimus_jax.control import constants
 from optimus_jax.control.deciding.account import Allowance
 from optimus_jax.control.deciding.value import Bet, Regime, gain, worth
 from optimus_jax.plan import Plan
@@ -26,15 +27,6 @@ SWITCH_METHODS: tuple[SwitchMethod, ...] = typing.get_args(SwitchMethod)
 others move more (docs/control.md)."""
 DecisionAction = Literal["stay", "switch"]
 CHOSEN = "chosen"
-MIN_SHARE_OF_BEST_GAIN = 0.9
-"""A cheaper switch method is preferred if its net gain is at least this share of the largest."""
-MIN_PROBABILITY = 0.75
-"""Required probability that a switch pays, if that depends on predicted step times alone. With
-less, runs in which nothing changes move for small gains
-(docs/decisions/0026-a-deviation-of-each-plan.md)."""
-REWEIGH_AFTER = 0.25
-"""A switch that is not worth it in conditions that may end is weighed again after this share of the
-time for which they have lasted so far."""
 MAX_ALTERNATIVES = 5
 """Largest number of alternatives in the record of a decision."""
 
@@ -204,7 +196,11 @@ def decide(situation: Situation, candidates: Sequence[SwitchCandidate]) -> Decis
     weighed = sorted((_weigh(situation, each) for each in candidates), key=lambda each: -each.net_s)
     passed = [] if situation.blocked else [each for each in weighed if not each.objection]
     best = min(
-        [each for each in passed if each.net_s >= MIN_SHARE_OF_BEST_GAIN * passed[0].net_s],
+        [
+            each
+            for each in passed
+            if each.net_s >= constants.MIN_SHARE_OF_BEST_GAIN * passed[0].net_s
+        ],
         key=lambda each: SWITCH_METHODS.index(each.candidate.switch_method),
         default=None,
     )
@@ -275,7 +271,9 @@ def _weigh(situation: Situation, candidate: SwitchCandidate) -> _Weighed:
         return weighed
     # The longer conditions have lasted, the longer they are expected to last.
     later_s = (
-        None if situation.regime.durations is None else REWEIGH_AFTER * situation.regime.elapsed_s
+        None
+        if situation.regime.durations is None
+        else constants.REVIEW_AFTER_SHARE * situation.regime.elapsed_s
     )
     told = _told(weighed)
     if found.wait_s > 0:
@@ -288,7 +286,7 @@ def _weigh(situation: Situation, candidate: SwitchCandidate) -> _Weighed:
         )
     if found.net_s <= 0:
         return replace(weighed, objection=told, wait_s=later_s)
-    least = MIN_PROBABILITY if situation.hangs_on_ratio else 0.0
+    least = constants.MIN_PROBABILITY if situation.hangs_on_ratio else 0.0
     if found.probability < least:
         unlikely = f"{told}; at least P {least:g} is required in such conditions"
         return replace(weighed, objection=unlikely, wait_s=later_s)

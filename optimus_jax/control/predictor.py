@@ -11,19 +11,13 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from optimus_jax.control import constants
 from optimus_jax.planning.cost.cost import NINE_IN_TEN
 from optimus_jax.planning.learning.beliefs import Beliefs, Evidence, Query
 from optimus_jax.planning.learning.calibrate import Calibration, Matrix, Vector
 
-ANOTHER_RUN_PLAN = 0.03
-"""Standard deviation of a single plan's level of step times, as a logarithm, from one run to the
-next on the same hardware, besides what all plans share (`beliefs.ANOTHER_RUN`)."""
-HALF_LIFE = 3000.0
-"""Number of steps after which the variance of a measurement is doubled."""
-FORGOTTEN = 100.0
-"""Largest age of evidence, in half-lives: it has no influence any more then."""
-KEPT = 60
-"""Largest number of pieces of evidence; the newest are kept."""
+MAX_HALF_LIVES = 100.0
+"""Largest age of evidence: it has no influence any more then, and its variance stays finite."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +29,7 @@ class ObservedStep(Evidence):
 
     def at(self, step: int) -> Evidence:
         """The evidence as it counts at `step`: its deviation grows with age."""
-        half_lives = min((step - self.step) / HALF_LIFE, FORGOTTEN)
+        half_lives = min((step - self.step) / constants.EVIDENCE_HALF_LIFE_STEPS, MAX_HALF_LIVES)
         return replace(self, deviation=self.deviation * 2 ** (half_lives / 2))
 
     def as_json(self) -> dict[str, object]:
@@ -119,10 +113,10 @@ class Predictor:
         self._evidence[query.key] = ObservedStep(
             query=query,
             log_time=log_time,
-            deviation=max(noise, 0.005) / math.sqrt(count),
+            deviation=max(noise, constants.MIN_LEARNT_NOISE) / math.sqrt(count),
             step=step,
         )
-        while len(self._evidence) > KEPT:
+        while len(self._evidence) > constants.MAX_EVIDENCE:
             self._evidence.pop(next(iter(self._evidence)))
         self._step = max(self._step, step)
 
@@ -161,11 +155,11 @@ class Predictor:
         return [each.as_json() for each in self._evidence.values() if not each.query.regime]
 
     def recall(self, value: Sequence[Mapping[str, object]]) -> None:
-        """Take over what `learnt` has returned in an earlier run, aged by HALF_LIFE steps.
+        """Take over what `learnt` has returned in an earlier run, aged by one half-life.
 
         Raises ValueError, TypeError, KeyError or AttributeError if it is damaged.
         """
-        for each in [_evidence(item) for item in value][-KEPT:]:
+        for each in [_evidence(item) for item in value][-constants.MAX_EVIDENCE :]:
             self._evidence.setdefault(each.query.key, each)
 
 
@@ -192,7 +186,7 @@ def _evidence(value: Mapping[str, object]) -> ObservedStep:
     return ObservedStep(
         query=query,
         log_time=math.log(measured_s),
-        deviation=max(deviation, ANOTHER_RUN_PLAN),
+        deviation=max(deviation, constants.EARLIER_RUN_PLAN_LOG_STD),
         runs_ago=runs_ago + 1,
-        step=-int(HALF_LIFE),
+        step=-int(constants.EVIDENCE_HALF_LIFE_STEPS),
     )

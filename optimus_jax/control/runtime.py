@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol
 
+from optimus_jax.control import constants
 from optimus_jax.control.commands import Command
 from optimus_jax.control.machine import Announce, Commands, reduce
 from optimus_jax.control.policy import Decision
@@ -31,9 +32,6 @@ from optimus_jax.control.switch_state import (
     TrialOver,
 )
 from optimus_jax.plan import Plan
-
-MAX_TAX = 1.25
-"""Largest factor on step times that a compilation is taken to explain. More is a disturbance."""
 
 
 class Policy(Protocol):
@@ -279,7 +277,7 @@ class Runtime:
         if self.state.stage is not Stage.PREPARING or pending is None:
             return observation
         tax = pending.tax
-        if tax is not None and tax > MAX_TAX:
+        if tax is not None and tax > constants.MAX_COMPILE_SLOWDOWN:
             return observation
         times_s = () if tax is None else tuple(each / tax for each in observation.step_times_s)
         return replace(observation, step_times_s=times_s)

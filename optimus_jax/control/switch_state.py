@@ -12,14 +12,11 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from optimus_jax.config import ControlConfig
+from optimus_jax.control import constants
 from optimus_jax.control.canary import Verdict
 from optimus_jax.control.policy import CHOSEN, Decision
 from optimus_jax.data.batch import BatchShape
 from optimus_jax.plan import Plan
-
-NEWEST_STEPS = 3
-"""Number of newest steps that others are compared with, where older ones may have run in other
-conditions: the fewest whose median a single outlier does not move."""
 
 
 class Stage(StrEnum):
@@ -90,7 +87,7 @@ class PendingSwitch:
     @property
     def tax(self) -> float | None:
         """Factor on step times by the compilation; None: too few steps have shown it."""
-        if self.usual_s is None or len(self.beside_s) < NEWEST_STEPS:
+        if self.usual_s is None or len(self.beside_s) < constants.NUM_COMPARED_STEPS:
             return None
         return max(1.0, statistics.median(self.beside_s) / self.usual_s)
 
@@ -207,7 +204,7 @@ class SwitchRules:
             as its number of normal steps.
         """
         return state.switched_step + max(
-            min(2 * self.settings.canary_steps, state.cool_steps),
+            min(constants.MIN_COOLDOWN_TRIALS * self.settings.canary_steps, state.cool_steps),
             math.ceil(state.cool_steps / max(1.0, slowed)),
         )
 

@@ -18,7 +18,7 @@ import optimus_jax
 from optimus_jax.config import CheckpointConfig, ControlConfig, DistributedConfig, LogConfig
 from optimus_jax.config.axes import AxisSizes
 from optimus_jax.config.request import make_config
-from optimus_jax.control import assembly, executables
+from optimus_jax.control import assembly, constants, executables
 from optimus_jax.control.deciding.candidates import search_now
 from optimus_jax.control.policy import CHOSEN, Alternative, Decision
 from optimus_jax.control.runtime import Policy
@@ -152,7 +152,7 @@ def quick(tmp_path_factory):
         for module in (api, run, executables, trial):
             patch.setattr(module, "build_program", build_once)
         patch.setattr("optimus_jax.control.switch.Worker", AtOnce)
-        patch.setattr("optimus_jax.control.canary.NOISE", 1e9)  # steps of this size are noise
+        patch.setattr(constants, "CANARY_NOISE", 1e9)  # steps of this size are noise
         patch.setattr(assembly, "measurements_directory", lambda: learnt)
         patch.setattr(assembly, "_BackgroundSearch", lambda: search_now)
         yield patch

@@ -13,15 +13,14 @@ import pytest
 from fleet import CLUSTER, CONFIG, MESHES, PRICING, Truth, plan_on, ranked
 
 from optimus_jax.config import ControlConfig
+from optimus_jax.control import constants
 from optimus_jax.control.advisor import Advisor
 from optimus_jax.control.commands import Command
 from optimus_jax.control.deciding.candidates import is_legal, leaving_out
-from optimus_jax.control.deciding.changes import MIN_STEPS
 from optimus_jax.control.deciding.conditions import Conditions
 from optimus_jax.control.deciding.phases import BatchPhase
 from optimus_jax.control.deciding.prices import query
 from optimus_jax.control.deciding.switch_costs import CostModel, SwitchCosts
-from optimus_jax.control.deciding.watch import NUM_FIRST_STEPS
 from optimus_jax.control.learnt_file import LearntFile
 from optimus_jax.control.machine import resumed
 from optimus_jax.control.policy import Decision
@@ -256,7 +255,7 @@ def test_step_times_of_plans_tried_before_the_run_are_used():
 
 def test_no_decision_before_the_typical_step_time_is_known():
     """With readings alone, plans would be compared without a measured step time."""
-    job = Job(POOR).go(NUM_FIRST_STEPS + MIN_STEPS - 1, SLOW)
+    job = Job(POOR).go(constants.NUM_SKIPPED_STEPS + constants.MIN_LEVEL_STEPS - 1, SLOW)
     assert job.decisions == []
     assert job.go(1, SLOW).decisions[0].trigger == "step times are known"
 

@@ -9,14 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from optimus_jax.control.deciding.changes import (
-    MAX_SAMPLES,
-    MIN_SHIFTED_STEPS,
-    RETURN_STEPS,
-    SHIFT,
-    ChangeDetector,
-    Durations,
-)
+from optimus_jax.control import constants
+from optimus_jax.control.deciding.changes import ChangeDetector, Durations
 
 
 def steps(seed: int, count: int, noise: float, spikes: float = 0.0) -> np.ndarray:
@@ -43,8 +37,8 @@ def test_false_alarms_are_rare_on_stationary_noise(noise, spikes):
 @pytest.mark.parametrize(("noise", "most_steps"), [(0.005, 6), (0.02, 6), (0.05, 14), (0.1, 50)])
 @pytest.mark.parametrize("shift", [1.1, 1 / 1.1, 1.5, 0.5])
 def test_a_sustained_change_is_detected_within_a_few_steps(noise, most_steps, shift):
-    """A change by a tenth needs THRESHOLD / (shift^2 / 2 noise^2) steps to be distinguishable, and
-    at least MIN_SHIFTED_STEPS, some of which noise may have shifted before.
+    """A change by a tenth needs CHANGE_LOG_ODDS / (shift^2 / 2 noise^2) steps to be
+    distinguishable, and at least MIN_SHIFTED_STEPS, some of which noise may have shifted before.
     """
     delays = []
     for seed in range(40):
@@ -52,7 +46,7 @@ def test_a_sustained_change_is_detected_within_a_few_steps(noise, most_steps, sh
         values[100:] += math.log(shift)
         found = [index for index in changes(values) if index >= 100]
         delays.append(found[0] - 99 if found else 1000)
-    assert MIN_SHIFTED_STEPS <= np.median(delays) <= most_steps
+    assert constants.MIN_SHIFTED_STEPS <= np.median(delays) <= most_steps
     assert np.mean(np.array(delays) < 1000) >= (0.95 if noise < 0.1 else 0.85)
 
 
@@ -63,16 +57,16 @@ def test_a_detected_change_has_the_right_levels():
     change = next(each for each in found if each is not None)
     assert change.before == pytest.approx(0.0, abs=0.01)
     assert change.after == pytest.approx(0.3, abs=0.02)
-    assert change.num_steps == MIN_SHIFTED_STEPS
+    assert change.num_steps == constants.MIN_SHIFTED_STEPS
     assert detector.level == pytest.approx(0.3, abs=0.02)
 
 
 def test_fewer_spikes_in_a_row_than_votes_are_no_change():
     values = steps(0, 300, 0.02)
     for begin in range(20, 280, 30):
-        values[begin : begin + MIN_SHIFTED_STEPS - 1] += math.log(8)
+        values[begin : begin + constants.MIN_SHIFTED_STEPS - 1] += math.log(8)
     assert changes(values) == []
-    values[150 : 150 + MIN_SHIFTED_STEPS] += math.log(8)
+    values[150 : 150 + constants.MIN_SHIFTED_STEPS] += math.log(8)
     assert len(changes(values)) >= 1
 
 
@@ -80,11 +74,17 @@ def test_a_return_to_the_level_before_is_detected_sooner():
     """A link that flaps: its slow periods are over before a new level could be told from spikes."""
     noise = steps(1, 100, 0.01)
     noise[40:70] += 0.5
-    assert changes(noise) == [40 + MIN_SHIFTED_STEPS - 1, 70 + RETURN_STEPS - 1]
+    assert changes(noise) == [
+        40 + constants.MIN_SHIFTED_STEPS - 1,
+        70 + constants.MIN_RETURN_STEPS - 1,
+    ]
     fewer = steps(1, 100, 0.01)
     fewer[40:70] += 0.5
-    fewer[55 : 55 + RETURN_STEPS - 1] -= 0.5
-    assert changes(fewer) == [40 + MIN_SHIFTED_STEPS - 1, 70 + RETURN_STEPS - 1]
+    fewer[55 : 55 + constants.MIN_RETURN_STEPS - 1] -= 0.5
+    assert changes(fewer) == [
+        40 + constants.MIN_SHIFTED_STEPS - 1,
+        70 + constants.MIN_RETURN_STEPS - 1,
+    ]
 
 
 def test_a_slow_drift_moves_the_level_without_a_large_change():
@@ -94,8 +94,12 @@ def test_a_slow_drift_moves_the_level_without_a_large_change():
     detector, found = ChangeDetector(), []
     for index, value in enumerate(steps(0, 3000, 0.01)):
         found.append(detector.add(float(value) + 1e-4 * index))
-    assert all(abs(change.after - change.before) < 1.5 * SHIFT for change in found if change)
-    assert detector.level == pytest.approx(0.3, abs=1e-4 * MAX_SAMPLES)
+    assert all(
+        abs(change.after - change.before) < 1.5 * constants.MIN_LEVEL_SHIFT
+        for change in found
+        if change
+    )
+    assert detector.level == pytest.approx(0.3, abs=1e-4 * constants.MAX_LEVEL_STEPS)
 
 
 @given(st.lists(st.floats(allow_nan=True, allow_infinity=True), max_size=60))

@@ -14,10 +14,9 @@ import optimus_jax
 from optimus_jax.config import Config
 from optimus_jax.config.axes import AxisSizes
 from optimus_jax.config.request import make_config
-from optimus_jax.control import assembly
+from optimus_jax.control import assembly, constants
 from optimus_jax.control.commands import CommandBroadcast
 from optimus_jax.control.journal import switches
-from optimus_jax.control.machine import MAX_WAIT_STEPS, NEWEST_STEPS
 from optimus_jax.control.policy import CHOSEN, Alternative, Decision
 from optimus_jax.control.runtime import Policy
 from optimus_jax.mesh.build import discover
@@ -230,7 +229,7 @@ def plans(result):
 @pytest.fixture
 def lenient_canary(monkeypatch):
     """The canary keeps every plan: steps of this size are noise."""
-    monkeypatch.setattr("optimus_jax.control.canary.NOISE", 1e9)
+    monkeypatch.setattr(constants, "CANARY_NOISE", 1e9)
 
 
 def test_a_switch_continues_the_loss_curve(scripted, lenient_canary):
@@ -268,7 +267,7 @@ def test_a_run_can_switch_away_and_back(scripted, lenient_canary):
 
 def test_a_slower_plan_is_taken_back(scripted, monkeypatch):
     plan = other_plan()
-    monkeypatch.setattr("optimus_jax.control.canary.NOISE", -1e9)  # any step counts as slow
+    monkeypatch.setattr(constants, "CANARY_NOISE", -1e9)  # any step counts as slow
     # and taking back costs nothing
     monkeypatch.setattr("optimus_jax.control.machine.sum", lambda _: -1e9, raising=False)
     result = scripted({3: switch_at(3, plan)})
@@ -325,7 +324,8 @@ def test_a_switch_happens_at_its_step_without_a_broadcast_there(
 
 
 @pytest.mark.parametrize(
-    ("puzzled_until", "expected"), [(0, 6 + NEWEST_STEPS), (14, 14), (99, 6 + MAX_WAIT_STEPS)]
+    ("puzzled_until", "expected"),
+    [(0, 6 + constants.NUM_COMPARED_STEPS), (14, 14), (99, 6 + constants.MAX_READY_WAIT_STEPS)],
 )
 def test_a_slowly_compiled_switch_waits_until_step_times_are_steady(
     scripted, lenient_canary, monkeypatch, puzzled_until, expected
@@ -345,12 +345,14 @@ def test_a_slowly_compiled_switch_waits_until_step_times_are_steady(
     monkeypatch.setattr(assembly, "Advisor", Watching)
     monkeypatch.setattr("optimus_jax.control.switch.Worker", Later)
     # step times are never steady
-    monkeypatch.setattr("optimus_jax.control.machine.STEADY", 1e-9)
+    monkeypatch.setattr(constants, "STEADY_FACTOR", 1e-9)
     result = scripted({3: switch_at(3, other_plan())}, steps=STEPS + 2)
     assert [event["step"] for event in events(result, "remesh")] == [expected]
 
 
-@pytest.mark.parametrize(("is_puzzled", "expected"), [(False, 6), (True, 6 + MAX_WAIT_STEPS)])
+@pytest.mark.parametrize(
+    ("is_puzzled", "expected"), [(False, 6), (True, 6 + constants.MAX_READY_WAIT_STEPS)]
+)
 def test_a_switch_happens_at_once_if_compilation_did_not_slow_steps(
     scripted, lenient_canary, monkeypatch, is_puzzled, expected
 ):
@@ -365,7 +367,7 @@ def test_a_switch_happens_at_once_if_compilation_did_not_slow_steps(
 
     monkeypatch.setattr(assembly, "Advisor", Watching)
     monkeypatch.setattr("optimus_jax.control.switch.Worker", Later)
-    monkeypatch.setattr("optimus_jax.control.machine.STEADY", math.inf)
+    monkeypatch.setattr(constants, "STEADY_FACTOR", math.inf)
     result = scripted({3: switch_at(3, other_plan())}, steps=STEPS + 2)
     assert [event["step"] for event in events(result, "remesh")] == [expected]
 

@@ -7,8 +7,9 @@ import math
 import pytest
 from fleet import PLANS, PRICING
 
+from optimus_jax.control import constants
 from optimus_jax.control.deciding.conditions import Conditions
-from optimus_jax.control.deciding.experience import PERSISTS, Experience, Known
+from optimus_jax.control.deciding.experience import Experience, Known
 from optimus_jax.control.deciding.prices import Prices
 from optimus_jax.control.predictor import Predictor
 from optimus_jax.data.batch import BatchShape
@@ -42,5 +43,7 @@ def test_a_few_contradicting_steps_are_ignored():
 
 
 def test_many_contradicting_steps_are_believed():
-    assert learnt((3.0, 60), (8.0, PERSISTS - 1), (8.0, PERSISTS)) == pytest.approx(8.0)
+    assert learnt(
+        (3.0, 60), (8.0, constants.MIN_OVERRULING_STEPS - 1), (8.0, constants.MIN_OVERRULING_STEPS)
+    ) == pytest.approx(8.0)
     assert learnt((8.0, 10), (3.0, 12)) == pytest.approx(3.0), "what was known was known from fewer"

@@ -5,8 +5,9 @@ import json
 import pytest
 from fleet import PLANS, PRICING
 
+from optimus_jax.control import constants
 from optimus_jax.control.deciding.regimes import Regimes
-from optimus_jax.control.deciding.switch_costs import RECALLED, CostModel
+from optimus_jax.control.deciding.switch_costs import CostModel
 from optimus_jax.control.learnt_file import LearntFile
 
 OLD, NEW = PLANS[:2]
@@ -50,9 +51,11 @@ def test_a_few_of_its_own_switches_outweigh_recalled_ones(tmp_path):
     path, later = tmp_path / "learnt.json", learners()
     LearntFile(path, taught()).write()
     kept = json.loads(path.read_text())["switch_costs"]
-    assert all(len(values) == RECALLED for values in kept["log_ratios"].values())
+    assert all(
+        len(values) == constants.MAX_RECALLED_SWITCHES for values in kept["log_ratios"].values()
+    )
     LearntFile(path, later).read()
-    for _ in range(2 * RECALLED):
+    for _ in range(2 * constants.MAX_RECALLED_SWITCHES):
         later["switch_costs"].learn("remesh", OLD, NEW, PRICING, compiled=False, delay_s=5.0)
     assert cost_s(later["switch_costs"]) < 20.0
 

@@ -10,10 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from optimus_jax.config import ControlConfig
+from optimus_jax.control import constants
 from optimus_jax.control.commands import Command
 from optimus_jax.control.machine import (
-    MAX_WAIT_STEPS,
-    NEWEST_STEPS,
     TABLE,
     Announce,
     Charge,
@@ -224,7 +223,10 @@ def test_a_steady_run_moves_at_once():
     assert state.stage is Stage.READY
 
 
-@pytest.mark.parametrize(("is_puzzled", "waits"), [(False, NEWEST_STEPS), (True, MAX_WAIT_STEPS)])
+@pytest.mark.parametrize(
+    ("is_puzzled", "waits"),
+    [(False, constants.NUM_COMPARED_STEPS), (True, constants.MAX_READY_WAIT_STEPS)],
+)
 def test_changed_steps_are_looked_at_before_the_move(is_puzzled, waits):
     rules = replace(RULES, shares_cores=True)
     state, commands = after(

@@ -11,17 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from optimus_jax.config.axes import AxisSizes
+from optimus_jax.control import constants
 from optimus_jax.control.deciding.account import Allowance
 from optimus_jax.control.deciding.changes import Durations
 from optimus_jax.control.deciding.value import Regime
-from optimus_jax.control.policy import (
-    REWEIGH_AFTER,
-    SWITCH_METHODS,
-    Decision,
-    Situation,
-    SwitchCandidate,
-    decide,
-)
+from optimus_jax.control.policy import SWITCH_METHODS, Decision, Situation, SwitchCandidate, decide
 from optimus_jax.plan import Plan
 
 LASTING = Regime(elapsed_s=100.0, durations=None)
@@ -107,7 +101,10 @@ def test_a_risk_that_the_account_refuses_is_weighed_again_if_conditions_may_last
     """The longer conditions have lasted, the longer they are expected to last."""
     poor = {"whole_s": 100.0, "account": Allowance(share=0.001)}
     risky = candidate(0.2, deviation=0.3)
-    assert decided(risky, regime=unknown_duration(500.0), **poor).wait_s == REWEIGH_AFTER * 500.0
+    assert (
+        decided(risky, regime=unknown_duration(500.0), **poor).wait_s
+        == constants.REVIEW_AFTER_SHARE * 500.0
+    )
     assert decided(risky, **poor).wait_s is None
 
 

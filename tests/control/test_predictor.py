@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 from fleet import PLANS, Truth, query
 
+from optimus_jax.control import constants
 from optimus_jax.control.deciding.conditions import Conditions
 from optimus_jax.control.learnt_file import LearntFile
-from optimus_jax.control.predictor import HALF_LIFE, KEPT, Predictor
+from optimus_jax.control.predictor import Predictor
 from optimus_jax.planning.cost.cost import NINE_IN_TEN
 from optimus_jax.planning.learning import sizes
 from optimus_jax.planning.learning.beliefs import Query
@@ -187,19 +188,23 @@ def test_old_evidence_has_less_weight():
         predictor = Predictor()
         predictor.learn(QUERIES[0], log_time=COST_MODEL[0] + 0.4, noise=0.3, count=4, step=step)
         predictor.learn(
-            QUERIES[1], log_time=COST_MODEL[1], noise=0.3, count=4, step=int(6 * HALF_LIFE)
+            QUERIES[1],
+            log_time=COST_MODEL[1],
+            noise=0.3,
+            count=4,
+            step=int(6 * constants.EVIDENCE_HALF_LIFE_STEPS),
         )
         return float(predictor.predict(QUERIES).mean[2] - COST_MODEL[2])
 
-    assert common(int(6 * HALF_LIFE)) > 2 * common(0) > 0
+    assert common(int(6 * constants.EVIDENCE_HALF_LIFE_STEPS)) > 2 * common(0) > 0
 
 
 def test_evidence_is_replaced_and_bounded():
     predictor = Predictor()
-    for number in range(KEPT + 20):
+    for number in range(constants.MAX_EVIDENCE + 20):
         learn(predictor, Query(plan=str(number), setting="", terms_s={"head": 1.0}), 0.0)
         learn(predictor, Query(plan=str(number), setting="", terms_s={"head": 1.0}), 0.1)
-    assert len(predictor.evidence) == KEPT
+    assert len(predictor.evidence) == constants.MAX_EVIDENCE
     assert {each.log_time for each in predictor.evidence} == {0.1}
 
 

@@ -4,8 +4,9 @@ import pytest
 from fleet import PLANS
 
 from optimus_jax.config import ControlConfig
+from optimus_jax.control import constants
 from optimus_jax.control.policy import Decision
-from optimus_jax.control.runtime import MAX_TAX, Policy, Runtime
+from optimus_jax.control.runtime import Policy, Runtime
 from optimus_jax.control.signals import Observation
 from optimus_jax.control.switch_state import Decided, News, Question, Stage, SwitchRules
 
@@ -78,7 +79,7 @@ class Run:
         return [command.kind for command in self.sent]
 
 
-@pytest.mark.parametrize("tax", [1.15, MAX_TAX])
+@pytest.mark.parametrize("tax", [1.15, constants.MAX_COMPILE_SLOWDOWN])
 def test_the_policy_sees_steps_without_the_runs_own_compilation(tax):
     run = Run(Scripted({20: switch()})).go(20).go(10, tax)
     assert run.runtime.state.stage is Stage.PREPARING

@@ -6,8 +6,9 @@ from dataclasses import replace
 import pytest
 from fleet import PRICING, plan_on
 
+from optimus_jax.control import constants
 from optimus_jax.control.deciding.conditions import Conditions
-from optimus_jax.control.deciding.switch_costs import CHECKPOINT_BYTES_PER_S, CostModel, SwitchCosts
+from optimus_jax.control.deciding.switch_costs import CostModel, SwitchCosts
 from optimus_jax.control.policy import SWITCH_METHODS, SwitchMethod
 from optimus_jax.plan import Plan
 
@@ -59,7 +60,7 @@ def test_a_restart_writes_each_hosts_state_once():
     )
 
     def host_bytes(plan: Plan) -> float:
-        return expected(CostModel(free), "restart", plan) * CHECKPOINT_BYTES_PER_S / 2
+        return expected(CostModel(free), "restart", plan) * constants.CHECKPOINT_BYTES_PER_S / 2
 
     split, whole = plan_on("fsdp=64"), plan_on("fsdp=64", zero=1)
     assert host_bytes(split) == pytest.approx(8 * PRICING.memory(split).states)

@@ -7,9 +7,9 @@ import math
 import numpy as np
 import pytest
 
-from optimus_jax.control.deciding.changes import MIN_SHIFTED_STEPS
+from optimus_jax.control import constants
 from optimus_jax.control.deciding.conditions import Conditions
-from optimus_jax.control.deciding.watch import MAX_UNCONFIRMED_STEPS, PROBE_SHARE_OF_LOSS, Watch
+from optimus_jax.control.deciding.watch import Watch
 from optimus_jax.control.signals import Observation, SignalSummary
 
 LINK_SHARE = 0.5
@@ -104,7 +104,7 @@ def test_one_far_slower_step_asks_for_a_probe_at_once():
     assert run.watch.wants_probe
     assert run.watch.changed_s == pytest.approx(before_s)
     assert run.watch.probe_worth_s == pytest.approx(
-        PROBE_SHARE_OF_LOSS * (math.exp(log_time_of(SLOW)) - 1), rel=0.1
+        constants.PROBE_SHARE_OF_LOSS * (math.exp(log_time_of(SLOW)) - 1), rel=0.1
     )
     run.go(1, reported=NORMAL)
     assert not run.watch.wants_probe, "it was an accident"
@@ -115,7 +115,9 @@ def test_after_a_smaller_change_the_worth_of_a_probe_covers_all_slow_steps():
     slower = Conditions(inter_host=2.5)
     run = Run().go(60, reported=NORMAL).go(10, slower, NORMAL)
     assert run.watch.regime == 1
-    assert run.watch.probe_worth_s > 2 * PROBE_SHARE_OF_LOSS * (math.exp(log_time_of(slower)) - 1)
+    assert run.watch.probe_worth_s > 2 * constants.PROBE_SHARE_OF_LOSS * (
+        math.exp(log_time_of(slower)) - 1
+    )
     assert Run().go(60, slower, NORMAL).go(10, reported=NORMAL).watch.probe_worth_s == 0, (
         "nothing was lost"
     )
@@ -134,7 +136,9 @@ def test_with_a_requested_reading_three_slow_steps_are_enough():
 
 def test_a_reading_that_step_times_confirm_is_accepted():
     run = (
-        Run().go(60, reported=NORMAL).go(MIN_SHIFTED_STEPS + 1, SLOW, {**NORMAL, "inter_host": 4.1})
+        Run()
+        .go(60, reported=NORMAL)
+        .go(constants.MIN_SHIFTED_STEPS + 1, SLOW, {**NORMAL, "inter_host": 4.1})
     )
     assert run.watch.conditions.inter_host == pytest.approx(4.1, rel=0.06)
     assert run.watch.regime == 0
@@ -205,7 +209,10 @@ def test_a_contradicted_reading_is_rejected_with_related_signals():
     run = (
         Run()
         .go(60, reported=NORMAL)
-        .go(MAX_UNCONFIRMED_STEPS + 2, reported={**NORMAL, "inter_host": 4.0, "intra_host": 4.0})
+        .go(
+            constants.MAX_UNCONFIRMED_STEPS + 2,
+            reported={**NORMAL, "inter_host": 4.0, "intra_host": 4.0},
+        )
     )
     assert run.watch.conditions == Conditions()
     assert set(run.watch.rejected_signals) == {"inter_host", "intra_host"}
@@ -357,7 +364,7 @@ def test_a_disturbance_that_step_times_say_is_over_is_over_whatever_its_readings
     """The reading stays as it was: the sensor is frozen."""
     run = Run().go(60, reported=NORMAL).go(20, SKEW, SKEWED)
     assert run.watch.is_disturbed
-    run.go(MAX_UNCONFIRMED_STEPS + MIN_SHIFTED_STEPS, reported=SKEWED)
+    run.go(constants.MAX_UNCONFIRMED_STEPS + constants.MIN_SHIFTED_STEPS, reported=SKEWED)
     assert (run.watch.conditions, run.watch.regime) == (Conditions(), 0)
     assert "step times contradict the readings of process_time/3" in run.news[-1]
     assert run.watch.rejected_signals.keys() == {"process_time/3"}
@@ -369,7 +376,7 @@ def test_a_disturbance_that_step_times_say_is_over_is_over_whatever_its_readings
 def test_a_disturbance_whose_readings_are_missing_ends_by_its_step_times():
     known = {name: 1.0 for name in NORMAL if name != "process_time/3"}
     run = Run().go(60, reported=NORMAL).go(20, SKEW, SKEWED)
-    run.go(MAX_UNCONFIRMED_STEPS + MIN_SHIFTED_STEPS, reported=known)
+    run.go(constants.MAX_UNCONFIRMED_STEPS + constants.MIN_SHIFTED_STEPS, reported=known)
     assert (run.watch.conditions, run.watch.regime) == (Conditions(), 0)
     assert run.watch.rejected_signals == {}
 
@@ -379,14 +386,16 @@ def test_of_two_disturbances_the_one_that_explains_the_change_is_over():
     told = SKEWED | {"inter_host": 4.0}
     run = Run().go(60, reported=NORMAL).go(20, SKEW, SKEWED).go(20, both, told)
     assert run.watch.conditions.inter_host == pytest.approx(4.0, rel=0.06)
-    run.go(MAX_UNCONFIRMED_STEPS + MIN_SHIFTED_STEPS, SKEW, told)
+    run.go(constants.MAX_UNCONFIRMED_STEPS + constants.MIN_SHIFTED_STEPS, SKEW, told)
     assert run.watch.conditions.inter_host == 1.0
     assert run.watch.conditions.skew == pytest.approx(1.5, rel=0.06)
 
 
 def test_a_sensor_that_was_wrong_is_trusted_again_once_step_times_confirm_it():
     run = Run().go(60, reported=NORMAL).go(20, SKEW, SKEWED)
-    run.go(MAX_UNCONFIRMED_STEPS + MIN_SHIFTED_STEPS, reported=SKEWED).go(20, reported=NORMAL)
+    run.go(constants.MAX_UNCONFIRMED_STEPS + constants.MIN_SHIFTED_STEPS, reported=SKEWED).go(
+        20, reported=NORMAL
+    )
     worse = Conditions(slow=((3, 2.1),))
     run.go(20, worse, NORMAL | {"process_time/3": 2.1})
     assert run.watch.conditions.skew == pytest.approx(2.1, rel=0.06)

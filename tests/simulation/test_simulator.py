@@ -20,7 +20,7 @@ from simulated import (
     truth,
 )
 
-from optimus_jax.control.canary import CLEAR_STEPS, CLEARLY
+from optimus_jax.control import constants
 from optimus_jax.control.policy import Decision
 from optimus_jax.control.signals import UNKNOWN
 from optimus_jax.control.switch_state import Decided, News, Question
@@ -469,9 +469,10 @@ def test_a_slower_plan_is_taken_back():
     policy = FollowsScript(switch(50, slow))
     outcome = run(truth(misfit=EXACT), policy)
     assert [run_event.kind for run_event in outcome.run_events] == ["switch", "rollback"]
-    assert outcome.run_events[1].step == outcome.run_events[0].step + 1 + CLEAR_STEPS, (
-        "it is so slow that nobody has to see more"
-    )
+    assert (
+        outcome.run_events[1].step
+        == outcome.run_events[0].step + 1 + constants.CLEARLY_SLOWER_STEPS
+    ), "it is so slow that nobody has to see more"
     assert outcome.plan == START
     _, first, failed, back = policy.calls
     assert first == ("charged", pytest.approx(QUICK["first_steps_s"]))
@@ -497,7 +498,7 @@ def test_a_slightly_slower_plan_is_taken_back_after_the_whole_canary():
     fast_s, slow_s = (
         made.world.step_time_s(PlacedPlan(plan, tuple(range(16))), NORMAL, 0) for plan in plans
     )
-    assert 1.02 < slow_s / fast_s < CLEARLY
+    assert 1.02 < slow_s / fast_s < constants.CLEARLY_SLOWER
     outcome = Simulation(
         made, FollowsScript(switch(50, plans[1])), SimulationOptions(probes=False), plans[0]
     ).run()

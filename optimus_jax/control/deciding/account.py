@@ -14,10 +14,8 @@ import math
 from collections.abc import Hashable
 from dataclasses import dataclass
 
+from optimus_jax.control import constants
 from optimus_jax.planning.search.explain import seconds
-
-NO_RISK = 1e-4
-"""A risk below this share of the run is none: 0.4 s of an hour."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +31,10 @@ class Allowance:
         """The largest risk in a run of `whole_s` seconds. If more is owed than the share allows,
         only switches without a risk are allowed.
         """
-        return max(self.share * whole_s - self.owed_s, min(self.share, NO_RISK) * whole_s)
+        return max(
+            self.share * whole_s - self.owed_s,
+            min(self.share, constants.NEGLIGIBLE_RISK_SHARE) * whole_s,
+        )
 
     def refused(self, risk_s: float, whole_s: float) -> str:
         """Why this risk is too large, and which setting would allow it."""

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from optimus_jax.config import REMAT_POLICIES, Config, Offload
 from optimus_jax.config.axes import AxisSizes
+from optimus_jax.control import constants
 from optimus_jax.control.policy import SwitchMethod
 from optimus_jax.errors import PlanError, explain
 from optimus_jax.plan import Plan
@@ -17,21 +18,13 @@ from optimus_jax.planning.profiles.cluster import Cluster
 from optimus_jax.planning.search.assemble import can_offload
 from optimus_jax.planning.search.search import Pricing, Ranking, fits, search
 
-RANKED = 12
-"""Number of plans that a search returns."""
-REMEMBERED = 24
-"""Number of searches whose results are cached."""
-FEWER = 3
-"""Number of cluster sizes to consider when some devices cannot be used, and number of executables
-that `executables` returns."""
-
 Searcher = Callable[[Pricing], Ranking | None]
 """Finds the best plans; None: it is still searching in the background, ask again later."""
 
 
 def search_now(pricing: Pricing) -> Ranking:
     """Search synchronously, the default. Takes up to a second for a thousand devices."""
-    return search(pricing, top=RANKED)
+    return search(pricing, top=constants.NUM_RANKED_PLANS)
 
 
 class Searches:
@@ -58,7 +51,7 @@ class Searches:
                 found = Ranking(best=(), rejections=(), num_priced=0)
             if found is None:
                 return None
-            if len(self._found) >= REMEMBERED:
+            if len(self._found) >= constants.MAX_CACHED_SEARCHES:
                 self._found.pop(next(iter(self._found)))
             self._found[key] = found
         return [candidate.plan for candidate in self._found[key].best]
@@ -88,7 +81,9 @@ def executables(plan: Plan, pricing: Pricing) -> list[Plan]:
                 found.append(other)
                 break
     found = [other for other in found if other != plan]
-    return sorted(found, key=lambda other: sum(times(other, pricing).values()))[:FEWER]
+    return sorted(found, key=lambda other: sum(times(other, pricing).values()))[
+        : constants.MAX_SAME_MESH_VARIANTS
+    ]
 
 
 def _offloads(plan: Plan, pricing: Pricing) -> tuple[Offload, ...]:
@@ -203,5 +198,5 @@ def _sizes(most: int, config: Config) -> list[int]:
         return count // math.gcd(count, config.data.global_batch * config.model.num_heads)
 
     return [count for count in range(most, 0, -1) if num_stages(count) <= config.model.num_layers][
-        :FEWER
+        : constants.MAX_CLUSTER_SIZES
     ]

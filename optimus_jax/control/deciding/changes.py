@@ -2,8 +2,8 @@
 
 A *regime* is a stretch of time in which step times scatter about one level. A change is found by
 two sums of log-likelihood ratios (CUSUM, Page 1954, doi:10.1093/biomet/41.1-2.100), one for each
-direction. Their terms are clipped to THRESHOLD / MIN_SHIFTED_STEPS, so that a single spike cannot
-report a change: several steps in a row have to agree.
+direction. Their terms are clipped to CHANGE_LOG_ODDS / MIN_SHIFTED_STEPS, so that a single spike
+cannot report a change: several steps in a row have to agree.
 """
 
 import math
@@ -11,29 +11,11 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from optimus_jax.control import constants
 from optimus_jax.robust import deviation_from, median_of_sorted
 
-SHIFT = math.log(1.1)
-"""Smallest change of log step time to detect."""
-MIN_SHIFTED_STEPS = 5
-"""Fewest steps in a row that can indicate a change. If a share p of steps are spikes, they cause a
-false alarm about once in p^-5 steps."""
-RETURN_STEPS = 3
-"""Fewest steps in a row that can show a return to the level before the last change."""
-MIN_LEVEL_DISTANCE = 5.0
-"""Smallest distance of those two levels, in deviations of a sample: less could be noise."""
-THRESHOLD = 12.0
-"""Value of a sum at which a change is reported: odds of e^12 for it."""
-MIN_STEPS = 8
-"""Samples of a regime that are needed before a change can be detected."""
-MAX_LEVEL_ERROR = 1.0
-"""Tolerated error of a level, in standard errors of the mean."""
-MAX_SAMPLES = 200
-"""Number of newest samples that a level is estimated from."""
 MAX_LOG_TIME = 50.0
 """Largest plausible logarithm of a step time: e^50 s exceed the age of the universe."""
-MIN_NOISE = 0.01
-"""Smallest deviation of log step times that is assumed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,10 +31,10 @@ class Change:
 
 
 class ChangeDetector:
-    """Finds changes of at least `SHIFT` in a sequence of logarithms."""
+    """Finds changes of at least `MIN_LEVEL_SHIFT` in a sequence of logarithms."""
 
     def __init__(self) -> None:
-        self._samples: deque[float] = deque(maxlen=MAX_SAMPLES)
+        self._samples: deque[float] = deque(maxlen=constants.MAX_LEVEL_STEPS)
         self._up = self._down = 0.0
         self._since_up = self._since_down = 0
         self._refreshed_at = self._seen = 0
@@ -61,7 +43,7 @@ class ChangeDetector:
         self.level: float | None = None
         """Median of the present regime, without samples that may belong to the next one; None:
         there are fewer than three samples."""
-        self.noise = MIN_NOISE
+        self.noise = constants.MIN_STEP_NOISE
         """Robust deviation of a sample."""
 
     @property
@@ -109,22 +91,23 @@ class ChangeDetector:
         """
         if not abs(value) < MAX_LOG_TIME:
             return None
-        if len(self._samples) >= MIN_STEPS and self.level is not None:
+        if len(self._samples) >= constants.MIN_LEVEL_STEPS and self.level is not None:
             self._add_evidence(value - self.level)
         self._samples.append(value)
         self._seen += 1
-        if max(self._up, self._down) >= THRESHOLD or self._is_back():
+        if max(self._up, self._down) >= constants.CHANGE_LOG_ODDS or self._is_back():
             return self._changed()
         self._refresh()
         return None
 
     def _add_evidence(self, off: float) -> None:
         # With few samples, neither level nor noise is known well.
-        variance = self.noise**2 * (1.0 + 6.0 / len(self._samples))
-        bound = THRESHOLD / MIN_SHIFTED_STEPS
-        slack = MAX_LEVEL_ERROR * self.noise / math.sqrt(len(self._samples))
+        variance = self.noise**2 * (1.0 + constants.FEW_STEPS_VARIANCE / len(self._samples))
+        bound = constants.CHANGE_LOG_ODDS / constants.MIN_SHIFTED_STEPS
+        shift = constants.MIN_LEVEL_SHIFT
+        slack = constants.MAX_LEVEL_ERROR * self.noise / math.sqrt(len(self._samples))
         for_up, for_down = (
-            SHIFT * (sign * off - SHIFT / 2 - slack) / variance for sign in (1.0, -1.0)
+            shift * (sign * off - shift / 2 - slack) / variance for sign in (1.0, -1.0)
         )
         self._up = max(0.0, self._up + min(bound, max(-bound, for_up)))
         self._down = max(0.0, self._down + min(bound, max(-bound, for_down)))
@@ -140,13 +123,15 @@ class ChangeDetector:
         if (
             self._former is None
             or self.level is None
-            or self._suspects < RETURN_STEPS
-            or abs(self._former - self.level) < max(SHIFT, MIN_LEVEL_DISTANCE * self.noise)
+            or self._suspects < constants.MIN_RETURN_STEPS
+            or abs(self._former - self.level)
+            < max(constants.MIN_LEVEL_SHIFT, constants.MIN_RETURN_DISTANCE * self.noise)
         ):
             return False
-        near = max(SHIFT / 2, MAX_LEVEL_ERROR * self.noise)
+        near = max(constants.MIN_LEVEL_SHIFT / 2, constants.MAX_LEVEL_ERROR * self.noise)
         return all(
-            abs(value - self._former) < near for value in list(self._samples)[-RETURN_STEPS:]
+            abs(value - self._former) < near
+            for value in list(self._samples)[-constants.MIN_RETURN_STEPS :]
         )
 
     def _changed(self) -> Change | None:
@@ -156,8 +141,8 @@ class ChangeDetector:
         assert before is not None, "changes are relative to a level"
         self._up = self._down = 0.0
         self._since_up = self._since_down = 0
-        if abs(after - before) < SHIFT / 2:  # a drift: forget old samples
-            self._restart(list(self._samples)[-max(num_steps, MIN_STEPS) :])
+        if abs(after - before) < constants.MIN_LEVEL_SHIFT / 2:  # a drift: forget old samples
+            self._restart(list(self._samples)[-max(num_steps, constants.MIN_LEVEL_STEPS) :])
             return None
         self._former = before
         self._restart(new)
@@ -178,7 +163,7 @@ class ChangeDetector:
         if len(settled) < 3:
             return
         self.level = median_of_sorted(sorted(settled))
-        self.noise = max(MIN_NOISE, deviation_from(self.level, settled))
+        self.noise = max(constants.MIN_STEP_NOISE, deviation_from(self.level, settled))
 
 
 class Durations:
@@ -194,15 +179,9 @@ class Durations:
       prior_s: prior duration in seconds, which counts like observed time.
     """
 
-    UNKNOWN_SHAPE = 0.5
-    """Shape of the distribution before any regime has ended: Gamma(1/2, 0) is Jeffreys' prior of a
-    Poisson rate (doi:10.1098/rspa.1946.0056)."""
-    LEARNT_FROM = 8
-    """Number of newest past regimes that count."""
-
     def __init__(self, prior_s: float) -> None:
         self.prior_s = prior_s
-        self.past_s: deque[float] = deque(maxlen=self.LEARNT_FROM)
+        self.past_s: deque[float] = deque(maxlen=constants.MAX_PAST_REGIMES)
         """Durations of the newest past regimes, in seconds."""
 
     def ended(self, duration_s: float) -> None:
@@ -230,7 +209,7 @@ class Durations:
 
     @property
     def _shape(self) -> float:
-        return self.UNKNOWN_SHAPE + len(self.past_s)
+        return constants.UNKNOWN_DURATION_SHAPE + len(self.past_s)
 
     def _scale(self, elapsed_s: float) -> float:
         return self.prior_s + sum(self.past_s) + max(0.0, elapsed_s)

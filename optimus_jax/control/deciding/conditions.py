@@ -9,11 +9,10 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from optimus_jax.config.axes import MESH_AXES, AxisSizes
+from optimus_jax.control import constants
 from optimus_jax.control.baselines import byte_part_s, messages_of
 from optimus_jax.control.deciding.factors import (
-    FASTEST,
     OF_ALL,
-    SLOWEST,
     process_of,
     process_time,
 )
@@ -163,7 +162,7 @@ def is_usable(reading: SignalSummary) -> bool:
     return (
         reading.quality in ("good", "few")
         and reading.value is not None
-        and FASTEST <= reading.value <= SLOWEST
+        and constants.MIN_FACTOR <= reading.value <= constants.MAX_FACTOR
     )
 
 

@@ -2,24 +2,16 @@
 names so that they can be relabelled when conditions turn out to have been others.
 """
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from optimus_jax.control import constants
 from optimus_jax.control.deciding.conditions import Conditions
 from optimus_jax.control.deciding.prices import Prices, query, setting
 from optimus_jax.control.predictor import Predictor
 from optimus_jax.data.batch import BatchShape
 from optimus_jax.plan import Plan
 from optimus_jax.planning.learning.beliefs import Query
-
-CONTRADICTS = math.log(1.25)
-"""Log distance from the level learnt before under the same names beyond which a few steps are taken
-to come from other conditions, and are ignored."""
-PERSISTS = 40
-"""Number of steps that are always believed, even if they contradict the old level."""
-LEVELS = 30
-"""Number of newest levels that are kept."""
 
 Level = tuple[float, float, int]
 """Level of step times: logarithm of seconds, its noise, and the number of steps behind it."""
@@ -58,13 +50,13 @@ class Experience:
         before = self._levels.get(known)
         if (
             before is not None
-            and abs(level[0] - before[0][0]) > CONTRADICTS
-            and level[2] < min(PERSISTS, before[0][2])
+            and abs(level[0] - before[0][0]) > constants.CONTRADICTION_LOG_RATIO
+            and level[2] < min(constants.MIN_OVERRULING_STEPS, before[0][2])
         ):
             return
         self._levels.pop(known, None)
         self._levels[known] = (level, step)
-        while len(self._levels) > LEVELS:
+        while len(self._levels) > constants.MAX_STORED_LEVELS:
             self._levels.pop(next(iter(self._levels)))
         self._tell(known, level, step)
 

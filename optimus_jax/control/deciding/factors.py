@@ -5,24 +5,12 @@ A factor has the name of its link, `compute`, or that of the signal of a process
 
 import math
 
+from optimus_jax.control import constants
 from optimus_jax.control.signals import PROCESS_TIME
 from optimus_jax.planning.profiles.cluster import INTER_HOST, INTRA_HOST
 
 OF_ALL = (INTRA_HOST, INTER_HOST, "compute")
 """Names of the factors that hold for all processes."""
-GRID = math.log(1.1)
-"""Spacing of the grid of factors, as a logarithm: neighbours differ by a tenth."""
-FASTEST, SLOWEST = 0.01, 1e4
-"""Range of plausible factors. Readings outside it are ignored."""
-MIN_LOG_CHANGE = {
-    INTRA_HOST: math.log(1.25),
-    INTER_HOST: math.log(1.25),
-    "compute": math.log(1.2),
-}
-"""Least change of a factor's logarithm that counts as other conditions. It exceeds the scatter of
-readings."""
-MIN_LOG_CHANGE_OF_PROCESS = math.log(1.12)
-"""The same for the time of a process over the median process's."""
 FAMILY = {INTRA_HOST: "link", INTER_HOST: "link", "compute": "compute"}
 OF_PROCESSES = "process"
 """Signals of a family are measured alike, so they are wrong together."""
@@ -45,7 +33,11 @@ def process_of(name: str) -> int | None:
 
 def on_grid(factor: float) -> float:
     """The nearest factor on the grid, which contains 1."""
-    return math.exp(round(math.log(min(SLOWEST, max(FASTEST, factor))) / GRID) * GRID)
+    plausible, spacing = (
+        min(constants.MAX_FACTOR, max(constants.MIN_FACTOR, factor)),
+        constants.FACTOR_GRID,
+    )
+    return math.exp(round(math.log(plausible) / spacing) * spacing)
 
 
 def in_words(name: str, factor: float) -> str:
@@ -65,4 +57,8 @@ def family_of(name: str) -> str:
 
 def min_log_change(name: str) -> float:
     """Least change of a factor's logarithm that counts as other conditions."""
-    return MIN_LOG_CHANGE.get(name, MIN_LOG_CHANGE_OF_PROCESS)
+    return {
+        "link": constants.MIN_LINK_CHANGE,
+        "compute": constants.MIN_COMPUTE_CHANGE,
+        OF_PROCESSES: constants.MIN_PROCESS_CHANGE,
+    }[family_of(name)]

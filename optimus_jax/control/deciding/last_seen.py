@@ -6,12 +6,9 @@ A factor is seen if it is read, or if step times that it affects agree with it.
 
 from collections.abc import Iterable, Mapping
 
+from optimus_jax.control import constants
 from optimus_jax.control.deciding.value import Regime
 from optimus_jax.control.signals import SignalSummary
-
-OVERDUE = 3.0
-"""If no factor was read for this multiple of the longest time between two readings so far, sensors
-are taken to be silent, or frozen."""
 
 
 class LastSeen:
@@ -41,7 +38,10 @@ class LastSeen:
         if read_s is not None and self._read_s is not None and read_s > self._read_s:
             self._longest_s = max(self._longest_s, read_s - self._read_s)
         self._read_s = self._read_s if read_s is None else read_s
-        is_silent = read_s is None or now_s - read_s > OVERDUE * self._longest_s > 0
+        is_silent = (
+            read_s is None
+            or now_s - read_s > constants.SILENT_AFTER_INTERVALS * self._longest_s > 0
+        )
         self._newest_s = now_s if is_silent or read_s is None else read_s
         for name in taken_s.keys() & set(trusted):
             self._seen_s[name] = max(taken_s[name], self._seen_s.get(name, taken_s[name]))

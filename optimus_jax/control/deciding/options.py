@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 
 from optimus_jax.config.axes import AxisSizes
 from optimus_jax.config.parallel import AUTO
+from optimus_jax.control import constants
 from optimus_jax.control.deciding.candidates import (
     Searches,
     executables,
@@ -30,11 +31,6 @@ from optimus_jax.planning.search.search import Pricing
 STAGED = ("1f1b", "interleaved")
 """Pipeline schedules, which are searched separately: few large stages, whose layers can be divided
 finely, or many small ones."""
-MAX_LEFT_OUT = 3
-"""Number of sets of slow processes to leave out: the slowest ones, those and the next slowest, and
-so on."""
-MAX_REBALANCED = 8
-"""Number of plans with fewer layers on slow stages to consider, the fastest by the cost model."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,7 +180,9 @@ class Options:
             if factor > 1 and not self._devices_of(process) <= lost
         ]
         # To leave out a process gains nothing while one that is as slow stays.
-        for least in sorted({factor for factor, _ in slow}, reverse=True)[:MAX_LEFT_OUT]:
+        for least in sorted({factor for factor, _ in slow}, reverse=True)[
+            : constants.MAX_LEFT_OUT_SETS
+        ]:
             slowest = [devices for factor, devices in slow if factor >= least]
             yield lost.union(*slowest), conditions, 1.0
         if current.without and lost <= current.without:
@@ -233,7 +231,7 @@ class Options:
             key=lambda plan: learnt.step_time_s(
                 times(plan, self._as_affected(devices, plan, observed).pricing)
             ),
-        )[:MAX_REBALANCED]
+        )[: constants.MAX_REBALANCED_PLANS]
 
     def _as_affected(
         self, devices: UsableDevices, plan: Plan, observed: ObservedCluster

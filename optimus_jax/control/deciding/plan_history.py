@@ -2,13 +2,11 @@
 
 from collections import OrderedDict
 
+from optimus_jax.control import constants
 from optimus_jax.control.deciding.candidates import switch_method_of
 from optimus_jax.control.deciding.options import PlanInUse
 from optimus_jax.control.policy import SwitchMethod
 from optimus_jax.plan import Plan
-
-REMEMBERED = 8
-"""Number of newest plans that are remembered. They are always candidates."""
 
 
 class PlanHistory:
@@ -49,7 +47,7 @@ class PlanHistory:
         self.now = current
         self._plans[current.plan.digest] = current.plan
         self._plans.move_to_end(current.plan.digest)
-        while len(self._plans) > REMEMBERED:
+        while len(self._plans) > constants.MAX_PLANS_IN_HISTORY:
             self._plans.popitem(last=False)
 
     def switch_method(self, plan: Plan, without: frozenset[int]) -> SwitchMethod:

@@ -1,11 +1,9 @@
 """How long the present regime has lasted, and how long regimes of its kind have lasted before."""
 
+from optimus_jax.control import constants
 from optimus_jax.control.deciding.changes import Durations
 from optimus_jax.control.deciding.value import Regime
 from optimus_jax.control.learnt_file import finite_numbers
-
-PRIOR_STEPS = 5
-"""Prior expectation of the steps that a regime lasts."""
 
 
 class Regimes:
@@ -38,7 +36,10 @@ class Regimes:
         """
         assert self._since_s is not None, "observations have come"
         if not self._durations:
-            self._durations = {kind: Durations(PRIOR_STEPS * step_time_s) for kind in (False, True)}
+            self._durations = {
+                kind: Durations(constants.PRIOR_REGIME_STEPS * step_time_s)
+                for kind in (False, True)
+            }
             for duration_s in self._earlier_s:
                 self._durations[True].ended(duration_s)
         self._durations[was_disturbed].ended(begun_s - self._since_s)

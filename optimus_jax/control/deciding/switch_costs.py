@@ -12,29 +12,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from optimus_jax.config.axes import FSDP, PIPE, TENSOR
+from optimus_jax.control import constants
 from optimus_jax.control.learnt_file import finite_numbers
 from optimus_jax.control.policy import SWITCH_METHODS, SwitchMethod
 from optimus_jax.plan import Plan
 from optimus_jax.planning.profiles.cluster import Cluster
 from optimus_jax.planning.search.search import Pricing
 
-MOVE_SHARE = 0.3
-"""Share of a link's speed that moving the state is expected to reach."""
-MOVE_BYTES_PER_S = 1e9
-"""Expected speed of moving the state if the speed of links is unknown."""
-CHECKPOINT_BYTES_PER_S = 1e9
-"""Speed of each host to and from disk."""
-REBALANCED = 0.5
-"""Share of the state that moves when stages of the same mesh get other layers: neighbours exchange
-some."""
 ANY = "any"
 """Name of all switch methods in what is kept for later runs."""
-RECALLED = 3
-"""Largest number of switches of each method that later runs take over: a few of their own outweigh
-them."""
-OWN = 0.5
-"""Weight of the factor of all methods in that of one method, as a number of switches of the
-method."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,8 +129,13 @@ class CostModel:
         """What the newest switches have cost, as JSON: logarithms of measured over expected delay
         by switch method (`any`: all methods), and seconds of preparing.
         """
-        seen = {key or ANY: offs[-RECALLED:] for key, offs in self._seen.items()}
-        return {"log_ratios": seen, "prepare_s": self._prepared_s[-RECALLED:]}
+        seen = {
+            key or ANY: offs[-constants.MAX_RECALLED_SWITCHES :] for key, offs in self._seen.items()
+        }
+        return {
+            "log_ratios": seen,
+            "prepare_s": self._prepared_s[-constants.MAX_RECALLED_SWITCHES :],
+        }
 
     def recall(self, value: Mapping[str, Any]) -> None:
         """Take over what `learnt` has returned in an earlier run.
@@ -154,10 +145,12 @@ class CostModel:
         seen: dict[SwitchMethod | None, list[float]] = {}
         for key in (*SWITCH_METHODS, None):
             if (key or ANY) in value["log_ratios"]:
-                seen[key] = finite_numbers(value["log_ratios"][key or ANY])[-RECALLED:]
+                seen[key] = finite_numbers(value["log_ratios"][key or ANY])[
+                    -constants.MAX_RECALLED_SWITCHES :
+                ]
         prepared_s = [each for each in finite_numbers(value["prepare_s"]) if each >= 0]
         self._seen = seen
-        self._prepared_s = prepared_s[-RECALLED:]
+        self._prepared_s = prepared_s[-constants.MAX_RECALLED_SWITCHES :]
 
     def _restarts(self, switch_method: SwitchMethod) -> bool:
         return switch_method == "restart" or (
@@ -179,11 +172,20 @@ class CostModel:
             return fixed_s
         state_bytes = pricing.memory(plan).states
         if switch_method == "rebalance":
-            return fixed_s + costs.verify_s + REBALANCED * _move_s(state_bytes, old, pricing)
+            return (
+                fixed_s
+                + costs.verify_s
+                + constants.REBALANCED_STATE_SHARE * _move_s(state_bytes, old, pricing)
+            )
         if not self._restarts(switch_method):
             return fixed_s + costs.verify_s + _move_s(state_bytes, old, pricing)
         host_bytes = _host_bytes(plan, pricing)
-        return fixed_s + costs.verify_s + costs.restart_s + 2 * host_bytes / CHECKPOINT_BYTES_PER_S
+        return (
+            fixed_s
+            + costs.verify_s
+            + costs.restart_s
+            + 2 * host_bytes / constants.CHECKPOINT_BYTES_PER_S
+        )
 
     def _factor(self, switch_method: SwitchMethod) -> float:
         """Measured over expected cost of the method, shrunk towards that of all methods, which
@@ -194,7 +196,11 @@ class CostModel:
             return (sum(offs) + weight * towards) / (len(offs) + weight)
 
         return math.exp(
-            drawn(self._seen.get(switch_method, []), drawn(self._seen.get(None, []), 0.0, 1.0), OWN)
+            drawn(
+                self._seen.get(switch_method, []),
+                drawn(self._seen.get(None, []), 0.0, constants.PRIOR_COST_WEIGHT),
+                constants.ALL_METHODS_WEIGHT,
+            )
         )
 
 
@@ -234,9 +240,9 @@ def _move_s(state_bytes: int, old: Plan, pricing: Pricing) -> float:
         else state_bytes
     )
     seconds = (
-        num_bytes / (MOVE_SHARE * link.bytes_per_s)
+        num_bytes / (constants.MOVE_LINK_SHARE * link.bytes_per_s)
         if link.bytes_per_s
-        else num_bytes / MOVE_BYTES_PER_S
+        else num_bytes / constants.DEFAULT_MOVE_BYTES_PER_S
         for num_bytes, link in (
             (far_bytes, inter_host),
             (state_bytes - far_bytes, cluster.intra_host),

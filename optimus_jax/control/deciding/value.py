@@ -22,10 +22,9 @@ import math
 import statistics
 from dataclasses import dataclass, replace
 
+from optimus_jax.control import constants
 from optimus_jax.control.deciding.changes import Durations
 
-WAITS = (0.1, 0.25, 0.5, 1.0, 2.0, 4.0)
-"""Waits to compare with a switch now, as multiples of the time that conditions have lasted."""
 QUANTILES = tuple((index + 0.5) / 20 for index in range(20))
 """Quantiles of the time that conditions last, and shares of the largest loss, to average over."""
 _NORMAL = statistics.NormalDist()
@@ -153,7 +152,7 @@ def _wait_s(bet: Bet, regime: Regime, horizon_s: float) -> float:
         later_s = _net_s(bet, regime.later(wait_s), horizon_s - wait_s)
         return regime.survival(wait_s) * later_s
 
-    return max((0.0, *[share * unit_s for share in WAITS]), key=value_s)
+    return max((0.0, *[share * unit_s for share in constants.WAIT_MULTIPLES]), key=value_s)
 
 
 def _net_s(bet: Bet, regime: Regime, horizon_s: float) -> float:

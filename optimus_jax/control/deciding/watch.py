@@ -10,10 +10,10 @@ affect every plan.
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping
 
-from optimus_jax.control.deciding.changes import MIN_STEPS, SHIFT, Change, ChangeDetector
+from optimus_jax.control import constants
+from optimus_jax.control.deciding.changes import Change, ChangeDetector
 from optimus_jax.control.deciding.conditions import Conditions
 from optimus_jax.control.deciding.factors import (
-    MIN_LOG_CHANGE_OF_PROCESS,
     family_of,
     in_words,
     min_log_change,
@@ -24,33 +24,6 @@ from optimus_jax.control.deciding.last_seen import LastSeen
 from optimus_jax.control.deciding.regimes import Regimes
 from optimus_jax.control.deciding.value import Regime
 from optimus_jax.control.signals import Observation, SignalSummary
-
-MIN_EFFECT = 0.05
-"""Least predicted change of log step time that step times can confirm or contradict."""
-MIN_AGREEMENT = 0.35
-"""Least ratio of observed to predicted change, and of predicted to observed change, at which a
-reading counts as confirmed."""
-ALARM_LOG_RATIO = math.log(2.0)
-"""Log ratio to the usual step time from which a single slow step triggers a probe at once."""
-PROBE_SHARE_OF_LOSS = 0.25
-"""Share of the time lost to slower steps that probes for the cause may take."""
-NUM_RECENT_STEPS = 5
-"""Number of newest step times that a reading is first compared with."""
-MAX_UNCONFIRMED_STEPS = 12
-"""Steps after which a reading that step times do not confirm is rejected."""
-MAX_REVISION_STEPS = 40
-"""Steps for which a reading that has explained a change may be revised by later ones: its first
-samples may be from before the change."""
-EXTRA_TOLERANCE = 0.15
-"""Extra tolerance while the usual step time of a plan is not yet known."""
-NUM_FIRST_STEPS = 2
-"""First steps under a plan, which are not representative."""
-MIN_DISTURBANCE = 0.2
-"""Least log distance from normal conditions that counts as a disturbance."""
-MIN_REGIME_CHANGE = math.log(1.5)
-"""Least log change of conditions that ends one disturbance and begins another."""
-OUTDATED_TOLERANCE = 0.4
-"""The same for a reading that is newer than the plan, compared with accepted conditions."""
 
 LogTimeOf = Callable[[Conditions], float]
 """Logarithm of the present plan's step time in given conditions."""
@@ -120,7 +93,7 @@ class Watch:
     @property
     def is_disturbed(self) -> bool:
         """Whether conditions are not those of the first steps."""
-        return self.regime != 0 or self.believed.distance(self.normal) > MIN_DISTURBANCE
+        return self.regime != 0 or self.believed.distance(self.normal) > constants.MIN_DISTURBANCE
 
     def regime_at(self, time_s: float) -> Regime:
         """The present regime: how long it has lasted, and how long such regimes last."""
@@ -139,7 +112,7 @@ class Watch:
     @property
     def probe_worth_s(self) -> float:
         """Time that probes for the cause of a change of step times may take."""
-        return PROBE_SHARE_OF_LOSS * max(0.0, self._lost_s)
+        return constants.PROBE_SHARE_OF_LOSS * max(0.0, self._lost_s)
 
     @property
     def steps_alike(self) -> int:
@@ -209,7 +182,7 @@ class Watch:
         is_explained = before[1] != 0 and self.regime == 0 and self.is_disturbed
         if (self.believed, self.regime) != before and not self.was_so and not is_explained:
             begun_s = observation.time_s - self._newest_s * (
-                change.num_steps if change else NUM_RECENT_STEPS
+                change.num_steps if change else constants.NUM_RECENT_STEPS
             )
             self._turn(was_disturbed, before[0], begun_s)
         return "; ".join(filter(None, news))
@@ -223,7 +196,7 @@ class Watch:
         """Note which factors were read, and which step times agree with."""
         trusted = [name for name in claims if family_of(name) not in self._broken]
         self._last_seen.read(claims, trusted, observation.time_s)
-        if self.regime == 0 and self.detector.recent(NUM_RECENT_STEPS) is not None:
+        if self.regime == 0 and self.detector.recent(constants.NUM_RECENT_STEPS) is not None:
             disturbed = self.believed.differing(self.normal)
             self._last_seen.felt(self._felt(disturbed, log_time_of), observation.time_s)
 
@@ -233,28 +206,28 @@ class Watch:
         for step_time_s in _sane(observation.step_times_s):
             self._newest_s = step_time_s
             self._seen_steps += 1
-            if self._skipped < NUM_FIRST_STEPS:
+            if self._skipped < constants.NUM_SKIPPED_STEPS:
                 self._skipped += 1
                 continue
             self._plan_steps += 1
             value, level = (
                 math.log(step_time_s),
-                self.detector.level if self.detector.count >= MIN_STEPS else None,
+                self.detector.level if self.detector.count >= constants.MIN_LEVEL_STEPS else None,
             )
             change = self.detector.add(value) or self._drifted()
             if change:
                 found, self._base = change, None
-            elif self._base is None and self.detector.count >= MIN_STEPS:
+            elif self._base is None and self.detector.count >= constants.MIN_LEVEL_STEPS:
                 self._base = self.detector.level
             if (
                 self.regime
                 and self._anchor is None
                 and self._excess is not None
                 and self.detector.level is not None
-                and self.detector.count >= MIN_STEPS
+                and self.detector.count >= constants.MIN_LEVEL_STEPS
             ):
                 self._anchor = self.detector.level - self._excess
-            is_alarming = level is not None and value - level > ALARM_LOG_RATIO
+            is_alarming = level is not None and value - level > constants.ALARM_LOG_RATIO
             if is_alarming and not self._is_alarmed:
                 self.changed_s, self._lost_s = (
                     observation.time_s - step_time_s,
@@ -266,14 +239,21 @@ class Watch:
     def _drifted(self) -> Change | None:
         """A change that came so slowly that the detector's level went with it."""
         level = self.detector.level
-        if self._base is None or level is None or abs(level - self._base) < SHIFT:
+        if (
+            self._base is None
+            or level is None
+            or abs(level - self._base) < constants.MIN_LEVEL_SHIFT
+        ):
             return None
-        return Change(before=self._base, after=level, num_steps=MIN_STEPS)
+        return Change(before=self._base, after=level, num_steps=constants.MIN_LEVEL_STEPS)
 
     def _level_changed(self, change: Change) -> str:
         if self.regime == 0:
             self._anchor = change.before
-        elif self._anchor is not None and abs(change.after - self._anchor) < SHIFT / 2:
+        elif (
+            self._anchor is not None
+            and abs(change.after - self._anchor) < constants.MIN_LEVEL_SHIFT / 2
+        ):
             self.regime, self._excess = 0, None
             return "step times are back to what they were"
         self._num_regimes += 1
@@ -302,7 +282,10 @@ class Watch:
         self._early &= news.keys()
         for name, doubted in list(self.rejected_signals.items()):
             # It agrees with the conditions again, or claims another value than the rejected one.
-            if name not in news or abs(math.log(news[name] / doubted)) > MIN_REGIME_CHANGE:
+            if (
+                name not in news
+                or abs(math.log(news[name] / doubted)) > constants.MIN_REGIME_CHANGE
+            ):
                 del self.rejected_signals[name]
                 self._claimed_at.pop(name, None)
         news = {name: value for name, value in news.items() if name not in self.rejected_signals}
@@ -315,7 +298,7 @@ class Watch:
         if not news:
             return ""
         for name in news:
-            if self._plan_steps < MIN_STEPS:
+            if self._plan_steps < constants.MIN_LEVEL_STEPS:
                 self._early.add(name)
             if claims[name].quality == "good":
                 self._claimed_at.setdefault(name, self._seen_steps)
@@ -325,7 +308,8 @@ class Watch:
         late = [
             name
             for name in news
-            if self._seen_steps - self._claimed_at.get(name, math.inf) >= MAX_UNCONFIRMED_STEPS
+            if self._seen_steps - self._claimed_at.get(name, math.inf)
+            >= constants.MAX_UNCONFIRMED_STEPS
             and self._is_felt(name, news[name], log_time_of)
         ]
         return self._reject(late, news) if late else ""
@@ -336,10 +320,10 @@ class Watch:
         """End a disturbance that step times say is over, whatever its readings claim: they are
         frozen, wrong or missing.
         """
-        level = self.detector.recent(NUM_RECENT_STEPS)
+        level = self.detector.recent(constants.NUM_RECENT_STEPS)
         if self.regime:
             reference, names = self._anchor, self.believed.differing(self.normal)
-            is_late = self.detector.count >= MAX_UNCONFIRMED_STEPS
+            is_late = self.detector.count >= constants.MAX_UNCONFIRMED_STEPS
         else:  # a plan that was tried because the disturbance may be over
             names = self._felt(self.recovered, log_time_of)
             is_late, log_time_of = True, expected_of
@@ -355,7 +339,10 @@ class Watch:
             groups, key=lambda each: abs(seen - self._predicted(each, log_time_of)), default={}
         )
         predicted = self._predicted(group, log_time_of)
-        if abs(predicted) < EXTRA_TOLERANCE or abs(seen - predicted) >= abs(predicted) / 2:
+        if (
+            abs(predicted) < constants.MIN_RECOVERY_EFFECT
+            or abs(seen - predicted) >= abs(predicted) / 2
+        ):
             return ""
         told = self._believe(group, log_time_of)
         wrong = {name: claimed[name] for name in group if name in claimed}
@@ -409,7 +396,7 @@ class Watch:
         # A compute probe on the slow process measures the same slowdown once more.
         skew = max([values[name] for name in values if self._uses(name)], default=1.0)
         more = values.get("compute", 1.0) / self.believed.compute
-        if skew > 1 and abs(math.log(more / skew)) < MIN_LOG_CHANGE_OF_PROCESS:
+        if skew > 1 and abs(math.log(more / skew)) < constants.MIN_PROCESS_CHANGE:
             values.pop("compute", None)
         return values
 
@@ -419,7 +406,7 @@ class Watch:
         return process is not None and (self._in_use is None or process in self._in_use)
 
     def _is_felt(self, name: str, value: float, log_time_of: LogTimeOf) -> bool:
-        return abs(self._predicted({name: value}, log_time_of)) >= MIN_EFFECT
+        return abs(self._predicted({name: value}, log_time_of)) >= constants.MIN_PREDICTED_EFFECT
 
     def _felt(self, names: Iterable[str], log_time_of: LogTimeOf) -> list[str]:
         """Those of these factors whose return to normal would affect step times."""
@@ -446,12 +433,12 @@ class Watch:
         )
         # Step times cannot tell. Accept good readings, but not a factor that is suddenly better
         # than ever before.
-        if abs(predicted) < MIN_EFFECT:
+        if abs(predicted) < constants.MIN_PREDICTED_EFFECT:
             return is_good and all(
                 name not in self._confirmed or value >= min(1.0, self.normal.factor(name))
                 for name, value in group.items()
             )
-        if (level := self.detector.recent(NUM_RECENT_STEPS)) is None:
+        if (level := self.detector.recent(constants.NUM_RECENT_STEPS)) is None:
             return False
         # The factors may have held from the start.
         if self.regime == 0 and (
@@ -459,7 +446,9 @@ class Watch:
         ):
             # If a factor was accepted before, that reading is older than this one.
             unsure = (
-                EXTRA_TOLERANCE if not self._confirmed.issuperset(group) else OUTDATED_TOLERANCE
+                constants.LATER_READING_TOLERANCE
+                if self._confirmed.issuperset(group)
+                else constants.FIRST_READING_TOLERANCE
             )
             return is_good and abs(level - after) <= abs(level - before) + unsure
         if (reference := self._anchor if self.regime else self.detector.level) is None:
@@ -475,7 +464,7 @@ class Watch:
 
     def _agrees(self, seen: float, predicted: float) -> bool:
         return (
-            MIN_AGREEMENT <= seen / predicted <= 1 / MIN_AGREEMENT
+            constants.MIN_AGREEMENT_RATIO <= seen / predicted <= 1 / constants.MIN_AGREEMENT_RATIO
             and abs(seen) > self.detector.noise
         )
 
@@ -485,7 +474,10 @@ class Watch:
         """Whether these factors explain the newest change better than those that were accepted for
         it.
         """
-        if self._origin is None or self._seen_steps - self._origin[0] > MAX_REVISION_STEPS:
+        if (
+            self._origin is None
+            or self._seen_steps - self._origin[0] > constants.MAX_REVISION_STEPS
+        ):
             return False
         _, conditions, reference = self._origin
         usual, seen = log_time_of(conditions), level - reference
@@ -498,10 +490,11 @@ class Watch:
         )
 
     def _believe(self, group: Mapping[str, float], log_time_of: LogTimeOf) -> str:
-        felt = abs(self._predicted(group, log_time_of)) >= MIN_EFFECT
+        felt = abs(self._predicted(group, log_time_of)) >= constants.MIN_PREDICTED_EFFECT
         reference = self._anchor if self.regime else self.detector.level
         is_revision = (
-            self._origin is not None and self._seen_steps - self._origin[0] <= MAX_REVISION_STEPS
+            self._origin is not None
+            and self._seen_steps - self._origin[0] <= constants.MAX_REVISION_STEPS
         )
         if felt and reference is not None and not is_revision:
             self._origin = self._seen_steps, self.believed, reference
@@ -532,7 +525,7 @@ class Watch:
         """Number of newest samples that belong to the conditions that have just been accepted. The
         others do not measure them.
         """
-        before, after = self.detector.level, self.detector.recent(NUM_RECENT_STEPS)
+        before, after = self.detector.level, self.detector.recent(constants.NUM_RECENT_STEPS)
         return 0 if before is None or after is None else self.detector.in_a_row(before, after)
 
     def _reject(self, names: list[str], news: Mapping[str, float]) -> str:
@@ -548,7 +541,7 @@ class Watch:
             return
         if (
             was_disturbed == self.is_disturbed
-            and before.distance(self.believed) < MIN_REGIME_CHANGE
+            and before.distance(self.believed) < constants.MIN_REGIME_CHANGE
         ):
             return
         if not self.is_disturbed and self.regimes.is_first:  # conditions turned out normal

@@ -1,0 +1,261 @@
+"""Constants of the controller's decisions, by what they decide.
+
+Each has its unit, its source, and what happens if it is too small or too large. The sources:
+
+* Theory: it follows from a model.
+* Measured: it was measured, or compared with other values, on the page that is named.
+* Reasoned: a guess. No other value was compared.
+
+Readers write `constants.NAME` where the value is used, so a benchmark can set one attribute. What a
+user may set is in config/control.py. The first guesses of what a switch costs are `SwitchCosts` in
+deciding/switch_costs.py, memory is watched by deciding/memory_watch.py, and probes have the limits
+of probe_rounds.py. "Log" is the natural logarithm.
+"""
+
+import math
+
+# When is a change of step times reported? (deciding/changes.py, deciding/watch.py, advisor.py)
+
+MIN_LEVEL_SHIFT = math.log(1.1)
+"""Smallest change of a level to detect; log step time. Reasoned.
+Too small: drifts count as other conditions. Too large: slow links go unnoticed."""
+CHANGE_LOG_ODDS = 12.0
+"""Sum of log-likelihood ratios at which a change is reported. Theory: odds of e^12 (CUSUM).
+Too small: false alarms. Too large: changes are noticed late."""
+MIN_SHIFTED_STEPS = 5
+"""Fewest steps in a row that show a change. Theory: if a share p of steps are spikes, a false alarm
+comes once in p^-5 steps. Too small: spikes are changes. Too large: a later reaction."""
+MIN_RETURN_STEPS = 3
+"""Fewest steps in a row that show a return to the level before the last change. Reasoned.
+Too small: two fast steps end a disturbance. Too large: plans are weighed in old conditions."""
+MIN_RETURN_DISTANCE = 5.0
+"""Distance of the two levels, in deviations of a step, from which a return may be seen so early.
+Reasoned. Too small: noise looks like a return. Too large: a return takes MIN_SHIFTED_STEPS."""
+MIN_LEVEL_STEPS = 8
+"""Steps after which a level counts as known, and changes can be found. Reasoned.
+Too small: false alarms after each switch. Too large: the first decision comes later."""
+FEW_STEPS_VARIANCE = 6.0
+"""The variance of a step is multiplied by 1 + this / (steps of the level). Reasoned.
+Too small: false alarms while level and noise are uncertain. Too large: early changes are missed."""
+MAX_LEVEL_ERROR = 1.0
+"""Tolerated error of a level, in its standard errors. Reasoned.
+Too small: an unlucky level looks like a change. Too large: small changes are noticed later."""
+MAX_LEVEL_STEPS = 200
+"""Newest steps that a level is estimated from. Reasoned.
+Too small: a noisy level. Too large: it follows a drift slowly."""
+MIN_STEP_NOISE = 0.01
+"""Smallest deviation of log step times that is assumed. Reasoned.
+Too small: tiny changes count on steady devices. Too large: changes are noticed later."""
+NUM_SKIPPED_STEPS = 2
+"""First steps under a plan that are ignored: they fill buffers and caches. Reasoned.
+Too small: the level is too high. Too large: it is known later."""
+ALARM_LOG_RATIO = math.log(2.0)
+"""Log ratio to the usual step time from which one slow step requests a probe. Reasoned.
+Too small: probes after every spike. Too large: the cause is looked for some steps later."""
+PROBE_SHARE_OF_LOSS = 0.25
+"""Share of the time lost to slower steps that probes for the cause may take. Reasoned.
+Too small: the cause stays unknown. Too large: probes add to the loss."""
+MIN_DISTURBANCE = 0.2
+"""Log distance from normal conditions that counts as a disturbance. Reasoned.
+Too small: a scatter of readings is one. Too large: slow links are permanent, and nothing waits."""
+MIN_REGIME_CHANGE = math.log(1.5)
+"""Log change of conditions that ends one disturbance and begins another. Reasoned.
+Too small: disturbances seem short. Too large: one seems to last although it has changed."""
+
+# Which readings are believed? (deciding/factors.py, deciding/conditions.py, deciding/watch.py,
+# deciding/last_seen.py)
+
+MIN_FACTOR, MAX_FACTOR = 0.01, 1e4
+"""Range of plausible slowdowns; readings outside it are ignored. Reasoned.
+Too narrow: a nearly dead link is not seen. Too wide: broken sensors are read."""
+FACTOR_GRID = math.log(1.1)
+"""Spacing of the grid that accepted factors are rounded to, as a logarithm. Reasoned.
+Too small: evidence of the same conditions is kept apart. Too large: plans are priced wrongly."""
+MIN_LINK_CHANGE = math.log(1.25)
+"""Log change of a link's factor that counts as other conditions. Reasoned, above the scatter of
+readings. Too small: scatter counts. Too large: slow links are not priced."""
+MIN_COMPUTE_CHANGE = math.log(1.2)
+"""The same for compute. Reasoned."""
+MIN_PROCESS_CHANGE = math.log(1.12)
+"""The same for the time of a process over that of the median process. Reasoned."""
+MIN_PREDICTED_EFFECT = 0.05
+"""Predicted change of log step time that steps can confirm or contradict. Reasoned.
+Too small: noise judges readings. Too large: wrong readings are believed unchecked."""
+MIN_AGREEMENT_RATIO = 0.35
+"""Smallest ratio of observed to predicted change, or of predicted to observed, that confirms a
+reading. Reasoned. Too small: any change confirms it. Too large: right readings are rejected."""
+NUM_RECENT_STEPS = 5
+"""Newest steps that a reading is compared with. Reasoned.
+Too small: spikes confirm readings. Too large: true readings are believed later."""
+MAX_UNCONFIRMED_STEPS = 12
+"""Steps after which a reading that step times contradict is rejected. Reasoned.
+Too small: right readings of a slow change are rejected. Too large: frozen ones are believed."""
+MIN_RECOVERY_EFFECT = 0.15
+"""Predicted change of log step time by the end of a disturbance from which step times alone may
+show that end. Reasoned. Too small: noise ends it. Too large: frozen sensors are believed."""
+FIRST_READING_TOLERANCE = 0.15
+"""How much farther, in log step time, steps may be from a factor's first reading than from what is
+believed. Reasoned. Too small: what held from the start is rejected. Too large: errors pass."""
+LATER_READING_TOLERANCE = 0.4
+"""The same for a later reading of a factor, taken before step times under the plan were known.
+Reasoned."""
+MAX_REVISION_STEPS = 40
+"""Steps for which later readings may explain the newest change better. Reasoned.
+Too small: a median of old and new samples is kept. Too large: chance explains old changes."""
+SILENT_AFTER_INTERVALS = 3.0
+"""Sensors count as silent after this multiple of their longest interval so far. Reasoned.
+Too small: a late reading is an alarm. Too large: frozen sensors are believed longer."""
+
+# What is believed of plans and of durations? (predictor.py, advisor.py, deciding/experience.py,
+# deciding/regimes.py, deciding/changes.py)
+
+EVIDENCE_HALF_LIFE_STEPS = 3000.0
+"""Steps after which the variance of a measured level has doubled. Reasoned.
+Too small: the run forgets plans it has tried. Too large: old measurements contradict new ones."""
+MAX_EVIDENCE = 60
+"""Measured levels that the regression uses, the newest. Reasoned.
+Too small: plans are forgotten. Too large: predicting takes longer (decision 26: 11 to 16 ms)."""
+MIN_LEARNT_NOISE = 0.005
+"""Smallest deviation of log step times with which a level is learnt. Reasoned.
+Too small: one plan outweighs all others. Too large: steady levels are not trusted."""
+EARLIER_RUN_PLAN_LOG_STD = 0.03
+"""Deviation of one plan's log step time from run to run, besides what all plans share. Reasoned,
+and checked in decision 26. Too small: plans look known. Too large: earlier runs teach nothing."""
+TRIED_PLAN_LOG_STD = 0.03
+"""Deviation of log step times measured in a few trial steps before the run. Reasoned.
+Too small: an unlucky trial rules a plan out. Too large: trials teach nothing."""
+MIN_FAILED_TRIAL_STEPS = 3
+"""Steps after which a plan that was taken back has a level. Reasoned: trials that end early are
+short (decision 24). Too small: its first steps count. Too large: it is tried again and again."""
+CONTRADICTION_LOG_RATIO = math.log(1.25)
+"""Log distance from a stored level beyond which few steps are taken for other conditions. Reasoned.
+Too small: a level cannot be corrected. Too large: unnoticed disturbances are learnt."""
+MIN_OVERRULING_STEPS = 40
+"""Steps that replace a stored level even if they contradict it. Reasoned.
+Too small: disturbances are learnt. Too large: a wrong level lasts."""
+MAX_STORED_LEVELS = 30
+"""Levels that are relabelled when conditions turn out to have been others, the newest. Reasoned.
+Too small: evidence with wrong labels stays. Too large: some work."""
+PRIOR_REGIME_STEPS = 5
+"""Prior duration of a regime, in steps; it counts like observed time. Reasoned.
+Too small: brief disturbances seem over at once. Too large: they seem to last."""
+UNKNOWN_DURATION_SHAPE = 0.5
+"""Shape of the distribution of durations before any regime has ended. Theory: Jeffreys' prior of a
+Poisson rate, Gamma(1/2, 0) (doi:10.1098/rspa.1946.0056). Larger: disturbances seem shorter."""
+MAX_PAST_REGIMES = 8
+"""Newest past regimes of a kind from which durations are learnt. Reasoned.
+Too small: durations stay uncertain. Too large: old ones count for ever."""
+
+# Which plans are considered? (deciding/candidates.py, deciding/options.py,
+# deciding/plan_history.py)
+
+NUM_RANKED_PLANS = 12
+"""Plans that a search returns. Reasoned.
+Too small: the best plan by learnt corrections may be missing. Too large: weighing takes longer."""
+MAX_CACHED_SEARCHES = 24
+"""Searches whose results are cached. Reasoned. Too small: conditions that come back are searched
+again, up to a second each."""
+MAX_SAME_MESH_VARIANTS = 3
+"""Variants of the present plan that move no state, the fastest by the cost model. Reasoned.
+Too small: cheap gains are missed. Too large: weighing takes longer."""
+MAX_CLUSTER_SIZES = 3
+"""Device counts to consider when devices cannot be used, the largest. Reasoned.
+Too small: a count with a good layout is missed. Too large: more searches."""
+MAX_LEFT_OUT_SETS = 3
+"""Sets of slow processes to leave out: the slowest, those and the next slowest, and so on. Reasoned
+(decision 27). Too small: a fourth slow host stays in use. Too large: more searches."""
+MAX_REBALANCED_PLANS = 8
+"""Plans with fewer layers on slow stages, the fastest by the cost model. Reasoned.
+Too small: the best by learnt corrections may be missing. Too large: weighing takes longer."""
+MAX_PLANS_IN_HISTORY = 8
+"""Newest plans of the run, which are always candidates. Reasoned.
+Too small: the way back is forgotten. Too large: weighing takes longer."""
+
+# When does a switch pay? (policy.py, deciding/value.py, deciding/account.py)
+
+MIN_PROBABILITY = 0.75
+"""Required probability that a switch pays, if its gain depends on predicted step times alone.
+Measured in decision 26. Too small: runs switch though nothing changes. Too large: gains missed."""
+MIN_SHARE_OF_BEST_GAIN = 0.9
+"""A cheaper switch method is preferred from this share of the largest net gain on. Reasoned.
+Too small: gains are given away. Too large: all state moves for a small gain."""
+WAIT_MULTIPLES = (0.1, 0.25, 0.5, 1.0, 2.0, 4.0)
+"""Waits to compare with a switch now, as multiples of the time that conditions have lasted (and of
+their prior duration). Reasoned. Too few: the run switches too early, or looks again too late."""
+REVIEW_AFTER_SHARE = 0.25
+"""A switch that does not pay yet is weighed again after this share of the time that conditions have
+lasted. Reasoned. Too small: more decisions. Too large: later switches."""
+NEGLIGIBLE_RISK_SHARE = 1e-4
+"""Expected loss, as a share of the run, that the account always allows: 0.4 s of an hour. Reasoned.
+Too small: rounding refuses sure gains. Too large: debts can grow."""
+
+# How long does the state machine wait, and what ends a trial? (machine.py, switch_state.py,
+# runtime.py, canary.py, advisor.py, controller.py)
+
+PHASE_LEAD_S = 180.0
+"""Seconds before a phase at which its plan is chosen and compiled. Reasoned.
+Too small: the run waits for the compiler at the boundary. Too large: it knows less by then."""
+MIN_SUSPECT_STEPS = 2
+"""Newest steps that have to look different for a switch to wait for an explanation. Reasoned.
+Too small: spikes delay switches. Too large: they are made in conditions that have ended."""
+NUM_COMPARED_STEPS = 3
+"""Newest steps that are compared with earlier ones. Theory: the fewest whose median one outlier
+does not move. Too large: older steps may have run in other conditions."""
+STEADY_FACTOR = 1.5
+"""Step times within this factor of those at the decision count as unchanged, since compiling may
+explain it. Reasoned. Too small: switches wait. Too large: some are made in other conditions."""
+MAX_COMPILE_SLOWDOWN = 1.25
+"""Largest factor on step times that is taken out as the effect of compiling. Reasoned.
+Too small: compiling looks like a disturbance. Too large: a disturbance goes unnoticed meanwhile."""
+MAX_READY_WAIT_STEPS = 12
+"""Steps that a plan that is ready waits at most for an explanation of changed steps. Reasoned.
+Too small: switches in other conditions. Too large: gains come later."""
+MIN_COOLDOWN_TRIALS = 2
+"""Shortest cool-down, as a multiple of `controller.canary_steps`. Reasoned.
+Too small: the next switch is decided on unknown step times. Too large: slow in disturbances."""
+NUM_COMPARED_TRIALS = 2
+"""Steps before a switch that its trial is compared with, as a multiple of the trial's. Reasoned.
+Too small: noise judges. Too large: the steps may have run in other conditions."""
+CANARY_NOISE = 2.0
+"""Standard errors by which a new plan may look slower by chance. Theory: one side of a normal
+distribution, 2%. Too small: good plans are taken back. Too large: slower plans are kept."""
+CLEARLY_SLOWER = 1.5
+"""Factor on the longest step before the switch that ends a trial early. Reasoned.
+Too small: a spike ends it. Too large: a bad plan costs the whole trial."""
+CLEARLY_SLOWER_STEPS = 2
+"""Number of steps that all have to be so slow. Reasoned."""
+MAX_QUARANTINE_DOUBLINGS = 10
+"""Doublings of the cool-down for which a plan that failed is not tried. Reasoned: 2^10 cool-downs
+of 30 steps outlast most runs. Too small: a failing plan is tried again and again."""
+ADVICE_REPEAT_COOLDOWNS = 10
+"""Cool-downs after which advice that nobody follows is given again. Reasoned.
+Too small: advice fills the display. Too large: it is overlooked."""
+
+# What does a switch cost? (assembly.py, deciding/switch_costs.py)
+
+COMPILE_TAX_SHARE = {"cpu": 1.0, "gpu": 0.1}
+"""Delay of steps by compiling beside them, as a share of the compile time, by platform. CPU:
+measured in decision 25. GPU: a guess. Too small: too many switches until one was made."""
+PREPARE_COMPILE_RATIO = 2.0
+"""Expected time of a preparation, over that of compiling the step. Measured in decision 25: 8.2
+CPU-seconds over 3.9. Too small: switches come later than they are valued. Too large: few pay."""
+MOVE_LINK_SHARE = 0.3
+"""Share of a link's speed that moving the state reaches. Reasoned.
+Too small: switches look dear until one was made. Too large: the first one costs more than told."""
+DEFAULT_MOVE_BYTES_PER_S = 1e9
+"""Bytes per second of a move over a link of unknown speed. Reasoned."""
+CHECKPOINT_BYTES_PER_S = 1e9
+"""Bytes per second of a host to and from its disk. Reasoned.
+Too small: restarts look dear. Too large: leaving a slow host looks cheap."""
+REBALANCED_STATE_SHARE = 0.5
+"""Share of the state that moves when neighbouring stages exchange layers. Reasoned.
+Too small: rebalancing looks cheap until it was done once."""
+PRIOR_COST_WEIGHT = 1.0
+"""Weight of the expected costs, as a number of switches: one switch corrects half of their error.
+Reasoned. Too small: one slow switch forbids the next. Too large: wrong priors last."""
+ALL_METHODS_WEIGHT = 0.5
+"""Weight of what all methods have taught in the cost of one, as a number of its switches. Reasoned.
+Too small: methods learn nothing from each other. Too large: a restart's error taxes a move."""
+MAX_RECALLED_SWITCHES = 3
+"""Switches of each method that later runs take over. Reasoned.
+Too small: each run learns anew. Too large: a few of its own do not outweigh them."""
