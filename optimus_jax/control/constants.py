@@ -6,10 +6,11 @@ Each has its unit, its source, and what happens if it is too small or too large.
 * Measured: it was measured, or compared with other values, on the page that is named.
 * Reasoned: a guess. No other value was compared.
 
-Readers write `constants.NAME` where the value is used, so a benchmark can set one attribute. What a
-user may set is in config/control.py. The first guesses of what a switch costs are `SwitchCosts` in
-deciding/switch_costs.py, memory is watched by deciding/memory_watch.py, and probes have the limits
-of probe_rounds.py. "Log" is the natural logarithm.
+Code reads `constants.NAME` where the value is used, so a benchmark can set one attribute. Not here:
+what a user may set (`ControlConfig` in config/running.py), the first guesses of what a switch costs
+(`SwitchCosts` in deciding/switch_costs.py), and the limits of memory (deciding/memory_watch.py), of
+signals (signals.py, sources.py) and of probes (baselines.py, probe_rounds.py). "Log" is the natural
+logarithm.
 """
 
 import math
