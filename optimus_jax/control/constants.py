@@ -177,6 +177,9 @@ Too small: the way back is forgotten. Too large: weighing takes longer."""
 MIN_PROBABILITY = 0.75
 """Required probability that a switch pays, if its gain depends on predicted step times alone.
 Measured in decision 26. Too small: runs switch though nothing changes. Too large: gains missed."""
+MIN_GAMBLE_SHARE = 0.01
+"""Least worth of a less likely switch after the first one, as a share of the time that is left.
+Measured in decision 24. Too small: switches for nothing. Too large: better plans are missed."""
 MIN_SHARE_OF_BEST_GAIN = 0.9
 """A cheaper switch method is preferred from this share of the largest net gain on. Reasoned.
 Too small: gains are given away. Too large: all state moves for a small gain."""

@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from optimus_jax.control import constants
 from optimus_jax.control.deciding.account import Allowance
-from optimus_jax.control.deciding.value import Bet, Regime, gain, worth
+from optimus_jax.control.deciding.value import Bet, Regime, Worth, gain, worth
 from optimus_jax.plan import Plan
 from optimus_jax.planning.search.explain import flags, seconds
 
@@ -91,15 +91,39 @@ class Situation:
     """Boundary that a switch is planned for; None: now."""
     is_unexplained: bool = False
     """Whether step times have changed and nobody knows why."""
+    has_switched: bool = False
+    """Whether the run has left a plan by choice before."""
     inputs: Mapping[str, Any] = field(default_factory=dict)
     """The measurements and settings behind these values, for the record."""
 
-    @property
-    def hangs_on_ratio(self) -> bool:
-        """Whether what a switch gains depends on the predicted ratio of step times alone, and not
-        on how long conditions last; or nobody knows what the conditions are.
+    def too_unlikely(self, found: Worth) -> str:
+        """Why a switch of this worth is too unlikely to pay; empty: it is not.
+
+        Where conditions last, or nobody knows what they are, what it gains depends on predicted
+        step times alone. There an unlikely switch is a gamble. It is taken only in a run that has
+        switched before, and only if it is worth a share of what is left.
         """
-        return self.at_step is None and (self.regime.durations is None or self.is_unexplained)
+        if found.probability >= constants.MIN_PROBABILITY:
+            return ""
+        if self.is_unexplained or (self.regime.durations is None and not self.has_switched):
+            needed = f"at least P {constants.MIN_PROBABILITY:g} is required in such conditions"
+            return needed if self.at_step is None else ""
+        least_s = constants.MIN_GAMBLE_SHARE * self.horizon_s
+        if self.regime.durations is None and found.net_s < least_s:
+            return f"as a gamble it has to be worth {seconds(least_s)}"
+        return ""
+
+    def has_waited_for(self, candidate: "SwitchCandidate") -> bool:
+        """Whether present conditions, since they began, have cost as much as this switch and the
+        way back, and no more is owed than the account allows.
+
+        Then the switch can at most double what they cost: the ski rental problem (Karlin et al.
+        1988, doi:10.1007/BF01762111).
+        """
+        if self.regime.durations is None or self.account.is_overdrawn(self.whole_s):
+            return False
+        waited_s = self.regime.elapsed_s * candidate.gain
+        return waited_s >= candidate.cost_s + candidate.return_s
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -256,6 +280,7 @@ def _weigh(situation: Situation, candidate: SwitchCandidate) -> _Weighed:
             prepare_s=candidate.prepare_s if situation.at_step is None else 0.0,
             trial_s=situation.trial_s,
             usable=candidate.usable_probability,
+            counts_return=situation.has_switched,
         ),
         situation.regime,
         situation.horizon_s,
@@ -286,11 +311,11 @@ def _weigh(situation: Situation, candidate: SwitchCandidate) -> _Weighed:
         )
     if found.net_s <= 0:
         return replace(weighed, objection=told, wait_s=later_s)
-    least = constants.MIN_PROBABILITY if situation.hangs_on_ratio else 0.0
-    if found.probability < least:
-        unlikely = f"{told}; at least P {least:g} is required in such conditions"
-        return replace(weighed, objection=unlikely, wait_s=later_s)
-    if found.risk_s > situation.account.allows_s(situation.whole_s):
+    if too_unlikely := situation.too_unlikely(found):
+        return replace(weighed, objection=f"{told}; {too_unlikely}", wait_s=later_s)
+    if found.risk_s > situation.account.allows_s(
+        situation.whole_s
+    ) and not situation.has_waited_for(candidate):
         refused = situation.account.refused(found.risk_s, situation.whole_s)
         return replace(weighed, objection=f"{told}; {refused}", wait_s=later_s)
     return weighed
@@ -353,10 +378,16 @@ def _move_away(situation: Situation, candidates: Sequence[SwitchCandidate]) -> D
 
 
 def _why_switch(situation: Situation, best: _Weighed) -> str:
+    axes, cost = best.candidate.plan.axes, seconds(best.cost_s)
+    if situation.regime.durations is None and best.probability < constants.MIN_PROBABILITY:
+        return (
+            f"{situation.trigger}: {axes} may be faster (P {best.probability:.2f}) and is taken"
+            f" back if it is not; that is worth {seconds(best.gain_s)} for a switch of {cost}"
+        )
     return (
-        f"{situation.trigger}: {best.candidate.plan.axes} is expected to save"
-        f" {best.candidate.gain:.0%} of each step, {seconds(best.gain_s)} in all for a switch of"
-        f" {seconds(best.cost_s)}, with probability {best.probability:.2f}"
+        f"{situation.trigger}: {axes} is expected to save {best.candidate.gain:.0%} of each step,"
+        f" {seconds(best.gain_s)} in all for a switch of {cost}, with probability"
+        f" {best.probability:.2f}"
     )
 
 

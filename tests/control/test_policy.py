@@ -100,12 +100,35 @@ def test_a_large_likely_and_lasting_gain_causes_a_switch():
 def test_a_risk_that_the_account_refuses_is_weighed_again_if_conditions_may_last():
     """The longer conditions have lasted, the longer they are expected to last."""
     poor = {"whole_s": 100.0, "account": Allowance(share=0.001)}
-    risky = candidate(0.2, deviation=0.3)
+    risky = candidate(0.2, deviation=0.3, cost_s=60.0, return_s=60.0)
     assert (
         decided(risky, regime=unknown_duration(500.0), **poor).wait_s
         == constants.REVIEW_AFTER_SHARE * 500.0
     )
     assert decided(risky, **poor).wait_s is None
+
+
+def test_a_risk_is_taken_once_conditions_have_cost_as_much_unless_the_account_is_overdrawn():
+    dear = candidate(0.2, deviation=0.1, cost_s=100.0, return_s=100.0)
+    conditions = {"horizon_s": 2e4, "whole_s": 1000.0}
+    young, old = unknown_duration(900.0), unknown_duration(1100.0)
+    assert "the account allows" in decided(dear, regime=young, **conditions).why
+    assert decided(dear, regime=old, **conditions).action == "switch"
+    overdrawn = Allowance(share=0.01, owed_s=11.0)
+    assert decided(dear, regime=old, **conditions, account=overdrawn).action == "stay"
+
+
+def test_after_the_first_switch_an_unlikely_plan_is_tried_if_that_is_worth_enough():
+    unsure = candidate(0.04, deviation=0.2, cost_s=10.0, return_s=10.0)
+    few = {"horizon_s": 2e3, "whole_s": 1e6}
+    assert "is required" in decided(unsure, **few).why
+    tried = decided(unsure, **few, has_switched=True)
+    assert tried.action == "switch"
+    assert "is taken back if it is not" in tried.why
+    known = candidate(0.012, deviation=0.015, cost_s=10.0, return_s=10.0)
+    assert "as a gamble" in decided(known, **few, has_switched=True).why
+    unexplained = decided(unsure, **few, has_switched=True, is_unexplained=True)
+    assert unexplained.action == "stay"
 
 
 @pytest.mark.parametrize(

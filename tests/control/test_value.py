@@ -27,6 +27,7 @@ def bet(gain: float = 0.2, **fields) -> Bet:
         "prepare_s": 0.0,
         "trial_s": 5.0,
         "usable": 1.0,
+        "counts_return": True,
     }
     return Bet(**{**given, **fields})
 
@@ -55,7 +56,7 @@ REGIMES = st.just(FOREVER) | st.builds(lasted, st.floats(0.0, 1e4))
 @pytest.mark.parametrize("regime", [FOREVER, lasted(300.0), lasted(50.0, 200.0, 400.0)])
 def test_value_probability_and_risk_are_those_of_drawn_runs(gain, regime):
     """Ratios and durations are drawn; a run goes back once, if conditions end before it does or if
-    the plan is slower.
+    the plan is slower, in conditions that last after its trial.
     """
     horizon_s, one = 2000.0, bet(gain)
     random = np.random.default_rng(0)
@@ -69,7 +70,9 @@ def test_value_probability_and_risk_are_those_of_drawn_runs(gain, regime):
     ends = lasting_s < left_s
     found = worth(one, regime, horizon_s)
     back_s = one.return_s * (ends | (ratio > 1))
-    net_s = lasting_s * (1 - ratio) - one.cost_s - back_s
+    is_tried = regime.durations is None
+    used_s = np.where((ratio > 1) & is_tried, one.trial_s, lasting_s)
+    net_s = used_s * (1 - ratio) - one.cost_s - back_s
     assert found.net_s == pytest.approx(net_s.mean(), abs=ERROR * horizon_s)
     without_s = lasting_s * (1 - ratio) - one.cost_s - one.return_s * ends
     assert found.probability == pytest.approx((without_s > 0).mean(), abs=0.03)
@@ -107,6 +110,17 @@ def test_a_sure_saving_risks_nothing_however_much_it_costs():
     assert dear.risk_s == pytest.approx(0.0, abs=1e-6)
     gamble = worth(bet(0.01, deviation=0.1), FOREVER, 10_000.0)
     assert gamble.risk_s > 3.0
+
+
+def test_the_less_is_known_of_a_plan_the_more_a_trial_is_worth_in_conditions_that_last():
+    def net_s(deviation, regime):
+        slower = bet(log_ratio=0.02 - deviation**2 / 2, deviation=deviation)
+        return worth(slower, regime, 10_000.0).net_s
+
+    assert net_s(0.01, FOREVER) < 0 < net_s(0.1, FOREVER) < net_s(0.2, FOREVER)
+    assert net_s(0.2, lasted(300.0)) < 0
+    unknown = bet(-0.02, deviation=0.2)
+    assert worth(replace(unknown, counts_return=False), FOREVER, 10_000.0).net_s < 0
 
 
 def test_waiting_pays_while_conditions_are_young_and_ends():

@@ -59,7 +59,7 @@ class CandidateEvaluator:
           options: the candidate plans, each with the devices that it would use.
           observed: the usable devices and the present conditions.
           readings: the newest signal readings, recorded with the decision.
-          state: says which plans have failed.
+          state: says which plans have failed, and whether the run has switched before.
           blocked: why no switch may be made; empty: one may.
         """
         watch, plan, without, priced = (
@@ -127,6 +127,7 @@ class CandidateEvaluator:
             mandatory=question.mandatory,
             at_step=question.at_step,
             is_unexplained=watch.regime != 0,
+            has_switched=state.num_switches > 0,
             inputs=self._inputs(observed, readings, forecast.interval_s(0), steps_left),
         )
         return policy.decide(situation, candidates)

@@ -13,9 +13,11 @@ Waiting is an action like the others. A switch made later is worth its value the
 probability that conditions last until then; conditions that have lasted longer are expected to last
 longer. If that is more than the value now, the run waits.
 
-That a slower plan is taken back after its first steps would limit the losses of a trial. This is
-not counted, because it rewards plans of which little is known: simulated, with it, 2 to 20 times as
-many switches saved less in all (docs/decisions/0024-one-value.md).
+A plan that proves slower is taken back after its first steps, so a switch is also an option: only
+those steps can lose. Where that counts, L E[1 - R] is t E[1 - R] + (L - t) E[(1 - R)+], with t the
+time of those steps. It counts where conditions last, once a run has switched. Counted earlier, runs
+in which nothing changes switch; in conditions that may end, it rewards plans of which little is
+known when time is short (measured: docs/decisions/0024-one-value.md).
 """
 
 import math
@@ -86,6 +88,8 @@ class Bet:
     usable: float
     """Probability that the devices of the plan are as assumed. If they are not, the run goes
     back."""
+    counts_return: bool
+    """Whether a slower plan, in conditions that last, is expected to cost its trial only."""
 
     @property
     def is_always_better(self) -> bool:
@@ -142,6 +146,15 @@ def gain(log_ratio: float, deviation: float) -> float:
     return 1.0 - math.exp(min(50.0, log_ratio + deviation**2 / 2))
 
 
+def gain_if_kept(log_ratio: float, deviation: float) -> float:
+    """E[(1 - R)+], the same under a plan that is taken back if it is slower."""
+    if deviation <= 0:
+        return max(0.0, gain(log_ratio, 0.0))
+    below = -log_ratio / deviation
+    mean_ratio = math.exp(min(50.0, log_ratio + deviation**2 / 2))
+    return _NORMAL.cdf(below) - mean_ratio * _NORMAL.cdf(below - deviation)
+
+
 def _wait_s(bet: Bet, regime: Regime, horizon_s: float) -> float:
     """The wait after which the switch is worth most."""
     if regime.durations is None:
@@ -159,12 +172,21 @@ def _net_s(bet: Bet, regime: Regime, horizon_s: float) -> float:
     ready = regime.later(bet.prepare_s)
     left_s = max(0.0, horizon_s - bet.prepare_s - bet.cost_s)
     lasting_s = ready.expected_s(left_s)
-    saved_s = lasting_s * gain(bet.log_ratio, bet.deviation)
+    saved_s = _saved_s(bet, regime, lasting_s)
     if bet.is_always_better and bet.log_ratio_after is not None:
         saved_s += (left_s - lasting_s) * gain(bet.log_ratio_after, bet.deviation)
     in_vain_s = bet.cost_s + bet.return_s + bet.trial_s
     return regime.survival(bet.prepare_s) * (
         bet.usable * (saved_s - _cost_s(bet, ready, left_s)) - (1.0 - bet.usable) * in_vain_s
+    )
+
+
+def _saved_s(bet: Bet, regime: Regime, lasting_s: float) -> float:
+    """Expected saving while present conditions last."""
+    is_option = bet.counts_return and regime.durations is None
+    trial_s = min(bet.trial_s, lasting_s) if is_option else lasting_s
+    return trial_s * gain(bet.log_ratio, bet.deviation) + (lasting_s - trial_s) * gain_if_kept(
+        bet.log_ratio, bet.deviation
     )
 
 
