@@ -21,11 +21,11 @@ MIN_LEVEL_SHIFT = math.log(1.1)
 """Smallest change of a level to detect; log step time. Reasoned.
 Too small: drifts count as other conditions. Too large: slow links go unnoticed."""
 CHANGE_LOG_ODDS = 12.0
-"""Sum of log-likelihood ratios at which a change is reported. Theory: odds of e^12 (CUSUM).
+"""Sum of log-likelihood ratios (CUSUM) at which a change is reported. Reasoned: odds of e^12.
 Too small: false alarms. Too large: changes are noticed late."""
 MIN_SHIFTED_STEPS = 5
-"""Fewest steps in a row that show a change. Theory: if a share p of steps are spikes, a false alarm
-comes once in p^-5 steps. Too small: spikes are changes. Too large: a later reaction."""
+"""Fewest steps in a row that show a change. Reasoned: if a share p of steps are spikes, a false
+alarm comes once in p^-5 steps. Too small: spikes are changes. Too large: a later reaction."""
 MIN_RETURN_STEPS = 3
 """Fewest steps in a row that show a return to the level before the last change. Reasoned.
 Too small: two fast steps end a disturbance. Too large: plans are weighed in old conditions."""
@@ -120,8 +120,8 @@ MIN_LEARNT_NOISE = 0.005
 """Smallest deviation of log step times with which a level is learnt. Reasoned.
 Too small: one plan outweighs all others. Too large: steady levels are not trusted."""
 EARLIER_RUN_PLAN_LOG_STD = 0.03
-"""Deviation of one plan's log step time from run to run, besides what all plans share. Reasoned,
-and checked in decision 26. Too small: plans look known. Too large: earlier runs teach nothing."""
+"""Deviation of one plan's log step time from run to run, besides what all plans share. Reasoned
+(decision 26). Too small: plans look known. Too large: earlier runs teach nothing."""
 TRIED_PLAN_LOG_STD = 0.03
 """Deviation of log step times measured in a few trial steps before the run. Reasoned.
 Too small: an unlucky trial rules a plan out. Too large: trials teach nothing."""
@@ -221,8 +221,8 @@ NUM_COMPARED_TRIALS = 2
 """Steps before a switch that its trial is compared with, as a multiple of the trial's. Reasoned.
 Too small: noise judges. Too large: the steps may have run in other conditions."""
 CANARY_NOISE = 2.0
-"""Standard errors by which a new plan may look slower by chance. Theory: one side of a normal
-distribution, 2%. Too small: good plans are taken back. Too large: slower plans are kept."""
+"""Standard errors by which a new plan may look slower by chance. Reasoned: a chance of 2% if noise
+is normal. Too small: good plans are taken back. Too large: slower plans are kept."""
 CLEARLY_SLOWER = 1.5
 """Factor on the longest step before the switch that ends a trial early. Reasoned.
 Too small: a spike ends it. Too large: a bad plan costs the whole trial."""
@@ -238,11 +238,13 @@ Too small: advice fills the display. Too large: it is overlooked."""
 # What does a switch cost? (assembly.py, deciding/switch_costs.py)
 
 COMPILE_TAX_SHARE = {"cpu": 1.0, "gpu": 0.1}
-"""Delay of steps by compiling beside them, as a share of the compile time, by platform. CPU:
-measured in decision 25. GPU: a guess. Too small: too many switches until one was made."""
+"""Delay of steps by compiling beside them, over the time of compiling the step alone, by platform.
+Reasoned. Decision 25 suggests more on a CPU: 6.0 to 7.3 s, for a step of 3.9 CPU-seconds. Too
+small: the first switch costs more than told. Too large: it is not made."""
 PREPARE_COMPILE_RATIO = 2.0
-"""Expected time of a preparation, over that of compiling the step. Measured in decision 25: 8.2
-CPU-seconds over 3.9. Too small: switches come later than they are valued. Too large: few pay."""
+"""Expected time of a preparation, over that of compiling the step alone. Reasoned. Decision 25: 8.2
+CPU-seconds over 3.9 alone, but 20 to 25 s beside steps on a CPU. Too small: the first switch comes
+later than it is valued. Too large: it is not made."""
 MOVE_LINK_SHARE = 0.3
 """Share of a link's speed that moving the state reaches. Reasoned.
 Too small: switches look dear until one was made. Too large: the first one costs more than told."""
