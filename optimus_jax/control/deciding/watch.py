@@ -38,9 +38,6 @@ NUM_RECENT_STEPS = 5
 """Number of newest step times that a reading is first compared with."""
 MAX_UNCONFIRMED_STEPS = 12
 """Steps after which a reading that step times do not confirm is rejected."""
-MAX_REVISION_STEPS = 40
-"""Steps for which a reading that has explained a change may be revised by later ones: its first
-samples may be from before the change."""
 EXTRA_TOLERANCE = 0.15
 """Extra tolerance while the usual step time of a plan is not yet known."""
 NUM_FIRST_STEPS = 2
@@ -86,9 +83,6 @@ class Watch:
         self._base: float | None = None
         """First level of step times under this plan in the conditions that are believed, which a
         slow drift does not move; None: not known yet."""
-        self._origin: tuple[int, Conditions, float] | None = None
-        """The steps seen when a reading explained the newest change, and the conditions and the
-        level of step times before it; None: no reading has."""
         self._claimed_at: dict[str, int] = {}
         self._has_unconfirmed_claims = False
         """Whether readings with few samples claim a change that would affect step times."""
@@ -170,7 +164,7 @@ class Watch:
         if self.regime and self._anchor is not None and self.detector.level is not None:
             self._excess = self.detector.level - self._anchor
         self.detector, self._skipped, self._plan_steps, self._anchor = ChangeDetector(), 0, 0, None
-        self._origin = self._base = None
+        self._base = None
         self._claimed_at.clear()
         self._early.clear()
         self._is_alarmed = False
@@ -469,9 +463,7 @@ class Watch:
         ):
             return False  # a reading from before the change cannot explain it
         references = [reference] if self.regime or self._base is None else [reference, self._base]
-        return any(
-            self._agrees(level - each, predicted) for each in references
-        ) or self._is_revised_by(group, level, log_time_of)
+        return any(self._agrees(level - each, predicted) for each in references)
 
     def _agrees(self, seen: float, predicted: float) -> bool:
         return (
@@ -479,32 +471,8 @@ class Watch:
             and abs(seen) > self.detector.noise
         )
 
-    def _is_revised_by(
-        self, group: Mapping[str, float], level: float, log_time_of: LogTimeOf
-    ) -> bool:
-        """Whether these factors explain the newest change better than those that were accepted for
-        it.
-        """
-        if self._origin is None or self._seen_steps - self._origin[0] > MAX_REVISION_STEPS:
-            return False
-        _, conditions, reference = self._origin
-        usual, seen = log_time_of(conditions), level - reference
-        predicted = log_time_of(self.believed.with_factors(group)) - usual
-        believed = log_time_of(self.believed) - usual
-        return (
-            predicted != 0
-            and self._agrees(seen, predicted)
-            and abs(seen - predicted) < abs(seen - believed)
-        )
-
     def _believe(self, group: Mapping[str, float], log_time_of: LogTimeOf) -> str:
         felt = abs(self._predicted(group, log_time_of)) >= MIN_EFFECT
-        reference = self._anchor if self.regime else self.detector.level
-        is_revision = (
-            self._origin is not None and self._seen_steps - self._origin[0] <= MAX_REVISION_STEPS
-        )
-        if felt and reference is not None and not is_revision:
-            self._origin = self._seen_steps, self.believed, reference
         # A factor that was accepted before has changed since. Only a factor that is accepted for
         # the first time may have held from the start.
         self.was_so = (
