@@ -56,8 +56,8 @@ TRIAL_LOG_STD = 0.03
 """Uncertainty of a step time that was measured in a few trial steps before the run: standard
 deviation of its logarithm."""
 LEAST_TRIAL_STEPS = 3
-"""Steps of a plan that was taken back from which its step time is learnt. A trial ends early if the
-plan is far slower, and its very first steps do not count."""
+"""Steps of a plan that was taken back from which its step time is learnt: its very first steps do
+not count."""
 
 
 class Advisor(Policy):

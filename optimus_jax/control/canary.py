@@ -9,9 +9,6 @@ from optimus_jax.robust import deviation_from
 
 NOISE = 2.0
 """Number of standard errors by which two medians may differ by chance."""
-CLEARLY, CLEAR_STEPS = 1.5, 2
-"""If CLEAR_STEPS steps each take more than CLEARLY times the longest step before the switch, the
-plan is slower, and the trial can end early."""
 MEDIAN_ERROR = math.sqrt(math.pi / 2)
 """Ratio of the standard error of a median to that of a mean, for normal samples."""
 
@@ -29,15 +26,6 @@ class Verdict:
     """Measured median step time under the old plan; None: there is nothing to compare with."""
     predicted_s: float
     """Predicted step time under the new plan."""
-
-
-def is_clearly_slower(step_times_s: Sequence[float], before_s: Sequence[float]) -> bool:
-    """Whether the first steps are so slow that the rest of the trial would only cost time.
-
-    Arguments as for `judge`.
-    """
-    times_s = step_times_s[1:]
-    return bool(before_s) and len(times_s) >= CLEAR_STEPS and min(times_s) > CLEARLY * max(before_s)
 
 
 def judge(
