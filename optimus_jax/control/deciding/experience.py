@@ -2,7 +2,6 @@
 names so that they can be relabelled when conditions turn out to have been others.
 """
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -13,11 +12,6 @@ from optimus_jax.data.batch import BatchShape
 from optimus_jax.plan import Plan
 from optimus_jax.planning.learning.beliefs import Query
 
-CONTRADICTS = math.log(1.25)
-"""Log distance from the level learnt before under the same names beyond which a few steps are taken
-to come from other conditions, and are ignored."""
-PERSISTS = 40
-"""Number of steps that are always believed, even if they contradict the old level."""
 LEVELS = 30
 """Number of newest levels that are kept."""
 
@@ -52,16 +46,7 @@ class Experience:
         """Each level with the step at which it was learnt."""
 
     def learn(self, known: Known, level: Level, step: int) -> None:
-        """Learn a level. It replaces the old level under the same names, unless it contradicts that
-        one and rests on fewer steps.
-        """
-        before = self._levels.get(known)
-        if (
-            before is not None
-            and abs(level[0] - before[0][0]) > CONTRADICTS
-            and level[2] < min(PERSISTS, before[0][2])
-        ):
-            return
+        """Learn a level. It replaces the old level under the same names."""
         self._levels.pop(known, None)
         self._levels[known] = (level, step)
         while len(self._levels) > LEVELS:
