@@ -46,8 +46,6 @@ MIN_DISTURBANCE = 0.2
 """Least log distance from normal conditions that counts as a disturbance."""
 MIN_REGIME_CHANGE = math.log(1.5)
 """Least log change of conditions that ends one disturbance and begins another."""
-OUTDATED_TOLERANCE = 0.4
-"""The same for a reading that is newer than the plan, compared with accepted conditions."""
 
 LogTimeOf = Callable[[Conditions], float]
 """Logarithm of the present plan's step time in given conditions."""
@@ -451,11 +449,7 @@ class Watch:
         if self.regime == 0 and (
             not self._confirmed.issuperset(group) or self._early.intersection(group)
         ):
-            # If a factor was accepted before, that reading is older than this one.
-            unsure = (
-                EXTRA_TOLERANCE if not self._confirmed.issuperset(group) else OUTDATED_TOLERANCE
-            )
-            return is_good and abs(level - after) <= abs(level - before) + unsure
+            return is_good and abs(level - after) <= abs(level - before) + EXTRA_TOLERANCE
         if (reference := self._anchor if self.regime else self.detector.level) is None:
             return False
         if self.regime and any(
