@@ -20,8 +20,8 @@ from optimus_jax.control.deciding.changes import MIN_STEPS
 from optimus_jax.control.deciding.conditions import Conditions
 from optimus_jax.control.deciding.phases import BatchPhase
 from optimus_jax.control.deciding.prices import query
+from optimus_jax.control.deciding.step_levels import NUM_FIRST_STEPS
 from optimus_jax.control.deciding.switch_costs import CostModel, SwitchCosts
-from optimus_jax.control.deciding.watch import NUM_FIRST_STEPS
 from optimus_jax.control.learnt_file import LearntFile
 from optimus_jax.control.machine import resumed
 from optimus_jax.control.policy import Decision

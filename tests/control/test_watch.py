@@ -7,9 +7,10 @@ import math
 import numpy as np
 import pytest
 
+from optimus_jax.control.deciding.believed_conditions import MAX_UNCONFIRMED_STEPS
 from optimus_jax.control.deciding.changes import MIN_SHIFTED_STEPS
 from optimus_jax.control.deciding.conditions import Conditions
-from optimus_jax.control.deciding.watch import MAX_UNCONFIRMED_STEPS, PROBE_SHARE_OF_LOSS, Watch
+from optimus_jax.control.deciding.watch import PROBE_SHARE_OF_LOSS, Watch
 from optimus_jax.control.signals import Observation, SignalSummary
 
 LINK_SHARE = 0.5
