@@ -27,19 +27,6 @@ class Verdict:
     """Predicted step time under the new plan."""
 
 
-def is_clearly_slower(step_times_s: Sequence[float], before_s: Sequence[float]) -> bool:
-    """Whether the first steps are so slow that the rest of the trial would only cost time.
-
-    Arguments as for `judge`.
-    """
-    times_s = step_times_s[1:]
-    return (
-        bool(before_s)
-        and len(times_s) >= constants.CLEARLY_SLOWER_STEPS
-        and min(times_s) > constants.CLEARLY_SLOWER * max(before_s)
-    )
-
-
 def judge(
     step_times_s: Sequence[float],
     *,

@@ -15,7 +15,8 @@ logarithm.
 
 import math
 
-# When is a change of step times reported? (deciding/changes.py, deciding/watch.py, advisor.py)
+# When is a change of step times reported? (deciding/changes.py, deciding/step_levels.py,
+# deciding/watch.py, deciding/believed_conditions.py, advisor.py)
 
 MIN_LEVEL_SHIFT = math.log(1.1)
 """Smallest change of a level to detect; log step time. Reasoned.
@@ -63,7 +64,8 @@ MIN_REGIME_CHANGE = math.log(1.5)
 """Log change of conditions that ends one disturbance and begins another. Reasoned.
 Too small: disturbances seem short. Too large: one seems to last although it has changed."""
 
-# Which readings are believed? (deciding/factors.py, deciding/conditions.py, deciding/watch.py,
+# Which readings are believed? (deciding/factors.py, deciding/conditions.py,
+# deciding/believed_conditions.py, deciding/step_levels.py, deciding/watch.py,
 # deciding/last_seen.py)
 
 MIN_FACTOR, MAX_FACTOR = 0.01, 1e4
@@ -97,12 +99,6 @@ show that end. Reasoned. Too small: noise ends it. Too large: frozen sensors are
 FIRST_READING_TOLERANCE = 0.15
 """How much farther, in log step time, steps may be from a factor's first reading than from what is
 believed. Reasoned. Too small: what held from the start is rejected. Too large: errors pass."""
-LATER_READING_TOLERANCE = 0.4
-"""The same for a later reading of a factor, taken before step times under the plan were known.
-Reasoned."""
-MAX_REVISION_STEPS = 40
-"""Steps for which later readings may explain the newest change better. Reasoned.
-Too small: a median of old and new samples is kept. Too large: chance explains old changes."""
 SILENT_AFTER_INTERVALS = 3.0
 """Sensors count as silent after this multiple of their longest interval so far. Reasoned.
 Too small: a late reading is an alarm. Too large: frozen sensors are believed longer."""
@@ -128,12 +124,6 @@ Too small: an unlucky trial rules a plan out. Too large: trials teach nothing.""
 MIN_FAILED_TRIAL_STEPS = 3
 """Steps after which a plan that was taken back has a level. Reasoned: trials that end early are
 short (decision 24). Too small: its first steps count. Too large: it is tried again and again."""
-CONTRADICTION_LOG_RATIO = math.log(1.25)
-"""Log distance from a stored level beyond which few steps are taken for other conditions. Reasoned.
-Too small: a level cannot be corrected. Too large: unnoticed disturbances are learnt."""
-MIN_OVERRULING_STEPS = 40
-"""Steps that replace a stored level even if they contradict it. Reasoned.
-Too small: disturbances are learnt. Too large: a wrong level lasts."""
 MAX_STORED_LEVELS = 30
 """Levels that are relabelled when conditions turn out to have been others, the newest. Reasoned.
 Too small: evidence with wrong labels stays. Too large: some work."""
@@ -180,9 +170,6 @@ Measured in decision 26. Too small: runs switch though nothing changes. Too larg
 MIN_GAMBLE_SHARE = 0.01
 """Least worth of a less likely switch after the first one, as a share of the time that is left.
 Measured in decision 24. Too small: switches for nothing. Too large: better plans are missed."""
-MIN_SHARE_OF_BEST_GAIN = 0.9
-"""A cheaper switch method is preferred from this share of the largest net gain on. Reasoned.
-Too small: gains are given away. Too large: all state moves for a small gain."""
 WAIT_MULTIPLES = (0.1, 0.25, 0.5, 1.0, 2.0, 4.0)
 """Waits to compare with a switch now, as multiples of the time that conditions have lasted (and of
 their prior duration). Reasoned. Too few: the run switches too early, or looks again too late."""
@@ -223,11 +210,6 @@ Too small: noise judges. Too large: the steps may have run in other conditions."
 CANARY_NOISE = 2.0
 """Standard errors by which a new plan may look slower by chance. Reasoned: a chance of 2% if noise
 is normal. Too small: good plans are taken back. Too large: slower plans are kept."""
-CLEARLY_SLOWER = 1.5
-"""Factor on the longest step before the switch that ends a trial early. Reasoned.
-Too small: a spike ends it. Too large: a bad plan costs the whole trial."""
-CLEARLY_SLOWER_STEPS = 2
-"""Number of steps that all have to be so slow. Reasoned."""
 MAX_QUARANTINE_DOUBLINGS = 10
 """Doublings of the cool-down for which a plan that failed is not tried. Reasoned: 2^10 cool-downs
 of 30 steps outlast most runs. Too small: a failing plan is tried again and again."""

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from optimus_jax.control import constants
-from optimus_jax.control.canary import is_clearly_slower, judge
+from optimus_jax.control.canary import judge
 from optimus_jax.control.commands import Command
 from optimus_jax.control.policy import Decision
 from optimus_jax.control.switch_state import (
@@ -124,17 +124,14 @@ def _cooled_steps_done(state: SwitchState, event: StepsDone, rules: SwitchRules)
 
 
 def _canary_steps_done(state: SwitchState, event: StepsDone, rules: SwitchRules) -> Reduced:
-    """Judge the new plan, as soon as its first steps show whether it is slower."""
+    """Judge the new plan after its first steps."""
     state, trial = _counted(state, event, rules), state.trial
     assert trial is not None, "the stage has a trial"
     trial = replace(
         trial, times_s=trial.times_s + event.times_s, losses=trial.losses + event.losses
     )
     state = replace(state, trial=trial)
-    is_over = len(trial.times_s) > rules.settings.canary_steps
-    if trial.verdict is not None or not (
-        is_over or is_clearly_slower(trial.times_s, trial.before_s)
-    ):
+    if trial.verdict is not None or len(trial.times_s) <= rules.settings.canary_steps:
         return state, NO_COMMANDS
     verdict = judge(
         trial.times_s,
@@ -144,8 +141,6 @@ def _canary_steps_done(state: SwitchState, event: StepsDone, rules: SwitchRules)
         steps_left=rules.num_steps - state.step,
         back_s=sum(trial.costs_s.values()),
     )
-    if verdict.keep and not is_over:
-        return state, NO_COMMANDS
     return replace(state, trial=replace(trial, verdict=verdict)), (
         Charge(time_s=trial.first_steps_s),
         Command(kind="keep" if verdict.keep else "roll_back", why=verdict.why),

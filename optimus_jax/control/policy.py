@@ -219,16 +219,7 @@ def decide(situation: Situation, candidates: Sequence[SwitchCandidate]) -> Decis
         return _move_away(situation, candidates)
     weighed = sorted((_weigh(situation, each) for each in candidates), key=lambda each: -each.net_s)
     passed = [] if situation.blocked else [each for each in weighed if not each.objection]
-    best = min(
-        [
-            each
-            for each in passed
-            if each.net_s >= constants.MIN_SHARE_OF_BEST_GAIN * passed[0].net_s
-        ],
-        key=lambda each: SWITCH_METHODS.index(each.candidate.switch_method),
-        default=None,
-    )
-    if best is None:
+    if not passed:
         waits = [each.wait_s for each in weighed if each.wait_s is not None]
         return _decision(
             situation,
@@ -237,17 +228,7 @@ def decide(situation: Situation, candidates: Sequence[SwitchCandidate]) -> Decis
             why=_why_stay(situation, weighed),
             wait_s=min(waits, default=None),
         )
-    if len(passed) > 1 and best is not passed[0]:
-        return _decision(
-            situation,
-            weighed,
-            best,
-            why=(
-                f"{_why_switch(situation, best)}; a cheaper switch than the best plan's gains about"
-                " as much"
-            ),
-        )
-    return _decision(situation, weighed, best, why=_why_switch(situation, best))
+    return _decision(situation, weighed, passed[0], why=_why_switch(situation, passed[0]))
 
 
 @dataclass(frozen=True, kw_only=True)

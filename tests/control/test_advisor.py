@@ -237,8 +237,9 @@ def test_noise_and_spikes_do_not_cause_a_switch(seed):
 @pytest.mark.parametrize("seed", range(4))
 def test_a_poor_initial_plan_is_replaced_early(seed):
     job = Job(POOR, seed=seed).go(600)
-    assert 1 <= len(job.switches) <= 2
+    assert 1 <= len(job.switches) <= 4
     assert job.switches[0][0] < 40
+    assert job.switches[-1][0] < 150, "plans that may be better are tried soon, or not at all"
     best_s = min(job.true_s(each.plan) for each in search(PRICING).best)
     assert job.true_s(job.plan) < 0.85 * job.true_s(POOR)
     assert job.true_s(job.plan) < 1.1 * best_s

@@ -20,7 +20,6 @@ from simulated import (
     truth,
 )
 
-from optimus_jax.control import constants
 from optimus_jax.control.policy import Decision
 from optimus_jax.control.signals import UNKNOWN
 from optimus_jax.control.switch_state import Decided, News, Question
@@ -467,44 +466,17 @@ def test_a_slow_link_makes_moving_slow():
 def test_a_slower_plan_is_taken_back():
     slow = replace(OTHER, microbatches=8)
     policy = FollowsScript(switch(50, slow))
-    outcome = run(truth(misfit=EXACT), policy)
-    assert [run_event.kind for run_event in outcome.run_events] == ["switch", "rollback"]
-    assert (
-        outcome.run_events[1].step
-        == outcome.run_events[0].step + 1 + constants.CLEARLY_SLOWER_STEPS
-    ), "it is so slow that nobody has to see more"
+    made = truth(misfit=EXACT)
+    outcome = run(made, policy)
+    there, back_again = outcome.run_events
+    assert (there.kind, back_again.kind) == ("switch", "rollback")
+    assert back_again.step == there.step + made.setup.settings.canary_steps + 1
     assert outcome.plan == START
     _, first, failed, back = policy.calls
     assert first == ("charged", pytest.approx(QUICK["first_steps_s"]))
     assert failed[:2] == ("failed", slow)
-    _, rollback = outcome.run_events
-    extra_s = rollback.delay_s["first_steps"]
-    assert back == ("charged", pytest.approx(sum(rollback.delay_s.values()) - extra_s, abs=1e-9))
-
-
-def test_a_slightly_slower_plan_is_taken_back_after_the_whole_canary():
-    made, slower = (
-        truth(misfit=EXACT),
-        replace(
-            START,
-            remat="full" if START.remat == "none" else "none",
-            microbatches=2 * START.microbatches,
-        ),
-    )
-    plans = sorted(
-        (START, slower),
-        key=lambda plan: made.world.step_time_s(PlacedPlan(plan, tuple(range(16))), NORMAL, 0),
-    )
-    fast_s, slow_s = (
-        made.world.step_time_s(PlacedPlan(plan, tuple(range(16))), NORMAL, 0) for plan in plans
-    )
-    assert 1.02 < slow_s / fast_s < constants.CLEARLY_SLOWER
-    outcome = Simulation(
-        made, FollowsScript(switch(50, plans[1])), SimulationOptions(probes=False), plans[0]
-    ).run()
-    there, back = outcome.run_events
-    assert (there.kind, back.kind) == ("switch", "rollback")
-    assert back.step == there.step + made.setup.settings.canary_steps + 1
+    extra_s = back_again.delay_s["first_steps"]
+    assert back == ("charged", pytest.approx(sum(back_again.delay_s.values()) - extra_s, abs=1e-9))
 
 
 @pytest.mark.parametrize("phase", ["prepare", "move", "verify", "canary"])

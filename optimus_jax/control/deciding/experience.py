@@ -44,16 +44,7 @@ class Experience:
         """Each level with the step at which it was learnt."""
 
     def learn(self, known: Known, level: Level, step: int) -> None:
-        """Learn a level. It replaces the old level under the same names, unless it contradicts that
-        one and rests on fewer steps.
-        """
-        before = self._levels.get(known)
-        if (
-            before is not None
-            and abs(level[0] - before[0][0]) > constants.CONTRADICTION_LOG_RATIO
-            and level[2] < min(constants.MIN_OVERRULING_STEPS, before[0][2])
-        ):
-            return
+        """Learn a level. It replaces the old level under the same names."""
         self._levels.pop(known, None)
         self._levels[known] = (level, step)
         while len(self._levels) > constants.MAX_STORED_LEVELS:

@@ -1,94 +1,77 @@
-"""Estimates the present conditions by comparing signal readings with step times.
+"""Follows the conditions and the level of step times of a run, and how long both last.
 
-A reading that indicates other conditions is accepted if step times have changed as the cost model
-predicts, or if its quality is good and the present plan would not be affected. It is rejected if
-step times should have changed and did not; readings of the same family are rejected with it. Step
-times that change without a reading that explains the change begin an unexplained regime, which may
-affect every plan.
+Readings are compared with step times in deciding/believed_conditions.py. Step times that change
+without a reading that explains the change begin an unexplained regime (deciding/step_levels.py).
 """
 
-import math
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 
 from optimus_jax.control import constants
-from optimus_jax.control.deciding.changes import Change, ChangeDetector
+from optimus_jax.control.deciding.believed_conditions import BelievedConditions, LogTimeOf
+from optimus_jax.control.deciding.changes import ChangeDetector
 from optimus_jax.control.deciding.conditions import Conditions
-from optimus_jax.control.deciding.factors import (
-    family_of,
-    in_words,
-    min_log_change,
-    on_grid,
-    process_of,
-)
+from optimus_jax.control.deciding.factors import family_of
 from optimus_jax.control.deciding.last_seen import LastSeen
 from optimus_jax.control.deciding.regimes import Regimes
+from optimus_jax.control.deciding.step_levels import StepLevels, sane
 from optimus_jax.control.deciding.value import Regime
 from optimus_jax.control.signals import Observation, SignalSummary
 
-LogTimeOf = Callable[[Conditions], float]
-"""Logarithm of the present plan's step time in given conditions."""
-
 
 class Watch:
-    """Follows conditions and the level of step times."""
+    """What one run observes of its conditions."""
 
     def __init__(self) -> None:
-        self.believed = Conditions()
-        """The present conditions of all processes, as estimated."""
-        self.normal = Conditions()
-        """The conditions of the run's first steps."""
-        self.regime = 0
-        """Number of the unexplained regime; 0: none."""
-        self.detector = ChangeDetector()
-        self.rejected_signals: dict[str, float] = {}
-        """Factors whose readings are rejected, with the values that they claim."""
-        self._in_use: Collection[int] | None = None
-        """The processes in use; None: all."""
+        self._steps = StepLevels()
+        self._believed = BelievedConditions(self._steps)
+        self.regimes = Regimes()
+        """The regimes so far."""
         self._last_seen, self._now_s = LastSeen(), 0.0
         self._unseen: set[str] = set()
         """Factors that are not normal and were not seen of late."""
-        self._broken: set[str] = set()
-        """Families of sensors that were wrong, until step times confirm a reading of theirs."""
-        self._first_compute: float | None = None
-        self._confirmed: set[str] = set()
-        """Factors of which a reading has been accepted."""
-        self._early: set[str] = set()
-        """Factors claimed before step times under this plan had a level."""
-        self.was_so: dict[str, float] = {}
-        """Factors that the last observation revealed and that may have held from the start."""
-        self._base: float | None = None
-        """First level of step times under this plan in the conditions that are believed, which a
-        slow drift does not move; None: not known yet."""
-        self._origin: tuple[int, Conditions, float] | None = None
-        """The steps seen when a reading explained the newest change, and the conditions and the
-        level of step times before it; None: no reading has."""
-        self._claimed_at: dict[str, int] = {}
-        self._has_unconfirmed_claims = False
-        """Whether readings with few samples claim a change that would affect step times."""
-        self.changed_s: float | None = None
-        """When step times last changed, or seemed to, without a reading that explained it, on the
-        run's clock; None: never."""
-        self._is_alarmed = False
-        """Whether the newest step took far longer than usual."""
-        self._lost_s = 0.0
-        """Extra time of the steps in the last change, or seeming change."""
-        self._anchor: float | None = None
-        """Level before the unexplained regime; None: none has begun, or the level is unknown."""
-        self._excess: float | None = None
-        """Level over `_anchor` when the run left a plan or batch in an unexplained regime. It is
-        assumed to be the same under the next ones."""
-        self._skipped = self._plan_steps = 0
-        self._num_regimes = 0
-        self._seen_steps = 0
-        self._newest_s = 0.0
-        """Time of the newest observed step; 0: none yet, as while a plan is compiled."""
-        self.regimes = Regimes()
-        """The regimes so far."""
+
+    @property
+    def believed(self) -> Conditions:
+        """The present conditions of all processes, as estimated."""
+        return self._believed.present
+
+    @property
+    def normal(self) -> Conditions:
+        """The conditions of the run's first steps."""
+        return self._believed.normal
 
     @property
     def conditions(self) -> Conditions:
         """The present conditions of the processes in use, as estimated."""
-        return self.believed if self._in_use is None else self.believed.among(self._in_use)
+        in_use = self._believed.in_use
+        return self.believed if in_use is None else self.believed.among(in_use)
+
+    @property
+    def was_so(self) -> Mapping[str, float]:
+        """Factors that the last observation revealed and that may have held from the start."""
+        return self._believed.was_so
+
+    @property
+    def rejected_signals(self) -> Mapping[str, float]:
+        """Factors whose readings are rejected, with the values that they claim."""
+        return self._believed.rejected_signals
+
+    @property
+    def regime(self) -> int:
+        """Number of the unexplained regime; 0: none."""
+        return self._steps.regime
+
+    @property
+    def detector(self) -> ChangeDetector:
+        """The step times under the present plan in present conditions."""
+        return self._steps.detector
+
+    @property
+    def changed_s(self) -> float | None:
+        """When step times last changed, or seemed to, without a reading that explained it, on the
+        run's clock; None: never.
+        """
+        return self._steps.changed_s
 
     @property
     def is_disturbed(self) -> bool:
@@ -102,17 +85,12 @@ class Watch:
     @property
     def wants_probe(self) -> bool:
         """Whether step times and readings do not agree, so that more readings would help."""
-        return (
-            self.regime != 0
-            or bool(self._claimed_at)
-            or self._has_unconfirmed_claims
-            or self._is_alarmed
-        )
+        return self.regime != 0 or self._believed.wants_reading or self._steps.is_alarmed
 
     @property
     def probe_worth_s(self) -> float:
         """Time that probes for the cause of a change of step times may take."""
-        return constants.PROBE_SHARE_OF_LOSS * max(0.0, self._lost_s)
+        return constants.PROBE_SHARE_OF_LOSS * max(0.0, self._steps.lost_s)
 
     @property
     def steps_alike(self) -> int:
@@ -139,14 +117,8 @@ class Watch:
 
         `in_use`: the processes that the plan uses; None: all.
         """
-        self._in_use = in_use
-        if self.regime and self._anchor is not None and self.detector.level is not None:
-            self._excess = self.detector.level - self._anchor
-        self.detector, self._skipped, self._plan_steps, self._anchor = ChangeDetector(), 0, 0, None
-        self._origin = self._base = None
-        self._claimed_at.clear()
-        self._early.clear()
-        self._is_alarmed = False
+        self._steps.restart()
+        self._believed.restart(in_use)
 
     def observe(
         self,
@@ -165,26 +137,25 @@ class Watch:
           expected_of: the same by all that was learnt; None: as the cost model.
         """
         self._now_s = observation.time_s
-        self.regimes.start(observation.time_s - sum(_sane(observation.step_times_s)))
-        was_disturbed, before, self.was_so = self.is_disturbed, (self.believed, self.regime), {}
-        change = self._add_steps(observation)
-        if change and not self._is_alarmed:  # after an alarm the time is known already
-            self.changed_s = observation.time_s - self._newest_s * change.num_steps
-            self._lost_s = change.num_steps * (math.exp(change.after) - math.exp(change.before))
-        news = [self._level_changed(change)] if change else []
-        news.append(self._update_from_readings(claims, log_time_of, expected_of or log_time_of))
+        self.regimes.start(observation.time_s - sum(sane(observation.step_times_s)))
+        was_disturbed, believed, regime = self.is_disturbed, self.believed, self.regime
+        change = self._steps.add(observation)
+        news = [self._steps.turn(change)] if change else []
+        news.append(
+            self._believed.update(claims, self.recovered, log_time_of, expected_of or log_time_of)
+        )
         self._note_seen(observation, claims, log_time_of)
         unseen = self.recovered.keys()
         if lost := sorted(unseen - self._unseen):
             news.append(" and ".join(f"{name} is not measured any more" for name in lost))
         self._unseen = set(unseen)
         # A regime that a reading now explains has not changed by that.
-        is_explained = before[1] != 0 and self.regime == 0 and self.is_disturbed
-        if (self.believed, self.regime) != before and not self.was_so and not is_explained:
-            begun_s = observation.time_s - self._newest_s * (
-                change.num_steps if change else constants.NUM_RECENT_STEPS
-            )
-            self._turn(was_disturbed, before[0], begun_s)
+        is_explained = regime != 0 and self.regime == 0 and self.is_disturbed
+        is_other = (self.believed, self.regime) != (believed, regime)
+        if is_other and not self.was_so and not is_explained:
+            num_steps = change.num_steps if change else constants.NUM_RECENT_STEPS
+            begun_s = observation.time_s - self._steps.newest_s * num_steps
+            self._turn(was_disturbed, believed, begun_s)
         return "; ".join(filter(None, news))
 
     def _note_seen(
@@ -194,350 +165,15 @@ class Watch:
         log_time_of: LogTimeOf,
     ) -> None:
         """Note which factors were read, and which step times agree with."""
-        trusted = [name for name in claims if family_of(name) not in self._broken]
+        trusted = [name for name in claims if family_of(name) not in self._believed.broken]
         self._last_seen.read(claims, trusted, observation.time_s)
-        if self.regime == 0 and self.detector.recent(constants.NUM_RECENT_STEPS) is not None:
+        if self.regime == 0 and self._steps.recent is not None:
             disturbed = self.believed.differing(self.normal)
-            self._last_seen.felt(self._felt(disturbed, log_time_of), observation.time_s)
-
-    def _add_steps(self, observation: Observation) -> Change | None:
-        """Add step times to the detector. Returns a change if one is found."""
-        found = None
-        for step_time_s in _sane(observation.step_times_s):
-            self._newest_s = step_time_s
-            self._seen_steps += 1
-            if self._skipped < constants.NUM_SKIPPED_STEPS:
-                self._skipped += 1
-                continue
-            self._plan_steps += 1
-            value, level = (
-                math.log(step_time_s),
-                self.detector.level if self.detector.count >= constants.MIN_LEVEL_STEPS else None,
-            )
-            change = self.detector.add(value) or self._drifted()
-            if change:
-                found, self._base = change, None
-            elif self._base is None and self.detector.count >= constants.MIN_LEVEL_STEPS:
-                self._base = self.detector.level
-            if (
-                self.regime
-                and self._anchor is None
-                and self._excess is not None
-                and self.detector.level is not None
-                and self.detector.count >= constants.MIN_LEVEL_STEPS
-            ):
-                self._anchor = self.detector.level - self._excess
-            is_alarming = level is not None and value - level > constants.ALARM_LOG_RATIO
-            if is_alarming and not self._is_alarmed:
-                self.changed_s, self._lost_s = (
-                    observation.time_s - step_time_s,
-                    step_time_s - math.exp(level or 0.0),
-                )
-            self._is_alarmed = is_alarming
-        return found
-
-    def _drifted(self) -> Change | None:
-        """A change that came so slowly that the detector's level went with it."""
-        level = self.detector.level
-        if (
-            self._base is None
-            or level is None
-            or abs(level - self._base) < constants.MIN_LEVEL_SHIFT
-        ):
-            return None
-        return Change(before=self._base, after=level, num_steps=constants.MIN_LEVEL_STEPS)
-
-    def _level_changed(self, change: Change) -> str:
-        if self.regime == 0:
-            self._anchor = change.before
-        elif (
-            self._anchor is not None
-            and abs(change.after - self._anchor) < constants.MIN_LEVEL_SHIFT / 2
-        ):
-            self.regime, self._excess = 0, None
-            return "step times are back to what they were"
-        self._num_regimes += 1
-        self.regime = self._num_regimes
-        return f"steps take {math.exp(change.after - change.before) - 1:+.0%} of their time"
-
-    def _update_from_readings(
-        self,
-        claims: Mapping[str, SignalSummary],
-        log_time_of: LogTimeOf,
-        expected_of: LogTimeOf,
-    ) -> str:
-        """Accept or reject the conditions that readings indicate."""
-        claimed = self._claimed(claims)
-        news = {
-            name: on_grid_value
-            for name, value in claimed.items()
-            if abs(math.log(value / self.believed.factor(name))) > min_log_change(name)
-            and (on_grid_value := self._on_grid(name, value)) != self.believed.factor(name)
-        }
-        self._confirmed |= {
-            name for name in claimed if name not in news and claims[name].quality == "good"
-        }
-        for name in [name for name in self._claimed_at if name not in news]:
-            del self._claimed_at[name]
-        self._early &= news.keys()
-        for name, doubted in list(self.rejected_signals.items()):
-            # It agrees with the conditions again, or claims another value than the rejected one.
-            if (
-                name not in news
-                or abs(math.log(news[name] / doubted)) > constants.MIN_REGIME_CHANGE
-            ):
-                del self.rejected_signals[name]
-                self._claimed_at.pop(name, None)
-        news = {name: value for name, value in news.items() if name not in self.rejected_signals}
-        self._has_unconfirmed_claims = any(
-            claims[name].quality == "few" and self._is_felt(name, value, log_time_of)
-            for name, value in news.items()
-        )
-        if doubt := self._doubt(claimed, log_time_of, expected_of):
-            return doubt
-        if not news:
-            return ""
-        for name in news:
-            if self._plan_steps < constants.MIN_LEVEL_STEPS:
-                self._early.add(name)
-            if claims[name].quality == "good":
-                self._claimed_at.setdefault(name, self._seen_steps)
-        for group in self._groups(news, log_time_of):
-            if self._is_confirmed_by_steps(group, claims, log_time_of):
-                return self._believe(group, log_time_of)
-        late = [
-            name
-            for name in news
-            if self._seen_steps - self._claimed_at.get(name, math.inf)
-            >= constants.MAX_UNCONFIRMED_STEPS
-            and self._is_felt(name, news[name], log_time_of)
-        ]
-        return self._reject(late, news) if late else ""
-
-    def _doubt(
-        self, claimed: Mapping[str, float], log_time_of: LogTimeOf, expected_of: LogTimeOf
-    ) -> str:
-        """End a disturbance that step times say is over, whatever its readings claim: they are
-        frozen, wrong or missing.
-        """
-        level = self.detector.recent(constants.NUM_RECENT_STEPS)
-        if self.regime:
-            reference, names = self._anchor, self.believed.differing(self.normal)
-            is_late = self.detector.count >= constants.MAX_UNCONFIRMED_STEPS
-        else:  # a plan that was tried because the disturbance may be over
-            names = self._felt(self.recovered, log_time_of)
-            is_late, log_time_of = True, expected_of
-            reference = log_time_of(self.believed) if names and level is not None else None
-        if level is None or reference is None or not is_late:
-            return ""
-        seen = level - reference
-        groups = [
-            {name: self.normal.factor(name) for name in names if family_of(name) == family}
-            for family in dict.fromkeys(map(family_of, names))
-        ]
-        group = min(
-            groups, key=lambda each: abs(seen - self._predicted(each, log_time_of)), default={}
-        )
-        predicted = self._predicted(group, log_time_of)
-        if (
-            abs(predicted) < constants.MIN_RECOVERY_EFFECT
-            or abs(seen - predicted) >= abs(predicted) / 2
-        ):
-            return ""
-        told = self._believe(group, log_time_of)
-        wrong = {name: claimed[name] for name in group if name in claimed}
-        return f"{told}; {self._reject(list(group), wrong)}" if wrong else told
-
-    def _on_grid(self, name: str, value: float) -> float:
-        """The value on the grid, or the normal value if the two are within the scatter of readings:
-        then measurements in normal conditions apply again.
-        """
-        on_grid_value, normal = on_grid(value), self.normal.factor(name)
-        return (
-            normal
-            if abs(math.log(on_grid_value / normal)) < min_log_change(name)
-            else on_grid_value
-        )
-
-    def _groups(self, news: Mapping[str, float], log_time_of: LogTimeOf) -> list[dict[str, float]]:
-        """Groups of claims to compare with step times: each family, each claim alone, and all.
-
-        A claim that would not affect step times is not compared alone while another one of its
-        family would: if that one is wrong, this one may be too.
-        """
-        families = [
-            {name: value for name, value in news.items() if family_of(name) == family}
-            for family in dict.fromkeys(map(family_of, news))
-        ]
-        felt = {
-            family_of(name)
-            for name, value in news.items()
-            if self._is_felt(name, value, log_time_of)
-        }
-        alone = [
-            {name: value}
-            for name, value in news.items()
-            if family_of(name) not in felt or self._is_felt(name, value, log_time_of)
-        ]
-        return [*families, *alone, dict(news)]
-
-    def _claimed(self, claims: Mapping[str, SignalSummary]) -> dict[str, float]:
-        values = {
-            name: reading.value for name, reading in claims.items() if reading.value is not None
-        }
-        if "compute" in values:
-            # A slowdown from the start affects all plans alike, and is learnt from step times.
-            if claims["compute"].quality == "good" and self._first_compute is None:
-                self._first_compute = values["compute"]
-            values["compute"] /= self._first_compute or values["compute"]
-        for name in values:
-            if process_of(name) is not None:
-                values[name] = max(1.0, values[name])
-        # A compute probe on the slow process measures the same slowdown once more.
-        skew = max([values[name] for name in values if self._uses(name)], default=1.0)
-        more = values.get("compute", 1.0) / self.believed.compute
-        if skew > 1 and abs(math.log(more / skew)) < constants.MIN_PROCESS_CHANGE:
-            values.pop("compute", None)
-        return values
-
-    def _uses(self, name: str) -> bool:
-        """Whether it is the factor of a process in use."""
-        process = process_of(name)
-        return process is not None and (self._in_use is None or process in self._in_use)
-
-    def _is_felt(self, name: str, value: float, log_time_of: LogTimeOf) -> bool:
-        return abs(self._predicted({name: value}, log_time_of)) >= constants.MIN_PREDICTED_EFFECT
-
-    def _felt(self, names: Iterable[str], log_time_of: LogTimeOf) -> list[str]:
-        """Those of these factors whose return to normal would affect step times."""
-        return [
-            name for name in names if self._is_felt(name, self.normal.factor(name), log_time_of)
-        ]
-
-    def _predicted(self, group: Mapping[str, float], log_time_of: LogTimeOf) -> float:
-        """Predicted change of log step time by these factors."""
-        return log_time_of(self.believed.with_factors(group)) - log_time_of(self.believed)
-
-    def _is_confirmed_by_steps(
-        self,
-        group: Mapping[str, float],
-        claims: Mapping[str, SignalSummary],
-        log_time_of: LogTimeOf,
-    ) -> bool:
-        """Whether to accept these factors."""
-        before = log_time_of(self.believed)
-        after = log_time_of(self.believed.with_factors(group))
-        predicted = after - before
-        is_good = all(
-            claims[name].quality == "good" and family_of(name) not in self._broken for name in group
-        )
-        # Step times cannot tell. Accept good readings, but not a factor that is suddenly better
-        # than ever before.
-        if abs(predicted) < constants.MIN_PREDICTED_EFFECT:
-            return is_good and all(
-                name not in self._confirmed or value >= min(1.0, self.normal.factor(name))
-                for name, value in group.items()
-            )
-        if (level := self.detector.recent(constants.NUM_RECENT_STEPS)) is None:
-            return False
-        # The factors may have held from the start.
-        if self.regime == 0 and (
-            not self._confirmed.issuperset(group) or self._early.intersection(group)
-        ):
-            # If a factor was accepted before, that reading is older than this one.
-            unsure = (
-                constants.LATER_READING_TOLERANCE
-                if self._confirmed.issuperset(group)
-                else constants.FIRST_READING_TOLERANCE
-            )
-            return is_good and abs(level - after) <= abs(level - before) + unsure
-        if (reference := self._anchor if self.regime else self.detector.level) is None:
-            return False
-        if self.regime and any(
-            (claims[name].time_s or -math.inf) < (self.changed_s or -math.inf) for name in group
-        ):
-            return False  # a reading from before the change cannot explain it
-        references = [reference] if self.regime or self._base is None else [reference, self._base]
-        return any(
-            self._agrees(level - each, predicted) for each in references
-        ) or self._is_revised_by(group, level, log_time_of)
-
-    def _agrees(self, seen: float, predicted: float) -> bool:
-        return (
-            constants.MIN_AGREEMENT_RATIO <= seen / predicted <= 1 / constants.MIN_AGREEMENT_RATIO
-            and abs(seen) > self.detector.noise
-        )
-
-    def _is_revised_by(
-        self, group: Mapping[str, float], level: float, log_time_of: LogTimeOf
-    ) -> bool:
-        """Whether these factors explain the newest change better than those that were accepted for
-        it.
-        """
-        if (
-            self._origin is None
-            or self._seen_steps - self._origin[0] > constants.MAX_REVISION_STEPS
-        ):
-            return False
-        _, conditions, reference = self._origin
-        usual, seen = log_time_of(conditions), level - reference
-        predicted = log_time_of(self.believed.with_factors(group)) - usual
-        believed = log_time_of(self.believed) - usual
-        return (
-            predicted != 0
-            and self._agrees(seen, predicted)
-            and abs(seen - predicted) < abs(seen - believed)
-        )
-
-    def _believe(self, group: Mapping[str, float], log_time_of: LogTimeOf) -> str:
-        felt = abs(self._predicted(group, log_time_of)) >= constants.MIN_PREDICTED_EFFECT
-        reference = self._anchor if self.regime else self.detector.level
-        is_revision = (
-            self._origin is not None
-            and self._seen_steps - self._origin[0] <= constants.MAX_REVISION_STEPS
-        )
-        if felt and reference is not None and not is_revision:
-            self._origin = self._seen_steps, self.believed, reference
-        # A factor that was accepted before has changed since. Only a factor that is accepted for
-        # the first time may have held from the start.
-        self.was_so = (
-            {name: value for name, value in group.items() if name not in self._confirmed}
-            if self.regime == 0
-            else {}
-        )
-        self.believed = self.believed.with_factors(group)
-        self._confirmed |= set(group)
-        if self.was_so:
-            self.normal = self.normal.with_factors(self.was_so)
-        elif felt and self.regime:
-            self.regime, self._excess = 0, None
-        elif felt and not self._early.intersection(group):
-            self.detector.begin_with(self._num_new())
-            self._base = None
-        if felt and not self.was_so:
-            self._broken -= set(map(family_of, group))
-        self._early -= group.keys()
-        for name in group:
-            self._claimed_at.pop(name, None)
-        return " and ".join(in_words(name, value) for name, value in group.items())
-
-    def _num_new(self) -> int:
-        """Number of newest samples that belong to the conditions that have just been accepted. The
-        others do not measure them.
-        """
-        before, after = self.detector.level, self.detector.recent(constants.NUM_RECENT_STEPS)
-        return 0 if before is None or after is None else self.detector.in_a_row(before, after)
-
-    def _reject(self, names: list[str], news: Mapping[str, float]) -> str:
-        families = {family_of(name) for name in names}
-        self._broken |= families
-        doubted = [name for name in news if family_of(name) in families]
-        self.rejected_signals.update({name: news[name] for name in doubted})
-        return "step times contradict the readings of " + " and ".join(doubted)
+            self._last_seen.felt(self._believed.felt(disturbed, log_time_of), observation.time_s)
 
     def _turn(self, was_disturbed: bool, before: Conditions, begun_s: float) -> None:
         """Begin another regime if conditions have changed by enough."""
-        if not self._newest_s:  # no step has been seen in any conditions
+        if not self._steps.newest_s:  # no step has been seen in any conditions
             return
         if (
             was_disturbed == self.is_disturbed
@@ -546,8 +182,4 @@ class Watch:
             return
         if not self.is_disturbed and self.regimes.is_first:  # conditions turned out normal
             return
-        self.regimes.turn(begun_s, self._newest_s, was_disturbed=was_disturbed)
-
-
-def _sane(step_times_s: tuple[float, ...]) -> list[float]:
-    return [time_s for time_s in step_times_s if math.isfinite(time_s) and time_s > 0]
+        self.regimes.turn(begun_s, self._steps.newest_s, was_disturbed=was_disturbed)

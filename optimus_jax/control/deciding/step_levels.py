@@ -1,0 +1,151 @@
+"""Follows the level of step times under the present plan, and finds what changes it.
+
+A change that no reading explains begins an *unexplained regime*, which may affect every plan. It
+ends when step times are back at the level before it, also under another plan.
+"""
+
+import math
+from collections.abc import Iterable
+
+from optimus_jax.control import constants
+from optimus_jax.control.deciding.changes import Change, ChangeDetector
+from optimus_jax.control.signals import Observation
+
+
+class StepLevels:
+    """The levels of a run's step times, as logarithms of seconds."""
+
+    def __init__(self) -> None:
+        self.detector = ChangeDetector()
+        self.regime = 0
+        """Number of the unexplained regime; 0: none."""
+        self.anchor: float | None = None
+        """Level before the unexplained regime; None: none has begun, or the level is unknown."""
+        self.changed_s: float | None = None
+        """When step times last changed, or seemed to, without a reading that explained it, on the
+        run's clock; None: never."""
+        self.is_alarmed = False
+        """Whether the newest step took far longer than usual."""
+        self.lost_s = 0.0
+        """Extra time of the steps in the last change, or seeming change."""
+        self.num_steps = 0
+        """Number of steps seen."""
+        self.newest_s = 0.0
+        """Time of the newest of them; 0: none yet, as while a plan is compiled."""
+        self._base: float | None = None
+        """First level under this plan in the conditions that are believed, which a slow drift does
+        not move; None: not known yet."""
+        self._excess: float | None = None
+        """Level over `anchor` when the run left a plan or batch in an unexplained regime. It is
+        assumed to be the same under the next ones."""
+        self._skipped = self._plan_steps = self._num_regimes = 0
+
+    @property
+    def recent(self) -> float | None:
+        """Level of the newest steps; None: there are too few."""
+        return self.detector.recent(constants.NUM_RECENT_STEPS)
+
+    @property
+    def before(self) -> float | None:
+        """Level from which the newest change is measured; None: unknown."""
+        return self.anchor if self.regime else self.detector.level
+
+    @property
+    def seen_changes(self) -> list[float]:
+        """Change of the newest steps from the level before, and from the first level, from which a
+        slow drift is measured; empty: a level is unknown.
+        """
+        if (level := self.recent) is None or self.before is None:
+            return []
+        drift = [] if self.regime or self._base is None else [level - self._base]
+        return [level - self.before, *drift]
+
+    @property
+    def is_early(self) -> bool:
+        """Whether there are too few steps under this plan for a level."""
+        return self._plan_steps < constants.MIN_LEVEL_STEPS
+
+    def restart(self) -> None:
+        """Begin anew for another plan or batch, whose step times have another level."""
+        if self.regime and self.anchor is not None and self.detector.level is not None:
+            self._excess = self.detector.level - self.anchor
+        self.detector, self._skipped, self._plan_steps = ChangeDetector(), 0, 0
+        self.anchor = self._base = None
+        self.is_alarmed = False
+
+    def add(self, observation: Observation) -> Change | None:
+        """Add step times; returns a change if one is found."""
+        found = None
+        for step_time_s in sane(observation.step_times_s):
+            found = self._add(step_time_s, observation.time_s) or found
+        if found and not self.is_alarmed:  # after an alarm the time is known already
+            self.changed_s = observation.time_s - self.newest_s * found.num_steps
+            self.lost_s = found.num_steps * (math.exp(found.after) - math.exp(found.before))
+        return found
+
+    def _add(self, step_time_s: float, time_s: float) -> Change | None:
+        self.newest_s = step_time_s
+        self.num_steps += 1
+        if self._skipped < constants.NUM_SKIPPED_STEPS:
+            self._skipped += 1
+            return None
+        self._plan_steps += 1
+        value = math.log(step_time_s)
+        before = self.detector.level if self.detector.count >= constants.MIN_LEVEL_STEPS else None
+        change = self.detector.add(value) or self._drifted()
+        level = self.detector.level if self.detector.count >= constants.MIN_LEVEL_STEPS else None
+        if change:
+            self._base = None
+        elif self._base is None:
+            self._base = level
+        if self.regime and self.anchor is None and self._excess is not None and level is not None:
+            self.anchor = level - self._excess
+        is_alarming = before is not None and value - before > constants.ALARM_LOG_RATIO
+        if is_alarming and not self.is_alarmed:
+            self.changed_s = time_s - step_time_s
+            self.lost_s = step_time_s - math.exp(before or 0.0)
+        self.is_alarmed = is_alarming
+        return change
+
+    def _drifted(self) -> Change | None:
+        """A change that came so slowly that the detector's level went with it."""
+        level = self.detector.level
+        if (
+            self._base is None
+            or level is None
+            or abs(level - self._base) < constants.MIN_LEVEL_SHIFT
+        ):
+            return None
+        return Change(before=self._base, after=level, num_steps=constants.MIN_LEVEL_STEPS)
+
+    def turn(self, change: Change) -> str:
+        """Begin or end an unexplained regime by a change; returns which, in words."""
+        if self.regime == 0:
+            self.anchor = change.before
+        elif (
+            self.anchor is not None
+            and abs(change.after - self.anchor) < constants.MIN_LEVEL_SHIFT / 2
+        ):
+            self.explain()
+            return "step times are back to what they were"
+        self._num_regimes += 1
+        self.regime = self._num_regimes
+        return f"steps take {math.exp(change.after - change.before) - 1:+.0%} of their time"
+
+    def explain(self) -> None:
+        """End the unexplained regime."""
+        self.regime, self._excess = 0, None
+
+    def begin_with_new(self) -> None:
+        """Keep only the newest samples, which belong to conditions that have just been accepted.
+        The others do not measure them.
+        """
+        before, after = self.detector.level, self.recent
+        alike = 0 if before is None or after is None else self.detector.in_a_row(before, after)
+        self.detector.begin_with(alike)
+        self._base = None
+
+
+def sane(step_times_s: Iterable[float]) -> list[float]:
+    """Those that are times."""
+    return [time_s for time_s in step_times_s if math.isfinite(time_s) and time_s > 0]
