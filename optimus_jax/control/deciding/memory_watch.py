@@ -1,7 +1,10 @@
-"""Detects device memory that something else than the run uses ("taken" memory).
+"""Watches device memory: what something else than the run takes, and whether it grows.
 
-The memory that a plan needs is estimated. If the device reports more in use, the rest is taken by
-something else. Readings below the plan's need, or above the device's memory, are ignored.
+Memory in use is what the plan needs, its estimate times a factor (memory_factor.py), plus what
+something else takes. Under one plan only the second changes. If it grows, the plan has to be
+replaced in time: before it would run out. If it is large and stays so, that is no reason to leave.
+Plans have to leave room for what is taken, and for the error of estimates. Readings above the
+device's memory are ignored.
 """
 
 import math
@@ -9,30 +12,34 @@ from collections import deque
 from dataclasses import replace
 from typing import Literal
 
+from optimus_jax.control.deciding.memory_factor import READING_STD, MemoryFactor
 from optimus_jax.control.signals import MEMORY_PEAK_SHARE, MEMORY_SHARE, Observation
-from optimus_jax.planning.search.search import Pricing
+from optimus_jax.planning.search.search import USABLE_SHARE, Pricing
 from optimus_jax.robust import MAD_TO_DEVIATION
 
-PRESSED = 0.93
-"""Share of memory in use from which the plan has to be replaced."""
-TAKEN = 0.1
-"""Smallest share that counts as taken: estimates are no more accurate than that."""
-GROWN = 0.05
-"""The same while the share grows, which an estimation error does not do."""
+SAFETY_STDS = 1.0
+"""Standard deviations of the error of estimates that a plan has to leave room for. If it is too
+large, plans that would fit are not considered; if too small, more of them are refused once they are
+compiled, which costs seconds. The planner's own margin (USABLE_SHARE) is kept in any case."""
 LEAD_S = 140.0
-"""A growing share has to leave room for this long, in seconds, in which a switch is prepared. A
-slow compiler needs most of it."""
+"""Growth has to have room for this long, in seconds, in which a switch is prepared. A slow compiler
+needs most of it. If it is too short, plans run out of memory before they are replaced."""
+JUMP, JUMP_S = 0.1, 20.0
+"""More than this share, taken within this many seconds (two readings), is a jump: a large
+allocation need not be followed by another. Only what follows a jump is growth. If the share is too
+small, growth in steps is seen late; if too large, plans are replaced that would have lasted."""
 LONGEST_S, SHORTEST_S = 300.0, 60.0
-"""Longest and shortest time over which growth is measured, from where it began."""
+"""Longest and shortest time in seconds over which growth is measured, from where it began."""
 CALM_S = 60.0
-"""How long less memory has to be taken before that counts."""
+"""Seconds for which less memory has to be taken before that counts."""
 AGAIN_S = 120.0
-"""How long memory is not called free after it ran short; doubled each time that it does."""
+"""Seconds for which memory is not called free after it ran short; doubled each time that it
+does."""
 SETTLING_S = 20.0
-"""Time after a switch or a change of batch until samples describe the new state."""
+"""Seconds after a switch or a change of batch until samples describe the new state."""
 AHEAD = 0.03
 """Share kept free beyond what is taken, because more may be taken soon. The share that is taken has
-to fall by as much to count as less."""
+to fall by as much to count as less, and less than this counts as nothing."""
 MOST = 0.9
 """Largest share that plans have to do without."""
 BEHIND = 2 / MAD_TO_DEVIATION
@@ -42,21 +49,22 @@ WIDEST = 0.1
 """Spread beyond which samples come from two plans, so that their median fits neither."""
 OVER = 1.05
 """Share of memory in use above which a reading is ignored as impossible."""
-OFF = (0.8, 1.25)
-"""Smallest and largest factor by which estimates may be off."""
 
 
 class MemoryWatch:
-    """Tracks the share of memory that is taken."""
+    """Tracks the share of memory that is taken, and how far the run's estimates are off."""
 
     def __init__(self) -> None:
         self.taken = 0.0
         """Share of each device's memory that plans must not use."""
+        self._factor = MemoryFactor()
         self._answered = 0.0
         """The share that the last shortage was answered with; `taken` may be more."""
-        self._off: float | None = None
-        """Memory that the present plan uses over its estimate; None: not known before the next
+        self._own: float | None = None
+        """True over estimated memory of the present plan; None: not known before the next
         reading."""
+        self._is_measured = False
+        """Whether that is known from a peak. Memory in use between steps is less."""
         self._settled_s: float | None = -math.inf
         """Time from which readings count; None: not known before the next reading."""
         self._past: deque[tuple[float, float]] = deque()
@@ -70,8 +78,9 @@ class MemoryWatch:
         """Whether the present plan has to be replaced."""
 
     def restart(self) -> None:
-        """Begin anew for another plan or batch, whose estimate has another error."""
-        self._settled_s, self._off, self._old_peak, self._is_pressed = None, None, self._peak, False
+        """Begin anew for another plan or batch. The run's factor is kept, and what is taken."""
+        self._settled_s, self._own, self._old_peak = None, None, self._peak
+        self._is_measured = self._is_pressed = False
 
     def observe(
         self, observation: Observation, needed_share: float | None
@@ -88,30 +97,24 @@ class MemoryWatch:
         if read_s == self._read_s:  # most steps come without a new reading
             return None
         self._read_s = read_s
-        time_s, used = observation.time_s, self._used(observation)
+        time_s, (used, is_peak) = observation.time_s, self._used(observation)
         self._settled_s = time_s + SETTLING_S if self._settled_s is None else self._settled_s
         if used is None or not needed_share or time_s < self._settled_s:
             return None
-        if self._off is None:
-            self._off = min(OFF[1], max(OFF[0], (used - self._expected(time_s)) / needed_share))
-        present = max(0.0, used - self._off * needed_share)
+        present = self._present(used, needed_share, time_s, is_peak=is_peak)
         self._past.append((time_s, present))
         while len(self._past) > 2 and time_s - self._past[1][0] >= LONGEST_S:
             self._past.popleft()
         growth, wanted = self._growth(), self._wanted()
         if self.taken and wanted < self.taken - AHEAD:
             return self._relieved(time_s)
-        is_full, will_be_full = (
-            present >= TAKEN and used >= PRESSED,
-            present >= GROWN and used + growth * LEAD_S >= 1.0,
-        )
         # While a switch to save memory is under way, do not ask for another one unless more is
         # taken than the new plan leaves free.
         if (present if self._is_pressed else wanted) <= self._answered or not (
-            is_full or (growth > 0 and will_be_full)
+            growth > 0 and used + growth * LEAD_S >= 1.0
         ):
             # The present plan has room for what is taken; another plan might not.
-            if present >= TAKEN and present + AHEAD > self.taken:
+            if present >= AHEAD and present + AHEAD > self.taken:
                 self.taken, self._pressed_s = min(MOST, present + AHEAD), time_s
             return None
         self.taken, self._answered, self._is_pressed = max(self.taken, wanted), wanted, True
@@ -131,20 +134,48 @@ class MemoryWatch:
         self._answered = min(self._answered, self.taken)
         return is_less
 
-    def _used(self, observation: Observation) -> float | None:
-        """Share of the memory in use; None: unknown or impossible.
+    @property
+    def left(self) -> float:
+        """Memory that plans may be estimated to need, as a share of what the planner allows."""
+        most = self._factor.mean + SAFETY_STDS * self._factor.plan_std
+        return (1 - self.taken) * min(1.0, 1 / (USABLE_SHARE * most))
+
+    def applied(self, pricing: Pricing) -> Pricing:
+        """The pricing with the memory that is left."""
+        capacity = pricing.cluster.accelerator.memory_bytes
+        if capacity is None or self.left == 1.0:
+            return pricing
+        accelerator = replace(
+            pricing.cluster.accelerator, memory_bytes=int(capacity * max(0.0, self.left))
+        )
+        return replace(pricing, cluster=replace(pricing.cluster, accelerator=accelerator))
+
+    def _present(self, used: float, needed: float, time_s: float, *, is_peak: bool) -> float:
+        """Share that something else takes; a peak says how far the estimate is off."""
+        if is_peak and not self._is_measured:
+            self._own, self._factor = self._factor.explained(needed, used, self._expected(time_s))
+            self._is_measured = True
+        elif self._own is None:
+            own = max(0.0, used - self._expected(time_s)) / needed
+            self._own = min(self._factor.mean, own)
+        if is_peak and used < self._own * needed - READING_STD:  # what counted as needed was taken
+            self._own, self._factor = self._factor.learnt(needed, used)
+        present = used - self._own * needed
+        return present if present > READING_STD else 0.0
+
+    def _used(self, observation: Observation) -> tuple[float | None, bool]:
+        """Share of the memory in use, and whether that is a peak; None: unknown or impossible.
 
         A median lags behind growing samples. The newest of samples on a line is BEHIND deviations
         above the median, and equal samples have no deviation. A peak that equals the one before the
         switch is still that of the plan before.
         """
-        used = [_newest(observation, MEMORY_SHARE)]
         peak = _newest(observation, MEMORY_PEAK_SHARE)
-        if peak != self._old_peak:
-            used.append(peak)
-        self._peak = peak if peak == peak else self._peak
+        is_peak = peak > 0 and peak != self._old_peak
+        self._peak = self._peak if math.isnan(peak) else peak
+        used = [_newest(observation, MEMORY_SHARE), *[peak] * is_peak]
         largest = max((share for share in used if share > 0), default=math.nan)
-        return largest if largest <= OVER else None
+        return (largest if largest <= OVER else None), is_peak
 
     def _expected(self, time_s: float) -> float:
         """Share that is expected to be taken now, extrapolated from the plan before."""
@@ -161,9 +192,9 @@ class MemoryWatch:
         """Share that plans should do without: what was taken lately, and what will be taken if
         growth continues for as long as it has.
         """
-        lately, begun_s = self._lately(), self._begun()[0]
-        lead_s = max(LEAD_S, self._past[-1][0] - begun_s)
-        return min(MOST, lately + max(AHEAD, self._growth() * lead_s)) if lately >= GROWN else 0.0
+        lately, since_s = self._lately(), self._begun()[0]
+        lead_s = max(LEAD_S, self._past[-1][0] - since_s)
+        return min(MOST, lately + max(AHEAD, self._growth() * lead_s)) if lately >= AHEAD else 0.0
 
     def _relieved(self, time_s: float) -> Literal["relieved"] | None:
         """Lower `taken` if less has been taken for long enough; each shortage doubles the wait."""
@@ -177,29 +208,22 @@ class MemoryWatch:
         return "relieved"
 
     def _growth(self) -> float:
-        """Growth of the share that is taken, per second."""
+        """Growth of the share that is taken, per second, after the jump that it began with."""
         time_s, present = self._past[-1]
-        if time_s - self._past[0][0] < SHORTEST_S:
-            return 0.0
-        begun_s, before = self._begun()
-        return max(0.0, present - before) / max(SHORTEST_S, time_s - begun_s)
+        since_s, before = self._begun()
+        return max(0.0, present - before) / max(SHORTEST_S, time_s - since_s)
 
     def _begun(self) -> tuple[float, float]:
-        """When growth began, as far as known, and the share that was taken then."""
-        return max(
-            ((when_s, taken) for when_s, taken in self._past if taken < GROWN / 2),
-            default=self._past[0],
-        )
-
-    def applied(self, pricing: Pricing) -> Pricing:
-        """The pricing with the memory that is left."""
-        capacity = pricing.cluster.accelerator.memory_bytes
-        if not self.taken or capacity is None:
-            return pricing
-        accelerator = replace(
-            pricing.cluster.accelerator, memory_bytes=int(capacity * max(0.0, 1 - self.taken))
-        )
-        return replace(pricing, cluster=replace(pricing.cluster, accelerator=accelerator))
+        """When growth began, as far as known, and the share that was taken then. A large jump is
+        not growth, but what follows it is.
+        """
+        least = min(taken for _, taken in self._past) + READING_STD
+        low = max(each for each in self._past if each[1] <= least)
+        after = [each for each in self._past if each[0] > low[0]]
+        if not after:
+            return low
+        jumped = max(each for each in after if each[0] <= after[0][0] + JUMP_S)
+        return jumped if jumped[1] - low[1] > JUMP else low
 
 
 def _newest(observation: Observation, name: str) -> float:

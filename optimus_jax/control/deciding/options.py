@@ -313,7 +313,7 @@ class Options:
         key = (
             devices.setting,
             pricing.cluster.num_devices,
-            round(observed.memory.taken, 2),
+            round(observed.memory.left, 2),
             mesh,
             schedule,
             free,
