@@ -18,10 +18,6 @@ SHIFT = math.log(1.1)
 MIN_SHIFTED_STEPS = 5
 """Fewest steps in a row that can indicate a change. If a share p of steps are spikes, they cause a
 false alarm about once in p^-5 steps."""
-RETURN_STEPS = 3
-"""Fewest steps in a row that can show a return to the level before the last change."""
-MIN_LEVEL_DISTANCE = 5.0
-"""Smallest distance of those two levels, in deviations of a sample: less could be noise."""
 THRESHOLD = 12.0
 """Value of a sum at which a change is reported: odds of e^12 for it."""
 MIN_STEPS = 8
@@ -56,8 +52,6 @@ class ChangeDetector:
         self._up = self._down = 0.0
         self._since_up = self._since_down = 0
         self._refreshed_at = self._seen = 0
-        self._former: float | None = None
-        """Level before the last change; None: there was none."""
         self.level: float | None = None
         """Median of the present regime, without samples that may belong to the next one; None:
         there are fewer than three samples."""
@@ -99,7 +93,7 @@ class ChangeDetector:
         """Begin a new regime that consists of the newest `count` samples."""
         self._up = self._down = 0.0
         self._since_up = self._since_down = 0
-        self._former, self.level = self.level, None
+        self.level = None
         self._restart(list(self._samples)[len(self._samples) - count :])
 
     def add(self, value: float) -> Change | None:
@@ -113,7 +107,7 @@ class ChangeDetector:
             self._add_evidence(value - self.level)
         self._samples.append(value)
         self._seen += 1
-        if max(self._up, self._down) >= THRESHOLD or self._is_back():
+        if max(self._up, self._down) >= THRESHOLD:
             return self._changed()
         self._refresh()
         return None
@@ -133,22 +127,6 @@ class ChangeDetector:
         self._since_up = self._since_up + 1 if self._up > 0 else 0
         self._since_down = self._since_down + 1 if self._down > 0 else 0
 
-    def _is_back(self) -> bool:
-        """Whether the newest samples are at the level before the last change. A known level needs
-        fewer samples than a new one.
-        """
-        if (
-            self._former is None
-            or self.level is None
-            or self._suspects < RETURN_STEPS
-            or abs(self._former - self.level) < max(SHIFT, MIN_LEVEL_DISTANCE * self.noise)
-        ):
-            return False
-        near = max(SHIFT / 2, MAX_LEVEL_ERROR * self.noise)
-        return all(
-            abs(value - self._former) < near for value in list(self._samples)[-RETURN_STEPS:]
-        )
-
     def _changed(self) -> Change | None:
         num_steps = self._since_up if self._up >= self._down else self._since_down
         new = list(self._samples)[-num_steps:]
@@ -159,7 +137,6 @@ class ChangeDetector:
         if abs(after - before) < SHIFT / 2:  # a drift: forget old samples
             self._restart(list(self._samples)[-max(num_steps, MIN_STEPS) :])
             return None
-        self._former = before
         self._restart(new)
         return Change(before=before, after=after, num_steps=num_steps)
 
