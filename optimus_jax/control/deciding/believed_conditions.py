@@ -305,7 +305,7 @@ class BelievedConditions:
         elif felt and self._steps.regime:
             self._steps.explain()
         elif felt and not self._early.intersection(group):
-            self._steps.begin_with_new()
+            self._steps.begin_anew()
         if felt and not self.was_so:
             self.broken -= set(map(family_of, group))
         self._early -= group.keys()

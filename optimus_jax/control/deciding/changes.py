@@ -80,22 +80,6 @@ class ChangeDetector:
             else median_of_sorted(sorted(list(self._samples)[-count:]))
         )
 
-    def in_a_row(self, before: float, after: float) -> int:
-        """How many of the newest samples in a row are nearer to `after` than to `before`."""
-        count = 0
-        for value in reversed(self._samples):
-            if abs(value - after) >= abs(value - before):
-                break
-            count += 1
-        return count
-
-    def begin_with(self, count: int) -> None:
-        """Begin a new regime that consists of the newest `count` samples."""
-        self._up = self._down = 0.0
-        self._since_up = self._since_down = 0
-        self.level = None
-        self._restart(list(self._samples)[len(self._samples) - count :])
-
     def add(self, value: float) -> Change | None:
         """Add a sample, and return the change if it completes the evidence for one.
 
