@@ -27,12 +27,6 @@ Too small: false alarms. Too large: changes are noticed late."""
 MIN_SHIFTED_STEPS = 5
 """Fewest steps in a row that show a change. Reasoned: if a share p of steps are spikes, a false
 alarm comes once in p^-5 steps. Too small: spikes are changes. Too large: a later reaction."""
-MIN_RETURN_STEPS = 3
-"""Fewest steps in a row that show a return to the level before the last change. Reasoned.
-Too small: two fast steps end a disturbance. Too large: plans are weighed in old conditions."""
-MIN_RETURN_DISTANCE = 5.0
-"""Distance of the two levels, in deviations of a step, from which a return may be seen so early.
-Reasoned. Too small: noise looks like a return. Too large: a return takes MIN_SHIFTED_STEPS."""
 MIN_LEVEL_STEPS = 8
 """Steps after which a level counts as known, and changes can be found. Reasoned.
 Too small: false alarms after each switch. Too large: the first decision comes later."""
@@ -146,9 +140,6 @@ Too small: the best plan by learnt corrections may be missing. Too large: weighi
 MAX_CACHED_SEARCHES = 24
 """Searches whose results are cached. Reasoned. Too small: conditions that come back are searched
 again, up to a second each."""
-MAX_SAME_MESH_VARIANTS = 3
-"""Variants of the present plan that move no state, the fastest by the cost model. Reasoned.
-Too small: cheap gains are missed. Too large: weighing takes longer."""
 MAX_CLUSTER_SIZES = 3
 """Device counts to consider when devices cannot be used, the largest. Reasoned.
 Too small: a count with a good layout is missed. Too large: more searches."""

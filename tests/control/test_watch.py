@@ -217,9 +217,6 @@ def test_a_contradicted_reading_is_rejected_with_related_signals():
     assert run.watch.conditions == Conditions()
     assert set(run.watch.rejected_signals) == {"inter_host", "intra_host"}
     assert len([each for each in run.news if "contradict the readings" in each]) == 1
-    # Once a reading was wrong, readings that step times cannot check are not accepted.
-    run.go(100, reported=NORMAL).go(30, reported={**NORMAL, "intra_host": 4.0})
-    assert run.watch.conditions == Conditions()
 
 
 def test_a_reading_that_step_times_cannot_check_needs_good_quality():
@@ -391,20 +388,6 @@ def test_of_two_disturbances_the_one_that_explains_the_change_is_over():
     assert run.watch.conditions.skew == pytest.approx(1.5, rel=0.06)
 
 
-def test_a_sensor_that_was_wrong_is_trusted_again_once_step_times_confirm_it():
-    run = Run().go(60, reported=NORMAL).go(20, SKEW, SKEWED)
-    run.go(constants.MAX_UNCONFIRMED_STEPS + constants.MIN_SHIFTED_STEPS, reported=SKEWED).go(
-        20, reported=NORMAL
-    )
-    worse = Conditions(slow=((3, 2.1),))
-    run.go(20, worse, NORMAL | {"process_time/3": 2.1})
-    assert run.watch.conditions.skew == pytest.approx(2.1, rel=0.06)
-    run.watch.restart({0, 1, 2})
-    run.log_time = lambda conditions: log_time_of(conditions.among({0, 1, 2}))
-    run.go(20, reported=NORMAL)
-    assert run.watch.believed == Conditions(), "it is believed also where step times cannot tell"
-
-
 def test_a_factor_that_the_plan_does_not_feel_may_have_recovered_if_its_reading_stands_still():
     run = Run().go(60, reported=NORMAL).go(20, SKEW, SKEWED)
     assert run.watch.recovered == {}, "step times agree with it"
@@ -526,12 +509,13 @@ def test_the_first_reading_of_a_signal_corrects_earlier_conditions():
 
 
 def test_steps_before_a_change_are_not_compared_with_those_after():
-    """Three steps show the change: they, and none before, may be compared with steps of a
-    new plan.
+    """Three steps show the change. Only those after them may be compared with steps of a new
+    plan.
     """
     run = Run().go(60, reported=NORMAL).go(3, SLOW, {**NORMAL, "inter_host": 4.0})
     assert run.watch.conditions.inter_host == pytest.approx(4.0, rel=0.06)
-    assert run.watch.steps_alike == 3
+    assert run.watch.steps_alike == 0
+    assert run.go(4, SLOW, {**NORMAL, "inter_host": 4.0}).watch.steps_alike == 4
     assert run.watch.detector.level == pytest.approx(log_time_of(SLOW), abs=0.03)
 
 

@@ -41,8 +41,6 @@ class BelievedConditions:
         """The processes in use; None: all."""
         self.rejected_signals: dict[str, float] = {}
         """Factors whose readings are rejected, with the values that they claim."""
-        self.broken: set[str] = set()
-        """Families of sensors that were wrong, until step times confirm a reading of theirs."""
         self.was_so: dict[str, float] = {}
         """Factors that the last readings revealed and that may have held from the start."""
         self._first_compute: float | None = None
@@ -254,9 +252,7 @@ class BelievedConditions:
         before = log_time_of(self.present)
         after = log_time_of(self.present.with_factors(group))
         predicted = after - before
-        is_good = all(
-            claims[name].quality == "good" and family_of(name) not in self.broken for name in group
-        )
+        is_good = all(claims[name].quality == "good" for name in group)
         # Step times cannot tell. Accept good readings, but not a factor that is suddenly better
         # than ever before.
         if abs(predicted) < constants.MIN_PREDICTED_EFFECT:
@@ -303,9 +299,7 @@ class BelievedConditions:
         elif felt and self._steps.regime:
             self._steps.explain()
         elif felt and not self._early.intersection(group):
-            self._steps.begin_with_new()
-        if felt and not self.was_so:
-            self.broken -= set(map(family_of, group))
+            self._steps.begin_anew()
         self._early -= group.keys()
         for name in group:
             self._claimed_at.pop(name, None)
@@ -313,7 +307,6 @@ class BelievedConditions:
 
     def _reject(self, names: list[str], news: Mapping[str, float]) -> str:
         families = {family_of(name) for name in names}
-        self.broken |= families
         doubted = [name for name in news if family_of(name) in families]
         self.rejected_signals.update({name: news[name] for name in doubted})
         return "step times contradict the readings of " + " and ".join(doubted)

@@ -1,13 +1,10 @@
-"""Sources of candidate plans: cached searches, other executables for the same state, and clusters
-without their unusable devices.
-"""
+"""Sources of candidate plans: cached searches, and clusters without their unusable devices."""
 
-import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
-from optimus_jax.config import REMAT_POLICIES, Config, Offload
+from optimus_jax.config import Config
 from optimus_jax.config.axes import AxisSizes
 from optimus_jax.control import constants
 from optimus_jax.control.policy import SwitchMethod
@@ -15,7 +12,6 @@ from optimus_jax.errors import PlanError, explain
 from optimus_jax.plan import Plan
 from optimus_jax.planning.cost.cost import term_times
 from optimus_jax.planning.profiles.cluster import Cluster
-from optimus_jax.planning.search.assemble import can_offload
 from optimus_jax.planning.search.search import Pricing, Ranking, fits, search
 
 Searcher = Callable[[Pricing], Ranking | None]
@@ -55,44 +51,6 @@ class Searches:
                 self._found.pop(next(iter(self._found)))
             self._found[key] = found
         return [candidate.plan for candidate in self._found[key].best]
-
-
-def executables(plan: Plan, pricing: Pricing) -> list[Plan]:
-    """The fastest few legal plans that fit and differ from `plan` only in microbatches, remat and
-    offload, so that the state on the devices stays as it is.
-    """
-    config, parallel = pricing.config, pricing.config.parallel
-    rows, rest = divmod(config.data.global_batch, plan.batch_ways())
-    if rest:
-        return []
-    numbers = (
-        [number for number in range(1, rows + 1) if rows % number == 0]
-        if parallel.microbatches is None
-        else [plan.microbatches]
-    )
-    policies = REMAT_POLICIES if parallel.remat == "auto" else (plan.remat,)
-    found = []
-    for number in numbers:
-        # Least recomputation first, more offloading to the host last: the first that fits is the
-        # fastest.
-        for offload, remat in itertools.product(_offloads(plan, pricing), policies):
-            other = replace(plan, microbatches=number, remat=remat, offload=offload)
-            if is_legal(other, config) and has_room(other, pricing):
-                found.append(other)
-                break
-    found = [other for other in found if other != plan]
-    return sorted(found, key=lambda other: sum(times(other, pricing).values()))[
-        : constants.MAX_SAME_MESH_VARIANTS
-    ]
-
-
-def _offloads(plan: Plan, pricing: Pricing) -> tuple[Offload, ...]:
-    """Offload options that leave the state where it is."""
-    if pricing.config.parallel.offload != "auto" or not can_offload(
-        pricing.cluster.accelerator.platform
-    ):
-        return (plan.offload,)
-    return ("optimizer", "all") if plan.offloads_moments else ("none", "activations")
 
 
 def times(plan: Plan, pricing: Pricing) -> dict[str, float]:

@@ -38,8 +38,6 @@ class ChangeDetector:
         self._up = self._down = 0.0
         self._since_up = self._since_down = 0
         self._refreshed_at = self._seen = 0
-        self._former: float | None = None
-        """Level before the last change; None: there was none."""
         self.level: float | None = None
         """Median of the present regime, without samples that may belong to the next one; None:
         there are fewer than three samples."""
@@ -68,22 +66,6 @@ class ChangeDetector:
             else median_of_sorted(sorted(list(self._samples)[-count:]))
         )
 
-    def in_a_row(self, before: float, after: float) -> int:
-        """How many of the newest samples in a row are nearer to `after` than to `before`."""
-        count = 0
-        for value in reversed(self._samples):
-            if abs(value - after) >= abs(value - before):
-                break
-            count += 1
-        return count
-
-    def begin_with(self, count: int) -> None:
-        """Begin a new regime that consists of the newest `count` samples."""
-        self._up = self._down = 0.0
-        self._since_up = self._since_down = 0
-        self._former, self.level = self.level, None
-        self._restart(list(self._samples)[len(self._samples) - count :])
-
     def add(self, value: float) -> Change | None:
         """Add a sample, and return the change if it completes the evidence for one.
 
@@ -95,7 +77,7 @@ class ChangeDetector:
             self._add_evidence(value - self.level)
         self._samples.append(value)
         self._seen += 1
-        if max(self._up, self._down) >= constants.CHANGE_LOG_ODDS or self._is_back():
+        if max(self._up, self._down) >= constants.CHANGE_LOG_ODDS:
             return self._changed()
         self._refresh()
         return None
@@ -116,24 +98,6 @@ class ChangeDetector:
         self._since_up = self._since_up + 1 if self._up > 0 else 0
         self._since_down = self._since_down + 1 if self._down > 0 else 0
 
-    def _is_back(self) -> bool:
-        """Whether the newest samples are at the level before the last change. A known level needs
-        fewer samples than a new one.
-        """
-        if (
-            self._former is None
-            or self.level is None
-            or self._suspects < constants.MIN_RETURN_STEPS
-            or abs(self._former - self.level)
-            < max(constants.MIN_LEVEL_SHIFT, constants.MIN_RETURN_DISTANCE * self.noise)
-        ):
-            return False
-        near = max(constants.MIN_LEVEL_SHIFT / 2, constants.MAX_LEVEL_ERROR * self.noise)
-        return all(
-            abs(value - self._former) < near
-            for value in list(self._samples)[-constants.MIN_RETURN_STEPS :]
-        )
-
     def _changed(self) -> Change | None:
         num_steps = self._since_up if self._up >= self._down else self._since_down
         new = list(self._samples)[-num_steps:]
@@ -144,7 +108,6 @@ class ChangeDetector:
         if abs(after - before) < constants.MIN_LEVEL_SHIFT / 2:  # a drift: forget old samples
             self._restart(list(self._samples)[-max(num_steps, constants.MIN_LEVEL_STEPS) :])
             return None
-        self._former = before
         self._restart(new)
         return Change(before=before, after=after, num_steps=num_steps)
 

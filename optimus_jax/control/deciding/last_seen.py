@@ -23,14 +23,11 @@ class LastSeen:
         self._longest_s = 0.0
         """Longest time between two readings."""
 
-    def read(
-        self, claims: Mapping[str, SignalSummary], trusted: Iterable[str], now_s: float
-    ) -> None:
+    def read(self, claims: Mapping[str, SignalSummary], now_s: float) -> None:
         """Record readings. One whose time stands still while that of others advances is none.
 
         Args:
           claims: the usable readings, by name of the factor.
-          trusted: names of those that count.
           now_s: time of the observation, which counts where there is no reading at all.
         """
         taken_s = {name: each.time_s for name, each in claims.items() if each.time_s is not None}
@@ -43,8 +40,8 @@ class LastSeen:
             or now_s - read_s > constants.SILENT_AFTER_INTERVALS * self._longest_s > 0
         )
         self._newest_s = now_s if is_silent or read_s is None else read_s
-        for name in taken_s.keys() & set(trusted):
-            self._seen_s[name] = max(taken_s[name], self._seen_s.get(name, taken_s[name]))
+        for name, time_s in taken_s.items():
+            self._seen_s[name] = max(time_s, self._seen_s.get(name, time_s))
 
     def felt(self, names: Iterable[str], time_s: float) -> None:
         """Record that step times agree with these factors."""

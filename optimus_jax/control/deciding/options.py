@@ -13,7 +13,6 @@ from optimus_jax.config.parallel import AUTO
 from optimus_jax.control import constants
 from optimus_jax.control.deciding.candidates import (
     Searches,
-    executables,
     has_room,
     is_legal,
     leaving_out,
@@ -136,7 +135,7 @@ class Options:
             found = self._found(devices, observed, learnt, mandatory=mandatory)
             if found is None:
                 return None
-            plans = [*found, *self._known(devices, observed, current, known)]
+            plans = [*found, *self._known(devices, known)]
             rebalanced_plans = self._rebalanced([current.plan, *plans], devices, observed, learnt)
             if rebalanced_plans is None:
                 return None
@@ -322,19 +321,12 @@ class Options:
         return None if found is None else list(found)
 
     @staticmethod
-    def _known(
-        devices: UsableDevices, observed: ObservedCluster, current: PlanInUse, known: list[Plan]
-    ) -> list[Plan]:
-        """Known plans that are legal and fit on these devices, and other executables for the run's
-        state.
-        """
-        usable = [
+    def _known(devices: UsableDevices, known: list[Plan]) -> list[Plan]:
+        """Known plans that are legal and fit on these devices."""
+        return [
             plan
             for plan in known
             if plan.num_devices == devices.pricing.cluster.num_devices
             and is_legal(plan, devices.pricing.config)
             and has_room(plan, devices.pricing)
         ]
-        return usable + (
-            executables(current.plan, devices.pricing) if devices.without == current.without else []
-        )

@@ -136,14 +136,9 @@ class StepLevels:
         """End the unexplained regime."""
         self.regime, self._excess = 0, None
 
-    def begin_with_new(self) -> None:
-        """Keep only the newest samples, which belong to conditions that have just been accepted.
-        The others do not measure them.
-        """
-        before, after = self.detector.level, self.recent
-        alike = 0 if before is None or after is None else self.detector.in_a_row(before, after)
-        self.detector.begin_with(alike)
-        self._base = None
+    def begin_anew(self) -> None:
+        """Forget step times: conditions that have just been accepted have another level."""
+        self.detector, self._base = ChangeDetector(), None
 
 
 def sane(step_times_s: Iterable[float]) -> list[float]:

@@ -10,7 +10,6 @@ from optimus_jax.control import constants
 from optimus_jax.control.deciding.believed_conditions import BelievedConditions, LogTimeOf
 from optimus_jax.control.deciding.changes import ChangeDetector
 from optimus_jax.control.deciding.conditions import Conditions
-from optimus_jax.control.deciding.factors import family_of
 from optimus_jax.control.deciding.last_seen import LastSeen
 from optimus_jax.control.deciding.regimes import Regimes
 from optimus_jax.control.deciding.step_levels import StepLevels, sane
@@ -165,8 +164,7 @@ class Watch:
         log_time_of: LogTimeOf,
     ) -> None:
         """Note which factors were read, and which step times agree with."""
-        trusted = [name for name in claims if family_of(name) not in self._believed.broken]
-        self._last_seen.read(claims, trusted, observation.time_s)
+        self._last_seen.read(claims, observation.time_s)
         if self.regime == 0 and self._steps.recent is not None:
             disturbed = self.believed.differing(self.normal)
             self._last_seen.felt(self._believed.felt(disturbed, log_time_of), observation.time_s)
