@@ -8,9 +8,9 @@ Each has its unit, its source, and what happens if it is too small or too large.
 
 Code reads `constants.NAME` where the value is used, so a benchmark can set one attribute. Not here:
 what a user may set (`ControlConfig` in config/running.py), the first guesses of what a switch costs
-(`SwitchCosts` in deciding/switch_costs.py), and the limits of memory (deciding/memory_watch.py), of
-signals (signals.py, sources.py) and of probes (baselines.py, probe_rounds.py). "Log" is the natural
-logarithm.
+(`SwitchCosts` in deciding/switch_costs.py), the priors of the regression (planning/learning/), and
+the limits of signals (signals.py, sources.py) and of probes (baselines.py, probe_rounds.py). "Log"
+is the natural logarithm.
 """
 
 import math
@@ -93,6 +93,10 @@ show that end. Reasoned. Too small: noise ends it. Too large: frozen sensors are
 FIRST_READING_TOLERANCE = 0.15
 """How much farther, in log step time, steps may be from a factor's first reading than from what is
 believed. Reasoned. Too small: what held from the start is rejected. Too large: errors pass."""
+MAX_REVISION_STEPS = 40
+"""Steps for which later readings may explain the newest change better. Measured in decision 30
+(with and without). Too small: a median of old and new samples is kept. Too large: chance explains
+old changes."""
 SILENT_AFTER_INTERVALS = 3.0
 """Sensors count as silent after this multiple of their longest interval so far. Reasoned.
 Too small: a late reading is an alarm. Too large: frozen sensors are believed longer."""
@@ -152,6 +156,54 @@ Too small: the best by learnt corrections may be missing. Too large: weighing ta
 MAX_PLANS_IN_HISTORY = 8
 """Newest plans of the run, which are always candidates. Reasoned.
 Too small: the way back is forgotten. Too large: weighing takes longer."""
+
+# How much memory is there? (deciding/memory_factor.py, deciding/memory_watch.py)
+
+MEMORY_RUN_STD = 0.08
+"""Deviation of a run's factor of true over estimated memory before anything was measured. Reasoned.
+Too small: what estimates lack is taken for use by something else. Too large: the reverse."""
+MEMORY_PLAN_STD = 0.03
+"""Deviation of a plan's factor around that of the run. Measured in decision 29: estimates are 2.3%
+off on average. Too small: the run's factor follows each plan's error. Too large: it learns
+slowly."""
+MEMORY_READING_STD = 0.01
+"""Deviation of the share in use under one plan; less is no change. Reasoned.
+Too small: noise is growth. Too large: growth is seen later."""
+MEMORY_UNCHANGED_PROBABILITY = 0.9
+"""Prior probability that a new plan finds as much memory taken as the plan before. Reasoned.
+Too small: errors of estimates look like use by something else. Too large: the reverse."""
+MEMORY_SAFETY_STDS = 1.0
+"""Deviations of the error of estimates that a plan has to leave room for, beside the planner's own
+margin. Measured in decision 29. Too small: compiled plans are refused. Too large: plans that fit
+are not considered."""
+MEMORY_LEAD_S = 140.0
+"""Seconds for which growing memory has to have room: a switch is prepared meanwhile. Reasoned.
+Too small: memory runs out first. Too large: plans are replaced that would have lasted."""
+MEMORY_JUMP_SHARE, MEMORY_JUMP_S = 0.1, 20.0
+"""More than this share within this many seconds is one large allocation, not growth. Measured in
+decision 29. Too small: growth in steps is seen late. Too large: plans are replaced for nothing."""
+MIN_MEMORY_GROWTH_S, MAX_MEMORY_GROWTH_S = 60.0, 300.0
+"""Seconds over which growth is measured, from where it began. Reasoned.
+Too short: noise is growth. Too long: it is seen later."""
+MEMORY_CALM_S = 60.0
+"""Seconds for which less memory has to be taken before that counts. Reasoned.
+Too small: plans return between two peaks. Too large: they return later."""
+MEMORY_SHORT_S = 120.0
+"""Seconds for which memory is not called free after it ran short; doubled each time. Reasoned.
+Too small: plans come and go. Too large: a smaller plan stays longer."""
+MEMORY_SETTLING_S = 20.0
+"""Seconds after a switch, or a change of batches, until samples describe the new state. Reasoned.
+Too small: samples of two plans are compared. Too large: growth is seen later."""
+MEMORY_RESERVE_SHARE = 0.03
+"""Share to leave free beyond what is taken; less than this counts as nothing. Reasoned.
+Too small: a little growth is a shortage. Too large: plans that fit are not considered."""
+MAX_TAKEN_SHARE = 0.9
+"""Largest share that plans have to do without. Reasoned. Larger: no plan is left."""
+MAX_MEMORY_SPREAD = 0.1
+"""Spread of a reading beyond which its samples come from two plans. Reasoned.
+Too small: growing memory is not read. Too large: medians of two plans are read."""
+MAX_MEMORY_SHARE = 1.05
+"""Share in use above which a reading is impossible. Reasoned: capacities are known that well."""
 
 # When does a switch pay? (policy.py, deciding/value.py, deciding/account.py)
 

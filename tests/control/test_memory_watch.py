@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 from fleet import PRICING, plan_on
 
+from optimus_jax.control import constants
 from optimus_jax.control.deciding.candidates import has_room
-from optimus_jax.control.deciding.memory_watch import AHEAD, LEAD_S, MemoryWatch
+from optimus_jax.control.deciding.memory_watch import MemoryWatch
 from optimus_jax.control.signals import Observation, Quality, SignalSummary
 
 
@@ -72,7 +73,7 @@ def test_memory_that_was_taken_at_once_is_no_reason_to_leave(used):
     watch = MemoryWatch()
     observed(watch, 0.6)
     assert [observed(watch, used, time_s=10.0 * number) for number in range(1, 60)] == [None] * 59
-    assert watch.taken == pytest.approx(used - 0.6 + AHEAD)
+    assert watch.taken == pytest.approx(used - 0.6 + constants.MEMORY_RESERVE_SHARE)
 
 
 def test_growth_after_a_jump_is_pressure():
@@ -114,7 +115,7 @@ def test_the_error_of_estimates_is_known_under_the_next_plan():
     watch.restart()
     for time_s in (500.0, 530.0):
         observed(watch, 1.15 * 0.3 + 0.5, needed=0.3, time_s=time_s)
-    assert watch.taken == pytest.approx(0.5 + AHEAD, abs=0.01)
+    assert watch.taken == pytest.approx(0.5 + constants.MEMORY_RESERVE_SHARE, abs=0.01)
 
 
 def test_memory_in_use_between_steps_says_nothing_about_estimates():
@@ -155,7 +156,7 @@ def test_growing_memory_use_is_noticed_with_time_to_switch():
     assert 0.7 < used < 0.9
     # Memory is reserved for as much further growth as was seen: otherwise the next plan would be
     # under pressure at once.
-    assert used - 0.6 > 0.001 * LEAD_S
+    assert used - 0.6 > 0.001 * constants.MEMORY_LEAD_S
     assert watch.taken == pytest.approx(2 * (used - 0.6), abs=0.03)
     less = watch.applied(PRICING).cluster.accelerator.memory_bytes
     assert less == pytest.approx(
@@ -221,7 +222,7 @@ def test_taken_memory_that_stopped_growing_needs_no_reserve():
     before = watch.taken
     assert before > 0.35
     time_s += 5.0
-    while watch.taken > 0.8 - 0.6 + 2 * AHEAD:
+    while watch.taken > 0.8 - 0.6 + 2 * constants.MEMORY_RESERVE_SHARE:
         observed(watch, 0.8, time_s=time_s)
         time_s += 10.0
         assert time_s < 2000.0
@@ -287,7 +288,7 @@ def test_the_peak_from_before_a_switch_is_ignored():
     ] * 19
     assert watch.taken == 0.0
     readings(watch, 0.3, 0.97, 300.0, 0.3)
-    assert watch.taken == pytest.approx(0.97 - 0.3 + AHEAD)
+    assert watch.taken == pytest.approx(0.97 - 0.3 + constants.MEMORY_RESERVE_SHARE)
 
 
 def test_repeated_jumps_count_as_growth():

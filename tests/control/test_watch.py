@@ -557,6 +557,18 @@ def test_noise_and_a_small_drift_are_no_change():
     assert run.news == []
 
 
+@pytest.mark.parametrize("value", [4.0, 0.25])
+def test_a_reading_with_samples_from_before_the_change_is_revised(value):
+    """A median of three samples passes through values between both conditions."""
+    between = 1.0 + 0.45 * (value - 1.0)
+    run = Run().go(60, reported=NORMAL)
+    run.go(8, Conditions(inter_host=value), NORMAL | {"inter_host": between})
+    assert run.watch.conditions.inter_host == pytest.approx(between, rel=0.1)
+    run.go(20, Conditions(inter_host=value), NORMAL | {"inter_host": value})
+    assert run.watch.conditions.inter_host == pytest.approx(value, rel=0.1)
+    assert run.watch.rejected_signals == {}
+
+
 def test_an_explained_change_is_not_revised_by_a_wrong_reading():
     run = Run().go(60, reported=NORMAL).go(10, SLOW, NORMAL | {"inter_host": 4.0})
     run.go(30, SLOW, NORMAL | {"inter_host": 12.0})

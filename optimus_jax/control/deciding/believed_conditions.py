@@ -52,6 +52,9 @@ class BelievedConditions:
         """Number of steps seen when a good reading that is not accepted yet first claimed them."""
         self._has_few_samples = False
         """Whether readings with few samples claim a change that would affect step times."""
+        self._origin: tuple[int, Conditions, float] | None = None
+        """The steps seen when a reading explained the newest change, and the conditions and the
+        level of step times before it; None: no reading has."""
 
     @property
     def wants_reading(self) -> bool:
@@ -60,7 +63,7 @@ class BelievedConditions:
 
     def restart(self, in_use: Collection[int] | None) -> None:
         """Begin anew for another plan or batch, which uses these processes; None: all."""
-        self.in_use = in_use
+        self.in_use, self._origin = in_use, None
         self._claimed_at.clear()
         self._early.clear()
 
@@ -275,7 +278,9 @@ class BelievedConditions:
             for name in group
         ):
             return False  # a reading from before the change cannot explain it
-        return any(self._agrees(seen, predicted) for seen in self._steps.seen_changes)
+        return any(
+            self._agrees(seen, predicted) for seen in self._steps.seen_changes
+        ) or self._is_revised_by(group, level, log_time_of)
 
     def _agrees(self, seen: float, predicted: float) -> bool:
         return (
@@ -283,8 +288,36 @@ class BelievedConditions:
             and abs(seen) > self._steps.detector.noise
         )
 
+    @property
+    def _may_be_revised(self) -> bool:
+        """Whether a reading has explained a change not long ago."""
+        return (
+            self._origin is not None
+            and self._steps.num_steps - self._origin[0] <= constants.MAX_REVISION_STEPS
+        )
+
+    def _is_revised_by(
+        self, group: Mapping[str, float], level: float, log_time_of: LogTimeOf
+    ) -> bool:
+        """Whether these factors explain the newest change better than those that were accepted for
+        it.
+        """
+        if self._origin is None or not self._may_be_revised or self._steps.before is None:
+            return False
+        _, conditions, reference = self._origin
+        usual, seen = log_time_of(conditions), level - reference
+        predicted = log_time_of(self.present.with_factors(group)) - usual
+        believed = log_time_of(self.present) - usual
+        return (
+            predicted != 0
+            and self._agrees(seen, predicted)
+            and abs(seen - predicted) < abs(seen - believed)
+        )
+
     def _accept(self, group: Mapping[str, float], log_time_of: LogTimeOf) -> str:
         felt = abs(self._predicted(group, log_time_of)) >= constants.MIN_PREDICTED_EFFECT
+        if felt and self._steps.before is not None and not self._may_be_revised:
+            self._origin = self._steps.num_steps, self.present, self._steps.before
         # A factor that was accepted before has changed since. Only a factor that is accepted for
         # the first time may have held from the start.
         self.was_so = (

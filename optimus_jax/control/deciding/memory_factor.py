@@ -5,20 +5,13 @@ is carried from plan to plan. All shares are of a device's memory.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-RUN_STD = 0.08
-"""Standard deviation of the run's factor before anything was measured. If it is too small, what
-estimates lack is taken for memory that something else uses; if too large, the reverse."""
-PLAN_STD = 0.03
-"""Standard deviation of a plan's factor around that of the run. Estimates are 2.3% off on average
-(benchmarks/results/planner-memory.md). If it is too small, the run's factor follows every plan's
-own error; if too large, it is learnt slowly."""
-READING_STD = 0.01
-"""Standard deviation of the share in use under the same plan. A change of less counts as none."""
-UNCHANGED_P = 0.9
-"""Prior probability that a new plan finds as much memory taken as the plan before. If it is too
-large, sudden use by something else is taken for an error of the estimate."""
+from optimus_jax.control import constants
+
+
+def _first_variance() -> float:
+    return constants.MEMORY_RUN_STD**2
 
 
 @dataclass(frozen=True)
@@ -26,13 +19,13 @@ class MemoryFactor:
     """Belief about true over estimated memory: a normal distribution."""
 
     mean: float = 1.0
-    variance: float = RUN_STD**2
+    variance: float = field(default_factory=_first_variance)
     """Variance of the run's factor."""
 
     @property
     def plan_std(self) -> float:
         """Standard deviation of the factor of a plan that has not run."""
-        return math.sqrt(self.variance + PLAN_STD**2)
+        return math.sqrt(self.variance + constants.MEMORY_PLAN_STD**2)
 
     def learnt(self, needed: float, used: float) -> tuple[float, "MemoryFactor"]:
         """The factor of a plan, and the belief, once the plan's own memory in use is known.
@@ -42,7 +35,7 @@ class MemoryFactor:
           used: share that it uses.
         """
         plan_variance, surprise = self.plan_std**2, used / needed - self.mean
-        spread = plan_variance + (READING_STD / needed) ** 2
+        spread = plan_variance + (constants.MEMORY_READING_STD / needed) ** 2
         own = self.mean + plan_variance / spread * surprise
         gain = self.variance / spread
         return own, MemoryFactor(self.mean + gain * surprise, self.variance * (1 - gain))
@@ -60,10 +53,11 @@ class MemoryFactor:
           used: share in use.
           expected: share that something else has taken if nothing has changed.
         """
-        other, std = 1 - UNCHANGED_P, math.hypot(needed * self.plan_std, READING_STD)
+        unchanged = constants.MEMORY_UNCHANGED_PROBABILITY
+        other, std = 1 - unchanged, math.hypot(needed * self.plan_std, constants.MEMORY_READING_STD)
         explanations = [
             (prior * _density(used - taken - needed * self.mean, std), taken)
-            for prior, taken in ((UNCHANGED_P, expected), (other, 0.0))
+            for prior, taken in ((unchanged, expected), (other, 0.0))
         ]
         likelihood, taken = max(explanations)
         # Another share is as likely anywhere from 0 to 1: density 1.

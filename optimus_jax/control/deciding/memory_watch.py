@@ -12,43 +12,15 @@ from collections import deque
 from dataclasses import replace
 from typing import Literal
 
-from optimus_jax.control.deciding.memory_factor import READING_STD, MemoryFactor
+from optimus_jax.control import constants
+from optimus_jax.control.deciding.memory_factor import MemoryFactor
 from optimus_jax.control.signals import MEMORY_PEAK_SHARE, MEMORY_SHARE, Observation
 from optimus_jax.planning.search.search import USABLE_SHARE, Pricing
 from optimus_jax.robust import MAD_TO_DEVIATION
 
-SAFETY_STDS = 1.0
-"""Standard deviations of the error of estimates that a plan has to leave room for. If it is too
-large, plans that would fit are not considered; if too small, more of them are refused once they are
-compiled, which costs seconds. The planner's own margin (USABLE_SHARE) is kept in any case."""
-LEAD_S = 140.0
-"""Growth has to have room for this long, in seconds, in which a switch is prepared. A slow compiler
-needs most of it. If it is too short, plans run out of memory before they are replaced."""
-JUMP, JUMP_S = 0.1, 20.0
-"""More than this share, taken within this many seconds (two readings), is a jump: a large
-allocation need not be followed by another. Only what follows a jump is growth. If the share is too
-small, growth in steps is seen late; if too large, plans are replaced that would have lasted."""
-LONGEST_S, SHORTEST_S = 300.0, 60.0
-"""Longest and shortest time in seconds over which growth is measured, from where it began."""
-CALM_S = 60.0
-"""Seconds for which less memory has to be taken before that counts."""
-AGAIN_S = 120.0
-"""Seconds for which memory is not called free after it ran short; doubled each time that it
-does."""
-SETTLING_S = 20.0
-"""Seconds after a switch or a change of batch until samples describe the new state."""
-AHEAD = 0.03
-"""Share kept free beyond what is taken, because more may be taken soon. The share that is taken has
-to fall by as much to count as less, and less than this counts as nothing."""
-MOST = 0.9
-"""Largest share that plans have to do without."""
 BEHIND = 2 / MAD_TO_DEVIATION
 """Distance from the median to the newest of samples on a line, in robust deviations
 (SignalSummary.spread): half their range, where the MAD is a quarter of it."""
-WIDEST = 0.1
-"""Spread beyond which samples come from two plans, so that their median fits neither."""
-OVER = 1.05
-"""Share of memory in use above which a reading is ignored as impossible."""
 
 
 class MemoryWatch:
@@ -68,7 +40,7 @@ class MemoryWatch:
         self._settled_s: float | None = -math.inf
         """Time from which readings count; None: not known before the next reading."""
         self._past: deque[tuple[float, float]] = deque()
-        """(time, share taken) over the last LONGEST_S, and one sample before that."""
+        """(time, share taken) over the last MAX_MEMORY_GROWTH_S, and one sample before that."""
         self._peak, self._old_peak = math.nan, math.nan
         """The last peak that was read, and the last one under the plan before."""
         self._pressed_s, self._num_pressed = -math.inf, 0
@@ -98,24 +70,32 @@ class MemoryWatch:
             return None
         self._read_s = read_s
         time_s, (used, is_peak) = observation.time_s, self._used(observation)
-        self._settled_s = time_s + SETTLING_S if self._settled_s is None else self._settled_s
+        self._settled_s = (
+            time_s + constants.MEMORY_SETTLING_S if self._settled_s is None else self._settled_s
+        )
         if used is None or not needed_share or time_s < self._settled_s:
             return None
         present = self._present(used, needed_share, time_s, is_peak=is_peak)
         self._past.append((time_s, present))
-        while len(self._past) > 2 and time_s - self._past[1][0] >= LONGEST_S:
+        while len(self._past) > 2 and time_s - self._past[1][0] >= constants.MAX_MEMORY_GROWTH_S:
             self._past.popleft()
         growth, wanted = self._growth(), self._wanted()
-        if self.taken and wanted < self.taken - AHEAD:
+        if self.taken and wanted < self.taken - constants.MEMORY_RESERVE_SHARE:
             return self._relieved(time_s)
         # While a switch to save memory is under way, do not ask for another one unless more is
         # taken than the new plan leaves free.
         if (present if self._is_pressed else wanted) <= self._answered or not (
-            growth > 0 and used + growth * LEAD_S >= 1.0
+            growth > 0 and used + growth * constants.MEMORY_LEAD_S >= 1.0
         ):
             # The present plan has room for what is taken; another plan might not.
-            if present >= AHEAD and present + AHEAD > self.taken:
-                self.taken, self._pressed_s = min(MOST, present + AHEAD), time_s
+            if (
+                present >= constants.MEMORY_RESERVE_SHARE
+                and present + constants.MEMORY_RESERVE_SHARE > self.taken
+            ):
+                self.taken, self._pressed_s = (
+                    min(constants.MAX_TAKEN_SHARE, present + constants.MEMORY_RESERVE_SHARE),
+                    time_s,
+                )
             return None
         self.taken, self._answered, self._is_pressed = max(self.taken, wanted), wanted, True
         self._pressed_s, self._num_pressed = time_s, self._num_pressed + 1
@@ -137,7 +117,7 @@ class MemoryWatch:
     @property
     def left(self) -> float:
         """Memory that plans may be estimated to need, as a share of what the planner allows."""
-        most = self._factor.mean + SAFETY_STDS * self._factor.plan_std
+        most = self._factor.mean + constants.MEMORY_SAFETY_STDS * self._factor.plan_std
         return (1 - self.taken) * min(1.0, 1 / (USABLE_SHARE * most))
 
     def applied(self, pricing: Pricing) -> Pricing:
@@ -158,10 +138,12 @@ class MemoryWatch:
         elif self._own is None:
             own = max(0.0, used - self._expected(time_s)) / needed
             self._own = min(self._factor.mean, own)
-        if is_peak and used < self._own * needed - READING_STD:  # what counted as needed was taken
+        if (
+            is_peak and used < self._own * needed - constants.MEMORY_READING_STD
+        ):  # what counted as needed was taken
             self._own, self._factor = self._factor.learnt(needed, used)
         present = used - self._own * needed
-        return present if present > READING_STD else 0.0
+        return present if present > constants.MEMORY_READING_STD else 0.0
 
     def _used(self, observation: Observation) -> tuple[float | None, bool]:
         """Share of the memory in use, and whether that is a peak; None: unknown or impossible.
@@ -175,7 +157,7 @@ class MemoryWatch:
         self._peak = self._peak if math.isnan(peak) else peak
         used = [_newest(observation, MEMORY_SHARE), *[peak] * is_peak]
         largest = max((share for share in used if share > 0), default=math.nan)
-        return (largest if largest <= OVER else None), is_peak
+        return (largest if largest <= constants.MAX_MEMORY_SHARE else None), is_peak
 
     def _expected(self, time_s: float) -> float:
         """Share that is expected to be taken now, extrapolated from the plan before."""
@@ -184,23 +166,32 @@ class MemoryWatch:
         )
 
     def _lately(self) -> float:
-        """The largest share that was taken in the last CALM_S."""
+        """The largest share that was taken in the last MEMORY_CALM_S."""
         newest_s = self._past[-1][0]
-        return max(taken for time_s, taken in self._past if newest_s - time_s <= CALM_S)
+        return max(
+            taken for time_s, taken in self._past if newest_s - time_s <= constants.MEMORY_CALM_S
+        )
 
     def _wanted(self) -> float:
         """Share that plans should do without: what was taken lately, and what will be taken if
         growth continues for as long as it has.
         """
         lately, since_s = self._lately(), self._begun()[0]
-        lead_s = max(LEAD_S, self._past[-1][0] - since_s)
-        return min(MOST, lately + max(AHEAD, self._growth() * lead_s)) if lately >= AHEAD else 0.0
+        lead_s = max(constants.MEMORY_LEAD_S, self._past[-1][0] - since_s)
+        return (
+            min(
+                constants.MAX_TAKEN_SHARE,
+                lately + max(constants.MEMORY_RESERVE_SHARE, self._growth() * lead_s),
+            )
+            if lately >= constants.MEMORY_RESERVE_SHARE
+            else 0.0
+        )
 
     def _relieved(self, time_s: float) -> Literal["relieved"] | None:
         """Lower `taken` if less has been taken for long enough; each shortage doubles the wait."""
         if (
-            time_s - self._past[0][0] < CALM_S
-            or time_s - self._pressed_s < AGAIN_S * 2**self._num_pressed
+            time_s - self._past[0][0] < constants.MEMORY_CALM_S
+            or time_s - self._pressed_s < constants.MEMORY_SHORT_S * 2**self._num_pressed
         ):
             return None
         self.taken = self._wanted()
@@ -211,24 +202,28 @@ class MemoryWatch:
         """Growth of the share that is taken, per second, after the jump that it began with."""
         time_s, present = self._past[-1]
         since_s, before = self._begun()
-        return max(0.0, present - before) / max(SHORTEST_S, time_s - since_s)
+        return max(0.0, present - before) / max(constants.MIN_MEMORY_GROWTH_S, time_s - since_s)
 
     def _begun(self) -> tuple[float, float]:
         """When growth began, as far as known, and the share that was taken then. A large jump is
         not growth, but what follows it is.
         """
-        least = min(taken for _, taken in self._past) + READING_STD
+        least = min(taken for _, taken in self._past) + constants.MEMORY_READING_STD
         low = max(each for each in self._past if each[1] <= least)
         after = [each for each in self._past if each[0] > low[0]]
         if not after:
             return low
-        jumped = max(each for each in after if each[0] <= after[0][0] + JUMP_S)
-        return jumped if jumped[1] - low[1] > JUMP else low
+        jumped = max(each for each in after if each[0] <= after[0][0] + constants.MEMORY_JUMP_S)
+        return jumped if jumped[1] - low[1] > constants.MEMORY_JUMP_SHARE else low
 
 
 def _newest(observation: Observation, name: str) -> float:
     """Newest value of a reading, extrapolated from its median; NaN: the reading is not usable."""
     reading = observation.reading(name)
-    if reading.quality != "good" or reading.value is None or (reading.spread or 0.0) > WIDEST:
+    if (
+        reading.quality != "good"
+        or reading.value is None
+        or (reading.spread or 0.0) > constants.MAX_MEMORY_SPREAD
+    ):
         return math.nan
     return reading.value + BEHIND * (reading.spread or 0.0)
