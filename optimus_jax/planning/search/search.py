@@ -16,15 +16,17 @@ from optimus_jax.config import Config
 from optimus_jax.errors import PlanError, first_line
 from optimus_jax.mesh.topology import Topology
 from optimus_jax.plan import Plan
-from optimus_jax.planning.cost.cost import Prediction, predict, term_times
+from optimus_jax.planning.cost.cost import Prediction, StepTimes, predict_with
+from optimus_jax.planning.cost.implementation_profile import OURS
 from optimus_jax.planning.cost.memory import MemoryEstimate, estimate_memory
+from optimus_jax.planning.cost.mesh_costs import ClusterCosts
 from optimus_jax.planning.cost.rates import Rates
 from optimus_jax.planning.cost.workload import Workload
 from optimus_jax.planning.learning.calibrate import Calibration
 from optimus_jax.planning.profiles.cluster import Cluster
 from optimus_jax.planning.search.assemble import memory_fallbacks
 from optimus_jax.planning.search.explain import gib
-from optimus_jax.planning.search.layouts import Rejection, layouts
+from optimus_jax.planning.search.layouts import LayoutGroup, Rejection, layout_groups
 
 ReportStatus = Callable[[str], None]
 """Called with a description of what is priced next."""
@@ -72,21 +74,22 @@ class Pricing:
         """What a step of the run computes."""
         return Workload.of(self.config)
 
+    @cached_property
+    def costs(self) -> ClusterCosts:
+        """What the plans priced so far share."""
+        return ClusterCosts(self.workload, self.cluster, self.rates, OURS)
+
     def predicted(self, plan: Plan) -> Prediction:
         """The prediction for a plan. Raises PlanError if it uses a link of unknown speed."""
         return self.calibration.applied(self.uncalibrated(plan))
 
     def step_time_s(self, plan: Plan) -> float:
-        """The step time of `predicted`, computed faster because a search needs it for every
-        layout.
-        """
-        return self.calibration.step_time_s(
-            term_times(self.workload, plan, self.cluster, self.rates)
-        )
+        """The step time of `predicted`, computed faster, without explanations."""
+        return self.calibration.step_time_s(StepTimes(self.costs, plan).times(plan.zero))
 
     def uncalibrated(self, plan: Plan) -> Prediction:
         """The prediction without corrections learnt from measurements."""
-        return predict(self.workload, plan, self.cluster, self.rates)
+        return predict_with(self.costs, plan)
 
     def memory(self, plan: Plan) -> MemoryEstimate:
         """Estimated peak bytes on the most loaded device."""
@@ -121,30 +124,34 @@ def search(pricing: Pricing, *, top: int = 10, progress: ReportStatus | None = N
       PlanError: the settings that the config fixes are impossible under every layout.
     """
     rejections: list[Rejection] = []
-    legal: list[Plan] = []
+    legal: list[tuple[LayoutGroup, int]] = []
     least_s: list[float] = []
     reported_s = time.monotonic()
     if progress is not None:
         progress(f"reading the layers of {pricing.config.model.name}")
-    for layout in layouts(pricing.config, pricing.cluster.topology()):
-        if isinstance(layout, Rejection):
-            rejections.append(layout)
+    for group in layout_groups(pricing.config, pricing.cluster.topology()):
+        if isinstance(group, Rejection):
+            rejections.append(group)
             continue
-        try:
-            least_s.append(pricing.step_time_s(layout))
-        except PlanError as error:  # the layout would use a link of unknown speed
-            rejections.append(Rejection(layouts=layout.describe(), reason=first_line(error)))
-        else:
-            legal.append(layout)
-        if progress is not None and time.monotonic() - reported_s >= REPORT_EVERY_S:
-            reported_s = time.monotonic()
-            progress(f"pricing layouts of {pricing.config.model.name}: {len(legal):,} so far")
+        steps = StepTimes(pricing.costs, group.first)
+        for zero in group.zero_stages:
+            try:
+                least_s.append(pricing.calibration.step_time_s(steps.times(zero)))
+            except PlanError as error:  # the layout would use a link of unknown speed
+                layout = group.layout(zero)
+                rejections.append(Rejection(layouts=layout.describe(), reason=first_line(error)))
+            else:
+                legal.append((group, zero))
+            if progress is not None and time.monotonic() - reported_s >= REPORT_EVERY_S:
+                reported_s = time.monotonic()
+                progress(f"pricing layouts of {pricing.config.model.name}: {len(legal):,} so far")
     best: dict[object, Candidate] = {}
     slowest_s: list[float] = []
     for number in sorted(range(len(legal)), key=least_s.__getitem__):
         if len(best) >= top and least_s[number] >= slowest_s[top - 1]:
             break
-        layout = legal[number]
+        group, zero = legal[number]
+        layout = group.layout(zero)
         kind = (layout.axes, layout.rules, layout.pipeline and layout.pipeline.repeats)
         found = pricing.fitting(layout)
         if isinstance(found, Rejection):
