@@ -40,6 +40,8 @@ HOST_COPIES = "host copies"
 """The term for offloading."""
 COMMUNICATION = (TENSOR, VOCABULARY, FSDP, DATA, PIPE)
 """Terms for communication."""
+TERMS = (*IN_LAYERS, HEAD, *COMMUNICATION, BUBBLE, "optimizer", HOST_COPIES, "overhead")
+"""All terms."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,8 +165,6 @@ class _OutsideLayers(NamedTuple):
     """Communication of embedding and head."""
     send: float
     """The send of one tick to the next stage."""
-    ticks: Ticks | None
-    """Those of the schedule; None if no stage waits for another's ticks."""
 
 
 class StepTimes:
@@ -213,6 +213,36 @@ class StepTimes:
             "overhead": self.costs.rates.step_s,
         }
 
+    def layers_s(self) -> float:
+        """Seconds of the layers, with their communication and with ticks in which stages idle, for
+        stages in lockstep.
+
+        A step takes at least so long (up to rounding), under the plan's ZeRO stage and under higher
+        ones, which add communication to a layer and save none.
+        """
+        layer = self.mesh_costs.layer(self.plan, self.plan.zero)
+        if self._ticks is not None:
+            return self._in_lockstep(layer, self._ticks)
+        visits = self._visits(layer)
+        return (visits + self.executions * (self.streams - 1)) * layer.forward + (
+            visits * layer.backward
+        )
+
+    def before_end_s(self) -> float:
+        """`layers_s` with embedding, head and sends: all but what a step has once. A lower bound of
+        the same steps.
+        """
+        outside, ticks = self._outside_layers, self._ticks
+        sends = 0.0 if ticks is None else (ticks.forward + ticks.backward) * outside.send
+        return self.layers_s() + outside.head + outside.vocabulary + sends
+
+    def _in_lockstep(self, layer: LayerCosts, ticks: Ticks) -> float:
+        """Seconds of the layers in a pipeline whose ticks last as long as the fullest stage."""
+        assert self.plan.pipeline is not None
+        forward, backward = self.streams * layer.forward, layer.backward
+        most = self.plan.pipeline.most_layers
+        return most * (ticks.forward * forward + ticks.backward * backward)
+
     def _visits(self, layer: LayerCosts) -> float:
         """Executions, of which one without backward counts as forward's share of both.
 
@@ -259,6 +289,14 @@ class StepTimes:
             ]
         )
 
+    @cached_property
+    def _ticks(self) -> Ticks | None:
+        """Those of the schedule; None if no stage waits for another's ticks."""
+        plan, implementation = self.plan, self.costs.implementation
+        if plan.pipeline is None or not (implementation.lockstep or implementation.head_shared):
+            return None
+        return count_ticks(plan.pipeline, plan.axes.pipe, plan.microbatches)
+
     def _pipeline(self, layer: LayerCosts, visits: float) -> tuple[float, float]:
         """Seconds of sends, and of the bubble: the schedule's time beyond that of the visits to
         layers.
@@ -268,11 +306,9 @@ class StepTimes:
             return 0.0, 0.0
         layers, useful = pipeline.most_layers, self.plan.microbatches * pipeline.repeats
         forward, backward = self.streams * layer.forward, layer.backward
-        send, ticks = self._outside_layers.send, self._outside_layers.ticks
+        send, ticks = self._outside_layers.send, self._ticks
         if ticks is not None and self.costs.implementation.lockstep:
-            bubble = layers * (ticks.forward * forward + ticks.backward * backward) - visits * (
-                forward + backward
-            )
+            bubble = self._in_lockstep(layer, ticks) - visits * (forward + backward)
             return 2 * useful * send, bubble + (ticks.forward + ticks.backward - 2 * useful) * send
         # Stages without lockstep start when their input arrives: the first microbatch fills the
         # pipeline, then the slowest stage sets the pace.
@@ -282,11 +318,9 @@ class StepTimes:
     @cached_property
     def _outside_layers(self) -> _OutsideLayers:
         plan, microbatch = self.plan, self.microbatch
-        implementation, ticks = self.costs.implementation, None
-        if plan.pipeline is not None and (implementation.lockstep or implementation.head_shared):
-            ticks = count_ticks(plan.pipeline, plan.axes.pipe, plan.microbatches)
         exposed, embeds, broadcasts = microbatch.exposed, plan.microbatches, 0
-        if ticks is not None and implementation.head_shared:
+        ticks = self._ticks
+        if ticks is not None and self.costs.implementation.head_shared:
             embeds, broadcasts = ticks.embed, self.streams * ticks.head
             if self.trains_embed:
                 broadcasts += ticks.embed_backward
@@ -298,7 +332,6 @@ class StepTimes:
             + embeds * exposed["embed"]
             + broadcasts * exposed["broadcast"],
             send=self.streams * exposed["tick"],
-            ticks=ticks,
         )
 
     def _optimizer(self, end: StepEnd) -> float:

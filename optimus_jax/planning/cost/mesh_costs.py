@@ -147,7 +147,7 @@ class MeshCosts:
         key = rows, zero, plan.remat, recomputes
         found = self._layers.get(key)
         if found is None:
-            found = self._layers[key] = self._layer(replace(plan, zero=zero), recomputes)
+            found = self._layers[key] = self._layer(replace(plan, zero=zero), rows, recomputes)
         return found
 
     def microbatch(self, plan: Plan) -> MicrobatchCosts:
@@ -168,13 +168,13 @@ class MeshCosts:
             found = self._step_ends[key] = self._step_end(replace(plan, zero=zero))
         return found
 
-    def _layer(self, plan: Plan, recomputes: bool) -> LayerCosts:
-        shape, place, *_ = self.microbatch(plan)
+    def _layer(self, plan: Plan, rows: float, recomputes: bool) -> LayerCosts:
+        shape = self._row_shape.with_rows(rows)
         ops = layer_ops(self._workload.model, plan, shape, self._implementation)
         forward, backward = ([op for op in ops if op.part == part] for part in LAYER_PARTS)
         time = layer_time(
             shape,
-            place,
+            shape_point(shape, plan.axes.tensor),
             plan.remat,
             recomputes,
             (sum(op.count for op in forward), sum(op.count for op in backward)),
