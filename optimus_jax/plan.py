@@ -9,6 +9,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 from optimus_jax.config import (
@@ -68,6 +69,11 @@ class Pipelining:
     """Whether backward reads residuals that forward stored; otherwise it recomputes the stage."""
     table: str | None = None
     """The user's own schedule table as JSON; None: the built-in schedule called `schedule`."""
+
+    @cached_property
+    def most_layers(self) -> int:
+        """Layers of the fullest virtual stage."""
+        return max(self.layers_per_stage)
 
 
 @dataclass(frozen=True, kw_only=True)

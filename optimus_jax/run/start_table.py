@@ -219,7 +219,7 @@ def _pipeline_rows(plan: Plan) -> list[list[str]]:
     # Recomputing the stage in backward costs another forward.
     bubble = schedule.bubble(backward_s=2.0 if pipeline.keep_residuals else 3.0)
     slack = ", a tick of slack for sends" if schedule.latency > 1 else ""
-    longest = max(pipeline.layers_per_stage)
+    longest = pipeline.most_layers
     uneven = (
         f"; each tick takes as long as {counted(longest, 'layer')}"
         if longest > min(pipeline.layers_per_stage)

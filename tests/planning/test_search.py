@@ -1,5 +1,6 @@
 """The ranking of plans: equal to an exhaustive search, deterministic, with reasons."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -9,13 +10,14 @@ from optimus_jax.config import Config, DataConfig
 from optimus_jax.config.presets import model_preset
 from optimus_jax.devices.accelerators import Accelerator
 from optimus_jax.plan import Plan
-from optimus_jax.planning.cost.cost import COMMUNICATION
+from optimus_jax.planning.cost.cost import COMMUNICATION, TERMS, StepTimes
+from optimus_jax.planning.cost.mesh_costs import MeshCosts
 from optimus_jax.planning.cost.rates import Rates
 from optimus_jax.planning.learning.records import Record, calibration_of
 from optimus_jax.planning.profiles.cluster import Cluster
 from optimus_jax.planning.search.assemble import memory_fallbacks
-from optimus_jax.planning.search.layouts import layouts
-from optimus_jax.planning.search.search import Candidate, Pricing, fits, search
+from optimus_jax.planning.search.layouts import LayoutGroup, layout_groups, layouts
+from optimus_jax.planning.search.search import BOUND_MARGIN, Candidate, Pricing, fits, search
 
 ALL = 10**6
 CLUSTER = Cluster.parse("h100:8")
@@ -38,8 +40,8 @@ def test_search_reports_how_many_layouts_are_priced(monkeypatch):
     monkeypatch.setattr("optimus_jax.planning.search.search.REPORT_EVERY_S", 0.0)
     messages = []
     found = search(PRICING, top=1, progress=messages.append)
-    assert len(messages) == 1 + found.num_priced
     assert messages[0] == "reading the layers of gpt2-xl"
+    assert len(messages) > 100
     assert messages[-1] == f"pricing layouts of gpt2-xl: {found.num_priced} so far"
 
 
@@ -104,6 +106,51 @@ def test_no_plan_fits_into_one_mebibyte():
     ranking = search(with_memory(2**20))
     assert ranking.best == ()
     assert ranking.num_priced > 100
+
+
+def test_search_computes_what_layouts_share_once(monkeypatch):
+    """Bounds on the work of a search, as numbers of parts that are computed."""
+    counts: Counter[str] = Counter()
+
+    def counted(owner: type, name: str) -> None:
+        method = getattr(owner, name)
+
+        def counting(*args: object) -> object:
+            counts[name] += 1
+            return method(*args)
+
+        monkeypatch.setattr(owner, name, counting)
+
+    for name in ("_layer", "_microbatch", "_step_end"):
+        counted(MeshCosts, name)
+    counted(StepTimes, "times")
+    cluster = Cluster.parse("h100:8x8")
+    pricing = replace(PRICING, cluster=cluster, rates=Rates.of(cluster.accelerator))
+    found = search(pricing, top=10)
+    meshes = {(group.first.axes, group.first.rules) for group in groups_of(pricing)}
+    assert found.num_priced == sum(len(group.zero_stages) for group in groups_of(pricing))
+    assert counts["times"] < found.num_priced / 3, "most layouts are slower than a bound allows"
+    assert counts["_layer"] < found.num_priced / 3, "meshes share layers"
+    assert counts["_microbatch"] < len(meshes), "few are looked at so closely"
+    assert counts["_step_end"] < found.num_priced / 6
+
+
+def groups_of(pricing: Pricing) -> list[LayoutGroup]:
+    found = layout_groups(pricing.config, pricing.cluster.topology())
+    return [group for group in found if isinstance(group, LayoutGroup)]
+
+
+@pytest.mark.parametrize("calibrated", [False, True])
+def test_bounds_are_below_every_step_time_of_a_group(calibrated):
+    terms = {"attention": 0.2, "feed-forward": 0.4, "fsdp": 0.1, "tensor": 0.05, "bubble": 0.1}
+    record = Record(model="", plan="", measured_at="", measured_s=0.6, terms_s=terms)
+    calibration = calibration_of([record] if calibrated else [])
+    factor = BOUND_MARGIN * calibration.least_factor(TERMS)
+    assert factor < (0.9 if calibrated else 1.0)
+    for group in groups_of(PRICING):
+        steps = StepTimes(PRICING.costs, group.first)
+        least_s = min(calibration.step_time_s(steps.times(zero)) for zero in group.zero_stages)
+        assert 0 < factor * steps.layers_s() < factor * steps.before_end_s() < least_s
 
 
 def test_search_is_deterministic():

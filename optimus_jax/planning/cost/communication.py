@@ -20,7 +20,7 @@ from optimus_jax.planning.cost.head_program import (
     HeadSizes,
     head_program,
     head_sizes,
-    vocab_axes,
+    vocab_split,
 )
 from optimus_jax.planning.cost.implementation_profile import ImplementationProfile
 from optimus_jax.planning.cost.layer_shape import LayerShape
@@ -85,7 +85,7 @@ def head_ops(
     stages: of the last one's output, or of the first one's input gradient.
     """
     model, found = workload.model, []
-    vocab = vocab_axes(model, plan, implementation)
+    vocab = vocab_split(model, plan, implementation).axes
     length = plan.active_rules(model).get(LENGTH, ())
     if vocab:
         program = head_program(workload, plan.precision, splits_length=layer.splits_length)

@@ -57,15 +57,19 @@ class CommunicationTimes:
         )
         return ring_s + self._rates.arrival_s if path.size > 1 else ring_s
 
+    def span(self, names: tuple[str, ...]) -> tuple[int, int]:
+        """The devices and the hosts that communication along these axes spans. On one cluster,
+        times depend on them alone.
+
+        Raises PlanError if the mesh is larger than the cluster.
+        """
+        size = math.prod([self._axes[name] for name in names])
+        return size, self._cluster.hosts_crossed(self._axes, names) if size > 1 else 1
+
     def _ring(self, names: tuple[str, ...]) -> _PathTime:
-        cluster, rates, size = (
-            self._cluster,
-            self._rates,
-            math.prod([self._axes[name] for name in names]),
-        )
+        cluster, rates, (size, hosts) = self._cluster, self._rates, self.span(names)
         if size == 1:
             return _PathTime(1, 0.0, 0.0, 0.0)
-        hosts = cluster.hosts_crossed(self._axes, names)
         on_host, speed, latency_s, tree_latency_s = size / hosts, math.inf, 0.0, 0.0
         if on_host > 1:
             speed = speed_of(cluster.intra_host) * rates.collective_share
@@ -83,7 +87,8 @@ class CommunicationTimes:
 
     def _send(self, names: tuple[str, ...]) -> _PathTime:
         cluster, rates = self._cluster, self._rates
-        if cluster.hosts_crossed(self._axes, names) == 1:
+        _, hosts = self.span(names)
+        if hosts == 1:
             return _PathTime(
                 2,
                 1 / (speed_of(cluster.intra_host) * rates.send_share),

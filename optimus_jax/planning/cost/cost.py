@@ -8,18 +8,24 @@ Gradient reduction, the optimizer and a fixed overhead are added once.
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import NamedTuple
 
-from optimus_jax.config import ModelConfig
 from optimus_jax.config.axes import DATA, FSDP, PIPE, TENSOR
 from optimus_jax.errors import PlanError, explain
-from optimus_jax.plan import Pipelining, Plan
+from optimus_jax.plan import Plan
 from optimus_jax.planning.cost.communication import VOCABULARY
 from optimus_jax.planning.cost.corrections import spread
 from optimus_jax.planning.cost.implementation_profile import OURS, ImplementationProfile
-from optimus_jax.planning.cost.mesh_costs import mesh_costs
+from optimus_jax.planning.cost.mesh_costs import (
+    ClusterCosts,
+    LayerCosts,
+    MicrobatchCosts,
+    StepEnd,
+)
 from optimus_jax.planning.cost.pipeline_time import Ticks, count_ticks
 from optimus_jax.planning.cost.rates import HEAD, LAYER, Rates
-from optimus_jax.planning.cost.stage_time import F32_BYTES
+from optimus_jax.planning.cost.stage_time import F32_BYTES, LayerTime
 from optimus_jax.planning.cost.workload import ADAM_MOMENTS, Workload
 from optimus_jax.planning.profiles.cluster import TO_HOST, Cluster
 
@@ -34,6 +40,8 @@ HOST_COPIES = "host copies"
 """The term for offloading."""
 COMMUNICATION = (TENSOR, VOCABULARY, FSDP, DATA, PIPE)
 """Terms for communication."""
+TERMS = (*IN_LAYERS, HEAD, *COMMUNICATION, BUBBLE, "optimizer", HOST_COPIES, "overhead")
+"""All terms."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,13 +102,18 @@ def predict(
       PlanError: the mesh is larger than the cluster, or the plan sends over a link of unknown
         speed.
     """
-    step = _StepTimes(workload, plan, cluster, rates, implementation)
-    times = step.times()
+    return predict_with(_cluster_costs(workload, cluster, rates, implementation), plan)
+
+
+def predict_with(costs: ClusterCosts, plan: Plan) -> Prediction:
+    """`predict` with costs that the caller keeps for further plans."""
+    steps, workload = StepTimes(costs, plan), costs.workload
+    times = steps.times(plan.zero)
     time_s, num_sequences = sum(times.values()), workload.global_batch
-    margin = math.exp(NINE_IN_TEN * spread(rates, LAYER, step.microbatch.place))
-    peak = cluster.accelerator.dense_peak_flops if plan.precision != "f32" else None
+    margin = math.exp(NINE_IN_TEN * spread(costs.rates, LAYER, steps.microbatch.place))
+    peak = costs.cluster.accelerator.dense_peak_flops if plan.precision != "f32" else None
     return Prediction(
-        terms=step.terms(times),
+        terms=steps.terms(times),
         step_time_s=time_s,
         low_s=time_s / margin,
         high_s=time_s * margin,
@@ -131,80 +144,124 @@ def term_times(
 
     Raises what `predict` raises.
     """
-    return _StepTimes(workload, plan, cluster, rates, implementation).times()
+    return StepTimes(_cluster_costs(workload, cluster, rates, implementation), plan).times(
+        plan.zero
+    )
 
 
-class _StepTimes:
-    """Computes the times of one step, on the critical path of one device."""
+@lru_cache(maxsize=1 << 8)
+def _cluster_costs(
+    workload: Workload, cluster: Cluster, rates: Rates, implementation: ImplementationProfile
+) -> ClusterCosts:
+    return ClusterCosts(workload, cluster, rates, implementation)
 
-    def __init__(
-        self,
-        workload: Workload,
-        plan: Plan,
-        cluster: Cluster,
-        rates: Rates,
-        implementation: ImplementationProfile,
-    ):
-        self.plan, self.cluster, self.rates = plan, cluster, rates
-        self.num_moments, self.implementation = workload.num_moments, implementation
-        costs = mesh_costs(
-            workload,
-            plan.axes,
-            plan.rules,
-            plan.precision,
-            plan.attention,
-            cluster,
-            rates,
-            implementation,
-        )
-        self.layer, self.microbatch = costs.layer(plan), costs.microbatch(plan)
-        self.end = costs.step_end(plan)
+
+class _OutsideLayers(NamedTuple):
+    """Seconds outside the layers of a step, whatever its ZeRO stage."""
+
+    head: float
+    """Compute of embedding and head."""
+    vocabulary: float
+    """Communication of embedding and head."""
+    send: float
+    """The send of one tick to the next stage."""
+
+
+class StepTimes:
+    """Computes the times of a plan's step, on the critical path of one device.
+
+    What does not depend on the ZeRO stage is computed once, for plans that differ only in theirs.
+    """
+
+    def __init__(self, costs: ClusterCosts, plan: Plan):
+        self.plan, self.costs, self.mesh_costs = plan, costs, costs.mesh(plan)
+        workload = costs.workload
         self.trains_embed = workload.model.tuning.trains("embedding")
-        self.num_references = workload.num_references
+        self.streams = 1 + workload.num_references
+        """Passes through the layers, each with its own residual stream."""
         self.executions = plan.microbatches * workload.model.num_layers / plan.axes.pipe
         """Layer executions per device: microbatches times layers per stage."""
-        self.visits = self.executions - self._without_backward(workload.model)
-        """Executions, of which one without backward counts as forward's share of both."""
 
-    def _without_backward(self, model: ModelConfig) -> float:
-        """Executions that the step saves, because layers that are not trained and have nothing
-        trained below have no backward (Decoder.run_layers).
-        """
-        if self.plan.pipeline is not None or self.trains_embed:
-            return 0.0
-        share = self.layer.backward / (self.layer.forward + self.layer.backward)
-        return self.plan.microbatches * model.tuning.freeze_layers * share
+    @property
+    def microbatch(self) -> MicrobatchCosts:
+        """A microbatch without its layers."""
+        return self.mesh_costs.microbatch(self.plan)
 
-    def times(self) -> dict[str, float]:
-        """Seconds by term, in display order."""
-        plan, microbatch, visits = self.plan, self.microbatch, self.visits
-        layer, exposed, at_end = self.layer.compute, self.layer.exposed, self.end.exposed.get
-        sends, bubble = self._pipeline()
-        vocabulary, idle_embeds = self._vocabulary()
+    def times(self, zero: int) -> dict[str, float]:
+        """Seconds by term under this ZeRO stage, in display order."""
+        outside, mesh_costs = self._outside_layers, self.mesh_costs
+        layer, end = mesh_costs.layer(self.plan, zero), mesh_costs.step_end(self.plan, zero)
+        compute, exposed, at_end = layer.compute, layer.exposed, end.exposed.get
+        visits = self._visits(layer)
+        sends, bubble = self._pipeline(layer, visits)
         return {
-            "attention": visits * layer.attention,
-            "feed-forward": visits * layer.feed_forward,
-            "recompute": visits * layer.again,
-            "memory": visits * layer.memory,
-            "launching": visits * layer.launching,
-            REFERENCE_PASS: self.executions * self.num_references * self.layer.forward,
-            HEAD: plan.microbatches * microbatch.head + idle_embeds * microbatch.embed_again,
+            "attention": visits * compute.attention,
+            "feed-forward": visits * compute.feed_forward,
+            "recompute": visits * compute.again,
+            "memory": visits * compute.memory,
+            "launching": visits * compute.launching,
+            REFERENCE_PASS: self.executions * (self.streams - 1) * layer.forward,
+            HEAD: outside.head,
             TENSOR: visits * exposed[TENSOR] + at_end(TENSOR, 0.0),
-            VOCABULARY: vocabulary,
+            VOCABULARY: outside.vocabulary,
             FSDP: visits * exposed[FSDP] + at_end(FSDP, 0.0),
             DATA: at_end(DATA, 0.0),
             PIPE: sends,
             BUBBLE: bubble,
-            "optimizer": self._optimizer(),
-            HOST_COPIES: self._host_copies(),
-            "overhead": self.rates.step_s,
+            "optimizer": self._optimizer(end),
+            HOST_COPIES: self._host_copies(layer.compute, end, visits),
+            "overhead": self.costs.rates.step_s,
         }
 
+    def layers_s(self) -> float:
+        """Seconds of the layers, with their communication and with ticks in which stages idle, for
+        stages in lockstep.
+
+        A step takes at least so long (up to rounding), under the plan's ZeRO stage and under higher
+        ones, which add communication to a layer and save none.
+        """
+        layer = self.mesh_costs.layer(self.plan, self.plan.zero)
+        if self._ticks is not None:
+            return self._in_lockstep(layer, self._ticks)
+        visits = self._visits(layer)
+        return (visits + self.executions * (self.streams - 1)) * layer.forward + (
+            visits * layer.backward
+        )
+
+    def before_end_s(self) -> float:
+        """`layers_s` with embedding, head and sends: all but what a step has once. A lower bound of
+        the same steps.
+        """
+        outside, ticks = self._outside_layers, self._ticks
+        sends = 0.0 if ticks is None else (ticks.forward + ticks.backward) * outside.send
+        return self.layers_s() + outside.head + outside.vocabulary + sends
+
+    def _in_lockstep(self, layer: LayerCosts, ticks: Ticks) -> float:
+        """Seconds of the layers in a pipeline whose ticks last as long as the fullest stage."""
+        assert self.plan.pipeline is not None
+        forward, backward = self.streams * layer.forward, layer.backward
+        most = self.plan.pipeline.most_layers
+        return most * (ticks.forward * forward + ticks.backward * backward)
+
+    def _visits(self, layer: LayerCosts) -> float:
+        """Executions, of which one without backward counts as forward's share of both.
+
+        Layers that are not trained and have nothing trained below have no backward
+        (Decoder.run_layers).
+        """
+        if self.plan.pipeline is not None or self.trains_embed:
+            return self.executions
+        share = layer.backward / (layer.forward + layer.backward)
+        frozen = self.costs.workload.model.tuning.freeze_layers
+        return self.executions - self.plan.microbatches * frozen * share
+
     def terms(self, times: dict[str, float]) -> tuple[Term, ...]:
-        """The times with explanations, without terms that take no time."""
-        plan, layer = self.plan, self.layer.compute
+        """The times of the plan itself with explanations, without terms that take no time."""
+        plan, whole_layer = self.plan, self.mesh_costs.layer(self.plan, self.plan.zero)
+        layer = whole_layer.compute
         visits, executions = (
-            f" x {number:g} layers and microbatches" for number in (self.visits, self.executions)
+            f" x {number:g} layers and microbatches"
+            for number in (self._visits(whole_layer), self.executions)
         )
         how = {
             "attention": f"matmuls, {_ms(layer.attention)}{visits}",
@@ -212,7 +269,7 @@ class _StepTimes:
             "recompute": f"remat {plan.remat}, {_ms(layer.again)}{visits}",
             "memory": f"passes over memory, {_ms(layer.memory)}{visits}",
             "launching": f"kernels that wait for the host, {_ms(layer.launching)}{visits}",
-            REFERENCE_PASS: f"forward without adapters, {_ms(self.layer.forward)}{executions}",
+            REFERENCE_PASS: f"forward without adapters, {_ms(whole_layer.forward)}{executions}",
             HEAD: f"{_ms(self.microbatch.head)} x {plan.microbatches} microbatches",
             TENSOR: f"all-reduces in layers over tensor={plan.axes.tensor}",
             VOCABULARY: "all-reduces of embedding and head",
@@ -221,7 +278,7 @@ class _StepTimes:
             PIPE: f"sends between pipe={plan.axes.pipe} stages",
             BUBBLE: "stages that wait for others, or compute along with them",
             "optimizer": "passes over parameters and moments",
-            HOST_COPIES: f"offload {plan.offload}, over {self.cluster.to_host}",
+            HOST_COPIES: f"offload {plan.offload}, over {self.costs.cluster.to_host}",
             "overhead": "what a step has once",
         }
         return tuple(
@@ -232,81 +289,85 @@ class _StepTimes:
             ]
         )
 
-    def _ticks(self, pipeline: Pipelining) -> Ticks:
-        return count_ticks(pipeline, self.plan.axes.pipe, self.plan.microbatches)
+    @cached_property
+    def _ticks(self) -> Ticks | None:
+        """Those of the schedule; None if no stage waits for another's ticks."""
+        plan, implementation = self.plan, self.costs.implementation
+        if plan.pipeline is None or not (implementation.lockstep or implementation.head_shared):
+            return None
+        return count_ticks(plan.pipeline, plan.axes.pipe, plan.microbatches)
 
-    def _pipeline(self) -> tuple[float, float]:
+    def _pipeline(self, layer: LayerCosts, visits: float) -> tuple[float, float]:
         """Seconds of sends, and of the bubble: the schedule's time beyond that of the visits to
         layers.
         """
         pipeline, stages = self.plan.pipeline, self.plan.axes.pipe
         if pipeline is None:
             return 0.0, 0.0
-        layers, useful = max(pipeline.layers_per_stage), self.plan.microbatches * pipeline.repeats
-        streams = 1 + self.num_references
-        forward, backward = streams * self.layer.forward, self.layer.backward
-        send = streams * self.microbatch.exposed["tick"]
-        if self.implementation.lockstep:
-            ticks = self._ticks(pipeline)
-            bubble = layers * (
-                ticks.forward * forward + ticks.backward * backward
-            ) - self.visits * (forward + backward)
+        layers, useful = pipeline.most_layers, self.plan.microbatches * pipeline.repeats
+        forward, backward = self.streams * layer.forward, layer.backward
+        send, ticks = self._outside_layers.send, self._ticks
+        if ticks is not None and self.costs.implementation.lockstep:
+            bubble = self._in_lockstep(layer, ticks) - visits * (forward + backward)
             return 2 * useful * send, bubble + (ticks.forward + ticks.backward - 2 * useful) * send
         # Stages without lockstep start when their input arrives: the first microbatch fills the
         # pipeline, then the slowest stage sets the pace.
         filling = (stages - 1) * (layers * (forward + backward) + 2 * send)
-        return 0.0, filling + (useful * layers - self.visits) * (forward + backward)
+        return 0.0, filling + (useful * layers - visits) * (forward + backward)
 
-    def _vocabulary(self) -> tuple[float, int]:
-        """Seconds of communication of embedding and head, and the number of ticks that compute an
-        embedding and need none.
-        """
-        plan, exposed = self.plan, self.microbatch.exposed
-        embeds, broadcasts = plan.microbatches, 0
-        if plan.pipeline is not None and self.implementation.head_shared:
-            ticks = self._ticks(plan.pipeline)
-            embeds, broadcasts = ticks.embed, (1 + self.num_references) * ticks.head
+    @cached_property
+    def _outside_layers(self) -> _OutsideLayers:
+        plan, microbatch = self.plan, self.microbatch
+        exposed, embeds, broadcasts = microbatch.exposed, plan.microbatches, 0
+        ticks = self._ticks
+        if ticks is not None and self.costs.implementation.head_shared:
+            embeds, broadcasts = ticks.embed, self.streams * ticks.head
             if self.trains_embed:
                 broadcasts += ticks.embed_backward
-        return (
-            plan.microbatches * exposed["head"]
+        # Some ticks compute an embedding and need none.
+        idle_embeds = embeds - plan.microbatches
+        return _OutsideLayers(
+            head=plan.microbatches * microbatch.head + idle_embeds * microbatch.embed_again,
+            vocabulary=plan.microbatches * exposed["head"]
             + embeds * exposed["embed"]
-            + broadcasts * exposed["broadcast"]
-        ), embeds - plan.microbatches
-
-    def _optimizer(self) -> float:
-        # Moments are read and written.
-        smaller = 2 * (ADAM_MOMENTS * F32_BYTES - self.num_moments * self.plan.moment_bytes)
-        return (
-            self.end.updated_params
-            * (self.implementation.optimizer_bytes - smaller)
-            / self.rates.memory_bytes_per_s
+            + broadcasts * exposed["broadcast"],
+            send=self.streams * exposed["tick"],
         )
 
-    def _host_copies(self) -> float:
+    def _optimizer(self, end: StepEnd) -> float:
+        # Moments are read and written.
+        costs, moment_bytes = self.costs, self.plan.moment_bytes
+        smaller = 2 * (ADAM_MOMENTS * F32_BYTES - costs.workload.num_moments * moment_bytes)
+        return (
+            end.updated_params
+            * (costs.implementation.optimizer_bytes - smaller)
+            / costs.rates.memory_bytes_per_s
+        )
+
+    def _host_copies(self, layer: LayerTime, end: StepEnd, visits: float) -> float:
         """Seconds that copies to and from the host add to a step.
 
         Moments are copied in both directions at once, without overlap with compute. Copies of layer
         inputs overlap with the layer's forward and backward.
         """
-        plan = self.plan
+        plan, costs = self.plan, self.costs
         if plan.offload == "none":
             return 0.0
-        speed = self.cluster.to_host.bytes_per_s
+        speed = costs.cluster.to_host.bytes_per_s
         if speed is None:
             raise PlanError(
                 explain(
                     "the plan keeps something in the host's memory, over a link of unknown speed",
-                    given=f"offload={plan.offload} on {self.cluster}",
+                    given=f"offload={plan.offload} on {costs.cluster}",
                     do=f"give its speed, such as --link {TO_HOST}=50GB/s, or use offload=none",
                 )
             )
-        rate, time_s = self.rates.host_share * speed, 0.0
+        rate, time_s = costs.rates.host_share * speed, 0.0
         if plan.offloads_moments:
-            time_s += self.num_moments * plan.moment_bytes * self.end.updated_params / rate
+            time_s += costs.workload.num_moments * plan.moment_bytes * end.updated_params / rate
         if plan.offloads_activations:
-            copy_s, layer = self.microbatch.shape.stream_bytes / rate, self.layer.compute
-            time_s += self.visits * (
+            copy_s = self.microbatch.shape.stream_bytes / rate
+            time_s += visits * (
                 max(0.0, copy_s - layer.forward) + max(0.0, copy_s - layer.backward)
             )
         return time_s

@@ -72,35 +72,42 @@ class HeadProgram:
     the other ones that split the vocabulary."""
 
 
+class VocabSplit(NamedTuple):
+    """How devices share the vocabulary."""
+
+    axes: tuple[str, ...]
+    """Mesh axes that split it."""
+    rows: int
+    """Rows that a device with a head computes."""
+
+
 def head_sizes(
     model: ModelConfig, plan: Plan, layer: LayerShape, implementation: ImplementationProfile
 ) -> HeadSizes:
     """The sizes for a microbatch under `plan`; `layer` is one device's part of a layer."""
-    _, rows = _vocab(model, plan.rules, plan.axes, implementation)
+    rows = vocab_split(model, plan, implementation).rows
     width, length_ways = table_width(model), layer.programs.length_ways
     return HeadSizes(layer.stream_tokens, model.embed_dim, width, rows, length_ways)
 
 
-def vocab_axes(
+def vocab_split(
     model: ModelConfig, plan: Plan, implementation: ImplementationProfile
-) -> tuple[str, ...]:
-    """Mesh axes that split the vocabulary."""
-    return _vocab(model, plan.rules, plan.axes, implementation)[0]
+) -> VocabSplit:
+    """How the plan's devices share the vocabulary."""
+    return _vocab_split(model, plan.rules, plan.axes, implementation)
 
 
 @lru_cache(maxsize=1 << 12)
-def _vocab(
+def _vocab_split(
     model: ModelConfig, rules: Rules, sizes: AxisSizes, implementation: ImplementationProfile
-) -> tuple[tuple[str, ...], int]:
-    """Mesh axes that split the vocabulary, and rows that a device with a head computes."""
+) -> VocabSplit:
     axes = active_rules(rules, sizes, model).get(VOCAB, ())
     if not implementation.head_shared:
         axes = tuple(axis for axis in axes if axis != PIPE)
     ways = math.prod(sizes[axis] for axis in axes)
     whole = padded_vocab(model.vocab_size, rules, sizes)
-    return axes, (
-        whole if implementation.pads_whole_vocab or ways > 1 else model.vocab_size
-    ) // ways
+    rows = whole if implementation.pads_whole_vocab or ways > 1 else model.vocab_size
+    return VocabSplit(axes, rows // ways)
 
 
 @lru_cache(maxsize=1 << 10)

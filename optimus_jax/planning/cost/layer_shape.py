@@ -50,18 +50,27 @@ class LayerShape(NamedTuple):
         """Bytes of the residual stream of a microbatch."""
         return self.stream_tokens * self.sizes.embed * self.width
 
-    def of_one_row(self) -> "LayerShape":
-        """The same layer for one sequence."""
-        return self._replace(sizes=self.sizes._replace(rows=1))
+    def with_rows(self, rows: float) -> "LayerShape":
+        """The same layer for so many sequences."""
+        return LayerShape(self.programs, self.sizes._replace(rows=rows))
 
 
 def layer_shape(workload: Workload, plan: Plan) -> LayerShape:
     """One layer for one microbatch on one device under `plan`."""
-    one_row = _of_one_row(
+    rows = rows_of(workload, plan.batch_ways(), plan.microbatches)
+    return row_shape(workload, plan).with_rows(rows)
+
+
+def row_shape(workload: Workload, plan: Plan) -> LayerShape:
+    """One layer for one sequence on one device under `plan`."""
+    return _of_one_row(
         workload.model, plan.rules, plan.axes, plan.precision, plan.attention, workload.seq_len
     )
-    rows = workload.global_batch / (plan.batch_ways() * plan.microbatches)
-    return LayerShape(one_row.programs, one_row.sizes._replace(rows=rows))
+
+
+def rows_of(workload: Workload, batch_ways: int, microbatches: int) -> float:
+    """Sequences of one microbatch on one device."""
+    return workload.global_batch / (batch_ways * microbatches)
 
 
 @lru_cache(maxsize=1 << 12)

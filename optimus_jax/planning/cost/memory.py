@@ -29,7 +29,7 @@ from optimus_jax.models.families import table_width
 from optimus_jax.models.layer_program import EMBED, is_of_heads, matrix_products, scores
 from optimus_jax.plan import Plan
 from optimus_jax.planning.cost.activation_buffers import buffer_slots
-from optimus_jax.planning.cost.layer_shape import LayerShape, layer_shape
+from optimus_jax.planning.cost.layer_shape import LayerShape, row_shape
 from optimus_jax.planning.cost.parameters import LeafCount, params_on_device
 from optimus_jax.planning.cost.workload import Workload
 
@@ -131,12 +131,12 @@ class _Parts:
         whole = params_on_device(model, plan.rules, plan.axes)
         self.whole, self.params = whole, (params := whole.trained)
         """All parameters, and those that are trained."""
-        layer = layer_shape(workload, plan)
-        token = _token(model, layer.of_one_row(), plan.remat)
+        layer = row_shape(workload, plan)
+        token = _token(model, layer, plan.remat)
         tokens_of_step = workload.global_batch * workload.seq_len
         tokens = max(1, tokens_of_step // plan.batch_ways() // plan.microbatches)
         self.repeats = pipeline.repeats if pipeline else 1
-        self.visited = max(pipeline.layers_per_stage) if pipeline else model.num_layers
+        self.visited = pipeline.most_layers if pipeline else model.num_layers
         """Layers that a microbatch passes in one visit to a stage."""
         self.stream = tokens * token.stream
         self.value = (1 + workload.num_references) * self.stream

@@ -1,19 +1,21 @@
-"""The times of a step's parts, which many plans with one mesh and the same rules share.
+"""The times of a step's parts, which many plans share.
 
 A search prices dozens of plans on a mesh. They differ in schedules and repeats, which change how
-often a part runs, and agree in what it takes.
+often a part runs, and agree in what it takes. Meshes share parts too: a layer communicates over
+fsdp and tensor, and does not depend on how the other devices are split.
 """
 
+import itertools
 import math
-from collections.abc import Iterable, Mapping
-from functools import lru_cache
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import NamedTuple
 
-from optimus_jax.config import AttentionKernel, Precision
-from optimus_jax.config.axes import FSDP, TENSOR, AxisSizes
-from optimus_jax.mesh.rules import Rules
+from optimus_jax.config.axes import FSDP, PIPE, TENSOR
+from optimus_jax.mesh.axes import LENGTH
 from optimus_jax.plan import Plan
 from optimus_jax.planning.cost.communication import (
+    IN_LAYERS,
     LAYER_PARTS,
     OUTSIDE_LAYERS,
     CommunicationOp,
@@ -24,9 +26,9 @@ from optimus_jax.planning.cost.communication import (
     tick_ops,
 )
 from optimus_jax.planning.cost.communication_time import CommunicationTimes
-from optimus_jax.planning.cost.head_program import head_program, head_sizes
+from optimus_jax.planning.cost.head_program import head_program, head_sizes, vocab_split
 from optimus_jax.planning.cost.implementation_profile import ImplementationProfile
-from optimus_jax.planning.cost.layer_shape import LayerShape, layer_shape, shape_point
+from optimus_jax.planning.cost.layer_shape import LayerShape, row_shape, rows_of, shape_point
 from optimus_jax.planning.cost.parameters import layers_on_device, updated_params
 from optimus_jax.planning.cost.rates import Rates, ShapePoint
 from optimus_jax.planning.cost.stage_time import LayerTime, embed_time, head_time, layer_time
@@ -71,60 +73,108 @@ class StepEnd(NamedTuple):
     """Parameters that the optimizer updates on one device."""
 
 
-class MeshCosts:
-    """Times of parts of steps on one mesh. Parts are computed once for all plans that share them;
-    the plans given agree in axes, rules, precision and kernel.
-
-    All methods raise PlanError if the plan sends over a link of unknown speed.
+class ClusterCosts:
+    """Times of parts of steps of one workload on one cluster, computed once for all plans that
+    share them. Everything is kept as long as this object.
     """
 
     def __init__(
         self,
         workload: Workload,
-        axes: AxisSizes,
         cluster: Cluster,
         rates: Rates,
         implementation: ImplementationProfile,
     ):
-        self._workload, self._rates, self._implementation = workload, rates, implementation
-        self._time_of = CommunicationTimes(axes, cluster, rates).time
-        self._microbatches: dict[tuple, MicrobatchCosts] = {}
-        self._layers: dict[tuple, LayerCosts] = {}
+        self.workload, self.cluster = workload, cluster
+        self.rates, self.implementation = rates, implementation
+        self._meshes: dict[tuple, MeshCosts] = {}
+        self._shared: dict[tuple, dict] = {}
+
+    def mesh(self, plan: Plan) -> "MeshCosts":
+        """The costs of plans with this plan's axes, rules, precision and kernel.
+
+        Raises PlanError if the mesh is larger than the cluster.
+        """
+        key = plan.axes, plan.rules, plan.precision, plan.attention
+        found = self._meshes.get(key)
+        if found is None:
+            found = self._meshes[key] = MeshCosts(plan, self, self._shared)
+        return found
+
+
+class MeshCosts:
+    """Times of parts of steps on one mesh; the plans given agree in axes, rules, precision and
+    kernel.
+
+    All methods raise PlanError if the plan sends over a link of unknown speed.
+
+    Args:
+      shared: costs of layers and microbatches of all meshes, by what they depend on. The speed of
+        communication over some axes depends on the devices and hosts that these span.
+    """
+
+    def __init__(self, plan: Plan, costs: ClusterCosts, shared: dict[tuple, dict]):
+        self._workload, self._rates, self._implementation = (
+            costs.workload,
+            costs.rates,
+            costs.implementation,
+        )
+        communication = CommunicationTimes(plan.axes, costs.cluster, costs.rates)
+        self._time_of, model = communication.time, costs.workload.model
+        self._row_shape = row_shape(costs.workload, plan)
+        self._batch_ways = plan.batch_ways()
+        device = self._row_shape, plan.axes.tensor
+        rules = plan.active_rules(model)
+        in_layers = [rules.get(logical, ()) for logical in IN_LAYERS]
+        vocab = vocab_split(model, plan, costs.implementation)
+        length = rules.get(LENGTH, ())
+        in_head = dict.fromkeys((*vocab.axes, *length, PIPE))
+
+        def shared_by(*key: object, axes: Iterable[tuple[str, ...]]) -> dict:
+            spans = tuple([(names, communication.span(names)) for names in axes])
+            return shared.setdefault((*device, *key, spans), {})
+
+        self._layers: dict[tuple, LayerCosts] = shared_by("layer", axes=in_layers)
+        self._microbatches: dict[tuple, MicrobatchCosts] = shared_by(
+            "microbatch", vocab, length, axes=_combinations(in_head)
+        )
         self._step_ends: dict[tuple, StepEnd] = {}
 
-    def layer(self, plan: Plan) -> LayerCosts:
-        """One layer of a microbatch."""
+    def layer(self, plan: Plan, zero: int) -> LayerCosts:
+        """One layer of a microbatch, at this ZeRO stage in the place of the plan's."""
         recomputes = plan.pipeline is not None and not plan.pipeline.keep_residuals
-        key = plan.microbatches, plan.zero, plan.remat, recomputes
+        rows = rows_of(self._workload, self._batch_ways, plan.microbatches)
+        key = rows, zero, plan.remat, recomputes
         found = self._layers.get(key)
         if found is None:
-            found = self._layers[key] = self._layer(plan, recomputes)
+            found = self._layers[key] = self._layer(replace(plan, zero=zero), rows, recomputes)
         return found
 
     def microbatch(self, plan: Plan) -> MicrobatchCosts:
         """A microbatch without its layers."""
-        key = plan.microbatches, plan.pipeline and plan.pipeline.send_slack
+        rows = rows_of(self._workload, self._batch_ways, plan.microbatches)
+        key = rows, plan.pipeline and plan.pipeline.send_slack
         found = self._microbatches.get(key)
         if found is None:
-            found = self._microbatches[key] = self._microbatch(plan)
+            found = self._microbatches[key] = self._microbatch(plan, rows)
         return found
 
-    def step_end(self, plan: Plan) -> StepEnd:
-        """What the step has once."""
-        gathers = plan.microbatches if plan.pipeline is None else 1
-        key = plan.zero, layers_on_device(self._workload.model, plan), gathers
+    def step_end(self, plan: Plan, zero: int) -> StepEnd:
+        """What the step has once, at this ZeRO stage in the place of the plan's."""
+        gathers = plan.microbatches if plan.pipeline is None and zero >= 2 else 1
+        key = zero, layers_on_device(self._workload.model, plan), gathers
         found = self._step_ends.get(key)
         if found is None:
-            found = self._step_ends[key] = self._step_end(plan)
+            found = self._step_ends[key] = self._step_end(replace(plan, zero=zero))
         return found
 
-    def _layer(self, plan: Plan, recomputes: bool) -> LayerCosts:
-        shape, place, *_ = self.microbatch(plan)
+    def _layer(self, plan: Plan, rows: float, recomputes: bool) -> LayerCosts:
+        shape = self._row_shape.with_rows(rows)
         ops = layer_ops(self._workload.model, plan, shape, self._implementation)
         forward, backward = ([op for op in ops if op.part == part] for part in LAYER_PARTS)
         time = layer_time(
             shape,
-            place,
+            shape_point(shape, plan.axes.tensor),
             plan.remat,
             recomputes,
             (sum(op.count for op in forward), sum(op.count for op in backward)),
@@ -143,30 +193,30 @@ class MeshCosts:
             },
         )
 
-    def _microbatch(self, plan: Plan) -> MicrobatchCosts:
+    def _microbatch(self, plan: Plan, rows: float) -> MicrobatchCosts:
         workload, rates, implementation = self._workload, self._rates, self._implementation
-        shape = layer_shape(workload, plan)
+        shape = self._row_shape.with_rows(rows)
         place = shape_point(shape, plan.axes.tensor)
         program = head_program(workload, plan.precision, splits_length=shape.splits_length)
         sizes = head_sizes(workload.model, plan, shape, implementation)
-        ops = [
-            *head_ops(workload, plan, shape, implementation),
-            *tick_ops(plan, shape, implementation),
-        ]
+        ops: dict[StepPart, list[CommunicationOp]] = {
+            part: [] for part in (*OUTSIDE_LAYERS, "tick")
+        }
+        for op in head_ops(workload, plan, shape, implementation):
+            ops[op.part].append(op)
+        for op in tick_ops(plan, shape, implementation):
+            ops[op.part].append(op)
         return MicrobatchCosts(
             shape=shape,
             place=place,
             head=head_time(program, sizes, shape.width, place, rates, implementation),
             embed_again=embed_time(program, sizes, shape.width, place, rates),
-            exposed={
-                part: sum(self._exposed([op for op in ops if op.part == part]).values())
-                for part in (*OUTSIDE_LAYERS, "tick")
-            },
+            exposed={part: sum(self._exposed(found).values()) for part, found in ops.items()},
         )
 
     def _step_end(self, plan: Plan) -> StepEnd:
         model, implementation = self._workload.model, self._implementation
-        width = self.microbatch(plan).shape.width
+        width = self._row_shape.width
         ops = step_ops(model, plan, width, implementation)
         return StepEnd(self._exposed(ops), updated_params(model, plan, implementation))
 
@@ -191,16 +241,8 @@ class MeshCosts:
         return exposed
 
 
-@lru_cache(maxsize=1 << 12)
-def mesh_costs(
-    workload: Workload,
-    axes: AxisSizes,
-    rules: Rules,
-    precision: Precision,
-    kernel: AttentionKernel,
-    cluster: Cluster,
-    rates: Rates,
-    implementation: ImplementationProfile,
-) -> MeshCosts:
-    """The costs for all plans with these axes, rules, precision and kernel."""
-    return MeshCosts(workload, axes, cluster, rates, implementation)
+def _combinations(axes: Iterable[str]) -> Iterator[tuple[str, ...]]:
+    """All that a collective over some of these mesh axes may span."""
+    names = tuple(axes)
+    for number in range(1, len(names) + 1):
+        yield from itertools.combinations(names, number)

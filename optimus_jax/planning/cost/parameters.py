@@ -79,32 +79,32 @@ class DeviceParams:
         tables = [leaf.whole for leaf in outer if _is_vocabulary(leaf.leaf)]
         return replace(self, layer=layer, outer=outer, table_whole=max(tables, default=0))
 
-    @property
+    @cached_property
     def layer_whole(self) -> int:
         """Parameters of one layer."""
         return sum(leaf.whole for leaf in self.layer)
 
-    @property
+    @cached_property
     def layer_split(self) -> int:
         """fsdp's share of them."""
         return sum(leaf.split for leaf in self.layer)
 
-    @property
+    @cached_property
     def outer_whole(self) -> int:
         """Parameters outside the layers."""
         return sum(leaf.whole for leaf in self.outer)
 
-    @property
+    @cached_property
     def outer_split(self) -> int:
         """fsdp's share of them."""
         return sum(leaf.split for leaf in self.outer)
 
-    @property
+    @cached_property
     def largest_whole(self) -> int:
         """Parameters of the largest matrix of one layer."""
         return max([leaf.whole for leaf in self.layer], default=0)
 
-    @property
+    @cached_property
     def largest_split(self) -> int:
         """fsdp's share of them."""
         return max([leaf.split for leaf in self.layer], default=0)
@@ -173,7 +173,7 @@ def layers_on_device(model: ModelConfig, plan: Plan) -> int:
     """Layers of the fullest device, with the empty slots of uneven stages."""
     if plan.pipeline is None:
         return model.num_layers
-    return max(plan.pipeline.layers_per_stage) * plan.pipeline.repeats
+    return plan.pipeline.most_layers * plan.pipeline.repeats
 
 
 @lru_cache(maxsize=1 << 12)

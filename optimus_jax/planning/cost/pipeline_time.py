@@ -5,8 +5,8 @@ of each kind determine the time of a step. Named schedules have closed forms, wh
 with their tables. Where there is no closed form, the ticks are counted in the table.
 """
 
-from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 
@@ -19,8 +19,7 @@ CLOSED_FORMS = ("gpipe", "1f1b", "interleaved")
 tables."""
 
 
-@dataclass(frozen=True)
-class Ticks:
+class Ticks(NamedTuple):
     """Numbers of ticks in one step."""
 
     forward: int
@@ -38,7 +37,6 @@ class Ticks:
     tick has an embedding's backward."""
 
 
-@lru_cache(maxsize=1 << 14)
 def count_ticks(pipeline: Pipelining, num_stages: int, num_microbatches: int) -> Ticks:
     """The ticks of a pipeline's schedule.
 
@@ -46,7 +44,7 @@ def count_ticks(pipeline: Pipelining, num_stages: int, num_microbatches: int) ->
     """
     useful, latency = num_microbatches * pipeline.repeats, 2 if pipeline.send_slack else 1
     if pipeline.table is not None:
-        return _counted(Schedule.from_json(pipeline.table))
+        return _in_table(pipeline.table)
     # With this many microbatches, tasks on every stage follow each other without a gap. With fewer,
     # some ticks only send, or wait for a lap to end.
     fewest = latency if pipeline.repeats == 1 else latency * num_stages
@@ -61,9 +59,7 @@ def count_ticks(pipeline: Pipelining, num_stages: int, num_microbatches: int) ->
         embed = ticks if useful - repeating > backward_begins else backward_begins
         head = ticks - backward_begins
         return Ticks(ticks, ticks, head=head, embed=embed, embed_backward=embed)
-    return _counted(
-        make_schedule(pipeline.schedule, num_stages, num_microbatches, pipeline.repeats, latency)
-    )
+    return _in_schedule(pipeline.schedule, num_stages, num_microbatches, pipeline.repeats, latency)
 
 
 def group_size(num_stages: int, num_microbatches: int, latency: int) -> int:
@@ -72,6 +68,20 @@ def group_size(num_stages: int, num_microbatches: int, latency: int) -> int:
     """
     lap = latency * num_stages
     return max(lap, -(-num_microbatches // max(1, num_microbatches // lap)))
+
+
+@lru_cache(maxsize=1 << 8)
+def _in_table(table: str) -> Ticks:
+    """The ticks of a user's table."""
+    return _counted(Schedule.from_json(table))
+
+
+@lru_cache(maxsize=1 << 12)
+def _in_schedule(
+    name: str, num_stages: int, num_microbatches: int, num_repeats: int, latency: int
+) -> Ticks:
+    """The ticks of a named schedule that has no closed form."""
+    return _counted(make_schedule(name, num_stages, num_microbatches, num_repeats, latency))
 
 
 def _counted(schedule: Schedule) -> Ticks:

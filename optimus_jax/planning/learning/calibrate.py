@@ -52,6 +52,10 @@ class Calibration:
         factors = self.covering(terms_s).factors
         return sum(time_s * factors[name] for name, time_s in terms_s.items())
 
+    def least_factor(self, names: Iterable[str]) -> float:
+        """The smallest factor that `step_time_s` applies to terms of these names."""
+        return min(self.covering(names).factors.values()) if self.terms else 1.0
+
     def covering(self, names: Iterable[str]) -> "Calibration":
         """This calibration extended to further terms, whose errors are inferred from those of known
         terms.

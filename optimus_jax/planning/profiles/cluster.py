@@ -59,6 +59,11 @@ class Cluster:
         """Number of devices of all hosts."""
         return self.num_hosts * self.devices_per_host
 
+    def knows_speeds(self, *, to_host: bool) -> bool:
+        """Whether the speeds of all links are known, with that to the host's memory or without."""
+        links = [self.intra_host, self.inter_host, self.to_host if to_host else None]
+        return all(link is None or link.bytes_per_s is not None for link in links)
+
     @property
     def shape(self) -> str:
         """The text that `parse` reads, such as `h100:8x8`."""

@@ -4,7 +4,9 @@ This module does not compare layouts; planning/search/search.py does.
 """
 
 import dataclasses
+import itertools
 import math
+from collections.abc import Iterator
 
 from optimus_jax.config import REMAT_POLICIES, Config, Offload, Precision, RematPolicy
 from optimus_jax.config.axes import TENSOR, AxisSizes
@@ -176,7 +178,7 @@ def loss_chunk_tokens(config: Config, axes: AxisSizes, rules: Rules, topology: T
     )
 
 
-def memory_fallbacks(config: Config, plan: Plan, platform: str) -> list[Plan]:
+def memory_fallbacks(config: Config, plan: Plan, platform: str) -> Iterator[Plan]:
     """`plan`, then variants of it with more recomputation or offloading if the user left these
     open.
 
@@ -191,20 +193,19 @@ def memory_fallbacks(config: Config, plan: Plan, platform: str) -> list[Plan]:
         if config.parallel.offload == "auto" and can_offload(platform)
         else (plan.offload,)
     )
-    plans = []
-    for offload in offloads:
-        variants = [dataclasses.replace(plan, remat=remat, offload=offload) for remat in policies]
-        if plan.pipeline is not None and config.parallel.stage_residuals == "auto":
-            # If the whole stage is recomputed, recomputing single layers as well saves memory only
-            # within a tick.
-            stage = dataclasses.replace(plan.pipeline, keep_residuals=False)
-            variants += [dataclasses.replace(other, pipeline=stage) for other in variants]
-        plans += [
-            other
-            for other in variants
-            if not other.offloads_activations or (other.remat == "full" and other.pipeline is None)
-        ]
-    return plans or [plan]
+    pipelines = [plan.pipeline]
+    if plan.pipeline is not None and config.parallel.stage_residuals == "auto":
+        # If the whole stage is recomputed, recomputing single layers as well saves memory only
+        # within a tick.
+        pipelines.append(dataclasses.replace(plan.pipeline, keep_residuals=False))
+    is_any = False
+    for offload, pipeline, remat in itertools.product(offloads, pipelines, policies):
+        other = dataclasses.replace(plan, remat=remat, offload=offload, pipeline=pipeline)
+        if not other.offloads_activations or (remat == "full" and pipeline is None):
+            is_any = True
+            yield other
+    if not is_any:
+        yield plan
 
 
 def pipelining(config: Config, axes: AxisSizes) -> Pipelining | None:

@@ -16,11 +16,13 @@ These are left out, because another layout is at least as good in every respect:
 import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache, partial
+from typing import NamedTuple
 
 from optimus_jax.config import Config
 from optimus_jax.config.axes import AxisSizes, check_devices
 from optimus_jax.errors import PlanError, counted, first_line
-from optimus_jax.mesh.rules import Rules, check_lengths, check_rules, make_rules
+from optimus_jax.mesh.rules import check_lengths, check_rules, make_rules
 from optimus_jax.mesh.topology import Topology
 from optimus_jax.models.kernels import choose_kernel
 from optimus_jax.pipeline.partition import layers_per_stage
@@ -60,6 +62,18 @@ class Rejection:
     """Bytes per device with maximal recomputation; None if rejected for another reason."""
 
 
+class LayoutGroup(NamedTuple):
+    """Layouts that differ only in their ZeRO stage."""
+
+    first: Plan
+    """The one with the lowest stage."""
+    zero_stages: tuple[int, ...]
+
+    def layout(self, zero: int) -> Plan:
+        """The layout with this stage."""
+        return self.first if zero == self.first.zero else dataclasses.replace(self.first, zero=zero)
+
+
 def axis_sizes(num_devices: int) -> Iterator[AxisSizes]:
     """Every way to write `num_devices` as pipe * data * fsdp * tensor."""
     for pipe in divisors(num_devices):
@@ -73,6 +87,18 @@ def axis_sizes(num_devices: int) -> Iterator[AxisSizes]:
 def layouts(config: Config, topology: Topology) -> Iterator[Plan | Rejection]:
     """All layouts and rejections, in a deterministic order.
 
+    Raises what `layout_groups` raises.
+    """
+    for group in layout_groups(config, topology):
+        if isinstance(group, Rejection):
+            yield group
+        else:
+            yield from map(group.layout, group.zero_stages)
+
+
+def layout_groups(config: Config, topology: Topology) -> Iterator[LayoutGroup | Rejection]:
+    """All layouts in groups, and rejections, in a deterministic order.
+
     Raises:
       PlanError: a setting is wrong whatever the layout, such as a kernel that cannot run.
     """
@@ -81,11 +107,12 @@ def layouts(config: Config, topology: Topology) -> Iterator[Plan | Rejection]:
     kernel = choose_kernel(config, topology, precision)
     if parallel.axes is not None:
         check_devices(parallel.axes, topology.num_devices)
+    rules_with = cache(partial(make_rules, config.model))
     for axes in [parallel.axes] if parallel.axes else axis_sizes(topology.num_devices):
         if parallel.sequence_parallel and axes.tensor == 1:
             yield Rejection(layouts=str(axes), reason="sequence_parallel=true needs a tensor axis")
             continue
-        for rules in _rules(config, axes):
+        for rules in map(rules_with, _rule_changes(config, axes)):
             common = Plan(
                 axes=axes,
                 rules=rules,
@@ -102,8 +129,8 @@ def layouts(config: Config, topology: Topology) -> Iterator[Plan | Rejection]:
             yield from _like(common, config)
 
 
-def _like(common: Plan, config: Config) -> Iterator[Plan | Rejection]:
-    """The layouts with the mesh and rules of `common`."""
+def _like(common: Plan, config: Config) -> Iterator[LayoutGroup | Rejection]:
+    """The groups of layouts with the mesh and rules of `common`."""
     axes, ways, global_batch = common.axes, common.batch_ways(), config.data.global_batch
     try:
         check_rules(common.rules, axes, config.model)
@@ -112,7 +139,8 @@ def _like(common: Plan, config: Config) -> Iterator[Plan | Rejection]:
     except PlanError as error:
         yield Rejection(layouts=str(axes), reason=first_line(error))
         return
-    if not _zero_stages(config, axes):
+    zero_stages = _zero_stages(config, axes)
+    if not zero_stages:
         yield Rejection(
             layouts=str(axes),
             reason=f"zero={config.parallel.zero} "
@@ -131,6 +159,8 @@ def _like(common: Plan, config: Config) -> Iterator[Plan | Rejection]:
             reason=f"the global batch of {global_batch} does not divide over data*fsdp={ways}",
         )
         return
+    # faster than dataclasses.replace, which looks at every field each time
+    layout_with, fixes_pipeline = partial(Plan, **vars(common)), _fixes_pipeline(config)
     for pipeline in _pipelines(config, axes):
         if isinstance(pipeline, Rejection):
             yield pipeline
@@ -140,11 +170,14 @@ def _like(common: Plan, config: Config) -> Iterator[Plan | Rejection]:
             yield numbers
             continue
         for microbatches in numbers:
-            for zero in _zero_stages(config, axes):
-                layout = dataclasses.replace(
-                    common, zero=zero, microbatches=microbatches, pipeline=pipeline
-                )
-                yield _checked(layout, config) if _fixes_pipeline(config) else layout
+            group = LayoutGroup(
+                layout_with(zero=zero_stages[0], microbatches=microbatches, pipeline=pipeline),
+                zero_stages,
+            )
+            if fixes_pipeline:
+                yield from _checked(group, config)
+            else:
+                yield group
 
 
 def _fixes_pipeline(config: Config) -> bool:
@@ -156,28 +189,30 @@ def _fixes_pipeline(config: Config) -> bool:
     )
 
 
-def _checked(layout: Plan, config: Config) -> Plan | Rejection:
-    """The layout, or the reason why it is not valid.
+def _checked(group: LayoutGroup, config: Config) -> Iterator[LayoutGroup | Rejection]:
+    """The layouts one by one, or the reasons why they are not valid.
 
     The check is needed only if the user fixed pipeline settings, which suit only some meshes.
     Layouts that this module enumerates itself are legal.
     """
-    try:
-        layout.validate(
-            config.model, global_batch=config.data.global_batch, lengths=config.compiled_lengths
-        )
-    except PlanError as error:
-        return Rejection(layouts=str(layout.axes), reason=first_line(error))
-    return layout
+    for zero in group.zero_stages:
+        layout = group.layout(zero)
+        try:
+            layout.validate(
+                config.model, global_batch=config.data.global_batch, lengths=config.compiled_lengths
+            )
+        except PlanError as error:
+            yield Rejection(layouts=str(layout.axes), reason=first_line(error))
+        else:
+            yield LayoutGroup(layout, (zero,))
 
 
-def _rules(config: Config, axes: AxisSizes) -> Iterator[Rules]:
+def _rule_changes(config: Config, axes: AxisSizes) -> tuple[tuple[str, ...], ...]:
+    """The changes to the default rules that are tried: the user's if there are any."""
     given, parallel = rule_changes(config), config.parallel
-    choices = (given,)
     if axes.tensor > 1 and not given:
-        choices = BLOCK_RULES if parallel.sequence_parallel is False else TENSOR_RULES
-    for overrides in choices:
-        yield make_rules(config.model, overrides)
+        return BLOCK_RULES if parallel.sequence_parallel is False else TENSOR_RULES
+    return (given,)
 
 
 def _zero_stages(config: Config, axes: AxisSizes) -> tuple[int, ...]:
