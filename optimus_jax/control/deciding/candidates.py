@@ -19,7 +19,7 @@ Searcher = Callable[[Pricing], Ranking | None]
 
 
 def search_now(pricing: Pricing) -> Ranking:
-    """Search synchronously, the default. Takes up to a second for a thousand devices."""
+    """Search synchronously, the default. Takes up to half a second for a thousand devices."""
     return search(pricing, top=constants.NUM_RANKED_PLANS)
 
 

@@ -100,12 +100,12 @@ class Pricing:
         """Estimated peak bytes on the most loaded device."""
         return estimate_memory(self.workload, plan)
 
-    def fitting(self, layout: Plan) -> Candidate | Rejection:
-        """The layout with the least recomputation that fits, or why none does."""
+    def fitting(self, layout: Plan) -> tuple[Plan, MemoryEstimate] | Rejection:
+        """The layout with the least recomputation that fits and its memory, or why none does."""
         for plan in memory_fallbacks(self.config, layout, self.cluster.accelerator.platform):
             memory = self.memory(plan)
             if fits(memory, self.cluster):
-                return Candidate(plan=plan, prediction=self.predicted(plan), memory=memory)
+                return plan, memory
         return Rejection(
             layouts=layout.describe(),
             needs_bytes=memory.total,
@@ -152,11 +152,20 @@ def search(pricing: Pricing, *, top: int = 10, progress: ReportStatus | None = N
         found = pricing.fitting(layout)
         if isinstance(found, Rejection):
             rejections.append(found)
-        elif kind not in best or found.prediction.step_time_s < best[kind].prediction.step_time_s:
-            if kind in best:
-                slowest_s.remove(best[kind].prediction.step_time_s)
-            best[kind] = found
-            bisect.insort(slowest_s, found.prediction.step_time_s)
+            continue
+        plan, memory = found
+        fastest = best.get(kind)
+        if (
+            fastest is not None
+            and BOUND_MARGIN * pricing.step_time_s(plan) >= fastest.prediction.step_time_s
+        ):
+            continue  # it needs no explanations
+        candidate = Candidate(plan=plan, prediction=pricing.predicted(plan), memory=memory)
+        if fastest is None or candidate.prediction.step_time_s < fastest.prediction.step_time_s:
+            if fastest is not None:
+                slowest_s.remove(fastest.prediction.step_time_s)
+            best[kind] = candidate
+            bisect.insort(slowest_s, candidate.prediction.step_time_s)
     ranked = sorted(best.values(), key=lambda candidate: candidate.prediction.step_time_s)
     return Ranking(best=tuple(ranked[:top]), rejections=tuple(rejections), num_priced=num_priced)
 
