@@ -96,21 +96,30 @@ class Situation:
     inputs: Mapping[str, Any] = field(default_factory=dict)
     """The measurements and settings behind these values, for the record."""
 
+    @property
+    def counts_return(self) -> bool:
+        """Whether a plan that proves slower is expected to cost its trial only. The first plan for
+        a phase to come is chosen by what it is expected to save.
+        """
+        return self.has_switched or self.at_step is None
+
     def too_unlikely(self, found: Worth) -> str:
         """Why a switch of this worth is too unlikely to pay; empty: it is not.
 
         Where conditions last, or nobody knows what they are, what it gains depends on predicted
-        step times alone. There an unlikely switch is a gamble. It is taken only in a run that has
-        switched before, and only if it is worth a share of what is left.
+        step times alone. There an unlikely switch is a gamble. It is taken if conditions last and
+        it is worth a share of the time that is left, a larger one before the run has ever switched.
         """
-        if found.probability >= constants.MIN_PROBABILITY:
+        if found.probability >= constants.MIN_PROBABILITY or not self.counts_return:
             return ""
-        if self.is_unexplained or (self.regime.durations is None and not self.has_switched):
-            needed = f"at least P {constants.MIN_PROBABILITY:g} is required in such conditions"
-            return needed if self.at_step is None else ""
-        least_s = constants.MIN_GAMBLE_SHARE * self.horizon_s
-        if self.regime.durations is None and found.net_s < least_s:
-            return f"as a gamble it has to be worth {seconds(least_s)}"
+        if self.is_unexplained and self.at_step is None:
+            return f"at least P {constants.MIN_PROBABILITY:g} is required in such conditions"
+        share = (
+            constants.MIN_GAMBLE_SHARE if self.has_switched else constants.MIN_FIRST_GAMBLE_SHARE
+        )
+        if self.regime.durations is None and found.net_s < share * self.horizon_s:
+            least = f"{seconds(share * self.horizon_s)}, {share:.1%} of what is left"
+            return f"with less than P {constants.MIN_PROBABILITY:g} it has to be worth {least}"
         return ""
 
     def has_waited_for(self, candidate: "SwitchCandidate") -> bool:
@@ -261,7 +270,7 @@ def _weigh(situation: Situation, candidate: SwitchCandidate) -> _Weighed:
             prepare_s=candidate.prepare_s if situation.at_step is None else 0.0,
             trial_s=situation.trial_s,
             usable=candidate.usable_probability,
-            counts_return=situation.has_switched,
+            counts_return=situation.counts_return,
         ),
         situation.regime,
         situation.horizon_s,

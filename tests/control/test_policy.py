@@ -118,17 +118,24 @@ def test_a_risk_is_taken_once_conditions_have_cost_as_much_unless_the_account_is
     assert decided(dear, regime=old, **conditions, account=overdrawn).action == "stay"
 
 
-def test_after_the_first_switch_an_unlikely_plan_is_tried_if_that_is_worth_enough():
-    unsure = candidate(0.04, deviation=0.2, cost_s=10.0, return_s=10.0)
+def test_an_unlikely_plan_is_tried_if_that_is_worth_enough():
     few = {"horizon_s": 2e3, "whole_s": 1e6}
-    assert "is required" in decided(unsure, **few).why
-    tried = decided(unsure, **few, has_switched=True)
+    unsure = candidate(0.04, deviation=0.2)
+    tried = decided(unsure, **few)
     assert tried.action == "switch"
     assert "is taken back if it is not" in tried.why
-    known = candidate(0.012, deviation=0.015, cost_s=10.0, return_s=10.0)
-    assert "as a gamble" in decided(known, **few, has_switched=True).why
-    unexplained = decided(unsure, **few, has_switched=True, is_unexplained=True)
-    assert unexplained.action == "stay"
+    assert decided(unsure, **few, is_unexplained=True).action == "stay"
+    known = candidate(0.012, deviation=0.03)
+    assert "it has to be worth 50 s" in decided(known, **few).why
+    assert decided(known, **few, has_switched=True).action == "switch"
+    well_known = candidate(0.012, deviation=0.015)
+    assert "it has to be worth 20 s" in decided(well_known, **few, has_switched=True).why
+
+
+def test_the_first_plan_of_a_phase_is_no_gamble():
+    unsure = candidate(0.0, deviation=0.2)
+    assert decided(unsure, at_step=149).action == "stay"
+    assert decided(unsure, at_step=149, has_switched=True).action == "switch"
 
 
 @pytest.mark.parametrize(
@@ -148,7 +155,7 @@ def test_after_the_first_switch_an_unlikely_plan_is_tried_if_that_is_worth_enoug
         ({}, {"blocked": "cooling down"}, "cooling down"),
         ({}, {"regime": unknown_duration(10.0)}, "if conditions last"),
         ({"usable_probability": 0.05}, {}, "would save"),
-        ({"gain": 0.01, "deviation": 0.05}, {}, "is required"),
+        ({"gain": 0.01, "deviation": 0.02}, {}, "it has to be worth"),
         ({"gain": 0.01}, {"is_unexplained": True}, "is required"),
     ],
 )

@@ -15,9 +15,8 @@ longer. If that is more than the value now, the run waits.
 
 A plan that proves slower is taken back after its first steps, so a switch is also an option: only
 those steps can lose. Where that counts, L E[1 - R] is t E[1 - R] + (L - t) E[(1 - R)+], with t the
-time of those steps. It counts where conditions last, once a run has switched. Counted earlier, runs
-in which nothing changes switch; in conditions that may end, it rewards plans of which little is
-known when time is short (measured: docs/decisions/0024-one-value.md).
+time of those steps. It counts where conditions last. In conditions that may end, it rewards plans
+of which little is known when time is short (measured: docs/decisions/0024-one-value.md).
 """
 
 import math
