@@ -1,4 +1,4 @@
-"""Features of a candidate, and two regressions from them to what a switch would truly save.
+"""Two regressions from features of a candidate to what the switch to it would truly save.
 
 The target is the label of decision_labels.py over the run's time, as a share. Squared errors then
 estimate its mean, so a switch with a positive prediction saves on average. Ridge regression sees
@@ -9,50 +9,9 @@ scenarios: no scenario is on both sides of a split.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 
-from optimus_jax.control.deciding.value import Bet, Worth, worth
-from optimus_jax.control.policy import SWITCH_METHODS, Situation, SwitchCandidate
-
-FEATURES = (
-    "log_ratio",
-    "deviation",
-    "log_ratio_after",
-    "has_after",
-    "probability",
-    "net",
-    "lead",
-    "rank",
-    "risk",
-    "cost",
-    "return",
-    "prepare",
-    "trial",
-    "wait",
-    "usable",
-    "elapsed",
-    "lasting",
-    "survival",
-    "left",
-    "log_left_s",
-    "owed",
-    "is_permanent",
-    "hangs_on_ratio",
-    "is_unexplained",
-    "is_planned",
-    "has_changed",
-    "num_switches",
-    "num_decisions",
-    "num_candidates",
-    *SWITCH_METHODS,
-)
-"""Names of the features, in order. Times are shares of what is left of the run, except `left` and
-`owed`, which are shares of the whole run, and log_left_s. `lead` is the value (`net`) less that of
-the best other candidate, `lasting` the expected time of present conditions."""
-MOST = 3.0
-"""Features are clipped to -MOST..MOST, and log ratios with them; counts are in tens."""
 FOLDS = 5
 PENALTIES = (1.0, 10.0, 100.0, 1000.0)
 """Penalties of the ridge regression."""
@@ -61,16 +20,11 @@ NUM_TREES, RATE, DEPTH, NUM_BINS, LEAST_ROWS = (10, 20, 40, 80), 0.1, 3, 24, 30
 to a leaf, values of a feature that are told apart, and rows of the smallest leaf."""
 MARGINS = (0.0, 0.002, 0.005, 0.01, 0.02, 0.04)
 """Margins to choose from, as shares of the run's time."""
+MOST_SAVED = 1.0
+"""Labels are clipped to this share of the run's time, up and down."""
 
-
-@dataclass(frozen=True, kw_only=True)
-class History:
-    """What a run has been through before a decision."""
-
-    num_switches: int = 0
-    num_decisions: int = 0
-    has_changed: bool = False
-    """Whether conditions were ever other than those of the beginning."""
+Regression = Callable[[np.ndarray], np.ndarray]
+"""[rows, FEATURES] to predicted savings, [rows], as shares of the run's time."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,14 +43,6 @@ class Example:
     """The candidate that the rule takes; None: it stays."""
 
 
-class Regression(Protocol):
-    """Predicts savings."""
-
-    def __call__(self, features: np.ndarray) -> np.ndarray:
-        """[rows, FEATURES] to [rows], as shares of the run's time."""
-        ...
-
-
 @dataclass(frozen=True, kw_only=True)
 class Learnt:
     """A learnt policy: it takes the candidate with the largest prediction above the margin."""
@@ -111,85 +57,6 @@ class Learnt:
     def choose(self, features: np.ndarray, barred: np.ndarray) -> int | None:
         """The candidate to switch to; None: stay."""
         return _best(self.predict(features), barred, self.margin)
-
-
-def features_of(
-    situation: Situation, candidates: Sequence[SwitchCandidate], history: History
-) -> np.ndarray:
-    """[candidates, FEATURES], float64: what the rule knows of each candidate."""
-    worths = [_worth(situation, each) for each in candidates]
-    net_s = np.array([each.net_s for each in worths])
-    rows = []
-    for place, (candidate, found) in enumerate(zip(candidates, worths, strict=True)):
-        others = np.delete(net_s, place)
-        values = _of_candidate(situation, candidate, found)
-        values |= _of_situation(situation, history)
-        left_s = max(1e-6, situation.horizon_s)
-        values |= {
-            "lead": (found.net_s - max(0.0, others.max(initial=0.0))) / left_s,
-            "rank": float((others > found.net_s).sum()) / 10,
-            "num_candidates": len(candidates) / 10,
-        }
-        rows.append([values[name] for name in FEATURES])
-    return np.clip(np.nan_to_num(np.array(rows).reshape(-1, len(FEATURES))), -MOST, MOST)
-
-
-def _worth(situation: Situation, candidate: SwitchCandidate) -> Worth:
-    """V of the candidate, as the rule weighs it."""
-    bet = Bet(
-        log_ratio=candidate.log_ratio,
-        deviation=candidate.deviation,
-        log_ratio_after=candidate.log_ratio_after,
-        cost_s=candidate.cost_s,
-        return_s=candidate.return_s,
-        prepare_s=candidate.prepare_s if situation.at_step is None else 0.0,
-        trial_s=situation.trial_s,
-        usable=candidate.usable_probability,
-    )
-    return worth(bet, situation.regime, situation.horizon_s)
-
-
-def _of_candidate(
-    situation: Situation, candidate: SwitchCandidate, found: Worth
-) -> dict[str, float]:
-    left_s = max(1e-6, situation.horizon_s)
-    after = candidate.log_ratio_after
-    return {
-        "log_ratio": candidate.log_ratio,
-        "deviation": candidate.deviation,
-        "log_ratio_after": 0.0 if after is None else after,
-        "has_after": float(after is not None),
-        "probability": found.probability,
-        "net": found.net_s / left_s,
-        "risk": found.risk_s / left_s,
-        "cost": found.cost_s / left_s,
-        "return": candidate.return_s / left_s,
-        "prepare": candidate.prepare_s / left_s,
-        "wait": found.wait_s / left_s,
-        "usable": candidate.usable_probability,
-        **{name: float(name == candidate.switch_method) for name in SWITCH_METHODS},
-    }
-
-
-def _of_situation(situation: Situation, history: History) -> dict[str, float]:
-    regime, left_s = situation.regime, max(1e-6, situation.horizon_s)
-    whole_s = max(left_s, situation.whole_s)
-    return {
-        "trial": situation.trial_s / left_s,
-        "elapsed": regime.elapsed_s / left_s,
-        "lasting": regime.expected_s(left_s) / left_s,
-        "survival": regime.survival(left_s),
-        "left": left_s / whole_s,
-        "log_left_s": float(np.log10(left_s)) - 2.0,
-        "owed": situation.account.owed_s / whole_s,
-        "is_permanent": float(regime.durations is None),
-        "hangs_on_ratio": float(situation.hangs_on_ratio),
-        "is_unexplained": float(situation.is_unexplained),
-        "is_planned": float(situation.at_step is not None),
-        "has_changed": float(history.has_changed),
-        "num_switches": history.num_switches / 10,
-        "num_decisions": history.num_decisions / 10,
-    }
 
 
 def learn(examples: Sequence[Example], kind: str) -> Learnt:
@@ -239,7 +106,7 @@ def _rows(examples: Sequence[Example]) -> tuple[np.ndarray, np.ndarray, np.ndarr
     target = np.concatenate([each.saved for each in examples])
     return (
         np.concatenate([each.features for each in examples]),
-        np.clip(target, -1.0, 1.0),
+        np.clip(target, -MOST_SAVED, MOST_SAVED),
         np.concatenate(weights) * len(target) / len(examples),
     )
 

@@ -11,8 +11,9 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
+from decision_features import FEATURES, History, features_of
 from decision_labels import Hindsight
-from decision_learners import FEATURES, History, Learnt, features_of
+from decision_learners import Learnt
 from simulated_control import SETTINGS, searcher, setup_of
 
 from optimus_jax.control import policy

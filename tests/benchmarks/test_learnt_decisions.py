@@ -51,6 +51,10 @@ def report(folder):
     return import_module("learnt_decisions_report")
 
 
+def names():
+    return import_module("decision_features").FEATURES
+
+
 # Labels
 
 
@@ -132,7 +136,7 @@ def examples(learners, target, *, count=240, candidates=3):
     random = np.random.default_rng(0)
     found = []
     for number in range(count):
-        features = random.uniform(-1, 1, (candidates, len(learners.FEATURES)))
+        features = random.uniform(-1, 1, (candidates, len(names())))
         found.append(
             learners.Example(
                 group=f"random:{number // 4}",
@@ -166,7 +170,7 @@ def test_regressions_learn_what_they_can_say(learners):
 
 def test_learning_is_deterministic(learners):
     found = examples(learners, linear, count=60)
-    rows = np.random.default_rng(1).uniform(-1, 1, (5, len(learners.FEATURES)))
+    rows = np.random.default_rng(1).uniform(-1, 1, (5, len(names())))
     for kind in learners.KINDS:
         first, second = (learners.learn(found, kind).predict(rows) for _ in range(2))
         assert first.tolist() == second.tolist()
@@ -187,11 +191,12 @@ def test_the_best_candidate_above_the_margin_is_taken_unless_barred(learners):
     assert policy(0.0).choose(features[:0], free[:0]) is None
 
 
-def test_features_are_named_and_finite(learners, new_run):
+def test_features_are_named_and_finite(new_run):
     _, faster, slower = new_run
     candidates = [candidate(faster), candidate(slower, log_ratio=60.0)]
-    found = learners.features_of(situation(), candidates, learners.History(num_switches=2))
-    named = [dict(zip(learners.FEATURES, row, strict=True)) for row in found]
+    module = import_module("decision_features")
+    found = module.features_of(situation(), candidates, module.History(num_switches=2))
+    named = [dict(zip(names(), row, strict=True)) for row in found]
     assert np.isfinite(found).all()
     assert (named[0]["log_ratio"], named[0]["remesh"], named[0]["restart"]) == (-0.2, 1.0, 0.0)
     assert named[0]["left"] == pytest.approx(1000 / 1100)
@@ -231,7 +236,7 @@ def test_training_data_continue_where_they_were_stopped(benchmark, runs, monkeyp
 
     def simulated(case, choose, **options):
         done.append(case.seed)
-        features = np.full((1, len(import_module("decision_learners").FEATURES)), 0.1)
+        features = np.full((1, len(names())), 0.1)
         record = {"features": features.tolist(), "saved": [0.1], "barred": [False], "rule": None}
         return Result(total_s=1.0, event_counts={}), [record]
 
@@ -251,7 +256,7 @@ def test_a_policy_that_agrees_with_the_rule_has_its_result(
     benchmark, runs, learners, monkeypatch, tmp_path
 ):
     case = runs.Case(setting="llama-a100", scenario="random:0", seed=0)
-    features = np.zeros((1, len(learners.FEATURES))).tolist()
+    features = np.zeros((1, len(names()))).tolist()
     record = {"features": features, "barred": [False], "rule": None}
     done = []
 
