@@ -47,6 +47,9 @@ are shares of the whole run, and `log_left_s` is the decimal logarithm of what i
 tens."""
 MOST = 3.0
 """All features are clipped to -MOST..MOST."""
+NUM_CONSIDERED = 3
+"""A learnt policy chooses from so many candidates, those with the largest value by the rule. With
+all of them it learnt less from the same data: most are poor, and errors add up."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +80,17 @@ def features_of(
             "num_candidates": len(candidates) / 10,
         }
         rows.append([values[name] for name in FEATURES])
-    return np.clip(np.nan_to_num(np.array(rows).reshape(-1, len(FEATURES))), -MOST, MOST)
+    found = np.clip(np.nan_to_num(np.array(rows).reshape(-1, len(FEATURES))), -MOST, MOST)
+    # As they are stored, so that a stored decision is repeated exactly.
+    return np.array([[float(f"{value:.5g}") for value in row] for row in found])
+
+
+def considered(features: np.ndarray, barred: np.ndarray) -> np.ndarray:
+    """[candidates], bool: which of them a learnt policy may take."""
+    order = np.argsort(-features[:, FEATURES.index("net")], kind="stable")
+    found = np.zeros(len(features), bool)
+    found[order[~barred[order]][:NUM_CONSIDERED]] = True
+    return found
 
 
 def _worth(situation: Situation, candidate: SwitchCandidate) -> Worth:

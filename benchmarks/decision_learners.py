@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from decision_features import considered
 
 FOLDS = 5
 PENALTIES = (1.0, 10.0, 100.0, 1000.0)
@@ -37,8 +38,8 @@ class Example:
     """[candidates, FEATURES]."""
     saved: np.ndarray
     """[candidates]: the labels, as shares of the run's time."""
-    barred: np.ndarray
-    """[candidates]: whether the candidate may not be taken."""
+    is_open: np.ndarray
+    """[candidates]: whether a learnt policy may take the candidate."""
     rule: int | None
     """The candidate that the rule takes; None: it stays."""
 
@@ -56,7 +57,7 @@ class Learnt:
 
     def choose(self, features: np.ndarray, barred: np.ndarray) -> int | None:
         """The candidate to switch to; None: stay."""
-        return _best(self.predict(features), barred, self.margin)
+        return _best(self.predict(features), considered(features, barred), self.margin)
 
 
 def learn(examples: Sequence[Example], kind: str) -> Learnt:
@@ -88,26 +89,27 @@ def learn(examples: Sequence[Example], kind: str) -> Learnt:
 
 def saved(example: Example, predicted: np.ndarray, margin: float) -> float:
     """What the decision by these predictions truly saves, as a share of the run's time."""
-    chosen = _best(predicted, example.barred, margin)
+    chosen = _best(predicted, example.is_open, margin)
     return 0.0 if chosen is None else float(example.saved[chosen])
 
 
-def _best(predicted: np.ndarray, barred: np.ndarray, margin: float) -> int | None:
-    usable = np.where(barred, -np.inf, predicted)
+def _best(predicted: np.ndarray, is_open: np.ndarray, margin: float) -> int | None:
+    usable = np.where(is_open, predicted, -np.inf)
     best = int(usable.argmax()) if len(usable) else None
     return best if best is not None and usable[best] > margin else None
 
 
 def _rows(examples: Sequence[Example]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """All candidates as rows: features, targets, and weights, with which each decision counts as
-    much as any other, however many candidates it has.
+    """All open candidates as rows: features, targets, and weights, with which each decision counts
+    as much as any other, however many candidates it has.
     """
-    weights = [np.full(len(each.saved), 1 / max(1, len(each.saved))) for each in examples]
-    target = np.concatenate([each.saved for each in examples])
+    some = [each for each in examples if each.is_open.any()]
+    counts = np.array([each.is_open.sum() for each in some])
+    target = np.concatenate([each.saved[each.is_open] for each in some])
     return (
-        np.concatenate([each.features for each in examples]),
+        np.concatenate([each.features[each.is_open] for each in some]),
         np.clip(target, -MOST_SAVED, MOST_SAVED),
-        np.concatenate(weights) * len(target) / len(examples),
+        np.repeat(counts.mean() / counts, counts),
     )
 
 

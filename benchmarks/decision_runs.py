@@ -101,7 +101,7 @@ class Decider:
         rule: int | None,
     ) -> None:
         record: dict[str, Any] = {
-            "features": [[float(f"{value:.5g}") for value in row] for row in features],
+            "features": features.tolist(),
             "barred": [bool(each.barred) for each in candidates],
             "rule": rule,
         }

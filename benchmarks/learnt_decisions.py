@@ -11,7 +11,8 @@ the rule alone would not reach. `compare` fits the regressions of decision_learn
 and runs other scenarios, with the same seeds, under
 
 * the rule;
-* `ridge` and `trees`: the candidate with the largest predicted saving, if that is above the margin;
+* `ridge` and `trees`: of the three candidates with the largest value by the rule, the one with the
+  largest predicted saving, if that is above the margin;
 * `perfect`: the rule with true ratios of step times, without a deviation;
 * `labels`: the candidate with the largest label, a bound for what can be learnt from labels;
 * staying, and the oracle.
@@ -42,6 +43,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from decision_features import considered
 from decision_learners import KINDS, Example, Learnt, learn
 from decision_runs import Case, by_labels, exploring, learnt, simulated
 from learnt_decisions_report import RULE, report, trained
@@ -81,7 +83,7 @@ def examples_in(data: Path) -> list[Example]:
             group=case.scenario,
             features=np.array(each["features"]),
             saved=np.array(each["saved"]),
-            barred=np.array(each["barred"]),
+            is_open=considered(np.array(each["features"]), np.array(each["barred"])),
             rule=each["rule"],
         )
         for case, value in sorted(_lines(data), key=lambda line: line[0])

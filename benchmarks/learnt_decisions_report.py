@@ -37,7 +37,7 @@ def trained(examples: Sequence[Example]) -> str:
     lines = [
         f"{len(examples)} decisions with {sum(len(each.saved) for each in examples)} candidates, of"
         f" {len({each.group for each in examples})} scenarios. Mean saving of a decision by its"
-        f" labels: rule {ruled:.2%}, best candidate {best:.2%}."
+        f" labels: rule {ruled:.2%}, best of the candidates that are considered {best:.2%}."
     ]
     for kind in KINDS:
         found = learn(examples, kind)

@@ -101,6 +101,7 @@ def candidate(plan, log_ratio=-0.2, **values):
     )
 
 
+@pytest.mark.slow
 def test_a_label_is_the_difference_of_the_two_runs(new_run):
     simulation, faster, slower = new_run
     hindsight = import_module("decision_labels").Hindsight(simulation)
@@ -119,6 +120,7 @@ def test_a_label_is_the_difference_of_the_two_runs(new_run):
     assert kept_s < labels.net_s[1] < 0, "a slower plan is taken back after its trial"
 
 
+@pytest.mark.slow
 def test_a_perfect_predictor_knows_the_ratio(new_run):
     simulation, faster, _ = new_run
     hindsight = import_module("decision_labels").Hindsight(simulation)
@@ -142,7 +144,7 @@ def examples(learners, target, *, count=240, candidates=3):
                 group=f"random:{number // 4}",
                 features=features,
                 saved=target(features),
-                barred=np.zeros(candidates, bool),
+                is_open=np.ones(candidates, bool),
                 rule=None,
             )
         )
@@ -161,6 +163,7 @@ def mean_best(learners, found):
     return np.mean([learners.saved(each, each.saved, 0.0) for each in found])
 
 
+@pytest.mark.slow
 def test_regressions_learn_what_they_can_say(learners):
     sums, both = examples(learners, linear), examples(learners, interaction)
     assert learners.learn(sums, "ridge").saved > 0.95 * mean_best(learners, sums)
@@ -183,7 +186,8 @@ def test_the_best_candidate_above_the_margin_is_taken_unless_barred(learners):
             predict=lambda features: features[:, 0], margin=margin, setting=1.0, saved=0.0
         )
 
-    features = np.array([[0.03], [0.05], [-0.1]])
+    features = np.zeros((3, len(names())))
+    features[:, 0] = [0.03, 0.05, -0.1]
     free, barred = np.zeros(3, bool), np.array([False, True, False])
     assert policy(0.0).choose(features, free) == 1
     assert policy(0.0).choose(features, barred) == 0
@@ -191,6 +195,7 @@ def test_the_best_candidate_above_the_margin_is_taken_unless_barred(learners):
     assert policy(0.0).choose(features[:0], free[:0]) is None
 
 
+@pytest.mark.slow
 def test_features_are_named_and_finite(new_run):
     _, faster, slower = new_run
     candidates = [candidate(faster), candidate(slower, log_ratio=60.0)]
@@ -199,14 +204,25 @@ def test_features_are_named_and_finite(new_run):
     named = [dict(zip(names(), row, strict=True)) for row in found]
     assert np.isfinite(found).all()
     assert (named[0]["log_ratio"], named[0]["remesh"], named[0]["restart"]) == (-0.2, 1.0, 0.0)
-    assert named[0]["left"] == pytest.approx(1000 / 1100)
+    assert named[0]["left"] == 0.90909, "as it is stored"
     assert (named[0]["rank"], named[1]["rank"]) == (0.0, 0.1)
     assert named[1]["lead"] < 0 < named[0]["lead"]
+
+
+def test_the_best_few_by_the_rule_are_considered():
+    module = import_module("decision_features")
+    features = np.zeros((5, len(names())))
+    features[:, names().index("net")] = [0.1, 0.5, 0.3, 0.2, -0.4]
+    barred = np.array([False, True, False, False, False])
+    found = module.considered(features, barred)
+    assert found.tolist() == [True, False, True, True, False]
+    assert module.considered(features, np.ones(5, bool)).sum() == 0
 
 
 # Runs
 
 
+@pytest.mark.slow
 def test_the_rule_decides_as_without_the_benchmark(runs):
     case = runs.Case(setting="gpt2-xl-h100", scenario="wrong-prior", seed=0)
     simulated_control = import_module("simulated_control")
@@ -221,6 +237,7 @@ def test_the_rule_decides_as_without_the_benchmark(runs):
     assert stays.event_counts.get("switch", 0) == 0
 
 
+@pytest.mark.slow
 def test_a_learnt_switch_is_one_of_the_candidates(runs, new_run):
     simulation, faster, slower = new_run
     decider = runs.Decider(simulation, lambda decider: lambda *arguments: 1)
