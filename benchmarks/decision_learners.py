@@ -4,7 +4,9 @@ The target is the label of decision_labels.py over the run's time, as a share. S
 estimate its mean, so a switch with a positive prediction saves on average. Ridge regression sees
 sums of features; boosted trees see their interactions. The penalty of the one, the number of trees
 of the other, and the *margin* that a prediction has to exceed are chosen by cross-validation over
-scenarios: no scenario is on both sides of a split.
+scenarios: no scenario is on both sides of a split. The margin is the one that saves most for each
+decision, or, since a label does not know of later decisions, the one with which the policy
+switches as often as the rule (*careful*).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -26,6 +28,9 @@ MOST_SAVED = 1.0
 
 Regression = Callable[[np.ndarray], np.ndarray]
 """[rows, FEATURES] to predicted savings, [rows], as shares of the run's time."""
+Fit = Callable[[np.ndarray, np.ndarray, np.ndarray, Sequence[float]], Mapping[float, Regression]]
+"""(features [rows, FEATURES], targets [rows], weights [rows], settings) to a regression for each
+setting."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,37 +59,64 @@ class Learnt:
     """The penalty or the number of trees that was chosen."""
     saved: float
     """Mean saving of a decision on scenarios that were held out, as a share of the run's time."""
+    rate: float
+    """Share of decisions there that switch."""
 
     def choose(self, features: np.ndarray, barred: np.ndarray) -> int | None:
         """The candidate to switch to; None: stay."""
         return _best(self.predict(features), considered(features, barred), self.margin)
 
 
-def learn(examples: Sequence[Example], kind: str) -> Learnt:
-    """Fit a regression of KINDS, with its setting and margin chosen on held-out scenarios."""
+def learn(examples: Sequence[Example], name: str) -> Learnt:
+    """Learn the policy of POLICIES with this name."""
+    kind, is_careful = POLICIES[name]
     fit, settings = KINDS[kind]
+    held_out = _held_out(examples, fit, settings)
+    margins = {
+        setting: (_margin_as_often(pairs),) if is_careful else MARGINS
+        for setting, pairs in held_out.items()
+    }
+    scores = {
+        (setting, margin): float(np.mean([saved(each, found, margin) for each, found in pairs]))
+        for setting, pairs in held_out.items()
+        for margin in margins[setting]
+    }
+    setting, margin = max(scores, key=lambda key: scores[key])
+    switches = [_best(found, each.is_open, margin) for each, found in held_out[setting]]
+    return Learnt(
+        predict=fit(*_rows(examples), (setting,))[setting],
+        margin=margin,
+        setting=setting,
+        saved=scores[setting, margin],
+        rate=float(np.mean([each is not None for each in switches])),
+    )
+
+
+Predicted = Sequence[tuple[Example, np.ndarray]]
+"""Decisions with the predictions for their candidates, [candidates]."""
+
+
+def _held_out(
+    examples: Sequence[Example], fit: Fit, settings: Sequence[float]
+) -> Mapping[float, Predicted]:
+    """All decisions, each predicted from other scenarios, for each setting."""
     groups = sorted({each.group for each in examples})
     fold_of = {group: place % FOLDS for place, group in enumerate(groups)}
     held_out = {setting: list[tuple[Example, np.ndarray]]() for setting in settings}
     for fold in range(FOLDS):
         inside = [each for each in examples if fold_of[each.group] != fold]
         outside = [each for each in examples if fold_of[each.group] == fold]
-        if not inside:
-            continue
-        for setting, predict in fit(*_rows(inside), settings).items():
+        for setting, predict in fit(*_rows(inside), settings).items() if outside else ():
             held_out[setting] += [(each, predict(each.features)) for each in outside]
-    scores = {
-        (setting, margin): float(np.mean([saved(each, found, margin) for each, found in pairs]))
-        for setting, pairs in held_out.items()
-        for margin in MARGINS
-    }
-    setting, margin = max(scores, key=lambda key: scores[key])
-    return Learnt(
-        predict=fit(*_rows(examples), (setting,))[setting],
-        margin=margin,
-        setting=setting,
-        saved=scores[setting, margin],
-    )
+    return held_out
+
+
+def _margin_as_often(pairs: Predicted) -> float:
+    """The margin with which decisions switch as often as the rule's do."""
+    tops = [found[each.is_open].max(initial=-np.inf) for each, found in pairs]
+    num_switches = sum(each.rule is not None for each, _ in pairs)
+    ordered = sorted(tops, reverse=True)
+    return max(0.0, float(ordered[num_switches])) if num_switches < len(ordered) else 0.0
 
 
 def saved(example: Example, predicted: np.ndarray, margin: float) -> float:
@@ -111,9 +143,6 @@ def _rows(examples: Sequence[Example]) -> tuple[np.ndarray, np.ndarray, np.ndarr
         np.clip(target, -MOST_SAVED, MOST_SAVED),
         np.repeat(counts.mean() / counts, counts),
     )
-
-
-Fit = Callable[[np.ndarray, np.ndarray, np.ndarray, Sequence[float]], Mapping[float, Regression]]
 
 
 def fit_ridge(
@@ -242,3 +271,11 @@ KINDS: Mapping[str, tuple[Fit, Sequence[float]]] = {
     "trees": (fit_trees, NUM_TREES),
 }
 """Regressions by name: how each is fitted, and the settings to choose from."""
+POLICIES: Mapping[str, tuple[str, bool]] = {
+    "ridge": ("ridge", False),
+    "trees": ("trees", False),
+    "careful ridge": ("ridge", True),
+    "careful trees": ("trees", True),
+}
+"""Learnt policies by name: the regression, and whether the margin is the one with which it switches
+as often as the rule."""

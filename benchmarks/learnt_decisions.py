@@ -12,7 +12,8 @@ and runs other scenarios, with the same seeds, under
 
 * the rule;
 * `ridge` and `trees`: of the three candidates with the largest value by the rule, the one with the
-  largest predicted saving, if that is above the margin;
+  largest predicted saving, if that is above the margin; `careful ridge` and `careful trees` have a
+  larger margin, with which they switch as often as the rule in the training data;
 * `perfect`: the rule with true ratios of step times, without a deviation;
 * `labels`: the candidate with the largest label, a bound for what can be learnt from labels;
 * staying, and the oracle.
@@ -44,7 +45,7 @@ from typing import Any
 
 import numpy as np
 from decision_features import considered
-from decision_learners import KINDS, Example, Learnt, learn
+from decision_learners import POLICIES, Example, Learnt, learn
 from decision_runs import Case, by_labels, exploring, learnt, simulated
 from learnt_decisions_report import RULE, report, trained
 from simulated_control import SETTINGS, searcher, setup_of
@@ -56,7 +57,7 @@ from optimus_jax.simulation.random_scenarios import RANDOM
 from optimus_jax.system.paths import path_argument
 
 PERFECT, LABELS = "perfect", "labels"
-METHODS = (STAY, ORACLE, RULE, *KINDS, PERFECT, LABELS)
+METHODS = (STAY, ORACLE, RULE, *POLICIES, PERFECT, LABELS)
 TRAINED_ON = ("llama-a100", "gpt2-xl-h100")
 
 
@@ -119,7 +120,7 @@ def compare(
                 continue
             decisions: list[dict[str, Any]] = []
             try:
-                if method in KINDS and _agrees(policies(method), ruled.get(case)):
+                if method in POLICIES and _agrees(policies(method), ruled.get(case)):
                     result = found[case][RULE]
                 else:
                     result, decisions = _run(case, method, policies)
@@ -138,7 +139,7 @@ def compare(
 def _run(
     case: Case, method: str, policies: Callable[[str], Learnt]
 ) -> tuple[Result, list[dict[str, Any]]]:
-    if method in KINDS:
+    if method in POLICIES:
         return simulated(case, learnt(policies(method)))
     if method == LABELS:
         return simulated(case, by_labels)

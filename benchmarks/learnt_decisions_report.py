@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from decision_learners import KINDS, Example, learn, saved
+from decision_learners import POLICIES, Example, learn, saved
 from decision_runs import Case
 from simulated_control_report import ATTAINABLE, MOST_LOST, QUIET
 
@@ -34,16 +34,18 @@ def trained(examples: Sequence[Example]) -> str:
     """What was learnt, a line each, with the mean saving of a decision on held-out scenarios."""
     ruled = np.mean([0.0 if each.rule is None else each.saved[each.rule] for each in examples])
     best = np.mean([saved(each, each.saved, 0.0) for each in examples])
+    rate = np.mean([each.rule is not None for each in examples])
     lines = [
         f"{len(examples)} decisions with {sum(len(each.saved) for each in examples)} candidates, of"
         f" {len({each.group for each in examples})} scenarios. Mean saving of a decision by its"
-        f" labels: rule {ruled:.2%}, best of the candidates that are considered {best:.2%}."
+        f" labels: rule {ruled:.2%} ({rate:.0%} switch), best of the candidates that are considered"
+        f" {best:.2%}."
     ]
-    for kind in KINDS:
+    for kind in POLICIES:
         found = learn(examples, kind)
         lines.append(
-            f"{kind}: setting {found.setting:g}, margin {found.margin:.1%};"
-            f" {found.saved:.2%} on held-out scenarios."
+            f"{kind}: setting {found.setting:g}, margin {found.margin:.1%}; on held-out scenarios"
+            f" {found.saved:.2%}, and {found.rate:.0%} of decisions switch."
         )
     return "\n".join(lines)
 
@@ -59,7 +61,7 @@ def report(found: Runs, methods: Sequence[str]) -> str:
     for title, runs in (("all", complete), ("drawn", drawn), ("named", named)):
         if runs:
             text += [*_table(title, runs, methods), ""]
-    verdicts = [_verdict(kind, complete) for kind in KINDS if kind in methods and complete]
+    verdicts = [_verdict(kind, complete) for kind in POLICIES if kind in methods and complete]
     return "\n".join([*text, *verdicts]) or "No case has results of all methods."
 
 

@@ -174,16 +174,25 @@ def test_regressions_learn_what_they_can_say(learners):
 def test_learning_is_deterministic(learners):
     found = examples(learners, linear, count=60)
     rows = np.random.default_rng(1).uniform(-1, 1, (5, len(names())))
-    for kind in learners.KINDS:
+    for kind in learners.POLICIES:
         first, second = (learners.learn(found, kind).predict(rows) for _ in range(2))
         assert first.tolist() == second.tolist()
         assert len(set(first)) > 1
 
 
+def test_careful_policies_switch_as_often_as_the_rule(learners):
+    found = [
+        replace(each, rule=0 if number % 10 == 0 else None)
+        for number, each in enumerate(examples(learners, linear))
+    ]
+    assert learners.learn(found, "careful ridge").rate == pytest.approx(0.1)
+    assert learners.learn(found, "ridge").rate > 0.5
+
+
 def test_the_best_candidate_above_the_margin_is_taken_unless_barred(learners):
     def policy(margin):
         return learners.Learnt(
-            predict=lambda features: features[:, 0], margin=margin, setting=1.0, saved=0.0
+            predict=lambda features: features[:, 0], margin=margin, setting=1.0, saved=0.0, rate=0.0
         )
 
     features = np.zeros((3, len(names())))
@@ -283,7 +292,11 @@ def test_a_policy_that_agrees_with_the_rule_has_its_result(
 
     def policy(predicted):
         return learners.Learnt(
-            predict=lambda rows: np.full(len(rows), predicted), margin=0.0, setting=1.0, saved=0.0
+            predict=lambda rows: np.full(len(rows), predicted),
+            margin=0.0,
+            setting=1.0,
+            saved=0.0,
+            rate=0.0,
         )
 
     monkeypatch.setattr(benchmark, "_run", run)
