@@ -211,10 +211,12 @@ MIN_PROBABILITY = 0.75
 """Probability that a switch pays, below which it is a gamble if its gain depends on predicted step
 times alone. Measured in decision 26. Too small: runs switch though nothing changes. Too large:
 gains are missed."""
-MIN_FIRST_GAMBLE_SHARE, MIN_GAMBLE_SHARE = 0.025, 0.01
-"""Least worth of a gamble as a share of the time that is left: of a run's first switch, and of
-later ones. Measured in decision 24. Too small: switches for nothing, also in runs in which nothing
-changes. Too large: better plans are missed."""
+MIN_GAMBLE_SHARE = 0.01
+"""Least worth of a gamble, as a share of the time that is left. Measured in decision 24.
+Too small: switches for nothing. Too large: better plans are missed."""
+MIN_FIRST_GAMBLE_SHARE, FIRST_GAMBLE_PROBABILITY = 0.025, 0.6
+"""The same of the first switch of a run, and the probability that it pays. Measured in decision 24.
+Too small: runs in which nothing changes switch. Too large: better plans are missed."""
 WAIT_MULTIPLES = (0.1, 0.25, 0.5, 1.0, 2.0, 4.0)
 """Waits to compare with a switch now, as multiples of the time that conditions have lasted (and of
 their prior duration). Reasoned. Too few: the run switches too early, or looks again too late."""

@@ -108,18 +108,24 @@ class Situation:
 
         Where conditions last, or nobody knows what they are, what it gains depends on predicted
         step times alone. There an unlikely switch is a gamble. It is taken if conditions last and
-        it is worth a share of the time that is left, a larger one before the run has ever switched.
+        it is worth a share of the time that is left. The first switch of a run has to be likelier,
+        and worth more.
         """
-        if found.probability >= constants.MIN_PROBABILITY or not self.counts_return:
+        sure = constants.MIN_PROBABILITY
+        if found.probability >= sure or not self.counts_return:
             return ""
         if self.is_unexplained and self.at_step is None:
-            return f"at least P {constants.MIN_PROBABILITY:g} is required in such conditions"
-        share = (
-            constants.MIN_GAMBLE_SHARE if self.has_switched else constants.MIN_FIRST_GAMBLE_SHARE
-        )
-        if self.regime.durations is None and found.net_s < share * self.horizon_s:
-            least = f"{seconds(share * self.horizon_s)}, {share:.1%} of what is left"
-            return f"with less than P {constants.MIN_PROBABILITY:g} it has to be worth {least}"
+            return f"at least P {sure:g} is required in such conditions"
+        if self.regime.durations is not None:
+            return ""
+        least, share = 0.0, constants.MIN_GAMBLE_SHARE
+        if not self.has_switched:
+            least, share = constants.FIRST_GAMBLE_PROBABILITY, constants.MIN_FIRST_GAMBLE_SHARE
+        if found.probability < least:
+            return f"at least P {least:g} is required of a first switch"
+        if found.net_s < share * self.horizon_s:
+            worth_s = f"{seconds(share * self.horizon_s)}, {share:.1%} of what is left"
+            return f"with less than P {sure:g} it has to be worth {worth_s}"
         return ""
 
     def has_waited_for(self, candidate: "SwitchCandidate") -> bool:

