@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from optimus_jax.control.deciding.value import Bet, Worth, worth
+from optimus_jax.control.deciding.value import Worth
 from optimus_jax.control.policy import SWITCH_METHODS, Situation, SwitchCandidate
 
 FEATURES = (
@@ -31,7 +31,7 @@ FEATURES = (
     "log_left_s",
     "owed",
     "is_permanent",
-    "hangs_on_ratio",
+    "counts_return",
     "is_unexplained",
     "is_planned",
     "has_changed",
@@ -66,7 +66,7 @@ def features_of(
     situation: Situation, candidates: Sequence[SwitchCandidate], history: History
 ) -> np.ndarray:
     """[candidates, FEATURES], float64: what the rule knows of each candidate."""
-    worths = [_worth(situation, each) for each in candidates]
+    worths = [situation.worth_of(each) for each in candidates]
     net_s = np.array([each.net_s for each in worths])
     rows = []
     for place, (candidate, found) in enumerate(zip(candidates, worths, strict=True)):
@@ -91,21 +91,6 @@ def considered(features: np.ndarray, barred: np.ndarray) -> np.ndarray:
     found = np.zeros(len(features), bool)
     found[order[~barred[order]][:NUM_CONSIDERED]] = True
     return found
-
-
-def _worth(situation: Situation, candidate: SwitchCandidate) -> Worth:
-    """V of the candidate, as the rule weighs it."""
-    bet = Bet(
-        log_ratio=candidate.log_ratio,
-        deviation=candidate.deviation,
-        log_ratio_after=candidate.log_ratio_after,
-        cost_s=candidate.cost_s,
-        return_s=candidate.return_s,
-        prepare_s=candidate.prepare_s if situation.at_step is None else 0.0,
-        trial_s=situation.trial_s,
-        usable=candidate.usable_probability,
-    )
-    return worth(bet, situation.regime, situation.horizon_s)
 
 
 def _of_candidate(
@@ -142,7 +127,7 @@ def _of_situation(situation: Situation, history: History) -> dict[str, float]:
         "log_left_s": float(np.log10(left_s)) - 2.0,
         "owed": situation.account.owed_s / whole_s,
         "is_permanent": float(regime.durations is None),
-        "hangs_on_ratio": float(situation.hangs_on_ratio),
+        "counts_return": float(situation.counts_return),
         "is_unexplained": float(situation.is_unexplained),
         "is_planned": float(situation.at_step is not None),
         "has_changed": float(history.has_changed),

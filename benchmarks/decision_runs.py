@@ -16,8 +16,8 @@ from decision_labels import Hindsight
 from decision_learners import Learnt
 from simulated_control import SETTINGS, searcher, setup_of
 
-from optimus_jax.control import policy
-from optimus_jax.control.policy import REWEIGH_AFTER, Decision, Situation, SwitchCandidate
+from optimus_jax.control import constants, policy
+from optimus_jax.control.policy import Decision, Situation, SwitchCandidate
 from optimus_jax.simulation.comparison import AUTO, POLICIES, Result
 from optimus_jax.simulation.named_scenarios import find_scenario
 from optimus_jax.simulation.setup import Truth
@@ -140,7 +140,9 @@ def _decision(
             switch_method=None,
             at_step=None,
             without=frozenset(),
-            wait_s=None if regime.durations is None else REWEIGH_AFTER * regime.elapsed_s,
+            wait_s=None
+            if regime.durations is None
+            else constants.REVIEW_AFTER_SHARE * regime.elapsed_s,
         )
     candidate = candidates[taken]
     return replace(

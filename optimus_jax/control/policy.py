@@ -103,6 +103,21 @@ class Situation:
         """
         return self.has_switched or self.at_step is None
 
+    def worth_of(self, candidate: SwitchCandidate) -> Worth:
+        """What the switch to this candidate is worth."""
+        bet = Bet(
+            log_ratio=candidate.log_ratio,
+            deviation=candidate.deviation,
+            log_ratio_after=candidate.log_ratio_after,
+            cost_s=candidate.cost_s,
+            return_s=candidate.return_s,
+            prepare_s=candidate.prepare_s if self.at_step is None else 0.0,
+            trial_s=self.trial_s,
+            usable=candidate.usable_probability,
+            counts_return=self.counts_return,
+        )
+        return worth(bet, self.regime, self.horizon_s)
+
     def too_unlikely(self, found: Worth) -> str:
         """Why a switch of this worth is too unlikely to pay; empty: it is not.
 
@@ -128,7 +143,7 @@ class Situation:
             return f"with less than P {sure:g} it has to be worth {worth_s}"
         return ""
 
-    def has_waited_for(self, candidate: "SwitchCandidate") -> bool:
+    def has_waited_for(self, candidate: SwitchCandidate) -> bool:
         """Whether present conditions, since they began, have cost as much as this switch and the
         way back, and no more is owed than the account allows.
 
@@ -266,21 +281,7 @@ class _Weighed:
 
 
 def _weigh(situation: Situation, candidate: SwitchCandidate) -> _Weighed:
-    found = worth(
-        Bet(
-            log_ratio=candidate.log_ratio,
-            deviation=candidate.deviation,
-            log_ratio_after=candidate.log_ratio_after,
-            cost_s=candidate.cost_s,
-            return_s=candidate.return_s,
-            prepare_s=candidate.prepare_s if situation.at_step is None else 0.0,
-            trial_s=situation.trial_s,
-            usable=candidate.usable_probability,
-            counts_return=situation.counts_return,
-        ),
-        situation.regime,
-        situation.horizon_s,
-    )
+    found = situation.worth_of(candidate)
     weighed = _Weighed(
         candidate=candidate,
         net_s=found.net_s,
