@@ -3,7 +3,7 @@
 Each has its unit, its source, and what happens if it is too small or too large. The sources:
 
 * Theory: it follows from a model.
-* Measured: it was measured, or compared with other values, on the page that is named.
+* Measured: it was measured, or compared with other values or with none, on the page that is named.
 * Reasoned: a guess. No other value was compared.
 
 Code reads `constants.NAME` where the value is used, so a benchmark can set one attribute. Not here:
@@ -55,7 +55,8 @@ MIN_DISTURBANCE = 0.2
 """Log distance from normal conditions that counts as a disturbance. Reasoned.
 Too small: a scatter of readings is one. Too large: slow links are permanent, and nothing waits."""
 MIN_REGIME_CHANGE = math.log(1.5)
-"""Log change of conditions that ends one disturbance and begins another. Reasoned.
+"""Log change of conditions that ends one disturbance and begins another, and of a rejected reading
+that makes it count as a new one. Reasoned.
 Too small: disturbances seem short. Too large: one seems to last although it has changed."""
 
 # Which readings are believed? (deciding/factors.py, deciding/conditions.py,
@@ -85,21 +86,24 @@ NUM_RECENT_STEPS = 5
 """Newest steps that a reading is compared with. Reasoned.
 Too small: spikes confirm readings. Too large: true readings are believed later."""
 MAX_UNCONFIRMED_STEPS = 12
-"""Steps after which a reading that step times contradict is rejected. Reasoned.
+"""Steps after which a reading that step times contradict is rejected, or a disturbance that they
+contradict is over. Reasoned.
 Too small: right readings of a slow change are rejected. Too large: frozen ones are believed."""
 MIN_RECOVERY_EFFECT = 0.15
 """Predicted change of log step time by the end of a disturbance from which step times alone may
 show that end. Reasoned. Too small: noise ends it. Too large: frozen sensors are believed."""
 FIRST_READING_TOLERANCE = 0.15
 """How much farther, in log step time, steps may be from a factor's first reading than from what is
-believed. Reasoned. Too small: what held from the start is rejected. Too large: errors pass."""
+believed. Measured in decision 30. Too small: what held from the start is rejected. Too large:
+errors pass."""
 MAX_REVISION_STEPS = 40
 """Steps for which later readings may explain the newest change better. Measured in decision 30
 (with and without). Too small: a median of old and new samples is kept. Too large: chance explains
 old changes."""
 SILENT_AFTER_INTERVALS = 3.0
-"""Sensors count as silent after this multiple of their longest interval so far. Reasoned.
-Too small: a late reading is an alarm. Too large: frozen sensors are believed longer."""
+"""Sensors count as silent after this multiple of their longest interval so far. Measured in
+decision 30. Too small: a late reading is an alarm. Too large: frozen sensors are believed
+longer."""
 
 # What is believed of plans and of durations? (predictor.py, advisor.py, deciding/experience.py,
 # deciding/regimes.py, deciding/changes.py)
@@ -111,7 +115,7 @@ MAX_EVIDENCE = 60
 """Measured levels that the regression uses, the newest. Reasoned.
 Too small: plans are forgotten. Too large: predicting takes longer (decision 26: 11 to 16 ms)."""
 MIN_LEARNT_NOISE = 0.005
-"""Smallest deviation of log step times with which a level is learnt. Reasoned.
+"""Smallest deviation of one log step time that is assumed when a level is learnt. Reasoned.
 Too small: one plan outweighs all others. Too large: steady levels are not trusted."""
 EARLIER_RUN_PLAN_LOG_STD = 0.03
 """Deviation of one plan's log step time from run to run, besides what all plans share. Reasoned
@@ -148,8 +152,8 @@ MAX_CLUSTER_SIZES = 3
 """Device counts to consider when devices cannot be used, the largest. Reasoned.
 Too small: a count with a good layout is missed. Too large: more searches."""
 MAX_LEFT_OUT_SETS = 3
-"""Sets of slow processes to leave out: the slowest, those and the next slowest, and so on. Reasoned
-(decision 27). Too small: a fourth slow host stays in use. Too large: more searches."""
+"""Sets of slow processes to leave out: the slowest, those and the next slowest, and so on.
+Measured in decision 30. Too small: a fourth slow host stays in use. Too large: more searches."""
 MAX_REBALANCED_PLANS = 8
 """Plans with fewer layers on slow stages, the fastest by the cost model. Reasoned.
 Too small: the best by learnt corrections may be missing. Too large: weighing takes longer."""
@@ -163,7 +167,7 @@ MEMORY_RUN_STD = 0.08
 """Deviation of a run's factor of true over estimated memory before anything was measured. Reasoned.
 Too small: what estimates lack is taken for use by something else. Too large: the reverse."""
 MEMORY_PLAN_STD = 0.03
-"""Deviation of a plan's factor around that of the run. Measured in decision 29: estimates are 2.3%
+"""Deviation of a plan's factor around that of the run. Measured in decision 11: estimates are 2.3%
 off on average. Too small: the run's factor follows each plan's error. Too large: it learns
 slowly."""
 MEMORY_READING_STD = 0.01
@@ -189,8 +193,8 @@ MEMORY_CALM_S = 60.0
 """Seconds for which less memory has to be taken before that counts. Reasoned.
 Too small: plans return between two peaks. Too large: they return later."""
 MEMORY_SHORT_S = 120.0
-"""Seconds for which memory is not called free after it ran short; doubled each time. Reasoned.
-Too small: plans come and go. Too large: a smaller plan stays longer."""
+"""Seconds after the last rise for which memory is not called free; doubled by each shortage.
+Reasoned. Too small: plans come and go. Too large: a smaller plan stays longer."""
 MEMORY_SETTLING_S = 20.0
 """Seconds after a switch, or a change of batches, until samples describe the new state. Reasoned.
 Too small: samples of two plans are compared. Too large: growth is seen later."""
@@ -209,20 +213,22 @@ MAX_MEMORY_SHARE = 1.05
 
 MIN_PROBABILITY = 0.75
 """Probability that a switch pays, below which it is a gamble if its gain depends on predicted step
-times alone. Measured in decision 26. Too small: runs switch though nothing changes. Too large:
-gains are missed."""
+times alone; while nobody knows what conditions are, it is required. Measured in decisions 24 and
+26. Too small: runs switch though nothing changes. Too large: gains are missed."""
 MIN_GAMBLE_SHARE = 0.01
 """Least worth of a gamble, as a share of the time that is left. Measured in decision 24.
 Too small: switches for nothing. Too large: better plans are missed."""
 MIN_FIRST_GAMBLE_SHARE, FIRST_GAMBLE_PROBABILITY = 0.025, 0.6
-"""The same of the first switch of a run, and the probability that it pays. Measured in decision 24.
-Too small: runs in which nothing changes switch. Too large: better plans are missed."""
+"""Least worth of a gamble that is the first switch of a run, as a share of the time that is left,
+and least probability that it pays. Measured in decision 24. Too small: runs in which nothing
+changes switch. Too large: better plans are missed."""
 WAIT_MULTIPLES = (0.1, 0.25, 0.5, 1.0, 2.0, 4.0)
-"""Waits to compare with a switch now, as multiples of the time that conditions have lasted (and of
-their prior duration). Reasoned. Too few: the run switches too early, or looks again too late."""
+"""Waits to compare with a switch now, as multiples of the sum of the time that conditions have
+lasted and their prior duration. Measured in decision 30. Too few: the run switches too early, or
+looks again too late."""
 REVIEW_AFTER_SHARE = 0.25
 """A switch that does not pay yet is weighed again after this share of the time that conditions have
-lasted. Reasoned. Too small: more decisions. Too large: later switches."""
+lasted. Measured in decision 30. Too small: more decisions. Too large: later switches."""
 NEGLIGIBLE_RISK_SHARE = 1e-4
 """Expected loss, as a share of the run, that the account always allows: 0.4 s of an hour. Reasoned.
 Too small: rounding refuses sure gains. Too large: debts can grow."""
@@ -231,7 +237,7 @@ Too small: rounding refuses sure gains. Too large: debts can grow."""
 # runtime.py, canary.py, advisor.py, controller.py)
 
 PHASE_LEAD_S = 180.0
-"""Seconds before a phase at which its plan is chosen and compiled. Reasoned.
+"""Seconds before a phase at which its plan is chosen and compiled. Measured in decision 30.
 Too small: the run waits for the compiler at the boundary. Too large: it knows less by then."""
 MIN_SUSPECT_STEPS = 2
 """Newest steps that have to look different for a switch to wait for an explanation. Reasoned.
@@ -241,7 +247,8 @@ NUM_COMPARED_STEPS = 3
 does not move. Too large: older steps may have run in other conditions."""
 STEADY_FACTOR = 1.5
 """Step times within this factor of those at the decision count as unchanged, since compiling may
-explain it. Reasoned. Too small: switches wait. Too large: some are made in other conditions."""
+explain it. Measured in decision 30. Too small: switches wait. Too large: some are made in other
+conditions."""
 MAX_COMPILE_SLOWDOWN = 1.25
 """Largest factor on step times that is taken out as the effect of compiling. Reasoned.
 Too small: compiling looks like a disturbance. Too large: a disturbance goes unnoticed meanwhile."""
@@ -258,8 +265,8 @@ CANARY_NOISE = 2.0
 """Standard errors by which a new plan may look slower by chance. Reasoned: a chance of 2% if noise
 is normal. Too small: good plans are taken back. Too large: slower plans are kept."""
 MAX_QUARANTINE_DOUBLINGS = 10
-"""Doublings of the cool-down for which a plan that failed is not tried. Reasoned: 2^10 cool-downs
-of 30 steps outlast most runs. Too small: a failing plan is tried again and again."""
+"""A plan that failed n times is left alone for 2^n cool-downs; the largest n. Reasoned: 2^10
+cool-downs of 30 steps outlast most runs. Too small: a failing plan is tried again and again."""
 ADVICE_REPEAT_COOLDOWNS = 10
 """Cool-downs after which advice that nobody follows is given again. Reasoned.
 Too small: advice fills the display. Too large: it is overlooked."""
@@ -286,8 +293,9 @@ REBALANCED_STATE_SHARE = 0.5
 """Share of the state that moves when neighbouring stages exchange layers. Reasoned.
 Too small: rebalancing looks cheap until it was done once."""
 PRIOR_COST_WEIGHT = 1.0
-"""Weight of the expected costs, as a number of switches: one switch corrects half of their error.
-Reasoned. Too small: one slow switch forbids the next. Too large: wrong priors last."""
+"""Weight of the expected costs, as a number of switches: one switch corrects half of the error of
+other methods, and five sixths of its own. Reasoned. Too small: one slow switch forbids the next.
+Too large: wrong priors last."""
 ALL_METHODS_WEIGHT = 0.5
 """Weight of what all methods have taught in the cost of one, as a number of its switches. Reasoned.
 Too small: methods learn nothing from each other. Too large: a restart's error taxes a move."""

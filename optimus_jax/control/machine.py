@@ -249,7 +249,7 @@ def _stayed(state: SwitchState, event: Decided, rules: SwitchRules) -> Reduced:
 
 
 def _compile_done(state: SwitchState, event: CompileDone, rules: SwitchRules) -> Reduced:
-    """Go, if nothing has changed since the decision; else look at the reasons again first."""
+    """Go, if steps are as at the decision; else watch them first, at most for 12 steps."""
     pending = state.pending
     if pending is None or state.trial is not None:
         return state, NO_COMMANDS
