@@ -337,7 +337,7 @@ def _switch_failed(state: SwitchState, event: SwitchFailed, rules: SwitchRules) 
     state = quarantined(state, event.plan, state.step, event.why, rules)
     state = _cooling(state, rules, by_choice=True)
     # A mandatory question is open again.
-    state = replace(state, question=state.forced)
+    state = replace(state, question=state.question or state.forced)
     return _settled(state, rules), (*commands, Charge(time_s=event.costs_s))
 
 
@@ -350,7 +350,7 @@ def _trial_over(state: SwitchState, event: TrialOver, rules: SwitchRules) -> Red
 def _interrupted(state: SwitchState, event: Interrupted, rules: SwitchRules) -> Reduced:
     """Drop what is pending or on trial; a mandatory question is open again."""
     state, commands = _dropped(replace(state, trial=None, recent_s=()), rules)
-    asked = state.forced if event.reopens else state.question
+    asked = (_unanswered(state) or state.forced) if event.reopens else state.question
     return _settled(replace(state, question=asked, later=None), rules), commands
 
 
@@ -409,10 +409,15 @@ def _cooling(state: SwitchState, rules: SwitchRules, *, by_choice: bool) -> Swit
         cool_steps=_cool_steps(rules)
         if by_choice
         else constants.MIN_COOLDOWN_TRIALS * rules.settings.canary_steps,
-        question=None,
+        question=_unanswered(state),
         later=None,
     )
     return replace(state, review_step=rules.cool_until(state), review_s=math.inf)
+
+
+def _unanswered(state: SwitchState) -> Question | None:
+    """The open question, if it is mandatory: it waits for a search, and nobody asks it again."""
+    return state.question if state.question is not None and state.question.mandatory else None
 
 
 @dataclass(frozen=True)

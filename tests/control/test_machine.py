@@ -201,6 +201,24 @@ def test_news_while_a_pressing_switch_is_pending_ask_its_question_again():
     assert state.question == MUST
 
 
+@pytest.mark.parametrize(
+    "meanwhile",
+    [
+        [MoveBegun(), MOVED],
+        [MoveBegun(), replace(MOVED, begins_phase=True), Interrupted()],
+        [SwitchFailed(plan=NEW, why="it did not compile")],
+        [Interrupted()],
+    ],
+)
+def test_a_mandatory_question_that_waits_for_a_search_is_not_forgotten(meanwhile):
+    """Devices are lost while another plan is ready: only the answer closes the question."""
+    begun = (*steps(1, 20), News(question=MAY), to(NEW), *steps(21, 3), CompileDone())
+    state, _ = after(*begun, News(question=MUST), *meanwhile)
+    assert state.question == MUST
+    state, _ = after(News(question=MAY), state=state)
+    assert state.question == MUST
+
+
 def test_a_mandatory_switch_that_failed_is_asked_about_again():
     asked = (News(question=MUST), to(NEW, mandatory=True))
     for event in (SwitchFailed(plan=NEW, why="a test"), Interrupted()):
