@@ -51,9 +51,6 @@ Too small: probes after every spike. Too large: the cause is looked for some ste
 PROBE_SHARE_OF_LOSS = 0.25
 """Share of the time lost to slower steps that probes for the cause may take. Reasoned.
 Too small: the cause stays unknown. Too large: probes add to the loss."""
-MIN_DISTURBANCE = 0.2
-"""Log distance from normal conditions that counts as a disturbance. Reasoned.
-Too small: a scatter of readings is one. Too large: slow links are permanent, and nothing waits."""
 MIN_REGIME_CHANGE = math.log(1.5)
 """Log change of conditions that ends one disturbance and begins another, and of a rejected reading
 that makes it count as a new one. Reasoned.

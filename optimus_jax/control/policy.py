@@ -98,10 +98,11 @@ class Situation:
 
     @property
     def counts_return(self) -> bool:
-        """Whether a plan that proves slower is expected to cost its trial only. The first plan for
-        a phase to come is chosen by what it is expected to save.
+        """Whether a plan that proves slower is expected to cost its trial only.
+
+        A plan for a phase to come has no trial, because the steps before it had other batches.
         """
-        return self.has_switched or self.at_step is None
+        return self.at_step is None
 
     def worth_of(self, candidate: SwitchCandidate) -> Worth:
         """What the switch to this candidate is worth."""
@@ -129,7 +130,7 @@ class Situation:
         sure = constants.MIN_PROBABILITY
         if found.probability >= sure or not self.counts_return:
             return ""
-        if self.is_unexplained and self.at_step is None:
+        if self.is_unexplained:
             return f"at least P {sure:g} is required in such conditions"
         if self.regime.durations is not None:
             return ""

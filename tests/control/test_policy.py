@@ -135,10 +135,11 @@ def test_an_unlikely_plan_is_tried_if_that_is_worth_enough():
     assert "it has to be worth 20 s" in decided(well_known, **few, has_switched=True).why
 
 
-def test_the_first_plan_of_a_phase_is_no_gamble():
+@pytest.mark.parametrize("has_switched", [False, True])
+def test_a_plan_for_a_phase_is_no_gamble(has_switched):
     unsure = candidate(0.0, deviation=0.2)
-    assert decided(unsure, at_step=149).action == "stay"
-    assert decided(unsure, at_step=149, has_switched=True).action == "switch"
+    assert decided(unsure, has_switched=True).action == "switch"
+    assert decided(unsure, at_step=149, has_switched=has_switched).action == "stay"
 
 
 @pytest.mark.parametrize(

@@ -75,7 +75,7 @@ class Watch:
     @property
     def is_disturbed(self) -> bool:
         """Whether conditions are not those of the first steps."""
-        return self.regime != 0 or self.believed.distance(self.normal) > constants.MIN_DISTURBANCE
+        return self.regime != 0 or self.believed != self.normal
 
     def regime_at(self, time_s: float) -> Regime:
         """The present regime: how long it has lasted, and how long such regimes last."""
