@@ -443,7 +443,8 @@ def test_the_first_steps_of_another_plan_show_whether_an_unseen_disturbance_is_o
 
 def test_conditions_that_are_a_little_worse_are_not_taken_for_permanent():
     run = Run().go(100, reported=NORMAL)
-    run.go(40, Conditions().with_factors({"process_time/1": 1.2}), {**NORMAL, "process_time/1": 1.2})
+    slow = {"process_time/1": 1.2}
+    run.go(40, Conditions().with_factors(slow), NORMAL | slow)
     assert run.watch.believed.skew > 1
     assert run.watch.is_disturbed
     assert run.watch.regime_at(run.time_s).durations is not None
