@@ -1,8 +1,9 @@
 """Expected costs of switches: how long a switch delays the run.
 
 A delay is the sum of fixed parts, which depend on the switch method, and a part that depends on the
-size of the state to move. Measured switches correct these expectations by a factor for each method
-and one for all methods.
+size of the state to move. Measured switches correct these expectations by a factor for each method,
+and one for all methods with which processes restart or do not: what a restart takes says nothing
+of a move in memory, nor the other way round.
 """
 
 import math
@@ -18,9 +19,6 @@ from optimus_jax.control.policy import SWITCH_METHODS, SwitchMethod
 from optimus_jax.plan import Plan
 from optimus_jax.planning.profiles.cluster import Cluster
 from optimus_jax.planning.search.search import Pricing
-
-ANY = "any"
-"""Name of all switch methods in what is kept for later runs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,8 +58,8 @@ class CostModel:
 
     def __init__(self, costs: SwitchCosts | None = None) -> None:
         self._costs = costs or SwitchCosts()
-        self._seen: dict[SwitchMethod | None, list[float]] = {}
-        """Logarithms of measured over expected delay, by switch method; None: all methods."""
+        self._seen: dict[SwitchMethod, list[float]] = {}
+        """Logarithms of measured over expected delay, by switch method."""
         self._prepared_s: list[float] = []
 
     def expected_s(
@@ -119,18 +117,15 @@ class CostModel:
         """
         if not math.isfinite(delay_s) or delay_s < 0:
             return
-        off = math.log(
-            max(delay_s, 1e-3) / self._prior_s(switch_method, old, plan, pricing, compiled=compiled)
-        )
-        for key in (switch_method, None):
-            self._seen.setdefault(key, []).append(off)
+        prior_s = self._prior_s(switch_method, old, plan, pricing, compiled=compiled)
+        self._seen.setdefault(switch_method, []).append(math.log(max(delay_s, 1e-3) / prior_s))
 
     def learnt(self) -> dict[str, object]:
         """What the newest switches have cost, as JSON: logarithms of measured over expected delay
-        by switch method (`any`: all methods), and seconds of preparing.
+        by switch method, and seconds of preparing.
         """
         seen = {
-            key or ANY: offs[-constants.MAX_RECALLED_SWITCHES :] for key, offs in self._seen.items()
+            method: offs[-constants.MAX_RECALLED_SWITCHES :] for method, offs in self._seen.items()
         }
         return {
             "log_ratios": seen,
@@ -142,12 +137,11 @@ class CostModel:
 
         Raises ValueError, TypeError, KeyError or AttributeError if it is damaged.
         """
-        seen: dict[SwitchMethod | None, list[float]] = {}
-        for key in (*SWITCH_METHODS, None):
-            if (key or ANY) in value["log_ratios"]:
-                seen[key] = finite_numbers(value["log_ratios"][key or ANY])[
-                    -constants.MAX_RECALLED_SWITCHES :
-                ]
+        seen: dict[SwitchMethod, list[float]] = {
+            method: finite_numbers(value["log_ratios"][method])[-constants.MAX_RECALLED_SWITCHES :]
+            for method in SWITCH_METHODS
+            if method in value["log_ratios"]
+        }
         prepared_s = [each for each in finite_numbers(value["prepare_s"]) if each >= 0]
         self._seen = seen
         self._prepared_s = prepared_s[-constants.MAX_RECALLED_SWITCHES :]
@@ -188,9 +182,15 @@ class CostModel:
         )
 
     def _factor(self, switch_method: SwitchMethod) -> float:
-        """Measured over expected cost of the method, shrunk towards that of all methods, which
-        is itself shrunk towards 1: one switch corrects half of the error.
+        """Measured over expected cost of the method, shrunk towards that of all methods of its
+        kind, which is itself shrunk towards 1: one switch corrects half of the error.
         """
+        kin = [
+            off
+            for method, offs in self._seen.items()
+            for off in offs
+            if self._restarts(method) == self._restarts(switch_method)
+        ]
 
         def drawn(offs: list[float], towards: float, weight: float) -> float:
             return (sum(offs) + weight * towards) / (len(offs) + weight)
@@ -198,7 +198,7 @@ class CostModel:
         return math.exp(
             drawn(
                 self._seen.get(switch_method, []),
-                drawn(self._seen.get(None, []), 0.0, constants.PRIOR_COST_WEIGHT),
+                drawn(kin, 0.0, constants.PRIOR_COST_WEIGHT),
                 constants.ALL_METHODS_WEIGHT,
             )
         )
