@@ -13,7 +13,7 @@ import pytest
 from fleet import CLUSTER, CONFIG, MESHES, PRICING, Truth, plan_on, ranked
 
 from optimus_jax.config import ControlConfig
-from optimus_jax.control import constants
+from optimus_jax.control import constants, policy
 from optimus_jax.control.advisor import Advisor
 from optimus_jax.control.commands import Command
 from optimus_jax.control.deciding.candidates import is_legal, leaving_out
@@ -23,7 +23,7 @@ from optimus_jax.control.deciding.prices import query
 from optimus_jax.control.deciding.switch_costs import CostModel, SwitchCosts
 from optimus_jax.control.learnt_file import LearntFile
 from optimus_jax.control.machine import resumed
-from optimus_jax.control.policy import Decision
+from optimus_jax.control.policy import Decision, SwitchCandidate, decide
 from optimus_jax.control.predictor import Predictor
 from optimus_jax.control.runtime import Runtime
 from optimus_jax.control.signals import Observation, SignalSummary
@@ -519,6 +519,25 @@ def test_a_slow_stage_gets_fewer_layers_until_it_recovers():
     assert job.true_s(job.plan, slow) < 0.9 * job.true_s(even, slow)
     job.go(2500)
     assert job.plan.pipeline == even.pipeline
+
+
+def test_after_a_disturbance_the_run_is_expected_back_under_its_earlier_plan(monkeypatch):
+    """Then a plan that is better than the present one, but not than that, saves nothing more."""
+    settings = ControlConfig(allow=(str(POOR.axes), "fsdp=64"))
+    job = Job(BEST, num_steps=8000, settings=settings).go(100)
+    start, slow = job.plan, straggler(2.0)
+    job.runtime.moved(start, POOR, {"move": 1.0})
+    job.plan = POOR
+    seen = list[SwitchCandidate]()
+    monkeypatch.setattr(
+        policy, "decide", lambda situation, found: seen.extend(found) or decide(situation, found)
+    )
+    job.go(60, slow)
+    back = [each for each in seen if each.plan == start and each.log_ratio_after is not None]
+    assert back, "weighed while the process is slow"
+    assert all(each.log_ratio_after == 0.0 for each in back)
+    others = [each for each in seen if each.plan != start and each.log_ratio_after is not None]
+    assert all(each.log_ratio_after > -0.05 for each in others)
 
 
 def test_a_device_loss_while_a_stage_is_slow_is_handled():

@@ -110,6 +110,19 @@ def test_measured_switches_soon_replace_the_estimates():
     assert 2 * others < expected(model, "executable") < 10 * others
 
 
+@pytest.mark.parametrize("one_process", [False, True])
+def test_restarts_and_moves_in_memory_teach_each_other_nothing(one_process):
+    model = CostModel(SwitchCosts(subset_restarts=not one_process))
+    restart, subset = expected(model, "restart"), expected(model, "subset")
+    learn(model, 0.1 * expected(model))
+    assert expected(model, "restart") == restart
+    assert (expected(model, "subset") == subset) == (not one_process)
+    move = expected(model)
+    learn(model, 3 * restart, "restart")
+    assert expected(model) == move
+    assert expected(model, "restart") > 2 * restart
+
+
 @pytest.mark.parametrize("wrong", [math.nan, math.inf, -1.0])
 def test_costs_that_are_negative_or_not_finite_are_ignored(wrong):
     model = CostModel()

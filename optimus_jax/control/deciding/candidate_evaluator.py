@@ -87,11 +87,6 @@ class CandidateEvaluator:
                 query(option.plan, option.devices.normal, normal) for option in options
             ]
         forecast, after = self.predictor.predict(asked), len(options) + 1
-        earlier = [
-            after + index
-            for index, option in enumerate(options, start=1)
-            if option.plan in self.plan_history.plans and option.devices.without == without
-        ]
         # A mandatory switch goes to a mesh on the user's list if possible, else to any mesh.
         allow = (
             self.settings.allowed_axes
@@ -99,12 +94,15 @@ class CandidateEvaluator:
             or any(is_allowed(option.plan, self.settings.allowed_axes) for option in options)
             else ()
         )
-        # Once conditions have ended, the run may go back to a plan that it had before.
-        usual = (
-            min([after, *earlier], key=lambda index: float(forecast.mean[index]))
-            if watch.is_disturbed
-            else 0
-        )
+        usual = 0
+        if watch.is_disturbed:
+            # Once conditions have ended, the run may go back to a plan that it had before.
+            earlier = [
+                after + index
+                for index, option in enumerate(options, start=1)
+                if option.plan in self.plan_history.plans and option.devices.without == without
+            ]
+            usual = min([after, *earlier], key=lambda index: float(forecast.mean[index]))
         candidates = [
             self._candidate(
                 option,
@@ -116,10 +114,7 @@ class CandidateEvaluator:
             )
             for index, option in enumerate(options, start=1)
         ]
-        step_time_s, usual_s = (
-            forecast.step_time_s(0),
-            forecast.step_time_s(usual),
-        )
+        step_time_s, usual_s = forecast.step_time_s(0), forecast.step_time_s(usual)
         steps_left = self.phases.steps_left(
             self.run_progress.step if question.at_step is None else question.at_step
         )

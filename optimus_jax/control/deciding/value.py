@@ -74,8 +74,8 @@ class Bet:
     deviation: float
     """Standard deviation of `log_ratio`."""
     log_ratio_after: float | None
-    """Expected `log_ratio` once present conditions have ended; None: the present plan is the better
-    one then."""
+    """The same beside the fastest plan that the run has had, once present conditions have ended;
+    None: the plan is not better then."""
     cost_s: float
     """Delay of the run by the switch."""
     return_s: float
