@@ -105,9 +105,6 @@ longer."""
 # What is believed of plans and of durations? (predictor.py, advisor.py, deciding/experience.py,
 # deciding/regimes.py, deciding/changes.py)
 
-EVIDENCE_HALF_LIFE_STEPS = 3000.0
-"""Steps after which the variance of a measured level has doubled. Reasoned.
-Too small: the run forgets plans it has tried. Too large: old measurements contradict new ones."""
 MAX_EVIDENCE = 60
 """Measured levels that the regression uses, the newest. Reasoned.
 Too small: plans are forgotten. Too large: predicting takes longer (decision 26: 11 to 16 ms)."""

@@ -1,8 +1,9 @@
 """Predicts step times under any plan: by the cost model, corrected by step times measured during
 the run.
 
-The corrections are the beliefs of planning/learning/beliefs.py. Old evidence counts for less, and
-what earlier runs on the same hardware have learnt is read from a file.
+The corrections are the beliefs of planning/learning/beliefs.py. Of each plan in each conditions, the
+first and the newest level count: their difference shows a drift, which all plans have in common.
+What earlier runs on the same hardware have learnt is read from a file.
 """
 
 import math
@@ -16,21 +17,20 @@ from optimus_jax.planning.cost.cost import NINE_IN_TEN
 from optimus_jax.planning.learning.beliefs import Beliefs, Evidence, Query
 from optimus_jax.planning.learning.calibrate import Calibration, Matrix, Vector
 
-MAX_HALF_LIVES = 100.0
-"""Largest age of evidence: it has no influence any more then, and its variance stays finite."""
+EARLIER = -1
+"""The step of what an earlier run has measured."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ObservedStep(Evidence):
-    """A measured step time, which loses weight with age."""
+    """A measured step time."""
 
     step: int
     """The step after which it was last measured; negative: an earlier run measured it."""
 
     def at(self, step: int) -> Evidence:
-        """The evidence as it counts at `step`: its deviation grows with age."""
-        half_lives = min((step - self.step) / constants.EVIDENCE_HALF_LIFE_STEPS, MAX_HALF_LIVES)
-        return replace(self, deviation=self.deviation * 2 ** (half_lives / 2))
+        """The evidence as it counts at `step`."""
+        return replace(self, steps_ago=float(step - max(0, self.step)))
 
     def as_json(self) -> dict[str, object]:
         """The evidence as JSON, with times in seconds."""
@@ -83,6 +83,8 @@ class Predictor:
     def __init__(self, calibration: Calibration | None = None) -> None:
         self._calibration = calibration or Calibration()
         self._evidence: dict[tuple[str, str, int], ObservedStep] = {}
+        self._first: dict[tuple[str, str, int], ObservedStep] = {}
+        """The first levels of this run, where there is a newer one."""
         self._step = 0
 
     @property
@@ -93,7 +95,8 @@ class Predictor:
     def learn(self, query: Query, *, log_time: float, noise: float, count: int, step: int) -> None:
         """Record a measured level of step times.
 
-        It replaces earlier evidence of the same query. Values that make no sense are ignored.
+        It replaces earlier evidence of the same query, but for the first of this run. Values that
+        make no sense are ignored.
 
         Args:
           query: the plan and conditions that were measured.
@@ -109,7 +112,8 @@ class Predictor:
             or not 0 < query.predicted_s < math.inf
         ):
             return
-        self._evidence.pop(query.key, None)
+        if (before := self._evidence.pop(query.key, None)) and before.step >= 0:
+            self._first.setdefault(query.key, before)
         self._evidence[query.key] = ObservedStep(
             query=query,
             log_time=log_time,
@@ -117,16 +121,20 @@ class Predictor:
             step=step,
         )
         while len(self._evidence) > constants.MAX_EVIDENCE:
-            self._evidence.pop(next(iter(self._evidence)))
+            key = next(iter(self._evidence))
+            self._evidence.pop(key)
+            self._first.pop(key, None)
         self._step = max(self._step, step)
 
     def forget_regime(self, regime: int) -> None:
         """Drop the evidence of a regime that is over, since its number is not used again."""
         self._evidence = {key: each for key, each in self._evidence.items() if key[2] != regime}
+        self._first = {key: each for key, each in self._first.items() if key[2] != regime}
 
     def forget(self, query: Query) -> None:
         """Drop the evidence of `query`, which was recorded under the wrong conditions."""
         self._evidence.pop(query.key, None)
+        self._first.pop(query.key, None)
 
     def forget_earlier_runs(self) -> None:
         """Drop the calibration and the evidence of earlier runs.
@@ -147,7 +155,8 @@ class Predictor:
         return self._believed(()).calibration
 
     def _believed(self, queries: Sequence[Query]) -> Beliefs:
-        evidence = [each.at(self._step) for each in self._evidence.values()]
+        known = (*self._evidence.values(), *self._first.values())
+        evidence = [each.at(self._step) for each in known]
         return Beliefs.given(evidence, self._calibration, queries)
 
     def learnt(self) -> list[dict[str, object]]:
@@ -155,7 +164,7 @@ class Predictor:
         return [each.as_json() for each in self._evidence.values() if not each.query.regime]
 
     def recall(self, value: Sequence[Mapping[str, object]]) -> None:
-        """Take over what `learnt` has returned in an earlier run, aged by one half-life.
+        """Take over what `learnt` has returned in an earlier run.
 
         Raises ValueError, TypeError, KeyError or AttributeError if it is damaged.
         """
@@ -188,5 +197,5 @@ def _evidence(value: Mapping[str, object]) -> ObservedStep:
         log_time=math.log(measured_s),
         deviation=max(deviation, constants.EARLIER_RUN_PLAN_LOG_STD),
         runs_ago=runs_ago + 1,
-        step=-int(constants.EVIDENCE_HALF_LIFE_STEPS),
+        step=EARLIER,
     )

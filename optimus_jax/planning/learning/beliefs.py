@@ -37,6 +37,9 @@ REGIME_PLAN = 0.15
 ANOTHER_RUN = 0.1
 """Error that all step times of an earlier run have in common, since neighbours, driver or room
 temperature differed."""
+DRIFT = 0.02
+"""Change common to all step times of a run in 1,000 steps: a random walk, as devices, links and
+neighbours change slowly."""
 OUTLIER_DEVIATIONS = 4.0
 """A measurement counts as an outlier if it is more than this many standard deviations from the
 prediction based on the others."""
@@ -80,6 +83,8 @@ class Evidence:
     """Standard deviation of `log_time`."""
     runs_ago: int = 0
     """0: this run measured it; 1: the run before on the same hardware."""
+    steps_ago: float = 0.0
+    """Number of steps of this run since it was measured."""
 
 
 @dataclass(frozen=True)
@@ -113,10 +118,12 @@ class Beliefs:
         prior = prior.covering(name for query in asked for name in query.terms_s)
         measured = np.array([each.log_time for each in evidence])
         runs_ago = [each.runs_ago for each in evidence]
+        steps_ago = np.array([each.steps_ago for each in evidence])
         is_earlier = np.array(runs_ago, dtype=int) > 0
         noise = (
             np.diag([each.deviation**2 for each in evidence])
             + ANOTHER_RUN**2 * _same(runs_ago) * is_earlier
+            + DRIFT**2 / 1000 * np.minimum.outer(steps_ago, steps_ago)
         )
         step_times = _LogTimes.of(asked, len(evidence), prior, Sizes.unknown())
         for _ in range(NUM_ITERATIONS if evidence else 1):
