@@ -42,8 +42,8 @@ class SwitchCandidate:
     deviation: float
     """Standard deviation of `log_ratio`."""
     log_ratio_after: float | None = None
-    """Expected logarithm of (step time under the plan / under the fastest that the run has had) once
-    present conditions have ended; None: the plan is not better then."""
+    """Expected logarithm of (step time under the plan / under the fastest that the run has had)
+    once present conditions have ended; None: the plan is not better then."""
     cost_s: float
     """Expected delay by the switch, in seconds."""
     return_s: float = 0.0

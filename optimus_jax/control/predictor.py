@@ -1,8 +1,8 @@
 """Predicts step times under any plan: by the cost model, corrected by step times measured during
 the run.
 
-The corrections are the beliefs of planning/learning/beliefs.py. Of each plan in each conditions, the
-first and the newest level count: their difference shows a drift, which all plans have in common.
+The corrections are the beliefs of planning/learning/beliefs.py. The first and the newest level of a
+plan in the same conditions count: their difference shows a drift, which all plans have in common.
 What earlier runs on the same hardware have learnt is read from a file.
 """
 

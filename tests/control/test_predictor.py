@@ -181,22 +181,34 @@ def test_an_unexplained_regime_slows_every_plan():
     assert predictor.predict(QUERIES).ratio(1, 0) == pytest.approx((before, deviation_before))
 
 
-def test_old_evidence_has_less_weight():
-    """One plan measured long ago and another now: the newer measurement has more influence."""
+def test_a_drift_is_seen_where_a_plan_was_measured_again_and_expected_of_all_plans():
+    predictor = Predictor()
 
-    def common(step: int) -> float:
-        predictor = Predictor()
-        predictor.learn(QUERIES[0], log_time=COST_MODEL[0] + 0.4, noise=0.3, count=4, step=step)
+    def learn_at(index: int, step: int, off: float) -> None:
         predictor.learn(
-            QUERIES[1],
-            log_time=COST_MODEL[1],
-            noise=0.3,
-            count=4,
-            step=int(6 * constants.EVIDENCE_HALF_LIFE_STEPS),
+            QUERIES[index], log_time=COST_MODEL[index] + off, noise=0.01, count=50, step=step
         )
-        return float(predictor.predict(QUERIES).mean[2] - COST_MODEL[2])
 
-    assert common(int(6 * constants.EVIDENCE_HALF_LIFE_STEPS)) > 2 * common(0) > 0
+    learn_at(0, 50, 0.0)
+    learn_at(1, 500, 0.05)
+    ratio_then, _ = predictor.predict(QUERIES).ratio(1, 0)
+    learn_at(0, 950, 0.1)
+    ratio_now, deviation = predictor.predict(QUERIES).ratio(1, 0)
+    # At step 500 the first plan took 0.05 longer, too.
+    even = COST_MODEL[1] - COST_MODEL[0]
+    assert ratio_now == pytest.approx(even, abs=deviation)
+    assert abs(ratio_now - even) < 0.02 < abs(ratio_then - even)
+    assert deviation > 0.005, "how it drifted between is not known"
+
+
+def test_what_was_measured_long_ago_is_less_certain():
+    def deviation(step: int) -> float:
+        predictor = Predictor()
+        predictor.learn(QUERIES[0], log_time=COST_MODEL[0], noise=0.01, count=50, step=0)
+        predictor.learn(QUERIES[1], log_time=COST_MODEL[1], noise=0.01, count=50, step=step)
+        return predictor.predict(QUERIES).ratio(1, 0)[1]
+
+    assert deviation(10_000) > 2 * deviation(0)
 
 
 def test_evidence_is_replaced_and_bounded():

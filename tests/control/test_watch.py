@@ -450,6 +450,17 @@ def test_conditions_that_are_a_little_worse_are_not_taken_for_permanent():
     assert run.watch.regime_at(run.time_s).durations is not None
 
 
+def test_steps_from_before_are_no_level_of_conditions_that_a_reading_reveals():
+    """Steps become faster for an unknown reason, and then a link slow."""
+    run = Run().go(60, reported=NORMAL).go(20, Conditions(compute=0.7), NORMAL)
+    assert run.watch.regime
+    run.go(6, SLOW, {**NORMAL, "inter_host": 4.0})
+    assert run.watch.regime == 0
+    assert run.watch.believed.inter_host > 3
+    run.go(8, SLOW, {**NORMAL, "inter_host": 4.0})
+    assert run.watch.detector.level == pytest.approx(log_time_of(SLOW), abs=0.02)
+
+
 def test_durations_are_learnt_from_ended_regimes():
     run = Run().go(100, reported=NORMAL)
     # counts as permanent until it has ended once

@@ -135,10 +135,9 @@ class StepLevels:
     def explain(self) -> None:
         """End the unexplained regime. A level that the newest steps have left was not of it."""
         self.regime, self._excess = 0, None
-        level, recent = self.detector.level, self.recent
-        if level is not None and recent is not None:
-            if abs(recent - level) > constants.MIN_LEVEL_SHIFT:
-                self.begin_anew()
+        level = self.detector.level
+        if level is not None and abs((self.recent or level) - level) > constants.MIN_LEVEL_SHIFT:
+            self.begin_anew()
 
     def begin_anew(self) -> None:
         """Forget step times: conditions that have just been accepted have another level."""
