@@ -120,10 +120,9 @@ class Predictor:
             deviation=max(noise, constants.MIN_LEARNT_NOISE) / math.sqrt(count),
             step=step,
         )
-        while len(self._evidence) > constants.MAX_EVIDENCE:
-            key = next(iter(self._evidence))
-            self._evidence.pop(key)
-            self._first.pop(key, None)
+        while len(self._evidence) + len(self._first) > constants.MAX_EVIDENCE:
+            oldest = self._first or self._evidence
+            oldest.pop(next(iter(oldest)))
         self._step = max(self._step, step)
 
     def forget_regime(self, regime: int) -> None:
