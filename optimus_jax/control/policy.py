@@ -123,19 +123,19 @@ class Situation:
         """Why a switch of this worth is too unlikely to pay; empty: it is not.
 
         Where conditions last, or nobody knows what they are, what it gains depends on predicted
-        step times alone. There an unlikely switch is a gamble. It is taken if conditions last and
-        it is worth a share of the time that is left. The first switch of a run has to be likelier,
-        and worth more.
+        step times alone. There an unlikely switch is made if conditions last and it is worth a
+        share of the time that is left. The first switch of a run, if it is a gamble, has to be
+        likelier, and worth more.
         """
         sure = constants.MIN_PROBABILITY
-        if found.probability >= sure or not self.counts_return:
+        if found.probability >= sure:
             return ""
         if self.is_unexplained:
             return f"at least P {sure:g} is required in such conditions"
         if self.regime.durations is not None:
             return ""
         least, share = 0.0, constants.MIN_GAMBLE_SHARE
-        if not self.has_switched:
+        if not self.has_switched and self.counts_return:
             least, share = constants.FIRST_GAMBLE_PROBABILITY, constants.MIN_FIRST_GAMBLE_SHARE
         if found.probability < least:
             return f"at least P {least:g} is required of a first switch"
@@ -377,7 +377,8 @@ def _move_away(situation: Situation, candidates: Sequence[SwitchCandidate]) -> D
 
 def _why_switch(situation: Situation, best: _Weighed) -> str:
     axes, cost = best.candidate.plan.axes, seconds(best.cost_s)
-    if situation.regime.durations is None and best.probability < constants.MIN_PROBABILITY:
+    is_gamble = situation.counts_return and situation.regime.durations is None
+    if is_gamble and best.probability < constants.MIN_PROBABILITY:
         return (
             f"{situation.trigger}: {axes} may be faster (P {best.probability:.2f}) and is taken"
             f" back if it is not; that is worth {seconds(best.gain_s)} for a switch of {cost}"

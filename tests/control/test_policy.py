@@ -140,6 +140,11 @@ def test_a_plan_for_a_phase_is_no_gamble(has_switched):
     unsure = candidate(0.0, deviation=0.2)
     assert decided(unsure, has_switched=True).action == "switch"
     assert decided(unsure, at_step=149, has_switched=has_switched).action == "stay"
+    likely = candidate(0.1, deviation=0.3)
+    assert decided(likely, at_step=149, has_switched=has_switched).action == "switch"
+    hardly = candidate(0.012, deviation=0.05)
+    told = decided(hardly, at_step=149, has_switched=has_switched)
+    assert "it has to be worth" in told.why
 
 
 @pytest.mark.parametrize(

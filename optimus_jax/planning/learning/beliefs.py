@@ -37,7 +37,7 @@ REGIME_PLAN = 0.15
 ANOTHER_RUN = 0.1
 """Error that all step times of an earlier run have in common, since neighbours, driver or room
 temperature differed."""
-DRIFT = 0.02
+DRIFT = 0.01
 """Change common to all step times of a run in 1,000 steps: a random walk, as devices, links and
 neighbours change slowly."""
 OUTLIER_DEVIATIONS = 4.0
