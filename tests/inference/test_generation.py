@@ -72,14 +72,15 @@ class NoEnd(ByteTokenizer):
 
 
 def random_model(config):
-    """A model whose parameters are all random, also those that start at 0 or 1, and so large that
-    the likeliest tokens vary.
+    """A model whose parameters are all random, also those that start at 0 or 1: large enough that
+    the likeliest tokens vary, and small enough that it does not amplify rounding. With a deviation
+    of 0.5 logits of gemma2 differ by up to 1.03e-5 of the largest on some CPUs, with 0.2 by 2e-6.
     """
     rng = np.random.default_rng(3)
 
     def values(path, leaf):
         around = 1 if path[-1].key == "scale" else 0
-        return jnp.asarray(rng.normal(around, 0.5, leaf.shape), jnp.float32)
+        return jnp.asarray(rng.normal(around, 0.2, leaf.shape), jnp.float32)
 
     return TextModel(
         model=ModelOnMesh(config),
@@ -251,7 +252,8 @@ def test_text_past_the_trained_length_ends_or_warns(model):
 
 
 def test_sample_ends_at_the_end_of_a_document(gpt):
-    free = generated(gpt, num_samples=3)
+    few = {"num_samples": 3, "top_k": 5}  # of few tokens, samples share some
+    free = generated(gpt, **few)
     tokenizer = NoEnd()
     tokenizer.eos = next(token for token in free[0] if all(token in row for row in free))
     ends = [row.tolist().index(tokenizer.eos) for row in free]
@@ -261,7 +263,7 @@ def test_sample_ends_at_the_end_of_a_document(gpt):
         [*row[:end], *[tokenizer.eos] * (max(ends) + 1 - end)]
         for row, end in zip(free, ends, strict=True)
     ]
-    assert generated(replace(gpt, tokenizer=tokenizer), num_samples=3).tolist() == expected
+    assert generated(replace(gpt, tokenizer=tokenizer), **few).tolist() == expected
 
 
 def test_every_draw_has_a_key_of_its_own(gpt):
