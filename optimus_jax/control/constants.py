@@ -106,7 +106,7 @@ longer."""
 # deciding/regimes.py, deciding/changes.py)
 
 MAX_EVIDENCE = 60
-"""Measured levels that the regression uses, the newest. Reasoned.
+"""Measured levels that the regression uses: each plan's first and the newest. Reasoned.
 Too small: plans are forgotten. Too large: predicting takes longer (decision 26: 11 to 16 ms)."""
 MIN_LEARNT_NOISE = 0.005
 """Smallest deviation of one log step time that is assumed when a level is learnt. Reasoned.
@@ -288,11 +288,12 @@ REBALANCED_STATE_SHARE = 0.5
 Too small: rebalancing looks cheap until it was done once."""
 PRIOR_COST_WEIGHT = 1.0
 """Weight of the expected costs, as a number of switches: one switch corrects half of the error of
-other methods, and five sixths of its own. Reasoned. Too small: one slow switch forbids the next.
+other methods of its kind, and five sixths of its own. Reasoned. Too small: one slow switch forbids the next.
 Too large: wrong priors last."""
 ALL_METHODS_WEIGHT = 0.5
-"""Weight of what all methods have taught in the cost of one, as a number of its switches. Reasoned.
-Too small: methods learn nothing from each other. Too large: a restart's error taxes a move."""
+"""Weight of what all methods of a kind (restarts, or moves in memory) have taught in the cost of
+one, as a number of its switches. Reasoned.
+Too small: methods learn nothing from each other. Too large: one method's error taxes another."""
 MAX_RECALLED_SWITCHES = 3
 """Switches of each method that later runs take over. Reasoned.
 Too small: each run learns anew. Too large: a few of its own do not outweigh them."""

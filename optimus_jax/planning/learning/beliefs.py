@@ -39,7 +39,7 @@ ANOTHER_RUN = 0.1
 temperature differed."""
 DRIFT = 0.01
 """Change common to all step times of a run in 1,000 steps: a random walk, as devices, links and
-neighbours change slowly."""
+neighbours change slowly. Chosen in simulation (decision 32)."""
 OUTLIER_DEVIATIONS = 4.0
 """A measurement counts as an outlier if it is more than this many standard deviations from the
 prediction based on the others."""
