@@ -43,7 +43,7 @@ class SwitchCandidate:
     """Standard deviation of `log_ratio`."""
     log_ratio_after: float | None = None
     """Expected logarithm of (step time under the plan / under the fastest that the run has had)
-    once present conditions have ended; None: the plan is not better then."""
+    once present conditions have ended; None: present conditions are the normal ones."""
     cost_s: float
     """Expected delay by the switch, in seconds."""
     return_s: float = 0.0
@@ -83,6 +83,9 @@ class Situation:
     """Expected time of the whole run if it keeps its plan."""
     trial_s: float = 0.0
     """Time of the steps for which a new plan is on trial, at that step time."""
+    usual: float = 1.0
+    """Step time once present conditions have ended, under the fastest plan that the run has had,
+    over the present one."""
     blocked: str = ""
     """Why no switch is allowed now, whatever it gains; empty: switches are allowed."""
     mandatory: bool = False
@@ -110,6 +113,7 @@ class Situation:
             log_ratio=candidate.log_ratio,
             deviation=candidate.deviation,
             log_ratio_after=candidate.log_ratio_after,
+            usual=self.usual,
             cost_s=candidate.cost_s,
             return_s=candidate.return_s,
             prepare_s=candidate.prepare_s if self.at_step is None else 0.0,

@@ -104,6 +104,36 @@ def test_a_faster_plan_is_worth_no_less_and_risks_no_more(one, regime, horizon_s
     assert now.risk_s <= before.risk_s + 1e-9
 
 
+@pytest.mark.parametrize("gain_after", [0.02, 0.2])
+@pytest.mark.parametrize("elapsed_s", [50.0, 1000.0])
+def test_a_plan_that_is_better_afterwards_saves_as_drawn_runs_do(gain_after, elapsed_s):
+    """Its error is the same then. Steps are shorter then, too, and the run goes back if it pays."""
+    horizon_s, regime = 2000.0, lasted(elapsed_s)
+    one = bet(0.5, log_ratio_after=math.log(1 - gain_after), usual=0.6, cost_s=200.0)
+    random = np.random.default_rng(0)
+    error = np.exp(random.normal(0.0, one.deviation, DRAWS))
+    left_s = horizon_s - one.cost_s
+    lasting_s = np.minimum(left_s, [regime.over_s(each) for each in random.random(DRAWS)])
+    after_s = (left_s - lasting_s) * one.usual
+    saved_s = lasting_s * (1 - 0.5 * error)
+    stays_s = after_s * (1 - (1 - gain_after) * error)
+    back_s = one.return_s * (lasting_s < left_s)
+    found = worth(one, regime, horizon_s)
+    net_s = saved_s + stays_s - one.cost_s
+    assert found.net_s == pytest.approx(net_s.mean(), abs=ERROR * horizon_s)
+    without_s = saved_s + np.maximum(stays_s, -back_s) - one.cost_s
+    assert found.probability == pytest.approx((without_s > 0).mean(), abs=0.03)
+    most_s = one.cost_s + one.return_s + one.trial_s
+    assert found.risk_s == pytest.approx(np.clip(-without_s, 0.0, most_s).mean(), abs=0.03 * most_s)
+
+
+def test_a_plan_without_a_trial_risks_all_that_it_may_lose():
+    slow = bet(-0.5, deviation=0.01)
+    assert worth(slow, FOREVER, 1000.0).risk_s <= slow.cost_s + slow.return_s + slow.trial_s
+    untried = worth(replace(slow, counts_return=False), FOREVER, 1000.0)
+    assert untried.risk_s == pytest.approx(0.5 * 990 + slow.cost_s, rel=0.05)
+
+
 def test_a_sure_saving_risks_nothing_however_much_it_costs():
     dear = worth(bet(0.5, deviation=0.01, cost_s=500.0), FOREVER, 10_000.0)
     assert dear.net_s > 4000

@@ -126,6 +126,7 @@ class CandidateEvaluator:
             regime=watch.regime_at(observed.time_s),
             blocked=blocked,
             trial_s=self.settings.canary_steps * step_time_s,
+            usual=usual_s / step_time_s,
             account=self.account.allowance,
             whole_s=self.run_progress.whole_s(
                 watch.regime_at(self.run_progress.time_s), step_time_s, usual_s

@@ -6,8 +6,8 @@ With R the ratio of step times (new over present), a switch that takes q seconds
 
 S(q) is the probability that present conditions outlast the preparation, L the time that they are
 then expected to last within the run, c the cost of the switch, b that of the way back. The way back
-is needed if the plan proves slower, or if conditions end before the run and the present plan is the
-better one then. Log R is normally distributed.
+is needed if the plan proves slower, or if conditions end before the run and the plan that the run
+would have then is the better one. Log R is normally distributed.
 
 Waiting is an action like the others. A switch made later is worth its value then, times the
 probability that conditions last until then; conditions that have lasted longer are expected to last
@@ -75,7 +75,9 @@ class Bet:
     """Standard deviation of `log_ratio`."""
     log_ratio_after: float | None
     """The same beside the fastest plan that the run has had, once present conditions have ended;
-    None: the plan is not better then."""
+    None: present conditions are the normal ones."""
+    usual: float = 1.0
+    """Step time under that plan then, over the present one."""
     cost_s: float
     """Delay of the run by the switch."""
     return_s: float
@@ -122,15 +124,16 @@ def worth(bet: Bet, regime: Regime, horizon_s: float) -> Worth:
     """The worth of a switch that is decided now, in a run that goes on for `horizon_s`."""
     ready = regime.later(bet.prepare_s)
     left_s = max(0.0, horizon_s - bet.prepare_s - bet.cost_s)
-    always = ready.durations is None or bet.is_always_better
-    lasting_s = [left_s] if always else [min(left_s, ready.over_s(each)) for each in QUANTILES]
+    lasts = ready.durations is None
+    lasting_s = [left_s] if lasts else [min(left_s, ready.over_s(each)) for each in QUANTILES]
 
     def below(net_s: float) -> float:
         """Probability that the switch saves less than `net_s`."""
         found = statistics.fmean(_below(bet, net_s, time_s, left_s) for time_s in lasting_s)
         return 1.0 - bet.usable * (1.0 - found)
 
-    most_s = bet.cost_s + bet.return_s + bet.trial_s
+    # Without a trial nothing ends a loss before the run does; here at most twice the time is taken.
+    most_s = bet.cost_s + (bet.return_s + bet.trial_s if bet.counts_return else left_s)
     return Worth(
         net_s=_net_s(bet, regime, horizon_s),
         cost_s=_cost_s(bet, ready, left_s),
@@ -173,7 +176,8 @@ def _net_s(bet: Bet, regime: Regime, horizon_s: float) -> float:
     lasting_s = ready.expected_s(left_s)
     saved_s = _saved_s(bet, regime, lasting_s)
     if bet.is_always_better and bet.log_ratio_after is not None:
-        saved_s += (left_s - lasting_s) * gain(bet.log_ratio_after, bet.deviation)
+        after_s = (left_s - lasting_s) * bet.usual
+        saved_s += after_s * gain(bet.log_ratio_after, bet.deviation)
     in_vain_s = bet.cost_s + bet.return_s + bet.trial_s
     return regime.survival(bet.prepare_s) * (
         bet.usable * (saved_s - _cost_s(bet, ready, left_s)) - (1.0 - bet.usable) * in_vain_s
@@ -196,11 +200,28 @@ def _cost_s(bet: Bet, ready: Regime, left_s: float) -> float:
 
 
 def _below(bet: Bet, net_s: float, lasting_s: float, left_s: float) -> float:
-    """Probability that the switch saves less than `net_s` if conditions last `lasting_s`."""
-    needed_s = net_s + bet.cost_s + (bet.return_s if lasting_s < left_s else 0.0)
-    if needed_s >= lasting_s:
-        return float(needed_s > 0 or lasting_s > 0)
-    return 1.0 - _faster(bet, math.log1p(-needed_s / lasting_s)) if lasting_s > 0 else 0.0
+    """Probability that the switch saves less than `net_s` if conditions last `lasting_s`.
+
+    Steps take `time_s` without the switch, and R x `new_s` with it. Once conditions have ended the
+    run goes back, or keeps a plan that is then expected to be better, as pays: R is known by then.
+    """
+    needed_s = net_s + bet.cost_s
+    goes_back_s = bet.return_s if lasting_s < left_s else 0.0
+    ways = [_largest_ratio(needed_s + goes_back_s, time_s=lasting_s, new_s=lasting_s)]
+    if bet.is_always_better and bet.log_ratio_after is not None:
+        after_s = (left_s - lasting_s) * bet.usual
+        change = math.exp(min(50.0, bet.log_ratio_after - bet.log_ratio))
+        time_s, new_s = lasting_s + after_s, lasting_s + after_s * change
+        ways.append(_largest_ratio(needed_s, time_s=time_s, new_s=new_s))
+    largest = max(ways)
+    return 1.0 - _faster(bet, math.log(largest)) if 0 < largest < math.inf else float(largest <= 0)
+
+
+def _largest_ratio(needed_s: float, *, time_s: float, new_s: float) -> float:
+    """The largest R with which `needed_s` are saved; 0 or less: there is none."""
+    if new_s <= 0:
+        return math.inf if needed_s <= 0 else 0.0
+    return (time_s - needed_s) / new_s
 
 
 def _faster(bet: Bet, log_ratio: float) -> float:
