@@ -288,8 +288,8 @@ REBALANCED_STATE_SHARE = 0.5
 Too small: rebalancing looks cheap until it was done once."""
 PRIOR_COST_WEIGHT = 1.0
 """Weight of the expected costs, as a number of switches: one switch corrects half of the error of
-other methods of its kind, and five sixths of its own. Reasoned. Too small: one slow switch forbids the next.
-Too large: wrong priors last."""
+other methods of its kind, and five sixths of its own. Reasoned.
+Too small: one slow switch forbids the next. Too large: wrong priors last."""
 ALL_METHODS_WEIGHT = 0.5
 """Weight of what all methods of a kind (restarts, or moves in memory) have taught in the cost of
 one, as a number of its switches. Reasoned.
