@@ -320,16 +320,11 @@ class Advisor(Policy):
     # Recording observations.
 
     @property
-    def _circumstances(self) -> tuple[str, int, frozenset[int]]:
-        """What step times depend on besides the plan: the setting, the regime, and which devices
-        are not used.
+    def _circumstances(self) -> tuple[str, int]:
+        """What step times depend on besides the plan and its devices: the batch, the conditions of
+        all processes, those that are left out included, and the regime.
         """
-        watch = self._watch
-        return (
-            setting(self._batch, watch.conditions),
-            watch.regime,
-            self._plan_history.now.without,
-        )
+        return setting(self._batch, self._watch.believed), self._watch.regime
 
     def _enter_batch(self, observation: Observation) -> bool:
         """Note the batch of the observation; returns whether it is a new one."""

@@ -390,6 +390,17 @@ def test_what_a_switch_has_cost_is_owed_until_its_savings_have_paid_for_it():
     assert job.advisor._account.allowance.owed_s < owed_s / 2
 
 
+def test_a_restart_without_a_slow_process_is_paid_for_while_that_process_is_slow():
+    job = Job(num_steps=30000, costs=SwitchCosts(restart_s=20.0)).go(100)
+    job.go(300, straggler(3.0))
+    assert job.without >= STRAGGLING
+    account = job.advisor._account
+    account.charge(100.0)
+    owed_s = account.allowance.owed_s
+    job.go(5, straggler(3.0))
+    assert account.allowance.owed_s < owed_s - 5 * job.true_s(BEST)
+
+
 @pytest.mark.parametrize("lost", [frozenset({11}), frozenset()])
 def test_fewer_devices_are_no_loss_of_the_switch_that_was_made_with_all(lost):
     """A run that has left another plan by choice, and then goes on without some devices, owes no

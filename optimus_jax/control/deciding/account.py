@@ -1,8 +1,8 @@
 """What switches have cost a run so far, less what they have measurably saved.
 
 A switch is charged with the time for which it delayed the run. While the run is in the
-circumstances in which it left a plan by choice, every step then pays the difference to that plan's
-level of step times. What is owed never falls below zero, so that old savings do not pay for new
+circumstances in which it left a plan by choice, every step then pays the difference to the level of
+step times of the first plan that it left there. What is owed never falls below zero, so that old savings do not pay for new
 gambles.
 
 The account limits regret, not cost: a switch is allowed if what is owed and the loss that it risks
@@ -82,7 +82,7 @@ class Account:
         """Record that the run has left a plan by choice.
 
         Args:
-          circumstances: the conditions, the batch and the devices.
+          circumstances: the conditions and the batch.
           level: logarithm of its step time in seconds; None: unknown. A level from an earlier
             switch in the same circumstances stays.
         """
