@@ -330,9 +330,6 @@ def fulfil(advisor: Scripted) -> None:
         return Verdict(
             keep=advisor.fate != "taken back",
             why="the script says so",
-            step_time_s=None,
-            before_s=1.0,
-            predicted_s=1.0,
         )
 
     switch_module._check_loss = check

@@ -8,6 +8,7 @@ is the state machine's part (control/machine.py).
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 
@@ -213,6 +214,9 @@ class Advisor(Policy):
         """
         self._learn_level()
         batch = question.batch or self._batch
+        if question.mandatory and not self._has_to_move(batch, question.at_step):
+            again = "the run can keep its plan again"
+            question = replace(question, trigger=again, mandatory=False)
         observed = ObservedCluster(
             batch=batch,
             time_s=self._run_progress.time_s,
@@ -441,7 +445,7 @@ class Advisor(Policy):
 
     def _about_phase(self) -> Question | None:
         """The question about a phase that is near enough to prepare for; None: there is none."""
-        level, plan = self._watch.detector.level, self._plan_history.now.plan
+        level = self._watch.detector.level
         phase = self._phases.near(
             self._run_progress.step,
             max(
@@ -452,16 +456,23 @@ class Advisor(Policy):
         if phase is None:
             return None
         batch = BatchShape(phase.global_batch, phase.seq_len)
-        priced = self._prices.of(batch)
-        cannot_go_on = not is_legal(plan, priced.config) or not has_room(
-            plan, self._memory_watch.applied(priced)
-        )
         return Question(
             trigger=f"the phase that begins at step {phase.first_step}",
             batch=batch,
             at_step=phase.steps_before,
-            mandatory=cannot_go_on,
+            mandatory=self._has_to_move(batch, phase.steps_before),
         )
+
+    def _has_to_move(self, batch: BatchShape, at_step: int | None) -> bool:
+        """Whether the present plan cannot be kept for these batches, from `at_step` on (None:
+        now).
+        """
+        now, priced = self._plan_history.now, self._prices.of(batch)
+        if not self._lost <= now.without or not is_legal(now.plan, priced.config):
+            return True
+        if at_step is None:
+            return self._memory_watch.is_pressed
+        return not has_room(now.plan, self._memory_watch.applied(priced))
 
     def _plan_options(
         self, question: Question, observed: ObservedCluster

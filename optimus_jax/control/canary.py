@@ -19,12 +19,6 @@ class Verdict:
     keep: bool
     why: str
     """The reason, in one sentence."""
-    step_time_s: float | None
-    """Measured median step time under the new plan, in seconds; None: no step was timed."""
-    before_s: float | None
-    """Measured median step time under the old plan; None: there is nothing to compare with."""
-    predicted_s: float
-    """Predicted step time under the new plan."""
 
 
 def judge(
@@ -57,30 +51,25 @@ def judge(
     old_s = statistics.median(before_s) if before_s else None
     new_s = statistics.median(times_s) if times_s else None
 
-    def verdict(keep: bool, why: str) -> Verdict:
-        return Verdict(
-            keep=keep, why=why, step_time_s=new_s, before_s=old_s, predicted_s=predicted_s
-        )
-
     if not all(map(math.isfinite, losses)):
-        return verdict(False, "the loss is not finite")
+        return Verdict(keep=False, why="the loss is not finite")
     if new_s is None:
-        return verdict(True, "no step was timed")
+        return Verdict(keep=True, why="no step was timed")
     if old_s is None:
-        return verdict(
-            True,
-            f"{new_s:.3g} s per step, {predicted_s:.3g} s predicted; before is not to be compared",
+        return Verdict(
+            keep=True,
+            why=f"{new_s:.3g} s per step, {predicted_s:.3g} s predicted; nothing to compare with",
         )
     told = f"{new_s:.3g} s per step, {predicted_s:.3g} s predicted, {old_s:.3g} s before"
     noise_s = constants.CANARY_NOISE * math.hypot(_error_s(times_s), _error_s(before_s))
     lost_s = (new_s - old_s) * steps_left
     if new_s - old_s <= noise_s:
-        return verdict(True, told)
+        return Verdict(keep=True, why=told)
     if lost_s <= back_s:
-        return verdict(
-            True, f"{told}; going back would take {back_s:.3g} s and save {lost_s:.3g} s"
+        return Verdict(
+            keep=True, why=f"{told}; going back would take {back_s:.3g} s and save {lost_s:.3g} s"
         )
-    return verdict(False, told)
+    return Verdict(keep=False, why=told)
 
 
 def _error_s(times_s: Sequence[float]) -> float:

@@ -196,7 +196,7 @@ class Controller:
         plan = switched.executable.plan
         if self._runtime is not None:
             if plan != source:
-                self._runtime.moved(source, plan, switched.costs_s, begins_phase=True)
+                self._runtime.moved(plan, switched.costs_s, begins_phase=True)
             self._runtime.interrupted()
         self._measure_anew(switched.executable)
 
@@ -401,7 +401,7 @@ class Controller:
         elif not begins_phase:
             self._trial = source, target
         if runtime is not None:
-            runtime.moved(source, target, costs_s, begins_phase=begins_phase)
+            runtime.moved(target, costs_s, begins_phase=begins_phase)
         self._upcoming = None
         self._forget_steps()
         return switched

@@ -188,7 +188,9 @@ def _decided(state: SwitchState, event: Decided, rules: SwitchRules) -> Reduced:
     """Prepare the switch, or withdraw the one that is pending."""
     decision, asked = event.decision, state.question
     if asked is not None and asked.mandatory:
-        state = replace(state, forced=asked)
+        # What forced the run to move may be over by now.
+        asked = replace(asked, mandatory=decision.mandatory)
+        state = replace(state, forced=asked if decision.mandatory else None)
     if decision.action == "stay":
         return _stayed(state, event, rules)
     state, pending = replace(state, question=None, later=None), state.pending
@@ -249,10 +251,9 @@ def _stayed(state: SwitchState, event: Decided, rules: SwitchRules) -> Reduced:
 
 
 def _compile_done(state: SwitchState, event: CompileDone, rules: SwitchRules) -> Reduced:
-    """Go, if steps are as at the decision; else watch them first, at most for 12 steps."""
+    """Go, if steps are as at the decision; else watch them for a while first."""
     pending = state.pending
-    if pending is None or state.trial is not None:
-        return state, NO_COMMANDS
+    assert pending is not None, "the stages have a pending switch"
     state = replace(state, stage=Stage.READY)
     if pending.decision.at_step is not None:  # all processes know when
         return state, NO_COMMANDS
@@ -299,11 +300,9 @@ def _move_done(state: SwitchState, event: MoveDone, rules: SwitchRules) -> Reduc
     by_choice = pending is not None and not pending.decision.mandatory
     trial = None
     if rules.has_trials and not event.begins_phase:
-        tax_s = max(0.0, pending.tax_s) if pending is not None else 0.0
         trial = Trial(
-            source=event.source,
-            plan=event.plan,
-            costs_s={**event.costs_s, "compile_tax_s": tax_s},
+            costs_s=event.costs_s,
+            compile_tax_s=max(0.0, pending.tax_s) if pending is not None else 0.0,
             # A plan that the run had to leave is no standard: fewer devices may be slower.
             before_s=_comparable(state, event, rules) if by_choice else (),
             predicted_s=math.nan if pending is None else pending.predicted_s,

@@ -185,17 +185,11 @@ class Runtime:
         self._happened(MoveBegun())
 
     def moved(
-        self,
-        source: Plan,
-        plan: Plan,
-        costs_s: Mapping[str, float],
-        *,
-        begins_phase: bool = False,
+        self, plan: Plan, costs_s: Mapping[str, float], *, begins_phase: bool = False
     ) -> None:
         """The run is under `plan` now.
 
         Args:
-          source: the plan before.
           plan: the plan.
           costs_s: how long training paused, by phase, in seconds.
           begins_phase: whether step times before and after cannot be compared.
@@ -207,7 +201,6 @@ class Runtime:
             self._policy.switched(plan, {**costs_s, **tax_s}, made)
         self._happened(
             MoveDone(
-                source=source,
                 plan=plan,
                 costs_s=costs_s,
                 steps_alike=alike,

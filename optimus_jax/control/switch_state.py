@@ -96,10 +96,10 @@ class PendingSwitch:
 class Trial:
     """The first steps under a new plan, after which it is kept or taken back."""
 
-    source: Plan
-    plan: Plan
     costs_s: Mapping[str, float]
-    """What the switch has cost, by phase, in seconds."""
+    """How long training paused, by phase, in seconds. The way back takes as long."""
+    compile_tax_s: float
+    """How much longer steps took beside the compilation, which the way back does not need."""
     before_s: tuple[float, ...]
     """Times of the last steps under the old plan in the same conditions; empty: there is nothing to
     compare with."""
@@ -121,7 +121,11 @@ class Trial:
         """All that the switch has cost, by phase. The journal keeps it, so that a resumed run has
         no larger budget than this one.
         """
-        return {**self.costs_s, "first_steps_s": self.first_steps_s}
+        return {
+            **self.costs_s,
+            "compile_tax_s": self.compile_tax_s,
+            "first_steps_s": self.first_steps_s,
+        }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -281,7 +285,6 @@ class MoveBegun:
 class MoveDone:
     """The run is under another plan."""
 
-    source: Plan
     plan: Plan
     costs_s: Mapping[str, float]
     """How long training paused, by phase, in seconds."""

@@ -380,7 +380,7 @@ class Simulation:
         self._arrive(new, costs_s, phase)
         self._note("switch", plan, compiled_s | costs_s, command.why, preparation.decided_s)
         costs_s.pop("first_steps", 0.0)
-        self._runtime.moved(before.plan, plan, costs_s, begins_phase=changes_phase)
+        self._runtime.moved(plan, costs_s, begins_phase=changes_phase)
         self._start_phase_events("canary")
         if self._runtime.state.trial is not None:
             self._before, self._trial_fails = before, fails == "canary"
@@ -505,11 +505,11 @@ class Simulation:
                 )
             self.time_s = self.timeline.end_s(index)
             return
-        costs_s, before = self.costs.restart_s(place.plan, self.phase, saves=False), self.place
+        costs_s = self.costs.restart_s(place.plan, self.phase, saves=False)
         self._arrive(place, costs_s, self.phase)
         self._compiled = OrderedDict({(place.plan, self.phase): None})
         self._note("restart", place.plan, costs_s, why)
-        self._runtime.moved(before.plan, place.plan, costs_s, begins_phase=True)
+        self._runtime.moved(place.plan, costs_s, begins_phase=True)
 
     def count_restarts(self) -> int:
         """Number of restarts after faults so far."""

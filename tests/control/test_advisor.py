@@ -212,7 +212,7 @@ class Job:
         self.plan, self.without = plan, command.without
         self.switches.append((self.step, plan))
         costs_s = {"move": 0.6 * self.switch_s, "verify": 0.4 * self.switch_s}
-        self.runtime.moved(self.before[0], plan, costs_s)
+        self.runtime.moved(plan, costs_s)
 
     def has_only_improved(self) -> bool:
         """Whether the run has stayed, or switched once, to a plan that is faster in truth."""
@@ -476,6 +476,24 @@ def test_lost_devices_force_a_switch_and_recovered_devices_are_used_again():
     assert job.decisions[-1].step < 400
 
 
+def test_devices_that_come_back_before_a_plan_without_them_is_found_force_nothing():
+    """Neither a question that no plan answers, nor a switch that is being prepared."""
+
+    def whole_only(pricing: Pricing) -> Ranking:
+        found = search(pricing)
+        return found if pricing.cluster.num_devices == 64 else replace(found, best=())
+
+    job = Job(num_steps=5000, searcher=whole_only).go(100).go(20, lost=frozenset({11}))
+    assert job.decisions[-1].mandatory
+    job.go(200)
+    assert not any(each.mandatory for each in job.decisions if each.step > 120)
+    job = Job(num_steps=5000, prepare_steps=30).go(100).go(10, lost=frozenset({11}))
+    assert job.prepares is not None
+    job.go(60)
+    assert (job.plan, job.switches) == (BEST, [])
+    assert not job.decisions[-1].mandatory
+
+
 def test_a_forced_switch_that_fails_is_retried_with_another_plan():
     job = Job(num_steps=5000).go(100)
     job.fails = 1
@@ -537,7 +555,7 @@ def test_after_a_disturbance_the_run_is_expected_back_under_its_earlier_plan(mon
     settings = ControlConfig(allow=(str(POOR.axes), "fsdp=64"))
     job = Job(BEST, num_steps=8000, settings=settings).go(100)
     start, slow = job.plan, straggler(2.0)
-    job.runtime.moved(start, POOR, {"move": 1.0})
+    job.runtime.moved(POOR, {"move": 1.0})
     job.plan = POOR
     seen = list[SwitchCandidate]()
     monkeypatch.setattr(

@@ -78,7 +78,7 @@ def kinds(commands):
     ]
 
 
-MOVED = MoveDone(source=OLD, plan=NEW, costs_s={"move_s": 2.0})
+MOVED = MoveDone(plan=NEW, costs_s={"move_s": 2.0})
 ON_TRIAL = (
     *steps(1, 20),
     News(question=MAY),
@@ -122,7 +122,6 @@ EVENTS = st.one_of(
     st.just(MoveBegun()),
     st.builds(
         MoveDone,
-        source=PLAN,
         plan=PLAN,
         costs_s=st.just({"move_s": 1.0}),
         begins_phase=st.booleans(),
@@ -190,8 +189,20 @@ def test_to_stay_withdraws_what_is_pending():
 def test_a_mandatory_question_replaces_others_and_is_not_replaced():
     state, _ = after(News(question=MAY), News(question=MUST), News(question=MAY))
     assert (state.question, state.later) == (MUST, MAY)
-    state, _ = after(STAY, state=state)
+    stay = Decided(decision=replace(STAY.decision, mandatory=True))
+    state, _ = after(stay, state=state)
     assert (state.question, state.later, state.forced) == (MAY, None, MUST)
+
+
+def test_a_run_that_need_not_move_any_more_is_not_forced_to():
+    """Devices were lost, nothing could be done, and they are back."""
+    cannot = Decided(decision=replace(STAY.decision, mandatory=True))
+    state, _ = after(News(question=MUST), cannot)
+    assert state.forced == MUST
+    state, _ = after(News(question=MUST), STAY, state=state)
+    assert state.forced is None
+    state, _ = after(News(question=MUST), to(NEW, mandatory=True), News(question=MAY), STAY)
+    assert (state.pending, state.forced, state.question) == (None, None, None)
 
 
 def test_news_while_a_pressing_switch_is_pending_ask_its_question_again():

@@ -97,7 +97,7 @@ def test_a_switch_is_told_with_what_compiling_has_cost():
     run = Run(Scripted({20: switch()})).go(20).go(4, 1.1).go(1, is_compiled=True)
     assert run.kinds == ["prepare", "switch"]
     run.runtime.move_begun()
-    run.runtime.moved(OLD, NEW, {"move_s": 2.0})
+    run.runtime.moved(NEW, {"move_s": 2.0})
     [(_, plan, costs_s, made)] = run.policy.told
     assert (plan, made.decision.plan) == (NEW, NEW)
     assert costs_s == {"move_s": 2.0, "compile_tax_s": pytest.approx(0.4)}
@@ -109,7 +109,7 @@ def test_a_switch_is_told_with_what_compiling_has_cost():
 
 def test_a_plan_that_nobody_decided_on_is_told_as_such():
     run = Run(Scripted()).go(5)
-    run.runtime.moved(OLD, NEW, {}, begins_phase=True)
+    run.runtime.moved(NEW, {}, begins_phase=True)
     assert run.policy.told == [("switched", NEW, {}, None)]
 
 

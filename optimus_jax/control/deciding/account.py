@@ -2,8 +2,8 @@
 
 A switch is charged with the time for which it delayed the run. While the run is in the
 circumstances in which it left a plan by choice, every step then pays the difference to the level of
-step times of the first plan that it left there. What is owed never falls below zero, so that old savings do not pay for new
-gambles.
+step times of the first plan that it left there. What is owed never falls below zero, so that old
+savings do not pay for new gambles.
 
 The account limits regret, not cost: a switch is allowed if what is owed and the loss that it risks
 stay below a share of the run. One that saves for sure risks nothing, whatever it costs. While no

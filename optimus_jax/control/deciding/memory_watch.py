@@ -46,13 +46,13 @@ class MemoryWatch:
         self._pressed_s, self._num_pressed = -math.inf, 0
         self._read_s: list[float | None] = []
         """Times of the newest readings."""
-        self._is_pressed = False
+        self.is_pressed = False
         """Whether the present plan has to be replaced."""
 
     def restart(self) -> None:
         """Begin anew for another plan or batch. The run's factor is kept, and what is taken."""
         self._settled_s, self._own, self._old_peak = None, None, self._peak
-        self._is_measured = self._is_pressed = False
+        self._is_measured = self.is_pressed = False
 
     def observe(
         self, observation: Observation, needed_share: float | None
@@ -84,7 +84,7 @@ class MemoryWatch:
             return self._relieved(time_s)
         # While a switch to save memory is under way, do not ask for another one unless more is
         # taken than the new plan leaves free.
-        if (present if self._is_pressed else wanted) <= self._answered or not (
+        if (present if self.is_pressed else wanted) <= self._answered or not (
             growth > 0 and used + growth * constants.MEMORY_LEAD_S >= 1.0
         ):
             # The present plan has room for what is taken; another plan might not.
@@ -97,7 +97,7 @@ class MemoryWatch:
                     time_s,
                 )
             return None
-        self.taken, self._answered, self._is_pressed = max(self.taken, wanted), wanted, True
+        self.taken, self._answered, self.is_pressed = max(self.taken, wanted), wanted, True
         self._pressed_s, self._num_pressed = time_s, self._num_pressed + 1
         return "pressed"
 
@@ -194,7 +194,7 @@ class MemoryWatch:
             or time_s - self._pressed_s < constants.MEMORY_SHORT_S * 2**self._num_pressed
         ):
             return None
-        self.taken = self._wanted()
+        self.taken, self.is_pressed = self._wanted(), False
         self._answered = min(self._answered, self.taken)
         return "relieved"
 
