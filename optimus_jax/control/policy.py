@@ -96,6 +96,8 @@ class Situation:
     """Whether step times have changed and nobody knows why."""
     has_switched: bool = False
     """Whether the run has left a plan by choice before."""
+    under_plan_s: float = math.inf
+    """Time since the run entered its plan."""
     inputs: Mapping[str, Any] = field(default_factory=dict)
     """The measurements and settings behind these values, for the record."""
 
@@ -149,16 +151,16 @@ class Situation:
         return ""
 
     def has_waited_for(self, candidate: SwitchCandidate) -> bool:
-        """Whether present conditions, since they began, have cost as much as this switch and the
-        way back, and no more is owed than the account allows.
+        """Whether present conditions have cost as much under the present plan as this switch and
+        the way back would, and no more is owed than the account allows.
 
         Then the switch can at most double what they cost: the ski rental problem (Karlin et al.
         1988, doi:10.1007/BF01762111).
         """
         if self.regime.durations is None or self.account.is_overdrawn(self.whole_s):
             return False
-        waited_s = self.regime.elapsed_s * candidate.gain
-        return waited_s >= candidate.cost_s + candidate.return_s
+        waited_s = min(self.regime.elapsed_s, self.under_plan_s)
+        return waited_s * candidate.gain >= candidate.cost_s + candidate.return_s
 
 
 @dataclass(frozen=True, kw_only=True)

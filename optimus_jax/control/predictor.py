@@ -85,6 +85,8 @@ class Predictor:
         self._evidence: dict[tuple[str, str, int], ObservedStep] = {}
         self._first: dict[tuple[str, str, int], ObservedStep] = {}
         """The first levels of this run, where there is a newer one."""
+        self._set_aside: list[ObservedStep] = []
+        """What earlier runs have learnt and this one does not use, but later ones may."""
         self._step = 0
 
     @property
@@ -121,8 +123,12 @@ class Predictor:
             step=step,
         )
         while len(self._evidence) + len(self._first) > constants.MAX_EVIDENCE:
-            oldest = self._first or self._evidence
-            oldest.pop(next(iter(oldest)))
+            earlier = (key for key, each in self._evidence.items() if each.step < 0)
+            if (oldest := next(earlier, None)) is not None:
+                self._set_aside.append(self._evidence.pop(oldest))
+            else:
+                kept = self._first or self._evidence
+                kept.pop(next(iter(kept)))
         self._step = max(self._step, step)
 
     def forget_regime(self, regime: int) -> None:
@@ -136,12 +142,13 @@ class Predictor:
         self._first.pop(query.key, None)
 
     def forget_earlier_runs(self) -> None:
-        """Drop the calibration and the evidence of earlier runs.
+        """Use the calibration and the evidence of earlier runs no more.
 
         The hardware is not what their predictions assumed, so the ratios of measured to predicted
-        times teach nothing.
+        times teach nothing now.
         """
         self._calibration = Calibration()
+        self._set_aside += [each for each in self._evidence.values() if each.step < 0]
         self._evidence = {key: each for key, each in self._evidence.items() if each.step >= 0}
 
     def predict(self, queries: Sequence[Query]) -> Forecast:
@@ -159,8 +166,11 @@ class Predictor:
         return Beliefs.given(evidence, self._calibration, queries)
 
     def learnt(self) -> list[dict[str, object]]:
-        """The evidence as JSON, except that of unexplained regimes."""
-        return [each.as_json() for each in self._evidence.values() if not each.query.regime]
+        """The evidence as JSON, oldest first, except that of unexplained regimes."""
+        newer = self._evidence.keys()
+        kept = [each for each in self._set_aside if each.query.key not in newer]
+        kept += [each for each in self._evidence.values() if not each.query.regime]
+        return [each.as_json() for each in kept[-constants.MAX_EVIDENCE :]]
 
     def recall(self, value: Sequence[Mapping[str, object]]) -> None:
         """Take over what `learnt` has returned in an earlier run.

@@ -116,6 +116,8 @@ def test_a_risk_is_taken_once_conditions_have_cost_as_much_unless_the_account_is
     assert decided(dear, regime=old, **conditions).action == "switch"
     overdrawn = Allowance(share=0.01, owed_s=11.0)
     assert decided(dear, regime=old, **conditions, account=overdrawn).action == "stay"
+    entered = "they have cost nothing under a plan that the run has just entered"
+    assert decided(dear, regime=old, **conditions, under_plan_s=5.0).action == "stay", entered
 
 
 def test_an_unlikely_plan_is_tried_if_that_is_worth_enough():

@@ -220,6 +220,25 @@ def test_evidence_is_replaced_and_bounded():
     assert {each.log_time for each in predictor.evidence} == {0.1}
 
 
+def test_levels_of_this_run_outlast_those_of_earlier_ones_and_all_are_kept(tmp_path):
+    """A drift shows in a plan's first level beside its newest, also where much is known."""
+    path, full, later = tmp_path / "learnt.json", Predictor(), Predictor()
+    for number in range(constants.MAX_EVIDENCE):
+        learn(full, Query(plan=str(number), setting="", terms_s={"head": 1.0}), 0.0)
+    LearntFile(path, {"evidence": full}).write()
+    LearntFile(path, {"evidence": later}).read()
+    for step, off in ((10, 0.0), (900, 0.1)):
+        log_time = COST_MODEL[0] + off
+        later.learn(QUERIES[0], log_time=log_time, noise=0.01, count=50, step=step)
+    alone = [each for each in later._first.values() if each.query == QUERIES[0]]
+    assert [each.step for each in alone] == [10]
+    later.forget_earlier_runs()
+    assert len(later.evidence) == 1
+    kept = [each["plan"] for each in later.learnt()]
+    assert kept[-1] == QUERIES[0].plan
+    assert len(set(kept)) == constants.MAX_EVIDENCE
+
+
 def test_records_of_earlier_runs_are_the_prior():
     records = [
         Record(

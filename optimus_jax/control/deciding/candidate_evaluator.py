@@ -135,6 +135,7 @@ class CandidateEvaluator:
             at_step=question.at_step,
             is_unexplained=watch.regime != 0,
             has_switched=state.num_switches > 0,
+            under_plan_s=(state.step - state.switched_step) * step_time_s,
             inputs=self._inputs(observed, readings, forecast.interval_s(0), steps_left),
         )
         return policy.decide(situation, candidates)
