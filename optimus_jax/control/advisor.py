@@ -23,7 +23,7 @@ from optimus_jax.control.deciding.memory_watch import MemoryWatch
 from optimus_jax.control.deciding.options import ObservedCluster, Options, PlanInUse, PlanOption
 from optimus_jax.control.deciding.phases import BatchPhase, BatchPhases
 from optimus_jax.control.deciding.plan_history import PlanHistory
-from optimus_jax.control.deciding.prices import Prices, query, setting
+from optimus_jax.control.deciding.prices import Prices, setting
 from optimus_jax.control.deciding.run_progress import RunProgress
 from optimus_jax.control.deciding.switch_costs import CostModel, SwitchCosts
 from optimus_jax.control.deciding.watch import Watch
@@ -365,11 +365,7 @@ class Advisor(Policy):
     def _expected_log_time(self, conditions: Conditions) -> float:
         """Logarithm of the present plan's step time in these conditions, by all that was learnt."""
         now = self._plan_history.now
-        pricing = self._prices.seen_by(now.plan, conditions, now.without).applied(
-            self._prices.of(self._batch)
-        )
-        in_use = self._prices.processes(now.plan.num_devices, now.without)
-        asked = query(now.plan, pricing, setting(self._batch, conditions.among(in_use)))
+        asked = self._prices.query_of(now.plan, self._batch, conditions, now.without)
         return math.log(self._predictor.predict([asked]).step_time_s(0))
 
     def _level(self, least_steps: int | None = None) -> Level | None:

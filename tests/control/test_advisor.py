@@ -16,10 +16,13 @@ from optimus_jax.config import ControlConfig
 from optimus_jax.control import constants, policy
 from optimus_jax.control.advisor import Advisor
 from optimus_jax.control.commands import Command
-from optimus_jax.control.deciding.candidates import is_legal, leaving_out
+from optimus_jax.control.deciding.candidates import Searches, is_legal, leaving_out
 from optimus_jax.control.deciding.conditions import Conditions
+from optimus_jax.control.deciding.memory_watch import MemoryWatch
+from optimus_jax.control.deciding.options import ObservedCluster, Options, PlanInUse
 from optimus_jax.control.deciding.phases import BatchPhase
-from optimus_jax.control.deciding.prices import query
+from optimus_jax.control.deciding.prices import Prices, query, setting
+from optimus_jax.control.deciding.rebalancing import rebalanced
 from optimus_jax.control.deciding.switch_costs import CostModel, SwitchCosts
 from optimus_jax.control.learnt_file import LearntFile
 from optimus_jax.control.machine import resumed
@@ -399,6 +402,35 @@ def test_a_restart_without_a_slow_process_is_paid_for_while_that_process_is_slow
     owed_s = account.allowance.owed_s
     job.go(5, straggler(3.0))
     assert account.allowance.owed_s < owed_s - 5 * job.true_s(BEST)
+
+
+def test_normal_conditions_of_an_option_are_those_of_its_devices_as_they_affect_its_plan():
+    """A process has been slow from the start, and the link gets slow."""
+    prices, slow = Prices(PRICING), straggler(1.5)
+    staged = plan_on("pipe=8,fsdp=8", microbatches=8)
+    even = rebalanced(staged, [1.0] * 16 + [1.5] * 8 + [1.0] * 40)
+    assert even is not None
+    observed = ObservedCluster(
+        batch=prices.first_batch,
+        time_s=0.0,
+        conditions=replace(slow, inter_host=4.0),
+        normal=slow,
+        lost=frozenset(),
+        memory=MemoryWatch(),
+    )
+    found = Options(prices, Searches(search)).all(
+        observed, PlanInUse(plan=staged), [even], PRICING.calibration, mandatory=False
+    )
+    assert found
+    for each in found:
+        normal, without = each.devices.normal, each.devices.without
+        expected = prices.query_of(each.plan, observed.batch, slow, without)
+        assert query(each.plan, normal, each.devices.normal_setting).terms_s == expected.terms_s
+        assert each.devices.normal_setting == expected.setting
+    assert {each.devices.normal_setting for each in found} == {
+        setting(observed.batch, Conditions()),
+        setting(observed.batch, slow),
+    }
 
 
 @pytest.mark.parametrize("lost", [frozenset({11}), frozenset()])

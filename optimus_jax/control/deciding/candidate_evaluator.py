@@ -14,7 +14,7 @@ from optimus_jax.control.deciding.factors import on_grid, process_of
 from optimus_jax.control.deciding.options import ObservedCluster, PlanOption
 from optimus_jax.control.deciding.phases import BatchPhases
 from optimus_jax.control.deciding.plan_history import PlanHistory
-from optimus_jax.control.deciding.prices import Prices, query, setting
+from optimus_jax.control.deciding.prices import Prices, query
 from optimus_jax.control.deciding.run_progress import RunProgress
 from optimus_jax.control.deciding.switch_costs import CostModel
 from optimus_jax.control.deciding.watch import Watch
@@ -62,31 +62,25 @@ class CandidateEvaluator:
           state: says which plans have failed, and whether the run has switched before.
           blocked: why no switch may be made; empty: one may.
         """
-        watch, plan, without, priced = (
-            self.watch,
-            self.plan_history.now.plan,
-            self.plan_history.now.without,
-            observed.memory.applied(self.prices.of(observed.batch)),
-        )
-        asked = [
-            query(
-                plan,
-                self.prices.seen_by(plan, watch.conditions, without).applied(priced),
-                setting(observed.batch, watch.conditions),
-                watch.regime,
-            )
+        watch, now = self.watch, self.plan_history.now
+        queries = [
+            self.prices.query_of(
+                now.plan, observed.batch, watch.conditions, now.without, watch.regime
+            ),
+            *[
+                query(each.plan, each.devices.pricing, each.devices.setting, watch.regime)
+                for each in options
+            ],
         ]
-        asked += [
-            query(option.plan, option.devices.pricing, option.devices.setting, watch.regime)
-            for option in options
-        ]
-        if watch.is_disturbed:
-            normal = setting(observed.batch, watch.normal)
-            usually = self.prices.seen_by(plan, watch.normal, without).applied(priced)
-            asked += [query(plan, usually, normal)] + [
-                query(option.plan, option.devices.normal, normal) for option in options
+        if watch.is_disturbed:  # the same once conditions have ended
+            queries += [
+                self.prices.query_of(now.plan, observed.batch, watch.normal, now.without),
+                *[
+                    query(each.plan, each.devices.normal, each.devices.normal_setting)
+                    for each in options
+                ],
             ]
-        forecast, after = self.predictor.predict(asked), len(options) + 1
+        forecast, after = self.predictor.predict(queries), len(options) + 1
         # A mandatory switch goes to a mesh on the user's list if possible, else to any mesh.
         allow = (
             self.settings.allowed_axes
@@ -100,7 +94,7 @@ class CandidateEvaluator:
             earlier = [
                 after + index
                 for index, option in enumerate(options, start=1)
-                if option.plan in self.plan_history.plans and option.devices.without == without
+                if option.plan in self.plan_history.plans and option.devices.without == now.without
             ]
             usual = min([after, *earlier], key=lambda index: float(forecast.mean[index]))
         candidates = [

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from optimus_jax.control import constants
 from optimus_jax.control.deciding.conditions import Conditions
-from optimus_jax.control.deciding.prices import Prices, query, setting
+from optimus_jax.control.deciding.prices import Prices
 from optimus_jax.control.predictor import Predictor
 from optimus_jax.data.batch import BatchShape
 from optimus_jax.plan import Plan
@@ -69,6 +69,6 @@ class Experience:
         )
 
     def _query_of(self, known: Known) -> Query:
-        seen = self._prices.seen_by(known.plan, known.conditions, known.without)
-        pricing = seen.applied(self._prices.of(known.batch))
-        return query(known.plan, pricing, setting(known.batch, known.conditions), known.regime)
+        return self._prices.query_of(
+            known.plan, known.batch, known.conditions, known.without, known.regime
+        )

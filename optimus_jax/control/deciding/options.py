@@ -44,8 +44,12 @@ class UsableDevices:
     """Pricing in present conditions."""
     setting: str
     """Name of those conditions and the batch."""
+    normal_conditions: Conditions
+    """Normal conditions of these devices."""
     normal: Pricing
-    """Pricing in normal conditions."""
+    """Pricing in those."""
+    normal_setting: str
+    """Name of those and the batch."""
     without: frozenset[int]
     """Ids of the devices that are not in the set."""
     probability: float = 1.0
@@ -238,10 +242,16 @@ class Options:
         """The devices with the skew that affects this plan, which is less if slow stages have fewer
         layers.
         """
-        if not devices.conditions.slow:
-            return devices
-        seen = self._prices.seen_by(plan, devices.conditions, devices.without)
-        return replace(devices, pricing=observed.memory.applied(seen.applied(devices.profiled)))
+
+        def priced(conditions: Conditions) -> Pricing:
+            seen = self._prices.seen_by(plan, conditions, devices.without)
+            return observed.memory.applied(seen.applied(devices.profiled))
+
+        if devices.conditions.slow:
+            devices = replace(devices, pricing=priced(devices.conditions))
+        if devices.normal_conditions.slow:
+            devices = replace(devices, normal=priced(devices.normal_conditions))
+        return devices
 
     def _priced(
         self,
@@ -258,7 +268,9 @@ class Options:
             profiled=priced,
             pricing=observed.memory.applied(conditions.applied(priced)),
             setting=setting(observed.batch, conditions),
+            normal_conditions=normal,
             normal=observed.memory.applied(normal.applied(priced)),
+            normal_setting=setting(observed.batch, normal),
             without=without,
             probability=probability,
         )

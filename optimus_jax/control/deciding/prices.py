@@ -74,6 +74,22 @@ class Prices:
             else conditions
         )
 
+    def query_of(
+        self,
+        plan: Plan,
+        batch: BatchShape,
+        conditions: Conditions,
+        without: frozenset[int] = frozenset(),
+        regime: int = 0,
+    ) -> Query:
+        """The predictor's query for a plan on devices other than these.
+
+        Raises PlanError if the speed of a link is unknown.
+        """
+        in_use = conditions.among(self.processes(plan.num_devices, without))
+        pricing = self.seen_by(plan, in_use, without).applied(self.of(batch))
+        return query(plan, pricing, setting(batch, in_use), regime)
+
     def log_time(
         self,
         plan: Plan,
