@@ -2,7 +2,7 @@
 
 import re
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from optimus_jax.config import Config, ParallelConfig
@@ -13,7 +13,7 @@ from optimus_jax.control.controller import Controller
 from optimus_jax.control.deciding.candidates import search_now
 from optimus_jax.control.deciding.phases import BatchPhase
 from optimus_jax.control.deciding.switch_costs import SwitchCosts
-from optimus_jax.control.journal import switches
+from optimus_jax.control.journal import SwitchRecord, switches
 from optimus_jax.control.live import Probes, live_signals
 from optimus_jax.control.machine import quarantined, resumed
 from optimus_jax.control.phase_changes import PhaseChanges
@@ -103,15 +103,9 @@ def make_controller(
         acts=config.control == "auto",
         shares_cores=topology.platform == "cpu",
     )
-    state = SwitchState()
-    for record in switches(run.path):
-        state = resumed(state, record.step, rules, by_choice=record.by_choice)
-        if record.by_choice:
-            advisor.charge(sum(record.costs_s.values()))
-        if record.is_failure:
-            why = f"it was tried at step {record.step}: {record.ended_why}"
-            ended_step = record.step if record.ended_step is None else record.ended_step
-            state = quarantined(state, record.target, ended_step, why, rules)
+    earlier = switches(run.path)
+    for owed_s in costs_owed(earlier):
+        advisor.charge(owed_s)
     reported = ReportedDevices(
         run.path,
         devices=[device.id for device in program.mesh.devices.flat],
@@ -139,7 +133,7 @@ def make_controller(
         reported=reported,
         policy=advisor,
         rules=rules,
-        state=state,
+        state=state_after(earlier, rules),
         signals=signals,
         probes=probes,
         switcher=switcher,
@@ -147,6 +141,36 @@ def make_controller(
         run=run,
         display=display,
     )
+
+
+def state_after(records: Sequence[SwitchRecord], rules: SwitchRules) -> SwitchState:
+    """The state of a run that is resumed after these switches."""
+    state = SwitchState()
+    for record in records:
+        state = resumed(
+            state,
+            record.step,
+            rules,
+            by_choice=record.by_choice,
+            is_made=record.ending != "failed",
+        )
+        if record.is_failure:
+            why = f"it was tried at step {record.step}: {record.ended_why}"
+            ended_step = record.step if record.ended_step is None else record.ended_step
+            state = quarantined(state, record.target, ended_step, why, rules)
+    return state
+
+
+def costs_owed(records: Sequence[SwitchRecord]) -> list[float]:
+    """The costs of earlier switches by choice, in seconds, that a resumed run owes.
+
+    What a plan that was kept has saved is not known any more; it counts as paid for.
+    """
+    return [
+        sum(record.costs_s.values())
+        for record in records
+        if record.by_choice and record.ending != "kept"
+    ]
 
 
 def freed(config: Config) -> Config:

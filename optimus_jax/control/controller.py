@@ -356,16 +356,14 @@ class Controller:
         begins_phase, target = not prepared.has_same_batches, prepared.target.plan
         if runtime is not None:
             runtime.move_begun()
-        if begins_phase:
-            switched = self._switcher.enter(state, prepared, step=step, why=command.why)
-        else:
-            switched = self._switcher.switch(
-                state,
-                prepared,
-                step=step,
-                why=command.why,
-                by_choice=decision is None or not decision.mandatory,
-            )
+        enter = self._switcher.enter if begins_phase else self._switcher.switch
+        switched = enter(
+            state,
+            prepared,
+            step=step,
+            why=command.why,
+            by_choice=decision is None or not decision.mandatory,
+        )
         costs_s = switched.costs_s | {"settle_s": self._measure_anew(switched.executable)}
         if not switched.is_done:
             self._log_rollback(

@@ -66,15 +66,25 @@ def reduce(state: SwitchState, event: Event, rules: SwitchRules) -> Reduced:
     return (state, NO_COMMANDS) if row is None else row.handle(state, event, rules)
 
 
-def resumed(state: SwitchState, step: int, rules: SwitchRules, *, by_choice: bool) -> SwitchState:
-    """The state of a resumed run that knows of a switch that was made after `step`."""
+def resumed(
+    state: SwitchState, step: int, rules: SwitchRules, *, by_choice: bool, is_made: bool = True
+) -> SwitchState:
+    """The state of a resumed run that knows of a switch that was made, or tried, after `step`.
+
+    Args:
+      state: the state before that switch.
+      step: the number of steps done then.
+      rules: the settings.
+      by_choice: whether the run could have stayed.
+      is_made: whether the run was under the new plan.
+    """
     state = _cooling(replace(state, step=step), rules, by_choice=by_choice)
     return replace(
         state,
         step=0,
         stage=Stage.COOLDOWN,
         review_step=math.inf,
-        num_switches=state.num_switches + by_choice,
+        num_switches=state.num_switches + (by_choice and is_made),
     )
 
 

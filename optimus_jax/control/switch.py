@@ -218,10 +218,12 @@ class Switcher:
             self._end("failed", step, switched.why_not, switched.costs_s, prepared.source.plan)
         return switched
 
-    def enter(self, state: TrainState, prepared: Prepared, *, step: int, why: str) -> Switched:
+    def enter(
+        self, state: TrainState, prepared: Prepared, *, step: int, why: str, by_choice: bool = False
+    ) -> Switched:
         """Switch to other batches. There is no trial, since the run cannot go back.
 
-        Under the same plan no state moves.
+        Under the same plan no state moves. Arguments as for `switch`.
         """
         if self._on_trial is not None:
             self.keep(
@@ -234,9 +236,10 @@ class Switcher:
             return Switched(
                 state=state, executable=prepared.target, is_done=True, why_not="", costs_s={}
             )
-        switched = self.switch(state, prepared, step=step, why=why, by_choice=False)
+        switched = self.switch(state, prepared, step=step, why=why, by_choice=by_choice)
         if switched.is_done:
-            self.keep(step=step, why="the batches need it", costs_s=switched.costs_s)
+            kept = "other batches begin" if by_choice else "the batches need it"
+            self.keep(step=step, why=kept, costs_s=switched.costs_s)
         return switched
 
     def close(self) -> None:
@@ -286,18 +289,24 @@ class Switcher:
             over_disk=trial.over_disk,
         )
         clock = _Clock()
+
+        def both_ways_s() -> dict[str, float]:
+            return {**costs_s, "back_s": sum(clock.seconds.values())}
+
         switched = self._moved(
             state,
             back,
             step,
             clock,
-            lambda prepared, at: self._end("taken back", at, why, costs_s, prepared.target.plan),
+            lambda prepared, at: self._end(
+                "taken back", at, why, both_ways_s(), prepared.target.plan
+            ),
         )
         if switched.is_done:
             self.running = trial.source
             self._executables.put(trial.source)
         else:
-            self._end("kept", step, f"it cannot be taken back: {switched.why_not}", costs_s)
+            self._end("kept", step, f"it cannot be taken back: {switched.why_not}", both_ways_s())
         self._on_trial = None
         return switched
 

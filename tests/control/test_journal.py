@@ -9,8 +9,11 @@ import shutil
 import pytest
 from plans import GPT, PlanCase, case, make_config, make_plan
 
+from optimus_jax.config import ControlConfig
 from optimus_jax.control import journal as journal_module
+from optimus_jax.control.assembly import costs_owed, state_after
 from optimus_jax.control.journal import Journal, plan_to_resume, switches, unfinished
+from optimus_jax.control.switch_state import SwitchRules
 from optimus_jax.errors import RunDirectoryError
 from optimus_jax.plan import Plan
 from optimus_jax.run_directory import directory as run_directory
@@ -46,6 +49,27 @@ def switch(journal, ending):
         costs_s=COSTS_S,
         back_to=None if ending in ("kept", "stopped") else OLD,
     )
+
+
+@pytest.mark.parametrize(
+    ("ending", "num_switches", "owed_s", "is_barred"),
+    [
+        ("kept", 1, [], False),
+        ("stopped", 1, [0.5], False),
+        ("taken back", 1, [0.5], True),
+        ("failed", 0, [0.5], True),
+        ("died", 1, [0.5], True),
+    ],
+)
+def test_a_resumed_run_knows_what_became_of_its_switches(
+    run, ending, num_switches, owed_s, is_barred
+):
+    switch(Journal(run), ending)
+    rules = SwitchRules(settings=ControlConfig(), num_steps=100)
+    state = state_after(switches(run.path), rules)
+    assert state.num_switches == num_switches
+    assert bool(state.why_not(NEW)) == is_barred
+    assert costs_owed(switches(run.path)) == owed_s
 
 
 def test_a_switch_is_recorded(run):
