@@ -64,8 +64,8 @@ class InTurns:
         if self._looks:
             self._controller.step(record)
 
-    def is_probe_due(self, step: int) -> bool:
-        return self._looks and self._controller.is_probe_due(step)
+    def pauses_for(self, step: int) -> Any:
+        return self._controller.pauses_for(step) if self._looks else None
 
     @property
     def is_on_trial(self) -> bool:

@@ -291,7 +291,8 @@ class Advisor(Policy):
             and made.decision.at_step is None
             and self._costs.prepare_s(switch_method, compiled=compiled)
         ):
-            self._costs.prepared(self._run_progress.time_s - made.decided_s)
+            beside_s = self._run_progress.time_s - made.decided_s - max(0.0, made.tax_s)
+            self._costs.prepared(max(0.0, beside_s))
         # A link that is slow now has made the move slow. The way back, once the link has recovered,
         # will not be slow.
         self._costs.learn(

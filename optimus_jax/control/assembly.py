@@ -62,8 +62,8 @@ def make_controller(
     """
     assert config.control != "off"
     program = switcher.running.program
-    tax_shares = constants.COMPILE_TAX_SHARE
-    tax_share = tax_shares.get(topology.platform, tax_shares["gpu"])
+    shares_cores = topology.platform == "cpu"
+    prepare_s = constants.PREPARE_COMPILE_RATIO * compile_s
     settings, pricing = config.controller, local_cluster.pricing(freed(program.config))
     phases = [
         BatchPhase(
@@ -81,8 +81,9 @@ def make_controller(
         searcher=_BackgroundSearch(),
         phases=phases if changes else (),
         costs=SwitchCosts(
-            prepare_s=constants.PREPARE_COMPILE_RATIO * compile_s,
-            compile_tax_s=tax_share * compile_s,
+            # On shared cores training pauses for it.
+            prepare_s=0.0 if shares_cores else prepare_s,
+            compile_tax_s=prepare_s if shares_cores else constants.COMPILE_TAX_SHARE * compile_s,
             subset_restarts=topology.num_processes > 1,
         ),
         is_compiled=switcher.is_compiled,
@@ -101,7 +102,7 @@ def make_controller(
         settings=settings,
         num_steps=config.steps,
         acts=config.control == "auto",
-        shares_cores=topology.platform == "cpu",
+        shares_cores=shares_cores,
     )
     earlier = switches(run.path)
     for owed_s in costs_owed(earlier):
@@ -131,6 +132,7 @@ def make_controller(
     )
     return Controller(
         reported=reported,
+        compile_pause_s=constants.MAX_COMPILE_PAUSE * prepare_s if shares_cores else 0.0,
         policy=advisor,
         rules=rules,
         state=state_after(earlier, rules),

@@ -267,14 +267,18 @@ Too small: advice fills the display. Too large: it is overlooked."""
 
 # What does a switch cost? (assembly.py, deciding/switch_costs.py)
 
-COMPILE_TAX_SHARE = {"cpu": 1.0, "gpu": 0.1}
-"""Delay of steps by compiling beside them, over the time of compiling the step alone, by platform.
-Reasoned. Decision 25 suggests more on a CPU: 6.0 to 7.3 s, for a step of 3.9 CPU-seconds. Too
-small: the first switch costs more than told. Too large: it is not made."""
+COMPILE_TAX_SHARE = 0.1
+"""Delay of steps by compiling beside them, over the time of compiling the step alone, where the
+compiler has cores of its own. Reasoned.
+Too small: the first switch costs more than told. Too large: it is not made."""
 PREPARE_COMPILE_RATIO = 2.0
-"""Expected time of a preparation, over that of compiling the step alone. Reasoned. Decision 25: 8.2
-CPU-seconds over 3.9 alone, but 20 to 25 s beside steps on a CPU. Too small: the first switch comes
-later than it is valued. Too large: it is not made."""
+"""Expected time of a preparation, over that of compiling the step alone. Measured on a CPU:
+decision 25, 8.2 CPU-seconds over 3.9. Too small: the first switch comes later than it is valued, or
+costs more than told. Too large: it is not made."""
+MAX_COMPILE_PAUSE = 2.0
+"""Longest pause of training for a preparation on shared cores, over the time that it is expected to
+take. Reasoned. Too small: the rest is compiled beside steps, which costs more (decision 33). Too
+large: where other programs slow the compiler, training stands still for long."""
 MOVE_LINK_SHARE = 0.3
 """Share of a link's speed that moving the state reaches. Reasoned.
 Too small: switches look dear until one was made. Too large: the first one costs more than told."""

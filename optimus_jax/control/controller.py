@@ -10,8 +10,10 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import jax
+from jax.experimental import multihost_utils
 
 from optimus_jax.config import ControlConfig
 from optimus_jax.control import constants
@@ -47,6 +49,8 @@ class _Upcoming:
     still hold."""
     may_go: bool = False
     """Whether they do."""
+    is_awaited: bool = False
+    """Whether training has paused for its compilation."""
 
 
 class Controller:
@@ -61,6 +65,8 @@ class Controller:
       switcher: moves the state.
       changes: moves the run from phase to phase; None: it has only one.
       reported: returns the ids of devices that someone has reported to be bad.
+      compile_pause_s: the longest time for which training pauses while a plan is compiled, because
+        the compiler shares its cores with the devices; 0: it does not.
       run: where decisions and switches are recorded.
       display: where they are shown.
     """
@@ -76,6 +82,7 @@ class Controller:
         switcher: Switcher,
         changes: PhaseChanges | None,
         reported: Callable[[], frozenset[int]],
+        compile_pause_s: float = 0.0,
         run: RunDirectory,
         display: Display,
     ) -> None:
@@ -95,7 +102,7 @@ class Controller:
             if jax.process_index() == 0
             else None
         )
-        self._shares_cores = rules.shares_cores
+        self._shares_cores, self._compile_pause_s = rules.shares_cores, compile_pause_s
         self._upcoming: _Upcoming | None = None
         self._trial: tuple[Plan, Plan] | None = None
         """The plans before and after the switch whose first steps are on trial."""
@@ -103,7 +110,7 @@ class Controller:
         """Why the run goes back to the plan before; None: it does not."""
         self._new: list[StepRecord] = []
         """Records of the steps since the last boundary."""
-        self._step = 0
+        self._step, self._paused_s = 0, 0.0
         self._recent_s: deque[float] = deque(maxlen=rules.settings.window_steps)
 
     # Called by the trainer.
@@ -121,15 +128,27 @@ class Controller:
     def evaluation(self, record: EvalRecord) -> None:
         """Do nothing: an evaluation says nothing about steps."""
 
-    def is_probe_due(self, step: int) -> bool:
-        """Whether to wait until the devices have finished `step`, then call `probe`; the same
-        answer in every process.
+    def pauses_for(self, step: int) -> Literal["probe", "compile"] | None:
+        """What to wait for until the devices have finished `step`, and then call `pause`; None:
+        nothing. The same answer in every process.
         """
-        return not self._is_crowded and self._signals.is_probe_due(step)
+        if self._waits_for_compiler:
+            return "compile"
+        return "probe" if not self._is_crowded and self._signals.is_probe_due(step) else None
 
-    def probe(self, step: int) -> None:
-        """Measure links and compute, while the devices are idle after `step`."""
-        self._signals.probe(step)
+    def pause(self, step: int) -> None:
+        """Measure links and compute, or let the compiler have the cores, while the devices are idle
+        after `step`.
+        """
+        if not self._waits_for_compiler:
+            self._signals.probe(step)
+            return
+        assert self._upcoming is not None
+        started, self._upcoming.is_awaited = time.perf_counter(), True
+        self._upcoming.preparation.wait(self._compile_pause_s)
+        if jax.process_count() > 1:  # so that no step waits for a process that still compiles
+            multihost_utils.sync_global_devices("compiled")
+        self._paused_s += time.perf_counter() - started
 
     @property
     def is_on_trial(self) -> bool:
@@ -150,10 +169,12 @@ class Controller:
             self._runtime.boundary(
                 self._observed(step),
                 times_s=[record.step_time_s for record in self._new],
+                paused_s=self._paused_s,
                 losses=[record.loss for record in self._new],
                 is_compiled=self._is_compiled,
             )
         self._new.clear()
+        self._paused_s = 0.0
         if not self._commands.is_broadcast_due(step):
             # All processes know the boundary that a plan was prepared for.
             return (
@@ -253,6 +274,17 @@ class Controller:
             self._shares_cores
             and self._upcoming is not None
             and not self._upcoming.is_checked
+            and self._trial is None
+        )
+
+    @property
+    def _waits_for_compiler(self) -> bool:
+        """Whether training pauses so that a plan that is to be entered is compiled sooner."""
+        return (
+            self._compile_pause_s > 0
+            and self._upcoming is not None
+            and not self._upcoming.is_awaited
+            and self._upcoming.command.at_step is None
             and self._trial is None
         )
 

@@ -158,13 +158,14 @@ def _canary_steps_done(state: SwitchState, event: StepsDone, rules: SwitchRules)
 
 
 def _compiling_steps_done(state: SwitchState, event: StepsDone, rules: SwitchRules) -> Reduced:
-    """Add up how much longer steps take beside the compilation."""
+    """Add up how much longer steps take beside the compilation, and pauses for it."""
     pending = state.pending
     assert pending is not None, "the stage has a pending switch"
     usual_s = pending.usual_s
     tax_s = 0.0 if usual_s is None else sum(event.times_s) - len(event.times_s) * usual_s
     beside_s = (pending.beside_s + event.times_s)[-rules.settings.window_steps :]
-    pending = replace(pending, tax_s=pending.tax_s + tax_s, beside_s=beside_s)
+    tax_s += pending.tax_s + event.paused_s
+    pending = replace(pending, tax_s=tax_s, beside_s=beside_s)
     return replace(_counted(state, event, rules), pending=pending), NO_COMMANDS
 
 

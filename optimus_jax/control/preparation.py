@@ -5,7 +5,7 @@ Errors are part of the result, and are raised when it is requested, never in tra
 """
 
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 
 import jax
@@ -113,6 +113,10 @@ class Preparation:
     def is_done(self) -> bool:
         """Whether it has ended in this process, successfully or not."""
         return self._future.done()
+
+    def wait(self, most_s: float) -> None:
+        """Wait until it has ended, successfully or not, but at most `most_s` seconds."""
+        wait([self._future], timeout=most_s)
 
     @property
     def failure(self) -> str:

@@ -133,6 +133,7 @@ class Runtime:
         *,
         times_s: Sequence[float],
         losses: Sequence[float] = (),
+        paused_s: float = 0.0,
         is_compiled: Callable[[], bool],
     ) -> None:
         """Decide what to do at a step boundary.
@@ -141,9 +142,10 @@ class Runtime:
           observation: the run's signals.
           times_s: times of the steps since the last boundary, in seconds.
           losses: their losses.
+          paused_s: how long training has paused meanwhile for a compilation.
           is_compiled: whether this process has compiled the pending plan, or failed to.
         """
-        self.steps_done(observation.step, observation.time_s, times_s, losses)
+        self.steps_done(observation.step, observation.time_s, times_s, losses, paused_s)
         trial = self.state.trial
         if self._is_broken or (trial and trial.verdict and not trial.verdict.keep):
             return  # a decision now would be about a plan that the run is about to leave
@@ -165,11 +167,22 @@ class Runtime:
             self.compiled()
 
     def steps_done(
-        self, step: int, time_s: float, times_s: Sequence[float], losses: Sequence[float] = ()
+        self,
+        step: int,
+        time_s: float,
+        times_s: Sequence[float],
+        losses: Sequence[float] = (),
+        paused_s: float = 0.0,
     ) -> None:
         """Steps are done, without a question to the policy; arguments as for `boundary`."""
         self._happened(
-            StepsDone(step=step, time_s=time_s, times_s=tuple(times_s), losses=tuple(losses))
+            StepsDone(
+                step=step,
+                time_s=time_s,
+                times_s=tuple(times_s),
+                losses=tuple(losses),
+                paused_s=paused_s,
+            )
         )
 
     def compiled(self, *, at_once: bool = False) -> None:

@@ -236,6 +236,8 @@ class StepsDone:
     times_s: tuple[float, ...]
     """Times of the steps since the last boundary, in seconds."""
     losses: tuple[float, ...] = ()
+    paused_s: float = 0.0
+    """How long training has paused meanwhile for a compilation."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -72,11 +72,11 @@ class ControllerHooks(StepWatcher, Protocol):
         """A step was dispatched to the devices."""
         ...
 
-    def is_probe_due(self, step: int) -> bool:
-        """Whether to wait for the devices after `step` and call `probe`."""
+    def pauses_for(self, step: int) -> Literal["probe", "compile"] | None:
+        """What to wait for the devices for after `step`, and then call `pause`; None: nothing."""
         ...
 
-    def probe(self, step: int) -> None:
+    def pause(self, step: int) -> None:
         """The devices have finished `step` and are idle."""
         ...
 
@@ -201,8 +201,8 @@ class Trainer:
                 )
                 # A single process can stop at once. Several processes stop a step later, when all
                 # have read the agreed reason.
-                probes = self.overseer is not None and self.overseer.is_probe_due(step)
-                reads_now = evaluates or saves or snapshot_due or probes
+                pauses_for = None if self.overseer is None else self.overseer.pauses_for(step)
+                reads_now = evaluates or saves or snapshot_due or pauses_for is not None
                 agreed = 0 if agree is None else agree(_REASONS.index(self._requested_stop))
                 # On a CPU, dispatching waits for earlier collectives, so the step may have ended
                 # by now.
@@ -235,9 +235,9 @@ class Trainer:
                 if snapshot_due and reason == "done" and self.snapshots is not None:
                     with self.progress.during("snapshot"):
                         self.snapshots.take(step, self._stored(state), self._described(step))
-                if probes and self.overseer is not None:
-                    with self.progress.during("probe"):
-                        self.overseer.probe(step)
+                if pauses_for is not None and self.overseer is not None:
+                    with self.progress.during(pauses_for):
+                        self.overseer.pause(step)
                 if agree is None and self._requested_stop != "done":
                     pass  # do not switch: the run ends before the next step
                 elif (

@@ -15,6 +15,7 @@ from optimus_jax.config import Config
 from optimus_jax.config.axes import AxisSizes
 from optimus_jax.config.request import make_config
 from optimus_jax.control import assembly, constants
+from optimus_jax.control.background import Worker
 from optimus_jax.control.commands import CommandBroadcast
 from optimus_jax.control.journal import switches
 from optimus_jax.control.policy import CHOSEN, Alternative, Decision
@@ -138,6 +139,12 @@ class Later:
     def do(cls):
         while cls.jobs:
             cls.jobs.pop(0)()
+
+
+def compile_later(monkeypatch):
+    """Programs are compiled when told to, and training does not pause for them."""
+    monkeypatch.setattr("optimus_jax.control.switch.Worker", Later)
+    monkeypatch.setattr(constants, "MAX_COMPILE_PAUSE", 0.0)
 
 
 def switch_at(step: int, plan, *, predicted_s: float = 1e3, at_step: int | None = None) -> Decision:
@@ -343,7 +350,7 @@ def test_a_slowly_compiled_switch_waits_until_step_times_are_steady(
             return super().decide(observation)
 
     monkeypatch.setattr(assembly, "Advisor", Watching)
-    monkeypatch.setattr("optimus_jax.control.switch.Worker", Later)
+    compile_later(monkeypatch)
     # step times are never steady
     monkeypatch.setattr(constants, "STEADY_FACTOR", 1e-9)
     result = scripted({3: switch_at(3, other_plan())}, steps=STEPS + 2)
@@ -366,10 +373,22 @@ def test_a_switch_happens_at_once_if_compilation_did_not_slow_steps(
             return super().decide(observation)
 
     monkeypatch.setattr(assembly, "Advisor", Watching)
-    monkeypatch.setattr("optimus_jax.control.switch.Worker", Later)
+    compile_later(monkeypatch)
     monkeypatch.setattr(constants, "STEADY_FACTOR", math.inf)
     result = scripted({3: switch_at(3, other_plan())}, steps=STEPS + 2)
     assert [event["step"] for event in events(result, "remesh")] == [expected]
+
+
+def test_training_pauses_until_a_plan_is_compiled_on_the_cores_of_its_devices(
+    scripted, lenient_canary, monkeypatch
+):
+    """Else these few short steps would be over before. The pause is a cost of the switch."""
+    monkeypatch.setattr("optimus_jax.control.switch.Worker", Worker)
+    monkeypatch.setattr(constants, "STEADY_FACTOR", 1e-9)
+    result = scripted({3: switch_at(3, other_plan())}, steps=STEPS + 2)
+    [event] = events(result, "remesh")
+    assert event["step"] == 4 + constants.NUM_COMPARED_STEPS
+    assert event["compile_tax_s"] > 0.5 * event["phases_s"]["prepare"] > 0
 
 
 # Takes half a minute: a run switches, and another one compiles both plans again to resume it.
@@ -431,7 +450,7 @@ def test_the_advisor_is_told_all_costs_of_a_switch(scripted, lenient_canary, mon
         Advisor, "switched", lambda self, plan, costs_s, made: reported.append(dict(costs_s))
     )
     monkeypatch.setattr(Advisor, "charge", lambda self, time_s: charged.append(time_s))
-    monkeypatch.setattr("optimus_jax.control.switch.Worker", Later)
+    compile_later(monkeypatch)
     decide = Advisor.decide
     monkeypatch.setattr(
         Advisor,
@@ -467,7 +486,7 @@ def test_the_advisor_is_told_all_costs_of_a_switch(scripted, lenient_canary, mon
 def test_a_withdrawn_switch_is_charged_to_the_budget(scripted, monkeypatch):
     charged = []
     monkeypatch.setattr(Advisor, "charge", lambda self, time_s: charged.append(time_s))
-    monkeypatch.setattr("optimus_jax.control.switch.Worker", Later)
+    compile_later(monkeypatch)
     result = scripted(
         {3: switch_at(3, other_plan()), 8: Decision(step=8, action="stay", why="changed its mind")}
     )

@@ -183,6 +183,9 @@ def test_to_stay_withdraws_what_is_pending():
     state, commands = after(*steps(1, 20), to(NEW), *steps(21, 4, time_s=1.5), STAY)
     assert kinds(commands)[2:] == ["Charge", "Announce", "withdraw"]
     assert commands[2] == Charge(time_s=2.0), "steps took longer beside the compilation"
+    paused = StepsDone(step=21, time_s=25.0, times_s=(1.5,), paused_s=4.0)
+    _, commands = after(*steps(1, 20), to(NEW), paused, STAY)
+    assert commands[2] == Charge(time_s=4.5)
     assert (state.stage, state.pending) == (Stage.IDLE, None)
 
 

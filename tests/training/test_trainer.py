@@ -58,8 +58,8 @@ class Signals:
     def evaluation(self, record):
         pass
 
-    def is_probe_due(self, step):
-        return step == 4
+    def pauses_for(self, step):
+        return "probe" if step == 4 else None
 
     @property
     def is_on_trial(self):
@@ -68,7 +68,7 @@ class Signals:
     def leaves(self, step):
         return False
 
-    def probe(self, step):
+    def pause(self, step):
         self.reported.append("probe")
         self.clock.wait(PROBE_S)
 
