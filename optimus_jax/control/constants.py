@@ -8,9 +8,10 @@ Each has its unit, its source, and what happens if it is too small or too large.
 
 Code reads `constants.NAME` where the value is used, so a benchmark can set one attribute. Not here:
 what a user may set (`ControlConfig` in config/running.py), the first guesses of what a switch costs
-(`SwitchCosts` in deciding/switch_costs.py), the priors of the regression (planning/learning/), and
-the limits of signals (signals.py, sources.py) and of probes (baselines.py, probe_rounds.py). "Log"
-is the natural logarithm.
+(`SwitchCosts` in deciding/switch_costs.py), the priors of the regression (planning/learning/), the
+limits of signals (signals.py, sources.py, guard.py, reported_devices.py) and of probes
+(baselines.py, probe_rounds.py), how often commands are sent (commands.py), and how exactly a loss
+must be reproduced (switch.py). "Log" is the natural logarithm.
 """
 
 import math
@@ -21,6 +22,9 @@ import math
 MIN_LEVEL_SHIFT = math.log(1.1)
 """Smallest change of a level to detect; log step time. Reasoned.
 Too small: drifts count as other conditions. Too large: slow links go unnoticed."""
+SAME_LEVEL = MIN_LEVEL_SHIFT / 2
+"""Two levels that differ by less count as one; log step time. Reasoned: what is no change to
+detect, with its error. Too small: drifts count as changes. Too large: other conditions as none."""
 CHANGE_LOG_ODDS = 12.0
 """Sum of log-likelihood ratios (CUSUM) at which a change is reported. Reasoned: odds of e^12.
 Too small: false alarms. Too large: changes are noticed late."""

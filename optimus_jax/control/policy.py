@@ -80,7 +80,7 @@ class Situation:
     account: Allowance
     """What switches may still risk."""
     whole_s: float
-    """Expected time of the whole run if it keeps its plan."""
+    """Expected time of the whole run without this switch."""
     trial_s: float = 0.0
     """Time of the steps for which a new plan is on trial, at that step time."""
     usual: float = 1.0
@@ -174,7 +174,7 @@ class Alternative:
     gain_s: float
     """Expected saving until the horizon, before costs."""
     cost_s: float
-    """Expected delay by the switch, and by switching back where conditions may end."""
+    """Expected delay by the switch, and by switching back where that may be needed."""
     probability: float
     """Probability that it saves more than it costs."""
     verdict: str

@@ -47,15 +47,11 @@ class ChangeDetector:
     @property
     def count(self) -> int:
         """Number of samples that the level is estimated from."""
-        return len(self._samples) - self._suspects
+        return len(self._samples) - self.suspects
 
     @property
     def suspects(self) -> int:
         """Number of newest samples that may belong to another regime."""
-        return self._suspects
-
-    @property
-    def _suspects(self) -> int:
         return max(self._since_up, self._since_down)
 
     def recent(self, count: int) -> float | None:
@@ -105,7 +101,7 @@ class ChangeDetector:
         assert before is not None, "changes are relative to a level"
         self._up = self._down = 0.0
         self._since_up = self._since_down = 0
-        if abs(after - before) < constants.MIN_LEVEL_SHIFT / 2:  # a drift: forget old samples
+        if abs(after - before) < constants.SAME_LEVEL:  # a drift: forget old samples
             self._restart(list(self._samples)[-max(num_steps, constants.MIN_LEVEL_STEPS) :])
             return None
         self._restart(new)
@@ -122,7 +118,7 @@ class ChangeDetector:
         if len(self._samples) >= 40 and self._seen - self._refreshed_at < 8:
             return
         self._refreshed_at = self._seen
-        settled = list(self._samples)[: len(self._samples) - self._suspects]
+        settled = list(self._samples)[: len(self._samples) - self.suspects]
         if len(settled) < 3:
             return
         self.level = median_of_sorted(sorted(settled))

@@ -32,8 +32,8 @@ class RunProgress:
         self.step, self.time_s = observation.step, observation.time_s
 
     def whole_s(self, regime: Regime, step_time_s: float, usual_s: float) -> float:
-        """Expected time of the whole run if it keeps its plan: steps take `step_time_s` as long as
-        the regime lasts, and `usual_s` afterwards.
+        """Expected time of the whole run: steps take `step_time_s` as long as the regime lasts, and
+        `usual_s` afterwards.
         """
         steps_left = max(0, self._num_steps - self.step)
         disturbed_s = regime.expected_s(steps_left * step_time_s)

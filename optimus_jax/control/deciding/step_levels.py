@@ -122,10 +122,7 @@ class StepLevels:
         """Begin or end an unexplained regime by a change; returns which, in words."""
         if self.regime == 0:
             self.anchor = change.before
-        elif (
-            self.anchor is not None
-            and abs(change.after - self.anchor) < constants.MIN_LEVEL_SHIFT / 2
-        ):
+        elif self.anchor is not None and abs(change.after - self.anchor) < constants.SAME_LEVEL:
             self.explain()
             return "step times are back to what they were"
         self._num_regimes += 1

@@ -183,7 +183,7 @@ class CostModel:
 
     def _factor(self, switch_method: SwitchMethod) -> float:
         """Measured over expected cost of the method, shrunk towards that of all methods of its
-        kind, which is itself shrunk towards 1: one switch corrects half of the error.
+        kind, which is itself shrunk towards 1.
         """
         kin = [
             off
