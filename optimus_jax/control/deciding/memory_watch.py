@@ -46,6 +46,7 @@ class MemoryWatch:
         self._pressed_s, self._num_pressed = -math.inf, 0
         self._read_s: list[float | None] = []
         """Times of the newest readings."""
+        self._now_s = -math.inf
         self.is_pressed = False
         """Whether the present plan has to be replaced."""
 
@@ -65,6 +66,7 @@ class MemoryWatch:
           needed_share: estimated share of a device's memory that the present plan needs; None:
             unknown.
         """
+        self._now_s = observation.time_s
         read_s = [observation.reading(name).time_s for name in (MEMORY_SHARE, MEMORY_PEAK_SHARE)]
         if read_s == self._read_s:  # most steps come without a new reading
             return None
@@ -118,7 +120,8 @@ class MemoryWatch:
     def left(self) -> float:
         """Memory that plans may be estimated to need, as a share of what the planner allows."""
         most = self._factor.mean + constants.MEMORY_SAFETY_STDS * self._factor.plan_std
-        return (1 - self.taken) * min(1.0, 1 / (USABLE_SHARE * most))
+        taken = max(self.taken, self._foreseen()) if self.taken else 0.0
+        return (1 - taken) * min(1.0, 1 / (USABLE_SHARE * most))
 
     def applied(self, pricing: Pricing) -> Pricing:
         """The pricing with the memory that is left."""
@@ -176,16 +179,19 @@ class MemoryWatch:
         """Share that plans should do without: what was taken lately, and what will be taken if
         growth continues for as long as it has.
         """
-        lately, since_s = self._lately(), self._begun()[0]
-        lead_s = max(constants.MEMORY_LEAD_S, self._past[-1][0] - since_s)
-        return (
-            min(
-                constants.MAX_TAKEN_SHARE,
-                lately + max(constants.MEMORY_RESERVE_SHARE, self._growth() * lead_s),
-            )
-            if lately >= constants.MEMORY_RESERVE_SHARE
-            else 0.0
-        )
+        lately = self._lately()
+        return self._grown(lately) if lately >= constants.MEMORY_RESERVE_SHARE else 0.0
+
+    def _foreseen(self) -> float:
+        """The same if it has grown on since the newest reading: there is none while processes
+        restart or a new plan settles.
+        """
+        return self._grown(self._expected(self._now_s)) if self._past and self._growth() else 0.0
+
+    def _grown(self, share: float) -> float:
+        lead_s = max(constants.MEMORY_LEAD_S, self._past[-1][0] - self._begun()[0])
+        grown = share + max(constants.MEMORY_RESERVE_SHARE, self._growth() * lead_s)
+        return min(constants.MAX_TAKEN_SHARE, grown)
 
     def _relieved(self, time_s: float) -> Literal["relieved"] | None:
         """Lower `taken` if less has been taken for long enough; each shortage doubles the wait."""
