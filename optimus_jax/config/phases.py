@@ -21,13 +21,13 @@ class TrainingPhase:
 
     steps_before: int
     """Steps completed before the phase begins."""
-    last_step: int | None
+    last_step: int | None = None
     """Last step of the phase; None: it lasts until the run ends."""
     global_batch: int
     """Examples per step over all devices."""
     seq_len: int
     """Tokens per example."""
-    examples_before: int
+    examples_before: int = 0
     """Examples of this length that earlier phases have used."""
 
     def __str__(self) -> str:

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from optimus_jax.config import ControlConfig
+from optimus_jax.config.phases import TrainingPhase
 from optimus_jax.control import constants
 from optimus_jax.control.deciding.account import Account
 from optimus_jax.control.deciding.candidate_evaluator import CandidateEvaluator
@@ -21,7 +22,7 @@ from optimus_jax.control.deciding.conditions import Conditions, claims
 from optimus_jax.control.deciding.experience import Experience, Known, Level
 from optimus_jax.control.deciding.memory_watch import MemoryWatch
 from optimus_jax.control.deciding.options import ObservedCluster, Options, PlanInUse, PlanOption
-from optimus_jax.control.deciding.phases import BatchPhase, BatchPhases
+from optimus_jax.control.deciding.phases import Phases
 from optimus_jax.control.deciding.plan_history import PlanHistory
 from optimus_jax.control.deciding.prices import Prices, setting
 from optimus_jax.control.deciding.run_progress import RunProgress
@@ -73,7 +74,7 @@ class Advisor(Policy):
         plan: Plan,
         num_steps: int,
         settings: ControlConfig,
-        phases: Sequence[BatchPhase] = (),
+        phases: Sequence[TrainingPhase] = (),
         searcher: Searcher | None = None,
         memory: Path | None = None,
         costs: SwitchCosts | None = None,
@@ -88,7 +89,7 @@ class Advisor(Policy):
             settings,
             RunProgress(num_steps),
         )
-        self._phases = BatchPhases(phases, num_steps)
+        self._phases = Phases(phases, num_steps)
         self._options = Options(
             self._prices,
             Searches(searcher),
@@ -454,7 +455,7 @@ class Advisor(Policy):
             return None
         batch = BatchShape(phase.global_batch, phase.seq_len)
         return Question(
-            trigger=f"the phase that begins at step {phase.first_step}",
+            trigger=f"the phase that begins at step {phase.steps_before + 1}",
             batch=batch,
             at_step=phase.steps_before,
             mandatory=self._has_to_move(batch, phase.steps_before),

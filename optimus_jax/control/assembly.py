@@ -11,7 +11,6 @@ from optimus_jax.control import constants
 from optimus_jax.control.advisor import Advisor
 from optimus_jax.control.controller import Controller
 from optimus_jax.control.deciding.candidates import search_now
-from optimus_jax.control.deciding.phases import BatchPhase
 from optimus_jax.control.deciding.switch_costs import SwitchCosts
 from optimus_jax.control.journal import SwitchRecord, switches
 from optimus_jax.control.live import Probes, live_signals
@@ -65,21 +64,13 @@ def make_controller(
     shares_cores = topology.platform == "cpu"
     prepare_s = constants.PREPARE_COMPILE_RATIO * compile_s
     settings, pricing = config.controller, local_cluster.pricing(freed(program.config))
-    phases = [
-        BatchPhase(
-            first_step=phase.steps_before + 1,
-            global_batch=phase.global_batch,
-            seq_len=phase.seq_len,
-        )
-        for phase in phases_of(config)
-    ]
     advisor = Advisor(
         pricing=pricing,
         plan=program.plan,
         num_steps=config.steps,
         settings=settings,
         searcher=_BackgroundSearch(),
-        phases=phases if changes else (),
+        phases=phases_of(config) if changes else (),
         costs=SwitchCosts(
             # On shared cores training pauses for it.
             prepare_s=0.0 if shares_cores else prepare_s,

@@ -10,7 +10,7 @@ import numpy as np
 
 from optimus_jax.config import Config, ControlConfig
 from optimus_jax.config.axes import AxisSizes
-from optimus_jax.control.deciding.phases import BatchPhase
+from optimus_jax.config.phases import TrainingPhase
 from optimus_jax.errors import ConfigError, PlanError, explain
 from optimus_jax.mesh.topology import Topology
 from optimus_jax.plan import Plan
@@ -89,14 +89,14 @@ class Setup:
         return tuple([round(share * self.num_steps) for share in shares])
 
     @property
-    def phases(self) -> tuple[BatchPhase, ...]:
+    def phases(self) -> tuple[TrainingPhase, ...]:
         """The phases, which a policy knows; empty if there is only one."""
         if len(self.nominal) == 1:
             return ()
         return tuple(
             [
-                BatchPhase(
-                    first_step=step + 1,
+                TrainingPhase(
+                    steps_before=step,
                     global_batch=pricing.config.data.global_batch,
                     seq_len=pricing.config.seq_len,
                 )

@@ -13,6 +13,7 @@ import pytest
 from fleet import CLUSTER, CONFIG, MESHES, PRICING, Truth, plan_on, ranked
 
 from optimus_jax.config import ControlConfig
+from optimus_jax.config.phases import TrainingPhase
 from optimus_jax.control import constants, policy
 from optimus_jax.control.advisor import Advisor
 from optimus_jax.control.commands import Command
@@ -20,7 +21,6 @@ from optimus_jax.control.deciding.candidates import Searches, is_legal, leaving_
 from optimus_jax.control.deciding.conditions import Conditions
 from optimus_jax.control.deciding.memory_watch import MemoryWatch
 from optimus_jax.control.deciding.options import ObservedCluster, Options, PlanInUse
-from optimus_jax.control.deciding.phases import BatchPhase
 from optimus_jax.control.deciding.prices import Prices, query, setting
 from optimus_jax.control.deciding.rebalancing import rebalanced
 from optimus_jax.control.deciding.switch_costs import CostModel, SwitchCosts
@@ -678,8 +678,8 @@ def test_cooldown_after_resuming_from_an_older_checkpoint_is_not_longer():
 
 def test_a_batch_phase_after_the_last_step_is_ignored():
     phases = (
-        BatchPhase(first_step=1, global_batch=512, seq_len=4096),
-        BatchPhase(first_step=201, global_batch=1024, seq_len=4096),
+        TrainingPhase(steps_before=0, global_batch=512, seq_len=4096),
+        TrainingPhase(steps_before=200, global_batch=1024, seq_len=4096),
     )
     assert any(
         "the phase that begins at step 201" in each.trigger
@@ -724,8 +724,8 @@ def test_memory_pressure_causes_a_switch_to_a_smaller_plan():
 
 def test_a_batch_phase_is_prepared_early_and_entered_at_its_boundary():
     phases = (
-        BatchPhase(first_step=1, global_batch=512, seq_len=4096),
-        BatchPhase(first_step=301, global_batch=32, seq_len=4096),
+        TrainingPhase(steps_before=0, global_batch=512, seq_len=4096),
+        TrainingPhase(steps_before=300, global_batch=32, seq_len=4096),
     )
     job = Job(BEST, num_steps=5000, phases=phases)
     assert not is_legal(BEST, replace(CONFIG, data=replace(CONFIG.data, global_batch=32)))
@@ -740,8 +740,8 @@ def test_a_batch_phase_is_prepared_early_and_entered_at_its_boundary():
 
 def test_a_mandatory_switch_is_not_withdrawn_for_other_triggers():
     phases = (
-        BatchPhase(first_step=1, global_batch=512, seq_len=4096),
-        BatchPhase(first_step=301, global_batch=32, seq_len=4096),
+        TrainingPhase(steps_before=0, global_batch=512, seq_len=4096),
+        TrainingPhase(steps_before=300, global_batch=32, seq_len=4096),
     )
     job = Job(BEST, num_steps=5000, phases=phases).go(280)
     assert job.runtime.state.pending is not None
@@ -751,8 +751,8 @@ def test_a_mandatory_switch_is_not_withdrawn_for_other_triggers():
 
 def test_a_switch_waits_for_a_boundary_many_quick_steps_away():
     phases = (
-        BatchPhase(first_step=1, global_batch=512, seq_len=4096),
-        BatchPhase(first_step=1501, global_batch=32, seq_len=4096),
+        TrainingPhase(steps_before=0, global_batch=512, seq_len=4096),
+        TrainingPhase(steps_before=1500, global_batch=32, seq_len=4096),
     )
     job = Job(BEST, num_steps=50_000, phases=phases).go(1480, factor=0.02)
     decision = job.decisions[-1]

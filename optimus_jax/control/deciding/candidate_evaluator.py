@@ -12,7 +12,7 @@ from optimus_jax.control.deciding.account import Account
 from optimus_jax.control.deciding.candidates import is_allowed
 from optimus_jax.control.deciding.factors import on_grid, process_of
 from optimus_jax.control.deciding.options import ObservedCluster, PlanOption
-from optimus_jax.control.deciding.phases import BatchPhases
+from optimus_jax.control.deciding.phases import Phases
 from optimus_jax.control.deciding.plan_history import PlanHistory
 from optimus_jax.control.deciding.prices import Prices, query
 from optimus_jax.control.deciding.run_progress import RunProgress
@@ -32,7 +32,7 @@ class CandidateEvaluator:
 
     run_progress: RunProgress
     plan_history: PlanHistory
-    phases: BatchPhases
+    phases: Phases
     prices: Prices
     predictor: Predictor
     watch: Watch
