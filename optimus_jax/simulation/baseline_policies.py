@@ -274,9 +274,4 @@ def _without(pricing: Pricing, lost: frozenset[int]) -> Pricing:
             cluster=replace(cluster, devices_per_host=max(1, cluster.devices_per_host - len(lost))),
         )
     left = max(1, cluster.num_hosts - len(hosts))
-    return replace(
-        pricing,
-        cluster=replace(
-            cluster, num_hosts=left, inter_host=cluster.inter_host if left > 1 else None
-        ),
-    )
+    return replace(pricing, cluster=cluster.with_hosts(left))

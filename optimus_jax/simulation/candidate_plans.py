@@ -149,10 +149,7 @@ def _clusters(cluster: Cluster, conditions: ClusterConditions) -> Iterator[Clust
 def _smaller(cluster: Cluster, num_hosts: int) -> Sequence[Cluster]:
     """The cluster with so many hosts, and with the power of two below, which divides batches."""
     counts = {num_hosts, 2 ** int(math.log2(num_hosts))}
-    return [
-        replace(cluster, num_hosts=count, inter_host=cluster.inter_host if count > 1 else None)
-        for count in sorted(counts, reverse=True)
-    ]
+    return [cluster.with_hosts(count) for count in sorted(counts, reverse=True)]
 
 
 def _coarse(link: Link) -> Link:

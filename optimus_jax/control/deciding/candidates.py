@@ -137,13 +137,7 @@ def leaving_out(
     sound = [place for place in range(cluster.num_devices // unit) if place not in broken]
     for count in _sizes(len(sound), config):
         used = {place * unit + device for place in sound[:count] for device in range(unit)}
-        kept = (
-            replace(cluster, devices_per_host=count)
-            if unit == 1
-            else replace(
-                cluster, num_hosts=count, inter_host=cluster.inter_host if count > 1 else None
-            )
-        )
+        kept = replace(cluster, devices_per_host=count) if unit == 1 else cluster.with_hosts(count)
         yield kept, frozenset(range(cluster.num_devices)) - used
 
 

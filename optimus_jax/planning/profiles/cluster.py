@@ -234,11 +234,12 @@ class Cluster:
             )
         if unit == "device":
             return replace(self, devices_per_host=units - number)
-        return replace(
-            self,
-            num_hosts=units - number,
-            inter_host=self.inter_host if units - number > 1 else None,
-        )
+        return self.with_hosts(units - number)
+
+    def with_hosts(self, num_hosts: int) -> "Cluster":
+        """The cluster with so many of its hosts."""
+        inter_host = self.inter_host if num_hosts > 1 else None
+        return replace(self, num_hosts=num_hosts, inter_host=inter_host)
 
     def topology(self) -> Topology:
         """The topology of a run on this cluster, with one process per host."""
