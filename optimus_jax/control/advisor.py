@@ -56,7 +56,7 @@ class Advisor(Policy):
       settings: thresholds of the controller.
       phases: batches planned ahead, in order; empty: those of pricing.config throughout.
       searcher: finds candidates; None: planning.search.search, called directly.
-      memory: JSON file with what was learnt about this hardware; None: nothing is read or saved.
+      learnt_path: JSON file with what was learnt about this hardware; None: nothing is kept.
       costs: what switches are expected to cost before any was made.
       process_of: the process of each device; None: one process per host, in order.
       keeps_devices: whether all devices stay in use, whatever is wrong with them.
@@ -76,7 +76,7 @@ class Advisor(Policy):
         settings: ControlConfig,
         phases: Sequence[TrainingPhase] = (),
         searcher: Searcher | None = None,
-        memory: Path | None = None,
+        learnt_path: Path | None = None,
         costs: SwitchCosts | None = None,
         process_of: Sequence[int] | None = None,
         keeps_devices: bool = False,
@@ -110,7 +110,7 @@ class Advisor(Policy):
             "switch_costs": self._costs,
             "disturbances_s": self._watch.regimes,
         }
-        self._learnt = None if memory is None else LearntFile(memory, learners)
+        self._learnt = None if learnt_path is None else LearntFile(learnt_path, learners)
         if self._learnt is not None:
             self._learnt.read()
         self._batch = self._prices.first_batch

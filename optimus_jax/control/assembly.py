@@ -85,7 +85,7 @@ def make_controller(
         if topology.num_processes > 1
         else range(topology.num_devices),
         keeps_devices=topology.num_processes > 1,
-        memory=measurements_directory()
+        learnt_path=measurements_directory()
         / f"control-{re.sub(r'[^a-z0-9]+', '-', topology.device_kind.lower())}"
         f"-{topology.num_devices}x{topology.num_processes}.json",
     )

@@ -846,11 +846,11 @@ def test_decisions_are_deterministic():
 
 def test_the_next_run_uses_what_was_learnt(tmp_path):
     path = tmp_path / "learnt.json"
-    job = Job(POOR, memory=path).go(100)
+    job = Job(POOR, learnt_path=path).go(100)
     job.advisor.save()
     kept = json.loads(path.read_text())["evidence"]
     assert {POOR.digest, job.plan.digest} <= {each["plan"].partition(" of ")[0] for each in kept}
-    again = Job(POOR, memory=path).go(40)
+    again = Job(POOR, learnt_path=path).go(40)
     assert job.true_s(again.switches[0][1]) < 1.05 * job.true_s(job.plan)
 
 
@@ -870,7 +870,7 @@ def test_slow_exchanges_learnt_earlier_do_not_count_twice_for_a_slow_link(
             step=5,
         )
     LearntFile(tmp_path / "learnt.json", {"evidence": earlier}).write()
-    job = Job(seed=2, memory=tmp_path / "learnt.json").go(60, poor)
+    job = Job(seed=2, learnt_path=tmp_path / "learnt.json").go(60, poor)
     assert job.decisions[-1].inputs["conditions"]["inter_host"] == pytest.approx(8.0, rel=0.1)
     predicted = [
         each.step_time_s / job.true_s(each.plan, poor) for each in job.decisions[-1].alternatives
