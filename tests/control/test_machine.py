@@ -290,6 +290,14 @@ def test_a_new_plan_is_kept_or_taken_back_by_its_first_steps():
     assert commands[-1] == Command(kind="roll_back", why="the loss is not finite")
 
 
+def test_the_way_back_costs_a_pause_and_nothing_is_compiled_for_it():
+    compiled = StepsDone(step=21, time_s=1021.0, times_s=(1.0,), paused_s=1000.0)
+    prepared = (*steps(1, 20), News(question=MAY), to(NEW), compiled, *steps(22, 2), CompileDone())
+    state, commands = after(*prepared, MoveBegun(), MOVED, *steps(24, 6, time_s=1.2))
+    assert state.trial.spent_s["compile_tax_s"] == 1000.0
+    assert kinds(commands)[-1] == "roll_back"
+
+
 def test_a_plan_that_the_run_had_to_leave_is_no_standard():
     state, _ = after(
         *steps(1, 20),
