@@ -85,6 +85,23 @@ def test_growth_after_a_jump_is_pressure():
     assert used == pytest.approx(0.87, abs=0.03)
 
 
+def test_what_grew_is_expected_to_grow_on_while_nothing_is_read():
+    """0.1% each second, for the two minutes in which processes restart."""
+    watch = MemoryWatch()
+    observed(watch, 0.6)
+    _, time_s = growing(watch, 0.6, needed=0.6, time_s=10.0)
+    left = watch.left
+    watch.restart()
+    observed(watch, None, time_s=time_s + 120.0)
+    assert watch.left == pytest.approx(left - 0.12, abs=0.03)
+    settled = MemoryWatch()
+    for number in range(60):
+        observed(settled, 0.6 if number < 5 else 0.8, time_s=10.0 * number)
+    left = settled.left
+    observed(settled, None, time_s=900.0)
+    assert settled.left == left, "it was taken at once"
+
+
 def test_a_gap_in_the_readings_is_not_growth():
     watch = MemoryWatch()
     observed(watch, 0.45, needed=0.45)
