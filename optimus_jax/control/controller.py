@@ -145,7 +145,10 @@ class Controller:
             return
         assert self._upcoming is not None
         started, self._upcoming.is_awaited = time.perf_counter(), True
-        self._upcoming.preparation.wait(self._compile_pause_s)
+        preparation = self._upcoming.preparation
+        if not preparation.is_done:
+            self._display.message(f"training pauses while {preparation.plan.axes} is compiled")
+        preparation.wait(self._compile_pause_s)
         if jax.process_count() > 1:  # so that no step waits for a process that still compiles
             multihost_utils.sync_global_devices("compiled")
         self._paused_s += time.perf_counter() - started
