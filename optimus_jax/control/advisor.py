@@ -7,7 +7,7 @@ is the state machine's part (control/machine.py).
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -140,6 +140,8 @@ class Advisor(Policy):
                 0,
             )
         self._lost: frozenset[int] = frozenset()
+        self._at_risk: frozenset[int] = frozenset()
+        """Lost devices that the run uses, or is about to use."""
         self._looked = False
         """Whether a question was asked once step times with these batches were known."""
 
@@ -196,14 +198,21 @@ class Advisor(Policy):
         self._account.stepped(
             self._circumstances, self._watch.detector.level, len(observation.step_times_s)
         )
-        asked = self._asked(observation, is_new_batch, news, is_pending=state.pending is not None)
         return [
             *[BatchChanged()] * is_new_batch,
-            *([] if asked is None else [News(question=asked)]),
+            *[
+                News(question=each)
+                for each in self._asked(observation, is_new_batch, news, state.pending)
+            ],
         ]
 
     def answer(
-        self, question: Question, observation: Observation, state: SwitchState, *, blocked: str
+        self,
+        question: Question,
+        observation: Observation,
+        state: SwitchState,
+        *,
+        blocked: Callable[[Question], str],
     ) -> Decided | None:
         """Answer the question; None: a search is still running.
 
@@ -211,13 +220,14 @@ class Advisor(Policy):
           question: what to decide.
           observation: the newest readings.
           state: the state of the run.
-          blocked: why no switch is allowed; empty: one is.
+          blocked: says why no switch is allowed as an answer to a question; empty: one is.
         """
         self._learn_level()
         batch = question.batch or self._batch
         if question.mandatory and not self._has_to_move(batch, question.at_step):
             again = "the run can keep its plan again"
             question = replace(question, trigger=again, mandatory=False)
+        why_not = blocked(question)
         observed = ObservedCluster(
             batch=batch,
             time_s=self._run_progress.time_s,
@@ -227,13 +237,13 @@ class Advisor(Policy):
             memory=self._memory_watch,
             recovered=self._watch.recovered,
         )
-        options = [] if blocked else self._plan_options(question, observed)
+        options = [] if why_not else self._plan_options(question, observed)
         while options == [] and question.mandatory and self._memory_watch.settle_for_less():
             options = self._plan_options(question, observed)
         if options is None:
             return None
         decision = self._evaluator.weigh(
-            question, options, observed, observation.readings, state, blocked=blocked
+            question, options, observed, observation.readings, state, blocked=why_not
         )
         if decision.plan is not None:
             is_compiled = self._is_compiled(decision.plan, batch, decision.without)
@@ -256,14 +266,16 @@ class Advisor(Policy):
         """
         decided = made and made.decision
         by_choice = decided is not None and not decided.mandatory
-        # A plan that nobody decided on uses the devices that are available.
-        without = (
-            decided.without
-            if decided
-            else self._lost
-            if plan.num_devices < self._cluster.num_devices
-            else frozenset()
-        )
+        # A plan that nobody decided on uses the devices of the plan before, if they are as many,
+        # or those that are available.
+        now = self._plan_history.now
+        if decided:
+            without = decided.without
+        elif plan.num_devices == now.plan.num_devices:
+            without = now.without
+        else:
+            is_whole = plan.num_devices == self._cluster.num_devices
+            without = frozenset() if is_whole else self._lost
         self._learn_level()
         self._learn_cost(plan, without, costs_s, made)
         self._account.charge(sum(costs_s.values()) if by_choice else 0.0)
@@ -406,26 +418,32 @@ class Advisor(Policy):
     # Questions: what there is to decide.
 
     def _asked(
-        self, observation: Observation, is_new_batch: bool, news: str, *, is_pending: bool
-    ) -> Question | None:
-        """The most urgent question; None: there is no new one.
-
-        `is_pending`: whether a switch is being prepared.
-        """
+        self,
+        observation: Observation,
+        is_new_batch: bool,
+        news: str,
+        pending: PendingSwitch | None,
+    ) -> Iterator[Question]:
+        """What there is to decide that is new. `pending`: the switch that is being prepared."""
         plan, lost = self._plan_history.now.plan, self._lost
         self._lost = observation.lost_devices
         memory = self._memory_watch.observe(
             observation, self._prices.memory_share(plan, self._batch)
         )
-        if self._lost != lost and not self._lost <= self._plan_history.now.without:
-            return Question(trigger="devices are lost", mandatory=True)
-        if is_new_batch and not is_legal(plan, self._prices.of(self._batch).config):
-            why = "the new batch does not divide evenly under this plan"
-            return Question(trigger=why, mandatory=True)
-        if memory == "pressed":
-            return Question(trigger="memory runs short", mandatory=True)
+        # Asked once about the same devices, if the plan that is used, or about to be, has some.
+        without = pending.decision.without if pending else self._plan_history.now.without
+        at_risk, self._at_risk = self._at_risk, self._lost - without
+        is_worse = bool(self._at_risk - at_risk) or (bool(self._at_risk) and self._lost != lost)
+        forced = (
+            ["devices are lost"] * is_worse
+            + ["the new batch does not divide evenly under this plan"]
+            * (is_new_batch and not is_legal(plan, self._prices.of(self._batch).config))
+            + ["memory runs short"] * (memory == "pressed")
+        )
+        if forced:
+            yield Question(trigger="; ".join(forced), mandatory=True)
         if (question := self._about_phase()) is not None:
-            return question
+            yield question
         # News that comes before the level of step times is known waits for that level: otherwise
         # plans would be compared on readings alone, without any measured step time.
         news = news if self._looked else ""
@@ -435,11 +453,15 @@ class Advisor(Policy):
             + ["memory is free again"] * (memory == "relieved")
         )
         if others:
-            return Question(trigger="; ".join(others))
-        if self._looked or is_pending or self._watch.detector.count < constants.MIN_LEVEL_STEPS:
-            return None
-        self._looked = True
-        return Question(trigger="step times are known")
+            yield Question(trigger="; ".join(others))
+        elif (
+            not self._looked
+            and pending is None
+            and not forced
+            and self._watch.detector.count >= constants.MIN_LEVEL_STEPS
+        ):
+            self._looked = True
+            yield Question(trigger="step times are known")
 
     def _about_phase(self) -> Question | None:
         """The question about a phase that is near enough to prepare for; None: there is none."""

@@ -29,11 +29,13 @@ def judge(
     predicted_s: float,
     steps_left: int,
     back_s: float,
+    mandatory: bool = False,
 ) -> Verdict:
     """Judge a new plan by its first steps.
 
     It is kept unless its loss is not finite, or it is slower than the old plan by more than noise
-    and going back saves more time than it costs.
+    and going back saves more time than it costs. It is kept in any case if the run could not keep
+    the old plan.
 
     The first step is ignored if there are others: it maps buffers and fills caches. A wrong
     prediction is reported, but is no reason to leave a plan that is faster than the old one.
@@ -46,13 +48,17 @@ def judge(
       predicted_s: predicted step time of the new plan.
       steps_left: number of steps that the run has left.
       back_s: delay of the run by going back, in seconds.
+      mandatory: whether the run could not keep the old plan.
     """
     times_s = step_times_s[1:] if len(step_times_s) > 1 else step_times_s
     old_s = statistics.median(before_s) if before_s else None
     new_s = statistics.median(times_s) if times_s else None
 
     if not all(map(math.isfinite, losses)):
-        return Verdict(keep=False, why="the loss is not finite")
+        why = "the loss is not finite"
+        return Verdict(
+            keep=mandatory, why=f"{why}, but the plan before cannot be used" if mandatory else why
+        )
     if new_s is None:
         return Verdict(keep=True, why="no step was timed")
     if old_s is None:

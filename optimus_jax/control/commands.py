@@ -39,6 +39,11 @@ class Command:
     """For `probe`: seconds that it may take beyond the budget."""
     why: str = ""
 
+    @property
+    def target(self) -> tuple[Plan | None, frozenset[int], int | None]:
+        """For `prepare`: the target of the decision (control/policy.py)."""
+        return self.plan, self.without, self.at_step
+
     def as_json(self) -> dict[str, Any]:
         """The command as JSON, for the other processes."""
         return {
@@ -71,6 +76,9 @@ class CommandBroadcast:
     def __init__(self) -> None:
         self._commands: list[Command] = []
         self._next_step = 0
+        self.step_time_s: float | None = None
+        """Median step time in process 0 at the last broadcast, in seconds; None: unknown. The same
+        in every process."""
 
     def send(self, command: Command) -> None:
         """Queue a command for the next broadcast. A command that is queued already is sent once.
@@ -102,21 +110,18 @@ class CommandBroadcast:
           step: the last step done.
           step_times_s: times of the newest steps, if known; only those of process 0 count.
         """
+        self.step_time_s = max(statistics.median(step_times_s), 1e-9) if step_times_s else None
         if jax.process_count() == 1:
             return self._own()
         commands, self._commands = self._commands, []
-        step_time_s = (
-            max(statistics.median(step_times_s), 1e-9) if step_times_s else PAUSE_S / MOST_STEPS
-        )
-        pause = min(MOST_STEPS, max(1, math.ceil(PAUSE_S / step_time_s)))
-        received = json.loads(
-            broadcast_from_0(
-                json.dumps(
-                    {"commands": [command.as_json() for command in commands], "pause": pause}
-                )
-            )
-        )
-        self._next_step = step + received["pause"]
+        sent = {
+            "commands": [command.as_json() for command in commands],
+            "step_time_s": self.step_time_s,
+        }
+        received = json.loads(broadcast_from_0(json.dumps(sent)))
+        self.step_time_s = received["step_time_s"]
+        time_s = PAUSE_S / MOST_STEPS if self.step_time_s is None else self.step_time_s
+        self._next_step = step + min(MOST_STEPS, max(1, math.ceil(PAUSE_S / time_s)))
         return tuple(map(Command.from_json, received["commands"]))
 
     def _own(self) -> Iterator[Command]:

@@ -10,8 +10,9 @@ Code reads `constants.NAME` where the value is used, so a benchmark can set one 
 what a user may set (`ControlConfig` in config/running.py), the first guesses of what a switch costs
 (`SwitchCosts` in deciding/switch_costs.py), the priors of the regression (planning/learning/), the
 limits of signals (signals.py, sources.py, guard.py, reported_devices.py) and of probes
-(baselines.py, probe_rounds.py), how often commands are sent (commands.py), and how exactly a loss
-must be reproduced (switch.py). "Log" is the natural logarithm.
+(baselines.py, mesh_probes.py, probe_rounds.py), how often commands are sent (commands.py), how
+exactly a loss must be reproduced (switch.py), and how finely sums approximate integrals (value.py).
+"Log" is the natural logarithm.
 """
 
 import math

@@ -5,7 +5,6 @@ The trainer reports each step to it, and asks at every step boundary whether the
 from there. What process 0 decides is control/runtime.py's part.
 """
 
-import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -178,13 +177,10 @@ class Controller:
             )
         self._new.clear()
         self._paused_s = 0.0
-        if not self._commands.is_broadcast_due(step):
-            # All processes know the boundary that a plan was prepared for.
-            return (
-                self._upcoming is not None
-                and self._upcoming.command.at_step == step
-                and self._is_ready(step)
-            )
+        # All processes know the boundary that a plan was prepared for.
+        is_planned = self._upcoming is not None and self._upcoming.command.at_step == step
+        if not (is_planned or self._commands.is_broadcast_due(step)):
+            return False
         for command in self._commands.receive(step, self._recent_s):
             self._obey(command, step)
         return self._back_why is not None or self._is_ready(step)
@@ -254,19 +250,20 @@ class Controller:
 
     def _look_ahead(self, step: int) -> None:
         """Prepare a phase that is near, but not during the trial of a plan: compiling would slow
-        its steps on a CPU.
+        its steps on a CPU. All processes begin at the same boundary, and so compile in the same
+        order.
         """
         if self._changes is not None and self._trial is None:
-            times_s = self._recent_s
-            lead_steps = (
-                constants.PHASE_LEAD_S / max(statistics.median(times_s), 1e-9) if times_s else 0.0
-            )
+            time_s = self._commands.step_time_s
+            lead_steps = 0.0 if time_s is None else constants.PHASE_LEAD_S / time_s
             self._changes.prepare(step, within_steps=max(self._settings.cooldown_steps, lead_steps))
 
     def _observed(self, step: int) -> Observation:
         """The observation at the boundary after `step`, in process 0."""
         observation = self._signals.observe(step, self._reported())
-        return replace(observation, step_times_s=()) if self._is_crowded else observation
+        # What is compiled for a phase, or not wanted any more, takes the cores too.
+        is_slowed = self._is_crowded or (self._shares_cores and self._switcher.is_compiling)
+        return replace(observation, step_times_s=()) if is_slowed else observation
 
     @property
     def _is_crowded(self) -> bool:
@@ -292,8 +289,14 @@ class Controller:
         )
 
     def _is_compiled(self) -> bool:
-        """Whether the upcoming plan is compiled in this process, or has failed to be."""
-        return self._upcoming is not None and self._upcoming.preparation.is_done
+        """Whether the switch that is pending is compiled in this process, or has failed to be."""
+        pending, upcoming = self._runtime and self._runtime.state.pending, self._upcoming
+        return (
+            pending is not None
+            and upcoming is not None
+            and upcoming.command.target == pending.decision.target
+            and upcoming.preparation.is_done
+        )
 
     # Done by all processes.
 
@@ -387,6 +390,8 @@ class Controller:
             self._switcher.running.plan,
         )
         pending = runtime and runtime.state.pending
+        if pending is not None and pending.decision.target != command.target:
+            pending = None
         decision = pending and pending.decision
         begins_phase, target = not prepared.has_same_batches, prepared.target.plan
         if runtime is not None:

@@ -84,6 +84,7 @@ def resumed(
         step=0,
         stage=Stage.COOLDOWN,
         review_step=math.inf,
+        entered_step=step if is_made else state.entered_step,
         num_switches=state.num_switches + (by_choice and is_made),
     )
 
@@ -117,6 +118,7 @@ def _counted(state: SwitchState, event: StepsDone, rules: SwitchRules) -> Switch
         recent_s=(state.recent_s + event.times_s)[-rules.settings.window_steps :],
         # A run that resumes from a checkpoint repeats steps. A cool-down that came later begins.
         switched_step=min(state.switched_step, event.step),
+        entered_step=min(state.entered_step, event.step),
     )
     return replace(state, review_step=rules.cool_until(state)) if goes_back else state
 
@@ -150,6 +152,7 @@ def _canary_steps_done(state: SwitchState, event: StepsDone, rules: SwitchRules)
         predicted_s=trial.predicted_s,
         steps_left=rules.num_steps - state.step,
         back_s=sum(trial.costs_s.values()),
+        mandatory=trial.mandatory,
     )
     return replace(state, trial=replace(trial, verdict=verdict)), (
         Charge(time_s=trial.first_steps_s),
@@ -178,38 +181,46 @@ def _only_counted(state: SwitchState, event: StepsDone, rules: SwitchRules) -> R
 
 
 def _news(state: SwitchState, event: News, rules: SwitchRules) -> Reduced:
-    """Open the question, or keep it for later if a pressing one is open."""
+    """Open the question."""
     asked, answered = event.question, state.pending and state.pending.question
     # A switch that is mandatory or planned for a boundary is not withdrawn for something else, but
     # another plan may be the better answer to its question now.
     if answered is not None and answered.is_pressing and not asked.is_pressing:
         asked = answered
-    if state.question is not None and state.question.is_pressing and not asked.mandatory:
-        return replace(state, later=asked), NO_COMMANDS
-    return replace(state, question=asked), NO_COMMANDS
+    return _opened(state, asked), NO_COMMANDS
 
 
 def _batch_changed(state: SwitchState, event: BatchChanged, rules: SwitchRules) -> Reduced:
-    """Ask the open question about the new batches."""
-    asked = state.question and replace(state.question, batch=None, at_step=None)
-    return replace(state, question=asked, later=None), NO_COMMANDS
+    """Ask the question about them now, if it is open."""
+    planned = [each for each in state.questions if each.at_step is not None]
+    if not planned:
+        return state, NO_COMMANDS
+    others = tuple([each for each in state.questions if each is not planned[0]])
+    now = replace(planned[0], batch=None, at_step=None)
+    return _opened(replace(state, questions=others), now), NO_COMMANDS
 
 
 def _decided(state: SwitchState, event: Decided, rules: SwitchRules) -> Reduced:
     """Prepare the switch, or withdraw the one that is pending."""
-    decision, asked = event.decision, state.question
+    decision, asked, pending = event.decision, state.question, state.pending
+    state = replace(state, questions=tuple([each for each in state.questions if each is not asked]))
     if asked is not None and asked.mandatory:
         # What forced the run to move may be over by now.
         asked = replace(asked, mandatory=decision.mandatory)
         state = replace(state, forced=asked if decision.mandatory else None)
+    if pending is not None and pending.question is not None and asked is not None:
+        # What is pending may answer another question, which is open again if it is dropped.
+        is_same = pending.question.urgency == asked.urgency
+        pending = replace(pending, question=None) if is_same else pending
     if decision.action == "stay":
-        return _stayed(state, event, rules)
-    state, pending = replace(state, question=None, later=None), state.pending
-    if pending is not None and _target(pending.decision) == _target(decision):
-        return state, NO_COMMANDS
+        return _stayed(replace(state, pending=pending), event, rules)
+    state = _pressing(state)
+    if pending is not None and pending.decision.target == decision.target:
+        pending = replace(pending, decision=decision, question=asked)
+        return replace(state, pending=pending), NO_COMMANDS
     if not rules.acts:
         return _advised(state, decision, rules)
-    state, commands = _dropped(state, rules)
+    state, commands = _dropped(replace(state, pending=pending), rules)
     alike_s = _newest(state, event.steps_alike)
     pending = PendingSwitch(
         decision=decision,
@@ -234,10 +245,10 @@ def _decided(state: SwitchState, event: Decided, rules: SwitchRules) -> Reduced:
 
 
 def _advised(state: SwitchState, decision: Decision, rules: SwitchRules) -> Reduced:
-    if _target(decision) == state.advised and state.step < state.advised_until:
+    if decision.target == state.advised and state.step < state.advised_until:
         return state, NO_COMMANDS
     again = state.step + constants.ADVICE_REPEAT_COOLDOWNS * _cool_steps(rules)
-    state = replace(state, advised=_target(decision), advised_until=again, review_step=again)
+    state = replace(state, advised=decision.target, advised_until=again, review_step=again)
     return state, (Announce(decision=decision),)
 
 
@@ -248,8 +259,6 @@ def _stayed(state: SwitchState, event: Decided, rules: SwitchRules) -> Reduced:
     ends = [each.until_step for each in state.failures.values() if each.until_step > state.step]
     state = replace(
         state,
-        question=state.later,
-        later=None,
         advised=None,
         review_step=min(state.review_step, event.review_step, *ends),
         review_s=min(state.review_s, event.review_s),
@@ -265,18 +274,21 @@ def _compile_done(state: SwitchState, event: CompileDone, rules: SwitchRules) ->
     """Go, if steps are as at the decision; else watch them for a while first."""
     pending = state.pending
     assert pending is not None, "the stages have a pending switch"
+    if state.stage is Stage.PREPARING and not rules.shares_cores:
+        state = _without_tax(state, pending)
     state = replace(state, stage=Stage.READY)
+    # On CPU devices nobody has seen steps during the compilation.
+    recheck = (
+        replace(state, pending=replace(pending, checked_since=state.step)),
+        (Command(kind="recheck", plan=pending.decision.plan),),
+    )
     if pending.decision.at_step is not None:  # all processes know when
-        return state, NO_COMMANDS
+        return recheck if pending.checked_since is None else (state, NO_COMMANDS)
     go = (Command(kind="switch", plan=pending.decision.plan),)
     if event.at_once or pending.decision.mandatory or _is_steady(state, event):
         return state, go
     if pending.checked_since is None:
-        # On CPU devices nobody has seen steps during the compilation.
-        checked = replace(pending, checked_since=state.step)
-        return replace(state, pending=checked), (
-            Command(kind="recheck", plan=pending.decision.plan),
-        )
+        return recheck
     waited = state.step - pending.checked_since
     unseen = constants.NUM_COMPARED_STEPS if rules.shares_cores else 0
     is_as_it_was = waited >= constants.MAX_READY_WAIT_STEPS or (
@@ -305,8 +317,9 @@ def _move_begun(state: SwitchState, event: MoveBegun, rules: SwitchRules) -> Red
 
 def _move_done(state: SwitchState, event: MoveDone, rules: SwitchRules) -> Reduced:
     """Put the new plan on trial."""
-    pending = state.pending
+    pending, commands = state.pending, NO_COMMANDS
     if pending is not None and pending.decision.plan != event.plan:
+        state, commands = _dropped(state, rules)
         pending = None
     by_choice = pending is not None and not pending.decision.mandatory
     trial = None
@@ -317,16 +330,18 @@ def _move_done(state: SwitchState, event: MoveDone, rules: SwitchRules) -> Reduc
             # A plan that the run had to leave is no standard: fewer devices may be slower.
             before_s=_comparable(state, event, rules) if by_choice else (),
             predicted_s=math.nan if pending is None else pending.predicted_s,
+            mandatory=pending is not None and pending.decision.mandatory,
         )
     state = replace(
         state,
         pending=None,
         trial=trial,
         recent_s=(),
-        forced=None,
+        forced=state.forced if pending is None or (trial and trial.mandatory) else None,
         num_switches=state.num_switches + by_choice,
+        entered_step=state.step,
     )
-    return _settled(_cooling(state, rules, by_choice=by_choice), rules), NO_COMMANDS
+    return _settled(_cooling(state, rules, by_choice=by_choice), rules), commands
 
 
 def _comparable(state: SwitchState, event: MoveDone, rules: SwitchRules) -> tuple[float, ...]:
@@ -343,25 +358,26 @@ def _comparable(state: SwitchState, event: MoveDone, rules: SwitchRules) -> tupl
 
 def _switch_failed(state: SwitchState, event: SwitchFailed, rules: SwitchRules) -> Reduced:
     """Do not try the plan again for a while, longer each time, and cool down."""
-    state, commands = _dropped(replace(state, trial=None), rules)
+    if state.trial is not None:
+        state = replace(state, trial=None, entered_step=state.step)
+    state, commands = _dropped(state, rules)
     state = quarantined(state, event.plan, state.step, event.why, rules)
-    state = _cooling(state, rules, by_choice=True)
-    # A mandatory question is open again.
-    state = replace(state, question=state.question or state.forced)
+    state = _opened(_cooling(state, rules, by_choice=True), state.forced)
     return _settled(state, rules), (*commands, Charge(time_s=event.costs_s))
 
 
 def _trial_over(state: SwitchState, event: TrialOver, rules: SwitchRules) -> Reduced:
     """Keep the plan."""
     charges = (Charge(time_s=event.costs_s),) if event.costs_s else NO_COMMANDS
-    return _settled(replace(state, trial=None), rules), charges
+    return _settled(_kept(state), rules), charges
 
 
 def _interrupted(state: SwitchState, event: Interrupted, rules: SwitchRules) -> Reduced:
-    """Drop what is pending or on trial; a mandatory question is open again."""
-    state, commands = _dropped(replace(state, trial=None, recent_s=()), rules)
-    asked = (_unanswered(state) or state.forced) if event.reopens else state.question
-    return _settled(replace(state, question=asked, later=None), rules), commands
+    """Drop what is pending, and keep what is on trial; a mandatory question is open again."""
+    state = _kept(state)
+    forced = state.forced if event.reopens else None
+    state, commands = _dropped(replace(state, recent_s=(), forced=forced), rules)
+    return _settled(_opened(_pressing(state), forced), rules), commands
 
 
 # Parts of the above.
@@ -372,8 +388,38 @@ def _newest(state: SwitchState, count: int | None) -> tuple[float, ...]:
     return state.recent_s if count is None else state.recent_s[-max(1, count) :]
 
 
-def _target(decision: Decision) -> tuple[Plan | None, int | None]:
-    return decision.plan, decision.at_step
+def _opened(state: SwitchState, asked: Question | None) -> SwitchState:
+    """The state with an open question, which replaces one of its kind."""
+    if asked is None:
+        return state
+    others = [each for each in state.questions if each.urgency != asked.urgency]
+    questions = sorted([*others, asked], key=lambda each: each.urgency)
+    return replace(state, questions=tuple(questions))
+
+
+def _kept(state: SwitchState) -> SwitchState:
+    """The state with the plan on trial kept: if the run had to move, it has."""
+    trial, pending = state.trial, state.pending
+    has_moved = trial is not None and trial.mandatory
+    has_to_move = pending is not None and pending.decision.mandatory
+    return replace(
+        state, trial=None, forced=None if has_moved and not has_to_move else state.forced
+    )
+
+
+def _pressing(state: SwitchState) -> SwitchState:
+    """The state without questions that a switch, or another batch, makes pointless."""
+    questions = tuple([each for each in state.questions if each.is_pressing])
+    return replace(state, questions=questions)
+
+
+def _without_tax(state: SwitchState, pending: PendingSwitch) -> SwitchState:
+    """The state with step times as they would have been without the compilation that is done."""
+    if pending.tax is None:
+        return state
+    num_steps = len(pending.beside_s)
+    beside_s = tuple([time_s / pending.tax for time_s in state.recent_s[-num_steps:]])
+    return replace(state, recent_s=state.recent_s[:-num_steps] + beside_s)
 
 
 def _settled(state: SwitchState, rules: SwitchRules) -> SwitchState:
@@ -392,16 +438,22 @@ def _reviewed(state: SwitchState) -> SwitchState:
     """The state with a question, if a review is due. Each review is due once."""
     if state.step < state.review_step and state.time_s < state.review_s:
         return state
-    asked = state.question or state.forced or Question(trigger="it is time to look again")
-    return replace(state, question=asked, review_step=math.inf, review_s=math.inf)
+    if not state.questions:
+        state = _opened(state, state.forced or Question(trigger="it is time to look again"))
+    return replace(state, review_step=math.inf, review_s=math.inf)
 
 
 def _dropped(state: SwitchState, rules: SwitchRules) -> Reduced:
-    """Withdraw the pending switch, and charge for the delay that preparing it has caused."""
-    if state.pending is None:
+    """Withdraw the pending switch, and charge for the delay that preparing it has caused. If it was
+    planned for a boundary to come, its question is open again.
+    """
+    pending = state.pending
+    if pending is None:
         return state, NO_COMMANDS
-    charge = Charge(time_s=max(0.0, state.pending.tax_s))
-    return replace(state, pending=None), (charge,)
+    state, asked = replace(state, pending=None), pending.question
+    if asked is not None and asked.at_step is not None and asked.at_step > state.step:
+        state = _opened(state, asked)
+    return state, (Charge(time_s=max(0.0, pending.tax_s)),)
 
 
 def _cool_steps(rules: SwitchRules) -> int:
@@ -419,15 +471,8 @@ def _cooling(state: SwitchState, rules: SwitchRules, *, by_choice: bool) -> Swit
         cool_steps=_cool_steps(rules)
         if by_choice
         else constants.MIN_COOLDOWN_TRIALS * rules.settings.canary_steps,
-        question=_unanswered(state),
-        later=None,
     )
-    return replace(state, review_step=rules.cool_until(state), review_s=math.inf)
-
-
-def _unanswered(state: SwitchState) -> Question | None:
-    """The open question, if it is mandatory: it waits for a search, and nobody asks it again."""
-    return state.question if state.question is not None and state.question.mandatory else None
+    return replace(_pressing(state), review_step=rules.cool_until(state), review_s=math.inf)
 
 
 @dataclass(frozen=True)

@@ -92,6 +92,8 @@ class Situation:
     """The present plan cannot be kept."""
     at_step: int | None = None
     """Boundary that a switch is planned for; None: now."""
+    until_s: float = 0.0
+    """Time until that boundary. The horizon begins there."""
     is_unexplained: bool = False
     """Whether step times have changed and nobody knows why."""
     has_switched: bool = False
@@ -118,12 +120,12 @@ class Situation:
             usual=self.usual,
             cost_s=candidate.cost_s,
             return_s=candidate.return_s,
-            prepare_s=candidate.prepare_s if self.at_step is None else 0.0,
+            prepare_s=candidate.prepare_s if self.at_step is None else self.until_s,
             trial_s=self.trial_s,
             usable=candidate.usable_probability,
             counts_return=self.counts_return,
         )
-        return worth(bet, self.regime, self.horizon_s)
+        return worth(bet, self.regime, self.until_s + self.horizon_s)
 
     def too_unlikely(self, found: Worth) -> str:
         """Why a switch of this worth is too unlikely to pay; empty: it is not.
@@ -229,6 +231,11 @@ class Decision:
     alternatives: tuple[Alternative, ...] = ()
     """The candidates that were weighed, best first."""
 
+    @property
+    def target(self) -> tuple[Plan | None, frozenset[int], int | None]:
+        """Where the run goes, and when: plan, devices not used, boundary."""
+        return self.plan, self.without, self.at_step
+
     def as_json(self) -> dict[str, Any]:
         """The content of a `decision` event in events.jsonl, without its step and time."""
         return {
@@ -305,7 +312,7 @@ def _weigh(situation: Situation, candidate: SwitchCandidate) -> _Weighed:
         else constants.REVIEW_AFTER_SHARE * situation.regime.elapsed_s
     )
     told = _told(weighed)
-    if found.wait_s > 0:
+    if found.wait_s > 0 and situation.at_step is None:
         # If conditions may be over already, unseen, that grows likelier meanwhile.
         is_unseen = candidate.usable_probability < 1
         return replace(
@@ -341,7 +348,11 @@ def _move_away(situation: Situation, candidates: Sequence[SwitchCandidate]) -> D
     def finished_s(candidate: SwitchCandidate) -> float:
         return candidate.cost_s + situation.horizon_s * math.exp(min(50.0, candidate.log_ratio))
 
-    ordered = sorted(candidates, key=lambda each: (bool(each.barred), finished_s(each)))
+    # A run that has to move does not gamble on better conditions than the present ones.
+    ordered = sorted(
+        [each for each in candidates if each.usable_probability == 1],
+        key=lambda each: (bool(each.barred), finished_s(each)),
+    )
     weighed = [
         _Weighed(
             candidate=each,

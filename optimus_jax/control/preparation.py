@@ -72,9 +72,9 @@ class Preparation:
     def withdraw(self) -> None:
         """Cancel it: nobody waits for it any more.
 
-        In a run of one process it ends before its next program is compiled. With several processes
-        it is only prevented from beginning: on GPUs the processes share the autotuning of a
-        program, and one that has begun it waits for the others.
+        In a run of one process it ends before its next program is compiled. Several processes go on
+        to its end: on GPUs they share the autotuning of a program, and one that has begun it waits
+        for the others.
         """
         self._is_wanted = False
 
@@ -95,12 +95,11 @@ class Preparation:
         Raises PlanError when this is withdrawn.
         """
         for program in programs:
-            if jax.process_count() == 1:
-                self._check_wanted()
+            self._check_wanted()
             program()
 
     def _check_wanted(self) -> None:
-        if not self._is_wanted:
+        if not self._is_wanted and jax.process_count() == 1:
             raise PlanError(
                 explain(
                     "this preparation was withdrawn",

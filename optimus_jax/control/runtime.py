@@ -8,7 +8,8 @@ control/controller.py in a real run, simulation/simulator.py in a simulated one.
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Protocol
+from functools import partial
+from typing import Protocol, TypeVar
 
 from optimus_jax.control import constants
 from optimus_jax.control.commands import Command
@@ -33,10 +34,12 @@ from optimus_jax.control.switch_state import (
 )
 from optimus_jax.plan import Plan
 
+T = TypeVar("T")
+
 
 class Policy(Protocol):
-    """What decides. `control.advisor.Advisor` does in real runs; others follow a script or a
-    simple rule and only have `decide`.
+    """What decides. `control.advisor.Advisor` does in real runs: it notices what is new and answers
+    questions. Others follow a script or a simple rule and only have `decide`.
     """
 
     wants_probe: bool = False
@@ -59,11 +62,16 @@ class Policy(Protocol):
         return () if decision is None else (Decided(decision=decision),)
 
     def answer(
-        self, question: Question, observation: Observation, state: SwitchState, *, blocked: str
+        self,
+        question: Question,
+        observation: Observation,
+        state: SwitchState,
+        *,
+        blocked: Callable[[Question], str],
     ) -> Decided | None:
         """Answer the open question; None: not yet, it stays open.
 
-        `blocked`: why no switch is allowed; empty: one is.
+        `blocked`: says why no switch is allowed as an answer to a question; empty: one is.
         """
 
     def is_puzzled(self, since_s: float) -> bool:
@@ -147,23 +155,10 @@ class Runtime:
         """
         self.steps_done(observation.step, observation.time_s, times_s, losses, paused_s)
         trial = self.state.trial
-        if self._is_broken or (trial and trial.verdict and not trial.verdict.keep):
+        if trial and trial.verdict and not trial.verdict.keep:
             return  # a decision now would be about a plan that the run is about to leave
-        try:
-            self._decide(observation)
-        # A defect ends the controller and not the run.
-        except Exception as error:
-            if self._fail is None:
-                raise
-            self._is_broken = True
-            why = (
-                f"the controller has failed and decides nothing more ({type(error).__name__}:"
-                f" {error}); this is a defect of optimus_jax"
-            )
-            self._fail(why, traceback.format_exc())
-            self._send(Command(kind="withdraw", why=why))
-            return
-        if is_compiled():
+        self._guarded(lambda: self._decide(observation))
+        if not self._is_broken and is_compiled():
             self.compiled()
 
     def steps_done(
@@ -187,10 +182,10 @@ class Runtime:
 
     def compiled(self, *, at_once: bool = False) -> None:
         """The pending plan is compiled. `at_once`: no step was done since the decision."""
-        pending = self.state.pending
-        is_puzzled = pending is not None and (
-            self.state.question is not None or self._policy.is_puzzled(pending.decided_s)
-        )
+        pending, is_puzzled = self.state.pending, self.state.question is not None
+        if pending is not None and not is_puzzled:
+            since_s = pending.decided_s
+            is_puzzled = bool(self._guarded(lambda: self._policy.is_puzzled(since_s)))
         self._happened(CompileDone(at_once=at_once, is_puzzled=is_puzzled))
 
     def move_begun(self) -> None:
@@ -210,8 +205,7 @@ class Runtime:
         made, alike = self.state.pending, self._policy.steps_alike
         made = made if made is not None and made.decision.plan == plan else None
         tax_s = {} if made is None else {"compile_tax_s": max(0.0, made.tax_s)}
-        if not self._is_broken:
-            self._policy.switched(plan, {**costs_s, **tax_s}, made)
+        self._guarded(lambda: self._policy.switched(plan, {**costs_s, **tax_s}, made))
         self._happened(
             MoveDone(
                 plan=plan,
@@ -230,8 +224,7 @@ class Runtime:
           costs_s: seconds that it took.
           is_back: the run was under it, and is back under the plan before.
         """
-        if not self._is_broken:
-            self._policy.failed(plan, why, is_back=is_back)
+        self._guarded(lambda: self._policy.failed(plan, why, is_back=is_back))
         self._happened(SwitchFailed(plan=plan, why=why, costs_s=costs_s))
 
     def trial_over(self, costs_s: float = 0.0) -> None:
@@ -250,8 +243,25 @@ class Runtime:
 
     def close(self) -> None:
         """Save what was learnt, after the run has ended."""
-        if not self._is_broken:
-            self._policy.save()
+        self._guarded(self._policy.save)
+
+    def _guarded(self, call: Callable[[], T]) -> T | None:
+        """Call the policy. A defect in it ends the controller and not the run."""
+        if self._is_broken:
+            return None
+        try:
+            return call()
+        except Exception as error:
+            if self._fail is None:
+                raise
+            self._is_broken = True
+            why = (
+                f"the controller has failed and decides nothing more ({type(error).__name__}:"
+                f" {error}); this is a defect of optimus_jax"
+            )
+            self._fail(why, traceback.format_exc())
+            self._send(Command(kind="withdraw", why=why))
+            return None
 
     # Decisions.
 
@@ -265,15 +275,22 @@ class Runtime:
         observation = self._without_tax(observation)
         for event in policy.notices(observation, self.state):
             self._happened(event)
-        if (question := self.state.question) is None:
+        question, state, slowed = self.state.question, self.state, policy.slowed
+        if question is None:
             return
-        slowed = policy.slowed
-        blocked = self._rules.blocked(self.state, question, slowed)
-        answered = policy.answer(question, observation, self.state, blocked=blocked)
+        if self._rules.shares_cores and state.stage is Stage.CANARY and not question.mandatory:
+            return  # compiling beside the first steps of a plan would make it look slow
+        answered = policy.answer(
+            question,
+            observation,
+            state,
+            blocked=lambda asked: self._rules.blocked(state, asked, slowed),
+        )
         if answered is None:
             return
-        cooled_step = self._rules.cool_until(self.state, slowed)
-        if blocked and cooled_step > self.state.step:
+        answers = replace(question, mandatory=answered.decision.mandatory)
+        cooled_step = self._rules.cool_until(state, slowed)
+        if self._rules.blocked(state, answers, slowed) and cooled_step > state.step:
             answered = replace(answered, review_step=min(answered.review_step, cooled_step))
         self._happened(answered)
 
@@ -298,5 +315,5 @@ class Runtime:
                 self._send(command)
             elif isinstance(command, Announce):
                 self._announce(command.decision)
-            elif not self._is_broken:
-                self._policy.charge(command.time_s)
+            else:
+                self._guarded(partial(self._policy.charge, command.time_s))

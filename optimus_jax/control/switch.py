@@ -152,6 +152,11 @@ class Switcher:
         self._worker(job)
         return preparation
 
+    @property
+    def is_compiling(self) -> bool:
+        """Whether this process is preparing a switch or a phase, wanted or not any more."""
+        return self._in_progress is not None and not self._in_progress.is_done
+
     def is_compiled(
         self,
         plan: Plan,

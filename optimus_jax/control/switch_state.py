@@ -1,8 +1,8 @@
 """Stages, state and events of the state machine of a switch (control/machine.py): what process 0
 knows about the run's plan, besides what it believes about conditions and other plans.
 
-A *question* is what there is to decide. One is open at a time, because the search for its answer
-may take many steps.
+A *question* is what there is to decide. It is open until it is answered, because the search for its
+answer may take many steps. Questions are answered one at a time, the most urgent first.
 """
 
 import math
@@ -54,6 +54,15 @@ class Question:
     def is_pressing(self) -> bool:
         """Whether the question is mandatory or tied to a step boundary."""
         return self.mandatory or self.at_step is not None
+
+    @property
+    def urgency(self) -> tuple[int, int]:
+        """The order of questions: a mandatory one, those about phases, others. Of each, the newest
+        replaces an older one.
+        """
+        if self.at_step is not None:
+            return 1, self.at_step
+        return (0, 0) if self.mandatory else (2, 0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,6 +116,8 @@ class Trial:
     """Predicted step time, in seconds."""
     times_s: tuple[float, ...] = ()
     losses: tuple[float, ...] = ()
+    mandatory: bool = False
+    """Whether the run could not keep the old plan."""
     verdict: Verdict | None = None
     """The verdict, until all processes have received it."""
 
@@ -151,28 +162,38 @@ class SwitchState:
     """Times of the newest steps under the present plan."""
     pending: PendingSwitch | None = None
     trial: Trial | None = None
-    question: Question | None = None
-    """The open question."""
-    later: Question | None = None
-    """A question that came while a pressing one was open."""
+    questions: tuple[Question, ...] = ()
+    """Open questions, the most urgent first."""
     forced: Question | None = None
-    """The mandatory question whose switch is not made yet."""
+    """The mandatory question whose switch is not made and kept yet. It is open again if that
+    fails."""
     review_step: float = math.inf
     """Boundary at which the present plan is reviewed without news."""
     review_s: float = math.inf
     """The same by the run's clock."""
+    entered_step: int = 0
+    """Steps done when the run entered its plan."""
     switched_step: int = 0
-    """Steps done at the last switch."""
+    """Steps done at the last switch that was made or failed."""
     cool_steps: int = 0
     """Steps for which no other switch is made by choice."""
     num_switches: int = 0
     """Number of switches made by choice."""
-    advised: tuple[Plan | None, int | None] | None = None
-    """Plan and boundary of the newest advice, if decisions are only announced; None: to stay."""
+    advised: tuple[Plan | None, frozenset[int], int | None] | None = None
+    """Target of the newest advice, if decisions are only announced; None: to stay."""
     advised_until: int = 0
     """Step before which the same advice is not given again."""
     failures: Mapping[str, Failure] = field(default_factory=dict)
     """Failed plans, by digest."""
+
+    @property
+    def question(self) -> Question | None:
+        """The open question to answer now; None: there is none, or what is pending answers a more
+        urgent one.
+        """
+        first = self.questions[0] if self.questions else None
+        pending = self.pending and self.pending.question
+        return None if first and pending and pending.urgency < first.urgency else first
 
     def why_not(self, plan: Plan) -> str:
         """Why the plan must not be tried now; empty: it may be."""

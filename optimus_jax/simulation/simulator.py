@@ -253,8 +253,14 @@ class Simulation:
         self._obey_all()
 
     def _is_compiled(self) -> bool:
-        """Whether the pending plan is compiled."""
-        return self._preparation is not None and self.time_s >= self._preparation.ready_s
+        """Whether the switch that is pending is compiled."""
+        pending, preparation = self._runtime.state.pending, self._preparation
+        return (
+            pending is not None
+            and preparation is not None
+            and preparation.command.target == pending.decision.target
+            and self.time_s >= preparation.ready_s
+        )
 
     def _obey_all(self) -> None:
         """Carry out all commands, also those that come meanwhile, and move if a plan is ready."""

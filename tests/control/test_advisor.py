@@ -535,6 +535,21 @@ def test_a_forced_switch_that_fails_is_retried_with_another_plan():
     assert tried[0] != tried[1] == job.plan
 
 
+def test_a_device_that_is_lost_while_a_plan_is_prepared_is_not_used():
+    job = Job(num_steps=5000, prepare_steps=30).go(100).go(10, lost=frozenset({11}))
+    job.go(60, lost=frozenset({11, 60}))
+    assert job.without >= frozenset({11, 60})
+
+
+def test_a_device_that_is_back_and_lost_again_is_not_used():
+    job = Job(num_steps=5000, switch_s=1.0, prepare_steps=30).go(100).go(100, lost=frozenset({11}))
+    assert 11 in job.without
+    while job.runtime.state.pending is None:
+        job.go(1)
+    job.go(100, lost=frozenset({11}))
+    assert 11 in job.without
+
+
 def test_a_slow_process_is_left_out_for_as_long_as_it_is_measured_to_be_slow():
     settings = ControlConfig(budget_share=0.02)
     job = Job(

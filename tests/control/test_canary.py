@@ -43,7 +43,14 @@ def test_noisy_step_times_need_a_larger_slowdown():
     assert not judge([2 * time_s for time_s in times_s], **restless).keep
 
 
-def test_after_a_forced_switch_only_the_losses_are_judged():
+def test_without_a_standard_only_the_losses_are_judged():
     verdict = judge((3.0, 9.0, 9.0), **{**GOOD, "before_s": ()})
     assert verdict.keep
     assert not judge((3.0, 9.0), **{**GOOD, "before_s": (), "losses": (math.inf, 2.0)}).keep
+
+
+def test_a_run_does_not_go_back_to_a_plan_that_it_had_to_leave():
+    forced = GOOD | {"before_s": (), "losses": (math.inf, 2.0), "mandatory": True}
+    verdict = judge((3.0, 9.0), **forced)
+    assert verdict.keep
+    assert "not finite" in verdict.why

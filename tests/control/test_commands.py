@@ -66,6 +66,7 @@ def test_all_processes_receive_the_same_commands_and_next_step(two_processes):
         Command(kind="withdraw", why="it is not"),
     ), "the same is said once"
     assert other.receive(1, [5.0]) == received
+    assert (first.step_time_s, other.step_time_s) == (0.3, 0.3)
     for each in (first, other):
         assert [each.is_broadcast_due(step) for step in (2, 4, 5, 6)] == [False, False, True, True]
 

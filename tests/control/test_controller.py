@@ -322,7 +322,7 @@ def test_a_switch_waits_for_its_step(scripted, lenient_canary):
 def test_a_switch_happens_at_its_step_without_a_broadcast_there(
     scripted, lenient_canary, monkeypatch
 ):
-    """With several processes, not every step has a broadcast."""
+    """With several processes, not every step has a broadcast. The boundary itself has one."""
     monkeypatch.setattr(CommandBroadcast, "is_broadcast_due", lambda self, step: step % 5 == 0)
     plan = other_plan()
     result = scripted({3: switch_at(3, plan, at_step=7)})

@@ -191,10 +191,10 @@ def test_to_stay_withdraws_what_is_pending():
 
 def test_a_mandatory_question_replaces_others_and_is_not_replaced():
     state, _ = after(News(question=MAY), News(question=MUST), News(question=MAY))
-    assert (state.question, state.later) == (MUST, MAY)
+    assert state.questions == (MUST, MAY)
     stay = Decided(decision=replace(STAY.decision, mandatory=True))
     state, _ = after(stay, state=state)
-    assert (state.question, state.later, state.forced) == (MAY, None, MUST)
+    assert (state.questions, state.forced) == ((MAY,), MUST)
 
 
 def test_a_run_that_need_not_move_any_more_is_not_forced_to():
@@ -205,14 +205,59 @@ def test_a_run_that_need_not_move_any_more_is_not_forced_to():
     state, _ = after(News(question=MUST), STAY, state=state)
     assert state.forced is None
     state, _ = after(News(question=MUST), to(NEW, mandatory=True), News(question=MAY), STAY)
-    assert (state.pending, state.forced, state.question) == (None, None, None)
+    assert (state.pending, state.forced, state.questions) == (None, None, ())
 
 
 def test_news_while_a_pressing_switch_is_pending_ask_its_question_again():
     state, _ = after(News(question=MUST), to(NEW, mandatory=True), News(question=MAY))
     assert state.question == MUST
-    state, _ = after(News(question=MUST), state=replace(state, question=None))
+    state, _ = after(News(question=MUST), state=replace(state, questions=()))
     assert state.question == MUST
+
+
+@pytest.mark.parametrize(
+    "meanwhile",
+    [
+        [News(question=MUST), to(NEW, mandatory=True)],
+        [News(question=MUST), to(NEW, mandatory=True), MoveBegun(), MOVED],
+        [SwitchFailed(plan=NEW, why="it did not compile")],
+        [Interrupted()],
+    ],
+)
+@pytest.mark.parametrize("is_pending", [False, True])
+def test_a_question_about_a_phase_is_not_forgotten(is_pending, meanwhile):
+    """Neither while it waits for a search, nor while its plan is prepared, nor a second one."""
+    answer = [to(THIRD, at_step=500)] if is_pending else []
+    last = Question(trigger="another phase", at_step=700)
+    state, _ = after(News(question=LATER), *answer, News(question=last), *meanwhile)
+    waits = state.pending is not None
+    assert (state.questions, state.question) == ((LATER, last), None if waits else LATER)
+
+
+def test_a_phase_that_has_begun_is_not_asked_about_any_more():
+    asked = (News(question=LATER), to(NEW, at_step=500))
+    state, _ = after(*asked, *steps(500, 1), Interrupted())
+    assert state.questions == ()
+
+
+def test_other_devices_are_another_switch():
+    """A second loss while the plan without the first is prepared."""
+    first = to(NEW, mandatory=True, without=frozenset({3, 7}))
+    second = to(NEW, mandatory=True, without=frozenset({3, 5}))
+    state, commands = after(News(question=MUST), first, News(question=MUST), second)
+    assert kinds(commands) == ["Announce", "prepare", "Charge", "Announce", "prepare"]
+    assert commands[-1].target == second.decision.target == state.pending.decision.target
+    state, commands = after(News(question=MUST), second, state=state)
+    assert commands == []
+
+
+def test_a_switch_that_need_not_be_made_any_more_is_made_by_choice():
+    state, _ = after(*steps(1, 20), News(question=MUST), to(NEW, mandatory=True))
+    state, commands = after(News(question=MUST), to(NEW), state=state)
+    assert (commands, state.forced) == ([], None)
+    state, _ = after(CompileDone(), MoveBegun(), MOVED, state=state)
+    assert state.num_switches == 1
+    assert state.trial.before_s
 
 
 @pytest.mark.parametrize(
@@ -240,8 +285,16 @@ def test_a_mandatory_switch_that_failed_is_asked_about_again():
         assert state.question == MUST
     state, _ = after(*asked, Interrupted(reopens=False))
     assert state.question is None
-    state, _ = after(*asked, CompileDone(), MoveBegun(), MOVED, Interrupted())
-    assert state.question is None
+    moved = (*asked, CompileDone(), MoveBegun(), MOVED)
+    for event in (Interrupted(), TrialOver()):
+        state, _ = after(*moved, event)
+        assert (state.questions, state.forced) == ((), None)
+    state, _ = after(*moved, SwitchFailed(plan=NEW, why="its first step failed"))
+    assert state.question == MUST
+    entered = (*asked, replace(MOVED, plan=THIRD, begins_phase=True), Interrupted())
+    state, commands = after(*entered)
+    assert state.question == MUST, "another plan was entered, for a phase"
+    assert "Charge" in kinds(commands)
 
 
 def test_another_batch_makes_the_question_about_a_phase_one_about_now():
@@ -276,8 +329,10 @@ def test_changed_steps_are_looked_at_before_the_move(is_puzzled, waits):
 
 
 def test_a_planned_switch_needs_no_command_to_move():
-    _, commands = after(*steps(1, 20), to(NEW, at_step=100), *steps(21, 3), CompileDone())
-    assert "switch" not in kinds(commands)
+    compiled = (*steps(1, 20), to(NEW, at_step=100), *steps(21, 3), CompileDone())
+    state, commands = after(*compiled)
+    assert kinds(commands)[2:] == ["recheck"], "steps are timed again"
+    assert after(CompileDone(), state=state) == (state, [])
 
 
 def test_a_new_plan_is_kept_or_taken_back_by_its_first_steps():
@@ -309,8 +364,28 @@ def test_a_plan_that_the_run_had_to_leave_is_no_standard():
     )
     assert state.trial is not None
     assert state.trial.before_s == ()
-    assert (state.num_switches, state.forced) == (0, None)
+    assert state.num_switches == 0
     assert RULES.cool_until(state) == 20 + 2 * RULES.settings.canary_steps
+    _, commands = after(*steps(21, 6, time_s=9.0, loss=math.nan), state=state)
+    assert kinds(commands)[-1] == "keep", "it cannot go back"
+
+
+def test_the_first_steps_are_compared_with_steps_beside_no_compilation():
+    """Where the compiler has its own cores, which does not stop it from slowing steps a little."""
+    prepared = (*steps(1, 20), to(NEW), *steps(21, 10, time_s=1.2), CompileDone())
+    state, _ = after(*prepared, MoveBegun(), MOVED)
+    assert state.trial.before_s == pytest.approx((1.0,) * len(state.trial.before_s))
+    _, commands = after(*steps(31, 6, time_s=1.1), state=state)
+    assert kinds(commands)[-1] == "roll_back"
+
+
+def test_a_plan_that_cannot_be_prepared_does_not_make_the_present_one_newer():
+    state, _ = after(*steps(1, 50), to(NEW), SwitchFailed(plan=NEW, why="a test"))
+    assert (state.entered_step, state.switched_step) == (0, 50)
+    state, _ = after(*ON_TRIAL, *steps(24, 1))
+    assert state.entered_step == 23
+    state, _ = after(SwitchFailed(plan=NEW, why="slower"), state=state)
+    assert state.entered_step == 24
 
 
 def test_no_trial_in_a_phase_or_where_there_are_none():

@@ -37,7 +37,8 @@ def test_a_withdrawn_preparation_compiles_no_further_program(preparation):
         preparation.result()
 
 
-def test_a_preparation_of_several_processes_goes_on_once_it_has_begun(preparation, monkeypatch):
+def test_several_processes_prepare_what_is_withdrawn_to_its_end(preparation, monkeypatch):
+    """One that has begun may wait for the others."""
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     done = []
     preparation.do(lambda: work(preparation, done))
@@ -45,4 +46,4 @@ def test_a_preparation_of_several_processes_goes_on_once_it_has_begun(preparatio
     preparation = Preparation(preparation.plan)
     preparation.withdraw()
     preparation.do(lambda: work(preparation, done))
-    assert len(done) == 3
+    assert len(done) == 6

@@ -1,5 +1,7 @@
 """The runtime of process 0: what the policy is asked and told, and what is sent."""
 
+from dataclasses import replace
+
 import pytest
 from fleet import PLANS
 
@@ -140,8 +142,9 @@ def test_a_question_during_the_cool_down_is_asked_again_after_it():
             return [News(question=Question(trigger="news"))] if observation.step == 20 else []
 
         def answer(self, question, observation, state, *, blocked):
-            self.blocked = (*self.blocked, (observation.step, bool(blocked)))
-            stay = Decision(step=observation.step, action="stay", why=blocked or "it is best")
+            why_not = blocked(question)
+            self.blocked = (*self.blocked, (observation.step, bool(why_not)))
+            stay = Decision(step=observation.step, action="stay", why=why_not or "it is best")
             return Decided(decision=stay)
 
     run = Run(Asked()).go(5)
@@ -150,6 +153,51 @@ def test_a_question_during_the_cool_down_is_asked_again_after_it():
     assert run.policy.blocked == ((20, True), (35, False), (65, False)), (
         "and once the failed plan may be tried again"
     )
+
+
+def test_the_answer_to_a_question_that_is_not_mandatory_any_more_may_be_blocked():
+    class Relieved(Scripted):
+        seen_blocked = ()
+
+        def notices(self, observation, state):
+            asked = Question(trigger="devices are lost", mandatory=True)
+            return [News(question=asked)] if observation.step == 7 else []
+
+        def answer(self, question, observation, state, *, blocked):
+            again = replace(question, mandatory=False)
+            self.seen_blocked = (bool(blocked(question)), bool(blocked(again)))
+            return Decided(decision=Decision(step=7, action="stay", why=blocked(again)))
+
+    run = Run(Relieved()).go(5)
+    run.runtime.failed(NEW, "a test")
+    run.go(4)
+    assert run.policy.seen_blocked == (False, True)
+    assert run.runtime.state.forced is None
+    assert run.runtime.state.review_step == 35
+
+
+@pytest.mark.parametrize(("shares_cores", "waits"), [(False, False), (True, True)])
+def test_nothing_is_compiled_by_choice_beside_a_trial_on_shared_cores(shares_cores, waits):
+    class Planned(Scripted):
+        asked = ()
+
+        def notices(self, observation, state):
+            phase = Question(trigger="a phase", at_step=500)
+            asked = [News(question=phase)] if observation.step == 26 else []
+            return [*super().notices(observation, state), *asked]
+
+        def answer(self, question, observation, state, *, blocked):
+            self.asked = (*self.asked, observation.step)
+            return Decided(decision=Decision(step=0, action="stay", why="it is best"))
+
+    policy = Planned({20: switch()})
+    run = Run(policy, shares_cores=shares_cores).go(24).go(1, is_compiled=True)
+    run.runtime.move_begun()
+    run.runtime.moved(NEW, {"move_s": 2.0})
+    run.go(6)
+    run.runtime.trial_over()
+    run.go(2)
+    assert policy.asked[0] == (32 if waits else 26)
 
 
 def test_a_probe_is_worth_more_where_something_is_new():
@@ -177,3 +225,20 @@ def test_a_policy_that_raises_is_not_asked_again():
     told = len(run.policy.told)
     run.runtime.failed(NEW, "a test", costs_s=1.0)
     assert len(run.policy.told) == told
+
+
+@pytest.mark.parametrize("part", ["switched", "failed", "charge", "is_puzzled", "save"])
+def test_no_part_of_a_policy_ends_the_run(part):
+    def fail(*_, **__):
+        raise ZeroDivisionError("no steps")
+
+    policy = Scripted({20: switch()})
+    setattr(policy, part, fail)
+    run = Run(policy).go(24, 1.1).go(1, is_compiled=True)
+    run.runtime.move_begun()
+    run.runtime.moved(NEW, {"move_s": 2.0})
+    run.go(1).go(6, 2.0)
+    run.runtime.failed(NEW, "slower", is_back=True)
+    run.runtime.close()
+    [(why, _)] = run.failures
+    assert "ZeroDivisionError: no steps" in why

@@ -134,8 +134,9 @@ class BelievedConditions:
             del self._claimed_at[name]
         self._early &= news.keys()
         for name, doubted in list(self.rejected_signals.items()):
-            # It agrees with the conditions again, or claims another value than the rejected one.
-            if (
+            # It agrees with the conditions again, or claims another value than the rejected one. A
+            # reading that is missing does neither.
+            if name in claimed and (
                 name not in news
                 or abs(math.log(news[name] / doubted)) > constants.MIN_REGIME_CHANGE
             ):
@@ -172,6 +173,7 @@ class BelievedConditions:
             groups, key=lambda each: abs(seen - self._predicted(each, log_time_of)), default={}
         )
         predicted = self._predicted(group, log_time_of)
+        # Closer to a recovery than to no change.
         if (
             abs(predicted) < constants.MIN_RECOVERY_EFFECT
             or abs(seen - predicted) >= abs(predicted) / 2

@@ -127,12 +127,21 @@ class CandidateEvaluator:
             ),
             mandatory=question.mandatory,
             at_step=question.at_step,
+            until_s=self._until_s(question, step_time_s),
             is_unexplained=watch.regime != 0,
             has_switched=state.num_switches > 0,
-            under_plan_s=(state.step - state.switched_step) * step_time_s,
+            under_plan_s=(state.step - state.entered_step) * step_time_s,
             inputs=self._inputs(observed, readings, forecast.interval_s(0), steps_left),
         )
         return policy.decide(situation, candidates)
+
+    def _until_s(self, question: Question, step_time_s: float) -> float:
+        """Time until the boundary that the question is about; 0: it is about now."""
+        if question.at_step is None:
+            return 0.0
+        level = self.watch.detector.level
+        num_steps = max(0, question.at_step - self.run_progress.step)
+        return num_steps * (step_time_s if level is None else math.exp(level))
 
     def _candidate(
         self,

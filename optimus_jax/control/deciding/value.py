@@ -2,7 +2,7 @@
 
 With R the ratio of step times (new over present), a switch that takes q seconds to prepare is worth
 
-    S(q) { L E[1 - R] - c - P(back) b } + what is saved after present conditions
+    S(q) { L E[1 - R] - c - P(back) b + what is saved after present conditions }
 
 S(q) is the probability that present conditions outlast the preparation, L the time that they are
 then expected to last within the run, c the cost of the switch, b that of the way back. The way back
@@ -158,14 +158,14 @@ def gain_if_kept(log_ratio: float, deviation: float) -> float:
 
 
 def _wait_s(bet: Bet, regime: Regime, horizon_s: float) -> float:
-    """The wait after which the switch is worth most."""
+    """The wait after which the switch is worth most; 0: it is worth nothing then either."""
     if regime.durations is None:
         return 0.0
     unit_s = regime.elapsed_s + regime.durations.prior_s
 
     def value_s(wait_s: float) -> float:
         later_s = _net_s(bet, regime.later(wait_s), horizon_s - wait_s)
-        return regime.survival(wait_s) * later_s
+        return regime.survival(wait_s) * max(0.0, later_s)
 
     return max((0.0, *[share * unit_s for share in constants.WAIT_MULTIPLES]), key=value_s)
 
