@@ -14,11 +14,12 @@ from optimus_jax.control.deciding.candidates import search_now
 from optimus_jax.control.deciding.switch_costs import SwitchCosts
 from optimus_jax.control.journal import SwitchRecord, switches
 from optimus_jax.control.live import Probes, live_signals
-from optimus_jax.control.machine import quarantined, resumed
+from optimus_jax.control.machine import resumed
 from optimus_jax.control.phase_changes import PhaseChanges
 from optimus_jax.control.reported_devices import ReportedDevices
 from optimus_jax.control.switch import Switcher
 from optimus_jax.control.switch_state import SwitchRules, SwitchState
+from optimus_jax.control.transitions import quarantined
 from optimus_jax.errors import PlanError
 from optimus_jax.faults.heartbeat import Heartbeats
 from optimus_jax.mesh.topology import Topology

@@ -1,63 +1,34 @@
 """The life of a switch as a state machine.
 
 `reduce` is a pure function: (state, event, rules) -> (state, commands). TABLE says what handles an
-event in which stage, and which stages may follow. It is the documentation (docs/control.md), and
-tests hold it to what `reduce` does. Only process 0 has a state; its commands reach all processes
-(control/commands.py).
+event in which stage (control/transitions.py), and which stages may follow. It is the documentation
+(docs/control.md), and tests hold it to what `reduce` does. Only process 0 has a state; its commands
+reach all processes (control/commands.py).
 """
 
 import math
-import statistics
 import typing
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from optimus_jax.control import constants
-from optimus_jax.control.canary import judge
-from optimus_jax.control.commands import Command
-from optimus_jax.control.policy import Decision
+from optimus_jax.control import transitions
 from optimus_jax.control.switch_state import (
     BatchChanged,
     CompileDone,
     Decided,
     Event,
-    Failure,
     Interrupted,
     MoveBegun,
     MoveDone,
     News,
-    PendingSwitch,
-    Question,
     Stage,
     StepsDone,
     SwitchFailed,
     SwitchRules,
     SwitchState,
-    Trial,
     TrialOver,
 )
-from optimus_jax.plan import Plan
-
-# What process 0 does for itself; commands to all processes are in control/commands.py.
-
-
-@dataclass(frozen=True, kw_only=True)
-class Announce:
-    """Record and show a decision."""
-
-    decision: Decision
-
-
-@dataclass(frozen=True, kw_only=True)
-class Charge:
-    """Charge the account with time that switching took."""
-
-    time_s: float
-
-
-Commands = tuple[Command | Announce | Charge, ...]
-Reduced = tuple[SwitchState, Commands]
-NO_COMMANDS: Commands = ()
+from optimus_jax.control.transitions import NO_COMMANDS, Reduced
 
 
 def reduce(state: SwitchState, event: Event, rules: SwitchRules) -> Reduced:
@@ -78,7 +49,7 @@ def resumed(
       by_choice: whether the run could have stayed.
       is_made: whether the run was under the new plan.
     """
-    state = _cooling(replace(state, step=step), rules, by_choice=by_choice)
+    state = transitions.cooling(replace(state, step=step), rules, by_choice=by_choice)
     return replace(
         state,
         step=0,
@@ -87,392 +58,6 @@ def resumed(
         entered_step=step if is_made else state.entered_step,
         num_switches=state.num_switches + (by_choice and is_made),
     )
-
-
-def quarantined(
-    state: SwitchState, plan: Plan, step: int, why: str, rules: SwitchRules
-) -> SwitchState:
-    """The state in which a plan that failed at `step` is not tried for a while.
-
-    Each failure of a plan doubles the time.
-    """
-    before = state.failures.get(plan.digest)
-    count = 1 if before is None else before.count + 1
-    steps = max(1, rules.settings.cooldown_steps) * 2 ** min(
-        count, constants.MAX_QUARANTINE_DOUBLINGS
-    )
-    failure = Failure(count=count, until_step=step + steps, why=why)
-    return replace(state, failures={**state.failures, plan.digest: failure})
-
-
-# Steps.
-
-
-def _counted(state: SwitchState, event: StepsDone, rules: SwitchRules) -> SwitchState:
-    """The state after these steps."""
-    goes_back = event.step < state.step
-    state = replace(
-        state,
-        step=event.step,
-        time_s=event.time_s,
-        recent_s=(state.recent_s + event.times_s)[-rules.settings.window_steps :],
-        # A run that resumes from a checkpoint repeats steps. A cool-down that came later begins.
-        switched_step=min(state.switched_step, event.step),
-        entered_step=min(state.entered_step, event.step),
-    )
-    return replace(state, review_step=rules.cool_until(state)) if goes_back else state
-
-
-def _steps_done(state: SwitchState, event: StepsDone, rules: SwitchRules) -> Reduced:
-    """Ask again if a review is due."""
-    return _reviewed(_counted(state, event, rules)), NO_COMMANDS
-
-
-def _cooled_steps_done(state: SwitchState, event: StepsDone, rules: SwitchRules) -> Reduced:
-    """End the cool-down once it is over."""
-    state = _counted(state, event, rules)
-    is_over = state.step >= rules.cool_until(state)
-    return _reviewed(replace(state, stage=Stage.IDLE) if is_over else state), NO_COMMANDS
-
-
-def _canary_steps_done(state: SwitchState, event: StepsDone, rules: SwitchRules) -> Reduced:
-    """Judge the new plan after its first steps."""
-    state, trial = _counted(state, event, rules), state.trial
-    assert trial is not None, "the stage has a trial"
-    trial = replace(
-        trial, times_s=trial.times_s + event.times_s, losses=trial.losses + event.losses
-    )
-    state = replace(state, trial=trial)
-    if trial.verdict is not None or len(trial.times_s) <= rules.settings.canary_steps:
-        return state, NO_COMMANDS
-    verdict = judge(
-        trial.times_s,
-        losses=trial.losses,
-        before_s=trial.before_s,
-        predicted_s=trial.predicted_s,
-        steps_left=rules.num_steps - state.step,
-        back_s=sum(trial.costs_s.values()),
-        mandatory=trial.mandatory,
-    )
-    return replace(state, trial=replace(trial, verdict=verdict)), (
-        Charge(time_s=trial.first_steps_s),
-        Command(kind="keep" if verdict.keep else "roll_back", why=verdict.why),
-    )
-
-
-def _compiling_steps_done(state: SwitchState, event: StepsDone, rules: SwitchRules) -> Reduced:
-    """Add up how much longer steps take beside the compilation, and pauses for it."""
-    pending = state.pending
-    assert pending is not None, "the stage has a pending switch"
-    usual_s = pending.usual_s
-    tax_s = 0.0 if usual_s is None else sum(event.times_s) - len(event.times_s) * usual_s
-    beside_s = (pending.beside_s + event.times_s)[-rules.settings.window_steps :]
-    tax_s += pending.tax_s + event.paused_s
-    pending = replace(pending, tax_s=tax_s, beside_s=beside_s)
-    return replace(_counted(state, event, rules), pending=pending), NO_COMMANDS
-
-
-def _only_counted(state: SwitchState, event: StepsDone, rules: SwitchRules) -> Reduced:
-    """Count them."""
-    return _counted(state, event, rules), NO_COMMANDS
-
-
-# Questions and answers.
-
-
-def _news(state: SwitchState, event: News, rules: SwitchRules) -> Reduced:
-    """Open the question."""
-    asked, answered = event.question, state.pending and state.pending.question
-    # A switch that is mandatory or planned for a boundary is not withdrawn for something else, but
-    # another plan may be the better answer to its question now.
-    if answered is not None and answered.is_pressing and not asked.is_pressing:
-        asked = answered
-    return _opened(state, asked), NO_COMMANDS
-
-
-def _batch_changed(state: SwitchState, event: BatchChanged, rules: SwitchRules) -> Reduced:
-    """Ask the question about them now, if it is open."""
-    planned = [each for each in state.questions if each.at_step is not None]
-    if not planned:
-        return state, NO_COMMANDS
-    others = tuple([each for each in state.questions if each is not planned[0]])
-    now = replace(planned[0], batch=None, at_step=None)
-    return _opened(replace(state, questions=others), now), NO_COMMANDS
-
-
-def _decided(state: SwitchState, event: Decided, rules: SwitchRules) -> Reduced:
-    """Prepare the switch, or withdraw the one that is pending."""
-    decision, asked, pending = event.decision, state.question, state.pending
-    state = replace(state, questions=tuple([each for each in state.questions if each is not asked]))
-    if asked is not None and asked.mandatory:
-        # What forced the run to move may be over by now.
-        asked = replace(asked, mandatory=decision.mandatory)
-        state = replace(state, forced=asked if decision.mandatory else None)
-    if pending is not None and pending.question is not None and asked is not None:
-        # What is pending may answer another question, which is open again if it is dropped.
-        is_same = pending.question.urgency == asked.urgency
-        pending = replace(pending, question=None) if is_same else pending
-    if decision.action == "stay":
-        return _stayed(replace(state, pending=pending), event, rules)
-    state = _pressing(state)
-    if pending is not None and pending.decision.target == decision.target:
-        pending = replace(pending, decision=decision, question=asked)
-        return replace(state, pending=pending), NO_COMMANDS
-    if not rules.acts:
-        return _advised(state, decision, rules)
-    state, commands = _dropped(replace(state, pending=pending), rules)
-    alike_s = _newest(state, event.steps_alike)
-    pending = PendingSwitch(
-        decision=decision,
-        question=asked,
-        decided_s=state.time_s,
-        before_s=alike_s[-constants.NUM_COMPARED_STEPS :],
-        usual_s=statistics.median(alike_s) if alike_s else None,
-        was_compiled=event.is_compiled,
-    )
-    prepare = Command(
-        kind="prepare",
-        plan=decision.plan,
-        without=decision.without,
-        at_step=decision.at_step,
-        why=decision.why,
-    )
-    return _settled(replace(state, pending=pending), rules), (
-        *commands,
-        Announce(decision=decision),
-        prepare,
-    )
-
-
-def _advised(state: SwitchState, decision: Decision, rules: SwitchRules) -> Reduced:
-    if decision.target == state.advised and state.step < state.advised_until:
-        return state, NO_COMMANDS
-    again = state.step + constants.ADVICE_REPEAT_COOLDOWNS * _cool_steps(rules)
-    state = replace(state, advised=decision.target, advised_until=again, review_step=again)
-    return state, (Announce(decision=decision),)
-
-
-def _stayed(state: SwitchState, event: Decided, rules: SwitchRules) -> Reduced:
-    had_pending = state.pending is not None
-    state, commands = _dropped(state, rules)
-    # When its quarantine ends, a plan that has failed may be the best one.
-    ends = [each.until_step for each in state.failures.values() if each.until_step > state.step]
-    state = replace(
-        state,
-        advised=None,
-        review_step=min(state.review_step, event.review_step, *ends),
-        review_s=min(state.review_s, event.review_s),
-    )
-    withdraw = (Command(kind="withdraw", why=event.decision.why),) if had_pending else ()
-    return _settled(state, rules), (*commands, Announce(decision=event.decision), *withdraw)
-
-
-# The switch.
-
-
-def _compile_done(state: SwitchState, event: CompileDone, rules: SwitchRules) -> Reduced:
-    """Go, if steps are as at the decision; else watch them for a while first."""
-    pending = state.pending
-    assert pending is not None, "the stages have a pending switch"
-    if state.stage is Stage.PREPARING and not rules.shares_cores:
-        state = _without_tax(state, pending)
-    state = replace(state, stage=Stage.READY)
-    # On CPU devices nobody has seen steps during the compilation.
-    recheck = (
-        replace(state, pending=replace(pending, checked_since=state.step)),
-        (Command(kind="recheck", plan=pending.decision.plan),),
-    )
-    if pending.decision.at_step is not None:  # all processes know when
-        return recheck if pending.checked_since is None else (state, NO_COMMANDS)
-    go = (Command(kind="switch", plan=pending.decision.plan),)
-    if event.at_once or pending.decision.mandatory or _is_steady(state, event):
-        return state, go
-    if pending.checked_since is None:
-        return recheck
-    waited = state.step - pending.checked_since
-    unseen = constants.NUM_COMPARED_STEPS if rules.shares_cores else 0
-    is_as_it_was = waited >= constants.MAX_READY_WAIT_STEPS or (
-        waited >= unseen and not event.is_puzzled
-    )
-    return state, go if is_as_it_was else NO_COMMANDS
-
-
-def _is_steady(state: SwitchState, event: CompileDone) -> bool:
-    """Whether the newest steps took about as long as those before the compilation."""
-    assert state.pending is not None
-    newest_s, before_s = state.recent_s[-constants.NUM_COMPARED_STEPS :], state.pending.before_s
-    if len(newest_s) < constants.NUM_COMPARED_STEPS or not before_s or event.is_puzzled:
-        return False
-    usual_s = statistics.median(before_s)
-    return (
-        usual_s / constants.STEADY_FACTOR <= min(newest_s)
-        and max(newest_s) <= constants.STEADY_FACTOR * usual_s
-    )
-
-
-def _move_begun(state: SwitchState, event: MoveBegun, rules: SwitchRules) -> Reduced:
-    """Wait until it is done: no step is made meanwhile."""
-    return replace(state, stage=Stage.MOVING), NO_COMMANDS
-
-
-def _move_done(state: SwitchState, event: MoveDone, rules: SwitchRules) -> Reduced:
-    """Put the new plan on trial."""
-    pending, commands = state.pending, NO_COMMANDS
-    if pending is not None and pending.decision.plan != event.plan:
-        state, commands = _dropped(state, rules)
-        pending = None
-    by_choice = pending is not None and not pending.decision.mandatory
-    trial = None
-    if rules.has_trials and not event.begins_phase:
-        trial = Trial(
-            costs_s=event.costs_s,
-            compile_tax_s=max(0.0, pending.tax_s) if pending is not None else 0.0,
-            # A plan that the run had to leave is no standard: fewer devices may be slower.
-            before_s=_comparable(state, event, rules) if by_choice else (),
-            predicted_s=math.nan if pending is None else pending.predicted_s,
-            mandatory=pending is not None and pending.decision.mandatory,
-        )
-    state = replace(
-        state,
-        pending=None,
-        trial=trial,
-        recent_s=(),
-        forced=state.forced if pending is None or (trial and trial.mandatory) else None,
-        num_switches=state.num_switches + by_choice,
-        entered_step=state.step,
-    )
-    return _settled(_cooling(state, rules, by_choice=by_choice), rules), commands
-
-
-def _comparable(state: SwitchState, event: MoveDone, rules: SwitchRules) -> tuple[float, ...]:
-    """The times of the old plan's last steps that the new plan's first steps are compared with."""
-    # While the plan was compiled on the cores of CPU devices, nobody checked whether steps stayed
-    # alike.
-    newest = (
-        constants.NUM_COMPARED_STEPS
-        if rules.shares_cores
-        else constants.NUM_COMPARED_TRIALS * rules.settings.canary_steps
-    )
-    return _newest(state, event.steps_alike)[-newest:]
-
-
-def _switch_failed(state: SwitchState, event: SwitchFailed, rules: SwitchRules) -> Reduced:
-    """Do not try the plan again for a while, longer each time, and cool down."""
-    if state.trial is not None:
-        state = replace(state, trial=None, entered_step=state.step)
-    state, commands = _dropped(state, rules)
-    state = quarantined(state, event.plan, state.step, event.why, rules)
-    state = _opened(_cooling(state, rules, by_choice=True), state.forced)
-    return _settled(state, rules), (*commands, Charge(time_s=event.costs_s))
-
-
-def _trial_over(state: SwitchState, event: TrialOver, rules: SwitchRules) -> Reduced:
-    """Keep the plan."""
-    charges = (Charge(time_s=event.costs_s),) if event.costs_s else NO_COMMANDS
-    return _settled(_kept(state), rules), charges
-
-
-def _interrupted(state: SwitchState, event: Interrupted, rules: SwitchRules) -> Reduced:
-    """Drop what is pending, and keep what is on trial; a mandatory question is open again."""
-    state = _kept(state)
-    forced = state.forced if event.reopens else None
-    state, commands = _dropped(replace(state, recent_s=(), forced=forced), rules)
-    return _settled(_opened(_pressing(state), forced), rules), commands
-
-
-# Parts of the above.
-
-
-def _newest(state: SwitchState, count: int | None) -> tuple[float, ...]:
-    """Times of the newest steps, at least of one; None: of all that are kept."""
-    return state.recent_s if count is None else state.recent_s[-max(1, count) :]
-
-
-def _opened(state: SwitchState, asked: Question | None) -> SwitchState:
-    """The state with an open question, which replaces one of its kind."""
-    if asked is None:
-        return state
-    others = [each for each in state.questions if each.urgency != asked.urgency]
-    questions = sorted([*others, asked], key=lambda each: each.urgency)
-    return replace(state, questions=tuple(questions))
-
-
-def _kept(state: SwitchState) -> SwitchState:
-    """The state with the plan on trial kept: if the run had to move, it has."""
-    trial, pending = state.trial, state.pending
-    has_moved = trial is not None and trial.mandatory
-    has_to_move = pending is not None and pending.decision.mandatory
-    return replace(
-        state, trial=None, forced=None if has_moved and not has_to_move else state.forced
-    )
-
-
-def _pressing(state: SwitchState) -> SwitchState:
-    """The state without questions that a switch, or another batch, makes pointless."""
-    questions = tuple([each for each in state.questions if each.is_pressing])
-    return replace(state, questions=questions)
-
-
-def _without_tax(state: SwitchState, pending: PendingSwitch) -> SwitchState:
-    """The state with step times as they would have been without the compilation that is done."""
-    if pending.tax is None:
-        return state
-    num_steps = len(pending.beside_s)
-    beside_s = tuple([time_s / pending.tax for time_s in state.recent_s[-num_steps:]])
-    return replace(state, recent_s=state.recent_s[:-num_steps] + beside_s)
-
-
-def _settled(state: SwitchState, rules: SwitchRules) -> SwitchState:
-    """The state in the stage that follows from what is on trial, pending, or cooling down."""
-    if state.trial is not None:
-        stage = Stage.CANARY
-    elif state.pending is not None:
-        stage = Stage.PREPARING
-    else:
-        is_cooling = state.step < rules.cool_until(state)
-        stage = Stage.COOLDOWN if is_cooling else Stage.IDLE
-    return replace(state, stage=stage)
-
-
-def _reviewed(state: SwitchState) -> SwitchState:
-    """The state with a question, if a review is due. Each review is due once."""
-    if state.step < state.review_step and state.time_s < state.review_s:
-        return state
-    if not state.questions:
-        state = _opened(state, state.forced or Question(trigger="it is time to look again"))
-    return replace(state, review_step=math.inf, review_s=math.inf)
-
-
-def _dropped(state: SwitchState, rules: SwitchRules) -> Reduced:
-    """Withdraw the pending switch, and charge for the delay that preparing it has caused. If it was
-    planned for a boundary to come, its question is open again.
-    """
-    pending = state.pending
-    if pending is None:
-        return state, NO_COMMANDS
-    state, asked = replace(state, pending=None), pending.question
-    if asked is not None and asked.at_step is not None and asked.at_step > state.step:
-        state = _opened(state, asked)
-    return state, (Charge(time_s=max(0.0, pending.tax_s)),)
-
-
-def _cool_steps(rules: SwitchRules) -> int:
-    return max(rules.settings.cooldown_steps, rules.settings.window_steps)
-
-
-def _cooling(state: SwitchState, rules: SwitchRules, *, by_choice: bool) -> SwitchState:
-    """The state in the cool-down after a switch that was made or failed now.
-
-    After a mandatory switch, the next one may come as soon as step times are known.
-    """
-    state = replace(
-        state,
-        switched_step=state.step,
-        cool_steps=_cool_steps(rules)
-        if by_choice
-        else constants.MIN_COOLDOWN_TRIALS * rules.settings.canary_steps,
-    )
-    return replace(_pressing(state), review_step=rules.cool_until(state), review_s=math.inf)
 
 
 @dataclass(frozen=True)
@@ -491,11 +76,11 @@ _EVERY = tuple(Stage)
 
 def _rows() -> Iterator[tuple[Stage, type, Transition]]:
     at_steps = {
-        Stage.IDLE: Transition(_steps_done, (Stage.IDLE,)),
-        Stage.PREPARING: Transition(_compiling_steps_done, (Stage.PREPARING,)),
-        Stage.READY: Transition(_only_counted, (Stage.READY,)),
-        Stage.CANARY: Transition(_canary_steps_done, (Stage.CANARY,)),
-        Stage.COOLDOWN: Transition(_cooled_steps_done, _AT_REST),
+        Stage.IDLE: Transition(transitions.steps_done, (Stage.IDLE,)),
+        Stage.PREPARING: Transition(transitions.compiling_steps_done, (Stage.PREPARING,)),
+        Stage.READY: Transition(transitions.only_counted, (Stage.READY,)),
+        Stage.CANARY: Transition(transitions.canary_steps_done, (Stage.CANARY,)),
+        Stage.COOLDOWN: Transition(transitions.cooled_steps_done, _AT_REST),
     }
     for stage, row in at_steps.items():
         yield stage, StepsDone, row
@@ -507,21 +92,21 @@ def _rows() -> Iterator[tuple[Stage, type, Transition]]:
         Stage.COOLDOWN: (Stage.PREPARING, *_AT_REST),
     }
     for stage, then in decides.items():
-        yield stage, News, Transition(_news, (stage,))
-        yield stage, BatchChanged, Transition(_batch_changed, (stage,))
-        yield stage, Decided, Transition(_decided, then)
-    compiled = Transition(_compile_done, (Stage.READY,))
+        yield stage, News, Transition(transitions.news, (stage,))
+        yield stage, BatchChanged, Transition(transitions.batch_changed, (stage,))
+        yield stage, Decided, Transition(transitions.decided, then)
+    compiled = Transition(transitions.compile_done, (Stage.READY,))
     yield Stage.PREPARING, CompileDone, compiled
     yield Stage.READY, CompileDone, compiled
     for stage in (Stage.PREPARING, Stage.READY, Stage.CANARY):
-        yield stage, MoveBegun, Transition(_move_begun, (Stage.MOVING,))
+        yield stage, MoveBegun, Transition(transitions.move_begun, (Stage.MOVING,))
     for stage in _EVERY:
         # Without MoveBegun where no command was given: a phase, or a restart.
-        yield stage, MoveDone, Transition(_move_done, (Stage.CANARY, *_AT_REST))
-        yield stage, SwitchFailed, Transition(_switch_failed, _AT_REST)
-        yield stage, Interrupted, Transition(_interrupted, _AT_REST)
+        yield stage, MoveDone, Transition(transitions.move_done, (Stage.CANARY, *_AT_REST))
+        yield stage, SwitchFailed, Transition(transitions.switch_failed, _AT_REST)
+        yield stage, Interrupted, Transition(transitions.interrupted, _AT_REST)
     for stage in (Stage.CANARY, Stage.MOVING):
-        yield stage, TrialOver, Transition(_trial_over, (Stage.PREPARING, *_AT_REST))
+        yield stage, TrialOver, Transition(transitions.trial_over, (Stage.PREPARING, *_AT_REST))
 
 
 TABLE: Mapping[tuple[Stage, type], Transition] = {

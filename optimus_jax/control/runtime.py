@@ -13,7 +13,7 @@ from typing import Protocol, TypeVar
 
 from optimus_jax.control import constants
 from optimus_jax.control.commands import Command
-from optimus_jax.control.machine import Announce, Commands, reduce
+from optimus_jax.control.machine import reduce
 from optimus_jax.control.policy import Decision
 from optimus_jax.control.signals import Observation
 from optimus_jax.control.switch_state import (
@@ -32,6 +32,7 @@ from optimus_jax.control.switch_state import (
     SwitchState,
     TrialOver,
 )
+from optimus_jax.control.transitions import Announce, Commands
 from optimus_jax.plan import Plan
 
 T = TypeVar("T")

@@ -276,7 +276,7 @@ def test_a_slower_plan_is_taken_back(scripted, monkeypatch):
     plan = other_plan()
     monkeypatch.setattr(constants, "CANARY_NOISE", -1e9)  # any step counts as slow
     # and taking back costs nothing
-    monkeypatch.setattr("optimus_jax.control.machine.sum", lambda _: -1e9, raising=False)
+    monkeypatch.setattr("optimus_jax.control.transitions.sum", lambda _: -1e9, raising=False)
     result = scripted({3: switch_at(3, plan)})
     assert result.plan.axes == AxisSizes.parse(START)
     assert losses(result) == pytest.approx(never_switched(scripted), rel=F32_RELATIVE)

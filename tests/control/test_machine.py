@@ -12,15 +12,7 @@ from hypothesis import strategies as st
 from optimus_jax.config import ControlConfig
 from optimus_jax.control import constants
 from optimus_jax.control.commands import Command
-from optimus_jax.control.machine import (
-    TABLE,
-    Announce,
-    Charge,
-    markdown,
-    quarantined,
-    reduce,
-    resumed,
-)
+from optimus_jax.control.machine import TABLE, markdown, reduce, resumed
 from optimus_jax.control.policy import Decision
 from optimus_jax.control.switch_state import (
     BatchChanged,
@@ -38,6 +30,7 @@ from optimus_jax.control.switch_state import (
     SwitchState,
     TrialOver,
 )
+from optimus_jax.control.transitions import Announce, Charge, quarantined
 
 OLD, NEW, THIRD = PLANS[:3]
 RULES = SwitchRules(
