@@ -161,6 +161,9 @@ def decided(state: SwitchState, event: Decided, rules: SwitchRules) -> Reduced:
         is_same = pending.question.urgency == asked.urgency
         pending = replace(pending, question=None) if is_same else pending
     if decision.action == "stay":
+        is_later = asked is not None and asked.at_step is not None
+        if is_later and pending is not None and pending.decision.at_step is None:
+            return state, (Announce(decision=decision),)  # what is pending is about now
         return _stayed(replace(state, pending=pending), event, rules)
     state = _pressing(state)
     if pending is not None and pending.decision.target == decision.target:
@@ -363,7 +366,7 @@ def _pressing(state: SwitchState) -> SwitchState:
 
 def _without_tax(state: SwitchState, pending: PendingSwitch) -> SwitchState:
     """The state with step times as they would have been without the compilation that is done."""
-    if pending.tax is None:
+    if pending.tax is None or pending.tax > constants.MAX_COMPILE_SLOWDOWN:
         return state
     num_steps = len(pending.beside_s)
     beside_s = tuple([time_s / pending.tax for time_s in state.recent_s[-num_steps:]])

@@ -227,6 +227,12 @@ def test_a_question_about_a_phase_is_not_forgotten(is_pending, meanwhile):
     assert (state.questions, state.question) == ((LATER, last), None if waits else LATER)
 
 
+def test_to_stay_in_a_phase_to_come_withdraws_nothing_now():
+    state, commands = after(News(question=MAY), to(NEW), News(question=LATER), STAY)
+    assert kinds(commands) == ["Announce", "prepare", "Announce"]
+    assert (state.pending.decision.plan, state.questions) == (NEW, ())
+
+
 def test_a_phase_that_has_begun_is_not_asked_about_any_more():
     asked = (News(question=LATER), to(NEW, at_step=500))
     state, _ = after(*asked, *steps(500, 1), Interrupted())
@@ -370,6 +376,9 @@ def test_the_first_steps_are_compared_with_steps_beside_no_compilation():
     assert state.trial.before_s == pytest.approx((1.0,) * len(state.trial.before_s))
     _, commands = after(*steps(31, 6, time_s=1.1), state=state)
     assert kinds(commands)[-1] == "roll_back"
+    prepared = (*steps(1, 20), to(NEW), *steps(21, 10, time_s=3.0), CompileDone())
+    state, _ = after(*prepared, MoveBegun(), MOVED)
+    assert state.trial.before_s[-1] == 3.0, "more than a compilation explains"
 
 
 def test_a_plan_that_cannot_be_prepared_does_not_make_the_present_one_newer():
