@@ -232,7 +232,7 @@ NEGLIGIBLE_RISK_SHARE = 1e-4
 """Expected loss, as a share of the run, that the account always allows: 0.4 s of an hour. Reasoned.
 Too small: rounding refuses sure gains. Too large: debts can grow."""
 
-# How long does the state machine wait, and what ends a trial? (machine.py, switch_state.py,
+# How long does the state machine wait, and what ends a trial? (transitions.py, switch_state.py,
 # runtime.py, canary.py, advisor.py, controller.py)
 
 PHASE_LEAD_S = 180.0
