@@ -29,7 +29,7 @@ import optimus_jax.control.switch as switch_module
 from optimus_jax.checkpoint.checkpoints import Checkpoints
 from optimus_jax.config import Config
 from optimus_jax.config.request import make_config
-from optimus_jax.control import assembly, machine
+from optimus_jax.control import assembly, transitions
 from optimus_jax.control.canary import Verdict
 from optimus_jax.control.controller import Controller
 from optimus_jax.control.journal import Journal
@@ -333,7 +333,7 @@ def fulfil(advisor: Scripted) -> None:
         )
 
     switch_module._check_loss = check
-    machine.judge = judge
+    transitions.judge = judge
 
 
 def known_devices(_: object) -> LocalCluster:

@@ -320,12 +320,12 @@ def switch_failed(state: SwitchState, event: SwitchFailed, rules: SwitchRules) -
 def trial_over(state: SwitchState, event: TrialOver, rules: SwitchRules) -> Reduced:
     """Keep the plan."""
     charges = (Charge(time_s=event.costs_s),) if event.costs_s else NO_COMMANDS
-    return _settled(_kept(state), rules), charges
+    return _settled(_with_plan_kept(state), rules), charges
 
 
 def interrupted(state: SwitchState, event: Interrupted, rules: SwitchRules) -> Reduced:
     """Drop what is pending, and keep what is on trial; a mandatory question is open again."""
-    state = _kept(state)
+    state = _with_plan_kept(state)
     forced = state.forced if event.reopens else None
     state, commands = _dropped(replace(state, recent_s=(), forced=forced), rules)
     return _settled(_opened(_pressing(state), forced), rules), commands
@@ -348,7 +348,7 @@ def _opened(state: SwitchState, asked: Question | None) -> SwitchState:
     return replace(state, questions=tuple(questions))
 
 
-def _kept(state: SwitchState) -> SwitchState:
+def _with_plan_kept(state: SwitchState) -> SwitchState:
     """The state with the plan on trial kept: if the run had to move, it has."""
     trial, pending = state.trial, state.pending
     has_moved = trial is not None and trial.mandatory
