@@ -169,6 +169,8 @@ def decided(state: SwitchState, event: Decided, rules: SwitchRules) -> Reduced:
     if pending is not None and pending.decision.target == decision.target:
         pending = replace(pending, decision=decision, question=asked)
         return replace(state, pending=pending), NO_COMMANDS
+    if pending is not None and _is_due(pending.decision, decision, state.step):
+        return replace(state, pending=pending), NO_COMMANDS
     if not rules.acts:
         return _advised(state, decision, rules)
     state, commands = _dropped(replace(state, pending=pending), rules)
@@ -193,6 +195,11 @@ def decided(state: SwitchState, event: Decided, rules: SwitchRules) -> Reduced:
         Announce(decision=decision),
         prepare,
     )
+
+
+def _is_due(planned: Decision, decision: Decision, step: int) -> bool:
+    """Whether what was planned for this boundary is what is decided to be done now."""
+    return planned.at_step == step and replace(planned, at_step=None).target == decision.target
 
 
 def _advised(state: SwitchState, decision: Decision, rules: SwitchRules) -> Reduced:

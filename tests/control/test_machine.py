@@ -250,6 +250,16 @@ def test_other_devices_are_another_switch():
     assert commands == []
 
 
+def test_what_was_planned_for_this_boundary_is_not_prepared_again():
+    """The new batches are seen at the boundary itself."""
+    planned = (News(question=LATER), to(NEW, at_step=500), *steps(500, 1))
+    state, commands = after(*planned, News(question=MUST), to(NEW, mandatory=True))
+    assert kinds(commands) == ["Announce", "prepare"]
+    assert state.pending.decision.at_step == 500
+    _, commands = after(*planned, News(question=MUST), to(THIRD, mandatory=True))
+    assert kinds(commands) == ["Announce", "prepare", "Charge", "Announce", "prepare"]
+
+
 def test_a_switch_that_need_not_be_made_any_more_is_made_by_choice():
     state, _ = after(*steps(1, 20), News(question=MUST), to(NEW, mandatory=True))
     state, commands = after(News(question=MUST), to(NEW), state=state)
