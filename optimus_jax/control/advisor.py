@@ -87,7 +87,7 @@ class Advisor(Policy):
             Prices(pricing, process_of),
             pricing.cluster,
             settings,
-            RunProgress(num_steps),
+            RunProgress(),
         )
         self._phases = Phases(phases, num_steps)
         self._options = Options(
@@ -279,10 +279,14 @@ class Advisor(Policy):
         self._learn_level()
         self._learn_cost(plan, without, costs_s, made)
         self._account.charge(sum(costs_s.values()) if by_choice else 0.0)
-        if by_choice:
-            self._account.left(self._circumstances, self._watch.detector.level)
-        else:
+        if decided is None or not by_choice:
             self._account.forget()
+        elif decided.at_step is None:
+            self._account.left(self._circumstances, self._watch.detector.level)
+        elif (phase := self._phases.beginning(decided.at_step)) and decided.step_time_s:
+            # Nobody has seen the old plan with the new batches.
+            batch = BatchShape(phase.global_batch, phase.seq_len)
+            self._account.left(self._circumstances_of(batch), math.log(decided.step_time_s))
         self._plan_history.moved(PlanInUse(plan=plan, without=without))
         self._restart()
         if self._learnt is not None:  # a run that is killed has learnt until here
@@ -297,7 +301,8 @@ class Advisor(Policy):
     ) -> None:
         switch_method, compiled = (
             self._plan_history.switch_method(plan, without),
-            made.was_compiled if made else self._is_compiled(plan, self._batch, without),
+            # What nobody decided is entered once it is compiled.
+            made.was_compiled if made else True,
         )
         if (
             made is not None
@@ -342,7 +347,10 @@ class Advisor(Policy):
         """What step times depend on besides the plan and its devices: the batch, the conditions of
         all processes, those that are left out included, and the regime.
         """
-        return setting(self._batch, self._watch.believed), self._watch.regime
+        return self._circumstances_of(self._batch)
+
+    def _circumstances_of(self, batch: BatchShape) -> tuple[str, int]:
+        return setting(batch, self._watch.believed), self._watch.regime
 
     def _enter_batch(self, observation: Observation) -> bool:
         """Note the batch of the observation; returns whether it is a new one."""
@@ -456,7 +464,7 @@ class Advisor(Policy):
             yield Question(trigger="; ".join(others))
         elif (
             not self._looked
-            and pending is None
+            and (pending is None or pending.decision.at_step is not None)
             and not forced
             and self._watch.detector.count >= constants.MIN_LEVEL_STEPS
         ):
@@ -476,11 +484,16 @@ class Advisor(Policy):
         if phase is None:
             return None
         batch = BatchShape(phase.global_batch, phase.seq_len)
+        mandatory = self._has_to_move(batch, phase.steps_before)
+        is_far = phase.steps_before - self._run_progress.step > constants.MIN_LEVEL_STEPS
+        if is_far and not self._looked and not mandatory:
+            return None  # the plan for the present batches comes first
+        self._phases.asked(phase)
         return Question(
             trigger=f"the phase that begins at step {phase.steps_before + 1}",
             batch=batch,
             at_step=phase.steps_before,
-            mandatory=self._has_to_move(batch, phase.steps_before),
+            mandatory=mandatory,
         )
 
     def _has_to_move(self, batch: BatchShape, at_step: int | None) -> bool:

@@ -93,6 +93,7 @@ def make_controller(
     rules = SwitchRules(
         settings=settings,
         num_steps=config.steps,
+        phase_ends=tuple([phase.steps_before for phase in phases_of(config)]),
         acts=config.control == "auto",
         shares_cores=shares_cores,
     )

@@ -20,6 +20,7 @@ from optimus_jax.plan import Plan
 PAUSE_S, MOST_STEPS = 1.0, 8
 """Time between two broadcasts, in seconds, and the largest number of steps between them."""
 CommandKind = Literal["prepare", "recheck", "switch", "withdraw", "keep", "roll_back", "probe"]
+SETS_PREPARATION: tuple[CommandKind, ...] = ("prepare", "withdraw")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,11 +82,15 @@ class CommandBroadcast:
         in every process."""
 
     def send(self, command: Command) -> None:
-        """Queue a command for the next broadcast. A command that is queued already is sent once.
+        """Queue a command for the next broadcast. One that is queued already is sent once, but what
+        is to be prepared may change and change back.
 
         Commands of processes other than 0 are ignored.
         """
-        if command not in self._commands:
+        queued = self._commands
+        if command.kind in SETS_PREPARATION:
+            queued = [each for each in queued if each.kind in SETS_PREPARATION][-1:]
+        if command not in queued:
             self._commands.append(command)
 
     def cancel(self, kind: CommandKind) -> None:

@@ -130,8 +130,6 @@ class GpuHealth:
         self._driver: Driver | None = None
         self._handles: list[object] = []
         self._errors_before: int | None = None
-        self.slowed_by: frozenset[str] = frozenset()
-        """Why some GPU was slowed down at the last query; values of SLOWED_BY."""
 
     def poll(self, step: int, now_s: float) -> Mapping[str, float] | None:
         """The newest samples; None: the driver has not answered yet.
@@ -141,7 +139,6 @@ class GpuHealth:
         states = self._asked.take()
         if states is None:
             return None
-        self.slowed_by = frozenset(reason for state in states for reason in state.slowed_by or ())
         return self._samples(states)
 
     def close(self) -> None:

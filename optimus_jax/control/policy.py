@@ -174,7 +174,7 @@ class Alternative:
     step_time_s: float
     """Expected step time under this plan."""
     gain_s: float
-    """Expected saving until the horizon, before costs."""
+    """Expected saving until the horizon, before costs: none where conditions end before."""
     cost_s: float
     """Expected delay by the switch, and by switching back where that may be needed."""
     probability: float
@@ -200,7 +200,8 @@ class Alternative:
 class Decision:
     """One decision with its reasons.
 
-    A `stay` that comes while a switch is being prepared withdraws it.
+    A `stay` withdraws the switch that is being prepared, unless only one of them is about a phase
+    to come.
     """
 
     step: int
@@ -281,6 +282,7 @@ class _Weighed:
 
     candidate: SwitchCandidate
     net_s: float
+    saved_s: float
     cost_s: float
     probability: float
     objection: str
@@ -289,16 +291,13 @@ class _Weighed:
     """Seconds after which it has to be weighed again because conditions have lasted longer then;
     None: there are none."""
 
-    @property
-    def gain_s(self) -> float:
-        return self.net_s + self.cost_s
-
 
 def _weigh(situation: Situation, candidate: SwitchCandidate) -> _Weighed:
     found = situation.worth_of(candidate)
     weighed = _Weighed(
         candidate=candidate,
         net_s=found.net_s,
+        saved_s=found.saved_s,
         cost_s=found.cost_s,
         probability=found.probability,
         objection=candidate.barred,
@@ -335,7 +334,7 @@ def _weigh(situation: Situation, candidate: SwitchCandidate) -> _Weighed:
 def _told(weighed: _Weighed) -> str:
     """What the switch would save, for what, and how likely that is."""
     return (
-        f"would save {seconds(max(0.0, weighed.gain_s))} (P {weighed.probability:.2f}) for"
+        f"would save {seconds(max(0.0, weighed.saved_s))} (P {weighed.probability:.2f}) for"
         f" {seconds(weighed.cost_s)}"
     )
 
@@ -357,6 +356,7 @@ def _move_away(situation: Situation, candidates: Sequence[SwitchCandidate]) -> D
         _Weighed(
             candidate=each,
             net_s=situation.horizon_s * each.gain - each.cost_s,
+            saved_s=situation.horizon_s * each.gain,
             cost_s=each.cost_s,
             probability=1.0,
             objection=each.barred,
@@ -398,11 +398,11 @@ def _why_switch(situation: Situation, best: _Weighed) -> str:
     if is_gamble and best.probability < constants.MIN_PROBABILITY:
         return (
             f"{situation.trigger}: {axes} may be faster (P {best.probability:.2f}) and is taken"
-            f" back if it is not; that is worth {seconds(best.gain_s)} for a switch of {cost}"
+            f" back if it is not; that is worth {seconds(best.saved_s)} for a switch of {cost}"
         )
     return (
         f"{situation.trigger}: {axes} is expected to save {best.candidate.gain:.0%} of each step,"
-        f" {seconds(best.gain_s)} in all for a switch of {cost}, with probability"
+        f" {seconds(best.saved_s)} in all for a switch of {cost}, with probability"
         f" {best.probability:.2f}"
     )
 
@@ -414,7 +414,7 @@ def _why_stay(situation: Situation, weighed: Sequence[_Weighed]) -> str:
         return f"{situation.trigger}: no other usable plan is known"
     # Name what holds back the candidate with the largest gain; if none has a gain, the present plan
     # is the best.
-    best = max(weighed, key=lambda each: (not each.candidate.barred, each.gain_s))
+    best = max(weighed, key=lambda each: (not each.candidate.barred, each.saved_s))
     if best.candidate.gain <= 0:
         return f"{situation.trigger}: no other plan is expected to be faster"
     return f"{situation.trigger}: {best.candidate.plan.axes} {best.objection}"
@@ -457,7 +457,7 @@ def _shown(situation: Situation, each: _Weighed, is_best: bool) -> Alternative:
         plan=each.candidate.plan,
         switch_method=each.candidate.switch_method,
         step_time_s=situation.step_time_s * math.exp(min(50.0, each.candidate.log_ratio)),
-        gain_s=each.gain_s,
+        gain_s=each.saved_s,
         cost_s=each.cost_s,
         probability=each.probability,
         verdict=verdict,

@@ -22,7 +22,7 @@ from optimus_jax.control.signals import (
     LINK_SLOWDOWN,
     PROCESS_TIME,
 )
-from optimus_jax.control.skew import Skew, median, skew_of
+from optimus_jax.control.skew import median, own_time_ratios
 
 GatherSamples = Callable[[np.ndarray], np.ndarray]
 """Gathers the values of all P processes: [N] of this process -> [P, N]."""
@@ -141,8 +141,6 @@ class ProbeRounds:
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.budget = budget
-        self.skew: Skew | None = None
-        """Skew of the processes in the last round; None: no round yet, or only one process."""
         self.at_first: list[dict[str, float]] = []
         """Samples of links, by signal: one dict for each measurement before the first step on this
         mesh."""
@@ -320,8 +318,8 @@ class ProbeRounds:
     def _skew_samples(self, found: "_ProbeTimes") -> dict[str, float]:
         if len(found.compute_s) == 1:
             return {f"{PROCESS_TIME}{device}": ratio for device, ratio in found.outside.items()}
-        self.skew = skew_of(min(found.step_time_s), found.data_wait_s, found.compute_s)
-        return {f"{PROCESS_TIME}{process}": ratio for process, ratio in enumerate(self.skew.ratios)}
+        ratios = own_time_ratios(min(found.step_time_s), found.data_wait_s, found.compute_s)
+        return {f"{PROCESS_TIME}{process}": ratio for process, ratio in enumerate(ratios)}
 
 
 @dataclass(frozen=True, kw_only=True)

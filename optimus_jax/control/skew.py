@@ -10,29 +10,15 @@ T = max(w + f B) over all processes, so B = min((T - w) / f).
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 
-@dataclass(frozen=True, kw_only=True)
-class Skew:
-    """The skew between the processes of a run."""
+def own_time_ratios(
+    step_time_s: float, data_wait_s: Sequence[float], compute_s: Sequence[float]
+) -> tuple[float, ...]:
+    """The time that each process would need for a step if it did not wait for others, over that of
+    the median one: 1 if all are alike; infinite if most do nothing but wait.
 
-    own_s: tuple[float, ...]
-    """Seconds that each process would need for a step if it did not wait for others."""
-
-    @property
-    def ratios(self) -> tuple[float, ...]:
-        """Each process's time over the median: 1 if all are alike; infinite if most do nothing but
-        wait.
-        """
-        typical = median(self.own_s)
-        return tuple(
-            own_s / typical if typical else math.inf if own_s else 1.0 for own_s in self.own_s
-        )
-
-
-def skew_of(step_time_s: float, data_wait_s: Sequence[float], compute_s: Sequence[float]) -> Skew:
-    """Compute the skew from the times that the processes measured.
+    Waiting for data counts like slow computing.
 
     Args:
       step_time_s: time of a step; positive.
@@ -46,10 +32,9 @@ def skew_of(step_time_s: float, data_wait_s: Sequence[float], compute_s: Sequenc
             (step_time_s - wait) / factor for wait, factor in zip(data_wait_s, factors, strict=True)
         ),
     )
-    own_s = tuple(
-        wait + factor * shared_s for wait, factor in zip(data_wait_s, factors, strict=True)
-    )
-    return Skew(own_s=own_s)
+    own_s = [wait + factor * shared_s for wait, factor in zip(data_wait_s, factors, strict=True)]
+    typical_s = median(own_s)
+    return tuple([each / typical_s if typical_s else math.inf if each else 1.0 for each in own_s])
 
 
 def median(values: Sequence[float]) -> float:

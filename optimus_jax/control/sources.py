@@ -41,10 +41,10 @@ from optimus_jax.data.batch import HostBatch
 from optimus_jax.run_directory.step_record import EvalRecord, StepRecord
 
 _LOG = logging.getLogger(__name__)
-_OF_STEPS = (STEP_TIME_S, DATA_WAIT_S, DISPATCH_S, TOKENS_PER_S, MFU)
+OF_STEPS = (STEP_TIME_S, DATA_WAIT_S, DISPATCH_S, TOKENS_PER_S, MFU)
 """Signals that belong to a plan and a phase: they are forgotten when either changes."""
 _OF_ROUNDS = (COMPUTE_SLOWDOWN, PROCESS_TIME, LINK_SLOWDOWN)
-_OF_MEMORY = (MEMORY_SHARE, MEMORY_PEAK_SHARE)
+OF_MEMORY = (MEMORY_SHARE, MEMORY_PEAK_SHARE)
 """Signals of memory, which can run short soon: their windows are short, and they are forgotten when
 plan or phase changes."""
 _NEWEST_ONLY = (HEARTBEAT_AGE_S, ECC_ERRORS)
@@ -214,14 +214,14 @@ class Signals:
             self._forget(self.batches.signals)
         self._global_batch, self._seq_len, self._rounds = global_batch, seq_len, rounds
         self._step_times_s.clear()
-        self._forget(_OF_MEMORY)
+        self._forget(OF_MEMORY)
         # The samples of mesh axes belong to the old mesh. Those of links (`intra_host`,
         # `inter_host`) stay valid, unless the links were measured several times on the new mesh.
         is_news = rounds is not None and len(rounds.at_first) > 1
         self._forget(
-            (*_OF_STEPS, LINK_SLOWDOWN)
+            (*OF_STEPS, LINK_SLOWDOWN)
             if is_news
-            else (*_OF_STEPS, *(LINK_SLOWDOWN + axis for axis in MESH_AXES))
+            else (*OF_STEPS, *(LINK_SLOWDOWN + axis for axis in MESH_AXES))
         )
         self._settled()
 
@@ -292,7 +292,7 @@ class Signals:
                 1
                 if name in _NEWEST_ONLY
                 else FEW
-                if name.startswith(_OF_ROUNDS) or name in _OF_MEMORY
+                if name.startswith(_OF_ROUNDS) or name in OF_MEMORY
                 else self._settings.window_steps
             )
             window = self._windows[name] = Window(size)

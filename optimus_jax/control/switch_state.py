@@ -14,6 +14,7 @@ from enum import StrEnum
 from optimus_jax.config import ControlConfig
 from optimus_jax.control import constants
 from optimus_jax.control.canary import Verdict
+from optimus_jax.control.deciding.phases import steps_left
 from optimus_jax.control.policy import CHOSEN, Decision
 from optimus_jax.data.batch import BatchShape
 from optimus_jax.plan import Plan
@@ -63,6 +64,16 @@ class Question:
         if self.at_step is not None:
             return 1, self.at_step
         return (0, 0) if self.mandatory else (2, 0)
+
+    def waits_for(self, pending: "Question") -> bool:
+        """Whether this question is not answered while a switch that answers `pending` is prepared.
+
+        A switch for a boundary to come waits for one that is made now, and does not hold one up.
+        """
+        if self.at_step is None and pending.at_step is not None:
+            return False
+        is_later = self.at_step is not None and pending.at_step is None
+        return is_later or self.urgency > pending.urgency
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,12 +199,12 @@ class SwitchState:
 
     @property
     def question(self) -> Question | None:
-        """The open question to answer now; None: there is none, or what is pending answers a more
-        urgent one.
-        """
-        first = self.questions[0] if self.questions else None
+        """The open question to answer now; None: there is none, or all wait for what is pending."""
         pending = self.pending and self.pending.question
-        return None if first and pending and pending.urgency < first.urgency else first
+        return next(
+            (each for each in self.questions if pending is None or not each.waits_for(pending)),
+            None,
+        )
 
     def why_not(self, plan: Plan) -> str:
         """Why the plan must not be tried now; empty: it may be."""
@@ -212,6 +223,8 @@ class SwitchRules:
     settings: ControlConfig
     num_steps: int
     """Number of steps of the whole run."""
+    phase_ends: tuple[int, ...] = ()
+    """Boundaries at which the batches change."""
     acts: bool = True
     """Whether decisions are carried out; they are only announced otherwise."""
     shares_cores: bool = False
@@ -219,6 +232,10 @@ class SwitchRules:
     conditions stay alike."""
     has_trials: bool = True
     """Whether a new plan is taken back if it is slower."""
+
+    def steps_left(self, step: int) -> int:
+        """Steps left after `step` with the batches of the next step."""
+        return steps_left(step, (*self.phase_ends, self.num_steps))
 
     def cool_until(self, state: SwitchState, slowed: float = 1.0) -> int:
         """Step before which no other switch is made by choice.

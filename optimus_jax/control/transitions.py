@@ -88,7 +88,11 @@ def canary_steps_done(state: SwitchState, event: StepsDone, rules: SwitchRules) 
     state, trial = _counted(state, event, rules), state.trial
     assert trial is not None, "the stage has a trial"
     trial = replace(
-        trial, times_s=trial.times_s + event.times_s, losses=trial.losses + event.losses
+        trial,
+        times_s=trial.times_s + event.times_s,
+        losses=trial.losses + event.losses,
+        # Beside a compilation on the same cores these steps are no measure of the plan.
+        before_s=() if state.pending is not None and rules.shares_cores else trial.before_s,
     )
     state = replace(state, trial=trial)
     if trial.verdict is not None or len(trial.times_s) <= rules.settings.canary_steps:
@@ -98,7 +102,7 @@ def canary_steps_done(state: SwitchState, event: StepsDone, rules: SwitchRules) 
         losses=trial.losses,
         before_s=trial.before_s,
         predicted_s=trial.predicted_s,
-        steps_left=rules.num_steps - state.step,
+        steps_left=rules.steps_left(state.step),
         back_s=sum(trial.costs_s.values()),
         mandatory=trial.mandatory,
     )
@@ -134,17 +138,17 @@ def news(state: SwitchState, event: News, rules: SwitchRules) -> Reduced:
     # A switch that is mandatory or planned for a boundary is not withdrawn for something else, but
     # another plan may be the better answer to its question now.
     if answered is not None and answered.is_pressing and not asked.is_pressing:
-        asked = answered
+        state = _opened(state, answered)
+        if answered.at_step is None:
+            return state, NO_COMMANDS
     return _opened(state, asked), NO_COMMANDS
 
 
 def batch_changed(state: SwitchState, event: BatchChanged, rules: SwitchRules) -> Reduced:
     """Ask the question about them now, if it is open."""
-    planned = [each for each in state.questions if each.at_step is not None]
-    if not planned:
-        return state, NO_COMMANDS
-    others = tuple([each for each in state.questions if each is not planned[0]])
-    now = replace(planned[0], batch=None, at_step=None)
+    due = [each for each in state.questions if (each.at_step or math.inf) <= state.step]
+    others = tuple([each for each in state.questions if each not in due])
+    now = replace(due[-1], batch=None, at_step=None) if due else None
     return _opened(replace(state, questions=others), now), NO_COMMANDS
 
 
@@ -160,12 +164,13 @@ def decided(state: SwitchState, event: Decided, rules: SwitchRules) -> Reduced:
         # What is pending may answer another question, which is open again if it is dropped.
         is_same = pending.question.urgency == asked.urgency
         pending = replace(pending, question=None) if is_same else pending
+    at_step = None if asked is None else asked.at_step
     if decision.action == "stay":
-        is_later = asked is not None and asked.at_step is not None
-        if is_later and pending is not None and pending.decision.at_step is None:
-            return state, (Announce(decision=decision),)  # what is pending is about now
+        if pending is not None and (pending.decision.at_step is None) != (at_step is None):
+            state = _to_review(state, event) if at_step is None else state
+            return state, (Announce(decision=decision),)  # what is pending is not about that time
         return _stayed(replace(state, pending=pending), event, rules)
-    state = _pressing(state)
+    state = _pressing(state) if at_step is None else state
     if pending is not None and pending.decision.target == decision.target:
         pending = replace(pending, decision=decision, question=asked)
         return replace(state, pending=pending), NO_COMMANDS
@@ -213,16 +218,24 @@ def _advised(state: SwitchState, decision: Decision, rules: SwitchRules) -> Redu
 def _stayed(state: SwitchState, event: Decided, rules: SwitchRules) -> Reduced:
     had_pending = state.pending is not None
     state, commands = _dropped(state, rules)
+    withdraw = (Command(kind="withdraw", why=event.decision.why),) if had_pending else ()
+    return _settled(_to_review(state, event), rules), (
+        *commands,
+        Announce(decision=event.decision),
+        *withdraw,
+    )
+
+
+def _to_review(state: SwitchState, event: Decided) -> SwitchState:
+    """The state in which the decision to stay is reviewed in time."""
     # When its quarantine ends, a plan that has failed may be the best one.
     ends = [each.until_step for each in state.failures.values() if each.until_step > state.step]
-    state = replace(
+    return replace(
         state,
         advised=None,
         review_step=min(state.review_step, event.review_step, *ends),
         review_s=min(state.review_s, event.review_s),
     )
-    withdraw = (Command(kind="withdraw", why=event.decision.why),) if had_pending else ()
-    return _settled(state, rules), (*commands, Announce(decision=event.decision), *withdraw)
 
 
 # The switch.

@@ -77,6 +77,7 @@ class Simulation:
             SwitchRules(
                 settings=self.setup.settings,
                 num_steps=self.setup.num_steps,
+                phase_ends=tuple([phase.steps_before for phase in self.setup.phases]),
                 has_trials=options.canary,
             ),
             send=self._commands.append,

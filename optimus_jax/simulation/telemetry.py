@@ -18,6 +18,7 @@ from optimus_jax.control import signals
 from optimus_jax.control.baselines import SCATTER
 from optimus_jax.control.signals import Observation, SignalSummary, Window
 from optimus_jax.control.skew import median
+from optimus_jax.control.sources import OF_MEMORY, OF_STEPS, STALE_ROUNDS
 from optimus_jax.planning.cost.cost import shares_of
 from optimus_jax.planning.profiles.cluster import INTER_HOST, INTRA_HOST
 from optimus_jax.planning.search.search import Pricing
@@ -29,18 +30,6 @@ STEP_TIMES = "step_times"
 """Name by which a scenario refers to the run's own record of its step times."""
 HEALTH_EVERY_S = 10.0
 """Time between two readings of memory and the driver."""
-STALE_ROUNDS = 2
-"""Age from which probe readings are stale, as a multiple of the time between two rounds."""
-OF_STEPS = (
-    signals.STEP_TIME_S,
-    signals.DATA_WAIT_S,
-    signals.DISPATCH_S,
-    signals.TOKENS_PER_S,
-    signals.MFU,
-)
-"""Signals that depend on the plan."""
-OF_MEMORY = (signals.MEMORY_SHARE, signals.MEMORY_PEAK_SHARE)
-"""Signals of memory in use. They hardly scatter, and a long window would delay them."""
 FIRST_PROBE_STEP = 3
 DISPATCH_S = 1e-3
 """Time that the host takes to dispatch a step."""

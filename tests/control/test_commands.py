@@ -51,20 +51,12 @@ def two_processes(monkeypatch):
 
 def test_all_processes_receive_the_same_commands_and_next_step(two_processes):
     first, other = CommandBroadcast(), CommandBroadcast()
-    for command in (
-        PREPARE,
-        Command(kind="probe", anew=True),
-        PREPARE,
-        Command(kind="withdraw", why="it is not"),
-    ):
+    probe, withdraw = Command(kind="probe", anew=True), Command(kind="withdraw", why="it is not")
+    for command in (PREPARE, probe, PREPARE, withdraw, probe, PREPARE, withdraw):
         first.send(command)
     other.send(Command(kind="keep"))
     received = first.receive(1, [0.3])
-    assert received == (
-        PREPARE,
-        Command(kind="probe", anew=True),
-        Command(kind="withdraw", why="it is not"),
-    ), "the same is said once"
+    assert received == (PREPARE, probe, withdraw, PREPARE, withdraw), "the same is said once"
     assert other.receive(1, [5.0]) == received
     assert (first.step_time_s, other.step_time_s) == (0.3, 0.3)
     for each in (first, other):

@@ -44,7 +44,6 @@ def test_the_worst_gpu_counts_and_power_is_summed():
         "temperature_c": 90.0,
         "ecc_errors": 0.0,
     }
-    assert source.slowed_by == {"heat (hardware)"}
 
 
 @pytest.mark.parametrize(

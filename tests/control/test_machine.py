@@ -227,10 +227,24 @@ def test_a_question_about_a_phase_is_not_forgotten(is_pending, meanwhile):
     assert (state.questions, state.question) == ((LATER, last), None if waits else LATER)
 
 
-def test_to_stay_in_a_phase_to_come_withdraws_nothing_now():
-    state, commands = after(News(question=MAY), to(NEW), News(question=LATER), STAY)
-    assert kinds(commands) == ["Announce", "prepare", "Announce"]
-    assert (state.pending.decision.plan, state.questions) == (NEW, ())
+def test_a_phase_to_come_waits_for_a_switch_now():
+    state, _ = after(News(question=MAY), to(NEW), News(question=LATER))
+    assert (state.question, state.questions) == (None, (LATER,))
+    state, _ = after(CompileDone(), MoveBegun(), MOVED, state=state)
+    assert state.question == LATER
+
+
+def test_a_switch_now_does_not_wait_for_a_phase_to_come():
+    planned = (News(question=LATER), to(THIRD, at_step=500))
+    state, _ = after(*planned, News(question=MAY))
+    assert state.question == LATER, "another plan may be the better one for it now"
+    state, commands = after(to(THIRD, at_step=500), state=state)
+    assert (commands, state.question) == ([], MAY)
+    stayed, commands = after(STAY, state=state)
+    assert (kinds(commands), stayed.pending.decision.plan) == (["Announce"], THIRD)
+    state, commands = after(to(NEW), state=state)
+    assert kinds(commands) == ["Charge", "Announce", "prepare"]
+    assert (state.pending.decision.plan, state.questions) == (NEW, (LATER,))
 
 
 def test_a_phase_that_has_begun_is_not_asked_about_any_more():
@@ -307,8 +321,10 @@ def test_a_mandatory_switch_that_failed_is_asked_about_again():
 
 
 def test_another_batch_makes_the_question_about_a_phase_one_about_now():
-    state, _ = after(News(question=LATER), BatchChanged())
-    assert state.question == replace(LATER, at_step=None)
+    later_still = replace(LATER, at_step=700)
+    asked = (News(question=LATER), News(question=later_still), *steps(500, 1), BatchChanged())
+    state, _ = after(*asked)
+    assert state.questions == (later_still, replace(LATER, at_step=None))
 
 
 def test_a_steady_run_moves_at_once():

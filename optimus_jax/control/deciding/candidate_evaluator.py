@@ -112,6 +112,8 @@ class CandidateEvaluator:
         steps_left = self.phases.steps_left(
             self.run_progress.step if question.at_step is None else question.at_step
         )
+        tokens = observed.batch.global_batch * observed.batch.seq_len
+        tokens_left = self.phases.tokens_left(self.run_progress.step, tokens)
         situation = Situation(
             step=self.run_progress.step,
             trigger=question.trigger,
@@ -119,11 +121,14 @@ class CandidateEvaluator:
             horizon_s=steps_left * step_time_s,
             regime=watch.regime_at(observed.time_s),
             blocked=blocked,
-            trial_s=self.settings.canary_steps * step_time_s,
+            trial_s=(self.settings.canary_steps + 1) * step_time_s,  # and the first step
             usual=usual_s / step_time_s,
             account=self.account.allowance,
             whole_s=self.run_progress.whole_s(
-                watch.regime_at(self.run_progress.time_s), step_time_s, usual_s
+                watch.regime_at(self.run_progress.time_s),
+                step_time_s,
+                usual_s,
+                tokens_left / tokens,
             ),
             mandatory=question.mandatory,
             at_step=question.at_step,

@@ -172,11 +172,20 @@ class Options:
         self, observed: ObservedCluster, current: PlanInUse
     ) -> Iterator[tuple[frozenset[int], Conditions, float]]:
         """Sets of devices not to use, each with the conditions to assume and their probability."""
-        conditions, lost = observed.conditions, observed.lost
-        if self._keeps_devices:
-            yield frozenset(), conditions, 1.0
-            return
+        conditions = observed.conditions
+        lost = frozenset[int]() if self._keeps_devices else observed.lost
         yield lost, conditions, 1.0
+        if not self._keeps_devices:
+            for unusable in self._left_out(conditions, lost, current):
+                yield unusable, conditions, 1.0
+        if observed.recovered:
+            well = {name: observed.normal.factor(name) for name in observed.recovered}
+            yield lost, conditions.with_factors(well), min(observed.recovered.values())
+
+    def _left_out(
+        self, conditions: Conditions, lost: frozenset[int], current: PlanInUse
+    ) -> Iterator[frozenset[int]]:
+        """Sets of devices that a run may leave out because their processes are slow."""
         slow = [
             (factor, self._devices_of(process))
             for process, factor in conditions.slow
@@ -187,12 +196,9 @@ class Options:
             : constants.MAX_LEFT_OUT_SETS
         ]:
             slowest = [devices for factor, devices in slow if factor >= least]
-            yield lost.union(*slowest), conditions, 1.0
+            yield lost.union(*slowest)
         if current.without and lost <= current.without:
-            yield current.without, conditions, 1.0
-        if observed.recovered:
-            well = {name: observed.normal.factor(name) for name in observed.recovered}
-            yield lost, conditions.with_factors(well), min(observed.recovered.values())
+            yield current.without
 
     def _devices_of(self, process: int) -> frozenset[int]:
         return frozenset(

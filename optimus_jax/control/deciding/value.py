@@ -110,8 +110,11 @@ class Worth:
 
     net_s: float
     """Its value: expected saving less expected costs."""
+    saved_s: float
+    """Expected saving before costs: none where conditions end before, or devices are not as
+    assumed."""
     cost_s: float
-    """Expected costs, ways back included."""
+    """Expected costs if it is made, ways back included."""
     probability: float
     """Probability that it saves more than it costs."""
     risk_s: float
@@ -136,6 +139,7 @@ def worth(bet: Bet, regime: Regime, horizon_s: float) -> Worth:
     most_s = bet.cost_s + (bet.return_s + bet.trial_s if bet.counts_return else left_s)
     return Worth(
         net_s=_net_s(bet, regime, horizon_s),
+        saved_s=regime.survival(bet.prepare_s) * bet.usable * _saved_s(bet, regime, left_s),
         cost_s=_cost_s(bet, ready, left_s),
         probability=1.0 - below(0.0),
         risk_s=most_s * statistics.fmean(below(-most_s * share) for share in QUANTILES),
@@ -173,18 +177,26 @@ def _wait_s(bet: Bet, regime: Regime, horizon_s: float) -> float:
 def _net_s(bet: Bet, regime: Regime, horizon_s: float) -> float:
     ready = regime.later(bet.prepare_s)
     left_s = max(0.0, horizon_s - bet.prepare_s - bet.cost_s)
-    lasting_s = ready.expected_s(left_s)
-    saved_s = _saved_s(bet, regime, lasting_s)
-    if bet.is_always_better and bet.log_ratio_after is not None:
-        after_s = (left_s - lasting_s) * bet.usual
-        saved_s += after_s * gain(bet.log_ratio_after, bet.deviation)
+    saved_s = _saved_s(bet, regime, left_s)
     in_vain_s = bet.cost_s + bet.return_s + bet.trial_s
     return regime.survival(bet.prepare_s) * (
         bet.usable * (saved_s - _cost_s(bet, ready, left_s)) - (1.0 - bet.usable) * in_vain_s
     )
 
 
-def _saved_s(bet: Bet, regime: Regime, lasting_s: float) -> float:
+def _saved_s(bet: Bet, regime: Regime, left_s: float) -> float:
+    """Expected saving in the `left_s` after the switch, if present conditions outlast the
+    preparation.
+    """
+    lasting_s = regime.later(bet.prepare_s).expected_s(left_s)
+    saved_s = _saved_meanwhile_s(bet, regime, lasting_s)
+    if bet.is_always_better and bet.log_ratio_after is not None:
+        after_s = (left_s - lasting_s) * bet.usual
+        saved_s += after_s * gain(bet.log_ratio_after, bet.deviation)
+    return saved_s
+
+
+def _saved_meanwhile_s(bet: Bet, regime: Regime, lasting_s: float) -> float:
     """Expected saving while present conditions last."""
     is_option = bet.counts_return and regime.durations is None
     trial_s = min(bet.trial_s, lasting_s) if is_option else lasting_s

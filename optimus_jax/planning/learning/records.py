@@ -15,7 +15,7 @@ from optimus_jax.system.json_input import parse_json
 
 MAX_RECORDS = 500
 """Maximum number of records that are read, the newest ones."""
-MAX_EVIDENCE = 100
+MAX_CALIBRATING = 100
 """Maximum number of predictions that are used for calibration, the newest ones."""
 
 
@@ -53,7 +53,7 @@ def calibration_of(records: Sequence[Record]) -> Calibration:
             deviation=NOISE,
         )
         for number, ((plan, terms_s), times) in enumerate(logs.items())
-    ][-MAX_EVIDENCE:]
+    ][-MAX_CALIBRATING:]
     return Beliefs.given(evidence, Calibration()).calibration
 
 
