@@ -202,19 +202,20 @@ def markdown(rows: Sequence[Row], command: str) -> str:
             f" {'' if attainable is None else f'{attainable:.1%}'} |"
             f" {'' if share is None else f'{share:.0%}'} | {'; '.join(row.missed)} |"
         )
-    text += [
-        "",
-        "Saved over staying, by policy:",
-        "",
-        f"| setting | scenario | misfit | {' | '.join(methods)} |",
-        "|---" * (3 + len(methods)) + "|",
-        *[
-            f"| {row.job.setting} | {row.job.scenario} | {_misfit(row.job)} | "
-            + " | ".join(f"{row.savings(name).mean():.1%}" for name in methods)
-            + " |"
-            for row in rows
-        ],
-    ]
+    if set(methods) - {AUTO, ORACLE}:
+        text += [
+            "",
+            "Saved over staying, by policy:",
+            "",
+            f"| setting | scenario | misfit | {' | '.join(methods)} |",
+            "|---" * (3 + len(methods)) + "|",
+            *[
+                f"| {row.job.setting} | {row.job.scenario} | {_misfit(row.job)} | "
+                + " | ".join(f"{row.savings(name).mean():.1%}" for name in methods)
+                + " |"
+                for row in rows
+            ],
+        ]
     for row in rows:
         if row.job.misfit is None:
             text += ["", f"{row.job.setting}, drawn scenarios that lose most: {_worst(row)}."]

@@ -344,8 +344,9 @@ class Advisor(Policy):
 
     @property
     def _circumstances(self) -> tuple[str, int]:
-        """What step times depend on besides the plan and its devices: the batch, the conditions of
-        all processes, those that are left out included, and the regime.
+        """What step times depend on besides the plan and its devices: the batch, the conditions,
+        those of processes that are left out included, and the regime. Of slow processes the factor
+        of the slowest counts, not which one it is.
         """
         return self._circumstances_of(self._batch)
 

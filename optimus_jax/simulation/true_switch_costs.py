@@ -7,6 +7,7 @@ import math
 
 import numpy as np
 
+from optimus_jax.control.deciding.candidates import switch_method_of
 from optimus_jax.control.deciding.switch_costs import from_other_hosts
 from optimus_jax.plan import Plan
 from optimus_jax.planning.profiles.cluster import INTER_HOST, INTRA_HOST
@@ -48,7 +49,8 @@ class TrueSwitchCosts:
                 **self.restart_s(new.plan, phase, saves=True),
             }
         costs = {"quiesce": switching.quiesce_s, "first_steps": switching.first_steps_s}
-        if layout(old.plan) != layout(new.plan):
+        # Only what shares a state shares a layout of it.
+        if switch_method_of(new.plan, old.plan, same_devices=True) != "executable":
             costs |= {
                 "move": switching.move_s + self._move_s(old, new, conditions, phase),
                 "verify": switching.verify_s,
@@ -90,14 +92,3 @@ class TrueSwitchCosts:
             * world.link_slowdown(name, conditions)
             / (nominal * self._switching.move_share)
         )
-
-
-def layout(plan: Plan) -> tuple[object, ...]:
-    """What decides where the state lies. Plans with equal layouts share a state."""
-    pipeline = plan.pipeline
-    return (
-        plan.axes,
-        plan.rules,
-        plan.zero,
-        pipeline and (pipeline.layers_per_stage, pipeline.repeats),
-    )

@@ -30,9 +30,10 @@ from optimus_jax.control.policy import Decision, SwitchCandidate, decide
 from optimus_jax.control.predictor import Predictor
 from optimus_jax.control.runtime import Runtime
 from optimus_jax.control.signals import Observation, SignalSummary
-from optimus_jax.control.switch_state import SwitchRules
+from optimus_jax.control.switch_state import PendingSwitch, SwitchRules
 from optimus_jax.errors import PlanError
 from optimus_jax.plan import Plan
+from optimus_jax.planning.learning.calibrate import Calibration
 from optimus_jax.planning.search.search import Pricing, Ranking
 
 SLOW = Conditions(inter_host=16.0)
@@ -753,6 +754,41 @@ def test_a_batch_phase_is_prepared_early_and_entered_at_its_boundary():
     assert is_legal(job.plan, replace(CONFIG, data=replace(CONFIG.data, global_batch=32)))
 
 
+SHORTER = (
+    TrainingPhase(steps_before=0, global_batch=512, seq_len=4096),
+    TrainingPhase(steps_before=100, global_batch=512, seq_len=1024),
+)
+
+
+def test_a_poor_plan_is_left_before_the_phase_that_is_near():
+    """The run begins within three minutes of the phase."""
+    job = Job(POOR, num_steps=5000, phases=SHORTER).go(90, factor=0.5)
+    assert job.switches, job.decisions
+    assert job.switches[0][0] < 30
+    about = [each.step for each in job.decisions if "phase" in each.trigger]
+    assert about
+    assert min(about) >= job.switches[0][0]
+
+
+def test_a_switch_for_a_phase_is_paid_for_in_it():
+    job = Job(POOR, num_steps=5000, phases=SHORTER, settings=ControlConfig(max_switches=0)).go(99)
+    decision = Decision(
+        step=90,
+        action="switch",
+        why="a test",
+        plan=BEST,
+        at_step=100,
+        step_time_s=job.true_s(POOR) / 4,
+    )
+    made = PendingSwitch(decision=decision, question=None, decided_s=job.time_s, before_s=())
+    job.advisor.switched(BEST, {"move_s": 5.0}, made)
+    job.plan = BEST
+    account = job.advisor._account
+    assert account.allowance.owed_s == 5.0
+    job.go(50, batch=(512, 1024), factor=0.25)
+    assert account.allowance.owed_s < 5.0
+
+
 def test_a_mandatory_switch_is_not_withdrawn_for_other_triggers():
     phases = (
         TrainingPhase(steps_before=0, global_batch=512, seq_len=4096),
@@ -896,3 +932,24 @@ def test_slow_exchanges_learnt_earlier_do_not_count_twice_for_a_slow_link(
 def test_devices_of_a_lost_devices_host_are_left_out():
     (cluster, without), *_ = leaving_out(CLUSTER, frozenset({11}), CONFIG)
     assert (cluster.num_devices, without) == (56, frozenset(range(8, 16)))
+
+
+@pytest.mark.parametrize("keeps_devices", [False, True])
+def test_conditions_that_may_be_over_are_weighed_as_over(keeps_devices):
+    options = Options(Prices(PRICING), Searches(search), keeps_devices=keeps_devices)
+    observed = ObservedCluster(
+        batch=Prices(PRICING).first_batch,
+        time_s=100.0,
+        conditions=SLOW,
+        normal=Conditions(),
+        lost=frozenset(),
+        memory=MemoryWatch(),
+        recovered={"inter_host": 0.25},
+    )
+    found = options.all(observed, PlanInUse(plan=BEST), [], Calibration(), mandatory=False)
+    assert {each.devices.probability for each in found} == {1.0, 0.25}
+    assert {
+        each.devices.conditions.inter_host == 1.0
+        for each in found
+        if each.devices.probability == 0.25
+    } == {True}

@@ -378,6 +378,21 @@ def test_the_way_back_costs_a_pause_and_nothing_is_compiled_for_it():
     assert kinds(commands)[-1] == "roll_back"
 
 
+def test_a_new_plan_is_not_left_for_the_few_steps_of_a_phase():
+    slower = (*ON_TRIAL, *steps(24, 6, time_s=1.2))
+    assert kinds(after(*slower)[1])[-1] == "roll_back"
+    ending = replace(RULES, phase_ends=(0, 35))
+    assert kinds(after(*slower, rules=ending)[1])[-1] == "keep"
+
+
+def test_steps_beside_a_compilation_on_the_same_cores_judge_no_plan():
+    """While a plan is on trial, another one is prepared that the run has to move to."""
+    forced = (News(question=MUST), to(THIRD, mandatory=True), *steps(24, 6, time_s=9.0))
+    for shares_cores, verdict in ((False, "roll_back"), (True, "keep")):
+        _, commands = after(*ON_TRIAL, *forced, rules=replace(RULES, shares_cores=shares_cores))
+        assert verdict in kinds(commands)
+
+
 def test_a_plan_that_the_run_had_to_leave_is_no_standard():
     state, _ = after(
         *steps(1, 20),

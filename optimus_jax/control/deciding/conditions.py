@@ -34,7 +34,8 @@ from optimus_jax.planning.search.search import Pricing
 
 @dataclass(frozen=True, kw_only=True)
 class Conditions:
-    """Factors of present times over those of the hardware profile; 1 is normal."""
+    """Factors of present times over normal ones: those of the hardware profile (links) or of the
+    run's first measurement (compute)."""
 
     intra_host: float = 1.0
     """Factor on the time of communication inside a host."""
@@ -43,11 +44,12 @@ class Conditions:
     compute: float = 1.0
     """Factor on the time of compute on all devices."""
     slow: tuple[tuple[int, float], ...] = ()
-    """Slow processes, in rising order, each with its compute time over the median process's."""
+    """Slow processes, in rising order, each with its own time for a step over the median
+    process's."""
 
     @property
     def skew(self) -> float:
-        """Compute time of the slowest process over the median process's."""
+        """The slowest process's own time for a step over the median process's."""
         return max((factor for _, factor in self.slow), default=1.0)
 
     def factor(self, name: str) -> float:

@@ -44,9 +44,9 @@ def in_words(name: str, factor: float) -> str:
     """What a factor of this size means."""
     process = process_of(name)
     return (
-        f"{_WORDS[name]} {factor:.2g} times as long as in the profile"
+        f"{_WORDS[name]} {factor:.2g} times as long as expected"
         if process is None
-        else f"process {process} computes {factor:.2g} times as long as the others"
+        else f"process {process} takes {factor:.2g} times as long as the others"
     )
 
 
