@@ -164,13 +164,14 @@ def decided(state: SwitchState, event: Decided, rules: SwitchRules) -> Reduced:
         # What is pending may answer another question, which is open again if it is dropped.
         is_same = pending.question.urgency == asked.urgency
         pending = replace(pending, question=None) if is_same else pending
-    at_step = None if asked is None else asked.at_step
+    is_now = asked is None or asked.at_step is None
     if decision.action == "stay":
-        if pending is not None and (pending.decision.at_step is None) != (at_step is None):
-            state = _to_review(state, event) if at_step is None else state
+        pending_now = pending is None or pending.decision.at_step is None
+        if pending is not None and asked is not None and pending_now != is_now:
+            state = _to_review(state, event) if is_now else state
             return state, (Announce(decision=decision),)  # what is pending is not about that time
         return _stayed(replace(state, pending=pending), event, rules)
-    state = _pressing(state) if at_step is None else state
+    state = _pressing(state) if is_now else state
     if pending is not None and pending.decision.target == decision.target:
         pending = replace(pending, decision=decision, question=asked)
         return replace(state, pending=pending), NO_COMMANDS
