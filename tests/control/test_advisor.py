@@ -806,8 +806,9 @@ def test_a_switch_waits_for_a_boundary_many_quick_steps_away():
         TrainingPhase(steps_before=1500, global_batch=32, seq_len=4096),
     )
     job = Job(BEST, num_steps=50_000, phases=phases).go(1480, factor=0.02)
-    decision = job.decisions[-1]
+    decision, about_now = job.decisions
     assert (decision.action, decision.at_step) == ("switch", 1500)
+    assert (about_now.action, about_now.at_step) == ("stay", None)
     assert decision.step < 1500 - 300
     job.go(20, reported=Conditions(inter_host=10.0), factor=0.02)
     assert [step for step, _ in job.switches] == [1500]
