@@ -7,7 +7,7 @@ is the state machine's part (control/machine.py).
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -29,6 +29,7 @@ from optimus_jax.control.deciding.run_progress import RunProgress
 from optimus_jax.control.deciding.switch_costs import CostModel, SwitchCosts
 from optimus_jax.control.deciding.watch import Watch
 from optimus_jax.control.learnt_file import LearntFile
+from optimus_jax.control.policy import Decision
 from optimus_jax.control.predictor import Predictor
 from optimus_jax.control.runtime import Policy
 from optimus_jax.control.signals import Observation
@@ -281,16 +282,23 @@ class Advisor(Policy):
         self._account.charge(sum(costs_s.values()) if by_choice else 0.0)
         if decided is None or not by_choice:
             self._account.forget()
-        elif decided.at_step is None:
-            self._account.left(self._circumstances, self._watch.detector.level)
-        elif (phase := self._phases.beginning(decided.at_step)) and decided.step_time_s:
-            # Nobody has seen the old plan with the new batches.
-            batch = BatchShape(phase.global_batch, phase.seq_len)
-            self._account.left(self._circumstances_of(batch), math.log(decided.step_time_s))
+        else:
+            self._account.left(*self._left(decided))
         self._plan_history.moved(PlanInUse(plan=plan, without=without))
         self._restart()
         if self._learnt is not None:  # a run that is killed has learnt until here
             self._learnt.write()
+
+    def _left(self, decision: Decision) -> tuple[Hashable, float | None]:
+        """The circumstances in which this decision leaves the plan, and the plan's level there: the
+        one seen, or the one that was expected if few steps or none have shown it.
+        """
+        level, batch = self._watch.detector.level, self._batch
+        if decision.at_step is not None and (phase := self._phases.beginning(decision.at_step)):
+            level, batch = None, BatchShape(phase.global_batch, phase.seq_len)
+        if level is None and decision.step_time_s:
+            level = math.log(decision.step_time_s)
+        return self._circumstances_of(batch), level
 
     def _learn_cost(
         self,

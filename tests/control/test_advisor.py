@@ -770,22 +770,29 @@ def test_a_poor_plan_is_left_before_the_phase_that_is_near():
     assert min(about) >= job.switches[0][0]
 
 
-def test_a_switch_for_a_phase_is_paid_for_in_it():
-    job = Job(POOR, num_steps=5000, phases=SHORTER, settings=ControlConfig(max_switches=0)).go(99)
+@pytest.mark.parametrize("is_for_phase", [True, False])
+def test_a_switch_is_paid_for_where_no_step_has_shown_what_it_saves(is_for_phase):
+    """In a phase nobody has seen the old plan; nor in a disturbance that it was left for at once,
+    if steps beside the compilation do not count.
+    """
+    settings = ControlConfig(max_switches=0)
+    job = Job(POOR, num_steps=5000, phases=SHORTER if is_for_phase else (), settings=settings)
+    job.go(99 if is_for_phase else 2)
+    factor, batch = (0.25, (512, 1024)) if is_for_phase else (1.0, (512, 4096))
     decision = Decision(
-        step=90,
+        step=job.step,
         action="switch",
         why="a test",
         plan=BEST,
-        at_step=100,
-        step_time_s=job.true_s(POOR) / 4,
+        at_step=100 if is_for_phase else None,
+        step_time_s=job.true_s(POOR) * factor,
     )
     made = PendingSwitch(decision=decision, question=None, decided_s=job.time_s, before_s=())
     job.advisor.switched(BEST, {"move_s": 5.0}, made)
     job.plan = BEST
     account = job.advisor._account
     assert account.allowance.owed_s == 5.0
-    job.go(50, batch=(512, 1024), factor=0.25)
+    job.go(50, batch=batch, factor=factor)
     assert account.allowance.owed_s < 5.0
 
 
