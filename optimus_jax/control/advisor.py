@@ -7,7 +7,7 @@ is the state machine's part (control/machine.py).
 """
 
 import math
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -143,6 +143,8 @@ class Advisor(Policy):
         self._lost: frozenset[int] = frozenset()
         self._at_risk: frozenset[int] = frozenset()
         """Lost devices that the run uses, or is about to use."""
+        self._first_left: PlanInUse | None = None
+        """The first plan that the run left by choice since it last had to leave one."""
         self._looked = False
         """Whether a question was asked once step times with these batches were known."""
 
@@ -196,9 +198,7 @@ class Advisor(Policy):
         self._run_progress.observe(observation)
         is_new_batch = self._enter_batch(observation)
         news = self._watched(observation)
-        self._account.stepped(
-            self._circumstances, self._watch.detector.level, len(observation.step_times_s)
-        )
+        self._pay(len(observation.step_times_s))
         return [
             *[BatchChanged()] * is_new_batch,
             *[
@@ -282,10 +282,12 @@ class Advisor(Policy):
         self._account.charge(sum(costs_s.values()) if by_choice else 0.0)
         if decided is None or not by_choice:
             self._account.forget()
+            self._first_left = None
         else:
             self._account.left(*self._left(decided))
+            self._first_left = self._first_left or now
         self._plan_history.moved(PlanInUse(plan=plan, without=without))
-        self._restart()
+        self._restart(on_trial=True)
         if self._learnt is not None:  # a run that is killed has learnt until here
             self._learnt.write()
 
@@ -299,6 +301,17 @@ class Advisor(Policy):
         if level is None and decision.step_time_s:
             level = math.log(decision.step_time_s)
         return self._circumstances_of(batch), level
+
+    def _pay(self, num_steps: int) -> None:
+        """Pay for switches with what these steps have saved. In circumstances in which no plan was
+        left, they are compared with what the first plan that was left is expected to take.
+        """
+        circumstances, first = self._circumstances, self._first_left
+        # What nobody has explained would slow that plan too, by as much as nobody knows.
+        is_priced = first is not None and not self._watch.regime
+        if first and is_priced and not self._account.knows(circumstances):
+            self._account.left(circumstances, self._expected_of(first, self._watch.believed))
+        self._account.stepped(circumstances, self._watch.detector.level, num_steps)
 
     def _learn_cost(
         self,
@@ -336,7 +349,8 @@ class Advisor(Policy):
             self._learn_level(constants.MIN_FAILED_TRIAL_STEPS)
             self._plan_history.taken_back()
             self._watch.confirm(self._run_progress.time_s)
-            self._restart()
+            self._watch.go_back(self._processes_in_use)
+            self._memory_watch.restart()
 
     def charge(self, time_s: float) -> None:
         """Charge the account for time beyond switches: first steps, or failed attempts."""
@@ -368,6 +382,8 @@ class Advisor(Policy):
             return False
         self._learn_level()
         self._batch, self._looked = batch, False
+        if self._first_left and not is_legal(self._first_left.plan, self._prices.of(batch).config):
+            self._first_left = None
         self._restart()
         return True
 
@@ -395,8 +411,10 @@ class Advisor(Policy):
 
     def _expected_log_time(self, conditions: Conditions) -> float:
         """Logarithm of the present plan's step time in these conditions, by all that was learnt."""
-        now = self._plan_history.now
-        asked = self._prices.query_of(now.plan, self._batch, conditions, now.without)
+        return self._expected_of(self._plan_history.now, conditions)
+
+    def _expected_of(self, used: PlanInUse, conditions: Conditions) -> float:
+        asked = self._prices.query_of(used.plan, self._batch, conditions, used.without)
         return math.log(self._predictor.predict([asked]).step_time_s(0))
 
     def _level(self, least_steps: int | None = None) -> Level | None:
@@ -426,11 +444,15 @@ class Advisor(Policy):
         )
         self._experience.learn(known, level, self._run_progress.step)
 
-    def _restart(self) -> None:
+    def _restart(self, *, on_trial: bool = False) -> None:
         """Forget step times and memory readings of the plan that the run has left."""
-        now = self._plan_history.now
-        self._watch.restart(self._prices.processes(now.plan.num_devices, now.without))
+        self._watch.restart(self._processes_in_use, on_trial=on_trial)
         self._memory_watch.restart()
+
+    @property
+    def _processes_in_use(self) -> Collection[int]:
+        now = self._plan_history.now
+        return self._prices.processes(now.plan.num_devices, now.without)
 
     # Questions: what there is to decide.
 

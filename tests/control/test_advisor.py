@@ -394,6 +394,19 @@ def test_what_a_switch_has_cost_is_owed_until_its_savings_have_paid_for_it():
     assert job.advisor._account.allowance.owed_s < owed_s / 2
 
 
+def test_a_switch_is_paid_for_in_conditions_that_came_after_it():
+    """There the plan that was left is known by what it is expected to take."""
+    job = Job(POOR, num_steps=5000, switch_s=100.0, costs=SwitchCosts(stop_s=50.0)).go(30)
+    account = job.advisor._account
+    assert len(job.switches) == 1
+    job.go(20, SLOW)
+    assert job.advisor._watch.is_disturbed
+    owed_s = account.allowance.owed_s
+    assert owed_s > 0
+    job.go(20, SLOW)
+    assert account.allowance.owed_s < owed_s
+
+
 def test_a_restart_without_a_slow_process_is_paid_for_while_that_process_is_slow():
     job = Job(num_steps=30000, costs=SwitchCosts(restart_s=20.0)).go(100)
     job.go(300, straggler(3.0))

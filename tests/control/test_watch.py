@@ -388,6 +388,39 @@ def test_of_two_disturbances_the_one_that_explains_the_change_is_over():
     assert run.watch.conditions.skew == pytest.approx(1.5, rel=0.06)
 
 
+@pytest.mark.parametrize("goes_back", [True, False])
+def test_a_run_that_goes_back_to_a_plan_knows_its_step_times(goes_back):
+    """Conditions changed while the next plan was on trial."""
+    watch = Watch()
+
+    def steps(count, time_s, first):
+        return [
+            watch.observe(
+                Observation(
+                    step=number,
+                    time_s=float(number),
+                    step_times_s=(time_s,),
+                    readings={},
+                    global_batch=8,
+                    seq_len=64,
+                    lost_devices=frozenset(),
+                ),
+                {},
+                lambda conditions: 0.0,
+            )
+            for number in range(first, first + count)
+        ]
+
+    steps(20, 1.0, 1)
+    watch.restart(on_trial=True)
+    steps(3, 0.5, 21)
+    if goes_back:
+        watch.go_back([0])
+    else:
+        watch.restart()
+    assert any(steps(8, 4.0, 24)) == goes_back
+
+
 def test_a_factor_that_the_plan_does_not_feel_may_have_recovered_if_its_reading_stands_still():
     run = Run().go(60, reported=NORMAL).go(20, SKEW, SKEWED)
     assert run.watch.recovered == {}, "step times agree with it"

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from simulated import QUARTER, QUICK, SEARCHER, run, truth
 
+from optimus_jax.control.deciding.candidates import switch_method_of
 from optimus_jax.simulation.candidate_plans import candidate_plans
 from optimus_jax.simulation.comparison import POLICIES, run_all, run_policy
 from optimus_jax.simulation.oracle import (
@@ -15,7 +16,6 @@ from optimus_jax.simulation.oracle import (
     run_static,
     shortest_path,
 )
-from optimus_jax.simulation.true_switch_costs import layout
 from optimus_jax.simulation.world import PlacedPlan
 
 SLOW_FROM_8 = {"kind": "link", "link": "inter_host", "factor": 0.05, "start_s": 8, "for_s": 400}
@@ -118,9 +118,11 @@ def test_expensive_moves_are_not_made():
     )
     assert shortest_path(cheap, plans_of(cheap))
     # Another executable with the same layout does not move the state.
-    assert {layout(plan) for plan in shortest_path(expensive, plans_of(expensive)).values()} <= {
-        layout(expensive.setup.start)
-    }
+    start = expensive.setup.start
+    assert {
+        switch_method_of(plan, start, same_devices=True)
+        for plan in shortest_path(expensive, plans_of(expensive)).values()
+    } <= {"executable"}
 
 
 @pytest.mark.parametrize(

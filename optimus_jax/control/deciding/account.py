@@ -1,9 +1,9 @@
 """What switches have cost a run so far, less what they have measurably saved.
 
-A switch is charged with the time for which it delayed the run. While the run is in the
-circumstances in which it left a plan by choice, every step then pays the difference to the level of
-step times of the first plan that it left there. What is owed never falls below zero, so that old
-savings do not pay for new gambles.
+A switch is charged with the time for which it delayed the run. Every step then pays the difference
+to the level of step times of the first plan that the run left in the present circumstances, or, if
+it left none there, to what the first plan that it left is expected to take. What is owed never
+falls below zero, so that old savings do not pay for new gambles.
 
 The account limits regret, not cost: a switch is allowed if what is owed and the loss that it risks
 stay below a share of the run. One that saves for sure risks nothing, whatever it costs. While no
@@ -83,11 +83,15 @@ class Account:
 
         Args:
           circumstances: the conditions and the batch.
-          level: logarithm of its step time in seconds; None: unknown. A level from an earlier
-            switch in the same circumstances stays.
+          level: logarithm of its step time in seconds; None: unknown. The first level in the same
+            circumstances stays.
         """
         if level is not None:
             self._levels.setdefault(circumstances, level)
+
+    def knows(self, circumstances: Hashable) -> bool:
+        """Whether there is a plan to compare with in these circumstances."""
+        return circumstances in self._levels
 
     def forget(self) -> None:
         """Record that the run had to leave a plan: that plan is no measure for later ones."""

@@ -39,6 +39,9 @@ class StepLevels:
         """Level over `anchor` when the run left a plan or batch in an unexplained regime. It is
         assumed to be the same under the next ones."""
         self._skipped = self._plan_steps = self._num_regimes = 0
+        self._left: tuple[int, ChangeDetector, float | None, float | None, int] | None = None
+        """What was known under the plan before the one on trial: regime, detector, anchor, base and
+        number of steps."""
 
     @property
     def recent(self) -> float | None:
@@ -65,13 +68,28 @@ class StepLevels:
         """Whether there are too few steps under this plan for a level."""
         return self._plan_steps < constants.MIN_LEVEL_STEPS
 
-    def restart(self) -> None:
-        """Begin anew for another plan or batch, whose step times have another level."""
+    def restart(self, *, on_trial: bool = False) -> None:
+        """Begin anew for another plan or batch, whose step times have another level.
+
+        Args:
+          on_trial: whether the run may go back, with `go_back`.
+        """
+        known = self.regime, self.detector, self.anchor, self._base, self._plan_steps
+        self._left = known if on_trial else None
         if self.regime and self.anchor is not None and self.detector.level is not None:
             self._excess = self.detector.level - self.anchor
         self.detector, self._skipped, self._plan_steps = ChangeDetector(), 0, 0
         self.anchor = self._base = None
         self.is_alarmed = False
+
+    def go_back(self) -> None:
+        """Go on with what was known before the plan that was on trial: step times that differ from
+        that show at once that conditions have changed.
+        """
+        left = self._left
+        self.restart()
+        if left is not None and left[0] == self.regime:
+            _, self.detector, self.anchor, self._base, self._plan_steps = left
 
     def add(self, observation: Observation) -> Change | None:
         """Add step times; returns a change if one is found."""

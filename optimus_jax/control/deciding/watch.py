@@ -111,12 +111,19 @@ class Watch:
         """Record that a trial has shown the disturbance not to be over."""
         self._last_seen.felt(self.believed.differing(self.normal), time_s)
 
-    def restart(self, in_use: Collection[int] | None = None) -> None:
+    def restart(self, in_use: Collection[int] | None = None, *, on_trial: bool = False) -> None:
         """Begin anew for another plan or batch, whose step times have another level.
 
-        `in_use`: the processes that the plan uses; None: all.
+        Args:
+          in_use: the processes that the plan uses; None: all.
+          on_trial: whether the plan is on trial, after which the run may go back.
         """
-        self._steps.restart()
+        self._steps.restart(on_trial=on_trial)
+        self._believed.restart(in_use)
+
+    def go_back(self, in_use: Collection[int]) -> None:
+        """Go back to the plan before the one that was on trial, whose step times are known."""
+        self._steps.go_back()
         self._believed.restart(in_use)
 
     def observe(
