@@ -34,6 +34,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from optimus_jax.config import ControlConfig
 from optimus_jax.config.axes import AxisSizes
 from optimus_jax.faults.stopping import EXIT_RESTART
 from optimus_jax.system.paths import path_argument
@@ -508,7 +509,10 @@ def main() -> int:
     )
     parser.add_argument("--steps", type=int, default=400, help="steps of each run (default: 400)")
     parser.add_argument(
-        "--budget-share", type=float, default=0.1, help="controller.budget_share (default: 0.1)"
+        "--budget-share",
+        type=float,
+        default=ControlConfig().budget_share,
+        help="controller.budget_share (default: that of a run)",
     )
     parser.add_argument("--picture", type=path_argument, help="file for the report's picture (SVG)")
     args = parser.parse_args()
