@@ -346,11 +346,22 @@ class Advisor(Policy):
     def failed(self, plan: Plan, why: str, *, is_back: bool = False) -> None:
         """Record that the run cannot use `plan`. `is_back`: it was entered and taken back."""
         if is_back:
-            self._learn_level(constants.MIN_FAILED_TRIAL_STEPS)
+            if not self._is_beyond_plans():
+                self._learn_level(constants.MIN_FAILED_TRIAL_STEPS)
             self._plan_history.taken_back()
             self._watch.confirm(self._run_progress.time_s)
             self._watch.go_back(self._processes_in_use)
             self._memory_watch.restart()
+
+    def _is_beyond_plans(self) -> bool:
+        """Whether steps take so much longer than expected that not the plan, but conditions that
+        nobody has seen yet are the cause.
+        """
+        level = self._watch.detector.level
+        if level is None:
+            return False
+        expected = self._expected_log_time(self._watch.conditions)
+        return level - expected > constants.MAX_PLAN_DEVIATION
 
     def charge(self, time_s: float) -> None:
         """Charge the account for time beyond switches: first steps, or failed attempts."""

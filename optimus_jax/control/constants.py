@@ -125,6 +125,10 @@ Too small: an unlucky trial rules a plan out. Too large: trials teach nothing.""
 MIN_FAILED_TRIAL_STEPS = 3
 """Steps after which a plan that was taken back has a level. Reasoned: trials that end early are
 short (decision 24). Too small: its first steps count. Too large: it is tried again and again."""
+MAX_PLAN_DEVIATION = 1.1
+"""Logarithm of measured over expected step time beyond which it says nothing about a plan that was
+taken back: three times. Reasoned: plans deviate by tens of percent, a cut link by a factor of ten.
+Too small: plans that are bad teach nothing. Too large: a disturbance is taken for a bad plan."""
 MAX_STORED_LEVELS = 30
 """Levels that are relabelled when conditions turn out to have been others, the newest. Reasoned.
 Too small: evidence with wrong labels stays. Too large: some work."""

@@ -154,12 +154,12 @@ class Situation:
 
     def has_waited_for(self, candidate: SwitchCandidate) -> bool:
         """Whether present conditions have cost as much under the present plan as this switch and
-        the way back would, and no more is owed than the account allows.
+        the way back would.
 
-        Then the switch can at most double what they cost: the ski rental problem (Karlin et al.
-        1988, doi:10.1007/BF01762111).
+        Then the switch can at most double what they cost, whatever is owed: the ski rental problem
+        (Karlin et al. 1988, doi:10.1007/BF01762111).
         """
-        if self.regime.durations is None or self.account.is_overdrawn(self.whole_s):
+        if self.regime.durations is None:
             return False
         waited_s = min(self.regime.elapsed_s, self.under_plan_s)
         return waited_s * candidate.gain >= candidate.cost_s + candidate.return_s

@@ -407,6 +407,18 @@ def test_a_switch_is_paid_for_in_conditions_that_came_after_it():
     assert account.allowance.owed_s < owed_s
 
 
+@pytest.mark.parametrize(("factor", "is_learnt"), [(1.5, True), (12.0, False)])
+def test_steps_that_no_plan_explains_teach_nothing_about_one(factor, is_learnt):
+    """A link was cut while a plan was on trial."""
+    job = Job(POOR, num_steps=5000, settings=ControlConfig(max_switches=0)).go(30)
+    job.advisor.switched(BEST, {"move_s": 1.0})
+    job.plan = BEST
+    job.go(8, factor=factor)
+    before = len(job.advisor._predictor.evidence)
+    job.advisor.failed(BEST, "it is slow", is_back=True)
+    assert (len(job.advisor._predictor.evidence) > before) == is_learnt
+
+
 def test_a_restart_without_a_slow_process_is_paid_for_while_that_process_is_slow():
     job = Job(num_steps=30000, costs=SwitchCosts(restart_s=20.0)).go(100)
     job.go(300, straggler(3.0))

@@ -108,14 +108,15 @@ def test_a_risk_that_the_account_refuses_is_weighed_again_if_conditions_may_last
     assert decided(risky, **poor).wait_s is None
 
 
-def test_a_risk_is_taken_once_conditions_have_cost_as_much_unless_the_account_is_overdrawn():
+def test_a_risk_is_taken_once_conditions_have_cost_as_much_whatever_is_owed():
     dear = candidate(0.2, deviation=0.1, cost_s=100.0, return_s=100.0)
     conditions = {"horizon_s": 2e4, "whole_s": 1000.0}
     young, old = unknown_duration(900.0), unknown_duration(1100.0)
     assert "the account allows" in decided(dear, regime=young, **conditions).why
     assert decided(dear, regime=old, **conditions).action == "switch"
     overdrawn = Allowance(share=0.01, owed_s=11.0)
-    assert decided(dear, regime=old, **conditions, account=overdrawn).action == "stay"
+    assert decided(dear, regime=old, **conditions, account=overdrawn).action == "switch"
+    assert decided(dear, regime=young, **conditions, account=overdrawn).action == "stay"
     entered = "they have cost nothing under a plan that the run has just entered"
     assert decided(dear, regime=old, **conditions, under_plan_s=5.0).action == "stay", entered
 

@@ -6,9 +6,9 @@ it left none there, to what the first plan that it left is expected to take. Wha
 falls below zero, so that old savings do not pay for new gambles.
 
 The account limits regret, not cost: a switch is allowed if what is owed and the loss that it risks
-stay below a share of the run. One that saves for sure risks nothing, whatever it costs. While no
-more is owed than that share, a switch is also allowed once conditions have cost as much as it would
-(policy.py). One that keeps losing stops itself.
+stay below a share of the run. One that saves for sure risks nothing, whatever it costs. Whatever is
+owed, a switch is also allowed once conditions have cost as much as it would (policy.py). One that
+keeps losing stops itself.
 """
 
 import math
@@ -36,10 +36,6 @@ class Allowance:
             self.share * whole_s - self.owed_s,
             min(self.share, constants.NEGLIGIBLE_RISK_SHARE) * whole_s,
         )
-
-    def is_overdrawn(self, whole_s: float) -> bool:
-        """Whether more is owed than the share of a run of `whole_s` seconds."""
-        return self.owed_s > self.share * whole_s
 
     def refused(self, risk_s: float, whole_s: float) -> str:
         """Why this risk is too large, and which setting would allow it."""
