@@ -28,6 +28,8 @@ class Watch:
         self._last_seen, self._now_s = LastSeen(), 0.0
         self._unseen: set[str] = set()
         """Factors that are not normal and were not seen of late."""
+        self._left_in = self.believed
+        """What was believed of conditions when the run left a plan or batch."""
 
     @property
     def believed(self) -> Conditions:
@@ -118,12 +120,18 @@ class Watch:
           in_use: the processes that the plan uses; None: all.
           on_trial: whether the plan is on trial, after which the run may go back.
         """
+        self._left_in = self.believed
         self._steps.restart(on_trial=on_trial)
         self._believed.restart(in_use)
 
     def go_back(self, in_use: Collection[int]) -> None:
-        """Go back to the plan before the one that was on trial, whose step times are known."""
-        self._steps.go_back()
+        """Go back to the plan before the one that was on trial, whose step times are known if
+        nothing else is believed of conditions since.
+        """
+        if self.believed == self._left_in:
+            self._steps.go_back()
+        else:
+            self._steps.restart()
         self._believed.restart(in_use)
 
     def observe(
