@@ -304,12 +304,16 @@ class Advisor(Policy):
 
     def _pay(self, num_steps: int) -> None:
         """Pay for switches with what these steps have saved. In circumstances in which no plan was
-        left, they are compared with what the first plan that was left is expected to take.
+        left, they are compared with what the first plan that was left is expected to take, unless
+        the run is back under it.
         """
         circumstances, first = self._circumstances, self._first_left
         # What nobody has explained would slow that plan too, by as much as nobody knows.
-        is_priced = first is not None and not self._watch.regime
-        if first and is_priced and not self._account.knows(circumstances):
+        if (
+            first not in (None, self._plan_history.now)
+            and not self._watch.regime
+            and not self._account.knows(circumstances)
+        ):
             self._account.left(circumstances, self._expected_of(first, self._watch.believed))
         self._account.stepped(circumstances, self._watch.detector.level, num_steps)
 

@@ -399,12 +399,24 @@ def test_a_switch_is_paid_for_in_conditions_that_came_after_it():
     job = Job(POOR, num_steps=5000, switch_s=100.0, costs=SwitchCosts(stop_s=50.0)).go(30)
     account = job.advisor._account
     assert len(job.switches) == 1
-    job.go(20, SLOW)
+    job.go(5, SLOW)
     assert job.advisor._watch.is_disturbed
     owed_s = account.allowance.owed_s
     assert owed_s > 0
-    job.go(20, SLOW)
+    job.go(5, SLOW)
     assert account.allowance.owed_s < owed_s
+
+
+def test_a_run_that_is_back_under_its_first_plan_saves_and_loses_nothing():
+    """Not even where that plan takes longer than expected."""
+    job = Job(POOR, num_steps=5000, settings=ControlConfig(max_switches=0)).go(30)
+    decision = Decision(step=30, action="switch", why="a test", plan=BEST, step_time_s=1.0)
+    made = PendingSwitch(decision=decision, question=None, decided_s=job.time_s, before_s=())
+    job.advisor.switched(BEST, {"move_s": 5.0}, made)
+    job.advisor.failed(BEST, "it is slow", is_back=True)
+    job.go(40, SLOW, factor=1.3)
+    assert job.advisor._watch.is_disturbed
+    assert job.advisor._account.allowance.owed_s == 5.0
 
 
 @pytest.mark.parametrize(("factor", "is_learnt"), [(1.5, True), (12.0, False)])
