@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 WIDTH, HEIGHT = 9.0, 2.8
 """Size of a chart in inches."""
-WHILE_TRAINING = ("prepare", "canary")
+WHILE_TRAINING = ("prepare",)
 """Phases of a switch during which training continues."""
 MIB, GIB = 2**20, 2**30
 

@@ -27,11 +27,10 @@ PLAN = Plan(
 FIRST, SECOND = PLAN.digest, "second000000"
 PHASES = {
     "prepare": 4.2,
-    "quiesce": 0.05,
+    "agree": 0.05,
     "move": 0.31,
     "verify": 0.12,
     "commit": 0.004,
-    "canary": 1.1,
 }
 
 
