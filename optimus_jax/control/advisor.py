@@ -1,13 +1,12 @@
 """The advisor: what is known of a run's conditions and plans, and decisions based on that.
 
-Real and simulated runs share it. At most step boundaries nothing is new. There is a decision to
-make when conditions have changed, devices are lost or back, memory runs short, a phase is near, or
-the level of step times under a plan has become known. When else, and what becomes of a decision,
-is the state machine's part (control/machine.py).
+Real and simulated runs share it. What there is to decide, and when, is in deciding/questions.py.
+When a question is asked again, and what becomes of a decision, is the state machine's part
+(machine.py).
 """
 
 import math
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -17,7 +16,7 @@ from optimus_jax.config.phases import TrainingPhase
 from optimus_jax.control import constants
 from optimus_jax.control.deciding.account import Account
 from optimus_jax.control.deciding.candidate_evaluator import CandidateEvaluator
-from optimus_jax.control.deciding.candidates import Searcher, Searches, has_room, is_legal
+from optimus_jax.control.deciding.candidates import Searcher, Searches, is_legal
 from optimus_jax.control.deciding.conditions import Conditions, claims
 from optimus_jax.control.deciding.experience import Experience, Known, Level
 from optimus_jax.control.deciding.memory_watch import MemoryWatch
@@ -25,6 +24,7 @@ from optimus_jax.control.deciding.options import ObservedCluster, Options, PlanI
 from optimus_jax.control.deciding.phases import Phases
 from optimus_jax.control.deciding.plan_history import PlanHistory
 from optimus_jax.control.deciding.prices import Prices, setting
+from optimus_jax.control.deciding.questions import Questions
 from optimus_jax.control.deciding.run_progress import RunProgress
 from optimus_jax.control.deciding.switch_costs import CostModel, SwitchCosts
 from optimus_jax.control.deciding.watch import Watch
@@ -140,13 +140,17 @@ class Advisor(Policy):
                 (math.log(time_s), constants.TRIED_PLAN_LOG_STD, 1),
                 0,
             )
-        self._lost: frozenset[int] = frozenset()
-        self._at_risk: frozenset[int] = frozenset()
-        """Lost devices that the run uses, or is about to use."""
+        self._questions = Questions(
+            run_progress=self._run_progress,
+            plan_history=self._plan_history,
+            phases=self._phases,
+            prices=self._prices,
+            watch=self._watch,
+            memory_watch=self._memory_watch,
+            cooldown_steps=settings.cooldown_steps,
+        )
         self._first_left: PlanInUse | None = None
         """The first plan that the run left by choice since it last had to leave one."""
-        self._looked = False
-        """Whether a question was asked once step times with these batches were known."""
 
     @property
     def wants_probe(self) -> bool:
@@ -198,13 +202,20 @@ class Advisor(Policy):
         self._run_progress.observe(observation)
         is_new_batch = self._enter_batch(observation)
         news = self._watched(observation)
+        memory = self._memory_watch.observe(
+            observation, self._prices.memory_share(self._plan_history.now.plan, self._batch)
+        )
         self._pay(len(observation.step_times_s))
+        questions = self._questions.new(
+            observation,
+            is_new_batch=is_new_batch,
+            conditions=news,
+            memory=memory,
+            pending=state.pending,
+        )
         return [
             *[BatchChanged()] * is_new_batch,
-            *[
-                News(question=each)
-                for each in self._asked(observation, is_new_batch, news, state.pending)
-            ],
+            *[News(question=each) for each in questions],
         ]
 
     def answer(
@@ -225,7 +236,7 @@ class Advisor(Policy):
         """
         self._learn_level()
         batch = question.batch or self._batch
-        if question.mandatory and not self._has_to_move(batch, question.at_step):
+        if question.mandatory and not self._questions.has_to_move(batch, question.at_step):
             again = "the run can keep its plan again"
             question = replace(question, trigger=again, mandatory=False)
         why_not = blocked(question)
@@ -234,7 +245,7 @@ class Advisor(Policy):
             time_s=self._run_progress.time_s,
             conditions=self._watch.believed,
             normal=self._watch.normal,
-            lost=self._lost,
+            lost=self._questions.lost,
             memory=self._memory_watch,
             recovered=self._watch.recovered,
         )
@@ -276,7 +287,7 @@ class Advisor(Policy):
             without = now.without
         else:
             is_whole = plan.num_devices == self._cluster.num_devices
-            without = frozenset() if is_whole else self._lost
+            without = frozenset() if is_whole else self._questions.lost
         self._learn_level()
         self._learn_cost(plan, without, costs_s, made)
         self._account.charge(sum(costs_s.values()) if by_choice else 0.0)
@@ -396,7 +407,7 @@ class Advisor(Policy):
         if batch == self._batch:
             return False
         self._learn_level()
-        self._batch, self._looked = batch, False
+        self._batch = batch
         if self._first_left and not is_legal(self._first_left.plan, self._prices.of(batch).config):
             self._first_left = None
         self._restart()
@@ -468,90 +479,6 @@ class Advisor(Policy):
     def _processes_in_use(self) -> Collection[int]:
         now = self._plan_history.now
         return self._prices.processes(now.plan.num_devices, now.without)
-
-    # Questions: what there is to decide.
-
-    def _asked(
-        self,
-        observation: Observation,
-        is_new_batch: bool,
-        news: str,
-        pending: PendingSwitch | None,
-    ) -> Iterator[Question]:
-        """What there is to decide that is new. `pending`: the switch that is being prepared."""
-        plan, lost = self._plan_history.now.plan, self._lost
-        self._lost = observation.lost_devices
-        memory = self._memory_watch.observe(
-            observation, self._prices.memory_share(plan, self._batch)
-        )
-        # Asked once about the same devices, if the plan that is used, or about to be, has some.
-        without = pending.decision.without if pending else self._plan_history.now.without
-        at_risk, self._at_risk = self._at_risk, self._lost - without
-        is_worse = bool(self._at_risk - at_risk) or (bool(self._at_risk) and self._lost != lost)
-        forced = (
-            ["devices are lost"] * is_worse
-            + ["the new batch does not divide evenly under this plan"]
-            * (is_new_batch and not is_legal(plan, self._prices.of(self._batch).config))
-            + ["memory runs short"] * (memory == "pressed")
-        )
-        if forced:
-            yield Question(trigger="; ".join(forced), mandatory=True)
-        if (question := self._about_phase()) is not None:
-            yield question
-        # News that comes before the level of step times is known waits for that level: otherwise
-        # plans would be compared on readings alone, without any measured step time.
-        news = news if self._looked else ""
-        others = (
-            ["devices are back"] * bool(lost - self._lost)
-            + [news] * bool(news)
-            + ["memory is free again"] * (memory == "relieved")
-        )
-        if others:
-            yield Question(trigger="; ".join(others))
-        elif (
-            not self._looked
-            and (pending is None or pending.decision.at_step is not None)
-            and not forced
-            and self._watch.detector.count >= constants.MIN_LEVEL_STEPS
-        ):
-            self._looked = True
-            yield Question(trigger="step times are known")
-
-    def _about_phase(self) -> Question | None:
-        """The question about a phase that is near enough to prepare for; None: there is none."""
-        level = self._watch.detector.level
-        phase = self._phases.near(
-            self._run_progress.step,
-            max(
-                self._settings.cooldown_steps,
-                constants.PHASE_LEAD_S / math.exp(level) if level is not None else 0.0,
-            ),
-        )
-        if phase is None:
-            return None
-        batch = BatchShape(phase.global_batch, phase.seq_len)
-        mandatory = self._has_to_move(batch, phase.steps_before)
-        is_far = phase.steps_before - self._run_progress.step > constants.MIN_LEVEL_STEPS
-        if is_far and not self._looked and not mandatory:
-            return None  # the plan for the present batches comes first
-        self._phases.asked(phase)
-        return Question(
-            trigger=f"the phase that begins at step {phase.steps_before + 1}",
-            batch=batch,
-            at_step=phase.steps_before,
-            mandatory=mandatory,
-        )
-
-    def _has_to_move(self, batch: BatchShape, at_step: int | None) -> bool:
-        """Whether the present plan cannot be kept for these batches, from `at_step` on (None:
-        now).
-        """
-        now, priced = self._plan_history.now, self._prices.of(batch)
-        if not self._lost <= now.without or not is_legal(now.plan, priced.config):
-            return True
-        if at_step is None:
-            return self._memory_watch.is_pressed
-        return not has_room(now.plan, self._memory_watch.applied(priced))
 
     def _plan_options(
         self, question: Question, observed: ObservedCluster

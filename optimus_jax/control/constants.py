@@ -18,7 +18,7 @@ exactly a loss must be reproduced (switch.py), and how finely sums approximate i
 import math
 
 # When is a change of step times reported? (deciding/changes.py, deciding/step_levels.py,
-# deciding/watch.py, deciding/believed_conditions.py, advisor.py)
+# deciding/watch.py, deciding/believed_conditions.py, deciding/questions.py, advisor.py)
 
 MIN_LEVEL_SHIFT = math.log(1.1)
 """Smallest change of a level to detect; log step time. Reasoned.
@@ -237,7 +237,7 @@ NEGLIGIBLE_RISK_SHARE = 1e-4
 Too small: rounding refuses sure gains. Too large: debts can grow."""
 
 # How long does the state machine wait, and what ends a trial? (transitions.py, switch_state.py,
-# runtime.py, canary.py, advisor.py, controller.py)
+# runtime.py, canary.py, deciding/questions.py, advisor.py, controller.py)
 
 PHASE_LEAD_S = 180.0
 """Seconds before a phase at which its plan is chosen and compiled. Measured in decision 30.
