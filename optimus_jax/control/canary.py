@@ -78,6 +78,20 @@ def judge(
     return Verdict(keep=False, why=told)
 
 
+def has_lost(step_times_s: Sequence[float], *, before_s: Sequence[float], back_s: float) -> bool:
+    """Whether a trial has lost as much time as going back costs. To wait longer costs more than to
+    be wrong (the ski rental problem). One slow step is not enough.
+
+    Args:
+      step_times_s, before_s, back_s: as in `judge`.
+    """
+    times_s = step_times_s[1:]
+    if len(times_s) < constants.NUM_COMPARED_STEPS or not before_s:
+        return False
+    slower_s = statistics.median(times_s) - statistics.median(before_s)
+    return len(times_s) * slower_s > back_s
+
+
 def _error_s(times_s: Sequence[float]) -> float:
     """Standard error of the median of the sample; 0 if the sample is a single step."""
     middle = statistics.median(times_s)

@@ -122,9 +122,10 @@ EARLIER_RUN_PLAN_LOG_STD = 0.03
 TRIED_PLAN_LOG_STD = 0.03
 """Deviation of log step times measured in a few trial steps before the run. Reasoned.
 Too small: an unlucky trial rules a plan out. Too large: trials teach nothing."""
-MIN_FAILED_TRIAL_STEPS = 3
-"""Steps after which a plan that was taken back has a level. Reasoned: trials that end early are
-short (decision 24). Too small: its first steps count. Too large: it is tried again and again."""
+MIN_FAILED_TRIAL_STEPS = 2
+"""Steps, its first two not counted, after which a plan that was taken back has a level. Reasoned:
+trials that end early are short (decisions 24 and 32). Too small: noise condemns plans. Too large: a
+bad plan is tried again and again."""
 MAX_PLAN_DEVIATION = 1.1
 """Logarithm of measured over expected step time beyond which it says nothing about a plan that was
 taken back: three times. Reasoned: plans deviate by tens of percent, a cut link by a factor of ten.

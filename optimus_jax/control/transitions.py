@@ -7,7 +7,7 @@ import statistics
 from dataclasses import dataclass, replace
 
 from optimus_jax.control import constants
-from optimus_jax.control.canary import judge
+from optimus_jax.control.canary import has_lost, judge
 from optimus_jax.control.commands import Command
 from optimus_jax.control.policy import Decision
 from optimus_jax.control.switch_state import (
@@ -84,7 +84,7 @@ def cooled_steps_done(state: SwitchState, event: StepsDone, rules: SwitchRules) 
 
 
 def canary_steps_done(state: SwitchState, event: StepsDone, rules: SwitchRules) -> Reduced:
-    """Judge the new plan after its first steps."""
+    """Judge the new plan after its first steps, or once it has lost what going back costs."""
     state, trial = _counted(state, event, rules), state.trial
     assert trial is not None, "the stage has a trial"
     trial = replace(
@@ -95,7 +95,10 @@ def canary_steps_done(state: SwitchState, event: StepsDone, rules: SwitchRules) 
         before_s=() if state.pending is not None and rules.shares_cores else trial.before_s,
     )
     state = replace(state, trial=trial)
-    if trial.verdict is not None or len(trial.times_s) <= rules.settings.canary_steps:
+    if trial.verdict is not None:
+        return state, NO_COMMANDS
+    back_s, at_end = sum(trial.costs_s.values()), len(trial.times_s) > rules.settings.canary_steps
+    if not at_end and not has_lost(trial.times_s, before_s=trial.before_s, back_s=back_s):
         return state, NO_COMMANDS
     verdict = judge(
         trial.times_s,
@@ -103,9 +106,11 @@ def canary_steps_done(state: SwitchState, event: StepsDone, rules: SwitchRules) 
         before_s=trial.before_s,
         predicted_s=trial.predicted_s,
         steps_left=rules.steps_left(state.step),
-        back_s=sum(trial.costs_s.values()),
+        back_s=back_s,
         mandatory=trial.mandatory,
     )
+    if verdict.keep and not at_end:
+        return state, NO_COMMANDS
     return replace(state, trial=replace(trial, verdict=verdict)), (
         Charge(time_s=trial.first_steps_s),
         Command(kind="keep" if verdict.keep else "roll_back", why=verdict.why),

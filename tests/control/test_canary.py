@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from optimus_jax.control.canary import judge
+from optimus_jax.control.canary import has_lost, judge
 
 BEFORE_S = (1.0, 1.02, 0.98, 1.01, 0.99)
 GOOD = {
@@ -54,3 +54,19 @@ def test_a_run_does_not_go_back_to_a_plan_that_it_had_to_leave():
     verdict = judge((3.0, 9.0), **forced)
     assert verdict.keep
     assert "not finite" in verdict.why
+
+
+@pytest.mark.parametrize(
+    ("times_s", "lost"),
+    [
+        ((20.0, 20.0, 20.0), False),  # the first does not count, and two others may be by chance
+        ((1.0, 20.0, 1.0, 1.0), False),
+        ((1.0, 20.0, 20.0, 20.0), True),
+        ((1.0, 20.0, 1.0, 20.0), True),
+        ((1.0, 2.0, 2.0, 2.0), False),  # 3 s; going back takes 5 s
+        ((1.0, 2.0, 2.0, 2.0, 2.1, 2.1, 2.1), True),
+    ],
+)
+def test_a_trial_is_lost_once_it_cost_as_much_as_going_back(times_s, lost):
+    assert has_lost(times_s, before_s=BEFORE_S, back_s=5.0) == lost
+    assert not has_lost(times_s, before_s=(), back_s=5.0)

@@ -370,6 +370,16 @@ def test_a_new_plan_is_kept_or_taken_back_by_its_first_steps():
     assert commands[-1] == Command(kind="roll_back", why="the loss is not finite")
 
 
+def test_a_trial_that_has_lost_what_going_back_costs_is_over():
+    slow = after(*ON_TRIAL, *steps(24, 3, time_s=100.0))
+    assert slow[1] == after(*ON_TRIAL)[1], "two steps may be slow by chance"
+    _, commands = after(*steps(27, 1, time_s=100.0), state=slow[0])
+    assert kinds(commands)[-1] == "roll_back"
+    ending = replace(RULES, phase_ends=(0, 28))
+    slower = after(*ON_TRIAL, *steps(24, 4, time_s=2.0), rules=ending)
+    assert slower[1] == after(*ON_TRIAL)[1], "it would be kept, so the trial goes on"
+
+
 def test_the_way_back_costs_a_pause_and_nothing_is_compiled_for_it():
     compiled = StepsDone(step=21, time_s=1021.0, times_s=(1.0,), paused_s=1000.0)
     prepared = (*steps(1, 20), News(question=MAY), to(NEW), compiled, *steps(22, 2), CompileDone())
