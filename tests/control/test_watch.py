@@ -259,6 +259,14 @@ def test_conditions_at_the_start_count_as_normal():
     assert run.watch.regime_at(run.time_s).durations is None
 
 
+def test_a_first_reading_that_explains_a_change_was_not_so_from_the_start():
+    run = Run().go(20).go(10, SLOW, {**NORMAL, "inter_host": 4.0})
+    assert run.watch.conditions.inter_host == pytest.approx(4.0, rel=0.06)
+    assert run.watch.is_disturbed
+    assert run.watch.normal == Conditions()
+    assert run.watch.detector.level == pytest.approx(log_time_of(SLOW), abs=0.02)
+
+
 def test_returning_normal_conditions_are_normal_despite_noisy_readings():
     """Otherwise measurements under normal conditions would not apply to the present."""
     run = Run().go(30, reported=NORMAL).go(30, SLOW, {**NORMAL, "inter_host": 4.0})

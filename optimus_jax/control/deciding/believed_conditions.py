@@ -317,14 +317,17 @@ class BelievedConditions:
         )
 
     def _accept(self, group: Mapping[str, float], log_time_of: LogTimeOf) -> str:
-        felt = abs(self._predicted(group, log_time_of)) >= constants.MIN_PREDICTED_EFFECT
+        predicted = self._predicted(group, log_time_of)
+        felt = abs(predicted) >= constants.MIN_PREDICTED_EFFECT
+        is_change = felt and any(self._agrees(seen, predicted) for seen in self._steps.seen_changes)
         if felt and self._steps.before is not None and not self._may_be_revised:
             self._origin = self._steps.num_steps, self.present, self._steps.before
-        # A factor that was accepted before has changed since. Only a factor that is accepted for
-        # the first time may have held from the start.
+        # A factor that was accepted before has changed since, and so has one whose change step
+        # times show. Only a factor that is accepted for the first time may have held from the
+        # start.
         self.was_so = (
             {name: value for name, value in group.items() if name not in self._confirmed}
-            if self._steps.regime == 0
+            if self._steps.regime == 0 and not is_change
             else {}
         )
         self.present = self.present.with_factors(group)
@@ -333,7 +336,7 @@ class BelievedConditions:
             self.normal = self.normal.with_factors(self.was_so)
         elif felt and self._steps.regime:
             self._steps.explain()
-        elif felt and not self._early.intersection(group):
+        elif is_change or (felt and not self._early.intersection(group)):
             self._steps.begin_anew()
         self._early -= group.keys()
         for name in group:
