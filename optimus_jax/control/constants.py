@@ -260,8 +260,9 @@ MAX_READY_WAIT_STEPS = 12
 """Steps that a plan that is ready waits at most for an explanation of changed steps. Reasoned.
 Too small: switches in other conditions. Too large: gains come later."""
 MIN_COOLDOWN_TRIALS = 2
-"""Shortest cool-down, as a multiple of `controller.canary_steps`. Reasoned.
-Too small: the next switch is decided on unknown step times. Too large: slow in disturbances."""
+"""Cool-down after a switch that the run had to make, as a multiple of `controller.canary_steps`.
+Reasoned. Too small: the next switch is decided on unknown step times. Too large: gains come
+later."""
 NUM_COMPARED_TRIALS = 2
 """Steps before a switch that its trial is compared with, as a multiple of the trial's. Reasoned.
 Too small: noise judges. Too large: the steps may have run in other conditions."""
