@@ -429,6 +429,22 @@ def test_a_run_that_goes_back_to_a_plan_knows_its_step_times(goes_back):
     assert any(steps(8, 4.0, 24)) == goes_back
 
 
+@pytest.mark.parametrize("slow_steps", range(6))
+def test_a_link_that_is_whole_once_a_run_is_back_is_believed(slow_steps):
+    """`slow_steps`: those after the link was read to be slow, before the next plan was tried."""
+    cut, cut_read = Conditions(inter_host=40.0), {**NORMAL, "inter_host": 40.0}
+    run = Run().go(40, reported=NORMAL)
+    while run.watch.conditions == Conditions():
+        run.go(1, cut, cut_read)
+    run.go(slow_steps, cut, cut_read)
+    run.watch.restart([0], on_trial=True)
+    run.go(4, reported=cut_read)
+    run.watch.go_back([0])
+    run.go(20, reported=NORMAL)
+    assert run.watch.conditions == Conditions()
+    assert not run.watch.rejected_signals
+
+
 def test_a_factor_that_the_plan_does_not_feel_may_have_recovered_if_its_reading_stands_still():
     run = Run().go(60, reported=NORMAL).go(20, SKEW, SKEWED)
     assert run.watch.recovered == {}, "step times agree with it"

@@ -6,21 +6,36 @@ ends when step times are back at the level before it, also under another plan.
 
 import math
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 
 from optimus_jax.control import constants
 from optimus_jax.control.deciding.changes import Change, ChangeDetector
 from optimus_jax.control.signals import Observation
 
 
+@dataclass
+class _PlanLevels:
+    """What step times under one plan have shown, as logarithms."""
+
+    detector: ChangeDetector = field(default_factory=ChangeDetector)
+    anchor: float | None = None
+    """Level before the unexplained regime."""
+    base: float | None = None
+    """First level in the conditions that are believed, which a slow drift does not move; None: not
+    known yet."""
+    accepted: float | None = None
+    """Level at which the conditions that are believed were accepted. A change that comes too soon
+    after that for the detector shows by it."""
+    num_steps: int = 0
+
+
 class StepLevels:
     """The levels of a run's step times, as logarithms of seconds."""
 
     def __init__(self) -> None:
-        self.detector = ChangeDetector()
+        self._plan = _PlanLevels()
         self.regime = 0
         """Number of the unexplained regime; 0: none."""
-        self.anchor: float | None = None
-        """Level before the unexplained regime; None: none has begun, or the level is unknown."""
         self.changed_s: float | None = None
         """When step times last changed, or seemed to, without a reading that explained it, on the
         run's clock; None: never."""
@@ -32,16 +47,22 @@ class StepLevels:
         """Number of steps seen."""
         self.newest_s = 0.0
         """Time of the newest of them; 0: none yet, as while a plan is compiled."""
-        self._base: float | None = None
-        """First level under this plan in the conditions that are believed, which a slow drift does
-        not move; None: not known yet."""
         self._excess: float | None = None
         """Level over `anchor` when the run left a plan or batch in an unexplained regime. It is
         assumed to be the same under the next ones."""
-        self._skipped = self._plan_steps = self._num_regimes = 0
-        self._left: tuple[int, ChangeDetector, float | None, float | None, int] | None = None
-        """What was known under the plan before the one on trial: regime, detector, anchor, base and
-        number of steps."""
+        self._skipped = self._num_regimes = 0
+        self._left: tuple[int, _PlanLevels] | None = None
+        """Regime and levels under the plan before the one on trial."""
+
+    @property
+    def detector(self) -> ChangeDetector:
+        """Finds changes of the level under the plan."""
+        return self._plan.detector
+
+    @property
+    def anchor(self) -> float | None:
+        """Level before the unexplained regime; None: none has begun, or the level is unknown."""
+        return self._plan.anchor
 
     @property
     def recent(self) -> float | None:
@@ -55,18 +76,19 @@ class StepLevels:
 
     @property
     def seen_changes(self) -> list[float]:
-        """Change of the newest steps from the level before, and from the first level, from which a
-        slow drift is measured; empty: a level is unknown.
+        """Change of the newest steps from the level before, from the first level, from which a slow
+        drift is measured, and from that at which conditions were accepted; empty: a level is
+        unknown.
         """
         if (level := self.recent) is None or self.before is None:
             return []
-        drift = [] if self.regime or self._base is None else [level - self._base]
-        return [level - self.before, *drift]
+        others = () if self.regime else (self._plan.base, self._plan.accepted)
+        return [level - self.before, *[level - other for other in others if other is not None]]
 
     @property
     def is_early(self) -> bool:
         """Whether there are too few steps under this plan for a level."""
-        return self._plan_steps < constants.MIN_LEVEL_STEPS
+        return self._plan.num_steps < constants.MIN_LEVEL_STEPS
 
     def restart(self, *, on_trial: bool = False) -> None:
         """Begin anew for another plan or batch, whose step times have another level.
@@ -74,13 +96,10 @@ class StepLevels:
         Args:
           on_trial: whether the run may go back, with `go_back`.
         """
-        known = self.regime, self.detector, self.anchor, self._base, self._plan_steps
-        self._left = known if on_trial else None
+        self._left = (self.regime, self._plan) if on_trial else None
         if self.regime and self.anchor is not None and self.detector.level is not None:
             self._excess = self.detector.level - self.anchor
-        self.detector, self._skipped, self._plan_steps = ChangeDetector(), 0, 0
-        self.anchor = self._base = None
-        self.is_alarmed = False
+        self._plan, self._skipped, self.is_alarmed = _PlanLevels(), 0, False
 
     def go_back(self) -> None:
         """Go on with what was known before the plan that was on trial: step times that differ from
@@ -89,7 +108,7 @@ class StepLevels:
         left = self._left
         self.restart()
         if left is not None and left[0] == self.regime:
-            _, self.detector, self.anchor, self._base, self._plan_steps = left
+            self._plan = left[1]
 
     def add(self, observation: Observation) -> Change | None:
         """Add step times; returns a change if one is found."""
@@ -107,17 +126,17 @@ class StepLevels:
         if self._skipped < constants.NUM_SKIPPED_STEPS:
             self._skipped += 1
             return None
-        self._plan_steps += 1
+        self._plan.num_steps += 1
         value = math.log(step_time_s)
         before = self.detector.level if self.detector.count >= constants.MIN_LEVEL_STEPS else None
         change = self.detector.add(value) or self._drifted()
         level = self.detector.level if self.detector.count >= constants.MIN_LEVEL_STEPS else None
         if change:
-            self._base = None
-        elif self._base is None:
-            self._base = level
+            self._plan.base = self._plan.accepted = None
+        elif self._plan.base is None:
+            self._plan.base = level
         if self.regime and self.anchor is None and self._excess is not None and level is not None:
-            self.anchor = level - self._excess
+            self._plan.anchor = level - self._excess
         is_alarming = before is not None and value - before > constants.ALARM_LOG_RATIO
         if is_alarming and not self.is_alarmed:
             self.changed_s = time_s - step_time_s
@@ -127,19 +146,15 @@ class StepLevels:
 
     def _drifted(self) -> Change | None:
         """A change that came so slowly that the detector's level went with it."""
-        level = self.detector.level
-        if (
-            self._base is None
-            or level is None
-            or abs(level - self._base) < constants.MIN_LEVEL_SHIFT
-        ):
+        level, base = self.detector.level, self._plan.base
+        if base is None or level is None or abs(level - base) < constants.MIN_LEVEL_SHIFT:
             return None
-        return Change(before=self._base, after=level, num_steps=constants.MIN_LEVEL_STEPS)
+        return Change(before=base, after=level, num_steps=constants.MIN_LEVEL_STEPS)
 
     def turn(self, change: Change) -> str:
         """Begin or end an unexplained regime by a change; returns which, in words."""
         if self.regime == 0:
-            self.anchor = change.before
+            self._plan.anchor = change.before
         elif self.anchor is not None and abs(change.after - self.anchor) < constants.SAME_LEVEL:
             self.explain()
             return "step times are back to what they were"
@@ -156,7 +171,8 @@ class StepLevels:
 
     def begin_anew(self) -> None:
         """Forget step times: conditions that have just been accepted have another level."""
-        self.detector, self._base = ChangeDetector(), None
+        self._plan.accepted = self.recent
+        self._plan.detector, self._plan.base = ChangeDetector(), None
 
 
 def sane(step_times_s: Iterable[float]) -> list[float]:
