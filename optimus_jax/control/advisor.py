@@ -177,9 +177,7 @@ class Advisor(Policy):
         is not known why.
         """
         changed_since = self.changed_s is not None and self.changed_s > since_s
-        return self._watch.detector.suspects >= constants.MIN_SUSPECT_STEPS or (
-            changed_since and self._watch.wants_probe
-        )
+        return self._watch.is_suspicious or (changed_since and self._watch.wants_probe)
 
     @property
     def steps_alike(self) -> int:

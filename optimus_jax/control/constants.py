@@ -238,7 +238,7 @@ NEGLIGIBLE_RISK_SHARE = 1e-4
 Too small: rounding refuses sure gains. Too large: debts can grow."""
 
 # How long does the state machine wait, and what ends a trial? (transitions.py, switch_state.py,
-# runtime.py, canary.py, deciding/questions.py, advisor.py, controller.py)
+# runtime.py, canary.py, deciding/questions.py, deciding/watch.py, controller.py)
 
 PHASE_LEAD_S = 180.0
 """Seconds before a phase at which its plan is chosen and compiled. Measured in decision 30.

@@ -433,10 +433,16 @@ def test_a_run_that_goes_back_to_a_plan_knows_its_step_times(goes_back):
 def test_a_link_that_is_whole_once_a_run_is_back_is_believed(slow_steps):
     """`slow_steps`: those after the link was read to be slow, before the next plan was tried."""
     cut, cut_read = Conditions(inter_host=40.0), {**NORMAL, "inter_host": 40.0}
-    run = Run().go(40, reported=NORMAL)
-    while run.watch.conditions == Conditions():
-        run.go(1, cut, cut_read)
-    run.go(slow_steps, cut, cut_read)
+
+    def cut_link() -> Run:
+        run = Run().go(40, reported=NORMAL)
+        while run.watch.conditions == Conditions():
+            run.go(1, cut, cut_read)
+        return run.go(slow_steps, cut, cut_read)
+
+    run = cut_link()
+    assert run.go(5, reported=cut_read).watch.is_suspicious
+    run = cut_link()
     run.watch.restart([0], on_trial=True)
     run.go(4, reported=cut_read)
     run.watch.go_back([0])

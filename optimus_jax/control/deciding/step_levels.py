@@ -86,6 +86,16 @@ class StepLevels:
         return [level - self.before, *[level - other for other in others if other is not None]]
 
     @property
+    def is_other(self) -> bool:
+        """Whether the level is far from that at which the conditions that are believed were
+        accepted.
+        """
+        level, accepted = self.detector.level, self._plan.accepted
+        if level is None or accepted is None or self.regime:
+            return False
+        return abs(level - accepted) > constants.MIN_REGIME_CHANGE
+
+    @property
     def is_early(self) -> bool:
         """Whether there are too few steps under this plan for a level."""
         return self._plan.num_steps < constants.MIN_LEVEL_STEPS

@@ -68,6 +68,11 @@ class Watch:
         return self._steps.detector
 
     @property
+    def is_suspicious(self) -> bool:
+        """Whether the newest steps are unlike those in the conditions that are believed."""
+        return self.detector.suspects >= constants.MIN_SUSPECT_STEPS or self._steps.is_other
+
+    @property
     def changed_s(self) -> float | None:
         """When step times last changed, or seemed to, without a reading that explained it, on the
         run's clock; None: never.
@@ -86,7 +91,12 @@ class Watch:
     @property
     def wants_probe(self) -> bool:
         """Whether step times and readings do not agree, so that more readings would help."""
-        return self.regime != 0 or self._believed.wants_reading or self._steps.is_alarmed
+        return (
+            self.regime != 0
+            or self._believed.wants_reading
+            or self._steps.is_alarmed
+            or self._steps.is_other
+        )
 
     @property
     def probe_worth_s(self) -> float:
