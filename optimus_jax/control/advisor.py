@@ -6,6 +6,7 @@ When a question is asked again, and what becomes of a decision, is the state mac
 """
 
 import math
+import statistics
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -26,6 +27,7 @@ from optimus_jax.control.deciding.plan_history import PlanHistory
 from optimus_jax.control.deciding.prices import Prices, setting
 from optimus_jax.control.deciding.questions import Questions
 from optimus_jax.control.deciding.run_progress import RunProgress
+from optimus_jax.control.deciding.step_levels import sane
 from optimus_jax.control.deciding.switch_costs import CostModel, SwitchCosts
 from optimus_jax.control.deciding.watch import Watch
 from optimus_jax.control.learnt_file import LearntFile
@@ -45,6 +47,7 @@ from optimus_jax.control.switch_state import (
 from optimus_jax.data.batch import BatchShape
 from optimus_jax.plan import Plan
 from optimus_jax.planning.search.search import Pricing
+from optimus_jax.robust import deviation_from
 
 
 class Advisor(Policy):
@@ -151,6 +154,8 @@ class Advisor(Policy):
         )
         self._first_left: PlanInUse | None = None
         """The first plan that the run left by choice since it last had to leave one."""
+        self._first_levels: dict[Hashable, float] = {}
+        """Level that is expected of it, in circumstances in which no plan was left."""
 
     @property
     def wants_probe(self) -> bool:
@@ -173,8 +178,8 @@ class Advisor(Policy):
         return self._watch.changed_s
 
     def is_puzzled(self, since_s: float) -> bool:
-        """Whether the newest steps differ from those before `since_s`, on the run's clock, and it
-        is not known why.
+        """Whether the newest steps are unlike those in the conditions that are believed, or have
+        changed since `since_s`, on the run's clock, and it is not known why.
         """
         changed_since = self.changed_s is not None and self.changed_s > since_s
         return self._watch.is_suspicious or (changed_since and self._watch.wants_probe)
@@ -292,6 +297,7 @@ class Advisor(Policy):
         if decided is None or not by_choice:
             self._account.forget()
             self._first_left = None
+            self._first_levels.clear()
         else:
             self._account.left(*self._left(decided))
             self._first_left = self._first_left or now
@@ -316,15 +322,15 @@ class Advisor(Policy):
         left, they are compared with what the first plan that was left is expected to take, unless
         the run is back under it.
         """
-        circumstances, first = self._circumstances, self._first_left
+        circumstances, first, otherwise = self._circumstances, self._first_left, None
         # What nobody has explained would slow that plan too, by as much as nobody knows.
-        if (
-            first not in (None, self._plan_history.now)
-            and not self._watch.regime
-            and not self._account.knows(circumstances)
-        ):
-            self._account.left(circumstances, self._expected_of(first, self._watch.believed))
-        self._account.stepped(circumstances, self._watch.detector.level, num_steps)
+        if first not in (None, self._plan_history.now) and not self._watch.regime:
+            otherwise = self._first_levels.get(circumstances)
+            if otherwise is None and not self._account.knows(circumstances):
+                otherwise = self._expected_of(first, self._watch.believed)
+                self._first_levels[circumstances] = otherwise
+        level = self._watch.detector.level
+        self._account.stepped(circumstances, level, num_steps, otherwise=otherwise)
 
     def _learn_cost(
         self,
@@ -356,25 +362,28 @@ class Advisor(Policy):
             delay_s=sum(costs_s.values()),
         )
 
-    def failed(self, plan: Plan, why: str, *, is_back: bool = False) -> None:
-        """Record that the run cannot use `plan`. `is_back`: it was entered and taken back."""
-        if is_back:
-            if not self._is_beyond_plans():
-                self._learn_level(constants.MIN_FAILED_TRIAL_STEPS)
+    def failed(self, plan: Plan, why: str, *, trial_s: Sequence[float] | None = None) -> None:
+        """Record that the run cannot use `plan`, after these steps if it was taken back."""
+        if trial_s is not None:
+            self._learn_trial(trial_s)
             self._plan_history.taken_back()
             self._watch.confirm(self._run_progress.time_s)
             self._watch.go_back(self._processes_in_use)
             self._memory_watch.restart()
 
-    def _is_beyond_plans(self) -> bool:
-        """Whether steps take so much longer than expected that not the plan, but conditions that
-        nobody has seen yet are the cause.
+    def _learn_trial(self, times_s: Sequence[float]) -> None:
+        """Learn from the steps of a plan that is taken back, so that it is not tried again and
+        again. The first one is not typical. Steps that take so much longer than expected that
+        conditions must have changed say nothing about the plan.
         """
-        level = self._watch.detector.level
-        if level is None:
-            return False
-        expected = self._expected_log_time(self._watch.conditions)
-        return level - expected > constants.MAX_PLAN_DEVIATION
+        logs = [math.log(each) for each in sane(times_s[1:])]
+        if len(logs) < constants.NUM_COMPARED_STEPS:
+            return
+        level, conditions = statistics.median(logs), self._watch.conditions
+        if level - self._expected_log_time(conditions) > constants.MAX_PLAN_DEVIATION:
+            return
+        noise = max(constants.MIN_STEP_NOISE, deviation_from(level, logs))
+        self._learn(conditions, self._watch.regime, (level, noise, len(logs)))
 
     def charge(self, time_s: float) -> None:
         """Charge the account for time beyond switches: first steps, or failed attempts."""
@@ -441,21 +450,23 @@ class Advisor(Policy):
         asked = self._prices.query_of(used.plan, self._batch, conditions, used.without)
         return math.log(self._predictor.predict([asked]).step_time_s(0))
 
-    def _level(self, least_steps: int | None = None) -> Level | None:
+    def _level(self) -> Level | None:
         """Level of step times under the plan: logarithm, its noise, and number of steps.
 
-        None: there are fewer steps than `least_steps`, by default those of a trial.
+        None: there are fewer steps than in a trial, or they are of other conditions than those
+        believed.
         """
         detector = self._watch.detector
         return (
             None
             if detector.level is None
-            or detector.count < (least_steps or self._settings.canary_steps)
+            or detector.count < self._settings.canary_steps
+            or self._watch.is_contradicted
             else (detector.level, detector.noise, detector.count)
         )
 
-    def _learn_level(self, least_steps: int | None = None) -> None:
-        if (level := self._level(least_steps)) is not None:
+    def _learn_level(self) -> None:
+        if (level := self._level()) is not None:
             self._learn(self._watch.conditions, self._watch.regime, level)
 
     def _learn(self, conditions: Conditions, regime: int, level: Level) -> None:

@@ -79,8 +79,8 @@ def judge(
 
 
 def has_lost(step_times_s: Sequence[float], *, before_s: Sequence[float], back_s: float) -> bool:
-    """Whether a trial has lost as much time as going back costs. To wait longer costs more than to
-    be wrong (the ski rental problem). One slow step is not enough.
+    """Whether the plan on trial is far slower, and has lost as much time as going back costs, which
+    is likely to be lost once more by waiting for the trial's end. One slow step is not enough.
 
     Args:
       step_times_s, before_s, back_s: as in `judge`.
@@ -88,8 +88,8 @@ def has_lost(step_times_s: Sequence[float], *, before_s: Sequence[float], back_s
     times_s = step_times_s[1:]
     if len(times_s) < constants.NUM_COMPARED_STEPS or not before_s:
         return False
-    slower_s = statistics.median(times_s) - statistics.median(before_s)
-    return len(times_s) * slower_s > back_s
+    new_s, old_s = statistics.median(times_s), statistics.median(before_s)
+    return new_s > constants.STEADY_FACTOR * old_s and len(times_s) * (new_s - old_s) > back_s
 
 
 def _error_s(times_s: Sequence[float]) -> float:

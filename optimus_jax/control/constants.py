@@ -18,7 +18,8 @@ exactly a loss must be reproduced (switch.py), and how finely sums approximate i
 import math
 
 # When is a change of step times reported? (deciding/changes.py, deciding/step_levels.py,
-# deciding/watch.py, deciding/believed_conditions.py, deciding/questions.py, advisor.py)
+# deciding/watch.py, deciding/believed_conditions.py, deciding/questions.py, switch_state.py,
+# advisor.py)
 
 MIN_LEVEL_SHIFT = math.log(1.1)
 """Smallest change of a level to detect; log step time. Reasoned.
@@ -108,7 +109,7 @@ decision 30. Too small: a late reading is an alarm. Too large: frozen sensors ar
 longer."""
 
 # What is believed of plans and of durations? (predictor.py, advisor.py, deciding/experience.py,
-# deciding/regimes.py, deciding/changes.py)
+# deciding/regimes.py, deciding/changes.py, deciding/believed_conditions.py)
 
 MAX_EVIDENCE = 60
 """Measured levels that the regression uses: each plan's first and the newest. Reasoned.
@@ -122,14 +123,11 @@ EARLIER_RUN_PLAN_LOG_STD = 0.03
 TRIED_PLAN_LOG_STD = 0.03
 """Deviation of log step times measured in a few trial steps before the run. Reasoned.
 Too small: an unlucky trial rules a plan out. Too large: trials teach nothing."""
-MIN_FAILED_TRIAL_STEPS = 2
-"""Steps, its first two not counted, after which a plan that was taken back has a level. Reasoned:
-trials that end early are short (decisions 24 and 32). Too small: noise condemns plans. Too large: a
-bad plan is tried again and again."""
 MAX_PLAN_DEVIATION = 1.1
-"""Logarithm of measured over expected step time beyond which it says nothing about a plan that was
-taken back: three times. Reasoned: plans deviate by tens of percent, a cut link by a factor of ten.
-Too small: plans that are bad teach nothing. Too large: a disturbance is taken for a bad plan."""
+"""Logarithm of measured over expected step time beyond which not the plan is the cause, but other
+conditions than those believed: three times. Reasoned: plans deviate by tens of percent, a cut link
+by a factor of ten. Too small: bad plans teach nothing, and wrong readings are believed. Too large:
+a disturbance is taken for a bad plan, or its end is missed."""
 MAX_STORED_LEVELS = 30
 """Levels that are relabelled when conditions turn out to have been others, the newest. Reasoned.
 Too small: evidence with wrong labels stays. Too large: some work."""
@@ -238,7 +236,8 @@ NEGLIGIBLE_RISK_SHARE = 1e-4
 Too small: rounding refuses sure gains. Too large: debts can grow."""
 
 # How long does the state machine wait, and what ends a trial? (transitions.py, switch_state.py,
-# runtime.py, canary.py, deciding/questions.py, deciding/watch.py, controller.py)
+# runtime.py, canary.py, deciding/questions.py, deciding/watch.py, deciding/step_levels.py,
+# advisor.py, controller.py)
 
 PHASE_LEAD_S = 180.0
 """Seconds before a phase at which its plan is chosen and compiled. Measured in decision 30.
@@ -259,7 +258,7 @@ Too small: compiling looks like a disturbance. Too large: a disturbance goes unn
 MAX_READY_WAIT_STEPS = 12
 """Steps that a plan that is ready waits at most for an explanation of changed steps. Reasoned.
 Too small: switches in other conditions. Too large: gains come later."""
-MIN_COOLDOWN_TRIALS = 2
+FORCED_COOLDOWN_TRIALS = 2
 """Cool-down after a switch that the run had to make, as a multiple of `controller.canary_steps`.
 Reasoned. Too small: the next switch is decided on unknown step times. Too large: gains come
 later."""

@@ -90,8 +90,15 @@ class Policy(Protocol):
           made: the decision behind it; None: nobody decided it.
         """
 
-    def failed(self, plan: Plan, why: str, *, is_back: bool = False) -> None:
-        """Record that the run cannot use `plan`. `is_back`: it was entered and taken back."""
+    def failed(self, plan: Plan, why: str, *, trial_s: Sequence[float] | None = None) -> None:
+        """Record that the run cannot use `plan`.
+
+        Args:
+          plan: the plan.
+          why: what went wrong.
+          trial_s: times of the steps under it, in seconds, if it was taken back; None: the run was
+            never under it.
+        """
 
     def charge(self, time_s: float) -> None:
         """Record that switching took this time beyond the costs of switches."""
@@ -225,7 +232,10 @@ class Runtime:
           costs_s: seconds that it took.
           is_back: the run was under it, and is back under the plan before.
         """
-        self._guarded(lambda: self._policy.failed(plan, why, is_back=is_back))
+        trial = self.state.trial  # without a standard, its steps ran beside a compilation
+        known_s = trial.times_s if trial is not None and trial.before_s else ()
+        trial_s = known_s if is_back else None
+        self._guarded(lambda: self._policy.failed(plan, why, trial_s=trial_s))
         self._happened(SwitchFailed(plan=plan, why=why, costs_s=costs_s))
 
     def trial_over(self, costs_s: float = 0.0) -> None:

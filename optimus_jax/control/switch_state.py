@@ -243,10 +243,10 @@ class SwitchRules:
         Args:
           state: says when the last switch was.
           slowed: step time over that in normal conditions. The cool-down is meant to last as long
-            as its number of normal steps, and at least as long as a trial.
+            as its number of normal steps, and at least until a trial is over.
         """
         return state.switched_step + max(
-            min(self.settings.canary_steps, state.cool_steps),
+            min(self.settings.canary_steps + constants.NUM_SKIPPED_STEPS, state.cool_steps),
             math.ceil(state.cool_steps / max(1.0, slowed)),
         )
 

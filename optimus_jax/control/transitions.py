@@ -447,7 +447,7 @@ def cooling(state: SwitchState, rules: SwitchRules, *, by_choice: bool) -> Switc
         switched_step=state.step,
         cool_steps=_cool_steps(rules)
         if by_choice
-        else constants.MIN_COOLDOWN_TRIALS * rules.settings.canary_steps,
+        else constants.FORCED_COOLDOWN_TRIALS * rules.settings.canary_steps,
     )
     return replace(_pressing(state), review_step=rules.cool_until(state), review_s=math.inf)
 

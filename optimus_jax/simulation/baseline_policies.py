@@ -68,7 +68,7 @@ class Static(Policy):
         """The run is under `plan`, after a fault or a return."""
         self._now = plan
 
-    def failed(self, plan: Plan, why: str, *, is_back: bool = False) -> None:
+    def failed(self, plan: Plan, why: str, *, trial_s: Sequence[float] | None = None) -> None:
         """Keep the present plan from now on."""
         self._plan = self._now
 
@@ -89,7 +89,7 @@ class _ByCostModel(Policy):
         """The run is under `plan`."""
         self._plan = plan
 
-    def failed(self, plan: Plan, why: str, *, is_back: bool = False) -> None:
+    def failed(self, plan: Plan, why: str, *, trial_s: Sequence[float] | None = None) -> None:
         """Never choose the plan again."""
         self._refused.add(plan)
 
@@ -222,7 +222,7 @@ class Threshold(Policy):
         self._plan = plan
         self._throughputs.clear()
 
-    def failed(self, plan: Plan, why: str, *, is_back: bool = False) -> None:
+    def failed(self, plan: Plan, why: str, *, trial_s: Sequence[float] | None = None) -> None:
         """Restart the average of throughput. The rule does not react to failures otherwise."""
         self._throughputs.clear()
 

@@ -58,7 +58,7 @@ class Scripted(Policy):
         """The run is under `plan`."""
         self._plan = plan
 
-    def failed(self, plan: Plan, why: str, *, is_back: bool = False) -> None:
+    def failed(self, plan: Plan, why: str, *, trial_s: Sequence[float] | None = None) -> None:
         """Do nothing: the switch is tried again at the next step."""
 
 

@@ -78,7 +78,7 @@ class Scripted(Policy):
     def switched(self, plan, costs_s, made):
         self.messages.append(f"switched to {plan.axes}")
 
-    def failed(self, plan, why, *, is_back=False):
+    def failed(self, plan, why, *, trial_s=None):
         self.messages.append(f"{plan.axes} failed: {why}")
 
 

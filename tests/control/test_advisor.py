@@ -413,7 +413,7 @@ def test_a_run_that_is_back_under_its_first_plan_saves_and_loses_nothing():
     decision = Decision(step=30, action="switch", why="a test", plan=BEST, step_time_s=1.0)
     made = PendingSwitch(decision=decision, question=None, decided_s=job.time_s, before_s=())
     job.advisor.switched(BEST, {"move_s": 5.0}, made)
-    job.advisor.failed(BEST, "it is slow", is_back=True)
+    job.advisor.failed(BEST, "it is slow", trial_s=[])
     job.go(40, SLOW, factor=1.3)
     assert job.advisor._watch.is_disturbed
     assert job.advisor._account.allowance.owed_s == 5.0
@@ -424,10 +424,8 @@ def test_steps_that_no_plan_explains_teach_nothing_about_one(factor, is_learnt):
     """A link was cut while a plan was on trial."""
     job = Job(POOR, num_steps=5000, settings=ControlConfig(max_switches=0)).go(30)
     job.advisor.switched(BEST, {"move_s": 1.0})
-    job.plan = BEST
-    job.go(8, factor=factor)
-    before = len(job.advisor._predictor.evidence)
-    job.advisor.failed(BEST, "it is slow", is_back=True)
+    before, step_s = len(job.advisor._predictor.evidence), factor * job.true_s(BEST)
+    job.advisor.failed(BEST, "it is slow", trial_s=[9.0, *[step_s] * 3])
     assert (len(job.advisor._predictor.evidence) > before) == is_learnt
 
 
@@ -912,7 +910,7 @@ def test_a_plan_that_failed_on_other_devices_remains_the_current_one():
     assert smaller != BEST
     job.advisor.failed(smaller, "it could not be prepared for other devices")
     assert job.advisor._plan_history.now.plan == smaller
-    job.advisor.failed(smaller, "it was slower", is_back=True)
+    job.advisor.failed(smaller, "it was slower", trial_s=[])
     assert job.advisor._plan_history.now.plan == BEST
 
 

@@ -98,7 +98,7 @@ class Advisor(Policy):
         assert all(time_s >= 0 for time_s in costs_s.values())
         self.messages.append(f"switched to {plan.axes}")
 
-    def failed(self, plan, why, *, is_back=False):
+    def failed(self, plan, why, *, trial_s=None):
         self.messages.append(f"{plan.axes} failed: {why}")
 
     def charge(self, time_s):

@@ -490,7 +490,7 @@ def test_limits_on_switches():
         130,
         130,
         115,
-        105,
+        107,
     ]
     forced = resumed(SwitchState(), 100, RULES, by_choice=False)
     assert (RULES.cool_until(forced), forced.num_switches) == (110, 0)

@@ -32,8 +32,8 @@ class Scripted(Policy):
     def switched(self, plan, costs_s, made):
         self.told.append(("switched", plan, dict(costs_s), made))
 
-    def failed(self, plan, why, *, is_back=False):
-        self.told.append(("failed", plan, why, is_back))
+    def failed(self, plan, why, *, trial_s=None):
+        self.told.append(("failed", plan, why, trial_s))
 
     def charge(self, time_s):
         self.told.append(("charged", time_s))

@@ -79,7 +79,7 @@ class FollowsScript(Policy):
     def switched(self, plan, costs_s, made):
         self.calls.append(("switched", plan, dict(costs_s)))
 
-    def failed(self, plan, why, *, is_back=False):
+    def failed(self, plan, why, *, trial_s=None):
         self.calls.append(("failed", plan, why))
 
     def charge(self, time_s):

@@ -93,9 +93,21 @@ class Account:
         """Record that the run had to leave a plan: that plan is no measure for later ones."""
         self._levels.clear()
 
-    def stepped(self, circumstances: Hashable, level: float | None, num_steps: int) -> None:
-        """Record steps at this level of step times (None: it is not known yet)."""
-        before = self._levels.get(circumstances)
+    def stepped(
+        self,
+        circumstances: Hashable,
+        level: float | None,
+        num_steps: int,
+        *,
+        otherwise: float | None = None,
+    ) -> None:
+        """Record steps at this level of step times (None: it is not known yet).
+
+        Args:
+          otherwise: the level that they are compared with if no plan was left in these
+            circumstances; None: they are not.
+        """
+        before = self._levels.get(circumstances, otherwise)
         if before is not None and level is not None:
             saved_s = num_steps * (math.exp(before) - math.exp(level))
             self._owed_s = max(0.0, self._owed_s - saved_s)

@@ -104,7 +104,7 @@ class BelievedConditions:
             if claims[name].quality == "good":
                 self._claimed_at.setdefault(name, self._steps.num_steps)
         for group in self._groups(news, log_time_of):
-            if self._is_confirmed_by_steps(group, claims, log_time_of):
+            if self._is_confirmed_by_steps(group, claims, log_time_of, expected_of):
                 return self._accept(group, log_time_of)
         late = [
             name
@@ -252,6 +252,7 @@ class BelievedConditions:
         group: Mapping[str, float],
         claims: Mapping[str, SignalSummary],
         log_time_of: LogTimeOf,
+        expected_of: LogTimeOf,
     ) -> bool:
         """Whether to accept these factors."""
         before = log_time_of(self.present)
@@ -280,9 +281,13 @@ class BelievedConditions:
             for name in group
         ):
             return False  # a reading from before the change cannot explain it
-        return any(
-            self._agrees(seen, predicted) for seen in self._steps.seen_changes
-        ) or self._is_revised_by(group, level, log_time_of)
+        seen_changes = self._steps.seen_changes
+        # Nobody may have seen the change. No plan is so much faster or slower than expected.
+        if abs(unexpected := level - expected_of(self.present)) > constants.MAX_PLAN_DEVIATION:
+            seen_changes = [*seen_changes, unexpected]
+        return any(self._agrees(seen, predicted) for seen in seen_changes) or self._is_revised_by(
+            group, level, log_time_of
+        )
 
     def _agrees(self, seen: float, predicted: float) -> bool:
         return (
@@ -319,17 +324,18 @@ class BelievedConditions:
     def _accept(self, group: Mapping[str, float], log_time_of: LogTimeOf) -> str:
         predicted = self._predicted(group, log_time_of)
         felt = abs(predicted) >= constants.MIN_PREDICTED_EFFECT
-        is_change = felt and any(self._agrees(seen, predicted) for seen in self._steps.seen_changes)
+        firsts = group.keys() - self._confirmed
+        is_change = bool(firsts) and any(
+            self._agrees(seen, predicted) and abs(seen) >= constants.MIN_LEVEL_SHIFT
+            for seen in self._steps.seen_changes
+            if felt
+        )
         if felt and self._steps.before is not None and not self._may_be_revised:
             self._origin = self._steps.num_steps, self.present, self._steps.before
-        # A factor that was accepted before has changed since, and so has one whose change step
-        # times show. Only a factor that is accepted for the first time may have held from the
-        # start.
-        self.was_so = (
-            {name: value for name, value in group.items() if name not in self._confirmed}
-            if self._steps.regime == 0 and not is_change
-            else {}
-        )
+        # A factor that was accepted before has changed since. One that is accepted for the first
+        # time may have held from the start, unless step times show the change.
+        is_old = self._steps.regime == 0 and not is_change
+        self.was_so = {name: group[name] for name in group if name in firsts and is_old}
         self.present = self.present.with_factors(group)
         self._confirmed |= set(group)
         if self.was_so:

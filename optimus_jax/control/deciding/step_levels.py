@@ -86,7 +86,7 @@ class StepLevels:
         return [level - self.before, *[level - other for other in others if other is not None]]
 
     @property
-    def is_other(self) -> bool:
+    def is_contradicted(self) -> bool:
         """Whether the level is far from that at which the conditions that are believed were
         accepted.
         """
@@ -155,8 +155,16 @@ class StepLevels:
         return change
 
     def _drifted(self) -> Change | None:
-        """A change that came so slowly that the detector's level went with it."""
-        level, base = self.detector.level, self._plan.base
+        """A change that came so slowly, or so soon after another, that the level went with it."""
+        level, base, count = self.detector.level, self._plan.base, self.detector.count
+        accepted = self._plan.accepted
+        if (
+            level is not None
+            and accepted is not None
+            and self.is_contradicted
+            and count >= constants.MIN_LEVEL_STEPS
+        ):
+            return Change(before=accepted, after=level, num_steps=count)
         if base is None or level is None or abs(level - base) < constants.MIN_LEVEL_SHIFT:
             return None
         return Change(before=base, after=level, num_steps=constants.MIN_LEVEL_STEPS)
@@ -181,7 +189,10 @@ class StepLevels:
 
     def begin_anew(self) -> None:
         """Forget step times: conditions that have just been accepted have another level."""
-        self._plan.accepted = self.recent
+        # The step in which conditions changed is half a slow one.
+        suspects = self.detector.suspects
+        known = self.detector.recent(suspects) if suspects >= constants.NUM_COMPARED_STEPS else None
+        self._plan.accepted = self.recent if known is None else known
         self._plan.detector, self._plan.base = ChangeDetector(), None
 
 

@@ -68,9 +68,14 @@ class Watch:
         return self._steps.detector
 
     @property
+    def is_contradicted(self) -> bool:
+        """Whether step times are far from those in the conditions that are believed."""
+        return self._steps.is_contradicted
+
+    @property
     def is_suspicious(self) -> bool:
         """Whether the newest steps are unlike those in the conditions that are believed."""
-        return self.detector.suspects >= constants.MIN_SUSPECT_STEPS or self._steps.is_other
+        return self.detector.suspects >= constants.MIN_SUSPECT_STEPS or self.is_contradicted
 
     @property
     def changed_s(self) -> float | None:
@@ -95,7 +100,7 @@ class Watch:
             self.regime != 0
             or self._believed.wants_reading
             or self._steps.is_alarmed
-            or self._steps.is_other
+            or self._steps.is_contradicted
         )
 
     @property
