@@ -242,3 +242,14 @@ def test_no_part_of_a_policy_ends_the_run(part):
     run.runtime.close()
     [(why, _)] = run.failures
     assert "ZeroDivisionError: no steps" in why
+
+
+def test_a_policy_learns_the_steps_of_a_plan_that_is_taken_back():
+    """Also where the trial ends early."""
+    run = Run(Scripted({20: switch()})).go(24, 1.1).go(1, is_compiled=True)
+    run.runtime.move_begun()
+    run.runtime.moved(NEW, {"move_s": 2.0})
+    run.go(1, 9.0).go(1, 2.5).go(1, 2.6).go(1, 2.7)
+    assert run.sent[-1].kind == "roll_back"
+    run.runtime.failed(NEW, "slower", is_back=True)
+    assert ("failed", NEW, "slower", (9.0, 2.5, 2.6, 2.7)) in run.policy.told

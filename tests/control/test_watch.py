@@ -452,6 +452,43 @@ def test_a_link_that_is_whole_once_a_run_is_back_is_believed(slow_steps):
     assert not run.watch.rejected_signals
 
 
+def test_the_step_in_which_a_link_was_cut_is_no_level_of_the_cut_link():
+    cut, cut_read = Conditions(inter_host=40.0), {**NORMAL, "inter_host": 40.0}
+    run = Run().go(40, reported=NORMAL).go(1, Conditions(inter_host=10.0), cut_read)
+    while run.watch.conditions == Conditions():
+        run.go(1, cut, cut_read)
+    assert not run.go(6, cut, cut_read).watch.is_suspicious
+    run.go(30, cut, {**NORMAL, "inter_host": 120.0})
+    assert run.watch.conditions.inter_host == pytest.approx(40.0, rel=0.06), "a wrong reading"
+
+
+@pytest.mark.parametrize("lag", [0, 5, 10])
+def test_a_disturbance_that_nobody_saw_end_is_over_once_readings_say_so(lag):
+    """The link was cut while the next plan was on trial, and whole once the run was back. Readings
+    are `lag` steps late.
+    """
+    cut, cut_read = Conditions(inter_host=40.0), {**NORMAL, "inter_host": 40.0}
+    run = Run().go(40, reported=NORMAL)
+    run.watch.restart([0], on_trial=True)
+    run.go(3, cut, NORMAL)
+    while run.watch.conditions == Conditions():
+        run.go(1, cut, cut_read)
+    run.watch.go_back([0])
+    run.go(lag, reported=cut_read).go(20, reported=NORMAL)
+    assert run.watch.conditions == Conditions()
+    assert not run.watch.rejected_signals
+
+
+def test_a_run_that_is_back_in_other_conditions_knows_no_step_times():
+    run = Run().go(40, reported=NORMAL)
+    run.watch.restart([0], on_trial=True)
+    slow = {**NORMAL, "inter_host": 4.0}
+    while run.watch.conditions == Conditions():
+        run.go(1, SLOW, slow)
+    run.watch.go_back([0])
+    assert run.watch.detector.count == 0
+
+
 def test_a_factor_that_the_plan_does_not_feel_may_have_recovered_if_its_reading_stands_still():
     run = Run().go(60, reported=NORMAL).go(20, SKEW, SKEWED)
     assert run.watch.recovered == {}, "step times agree with it"
