@@ -419,6 +419,17 @@ def test_a_run_that_is_back_under_its_first_plan_saves_and_loses_nothing():
     assert job.advisor._account.allowance.owed_s == 5.0
 
 
+def test_fast_steps_are_not_learnt_of_a_link_that_was_whole_again():
+    job = Job(num_steps=3000, settings=ControlConfig(max_switches=0)).go(60)
+    while not job.advisor._watch.is_disturbed:
+        job.go(1, SLOW)
+    job.go(8, reported=SLOW).go(12)  # readings are late
+    assert not job.advisor._watch.is_disturbed
+    known = [each for each in job.advisor._experience._levels if not each.regime]
+    assert known
+    assert all(each.conditions.inter_host < 2 for each in known)
+
+
 @pytest.mark.parametrize(("factor", "is_learnt"), [(1.5, True), (12.0, False)])
 def test_steps_that_no_plan_explains_teach_nothing_about_one(factor, is_learnt):
     """A link was cut while a plan was on trial."""
