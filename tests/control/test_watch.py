@@ -479,6 +479,15 @@ def test_a_disturbance_that_nobody_saw_end_is_over_once_readings_say_so(lag):
     assert not run.watch.rejected_signals
 
 
+def test_a_first_reading_while_a_plan_is_on_trial_is_not_so_from_the_start():
+    run = Run().go(40)  # nothing is read
+    run.watch.restart([0], on_trial=True)
+    cut = Conditions(inter_host=40.0)
+    run.go(20, cut, {**NORMAL, "inter_host": 40.0})
+    assert run.watch.conditions.inter_host == pytest.approx(40.0, rel=0.06)
+    assert run.watch.normal == Conditions()
+
+
 def test_a_run_that_is_back_in_other_conditions_knows_no_step_times():
     run = Run().go(40, reported=NORMAL)
     run.watch.restart([0], on_trial=True)

@@ -105,7 +105,7 @@ class BelievedConditions:
                 self._claimed_at.setdefault(name, self._steps.num_steps)
         for group in self._groups(news, log_time_of):
             if self._is_confirmed_by_steps(group, claims, log_time_of, expected_of):
-                return self._accept(group, log_time_of)
+                return self._accept(group, log_time_of, expected_of)
         late = [
             name
             for name in news
@@ -179,7 +179,7 @@ class BelievedConditions:
             or abs(seen - predicted) >= abs(predicted) / 2
         ):
             return ""
-        told = self._accept(group, log_time_of)
+        told = self._accept(group, log_time_of, expected_of)
         wrong = {name: claimed[name] for name in group if name in claimed}
         return f"{told}; {self._reject(list(group), wrong)}" if wrong else told
 
@@ -281,13 +281,19 @@ class BelievedConditions:
             for name in group
         ):
             return False  # a reading from before the change cannot explain it
-        seen_changes = self._steps.seen_changes
-        # Nobody may have seen the change. No plan is so much faster or slower than expected.
-        if abs(unexpected := level - expected_of(self.present)) > constants.MAX_PLAN_DEVIATION:
-            seen_changes = [*seen_changes, unexpected]
+        seen_changes = [*self._steps.seen_changes, *self._unexpected(expected_of)]
         return any(self._agrees(seen, predicted) for seen in seen_changes) or self._is_revised_by(
             group, level, log_time_of
         )
+
+    def _unexpected(self, expected_of: LogTimeOf) -> list[float]:
+        """Change of the newest steps from what is expected of them, if it is larger than any plan
+        explains: nobody has seen steps before it. Else empty.
+        """
+        if (level := self._steps.recent) is None:
+            return []
+        change = level - expected_of(self.present)
+        return [change] if abs(change) > constants.MAX_PLAN_DEVIATION else []
 
     def _agrees(self, seen: float, predicted: float) -> bool:
         return (
@@ -321,14 +327,16 @@ class BelievedConditions:
             and abs(seen - predicted) < abs(seen - believed)
         )
 
-    def _accept(self, group: Mapping[str, float], log_time_of: LogTimeOf) -> str:
+    def _accept(
+        self, group: Mapping[str, float], log_time_of: LogTimeOf, expected_of: LogTimeOf
+    ) -> str:
         predicted = self._predicted(group, log_time_of)
         felt = abs(predicted) >= constants.MIN_PREDICTED_EFFECT
         firsts = group.keys() - self._confirmed
-        is_change = bool(firsts) and any(
+        unseen = self._unexpected(expected_of) if self._steps.is_on_trial else []
+        is_change = bool(felt and firsts) and any(
             self._agrees(seen, predicted) and abs(seen) >= constants.MIN_LEVEL_SHIFT
-            for seen in self._steps.seen_changes
-            if felt
+            for seen in (*self._steps.seen_changes, *unseen)
         )
         if felt and self._steps.before is not None and not self._may_be_revised:
             self._origin = self._steps.num_steps, self.present, self._steps.before

@@ -96,6 +96,11 @@ class StepLevels:
         return abs(level - accepted) > constants.MIN_REGIME_CHANGE
 
     @property
+    def is_on_trial(self) -> bool:
+        """Whether the run may go back to the plan before, or could."""
+        return self._left is not None
+
+    @property
     def is_early(self) -> bool:
         """Whether there are too few steps under this plan for a level."""
         return self._plan.num_steps < constants.MIN_LEVEL_STEPS
