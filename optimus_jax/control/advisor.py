@@ -373,14 +373,14 @@ class Advisor(Policy):
 
     def _learn_trial(self, times_s: Sequence[float]) -> None:
         """Learn from the steps of a plan that is taken back, so that it is not tried again and
-        again. The first one is not typical. Steps that take so much longer than expected that
-        conditions must have changed say nothing about the plan.
+        again. The first one is not typical. Steps that take so much more or less time than expected
+        that conditions must be others say nothing about the plan.
         """
         logs = [math.log(each) for each in sane(times_s[1:])]
         if len(logs) < constants.NUM_COMPARED_STEPS:
             return
         level, conditions = statistics.median(logs), self._watch.conditions
-        if level - self._expected_log_time(conditions) > constants.MAX_PLAN_DEVIATION:
+        if abs(level - self._expected_log_time(conditions)) > constants.MAX_PLAN_DEVIATION:
             return
         noise = max(constants.MIN_STEP_NOISE, deviation_from(level, logs))
         self._learn(conditions, self._watch.regime, (level, noise, len(logs)))

@@ -255,9 +255,10 @@ conditions."""
 MAX_COMPILE_SLOWDOWN = 1.25
 """Largest factor on step times that is taken out as the effect of compiling. Reasoned.
 Too small: compiling looks like a disturbance. Too large: a disturbance goes unnoticed meanwhile."""
-MAX_READY_WAIT_STEPS = 12
-"""Steps that a plan that is ready waits at most for an explanation of changed steps. Reasoned.
-Too small: switches in other conditions. Too large: gains come later."""
+MAX_READY_WAIT_STEPS = 20
+"""Steps that a plan that is ready waits at most for an explanation of changed steps. Reasoned: a
+change is found after five, and twelve more say that a disturbance is over. Too small: switches in
+other conditions. Too large: gains come later."""
 FORCED_COOLDOWN_TRIALS = 2
 """Cool-down after a switch that the run had to make, as a multiple of `controller.canary_steps`.
 Reasoned. Too small: the next switch is decided on unknown step times. Too large: gains come

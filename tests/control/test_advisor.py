@@ -430,7 +430,7 @@ def test_fast_steps_are_not_learnt_of_a_link_that_was_whole_again():
     assert all(each.conditions.inter_host < 2 for each in known)
 
 
-@pytest.mark.parametrize(("factor", "is_learnt"), [(1.5, True), (12.0, False)])
+@pytest.mark.parametrize(("factor", "is_learnt"), [(1.5, True), (12.0, False), (0.1, False)])
 def test_steps_that_no_plan_explains_teach_nothing_about_one(factor, is_learnt):
     """A link was cut while a plan was on trial."""
     job = Job(POOR, num_steps=5000, settings=ControlConfig(max_switches=0)).go(30)

@@ -429,13 +429,16 @@ def test_a_run_that_goes_back_to_a_plan_knows_its_step_times(goes_back):
     assert any(steps(8, 4.0, 24)) == goes_back
 
 
+@pytest.mark.parametrize("lag", [0, 7])
 @pytest.mark.parametrize("slow_steps", range(6))
-def test_a_link_that_is_whole_once_a_run_is_back_is_believed(slow_steps):
-    """`slow_steps`: those after the link was read to be slow, before the next plan was tried."""
+def test_a_link_that_is_whole_once_a_run_is_back_is_believed(slow_steps, lag):
+    """`slow_steps`: those after the link was read to be slow, before the next plan was tried.
+    `lag`: those before.
+    """
     cut, cut_read = Conditions(inter_host=40.0), {**NORMAL, "inter_host": 40.0}
 
     def cut_link() -> Run:
-        run = Run().go(40, reported=NORMAL)
+        run = Run().go(40, reported=NORMAL).go(lag, cut, NORMAL)
         while run.watch.conditions == Conditions():
             run.go(1, cut, cut_read)
         return run.go(slow_steps, cut, cut_read)
