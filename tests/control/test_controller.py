@@ -353,7 +353,7 @@ def test_a_slowly_compiled_switch_waits_until_step_times_are_steady(
     compile_later(monkeypatch)
     # step times are never steady
     monkeypatch.setattr(constants, "STEADY_FACTOR", 1e-9)
-    result = scripted({3: switch_at(3, other_plan())}, steps=STEPS + 2)
+    result = scripted({3: switch_at(3, other_plan())}, steps=STEPS + 8)
     assert [event["step"] for event in events(result, "remesh")] == [expected]
 
 
@@ -375,7 +375,7 @@ def test_a_switch_happens_at_once_if_compilation_did_not_slow_steps(
     monkeypatch.setattr(assembly, "Advisor", Watching)
     compile_later(monkeypatch)
     monkeypatch.setattr(constants, "STEADY_FACTOR", math.inf)
-    result = scripted({3: switch_at(3, other_plan())}, steps=STEPS + 2)
+    result = scripted({3: switch_at(3, other_plan())}, steps=STEPS + 8)
     assert [event["step"] for event in events(result, "remesh")] == [expected]
 
 
