@@ -8,7 +8,7 @@ When a question is asked again, and what becomes of a decision, is the state mac
 import math
 import statistics
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 
@@ -48,6 +48,15 @@ from optimus_jax.data.batch import BatchShape
 from optimus_jax.plan import Plan
 from optimus_jax.planning.search.search import Pricing
 from optimus_jax.robust import deviation_from
+
+
+@dataclass(frozen=True)
+class _FirstLeft:
+    """The first plan that a run left by choice since it last had to leave one."""
+
+    used: PlanInUse
+    levels: dict[Hashable, float] = field(default_factory=dict)
+    """Level that is expected of it, in circumstances in which no plan was left."""
 
 
 class Advisor(Policy):
@@ -152,10 +161,7 @@ class Advisor(Policy):
             memory_watch=self._memory_watch,
             cooldown_steps=settings.cooldown_steps,
         )
-        self._first_left: PlanInUse | None = None
-        """The first plan that the run left by choice since it last had to leave one."""
-        self._first_levels: dict[Hashable, float] = {}
-        """Level that is expected of it, in circumstances in which no plan was left."""
+        self._first_left: _FirstLeft | None = None
 
     @property
     def wants_probe(self) -> bool:
@@ -297,10 +303,9 @@ class Advisor(Policy):
         if decided is None or not by_choice:
             self._account.forget()
             self._first_left = None
-            self._first_levels.clear()
         else:
             self._account.left(*self._left(decided))
-            self._first_left = self._first_left or now
+            self._first_left = self._first_left or _FirstLeft(now)
         self._plan_history.moved(PlanInUse(plan=plan, without=without))
         self._restart(on_trial=True)
         if self._learnt is not None:  # a run that is killed has learnt until here
@@ -324,11 +329,11 @@ class Advisor(Policy):
         """
         circumstances, first, otherwise = self._circumstances, self._first_left, None
         # What nobody has explained would slow that plan too, by as much as nobody knows.
-        if first not in (None, self._plan_history.now) and not self._watch.regime:
-            otherwise = self._first_levels.get(circumstances)
+        if first and first.used != self._plan_history.now and not self._watch.regime:
+            otherwise = first.levels.get(circumstances)
             if otherwise is None and not self._account.knows(circumstances):
-                otherwise = self._expected_of(first, self._watch.believed)
-                self._first_levels[circumstances] = otherwise
+                otherwise = self._expected_of(first.used, self._watch.believed)
+                first.levels[circumstances] = otherwise
         level = self._watch.detector.level
         self._account.stepped(circumstances, level, num_steps, otherwise=otherwise)
 
@@ -415,7 +420,8 @@ class Advisor(Policy):
             return False
         self._learn_level()
         self._batch = batch
-        if self._first_left and not is_legal(self._first_left.plan, self._prices.of(batch).config):
+        first = self._first_left
+        if first and not is_legal(first.used.plan, self._prices.of(batch).config):
             self._first_left = None
         self._restart()
         return True

@@ -71,3 +71,14 @@ def test_a_plan_that_had_to_be_left_is_no_measure_for_the_next():
     account.forget()
     account.stepped("normal", math.log(2.0), 100)
     assert account.allowance.owed_s == 0.0
+
+
+def test_what_is_expected_of_a_plan_is_not_remembered_as_what_one_took():
+    account = Account(0.01)
+    account.charge(30.0)
+    account.stepped("slow", math.log(1.0), 10, otherwise=math.log(3.0))
+    assert account.allowance.owed_s == pytest.approx(10.0)
+    assert not account.knows("slow")
+    account.left("slow", math.log(1.0))
+    account.stepped("slow", math.log(1.5), 10, otherwise=math.log(3.0))
+    assert account.allowance.owed_s == pytest.approx(15.0), "the plan that was left counts"
