@@ -79,8 +79,8 @@ def judge(
 
 
 def has_lost(step_times_s: Sequence[float], *, before_s: Sequence[float], back_s: float) -> bool:
-    """Whether the plan on trial is far slower, and has lost as much time as going back costs, which
-    is likely to be lost once more by waiting for the trial's end. One slow step is not enough.
+    """Whether the plan on trial is far slower, and has lost as much time as going back costs before
+    the trial is over. One slow step is not enough.
 
     Args:
       step_times_s, before_s, back_s: as in `judge`.

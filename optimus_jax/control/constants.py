@@ -250,8 +250,8 @@ NUM_COMPARED_STEPS = 3
 does not move. Too large: older steps may have run in other conditions."""
 STEADY_FACTOR = 1.5
 """Step times within this factor of those at the decision count as unchanged, since compiling may
-explain it. Measured in decision 30. Too small: switches wait. Too large: some are made in other
-conditions."""
+explain it; a plan on trial beyond it is far slower. Measured in decision 30. Too small: switches
+wait, and noise ends trials. Too large: some switches are made in other conditions."""
 MAX_COMPILE_SLOWDOWN = 1.25
 """Largest factor on step times that is taken out as the effect of compiling. Reasoned.
 Too small: compiling looks like a disturbance. Too large: a disturbance goes unnoticed meanwhile."""

@@ -333,7 +333,7 @@ class BelievedConditions:
         predicted = self._predicted(group, log_time_of)
         felt = abs(predicted) >= constants.MIN_PREDICTED_EFFECT
         firsts = group.keys() - self._confirmed
-        unseen = self._unexpected(expected_of) if self._steps.is_on_trial else []
+        unseen = self._unexpected(expected_of) if self._steps.has_switched else []
         is_change = bool(felt and firsts) and any(
             self._agrees(seen, predicted) and abs(seen) >= constants.MIN_LEVEL_SHIFT
             for seen in (*self._steps.seen_changes, *unseen)

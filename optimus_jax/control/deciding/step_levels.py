@@ -96,8 +96,8 @@ class StepLevels:
         return abs(level - accepted) > constants.MIN_REGIME_CHANGE
 
     @property
-    def is_on_trial(self) -> bool:
-        """Whether the run may go back to the plan before, or could."""
+    def has_switched(self) -> bool:
+        """Whether a switch led to the present plan, with the present batches."""
         return self._left is not None
 
     @property
