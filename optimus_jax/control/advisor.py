@@ -8,7 +8,7 @@ When a question is asked again, and what becomes of a decision, is the state mac
 import math
 import statistics
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 
@@ -48,15 +48,6 @@ from optimus_jax.data.batch import BatchShape
 from optimus_jax.plan import Plan
 from optimus_jax.planning.search.search import Pricing
 from optimus_jax.robust import deviation_from
-
-
-@dataclass(frozen=True)
-class _FirstLeft:
-    """The first plan that a run left by choice since it last had to leave one."""
-
-    used: PlanInUse
-    levels: dict[Hashable, float] = field(default_factory=dict)
-    """Level that is expected of it, in circumstances in which no plan was left."""
 
 
 class Advisor(Policy):
@@ -132,7 +123,7 @@ class Advisor(Policy):
             plan, num_hosts=self._cluster.num_hosts, num_executables=settings.executables
         )
         self._experience = Experience(self._predictor, self._prices)
-        self._account = Account(settings.budget_share)
+        self._account = Account[PlanInUse](settings.budget_share)
         self._evaluator = CandidateEvaluator(
             run_progress=self._run_progress,
             plan_history=self._plan_history,
@@ -161,7 +152,6 @@ class Advisor(Policy):
             memory_watch=self._memory_watch,
             cooldown_steps=settings.cooldown_steps,
         )
-        self._first_left: _FirstLeft | None = None
 
     @property
     def wants_probe(self) -> bool:
@@ -302,10 +292,8 @@ class Advisor(Policy):
         self._account.charge(sum(costs_s.values()) if by_choice else 0.0)
         if decided is None or not by_choice:
             self._account.forget()
-            self._first_left = None
         else:
-            self._account.left(*self._left(decided))
-            self._first_left = self._first_left or _FirstLeft(now)
+            self._account.left(now, *self._left(decided))
         self._plan_history.moved(PlanInUse(plan=plan, without=without))
         self._restart(on_trial=True)
         if self._learnt is not None:  # a run that is killed has learnt until here
@@ -323,19 +311,19 @@ class Advisor(Policy):
         return self._circumstances_of(batch), level
 
     def _pay(self, num_steps: int) -> None:
-        """Pay for switches with what these steps have saved. In circumstances in which no plan was
-        left, they are compared with what the first plan that was left is expected to take, unless
-        the run is back under it.
-        """
-        circumstances, first, otherwise = self._circumstances, self._first_left, None
-        # What nobody has explained would slow that plan too, by as much as nobody knows.
-        if first and first.used != self._plan_history.now and not self._watch.regime:
-            otherwise = first.levels.get(circumstances)
-            if otherwise is None and not self._account.knows(circumstances):
-                otherwise = self._expected_of(first.used, self._watch.believed)
-                first.levels[circumstances] = otherwise
-        level = self._watch.detector.level
-        self._account.stepped(circumstances, level, num_steps, otherwise=otherwise)
+        """Pay for switches with what these steps have saved."""
+        watch = self._watch
+        # What nobody has explained would slow other plans too, by as much as nobody knows.
+        is_explained = not watch.regime
+        self._account.stepped(
+            self._circumstances_of(self._batch),
+            watch.detector.level,
+            num_steps,
+            used=self._plan_history.now,
+            expected=(lambda used: self._expected_of(used, watch.believed))
+            if is_explained
+            else None,
+        )
 
     def _learn_cost(
         self,
@@ -402,15 +390,11 @@ class Advisor(Policy):
 
     # Recording observations.
 
-    @property
-    def _circumstances(self) -> tuple[str, int]:
+    def _circumstances_of(self, batch: BatchShape) -> tuple[str, int]:
         """What step times depend on besides the plan and its devices: the batch, the conditions,
         those of processes that are left out included, and the regime. Of slow processes the factor
         of the slowest counts, not which one it is.
         """
-        return self._circumstances_of(self._batch)
-
-    def _circumstances_of(self, batch: BatchShape) -> tuple[str, int]:
         return setting(batch, self._watch.believed), self._watch.regime
 
     def _enter_batch(self, observation: Observation) -> bool:
@@ -420,9 +404,9 @@ class Advisor(Policy):
             return False
         self._learn_level()
         self._batch = batch
-        first = self._first_left
-        if first and not is_legal(first.used.plan, self._prices.of(batch).config):
-            self._first_left = None
+        first = self._account.first_left
+        if first and not is_legal(first.plan, self._prices.of(batch).config):
+            self._account.forget_first()
         self._restart()
         return True
 

@@ -486,8 +486,9 @@ def test_fewer_devices_are_no_loss_of_the_switch_that_was_made_with_all(lost):
     more than what its switches have cost.
     """
     job = Job(num_steps=30000, costs=SwitchCosts(restart_s=20.0)).go(100)
-    account = job.advisor._account
-    account.left(job.advisor._circumstances, math.log(job.true_s(BEST)))
+    advisor, account = job.advisor, job.advisor._account
+    level = math.log(job.true_s(BEST))
+    account.left(advisor._plan_history.now, advisor._circumstances_of(advisor._batch), level)
     slow = None if lost else straggler(3.0)
     job.go(500, slow, lost=lost)
     assert job.plan.num_devices < BEST.num_devices

@@ -12,11 +12,15 @@ keeps losing stops itself.
 """
 
 import math
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 from optimus_jax.control import constants
 from optimus_jax.planning.search.explain import seconds
+
+Used = TypeVar("Used", bound=Hashable)
+"""A plan, and its devices."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +53,7 @@ class Allowance:
         return f"{told}; --set controller.budget_share={share:g} allows it"
 
 
-class Account:
+class Account(Generic[Used]):
     """The costs and savings of one run's switches.
 
     Args:
@@ -60,13 +64,22 @@ class Account:
         self._share, self._owed_s = share, 0.0
         self.spent_s = 0.0
         """All costs so far, in seconds."""
-        self._levels: dict[Hashable, float] = {}
+        self._seen: dict[Hashable, float] = {}
         """Level of step times of the plan that was left in these circumstances, as a logarithm."""
+        self._first: Used | None = None
+        """The first plan that the run left by choice since it last had to leave one."""
+        self._expected: dict[Hashable, float] = {}
+        """Level that is expected of it, in circumstances in which no plan was left."""
 
     @property
     def allowance(self) -> Allowance:
         """What the next switch may risk."""
         return Allowance(share=self._share, owed_s=self._owed_s)
+
+    @property
+    def first_left(self) -> Used | None:
+        """The plan with which steps are compared in circumstances in which none was left."""
+        return self._first
 
     def charge(self, time_s: float) -> None:
         """Add a cost; one that is negative or not finite is ignored."""
@@ -74,24 +87,28 @@ class Account:
             self._owed_s = max(0.0, self._owed_s + time_s)
             self.spent_s += time_s
 
-    def left(self, circumstances: Hashable, level: float | None) -> None:
+    def left(self, used: Used, circumstances: Hashable, level: float | None) -> None:
         """Record that the run has left a plan by choice.
 
         Args:
+          used: the plan, and its devices.
           circumstances: the conditions and the batch.
           level: logarithm of its step time in seconds; None: unknown. The first level in the same
             circumstances stays.
         """
+        self._first = self._first or used
         if level is not None:
-            self._levels.setdefault(circumstances, level)
-
-    def knows(self, circumstances: Hashable) -> bool:
-        """Whether there is a plan to compare with in these circumstances."""
-        return circumstances in self._levels
+            self._seen.setdefault(circumstances, level)
 
     def forget(self) -> None:
         """Record that the run had to leave a plan: that plan is no measure for later ones."""
-        self._levels.clear()
+        self._seen.clear()
+        self.forget_first()
+
+    def forget_first(self) -> None:
+        """Record that the first plan that was left cannot be used any more."""
+        self._first = None
+        self._expected.clear()
 
     def stepped(
         self,
@@ -99,15 +116,23 @@ class Account:
         level: float | None,
         num_steps: int,
         *,
-        otherwise: float | None = None,
+        used: Used,
+        expected: Callable[[Used], float] | None,
     ) -> None:
-        """Record steps at this level of step times (None: it is not known yet).
+        """Record steps.
 
         Args:
-          otherwise: the level that they are compared with if no plan was left in these
-            circumstances; None: they are not.
+          circumstances: the conditions and the batch.
+          level: their level, as a logarithm; None: it is not known yet.
+          num_steps: how many.
+          used: the plan of these steps.
+          expected: the level that is expected of a plan now; None: nobody knows.
         """
-        before = self._levels.get(circumstances, otherwise)
+        before = self._seen.get(circumstances)
+        if before is None and expected and self._first and self._first != used:
+            if circumstances not in self._expected:
+                self._expected[circumstances] = expected(self._first)
+            before = self._expected[circumstances]
         if before is not None and level is not None:
             saved_s = num_steps * (math.exp(before) - math.exp(level))
             self._owed_s = max(0.0, self._owed_s - saved_s)

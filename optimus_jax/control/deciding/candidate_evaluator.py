@@ -11,7 +11,7 @@ from optimus_jax.control import policy
 from optimus_jax.control.deciding.account import Account
 from optimus_jax.control.deciding.candidates import is_allowed
 from optimus_jax.control.deciding.factors import on_grid, process_of
-from optimus_jax.control.deciding.options import ObservedCluster, PlanOption
+from optimus_jax.control.deciding.options import ObservedCluster, PlanInUse, PlanOption
 from optimus_jax.control.deciding.phases import Phases
 from optimus_jax.control.deciding.plan_history import PlanHistory
 from optimus_jax.control.deciding.prices import Prices, query
@@ -37,7 +37,7 @@ class CandidateEvaluator:
     predictor: Predictor
     watch: Watch
     costs: CostModel
-    account: Account
+    account: Account[PlanInUse]
     settings: ControlConfig
     is_compiled: Callable[[Plan, BatchShape, frozenset[int]], bool]
     """Whether the plan's executable for this batch shape, without these devices, is compiled."""

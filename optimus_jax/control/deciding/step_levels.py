@@ -90,10 +90,19 @@ class StepLevels:
         """Whether the level is far from that at which the conditions that are believed were
         accepted.
         """
+        return self._contradiction is not None
+
+    @property
+    def _contradiction(self) -> Change | None:
         level, accepted = self.detector.level, self._plan.accepted
-        if level is None or accepted is None or self.regime:
-            return False
-        return abs(level - accepted) > constants.MIN_REGIME_CHANGE
+        if (
+            level is None
+            or accepted is None
+            or self.regime
+            or abs(level - accepted) <= constants.MIN_REGIME_CHANGE
+        ):
+            return None
+        return Change(before=accepted, after=level, num_steps=self.detector.count)
 
     @property
     def has_switched(self) -> bool:
@@ -161,15 +170,9 @@ class StepLevels:
 
     def _drifted(self) -> Change | None:
         """A change that came so slowly, or so soon after another, that the level went with it."""
-        level, base, count = self.detector.level, self._plan.base, self.detector.count
-        accepted = self._plan.accepted
-        if (
-            level is not None
-            and accepted is not None
-            and self.is_contradicted
-            and count >= constants.MIN_LEVEL_STEPS
-        ):
-            return Change(before=accepted, after=level, num_steps=count)
+        if (found := self._contradiction) and found.num_steps >= constants.MIN_LEVEL_STEPS:
+            return found
+        level, base = self.detector.level, self._plan.base
         if base is None or level is None or abs(level - base) < constants.MIN_LEVEL_SHIFT:
             return None
         return Change(before=base, after=level, num_steps=constants.MIN_LEVEL_STEPS)
