@@ -39,7 +39,15 @@ from optimus_jax.planning.cost.rates import Rates
 from optimus_jax.planning.profiles.cluster import Cluster
 from optimus_jax.planning.search.search import Pricing
 from optimus_jax.simulation.candidate_plans import PooledSearch
-from optimus_jax.simulation.comparison import AUTO, METHODS, STAY, Result, run_all
+from optimus_jax.simulation.comparison import (
+    AUTO,
+    METHODS,
+    ORACLE,
+    POLICIES,
+    STAY,
+    Result,
+    run_all,
+)
 from optimus_jax.simulation.events import PhaseEvent
 from optimus_jax.simulation.named_scenarios import find_scenario, library
 from optimus_jax.simulation.random_scenarios import random_scenario
@@ -211,23 +219,27 @@ def run_jobs(
     processes: int,
     out: Path | None,
 ) -> Runs:
-    """Run the seeds that are not in the file with all methods, and return their results."""
+    """Run what is not in the file, and return the results of all seeds with all methods."""
     done, began_s = stored_results(out), time.perf_counter()
 
-    def is_done(job: Job, seed: int) -> bool:
-        return set(methods) <= set(done.get(job, {}).get(seed, {}))
+    def missing(job: Job, seed: int) -> tuple[str, ...]:
+        found = done.get(job, {}).get(seed, {})
+        names = {name for name in methods if name not in found}
+        if ORACLE in names:  # it is as good as whatever is run beside it
+            names |= {name for name in methods if name == STAY or name not in POLICIES}
+        return tuple([name for name in methods if name in names])
 
-    missing = {job: [seed for seed in range(seeds[job]) if not is_done(job, seed)] for job in jobs}
     with ProcessPoolExecutor(processes) as pool:
         # Do the first seeds of all jobs before the next seeds of any, so that an interrupted call
         # leaves a complete table with fewer seeds.
         futures = {
-            pool.submit(
-                run_chunk, jobs[job], SETTINGS[job.setting], left[first : first + CHUNK], methods
-            ): job
+            pool.submit(run_chunk, jobs[job], SETTINGS[job.setting], chunk, names): job
             for first in range(0, max(seeds.values()), CHUNK)
-            for job, left in missing.items()
-            if first < len(left)
+            for job in jobs
+            for names, chunk in _alike(
+                {seed: missing(job, seed) for seed in range(seeds[job])[first : first + CHUNK]}
+            ).items()
+            if names
         }
         for number, future in enumerate(as_completed(futures), start=1):
             job = futures[future]
@@ -249,11 +261,19 @@ def run_jobs(
         job: {
             seed: {name: done[job][seed][name] for name in methods}
             for seed in range(seeds[job])
-            if is_done(job, seed)
+            if not missing(job, seed)
         }
         for job in jobs
     }
     return {job: runs for job, runs in complete.items() if runs}
+
+
+def _alike(missing: Mapping[int, tuple[str, ...]]) -> dict[tuple[str, ...], list[int]]:
+    """Seeds by the methods that they lack."""
+    alike: dict[tuple[str, ...], list[int]] = {}
+    for seed, names in missing.items():
+        alike.setdefault(names, []).append(seed)
+    return alike
 
 
 def methods_of(asked: str | None) -> tuple[str, ...]:

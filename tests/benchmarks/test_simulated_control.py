@@ -61,6 +61,7 @@ def run(benchmark, monkeypatch):
 
     def run_chunk(scenario, setting, seeds, methods):
         done.extend((scenario.name, seed) for seed in seeds)
+        run.methods = methods
         return {seed: {name: result(100.0 + seed, 2) for name in methods} for seed in seeds}
 
     monkeypatch.setattr(benchmark, "ProcessPoolExecutor", ThreadPoolExecutor)
@@ -89,7 +90,7 @@ def test_the_benchmark_resumes_where_it_was_stopped(benchmark, run, tmp_path):
     assert num_switches(found[job][0]["auto"]) == 2
 
 
-def test_seeds_that_lack_a_policy_run_again(benchmark, run, tmp_path):
+def test_policies_that_a_seed_lacks_are_run(benchmark, run, tmp_path):
     file = tmp_path / "done.jsonl"
     jobs = benchmark.jobs_of(["llama-a100"], [library()["short"]], [0.02], [])
     (job,) = jobs
@@ -97,8 +98,26 @@ def test_seeds_that_lack_a_policy_run_again(benchmark, run, tmp_path):
     found, done = run(jobs, 2, TESTED, file)
     assert (done, set(found[job][0])) == ([], set(TESTED)), "what is there is not run again"
     file.unlink()
-    run(jobs, 2, TESTED, file)
-    assert len(run(jobs, 2, METHODS, file)[1]) == 2
+    run(jobs, 1, ("auto", "stay"), file)
+    found, done = run(jobs, 2, ("auto", "stay", "greedy"), file)
+    assert sorted(done) == [("short", 0), ("short", 1)]
+    assert set(found[job][0]) == {"auto", "stay", "greedy"}
+
+
+@pytest.mark.parametrize(
+    ("asked", "left"),
+    [
+        (("auto", "stay", "greedy"), ("greedy",)),
+        (("auto", "stay", "oracle"), ("stay", "oracle")),
+        (METHODS, tuple(name for name in METHODS if name != "auto")),
+    ],
+)
+def test_only_those_and_what_an_oracle_knows_of(benchmark, run, tmp_path, asked, left):
+    file = tmp_path / "done.jsonl"
+    jobs = benchmark.jobs_of(["llama-a100"], [library()["short"]], [0.02], [])
+    run(jobs, 1, ("auto", "stay"), file)
+    run(jobs, 1, asked, file)
+    assert run.methods == left
 
 
 def test_scenarios_run_with_each_misfit_and_drawn_ones_with_their_own(benchmark):
