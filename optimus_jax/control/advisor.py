@@ -32,7 +32,7 @@ from optimus_jax.control.deciding.switch_costs import CostModel, SwitchCosts
 from optimus_jax.control.deciding.watch import Watch
 from optimus_jax.control.learnt_file import LearntFile
 from optimus_jax.control.policy import Decision
-from optimus_jax.control.predictor import Predictor
+from optimus_jax.control.predictor import Forecast, Predictor
 from optimus_jax.control.runtime import Policy
 from optimus_jax.control.signals import Observation
 from optimus_jax.control.switch_state import (
@@ -367,13 +367,17 @@ class Advisor(Policy):
     def _learn_trial(self, times_s: Sequence[float]) -> None:
         """Learn from the steps of a plan that is taken back, so that it is not tried again and
         again. The first one is not typical. Steps that take so much more or less time than expected
-        that conditions must be others say nothing about the plan.
+        that conditions must be others say nothing about the plan; nor do they if more steps of it
+        are known in these conditions.
         """
-        logs = [math.log(each) for each in sane(times_s[1:])]
-        if len(logs) < constants.NUM_COMPARED_STEPS:
+        logs, conditions = [math.log(each) for each in sane(times_s[1:])], self._watch.conditions
+        known = self._experience.num_steps(self._known(conditions, self._watch.regime))
+        if len(logs) < constants.NUM_COMPARED_STEPS or known > len(logs):
             return
-        level, conditions = statistics.median(logs), self._watch.conditions
-        if abs(level - self._expected_log_time(conditions)) > constants.MAX_PLAN_DEVIATION:
+        level, forecast = statistics.median(logs), self._forecast(conditions)
+        most = constants.MAX_PLAN_SURPRISE * math.sqrt(forecast.covariance[0, 0])
+        most = min(constants.MAX_PLAN_DEVIATION, max(constants.MIN_RECOVERY_EFFECT, most))
+        if abs(level - forecast.mean[0]) > most:
             return
         noise = max(constants.MIN_STEP_NOISE, deviation_from(level, logs))
         self._learn(conditions, self._watch.regime, (level, noise, len(logs)))
@@ -421,12 +425,17 @@ class Advisor(Policy):
                 plan, self._batch, conditions, self._plan_history.now.without
             ),
             self._expected_log_time,
+            self._otherwise_log_time,
         )
         if watch.was_so:
             self._experience.relabel(watch.was_so)
             self._predictor.forget_earlier_runs()
         elif before != (watch.conditions, watch.regime):
-            if level is not None:
+            if watch.since_switch:
+                self._experience.forget(self._known(*before))
+                if level is not None:
+                    self._learn(watch.conditions, watch.regime, level)
+            elif level is not None:
                 self._learn(*before, level)
             if before[1] and before[1] != watch.regime:
                 self._predictor.forget_regime(before[1])
@@ -436,9 +445,23 @@ class Advisor(Policy):
         """Logarithm of the present plan's step time in these conditions, by all that was learnt."""
         return self._expected_of(self._plan_history.now, conditions)
 
+    def _otherwise_log_time(self, conditions: Conditions) -> float:
+        """The same without what was learnt of this plan in the conditions that are believed."""
+        now, watch = self._plan_history.now, self._watch
+        asked, learnt = (
+            self._prices.query_of(now.plan, self._batch, each, now.without)
+            for each in (conditions, watch.conditions)
+        )
+        return float(self._predictor.predict([asked], without=learnt).mean[0])
+
     def _expected_of(self, used: PlanInUse, conditions: Conditions) -> float:
+        return float(self._forecast(conditions, used).mean[0])
+
+    def _forecast(self, conditions: Conditions, used: PlanInUse | None = None) -> Forecast:
+        """What is expected of one plan, by default the present one."""
+        used = used or self._plan_history.now
         asked = self._prices.query_of(used.plan, self._batch, conditions, used.without)
-        return math.log(self._predictor.predict([asked]).step_time_s(0))
+        return self._predictor.predict([asked])
 
     def _level(self) -> Level | None:
         """Level of step times under the plan: logarithm, its noise, and number of steps.
@@ -460,18 +483,23 @@ class Advisor(Policy):
             self._learn(self._watch.conditions, self._watch.regime, level)
 
     def _learn(self, conditions: Conditions, regime: int, level: Level) -> None:
-        known = Known(
+        self._experience.learn(self._known(conditions, regime), level, self._run_progress.step)
+
+    def _known(self, conditions: Conditions, regime: int) -> Known:
+        """The names of a level of the present plan."""
+        return Known(
             plan=self._plan_history.now.plan,
             batch=self._batch,
             conditions=conditions,
             regime=regime,
             without=self._plan_history.now.without,
         )
-        self._experience.learn(known, level, self._run_progress.step)
 
     def _restart(self, *, on_trial: bool = False) -> None:
         """Forget step times and memory readings of the plan that the run has left."""
-        self._watch.restart(self._processes_in_use, on_trial=on_trial)
+        is_known = on_trial and not self._watch.regime
+        expected = self._expected_log_time(self._watch.believed) if is_known else None
+        self._watch.restart(self._processes_in_use, on_trial=on_trial, expected=expected)
         self._memory_watch.restart()
 
     @property

@@ -92,6 +92,10 @@ MAX_UNCONFIRMED_STEPS = 12
 """Steps after which a reading that step times contradict is rejected, or a disturbance that they
 contradict is over. Reasoned.
 Too small: right readings of a slow change are rejected. Too large: frozen ones are believed."""
+RECONSIDERED_STEPS = 24
+"""Steps after which a rejected reading is compared with step times again, and again. Reasoned: the
+level is known well by then. Too small: wrong readings get more chances. Too large: what is believed
+by mistake lasts."""
 MIN_RECOVERY_EFFECT = 0.15
 """Predicted change of log step time by the end of a disturbance from which step times alone may
 show that end. Reasoned. Too small: noise ends it. Too large: frozen sensors are believed."""
@@ -123,6 +127,10 @@ EARLIER_RUN_PLAN_LOG_STD = 0.03
 TRIED_PLAN_LOG_STD = 0.03
 """Deviation of log step times measured in a few trial steps before the run. Reasoned.
 Too small: an unlucky trial rules a plan out. Too large: trials teach nothing."""
+MAX_PLAN_SURPRISE = 5.0
+"""Standard deviations from what is expected of a plan beyond which a trial of it says something
+about conditions, not about the plan. Reasoned. Too small: bad plans teach nothing, and are tried
+again. Too large: a disturbance is taken for a bad plan."""
 MAX_PLAN_DEVIATION = 1.1
 """Logarithm of measured over expected step time beyond which not the plan is the cause, but other
 conditions than those believed: three times. Reasoned: plans deviate by tens of percent, a cut link

@@ -151,18 +151,24 @@ class Predictor:
         self._set_aside += [each for each in self._evidence.values() if each.step < 0]
         self._evidence = {key: each for key, each in self._evidence.items() if each.step >= 0}
 
-    def predict(self, queries: Sequence[Query]) -> Forecast:
-        """Predict the step times of all queries jointly."""
-        believed = self._believed(queries)
+    def predict(self, queries: Sequence[Query], *, without: Query | None = None) -> Forecast:
+        """Predict the step times of all queries jointly, without the evidence of one if it is
+        given.
+        """
+        believed = self._believed(queries, without)
         return Forecast(believed.mean, believed.covariance)
 
     def calibration(self) -> Calibration:
         """The believed corrections of the cost model's terms, which a search multiplies them by."""
         return self._believed(()).calibration
 
-    def _believed(self, queries: Sequence[Query]) -> Beliefs:
+    def _believed(self, queries: Sequence[Query], without: Query | None = None) -> Beliefs:
         known = (*self._evidence.values(), *self._first.values())
-        evidence = [each.at(self._step) for each in known]
+        evidence = [
+            each.at(self._step)
+            for each in known
+            if without is None or each.query.key != without.key
+        ]
         return Beliefs.given(evidence, self._calibration, queries)
 
     def learnt(self) -> list[dict[str, object]]:

@@ -41,8 +41,12 @@ class BelievedConditions:
         """The processes in use; None: all."""
         self.rejected_signals: dict[str, float] = {}
         """Factors whose readings are rejected, with the values that they claim."""
+        self._rejected_at: dict[str, int] = {}
+        """Number of steps seen when they were rejected."""
         self.was_so: dict[str, float] = {}
         """Factors that the last readings revealed and that may have held from the start."""
+        self.since_switch = False
+        """Whether the last readings revealed what has been so since the run switched plans."""
         self._first_compute: float | None = None
         self._confirmed: set[str] = set()
         """Factors of which a reading has been accepted."""
@@ -79,6 +83,7 @@ class BelievedConditions:
         unseen: Iterable[str],
         log_time_of: LogTimeOf,
         expected_of: LogTimeOf,
+        otherwise_of: LogTimeOf,
     ) -> str:
         """Accept or reject what readings indicate. Returns which, in words; empty: neither.
 
@@ -88,8 +93,10 @@ class BelievedConditions:
           log_time_of: logarithm of the present plan's step time in given conditions, by the cost
             model.
           expected_of: the same by all that was learnt.
+          otherwise_of: the same, but for what was learnt of this plan in the conditions that are
+            believed.
         """
-        self.was_so = {}
+        self.was_so, self.since_switch = {}, False
         claimed = self._claimed(claims)
         news = self._news(claimed, claims)
         self._has_few_samples = any(
@@ -98,6 +105,10 @@ class BelievedConditions:
         )
         if doubt := self._doubt(claimed, unseen, log_time_of, expected_of):
             return doubt
+        if group := self._reconsidered(claimed, claims, otherwise_of):
+            told = self._accept(group, log_time_of, expected_of)
+            self.since_switch = True
+            return told
         for name in news:
             if self._steps.is_early:
                 self._early.add(name)
@@ -173,15 +184,50 @@ class BelievedConditions:
             groups, key=lambda each: abs(seen - self._predicted(each, log_time_of)), default={}
         )
         predicted = self._predicted(group, log_time_of)
-        # Closer to a recovery than to no change.
-        if (
-            abs(predicted) < constants.MIN_RECOVERY_EFFECT
-            or abs(seen - predicted) >= abs(predicted) / 2
-        ):
+        if not self._is_as_predicted(seen, predicted):
             return ""
         told = self._accept(group, log_time_of, expected_of)
         wrong = {name: claimed[name] for name in group if name in claimed}
         return f"{told}; {self._reject(list(group), wrong)}" if wrong else told
+
+    def _reconsidered(
+        self,
+        claimed: Mapping[str, float],
+        claims: Mapping[str, SignalSummary],
+        otherwise_of: LogTimeOf,
+    ) -> dict[str, float]:
+        """Rejected readings of a family that step times confirm once what was learnt of the plan in
+        the conditions that are believed is left out: it would be wrong if these are.
+        """
+        level, num_steps = self._steps.detector.level, self._steps.num_steps
+        due = {
+            name: self._on_grid(name, claimed[name])
+            for name, since in self._rejected_at.items()
+            if name in self.rejected_signals
+            and name in claimed
+            and claims[name].quality == "good"
+            and num_steps > since
+            and (num_steps - since) % constants.RECONSIDERED_STEPS == 0
+        }
+        if not due or level is None or self._steps.regime:
+            return {}
+        if self._steps.detector.count < constants.RECONSIDERED_STEPS:
+            return {}
+        usual = otherwise_of(self.present)
+        for family in dict.fromkeys(map(family_of, due)):
+            group = {name: value for name, value in due.items() if family_of(name) == family}
+            predicted = otherwise_of(self.present.with_factors(group)) - usual
+            if self._is_as_predicted(level - usual, predicted):
+                return group
+        return {}
+
+    @staticmethod
+    def _is_as_predicted(seen: float, predicted: float) -> bool:
+        """Whether a large change was predicted, and what is seen is closer to it than to none."""
+        return (
+            abs(predicted) >= constants.MIN_RECOVERY_EFFECT
+            and abs(seen - predicted) < abs(predicted) / 2
+        )
 
     def _on_grid(self, name: str, value: float) -> float:
         """The value on the grid, or the normal value if the two are within the scatter of readings:
@@ -282,9 +328,19 @@ class BelievedConditions:
         ):
             return False  # a reading from before the change cannot explain it
         seen_changes = [*self._steps.seen_changes, *self._unexpected(expected_of)]
-        return any(self._agrees(seen, predicted) for seen in seen_changes) or self._is_revised_by(
-            group, level, log_time_of
+        return (
+            any(self._agrees(seen, predicted) for seen in seen_changes)
+            or self._is_revised_by(group, level, log_time_of)
+            or (is_good and self._came_with_switch(predicted))
         )
+
+    def _came_with_switch(self, predicted: float) -> bool:
+        """Whether steps have differed from what was expected of the plan by this much since the run
+        switched to it: they were never in the conditions that are believed, so that no change
+        shows.
+        """
+        seen = self._steps.off_from_start
+        return seen is not None and self._is_as_predicted(seen, predicted)
 
     def _unexpected(self, expected_of: LogTimeOf) -> list[float]:
         """Change of the newest steps from what is expected of them, if it is larger than any plan
@@ -338,6 +394,9 @@ class BelievedConditions:
             self._agrees(seen, predicted) and abs(seen) >= constants.MIN_LEVEL_SHIFT
             for seen in (*self._steps.seen_changes, *unseen)
         )
+        self.since_switch = self._came_with_switch(predicted) and not any(
+            self._agrees(seen, predicted) for seen in self._steps.seen_changes
+        )
         if felt and self._steps.before is not None and not self._may_be_revised:
             self._origin = self._steps.num_steps, self.present, self._steps.before
         # A factor that was accepted before has changed since. One that is accepted for the first
@@ -354,6 +413,8 @@ class BelievedConditions:
             self._steps.begin_anew()
         self._early -= group.keys()
         for name in group:
+            self.rejected_signals.pop(name, None)
+        for name in group:
             self._claimed_at.pop(name, None)
         return " and ".join(in_words(name, value) for name, value in group.items())
 
@@ -361,4 +422,5 @@ class BelievedConditions:
         families = {family_of(name) for name in names}
         doubted = [name for name in news if family_of(name) in families]
         self.rejected_signals.update({name: news[name] for name in doubted})
+        self._rejected_at |= dict.fromkeys(doubted, self._steps.num_steps)
         return "step times contradict the readings of " + " and ".join(doubted)

@@ -51,6 +51,15 @@ class Experience:
             self._levels.pop(next(iter(self._levels)))
         self._tell(known, level, step)
 
+    def num_steps(self, known: Known) -> int:
+        """Number of steps behind the level under these names; 0: there is none."""
+        return self._levels[known][0][2] if known in self._levels else 0
+
+    def forget(self, known: Known) -> None:
+        """Drop a level that was measured under other conditions than these."""
+        if self._levels.pop(known, None) is not None:
+            self._predictor.forget(self._query_of(known))
+
     def relabel(self, was_so: Mapping[str, float]) -> None:
         """Correct the conditions of all learnt levels: these factors are now known to have had
         these values all the time.

@@ -26,6 +26,9 @@ class _PlanLevels:
     accepted: float | None = None
     """Level at which the conditions that are believed were accepted. A change that comes too soon
     after that for the detector shows by it."""
+    expected: float | None = None
+    """Level that was expected when the run switched to the plan, in the conditions believed then;
+    None: unknown."""
     num_steps: int = 0
 
 
@@ -86,6 +89,21 @@ class StepLevels:
         return [level - self.before, *[level - other for other in others if other is not None]]
 
     @property
+    def off_from_start(self) -> float | None:
+        """How far steps under the plan are from what was expected when the run switched to it.
+        None: unknown, or they have had more than one level since.
+        """
+        level, expected = self.recent, self._plan.expected
+        if (
+            level is None
+            or expected is None
+            or self.regime
+            or self.detector.count < self._plan.num_steps
+        ):
+            return None
+        return level - expected
+
+    @property
     def is_contradicted(self) -> bool:
         """Whether the level is far from that at which the conditions that are believed were
         accepted.
@@ -114,16 +132,17 @@ class StepLevels:
         """Whether there are too few steps under this plan for a level."""
         return self._plan.num_steps < constants.MIN_LEVEL_STEPS
 
-    def restart(self, *, on_trial: bool = False) -> None:
+    def restart(self, *, on_trial: bool = False, expected: float | None = None) -> None:
         """Begin anew for another plan or batch, whose step times have another level.
 
         Args:
           on_trial: whether the run may go back, with `go_back`.
+          expected: that level as it is expected in the conditions that are believed; None: unknown.
         """
         self._left = (self.regime, self._plan) if on_trial else None
         if self.regime and self.anchor is not None and self.detector.level is not None:
             self._excess = self.detector.level - self.anchor
-        self._plan, self._skipped, self.is_alarmed = _PlanLevels(), 0, False
+        self._plan, self._skipped, self.is_alarmed = _PlanLevels(expected=expected), 0, False
 
     def go_back(self) -> None:
         """Go on with what was known before the plan that was on trial: step times that differ from
@@ -201,7 +220,7 @@ class StepLevels:
         suspects = self.detector.suspects
         known = self.detector.recent(suspects) if suspects >= constants.NUM_COMPARED_STEPS else None
         self._plan.accepted = self.recent if known is None else known
-        self._plan.detector, self._plan.base = ChangeDetector(), None
+        self._plan.detector, self._plan.base, self._plan.expected = ChangeDetector(), None, None
 
 
 def sane(step_times_s: Iterable[float]) -> list[float]:

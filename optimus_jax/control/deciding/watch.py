@@ -53,6 +53,13 @@ class Watch:
         return self._believed.was_so
 
     @property
+    def since_switch(self) -> bool:
+        """Whether conditions that the last observation revealed have been there since the run
+        switched to the plan.
+        """
+        return self._believed.since_switch
+
+    @property
     def rejected_signals(self) -> Mapping[str, float]:
         """Factors whose readings are rejected, with the values that they claim."""
         return self._believed.rejected_signals
@@ -128,15 +135,22 @@ class Watch:
         """Record that a trial has shown the disturbance not to be over."""
         self._last_seen.felt(self.believed.differing(self.normal), time_s)
 
-    def restart(self, in_use: Collection[int] | None = None, *, on_trial: bool = False) -> None:
+    def restart(
+        self,
+        in_use: Collection[int] | None = None,
+        *,
+        on_trial: bool = False,
+        expected: float | None = None,
+    ) -> None:
         """Begin anew for another plan or batch, whose step times have another level.
 
         Args:
           in_use: the processes that the plan uses; None: all.
           on_trial: whether the plan is on trial, after which the run may go back.
+          expected: logarithm of the step time that is expected of it now; None: unknown.
         """
         self._left_in = self.believed
-        self._steps.restart(on_trial=on_trial)
+        self._steps.restart(on_trial=on_trial, expected=expected)
         self._believed.restart(in_use)
 
     def go_back(self, in_use: Collection[int]) -> None:
@@ -155,6 +169,7 @@ class Watch:
         claims: Mapping[str, SignalSummary],
         log_time_of: LogTimeOf,
         expected_of: LogTimeOf | None = None,
+        otherwise_of: LogTimeOf | None = None,
     ) -> str:
         """Process an observation. Returns what has changed, in words; empty: nothing.
 
@@ -164,6 +179,8 @@ class Watch:
           log_time_of: logarithm of the present plan's step time in given conditions, by the cost
             model.
           expected_of: the same by all that was learnt; None: as the cost model.
+          otherwise_of: the same without what was learnt of this plan in the conditions that are
+            believed; None: as the cost model.
         """
         self._now_s = observation.time_s
         self.regimes.start(observation.time_s - sum(sane(observation.step_times_s)))
@@ -171,7 +188,13 @@ class Watch:
         change = self._steps.add(observation)
         news = [self._steps.turn(change)] if change else []
         news.append(
-            self._believed.update(claims, self.recovered, log_time_of, expected_of or log_time_of)
+            self._believed.update(
+                claims,
+                self.recovered,
+                log_time_of,
+                expected_of or log_time_of,
+                otherwise_of or log_time_of,
+            )
         )
         self._note_seen(observation, claims, log_time_of)
         unseen = self.recovered.keys()
