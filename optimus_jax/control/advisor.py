@@ -32,7 +32,7 @@ from optimus_jax.control.deciding.switch_costs import CostModel, SwitchCosts
 from optimus_jax.control.deciding.watch import Watch
 from optimus_jax.control.learnt_file import LearntFile
 from optimus_jax.control.policy import Decision
-from optimus_jax.control.predictor import Forecast, Predictor
+from optimus_jax.control.predictor import Predictor
 from optimus_jax.control.runtime import Policy
 from optimus_jax.control.signals import Observation
 from optimus_jax.control.switch_state import (
@@ -374,10 +374,8 @@ class Advisor(Policy):
         known = self._experience.num_steps(self._known(conditions, self._watch.regime))
         if len(logs) < constants.NUM_COMPARED_STEPS or known > len(logs):
             return
-        level, forecast = statistics.median(logs), self._forecast(conditions)
-        most = constants.MAX_PLAN_SURPRISE * math.sqrt(forecast.covariance[0, 0])
-        most = min(constants.MAX_PLAN_DEVIATION, max(constants.MIN_RECOVERY_EFFECT, most))
-        if abs(level - forecast.mean[0]) > most:
+        level = statistics.median(logs)
+        if abs(level - self._expected_log_time(conditions)) > constants.MAX_PLAN_DEVIATION:
             return
         noise = max(constants.MIN_STEP_NOISE, deviation_from(level, logs))
         self._learn(conditions, self._watch.regime, (level, noise, len(logs)))
@@ -455,13 +453,8 @@ class Advisor(Policy):
         return float(self._predictor.predict([asked], without=learnt).mean[0])
 
     def _expected_of(self, used: PlanInUse, conditions: Conditions) -> float:
-        return float(self._forecast(conditions, used).mean[0])
-
-    def _forecast(self, conditions: Conditions, used: PlanInUse | None = None) -> Forecast:
-        """What is expected of one plan, by default the present one."""
-        used = used or self._plan_history.now
         asked = self._prices.query_of(used.plan, self._batch, conditions, used.without)
-        return self._predictor.predict([asked])
+        return float(self._predictor.predict([asked]).mean[0])
 
     def _level(self) -> Level | None:
         """Level of step times under the plan: logarithm, its noise, and number of steps.

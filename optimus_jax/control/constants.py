@@ -127,10 +127,6 @@ EARLIER_RUN_PLAN_LOG_STD = 0.03
 TRIED_PLAN_LOG_STD = 0.03
 """Deviation of log step times measured in a few trial steps before the run. Reasoned.
 Too small: an unlucky trial rules a plan out. Too large: trials teach nothing."""
-MAX_PLAN_SURPRISE = 5.0
-"""Standard deviations from what is expected of a plan beyond which a trial of it says something
-about conditions, not about the plan. Reasoned. Too small: bad plans teach nothing, and are tried
-again. Too large: a disturbance is taken for a bad plan."""
 MAX_PLAN_DEVIATION = 1.1
 """Logarithm of measured over expected step time beyond which not the plan is the cause, but other
 conditions than those believed: three times. Reasoned: plans deviate by tens of percent, a cut link

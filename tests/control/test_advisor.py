@@ -440,6 +440,16 @@ def test_steps_that_no_plan_explains_teach_nothing_about_one(factor, is_learnt):
     assert (len(job.advisor._predictor.evidence) > before) == is_learnt
 
 
+def test_a_trial_teaches_nothing_about_a_plan_that_is_known_better():
+    """A link flapped while the plan was on trial."""
+    job = Job(num_steps=5000, settings=ControlConfig(max_switches=0)).go(60)
+    job.advisor.switched(POOR, {"move_s": 1.0})
+    job.advisor.switched(BEST, {"move_s": 1.0})
+    job.advisor.failed(BEST, "it is slow", trial_s=[1.3 * job.true_s(BEST)] * 6)
+    expected_s = math.exp(job.advisor._expected_of(PlanInUse(plan=BEST), Conditions()))
+    assert expected_s == pytest.approx(job.true_s(BEST), rel=0.05)
+
+
 def test_a_restart_without_a_slow_process_is_paid_for_while_that_process_is_slow():
     job = Job(num_steps=30000, costs=SwitchCosts(restart_s=20.0)).go(100)
     job.go(300, straggler(3.0))

@@ -201,6 +201,15 @@ def test_a_drift_is_seen_where_a_plan_was_measured_again_and_expected_of_all_pla
     assert deviation > 0.005, "how it drifted between is not known"
 
 
+def test_what_one_plan_has_taught_can_be_left_out():
+    predictor, (first, second, *_) = Predictor(), QUERIES
+    learn(predictor, first, COST_MODEL[0] + 0.3)
+    others = predictor.predict([first]).mean
+    learn(predictor, second, COST_MODEL[1] - 0.4)
+    assert predictor.predict([first], without=second).mean == pytest.approx(others)
+    assert predictor.predict([first]).mean != pytest.approx(others)
+
+
 def test_what_was_measured_long_ago_is_less_certain():
     def deviation(step: int) -> float:
         predictor = Predictor()

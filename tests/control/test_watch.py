@@ -27,6 +27,7 @@ class Run:
 
     def __init__(self, log_time=log_time_of) -> None:
         self.watch, self.log_time, self.step, self.time_s = Watch(), log_time, 0, 0.0
+        self.otherwise_of = log_time
         self.random, self.news = np.random.default_rng(0), list[str]()
 
     def go(
@@ -60,7 +61,10 @@ class Run:
                 seq_len=8,
                 lost_devices=frozenset(),
             )
-            if trigger := self.watch.observe(observation, claims, self.log_time):
+            trigger = self.watch.observe(
+                observation, claims, self.log_time, self.log_time, self.otherwise_of
+            )
+            if trigger:
                 self.news.append(trigger)
         return self
 
@@ -489,6 +493,54 @@ def test_a_first_reading_while_a_plan_is_on_trial_is_not_so_from_the_start():
     run.go(20, cut, {**NORMAL, "inter_host": 40.0})
     assert run.watch.conditions.inter_host == pytest.approx(40.0, rel=0.06)
     assert run.watch.normal == Conditions()
+
+
+@pytest.mark.parametrize("lag", [0, 8, 30])
+@pytest.mark.parametrize(("before", "after"), [(SKEW, Conditions()), (Conditions(), SKEW)])
+def test_a_change_that_came_with_a_switch_shows_in_what_was_expected(before, after, lag):
+    """No step under the plan shows it. Readings are `lag` steps late."""
+    read = {SKEW: SKEWED, Conditions(): NORMAL}
+    run = Run().go(60, reported=NORMAL).go(20, SKEW, SKEWED).go(30, before, read[before])
+    run.watch.restart([3], on_trial=True, expected=log_time_of(before))
+    run.go(lag, after, read[before])
+    before_s = run.watch.believed
+    while run.watch.believed == before_s:
+        run.go(1, after, read[after])
+    assert run.watch.since_switch
+    assert run.watch.conditions.skew == pytest.approx(after.skew, rel=0.06)
+    assert not run.watch.rejected_signals
+
+
+def test_a_plan_that_is_a_little_off_confirms_no_reading():
+    run = Run().go(60, reported=NORMAL)
+    run.watch.restart([3], on_trial=True, expected=log_time_of(Conditions()) + 0.1)
+    run.go(60, reported=SKEWED)
+    assert run.watch.believed == Conditions()
+
+
+def rejected_by_mistake(otherwise_of) -> Run:
+    """A run that believes process 3 to be slow, and its steps to show it; neither is so."""
+    run = Run().go(60, reported=NORMAL).go(20, SKEW, SKEWED)
+    run.watch.restart([3], on_trial=True)  # nothing was expected of the plan
+    run.otherwise_of = otherwise_of
+    return run.go(10, reported=SKEWED).go(constants.MAX_UNCONFIRMED_STEPS + 2, reported=NORMAL)
+
+
+def test_a_reading_that_was_rejected_by_mistake_is_heard_again():
+    run = rejected_by_mistake(log_time_of)
+    assert run.watch.rejected_signals
+    while run.watch.rejected_signals:
+        run.go(1, reported=NORMAL)
+        assert run.step < 200
+    assert run.watch.believed == Conditions()
+    assert run.watch.since_switch
+
+
+def test_a_rejected_reading_that_step_times_contradict_stays_rejected():
+    run = rejected_by_mistake(lambda conditions: log_time_of(conditions) - math.log(1.5))
+    run.go(200, reported=NORMAL)
+    assert run.watch.believed.skew == pytest.approx(1.5, rel=0.06)
+    assert run.watch.rejected_signals
 
 
 def test_a_run_that_is_back_in_other_conditions_knows_no_step_times():
