@@ -503,8 +503,8 @@ def test_a_change_that_came_with_a_switch_shows_in_what_was_expected(before, aft
     run = Run().go(60, reported=NORMAL).go(20, SKEW, SKEWED).go(30, before, read[before])
     run.watch.restart([3], on_trial=True, expected=log_time_of(before))
     run.go(lag, after, read[before])
-    before_s = run.watch.believed
-    while run.watch.believed == before_s:
+    believed = run.watch.believed
+    while run.watch.believed == believed:
         run.go(1, after, read[after])
     assert run.watch.since_switch
     assert run.watch.conditions.skew == pytest.approx(after.skew, rel=0.06)

@@ -123,10 +123,10 @@ class Account(Generic[Used]):
 
         Args:
           circumstances: the conditions and the batch.
-          level: their level, as a logarithm; None: it is not known yet.
+          level: logarithm of their time in seconds; None: it is not known yet.
           num_steps: how many.
           used: the plan of these steps.
-          expected: the level that is expected of a plan now; None: nobody knows.
+          expected: the same as it is expected of another plan now; None: nobody knows.
         """
         before = self._seen.get(circumstances)
         if before is None and expected and self._first and self._first != used:

@@ -414,7 +414,6 @@ class BelievedConditions:
         self._early -= group.keys()
         for name in group:
             self.rejected_signals.pop(name, None)
-        for name in group:
             self._claimed_at.pop(name, None)
         return " and ".join(in_words(name, value) for name, value in group.items())
 
