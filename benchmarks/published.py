@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -103,7 +103,7 @@ class Source:
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One published throughput. Exactly one of the last four fields is known."""
+    """One published throughput. Exactly one of the last five fields is known."""
 
     source: Source
     """The publication."""
@@ -147,6 +147,8 @@ class Row:
     """TFLOP/s of a device, counted as Megatron does: attention as if it had no causal mask."""
     hardware_tflops: float | None = None
     """The same, including what full recomputation repeats."""
+    efficiency: float | None = None
+    """Throughput of a device in model FLOP/s, over that of the source's first row."""
 
     def __str__(self) -> str:
         axes = ",".join(
@@ -301,9 +303,9 @@ class Row:
         return math.log(self.published_s() / self.predicted_s(share))
 
 
-def read(path: Path = FILE) -> list[Row]:
-    """All published rows."""
-    data = json.loads(path.read_text())
+def read(section: Literal["rows", "scaling"] = "rows") -> list[Row]:
+    """All published rows of a section: throughputs, or tables of weak scaling."""
+    data = json.loads(FILE.read_text())
     sources = {name: Source(name=name, **about) for name, about in data["sources"].items()}
     return [
         Row(
@@ -316,7 +318,7 @@ def read(path: Path = FILE) -> list[Row]:
                 ),
             }
         )
-        for row in data["rows"]
+        for row in data[section]
     ]
 
 
@@ -386,6 +388,25 @@ def published_report() -> dict[str, Any]:
     report["share of the H100's peak, fitted to all"] = fitted_share(
         [row for some in hoppers.values() for row in some]
     )
+    return report
+
+
+def scaling_report() -> dict[str, Any]:
+    """Published and predicted weak scaling: the throughput of a device over that of each source's
+    first row, and what they differ by.
+    """
+    report: dict[str, Any] = {}
+    firsts: dict[str, float] = {}
+    for row in read("scaling"):
+        tflops = row.tflops(row.predicted_s())
+        predicted = tflops / firsts.setdefault(row.source.name, tflops)
+        report[str(row)] = {
+            "url": row.source.url,
+            "predicted_tflops": tflops,
+            "published": row.efficiency,
+            "predicted": predicted,
+            "error": predicted - (row.efficiency or math.nan),
+        }
     return report
 
 

@@ -154,6 +154,10 @@ _GA102 = (
     "NVIDIA Ampere GA102 GPU Architecture white paper: "
     "https://www.nvidia.com/content/PDF/nvidia-ampere-ga-102-gpu-architecture-whitepaper-v2.pdf",
 )
+_DGX_2H = (
+    "Megatron-LM, arXiv:1909.08053: 39 TFLOP/s are 30% of the peak of a DGX-2H's V100, which may "
+    "take 450 W: https://arxiv.org/abs/1909.08053",
+)
 _V100 = (
     "NVIDIA V100 data sheet: "
     "https://images.nvidia.com/content/technologies/volta/pdf/volta-v100-datasheet-update-us-1165301-r5.pdf",
@@ -305,6 +309,28 @@ ACCELERATORS = (
         num_sms=80,
         capability=(7, 0),
         sources=_V100,
+    ),
+    _nvidia(
+        "v100-sxm3",
+        "Tesla V100-SXM3-32GB",
+        tflops_16=125,
+        tflops_32=15.7,
+        memory_gb=32,
+        memory_gb_per_s=900,
+        num_sms=80,
+        capability=(7, 0),
+        sources=_V100,
+    ),
+    _nvidia(
+        "v100-sxm3-h",
+        "Tesla V100-SXM3-32GB-H",
+        tflops_16=130,
+        tflops_32=15.7,
+        memory_gb=32,
+        memory_gb_per_s=900,
+        num_sms=80,
+        capability=(7, 0),
+        sources=(*_DGX_2H, *_V100),
     ),
     _nvidia(
         "v100-16gb",

@@ -64,6 +64,12 @@ _EDR = _link(
     "NVIDIA DGX-1 With Tesla V100 System Architecture white paper, 4 ports of 100 Gb/s for 8 GPUs: "
     "https://images.nvidia.com/content/pdf/dgx1-v100-system-architecture-whitepaper.pdf",
 )
+_EDR_DGX_2 = _link(
+    "InfiniBand EDR 100",
+    6.25,
+    "NVIDIA DGX-2 data sheet, 8 ports of 100 Gb/s for 16 GPUs: "
+    "https://images.nvidia.com/content/pdf/dgx-2-print-datasheet-738070-nvidia-a4-web-uk.pdf",
+)
 _HDR = _link(
     "InfiniBand HDR 200",
     25,
@@ -72,6 +78,9 @@ _HDR = _link(
 )
 
 _DGX_1 = Host(intra_host=_NVLINK_2, inter_host=_EDR, to_host=_PCIE_3, memory_bytes=512 * 10**9)
+_DGX_2 = Host(
+    intra_host=_NVLINK_2, inter_host=_EDR_DGX_2, to_host=_PCIE_3, memory_bytes=1536 * 10**9
+)
 _DGX_A100 = Host(intra_host=_NVLINK_3, inter_host=_HDR, to_host=_PCIE_4, memory_bytes=10**12)
 _DGX_H100 = Host(
     intra_host=_NVLINK_4,
@@ -113,6 +122,8 @@ HOSTS = {
     "rtx3090": _SERVER_PCIE_4,
     "v100": _DGX_1,
     "v100-16gb": _DGX_1,
+    "v100-sxm3": _DGX_2,
+    "v100-sxm3-h": _DGX_2,
 }
 """Usual hosts by accelerator name. Devices with NVLink are assumed to be in NVIDIA's own DGX,
 others in a server with a full PCIe slot per device."""
