@@ -3,15 +3,12 @@ the ideal.
 
     python benchmarks/pipeline.py memory       bytes of the compiled step by schedule and
                                                number of microbatches
-    python benchmarks/pipeline.py ticks        CPU time of a step, useful work and idle slots
-    python benchmarks/pipeline.py path         seconds of each kind of tick, and the critical
-                                               path that they predict
+    python benchmarks/pipeline.py ticks        CPU time of a step, over that of useful work
     python benchmarks/pipeline.py processes    pipe=2 on two processes pinned to a core each:
                                                step time compared with (m + 1) / m
 
-Virtual devices share the cores of one machine, so they show work, not latency. `path` therefore
-measures the cost of a tick and sums the ticks on a schedule's critical path. `processes` measures
-wall time with a core for each stage.
+Virtual devices share the cores of one machine, so `ticks` shows work, not latency. `processes`
+measures wall time with a core for each stage.
 """
 
 import argparse
@@ -21,11 +18,8 @@ import socket
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
-
-import numpy as np
 
 ROWS_PER_MICROBATCH = 2
 SEQ_LEN = 256
@@ -155,7 +149,7 @@ def ticks(microbatches: tuple[int, ...]) -> None:
     )
     print(
         f"{'schedule':24} {'m':>4} {'CPU-s/step':>10} {'useful':>8} {'idle slots':>10}"
-        f" {'work * (1 - idle)':>17}"
+        f" {'over useful':>11}"
     )
     for schedule, residuals in (
         ("gpipe", "keep"),
@@ -173,74 +167,8 @@ def ticks(microbatches: tuple[int, ...]) -> None:
             idle = program.plan.schedule().idle_fraction
             print(
                 f"{schedule + ' ' + residuals:24} {count:4} {cpu_s:10.3f}"
-                f" {count * per_microbatch_s:8.3f} {idle:10.3f} {cpu_s * (1 - idle):17.3f}",
-                flush=True,
-            )
-
-
-def path(microbatches: tuple[int, ...]) -> None:
-    """Measure the cost of each kind of tick, and print predicted and measured step times.
-
-    The cost of a forward tick is the extra time of a table in which the forward passes of the
-    microbatches follow one another without overlap; likewise for backward. The head costs what a
-    further microbatch takes beyond one forward and one backward tick. No other schedule is used for
-    this, so the times of the usual schedules are predictions.
-    """
-    from optimus_jax.devices.cpu import use_cpu_devices
-    from optimus_jax.pipeline.schedule import schedule_from_starts
-    from optimus_jax.pipeline.tables import make_schedule
-
-    use_cpu_devices(STAGES)
-    few, many = min(microbatches), max(microbatches)
-    ran_late = (few - 1) * (STAGES - 1)
-
-    def measured(name: str, count: int, repeats: int = 1) -> float:
-        program, _, shapes = built(
-            f"pipe={STAGES}", count, {"parallel.schedule": name, "parallel.repeats": repeats}
-        )
-        return cpu_seconds_per_step(program, shapes, steps=6)[0] / STAGES
-
-    def with_spacing(count: int, forward: int, backward: int) -> float:
-        start = np.arange(count)[:, None]
-        turn = forward * (count - 1) + STAGES
-        table = schedule_from_starts(
-            "spaced", forward * start, turn + backward * start, num_stages=STAGES, latency=1
-        )
-        with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
-            file.write(table.to_json())
-            file.flush()
-            return measured(file.name, count)
-
-    together = with_spacing(few, 1, 1)
-    forward_s = (with_spacing(few, STAGES, 1) - together) / ran_late
-    backward_s = (with_spacing(few, 1, STAGES) - together) / ran_late
-    per_microbatch_s = (with_spacing(many, 1, 1) - together) / (many - few)
-    head_s = per_microbatch_s - forward_s - backward_s
-    rest_s = together - few * per_microbatch_s - (STAGES - 1) * (forward_s + backward_s)
-    print(
-        f"a stage's CPU-s: forward tick {forward_s:.4f}, backward tick {backward_s:.4f}, head"
-        f" {head_s:.4f}, once per step {rest_s:.4f}"
-    )
-    print(
-        f"{'schedule':14} {'m':>4} {'ticks':>6} {'predicted s':>10} {'measured s':>10} {'ratio':>6}"
-        f" {'bubble, predicted':>16} {'formula':>8} {'measured':>9}"
-    )
-    for name, repeats in (("gpipe", 1), ("1f1b", 1), ("interleaved", 2)):
-        for count in (few, many):
-            table = make_schedule(
-                name, num_stages=STAGES, num_microbatches=count, num_repeats=repeats
-            )
-            costs = forward_s / repeats, backward_s / repeats, head_s
-            predicted_s, measured_s = (
-                table.critical_path(*costs) + rest_s,
-                measured(name, count, repeats),
-            )
-            ideal_s = table.ideal_time(*costs)
-            print(
-                f"{name:14} {count:4} {table.num_ticks:6} {predicted_s:10.3f} {measured_s:10.3f}"
-                f" {measured_s / predicted_s:6.3f} {table.bubble(*costs):16.3f}"
-                f" {(STAGES - 1) / (count * repeats):8.3f}"
-                f" {(measured_s - rest_s) / ideal_s - 1:9.3f}",
+                f" {count * per_microbatch_s:8.3f} {idle:10.3f}"
+                f" {cpu_s / (count * per_microbatch_s):11.2f}",
                 flush=True,
             )
 
@@ -313,7 +241,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", choices=("memory", "ticks", "path", "processes", "worker"))
+    parser.add_argument("what", choices=("memory", "ticks", "processes", "worker"))
     parser.add_argument(
         "--microbatches", type=int, nargs="+", help="numbers of microbatches to try"
     )
@@ -323,7 +251,6 @@ def main() -> None:
     defaults: dict[str, tuple[Callable, tuple[int, ...]]] = {
         "memory": (memory, (4, 8, 16, 64)),
         "ticks": (ticks, (4, 16)),
-        "path": (path, (4, 16)),
         "processes": (processes, (1, 2, 4, 8, 16)),
     }
     if args.what == "worker":

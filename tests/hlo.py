@@ -6,10 +6,12 @@ import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from fractions import Fraction
 
 import numpy as np
 from jax.sharding import Mesh
 
+from optimus_jax.mesh.branches import share_taken
 from optimus_jax.planning.ahead_of_time.hlo_groups import groups_of
 
 ITEM_BYTES = {
@@ -25,6 +27,8 @@ ITEM_BYTES = {
     "u64": 8,
     "f64": 8,
 }
+
+Loops = tuple[int | Fraction, ...]
 
 _COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.-]+) \(.*\{$")
 _COLLECTIVE = re.compile(
@@ -52,9 +56,9 @@ class Moved:
     dtype: str
     shape: tuple[int, ...]
     """Shape of the result on one device."""
-    loops: tuple[int, ...]
-    """Trip counts of the loops around it, outermost first; a trip count that XLA does not know is
-    0."""
+    loops: Loops
+    """Trip counts of the loops around it, and the shares of iterations in which branches are taken
+    (mesh/branches.py), outermost first; a trip count that XLA does not know is 0."""
     source: str
     """JAX's name for where it comes from."""
 
@@ -66,7 +70,7 @@ class Moved:
     @property
     def times(self) -> int:
         """Number of executions in a run of the program."""
-        return math.prod(self.loops)
+        return int(math.prod(self.loops))
 
 
 def collectives(text: str, mesh: Mesh) -> list[Moved]:
@@ -97,7 +101,7 @@ def _computations(text: str) -> tuple[dict[str, list[str]], str]:
 
 
 def _walk(
-    computations: dict[str, list[str]], name: str, loops: tuple[int, ...], mesh: Mesh
+    computations: dict[str, list[str]], name: str, loops: Loops, mesh: Mesh
 ) -> Iterator[Moved]:
     for line in computations[name]:
         if found := _COLLECTIVE.search(line):
@@ -113,11 +117,20 @@ def _walk(
                     source[1] if source else "",
                 )
             continue
-        trips = _TRIPS.search(line)
-        inner = (*loops, int(trips[1]) if trips else 0) if " while(" in line else loops
+        inner = (*loops, *_repeated(line))
         for names in _CALLED.findall(line):
             for called in names.strip("{}").split(","):
                 yield from _walk(computations, called.strip().lstrip("%"), inner, mesh)
+
+
+def _repeated(line: str) -> Loops:
+    """Trip count of a loop, or the share of a branch; nothing for other instructions."""
+    if " while(" in line:
+        trips = _TRIPS.search(line)
+        return (int(trips[1]) if trips else 0,)
+    source = re.search(r'op_name="([^"]*)"', line)
+    taken = share_taken(source[1]) if source and " conditional(" in line else None
+    return () if taken is None else (taken,)
 
 
 def _axes(line: str, mesh: Mesh) -> tuple[str, ...]:
@@ -141,20 +154,20 @@ class Matmul:
     """FLOPs of one execution; a multiplication and an addition count as two."""
     operands: tuple[tuple[int, ...], tuple[int, ...]]
     """Shapes of both operands."""
-    loops: tuple[int, ...]
-    """Trip counts of the loops around it, outermost first."""
+    loops: Loops
+    """As of `Moved`."""
     source: str
     """JAX's name for where it comes from."""
 
     @property
     def total_flops(self) -> int:
         """FLOPs in a run of the program."""
-        return self.flops * math.prod(self.loops)
+        return int(self.flops * math.prod(self.loops))
 
 
 def matmuls(text: str) -> list[Matmul]:
     """Every matrix product of a compiled program, those inside fusions too; both branches of a
-    conditional count.
+    conditional count, but for those of mesh/branches.py.
     """
     computations, entry = _computations(text)
     return list(_walk_matmuls(computations, entry, ()))
@@ -164,9 +177,7 @@ _RESULT = re.compile(r"^\s*(?:ROOT )?%?([\w.-]+) = \(?(\w+)\[([\d,]*)\]")
 _DOT = re.compile(r" dot\(%?([\w.-]+), %?([\w.-]+)\).*?lhs_contracting_dims=\{([\d,]*)\}")
 
 
-def _walk_matmuls(
-    computations: dict[str, list[str]], name: str, loops: tuple[int, ...]
-) -> Iterator[Matmul]:
+def _walk_matmuls(computations: dict[str, list[str]], name: str, loops: Loops) -> Iterator[Matmul]:
     shapes = {
         found[1]: _sizes(found[3]) for line in computations[name] if (found := _RESULT.match(line))
     }
@@ -184,8 +195,7 @@ def _walk_matmuls(
                 source[1] if source else "",
             )
             continue
-        trips = _TRIPS.search(line)
-        inner = (*loops, int(trips[1]) if trips else 0) if " while(" in line else loops
+        inner = (*loops, *_repeated(line))
         for names in _CALLED.findall(line):
             for called in names.strip("{}").split(","):
                 yield from _walk_matmuls(computations, called.strip().lstrip("%"), inner)

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax.interpreters import partial_eval
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
+from optimus_jax.mesh.branches import share_taken
 from optimus_jax.models.fused_attention import FusedCall, fused_call
 
 PRIMES = (101, 103, 107, 109, 113, 127, 131, 137, 139, 149, 151, 157, 163, 167, 173, 179, 181)
@@ -254,7 +255,9 @@ def needed(jaxpr: Any, results: int | None = None) -> Any:
 def collectives_of(
     jaxpr: Any,
 ) -> Mapping[tuple[CollectiveKind, tuple[str, ...]], list[tuple[int, int]]]:
-    """(bytes, times) of every collective in a traced program, by kind and mesh axes."""
+    """(bytes, times) of every collective in a traced program, by kind and mesh axes. Both sides of
+    a condition count, but for branches of `mesh.branches.run_when`.
+    """
     found: dict[tuple[CollectiveKind, tuple[str, ...]], list[tuple[int, int]]] = {}
     for equation, times, _ in _equations(jaxpr):
         if equation.primitive.name in COLLECTIVES:
@@ -276,12 +279,15 @@ def _equations(
             continue
         name = equation.primitive.name
         inside = times * equation.params["length"] if name == "scan" else times
+        taken = share_taken(str(equation.source_info.name_stack)) if name == "cond" else None
+        if taken is not None:
+            inside = int(times * taken)
         shares = (1.0, 1.0) if share is None else (1 - share, share)
         for value in equation.params.values():
             for place, inner in enumerate(value if isinstance(value, tuple | list) else (value,)):
                 program = getattr(inner, "jaxpr", inner)
                 if hasattr(program, "eqns"):
-                    own = runs * shares[place] if name == "cond" else runs
+                    own = runs * shares[place] if name == "cond" and taken is None else runs
                     yield from _equations(program, share, inside, own)
 
 

@@ -1,11 +1,15 @@
-"""Runs the table of any schedule inside the step's `shard_map`; all stages execute the same
-operations in every tick.
+"""Runs the table of any schedule inside the step's `shard_map`.
 
 Consecutive ticks with the same kinds of work are one `lax.scan` over the rows of the tables. In a
 tick, a stage receives what its neighbours sent, runs its forward task, the head together with all
-other stages, and its backward task, and its results are sent in the next tick. An idle stage
-computes on the spare slot of a buffer, and the result is never read. So stages never differ in what
-they execute, and no collective can wait for a device that took another branch.
+other stages, and its backward task, and its results are sent in the next tick. A task is a branch
+of its stage (mesh/branches.py): an idle stage computes nothing, gathers nothing, and writes
+zeros to the spare slot of a buffer. All devices of a stage take the same branch, and a collective
+inside it spans these alone. What spans several stages (sends, embedding and head) stands in no
+stage's branch.
+
+Between stages, and in buffers, a stage value is divided among the devices along tensor that hold
+the same (pipeline/stage_parts.py).
 
 Words: a *buffer* is an array whose leading dimension is the slots that pipeline/buffers.py assigned
 and the spare slot; *outer* parameters are those outside the stack of layers, which all stages
@@ -24,17 +28,13 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from optimus_jax.config.axes import PIPE
+from optimus_jax.mesh.branches import after, run_when
 from optimus_jax.mesh.sums import Sums
 from optimus_jax.mesh.zero import vary, varying_axes
 from optimus_jax.pipeline.buffers import Buffers
-from optimus_jax.pipeline.residuals import (
-    Layers,
-    Microbatch,
-    Residuals,
-    last_written_if_idle,
-    vjp_of_layers,
-)
-from optimus_jax.pipeline.schedule import Occurrence, Phase, Schedule
+from optimus_jax.pipeline.residuals import Layers, Microbatch, Residuals, vjp_of_layers
+from optimus_jax.pipeline.schedule import IDLE, Phase, Schedule, Table
+from optimus_jax.pipeline.stage_parts import StageParts
 from optimus_jax.pipeline.stage_values import (
     Tree,
     buffers_of,
@@ -150,12 +150,6 @@ class _Run:
             "head": schedule.head,
             **self.buffers.tables,
         }
-        if self.keeps:
-            self.tables["backward_residual"] = last_written_if_idle(
-                self.buffers.forward_residual,
-                self.buffers.backward_residual,
-                self.buffers.num_residuals,
-            )
         self.stage = lax.axis_index(PIPE)
         self.num_stages = schedule.num_stages
         self.residuals: Residuals | None = None
@@ -167,6 +161,11 @@ class _Run:
         embedded = result_types(self.p.functions.embed, self.p.outer, first)
         check_dtypes(embedded)
         value = jax.tree.map(lambda leaf: zeros(leaf, PIPE), embedded)
+        self.parts = StageParts.of(value)
+        """Of a stage value."""
+        self.cotangent_parts = StageParts.of(floating(value))
+        """Of the cotangents of its floating leaves."""
+        part, cotangent = self.parts.mine(value), self.cotangent_parts.mine(floating(value))
         head = result_types(
             lambda outer, rows: self.p.functions.loss(
                 outer, self.p.functions.embed(outer, rows), rows
@@ -178,14 +177,14 @@ class _Run:
         self.sum_axes = sorted({PIPE, *varying_axes(loss)})
         carry: dict[str, Any] = {
             "loss": loss,
-            "sent_forward": value,
-            "inputs": buffers_of(self.buffers.num_inputs, value),
+            "sent_forward": part,
+            "inputs": buffers_of(self.buffers.num_inputs, part),
         }
         if not self.differentiate:
             return carry
         carry |= {
-            "sent_backward": floating(value),
-            "cotangents": buffers_of(self.buffers.num_cotangents, floating(value)),
+            "sent_backward": cotangent,
+            "cotangents": buffers_of(self.buffers.num_cotangents, cotangent),
             "d_outer": _float32_zeros(self.p.outer),
             "d_params": _float32_zeros(self.p.params),
         }
@@ -215,7 +214,7 @@ class _Run:
             self._store(carry, arrived, row)
         if phase.forward:
             auxiliary = self._run_forward(phase, carry, row)
-        if phase.head is not Occurrence.NONE:
+        if phase.head:
             metrics = self._run_head(phase, carry, row)
         if phase.backward:
             self._run_backward(phase, carry, row)
@@ -249,121 +248,143 @@ class _Run:
 
     def _run_forward(self, phase: Phase, carry: dict[str, Any], row: dict[str, Array]) -> Sums:
         """Run this stage's forward task; returns its auxiliary sums, 0 if it is idle."""
-        mine = self._mine(row["forward"])
-        task = jnp.maximum(mine, 0)
+        task = self._mine(row["forward"])
         slot = self._mine(row["forward_input"])
-        value = slot_of(carry["inputs"], slot)
-        if phase.embed is not Occurrence.NONE:
-            # Also in ticks that need no embedding: a lookup costs less than a branch, for which a
-            # GPU waits.
-            first = row["forward"][0]
-            embedded = self.p.functions.embed(
-                self.p.outer, self._microbatch(self._microbatch_of(first))
-            )
-            value = where((self.stage == 0) & self._begins(first), embedded, value)
+        part = slot_of(carry["inputs"], slot)
+        if phase.embed:
+            part = self._embedded(row["forward"][0], part)
             if self.differentiate and not self.keeps:
-                carry["inputs"] = with_slot(carry["inputs"], slot, value)
-        repeat, microbatch = (
-            self._repeat(task % self.p.schedule.num_repeats),
-            self._microbatch(self._microbatch_of(task)),
+                carry["inputs"] = with_slot(carry["inputs"], slot, part)
+
+        def run() -> tuple[Tree, Sums, list[Array]]:
+            repeat = self._repeat(task % self.p.schedule.num_repeats)
+            value, microbatch = self.parts.whole(part), self._microbatch(self._microbatch_of(task))
+            if self.residuals is None:
+                after, auxiliary = self._layers(*repeat, value, microbatch)
+                return self.parts.mine(after), auxiliary, []
+            (after, auxiliary), saved = self.residuals.forward(repeat, value, microbatch)
+            return self.parts.mine(after), auxiliary, saved
+
+        carry["sent_forward"], auxiliary, saved = run_when(
+            task != IDLE, run, iterations=self._rows(phase, "forward") != IDLE
         )
-        if self.residuals is None:
-            carry["sent_forward"], auxiliary = self._layers(*repeat, value, microbatch)
-        else:
-            (carry["sent_forward"], auxiliary), saved = self.residuals.forward(
-                repeat, value, microbatch
-            )
+        if saved:
             slot = self._mine(row["forward_residual"])
             carry["residuals"] = with_slot(carry["residuals"], slot, saved)
-        return {name: jnp.where(mine >= 0, part, 0) for name, part in auxiliary.items()}
+        return auxiliary
+
+    def _embedded(self, first: Array, part: Tree) -> Tree:
+        """The input of the first stage's task `first` if that begins a microbatch; elsewhere
+        `part`.
+
+        All stages embed together, since each has a part of the vocabulary, also in ticks that need
+        no embedding.
+        """
+        begins = self._begins(first)
+        microbatch = self._microbatch(jnp.maximum(self._microbatch_of(first), 0))
+        embedded = self.parts.mine(self.p.functions.embed(self.p.outer, microbatch))
+        return where((self.stage == 0) & begins, embedded, part)
 
     def _run_head(self, phase: Phase, carry: dict[str, Any], row: dict[str, Array]) -> Sums:
         """Compute the loss of the microbatch that the last stage has just finished, on all stages:
         each has a part of the vocabulary. Returns its metrics.
         """
         is_last = self.stage == self.num_stages - 1
-        value = lax.psum(where(is_last, carry["sent_forward"], 0), PIPE)
-        wanted = row["head"] >= 0
+        ticks, wanted = self._rows(phase, "head") != IDLE, row["head"] != IDLE
+        last = lax.psum(where(is_last, carry["sent_forward"], 0), PIPE)
 
-        def loss(outer: Tree, leaves: list[Array]) -> tuple[Array, Sums]:
+        def loss(value: Tree, outer: Tree, leaves: list[Array]) -> tuple[Array, Sums]:
             return self.p.functions.loss(
-                outer,
-                with_floating(value, leaves),
-                self._microbatch(jnp.maximum(row["head"], 0)),
+                outer, with_floating(value, leaves), self._microbatch(row["head"])
             )
 
         if not self.differentiate:
-            here, metrics = _where_shared(
-                phase.head,
-                wanted,
-                lambda: loss(self.p.outer, floating(value)),
-                (jnp.zeros_like(carry["loss"]), self.zero_metrics),
-            )
+
+            def compute() -> tuple[Array, Sums]:
+                value = self.parts.whole(last)
+                return loss(value, self.p.outer, floating(value))
+
+            here, metrics = run_when(wanted, compute, iterations=ticks)
             carry["loss"] += here
             return metrics
 
-        def add_gradients(total: Array, d_outer: Tree) -> tuple[Array, Tree, list[Array], Sums]:
+        def add_gradients() -> tuple[Array, Tree, list[Array], Sums]:
+            value = self.parts.whole(last)
             (here, metrics), (d_here, d_value) = jax.value_and_grad(
-                loss, argnums=(0, 1), has_aux=True
+                partial(loss, value), argnums=(0, 1), has_aux=True
             )(self.p.outer, floating(value))
-            return total + here, _added(d_outer, d_here), d_value, metrics
+            return (
+                carry["loss"] + here,
+                _added(carry["d_outer"], d_here),
+                self.cotangent_parts.mine(d_value),
+                metrics,
+            )
 
-        carry["loss"], carry["d_outer"], d_value, metrics = _where_shared(
-            phase.head,
+        carry["loss"], carry["d_outer"], cotangent, metrics = run_when(
             wanted,
-            lambda: add_gradients(carry["loss"], carry["d_outer"]),
-            (
-                carry["loss"],
-                carry["d_outer"],
-                [jnp.zeros_like(leaf) for leaf in floating(value)],
-                self.zero_metrics,
-            ),
+            add_gradients,
+            (carry["loss"], carry["d_outer"], None, None),
+            iterations=ticks,
         )
         carry["cotangents"] = with_slot(
             carry["cotangents"],
             self._mine(row["head_cotangent"]),
-            [vary(leaf, [PIPE]) for leaf in d_value],
+            [vary(leaf, [PIPE]) for leaf in cotangent],
         )
         return metrics
 
     def _run_backward(self, phase: Phase, carry: dict[str, Any], row: dict[str, Array]) -> None:
         task = self._mine(row["backward"])
-        cotangent = slot_of(carry["cotangents"], self._mine(row["backward_cotangent"]))
-        cotangent = where(task >= 0, cotangent, 0)
-        index = jnp.maximum(task, 0) % self.p.schedule.num_repeats
-        repeat = self._repeat(index)
-        if self.residuals is not None:
-            saved = slot_of(carry["residuals"], self._mine(row["backward_residual"]))
-            d_params, d_value = self.residuals.backward(
-                repeat, saved, (cotangent, self._weights(self.residuals.auxiliary_names, task))
-            )
-        else:
-            value = slot_of(carry["inputs"], self._mine(row["backward_input"]))
-            microbatch = self._microbatch(self._microbatch_of(jnp.maximum(task, 0)))
-            (_, auxiliary), pull = vjp_of_layers(self._layers, repeat, value, microbatch)
-            d_params, d_value = pull((cotangent, self._weights(auxiliary, task)))
-        carry["d_params"] = self._added_to_repeat(carry["d_params"], d_params, index)
-        carry["sent_backward"] = d_value
-        if phase.embed_backward is not Occurrence.NONE and self.p.trains_embed:
-            self._run_embed_backward(phase, carry, row["backward"][0], d_value)
+        index = task % self.p.schedule.num_repeats
+        part = slot_of(carry["cotangents"], self._mine(row["backward_cotangent"]))
+        if phase.forward:
+            # Both tasks have collectives of the same devices, which all must begin in one order.
+            part = after(part, carry["sent_forward"])
 
-    def _run_embed_backward(
-        self, phase: Phase, carry: dict[str, Any], first: Array, d_value: list[Array]
-    ) -> None:
+        def run() -> tuple[Tree, list[Array]]:
+            cotangent = self.cotangent_parts.whole(part)
+            repeat = self._repeat(index)
+            if self.residuals is not None:
+                saved = slot_of(carry["residuals"], self._mine(row["backward_residual"]))
+                d_params, d_value = self.residuals.backward(
+                    repeat, saved, (cotangent, self._weights(self.residuals.auxiliary_names))
+                )
+            else:
+                value = self.parts.whole(
+                    slot_of(carry["inputs"], self._mine(row["backward_input"]))
+                )
+                microbatch = self._microbatch(self._microbatch_of(task))
+                (_, auxiliary), pull = vjp_of_layers(self._layers, repeat, value, microbatch)
+                d_params, d_value = pull((cotangent, self._weights(auxiliary)))
+            return d_params, self.cotangent_parts.mine(d_value)
+
+        # Added outside the branch: one that handed on the sum of gradients would copy it.
+        d_params, carry["sent_backward"] = run_when(
+            task != IDLE, run, iterations=self._rows(phase, "backward") != IDLE
+        )
+        carry["d_params"] = self._added_to_repeat(carry["d_params"], d_params, index)
+        if phase.embed_backward and self.p.trains_embed:
+            self._run_embed_backward(phase, carry, row["backward"][0])
+
+    def _run_embed_backward(self, phase: Phase, carry: dict[str, Any], first: Array) -> None:
         """Backpropagate the first stage's input gradient through the embedding, on all stages: each
         has a part of the vocabulary."""
-        is_first = (self.stage == 0) & self._begins(first)
-        d_embedded = lax.psum(where(is_first, d_value, 0), PIPE)
 
-        def add_gradient() -> Tree:
+        d_part = lax.psum(where(self.stage == 0, carry["sent_backward"], 0), PIPE)
+
+        def add_gradient() -> tuple[Tree]:
+            d_embedded = self.cotangent_parts.whole(d_part)
             microbatch = self._microbatch(self._microbatch_of(first))
             pull = jax.vjp(
                 lambda outer: floating(self.p.functions.embed(outer, microbatch)), self.p.outer
             )[1]
-            return _added(carry["d_outer"], pull(d_embedded)[0])
+            return (_added(carry["d_outer"], pull(d_embedded)[0]),)
 
-        carry["d_outer"] = _where_shared(
-            phase.embed_backward, self._begins(first), add_gradient, carry["d_outer"]
+        (carry["d_outer"],) = run_when(
+            self._begins(first),
+            add_gradient,
+            (carry["d_outer"],),
+            iterations=self._begins(self._rows(phase, "backward")[:, 0]),
         )
 
     # Helpers
@@ -375,24 +396,27 @@ class _Run:
         check_unchanged(value, after)
         return after, {name: vary(part, self.sum_axes) for name, part in auxiliary.items()}
 
-    def _weights(self, names: Iterable[str], task: Array) -> Sums:
-        """Cotangents of a backward task's auxiliary sums; 0 if it is idle."""
+    def _weights(self, names: Iterable[str]) -> Sums:
+        """Cotangents of a backward task's auxiliary sums."""
         weights = self.p.auxiliary_weights
-        return {
-            name: vary(jnp.where(task >= 0, jnp.float32(weights.get(name, 0)), 0), self.sum_axes)
-            for name in names
-        }
+        return {name: vary(jnp.float32(weights.get(name, 0)), self.sum_axes) for name in names}
+
+    def _rows(self, phase: Phase, name: str) -> Table:
+        """A table's rows in a phase."""
+        return self.tables[name][phase.start : phase.stop]
 
     def _mine(self, row: Array) -> Array:
         """This stage's entry of a row of a table."""
         return lax.dynamic_index_in_dim(row, self.stage, keepdims=False)
 
     def _microbatch_of(self, task: Array) -> Array:
-        return jnp.maximum(task, 0) // self.p.schedule.num_repeats
+        return task // self.p.schedule.num_repeats
 
-    def _begins(self, task: Array) -> Array:
-        """Whether a task of the first stage is of repeat 0, whose input is the embedding."""
-        return (task >= 0) & (task % self.p.schedule.num_repeats == 0)
+    def _begins(self, task: Any) -> Any:
+        """Whether a task of the first stage is of repeat 0, whose input is the embedding; of each
+        in an array.
+        """
+        return (task != IDLE) & (task % self.p.schedule.num_repeats == 0)
 
     def _microbatch(self, index: Array) -> Microbatch:
         return jax.tree.map(
@@ -425,13 +449,3 @@ def _float32_zeros(tree: Tree) -> Tree:
 
 def _added(total: Tree, part: Tree) -> Tree:
     return jax.tree.map(lambda t, d: t + d.astype(t.dtype), total, part)
-
-
-def _where_shared(
-    share: Occurrence, wanted: Array, compute: Callable[[], Tree], otherwise: Tree
-) -> Tree:
-    """`compute()` in ticks where `wanted` is true; `otherwise` in the others.
-
-    `wanted` is read from the table alone, so all devices take the same branch.
-    """
-    return compute() if share is Occurrence.ALL else lax.cond(wanted, compute, lambda: otherwise)

@@ -10,7 +10,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array
 
 from optimus_jax.mesh.sums import Sums
@@ -128,17 +127,3 @@ def vjp_of_layers(
         differentiated, params, floating(value), has_aux=True
     )
     return (with_floating(after, leaves), auxiliary), pull
-
-
-def last_written_if_idle(written: np.ndarray, read: np.ndarray, spare: int) -> np.ndarray:
-    """`read` [ticks, stages], with idle entries replaced by the slot that the stage wrote last.
-
-    An idle backward has a cotangent of zero, which gives zero gradients with any residuals that a
-    forward has written. The initial zeros of a buffer are not such residuals: backward may divide
-    by them, and 0/0 is NaN.
-    """
-    read, last = read.copy(), np.full(read.shape[1], spare)
-    for tick in range(len(read)):
-        last = np.where(written[tick] != spare, written[tick], last)
-        read[tick] = np.where(read[tick] == spare, last, read[tick])
-    return read

@@ -15,7 +15,6 @@ forward, head, backward. With latency 2, storing comes last, so that sending can
 of work. In both cases a result of tick t can be used from tick t + latency on.
 """
 
-import enum
 import itertools
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -37,19 +36,6 @@ FORWARD = "forward"
 BACKWARD = "backward"
 
 
-class Occurrence(enum.StrEnum):
-    """How many ticks of a phase have some kind of work."""
-
-    ALL = "all"
-    SOME = "some"
-    NONE = "none"
-
-    @classmethod
-    def of(cls, ticks: NDArray[np.bool_]) -> "Occurrence":
-        """Whether all, some or none of the ticks are true."""
-        return cls.ALL if ticks.all() else cls.SOME if ticks.any() else cls.NONE
-
-
 @dataclass(frozen=True)
 class Phase:
     """Consecutive ticks with the same kinds of work, which one scan can run."""
@@ -63,13 +49,13 @@ class Phase:
     tick."""
     backward: bool
     """The same for backward tasks. With latency 2, ticks that only send have neither."""
-    head: Occurrence
-    """How many of the ticks have a head."""
-    embed: Occurrence
-    """In how many of the ticks stage 0 runs forward of repeat 0, whose input is the embedding."""
-    embed_backward: Occurrence
-    """In how many of the ticks stage 0 runs backward of repeat 0, whose result is the gradient of
-    the embedding's output."""
+    head: bool
+    """Whether some tick has a head."""
+    embed: bool
+    """Whether stage 0 runs forward of repeat 0, whose input is the embedding, in some tick."""
+    embed_backward: bool
+    """Whether stage 0 runs backward of repeat 0, whose result is the gradient of the embedding's
+    output, in some tick."""
 
     @property
     def num_ticks(self) -> int:
@@ -338,7 +324,7 @@ class Schedule:
                 stop,
                 bool(has_forward[start]),
                 bool(has_backward[start]),
-                *(Occurrence.of(ticks[start:stop]) for ticks in (head, embed, embed_backward)),
+                *(bool(ticks[start:stop].any()) for ticks in (head, embed, embed_backward)),
             )
             for start, stop in itertools.pairwise(bounds)
         )
@@ -346,8 +332,8 @@ class Schedule:
     def critical_path(self, forward_s: float, backward_s: float, head_s: float = 0.0) -> float:
         """Time of a step in lockstep, in seconds, without sending.
 
-        A stage that has no task of some kind computes on idle data while other stages run theirs,
-        so a tick costs the time of each kind of work that occurs in it, once.
+        A stage that has no task of some kind waits while other stages run theirs, so a tick costs
+        the time of each kind of work that occurs in it, once.
 
         Args:
           forward_s: time of one forward task on the slowest stage: 1/num_repeats of a device's

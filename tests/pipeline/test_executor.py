@@ -18,8 +18,8 @@ from helpers import F32_RELATIVE
 from jax import lax
 
 from optimus_jax.config import Config, DataConfig
-from optimus_jax.pipeline.residuals import Residuals, last_written_if_idle
-from optimus_jax.pipeline.schedule import Occurrence, Phase, Schedule, schedule_from_starts
+from optimus_jax.pipeline.residuals import Residuals
+from optimus_jax.pipeline.schedule import Phase, Schedule, schedule_from_starts
 from optimus_jax.pipeline.tables import SCHEDULES, make_schedule
 from optimus_jax.training.step import build_program
 
@@ -58,8 +58,9 @@ def test_no_gradient_is_reduced_inside_a_tick(case):
         plans.GLOBAL_BATCH * plans.SEQ_LEN // built.plan.batch_ways() // built.plan.microbatches
     )
     sizes = {int(np.prod(moved.shape)) for moved in in_ticks if moved.kind != "collective-permute"}
-    assert sizes <= {tokens * built.config.model.embed_dim, tokens, 2 * tokens, 1}, (
-        "activations and sums of the loss"
+    value = tokens * built.config.model.embed_dim
+    assert sizes <= {value, value // built.plan.axes.tensor, tokens, 2 * tokens, 1}, (
+        "activations, devices' parts of them, and sums of the loss"
     )
     reduced = [
         moved for moved in collectives(case) if set(moved.axes) & {"data", "fsdp"} and moved.shape
@@ -127,26 +128,28 @@ def flops(case: plans.PlanCase) -> tuple[int, int]:
     ],
     ids=str,
 )
-def test_layer_flops_include_idle_ticks_and_the_head_is_split_evenly(case):
+def test_idle_stages_compute_nothing_and_the_head_is_split_evenly(case):
     built, _ = compiled(case)
     layers, head = flops(case)
     layers_alone, head_alone = flops(plans.ONE_DEVICE)
     devices = built.plan.num_devices
-    assert layers * devices * (1 - built.plan.schedule().idle_fraction) == pytest.approx(
-        layers_alone
-    )
-    # Where only some ticks of a scan have a head it stands in a conditional, of which the count
-    # takes both branches.
-    counted = sum(
-        phase.num_ticks
-        for phase in built.plan.schedule().phases()
-        if phase.head is not Occurrence.NONE
-    )
-    assert head * devices * built.plan.microbatches == head_alone * counted, (
-        "each stage computes its part of the vocabulary"
-    )
-    if built.plan.pipeline and built.plan.pipeline.schedule == "1f1b":
-        assert counted == built.plan.microbatches, "with no branch, once per microbatch"
+    assert built.plan.schedule().idle_fraction > 0
+    assert layers * devices == layers_alone
+    assert head * devices == head_alone, "each stage computes its part of the vocabulary"
+
+
+def test_devices_that_hold_the_same_stage_value_send_a_part_each():
+    case = plans.case("pipe=2,data=2,tensor=2", microbatches=4)
+    built, _ = compiled(case)
+    schedule, found = built.plan.schedule(), collectives(case)
+    rows, tensor = plans.GLOBAL_BATCH // 2 // 4, 2
+    whole = (rows, plans.SEQ_LEN, MODEL.embed_dim)
+    sent = {moved.shape for moved in found if moved.kind == "collective-permute"}
+    assert [np.prod(shape) * tensor for shape in sent] == [np.prod(whole)]
+    gathered = [m for m in found if m.kind == "all-gather" and m.axes == ("tensor",)]
+    assert {moved.shape for moved in gathered} == {whole}
+    # Of a task forward and one backward, the last hidden state, and the embedding's gradient.
+    assert sum(moved.times for moved in gathered) == 4 * schedule.num_microbatches
 
 
 def test_recomputing_residuals_adds_one_forward():
@@ -252,8 +255,3 @@ def test_buffers_of_residuals_hold_no_weights_or_constants():
     jax.tree.map(np.testing.assert_array_equal, (after, auxiliary), expected)
     d_params, (d_x,) = residuals.backward((params, constants), kept, ([after], auxiliary))
     jax.tree.map(np.testing.assert_array_equal, (d_params, d_x), pull((after, auxiliary)))
-
-
-def test_idle_backward_reads_the_slot_last_written():
-    written, read = np.array([[0, 3], [1, 0], [3, 1]]), np.array([[3, 3], [3, 0], [0, 3]])
-    assert last_written_if_idle(written, read, 3).tolist() == [[0, 3], [1, 0], [0, 1]]

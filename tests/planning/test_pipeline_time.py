@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from pricing import plan_of
 
-from optimus_jax.pipeline.schedule import IDLE, Occurrence, schedule_from_starts
+from optimus_jax.pipeline.schedule import IDLE, schedule_from_starts
 from optimus_jax.pipeline.tables import REPEATING, SCHEDULES
 from optimus_jax.plan import Pipelining
 from optimus_jax.planning.cost.pipeline_time import Ticks, count_ticks
@@ -31,14 +31,14 @@ def test_tick_counts_equal_those_of_the_schedule_table(name, stages, microbatche
     )
     assert plan.pipeline is not None
     of_phases = {
-        kind: sum(
-            phase.num_ticks
-            for phase in schedule.phases()
-            if getattr(phase, kind) is not Occurrence.NONE
-        )
+        kind: sum(phase.num_ticks for phase in schedule.phases() if getattr(phase, kind))
         for kind in ("head", "embed", "embed_backward")
     }
     assert count_ticks(plan.pipeline, stages, microbatches) == Ticks(forward, backward, **of_phases)
+    # Where all share a processor, only work takes time.
+    tasks = microbatches * repeats
+    shared = count_ticks(plan.pipeline, stages, microbatches, stages_per_processor=stages)
+    assert shared == Ticks(tasks, tasks, **of_phases)
 
 
 def _two_stages(schedule, table=None):
@@ -79,3 +79,17 @@ def test_a_named_schedule_without_a_formula_is_counted_in_its_table(monkeypatch)
     assert count_ticks(_two_stages("mine"), 2, 3) == Ticks(
         forward=6, backward=6, head=6, embed=6, embed_backward=6
     )
+
+
+def test_stages_that_share_a_processor_take_part_of_a_tick():
+    """Four stages on two processors: a microbatch takes half of a tick of one in each stage."""
+
+    def ticks(microbatches, **shared):
+        plan = plan_of("pipe=4", microbatches=microbatches)
+        assert plan.pipeline is not None
+        return count_ticks(plan.pipeline, 4, microbatches, **shared)[:2]
+
+    assert ticks(1) == (4, 4)
+    assert ticks(1, stages_per_processor=2) == (2, 2)
+    # Half of the first processor, nine ticks of all of one, and half of the second.
+    assert ticks(8, stages_per_processor=2) == (10, 10)

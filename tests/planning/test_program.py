@@ -10,10 +10,10 @@ from plans import FAMILY_MODELS
 from pricing import communication_ops
 
 from optimus_jax.config import Config, ModelConfig, Tuning
-from optimus_jax.config.axes import TENSOR, AxisSizes
+from optimus_jax.config.axes import AxisSizes
 from optimus_jax.config.presets import model_preset
 from optimus_jax.mesh.build import discover
-from optimus_jax.models.families import features_of, has_window, table_width
+from optimus_jax.models.families import features_of, has_window
 from optimus_jax.models.program_reader import ProgramReader, collectives_of, needed
 from optimus_jax.planning.cost.head_program import head_program, head_sizes
 from optimus_jax.planning.cost.implementation_profile import OURS
@@ -110,34 +110,31 @@ def test_collectives_of_the_parts_are_those_of_the_step(name, mesh):
     workload = Workload.of(config)
     layer = layer_shape(workload, plan)
     layers = config.model.num_layers // plan.axes.pipe
-    times = {"head": plan.microbatches, "step": 1}
+    microbatches = plan.microbatches
     trains_embed = config.model.tuning.trains("embedding")
     # Backward ends above frozen layers, but in stages it goes through all.
     backward_layers = layers - (0 if plan.pipeline else config.model.tuning.freeze_layers)
-    if plan.pipeline is None:
-        times["layer forward"] = plan.microbatches * layers
-        times["layer backward"] = plan.microbatches * backward_layers
-        times["embed"] = plan.microbatches
-    else:
+    times = {
+        "layer forward": microbatches * layers,
+        "layer backward": microbatches * backward_layers,
+        "embed": microbatches,
+        "head": microbatches,
+        "step": 1,
+    }
+    gathered = {"tick": 2 * microbatches, "broadcast": microbatches * (1 + trains_embed)}
+    if plan.pipeline is not None:
         ticks = count_ticks(plan.pipeline, plan.axes.pipe, plan.microbatches)
-        times |= {
-            "layer forward": layers * ticks.forward,
-            "layer backward": layers * ticks.backward,
-            "embed": ticks.embed,
-            "broadcast": ticks.head + ticks.embed_backward * trains_embed,
-        }
+        times["embed"] = ticks.embed
+        times["broadcast"] = ticks.head + ticks.embed_backward * trains_embed
         if features_of(config.model).table_dim:
             # The gradient of the projection of embeddings needs them again.
-            times["embed"] += ticks.embed_backward
+            times["embed"] += microbatches
     folded: dict[tuple, float] = defaultdict(float)
     for op in communication_ops(workload, plan, layer, OURS):
         if op.kind != "send":
-            folded[op.kind, op.axes] += times[op.part] * op.count * op.num_bytes
-    if plan.pipeline is not None and layer.splits_length and trains_embed:
-        # Ticks that need no backward of the embedding have one in a branch that is not taken.
-        width = table_width(config.model) / config.model.embed_dim
-        message = layer.programs.length_ways * layer.stream_bytes * width
-        folded["all-gather", (TENSOR,)] += (ticks.embed_backward - plan.microbatches) * message
+            # Parts are sent and summed in every tick, and gathered where they are used.
+            of_part = gathered if op.kind == "all-gather" and op.part in gathered else times
+            folded[op.kind, op.axes] += of_part[op.part] * op.count * op.num_bytes
     assert {key: value for key, value in traced.items() if value} == pytest.approx(folded)
     if plan.pipeline is None:
         # Heads and embeddings of stages that wait are in the program, but seldom run.
@@ -152,4 +149,4 @@ def test_collectives_of_the_parts_are_those_of_the_step(name, mesh):
         windowed = has_window(config.model)
         whole = ProgramReader(share=sum(windowed) / len(windowed)).part(jaxpr)
         computed = sum(product.flops(()) for product in whole.products)
-        assert plan.microbatches * once == pytest.approx(computed)
+        assert microbatches * once == pytest.approx(computed)

@@ -31,8 +31,7 @@ class Traffic:
     wire_bytes: float
     """Bytes that one device sends in one execution, around a ring."""
     times: int
-    """Upper bound of executions per step: a branch that only some ticks take counts in all of
-    them."""
+    """Executions per step. Every branch of a conditional in a layer counts as taken."""
     work_under: int
     """Compute instructions between its start and its end. 0: the device waits for it."""
     source: str

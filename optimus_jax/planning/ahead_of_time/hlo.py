@@ -13,10 +13,12 @@ import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import cached_property
 
 import numpy as np
 
+from optimus_jax.mesh.branches import share_taken
 from optimus_jax.planning.ahead_of_time.hlo_groups import Groups, groups_of
 
 COLLECTIVES = (
@@ -69,6 +71,16 @@ class Instruction:
         return int(found[1]) if found else None
 
     @property
+    def calls(self) -> Fraction:
+        """How often it runs its computations each time that it runs: a loop's trip count, or 1 if
+        that is unknown; the share of ticks in which a pipeline's branch is taken
+        (mesh/branches.py). Every branch of another conditional counts as taken.
+        """
+        if self.opcode == "conditional":
+            return share_taken(self.source) or Fraction(1)
+        return Fraction(self.trip_count or 1)
+
+    @property
     def source(self) -> str:
         """JAX's name of the operation in the source program (op_name); empty if it was lost."""
         found = _SOURCE.search(self.attributes)
@@ -87,7 +99,7 @@ class Collective:
     groups: Groups
     """Devices that communicate with one another; (source, target) for a collective-permute."""
     times: int
-    """Executions per execution of the program. Every branch of a conditional counts as taken."""
+    """Executions per execution of the program; in a branch as `Instruction.calls` counts."""
     work_under: int
     """Compute instructions (fusions, loops, calls) scheduled between its start and its end. 0: the
     device waits for it."""
@@ -143,13 +155,13 @@ class HloProgram:
         """
         order: list[str] = []
         self._visit(self.entry, set(), order)
-        counts = dict.fromkeys(order, 0)
-        counts[self.entry] = 1
+        counts = dict.fromkeys(order, Fraction(0))
+        counts[self.entry] = Fraction(1)
         for name in reversed(order):  # callers before callees
             for instruction in self.computations[name].values():
                 for callee in instruction.callees:
-                    counts[callee] += counts[name] * (instruction.trip_count or 1)
-        return counts
+                    counts[callee] += counts[name] * instruction.calls
+        return {name: int(count) for name, count in counts.items()}
 
     def _visit(self, name: str, seen: set[str], order: list[str]) -> None:
         seen.add(name)

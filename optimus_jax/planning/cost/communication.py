@@ -11,7 +11,7 @@ from functools import lru_cache
 from typing import Literal, NamedTuple
 
 from optimus_jax.config import ModelConfig, RematPolicy
-from optimus_jax.config.axes import FSDP, PIPE
+from optimus_jax.config.axes import FSDP, PIPE, TENSOR
 from optimus_jax.mesh.axes import EMBED, HEADS, LENGTH, MLP, VOCAB
 from optimus_jax.models.program_reader import CollectiveKind, ProgramPart
 from optimus_jax.plan import Plan
@@ -91,18 +91,36 @@ def head_ops(
         program = head_program(workload, plan.precision, splits_length=layer.splits_length)
         found += _in_head(program, head_sizes(model, plan, layer, implementation), vocab, length)
     if plan.pipeline is not None and implementation.head_shared:
-        found.append(CommunicationOp("all-reduce", (PIPE,), "broadcast", layer.stream_bytes, 1))
+        parts, num_bytes = stage_parts(plan, layer, implementation), layer.stream_bytes
+        found.append(CommunicationOp("all-reduce", (PIPE,), "broadcast", num_bytes / parts, 1))
+        if parts > 1:
+            found.append(CommunicationOp("all-gather", (TENSOR,), "broadcast", num_bytes, 1))
     return found
 
 
 def tick_ops(
     plan: Plan, layer: LayerShape, implementation: ImplementationProfile
 ) -> list[CommunicationOp]:
-    """The send of a tick, if there are pipeline stages."""
-    if plan.pipeline is None:
+    """The send of a tick, if there are pipeline stages, and the gather of what was sent in parts:
+    of inputs and cotangents, and of inputs again if backward recomputes the stage.
+    """
+    pipeline = plan.pipeline
+    if pipeline is None:
         return []
-    slack = plan.pipeline.send_slack or not implementation.lockstep
-    return [CommunicationOp("send", (PIPE,), "tick", layer.stream_bytes, 1, slack)]
+    slack = pipeline.send_slack or not implementation.lockstep
+    parts, num_bytes = stage_parts(plan, layer, implementation), layer.stream_bytes
+    ops = [CommunicationOp("send", (PIPE,), "tick", num_bytes / parts, 1, slack)]
+    if parts > 1:
+        gathers = 1.0 if pipeline.keep_residuals else 1.5
+        ops.append(CommunicationOp("all-gather", (TENSOR,), "tick", num_bytes, gathers))
+    return ops
+
+
+def stage_parts(plan: Plan, layer: LayerShape, implementation: ImplementationProfile) -> int:
+    """Parts into which devices along tensor divide a value that goes from stage to stage
+    (pipeline/stage_parts.py). 1 if they hold different tokens anyway.
+    """
+    return 1 if layer.splits_length or not implementation.sends_parts else plan.axes.tensor
 
 
 @lru_cache(maxsize=1 << 14)

@@ -276,7 +276,7 @@ class StepTimes:
             FSDP: f"gathers and scatters over fsdp={plan.axes.fsdp}, zero {plan.zero}",
             DATA: f"all-reduce of gradients over data={plan.axes.data}",
             PIPE: f"sends between pipe={plan.axes.pipe} stages",
-            BUBBLE: "stages that wait for others, or compute along with them",
+            BUBBLE: "stages that wait for others",
             "optimizer": "passes over parameters and moments",
             HOST_COPIES: f"offload {plan.offload}, over {self.costs.cluster.to_host}",
             "overhead": "what a step has once",
@@ -295,7 +295,11 @@ class StepTimes:
         plan, implementation = self.plan, self.costs.implementation
         if plan.pipeline is None or not (implementation.lockstep or implementation.head_shared):
             return None
-        return count_ticks(plan.pipeline, plan.axes.pipe, plan.microbatches)
+        stages, together = plan.axes.pipe, 1
+        if self.costs.rates.shares_processor:
+            hosts = self.costs.cluster.hosts_crossed(plan.axes, (PIPE,))
+            together = stages // hosts if stages % hosts == 0 else 1
+        return count_ticks(plan.pipeline, stages, plan.microbatches, stages_per_processor=together)
 
     def _pipeline(self, layer: LayerCosts, visits: float) -> tuple[float, float]:
         """Seconds of sends, and of the bubble: the schedule's time beyond that of the visits to

@@ -60,6 +60,9 @@ class ImplementationProfile:
     head_shared: bool
     """Whether all stages share embedding and head. If not, they belong to the first and last
     stage."""
+    sends_parts: bool
+    """Whether devices along tensor that hold the same stage value send a part of it each, which the
+    next stage's devices gather."""
     repeats_last: bool
     """Whether recomputing a layer repeats its last product and all-reduce, although nothing needs
     the result."""
@@ -91,6 +94,7 @@ OURS = ImplementationProfile(
     gradient_bytes=4,
     lockstep=True,
     head_shared=True,
+    sends_parts=True,
     repeats_last=False,
     fsdp_hides=True,
     fsdp_combines=False,
@@ -119,6 +123,7 @@ MEGATRON = ImplementationProfile(
     gradient_bytes=2,
     lockstep=False,
     head_shared=False,
+    sends_parts=False,
     repeats_last=True,
     fsdp_hides=False,
     fsdp_combines=True,

@@ -29,6 +29,8 @@ from optimus_jax.models.families import table_width
 from optimus_jax.models.layer_program import EMBED, is_of_heads, matrix_products, scores
 from optimus_jax.plan import Plan
 from optimus_jax.planning.cost.activation_buffers import buffer_slots
+from optimus_jax.planning.cost.communication import stage_parts
+from optimus_jax.planning.cost.implementation_profile import OURS
 from optimus_jax.planning.cost.layer_shape import LayerShape, row_shape
 from optimus_jax.planning.cost.parameters import LeafCount, params_on_device
 from optimus_jax.planning.cost.workload import Workload
@@ -139,8 +141,9 @@ class _Parts:
         self.visited = pipeline.most_layers if pipeline else model.num_layers
         """Layers that a microbatch passes in one visit to a stage."""
         self.stream = tokens * token.stream
-        self.value = (1 + workload.num_references) * self.stream
-        """Bytes of a stage value, which has a stream for each pass."""
+        streams = 1 + workload.num_references
+        self.value = streams * self.stream / stage_parts(plan, layer, OURS)
+        """Bytes of a device's part of a stage value, which has a stream for each pass."""
         # Only without stages do layers that are not trained run by themselves (Decoder.run_layers).
         self.apart = 0 if pipeline else model.tuning.freeze_layers
         saving = self.visited - (0 if model.tuning.trains("embedding") else self.apart)

@@ -128,7 +128,7 @@ class MeshCosts:
         in_layers = [rules.get(logical, ()) for logical in IN_LAYERS]
         vocab = vocab_split(model, plan, costs.implementation)
         length = rules.get(LENGTH, ())
-        in_head = dict.fromkeys((*vocab.axes, *length, PIPE))
+        in_head = dict.fromkeys((*vocab.axes, *length, PIPE, TENSOR))
 
         def shared_by(*key: object, axes: Iterable[tuple[str, ...]]) -> dict:
             spans = tuple([(names, communication.span(names)) for names in axes])
@@ -153,7 +153,8 @@ class MeshCosts:
     def microbatch(self, plan: Plan) -> MicrobatchCosts:
         """A microbatch without its layers."""
         rows = rows_of(self._workload, self._batch_ways, plan.microbatches)
-        key = rows, plan.pipeline and plan.pipeline.send_slack
+        pipeline = plan.pipeline
+        key = rows, pipeline and (pipeline.send_slack, pipeline.keep_residuals)
         found = self._microbatches.get(key)
         if found is None:
             found = self._microbatches[key] = self._microbatch(plan, rows)

@@ -3,14 +3,15 @@
 In lockstep every tick lasts as long as its slowest stage, so these counts and the time of one tick
 of each kind determine the time of a step. Named schedules have closed forms, which tests compare
 with their tables. Where there is no closed form, the ticks are counted in the table.
+
+Stages on virtual devices share a processor. One that is idle leaves its share to the others, so a
+tick takes the part of its time that busy stages need: if half of them are, half a tick.
 """
 
 from functools import lru_cache
 from typing import NamedTuple
 
-import numpy as np
-
-from optimus_jax.pipeline.schedule import IDLE, Occurrence, Schedule
+from optimus_jax.pipeline.schedule import IDLE, Schedule, Table
 from optimus_jax.pipeline.tables import make_schedule
 from optimus_jax.plan import Pipelining
 
@@ -22,10 +23,9 @@ tables."""
 class Ticks(NamedTuple):
     """Numbers of ticks in one step."""
 
-    forward: int
-    """Ticks in which at least one stage runs a forward task. Idle stages compute along on unused
-    data."""
-    backward: int
+    forward: float
+    """Ticks in which at least one stage runs a forward task."""
+    backward: float
     """Ticks in which at least one stage runs a backward task."""
     head: int
     """Ticks in which the last stage broadcasts its output: those of phases in which some tick has a
@@ -37,18 +37,24 @@ class Ticks(NamedTuple):
     tick has an embedding's backward."""
 
 
-def count_ticks(pipeline: Pipelining, num_stages: int, num_microbatches: int) -> Ticks:
+def count_ticks(
+    pipeline: Pipelining, num_stages: int, num_microbatches: int, *, stages_per_processor: int = 1
+) -> Ticks:
     """The ticks of a pipeline's schedule.
 
-    Raises PlanError if its table is not a valid schedule, or no schedule exists for these numbers.
+    Args:
+      stages_per_processor: consecutive stages that share a processor.
+    Raises:
+      PlanError: its table is not a valid schedule, or no schedule exists for these numbers.
     """
     useful, latency = num_microbatches * pipeline.repeats, 2 if pipeline.send_slack else 1
     if pipeline.table is not None:
-        return _in_table(pipeline.table)
+        return _in_table(pipeline.table, stages_per_processor)
     # With this many microbatches, tasks on every stage follow each other without a gap. With fewer,
     # some ticks only send, or wait for a lap to end.
     fewest = latency if pipeline.repeats == 1 else latency * num_stages
-    if pipeline.schedule in CLOSED_FORMS and num_microbatches >= fewest:
+    has_form = pipeline.schedule in CLOSED_FORMS and num_microbatches >= fewest
+    if has_form and stages_per_processor == 1:
         ticks = useful + latency * (num_stages - 1)
         if pipeline.schedule == "gpipe":
             return Ticks(ticks, ticks, head=ticks, embed=ticks, embed_backward=ticks)
@@ -59,7 +65,14 @@ def count_ticks(pipeline: Pipelining, num_stages: int, num_microbatches: int) ->
         embed = ticks if useful - repeating > backward_begins else backward_begins
         head = ticks - backward_begins
         return Ticks(ticks, ticks, head=head, embed=embed, embed_backward=embed)
-    return _in_schedule(pipeline.schedule, num_stages, num_microbatches, pipeline.repeats, latency)
+    return _in_schedule(
+        pipeline.schedule,
+        num_stages,
+        num_microbatches,
+        pipeline.repeats,
+        latency,
+        stages_per_processor,
+    )
 
 
 def group_size(num_stages: int, num_microbatches: int, latency: int) -> int:
@@ -71,30 +84,32 @@ def group_size(num_stages: int, num_microbatches: int, latency: int) -> int:
 
 
 @lru_cache(maxsize=1 << 8)
-def _in_table(table: str) -> Ticks:
+def _in_table(table: str, stages_per_processor: int) -> Ticks:
     """The ticks of a user's table."""
-    return _counted(Schedule.from_json(table))
+    return _counted(Schedule.from_json(table), stages_per_processor)
 
 
 @lru_cache(maxsize=1 << 12)
 def _in_schedule(
-    name: str, num_stages: int, num_microbatches: int, num_repeats: int, latency: int
+    name: str,
+    num_stages: int,
+    num_microbatches: int,
+    num_repeats: int,
+    latency: int,
+    stages_per_processor: int,
 ) -> Ticks:
     """The ticks of a named schedule that has no closed form."""
-    return _counted(make_schedule(name, num_stages, num_microbatches, num_repeats, latency))
+    schedule = make_schedule(name, num_stages, num_microbatches, num_repeats, latency)
+    return _counted(schedule, stages_per_processor)
 
 
-def _counted(schedule: Schedule) -> Ticks:
-    forward, backward = (
-        int(np.count_nonzero((table != IDLE).any(axis=1)))
-        for table in (schedule.forward, schedule.backward)
-    )
+def _counted(schedule: Schedule, stages_per_processor: int) -> Ticks:
+    def count(table: Table) -> float:
+        by_processor = (table != IDLE).reshape(len(table), -1, stages_per_processor)
+        return float(by_processor.sum(axis=2).max(axis=1).sum() / stages_per_processor)
+
     of_phases = {
-        kind: sum(
-            phase.num_ticks
-            for phase in schedule.phases()
-            if getattr(phase, kind) is not Occurrence.NONE
-        )
+        kind: sum(phase.num_ticks for phase in schedule.phases() if getattr(phase, kind))
         for kind in ("head", "embed", "embed_backward")
     }
-    return Ticks(forward, backward, **of_phases)
+    return Ticks(count(schedule.forward), count(schedule.backward), **of_phases)

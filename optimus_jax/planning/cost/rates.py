@@ -117,6 +117,9 @@ class Rates:
     """Share of the collectives' time that overlaps with compute, among those that can."""
     step_s: float = 2e-3
     """Fixed seconds per step: scalars and the host's work."""
+    shares_processor: bool = False
+    """Whether the devices of a host are virtual ones of a processor. One that waits then leaves its
+    share of the speed to the others."""
     spread: float = 0.25
     """Standard deviation of the logarithm of measured over predicted step times, for shapes far
     from measured ones."""
@@ -209,6 +212,7 @@ class Rates:
             host_share=1.0 if probed.host_copies else cls.host_share,
             send_share=_send_share(profile),
             step_s=probed.launch_s or cls.step_s,
+            shares_processor=not on_gpu and setting.num_devices > setting.num_hosts,
             overlap_slowdown=probed.overlap.slowdown if probed.overlap else cls.overlap_slowdown,
             spread=UNSEEN_SPREAD,
         )
