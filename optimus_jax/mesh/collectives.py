@@ -150,7 +150,7 @@ class Collectives:
         if isinstance(param, QuantisedMatrix):
             return param.values(self._gathered_codes, self.sums)
         value = param.get_raw_value()
-        leaf = Leaf.of(param).last((value.shard if isinstance(value, Tracked) else value).ndim)
+        leaf = Leaf.of(param).last((value.tracker if isinstance(value, Tracked) else value).ndim)
         return LeafLayout(leaf, self.rules, self.zero).weight(value, self.dtype)
 
     def _gathered_codes(self, param: nnx.Variable) -> Array:

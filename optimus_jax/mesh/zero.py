@@ -8,13 +8,18 @@ and biases are small and stay whole at every stage.
 | stage | parameters | gradient while it is summed | moments | on the wire |
 |---|---|---|---|---|
 | 0 | whole | whole | whole | all-reduce of the gradient |
-| 1 | whole | whole | shard | reduce-scatter of the gradient, all-gather of new parameters |
-| 2 | whole | shard, scattered layer by layer in backward | shard | the same, once per microbatch |
-| 3 | shard | shard | shard | per microbatch and layer: gather in forward and backward, scatter |
+| 1 | shard, held whole | whole | shard | gather of parameters, scatter of the gradient |
+| 2 | shard, held whole | shard | shard | the same, with a scatter per microbatch and layer |
+| 3 | shard | shard | shard | per microbatch and layer: two gathers, a scatter |
+
+*Held whole*: a step begins with a gather in the format of the matmuls, and holds the result until
+it ends; the float32 parameters stay in shards. At stages 2 and 3 backward scatters layer by layer,
+and stage 3 gathers a layer's matrices in forward and in backward.
 
 Over `data` everything is whole and the gradient is reduced once per step, after its scatter:
-data x fsdp is hybrid sharding. A frozen leaf is laid out as a parameter and has nothing else of
-this. Source: Rajbhandari et al. 2019, arXiv:1910.02054.
+data x fsdp is hybrid sharding. A frozen leaf has no gradient and no moments, and is whole below
+stage 3: in shards it would be gathered in every step though it never changes. Source: Rajbhandari
+et al. 2019, arXiv:1910.02054.
 """
 
 from collections.abc import Mapping, Sequence
@@ -34,10 +39,13 @@ from optimus_jax.mesh.leaf import Leaf
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Tracked:
-    """A parameter in the loss at stage 2: the whole matrix is used, the shard gets the gradient."""
+    """A parameter in the loss at stages 1 and 2: the whole matrix is used, and `tracker` gets the
+    gradient."""
 
     whole: Array
-    shard: Array
+    """In the format of the matmuls."""
+    tracker: Array
+    """float32, whole at stage 1 and a shard at stage 2. Its values are not used."""
 
 
 @dataclass(frozen=True)
@@ -69,14 +77,19 @@ class LeafLayout:
         return jax.sharding.PartitionSpec(*(axes or None for axes in self.axes(split=split)))
 
     @property
-    def param_spec(self) -> jax.sharding.PartitionSpec:
-        """Spec of the parameter between steps."""
-        return self.spec(split=self.zero >= 3)
+    def is_stored_split(self) -> bool:
+        """Whether a device has a shard between steps, if fsdp splits the leaf at all."""
+        return self.zero >= (1 if self.leaf.trained else 3)
 
     @property
-    def moment_spec(self) -> jax.sharding.PartitionSpec:
-        """Spec of the optimizer's moments and of the reduced gradient."""
-        return self.spec(split=self.zero >= 1)
+    def held_dim(self) -> int | None:
+        """The dimension along which it is gathered once for a whole step, if it is."""
+        return self.fsdp_dim if self.is_stored_split and self.zero < 3 else None
+
+    @property
+    def param_spec(self) -> jax.sharding.PartitionSpec:
+        """Spec of the parameter between steps, of its moments and of the reduced gradient."""
+        return self.spec(split=self.is_stored_split)
 
     @property
     def summed_axes(self) -> tuple[str, ...]:
@@ -86,31 +99,37 @@ class LeafLayout:
         summed = [axis for logical in used_over for axis in self.rules.get(logical, ())]
         return tuple(dict.fromkeys(axis for axis in summed if axis not in own))
 
+    def held(self, param: Array, dtype: jnp.dtype) -> Array:
+        """The parameter as a step holds it, from its start: whole at stages 1 and 2."""
+        return param if self.held_dim is None else _gathered(self.held_dim, dtype, param)
+
     def differentiated(self, param: Array) -> Array:
         """The value that the loss is differentiated with respect to, marked as varying so that
         gradients stay local.
 
         Without the mark, the transpose would reduce the gradient in every microbatch.
         """
-        if self.fsdp_dim is not None and self.zero == 2:
-            param = _shard(param, self.fsdp_dim)
+        if self.held_dim is not None and self.zero == 1:
+            shape = list(param.shape)
+            shape[self.held_dim] *= lax.axis_size(FSDP)
+            param = vary(jnp.zeros(shape, param.dtype), sorted(varying_axes(param)))
         return vary(param, self.summed_axes)
 
-    def in_loss(self, differentiated: Array | None, param: Array) -> Array | Tracked:
+    def in_loss(self, differentiated: Array | None, held: Array) -> Array | Tracked:
         """The leaf as the model receives it; `weight` turns it into a matrix. `differentiated` is
         None if the leaf is frozen.
         """
         if differentiated is None:
-            return param
-        if self.fsdp_dim is not None and self.zero == 2:
-            return Tracked(vary(param, self.summed_axes), differentiated)
-        return differentiated
+            return held
+        if self.held_dim is None:
+            return differentiated
+        return Tracked(self.used(held), differentiated)
 
-    def used(self, param: Array) -> Array:
+    def used(self, held: Array) -> Array:
         """The parameter for a use whose gradient the caller sums itself: like `differentiated`, but
-        never a shard.
+        never a shard at stages 1 and 2.
         """
-        return vary(param, self.summed_axes)
+        return vary(held, self.summed_axes)
 
     def scatter_gradient(self, gradient: Array) -> Array:
         """Scatter the gradient of a matrix, which the caller has summed in float32, as `weight`'s
@@ -130,7 +149,8 @@ class LeafLayout:
         """
         fsdp_dim = self.fsdp_dim
         if isinstance(leaf, Tracked):
-            return _scattered_use(fsdp_dim, dtype, leaf.whole, leaf.shard)
+            scattered = fsdp_dim if self.zero == 2 else None
+            return _tracked_use(scattered, dtype, leaf.whole, leaf.tracker)
         if fsdp_dim is not None and self.zero >= 3:
             return _gathered_use(fsdp_dim, dtype, leaf)
         return leaf.astype(sum_format(dtype))
@@ -152,20 +172,6 @@ class LeafLayout:
             axes = tuple(axis for axis in axes if axis != FSDP)
         return lax.psum(gradient, axes) if axes else gradient
 
-    def updated_part(self, param: Array) -> Array:
-        """The part of a parameter that this device updates, laid out like the moments."""
-        return (
-            _shard(param, self.fsdp_dim)
-            if self.fsdp_dim is not None and self.zero in (1, 2)
-            else param
-        )
-
-    def gather_updated(self, part: Array) -> Array:
-        """The inverse of `updated_part`."""
-        if self.fsdp_dim is not None and self.zero in (1, 2):
-            return lax.all_gather(part, FSDP, axis=self.fsdp_dim, tiled=True, to="invarying")
-        return part
-
 
 def vary(x: Array, axes: Sequence[str]) -> Array:
     """`x`, marked as varying over mesh axes that it does not vary over yet (the identity on
@@ -179,22 +185,20 @@ def varying_axes(x: Array) -> frozenset[str]:
     return frozenset(jax.typeof(x).mat.varying)
 
 
-def _shard(whole: Array, dim: int) -> Array:
-    size = whole.shape[dim] // lax.axis_size(FSDP)
-    return lax.dynamic_slice_in_dim(whole, lax.axis_index(FSDP) * size, size, dim)
-
-
 def _scatter(cotangent: Array, dim: int) -> Array:
     return lax.psum_scatter(cotangent.astype(jnp.float32), FSDP, scatter_dimension=dim, tiled=True)
 
 
+def _gathered(dim: int, dtype: jnp.dtype, shard: Array) -> Array:
+    """Cast, then gather: half the bytes in bf16. What is stored in bf16 is gathered as it is."""
+    sent = shard if shard.dtype == jnp.bfloat16 else shard.astype(dtype)
+    return lax.all_gather(sent, FSDP, axis=dim, tiled=True)
+
+
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _gathered_use(dim: int, dtype: jnp.dtype, shard: Array) -> Array:
-    """Cast, then gather: half the bytes in bf16; the gradient's scatter sums in float32. What is
-    stored in bf16 is gathered as it is.
-    """
-    sent = shard if shard.dtype == jnp.bfloat16 else shard.astype(dtype)
-    return lax.all_gather(sent, FSDP, axis=dim, tiled=True).astype(sum_format(dtype))
+    """Forward gathers the matrix; backward scatters its gradient, summed in float32."""
+    return _gathered(dim, dtype, shard).astype(sum_format(dtype))
 
 
 _gathered_use.defvjp(
@@ -204,13 +208,18 @@ _gathered_use.defvjp(
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _scattered_use(dim: int, dtype: jnp.dtype, whole: Array, shard: Array) -> Array:
-    """Forward uses the whole matrix; backward scatters its gradient to the shard."""
-    del shard
+def _tracked_use(dim: int | None, dtype: jnp.dtype, whole: Array, tracker: Array) -> Array:
+    """Forward uses the whole matrix; backward gives its gradient to the tracker, in float32, and
+    scattered along `dim`.
+    """
+    del tracker
     return whole.astype(sum_format(dtype))
 
 
-_scattered_use.defvjp(
-    lambda dim, dtype, whole, shard: (whole.astype(sum_format(dtype)), None),
-    lambda dim, dtype, _, cotangent: (None, _scatter(cotangent, dim)),
+_tracked_use.defvjp(
+    lambda dim, dtype, whole, tracker: (_tracked_use(dim, dtype, whole, tracker), None),
+    lambda dim, dtype, _, cotangent: (
+        None,
+        cotangent.astype(jnp.float32) if dim is None else _scatter(cotangent, dim),
+    ),
 )

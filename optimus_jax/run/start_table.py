@@ -265,7 +265,6 @@ def _tensor_rows(program: Program) -> list[list[str]]:
         # (training/gradients.py).
         split = plan.zero >= 2 and (plan.pipeline is None or is_stacked(_path(path)))
         gradient = NamedSharding(program.mesh, layout.spec(split=split))
-        moment = NamedSharding(program.mesh, layout.moment_spec)
         rows.append(
             [
                 _path(path),
@@ -273,7 +272,7 @@ def _tensor_rows(program: Program) -> list[list[str]]:
                 str(param.spec),
                 _bytes(leaf, param, leaf.dtype.itemsize),
                 _bytes(leaf, gradient) if layout.leaf.trained else "none",
-                _bytes(leaf, moment, plan.moment_bytes) if layout.leaf.trained else "none",
+                _bytes(leaf, param, plan.moment_bytes) if layout.leaf.trained else "none",
             ]
         )
     order = sorted(range(len(rows)), key=lambda i: -leaves[i][1].size)

@@ -4,6 +4,8 @@ Both are this device's, added over its microbatches: training/step.py adds sums 
 `LeafLayout.reduced` gradients.
 """
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -39,12 +41,17 @@ def sums_and_gradients(
     return _by_microbatch(objective, layouts, params, batch, batch_axes)
 
 
-def sums_alone(objective: Objective, params: Params, batch: Batch) -> TaskSums:
+def sums_alone(objective: Objective, layouts: Params, params: Params, batch: Batch) -> TaskSums:
     """Loss and metrics of this device's rows."""
+    whole = objective.whole(_held(objective, layouts, params))
     if objective.plan.pipeline is None:
-        return objective.batch_loss(objective.whole(params), batch)[1]
-    return reported(
-        *_pipeline(objective, objective.whole(params), None, batch, evaluate=True).sums()
+        return objective.batch_loss(whole, batch)[1]
+    return reported(*_pipeline(objective, whole, batch).sums())
+
+
+def _held(objective: Objective, layouts: Params, params: Params) -> Params:
+    return jax.tree.map(
+        lambda layout, param: layout.held(param, objective.comm.dtype), layouts, params
     )
 
 
@@ -52,11 +59,12 @@ def _by_microbatch(
     objective: Objective, layouts: Params, params: Params, batch: Batch, batch_axes: tuple[str, ...]
 ) -> tuple[TaskSums, Params]:
     differentiated = map_trained(lambda layout, p: layout.differentiated(p), layouts, params)
+    held = _held(objective, layouts, params)
 
     def microbatch(rows: Batch) -> tuple[TaskSums, Params]:
         def loss(differentiated: Params) -> tuple[Array, TaskSums]:
             leaves = jax.tree.map(
-                lambda layout, d, p: layout.in_loss(d, p), layouts, differentiated, params
+                lambda layout, d, p: layout.in_loss(d, p), layouts, differentiated, held
             )
             return objective.batch_loss(objective.whole(leaves), rows)
 
@@ -87,10 +95,13 @@ def _pipelined(
     scattered after the last, so that ticks do not repeat this communication.
     """
     outer_layouts = {name: part for name, part in layouts.items() if name != LAYERS}
-    whole = objective.whole(jax.tree.map(lambda layout, p: layout.used(p), layouts, params))
-    sums, d_outer, d_layers = _pipeline(
-        objective, whole, layouts, batch, evaluate=False
-    ).sums_and_gradients()
+    held = _held(objective, layouts, params)
+    whole = objective.whole(jax.tree.map(lambda layout, p: layout.used(p), layouts, held))
+    layers = map_trained(
+        lambda layout, p: layout.differentiated(p), layouts[LAYERS], params[LAYERS]
+    )
+    training = _Differentiated(layouts, layers)
+    sums, d_outer, d_layers = _pipeline(objective, whole, batch, training).sums_and_gradients()
     gradients = map_trained(lambda layout, g: layout.scatter_gradient(g), outer_layouts, d_outer)
     return reported(*sums), {
         **gradients,
@@ -98,14 +109,24 @@ def _pipelined(
     }
 
 
+class _Differentiated(NamedTuple):
+    """What a pipeline is differentiated with respect to."""
+
+    layouts: Params
+    """A LeafLayout for every parameter."""
+    layers: Params
+    """The layers' parameters, as `LeafLayout.differentiated` gives them."""
+
+
 def _pipeline(
-    objective: Objective, whole: Params, layouts: Params | None, batch: Batch, *, evaluate: bool
+    objective: Objective, whole: Params, batch: Batch, training: _Differentiated | None = None
 ) -> Pipeline:
+    """The pipeline of these rows; for evaluation without `training`."""
     plan = objective.plan
     assert plan.pipeline is not None
     repeats = plan.pipeline.repeats
     schedule = plan.schedule()
-    if evaluate:
+    if training is None:
         schedule = forward_only(
             schedule.num_stages,
             schedule.num_microbatches,
@@ -113,11 +134,11 @@ def _pipeline(
             latency=schedule.latency,
         )
     outer, stack = {name: part for name, part in whole.items() if name != LAYERS}, whole[LAYERS]
-    trained = outer
-    if layouts is not None:
-        trained = map_trained(
-            lambda _, p: p, {name: part for name, part in layouts.items() if name != LAYERS}, outer
-        )
+    trained, differentiated = outer, stack
+    if training is not None:
+        outer_layouts = {name: part for name, part in training.layouts.items() if name != LAYERS}
+        trained = map_trained(lambda _, p: p, outer_layouts, outer)
+        differentiated = training.layers
     slots = np.array(objective.shapes.slots).reshape(plan.axes.pipe, repeats, -1)
     by_repeat = lambda leaf: leaf.reshape(repeats, -1, *leaf.shape[1:])  # noqa: E731
 
@@ -126,21 +147,15 @@ def _pipeline(
     ) -> tuple[Array, Sums]:
         leaves = (
             differentiated
-            if layouts is None
+            if training is None
             else jax.tree.map(
                 lambda layout, d, p: layout.in_loss(d, p),
-                layouts[LAYERS],
+                training.layouts[LAYERS],
                 differentiated,
                 constants["params"],
             )
         )
         return objective.layers({**outer, LAYERS: leaves}, value, rows, constants["slots"])
-
-    differentiated = (
-        stack
-        if layouts is None
-        else map_trained(lambda layout, p: layout.differentiated(p), layouts[LAYERS], stack)
-    )
 
     def with_stack(trained: Params) -> Params:
         return {**with_trained(trained, outer), LAYERS: stack}
@@ -155,7 +170,7 @@ def _pipeline(
         outer=trained,
         params=jax.tree.map(by_repeat, differentiated),
         constants={
-            "params": None if layouts is None else jax.tree.map(by_repeat, stack),
+            "params": None if training is None else jax.tree.map(by_repeat, stack),
             "slots": jnp.asarray(slots)[lax.axis_index(PIPE)],
         },
         microbatches=_microbatches(objective, batch),

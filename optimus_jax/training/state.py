@@ -156,7 +156,7 @@ def state_specs(
         return spec
 
     layouts = layouts_of(shapes.leaves, plan.active_rules(shapes.config), plan.zero)
-    moment_specs = map_trained(lambda layout: layout.moment_spec, layouts)
+    moment_specs = map_trained(lambda layout: layout.param_spec, layouts)
     opt_state = jax.eval_shape(optimizer.init, trained_of(shapes.leaves, shapes.params))
     whole: Any = PartitionSpec()
     return TrainState(

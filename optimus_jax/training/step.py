@@ -295,7 +295,7 @@ class _DeviceStep:
         }
 
     def evaluate(self, params: Params, batch: Batch) -> EvalSums:
-        sums = sums_alone(self.objective, params, batch)
+        sums = sums_alone(self.objective, self.layouts, params, batch)
         return EvalSums(
             loss=self._over_batch(sums.loss),
             tokens=self._over_batch(self.objective.task.count(batch)),
@@ -310,13 +310,13 @@ class _DeviceStep:
         lr: Array,
         if_finite: Callable[[Any, Any], Any],
     ) -> tuple[Params, optax.OptState]:
-        """Clip the gradients, run AdamW on the part that this device updates, and gather the
-        parts: the trained parameters. `if_finite`(new, old) selects the optimizer state.
+        """Clip the gradients and run the optimizer: the trained parameters, as they are stored, and
+        its state. `if_finite`(new, old) selects the state.
         """
         limit = self.config.optimizer.clip_norm
         factor = jnp.minimum(1.0, limit / jnp.maximum(norm, 1e-12)) if limit else jnp.float32(1)
         gradients = jax.tree.map(lambda g: g * factor, gradients)
-        parts = map_trained(lambda layout, p: layout.updated_part(p), self.layouts, state.params)
+        trained = map_trained(lambda _, p: p, self.layouts, state.params)
         if self.plan.offloads_moments:
             updates, opt_state = update_through_host(
                 self.optimizer,
@@ -324,22 +324,20 @@ class _DeviceStep:
                 if_finite,
                 gradients,
                 state.opt_state,
-                parts,
+                trained,
                 after=norm,
             )
         else:
-            updates, opt_state = self.optimizer.update(gradients, state.opt_state, parts)
+            updates, opt_state = self.optimizer.update(gradients, state.opt_state, trained)
             opt_state = if_finite(opt_state, state.opt_state)
         updates = map_trained(self._of_trained_layers, self.layouts, updates)
-        parts = map_trained(
+        params = map_trained(
             lambda layout, p, u: p - self.rate_factors.rate(lr, layout.leaf, u) * u,
             self.layouts,
-            parts,
+            trained,
             updates,
         )
-        return map_trained(
-            lambda layout, p: layout.gather_updated(p), self.layouts, parts
-        ), opt_state
+        return params, opt_state
 
     def _of_trained_layers(self, layout: LeafLayout, value: Array) -> Array:
         """A gradient or update with zeros in layers that are not trained."""

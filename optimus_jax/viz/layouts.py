@@ -113,7 +113,7 @@ def model_tensors(
             itemsize=4 if kind == "parameters" else plan.moment_bytes,
             layers=shapes.slots,
             mesh=mesh,
-            spec=layout.param_spec if kind == "parameters" else layout.moment_spec,
+            spec=layout.param_spec,
         )
         for (path, leaf), layout in zip(leaves, layouts, strict=True)
     ]

@@ -172,7 +172,7 @@ def _parameters(model: ModelConfig, plan: Plan) -> tuple[tuple[str, ...], ...]:
     for (path, leaf), layout in sorted(
         zip(leaves, layouts, strict=True), key=lambda each: -each[0][1].size
     ):
-        split = layout.axes(split=plan.zero >= 3)
+        split = layout.axes(split=layout.is_stored_split)
         parts = math.prod(plan.axes[name] for names in split for name in names)
         rows.append(
             (

@@ -68,9 +68,7 @@ def test_leaves_of_legal_plans_have_equal_shards_and_distinct_axes(data):
         shard = NamedSharding(mesh, found[path]).shard_shape(leaf.shape)
         assert tuple(size * way for size, way in zip(shard, ways, strict=True)) == leaf.shape, path
         over_fsdp = plan.axes.fsdp > 1 and "embed" in names_of(shapes, path)
-        assert ("fsdp" in axes) == (
-            over_fsdp and plan.zero >= (3 if path.startswith("params") else 1)
-        ), path
+        assert ("fsdp" in axes) == (over_fsdp and plan.zero >= 1), path
         assert ("pipe" in axes) == (
             plan.axes.pipe > 1 and not {"layers", "vocab"}.isdisjoint(names_of(shapes, path))
         ), path

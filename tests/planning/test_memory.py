@@ -127,9 +127,9 @@ COMPILED_FOR_GPUS = 0.04
     ("plan", "settings", "compiled_gib"),
     [
         ("gpt2-xl 1024 2 data=8", "attention=xla", 29.91),
-        ("gpt2-xl 1024 4 fsdp=8", "zero=1 microbatches=4 attention=cudnn", 25.32),
-        ("gpt2-xl 1024 2 pipe=4,data=2", "microbatches=8 attention=xla", 20.75),
-        ("gpt2-xl 1024 4 data=8,fsdp=8", "zero=2 microbatches=4 remat=full attention=xla", 14.85),
+        ("gpt2-xl 1024 4 fsdp=8", "zero=1 microbatches=4 attention=cudnn", 23.15),
+        ("gpt2-xl 1024 2 pipe=4,data=2", "microbatches=8 attention=xla", 20.65),
+        ("gpt2-xl 1024 4 data=8,fsdp=8", "zero=2 microbatches=4 remat=full attention=xla", 8.34),
         ("llama3-8b 4096 2 fsdp=8", "remat=selective attention=cudnn", 42.08),
         (
             "llama3-8b 4096 1 pipe=2,tensor=4",
@@ -137,29 +137,29 @@ COMPILED_FOR_GPUS = 0.04
                 "microbatches=8 schedule=interleaved repeats=4 stage_residuals=recompute remat=full"
                 " attention=cudnn"
             ),
-            17.85,
+            17.55,
         ),
         (
             "llama3-8b 2048 1 pipe=8,fsdp=8",
             "microbatches=16 zero=1 remat=dots attention=xla",
-            23.93,
+            22.28,
         ),
         ("llama3-8b 4096 2 data=8,tensor=8", "microbatches=2 attention=xla", 30.57),
         ("llama3.3-70b 4096 1 fsdp=64", "remat=full attention=cudnn", 32.72),
         (
             "llama3.3-70b 4096 1 pipe=8,tensor=8",
             "microbatches=16 remat=selective attention=xla",
-            55.39,
+            55.02,
         ),
         (
             "llama3.3-70b 4096 1 pipe=4,data=2,fsdp=4,tensor=8",
             "microbatches=16 zero=2 schedule=gpipe remat=full attention=xla",
-            41.65,
+            38.54,
         ),
         (
             "llama3.3-70b 4096 1 pipe=2,tensor=4",
             "microbatches=4 stage_residuals=recompute remat=full attention=xla",
-            181.42,
+            181.39,
         ),
         ("gpt2 1024 128 data=1", "remat=full attention=cudnn", 8.07),
         ("llama3.2-1b 4096 16 data=1", "remat=full attention=cudnn", 29.40),
@@ -170,7 +170,7 @@ COMPILED_FOR_GPUS = 0.04
         (
             "llama3-8b 4096 1 pipe=4,tensor=2, lora",
             "microbatches=8 remat=selective attention=cudnn",
-            17.86,
+            17.80,
         ),
         ("llama3-8b 4096 1 data=1, nf4", "remat=full attention=cudnn", 8.44),
         ("llama3-8b 4096 4 data=1, nf4", "remat=selective attention=cudnn", 54.64),
@@ -180,7 +180,7 @@ COMPILED_FOR_GPUS = 0.04
         (
             "llama3-8b 4096 1 pipe=4,tensor=2, dpo",
             "microbatches=8 remat=selective attention=cudnn",
-            18.05,
+            17.89,
         ),
         (
             "llama3-8b 4096 1 pipe=4,data=2, dpo",
@@ -190,7 +190,7 @@ COMPILED_FOR_GPUS = 0.04
         (
             "llama3-8b 4096 2 pipe=4,data=2, dpo",
             "microbatches=8 schedule=interleaved remat=full attention=cudnn",
-            12.36,
+            11.89,
         ),
     ],
 )

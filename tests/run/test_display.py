@@ -388,11 +388,11 @@ def start_table_of(
     ("case", "table", "layers"),
     [
         (plans.case("fsdp=4", zero=0), (1, 1, 1), (1, 1, 1)),
-        (plans.case("fsdp=4", zero=1), (1, 1, 4), (1, 1, 4)),
-        (plans.case("fsdp=4", zero=2), (1, 4, 4), (1, 4, 4)),
+        (plans.case("fsdp=4", zero=1), (4, 1, 4), (4, 1, 4)),
+        (plans.case("fsdp=4", zero=2), (4, 4, 4), (4, 4, 4)),
         (plans.case("fsdp=4", zero=3), (4, 4, 4), (4, 4, 4)),
         # Stages split the embedding table's rows, and reduce its gradient whole along fsdp.
-        (plans.case("pipe=2,fsdp=4", zero=2, microbatches=2), (2, 2, 8), (2, 8, 8)),
+        (plans.case("pipe=2,fsdp=4", zero=2, microbatches=2), (8, 2, 8), (8, 8, 8)),
         (plans.case("pipe=2,fsdp=4", zero=3, microbatches=2), (8, 2, 8), (8, 8, 8)),
     ],
 )

@@ -76,13 +76,11 @@ def test_replicas_and_splits_follow_the_mesh_axes():
     assert "**263,168**" in text
 
 
-def test_zero_1_splits_moments_but_not_parameters():
-    tensors, moments = (
-        tensors_of("gpt2-nano", "fsdp=8", kind, zero=1)["layers/mlp/up"]
-        for kind in ("parameters", "moments")
-    )
-    assert tensors.split_dims == []
-    assert len(set(moments.shards.values())) == 8
+def test_zero_splits_parameters_and_moments_between_steps():
+    for zero, parts in ((0, 1), (1, 8), (3, 8)):
+        for kind in ("parameters", "moments"):
+            tensor = tensors_of("gpt2-nano", "fsdp=8", kind, zero=zero)["layers/mlp/up"]
+            assert len(set(tensor.shards.values())) == parts
 
 
 def test_descriptions_name_the_layers_of_each_stage():

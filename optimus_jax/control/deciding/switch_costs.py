@@ -212,14 +212,12 @@ def _host_bytes(plan: Plan, pricing: Pricing) -> float:
     # devices of a host with the same part of each layer: tensor is innermost in a mesh
     beyond_tensor = max(1, size // axes.tensor)
 
-    def copies(is_split: bool) -> int:
-        return (
-            min(max(1, beyond_tensor // axes.fsdp), axes.data)
-            if is_split
-            else min(beyond_tensor, axes.fsdp * axes.data)
-        )
-
-    return size * (memory.params / copies(plan.zero >= 3) + memory.moments / copies(plan.zero >= 1))
+    copies = (
+        min(max(1, beyond_tensor // axes.fsdp), axes.data)
+        if plan.zero
+        else min(beyond_tensor, axes.fsdp * axes.data)
+    )
+    return size * (memory.params + memory.moments) / copies
 
 
 def from_other_hosts(old: Plan, cluster: Cluster) -> float:

@@ -203,8 +203,8 @@ def _in_head(
 def step_ops(
     model: ModelConfig, plan: Plan, width: int, implementation: ImplementationProfile
 ) -> list[CommunicationOp]:
-    """What a step has once: gradient reductions between replicas, and ZeRO's gathers and scatters
-    of what is outside the layers.
+    """What a step has once: gradient reductions between replicas, gathers of what it holds, and
+    ZeRO's gathers and scatters of what is outside the layers.
 
     XLA combines those of one kind.
 
@@ -213,14 +213,11 @@ def step_ops(
     """
     rules, axes, head_shared = plan.rules, plan.axes, implementation.head_shared
     num_layers = layers_on_device(model, plan)
+    # What is held is gathered in the format of the matmuls.
+    itemsize = {"all-reduce": implementation.gradient_bytes, "all-gather": width}
     found = [
         CommunicationOp(
-            kind,
-            over,
-            "step",
-            (num_layers * layer + outer)
-            * (implementation.gradient_bytes if kind == "all-reduce" else F32_BYTES),
-            1,
+            kind, over, "step", (num_layers * layer + outer) * itemsize.get(kind, F32_BYTES), 1
         )
         for (kind, over), (layer, outer) in step_exchanges(
             model, rules, axes, plan.zero, head_shared

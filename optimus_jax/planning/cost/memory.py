@@ -4,13 +4,17 @@ Parameters and moments are exact (planning/cost/parameters.py), and so are the a
 backward (models/layer_program.py, planning/cost/activation_buffers.py). XLA's temporary buffers
 come on top. Memory may peak at one of several points of the step:
 
+* *begin*: what a step holds whole was gathered, and is being copied to the order of layers (ZeRO 1
+  and 2 without microbatches);
 * *head*: forward is done and the loss of a chunk of tokens is computed. The zeros to which
   gradients are added exist already, because XLA allocates them early. If layers are recomputed, the
   recomputation of the last layer has begun;
 * *layer*: backward is at a layer and holds activations, their gradients and that layer's gradient;
 * *embedding*: backward is at the embedding. Its gradient is as large as its table, and so is the
   head's;
-* *update*: the optimizer computes new parameters, which ZeRO stages 1 and 2 gather.
+* *update*: the optimizer fetches offloaded moments.
+
+At ZeRO stages 1 and 2 all points hold the whole parameters in the format of the matmuls.
 
 The memory at each point was read off the buffers of some fifty plans compiled ahead of time for
 H100s (benchmarks/planner_memory.py compares the estimate with their totals). On a CPU buffers
@@ -67,9 +71,6 @@ the next is copied in (training/offload.py)."""
 LAYERS_RESIDENT = 2
 """Layers whose inputs are on a device at once if they are offloaded: one in use, and one being
 copied."""
-UPDATE_COPIES = 2.5
-"""Temporary copies while new parameters are gathered, as a multiple of a device's share of the
-layers: parameters and moments of the larger matrices."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +80,8 @@ class MemoryEstimate:
     params: int
     moments: int
     gradients: int
-    """Sums over microbatches, one microbatch's gradients, and temporary copies of the update."""
+    """Sums over microbatches, one microbatch's gradients, and parameters that a step holds whole
+    (ZeRO 1 and 2)."""
     activations: int
     """Saved activations or activation buffers, and working memory."""
     logits: int
@@ -101,11 +103,14 @@ class MemoryEstimate:
 def estimate_memory(workload: Workload, plan: Plan) -> MemoryEstimate:
     """Estimate the peak memory of a training step of `plan` on the most loaded device."""
     parts, num_moments = _Parts(workload, plan), workload.num_moments
-    step_points = parts.without_stages() if plan.pipeline is None else parts.through_stages()
+    in_loops = parts.without_stages() if plan.pipeline is None else parts.through_stages()
+    step_points = [
+        (gradients + parts.held, activations, head) for gradients, activations, head in in_loops
+    ]
     gradients, activations, logits = max([*step_points, *parts.update()], key=sum)
     moments = num_moments * parts.trained(split=plan.zero >= 1) * plan.moment_bytes // F32
     return MemoryEstimate(
-        params=parts.stored(split=plan.zero >= 3),
+        params=parts.stored(),
         moments=0 if plan.offloads_moments else moments,
         gradients=int(gradients),
         activations=int(activations),
@@ -164,25 +169,33 @@ class _Parts:
             tokens * token.forward,
             tokens * (token.backward_hiding if hides else token.backward),
         )
-        self.again = tokens * token.backward_hiding if self.scatters and again else 0.0
-        """Bytes of the last layer's recomputation, which overlaps with the head."""
+        gathers = plan.zero >= 3 and plan.axes.fsdp > 1
+        self.again = tokens * token.backward_hiding if self.scatters and gathers and again else 0.0
+        """Bytes of the last layer's recomputation, which overlaps with the head if its matrices are
+        gathered beside that."""
         waiting = 2 if again else 1
         # A layer's gradient is whole until it is scattered. With recomputation two layers'
         # gradients are whole at once, since one's scatter overlaps with the next one's compute.
         self.backward += (
             waiting * F32 * params.layer_whole if self.scatters else width * params.largest_whole
         )
-        gathers = plan.zero >= 3 and plan.axes.fsdp > 1
         if gathers:
             # What a trained matrix needs when it is gathered is less than its gradient takes.
             frozen = width * (whole.layer_whole - params.layer_whole)
             self.forward, self.backward = self.forward + frozen, self.backward + frozen
         self.table = F32 * params.table_whole
         used_as_stored = width <= whole.table_itemsize < F32 and not gathers
-        self.table_used = 0 if used_as_stored else width * whole.table_whole
-        self.outer_used = width * sum(
-            [leaf.whole for leaf in whole.outer if gathers or width < leaf.itemsize]
+        table_held = any(self._is_held(leaf) for leaf in whole.outer)
+        self.table_used = 0 if used_as_stored or table_held else width * whole.table_whole
+        used = [leaf for leaf in whole.outer if gathers or width < leaf.itemsize]
+        self.outer_used = width * sum([leaf.whole for leaf in used if not self._is_held(leaf)])
+        of_layers, of_outer = (
+            width * sum([leaf.whole for leaf in leaves if self._is_held(leaf)])
+            for leaves in (whole.layer, whole.outer)
         )
+        self.held_layers = self.visited * self.repeats * of_layers
+        self.held = self.held_layers + of_outer
+        """Bytes of the parameters that the step holds whole."""
         num_chunks = -(-tokens // plan.loss_chunk_tokens)
         self.logits = F32 * -(-tokens // num_chunks) * whole.table_whole // table_width(model)
         # With a single chunk, the gradient of its logits is held in the compute format until there
@@ -208,13 +221,30 @@ class _Parts:
         """Bytes of all trained parameters on the device in float32."""
         return self.layers(split=split) + self.outer(split=split)
 
-    def stored_layers(self, *, split: bool) -> int:
-        """Bytes of the parameters of the device's layers as they are stored."""
-        return self.visited * self.repeats * _stored_bytes(self.whole.layer, split=split)
+    def _is_held(self, leaf: LeafCount) -> bool:
+        """Whether a step holds the leaf whole, and stores a shard (mesh/zero.py)."""
+        return self.plan.zero in (1, 2) and leaf.leaf.trained and leaf.axes.split != leaf.axes.whole
 
-    def stored(self, *, split: bool) -> int:
+    def _stored_bytes(self, leaves: Iterable[LeafCount]) -> int:
+        """Bytes of leaves as they are stored between steps."""
+        zero = self.plan.zero
+        return sum(
+            [
+                each.itemsize
+                * (each.split if zero >= (1 if each.leaf.trained else 3) else each.whole)
+                for each in leaves
+            ]
+        )
+
+    def used_layers(self) -> int:
+        """Bytes of the parameters of the device's layers as its loops read them."""
+        read = [leaf for leaf in self.whole.layer if not self._is_held(leaf)]
+        return self.held_layers + self.visited * self.repeats * self._stored_bytes(read)
+
+    def stored(self) -> int:
         """Bytes of all parameters on the device as they are stored."""
-        return self.stored_layers(split=split) + _stored_bytes(self.whole.outer, split=split)
+        layers = self.visited * self.repeats * self._stored_bytes(self.whole.layer)
+        return layers + self._stored_bytes(self.whole.outer)
 
     def without_stages(self) -> list[StepPoint]:
         """Memory at each point of a step without pipeline stages."""
@@ -222,7 +252,13 @@ class _Parts:
         total = self.trained(split=split) if self.plan.microbatches > 1 else 0
         gradient = self.layers(split=split) + total + self._trained_copy()
         head = self.table + self.logits + self.table_used
+        # Gathered stacks are transposed while the first layer's results are about to be saved.
+        begins: list[StepPoint] = []
+        if self.plan.zero in (1, 2) and not total:
+            zeros = gradient if split else 0
+            begins.append((zeros + self.held_layers, self.saved + self.forward, 0.0))
         return [
+            *begins,
             (gradient, self.saved + max(self.reordered, self.forward), head),
             # with these logits' gradient in 16 bits, half of their float32 size
             (gradient, self.saved + self.again, head + self.logits / 2),
@@ -238,7 +274,7 @@ class _Parts:
         if not self.apart:
             return 0.0
         copied = (self.visited - self.apart) / self.visited
-        return copied * self.stored_layers(split=self.plan.zero >= 3)
+        return copied * self.used_layers()
 
     def through_stages(self) -> list[StepPoint]:
         """Memory at each point of a step with pipeline stages. Activation buffers exist in all
@@ -257,7 +293,7 @@ class _Parts:
         )
         visit = self.saved
         if self.repeats > 1:
-            visit += self.stored_layers(split=self.plan.zero >= 3) / self.repeats  # of the stack
+            visit += self.used_layers() / self.repeats  # of the stack
         step_points, zeros = [], 0
         if slots_per_buffer.ends_in_single_tick:
             # XLA does not compile a single tick to a loop, so the zeros that its scans start from
@@ -282,21 +318,10 @@ class _Parts:
         ]
 
     def update(self) -> list[StepPoint]:
-        """Memory while the optimizer updates parameters.
-
-        New parameters are gathered while the shares of others still exist, one table at a time.
-        Offloaded moments are fetched.
-        """
-        step_points: list[StepPoint] = []
-        fetched = self._fetched() if self.plan.offloads_moments else 0
-        if fetched:
-            step_points.append((self.trained(split=self.plan.zero >= 1) + fetched, 0, 0))
-        if self.plan.zero in (1, 2) and self.plan.axes.fsdp > 1:
-            layers = self.layers(split=False) + UPDATE_COPIES * self.layers(split=True)
-            step_points.append(
-                (layers + self.table * (1 + 1 / self.plan.axes.fsdp) + fetched, 0, 0)
-            )
-        return step_points
+        """Memory while the optimizer updates parameters: offloaded moments are fetched."""
+        if not self.plan.offloads_moments:
+            return []
+        return [(self.trained(split=self.plan.zero >= 1) + self._fetched(), 0, 0)]
 
     def _fetched(self) -> int:
         """Bytes of moments that are on the device at once while they are fetched from the host.
@@ -315,10 +340,6 @@ class _Parts:
             else self.params.table_whole
         )
         return LEAVES_FETCHED * self.num_moments * self.plan.moment_bytes * max(matrices, table)
-
-
-def _stored_bytes(counts: Iterable[LeafCount], *, split: bool) -> int:
-    return sum([each.itemsize * (each.split if split else each.whole) for each in counts])
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,5 @@
-"""How large a device's part of a model's parameters is under a plan, and what the end of a step
-exchanges of them.
+"""How large a device's part of a model's parameters is under a plan, and what a step exchanges of
+them once.
 
 The leaves are those of the abstract model, traced once; a plan only says into how many parts each
 dimension is split. All counts are of elements, on one device; a leaf *whole* is whole along fsdp,
@@ -29,7 +29,7 @@ from optimus_jax.planning.cost.implementation_profile import ImplementationProfi
 
 Shape = tuple[int, ...]
 WAYS = 2
-"""Devices along each axis of the mesh on which the end of a step is traced."""
+"""Devices along each axis of the mesh on which what a step has once is traced."""
 
 
 class LeafAxes(NamedTuple):
@@ -196,9 +196,9 @@ def _stored(model: ModelConfig, rules: Rules, axes: AxisSizes, head_shared: bool
 def step_exchanges(
     model: ModelConfig, rules: Rules, axes: AxisSizes, zero: int, head_shared: bool
 ) -> Mapping[tuple[CollectiveKind, tuple[str, ...]], tuple[int, int]]:
-    """Elements of gradients and new parameters that the end of a step exchanges, of one layer and
-    of all that is outside the layers, by kind and mesh axes: whole results (all-gather) or
-    arguments (others).
+    """Elements of gradients, and of parameters that it holds, that a step exchanges once, of one
+    layer and of all that is outside the layers, by kind and mesh axes: whole results (all-gather)
+    or arguments (others).
 
     Args:
       head_shared: whether all pipeline stages share embedding and head.
@@ -208,7 +208,7 @@ def step_exchanges(
     for where, counts in enumerate((stored.layer, stored.outer)):
         for count in counts:
             is_split = count.axes.split != count.axes.whole
-            for kind, over, of_split in _at_the_end(count.axes.summed, is_split, zero):
+            for kind, over, of_split in _once(count.axes.summed, is_split, zero):
                 found = elements.setdefault((kind, over), [0, 0])
                 found[where] += count.split if of_split else count.whole
     return {key: (layer, outer) for key, (layer, outer) in elements.items()}
@@ -234,11 +234,11 @@ def outer_matrices(
 
 
 @lru_cache(maxsize=1 << 10)
-def _at_the_end(
+def _once(
     summed_axes: tuple[str, ...], is_split: bool, zero: int
 ) -> tuple[tuple[CollectiveKind, tuple[str, ...], bool], ...]:
-    """What the end of a step does with a leaf, read from its program: kind, mesh axes, and whether
-    the message is fsdp's share of the leaf.
+    """What a step does with a leaf once, read from its program: kind, mesh axes, and whether the
+    message is fsdp's share of the leaf.
 
     Args:
       summed_axes: mesh axes whose devices hold different parts of its gradient.
@@ -248,10 +248,9 @@ def _at_the_end(
     rules = {BATCH: summed_axes} | ({EMBED: (FSDP,)} if is_split else {})
     layout = LeafLayout(leaf, rules, zero)
 
-    def end(gradient: jax.Array, param: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def once(gradient: jax.Array, param: jax.Array) -> tuple[jax.Array, jax.Array]:
         gradient = layout.reduced(layout.used(gradient))
-        new = layout.gather_updated(layout.updated_part(param))
-        return gradient, new
+        return gradient, layout.held(param, jnp.float32)
 
     def array(*, split: bool) -> Any:
         """A leaf with WAYS elements along each dimension of a device's part, whole along fsdp."""
@@ -259,10 +258,10 @@ def _at_the_end(
         return jax.ShapeDtypeStruct([WAYS ** (1 + number) for number in ways], jnp.float32)
 
     traced = traced_on_device(
-        end,
+        once,
         dict.fromkeys(MESH_AXES, WAYS),
         (layout.spec(split=zero >= 2), layout.param_spec),
-        *(array(split=zero >= 2), array(split=zero >= 3)),
+        *(array(split=zero >= 2), array(split=zero >= 1)),
     )
     whole_bytes = 4 * WAYS ** len(leaf.dims)
     return tuple(
