@@ -26,17 +26,16 @@ from numpy.typing import NDArray
 
 from optimus_jax.mesh.zero import vary
 
-Tree = Any
 _SCOPE = re.compile(r"(\d+)_of_(\d+)_times(?:/cond)?$")
 
 
 def run_when(
     now: Array,
-    compute: Callable[[], tuple[Tree, ...]],
-    otherwise: tuple[Tree, ...] | None = None,
+    compute: Callable[[], tuple[Any, ...]],
+    otherwise: tuple[Any, ...] | None = None,
     *,
     iterations: NDArray[np.bool_],
-) -> tuple[Tree, ...]:
+) -> tuple[Any, ...]:
     """`compute()` where `now` is true, in an iteration of a `lax.scan`. If it is true in all of
     them, there is no branch.
 
@@ -51,7 +50,7 @@ def run_when(
         return compute()
     computed, types = _traced(compute)
 
-    def rest() -> tuple[Tree, ...]:
+    def rest() -> tuple[Any, ...]:
         return tuple(
             jax.tree.map(_zeros, of_result) if given is None else given
             for of_result, given in zip(types, otherwise or (None,) * len(types), strict=True)
@@ -62,7 +61,7 @@ def run_when(
         return lax.cond(now, computed, rest)
 
 
-def after(values: Tree, earlier: Tree) -> Tree:
+def after(values: Any, earlier: Any) -> Any:
     """`values`, unchanged, which a program has only once it has computed `earlier`.
 
     The condition is always true, and no compiler pass knows it: it counts bits.
@@ -89,8 +88,8 @@ def share_taken(source: str) -> Fraction | None:
 
 
 def _traced(
-    function: Callable[[], tuple[Tree, ...]],
-) -> tuple[Callable[[], tuple[Tree, ...]], tuple[Tree, ...]]:
+    function: Callable[[], tuple[Any, ...]],
+) -> tuple[Callable[[], tuple[Any, ...]], tuple[Any, ...]]:
     """The function, traced once, and the types of its results."""
     program, shapes = jax.make_jaxpr(function, return_shape=True)()
     structure = jax.tree.structure(shapes)

@@ -7,15 +7,14 @@ Source: Narayanan et al. 2021, arXiv:2104.04473, section 4.1.
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 from jax import Array, lax
 
 from optimus_jax.config.axes import TENSOR
 from optimus_jax.mesh.zero import varying_axes
+from optimus_jax.pipeline.stage_values import Tree
 
-Tree = Any
 WHOLE = -1
 """In the place of a dimension: not divided."""
 
