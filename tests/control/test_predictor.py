@@ -130,11 +130,9 @@ def test_slow_exchanges_are_attributed_to_their_link():
     """Four plans show that exchanges take longer and computation does not: the calibration for the
     search says so.
     """
-    predictor, slow = Predictor(), Conditions(inter_host=4.0)
-    times = {index: query(plan, slow).predicted_s for index, plan in enumerate(PLANS)}
-    by_share = sorted(times, key=lambda index: times[index] / QUERIES[index].predicted_s)
-    for index in (*by_share[:2], *by_share[-2:]):  # two that send little, two that send much
-        learn(predictor, QUERIES[index], math.log(times[index]))
+    predictor, slow = Predictor(), Conditions(inter_host=16.0)
+    for index in (0, 1, 7, 12):  # of different kinds: from 1.6 to 2.6 times as slow
+        learn(predictor, QUERIES[index], math.log(query(PLANS[index], slow).predicted_s))
     factors = predictor.calibration().factors
     assert factors["fsdp"] > 1.2
     assert factors["fsdp"] > 1.05 * factors["feed-forward"]
