@@ -86,6 +86,7 @@ class Controller:
         display: Display,
     ) -> None:
         self._settings: ControlConfig = rules.settings
+        self._acts = rules.acts
         self._signals, self._probes, self._switcher = signals, probes, switcher
         self._changes, self._reported, self._run, self._display = changes, reported, run, display
         self._commands = CommandBroadcast()
@@ -507,7 +508,8 @@ class Controller:
             layout=decision.plan.describe() if decision.plan else None,
             **record,
         )
-        self._display.decision(f"{decision.action}: {decision.why}")
+        advises = decision.action == "switch" and not self._acts
+        self._display.decision(f"{'would ' * advises}{decision.action}: {decision.why}")
 
     def _fail(self, why: str, traceback: str) -> None:
         self._run.log_event(

@@ -398,7 +398,8 @@ def _why_switch(situation: Situation, best: _Weighed) -> str:
     if is_gamble and best.probability < constants.MIN_PROBABILITY:
         return (
             f"{situation.trigger}: {axes} may be faster (P {best.probability:.2f}) and is taken"
-            f" back if it is not; that is worth {seconds(best.saved_s)} for a switch of {cost}"
+            f" back if it is not; it would save {seconds(best.saved_s)} on average for a switch of"
+            f" {cost}"
         )
     return (
         f"{situation.trigger}: {axes} is expected to save {best.candidate.gain:.0%} of each step,"

@@ -27,6 +27,7 @@ from optimus_jax.planning.profiles.cluster import Cluster
 from optimus_jax.planning.profiles.links import Link
 from optimus_jax.planning.search.assemble import plan_for
 from optimus_jax.run import api
+from optimus_jax.training.watchers import Display
 
 STEPS = 24
 TINY = {
@@ -289,8 +290,11 @@ def test_a_slower_plan_is_taken_back(scripted, monkeypatch):
     assert len({*plans(result)}) == 2, "it had been under the other plan"
 
 
-def test_control_advise_records_decisions_and_does_not_switch(scripted):
+def test_control_advise_records_decisions_and_does_not_switch(scripted, monkeypatch):
+    shown = []
+    monkeypatch.setattr(Display, "decision", lambda self, text: shown.append(text))
     result = scripted({3: switch_at(3, other_plan())}, control="advise")
+    assert shown == ["would switch: the script says so"]
     assert len({*plans(result)}) == 1
     assert [event["action"] for event in events(result, "decision")] == ["switch"]
     assert not events(result, "remesh")
