@@ -113,4 +113,5 @@ def test_likeness_falls_with_distance():
     place = (10.0, 11.0, 0.0)
     assert likeness(place, place) == 1
     assert 0.5 < likeness(place, (11.0, 11.0, 0.0)) < 0.52
-    assert likeness(place, (12.0, 12.0, 1.0)) == pytest.approx(math.exp(-4 / 1.5))
+    assert likeness(place, (12.0, 11.0, 1.0)) == pytest.approx(math.exp(-3 / 1.5))
+    assert likeness(place, (10.0, 12.0, 0.0)) < 0.01, "another width says next to nothing"

@@ -2,9 +2,10 @@
 
 A correction is a factor on the time that the rates predict. A Gaussian process models the logarithm
 of measured over predicted time as a function of the logarithms of an operator's sizes. At a
-measured shape it returns what was measured, one doubling of a size away about half of that (in
-logarithm), and far away no correction. So rates apply to all shapes, and corrections only to
-similar ones.
+measured shape it returns what was measured, one doubling of the tokens or of the devices along
+tensor away about half of that (in logarithm), and at another width next to nothing: there measured
+corrections rank plans worse than none (benchmarks/results/planner.md). So rates apply to all
+shapes, and corrections only to similar ones.
 """
 
 import math
@@ -12,16 +13,18 @@ from functools import lru_cache
 
 from optimus_jax.planning.cost.rates import Rates, ShapePoint
 
-OCTAVES = 1.5
-"""Distance, in doublings of any size, at which a measured shape's influence falls to 1/e."""
+OCTAVES: ShapePoint = (1.5, 0.2, 1.5)
+"""Distance, in doublings of tokens, width and devices along tensor, at which a measured shape's
+influence falls to 1/e."""
 
 
 def likeness(place: ShapePoint, other: ShapePoint) -> float:
-    """Covariance of two shapes' corrections: exp(-distance / OCTAVES), which is 1 for equal shapes.
+    """Covariance of two shapes' corrections: exp(-distance), which is 1 for equal shapes.
 
-    The distance is the sum of absolute differences of their base-2 logarithms.
+    The distance is the sum of absolute differences of their base-2 logarithms, in OCTAVES.
     """
-    return math.exp(-sum(abs(a - b) for a, b in zip(place, other, strict=True)) / OCTAVES)
+    distances = (abs(a - b) / c for a, b, c in zip(place, other, OCTAVES, strict=True))
+    return math.exp(-sum(distances))
 
 
 @lru_cache(maxsize=1 << 14)
