@@ -5,7 +5,7 @@ data say in which order they and others of the same devices begin. XLA keeps one
 collectives outside of branches. But a branch counts as begun before the collective in it does, so
 that on a CPU devices may disagree about the order of two branches that do not depend on each other,
 or of a branch and a collective behind it; they then mix up the data of the two, or crash (jaxlib
-0.10.2). `after` makes one depend on the other.
+0.10.2). `ordered_after` makes one depend on the other.
 
 A compiled program does not say how often a branch is taken. Its name scope does: in
 `.../8_of_11_times/cond` it is taken in 8 of the 11 iterations. Where pipeline stages differ, this
@@ -61,7 +61,7 @@ def run_when(
         return lax.cond(now, computed, rest)
 
 
-def after(values: Any, earlier: Any) -> Any:
+def ordered_after(values: Any, earlier: Any) -> Any:
     """`values`, unchanged, which a program has only once it has computed `earlier`.
 
     The condition is always true, and no compiler pass knows it: it counts bits.

@@ -3,10 +3,14 @@
 Consecutive ticks with the same kinds of work are one `lax.scan` over the rows of the tables. In a
 tick, a stage receives what its neighbours sent, runs its forward task, the head together with all
 other stages, and its backward task, and its results are sent in the next tick. A task is a branch
-of its stage (mesh/branches.py): an idle stage computes nothing, gathers nothing, and writes
-zeros to the spare slot of a buffer. All devices of a stage take the same branch, and a collective
-inside it spans these alone. What spans several stages (sends, embedding and head) stands in no
-stage's branch.
+of its stage (mesh/branches.py): an idle stage computes nothing, gathers nothing, and writes zeros
+to the spare slot of a buffer. All devices of a stage take the same branch, and a collective inside
+it spans these alone. What spans several stages (sends, embedding and head) stands in no stage's
+branch.
+
+Collectives of the same devices begin in one order on all of them: each reads what the one before it
+has computed, or both stand outside of branches. So sums over stages are not in the branches of head
+and embedding, though not every tick needs them (docs/decisions/0034-idle-stages-run-nothing.md).
 
 Between stages, and in buffers, a stage value is divided among the devices along tensor that hold
 the same (pipeline/stage_parts.py).
@@ -28,7 +32,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from optimus_jax.config.axes import PIPE
-from optimus_jax.mesh.branches import after, run_when
+from optimus_jax.mesh.branches import ordered_after, run_when
 from optimus_jax.mesh.sums import Sums
 from optimus_jax.mesh.zero import vary, varying_axes
 from optimus_jax.pipeline.buffers import Buffers
@@ -339,7 +343,7 @@ class _Run:
         part = slot_of(carry["cotangents"], self._mine(row["backward_cotangent"]))
         if phase.forward:
             # Both tasks have collectives of the same devices, which all must begin in one order.
-            part = after(part, carry["sent_forward"])
+            part = ordered_after(part, carry["sent_forward"])
 
         def run() -> tuple[Tree, list[Array]]:
             cotangent = self.cotangent_parts.whole(part)
