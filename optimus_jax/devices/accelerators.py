@@ -165,6 +165,28 @@ _V100 = (
     "https://images.nvidia.com/content/volta-architecture/pdf/volta-architecture-whitepaper.pdf",
 )
 
+
+def _v100(
+    name: str,
+    device_kind: str,
+    *,
+    memory_gb: int = 32,
+    tflops_16: float = 125,
+    sources: tuple[str, ...] = _V100,
+) -> Accelerator:
+    return _nvidia(
+        name,
+        device_kind,
+        tflops_16=tflops_16,
+        tflops_32=15.7,
+        memory_gb=memory_gb,
+        memory_gb_per_s=900,
+        num_sms=80,
+        capability=(7, 0),
+        sources=sources,
+    )
+
+
 ACCELERATORS = (
     Accelerator.unlisted("cpu", "cpu"),
     _nvidia(
@@ -299,49 +321,9 @@ ACCELERATORS = (
         capability=(8, 6),
         sources=_GA102,
     ),
-    _nvidia(
-        "v100",
-        "Tesla V100-SXM2-32GB",
-        tflops_16=125,
-        tflops_32=15.7,
-        memory_gb=32,
-        memory_gb_per_s=900,
-        num_sms=80,
-        capability=(7, 0),
-        sources=_V100,
-    ),
-    _nvidia(
-        "v100-sxm3",
-        "Tesla V100-SXM3-32GB",
-        tflops_16=125,
-        tflops_32=15.7,
-        memory_gb=32,
-        memory_gb_per_s=900,
-        num_sms=80,
-        capability=(7, 0),
-        sources=_V100,
-    ),
-    _nvidia(
-        "v100-sxm3-h",
-        "Tesla V100-SXM3-32GB-H",
-        tflops_16=130,
-        tflops_32=15.7,
-        memory_gb=32,
-        memory_gb_per_s=900,
-        num_sms=80,
-        capability=(7, 0),
-        sources=(*_DGX_2H, *_V100),
-    ),
-    _nvidia(
-        "v100-16gb",
-        "Tesla V100-SXM2-16GB",
-        tflops_16=125,
-        tflops_32=15.7,
-        memory_gb=16,
-        memory_gb_per_s=900,
-        num_sms=80,
-        capability=(7, 0),
-        sources=_V100,
-    ),
+    _v100("v100", "Tesla V100-SXM2-32GB"),
+    _v100("v100-16gb", "Tesla V100-SXM2-16GB", memory_gb=16),
+    _v100("v100-sxm3", "Tesla V100-SXM3-32GB"),
+    _v100("v100-sxm3-h", "Tesla V100-SXM3-32GB-H", tflops_16=130, sources=(*_DGX_2H, *_V100)),
 )
 """All listed accelerators."""
