@@ -24,7 +24,7 @@ from jax import Array, lax
 from jax.extend.core import jaxpr_as_fun
 from numpy.typing import NDArray
 
-from optimus_jax.mesh.zero import vary
+from optimus_jax.mesh.zero import vary, varying_axes
 
 _SCOPE = re.compile(r"(\d+)_of_(\d+)_times(?:/cond)?$")
 
@@ -64,16 +64,28 @@ def run_when(
 def ordered_after(values: Any, earlier: Any) -> Any:
     """`values`, unchanged, which a program has only once it has computed `earlier`.
 
-    The condition is always true, and no compiler pass knows it: it counts bits.
+    The condition is always true, and no compiler pass knows it: it counts bits. A leaf waits for
+    those floating leaves of `earlier` that vary over no other mesh axes than it does.
     """
-    computed: Array | None = None
-    for leaf in jax.tree.leaves(earlier):
-        if jnp.issubdtype(leaf.dtype, jnp.floating):
-            number = leaf[(0,) * leaf.ndim].astype(jnp.float32)
-            bits = lax.population_count(lax.bitcast_convert_type(number, jnp.uint32))
-            computed = bits <= 32 if computed is None else computed & (bits <= 32)
-    assert computed is not None, "nothing to wait for"
-    return jax.tree.map(lambda leaf: jnp.where(computed, leaf, jnp.zeros_like(leaf)), values)
+    computed = [
+        (varying_axes(leaf), _is_computed(leaf))
+        for leaf in jax.tree.leaves(earlier)
+        if jnp.issubdtype(leaf.dtype, jnp.floating)
+    ]
+
+    def waiting(leaf: Array) -> Array:
+        for axes, is_computed in computed:
+            if axes <= varying_axes(leaf):
+                leaf = jnp.where(is_computed, leaf, jnp.zeros_like(leaf))
+        return leaf
+
+    return jax.tree.map(waiting, values)
+
+
+def _is_computed(floating: Array) -> Array:
+    """True, once the array is there."""
+    number = floating[(0,) * floating.ndim].astype(jnp.float32)
+    return lax.population_count(lax.bitcast_convert_type(number, jnp.uint32)) <= 32
 
 
 def share_taken(source: str) -> Fraction | None:

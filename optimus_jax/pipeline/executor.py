@@ -219,7 +219,7 @@ class _Run:
         if phase.forward:
             auxiliary = self._run_forward(phase, carry, row)
         if phase.head:
-            metrics = self._run_head(phase, carry, row)
+            metrics = self._run_head(phase, carry, row, arrived)
         if phase.backward:
             self._run_backward(phase, carry, row)
         if self.p.schedule.latency > 1:
@@ -289,13 +289,24 @@ class _Run:
         embedded = self.parts.mine(self.p.functions.embed(self.p.outer, microbatch))
         return where((self.stage == 0) & begins, embedded, part)
 
-    def _run_head(self, phase: Phase, carry: dict[str, Any], row: dict[str, Array]) -> Sums:
+    def _run_head(
+        self,
+        phase: Phase,
+        carry: dict[str, Any],
+        row: dict[str, Array],
+        arrived: dict[str, Tree],
+    ) -> Sums:
         """Compute the loss of the microbatch that the last stage has just finished, on all stages:
         each has a part of the vocabulary. Returns its metrics.
         """
         is_last = self.stage == self.num_stages - 1
         ticks, wanted = self._rows(phase, "head") != IDLE, row["head"] != IDLE
-        last = lax.psum(where(is_last, carry["sent_forward"], 0), PIPE)
+        sent = carry["sent_forward"]
+        if not ticks.all() and self.p.schedule.latency == 1 and "cotangent" in arrived:
+            # What arrived is not needed before backward, but a send may span the same devices as
+            # the collectives in the head's branch.
+            sent = ordered_after(sent, arrived["cotangent"])
+        last = lax.psum(where(is_last, sent, 0), PIPE)
 
         def loss(value: Tree, outer: Tree, leaves: list[Array]) -> tuple[Array, Sums]:
             return self.p.functions.loss(

@@ -9,7 +9,7 @@ import pytest
 from hlo import matmuls
 from jax import lax
 
-from optimus_jax.mesh.branches import run_when, share_taken
+from optimus_jax.mesh.branches import ordered_after, run_when, share_taken
 from optimus_jax.planning.ahead_of_time.hlo import HloProgram
 
 SIZE = 8
@@ -73,3 +73,12 @@ def test_only_branches_of_this_kind_have_a_share():
     assert share_taken("jit(step)/while/body/8_of_11_times/cond") == Fraction(8, 11)
     assert share_taken("8_of_11_times") == Fraction(8, 11)
     assert share_taken("jit(step)/8_of_11_times/branch_1_fun/while/body/cond") is None
+
+
+@pytest.mark.parametrize("number", [0.0, -0.0, np.inf, np.nan, 1e-45])
+def test_what_is_ordered_stays_as_it_is_and_depends_on_the_other(number):
+    values = {"row": np.array([1.0, -0.0, np.nan], np.float32), "count": np.arange(3)}
+    earlier = jnp.full((2, 2), number)
+    jax.tree.map(np.testing.assert_array_equal, ordered_after(values, earlier), values)
+    compiled = jax.jit(ordered_after).lower(values, earlier).compile().as_text() or ""
+    assert "popcnt" in compiled, "or a compiler pass knows that the condition holds"
