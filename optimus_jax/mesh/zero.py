@@ -79,7 +79,7 @@ class LeafLayout:
     @property
     def is_stored_split(self) -> bool:
         """Whether a device has a shard between steps, if fsdp splits the leaf at all."""
-        return self.zero >= (1 if self.leaf.trained else 3)
+        return self.zero >= split_from(self.leaf)
 
     @property
     def held_dim(self) -> int | None:
@@ -171,6 +171,13 @@ class LeafLayout:
                 )
             axes = tuple(axis for axis in axes if axis != FSDP)
         return lax.psum(gradient, axes) if axes else gradient
+
+
+def split_from(leaf: Leaf) -> int:
+    """The stage from which a leaf that fsdp splits lies in shards between steps. Below stage 3 a
+    step holds it whole.
+    """
+    return 1 if leaf.trained else 3
 
 
 def vary(x: Array, axes: Sequence[str]) -> Array:

@@ -28,6 +28,7 @@ from functools import lru_cache
 
 from optimus_jax.config import Config, ModelConfig, RematPolicy
 from optimus_jax.mesh.axes import HEADS
+from optimus_jax.mesh.zero import split_from
 from optimus_jax.models.blockwise_attention import block_size
 from optimus_jax.models.families import table_width
 from optimus_jax.models.layer_program import EMBED, is_of_heads, matrix_products, scores
@@ -223,15 +224,15 @@ class _Parts:
 
     def _is_held(self, leaf: LeafCount) -> bool:
         """Whether a step holds the leaf whole, and stores a shard (mesh/zero.py)."""
-        return self.plan.zero in (1, 2) and leaf.leaf.trained and leaf.axes.split != leaf.axes.whole
+        is_split = leaf.axes.split != leaf.axes.whole
+        return is_split and split_from(leaf.leaf) <= self.plan.zero < 3
 
     def _stored_bytes(self, leaves: Iterable[LeafCount]) -> int:
         """Bytes of leaves as they are stored between steps."""
         zero = self.plan.zero
         return sum(
             [
-                each.itemsize
-                * (each.split if zero >= (1 if each.leaf.trained else 3) else each.whole)
+                each.itemsize * (each.split if zero >= split_from(each.leaf) else each.whole)
                 for each in leaves
             ]
         )
