@@ -18,6 +18,7 @@ from optimus_jax.planning.cost.implementation_profile import MEGATRON, OURS
 from optimus_jax.planning.cost.layer_shape import layer_shape, shape_point
 from optimus_jax.planning.cost.rates import Correction
 from optimus_jax.planning.cost.workload import Workload
+from optimus_jax.planning.profiles.cluster import Cluster
 
 SEQ_LEN, BATCH = 1024, 64
 MESHES = [
@@ -117,8 +118,8 @@ def test_frozen_layers_below_all_that_is_trained_have_no_backward():
 @pytest.mark.parametrize("microbatches", [4, 8, 16])
 @pytest.mark.parametrize("repeats", [1, 2])
 def test_bubble_time_equals_the_formula(stages, microbatches, repeats):
-    """(p - 1) / (m v) of the time in layers and sends, the head not counted: idle slots do a
-    layer's work but no head's.
+    """(p - 1) / (m v) of the time in layers and sends, the head not counted: all stages share its
+    work.
     """
     plan = plan_of(
         f"pipe={stages}",
@@ -132,6 +133,19 @@ def test_bubble_time_equals_the_formula(stages, microbatches, repeats):
         for name in ("attention", "feed-forward", "memory", "launching", "pipe")
     )
     assert times["bubble"] == pytest.approx((stages - 1) / (microbatches * repeats) * working)
+
+
+def test_stages_that_share_a_processor_have_no_bubble():
+    """As virtual devices do; on two hosts the stages of one wait for those of the other."""
+    shared = replace(RATES, shares_processor=True)
+    plan = plan_of("pipe=8", microbatches=4)
+    two_hosts = Cluster.parse("h100:2x4")
+    bubbles = [
+        priced(plan, cluster=cluster, rates=rates).bubble
+        for cluster, rates in ((HOST, shared), (two_hosts, shared), (two_hosts, RATES))
+    ]
+    assert bubbles[0] == pytest.approx(0, abs=1e-9)
+    assert 0 < bubbles[1] < bubbles[2]
 
 
 def test_megatron_style_has_the_bubble_but_no_time_of_sends():

@@ -131,6 +131,7 @@ def test_measured_matmuls_recover_the_rates_that_made_them(device_kind, platform
     assert (rates.f32_matmul_flops_per_s, rates.inner, rates.num_cores) == pytest.approx(
         (3e10, 20.0, cores)
     )
+    assert rates.shares_processor == (platform == "cpu"), "its eight devices are virtual"
     assert rates.matmul_flops_per_s == rates.f32_matmul_flops_per_s, (
         "without 16-bit matmuls float32 ones do their work"
     )
