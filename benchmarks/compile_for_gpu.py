@@ -5,7 +5,8 @@
 
 Prints one JSON object: the findings of `optimus_jax.planning.ahead_of_time.compile_check` beside
 the planner's estimate. The compiler lays out memory and orders collectives as on the device, but
-nothing runs, so the object holds no times.
+nothing runs: `hidden`, the share of an exchange's time beside compute, takes that order from
+the compiler and durations from the planner's time model.
 """
 
 import argparse
@@ -113,6 +114,10 @@ def report(config: Config, plan: Plan, cluster: Cluster) -> dict:
         "wire_gib": {
             f"{kind} over {'+'.join(axes) or 'nothing'}": gib(sent)
             for (kind, axes), sent in compiled.wire_bytes().items()
+        },
+        "hidden": {
+            f"{kind} over {'+'.join(axes)}": round(share, 2)
+            for (kind, axes), share in compiled.hidden_shares().items()
         },
         "sends": [
             {"times": each.times, "work_under": each.work_under}

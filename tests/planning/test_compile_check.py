@@ -48,7 +48,14 @@ def config_and_plan(mesh: str, cluster: Cluster, **settings: str) -> tuple[Confi
     return config, plan
 
 
-def traffic(kind: str, axes: tuple[str, ...], *, times: int = 1, work_under: int = 1) -> Traffic:
+def traffic(
+    kind: str,
+    axes: tuple[str, ...],
+    *,
+    times: int = 1,
+    work_under: int = 1,
+    exposed_s: float = 0.0,
+) -> Traffic:
     return Traffic(
         kind=kind,
         axes=axes,
@@ -57,6 +64,8 @@ def traffic(kind: str, axes: tuple[str, ...], *, times: int = 1, work_under: int
         times=times,
         work_under=work_under,
         source="step",
+        time_s=1.0,
+        exposed_s=exposed_s,
     )
 
 

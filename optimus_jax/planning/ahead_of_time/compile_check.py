@@ -14,12 +14,21 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any, cast
 
 from optimus_jax.config import Config
+from optimus_jax.config.axes import MESH_AXES
 from optimus_jax.errors import PlanError, explain
 from optimus_jax.plan import Plan
 from optimus_jax.planning.ahead_of_time.compile_report import CompileReport
+from optimus_jax.planning.ahead_of_time.hlo import Collective, HloProgram
 from optimus_jax.planning.ahead_of_time.rematerialised import rematerialised
+from optimus_jax.planning.ahead_of_time.timeline import timed_collectives
+from optimus_jax.planning.cost.communication import CommunicationOp
+from optimus_jax.planning.cost.communication_time import CommunicationTimes
+from optimus_jax.planning.cost.operators import device_time
+from optimus_jax.planning.cost.rates import Rates
+from optimus_jax.planning.cost.work import Work
 from optimus_jax.planning.profiles.cluster import Cluster
 
 HEADROOM_SHARE = 0.06
@@ -74,7 +83,7 @@ def check(
         "devices_per_host": cluster.devices_per_host,
     }
     answer, said = _in_subprocess(request, plan, timeout_s)
-    answer |= {
+    answer |= _read(answer.pop("text"), plan, cluster) | {
         "rematerialised": [dataclasses.asdict(each) for each in rematerialised(said, config, plan)],
         "plan": plan.digest,
         "target": cluster.accelerator.name,
@@ -83,6 +92,51 @@ def check(
         "headroom_share": HEADROOM_SHARE,
     }
     return CompileReport.from_json(json.dumps(answer))
+
+
+def _read(text: str, plan: Plan, cluster: Cluster) -> dict:
+    """What a report says of a program."""
+    program, sizes = HloProgram(text), {axis: plan.axes[axis] for axis in MESH_AXES}
+    rates = Rates.of(cluster.accelerator)
+    network = CommunicationTimes(plan.axes, cluster, rates)
+
+    def exchange_s(each: Collective) -> float:
+        axes = each.axes(sizes)
+        kind = {"collective-permute": "send", "ragged-all-to-all": "all-to-all"}.get(
+            each.kind, each.kind
+        )
+        op = CommunicationOp(cast(Any, kind), axes, "step", each.payload_bytes, 1)
+        return network.time(op) if axes else 0.0
+
+    def compute_s(work: Work) -> float:
+        device = device_time(work, rates, f32=plan.precision == "f32")
+        return device.total + rates.launch_s * work.kernels
+
+    traffic = [
+        {
+            **{
+                field: getattr(timed.collective, field)
+                for field in (
+                    "kind",
+                    "payload_bytes",
+                    "wire_bytes",
+                    "times",
+                    "work_under",
+                    "source",
+                )
+            },
+            "axes": timed.collective.axes(sizes),
+            "time_s": timed.time_s,
+            "exposed_s": timed.exposed_s,
+        }
+        for timed in timed_collectives(program, exchange_s, compute_s)
+    ]
+    return {
+        "dot_flops": program.dot_flops(),
+        "attention": "cudnn" if "__cudnn$fmha" in text else "xla",
+        "traffic": traffic,
+        "unknown_loops": program.unknown_loops,
+    }
 
 
 def _check_possible(plan: Plan, cluster: Cluster) -> None:

@@ -36,6 +36,11 @@ class Traffic:
     """Compute instructions between its start and its end. 0: the device waits for it."""
     source: str
     """JAX's name of the operation in the source program (op_name)."""
+    time_s: float
+    """Seconds of one execution, without overlap, by the planner's time model."""
+    exposed_s: float
+    """Of these, those for which the device waits, in the compiler's order of instructions
+    (planning/ahead_of_time/timeline.py)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,6 +158,16 @@ class CompileReport(Allocated):
             key = each.kind, each.axes
             sums[key] = sums.get(key, 0.0) + each.times * each.wire_bytes
         return sums
+
+    def hidden_shares(self) -> dict[tuple[str, tuple[str, ...]], float]:
+        """The share of the time of collectives that runs beside compute, by kind and mesh axes."""
+        total: dict[tuple[str, tuple[str, ...]], float] = {}
+        exposed: dict[tuple[str, tuple[str, ...]], float] = {}
+        for each in self.traffic:
+            key = each.kind, each.axes
+            total[key] = total.get(key, 0.0) + each.times * each.time_s
+            exposed[key] = exposed.get(key, 0.0) + each.times * each.exposed_s
+        return {key: 1 - exposed[key] / time_s for key, time_s in total.items() if time_s}
 
     def to_json(self) -> str:
         """One line of JSON."""

@@ -1,7 +1,7 @@
 """The subprocess of compile_check, which compiles one plan.
 
-It reads a request as JSON from standard input, and writes its report as one line of JSON to
-standard output:
+It reads a request as JSON from standard input, and writes the program's HLO text and memory as one
+line of JSON to standard output:
 
     python -m optimus_jax.planning.ahead_of_time.compile_worker < request.json
 
@@ -19,10 +19,8 @@ from jax._src.cudnn import fused_attention_stablehlo
 from jax.experimental import topologies
 
 from optimus_jax.config import Config
-from optimus_jax.config.axes import MESH_AXES
 from optimus_jax.plan import Plan
 from optimus_jax.planning.ahead_of_time.compiled_step import compile_step
-from optimus_jax.planning.ahead_of_time.hlo import HloProgram
 from optimus_jax.training.step import build_program
 
 CUDNN_VERSION = 91000
@@ -30,7 +28,7 @@ CUDNN_VERSION = 91000
 
 
 def main() -> None:
-    """Compile the requested plan and print the report."""
+    """Compile the requested plan and print what came of it."""
     request = json.load(sys.stdin)
     # JAX asks for the version of cuDNN and the device's capability when it traces attention; the
     # library and the device are needed only at run time.
@@ -61,35 +59,7 @@ def main() -> None:
         for name in ("argument", "temp", "output", "alias")
     }
     text = step.train_step.as_text() or ""
-    print(json.dumps({"compile_s": step.compile_s, **memory, **_read(text, plan)}))
-
-
-def _read(text: str, plan: Plan) -> dict:
-    compiled = HloProgram(text)
-    sizes = {axis: plan.axes[axis] for axis in MESH_AXES}
-    traffic = [
-        {
-            **{
-                field: getattr(each, field)
-                for field in (
-                    "kind",
-                    "payload_bytes",
-                    "wire_bytes",
-                    "times",
-                    "work_under",
-                    "source",
-                )
-            },
-            "axes": each.axes(sizes),
-        }
-        for each in compiled.collectives()
-    ]
-    return {
-        "dot_flops": compiled.dot_flops(),
-        "attention": "cudnn" if "__cudnn$fmha" in text else "xla",
-        "traffic": traffic,
-        "unknown_loops": compiled.unknown_loops,
-    }
+    print(json.dumps({"compile_s": step.compile_s, **memory, "text": text}))
 
 
 if __name__ == "__main__":

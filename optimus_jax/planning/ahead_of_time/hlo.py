@@ -208,32 +208,54 @@ class HloProgram:
 
     def collectives(self) -> tuple[Collective, ...]:
         """Every collective that runs, in the order of the text."""
-        starts = {
+        return tuple(self.placed_collectives.values())
+
+    @cached_property
+    def placed_collectives(self) -> dict[tuple[str, str], Collective]:
+        """The same by the computation and the name of their instructions."""
+        return {
+            (name, i.name): self._collective(name, i, times)
+            for name, i, times in self.instructions()
+            if i.opcode.removesuffix("-start") in COLLECTIVES
+        }
+
+    def collective_at(self, computation: str, i: Instruction) -> tuple[str, str] | None:
+        """The key in `placed_collectives` of what an instruction begins, itself or in a computation
+        that it starts."""
+        if (computation, i.name) in self.placed_collectives:
+            return computation, i.name
+        if i.opcode == "async-start":
+            for callee in i.callees:
+                for inner in self.computations[callee].values():
+                    if (callee, inner.name) in self.placed_collectives:
+                        return callee, inner.name
+        return None
+
+    def _collective(self, computation: str, i: Instruction, times: int) -> Collective:
+        kind = i.opcode.removesuffix("-start")
+        groups = groups_of(i.attributes, self.num_partitions)
+        given = sum(
+            shape_bytes(self.computations[computation][operand].shape) for operand in i.operands
+        )
+        gathered = max(map(len, groups), default=1) if kind == "all-gather" else 1
+        return Collective(
+            kind=kind,
+            payload_bytes=given * gathered,
+            groups=groups,
+            times=times,
+            source=i.source,
+            work_under=self._work_under(*self._async_starts.get(computation, (computation, i))),
+        )
+
+    @cached_property
+    def _async_starts(self) -> dict[str, tuple[str, Instruction]]:
+        """Where a computation is started, of those that run beside others."""
+        return {
             callee: (name, i)
             for name, i, _ in self.instructions()
             if i.opcode == "async-start"
             for callee in i.callees
         }
-        found = []
-        for name, i, times in self.instructions():
-            kind = i.opcode.removesuffix("-start")
-            if kind in COLLECTIVES:
-                groups = groups_of(i.attributes, self.num_partitions)
-                given = sum(
-                    shape_bytes(self.computations[name][operand].shape) for operand in i.operands
-                )
-                gathered = max(map(len, groups), default=1) if kind == "all-gather" else 1
-                found.append(
-                    Collective(
-                        kind=kind,
-                        payload_bytes=given * gathered,
-                        groups=groups,
-                        times=times,
-                        source=i.source,
-                        work_under=self._work_under(*starts.get(name, (name, i))),
-                    )
-                )
-        return tuple(found)
 
     def _work_under(self, computation: str, start: Instruction) -> int:
         """Number of computing instructions between `start` and its done instruction.
