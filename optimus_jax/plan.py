@@ -17,6 +17,7 @@ from optimus_jax.config import (
     ModelConfig,
     MomentPrecision,
     Offload,
+    Overlap,
     Precision,
     RematPolicy,
 )
@@ -51,6 +52,13 @@ OFFLOADED: dict[Offload, str] = {
     "all": "the optimizer's moments, and layers' inputs until backward needs them",
 }
 """What each offload choice keeps in host memory."""
+
+OVERLAPPED: dict[Overlap, str] = {
+    "none": "as the compiler finds",
+    "layers": "a layer's gathers and sums beside the next layer's compute",
+    "halves": "the same, and what a layer exchanges within beside the other half of the rows",
+}
+"""What the exchanges of layers run beside."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,6 +110,11 @@ class Plan:
     """What is kept in host memory."""
     moments: MomentPrecision = "f32"
     """Number format of the optimizer's moments."""
+    kept_layers: int = 0
+    """Layers of which backward recomputes only norms and activations, whatever `remat` says: the
+    last ones, in a pipeline those of each stage's visit."""
+    overlap: Overlap = "none"
+    """What exchanges of layers run beside."""
 
     @property
     def num_devices(self) -> int:
@@ -122,6 +135,13 @@ class Plan:
     def offloads_activations(self) -> bool:
         """Whether layers' inputs wait for backward in host memory."""
         return self.offload in ("activations", "all")
+
+    @property
+    def sums_by_layer(self) -> bool:
+        """Whether backward sums the gradients of layers over replicas, layer by layer. It does so
+        once per step, so only with one microbatch.
+        """
+        return self.overlap != "none" and self.microbatches == 1 and self.pipeline is None
 
     @property
     def digest(self) -> str:
@@ -169,6 +189,47 @@ class Plan:
         self._check_microbatches(global_batch)
         self._check_schedule()
         self._check_offload()
+        self._check_loops(model, global_batch)
+
+    def _check_loops(self, model: ModelConfig, global_batch: int) -> None:
+        if self.overlap == "none":
+            if self.kept_layers:
+                raise PlanError(
+                    explain(
+                        "some layers are kept and others recomputed only in the loops of"
+                        " overlap=layers",
+                        given=f"kept_layers={self.kept_layers}, overlap=none",
+                        do="use overlap=layers or halves, or leave kept_layers out",
+                    )
+                )
+            return
+        if self.offloads_activations:
+            raise PlanError(
+                explain(
+                    "layers' inputs cannot be offloaded from loops with their own backward",
+                    given=f"overlap={self.overlap}, offload={self.offload}",
+                    do="use overlap=none, or offload=optimizer",
+                )
+            )
+        most = self.pipeline.most_layers if self.pipeline else model.num_layers
+        if not 0 <= self.kept_layers <= most:
+            where = "a stage's visit has" if self.pipeline else f"{model.name} has"
+            raise PlanError(
+                explain(
+                    f"{where} {most} layers",
+                    given=f"kept_layers={self.kept_layers}",
+                    do=f"keep {most} or fewer",
+                )
+            )
+        rows = global_batch // (self.batch_ways() * self.microbatches)
+        if self.overlap == "halves" and rows % 2:
+            raise PlanError(
+                explain(
+                    "the rows of a microbatch have no halves",
+                    given=f"overlap=halves with {rows} rows of a microbatch on each device",
+                    do="use fewer microbatches or another batch, or overlap=layers",
+                )
+            )
 
     def _check_stages(self, model: ModelConfig) -> None:
         pipe, pipeline = self.axes.pipe, self.pipeline
@@ -335,6 +396,10 @@ class Plan:
         ]
         if self.axes.tensor > 1 and LENGTH in dict(self.rules):
             parts.insert(1, "sequence parallel")
+        if self.kept_layers:
+            parts[parts.index(f"remat {self.remat}")] += f" but for {self.kept_layers} layers"
+        if self.overlap != "none":
+            parts.append(f"overlap {self.overlap}")
         if self.moments != "f32":
             parts.append(f"moments {self.moments}")
         if self.offload != "none":

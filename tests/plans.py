@@ -163,6 +163,27 @@ PLANS = [
         sequence_parallel=True,
         zero=2,
     ),
+    # Exchanges beside the compute of other layers, and of halves of a microbatch.
+    case("data=8", overlap="layers"),
+    case("data=2,fsdp=4", zero=3, remat="full", overlap="layers", kept_layers=1),
+    case("fsdp=2,tensor=4", zero=2, sequence_parallel=True, overlap="halves", microbatches=3),
+    case("data=2,fsdp=2,tensor=2", zero=1, remat="selective", overlap="halves"),
+    case(
+        "pipe=2,data=2,fsdp=2",
+        microbatches=4,
+        zero=3,
+        remat="full",
+        overlap="layers",
+        kept_layers=2,
+    ),
+    case(
+        "pipe=2,fsdp=2,tensor=2",
+        schedule="interleaved",
+        microbatches=4,
+        stage_residuals="recompute",
+        overlap="halves",
+        zero=2,
+    ),
     # Six devices: axes that are not powers of two.
     case("data=3,fsdp=2", zero=1),
     case("data=2,fsdp=3", zero=0, microbatches=4),

@@ -34,6 +34,8 @@ SAID_BY_FLAGS = (
     "parallel.stage_residuals",
     "parallel.send_slack",
     "parallel.offload",
+    "parallel.overlap",
+    "parallel.kept_layers",
     "precision.compute",
     "data.seq_len",
     "data.global_batch",
@@ -297,6 +299,7 @@ def show(given: dict, found: "PlanSearch", reports: "Sequence[CompileReport | No
         "m",
         "remat",
         "zero",
+        "overlap",
         "step",
         "90% within",
         "tokens/s",
@@ -308,7 +311,7 @@ def show(given: dict, found: "PlanSearch", reports: "Sequence[CompileReport | No
     ):
         table.add_column(
             name,
-            justify="left" if name in ("mesh", "schedule", "remat", "why") else "right",
+            justify="left" if name in ("mesh", "schedule", "remat", "overlap", "why") else "right",
             overflow="fold",
         )
     if any(reports):
@@ -411,6 +414,7 @@ def cells(ranked: "RankedPlan") -> list[str]:
     whole = "".join(f", {name} whole" for name in whole_over_tensor(plan))
     remat = (
         plan.remat
+        + (f" but for {plan.kept_layers}" if plan.kept_layers else "")
         + ("" if pipeline is None or pipeline.keep_residuals else ", stage")
         + ("" if plan.offload == "none" else f", {plan.offload} on host")
     )
@@ -421,6 +425,7 @@ def cells(ranked: "RankedPlan") -> list[str]:
         str(plan.microbatches),
         remat,
         str(plan.zero),
+        "" if plan.overlap == "none" else plan.overlap,
         seconds(prediction.step_time_s),
         f"{seconds(prediction.low_s)} - {seconds(prediction.high_s)}",
         f"{prediction.tokens_per_s:,.0f}",

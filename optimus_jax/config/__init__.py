@@ -10,11 +10,14 @@ from optimus_jax.config.export import ExportConfig
 from optimus_jax.config.model import Features, ModelConfig, RopeScaling
 from optimus_jax.config.parallel import (
     OFFLOADS,
+    OVERLAPS,
     REMAT_POLICIES,
     AttentionKernel,
     MomentPrecision,
     Offload,
     OffloadChoice,
+    Overlap,
+    OverlapChoice,
     ParallelConfig,
     Precision,
     PrecisionConfig,
@@ -37,6 +40,7 @@ from optimus_jax.config.whole import DERIVED, Config
 __all__ = [
     "DERIVED",
     "OFFLOADS",
+    "OVERLAPS",
     "REMAT_POLICIES",
     "AttentionKernel",
     "CheckpointConfig",
@@ -56,6 +60,8 @@ __all__ = [
     "Offload",
     "OffloadChoice",
     "OptimizerConfig",
+    "Overlap",
+    "OverlapChoice",
     "ParallelConfig",
     "PhaseConfig",
     "Precision",

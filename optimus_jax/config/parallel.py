@@ -23,6 +23,11 @@ OFFLOADS: tuple[Offload, ...] = typing.get_args(Offload)
 """What is kept in host memory instead of device memory: the optimizer's moments, or the layer
 inputs that backward needs."""
 OffloadChoice = Literal["auto", "none", "activations", "optimizer", "all"]
+Overlap = Literal["none", "layers", "halves"]
+OVERLAPS: tuple[Overlap, ...] = typing.get_args(Overlap)
+"""Whose compute the exchanges of a layer run beside: its own as far as possible, the next layer's
+(models/layer_loop.py), or in addition the other half's of the rows."""
+OverlapChoice = Literal["auto", "none", "layers", "halves"]
 
 
 AUTO = "auto"
@@ -64,6 +69,13 @@ class ParallelConfig:
     remat: RematChoice = "auto"
     """Recomputed in backward: none (only norms and activations), selective (+ attention), dots (all
     but matmuls), full (whole layers); auto: the least that fits."""
+    kept_layers: int | None = None
+    """Layers of which backward recomputes only norms and activations, whatever remat says (with
+    stages: of each visit); None: the planner's choice; with a given mesh 0."""
+    overlap: OverlapChoice = "auto"
+    """What a layer's exchanges run beside: layers (the next layer's compute), halves (also the
+    other half of the rows), none (what the compiler finds); auto: the planner's choice on GPUs;
+    with a given mesh none."""
     offload: OffloadChoice = "auto"
     """Kept in host memory (GPUs only): optimizer (its moments), activations (layer inputs, with
     remat=full), all; auto: none, unless nothing else fits."""
@@ -79,6 +91,14 @@ class ParallelConfig:
     def __post_init__(self) -> None:
         _ = self.axes  # an invalid mesh is an error when the config is made, not later
         check_positive(self, "microbatches", "loss_chunk_tokens", "repeats", "trials")
+        if self.kept_layers is not None and self.kept_layers < 0:
+            raise ConfigError(
+                explain(
+                    "parallel.kept_layers must not be negative",
+                    given=self.kept_layers,
+                    do="give a number of layers, or leave it out",
+                )
+            )
         if self.zero not in (None, 0, 1, 2, 3):
             raise ConfigError(
                 explain(

@@ -13,7 +13,7 @@ they become its other pair: gather and scatter (arXiv:2205.05198, figure 5).
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import jax
 import jax.numpy as jnp
@@ -46,6 +46,11 @@ class Collectives:
         """Format of the arguments of `sum`, and of those of `fan_out`, whose gradients are
         summed."""
         return sum_format(self.dtype)
+
+    @property
+    def on_whole_matrices(self) -> "Collectives":
+        """These for layers whose matrices are `ready` already."""
+        return replace(self, zero=0)
 
     def fan_out(self, x: Array, over: str) -> Array:
         """`x` [B, L, ...] of the residual stream, about to be used by every shard of logical axis
@@ -149,14 +154,33 @@ class Collectives:
         """
         if isinstance(param, QuantisedMatrix):
             return param.values(self._gathered_codes, self.sums)
-        value = param.get_raw_value()
-        leaf = Leaf.of(param).last((value.tracker if isinstance(value, Tracked) else value).ndim)
-        return LeafLayout(leaf, self.rules, self.zero).weight(value, self.dtype)
+        return self._layout(param).weight(param.get_raw_value(), self.dtype)
 
     def _gathered_codes(self, param: nnx.Variable) -> Array:
         """A part of a matrix's codes, whole along fsdp."""
-        codes = param.get_value()
-        return LeafLayout(Leaf.of(param).last(codes.ndim), self.rules, self.zero).gathered(codes)
+        return self._layout(param).gathered(param.get_value())
+
+    def _layout(self, param: nnx.Variable) -> LeafLayout:
+        """The layout of a parameter, or of its part in one layer."""
+        value = param.get_raw_value()
+        ndim = (value.tracker if isinstance(value, Tracked) else value).ndim
+        return LeafLayout(Leaf.of(param).last(ndim), self.rules, self.zero)
+
+    def layout_in_layer(self, param: nnx.Variable) -> LeafLayout:
+        """The layout of one layer's part of a stack."""
+        leaf = Leaf.of(param)
+        return LeafLayout(leaf.last(len(leaf.dims) - 1), self.rules, self.zero)
+
+    def ready(self, value: Array | Tracked, layout: LeafLayout) -> Array:
+        """A leaf as the matmuls of a layer use it; they gather and cast nothing then. It varies
+        over all devices that have a part of its gradient. Codes stay codes.
+        """
+        if not isinstance(value, Tracked):
+            if not layout.leaf.is_matrix:
+                return value
+            if jnp.issubdtype(value.dtype, jnp.integer):
+                return layout.gathered(value)
+        return vary(layout.weight(value, self.dtype), layout.summed_axes)
 
     def weights(self, params: nnx.State) -> nnx.State:
         """`weight` of every matrix of a part of the model that is used more than once; vectors stay

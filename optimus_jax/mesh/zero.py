@@ -22,7 +22,7 @@ stage 3: in shards it would be gathered in every step though it never changes. S
 et al. 2019, arXiv:1910.02054.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -99,16 +99,27 @@ class LeafLayout:
         summed = [axis for logical in used_over for axis in self.rules.get(logical, ())]
         return tuple(dict.fromkeys(axis for axis in summed if axis not in own))
 
+    @property
+    def is_gathered_by_layer(self) -> bool:
+        """Whether a layer's part is gathered whenever the layer is reached."""
+        return self.fsdp_dim is not None and self.zero >= 3
+
     def held(self, param: Array, dtype: jnp.dtype) -> Array:
         """The parameter as a step holds it, from its start: whole at stages 1 and 2."""
         return param if self.held_dim is None else _gathered(self.held_dim, dtype, param)
 
-    def differentiated(self, param: Array) -> Array:
+    def differentiated(self, param: Array, *, sums_by_layer: bool = False) -> Array:
         """The value that the loss is differentiated with respect to, marked as varying so that
         gradients stay local.
 
         Without the mark, the transpose would reduce the gradient in every microbatch.
+
+        Args:
+          sums_by_layer: whether backward sums gradients of the layers' matrices, layer by layer
+            (models/layer_loop.py); at stage 1 they are summed after their scatter.
         """
+        if sums_by_layer and self.leaf.is_matrix and self.leaf.is_in_layers and self.zero != 1:
+            return param
         if self.held_dim is not None and self.zero == 1:
             shape = list(param.shape)
             shape[self.held_dim] *= lax.axis_size(FSDP)
@@ -141,18 +152,31 @@ class LeafLayout:
             else _scatter(gradient, self.fsdp_dim)
         )
 
+    def exchanges(
+        self, gradient: Array, varying: Collection[str]
+    ) -> tuple[Callable[[Array], Array], ...]:
+        """The exchanges, one after the other, after which a layer's gradient is like `weight`'s
+        backward gives it, and summed over the mesh axes along which it varies, but for `varying`.
+        Their results are float32.
+        """
+        scatters = self.fsdp_dim is not None and self.zero >= 2
+        axes = tuple(sorted(varying_axes(gradient) - set(varying)))
+        stages: list[Callable[[Array], Array]] = [self.scatter_gradient] if scatters else []
+        if axes:
+            stages.append(lambda gradient: lax.psum(gradient.astype(jnp.float32), axes))
+        return tuple(stages)
+
     def weight(self, leaf: Array | Tracked, dtype: jnp.dtype) -> Array:
         """The whole matrix in the format of the matmuls; its gradient is summed in float32.
 
         For f16 it is float32, and the product that uses it rounds it: a device's part of the
         gradient is then float32 too, and cannot overflow before the sum over devices.
         """
-        fsdp_dim = self.fsdp_dim
         if isinstance(leaf, Tracked):
-            scattered = fsdp_dim if self.zero == 2 else None
+            scattered = self.fsdp_dim if self.zero == 2 else None
             return _tracked_use(scattered, dtype, leaf.whole, leaf.tracker)
-        if fsdp_dim is not None and self.zero >= 3:
-            return _gathered_use(fsdp_dim, dtype, leaf)
+        if self.is_gathered_by_layer:
+            return _gathered_use(self.fsdp_dim, dtype, leaf)
         return leaf.astype(sum_format(dtype))
 
     def gathered(self, leaf: Array) -> Array:
@@ -162,8 +186,10 @@ class LeafLayout:
         return lax.all_gather(leaf, FSDP, axis=self.fsdp_dim, tiled=True)
 
     def reduced(self, gradient: Array) -> Array:
-        """The gradient summed over all devices, laid out like the moments."""
-        axes = self.summed_axes
+        """The gradient summed over all devices, laid out like the moments. What backward has summed
+        already does not vary any more.
+        """
+        axes = tuple(axis for axis in self.summed_axes if axis in varying_axes(gradient))
         if self.fsdp_dim is not None and self.zero >= 1:
             if self.zero == 1:
                 gradient = lax.psum_scatter(

@@ -6,7 +6,7 @@ head_dim.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
 import jax
@@ -15,7 +15,7 @@ from flax import nnx
 from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 
-from optimus_jax.config import AttentionKernel, ModelConfig, RematPolicy
+from optimus_jax.config import AttentionKernel, ModelConfig, Overlap, RematPolicy
 from optimus_jax.mesh.axes import HEADS, MLP
 from optimus_jax.mesh.collectives import Collectives
 from optimus_jax.mesh.sums import Sums
@@ -38,12 +38,36 @@ class ForwardContext:
     comm: Collectives
     kernel: AttentionKernel | Literal["traced_cudnn"] = "xla"
     remat: RematPolicy = "none"
+    kept_layers: int = 0
+    """Layers at the end of the stack that run as with remat="none"."""
+    overlap: Overlap = "none"
+    hands_over: bool = True
+    """Whether backward follows forward at once, so that it may begin with the matrices that
+    forward gathered last (models/layer_loop.py)."""
     offload: bool = False
     """Whether layer inputs are kept in host memory until backward; needs remat="full", which saves
     nothing else."""
     visibility: Visibility = field(default_factory=Visibility)
     keys_B: Array | None = None
     """Dropout key of every example; None: no dropout."""
+
+    @property
+    def has_own_loops(self) -> bool:
+        """Whether the stack runs in models/layer_loop.py instead of `lax.scan`."""
+        return self.overlap != "none"
+
+    def halves(self) -> "tuple[ForwardContext, ForwardContext]":
+        """This for the first half of the examples, and for the second."""
+        keys, segments = self.keys_B, self.visibility.segments_BL
+
+        def half(number: int) -> ForwardContext:
+            return replace(
+                self,
+                visibility=replace(self.visibility, segments_BL=half_of(segments, number)),
+                keys_B=half_of(keys, number),
+            )
+
+        return half(0), half(1)
 
     def recomputed(self, part: Callable) -> Callable:
         """Wrap a part of a layer so that only its arguments are saved for backward.
@@ -246,3 +270,8 @@ class Block(nnx.Module):
 def normed(norm: Norm | None, x_BLD: Array, comm: Collectives) -> Array:
     """The residual as a sublayer reads it."""
     return x_BLD.astype(comm.sums) if norm is None else norm(x_BLD, comm.sums)
+
+
+def half_of(rows: Array | None, number: int) -> Array | None:
+    """The first (0) or second (1) half of the rows of an array [B, ...]."""
+    return None if rows is None else jnp.split(rows, 2)[number]

@@ -28,6 +28,7 @@ from optimus_jax.models.adapters import block_rngs
 from optimus_jax.models.block import Block, ForwardContext, LayersOutput, normed
 from optimus_jax.models.families import features_of, has_window, table_width
 from optimus_jax.models.head import Head
+from optimus_jax.models.layer_loop import Layer, Segment, run_stack
 from optimus_jax.models.layers import (
     Embedding,
     Norm,
@@ -140,9 +141,11 @@ class Decoder(nnx.Module):
         Layers that are not trained run by themselves, so that backward has no gradient of theirs,
         and ends above them if nothing below is trained.
         """
-        layer, stacked = self._layer(positions_BL, run)
         slots = jnp.arange(self.config.num_layers)
         num_frozen = self.config.tuning.freeze_layers if cache is None else 0
+        if run.has_own_loops and cache is None:
+            return self._in_own_loops(x_BLD, positions_BL, run, slots, num_frozen)
+        layer, stacked = self._layer(positions_BL, run)
         if not num_frozen:
             x_BLD, (auxiliary, cache) = lax.scan(layer, x_BLD, (stacked, slots, cache))
             return LayersOutput(x_BLD, _over_layers(auxiliary), cache)
@@ -180,18 +183,58 @@ class Decoder(nnx.Module):
           slots: int32, the layer that each slot holds, -1 if it is empty.
           all_full: whether no slot is empty on any device.
         """
+        if run.has_own_loops:
+            return self._in_own_loops(x_BLD, positions_BL, run, slots, all_full=all_full)
         layer, stacked = self._layer(positions_BL, run)
-
-        def if_full(x_BLD: Array, slot: tuple) -> tuple[Array, tuple[Sums, None]]:
-            is_full = slot[1] >= 0
-            after_BLD, (auxiliary, _) = layer(x_BLD, slot)
-            auxiliary = jax.tree.map(lambda part: jnp.where(is_full, part, 0), auxiliary)
-            return jnp.where(is_full, after_BLD, x_BLD), (auxiliary, None)
-
         x_BLD, (auxiliary, _) = lax.scan(
-            layer if all_full else if_full, x_BLD, (stacked, slots, None)
+            layer if all_full else _if_full(layer), x_BLD, (stacked, slots, None)
         )
         return LayersOutput(x_BLD, _over_layers(auxiliary), None)
+
+    def _in_own_loops(
+        self,
+        x_BLD: Array,
+        positions_BL: Array,
+        run: ForwardContext,
+        slots: Array,
+        num_frozen: int = 0,
+        *,
+        all_full: bool = True,
+    ) -> LayersOutput:
+        """Run the stack in loops with their own backward (models/layer_loop.py)."""
+        parts: list[tuple[Array, ForwardContext]] = [(positions_BL, run)]
+        streams: tuple[Array, ...] = (x_BLD,)
+        if run.overlap == "halves" and len(x_BLD) % 2 == 0:
+            parts = list(zip(jnp.split(positions_BL, 2), run.halves(), strict=True))
+            streams = tuple(jnp.split(x_BLD, 2))
+        stacked = nnx.split(self.layers)[1]
+
+        def layer(positions_BL: Array, run: ForwardContext) -> Layer:
+            body = self._layer(positions_BL, replace(run, comm=run.comm.on_whole_matrices))[0]
+            body = body if all_full else _if_full(body)
+
+            def one(params: nnx.State, slot: Array, x_BLD: Array) -> tuple[Array, Sums]:
+                after_BLD, (auxiliary, _) = body(x_BLD, (params, slot, None))
+                return after_BLD, auxiliary
+
+            return one
+
+        def segment(first: int, last: int, **changes: Any) -> list[Segment]:
+            layers = tuple(layer(rows, replace(part, **changes)) for rows, part in parts)
+            return [Segment(first, last, layers)] if first < last else []
+
+        below: Sums = {}
+        run_on = partial(run_stack, slots=slots, comm=run.comm, hands_over=run.hands_over)
+        if num_frozen:
+            frozen = jax.tree.map(lax.stop_gradient, stacked)
+            streams, below = run_on(segment(0, num_frozen), frozen, streams)
+        kept_from = max(num_frozen, len(slots) - run.kept_layers)
+        segments = segment(num_frozen, kept_from) + segment(kept_from, len(slots), remat="none")
+        streams, auxiliary = run_on(segments, stacked, streams)
+        x_BLD = streams[0] if len(streams) == 1 else jnp.concatenate(streams)
+        if below:
+            auxiliary = jax.tree.map(jnp.add, below, auxiliary)
+        return LayersOutput(x_BLD, auxiliary, None)
 
     def _layer(self, positions_BL: Array, run: ForwardContext) -> tuple[Callable, nnx.State]:
         """The body of a scan over layers, and the stacked parameters to scan over."""
@@ -267,6 +310,18 @@ class Decoder(nnx.Module):
         )
         ids = run.comm.offset(logits.shape[-1], VOCAB) + jnp.arange(logits.shape[-1])
         return jnp.where(ids < self.config.vocab_size, logits, -jnp.inf)
+
+
+def _if_full(layer: Callable) -> Callable:
+    """The body of a scan over layers, for stacks with empty slots."""
+
+    def if_full(x_BLD: Array, slot: tuple) -> tuple[Array, tuple[Sums, None]]:
+        is_full = slot[1] >= 0
+        after_BLD, (auxiliary, _) = layer(x_BLD, slot)
+        auxiliary = jax.tree.map(lambda part: jnp.where(is_full, part, 0), auxiliary)
+        return jnp.where(is_full, after_BLD, x_BLD), (auxiliary, None)
+
+    return if_full
 
 
 def _over_layers(auxiliary: Sums) -> Sums:

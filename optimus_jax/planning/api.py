@@ -95,6 +95,8 @@ class RankedPlan:
             "repeats": 1 if pipeline is None else pipeline.repeats,
             "microbatches": self.plan.microbatches,
             "remat": self.plan.remat,
+            "kept_layers": self.plan.kept_layers,
+            "overlap": self.plan.overlap,
             "offload": self.plan.offload,
             "stage_residuals": (
                 None if pipeline is None else "keep" if pipeline.keep_residuals else "recompute"

@@ -16,7 +16,7 @@ from optimus_jax.mesh.axes import LENGTH
 from optimus_jax.mesh.sharding import layouts_of
 from optimus_jax.mesh.topology import Topology
 from optimus_jax.models.shapes import ModelShapes
-from optimus_jax.plan import OFFLOADED, ZERO_STAGES, Plan
+from optimus_jax.plan import OFFLOADED, OVERLAPPED, ZERO_STAGES, Plan
 from optimus_jax.reshard.restack import is_stacked
 from optimus_jax.run.learning_rate_change import describe_schedule
 from optimus_jax.training.optimizer import peak_learning_rate
@@ -109,7 +109,11 @@ def show_start_table(
                     " gradient sums"
                 ),
             ],
-            ["remat", plan.remat],
+            [
+                "remat",
+                plan.remat + (f" but for {plan.kept_layers} layers" if plan.kept_layers else ""),
+            ],
+            *([["overlap", OVERLAPPED[plan.overlap]]] if plan.overlap != "none" else []),
             *([["in host memory", OFFLOADED[plan.offload]]] if plan.offload != "none" else []),
             [
                 "learning rate",

@@ -8,11 +8,13 @@ import math
 from collections.abc import Iterator
 
 import jax
+import jax.numpy as jnp
 import jaxlib.version
 from jax.sharding import Mesh
 
 from optimus_jax.devices.accelerators import accelerator_of_kind
 from optimus_jax.devices.backend import gpu_memory_share
+from optimus_jax.mesh.formats import COMPUTE_DTYPES
 from optimus_jax.mesh.xla_options import CPU_OPTIONS, GPU, MODE, CompilerOption, without_user_flags
 from optimus_jax.plan import Plan
 
@@ -47,6 +49,15 @@ BLACKWELL_COMMAND_BUFFERS = CompilerOption(
         "CUDA graphs of these kinds of kernels alone were the quickest to launch in NVIDIA's tests"
         " on B200"
     ),
+)
+
+_LAYER_LOOP = "docs/decisions/0035-layers-with-their-own-backward.md"
+
+DOUBLE_BUFFERING = CompilerOption(
+    name="xla_gpu_enable_while_loop_double_buffering",
+    value=True,
+    source=_LAYER_LOOP,
+    why="a loop that carries the next layer's weights uses two buffers in turn and copies nothing",
 )
 
 NO_EXCESS_PRECISION = CompilerOption(
@@ -111,24 +122,54 @@ def memory_limit(
     )
 
 
+def combined_exchanges(plan: Plan, layer_elements: int) -> Iterator[CompilerOption]:
+    """The options that make the gathers of a layer one exchange, and its scatters.
+
+    XLA joins exchanges of one kind up to a size of their results. Larger ones, such as those of
+    tables over the vocabulary, stay alone: they begin as soon as each is ready.
+    """
+    width = jnp.dtype(COMPUTE_DTYPES[plan.precision]).itemsize
+    for kind, num_bytes in (
+        ("all_gather", width * layer_elements),
+        ("reduce_scatter", 4 * layer_elements // plan.axes.fsdp),
+    ):
+        yield CompilerOption(
+            name=f"xla_gpu_{kind}_combine_threshold_bytes",
+            value=str(num_bytes),
+            source=_LAYER_LOOP,
+            why=(
+                f"one {kind.replace('_', '-')} for all matrices of a layer, beside the compute of"
+                " another"
+            ),
+        )
+
+
 def options_for(
     platform: str,
     device_kind: str,
     plan: Plan,
     state_bytes: int | None = None,
     usable_bytes: int | None = None,
+    layer_elements: int = 0,
 ) -> tuple[CompilerOption, ...]:
     """The options that a plan's programs are compiled with, without those set in XLA_FLAGS.
 
     Args:
       state_bytes: bytes that stay on each device from step to step; None: unknown.
       usable_bytes: memory that JAX may use on a device; None: the device is not local.
+      layer_elements: elements of a layer's matrices on a device, whole along fsdp.
     """
-    return without_user_flags(_options(platform, device_kind, plan, state_bytes, usable_bytes))
+    options = _options(platform, device_kind, plan, state_bytes, usable_bytes, layer_elements)
+    return without_user_flags(options)
 
 
 def _options(
-    platform: str, device_kind: str, plan: Plan, state_bytes: int | None, usable_bytes: int | None
+    platform: str,
+    device_kind: str,
+    plan: Plan,
+    state_bytes: int | None,
+    usable_bytes: int | None,
+    layer_elements: int,
 ) -> Iterator[CompilerOption]:
     if platform == "cpu":
         yield from CPU_OPTIONS
@@ -145,7 +186,15 @@ def _options(
         yield LATENCY_HIDING
     # Inside a loop over microbatches or ticks, XLA would gather the weights of the next iteration
     # in advance: those of all layers at once (docs/decisions/0011).
-    if plan.axes.fsdp > 1 and plan.zero == 3 and plan.microbatches == 1 and plan.pipeline is None:
+    gathers = plan.axes.fsdp > 1 and plan.zero == 3 and plan.overlap == "none"
+    if gathers and plan.microbatches == 1 and plan.pipeline is None:
         yield PIPELINED_ALL_GATHER
+    # All loops get two iterations at a time. Of one over microbatches or ticks, that would double
+    # the memory.
+    if plan.overlap != "none" and plan.microbatches == 1 and plan.pipeline is None:
+        yield DOUBLE_BUFFERING
+    # Those of halves must stay apart: each runs beside the other half's compute.
+    if plan.overlap == "layers" and plan.axes.fsdp > 1 and plan.zero >= 2:
+        yield from combined_exchanges(plan, layer_elements)
     if any(name in device_kind for name in _BLACKWELL):
         yield BLACKWELL_COMMAND_BUFFERS

@@ -58,7 +58,12 @@ def _held(objective: Objective, layouts: Params, params: Params) -> Params:
 def _by_microbatch(
     objective: Objective, layouts: Params, params: Params, batch: Batch, batch_axes: tuple[str, ...]
 ) -> tuple[TaskSums, Params]:
-    differentiated = map_trained(lambda layout, p: layout.differentiated(p), layouts, params)
+    plan = objective.plan
+    differentiated = map_trained(
+        lambda layout, p: layout.differentiated(p, sums_by_layer=plan.sums_by_layer),
+        layouts,
+        params,
+    )
     held = _held(objective, layouts, params)
 
     def microbatch(rows: Batch) -> tuple[TaskSums, Params]:
@@ -71,7 +76,7 @@ def _by_microbatch(
         (_, sums), gradients = jax.value_and_grad(loss, has_aux=True)(differentiated)
         return sums, gradients
 
-    if objective.plan.microbatches == 1:
+    if plan.microbatches == 1:
         return microbatch(batch)
     start = (
         vary(jnp.zeros((), jnp.float32), batch_axes),

@@ -146,6 +146,9 @@ class Objective:
             comm=self.comm,
             kernel=self.plan.attention,
             remat=self.plan.remat,
+            kept_layers=self.plan.kept_layers,
+            overlap=self.plan.overlap,
+            hands_over=self.plan.pipeline is None,
             offload=self.plan.offloads_activations,
             visibility=Visibility(rows["segments"] if self.config.data.respect_documents else None),
             keys_B=None

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import Array
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from optimus_jax.config import ModelConfig, PrecisionConfig
 from optimus_jax.errors import ConfigError, explain
@@ -229,6 +229,18 @@ def bytes_on_device(abstract: TrainState) -> int:
         math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
         for leaf in jax.tree.leaves(abstract)
         if not lies_on_host(leaf.sharding)
+    )
+
+
+def layer_elements(shapes: ModelShapes, plan: Plan, mesh: Mesh) -> int:
+    """Elements of one layer's matrices on each device, whole along fsdp."""
+    layouts = layouts_of(shapes.leaves[LAYERS], plan.active_rules(shapes.config), zero=0)
+    return sum(
+        math.prod(NamedSharding(mesh, layout.spec(split=False)).shard_shape(array.shape)[1:])
+        for layout, array in zip(
+            jax.tree.leaves(layouts), jax.tree.leaves(shapes.params[LAYERS]), strict=True
+        )
+        if layout.leaf.is_matrix
     )
 
 

@@ -48,6 +48,7 @@ from optimus_jax.training.state import (
     abstract_state,
     bytes_on_device,
     initial_state,
+    layer_elements,
     planned_shapes,
     retuned_params,
     state_shardings,
@@ -186,7 +187,12 @@ def build_program(config: Config, plan: Plan, devices: Sequence[Any] | None = No
         else None
     )
     options = options_for(
-        device.platform, device.device_kind, plan, resident, usable_bytes(mesh) if on_gpu else None
+        device.platform,
+        device.device_kind,
+        plan,
+        resident,
+        usable_bytes(mesh) if on_gpu else None,
+        layer_elements(shapes, plan, mesh),
     )
     return Program(
         config=config,

@@ -209,6 +209,44 @@ def test_hidden_sends_cost_less_than_exposed_ones():
     assert hidden < exposed
 
 
+@pytest.mark.parametrize("mesh", ["fsdp=8", "data=8", "data=2,fsdp=4", "pipe=2,fsdp=4"])
+def test_exchanges_beside_layers_are_cheaper(mesh):
+    alone, beside = (
+        priced(plan_of(mesh, overlap=overlap, microbatches=4 if "pipe" in mesh else 1))
+        for overlap in ("none", "layers")
+    )
+    assert beside.step_time_s < alone.step_time_s
+    assert beside.communication < 0.65 * alone.communication
+
+
+def test_no_more_is_hidden_beside_backward_than_it_computes():
+    slow = HOSTS.with_links(["between=100MB/s"])
+    alone, beside = (
+        terms(priced(plan_of("data=64", overlap=overlap), cluster=slow))
+        for overlap in ("none", "layers")
+    )
+    compute = sum(beside[name] for name in ("attention", "feed-forward", "memory"))
+    assert alone["data"] - compute < beside["data"] < alone["data"]
+
+
+def test_halves_hide_exchanges_over_tensor_and_compute_longer():
+    alone, halves = (
+        terms(priced(plan_of("tensor=8", overlap=overlap))) for overlap in ("none", "halves")
+    )
+    assert halves["tensor"] < 0.6 * alone["tensor"]
+    assert halves["feed-forward"] > alone["feed-forward"]
+
+
+def test_each_kept_layer_saves_its_recomputation():
+    times = [
+        priced(plan_of("fsdp=8", overlap="layers", remat="full", kept_layers=kept)).step_time_s
+        for kept in (0, 12, 24, 48)
+    ]
+    assert times[0] - times[1] == pytest.approx(times[1] - times[2])
+    assert times[0] - times[3] == pytest.approx(4 * (times[0] - times[1]))
+    assert times[3] == pytest.approx(priced(plan_of("fsdp=8", overlap="layers")).step_time_s)
+
+
 def test_data_parallel_speedup_is_less_than_linear():
     times = [priced(plan_of(f"data={devices}")).step_time_s for devices in (1, 2, 4, 8)]
     for before, after in itertools.pairwise(times):

@@ -34,6 +34,11 @@ PLANS = {
     "pipe=2,tensor=4": {"remat": "full", "microbatches": 2, "keep_residuals": False},
     "data=2,tensor=4": {"sequence_parallel": True, "microbatches": 2},
     "pipe=2,data=2,tensor=2": {"sequence_parallel": True, "microbatches": 2, "remat": "full"},
+    "fsdp=8": {"overlap": "layers", "remat": "full"},
+    "data=4,fsdp=2": {"overlap": "layers", "zero": 2},
+    "data=2,fsdp=4,tensor=1": {"overlap": "layers", "zero": 3, "microbatches": 2},
+    "fsdp=2,tensor=4": {"overlap": "halves", "remat": "selective"},
+    "pipe=2,fsdp=4": {"overlap": "layers", "zero": 3, "microbatches": 2},
 }
 LAYER_TYPES = {
     "gemma2, windows": ("window", "full"),

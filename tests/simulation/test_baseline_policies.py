@@ -69,7 +69,7 @@ def test_greedy_plans_for_the_remaining_devices():
 def test_cost_model_only_switches_if_the_switch_breaks_even():
     slow = {"link_intra_host": 1.0, "link_inter_host": 30.0}
     policy = CostModelOnly(setup_of(scenario(steps=4000)), SEARCHER, ControlConfig())
-    assert policy.decide(observed(step=3990, **slow)) is None
+    assert policy.decide(observed(step=3998, **slow)) is None
     assert policy.decide(observed(step=100, **slow)).plan != SETUP.start
     assert policy.decide(observed(step=110, **slow)) is None, "it has just decided"
 

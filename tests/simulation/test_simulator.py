@@ -453,7 +453,8 @@ def test_every_phase_of_a_switch_may_cost_more():
 
 def test_a_slow_link_makes_moving_slow():
     world = truth(misfit=EXACT).world
-    places = PlacedPlan(START, tuple(range(16))), PlacedPlan(OTHER, tuple(range(16)))
+    # Each host has the layers of one stage, and needs parts of the other's.
+    places = PlacedPlan(SECOND, tuple(range(16))), PlacedPlan(OTHER, tuple(range(16)))
     costs = [
         TrueSwitchCosts(world).switch_s(*places, replace(NORMAL, inter_host=inter_host), 0)["move"]
         for inter_host in (1.0, 0.5, 0.25)
@@ -751,10 +752,11 @@ def test_a_new_plan_is_compared_with_steps_in_the_same_conditions_only(policy, k
 
 def test_a_failed_decision_is_asked_again_at_the_next_step():
     """By a policy that is asked at one step only, and foresees everything except the failure."""
-    again = Decision(step=101, action="switch", plan=SECOND, why="a test")
+    as_fast = replace(START, loss_chunk_tokens=1024)
+    again = Decision(step=101, action="switch", plan=as_fast, why="a test")
     outcome = run(
         truth({"kind": "switch", "phase": "prepare"}, misfit=EXACT),
-        FollowsScript(switch(100, SECOND) | {101: again}),
+        FollowsScript(switch(100, as_fast) | {101: again}),
         every=None,
         asked_at=(100,),
         compiles_ahead=True,

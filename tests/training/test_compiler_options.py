@@ -13,18 +13,13 @@ from plans import GPT, build, case
 from optimus_jax.mesh.xla_options import CPU_OPTIONS
 from optimus_jax.training.compiler_options import (
     BLACKWELL_COMMAND_BUFFERS,
+    DOUBLE_BUFFERING,
     LATENCY_HIDING,
     PIPELINED_ALL_GATHER,
+    combined_exchanges,
     memory_limit,
     options_for,
     usable_bytes,
-)
-
-ALL_OPTIONS = (
-    *CPU_OPTIONS,
-    LATENCY_HIDING,
-    PIPELINED_ALL_GATHER,
-    BLACKWELL_COMMAND_BUFFERS,
 )
 
 GPU, B200 = ("gpu", "NVIDIA H200"), ("gpu", "NVIDIA B200")
@@ -32,6 +27,19 @@ GPU, B200 = ("gpu", "NVIDIA H200"), ("gpu", "NVIDIA B200")
 
 def plan(mesh, **parallel):
     return build(GPT, case(mesh, **parallel)).plan
+
+
+LAYER_ELEMENTS = 1000
+HIDING = [LATENCY_HIDING, DOUBLE_BUFFERING]
+COMBINED = list(combined_exchanges(plan("fsdp=8", zero=3), LAYER_ELEMENTS))
+ALL_OPTIONS = (
+    *CPU_OPTIONS,
+    LATENCY_HIDING,
+    PIPELINED_ALL_GATHER,
+    DOUBLE_BUFFERING,
+    BLACKWELL_COMMAND_BUFFERS,
+    *COMBINED,
+)
 
 
 @pytest.mark.parametrize(
@@ -63,13 +71,29 @@ def test_xla_refuses_an_unknown_option():
             {"zero": 3, "microbatches": 1, "schedule": "gpipe"},
             [LATENCY_HIDING],
         ),
+        (GPU, "fsdp=8", {"zero": 3, "overlap": "layers"}, [*HIDING, *COMBINED]),
+        (GPU, "fsdp=8", {"zero": 3, "overlap": "halves"}, HIDING),
+        (GPU, "data=8", {"overlap": "layers"}, HIDING),
+        (
+            GPU,
+            "fsdp=8",
+            {"zero": 3, "overlap": "layers", "microbatches": 2},
+            [LATENCY_HIDING, *COMBINED],
+        ),
         (B200, "data=1", {}, [BLACKWELL_COMMAND_BUFFERS]),
         (("cpu", "cpu"), "fsdp=8", {}, list(CPU_OPTIONS)),
         (("tpu", "TPU v5"), "fsdp=8", {}, []),
     ],
 )
 def test_options_are_chosen_by_device_and_plan(device, mesh, settings, wanted):
-    assert list(options_for(*device, plan(mesh, **settings))) == wanted
+    options = options_for(*device, plan(mesh, **settings), layer_elements=LAYER_ELEMENTS)
+    assert list(options) == wanted
+
+
+def test_exchanges_are_joined_up_to_those_of_a_layer():
+    gathers, scatters = COMBINED
+    assert gathers.value == str(4 * LAYER_ELEMENTS), "whole, in float32 on this platform"
+    assert scatters.value == str(4 * LAYER_ELEMENTS // 8), "the shard of a float32 gradient"
 
 
 def test_options_in_xla_flags_are_left_to_the_user(monkeypatch):

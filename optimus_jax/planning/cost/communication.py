@@ -6,11 +6,11 @@ backward of one microbatch, one embedding, one microbatch's head, one broadcast 
 one tick, or the whole step.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
-from optimus_jax.config import ModelConfig, RematPolicy
+from optimus_jax.config import ModelConfig, Overlap, RematPolicy
 from optimus_jax.config.axes import FSDP, PIPE, TENSOR
 from optimus_jax.mesh.axes import EMBED, HEADS, LENGTH, MLP, VOCAB
 from optimus_jax.models.program_reader import CollectiveKind, ProgramPart
@@ -45,6 +45,16 @@ VOCABULARY = "vocabulary"
 """The term for communication of embedding and head; other terms are named by their first axis."""
 F32_BYTES = 4
 
+BESIDE_LAYERS: Mapping[CollectiveKind, float] = {
+    "all-gather": 0.97,
+    "reduce-scatter": 0.95,
+    "all-reduce": 0.95,
+}
+"""Hidden share of a layer's exchanges of matrices and gradients under overlap=layers and halves;
+and of those in a layer under halves, BESIDE_HALVES. From the order of instructions of plans that
+were compiled for H100s, where compute suffices (docs/decisions/0035)."""
+BESIDE_HALVES = 0.85
+
 
 class CommunicationOp(NamedTuple):
     """A collective or send, with its count in a part of the step."""
@@ -61,6 +71,9 @@ class CommunicationOp(NamedTuple):
     """Executions in that part."""
     hides: bool = False
     """Whether it may overlap with compute."""
+    hidden_share: float | None = None
+    """The share of its time that does, if there is enough compute; None: the rates'
+    `overlap_share`."""
 
     @property
     def term(self) -> str:
@@ -75,7 +88,33 @@ def layer_ops(
     rules, pipeline = plan.active_rules(model), plan.pipeline
     recomputes = pipeline is not None and not pipeline.keep_residuals
     split = tuple((logical, rules.get(logical, ())) for logical in IN_LAYERS)
-    return _in_layer(layer, plan.remat, plan.zero, recomputes, split, implementation)
+    loops = _LoopShape(
+        plan.overlap, pipeline.most_layers if pipeline else model.num_layers, pipeline is None
+    )
+    return _in_layer(layer, plan.remat, plan.zero, recomputes, split, implementation, loops)
+
+
+class _LoopShape(NamedTuple):
+    """How layers run in loops."""
+
+    overlap: Overlap
+    num_layers: int
+    """Of a loop."""
+    hands_over: bool
+    """As of `run_stack`."""
+
+    def hidden_share(self, kind: CollectiveKind, *, of_storage: bool) -> float | None:
+        """That of a collective in a layer; None: as without loops of their own."""
+        if of_storage and self.overlap != "none":
+            return BESIDE_LAYERS[kind]
+        return BESIDE_HALVES if self.overlap == "halves" and not of_storage else None
+
+    def gathers(self, part: StepPart) -> float:
+        """Gathers of a layer's matrices: one more in a loop that gathers ahead, in forward of a
+        layer that nothing follows, and in backward of one that was not handed over.
+        """
+        is_more = self.overlap != "none" and (part == LAYER_PARTS[0] or not self.hands_over)
+        return 1 + is_more / self.num_layers
 
 
 def head_ops(
@@ -131,6 +170,7 @@ def _in_layer(
     recomputes: bool,
     split: tuple[tuple[str, tuple[str, ...]], ...],
     implementation: ImplementationProfile,
+    loops: _LoopShape,
 ) -> tuple[CommunicationOp, ...]:
     """The collectives of a layer's program that a plan has.
 
@@ -153,9 +193,16 @@ def _in_layer(
             axes = rules.get(EMBED if of_storage else over, ())
             # fsdp's axis also splits the batch, so it is there at every ZeRO stage.
             if axes and not (of_storage and zero < ZERO_STAGE_OF[each.kind]):
-                hides = of_storage and implementation.fsdp_hides
-                messages.append((each.kind, axes, part, hides, each.num_bytes.of(layer.sizes)))
-    ops = _joined(messages)
+                share = loops.hidden_share(each.kind, of_storage=of_storage)
+                hides = (of_storage and implementation.fsdp_hides) or share is not None
+                num_bytes = each.num_bytes.of(layer.sizes)
+                messages.append((each.kind, axes, part, hides, share, num_bytes))
+    ops = tuple(
+        op._replace(count=op.count * loops.gathers(op.part))
+        if op.kind == "all-gather" and op.axes == (FSDP,)
+        else op
+        for op in _joined(messages)
+    )
     if implementation.fsdp_combines:
         ops = tuple(
             op._replace(num_bytes=op.num_bytes * op.count, count=1) if op.axes == (FSDP,) else op
@@ -165,17 +212,17 @@ def _in_layer(
 
 
 def _joined(
-    messages: Iterable[tuple[CollectiveKind, tuple[str, ...], StepPart, bool, float]],
+    messages: Iterable[tuple[CollectiveKind, tuple[str, ...], StepPart, bool, float | None, float]],
 ) -> tuple[CommunicationOp, ...]:
-    """One op for all messages (kind, axes, part, hides, bytes) that are alike but for their
-    bytes.
+    """One op for all messages (kind, axes, part, hides, hidden share, bytes) that are alike but for
+    their bytes.
     """
     found: dict[tuple, list[float]] = {}
     for *key, num_bytes in messages:
         found.setdefault(tuple(key), []).append(num_bytes)
     return tuple(
-        CommunicationOp(kind, axes, part, sum(sizes) / len(sizes), len(sizes), hides)
-        for (kind, axes, part, hides), sizes in found.items()
+        CommunicationOp(kind, axes, part, sum(sizes) / len(sizes), len(sizes), hides, share)
+        for (kind, axes, part, hides, share), sizes in found.items()
     )
 
 
@@ -196,7 +243,7 @@ def _in_head(
         for each in of_part.collectives:
             axes = tuple(axis for over in each.over for axis in axes_of[over])
             if axes:
-                messages.append((each.kind, axes, part, False, each.num_bytes.of(sizes)))
+                messages.append((each.kind, axes, part, False, None, each.num_bytes.of(sizes)))
     return _joined(messages)
 
 
@@ -206,7 +253,8 @@ def step_ops(
     """What a step has once: gradient reductions between replicas, gathers of what it holds, and
     ZeRO's gathers and scatters of what is outside the layers.
 
-    XLA combines those of one kind.
+    XLA combines those of one kind. Sums over replicas that run layer by layer, beside backward of
+    others, count here too.
 
     Args:
       width: bytes of an activation.
@@ -215,14 +263,22 @@ def step_ops(
     num_layers = layers_on_device(model, plan)
     # What is held is gathered in the format of the matmuls.
     itemsize = {"all-reduce": implementation.gradient_bytes, "all-gather": width}
-    found = [
-        CommunicationOp(
-            kind, over, "step", (num_layers * layer + outer) * itemsize.get(kind, F32_BYTES), 1
-        )
-        for (kind, over), (layer, outer) in step_exchanges(
-            model, rules, axes, plan.zero, head_shared
-        ).items()
-    ]
+    found = []
+    for (kind, over), (layer, outer) in step_exchanges(
+        model, rules, axes, plan.zero, head_shared
+    ).items():
+        size = itemsize.get(kind, F32_BYTES)
+        at_end = outer
+        # Over fsdp too, only vectors are summed then: they wait for the end of the step.
+        by_layer = plan.zero == 0 or (plan.zero >= 2 and FSDP not in over)
+        if plan.sums_by_layer and kind == "all-reduce" and by_layer:
+            # Behind scatters, sums begin an iteration later, and the first one is of zeros.
+            times = num_layers + (plan.zero >= 2)
+            share = BESIDE_LAYERS[kind]
+            found.append(CommunicationOp(kind, over, "step", layer * size, times, True, share))
+        else:
+            at_end += num_layers * layer
+        found.append(CommunicationOp(kind, over, "step", at_end * size, 1))
     if plan.zero >= 2:
         # Once per microbatch, or once per step with pipeline stages.
         times = 1 if plan.pipeline is not None else plan.microbatches

@@ -140,7 +140,7 @@ class _Parts:
         self.whole, self.params = whole, (params := whole.trained)
         """All parameters, and those that are trained."""
         layer = row_shape(workload, plan)
-        token = _token(model, layer, plan.remat)
+        token, kept = _token(model, layer, plan.remat), _token(model, layer, "none")
         tokens_of_step = workload.global_batch * workload.seq_len
         tokens = max(1, tokens_of_step // plan.batch_ways() // plan.microbatches)
         self.repeats = pipeline.repeats if pipeline else 1
@@ -155,7 +155,10 @@ class _Parts:
         saving = self.visited - (0 if model.tuning.trains("embedding") else self.apart)
         """Layers of a visit that backward reaches."""
         resident = min(saving, LAYERS_RESIDENT) if plan.offloads_activations else saving
-        self.saved = tokens * (resident * token.saved + token.saved_once)
+        keeps = min(plan.kept_layers, resident)
+        self.saved = tokens * (
+            (resident - keeps) * token.saved + keeps * kept.saved + token.saved_once
+        )
         """Bytes that one visit saves for its backward."""
         self.saved_on_host = tokens * saving * token.saved if plan.offloads_activations else 0.0
         self.reordered = tokens * saving * token.reordered
@@ -174,9 +177,11 @@ class _Parts:
         self.again = tokens * token.backward_hiding if self.scatters and gathers and again else 0.0
         """Bytes of the last layer's recomputation, which overlaps with the head if its matrices are
         gathered beside that."""
-        waiting = 2 if again else 1
+        loops = plan.overlap != "none"
+        waiting = 2 if again and not loops else 1
         # A layer's gradient is whole until it is scattered. With recomputation two layers'
-        # gradients are whole at once, since one's scatter overlaps with the next one's compute.
+        # gradients are whole at once, since one's scatter overlaps with the next one's compute. In
+        # loops of their own the second one waits in the format of the matmuls.
         self.backward += (
             waiting * F32 * params.layer_whole if self.scatters else width * params.largest_whole
         )
@@ -184,6 +189,11 @@ class _Parts:
             # What a trained matrix needs when it is gathered is less than its gradient takes.
             frozen = width * (whole.layer_whole - params.layer_whole)
             self.forward, self.backward = self.forward + frozen, self.backward + frozen
+        self.ahead = width * whole.layer_whole if loops and gathers else 0
+        """Bytes of the matrices of one more layer, which are gathered ahead."""
+        if loops:
+            self.forward += self.ahead
+            self.backward += self.ahead + width * params.layer_whole
         self.table = F32 * params.table_whole
         used_as_stored = width <= whole.table_itemsize < F32 and not gathers
         table_held = any(self._is_held(leaf) for leaf in whole.outer)
@@ -252,7 +262,7 @@ class _Parts:
         split = self.plan.zero >= 2
         total = self.trained(split=split) if self.plan.microbatches > 1 else 0
         gradient = self.layers(split=split) + total + self._trained_copy()
-        head = self.table + self.logits + self.table_used
+        head = self.table + self.logits + self.table_used + self.ahead
         # Gathered stacks are transposed while the first layer's results are about to be saved.
         begins: list[StepPoint] = []
         if self.plan.zero in (1, 2) and not total:

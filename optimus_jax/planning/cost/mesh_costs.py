@@ -47,6 +47,8 @@ class LayerCosts(NamedTuple):
     """Backward, with communication."""
     exposed: Mapping[str, float]
     """Communication forward and backward, by mesh axis."""
+    free_s: float
+    """Seconds of backward's compute beside which nothing runs."""
 
 
 class MicrobatchCosts(NamedTuple):
@@ -144,11 +146,20 @@ class MeshCosts:
         """One layer of a microbatch, at this ZeRO stage in the place of the plan's."""
         recomputes = plan.pipeline is not None and not plan.pipeline.keep_residuals
         rows = rows_of(self._workload, self._batch_ways, plan.microbatches)
-        key = rows, zero, plan.remat, recomputes
-        found = self._layers.get(key)
-        if found is None:
-            found = self._layers[key] = self._layer(replace(plan, zero=zero), rows, recomputes)
-        return found
+        loop = plan.pipeline.most_layers if plan.pipeline else self._workload.model.num_layers
+
+        def costs(plan: Plan) -> LayerCosts:
+            ahead = plan.overlap != "none" and (plan.overlap, loop)
+            key = rows, zero, plan.remat, recomputes, ahead
+            found = self._layers.get(key)
+            if found is None:
+                found = self._layers[key] = self._layer(replace(plan, zero=zero), rows, recomputes)
+            return found
+
+        if not plan.kept_layers:
+            return costs(plan)
+        kept = costs(replace(plan, remat="none"))
+        return _mean(costs(plan), kept, plan.kept_layers / loop)
 
     def microbatch(self, plan: Plan) -> MicrobatchCosts:
         """A microbatch without its layers."""
@@ -163,15 +174,20 @@ class MeshCosts:
     def step_end(self, plan: Plan, zero: int) -> StepEnd:
         """What the step has once, at this ZeRO stage in the place of the plan's."""
         gathers = plan.microbatches if plan.pipeline is None and zero >= 2 else 1
-        key = zero, layers_on_device(self._workload.model, plan), gathers
+        beside = (plan.overlap, plan.remat, plan.kept_layers) if plan.sums_by_layer else None
+        key = zero, layers_on_device(self._workload.model, plan), gathers, beside
         found = self._step_ends.get(key)
         if found is None:
             found = self._step_ends[key] = self._step_end(replace(plan, zero=zero))
         return found
 
     def _layer(self, plan: Plan, rows: float, recomputes: bool) -> LayerCosts:
-        shape = self._row_shape.with_rows(rows)
-        ops = layer_ops(self._workload.model, plan, shape, self._implementation)
+        streams = 2 if plan.overlap == "halves" else 1
+        shape = self._row_shape.with_rows(rows / streams)
+        ops = [
+            op if op.axes == (FSDP,) else op._replace(count=op.count * streams)
+            for op in layer_ops(self._workload.model, plan, shape, self._implementation)
+        ]
         forward, backward = ([op for op in ops if op.part == part] for part in LAYER_PARTS)
         time = layer_time(
             shape,
@@ -182,8 +198,10 @@ class MeshCosts:
             self._rates,
             self._implementation,
         )
-        in_forward = self._exposed(forward, time.forward)
-        in_backward = self._exposed(backward, time.backward)
+        if streams > 1:
+            time = LayerTime(*[streams * seconds for seconds in time])
+        in_forward, _ = self._exposed(forward, time.forward)
+        in_backward, free_s = self._exposed(backward, time.backward)
         return LayerCosts(
             time,
             time.forward + sum(in_forward.values()),
@@ -192,6 +210,7 @@ class MeshCosts:
                 name: in_forward.get(name, 0.0) + in_backward.get(name, 0.0)
                 for name in (TENSOR, FSDP)
             },
+            free_s,
         )
 
     def _microbatch(self, plan: Plan, rows: float) -> MicrobatchCosts:
@@ -212,19 +231,27 @@ class MeshCosts:
             place=place,
             head=head_time(program, sizes, shape.width, place, rates, implementation),
             embed_again=embed_time(program, sizes, shape.width, place, rates),
-            exposed={part: sum(self._exposed(found).values()) for part, found in ops.items()},
+            exposed={part: sum(self._exposed(found)[0].values()) for part, found in ops.items()},
         )
 
     def _step_end(self, plan: Plan) -> StepEnd:
         model, implementation = self._workload.model, self._implementation
         width = self._row_shape.width
         ops = step_ops(model, plan, width, implementation)
-        return StepEnd(self._exposed(ops), updated_params(model, plan, implementation))
+        # What runs beside backward of the layers finds the compute that their own exchanges leave.
+        free_s = (
+            model.num_layers * self.layer(plan, plan.zero).free_s
+            if any(op.hides for op in ops)
+            else 0.0
+        )
+        exposed, _ = self._exposed(ops, free_s)
+        return StepEnd(exposed, updated_params(model, plan, implementation))
 
     def _exposed(
         self, ops: Iterable[CommunicationOp], compute_s: float = math.inf
-    ) -> Mapping[str, float]:
-        """Seconds that operations add to a part of the step, by term.
+    ) -> tuple[Mapping[str, float], float]:
+        """Seconds that operations add to a part of the step, by term; and those of its compute
+        beside which none runs.
 
         Overlapped compute and communication slow each other down.
 
@@ -235,11 +262,27 @@ class MeshCosts:
         for op in ops:
             time_s = self._time_of(op) * op.count
             if op.hides:
-                beside = min(time_s * self._rates.overlap_share, compute_s)
+                share = self._rates.overlap_share if op.hidden_share is None else op.hidden_share
+                beside = min(time_s * share, compute_s)
                 compute_s -= beside
                 time_s -= max(0.0, 2.0 - self._rates.overlap_slowdown) * beside
             exposed[op.term] = exposed.get(op.term, 0.0) + time_s
-        return exposed
+        return exposed, compute_s
+
+
+def _mean(one: LayerCosts, other: LayerCosts, share: float) -> LayerCosts:
+    """The mean costs of layers, of which a share are like `other`."""
+
+    def mean(first: float, second: float) -> float:
+        return (1 - share) * first + share * second
+
+    return LayerCosts(
+        LayerTime(*map(mean, one.compute, other.compute)),
+        mean(one.forward, other.forward),
+        mean(one.backward, other.backward),
+        {name: mean(time_s, other.exposed[name]) for name, time_s in one.exposed.items()},
+        mean(one.free_s, other.free_s),
+    )
 
 
 def _combinations(axes: Iterable[str]) -> Iterator[tuple[str, ...]]:

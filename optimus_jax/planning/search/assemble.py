@@ -3,18 +3,21 @@
 This module does not compare layouts; planning/search/search.py does.
 """
 
+import bisect
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 
-from optimus_jax.config import REMAT_POLICIES, Config, Offload, Precision, RematPolicy
+from optimus_jax.config import REMAT_POLICIES, Config, Offload, Overlap, Precision, RematPolicy
 from optimus_jax.config.axes import TENSOR, AxisSizes
 from optimus_jax.devices.accelerators import AMPERE
 from optimus_jax.errors import PlanError, explain, nearest
 from optimus_jax.mesh.axes import LENGTH, VOCAB
 from optimus_jax.mesh.rules import Rules, make_rules
 from optimus_jax.mesh.topology import Topology
+from optimus_jax.mesh.xla_options import GPU
 from optimus_jax.models.kernels import choose_kernel
 from optimus_jax.pipeline.partition import layers_per_stage
 from optimus_jax.pipeline.schedule import Schedule
@@ -100,6 +103,8 @@ def plan_for(config: Config, axes: AxisSizes, topology: Topology) -> Plan:
         attention=choose_kernel(config, topology, precision),
         loss_chunk_tokens=loss_chunk_tokens(config, axes, rules, topology),
         offload=least_offload(config),
+        kept_layers=parallel.kept_layers or 0,
+        overlap=overlaps(config, axes, topology.platform)[0],
     )
 
 
@@ -142,6 +147,20 @@ def compute_precision(config: Config, topology: Topology) -> Precision:
     if wanted == "auto":
         return "f32" if topology.platform == "cpu" else "bf16" if has_bf16 else "f16"
     return wanted
+
+
+def overlaps(config: Config, axes: AxisSizes, platform: str) -> tuple[Overlap, ...]:
+    """The overlaps to try, the least first. Virtual devices share a processor: nothing there runs
+    beside compute.
+    """
+    parallel = config.parallel
+    if parallel.overlap != "auto":
+        return (parallel.overlap,)
+    least: tuple[Overlap, ...] = ("layers",) if parallel.kept_layers else ("none",)
+    if platform not in GPU or least_offload(config) in ("activations", "all"):
+        return least
+    both: tuple[Overlap, ...] = tuple(dict.fromkeys((*least, "layers")))
+    return (*both, "halves") if axes.tensor > 1 else both
 
 
 def least_offload(config: Config) -> Offload:
@@ -201,11 +220,27 @@ def memory_fallbacks(config: Config, plan: Plan, platform: str) -> Iterator[Plan
     is_any = False
     for offload, pipeline, remat in itertools.product(offloads, pipelines, policies):
         other = dataclasses.replace(plan, remat=remat, offload=offload, pipeline=pipeline)
-        if not other.offloads_activations or (remat == "full" and pipeline is None):
+        if not other.offloads_activations or (
+            remat == "full" and pipeline is None and other.overlap == "none"
+        ):
             is_any = True
             yield other
     if not is_any:
         yield plan
+
+
+def with_kept_layers(config: Config, plan: Plan, fits: Callable[[Plan], bool]) -> Plan:
+    """A plan that fits, with as many layers as fit beside it that recompute nothing, if the user
+    left that open.
+    """
+    if config.parallel.kept_layers is not None or plan.overlap == "none" or plan.remat == "none":
+        return plan
+    most = plan.pipeline.most_layers if plan.pipeline else config.model.num_layers
+    # The memory rises with each. One layer less than all: all are another plan, which did not fit.
+    number = bisect.bisect(
+        range(1, most), False, key=lambda more: not fits(replace(plan, kept_layers=more))
+    )
+    return replace(plan, kept_layers=number)
 
 
 def pipelining(config: Config, axes: AxisSizes) -> Pipelining | None:

@@ -69,6 +69,10 @@ def flags(plan: Plan) -> str:
         parts.append(f"--zero {plan.zero}")
     if plan.offload != "none":
         parts.append(f"--set parallel.offload={plan.offload}")
+    if plan.overlap != "none":
+        parts.append(f"--set parallel.overlap={plan.overlap}")
+    if plan.kept_layers:
+        parts.append(f"--set parallel.kept_layers={plan.kept_layers}")
     if pipeline := plan.pipeline:
         parts.append(f"--schedule {pipeline.schedule}")
         parts += [f"--set parallel.repeats={pipeline.repeats}"] if pipeline.repeats > 1 else []

@@ -2,8 +2,9 @@
 others.
 
 A layout is a Plan with minimal recomputation; `assemble.memory_fallbacks` adds more. The
-enumeration covers axis sizes, which halves of a layer the tensor axis splits, the ZeRO stage, the
-schedule with its repeats, and the microbatches: everything that a homogeneous decoder leaves open.
+enumeration covers axis sizes, which halves of a layer the tensor axis splits, what exchanges run
+beside, the ZeRO stage, the schedule with its repeats, and the microbatches: everything that a
+homogeneous decoder leaves open.
 Settings fixed by the user are respected.
 
 These are left out, because another layout is at least as good in every respect:
@@ -14,6 +15,7 @@ These are left out, because another layout is at least as good in every respect:
 """
 
 import dataclasses
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache, partial
@@ -35,6 +37,7 @@ from optimus_jax.planning.search.assemble import (
     least_offload,
     least_remat,
     loss_chunk_tokens,
+    overlaps,
     pipelining,
     rule_changes,
 )
@@ -112,7 +115,10 @@ def layout_groups(config: Config, topology: Topology) -> Iterator[LayoutGroup | 
         if parallel.sequence_parallel and axes.tensor == 1:
             yield Rejection(layouts=str(axes), reason="sequence_parallel=true needs a tensor axis")
             continue
-        for rules in map(rules_with, _rule_changes(config, axes)):
+        for rules, overlap in itertools.product(
+            map(rules_with, _rule_changes(config, axes)),
+            overlaps(config, axes, topology.platform),
+        ):
             common = Plan(
                 axes=axes,
                 rules=rules,
@@ -125,6 +131,8 @@ def layout_groups(config: Config, topology: Topology) -> Iterator[LayoutGroup | 
                 remat=least_remat(config),
                 loss_chunk_tokens=loss_chunk_tokens(config, axes, rules, topology),
                 offload=least_offload(config),
+                kept_layers=config.parallel.kept_layers or 0,
+                overlap=overlap,
             )
             yield from _like(common, config)
 
@@ -169,6 +177,8 @@ def _like(common: Plan, config: Config) -> Iterator[LayoutGroup | Rejection]:
         if isinstance(numbers, Rejection):
             yield numbers
             continue
+        if common.overlap == "halves":
+            numbers = [number for number in numbers if global_batch // ways // number % 2 == 0]
         for microbatches in numbers:
             group = LayoutGroup(
                 layout_with(zero=zero_stages[0], microbatches=microbatches, pipeline=pipeline),

@@ -86,7 +86,9 @@ def _on_same_layout(config: Config, plan: Plan) -> Iterator[Plan]:
     )
     for remat in policies:
         for number in numbers:
-            other = replace(plan, microbatches=number, remat=remat)
+            # With more recomputing the phase needs memory, which kept layers would take.
+            kept = plan.kept_layers if remat == plan.remat else 0
+            other = replace(plan, microbatches=number, remat=remat, kept_layers=kept)
             if not plan.offloads_activations or remat == "full":
                 yield other
 

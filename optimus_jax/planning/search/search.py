@@ -27,7 +27,11 @@ from optimus_jax.planning.cost.rates import Rates
 from optimus_jax.planning.cost.workload import Workload
 from optimus_jax.planning.learning.calibrate import Calibration
 from optimus_jax.planning.profiles.cluster import Cluster
-from optimus_jax.planning.search.assemble import least_offload, memory_fallbacks
+from optimus_jax.planning.search.assemble import (
+    least_offload,
+    memory_fallbacks,
+    with_kept_layers,
+)
 from optimus_jax.planning.search.explain import gib
 from optimus_jax.planning.search.layouts import LayoutGroup, Rejection, layout_groups
 
@@ -101,11 +105,26 @@ class Pricing:
         return estimate_memory(self.workload, plan)
 
     def fitting(self, layout: Plan) -> tuple[Plan, MemoryEstimate] | Rejection:
-        """The layout with the least recomputation that fits and its memory, or why none does."""
+        """The layout with the least recomputation that fits, layer by layer (`with_kept_layers`),
+        and its memory, or why none does.
+        """
+        found: dict[Plan, MemoryEstimate] = {}
         for plan in memory_fallbacks(self.config, layout, self.cluster.accelerator.platform):
             memory = self.memory(plan)
+            first = next(iter(found), plan)
+            if (plan.offload, plan.pipeline) != (first.offload, first.pipeline):
+                break
             if fits(memory, self.cluster):
-                return plan, memory
+                fuller = with_kept_layers(
+                    self.config, plan, lambda other: fits(self.memory(other), self.cluster)
+                )
+                found[fuller] = memory if fuller is plan else self.memory(fuller)
+                if not fuller.kept_layers:
+                    break
+        if found:
+            # More recomputing in fewer layers may be faster than less in more of them.
+            fastest = min(found, key=self.step_time_s) if len(found) > 1 else next(iter(found))
+            return fastest, found[fastest]
         return Rejection(
             layouts=layout.describe(),
             needs_bytes=memory.total,
