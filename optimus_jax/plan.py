@@ -8,7 +8,7 @@ import dataclasses
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
@@ -61,6 +61,11 @@ OVERLAPPED: dict[Overlap, str] = {
 """What the exchanges of layers run beside."""
 
 
+LATER = {"later": True}
+"""Metadata of fields that stored plans may lack. They are left out of JSON while they have their
+default, so that a plan keeps its digest in versions that know more fields."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Pipelining:
     """The pipeline part of a plan: stages, schedule, and what is kept for backward."""
@@ -110,10 +115,10 @@ class Plan:
     """What is kept in host memory."""
     moments: MomentPrecision = "f32"
     """Number format of the optimizer's moments."""
-    kept_layers: int = 0
+    kept_layers: int = field(default=0, metadata=LATER)
     """Layers of which backward recomputes only norms and activations, whatever `remat` says: the
     last ones, in a pipeline those of each stage's visit."""
-    overlap: Overlap = "none"
+    overlap: Overlap = field(default="none", metadata=LATER)
     """What exchanges of layers run beside."""
 
     @property
@@ -420,7 +425,11 @@ class Plan:
 
     def to_json(self) -> str:
         """The Plan as JSON."""
-        return json.dumps(dataclasses.asdict(self), indent=2) + "\n"
+        values = dataclasses.asdict(self)
+        for each in dataclasses.fields(self):
+            if each.metadata == LATER and values[each.name] == each.default:
+                del values[each.name]
+        return json.dumps(values, indent=2) + "\n"
 
     @classmethod
     def from_json(cls, text: str, source: Path | None = None) -> "Plan":

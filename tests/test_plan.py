@@ -51,6 +51,18 @@ def test_plan_survives_json(data):
     assert again.digest == plan.digest
 
 
+def test_a_plan_keeps_its_digest_when_a_field_is_added():
+    """Plans of runs from before 2026-11-28 lack these fields; their journals name the digests."""
+    fields = json.loads(PLAN.to_json()).keys()
+    later = {"kept_layers", "overlap"}
+    assert later.isdisjoint(fields)
+    assert Plan.from_json(PLAN.to_json()) == PLAN
+    other = dataclasses.replace(PLAN, overlap="layers")
+    assert json.loads(other.to_json()).keys() - fields == {"overlap"}
+    assert Plan.from_json(other.to_json()) == other
+    assert other.digest != PLAN.digest
+
+
 @given(data=st.data())
 def test_another_plan_has_another_digest(data):
     model = data.draw(models())
