@@ -59,6 +59,22 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = by_length(items)
 
 
+MOST_MAPPINGS = 20_000
+"""Memory mappings of a worker after which it forgets compiled programs. Each program has some, and
+Linux gives a process 65,530: at the limit LLVM crashes."""
+
+
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """Between two files, free compiled programs if there are many."""
+    if nextitem is not None and nextitem.path == item.path:
+        return
+    maps = Path("/proc/self/maps")
+    if maps.exists() and len(maps.read_bytes().splitlines()) > MOST_MAPPINGS:
+        import jax
+
+        jax.clear_caches()
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Groups | None:
     """Schedule by `Groups` for `--dist loadfile`; other modes are unchanged."""
