@@ -20,6 +20,7 @@ from optimus_jax.config import (
     Overlap,
     Precision,
     RematPolicy,
+    Scatter,
 )
 from optimus_jax.config.axes import FSDP, MESH_AXES, AxisSizes
 from optimus_jax.config.settings import shown, with_right_types
@@ -120,6 +121,8 @@ class Plan:
     last ones, in a pipeline those of each stage's visit."""
     overlap: Overlap = field(default="none", metadata=LATER)
     """What exchanges of layers run beside."""
+    scatter: Scatter = field(default="sum", metadata=LATER)
+    """How gradients are scattered over fsdp."""
 
     @property
     def num_devices(self) -> int:
@@ -405,6 +408,8 @@ class Plan:
             parts[parts.index(f"remat {self.remat}")] += f" but for {self.kept_layers} layers"
         if self.overlap != "none":
             parts.append(f"overlap {self.overlap}")
+        if self.scatter != "sum":
+            parts.append("gradients exchanged")
         if self.moments != "f32":
             parts.append(f"moments {self.moments}")
         if self.offload != "none":

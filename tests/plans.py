@@ -165,7 +165,9 @@ PLANS = [
     ),
     # Exchanges beside the compute of other layers, and of halves of a microbatch.
     case("data=8", overlap="layers"),
-    case("data=2,fsdp=4", zero=3, remat="full", overlap="layers", kept_layers=1),
+    case(
+        "data=2,fsdp=4", zero=3, remat="full", overlap="layers", kept_layers=1, scatter="exchange"
+    ),
     case("fsdp=2,tensor=4", zero=2, sequence_parallel=True, overlap="halves", microbatches=3),
     case("data=2,fsdp=2,tensor=2", zero=1, remat="selective", overlap="halves"),
     case(
@@ -183,6 +185,7 @@ PLANS = [
         stage_residuals="recompute",
         overlap="halves",
         zero=2,
+        scatter="exchange",
     ),
     # Six devices: axes that are not powers of two.
     case("data=3,fsdp=2", zero=1),

@@ -54,7 +54,7 @@ def test_plan_survives_json(data):
 def test_a_plan_keeps_its_digest_when_a_field_is_added():
     """Plans of runs from before 2026-11-28 lack these fields; their journals name the digests."""
     fields = json.loads(PLAN.to_json()).keys()
-    later = {"kept_layers", "overlap"}
+    later = {"kept_layers", "overlap", "scatter"}
     assert later.isdisjoint(fields)
     assert Plan.from_json(PLAN.to_json()) == PLAN
     other = dataclasses.replace(PLAN, overlap="layers")

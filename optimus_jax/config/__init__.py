@@ -23,6 +23,7 @@ from optimus_jax.config.parallel import (
     PrecisionConfig,
     RematChoice,
     RematPolicy,
+    Scatter,
 )
 from optimus_jax.config.running import ControlConfig, DistributedConfig, FaultConfig, StoreConfig
 from optimus_jax.config.training import (
@@ -70,6 +71,7 @@ __all__ = [
     "RematChoice",
     "RematPolicy",
     "RopeScaling",
+    "Scatter",
     "StoreConfig",
     "Tuning",
 ]

@@ -28,6 +28,9 @@ OVERLAPS: tuple[Overlap, ...] = typing.get_args(Overlap)
 """Whose compute the exchanges of a layer run beside: its own as far as possible, the next layer's
 (models/layer_loop.py), or in addition the other half's of the rows."""
 OverlapChoice = Literal["auto", "none", "layers", "halves"]
+Scatter = Literal["sum", "exchange"]
+"""How fsdp's devices add up a gradient of which each keeps a shard: in float32 on the way, or by
+sending every other device its part, in the format of the products, to be added in float32 there."""
 
 
 AUTO = "auto"
@@ -76,6 +79,10 @@ class ParallelConfig:
     """What a layer's exchanges run beside: layers (the next layer's compute), halves (also the
     other half of the rows), none (what the compiler finds); auto: the planner's choice on GPUs;
     with a given mesh none."""
+    scatter: Scatter = "sum"
+    """How gradients are scattered over fsdp: sum (float32, added on the way), exchange (in the
+    format of the matmuls, added in float32 by the receiver: half of the bytes in bf16; for devices
+    of one host)."""
     offload: OffloadChoice = "auto"
     """Kept in host memory (GPUs only): optimizer (its moments), activations (layer inputs, with
     remat=full), all; auto: none, unless nothing else fits."""

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array, lax
 
+from optimus_jax.config import Scatter
 from optimus_jax.mesh.axes import HEADS, KV_HEADS, LENGTH
 from optimus_jax.mesh.formats import sum_format
 from optimus_jax.mesh.leaf import Leaf
@@ -40,6 +41,8 @@ class Collectives:
     """Active rules; empty means one device."""
     zero: int = 0
     """ZeRO stage (mesh/zero.py)."""
+    scatter: Scatter = "sum"
+    """How gradients are scattered over fsdp."""
 
     @property
     def sums(self) -> jnp.dtype:
@@ -164,12 +167,12 @@ class Collectives:
         """The layout of a parameter, or of its part in one layer."""
         value = param.get_raw_value()
         ndim = (value.tracker if isinstance(value, Tracked) else value).ndim
-        return LeafLayout(Leaf.of(param).last(ndim), self.rules, self.zero)
+        return LeafLayout(Leaf.of(param).last(ndim), self.rules, self.zero, self.scatter)
 
     def layout_in_layer(self, param: nnx.Variable) -> LeafLayout:
         """The layout of one layer's part of a stack."""
         leaf = Leaf.of(param)
-        return LeafLayout(leaf.last(len(leaf.dims) - 1), self.rules, self.zero)
+        return LeafLayout(leaf.last(len(leaf.dims) - 1), self.rules, self.zero, self.scatter)
 
     def ready(self, value: Array | Tracked, layout: LeafLayout) -> Array:
         """A leaf as the matmuls of a layer use it; they gather and cast nothing then. It varies

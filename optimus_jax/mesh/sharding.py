@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from optimus_jax.config import Scatter
 from optimus_jax.mesh.axes import BATCH
 from optimus_jax.mesh.zero import LeafLayout
 
@@ -15,14 +16,15 @@ RuleTable = Mapping[str, tuple[str, ...]]
 """Logical axis -> mesh axes."""
 
 
-def layouts_of(leaves: Any, rules: RuleTable, zero: int) -> Any:
+def layouts_of(leaves: Any, rules: RuleTable, zero: int, scatter: Scatter = "sum") -> Any:
     """A LeafLayout for every Leaf of a tree.
 
     Args:
       rules: those that are active (`Plan.active_rules`).
       zero: ZeRO stage, 0 to 3.
+      scatter: how gradients are scattered over fsdp.
     """
-    return jax.tree.map(lambda leaf: LeafLayout(leaf, rules, zero), leaves)
+    return jax.tree.map(lambda leaf: LeafLayout(leaf, rules, zero, scatter), leaves)
 
 
 def map_trained(function: Callable[..., Any], layouts: Any, *trees: Any) -> Any:

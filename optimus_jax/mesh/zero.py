@@ -30,6 +30,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from optimus_jax.config import Scatter
 from optimus_jax.config.axes import FSDP
 from optimus_jax.mesh.axes import BATCH, EMBED, LENGTH
 from optimus_jax.mesh.formats import sum_format
@@ -59,6 +60,7 @@ class LeafLayout:
     rules: Mapping[str, tuple[str, ...]]
     """Active rules."""
     zero: int
+    scatter: Scatter = "sum"
 
     @property
     def fsdp_dim(self) -> int | None:
@@ -143,13 +145,11 @@ class LeafLayout:
         return vary(held, self.summed_axes)
 
     def scatter_gradient(self, gradient: Array) -> Array:
-        """Scatter the gradient of a matrix, which the caller has summed in float32, as `weight`'s
-        backward does.
-        """
+        """Scatter the gradient of a matrix as `weight`'s backward does."""
         return (
             gradient
             if self.fsdp_dim is None or self.zero < 2
-            else _scatter(gradient, self.fsdp_dim)
+            else _scatter(gradient, self.fsdp_dim, self.scatter)
         )
 
     def exchanges(
@@ -174,9 +174,9 @@ class LeafLayout:
         """
         if isinstance(leaf, Tracked):
             scattered = self.fsdp_dim if self.zero == 2 else None
-            return _tracked_use(scattered, dtype, leaf.whole, leaf.tracker)
+            return _tracked_use(scattered, dtype, self.scatter, leaf.whole, leaf.tracker)
         if self.is_gathered_by_layer:
-            return _gathered_use(self.fsdp_dim, dtype, leaf)
+            return _gathered_use(self.fsdp_dim, dtype, self.scatter, leaf)
         return leaf.astype(sum_format(dtype))
 
     def gathered(self, leaf: Array) -> Array:
@@ -218,8 +218,19 @@ def varying_axes(x: Array) -> frozenset[str]:
     return frozenset(jax.typeof(x).mat.varying)
 
 
-def _scatter(cotangent: Array, dim: int) -> Array:
-    return lax.psum_scatter(cotangent.astype(jnp.float32), FSDP, scatter_dimension=dim, tiled=True)
+def _scatter(cotangent: Array, dim: int, how: Scatter) -> Array:
+    """A device's shard of the sum of all devices' gradients, float32. What is exchanged has the
+    format of the given gradient, so that nothing is rounded that was not before.
+    """
+    if how == "sum":
+        return lax.psum_scatter(
+            cotangent.astype(jnp.float32), FSDP, scatter_dimension=dim, tiled=True
+        )
+    parts = lax.all_to_all(cotangent, FSDP, dim, dim, tiled=True)
+    num_devices = lax.axis_size(FSDP)
+    shard = parts.shape[dim] // num_devices
+    by_device = parts.reshape(*parts.shape[:dim], num_devices, shard, *parts.shape[dim + 1 :])
+    return by_device.sum(dim, dtype=jnp.float32)
 
 
 def _gathered(dim: int, dtype: jnp.dtype, shard: Array) -> Array:
@@ -228,31 +239,34 @@ def _gathered(dim: int, dtype: jnp.dtype, shard: Array) -> Array:
     return lax.all_gather(sent, FSDP, axis=dim, tiled=True)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _gathered_use(dim: int, dtype: jnp.dtype, shard: Array) -> Array:
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _gathered_use(dim: int, dtype: jnp.dtype, how: Scatter, shard: Array) -> Array:
     """Forward gathers the matrix; backward scatters its gradient, summed in float32."""
+    del how
     return _gathered(dim, dtype, shard).astype(sum_format(dtype))
 
 
 _gathered_use.defvjp(
-    lambda dim, dtype, shard: (_gathered_use(dim, dtype, shard), None),
-    lambda dim, dtype, _, cotangent: (_scatter(cotangent, dim),),
+    lambda dim, dtype, how, shard: (_gathered_use(dim, dtype, how, shard), None),
+    lambda dim, dtype, how, _, cotangent: (_scatter(cotangent, dim, how),),
 )
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _tracked_use(dim: int | None, dtype: jnp.dtype, whole: Array, tracker: Array) -> Array:
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _tracked_use(
+    dim: int | None, dtype: jnp.dtype, how: Scatter, whole: Array, tracker: Array
+) -> Array:
     """Forward uses the whole matrix; backward gives its gradient to the tracker, in float32, and
     scattered along `dim`.
     """
-    del tracker
+    del how, tracker
     return whole.astype(sum_format(dtype))
 
 
 _tracked_use.defvjp(
-    lambda dim, dtype, whole, tracker: (_tracked_use(dim, dtype, whole, tracker), None),
-    lambda dim, dtype, _, cotangent: (
+    lambda dim, dtype, how, whole, tracker: (_tracked_use(dim, dtype, how, whole, tracker), None),
+    lambda dim, dtype, how, _, cotangent: (
         None,
-        cotangent.astype(jnp.float32) if dim is None else _scatter(cotangent, dim),
+        cotangent.astype(jnp.float32) if dim is None else _scatter(cotangent, dim, how),
     ),
 )

@@ -410,9 +410,11 @@ class _Part:
         """Of the arrays that backward needs, those that do not depend on the layer and its input.
         The rest is computed by nobody.
         """
-        saving = jax.make_jaxpr(lambda *args: self.saving(constants, *args)[1])
-        self._is_by_layer = _depends_on_arguments(saving(leaves, slot, stream).jaxpr)
-        return self.split(self.saving(constants, leaves, slot, stream)[1])[1]
+        program = jax.make_jaxpr(lambda *args: self.saving(constants, *args)[1])(
+            leaves, slot, stream
+        )
+        self._is_by_layer = _depends_on_arguments(program.jaxpr)
+        return self.split(jaxpr_as_fun(program)(*leaves, slot, stream))[1]
 
     def split(self, saved: list[Array]) -> tuple[list[Array], list[Array]]:
         """Saved arrays that differ from layer to layer, and those that do not."""

@@ -20,7 +20,7 @@ from optimus_jax.mesh.branches import share_taken
 from optimus_jax.models.fused_attention import FusedCall, fused_call
 
 PRIMES = (101, 103, 107, 109, 113, 127, 131, 137, 139, 149, 151, 157, 163, 167, 173, 179, 181)
-CollectiveKind = Literal["all-reduce", "all-gather", "reduce-scatter"]
+CollectiveKind = Literal["all-reduce", "all-gather", "reduce-scatter", "all-to-all"]
 COLLECTIVES: dict[str, CollectiveKind] = {
     "psum": "all-reduce",
     "psum2": "all-reduce",
@@ -29,9 +29,10 @@ COLLECTIVES: dict[str, CollectiveKind] = {
     "all_gather": "all-gather",
     "all_gather_invariant": "all-gather",
     "reduce_scatter": "reduce-scatter",
+    "all_to_all": "all-to-all",
 }
 """Kinds by the names of JAX's primitives."""
-NOT_PRICED = ("all_to_all", "ragged_all_to_all", "ppermute", "pmin", "pgather")
+NOT_PRICED = ("ragged_all_to_all", "ppermute", "pmin", "pgather")
 """Primitives that communicate, and that no layer here uses."""
 
 

@@ -237,8 +237,11 @@ class _DeviceStep:
         self.config, self.plan, self.optimizer = config, plan, optimizer
         self.shapes = shapes
         self.rules = plan.active_rules(config.model)
-        self.layouts = layouts_of(shapes.leaves, plan.active_rules(config.model), plan.zero)
-        comm = Collectives(jnp.dtype(COMPUTE_DTYPES[plan.precision]), self.rules, plan.zero)
+        self.layouts = layouts_of(
+            shapes.leaves, plan.active_rules(config.model), plan.zero, plan.scatter
+        )
+        dtype = jnp.dtype(COMPUTE_DTYPES[plan.precision])
+        comm = Collectives(dtype, self.rules, plan.zero, plan.scatter)
         self.objective = Objective(config=config, shapes=shapes, plan=plan, comm=comm)
         self.of_leaf = [
             make_optimizer(config.optimizer, leaf, moments=plan.moments)

@@ -237,6 +237,26 @@ def test_halves_hide_exchanges_over_tensor_and_compute_longer():
     assert halves["feed-forward"] > alone["feed-forward"]
 
 
+def test_an_exchange_halves_bytes_in_a_host_and_multiplies_those_between_hosts():
+    inside, across = (
+        [
+            sum(
+                CommunicationTimes(plan.axes, cluster, RATES).time(op) * op.count
+                for op in communication_ops(
+                    workload_of(), plan, layer_shape(workload_of(), plan), OURS
+                )
+                if op.kind in ("reduce-scatter", "all-to-all")
+            )
+            for scatter in ("sum", "exchange")
+            for plan in [plan_of(mesh, scatter=scatter)]
+        ]
+        for mesh, cluster in (("fsdp=8", HOST), ("fsdp=64", HOSTS))
+    )
+    assert 0.5 < inside[1] / inside[0] < 0.6, "half, and the same latency"
+    # A ring leaves a host once, through the links of all its devices: 3.6 times without latency.
+    assert 2.5 < across[1] / across[0] < 3.6
+
+
 def test_each_kept_layer_saves_its_recomputation():
     times = [
         priced(plan_of("fsdp=8", overlap="layers", remat="full", kept_layers=kept)).step_time_s

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
-from optimus_jax.config import ModelConfig, Overlap, RematPolicy
+from optimus_jax.config import ModelConfig, Overlap, RematPolicy, Scatter
 from optimus_jax.config.axes import FSDP, PIPE, TENSOR
 from optimus_jax.mesh.axes import EMBED, HEADS, LENGTH, MLP, VOCAB
 from optimus_jax.models.program_reader import CollectiveKind, ProgramPart
@@ -49,11 +49,19 @@ BESIDE_LAYERS: Mapping[CollectiveKind, float] = {
     "all-gather": 0.97,
     "reduce-scatter": 0.95,
     "all-reduce": 0.95,
+    "all-to-all": 0.95,
 }
 """Hidden share of a layer's exchanges of matrices and gradients under overlap=layers and halves;
 and of those in a layer under halves, BESIDE_HALVES. From the order of instructions of plans that
 were compiled for H100s, where compute suffices (docs/decisions/0035)."""
 BESIDE_HALVES = 0.85
+
+
+def exchanged_bytes(plan: Plan) -> int:
+    """Bytes of an element of a layer's gradient that is exchanged to be scattered: of the products
+    that give it (mesh/formats.py).
+    """
+    return 2 if plan.precision == "bf16" else F32_BYTES
 
 
 class CommunicationOp(NamedTuple):
@@ -89,7 +97,11 @@ def layer_ops(
     recomputes = pipeline is not None and not pipeline.keep_residuals
     split = tuple((logical, rules.get(logical, ())) for logical in IN_LAYERS)
     loops = _LoopShape(
-        plan.overlap, pipeline.most_layers if pipeline else model.num_layers, pipeline is None
+        plan.overlap,
+        pipeline.most_layers if pipeline else model.num_layers,
+        pipeline is None,
+        plan.scatter,
+        exchanged_bytes(plan),
     )
     return _in_layer(layer, plan.remat, plan.zero, recomputes, split, implementation, loops)
 
@@ -102,6 +114,9 @@ class _LoopShape(NamedTuple):
     """Of a loop."""
     hands_over: bool
     """As of `run_stack`."""
+    scatter: Scatter
+    gradient_bytes: int
+    """Bytes of an element of a gradient that is exchanged."""
 
     def hidden_share(self, kind: CollectiveKind, *, of_storage: bool) -> float | None:
         """That of a collective in a layer; None: as without loops of their own."""
@@ -197,18 +212,23 @@ def _in_layer(
                 hides = (of_storage and implementation.fsdp_hides) or share is not None
                 num_bytes = each.num_bytes.of(layer.sizes)
                 messages.append((each.kind, axes, part, hides, share, num_bytes))
-    ops = tuple(
-        op._replace(count=op.count * loops.gathers(op.part))
-        if op.kind == "all-gather" and op.axes == (FSDP,)
-        else op
-        for op in _joined(messages)
-    )
+    ops = tuple(_in_loops(op, loops) if op.axes == (FSDP,) else op for op in _joined(messages))
     if implementation.fsdp_combines:
         ops = tuple(
             op._replace(num_bytes=op.num_bytes * op.count, count=1) if op.axes == (FSDP,) else op
             for op in ops
         )
     return ops
+
+
+def _in_loops(op: CommunicationOp, loops: _LoopShape) -> CommunicationOp:
+    """An exchange of a layer's matrices or their gradients, as the plan's loops have it."""
+    if op.kind == "all-gather":
+        return op._replace(count=op.count * loops.gathers(op.part))
+    if loops.scatter == "exchange":
+        size = op.num_bytes / F32_BYTES * loops.gradient_bytes
+        return op._replace(kind="all-to-all", num_bytes=size)
+    return op
 
 
 def _joined(
@@ -287,7 +307,11 @@ def step_ops(
         # What is stored in bf16 is gathered as it is (mesh/zero.py).
         gathered = sum(each.whole * min(width, each.itemsize) for each in outer)
         if scattered:
-            found.append(CommunicationOp("reduce-scatter", (FSDP,), "step", scattered, times))
+            kind: CollectiveKind = "reduce-scatter" if plan.scatter == "sum" else "all-to-all"
+            # Stages add gradients up in float32 before they are scattered.
+            size = F32_BYTES if plan.pipeline is not None else exchanged_bytes(plan)
+            scattered = scattered / F32_BYTES * (F32_BYTES if plan.scatter == "sum" else size)
+            found.append(CommunicationOp(kind, (FSDP,), "step", scattered, times))
         if plan.zero == 3:
             found.append(CommunicationOp("all-gather", (FSDP,), "step", gathered, times))
     return found

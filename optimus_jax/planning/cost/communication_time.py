@@ -22,6 +22,9 @@ class _PathTime(NamedTuple):
     """Latency of one pass around the ring."""
     tree_latency_s: float = 0.0
     """The same latency with trees between hosts, which NCCL uses for small all-reduces."""
+    between_s_per_byte: float = 0.0
+    """Seconds per byte of a device's link to other hosts, if the ring leaves the host."""
+    hosts: int = 1
 
 
 class CommunicationTimes:
@@ -50,6 +53,10 @@ class CommunicationTimes:
         if is_send:
             return exchange.num_bytes * path.s_per_byte + path.latency_s
         around_s = (path.size - 1) / path.size * exchange.num_bytes * path.s_per_byte
+        if exchange.kind == "all-to-all":
+            # Every device sends other hosts' parts through its own link: no ring joins them.
+            leaving_s = (path.hosts - 1) / path.hosts * exchange.num_bytes * path.between_s_per_byte
+            around_s = max(around_s, leaving_s)
         ring_s = (
             2.0 * (around_s + path.tree_latency_s)
             if exchange.kind == "all-reduce"
@@ -71,6 +78,7 @@ class CommunicationTimes:
         if size == 1:
             return _PathTime(1, 0.0, 0.0, 0.0)
         on_host, speed, latency_s, tree_latency_s = size / hosts, math.inf, 0.0, 0.0
+        between_s_per_byte = 0.0
         if on_host > 1:
             speed = speed_of(cluster.intra_host) * rates.collective_share
             latency_s = tree_latency_s = (on_host - 1) * _latency(
@@ -78,12 +86,13 @@ class CommunicationTimes:
             )
         if hosts > 1:
             assert cluster.inter_host is not None, "several hosts have an inter-host link"
-            speed = min(speed, speed_of(cluster.inter_host) * rates.inter_host_share * on_host)
+            of_device = speed_of(cluster.inter_host) * rates.inter_host_share
+            speed, between_s_per_byte = min(speed, of_device * on_host), 1 / of_device
             hop_s = _latency(cluster.inter_host, rates.inter_host_latency_s)
             latency_s += (hosts - 1) * hop_s
             # NCCL sums small messages along trees; it gathers and scatters in rings.
             tree_latency_s += min(hosts - 1, 2 * math.log2(hosts)) * hop_s
-        return _PathTime(size, 1 / speed, latency_s, tree_latency_s)
+        return _PathTime(size, 1 / speed, latency_s, tree_latency_s, between_s_per_byte, hosts)
 
     def _send(self, names: tuple[str, ...]) -> _PathTime:
         cluster, rates = self._cluster, self._rates

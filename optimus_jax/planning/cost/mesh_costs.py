@@ -150,7 +150,7 @@ class MeshCosts:
 
         def costs(plan: Plan) -> LayerCosts:
             ahead = plan.overlap != "none" and (plan.overlap, loop)
-            key = rows, zero, plan.remat, recomputes, ahead
+            key = rows, zero, plan.remat, recomputes, ahead, plan.scatter
             found = self._layers.get(key)
             if found is None:
                 found = self._layers[key] = self._layer(replace(plan, zero=zero), rows, recomputes)
@@ -175,7 +175,7 @@ class MeshCosts:
         """What the step has once, at this ZeRO stage in the place of the plan's."""
         gathers = plan.microbatches if plan.pipeline is None and zero >= 2 else 1
         beside = (plan.overlap, plan.remat, plan.kept_layers) if plan.sums_by_layer else None
-        key = zero, layers_on_device(self._workload.model, plan), gathers, beside
+        key = zero, layers_on_device(self._workload.model, plan), gathers, beside, plan.scatter
         found = self._step_ends.get(key)
         if found is None:
             found = self._step_ends[key] = self._step_end(replace(plan, zero=zero))

@@ -105,6 +105,7 @@ def plan_for(config: Config, axes: AxisSizes, topology: Topology) -> Plan:
         offload=least_offload(config),
         kept_layers=parallel.kept_layers or 0,
         overlap=overlaps(config, axes, topology.platform)[0],
+        scatter=parallel.scatter,
     )
 
 

@@ -73,6 +73,8 @@ def flags(plan: Plan) -> str:
         parts.append(f"--set parallel.overlap={plan.overlap}")
     if plan.kept_layers:
         parts.append(f"--set parallel.kept_layers={plan.kept_layers}")
+    if plan.scatter != "sum":
+        parts.append(f"--set parallel.scatter={plan.scatter}")
     if pipeline := plan.pipeline:
         parts.append(f"--schedule {pipeline.schedule}")
         parts += [f"--set parallel.repeats={pipeline.repeats}"] if pipeline.repeats > 1 else []

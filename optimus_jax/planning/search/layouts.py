@@ -133,6 +133,7 @@ def layout_groups(config: Config, topology: Topology) -> Iterator[LayoutGroup | 
                 offload=least_offload(config),
                 kept_layers=config.parallel.kept_layers or 0,
                 overlap=overlap,
+                scatter=config.parallel.scatter,
             )
             yield from _like(common, config)
 
