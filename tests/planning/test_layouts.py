@@ -10,6 +10,7 @@ from optimus_jax.config.axes import AxisSizes
 from optimus_jax.errors import PlanError
 from optimus_jax.mesh.topology import Topology
 from optimus_jax.plan import Plan
+from optimus_jax.planning.profiles.cluster import Cluster
 from optimus_jax.planning.search.assemble import memory_fallbacks, plan_for
 from optimus_jax.planning.search.layouts import TENSOR_RULES, Rejection, axis_sizes, layouts
 
@@ -59,6 +60,16 @@ def test_every_layout_is_legal_and_listed_once(num_devices):
         assert plan.num_devices == num_devices
         plan.validate(MODEL, global_batch=24)
     assert len(set(found)) == len(found) > 0
+
+
+@pytest.mark.parametrize("settings", [{}, {"kept_layers": 3}, {"overlap": "halves"}])
+def test_every_layout_of_gpus_is_legal(settings):
+    found = legal(Cluster.parse("h100:8").topology(), **settings)
+    for plan in found:
+        plan.validate(MODEL, global_batch=24)
+    assert {plan.axes.pipe for plan in found} > {1}
+    if not settings:
+        assert {plan.overlap for plan in found} == {"none", "layers", "halves"}
 
 
 @pytest.mark.slow

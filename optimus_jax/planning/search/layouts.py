@@ -174,6 +174,13 @@ def _like(common: Plan, config: Config) -> Iterator[LayoutGroup | Rejection]:
         if isinstance(pipeline, Rejection):
             yield pipeline
             continue
+        if pipeline is not None and pipeline.most_layers < common.kept_layers:
+            yield Rejection(
+                layouts=f"{axes}, repeats={pipeline.repeats}",
+                reason=f"kept_layers={common.kept_layers}, and a visit has"
+                f" {counted(pipeline.most_layers, 'layer')}",
+            )
+            continue
         numbers = _microbatches(config, global_batch // ways, axes, pipeline)
         if isinstance(numbers, Rejection):
             yield numbers
