@@ -10,7 +10,6 @@ from optimus_jax.config.export import ExportConfig
 from optimus_jax.config.model import Features, ModelConfig, RopeScaling
 from optimus_jax.config.parallel import (
     OFFLOADS,
-    OVERLAPS,
     REMAT_POLICIES,
     AttentionKernel,
     MomentPrecision,
@@ -41,7 +40,6 @@ from optimus_jax.config.whole import DERIVED, Config
 __all__ = [
     "DERIVED",
     "OFFLOADS",
-    "OVERLAPS",
     "REMAT_POLICIES",
     "AttentionKernel",
     "CheckpointConfig",

@@ -24,7 +24,6 @@ OFFLOADS: tuple[Offload, ...] = typing.get_args(Offload)
 inputs that backward needs."""
 OffloadChoice = Literal["auto", "none", "activations", "optimizer", "all"]
 Overlap = Literal["none", "layers", "halves"]
-OVERLAPS: tuple[Overlap, ...] = typing.get_args(Overlap)
 """Whose compute the exchanges of a layer run beside: its own as far as possible, the next layer's
 (models/layer_loop.py), or in addition the other half's of the rows."""
 OverlapChoice = Literal["auto", "none", "layers", "halves"]

@@ -204,6 +204,7 @@ class Decoder(nnx.Module):
         """Run the stack in loops with their own backward (models/layer_loop.py)."""
         parts: list[tuple[Array, ForwardContext]] = [(positions_BL, run)]
         streams: tuple[Array, ...] = (x_BLD,)
+        # Plans have even rows; evaluations may have others, which run as one stream.
         if run.overlap == "halves" and len(x_BLD) % 2 == 0:
             parts = list(zip(jnp.split(positions_BL, 2), run.halves(), strict=True))
             streams = tuple(jnp.split(x_BLD, 2))
