@@ -27,7 +27,7 @@ from optimus_jax.faults.heartbeat import Heartbeats
 from optimus_jax.faults.progress import Progress
 from optimus_jax.faults.stopping import StopRequest
 from optimus_jax.plan import Plan
-from optimus_jax.planning.ahead_of_time.compiled_step import CompiledStep, compile_step
+from optimus_jax.planning.ahead_of_time.compiled_step import CompiledStep, StepCompilation
 from optimus_jax.planning.search.choice import Choice
 from optimus_jax.planning.search.phase_plans import plan_of, plans_ahead
 from optimus_jax.run.background_exports import BackgroundExports
@@ -91,6 +91,9 @@ def run_program(
         limits=lambda: (*learning.limits, *exports.limits),
     )
     resume = resumed is not None
+    compilation = StepCompilation(
+        program, bytes_per_device=topology.bytes_per_device, compiled=tried
+    )
     first = first_state(program, inputs, checkpoints, run, resume, display)
     now = in_phase(config, phase_after(config, int(first.state.step)))
     # the newest checkpoint is damaged, and the one before it belongs to an earlier phase
@@ -149,11 +152,7 @@ def run_program(
             display.message(note)
     progress.begin("compile")
     batches = inputs.phase_batches(program, first_step)
-    step = (
-        tried
-        if tried is not None and tried.program is program
-        else compile_step(program, bytes_per_device=topology.bytes_per_device)
-    )
+    step = compilation.of(program)
     step.check_memory(do="use more --microbatches, --remat full, or more devices along fsdp")
     run.log_event(
         "compile", first_step, compile_time_s=step.compile_s, step_bytes_per_device=step.step_bytes

@@ -5,7 +5,9 @@ with the step that its trial compiled, if there was one (run/first_plan.py).
 """
 
 import time
+from concurrent.futures import Future
 from dataclasses import dataclass
+from threading import Thread
 
 import jax
 
@@ -68,3 +70,41 @@ def compile_step(program: Program, *, bytes_per_device: int | None = None) -> Co
         allocated=check_executable(compiled.memory_analysis(), bytes_per_device),
         compile_s=time.perf_counter() - started,
     )
+
+
+class StepCompilation:
+    """Compiles the step of a program in a thread, while other work goes on: XLA does not need
+    Python's lock.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        *,
+        bytes_per_device: int | None = None,
+        compiled: CompiledStep | None = None,
+    ):
+        """`compiled`: the step, if it was compiled already."""
+        self._program, self._bytes_per_device = program, bytes_per_device
+        self._done: Future[CompiledStep] = Future()
+        if compiled is not None:
+            self._done.set_result(compiled)
+        else:
+            # A daemon, so that a run that fails meanwhile ends at once.
+            Thread(target=self._compile, name="compile", daemon=True).start()
+
+    def of(self, program: Program) -> CompiledStep:
+        """The compiled step of a program: this one's, or of another that came to be needed
+        instead. Raises what compiling has raised.
+        """
+        if program is self._program:
+            return self._done.result()
+        return compile_step(program, bytes_per_device=self._bytes_per_device)
+
+    def _compile(self) -> None:
+        try:
+            self._done.set_result(
+                compile_step(self._program, bytes_per_device=self._bytes_per_device)
+            )
+        except BaseException as error:
+            self._done.set_exception(error)
