@@ -15,7 +15,14 @@ from jax.sharding import Mesh
 from optimus_jax.devices.accelerators import accelerator_of_kind
 from optimus_jax.devices.backend import gpu_memory_share
 from optimus_jax.mesh.formats import COMPUTE_DTYPES
-from optimus_jax.mesh.xla_options import CPU_OPTIONS, GPU, MODE, CompilerOption, without_user_flags
+from optimus_jax.mesh.xla_options import (
+    CPU_OPTIONS,
+    GPU,
+    MODE,
+    QUICK_COMPILATION,
+    CompilerOption,
+    without_user_flags,
+)
 from optimus_jax.plan import Plan
 
 _NVIDIA = "https://docs.nvidia.com/jax-toolbox/performance-profiling/gpu-performance"
@@ -173,6 +180,8 @@ def _options(
 ) -> Iterator[CompilerOption]:
     if platform == "cpu":
         yield from CPU_OPTIONS
+        if plan.precision == "f32":
+            yield QUICK_COMPILATION
     if plan.precision == "f16":
         yield NO_EXCESS_PRECISION
     if platform not in GPU:

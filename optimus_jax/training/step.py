@@ -29,7 +29,7 @@ from optimus_jax.mesh.formats import COMPUTE_DTYPES
 from optimus_jax.mesh.leaf import trained_of, with_trained
 from optimus_jax.mesh.sharding import batch_spec, layouts_of, map_trained, put_batch
 from optimus_jax.mesh.sums import Sums
-from optimus_jax.mesh.xla_options import GPU, CompilerOption, as_compiler_dict
+from optimus_jax.mesh.xla_options import GPU, CompilerOption, as_compiler_dict, compiler_options
 from optimus_jax.mesh.zero import LeafLayout, varying_axes
 from optimus_jax.models.keys import make_key
 from optimus_jax.models.shapes import ModelShapes, Params
@@ -126,6 +126,7 @@ class Program:
             ),
             donate_argnums=0 if source is self.shapes else (),
             out_shardings=self.state_shardings,
+            compiler_options=compiler_options(self.mesh),
         )
         return begin(params)
 
@@ -206,6 +207,7 @@ def build_program(config: Config, plan: Plan, devices: Sequence[Any] | None = No
         init=jax.jit(
             lambda seed: initial_state(shapes, optimizer, config.precision, plan, seed),
             out_shardings=shardings,
+            compiler_options=compiler_options(mesh),
         ),
         train_step=jax.jit(
             jax.shard_map(step.train, mesh=mesh, in_specs=(specs, rows), out_specs=(specs, scalar)),

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 
 import jax
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 from plans import GPT, build, case
 
-from optimus_jax.mesh.xla_options import CPU_OPTIONS
+from optimus_jax.mesh.xla_options import CPU_OPTIONS, QUICK_COMPILATION
 from optimus_jax.training.compiler_options import (
     BLACKWELL_COMMAND_BUFFERS,
     DOUBLE_BUFFERING,
@@ -22,7 +23,7 @@ from optimus_jax.training.compiler_options import (
     usable_bytes,
 )
 
-GPU, B200 = ("gpu", "NVIDIA H200"), ("gpu", "NVIDIA B200")
+CPU, GPU, B200 = ("cpu", "cpu"), ("gpu", "NVIDIA H200"), ("gpu", "NVIDIA B200")
 
 
 def plan(mesh, **parallel):
@@ -34,6 +35,7 @@ HIDING = [LATENCY_HIDING, DOUBLE_BUFFERING]
 COMBINED = list(combined_exchanges(plan("fsdp=8", zero=3), LAYER_ELEMENTS))
 ALL_OPTIONS = (
     *CPU_OPTIONS,
+    QUICK_COMPILATION,
     LATENCY_HIDING,
     PIPELINED_ALL_GATHER,
     DOUBLE_BUFFERING,
@@ -81,13 +83,20 @@ def test_xla_refuses_an_unknown_option():
             [LATENCY_HIDING, *COMBINED],
         ),
         (B200, "data=1", {}, [BLACKWELL_COMMAND_BUFFERS]),
-        (("cpu", "cpu"), "fsdp=8", {}, list(CPU_OPTIONS)),
+        (CPU, "fsdp=8", {}, [*CPU_OPTIONS, QUICK_COMPILATION]),
         (("tpu", "TPU v5"), "fsdp=8", {}, []),
     ],
 )
-def test_options_are_chosen_by_device_and_plan(device, mesh, settings, wanted):
+def test_options_are_chosen_by_device_and_plan(device, mesh, settings, wanted, monkeypatch):
+    monkeypatch.delenv("XLA_FLAGS")
     options = options_for(*device, plan(mesh, **settings), layer_elements=LAYER_ELEMENTS)
     assert list(options) == wanted
+
+
+def test_a_step_in_bf16_on_a_cpu_is_fully_optimised(monkeypatch):
+    monkeypatch.delenv("XLA_FLAGS")
+    options = options_for(*CPU, replace(plan("fsdp=8"), precision="bf16"))
+    assert list(options) == list(CPU_OPTIONS)
 
 
 def test_exchanges_are_joined_up_to_those_of_a_layer():
