@@ -42,7 +42,8 @@ def measure(mesh: str, settings: dict[str, str]) -> dict:
     """Run STEPS steps under one mesh in this process."""
     started = time.perf_counter()
     from optimus_jax.config.axes import AxisSizes
-    from optimus_jax.devices.cpu import restart_with_huge_pages, use_cpu_devices
+    from optimus_jax.devices.cpu import use_cpu_devices
+    from optimus_jax.system.huge_pages import restart_with_huge_pages
 
     restart_with_huge_pages()
     axes = AxisSizes.parse(mesh)

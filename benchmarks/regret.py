@@ -269,7 +269,8 @@ def main() -> int:
     )
     parser.add_argument("--limit", type=int, help="measure at most this many plans in this call")
     args = parser.parse_args()
-    from optimus_jax.devices.cpu import restart_with_huge_pages, use_cpu_devices
+    from optimus_jax.devices.cpu import use_cpu_devices
+    from optimus_jax.system.huge_pages import restart_with_huge_pages
 
     restart_with_huge_pages()
     use_cpu_devices(NUM_DEVICES)

@@ -341,7 +341,7 @@ def restored(directory: str) -> None:
 
 
 def main() -> None:
-    from optimus_jax.devices.cpu import restart_with_huge_pages
+    from optimus_jax.system.huge_pages import restart_with_huge_pages
 
     restart_with_huge_pages()
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])

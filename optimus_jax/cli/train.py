@@ -29,6 +29,7 @@ from optimus_jax.faults.stopping import (
 )
 from optimus_jax.run.command_line import Parser, settings
 from optimus_jax.system.environment import import_jax, replace_unencodable_characters
+from optimus_jax.system.huge_pages import restart_with_huge_pages
 from optimus_jax.system.resilient_io import (
     flush_with_timeout,
     ignoring_write_errors,
@@ -231,13 +232,13 @@ def main() -> int:
         return EXIT_NO_READER
     try:
         overrides = settings(given, note=notes.append)
-        # After parsing, so that --help does not wait for JAX.
-        import_jax()
-        from optimus_jax.devices.cpu import restart_with_huge_pages
-        from optimus_jax.run.api import train
-
         if "cpu_devices" in given:
             restart_with_huge_pages()
+        # After parsing, so that --help does not wait for JAX, and after a restart, which would
+        # import it twice.
+        import_jax()
+        from optimus_jax.run.api import train
+
         show_notes()  # after a possible restart, which would show them again
         raise_on_signal()
         return end_in_order(
