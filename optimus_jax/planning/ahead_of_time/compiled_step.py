@@ -73,8 +73,8 @@ def compile_step(program: Program, *, bytes_per_device: int | None = None) -> Co
 
 
 class StepCompilation:
-    """Compiles the step of a program in a thread, while other work goes on: XLA does not need
-    Python's lock.
+    """Compiles the step of a program in a thread, while the state is made or read. XLA does not
+    hold Python's lock.
     """
 
     def __init__(
@@ -90,8 +90,9 @@ class StepCompilation:
         if compiled is not None:
             self._done.set_result(compiled)
         else:
-            # A daemon, so that a run that fails meanwhile ends at once.
-            Thread(target=self._compile, name="compile", daemon=True).start()
+            # No daemon: XLA aborts a process that ends in the middle of a compilation. A run that
+            # fails meanwhile says so at once, and its process ends when the step is compiled.
+            Thread(target=self._compile, name="compile").start()
 
     def of(self, program: Program) -> CompiledStep:
         """The compiled step of a program: this one's, or of another that came to be needed
