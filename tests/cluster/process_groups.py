@@ -23,11 +23,11 @@ from jax.experimental import multihost_utils
 import optimus_jax
 from optimus_jax.devices import hosts
 from optimus_jax.mesh.sharding import local_rows
+from optimus_jax.planning.ahead_of_time import compiled_step
 from optimus_jax.planning.ahead_of_time.compile_report import Allocated
 from optimus_jax.planning.ahead_of_time.compiled_step import CompiledStep
 from optimus_jax.reshard.checksum import named_leaves
 from optimus_jax.run import inputs
-from optimus_jax.run import program as run
 from optimus_jax.training.trainer import Trainer
 
 save = Trainer.save
@@ -98,7 +98,7 @@ def do(task, group, number, address):
     # saving takes a sixth of the time
     Trainer.save = save if task.pop("saves", False) else lambda *_: None
     if task.get("resume"):
-        run.compile_step = uncompiled  # no step is left to run
+        compiled_step.compile_step = uncompiled  # no step is left to run
     result = optimus_jax.train(**task, **distributed_settings, cpu_devices=group["devices"])
     events = [
         json.loads(line) for line in (result.run_dir / "events.jsonl").read_text().splitlines()

@@ -36,9 +36,9 @@ from optimus_jax.errors import (
 from optimus_jax.faults.stopping import EXIT_RESTART
 from optimus_jax.inference.loading import load_text_model
 from optimus_jax.mesh.topology import Topology
+from optimus_jax.planning.ahead_of_time import compiled_step
 from optimus_jax.reshard.restack import is_stacked
 from optimus_jax.run import open_directory
-from optimus_jax.run import program as run
 from optimus_jax.run.first_plan import for_available_devices
 from optimus_jax.run_directory import directory as run_directory
 from optimus_jax.run_directory.directory import RunDirectory
@@ -362,7 +362,7 @@ def test_a_program_too_large_for_the_device_leaves_no_files(text, tmp_path, monk
     def refuse(*_, **__):
         raise PlanError("too large")
 
-    monkeypatch.setattr(run, "compile_step", refuse)
+    monkeypatch.setattr(compiled_step, "compile_step", refuse)
     with pytest.raises(PlanError, match="too large"):
         optimus_jax.train("gpt2-nano", run_dir=tmp_path / "run", data=text, **TINY)
     assert not list(tmp_path.iterdir())

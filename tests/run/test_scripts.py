@@ -292,8 +292,7 @@ SIGNALS = """
 import os, signal
 from optimus_jax.run.display import PlainDisplay
 from optimus_jax.training.trainer import Trainer
-from optimus_jax.run import program as run
-compiled = run.compile_step
+from optimus_jax.planning.ahead_of_time.compiled_step import StepCompilation
 """
 
 
@@ -309,12 +308,12 @@ compiled = run.compile_step
             "stopped without saving",
         ),
         (
-            "run.compile_step = lambda *_, **__: os.kill(os.getpid(), signal.SIGINT)",
+            "StepCompilation.of = lambda *_: os.kill(os.getpid(), signal.SIGINT)",
             130,
             "stopped before training had begun",
         ),
         (
-            "run.compile_step = lambda *_, **__: os.kill(os.getpid(), signal.SIGTERM)",
+            "StepCompilation.of = lambda *_: os.kill(os.getpid(), signal.SIGTERM)",
             75,
             "stopped before training had begun",
         ),
