@@ -10,11 +10,14 @@ import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+import jaxlib.version
 from jax.sharding import Mesh
 
 GPU = ("gpu", "cuda")
 """JAX's names of the GPU platform."""
-MODE = "COLLECTIVE_PIPELININGMODE_"
+_MODES_RENAMED = jaxlib.version.__version_info__ >= (0, 12, 0, 1)
+MODE = "COLLECTIVE_PIPELINING_MODE_" if _MODES_RENAMED else "COLLECTIVE_PIPELININGMODE_"
+"""XLA's names of modes begin so. Each version rejects the other's."""
 
 
 @dataclass(frozen=True, kw_only=True)
