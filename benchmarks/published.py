@@ -85,6 +85,12 @@ def megatron_core(tensor: int, data: int) -> ImplementationProfile:
     )
 
 
+@cache
+def _sending(profile: ImplementationProfile, parts: bool) -> ImplementationProfile:
+    """This profile, sending a stage's output in parts or whole."""
+    return replace(profile, sends_parts=parts)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Source:
     """A publication that rows come from."""
@@ -121,6 +127,9 @@ class Row:
     """Number of pipeline stages."""
     repeats: int | None = None
     """Visits of a microbatch to a stage; None: unknown."""
+    sends_parts: bool | None = None
+    """Whether devices along tensor send a part of a stage's output each (the scatter/gather
+    optimization of arXiv:2104.04473); None: as in the implementation profile."""
     fsdp: int = 1
     """Devices that `zero` splits the state over; the rest hold replicas."""
     zero: int = 0
@@ -199,6 +208,10 @@ class Row:
 
     def implementation_profile(self) -> ImplementationProfile:
         """The implementation profile of its software."""
+        profile = self._profile()
+        return profile if self.sends_parts is None else _sending(profile, self.sends_parts)
+
+    def _profile(self) -> ImplementationProfile:
         if self.source.software == "fms-fsdp":
             return COMPILED_16
         named = {
