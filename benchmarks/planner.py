@@ -27,7 +27,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from published import published_report, rank_report, scaling_report
+from published import published_report, rank_report, read, scaling_report
+from published_comparisons import comparison_report
 
 from optimus_jax.config import ModelConfig
 from optimus_jax.config.axes import AxisSizes
@@ -426,7 +427,10 @@ def main() -> None:
     if options.fit:
         report |= fitted_report(options.fit, options.test)
     if options.published:
-        report |= published_report() | {"weak scaling": scaling_report()}
+        report |= published_report() | {
+            "weak scaling": scaling_report(),
+            "comparisons": comparison_report(read("comparisons")),
+        }
     if options.ranks:
         report |= {"ranks": rank_report()}
     print(json.dumps(report, indent=2) if options.json else "\n".join(lines(report)))

@@ -316,8 +316,10 @@ class Row:
         return math.log(self.published_s() / self.predicted_s(share))
 
 
-def read(section: Literal["rows", "scaling"] = "rows") -> list[Row]:
-    """All published rows of a section: throughputs, or tables of weak scaling."""
+def read(section: Literal["rows", "scaling", "comparisons"] = "rows") -> list[Row]:
+    """All published rows of a section: throughputs, tables of weak scaling, or tables and figures
+    that compare settings of one layout.
+    """
     data = json.loads(FILE.read_text())
     sources = {name: Source(name=name, **about) for name, about in data["sources"].items()}
     return [
