@@ -38,6 +38,7 @@ class CommunicationTimes:
     def __init__(self, axes: AxisSizes, cluster: Cluster, rates: Rates):
         self._axes, self._cluster, self._rates = axes, cluster, rates
         self._path_times: dict[tuple[tuple[str, ...], bool], _PathTime] = {}
+        self._spans: dict[tuple[str, ...], tuple[int, int]] = {}
 
     def time(self, exchange: CommunicationOp) -> float:
         """Seconds that one execution takes without overlap.
@@ -70,8 +71,12 @@ class CommunicationTimes:
 
         Raises PlanError if the mesh is larger than the cluster.
         """
-        size = math.prod([self._axes[name] for name in names])
-        return size, self._cluster.hosts_crossed(self._axes, names) if size > 1 else 1
+        found = self._spans.get(names)
+        if found is None:
+            size = math.prod([self._axes[name] for name in names])
+            hosts = self._cluster.hosts_crossed(self._axes, names) if size > 1 else 1
+            found = self._spans[names] = size, hosts
+        return found
 
     def _ring(self, names: tuple[str, ...]) -> _PathTime:
         cluster, rates, (size, hosts) = self._cluster, self._rates, self.span(names)
