@@ -56,6 +56,7 @@ COMPILED = replace(
     lockstep=False,
     head_shared=False,
     repeats_last=True,
+    scheduled_by_xla=False,
     fsdp_combines=True,
 )
 COMPILED_16 = replace(COMPILED, name="PyTorch FSDP, compiled, gradients in bf16", gradient_bytes=2)

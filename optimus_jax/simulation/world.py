@@ -95,7 +95,8 @@ class World:
             matmul_flops_per_s=rates.matmul_flops_per_s * self.matmul,
             f32_matmul_flops_per_s=rates.f32_matmul_flops_per_s * self.matmul,
             memory_bytes_per_s=rates.memory_bytes_per_s * self.memory_speed,
-            overlap_share=float(random.uniform(0.35, 0.65)),
+            # What overlap saves, 0.7 to 1.3 times what is planned.
+            overlap_slowdown=2.0 - (2.0 - rates.overlap_slowdown) * float(random.uniform(0.7, 1.3)),
         )
         self.cluster = pricings[0].cluster
         self._scale = 1.0

@@ -219,10 +219,15 @@ class Job:
         self.runtime.moved(plan, costs_s)
 
     def has_only_improved(self) -> bool:
-        """Whether the run has stayed, or switched once, to a plan that is faster in truth."""
-        return len(self.switches) <= 1 and all(
-            self.true_s(plan) < self.true_s(BEST) for _, plan in self.switches
-        )
+        """Whether the run has stayed or switched once: to a plan that is faster in truth, or back
+        from one that was not, after a canary's few steps or, if noise hides it, the next look.
+        """
+        if not self.switches:
+            return True
+        (tried_step, tried), *taken_back = self.switches
+        if self.true_s(tried) < self.true_s(BEST):
+            return not taken_back
+        return [plan for _, plan in taken_back] == [BEST] and taken_back[0][0] <= tried_step + 40
 
     def true_s(self, plan: Plan, conditions: Conditions | None = None) -> float:
         return math.exp(self.truth.log_time(plan, conditions))
@@ -243,7 +248,7 @@ def test_noise_and_spikes_do_not_cause_a_switch(seed):
     for number in range(60):
         job.go(19, noise=0.06).go(1, factor=6.0 if number % 3 else 1.0)
     assert job.has_only_improved()
-    assert all(step < 20 for step, _ in job.switches), "before any spike"
+    assert all(step < 60 for step, _ in job.switches), "none for any of forty spikes"
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -562,7 +567,7 @@ def test_lost_devices_force_a_switch_and_recovered_devices_are_used_again():
     assert job.plan.num_devices < 64
     job.go(100)
     assert job.plan.num_devices == 64
-    assert len(job.switches) == 2
+    assert all(plan == BEST for _, plan in job.switches[2:]), "known to be faster from before"
     assert job.decisions[-1].step < 400
 
 
@@ -870,10 +875,10 @@ def test_a_switch_waits_for_a_boundary_many_quick_steps_away():
         TrainingPhase(steps_before=1500, global_batch=32, seq_len=4096),
     )
     job = Job(BEST, num_steps=50_000, phases=phases).go(1480, factor=0.02)
-    decision, about_now = job.decisions
-    assert (decision.action, decision.at_step) == ("switch", 1500)
+    *ahead, about_now = job.decisions
+    assert {(decision.action, decision.at_step) for decision in ahead} == {("switch", 1500)}
     assert (about_now.action, about_now.at_step) == ("stay", None)
-    assert decision.step < 1500 - 300
+    assert ahead[-1].step < 1500 - 300
     job.go(20, reported=Conditions(inter_host=10.0), factor=0.02)
     assert [step for step, _ in job.switches] == [1500]
 

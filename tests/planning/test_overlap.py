@@ -34,6 +34,13 @@ COMPILED = [
     ),
     ("fsdp=64", LARGE, 1, {"remat": "full"}, {GATHERS: 0.89, SCATTERS: 0.56}),
     ("fsdp=64", LARGE, 1, {"remat": "full", "overlap": "layers"}, {GATHERS: 0.98, SCATTERS: 0.97}),
+    (
+        "data=2,fsdp=32",
+        LARGE,
+        1,
+        {"remat": "full", "overlap": "layers"},
+        {GATHERS: 0.66, SCATTERS: 0.96},
+    ),
     ("fsdp=32,tensor=2", LARGE, 2, {"remat": "full"}, {GATHERS: 0.35, SCATTERS: 0.16}),
     (
         "fsdp=32,tensor=2",

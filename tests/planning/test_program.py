@@ -15,6 +15,7 @@ from optimus_jax.config.presets import model_preset
 from optimus_jax.mesh.build import discover
 from optimus_jax.models.families import features_of, has_window
 from optimus_jax.models.program_reader import ProgramReader, collectives_of, needed
+from optimus_jax.planning.cost.communication import LAYER_SUMS, OUTER, STEP
 from optimus_jax.planning.cost.head_program import head_program, head_sizes
 from optimus_jax.planning.cost.implementation_profile import OURS
 from optimus_jax.planning.cost.layer_shape import layer_shape
@@ -127,7 +128,7 @@ def test_collectives_of_the_parts_are_those_of_the_step(name, mesh):
         "layer backward": microbatches * backward_layers,
         "embed": microbatches,
         "head": microbatches,
-        "step": 1,
+        **dict.fromkeys((OUTER, LAYER_SUMS, STEP), 1),
     }
     gathered = {"tick": 2 * microbatches, "broadcast": microbatches * (1 + trains_embed)}
     if plan.pipeline is not None:

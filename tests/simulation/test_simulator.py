@@ -40,6 +40,7 @@ from optimus_jax.simulation.world import PlacedPlan
 
 BEST = search(PRICING, top=2).best
 START, SECOND = (candidate.plan for candidate in BEST)
+AS_FAST = replace(START, loss_chunk_tokens=1024)
 OTHER = default_plans(PRICING, 16)[0]
 PHASES = ("prepare", "quiesce", "move", "verify", "first_steps")
 
@@ -76,9 +77,8 @@ def test_true_speeds_are_off_by_the_shares_of_the_scenario():
 def test_without_misfit_only_overlap_differs_from_the_planner():
     world = truth(misfit=EXACT).world
     place = PlacedPlan(OTHER, tuple(range(16)))
-    nominal = replace(
-        PRICING, rates=replace(PRICING.rates, overlap_share=world._rates.overlap_share)
-    )
+    slowdown = world._rates.overlap_slowdown
+    nominal = replace(PRICING, rates=replace(PRICING.rates, overlap_slowdown=slowdown))
     assert world.step_time_s(place, NORMAL, 0) == pytest.approx(
         nominal.step_time_s(OTHER), rel=1e-12
     )
@@ -731,7 +731,7 @@ class Late(FollowsScript):
         is_due = observation.time_s >= 23 and not self.decisions
         self.decisions |= {0: None} if is_due else {}
         return (
-            Decision(step=observation.step, action="switch", plan=SECOND, why="a test")
+            Decision(step=observation.step, action="switch", plan=AS_FAST, why="a test")
             if is_due
             else None
         )
@@ -752,11 +752,10 @@ def test_a_new_plan_is_compared_with_steps_in_the_same_conditions_only(policy, k
 
 def test_a_failed_decision_is_asked_again_at_the_next_step():
     """By a policy that is asked at one step only, and foresees everything except the failure."""
-    as_fast = replace(START, loss_chunk_tokens=1024)
-    again = Decision(step=101, action="switch", plan=as_fast, why="a test")
+    again = Decision(step=101, action="switch", plan=AS_FAST, why="a test")
     outcome = run(
         truth({"kind": "switch", "phase": "prepare"}, misfit=EXACT),
-        FollowsScript(switch(100, as_fast) | {101: again}),
+        FollowsScript(switch(100, AS_FAST) | {101: again}),
         every=None,
         asked_at=(100,),
         compiles_ahead=True,

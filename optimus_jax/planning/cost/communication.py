@@ -6,7 +6,7 @@ backward of one microbatch, one embedding, one microbatch's head, one broadcast 
 one tick, or the whole step.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
@@ -32,10 +32,16 @@ from optimus_jax.planning.cost.parameters import (
 from optimus_jax.planning.cost.workload import Workload
 
 LayerPart = Literal["layer forward", "layer backward"]
-StepPart = LayerPart | Literal["embed", "head", "broadcast", "tick", "step"]
+StepPart = LayerPart | Literal["embed", "head", "broadcast", "tick", "outer", "layer sums", "step"]
 LAYER_PARTS: tuple[LayerPart, LayerPart] = ("layer forward", "layer backward")
 OUTSIDE_LAYERS: tuple[StepPart, ...] = ("embed", "head", "broadcast")
 """The parts of embedding and head."""
+OUTER: Literal["outer"] = "outer"
+"""The part of the step for matrices of embedding and head, which are exchanged over fsdp."""
+LAYER_SUMS: Literal["layer sums"] = "layer sums"
+"""That for sums over replicas that run layer by layer, beside backward."""
+STEP: Literal["step"] = "step"
+"""That for what a step has once, at its end."""
 
 ZERO_STAGE_OF: dict[CollectiveKind, int] = {"reduce-scatter": 2, "all-gather": 3}
 """ZeRO stage from which a layer scatters its gradients, and gathers its matrices."""
@@ -44,17 +50,6 @@ IN_LAYERS = (HEADS, MLP, EMBED)
 VOCABULARY = "vocabulary"
 """The term for communication of embedding and head; other terms are named by their first axis."""
 F32_BYTES = 4
-
-BESIDE_LAYERS: Mapping[CollectiveKind, float] = {
-    "all-gather": 0.97,
-    "reduce-scatter": 0.95,
-    "all-reduce": 0.95,
-    "all-to-all": 0.95,
-}
-"""Hidden share of a layer's exchanges of matrices and gradients under overlap=layers and halves;
-and of those in a layer under halves, BESIDE_HALVES. From the order of instructions of plans that
-were compiled for H100s, where compute suffices (docs/decisions/0035)."""
-BESIDE_HALVES = 0.85
 
 
 def exchanged_bytes(plan: Plan) -> int:
@@ -78,10 +73,7 @@ class CommunicationOp(NamedTuple):
     count: float
     """Executions in that part."""
     hides: bool = False
-    """Whether it may overlap with compute."""
-    hidden_share: float | None = None
-    """The share of its time that does, if there is enough compute; None: the rates'
-    `overlap_share`."""
+    """Whether it may overlap with compute where no compiler says how (planning/cost/overlap.py)."""
 
     @property
     def term(self) -> str:
@@ -117,12 +109,6 @@ class _LoopShape(NamedTuple):
     scatter: Scatter
     gradient_bytes: int
     """Bytes of an element of a gradient that is exchanged."""
-
-    def hidden_share(self, kind: CollectiveKind, *, of_storage: bool) -> float | None:
-        """That of a collective in a layer; None: as without loops of their own."""
-        if of_storage and self.overlap != "none":
-            return BESIDE_LAYERS[kind]
-        return BESIDE_HALVES if self.overlap == "halves" and not of_storage else None
 
     def gathers(self, part: StepPart) -> float:
         """Gathers of a layer's matrices: one more in a loop that gathers ahead, in forward of a
@@ -208,10 +194,9 @@ def _in_layer(
             axes = rules.get(EMBED if of_storage else over, ())
             # fsdp's axis also splits the batch, so it is there at every ZeRO stage.
             if axes and not (of_storage and zero < ZERO_STAGE_OF[each.kind]):
-                share = loops.hidden_share(each.kind, of_storage=of_storage)
-                hides = (of_storage and implementation.fsdp_hides) or share is not None
+                hides = of_storage and implementation.fsdp_hides
                 num_bytes = each.num_bytes.of(layer.sizes)
-                messages.append((each.kind, axes, part, hides, share, num_bytes))
+                messages.append((each.kind, axes, part, hides, num_bytes))
     ops = tuple(_in_loops(op, loops) if op.axes == (FSDP,) else op for op in _joined(messages))
     if implementation.fsdp_combines:
         ops = tuple(
@@ -232,17 +217,15 @@ def _in_loops(op: CommunicationOp, loops: _LoopShape) -> CommunicationOp:
 
 
 def _joined(
-    messages: Iterable[tuple[CollectiveKind, tuple[str, ...], StepPart, bool, float | None, float]],
+    messages: Iterable[tuple[CollectiveKind, tuple[str, ...], StepPart, bool, float]],
 ) -> tuple[CommunicationOp, ...]:
-    """One op for all messages (kind, axes, part, hides, hidden share, bytes) that are alike but for
-    their bytes.
-    """
+    """One op for all messages (kind, axes, part, hides, bytes) alike but for their bytes."""
     found: dict[tuple, list[float]] = {}
     for *key, num_bytes in messages:
         found.setdefault(tuple(key), []).append(num_bytes)
     return tuple(
-        CommunicationOp(kind, axes, part, sum(sizes) / len(sizes), len(sizes), hides, share)
-        for (kind, axes, part, hides, share), sizes in found.items()
+        CommunicationOp(kind, axes, part, sum(sizes) / len(sizes), len(sizes), hides)
+        for (kind, axes, part, hides), sizes in found.items()
     )
 
 
@@ -263,7 +246,7 @@ def _in_head(
         for each in of_part.collectives:
             axes = tuple(axis for over in each.over for axis in axes_of[over])
             if axes:
-                messages.append((each.kind, axes, part, False, None, each.num_bytes.of(sizes)))
+                messages.append((each.kind, axes, part, False, each.num_bytes.of(sizes)))
     return _joined(messages)
 
 
@@ -294,11 +277,10 @@ def step_ops(
         if plan.sums_by_layer and kind == "all-reduce" and by_layer:
             # Behind scatters, sums begin an iteration later, and the first one is of zeros.
             times = num_layers + (plan.zero >= 2)
-            share = BESIDE_LAYERS[kind]
-            found.append(CommunicationOp(kind, over, "step", layer * size, times, True, share))
+            found.append(CommunicationOp(kind, over, LAYER_SUMS, layer * size, times, True))
         else:
             at_end += num_layers * layer
-        found.append(CommunicationOp(kind, over, "step", at_end * size, 1))
+        found.append(CommunicationOp(kind, over, STEP, at_end * size, 1))
     if plan.zero >= 2:
         # Once per microbatch, or once per step with pipeline stages.
         times = 1 if plan.pipeline is not None else plan.microbatches
@@ -311,7 +293,7 @@ def step_ops(
             # Stages add gradients up in float32 before they are scattered.
             size = F32_BYTES if plan.pipeline is not None else exchanged_bytes(plan)
             scattered = scattered / F32_BYTES * (F32_BYTES if plan.scatter == "sum" else size)
-            found.append(CommunicationOp(kind, (FSDP,), "step", scattered, times))
+            found.append(CommunicationOp(kind, (FSDP,), OUTER, scattered, times))
         if plan.zero == 3:
-            found.append(CommunicationOp("all-gather", (FSDP,), "step", gathered, times))
+            found.append(CommunicationOp("all-gather", (FSDP,), OUTER, gathered, times))
     return found

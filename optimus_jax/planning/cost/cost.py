@@ -149,6 +149,28 @@ def term_times(
     )
 
 
+def hidden_shares(
+    workload: Workload,
+    plan: Plan,
+    cluster: Cluster,
+    rates: Rates,
+    implementation: ImplementationProfile = OURS,
+) -> dict[tuple[str, tuple[str, ...]], float]:
+    """The predicted share of the time of exchanges that runs beside compute, by kind and mesh axes:
+    of those in layers, of the matrices of embedding and head, and at the end of a step.
+
+    Raises what `predict` raises.
+    """
+    times: dict[tuple[str, tuple[str, ...]], float] = {}
+    beside = dict(times)
+    costs = _cluster_costs(workload, cluster, rates, implementation)
+    for op, time_s, beside_s in costs.mesh(plan).exchanges(plan):
+        key = op.kind, op.axes
+        times[key] = times.get(key, 0.0) + time_s
+        beside[key] = beside.get(key, 0.0) + beside_s
+    return {key: beside[key] / time_s for key, time_s in times.items() if time_s}
+
+
 @lru_cache(maxsize=1 << 8)
 def _cluster_costs(
     workload: Workload, cluster: Cluster, rates: Rates, implementation: ImplementationProfile

@@ -68,6 +68,9 @@ class ImplementationProfile:
     the result."""
     fsdp_hides: bool
     """Whether collectives over fsdp can overlap with a layer's compute."""
+    scheduled_by_xla: bool
+    """Whether on GPUs exchanges run beside compute as XLA's compiler orders them
+    (planning/cost/overlap.py)."""
     fsdp_combines: bool
     """Whether a layer's matrices are gathered, and their gradients scattered, as one array."""
     pads_whole_vocab: bool
@@ -97,6 +100,7 @@ OURS = ImplementationProfile(
     sends_parts=True,
     repeats_last=False,
     fsdp_hides=True,
+    scheduled_by_xla=True,
     fsdp_combines=False,
     pads_whole_vocab=True,
 )
@@ -126,6 +130,7 @@ MEGATRON = ImplementationProfile(
     sends_parts=False,
     repeats_last=True,
     fsdp_hides=False,
+    scheduled_by_xla=False,
     fsdp_combines=True,
     pads_whole_vocab=False,
 )

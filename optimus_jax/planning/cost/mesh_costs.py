@@ -7,7 +7,7 @@ fsdp and tensor, and does not depend on how the other devices are split.
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -17,7 +17,10 @@ from optimus_jax.plan import Plan
 from optimus_jax.planning.cost.communication import (
     IN_LAYERS,
     LAYER_PARTS,
+    LAYER_SUMS,
+    OUTER,
     OUTSIDE_LAYERS,
+    STEP,
     CommunicationOp,
     StepPart,
     head_ops,
@@ -29,6 +32,7 @@ from optimus_jax.planning.cost.communication_time import CommunicationTimes
 from optimus_jax.planning.cost.head_program import head_program, head_sizes, vocab_split
 from optimus_jax.planning.cost.implementation_profile import ImplementationProfile
 from optimus_jax.planning.cost.layer_shape import LayerShape, row_shape, rows_of, shape_point
+from optimus_jax.planning.cost.overlap import OverlapTimes
 from optimus_jax.planning.cost.parameters import layers_on_device, updated_params
 from optimus_jax.planning.cost.rates import Rates, ShapePoint
 from optimus_jax.planning.cost.stage_time import LayerTime, embed_time, head_time, layer_time
@@ -48,7 +52,7 @@ class LayerCosts(NamedTuple):
     exposed: Mapping[str, float]
     """Communication forward and backward, by mesh axis."""
     free_s: float
-    """Seconds of backward's compute beside which nothing runs."""
+    """Seconds of backward's compute beside which more could run."""
 
 
 class MicrobatchCosts(NamedTuple):
@@ -122,7 +126,10 @@ class MeshCosts:
             costs.implementation,
         )
         communication = CommunicationTimes(plan.axes, costs.cluster, costs.rates)
-        self._time_of, model = communication.time, costs.workload.model
+        self._overlap = OverlapTimes(
+            communication, costs.rates, costs.implementation, costs.cluster.accelerator.platform
+        )
+        model = costs.workload.model
         self._row_shape = row_shape(costs.workload, plan)
         self._batch_ways = plan.batch_ways()
         device = self._row_shape, plan.axes.tensor
@@ -149,11 +156,16 @@ class MeshCosts:
         loop = plan.pipeline.most_layers if plan.pipeline else self._workload.model.num_layers
 
         def costs(plan: Plan) -> LayerCosts:
-            ahead = plan.overlap != "none" and (plan.overlap, loop)
+            # Only gathers ahead depend on the number of layers of a loop.
+            ahead = plan.overlap != "none" and (
+                plan.overlap,
+                loop if zero == 3 else None,
+                self._overlap.behind_sums(plan),
+            )
             key = rows, zero, plan.remat, recomputes, ahead, plan.scatter
             found = self._layers.get(key)
             if found is None:
-                found = self._layers[key] = self._layer(replace(plan, zero=zero), rows, recomputes)
+                found = self._layers[key] = self._layer(replace(plan, zero=zero))
             return found
 
         if not plan.kept_layers:
@@ -181,7 +193,32 @@ class MeshCosts:
             found = self._step_ends[key] = self._step_end(replace(plan, zero=zero))
         return found
 
-    def _layer(self, plan: Plan, rows: float, recomputes: bool) -> LayerCosts:
+    def exchanges(self, plan: Plan) -> Iterator[tuple[CommunicationOp, float, float]]:
+        """The exchanges of a step in layers, of matrices outside them, and at its end: with their
+        seconds in the whole step, and those of these beside compute.
+        """
+        num_layers = self._workload.model.num_layers
+        loop = plan.pipeline.most_layers if plan.pipeline else num_layers
+        kept, visits = plan.kept_layers / loop, plan.microbatches * num_layers / plan.axes.pipe
+        parts = [
+            (share * visits, ops, usable_s)
+            for share, layers in ((kept, replace(plan, remat="none")), (1 - kept, plan))
+            for _, ops, usable_s in self._layer_parts(layers)
+        ]
+        for times, ops, usable_s in parts + [(1.0, *end) for end in self._ends(plan)]:
+            for op, time_s, beside_s in zip(
+                ops, *self._overlap.times(ops, plan, usable_s), strict=True
+            ):
+                yield op, times * time_s, times * beside_s
+
+    def _layer_parts(
+        self, plan: Plan
+    ) -> tuple[tuple[LayerTime, list[CommunicationOp], float], ...]:
+        """Forward and backward of a layer: its compute, exchanges, and the seconds of that part's
+        compute beside which they can run.
+        """
+        recomputes = plan.pipeline is not None and not plan.pipeline.keep_residuals
+        rows = rows_of(self._workload, self._batch_ways, plan.microbatches)
         streams = 2 if plan.overlap == "halves" else 1
         shape = self._row_shape.with_rows(rows / streams)
         ops = [
@@ -200,8 +237,16 @@ class MeshCosts:
         )
         if streams > 1:
             time = LayerTime(*[streams * seconds for seconds in time])
-        in_forward, _ = self._exposed(forward, time.forward)
-        in_backward, free_s = self._exposed(backward, time.backward)
+        usable_s = self._overlap.usable_s
+        return (
+            (time, forward, usable_s(time.forward)),
+            (time, backward, usable_s(time.backward)),
+        )
+
+    def _layer(self, plan: Plan) -> LayerCosts:
+        (time, forward, forward_s), (_, backward, backward_s) = self._layer_parts(plan)
+        in_forward, _ = self._exposed(forward, forward_s, plan)
+        in_backward, free_s = self._exposed(backward, backward_s, plan)
         return LayerCosts(
             time,
             time.forward + sum(in_forward.values()),
@@ -231,43 +276,59 @@ class MeshCosts:
             place=place,
             head=head_time(program, sizes, shape.width, place, rates, implementation),
             embed_again=embed_time(program, sizes, shape.width, place, rates),
-            exposed={part: sum(self._exposed(found)[0].values()) for part, found in ops.items()},
+            exposed={
+                part: sum(self._exposed(found, math.inf, plan)[0].values())
+                for part, found in ops.items()
+            },
         )
 
     def _step_end(self, plan: Plan) -> StepEnd:
+        exposed: dict[str, float] = {}
+        for ops, usable_s in self._ends(plan):
+            for name, time_s in self._exposed(ops, usable_s, plan)[0].items():
+                exposed[name] = exposed.get(name, 0.0) + time_s
+        model = self._workload.model
+        return StepEnd(exposed, updated_params(model, plan, self._implementation))
+
+    def _ends(self, plan: Plan) -> Iterator[tuple[list[CommunicationOp], float]]:
+        """The exchanges of `step_ops` by the compute beside which they can run, with its seconds:
+        what the layers' own leave of backward, embedding and head, and these with the optimizer.
+        """
         model, implementation = self._workload.model, self._implementation
-        width = self._row_shape.width
-        ops = step_ops(model, plan, width, implementation)
-        # What runs beside backward of the layers finds the compute that their own exchanges leave.
-        free_s = (
-            model.num_layers * self.layer(plan, plan.zero).free_s
-            if any(op.hides for op in ops)
-            else 0.0
+        by_part: dict[StepPart, list[CommunicationOp]] = {}
+        for op in step_ops(model, plan, self._row_shape.width, implementation):
+            by_part.setdefault(op.part, []).append(op)
+        if sums := by_part.get(LAYER_SUMS):
+            yield sums, model.num_layers * self.layer(plan, plan.zero).free_s
+        # In a pipeline they run before and after all of its ticks.
+        head_s = (
+            0.0
+            if plan.pipeline is not None
+            else self.microbatch(replace(plan, microbatches=1)).head
         )
-        exposed, _ = self._exposed(ops, free_s)
-        return StepEnd(exposed, updated_params(model, plan, implementation))
+        if outer := by_part.get(OUTER):
+            yield outer, head_s
+        update_s = (
+            updated_params(model, plan, implementation)
+            * implementation.optimizer_bytes
+            / self._rates.memory_bytes_per_s
+        )
+        yield by_part.get(STEP, []), head_s + update_s
 
     def _exposed(
-        self, ops: Iterable[CommunicationOp], compute_s: float = math.inf
+        self, ops: Sequence[CommunicationOp], usable_s: float, plan: Plan
     ) -> tuple[Mapping[str, float], float]:
-        """Seconds that operations add to a part of the step, by term; and those of its compute
-        beside which none runs.
+        """Seconds that operations add to a part of the step, by term; and those of the usable
+        compute beside which none runs.
 
         Overlapped compute and communication slow each other down.
-
-        Args:
-          compute_s: the compute of that part, beside which operations can run.
         """
         exposed: dict[str, float] = {}
-        for op in ops:
-            time_s = self._time_of(op) * op.count
-            if op.hides:
-                share = self._rates.overlap_share if op.hidden_share is None else op.hidden_share
-                beside = min(time_s * share, compute_s)
-                compute_s -= beside
-                time_s -= max(0.0, 2.0 - self._rates.overlap_slowdown) * beside
-            exposed[op.term] = exposed.get(op.term, 0.0) + time_s
-        return exposed, compute_s
+        saved_share = max(0.0, 2.0 - self._rates.overlap_slowdown)
+        times, beside = self._overlap.times(ops, plan, usable_s)
+        for op, time_s, beside_s in zip(ops, times, beside, strict=True):
+            exposed[op.term] = exposed.get(op.term, 0.0) + time_s - saved_share * beside_s
+        return exposed, max(0.0, usable_s - sum(beside))
 
 
 def _mean(one: LayerCosts, other: LayerCosts, share: float) -> LayerCosts:

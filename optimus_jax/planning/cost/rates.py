@@ -114,7 +114,8 @@ class Rates:
     """Slowdown of compute and a collective while they overlap (Galvatron's default,
     arXiv:2211.13878)."""
     overlap_share: float = 0.5
-    """Share of the collectives' time that overlaps with compute, among those that can."""
+    """Share of the collectives' time that overlaps with compute, among those that can, where
+    planning/cost/overlap.py does not know the order of instructions."""
     step_s: float = 2e-3
     """Fixed seconds per step: scalars and the host's work."""
     shares_processor: bool = False
