@@ -6,7 +6,8 @@
 Prints one JSON object: the findings of `optimus_jax.planning.ahead_of_time.compile_check` beside
 the planner's estimate. The compiler lays out memory and orders collectives as on the device, but
 nothing runs: `hidden`, the share of an exchange's time beside compute, takes that order from
-the compiler and durations from the planner's time model.
+the compiler and durations from the planner's time model. Beside it is the share that the planner
+predicts (`planned`).
 """
 
 import argparse
@@ -19,7 +20,10 @@ from optimus_jax.config.axes import AxisSizes
 from optimus_jax.config.presets import model_preset
 from optimus_jax.plan import Plan
 from optimus_jax.planning.ahead_of_time.compile_check import check
+from optimus_jax.planning.cost.cost import hidden_shares
 from optimus_jax.planning.cost.memory import memory_of_run
+from optimus_jax.planning.cost.rates import Rates
+from optimus_jax.planning.cost.workload import Workload
 from optimus_jax.planning.profiles.cluster import Cluster
 from optimus_jax.planning.search.assemble import plan_for
 
@@ -115,10 +119,9 @@ def report(config: Config, plan: Plan, cluster: Cluster) -> dict:
             f"{kind} over {'+'.join(axes) or 'nothing'}": gib(sent)
             for (kind, axes), sent in compiled.wire_bytes().items()
         },
-        "hidden": {
-            f"{kind} over {'+'.join(axes)}": round(share, 2)
-            for (kind, axes), share in compiled.hidden_shares().items()
-        },
+        "hidden": compiled.compare_hidden(
+            hidden_shares(Workload.of(config), plan, cluster, Rates.of(cluster.accelerator))
+        ),
         "sends": [
             {"times": each.times, "work_under": each.work_under}
             for each in compiled.traffic

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 PIPED_WIDTH = 160
 """Width of a table, in columns, if the output is not a terminal."""
+SHOWN_SHARE = 0.03
+"""Exchanges of a compiled plan are shown if they take this share of the step, without overlap."""
 THIS_MACHINE = "here"
 """Value of --cluster for this machine's devices, which are measured."""
 SAID_BY_FLAGS = (
@@ -270,6 +272,15 @@ def compiled(found: "PlanSearch") -> "list[CompileReport | None]":
     return reports
 
 
+def compared_hidden(found: "PlanSearch", ranked: "RankedPlan", report: "CompileReport") -> dict:
+    """The shares of exchanges beside compute, as compiled and as the planner predicts them."""
+    from optimus_jax.planning.cost.cost import hidden_shares
+    from optimus_jax.planning.cost.workload import Workload
+
+    workload = Workload.of(found.config)
+    return report.compare_hidden(hidden_shares(workload, ranked.plan, found.cluster, found.rates))
+
+
 def show(given: dict, found: "PlanSearch", reports: "Sequence[CompileReport | None]") -> None:
     """Print the ranking as a table, with the model, batch and cluster that it is for."""
     from rich.console import Console
@@ -329,6 +340,16 @@ def show(given: dict, found: "PlanSearch", reports: "Sequence[CompileReport | No
             ),
         )
     console.print(table)
+    for ranked, report in zip(found.plans, reports, strict=True):
+        if report:
+            shares = ", ".join(
+                f"{name} {each['compiled']:.0%}"
+                + ("" if each["planned"] is None else f" (planned {each['planned']:.0%})")
+                for name, each in compared_hidden(found, ranked, report).items()
+                if each["time_s"] >= SHOWN_SHARE * ranked.prediction.step_time_s
+            )
+            if shares:
+                console.print(f"plan {ranked.rank} hides: {shares}", highlight=False)
     if found.cluster.num_hosts > 1:
         console.print(
             f"plan 1: {found.cluster.topology().describe_crossed(best.axes)}", highlight=False
@@ -485,7 +506,11 @@ def main() -> None:
                 [
                     ranked.as_json()
                     | (
-                        {"compiled_bytes": report.total_bytes, "compiled_fits": report.fits}
+                        {
+                            "compiled_bytes": report.total_bytes,
+                            "compiled_fits": report.fits,
+                            "hidden": compared_hidden(found, ranked, report),
+                        }
                         if report
                         else {}
                     )

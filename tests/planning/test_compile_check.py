@@ -110,6 +110,22 @@ def test_report_gives_fit_exposed_collectives_and_wire_bytes():
     assert json.loads(REPORT.to_json())["traffic"][0]["times"] == 3
 
 
+def test_hidden_shares_are_compared_with_the_planners_longest_exchange_first():
+    report = replace(
+        REPORT,
+        traffic=(
+            traffic("all-reduce", ("data",), exposed_s=1.0),
+            traffic("all-gather", ("fsdp",), times=3, exposed_s=0.25),
+            traffic("all-gather", ("fsdp",), exposed_s=0.25),
+        ),
+    )
+    compared = report.compare_hidden({("all-gather", ("fsdp",)): 0.7})
+    assert list(compared.items()) == [
+        ("all-gather over fsdp", {"time_s": 4.0, "compiled": 0.75, "planned": 0.7}),
+        ("all-reduce over data", {"time_s": 1.0, "compiled": 0.0, "planned": None}),
+    ]
+
+
 def test_memory_check_before_a_run_reads_the_executable():
     compiled = (
         jax.jit(lambda x: (x + 1, jnp.sort(x)), donate_argnums=0)

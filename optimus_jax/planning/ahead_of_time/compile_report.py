@@ -7,6 +7,7 @@ planning/ahead_of_time/compile_check.py makes a report for devices that need not
 
 import dataclasses
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -159,15 +160,41 @@ class CompileReport(Allocated):
             sums[key] = sums.get(key, 0.0) + each.times * each.wire_bytes
         return sums
 
+    def exchange_times(self) -> dict[tuple[str, tuple[str, ...]], float]:
+        """Seconds of collectives per step, without overlap, by kind and mesh axes."""
+        sums: dict[tuple[str, tuple[str, ...]], float] = {}
+        for each in self.traffic:
+            key = each.kind, each.axes
+            sums[key] = sums.get(key, 0.0) + each.times * each.time_s
+        return sums
+
     def hidden_shares(self) -> dict[tuple[str, tuple[str, ...]], float]:
         """The share of the time of collectives that runs beside compute, by kind and mesh axes."""
-        total: dict[tuple[str, tuple[str, ...]], float] = {}
         exposed: dict[tuple[str, tuple[str, ...]], float] = {}
         for each in self.traffic:
             key = each.kind, each.axes
-            total[key] = total.get(key, 0.0) + each.times * each.time_s
             exposed[key] = exposed.get(key, 0.0) + each.times * each.exposed_s
-        return {key: 1 - exposed[key] / time_s for key, time_s in total.items() if time_s}
+        return {
+            key: 1 - exposed[key] / time_s
+            for key, time_s in self.exchange_times().items()
+            if time_s
+        }
+
+    def compare_hidden(
+        self, planned: Mapping[tuple[str, tuple[str, ...]], float]
+    ) -> dict[str, dict[str, float | None]]:
+        """`hidden_shares` beside those that the planner predicts (planning/cost/cost.py), the
+        longest exchanges first.
+        """
+        times, compiled = self.exchange_times(), self.hidden_shares()
+        return {
+            f"{kind} over {'+'.join(axes)}": {
+                "time_s": round(times[kind, axes], 6),
+                "compiled": round(compiled[kind, axes], 3),
+                "planned": round(planned[kind, axes], 3) if (kind, axes) in planned else None,
+            }
+            for kind, axes in sorted(compiled, key=lambda key: -times[key])
+        }
 
     def to_json(self) -> str:
         """One line of JSON."""
