@@ -84,8 +84,8 @@ def matmul_times(rates: Rates, dtype: str) -> tuple[MatmulTime, ...]:
     [
         ("a100", 312, MATMUL_SHARE),
         ("rtx4090", 165.2, MATMUL_SHARE),
-        ("h100", 989, 0.72),
-        ("h200", 989, 0.72),
+        ("h100", 989, 0.71),
+        ("h200", 989, 0.71),
         ("b200", 2250, 0.67),
     ],
 )

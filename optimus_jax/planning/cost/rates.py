@@ -20,10 +20,10 @@ magnitude between GPUs."""
 MATMUL_SHARE = 0.75
 """Share of the dense peak that large matmuls reach: that of A100s in the steps measured by vTrain
 (benchmarks/planner.py)."""
-MATMUL_SHARES: Mapping[str, float] = {"h100": 0.72, "h100-pcie": 0.72, "h200": 0.72, "b200": 0.67}
+MATMUL_SHARES: Mapping[str, float] = {"h100": 0.71, "h100-pcie": 0.71, "h200": 0.71, "b200": 0.67}
 """The same share, for accelerators where it is known to be lower.
 
-H100: 86 published steps of five implementations, 0.72 on average, 0.68 to 0.76 with one of them
+H100: 86 published steps of five implementations, 0.71 on average, 0.68 to 0.75 with one of them
 left out (benchmarks/published.py). H200: the same chip. PCIe H100s, with half of the power limit,
 have no measurement of their own. B200: no measured step; the A100's share times the ratio of the
 best published matmuls, 77.6% of peak on the B200 to 86.9% on the A100 (the same rule gives 0.69 for
