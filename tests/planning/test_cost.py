@@ -148,11 +148,20 @@ def test_stages_that_share_a_processor_have_no_bubble():
     assert 0 < bubbles[1] < bubbles[2]
 
 
-def test_megatron_style_has_the_bubble_but_no_time_of_sends():
-    times = terms(priced(plan_of("pipe=4", microbatches=8), implementation=MEGATRON))
-    layers = sum(times[name] for name in ("attention", "feed-forward", "memory", "launching"))
-    assert "pipe" not in times
-    assert 3 / 8 * layers < times["bubble"] < 1.01 * 3 / 8 * layers
+def test_stages_without_lockstep_have_the_bubble_and_the_sends_that_they_wait_for():
+    beside = replace(MEGATRON, waits_for_sends=False)
+    hidden, waited = (
+        terms(priced(plan_of("pipe=4", microbatches=8), implementation=implementation))
+        for implementation in (beside, MEGATRON)
+    )
+    layers = sum(hidden[name] for name in ("attention", "feed-forward", "memory", "launching"))
+    assert "pipe" not in hidden
+    assert 3 / 8 * layers < hidden["bubble"] < 1.01 * 3 / 8 * layers
+    # Eight microbatches in two directions, and three stages to fill.
+    send_s = waited["pipe"] / 16
+    assert send_s > 0
+    free_s = waited["bubble"] - 3 * 2 * send_s
+    assert free_s == pytest.approx(3 / 8 * layers, rel=0.01)
 
 
 def test_unequal_stages_take_as_long_as_the_longest():

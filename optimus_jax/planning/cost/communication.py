@@ -147,7 +147,7 @@ def tick_ops(
     pipeline = plan.pipeline
     if pipeline is None:
         return []
-    slack = pipeline.send_slack or not implementation.lockstep
+    slack = pipeline.send_slack if implementation.lockstep else not implementation.waits_for_sends
     parts, num_bytes = stage_parts(plan, layer, implementation), layer.stream_bytes
     ops = [CommunicationOp("send", (PIPE,), "tick", num_bytes / parts, 1, slack)]
     if parts > 1:

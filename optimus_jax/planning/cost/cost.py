@@ -339,7 +339,8 @@ class StepTimes:
         # Stages without lockstep start when their input arrives: the first microbatch fills the
         # pipeline, then the slowest stage sets the pace.
         filling = (stages - 1) * (layers * (forward + backward) + 2 * send)
-        return 0.0, filling + (useful * layers - visits) * (forward + backward)
+        sends = 2 * useful * send if self.costs.implementation.waits_for_sends else 0.0
+        return sends, filling + (useful * layers - visits) * (forward + backward)
 
     @cached_property
     def _outside_layers(self) -> _OutsideLayers:

@@ -57,6 +57,8 @@ class ImplementationProfile:
     lockstep: bool
     """Whether stages run in lockstep, so that a tick lasts as long as its slowest stage. If not, a
     stage starts as soon as its input arrives."""
+    waits_for_sends: bool
+    """Whether a stage computes nothing while it sends or receives. In lockstep the plan says so."""
     head_shared: bool
     """Whether all stages share embedding and head. If not, they belong to the first and last
     stage."""
@@ -96,6 +98,7 @@ OURS = ImplementationProfile(
     launched_by_interpreter=False,
     gradient_bytes=4,
     lockstep=True,
+    waits_for_sends=False,
     head_shared=True,
     sends_parts=True,
     repeats_last=False,
@@ -126,8 +129,9 @@ MEGATRON = ImplementationProfile(
     launched_by_interpreter=True,
     gradient_bytes=2,
     lockstep=False,
+    waits_for_sends=True,
     head_shared=False,
-    sends_parts=False,
+    sends_parts=True,
     repeats_last=True,
     fsdp_hides=False,
     scheduled_by_xla=False,
@@ -137,4 +141,5 @@ MEGATRON = ImplementationProfile(
 """Megatron-LM of 2021 and 2022, with its own fused softmax and dropout (arXiv:2104.04473). Scores
 are written by the matmul, read and written by softmax, read and written with a mask by dropout, and
 read by the next matmul; similarly in backward. Its fused softmax requires sequences x heads to be a
-multiple of four (`FusedScaleMaskSoftmax.is_kernel_available`)."""
+multiple of four (`FusedScaleMaskSoftmax.is_kernel_available`). It sends in parts (section 4.1), and
+waits for every send (`p2p_communication.py`)."""
