@@ -52,6 +52,8 @@ COMPILED = [
 ]
 """Mesh, model, rows of 4,096 tokens on a device, settings, and the hidden shares of the plan
 compiled for H100s (docs/decisions/0035)."""
+WITHIN = 0.1
+"""What is asked of the planner's shares. These plans keep it; the page says which do not."""
 
 
 def case(mesh, model, rows, settings):
@@ -63,7 +65,7 @@ def case(mesh, model, rows, settings):
 @pytest.mark.parametrize(("mesh", "model", "rows", "settings", "compiled"), COMPILED)
 def test_exchanges_hide_what_compiled_plans_show(mesh, model, rows, settings, compiled):
     planned = hidden_shares(*case(mesh, model, rows, settings), RATES)
-    assert {key: planned[key] for key in compiled} == pytest.approx(compiled, abs=0.12)
+    assert {key: planned[key] for key in compiled} == pytest.approx(compiled, abs=WITHIN)
 
 
 @pytest.mark.parametrize("overlap", ["none", "layers"])
