@@ -44,6 +44,9 @@ class RopeScaling:
 
 
 Bias = Literal["query", "key", "value", "out", "up", "down"]
+Labelled = Literal["sequence", "token", "span"]
+SPAN_LABELS = ("begin", "end")
+"""Labels of a model that finds spans."""
 LayerType = Literal["full", "window"]
 
 
@@ -76,6 +79,8 @@ class Features:
     """Whether a norm precedes the head."""
     biases: tuple[Bias, ...] | None = None
     """Projections with a bias; an empty list is none of them."""
+    causal: bool | None = None
+    """Whether a token sees itself and earlier ones only; otherwise it sees all of its document."""
     attention_scale: float | None = None
     """Factor of attention scores; 0: 1 / sqrt(head_dim)."""
     qk_norm: Literal["none", "head", "whole"] | None = None
@@ -83,7 +88,7 @@ class Features:
     attention_softcap: float | None = None
     """Scores s become c tanh(s / c); 0: no cap."""
     window: int | None = None
-    """Keys that a query sees in layers with a window, its own included; 0: all earlier ones."""
+    """Keys that a query sees in layers with a window, its own included; 0: no window."""
     layer_types: tuple[LayerType, ...] | None = None
     """Pattern of layers with and without a window, repeated over the depth; one entry is for all
     layers."""
@@ -95,13 +100,25 @@ class Features:
     """Whether embedded tokens are multiplied by sqrt(embed_dim)."""
     table_dim: int | None = None
     """Width of the embedding's rows, projected to embed_dim; 0: embed_dim."""
+    token_types: int | None = None
+    """Rows of a table of token types, such as first and second sentence; 0: no types."""
+    embedding_norm: bool | None = None
+    """Whether tokens, positions and types are added in the width of the embedding's rows and
+    normed, before they are projected to embed_dim."""
+    table_bias: bool | None = None
+    """Whether the projection from table_dim to embed_dim has a bias."""
+    head_transform: bool | None = None
+    """Whether a projection, the activation and a norm precede the output head."""
+    pooler: Literal["none", "tanh", "activation"] | None = None
+    """What precedes a head of labels of whole sequences: nothing, or a projection and tanh or the
+    activation."""
     head_bias: bool | None = None
     """Whether the output head has a bias."""
     head_softcap: float | None = None
     """Logits l become c tanh(l / c); 0: no cap."""
 
     def __post_init__(self) -> None:
-        counts = ("position_offset", "rope_dims", "window", "table_dim")
+        counts = ("position_offset", "rope_dims", "window", "table_dim", "token_types")
         floats = ("window_rope_theta", "attention_scale", "attention_softcap", "head_softcap")
         check_not_negative(self, *counts, *floats)
         check_counts(self, *counts)
@@ -143,6 +160,12 @@ class ModelConfig:
     """Stretching of rotary frequencies, or None."""
     init_std: float = 0.02
     """Standard deviation of initial weights; projections into the residual get / sqrt(2 layers)."""
+    labels: tuple[str, ...] = ()
+    """Names of the labels that the head tells apart, in order; empty: the head is over the
+    vocabulary."""
+    labelled: Labelled = "sequence"
+    """What has a label each: a whole sequence, or every token; or spans, which begin at one token
+    and end at another."""
     features: Features = field(default_factory=Features)
     """Features that differ from those of the family."""
     dropout: float = 0.0
@@ -154,6 +177,16 @@ class ModelConfig:
     def base(self) -> "ModelConfig":
         """The model without adapters, all of it trained."""
         return replace(self, tuning=Tuning())
+
+    @property
+    def body(self) -> "ModelConfig":
+        """The same model with a head over the vocabulary."""
+        return replace(self, labels=(), labelled="sequence")
+
+    @property
+    def num_outputs(self) -> int:
+        """Number of logits of a token: labels, or token ids."""
+        return len(self.labels) or self.vocab_size
 
     @property
     def draws_dropout(self) -> bool:
@@ -195,6 +228,14 @@ class ModelConfig:
                     "model.num_heads must be a multiple of model.num_kv_heads",
                     given=f"num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}",
                     do=f"set model.num_kv_heads to a divisor of {self.num_heads}",
+                )
+            )
+        if len(set(self.labels)) != len(self.labels):
+            raise ConfigError(
+                explain(
+                    "labels must have different names",
+                    given=f"model.labels={','.join(self.labels)}",
+                    do="name each once",
                 )
             )
         if self.tuning.base_precision == "nf4" and (self.head_dim % 2 or self.mlp_dim % 2):

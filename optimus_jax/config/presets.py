@@ -52,6 +52,7 @@ def _like(family: str, vocab_size: int, max_length: int, **more: Any) -> Callabl
 _gpt2 = _gpt("gpt2", 50257, 1024)
 _gpt_neo = _gpt("gpt_neo", 50257, 2048)
 _opt = _gpt("opt", 50272, 2048)
+_bert = _gpt("bert", 28996, 512, norm_epsilon=1e-12)
 _llama2 = _like("llama", 32000, 4096, tied=False)
 _llama3 = _like("llama", 128256, 131072, tied=False, rope_theta=500_000.0)
 _qwen2 = _like("qwen2", 152064, 131072, tied=False, rope_theta=1e6, norm_epsilon=1e-6)
@@ -83,6 +84,8 @@ PRESETS: dict[str, Callable[[], ModelConfig]] = {
     # Byte-level, for laptops: 3.3 and 3.0 million parameters, trained in minutes.
     "gpt2-nano": partial(_gpt2, "gpt2-nano", 4, 256, 8, vocab_size=257, max_length=256),
     "llama-nano": partial(_llama2, "llama-nano", 4, 256, 8, 2, 704, vocab_size=257, max_length=256),
+    # Bytes, the end of a document and the mask token.
+    "bert-nano": partial(_bert, "bert-nano", 4, 256, 8, vocab_size=258, max_length=256),
     "gpt2": partial(_gpt2, "gpt2", 12, 768, 12),
     "gpt2-medium": partial(_gpt2, "gpt2-medium", 24, 1024, 16),
     "gpt2-large": partial(_gpt2, "gpt2-large", 36, 1280, 20),
@@ -106,6 +109,16 @@ PRESETS: dict[str, Callable[[], ModelConfig]] = {
     "opt-13b": partial(_opt, "opt-13b", 40, 5120, 40),
     "opt-30b": partial(_opt, "opt-30b", 48, 7168, 56),
     "opt-66b": partial(_opt, "opt-66b", 64, 9216, 72),
+    "bert-base-cased": partial(_bert, "bert-base-cased", 12, 768, 12),
+    "bert-large-cased": partial(_bert, "bert-large-cased", 24, 1024, 16),
+    "electra-base-generator": partial(
+        _gpt("electra", 30522, 512, norm_epsilon=1e-12),
+        "electra-base-generator",
+        12,
+        256,
+        4,
+        features=Features(table_dim=768),
+    ),
     "llama2-7b": partial(_llama2, "llama2-7b", 32, 4096, 32, 32, 11008),
     "llama2-13b": partial(_llama2, "llama2-13b", 40, 5120, 40, 40, 13824),
     "llama2-70b": partial(_llama2, "llama2-70b", 80, 8192, 64, 8, 28672),

@@ -27,6 +27,7 @@ from optimus_jax.mesh.rules import active_rules, check_rules, make_rules, padded
 from optimus_jax.mesh.sharding import layouts_of
 from optimus_jax.mesh.zero import vary
 from optimus_jax.models.block import ForwardContext
+from optimus_jax.models.families import features_of
 from optimus_jax.models.kernels import Visibility
 from optimus_jax.models.shapes import ModelShapes, Params, model_shapes
 
@@ -50,6 +51,14 @@ class ModelOnMesh:
                     "generation splits a model over fsdp and tensor",
                     given=f"mesh {self.axes}",
                     do="give sizes of these axes alone, such as tensor=4",
+                )
+            )
+        if not features_of(self.config).causal:
+            raise ConfigError(
+                explain(
+                    "a model whose attention sees later tokens cannot generate text",
+                    given=f"family {self.config.family}",
+                    do="name a decoder, such as a run of gpt2-nano",
                 )
             )
         check_rules(make_rules(self.config), self.axes, self.config)

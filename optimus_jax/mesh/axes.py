@@ -31,6 +31,8 @@ MLP = "mlp"
 """Hidden width of the feed-forward block."""
 PAIR = "pair"
 """Two matrices kept as one: key and value, or gate and up."""
+LABELS = "labels"
+"""Labels that a head tells apart; never split."""
 RANK = "rank"
 """Inner width of a low-rank adapter; never split."""
 
@@ -48,5 +50,6 @@ LOGICAL_AXES = (
     HEAD_DIM,
     MLP,
     PAIR,
+    LABELS,
     RANK,
 )

@@ -91,6 +91,13 @@ class Collectives:
         size = x.shape[TOKENS] // math.prod(map(lax.axis_size, split))
         return lax.dynamic_slice_in_dim(x, lax.axis_index(split) * size, size, TOKENS)
 
+    def all_tokens(self, x: Array) -> Array:
+        """A value [B, L, ...] of all tokens, of one that has this device's as the residual stream
+        has them. The inverse of `local_tokens`; backward sums the devices' gradients.
+        """
+        split = self.rules.get(LENGTH, ())
+        return lax.all_gather(x, split, axis=TOKENS, tiled=True) if split else x
+
     def sum(self, x: Array, over: str) -> Array:
         """The sum of the shards' partial results: a matmul contracted `over`, or a reduction ran
         along it.

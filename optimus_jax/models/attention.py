@@ -1,4 +1,4 @@
-"""Causal self-attention with grouped heads: the projections around its core (models/kernels.py).
+"""Self-attention with grouped heads: the projections around its core (models/kernels.py).
 
 Shapes: B batch, L length, D embed, H query heads, G key/value heads, K head_dim. H and G count this
 device's heads only.

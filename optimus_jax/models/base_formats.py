@@ -19,10 +19,14 @@ def stored_alike(base: Params, target: ModelShapes) -> Params:
     is; what is quantised otherwise is decoded to float32 in between.
 
     Args:
-      base: of the same model; matrices may be floats or codes.
+      base: of the same model, perhaps without its head; matrices may be floats or codes.
       target: the model, whose adapters do not matter.
     """
-    return jax.tree.map(_as, target.base.leaves, base, target.without_adapters.params)
+    leaves, likes = (
+        {name: part for name, part in tree.items() if name in base}
+        for tree in (target.base.leaves, target.without_adapters.params)
+    )
+    return jax.tree.map(_as, leaves, base, likes)
 
 
 def encoded_on_mesh(matrices: Array, leaf: Leaf, target: Any) -> Any:

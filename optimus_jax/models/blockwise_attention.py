@@ -1,8 +1,8 @@
 """The core of attention, softmax(scale q k) v, in blocks of queries, for XLA.
 
-A block skips all keys that none of its queries sees: those after its last query and, with a window,
-those before the window of its first. Forward saves the attention weights for backward, which needs
-no mask.
+A block skips all keys that none of its queries sees: if attention is causal, those after its last
+query and, with a window, those before the window of its first. Forward saves the attention weights
+for backward, which needs no mask.
 
 Shapes: B batch, L length of queries, T length of keys, H query heads, G key/value heads, K
 head_dim, R rows of a key/value head's queries (its query heads one after the other).
@@ -57,7 +57,9 @@ class QueryBlock(NamedTuple):
         return slice(self.first_key, self.end_key)
 
 
-def blocks_of(length: int, num_keys: int, window: int | None = None) -> tuple[QueryBlock, ...]:
+def blocks_of(
+    length: int, num_keys: int, window: int | None = None, *, causal: bool = True
+) -> tuple[QueryBlock, ...]:
     """The blocks of `length` queries over `num_keys` keys.
 
     Queries that are fewer than the keys are one block that reads all keys, since the position of
@@ -76,7 +78,7 @@ def blocks_of(length: int, num_keys: int, window: int | None = None) -> tuple[Qu
         return max(0, first_query - window + 1) // MIN_BLOCK * MIN_BLOCK
 
     return tuple(
-        QueryBlock(start, start + size, first_key(start), start + size)
+        QueryBlock(start, start + size, first_key(start), start + size if causal else num_keys)
         for start in range(0, length, size)
     )
 

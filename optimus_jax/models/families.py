@@ -4,6 +4,7 @@ row, and a format in `models/huggingface_formats.py` if weights of it are to be 
 
 from dataclasses import fields, replace
 from functools import lru_cache
+from typing import NamedTuple
 
 from optimus_jax.config import Features, ModelConfig
 from optimus_jax.errors import ConfigError, explain, nearest
@@ -19,6 +20,7 @@ GPT2 = Features(
     parallel=False,
     final_norm=True,
     biases=("query", "key", "value", "out", "up", "down"),
+    causal=True,
     attention_scale=0.0,
     qk_norm="none",
     attention_softcap=0.0,
@@ -28,10 +30,27 @@ GPT2 = Features(
     activation="gelu_tanh",
     scale_embedding=False,
     table_dim=0,
+    token_types=0,
+    embedding_norm=False,
+    table_bias=False,
+    head_transform=False,
+    pooler="none",
     head_bias=False,
     head_softcap=0.0,
 )
 LLAMA = replace(GPT2, positions="rotary", norm="rms", biases=(), gated=True, activation="silu")
+BERT = replace(
+    GPT2,
+    causal=False,
+    norm_place="post",
+    final_norm=False,
+    activation="gelu",
+    token_types=2,
+    embedding_norm=True,
+    head_transform=True,
+    pooler="tanh",
+    head_bias=True,
+)
 GEMMA2 = replace(
     LLAMA,
     norm="rms_plus_one",
@@ -60,6 +79,8 @@ FAMILIES: dict[str, Features] = {
         head_bias=True,
     ),
     "opt": replace(GPT2, position_offset=2, activation="relu"),
+    "bert": BERT,
+    "electra": replace(BERT, table_bias=True, pooler="activation"),
     "llama": LLAMA,
     "mistral": LLAMA,
     "phi3": LLAMA,
@@ -108,6 +129,29 @@ def _first_row(family: str) -> Features:
 def table_width(model: ModelConfig) -> int:
     """Width of the embedding's rows."""
     return features_of(model).table_dim or model.embed_dim
+
+
+class HeadTransform(NamedTuple):
+    """What is between the residual stream and the head's matrix: a projection, and more."""
+
+    width: int
+    """Width of its result."""
+    activation: str | None = None
+    """The nonlinearity after it, and before that a bias; None: neither."""
+    is_normed: bool = False
+
+
+def head_transform_of(model: ModelConfig) -> HeadTransform | None:
+    """What precedes the head's matrix; None: nothing."""
+    features = features_of(model)
+    if model.labels:
+        if features.pooler == "none" or model.labelled != "sequence":
+            return None
+        tanh = features.pooler == "tanh"
+        return HeadTransform(model.embed_dim, "tanh" if tanh else features.activation)
+    if features.head_transform:
+        return HeadTransform(table_width(model), features.activation, is_normed=True)
+    return HeadTransform(features.table_dim) if features.table_dim else None
 
 
 @lru_cache(maxsize=1 << 8)
@@ -163,6 +207,14 @@ def check_family(config: ModelConfig) -> None:
                 "parallel attention and feed-forward read one norm, which precedes them",
                 given=f"model.features.parallel=true, norm_place={features.norm_place}",
                 do="set model.features.norm_place=pre",
+            )
+        )
+    if features.window and not features.causal:
+        raise ConfigError(
+            explain(
+                "a window is of the nearest earlier tokens, so attention must be causal",
+                given=f"model.features.causal=false, window={features.window}",
+                do="set model.features.window=0, or model.features.causal=true",
             )
         )
     if features.positions == "sinusoid" and config.embed_dim % 2:

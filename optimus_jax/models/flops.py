@@ -4,10 +4,10 @@ Convention: only matrix products count, and a multiplication and an addition are
 backward are read from its program too: twice forward, or once where the matrix is not trained.
 Attention's core has no matrix, and its backward counts twice forward. Everything else (norms,
 nonlinearities, softmax, embedding lookups, the optimizer) is bound by memory, so it costs bytes,
-not FLOPs. Attention is causal: a query counts half of the keys of its sequence, seq_len^2 / 2 pairs
-in all. In layers with a window it counts those inside it (`causal_pairs` in
-models/fused_attention.py). Documents do not matter. Papers that count attention without its mask
-have twice that term.
+not FLOPs. In causal attention a query counts half of the keys of its sequence, seq_len^2 / 2 pairs
+in all, and in layers with a window those inside it (`causal_pairs` in models/fused_attention.py);
+in other attention it counts all. Documents do not matter. Papers that count causal attention
+without its mask have twice that term.
 
 The FLOPs *computed* differ from those that count in two ways: an attention kernel computes some
 pairs that the mask then hides, and remat computes parts of forward again.
@@ -92,7 +92,7 @@ def head_flops(model: ModelConfig) -> Passes:
         return logits, d_trained, d_stream, pull_embed(d_stream)
 
     token = jax.ShapeDtypeStruct((1, 1), jnp.int32)
-    d_logits = jax.ShapeDtypeStruct((1, 1, model.vocab_size), jnp.float32)
+    d_logits = jax.ShapeDtypeStruct((1, 1, model.num_outputs), jnp.float32)
     jaxpr = jax.make_jaxpr(both_passes)(shapes.params, token, d_logits).jaxpr
     forward, whole = (
         sum(product.flops(()) for product in ProgramReader().part(needed(jaxpr, results)).products)

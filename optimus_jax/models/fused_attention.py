@@ -23,12 +23,15 @@ class FusedCall(NamedTuple):
 
     num_products: int
     """Matrix products that it computes."""
+    causal: bool
+    """Whether keys after a query are hidden from it, and skipped."""
     window: int | None
-    """Keys that a query sees, its own included; None: all earlier ones. The others are skipped."""
+    """Keys that a query sees, its own included; None: all that are not hidden. The others are
+    skipped."""
 
     def num_pairs(self, length: int) -> float:
         """Pairs of query and key for which it computes the products, in one sequence."""
-        return causal_pairs(length, self.window)
+        return causal_pairs(length, self.window) if self.causal else length**2
 
 
 def causal_pairs(length: int, window: int | None = None) -> float:
@@ -48,13 +51,15 @@ def cudnn_attention(
     mask: Array | None,
     *,
     scale: float,
+    causal: bool,
     window: int | None,
     is_traced_only: bool,
 ) -> Array:
-    """Causal attention, [B, L, H, K]; all arrays have one 16-bit format.
+    """Attention, [B, L, H, K]; all arrays have one 16-bit format.
 
     Args:
-      mask: bool [B or 1, 1, L, L], which keys each query sees; None: all that are not after it.
+      mask: bool [B or 1, 1, L, L], which keys each query sees; None: all, or those not after it.
+      causal: whether keys after a query are hidden from it.
       window: keys that a query sees, its own included; None: all. Not together with a mask: cuDNN
         before 9.10.2 refuses both.
       is_traced_only: whether to use the stand-in.
@@ -62,41 +67,48 @@ def cudnn_attention(
     assert mask is None or window is None, "a mask contains the window"
     if is_traced_only:
         bias = None if mask is None else jnp.where(mask, 0, MASKED).astype(q_BLHK.dtype)
-        return _traced(window, q_BLHK, k_BLGK, v_BLGK, bias)
+        return _traced(_Hidden(causal, window), q_BLHK, k_BLGK, v_BLGK, bias)
     return jax.nn.dot_product_attention(
         q_BLHK,
         k_BLGK,
         v_BLGK,
         mask=mask,
         scale=scale,
-        is_causal=True,
+        is_causal=causal,
         local_window_size=None if window is None else (window - 1, 0),
         implementation="cudnn",
     )
 
 
+class _Hidden(NamedTuple):
+    """Which keys are hidden from a query, as in `FusedCall`."""
+
+    causal: bool
+    window: int | None
+
+
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _traced(
-    window: int | None, q_BLHK: Array, k_BLGK: Array, v_BLGK: Array, bias: Array | None
+    hidden: _Hidden, q_BLHK: Array, k_BLGK: Array, v_BLGK: Array, bias: Array | None
 ) -> Array:
-    return _forward(window, q_BLHK, k_BLGK, v_BLGK, bias)[0]
+    return _forward(hidden, q_BLHK, k_BLGK, v_BLGK, bias)[0]
 
 
 def _forward(
-    window: int | None, q_BLHK: Array, k_BLGK: Array, v_BLGK: Array, bias: Array | None
+    hidden: _Hidden, q_BLHK: Array, k_BLGK: Array, v_BLGK: Array, bias: Array | None
 ) -> tuple[Array, tuple]:
     """cuDNN saves a float32 for every query and head, from which backward computes the weights
     again (arXiv:2205.14135).
     """
-    out_BLHK, statistics_BHL = _call(_forward_arrays, FORWARD_PRODUCTS, window)(
+    out_BLHK, statistics_BHL = _call(_forward_arrays, FORWARD_PRODUCTS, hidden)(
         q_BLHK, k_BLGK, v_BLGK
     )
     return out_BLHK, (q_BLHK, k_BLGK, v_BLGK, bias, statistics_BHL, out_BLHK)
 
 
-def _backward(window: int | None, saved: tuple, d_out_BLHK: Array) -> tuple:
+def _backward(hidden: _Hidden, saved: tuple, d_out_BLHK: Array) -> tuple:
     q_BLHK, k_BLGK, v_BLGK, bias, statistics_BHL, out_BLHK = saved
-    gradients = _call(_backward_arrays, BACKWARD_PRODUCTS, window)(
+    gradients = _call(_backward_arrays, BACKWARD_PRODUCTS, hidden)(
         q_BLHK, k_BLGK, v_BLGK, statistics_BHL, out_BLHK, d_out_BLHK
     )
     return *gradients, None if bias is None else jnp.zeros_like(bias)
@@ -135,10 +147,11 @@ def fused_call(name: str | None) -> FusedCall | None:
 
 
 @lru_cache
-def _call(arrays: Callable, num_products: int, window: int | None) -> Callable:
+def _call(arrays: Callable, num_products: int, hidden: _Hidden) -> Callable:
     """`arrays` as a call that a traced program names."""
-    name = f"fused_attention{arrays.__name__}" + ("" if window is None else f"_window_{window}")
-    _calls[name] = FusedCall(num_products, window)
+    name = f"fused_attention{arrays.__name__}" + ("" if hidden.causal else "_of_all")
+    name += "" if hidden.window is None else f"_window_{hidden.window}"
+    _calls[name] = FusedCall(num_products, *hidden)
 
     def called(*inputs: Array) -> tuple[Array, ...]:
         return arrays(*inputs)

@@ -5,18 +5,24 @@ differences between families are in `models/huggingface_formats.py`.
 """
 
 from collections.abc import Mapping
+from typing import Any
 
 import jax
 import numpy as np
 from jax.tree_util import keystr
 
 from optimus_jax.config import Features, ModelConfig
+from optimus_jax.config.model import SPAN_LABELS
 from optimus_jax.errors import ConfigError, explain
 from optimus_jax.models.families import FAMILIES
 from optimus_jax.models.huggingface_checks import check_tied_head, model_tensors
 from optimus_jax.models.huggingface_features import HfConfig, not_supported, read_rotary
-from optimus_jax.models.huggingface_formats import HEAD, HEAD_BIAS, format_of
-from optimus_jax.models.huggingface_keys import check_keys, check_task
+from optimus_jax.models.huggingface_formats import (
+    HuggingFaceFormat,
+    family_format,
+    format_of,
+)
+from optimus_jax.models.huggingface_keys import check_keys, check_task, labels_of
 from optimus_jax.models.huggingface_tensors import leaf_sources, tensor_shapes
 from optimus_jax.models.shapes import Params, model_shapes
 
@@ -46,9 +52,9 @@ def config_from_huggingface(hf_config: HfConfig) -> ModelConfig:
                 do="use the config.json that came with the weights",
             )
         )
-    hf_format = format_of(family)
+    hf_format = family_format(family)
     check_keys(hf_config, hf_format)
-    check_task(hf_config)
+    check_task(hf_config, hf_format)
     for key, values in hf_format.only.items():
         if (given := hf_config.get(key, values[0])) not in values:
             raise not_supported(key, given, values)
@@ -103,7 +109,25 @@ def config_from_huggingface(hf_config: HfConfig) -> ModelConfig:
         for name, value in keys.read(hf_config).items()
         if value != getattr(FAMILIES[family], name)
     }
-    return ModelConfig(family=family, features=Features(**own), **(derived | sizes | rotary))
+    labels = _labels_of(hf_config, hf_format)
+    return ModelConfig(
+        family=family, features=Features(**own), **(derived | sizes | rotary | labels)
+    )
+
+
+def _labels_of(hf_config: HfConfig, hf_format: HuggingFaceFormat) -> dict[str, Any]:
+    """The ModelConfig fields of labels; none if the head is over the vocabulary."""
+    for name in hf_config.get("architectures") or ():
+        if (labelled := labels_of(name, hf_format)) is not None:
+            given = hf_config.get("id2label") or {0: "LABEL_0", 1: "LABEL_1"}
+            if labelled == "span":
+                given = dict(enumerate(SPAN_LABELS))
+            names = {int(number): name for number, name in given.items()}
+            return {
+                "labels": tuple(names[number] for number in range(len(names))),
+                "labelled": labelled,
+            }
+    return {}
 
 
 def from_huggingface(
@@ -130,13 +154,10 @@ def from_huggingface(
 
 def to_huggingface(params: Params, config: ModelConfig) -> dict[str, np.ndarray]:
     """The inverse of `from_huggingface`, without padding rows, and without a head if it is tied."""
-    hf_format, table = format_of(config.family), params["embedding"]["table"]
+    hf_format, table = format_of(config), params["embedding"]["table"]
     sources = leaf_sources(model_shapes(config, len(table)))
     # safetensors writes an array's memory as it is and ignores its strides.
     tensors = {name: np.empty(shape, table.dtype) for name, shape in tensor_shapes(config).items()}
     for path, array in jax.tree.leaves_with_path(params):
         sources[keystr(path, simple=True, separator="/")].write(np.asarray(array), tensors)
-    return {
-        name if name in (HEAD, HEAD_BIAS) else hf_format.prefix + name: tensor
-        for name, tensor in tensors.items()
-    }
+    return {hf_format.full_name(name): tensor for name, tensor in tensors.items()}

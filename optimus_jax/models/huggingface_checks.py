@@ -10,7 +10,7 @@ import numpy as np
 
 from optimus_jax.config import ModelConfig
 from optimus_jax.errors import CheckpointError, counted, explain
-from optimus_jax.models.huggingface_formats import HEAD, format_of
+from optimus_jax.models.huggingface_formats import VOCABULARY_HEAD, format_of
 from optimus_jax.models.huggingface_tensors import Tensor, TensorLike, tensor_shapes
 
 FLOAT_DTYPES = ("float64", "float32", "float16", "bfloat16")
@@ -21,22 +21,30 @@ COMPARED_ROWS = 4096
 """Rows of a table that are in memory at once while a tied head is compared with the embedding."""
 
 
-def model_tensors(given: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
+def model_tensors(
+    given: Mapping[str, Tensor], config: ModelConfig, *, needs_head: bool = True
+) -> dict[str, Tensor]:
     """The tensors of a model by their names without the prefix, and without buffers.
 
     A tied head stays, if there is one (`check_tied_head`).
 
     Args:
       given: tensors by name, with the family's prefix, its last parts, or none.
+      needs_head: whether the parts of a head over the vocabulary must be there, if the model has
+        one.
     Raises:
       CheckpointError: tensors are missing, unknown, there twice, of another shape, or not of
         floats. The error lists all of them, or the first few of each kind and their number.
     """
-    hf_format, wanted = format_of(config.family), tensor_shapes(config)
-    optional = {HEAD: wanted[hf_format.tensors[EMBEDDING]]} if config.tied else {}
+    hf_format, wanted = format_of(config), tensor_shapes(config)
+    head = hf_format.head if config.tied else None
+    optional = {} if head is None else {head: wanted[hf_format.tensors[EMBEDDING]]}
     tensors, twice = {}, []
     for full_name, tensor in given.items():
         if not full_name.endswith(hf_format.buffers):
+            for older, ending in hf_format.older_endings.items():
+                if full_name.endswith(older):
+                    full_name = full_name.removesuffix(older) + ending
             name = _without_prefix(full_name, hf_format.prefix)
             twice += [name] if name in tensors else []
             tensors[name] = tensor
@@ -51,8 +59,14 @@ def model_tensors(given: Mapping[str, Tensor], config: ModelConfig) -> dict[str,
         for name in known
         if tensors[name].dtype.name not in FLOAT_DTYPES
     }
+    of_head = {
+        name
+        for leaf in VOCABULARY_HEAD
+        for name in hf_format.tensors.get(leaf, "").split()
+        if not needs_head and not config.labels
+    }
     names = {
-        "missing": sorted(wanted.keys() - tensors.keys()),
+        "missing": sorted(wanted.keys() - tensors.keys() - of_head),
         "unknown": sorted(tensors.keys() - known.keys()),
     }
     wrong = {**shapes, **dtypes}
@@ -73,15 +87,28 @@ def model_tensors(given: Mapping[str, Tensor], config: ModelConfig) -> dict[str,
     )
 
 
+def other_tensors(given: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
+    """What `model_tensors` leaves out, by names without the prefix: some of it is of another head,
+    such as BERT's pooler.
+    """
+    hf_format = format_of(config)
+    return {
+        _without_prefix(name, hf_format.prefix): tensor
+        for name, tensor in given.items()
+        if name.endswith(hf_format.buffers)
+    }
+
+
 def check_tied_head(tensors: Mapping[str, TensorLike], config: ModelConfig) -> None:
     """Raise CheckpointError if a tied head is stored and differs from the embedding.
 
     Reads both tables, a few rows at a time.
     """
-    head = tensors.get(HEAD) if config.tied else None
+    hf_format = format_of(config)
+    head = tensors.get(hf_format.head) if config.tied and hf_format.head else None
     if head is None:
         return
-    embedding = tensors[format_of(config.family).tensors[EMBEDDING]]
+    embedding = tensors[hf_format.tensors[EMBEDDING]]
     for start in range(0, config.vocab_size, COMPARED_ROWS):
         rows = (slice(start, start + COMPARED_ROWS),)
         both = np.asarray(head[rows]), np.asarray(embedding[rows])
@@ -89,7 +116,7 @@ def check_tied_head(tensors: Mapping[str, TensorLike], config: ModelConfig) -> N
         if not np.array_equal(*both) and not np.array_equal(*both, equal_nan=True):
             raise CheckpointError(
                 explain(
-                    f"weights are tied, but {HEAD} is not the embedding",
+                    f"weights are tied, but {hf_format.head} is not the embedding",
                     given="model.tied=True",
                     do="set tie_word_embeddings=false in config.json, or model.tied=false",
                 )

@@ -13,7 +13,7 @@ from optimus_jax.config import ModelConfig
 from optimus_jax.errors import ConfigError, explain
 from optimus_jax.models.families import features_of, has_window, rotated_dims, table_width
 from optimus_jax.models.huggingface import config_from_huggingface
-from optimus_jax.models.huggingface_formats import HUGGING_FACE_FORMATS, format_of
+from optimus_jax.models.huggingface_formats import HUGGING_FACE_FORMATS, family_format
 
 NOT_PART_OF_A_MODEL = ("name", "dropout", "family", "features")
 """Fields of ModelConfig that are compared not at all, or by what they mean."""
@@ -59,13 +59,20 @@ def config_to_huggingface(
 
 def _keys(config: ModelConfig, family: str) -> dict[str, Any]:
     """The config.json of a model, written as one of a family."""
-    hf_format = format_of(family)
+    hf_format = family_format(family)
     config = replace(config, family=family, features=features_of(config))
     own = {key: values[0] for key, values in hf_format.only.items() if values[0] is not None}
     sizes = {key: getattr(config, field) for field, key in hf_format.sizes.items()}
+    head, labels = hf_format.label_head(config.labelled), dict(enumerate(config.labels))
+    head = head if labels else None
+    named = {
+        "id2label": {str(number): label for number, label in labels.items()},
+        "label2id": {label: number for number, label in labels.items()},
+    }
     return {
         "model_type": family,
-        "architectures": [hf_format.architecture],
+        "architectures": [(head or hf_format).architecture],
+        **(named if labels else {}),
         **own,
         **sizes,
         **{key: value for keys in hf_format.features for key, value in keys.write(config).items()},
@@ -74,7 +81,7 @@ def _keys(config: ModelConfig, family: str) -> dict[str, Any]:
 
 def _differences(config: ModelConfig, keys: dict[str, Any]) -> Iterator[str]:
     """What a config.json says otherwise than the model, as texts; nothing if they are the same."""
-    hf_format = format_of(keys["model_type"])
+    hf_format = family_format(keys["model_type"])
     if hf_format.head_width_is_whole and config.embed_dim % config.num_heads:
         yield f"model.embed_dim={config.embed_dim}, no multiple of num_heads={config.num_heads},"
         return

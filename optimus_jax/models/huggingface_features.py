@@ -340,6 +340,30 @@ OPT = FeatureKeys(_read_opt, _opt_keys)
 """The nonlinearity, the place of norms, the width of the table, and biases."""
 
 
+TOKEN_TYPES = FeatureKeys(
+    lambda hf: {"token_types": hf.get("type_vocab_size", 2)},
+    lambda config: {"type_vocab_size": features_of(config).token_types},
+)
+"""The number of token types."""
+HIDDEN_ACTIVATION = FeatureKeys(
+    lambda hf: {"activation": _activation(hf.get("hidden_act", "gelu"))},
+    lambda config: {"hidden_act": _their_activation(features_of(config).activation)},
+)
+"""The nonlinearity."""
+
+
+def _read_table_width(hf: HfConfig) -> dict[str, Any]:
+    width = hf.get("embedding_size", 128)
+    return {"table_dim": 0 if width == hf["hidden_size"] else width}
+
+
+TABLE_WIDTH = FeatureKeys(
+    _read_table_width,
+    lambda config: {"embedding_size": features_of(config).table_dim or config.embed_dim},
+)
+"""The width of the table."""
+
+
 def _activation(theirs: str) -> str:
     if theirs not in ACTIVATIONS:
         raise not_supported("activation", theirs, tuple(ACTIVATIONS))

@@ -1,15 +1,37 @@
-"""How Hugging Face stores the decoder families: keys of config.json, and names of tensors."""
+"""How Hugging Face stores the families: keys of config.json, and names of tensors."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from optimus_jax.config import ModelConfig
 from optimus_jax.errors import ConfigError, explain, nearest
 from optimus_jax.models import huggingface_features as features
 from optimus_jax.models.huggingface_features import FeatureKeys
 
+VOCABULARY_HEAD = (
+    "head/table",
+    "head_bias",
+    "table_out",
+    "transform_bias",
+    "transform_norm/scale",
+    "transform_norm/bias",
+)
+"""Leaves of a head over the vocabulary."""
 HEAD, HEAD_BIAS = "lm_head.weight", "lm_head.bias"
-"""The head's matrix. Where weights are tied, a file may leave it out or repeat the embedding."""
+"""The head of classes for the next token."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LabelHead:
+    """How Hugging Face stores a head of labels."""
+
+    architecture: str
+    """Class of transformers."""
+    prefix: str
+    """Prefix of the head's tensors, which they have in `tensors` too."""
+    tensors: Mapping[str, str]
+    """Our leaves -> their tensors."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,7 +39,9 @@ class HuggingFaceFormat:
     """How Hugging Face stores the models of one family."""
 
     architecture: str
-    """Class of transformers for the next token."""
+    """Class of transformers for the task of pretraining."""
+    architectures: tuple[str, ...] = ("ForCausalLM", "LMHeadModel", "Model")
+    """Endings of the names of classes that have the same head, or none."""
     sizes: Mapping[str, str]
     """Field of ModelConfig -> key of config.json."""
     defaults: Mapping[str, Any]
@@ -31,6 +55,8 @@ class HuggingFaceFormat:
     """Whether the class refuses an embed_dim that is no multiple of num_heads."""
     prefix: str
     """Prefix of every tensor name except the head's; some released files leave it out."""
+    head_prefix: str = "lm_head."
+    """Prefix of the names of the head's tensors, which they have in `tensors` too."""
     tensors: Mapping[str, str]
     """Our leaves -> their tensors. Several names on one side are concatenated along `out` into one
     matrix. Leaves that a model does not have are passed over."""
@@ -38,7 +64,44 @@ class HuggingFaceFormat:
     """Dimension of a layer's matrices that is `out`: 0 for torch's Linear, -1 for GPT-2's
     Conv1D."""
     buffers: tuple[str, ...] = ()
-    """Name endings of constants that older files store among the weights."""
+    """Name endings of what files store among the weights, and our models do not have."""
+    older_endings: Mapping[str, str] = field(default_factory=dict)
+    """Name endings in older files -> those in `tensors`."""
+    label_heads: Mapping[str, LabelHead] = field(default_factory=dict)
+    """Heads of labels, by `ModelConfig.labelled`, where they are not as decoders have them."""
+
+    @property
+    def head(self) -> str | None:
+        """The matrix of the head over the vocabulary; None: the head is one of labels. Where
+        weights are tied, a file may leave it out or repeat the embedding."""
+        return self.tensors.get("head/table")
+
+    def label_head(self, labelled: str) -> LabelHead | None:
+        """The head of labels of sequences, tokens or spans; None: no class has one."""
+        stem = self.architecture.removesuffix("ForCausalLM").removesuffix("LMHeadModel")
+        if labelled in self.label_heads or labelled != "sequence" or stem == self.architecture:
+            return self.label_heads.get(labelled)
+        return LabelHead(
+            architecture=f"{stem}ForSequenceClassification",
+            prefix="score.",
+            tensors={"label_table": "score.weight"},
+        )
+
+    def with_label_head(self, head: LabelHead) -> "HuggingFaceFormat":
+        """The format of the same models with a head of labels."""
+        body = {ours: name for ours, name in self.tensors.items() if ours not in VOCABULARY_HEAD}
+        return replace(
+            self,
+            architecture=head.architecture,
+            architectures=(head.architecture,),
+            head_prefix=head.prefix,
+            tensors={**body, **head.tensors},
+            buffers=tuple(each for each in self.buffers if each not in head.tensors.values()),
+        )
+
+    def full_name(self, name: str) -> str:
+        """A name of `tensors` with the prefix that files have."""
+        return name if name.startswith(self.head_prefix) else self.prefix + name
 
 
 def _layer(attention: str, mlp: str, norms: Mapping[str, str], layer: str) -> dict[str, str]:
@@ -143,6 +206,84 @@ GEMMA_TENSORS = LLAMA_OUTSIDE | _layer(
     }
     | QK_NORMS,
     "layers.{}.",
+)
+BERT_INSIDE = {
+    "embedding/table": "embeddings.word_embeddings.weight",
+    "positions": "embeddings.position_embeddings.weight",
+    "token_types": "embeddings.token_type_embeddings.weight",
+    "embedding_norm/scale": "embeddings.LayerNorm.weight",
+    "embedding_norm/bias": "embeddings.LayerNorm.bias",
+} | _layer(
+    "attention.self.query attention.self.key attention.self.value attention.output.dense",
+    "intermediate.dense output.dense",
+    {"attention_out_norm": "attention.output.LayerNorm", "mlp_out_norm": "output.LayerNorm"},
+    "encoder.layer.{}.",
+)
+SPANS = {"label_table": "qa_outputs.weight", "head_bias": "qa_outputs.bias"}
+TOKEN_LABELS = {"label_table": "classifier.weight", "head_bias": "classifier.bias"}
+BERT = HuggingFaceFormat(
+    architecture="BertForMaskedLM",
+    architectures=("ForMaskedLM", "ForPreTraining", "Model"),
+    sizes={
+        "vocab_size": "vocab_size",
+        "num_layers": "num_hidden_layers",
+        "embed_dim": "hidden_size",
+        "num_heads": "num_attention_heads",
+        "mlp_dim": "intermediate_size",
+        "max_length": "max_position_embeddings",
+        "norm_epsilon": "layer_norm_eps",
+        "init_std": "initializer_range",
+    },
+    defaults={"layer_norm_eps": 1e-12},
+    only={
+        "tie_word_embeddings": (True,),
+        "position_embedding_type": ("absolute",),
+        "is_decoder": (False,),
+        "add_cross_attention": (False,),
+    },
+    features=(features.HIDDEN_ACTIVATION, features.TOKEN_TYPES),
+    prefix="bert.",
+    head_prefix="cls.",
+    tensors=BERT_INSIDE
+    | {
+        "table_out": "cls.predictions.transform.dense.weight",
+        "transform_bias": "cls.predictions.transform.dense.bias",
+        "transform_norm/scale": "cls.predictions.transform.LayerNorm.weight",
+        "transform_norm/bias": "cls.predictions.transform.LayerNorm.bias",
+        "head/table": "cls.predictions.decoder.weight",
+        "head_bias": "cls.predictions.bias",
+    },
+    buffers=(
+        "embeddings.position_ids",
+        "pooler.dense.weight",
+        "pooler.dense.bias",
+        "cls.seq_relationship.weight",
+        "cls.seq_relationship.bias",
+        "cls.predictions.decoder.bias",
+    ),
+    older_endings={"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"},
+    label_heads={
+        "sequence": LabelHead(
+            architecture="BertForSequenceClassification",
+            prefix="classifier.",
+            tensors={
+                "table_out": "pooler.dense.weight",
+                "transform_bias": "pooler.dense.bias",
+                "label_table": "classifier.weight",
+                "head_bias": "classifier.bias",
+            },
+        ),
+        "token": LabelHead(
+            architecture="BertForTokenClassification",
+            prefix="classifier.",
+            tensors=TOKEN_LABELS,
+        ),
+        "span": LabelHead(
+            architecture="BertForQuestionAnswering",
+            prefix="qa_outputs.",
+            tensors=SPANS,
+        ),
+    },
 )
 
 HUGGING_FACE_FORMATS: dict[str, HuggingFaceFormat] = {
@@ -254,6 +395,57 @@ HUGGING_FACE_FORMATS: dict[str, HuggingFaceFormat] = {
             "layers.{}.",
         ),
     ),
+    "bert": BERT,
+    "electra": replace(
+        BERT,
+        architecture="ElectraForMaskedLM",
+        architectures=("ForMaskedLM", "ForPreTraining", "Model"),
+        only={**BERT.only, "hidden_act": ("gelu",)},
+        features=(features.TOKEN_TYPES, features.TABLE_WIDTH),
+        prefix="electra.",
+        head_prefix="generator_",
+        tensors=BERT_INSIDE
+        | {
+            "table_in": "embeddings_project.weight",
+            "table_bias": "embeddings_project.bias",
+            "table_out": "generator_predictions.dense.weight",
+            "transform_bias": "generator_predictions.dense.bias",
+            "transform_norm/scale": "generator_predictions.LayerNorm.weight",
+            "transform_norm/bias": "generator_predictions.LayerNorm.bias",
+            "head/table": "generator_lm_head.weight",
+            "head_bias": "generator_lm_head.bias",
+        },
+        buffers=(
+            "embeddings.position_ids",
+            *(
+                f"discriminator_predictions.{name}.{kind}"
+                for name in ("dense", "dense_prediction")
+                for kind in ("weight", "bias")
+            ),
+        ),
+        label_heads={
+            "sequence": LabelHead(
+                architecture="ElectraForSequenceClassification",
+                prefix="classifier.",
+                tensors={
+                    "table_out": "classifier.dense.weight",
+                    "transform_bias": "classifier.dense.bias",
+                    "label_table": "classifier.out_proj.weight",
+                    "head_bias": "classifier.out_proj.bias",
+                },
+            ),
+            "token": LabelHead(
+                architecture="ElectraForTokenClassification",
+                prefix="classifier.",
+                tensors=TOKEN_LABELS,
+            ),
+            "span": LabelHead(
+                architecture="ElectraForQuestionAnswering",
+                prefix="qa_outputs.",
+                tensors=SPANS,
+            ),
+        },
+    ),
     "llama": LLAMA,
     "mistral": replace(
         LLAMA,
@@ -334,7 +526,23 @@ HUGGING_FACE_FORMATS: dict[str, HuggingFaceFormat] = {
 }
 
 
-def format_of(family: str) -> HuggingFaceFormat:
+def format_of(model: ModelConfig) -> HuggingFaceFormat:
+    """How Hugging Face stores a model. Raises ConfigError if no class has such a one."""
+    hf_format = family_format(model.family)
+    if not model.labels:
+        return hf_format
+    if (head := hf_format.label_head(model.labelled)) is None:
+        raise ConfigError(
+            explain(
+                f"no class of transformers for {model.family} has a label of each {model.labelled}",
+                given=f"model.labels={','.join(model.labels)}",
+                do="use a model of the family bert or electra",
+            )
+        )
+    return hf_format.with_label_head(head)
+
+
+def family_format(family: str) -> HuggingFaceFormat:
     """How Hugging Face stores a family. Raises ConfigError if it is not among ours."""
     if family not in HUGGING_FACE_FORMATS:
         raise ConfigError(

@@ -10,7 +10,7 @@ from typing import Any, get_args, get_type_hints
 
 from optimus_jax.config import ModelConfig
 from optimus_jax.config.checks import LARGEST_COUNT
-from optimus_jax.config.model import MOST_LAYERS
+from optimus_jax.config.model import MOST_LAYERS, Labelled
 from optimus_jax.errors import ConfigError, explain
 from optimus_jax.models.huggingface_features import HfConfig
 from optimus_jax.models.huggingface_formats import HuggingFaceFormat
@@ -20,6 +20,7 @@ KeyType = type | UnionType
 KEY_TYPES: dict[str, KeyType] = {
     "model_type": str,
     "architectures": list | None,
+    "id2label": dict | None,
     # attention
     "attention_bias": bool | None,
     "mlp_bias": bool | None,
@@ -43,6 +44,10 @@ KEY_TYPES: dict[str, KeyType] = {
     "rope_local_base_freq": float,
     "rope_parameters": dict | None,
     "rope_scaling": dict | None,
+    # BERT and ELECTRA
+    "hidden_act": str,
+    "type_vocab_size": int,
+    "embedding_size": int,
     # OPT
     "activation_function": str,
     "do_layer_norm_before": bool,
@@ -64,10 +69,8 @@ ROPE_TYPES: dict[str, KeyType] = {
 POSITIVE = ("query_pre_attn_scalar", "sliding_window_pattern", "_sliding_window_pattern")
 """Keys, besides those of sizes, that something is divided by."""
 LISTS_OF_TEXTS = ("architectures", "layer_types", "attention_layers")
-WITHOUT_TASK = ("ForCausalLM", "LMHeadModel", "Model")
-"""Endings of the names of classes that have no head, or one for the next token."""
 OTHER_HEADS = ("DoubleHeadsModel",)
-"""Classes with such an ending and another head."""
+"""Classes with an ending of `HuggingFaceFormat.architectures` and another head."""
 
 
 TYPE_WORDS: dict[type, str] = {
@@ -100,6 +103,10 @@ def check_keys(hf_config: HfConfig, hf_format: HuggingFaceFormat) -> None:
             raise _wrong(key, given, "a list of texts")
         if key != "architectures" and len(given) != num_layers:
             raise _wrong(f"number of {key}", len(given), f"{num_layers}, as {layers}")
+    names = hf_config.get("id2label") or {}
+    numbers = [str(number) for number in range(len(names))]
+    if sorted(map(str, names)) != sorted(numbers) or not _are_texts([*names.values()]):
+        raise _wrong("id2label", names, "a text for every whole number from 0 on")
     for each in (repeated := hf_config.get("attention_types", [])):
         if not (
             isinstance(each, list)
@@ -115,17 +122,29 @@ def check_keys(hf_config: HfConfig, hf_format: HuggingFaceFormat) -> None:
         _check_rope(key, hf_config.get(key) or {})
 
 
-def check_task(hf_config: HfConfig) -> None:
-    """Raise ConfigError if a config.json is of a model with a head other than for next tokens."""
+def check_task(hf_config: HfConfig, hf_format: HuggingFaceFormat) -> None:
+    """Raise ConfigError if a config.json is of a model with another head than ours."""
+    *endings, _ = hf_format.architectures
     for name in hf_config.get("architectures") or ():
-        if not name.endswith(WITHOUT_TASK) or name.endswith(OTHER_HEADS):
+        if (
+            labels_of(name, hf_format) is None and not name.endswith(hf_format.architectures)
+        ) or name.endswith(OTHER_HEADS):
             raise ConfigError(
                 explain(
-                    "a config.json is of a model with another task than the next token",
+                    f"a config.json is of a model with another task than {hf_format.architecture}",
                     given=f"architectures={name[:80]}",
-                    do="choose a model whose architecture ends in ForCausalLM or LMHeadModel",
+                    do=f"choose a model whose architecture ends in {' or '.join(endings)}",
                 )
             )
+
+
+def labels_of(architecture: str, hf_format: HuggingFaceFormat) -> str | None:
+    """`ModelConfig.labelled` of the models of a class; None: it has no labels."""
+    for labelled in get_args(Labelled):
+        head = hf_format.label_head(labelled)
+        if head is not None and head.architecture == architecture:
+            return labelled
+    return None
 
 
 def _check_rope(key: str, rope: Mapping[str, Any]) -> None:

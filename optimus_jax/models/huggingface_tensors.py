@@ -273,7 +273,7 @@ class _Group:
 
 def _groups(shapes: ModelShapes) -> Iterator[_Group]:
     """All groups of a model. Leaves that it does not have are passed over."""
-    hf_format = format_of(shapes.config.family)
+    hf_format = format_of(shapes.config)
     leaves, arrays = (
         {
             jax.tree_util.keystr(path, simple=True, separator="/"): leaf

@@ -90,19 +90,21 @@ def _dotted(capability: tuple[int, int]) -> str:
 @partial(
     jax.tree_util.register_dataclass,
     data_fields=["segments_BL", "query_offset", "is_windowed"],
-    meta_fields=["window"],
+    meta_fields=["causal", "window"],
 )
 @dataclass(frozen=True)
 class Visibility:
-    """Which keys a query sees: those not after it, with a window the nearest of them and, with
-    documents, those of its own document."""
+    """Which keys a query sees: all, or those not after it; with a window the nearest of these and,
+    with documents, those of its own document."""
 
     segments_BL: Array | None = None
     """Document of every position, int32 [B, L]; None: each example is one document."""
     query_offset: Array | int = 0
     """Position of the first query among the keys (above 0 when a cache holds earlier keys)."""
+    causal: bool = True
+    """Whether keys after a query are hidden from it."""
     window: int | None = None
-    """Keys that a query sees, its own included; None: all."""
+    """Keys that a query sees, its own included; None: all. Needs causal attention."""
     is_windowed: Array | None = None
     """Whether the window applies, a bool scalar; None: it does."""
 
@@ -116,7 +118,7 @@ class Visibility:
             + lax.broadcasted_iota(jnp.int32, shape, 1)
         )
         key = lax.broadcasted_iota(jnp.int32, shape, 2)
-        visible = query >= key
+        visible = query >= key if self.causal else jnp.ones(shape, jnp.bool_)
         if self.window is not None:
             inside = query - key < self.window
             visible = visible & (inside if self.is_windowed is None else inside | ~self.is_windowed)
@@ -200,6 +202,7 @@ class _Fused(NamedTuple):
             *arrays,
             visibility.mask(whole, whole)[:, None] if is_masked else None,
             scale=self.scale,
+            causal=visibility.causal,
             window=None if is_masked else visibility.window,
             is_traced_only=self.is_traced_only,
         )
@@ -213,8 +216,8 @@ class _Blockwise(NamedTuple):
     def branch_pays(self, arrays: Arrays, visibility: Visibility) -> bool:
         """Whether layers with a window should run another program than those without."""
         windowed, full = (
-            sum(block.num_pairs for block in self._blocks(arrays, window))
-            for window in (visibility.window, None)
+            sum(block.num_pairs for block in self._blocks(arrays, each))
+            for each in (visibility, replace(visibility, window=None))
         )
         return windowed <= (1 - BRANCH_SAVES_SHARE) * full
 
@@ -224,9 +227,8 @@ class _Blockwise(NamedTuple):
 
     def __call__(self, arrays: Arrays, visibility: Visibility, keys_BH: Array | None) -> Array:
         q_BHLK, k_BGTK, _ = arrays
-        blocks = self._blocks(
-            arrays, None if visibility.is_windowed is not None else visibility.window
-        )
+        is_open = visibility.is_windowed is not None
+        blocks = self._blocks(arrays, replace(visibility, window=None) if is_open else visibility)
         group = q_BHLK.shape[1] // k_BGTK.shape[1]
         masks = [
             _repeat_rows(visibility.mask(block.queries, block.keys), group) for block in blocks
@@ -235,8 +237,9 @@ class _Blockwise(NamedTuple):
         keys = [None if keys_BH is None else fold(keys_BH, block.first_query) for block in blocks]
         return attend_in_blocks(self.settings, blocks, *arrays, masks, keys)
 
-    def _blocks(self, arrays: Arrays, window: int | None) -> tuple[QueryBlock, ...]:
-        return blocks_of(arrays[0].shape[2], arrays[1].shape[2], window)
+    def _blocks(self, arrays: Arrays, visibility: Visibility) -> tuple[QueryBlock, ...]:
+        num_queries, num_keys = (x_BHLK.shape[2] for x_BHLK in arrays[:2])
+        return blocks_of(num_queries, num_keys, visibility.window, causal=visibility.causal)
 
 
 def _core(

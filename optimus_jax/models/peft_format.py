@@ -50,7 +50,7 @@ class Module:
 
 def modules_of(model: ModelConfig) -> tuple[Module, ...]:
     """The matrices of a layer that hold projections."""
-    shapes, hf_format = model_shapes(model.base, model.vocab_size), format_of(model.family)
+    shapes, hf_format = model_shapes(model.base, model.vocab_size), format_of(model)
     sources = leaf_sources(shapes)
     found: dict[str, Module] = {}
     for projection, (block, leaf, part) in all_places(model).items():
@@ -149,7 +149,7 @@ def _config(
         "task_type": "CAUSAL_LM",
         "inference_mode": True,
         "target_modules": names,
-        "fan_in_fan_out": format_of(model.family).out_dim != 0,
+        "fan_in_fan_out": format_of(model).out_dim != 0,
     }
     if tuning.method == "ia3":
         forward = [module.short_name for module, [first, *_] in adapted if first in ROW_PARALLEL]

@@ -14,7 +14,7 @@ from optimus_jax.mesh.axes import LAYERS
 from optimus_jax.models.adapters import ROW_PARALLEL
 from optimus_jax.models.finite_values import is_finite, not_finite
 from optimus_jax.models.huggingface_checks import listed
-from optimus_jax.models.huggingface_formats import HEAD, format_of
+from optimus_jax.models.huggingface_formats import format_of
 from optimus_jax.models.huggingface_tensors import leaf_sources
 from optimus_jax.models.merging import adapter_name, places_of
 from optimus_jax.models.peft_config import PeftConfig, unsupported
@@ -96,12 +96,12 @@ def from_peft(
 
 def _check_tables(peft: PeftConfig, tensors: Iterable[str], model: ModelConfig) -> None:
     """Raise ConfigError if there are adapters, or new values, of the embedding or the head."""
-    prefix, outside = format_of(model.family).prefix, set()
+    hf_format, outside = format_of(model), set()
     for path, source in leaf_sources(model_shapes(model.base, model.vocab_size)).items():
         if not path.startswith(LAYERS) and source.leaf.is_matrix:
             outside |= {part.tensor.removesuffix(".weight") for part in source.parts}
-    head = HEAD.removesuffix(".weight")
-    names = {prefix + name for name in outside - {head}} | {head}
+    names = {hf_format.full_name(name) for name in outside | {hf_format.head} if name}
+    names = {name.removesuffix(".weight") for name in names}
     stored = [
         tensor
         for tensor in tensors

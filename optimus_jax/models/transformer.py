@@ -20,18 +20,26 @@ from flax import nnx
 from jax import Array, lax
 
 from optimus_jax.config import ModelConfig
-from optimus_jax.mesh.axes import EMBED, LAYERS, POSITIONS, TABLE, VOCAB
+from optimus_jax.config.tuning import ParameterGroup
+from optimus_jax.mesh.axes import EMBED, LABELS, LAYERS, NORM, POSITIONS, TABLE, VOCAB
 from optimus_jax.mesh.collectives import Collectives
+from optimus_jax.mesh.leaf import Role
 from optimus_jax.mesh.sums import Sums
 from optimus_jax.models import rotary
 from optimus_jax.models.adapters import block_rngs
 from optimus_jax.models.block import Block, ForwardContext, LayersOutput, normed
-from optimus_jax.models.families import features_of, has_window, table_width
+from optimus_jax.models.families import (
+    features_of,
+    has_window,
+    head_transform_of,
+    table_width,
+)
 from optimus_jax.models.head import Head
 from optimus_jax.models.layer_loop import Layer, Segment, run_stack
 from optimus_jax.models.layers import (
     Embedding,
     Norm,
+    add_bias,
     constant,
     dropout,
     freeze,
@@ -39,6 +47,7 @@ from optimus_jax.models.layers import (
     rows_of,
     sinusoids,
 )
+from optimus_jax.models.mlp import ACTIVATIONS
 from optimus_jax.models.products import project, project_back
 
 
@@ -69,24 +78,37 @@ class Decoder(nnx.Module):
             Embedding, vocab_rows, table_dim, config.init_std, vocab_size=config.vocab_size
         )
         self.embedding = table("embedding", rngs=rngs)
-        rows = config.max_length + (features.position_offset or 0)
-        self.positions = nnx.data(
-            normal(
-                rngs,
-                (rows, config.embed_dim),
-                (POSITIONS, EMBED),
-                config.init_std,
-                "table",
-                "embedding",
+        width = table_dim if features.embedding_norm else config.embed_dim
+
+        def added(rows: int, *, exists: bool) -> nnx.Param | None:
+            """A table whose rows are added to the tokens'."""
+            dims, std = (POSITIONS, EMBED), config.init_std
+            return nnx.data(
+                normal(rngs, (rows, width), dims, std, "table", "embedding") if exists else None
             )
-            if features.positions == "learned"
-            else None
-        )
+
+        rows = config.max_length + (features.position_offset or 0)
+        self.positions = added(rows, exists=features.positions == "learned")
+        self.token_types = added(features.token_types or 0, exists=bool(features.token_types))
+
+        def norm(width: int, *, exists: bool | None) -> Norm | None:
+            kind = str(features.norm)
+            return nnx.data(Norm(kind, (width,), config.norm_epsilon) if exists else None)
+
+        self.embedding_norm = norm(table_dim, exists=features.embedding_norm)
         self.position_offset = features.position_offset or 0
-        between = (config.embed_dim, table_dim), (EMBED, TABLE)
+
+        def projection(width: int, role: Role, group: ParameterGroup) -> nnx.Param:
+            """Between the residual stream and another width."""
+            between = (config.embed_dim, width), (EMBED, TABLE)
+            return normal(rngs, *between, config.init_std, role, group)
+
         self.table_in = nnx.data(
-            normal(rngs, *between, config.init_std, "matrix_back", "embedding")
-            if features.table_dim
+            projection(table_dim, "matrix_back", "embedding") if features.table_dim else None
+        )
+        self.table_bias = nnx.data(
+            constant(0.0, (config.embed_dim,), (NORM,), "bias", "embedding")
+            if features.table_dim and features.table_bias
             else None
         )
 
@@ -96,38 +118,75 @@ class Decoder(nnx.Module):
 
         keys = jax.random.split(rngs.params(), config.num_layers)
         self.layers = stack(keys if slots is None else keys[np.maximum(slots, 0)])
-        self.final_norm = nnx.data(
-            Norm(str(features.norm), (config.embed_dim,), config.norm_epsilon)
-            if features.final_norm
+        self.final_norm = norm(config.embed_dim, exists=features.final_norm)
+        is_own, shape = not (config.labels or config.tied), (len(config.labels), config.embed_dim)
+        self.head = nnx.data(table("head", rngs=rngs) if is_own else None)
+        self.label_table = nnx.data(
+            normal(rngs, shape, (LABELS, EMBED), config.init_std, "table", "head")
+            if config.labels
             else None
         )
-        self.head = nnx.data(None if config.tied else table("head", rngs=rngs))
+        transform = head_transform_of(config)
         self.table_out = nnx.data(
-            normal(rngs, *between, config.init_std, "matrix", "head")
-            if features.table_dim
+            projection(transform.width, "matrix", "head") if transform else None
+        )
+        self.transform_bias = nnx.data(
+            constant(0.0, (transform.width,), (NORM,), "bias", "head")
+            if transform and transform.activation
             else None
         )
-        self.head_bias = nnx.data(
-            constant(0.0, (vocab_rows,), (VOCAB,), "bias", "head") if features.head_bias else None
-        )
+        self.transform_norm = norm(table_dim, exists=transform is not None and transform.is_normed)
+        self.head_bias = nnx.data(self._head_bias(vocab_rows))
         freeze(self, config.tuning)
 
-    def embed(self, tokens_BL: Array, positions_BL: Array, run: ForwardContext) -> Array:
-        """int32 [B, L] -> [B, L, D]."""
+    def _head_bias(self, vocab_rows: int) -> nnx.Param | None:
+        """The head's bias: that of labels as the classes of transformers have it, for encoders."""
+        features, labels = features_of(self.config), self.config.labels
+        if labels:
+            rows, dim, exists = len(labels), LABELS, not features.causal
+        else:
+            rows, dim, exists = vocab_rows, VOCAB, bool(features.head_bias)
+        return constant(0.0, (rows,), (dim,), "bias", "head") if exists else None
+
+    def embed(
+        self,
+        tokens_BL: Array,
+        positions_BL: Array,
+        run: ForwardContext,
+        types_BL: Array | None = None,
+    ) -> Array:
+        """int32 [B, L] -> [B, L, D]. `types_BL`: types of the tokens; None: all are 0."""
         x_BLD = self.embedding(tokens_BL, run.comm)
+        if self.embedding_norm is not None:
+            x_BLD = self._with_positions(x_BLD, positions_BL, types_BL, run)
+            x_BLD = self.embedding_norm(x_BLD, run.comm.dtype)
         if self.table_in is not None:
             x_BLD = project_back(x_BLD, self.table_in[...], run.comm.dtype)
+            x_BLD = add_bias(x_BLD, self.table_bias)
         if self.scale_embedding is not None:
             x_BLD = x_BLD * jnp.asarray(self.scale_embedding, x_BLD.dtype)
+        if self.embedding_norm is None:
+            x_BLD = self._with_positions(x_BLD, positions_BL, types_BL, run)
+        return dropout(x_BLD, self.config.dropout, run.keys_B, 0, run.comm)
+
+    def _with_positions(
+        self, x_BLE: Array, positions_BL: Array, types_BL: Array | None, run: ForwardContext
+    ) -> Array:
+        """Embedded tokens with their positions and types, if the family adds these."""
+        dtype = run.comm.dtype
         if self.positions is not None:
             offset = self.position_offset
             rows_BL = positions_BL + offset if offset else positions_BL
             rows_BL = run.comm.local_tokens(rows_BL)
-            x_BLD = x_BLD + rows_of(self.positions[...], rows_BL, run.comm.dtype)
+            x_BLE = x_BLE + rows_of(self.positions[...], rows_BL, dtype)
         elif features_of(self.config).positions == "sinusoid":
             local_BL = run.comm.local_tokens(positions_BL)
-            x_BLD = x_BLD + sinusoids(local_BL, x_BLD.shape[-1]).astype(run.comm.dtype)
-        return dropout(x_BLD, self.config.dropout, run.keys_B, 0, run.comm)
+            x_BLE = x_BLE + sinusoids(local_BL, x_BLE.shape[-1]).astype(dtype)
+        if self.token_types is not None:
+            types_BL = jnp.zeros_like(positions_BL) if types_BL is None else types_BL
+            rows_BL = run.comm.local_tokens(types_BL)
+            x_BLE = x_BLE + rows_of(self.token_types[...], rows_BL, dtype)
+        return x_BLE
 
     def run_layers(
         self,
@@ -255,8 +314,14 @@ class Decoder(nnx.Module):
             if each_windowed is not None and features.window_rope_theta
             else None
         )
-        if windowed is not False:
-            run = replace(run, visibility=replace(run.visibility, window=features.window))
+        run = replace(
+            run,
+            visibility=replace(
+                run.visibility,
+                causal=bool(features.causal),
+                window=features.window if windowed is not False else None,
+            ),
+        )
         graphdef, stacked = nnx.split(self.layers)
 
         def body(x_BLD: Array, layer: tuple) -> tuple[Array, tuple[Sums, Any]]:
@@ -287,28 +352,38 @@ class Decoder(nnx.Module):
         """What the head's matrix multiplies, [B, L, E] in `comm.sums`, of the last layer's output;
         E is the width of the table.
         """
-        x_BLD = normed(self.final_norm, x_BLD, comm)
-        if self.table_out is None:
+        x_BLD, transform = normed(self.final_norm, x_BLD, comm), head_transform_of(self.config)
+        if transform is None or self.table_out is None:
             return x_BLD
-        return project(x_BLD, self.table_out[...], comm.dtype, result=comm.sums)
+        x_BLE = project(x_BLD, self.table_out[...], comm.dtype, result=comm.sums)
+        if transform.activation is None:
+            return x_BLE
+        x_BLE = ACTIVATIONS[transform.activation](add_bias(x_BLE, self.transform_bias))
+        return normed(self.transform_norm, x_BLE, comm)
 
     @property
     def output_head(self) -> Head:
         """The head's parameters; with tied weights, its matrix is the embedding."""
+        own = self.label_table
         return Head(
-            matrix_VE=(self.head or self.embedding).table[...],
+            matrix_VE=((self.head or self.embedding).table if own is None else own)[...],
             bias_V=None if self.head_bias is None else self.head_bias[...],
-            softcap=features_of(self.config).head_softcap or 0.0,
+            softcap=0.0 if self.config.labels else features_of(self.config).head_softcap or 0.0,
         )
 
     def logits(self, hidden_BLE: Array, run: ForwardContext) -> Array:
-        """Logits, float32 [B, L, V], of this device's part of the vocabulary; -inf for padding."""
+        """Logits, float32 [B, L, V], of all tokens and this device's part of the vocabulary, -inf
+        for padding; or of the tokens that it is given and all labels.
+        """
         head, dtype = self.output_head, run.comm.dtype
-        hidden_BLE = run.comm.fan_out(hidden_BLE, VOCAB)
+        if not self.config.labels:
+            hidden_BLE = run.comm.fan_out(hidden_BLE, VOCAB)
         operands = hidden_BLE.astype(dtype), head.matrix_VE.astype(dtype)
         logits = head.finished(
             jnp.einsum("ble,ve->blv", *operands, preferred_element_type=jnp.float32)
         )
+        if self.config.labels:
+            return logits
         ids = run.comm.offset(logits.shape[-1], VOCAB) + jnp.arange(logits.shape[-1])
         return jnp.where(ids < self.config.vocab_size, logits, -jnp.inf)
 

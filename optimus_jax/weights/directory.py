@@ -16,7 +16,13 @@ from optimus_jax.config import ModelConfig
 from optimus_jax.errors import CheckpointError, ConfigError, explain
 from optimus_jax.models.families import check_family
 from optimus_jax.models.huggingface import config_from_huggingface
-from optimus_jax.models.huggingface_checks import EMBEDDING, check_tied_head, listed, model_tensors
+from optimus_jax.models.huggingface_checks import (
+    EMBEDDING,
+    check_tied_head,
+    listed,
+    model_tensors,
+    other_tensors,
+)
 from optimus_jax.models.huggingface_formats import format_of
 from optimus_jax.system.json_input import JSONInputError, parse_json
 from optimus_jax.weights.file_bytes import damaged, read_whole
@@ -42,11 +48,13 @@ class PublishedModel:
     config: ModelConfig
     tensors: dict[str, StoredTensor]
     """By name without the family's prefix, as `LeafSource.block` wants them."""
+    others: dict[str, StoredTensor]
+    """What the files hold besides, by such names."""
 
     @property
     def dtype(self) -> np.dtype:
         """The format of its embedding, and usually of all its tensors."""
-        return self.tensors[format_of(self.config.family).tensors[EMBEDDING]].dtype
+        return self.tensors[format_of(self.config).tensors[EMBEDDING]].dtype
 
     def check_tied_head(self) -> None:
         """Read the embedding and a tied head, if one is stored, and compare them.
@@ -56,15 +64,18 @@ class PublishedModel:
         check_tied_head(self.tensors, self.config)
 
 
-def open_model(directory: Path) -> PublishedModel:
+def open_model(directory: Path, *, needs_head: bool = True) -> PublishedModel:
     """A published model, of which no tensor has been read.
 
+    Args:
+      needs_head: whether the parts of a head over the vocabulary must be there.
     Raises:
       ConfigError: the config.json is missing, malformed, or of a model that is not supported.
       CheckpointError: the weights are missing or damaged, or not those of the config.json.
     """
-    config = read_config(directory)
-    return PublishedModel(config, model_tensors(read_tensors(directory), config))
+    config, stored = read_config(directory), read_tensors(directory)
+    tensors = model_tensors(stored, config, needs_head=needs_head)
+    return PublishedModel(config, tensors, other_tensors(stored, config))
 
 
 def read_config(directory: Path) -> ModelConfig:
