@@ -17,6 +17,9 @@ STDLIB = "stdlib"
 """The source available on every machine: the .py files of Python's standard library."""
 BYTES = "bytes"
 """The tokenizer that needs no file."""
+ExampleKind = Literal["documents", "pairs", "labels", "word_labels", "answers"]
+"""What a task learns from: documents and conversations, preference pairs, texts with a label, words
+with a label each, or questions with answers."""
 RecordChoice = Literal["auto", "text", "messages", "completion"]
 """What a record is read as: a text, a conversation, or a prompt with its completion."""
 TooLong = Literal["truncate", "drop"]
@@ -101,6 +104,11 @@ class DataConfig:
     """Fraction of documents held out for evaluation."""
     text_field: str = "text"
     """Name of the text in a JSON object, or of its column in a table."""
+    second_text_field: str | None = None
+    """Name of the second of two texts that have one label; None: there is one text."""
+    label_field: str | None = None
+    """Name of the label of a text, or of the labels of its words; None: `label`, or `labels` of
+    words."""
     records: RecordChoice = "auto"
     """What each JSON object or row holds: text, messages (a conversation), or completion (a prompt
     with one); auto: by the names of its fields."""

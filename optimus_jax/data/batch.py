@@ -43,8 +43,14 @@ BATCH_ARRAYS: Mapping[str, BatchArray] = {
     "positions": BatchArray(np.int32, "place of the token in its document's part, from 0"),
     "segments": BatchArray(np.int32, "number of the token's document in the example, from 0"),
     "loss_mask": BatchArray(np.bool_, "False where a target does not count"),
-    "examples": BatchArray(np.int32, "number of the example in the batch", per_token=False),
+    "examples": BatchArray(
+        np.int32, "number of the example in the batch, or in the evaluation", per_token=False
+    ),
 }
+
+
+BEGINS_WORD = "begins_word"
+"""Name of the array that says where words begin, where a run asks for it: bool [B, L]."""
 
 
 def synthetic_batch(

@@ -8,18 +8,29 @@ import dataclasses
 import hashlib
 import itertools
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, get_args
 
 import numpy as np
 
 from optimus_jax.config import DataConfig
-from optimus_jax.config.data import STDLIB
+from optimus_jax.config.data import STDLIB, ExampleKind
 from optimus_jax.config.weighted_sources import WeightedSource
-from optimus_jax.data.conversations import encode_conversations, split_conversations
+from optimus_jax.data.conversations import encode_conversations
 from optimus_jax.data.identity import DataIdentity, identity_of
+from optimus_jax.data.labelled import (
+    AnswerReader,
+    LabelledRecord,
+    LabelledSpan,
+    LabelledText,
+    LabelledWords,
+    LabelPlace,
+    LabelReader,
+    encode_labelled,
+)
 from optimus_jax.data.mixture import HeldOutMixture, Mixture, period_counts
+from optimus_jax.data.pieces import Pieces, split_pieces
 from optimus_jax.data.preferences import PAIRS_OR_OTHER_TASK, PreferenceReader
 from optimus_jax.data.record_reader import RecordReader
 from optimus_jax.data.rendered_chat import ChatWriter, RenderedChat
@@ -39,7 +50,14 @@ from optimus_jax.data.tokens import (
 from optimus_jax.errors import DataError, explain
 
 RULES: tuple[HeldOutBy, ...] = get_args(HeldOutBy)
-_KINDS = {str: "texts", RenderedChat: "conversations"}
+_KINDS = {
+    str: "texts",
+    RenderedChat: "conversations",
+    tuple: "preference pairs",
+    LabelledText: "texts with labels",
+    LabelledWords: "words with labels",
+    LabelledSpan: "questions with answers",
+}
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -58,6 +76,8 @@ class Data:
     """Fingerprint that tells this data from other data."""
     notes: tuple[str, ...] = ()
     """Sentences about text that was left out or changed while reading the files."""
+    labels: tuple[str, ...] = ()
+    """Names of the labels that are learnt; empty: none are."""
 
     def with_notes(self, notes: Iterable[str]) -> "Data":
         """The same data with more notes, which come first."""
@@ -72,7 +92,9 @@ def load_data(
     model_name: str,
     tokenizer: Tokenizer | None = None,
     by: str | None = None,
-    pairs: bool = False,
+    kind: ExampleKind = "documents",
+    labels: tuple[str, ...] = (),
+    label_place: LabelPlace = "first",
 ) -> Data:
     """Read, tokenize, check and split the data.
 
@@ -87,14 +109,18 @@ def load_data(
       by: how a resumed run chose its held-out tokens, which holds whatever the files are now: a
         HeldOutBy, or one for each source of a mixture with blanks between; None: `held_out_by`
         decides.
-      pairs: whether records are preference pairs.
+      kind: what records hold.
+      labels: names of their labels, in order; empty: those that are found.
+      label_place: where the label of a text counts.
     Raises:
       DataError: a source, the tokenizer or a token cannot be used.
     """
     tokenizer = tokenizer or load_tokenizer(
         config.tokenizer, config.eos, chat_template=config.chat_template
     )
-    loader = _SourceLoader(config, tokenizer, seq_len, vocab_size, model_name, pairs)
+    loader = _SourceLoader(
+        config, tokenizer, seq_len, vocab_size, model_name, kind, labels, label_place
+    )
     sources = [(source.path,) for source in config.mixture] or [config.sources]
     parts = list(map(loader.load, sources, _rules(by, len(sources))))
     data = _mixed(config.mixture, parts) if config.mixture else parts[0]
@@ -119,8 +145,9 @@ class _SourceLoader:
     vocab_size: int
     """Of the model."""
     model_name: str
-    pairs: bool
-    """Whether records are preference pairs."""
+    kind: ExampleKind
+    labels: tuple[str, ...]
+    label_place: LabelPlace
 
     def load(self, sources: tuple[str, ...], by: HeldOutBy | None) -> Data:
         """The data of these sources.
@@ -132,8 +159,8 @@ class _SourceLoader:
         skipped_input = SkippedInput()
         files = find_files(sources, skipped_input)
         if files and STDLIB not in sources and all(map(is_token_file, files)):
-            if self.pairs:
-                raise _no_pairs(" ".join(sources))
+            if self.kind != "documents":
+                raise self._other_records(" ".join(sources))
             stream, headers = read_token_files(files, tokenizer)
             num_documents = sum(header.num_documents for header in headers)
             return self._of_stream(stream, headers, num_documents, by).with_notes(
@@ -141,16 +168,7 @@ class _SourceLoader:
             )
         skipped_input = SkippedInput()
         name = " ".join(sources)
-        records = (PreferenceReader if self.pairs else RecordReader)(
-            text_field=config.text_field,
-            kind="completion" if self.pairs else config.records,
-            write_out=ChatWriter(
-                template=tokenizer.chat_template,
-                special_tokens=tokenizer.special_tokens,
-                loss_on=config.loss_on,
-                has_end_of_turn=bool(tokenizer.special_tokens),
-            ),
-        )
+        records = self._reader()
         documents = read_documents(
             sources,
             config.text_field,
@@ -164,10 +182,12 @@ class _SourceLoader:
                 explain("the data holds no text", given=name, do="name files that hold some")
             )
         whole = _of_one_kind(itertools.chain([first], documents), type(first), name)
-        if self.pairs and not isinstance(first, tuple):
-            raise _no_pairs(name)
-        if self.pairs or isinstance(first, RenderedChat):
-            pieces = whole if self.pairs else ((chat,) for chat in whole)
+        if self.kind != "documents" and not isinstance(first, tuple):
+            raise self._other_records(name)
+        if self.kind in ("labels", "word_labels", "answers"):
+            found = self._of_labelled(whole, name)
+        elif self.kind == "pairs" or isinstance(first, RenderedChat):
+            pieces = whole if self.kind == "pairs" else ((chat,) for chat in whole)
             found = self._of_conversations(pieces, name)
         else:
             tokens = np.concatenate(list(encode_documents(tokenizer, whole)))
@@ -177,6 +197,45 @@ class _SourceLoader:
             num_documents = int(np.count_nonzero(tokens == tokenizer.eos))
             found = self._of_stream(stream, (), num_documents, by)
         return found.with_notes([*records.notes(name), *skipped_input.notes()])
+
+    def _reader(self) -> RecordReader:
+        """What reads the records of these sources."""
+        config, tokenizer = self.config, self.tokenizer
+        shared: dict[str, Any] = {
+            "text_field": config.text_field,
+            "write_out": ChatWriter(
+                template=tokenizer.chat_template,
+                special_tokens=tokenizer.special_tokens,
+                loss_on=config.loss_on,
+                has_end_of_turn=bool(tokenizer.special_tokens),
+            ),
+        }
+        if self.kind == "pairs":
+            return PreferenceReader(kind="completion", **shared)
+        if self.kind == "documents":
+            return RecordReader(kind=config.records, **shared)
+        if self.kind == "answers":
+            return AnswerReader(kind="completion", **shared)
+        words = self.kind == "word_labels"
+        return LabelReader(
+            kind="completion",
+            label_field=config.label_field or ("labels" if words else "label"),
+            second_field=config.second_text_field,
+            reads_words=words,
+            **shared,
+        )
+
+    def _other_records(self, name: str) -> DataError:
+        """The error for sources without the records from which the task learns."""
+        reader = self._reader()
+        do = PAIRS_OR_OTHER_TASK if self.kind == "pairs" else reader.if_absent(())
+        return DataError(
+            explain(
+                f"the data holds no {reader.wanted}, from which the task learns",
+                given=name,
+                do=f"{do}; records are read from JSON, CSV, Parquet and Arrow files",
+            )
+        )
 
     def _of_stream(
         self,
@@ -215,26 +274,51 @@ class _SourceLoader:
         )
 
     def _of_conversations(self, pieces: Iterable[tuple[RenderedChat, ...]], name: str) -> Data:
+        config, tokenizer = self.config, self.tokenizer
+        group_size = 2 if self.kind == "pairs" else 1
+        whole, notes = encode_conversations(
+            tokenizer, pieces, name, config.too_long, group_size, config.loss_on
+        )
+        template = tokenizer.chat_template
+        made_by = {} if template is None else {"chat_template": template.digest}
+        return self._of_pieces(whole, name, made_by).with_notes(notes)
+
+    def _of_labelled(self, texts: Iterable[LabelledRecord], name: str) -> Data:
+        config = self.config
+        lengths = [phase.seq_len for phase in config.phases if phase.seq_len]
+        whole, labels = encode_labelled(
+            self.tokenizer,
+            texts,
+            name,
+            place=self.label_place,
+            labels=self.labels,
+            longest=max([self.seq_len, *lengths]),
+            too_long=config.too_long,
+        )
+        found = self._of_pieces(whole, name, {"labels": ",".join(labels)})
+        return dataclasses.replace(found, labels=labels)
+
+    def _of_pieces(self, whole: Pieces, name: str, made_by: Mapping[str, str]) -> Data:
+        """The data of packed texts.
+
+        Args:
+          made_by: what belongs to its identity besides.
+        """
         config, tokenizer, seq_len = self.config, self.tokenizer, self.seq_len
         if not config.respect_documents:
             raise DataError(
                 explain(
-                    "conversations that share an example must not see one another",
+                    f"{whole.unit}s that share an example must not see one another",
                     given="data.respect_documents=false",
                     do="leave it out",
                 )
             )
-        group_size = 2 if self.pairs else 1
-        whole, notes = encode_conversations(
-            tokenizer, pieces, name, config.too_long, group_size, config.loss_on
-        )
         stream = TokenStream(
             name=name, tokens=whole.tokens, eos=tokenizer.eos, vocab_size=tokenizer.vocab_size
         )
         check_vocab(stream, self.vocab_size, self.model_name)
-        train, held_out = split_conversations(whole, config.eval_fraction)
+        train, held_out = split_pieces(whole, config.eval_fraction)
         lengths = dict.fromkeys([seq_len, *(phase.seq_len or seq_len for phase in config.phases)])
-        template = tokenizer.chat_template
         return Data(
             train=train,
             held_out=held_out,
@@ -247,32 +331,23 @@ class _SourceLoader:
             identity={
                 **identity_of(stream, ()),
                 "conversations": whole.digest,
-                "documents": whole.num_conversations,
+                "documents": whole.num_texts,
                 "tokenizer": tokenizer.digest,
-                **({} if template is None else {"chat_template": template.digest}),
+                **made_by,
                 "eos": tokenizer.eos,
                 "held_out_by": "documents",
             },
-            notes=(*notes, *(note for n in lengths for note in whole.too_long_notes(n))),
+            notes=tuple(note for n in lengths for note in whole.too_long_notes(n)),
         )
-
-
-def _no_pairs(name: str) -> DataError:
-    return DataError(
-        explain(
-            "the data holds no preference pairs, from which the task learns",
-            given=name,
-            do=f"{PAIRS_OR_OTHER_TASK}, in JSON, Parquet or Arrow files",
-        )
-    )
 
 
 def _of_one_kind(documents: Iterable[Any], kind: type, name: str) -> Iterator[Any]:
     for document in documents:
         if type(document) is not kind:
+            both = [_KINDS[each] for each in _KINDS if each in (kind, type(document))]
             raise DataError(
                 explain(
-                    f"{name} has both texts and conversations",
+                    f"{name} has both {' and '.join(both)}",
                     given=" ".join(sorted({_KINDS[kind], _KINDS[type(document)]})),
                     do="make a mixture of them: --data chat=0.5:PATH text=0.5:PATH",
                 )
@@ -282,6 +357,17 @@ def _of_one_kind(documents: Iterable[Any], kind: type, name: str) -> Iterator[An
 
 def _mixed(sources: Sequence[WeightedSource], parts: Sequence[Data]) -> Data:
     """The mixture of loaded sources."""
+    if len({part.labels for part in parts}) > 1:
+        raise DataError(
+            explain(
+                "sources of a mixture have different labels",
+                given="; ".join(
+                    f"{source.name}: {','.join(part.labels)}"
+                    for source, part in zip(sources, parts, strict=True)
+                ),
+                do="name all of them, in order: --set model.labels=FIRST,SECOND",
+            )
+        )
     names = tuple(source.name for source in sources)
     weights = [source.exact_weight for source in sources]
     counts = period_counts(weights)
@@ -317,4 +403,5 @@ def _mixed(sources: Sequence[WeightedSource], parts: Sequence[Data]) -> Data:
             "held_out_by": " ".join(str(part.identity["held_out_by"]) for part in parts),
         },
         notes=tuple(dict.fromkeys(notes)),
+        labels=parts[0].labels,
     )

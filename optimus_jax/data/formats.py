@@ -9,7 +9,7 @@ import csv
 import io
 import json
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -107,7 +107,7 @@ class SourceFile:
             lines = f"line {number}" if num_lines == 1 else f"lines {number} to {last}"
             what, given = f"{lines}, is no row of its table", reason
         elif isinstance(error, NotConversationError):
-            what = f"{unit} {number}, is not a {error.wanted} that can be written out"
+            what = f"{unit} {number}, is not a {error.wanted}"
             given = reason
         else:
             what = f"{unit} {number}, is not a JSON object with a text named {self.text_field!r}"
@@ -159,8 +159,10 @@ def read_json(source_file: SourceFile) -> Iterator[Any]:
         yield document
 
 
-def read_csv(source_file: SourceFile) -> Iterator[str]:
-    """Yield the text column of each row; the first row names the columns."""
+def read_csv(source_file: SourceFile) -> Iterator[Any]:
+    """Yield the text column, or the record, of each row; the first row names the columns."""
+    records = source_file.records
+    records = None if records is None or records.reads_texts else records
     csv.field_size_limit(_LONGEST_FIELD)
     separator = "\t" if ".tsv" in (suffix.lower() for suffix in source_file.path.suffixes) else ","
     with (
@@ -170,7 +172,7 @@ def read_csv(source_file: SourceFile) -> Iterator[str]:
         taken = _LinesOfRow(lines)
         rows = csv.reader(taken, delimiter=separator, strict=True)
         names: list[str] | None = None
-        column = 0
+        columns: list[int] = []
         while True:
             taken.lines.clear()
             try:
@@ -191,12 +193,21 @@ def read_csv(source_file: SourceFile) -> Iterator[str]:
                 continue
             if names is None:
                 names = row
+                if records is not None:
+                    columns = list(map(names.index, _columns_of(records, names, source_file)))
+                    continue
                 if source_file.text_field not in names:
                     given = ", ".join(name[:_SHOWN] for name in names[:50])
                     raise _no_column(source_file, given, names)
-                column = names.index(source_file.text_field)
-            elif row:
-                yield row[column]
+                columns = [names.index(source_file.text_field)]
+            elif row and records is None:
+                yield row[columns[0]]
+            elif row and records is not None:
+                try:
+                    yield records.document({names[column]: row[column] for column in columns})
+                except ValueError as error:
+                    first = rows.line_num - len(taken.lines) + 1
+                    source_file.bad("row", first, "", error, num_lines=len(taken.lines))
 
 
 class _LinesOfRow:
@@ -380,15 +391,7 @@ def _columns(schema: Any, source_file: SourceFile) -> list[str]:
     """
     records = source_file.records
     if records is not None and records.decide(column_types(schema)) != "text":
-        if found := records.columns(schema.names):
-            return found
-        raise DataError(
-            explain(
-                f"{source_file.path} holds no {records.wanted}",
-                given=f"columns {', '.join(schema.names)}; data.records={records.kind}",
-                do=f"{records.if_absent(schema.names)}, or leave the file out",
-            )
-        )
+        return _columns_of(records, schema.names, source_file)
     columns = [(field.name, field.type) for field in schema]
     kinds = [
         str(getattr(kind, "value_type", kind)) if str(kind).startswith("dictionary") else str(kind)
@@ -404,6 +407,22 @@ def _columns(schema: Any, source_file: SourceFile) -> list[str]:
             is_chat=is_chat,
         )
     return [source_file.text_field]
+
+
+def _columns_of(records: RecordReader, names: Sequence[str], source_file: SourceFile) -> list[str]:
+    """The columns to read of a table whose rows are records that are no texts. Raises DataError if
+    there are none.
+    """
+    if found := records.columns(names):
+        return found
+    raise DataError(
+        explain(
+            f"{source_file.path} holds no {records.wanted}",
+            given=f"columns {', '.join(name[:_SHOWN] for name in names[:50])};"
+            f" data.records={records.kind}",
+            do=f"{records.if_absent(names)}, or leave the file out",
+        )
+    )
 
 
 def _rows(batches: Iterable[Any], columns: list[str], source_file: SourceFile) -> Iterator[Any]:

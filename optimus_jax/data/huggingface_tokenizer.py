@@ -20,11 +20,22 @@ from optimus_jax.data.chat_template import (
 )
 from optimus_jax.data.eos import CONFIG, Respelling, RespellingCounts, choose_eos
 from optimus_jax.data.rendered_chat import RenderedChat
-from optimus_jax.data.token_ids import ChatTokens, chat_tokens, token_dtype
+from optimus_jax.data.token_ids import (
+    ChatTokens,
+    SpannedTokens,
+    TextFrame,
+    chat_tokens,
+    frame_of_ends,
+    token_dtype,
+)
 from optimus_jax.errors import DataError, explain
 
 FILE = "tokenizer.json"
 """Name of the tokenizers library's file."""
+WORD_BEGINS = ("\u0120", "\u2581")
+"""Marks of a blank before a word, of byte-level BPE and of SentencePiece."""
+MASK_TOKENS = ("[MASK]", "<mask>")
+"""Mask tokens of published tokenizers."""
 
 
 class HuggingFaceTokenizer:
@@ -102,6 +113,8 @@ class HuggingFaceTokenizer:
 
         token, why = choose_eos(path, vocabulary, eos, by_list=by_list)
         self.eos = vocabulary[token]
+        ids = (vocabulary.get(mask) for mask in MASK_TOKENS)
+        self.mask = next((number for number in ids if number in special), None)
         self.end = f"{token!r}, id {self.eos} ({why})"
         # Not get_vocab_size(): it counts tokens, and ids may have gaps.
         self.vocab_size = max(vocabulary.values()) + 1
@@ -121,6 +134,7 @@ class HuggingFaceTokenizer:
             CONFIG: json.dumps(own | {"eos_token": token} | names, indent=2).encode() + b"\n",
             **template_files(self.chat_template),
         }
+        self._special = special
         reserved = np.zeros(self.vocab_size, bool)
         reserved[[token for token in special if token != unknown]] = True
         reserved[self.eos] = True
@@ -136,6 +150,60 @@ class HuggingFaceTokenizer:
     @property
     def notes(self) -> list[str]:
         return [*self._without_dropout, *self.respelled.notes()]
+
+    @property
+    def frame(self) -> TextFrame:
+        return self._frame
+
+    @functools.cached_property
+    def _frame(self) -> TextFrame:
+        try:
+            encoding = self._tokenizer.encode("a", "a", add_special_tokens=True)
+            alone = self._tokenizer.encode("a", add_special_tokens=True)
+        except BaseException as error:
+            if not _is_of_library(error):
+                raise
+            return frame_of_ends(self.eos)
+        ids, texts, types = encoding.ids, encoding.sequence_ids, encoding.type_ids
+        if None not in texts or not {0, 1} <= {*texts}:
+            return frame_of_ends(self.eos)
+        size, first, second = texts.count(1), texts.index(0), texts.index(1)
+        return TextFrame(
+            before=tuple(ids[:first]),
+            after=tuple(alone.ids[first + size :]),
+            middle=tuple(ids[first + size : second]),
+            last=tuple(ids[second + size :]),
+            second_type=types[second],
+        )
+
+    @functools.cached_property
+    def _continues(self) -> np.ndarray:
+        """Whether each token goes on with the word of the token before it, bool [vocab_size], by
+        the marks that models of the tokenizers library put at the beginning of tokens.
+        """
+        names = self._tokenizer.get_vocab()
+        found = np.zeros(self.vocab_size, bool)
+        continuing = [number for name, number in names.items() if name.startswith("##")]
+        beginning = [number for name, number in names.items() if name.startswith(WORD_BEGINS)]
+        if beginning and not continuing:
+            found[:] = True
+            found[beginning] = False
+            found[self._special] = False
+        found[continuing] = True
+        return found
+
+    def begins_word(self, tokens: np.ndarray) -> np.ndarray:
+        return ~self._continues[np.minimum(tokens, self.vocab_size - 1)]
+
+    def encode_with_spans(self, texts: Sequence[str]) -> list[SpannedTokens]:
+        dtype = token_dtype(self.vocab_size)
+        with self._explained(texts):
+            found = []
+            for text in texts:
+                encoding = self._tokenizer.encode(text, add_special_tokens=False)
+                ids, spans = self._respelling.within_template(text, encoding, range(len(text)))
+                found.append(SpannedTokens(ids.astype(dtype), spans))
+            return found
 
     def encode(self, text: str) -> np.ndarray:
         return self.encode_batch([text])[0]

@@ -6,25 +6,27 @@ content of a row does not depend on which process asks for it.
 
 import itertools
 from collections import deque
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
 
 import numpy as np
 
-from optimus_jax.data.batch import HostBatch
+from optimus_jax.data.batch import BEGINS_WORD, HostBatch
 from optimus_jax.data.mixture import Mixture
+from optimus_jax.data.pieces import Pieces
 from optimus_jax.data.sampler import (
     ExampleOrder,
     Examples,
-    ExampleSource,
     count_examples,
     cut_examples,
     order_of,
 )
 from optimus_jax.errors import DataError, explain
 
+WordMarker = Callable[[np.ndarray], np.ndarray]
+"""As `Tokenizer.begins_word`."""
 _PREFETCH = 2
 """Batches made ahead: one while the device computes, one in reserve."""
 _CHECKED_ROWS = 16
@@ -51,6 +53,8 @@ class BatchLoader:
     """The rows that this process needs: int [R], from 0 to global_batch - 1, in any order."""
     respect_documents: bool
     """Whether each document has its own positions and segment, and no loss across its end."""
+    begins_word: WordMarker | None = None
+    """Says where words begin, for tasks that want to know; None: nobody does."""
     steps_before: int = 0
     """Steps before this loader's first one, in a run with phases; they are never asked for."""
     examples_before: int = 0
@@ -85,6 +89,7 @@ class BatchLoader:
         batch = cut_examples(
             self.stream, examples, seq_len=self.seq_len, respect_documents=self.respect_documents
         )
+        batch = _with_words(batch, self.begins_word)
         return batch | {"examples": np.asarray(self.rows, np.int32)}
 
     def iterate(self, first_step: int) -> Generator[tuple[int, HostBatch], None, None]:
@@ -111,6 +116,7 @@ def eval_batches(
     rows: np.ndarray,
     respect_documents: bool,
     num_examples: int,
+    begins_word: WordMarker | None = None,
 ) -> Iterator[HostBatch]:
     """Batches of the first `num_examples` of a held-out stream (or of all it has), in order.
 
@@ -132,10 +138,16 @@ def eval_batches(
             seq_len=seq_len,
             respect_documents=respect_documents,
         )
+        batch = _with_words(batch, begins_word)
         batch["loss_mask"] &= (examples < num_examples)[:, None]
-        return batch | {"examples": np.asarray(rows, np.int32)}
+        return batch | {"examples": examples.astype(np.int32)}
 
     return map(cut, range(-(-num_examples // num_rows)))
+
+
+def _with_words(batch: HostBatch, begins_word: WordMarker | None) -> HostBatch:
+    """A batch that says where words begin, if anyone knows."""
+    return batch if begins_word is None else batch | {BEGINS_WORD: begins_word(batch["tokens"])}
 
 
 def check_held_out(
@@ -172,12 +184,12 @@ def _check_length(stream: Examples, seq_len: int, do: str) -> None:
     if isinstance(stream, Mixture):
         for part in stream.parts:
             _check_length(part, seq_len, do)
-    elif isinstance(stream, ExampleSource):
+    elif isinstance(stream, Pieces):
         if not count_examples(stream, seq_len):
             raise DataError(
                 explain(
-                    f"no conversation of {stream.name} fits into an example",
-                    given=f"{len(stream):,} tokens of conversations; seq_len={seq_len}",
+                    f"no {stream.unit} of {stream.name} fits into an example",
+                    given=f"{len(stream):,} tokens of {stream.unit}s; seq_len={seq_len}",
                     do="use a larger --seq-len, or --set data.too_long=truncate",
                 )
             )

@@ -45,13 +45,19 @@ class NotTextError(ValueError):
 class NotConversationError(NotTextError):
     """Raised when a record does not hold a conversation that can be written out."""
 
-    wanted = "conversation"
+    wanted = "conversation that can be written out"
 
 
 class NotPairError(NotConversationError):
     """Raised when a record does not hold a preference pair that can be written out."""
 
-    wanted = "preference pair"
+    wanted = "preference pair that can be written out"
+
+
+class NotLabelledError(NotConversationError):
+    """Raised when a record does not hold a text with a label, or words with labels."""
+
+    wanted = "text with its label"
 
 
 @dataclass(frozen=True, kw_only=True)

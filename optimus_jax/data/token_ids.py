@@ -1,5 +1,6 @@
-"""Token ids of conversations, and the dtype of token ids."""
+"""Token ids of texts and conversations, and the dtype of token ids."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -10,6 +11,66 @@ from optimus_jax.data.rendered_chat import RenderedChat
 def token_dtype(vocab_size: int) -> type[np.uint16] | type[np.uint32]:
     """The dtype that stores ids below `vocab_size`."""
     return np.uint16 if vocab_size <= 2**16 else np.uint32
+
+
+class SpannedTokens(NamedTuple):
+    """A text as tokens."""
+
+    ids: np.ndarray
+    """Token ids, uint16 or uint32 [N]."""
+    spans: np.ndarray
+    """The characters that each stands for, the first and the one after the last: int64 [N, 2]."""
+
+
+class TextFrame(NamedTuple):
+    """The special tokens in which a tokenizer puts a text, or two."""
+
+    before: tuple[int, ...]
+    """Ids before the first text."""
+    after: tuple[int, ...]
+    """Ids after a text that is alone."""
+    middle: tuple[int, ...]
+    """Ids between two texts."""
+    last: tuple[int, ...]
+    """Ids after the second text."""
+    second_type: int = 1
+    """Type of the tokens of a second text and of those after it; others have type 0."""
+
+    def around(self, texts: Sequence[np.ndarray], most: int) -> tuple[np.ndarray, np.ndarray]:
+        """One or two texts in the frame: their ids, and types, uint8 [N].
+
+        Args:
+          texts: token ids of each.
+          most: number of tokens of the result, at most. Texts are cut at their ends to fit, the
+            longer of two first.
+        """
+        is_pair, sizes = len(texts) == 2, self.fitting(texts, most)
+        parts: list[Sequence[int] | np.ndarray] = [self.before]
+        for text, size, ids in zip(texts, sizes, self._ends(texts), strict=True):
+            parts += [text[:size], ids]
+        ids = np.concatenate([np.asarray(part, texts[0].dtype) for part in parts])
+        types = np.zeros(len(ids), np.uint8)
+        if is_pair:
+            types[len(ids) - sizes[1] - len(self.last) :] = self.second_type
+        return ids, types
+
+    def fitting(self, texts: Sequence[np.ndarray], most: int) -> list[int]:
+        """How many tokens of each text `around` keeps."""
+        room = max(0, most - len(self.before) - sum(map(len, self._ends(texts))))
+        sizes = list(map(len, texts))
+        if len(sizes) == 1:
+            return [min(sizes[0], room)]
+        first = min(sizes[0], max(room // 2, room - sizes[1]))
+        return [first, min(sizes[1], room - first)]
+
+    def _ends(self, texts: Sequence[np.ndarray]) -> tuple[tuple[int, ...], ...]:
+        """The ids after each text."""
+        return (self.middle, self.last) if len(texts) == 2 else (self.after,)
+
+
+def frame_of_ends(eos: int) -> TextFrame:
+    """The frame of a tokenizer that has no special tokens for it: each text ends with eos."""
+    return TextFrame(before=(), after=(eos,), middle=(eos,), last=(eos,))
 
 
 class ChatTokens(NamedTuple):

@@ -26,7 +26,14 @@ from optimus_jax.data.chat_template import ChatTemplate, template_file, template
 from optimus_jax.data.eos import RespellingCounts
 from optimus_jax.data.huggingface_tokenizer import FILE, HuggingFaceTokenizer
 from optimus_jax.data.rendered_chat import RenderedChat
-from optimus_jax.data.token_ids import ChatTokens, chat_tokens, token_dtype
+from optimus_jax.data.token_ids import (
+    ChatTokens,
+    SpannedTokens,
+    TextFrame,
+    chat_tokens,
+    frame_of_ends,
+    token_dtype,
+)
 from optimus_jax.errors import DataError, explain
 from optimus_jax.store.hub import TOKENIZER_FILES, hub_directory
 from optimus_jax.store.local_copies import local_file
@@ -49,6 +56,11 @@ class Tokenizer(Protocol):
     @property
     def eos(self) -> int:
         """The id that ends a document."""
+        ...
+
+    @property
+    def mask(self) -> int | None:
+        """The id of the mask token; None: there is none."""
         ...
 
     @property
@@ -92,6 +104,19 @@ class Tokenizer(Protocol):
 
         Raises DataError for text that the vocabulary cannot write.
         """
+        ...
+
+    @property
+    def frame(self) -> TextFrame:
+        """The special tokens around texts with labels."""
+        ...
+
+    def begins_word(self, tokens: np.ndarray) -> np.ndarray:
+        """Whether each of some tokens in a row, [R, L], is the first of a word: bool [R, L]."""
+        ...
+
+    def encode_with_spans(self, texts: Sequence[str]) -> list[SpannedTokens]:
+        """`encode` of each text, with the characters that each token stands for."""
         ...
 
     def encode(self, text: str) -> np.ndarray:
@@ -147,11 +172,16 @@ def load_tokenizer(
     return HuggingFaceTokenizer(path, eos, by_list=by_list, chat_template=template or None)
 
 
+_IN_WORD = np.array([byte >= 128 or chr(byte).isalnum() for byte in range(256)] + [False])
+"""Whether each byte is part of a word: letters, digits, and all that is not ASCII; and eos."""
+
+
 class ByteTokenizer:
     """Tokenizer whose ids 0 to 255 are the bytes of UTF-8; id 256 ends a document."""
 
     vocab_size = 257
     eos = 256
+    mask = None
     digest = hashlib.sha256(b"bytes, eos=256").hexdigest()[:16]
     end = "id 256, which is no byte"
     special_tokens = ()
@@ -171,13 +201,28 @@ class ByteTokenizer:
     def files(self) -> Mapping[str, bytes]:
         return template_files(self.chat_template)
 
+    @property
+    def frame(self) -> TextFrame:
+        return frame_of_ends(self.eos)
+
+    def begins_word(self, tokens: np.ndarray) -> np.ndarray:
+        in_word = _IN_WORD[np.minimum(tokens, self.eos)]
+        before = np.concatenate([np.zeros_like(in_word[:, :1]), in_word[:, :-1]], axis=1)
+        return ~(in_word & before)
+
     def encode_chats(self, chats: Sequence[RenderedChat]) -> list[ChatTokens]:
+        encoded = self.encode_with_spans([chat.text for chat in chats])
+        return [
+            chat_tokens(chat, *tokens, self.eos)
+            for chat, tokens in zip(chats, encoded, strict=True)
+        ]
+
+    def encode_with_spans(self, texts: Sequence[str]) -> list[SpannedTokens]:
         found = []
-        for chat in chats:
-            widths = [len(character.encode()) for character in chat.text]
+        for text in texts:
+            widths = [len(character.encode()) for character in text]
             starts = np.repeat(np.arange(len(widths)), widths)
-            spans = np.stack([starts, starts + 1], axis=1)
-            found.append(chat_tokens(chat, self.encode(chat.text), spans, self.eos))
+            found.append(SpannedTokens(self.encode(text), np.stack([starts, starts + 1], axis=1)))
         return found
 
     def encode(self, text: str) -> np.ndarray:

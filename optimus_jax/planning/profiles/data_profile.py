@@ -7,7 +7,7 @@ borders, and attention across a document border or beyond the window.
 A stream on disk is read block by block and never held in memory. If it is longer than the limit,
 evenly spaced blocks are sampled, and the profile says how many tokens were read.
 
-Conversations are profiled as they are packed (data/conversations.py).
+Conversations are profiled as they are packed (data/pieces.py).
 """
 
 import json
@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from optimus_jax.data.conversations import Conversations
+from optimus_jax.data.pieces import Pieces
 from optimus_jax.data.sampler import Examples, count_examples
 from optimus_jax.data.tokens import TokenStream
 
@@ -204,8 +204,8 @@ def profile_data(
       respect_documents: whether attention and loss stop at document borders.
       max_tokens: approximate maximum number of tokens read.
     """
-    if isinstance(stream, Conversations):
-        return _profile_conversations(stream, seq_len)
+    if isinstance(stream, Pieces):
+        return _profile_pieces(stream, seq_len)
     assert isinstance(stream, TokenStream), "sources of a mixture are profiled one by one"
     num_examples = count_examples(stream, seq_len)
     found = _StreamCounts(seq_len, in_windows=num_examples * seq_len)
@@ -242,7 +242,7 @@ def _quantiles(lengths: NDArray[np.int64]) -> dict[float, int]:
     return dict(zip(QUANTILES, values, strict=True))
 
 
-def _profile_conversations(whole: Conversations, seq_len: int) -> DataProfile:
+def _profile_pieces(whole: Pieces, seq_len: int) -> DataProfile:
     """The profile of conversations: a document is one of them, and a window is an example."""
     used, packing = whole.packing(seq_len)
     sizes = np.minimum(whole.sizes[used], seq_len)
@@ -254,7 +254,7 @@ def _profile_conversations(whole: Conversations, seq_len: int) -> DataProfile:
         num_bytes=whole.tokens.nbytes,
         num_tokens=len(whole),
         tokens_read=len(whole),
-        num_documents=whole.num_conversations,
+        num_documents=whole.num_texts,
         mean_length=float(lengths.mean()),
         seq_len=seq_len,
         num_examples=packing.num_examples,

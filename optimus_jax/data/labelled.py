@@ -1,0 +1,357 @@
+"""Texts with labels: what a record holds, and the tokens that are made of it.
+
+A record has a text and its label, or two texts and a label for both, such as a question and a
+sentence; or a list of words and a list of as many labels; or a question, a text that answers it,
+and where. A label is a text or a whole number. The tokens of one or two texts stand in a frame of
+special tokens, as the tokenizer says (`TextFrame`). The label of texts counts at the first token if
+the model sees all tokens, at the last one if it sees earlier tokens only; the label of a word
+counts at its first token. An answer is told by its first and its last token; where there is none,
+both are the first token of all.
+"""
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+
+from optimus_jax.config.data import RecordChoice, TooLong
+from optimus_jax.config.model import SPAN_LABELS
+from optimus_jax.data.pieces import Labels, Pieces
+from optimus_jax.data.record_names import ANSWERS, CONTEXT, QUESTION
+from optimus_jax.data.record_reader import RecordReader
+from optimus_jax.data.records import NotLabelledError, check_characters, kind_of_value
+from optimus_jax.data.token_ids import TextFrame, token_dtype
+from optimus_jax.data.tokenizers import Tokenizer, groups
+from optimus_jax.errors import DataError, explain
+
+NO_LABEL = -1
+"""The label of tokens that have none."""
+LabelPlace = Literal["first", "last"]
+"""The token at which the label of a text counts."""
+
+
+class LabelledText(NamedTuple):
+    """A text, or two, and the label."""
+
+    text: str
+    second: str | None
+    label: str
+
+
+class LabelledWords(NamedTuple):
+    """Words, and the label of each."""
+
+    words: list[str]
+    labels: list[str]
+
+
+class LabelledSpan(NamedTuple):
+    """A question, a text, and the part of it that answers the question."""
+
+    question: str
+    text: str
+    answer: tuple[int, int] | None
+    """Its first character, and the one after its last; None: the text does not answer it."""
+
+
+LabelledRecord = LabelledText | LabelledWords | LabelledSpan
+BEGINS, ENDS = 1, 2
+"""What the label of a token says of an answer, added up."""
+MOST_NUMBERS = 10_000
+"""Labels that are whole numbers below this are all there; larger ones are names."""
+
+
+@dataclass(kw_only=True)
+class LabelReader(RecordReader):
+    """Reads texts with a label each, or lists of words with as many labels."""
+
+    wanted = "texts with labels"
+
+    label_field: str
+    second_field: str | None = None
+    """Name of the second text; None: there is one text."""
+    reads_words: bool = False
+    """Whether records are lists of words."""
+
+    @property
+    def reads_texts(self) -> bool:
+        return False
+
+    def decide(self, fields: Mapping[str, object]) -> RecordChoice:
+        return self.kind
+
+    def _read(self, record: Any) -> LabelledRecord:
+        if not isinstance(record, dict):
+            raise NotLabelledError(
+                f"it is {kind_of_value(record)}, not an object", self.if_absent(())
+            )
+        for name in self._fields:
+            if name not in record:
+                raise NotLabelledError(
+                    f"no field {name!r}; there are {', '.join(map(repr, record)) or 'none'}",
+                    self.if_absent(record),
+                )
+        check_characters(record)
+        value, label = record[self.text_field], record[self.label_field]
+        if not self.reads_words:
+            second = None if self.second_field is None else record[self.second_field]
+            for name, text in ((self.text_field, value), (self.second_field, second or "")):
+                if not isinstance(text, str):
+                    raise NotLabelledError(f"{name!r} is {kind_of_value(text)}, not a text")
+            return LabelledText(value, second, self._label(label))
+        for name, each in ((self.text_field, value), (self.label_field, label)):
+            if not isinstance(each, list) or not each:
+                raise NotLabelledError(f"{name!r} is {kind_of_value(each)}, not a list")
+        if not all(isinstance(word, str) and word for word in value):
+            raise NotLabelledError(f"{self.text_field!r} is not a list of words")
+        if len(value) != len(label):
+            raise NotLabelledError(f"{len(value)} words have {len(label)} labels")
+        return LabelledWords(value, [self._label(each) for each in label])
+
+    def columns(self, names: Collection[str]) -> list[str]:
+        return self._fields if {*self._fields} <= {*names} else []
+
+    def if_absent(self, names: Collection[str]) -> str:
+        return (
+            f"name the fields: --set data.text_field={self.text_field}"
+            f" --set data.label_field={self.label_field}"
+        )
+
+    @property
+    def _fields(self) -> list[str]:
+        second = [] if self.second_field is None else [self.second_field]
+        return [self.text_field, *second, self.label_field]
+
+    def _label(self, value: object) -> str:
+        if isinstance(value, bool) or not isinstance(value, int | str) or value == "":
+            raise NotLabelledError(
+                f"a label in {self.label_field!r} is {kind_of_value(value)}, not a text or a whole"
+                " number"
+            )
+        return str(value)
+
+
+@dataclass(kw_only=True)
+class AnswerReader(RecordReader):
+    """Reads questions and the texts that answer them, as SQuAD has them (arXiv:1606.05250): fields
+    `question`, `context`, and `answers` with lists `text` and `answer_start`, which may be empty.
+    """
+
+    wanted = "questions with answers"
+
+    @property
+    def reads_texts(self) -> bool:
+        return False
+
+    def decide(self, fields: Mapping[str, object]) -> RecordChoice:
+        return self.kind
+
+    def _read(self, record: Any) -> LabelledSpan:
+        fields = (QUESTION, CONTEXT, ANSWERS)
+        missing = [name for name in fields if not isinstance(record, dict) or name not in record]
+        if missing:
+            raise NotLabelledError(f"no field {missing[0]!r}", self.if_absent(()))
+        check_characters(record)
+        question, text, answers = (record[name] for name in fields)
+        if not isinstance(question, str) or not isinstance(text, str):
+            raise NotLabelledError(f"{QUESTION!r} or {CONTEXT!r} is not a text")
+        if answers is None:
+            return LabelledSpan(question, text, None)
+        found, starts = (
+            (answers.get("text"), answers.get("answer_start"))
+            if isinstance(answers, dict)
+            else (None, None)
+        )
+        if not isinstance(found, list) or not isinstance(starts, list) or len(found) != len(starts):
+            raise NotLabelledError(
+                f"{ANSWERS!r} is {kind_of_value(answers)}, not lists `text` and `answer_start`"
+            )
+        if not found:
+            return LabelledSpan(question, text, None)
+        answer, start = found[0], starts[0]
+        is_there = (
+            isinstance(answer, str)
+            and type(start) is int
+            and start >= 0
+            and bool(answer)
+            and text[start : start + len(answer)] == answer
+        )
+        if not is_there:
+            raise NotLabelledError(f"the answer {answer!r:.80} is not at character {start!r:.20}")
+        return LabelledSpan(question, text, (start, start + len(answer)))
+
+    def columns(self, names: Collection[str]) -> list[str]:
+        fields = [QUESTION, CONTEXT, ANSWERS]
+        return fields if {*fields} <= {*names} else []
+
+    def if_absent(self, names: Collection[str]) -> str:
+        return f"give records with {QUESTION!r}, {CONTEXT!r} and {ANSWERS!r}, as SQuAD has them"
+
+
+def names_of_labels(found: Iterable[str]) -> tuple[str, ...]:
+    """Names of labels in order: whole numbers by value, all numbers between them included; texts by
+    their letters.
+    """
+    names = {*found}
+    are_numbers = all(name.isascii() and name.isdigit() for name in names)
+    if are_numbers and max(map(int, names)) < MOST_NUMBERS:
+        return tuple(map(str, range(max(map(int, names)) + 1)))
+    return tuple(sorted(names))
+
+
+def encode_labelled(
+    tokenizer: Tokenizer,
+    documents: Iterable[LabelledRecord],
+    name: str,
+    *,
+    place: LabelPlace,
+    labels: tuple[str, ...],
+    longest: int,
+    too_long: TooLong,
+) -> tuple[Pieces, tuple[str, ...]]:
+    """All texts as tokens with their labels, and the names of these.
+
+    Shows progress while stderr is a terminal.
+
+    Args:
+      name: where they come from, for messages.
+      labels: names of the labels, in order; empty: those of the texts.
+      longest: most tokens of an example. Longer texts are truncated inside their frame, if
+        `too_long` says so.
+    Raises:
+      DataError: a text has another label, or all have the same.
+    """
+    most = longest if too_long == "truncate" else 1 << 62
+    frame = tokenizer.frame
+    if place == "first" and not frame.before:
+        frame = frame._replace(before=(tokenizer.eos,))
+    found: list[_Tokens] = []
+    finds_answers = False
+    for group in groups(documents, _num_characters):
+        words = [one for one in group if isinstance(one, LabelledWords)]
+        texts = [one for one in group if isinstance(one, LabelledText)]
+        spans = [one for one in group if isinstance(one, LabelledSpan)]
+        finds_answers |= bool(spans)
+        found += _of_words(tokenizer, words, frame, most)
+        found += _of_texts(tokenizer, texts, frame, place, most)
+        found += _of_spans(tokenizer, spans, frame, most)
+    if finds_answers:
+        labels, number = SPAN_LABELS, {str(n): n for n in (BEGINS, ENDS, BEGINS + ENDS)}
+    else:
+        labels = _labels_of(found, labels, name)
+        number = {label: index for index, label in enumerate(labels)}
+    number[""] = NO_LABEL
+    targets = np.array([number[label] for tokens in found for label in tokens.labels], np.int32)
+    pieces = Pieces(
+        name=name,
+        tokens=np.concatenate(
+            [tokens.ids for tokens in found], dtype=token_dtype(tokenizer.vocab_size)
+        ),
+        counts=targets != NO_LABEL,
+        starts=np.concatenate([[0], np.cumsum([len(tokens.ids) for tokens in found])]),
+        labels=Labels(targets, np.concatenate([tokens.types for tokens in found])),
+        vocab_size=tokenizer.vocab_size,
+        too_long=too_long,
+        noun="text",
+    )
+    return pieces, labels
+
+
+def _labels_of(found: Sequence["_Tokens"], labels: tuple[str, ...], name: str) -> tuple[str, ...]:
+    """The names of labels: those that are given, or those that are found. Raises DataError as
+    `encode_labelled`.
+    """
+    used = {label for tokens in found for label in tokens.labels if label}
+    labels = labels or names_of_labels(used)
+    if other := sorted(used - {*labels}):
+        raise DataError(
+            explain(
+                f"{name} has labels that the model does not know",
+                given=f"{', '.join(other[:5])}; model.labels={','.join(labels)}",
+                do="give data with the same labels, or begin a run without model.labels",
+            )
+        )
+    if len(labels) < 2:
+        raise DataError(
+            explain(
+                f"all of {name} has the same label, so there is nothing to learn",
+                given=f"label {', '.join(labels)}",
+                do="give texts with different labels",
+            )
+        )
+    return labels
+
+
+class _Tokens(NamedTuple):
+    """A text, or two, in their frame."""
+
+    ids: np.ndarray
+    types: np.ndarray
+    labels: list[str]
+    """Label of every token; an empty text where there is none."""
+
+
+def _of_texts(
+    tokenizer: Tokenizer,
+    texts: Sequence[LabelledText],
+    frame: TextFrame,
+    place: LabelPlace,
+    most: int,
+) -> Iterator[_Tokens]:
+    parts = [part for one in texts for part in (one.text, one.second) if part is not None]
+    encoded = iter(tokenizer.encode_batch(parts))
+    for one in texts:
+        both = [next(encoded) for _ in range(1 if one.second is None else 2)]
+        ids, types = frame.around(both, most)
+        labels = [""] * len(ids)
+        labels[0 if place == "first" else -1] = one.label
+        yield _Tokens(ids, types, labels)
+
+
+def _of_words(
+    tokenizer: Tokenizer, lists: Sequence[LabelledWords], frame: TextFrame, most: int
+) -> Iterator[_Tokens]:
+    encoded = tokenizer.encode_with_spans([" ".join(one.words) for one in lists])
+    for one, (word_ids, spans) in zip(lists, encoded, strict=True):
+        begins = np.cumsum([0, *(len(word) + 1 for word in one.words[:-1])])
+        # The first token that goes on after the beginning of the word; before it may be a blank.
+        tokens = np.searchsorted(spans[:, 1], begins, side="right")
+        ids, types = frame.around([word_ids], most)
+        labels, first = [""] * len(ids), len(frame.before)
+        end = len(ids) - len(frame.after)
+        for token, label in zip((tokens + first).tolist(), one.labels, strict=True):
+            if token < end and not labels[token]:
+                labels[token] = label
+        yield _Tokens(ids, types, labels)
+
+
+def _of_spans(
+    tokenizer: Tokenizer, questions: Sequence[LabelledSpan], frame: TextFrame, most: int
+) -> Iterator[_Tokens]:
+    asked = tokenizer.encode_batch([one.question for one in questions])
+    encoded = tokenizer.encode_with_spans([one.text for one in questions])
+    for one, question_ids, (text_ids, spans) in zip(questions, asked, encoded, strict=True):
+        both = [question_ids, text_ids]
+        ids, types = frame.around(both, most)
+        num_asked, num_kept = frame.fitting(both, most)
+        first = last = 0
+        if one.answer is not None:
+            begin, end = one.answer
+            found = np.flatnonzero((spans[:, 1] > begin) & (spans[:, 0] < end))
+            if len(found) and found[-1] < num_kept:
+                offset = len(frame.before) + num_asked + len(frame.middle)
+                first, last = int(found[0]) + offset, int(found[-1]) + offset
+        labels = [""] * len(ids)
+        labels[first], labels[last] = str(BEGINS), str(ENDS)
+        if first == last:
+            labels[first] = str(BEGINS + ENDS)
+        yield _Tokens(ids, types, labels)
+
+
+def _num_characters(document: LabelledRecord) -> int:
+    if isinstance(document, LabelledWords):
+        return sum(map(len, document.words))
+    if isinstance(document, LabelledSpan):
+        return len(document.question) + len(document.text)
+    return len(document.text) + len(document.second or "")

@@ -1,0 +1,257 @@
+"""Texts of which parts count, and the examples that are packed of them: conversations, and texts
+with labels.
+
+A text is never split across examples. Of a conversation every token but the last is followed by its
+target: one of n tokens takes up n - 1 places of an example, and its last token is a target only.
+Where the targets are labels, each token has its own, and n tokens take up n places. Texts that are
+too long for an example are truncated or dropped. The two of a preference pair share an example, one
+after the other. Each text has its own positions and segment; padding at the end of an example is a
+segment of its own whose targets do not count. Which texts share an example depends on the data and
+seq_len alone (packing.py), and examples are shuffled as those of a stream are.
+"""
+
+import dataclasses
+import functools
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from optimus_jax.config.data import TooLong
+from optimus_jax.data.batch import HostBatch
+from optimus_jax.data.digests import WholeDigest
+from optimus_jax.data.packing import Packing, pack
+from optimus_jax.data.sampler import ExampleOrder, example_order
+from optimus_jax.data.tokens import chosen_documents
+from optimus_jax.errors import DataError, explain
+
+
+class Labels(NamedTuple):
+    """What is learnt of tokens other than the next one."""
+
+    targets: np.ndarray
+    """Label of each token, -1 if it has none: int32 [N]."""
+    types: np.ndarray
+    """0, or 1 in a second text: uint8 [N]."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Pieces:
+    """Texts with what counts of them, one after another."""
+
+    name: str
+    """Where they come from, for messages."""
+    tokens: np.ndarray
+    """Token ids, uint16 or uint32 [N]."""
+    counts: np.ndarray
+    """Whether each token counts in the loss when it, or its label, is the target: bool [N]."""
+    starts: np.ndarray
+    """Where each text begins, and the end: int64 [C + 1]."""
+    labels: Labels | None = None
+    """What is learnt of each token; None: every next token."""
+    vocab_size: int
+    """Token ids are below this."""
+    too_long: TooLong
+    """What is done with those that are longer than an example."""
+    group_size: int = 1
+    """Number of texts in a row that share an example: 2 for preference pairs."""
+    noun: str = "conversation"
+    """What a text is, for messages."""
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def num_texts(self) -> int:
+        """Number of texts."""
+        return len(self.starts) - 1
+
+    @property
+    def num_pieces(self) -> int:
+        """Number of texts, or of groups that share an example."""
+        return self.num_texts // self.group_size
+
+    @property
+    def _ahead(self) -> int:
+        """How far a target is after its token."""
+        return 1 if self.labels is None else 0
+
+    @property
+    def sizes(self) -> np.ndarray:
+        """Places that each takes up in an example, if it is not truncated: int64 [C]."""
+        return np.diff(self.starts) - self._ahead
+
+    def sizes_in(self, seq_len: int) -> np.ndarray:
+        """Places that each takes up in an example of this length: int64 [C]. Of a group that is
+        longer, each is truncated to its share.
+        """
+        is_long = np.repeat(self._by_piece(self.sizes) > seq_len, self.group_size)
+        return np.where(is_long, np.minimum(self.sizes, seq_len // self.group_size), self.sizes)
+
+    def _by_piece(self, of_each: np.ndarray) -> np.ndarray:
+        """Sums over the texts of each piece."""
+        return of_each.reshape(-1, self.group_size).sum(1)
+
+    @property
+    def unit(self) -> str:
+        """What a piece is, for messages."""
+        return unit_of(self.group_size, self.noun)
+
+    @property
+    def digest(self) -> str:
+        """Sixteen hex digits that differ if the borders, labels or what counts differ."""
+        whole = WholeDigest()
+        whole.update(self.starts.astype("<i8"))
+        whole.update(np.packbits(self.counts))
+        if self.labels is not None:
+            whole.update(self.labels.targets.astype("<i4"))
+            whole.update(self.labels.types.astype("<i4"))
+        return whole.hexdigest()
+
+    @functools.cached_property
+    def _packings(self) -> dict[int, tuple[np.ndarray, Packing]]:
+        return {}
+
+    def packing(self, seq_len: int) -> tuple[np.ndarray, Packing]:
+        """The numbers of the pieces that are used, int64 [P], and how these are packed."""
+        if seq_len not in self._packings:
+            used = self._used(seq_len)
+            sizes = self._by_piece(self.sizes_in(seq_len))[used]
+            self._packings[seq_len] = used, pack(sizes, seq_len)
+        return self._packings[seq_len]
+
+    def _used(self, seq_len: int) -> np.ndarray:
+        if self.too_long == "drop":
+            return np.flatnonzero(self._by_piece(self.sizes) <= seq_len)
+        # A part without a token that counts teaches nothing.
+        counted = self._counted_until(self.sizes_in(seq_len))
+        return np.flatnonzero(counted.reshape(-1, self.group_size).all(1))
+
+    def _counted_until(self, sizes: np.ndarray) -> np.ndarray:
+        """Number of targets that count among the first `sizes` of each text."""
+        sums = np.concatenate([[0], np.cumsum(self.counts, dtype=np.int64)])
+        begins = self.starts[:-1] + self._ahead
+        return sums[begins + sizes] - sums[begins]
+
+    def count_examples(self, seq_len: int) -> int:
+        """Number of examples of `seq_len` tokens."""
+        return self.packing(seq_len)[1].num_examples
+
+    def description(self, seq_len: int) -> str:
+        """The examples, and how full they are, in a line."""
+        used, packing = self.packing(seq_len)
+        sizes = self._by_piece(self.sizes_in(seq_len))
+        share = int(sizes[used].sum()) / max(1, packing.num_examples * seq_len)
+        return (
+            f"{packing.num_examples:,} examples of {seq_len:,} tokens to train on, {share:.1%}"
+            f" full, in which {self.count_targets(seq_len):,} tokens count"
+        )
+
+    def count_targets(self, seq_len: int) -> int:
+        """Number of targets that count in all examples."""
+        used, _ = self.packing(seq_len)
+        counted = self._counted_until(self.sizes_in(seq_len))
+        return int(self._by_piece(counted)[used].sum())
+
+    def example_order(self, seq_len: int, seed: int) -> ExampleOrder:
+        """An endless sequence of example numbers, a function of (seq_len, seed) alone."""
+        return example_order(self.count_examples(seq_len), seed)
+
+    def too_long_notes(self, seq_len: int) -> list[str]:
+        """What a user should know about texts that do not fit into an example."""
+        sizes = self._by_piece(self.sizes)
+        num_long = int((sizes > seq_len).sum())
+        if not num_long:
+            return []
+        num_used = int((sizes[self.packing(seq_len)[0]] > seq_len).sum())
+        done = [f"{num_used:,} truncated"] if num_used else []
+        if num_long > num_used:
+            why = "" if self.too_long == "drop" else ", since nothing that counts would remain"
+            done.append(f"{num_long - num_used:,} dropped{why}")
+        return [
+            f"{num_long:,} {self.unit}(s) of {self.name} are longer than seq_len={seq_len:,}"
+            f" (data.too_long={self.too_long}): {'; '.join(done)}"
+        ]
+
+    def cut_examples(
+        self, examples: np.ndarray, *, seq_len: int, respect_documents: bool
+    ) -> HostBatch:
+        """The examples numbered `examples` [R].
+
+        Returns:
+          The per-token arrays of a batch, [R, seq_len] (data/batch.py); `types` too if there are
+          labels.
+        """
+        assert respect_documents, "checked when the data was loaded"
+        shape = (len(examples), seq_len)
+        tokens, targets = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
+        positions, segments = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
+        types, loss_mask = np.zeros(shape, np.int32), np.zeros(shape, bool)
+        of_tokens = self.tokens if self.labels is None else self.labels.targets
+        used, packing = self.packing(seq_len)
+        sizes = self.sizes_in(seq_len)
+        for row, example in enumerate(examples):
+            place = segment = 0
+            pieces = used[packing[int(example)]]
+            parts = pieces[:, None] * self.group_size + np.arange(self.group_size)
+            for text in parts.reshape(-1).tolist():
+                start, size = int(self.starts[text]), int(sizes[text])
+                here, begin = (row, slice(place, place + size)), start + self._ahead
+                tokens[here] = self.tokens[start : start + size]
+                targets[here] = of_tokens[begin : begin + size]
+                loss_mask[here] = self.counts[begin : begin + size]
+                if self.labels is not None:
+                    types[here] = self.labels.types[start : start + size]
+                positions[here], segments[here] = np.arange(size), segment
+                place, segment = place + size, segment + 1
+            positions[row, place:], segments[row, place:] = np.arange(seq_len - place), segment
+        batch = {
+            "tokens": tokens,
+            "targets": targets,
+            "positions": positions,
+            "segments": segments,
+            "loss_mask": loss_mask,
+        }
+        return batch if self.labels is None else batch | {"types": types}
+
+    def take(self, which: np.ndarray, name: str | None = None) -> "Pieces":
+        """The pieces where `which`, bool [pieces], is True, in order."""
+        which = np.repeat(which, self.group_size)
+        is_taken = np.repeat(which, np.diff(self.starts))
+        return dataclasses.replace(
+            self,
+            name=name or self.name,
+            tokens=self.tokens[is_taken],
+            counts=self.counts[is_taken],
+            labels=self.labels
+            and Labels(self.labels.targets[is_taken], self.labels.types[is_taken]),
+            starts=np.concatenate([[0], np.cumsum(np.diff(self.starts)[which])]),
+        )
+
+
+def split_pieces(whole: Pieces, eval_fraction: float) -> tuple[Pieces, Pieces | None]:
+    """Split pieces into those to train on and those held out, by their hash.
+
+    Copies of one go to the same side unless all are alike.
+
+    Raises:
+      DataError: there are fewer than two.
+    """
+    if eval_fraction == 0:
+        return whole, None
+    if whole.num_pieces < 2:
+        raise DataError(
+            explain(
+                f"{whole.name} has too few {whole.unit}s to hold some out",
+                given=f"{whole.num_pieces}; data.eval_fraction={eval_fraction}",
+                do="give more, or --set data.eval_fraction=0",
+            )
+        )
+    ends = whole.starts[whole.group_size :: whole.group_size]
+    is_held_out = chosen_documents(whole.tokens, ends, eval_fraction)
+    return whole.take(~is_held_out), whole.take(is_held_out, f"{whole.name} (held out)")
+
+
+def unit_of(group_size: int, noun: str = "conversation") -> str:
+    """What a piece of `group_size` texts is, for messages."""
+    return noun if group_size == 1 else "pair"
