@@ -31,6 +31,7 @@ from optimus_jax.config.training import (
     LearningRateFactors,
     LearningRateSchedule,
     LogConfig,
+    MaskingConfig,
     OptimizerConfig,
     PreferenceConfig,
 )
@@ -54,6 +55,7 @@ __all__ = [
     "LearningRateFactors",
     "LearningRateSchedule",
     "LogConfig",
+    "MaskingConfig",
     "ModelConfig",
     "MomentPrecision",
     "Offload",

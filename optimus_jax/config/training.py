@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Literal
 
-from optimus_jax.config.checks import check_positive
+from optimus_jax.config.checks import check_not_negative, check_positive
 from optimus_jax.errors import ConfigError, explain
 from optimus_jax.system.paths import local_path
 
@@ -151,6 +151,45 @@ class PreferenceConfig:
                     given=self.label_smoothing,
                     do="choose 0 <= label_smoothing < 0.5",
                 )
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class MaskingConfig:
+    """Which tokens a model restores, and what it sees in their place (task=mlm)."""
+
+    share: float = 0.15
+    """Share of the tokens that are chosen to be restored."""
+    masked: float = 0.8
+    """Share of the chosen ones that become the mask token."""
+    random: float = 0.1
+    """Share of the chosen ones that become a random token; the rest stays."""
+    whole_words: bool = False
+    """Whether all tokens of a word are chosen together."""
+    token: int | None = None
+    """Id of the mask token; None: that of the tokenizer, or if it has none the model's last id."""
+
+    def __post_init__(self) -> None:
+        check_not_negative(self, "masked", "random")
+        if not 0 < self.share <= 1:
+            raise ConfigError(
+                explain(
+                    "masking.share is the share of tokens to restore",
+                    given=self.share,
+                    do="choose 0 < share <= 1",
+                )
+            )
+        if self.masked + self.random > 1:
+            raise ConfigError(
+                explain(
+                    "shares of the chosen tokens add up to more than all of them",
+                    given=f"masking.masked={self.masked}, masking.random={self.random}",
+                    do="choose masked + random <= 1",
+                )
+            )
+        if self.token is not None and self.token < 0:
+            raise ConfigError(
+                explain("masking.token is a token id", given=self.token, do="choose 0 or more")
             )
 
 

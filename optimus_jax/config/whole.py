@@ -21,6 +21,7 @@ from optimus_jax.config.training import (
     CheckpointConfig,
     EvaluationConfig,
     LogConfig,
+    MaskingConfig,
     OptimizerConfig,
     PreferenceConfig,
 )
@@ -47,6 +48,7 @@ class Config:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     preference: PreferenceConfig = field(default_factory=PreferenceConfig)
+    masking: MaskingConfig = field(default_factory=MaskingConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     log: LogConfig = field(default_factory=LogConfig)
@@ -55,11 +57,16 @@ class Config:
     controller: ControlConfig = field(default_factory=ControlConfig)
     store: StoreConfig = field(default_factory=StoreConfig)
     export: ExportConfig = field(default_factory=ExportConfig)
+    recipe: str | None = None
+    """Name of published settings to start from (`config/recipes.py`); other settings of the run
+    replace them."""
     steps: int = 300
     """Number of optimizer steps."""
-    task: str = "next_token"
-    """What is learnt: next_token, cross-entropy of every next token; or dpo, which of two
-    continuations is preferred (needs adapters)."""
+    task: str | None = None
+    """What is learnt: next_token, cross-entropy of every next token; mlm, of masked tokens;
+    classification, a label of each text; token_classification, of each word; question_answering,
+    the part of a text that answers a question; or dpo, which of two continuations is preferred
+    (needs adapters). None: mlm for encoders, such as BERT, next_token for others."""
     seed: int = 0
     """Seed of initial weights, data order and dropout; below 2^31."""
     init_from: str | None = None
@@ -156,6 +163,12 @@ class Config:
                         ),
                     )
                 )
+
+    @property
+    def mask_token(self) -> int:
+        """Id of the mask token."""
+        last = self.model.vocab_size - 1
+        return last if self.masking.token is None else self.masking.token
 
     @property
     def seq_len(self) -> int:

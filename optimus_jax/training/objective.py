@@ -30,9 +30,10 @@ from optimus_jax.training.task import (
     LossInputs,
     Task,
     TaskSums,
+    embedded,
     reported,
 )
-from optimus_jax.training.tasks import task_named
+from optimus_jax.training.tasks import task_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,13 +66,13 @@ class Objective:
         and what is reported of them.
         """
         model, run = self.shapes.merged(whole), self._pass(rows)
-        value = model.embed(rows["tokens"], rows["positions"], run)
+        value = embedded(model, rows, run)
         out = model.run_layers(value, rows["positions"], run)
         auxiliary = self._added_shares(out.auxiliary, LAYERS)
         value = out.x_BLD
         if self.task.has_reference:
             reference, run = self._reference(whole), replace(run, keys_B=None)
-            before = reference.embed(rows["tokens"], rows["positions"], run)
+            before = embedded(reference, rows, run)
             value = {
                 POLICY: value,
                 REFERENCE: reference.run_layers(before, rows["positions"], run).x_BLD,
@@ -85,11 +86,11 @@ class Objective:
         """The stage value before the first layer: the residual stream [B, L, D], or if the task has
         a reference one for each of POLICY and REFERENCE.
         """
-        inputs, run = (rows["tokens"], rows["positions"]), self._pass(rows)
-        value = self.shapes.merged(whole).embed(*inputs, run)
+        run = self._pass(rows)
+        value = embedded(self.shapes.merged(whole), rows, run)
         if not self.task.has_reference:
             return value
-        before = self._reference(whole).embed(*inputs, replace(run, keys_B=None))
+        before = embedded(self._reference(whole), rows, replace(run, keys_B=None))
         return {POLICY: value, REFERENCE: before}
 
     def layers(self, whole: Params, value: Any, rows: Batch, slots: Array) -> tuple[Any, Sums]:
@@ -133,7 +134,7 @@ class Objective:
     @property
     def task(self) -> Task:
         """What is learnt."""
-        return task_named(self.config.task)
+        return task_of(self.config)
 
     def _reference(self, whole: Params) -> Decoder:
         """The model without its adapters, and without gradients."""

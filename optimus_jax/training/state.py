@@ -88,11 +88,12 @@ def retuned_params(params: Params, source: ModelShapes, target: ModelShapes, see
     """The parameters of `target` that compute the same as these of `source`, to be jitted.
 
     Equal adapters stay. Others are merged, and new ones begin as nothing: LoRA's product is zero,
-    and IA3's factors are one. Matrices that are stored alike stay as they are.
+    and IA3's factors are one. Matrices that are stored alike stay as they are. Leaves that are
+    missing begin anew: those of a head of labels (run/new_head.py).
 
     Args:
       source, target: the same model, but for `tuning`.
-      seed: of new adapters.
+      seed: of new adapters, and of what is missing.
     """
     keeps_adapters = same_adapters(source.config, target.config)
     if keeps_adapters or not source.config.tuning.has_adapters:
@@ -100,10 +101,12 @@ def retuned_params(params: Params, source: ModelShapes, target: ModelShapes, see
     else:
         base = merged(params, source)
     base = dict(jax.tree.leaves_with_path(stored_alike(base, target)))
-    if not keeps_adapters:
+    own = dict(jax.tree.leaves_with_path(params)) if keeps_adapters else {}
+    wanted = {path for path, _ in jax.tree.leaves_with_path(target.params)}
+    if wanted - base.keys() - own.keys():
         params = target.initial(seed)
         params = {**params, LAYERS: with_empty_slots_zero(params[LAYERS], target.slots)}
-    own = dict(jax.tree.leaves_with_path(params))
+        own = dict(jax.tree.leaves_with_path(params)) | own
     return jax.tree.map_with_path(
         lambda path, like: base[path] if path in base else own[path].astype(like.dtype),
         target.params,

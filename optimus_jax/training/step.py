@@ -56,11 +56,17 @@ from optimus_jax.training.state import (
     state_with,
 )
 from optimus_jax.training.task import Batch
-from optimus_jax.training.tasks import check_task, task_named
+from optimus_jax.training.tasks import check_task, task_of
 
 Metrics = dict[str, Array]
 STEP_METRICS = ("loss", "grad_norm", "lr", "tokens", "skipped", "loss_scale")
 """Metrics of every step; others are the task's, and auxiliary sums of the layers."""
+
+
+CORRUPTION = 0x6D61736B
+"""What `Task.corrupt` draws with has nothing in common with dropout, whose keys are of the step."""
+EVALUATION = 0
+"""The step of which evaluations are: those of training begin at 1."""
 
 
 class EvalSums(NamedTuple):
@@ -137,7 +143,7 @@ class Program:
           batch: this process's rows, in the order of `local_rows`, as the loader gives them.
           rows: rows of the global batch; None: those of a training step.
         """
-        prepared = task_named(self.config.task).batch_of(batch)
+        prepared = task_of(self.config).batch_of(batch)
         return put_batch(prepared, self.batch_sharding, rows or self.config.data.global_batch)
 
     def abstract_batch(
@@ -154,7 +160,7 @@ class Program:
             name: jax.ShapeDtypeStruct(
                 array.shape(rows, seq_len), array.dtype, sharding=self.batch_sharding
             )
-            for name, array in task_named(self.config.task).arrays.items()
+            for name, array in task_of(self.config).arrays.items()
         }
 
 
@@ -255,6 +261,7 @@ class _DeviceStep:
 
     def train(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         step = state.step + 1
+        batch = self._corrupted(batch, step)
         tokens = self._over_batch(self.objective.task.count(batch))
         key = (
             jax.random.fold_in(make_key(self.config.seed), step)
@@ -306,12 +313,22 @@ class _DeviceStep:
         }
 
     def evaluate(self, params: Params, batch: Batch) -> EvalSums:
+        batch = self._corrupted(batch, jnp.int32(EVALUATION))
         sums = sums_alone(self.objective, self.layouts, params, batch)
         return EvalSums(
             loss=self._over_batch(sums.loss),
             tokens=self._over_batch(self.objective.task.count(batch)),
             metrics={name: self._over_batch(part) for name, part in sums.metrics.items()},
         )
+
+    def _corrupted(self, batch: Batch, step: Array) -> Batch:
+        """The rows that the model learns from, or is evaluated on, in this step."""
+        corrupt = self.objective.task.corrupt
+        if corrupt is None:
+            return batch
+        key = jax.random.fold_in(jax.random.fold_in(make_key(self.config.seed), CORRUPTION), step)
+        fold = jax.vmap(jax.random.fold_in, in_axes=(None, 0))
+        return corrupt(self.config, batch, fold(key, batch["examples"]))
 
     def _updated(
         self,

@@ -13,15 +13,25 @@ from typing import Any, NamedTuple
 import numpy as np
 from jax import Array
 
-from optimus_jax.config import PreferenceConfig
+from optimus_jax.config import Config, PreferenceConfig
+from optimus_jax.config.data import ExampleKind
+from optimus_jax.config.model import Labelled
 from optimus_jax.data.batch import BatchArray, HostBatch
 from optimus_jax.errors import ConfigError, explain
 from optimus_jax.mesh.collectives import Collectives
 from optimus_jax.mesh.sums import Sums
+from optimus_jax.models.block import ForwardContext
 from optimus_jax.models.transformer import Decoder
 from optimus_jax.run_directory.contents import COMMON, EVENTS
 from optimus_jax.run_directory.step_record import StepRecord
 
+_LABELLED: Mapping[str, Labelled] = {
+    "labels": "sequence",
+    "word_labels": "token",
+    "answers": "span",
+}
+TYPES = "types"
+"""Array with the type of every token, of tasks that have types."""
 POLICY, REFERENCE = "policy", "reference"
 """Streams of a task with a reference: of the model, and of the model without its adapters."""
 Batch = dict[str, Array]
@@ -63,19 +73,37 @@ class Task:
     count: Callable[[Batch], Array]
     """int32 number of terms in the loss of some rows. The loss, its gradient, metrics and auxiliary
     sums are divided by it, over all devices."""
+    term: str = "token"
+    """What a term is, in the singular."""
     arrays: Mapping[str, BatchArray]
     """The arrays of a batch. Those that the model reads (tokens, positions, segments, examples) are
     among them."""
     prepare: Callable[[dict[str, np.ndarray]], dict[str, np.ndarray]] = lambda batch: batch
     """Some rows of `arrays` on the host, made of the same rows as the loader gives them
     (data/batch.py). A row may depend on nothing else."""
-    learns_from_pairs: bool = False
-    """Whether examples must hold preference pairs, two segments each."""
+    reads: ExampleKind = "documents"
+    """What its records hold. A preference pair becomes two segments of an example."""
+    is_causal: bool | None = True
+    """Whether the model must see earlier tokens only, or all of a document; None: either."""
+    corrupt: Callable[[Config, Batch, Array], Batch] | None = None
+    """(config, rows, keys [B]) -> the rows as the model learns from them. A row depends on its own
+    key alone, which the seed, the step and the number of its example determine; the keys of
+    evaluations do not depend on the step."""
     has_reference: bool = False
     """Whether the rows also run through the model as it is without its adapters."""
     auxiliary_weights: Mapping[str, float] = field(default_factory=dict)
     """What training adds to the loss for each auxiliary sum of the layers (`LayersOutput`): this
     times the sum. Names that a model does not give add nothing."""
+
+    @property
+    def has_perplexity(self) -> bool:
+        """Whether the loss is that of tokens of a text, so that its exponential is a perplexity."""
+        return self.reads == "documents"
+
+    @property
+    def labelled(self) -> Labelled | None:
+        """`ModelConfig.labelled` of its models; None: their head is over the vocabulary."""
+        return _LABELLED.get(self.reads)
 
     @property
     def num_references(self) -> int:
@@ -110,6 +138,11 @@ class Task:
                 )
             )
         return prepared
+
+
+def embedded(model: Decoder, rows: Batch, run: ForwardContext) -> Array:
+    """The residual stream before the first layer, [B, L, D]."""
+    return model.embed(rows["tokens"], rows["positions"], run, rows.get(TYPES))
 
 
 RESERVED_NAMES = frozenset(

@@ -1,24 +1,43 @@
 """The table of tasks (training/task.py), and what a run must have for one."""
 
+import dataclasses
 from collections.abc import Collection
 from typing import Any
 
 import jax.numpy as jnp
+from jax import Array
 
-from optimus_jax.config import Config
+from optimus_jax.config import Config, ModelConfig
+from optimus_jax.config.model import SPAN_LABELS
 from optimus_jax.config.tuning import BASE_GROUPS
 from optimus_jax.data.batch import BATCH_ARRAYS
 from optimus_jax.errors import ConfigError, explain, nearest
 from optimus_jax.mesh.axes import VOCAB
+from optimus_jax.models.families import features_of
+from optimus_jax.training.label_loss import (
+    LABEL_ARRAYS,
+    count_spans,
+    label_loss,
+    span_loss,
+    with_types,
+)
 from optimus_jax.training.loss import cross_entropy
+from optimus_jax.training.masking import MASKED_ARRAYS, with_masked_tokens, with_words
 from optimus_jax.training.preference import count_pairs, preference_loss
-from optimus_jax.training.task import LossInputs, Task, TaskSums
+from optimus_jax.training.task import Batch, LossInputs, Task, TaskSums
 
+NEXT_TOKEN, MLM = "next_token", "mlm"
+"""Tasks of models that see earlier tokens only, and of those that see all, if none is named."""
 READ_BY_THE_MODEL = ("tokens", "positions", "segments", "examples")
 """Arrays that every task needs."""
 
 
-def _next_token_loss(inputs: LossInputs) -> TaskSums:
+def _count_tokens(rows: Batch) -> Array:
+    return rows["loss_mask"].sum(dtype=jnp.int32)
+
+
+def _token_loss(inputs: LossInputs) -> TaskSums:
+    """Cross-entropy of the targets that count."""
     model, comm, rows = inputs.model, inputs.comm, inputs.rows
     hidden_BLE = comm.fan_out(model.head_input(inputs.value, comm), VOCAB)
     weights: Any = rows["loss_mask"].astype("float32") * inputs.weight
@@ -34,23 +53,78 @@ def _next_token_loss(inputs: LossInputs) -> TaskSums:
     return TaskSums(loss, {})
 
 
+_LABELS = Task(
+    loss=label_loss,
+    count=_count_tokens,
+    term="label",
+    arrays=LABEL_ARRAYS,
+    prepare=with_types,
+    reads="labels",
+    is_causal=None,
+)
 TASKS: dict[str, Task] = {
-    "next_token": Task(
-        loss=_next_token_loss,
-        count=lambda rows: rows["loss_mask"].sum(dtype=jnp.int32),
+    NEXT_TOKEN: Task(
+        loss=_token_loss,
+        count=_count_tokens,
         arrays=BATCH_ARRAYS,
+    ),
+    MLM: Task(
+        loss=_token_loss,
+        count=_count_tokens,
+        term="masked token",
+        arrays=MASKED_ARRAYS,
+        prepare=with_words,
+        is_causal=False,
+        corrupt=with_masked_tokens,
+    ),
+    "classification": _LABELS,
+    "token_classification": dataclasses.replace(_LABELS, reads="word_labels"),
+    "question_answering": dataclasses.replace(
+        _LABELS, loss=span_loss, count=count_spans, term="answer", reads="answers"
     ),
     "dpo": Task(
         loss=preference_loss,
         count=count_pairs,
+        term="pair",
         arrays=BATCH_ARRAYS,
-        learns_from_pairs=True,
+        reads="pairs",
         has_reference=True,
     ),
 }
 """By the value of the setting `task`."""
 PREFERENCE = "preference."
 """Section of the settings of preference pairs."""
+
+
+def task_name(config: Config) -> str:
+    """The task of a run: the one that is named, or that of its kind of model."""
+    return config.task or (NEXT_TOKEN if features_of(config.model).causal else MLM)
+
+
+def task_of(config: Config) -> Task:
+    """`task_named` of `task_name`."""
+    return task_named(task_name(config))
+
+
+SOME_LABELS = ("0", "1")
+"""Labels of a model whose data is not known."""
+
+
+def model_of(config: Config, labels: tuple[str, ...] = ()) -> ModelConfig:
+    """The model with the head that its task needs.
+
+    Args:
+      labels: those of the data; empty: the model's own, or SOME_LABELS, which cost about as much as
+        others.
+    """
+    labelled, model = task_of(config).labelled, config.model
+    if labelled is None:
+        return model
+    if labelled == "span":
+        labels = SPAN_LABELS
+    return dataclasses.replace(
+        model, labels=labels or model.labels or SOME_LABELS, labelled=labelled
+    )
 
 
 def task_named(name: str) -> Task:
@@ -70,29 +144,62 @@ def check_task(config: Config, named: Collection[str] = ()) -> None:
       named: dotted names of the settings that the user gave. Those of pairs need a task that learns
         from pairs.
     """
-    tuning, task = config.model.tuning, task_named(config.task)
+    name = task_name(config)
+    tuning, task = config.model.tuning, task_named(name)
+    if task.is_causal not in (None, features_of(config.model).causal):
+        others = [name for name, each in TASKS.items() if each.is_causal is not task.is_causal]
+        sees = "earlier tokens only" if task.is_causal else "all tokens of a document"
+        raise ConfigError(
+            explain(
+                f"task {name} needs a model in which a token sees {sees}",
+                given=f"model.family={config.model.family},"
+                f" causal={features_of(config.model).causal}",
+                do=f"use --set task={' or '.join(others)}, or another model",
+            )
+        )
+    if task.corrupt is not None and config.mask_token >= config.model.vocab_size:
+        raise ConfigError(
+            explain(
+                "the model does not have the mask token",
+                given=f"masking.token={config.mask_token},"
+                f" model.vocab_size={config.model.vocab_size}",
+                do="set masking.token to an id below model.vocab_size",
+            )
+        )
+    if config.model.labels and task.labelled != config.model.labelled:
+        raise ConfigError(
+            explain(
+                f"task {name} needs a head over the vocabulary"
+                if task.labelled is None
+                else f"task {name} needs a label of each {task.labelled}",
+                given=f"model.labels={','.join(config.model.labels)},"
+                f" model.labelled={config.model.labelled}",
+                do="leave model.labels out"
+                + ("" if task.labelled is None else f", or set model.labelled={task.labelled}"),
+            )
+        )
     if missing := [name for name in READ_BY_THE_MODEL if name not in task.arrays]:
         raise ConfigError(
             explain(
-                f"task {config.task} lacks arrays that the model reads",
+                f"task {name} lacks arrays that the model reads",
                 given=f"no {', '.join(missing)} among {', '.join(task.arrays)}",
                 do="add them to Task.arrays",
             )
         )
     unused = sorted(name for name in named if name.startswith(PREFERENCE))
-    if unused and not task.learns_from_pairs:
-        tasks = [name for name, each in TASKS.items() if each.learns_from_pairs]
+    if unused and task.reads != "pairs":
+        tasks = [name for name, each in TASKS.items() if each.reads == "pairs"]
         raise ConfigError(
             explain(
                 "settings of preference pairs have no use in a task that does not learn from pairs",
-                given=f"{', '.join(unused)}; task={config.task}",
+                given=f"{', '.join(unused)}; task={name}",
                 do=f"add --set task={' or '.join(tasks)}, or leave them out",
             )
         )
     if task.has_reference and not (tuning.has_adapters and set(tuning.frozen) == set(BASE_GROUPS)):
         raise ConfigError(
             explain(
-                f"task {config.task} compares the model with what it was before, which must still"
+                f"task {name} compares the model with what it was before, which must still"
                 " be there: only adapters may be trained",
                 given=f"model.tuning.method={tuning.method},"
                 f" frozen: {', '.join(tuning.frozen) or 'nothing'}",

@@ -50,7 +50,7 @@ from optimus_jax.training.numbers import perplexity_of
 from optimus_jax.training.optimizer import peak_learning_rate
 from optimus_jax.training.state import TrainState, to_stored
 from optimus_jax.training.step import STEP_METRICS, Metrics, Program
-from optimus_jax.training.tasks import task_named
+from optimus_jax.training.tasks import task_of
 from optimus_jax.training.watchers import Display, StepWatcher
 
 Reason = Literal["done", "interrupt", "terminate", "fault", "switch", "phase", "not learning"]
@@ -373,6 +373,10 @@ class Trainer:
         now = time.perf_counter() if item.finished_at is None else item.finished_at
         seconds = now - clock
         tokens = int(metrics["tokens"])
+        config = self._config
+        # What does not count for the loss is computed as well.
+        computed = config.data.global_batch * config.seq_len
+        is_counted = task_of(config).term == "token"
         record = StepRecord(
             step=item.step,
             loss=float(metrics["loss"]),
@@ -380,7 +384,7 @@ class Trainer:
             lr=float(metrics["lr"]),
             tokens=tokens,
             step_time_s=seconds,
-            tokens_per_s=tokens / seconds,
+            tokens_per_s=(tokens if is_counted else computed) / seconds,
             mfu=self._mfu(seconds),
             plan=self.program.plan.digest,
             peak_bytes=_peak_bytes(self.program.mesh),
@@ -415,7 +419,7 @@ class Trainer:
             self._config.model,
             num_sequences=self._config.data.global_batch,
             seq_len=self._config.seq_len,
-            num_references=task_named(self._config.task).num_references,
+            num_references=task_of(self._config).num_references,
         )
         return flops / seconds / peak / self.program.plan.num_devices
 
@@ -482,7 +486,7 @@ class Trainer:
         record = EvalRecord(
             step=step,
             loss=loss,
-            perplexity=perplexity_of(loss),
+            perplexity=perplexity_of(loss) if task_of(self._config).has_perplexity else None,
             bits_per_byte=loss / math.log(2) if self.bits_per_token else None,
             metrics={name: total / found.tokens for name, total in found.metrics.items()},
         )

@@ -27,13 +27,13 @@ class Display:
 
     def evaluation(self, record: EvalRecord) -> None:
         """Show an evaluation on held-out text."""
-        bits = record.bits_per_byte
+        bits, perplexity = record.bits_per_byte, record.perplexity
         self.message(
             "  ".join(
                 [
                     f"step {record.step}",
                     f"held-out loss {short(record.loss, 4)}",
-                    f"perplexity {short(record.perplexity, 2)}",
+                    *([] if perplexity is None else [f"perplexity {short(perplexity, 2)}"]),
                     *([] if bits is None else [f"{short(bits, 4)} bits/byte"]),
                     *metrics_text(record.metrics),
                 ]

@@ -37,7 +37,7 @@ from optimus_jax.plan import Plan
 from optimus_jax.planning.cost.implementation_profile import ImplementationProfile
 from optimus_jax.planning.cost.layer_shape import LayerShape
 from optimus_jax.planning.cost.workload import Workload
-from optimus_jax.training.task import POLICY, REFERENCE, Batch, LossInputs
+from optimus_jax.training.task import POLICY, REFERENCE, Batch, LossInputs, embedded
 from optimus_jax.training.tasks import task_named
 
 WAYS = 2
@@ -133,6 +133,8 @@ def head_program(workload: Workload, precision: Precision, *, splits_length: boo
         max_length=8,
         dropout=0.0,
         tied=model.tied,
+        labels=model.labels,
+        labelled=model.labelled,
         features=replace(
             model.features,
             rope_dims=0,
@@ -167,7 +169,7 @@ def _traced(
 
         def embed(trained: Params) -> Array:
             run = ForwardContext(comm=comm)
-            return decoder(trained).embed(rows["tokens"], rows["positions"], run)
+            return embedded(decoder(trained), rows, run)
 
         def loss(trained: Params, stream: Array) -> Array:
             streams = {POLICY: stream, REFERENCE: jax.lax.stop_gradient(stream)}

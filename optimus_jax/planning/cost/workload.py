@@ -6,7 +6,7 @@ from functools import cached_property
 from optimus_jax.config import Config, ModelConfig
 from optimus_jax.models.flops import step_flops
 from optimus_jax.training.optimizer import moments_per_parameter
-from optimus_jax.training.tasks import task_named
+from optimus_jax.training.tasks import NEXT_TOKEN, model_of, task_name, task_named
 
 ADAM_MOMENTS = 2
 """Moments of Adam."""
@@ -21,7 +21,7 @@ class Workload:
     """Tokens per example."""
     global_batch: int
     """Examples per step."""
-    task: str = Config.task
+    task: str = NEXT_TOKEN
     """Name of the task, whose loss is traced."""
     num_moments: int = ADAM_MOMENTS
     """Arrays of the optimizer for each parameter."""
@@ -30,10 +30,10 @@ class Workload:
     def of(cls, config: Config) -> "Workload":
         """The workload of a run."""
         return cls(
-            model=config.model,
+            model=model_of(config),
             seq_len=config.seq_len,
             global_batch=config.data.global_batch,
-            task=config.task,
+            task=task_name(config),
             num_moments=moments_per_parameter(config.optimizer.name),
         )
 
