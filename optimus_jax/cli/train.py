@@ -12,6 +12,7 @@ from typing import Literal, NoReturn
 
 from optimus_jax.config import Config
 from optimus_jax.config.presets import MODEL_HELP
+from optimus_jax.config.recipes import RECIPES
 from optimus_jax.config.request import say
 from optimus_jax.config.run_checkpoint import INIT_FROM
 from optimus_jax.errors import FaultError, OptimusError
@@ -75,6 +76,19 @@ def parser(note: Callable[[str], None] = say) -> Parser:
         help=(
             "`bytes`, a tokenizer.json or its folder, hf://ORG/NAME (default: the model's, or"
             f" {default.data.tokenizer})"
+        ),
+    )
+    flags.add_argument(
+        "--recipe",
+        metavar="NAME",
+        help=f"published settings, which flags change: {', '.join(RECIPES)} (default: none)",
+    )
+    flags.add_argument(
+        "--task",
+        metavar="NAME",
+        help=(
+            "next_token, mlm, classification, token_classification, question_answering, dpo"
+            " (default: mlm for encoders, else next_token)"
         ),
     )
     flags.add_argument(

@@ -18,6 +18,7 @@ from optimus_jax.config.aliases import (
 )
 from optimus_jax.config.presets import model_preset
 from optimus_jax.config.published_config import WHAT, published_kind
+from optimus_jax.config.recipes import recipe_settings
 from optimus_jax.config.run_checkpoint import INIT_FROM, RunCheckpoint
 from optimus_jax.config.settings import field_types, section_type, setting_names, shown, value_of
 from optimus_jax.config.suggestions import known_settings, of_inner_section, of_section
@@ -40,6 +41,8 @@ SHORT_NAMES = {
     "schedule": "parallel.schedule",
     "remat": "parallel.remat",
     "precision": "precision.compute",
+    "recipe": "recipe",
+    "task": "task",
     "steps": "steps",
     "lr": "optimizer.lr",
     "seed": "seed",
@@ -62,6 +65,7 @@ FIXED_FOR_A_RUN = (
     "init_from",
     "adapters_from",
     "task",
+    "recipe",
     "optimizer.name",
 )
 """Prefixes of settings that a resumed run keeps: another value would make it a different run."""
@@ -76,6 +80,8 @@ KNOWN_BY_CONTENT = (
     "data.eos",
     "data.chat_template",
     "data.text_field",
+    "data.second_text_field",
+    "data.label_field",
     "data.skip_bad_lines",
     "data.allow_change",
 )
@@ -102,7 +108,8 @@ def make_config(
     if not isinstance(model, ModelConfig | None):
         model = model_preset(model)
     chosen, named = {} if model is None else {"model": dataclasses.asdict(model)}, dotted(overrides)
-    config = (base or Config()).with_values(chosen | named)
+    recipe = recipe_settings(named["recipe"]) if named.get("recipe") else {}
+    config = (base or Config()).with_values({**chosen, **recipe, **named})
     _check_adapters(config.model.tuning, named)
     return _with_whole_paths(config)
 
@@ -191,6 +198,9 @@ def repeated_config(text: str, wanted: Config) -> Config:
       ConfigError: a setting that a resumed run keeps was changed.
     """
     old, derived = Config.from_json(text), Config.derived_in(text)
+    if not wanted.model.labels:  # the data decided
+        labels = {"labels": old.model.labels, "labelled": old.model.labelled}
+        wanted = dataclasses.replace(wanted, model=dataclasses.replace(wanted.model, **labels))
     fixed = [
         name
         for name in setting_names(Config)

@@ -253,6 +253,7 @@ def _train(
                     is_auto,
                 )
             inputs = Inputs.of(config, run)
+            config, now = inputs.config, in_phase(inputs.config, phase_after(config, first_step))
             if run is None:  # after reading the data, so that a failed start leaves no directory
                 run = new_directory(run_dir, config, launch, display, is_auto)
             if stored is not None and run is not None and is_writer():

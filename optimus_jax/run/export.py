@@ -22,7 +22,7 @@ from optimus_jax.models.huggingface import config_from_huggingface
 from optimus_jax.models.huggingface_config import config_to_huggingface
 from optimus_jax.run.byte_progress import byte_progress
 from optimus_jax.run.exported_weights import DTYPES, WeightsExport, dtype_of
-from optimus_jax.run.model_card import CARD, generation_config, model_card
+from optimus_jax.run.model_card import CARD, GENERATION, generation_config, model_card, purpose_of
 from optimus_jax.run.named_run import RUN
 from optimus_jax.run.stored_config import check_stored_config
 from optimus_jax.run.stored_run import config_of_run, run_to_read
@@ -105,7 +105,6 @@ class RunToExport:
             _check_room(directory, needed)
             files = published_files(self.tokenizer, self.run.path, config.max_length) | {
                 CONFIG: _json(theirs),
-                "generation_config.json": generation_config(self.tokenizer.eos).encode(),
                 CARD: model_card(
                     self.run,
                     self.config,
@@ -117,6 +116,8 @@ class RunToExport:
                     adds_tokens=adds_tokens(self.tokenizer),
                 ).encode(),
             }
+            if purpose_of(config) == GENERATION:
+                files["generation_config.json"] = generation_config(self.tokenizer.eos).encode()
             try:
                 for name, content in files.items():
                     (directory / name).write_bytes(content)

@@ -20,7 +20,7 @@ from optimus_jax.checkpoint.slices import StoredCheckpoint, StoredLeaf
 from optimus_jax.config import ModelConfig, Tuning
 from optimus_jax.mesh.boxes import Box, sizes
 from optimus_jax.mesh.slots import canonical_slots
-from optimus_jax.models.huggingface_formats import HEAD, HEAD_BIAS, format_of
+from optimus_jax.models.huggingface_formats import format_of
 from optimus_jax.models.huggingface_tensors import LeafSource, leaf_sources, tensor_shapes
 from optimus_jax.models.merging import Merging, is_of_adapter
 from optimus_jax.models.shapes import model_shapes
@@ -112,11 +112,8 @@ class WeightsExport:
           StoppedError: it was to end.
           OSError: the directory cannot be written.
         """
-        prefix = format_of(self.config.family).prefix
-        full = {
-            name: name if name in (HEAD, HEAD_BIAS) else prefix + name
-            for name in tensor_shapes(self.config)
-        }
+        hf_format = format_of(self.config)
+        full = {name: hf_format.full_name(name) for name in tensor_shapes(self.config)}
         shapes = {full[name]: shape for name, shape in tensor_shapes(self.config).items()}
         files = create_weights(directory, shapes, self.dtype, max_shard_bytes)
         tensors = {name: files[each] for name, each in full.items()}

@@ -19,13 +19,14 @@ from optimus_jax.config import Config, ModelConfig
 from optimus_jax.config.run_checkpoint import INIT_FROM, RunCheckpoint
 from optimus_jax.errors import CheckpointError, ConfigError, DataError, explain
 from optimus_jax.models.merging import same_adapters
+from optimus_jax.run.new_head import needs_new_head, without_head
 from optimus_jax.run.parameter_source import RunSource, open_run, parameter_source
 from optimus_jax.run.published_weights import PublishedWeights, with_adapters
 from optimus_jax.run.stored_config import differing_models, saved_config
 from optimus_jax.run_directory.directory import RunDirectory
 from optimus_jax.training.state import TrainState, from_stored
 from optimus_jax.training.step import Program
-from optimus_jax.training.tasks import task_named
+from optimus_jax.training.tasks import task_name, task_of
 from optimus_jax.weights.directory import open_model
 from optimus_jax.weights.published import PublishedSource
 from optimus_jax.weights.published_adapters import PublishedAdapters
@@ -83,21 +84,27 @@ class RunWeights:
         """
         with all_or_none():
             run = open_run(self.named, checkpoint=self.named.step, say=say)
-            tuning = Config.from_json(run.config_text()).model.tuning
+            model = Config.from_json(run.config_text()).model
+        tuning, is_new = model.tuning, needs_new_head(model, program.config.model)
+        wanted = program.abstract_params(tuning, stored=True)
         restored = Checkpoints(run.checkpoints, program.config.checkpoint, warn=say).restore(
-            {"params": program.abstract_params(tuning, stored=True)},
+            {"params": without_head(wanted) if is_new else wanted},
             self.named.step,
             paddable=program.shapes.with_tuning(tuning).may_be_padded,
             partial=True,
             check=lambda metadata: self._check(metadata, run, program.config),
         )
+        target = program.abstract_params(tuning)
         params = from_stored(
             restored.state["params"],
             program.shapes,
             program.plan,
-            jax.tree.map(lambda leaf: leaf.sharding, program.abstract_params(tuning)),
+            jax.tree.map(lambda leaf: leaf.sharding, without_head(target) if is_new else target),
         )
-        say(f"parameters from the checkpoint of step {restored.step} of {self.named.run}")
+        say(
+            f"parameters from the checkpoint of step {restored.step} of {self.named.run}"
+            + ("; the head, which it does not have, begins anew" if is_new else "")
+        )
         if same_adapters(program.shapes.with_tuning(tuning).config, program.config.model):
             _say_what_is_compared(program, self.named.run, say)
         elif tuning.has_adapters:
@@ -213,17 +220,17 @@ def check_initial_model(config: Config, named: Collection[str] = ()) -> None:
         model = replace(model, vocab_size=max(vocab_size, model.vocab_size))  # tokens are added
     _check_model(model, config, str(source), named)
     if isinstance(source, PublishedSource) and isinstance(source.place, Path):
-        open_model(source.place)
+        open_model(source.place, needs_head=task_of(config).labelled is None)
 
 
 def _say_what_is_compared(program: Program, source: str, say: Callable[[str], object]) -> None:
     """Say that the reference of a task lacks what adapters of another run have learnt."""
     config = program.config
-    if config.model.tuning.has_adapters and task_named(config.task).has_reference:
+    if config.model.tuning.has_adapters and task_of(config).has_reference:
         say(
-            f"task {config.task} compares with the model without adapters, so without what those of"
-            f" {source} have learnt; to compare with these too, export them merged into a model,"
-            " and begin with that"
+            f"task {task_name(config)} compares with the model without adapters, so without what"
+            f" those of {source} have learnt; to compare with these too, export them merged into a"
+            " model, and begin with that"
         )
 
 
@@ -249,12 +256,13 @@ def _check_model(
       source: where they come from, for errors.
       named: as for `check_initial_model`.
     """
-    differing = differing_models(model, config.model)
+    own = config.model.body if needs_new_head(model, config.model) else config.model
+    differing = differing_models(model, own)
     if not differing:
         return
-    own = [each for each in named if each.startswith(tuple(differing))]
-    advice = [f"leave {', '.join(sorted(own))} out"] if own else []
-    if any(not any(each.startswith(name) for each in own) for name in differing):
+    given = [each for each in named if each.startswith(tuple(differing))]
+    advice = [f"leave {', '.join(sorted(given))} out"] if given else []
+    if any(not any(each.startswith(name) for each in given) for name in differing):
         advice.append(
             f"leave --model or --config out, so that the new run has the model of {INIT_FROM}"
         )

@@ -11,14 +11,36 @@ from optimus_jax.config import Config
 from optimus_jax.config.phases import TrainingPhase, phase_after, phases_of
 from optimus_jax.data.batch import HostBatch
 from optimus_jax.data.dataset import Data, load_data
-from optimus_jax.data.loader import BatchLoader, check_held_out, eval_batches
+from optimus_jax.data.loader import BatchLoader, WordMarker, check_held_out, eval_batches
 from optimus_jax.data.sampler import count_examples
+from optimus_jax.data.tokenizers import Tokenizer
+from optimus_jax.errors import ConfigError, explain
 from optimus_jax.mesh.sharding import local_rows
+from optimus_jax.models.families import features_of
 from optimus_jax.run_directory.directory import RunDirectory
 from optimus_jax.run_directory.run_data import NOT_COMPARABLE, held_out_in_run, tokenizer_of_run
 from optimus_jax.training.evaluation import eval_rows
 from optimus_jax.training.step import Program
-from optimus_jax.training.tasks import task_named
+from optimus_jax.training.tasks import model_of, task_of
+
+
+def with_mask_token(config: Config, tokenizer: Tokenizer) -> Config:
+    """The config with the id of the mask token, if its task hides tokens and none is named.
+
+    Raises ConfigError if the tokenizer has none, and uses all ids of the model.
+    """
+    if task_of(config).corrupt is None or config.masking.token is not None:
+        return config
+    token = config.mask_token if tokenizer.mask is None else tokenizer.mask
+    if tokenizer.mask is None and token < tokenizer.vocab_size:
+        raise ConfigError(
+            explain(
+                "there is no id for the mask token: the tokenizer has none, and uses all ids",
+                given=f"model.vocab_size={config.model.vocab_size}, as many as the tokenizer's",
+                do=f"set model.vocab_size={tokenizer.vocab_size + 1}",
+            )
+        )
+    return config.with_values({"masking.token": token})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +63,7 @@ class Inputs:
         Raises:
           DataError: the data is unusable or too short.
         """
-        model = config.model
+        model, task = config.model, task_of(config)
         tokenizer, by = (
             (None, None)
             if run is None
@@ -54,7 +76,9 @@ class Inputs:
             model_name=model.name,
             tokenizer=tokenizer,
             by=by,
-            pairs=task_named(config.task).learns_from_pairs,
+            kind=task.reads,
+            labels=model.labels,
+            label_place="last" if features_of(model).causal else "first",
         )
         num_eval_examples = (
             0
@@ -66,6 +90,8 @@ class Inputs:
                 num_examples=config.eval_examples,
             )
         )
+        config = replace(config, model=model_of(config, data.labels))
+        config = with_mask_token(config, data.tokenizer)
         inputs = cls(config=config, data=data, num_eval_examples=num_eval_examples)
         for phase in phases_of(config):
             # raises now if the text is too short for the phase, not after hours
@@ -147,8 +173,15 @@ class Inputs:
                 rows=local_rows(program.batch_sharding, num_rows),
                 respect_documents=config.data.respect_documents,
                 num_examples=self.num_eval_examples,
+                begins_word=self._begins_word,
             ),
         )
+
+    @property
+    def _begins_word(self) -> WordMarker | None:
+        """What marks words, if the task masks whole ones."""
+        is_wanted = task_of(self.config).corrupt is not None and self.config.masking.whole_words
+        return self.data.tokenizer.begins_word if is_wanted else None
 
     def probe(self, program: Program) -> Any:
         """A fixed batch for a program, on its devices."""
@@ -169,6 +202,7 @@ class Inputs:
             seed=self.config.seed,
             rows=rows,
             respect_documents=self.config.data.respect_documents,
+            begins_word=self._begins_word,
             steps_before=phase.steps_before,
             examples_before=phase.examples_before,
         )

@@ -3,12 +3,13 @@
 import json
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
-from optimus_jax.config import Config
+from optimus_jax.config import Config, ModelConfig
 from optimus_jax.config.phases import phases_of
+from optimus_jax.data.token_ids import frame_of_ends
 from optimus_jax.data.tokenizers import ByteTokenizer, Tokenizer
 from optimus_jax.errors import OptimusError
 from optimus_jax.models.families import features_of
@@ -16,24 +17,51 @@ from optimus_jax.plan import Plan
 from optimus_jax.run_directory.directory import RunDirectory
 from optimus_jax.run_directory.run_data import weights_in_run
 from optimus_jax.system.hub_model import HubModel
+from optimus_jax.training.tasks import task_of
 from optimus_jax.version import VERSION
 
 CARD = "README.md"
 HEADER = """---
 library_name: transformers
-pipeline_tag: text-generation
+pipeline_tag: {tag}
 tags:
 - optimus_jax
 ---
 """
 USE = """
 ```python
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer, {auto}
 
 tokenizer = AutoTokenizer.from_pretrained(DIRECTORY)
-model = AutoModelForCausalLM.from_pretrained(DIRECTORY)
+model = {auto}.from_pretrained(DIRECTORY)
 ```
 """
+
+
+class Purpose(NamedTuple):
+    """What a model is for."""
+
+    tag: str
+    """Name of the hub."""
+    auto: str
+    """Class of transformers that loads it."""
+
+
+GENERATION = Purpose("text-generation", "AutoModelForCausalLM")
+_OF_LABELS = {
+    "sequence": Purpose("text-classification", "AutoModelForSequenceClassification"),
+    "token": Purpose("token-classification", "AutoModelForTokenClassification"),
+    "span": Purpose("question-answering", "AutoModelForQuestionAnswering"),
+}
+
+
+def purpose_of(model: ModelConfig) -> Purpose:
+    """What a model is for, by its head."""
+    if model.labels:
+        return _OF_LABELS[model.labelled]
+    if features_of(model).causal:
+        return GENERATION
+    return Purpose("fill-mask", "AutoModelForMaskedLM")
 
 
 def model_card(
@@ -70,22 +98,43 @@ def model_card(
         if adds_tokens
         else ""
     )
-    title = _cell(config.model.name)
-    return f"{HEADER}\n# {title}\n{USE}{note}\n| fact | value |\n|---|---|\n{rows}"
+    if config.model.labels:
+        note = _frame_note(tokenizer, is_causal=bool(features_of(config.model).causal))
+    purpose = purpose_of(config.model)._asdict()
+    return (
+        f"{HEADER.format(**purpose)}\n# {_cell(config.model.name)}\n{USE.format(**purpose)}{note}"
+        f"\n| fact | value |\n|---|---|\n{rows}"
+    )
+
+
+def _frame_note(tokenizer: Tokenizer, *, is_causal: bool) -> str:
+    """What a user must put around texts, if the tokenizer does not; nothing if it does."""
+    eos = tokenizer.eos
+    if tokenizer.frame != frame_of_ends(eos):
+        return ""
+    where = "after each text" if is_causal else "before and after each text"
+    return (
+        f"\nThe model has learnt texts with the id {eos} {where}: add it to the tokenizer's ids.\n"
+    )
 
 
 def _of_training(
     run: RunDirectory, config: Config, step: int, metadata: Mapping[str, Any]
 ) -> Iterator[tuple[str, str]]:
     """What the run's logs and the checkpoint say."""
+    term = task_of(config).term
     steps = [record for record in run.metrics() if record.step <= step]
     events = [event for event in run.events() if event.get("step", 0) <= step]
     if steps:
-        yield "tokens seen", f"{sum(record.tokens for record in steps):,}"
-        yield "training loss", f"{steps[-1].loss:.4f} nats per token, of step {steps[-1].step:,}"
+        yield f"{term}s seen", f"{sum(record.tokens for record in steps):,}"
+        yield "training loss", f"{steps[-1].loss:.4f} nats per {term}, of step {steps[-1].step:,}"
     held_out = [event for event in events if event.get("event") == "eval"]
     if held_out and isinstance(loss := held_out[-1].get("loss"), float):
-        yield "held-out loss", f"{loss:.4f} nats per token, after step {held_out[-1]['step']:,}"
+        after = f"after step {held_out[-1]['step']:,}"
+        yield "held-out loss", f"{loss:.4f} nats per {term}, {after}"
+        for name, value in (held_out[-1].get("metrics") or {}).items():
+            if isinstance(value, float):
+                yield f"held-out {name}", f"{value:.4f}, {after}"
     yield "data", ", ".join(_last_part(source) for source in config.data.sources)
     lengths = {phase.seq_len for phase in phases_of(config) if phase.steps_before < max(1, step)}
     learned = features_of(config.model).positions == "learned"

@@ -44,6 +44,7 @@ from optimus_jax.system.command import typed_command
 from optimus_jax.training.optimizer import peak_learning_rate
 from optimus_jax.training.state import TrainState
 from optimus_jax.training.step import Program, build_program
+from optimus_jax.training.tasks import NEXT_TOKEN, task_name
 from optimus_jax.training.trainer import Trainer, TrainingResult, described
 from optimus_jax.training.watchers import Display
 
@@ -210,7 +211,8 @@ def run_program(
             topology=topology,
             loader=batches.loader,
             eval_batches=batches.eval_batches,
-            bits_per_token=isinstance(inputs.data.tokenizer, ByteTokenizer),
+            bits_per_token=isinstance(inputs.data.tokenizer, ByteTokenizer)
+            and task_name(inputs.config) == NEXT_TOKEN,
             metadata=metadata,
             checkpoints=checkpoints,
             run=run,

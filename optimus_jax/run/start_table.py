@@ -21,6 +21,7 @@ from optimus_jax.reshard.restack import is_stacked
 from optimus_jax.run.learning_rate_change import describe_schedule
 from optimus_jax.training.optimizer import peak_learning_rate
 from optimus_jax.training.step import Program
+from optimus_jax.training.tasks import task_name, task_of
 from optimus_jax.training.watchers import Display
 
 MAX_TENSORS = 8
@@ -67,6 +68,7 @@ def show_start_table(
                 + (f" (+ {padding} rows of vocabulary padding)" if padding else "")
                 + (f", drawn at random ({weights})" if weights and not config.init_from else ""),
             ],
+            ["task", _task_text(config)],
             *_tuning_rows(shapes),
             ["data", data.description],
             ["documents end with", data.tokenizer.end],
@@ -137,6 +139,23 @@ def show_start_table(
         "largest tensors: shape, and bytes per device of parameter, summed gradient and moments",
         _tensor_rows(program),
     )
+
+
+def _task_text(config: Config) -> str:
+    """What is learnt."""
+    name, task = task_name(config), task_of(config)
+    if task.labelled is not None:
+        labels = config.model.labels
+        shown = ", ".join(labels[:8]) + (f" and {len(labels) - 8} more" if len(labels) > 8 else "")
+        return f"{name}: {len(labels)} labels of a {task.labelled}: {shown}"
+    if task.corrupt is not None:
+        masking = config.masking
+        words = "words" if masking.whole_words else "tokens"
+        return (
+            f"{name}: {masking.share:.0%} of the {words}, of which {masking.masked:.0%} are seen as"
+            f" token {config.mask_token} and {masking.random:.0%} as random ones"
+        )
+    return name
 
 
 def _tuning_rows(shapes: ModelShapes) -> list[list[str]]:

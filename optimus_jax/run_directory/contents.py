@@ -158,8 +158,9 @@ EVENTS: Mapping[EventName, EventKind] = {
         "The held-out loss was measured; null where no held-out token counts.",
         {
             "loss": "Mean over held-out tokens, in nats per token.",
-            "perplexity": "Exponential of the loss; null where it overflows.",
-            "bits_per_byte": "Loss in bits per byte; null unless tokens are bytes.",
+            "perplexity": "Exponential of the loss; null where it overflows, or the task is not to"
+            " predict tokens.",
+            "bits_per_byte": "Loss in bits per byte; null unless every byte is predicted.",
             "tokens": "Held-out tokens that were counted.",
             "metrics": "Metrics of the task and auxiliary sums, by name, divided by the tokens.",
         },

@@ -17,18 +17,19 @@ class StepRecord:
     step: int
     """Counted from 1."""
     loss: float
-    """Mean over the tokens of the global batch: a float32 widened to Python's float, which JSON
+    """Mean over what counts of the global batch: a float32 widened to Python's float, which JSON
     keeps exactly."""
     grad_norm: float
     """Global norm before clipping."""
     lr: float
     """Learning rate of the update."""
     tokens: int
-    """Tokens of this step that count in the loss, over all processes."""
+    """What counts in the loss of this step, over all processes: tokens, or masked tokens, labels or
+    pairs, as the task has them."""
     step_time_s: float
     """Wall time of the step."""
     tokens_per_s: float
-    """Over all devices."""
+    """Over all devices: tokens that count, or all of the batch if the task counts others."""
     mfu: float | None
     """Model FLOP/s utilization: the model's FLOP/s divided by the devices' peak; None: the peak is
     unknown."""
@@ -51,11 +52,11 @@ class EvalRecord:
     step: int
     """Last step before it."""
     loss: float
-    """Mean over the held-out tokens, in nats."""
-    perplexity: float
-    """Exponential of the loss."""
+    """Mean over what counts of the held-out tokens, in nats."""
+    perplexity: float | None
+    """Exponential of the loss; None: the loss is not that of tokens."""
     bits_per_byte: float | None
-    """None: tokens are not bytes."""
+    """None: tokens are not bytes, or not all of them count."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """As those of a step."""
 
