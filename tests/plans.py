@@ -74,6 +74,8 @@ FAMILY_MODELS = {
         "gpt_neo": Features(window=5),
         "gptj": Features(rope_dims=4),
         "opt": Features(norm_place="post", final_norm=False, table_dim=24),
+        "bert": Features(),
+        "electra": Features(table_dim=24),
         "mistral": Features(window=6),
         "phi3": Features(),
         "qwen2": Features(),

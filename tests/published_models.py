@@ -21,6 +21,14 @@ LLAMA_LIKE = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 16,
 }
+BERT_LIKE = {
+    "vocab_size": 37,
+    "hidden_size": 24,
+    "intermediate_size": 20,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 16,
+}
 GPT = {"vocab_size": 37, "n_embd": 24, "n_layer": 2, "n_head": 4, "n_positions": 16}
 MODELS: dict[str, dict[str, Any]] = {
     "gpt2": GPT | {"n_inner": 20},
@@ -49,10 +57,13 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen3": LLAMA_LIKE | {"head_dim": 8, "tie_word_embeddings": True},
     "olmo2": LLAMA_LIKE,
     "phi3": LLAMA_LIKE | {"pad_token_id": 0},
+    "bert": BERT_LIKE,
+    "electra": BERT_LIKE | {"embedding_size": 12},
     "gemma2": LLAMA_LIKE | {"head_dim": 8},
     "gemma3_text": LLAMA_LIKE | {"head_dim": 8, "num_hidden_layers": 6},
 }
 """Values of config.json by model_type."""
+ENCODERS = ("bert", "electra")
 WORDS = ["<unk>", "</s>", "the", "cat", "sat", "on", "mat", "and", "dog", "ran"]
 """The vocabulary of `with_tokenizer`."""
 TINY_RUN: dict[str, Any] = {
@@ -85,7 +96,8 @@ def model_of(family: str) -> Any:
     torch, transformers = libraries()
     torch.manual_seed(0)
     config = transformers.AutoConfig.for_model(family, **MODELS[family])
-    model = transformers.AutoModelForCausalLM.from_config(config)
+    auto = "AutoModelForMaskedLM" if family in ENCODERS else "AutoModelForCausalLM"
+    model = getattr(transformers, auto).from_config(config)
     for weight in model.parameters():
         weight.data = torch.randn_like(weight)
     return model

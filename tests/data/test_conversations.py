@@ -15,13 +15,10 @@ from hypothesis import strategies as st
 from optimus_jax.config import DataConfig
 from optimus_jax.config.data import PhaseConfig
 from optimus_jax.data.batch import BATCH_ARRAYS
-from optimus_jax.data.conversations import (
-    Conversations,
-    encode_conversations,
-    split_conversations,
-)
+from optimus_jax.data.conversations import encode_conversations
 from optimus_jax.data.dataset import load_data
 from optimus_jax.data.loader import BatchLoader, check_held_out
+from optimus_jax.data.pieces import Pieces, split_pieces
 from optimus_jax.data.rendered_chat import RenderedChat
 from optimus_jax.data.tokenizers import ByteTokenizer
 from optimus_jax.errors import DataError
@@ -164,7 +161,7 @@ def test_bad_lines_are_shown_or_skipped(tmp_path, template):
         with pytest.raises(DataError, match=r"a.jsonl, line 2, (.|\n)*" + message):
             load(path, chat_template=template)
         data = load(path, chat_template=template, skip_bad_lines=True)
-        assert data.train.num_conversations == 2
+        assert data.train.num_texts == 2
         assert "1 bad line(s) skipped" in data.notes[0]
 
 
@@ -210,7 +207,7 @@ def test_where_nothing_counts_roles_that_are_there_are_advised(roles, advice):
 def numbers(*sizes, counts=None, too_long="truncate"):
     """Conversations with the tokens 0, 1, 2, ..., so that a token tells its place."""
     starts = np.concatenate([[0], np.cumsum(sizes)])
-    return Conversations(
+    return Pieces(
         name="numbers",
         tokens=np.arange(starts[-1], dtype=np.uint16),
         counts=np.ones(starts[-1], bool) if counts is None else np.array(counts, bool),
@@ -321,7 +318,7 @@ def test_conversations_are_held_out_by_their_hash(tmp_path, template):
     assert data.identity["held_out_by"] == "documents"
     assert load(path, chat_template=template, eval_fraction=0.2, by="end").identity == data.identity
     with pytest.raises(DataError, match="too few conversations"):
-        split_conversations(numbers(4), 0.1)
+        split_pieces(numbers(4), 0.1)
 
 
 def test_a_run_recognises_masks_borders_and_template(tmp_path, template):

@@ -201,7 +201,7 @@ def test_last_evaluation_batch_is_filled_up_to_full_shape():
     assert last["tokens"].shape == first["tokens"].shape == (6, 4)
     assert last["loss_mask"].any(axis=1).tolist() == [True, True, False, False, False, False]
     assert last["tokens"].max() < 8 * 4
-    assert last["examples"].tolist() == list(range(6))
+    assert last["examples"].tolist() == list(range(6, 12)), "numbers in the evaluation"
 
 
 @given(rows=st.permutations(range(6)), num_rows=st.integers(1, 6))

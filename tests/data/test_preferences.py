@@ -23,7 +23,7 @@ def answer(text):
     return {"role": "assistant", "content": text}
 
 
-def load(path, tokenizer, seq_len=256, pairs=True, **fields):
+def load(path, tokenizer, seq_len=256, kind="pairs", **fields):
     config = DataConfig(**{"sources": (str(path),), "eval_fraction": 0.0, **fields})
     return load_data(
         config,
@@ -31,7 +31,7 @@ def load(path, tokenizer, seq_len=256, pairs=True, **fields):
         vocab_size=tokenizer.vocab_size,
         model_name="a model",
         tokenizer=tokenizer,
-        pairs=pairs,
+        kind=kind,
     )
 
 
@@ -176,7 +176,7 @@ def test_pairs_for_another_task_are_advised_to_use_dpo(tmp_path, suffix, message
         path = tmp_path / "a.parquet"
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist([record]), path)
     with pytest.raises(DataError, match=r"do: +learn from preference pairs with --set task=dpo"):
-        load(path, ByteTokenizer(), pairs=False)
+        load(path, ByteTokenizer(), kind="documents")
 
 
 def test_a_table_without_pairs_says_which_columns_they_need(tmp_path):

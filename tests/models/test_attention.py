@@ -36,12 +36,26 @@ def arrays(
     return [jnp.asarray(random.standard_normal(shape), dtype) for shape in shapes]
 
 
-def plain(q, k, v, *, segments=None, offset=0, keep=None, window=None, scale=None, softcap=0.0):
+def plain(
+    q,
+    k,
+    v,
+    *,
+    segments=None,
+    offset=0,
+    keep=None,
+    causal=True,
+    window=None,
+    scale=None,
+    softcap=0.0,
+):
     """Attention by its definition, every query head with a key/value head of its own; its gradient
     is autodiff's.
     """
     length, num_keys, group = q.shape[1], k.shape[1], q.shape[2] // k.shape[2]
-    sees = (offset + np.arange(length))[:, None] >= np.arange(num_keys)[None, :]
+    sees = np.ones((length, num_keys), bool)
+    if causal:
+        sees = (offset + np.arange(length))[:, None] >= np.arange(num_keys)[None, :]
     if window is not None:
         sees &= (offset + np.arange(length))[:, None] - np.arange(num_keys)[None, :] < window
     sees = jnp.broadcast_to(sees, (q.shape[0], length, num_keys))
@@ -80,23 +94,27 @@ def assert_same(ours, theirs, inputs, tolerance=F32_RELATIVE):
     length=st.integers(1, 12),
     groups=st.sampled_from((1, 2, 4)),
     documents=st.booleans(),
-    window=st.one_of(st.none(), st.integers(1, 12)),
+    hidden=st.one_of(
+        st.just({"causal": False}),
+        st.fixed_dictionaries({"window": st.one_of(st.none(), st.integers(1, 12))}),
+    ),
     how=st.sampled_from(({}, {"scale": 1.0}, {"scale": 0.3, "softcap": 1.5}, {"softcap": 0.5})),
     seed=st.integers(0, 99),
 )
 def test_values_and_gradients_equal_those_of_the_definition(
-    length, groups, documents, window, how, seed
+    length, groups, documents, hidden, how, seed
 ):
     inputs = arrays(length, groups=groups, seed=seed)
     begins = np.random.default_rng(seed).random((2, length)) < 0.3
     segments = jnp.asarray(np.cumsum(begins, axis=1), jnp.int32) if documents else None
-    visibility = Visibility(segments, window=window)
+    visibility = Visibility(segments, **hidden)
     ours = functools.partial(attend, visibility=visibility, kernel="xla", **how)
-    assert_same(ours, functools.partial(plain, segments=segments, window=window, **how), inputs)
+    assert_same(ours, functools.partial(plain, segments=segments, **hidden, **how), inputs)
 
 
+@pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("documents", [False, True])
-def test_blockwise_attention_equals_attention_at_once(documents, monkeypatch):
+def test_blockwise_attention_equals_attention_at_once(documents, causal, monkeypatch):
     length = 48
     segments = (
         jnp.asarray(np.arange(length)[None, :] // 20 + np.zeros((2, 1)), jnp.int32)
@@ -106,8 +124,8 @@ def test_blockwise_attention_equals_attention_at_once(documents, monkeypatch):
     monkeypatch.setattr(blockwise_attention, "MIN_BLOCK", 8)
     assert blockwise_attention.block_size(length) == 8
     assert_same(
-        functools.partial(attend, visibility=Visibility(segments), kernel="xla"),
-        functools.partial(plain, segments=segments),
+        functools.partial(attend, visibility=Visibility(segments, causal=causal), kernel="xla"),
+        functools.partial(plain, segments=segments, causal=causal),
         arrays(length),
     )
 

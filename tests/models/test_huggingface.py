@@ -37,15 +37,17 @@ from optimus_jax.models import blockwise_attention
 from optimus_jax.models.block import ForwardContext
 from optimus_jax.models.families import FAMILIES, features_of, has_window
 from optimus_jax.models.huggingface import (
-    HEAD,
     config_from_huggingface,
     from_huggingface,
     to_huggingface,
 )
+from optimus_jax.models.huggingface_formats import HEAD
 from optimus_jax.models.shapes import ModelShapes, Params, model_shapes
 from optimus_jax.planning.search.assemble import plan_for
 from optimus_jax.training.state import TrainState
 from optimus_jax.training.step import Program, build_program
+from optimus_jax.training.task import embedded
+from optimus_jax.training.tasks import TASKS
 
 GLOBAL_BATCH, SEQ_LEN = 4, 24
 LOGITS_ATOL = 2e-5
@@ -187,6 +189,11 @@ CASES |= {
         "sliding_window": 7,
     },
 }
+CASES |= {
+    "bert": SMALL | {"model_type": "bert", "intermediate_size": 64, "max_position_embeddings": 32}
+}
+CASES |= {"electra": CASES["bert"] | {"model_type": "electra", "embedding_size": 32}}
+ENCODERS = ("bert", "electra")
 FIRST_OF_FAMILY = tuple(CASES)
 """Cases that `make test` compares on a mesh; the others differ from them in sizes and ratios."""
 CASES |= {
@@ -235,6 +242,13 @@ CASES |= {
         "num_key_value_heads": 2,
         "rope_scaling": {"rope_type": "linear", "factor": 4.0},
     },
+    "bert, own activation, three token types": CASES["bert"]
+    | {"hidden_act": "gelu_new", "type_vocab_size": 3, "vocab_size": 128},
+    "bert, two heads, wide mlp": CASES["bert"]
+    | {"num_attention_heads": 2, "intermediate_size": 100, "layer_norm_eps": 1e-5},
+    "electra, as wide as its table": CASES["electra"] | {"embedding_size": 48, "vocab_size": 128},
+    "electra, wide table, three token types": CASES["electra"]
+    | {"embedding_size": 64, "type_vocab_size": 3, "num_attention_heads": 2},
     "gemma3, no groups": CASES["gemma3"] | {"num_key_value_heads": 4, "head_dim": 8},
     "gemma3, one kv head": CASES["gemma3"]
     | {"num_key_value_heads": 1, "sliding_window": 2, "vocab_size": 128},
@@ -295,6 +309,12 @@ QUICK = {"xla_backend_optimization_level": 0} | (
 """Compiles in a tenth of the time; a step of these models takes milliseconds either way."""
 
 
+@pytest.fixture(autouse=True)
+def unmasked(monkeypatch: pytest.MonkeyPatch):
+    """Encoders see the tokens of the batch, and restore those that count."""
+    monkeypatch.setitem(TASKS, "mlm", dataclasses.replace(TASKS["mlm"], corrupt=None))
+
+
 @cache
 def reference(case: str) -> SimpleNamespace:
     """The case's model in PyTorch: weights, and of `batch()` the logits, the loss and its
@@ -315,9 +335,9 @@ def reference(case: str) -> SimpleNamespace:
         eos_token_id=0,
         **({"pad_token_id": None} | values),  # a padding token's row would have no gradient
     )
-    model = transformers.AutoModelForCausalLM.from_config(
-        config, attn_implementation="eager"
-    ).eval()
+    is_encoder = config.model_type in ENCODERS
+    auto = transformers.AutoModelForMaskedLM if is_encoder else transformers.AutoModelForCausalLM
+    model = auto.from_config(config, attn_implementation="eager").eval()
     # so large that scores reach 1 and no bias is 0, so that any mistake shows
     for weight in model.parameters():
         weight.data = 0.2 * torch.randn_like(weight) + (weight.data if weight.ndim == 1 else 0)
@@ -350,7 +370,9 @@ def batch(vocab_size: int) -> dict[str, np.ndarray]:
     }
 
 
-def program_for(model: ModelConfig, axes: AxisSizes, *, splits_tokens: bool = False) -> Program:
+def program_for(
+    model: ModelConfig, axes: AxisSizes, *, splits_tokens: bool = False, task: str | None = None
+) -> Program:
     """The program of a real run, whose first moment is the gradient: no clipping, no decay of the
     moment.
     """
@@ -361,6 +383,7 @@ def program_for(model: ModelConfig, axes: AxisSizes, *, splits_tokens: bool = Fa
             loss_chunk_tokens=10, sequence_parallel=True if splits_tokens else None
         ),
         optimizer=OptimizerConfig(beta1=0.0, clip_norm=0.0),
+        task=task,
     )
     topology = Topology(
         num_devices=axes.num_devices,
@@ -392,7 +415,9 @@ def logits(program: Program, params: Params, rows: dict[str, jax.Array]) -> jax.
 
     def local(params: Params, rows: dict[str, jax.Array]) -> jax.Array:
         model, one_pass = program.shapes.module(params, comm), ForwardContext(comm=comm)
-        return model.logits(model.hidden(rows["tokens"], rows["positions"], one_pass), one_pass)
+        stream = embedded(model, rows, one_pass)
+        stream = model.run_layers(stream, rows["positions"], one_pass).x_BLD
+        return model.logits(model.head_input(stream, comm), one_pass)
 
     specs = jax.tree.map(
         lambda sharding: sharding.spec, (program.state_shardings.params, program.batch_sharding)

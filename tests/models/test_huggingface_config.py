@@ -6,7 +6,7 @@ import json
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from published_models import MODELS, libraries, model_of
+from published_models import ENCODERS, MODELS, libraries, model_of
 
 from optimus_jax.config import Features, ModelConfig, RopeScaling, Tuning
 from optimus_jax.config.presets import PRESETS, model_preset
@@ -88,7 +88,8 @@ def test_logits_in_transformers_are_equal(family: str):
     torch, transformers = libraries()
     theirs = model_of(family)
     config = config_from_huggingface(theirs.config.to_dict())
-    ours = transformers.AutoModelForCausalLM.from_config(
+    auto = "AutoModelForMaskedLM" if family in ENCODERS else "AutoModelForCausalLM"
+    ours = getattr(transformers, auto).from_config(
         transformers.AutoConfig.for_model(**written(config))
     )
     assert type(ours).__name__ == config_to_huggingface(config)["architectures"][0]

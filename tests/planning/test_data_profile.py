@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from optimus_jax.data.conversations import Conversations
+from optimus_jax.data.pieces import Pieces
 from optimus_jax.data.sampler import count_examples, cut_examples
 from optimus_jax.data.tokenizers import ByteTokenizer
 from optimus_jax.data.tokens import TokenStream, read_token_file, write_token_file
@@ -21,7 +21,7 @@ def test_profile_of_conversations_equals_counts_over_the_batches():
     random = np.random.default_rng(1)
     lengths = random.integers(2, 14, 50)
     starts = np.concatenate([[0], np.cumsum(lengths)])
-    conversations = Conversations(
+    conversations = Pieces(
         name="chats",
         tokens=np.ones(starts[-1], np.uint16),
         counts=random.random(starts[-1]) < 0.5,

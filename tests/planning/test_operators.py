@@ -29,7 +29,7 @@ from optimus_jax.planning.cost.stage_time import layer_time
 from optimus_jax.planning.cost.work import Work, matmul
 from optimus_jax.planning.cost.workload import Workload
 from optimus_jax.training.task import LossInputs, TaskSums
-from optimus_jax.training.tasks import TASKS, task_named
+from optimus_jax.training.tasks import NEXT_TOKEN, TASKS, task_named
 
 
 def shape_of(model: ModelConfig, plan: Plan, *, seq_len: int, global_batch: int) -> LayerShape:
@@ -86,7 +86,7 @@ def test_flops_of_a_reference_are_those_of_forward_without_adapters():
 
 def test_head_of_any_task_is_priced(monkeypatch):
     """A task that computes its loss twice has twice the products, and a head that takes longer."""
-    once = task_named(Config.task)
+    once = task_named(NEXT_TOKEN)
 
     def twice(inputs: LossInputs) -> TaskSums:
         return TaskSums(once.loss(inputs).loss + once.loss(inputs).loss, {})

@@ -26,6 +26,8 @@ OTHER = {
     "model.rope_scaling": None,
     "model.num_layers": 3,
     "model.features.window": 128,
+    "model.labels": ("a", "b"),
+    "model.labelled": "token",
     "model.tuning.rank": 4,
     "data.global_batch": 8,
     "data.respect_documents": False,

@@ -15,7 +15,7 @@ import pytest
 from helpers import relative_error
 
 from optimus_jax.config import Tuning
-from optimus_jax.data.conversations import Conversations
+from optimus_jax.data.pieces import Pieces
 from optimus_jax.mesh.axes import LAYERS
 from optimus_jax.models.huggingface import config_from_huggingface, from_huggingface
 from optimus_jax.models.peft_format import to_peft
@@ -75,7 +75,7 @@ def packed_pairs() -> tuple[dict[str, np.ndarray], list[dict[str, list[int]]]]:
         for pair in pairs
         for answer in ("chosen_ids", "rejected_ids")
     ]
-    data = Conversations(
+    data = Pieces(
         name="pairs",
         tokens=np.array([token for text in texts for part in text for token in part], np.uint16),
         counts=np.concatenate(

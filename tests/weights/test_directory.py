@@ -8,7 +8,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from published_models import MODELS, libraries, model_of, state_dict_of, write, write_index
+from published_models import (
+    ENCODERS,
+    MODELS,
+    libraries,
+    model_of,
+    state_dict_of,
+    write,
+    write_index,
+)
 
 from optimus_jax.errors import CheckpointError, ConfigError
 from optimus_jax.models.families import check_family
@@ -226,7 +234,8 @@ def test_a_malformed_config_is_refused(text, message, tmp_path):
 
 def config_of(family: str) -> dict[str, Any]:
     """The config.json of a tiny model, as transformers writes it, with a class that exists."""
-    return model_of(family).config.to_dict() | {"architectures": ["AForCausalLM"]}
+    ending = "ForMaskedLM" if family in ENCODERS else "ForCausalLM"
+    return model_of(family).config.to_dict() | {"architectures": [f"A{ending}"]}
 
 
 @pytest.mark.parametrize(
@@ -243,7 +252,7 @@ def config_of(family: str) -> dict[str, Any]:
         ("gpt2", {"tie_word_embeddings": "false"}, "'false', wanted true or false"),
         ("gpt2", {"layer_norm_epsilon": "1e-5"}, "'1e-5', wanted a number"),
         ("gpt2", {"architectures": ["GPT2DoubleHeadsModel"]}, "another task"),
-        ("gpt2", {"architectures": ["GPT2ForSequenceClassification"]}, "another task"),
+        ("gpt2", {"architectures": ["GPT2ForTokenClassification"]}, "another task"),
         ("gpt2", {"architectures": "GPT2Model"}, "architectures='GPT2Model', wanted a list"),
         ("gpt2", {"architectures": [None]}, "wanted a list of texts"),
         ("llama", {"num_key_value_heads": 3}, "multiple"),

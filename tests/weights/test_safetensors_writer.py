@@ -16,7 +16,7 @@ from test_leaf_blocks import leaves_of, shapes_of
 
 from optimus_jax.errors import CheckpointError
 from optimus_jax.models.huggingface import to_huggingface
-from optimus_jax.models.huggingface_formats import format_of
+from optimus_jax.models.huggingface_formats import family_format
 from optimus_jax.models.huggingface_tensors import leaf_sources, tensor_shapes
 from optimus_jax.weights import safetensors_writer as writer
 from optimus_jax.weights.directory import read_tensors
@@ -77,7 +77,7 @@ def test_leaves_that_are_written_in_boxes_equal_whole_tensors(
             here = here.setdefault(folder, {})
         here[name] = leaf
     wanted = {
-        name.removeprefix(format_of(family).prefix): tensor.astype(DTYPES[dtype])
+        name.removeprefix(family_format(family).prefix): tensor.astype(DTYPES[dtype])
         for name, tensor in to_huggingface(params, shapes.config).items()
     }
     found = read_tensors(tmp_path)

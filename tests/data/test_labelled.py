@@ -1,0 +1,312 @@
+"""Records with labels, their tokens, and where labels count."""
+
+import json
+
+import numpy as np
+import pytest
+
+from optimus_jax.config import DataConfig
+from optimus_jax.data.dataset import load_data
+from optimus_jax.data.labelled import names_of_labels
+from optimus_jax.data.loader import BatchLoader
+from optimus_jax.data.tokenizers import ByteTokenizer, load_tokenizer
+from optimus_jax.errors import DataError
+
+EOS = 256
+TEXTS = [
+    {"text": "fine", "label": "good"},
+    {"text": "bad", "label": "bad"},
+    {"text": "so so", "label": "good"},
+]
+
+
+def load(path, records, kind="labels", *, tokenizer=None, seq_len=64, **more):
+    """The data of records in a file; `more` are settings of the data, or arguments."""
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    arguments = {name: more.pop(name) for name in ("labels", "label_place") if name in more}
+    tokenizer = tokenizer or ByteTokenizer()
+    return load_data(
+        DataConfig(**{"sources": (str(path),), "eval_fraction": 0.0, **more}),
+        seq_len=seq_len,
+        vocab_size=tokenizer.vocab_size,
+        model_name="a model",
+        tokenizer=tokenizer,
+        kind=kind,
+        **arguments,
+    )
+
+
+def row_of(data, seq_len=64, example=0):
+    cut = data.train.cut_examples(np.array([example]), seq_len=seq_len, respect_documents=True)
+    return {name: array[0] for name, array in cut.items()}
+
+
+def text_of(row, segment):
+    return ByteTokenizer().decode(row["tokens"][row["segments"] == segment])
+
+
+@pytest.mark.parametrize(("place", "at"), [("first", 0), ("last", -1)])
+def test_a_label_counts_at_one_token_of_its_text(tmp_path, place, at):
+    data = load(tmp_path / "a.jsonl", TEXTS, label_place=place)
+    assert data.labels == ("bad", "good")
+    row = row_of(data)
+    for segment, record in enumerate(TEXTS):
+        here = row["segments"] == segment
+        assert text_of(row, segment) == record["text"]
+        counts = np.flatnonzero(row["loss_mask"][here])
+        assert counts.tolist() == [np.arange(here.sum())[at]]
+        assert data.labels[row["targets"][here][at]] == record["label"]
+        assert row["tokens"][here][-1] == EOS
+    assert row["loss_mask"].sum() == len(TEXTS)
+    assert not row["types"].any()
+
+
+def test_two_texts_have_one_label_and_two_types(tmp_path):
+    records = [{"text": "ab", "after": "cde", "label": n} for n in (1, 0)]
+    row = row_of(load(tmp_path / "a.jsonl", records, second_text_field="after"))
+    here = row["segments"] == 0
+    assert row["tokens"][here].tolist() == [EOS, *b"ab", EOS, *b"cde", EOS]
+    assert row["types"][here].tolist() == [0, 0, 0, 0, 1, 1, 1, 1]
+
+
+def test_words_have_labels_at_their_first_tokens(tmp_path):
+    words, labels = ["the", "big", "dog"], ["det", "adj", "noun"]
+    data = load(
+        tmp_path / "a.jsonl",
+        [{"words": words, "labels": labels}],
+        "word_labels",
+        text_field="words",
+    )
+    row = row_of(data)
+    text = bytes(row["tokens"][1:12].tolist()).decode()
+    assert text == "the big dog"
+    places = np.flatnonzero(row["loss_mask"])
+    assert [text[place - 1] for place in places] == ["t", "b", "d"]
+    assert [data.labels[label] for label in row["targets"][places]] == labels
+
+
+def tokenizer_like_berts(directory):
+    """Words, and the frame of BERT: [CLS] A [SEP] B [SEP], with types 0 and 1."""
+    library = pytest.importorskip("tokenizers")
+    names = ["[UNK]", "[CLS]", "[SEP]", "[MASK]", "a", "b", "un", "##able", "c"]
+    vocabulary = {name: number for number, name in enumerate(names)}
+    whole = library.Tokenizer(library.models.WordPiece(vocabulary, unk_token="[UNK]"))
+    whole.pre_tokenizer = library.pre_tokenizers.Whitespace()
+    whole.add_special_tokens(names[:4])
+    whole.post_processor = library.processors.TemplateProcessing(
+        single="[CLS] $A [SEP]",
+        pair="[CLS] $A [SEP] $B:1 [SEP]:1",
+        special_tokens=[("[CLS]", 1), ("[SEP]", 2)],
+    )
+    whole.save(str(directory / "tokenizer.json"))
+    return load_tokenizer(str(directory / "tokenizer.json"), "[SEP]")
+
+
+def test_the_frame_is_that_of_the_tokenizer(tmp_path):
+    tokenizer = tokenizer_like_berts(tmp_path)
+    assert tokenizer.frame == ((1,), (2,), (2,), (2,), 1)
+    assert tokenizer.mask == 3
+    records = [{"text": "a [SEP] b", "second": "c", "label": n} for n in (0, 1)]
+    options = {"tokenizer": tokenizer, "second_text_field": "second"}
+    row = row_of(load(tmp_path / "a.jsonl", records, **options))
+    here = row["segments"] == 0
+    tokens = row["tokens"][here].tolist()
+    assert (tokens[0], tokens[1], tokens[-3:]) == (1, 4, [2, 8, 2])
+    assert tokens.count(2) == 2, "a special token in a text is ordinary text"
+    assert row["types"][here].tolist() == [*[0] * (len(tokens) - 2), 1, 1]
+
+
+def test_the_label_of_a_word_of_two_tokens_is_at_the_first(tmp_path):
+    tokenizer = tokenizer_like_berts(tmp_path)
+    records = [{"words": ["a", "unable", "c"], "labels": [0, 1, 2]}]
+    data = load(
+        tmp_path / "a.jsonl", records, "word_labels", text_field="words", tokenizer=tokenizer
+    )
+    row = row_of(data)
+    assert row["tokens"][:6].tolist() == [1, 4, 6, 7, 8, 2]
+    assert row["targets"][:6].tolist() == [-1, 0, 1, -1, 2, -1]
+
+
+@pytest.mark.parametrize("place", ["first", "last"])
+def test_a_long_text_is_cut_inside_its_frame(tmp_path, place):
+    records = [{"text": letter * 100, "label": letter} for letter in "ab"]
+    path = tmp_path / "a.jsonl"
+    row = row_of(load(path, records, seq_len=16, label_place=place), seq_len=16)
+    first = [EOS] if place == "first" else []
+    assert row["tokens"].tolist() == [*first, *b"a" * (15 - len(first)), EOS]
+    assert row["loss_mask"].sum() == 1
+    with pytest.raises(DataError, match="no text of"):
+        BatchLoader(
+            load(path, records, seq_len=16, too_long="drop").train,
+            seq_len=16,
+            global_batch=1,
+            seed=0,
+            rows=np.array([0]),
+            respect_documents=True,
+        )
+
+
+def test_whole_numbers_are_labels_in_their_order():
+    assert names_of_labels(["10", "2", "0"]) == tuple(map(str, range(11)))
+    assert names_of_labels(["b", "a", "10"]) == ("10", "a", "b")
+
+
+def test_labels_that_are_known_keep_their_order(tmp_path):
+    path = tmp_path / "a.jsonl"
+    assert load(path, TEXTS, labels=("good", "bad", "odd")).labels == ("good", "bad", "odd")
+    with pytest.raises(DataError, match="labels that the model does not know") as error:
+        load(path, TEXTS, labels=("good", "odd"))
+    assert "bad" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("record", "kind", "message"),
+    [
+        ({"text": "a"}, "labels", "no field 'label'"),
+        ({"label": "a"}, "labels", "no field 'text'"),
+        ({"text": "a", "label": 0.5}, "labels", "not a text or a whole number"),
+        ({"text": "a", "label": ""}, "labels", "not a text or a whole number"),
+        ({"text": ["a"], "label": "b"}, "labels", "'text' is a list, not a text"),
+        ({"text": ["a", "b"], "labels": ["x"]}, "word_labels", "2 words have 1 labels"),
+        ({"text": "a b", "labels": ["x"]}, "word_labels", "'text' is a text, not a list"),
+        ({"text": [1], "labels": ["x"]}, "word_labels", "not a list of words"),
+    ],
+)
+def test_other_records_are_refused(tmp_path, record, kind, message):
+    with pytest.raises(DataError, match=message):
+        load(tmp_path / "a.jsonl", [record], kind)
+
+
+def test_texts_without_labels_are_refused(tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_text("a text")
+    with pytest.raises(DataError, match="no texts with labels"):
+        load_data(
+            DataConfig(sources=(str(path),)),
+            seq_len=8,
+            vocab_size=257,
+            model_name="a model",
+            kind="labels",
+        )
+
+
+def test_one_label_teaches_nothing(tmp_path):
+    with pytest.raises(DataError, match="the same label"):
+        load(tmp_path / "a.jsonl", TEXTS[::2])
+
+
+def test_the_identity_tells_labels_apart(tmp_path):
+    path = tmp_path / "a.jsonl"
+    first = load(path, TEXTS).identity
+    other = load(path, [{**TEXTS[0], "label": "bad"}, *TEXTS[1:]]).identity
+    assert {name for name in first if first[name] != other[name]} == {"conversations"}
+
+
+def test_a_mixture_needs_the_same_labels(tmp_path):
+    paths = []
+    for name, labels in (("a", "xy"), ("b", "xz")):
+        path = tmp_path / f"{name}.jsonl"
+        records = [{"text": label, "label": label} for label in labels]
+        path.write_text("".join(json.dumps(record) + "\n" for record in records))
+        paths.append(f"{name}=1:{path}")
+    config = DataConfig(sources=tuple(paths), eval_fraction=0.0)
+    options = {"seq_len": 8, "vocab_size": 257, "model_name": "a model", "kind": "labels"}
+    with pytest.raises(DataError, match="different labels"):
+        load_data(config, **options)
+    assert load_data(config, **options, labels=("x", "y", "z")).labels == ("x", "y", "z")
+
+
+@pytest.mark.parametrize("suffix", [".csv", ".tsv", ".json", ".parquet"])
+def test_tables_have_columns_of_texts_and_labels(tmp_path, suffix):
+    path = tmp_path / f"a{suffix}"
+    if suffix == ".json":
+        path.write_text(json.dumps(TEXTS))
+    elif suffix == ".parquet":
+        arrow = pytest.importorskip("pyarrow")
+        parquet = pytest.importorskip("pyarrow.parquet")
+        parquet.write_table(arrow.Table.from_pylist([{"n": 1, **each} for each in TEXTS]), path)
+    else:
+        separator = "," if suffix == ".csv" else "\t"
+        rows = [["n", "label", "text"], *([1, each["label"], each["text"]] for each in TEXTS)]
+        path.write_text("".join(separator.join(map(str, row)) + "\n" for row in rows))
+    data = load_data(
+        DataConfig(sources=(str(path),), eval_fraction=0.0),
+        seq_len=64,
+        vocab_size=257,
+        model_name="a model",
+        kind="labels",
+    )
+    row = row_of(data)
+    assert [text_of(row, segment) for segment in range(3)] == [each["text"] for each in TEXTS]
+    assert [data.labels[n] for n in row["targets"][row["loss_mask"]]] == ["good", "bad", "good"]
+
+
+def test_a_bad_row_of_a_table_is_named_or_skipped(tmp_path):
+    path = tmp_path / "a.csv"
+    path.write_text("text,label\na,x\nb,\nc,y\n")
+    options = {"seq_len": 16, "vocab_size": 257, "model_name": "a model", "kind": "labels"}
+    with pytest.raises(DataError, match="line 3, is no row"):
+        load_data(DataConfig(sources=(str(path),)), **options)
+    skipping = DataConfig(sources=(str(path),), eval_fraction=0.0, skip_bad_lines=True)
+    data = load_data(skipping, **options)
+    assert data.train.num_pieces == 2
+    assert any("1 bad line" in note for note in data.notes)
+
+
+def test_a_table_without_labels_is_refused(tmp_path):
+    path = tmp_path / "a.csv"
+    path.write_text("text,sentiment\na,x\n")
+    with pytest.raises(DataError, match="holds no texts with labels") as error:
+        load_data(
+            DataConfig(sources=(str(path),)),
+            seq_len=8,
+            vocab_size=257,
+            model_name="a model",
+            kind="labels",
+        )
+    assert "--set data.label_field=" in str(error.value)
+
+
+def answered(start, text="the answer is blue", answer="blue"):
+    answers = {"text": [answer], "answer_start": [start]} if start is not None else None
+    return {"question": "which", "context": text, "answers": answers}
+
+
+def test_an_answer_is_told_by_its_first_and_last_token(tmp_path):
+    data = load(tmp_path / "a.jsonl", [answered(14), answered(None)], "answers")
+    assert data.labels == ("begin", "end")
+    row = row_of(data)
+    for segment, expected in ((0, "blue"), (1, None)):
+        here = row["segments"] == segment
+        tokens, targets = row["tokens"][here], row["targets"][here]
+        assert ByteTokenizer().decode(tokens) == "whichthe answer is blue"
+        (first,), (last,) = (np.flatnonzero((targets & bit > 0) & (targets > 0)) for bit in (1, 2))
+        found = ByteTokenizer().decode(tokens[first : last + 1])
+        assert found == (expected or "")
+        assert (first, last) != (0, 0) or expected is None
+        assert row["types"][here].sum() == len("the answer is blue") + 1
+
+
+def test_an_answer_that_is_cut_off_is_none(tmp_path):
+    long = answered(60, text="x" * 60 + "blue")
+    row = row_of(load(tmp_path / "a.jsonl", [long], "answers", seq_len=32), seq_len=32)
+    assert row["targets"].tolist() == [3, *[-1] * 31]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"answers": {"text": ["blue"], "answer_start": [3]}}, "is not at character 3"),
+        ({"answers": {"text": ["blue"], "answer_start": [-4]}}, "is not at character -4"),
+        ({"answers": {"text": ["blue"], "answer_start": []}}, "not lists `text`"),
+        ({"answers": "blue"}, "'answers' is a text"),
+        ({"question": 3}, "is not a text"),
+    ],
+)
+def test_malformed_answers_are_refused(tmp_path, changes, message):
+    with pytest.raises(DataError, match=message):
+        load(tmp_path / "a.jsonl", [answered(14) | changes], "answers")
+
+
+def test_large_numbers_are_names():
+    assert names_of_labels(["1000000000", "7"]) == ("1000000000", "7")

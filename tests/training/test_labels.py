@@ -1,0 +1,124 @@
+"""Labels of texts and of words: learnt alike under every layout, and as transformers does."""
+
+import functools
+from dataclasses import replace
+
+import numpy as np
+import plans
+import pytest
+from helpers import F32_RELATIVE, assert_close
+from test_equal_to_one_device import Run, run_case
+
+from optimus_jax.config import Config
+from optimus_jax.config.model import SPAN_LABELS
+from optimus_jax.config.presets import model_preset
+from optimus_jax.data.labelled import BEGINS, ENDS
+from optimus_jax.errors import ConfigError
+from optimus_jax.training.step import STEP_METRICS
+from optimus_jax.training.tasks import TASKS, check_task, model_of
+
+LABELS = ("no", "yes", "perhaps")
+HEADS = (("bert", "sequence"), ("bert", "token"), ("bert", "span"), ("llama", "sequence"))
+DAILY = ("sequence", "span")
+CASES = (
+    plans.case("data=4,fsdp=2", zero=2, microbatches=2),
+    plans.case("data=2,fsdp=2,tensor=2", zero=3, remat="full", microbatches=2),
+    plans.case("fsdp=2,tensor=4", zero=3, sequence_parallel=True, microbatches=2),
+    plans.case("pipe=2,data=2,tensor=2", microbatches=4, sequence_parallel=True),
+    plans.case("pipe=4,data=2", microbatches=3, send_slack=True),
+)
+"""ZeRO stages, split tokens, and stages."""
+
+
+def with_labels_of_batch(batch):
+    """Labels and types that the shared batches do not have."""
+    return {
+        **batch,
+        "targets": batch["targets"] % len(LABELS),
+        "types": batch["segments"] % 2,
+    }
+
+
+def with_spans_of_batch(batch):
+    """Every segment is an answer, from its first token to its last; some do not count."""
+    is_first = batch["positions"] == 0
+    is_last = np.concatenate([is_first[:, 1:], np.ones_like(is_first[:, :1])], axis=1)
+    targets = (BEGINS * is_first + ENDS * is_last).astype(np.int32)
+    counts = (batch["segments"] + batch["examples"][:, None]) % 3 > 0
+    return {**with_labels_of_batch(batch), "targets": targets, "loss_mask": counts & (targets > 0)}
+
+
+@pytest.fixture(autouse=True)
+def rows(monkeypatch):
+    for name, task in TASKS.items():
+        if task.labelled is not None:
+            prepare = with_spans_of_batch if task.labelled == "span" else with_labels_of_batch
+            monkeypatch.setitem(TASKS, name, replace(task, prepare=prepare))
+
+
+def model_for(case, family, labelled):
+    labels = SPAN_LABELS if labelled == "span" else LABELS
+    return replace(plans.model_for(case, family), labels=labels, labelled=labelled)
+
+
+def settings_of(model):
+    return {"task": next(name for name, t in TASKS.items() if t.labelled == model.labelled)}
+
+
+@functools.cache
+def one_device(model) -> Run:
+    return run_case(model, plans.ONE_DEVICE, settings_of(model))
+
+
+@pytest.mark.parametrize(
+    ("family", "labelled", "case"),
+    [
+        pytest.param(
+            family,
+            labelled,
+            case,
+            id=f"{family}, {labelled}, {case}",
+            marks=() if labelled in DAILY and family == "bert" else pytest.mark.nightly,
+        )
+        for family, labelled in HEADS
+        for case in CASES
+    ],
+)
+def test_labels_are_learnt_alike_under_every_layout(case, family, labelled):
+    model = model_for(case, family, labelled)
+    run, one = run_case(model, case, settings_of(model)), one_device(model)
+    for found, expected in zip(run.metrics, one.metrics, strict=True):
+        metric = "exact_match" if labelled == "span" else "accuracy"
+        assert set(found) == {*STEP_METRICS, metric}
+        assert found["tokens"] == expected["tokens"] > 0
+        assert 0 <= expected[metric] < 1
+        assert_close(found, expected, F32_RELATIVE)
+    for found, expected in zip(run.states, one.states, strict=True):
+        if labelled == "span":  # moves all logits of a segment alike: its gradient is rounding
+            found, expected = (
+                {path: leaf for path, leaf in state.items() if "head_bias" not in path}
+                for state in (found, expected)
+            )
+        assert_close(found, expected, F32_RELATIVE)
+
+
+@pytest.mark.parametrize(
+    ("task", "labelled", "message"),
+    [
+        ("mlm", "sequence", "head over the vocabulary"),
+        ("token_classification", "sequence", "a label of each token"),
+        ("classification", "token", "a label of each sequence"),
+    ],
+)
+def test_a_task_needs_its_kind_of_head(task, labelled, message):
+    model = replace(model_preset("bert-nano"), labels=LABELS, labelled=labelled)
+    with pytest.raises(ConfigError, match=message):
+        check_task(Config(model=model, task=task))
+
+
+def test_a_plan_without_data_has_some_labels():
+    config = Config(model=model_preset("bert-nano"), task="token_classification")
+    found = model_of(config)
+    assert (len(found.labels), found.labelled) == (2, "token")
+    assert model_of(replace(config, model=replace(found, labels=LABELS))).labels == LABELS
+    assert model_of(replace(config, task="mlm")) == config.model
