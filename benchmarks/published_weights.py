@@ -61,11 +61,11 @@ def make(directory: Path) -> None:
     from safetensors.torch import save_file
 
     from optimus_jax.models.huggingface import config_from_huggingface
-    from optimus_jax.models.huggingface_formats import format_of
+    from optimus_jax.models.huggingface_formats import family_format
     from optimus_jax.models.huggingface_tensors import tensor_shapes
 
     directory.mkdir(parents=True)
-    prefix = format_of("llama").prefix
+    prefix = family_format("llama").prefix
     rng = np.random.default_rng(0)
     tensors = {
         prefix + name: torch.from_numpy(rng.standard_normal(shape, np.float32)).to(torch.bfloat16)

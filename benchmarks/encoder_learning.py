@@ -1,0 +1,222 @@
+"""What an encoder learns of Python's own library: masked bytes, then labels of short excerpts.
+
+    python benchmarks/encoder_learning.py --work DIR
+
+Two tasks of labels, on excerpts of whole lines:
+
+* order: whether the lines are as they were written, or in another order. Both kinds have the same
+  words, so that no bag of words can tell them apart.
+* package: from which package of the library the excerpt is.
+
+Each is learnt by bert-nano from the parameters of the masked run, by bert-nano from new parameters,
+and by logistic regression over a bag of words (scikit-learn). All see the same excerpts; files that
+are held out of the labels are in none of the excerpts to learn from, and their text is not learnt
+before either. A second call goes on where the first one ended.
+"""
+
+import argparse
+import json
+import random
+import subprocess
+import sys
+import sysconfig
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+TRAIN = Path(__file__).resolve().parent.parent / "scripts" / "train.py"
+EXCERPT_BYTES = (80, 120)
+"""Least and most bytes of an excerpt."""
+PACKAGES = ("asyncio", "concurrent", "email", "encodings", "json", "logging", "unittest", "xml")
+HELD_OUT = 5
+"""Every file whose number is a multiple of this is held out."""
+SEQ_LEN, GLOBAL_BATCH = 128, 32
+SHARED = ("--mesh", "data=1", "--remat", "none", "--control", "off")
+"""Flags of every run."""
+
+
+def library_files() -> list[Path]:
+    """The library's files that can be read, in the order of their names."""
+    root = Path(sysconfig.get_path("stdlib"))
+    return sorted(
+        path
+        for path in root.rglob("*.py")
+        if not {"site-packages", "test", "tests", "idlelib"} & {*path.parts}
+    )
+
+
+def excerpts(path: Path) -> Iterator[list[str]]:
+    """Runs of lines of a file, none twice."""
+    least, most = EXCERPT_BYTES
+    found: list[str] = []
+    for line in path.read_text(errors="ignore").splitlines():
+        if not line.strip() or not line.isascii():
+            continue
+        found.append(line.strip())
+        size = len("\n".join(found))
+        if size > most:
+            found = []
+        elif size >= least and len(found) >= 3:
+            yield found
+            found = []
+
+
+def records_of(task: str, files: list[Path], most: int, seed: int) -> list[dict[str, str]]:
+    """Excerpts with labels, as many of each."""
+    draw, by_label = random.Random(seed), {}
+    for path in files:
+        for lines in excerpts(path):
+            if task == "package":
+                names = [name for name in PACKAGES if name in path.parts]
+                if names:
+                    by_label.setdefault(names[0], []).append("\n".join(lines))
+                continue
+            other = lines.copy()
+            while other == lines:
+                draw.shuffle(other)
+            is_written = draw.random() < 0.5
+            label = "written" if is_written else "shuffled"
+            by_label.setdefault(label, []).append("\n".join(lines if is_written else other))
+    number = min(most // len(by_label), *map(len, by_label.values()))
+    records = [
+        {"text": text, "label": label}
+        for label, texts in sorted(by_label.items())
+        for text in draw.sample(texts, number)
+    ]
+    draw.shuffle(records)
+    return records
+
+
+def write_data(work: Path) -> None:
+    """Texts to restore, and excerpts with labels to learn from and to be measured by."""
+    files = library_files()
+    held_out = files[::HELD_OUT]
+    learnt = [path for path in files if path not in {*held_out}]
+    texts = [{"text": path.read_text(errors="ignore")} for path in learnt]
+    for name, records in (
+        ("masked", texts),
+        ("order", records_of("order", learnt, 16_000, 0)),
+        ("order-held-out", records_of("order", held_out, 2000, 1)),
+        ("package", records_of("package", learnt, 16_000, 0)),
+        ("package-held-out", records_of("package", held_out, 2000, 1)),
+    ):
+        path = work / f"{name}.jsonl"
+        path.write_text("".join(json.dumps(record) + "\n" for record in records))
+
+
+def run(work: Path, name: str, *more: str) -> float:
+    """Train a run, unless it is there. Returns its seconds."""
+    if (work / name).exists():
+        return json.loads((work / f"{name}.json").read_text())["wall_s"]
+    started = time.perf_counter()
+    command = [sys.executable, str(TRAIN), "--run-dir", str(work / name), "--seq-len", str(SEQ_LEN)]
+    subprocess.run([*command, "--global-batch", str(GLOBAL_BATCH), *more], check=True)
+    wall_s = time.perf_counter() - started
+    (work / f"{name}.json").write_text(json.dumps({"wall_s": wall_s}))
+    return wall_s
+
+
+def accuracy_of(work: Path, run_name: str, task: str) -> float:
+    """Of a run's model on the excerpts that are held out: a run of one step that hardly moves, and
+    holds out almost all of its data.
+    """
+    name = f"{run_name}-measured"
+    run(
+        work,
+        name,
+        "--init-from",
+        str(work / run_name),
+        "--task",
+        "classification",
+        "--data",
+        str(work / f"{task}-held-out.jsonl"),
+        "--set",
+        "data.eval_fraction=0.95",
+        "--set",
+        "evaluation.examples=4000",
+        "--steps",
+        "1",
+        "--lr",
+        "1e-12",
+        *SHARED,
+    )
+    lines = (work / name / "events.jsonl").read_text().splitlines()
+    events = [json.loads(line) for line in lines]
+    return [each for each in events if each["event"] == "eval"][-1]["metrics"]["accuracy"]
+
+
+def bag_of_words(work: Path, task: str) -> float:
+    """Accuracy of logistic regression over words, and over pairs of neighbouring words too."""
+    from sklearn.feature_extraction.text import CountVectorizer
+    from sklearn.linear_model import LogisticRegression
+    from sklearn.pipeline import make_pipeline
+
+    learnt, held_out = (
+        [json.loads(line) for line in (work / f"{name}.jsonl").read_text().splitlines()]
+        for name in (task, f"{task}-held-out")
+    )
+    words = CountVectorizer(token_pattern=r"\w+|[^\w\s]", lowercase=False, min_df=2)
+    model = make_pipeline(words, LogisticRegression(max_iter=1000))
+    model.fit([each["text"] for each in learnt], [each["label"] for each in learnt])
+    return model.score([each["text"] for each in held_out], [each["label"] for each in held_out])
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--work", type=Path, required=True, help="folder for data and runs")
+    parser.add_argument("--steps", type=int, default=2000, help="of the masked run (default: 2000)")
+    parser.add_argument(
+        "--label-steps", type=int, default=1000, help="of each run with labels (default: 1000)"
+    )
+    options = parser.parse_args()
+    work = options.work.resolve()
+    work.mkdir(parents=True, exist_ok=True)
+    if not (work / "masked.jsonl").exists():
+        write_data(work)
+    masked = run(
+        work,
+        "masked-run",
+        "--model",
+        "bert-nano",
+        "--data",
+        str(work / "masked.jsonl"),
+        "--steps",
+        str(options.steps),
+        *SHARED,
+    )
+    rows: list[tuple[str, float, float | None]] = [("masked bytes", masked, None)]
+    for task in ("order", "package"):
+        labels = sorted({json.loads(line)["label"] for line in (work / f"{task}.jsonl").open()})
+        for name, start in (
+            ("masked before", ["--init-from", str(work / "masked-run")]),
+            ("new parameters", ["--model", "bert-nano"]),
+        ):
+            run_name = f"{task}-{name.replace(' ', '-')}"
+            wall_s = run(
+                work,
+                run_name,
+                *start,
+                "--task",
+                "classification",
+                "--data",
+                str(work / f"{task}.jsonl"),
+                "--set",
+                f"model.labels={','.join(labels)}",
+                "--steps",
+                str(options.label_steps),
+                "--lr",
+                "3e-4",
+                *SHARED,
+            )
+            rows.append((f"{task}, {name}", wall_s, accuracy_of(work, run_name, task)))
+        rows.append((f"{task}, bag of words", 0.0, bag_of_words(work, task)))
+    for name, wall_s, accuracy in rows:
+        shown = "" if accuracy is None else f"{accuracy:.1%}"
+        print(f"{name:<28} {wall_s:7.0f} s  {shown}")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
