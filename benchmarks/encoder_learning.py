@@ -27,7 +27,7 @@ from pathlib import Path
 TRAIN = Path(__file__).resolve().parent.parent / "scripts" / "train.py"
 EXCERPT_BYTES = (80, 120)
 """Least and most bytes of an excerpt."""
-PACKAGES = ("asyncio", "concurrent", "email", "encodings", "json", "logging", "unittest", "xml")
+PACKAGES = ("asyncio", "email", "encodings", "multiprocessing", "tkinter", "xml")
 HELD_OUT = 5
 """Every file whose number is a multiple of this is held out."""
 SEQ_LEN, GLOBAL_BATCH = 128, 32
@@ -70,6 +70,8 @@ def records_of(task: str, files: list[Path], most: int, seed: int) -> list[dict[
                 names = [name for name in PACKAGES if name in path.parts]
                 if names:
                     by_label.setdefault(names[0], []).append("\n".join(lines))
+                continue
+            if len({*lines}) < len(lines):
                 continue
             other = lines.copy()
             while other == lines:
