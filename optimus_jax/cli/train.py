@@ -55,7 +55,7 @@ def parser(note: Callable[[str], None] = say) -> Parser:
             "%(prog)s --model NAME | --config FILE | --init-from DIR [flags]   or   %(prog)s"
             " --run-dir DIR --resume [flags]"
         ),
-        description="Train a decoder on any data x fsdp x tensor x pipe mesh.",
+        description="Train a model on any data x fsdp x tensor x pipe mesh.",
         argument_default=SUPPRESS,
     )
     flags.add_argument("--model", metavar="NAME", help=MODEL_HELP)
