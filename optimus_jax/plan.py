@@ -194,6 +194,7 @@ class Plan:
         check_lengths(self.rules, self.axes, lengths)
         self._check_stages(model)
         self._check_zero()
+        self._check_scatter()
         self._check_microbatches(global_batch)
         self._check_schedule()
         self._check_offload()
@@ -287,6 +288,16 @@ class Plan:
                     " whole",
                     given=f"{EMBED}=none",
                     do=f"use zero=0, or no rule for {EMBED!r}",
+                )
+            )
+
+    def _check_scatter(self) -> None:
+        if self.scatter == "exchange" and not self.zero:
+            raise PlanError(
+                explain(
+                    "no gradient is scattered over mesh axis 'fsdp'",
+                    given=f"scatter=exchange, mesh {self.axes}, zero={self.zero}",
+                    do="use two devices or more along fsdp and zero=1 or more, or scatter=sum",
                 )
             )
 

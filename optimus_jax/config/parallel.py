@@ -105,6 +105,19 @@ class ParallelConfig:
                     do="give a number of layers, or leave it out",
                 )
             )
+        if self.kept_layers and "none" in (self.remat, self.overlap):
+            raise ConfigError(
+                explain(
+                    "nothing is recomputed, so that no layer is to be kept from it"
+                    if self.remat == "none"
+                    else "some layers are kept and others recomputed only in the loops of"
+                    " overlap=layers",
+                    given=f"parallel.kept_layers={self.kept_layers}, remat={self.remat},"
+                    f" overlap={self.overlap}",
+                    do="leave parallel.kept_layers out, or choose another "
+                    + ("remat" if self.remat == "none" else "overlap"),
+                )
+            )
         if self.zero not in (None, 0, 1, 2, 3):
             raise ConfigError(
                 explain(

@@ -84,6 +84,7 @@ def show_start_table(
                 "sharded over fsdp",
                 (
                     f"zero={plan.zero}: {ZERO_STAGES[plan.zero]}"
+                    + ("; gradients by exchange" if plan.scatter == "exchange" else "")
                     if plan.axes.fsdp > 1
                     else "nothing (fsdp=1)"
                 ),

@@ -103,7 +103,7 @@ def plan_for(config: Config, axes: AxisSizes, topology: Topology) -> Plan:
         attention=choose_kernel(config, topology, precision),
         loss_chunk_tokens=loss_chunk_tokens(config, axes, rules, topology),
         offload=least_offload(config),
-        kept_layers=parallel.kept_layers or 0,
+        kept_layers=kept_layers(config, least_remat(config)),
         overlap=overlaps(config, axes, topology.platform)[0],
         scatter=parallel.scatter,
     )
@@ -176,6 +176,11 @@ def least_remat(config: Config) -> RematPolicy:
     return "full" if least_offload(config) in ("activations", "all") else RECOMPUTE_LEAST
 
 
+def kept_layers(config: Config, remat: RematPolicy) -> int:
+    """The layers that the user keeps from recomputation, under a policy that recomputes some."""
+    return 0 if remat == "none" else config.parallel.kept_layers or 0
+
+
 def fixed_microbatches(config: Config, pipeline: Pipelining | None) -> int | None:
     """The number of microbatches set by the user or by the user's schedule table; None if left
     open.
@@ -221,6 +226,8 @@ def memory_fallbacks(config: Config, plan: Plan, platform: str) -> Iterator[Plan
     is_any = False
     for offload, pipeline, remat in itertools.product(offloads, pipelines, policies):
         other = dataclasses.replace(plan, remat=remat, offload=offload, pipeline=pipeline)
+        if config.parallel.kept_layers is not None:
+            other = dataclasses.replace(other, kept_layers=kept_layers(config, remat))
         if not other.offloads_activations or (
             remat == "full" and pipeline is None and other.overlap == "none"
         ):

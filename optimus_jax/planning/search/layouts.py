@@ -34,6 +34,7 @@ from optimus_jax.planning.search.assemble import (
     SPLIT_LENGTH,
     compute_precision,
     fixed_microbatches,
+    kept_layers,
     least_offload,
     least_remat,
     loss_chunk_tokens,
@@ -131,9 +132,10 @@ def layout_groups(config: Config, topology: Topology) -> Iterator[LayoutGroup | 
                 remat=least_remat(config),
                 loss_chunk_tokens=loss_chunk_tokens(config, axes, rules, topology),
                 offload=least_offload(config),
-                kept_layers=config.parallel.kept_layers or 0,
+                kept_layers=kept_layers(config, least_remat(config)),
                 overlap=overlap,
-                scatter=config.parallel.scatter,
+                # Nothing is scattered over one device.
+                scatter=config.parallel.scatter if axes.fsdp > 1 or parallel.axes else "sum",
             )
             yield from _like(common, config)
 
@@ -156,6 +158,11 @@ def _like(common: Plan, config: Config) -> Iterator[LayoutGroup | Rejection]:
             + ("splits over fsdp" if config.parallel.zero else "over fsdp is data parallelism"),
         )
         return
+    if common.scatter == "exchange" and 0 in zero_stages:
+        yield Rejection(
+            layouts=str(axes), reason="scatter=exchange needs gradients scattered over fsdp"
+        )
+        return
     if common.offloads_activations and (axes.pipe > 1 or common.remat != "full"):
         yield Rejection(
             layouts=str(axes),
@@ -174,11 +181,13 @@ def _like(common: Plan, config: Config) -> Iterator[LayoutGroup | Rejection]:
         if isinstance(pipeline, Rejection):
             yield pipeline
             continue
-        if pipeline is not None and pipeline.most_layers < common.kept_layers:
+        most = config.model.num_layers if pipeline is None else pipeline.most_layers
+        if most < (wanted := config.parallel.kept_layers or 0):
             yield Rejection(
-                layouts=f"{axes}, repeats={pipeline.repeats}",
-                reason=f"kept_layers={common.kept_layers}, and a visit has"
-                f" {counted(pipeline.most_layers, 'layer')}",
+                layouts=str(axes) if pipeline is None else f"{axes}, repeats={pipeline.repeats}",
+                reason=f"kept_layers={wanted}, and"
+                f" {config.model.name if pipeline is None else 'a visit'} has"
+                f" {counted(most, 'layer')}",
             )
             continue
         numbers = _microbatches(config, global_batch // ways, axes, pipeline)
@@ -187,6 +196,12 @@ def _like(common: Plan, config: Config) -> Iterator[LayoutGroup | Rejection]:
             continue
         if common.overlap == "halves":
             numbers = [number for number in numbers if global_batch // ways // number % 2 == 0]
+            if not numbers:
+                yield Rejection(
+                    layouts=str(axes),
+                    reason="overlap=halves, and no microbatch has an even number of rows on each"
+                    " device",
+                )
         for microbatches in numbers:
             group = LayoutGroup(
                 layout_with(zero=zero_stages[0], microbatches=microbatches, pipeline=pipeline),
