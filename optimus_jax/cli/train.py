@@ -12,7 +12,6 @@ from typing import Literal, NoReturn
 
 from optimus_jax.config import Config
 from optimus_jax.config.presets import MODEL_HELP
-from optimus_jax.config.recipes import RECIPES
 from optimus_jax.config.request import say
 from optimus_jax.config.run_checkpoint import INIT_FROM
 from optimus_jax.errors import FaultError, OptimusError
@@ -79,17 +78,10 @@ def parser(note: Callable[[str], None] = say) -> Parser:
         ),
     )
     flags.add_argument(
-        "--recipe",
-        metavar="NAME",
-        help=f"published settings, which flags change: {', '.join(RECIPES)} (default: none)",
+        "--task", metavar="NAME", help="what is learnt (default: mlm for encoders, else next_token)"
     )
     flags.add_argument(
-        "--task",
-        metavar="NAME",
-        help=(
-            "next_token, mlm, classification, token_classification, question_answering, dpo"
-            " (default: mlm for encoders, else next_token)"
-        ),
+        "--recipe", metavar="NAME", help="published settings to start from (default: none)"
     )
     flags.add_argument(
         "--seq-len", metavar="N", help="tokens per example (default: the model's, at most 1024)"

@@ -135,8 +135,9 @@ def test_collectives_of_the_parts_are_those_of_the_step(name, mesh):
         ticks = count_ticks(plan.pipeline, plan.axes.pipe, plan.microbatches)
         times["embed"] = ticks.embed
         times["broadcast"] = ticks.head + ticks.embed_backward * trains_embed
-        if features_of(config.model).table_dim:
-            # The gradient of the projection of embeddings needs them again.
+        features = features_of(config.model)
+        if features.table_dim or features.embedding_norm:
+            # The gradient of their norm or projection needs the embeddings again.
             times["embed"] += microbatches
     folded: dict[tuple, float] = defaultdict(float)
     for op in communication_ops(workload, plan, layer, OURS):
