@@ -194,8 +194,9 @@ def names_of_labels(found: Iterable[str]) -> tuple[str, ...]:
     their letters.
     """
     names = {*found}
-    are_numbers = all(name.isascii() and name.isdigit() for name in names)
-    if are_numbers and max(map(int, names)) < MOST_NUMBERS:
+    digits = len(str(MOST_NUMBERS))
+    are_small = all(name.isascii() and name.isdigit() and len(name) <= digits for name in names)
+    if are_small and max(map(int, names)) < MOST_NUMBERS:
         return tuple(map(str, range(max(map(int, names)) + 1)))
     return tuple(sorted(names))
 

@@ -310,3 +310,4 @@ def test_malformed_answers_are_refused(tmp_path, changes, message):
 
 def test_large_numbers_are_names():
     assert names_of_labels(["1000000000", "7"]) == ("1000000000", "7")
+    assert names_of_labels(["9" * 5000, "7"]) == ("7", "9" * 5000)
