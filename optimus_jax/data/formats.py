@@ -418,8 +418,9 @@ def _columns_of(records: RecordReader, names: Sequence[str], source_file: Source
     raise DataError(
         explain(
             f"{source_file.path} holds no {records.wanted}",
-            given=f"columns {', '.join(name[:_SHOWN] for name in names[:50])};"
-            f" data.records={records.kind}",
+            given=f"columns {', '.join(name[:_SHOWN] for name in names[:50])}"
+            # Other readers read one kind, whatever the setting is.
+            + (f"; data.records={records.kind}" if type(records) is RecordReader else ""),
             do=f"{records.if_absent(names)}, or leave the file out",
         )
     )

@@ -9,13 +9,13 @@ counts at its first token. An answer is told by its first and its last token; wh
 both are the first token of all.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from optimus_jax.config.data import RecordChoice, TooLong
+from optimus_jax.config.data import TooLong
 from optimus_jax.config.model import SPAN_LABELS
 from optimus_jax.data.pieces import Labels, Pieces
 from optimus_jax.data.record_names import ANSWERS, CONTEXT, QUESTION
@@ -73,13 +73,6 @@ class LabelReader(RecordReader):
     """Name of the second text; None: there is one text."""
     reads_words: bool = False
     """Whether records are lists of words."""
-
-    @property
-    def reads_texts(self) -> bool:
-        return False
-
-    def decide(self, fields: Mapping[str, object]) -> RecordChoice:
-        return self.kind
 
     def _read(self, record: Any) -> LabelledRecord:
         if not isinstance(record, dict):
@@ -139,13 +132,6 @@ class AnswerReader(RecordReader):
     """
 
     wanted = "questions with answers"
-
-    @property
-    def reads_texts(self) -> bool:
-        return False
-
-    def decide(self, fields: Mapping[str, object]) -> RecordChoice:
-        return self.kind
 
     def _read(self, record: Any) -> LabelledSpan:
         fields = (QUESTION, CONTEXT, ANSWERS)
