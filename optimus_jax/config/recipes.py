@@ -21,7 +21,7 @@ MEGATRON = "Shoeybi et al. 2019, arXiv:1909.08053, section 4.2"
 _MEGATRON: Mapping[str, Any] = {
     "model.dropout": 0.1,
     "model.init_std": 0.02,
-    "optimizer.beta2": 0.999,
+    "optimizer.beta2": 0.999,  # which the paper does not give: Adam's usual value
     "optimizer.weight_decay": 0.01,
     "optimizer.clip_norm": 1.0,
 }

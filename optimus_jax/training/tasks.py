@@ -1,7 +1,7 @@
 """The table of tasks (training/task.py), and what a run must have for one."""
 
 import dataclasses
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any
 
 import jax.numpy as jnp
@@ -92,8 +92,11 @@ TASKS: dict[str, Task] = {
     ),
 }
 """By the value of the setting `task`."""
-PREFERENCE = "preference."
-"""Section of the settings of preference pairs."""
+SECTIONS: dict[str, tuple[str, Callable[[Task], bool]]] = {
+    "preference.": ("preference pairs", lambda task: task.reads == "pairs"),
+    "masking.": ("masked tokens", lambda task: task.corrupt is not None),
+}
+"""Sections of settings that only some tasks use: what they are of, and which tasks those are."""
 
 
 def task_name(config: Config) -> str:
@@ -141,8 +144,8 @@ def check_task(config: Config, named: Collection[str] = ()) -> None:
     does not have what the task needs.
 
     Args:
-      named: dotted names of the settings that the user gave. Those of pairs need a task that learns
-        from pairs.
+      named: dotted names of the settings that the user gave. Those of SECTIONS need a task that
+        uses them.
     """
     name = task_name(config)
     tuning, task = config.model.tuning, task_named(name)
@@ -186,16 +189,17 @@ def check_task(config: Config, named: Collection[str] = ()) -> None:
                 do="add them to Task.arrays",
             )
         )
-    unused = sorted(name for name in named if name.startswith(PREFERENCE))
-    if unused and task.reads != "pairs":
-        tasks = [name for name, each in TASKS.items() if each.reads == "pairs"]
-        raise ConfigError(
-            explain(
-                "settings of preference pairs have no use in a task that does not learn from pairs",
-                given=f"{', '.join(unused)}; task={name}",
-                do=f"add --set task={' or '.join(tasks)}, or leave them out",
+    for section, (what, is_used_by) in SECTIONS.items():
+        unused = sorted(each for each in named if each.startswith(section))
+        if unused and not is_used_by(task):
+            tasks = [each for each, other in TASKS.items() if is_used_by(other)]
+            raise ConfigError(
+                explain(
+                    f"settings of {what} have no use in task {name}",
+                    given=f"{', '.join(unused)}; task={name}",
+                    do=f"add --set task={' or '.join(tasks)}, or leave them out",
+                )
             )
-        )
     if task.has_reference and not (tuning.has_adapters and set(tuning.frozen) == set(BASE_GROUPS)):
         raise ConfigError(
             explain(

@@ -133,3 +133,10 @@ def test_a_mask_token_must_be_one_of_the_models():
     config = config_with(token=VOCAB_SIZE)
     with pytest.raises(ConfigError, match="does not have the mask token"):
         check_task(config)
+
+
+def test_settings_of_masks_have_no_use_in_other_tasks():
+    decoder = Config(model=model_preset("gpt2-nano"))
+    with pytest.raises(ConfigError, match="settings of masked tokens have no use in task next_to"):
+        check_task(decoder, {"masking.share"})
+    check_task(config_with(), {"masking.share"})
