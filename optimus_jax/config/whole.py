@@ -25,7 +25,7 @@ from optimus_jax.config.training import (
     OptimizerConfig,
     PreferenceConfig,
 )
-from optimus_jax.errors import ConfigError, explain
+from optimus_jax.errors import ConfigError, counted, explain
 from optimus_jax.system.hub_model import HubModel
 from optimus_jax.system.json_input import JSONInputError, parse_json
 
@@ -119,6 +119,14 @@ class Config:
                     given=f"model.tuning.freeze_layers={self.model.tuning.freeze_layers},"
                     f" model.num_layers={self.model.num_layers}",
                     do="freeze fewer layers, or all with model.tuning.freeze=attention,mlp,norm",
+                )
+            )
+        if (self.parallel.kept_layers or 0) > self.model.num_layers:
+            raise ConfigError(
+                explain(
+                    f"{self.model.name} has {counted(self.model.num_layers, 'layer')}",
+                    given=f"parallel.kept_layers={self.parallel.kept_layers}",
+                    do=f"keep {self.model.num_layers} or fewer",
                 )
             )
         for name in ("beta1", "beta2"):

@@ -18,9 +18,11 @@ SEARCH = {"model": "gpt2-nano", "cluster": "h100:8", "seq_len": 64, "global_batc
 
 def test_more_layers_than_a_model_has_cannot_be_kept():
     most = model_preset("gpt2-nano").num_layers
-    with pytest.raises(PlanError, match=f"kept_layers={most + 1}, and gpt2-nano has {most} layers"):
+    with pytest.raises(ConfigError, match=f"gpt2-nano has {most} layers"):
         find_plans(**SEARCH, **{"parallel.kept_layers": most + 1})
     assert find_plans(**SEARCH, **{"parallel.kept_layers": most})
+    with pytest.raises(PlanError, match=f"kept_layers={most}, and a visit has {most // 2} layers"):
+        find_plans(**SEARCH, mesh="pipe=2,fsdp=4", **{"parallel.kept_layers": most})
 
 
 def test_layers_are_kept_only_where_others_recompute():

@@ -181,13 +181,11 @@ def _like(common: Plan, config: Config) -> Iterator[LayoutGroup | Rejection]:
         if isinstance(pipeline, Rejection):
             yield pipeline
             continue
-        most = config.model.num_layers if pipeline is None else pipeline.most_layers
-        if most < (wanted := config.parallel.kept_layers or 0):
+        wanted = config.parallel.kept_layers or 0
+        if pipeline is not None and (most := pipeline.most_layers) < wanted:
             yield Rejection(
-                layouts=str(axes) if pipeline is None else f"{axes}, repeats={pipeline.repeats}",
-                reason=f"kept_layers={wanted}, and"
-                f" {config.model.name if pipeline is None else 'a visit'} has"
-                f" {counted(most, 'layer')}",
+                layouts=f"{axes}, repeats={pipeline.repeats}",
+                reason=f"kept_layers={wanted}, and a visit has {counted(most, 'layer')}",
             )
             continue
         numbers = _microbatches(config, global_batch // ways, axes, pipeline)
