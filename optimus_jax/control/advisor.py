@@ -337,6 +337,7 @@ class Advisor(Policy):
             # What nobody decided is entered once it is compiled.
             made.was_compiled if made else True,
         )
+        tax_s = costs_s.get("compile_tax_s", 0.0)
         if (
             made is not None
             and made.decision.at_step is None
@@ -351,8 +352,8 @@ class Advisor(Policy):
             self._plan_history.now.plan,
             plan,
             self._watch.conditions.applied(self._prices.of(self._batch)),
-            compiled=compiled,
-            delay_s=sum(costs_s.values()),
+            delay_s=max(0.0, sum(costs_s.values()) - tax_s),
+            compile_tax_s=None if compiled or made is None else tax_s,
         )
 
     def failed(self, plan: Plan, why: str, *, trial_s: Sequence[float] | None = None) -> None:

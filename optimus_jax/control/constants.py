@@ -313,6 +313,10 @@ ALL_METHODS_WEIGHT = 0.5
 """Weight of what all methods of a kind (restarts, or moves in memory) have taught in the cost of
 one, as a number of its switches. Reasoned.
 Too small: methods learn nothing from each other. Too large: one method's error taxes another."""
+LEAST_COST_S = 1e-3
+"""Least part of a switch's cost that counts, in seconds, since costs are compared by their
+logarithms. Reasoned.
+Too small: one part that took no time makes all later ones look free. Too large: it never shows."""
 MAX_RECALLED_SWITCHES = 3
 """Switches of each method that later runs take over. Reasoned.
 Too small: each run learns anew. Too large: a few of its own do not outweigh them."""

@@ -42,8 +42,10 @@ class SwitchCandidate:
     deviation: float
     """Standard deviation of `log_ratio`."""
     log_ratio_after: float | None = None
-    """Expected logarithm of (step time under the plan / under the fastest that the run has had)
-    once present conditions have ended; None: present conditions are the normal ones."""
+    """Expected logarithm of (step time under the plan / under the fastest other one that the run
+    has had) once present conditions have ended; None: present conditions are the normal ones."""
+    usual: float = 1.0
+    """Step time under that other plan then, over the present one."""
     cost_s: float
     """Expected delay by the switch, in seconds."""
     return_s: float = 0.0
@@ -83,9 +85,6 @@ class Situation:
     """Expected time of the whole run without this switch."""
     trial_s: float = 0.0
     """Time of the steps for which a new plan is on trial, at that step time."""
-    usual: float = 1.0
-    """Step time once present conditions have ended, under the fastest plan that the run has had,
-    over the present one."""
     blocked: str = ""
     """Why no switch is allowed now, whatever it gains; empty: switches are allowed."""
     mandatory: bool = False
@@ -117,7 +116,7 @@ class Situation:
             log_ratio=candidate.log_ratio,
             deviation=candidate.deviation,
             log_ratio_after=candidate.log_ratio_after,
-            usual=self.usual,
+            usual=candidate.usual,
             cost_s=candidate.cost_s,
             return_s=candidate.return_s,
             prepare_s=candidate.prepare_s if self.at_step is None else self.until_s,

@@ -674,7 +674,7 @@ def test_after_a_disturbance_the_run_is_expected_back_under_its_earlier_plan(mon
     job.go(60, slow)
     back = [each for each in seen if each.plan == start and each.log_ratio_after is not None]
     assert back, "weighed while the process is slow"
-    assert all(each.log_ratio_after == 0.0 for each in back)
+    assert all(each.log_ratio_after < -0.1 for each in back), "beside the plan it would keep"
     others = [each for each in seen if each.plan != start and each.log_ratio_after is not None]
     assert all(each.log_ratio_after > -0.05 for each in others)
 

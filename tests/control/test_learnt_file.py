@@ -1,6 +1,7 @@
 """What runs have learnt about their hardware is there for later runs."""
 
 import json
+import math
 
 import pytest
 from fleet import PLANS, PRICING
@@ -11,6 +12,7 @@ from optimus_jax.control.deciding.switch_costs import CostModel
 from optimus_jax.control.learnt_file import LearntFile
 
 OLD, NEW = PLANS[:2]
+DELAYS = {"delay_log_ratios": {}, "compile_tax_log_ratios": [], "prepare_s": []}
 
 
 def learners():
@@ -20,7 +22,9 @@ def learners():
 def taught():
     found = learners()
     for delay_s in (40.0, 50.0, 60.0, 70.0):
-        found["switch_costs"].learn("remesh", OLD, NEW, PRICING, compiled=False, delay_s=delay_s)
+        found["switch_costs"].learn(
+            "remesh", OLD, NEW, PRICING, delay_s=delay_s, compile_tax_s=delay_s
+        )
         found["switch_costs"].prepared(2 * delay_s)
     found["disturbances_s"].start(0.0)
     found["disturbances_s"].turn(100.0, 1.0, was_disturbed=False)
@@ -51,13 +55,13 @@ def test_a_few_of_its_own_switches_outweigh_recalled_ones(tmp_path):
     path, later = tmp_path / "learnt.json", learners()
     LearntFile(path, taught()).write()
     kept = json.loads(path.read_text())["switch_costs"]
-    assert all(
-        len(values) == constants.MAX_RECALLED_SWITCHES for values in kept["log_ratios"].values()
-    )
+    for values in (*kept["delay_log_ratios"].values(), kept["compile_tax_log_ratios"]):
+        assert len(values) == constants.MAX_RECALLED_SWITCHES
     LearntFile(path, later).read()
+    recalled_s = cost_s(later["switch_costs"])
     for _ in range(2 * constants.MAX_RECALLED_SWITCHES):
-        later["switch_costs"].learn("remesh", OLD, NEW, PRICING, compiled=False, delay_s=5.0)
-    assert cost_s(later["switch_costs"]) < 20.0
+        later["switch_costs"].learn("remesh", OLD, NEW, PRICING, delay_s=5.0, compile_tax_s=5.0)
+    assert cost_s(later["switch_costs"]) < math.sqrt(10.0 * recalled_s)
 
 
 def test_what_was_recalled_is_kept_again(tmp_path):
@@ -73,8 +77,9 @@ def test_what_was_recalled_is_kept_again(tmp_path):
     ("name", "value"),
     [
         ("switch_costs", {}),
-        ("switch_costs", {"log_ratios": {"remesh": [0.1, "x"]}, "prepare_s": []}),
-        ("switch_costs", {"log_ratios": {}, "prepare_s": 3.0}),
+        ("switch_costs", DELAYS | {"delay_log_ratios": {"remesh": [0.1, "x"]}}),
+        ("switch_costs", DELAYS | {"prepare_s": 3.0}),
+        ("switch_costs", DELAYS | {"compile_tax_log_ratios": None}),
         ("disturbances_s", {"a": 1}),
         ("disturbances_s", [None]),
     ],
@@ -89,6 +94,13 @@ def test_a_damaged_part_does_not_count_and_others_do(tmp_path, name, value):
     assert later[name].learnt() == fresh[name].learnt()
     other = next(each for each in later if each != name)
     assert later[other].learnt() == taught()[other].learnt()
+
+
+def test_costs_of_versions_that_measured_no_compiling_apart_are_not_recalled(tmp_path):
+    path, later = tmp_path / "learnt.json", learners()
+    path.write_text('{"switch_costs": {"log_ratios": {"remesh": [2.0]}, "prepare_s": [9.0]}}')
+    LearntFile(path, later).read()
+    assert later["switch_costs"].learnt() == CostModel().learnt()
 
 
 def test_a_missing_file_or_part_is_no_warning(tmp_path):

@@ -29,7 +29,7 @@ def expected(
 def learn(
     model: CostModel, delay_s: float, switch_method: SwitchMethod = "remesh", **fields
 ) -> None:
-    model.learn(switch_method, PLAN, PLAN, PRICING, compiled=False, delay_s=delay_s, **fields)
+    model.learn(switch_method, PLAN, PLAN, PRICING, delay_s=delay_s, **fields)
 
 
 def test_methods_that_change_more_cost_more():
@@ -94,7 +94,8 @@ def test_the_risk_of_failure_adds_to_the_cost():
 
 
 def test_measured_switches_soon_replace_the_estimates():
-    model = CostModel(SwitchCosts(failure=0.0))
+    free = SwitchCosts(failure=0.0, compile_tax_s=0.0, first_steps_s=0.0)
+    model = CostModel(free)
     before, others = expected(model), expected(model, "executable")
     distances = []
     for _ in range(6):
@@ -105,6 +106,17 @@ def test_measured_switches_soon_replace_the_estimates():
     assert distances[-1] < 0.05 * math.log(10)
     # The other methods learn what they have in common with it, though less.
     assert 2 * others < expected(model, "executable") < 10 * others
+
+
+def test_what_compiling_takes_is_no_cost_of_a_plan_that_is_compiled():
+    model = CostModel(SwitchCosts(compile_tax_s=3.0))
+    compiled_s = expected(model, compiled=True)
+    for _ in range(6):
+        learn(model, 0.5, compile_tax_s=300.0)
+    assert expected(model) > 150.0
+    assert expected(model, compiled=True) < compiled_s
+    learn(model, math.nan, compile_tax_s=math.nan)
+    assert math.isfinite(expected(model))
 
 
 @pytest.mark.parametrize("one_process", [False, True])

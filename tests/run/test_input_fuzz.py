@@ -201,7 +201,11 @@ def test_a_damaged_file_of_what_was_learnt_is_read_or_ignored(seed, tmp_path):
         "runs_ago": 0,
         "terms_s": {"a": 0.25},
     }
-    costs = {"log_ratios": {"remesh": [0.5], "any": [0.5]}, "prepare_s": [20.0, 1]}
+    costs = {
+        "delay_log_ratios": {"remesh": [0.5], "any": [0.5]},
+        "compile_tax_log_ratios": [0.5],
+        "prepare_s": [20.0, 1],
+    }
     value = {"evidence": [evidence], "switch_costs": costs, "disturbances_s": [600.0]}
     path.write_bytes(damaged(json.dumps(value), draw))
     learners = {

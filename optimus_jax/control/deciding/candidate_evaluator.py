@@ -88,15 +88,20 @@ class CandidateEvaluator:
             or any(is_allowed(option.plan, self.settings.allowed_axes) for option in options)
             else ()
         )
-        usual = 0
-        if watch.is_disturbed:
-            # Once conditions have ended, the run may go back to a plan that it had before.
-            earlier = [
-                after + index
-                for index, option in enumerate(options, start=1)
-                if option.plan in self.plan_history.plans and option.devices.without == now.without
-            ]
-            usual = min([after, *earlier], key=lambda index: float(forecast.mean[index]))
+        # Once conditions have ended, the run may go back to a plan that it had before.
+        earlier = [
+            index
+            for index, option in enumerate(options, start=1)
+            if option.plan in self.plan_history.plans and option.devices.without == now.without
+        ]
+
+        def usual(candidate: int | None = None) -> int:
+            """The fastest plan that the run can have then without a switch to the candidate."""
+            if not watch.is_disturbed:
+                return 0
+            others = [after, *[after + index for index in earlier if index != candidate]]
+            return min(others, key=lambda index: float(forecast.mean[index]))
+
         candidates = [
             self._candidate(
                 option,
@@ -104,11 +109,12 @@ class CandidateEvaluator:
                 state,
                 allow,
                 *forecast.ratio(index, 0),
-                forecast.ratio(after + index, usual)[0] if watch.is_disturbed else None,
+                forecast.ratio(after + index, usual(index))[0] if watch.is_disturbed else None,
+                forecast.step_time_s(usual(index)) / forecast.step_time_s(0),
             )
             for index, option in enumerate(options, start=1)
         ]
-        step_time_s, usual_s = forecast.step_time_s(0), forecast.step_time_s(usual)
+        step_time_s, usual_s = forecast.step_time_s(0), forecast.step_time_s(usual())
         steps_left = self.phases.steps_left(
             self.run_progress.step if question.at_step is None else question.at_step
         )
@@ -122,7 +128,6 @@ class CandidateEvaluator:
             regime=watch.regime_at(observed.time_s),
             blocked=blocked,
             trial_s=(self.settings.canary_steps + 1) * step_time_s,  # and the first step
-            usual=usual_s / step_time_s,
             account=self.account.allowance,
             whole_s=self.run_progress.whole_s(
                 watch.regime_at(self.run_progress.time_s),
@@ -157,6 +162,7 @@ class CandidateEvaluator:
         log_ratio: float,
         deviation: float,
         log_ratio_after: float | None,
+        usual: float,
     ) -> SwitchCandidate:
         plan, devices, old = option.plan, option.devices, self.plan_history.now.plan
         switch_method, compiled = (
@@ -170,6 +176,7 @@ class CandidateEvaluator:
             log_ratio=log_ratio,
             deviation=deviation,
             log_ratio_after=log_ratio_after,
+            usual=usual,
             without=devices.without,
             usable_probability=devices.probability,
             barred=state.why_not(plan)

@@ -3,7 +3,8 @@
 A delay is the sum of fixed parts, which depend on the switch method, and a part that depends on the
 size of the state to move. Measured switches correct these expectations by a factor for each method,
 and one for all methods with which processes restart or do not: what a restart takes says nothing
-of a move in memory, nor the other way round.
+of a move in memory, nor the other way round. What compiling takes from the steps beside it has a
+factor of its own: a switch to a plan that is compiled is not paid for it.
 """
 
 import math
@@ -60,6 +61,8 @@ class CostModel:
         self._costs = costs or SwitchCosts()
         self._seen: dict[SwitchMethod, list[float]] = {}
         """Logarithms of measured over expected delay, by switch method."""
+        self._taxed: list[float] = []
+        """Logarithms of measured over expected time that compiling took from steps."""
         self._prepared_s: list[float] = []
 
     def expected_s(
@@ -80,9 +83,10 @@ class CostModel:
           pricing: pricing on the devices that `plan` uses.
           compiled: whether the executable of `plan` is still kept.
         """
-        delay_s = self._prior_s(
-            switch_method, old, plan, pricing, compiled=compiled
-        ) * self._factor(switch_method)
+        delay_s = self._prior_s(switch_method, old, plan, pricing) * self._factor(switch_method)
+        if not (compiled or self._restarts(switch_method)):
+            factor = math.exp(_drawn(self._taxed, 0.0, constants.PRIOR_COST_WEIGHT))
+            delay_s += self._costs.compile_tax_s * factor
         return (delay_s + self._costs.first_steps_s) * (1 + self._costs.failure)
 
     def prepare_s(self, switch_method: SwitchMethod, *, compiled: bool) -> float:
@@ -105,30 +109,33 @@ class CostModel:
         plan: Plan,
         pricing: Pricing,
         *,
-        compiled: bool,
         delay_s: float,
+        compile_tax_s: float | None = None,
     ) -> None:
-        """Learn from a measured switch. Impossible delays are ignored.
+        """Learn from a measured switch. Impossible times are ignored.
 
         Args:
-          switch_method, old, plan, pricing, compiled: as in `expected_s`.
-          delay_s: measured delay, with the time that compiling cost other steps, without the extra
-            time of the first steps.
+          switch_method, old, plan, pricing: as in `expected_s`.
+          delay_s: measured delay, without the extra time of the first steps.
+          compile_tax_s: what compiling took from the steps beside it; None: nothing was compiled.
         """
-        if not math.isfinite(delay_s) or delay_s < 0:
-            return
-        prior_s = self._prior_s(switch_method, old, plan, pricing, compiled=compiled)
-        self._seen.setdefault(switch_method, []).append(math.log(max(delay_s, 1e-3) / prior_s))
+        if 0 <= delay_s < math.inf:
+            prior_s = self._prior_s(switch_method, old, plan, pricing)
+            self._seen.setdefault(switch_method, []).append(_log_ratio(delay_s, prior_s))
+        prior_s = self._costs.compile_tax_s
+        if compile_tax_s is not None and prior_s > 0 and 0 <= compile_tax_s < math.inf:
+            self._taxed.append(_log_ratio(compile_tax_s, prior_s))
 
     def learnt(self) -> dict[str, object]:
         """What the newest switches have cost, as JSON: logarithms of measured over expected delay
-        by switch method, and seconds of preparing.
+        by switch method, and of what compiling took from steps, and seconds of preparing.
         """
         seen = {
             method: offs[-constants.MAX_RECALLED_SWITCHES :] for method, offs in self._seen.items()
         }
         return {
-            "log_ratios": seen,
+            "delay_log_ratios": seen,
+            "compile_tax_log_ratios": self._taxed[-constants.MAX_RECALLED_SWITCHES :],
             "prepare_s": self._prepared_s[-constants.MAX_RECALLED_SWITCHES :],
         }
 
@@ -137,13 +144,17 @@ class CostModel:
 
         Raises ValueError, TypeError, KeyError or AttributeError if it is damaged.
         """
+        if "log_ratios" in value:
+            return  # of a version that did not measure compiling apart
+        found = value["delay_log_ratios"]
         seen: dict[SwitchMethod, list[float]] = {
-            method: finite_numbers(value["log_ratios"][method])[-constants.MAX_RECALLED_SWITCHES :]
+            method: finite_numbers(found[method])[-constants.MAX_RECALLED_SWITCHES :]
             for method in SWITCH_METHODS
-            if method in value["log_ratios"]
+            if method in found
         }
+        taxed = finite_numbers(value["compile_tax_log_ratios"])
         prepared_s = [each for each in finite_numbers(value["prepare_s"]) if each >= 0]
-        self._seen = seen
+        self._seen, self._taxed = seen, taxed[-constants.MAX_RECALLED_SWITCHES :]
         self._prepared_s = prepared_s[-constants.MAX_RECALLED_SWITCHES :]
 
     def _restarts(self, switch_method: SwitchMethod) -> bool:
@@ -152,16 +163,11 @@ class CostModel:
         )
 
     def _prior_s(
-        self,
-        switch_method: SwitchMethod,
-        old: Plan,
-        plan: Plan,
-        pricing: Pricing,
-        *,
-        compiled: bool,
+        self, switch_method: SwitchMethod, old: Plan, plan: Plan, pricing: Pricing
     ) -> float:
+        """Expected delay before any switch was measured, without compiling and first steps."""
         costs = self._costs
-        fixed_s = costs.stop_s + (0.0 if compiled else costs.compile_tax_s)
+        fixed_s = costs.stop_s
         if switch_method == "executable":
             return fixed_s
         state_bytes = pricing.memory(plan).states
@@ -191,17 +197,22 @@ class CostModel:
             for off in offs
             if self._restarts(method) == self._restarts(switch_method)
         ]
-
-        def drawn(offs: list[float], towards: float, weight: float) -> float:
-            return (sum(offs) + weight * towards) / (len(offs) + weight)
-
         return math.exp(
-            drawn(
+            _drawn(
                 self._seen.get(switch_method, []),
-                drawn(kin, 0.0, constants.PRIOR_COST_WEIGHT),
+                _drawn(kin, 0.0, constants.PRIOR_COST_WEIGHT),
                 constants.ALL_METHODS_WEIGHT,
             )
         )
+
+
+def _log_ratio(measured_s: float, prior_s: float) -> float:
+    return math.log(max(measured_s, constants.LEAST_COST_S) / max(prior_s, constants.LEAST_COST_S))
+
+
+def _drawn(offs: list[float], towards: float, weight: float) -> float:
+    """Mean of the values, drawn towards another one that counts as so many of them."""
+    return (sum(offs) + weight * towards) / (len(offs) + weight)
 
 
 def _host_bytes(plan: Plan, pricing: Pricing) -> float:

@@ -74,8 +74,8 @@ class Bet:
     deviation: float
     """Standard deviation of `log_ratio`."""
     log_ratio_after: float | None
-    """The same beside the fastest plan that the run has had, once present conditions have ended;
-    None: present conditions are the normal ones."""
+    """The same beside the fastest other plan that the run has had, once present conditions have
+    ended; None: present conditions are the normal ones."""
     usual: float = 1.0
     """Step time under that plan then, over the present one."""
     cost_s: float
