@@ -26,6 +26,7 @@ from optimus_jax.config.parallel import (
 )
 from optimus_jax.config.running import ControlConfig, DistributedConfig, FaultConfig, StoreConfig
 from optimus_jax.config.training import (
+    AugmentationConfig,
     CheckpointConfig,
     EvaluationConfig,
     LearningRateFactors,
@@ -43,6 +44,7 @@ __all__ = [
     "OFFLOADS",
     "REMAT_POLICIES",
     "AttentionKernel",
+    "AugmentationConfig",
     "CheckpointConfig",
     "Config",
     "ControlConfig",

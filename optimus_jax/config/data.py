@@ -17,9 +17,9 @@ STDLIB = "stdlib"
 """The source available on every machine: the .py files of Python's standard library."""
 BYTES = "bytes"
 """The tokenizer that needs no file."""
-ExampleKind = Literal["documents", "pairs", "labels", "word_labels", "answers"]
+ExampleKind = Literal["documents", "pairs", "labels", "word_labels", "answers", "images"]
 """What a task learns from: documents and conversations, preference pairs, texts with a label, words
-with a label each, or questions with answers."""
+with a label each, questions with answers, or images with a label."""
 RecordChoice = Literal["auto", "text", "messages", "completion"]
 """What a record is read as: a text, a conversation, or a prompt with its completion."""
 TooLong = Literal["truncate", "drop"]
@@ -109,6 +109,8 @@ class DataConfig:
     label_field: str | None = None
     """Name of the label of a text, or of the labels of its words; None: `label`, or `labels` of
     words."""
+    image_field: str = "image"
+    """Name of the column with images in a table."""
     records: RecordChoice = "auto"
     """What each JSON object or row holds: text, messages (a conversation), or completion (a prompt
     with one); auto: by the names of its fields."""

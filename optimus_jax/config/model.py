@@ -150,6 +150,12 @@ class ModelConfig:
     """Hidden width of the feed-forward block."""
     max_length: int = 1024
     """Longest sequence, in tokens."""
+    image_size: int = 0
+    """Pixels of a side of the images that the model reads; 0: it reads text."""
+    patch_size: int = 16
+    """Pixels of a side of a patch, which is a token."""
+    num_channels: int = 3
+    """Values of a pixel."""
     tied: bool = True
     """Whether the output head is the embedding."""
     norm_epsilon: float = 1e-5
@@ -189,6 +195,11 @@ class ModelConfig:
         return len(self.labels) or self.vocab_size
 
     @property
+    def patch_values(self) -> int:
+        """Values of a patch; 0: there are no images."""
+        return self.patch_size**2 * self.num_channels if self.image_size else 0
+
+    @property
     def draws_dropout(self) -> bool:
         """Whether a training step drops anything."""
         return self.dropout > 0 or self.tuning.dropout > 0
@@ -212,8 +223,26 @@ class ModelConfig:
             "mlp_dim",
             "max_length",
         )
-        check_positive(self, *counts, "norm_epsilon", "rope_theta")
-        check_counts(self, *counts)
+        check_positive(self, *counts, "norm_epsilon", "rope_theta", "patch_size", "num_channels")
+        check_not_negative(self, "image_size")
+        check_counts(self, *counts, "image_size", "patch_size", "num_channels")
+        if self.image_size % self.patch_size:
+            raise ConfigError(
+                explain(
+                    "an image cannot be divided into whole patches",
+                    given=f"model.image_size={self.image_size}, model.patch_size={self.patch_size}",
+                    do="choose an image_size that patch_size divides",
+                )
+            )
+        tokens = (self.image_size // self.patch_size) ** 2 + 1
+        if self.image_size and self.max_length != tokens:
+            raise ConfigError(
+                explain(
+                    "a model of images has a position for each patch, and one for the class",
+                    given=f"model.max_length={self.max_length}, {tokens - 1} patches",
+                    do=f"set model.max_length={tokens}",
+                )
+            )
         if self.num_layers > MOST_LAYERS:
             raise ConfigError(
                 explain(

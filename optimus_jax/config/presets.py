@@ -53,6 +53,7 @@ _gpt2 = _gpt("gpt2", 50257, 1024)
 _gpt_neo = _gpt("gpt_neo", 50257, 2048)
 _opt = _gpt("opt", 50272, 2048)
 _bert = _gpt("bert", 28996, 512, norm_epsilon=1e-12)
+_vit = _gpt("vit", 1, 197, norm_epsilon=1e-12, tied=False, image_size=224)
 _llama2 = _like("llama", 32000, 4096, tied=False)
 _llama3 = _like("llama", 128256, 131072, tied=False, rope_theta=500_000.0)
 _qwen2 = _like("qwen2", 152064, 131072, tied=False, rope_theta=1e6, norm_epsilon=1e-6)
@@ -119,6 +120,12 @@ PRESETS: dict[str, Callable[[], ModelConfig]] = {
         4,
         features=Features(table_dim=768),
     ),
+    # Grey images of 8 x 8 pixels.
+    "vit-nano": partial(
+        _vit, "vit-nano", 4, 64, 4, image_size=8, patch_size=2, num_channels=1, max_length=17
+    ),
+    "vit-base-patch16-224": partial(_vit, "vit-base-patch16-224", 12, 768, 12),
+    "vit-large-patch16-224": partial(_vit, "vit-large-patch16-224", 24, 1024, 16),
     "llama2-7b": partial(_llama2, "llama2-7b", 32, 4096, 32, 32, 11008),
     "llama2-13b": partial(_llama2, "llama2-13b", 40, 5120, 40, 40, 13824),
     "llama2-70b": partial(_llama2, "llama2-70b", 80, 8192, 64, 8, 28672),

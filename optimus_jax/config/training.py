@@ -194,6 +194,19 @@ class MaskingConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class AugmentationConfig:
+    """How images differ each time that they are learnt from; evaluations see them as they are."""
+
+    flip: bool = False
+    """Whether half of them are mirrored, left and right."""
+    shift: int = 0
+    """Most pixels by which they are moved in each direction; the edge fills what becomes free."""
+
+    def __post_init__(self) -> None:
+        check_not_negative(self, "shift")
+
+
+@dataclass(frozen=True, kw_only=True)
 class EvaluationConfig:
     """The fixed set of held-out examples used by every evaluation of a run."""
 

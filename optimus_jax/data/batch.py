@@ -6,7 +6,7 @@ the batches of the loader and with synthetic ones (tests/data/test_batch.py).
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -29,12 +29,18 @@ class BatchArray:
 
     dtype: type[np.generic]
     meaning: str
-    per_token: bool = True
-    """Whether its shape is [B, L]; otherwise [B]."""
+    per: Literal["row", "token", "patch"] = "token"
+    """What it is of: its shape is [B], [B, L], or with the values of a patch of an image
+    [B, L, P]."""
 
-    def shape(self, rows: int, seq_len: int) -> tuple[int, ...]:
-        """The array's shape in a batch of `rows` examples."""
-        return (rows, seq_len) if self.per_token else (rows,)
+    def shape(self, rows: int, seq_len: int, patch_values: int = 0) -> tuple[int, ...]:
+        """The array's shape in a batch of `rows` examples.
+
+        Args:
+          patch_values: `ModelConfig.patch_values`.
+        """
+        shapes = {"row": (rows,), "token": (rows, seq_len), "patch": (rows, seq_len, patch_values)}
+        return shapes[self.per]
 
 
 BATCH_ARRAYS: Mapping[str, BatchArray] = {
@@ -44,7 +50,7 @@ BATCH_ARRAYS: Mapping[str, BatchArray] = {
     "segments": BatchArray(np.int32, "number of the token's document in the example, from 0"),
     "loss_mask": BatchArray(np.bool_, "False where a target does not count"),
     "examples": BatchArray(
-        np.int32, "number of the example in the batch, or in the evaluation", per_token=False
+        np.int32, "number of the example in the batch, or in the evaluation", per="row"
     ),
 }
 
@@ -54,15 +60,22 @@ BEGINS_WORD = "begins_word"
 
 
 def synthetic_batch(
-    *, vocab_size: int, rows: int, seq_len: int, seed: int, examples: np.ndarray | None = None
+    *,
+    vocab_size: int,
+    rows: int,
+    seq_len: int,
+    seed: int,
+    examples: np.ndarray | None = None,
+    patch_values: int = 0,
 ) -> HostBatch:
-    """Random tokens, one document per example, for timing and for benchmarks.
+    """Random tokens or images, one document per example, for timing and for benchmarks.
 
     Args:
       rows: number of examples.
       seq_len: tokens of an example.
       seed: seed of the random generator; not negative.
       examples: int [rows], their numbers in the global batch; None: 0 to rows - 1.
+      patch_values: `ModelConfig.patch_values`; 0: tokens.
     Returns:
       The arrays of `BATCH_ARRAYS`; every target counts.
     """
@@ -70,7 +83,7 @@ def synthetic_batch(
     tokens = np.random.default_rng(seed).integers(
         0, vocab_size, (rows, seq_len + 1), dtype=np.int32
     )
-    return {
+    batch = {
         "tokens": tokens[:, :-1],
         "targets": tokens[:, 1:],
         "positions": np.broadcast_to(np.arange(seq_len, dtype=np.int32), shape).copy(),
@@ -79,4 +92,14 @@ def synthetic_batch(
         "examples": np.arange(rows, dtype=np.int32)
         if examples is None
         else examples.astype(np.int32),
+    }
+    if not patch_values:
+        return batch
+    draw = np.random.default_rng(seed)
+    is_class = np.broadcast_to(np.arange(seq_len) == 0, shape)
+    return batch | {
+        "tokens": np.where(is_class, 0, -1).astype(np.int32),
+        "targets": np.zeros(shape, np.int32),
+        "loss_mask": is_class.copy(),
+        "patches": draw.integers(0, 256, (*shape, patch_values), dtype=np.uint8),
     }

@@ -14,11 +14,12 @@ from typing import Any, get_args
 
 import numpy as np
 
-from optimus_jax.config import DataConfig
+from optimus_jax.config import DataConfig, ModelConfig
 from optimus_jax.config.data import STDLIB, ExampleKind
 from optimus_jax.config.weighted_sources import WeightedSource
 from optimus_jax.data.conversations import encode_conversations
 from optimus_jax.data.identity import DataIdentity, identity_of
+from optimus_jax.data.images import read_images
 from optimus_jax.data.labelled import (
     AnswerReader,
     LabelledRecord,
@@ -95,6 +96,7 @@ def load_data(
     kind: ExampleKind = "documents",
     labels: tuple[str, ...] = (),
     label_place: LabelPlace = "first",
+    images_for: ModelConfig | None = None,
 ) -> Data:
     """Read, tokenize, check and split the data.
 
@@ -112,6 +114,7 @@ def load_data(
       kind: what records hold.
       labels: names of their labels, in order; empty: those that are found.
       label_place: where the label of a text counts.
+      images_for: the model that reads images, of which sources then consist.
     Raises:
       DataError: a source, the tokenizer or a token cannot be used.
     """
@@ -119,7 +122,7 @@ def load_data(
         config.tokenizer, config.eos, chat_template=config.chat_template
     )
     loader = _SourceLoader(
-        config, tokenizer, seq_len, vocab_size, model_name, kind, labels, label_place
+        config, tokenizer, seq_len, vocab_size, model_name, kind, labels, label_place, images_for
     )
     sources = [(source.path,) for source in config.mixture] or [config.sources]
     parts = list(map(loader.load, sources, _rules(by, len(sources))))
@@ -148,6 +151,7 @@ class _SourceLoader:
     kind: ExampleKind
     labels: tuple[str, ...]
     label_place: LabelPlace
+    images_for: ModelConfig | None
 
     def load(self, sources: tuple[str, ...], by: HeldOutBy | None) -> Data:
         """The data of these sources.
@@ -156,6 +160,8 @@ class _SourceLoader:
           by: how held-out tokens are chosen; None: their kind decides.
         """
         config, tokenizer = self.config, self.tokenizer
+        if self.images_for is not None:
+            return self._of_images(sources, self.images_for)
         skipped_input = SkippedInput()
         files = find_files(sources, skipped_input)
         if files and STDLIB not in sources and all(map(is_token_file, files)):
@@ -197,6 +203,38 @@ class _SourceLoader:
             num_documents = int(np.count_nonzero(tokens == tokenizer.eos))
             found = self._of_stream(stream, (), num_documents, by)
         return found.with_notes([*records.notes(name), *skipped_input.notes()])
+
+    def _of_images(self, sources: tuple[str, ...], model: ModelConfig) -> Data:
+        config = self.config
+        whole = read_images(
+            sources,
+            model,
+            image_field=config.image_field,
+            label_field=config.label_field or "label",
+            labels=self.labels,
+        )
+        train, held_out = whole.split(config.eval_fraction)
+        num_held_out = 0 if held_out is None else len(held_out.images)
+        return Data(
+            train=train,
+            held_out=held_out,
+            tokenizer=self.tokenizer,
+            description=(
+                f"{whole.name}: {len(train.images):,} images of {len(whole.labels)} labels,"
+                f" scaled to {model.image_size} x {model.image_size} pixels;"
+                f" {num_held_out:,} images held out"
+            ),
+            identity={
+                "tokens": len(whole),
+                "content": whole.digest,
+                "documents": len(whole.images),
+                "tokenizer": self.tokenizer.digest,
+                "labels": ",".join(whole.labels),
+                "eos": self.tokenizer.eos,
+                "held_out_by": "documents",
+            },
+            labels=whole.labels,
+        )
 
     def _reader(self) -> RecordReader:
         """What reads the records of these sources."""

@@ -17,6 +17,8 @@ EMBED = "embed"
 for storage."""
 TABLE = "table"
 """Width of the embedding's rows where it is not that of the residual stream; never split."""
+PATCH = "patch"
+"""Values of a patch of an image; never split."""
 NORM = "norm"
 """Width of the residual stream in a vector (norms, output biases); never split."""
 POSITIONS = "positions"
@@ -43,6 +45,7 @@ LOGICAL_AXES = (
     VOCAB,
     EMBED,
     TABLE,
+    PATCH,
     NORM,
     POSITIONS,
     HEADS,

@@ -80,6 +80,7 @@ FAMILIES: dict[str, Features] = {
     ),
     "opt": replace(GPT2, position_offset=2, activation="relu"),
     "bert": BERT,
+    "vit": replace(GPT2, causal=False, activation="gelu"),
     "electra": replace(BERT, table_bias=True, pooler="activation"),
     "llama": LLAMA,
     "mistral": LLAMA,

@@ -76,11 +76,12 @@ def head_flops(model: ModelConfig) -> Passes:
     shapes = model_shapes(replace(model, num_layers=1), model.vocab_size)
     run = ForwardContext(comm=Collectives(jnp.dtype(jnp.float32)))
 
-    def both_passes(params: Params, ids: Array, d_logits: Array) -> tuple:
+    def both_passes(params: Params, ids: Array, d_logits: Array, patches: Array | None) -> tuple:
         trained = trained_of(shapes.leaves, params)
 
         def embed(trained: Params) -> Array:
-            return shapes.merged(with_trained(trained, params)).embed(ids, ids, run)
+            whole = shapes.merged(with_trained(trained, params))
+            return whole.embed(ids, ids, run, patches_BLP=patches)
 
         def head(trained: Params, stream: Array) -> Array:
             whole = shapes.merged(with_trained(trained, params))
@@ -93,7 +94,9 @@ def head_flops(model: ModelConfig) -> Passes:
 
     token = jax.ShapeDtypeStruct((1, 1), jnp.int32)
     d_logits = jax.ShapeDtypeStruct((1, 1, model.num_outputs), jnp.float32)
-    jaxpr = jax.make_jaxpr(both_passes)(shapes.params, token, d_logits).jaxpr
+    values = (1, 1, model.patch_values)
+    patches = jax.ShapeDtypeStruct(values, jnp.float32) if model.image_size else None
+    jaxpr = jax.make_jaxpr(both_passes)(shapes.params, token, d_logits, patches).jaxpr
     forward, whole = (
         sum(product.flops(()) for product in ProgramReader().part(needed(jaxpr, results)).products)
         for results in (1, None)

@@ -109,10 +109,10 @@ def config_from_huggingface(hf_config: HfConfig) -> ModelConfig:
         for name, value in keys.read(hf_config).items()
         if value != getattr(FAMILIES[family], name)
     }
-    labels = _labels_of(hf_config, hf_format)
-    return ModelConfig(
-        family=family, features=Features(**own), **(derived | sizes | rotary | labels)
-    )
+    if "image_size" in sizes:
+        derived["max_length"] = (sizes["image_size"] // sizes["patch_size"]) ** 2 + 1
+    more = rotary | _labels_of(hf_config, hf_format) | dict(hf_format.fixed)
+    return ModelConfig(family=family, features=Features(**own), **(derived | sizes | more))
 
 
 def _labels_of(hf_config: HfConfig, hf_format: HuggingFaceFormat) -> dict[str, Any]:
@@ -160,4 +160,8 @@ def to_huggingface(params: Params, config: ModelConfig) -> dict[str, np.ndarray]
     tensors = {name: np.empty(shape, table.dtype) for name, shape in tensor_shapes(config).items()}
     for path, array in jax.tree.leaves_with_path(params):
         sources[keystr(path, simple=True, separator="/")].write(np.asarray(array), tensors)
-    return {hf_format.full_name(name): tensor for name, tensor in tensors.items()}
+    shapes = hf_format.file_shapes(config)
+    return {
+        hf_format.full_name(name): tensor.reshape(shapes.get(name, tensor.shape))
+        for name, tensor in tensors.items()
+    }

@@ -48,6 +48,9 @@ def model_tensors(
             name = _without_prefix(full_name, hf_format.prefix)
             twice += [name] if name in tensors else []
             tensors[name] = tensor
+    for name, shape in hf_format.file_shapes(config).items():
+        if name in tensors and tuple(tensors[name].shape) == shape:
+            tensors[name] = tensors[name].reshape(wanted[name])
     known = {name: shape for name, shape in (optional | wanted).items() if name in tensors}
     shapes = {
         name: f"shape {tuple(tensors[name].shape)}, wanted {shape}"

@@ -40,7 +40,12 @@ def config_to_huggingface(
       ConfigError: no class has such a model. The error names the features that its family's lacks.
     """
     config, differences = config.base, {}
-    for family in sorted(HUGGING_FACE_FORMATS, key=lambda name: name != config.family):
+    alike = [
+        name
+        for name, hf_format in HUGGING_FACE_FORMATS.items()
+        if hf_format.reads_images == bool(config.image_size)
+    ]
+    for family in sorted(alike, key=lambda name: name != config.family):
         keys = _keys(config, family)
         differences[family] = [*_differences(config, keys)]
         if not differences[family]:

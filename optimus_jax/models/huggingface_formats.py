@@ -1,6 +1,6 @@
 """How Hugging Face stores the families: keys of config.json, and names of tensors."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -60,6 +60,11 @@ class HuggingFaceFormat:
     tensors: Mapping[str, str]
     """Our leaves -> their tensors. Several names on one side are concatenated along `out` into one
     matrix. Leaves that a model does not have are passed over."""
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of ModelConfig that no key of config.json has."""
+    file_shapes: Callable[[ModelConfig], Mapping[str, tuple[int, ...]]] = lambda config: {}
+    """Shapes in files of tensors that are no matrices there, by name: with as many elements, in the
+    same order."""
     out_dim: int = 0
     """Dimension of a layer's matrices that is `out`: 0 for torch's Linear, -1 for GPT-2's
     Conv1D."""
@@ -98,6 +103,11 @@ class HuggingFaceFormat:
             tensors={**body, **head.tensors},
             buffers=tuple(each for each in self.buffers if each not in head.tensors.values()),
         )
+
+    @property
+    def reads_images(self) -> bool:
+        """Whether its models read images, and not text."""
+        return "image_size" in self.sizes
 
     def full_name(self, name: str) -> str:
         """A name of `tensors` with the prefix that files have."""
@@ -286,6 +296,21 @@ BERT = HuggingFaceFormat(
     },
 )
 
+
+def _vit_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    size = config.patch_size
+    return {
+        "embeddings.cls_token": (1, 1, config.embed_dim),
+        "embeddings.position_embeddings": (1, config.max_length, config.embed_dim),
+        "embeddings.patch_embeddings.projection.weight": (
+            config.embed_dim,
+            config.num_channels,
+            size,
+            size,
+        ),
+    }
+
+
 HUGGING_FACE_FORMATS: dict[str, HuggingFaceFormat] = {
     "gpt2": HuggingFaceFormat(
         architecture="GPT2LMHeadModel",
@@ -396,6 +421,55 @@ HUGGING_FACE_FORMATS: dict[str, HuggingFaceFormat] = {
         ),
     ),
     "bert": BERT,
+    "vit": HuggingFaceFormat(
+        architecture="ViTModel",
+        architectures=("Model",),
+        sizes={
+            "num_layers": "num_hidden_layers",
+            "embed_dim": "hidden_size",
+            "num_heads": "num_attention_heads",
+            "mlp_dim": "intermediate_size",
+            "image_size": "image_size",
+            "patch_size": "patch_size",
+            "num_channels": "num_channels",
+            "norm_epsilon": "layer_norm_eps",
+            "init_std": "initializer_range",
+        },
+        defaults={
+            "layer_norm_eps": 1e-12,
+            "image_size": 224,
+            "patch_size": 16,
+            "num_channels": 3,
+        },
+        fixed={"vocab_size": 1, "tied": False},
+        file_shapes=_vit_shapes,
+        only={"hidden_act": ("gelu",), "qkv_bias": (True,)},
+        prefix="vit.",
+        head_prefix="classifier.",
+        tensors={
+            "embedding/table": "embeddings.cls_token",
+            "positions": "embeddings.position_embeddings",
+            "patches": "embeddings.patch_embeddings.projection.weight",
+            "patch_bias": "embeddings.patch_embeddings.projection.bias",
+            "final_norm/scale": "layernorm.weight",
+            "final_norm/bias": "layernorm.bias",
+        }
+        | _layer(
+            "attention.attention.query attention.attention.key attention.attention.value"
+            " attention.output.dense",
+            "intermediate.dense output.dense",
+            {"attention_norm": "layernorm_before", "mlp_norm": "layernorm_after"},
+            "encoder.layer.{}.",
+        ),
+        buffers=("pooler.dense.weight", "pooler.dense.bias"),
+        label_heads={
+            "sequence": LabelHead(
+                architecture="ViTForImageClassification",
+                prefix="classifier.",
+                tensors=TOKEN_LABELS,
+            )
+        },
+    ),
     "electra": replace(
         BERT,
         architecture="ElectraForMaskedLM",

@@ -21,7 +21,7 @@ from jax import Array, lax
 
 from optimus_jax.config import ModelConfig
 from optimus_jax.config.tuning import ParameterGroup
-from optimus_jax.mesh.axes import EMBED, LABELS, LAYERS, NORM, POSITIONS, TABLE, VOCAB
+from optimus_jax.mesh.axes import EMBED, LABELS, LAYERS, NORM, PATCH, POSITIONS, TABLE, VOCAB
 from optimus_jax.mesh.collectives import Collectives
 from optimus_jax.mesh.leaf import Role
 from optimus_jax.mesh.sums import Sums
@@ -55,6 +55,11 @@ def windowed_layers(config: ModelConfig) -> Array | bool:
     """Whether layers have a window: of all alike, or bool [layers] where they differ."""
     windowed = np.array(has_window(config))
     return jnp.asarray(windowed) if windowed.any() and not windowed.all() else bool(windowed.any())
+
+
+PATCH_TOKEN = -1
+"""The token id of a patch. Others of a model of images are rows of its table: 0 the class, 1 a
+patch that is hidden."""
 
 
 class Decoder(nnx.Module):
@@ -97,6 +102,17 @@ class Decoder(nnx.Module):
 
         self.embedding_norm = norm(table_dim, exists=features.embedding_norm)
         self.position_offset = features.position_offset or 0
+        patch = (config.embed_dim, config.patch_values), (EMBED, PATCH)
+        self.patches = nnx.data(
+            normal(rngs, *patch, config.init_std, "matrix_back", "embedding")
+            if config.image_size
+            else None
+        )
+        self.patch_bias = nnx.data(
+            constant(0.0, (config.embed_dim,), (NORM,), "bias", "embedding")
+            if config.image_size
+            else None
+        )
 
         def projection(width: int, role: Role, group: ParameterGroup) -> nnx.Param:
             """Between the residual stream and another width."""
@@ -154,9 +170,19 @@ class Decoder(nnx.Module):
         positions_BL: Array,
         run: ForwardContext,
         types_BL: Array | None = None,
+        patches_BLP: Array | None = None,
     ) -> Array:
-        """int32 [B, L] -> [B, L, D]. `types_BL`: types of the tokens; None: all are 0."""
-        x_BLD = self.embedding(tokens_BL, run.comm)
+        """int32 [B, L] -> [B, L, D].
+
+        Args:
+          types_BL: types of the tokens; None: all are 0.
+          patches_BLP: values of the patches of an image, in the place of tokens that are
+            PATCH_TOKEN; None: the model reads text.
+        """
+        has_patches = self.patches is not None
+        x_BLD = self.embedding(jnp.maximum(tokens_BL, 0) if has_patches else tokens_BL, run.comm)
+        if has_patches and patches_BLP is not None:
+            x_BLD = self._with_patches(x_BLD, tokens_BL, patches_BLP, run)
         if self.embedding_norm is not None:
             x_BLD = self._with_positions(x_BLD, positions_BL, types_BL, run)
             x_BLD = self.embedding_norm(x_BLD, run.comm.dtype)
@@ -168,6 +194,17 @@ class Decoder(nnx.Module):
         if self.embedding_norm is None:
             x_BLD = self._with_positions(x_BLD, positions_BL, types_BL, run)
         return dropout(x_BLD, self.config.dropout, run.keys_B, 0, run.comm)
+
+    def _with_patches(
+        self, x_BLD: Array, tokens_BL: Array, patches_BLP: Array, run: ForwardContext
+    ) -> Array:
+        """Embedded tokens, of which those that are patches are projected from their values."""
+        dtype, comm = run.comm.dtype, run.comm
+        assert self.patches is not None
+        patches_BLP = comm.local_tokens(patches_BLP).astype(dtype)
+        seen_BLD = add_bias(project_back(patches_BLP, self.patches[...], dtype), self.patch_bias)
+        is_patch_BL = comm.local_tokens(tokens_BL) == PATCH_TOKEN
+        return jnp.where(is_patch_BL[..., None], seen_BLD.astype(x_BLD.dtype), x_BLD)
 
     def _with_positions(
         self, x_BLE: Array, positions_BL: Array, types_BL: Array | None, run: ForwardContext

@@ -22,7 +22,14 @@ from optimus_jax.models.huggingface import config_from_huggingface
 from optimus_jax.models.huggingface_config import config_to_huggingface
 from optimus_jax.run.byte_progress import byte_progress
 from optimus_jax.run.exported_weights import DTYPES, WeightsExport, dtype_of
-from optimus_jax.run.model_card import CARD, GENERATION, generation_config, model_card, purpose_of
+from optimus_jax.run.model_card import (
+    CARD,
+    GENERATION,
+    generation_config,
+    model_card,
+    preprocessor_config,
+    purpose_of,
+)
 from optimus_jax.run.named_run import RUN
 from optimus_jax.run.stored_config import check_stored_config
 from optimus_jax.run.stored_run import config_of_run, run_to_read
@@ -103,7 +110,12 @@ class RunToExport:
             if self.leaves_room_for_checkpoint:
                 needed += checkpoint.num_bytes
             _check_room(directory, needed)
-            files = published_files(self.tokenizer, self.run.path, config.max_length) | {
+            inputs = (
+                {"preprocessor_config.json": preprocessor_config(config).encode()}
+                if config.image_size
+                else published_files(self.tokenizer, self.run.path, config.max_length)
+            )
+            files = inputs | {
                 CONFIG: _json(theirs),
                 CARD: model_card(
                     self.run,

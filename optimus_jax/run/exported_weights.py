@@ -114,9 +114,10 @@ class WeightsExport:
         """
         hf_format = format_of(self.config)
         full = {name: hf_format.full_name(name) for name in tensor_shapes(self.config)}
-        shapes = {full[name]: shape for name, shape in tensor_shapes(self.config).items()}
+        own, theirs = tensor_shapes(self.config), hf_format.file_shapes(self.config)
+        shapes = {full[name]: theirs.get(name, shape) for name, shape in own.items()}
         files = create_weights(directory, shapes, self.dtype, max_shard_bytes)
-        tensors = {name: files[each] for name, each in full.items()}
+        tensors = {name: files[each].reshape(own[name]) for name, each in full.items()}
 
         merging = self._merging()
 

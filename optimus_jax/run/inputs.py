@@ -79,6 +79,7 @@ class Inputs:
             kind=task.reads,
             labels=model.labels,
             label_place="last" if features_of(model).causal else "first",
+            images_for=model if model.image_size else None,
         )
         num_eval_examples = (
             0

@@ -11,7 +11,7 @@ from optimus_jax.config import Config, ModelConfig
 from optimus_jax.config.phases import phases_of
 from optimus_jax.data.token_ids import frame_of_ends
 from optimus_jax.data.tokenizers import ByteTokenizer, Tokenizer
-from optimus_jax.errors import OptimusError
+from optimus_jax.errors import OptimusError, counted
 from optimus_jax.models.families import features_of
 from optimus_jax.plan import Plan
 from optimus_jax.run_directory.directory import RunDirectory
@@ -21,6 +21,8 @@ from optimus_jax.training.tasks import task_of
 from optimus_jax.version import VERSION
 
 CARD = "README.md"
+BILINEAR = 2
+"""Pillow's number of the interpolation by which data/images.py scales."""
 HEADER = """---
 library_name: transformers
 pipeline_tag: {tag}
@@ -30,9 +32,9 @@ tags:
 """
 USE = """
 ```python
-from transformers import AutoTokenizer, {auto}
+from transformers import {reader}, {auto}
 
-tokenizer = AutoTokenizer.from_pretrained(DIRECTORY)
+{variable} = {reader}.from_pretrained(DIRECTORY)
 model = {auto}.from_pretrained(DIRECTORY)
 ```
 """
@@ -45,9 +47,15 @@ class Purpose(NamedTuple):
     """Name of the hub."""
     auto: str
     """Class of transformers that loads it."""
+    reader: str = "AutoTokenizer"
+    """Class of transformers that makes its input."""
+    variable: str = "tokenizer"
 
 
 GENERATION = Purpose("text-generation", "AutoModelForCausalLM")
+_OF_IMAGES = Purpose(
+    "image-classification", "AutoModelForImageClassification", "AutoImageProcessor", "processor"
+)
 _OF_LABELS = {
     "sequence": Purpose("text-classification", "AutoModelForSequenceClassification"),
     "token": Purpose("token-classification", "AutoModelForTokenClassification"),
@@ -56,7 +64,9 @@ _OF_LABELS = {
 
 
 def purpose_of(model: ModelConfig) -> Purpose:
-    """What a model is for, by its head."""
+    """What a model is for, by its input and its head."""
+    if model.image_size:
+        return _OF_IMAGES
     if model.labels:
         return _OF_LABELS[model.labelled]
     if features_of(model).causal:
@@ -88,7 +98,7 @@ def model_card(
         ("parameters", f"{num_params:,}"),
         ("weights", f"{dtype}, after step {step:,}"),
         *_of_training(run, config, step, metadata),
-        ("tokenizer", _tokenizer_text(tokenizer)),
+        *([] if config.model.image_size else [("tokenizer", _tokenizer_text(tokenizer))]),
         ("written by", f"optimus_jax {VERSION}, jax {jax.__version__}"),
     ]
     rows = "".join(f"| {name} | {_cell(value)} |\n" for name, value in facts)
@@ -98,7 +108,9 @@ def model_card(
         if adds_tokens
         else ""
     )
-    if config.model.labels:
+    if config.model.image_size:
+        note = ""
+    elif config.model.labels:
         note = _frame_note(tokenizer, is_causal=bool(features_of(config.model).causal))
     purpose = purpose_of(config.model)._asdict()
     return (
@@ -136,6 +148,9 @@ def _of_training(
             if isinstance(value, float):
                 yield f"held-out {name}", f"{value:.4f}, {after}"
     yield "data", ", ".join(_last_part(source) for source in config.data.sources)
+    if config.model.image_size:
+        size = f"{config.model.image_size} x {config.model.image_size}"
+        yield "images", f"{size} pixels of {counted(config.model.num_channels, 'channel')}"
     lengths = {phase.seq_len for phase in phases_of(config) if phase.steps_before < max(1, step)}
     learned = features_of(config.model).positions == "learned"
     unseen = ", so that later positions are untrained" if learned else ""
@@ -172,6 +187,22 @@ def _last_part(path: str) -> str:
 def _cell(text: str) -> str:
     """A text within a table: in one line, and without meaning as Markdown."""
     return re.sub(r"([\\`*_|<>\[\]#])", r"\\\1", " ".join(text.split()))
+
+
+def preprocessor_config(model: ModelConfig) -> str:
+    """The preprocessor_config.json: how images become what the model reads."""
+    config = {
+        "image_processor_type": "ViTImageProcessor",
+        "do_resize": True,
+        "size": {"height": model.image_size, "width": model.image_size},
+        "resample": BILINEAR,
+        "do_rescale": True,
+        "rescale_factor": 1 / 255,
+        "do_normalize": True,
+        "image_mean": [0.5] * model.num_channels,
+        "image_std": [0.5] * model.num_channels,
+    }
+    return json.dumps(config, indent=2) + "\n"
 
 
 def generation_config(eos: int) -> str:

@@ -118,7 +118,9 @@ def _new_config(model: str | None, overrides: dict[str, Any], base: Config | Non
         # Parameters of a run need the run's own tokenizer, and that of bytes has no file.
         own = adapters and isinstance(source, PublishedSource) and adapters.tokenizer()
         tokenizer = own or source.tokenizer()
-        if tokenizer is None:
+        if tokenizer is not None:
+            overrides = {TOKENIZER: tokenizer, **overrides}
+        elif not source.config().image_size:
             raise ConfigError(
                 explain(
                     "the model comes without a tokenizer.json",
@@ -126,7 +128,6 @@ def _new_config(model: str | None, overrides: dict[str, Any], base: Config | Non
                     do="give the tokenizer of its texts with --tokenizer",
                 )
             )
-        overrides = {TOKENIZER: tokenizer, **overrides}
     config = None
     if model is not None:
         config = model_named(model)

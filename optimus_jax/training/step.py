@@ -65,6 +65,8 @@ STEP_METRICS = ("loss", "grad_norm", "lr", "tokens", "skipped", "loss_scale")
 
 CORRUPTION = 0x6D61736B
 """What `Task.corrupt` draws with has nothing in common with dropout, whose keys are of the step."""
+AUGMENTATION = 0x696D6167
+"""The same of `Task.augment`."""
 EVALUATION = 0
 """The step of which evaluations are: those of training begin at 1."""
 
@@ -143,7 +145,7 @@ class Program:
           batch: this process's rows, in the order of `local_rows`, as the loader gives them.
           rows: rows of the global batch; None: those of a training step.
         """
-        prepared = task_of(self.config).batch_of(batch)
+        prepared = task_of(self.config).batch_of(batch, self.config.model.patch_values)
         return put_batch(prepared, self.batch_sharding, rows or self.config.data.global_batch)
 
     def abstract_batch(
@@ -158,7 +160,9 @@ class Program:
         seq_len = self.config.seq_len if seq_len is None else seq_len
         return {
             name: jax.ShapeDtypeStruct(
-                array.shape(rows, seq_len), array.dtype, sharding=self.batch_sharding
+                array.shape(rows, seq_len, self.config.model.patch_values),
+                array.dtype,
+                sharding=self.batch_sharding,
             )
             for name, array in task_of(self.config).arrays.items()
         }
@@ -261,6 +265,7 @@ class _DeviceStep:
 
     def train(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         step = state.step + 1
+        batch = self._changed(self.objective.task.augment, AUGMENTATION, batch, step)
         batch = self._corrupted(batch, step)
         tokens = self._over_batch(self.objective.task.count(batch))
         key = (
@@ -323,12 +328,23 @@ class _DeviceStep:
 
     def _corrupted(self, batch: Batch, step: Array) -> Batch:
         """The rows that the model learns from, or is evaluated on, in this step."""
-        corrupt = self.objective.task.corrupt
-        if corrupt is None:
+        return self._changed(self.objective.task.corrupt, CORRUPTION, batch, step)
+
+    def _changed(
+        self,
+        change: Callable[[Config, Batch, Array], Batch] | None,
+        stream: int,
+        batch: Batch,
+        step: Array,
+    ) -> Batch:
+        """Rows after a change that draws with a key for the seed, a stream of keys, the step and
+        the example.
+        """
+        if change is None:
             return batch
-        key = jax.random.fold_in(jax.random.fold_in(make_key(self.config.seed), CORRUPTION), step)
+        key = jax.random.fold_in(jax.random.fold_in(make_key(self.config.seed), stream), step)
         fold = jax.vmap(jax.random.fold_in, in_axes=(None, 0))
-        return corrupt(self.config, batch, fold(key, batch["examples"]))
+        return change(self.config, batch, fold(key, batch["examples"]))
 
     def _updated(
         self,

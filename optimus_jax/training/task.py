@@ -29,9 +29,12 @@ _LABELLED: Mapping[str, Labelled] = {
     "labels": "sequence",
     "word_labels": "token",
     "answers": "span",
+    "images": "sequence",
 }
 TYPES = "types"
 """Array with the type of every token, of tasks that have types."""
+PATCHES = "patches"
+"""Array with the bytes of every patch, of tasks that have images."""
 POLICY, REFERENCE = "policy", "reference"
 """Streams of a task with a reference: of the model, and of the model without its adapters."""
 Batch = dict[str, Array]
@@ -89,6 +92,8 @@ class Task:
     """(config, rows, keys [B]) -> the rows as the model learns from them. A row depends on its own
     key alone, which the seed, the step and the number of its example determine; the keys of
     evaluations do not depend on the step."""
+    augment: Callable[[Config, Batch, Array], Batch] | None = None
+    """As `corrupt`, and before it; evaluations read the rows as they are."""
     has_reference: bool = False
     """Whether the rows also run through the model as it is without its adapters."""
     auxiliary_weights: Mapping[str, float] = field(default_factory=dict)
@@ -111,14 +116,17 @@ class Task:
         is differentiated."""
         return 1 if self.has_reference else 0
 
-    def batch_of(self, loaded: HostBatch) -> HostBatch:
+    def batch_of(self, loaded: HostBatch, patch_values: int = 0) -> HostBatch:
         """What `prepare` makes of rows of the loader. Raises ConfigError if these are not the
         `arrays`.
+
+        Args:
+          patch_values: `ModelConfig.patch_values`.
         """
         prepared = self.prepare(loaded)
         rows, seq_len = loaded["tokens"].shape
         expected = {
-            name: f"{np.dtype(array.dtype)} {array.shape(rows, seq_len)}"
+            name: f"{np.dtype(array.dtype)} {array.shape(rows, seq_len, patch_values)}"
             for name, array in self.arrays.items()
         }
         found = {name: f"{array.dtype} {array.shape}" for name, array in prepared.items()}
@@ -142,7 +150,14 @@ class Task:
 
 def embedded(model: Decoder, rows: Batch, run: ForwardContext) -> Array:
     """The residual stream before the first layer, [B, L, D]."""
-    return model.embed(rows["tokens"], rows["positions"], run, rows.get(TYPES))
+    return model.embed(
+        rows["tokens"], rows["positions"], run, rows.get(TYPES), _scaled(rows.get(PATCHES))
+    )
+
+
+def _scaled(patches_BLP: Array | None) -> Array | None:
+    """Values of pixels from -1 to 1, of bytes."""
+    return None if patches_BLP is None else patches_BLP.astype("float32") / 127.5 - 1.0
 
 
 RESERVED_NAMES = frozenset(

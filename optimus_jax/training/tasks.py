@@ -14,6 +14,7 @@ from optimus_jax.data.batch import BATCH_ARRAYS
 from optimus_jax.errors import ConfigError, explain, nearest
 from optimus_jax.mesh.axes import VOCAB
 from optimus_jax.models.families import features_of
+from optimus_jax.training.augmentation import IMAGE_ARRAYS, augmented
 from optimus_jax.training.label_loss import (
     LABEL_ARRAYS,
     count_spans,
@@ -26,8 +27,9 @@ from optimus_jax.training.masking import MASKED_ARRAYS, with_masked_tokens, with
 from optimus_jax.training.preference import count_pairs, preference_loss
 from optimus_jax.training.task import Batch, LossInputs, Task, TaskSums
 
-NEXT_TOKEN, MLM = "next_token", "mlm"
-"""Tasks of models that see earlier tokens only, and of those that see all, if none is named."""
+NEXT_TOKEN, MLM, IMAGES = "next_token", "mlm", "image_classification"
+"""Tasks, if none is named, of models that see earlier tokens only, of those that see all, and of
+those that read images."""
 READ_BY_THE_MODEL = ("tokens", "positions", "segments", "examples")
 """Arrays that every task needs."""
 
@@ -82,6 +84,15 @@ TASKS: dict[str, Task] = {
     "question_answering": dataclasses.replace(
         _LABELS, loss=span_loss, count=count_spans, term="answer", reads="answers"
     ),
+    IMAGES: Task(
+        loss=label_loss,
+        count=_count_tokens,
+        term="label",
+        arrays=IMAGE_ARRAYS,
+        reads="images",
+        is_causal=False,
+        augment=augmented,
+    ),
     "dpo": Task(
         loss=preference_loss,
         count=count_pairs,
@@ -101,7 +112,11 @@ SECTIONS: dict[str, tuple[str, Callable[[Task], bool]]] = {
 
 def task_name(config: Config) -> str:
     """The task of a run: the one that is named, or that of its kind of model."""
-    return config.task or (NEXT_TOKEN if features_of(config.model).causal else MLM)
+    if config.task is not None:
+        return config.task
+    if config.model.image_size:
+        return IMAGES
+    return NEXT_TOKEN if features_of(config.model).causal else MLM
 
 
 def task_of(config: Config) -> Task:
@@ -158,6 +173,23 @@ def check_task(config: Config, named: Collection[str] = ()) -> None:
                 given=f"model.family={config.model.family},"
                 f" causal={features_of(config.model).causal}",
                 do=f"use --set task={' or '.join(others)}, or another model",
+            )
+        )
+    if (task.reads == "images") != bool(config.model.image_size):
+        wanted = "images" if task.reads == "images" else "text"
+        raise ConfigError(
+            explain(
+                f"task {name} needs a model that reads {wanted}",
+                given=f"model.image_size={config.model.image_size}",
+                do="leave the task out, or name another model",
+            )
+        )
+    if config.model.image_size and config.seq_len != config.model.max_length:
+        raise ConfigError(
+            explain(
+                "every image has as many tokens as the model has positions",
+                given=f"data.seq_len={config.seq_len}, model.max_length={config.model.max_length}",
+                do="leave --seq-len out",
             )
         )
     if task.corrupt is not None and config.mask_token >= config.model.vocab_size:

@@ -45,7 +45,11 @@ class StoredTensor:
         return replace(self, shape=self.shape[::-1], strides=self.strides[::-1])
 
     def reshape(self, shape: tuple[int, ...], /) -> Self:
-        """Its dimensions split into several. Two of them cannot be merged."""
+        """Its dimensions split into several. Two of them can be merged if the elements are in order
+        without gaps."""
+        if self.strides == tuple(_row_major(self.shape, self.dtype.itemsize)):
+            assert prod(shape) == prod(self.shape), (self.shape, shape)
+            return replace(self, shape=shape, strides=tuple(_row_major(shape, self.dtype.itemsize)))
         strides, sizes = [], list(shape)
         for size, stride in zip(self.shape, self.strides, strict=True):
             inner = []

@@ -371,14 +371,19 @@ def batch(vocab_size: int) -> dict[str, np.ndarray]:
 
 
 def program_for(
-    model: ModelConfig, axes: AxisSizes, *, splits_tokens: bool = False, task: str | None = None
+    model: ModelConfig,
+    axes: AxisSizes,
+    *,
+    splits_tokens: bool = False,
+    task: str | None = None,
+    seq_len: int = SEQ_LEN,
 ) -> Program:
     """The program of a real run, whose first moment is the gradient: no clipping, no decay of the
     moment.
     """
     config = Config(
         model=model,
-        data=DataConfig(global_batch=GLOBAL_BATCH, seq_len=SEQ_LEN),
+        data=DataConfig(global_batch=GLOBAL_BATCH, seq_len=seq_len),
         parallel=ParallelConfig(
             loss_chunk_tokens=10, sequence_parallel=True if splits_tokens else None
         ),

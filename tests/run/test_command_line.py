@@ -302,7 +302,7 @@ def test_closest_spelling_is_not_far_fetched():
         "wandb": None,
         "zeor": "parallel.zero",
         "lt": "optimizer.lr",
-        "batch_size": None,
+        "batches_total": None,
         "optimizer.foo": None,
         "optimizer.embeding": "optimizer.lr_factors.embedding",
         "x" * 10_000: None,

@@ -56,6 +56,9 @@ def test_every_model_field_except_the_name_is_compared():
         "head_dim",
         "mlp_dim",
         "max_length",
+        "image_size",
+        "patch_size",
+        "num_channels",
     }, "sizes are compared as num_layers is"
 
 

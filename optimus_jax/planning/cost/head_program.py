@@ -130,7 +130,10 @@ def head_program(workload: Workload, precision: Precision, *, splits_length: boo
         num_kv_heads=1,
         head_dim=2,
         mlp_dim=1,
-        max_length=8,
+        max_length=2 if model.image_size else 8,
+        image_size=model.patch_size if model.image_size else 0,
+        patch_size=model.patch_size,
+        num_channels=model.num_channels,
         dropout=0.0,
         tied=model.tied,
         labels=model.labels,
@@ -191,7 +194,9 @@ def _traced(
 
     specs = jax.tree.map(lambda layout: layout.param_spec, layouts)
     rows = {
-        name: jax.ShapeDtypeStruct(array.shape(stream_tokens, length_ways), array.dtype)
+        name: jax.ShapeDtypeStruct(
+            array.shape(stream_tokens, length_ways, kind.patch_values), array.dtype
+        )
         for name, array in traced_task.arrays.items()
     }
     axes = {VOCAB: WAYS, LENGTH: length_ways}

@@ -313,6 +313,8 @@ _KIND_OF_PART = {
     "attention_out_norm": LayerKind.NORMS,
     "mlp_norm": LayerKind.NORMS,
     "mlp_out_norm": LayerKind.NORMS,
+    "patches": LayerKind.EMBEDDING,
+    "patch_bias": LayerKind.EMBEDDING,
     "table_in": LayerKind.EMBEDDING,
     "table_bias": LayerKind.EMBEDDING,
     "table_out": LayerKind.HEAD,

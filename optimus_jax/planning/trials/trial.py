@@ -62,6 +62,7 @@ def run_trial(
             seq_len=config.seq_len,
             seed=config.seed,
             examples=rows,
+            patch_values=config.model.patch_values,
         )
     )
     state, wall, cpu = program.init(jnp.int32(config.seed)), [], []

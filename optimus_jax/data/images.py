@@ -1,0 +1,275 @@
+"""Images with labels, and the examples that are made of them.
+
+A source is a folder with a folder of images for each label, or Parquet and Arrow files with a
+column of images (bytes, or Hugging Face's objects with `bytes`) and one of labels. An example is an
+image: a token for the class, at which the label counts, and one for each patch, row by row. An
+image is scaled to the model's size whatever its own shape is.
+"""
+
+import hashlib
+import io
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from optimus_jax.config import ModelConfig
+from optimus_jax.data.batch import HostBatch
+from optimus_jax.data.folders import walk
+from optimus_jax.data.labelled import names_of_labels
+from optimus_jax.data.sampler import ExampleOrder, example_order
+from optimus_jax.errors import DataError, explain
+
+SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
+"""Of images in folders."""
+TABLES = (".parquet", ".arrow", ".feather")
+MOST_PIXELS = 1 << 26
+"""Largest image that is decoded: a small file can hold a very large one."""
+CLASS_TOKEN, PATCH_TOKEN = 0, -1
+"""Token ids of the class and of a patch (models/transformer.py)."""
+
+
+class StoredImage(NamedTuple):
+    """An encoded image."""
+
+    name: str
+    """Where it is, for messages and for its hash: a path within its folder, or a row of a file."""
+    place: Path | bytes
+    """Its file, or its bytes."""
+    label: str
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Images:
+    """Images to cut examples from."""
+
+    name: str
+    """Where they come from, for messages."""
+    images: Sequence[StoredImage]
+    labels: tuple[str, ...]
+    """Names of the labels, in order."""
+    model: ModelConfig
+    """Says how large images and their patches are."""
+
+    def __len__(self) -> int:
+        return len(self.images) * self.model.max_length
+
+    def count_examples(self, seq_len: int) -> int:
+        """Number of images."""
+        return len(self.images)
+
+    def example_order(self, seq_len: int, seed: int) -> ExampleOrder:
+        """An endless sequence of example numbers, a function of the seed alone."""
+        return example_order(len(self.images), seed)
+
+    def cut_examples(
+        self, examples: np.ndarray, *, seq_len: int, respect_documents: bool
+    ) -> HostBatch:
+        """The images numbered `examples` [R].
+
+        Returns:
+          The per-token arrays of a batch, [R, seq_len], and `patches`, uint8 [R, seq_len, P]; those
+          of the class are 0.
+        """
+        shape = (len(examples), seq_len)
+        tokens = np.full(shape, PATCH_TOKEN, np.int32)
+        targets, loss_mask = np.full(shape, -1, np.int32), np.zeros(shape, bool)
+        patches = np.zeros((*shape, self.model.patch_values), np.uint8)
+        for row, example in enumerate(examples.tolist()):
+            image = self.images[example]
+            targets[row, 0] = self.labels.index(image.label)
+            patches[row, 1:] = patches_of(decoded(image, self.model), self.model.patch_size)
+        tokens[:, 0], loss_mask[:, 0] = CLASS_TOKEN, True
+        return {
+            "tokens": tokens,
+            "targets": targets,
+            "positions": np.broadcast_to(np.arange(seq_len, dtype=np.int32), shape).copy(),
+            "segments": np.zeros(shape, np.int32),
+            "loss_mask": loss_mask,
+            "patches": patches,
+        }
+
+    @property
+    def digest(self) -> str:
+        """Sixteen hex digits that differ if names, labels or sizes of images differ."""
+        found = hashlib.blake2b(digest_size=8)
+        for image in self.images:
+            place = image.place
+            size = len(place) if isinstance(place, bytes) else place.stat().st_size
+            found.update(f"{image.name}\0{image.label}\0{size}\n".encode())
+        return found.hexdigest()
+
+    def split(self, eval_fraction: float) -> "tuple[Images, Images | None]":
+        """Images to train on and those held out, by the hashes of their names; at least one of
+        each.
+        """
+        if eval_fraction == 0:
+            return self, None
+        if len(self.images) < 2:
+            raise DataError(
+                explain(
+                    f"{self.name} has too few images to hold some out",
+                    given=f"{len(self.images)}; data.eval_fraction={eval_fraction}",
+                    do="give more, or --set data.eval_fraction=0",
+                )
+            )
+        hashes = [
+            int.from_bytes(hashlib.blake2b(image.name.encode(), digest_size=8).digest(), "little")
+            for image in self.images
+        ]
+        order = np.argsort(np.array(hashes, np.uint64), kind="stable")
+        is_held_out = np.array(hashes, np.uint64) < np.uint64(eval_fraction * 2.0**63) * 2
+        is_held_out[order[0]], is_held_out[order[-1]] = True, False
+        train, held_out = (
+            replace(self, images=[self.images[n] for n in np.flatnonzero(which).tolist()])
+            for which in (~is_held_out, is_held_out)
+        )
+        return train, replace(held_out, name=f"{self.name} (held out)")
+
+
+def decoded(image: StoredImage, model: ModelConfig) -> np.ndarray:
+    """The pixels of an image, scaled to the model's size: uint8 [C, H, W].
+
+    Raises:
+      DataError: it is damaged or too large.
+    """
+    from PIL import Image
+
+    source = io.BytesIO(image.place) if isinstance(image.place, bytes) else image.place
+    try:
+        with Image.open(source) as found:
+            if found.width * found.height > MOST_PIXELS:
+                raise ValueError(f"{found.width} x {found.height} pixels, {MOST_PIXELS:,} at most")
+            mode = {1: "L", 3: "RGB", 4: "RGBA"}[model.num_channels]
+            size = (model.image_size, model.image_size)
+            pixels = np.asarray(found.convert(mode).resize(size, Image.Resampling.BILINEAR))
+    except (OSError, ValueError, SyntaxError) as error:  # Pillow's for broken PNGs
+        raise DataError(
+            explain(
+                f"an image cannot be read: {image.name}",
+                given=f"{type(error).__name__}: {error}",
+                do="remove the file, or replace it by a whole one",
+            )
+        ) from error
+    return np.moveaxis(pixels.reshape(*size, model.num_channels), -1, 0)
+
+
+def patches_of(pixels: np.ndarray, patch_size: int) -> np.ndarray:
+    """[C, H, W] -> [patches, C * patch_size^2], patches row by row, each channel by channel."""
+    channels, height, width = pixels.shape
+    rows, columns = height // patch_size, width // patch_size
+    grid = pixels.reshape(channels, rows, patch_size, columns, patch_size)
+    return grid.transpose(1, 3, 0, 2, 4).reshape(rows * columns, -1)
+
+
+def read_images(
+    sources: Sequence[str],
+    model: ModelConfig,
+    *,
+    image_field: str,
+    label_field: str,
+    labels: tuple[str, ...] = (),
+) -> Images:
+    """The images of folders and tables.
+
+    Args:
+      image_field, label_field: columns of tables.
+      labels: names of the labels, in order; empty: those that are found.
+    Raises:
+      DataError: Pillow is missing, a source has no images, or labels that are not among `labels`.
+    """
+    try:
+        import PIL  # noqa: F401
+    except ImportError as error:
+        raise DataError(
+            explain(
+                "images need Pillow, which is not installed",
+                given=" ".join(sources),
+                do="pip install 'optimus-jax[images]'",
+            )
+        ) from error
+    if model.num_channels not in (1, 3, 4):
+        raise DataError(
+            explain(
+                "images have 1, 3 or 4 channels",
+                given=f"model.num_channels={model.num_channels}",
+                do="set model.num_channels=3",
+            )
+        )
+    found = [image for source in sources for image in _images_in(source, image_field, label_field)]
+    used = {image.label for image in found}
+    labels = labels or names_of_labels(used)
+    if other := sorted(used - {*labels}):
+        raise DataError(
+            explain(
+                "images have labels that the model does not know",
+                given=f"{', '.join(other[:5])}; model.labels={','.join(labels)}",
+                do="give images with the same labels, or begin a run without model.labels",
+            )
+        )
+    if len(labels) < 2:
+        raise DataError(
+            explain(
+                "all images have the same label, so there is nothing to learn",
+                given=f"{' '.join(sources)}: label {', '.join(labels)}",
+                do="give a folder with a folder for each label",
+            )
+        )
+    return Images(name=" ".join(sources), images=found, labels=labels, model=model)
+
+
+def _images_in(source: str, image_field: str, label_field: str) -> Iterator[StoredImage]:
+    path, is_empty = Path(source), True
+    if path.suffix in TABLES:
+        for image in _rows_of(path, image_field, label_field):
+            is_empty = False
+            yield image
+    elif path.is_dir():
+        for folder, _, names in walk(path):
+            inside = folder.relative_to(path)
+            for name in names:
+                if inside.parts and Path(name).suffix.lower() in SUFFIXES:
+                    is_empty = False
+                    yield StoredImage(str(inside / name), folder / name, inside.parts[0])
+    if is_empty:
+        raise DataError(
+            explain(
+                f"{source} holds no images with labels",
+                given=f"files with {', '.join(SUFFIXES)} in a folder for each label, or tables with"
+                f" columns {image_field} and {label_field}, are read",
+                do="give a folder with a folder of images for each label",
+            )
+        )
+
+
+def _rows_of(path: Path, image_field: str, label_field: str) -> Iterator[StoredImage]:
+    try:
+        import pyarrow.dataset
+    except ImportError as error:
+        raise DataError(
+            explain(
+                "tables of images need pyarrow, which is not installed",
+                given=path,
+                do="pip install 'optimus-jax[parquet]'",
+            )
+        ) from error
+    kind = "parquet" if path.suffix == ".parquet" else "ipc"
+    try:
+        table = pyarrow.dataset.dataset(path, format=kind)
+        columns = [name for name in (image_field, label_field) if name in table.schema.names]
+        if len(columns) < 2:
+            return
+        number = 0
+        for batch in table.to_batches(columns=columns):
+            images, labels = (batch.column(name).to_pylist() for name in columns)
+            for image, label in zip(images, labels, strict=True):
+                data: Any = image.get("bytes") if isinstance(image, dict) else image
+                number += 1
+                if isinstance(data, bytes) and isinstance(label, int | str):
+                    yield StoredImage(f"{path.name}, row {number}", data, str(label))
+    except (OSError, ValueError) as error:
+        raise DataError(
+            explain("a table of images cannot be read", given=f"{path}: {error}", do="replace it")
+        ) from error

@@ -1,0 +1,136 @@
+"""Images of folders and tables, and the examples that are made of them."""
+
+import io
+
+import numpy as np
+import pytest
+
+from optimus_jax.config import DataConfig
+from optimus_jax.config.presets import model_preset
+from optimus_jax.data.dataset import load_data
+from optimus_jax.data.images import CLASS_TOKEN, PATCH_TOKEN, patches_of
+from optimus_jax.errors import DataError
+
+MODEL = model_preset("vit-nano")
+pillow = pytest.importorskip("PIL.Image")
+
+
+def pixels_of(number):
+    """An image of one channel, different for each number."""
+    return np.random.default_rng(number).integers(0, 256, (8, 8), dtype=np.uint8)
+
+
+def encoded(number, kind="PNG"):
+    data = io.BytesIO()
+    pillow.fromarray(pixels_of(number)).save(data, kind)
+    return data.getvalue()
+
+
+@pytest.fixture
+def folder(tmp_path):
+    for label, numbers in (("cat", (0, 1, 2)), ("dog", (3, 4))):
+        (tmp_path / "images" / label).mkdir(parents=True)
+        for number in numbers:
+            (tmp_path / "images" / label / f"{number}.png").write_bytes(encoded(number))
+    (tmp_path / "images" / "README.txt").write_text("not an image")
+    return tmp_path / "images"
+
+
+def load(*sources, **more):
+    arguments = {name: more.pop(name) for name in ("labels",) if name in more}
+    return load_data(
+        DataConfig(**{"sources": tuple(map(str, sources)), "eval_fraction": 0.0, **more}),
+        seq_len=MODEL.max_length,
+        vocab_size=MODEL.vocab_size,
+        model_name=MODEL.name,
+        kind="images",
+        images_for=MODEL,
+        **arguments,
+    )
+
+
+def cut(data, *examples):
+    return data.train.cut_examples(
+        np.array(examples), seq_len=MODEL.max_length, respect_documents=True
+    )
+
+
+def test_an_example_is_the_class_and_the_patches_of_an_image(folder):
+    data = load(folder)
+    assert data.labels == ("cat", "dog")
+    assert data.train.count_examples(MODEL.max_length) == 5
+    batch = cut(data, 0, 4)
+    assert batch["tokens"][0].tolist() == [CLASS_TOKEN, *[PATCH_TOKEN] * 16]
+    assert batch["targets"][:, 0].tolist() == [0, 1]
+    assert batch["loss_mask"].sum(1).tolist() == [1, 1]
+    for row, number in enumerate((0, 4)):
+        pixels = pixels_of(number)
+        assert not batch["patches"][row, 0].any()
+        for patch in range(16):
+            top, left = 2 * (patch // 4), 2 * (patch % 4)
+            expected = pixels[top : top + 2, left : left + 2].reshape(-1)
+            np.testing.assert_array_equal(batch["patches"][row, 1 + patch], expected)
+
+
+def test_patches_hold_one_channel_after_another():
+    pixels = np.arange(2 * 4 * 4, dtype=np.uint8).reshape(2, 4, 4)
+    assert patches_of(pixels, 2)[1].tolist() == [2, 3, 6, 7, 18, 19, 22, 23]
+
+
+@pytest.mark.parametrize("suffix", [".parquet", ".arrow"])
+@pytest.mark.parametrize("is_object", [False, True])
+def test_tables_have_a_column_of_images(tmp_path, suffix, is_object):
+    arrow = pytest.importorskip("pyarrow")
+    from pyarrow import feather, parquet
+
+    values = [encoded(number) for number in range(3)]
+    images = [{"bytes": value, "path": None} for value in values] if is_object else values
+    table = arrow.table({"image": images, "label": [2, 0, 1]})
+    path = tmp_path / f"a{suffix}"
+    if suffix == ".parquet":
+        parquet.write_table(table, path)
+    else:
+        feather.write_feather(table, path, compression="uncompressed")
+    data = load(path)
+    assert data.labels == ("0", "1", "2")
+    assert cut(data, 0, 1, 2)["targets"][:, 0].tolist() == [2, 0, 1]
+
+
+def test_images_of_other_sizes_are_scaled(folder):
+    pillow.new("RGB", (30, 11), (200, 200, 200)).save(folder / "cat" / "wide.jpg")
+    data = load(folder)
+    number = next(n for n, image in enumerate(data.train.images) if "wide" in image.name)
+    assert np.abs(cut(data, number)["patches"][0, 1:].astype(int) - 200).max() < 4
+
+
+def test_a_damaged_image_is_named(folder):
+    (folder / "cat" / "0.png").write_bytes(encoded(0)[:40])
+    data = load(folder)
+    with pytest.raises(DataError, match=r"cannot be read: cat/0\.png"):
+        cut(data, 0)
+
+
+def test_held_out_images_depend_on_their_names_alone(folder):
+    data = load(folder, eval_fraction=0.4)
+    held_out = {image.name for image in data.held_out.images}
+    assert held_out
+    assert held_out.isdisjoint(image.name for image in data.train.images)
+    (folder / "dog" / "9.png").write_bytes(encoded(9))
+    again = {image.name for image in load(folder, eval_fraction=0.4).held_out.images}
+    assert held_out - again == set() or len(held_out) == 1
+
+
+def test_folders_without_labels_are_refused(tmp_path):
+    (tmp_path / "0.png").write_bytes(encoded(0))
+    with pytest.raises(DataError, match="no images with labels"):
+        load(tmp_path)
+    (tmp_path / "cat").mkdir()
+    (tmp_path / "cat" / "1.png").write_bytes(encoded(1))
+    with pytest.raises(DataError, match="the same label"):
+        load(tmp_path)
+
+
+def test_labels_that_the_model_does_not_have_are_refused(folder):
+    with pytest.raises(DataError, match="labels that the model does not know"):
+        load(folder, labels=("cat", "fish"))
+    assert load(folder, labels=("dog", "cat", "fish")).labels == ("dog", "cat", "fish")
