@@ -165,27 +165,20 @@ class CostModel:
     def _prior_s(
         self, switch_method: SwitchMethod, old: Plan, plan: Plan, pricing: Pricing
     ) -> float:
-        """Expected delay before any switch was measured, without compiling and first steps."""
+        """Expected delay before any switch was measured, without first steps. Of compiling it has
+        what no step runs beside.
+        """
         costs = self._costs
-        fixed_s = costs.stop_s
         if switch_method == "executable":
-            return fixed_s
-        state_bytes = pricing.memory(plan).states
+            return costs.stop_s
+        fixed_s, state_bytes = costs.stop_s + costs.verify_s, pricing.memory(plan).states
         if switch_method == "rebalance":
-            return (
-                fixed_s
-                + costs.verify_s
-                + constants.REBALANCED_STATE_SHARE * _move_s(state_bytes, old, pricing)
-            )
+            share = constants.REBALANCED_STATE_SHARE
+            return fixed_s + share * _move_s(state_bytes, old, pricing)
         if not self._restarts(switch_method):
-            return fixed_s + costs.verify_s + _move_s(state_bytes, old, pricing)
-        host_bytes = _host_bytes(plan, pricing)
-        return (
-            fixed_s
-            + costs.verify_s
-            + costs.restart_s
-            + 2 * host_bytes / constants.CHECKPOINT_BYTES_PER_S
-        )
+            return fixed_s + _move_s(state_bytes, old, pricing)
+        disk_s = 2 * _host_bytes(plan, pricing) / constants.CHECKPOINT_BYTES_PER_S
+        return fixed_s + costs.compile_tax_s + costs.restart_s + disk_s
 
     def _factor(self, switch_method: SwitchMethod) -> float:
         """Measured over expected cost of the method, shrunk towards that of all methods of its
