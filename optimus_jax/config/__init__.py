@@ -34,6 +34,7 @@ from optimus_jax.config.training import (
     LogConfig,
     MaskingConfig,
     OptimizerConfig,
+    PatchMaskingConfig,
     PreferenceConfig,
 )
 from optimus_jax.config.tuning import Tuning
@@ -66,6 +67,7 @@ __all__ = [
     "Overlap",
     "OverlapChoice",
     "ParallelConfig",
+    "PatchMaskingConfig",
     "PhaseConfig",
     "Precision",
     "PrecisionConfig",

@@ -17,9 +17,11 @@ STDLIB = "stdlib"
 """The source available on every machine: the .py files of Python's standard library."""
 BYTES = "bytes"
 """The tokenizer that needs no file."""
-ExampleKind = Literal["documents", "pairs", "labels", "word_labels", "answers", "images"]
+ExampleKind = Literal[
+    "documents", "pairs", "labels", "word_labels", "answers", "images", "unlabelled_images"
+]
 """What a task learns from: documents and conversations, preference pairs, texts with a label, words
-with a label each, questions with answers, or images with a label."""
+with a label each, questions with answers, or images with or without a label."""
 RecordChoice = Literal["auto", "text", "messages", "completion"]
 """What a record is read as: a text, a conversation, or a prompt with its completion."""
 TooLong = Literal["truncate", "drop"]

@@ -8,6 +8,9 @@ from optimus_jax.config.checks import check_counts, check_not_negative, check_po
 from optimus_jax.config.tuning import Tuning
 from optimus_jax.errors import ConfigError, explain
 
+CLASS_TOKEN, PATCH_TOKEN, HIDDEN_PATCH = 0, -1, -2
+"""Token ids of a model of images: of the class, a row of its embedding; of a patch; and of a patch
+that the model does not see."""
 MOST_LAYERS = 10_000
 """More are a typo, and too many to assign to stages one by one."""
 
@@ -191,8 +194,13 @@ class ModelConfig:
 
     @property
     def num_outputs(self) -> int:
-        """Number of logits of a token: labels, or token ids."""
-        return len(self.labels) or self.vocab_size
+        """Outputs of the head for a token: labels, values of a patch, or token ids."""
+        return len(self.labels) or self.patch_values or self.vocab_size
+
+    @property
+    def predicts_tokens(self) -> bool:
+        """Whether the head is over the vocabulary, and not of labels or values of patches."""
+        return not self.labels and not self.image_size
 
     @property
     def patch_values(self) -> int:

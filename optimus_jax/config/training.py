@@ -194,6 +194,28 @@ class MaskingConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PatchMaskingConfig:
+    """Which patches of an image a model restores (task=mim)."""
+
+    share: float = 0.6
+    """Share of an image that is hidden, as in SimMIM (arXiv:2111.09886)."""
+    square: int = 1
+    """Patches of a side of the squares that are hidden together. SimMIM hides 32 x 32 pixels: 2 of
+    16 pixels."""
+
+    def __post_init__(self) -> None:
+        check_positive(self, "square")
+        if not 0 < self.share <= 1:
+            raise ConfigError(
+                explain(
+                    "patch_masking.share is the share of an image to restore",
+                    given=self.share,
+                    do="choose 0 < share <= 1",
+                )
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
 class AugmentationConfig:
     """How images differ each time that they are learnt from; evaluations see them as they are."""
 

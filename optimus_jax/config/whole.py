@@ -24,6 +24,7 @@ from optimus_jax.config.training import (
     LogConfig,
     MaskingConfig,
     OptimizerConfig,
+    PatchMaskingConfig,
     PreferenceConfig,
 )
 from optimus_jax.errors import ConfigError, counted, explain
@@ -50,6 +51,7 @@ class Config:
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     preference: PreferenceConfig = field(default_factory=PreferenceConfig)
     masking: MaskingConfig = field(default_factory=MaskingConfig)
+    patch_masking: PatchMaskingConfig = field(default_factory=PatchMaskingConfig)
     augmentation: AugmentationConfig = field(default_factory=AugmentationConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
@@ -67,9 +69,10 @@ class Config:
     task: str | None = None
     """What is learnt: next_token, cross-entropy of every next token; mlm, of masked tokens;
     classification, a label of each text; token_classification, of each word; question_answering,
-    the part of a text that answers a question; image_classification, a label of each image; or dpo,
-    which of two continuations is preferred (needs adapters). None: mlm for encoders, such as BERT,
-    image_classification for models of images, next_token for others."""
+    the part of a text that answers a question; image_classification, a label of each image; mim,
+    the pixels of hidden patches; or dpo, which of two continuations is preferred (needs adapters).
+    None: mlm for encoders, such as BERT, image_classification for models of images, next_token for
+    others."""
     seed: int = 0
     """Seed of initial weights, data order and dropout; below 2^31."""
     init_from: str | None = None

@@ -210,7 +210,7 @@ class _SourceLoader:
             sources,
             model,
             image_field=config.image_field,
-            label_field=config.label_field or "label",
+            label_field=(config.label_field or "label") if self.kind == "images" else None,
             labels=self.labels,
         )
         train, held_out = whole.split(config.eval_fraction)
@@ -220,8 +220,9 @@ class _SourceLoader:
             held_out=held_out,
             tokenizer=self.tokenizer,
             description=(
-                f"{whole.name}: {len(train.images):,} images of {len(whole.labels)} labels,"
-                f" scaled to {model.image_size} x {model.image_size} pixels;"
+                f"{whole.name}: {len(train.images):,} images"
+                + (f" of {len(whole.labels)} labels," if whole.labels else ",")
+                + f" scaled to {model.image_size} x {model.image_size} pixels;"
                 f" {num_held_out:,} images held out"
             ),
             identity={
@@ -229,7 +230,7 @@ class _SourceLoader:
                 "content": whole.digest,
                 "documents": len(whole.images),
                 "tokenizer": self.tokenizer.digest,
-                "labels": ",".join(whole.labels),
+                **({"labels": ",".join(whole.labels)} if whole.labels else {}),
                 "eos": self.tokenizer.eos,
                 "held_out_by": "documents",
             },

@@ -1,9 +1,10 @@
-"""Images with labels, and the examples that are made of them.
+"""Images, with or without labels, and the examples that are made of them.
 
 A source is a folder with a folder of images for each label, or Parquet and Arrow files with a
 column of images (bytes, or Hugging Face's objects with `bytes`) and one of labels. An example is an
 image: a token for the class, at which the label counts, and one for each patch, row by row. An
-image is scaled to the model's size whatever its own shape is.
+image is scaled to the model's size whatever its own shape is. Without labels any folder will do,
+and no token counts until some of them are hidden (training/masking.py).
 """
 
 import hashlib
@@ -16,6 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from optimus_jax.config import ModelConfig
+from optimus_jax.config.model import CLASS_TOKEN, PATCH_TOKEN
 from optimus_jax.data.batch import HostBatch
 from optimus_jax.data.folders import walk
 from optimus_jax.data.labelled import names_of_labels
@@ -27,8 +29,6 @@ SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
 TABLES = (".parquet", ".arrow", ".feather")
 MOST_PIXELS = 1 << 26
 """Largest image that is decoded: a small file can hold a very large one."""
-CLASS_TOKEN, PATCH_TOKEN = 0, -1
-"""Token ids of the class and of a patch (models/transformer.py)."""
 
 
 class StoredImage(NamedTuple):
@@ -38,7 +38,8 @@ class StoredImage(NamedTuple):
     """Where it is, for messages and for its hash: a path within its folder, or a row of a file."""
     place: Path | bytes
     """Its file, or its bytes."""
-    label: str
+    label: str | None
+    """None: it has none, or none is wanted."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -49,7 +50,7 @@ class Images:
     """Where they come from, for messages."""
     images: Sequence[StoredImage]
     labels: tuple[str, ...]
-    """Names of the labels, in order."""
+    """Names of the labels, in order; empty: images have none."""
     model: ModelConfig
     """Says how large images and their patches are."""
 
@@ -79,9 +80,10 @@ class Images:
         patches = np.zeros((*shape, self.model.patch_values), np.uint8)
         for row, example in enumerate(examples.tolist()):
             image = self.images[example]
-            targets[row, 0] = self.labels.index(image.label)
+            if image.label is not None:
+                targets[row, 0], loss_mask[row, 0] = self.labels.index(image.label), True
             patches[row, 1:] = patches_of(decoded(image, self.model), self.model.patch_size)
-        tokens[:, 0], loss_mask[:, 0] = CLASS_TOKEN, True
+        tokens[:, 0] = CLASS_TOKEN
         return {
             "tokens": tokens,
             "targets": targets,
@@ -98,7 +100,7 @@ class Images:
         for image in self.images:
             place = image.place
             size = len(place) if isinstance(place, bytes) else place.stat().st_size
-            found.update(f"{image.name}\0{image.label}\0{size}\n".encode())
+            found.update(f"{image.name}\0{image.label or ''}\0{size}\n".encode())
         return found.hexdigest()
 
     def split(self, eval_fraction: float) -> "tuple[Images, Images | None]":
@@ -169,13 +171,13 @@ def read_images(
     model: ModelConfig,
     *,
     image_field: str,
-    label_field: str,
+    label_field: str | None,
     labels: tuple[str, ...] = (),
 ) -> Images:
     """The images of folders and tables.
 
     Args:
-      image_field, label_field: columns of tables.
+      image_field, label_field: columns of tables; no label_field: labels are not wanted.
       labels: names of the labels, in order; empty: those that are found.
     Raises:
       DataError: Pillow is missing, a source has no images, or labels that are not among `labels`.
@@ -199,7 +201,10 @@ def read_images(
             )
         )
     found = [image for source in sources for image in _images_in(source, image_field, label_field)]
-    used = {image.label for image in found}
+    name = " ".join(sources)
+    if label_field is None:
+        return Images(name=name, images=found, labels=(), model=model)
+    used = {image.label for image in found if image.label is not None}
     labels = labels or names_of_labels(used)
     if other := sorted(used - {*labels}):
         raise DataError(
@@ -213,14 +218,14 @@ def read_images(
         raise DataError(
             explain(
                 "all images have the same label, so there is nothing to learn",
-                given=f"{' '.join(sources)}: label {', '.join(labels)}",
+                given=f"{name}: label {', '.join(labels)}",
                 do="give a folder with a folder for each label",
             )
         )
-    return Images(name=" ".join(sources), images=found, labels=labels, model=model)
+    return Images(name=name, images=found, labels=labels, model=model)
 
 
-def _images_in(source: str, image_field: str, label_field: str) -> Iterator[StoredImage]:
+def _images_in(source: str, image_field: str, label_field: str | None) -> Iterator[StoredImage]:
     path, is_empty = Path(source), True
     if path.suffix in TABLES:
         for image in _rows_of(path, image_field, label_field):
@@ -230,9 +235,19 @@ def _images_in(source: str, image_field: str, label_field: str) -> Iterator[Stor
         for folder, _, names in walk(path):
             inside = folder.relative_to(path)
             for name in names:
-                if inside.parts and Path(name).suffix.lower() in SUFFIXES:
-                    is_empty = False
-                    yield StoredImage(str(inside / name), folder / name, inside.parts[0])
+                has_label = label_field is None or inside.parts
+                if has_label and Path(name).suffix.lower() in SUFFIXES:
+                    is_empty, label = False, None if label_field is None else inside.parts[0]
+                    yield StoredImage(str(inside / name), folder / name, label)
+    if is_empty and label_field is None:
+        raise DataError(
+            explain(
+                f"{source} holds no images",
+                given=f"files with {', '.join(SUFFIXES)}, or tables with a column {image_field},"
+                " are read",
+                do="give a folder of images",
+            )
+        )
     if is_empty:
         raise DataError(
             explain(
@@ -244,7 +259,7 @@ def _images_in(source: str, image_field: str, label_field: str) -> Iterator[Stor
         )
 
 
-def _rows_of(path: Path, image_field: str, label_field: str) -> Iterator[StoredImage]:
+def _rows_of(path: Path, image_field: str, label_field: str | None) -> Iterator[StoredImage]:
     try:
         import pyarrow.dataset
     except ImportError as error:
@@ -258,17 +273,22 @@ def _rows_of(path: Path, image_field: str, label_field: str) -> Iterator[StoredI
     kind = "parquet" if path.suffix == ".parquet" else "ipc"
     try:
         table = pyarrow.dataset.dataset(path, format=kind)
-        columns = [name for name in (image_field, label_field) if name in table.schema.names]
-        if len(columns) < 2:
+        columns = [image_field, *([] if label_field is None else [label_field])]
+        if not {*columns} <= {*table.schema.names}:
             return
         number = 0
         for batch in table.to_batches(columns=columns):
-            images, labels = (batch.column(name).to_pylist() for name in columns)
-            for image, label in zip(images, labels, strict=True):
+            images, *rest = (batch.column(name).to_pylist() for name in columns)
+            for image, label in zip(images, *(rest or [[None] * len(images)]), strict=True):
                 data: Any = image.get("bytes") if isinstance(image, dict) else image
                 number += 1
-                if isinstance(data, bytes) and isinstance(label, int | str):
-                    yield StoredImage(f"{path.name}, row {number}", data, str(label))
+                name = f"{path.name}, row {number}"
+                if not isinstance(data, bytes):
+                    continue
+                if label_field is None:
+                    yield StoredImage(name, data, None)
+                elif isinstance(label, int | str):
+                    yield StoredImage(name, data, str(label))
     except (OSError, ValueError) as error:
         raise DataError(
             explain("a table of images cannot be read", given=f"{path}: {error}", do="replace it")

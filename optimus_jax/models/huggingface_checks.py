@@ -10,7 +10,7 @@ import numpy as np
 
 from optimus_jax.config import ModelConfig
 from optimus_jax.errors import CheckpointError, counted, explain
-from optimus_jax.models.huggingface_formats import VOCABULARY_HEAD, format_of
+from optimus_jax.models.huggingface_formats import HEAD_LEAVES, format_of
 from optimus_jax.models.huggingface_tensors import Tensor, TensorLike, tensor_shapes
 
 FLOAT_DTYPES = ("float64", "float32", "float16", "bfloat16")
@@ -64,7 +64,7 @@ def model_tensors(
     }
     of_head = {
         name
-        for leaf in VOCABULARY_HEAD
+        for leaf in HEAD_LEAVES
         for name in hf_format.tensors.get(leaf, "").split()
         if not needs_head and not config.labels
     }

@@ -136,6 +136,21 @@ WINDOW = FeatureKeys(
 """A window of all layers."""
 
 
+def _read_pixels(hf: HfConfig) -> dict[str, Any]:
+    """Nothing: a token of a patch restores that patch, unless `encoder_stride` says otherwise."""
+    restores = any(
+        name.endswith("ForMaskedImageModeling") for name in hf.get("architectures") or ()
+    )
+    stride, patch_size = hf.get("encoder_stride", 16), hf.get("patch_size", 16)
+    if restores and stride != patch_size:
+        raise not_supported("encoder_stride", stride, (patch_size,))
+    return {}
+
+
+PIXELS = FeatureKeys(_read_pixels, lambda config: {"encoder_stride": config.patch_size})
+"""How many pixels of a side a token of an image restores."""
+
+
 def _read_phi3(hf: HfConfig) -> dict[str, Any]:
     share = hf.get("partial_rotary_factor")
     share = (hf.get("rope_parameters") or {}).get("partial_rotary_factor", share)

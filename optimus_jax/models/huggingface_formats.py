@@ -9,15 +9,18 @@ from optimus_jax.errors import ConfigError, explain, nearest
 from optimus_jax.models import huggingface_features as features
 from optimus_jax.models.huggingface_features import FeatureKeys
 
-VOCABULARY_HEAD = (
+HEAD_LEAVES = (
     "head/table",
     "head_bias",
     "table_out",
     "transform_bias",
     "transform_norm/scale",
     "transform_norm/bias",
+    "label_table",
+    "hidden_patch",
 )
-"""Leaves of a head over the vocabulary."""
+"""Leaves of heads, and what stands for a hidden patch, which is used beside the head of patches
+only."""
 HEAD, HEAD_BIAS = "lm_head.weight", "lm_head.bias"
 """The head of classes for the next token."""
 
@@ -94,7 +97,7 @@ class HuggingFaceFormat:
 
     def with_label_head(self, head: LabelHead) -> "HuggingFaceFormat":
         """The format of the same models with a head of labels."""
-        body = {ours: name for ours, name in self.tensors.items() if ours not in VOCABULARY_HEAD}
+        body = {ours: name for ours, name in self.tensors.items() if ours not in HEAD_LEAVES}
         return replace(
             self,
             architecture=head.architecture,
@@ -301,6 +304,8 @@ def _vit_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     size = config.patch_size
     return {
         "embeddings.cls_token": (1, 1, config.embed_dim),
+        "embeddings.mask_token": (1, 1, config.embed_dim),
+        "decoder.0.weight": (config.patch_values, config.embed_dim, 1, 1),
         "embeddings.position_embeddings": (1, config.max_length, config.embed_dim),
         "embeddings.patch_embeddings.projection.weight": (
             config.embed_dim,
@@ -422,8 +427,8 @@ HUGGING_FACE_FORMATS: dict[str, HuggingFaceFormat] = {
     ),
     "bert": BERT,
     "vit": HuggingFaceFormat(
-        architecture="ViTModel",
-        architectures=("Model",),
+        architecture="ViTForMaskedImageModeling",
+        architectures=("ForMaskedImageModeling", "Model"),
         sizes={
             "num_layers": "num_hidden_layers",
             "embed_dim": "hidden_size",
@@ -441,12 +446,16 @@ HUGGING_FACE_FORMATS: dict[str, HuggingFaceFormat] = {
             "patch_size": 16,
             "num_channels": 3,
         },
+        features=(features.PIXELS,),
         fixed={"vocab_size": 1, "tied": False},
         file_shapes=_vit_shapes,
         only={"hidden_act": ("gelu",), "qkv_bias": (True,)},
         prefix="vit.",
-        head_prefix="classifier.",
+        head_prefix="decoder.",
         tensors={
+            "label_table": "decoder.0.weight",
+            "head_bias": "decoder.0.bias",
+            "hidden_patch": "embeddings.mask_token",
             "embedding/table": "embeddings.cls_token",
             "positions": "embeddings.position_embeddings",
             "patches": "embeddings.patch_embeddings.projection.weight",

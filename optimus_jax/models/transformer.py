@@ -20,6 +20,7 @@ from flax import nnx
 from jax import Array, lax
 
 from optimus_jax.config import ModelConfig
+from optimus_jax.config.model import HIDDEN_PATCH, PATCH_TOKEN
 from optimus_jax.config.tuning import ParameterGroup
 from optimus_jax.mesh.axes import EMBED, LABELS, LAYERS, NORM, PATCH, POSITIONS, TABLE, VOCAB
 from optimus_jax.mesh.collectives import Collectives
@@ -55,11 +56,6 @@ def windowed_layers(config: ModelConfig) -> Array | bool:
     """Whether layers have a window: of all alike, or bool [layers] where they differ."""
     windowed = np.array(has_window(config))
     return jnp.asarray(windowed) if windowed.any() and not windowed.all() else bool(windowed.any())
-
-
-PATCH_TOKEN = -1
-"""The token id of a patch. Others of a model of images are rows of its table: 0 the class, 1 a
-patch that is hidden."""
 
 
 class Decoder(nnx.Module):
@@ -113,6 +109,11 @@ class Decoder(nnx.Module):
             if config.image_size
             else None
         )
+        self.hidden_patch = nnx.data(
+            constant(0.0, (config.embed_dim,), (NORM,), "bias", "embedding")
+            if config.image_size and not config.labels
+            else None
+        )
 
         def projection(width: int, role: Role, group: ParameterGroup) -> nnx.Param:
             """Between the residual stream and another width."""
@@ -135,12 +136,15 @@ class Decoder(nnx.Module):
         keys = jax.random.split(rngs.params(), config.num_layers)
         self.layers = stack(keys if slots is None else keys[np.maximum(slots, 0)])
         self.final_norm = norm(config.embed_dim, exists=features.final_norm)
-        is_own, shape = not (config.labels or config.tied), (len(config.labels), config.embed_dim)
+        is_own, shape = (
+            config.predicts_tokens and not config.tied,
+            (config.num_outputs, config.embed_dim),
+        )
         self.head = nnx.data(table("head", rngs=rngs) if is_own else None)
         self.label_table = nnx.data(
-            normal(rngs, shape, (LABELS, EMBED), config.init_std, "table", "head")
-            if config.labels
-            else None
+            None
+            if config.predicts_tokens
+            else normal(rngs, shape, (LABELS, EMBED), config.init_std, "table", "head")
         )
         transform = head_transform_of(config)
         self.table_out = nnx.data(
@@ -157,11 +161,11 @@ class Decoder(nnx.Module):
 
     def _head_bias(self, vocab_rows: int) -> nnx.Param | None:
         """The head's bias: that of labels as the classes of transformers have it, for encoders."""
-        features, labels = features_of(self.config), self.config.labels
-        if labels:
-            rows, dim, exists = len(labels), LABELS, not features.causal
-        else:
+        features = features_of(self.config)
+        if self.config.predicts_tokens:
             rows, dim, exists = vocab_rows, VOCAB, bool(features.head_bias)
+        else:
+            rows, dim, exists = self.config.num_outputs, LABELS, not features.causal
         return constant(0.0, (rows,), (dim,), "bias", "head") if exists else None
 
     def embed(
@@ -176,7 +180,7 @@ class Decoder(nnx.Module):
 
         Args:
           types_BL: types of the tokens; None: all are 0.
-          patches_BLP: values of the patches of an image, in the place of tokens that are
+          patches_BLP: values of the patches of an image, seen in the place of tokens that are
             PATCH_TOKEN; None: the model reads text.
         """
         has_patches = self.patches is not None
@@ -203,8 +207,13 @@ class Decoder(nnx.Module):
         assert self.patches is not None
         patches_BLP = comm.local_tokens(patches_BLP).astype(dtype)
         seen_BLD = add_bias(project_back(patches_BLP, self.patches[...], dtype), self.patch_bias)
-        is_patch_BL = comm.local_tokens(tokens_BL) == PATCH_TOKEN
-        return jnp.where(is_patch_BL[..., None], seen_BLD.astype(x_BLD.dtype), x_BLD)
+        tokens_BL = comm.local_tokens(tokens_BL)
+        is_patch_BL = tokens_BL == PATCH_TOKEN
+        x_BLD = jnp.where(is_patch_BL[..., None], seen_BLD.astype(x_BLD.dtype), x_BLD)
+        if self.hidden_patch is None:
+            return x_BLD
+        is_hidden_BL = tokens_BL == HIDDEN_PATCH
+        return jnp.where(is_hidden_BL[..., None], self.hidden_patch[...].astype(x_BLD.dtype), x_BLD)
 
     def _with_positions(
         self, x_BLE: Array, positions_BL: Array, types_BL: Array | None, run: ForwardContext
@@ -405,21 +414,23 @@ class Decoder(nnx.Module):
         return Head(
             matrix_VE=((self.head or self.embedding).table if own is None else own)[...],
             bias_V=None if self.head_bias is None else self.head_bias[...],
-            softcap=0.0 if self.config.labels else features_of(self.config).head_softcap or 0.0,
+            softcap=features_of(self.config).head_softcap or 0.0
+            if self.config.predicts_tokens
+            else 0.0,
         )
 
     def logits(self, hidden_BLE: Array, run: ForwardContext) -> Array:
         """Logits, float32 [B, L, V], of all tokens and this device's part of the vocabulary, -inf
-        for padding; or of the tokens that it is given and all labels.
+        for padding; or of the tokens that it is given and all labels or values of a patch.
         """
         head, dtype = self.output_head, run.comm.dtype
-        if not self.config.labels:
+        if self.config.predicts_tokens:
             hidden_BLE = run.comm.fan_out(hidden_BLE, VOCAB)
         operands = hidden_BLE.astype(dtype), head.matrix_VE.astype(dtype)
         logits = head.finished(
             jnp.einsum("ble,ve->blv", *operands, preferred_element_type=jnp.float32)
         )
-        if self.config.labels:
+        if not self.config.predicts_tokens:
             return logits
         ids = run.comm.offset(logits.shape[-1], VOCAB) + jnp.arange(logits.shape[-1])
         return jnp.where(ids < self.config.vocab_size, logits, -jnp.inf)

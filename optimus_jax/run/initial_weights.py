@@ -220,7 +220,7 @@ def check_initial_model(config: Config, named: Collection[str] = ()) -> None:
         model = replace(model, vocab_size=max(vocab_size, model.vocab_size))  # tokens are added
     _check_model(model, config, str(source), named)
     if isinstance(source, PublishedSource) and isinstance(source.place, Path):
-        open_model(source.place, needs_head=task_of(config).labelled is None)
+        open_model(source.place, needs_head=task_of(config).predicts_tokens)
 
 
 def _say_what_is_compared(program: Program, source: str, say: Callable[[str], object]) -> None:

@@ -29,7 +29,7 @@ def with_mask_token(config: Config, tokenizer: Tokenizer) -> Config:
 
     Raises ConfigError if the tokenizer has none, and uses all ids of the model.
     """
-    if task_of(config).corrupt is None or config.masking.token is not None:
+    if not task_of(config).masks_tokens or config.masking.token is not None:
         return config
     token = config.mask_token if tokenizer.mask is None else tokenizer.mask
     if tokenizer.mask is None and token < tokenizer.vocab_size:
@@ -181,7 +181,7 @@ class Inputs:
     @property
     def _begins_word(self) -> WordMarker | None:
         """What marks words, if the task masks whole ones."""
-        is_wanted = task_of(self.config).corrupt is not None and self.config.masking.whole_words
+        is_wanted = task_of(self.config).masks_tokens and self.config.masking.whole_words
         return self.data.tokenizer.begins_word if is_wanted else None
 
     def probe(self, program: Program) -> Any:

@@ -3,11 +3,10 @@ begins anew (`retuned_params`).
 """
 
 from optimus_jax.config import ModelConfig
-from optimus_jax.models.huggingface_formats import VOCABULARY_HEAD
+from optimus_jax.models.huggingface_formats import HEAD_LEAVES
 from optimus_jax.models.shapes import Params
 
-_PARTS = {path.partition("/")[0] for path in (*VOCABULARY_HEAD, "label_table")}
-"""What a head may have of a model's parameters."""
+_PARTS = {path.partition("/")[0] for path in HEAD_LEAVES}
 
 
 def needs_new_head(source: ModelConfig, model: ModelConfig) -> bool:

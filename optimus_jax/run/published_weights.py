@@ -32,7 +32,7 @@ from optimus_jax.models.huggingface_checks import check_tied_head, model_tensors
 from optimus_jax.models.huggingface_tensors import LeafSource, TensorLike, leaf_sources
 from optimus_jax.models.shapes import ModelShapes, Params
 from optimus_jax.run.byte_progress import byte_progress
-from optimus_jax.run.new_head import needs_new_head, without_head
+from optimus_jax.run.new_head import without_head
 from optimus_jax.training.state import TrainState
 from optimus_jax.training.step import Program
 from optimus_jax.weights.directory import open_model
@@ -60,7 +60,7 @@ class PublishedWeights:
         """
         with all_or_none():
             directory = self.source.fetched()
-            model = open_model(directory, needs_head=not program.config.model.labels)
+            model = open_model(directory, needs_head=program.config.model.predicts_tokens)
             if is_writer():
                 model.check_tied_head()
         name = self.source.exact(directory)
@@ -68,14 +68,15 @@ class PublishedWeights:
         shapes = program.shapes.base
         stored = replace(shapes, config=model.config)  # perhaps with fewer tokens
         target, tensors = _base_target(program), model.tensors
-        if needs_new_head(model.config, shapes.config):
+        if not (shapes.config.predicts_tokens or model.config.labels):
             vocab_size, tensors = model.config.vocab_size, {**tensors, **model.others}
             stored = replace(shapes, config=replace(shapes.config, vocab_size=vocab_size))
             sources = leaf_sources(stored)
             found = {path for path in sources if {*sources[path].tensor_names} <= tensors.keys()}
             missing = sorted(target.keys() - without_head(target).keys() - found)
             target = {part: leaves for part, leaves in target.items() if part not in missing}
-            say(f"parts of the head that {name} does not have begin anew: {', '.join(missing)}")
+            if missing:
+                say(f"parts of the head that {name} does not have begin anew: {', '.join(missing)}")
         with all_or_none():
             params = read_params(tensors, stored, target)
         if (added := shapes.config.vocab_size - model.config.vocab_size) > 0:

@@ -21,7 +21,15 @@ from optimus_jax.run_directory.run_data import NOT_COMPARABLE
 NAMES_ONLY = ("model.name", *KNOWN_BY_CONTENT)
 """Names and paths, which are not compared. Data and tokenizer are compared by content
 (run/first_state.py)."""
-CHANGEABLE = ("optimizer.", "precision.", "preference.", "masking.", "augmentation.", "evaluation.")
+CHANGEABLE = (
+    "optimizer.",
+    "precision.",
+    "preference.",
+    "masking.",
+    "patch_masking.",
+    "augmentation.",
+    "evaluation.",
+)
 """Sections that affect the computation but may change on resume; changes are reported."""
 
 NOT_IN_WEIGHTS = ("model.dropout", "model.init_std", *setting_names(Tuning, "model.tuning."))

@@ -31,6 +31,7 @@ _LABELLED: Mapping[str, Labelled] = {
     "answers": "span",
     "images": "sequence",
 }
+_IMAGES: tuple[ExampleKind, ...] = "images", "unlabelled_images"
 TYPES = "types"
 """Array with the type of every token, of tasks that have types."""
 PATCHES = "patches"
@@ -106,8 +107,23 @@ class Task:
         return self.reads == "documents"
 
     @property
+    def reads_images(self) -> bool:
+        """Whether its examples are images."""
+        return self.reads in _IMAGES
+
+    @property
+    def predicts_tokens(self) -> bool:
+        """`ModelConfig.predicts_tokens` of its models."""
+        return self.labelled is None and not self.reads_images
+
+    @property
+    def masks_tokens(self) -> bool:
+        """Whether it hides tokens of a text."""
+        return self.corrupt is not None and not self.reads_images
+
+    @property
     def labelled(self) -> Labelled | None:
-        """`ModelConfig.labelled` of its models; None: their head is over the vocabulary."""
+        """`ModelConfig.labelled` of its models; None: they have no labels."""
         return _LABELLED.get(self.reads)
 
     @property
@@ -150,14 +166,13 @@ class Task:
 
 def embedded(model: Decoder, rows: Batch, run: ForwardContext) -> Array:
     """The residual stream before the first layer, [B, L, D]."""
-    return model.embed(
-        rows["tokens"], rows["positions"], run, rows.get(TYPES), _scaled(rows.get(PATCHES))
-    )
+    patches_BLP = scaled(rows[PATCHES]) if PATCHES in rows else None
+    return model.embed(rows["tokens"], rows["positions"], run, rows.get(TYPES), patches_BLP)
 
 
-def _scaled(patches_BLP: Array | None) -> Array | None:
-    """Values of pixels from -1 to 1, of bytes."""
-    return None if patches_BLP is None else patches_BLP.astype("float32") / 127.5 - 1.0
+def scaled(patches_BLP: Array) -> Array:
+    """Values of pixels from -1 to 1, float32, of bytes."""
+    return patches_BLP.astype("float32") / 127.5 - 1.0
 
 
 RESERVED_NAMES = frozenset(

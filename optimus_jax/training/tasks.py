@@ -24,6 +24,7 @@ from optimus_jax.training.label_loss import (
 )
 from optimus_jax.training.loss import cross_entropy
 from optimus_jax.training.masking import MASKED_ARRAYS, with_masked_tokens, with_words
+from optimus_jax.training.patch_masking import patch_loss, with_hidden_patches
 from optimus_jax.training.preference import count_pairs, preference_loss
 from optimus_jax.training.task import Batch, LossInputs, Task, TaskSums
 
@@ -93,6 +94,16 @@ TASKS: dict[str, Task] = {
         is_causal=False,
         augment=augmented,
     ),
+    "mim": Task(
+        loss=patch_loss,
+        count=_count_tokens,
+        term="hidden patch",
+        arrays=IMAGE_ARRAYS,
+        reads="unlabelled_images",
+        is_causal=False,
+        augment=augmented,
+        corrupt=with_hidden_patches,
+    ),
     "dpo": Task(
         loss=preference_loss,
         count=count_pairs,
@@ -105,7 +116,12 @@ TASKS: dict[str, Task] = {
 """By the value of the setting `task`."""
 SECTIONS: dict[str, tuple[str, Callable[[Task], bool]]] = {
     "preference.": ("preference pairs", lambda task: task.reads == "pairs"),
-    "masking.": ("masked tokens", lambda task: task.corrupt is not None),
+    "masking.": ("masked tokens", lambda task: task.masks_tokens),
+    "patch_masking.": (
+        "hidden patches",
+        lambda task: task.reads_images and task.corrupt is not None,
+    ),
+    "augmentation.": ("images", lambda task: task.augment is not None),
 }
 """Sections of settings that only some tasks use: what they are of, and which tasks those are."""
 
@@ -175,8 +191,8 @@ def check_task(config: Config, named: Collection[str] = ()) -> None:
                 do=f"use --set task={' or '.join(others)}, or another model",
             )
         )
-    if (task.reads == "images") != bool(config.model.image_size):
-        wanted = "images" if task.reads == "images" else "text"
+    if task.reads_images != bool(config.model.image_size):
+        wanted = "images" if task.reads_images else "text"
         raise ConfigError(
             explain(
                 f"task {name} needs a model that reads {wanted}",
@@ -192,7 +208,7 @@ def check_task(config: Config, named: Collection[str] = ()) -> None:
                 do="leave --seq-len out",
             )
         )
-    if task.corrupt is not None and config.mask_token >= config.model.vocab_size:
+    if task.masks_tokens and config.mask_token >= config.model.vocab_size:
         raise ConfigError(
             explain(
                 "the model does not have the mask token",
@@ -204,7 +220,7 @@ def check_task(config: Config, named: Collection[str] = ()) -> None:
     if config.model.labels and task.labelled != config.model.labelled:
         raise ConfigError(
             explain(
-                f"task {name} needs a head over the vocabulary"
+                f"task {name} needs a head without labels"
                 if task.labelled is None
                 else f"task {name} needs a label of each {task.labelled}",
                 given=f"model.labels={','.join(config.model.labels)},"

@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 
 from optimus_jax.config import DataConfig
+from optimus_jax.config.model import CLASS_TOKEN, PATCH_TOKEN
 from optimus_jax.config.presets import model_preset
 from optimus_jax.data.dataset import load_data
-from optimus_jax.data.images import CLASS_TOKEN, PATCH_TOKEN, patches_of
+from optimus_jax.data.images import patches_of
 from optimus_jax.errors import DataError
 
 MODEL = model_preset("vit-nano")
@@ -37,15 +38,14 @@ def folder(tmp_path):
 
 
 def load(*sources, **more):
-    arguments = {name: more.pop(name) for name in ("labels",) if name in more}
+    arguments = {name: more.pop(name) for name in ("labels", "kind") if name in more}
     return load_data(
         DataConfig(**{"sources": tuple(map(str, sources)), "eval_fraction": 0.0, **more}),
         seq_len=MODEL.max_length,
         vocab_size=MODEL.vocab_size,
         model_name=MODEL.name,
-        kind="images",
         images_for=MODEL,
-        **arguments,
+        **{"kind": "images", **arguments},
     )
 
 
@@ -118,6 +118,18 @@ def test_held_out_images_depend_on_their_names_alone(folder):
     (folder / "dog" / "9.png").write_bytes(encoded(9))
     again = {image.name for image in load(folder, eval_fraction=0.4).held_out.images}
     assert held_out - again == set() or len(held_out) == 1
+
+
+def test_images_without_labels_are_read_from_any_folder(folder, tmp_path):
+    (tmp_path / "images" / "5.png").write_bytes(encoded(5))
+    data = load(folder, kind="unlabelled_images")
+    assert (data.labels, len(data.train.images)) == ((), 6)
+    assert "6 images, scaled to 8 x 8 pixels" in data.description
+    batch = cut(data, 0)
+    assert not batch["loss_mask"].any()
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(DataError, match="holds no images\n"):
+        load(tmp_path / "empty", kind="unlabelled_images")
 
 
 def test_folders_without_labels_are_refused(tmp_path):

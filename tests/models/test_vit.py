@@ -1,5 +1,6 @@
 """Vision transformers equal Hugging Face's, on one device, on a mesh and in stages."""
 
+from dataclasses import replace
 from functools import cache, partial
 from types import SimpleNamespace
 
@@ -21,11 +22,14 @@ from test_huggingface import (
     state_of,
 )
 
-from optimus_jax.data.images import CLASS_TOKEN, PATCH_TOKEN, patches_of
+from optimus_jax.config.model import CLASS_TOKEN, HIDDEN_PATCH, PATCH_TOKEN
+from optimus_jax.data.images import patches_of
 from optimus_jax.mesh.sharding import put_batch
 from optimus_jax.models.huggingface import config_from_huggingface, from_huggingface, to_huggingface
 from optimus_jax.models.huggingface_config import config_to_huggingface
+from optimus_jax.training.tasks import TASKS
 
+CLASSIFIER, RESTORER = "ViTForImageClassification", "ViTForMaskedImageModeling"
 LABELS = {0: "cat", 1: "dog", 2: "fish"}
 SMALL = {
     "hidden_size": 48,
@@ -43,25 +47,37 @@ CASES = {
 
 
 @cache
-def reference(case: str) -> SimpleNamespace:
-    """The model in PyTorch: weights, and of `rows_for` the logits, the loss and its gradients."""
+def reference(case: str, name: str = CLASSIFIER) -> SimpleNamespace:
+    """The model in PyTorch: weights, and of `rows_for` the logits, or the values of patches, the
+    loss and its gradients.
+    """
     torch, transformers = libraries()
     torch.manual_seed(0)
-    config = transformers.ViTConfig(**CASES[case], id2label=LABELS, attn_implementation="eager")
-    model = transformers.ViTForImageClassification(config).eval()
-    config.architectures = ["ViTForImageClassification"]
+    sizes = CASES[case]
+    config = transformers.ViTConfig(
+        **sizes,
+        encoder_stride=sizes["patch_size"],
+        attn_implementation="eager",
+        **({"id2label": LABELS} if name == CLASSIFIER else {}),
+    )
+    model = getattr(transformers, name)(config).eval()
+    config.architectures = [name]
     for weight in model.parameters():
         weight.data = 0.2 * torch.randn_like(weight) + (weight.data if weight.ndim == 1 else 0)
     pixels, labels = images_for(case)
     scaled = torch.tensor(pixels.astype(np.float32) / 127.5 - 1)
-    found = model(scaled).logits
-    loss = torch.nn.functional.cross_entropy(found, torch.tensor(labels, dtype=torch.long))
+    if name == CLASSIFIER:
+        logits = model(scaled).logits
+        loss = torch.nn.functional.cross_entropy(logits, torch.tensor(labels, dtype=torch.long))
+    else:
+        found = model(scaled, bool_masked_pos=torch.tensor(hidden_for(case)))
+        loss, logits = found.loss, found.reconstruction
     loss.backward()
     names = file_names(model)
     return SimpleNamespace(
         config=config.to_dict(),
         state_dict={names[key]: tensor.numpy() for key, tensor in model.state_dict().items()},
-        logits=found.detach().numpy(),
+        logits=logits.detach().numpy(),
         loss=loss.item(),
         gradients={names[key]: weight.grad.numpy() for key, weight in model.named_parameters()},
     )
@@ -93,6 +109,12 @@ def images_for(case: str) -> tuple[np.ndarray, np.ndarray]:
     shape = (GLOBAL_BATCH, sizes.get("num_channels", 3), sizes["image_size"], sizes["image_size"])
     pixels = rng.integers(0, 256, shape, dtype=np.uint8)
     return pixels, rng.integers(0, len(LABELS), GLOBAL_BATCH, dtype=np.int32)
+
+
+def hidden_for(case: str) -> np.ndarray:
+    """Which patches are hidden, bool [B, patches]."""
+    patches = (CASES[case]["image_size"] // CASES[case]["patch_size"]) ** 2
+    return np.random.default_rng(1).random((GLOBAL_BATCH, patches)) < 0.6
 
 
 def rows_for(case: str) -> dict[str, np.ndarray]:
@@ -141,9 +163,33 @@ def test_logits_loss_and_gradients_equal_huggingface(case, axes):
     assert {leaf: value for leaf, value in off.items() if not value < GRADIENT_RTOL} == {}
 
 
+@pytest.mark.parametrize("axes", [ONE_DEVICE, SHARDED, STAGES], ids=str)
+def test_restored_patches_equal_huggingface(axes, monkeypatch):
+    monkeypatch.setitem(TASKS, "mim", replace(TASKS["mim"], corrupt=None))
+    case = "three channels"
+    theirs, hidden = reference(case, RESTORER), np.pad(hidden_for(case), ((0, 0), (1, 0)))
+    model = config_from_huggingface(theirs.config)
+    assert not model.labels
+    program = program_for(model, axes, seq_len=model.max_length, task="mim")
+    vocab_rows = program.shapes.vocab_rows
+    state = state_of(program, from_huggingface(theirs.state_dict, model, vocab_rows))
+    rows = rows_for(case)
+    rows |= {"tokens": np.where(hidden, HIDDEN_PATCH, rows["tokens"]), "loss_mask": hidden}
+    rows = put_batch(rows, program.batch_sharding, GLOBAL_BATCH)
+    if axes is ONE_DEVICE:
+        found = np.asarray(run(jax.jit(partial(logits, program)), state.params, rows))
+        expected = np.stack([patches_of(image, model.patch_size) for image in theirs.logits])
+        assert np.abs(found[:, 1:] - expected).max() < LOGITS_ATOL
+    state, metrics = run(program.train_step, state, rows)
+    off = differences(state.opt_state[0].mu, from_huggingface(theirs.gradients, model, vocab_rows))
+    assert float(metrics["loss"]) == pytest.approx(theirs.loss, rel=1e-5)
+    assert {leaf: value for leaf, value in off.items() if not value < GRADIENT_RTOL} == {}
+
+
+@pytest.mark.parametrize("name", [CLASSIFIER, RESTORER])
 @pytest.mark.parametrize("case", CASES)
-def test_exported_weights_and_config_are_theirs(case):
-    theirs = reference(case)
+def test_exported_weights_and_config_are_theirs(case, name):
+    theirs = reference(case, name)
     model = config_from_huggingface(theirs.config)
     assert config_from_huggingface(config_to_huggingface(model)) == model
     ours = to_huggingface(from_huggingface(theirs.state_dict, model, model.vocab_size + 3), model)

@@ -97,6 +97,33 @@ def test_a_published_model_is_read_and_written(digits, tmp_path):
     assert "pipeline_tag: image-classification" in (tmp_path / "ours" / "README.md").read_text()
 
 
+def test_a_model_that_restores_patches_lends_its_body_to_a_classifier(digits, tmp_path, capsys):
+    libraries()
+    options = {"data": str(digits), "mesh": "data=2,fsdp=2,tensor=2", "eval_every": 0, **TINY}
+    found = optimus_jax.train(
+        "vit-nano", task="mim", steps=30, run_dir=tmp_path / "restored", **options
+    )
+    losses = [record.loss for record in found.history]
+    assert np.mean(losses[-5:]) < 0.7 * np.mean(losses[:2])
+    optimus_jax.export(tmp_path / "restored", tmp_path / "exported")
+    _, transformers = libraries()
+    transformers.AutoModelForMaskedImageModeling.from_pretrained(tmp_path / "exported")
+    for source in ("restored", "exported"):
+        begun = optimus_jax.train(
+            init_from=str(tmp_path / source),
+            steps=1,
+            run_dir=tmp_path / f"from-{source}",
+            **options | {"lr": 1e-12, "progress": "plain"},
+            task="image_classification",
+        )
+        assert "anew" in "".join(capsys.readouterr())
+        ours, theirs = begun.state.params, found.state.params
+        assert "hidden_patch" not in ours
+        np.testing.assert_allclose(
+            np.asarray(ours["patches"]), np.asarray(theirs["patches"]), atol=1e-9
+        )
+
+
 def test_what_a_model_of_images_cannot_do_is_said(digits, tmp_path):
     options = {"data": str(digits), "mesh": "data=8", "steps": 1, "run_dir": tmp_path / "run"}
     with pytest.raises(ConfigError, match="as many tokens as the model has positions"):
