@@ -220,7 +220,8 @@ def check_task(config: Config, named: Collection[str] = ()) -> None:
     if config.model.labels and task.labelled != config.model.labelled:
         raise ConfigError(
             explain(
-                f"task {name} needs a head without labels"
+                f"task {name} needs a head"
+                f" over {'the vocabulary' if task.predicts_tokens else 'the values of patches'}"
                 if task.labelled is None
                 else f"task {name} needs a label of each {task.labelled}",
                 given=f"model.labels={','.join(config.model.labels)},"
