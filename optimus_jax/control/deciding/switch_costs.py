@@ -118,12 +118,15 @@ class CostModel:
           switch_method, old, plan, pricing: as in `expected_s`.
           delay_s: measured delay, without the extra time of the first steps.
           compile_tax_s: what compiling took from the steps beside it; None: nothing was compiled.
+            A restart compiles beside none, and says nothing of it.
         """
         if 0 <= delay_s < math.inf:
             prior_s = self._prior_s(switch_method, old, plan, pricing)
             self._seen.setdefault(switch_method, []).append(_log_ratio(delay_s, prior_s))
+        if compile_tax_s is None or self._restarts(switch_method):
+            return
         prior_s = self._costs.compile_tax_s
-        if compile_tax_s is not None and prior_s > 0 and 0 <= compile_tax_s < math.inf:
+        if prior_s > 0 and 0 <= compile_tax_s < math.inf:
             self._taxed.append(_log_ratio(compile_tax_s, prior_s))
 
     def learnt(self) -> dict[str, object]:
@@ -165,8 +168,8 @@ class CostModel:
     def _prior_s(
         self, switch_method: SwitchMethod, old: Plan, plan: Plan, pricing: Pricing
     ) -> float:
-        """Expected delay before any switch was measured, without first steps. Of compiling it has
-        what no step runs beside.
+        """Expected delay before any switch was measured, without first steps. That of a restart
+        includes compiling, which others do beside steps.
         """
         costs = self._costs
         if switch_method == "executable":
