@@ -130,6 +130,13 @@ def test_num_params_equals_that_of_the_model_card(name):
     )
 
 
+@pytest.mark.parametrize("name", ["bert-nano", "electra-base-generator", "vit-nano"])
+def test_every_parameter_of_an_encoder_has_a_kind(name):
+    model = model_preset(name)
+    profile = profile_model(model, seq_len=16, precision="f32", kernel="xla")
+    assert profile.num_params == model_shapes(model, model.vocab_size).num_params
+
+
 @pytest.mark.parametrize("name", ["gpt2", "gpt2-xl"])
 def test_model_flops_are_the_published_ones_with_half_the_attention(name):
     """72 B s l h^2 (1 + s/6h + V/12lh), Narayanan et al. 2021: its middle term has no mask."""

@@ -315,6 +315,7 @@ _KIND_OF_PART = {
     "mlp_out_norm": LayerKind.NORMS,
     "patches": LayerKind.EMBEDDING,
     "patch_bias": LayerKind.EMBEDDING,
+    "hidden_patch": LayerKind.EMBEDDING,
     "table_in": LayerKind.EMBEDDING,
     "table_bias": LayerKind.EMBEDDING,
     "table_out": LayerKind.HEAD,
