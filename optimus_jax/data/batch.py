@@ -10,6 +10,8 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
+from optimus_jax.config.model import CLASS_TOKEN, PATCH_TOKEN
+
 HostBatch = dict[str, np.ndarray]
 """Arrays on the host, keyed by the names of `BATCH_ARRAYS`."""
 
@@ -98,7 +100,7 @@ def synthetic_batch(
     draw = np.random.default_rng(seed)
     is_class = np.broadcast_to(np.arange(seq_len) == 0, shape)
     return batch | {
-        "tokens": np.where(is_class, 0, -1).astype(np.int32),
+        "tokens": np.where(is_class, CLASS_TOKEN, PATCH_TOKEN).astype(np.int32),
         "targets": np.zeros(shape, np.int32),
         "loss_mask": is_class.copy(),
         "patches": draw.integers(0, 256, (*shape, patch_values), dtype=np.uint8),

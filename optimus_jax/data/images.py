@@ -4,7 +4,7 @@ A source is a folder with a folder of images for each label, or Parquet and Arro
 column of images (bytes, or Hugging Face's objects with `bytes`) and one of labels. An example is an
 image: a token for the class, at which the label counts, and one for each patch, row by row. An
 image is scaled to the model's size whatever its own shape is. Without labels any folder will do,
-and no token counts until some of them are hidden (training/masking.py).
+and no token counts until some are hidden (training/patch_masking.py).
 """
 
 import hashlib
@@ -147,7 +147,8 @@ def decoded(image: StoredImage, model: ModelConfig) -> np.ndarray:
             mode = {1: "L", 3: "RGB", 4: "RGBA"}[model.num_channels]
             size = (model.image_size, model.image_size)
             pixels = np.asarray(found.convert(mode).resize(size, Image.Resampling.BILINEAR))
-    except (OSError, ValueError, SyntaxError) as error:  # Pillow's for broken PNGs
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+        # Pillow has a SyntaxError for broken PNGs, and refuses still larger images itself.
         raise DataError(
             explain(
                 f"an image cannot be read: {image.name}",

@@ -110,14 +110,27 @@ def test_a_damaged_image_is_named(folder):
         cut(data, 0)
 
 
+def test_too_large_an_image_is_refused(folder, monkeypatch):
+    data = load(folder)
+    monkeypatch.setattr("optimus_jax.data.images.MOST_PIXELS", 63)
+    with pytest.raises(DataError, match=r"8 x 8 pixels, 63 at most"):
+        cut(data, 0)
+    monkeypatch.setattr(pillow, "MAX_IMAGE_PIXELS", 10)
+    with pytest.raises(DataError, match="DecompressionBombError"):
+        cut(data, 0)
+
+
 def test_held_out_images_depend_on_their_names_alone(folder):
+    for number in range(10, 40):
+        (folder / "dog" / f"{number}.png").write_bytes(encoded(number))
     data = load(folder, eval_fraction=0.4)
     held_out = {image.name for image in data.held_out.images}
-    assert held_out
+    assert 5 < len(held_out) < 25
     assert held_out.isdisjoint(image.name for image in data.train.images)
-    (folder / "dog" / "9.png").write_bytes(encoded(9))
+    for number in range(40, 50):
+        (folder / "cat" / f"{number}.png").write_bytes(encoded(number))
     again = {image.name for image in load(folder, eval_fraction=0.4).held_out.images}
-    assert held_out - again == set() or len(held_out) == 1
+    assert {name for name in again if int(name[4:-4]) < 40} == held_out
 
 
 def test_images_without_labels_are_read_from_any_folder(folder, tmp_path):
