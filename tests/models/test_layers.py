@@ -2,16 +2,21 @@
 alone.
 """
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 from helpers import F32_RELATIVE, MATMUL_RELATIVE, relative_error
+from jax.sharding import PartitionSpec
 
 from optimus_jax.mesh.collectives import Collectives
 from optimus_jax.models.layers import Norm, add_bias, constant, dropout, rows_of
+from optimus_jax.models.mlp import ACTIVATIONS, exact_gelu
 from optimus_jax.models.products import project, project_back
+from optimus_jax.models.program_reader import traced_on_device
 
 TOKENS, EMBED = 4096, 8
 
@@ -69,6 +74,38 @@ def test_norms_by_their_definition(kind, by_definition):
     expected = 2 * by_definition(x.astype(np.float64)) + (0.5 if kind == "layer" else 0)
     assert relative_error(np.asarray(norm(jnp.asarray(x))), expected) <= F32_RELATIVE
     assert norm(jnp.asarray(x, jnp.bfloat16)).dtype == jnp.bfloat16
+
+
+def normal_cdf(x):
+    return (1 + np.vectorize(math.erf)(x / math.sqrt(2))) / 2
+
+
+def normal_density(x):
+    return np.exp(-x * x / 2) / math.sqrt(2 * math.pi)
+
+
+def test_exact_gelu_and_its_derivative_by_their_definition():
+    x = np.linspace(-8, 8, 257, dtype=np.float32)
+    value, pull = jax.vjp(exact_gelu, jnp.asarray(x))
+    (slope,) = pull(jnp.ones_like(value))
+    wide = x.astype(np.float64)
+    assert relative_error(np.asarray(value), wide * normal_cdf(wide)) <= F32_RELATIVE
+    by_definition = normal_cdf(wide) + wide * normal_density(wide)
+    assert relative_error(np.asarray(slope), by_definition) <= F32_RELATIVE
+    assert exact_gelu(jnp.ones(2, jnp.bfloat16)).dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_every_activation_is_differentiated_inside_shard_map(name):
+    activate = ACTIVATIONS[name]
+
+    def slope(x):
+        value, pull = jax.vjp(activate, x)
+        return pull(value)
+
+    rows = PartitionSpec("data")
+    traced = traced_on_device(slope, {"data": 2}, (rows,), jnp.ones((2, 3)))
+    assert traced.outvars
 
 
 @pytest.mark.parametrize("columns", [(5,), (2, 5)])
