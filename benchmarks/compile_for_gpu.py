@@ -12,12 +12,14 @@ predicts (`planned`).
 
 import argparse
 import json
+import sys
 
 import jax
 
 from optimus_jax.config import Config, DataConfig
 from optimus_jax.config.axes import AxisSizes
 from optimus_jax.config.presets import model_preset
+from optimus_jax.errors import ConfigError, explain
 from optimus_jax.plan import Plan
 from optimus_jax.planning.ahead_of_time.compile_check import check
 from optimus_jax.planning.cost.cost import hidden_shares
@@ -26,6 +28,7 @@ from optimus_jax.planning.cost.rates import Rates
 from optimus_jax.planning.cost.workload import Workload
 from optimus_jax.planning.profiles.cluster import Cluster
 from optimus_jax.planning.search.assemble import plan_for
+from optimus_jax.run.command_line import run
 
 DEVICES_PER_HOST = 8
 
@@ -35,22 +38,41 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", default="llama3-8b")
+    parser.add_argument("--model", default="llama3-8b", help="a preset (default: llama3-8b)")
     parser.add_argument(
         "--device",
         default="h100",
-        help="an accelerator that optimus_jax/planning/ahead_of_time/targets describes",
+        help="one that optimus_jax/planning/ahead_of_time/targets describes (default: h100)",
     )
-    parser.add_argument("--mesh", default="pipe=4,tensor=2")
-    parser.add_argument("--microbatches", type=int, default=8)
     parser.add_argument(
-        "--rows", type=int, default=1, help="examples of a microbatch on each device"
+        "--mesh", default="pipe=4,tensor=2", help="sizes of axes (default: pipe=4,tensor=2)"
     )
-    parser.add_argument("--seq-len", type=int, default=4096)
+    parser.add_argument("--microbatches", type=int, default=8, help="parts of a step (default: 8)")
     parser.add_argument(
-        "--set", action="append", default=[], metavar="KEY=VALUE", help="any setting"
+        "--rows",
+        type=int,
+        default=1,
+        help="examples of a microbatch on each device (default: 1)",
+    )
+    parser.add_argument(
+        "--seq-len", type=int, default=4096, help="tokens of an example (default: 4096)"
+    )
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="any setting (default: none)",
     )
     args = parser.parse_args()
+    if wrong := [entry for entry in args.set if "=" not in entry]:
+        raise ConfigError(
+            explain(
+                "a setting has no value",
+                given=f"--set {wrong[0]}",
+                do=f"write --set {wrong[0]}=VALUE",
+            )
+        )
     settings = {
         "parallel.microbatches": str(args.microbatches),
         **dict(entry.split("=", 1) for entry in args.set),
@@ -146,4 +168,4 @@ def gib(num_bytes: float) -> float:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run(main))
