@@ -191,7 +191,7 @@ class Plan:
         the settings that the user fixed, finds what to change.
         """
         check_rules(self.rules, self.axes, model)
-        check_lengths(self.rules, self.axes, lengths)
+        check_lengths(self.rules, self.axes, lengths, frames=model.frames)
         self._check_stages(model)
         self._check_zero()
         self._check_scatter()

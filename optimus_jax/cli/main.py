@@ -11,6 +11,7 @@ COMMANDS = {
     "train": "train a model, or resume a run",
     "plan": "rank the layouts of a model on a cluster",
     "generate": "generate text with a trained model",
+    "transcribe": "write down recordings with a trained model of sound",
     "export": "write a run's model as a directory that transformers loads",
     "report": "write one HTML page about a run",
     "launch": "run a command as several processes on this machine",
@@ -54,7 +55,7 @@ def _no_command(arguments: list[str]) -> int:
     if not arguments or arguments[0] in ("-h", "--help"):
         print("usage: optimus COMMAND [flags]\n")
         for name, meaning in COMMANDS.items():
-            print(f"  {name:<10}{meaning}")
+            print(f"  {name:<12}{meaning}")
         print("\n`optimus COMMAND --help` shows the flags of a command.")
         return 0
     raise ConfigError(

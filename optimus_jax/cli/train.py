@@ -80,7 +80,8 @@ def parser(note: Callable[[str], None] = say) -> Parser:
     flags.add_argument(
         "--task",
         metavar="NAME",
-        help="what is learnt (default: next_token, mlm or image_classification, by the model)",
+        help="what is learnt (default: next_token, mlm, image_classification or transcription, by"
+        " the model)",
     )
     flags.add_argument(
         "--recipe", metavar="NAME", help="published settings to start from (default: none)"

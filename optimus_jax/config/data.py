@@ -18,10 +18,20 @@ STDLIB = "stdlib"
 BYTES = "bytes"
 """The tokenizer that needs no file."""
 ExampleKind = Literal[
-    "documents", "pairs", "labels", "word_labels", "answers", "images", "unlabelled_images"
+    "documents",
+    "pairs",
+    "labels",
+    "word_labels",
+    "answers",
+    "images",
+    "unlabelled_images",
+    "recordings",
 ]
 """What a task learns from: documents and conversations, preference pairs, texts with a label, words
-with a label each, questions with answers, or images with or without a label."""
+with a label each, questions with answers, images with or without a label, or recordings with their
+texts."""
+SpeechTask = Literal["transcribe", "translate"]
+"""What a model writes of a recording: its text, or that in English."""
 RecordChoice = Literal["auto", "text", "messages", "completion"]
 """What a record is read as: a text, a conversation, or a prompt with its completion."""
 TooLong = Literal["truncate", "drop"]
@@ -94,7 +104,7 @@ class DataConfig:
     """The token that ends a document; None: the one that tokenizer_config.json beside the tokenizer
     names, else the usual names."""
     seq_len: int | None = None
-    """Tokens per example; None: the model's max_length, at most 1024."""
+    """Tokens per example; None: the model's max_length, at most 1024 if there is no encoder."""
     global_batch: int = 16
     """Examples per step over all devices."""
     phases: tuple[PhaseConfig, ...] = ()
@@ -113,6 +123,12 @@ class DataConfig:
     words."""
     image_field: str = "image"
     """Name of the column with images in a table."""
+    audio_field: str = "audio"
+    """Name of the column with recordings in a table; their texts are in text_field."""
+    language: str = "en"
+    """Code of the language of recordings, where the tokenizer has tokens of languages."""
+    speech_task: SpeechTask = "transcribe"
+    """What is written of recordings: their text, or that in English (translate)."""
     records: RecordChoice = "auto"
     """What each JSON object or row holds: text, messages (a conversation), or completion (a prompt
     with one); auto: by the names of its fields."""

@@ -9,8 +9,10 @@ from optimus_jax.config.tuning import Tuning
 from optimus_jax.errors import ConfigError, explain
 
 CLASS_TOKEN, PATCH_TOKEN, HIDDEN_PATCH = 0, -1, -2
-"""Token ids of a model of images: of the class, a row of its embedding; of a patch; and of a patch
-that the model does not see."""
+"""Token ids of a model of images: of the class, a row of its embedding; of a patch, which a frame
+of sound has too; and of a patch that the model does not see."""
+COLUMNS_PER_FRAME = 2
+"""Columns of a spectrogram that become a frame."""
 MOST_LAYERS = 10_000
 """More are a typo, and too many to assign to stages one by one."""
 
@@ -51,6 +53,7 @@ Labelled = Literal["sequence", "token", "span"]
 SPAN_LABELS = ("begin", "end")
 """Labels of a model that finds spans."""
 LayerType = Literal["full", "window"]
+Medium = Literal["text", "images", "sound"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,6 +162,13 @@ class ModelConfig:
     """Pixels of a side of a patch, which is a token."""
     num_channels: int = 3
     """Values of a pixel."""
+    encoder_layers: int = 0
+    """Layers, the first ones, of an encoder of sound: the others read text, and attend to what it
+    gives. 0: there is no encoder."""
+    frames: int = 0
+    """Frames of sound that the encoder reads, each a token of two columns of a spectrogram."""
+    mel_bins: int = 80
+    """Frequencies of the spectrogram."""
     tied: bool = True
     """Whether the output head is the embedding."""
     norm_epsilon: float = 1e-5
@@ -195,7 +205,7 @@ class ModelConfig:
     @property
     def num_outputs(self) -> int:
         """Outputs of the head for a token: labels, values of a patch, or token ids."""
-        return len(self.labels) or self.patch_values or self.vocab_size
+        return len(self.labels) or (self.patch_values if self.image_size else self.vocab_size)
 
     @property
     def predicts_tokens(self) -> bool:
@@ -204,8 +214,17 @@ class ModelConfig:
 
     @property
     def patch_values(self) -> int:
-        """Values of a patch; 0: there are no images."""
+        """Values of a patch of an image, or of a frame of sound; 0: there is text alone."""
+        if self.frames:
+            return COLUMNS_PER_FRAME * self.mel_bins
         return self.patch_size**2 * self.num_channels if self.image_size else 0
+
+    @property
+    def reads(self) -> Medium:
+        """What the model reads; of sound, an encoder does, and a decoder writes text."""
+        if self.frames:
+            return "sound"
+        return "images" if self.image_size else "text"
 
     @property
     def draws_dropout(self) -> bool:
@@ -232,8 +251,11 @@ class ModelConfig:
             "max_length",
         )
         check_positive(self, *counts, "norm_epsilon", "rope_theta", "patch_size", "num_channels")
-        check_not_negative(self, "image_size")
-        check_counts(self, *counts, "image_size", "patch_size", "num_channels")
+        sizes = ("image_size", "encoder_layers", "frames")
+        check_positive(self, "mel_bins")
+        check_not_negative(self, *sizes)
+        check_counts(self, *counts, *sizes, "patch_size", "num_channels", "mel_bins")
+        self._check_encoder()
         if self.image_size % self.patch_size:
             raise ConfigError(
                 explain(
@@ -295,5 +317,36 @@ class ModelConfig:
                     "model.dropout is a probability",
                     given=self.dropout,
                     do="choose 0 <= dropout < 1",
+                )
+            )
+
+    def _check_encoder(self) -> None:
+        """Raise ConfigError if there is half an encoder, or nothing beside it."""
+        given = f"model.encoder_layers={self.encoder_layers}, model.frames={self.frames}"
+        if bool(self.encoder_layers) != bool(self.frames):
+            raise ConfigError(
+                explain(
+                    "an encoder has layers and frames of sound",
+                    given=given,
+                    do="set both, or leave both at 0",
+                )
+            )
+        if not self.frames:
+            return
+        if self.encoder_layers >= self.num_layers or self.frames >= self.max_length:
+            raise ConfigError(
+                explain(
+                    "an encoder leaves no layers or no positions for text",
+                    given=f"{given}, num_layers={self.num_layers}, max_length={self.max_length}",
+                    do="choose a num_layers above encoder_layers, and a max_length above frames",
+                )
+            )
+        if self.image_size or self.labels:
+            raise ConfigError(
+                explain(
+                    "a model of sound writes text, and has neither images nor labels",
+                    given=f"model.frames={self.frames}, model.image_size={self.image_size},"
+                    f" model.labels={','.join(self.labels)}",
+                    do="set model.frames=0 and model.encoder_layers=0, or leave the others out",
                 )
             )

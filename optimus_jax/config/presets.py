@@ -54,6 +54,7 @@ _gpt_neo = _gpt("gpt_neo", 50257, 2048)
 _opt = _gpt("opt", 50272, 2048)
 _bert = _gpt("bert", 28996, 512, norm_epsilon=1e-12)
 _vit = _gpt("vit", 1, 197, norm_epsilon=1e-12, tied=False, image_size=224)
+_whisper = _gpt("whisper", 51865, 1948, frames=1500)
 _llama2 = _like("llama", 32000, 4096, tied=False)
 _llama3 = _like("llama", 128256, 131072, tied=False, rope_theta=500_000.0)
 _qwen2 = _like("qwen2", 152064, 131072, tied=False, rope_theta=1e6, norm_epsilon=1e-6)
@@ -126,6 +127,32 @@ PRESETS: dict[str, Callable[[], ModelConfig]] = {
     ),
     "vit-base-patch16-224": partial(_vit, "vit-base-patch16-224", 12, 768, 12),
     "vit-large-patch16-224": partial(_vit, "vit-large-patch16-224", 24, 1024, 16),
+    # Two seconds of sound, and texts of 28 bytes.
+    "whisper-nano": partial(
+        _whisper,
+        "whisper-nano",
+        4,
+        64,
+        4,
+        encoder_layers=2,
+        frames=100,
+        max_length=128,
+        vocab_size=320,
+    ),
+    "whisper-tiny": partial(_whisper, "whisper-tiny", 8, 384, 6, encoder_layers=4),
+    "whisper-base": partial(_whisper, "whisper-base", 12, 512, 8, encoder_layers=6),
+    "whisper-small": partial(_whisper, "whisper-small", 24, 768, 12, encoder_layers=12),
+    "whisper-medium": partial(_whisper, "whisper-medium", 48, 1024, 16, encoder_layers=24),
+    "whisper-large-v3": partial(
+        _whisper,
+        "whisper-large-v3",
+        64,
+        1280,
+        20,
+        encoder_layers=32,
+        vocab_size=51866,
+        mel_bins=128,
+    ),
     "llama2-7b": partial(_llama2, "llama2-7b", 32, 4096, 32, 32, 11008),
     "llama2-13b": partial(_llama2, "llama2-13b", 40, 5120, 40, 40, 13824),
     "llama2-70b": partial(_llama2, "llama2-70b", 80, 8192, 64, 8, 28672),

@@ -70,8 +70,9 @@ class Config:
     """What is learnt: next_token, cross-entropy of every next token; mlm, of masked tokens;
     classification, a label of each text; token_classification, of each word; question_answering,
     the part of a text that answers a question; image_classification, a label of each image; mim,
-    the pixels of hidden patches; or dpo, which of two continuations is preferred (needs adapters).
-    None: mlm for encoders, such as BERT, image_classification for models of images, next_token for
+    the pixels of hidden patches; transcription, the text of each recording; or dpo, which of two
+    continuations is preferred (needs adapters). None: mlm for encoders, such as BERT,
+    image_classification for models of images, transcription for those of sound, next_token for
     others."""
     seed: int = 0
     """Seed of initial weights, data order and dropout; below 2^31."""
@@ -187,7 +188,8 @@ class Config:
     @property
     def seq_len(self) -> int:
         """Tokens per example in the first phase, derived where the user left it open."""
-        return self.data.seq_len or min(self.model.max_length, 1024)
+        longest = self.model.max_length
+        return self.data.seq_len or (longest if self.model.frames else min(longest, 1024))
 
     @property
     def warmup_steps(self) -> int:

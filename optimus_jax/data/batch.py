@@ -69,8 +69,9 @@ def synthetic_batch(
     seed: int,
     examples: np.ndarray | None = None,
     patch_values: int = 0,
+    frames: int = 0,
 ) -> HostBatch:
-    """Random tokens or images, one document per example, for timing and for benchmarks.
+    """Random tokens, images or recordings, one document per example, for timing and for benchmarks.
 
     Args:
       rows: number of examples.
@@ -78,6 +79,7 @@ def synthetic_batch(
       seed: seed of the random generator; not negative.
       examples: int [rows], their numbers in the global batch; None: 0 to rows - 1.
       patch_values: `ModelConfig.patch_values`; 0: tokens.
+      frames: `ModelConfig.frames`.
     Returns:
       The arrays of `BATCH_ARRAYS`; every target counts.
     """
@@ -98,6 +100,16 @@ def synthetic_batch(
     if not patch_values:
         return batch
     draw = np.random.default_rng(seed)
+    if frames:
+        is_frame = np.broadcast_to(np.arange(seq_len) < frames, shape)
+        places = np.concatenate([np.arange(frames), np.arange(seq_len - frames)])
+        return batch | {
+            "tokens": np.where(is_frame, PATCH_TOKEN, batch["tokens"]).astype(np.int32),
+            "targets": np.where(is_frame, -1, batch["targets"]).astype(np.int32),
+            "positions": np.broadcast_to(places.astype(np.int32), shape).copy(),
+            "loss_mask": ~is_frame,
+            "patches": draw.standard_normal((*shape, patch_values), np.float32),
+        }
     is_class = np.broadcast_to(np.arange(seq_len) == 0, shape)
     return batch | {
         "tokens": np.where(is_class, CLASS_TOKEN, PATCH_TOKEN).astype(np.int32),

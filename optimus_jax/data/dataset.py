@@ -34,6 +34,7 @@ from optimus_jax.data.mixture import HeldOutMixture, Mixture, period_counts
 from optimus_jax.data.pieces import Pieces, split_pieces
 from optimus_jax.data.preferences import PAIRS_OR_OTHER_TASK, PreferenceReader
 from optimus_jax.data.record_reader import RecordReader
+from optimus_jax.data.recordings import read_recordings
 from optimus_jax.data.rendered_chat import ChatWriter, RenderedChat
 from optimus_jax.data.sampler import Examples, count_examples
 from optimus_jax.data.skipped_input import SkippedInput
@@ -96,7 +97,7 @@ def load_data(
     kind: ExampleKind = "documents",
     labels: tuple[str, ...] = (),
     label_place: LabelPlace = "first",
-    images_for: ModelConfig | None = None,
+    values_for: ModelConfig | None = None,
 ) -> Data:
     """Read, tokenize, check and split the data.
 
@@ -114,7 +115,7 @@ def load_data(
       kind: what records hold.
       labels: names of their labels, in order; empty: those that are found.
       label_place: where the label of a text counts.
-      images_for: the model that reads images, of which sources then consist.
+      values_for: the model that reads images or sound, of which sources then consist.
     Raises:
       DataError: a source, the tokenizer or a token cannot be used.
     """
@@ -122,7 +123,7 @@ def load_data(
         config.tokenizer, config.eos, chat_template=config.chat_template
     )
     loader = _SourceLoader(
-        config, tokenizer, seq_len, vocab_size, model_name, kind, labels, label_place, images_for
+        config, tokenizer, seq_len, vocab_size, model_name, kind, labels, label_place, values_for
     )
     sources = [(source.path,) for source in config.mixture] or [config.sources]
     parts = list(map(loader.load, sources, _rules(by, len(sources))))
@@ -151,7 +152,7 @@ class _SourceLoader:
     kind: ExampleKind
     labels: tuple[str, ...]
     label_place: LabelPlace
-    images_for: ModelConfig | None
+    values_for: ModelConfig | None
 
     def load(self, sources: tuple[str, ...], by: HeldOutBy | None) -> Data:
         """The data of these sources.
@@ -160,8 +161,13 @@ class _SourceLoader:
           by: how held-out tokens are chosen; None: their kind decides.
         """
         config, tokenizer = self.config, self.tokenizer
-        if self.images_for is not None:
-            return self._of_images(sources, self.images_for)
+        if self.values_for is not None:
+            model = self.values_for
+            return (
+                self._of_images(sources, model)
+                if model.image_size
+                else self._of_recordings(sources, model)
+            )
         skipped_input = SkippedInput()
         files = find_files(sources, skipped_input)
         if files and STDLIB not in sources and all(map(is_token_file, files)):
@@ -235,6 +241,43 @@ class _SourceLoader:
                 "held_out_by": "documents",
             },
             labels=whole.labels,
+        )
+
+    def _of_recordings(self, sources: tuple[str, ...], model: ModelConfig) -> Data:
+        config, tokenizer = self.config, self.tokenizer
+        lengths = [phase.seq_len for phase in config.phases if phase.seq_len]
+        whole, notes = read_recordings(
+            sources, model, tokenizer, config, seq_len=min([self.seq_len, *lengths])
+        )
+        check_vocab(
+            TokenStream(
+                name=whole.name,
+                tokens=np.concatenate([each.tokens for each in whole.transcripts]),
+                eos=tokenizer.eos,
+                vocab_size=tokenizer.vocab_size,
+            ),
+            self.vocab_size,
+            self.model_name,
+        )
+        train, held_out = whole.split(config.eval_fraction)
+        num_held_out = 0 if held_out is None else len(held_out.transcripts)
+        return Data(
+            train=train,
+            held_out=held_out,
+            tokenizer=tokenizer,
+            description=(
+                f"{whole.name}: {len(train.transcripts):,} recordings with texts;"
+                f" {num_held_out:,} recordings held out"
+            ),
+            identity={
+                "tokens": len(whole),
+                "content": whole.digest,
+                "documents": len(whole.transcripts),
+                "tokenizer": tokenizer.digest,
+                "eos": tokenizer.eos,
+                "held_out_by": "documents",
+            },
+            notes=tuple(notes),
         )
 
     def _reader(self) -> RecordReader:

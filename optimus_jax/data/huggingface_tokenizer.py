@@ -143,6 +143,10 @@ class HuggingFaceTokenizer:
         )
         self._respelling = Respelling(self._tokenizer, reserved, dropped=self.eos, unknown=unknown)
 
+    def token_id(self, token: str) -> int | None:
+        """The id of a token by its text; None: there is no such token."""
+        return self._tokenizer.token_to_id(token)
+
     @property
     def respelled(self) -> RespellingCounts:
         return self._respelling.found

@@ -7,12 +7,11 @@ image is scaled to the model's size whatever its own shape is. Without labels an
 and no token counts until some are hidden (training/patch_masking.py).
 """
 
-import hashlib
 import io
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -21,12 +20,19 @@ from optimus_jax.config.model import CLASS_TOKEN, PATCH_TOKEN
 from optimus_jax.data.batch import HostBatch
 from optimus_jax.data.folders import walk
 from optimus_jax.data.labelled import names_of_labels
+from optimus_jax.data.named_files import (
+    TABLES,
+    EncodedFile,
+    digest_of,
+    held_out_of,
+    in_threads,
+    rows_of_table,
+)
 from optimus_jax.data.sampler import ExampleOrder, example_order
 from optimus_jax.errors import DataError, explain
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
 """Of images in folders."""
-TABLES = (".parquet", ".arrow", ".feather")
 MOST_PIXELS = 1 << 26
 """Largest image that is decoded: a small file can hold a very large one."""
 
@@ -36,8 +42,7 @@ class StoredImage(NamedTuple):
 
     name: str
     """Where it is, for messages and for its hash: a path within its folder, or a row of a file."""
-    place: Path | bytes
-    """Its file, or its bytes."""
+    place: EncodedFile
     label: str | None
     """None: it has none, or none is wanted."""
 
@@ -82,7 +87,7 @@ class Images:
             image = self.images[example]
             if image.label is not None:
                 targets[row, 0], loss_mask[row, 0] = self.labels.index(image.label), True
-            patches[row, 1:] = patches_of(decoded(image, self.model), self.model.patch_size)
+        patches[:, 1:] = in_threads(self._patches, examples.tolist())
         tokens[:, 0] = CLASS_TOKEN
         return {
             "tokens": tokens,
@@ -93,15 +98,13 @@ class Images:
             "patches": patches,
         }
 
+    def _patches(self, example: int) -> np.ndarray:
+        return patches_of(decoded(self.images[example], self.model), self.model.patch_size)
+
     @property
     def digest(self) -> str:
         """Sixteen hex digits that differ if names, labels or sizes of images differ."""
-        found = hashlib.blake2b(digest_size=8)
-        for image in self.images:
-            place = image.place
-            size = len(place) if isinstance(place, bytes) else place.stat().st_size
-            found.update(f"{image.name}\0{image.label or ''}\0{size}\n".encode())
-        return found.hexdigest()
+        return digest_of((each.name, each.label or "", each.place) for each in self.images)
 
     def split(self, eval_fraction: float) -> "tuple[Images, Images | None]":
         """Images to train on and those held out, by the hashes of their names; at least one of
@@ -109,21 +112,8 @@ class Images:
         """
         if eval_fraction == 0:
             return self, None
-        if len(self.images) < 2:
-            raise DataError(
-                explain(
-                    f"{self.name} has too few images to hold some out",
-                    given=f"{len(self.images)}; data.eval_fraction={eval_fraction}",
-                    do="give more, or --set data.eval_fraction=0",
-                )
-            )
-        hashes = [
-            int.from_bytes(hashlib.blake2b(image.name.encode(), digest_size=8).digest(), "little")
-            for image in self.images
-        ]
-        order = np.argsort(np.array(hashes, np.uint64), kind="stable")
-        is_held_out = np.array(hashes, np.uint64) < np.uint64(eval_fraction * 2.0**63) * 2
-        is_held_out[order[0]], is_held_out[order[-1]] = True, False
+        names = [image.name for image in self.images]
+        is_held_out = held_out_of(names, eval_fraction, source=self.name, what="images")
         train, held_out = (
             replace(self, images=[self.images[n] for n in np.flatnonzero(which).tolist()])
             for which in (~is_held_out, is_held_out)
@@ -229,9 +219,11 @@ def read_images(
 def _images_in(source: str, image_field: str, label_field: str | None) -> Iterator[StoredImage]:
     path, is_empty = Path(source), True
     if path.suffix in TABLES:
-        for image in _rows_of(path, image_field, label_field):
-            is_empty = False
-            yield image
+        columns = [image_field, *([] if label_field is None else [label_field])]
+        for name, data, labels in rows_of_table(path, columns, "images"):
+            if label_field is None or isinstance(labels[0], int | str):
+                is_empty = False
+                yield StoredImage(name, data, str(labels[0]) if labels else None)
     elif path.is_dir():
         for folder, _, names in walk(path):
             inside = folder.relative_to(path)
@@ -258,39 +250,3 @@ def _images_in(source: str, image_field: str, label_field: str | None) -> Iterat
                 do="give a folder with a folder of images for each label",
             )
         )
-
-
-def _rows_of(path: Path, image_field: str, label_field: str | None) -> Iterator[StoredImage]:
-    try:
-        import pyarrow.dataset
-    except ImportError as error:
-        raise DataError(
-            explain(
-                "tables of images need pyarrow, which is not installed",
-                given=path,
-                do="pip install 'optimus-jax[parquet]'",
-            )
-        ) from error
-    kind = "parquet" if path.suffix == ".parquet" else "ipc"
-    try:
-        table = pyarrow.dataset.dataset(path, format=kind)
-        columns = [image_field, *([] if label_field is None else [label_field])]
-        if not {*columns} <= {*table.schema.names}:
-            return
-        number = 0
-        for batch in table.to_batches(columns=columns):
-            images, *rest = (batch.column(name).to_pylist() for name in columns)
-            for image, label in zip(images, *(rest or [[None] * len(images)]), strict=True):
-                data: Any = image.get("bytes") if isinstance(image, dict) else image
-                number += 1
-                name = f"{path.name}, row {number}"
-                if not isinstance(data, bytes):
-                    continue
-                if label_field is None:
-                    yield StoredImage(name, data, None)
-                elif isinstance(label, int | str):
-                    yield StoredImage(name, data, str(label))
-    except (OSError, ValueError) as error:
-        raise DataError(
-            explain("a table of images cannot be read", given=f"{path}: {error}", do="replace it")
-        ) from error

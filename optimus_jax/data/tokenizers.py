@@ -63,6 +63,10 @@ class Tokenizer(Protocol):
         """The id of the mask token; None: there is none."""
         ...
 
+    def token_id(self, token: str) -> int | None:
+        """The id of a token by its text, such as `<|en|>`; None: there is no such token."""
+        ...
+
     @property
     def digest(self) -> str:
         """Sixteen hex digits; tokenizers with the same digest give the same ids."""
@@ -204,6 +208,9 @@ class ByteTokenizer:
     @property
     def frame(self) -> TextFrame:
         return frame_of_ends(self.eos)
+
+    def token_id(self, token: str) -> int | None:
+        return None
 
     def begins_word(self, tokens: np.ndarray) -> np.ndarray:
         in_word = _IN_WORD[np.minimum(tokens, self.eos)]

@@ -22,7 +22,7 @@ from optimus_jax.data.records import Conversation, NotConversationError
 from optimus_jax.data.rendered_chat import ChatWriter
 from optimus_jax.data.tokenizers import Tokenizer
 from optimus_jax.devices.jax_settings import check_jax_settings
-from optimus_jax.errors import DataError, explain
+from optimus_jax.errors import ConfigError, DataError, explain
 from optimus_jax.inference.model_on_mesh import ModelOnMesh, next_tokens, prefill
 from optimus_jax.inference.sampling import Sampling, check_range
 from optimus_jax.models.families import features_of
@@ -176,6 +176,14 @@ class TextModel:
     ) -> np.ndarray:
         """Token ids of a prompt. Raises DataError if the model cannot continue it."""
         config = self.config
+        if config.frames:
+            raise ConfigError(
+                explain(
+                    "a model of sound writes down recordings, and continues no text",
+                    given=config.name,
+                    do="use `optimus transcribe`",
+                )
+            )
         try:
             prompt.encode()
         except UnicodeEncodeError as error:

@@ -206,17 +206,23 @@ def check_rules(rules: Rules, sizes: AxisSizes, model: ModelConfig) -> None:
         )
 
 
-def check_lengths(rules: Rules, sizes: AxisSizes, lengths: Iterable[int]) -> None:
+def check_lengths(
+    rules: Rules, sizes: AxisSizes, lengths: Iterable[int], *, frames: int = 0
+) -> None:
     """Raise PlanError if the tokens of sequences of these lengths cannot be split as the rules
     say.
+
+    Args:
+      frames: how many tokens of each are frames of sound, which are split by themselves.
     """
     ways = _ways(dict(rules).get(LENGTH, ()), sizes)
     for length in lengths:
-        if length % ways:
+        if length % ways or frames % ways:
+            of_sound = f", {frames} of them frames of sound," if frames else ","
             raise PlanError(
                 explain(
                     "the tokens of a sequence cannot be split evenly",
-                    given=f"sequences of {length} tokens, split over {TENSOR}={ways}",
+                    given=f"sequences of {length} tokens{of_sound} split over {TENSOR}={ways}",
                     do=(
                         f"choose a length that {ways} divides, or keep the stream whole: --set"
                         " parallel.sequence_parallel=false"

@@ -1,4 +1,4 @@
-"""Self-attention with grouped heads: the projections around its core (models/kernels.py).
+"""Attention with grouped heads: the projections around its core (models/kernels.py).
 
 Shapes: B batch, L length, D embed, H query heads, G key/value heads, K head_dim. H and G count this
 device's heads only.
@@ -56,16 +56,21 @@ class Attention(nnx.Module):
             rngs, (embed, *shape), (EMBED, *dims), out_std, "matrix_back", "attention"
         )
 
-        def bias(names: str, shape: tuple[int, ...], dims: tuple[str, ...]) -> nnx.Param | None:
-            has = [name in (features.biases or ()) for name in names.split()]
-            assert all(has) or not any(has), f"a bias of one of {names} alone is not implemented"
+        biases = set(features.biases or ())
+
+        def bias(
+            names: str, shape: tuple[int, ...], dims: tuple[str, ...], but_not: str = ""
+        ) -> nnx.Param | None:
+            """The bias that projections share, if all of these have one, and others have not."""
+            exists = set(names.split()) == biases & {*names.split(), *but_not.split()}
             used = shared if KV_HEADS in dims else {}
             return nnx.data(
-                constant(0.0, shape, dims, "bias", "attention", **used) if all(has) else None
+                constant(0.0, shape, dims, "bias", "attention", **used) if exists else None
             )
 
         self.query_bias = bias("query", shape, dims)
         self.key_value_bias = bias("key value", kv_shape, kv_dims)
+        self.value_bias = bias("value", kv_shape[1:], kv_dims[1:], "key")
         self.out_bias = bias("out", (embed,), (NORM,))
 
         def qk_norm(count: int, axis: str) -> Norm | None:
@@ -97,8 +102,24 @@ class Attention(nnx.Module):
 
         `keys_B`: keys of the layer's adapters, for their dropout.
         """
+        q_BLHK = self.queries(x_BLD, comm, keys_B)
+        return q_BLHK, *self.keys_and_values(x_BLD, q_BLHK.shape[2], comm, keys_B)
+
+    def queries(self, x_BLD: Array, comm: Collectives, keys_B: Array | None = None) -> Array:
+        """Queries [B, L, H, K] of this device's heads; the arguments are those of `project`."""
         q_BLHK = add_bias(project(x_BLD, comm.weight(self.query), comm.dtype), self.query_bias)
-        needed = {"num_local_heads": q_BLHK.shape[2], "group": self.num_heads_per_kv_head}
+        return adapted(self.query_adapter, q_BLHK, x_BLD, AdapterRun(comm, keys_B))
+
+    def keys_and_values(
+        self, x_BLD: Array, num_local_heads: int, comm: Collectives, keys_B: Array | None = None
+    ) -> tuple[Array, Array]:
+        """Keys and values [B, L, G, K] that this device's query heads need.
+
+        Args:
+          num_local_heads: number of these query heads.
+          x_BLD, comm, keys_B: as for `project`.
+        """
+        needed = {"num_local_heads": num_local_heads, "group": self.num_heads_per_kv_head}
         # Query heads that share a key/value head may be on several devices; each device then has
         # one part of that head's gradient.
         shared = self.num_heads_per_kv_head > 1
@@ -108,17 +129,22 @@ class Attention(nnx.Module):
             comm.dtype,
             result=comm.sums if shared else None,
         )
-        if self.key_value_bias is not None:
-            bias_PGK = comm.kv_heads_needed(self.key_value_bias[...], dim=1, **needed)
+        if (bias_PGK := self._key_value_bias()) is not None:
+            bias_PGK = comm.kv_heads_needed(bias_PGK, dim=1, **needed)
             kv_BLPGK = (kv_BLPGK.astype(jnp.float32) + bias_PGK[None, None]).astype(kv_BLPGK.dtype)
         run = AdapterRun(
             comm, keys_B, lambda leaf: comm.kv_heads_needed(leaf, dim=leaf.ndim - 2, **needed)
         )
         return (
-            adapted(self.query_adapter, q_BLHK, x_BLD, AdapterRun(comm, keys_B)),
             adapted(self.key_adapter, kv_BLPGK[:, :, 0], x_BLD, run),
             adapted(self.value_adapter, kv_BLPGK[:, :, 1], x_BLD, run),
         )
+
+    def _key_value_bias(self) -> Array | None:
+        """The bias [2, G, K] of keys and values: zeros of keys, if only values have one."""
+        if self.value_bias is not None:
+            return jnp.pad(self.value_bias[...][None], ((1, 0), (0, 0), (0, 0)))
+        return None if self.key_value_bias is None else self.key_value_bias[...]
 
     def normed(self, q_BLHK: Array, k_BLGK: Array, comm: Collectives) -> tuple[Array, Array]:
         """Queries and keys after their norms, if the family has these."""

@@ -29,6 +29,8 @@ LAYER_INPUT = "layer input"
 """Checkpoint name of a layer's input, used to offload it to host memory."""
 SITES_PER_LAYER = 4
 """Places in a layer that draw dropout masks: attention weights, two residual branches, adapters."""
+SITES_OF_CROSS = 2
+"""Further ones of a layer that attends to an encoder: attention weights, a residual branch."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,6 +125,33 @@ class LayersOutput(NamedTuple):
     """Keys and values, if some were given."""
 
 
+class CrossAttention(nnx.Module):
+    """What the layers of a model with an encoder have beside self-attention and feed-forward.
+
+    All have all of it, so that an encoder and a decoder are one stack: layers of the encoder do not
+    use the attention, nor any but its last one the norm of its result
+    (docs/decisions/0038-an-encoder-is-the-first-layers.md).
+    """
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+        def norm() -> Norm:
+            kind = str(features_of(config).norm)
+            return Norm(kind, (config.embed_dim,), config.norm_epsilon)
+
+        self.norm = norm()
+        self.attention = Attention(config.base, rngs=rngs)
+        self.encoder_norm = norm()
+        self.first_site = SITES_PER_LAYER * config.num_layers + 1
+        """Sites of dropout: after those of all layers."""
+
+    def keys_and_values(
+        self, read_BFD: Array, num_local_heads: int, comm: Collectives
+    ) -> tuple[Array, Array]:
+        """Keys and values [B, F, G, K] of an encoder's result, for this many query heads."""
+        read_BFD = comm.fan_out(read_BFD.astype(comm.sums), HEADS)
+        return self.attention.keys_and_values(read_BFD, num_local_heads, comm)
+
+
 class Block(nnx.Module):
     """Attention and feed-forward, each normed and added to the residual."""
 
@@ -141,6 +170,7 @@ class Block(nnx.Module):
         self.attention_norm = norm("pre", "sandwich")
         self.attention = Attention(config, rngs=rngs)
         self.attention_out_norm = norm("post", "sandwich", "output")
+        self.cross = nnx.data(CrossAttention(config, rngs=rngs) if config.encoder_layers else None)
         self.mlp_norm = nnx.data(None) if self.parallel else norm("pre", "sandwich")
         self.mlp = FeedForward(config, rngs=rngs)
         self.mlp_out_norm = norm("post", "sandwich", "output")
@@ -152,10 +182,14 @@ class Block(nnx.Module):
         run: ForwardContext,
         cos_sin: tuple[Array, Array] | None,
         cache: tuple[Array, Array] | None = None,
+        read: Array | tuple[Array, Array] | None = None,
     ) -> LayersOutput:
         """[B, L, D] -> [B, L, D].
 
-        `cache`: earlier keys and values [B, T, G, K]; returned with those of this pass added.
+        Args:
+          cache: earlier keys and values [B, T, G, K]; returned with those of this pass added.
+          read: what an encoder gives [B, F, D], to which the layer attends too; or its keys and
+            values (`CrossAttention.keys_and_values`).
         """
         comm, site, recomputed = run.comm, layer * SITES_PER_LAYER + 1, run.recomputed
         keys_B = self._adapter_keys(run, site + 3)
@@ -169,20 +203,7 @@ class Block(nnx.Module):
             k, v = cache = longer[0], longer[1]
         head_keys = self._head_keys(run, site, q.shape[2])
 
-        def core(q: Array, k: Array, v: Array) -> Array:
-            return attend(
-                q,
-                k,
-                v,
-                run.visibility,
-                kernel=run.kernel,
-                scale=self.attention.scale,
-                softcap=self.attention.softcap,
-                dropout=self.dropout,
-                keys_BH=head_keys,
-            )
-
-        heads = (jax.checkpoint(core) if run.remat == "selective" else core)(q, k, v)
+        heads = self._heads(self.attention, (q, k, v), run, run.visibility, head_keys)
         if hidden is not None:
             out_BLD = recomputed(
                 lambda heads, hidden: (
@@ -197,6 +218,8 @@ class Block(nnx.Module):
         )
         before_BLD = x_BLD
         x_BLD = self._added(x_BLD, out_BLD, self.attention_out_norm, run, site + 1)
+        if read is not None:
+            x_BLD = self._with_read(x_BLD, read, layer, run)
         mlp_norm = self.attention_norm if self.parallel else self.mlp_norm
         hidden = recomputed(
             lambda x: self.mlp.hidden(comm.fan_out(normed(mlp_norm, x, comm), MLP), comm, keys_B)
@@ -206,6 +229,55 @@ class Block(nnx.Module):
         )
         x_BLD = self._added(x_BLD, out_BLD, self.mlp_out_norm, run, site + 2)
         return LayersOutput(x_BLD, {}, cache)
+
+    def _heads(
+        self,
+        attention: Attention,
+        of_heads: tuple[Array, Array, Array],
+        run: ForwardContext,
+        visibility: Visibility,
+        keys_BH: Array | None,
+    ) -> Array:
+        """The core's result [B, L, H, K], of queries, keys and values."""
+
+        def core(q: Array, k: Array, v: Array) -> Array:
+            return attend(
+                q,
+                k,
+                v,
+                visibility,
+                kernel=run.kernel,
+                scale=attention.scale,
+                softcap=attention.softcap,
+                dropout=self.dropout,
+                keys_BH=keys_BH,
+            )
+
+        return (jax.checkpoint(core) if run.remat == "selective" else core)(*of_heads)
+
+    def _with_read(
+        self, x_BLD: Array, read: Array | tuple[Array, Array], layer: Array, run: ForwardContext
+    ) -> Array:
+        """The residual with what its tokens take from an encoder's result."""
+        assert self.cross is not None
+        comm, cross, recomputed = run.comm, self.cross, run.recomputed
+        site = cross.first_site + SITES_OF_CROSS * layer
+
+        def queries(x_BLD: Array) -> Array:
+            x_BLD = comm.fan_out(normed(cross.norm, x_BLD, comm), HEADS)
+            return cross.attention.queries(x_BLD, comm)
+
+        q = recomputed(queries)(x_BLD)
+        if isinstance(read, tuple):
+            k, v = read
+        else:
+            k, v = recomputed(lambda each: cross.keys_and_values(each, q.shape[2], comm))(read)
+        keys_BH = self._head_keys(run, site, q.shape[2])
+        heads = self._heads(cross.attention, (q, k, v), run, Visibility(causal=False), keys_BH)
+        out_BLD = cross.attention.combine(
+            recomputed(lambda heads: cross.attention.partial_out(heads, comm))(heads), comm
+        )
+        return self._added(x_BLD, out_BLD, None, run, site + 1)
 
     def _projected(
         self,

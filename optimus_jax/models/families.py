@@ -81,6 +81,7 @@ FAMILIES: dict[str, Features] = {
     "opt": replace(GPT2, position_offset=2, activation="relu"),
     "bert": BERT,
     "vit": replace(GPT2, causal=False, activation="gelu"),
+    "whisper": replace(GPT2, activation="gelu", biases=("query", "value", "out", "up", "down")),
     "electra": replace(BERT, table_bias=True, pooler="activation"),
     "llama": LLAMA,
     "mistral": LLAMA,
@@ -185,15 +186,16 @@ def check_family(config: ModelConfig) -> None:
                 do="give the new row another name, or start Python again",
             )
         )
-    key_value = {"key", "value"} & set(features.biases or ())
-    if len(key_value) == 1:
+    if {"key", "value"} & set(features.biases or ()) == {"key"}:
         raise ConfigError(
             explain(
-                "keys and values have a bias both, or neither",
+                "keys have a bias only where values have one",
                 given=f"model.features.biases={','.join(features.biases or ())}",
-                do=f"leave {key_value.pop()} out, or name key and value",
+                do="leave key out, or name key and value",
             )
         )
+    if config.encoder_layers:
+        _check_encoder(config, features)
     if config.tuning.has_adapters and "gate" in config.tuning.targets and not features.gated:
         raise ConfigError(
             explain(
@@ -246,5 +248,48 @@ def check_family(config: ModelConfig) -> None:
                     if config.head_dim > 1
                     else "set model.head_dim to 2 or more"
                 ),
+            )
+        )
+
+
+_BESIDE_AN_ENCODER = {
+    "positions": "learned",
+    "norm_place": "pre",
+    "parallel": False,
+    "final_norm": True,
+    "causal": True,
+    "qk_norm": "none",
+    "window": 0,
+    "scale_embedding": False,
+    "table_dim": 0,
+    "token_types": 0,
+    "embedding_norm": False,
+    "head_transform": False,
+    "head_bias": False,
+}
+"""What a model with an encoder has of the features that would mean something else in each side."""
+
+
+def _check_encoder(config: ModelConfig, features: Features) -> None:
+    """Raise ConfigError if a model with an encoder has what two sides in one stack cannot have."""
+    given = {name: getattr(features, name) for name in _BESIDE_AN_ENCODER}
+    wrong = [name for name, value in given.items() if value != _BESIDE_AN_ENCODER[name]]
+    if wrong:
+        raise ConfigError(
+            explain(
+                f"{config.name} has an encoder, and features that only other models have",
+                given=", ".join(f"model.features.{name}={given[name]}" for name in wrong),
+                do="set " + ", ".join(f"{name}={_BESIDE_AN_ENCODER[name]}" for name in wrong),
+            )
+        )
+    tuning = config.tuning
+    if tuning.has_adapters or tuning.freeze_layers:
+        raise ConfigError(
+            explain(
+                f"{config.name} has an encoder, whose layers are trained with the others",
+                given=f"model.tuning.method={tuning.method},"
+                f" model.tuning.freeze_layers={tuning.freeze_layers}",
+                do="leave model.tuning.method and model.tuning.freeze_layers out; groups of"
+                " parameters may be frozen with model.tuning.freeze",
             )
         )

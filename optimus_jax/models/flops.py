@@ -1,4 +1,4 @@
-"""FLOPs of a decoder, read from its program.
+"""FLOPs of a model, read from its program.
 
 Convention: only matrix products count, and a multiplication and an addition are two FLOPs. Those of
 backward are read from its program too: twice forward, or once where the matrix is not trained.
@@ -56,6 +56,24 @@ def layer_flops(model: ModelConfig, seq_len: int) -> tuple[float, float]:
 
 
 @lru_cache(maxsize=256)
+def layer_shares(model: ModelConfig, seq_len: int) -> tuple[float, ...]:
+    """Forward FLOPs of each layer, in those of the mean layer: all 1, if there is no encoder."""
+    if not model.encoder_layers:
+        return (1.0,) * model.num_layers
+    programs = layer_programs(
+        model, seq_len=seq_len, precision="bf16", kernel="cudnn", respect_documents=False
+    )
+    sizes, mean = whole_sizes(model), sum(layer_flops(model, seq_len))
+    encoder, decoder = (
+        sum(each.flops(sizes) for each in (*side.forward.products, *side.forward.fused)) / mean
+        for side in programs.of_sides("none")
+    )
+    return (encoder,) * model.encoder_layers + (decoder,) * (
+        model.num_layers - model.encoder_layers
+    )
+
+
+@lru_cache(maxsize=256)
 def layer_passes(model: ModelConfig, seq_len: int) -> Passes:
     """FLOPs of the mean layer for one sequence that count."""
     matrices, core = layer_flops(model, seq_len)
@@ -69,11 +87,15 @@ def layer_passes(model: ModelConfig, seq_len: int) -> Passes:
 
 
 @lru_cache(maxsize=256)
-def head_flops(model: ModelConfig) -> Passes:
-    """FLOPs of a token outside the layers: its logits, and projections between the embedding's
-    width and the stream's.
+def outer_flops(model: ModelConfig, seq_len: int) -> Passes:
+    """FLOPs of one sequence outside the layers: its logits, projections between the embedding's
+    width and the stream's, and convolutions of sound.
     """
-    shapes = model_shapes(replace(model, num_layers=1), model.vocab_size)
+    # Without an encoder all tokens are alike, and one of them is traced.
+    length = seq_len if model.frames else 1
+    has_encoder = int(model.frames > 0)
+    fewest = replace(model, num_layers=1 + has_encoder, encoder_layers=has_encoder)
+    shapes = model_shapes(fewest, model.vocab_size)
     run = ForwardContext(comm=Collectives(jnp.dtype(jnp.float32)))
 
     def both_passes(params: Params, ids: Array, d_logits: Array, patches: Array | None) -> tuple:
@@ -92,16 +114,17 @@ def head_flops(model: ModelConfig) -> Passes:
         d_trained, d_stream = pull_head(d_logits)
         return logits, d_trained, d_stream, pull_embed(d_stream)
 
-    token = jax.ShapeDtypeStruct((1, 1), jnp.int32)
-    d_logits = jax.ShapeDtypeStruct((1, 1, model.num_outputs), jnp.float32)
-    values = (1, 1, model.patch_values)
-    patches = jax.ShapeDtypeStruct(values, jnp.float32) if model.image_size else None
-    jaxpr = jax.make_jaxpr(both_passes)(shapes.params, token, d_logits, patches).jaxpr
+    tokens = jax.ShapeDtypeStruct((1, length), jnp.int32)
+    d_logits = jax.ShapeDtypeStruct((1, length - model.frames, model.num_outputs), jnp.float32)
+    values = (1, length, model.patch_values)
+    patches = jax.ShapeDtypeStruct(values, jnp.float32) if model.patch_values else None
+    jaxpr = jax.make_jaxpr(both_passes)(shapes.params, tokens, d_logits, patches).jaxpr
     forward, whole = (
         sum(product.flops(()) for product in ProgramReader().part(needed(jaxpr, results)).products)
         for results in (1, None)
     )
-    return Passes(forward, whole - forward)
+    times = seq_len / length
+    return Passes(times * forward, times * (whole - forward))
 
 
 def step_flops(
@@ -116,15 +139,14 @@ def step_flops(
       num_references: how often the tokens also run forward through the model without its adapters
         (`Task.num_references`).
     """
-    num_frozen, num_tokens = model.tuning.freeze_layers, float(num_sequences * seq_len)
+    num_frozen, times = model.tuning.freeze_layers, float(num_sequences)
     layers = (model.num_layers - num_frozen) * sum(layer_passes(model, seq_len))
     layers += num_frozen * sum(_frozen_layer_passes(model, seq_len))
-    flops = num_sequences * layers + num_tokens * sum(head_flops(model))
+    flops = times * (layers + sum(outer_flops(model, seq_len)))
     if num_references:
         base = model.base
         layers = float(model.num_layers) * layer_passes(base, seq_len).forward
-        forward = num_sequences * layers + num_tokens * head_flops(base).forward
-        flops += num_references * forward
+        flops += num_references * times * (layers + outer_flops(base, seq_len).forward)
     return flops
 
 

@@ -29,9 +29,9 @@ class FusedCall(NamedTuple):
     """Keys that a query sees, its own included; None: all that are not hidden. The others are
     skipped."""
 
-    def num_pairs(self, length: int) -> float:
+    def num_pairs(self, length: int, num_keys: int) -> float:
         """Pairs of query and key for which it computes the products, in one sequence."""
-        return causal_pairs(length, self.window) if self.causal else length**2
+        return causal_pairs(length, self.window) if self.causal else length * num_keys
 
 
 def causal_pairs(length: int, window: int | None = None) -> float:

@@ -17,11 +17,8 @@ from optimus_jax.errors import ConfigError, explain
 from optimus_jax.models.families import FAMILIES
 from optimus_jax.models.huggingface_checks import check_tied_head, model_tensors
 from optimus_jax.models.huggingface_features import HfConfig, not_supported, read_rotary
-from optimus_jax.models.huggingface_formats import (
-    HuggingFaceFormat,
-    family_format,
-    format_of,
-)
+from optimus_jax.models.huggingface_format import HuggingFaceFormat
+from optimus_jax.models.huggingface_formats import family_format, format_of
 from optimus_jax.models.huggingface_keys import check_keys, check_task, labels_of
 from optimus_jax.models.huggingface_tensors import leaf_sources, tensor_shapes
 from optimus_jax.models.shapes import Params, model_shapes
@@ -109,8 +106,7 @@ def config_from_huggingface(hf_config: HfConfig) -> ModelConfig:
         for name, value in keys.read(hf_config).items()
         if value != getattr(FAMILIES[family], name)
     }
-    if "image_size" in sizes:
-        derived["max_length"] = (sizes["image_size"] // sizes["patch_size"]) ** 2 + 1
+    sizes |= hf_format.derived(sizes)
     more = rotary | _labels_of(hf_config, hf_format) | dict(hf_format.fixed)
     return ModelConfig(family=family, features=Features(**own), **(derived | sizes | more))
 
@@ -161,6 +157,7 @@ def to_huggingface(params: Params, config: ModelConfig) -> dict[str, np.ndarray]
     for path, array in jax.tree.leaves_with_path(params):
         sources[keystr(path, simple=True, separator="/")].write(np.asarray(array), tensors)
     shapes = hf_format.file_shapes(config)
+    tensors |= hf_format.constants(config)
     return {
         hf_format.full_name(name): tensor.reshape(shapes.get(name, tensor.shape))
         for name, tensor in tensors.items()

@@ -10,7 +10,8 @@ import numpy as np
 
 from optimus_jax.config import ModelConfig
 from optimus_jax.errors import CheckpointError, counted, explain
-from optimus_jax.models.huggingface_formats import HEAD_LEAVES, format_of
+from optimus_jax.models.huggingface_format import HEAD_LEAVES
+from optimus_jax.models.huggingface_formats import format_of
 from optimus_jax.models.huggingface_tensors import Tensor, TensorLike, tensor_shapes
 
 FLOAT_DTYPES = ("float64", "float32", "float16", "bfloat16")

@@ -22,7 +22,11 @@ RELATIVE = 1e-9
 
 
 def config_to_huggingface(
-    config: ModelConfig, *, dtype: str = "float32", eos: int | None = None
+    config: ModelConfig,
+    *,
+    dtype: str = "float32",
+    eos: int | None = None,
+    start: int | None = None,
 ) -> dict[str, Any]:
     """The inverse of `config_from_huggingface`: every key that decides a model's arithmetic, but
     for adapters.
@@ -34,6 +38,7 @@ def config_to_huggingface(
       dtype: name of the weights' dtype.
       eos: id of the token that ends a document, if there is one. Other special tokens are null,
         where a class would have ids of its own vocabulary.
+      start: id of the token with which a decoder beside an encoder begins; None: eos.
     Returns:
       A JSON object that transformers 4.53 and later read.
     Raises:
@@ -41,15 +46,17 @@ def config_to_huggingface(
     """
     config, differences = config.base, {}
     alike = [
-        name
-        for name, hf_format in HUGGING_FACE_FORMATS.items()
-        if hf_format.reads_images == bool(config.image_size)
+        name for name, hf_format in HUGGING_FACE_FORMATS.items() if hf_format.reads == config.reads
     ]
     for family in sorted(alike, key=lambda name: name != config.family):
         keys = _keys(config, family)
         differences[family] = [*_differences(config, keys)]
         if not differences[family]:
             tokens = {"bos_token_id": None, "eos_token_id": eos, "pad_token_id": None}
+            if config.frames:
+                first = eos if start is None else start
+                tokens |= {"pad_token_id": eos, "decoder_start_token_id": first}
+                tokens |= {"suppress_tokens": None, "begin_suppress_tokens": None}
             return keys | tokens | {"torch_dtype": dtype, "dtype": dtype}
     nearest = min(differences, key=lambda family: len(differences[family]))
     family = config.family if config.family in differences else nearest

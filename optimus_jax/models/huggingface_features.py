@@ -379,6 +379,26 @@ TABLE_WIDTH = FeatureKeys(
 """The width of the table."""
 
 
+def _read_decoder_side(hf: HfConfig) -> dict[str, Any]:
+    for key in ("attention_heads", "ffn_dim"):
+        ours, theirs = (hf.get(f"{side}_{key}") for side in ("encoder", "decoder"))
+        if theirs not in (None, ours):
+            raise not_supported(f"decoder_{key}", theirs, (ours,))
+    return {}
+
+
+DECODER_SIDE = FeatureKeys(
+    _read_decoder_side,
+    lambda config: {
+        "decoder_layers": config.num_layers - config.encoder_layers,
+        "decoder_attention_heads": config.num_heads,
+        "decoder_ffn_dim": config.mlp_dim,
+        "max_target_positions": config.max_length - config.frames,
+    },
+)
+"""Sizes of a decoder beside an encoder, which are no features. Both sides have equal widths."""
+
+
 def _activation(theirs: str) -> str:
     if theirs not in ACTIVATIONS:
         raise not_supported("activation", theirs, tuple(ACTIVATIONS))

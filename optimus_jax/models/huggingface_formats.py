@@ -1,152 +1,19 @@
-"""How Hugging Face stores the families: keys of config.json, and names of tensors."""
+"""How Hugging Face stores the families: the table of their formats."""
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import replace
+
+import jax.numpy as jnp
+import numpy as np
 
 from optimus_jax.config import ModelConfig
 from optimus_jax.errors import ConfigError, explain, nearest
 from optimus_jax.models import huggingface_features as features
-from optimus_jax.models.huggingface_features import FeatureKeys
+from optimus_jax.models.huggingface_format import HuggingFaceFormat, LabelHead, layer_tensors
+from optimus_jax.models.layers import sinusoids
+from optimus_jax.models.sound import TAPS
 
-HEAD_LEAVES = (
-    "head/table",
-    "head_bias",
-    "table_out",
-    "transform_bias",
-    "transform_norm/scale",
-    "transform_norm/bias",
-    "label_table",
-    "hidden_patch",
-)
-"""Leaves of heads, and what stands for a hidden patch, which is used beside the head of patches
-only."""
 HEAD, HEAD_BIAS = "lm_head.weight", "lm_head.bias"
 """The head of classes for the next token."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class LabelHead:
-    """How Hugging Face stores a head of labels."""
-
-    architecture: str
-    """Class of transformers."""
-    prefix: str
-    """Prefix of the head's tensors, which they have in `tensors` too."""
-    tensors: Mapping[str, str]
-    """Our leaves -> their tensors."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class HuggingFaceFormat:
-    """How Hugging Face stores the models of one family."""
-
-    architecture: str
-    """Class of transformers for the task of pretraining."""
-    architectures: tuple[str, ...] = ("ForCausalLM", "LMHeadModel", "Model")
-    """Endings of the names of classes that have the same head, or none."""
-    sizes: Mapping[str, str]
-    """Field of ModelConfig -> key of config.json."""
-    defaults: Mapping[str, Any]
-    """Values of the keys that a config.json may leave out, as the family's class has them."""
-    only: Mapping[str, tuple[Any, ...]]
-    """Key of config.json -> the values that our models support; the first is the default of a
-    missing key."""
-    features: tuple[FeatureKeys, ...] = ()
-    """Keys of config.json that decide features; a later one may replace keys of an earlier one."""
-    head_width_is_whole: bool = True
-    """Whether the class refuses an embed_dim that is no multiple of num_heads."""
-    prefix: str
-    """Prefix of every tensor name except the head's; some released files leave it out."""
-    head_prefix: str = "lm_head."
-    """Prefix of the names of the head's tensors, which they have in `tensors` too."""
-    tensors: Mapping[str, str]
-    """Our leaves -> their tensors. Several names on one side are concatenated along `out` into one
-    matrix. Leaves that a model does not have are passed over."""
-    fixed: Mapping[str, Any] = field(default_factory=dict)
-    """Fields of ModelConfig that no key of config.json has."""
-    file_shapes: Callable[[ModelConfig], Mapping[str, tuple[int, ...]]] = lambda config: {}
-    """Shapes in files of tensors that are no matrices there, by name: with as many elements, in the
-    same order."""
-    out_dim: int = 0
-    """Dimension of a layer's matrices that is `out`: 0 for torch's Linear, -1 for GPT-2's
-    Conv1D."""
-    buffers: tuple[str, ...] = ()
-    """Name endings of what files store among the weights, and our models do not have."""
-    older_endings: Mapping[str, str] = field(default_factory=dict)
-    """Name endings in older files -> those in `tensors`."""
-    label_heads: Mapping[str, LabelHead] = field(default_factory=dict)
-    """Heads of labels, by `ModelConfig.labelled`, where they are not as decoders have them."""
-
-    @property
-    def head(self) -> str | None:
-        """The matrix of the head over the vocabulary; None: the head is one of labels. Where
-        weights are tied, a file may leave it out or repeat the embedding."""
-        return self.tensors.get("head/table")
-
-    def label_head(self, labelled: str) -> LabelHead | None:
-        """The head of labels of sequences, tokens or spans; None: no class has one."""
-        stem = self.architecture.removesuffix("ForCausalLM").removesuffix("LMHeadModel")
-        if labelled in self.label_heads or labelled != "sequence" or stem == self.architecture:
-            return self.label_heads.get(labelled)
-        return LabelHead(
-            architecture=f"{stem}ForSequenceClassification",
-            prefix="score.",
-            tensors={"label_table": "score.weight"},
-        )
-
-    def with_label_head(self, head: LabelHead) -> "HuggingFaceFormat":
-        """The format of the same models with a head of labels."""
-        body = {ours: name for ours, name in self.tensors.items() if ours not in HEAD_LEAVES}
-        return replace(
-            self,
-            architecture=head.architecture,
-            architectures=(head.architecture,),
-            head_prefix=head.prefix,
-            tensors={**body, **head.tensors},
-            buffers=tuple(each for each in self.buffers if each not in head.tensors.values()),
-        )
-
-    @property
-    def reads_images(self) -> bool:
-        """Whether its models read images, and not text."""
-        return "image_size" in self.sizes
-
-    def full_name(self, name: str) -> str:
-        """A name of `tensors` with the prefix that files have."""
-        return name if name.startswith(self.head_prefix) else self.prefix + name
-
-
-def _layer(attention: str, mlp: str, norms: Mapping[str, str], layer: str) -> dict[str, str]:
-    """Our leaves -> their tensors of one layer, each with weight and bias.
-
-    Args:
-      attention: their names of query, key, value and output, in this order, separated by spaces.
-      mlp: their names of the projections up (two with a gate) and down.
-      norms: our norms -> theirs.
-      layer: their prefix of a layer, with `{}` for its number.
-    """
-    query, key, value, out = attention.split()
-    *ups, down = mlp.split()
-    modules = {
-        "attention/query": query,
-        "attention/key_value": f"{key} {value}",
-        "attention/out": out,
-        "mlp/up": " ".join(ups),
-        "mlp/down": down,
-    }
-    tensors = {}
-    for ours, theirs in modules.items():
-        for suffix, kind in (("", "weight"), ("_bias", "bias")):
-            tensors[f"layers/{ours}{suffix}"] = " ".join(
-                f"{layer}{name}.{kind}" for name in theirs.split()
-            )
-    return tensors | {
-        f"layers/{ours}/{leaf}": f"{layer}{theirs}.{kind}"
-        for ours, theirs in norms.items()
-        for leaf, kind in (("scale", "weight"), ("bias", "bias"))
-    }
-
 
 GPT2_SIZES = {
     "vocab_size": "vocab_size",
@@ -192,7 +59,7 @@ QK_NORMS = {
     "attention/query_norm": "self_attn.q_norm",
     "attention/key_norm": "self_attn.k_norm",
 }
-LLAMA_TENSORS = LLAMA_OUTSIDE | _layer(
+LLAMA_TENSORS = LLAMA_OUTSIDE | layer_tensors(
     LLAMA_ATTENTION,
     LLAMA_MLP,
     {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"} | QK_NORMS,
@@ -208,7 +75,7 @@ LLAMA = HuggingFaceFormat(
     tensors=LLAMA_TENSORS,
     buffers=("rotary_emb.inv_freq",),
 )
-GEMMA_TENSORS = LLAMA_OUTSIDE | _layer(
+GEMMA_TENSORS = LLAMA_OUTSIDE | layer_tensors(
     LLAMA_ATTENTION,
     LLAMA_MLP,
     {
@@ -226,7 +93,7 @@ BERT_INSIDE = {
     "token_types": "embeddings.token_type_embeddings.weight",
     "embedding_norm/scale": "embeddings.LayerNorm.weight",
     "embedding_norm/bias": "embeddings.LayerNorm.bias",
-} | _layer(
+} | layer_tensors(
     "attention.self.query attention.self.key attention.self.value attention.output.dense",
     "intermediate.dense output.dense",
     {"attention_out_norm": "attention.output.LayerNorm", "mlp_out_norm": "output.LayerNorm"},
@@ -316,6 +183,13 @@ def _vit_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     }
 
 
+def _whisper_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    return {
+        "encoder.conv1.weight": (config.embed_dim, config.mel_bins, TAPS),
+        "encoder.conv2.weight": (config.embed_dim, config.embed_dim, TAPS),
+    }
+
+
 HUGGING_FACE_FORMATS: dict[str, HuggingFaceFormat] = {
     "gpt2": HuggingFaceFormat(
         architecture="GPT2LMHeadModel",
@@ -364,7 +238,7 @@ HUGGING_FACE_FORMATS: dict[str, HuggingFaceFormat] = {
         features=(features.GPT_NEO,),
         prefix="transformer.",
         tensors=GPT_OUTSIDE
-        | _layer(
+        | layer_tensors(
             " ".join(f"attn.attention.{name}_proj" for name in ("q", "k", "v", "out")),
             "mlp.c_fc mlp.c_proj",
             GPT_NORMS,
@@ -380,7 +254,7 @@ HUGGING_FACE_FORMATS: dict[str, HuggingFaceFormat] = {
         features=(features.GPTJ,),
         prefix="transformer.",
         tensors=GPT_OUTSIDE
-        | _layer(
+        | layer_tensors(
             "attn.q_proj attn.k_proj attn.v_proj attn.out_proj",
             "mlp.fc_in mlp.fc_out",
             {"attention_norm": "ln_1"},
@@ -413,7 +287,7 @@ HUGGING_FACE_FORMATS: dict[str, HuggingFaceFormat] = {
             "final_norm/bias": "final_layer_norm.bias",
             "head/table": HEAD,
         }
-        | _layer(
+        | layer_tensors(
             "self_attn.q_proj self_attn.k_proj self_attn.v_proj self_attn.out_proj",
             "fc1 fc2",
             {
@@ -448,6 +322,7 @@ HUGGING_FACE_FORMATS: dict[str, HuggingFaceFormat] = {
         },
         features=(features.PIXELS,),
         fixed={"vocab_size": 1, "tied": False},
+        derived=lambda sizes: {"max_length": (sizes["image_size"] // sizes["patch_size"]) ** 2 + 1},
         file_shapes=_vit_shapes,
         only={"hidden_act": ("gelu",), "qkv_bias": (True,)},
         prefix="vit.",
@@ -463,7 +338,7 @@ HUGGING_FACE_FORMATS: dict[str, HuggingFaceFormat] = {
             "final_norm/scale": "layernorm.weight",
             "final_norm/bias": "layernorm.bias",
         }
-        | _layer(
+        | layer_tensors(
             "attention.attention.query attention.attention.key attention.attention.value"
             " attention.output.dense",
             "intermediate.dense output.dense",
@@ -476,6 +351,75 @@ HUGGING_FACE_FORMATS: dict[str, HuggingFaceFormat] = {
                 architecture="ViTForImageClassification",
                 prefix="classifier.",
                 tensors=TOKEN_LABELS,
+            )
+        },
+    ),
+    "whisper": HuggingFaceFormat(
+        architecture="WhisperForConditionalGeneration",
+        architectures=("ForConditionalGeneration", "Model"),
+        # Sizes of the decoder; `derived` adds those of the encoder.
+        sizes={
+            "vocab_size": "vocab_size",
+            "num_layers": "decoder_layers",
+            "encoder_layers": "encoder_layers",
+            "embed_dim": "d_model",
+            "num_heads": "encoder_attention_heads",
+            "mlp_dim": "encoder_ffn_dim",
+            "max_length": "max_target_positions",
+            "frames": "max_source_positions",
+            "mel_bins": "num_mel_bins",
+            "tied": "tie_word_embeddings",
+            "init_std": "init_std",
+        },
+        defaults={
+            "num_mel_bins": 80,
+            "max_source_positions": 1500,
+            "max_target_positions": 448,
+            "tie_word_embeddings": True,
+        },
+        features=(features.DECODER_SIDE,),
+        derived=lambda sizes: {
+            "num_layers": sizes["encoder_layers"] + sizes["num_layers"],
+            "max_length": sizes["frames"] + sizes["max_length"],
+        },
+        file_shapes=_whisper_shapes,
+        only={
+            "activation_function": ("gelu",),
+            "scale_embedding": (False,),
+            "is_encoder_decoder": (True,),
+        },
+        prefix="model.",
+        head_prefix="proj_out.",
+        tensors={
+            "sound/first": "encoder.conv1.weight",
+            "sound/first_bias": "encoder.conv1.bias",
+            "sound/second": "encoder.conv2.weight",
+            "sound/second_bias": "encoder.conv2.bias",
+            "embedding/table": "decoder.embed_tokens.weight",
+            "positions": "decoder.embed_positions.weight",
+            "final_norm/scale": "decoder.layer_norm.weight",
+            "final_norm/bias": "decoder.layer_norm.bias",
+            "head/table": "proj_out.weight",
+            "layers/cross/encoder_norm/scale": "encoder.layer_norm.weight",
+            "layers/cross/encoder_norm/bias": "encoder.layer_norm.bias",
+        }
+        | layer_tensors(
+            "self_attn.q_proj self_attn.k_proj self_attn.v_proj self_attn.out_proj",
+            "fc1 fc2",
+            {"attention_norm": "self_attn_layer_norm", "mlp_norm": "final_layer_norm"},
+            "{side}.layers.{}.",
+        )
+        | layer_tensors(
+            "encoder_attn.q_proj encoder_attn.k_proj encoder_attn.v_proj encoder_attn.out_proj",
+            "",
+            {"norm": "encoder_attn_layer_norm"},
+            "{side}.layers.{}.",
+            ours="cross/",
+        ),
+        buffers=("encoder.embed_positions.weight",),
+        constants=lambda config: {
+            "encoder.embed_positions.weight": np.asarray(
+                sinusoids(jnp.arange(config.frames)[None], config.embed_dim)[0]
             )
         },
     ),
@@ -556,7 +500,7 @@ HUGGING_FACE_FORMATS: dict[str, HuggingFaceFormat] = {
         head_width_is_whole=False,
         features=(features.ROTARY, features.ATTENTION_BIAS),
         tensors=LLAMA_OUTSIDE
-        | _layer(
+        | layer_tensors(
             LLAMA_ATTENTION,
             LLAMA_MLP,
             {

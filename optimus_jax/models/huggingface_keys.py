@@ -13,7 +13,7 @@ from optimus_jax.config.checks import LARGEST_COUNT
 from optimus_jax.config.model import MOST_LAYERS, Labelled
 from optimus_jax.errors import ConfigError, explain
 from optimus_jax.models.huggingface_features import HfConfig
-from optimus_jax.models.huggingface_formats import HuggingFaceFormat
+from optimus_jax.models.huggingface_format import HuggingFaceFormat
 
 KeyType = type | UnionType
 
@@ -53,6 +53,9 @@ KEY_TYPES: dict[str, KeyType] = {
     "do_layer_norm_before": bool,
     "_remove_final_layer_norm": bool,
     "word_embed_proj_dim": int | None,
+    # Whisper
+    "decoder_attention_heads": int,
+    "decoder_ffn_dim": int,
 }
 """Keys, apart from sizes, that `config_from_huggingface` reads. None: null, which is as absent."""
 ROPE_TYPES: dict[str, KeyType] = {

@@ -23,6 +23,7 @@ from optimus_jax.config import ModelConfig
 from optimus_jax.mesh.axes import VOCAB
 from optimus_jax.mesh.boxes import Box
 from optimus_jax.mesh.leaf import Leaf
+from optimus_jax.models.encoder_decoder import layers_with
 from optimus_jax.models.huggingface_formats import format_of
 from optimus_jax.models.shapes import ModelShapes, model_shapes
 
@@ -85,7 +86,9 @@ class LeafSource:
     """The whole leaf: stacked and padded."""
     slots: tuple[int, ...]
     """The layer of each slot of a stack, -1 if empty."""
-    vocab_size: int
+    config: ModelConfig
+    layers: range
+    """The layers that have the leaf (`layers_with`)."""
     out_dim: int
     """`HuggingFaceFormat.out_dim`."""
     parts: tuple[LeafPart, ...] = ()
@@ -97,14 +100,18 @@ class LeafSource:
     @property
     def tensor_names(self) -> list[str]:
         """Names of the tensors that hold its layers."""
-        layers = [layer for layer in self.slots if layer >= 0] if self.leaf.is_in_layers else [0]
-        return [part.tensor.format(layer) for part in self.parts for layer in layers]
+        layers = [each for each in self.slots if each in self.layers]
+        return [
+            tensor_name(part.tensor, layer, self.config)
+            for part in self.parts
+            for layer in (layers if self.leaf.is_in_layers else [0])
+        ]
 
     @property
     def shape(self) -> tuple[int, ...]:
         """One layer's part, or a leaf outside the layers, without padding."""
         shape = self.array.shape[1:] if self.leaf.is_in_layers else self.array.shape
-        return (self.vocab_size, *shape[1:]) if self._dims[0] == VOCAB else shape
+        return (self.config.vocab_size, *shape[1:]) if self._dims[0] == VOCAB else shape
 
     @property
     def out_start(self) -> int:
@@ -147,7 +154,7 @@ class LeafSource:
             self._fill(block, tensors, 0, bounds)
             return block
         for part, layer in zip(block, self.slots[bounds[0]], strict=True):
-            if layer >= 0:
+            if layer in self.layers:
                 self._fill(part, tensors, layer, bounds[1:])
         return block
 
@@ -168,7 +175,7 @@ class LeafSource:
             self._spread(values, tensors, 0, bounds)
             return
         for part, layer in zip(values, self.slots[bounds[0]], strict=True):
-            if layer >= 0:
+            if layer in self.layers:
                 self._spread(part, tensors, layer, bounds[1:])
 
     @property
@@ -217,7 +224,8 @@ class LeafSource:
     ) -> None:
         """Fill a block with the values that are within bounds; those of padding stay."""
         for part, in_part, in_bounds in self._parts_within(bounds):
-            tensor = self._in_ours(tensors[part.tensor.format(layer)], part)
+            name = tensor_name(part.tensor, layer, self.config)
+            tensor = self._in_ours(tensors[name], part)
             copy_cast(np.asarray(tensor[in_part]), block[in_bounds])
 
     def _spread(
@@ -229,7 +237,8 @@ class LeafSource:
     ) -> None:
         """The inverse of `_fill`: write the values that are within bounds."""
         for part, in_part, in_bounds in self._parts_within(bounds):
-            tensor = self._in_ours(tensors[part.tensor.format(layer)], part)
+            name = tensor_name(part.tensor, layer, self.config)
+            tensor = self._in_ours(tensors[name], part)
             tensor[in_part][...] = values[in_bounds]
 
     def _parts_within(self, bounds: Box) -> Iterator[tuple[LeafPart, Box, Box]]:
@@ -252,11 +261,23 @@ def leaf_sources(shapes: ModelShapes) -> dict[str, LeafSource]:
 def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """The shape of every tensor of a model, by name."""
     return {
-        name.format(layer): group.tensor_shape
+        tensor_name(name, layer, config): group.tensor_shape
         for group in _groups(model_shapes(config, config.vocab_size))
         for name in group.tensors
-        for layer in (range(config.num_layers) if "{}" in name else (0,))
+        for layer in group.layers
     }
+
+
+def tensor_name(name: str, layer: int, config: ModelConfig) -> str:
+    """The tensor of a layer.
+
+    Args:
+      name: as in `HuggingFaceFormat.tensors`, with `{}` for the layer's number in its stack, and
+        `{side}` for whose stack that is, encoder or decoder.
+    """
+    first = config.encoder_layers
+    side, number = ("encoder", layer) if layer < first else ("decoder", layer - first)
+    return name.format(number, side=side)
 
 
 @dataclass(frozen=True)
@@ -269,6 +290,12 @@ class _Group:
     """Names of the tensors, with `{}` for the number of the layer."""
     tensor_shape: tuple[int, ...]
     """The shape of each tensor."""
+
+    @property
+    def layers(self) -> Sequence[int]:
+        """The layers that have them; 0 outside the layers."""
+        first = next(iter(self.sources.values()))
+        return first.layers if first.leaf.is_in_layers else (0,)
 
 
 def _groups(shapes: ModelShapes) -> Iterator[_Group]:
@@ -289,7 +316,8 @@ def _groups(shapes: ModelShapes) -> Iterator[_Group]:
                 leaves[path],
                 arrays[path],
                 shapes.slots,
-                shapes.config.vocab_size,
+                shapes.config,
+                layers_with(path, shapes.config),
                 hf_format.out_dim,
             )
             for path in ours.split()

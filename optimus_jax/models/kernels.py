@@ -75,10 +75,11 @@ def _cudnn_obstacle(config: Config, topology: Topology, precision: Precision) ->
         )
     if features_of(model).attention_softcap:
         return f"it has no cap on scores, and {model.name} has one"
-    if config.data.respect_documents and config.seq_len % 2:
+    if config.data.respect_documents and (config.seq_len - model.frames) % 2:
+        of_text = f", of which {model.frames} are frames" if model.frames else ""
         return (
             "with documents it computes even numbers of tokens, and data.seq_len is"
-            f" {config.seq_len}"
+            f" {config.seq_len}{of_text}"
         )
     return None
 
@@ -194,7 +195,7 @@ class _Fused(NamedTuple):
 
     def __call__(self, arrays: Arrays, visibility: Visibility, keys_BH: Array | None) -> Array:
         length, num_keys = (x_BLHK.shape[1] for x_BLHK in arrays[:2])
-        assert length == num_keys, (
+        assert length == num_keys or not visibility.causal, (
             "this kernel knows no cache: its causal mask begins at the first key"
         )
         whole, is_masked = slice(0, length), visibility.segments_BL is not None

@@ -112,7 +112,8 @@ def is_of_heads(saved: Amount) -> bool:
 
 @dataclass(frozen=True)
 class LayerProgram:
-    """One layer of one microbatch on one device: the mean layer, where some have a window."""
+    """One layer of one microbatch on one device: the mean layer, where some have a window or are an
+    encoder's."""
 
     forward: ProgramPart
     backward: ProgramPart
@@ -124,6 +125,27 @@ class LayerProgram:
     saved_once: tuple[Amount, ...]
     """Bytes of those that all layers share, such as angles of rotary positions and masks. In these,
     `half_head` is half of the dimensions that positions rotate."""
+
+    def mixed_with(
+        self, other: "LayerProgram", share: float, *, largest: "LayerProgram"
+    ) -> "LayerProgram":
+        """The mean layer, of which `share` are this one, and the rest another.
+
+        Args:
+          largest: the one whose working memory is larger.
+        """
+        both = ((self, share), (other, 1 - share))
+        return LayerProgram(
+            forward=self.forward.times(share) + other.forward.times(1 - share),
+            backward=self.backward.times(share) + other.backward.times(1 - share),
+            largest_forward=largest.largest_forward,
+            saved=tuple(
+                amount._replace(constant=amount.constant * part)
+                for program, part in both
+                for amount in program.saved
+            ),
+            saved_once=self.saved_once + other.saved_once,
+        )
 
     def saved_bytes(self, sizes: LayerSizes) -> float:
         """Bytes saved for each layer."""
@@ -142,6 +164,8 @@ class LayerPrograms:
     kind: ModelConfig
     windowed_share: float
     """Share of the model's layers that have a window."""
+    encoder_share: float
+    """Share of those that are an encoder's."""
     seq_len: int
     precision: Precision
     kernel: AttentionKernel
@@ -158,6 +182,10 @@ class LayerPrograms:
     def under(self, remat: RematPolicy) -> LayerProgram:
         """The program under a remat policy; traced on the first call."""
         return _traced(self, remat)
+
+    def of_sides(self, remat: RematPolicy) -> tuple[LayerProgram, ...]:
+        """Those of a layer of the encoder and of one of the decoder; or that of all layers."""
+        return _tracer(self.traced or self).of_sides(remat, self.length_ways)
 
 
 @lru_cache(maxsize=1 << 12)
@@ -195,6 +223,7 @@ def layer_programs(
         return _of_kind(
             kind,
             sum(windowed) / len(windowed),
+            model.encoder_layers / model.num_layers,
             seq_len,
             precision,
             kernel,
@@ -254,12 +283,19 @@ def _code_bytes(model: ModelConfig) -> float:
     return num_bytes / sum(array.size * leaf.values for array, leaf in parts)
 
 
-def _primes(seq_len: int, window: int | None) -> list[int]:
+def _primes(seq_len: int, model: ModelConfig) -> list[int]:
     """The prime that stands for each of `LayerSizes`: none divides a length in the program."""
-    blocks = blocks_of(seq_len, seq_len, window or None)
-    lengths = {seq_len, *(block.end_key - block.first_key for block in blocks)}
+    streams, window = _stream_lengths(seq_len, model), features_of(model).window or None
+    blocks = [block for length in streams for block in blocks_of(length, length, window)]
+    lengths = {*streams, *(block.end_key - block.first_key for block in blocks)}
     usable = (prime for prime in PRIMES if all(length % prime for length in lengths))
     return list(itertools.islice(usable, len(LayerSizes._fields)))
+
+
+def _stream_lengths(seq_len: int, model: ModelConfig) -> tuple[int, ...]:
+    """Tokens of the residual stream, and of its parts if there is an encoder."""
+    frames = model.frames
+    return (seq_len, frames, seq_len - frames) if frames else (seq_len,)
 
 
 def _kind(
@@ -268,8 +304,9 @@ def _kind(
     """A model of one layer of each type, the same for all models with these features: on each
     device of the abstract mesh, primes are its sizes.
     """
-    features, windowed = features_of(model), has_window(model)
-    primes, differ = _primes(seq_len, features.window), any(windowed) and not all(windowed)
+    windowed = has_window(model)
+    primes, differ = _primes(seq_len, model), any(windowed) and not all(windowed)
+    has_encoder = bool(model.encoder_layers)
     has_groups = shares_kv_heads or model.num_heads != model.num_kv_heads
     group = primes[GROUP] if has_groups else 1
     # The number of devices is given, and no multiple of a prime, if they share tokens.
@@ -285,13 +322,15 @@ def _kind(
         name="traced",
         family=model.family,
         vocab_size=8,
-        num_layers=2 if differ else 1,
+        num_layers=2 if differ or has_encoder else 1,
+        encoder_layers=int(has_encoder),
+        frames=model.frames,
         embed_dim=WAYS * primes[EMBED],
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=2 * primes[HALF_HEAD],
         mlp_dim=(heads_ways if splits_alike else WAYS) * primes[MLP],
-        max_length=8,
+        max_length=model.frames + 8,
         dropout=0.0,
         features=replace(
             model.features,
@@ -316,13 +355,15 @@ def _kind(
 
 
 class _Tracer:
-    """Traces a layer of one kind, on one device of an abstract mesh."""
+    """Traces a layer of one kind, on one device of an abstract mesh; with an encoder, one of each
+    side.
+    """
 
     def __init__(self, programs: LayerPrograms):
         model = programs.kind
-        primes = _primes(programs.seq_len, features_of(model).window)
+        self.primes = primes = _primes(programs.seq_len, model)
         self.programs = programs
-        self.traced: dict[RematPolicy, Any] = {}
+        self.traced: dict[tuple[RematPolicy, int], Any] = {}
         # A device has the whole width of the stream, of which fsdp stores a part.
         sizes = [
             (prime, WAYS * prime if size == EMBED else prime) for size, prime in enumerate(primes)
@@ -348,9 +389,11 @@ class _Tracer:
             else primes[KV_HEADS] * (model.num_heads // model.num_kv_heads)
         )
         self.axes = {FSDP: WAYS, logical.HEADS: model.num_heads // local_heads, logical.MLP: WAYS}
-        # One layer is traced, and which type it has is a value in the program.
-        self.shapes = model_shapes(model, model.vocab_size, slots=(0,))
-        self.layouts = layouts_of(self.shapes.leaves, rules, 3)
+        # One layer is traced, and which type it has is a value in the program; but what one of an
+        # encoder computes is another program than what one of a decoder does.
+        layers = range(model.num_layers if model.encoder_layers else 1)
+        self.shapes = [model_shapes(model, model.vocab_size, slots=(layer,)) for layer in layers]
+        self.layouts = layouts_of(self.shapes[0].leaves, rules, 3)
         dtype = COMPUTE_DTYPES[programs.precision]
         self.comm = Collectives(jnp.dtype(dtype), rules, 3)
         self.stream = jax.ShapeDtypeStruct(
@@ -359,20 +402,41 @@ class _Tracer:
 
     def under(self, remat: RematPolicy, length_ways: int) -> LayerProgram:
         """The program under a remat policy, where that many devices share the stream's tokens."""
-        if remat not in self.traced:
-            self.traced[remat] = self._jaxpr(remat)
-        traced, seq_len = self.traced[remat], self.programs.seq_len
+        layers = self.of_sides(remat, length_ways)
+        if len(layers) == 1:
+            return layers[0]
+        encoder, decoder = layers
+        share = self.programs.encoder_share
+        return encoder.mixed_with(decoder, share, largest=max(layers, key=self._forward_flops))
+
+    def of_sides(self, remat: RematPolicy, length_ways: int) -> tuple[LayerProgram, ...]:
+        """`LayerPrograms.of_sides`, where that many devices share the stream's tokens."""
+        return tuple(self._of(layer, remat, length_ways) for layer in range(len(self.shapes)))
+
+    def _forward_flops(self, layer: LayerProgram) -> float:
+        return sum(product.flops(self.primes) for product in layer.forward.products)
+
+    def _of(self, layer: int, remat: RematPolicy, length_ways: int) -> LayerProgram:
+        """The program of one of the traced layers."""
+        if (remat, layer) not in self.traced:
+            self.traced[remat, layer] = self._jaxpr(layer, remat)
+        traced, seq_len = self.traced[remat, layer], self.programs.seq_len
+        own = {
+            length // self.programs.length_ways: length
+            for length in _stream_lengths(seq_len, self.programs.kind)
+        }
         whole, first = needed(traced), needed(traced, results=2)
         forward = self.read.part(first)
         saved, saved_once = [], []
         # The first results are the layer's output, its auxiliary sums, and the gradients of trained
         # parameters and input.
-        num_trained = len(jax.tree.leaves(trained_of(self.shapes.leaves, self.shapes.params)))
+        shapes = self.shapes[layer]
+        num_trained = len(jax.tree.leaves(trained_of(shapes.leaves, shapes.params)))
         for variable in whole.outvars[3 + num_trained :]:
             shape = list(variable.aval.shape[1:])
             # Of the stream [layer, row, token, ...] a device has its own tokens.
-            if shape[2:] and shape[2] == seq_len // self.programs.length_ways:
-                shape[2] = seq_len // length_ways
+            if shape[2:] and shape[2] in own:
+                shape[2] = own[shape[2]] // length_ways
             amount = self.read.amount(math.prod(shape) * variable.aval.dtype.itemsize)
             # Others are weights, and numbers of a layer, such as whether it has a window.
             if ROWS in amount.factors:
@@ -381,11 +445,11 @@ class _Tracer:
         largest = self.read_full.part(first) if self.programs.kind.num_layers > 1 else forward
         return LayerProgram(forward, backward, largest, tuple(saved), tuple(saved_once))
 
-    def _jaxpr(self, remat: RematPolicy) -> Any:
-        """The traced layer: its output, the total of its auxiliary sums, the gradients of trained
+    def _jaxpr(self, layer: int, remat: RematPolicy) -> Any:
+        """A traced layer: its output, the total of its auxiliary sums, the gradients of trained
         parameters and input, and what forward saves.
         """
-        kernel = self.programs.kernel
+        kernel, shapes = self.programs.kernel, self.shapes[layer]
 
         def on_device(
             params: Params, positions: Array, segments: Array, x: Array, cotangent: Array
@@ -401,8 +465,8 @@ class _Tracer:
             )
 
             def layer(trained: Params, x: Array) -> tuple[Array, Array]:
-                out = self.shapes.merged(with_trained(trained, params)).run_some_layers(
-                    x, positions, run, jnp.asarray(self.shapes.slots), all_full=True
+                out = shapes.merged(with_trained(trained, params)).run_some_layers(
+                    x, positions, run, jnp.asarray(shapes.slots), all_full=True
                 )
                 return out.x_BLD, sum(out.auxiliary.values(), jnp.float32(0))
 
@@ -418,7 +482,7 @@ class _Tracer:
             on_device,
             self.axes,
             (specs, rows, rows, stream, stream),
-            *(self.shapes.params, ids, ids, self.stream, self.stream),
+            *(shapes.params, ids, ids, self.stream, self.stream),
         )
 
 

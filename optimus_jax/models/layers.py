@@ -194,10 +194,11 @@ def rows_of(table_VD: Array, index_BL: Array, dtype: jnp.dtype) -> Array:
 
 
 def sinusoids(positions_BL: Array, dim: int) -> Array:
-    """Sines, then cosines, float32 [B, L, dim], of every position (arXiv:1706.03762)."""
-    rates = 10_000.0 ** -(np.arange(dim // 2) / max(1, dim // 2 - 1))
-    angle = positions_BL[..., None].astype(jnp.float32) * rates.astype(np.float32)
-    return jnp.concatenate((jnp.sin(angle), jnp.cos(angle)), -1)
+    """Sines, then cosines, float32 [B, L, dim], of every position (arXiv:1706.03762); one cosine
+    more if `dim` is odd."""
+    rates = 10_000.0 ** -(np.arange(-(-dim // 2)) / max(1, (dim - 1) // 2))
+    angle = positions_BL[..., None].astype(jnp.float32) * rates.astype(np.float32)[None, None]
+    return jnp.concatenate((jnp.sin(angle[..., : dim // 2]), jnp.cos(angle)), -1)
 
 
 def dropout(

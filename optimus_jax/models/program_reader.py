@@ -109,6 +109,8 @@ class TracedCollective(NamedTuple):
     """Mesh axes that it spans."""
     num_bytes: Amount
     """The whole result (all-reduce, all-gather) or argument (reduce-scatter)."""
+    runs: float = 1.0
+    """How often it runs; a share if only some of the layers do."""
 
 
 @dataclass(frozen=True)
@@ -125,6 +127,21 @@ class ProgramPart:
             _rest(self.products, part.products),
             _rest(self.fused, part.fused),
             _rest(self.collectives, part.collectives),
+        )
+
+    def times(self, share: float) -> "ProgramPart":
+        """The same, run as often as `share` says."""
+        return ProgramPart(
+            tuple(each._replace(runs=each.runs * share) for each in self.products),
+            tuple(each._replace(runs=each.runs * share) for each in self.fused),
+            tuple(each._replace(runs=each.runs * share) for each in self.collectives),
+        )
+
+    def __add__(self, other: "ProgramPart") -> "ProgramPart":
+        return ProgramPart(
+            self.products + other.products,
+            self.fused + other.fused,
+            self.collectives + other.collectives,
         )
 
 
@@ -188,12 +205,13 @@ class ProgramReader:
                 )
             elif call := _fused_call(equation):
                 batch, length, heads, head_dim = equation.invars[0].aval.shape
+                num_keys = equation.invars[1].aval.shape[1]
                 fused += [
                     FusedAttention(
                         self.amount(batch * heads),
                         self.amount(head_dim),
                         call.num_products,
-                        call.num_pairs(length),
+                        call.num_pairs(length, num_keys),
                         runs,
                     )
                 ] * times

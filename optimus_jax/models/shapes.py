@@ -11,6 +11,7 @@ from optimus_jax.config import ModelConfig, Tuning
 from optimus_jax.mesh.axes import LAYERS, VOCAB
 from optimus_jax.mesh.collectives import Collectives
 from optimus_jax.mesh.leaf import Leaf
+from optimus_jax.models.encoder_decoder import layers_with
 from optimus_jax.models.keys import make_key
 from optimus_jax.models.transformer import Decoder
 
@@ -81,30 +82,34 @@ class ModelShapes:
     @property
     def num_params(self) -> int:
         """Number of parameters, without padding rows and empty slots."""
-        return self._count(trained_alone=False)
+        return sum(self.sizes().values())
 
     @property
     def num_trained(self) -> int:
         """Number of those that are trained."""
-        return self._count(trained_alone=True)
+        return sum(self.sizes(trained_alone=True).values())
 
-    def _count(self, *, trained_alone: bool) -> int:
-        num_layers = self.config.num_layers
-        if trained_alone:
-            num_layers -= self.config.tuning.freeze_layers
-        total = 0
-        for leaf, array in zip(
-            jax.tree.leaves(self.leaves), jax.tree.leaves(self.params), strict=True
+    def sizes(self, *, trained_alone: bool = False) -> dict[str, int]:
+        """Number of elements of each parameter, by its path, without padding rows, empty slots and
+        layers that do not use it.
+        """
+        sizes = {}
+        for (path, leaf), array in zip(
+            jax.tree.leaves_with_path(self.leaves), jax.tree.leaves(self.params), strict=True
         ):
             if trained_alone and not leaf.trained:
                 continue
+            name = jax.tree_util.keystr(path, simple=True, separator="/")
+            num_layers = len(layers_with(name, self.config))
+            if trained_alone:
+                num_layers -= self.config.tuning.freeze_layers
             size = array.size * leaf.values
-            for dim, name in zip(array.shape, leaf.dims, strict=True):
-                if name in (VOCAB, LAYERS):
-                    used = self.config.vocab_size if name == VOCAB else num_layers
+            for dim, axis in zip(array.shape, leaf.dims, strict=True):
+                if axis in (VOCAB, LAYERS):
+                    used = self.config.vocab_size if axis == VOCAB else num_layers
                     size = size // dim * used
-            total += size
-        return total
+            sizes[name] = size
+        return sizes
 
     def whole_outside_layers(self, params: Params, comm: Collectives) -> Params:
         """The parameters, with all matrices outside the stack gathered along fsdp and cast.

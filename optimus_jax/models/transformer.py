@@ -1,5 +1,5 @@
-"""The decoder: embedding, a scanned stack of blocks (models/block.py), a final norm and the head's
-matrix.
+"""The model: embedding, a scanned stack of blocks (models/block.py), a final norm and the head's
+matrix. With an encoder its layers run as models/encoder_decoder.py has them.
 
 One class serves every family; `models/families.py` lists the differences. The stack is one set of
 parameters with a leading `layers` dimension, so that compile time does not grow with depth.
@@ -29,6 +29,13 @@ from optimus_jax.mesh.sums import Sums
 from optimus_jax.models import rotary
 from optimus_jax.models.adapters import block_rngs
 from optimus_jax.models.block import Block, ForwardContext, LayersOutput, normed
+from optimus_jax.models.encoder_decoder import (
+    Streams,
+    TwoSides,
+    sides_of,
+    site_of_frames,
+    text_of,
+)
 from optimus_jax.models.families import (
     features_of,
     has_window,
@@ -50,6 +57,7 @@ from optimus_jax.models.layers import (
 )
 from optimus_jax.models.mlp import ACTIVATIONS
 from optimus_jax.models.products import project, project_back
+from optimus_jax.models.sound import SoundInput
 
 
 def windowed_layers(config: ModelConfig) -> Array | bool:
@@ -88,7 +96,7 @@ class Decoder(nnx.Module):
                 normal(rngs, (rows, width), dims, std, "table", "embedding") if exists else None
             )
 
-        rows = config.max_length + (features.position_offset or 0)
+        rows = config.max_length - config.frames + (features.position_offset or 0)
         self.positions = added(rows, exists=features.positions == "learned")
         self.token_types = added(features.token_types or 0, exists=bool(features.token_types))
 
@@ -109,6 +117,7 @@ class Decoder(nnx.Module):
             if config.image_size
             else None
         )
+        self.sound = nnx.data(SoundInput(config, rngs=rngs) if config.frames else None)
         self.hidden_patch = nnx.data(
             constant(0.0, (config.embed_dim,), (NORM,), "bias", "embedding")
             if config.image_size and not config.labels
@@ -133,6 +142,8 @@ class Decoder(nnx.Module):
         def stack(key: Array) -> Block:
             return Block(config, rngs=block_rngs(config.tuning, key))
 
+        self.sides = sides_of(slots or tuple(range(config.num_layers)), config)
+        """Whose the layers of the stack are."""
         keys = jax.random.split(rngs.params(), config.num_layers)
         self.layers = stack(keys if slots is None else keys[np.maximum(slots, 0)])
         self.final_norm = norm(config.embed_dim, exists=features.final_norm)
@@ -180,9 +191,35 @@ class Decoder(nnx.Module):
 
         Args:
           types_BL: types of the tokens; None: all are 0.
-          patches_BLP: values of the patches of an image, seen in the place of tokens that are
-            PATCH_TOKEN; None: the model reads text.
+          patches_BLP: values of the patches of an image, or of the frames of sound, seen in the
+            place of tokens that are PATCH_TOKEN; None: the model reads text.
         """
+        if self.sound is not None:
+            assert patches_BLP is not None
+            frames_BFD = self.embed_frames(patches_BLP[:, : self.config.frames], run)
+            text_BL, places_BL = (text_of(each, self.config) for each in (tokens_BL, positions_BL))
+            return Streams(frames_BFD, self.embed_text(text_BL, places_BL, run)).joined
+        return self.embed_text(tokens_BL, positions_BL, run, types_BL, patches_BLP)
+
+    def embed_frames(self, values_BFP: Array, run: ForwardContext) -> Array:
+        """Values of frames of sound [B, F, P] -> [B, F, D] of this device's frames."""
+        assert self.sound is not None
+        x_BFD = run.comm.local_tokens(self.sound(values_BFP, run.comm.dtype))
+        places_F = jnp.arange(values_BFP.shape[1])
+        places_BF = run.comm.local_tokens(jnp.broadcast_to(places_F, values_BFP.shape[:2]))
+        x_BFD = x_BFD + sinusoids(places_BF, x_BFD.shape[-1]).astype(run.comm.dtype)
+        site = site_of_frames(self.config)
+        return dropout(x_BFD, self.config.dropout, run.keys_B, site, run.comm)
+
+    def embed_text(
+        self,
+        tokens_BL: Array,
+        positions_BL: Array,
+        run: ForwardContext,
+        types_BL: Array | None = None,
+        patches_BLP: Array | None = None,
+    ) -> Array:
+        """`embed` of tokens of text, or of patches of images."""
         has_patches = self.patches is not None
         x_BLD = self.embedding(jnp.maximum(tokens_BL, 0) if has_patches else tokens_BL, run.comm)
         if has_patches and patches_BLP is not None:
@@ -246,6 +283,9 @@ class Decoder(nnx.Module):
         Layers that are not trained run by themselves, so that backward has no gradient of theirs,
         and ends above them if nothing below is trained.
         """
+        if self.sound is not None:
+            assert cache is None
+            return TwoSides(self.layers, self.config, run).all(x_BLD)
         slots = jnp.arange(self.config.num_layers)
         num_frozen = self.config.tuning.freeze_layers if cache is None else 0
         if run.has_own_loops and cache is None:
@@ -288,6 +328,9 @@ class Decoder(nnx.Module):
           slots: int32, the layer that each slot holds, -1 if it is empty.
           all_full: whether no slot is empty on any device.
         """
+        if self.sound is not None:
+            stack = TwoSides(self.layers, self.config, run)
+            return stack.some(x_BLD, slots, self.sides, all_full=all_full)
         if run.has_own_loops:
             return self._in_own_loops(x_BLD, positions_BL, run, slots, all_full=all_full)
         layer, stacked = self._layer(positions_BL, run)
@@ -396,8 +439,14 @@ class Decoder(nnx.Module):
 
     def head_input(self, x_BLD: Array, comm: Collectives) -> Array:
         """What the head's matrix multiplies, [B, L, E] in `comm.sums`, of the last layer's output;
-        E is the width of the table.
+        E is the width of the table. With an encoder, of the text alone.
         """
+        if self.sound is not None:
+            x_BLD = Streams.of(x_BLD, self.config, comm).text_BTD
+        return self.text_head_input(x_BLD, comm)
+
+    def text_head_input(self, x_BLD: Array, comm: Collectives) -> Array:
+        """`head_input` of a stream without frames."""
         x_BLD, transform = normed(self.final_norm, x_BLD, comm), head_transform_of(self.config)
         if transform is None or self.table_out is None:
             return x_BLD

@@ -16,6 +16,7 @@ from optimus_jax.checkpoint.errors import DamagedError, UnreachableError
 from optimus_jax.checkpoint.slices import StoredCheckpoint
 from optimus_jax.config import Config, ExportConfig
 from optimus_jax.data.published_tokenizer import adds_tokens, published_files
+from optimus_jax.data.recordings import start_of
 from optimus_jax.data.tokenizers import Tokenizer
 from optimus_jax.errors import CheckpointError, explain
 from optimus_jax.models.huggingface import config_from_huggingface
@@ -101,7 +102,12 @@ class RunToExport:
         check_tokenizer(self.tokenizer, self.run, checkpoint.metadata)
         dtype = settings.dtype or dtype_of(checkpoint)
         config = self.config.model
-        theirs = config_to_huggingface(config, dtype=DTYPES[dtype].name, eos=self.tokenizer.eos)
+        theirs = config_to_huggingface(
+            config,
+            dtype=DTYPES[dtype].name,
+            eos=self.tokenizer.eos,
+            start=start_of(self.tokenizer),
+        )
         weights = WeightsExport.of(
             checkpoint, config_from_huggingface(theirs), config.tuning, dtype
         )
@@ -110,12 +116,13 @@ class RunToExport:
             if self.leaves_room_for_checkpoint:
                 needed += checkpoint.num_bytes
             _check_room(directory, needed)
-            inputs = (
-                {"preprocessor_config.json": preprocessor_config(config).encode()}
-                if config.image_size
-                else published_files(self.tokenizer, self.run.path, config.max_length)
-            )
-            files = inputs | {
+            files = {}
+            if config.reads != "text":
+                files["preprocessor_config.json"] = preprocessor_config(config).encode()
+            if config.reads != "images":
+                longest = config.max_length - config.frames
+                files |= published_files(self.tokenizer, self.run.path, longest)
+            files |= {
                 CONFIG: _json(theirs),
                 CARD: model_card(
                     self.run,
@@ -128,8 +135,9 @@ class RunToExport:
                     adds_tokens=adds_tokens(self.tokenizer),
                 ).encode(),
             }
-            if purpose_of(config) == GENERATION:
-                files["generation_config.json"] = generation_config(self.tokenizer.eos).encode()
+            if purpose_of(config) == GENERATION or config.frames:
+                written = generation_config(config, self.tokenizer)
+                files["generation_config.json"] = written.encode()
             try:
                 for name, content in files.items():
                     (directory / name).write_bytes(content)

@@ -116,7 +116,14 @@ class WeightsExport:
         full = {name: hf_format.full_name(name) for name in tensor_shapes(self.config)}
         own, theirs = tensor_shapes(self.config), hf_format.file_shapes(self.config)
         shapes = {full[name]: theirs.get(name, shape) for name, shape in own.items()}
+        constants = {
+            hf_format.full_name(name): values
+            for name, values in hf_format.constants(self.config).items()
+        }
+        shapes |= {name: values.shape for name, values in constants.items()}
         files = create_weights(directory, shapes, self.dtype, max_shard_bytes)
+        for name, values in constants.items():
+            files[name][...] = values
         tensors = {name: files[each].reshape(own[name]) for name, each in full.items()}
 
         merging = self._merging()

@@ -79,7 +79,7 @@ class Inputs:
             kind=task.reads,
             labels=model.labels,
             label_place="last" if features_of(model).causal else "first",
-            images_for=model if model.image_size else None,
+            values_for=None if model.reads == "text" else model,
         )
         num_eval_examples = (
             0

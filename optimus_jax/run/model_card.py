@@ -8,7 +8,10 @@ from typing import Any, NamedTuple
 import jax
 
 from optimus_jax.config import Config, ModelConfig
+from optimus_jax.config.model import COLUMNS_PER_FRAME
 from optimus_jax.config.phases import phases_of
+from optimus_jax.data.recordings import start_of
+from optimus_jax.data.spectrogram import SAMPLE_RATE, STEP, WINDOW
 from optimus_jax.data.token_ids import frame_of_ends
 from optimus_jax.data.tokenizers import ByteTokenizer, Tokenizer
 from optimus_jax.errors import OptimusError, counted
@@ -56,6 +59,12 @@ GENERATION = Purpose("text-generation", "AutoModelForCausalLM")
 _OF_IMAGES = Purpose(
     "image-classification", "AutoModelForImageClassification", "AutoImageProcessor", "processor"
 )
+_OF_SOUND = Purpose(
+    "automatic-speech-recognition",
+    "AutoModelForSpeechSeq2Seq",
+    "AutoFeatureExtractor",
+    "feature_extractor",
+)
 _OF_LABELS = {
     "sequence": Purpose("text-classification", "AutoModelForSequenceClassification"),
     "token": Purpose("token-classification", "AutoModelForTokenClassification"),
@@ -65,8 +74,8 @@ _OF_LABELS = {
 
 def purpose_of(model: ModelConfig) -> Purpose:
     """What a model is for, by its input and its head."""
-    if model.image_size:
-        return _OF_IMAGES
+    if model.reads != "text":
+        return _OF_IMAGES if model.image_size else _OF_SOUND
     if model.labels:
         return _OF_LABELS[model.labelled]
     if features_of(model).causal:
@@ -108,7 +117,7 @@ def model_card(
         if adds_tokens
         else ""
     )
-    if config.model.image_size:
+    if config.model.reads != "text":
         note = ""
     elif config.model.labels:
         note = _frame_note(tokenizer, is_causal=bool(features_of(config.model).causal))
@@ -151,6 +160,9 @@ def _of_training(
     if config.model.image_size:
         size = f"{config.model.image_size} x {config.model.image_size}"
         yield "images", f"{size} pixels of {counted(config.model.num_channels, 'channel')}"
+    if config.model.frames:
+        seconds = config.model.frames * COLUMNS_PER_FRAME * STEP / SAMPLE_RATE
+        yield "recordings", f"{seconds:g} s, {config.model.mel_bins} mel bands"
     lengths = {phase.seq_len for phase in phases_of(config) if phase.steps_before < max(1, step)}
     learned = features_of(config.model).positions == "learned"
     unseen = ", so that later positions are untrained" if learned else ""
@@ -190,7 +202,24 @@ def _cell(text: str) -> str:
 
 
 def preprocessor_config(model: ModelConfig) -> str:
-    """The preprocessor_config.json: how images become what the model reads."""
+    """The preprocessor_config.json: how images or recordings become what the model reads."""
+    if model.frames:
+        samples = model.frames * COLUMNS_PER_FRAME * STEP
+        seconds = samples / SAMPLE_RATE
+        sound = {
+            "feature_extractor_type": "WhisperFeatureExtractor",
+            "feature_size": model.mel_bins,
+            "sampling_rate": SAMPLE_RATE,
+            "hop_length": STEP,
+            "n_fft": WINDOW,
+            "chunk_length": int(seconds) if seconds == int(seconds) else seconds,
+            "n_samples": samples,
+            "nb_max_frames": model.frames * COLUMNS_PER_FRAME,
+            "padding_side": "right",
+            "padding_value": 0.0,
+            "return_attention_mask": False,
+        }
+        return json.dumps(sound, indent=2) + "\n"
     config = {
         "image_processor_type": "ViTImageProcessor",
         "do_resize": True,
@@ -205,6 +234,16 @@ def preprocessor_config(model: ModelConfig) -> str:
     return json.dumps(config, indent=2) + "\n"
 
 
-def generation_config(eos: int) -> str:
-    """The generation_config.json: where a text ends. Rows of a batch are filled up with eos."""
-    return json.dumps({"eos_token_id": eos, "pad_token_id": eos}, indent=2) + "\n"
+def generation_config(model: ModelConfig, tokenizer: Tokenizer) -> str:
+    """The generation_config.json: where a text ends, and beside an encoder, where it begins. Rows
+    of a batch are filled up with eos.
+    """
+    tokens: dict[str, Any] = {"eos_token_id": tokenizer.eos, "pad_token_id": tokenizer.eos}
+    if model.frames:
+        tokens |= {
+            "decoder_start_token_id": start_of(tokenizer),
+            "max_length": model.max_length - model.frames,
+            "is_multilingual": False,
+            "return_timestamps": False,
+        }
+    return json.dumps(tokens, indent=2) + "\n"

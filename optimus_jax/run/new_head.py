@@ -3,7 +3,7 @@ begins anew (`retuned_params`).
 """
 
 from optimus_jax.config import ModelConfig
-from optimus_jax.models.huggingface_formats import HEAD_LEAVES
+from optimus_jax.models.huggingface_format import HEAD_LEAVES
 from optimus_jax.models.shapes import Params
 
 _PARTS = {path.partition("/")[0] for path in HEAD_LEAVES}

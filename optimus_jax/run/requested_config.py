@@ -120,7 +120,7 @@ def _new_config(model: str | None, overrides: dict[str, Any], base: Config | Non
         tokenizer = own or source.tokenizer()
         if tokenizer is not None:
             overrides = {TOKENIZER: tokenizer, **overrides}
-        elif not source.config().image_size:
+        elif source.config().reads != "images":
             raise ConfigError(
                 explain(
                     "the model comes without a tokenizer.json",

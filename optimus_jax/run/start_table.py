@@ -149,7 +149,7 @@ def _task_text(config: Config) -> str:
         labels = config.model.labels
         shown = ", ".join(labels[:8]) + (f" and {len(labels) - 8} more" if len(labels) > 8 else "")
         return f"{name}: {len(labels)} labels of a {task.labelled}: {shown}"
-    if task.reads_images:
+    if task.medium == "images":
         share, square = config.patch_masking.share, config.patch_masking.square
         return f"{name}: {share:.0%} of each image, in squares of {square} x {square} patches"
     if task.corrupt is not None:

@@ -15,7 +15,7 @@ from jax import Array
 
 from optimus_jax.config import Config, PreferenceConfig
 from optimus_jax.config.data import ExampleKind
-from optimus_jax.config.model import Labelled
+from optimus_jax.config.model import Labelled, Medium
 from optimus_jax.data.batch import BatchArray, HostBatch
 from optimus_jax.errors import ConfigError, explain
 from optimus_jax.mesh.collectives import Collectives
@@ -31,11 +31,16 @@ _LABELLED: Mapping[str, Labelled] = {
     "answers": "span",
     "images": "sequence",
 }
-_IMAGES: tuple[ExampleKind, ...] = "images", "unlabelled_images"
+_MEDIA: Mapping[str, Medium] = {
+    "images": "images",
+    "unlabelled_images": "images",
+    "recordings": "sound",
+}
 TYPES = "types"
 """Array with the type of every token, of tasks that have types."""
 PATCHES = "patches"
-"""Array with the bytes of every patch, of tasks that have images."""
+"""Array with the bytes of every patch, or the values of every frame of sound, of tasks that have
+images or sound."""
 POLICY, REFERENCE = "policy", "reference"
 """Streams of a task with a reference: of the model, and of the model without its adapters."""
 Batch = dict[str, Array]
@@ -107,19 +112,19 @@ class Task:
         return self.reads == "documents"
 
     @property
-    def reads_images(self) -> bool:
-        """Whether its examples are images."""
-        return self.reads in _IMAGES
+    def medium(self) -> Medium:
+        """`ModelConfig.reads` of its models."""
+        return _MEDIA.get(self.reads, "text")
 
     @property
     def predicts_tokens(self) -> bool:
         """`ModelConfig.predicts_tokens` of its models."""
-        return self.labelled is None and not self.reads_images
+        return self.labelled is None and self.medium != "images"
 
     @property
     def masks_tokens(self) -> bool:
         """Whether it hides tokens of a text."""
-        return self.corrupt is not None and not self.reads_images
+        return self.corrupt is not None and self.medium == "text"
 
     @property
     def labelled(self) -> Labelled | None:
@@ -166,7 +171,9 @@ class Task:
 
 def embedded(model: Decoder, rows: Batch, run: ForwardContext) -> Array:
     """The residual stream before the first layer, [B, L, D]."""
-    patches_BLP = scaled(rows[PATCHES]) if PATCHES in rows else None
+    patches_BLP = rows.get(PATCHES)
+    if patches_BLP is not None and patches_BLP.dtype == np.uint8:
+        patches_BLP = scaled(patches_BLP)
     return model.embed(rows["tokens"], rows["positions"], run, rows.get(TYPES), patches_BLP)
 
 

@@ -5,14 +5,16 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 from optimus_jax.config import Config, ModelConfig
 from optimus_jax.config.model import SPAN_LABELS
 from optimus_jax.config.tuning import BASE_GROUPS
-from optimus_jax.data.batch import BATCH_ARRAYS
+from optimus_jax.data.batch import BATCH_ARRAYS, BatchArray
 from optimus_jax.errors import ConfigError, explain, nearest
 from optimus_jax.mesh.axes import VOCAB
+from optimus_jax.models.encoder_decoder import text_of
 from optimus_jax.models.families import features_of
 from optimus_jax.training.augmentation import IMAGE_ARRAYS, augmented
 from optimus_jax.training.label_loss import (
@@ -26,13 +28,21 @@ from optimus_jax.training.loss import cross_entropy
 from optimus_jax.training.masking import MASKED_ARRAYS, with_masked_tokens, with_words
 from optimus_jax.training.patch_masking import patch_loss, with_hidden_patches
 from optimus_jax.training.preference import count_pairs, preference_loss
-from optimus_jax.training.task import Batch, LossInputs, Task, TaskSums
+from optimus_jax.training.task import PATCHES, Batch, LossInputs, Task, TaskSums
 
-NEXT_TOKEN, MLM, IMAGES = "next_token", "mlm", "image_classification"
-"""Tasks, if none is named, of models that see earlier tokens only, of those that see all, and of
-those that read images."""
+NEXT_TOKEN, MLM = "next_token", "mlm"
+IMAGES, TRANSCRIPTION = "image_classification", "transcription"
+"""Tasks, if none is named, of models that see earlier tokens only, of those that see all, of those
+that read images, and of those that read sound."""
 READ_BY_THE_MODEL = ("tokens", "positions", "segments", "examples")
 """Arrays that every task needs."""
+
+
+SOUND_ARRAYS = {
+    **BATCH_ARRAYS,
+    PATCHES: BatchArray(np.float32, "columns of the spectrogram, of each frame", per="patch"),
+}
+"""Arrays of a batch of recordings."""
 
 
 def _count_tokens(rows: Batch) -> Array:
@@ -43,11 +53,12 @@ def _token_loss(inputs: LossInputs) -> TaskSums:
     """Cross-entropy of the targets that count."""
     model, comm, rows = inputs.model, inputs.comm, inputs.rows
     hidden_BLE = comm.fan_out(model.head_input(inputs.value, comm), VOCAB)
-    weights: Any = rows["loss_mask"].astype("float32") * inputs.weight
+    counts: Any = text_of(rows["loss_mask"], model.config)
+    weights = counts.astype("float32") * inputs.weight
     loss = cross_entropy(
         hidden_BLE.reshape(-1, hidden_BLE.shape[-1]),
         model.output_head,
-        rows["targets"].reshape(-1),
+        text_of(rows["targets"], model.config).reshape(-1),
         weights.reshape(-1),
         comm=comm,
         vocab_size=model.config.vocab_size,
@@ -104,6 +115,12 @@ TASKS: dict[str, Task] = {
         augment=augmented,
         corrupt=with_hidden_patches,
     ),
+    TRANSCRIPTION: Task(
+        loss=_token_loss,
+        count=_count_tokens,
+        arrays=SOUND_ARRAYS,
+        reads="recordings",
+    ),
     "dpo": Task(
         loss=preference_loss,
         count=count_pairs,
@@ -119,7 +136,7 @@ SECTIONS: dict[str, tuple[str, Callable[[Task], bool]]] = {
     "masking.": ("masked tokens", lambda task: task.masks_tokens),
     "patch_masking.": (
         "hidden patches",
-        lambda task: task.reads_images and task.corrupt is not None,
+        lambda task: task.medium == "images" and task.corrupt is not None,
     ),
     "augmentation.": ("images", lambda task: task.augment is not None),
 }
@@ -130,8 +147,8 @@ def task_name(config: Config) -> str:
     """The task of a run: the one that is named, or that of its kind of model."""
     if config.task is not None:
         return config.task
-    if config.model.image_size:
-        return IMAGES
+    if config.model.reads != "text":
+        return IMAGES if config.model.image_size else TRANSCRIPTION
     return NEXT_TOKEN if features_of(config.model).causal else MLM
 
 
@@ -191,13 +208,22 @@ def check_task(config: Config, named: Collection[str] = ()) -> None:
                 do=f"use --set task={' or '.join(others)}, or another model",
             )
         )
-    if task.reads_images != bool(config.model.image_size):
-        wanted = "images" if task.reads_images else "text"
+    if task.medium != config.model.reads:
         raise ConfigError(
             explain(
-                f"task {name} needs a model that reads {wanted}",
-                given=f"model.image_size={config.model.image_size}",
+                f"task {name} needs a model that reads {task.medium}",
+                given=f"{config.model.name}, which reads {config.model.reads}",
                 do="leave the task out, or name another model",
+            )
+        )
+    lengths = [config.seq_len, *(phase.seq_len or config.seq_len for phase in config.data.phases)]
+    if min(*lengths, config.eval_seq_len) <= config.model.frames:
+        raise ConfigError(
+            explain(
+                "an example is the frames of a recording and then its text",
+                given=f"data.seq_len={min(lengths)}, evaluation.seq_len={config.eval_seq_len},"
+                f" model.frames={config.model.frames}",
+                do=f"choose more than {config.model.frames}, or leave it out",
             )
         )
     if config.model.image_size and config.seq_len != config.model.max_length:

@@ -44,7 +44,7 @@ def load(*sources, **more):
         seq_len=MODEL.max_length,
         vocab_size=MODEL.vocab_size,
         model_name=MODEL.name,
-        images_for=MODEL,
+        values_for=MODEL,
         **{"kind": "images", **arguments},
     )
 

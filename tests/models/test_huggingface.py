@@ -377,6 +377,7 @@ def program_for(
     splits_tokens: bool = False,
     task: str | None = None,
     seq_len: int = SEQ_LEN,
+    **parallel: Any,
 ) -> Program:
     """The program of a real run, whose first moment is the gradient: no clipping, no decay of the
     moment.
@@ -385,7 +386,9 @@ def program_for(
         model=model,
         data=DataConfig(global_batch=GLOBAL_BATCH, seq_len=seq_len),
         parallel=ParallelConfig(
-            loss_chunk_tokens=10, sequence_parallel=True if splits_tokens else None
+            loss_chunk_tokens=10,
+            sequence_parallel=True if splits_tokens else None,
+            **parallel,
         ),
         optimizer=OptimizerConfig(beta1=0.0, clip_norm=0.0),
         task=task,
@@ -545,7 +548,7 @@ def test_exported_weights_equal_those_of_huggingface(case: str):
 
 @st.composite
 def models(draw: st.DrawFn) -> ModelConfig:
-    texts = [name for name, each in HUGGING_FACE_FORMATS.items() if not each.reads_images]
+    texts = [name for name, each in HUGGING_FACE_FORMATS.items() if each.reads == "text"]
     family, sizes = draw(st.sampled_from(sorted(texts))), st.integers(1, 4)
     is_gpt = FAMILIES[family].norm == "layer"
     kv_heads, head_dim = draw(sizes), 2 * draw(sizes)

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from optimus_jax.errors import PlanError
-from optimus_jax.pipeline.partition import layers_per_stage
+from optimus_jax.pipeline.partition import balanced_layers, layers_per_stage
 
 
 def all_partitions(num_layers, num_stages):
@@ -26,6 +26,23 @@ def test_no_partition_is_cheaper_or_more_even(num_layers, data):
     assert layers_per_stage(num_layers, num_stages) == min(
         all_partitions(num_layers, num_stages), key=badness
     )
+
+
+@given(
+    costs=st.lists(st.sampled_from([1.0, 2.0, 3.5, 9.0]), min_size=1, max_size=9), data=st.data()
+)
+def test_the_costliest_stage_costs_least(costs, data):
+    num_stages = data.draw(st.integers(1, len(costs)))
+
+    def costliest(layers):
+        ends = list(itertools.accumulate(layers, initial=0))
+        return max(sum(costs[start:end]) for start, end in itertools.pairwise(ends))
+
+    found = balanced_layers(tuple(costs), num_stages)
+    assert len(found) == num_stages
+    assert min(found) >= 1
+    assert sum(found) == len(costs)
+    assert costliest(found) == min(map(costliest, all_partitions(len(costs), num_stages)))
 
 
 @given(num_layers=st.integers(1, 512), data=st.data())

@@ -2,6 +2,7 @@
 settings have to lower it.
 """
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -108,6 +109,36 @@ def test_memory_estimate_is_near_what_xla_allocates(model, mesh, settings):
     assert estimate.states == pytest.approx(compiled.argument_size_in_bytes, rel=0.05), (
         "states are known, not estimated"
     )
+
+
+@pytest.mark.parametrize(
+    ("mesh", "settings"),
+    [
+        ("data=2,fsdp=2,tensor=2", {}),
+        ("fsdp=8", {"remat": "full"}),
+        ("pipe=2,data=4", {"microbatches": 2}),
+        ("pipe=2,fsdp=2,tensor=2", {"microbatches": 2, "remat": "full"}),
+    ],
+)
+def test_memory_estimate_of_an_encoder_and_a_decoder(mesh, settings):
+    """Beside the batch, whose spectrograms are large for so small a model."""
+    config, plan = planned("whisper-nano", mesh, **settings)
+    program = build_program(config, plan, jax.devices()[: plan.num_devices])
+    batch = program.abstract_batch()
+    compiled = (
+        program.train_step.lower(program.abstract_state(), batch)
+        .compile({"xla_backend_optimization_level": 0})
+        .memory_analysis()
+    )
+    of_batch = sum(
+        math.prod(each.sharding.shard_shape(each.shape)) * each.dtype.itemsize
+        for each in jax.tree.leaves(batch)
+    )
+    allocated = compiled.argument_size_in_bytes + compiled.temp_size_in_bytes - of_batch
+    estimate = estimated(config, plan)
+    assert estimate.total == pytest.approx(allocated, rel=MEMORY_ESTIMATE)
+    states = compiled.argument_size_in_bytes - of_batch
+    assert estimate.states == pytest.approx(states, rel=0.05)
 
 
 LORA = {"model.tuning.method": "lora", "model.tuning.base_precision": "bf16"}

@@ -118,6 +118,9 @@ BILLIONS = {
     "gemma3-27b": 27.0,
     "olmo2-1b": 1.48,
     "olmo2-32b": 32.2,
+    "whisper-tiny": 0.0372,
+    "whisper-small": 0.2405,
+    "whisper-large-v3": 1.541,
 }
 """Parameters of text models, as their pages on huggingface.co count them."""
 
@@ -130,10 +133,13 @@ def test_num_params_equals_that_of_the_model_card(name):
     )
 
 
-@pytest.mark.parametrize("name", ["bert-nano", "electra-base-generator", "vit-nano"])
+@pytest.mark.parametrize(
+    "name", ["bert-nano", "electra-base-generator", "vit-nano", "whisper-nano"]
+)
 def test_every_parameter_of_an_encoder_has_a_kind(name):
     model = model_preset(name)
-    profile = profile_model(model, seq_len=16, precision="f32", kernel="xla")
+    length = model.frames + 16
+    profile = profile_model(model, seq_len=length, precision="f32", kernel="xla")
     assert profile.num_params == model_shapes(model, model.vocab_size).num_params
 
 
@@ -178,6 +184,7 @@ def test_blockwise_attention_computes_more_than_the_causal_pairs(seq_len, pairs)
         if name == "gpt2-nano" or remat == "full"
     ]
     + [("llama-nano, lora", "none"), ("llama-nano, frozen", "full")]
+    + [("whisper-nano", "full")]
     + [
         pytest.param(
             family,
@@ -190,7 +197,9 @@ def test_blockwise_attention_computes_more_than_the_causal_pairs(seq_len, pairs)
 )
 def test_computed_flops_equal_those_of_the_compiled_step(name, remat):
     """Loss, gradient and update, as a run compiles them for one device."""
-    model = replace(model_called(name), num_layers=2, max_length=256)
+    model = model_called(name)
+    if not model.frames:
+        model = replace(model, num_layers=2, max_length=256)
     config = Config(model=model).with_values({"parallel.remat": remat, "data.global_batch": 4})
     plan = plan_for(config, AxisSizes(), replace(discover(), num_devices=1))
     program = build_program(config, plan, jax.devices()[:1])

@@ -9,7 +9,7 @@ from pricing import GPT, HOST, LLAMA, RATES, plan_of
 
 from optimus_jax.config import Config, ModelConfig, Tuning
 from optimus_jax.config.presets import model_preset
-from optimus_jax.models.flops import head_flops, layer_flops, step_flops
+from optimus_jax.models.flops import layer_flops, outer_flops, step_flops
 from optimus_jax.models.layer_program import layer_programs
 from optimus_jax.plan import Plan
 from optimus_jax.planning.cost.communication import head_ops
@@ -70,7 +70,7 @@ def test_flops_that_count_leave_out_gradients_of_frozen_matrices():
     (base, core), (matrices, _) = (layer_flops(model, 1024) for model in (LLAMA, tuned))
     assert matrices > base
     layers = LLAMA.num_layers * (3 * matrices - base + 3 * core)
-    assert step_flops(tuned, **sequence) == layers + 1024 * 2 * head_flops(LLAMA).forward
+    assert step_flops(tuned, **sequence) == layers + 2 * outer_flops(LLAMA, 1024).forward
 
 
 def test_flops_of_a_reference_are_those_of_forward_without_adapters():

@@ -57,6 +57,9 @@ def test_every_model_field_except_the_name_is_compared():
         "mlp_dim",
         "max_length",
         "image_size",
+        "encoder_layers",
+        "frames",
+        "mel_bins",
         "patch_size",
         "num_channels",
     }, "sizes are compared as num_layers is"

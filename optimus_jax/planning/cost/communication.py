@@ -196,7 +196,7 @@ def _in_layer(
             if axes and not (of_storage and zero < ZERO_STAGE_OF[each.kind]):
                 hides = of_storage and implementation.fsdp_hides
                 num_bytes = each.num_bytes.of(layer.sizes)
-                messages.append((each.kind, axes, part, hides, num_bytes))
+                messages.append(((each.kind, axes, part, hides), num_bytes, each.runs))
     ops = tuple(_in_loops(op, loops) if op.axes == (FSDP,) else op for op in _joined(messages))
     if implementation.fsdp_combines:
         ops = tuple(
@@ -217,15 +217,18 @@ def _in_loops(op: CommunicationOp, loops: _LoopShape) -> CommunicationOp:
 
 
 def _joined(
-    messages: Iterable[tuple[CollectiveKind, tuple[str, ...], StepPart, bool, float]],
+    messages: Iterable[tuple[tuple[CollectiveKind, tuple[str, ...], StepPart, bool], float, float]],
 ) -> tuple[CommunicationOp, ...]:
-    """One op for all messages (kind, axes, part, hides, bytes) alike but for their bytes."""
-    found: dict[tuple, list[float]] = {}
-    for *key, num_bytes in messages:
-        found.setdefault(tuple(key), []).append(num_bytes)
+    """One op for all messages alike in (kind, axes, part, hides), of bytes and how often they are
+    sent.
+    """
+    found: dict[tuple, tuple[float, float]] = {}
+    for key, num_bytes, runs in messages:
+        total, count = found.get(key, (0.0, 0.0))
+        found[key] = (total + num_bytes * runs, count + runs)
     return tuple(
-        CommunicationOp(kind, axes, part, sum(sizes) / len(sizes), len(sizes), hides)
-        for (kind, axes, part, hides), sizes in found.items()
+        CommunicationOp(kind, axes, part, total / count, count, hides)
+        for (kind, axes, part, hides), (total, count) in found.items()
     )
 
 
@@ -246,7 +249,8 @@ def _in_head(
         for each in of_part.collectives:
             axes = tuple(axis for over in each.over for axis in axes_of[over])
             if axes:
-                messages.append((each.kind, axes, part, False, each.num_bytes.of(sizes)))
+                key = (each.kind, axes, part, False)
+                messages.append((key, each.num_bytes.of(sizes), each.runs))
     return _joined(messages)
 
 

@@ -9,10 +9,12 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from itertools import islice
 from typing import NamedTuple
 
 from optimus_jax.config.axes import DATA, FSDP, PIPE, TENSOR
 from optimus_jax.errors import PlanError, explain
+from optimus_jax.models.flops import layer_shares
 from optimus_jax.plan import Plan
 from optimus_jax.planning.cost.communication import VOCABULARY
 from optimus_jax.planning.cost.corrections import spread
@@ -262,8 +264,7 @@ class StepTimes:
         """Seconds of the layers in a pipeline whose ticks last as long as the fullest stage."""
         assert self.plan.pipeline is not None
         forward, backward = self.streams * layer.forward, layer.backward
-        most = self.plan.pipeline.most_layers
-        return most * (ticks.forward * forward + ticks.backward * backward)
+        return self._busiest * (ticks.forward * forward + ticks.backward * backward)
 
     def _visits(self, layer: LayerCosts) -> float:
         """Executions, of which one without backward counts as forward's share of both.
@@ -312,6 +313,16 @@ class StepTimes:
         )
 
     @cached_property
+    def _busiest(self) -> float:
+        """Mean layers that take as long as the layers of the busiest virtual stage."""
+        pipeline, workload = self.plan.pipeline, self.costs.workload
+        assert pipeline is not None
+        if not workload.model.encoder_layers:
+            return pipeline.most_layers
+        shares = iter(layer_shares(workload.model, workload.seq_len))
+        return max(sum(islice(shares, number)) for number in pipeline.layers_per_stage)
+
+    @cached_property
     def _ticks(self) -> Ticks | None:
         """Those of the schedule; None if no stage waits for another's ticks."""
         plan, implementation = self.plan, self.costs.implementation
@@ -330,7 +341,7 @@ class StepTimes:
         pipeline, stages = self.plan.pipeline, self.plan.axes.pipe
         if pipeline is None:
             return 0.0, 0.0
-        layers, useful = pipeline.most_layers, self.plan.microbatches * pipeline.repeats
+        layers, useful = self._busiest, self.plan.microbatches * pipeline.repeats
         forward, backward = self.streams * layer.forward, layer.backward
         send, ticks = self._outside_layers.send, self._ticks
         if ticks is not None and self.costs.implementation.lockstep:

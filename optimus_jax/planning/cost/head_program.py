@@ -19,13 +19,14 @@ from optimus_jax.config.axes import PIPE, AxisSizes
 from optimus_jax.mesh.axes import LENGTH, VOCAB
 from optimus_jax.mesh.collectives import Collectives
 from optimus_jax.mesh.formats import COMPUTE_DTYPES
-from optimus_jax.mesh.leaf import with_trained
+from optimus_jax.mesh.leaf import trained_of, with_trained
 from optimus_jax.mesh.rules import Rules, active_rules, padded_vocab
 from optimus_jax.mesh.sharding import layouts_of, map_trained
 from optimus_jax.models.block import ForwardContext
 from optimus_jax.models.families import features_of, table_width
 from optimus_jax.models.program_reader import (
     PRIMES,
+    Amount,
     ProgramPart,
     ProgramReader,
     needed,
@@ -48,7 +49,7 @@ class HeadSizes(NamedTuple):
     """The sizes of embedding and head on one device."""
 
     stream_tokens: float
-    """Tokens of the residual stream of a microbatch."""
+    """Tokens of the residual stream of a microbatch; with an encoder, of the text alone."""
     embed: float
     """Width of the residual stream."""
     table: float
@@ -57,6 +58,11 @@ class HeadSizes(NamedTuple):
     """Rows of the vocabulary that a device with a head computes."""
     length_ways: float
     """Devices that share the tokens of the residual stream."""
+    frames: float = 0.0
+    """Frames of sound beside each of these tokens."""
+
+
+STREAM_TOKENS, FRAMES = map(HeadSizes._fields.index, ("stream_tokens", "frames"))
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,6 +71,9 @@ class HeadProgram:
 
     embed: ProgramPart
     """Forward of the embedding."""
+    saved: tuple[Amount, ...]
+    """Bytes of the floating arrays of frames that forward of the embedding saves for its
+    backward."""
     rest: ProgramPart
     """All else.
 
@@ -87,7 +96,16 @@ def head_sizes(
     """The sizes for a microbatch under `plan`; `layer` is one device's part of a layer."""
     rows = vocab_split(model, plan, implementation).rows
     width, length_ways = table_width(model), layer.programs.length_ways
-    return HeadSizes(layer.stream_tokens, model.embed_dim, width, rows, length_ways)
+    seq_len = layer.programs.seq_len
+    of_text = (seq_len - model.frames) / seq_len
+    return HeadSizes(
+        layer.stream_tokens * of_text,
+        model.embed_dim,
+        width,
+        rows,
+        length_ways,
+        model.frames / (seq_len - model.frames),
+    )
 
 
 def vocab_split(
@@ -120,17 +138,23 @@ def head_program(workload: Workload, precision: Precision, *, splits_length: boo
     model, primes = workload.model, HeadSizes(*PRIMES[: len(HeadSizes._fields)])
     if not splits_length:
         primes = primes._replace(length_ways=1)
+    if not model.frames:
+        primes = primes._replace(frames=0)
+    frames = int(primes.length_ways * primes.frames)
     kind = ModelConfig(
         name="traced",
         family=model.family,
         vocab_size=WAYS * int(primes.length_ways * primes.vocab),
-        num_layers=1,
+        num_layers=2 if model.frames else 1,
+        encoder_layers=1 if model.frames else 0,
+        frames=frames,
+        mel_bins=model.mel_bins,
         embed_dim=int(primes.embed),
         num_heads=1,
         num_kv_heads=1,
         head_dim=2,
         mlp_dim=1,
-        max_length=2 if model.image_size else 8,
+        max_length=2 if model.image_size else frames + 8,
         image_size=model.patch_size if model.image_size else 0,
         patch_size=model.patch_size,
         num_channels=model.num_channels,
@@ -190,12 +214,13 @@ def _traced(
         stream, pull_embed = jax.vjp(embed, trained)
         value, pull = jax.vjp(loss, trained, stream)
         d_trained, d_stream = pull(jnp.ones_like(value))
-        return stream, value, d_trained, d_stream, pull_embed(d_stream)
+        saved = [each for each in jax.tree.leaves(pull_embed) if jnp.issubdtype(each, jnp.floating)]
+        return stream, value, d_trained, d_stream, pull_embed(d_stream), saved
 
     specs = jax.tree.map(lambda layout: layout.param_spec, layouts)
     rows = {
         name: jax.ShapeDtypeStruct(
-            array.shape(stream_tokens, length_ways, kind.patch_values), array.dtype
+            array.shape(stream_tokens, length_ways + kind.frames, kind.patch_values), array.dtype
         )
         for name, array in traced_task.arrays.items()
     }
@@ -203,4 +228,10 @@ def _traced(
     jaxpr = traced_on_device(on_device, axes, (specs, PartitionSpec()), shapes.params, rows)
     read = ProgramReader([(prime, prime) for prime in PRIMES[: len(HeadSizes._fields)]])
     embed = read.part(needed(jaxpr, results=1))
-    return HeadProgram(embed, read.part(needed(jaxpr)).without(embed))
+    whole = needed(jaxpr)
+    sizes = [math.prod(each.aval.shape) * each.aval.dtype.itemsize for each in whole.outvars]
+    # After the stream, the loss and the gradients follow arrays that are saved, weights among them.
+    num_trained = len(jax.tree.leaves(trained_of(shapes.leaves, shapes.params)))
+    saved = map(read.amount, sizes[3 + 2 * num_trained :])
+    saved = tuple(amount for amount in saved if {STREAM_TOKENS, FRAMES} <= {*amount.factors})
+    return HeadProgram(embed, saved, read.part(whole).without(embed))

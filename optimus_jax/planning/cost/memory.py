@@ -35,6 +35,7 @@ from optimus_jax.models.layer_program import EMBED, is_of_heads, matrix_products
 from optimus_jax.plan import Plan
 from optimus_jax.planning.cost.activation_buffers import buffer_slots
 from optimus_jax.planning.cost.communication import stage_parts
+from optimus_jax.planning.cost.head_program import head_program, head_sizes
 from optimus_jax.planning.cost.implementation_profile import OURS
 from optimus_jax.planning.cost.layer_shape import LayerShape, row_shape
 from optimus_jax.planning.cost.parameters import LeafCount, params_on_device
@@ -140,9 +141,13 @@ class _Parts:
         self.whole, self.params = whole, (params := whole.trained)
         """All parameters, and those that are trained."""
         layer = row_shape(workload, plan)
-        token, kept = _token(model, layer, plan.remat), _token(model, layer, "none")
+        in_branches = bool(model.encoder_layers) and pipeline is not None
+        token = _token(model, layer, plan.remat, in_branches=in_branches)
+        kept = _token(model, layer, "none", in_branches=in_branches)
         tokens_of_step = workload.global_batch * workload.seq_len
         tokens = max(1, tokens_of_step // plan.batch_ways() // plan.microbatches)
+        scored = max(1, tokens * (workload.seq_len - model.frames) // workload.seq_len)
+        """Tokens whose logits are computed: those of text."""
         self.repeats = pipeline.repeats if pipeline else 1
         self.visited = pipeline.most_layers if pipeline else model.num_layers
         """Layers that a microbatch passes in one visit to a stage."""
@@ -160,6 +165,13 @@ class _Parts:
             (resident - keeps) * token.saved + keeps * kept.saved + token.saved_once
         )
         """Bytes that one visit saves for its backward."""
+        program = head_program(workload, plan.precision, splits_length=layer.splits_length)
+        rows = layer.with_rows(tokens / workload.seq_len)
+        sizes = head_sizes(model, plan, rows, OURS)
+        self.embedding_saved = sum(amount.of(sizes) for amount in program.saved)
+        """Bytes that the embedding saves for its backward."""
+        if pipeline is None:
+            self.saved += self.embedding_saved
         self.saved_on_host = tokens * saving * token.saved if plan.offloads_activations else 0.0
         self.reordered = tokens * saving * token.reordered
         overlaps, again = plan.zero >= 2 and plan.axes.fsdp > 1, plan.remat in ("dots", "full")
@@ -207,8 +219,8 @@ class _Parts:
         self.held_layers = self.visited * self.repeats * of_layers
         self.held = self.held_layers + of_outer
         """Bytes of the parameters that the step holds whole."""
-        num_chunks = -(-tokens // plan.loss_chunk_tokens)
-        self.logits = F32 * -(-tokens // num_chunks) * whole.table_whole // table_width(model)
+        num_chunks = -(-scored // plan.loss_chunk_tokens)
+        self.logits = F32 * -(-scored // num_chunks) * whole.table_whole // table_width(model)
         # With a single chunk, the gradient of its logits is held in the compute format until there
         # is room for the head's gradient.
         self.head_left = (
@@ -325,7 +337,11 @@ class _Parts:
                 slots + visit + self.backward,
                 self.outer_used + zeros + self.head_left,
             ),
-            (gradient, slots + 4 * self.stream, self.outer_used + self.table + self.logits),
+            (
+                gradient,
+                slots + 4 * self.stream + self.embedding_saved,
+                self.outer_used + self.table + self.logits,
+            ),
         ]
 
     def update(self) -> list[StepPoint]:
@@ -375,8 +391,14 @@ class _Token:
 
 
 @lru_cache(maxsize=1 << 14)
-def _token(model: ModelConfig, layer: LayerShape, remat: RematPolicy) -> _Token:
-    """Of a layer for one sequence."""
+def _token(
+    model: ModelConfig, layer: LayerShape, remat: RematPolicy, *, in_branches: bool
+) -> _Token:
+    """Of a layer for one sequence.
+
+    Args:
+      in_branches: whether a layer is a branch of the program, which saves what either side does.
+    """
     sizes, width, seq_len = layer.sizes, layer.width, layer.programs.seq_len
     plain, program = layer.programs.under("none"), layer.programs.under(remat)
     forward = plain.forward
@@ -402,8 +424,9 @@ def _token(model: ModelConfig, layer: LayerShape, remat: RematPolicy) -> _Token:
     if forward.fused and remat == "full":
         saved = sum(amount.of(sizes) for amount in plain.saved if is_of_heads(amount))
         made_again = saved / seq_len + STREAMS_AGAIN * stream
+    sides = layer.programs.of_sides(remat) if in_branches else (program,)
     return _Token(
-        saved=program.saved_bytes(sizes) / seq_len,
+        saved=sum(side.saved_bytes(sizes) for side in sides) / seq_len,
         saved_once=program.saved_once_bytes(model, sizes) / seq_len,
         stream=stream,
         reordered=0 if forward.fused or remat in ("dots", "full") else query,

@@ -190,7 +190,7 @@ def head_work(
         num_bytes=sizes.stream_tokens
         * (
             sizes.length_ways * sizes.vocab * implementation.logit_bytes
-            + STREAM_PASSES_OF_HEAD * sizes.embed * width
+            + STREAM_PASSES_OF_HEAD * sizes.embed * width * (1 + sizes.frames)
         ),
         kernels=implementation.head_kernels,
     )
@@ -199,7 +199,7 @@ def head_work(
 def embed_work(program: HeadProgram, sizes: HeadSizes, width: int) -> Work:
     """Work of an embedding's forward alone, as in a tick that needs none."""
     return _products(program.embed.products, sizes) + Work(
-        num_bytes=EMBED_PASSES * sizes.stream_tokens * sizes.embed * width
+        num_bytes=EMBED_PASSES * sizes.stream_tokens * (1 + sizes.frames) * sizes.embed * width
     )
 
 

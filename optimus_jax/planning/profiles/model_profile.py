@@ -10,11 +10,9 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 
-import jax
-
 from optimus_jax.config import REMAT_POLICIES, AttentionKernel, ModelConfig, Precision, RematPolicy
 from optimus_jax.mesh.axes import LAYERS
-from optimus_jax.models.flops import Passes, head_flops, layer_flops
+from optimus_jax.models.flops import Passes, layer_flops, outer_flops
 from optimus_jax.models.layer_program import (
     EMBED,
     MLP,
@@ -27,7 +25,7 @@ from optimus_jax.models.layer_program import (
     whole_sizes,
 )
 from optimus_jax.models.program_reader import Amount, ProgramPart
-from optimus_jax.models.shapes import Params, model_shapes
+from optimus_jax.models.shapes import model_shapes
 
 ITEM_BYTES: dict[Precision, int] = {"f32": 4, "bf16": 2, "f16": 2}
 
@@ -226,7 +224,7 @@ def profile_model(
         _matmuls(
             LayerKind.HEAD,
             params,
-            head_flops(model),
+            Passes(*(flops / seq_len for flops in outer_flops(model, seq_len))),
             nothing,
             dict.fromkeys(REMAT_POLICIES, float(stream)),
         ),
@@ -323,17 +321,19 @@ _KIND_OF_PART = {
     "transform_norm": LayerKind.NORMS,
     "label_table": LayerKind.HEAD,
     "head_bias": LayerKind.HEAD,
+    "sound": LayerKind.EMBEDDING,
     "attention": LayerKind.ATTENTION,
+    "norm": LayerKind.NORMS,
+    "encoder_norm": LayerKind.NORMS,
     "mlp": LayerKind.FEED_FORWARD,
 }
-"""Kind of the parameters, by module name in models/transformer.py."""
+"""Kind of the parameters, by names of modules in models/transformer.py and models/block.py."""
 
 
 def _params_by_kind(model: ModelConfig) -> dict[LayerKind, int]:
     """Number of parameter elements by kind, from abstract shapes with an unpadded vocabulary."""
-    params: Params = model_shapes(model, model.vocab_size).params
-    parts = {**{name: part for name, part in params.items() if name != LAYERS}, **params[LAYERS]}
     counts = dict.fromkeys(LayerKind, 0)
-    for name, part in parts.items():
-        counts[_KIND_OF_PART[name]] += sum(leaf.size for leaf in jax.tree.leaves(part))
+    for path, size in model_shapes(model, model.vocab_size).sizes().items():
+        name = path.removeprefix(f"{LAYERS}/").removeprefix("cross/").partition("/")[0]
+        counts[_KIND_OF_PART[name]] += size
     return counts

@@ -18,8 +18,9 @@ from optimus_jax.mesh.axes import LENGTH, VOCAB
 from optimus_jax.mesh.rules import Rules, make_rules
 from optimus_jax.mesh.topology import Topology
 from optimus_jax.mesh.xla_options import GPU
+from optimus_jax.models.flops import layer_shares
 from optimus_jax.models.kernels import choose_kernel
-from optimus_jax.pipeline.partition import layers_per_stage
+from optimus_jax.pipeline.partition import balanced_layers, layers_per_stage
 from optimus_jax.pipeline.schedule import Schedule
 from optimus_jax.pipeline.tables import REPEATING, SCHEDULES
 from optimus_jax.plan import Pipelining, Plan
@@ -155,6 +156,18 @@ def overlaps(config: Config, axes: AxisSizes, platform: str) -> tuple[Overlap, .
     beside compute.
     """
     parallel = config.parallel
+    if config.model.encoder_layers:
+        if parallel.overlap not in ("auto", "none") or parallel.kept_layers:
+            raise PlanError(
+                explain(
+                    f"{config.model.name} has an encoder, whose layers do not run in loops that"
+                    " exchange beside compute",
+                    given=f"parallel.overlap={parallel.overlap},"
+                    f" kept_layers={parallel.kept_layers}",
+                    do="use parallel.overlap=none, and leave parallel.kept_layers out",
+                )
+            )
+        return ("none",)
     if parallel.overlap != "auto":
         return (parallel.overlap,)
     least: tuple[Overlap, ...] = ("layers",) if parallel.kept_layers else ("none",)
@@ -297,9 +310,18 @@ def pipelining(config: Config, axes: AxisSizes) -> Pipelining | None:
         send_slack=parallel.send_slack,
         table=table,
         keep_residuals=parallel.stage_residuals != "recompute",
-        layers_per_stage=parallel.layers_per_stage
-        or layers_per_stage(config.model.num_layers, axes.pipe * repeats),
+        layers_per_stage=parallel.layers_per_stage or layers_of_stages(config, axes.pipe * repeats),
     )
+
+
+def layers_of_stages(config: Config, num_virtual_stages: int) -> tuple[int, ...]:
+    """Layers of each virtual stage: equally many, or of an encoder and a decoder such that the
+    stage with the most FLOPs has least.
+    """
+    model = config.model
+    if not model.encoder_layers:
+        return layers_per_stage(model.num_layers, num_virtual_stages)
+    return balanced_layers(layer_shares(model, config.seq_len), num_virtual_stages)
 
 
 def _check_schedule_name(name: str) -> None:

@@ -27,7 +27,6 @@ from optimus_jax.errors import PlanError, counted, first_line
 from optimus_jax.mesh.rules import check_lengths, check_rules, make_rules
 from optimus_jax.mesh.topology import Topology
 from optimus_jax.models.kernels import choose_kernel
-from optimus_jax.pipeline.partition import layers_per_stage
 from optimus_jax.pipeline.tables import REPEATING
 from optimus_jax.plan import Pipelining, Plan
 from optimus_jax.planning.search.assemble import (
@@ -35,6 +34,7 @@ from optimus_jax.planning.search.assemble import (
     compute_precision,
     fixed_microbatches,
     kept_layers,
+    layers_of_stages,
     least_offload,
     least_remat,
     loss_chunk_tokens,
@@ -145,7 +145,7 @@ def _like(common: Plan, config: Config) -> Iterator[LayoutGroup | Rejection]:
     axes, ways, global_batch = common.axes, common.batch_ways(), config.data.global_batch
     try:
         check_rules(common.rules, axes, config.model)
-        check_lengths(common.rules, axes, config.compiled_lengths)
+        check_lengths(common.rules, axes, config.compiled_lengths, frames=config.model.frames)
         check_whole(config.optimizer, axes, zero=1)  # fsdp without ZeRO is data parallelism
     except PlanError as error:
         yield Rejection(layouts=str(axes), reason=first_line(error))
@@ -298,7 +298,7 @@ def _pipelines(config: Config, axes: AxisSizes) -> Iterator[Pipelining | Rejecti
             send_slack=parallel.send_slack,
             table=None,
             keep_residuals=parallel.stage_residuals != "recompute",
-            layers_per_stage=layers_per_stage(num_layers, axes.pipe * repeats),
+            layers_per_stage=layers_of_stages(config, axes.pipe * repeats),
         )
 
 

@@ -63,6 +63,7 @@ def run_trial(
             seed=config.seed,
             examples=rows,
             patch_values=config.model.patch_values,
+            frames=config.model.frames,
         )
     )
     state, wall, cpu = program.init(jnp.int32(config.seed)), [], []

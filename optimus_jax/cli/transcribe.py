@@ -1,0 +1,120 @@
+"""`optimus transcribe`: write down recordings with the model of a run, or a published one.
+
+`optimus transcribe --run runs/NAME speech.wav recordings/`
+"""
+
+from optimus_jax.run.command_line import Parser
+from optimus_jax.system.environment import import_jax
+from optimus_jax.system.resilient_io import print_to_stderr
+
+WORDS = {
+    "run": "run_dir model_path model_dir checkpoint_path ckpt_dir model",
+    "recordings": "audio input data files",
+    "language": "lang",
+    "translate": "to_english",
+    "batch_size": "batch global_batch",
+    "text_field": "text_column transcription_column",
+    "audio_field": "audio_column",
+    "eos": "eos_token",
+}
+"""Aliases: what other programs call these flags."""
+
+
+def parser() -> Parser:
+    """The parser of this command's flags."""
+    flags = Parser(
+        description="Write down recordings: a line for each, with its name and its text. Where"
+        " texts are given beside them, the word error rate follows.",
+        words=WORDS,
+    )
+    flags.add_argument(
+        "recordings",
+        metavar="PATH",
+        nargs="+",
+        help="recordings, folders with recordings, or Parquet and Arrow files",
+    )
+    flags.add_argument(
+        "--run",
+        metavar="DIR",
+        required=True,
+        help="directory or URL of a run; directory of a published model, or hf://ORG/NAME",
+    )
+    flags.add_argument(
+        "--step",
+        metavar="N",
+        type=int,
+        help="step of the checkpoint to load (default: the newest good one)",
+    )
+    flags.add_argument(
+        "--language",
+        metavar="CODE",
+        default="en",
+        help="language of the recordings, where the tokenizer has languages (default: %(default)s)",
+    )
+    flags.add_argument(
+        "--translate", action="store_true", help="write the text in English (default: as spoken)"
+    )
+    flags.add_argument(
+        "--batch-size",
+        metavar="N",
+        type=int,
+        default=8,
+        help="recordings at once (default: %(default)s)",
+    )
+    flags.add_argument(
+        "--text-field",
+        metavar="NAME",
+        default="text",
+        help="name of the text in metadata.csv and tables (default: %(default)s)",
+    )
+    flags.add_argument(
+        "--audio-field",
+        metavar="NAME",
+        default="audio",
+        help="column of recordings in tables (default: %(default)s)",
+    )
+    flags.add_argument(
+        "--eos",
+        metavar="TOKEN",
+        help="token that ends a text of a published model (default: the one that its files name)",
+    )
+    return flags
+
+
+def main() -> None:
+    given = parser().read()
+    import_jax()  # after parsing, so that --help does not wait for JAX
+    from optimus_jax.config import DataConfig
+    from optimus_jax.data.recordings import check_libraries, recordings_in, samples_of
+    from optimus_jax.inference.loading import load_text_model
+    from optimus_jax.inference.sampling import check_range
+    from optimus_jax.inference.transcription import SpeechModel, batches, word_errors
+
+    check_range(given["batch_size"] >= 1, "batch_size", given["batch_size"], "choose 1 or more")
+    check_libraries(" ".join(given["recordings"]))
+    data = DataConfig(
+        language=given["language"],
+        speech_task="translate" if given["translate"] else "transcribe",
+        text_field=given["text_field"],
+        audio_field=given["audio_field"],
+    )
+    recordings = [
+        each
+        for source in given["recordings"]
+        for each in recordings_in(source, data, needs_text=False)
+    ]
+    loaded = load_text_model(given["run"], given["step"], eos=given["eos"], warn=print_to_stderr)
+    model, texts = SpeechModel.of(loaded, data), []
+    for some in batches(recordings, given["batch_size"]):
+        for recording, text in zip(
+            some, model.transcribe([samples_of(each) for each in some]), strict=True
+        ):
+            print(f"{recording.name}\t{text}", flush=True)
+            texts.append(text)
+    pairs = [(each.text, text) for each, text in zip(recordings, texts, strict=True) if each.text]
+    if pairs:
+        references, written = zip(*pairs, strict=True)
+        print_to_stderr(
+            f"word error rate {word_errors(references, written):.1%} over"
+            f" {len(pairs):,} recordings with texts"
+        )

@@ -1,0 +1,113 @@
+"""Examples that are files of their own, or rows of tables: images and recordings."""
+
+import hashlib
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from optimus_jax.errors import DataError, explain
+
+TABLES = (".parquet", ".arrow", ".feather")
+MOST_THREADS = min(32, os.cpu_count() or 1)
+"""Threads of a process that decode."""
+EncodedFile = Path | bytes
+"""An encoded file, or its bytes."""
+
+
+def digest_of(described: Iterable[tuple[str, str, EncodedFile]]) -> str:
+    """Sixteen hex digits that differ if names, texts or sizes differ.
+
+    Args:
+      described: name, text such as a label, and place of each.
+    """
+    found = hashlib.blake2b(digest_size=8)
+    for name, text, place in described:
+        size = len(place) if isinstance(place, bytes) else place.stat().st_size
+        found.update(f"{name}\0{text}\0{size}\n".encode())
+    return found.hexdigest()
+
+
+def held_out_of(
+    names: Sequence[str], eval_fraction: float, *, source: str, what: str
+) -> np.ndarray:
+    """Which of some files are held out, by the hashes of their names: bool [names], at least one
+    of each. Raises DataError if there are too few.
+
+    Args:
+      source, what: whose they are, and what they are, for messages.
+    """
+    if len(names) < 2:
+        raise DataError(
+            explain(
+                f"{source} has too few {what} to hold some out",
+                given=f"{len(names)}; data.eval_fraction={eval_fraction}",
+                do="give more, or --set data.eval_fraction=0",
+            )
+        )
+    hashes = np.array(
+        [
+            int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
+            for name in names
+        ],
+        np.uint64,
+    )
+    order = np.argsort(hashes, kind="stable")
+    is_held_out = hashes < np.uint64(eval_fraction * 2.0**63) * 2
+    is_held_out[order[0]], is_held_out[order[-1]] = True, False
+    return is_held_out
+
+
+def in_threads(decode: Callable[[int], np.ndarray], numbers: Sequence[int]) -> list[np.ndarray]:
+    """`decode` of every number, in their order; libraries that decode leave other threads free."""
+    return list(_pool().map(decode, numbers))
+
+
+@lru_cache
+def _pool() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(max_workers=MOST_THREADS, thread_name_prefix="decode")
+
+
+def rows_of_table(
+    path: Path, columns: Sequence[str], what: str
+) -> Iterator[tuple[str, bytes, tuple[Any, ...]]]:
+    """Name, bytes and other values of the rows of a Parquet or Arrow file that have bytes; none if
+    it lacks one of the columns.
+
+    Args:
+      columns: the first has bytes, or Hugging Face's objects with `bytes`.
+      what: what the bytes are, for messages.
+    Raises:
+      DataError: pyarrow is missing, or the file is damaged.
+    """
+    try:
+        import pyarrow.dataset
+    except ImportError as error:
+        raise DataError(
+            explain(
+                f"tables of {what} need pyarrow, which is not installed",
+                given=path,
+                do="pip install 'optimus-jax[parquet]'",
+            )
+        ) from error
+    kind = "parquet" if path.suffix == ".parquet" else "ipc"
+    try:
+        table = pyarrow.dataset.dataset(path, format=kind)
+        if not {*columns} <= {*table.schema.names}:
+            return
+        number = 0
+        for batch in table.to_batches(columns=list(columns)):
+            for row in zip(*(batch.column(name).to_pylist() for name in columns), strict=True):
+                first, *others = row
+                data = first.get("bytes") if isinstance(first, dict) else first
+                number += 1
+                if isinstance(data, bytes):
+                    yield f"{path.name}, row {number}", data, tuple(others)
+    except (OSError, ValueError) as error:
+        raise DataError(
+            explain(f"a table of {what} cannot be read", given=f"{path}: {error}", do="replace it")
+        ) from error

@@ -1,0 +1,137 @@
+"""Greedy texts of recordings: those of transformers, with caches that change nothing."""
+
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from published_models import libraries
+
+from optimus_jax.cli import transcribe
+from optimus_jax.config import DataConfig
+from optimus_jax.config.presets import model_preset
+from optimus_jax.data.tokenizers import ByteTokenizer
+from optimus_jax.errors import ConfigError, DataError
+from optimus_jax.inference.model_on_mesh import ModelOnMesh, unpadded
+from optimus_jax.inference.text_model import TextModel
+from optimus_jax.inference.transcription import SpeechModel, word_errors
+from optimus_jax.mesh.collectives import Collectives
+from optimus_jax.models.block import ForwardContext
+from optimus_jax.models.huggingface import config_from_huggingface, from_huggingface
+
+SIZES = {
+    "d_model": 32,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 48,
+    "decoder_ffn_dim": 48,
+    "max_source_positions": 20,
+    "max_target_positions": 16,
+    "num_mel_bins": 8,
+    "vocab_size": 270,
+}
+TOKENS = {
+    "pad_token_id": ByteTokenizer.eos,
+    "bos_token_id": ByteTokenizer.eos,
+    "eos_token_id": ByteTokenizer.eos,
+    "decoder_start_token_id": ByteTokenizer.eos,
+    "suppress_tokens": None,
+    "begin_suppress_tokens": None,
+}
+
+
+def speech_model(params, config):
+    return SpeechModel(config=config, params=params, tokenizer=ByteTokenizer(), data=DataConfig())
+
+
+def test_texts_equal_those_of_transformers():
+    torch, transformers = libraries()
+    torch.manual_seed(0)
+    theirs = transformers.WhisperForConditionalGeneration(
+        transformers.WhisperConfig(**SIZES, **TOKENS)
+    ).eval()
+    for name, weight in theirs.named_parameters():
+        if "encoder.embed_positions" not in name:
+            weight.data = 0.3 * torch.randn_like(weight) + (weight.data if weight.ndim == 1 else 0)
+    config = config_from_huggingface(theirs.config.to_dict())
+    state = {name: each.numpy() for name, each in theirs.state_dict().items()}
+    params = jax.tree.map(jnp.asarray, from_huggingface(state, config, config.vocab_size))
+    values = np.random.default_rng(0).standard_normal((3, 20, 16)).astype(np.float32)
+    columns = np.swapaxes(values.reshape(3, 40, 8), 1, 2).copy()
+    found = speech_model(params, config).tokens_of(values)
+    ids = torch.full((3, 1), ByteTokenizer.eos)
+    for _ in range(15):
+        with torch.no_grad():
+            logits = theirs(input_features=torch.tensor(columns), decoder_input_ids=ids).logits
+        ids = torch.cat([ids, logits[:, -1].argmax(-1, keepdim=True)], 1)
+    for row, expected in zip(found, ids[:, 1:].tolist(), strict=True):
+        end = expected.index(ByteTokenizer.eos) if ByteTokenizer.eos in expected else 15
+        assert row.tolist() == expected[:end]
+    assert len({tuple(row.tolist()) for row in found}) > 1, "of different recordings"
+
+
+def test_a_token_is_the_likeliest_after_all_before_it():
+    config = model_preset("whisper-nano")
+    shapes = unpadded(config)
+    params = jax.tree.map(lambda x: 3 * x, shapes.initial(jnp.int32(1)))
+    values = np.random.default_rng(1).standard_normal((2, config.frames, 160)).astype(np.float32)
+    found = speech_model(params, config).tokens_of(values)
+    run = ForwardContext(comm=Collectives(jnp.dtype(jnp.float32)))
+    model = shapes.module(params, run.comm)
+    for row, tokens in enumerate(found):
+        text = np.array([ByteTokenizer.eos, *tokens])[: config.max_length - config.frames]
+        ids = np.concatenate([np.full(config.frames, -1), text])[None].astype(np.int32)
+        places = np.concatenate([np.arange(config.frames), np.arange(len(text))])[None]
+        whole = np.zeros((1, ids.shape[1], 160), np.float32)
+        whole[0, : config.frames] = values[row]
+        x = model.embed(ids, jnp.asarray(places), run, patches_BLP=jnp.asarray(whole))
+        x = model.run_layers(x, jnp.asarray(places), run).x_BLD
+        likeliest = np.asarray(model.logits(model.head_input(x, run.comm), run)).argmax(-1)[0]
+        assert likeliest[: len(tokens)].tolist() == tokens.tolist()
+
+
+def test_long_recordings_are_written_down_in_parts():
+    config = model_preset("whisper-nano")
+    params = jax.tree.map(lambda x: 3 * x, unpadded(config).initial(jnp.int32(1)))
+    model = speech_model(params, config)
+    rng = np.random.default_rng(0)
+    first, second = (rng.standard_normal(32_000).astype(np.float32) for _ in range(2))
+    one, two = model.transcribe([first, second])
+    assert model.transcribe([np.concatenate([first, second])]) == [f"{one} {two}".strip()]
+
+
+def test_word_errors_count_words_alone():
+    pytest.importorskip("jiwer")
+    assert word_errors(["one, two three"], ["One two  three."]) == 0
+    assert word_errors(["one two", "three four"], ["one too", "three"]) == 0.5
+    with pytest.raises(DataError, match="no words"):
+        word_errors(["..."], ["a"])
+
+
+def test_models_of_text_and_of_sound_are_told_apart():
+    text = TextModel(
+        model=ModelOnMesh(model_preset("gpt2-nano")),
+        params={},
+        tokenizer=ByteTokenizer(),
+        step=None,
+    )
+    with pytest.raises(ConfigError, match="does not read sound"):
+        SpeechModel.of(text, DataConfig())
+    sound = TextModel(
+        model=ModelOnMesh(model_preset("whisper-nano")),
+        params={},
+        tokenizer=ByteTokenizer(),
+        step=None,
+    )
+    with pytest.raises(ConfigError, match="optimus transcribe"):
+        sound.encode("hello")
+
+
+def test_help_names_what_is_read(capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["optimus transcribe", "--help"])
+    with pytest.raises(SystemExit):
+        transcribe.main()
+    assert "word error rate" in " ".join(capsys.readouterr().out.split())
