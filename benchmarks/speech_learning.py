@@ -2,9 +2,9 @@
 
     python benchmarks/speech_learning.py --work DIR
 
-Each recording is one to three of thirty words, spoken by one of several voices at some pitch and
-speed. Those held out are other combinations of words, voices and speeds. A second call goes on
-where the first one ended.
+Each recording is one or two of thirty words, spoken by one of six voices at some pitch and speed.
+Those held out are drawn in the same way with another seed. A second call goes on where the first
+one ended.
 """
 
 import argparse
