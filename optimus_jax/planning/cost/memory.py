@@ -165,11 +165,13 @@ class _Parts:
             (resident - keeps) * token.saved + keeps * kept.saved + token.saved_once
         )
         """Bytes that one visit saves for its backward."""
-        program = head_program(workload, plan.precision, splits_length=layer.splits_length)
-        rows = layer.with_rows(tokens / workload.seq_len)
-        sizes = head_sizes(model, plan, rows, OURS)
-        self.embedding_saved = sum(amount.of(sizes) for amount in program.saved)
-        """Bytes that the embedding saves for its backward."""
+        self.embedding_saved = 0.0
+        """Bytes that the embedding saves for its backward: those of frames of sound."""
+        if model.frames:
+            program = head_program(workload, plan.precision, splits_length=layer.splits_length)
+            rows = layer.with_rows(tokens / workload.seq_len)
+            sizes = head_sizes(model, plan, rows, OURS)
+            self.embedding_saved = sum(amount.of(sizes) for amount in program.saved)
         if pipeline is None:
             self.saved += self.embedding_saved
         self.saved_on_host = tokens * saving * token.saved if plan.offloads_activations else 0.0
