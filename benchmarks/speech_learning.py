@@ -8,12 +8,11 @@ one ended.
 """
 
 import argparse
-import itertools
 import json
+import os
 import random
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 SCRIPTS = Path(__file__).resolve().parent.parent / "scripts"
@@ -65,7 +64,7 @@ def main() -> int:
     learnt, held_out, run = (args.work / name for name in ("learnt", "held-out", "run"))
     speak(learnt, args.recordings, seed=0)
     speak(held_out, 300, seed=1)
-    started = time.process_time() + sum(itertools.islice(iter_children(), 2))
+    started = seconds_of_children()
     train = [sys.executable, str(SCRIPTS / "train.py"), "--run-dir", str(run), "--resume", "auto"]
     settings = {
         "data.eval_fraction": 0.02,
@@ -84,7 +83,7 @@ def main() -> int:
         ],
         check=True,
     )
-    spent = time.process_time() + sum(itertools.islice(iter_children(), 2)) - started
+    spent = seconds_of_children() - started
     found = subprocess.run(
         [
             sys.executable,
@@ -104,13 +103,10 @@ def main() -> int:
     return 0
 
 
-def iter_children():
+def seconds_of_children() -> float:
     """CPU-seconds of the processes that this one has waited for."""
-    import os
-
     times = os.times()
-    yield times.children_user
-    yield times.children_system
+    return times.children_user + times.children_system
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ from optimus_jax.system.resilient_io import print_to_stderr
 
 WORDS = {
     "run": "run_dir model_path model_dir checkpoint_path ckpt_dir model",
-    "recordings": "audio input data files",
     "language": "lang",
     "translate": "to_english",
     "batch_size": "batch global_batch",
