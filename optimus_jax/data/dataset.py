@@ -220,13 +220,13 @@ class _SourceLoader:
             labels=self.labels,
         )
         train, held_out = whole.split(config.eval_fraction)
-        num_held_out = 0 if held_out is None else len(held_out.images)
+        num_held_out = 0 if held_out is None else len(held_out.items)
         return Data(
             train=train,
             held_out=held_out,
             tokenizer=self.tokenizer,
             description=(
-                f"{whole.name}: {len(train.images):,} images"
+                f"{whole.name}: {len(train.items):,} images"
                 + (f" of {len(whole.labels)} labels," if whole.labels else ",")
                 + f" scaled to {model.image_size} x {model.image_size} pixels;"
                 f" {num_held_out:,} images held out"
@@ -234,7 +234,7 @@ class _SourceLoader:
             identity={
                 "tokens": len(whole),
                 "content": whole.digest,
-                "documents": len(whole.images),
+                "documents": len(whole.items),
                 "tokenizer": self.tokenizer.digest,
                 **({"labels": ",".join(whole.labels)} if whole.labels else {}),
                 "eos": self.tokenizer.eos,
@@ -252,7 +252,7 @@ class _SourceLoader:
         check_vocab(
             TokenStream(
                 name=whole.name,
-                tokens=np.concatenate([each.tokens for each in whole.transcripts]),
+                tokens=np.concatenate([each.tokens for each in whole.items]),
                 eos=tokenizer.eos,
                 vocab_size=tokenizer.vocab_size,
             ),
@@ -260,19 +260,19 @@ class _SourceLoader:
             self.model_name,
         )
         train, held_out = whole.split(config.eval_fraction)
-        num_held_out = 0 if held_out is None else len(held_out.transcripts)
+        num_held_out = 0 if held_out is None else len(held_out.items)
         return Data(
             train=train,
             held_out=held_out,
             tokenizer=tokenizer,
             description=(
-                f"{whole.name}: {len(train.transcripts):,} recordings with texts;"
+                f"{whole.name}: {len(train.items):,} recordings with texts;"
                 f" {num_held_out:,} recordings held out"
             ),
             identity={
                 "tokens": len(whole),
                 "content": whole.digest,
-                "documents": len(whole.transcripts),
+                "documents": len(whole.items),
                 "tokenizer": tokenizer.digest,
                 "eos": tokenizer.eos,
                 "held_out_by": "documents",

@@ -9,7 +9,7 @@ and no token counts until some are hidden (training/patch_masking.py).
 
 import io
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,12 +23,11 @@ from optimus_jax.data.labelled import names_of_labels
 from optimus_jax.data.named_files import (
     TABLES,
     EncodedFile,
-    digest_of,
-    held_out_of,
+    FileExamples,
+    NamedFile,
     in_threads,
     rows_of_table,
 )
-from optimus_jax.data.sampler import ExampleOrder, example_order
 from optimus_jax.errors import DataError, explain
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
@@ -48,43 +47,27 @@ class StoredImage(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Images:
+class Images(FileExamples[StoredImage]):
     """Images to cut examples from."""
 
-    name: str
-    """Where they come from, for messages."""
-    images: Sequence[StoredImage]
+    what = "images"
     labels: tuple[str, ...]
     """Names of the labels, in order; empty: images have none."""
-    model: ModelConfig
-    """Says how large images and their patches are."""
 
-    def __len__(self) -> int:
-        return len(self.images) * self.model.max_length
-
-    def count_examples(self, seq_len: int) -> int:
-        """Number of images."""
-        return len(self.images)
-
-    def example_order(self, seq_len: int, seed: int) -> ExampleOrder:
-        """An endless sequence of example numbers, a function of the seed alone."""
-        return example_order(len(self.images), seed)
+    @staticmethod
+    def file_of(item: StoredImage) -> NamedFile:
+        return NamedFile(item.name, item.label or "", item.place)
 
     def cut_examples(
         self, examples: np.ndarray, *, seq_len: int, respect_documents: bool
     ) -> HostBatch:
-        """The images numbered `examples` [R].
-
-        Returns:
-          The per-token arrays of a batch, [R, seq_len], and `patches`, uint8 [R, seq_len, P]; those
-          of the class are 0.
-        """
+        """The images numbered `examples`; patches are uint8, those of the class 0."""
         shape = (len(examples), seq_len)
         tokens = np.full(shape, PATCH_TOKEN, np.int32)
         targets, loss_mask = np.full(shape, -1, np.int32), np.zeros(shape, bool)
         patches = np.zeros((*shape, self.model.patch_values), np.uint8)
         for row, example in enumerate(examples.tolist()):
-            image = self.images[example]
+            image = self.items[example]
             if image.label is not None:
                 targets[row, 0], loss_mask[row, 0] = self.labels.index(image.label), True
         patches[:, 1:] = in_threads(self._patches, examples.tolist())
@@ -99,26 +82,7 @@ class Images:
         }
 
     def _patches(self, example: int) -> np.ndarray:
-        return patches_of(decoded(self.images[example], self.model), self.model.patch_size)
-
-    @property
-    def digest(self) -> str:
-        """Sixteen hex digits that differ if names, labels or sizes of images differ."""
-        return digest_of((each.name, each.label or "", each.place) for each in self.images)
-
-    def split(self, eval_fraction: float) -> "tuple[Images, Images | None]":
-        """Images to train on and those held out, by the hashes of their names; at least one of
-        each.
-        """
-        if eval_fraction == 0:
-            return self, None
-        names = [image.name for image in self.images]
-        is_held_out = held_out_of(names, eval_fraction, source=self.name, what="images")
-        train, held_out = (
-            replace(self, images=[self.images[n] for n in np.flatnonzero(which).tolist()])
-            for which in (~is_held_out, is_held_out)
-        )
-        return train, replace(held_out, name=f"{self.name} (held out)")
+        return patches_of(decoded(self.items[example], self.model), self.model.patch_size)
 
 
 def decoded(image: StoredImage, model: ModelConfig) -> np.ndarray:
@@ -194,7 +158,7 @@ def read_images(
     found = [image for source in sources for image in _images_in(source, image_field, label_field)]
     name = " ".join(sources)
     if label_field is None:
-        return Images(name=name, images=found, labels=(), model=model)
+        return Images(name=name, items=found, labels=(), model=model)
     used = {image.label for image in found if image.label is not None}
     labels = labels or names_of_labels(used)
     if other := sorted(used - {*labels}):
@@ -213,7 +177,7 @@ def read_images(
                 do="give a folder with a folder for each label",
             )
         )
-    return Images(name=name, images=found, labels=labels, model=model)
+    return Images(name=name, items=found, labels=labels, model=model)
 
 
 def _images_in(source: str, image_field: str, label_field: str | None) -> Iterator[StoredImage]:

@@ -2,14 +2,19 @@
 
 import hashlib
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Generic, NamedTuple, Self, TypeVar
 
 import numpy as np
 
+from optimus_jax.config import ModelConfig
+from optimus_jax.data.batch import HostBatch
+from optimus_jax.data.sampler import ExampleOrder, example_order
 from optimus_jax.errors import DataError, explain
 
 TABLES = (".parquet", ".arrow", ".feather")
@@ -19,20 +24,80 @@ EncodedFile = Path | bytes
 """An encoded file, or its bytes."""
 
 
-def digest_of(described: Iterable[tuple[str, str, EncodedFile]]) -> str:
-    """Sixteen hex digits that differ if names, texts or sizes differ.
+class NamedFile(NamedTuple):
+    """What a file is known by."""
 
-    Args:
-      described: name, text such as a label, and place of each.
-    """
-    found = hashlib.blake2b(digest_size=8)
-    for name, text, place in described:
-        size = len(place) if isinstance(place, bytes) else place.stat().st_size
-        found.update(f"{name}\0{text}\0{size}\n".encode())
-    return found.hexdigest()
+    name: str
+    """Where it is, for messages and for its hash: a path within its folder, or a row of a table."""
+    text: str
+    """Its label, or what is said in it."""
+    place: EncodedFile
 
 
-def held_out_of(
+Item = TypeVar("Item")
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class FileExamples(ABC, Generic[Item]):
+    """Files to cut examples from, each of which is one."""
+
+    what: ClassVar[str]
+    """What the files are, in the plural."""
+    name: str
+    """Where they come from, for messages."""
+    items: Sequence[Item]
+    model: ModelConfig
+    """Says how large examples are."""
+
+    @staticmethod
+    @abstractmethod
+    def file_of(item: Item) -> NamedFile:
+        """The file of an example."""
+
+    @abstractmethod
+    def cut_examples(
+        self, examples: np.ndarray, *, seq_len: int, respect_documents: bool
+    ) -> HostBatch:
+        """The per-token arrays of a batch of the files numbered `examples` [R], [R, seq_len], and
+        `patches`, [R, seq_len, P]."""
+
+    def __len__(self) -> int:
+        return len(self.items) * self.model.max_length
+
+    def count_examples(self, seq_len: int) -> int:
+        """Number of files."""
+        return len(self.items)
+
+    def example_order(self, seq_len: int, seed: int) -> ExampleOrder:
+        """An endless sequence of example numbers, a function of the seed alone."""
+        return example_order(len(self.items), seed)
+
+    @property
+    def digest(self) -> str:
+        """Sixteen hex digits that differ if names, texts or sizes of files differ."""
+        found = hashlib.blake2b(digest_size=8)
+        for name, text, place in map(self.file_of, self.items):
+            size = len(place) if isinstance(place, bytes) else place.stat().st_size
+            found.update(f"{name}\0{text}\0{size}\n".encode())
+        return found.hexdigest()
+
+    def split(self, eval_fraction: float) -> tuple[Self, Self | None]:
+        """Files to train on and those held out, by the hashes of their names; at least one of each.
+
+        Raises DataError if there are too few.
+        """
+        if eval_fraction == 0:
+            return self, None
+        names = [self.file_of(item).name for item in self.items]
+        is_held_out = _held_out_of(names, eval_fraction, source=self.name, what=self.what)
+        train, held_out = (
+            replace(self, items=[self.items[n] for n in np.flatnonzero(which).tolist()])
+            for which in (~is_held_out, is_held_out)
+        )
+        return train, replace(held_out, name=f"{self.name} (held out)")
+
+
+def _held_out_of(
     names: Sequence[str], eval_fraction: float, *, source: str, what: str
 ) -> np.ndarray:
     """Which of some files are held out, by the hashes of their names: bool [names], at least one

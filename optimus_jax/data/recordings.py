@@ -13,7 +13,7 @@ import csv
 import io
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,12 +26,11 @@ from optimus_jax.data.folders import walk
 from optimus_jax.data.named_files import (
     TABLES,
     EncodedFile,
-    digest_of,
-    held_out_of,
+    FileExamples,
+    NamedFile,
     in_threads,
     rows_of_table,
 )
-from optimus_jax.data.sampler import ExampleOrder, example_order
 from optimus_jax.data.spectrogram import SAMPLE_RATE, STEP, log_mel
 from optimus_jax.data.tokenizers import Tokenizer
 from optimus_jax.errors import DataError, counted, explain
@@ -64,41 +63,27 @@ class Transcript(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Recordings:
+class Recordings(FileExamples[Transcript]):
     """Recordings to cut examples from."""
 
-    name: str
-    """Where they come from, for messages."""
-    transcripts: Sequence[Transcript]
-    model: ModelConfig
-    """Says how long recordings and texts are."""
+    what = "recordings"
 
-    def __len__(self) -> int:
-        return len(self.transcripts) * self.model.max_length
-
-    def count_examples(self, seq_len: int) -> int:
-        """Number of recordings."""
-        return len(self.transcripts)
-
-    def example_order(self, seq_len: int, seed: int) -> ExampleOrder:
-        """An endless sequence of example numbers, a function of the seed alone."""
-        return example_order(len(self.transcripts), seed)
+    @staticmethod
+    def file_of(item: Transcript) -> NamedFile:
+        recording = item.recording
+        return NamedFile(recording.name, recording.text, recording.place)
 
     def cut_examples(
         self, examples: np.ndarray, *, seq_len: int, respect_documents: bool
     ) -> HostBatch:
-        """The recordings numbered `examples` [R].
-
-        Returns:
-          The per-token arrays of a batch, [R, seq_len], and `patches`, float32 [R, seq_len, P]:
-          columns of the spectrogram; those of text are 0.
-        """
+        """The recordings numbered `examples`; patches are float32, columns of the spectrogram, and
+        those of text 0."""
         frames, shape = self.model.frames, (len(examples), seq_len)
         tokens, targets = np.zeros(shape, np.int32), np.full(shape, -1, np.int32)
         tokens[:, :frames], loss_mask = PATCH_TOKEN, np.zeros(shape, bool)
         values = np.zeros((*shape, self.model.patch_values), np.float32)
         for row, example in enumerate(examples.tolist()):
-            written = self.transcripts[example].tokens
+            written = self.items[example].tokens
             text = slice(frames, frames + len(written) - 1)
             tokens[row, text], targets[row, text] = written[:-1], written[1:]
             loss_mask[row, text] = True
@@ -114,29 +99,7 @@ class Recordings:
         }
 
     def _frames(self, example: int) -> np.ndarray:
-        return frames_of(samples_of(self.transcripts[example].recording), self.model)
-
-    @property
-    def digest(self) -> str:
-        """Sixteen hex digits that differ if names, texts or sizes of recordings differ."""
-        return digest_of(
-            (each.recording.name, each.recording.text, each.recording.place)
-            for each in self.transcripts
-        )
-
-    def split(self, eval_fraction: float) -> "tuple[Recordings, Recordings | None]":
-        """Recordings to train on and those held out, by the hashes of their names; at least one
-        of each.
-        """
-        if eval_fraction == 0:
-            return self, None
-        names = [each.recording.name for each in self.transcripts]
-        is_held_out = held_out_of(names, eval_fraction, source=self.name, what="recordings")
-        train, held_out = (
-            replace(self, transcripts=[self.transcripts[n] for n in np.flatnonzero(which).tolist()])
-            for which in (~is_held_out, is_held_out)
-        )
-        return train, replace(held_out, name=f"{self.name} (held out)")
+        return frames_of(samples_of(self.items[example].recording), self.model)
 
 
 def frames_of(samples: np.ndarray, model: ModelConfig) -> np.ndarray:
@@ -199,14 +162,21 @@ def start_of(tokenizer: Tokenizer) -> int:
     return tokenizer.eos if start is None else start
 
 
-def prompt_of(tokenizer: Tokenizer, config: DataConfig) -> list[int]:
+def prompt_of(
+    tokenizer: Tokenizer, config: DataConfig, *, names_language: bool = True
+) -> list[int]:
     """The tokens that ask a model for a text: those of published models that the tokenizer has, for
     start, language, task and no timestamps; or eos, if it does not have the first.
 
+    Args:
+      names_language: whether those of language and task are among them.
     Raises DataError for a language without a token, if there are others with one.
     """
     if (start := tokenizer.token_id(START)) is None:
         return [tokenizer.eos]
+    without = [start, *(n for n in [tokenizer.token_id(NO_TIMESTAMPS)] if n is not None)]
+    if not names_language:
+        return without
     language, task = (
         tokenizer.token_id(f"<|{name}|>") for name in (config.language, config.speech_task)
     )
@@ -218,10 +188,9 @@ def prompt_of(tokenizer: Tokenizer, config: DataConfig) -> list[int]:
                 do="give the language's code, such as en, de or fr",
             )
         )
-    optional = [tokenizer.token_id(NO_TIMESTAMPS)]
-    if language is not None:
-        optional = [language, task, *optional]
-    return [start, *(token for token in optional if token is not None)]
+    if language is None:
+        return without
+    return [start, language, *([] if task is None else [task]), *without[1:]]
 
 
 def read_recordings(
@@ -272,7 +241,7 @@ def read_recordings(
                 do="cut recordings into shorter ones, or name a model that reads more",
             )
         )
-    return Recordings(name=name, transcripts=kept, model=model), notes
+    return Recordings(name=name, items=kept, model=model), notes
 
 
 def check_libraries(given: str) -> None:

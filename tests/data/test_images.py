@@ -99,7 +99,7 @@ def test_tables_have_a_column_of_images(tmp_path, suffix, is_object):
 def test_images_of_other_sizes_are_scaled(folder):
     pillow.new("RGB", (30, 11), (200, 200, 200)).save(folder / "cat" / "wide.jpg")
     data = load(folder)
-    number = next(n for n, image in enumerate(data.train.images) if "wide" in image.name)
+    number = next(n for n, image in enumerate(data.train.items) if "wide" in image.name)
     assert np.abs(cut(data, number)["patches"][0, 1:].astype(int) - 200).max() < 4
 
 
@@ -124,19 +124,19 @@ def test_held_out_images_depend_on_their_names_alone(folder):
     for number in range(10, 40):
         (folder / "dog" / f"{number}.png").write_bytes(encoded(number))
     data = load(folder, eval_fraction=0.4)
-    held_out = {image.name for image in data.held_out.images}
+    held_out = {image.name for image in data.held_out.items}
     assert 5 < len(held_out) < 25
-    assert held_out.isdisjoint(image.name for image in data.train.images)
+    assert held_out.isdisjoint(image.name for image in data.train.items)
     for number in range(40, 50):
         (folder / "cat" / f"{number}.png").write_bytes(encoded(number))
-    again = {image.name for image in load(folder, eval_fraction=0.4).held_out.images}
+    again = {image.name for image in load(folder, eval_fraction=0.4).held_out.items}
     assert {name for name in again if int(name[4:-4]) < 40} == held_out
 
 
 def test_images_without_labels_are_read_from_any_folder(folder, tmp_path):
     (tmp_path / "images" / "5.png").write_bytes(encoded(5))
     data = load(folder, kind="unlabelled_images")
-    assert (data.labels, len(data.train.images)) == ((), 6)
+    assert (data.labels, len(data.train.items)) == ((), 6)
     assert "6 images, scaled to 8 x 8 pixels" in data.description
     batch = cut(data, 0)
     assert not batch["loss_mask"].any()

@@ -56,7 +56,7 @@ def cut(data, *examples, seq_len=MODEL.max_length):
 
 
 def texts_of(data):
-    return {each.recording.name: each.recording.text for each in data.train.transcripts}
+    return {each.recording.name: each.recording.text for each in data.train.items}
 
 
 def test_an_example_is_frames_and_then_the_text(folder):
@@ -126,11 +126,11 @@ def test_what_is_longer_than_the_model_reads_is_left_out_and_counted(folder):
 
 def test_held_out_recordings_depend_on_their_names_alone(folder):
     data = load(folder, eval_fraction=0.4)
-    held_out = {each.recording.name for each in data.held_out.transcripts}
+    held_out = {each.recording.name for each in data.held_out.items}
     soundfile.write(folder / "zz.wav", samples(7), SAMPLE_RATE)
     (folder / "zz.txt").write_text("more")
     more = load(folder, eval_fraction=0.4)
-    now = {each.recording.name for each in more.held_out.transcripts}
+    now = {each.recording.name for each in more.held_out.items}
     assert held_out
     assert now - {"zz.wav"} <= held_out
     assert not held_out & {*texts_of(data)}
@@ -147,6 +147,7 @@ def test_a_text_begins_with_the_tokens_of_its_language_and_task():
     tokenizer = Published()
     german = DataConfig(language="de", speech_task="translate")
     assert prompt_of(tokenizer, german) == [300, 302, 303, 304]
+    assert prompt_of(tokenizer, german, names_language=False) == [300, 304]
     assert prompt_of(ByteTokenizer(), german) == [EOS]
     with pytest.raises(DataError, match="no token of this language"):
         prompt_of(tokenizer, DataConfig(language="xx"))
