@@ -47,11 +47,13 @@ def parser() -> Parser:
     flags.add_argument(
         "--language",
         metavar="CODE",
-        default="en",
-        help="language of the recordings, where the tokenizer has languages (default: %(default)s)",
+        help="language of the recordings, such as en, where the tokenizer has languages"
+        " (default: the run's, or what a published model's generation_config.json names, or en)",
     )
     flags.add_argument(
-        "--translate", action="store_true", help="write the text in English (default: as spoken)"
+        "--translate",
+        action="store_true",
+        help="write the text in English (default: as the run learnt it, or as spoken)",
     )
     flags.add_argument(
         "--batch-size",
@@ -85,25 +87,27 @@ def main() -> None:
     import_jax()  # after parsing, so that --help does not wait for JAX
     from optimus_jax.config import DataConfig
     from optimus_jax.data.recordings import check_libraries, recordings_in, samples_of
-    from optimus_jax.inference.loading import load_text_model
+    from optimus_jax.inference.loading import load_speech_model
     from optimus_jax.inference.sampling import check_range
-    from optimus_jax.inference.transcription import SpeechModel, batches, word_errors
+    from optimus_jax.inference.transcription import batches, word_errors
 
     check_range(given["batch_size"] >= 1, "batch_size", given["batch_size"], "choose 1 or more")
     check_libraries(" ".join(given["recordings"]))
-    data = DataConfig(
-        language=given["language"],
-        speech_task="translate" if given["translate"] else "transcribe",
-        text_field=given["text_field"],
-        audio_field=given["audio_field"],
-    )
+    data = DataConfig(text_field=given["text_field"], audio_field=given["audio_field"])
     recordings = [
         each
         for source in given["recordings"]
         for each in recordings_in(source, data, needs_text=False)
     ]
-    loaded = load_text_model(given["run"], given["step"], eos=given["eos"], warn=print_to_stderr)
-    model, texts = SpeechModel.of(loaded, data), []
+    model = load_speech_model(
+        given["run"],
+        given["step"],
+        language=given["language"],
+        speech_task="translate" if given["translate"] else None,
+        eos=given["eos"],
+        warn=print_to_stderr,
+    )
+    texts = []
     for some in batches(recordings, given["batch_size"]):
         for recording, text in zip(
             some, model.transcribe([samples_of(each) for each in some]), strict=True

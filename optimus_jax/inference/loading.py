@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from optimus_jax.checkpoint.checkpoints import Checkpoints
 from optimus_jax.config import Tuning
 from optimus_jax.config.axes import AxisSizes
+from optimus_jax.config.data import SpeechTask
 from optimus_jax.config.phases import phases_of
 from optimus_jax.data.tokenizers import Tokenizer, load_tokenizer
 from optimus_jax.devices.backend import start_backend, unexpected_cpu_warning
@@ -20,6 +21,7 @@ from optimus_jax.devices.jax_settings import check_jax_settings
 from optimus_jax.errors import ConfigError, explain
 from optimus_jax.inference.model_on_mesh import ONE_DEVICE, ModelOnMesh
 from optimus_jax.inference.text_model import TextModel
+from optimus_jax.inference.transcription import SpeechModel
 from optimus_jax.mesh.formats import COMPUTE_DTYPES
 from optimus_jax.mesh.leaf import Leaf
 from optimus_jax.models.merging import without_adapters
@@ -75,6 +77,34 @@ def load_text_model(
     return _of_run(named, step, mesh, chat_template, warn)
 
 
+def load_speech_model(
+    named: UserPath,
+    step: int | None = None,
+    *,
+    language: str | None = None,
+    speech_task: SpeechTask | None = None,
+    eos: str | None = None,
+    warn: Callable[[str], object] = warnings.warn,
+) -> SpeechModel:
+    """Load a model of sound.
+
+    Args:
+      named, step, eos: as in `load_text_model`.
+      language, speech_task: as in `DataConfig`; None: those of the run, or those that a published
+        model's generation_config.json names, or the defaults.
+    Raises:
+      OptimusError: as in `load_text_model`, and for a model that does not read sound.
+    """
+    loaded = load_text_model(named, step, eos=eos, warn=warn)
+    source = PublishedSource.parse(str(named), what=RUN)
+    return SpeechModel.of(
+        loaded,
+        language=language,
+        speech_task=speech_task,
+        published=None if source is None else source.generation(),
+    )
+
+
 def _of_run(
     named: UserPath,
     step: int | None,
@@ -113,6 +143,7 @@ def _of_run(
         tokenizer=tokenizer,
         step=restored.step,
         trained_length=trained_length,
+        data=config.data,
     )
 
 

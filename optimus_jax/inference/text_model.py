@@ -9,13 +9,13 @@ the token of that position overwrites them.
 import functools
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optimus_jax.config import ModelConfig
+from optimus_jax.config import DataConfig, ModelConfig
 from optimus_jax.data.chat_template import OTHER_TEMPLATE
 from optimus_jax.data.record_names import ASSISTANT, USER
 from optimus_jax.data.records import Conversation, NotConversationError
@@ -47,6 +47,8 @@ class TextModel:
     """Step of the checkpoint from which the parameters were read; None: of a published model."""
     trained_length: int | None = None
     """Length in tokens of the longest training examples; None if all positions were trained."""
+    data: DataConfig = field(default_factory=DataConfig)
+    """Settings of the data of its run; of a published model, the defaults."""
 
     @property
     def config(self) -> ModelConfig:

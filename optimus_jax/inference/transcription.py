@@ -5,8 +5,9 @@ Shapes: B recordings, F frames, P values of a frame, T tokens of text, D embed.
 """
 
 import functools
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,7 @@ import numpy as np
 from jax import Array
 
 from optimus_jax.config import DataConfig, ModelConfig
+from optimus_jax.config.data import SpeechTask
 from optimus_jax.data.recordings import frames_of, most_samples, prompt_of
 from optimus_jax.data.tokenizers import Tokenizer
 from optimus_jax.devices.jax_settings import check_jax_settings
@@ -37,10 +39,30 @@ class SpeechModel:
     tokenizer: Tokenizer
     data: DataConfig
     """Names the language, and what is written."""
+    names_language: bool = True
+    """Whether a text begins with the tokens of both, if the tokenizer has them."""
+    suppressed: tuple[int, ...] = ()
+    """Tokens that are not written."""
+    suppressed_first: tuple[int, ...] = ()
+    """Tokens that a text does not begin with either."""
 
     @classmethod
-    def of(cls, loaded: TextModel, data: DataConfig) -> "SpeechModel":
-        """That of a loaded model. Raises ConfigError if it does not read sound."""
+    def of(
+        cls,
+        loaded: TextModel,
+        *,
+        language: str | None = None,
+        speech_task: SpeechTask | None = None,
+        published: Mapping[str, Any] | None = None,
+    ) -> "SpeechModel":
+        """That of a loaded model.
+
+        Args:
+          language, speech_task: as in `DataConfig`; None: as `published` or the model's run has it.
+          published: a generation_config.json; None: there is none.
+        Raises:
+          ConfigError: the model does not read sound, or `published` names tokens that it lacks.
+        """
         if not loaded.config.frames:
             raise ConfigError(
                 explain(
@@ -49,8 +71,19 @@ class SpeechModel:
                     do="name a run of whisper-nano, or a published Whisper",
                 )
             )
+        given = published or {}
+        named = {
+            "language": language or str(given.get("language") or "").strip("<|>"),
+            "speech_task": speech_task or given.get("task"),
+        }
         return cls(
-            config=loaded.config, params=loaded.params, tokenizer=loaded.tokenizer, data=data
+            config=loaded.config,
+            params=loaded.params,
+            tokenizer=loaded.tokenizer,
+            data=replace(loaded.data, **{name: each for name, each in named.items() if each}),
+            names_language=given.get("is_multilingual") is not False,
+            suppressed=_tokens_in(given, "suppress_tokens", loaded.config),
+            suppressed_first=_tokens_in(given, "begin_suppress_tokens", loaded.config),
         )
 
     def transcribe(self, recordings: Sequence[np.ndarray]) -> list[str]:
@@ -74,7 +107,8 @@ class SpeechModel:
         Raises DataError if these leave no room.
         """
         check_jax_settings()
-        prompt, eos = prompt_of(self.tokenizer, self.data), self.tokenizer.eos
+        eos = self.tokenizer.eos
+        prompt = prompt_of(self.tokenizer, self.data, names_language=self.names_language)
         if (room := self.config.max_length - self.config.frames - len(prompt)) < 1:
             raise DataError(
                 explain(
@@ -87,8 +121,20 @@ class SpeechModel:
         tokens = np.tile(np.array(prompt, np.int32), (rows, 1))
         read, cache = encode(self.config, self.params, values_BFP)
         written, over, start = [], np.zeros(rows, bool), 0
+        banned = np.zeros(self.config.vocab_size, bool)
+        banned[list(self.suppressed)] = True
+        first = banned.copy()
+        first[list(self.suppressed_first)] = True
         for _ in range(room):
-            found, cache = extend(self.config, self.params, read, cache, tokens, np.int32(start))
+            found, cache = extend(
+                self.config,
+                self.params,
+                read,
+                cache,
+                tokens,
+                np.int32(start),
+                banned if written else first,
+            )
             ids = np.where(over, eos, np.asarray(found))
             over |= ids == eos
             written.append(ids)
@@ -124,11 +170,13 @@ def extend(
     cache: KeysValues,
     tokens_BT: Array,
     start: Array,
+    banned_V: Array,
 ) -> tuple[Array, KeysValues]:
     """The likeliest token after some tokens, int32 [B], and the cache with theirs.
 
     Args:
       start: position of the first of them.
+      banned_V: whether a token is not to be written, bool.
     """
     model, run = _ready(config, params, Visibility(query_offset=start))
     places_BT = jnp.broadcast_to(start + jnp.arange(tokens_BT.shape[1]), tokens_BT.shape)
@@ -137,6 +185,7 @@ def extend(
     x_BTD, _, cache_after = stack.decoded(x_BTD, read, slice(first, None), cache)
     assert cache_after is not None, "a cache went in and none came out"
     logits_BV = model.logits(model.text_head_input(x_BTD[:, -1:], run.comm), run)[:, 0]
+    logits_BV = jnp.where(jnp.asarray(banned_V)[None], -jnp.inf, logits_BV)
     return jnp.argmax(logits_BV, -1).astype(jnp.int32), cache_after
 
 
@@ -146,6 +195,25 @@ def _ready(
     dtype = params["embedding"]["table"].dtype
     run = ForwardContext(comm=Collectives(dtype), visibility=visibility or Visibility())
     return unpadded(config).module(params, run.comm), run
+
+
+def _tokens_in(published: Mapping[str, Any], name: str, config: ModelConfig) -> tuple[int, ...]:
+    """The tokens of a list in a generation_config.json; none if it is null or missing.
+
+    Raises ConfigError if it is no list of tokens of the model.
+    """
+    found = published.get(name) or []
+    if isinstance(found, list) and all(
+        isinstance(each, int) and 0 <= each < config.vocab_size for each in found
+    ):
+        return tuple(found)
+    raise ConfigError(
+        explain(
+            f"{name} of the model's generation_config.json lists no tokens of the model",
+            given=f"{found}; model.vocab_size={config.vocab_size}",
+            do="use the file that came with the weights, or remove it",
+        )
+    )
 
 
 def word_errors(references: Sequence[str], texts: Sequence[str]) -> float:

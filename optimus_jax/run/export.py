@@ -39,6 +39,7 @@ from optimus_jax.run_directory.run_data import check_tokenizer, tokenizer_of_run
 from optimus_jax.system.new_directory import check_free, new_directory
 from optimus_jax.system.paths import UserPath, local_path
 from optimus_jax.weights.directory import CONFIG
+from optimus_jax.weights.published import GENERATION_CONFIG
 
 TO = "--to"
 """Flag that names the directory of an export."""
@@ -136,8 +137,8 @@ class RunToExport:
                 ).encode(),
             }
             if purpose_of(config) == GENERATION or config.frames:
-                written = generation_config(config, self.tokenizer)
-                files["generation_config.json"] = written.encode()
+                written = generation_config(config, self.tokenizer, self.config.data)
+                files[GENERATION_CONFIG] = written.encode()
             try:
                 for name, content in files.items():
                     (directory / name).write_bytes(content)

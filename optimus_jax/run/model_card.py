@@ -3,14 +3,15 @@
 import json
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import jax
 
-from optimus_jax.config import Config, ModelConfig
+from optimus_jax.config import Config, DataConfig, ModelConfig
+from optimus_jax.config.data import SpeechTask
 from optimus_jax.config.model import COLUMNS_PER_FRAME
 from optimus_jax.config.phases import phases_of
-from optimus_jax.data.recordings import start_of
+from optimus_jax.data.recordings import NO_TIMESTAMPS, start_of
 from optimus_jax.data.spectrogram import SAMPLE_RATE, STEP, WINDOW
 from optimus_jax.data.token_ids import frame_of_ends
 from optimus_jax.data.tokenizers import ByteTokenizer, Tokenizer
@@ -24,6 +25,8 @@ from optimus_jax.training.tasks import task_of
 from optimus_jax.version import VERSION
 
 CARD = "README.md"
+LANGUAGE = re.compile(r"<\|[a-z]{2,3}\|>")
+"""Tokens of languages in published tokenizers."""
 BILINEAR = 2
 """Pillow's number of the interpolation by which data/images.py scales."""
 HEADER = """---
@@ -234,16 +237,35 @@ def preprocessor_config(model: ModelConfig) -> str:
     return json.dumps(config, indent=2) + "\n"
 
 
-def generation_config(model: ModelConfig, tokenizer: Tokenizer) -> str:
-    """The generation_config.json: where a text ends, and beside an encoder, where it begins. Rows
-    of a batch are filled up with eos.
+def generation_config(model: ModelConfig, tokenizer: Tokenizer, data: DataConfig) -> str:
+    """The generation_config.json: where a text ends, and beside an encoder, where it begins and in
+    which language. Rows of a batch are filled up with eos.
     """
     tokens: dict[str, Any] = {"eos_token_id": tokenizer.eos, "pad_token_id": tokenizer.eos}
     if model.frames:
         tokens |= {
             "decoder_start_token_id": start_of(tokenizer),
             "max_length": model.max_length - model.frames,
-            "is_multilingual": False,
             "return_timestamps": False,
+            **_language(tokenizer, data),
         }
     return json.dumps(tokens, indent=2) + "\n"
+
+
+def _language(tokenizer: Tokenizer, data: DataConfig) -> dict[str, Any]:
+    """What a text begins with by default, where the tokenizer has tokens of languages, and those
+    that may be asked for.
+    """
+    language = f"<|{data.language}|>"
+    if tokenizer.token_id(language) is None:
+        return {"is_multilingual": False}
+    languages = [token for token in tokenizer.special_tokens if LANGUAGE.fullmatch(token)]
+    tasks = {task: tokenizer.token_id(f"<|{task}|>") for task in get_args(SpeechTask)}
+    return {
+        "is_multilingual": True,
+        "language": language,
+        "task": data.speech_task,
+        "lang_to_id": {token: tokenizer.token_id(token) for token in sorted(languages)},
+        "task_to_id": {task: token for task, token in tasks.items() if token is not None},
+        "no_timestamps_token_id": tokenizer.token_id(NO_TIMESTAMPS),
+    }

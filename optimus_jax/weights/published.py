@@ -4,6 +4,7 @@ model, or a model on the hub.
 
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from optimus_jax.config import ModelConfig
 from optimus_jax.config.presets import PRESETS, model_preset
@@ -28,6 +29,8 @@ from optimus_jax.weights.peft_directory import CONFIG as ADAPTERS
 
 MODEL = "--model"
 """Flag that names a model."""
+GENERATION_CONFIG = "generation_config.json"
+"""File that says how texts are written with a model."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +69,26 @@ class PublishedSource:
         """The tokenizer's name, as `--tokenizer` takes it; None: there is no tokenizer.json."""
         directory = self._directory(*TOKENIZER_FILES)
         return str(self.place) if (directory / TOKENIZER).exists() else None
+
+    def generation(self) -> dict[str, Any]:
+        """Its generation_config.json; empty if it has none. Raises ConfigError if it is damaged."""
+        path = self._directory(GENERATION_CONFIG) / GENERATION_CONFIG
+        if not path.exists():
+            return {}
+        try:
+            found = parse_json(read_whole(path, MAX_CONFIG_BYTES), finite=False)
+            if isinstance(found, dict):
+                return found
+            given = f"a {type(found).__name__}"
+        except (CheckpointError, JSONInputError) as error:
+            given = str(error)
+        raise ConfigError(
+            explain(
+                f"{path} does not say how texts are written",
+                given=given,
+                do="use the file that came with the weights, or remove it",
+            )
+        )
 
     def fetched(self) -> Path:
         """The directory with its config.json and weights, for `open_model`.

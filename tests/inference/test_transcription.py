@@ -119,7 +119,7 @@ def test_models_of_text_and_of_sound_are_told_apart():
         step=None,
     )
     with pytest.raises(ConfigError, match="does not read sound"):
-        SpeechModel.of(text, DataConfig())
+        SpeechModel.of(text)
     sound = TextModel(
         model=ModelOnMesh(model_preset("whisper-nano")),
         params={},
@@ -135,3 +135,40 @@ def test_help_names_what_is_read(capsys, monkeypatch):
     with pytest.raises(SystemExit):
         transcribe.main()
     assert "word error rate" in " ".join(capsys.readouterr().out.split())
+
+
+def test_tokens_that_a_published_model_suppresses_are_not_written():
+    config = model_preset("whisper-nano")
+    params = jax.tree.map(lambda x: 3 * x, unpadded(config).initial(jnp.int32(1)))
+    loaded = TextModel(
+        model=ModelOnMesh(config), params=params, tokenizer=ByteTokenizer(), step=None
+    )
+    values = np.random.default_rng(1).standard_normal((2, config.frames, 160)).astype(np.float32)
+    free = SpeechModel.of(loaded).tokens_of(values)
+    first = sorted({int(row[0]) for row in free if len(row)})
+    assert first, "of which at least one recording has a text"
+    begin = {"begin_suppress_tokens": first, "suppress_tokens": None}
+    begun = SpeechModel.of(loaded, published=begin).tokens_of(values)
+    assert all(row[0] not in first for row in begun if len(row))
+    never = SpeechModel.of(loaded, published={"suppress_tokens": first}).tokens_of(values)
+    assert not any(set(first) & set(row.tolist()) for row in never)
+    with pytest.raises(ConfigError, match="suppress_tokens of the model's generation_config"):
+        SpeechModel.of(loaded, published={"suppress_tokens": [config.vocab_size]})
+
+
+def test_what_is_asked_for_comes_from_the_caller_the_published_model_or_the_run():
+    config = model_preset("whisper-nano")
+    loaded = TextModel(
+        model=ModelOnMesh(config),
+        params={},
+        tokenizer=ByteTokenizer(),
+        step=None,
+        data=DataConfig(language="nl", speech_task="translate"),
+    )
+    asked = SpeechModel.of(loaded).data
+    assert (asked.language, asked.speech_task) == ("nl", "translate")
+    published = {"language": "<|de|>", "task": "transcribe", "is_multilingual": False}
+    model = SpeechModel.of(loaded, published=published)
+    assert (model.data.language, model.data.speech_task) == ("de", "transcribe")
+    assert not model.names_language
+    assert SpeechModel.of(loaded, language="fr", published=published).data.language == "fr"

@@ -10,9 +10,12 @@ from published_models import libraries
 
 import optimus_jax
 from optimus_jax.config import DataConfig
+from optimus_jax.config.presets import model_preset
+from optimus_jax.data.tokenizers import ByteTokenizer
 from optimus_jax.errors import ConfigError
 from optimus_jax.inference.loading import load_text_model
 from optimus_jax.inference.transcription import SpeechModel
+from optimus_jax.run.model_card import generation_config
 
 soundfile = pytest.importorskip("soundfile")
 TINY = {"global_batch": 16, "progress": "none", "control": "off", "lr": 1e-2}
@@ -56,10 +59,28 @@ def test_tones_are_written_down_after_training_on_a_mesh(tones, tmp_path):
     read = load_text_model(tmp_path / "exported")
     jax.tree.map(np.testing.assert_array_equal, used(ours), used(read))
     sounds = [soundfile.read(tones / f"{number:02}.wav")[0] for number in range(len(WORDS))]
-    texts = SpeechModel.of(ours, DataConfig()).transcribe(sounds)
+    texts = SpeechModel.of(ours).transcribe(sounds)
     assert texts == texts_of_transformers(tmp_path / "exported", sounds)
     assert texts == list(WORDS)
     assert "automatic-speech-recognition" in (tmp_path / "exported" / "README.md").read_text()
+
+
+def test_an_export_names_the_language_that_the_run_learnt():
+    class Published(ByteTokenizer):
+        special_tokens = ("<|startoftranscript|>", "<|de|>", "<|en|>", "<|transcribe|>")
+
+        def token_id(self, token):
+            return 300 + self.special_tokens.index(token) if token in self.special_tokens else None
+
+    model, german = model_preset("whisper-nano"), DataConfig(language="de")
+    written = json.loads(generation_config(model, Published(), german))
+    assert (written["language"], written["task"]) == ("<|de|>", "transcribe")
+    assert written["lang_to_id"] == {"<|de|>": 301, "<|en|>": 302}
+    assert written["task_to_id"] == {"transcribe": 303}
+    assert written["decoder_start_token_id"] == 300
+    alone = json.loads(generation_config(model, ByteTokenizer(), german))
+    assert not alone["is_multilingual"]
+    assert "language" not in alone
 
 
 def used(loaded):
