@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -264,6 +265,20 @@ def test_an_exchange_halves_bytes_in_a_host_and_multiplies_those_between_hosts()
     assert 0.5 < inside[1] / inside[0] < 0.6, "half, and the same latency"
     # A ring leaves a host once, through the links of all its devices: 3.6 times without latency.
     assert 2.5 < across[1] / across[0] < 3.6
+
+
+def test_terms_say_how_much_of_an_exchange_runs_beside_compute():
+    explained = {
+        term.name: term.how
+        for term in priced(plan_of("data=2,fsdp=2,tensor=2", overlap="layers")).terms
+    }
+    hidden = r"; \d+% of \S+ ms is beside compute"
+    for name, what in {
+        "fsdp": r"zero \d, all-gathers and reduce-scatters over fsdp=2",
+        "tensor": "all-reduces over tensor=2",
+        "data": "gradients, all-reduces over data=2",
+    }.items():
+        assert re.fullmatch(what + hidden, explained[name]), explained[name]
 
 
 def test_each_kept_layer_saves_its_recomputation():

@@ -16,7 +16,7 @@ from optimus_jax.config.axes import DATA, FSDP, PIPE, TENSOR
 from optimus_jax.errors import PlanError, explain
 from optimus_jax.models.flops import layer_shares
 from optimus_jax.plan import Plan
-from optimus_jax.planning.cost.communication import VOCABULARY
+from optimus_jax.planning.cost.communication import VOCABULARY, CommunicationOp
 from optimus_jax.planning.cost.corrections import spread
 from optimus_jax.planning.cost.implementation_profile import OURS, ImplementationProfile
 from optimus_jax.planning.cost.mesh_costs import (
@@ -294,10 +294,10 @@ class StepTimes:
             "launching": f"kernels that wait for the host, {_ms(layer.launching)}{visits}",
             REFERENCE_PASS: f"forward without adapters, {_ms(whole_layer.forward)}{executions}",
             HEAD: f"{_ms(self.microbatch.head)} x {plan.microbatches} microbatches",
-            TENSOR: f"all-reduces in layers over tensor={plan.axes.tensor}",
+            TENSOR: self._exchanged(TENSOR),
             VOCABULARY: "all-reduces of embedding and head",
-            FSDP: f"gathers and scatters over fsdp={plan.axes.fsdp}, zero {plan.zero}",
-            DATA: f"all-reduce of gradients over data={plan.axes.data}",
+            FSDP: f"zero {plan.zero}, {self._exchanged(FSDP)}",
+            DATA: f"gradients, {self._exchanged(DATA)}",
             PIPE: f"sends between pipe={plan.axes.pipe} stages",
             BUBBLE: "stages that wait for others",
             "optimizer": "passes over parameters and moments",
@@ -311,6 +311,19 @@ class StepTimes:
                 if time_s > 0
             ]
         )
+
+    @cached_property
+    def _exchanges(self) -> list[tuple[CommunicationOp, float, float]]:
+        """`MeshCosts.exchanges` of the plan."""
+        return list(self.mesh_costs.exchanges(self.plan))
+
+    def _exchanged(self, axis: str) -> str:
+        """What a step exchanges over a mesh axis, and how much of its time is not in that term."""
+        found = [each for each in self._exchanges if axis in each[0].axes]
+        times, beside = (sum([each[index] for each in found]) for index in (1, 2))
+        kinds = " and ".join(sorted({f"{op.kind}s" for op, _, _ in found})) or "exchanges"
+        hidden = f"; {beside / times:.0%} of {_ms(times)} is beside compute" if beside else ""
+        return f"{kinds} over {axis}={self.plan.axes[axis]}{hidden}"
 
     @cached_property
     def _busiest(self) -> float:
