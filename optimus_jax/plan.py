@@ -292,12 +292,12 @@ class Plan:
             )
 
     def _check_scatter(self) -> None:
-        if self.scatter == "exchange" and not self.zero:
+        if self.scatter == "exchange" and self.zero < 2:
             raise PlanError(
                 explain(
-                    "no gradient is scattered over mesh axis 'fsdp'",
+                    "backward scatters no gradient over mesh axis 'fsdp'",
                     given=f"scatter=exchange, mesh {self.axes}, zero={self.zero}",
-                    do="use two devices or more along fsdp and zero=1 or more, or scatter=sum",
+                    do="use two devices or more along fsdp and zero=2 or more, or scatter=sum",
                 )
             )
 

@@ -79,9 +79,9 @@ class ParallelConfig:
     other half of the rows), none (what the compiler finds); auto: the planner's choice on GPUs;
     with a given mesh none."""
     scatter: Scatter = "sum"
-    """How gradients are scattered over fsdp: sum (float32, added on the way), exchange (in the
-    format of the matmuls, added in float32 by the receiver: half of the bytes in bf16; for devices
-    of one host)."""
+    """How gradients are scattered over fsdp: sum (float32, added on the way), exchange (ZeRO 2 and
+    3: in the format of the matmuls, added in float32 by the receiver: half of the bytes in bf16;
+    for devices of one host)."""
     offload: OffloadChoice = "auto"
     """Kept in host memory (GPUs only): optimizer (its moments), activations (layer inputs, with
     remat=full), all; auto: none, unless nothing else fits."""

@@ -57,10 +57,15 @@ def test_halves_need_an_even_number_of_rows():
 
 def test_gradients_are_exchanged_only_over_fsdp():
     exchange = {"parallel.scatter": "exchange"}
-    with pytest.raises(PlanError, match="scatter=exchange needs gradients scattered over fsdp"):
+    needs = "scatter=exchange needs gradients that backward scatters over fsdp"
+    with pytest.raises(PlanError, match=needs):
         find_plans(**SEARCH, mesh="data=8", **exchange)
+    with pytest.raises(PlanError, match=needs):
+        find_plans(**SEARCH, mesh="fsdp=8", **{"parallel.zero": 1}, **exchange)
     plans = [found.plan for found in find_plans(**SEARCH, **exchange)]
+    assert {plan.zero for plan in plans if plan.axes.fsdp > 1} <= {2, 3}
     assert all((plan.scatter == "exchange") == (plan.axes.fsdp > 1) for plan in plans)
     plan = next(plan for plan in plans if plan.axes.fsdp > 1)
-    with pytest.raises(PlanError, match="no gradient is scattered"):
-        replace(plan, zero=0).validate(model_preset("gpt2-nano"), global_batch=16)
+    for zero in (0, 1):
+        with pytest.raises(PlanError, match="backward scatters no gradient"):
+            replace(plan, zero=zero).validate(model_preset("gpt2-nano"), global_batch=16)

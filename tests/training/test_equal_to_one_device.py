@@ -198,8 +198,7 @@ def test_collectives_run_along_the_axes_that_the_plan_splits(runs):
     if plan.axes.pipe > 1:
         expected |= {"collective-permute": {"pipe"}}
     if plan.zero:
-        by_exchange = plan.scatter == "exchange" and plan.zero >= 2
-        scatter = "all-to-all" if by_exchange else "reduce-scatter"
+        scatter = "all-to-all" if plan.scatter == "exchange" else "reduce-scatter"
         expected |= {"all-gather": {"fsdp"}, scatter: {"fsdp"}}
     if plan.axes.pipe > 1 and plan.axes.tensor > 1:
         # Stages send parts of what devices along tensor hold alike, or tokens are split.

@@ -3,14 +3,14 @@
 XLA's GPU compiler puts a program's instructions in order before it runs, and lets one exchange run
 at a time. An exchange runs beside the compute that this order has between its start and its end.
 The shares below are those of plans compiled for H100s, with durations of this time model
-(planning/ahead_of_time/timeline.py; the plans are in docs/decisions/0035):
+(planning/ahead_of_time/timeline.py; docs/decisions/0035 has some of the plans):
 
 * HIDDEN: of the exchanges of a layer, if there is enough compute.
 * USABLE: of a layer's compute, that beside which exchanges run at most.
 * HIDDEN_OUTSIDE: of what is exchanged for embedding and head, and at the end of a step.
 
-Without that compiler, as on a CPU or in other implementations, exchanges of a layer's matrices hide
-the rates' `overlap_share`, and others nothing.
+Without that compiler, as on a CPU or in other implementations, the rates' `overlap_share` of
+exchanges that could run beside compute (`CommunicationOp.hides`) is hidden, and nothing of others.
 """
 
 import math

@@ -158,11 +158,15 @@ def _like(common: Plan, config: Config) -> Iterator[LayoutGroup | Rejection]:
             + ("splits over fsdp" if config.parallel.zero else "over fsdp is data parallelism"),
         )
         return
-    if common.scatter == "exchange" and 0 in zero_stages:
-        yield Rejection(
-            layouts=str(axes), reason="scatter=exchange needs gradients scattered over fsdp"
-        )
-        return
+    if common.scatter == "exchange":
+        zero_stages = tuple(stage for stage in zero_stages if stage >= 2)
+        if not zero_stages:
+            yield Rejection(
+                layouts=str(axes),
+                reason="scatter=exchange needs gradients that backward scatters over fsdp (ZeRO 2"
+                " or 3)",
+            )
+            return
     if common.offloads_activations and (axes.pipe > 1 or common.remat != "full"):
         yield Rejection(
             layouts=str(axes),
