@@ -86,7 +86,9 @@ def parser() -> Parser:
         help="speed of a link: intra_host=300GB/s, inter_host=400Gb/s,5us or host=50GB/s",
     )
     flags.add_argument(
-        "--seq-len", metavar="N", help="tokens per example (default: the model's, at most 1024)"
+        "--seq-len",
+        metavar="N",
+        help="tokens per example (default: the model's; of text at most 1024)",
     )
     flags.add_argument(
         "--global-batch",

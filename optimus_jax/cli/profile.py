@@ -30,7 +30,9 @@ def parser() -> Parser:
         "--tokenizer", metavar="PATH", help="bytes, or a tokenizer.json (default: bytes)"
     )
     flags.add_argument(
-        "--seq-len", metavar="N", help="tokens per example (default: the model's, at most 1024)"
+        "--seq-len",
+        metavar="N",
+        help="tokens per example (default: the model's; of text at most 1024)",
     )
     flags.add_argument("--global-batch", metavar="N", help="examples per step (default: 16)")
     flags.add_argument("--steps", metavar="N", help="steps of the run (default: 300)")

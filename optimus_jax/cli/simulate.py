@@ -72,7 +72,7 @@ def parser() -> Parser:
     flags.add_argument(
         "--seq-len",
         metavar="N",
-        help="tokens per example (default: the scenario's, or the model's, at most 1024)",
+        help="tokens per example (default: the scenario's, or the model's; of text at most 1024)",
     )
     flags.add_argument(
         "--global-batch",

@@ -87,7 +87,9 @@ def parser(note: Callable[[str], None] = say) -> Parser:
         "--recipe", metavar="NAME", help="published settings to start from (default: none)"
     )
     flags.add_argument(
-        "--seq-len", metavar="N", help="tokens per example (default: the model's, at most 1024)"
+        "--seq-len",
+        metavar="N",
+        help="tokens per example (default: the model's; of text at most 1024)",
     )
     flags.add_argument(
         "--global-batch",
