@@ -176,13 +176,16 @@ class AnswerReader(RecordReader):
 
 
 def names_of_labels(found: Iterable[str]) -> tuple[str, ...]:
-    """Names of labels in order: whole numbers by value, all numbers between them included; texts by
-    their letters.
+    """Names of labels in order: whole numbers by value, all numbers between them included; texts,
+    also such as 007, by their letters.
     """
     names = {*found}
     digits = len(str(MOST_NUMBERS))
-    are_small = all(name.isascii() and name.isdigit() and len(name) <= digits for name in names)
-    if are_small and max(map(int, names)) < MOST_NUMBERS:
+    are_numbers = all(
+        name.isascii() and name.isdigit() and len(name) <= digits and name == str(int(name))
+        for name in names
+    )
+    if are_numbers and max(map(int, names)) < MOST_NUMBERS:
         return tuple(map(str, range(max(map(int, names)) + 1)))
     return tuple(sorted(names))
 
@@ -250,21 +253,22 @@ def _labels_of(found: Sequence["_Tokens"], labels: tuple[str, ...], name: str) -
     `encode_labelled`.
     """
     used = {label for tokens in found for label in tokens.labels if label}
+    if len(labels or used) < 2:
+        raise DataError(
+            explain(
+                f"all of {name} has the same label, so there is nothing to learn",
+                given=f"label {', '.join(labels or used)}",
+                do="give texts with different labels",
+            )
+        )
     labels = labels or names_of_labels(used)
     if other := sorted(used - {*labels}):
         raise DataError(
             explain(
                 f"{name} has labels that the model does not know",
                 given=f"{', '.join(other[:5])}; model.labels={','.join(labels)}",
-                do="give data with the same labels, or begin a run without model.labels",
-            )
-        )
-    if len(labels) < 2:
-        raise DataError(
-            explain(
-                f"all of {name} has the same label, so there is nothing to learn",
-                given=f"label {', '.join(labels)}",
-                do="give texts with different labels",
+                do="give data with the same labels, or --set model.labels= for a new head with"
+                " those of the data",
             )
         )
     return labels
@@ -307,9 +311,13 @@ def _of_words(
         ids, types = frame.around([word_ids], most)
         labels, first = [""] * len(ids), len(frame.before)
         end = len(ids) - len(frame.after)
-        for token, label in zip((tokens + first).tolist(), one.labels, strict=True):
-            if token < end and not labels[token]:
-                labels[token] = label
+        for token, begin, word, label in zip(
+            tokens.tolist(), begins.tolist(), one.words, one.labels, strict=True
+        ):
+            # A word may have no token of its own, such as one of characters that are left out.
+            is_own = token < len(spans) and spans[token, 0] < begin + len(word)
+            if is_own and token + first < end and not labels[token + first]:
+                labels[token + first] = label
         yield _Tokens(ids, types, labels)
 
 

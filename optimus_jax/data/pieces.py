@@ -25,6 +25,9 @@ from optimus_jax.data.sampler import ExampleOrder, example_order
 from optimus_jax.data.tokens import chosen_documents
 from optimus_jax.errors import DataError, explain
 
+_SHUFFLED_BY = 0
+"""Seed by which held-out texts with labels are shuffled."""
+
 
 class Labels(NamedTuple):
     """What is learnt of tokens other than the next one."""
@@ -228,11 +231,26 @@ class Pieces:
             starts=np.concatenate([[0], np.cumsum(np.diff(self.starts)[which])]),
         )
 
+    def rearranged(self, numbers: np.ndarray) -> "Pieces":
+        """The pieces with these numbers, int [pieces], one after the other."""
+        texts = (numbers[:, None] * self.group_size + np.arange(self.group_size)).reshape(-1)
+        lengths = np.diff(self.starts)[texts]
+        starts = np.concatenate([[0], np.cumsum(lengths)])
+        places = np.arange(starts[-1]) + np.repeat(self.starts[texts] - starts[:-1], lengths)
+        return dataclasses.replace(
+            self,
+            tokens=self.tokens[places],
+            counts=self.counts[places],
+            labels=self.labels and Labels(self.labels.targets[places], self.labels.types[places]),
+            starts=starts,
+        )
+
 
 def split_pieces(whole: Pieces, eval_fraction: float) -> tuple[Pieces, Pieces | None]:
     """Split pieces into those to train on and those held out, by their hash.
 
-    Copies of one go to the same side unless all are alike.
+    Copies of one go to the same side unless all are alike. Those held out that have labels are
+    shuffled: files may be sorted by label, and an evaluation reads the first.
 
     Raises:
       DataError: there are fewer than two.
@@ -249,7 +267,11 @@ def split_pieces(whole: Pieces, eval_fraction: float) -> tuple[Pieces, Pieces | 
         )
     ends = whole.starts[whole.group_size :: whole.group_size]
     is_held_out = chosen_documents(whole.tokens, ends, eval_fraction)
-    return whole.take(~is_held_out), whole.take(is_held_out, f"{whole.name} (held out)")
+    held_out = whole.take(is_held_out, f"{whole.name} (held out)")
+    if held_out.labels is not None:
+        numbers = np.random.default_rng(_SHUFFLED_BY).permutation(held_out.num_pieces)
+        held_out = held_out.rearranged(numbers)
+    return whole.take(~is_held_out), held_out
 
 
 def unit_of(group_size: int, noun: str = "conversation") -> str:

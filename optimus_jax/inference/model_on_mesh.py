@@ -18,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from optimus_jax.config import ModelConfig
 from optimus_jax.config.axes import FSDP, TENSOR, AxisSizes
-from optimus_jax.errors import ConfigError, explain
+from optimus_jax.errors import ConfigError, counted, explain
 from optimus_jax.inference.sampling import Sampling, draw
 from optimus_jax.mesh.axes import BATCH, VOCAB
 from optimus_jax.mesh.build import build_mesh
@@ -51,6 +51,15 @@ class ModelOnMesh:
                     "generation splits a model over fsdp and tensor",
                     given=f"mesh {self.axes}",
                     do="give sizes of these axes alone, such as tensor=4",
+                )
+            )
+        if self.config.labels:
+            raise ConfigError(
+                explain(
+                    "a model with labels generates no text",
+                    given=f"{self.config.name}, with {counted(len(self.config.labels), 'label')}",
+                    do="name a model with a head over the vocabulary; `optimus export` writes this"
+                    " one for transformers",
                 )
             )
         if not features_of(self.config).causal:

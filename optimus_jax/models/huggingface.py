@@ -4,7 +4,7 @@ Which of their tensors hold which of our leaves is in `models/huggingface_tensor
 differences between families are in `models/huggingface_formats.py`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
@@ -118,12 +118,21 @@ def _labels_of(hf_config: HfConfig, hf_format: HuggingFaceFormat) -> dict[str, A
             given = hf_config.get("id2label") or {0: "LABEL_0", 1: "LABEL_1"}
             if labelled == "span":
                 given = dict(enumerate(SPAN_LABELS))
-            names = {int(number): name for number, name in given.items()}
+            names = {int(number): str(name) for number, name in given.items()}
             return {
-                "labels": tuple(names[number] for number in range(len(names))),
+                "labels": _different(names[number] for number in range(len(names))),
                 "labelled": labelled,
             }
     return {}
+
+
+def _different(names: Iterable[str]) -> tuple[str, ...]:
+    """Names of labels, of which those that repeat an earlier one get their number: ImageNet has two
+    labels `crane`."""
+    found: list[str] = []
+    for number, name in enumerate(names):
+        found.append(f"{name} ({number})" if name in found else name)
+    return tuple(found)
 
 
 def from_huggingface(

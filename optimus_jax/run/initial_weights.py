@@ -19,7 +19,7 @@ from optimus_jax.config import Config, ModelConfig
 from optimus_jax.config.run_checkpoint import INIT_FROM, RunCheckpoint
 from optimus_jax.errors import CheckpointError, ConfigError, DataError, explain
 from optimus_jax.models.merging import same_adapters
-from optimus_jax.run.new_head import needs_new_head, without_head
+from optimus_jax.run.new_head import check_new_head, needs_new_head, without_head
 from optimus_jax.run.parameter_source import RunSource, open_run, parameter_source
 from optimus_jax.run.published_weights import PublishedWeights, with_adapters
 from optimus_jax.run.stored_config import differing_models, saved_config
@@ -86,6 +86,8 @@ class RunWeights:
             run = open_run(self.named, checkpoint=self.named.step, say=say)
             model = Config.from_json(run.config_text()).model
         tuning, is_new = model.tuning, needs_new_head(model, program.config.model)
+        if is_new:
+            check_new_head(program.config.model)
         wanted = program.abstract_params(tuning, stored=True)
         restored = Checkpoints(run.checkpoints, program.config.checkpoint, warn=say).restore(
             {"params": without_head(wanted) if is_new else wanted},
@@ -256,8 +258,10 @@ def _check_model(
       source: where they come from, for errors.
       named: as for `check_initial_model`.
     """
-    own = config.model.body if needs_new_head(model, config.model) else config.model
-    differing = differing_models(model, own)
+    theirs, own = model, config.model
+    if needs_new_head(theirs, own):
+        theirs, own = theirs.body, own.body
+    differing = differing_models(theirs, own)
     if not differing:
         return
     given = [each for each in named if each.startswith(tuple(differing))]

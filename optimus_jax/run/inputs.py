@@ -71,7 +71,10 @@ class Inputs:
         )
         data = load_data(
             config.data,
-            seq_len=config.seq_len,
+            # The text of a recording is never cut, in no example.
+            seq_len=min(config.seq_len, config.eval_seq_len)
+            if task.reads == "recordings"
+            else config.seq_len,
             vocab_size=model.vocab_size,
             model_name=model.name,
             tokenizer=tokenizer,

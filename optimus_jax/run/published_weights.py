@@ -32,7 +32,7 @@ from optimus_jax.models.huggingface_checks import check_tied_head, model_tensors
 from optimus_jax.models.huggingface_tensors import LeafSource, TensorLike, leaf_sources
 from optimus_jax.models.shapes import ModelShapes, Params
 from optimus_jax.run.byte_progress import byte_progress
-from optimus_jax.run.new_head import without_head
+from optimus_jax.run.new_head import OF_LABELS, check_new_head, needs_new_head, without_head
 from optimus_jax.training.state import TrainState
 from optimus_jax.training.step import Program
 from optimus_jax.weights.directory import open_model
@@ -68,11 +68,17 @@ class PublishedWeights:
         shapes = program.shapes.base
         stored = replace(shapes, config=model.config)  # perhaps with fewer tokens
         target, tensors = _base_target(program), model.tensors
-        if not (shapes.config.predicts_tokens or model.config.labels):
+        if needs_new_head(model.config, shapes.config) or not (
+            shapes.config.predicts_tokens or model.config.labels
+        ):
+            if shapes.config.labels:
+                check_new_head(program.config.model)
             vocab_size, tensors = model.config.vocab_size, {**tensors, **model.others}
             stored = replace(shapes, config=replace(shapes.config, vocab_size=vocab_size))
             sources = leaf_sources(stored)
             found = {path for path in sources if {*sources[path].tensor_names} <= tensors.keys()}
+            if model.config.labels:
+                found -= OF_LABELS
             missing = sorted(target.keys() - without_head(target).keys() - found)
             target = {part: leaves for part, leaves in target.items() if part not in missing}
             if missing:

@@ -9,7 +9,7 @@ import numpy as np
 from jax import Array
 
 from optimus_jax.config import Config, ModelConfig
-from optimus_jax.config.model import SPAN_LABELS
+from optimus_jax.config.model import SPAN_LABELS, Labelled
 from optimus_jax.config.tuning import BASE_GROUPS
 from optimus_jax.data.batch import BATCH_ARRAYS, BatchArray
 from optimus_jax.errors import ConfigError, explain, nearest
@@ -34,6 +34,12 @@ NEXT_TOKEN, MLM = "next_token", "mlm"
 IMAGES, TRANSCRIPTION = "image_classification", "transcription"
 """Tasks, if none is named, of models that see earlier tokens only, of those that see all, of those
 that read images, and of those that read sound."""
+LEARNS: dict[Labelled, str] = {
+    "sequence": "classification",
+    "token": "token_classification",
+    "span": "question_answering",
+}
+"""Those of models of text with labels, by what has one each."""
 READ_BY_THE_MODEL = ("tokens", "positions", "segments", "examples")
 """Arrays that every task needs."""
 
@@ -144,11 +150,13 @@ SECTIONS: dict[str, tuple[str, Callable[[Task], bool]]] = {
 
 
 def task_name(config: Config) -> str:
-    """The task of a run: the one that is named, or that of its kind of model."""
+    """The task of a run: the one that is named, or that of its kind of model and head."""
     if config.task is not None:
         return config.task
     if config.model.reads != "text":
         return IMAGES if config.model.image_size else TRANSCRIPTION
+    if config.model.labels:
+        return LEARNS[config.model.labelled]
     return NEXT_TOKEN if features_of(config.model).causal else MLM
 
 
@@ -226,12 +234,14 @@ def check_task(config: Config, named: Collection[str] = ()) -> None:
                 do=f"choose more than {config.model.frames}, or leave it out",
             )
         )
-    if config.model.image_size and config.seq_len != config.model.max_length:
+    if config.model.image_size and {*lengths, config.eval_seq_len} != {config.model.max_length}:
         raise ConfigError(
             explain(
                 "every image has as many tokens as the model has positions",
-                given=f"data.seq_len={config.seq_len}, model.max_length={config.model.max_length}",
-                do="leave --seq-len out",
+                given=f"data.seq_len={', '.join(map(str, lengths))},"
+                f" evaluation.seq_len={config.eval_seq_len},"
+                f" model.max_length={config.model.max_length}",
+                do="leave --seq-len, lengths of phases and evaluation.seq_len out",
             )
         )
     if task.masks_tokens and config.mask_token >= config.model.vocab_size:
@@ -243,17 +253,14 @@ def check_task(config: Config, named: Collection[str] = ()) -> None:
                 do="set masking.token to an id below model.vocab_size",
             )
         )
-    if config.model.labels and task.labelled != config.model.labelled:
+    if config.model.labels and task.labelled is None:
+        what = "the vocabulary" if task.predicts_tokens else "the values of patches"
         raise ConfigError(
             explain(
-                f"task {name} needs a head"
-                f" over {'the vocabulary' if task.predicts_tokens else 'the values of patches'}"
-                if task.labelled is None
-                else f"task {name} needs a label of each {task.labelled}",
+                f"task {name} needs a head over {what}",
                 given=f"model.labels={','.join(config.model.labels)},"
                 f" model.labelled={config.model.labelled}",
-                do="leave model.labels out"
-                + ("" if task.labelled is None else f", or set model.labelled={task.labelled}"),
+                do="leave --task or model.labels out, or name a model without labels",
             )
         )
     if missing := [name for name in READ_BY_THE_MODEL if name not in task.arrays]:

@@ -127,6 +127,34 @@ def test_the_label_of_a_word_of_two_tokens_is_at_the_first(tmp_path):
     assert row["targets"][:6].tolist() == [-1, 0, 1, -1, 2, -1]
 
 
+def test_a_word_without_tokens_gives_its_label_to_no_other(tmp_path):
+    library = pytest.importorskip("tokenizers")
+    whole = library.Tokenizer.from_file(
+        tokenizer_like_berts(tmp_path) and str(tmp_path / "tokenizer.json")
+    )
+    whole.normalizer = library.normalizers.Replace("\u200b", "")
+    whole.save(str(tmp_path / "tokenizer.json"))
+    records = [{"words": ["\u200b", "a", "c", "\u200b"], "labels": [3, 0, 1, 2]}]
+    data = load(
+        tmp_path / "a.jsonl",
+        records,
+        "word_labels",
+        text_field="words",
+        tokenizer=load_tokenizer(str(tmp_path / "tokenizer.json"), "[SEP]"),
+        labels=("0", "1", "2", "3"),
+    )
+    row = row_of(data)
+    assert row["tokens"][:4].tolist() == [1, 4, 8, 2]
+    assert row["targets"][:4].tolist() == [-1, 0, 1, -1]
+
+
+def test_held_out_texts_that_are_sorted_by_label_are_shuffled(tmp_path):
+    records = [{"text": f"{n}", "label": n // 50} for n in range(200)]
+    data = load(tmp_path / "a.jsonl", records, eval_fraction=0.4)
+    first = data.held_out.labels.targets[data.held_out.labels.targets >= 0][:16]
+    assert len({*first.tolist()}) > 2
+
+
 @pytest.mark.parametrize("place", ["first", "last"])
 def test_a_long_text_is_cut_inside_its_frame(tmp_path, place):
     records = [{"text": letter * 100, "label": letter} for letter in "ab"]
@@ -149,6 +177,7 @@ def test_a_long_text_is_cut_inside_its_frame(tmp_path, place):
 def test_whole_numbers_are_labels_in_their_order():
     assert names_of_labels(["10", "2", "0"]) == tuple(map(str, range(11)))
     assert names_of_labels(["b", "a", "10"]) == ("10", "a", "b")
+    assert names_of_labels(["01", "00"]) == ("00", "01"), "names, as they are written"
 
 
 def test_labels_that_are_known_keep_their_order(tmp_path):
@@ -193,6 +222,8 @@ def test_texts_without_labels_are_refused(tmp_path):
 def test_one_label_teaches_nothing(tmp_path):
     with pytest.raises(DataError, match="the same label"):
         load(tmp_path / "a.jsonl", TEXTS[::2])
+    with pytest.raises(DataError, match="the same label"):
+        load(tmp_path / "a.jsonl", [{"text": text, "label": 1} for text in "ab"])
 
 
 def test_the_identity_tells_labels_apart(tmp_path):
