@@ -104,7 +104,7 @@ class DataConfig:
     """The token that ends a document; None: the one that tokenizer_config.json beside the tokenizer
     names, else the usual names."""
     seq_len: int | None = None
-    """Tokens per example; None: the model's max_length, at most 1024 if there is no encoder."""
+    """Tokens per example; None: the model's max_length, of text alone at most 1024."""
     global_batch: int = 16
     """Examples per step over all devices."""
     phases: tuple[PhaseConfig, ...] = ()

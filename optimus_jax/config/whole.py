@@ -189,7 +189,7 @@ class Config:
     def seq_len(self) -> int:
         """Tokens per example in the first phase, derived where the user left it open."""
         longest = self.model.max_length
-        return self.data.seq_len or (longest if self.model.frames else min(longest, 1024))
+        return self.data.seq_len or (min(longest, 1024) if self.model.reads == "text" else longest)
 
     @property
     def warmup_steps(self) -> int:

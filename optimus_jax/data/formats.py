@@ -36,6 +36,8 @@ from optimus_jax.data.skipped_input import SkippedInput
 from optimus_jax.errors import DataError, explain
 
 _READ_BYTES = 1 << 20
+ARROW_FILE = b"ARROW1"
+"""First bytes of an Arrow file; a stream has no such."""
 _END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
 """Marker that ends an Arrow stream; a writer may leave it out."""
 _OLD_END_OF_STREAM = b"\0\0\0\0"
@@ -290,7 +292,7 @@ def read_arrow(source_file: SourceFile) -> Iterator[Any]:
     except ImportError as error:
         raise _needs_pyarrow("Arrow", source_file.path) from error
     with pyarrow.memory_map(str(source_file.path)) as source:
-        is_file = source.read(6) == b"ARROW1"
+        is_file = source.read(len(ARROW_FILE)) == ARROW_FILE
         source.seek(0)
         if not is_file:
             batches: Iterable[Any] = (stream := pyarrow.ipc.open_stream(source))

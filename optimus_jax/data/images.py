@@ -3,8 +3,8 @@
 A source is a folder with a folder of images for each label, or Parquet and Arrow files with a
 column of images (bytes, or Hugging Face's objects with `bytes`) and one of labels. An example is an
 image: a token for the class, at which the label counts, and one for each patch, row by row. An
-image is scaled to the model's size whatever its own shape is. Without labels any folder will do,
-and no token counts until some are hidden (training/patch_masking.py).
+image is scaled to the model's size whatever its own shape is. Without labels any folder will do;
+which tokens count then, those that are hidden say (training/patch_masking.py).
 """
 
 import io
@@ -61,15 +61,17 @@ class Images(FileExamples[StoredImage]):
     def cut_examples(
         self, examples: np.ndarray, *, seq_len: int, respect_documents: bool
     ) -> HostBatch:
-        """The images numbered `examples`; patches are uint8, those of the class 0."""
+        """The images numbered `examples`; patches are uint8, those of the class 0. The token of the
+        class counts, also if it has no label.
+        """
         shape = (len(examples), seq_len)
         tokens = np.full(shape, PATCH_TOKEN, np.int32)
         targets, loss_mask = np.full(shape, -1, np.int32), np.zeros(shape, bool)
         patches = np.zeros((*shape, self.model.patch_values), np.uint8)
         for row, example in enumerate(examples.tolist()):
-            image = self.items[example]
-            if image.label is not None:
-                targets[row, 0], loss_mask[row, 0] = self.labels.index(image.label), True
+            label, loss_mask[row, 0] = self.items[example].label, True
+            if label is not None:
+                targets[row, 0] = self.labels.index(label)
         patches[:, 1:] = in_threads(self._patches, examples.tolist())
         tokens[:, 0] = CLASS_TOKEN
         return {
@@ -91,16 +93,19 @@ def decoded(image: StoredImage, model: ModelConfig) -> np.ndarray:
     Raises:
       DataError: it is damaged or too large.
     """
-    from PIL import Image
+    from PIL import Image, ImageOps
 
     source = io.BytesIO(image.place) if isinstance(image.place, bytes) else image.place
     try:
         with Image.open(source) as found:
             if found.width * found.height > MOST_PIXELS:
                 raise ValueError(f"{found.width} x {found.height} pixels, {MOST_PIXELS:,} at most")
+            upright = ImageOps.exif_transpose(found)
+            if upright.mode.startswith("I"):  # greys of 16 bits, which Pillow would cut off
+                upright = Image.fromarray((np.asarray(upright) >> 8).astype(np.uint8))
             mode = {1: "L", 3: "RGB", 4: "RGBA"}[model.num_channels]
             size = (model.image_size, model.image_size)
-            pixels = np.asarray(found.convert(mode).resize(size, Image.Resampling.BILINEAR))
+            pixels = np.asarray(upright.convert(mode).resize(size, Image.Resampling.BILINEAR))
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
         # Pillow has a SyntaxError for broken PNGs, and refuses still larger images itself.
         raise DataError(
@@ -160,21 +165,22 @@ def read_images(
     if label_field is None:
         return Images(name=name, items=found, labels=(), model=model)
     used = {image.label for image in found if image.label is not None}
+    if len(labels or used) < 2:
+        raise DataError(
+            explain(
+                "all images have the same label, so there is nothing to learn",
+                given=f"{name}: label {', '.join(labels or used)}",
+                do="give a folder with a folder for each label",
+            )
+        )
     labels = labels or names_of_labels(used)
     if other := sorted(used - {*labels}):
         raise DataError(
             explain(
                 "images have labels that the model does not know",
                 given=f"{', '.join(other[:5])}; model.labels={','.join(labels)}",
-                do="give images with the same labels, or begin a run without model.labels",
-            )
-        )
-    if len(labels) < 2:
-        raise DataError(
-            explain(
-                "all images have the same label, so there is nothing to learn",
-                given=f"{name}: label {', '.join(labels)}",
-                do="give a folder with a folder for each label",
+                do="give images with the same labels, or --set model.labels= for a new head with"
+                " those of the images",
             )
         )
     return Images(name=name, items=found, labels=labels, model=model)

@@ -14,12 +14,15 @@ import numpy as np
 
 from optimus_jax.config import ModelConfig
 from optimus_jax.data.batch import HostBatch
+from optimus_jax.data.formats import ARROW_FILE
 from optimus_jax.data.sampler import ExampleOrder, example_order
 from optimus_jax.errors import DataError, explain
 
 TABLES = (".parquet", ".arrow", ".feather")
 MOST_THREADS = min(32, os.cpu_count() or 1)
 """Threads of a process that decode."""
+_ROWS_AT_ONCE = 256
+"""Rows of a Parquet file that are decoded at once."""
 EncodedFile = Path | bytes
 """An encoded file, or its bytes."""
 
@@ -84,24 +87,24 @@ class FileExamples(ABC, Generic[Item]):
     def split(self, eval_fraction: float) -> tuple[Self, Self | None]:
         """Files to train on and those held out, by the hashes of their names; at least one of each.
 
-        Raises DataError if there are too few.
+        Those held out are in the order of these hashes, so that the first of them are of all
+        folders. Raises DataError if there are too few.
         """
         if eval_fraction == 0:
             return self, None
         names = [self.file_of(item).name for item in self.items]
-        is_held_out = _held_out_of(names, eval_fraction, source=self.name, what=self.what)
         train, held_out = (
-            replace(self, items=[self.items[n] for n in np.flatnonzero(which).tolist()])
-            for which in (~is_held_out, is_held_out)
+            replace(self, items=[self.items[number] for number in numbers.tolist()])
+            for numbers in _split(names, eval_fraction, source=self.name, what=self.what)
         )
         return train, replace(held_out, name=f"{self.name} (held out)")
 
 
-def _held_out_of(
+def _split(
     names: Sequence[str], eval_fraction: float, *, source: str, what: str
-) -> np.ndarray:
-    """Which of some files are held out, by the hashes of their names: bool [names], at least one
-    of each. Raises DataError if there are too few.
+) -> tuple[np.ndarray, np.ndarray]:
+    """Numbers of the files to train on, and of those held out; arguments and errors as
+    `FileExamples.split`.
 
     Args:
       source, what: whose they are, and what they are, for messages.
@@ -124,7 +127,7 @@ def _held_out_of(
     order = np.argsort(hashes, kind="stable")
     is_held_out = hashes < np.uint64(eval_fraction * 2.0**63) * 2
     is_held_out[order[0]], is_held_out[order[-1]] = True, False
-    return is_held_out
+    return np.flatnonzero(~is_held_out), order[is_held_out[order]]
 
 
 def in_threads(decode: Callable[[int], np.ndarray], numbers: Sequence[int]) -> list[np.ndarray]:
@@ -141,16 +144,18 @@ def rows_of_table(
     path: Path, columns: Sequence[str], what: str
 ) -> Iterator[tuple[str, bytes, tuple[Any, ...]]]:
     """Name, bytes and other values of the rows of a Parquet or Arrow file that have bytes; none if
-    it lacks one of the columns.
+    it lacks the first of the columns.
 
     Args:
-      columns: the first has bytes, or Hugging Face's objects with `bytes`.
+      columns: the first has bytes, or Hugging Face's objects with `bytes`; the values of others
+        are None if they are missing.
       what: what the bytes are, for messages.
     Raises:
       DataError: pyarrow is missing, or the file is damaged.
     """
     try:
-        import pyarrow.dataset
+        import pyarrow.ipc
+        import pyarrow.parquet
     except ImportError as error:
         raise DataError(
             explain(
@@ -159,19 +164,38 @@ def rows_of_table(
                 do="pip install 'optimus-jax[parquet]'",
             )
         ) from error
-    kind = "parquet" if path.suffix == ".parquet" else "ipc"
-    try:
-        table = pyarrow.dataset.dataset(path, format=kind)
-        if not {*columns} <= {*table.schema.names}:
+
+    def batches(source: Any) -> Iterator[Any]:
+        if path.suffix == ".parquet":
+            table = pyarrow.parquet.ParquetFile(source)
+            present = [name for name in columns if name in table.schema_arrow.names]
+            yield from table.iter_batches(_ROWS_AT_ONCE, columns=present)
             return
+        is_file = source.read(len(ARROW_FILE)) == ARROW_FILE
+        source.seek(0)
+        if is_file:
+            file = pyarrow.ipc.open_file(source)
+            yield from map(file.get_batch, range(file.num_record_batches))
+        else:
+            yield from pyarrow.ipc.open_stream(source)
+
+    try:
         number = 0
-        for batch in table.to_batches(columns=list(columns)):
-            for row in zip(*(batch.column(name).to_pylist() for name in columns), strict=True):
-                first, *others = row
-                data = first.get("bytes") if isinstance(first, dict) else first
-                number += 1
-                if isinstance(data, bytes):
-                    yield f"{path.name}, row {number}", data, tuple(others)
+        with pyarrow.memory_map(str(path)) as source:
+            for batch in batches(source):
+                if columns[0] not in batch.schema.names:
+                    return
+                values = [
+                    batch.column(name).to_pylist()
+                    if name in batch.schema.names
+                    else [None] * batch.num_rows
+                    for name in columns
+                ]
+                for first, *others in zip(*values, strict=True):
+                    data = first.get("bytes") if isinstance(first, dict) else first
+                    number += 1
+                    if isinstance(data, bytes):
+                        yield f"{path.name}, row {number}", data, tuple(others)
     except (OSError, ValueError) as error:
         raise DataError(
             explain(f"a table of {what} cannot be read", given=f"{path}: {error}", do="replace it")

@@ -18,7 +18,7 @@ from optimus_jax.training.task import PATCHES, Batch, LossInputs, TaskSums, scal
 
 
 def with_hidden_patches(config: Config, rows: Batch, keys_B: Array) -> Batch:
-    """Rows in which some patches are hidden, which are those that count.
+    """Rows in which some patches are hidden, which are those that count, if the class does.
 
     Args:
       keys_B: a key for every row; the choice depends on nothing else.
@@ -31,7 +31,7 @@ def with_hidden_patches(config: Config, rows: Batch, keys_B: Array) -> Batch:
         order_S = jax.random.permutation(key, num_squares)
         return (order_S < num_hidden)[squares_L[1:]]
 
-    is_hidden_BL = jnp.pad(jax.vmap(drawn)(keys_B), ((0, 0), (1, 0)))
+    is_hidden_BL = jnp.pad(jax.vmap(drawn)(keys_B), ((0, 0), (1, 0))) & rows["loss_mask"][:, :1]
     tokens_BL = jnp.where(is_hidden_BL, HIDDEN_PATCH, rows["tokens"])
     return rows | {"tokens": tokens_BL, "loss_mask": is_hidden_BL}
 

@@ -77,7 +77,7 @@ def test_patches_hold_one_channel_after_another():
     assert patches_of(pixels, 2)[1].tolist() == [2, 3, 6, 7, 18, 19, 22, 23]
 
 
-@pytest.mark.parametrize("suffix", [".parquet", ".arrow"])
+@pytest.mark.parametrize("suffix", [".parquet", ".arrow", " stream.arrow"])
 @pytest.mark.parametrize("is_object", [False, True])
 def test_tables_have_a_column_of_images(tmp_path, suffix, is_object):
     arrow = pytest.importorskip("pyarrow")
@@ -89,8 +89,11 @@ def test_tables_have_a_column_of_images(tmp_path, suffix, is_object):
     path = tmp_path / f"a{suffix}"
     if suffix == ".parquet":
         parquet.write_table(table, path)
-    else:
+    elif suffix == ".arrow":
         feather.write_feather(table, path, compression="uncompressed")
+    else:
+        with arrow.OSFile(str(path), "wb") as sink, arrow.ipc.new_stream(sink, table.schema) as to:
+            to.write_table(table)
     data = load(path)
     assert data.labels == ("0", "1", "2")
     assert cut(data, 0, 1, 2)["targets"][:, 0].tolist() == [2, 0, 1]
@@ -101,6 +104,22 @@ def test_images_of_other_sizes_are_scaled(folder):
     data = load(folder)
     number = next(n for n, image in enumerate(data.train.items) if "wide" in image.name)
     assert np.abs(cut(data, number)["patches"][0, 1:].astype(int) - 200).max() < 4
+
+
+def test_pixels_of_16_bits_are_scaled_to_8(folder):
+    deep = pixels_of(0).astype(np.uint16) << 8
+    pillow.fromarray(deep).save(folder / "cat" / "0.png")
+    np.testing.assert_array_equal(
+        cut(load(folder), 0)["patches"][0, 1:], patches_of(pixels_of(0)[None], 2)
+    )
+
+
+def test_held_out_images_are_of_all_folders(folder):
+    for number in range(10, 40):
+        (folder / "dog" / f"{number}.png").write_bytes(encoded(number))
+        (folder / "cat" / f"{number}.png").write_bytes(encoded(number))
+    first = load(folder, eval_fraction=0.5).held_out.items[:8]
+    assert {image.label for image in first} == {"cat", "dog"}
 
 
 def test_a_damaged_image_is_named(folder):
@@ -139,7 +158,8 @@ def test_images_without_labels_are_read_from_any_folder(folder, tmp_path):
     assert (data.labels, len(data.train.items)) == ((), 6)
     assert "6 images, scaled to 8 x 8 pixels" in data.description
     batch = cut(data, 0)
-    assert not batch["loss_mask"].any()
+    assert batch["loss_mask"].sum() == 1, "of the class: which patches are hidden is drawn later"
+    assert (batch["targets"] == -1).all()
     (tmp_path / "empty").mkdir()
     with pytest.raises(DataError, match="holds no images\n"):
         load(tmp_path / "empty", kind="unlabelled_images")
