@@ -60,7 +60,7 @@ def parser() -> Parser:
         metavar="N",
         type=int,
         default=8,
-        help="recordings at once (default: %(default)s)",
+        help="recordings, or parts of long ones, at once (default: %(default)s)",
     )
     flags.add_argument(
         "--text-field",
@@ -94,11 +94,7 @@ def main() -> None:
     check_range(given["batch_size"] >= 1, "batch_size", given["batch_size"], "choose 1 or more")
     check_libraries(" ".join(given["recordings"]))
     data = DataConfig(text_field=given["text_field"], audio_field=given["audio_field"])
-    recordings = [
-        each
-        for source in given["recordings"]
-        for each in recordings_in(source, data, needs_text=False)
-    ]
+    recordings = [each for source in given["recordings"] for each in recordings_in(source, data)]
     model = load_speech_model(
         given["run"],
         given["step"],
@@ -109,9 +105,9 @@ def main() -> None:
     )
     texts = []
     for some in batches(recordings, given["batch_size"]):
-        for recording, text in zip(
-            some, model.transcribe([samples_of(each) for each in some]), strict=True
-        ):
+        samples = [samples_of(each) for each in some]
+        found = model.transcribe(samples, batch_size=given["batch_size"])
+        for recording, text in zip(some, found, strict=True):
             print(f"{recording.name}\t{text}", flush=True)
             texts.append(text)
     pairs = [(each.text, text) for each, text in zip(recordings, texts, strict=True) if each.text]

@@ -12,7 +12,8 @@ texts that are longer than the model reads are left out.
 import csv
 import io
 import json
-from collections.abc import Iterator, Sequence
+import os
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -41,6 +42,8 @@ METADATA = ("metadata.csv", "metadata.jsonl")
 """Files with texts of a folder's recordings."""
 FILE_NAME = "file_name"
 """Field of these files."""
+NO_LANGUAGE = "none"
+"""In the place of a language's code: texts do not name it, as those of models of English alone."""
 START, NO_TIMESTAMPS = "<|startoftranscript|>", "<|notimestamps|>"
 """Tokens of published models."""
 
@@ -51,7 +54,8 @@ class StoredRecording(NamedTuple):
     name: str
     """Where it is, for messages and for its hash: a path within its folder, or a row of a file."""
     place: EncodedFile
-    text: str
+    text: str | None
+    """None: it has none."""
 
 
 class Transcript(NamedTuple):
@@ -71,7 +75,7 @@ class Recordings(FileExamples[Transcript]):
     @staticmethod
     def file_of(item: Transcript) -> NamedFile:
         recording = item.recording
-        return NamedFile(recording.name, recording.text, recording.place)
+        return NamedFile(recording.name, recording.text or "", recording.place)
 
     def cut_examples(
         self, examples: np.ndarray, *, seq_len: int, respect_documents: bool
@@ -169,13 +173,14 @@ def prompt_of(
     start, language, task and no timestamps; or eos, if it does not have the first.
 
     Args:
-      names_language: whether those of language and task are among them.
+      names_language: whether those of language and task are among them, unless the language is
+        NO_LANGUAGE.
     Raises DataError for a language without a token, if there are others with one.
     """
     if (start := tokenizer.token_id(START)) is None:
         return [tokenizer.eos]
     without = [start, *(n for n in [tokenizer.token_id(NO_TIMESTAMPS)] if n is not None)]
-    if not names_language:
+    if not names_language or config.language == NO_LANGUAGE:
         return without
     language, task = (
         tokenizer.token_id(f"<|{name}|>") for name in (config.language, config.speech_task)
@@ -185,7 +190,7 @@ def prompt_of(
             explain(
                 "the tokenizer has no token of this language",
                 given=f"data.language={config.language}",
-                do="give the language's code, such as en, de or fr",
+                do=f"give the language's code, such as en, de or fr; or {NO_LANGUAGE}",
             )
         )
     if language is None:
@@ -212,9 +217,21 @@ def read_recordings(
     """
     check_libraries(" ".join(sources))
     name, longest = " ".join(sources), seq_len - model.frames
-    found = [each for source in sources for each in recordings_in(source, config)]
+    present = [each for source in sources for each in recordings_in(source, config)]
+    found = [each for each in present if each.text is not None]
+    if not found:
+        raise DataError(
+            explain(
+                f"{name} holds no recordings with texts",
+                given=f"{counted(len(present), 'recording')}, none of them named in"
+                f" {' or '.join(METADATA)}, with a .txt file beside it, or with a text in the"
+                f" column {config.text_field}",
+                do=f"give a folder of recordings and a metadata.csv with {FILE_NAME} and"
+                f" {config.text_field}, or name the latter with --set data.text_field=NAME",
+            )
+        )
     prompt = prompt_of(tokenizer, config)
-    texts = tokenizer.encode_batch([each.text for each in found])
+    texts = tokenizer.encode_batch([each.text or "" for each in found])
     kept, long_sound, long_text = [], 0, 0
     for recording, text in zip(found, texts, strict=True):
         tokens = np.array([*prompt, *text.tolist(), tokenizer.eos], np.int32)
@@ -230,6 +247,7 @@ def read_recordings(
         for number, why in (
             (long_sound, f"longer than the {seconds:g} s that {model.name} reads"),
             (long_text, f"texts of more than {longest} tokens"),
+            (len(present) - len(found), "without a text"),
         )
         if number
     ]
@@ -259,70 +277,79 @@ def check_libraries(given: str) -> None:
         ) from error
 
 
-def recordings_in(
-    source: str, config: DataConfig, *, needs_text: bool = True
-) -> Iterator[StoredRecording]:
-    """The recordings of a folder, a table or a file.
+def recordings_in(source: str, config: DataConfig) -> Iterator[StoredRecording]:
+    """The recordings of a folder, a table or a file, with their texts if these have any.
 
-    Args:
-      needs_text: whether recordings without a text are passed over; otherwise theirs is empty.
-    Raises:
-      DataError: there are none.
+    Raises DataError if there are none.
     """
     path, is_empty = Path(source), True
-    if path.suffix.lower() in SUFFIXES and path.is_file() and not needs_text:
-        is_empty = False
-        yield StoredRecording(path.name, path, "")
-    elif path.suffix in TABLES:
+    if path.suffix in TABLES:
         columns = [config.audio_field, config.text_field]
         for name, data, (text,) in rows_of_table(path, columns, "recordings"):
-            if isinstance(text, str):
-                is_empty = False
-                yield StoredRecording(name, data, text)
+            is_empty = False
+            yield StoredRecording(name, data, text if isinstance(text, str) else None)
+    elif path.suffix.lower() in SUFFIXES and path.is_file():
+        is_empty = False
+        texts = _texts_in([(path.parent, [], [path.name, path.with_suffix(".txt").name])], config)
+        yield StoredRecording(path.name, path, texts.get(_plain(path)))
     elif path.is_dir():
-        for folder, _, names in walk(path):
-            texts = _texts_in(folder, names, config)
-            for name in names:
-                file = folder / name
-                if file.suffix.lower() in SUFFIXES and (name in texts or not needs_text):
+        folders = list(walk(path))
+        texts = _texts_in(folders, config)
+        for folder, _, names in folders:
+            for file in (folder / name for name in names):
+                if file.suffix.lower() in SUFFIXES:
                     is_empty = False
-                    text = texts.get(name, "")
-                    yield StoredRecording(str(file.relative_to(path)), file, text)
+                    name = str(file.relative_to(path))
+                    yield StoredRecording(name, file, texts.get(_plain(file)))
     if is_empty:
         raise DataError(
             explain(
-                f"{source} holds no recordings" + (" with texts" if needs_text else ""),
-                given=f"files with {', '.join(SUFFIXES)}, named in {' or '.join(METADATA)} or with"
-                f" a .txt file beside each, or tables with columns {config.audio_field} and"
-                f" {config.text_field}, are read",
-                do=f"give a folder of recordings and a metadata.csv with {FILE_NAME} and"
-                f" {config.text_field}",
+                f"{source} holds no recordings" if path.exists() else f"there is no {source}",
+                given=f"files with {', '.join(SUFFIXES)}, or tables with columns"
+                f" {config.audio_field} and {config.text_field}, are read",
+                do="give a recording, a folder of them, or a table",
             )
         )
 
 
-def _texts_in(folder: Path, names: Sequence[str], config: DataConfig) -> dict[str, str]:
-    """Texts of the recordings in a folder, by the names of their files."""
-    texts = {}
-    for name in names:
-        if name in METADATA:
-            texts |= _metadata(folder / name, config.text_field)
-        elif Path(name).suffix.lower() in SUFFIXES:
-            beside = (folder / name).with_suffix(".txt")
-            if beside.name in names:
-                texts.setdefault(name, beside.read_text(errors="replace").strip())
-    return texts
+def _texts_in(
+    folders: Iterable[tuple[Path, list[str], list[str]]], config: DataConfig
+) -> dict[Path, str]:
+    """Texts of recordings, by their absolute paths: what metadata says, else a file beside each.
+
+    Args:
+      folders: as `walk` gives them.
+    """
+    beside, named = {}, {}
+    for folder, _, names in folders:
+        for file in (folder / name for name in names):
+            if file.name in METADATA:
+                for name, text in _metadata(file, config.text_field).items():
+                    named[_plain(folder / name)] = text
+            elif file.suffix.lower() in SUFFIXES:
+                text = file.with_suffix(".txt")
+                if text.name in names and text.is_file():
+                    content = text.read_text(encoding="utf-8-sig", errors="replace")
+                    beside[_plain(file)] = content.strip()
+    return beside | named
+
+
+def _plain(path: Path) -> Path:
+    """An absolute path without `..`."""
+    return Path(os.path.normpath(path.absolute()))
 
 
 def _metadata(path: Path, text_field: str) -> dict[str, str]:
+    """Texts in a file of metadata, by the names that it has for recordings."""
     try:
-        with path.open(newline="") as file:
+        with path.open(newline="", encoding="utf-8-sig") as file:
             rows = (
                 list(csv.DictReader(file))
                 if path.suffix == ".csv"
                 else [json.loads(line) for line in file if line.strip()]
             )
-        return {str(row[FILE_NAME]): str(row[text_field]) for row in rows}
+        found = {str(row[FILE_NAME]): row[text_field] for row in rows}
+        return {name: text for name, text in found.items() if isinstance(text, str)}
     except (OSError, ValueError, KeyError, TypeError, csv.Error) as error:
         raise DataError(
             explain(

@@ -86,17 +86,25 @@ class SpeechModel:
             suppressed_first=_tokens_in(given, "begin_suppress_tokens", loaded.config),
         )
 
-    def transcribe(self, recordings: Sequence[np.ndarray]) -> list[str]:
+    def transcribe(self, recordings: Sequence[np.ndarray], *, batch_size: int = 8) -> list[str]:
         """The text of each recording, float32 [S] at SAMPLE_RATE. Those that are longer than the
         model reads are written down in parts.
+
+        Args:
+          batch_size: most recordings, or parts of them, at once.
         """
         longest, parts, whose = most_samples(self.config), [], []
         for number, samples in enumerate(recordings):
             for start in range(0, max(1, len(samples)), longest):
-                parts.append(frames_of(samples[start : start + longest], self.config))
+                parts.append(samples[start : start + longest])
                 whose.append(number)
-        texts = [""] * len(recordings)
-        for number, tokens in zip(whose, self.tokens_of(np.stack(parts)), strict=True):
+        texts, written = [""] * len(recordings), []
+        for some in batches(parts, batch_size):
+            # Batches of one size share a compiled program.
+            rows = [*some, *[some[-1]] * (min(batch_size, len(parts)) - len(some))]
+            values_BFP = np.stack([frames_of(samples, self.config) for samples in rows])
+            written += self.tokens_of(values_BFP)[: len(some)]
+        for number, tokens in zip(whose, written, strict=True):
             text = self.tokenizer.decode(tokens).strip()
             texts[number] = f"{texts[number]} {text}".strip()
         return texts

@@ -1,6 +1,7 @@
 """Recordings of folders and tables, and the examples that are made of them."""
 
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ from optimus_jax.config import DataConfig
 from optimus_jax.config.model import PATCH_TOKEN
 from optimus_jax.config.presets import model_preset
 from optimus_jax.data.dataset import load_data
-from optimus_jax.data.recordings import frames_of, most_samples, prompt_of
+from optimus_jax.data.recordings import frames_of, most_samples, prompt_of, recordings_in
 from optimus_jax.data.spectrogram import SAMPLE_RATE
 from optimus_jax.data.tokenizers import ByteTokenizer
 from optimus_jax.errors import DataError
@@ -149,6 +150,7 @@ def test_a_text_begins_with_the_tokens_of_its_language_and_task():
     assert prompt_of(tokenizer, german) == [300, 302, 303, 304]
     assert prompt_of(tokenizer, german, names_language=False) == [300, 304]
     assert prompt_of(ByteTokenizer(), german) == [EOS]
+    assert prompt_of(tokenizer, DataConfig(language="none")) == [300, 304]
     with pytest.raises(DataError, match="no token of this language"):
         prompt_of(tokenizer, DataConfig(language="xx"))
     tokenizer.known = ("<|startoftranscript|>", "<|notimestamps|>")
@@ -170,11 +172,43 @@ def test_metadata_without_names_is_refused(folder, name, content, message):
 
 def test_what_is_no_recording_is_said(folder, tmp_path):
     (tmp_path / "empty").mkdir()
+    with pytest.raises(DataError, match="holds no recordings\n"):
+        load(tmp_path / "empty")
+    with pytest.raises(DataError, match=r"there is no .*/nowhere"):
+        load(tmp_path / "nowhere")
+    shutil.copy(folder / "silent.wav", tmp_path / "empty")
     with pytest.raises(DataError, match="holds no recordings with texts"):
         load(tmp_path / "empty")
     (folder / "0.wav").write_bytes(b"RIFF and no more")
     with pytest.raises(DataError, match=r"a recording cannot be read: 0\.wav"):
         load(folder)
+
+
+def test_metadata_names_recordings_in_folders_below(folder):
+    rows = "file_name,text\nmore/2.flac,zwei\nsilent.wav\n"
+    (folder / "metadata.csv").write_text(rows, encoding="utf-8-sig")
+    data = load(folder)
+    assert texts_of(data)["more/2.flac"] == "three", "what is nearer"
+    (folder / "more" / "metadata.csv").unlink()
+    data = load(folder)
+    assert texts_of(data)["more/2.flac"] == "zwei"
+    assert not {"silent.wav", "more/3.flac"} & {*texts_of(data)}
+    assert any("2 recordings left out: without a text" in note for note in data.notes)
+
+
+def test_a_table_need_not_have_texts(folder, tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    rows = [{"audio": (folder / "0.wav").read_bytes()}]
+    table = pyarrow.Table.from_pylist(rows)
+    with (
+        pyarrow.OSFile(str(tmp_path / "speech.arrow"), "wb") as sink,
+        pyarrow.ipc.new_stream(sink, table.schema) as stream,
+    ):
+        stream.write_table(table)
+    [found] = recordings_in(str(tmp_path / "speech.arrow"), DataConfig())
+    assert found.text is None
+    with pytest.raises(DataError, match="holds no recordings with texts"):
+        load(tmp_path / "speech.arrow")
 
 
 def test_metadata_may_be_lines_of_json(folder):
