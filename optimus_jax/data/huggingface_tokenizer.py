@@ -38,6 +38,10 @@ MASK_TOKENS = ("[MASK]", "<mask>")
 """Mask tokens of published tokenizers."""
 
 
+NAMED_TOKENS = ("mask_token", "cls_token", "sep_token", "pad_token", "unk_token")
+"""Names of special tokens that a run keeps, whatever its texts are."""
+
+
 class HuggingFaceTokenizer:
     """A tokenizer.json of the `tokenizers` library.
 
@@ -127,7 +131,14 @@ class HuggingFaceTokenizer:
             else template_beside(path.parent, beside)
         )
         own = {"tokenizer_class": "PreTrainedTokenizerFast"}
-        names = beside if self.chat_template is not None else {}
+        # transformers wants those of masks and frames by name.
+        names = {
+            name: text
+            for name, text in beside.items()
+            if self.chat_template is not None or name in NAMED_TOKENS
+        }
+        if self.mask is not None:
+            names = {"mask_token": self._tokenizer.id_to_token(self.mask)} | names
         names = names | named_templates(self.chat_template)
         self.files = {
             FILE: data,

@@ -62,6 +62,12 @@ GENERATION = Purpose("text-generation", "AutoModelForCausalLM")
 _OF_IMAGES = Purpose(
     "image-classification", "AutoModelForImageClassification", "AutoImageProcessor", "processor"
 )
+_OF_PATCHES = Purpose(
+    "image-feature-extraction",
+    "AutoModelForMaskedImageModeling",
+    "AutoImageProcessor",
+    "processor",
+)
 _OF_SOUND = Purpose(
     "automatic-speech-recognition",
     "AutoModelForSpeechSeq2Seq",
@@ -78,7 +84,9 @@ _OF_LABELS = {
 def purpose_of(model: ModelConfig) -> Purpose:
     """What a model is for, by its input and its head."""
     if model.reads != "text":
-        return _OF_IMAGES if model.image_size else _OF_SOUND
+        if not model.image_size:
+            return _OF_SOUND
+        return _OF_IMAGES if model.labels else _OF_PATCHES
     if model.labels:
         return _OF_LABELS[model.labelled]
     if features_of(model).causal:
@@ -137,8 +145,13 @@ def _frame_note(tokenizer: Tokenizer, *, is_causal: bool) -> str:
     if tokenizer.frame != frame_of_ends(eos):
         return ""
     where = "after each text" if is_causal else "before and after each text"
+    padding = (
+        "Texts of a batch are padded with another id, which `model.config.pad_token_id` must be:\n"
+        "the label is that of the last token that is none.\n"
+    )
     return (
         f"\nThe model has learnt texts with the id {eos} {where}: add it to the tokenizer's ids.\n"
+        + (padding if is_causal else "")
     )
 
 
