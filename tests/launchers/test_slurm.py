@@ -45,7 +45,8 @@ class Job(WatchedRun):
 
 
 # Takes up to three minutes: a SLURM cluster starts the job four times, and waits before each
-# restart.
+# restart. By day, the tests below, test_job_scripts.py and test_mpirun.py try its parts.
+@pytest.mark.nightly
 def test_a_job_survives_a_killed_process_preemption_and_a_lost_node(slurm, tmp_path):
     job = Job(slurm, tmp_path, "--nodes=1-3", steps=100_000)
     start = job.wait_for_start(1)
