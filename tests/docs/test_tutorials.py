@@ -12,9 +12,12 @@ import dataclasses
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -27,6 +30,8 @@ TUTORIALS = ROOT / "docs" / "tutorials"
 NAMES = sorted(path.stem for path in TUTORIALS.glob("*.md"))
 NEEDS = {"watch_a_run": "first_run"}
 """Tutorials that continue in the directory of another one."""
+DAILY = ("first_run", "watch_a_run")
+"""Tutorials that `make test` runs; `make nightly` runs the others."""
 BLOCK = re.compile(r"^```console\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 NUMBER = r"\d[\d,]*\.\d+|\d+(?:,\d{3})+"
 """Numbers that depend on the machine, the version of Python or this documentation."""
@@ -155,11 +160,28 @@ def folder_of(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("name", NAMES)
+def tutorials(names: Sequence[str]) -> list:
+    """Tutorials as parameters of a test that runs them."""
+    return [
+        pytest.param(name, marks=() if name in DAILY else pytest.mark.nightly) for name in names
+    ]
+
+
+@pytest.mark.parametrize("name", tutorials(NAMES))
 def test_tutorial_commands_print_what_the_page_shows(name, folder_of):
     folder_of(name)
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_tutorial_commands_can_be_parsed(name):
+    for command in commands((TUTORIALS / f"{name}.md").read_text(encoding="utf-8")):
+        program, *words = shlex.split(command.text.partition(" > ")[0])
+        if program == "python" and words[0].startswith("scripts/"):
+            module = import_module(f"optimus_jax.cli.{Path(words[0]).stem}")
+            assert module.parser().read(words[1:])
+
+
+@pytest.mark.nightly
 def test_the_resume_tutorial_loses_and_repeats_no_step(folder_of):
     lines = (folder_of("stop_move_resume") / "runs/a/metrics.jsonl").read_text().splitlines()
     records = [json.loads(line) for line in lines]
@@ -167,7 +189,7 @@ def test_the_resume_tutorial_loses_and_repeats_no_step(folder_of):
     assert len({record["plan"] for record in records}) == 2
 
 
-@pytest.mark.parametrize("name", ["watch_a_run", "stop_move_resume", "several_hosts"])
+@pytest.mark.parametrize("name", tutorials(["watch_a_run", "stop_move_resume", "several_hosts"]))
 def test_tutorial_runs_have_only_documented_files_and_events(name, folder_of):
     (path,) = (folder_of(name) / "runs").iterdir()
     run = RunDirectory(path)
