@@ -1,7 +1,8 @@
 """The commands of docs/howto/tune_a_published_model.md, in the order of the page, at tiny sizes: on
 a model with random parameters and a few lines of data, at the paths that the page names.
 
-They run in this process: a dozen starts of Python would take longer than all the rest.
+They run in this process: a dozen starts of Python would take longer than all the rest. `make test`
+only parses them.
 """
 
 import json
@@ -17,6 +18,7 @@ from chat_templates import MODELS, save_tokenizer
 from published_models import LLAMA_LIKE, libraries
 
 from optimus_jax.cli import train as train_command
+from optimus_jax.config.request import make_config
 from optimus_jax.run.api import train
 from optimus_jax.run_directory.directory import RunDirectory
 from optimus_jax.weights.directory import open_model
@@ -86,6 +88,7 @@ def run(name: str, arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> Non
     import_module(f"optimus_jax.cli.{name}").main()
 
 
+@pytest.mark.nightly
 def test_every_command_of_the_page_runs(folder: Path, monkeypatch, capsys):
     for name, arguments in commands():
         run(name, arguments, monkeypatch)
@@ -112,6 +115,14 @@ def test_every_command_of_the_page_runs(folder: Path, monkeypatch, capsys):
     assert read_peft(folder / "adapters" / "sft")[0]["base_model_name_or_path"] == str(
         folder / "models" / "base"
     )
+
+
+def test_every_command_of_the_page_can_be_parsed():
+    for name, arguments in commands():
+        given = import_module(f"optimus_jax.cli.{name}").parser().read(arguments)
+        if name == "train":
+            settings = train_command.settings(given, note=pytest.fail)
+            make_config("llama3.1-8b", settings)  # in place of the page's model
 
 
 def test_the_page_has_commands_with_flags_to_replace():
