@@ -1,12 +1,15 @@
 """From nothing to a model that answers: trained on Python's library, exported, begun with again,
 and tuned with LoRA on conversations until it answers in the format asked for.
 
-It takes half a minute, because a model must learn twice.
+It takes half a minute, because a model must learn twice. By day, each link is tried alone:
+test_export.py, test_published_weights.py, test_tuning_data.py and test_generation.py.
 """
 
 import json
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 import optimus_jax
 from optimus_jax.inference.loading import load_text_model
@@ -72,6 +75,7 @@ def accuracy(said: list[str]) -> float:
     return sum(map(str.__eq__, said, right)) / len(right)
 
 
+@pytest.mark.nightly
 def test_a_model_learns_to_answer_in_the_format_asked_for(tmp_path: Path):
     template, chats = tmp_path / "chat.jinja", tmp_path / "chats.jsonl"
     template.write_text(TEMPLATE)
