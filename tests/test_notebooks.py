@@ -15,6 +15,8 @@ FOLDER = Path(__file__).parent.parent / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
 PICTURES = {"mesh_layouts": 6, "pipeline_timelines": 4, "planner_frontier": 2, "remesh": 4}
 """Smallest number of figures of each notebook."""
+LONG = ("planner_frontier", "remesh")
+"""Notebooks that only `make nightly` runs."""
 MOST_BYTES = 1_000_000
 """Largest total size of the stored notebooks."""
 LEFT_OUT = "(a picture of "
@@ -62,12 +64,12 @@ def test_the_phases_of_a_replayed_switch_are_those_of_the_controller():
 
 
 # planner_frontier and remesh take 25 CPU-seconds each: a fresh kernel imports everything, then
-# searches plans of several clusters or compiles three layouts. No other test could share that. The
-# searches are tested elsewhere.
+# searches plans of several clusters or compiles three layouts. No other test could share that.
+# Searches and switches are tested elsewhere.
 @pytest.mark.parametrize(
     "path",
     [
-        pytest.param(path, marks=pytest.mark.nightly if path.stem == "planner_frontier" else ())
+        pytest.param(path, marks=pytest.mark.nightly if path.stem in LONG else ())
         for path in NOTEBOOKS
     ],
     ids=lambda path: path.stem,
