@@ -161,7 +161,10 @@ def test_an_error_of_one_process_ends_both(tmp_path, text):
 @pytest.mark.parametrize(
     ("flag", "values", "setting", "shown"),
     [
-        ("--lr", ("1e-3", "2e-3"), "optimizer.lr", ("0.001", "0.002")),
+        pytest.param(
+            *("--lr", ("1e-3", "2e-3"), "optimizer.lr", ("0.001", "0.002")),
+            marks=pytest.mark.nightly,
+        ),
         # the second is invalid, which only its process would find
         ("--mesh", ("data=2", "data=3"), "parallel.mesh", ('"data=2"', '"data=3"')),
     ],
@@ -196,6 +199,7 @@ def test_processes_with_different_settings_do_not_train_together(
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.nightly  # by day, test_agreement.py has errors of all processes
 def test_an_impossible_mesh_is_an_error_of_all_processes(tmp_path, text):
     coordinator = f"127.0.0.1:{free_port()}"
     processes = [
