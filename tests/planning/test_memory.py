@@ -51,7 +51,10 @@ def estimated(config: Config, plan: Plan) -> MemoryEstimate:
         ("llama-nano", "data=2,fsdp=2,tensor=2", {}),
         ("gpt2-nano", "pipe=2,data=4", {"microbatches": 4}),
         ("gpt2-nano", "pipe=4,data=2", {"microbatches": 8, "stage_residuals": "recompute"}),
-        ("gpt2-nano", "pipe=4,data=2", {"microbatches": 8, "schedule": "gpipe"}),
+        pytest.param(
+            *("gpt2-nano", "pipe=4,data=2", {"microbatches": 8, "schedule": "gpipe"}),
+            marks=pytest.mark.nightly,
+        ),
         (
             "gpt2-nano",
             "pipe=2,fsdp=4",
@@ -77,9 +80,16 @@ def estimated(config: Config, plan: Plan) -> MemoryEstimate:
                 "stage_residuals": "recompute",
             },
         ),
-        ("llama-nano", "pipe=4,tensor=2", {"microbatches": 8, "layers": 6, "send_slack": True}),
+        pytest.param(
+            *("llama-nano", "pipe=4,tensor=2"),
+            {"microbatches": 8, "layers": 6, "send_slack": True},
+            marks=pytest.mark.nightly,
+        ),
         ("llama-nano", "data=2,fsdp=2,tensor=2", {"tuning": Tuning(method="lora")}),
-        ("gpt2-nano", "pipe=2,fsdp=4", {"microbatches": 4, "tuning": Tuning(method="lora")}),
+        pytest.param(
+            *("gpt2-nano", "pipe=2,fsdp=4", {"microbatches": 4, "tuning": Tuning(method="lora")}),
+            marks=pytest.mark.nightly,
+        ),
         ("gpt2-nano", "data=8", {"tuning": Tuning(freeze_layers=2)}),
         (
             "llama-nano",
@@ -115,8 +125,8 @@ def test_memory_estimate_is_near_what_xla_allocates(model, mesh, settings):
     ("mesh", "settings"),
     [
         ("data=2,fsdp=2,tensor=2", {}),
-        ("fsdp=8", {"remat": "full"}),
-        ("pipe=2,data=4", {"microbatches": 2}),
+        pytest.param("fsdp=8", {"remat": "full"}, marks=pytest.mark.nightly),
+        pytest.param("pipe=2,data=4", {"microbatches": 2}, marks=pytest.mark.nightly),
         ("pipe=2,fsdp=2,tensor=2", {"microbatches": 2, "remat": "full"}),
     ],
 )
