@@ -157,8 +157,20 @@ def assert_cache_changes_nothing(model):
         assert_close(logits[0], expected[position], F32_RELATIVE)
 
 
-@pytest.mark.parametrize("axes", ["tensor=4", "fsdp=2,tensor=2", "fsdp=8"])
-def test_a_model_split_over_a_mesh_generates_the_same(model, axes):
+SPLIT = (("gpt2", "fsdp=2,tensor=2"), ("gpt2", "fsdp=8"), ("llama with grouped heads", "tensor=4"))
+"""Models and meshes that `make test` generates with; `make nightly` takes the other pairs."""
+
+
+@pytest.mark.parametrize(
+    ("name", "axes"),
+    [
+        pytest.param(name, axes, marks=() if (name, axes) in SPLIT else pytest.mark.nightly)
+        for name in MODELS
+        for axes in ("tensor=4", "fsdp=2,tensor=2", "fsdp=8")
+    ],
+)
+def test_a_model_split_over_a_mesh_generates_the_same(name, axes):
+    model = random_model(MODELS[name])
     split = ModelOnMesh(model.config, AxisSizes.parse(axes))
     params = jax.tree.map(
         lambda leaf, like, sharding: jax.device_put(fitted(np.asarray(leaf), like.shape), sharding),
