@@ -21,8 +21,6 @@ from optimus_jax.training.tasks import check_task
 LORA = Tuning(method="lora", rank=4, alpha=2.0, dropout=0.2)
 SETTINGS = {"task": "dpo", "preference.beta": 0.5, "preference.label_smoothing": 0.1}
 DAILY = (
-    plans.case("data=8", microbatches=2, remat="dots", loss_chunk_tokens=20),
-    plans.case("fsdp=4,tensor=2", zero=1, remat="dots"),
     plans.case("data=2,fsdp=2,tensor=2", zero=3, remat="full", microbatches=2),
     plans.case("fsdp=2,tensor=4", zero=3, sequence_parallel=True, microbatches=2),
     plans.case("pipe=2,data=2,tensor=2", microbatches=4, sequence_parallel=True),
