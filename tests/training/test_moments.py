@@ -36,6 +36,8 @@ PLANS = [
     case("pipe=2,fsdp=4", zero=2, microbatches=4),
     case("data=2,fsdp=4", zero=3, offload="optimizer"),
 ]
+DAILY = PLANS[1:3]
+"""Plans that `make test` trains under; the others are nightly."""
 TINY = {
     "global_batch": 8,
     "seq_len": 16,
@@ -82,7 +84,11 @@ def losses_on_one_device():
     }
 
 
-@pytest.mark.parametrize("given", PLANS, ids=str)
+@pytest.mark.parametrize(
+    "given",
+    [pytest.param(given, marks=() if given in DAILY else pytest.mark.nightly) for given in PLANS],
+    ids=str,
+)
 def test_bf16_moments_train_alike_under_every_plan(losses_on_one_device, given):
     name = "stages" if given.axes.pipe > 1 else "one"
     _, state, losses = trained(
