@@ -188,12 +188,28 @@ def command_lines(draw: st.DrawFn) -> str:
     return " ".join(words)
 
 
+GIBS = st.sampled_from((None, None, 0.2))
+
+
+@pytest.mark.slow
+@given(line=command_lines(), gib=GIBS)
+@example(line=NANO + "--mesh tensor=8", gib=0.2)  # would fit all split, with moments in bf16
+@settings(max_examples=15)
+def test_every_suggestion_is_accepted(line, gib):
+    assert_suggestions_are_accepted(line, gib)
+
+
 # 37 s: every command line is planned, and layers are traced for its model and sizes.
 @pytest.mark.slow
-@given(line=command_lines(), gib=st.sampled_from((None, None, 0.2)))
-@example(line=NANO + "--mesh tensor=8", gib=0.2)  # would fit all split, with moments in bf16
+@pytest.mark.nightly
+@given(line=command_lines(), gib=GIBS)
 @settings(max_examples=50)
-def test_every_suggestion_is_accepted(line, gib):
+def test_every_suggestion_for_many_command_lines_is_accepted(line, gib):
+    assert_suggestions_are_accepted(line, gib)
+
+
+def assert_suggestions_are_accepted(line: str, gib: float | None) -> None:
+    """The settings that a refusal names are accepted; without any, no mesh is."""
     config = config_of(line)
     try:
         choose_plan(config, devices(config, gib))
