@@ -57,12 +57,12 @@ def products(attention, inputs, share=None):
 @pytest.mark.parametrize(
     ("length", "window", "min_block", "how"),
     [
-        (48, 1, 8, {}),
+        pytest.param(48, 1, 8, {}, marks=pytest.mark.nightly),
         (48, 9, 8, {"softcap": 1.5}),
-        (48, 17, 4, {"scale": 0.3}),
+        pytest.param(48, 17, 4, {"scale": 0.3}, marks=pytest.mark.nightly),
         (40, 13, 3, {}),
-        (24, 23, 3, {}),
-        (13, 5, 4, {}),
+        pytest.param(24, 23, 3, {}, marks=pytest.mark.nightly),
+        (13, 5, 4, {}),  # one block
     ],
 )
 def test_blocks_with_a_window_equal_a_mask(
