@@ -103,7 +103,7 @@ def run_both(tmp_path, fails="none"):
 
 
 # Takes half a minute: two processes compile and time at least three plans.
-@pytest.mark.parametrize("fails", ["none", "all"])
+@pytest.mark.parametrize("fails", ["none", pytest.param("all", marks=pytest.mark.nightly)])
 def test_processes_try_the_same_plans_and_start_with_the_fastest(tmp_path, fails):
     first, second = run_both(tmp_path, fails)
     tried, plan, _ = first
