@@ -232,6 +232,7 @@ def test_the_best_few_by_the_rule_are_considered():
 
 
 @pytest.mark.slow
+@pytest.mark.nightly  # three runs of a whole scenario
 def test_the_rule_decides_as_without_the_benchmark(runs):
     case = runs.Case(setting="gpt2-xl-h100", scenario="wrong-prior", seed=0)
     simulated_control = import_module("simulated_control")
