@@ -178,14 +178,23 @@ def temp_bytes(mesh: str, microbatches: int, **parallel: object) -> int:
     return compiled.memory_analysis().temp_size_in_bytes
 
 
-@pytest.mark.parametrize("residuals", ["keep", "recompute"])
-def test_memory_of_1f1b_is_flat_in_microbatches_and_gpipes_grows(residuals):
-    few, many = (temp_bytes("pipe=2", count, stage_residuals=residuals) for count in (4, 64))
-    assert many <= 1.02 * few
+@pytest.mark.parametrize(
+    ("schedule", "residuals"),
+    [
+        ("1f1b", "keep"),
+        pytest.param("1f1b", "recompute", marks=pytest.mark.nightly),
+        pytest.param("gpipe", "keep", marks=pytest.mark.nightly),
+        ("gpipe", "recompute"),
+    ],
+)
+def test_memory_of_1f1b_is_flat_in_microbatches_and_gpipes_grows(schedule, residuals):
     few, many = (
-        temp_bytes("pipe=2", count, schedule="gpipe", stage_residuals=residuals)
+        temp_bytes("pipe=2", count, schedule=schedule, stage_residuals=residuals)
         for count in (4, 64)
     )
+    if schedule == "1f1b":
+        assert many <= 1.02 * few
+        return
     added_slots, hidden_bytes = 60, 2 * plans.SEQ_LEN * MODEL.embed_dim * 4
     if residuals == "recompute":
         assert many - few == pytest.approx(added_slots * 2 * hidden_bytes, rel=0.02), (
