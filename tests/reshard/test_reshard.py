@@ -59,13 +59,18 @@ def layout(name):
 
 
 @pytest.mark.parametrize(
-    "places",
+    ("way", "places"),
     [
-        # Each plan is source and target three times.
-        pytest.param((1, 5, 9), id="three"),
-        # A pair takes a second or two to compile; the next test simulates every pair in NumPy.
-        pytest.param(range(1, len(PLANS)), id="all", marks=pytest.mark.nightly),
+        # Each plan is source and target once or three times. A pair takes a second or two to
+        # compile with programs; the next test simulates every pair in NumPy.
+        pytest.param("programs", (5,), id="programs-one"),
+        pytest.param("one memory", (1, 5, 9), id="one memory-three"),
+        *(
+            pytest.param(way, range(1, len(PLANS)), id=f"{way}-all", marks=pytest.mark.nightly)
+            for way in ("programs", "one memory")
+        ),
     ],
+    indirect=["way"],
 )
 @pytest.mark.parametrize("name", PLANS)
 def test_state_resharded_to_other_plans_is_the_same(name, places, way):
