@@ -2,7 +2,6 @@
 profile of this machine.
 """
 
-import importlib.metadata
 import os
 import tempfile
 from pathlib import Path
@@ -11,17 +10,13 @@ from typing import Any
 import pytest
 from hypothesis import settings
 from markers import marks_of
+from quick_flags import QUICK_FLAGS
 from worker_groups import Groups, by_length
 
 # Read when jax is imported, which no test has done yet.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-# Compiling costs far more than running what tests compile, here and in the programs that they
-# start.
-_quick = ["--xla_backend_optimization_level=0"]
-if importlib.metadata.version("jax") < "0.11":  # 0.11 refuses unknown options
-    _quick.append("--xla_cpu_use_fusion_emitters=false")
 os.environ["XLA_FLAGS"] = " ".join(
-    [os.environ.get("XLA_FLAGS", ""), "--xla_force_host_platform_device_count=8", *_quick]
+    [os.environ.get("XLA_FLAGS", ""), "--xla_force_host_platform_device_count=8", QUICK_FLAGS]
 )
 os.environ["HF_HUB_OFFLINE"] = "1"  # a test never asks the network
 os.environ["JAX_NUMPY_DTYPE_PROMOTION"] = "strict"
