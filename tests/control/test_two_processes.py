@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from helpers import F32_RELATIVE, free_port
+from quick_flags import QUICK_FLAGS
 
 PROCESS, TESTS = Path(__file__).parent / "two_processes.py", Path(__file__).parents[1]
 STEPS = 40
@@ -37,6 +38,7 @@ def run(run_dir, text, script, keep=True):
                 "PATH": "",
                 "HOME": str(run_dir.parent),
                 "JAX_PLATFORMS": "cpu",
+                "XLA_FLAGS": QUICK_FLAGS,
             },
         )
         for number in range(2)
