@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from helpers import F32_RELATIVE
+from quick_flags import QUICK_FLAGS
 
 GROUPS = Path(__file__).parent / "process_groups.py"
 TINY = {
@@ -59,7 +60,7 @@ def groups(tmp_path_factory):
             "PATH": "",
             "HOME": str(there),
             "PYTHONPATH": ":".join(sys.path),
-            "XLA_FLAGS": "--xla_backend_optimization_level=0",
+            "XLA_FLAGS": QUICK_FLAGS,
         },
     )
     assert process.stdin is not None
