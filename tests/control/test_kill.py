@@ -8,8 +8,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+from quick_flags import QUICK_FLAGS
+
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "kill_fuzz.py"
-ENVIRONMENT = {"XLA_FLAGS": "--xla_backend_optimization_level=0", "OPENBLAS_NUM_THREADS": "1"}
+ENVIRONMENT = {"XLA_FLAGS": QUICK_FLAGS, "OPENBLAS_NUM_THREADS": "1"}
 """Compile without optimisation, and use no threads, since processes are forked from one that has
 imported everything.
 """
