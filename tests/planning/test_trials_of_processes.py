@@ -8,6 +8,7 @@ import sys
 
 import pytest
 from helpers import free_port
+from quick_flags import QUICK_FLAGS
 
 PROCESS = """
 import json, sys
@@ -90,7 +91,7 @@ def run_both(tmp_path, fails="none"):
                 "PATH": "",
                 "HOME": str(tmp_path),
                 "JAX_PLATFORMS": "cpu",
-                "XLA_FLAGS": "--xla_backend_optimization_level=0",
+                "XLA_FLAGS": QUICK_FLAGS,
             },
         )
         for number in range(2)
