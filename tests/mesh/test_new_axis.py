@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from quick_flags import QUICK_FLAGS
+
 ROOT = Path(__file__).parents[2]
 LAST_FIELD = '''    """Parts of every layer: heads, hidden width and vocabulary."""
 '''
@@ -29,11 +31,11 @@ print(json.dumps(found))
 
 def outcome(folder: Path, package: Path) -> dict:
     folder.mkdir()
-    environment = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
+    own = {"PYTHONPATH": str(package), "JAX_PLATFORMS": "cpu", "XLA_FLAGS": QUICK_FLAGS}
     run = subprocess.run(
         [sys.executable, "-c", PROGRAM],
         cwd=folder,
-        env={**environment, "PYTHONPATH": str(package), "JAX_PLATFORMS": "cpu"},
+        env=os.environ | own,
         capture_output=True,
         text=True,
         check=False,
