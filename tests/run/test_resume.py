@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 from helpers import F32_RELATIVE, fitted, host_leaves
 from plans import in_order, make_plan
+from quick_flags import QUICK_FLAGS
 
 import optimus_jax
 from optimus_jax.checkpoint.checkpoints import Checkpoints
@@ -522,7 +523,8 @@ def test_a_pipeline_resumed_on_one_device_agrees(pipelined_run, crashed):
         f"import optimus_jax; optimus_jax.train(run_dir={str(crashed)!r}, resume=True,"
         " mesh='data=1', cpu_devices=1)"
     )
-    subprocess.run([sys.executable, "-c", script], env={**os.environ, "XLA_FLAGS": ""}, check=True)
+    environment = os.environ | {"XLA_FLAGS": QUICK_FLAGS}
+    subprocess.run([sys.executable, "-c", script], env=environment, check=True)
     found = [
         json.loads(line)["loss"] for line in (crashed / "metrics.jsonl").read_text().splitlines()
     ]
