@@ -22,6 +22,7 @@ import orbax.checkpoint as ocp
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from quick_flags import QUICK_FLAGS
 
 from optimus_jax.checkpoint import errors as checkpoint_errors
 from optimus_jax.checkpoint.checkpoints import (
@@ -671,7 +672,8 @@ def test_two_processes_save_and_fall_back_together(tmp_path):
     with socket.socket() as free:
         free.bind(("localhost", 0))
         address = f"localhost:{free.getsockname()[1]}"
-    environment = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
+    flags = f"--xla_force_host_platform_device_count=2 {QUICK_FLAGS}"
+    environment = os.environ | {"XLA_FLAGS": flags}
     processes = [
         subprocess.Popen(
             [sys.executable, "-c", TWO_PROCESSES, address, str(process), str(tmp_path / "run")],
