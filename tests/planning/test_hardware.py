@@ -12,6 +12,7 @@ from pathlib import Path
 import jax
 import pytest
 from helpers import free_port
+from quick_flags import QUICK_FLAGS
 
 from optimus_jax.errors import ConfigError
 from optimus_jax.planning.profiles import hardware
@@ -290,7 +291,7 @@ def test_processes_share_the_profile_of_process_0(tmp_path):
     address = f"127.0.0.1:{free_port()}"
     environment = {
         **os.environ,
-        "XLA_FLAGS": "",
+        "XLA_FLAGS": QUICK_FLAGS,
         "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path]),
     }
     processes = [
