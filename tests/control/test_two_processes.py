@@ -12,7 +12,9 @@ from helpers import F32_RELATIVE, free_port
 from quick_flags import QUICK_FLAGS
 
 PROCESS, TESTS = Path(__file__).parent / "two_processes.py", Path(__file__).parents[1]
-STEPS = 40
+STEPS = 20
+"""From the decision on a switch to the end of its trial it is ten steps at most, since processes
+exchange commands every two steps or more often (two_processes.py)."""
 THERE, BACK = "pipe=2,tensor=2", "data=4"
 
 
@@ -68,7 +70,7 @@ def unswitched_losses(tmp_path_factory, text):
 
 # Takes over a minute: two processes compile two plans and the moves between them.
 def test_both_processes_switch_at_the_same_boundary(tmp_path, text, unswitched_losses):
-    outputs, losses, moves = run(tmp_path / "run", text, {"4": THERE, "20": BACK})
+    outputs, losses, moves = run(tmp_path / "run", text, {"4": THERE, "10": BACK})
     assert [(move["event"], move["layout"].split(", ")[0]) for move in moves] == [
         ("remesh", f"mesh {mesh}") for mesh in (THERE, BACK)
     ]

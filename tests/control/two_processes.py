@@ -24,7 +24,7 @@ from small_runs import TINY, AtOnce, Scripted, switch_at  # noqa: E402
 import optimus_jax  # noqa: E402
 from optimus_jax.config.axes import AxisSizes  # noqa: E402
 from optimus_jax.config.request import make_config  # noqa: E402
-from optimus_jax.control import assembly, constants, transitions  # noqa: E402
+from optimus_jax.control import assembly, commands, constants, transitions  # noqa: E402
 from optimus_jax.control.canary import judge  # noqa: E402
 from optimus_jax.planning.cost.rates import Rates  # noqa: E402
 from optimus_jax.planning.local_cluster import LocalCluster  # noqa: E402
@@ -72,6 +72,7 @@ with pytest.MonkeyPatch.context() as patch:
     patch.setattr(api, "known_devices", known_devices)
     patch.setattr(assembly, "Advisor", Script)
     patch.setattr("optimus_jax.control.switch.Worker", AtOnce)
+    patch.setattr(commands, "MOST_STEPS", 2)  # few steps suffice then
     patch.setattr(constants, "STEADY_FACTOR", 1e9)  # steps of this size are noise
     patch.setattr(
         transitions,
