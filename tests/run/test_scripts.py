@@ -4,14 +4,20 @@ mistake.
 
 import json
 import re
+import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from in_process import Ended, run_in_process
 
 from optimus_jax.cli.main import main
 from optimus_jax.config.request import make_config
+from optimus_jax.devices.backend import host_bytes
+from optimus_jax.faults.stopping import TERMINATING
+from optimus_jax.mesh.build import discover
 from optimus_jax.pipeline.buffers import Buffers
 from optimus_jax.pipeline.schedule import Schedule
 from optimus_jax.pipeline.tables import make_schedule
@@ -34,6 +40,47 @@ def train(*arguments):
     return run_script("train.py", *arguments)
 
 
+def fewer_devices(num_devices):
+    """The devices of a process with `--cpu-devices`; this one has eight already."""
+    found = discover()
+    assert found.process_of is not None
+    assert found.host_of is not None
+    return replace(
+        found,
+        num_devices=num_devices,
+        bytes_per_device=host_bytes() // num_devices,
+        process_of=found.process_of[:num_devices],
+        host_of=found.host_of[:num_devices],
+    )
+
+
+@pytest.fixture
+def run_train(monkeypatch, capfd):
+    """Runs `scripts/train.py` in this process. With `--cpu-devices` a plan is chosen for that many
+    devices, and cannot be trained.
+    """
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, *TERMINATING)}
+
+    def run(*arguments):
+        arguments = [*map(str, arguments)]
+        monkeypatch.setattr(sys, "argv", [str(SCRIPTS / "train.py"), *arguments])
+        monkeypatch.setattr("optimus_jax.cli.train.restart_with_huge_pages", lambda: None)
+        if "--cpu-devices" in arguments:
+            devices = fewer_devices(int(arguments[arguments.index("--cpu-devices") + 1]))
+            monkeypatch.setattr("optimus_jax.run.api.use_cpu_devices", lambda _: None)
+            monkeypatch.setattr("optimus_jax.run.api.discover", lambda: devices)
+        try:
+            code = main("train")
+        except SystemExit as ended:  # --help
+            code = int(ended.code or 0)
+        stdout, stderr = capfd.readouterr()
+        return Ended(returncode=code, stdout=stdout, stderr=stderr)
+
+    yield run
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
 @pytest.fixture(scope="module")
 def text(tmp_path_factory):
     path = tmp_path_factory.mktemp("data") / "text.txt"
@@ -41,8 +88,8 @@ def text(tmp_path_factory):
     return path
 
 
-def test_help_fits_a_screen_and_shows_defaults():
-    shown = train("--help")
+def test_help_fits_a_screen_and_shows_defaults(run_train):
+    shown = run_train("--help")
     assert shown.returncode == 0
     lines = shown.stdout.splitlines()
     assert len(lines) <= SCREEN_LINES
@@ -73,13 +120,6 @@ def test_help_fits_a_screen_and_shows_defaults():
         (
             ("--model", "gpt2-nano", "--seq-len", "512"),
             "exceeds the longest sequence of gpt2-nano[\\s\\S]*256",
-        ),
-        (
-            ("--model", "gpt2-nano", "--cpu-devices", "2", "--mesh", "data=4"),
-            (
-                "needs 4 devices; this run has 2[\\s\\S]*nearest first: --mesh data=2 or"
-                " --cpu-devices 4"
-            ),
         ),
         (("--model", "gpt2-nano", "--cpu-devices", "2", "--mesh", "dat=2"), "did you mean 'data'"),
         (
@@ -144,10 +184,6 @@ def test_help_fits_a_screen_and_shows_defaults():
             "cannot run here[\\s\\S]*cpu",
         ),
         (("--model", "gpt2-nano", "--data", "no-such-file.txt"), "no-such-file.txt"),
-        (
-            ("--model", "llama3.3-70b", "--cpu-devices", "2", "--seq-len", "64"),
-            "does not fit: about .* GiB per device is needed",
-        ),
         (("--resume",), "no run to resume was named"),
         (("--run-dir", "no-such-run", "--resume"), "no run to resume"),
         (
@@ -176,28 +212,47 @@ def test_help_fits_a_screen_and_shows_defaults():
         ),
     ],
 )
-def test_user_mistakes_end_with_one_message(arguments, message, tmp_path, monkeypatch, capfd):
+def test_user_mistakes_end_with_one_message(arguments, message, tmp_path, run_train):
     if "--run-dir" not in arguments and "--resume" not in arguments:
         arguments = (*arguments, "--run-dir", str(tmp_path / "run"))
-    if "--cpu-devices" in arguments:  # which this process has already
-        failed = train(*arguments)
-        code, stderr = failed.returncode, failed.stderr
-    else:
-        monkeypatch.setattr(sys, "argv", ["train.py", *arguments])
-        code, stderr = main("train"), capfd.readouterr().err
-    assert code == 2
-    assert re.search(message, stderr), stderr
-    assert "Traceback" not in stderr
-    assert "do: " in stderr
+    check_one_message(run_train(*arguments), message, tmp_path)
+
+
+def check_one_message(failed, message, tmp_path):
+    assert failed.returncode == 2
+    assert re.search(message, failed.stderr), failed.stderr
+    assert "Traceback" not in failed.stderr
+    assert "do: " in failed.stderr
     assert not list(tmp_path.iterdir()), "nothing was written"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ("--model", "gpt2-nano", "--cpu-devices", "2", "--mesh", "data=4"),
+            (
+                "needs 4 devices; this run has 2[\\s\\S]*nearest first: --mesh data=2 or"
+                " --cpu-devices 4"
+            ),
+        ),
+        (
+            ("--model", "llama3.3-70b", "--cpu-devices", "2", "--seq-len", "64"),
+            "does not fit: about .* GiB per device is needed",
+        ),
+    ],
+)
+def test_a_process_with_its_own_devices_ends_with_one_message(arguments, message, tmp_path):
+    failed = train(*arguments, "--run-dir", tmp_path / "run")
+    check_one_message(failed, message, tmp_path)
 
 
 @pytest.mark.parametrize(
     ("content", "message"), [("", "empty"), ("too short", "shorter than one example")]
 )
-def test_empty_or_too_short_text_is_refused(tmp_path, content, message):
+def test_empty_or_too_short_text_is_refused(tmp_path, content, message, run_train):
     (tmp_path / "text.txt").write_text(content)
-    failed = train(
+    failed = run_train(
         "--model", "gpt2-nano", "--data", tmp_path / "text.txt", "--run-dir", tmp_path / "run"
     )
     assert failed.returncode == 2
@@ -449,17 +504,17 @@ def test_a_schedule_is_shown_written_and_read_again(tmp_path):
         assert line in shown.stdout
     assert Schedule.from_json((tmp_path / "own.json").read_text()) == make_schedule("1f1b", 4, 6)
     assert (tmp_path / "own.svg").read_bytes().startswith(b"<?xml")
-    again = run_script("schedule.py", "--table", tmp_path / "own.json")
+    again = run_in_process("schedule", "--table", tmp_path / "own.json")
     assert again.stdout in shown.stdout
-    refused = run_script("schedule.py", *asked[:-1], 8, "--json", "own.json", cwd=tmp_path)
+    refused = run_in_process("schedule", *asked[:-1], 8, "--json", "own.json", cwd=tmp_path)
     assert (refused.returncode, "never overwritten" in refused.stderr) == (2, True)
     assert json.loads((tmp_path / "own.json").read_text())["microbatches"] == 6
 
 
 def test_the_docs_page_on_pipelines_shows_the_output_of_the_script():
     page = (SCRIPTS.parent / "docs" / "pipelines.md").read_text()
-    chart = run_script(
-        "schedule.py", "--schedule", "1f1b", "--stages", 4, "--microbatches", 6
+    chart = run_in_process(
+        "schedule", "--schedule", "1f1b", "--stages", 4, "--microbatches", 6
     ).stdout
     assert "".join(chart.splitlines(keepends=True)[:-2]) in page
     table = re.search(r"```json\n(.*?)```", page, re.DOTALL)
@@ -506,9 +561,5 @@ def test_the_docs_page_on_pipelines_shows_the_output_of_the_script():
     ],
 )
 def test_user_mistakes_about_a_schedule_end_with_one_message(arguments, message, tmp_path):
-    failed = run_script("schedule.py", *arguments, cwd=tmp_path)
-    assert failed.returncode == 2
-    assert re.search(message, failed.stderr), failed.stderr
-    assert "Traceback" not in failed.stderr
-    assert "do: " in failed.stderr
-    assert not list(tmp_path.iterdir()), "nothing was written"
+    failed = run_in_process("schedule", *arguments, cwd=tmp_path)
+    check_one_message(failed, message, tmp_path)
