@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from in_process import Ended, run_in_process
 
 import optimus_jax
 from optimus_jax.config.presets import model_preset
@@ -37,7 +38,11 @@ JSON_FIELDS = {
 }
 
 
-def plan(*flags: str) -> subprocess.CompletedProcess:
+def plan(*flags: str) -> Ended:
+    return run_in_process("plan", *flags)
+
+
+def run_script(*flags: str) -> subprocess.CompletedProcess:
     return subprocess.run([*PLAN, *flags], capture_output=True, text=True, check=False)
 
 
@@ -148,7 +153,7 @@ def test_model_that_fits_nowhere_is_an_error():
 
 def test_the_script_prints_a_table_and_json():
     flags = ("--model", "gpt2", "--cluster", "a100:4", "--top", "3")
-    shown = plan(*flags, "--explain", "2", "--rejected")
+    shown = run_script(*flags, "--explain", "2", "--rejected")
     assert shown.returncode == 0, shown.stderr
     for text in (
         "90% within ┃",
@@ -183,9 +188,7 @@ def test_mistakes_end_with_one_message(flags, text):
 
 def test_impossible_settings_fail_before_anything_is_measured(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    ended = plan(
-        "--model", "gpt2-nano", "--cpu-devices", "2", "--set", "parallel.offload=optimizer"
-    )
+    ended = plan("--model", "gpt2-nano", "--set", "parallel.offload=optimizer")
     assert ended.returncode == 2
     assert "offloading needs devices with memory separate from the host's" in ended.stderr
     measured = [
@@ -301,7 +304,7 @@ def test_script_measures_this_machine_and_plans_for_it(tmp_path):
         "32",
         "--json",
     )
-    ended = plan(*flags)
+    ended = run_script(*flags)
     assert ended.returncode == 0, ended.stderr
     listed = json.loads(ended.stdout)
     assert {tuple(entry["axes"].values()) for entry in listed} == {
