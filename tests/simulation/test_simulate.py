@@ -8,10 +8,10 @@ import re
 import subprocess
 import sys
 from dataclasses import asdict, replace
-from pathlib import Path
 
 import numpy as np
 import pytest
+from in_process import SCRIPTS, run_in_process
 from simulated import PRICING, FollowsScript, run, scenario, setup_of
 
 from optimus_jax.cli.simulate import with_cluster
@@ -26,7 +26,6 @@ from optimus_jax.simulation.replay import recorded
 from optimus_jax.simulation.setup import Setup, Truth, default_plans
 
 PLAN = default_plans(PRICING, 16)[0]
-SCRIPT = Path(__file__).parents[2] / "scripts" / "simulate.py"
 
 
 def outcome(total_s, *kinds):
@@ -203,14 +202,8 @@ def loaded(path):
     return module
 
 
-def simulate(*arguments, **options):
-    return subprocess.run(
-        [sys.executable, SCRIPT, *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        **options,
-    )
+def simulate(*arguments):
+    return run_in_process("simulate", *arguments)
 
 
 def test_help_fits_a_screen_and_shows_defaults():
@@ -226,22 +219,29 @@ def test_a_scenario_file_is_simulated_and_reported_as_json(tmp_path):
             {"name": "mine", "steps": 60, "events": [{"kind": "link", "factor": 0.5, "start_s": 3}]}
         )
     )
-    ran = simulate(
-        "--scenario",
-        tmp_path / "mine.json",
-        "--model",
-        "gpt2",
-        "--cluster",
-        "h100:2x8",
-        "--global-batch",
-        64,
-        "--seeds",
-        2,
-        "--policy",
-        "auto",
-        "--policy",
-        "greedy",
-        "--json",
+    ran = subprocess.run(
+        [
+            sys.executable,
+            SCRIPTS / "simulate.py",
+            "--scenario",
+            tmp_path / "mine.json",
+            "--model",
+            "gpt2",
+            "--cluster",
+            "h100:2x8",
+            "--global-batch",
+            "64",
+            "--seeds",
+            "2",
+            "--policy",
+            "auto",
+            "--policy",
+            "greedy",
+            "--json",
+        ],
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
     assert ran.returncode == 0, ran.stderr
     report = json.loads(ran.stdout)
