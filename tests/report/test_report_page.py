@@ -9,11 +9,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from in_process import SCRIPTS, run_in_process
 from sample_run import LAST_WHY, write_run
 
 pytest.importorskip("matplotlib")
 
-SCRIPT = Path(__file__).parents[2] / "scripts" / "report.py"
+SCRIPT = SCRIPTS / "report.py"
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 BROWSER = next(filter(None, map(shutil.which, NAMES)), None)
 needs_browser = pytest.mark.skipif(
@@ -45,17 +46,16 @@ document.body.append(said);
 """Script that records what the browser shows."""
 
 
-def report(*arguments):
-    return subprocess.run(
-        [sys.executable, SCRIPT, *map(str, arguments)], capture_output=True, text=True, timeout=120
-    )
-
-
 @pytest.fixture(scope="module")
 def page(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("runs")
     run = write_run(folder / "sample")  # left open: a report needs no lock
-    done = report(run.path, "--out", folder / "page.html")
+    done = subprocess.run(
+        [sys.executable, SCRIPT, run.path, "--out", folder / "page.html"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     assert done.returncode == 0, done.stderr
     assert str(folder / "page.html") in done.stdout
     run.close()
@@ -144,8 +144,9 @@ def test_the_page_fits_a_narrow_window(page):
 
 def test_the_page_is_written_into_the_run_directory_by_default(tmp_path):
     write_run(tmp_path / "run").close()
-    for _ in range(2):  # a page that is there is replaced
-        assert report(tmp_path / "run").returncode == 0
+    subprocess.run([sys.executable, SCRIPT, tmp_path / "run"], check=True, timeout=120)
+    # A page that is there is replaced.
+    assert run_in_process("report", tmp_path / "run").returncode == 0
     assert (tmp_path / "run" / "report.html").read_text().startswith("<!doctype html>")
     assert not list((tmp_path / "run").glob("*.tmp"))
 
@@ -161,13 +162,7 @@ def test_the_page_is_written_into_the_run_directory_by_default(tmp_path):
 def test_user_mistakes_end_with_one_message(tmp_path, arguments, message):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "metrics.jsonl").touch()
-    failed = subprocess.run(
-        [sys.executable, SCRIPT, *arguments],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    failed = run_in_process("report", *arguments, cwd=tmp_path)
     assert failed.returncode == 2
     assert re.search(message, failed.stderr), failed.stderr
     assert "Traceback" not in failed.stderr
@@ -175,7 +170,7 @@ def test_user_mistakes_end_with_one_message(tmp_path, arguments, message):
 
 
 def test_help_fits_a_screen():
-    shown = report("--help").stdout.splitlines()
+    shown = run_in_process("report", "--help").stdout.splitlines()
     assert len(shown) < 20
     assert max(map(len, shown)) <= 120
 
