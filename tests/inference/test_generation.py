@@ -17,6 +17,7 @@ from chat_templates import save_tokenizer
 from helpers import F32_RELATIVE, assert_close, fitted
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from in_process import run_in_process
 from plans import FAMILY_MODELS
 from published_models import WORDS, libraries, with_tokenizer, write
 
@@ -649,7 +650,7 @@ def test_script_takes_the_chat_template_that_its_error_asks_for(
 
 
 def test_script_error_says_what_is_wrong(tmp_path):
-    done = script("--run", tmp_path, "--prompt", "the")
+    done = run_in_process("generate", "--run", tmp_path, "--prompt", "the")
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("error: there is no run to sample from")
 
