@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from in_process import run_in_process
 
 from optimus_jax.data import digests
 from optimus_jax.data import joined as joined_module
@@ -332,7 +333,7 @@ def test_the_script_writes_a_file_once(tmp_path):
     )
     assert texts_of(read_token_file(tmp_path / "data.bin", BYTES)[0]) == ["one", "two", "three"]
 
-    again = run_script(tmp_path, "--out", "data.bin", "a.txt")
+    again = run_in_process("tokenize", "--out", "data.bin", "a.txt", cwd=tmp_path)
     assert (again.returncode, again.stdout) == (2, "")
     assert again.stderr.startswith(
         "error: a token file is never overwritten\n  given: data.bin exists\n  do:    "
@@ -342,13 +343,13 @@ def test_the_script_writes_a_file_once(tmp_path):
 
 def test_the_script_explains_its_arguments(tmp_path):
     (tmp_path / "a.jsonl").write_text("nope")
-    bad = run_script(tmp_path, "--out", "data.bin", "a.jsonl")
+    bad = run_in_process("tokenize", "--out", "data.bin", "a.jsonl", cwd=tmp_path)
     assert (bad.returncode, bad.stdout) == (2, "")
     assert (
         "name the field: --text-field NAME, or leave bad lines out: --skip-bad-lines\n"
         in bad.stderr
     )
-    shown = run_script(tmp_path, "--help")
+    shown = run_in_process("tokenize", "--help")
     assert shown.returncode == 0
     assert "--tokenizer" in shown.stdout
-    assert run_script(tmp_path).returncode == 2
+    assert run_in_process("tokenize").returncode == 2
