@@ -69,7 +69,7 @@ def test_a_run_continues_after_a_killed_and_a_stopped_process(tmp_path):
     )
 
 
-@pytest.mark.parametrize("who", [0, 1])
+@pytest.mark.parametrize("who", [pytest.param(0, marks=pytest.mark.nightly), 1])
 def test_a_process_that_alone_cannot_write_is_not_waited_for(tmp_path, who):
     """As with a disk that has room only for the other process's part of a checkpoint: both exit
     with the code of a user mistake, and say why.
@@ -129,7 +129,13 @@ runpy.run_path(sys.argv[0], run_name="__main__")
     ("who", "error", "codes", "message"),
     [
         (0, "RunDirectoryError('the log is full')", {2}, "error: the log is full"),
-        (0, "ValueError('a mistake of ours')", {1, 75}, "ValueError: a mistake of ours"),
+        pytest.param(
+            0,
+            "ValueError('a mistake of ours')",
+            {1, 75},
+            "ValueError: a mistake of ours",
+            marks=pytest.mark.nightly,
+        ),
         (1, "ValueError('a mistake of ours')", {1, 75}, "[1] ValueError: a mistake of ours"),
     ],
 )
@@ -304,7 +310,10 @@ distributed._start_joining = die_or_join""",
         assert expected != 75 or "process 2 of 3 ended before JAX had connected them" in stderr
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 0), (signal.SIGTERM, 75)])
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [(signal.SIGINT, 0), pytest.param(signal.SIGTERM, 75, marks=pytest.mark.nightly)],
+)
 def test_a_run_whose_output_pipe_is_closed_is_saved(tmp_path, number, code):
     """As after Ctrl-C in a pipeline with `tee`."""
     with subprocess.Popen(
