@@ -19,6 +19,7 @@ import pytest
 from helpers import F32_RELATIVE, fitted, host_leaves
 from plans import in_order, make_plan
 from quick_flags import QUICK_FLAGS
+from shared_programs import own_programs, shared_programs  # noqa: F401
 
 import optimus_jax
 from optimus_jax.checkpoint.checkpoints import Checkpoints
@@ -122,7 +123,7 @@ divides them.
 """
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def uninterrupted(text, tmp_path_factory):
     """Losses of every step of an undisturbed run, and its directory."""
     run_dir = tmp_path_factory.mktemp("runs") / "whole"
@@ -141,7 +142,7 @@ def losses(result):
     return [record.loss for record in history]
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def pipelined_run(text, tmp_path_factory):
     """A run with two pipeline stages of different numbers of layers."""
     result = optimus_jax.train(
@@ -177,6 +178,7 @@ def stop_at(monkeypatch):
     return arrange
 
 
+@pytest.mark.usefixtures("own_programs")
 def test_a_resumed_run_is_bit_identical(uninterrupted, text, tmp_path, stop_at, monkeypatch):
     stop_at(3, signal.SIGTERM)
     stopped = optimus_jax.train(
@@ -499,6 +501,7 @@ def test_a_mesh_that_needs_lost_devices_is_replaced_by_the_planner():
     assert for_available_devices(config, replace(topology, num_devices=8)) == config
 
 
+@pytest.mark.usefixtures("own_programs")
 def test_a_pipeline_resumed_is_bit_identical(pipelined_run, crashed):
     resumed = optimus_jax.train(run_dir=crashed, resume=True)
     assert losses(resumed) == losses(pipelined_run)
