@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from shared_programs import shared_programs  # noqa: F401
 
 import optimus_jax
 from optimus_jax.config import Config
