@@ -16,6 +16,7 @@ import pytest
 from helpers import F32_RELATIVE, assert_close, host_leaves
 from plans import build, case, in_order, model_for, random_state
 from published_models import MODELS, libraries, model_of, state_dict_of
+from shared_programs import shared_programs  # noqa: F401
 
 import optimus_jax
 from optimus_jax.checkpoint import checkpoints as checkpoints_module
