@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from helpers import F32_RELATIVE, fitted, host_leaves, relative_error
 from plans import VOCAB_SIZE, build, case, in_order, model_for, random_state
+from shared_programs import shared_programs  # noqa: F401
 
 import optimus_jax
 from optimus_jax.checkpoint.checkpoints import Checkpoints
