@@ -13,6 +13,7 @@ import pytest
 from helpers import F32_RELATIVE, host_leaves
 from plans import build, case, in_order, model_for
 from published_models import TINY_RUN, libraries, with_tokenizer, write
+from shared_programs import shared_programs  # noqa: F401
 
 import optimus_jax
 from optimus_jax.cli import export as export_command
