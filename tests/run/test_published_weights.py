@@ -23,6 +23,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from plans import build, case, in_order, model_for
 from published_models import MODELS, TINY_RUN, state_dict_of, write
+from shared_programs import shared_programs  # noqa: F401
 
 import optimus_jax
 from optimus_jax.config import Tuning
