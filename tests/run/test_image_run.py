@@ -1,10 +1,12 @@
 """A run that learns digits from images in folders."""
 
 import json
+import shutil
 
 import numpy as np
 import pytest
 from published_models import libraries
+from shared_programs import shared_programs  # noqa: F401
 
 import optimus_jax
 from optimus_jax.errors import ConfigError
@@ -47,14 +49,15 @@ def test_digits_are_learnt_on_a_mesh(digits, tmp_path):
 
 def test_a_resumed_run_sees_the_same_images(digits, tmp_path):
     options = {"data": str(digits), "eval_every": 0, **TINY, "data.eval_fraction": 0.0}
-    options |= {"augmentation.flip": True, "augmentation.shift": 1, "optimizer.decay_steps": 4}
+    options |= {"augmentation.flip": True, "augmentation.shift": 1, "checkpoint_every": 2}
     whole = optimus_jax.train(
         "vit-nano", mesh="data=8", steps=4, run_dir=tmp_path / "whole", **options
     )
-    optimus_jax.train("vit-nano", mesh="data=8", steps=2, run_dir=tmp_path / "parts", **options)
-    parts = optimus_jax.train(
-        run_dir=tmp_path / "parts", resume=True, steps=4, mesh="pipe=2,fsdp=2,tensor=2"
-    )
+    run_dir = shutil.copytree(whole.run_dir, tmp_path / "parts")
+    shutil.rmtree(run_dir / "checkpoints" / "4")  # as if killed before it was saved
+    parts = optimus_jax.train(run_dir=run_dir, resume=True, mesh="pipe=2,fsdp=2,tensor=2")
+    is_resumed = [record.plan == parts.plan.digest for record in parts.history]
+    assert is_resumed == [False, False, True, True]
     losses = [[record.loss for record in run.history] for run in (whole, parts)]
     np.testing.assert_allclose(losses[1], losses[0], rtol=2e-4)
 
