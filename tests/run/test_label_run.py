@@ -1,11 +1,13 @@
 """Runs with labels: from masked tokens to a classifier that transformers loads."""
 
 import json
+import shutil
 
 import jax
 import numpy as np
 import pytest
 from published_models import MODELS, libraries
+from shared_programs import shared_programs  # noqa: F401
 
 import optimus_jax
 from optimus_jax.config import Config
@@ -88,16 +90,12 @@ def test_a_classifier_begins_with_the_body_of_a_masked_model(folder, masked, cap
 
 
 def test_a_resumed_classifier_equals_an_uninterrupted_one_on_another_mesh(folder):
-    whole = classifier(folder, "whole", "bert-nano", steps=6, **SIZES)
-    classifier(folder, "parts", "bert-nano", steps=3, **SIZES, **{"optimizer.decay_steps": 6})
-    parts = classifier(
-        folder,
-        "parts",
-        resume=True,
-        steps=6,
-        mesh="data=2,fsdp=2,tensor=2",
-        **{"optimizer.decay_steps": 6},
-    )
+    whole = classifier(folder, "whole", "bert-nano", steps=6, checkpoint_every=3, **SIZES)
+    run_dir = shutil.copytree(whole.run_dir, folder / "parts")
+    shutil.rmtree(run_dir / "checkpoints" / "6")  # as if killed before it was saved
+    parts = classifier(folder, "parts", resume=True, mesh="data=2,fsdp=2,tensor=2")
+    is_resumed = [record.plan == parts.plan.digest for record in parts.history]
+    assert is_resumed == [False, False, False, True, True, True]
     losses = [[record.loss for record in run.history] for run in (whole, parts)]
     assert len(losses[0]) == 6
     np.testing.assert_allclose(losses[1], losses[0], rtol=2e-4)
