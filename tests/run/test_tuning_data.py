@@ -1,8 +1,10 @@
 """Runs on conversations and mixtures: the same losses however a run is stopped and laid out."""
 
 import json
+import shutil
 
 import pytest
+from shared_programs import shared_programs  # noqa: F401
 
 import optimus_jax
 from optimus_jax.errors import DataError
@@ -52,15 +54,11 @@ def test_a_run_on_a_mixture_goes_on_under_another_plan(tmp_path, data):
         run_dir=tmp_path / "whole",
         steps=4,
         mesh="data=8",
-        **settings | {"eval_every": 4},
+        **settings | {"eval_every": 4, "checkpoint.every": 1, "checkpoint.keep": 4},
     )
-    optimus_jax.train(
-        "gpt2-nano",
-        run_dir=tmp_path / "run",
-        steps=1,
-        mesh="data=8",
-        **settings,
-    )
+    shutil.copytree(whole.run_dir, tmp_path / "run")
+    for step in (2, 3, 4):  # as if killed before they were saved
+        shutil.rmtree(tmp_path / "run" / "checkpoints" / str(step))
     (tmp_path / "chat.jinja").unlink()
     (tmp_path / "chat.jsonl").rename(tmp_path / "moved.jsonl")
     moved = [source.replace("chat.jsonl", "moved.jsonl") for source in data["data"]]
@@ -68,8 +66,14 @@ def test_a_run_on_a_mixture_goes_on_under_another_plan(tmp_path, data):
     with pytest.raises(DataError, match="not what this run was trained on"):
         optimus_jax.train(run_dir=tmp_path / "run", resume=True, data=changed, steps=4)
     resumed = optimus_jax.train(
-        run_dir=tmp_path / "run", resume=True, data=moved, steps=4, mesh="data=2,fsdp=2,tensor=2"
+        run_dir=tmp_path / "run",
+        resume=True,
+        data=moved,
+        steps=4,
+        mesh="data=2,fsdp=2,tensor=2",
+        eval_every=0,
     )
+    assert [one.plan == resumed.plan.digest for one in resumed.history] == [False] + [True] * 3
     assert [one.loss for one in resumed.history] == pytest.approx(
         [one.loss for one in whole.history], rel=1e-5
     )
