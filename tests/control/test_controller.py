@@ -9,6 +9,7 @@ from typing import ClassVar
 
 import pytest
 from helpers import ADAM_EPSILON, F32_RELATIVE
+from shared_programs import own_programs, shared_programs  # noqa: F401
 
 import optimus_jax
 from optimus_jax.config import Config
@@ -35,6 +36,9 @@ TINY = {
     "global_batch": 8,
     "seq_len": 32,
     "lr": 1e-2,
+    # Longer runs have the same program.
+    "optimizer.warmup_steps": 2,
+    "optimizer.decay_steps": STEPS,
     # Losses are compared between layouts after 24 steps: docs/decisions/0014.
     "optimizer.epsilon": ADAM_EPSILON,
     "eval_every": 0,
@@ -226,8 +230,15 @@ def losses(result):
     return [record.loss for record in result.history]
 
 
-def never_switched(scripted):
-    return losses(scripted({}, "never", control="off"))
+@pytest.fixture(scope="module")
+def never_switched(text, tmp_path_factory):
+    """Losses of a run that stays under its plan."""
+    run_dir = tmp_path_factory.mktemp("runs") / "never"
+    return losses(
+        optimus_jax.train(
+            "gpt2-nano", run_dir=run_dir, data=text, mesh=START, control="off", **TINY
+        )
+    )
 
 
 def plans(result):
@@ -240,13 +251,13 @@ def lenient_canary(monkeypatch):
     monkeypatch.setattr(constants, "CANARY_NOISE", 1e9)
 
 
-def test_a_switch_continues_the_loss_curve(scripted, lenient_canary):
+def test_a_switch_continues_the_loss_curve(scripted, lenient_canary, never_switched):
     plan = other_plan()
     result = scripted({3: switch_at(3, plan)})
     assert result.plan == plan
     first, *_, last = plans(result)
     assert last == plan.digest
-    assert losses(result) == pytest.approx(never_switched(scripted), rel=F32_RELATIVE)
+    assert losses(result) == pytest.approx(never_switched, rel=F32_RELATIVE)
     (remesh,) = events(result, "remesh")
     assert remesh["plan"] == plan.digest
     assert remesh["from_plan"] == first
@@ -273,14 +284,14 @@ def test_a_run_can_switch_away_and_back(scripted, lenient_canary):
     assert result.plan == back
 
 
-def test_a_slower_plan_is_taken_back(scripted, monkeypatch):
+def test_a_slower_plan_is_taken_back(scripted, never_switched, monkeypatch):
     plan = other_plan()
     monkeypatch.setattr(constants, "CANARY_NOISE", -1e9)  # any step counts as slow
     # and taking back costs nothing
     monkeypatch.setattr("optimus_jax.control.transitions.sum", lambda _: -1e9, raising=False)
     result = scripted({3: switch_at(3, plan)})
     assert result.plan.axes == AxisSizes.parse(START)
-    assert losses(result) == pytest.approx(never_switched(scripted), rel=F32_RELATIVE)
+    assert losses(result) == pytest.approx(never_switched, rel=F32_RELATIVE)
     (rollback,) = events(result, "rollback")
     assert rollback["from_plan"] == plan.digest
     assert [record.ending for record in switches(result.run_dir)] == ["taken back"]
@@ -383,6 +394,7 @@ def test_a_switch_happens_at_once_if_compilation_did_not_slow_steps(
     assert [event["step"] for event in events(result, "remesh")] == [expected]
 
 
+@pytest.mark.usefixtures("own_programs")
 def test_training_pauses_until_a_plan_is_compiled_on_the_cores_of_its_devices(
     scripted, lenient_canary, monkeypatch
 ):
@@ -395,7 +407,6 @@ def test_training_pauses_until_a_plan_is_compiled_on_the_cores_of_its_devices(
     assert event["compile_tax_s"] > 0.5 * event["phases_s"]["prepare"] > 0
 
 
-# Takes half a minute: a run switches, and another one compiles both plans again to resume it.
 def test_a_resumed_run_continues_under_its_new_plan(scripted, lenient_canary):
     plan = other_plan()
     result = scripted({3: switch_at(3, plan)})
@@ -407,6 +418,7 @@ def test_a_resumed_run_continues_under_its_new_plan(scripted, lenient_canary):
     assert len(resumed.history) == STEPS + 2
 
 
+@pytest.mark.usefixtures("own_programs")  # what compiling costs is part of the decision
 def test_the_real_advisor_explains_its_decision(devices, text, tmp_path):
     """A switch that costs seconds does not pay in a run this short, and the decision records that
     with all its inputs.
