@@ -7,6 +7,7 @@ what arrives. The second does not hold with latency 1, where a tick uses what it
 """
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Iterator
 from typing import Any
@@ -20,6 +21,7 @@ MODEL = dataclasses.replace(plans.GPT, dropout=0.0, num_layers=4)
 SENDS, MATMULS = "ppermute", "dot_general"
 
 
+@functools.cache
 def tick_bodies(case: plans.PlanCase) -> list[Any]:
     """The jaxprs of one tick of each phase that sends."""
     built = plans.build(MODEL, case)
