@@ -184,7 +184,7 @@ def test_a_loss_scale_does_not_scale_metrics(case):
     model = replace(model_for(plans.ONE_DEVICE), dropout=0.0)
     f16 = {"precision.compute": "f16", "precision.loss_scale": 256}
     [found, *_] = run_case(model, case, SETTINGS | f16).metrics
-    [expected, *_] = run_case(model, plans.ONE_DEVICE, SETTINGS).metrics
+    [expected, *_] = one_device(model).metrics
     assert found["loss_scale"] == 256
     assert 0 < found["accuracy"] < 1
     names = ("loss", "grad_norm", *WEIGHTS)
