@@ -2,6 +2,7 @@
 layers that read all keys and mask them, under every kind of plan.
 """
 
+import functools
 from dataclasses import replace
 
 import plans
@@ -13,6 +14,7 @@ from optimus_jax.models import blockwise_attention, kernels
 
 SHORT = 2
 """Tokens of the shortest block, so that the short examples of tests have several."""
+SETTINGS = {"optimizer.clip_norm": 0.1}
 
 
 @pytest.fixture
@@ -26,6 +28,12 @@ def branches(monkeypatch):
 
     monkeypatch.setattr(kernels, "either", counted)
     return traced
+
+
+@functools.cache
+def masked_run(model):
+    """Of layers that read all keys: `MIN_BLOCK` is longer than the examples."""
+    return run_case(model, plans.ONE_DEVICE, SETTINGS)
 
 
 @pytest.mark.parametrize(
@@ -49,11 +57,10 @@ def test_layers_that_differ_equal_masked_ones(family, case, branches, monkeypatc
     model = plans.FAMILY_MODELS[family]
     features = replace(model.features, layer_types=("window", "full"))
     model = replace(model, num_layers=5 if case.axes.pipe == 3 else 4, features=features)
-    settings = {"optimizer.clip_norm": 0.1}
-    masked = run_case(model, plans.ONE_DEVICE, settings)
+    masked = masked_run(model)
     assert not branches
     monkeypatch.setattr(blockwise_attention, "MIN_BLOCK", SHORT)
-    branching = run_case(model, case, settings)
+    branching = run_case(model, case, SETTINGS)
     assert branches
     for found, expected in zip(branching.metrics, masked.metrics, strict=True):
         assert_close(found, expected, F32_RELATIVE)
