@@ -1,5 +1,6 @@
 """A new run's parameters: of another run under another plan, or of Hugging Face's tensors."""
 
+import functools
 import json
 import re
 import shutil
@@ -63,6 +64,12 @@ SIZES = {
 }
 
 
+@functools.cache
+def program_of(model, of):
+    """The program of a model under a plan of this file."""
+    return build(model, of).program
+
+
 def check_begins_with(state, program, expected):
     """Assert that the parameters are `expected`, whole and in order, and all else is new."""
     leaves, fresh = host_leaves(state), host_leaves(program.init(np.int32(0)))
@@ -80,7 +87,7 @@ def check_begins_with(state, program, expected):
 @pytest.fixture(scope="module")
 def interleaved_run(tmp_path_factory):
     """A run directory with checkpoints of steps 1 and 2, and the parameters of step 2."""
-    run, program = tmp_path_factory.mktemp("runs") / "a", build(MODEL, INTERLEAVED).program
+    run, program = tmp_path_factory.mktemp("runs") / "a", program_of(MODEL, INTERLEAVED)
     assert EMPTY in program.shapes.slots
     state = random_state(program)
     moved = jax.tree.map(lambda leaf: leaf + np.ones((), leaf.dtype), state)
@@ -122,7 +129,7 @@ def test_a_damaged_newest_checkpoint_is_skipped_and_stays(interleaved_run, tmp_p
     run = shutil.copytree(interleaved_run[0], tmp_path / "run")
     (run / "checkpoints" / "2" / "manifest" / "metadata").write_text("{")
     before, messages = sorted(run.rglob("*")), []
-    program = build(MODEL, SPLIT).program
+    program = program_of(MODEL, SPLIT)
     _, source = weights_of(run).initial_state(program, messages.append)
     assert source == f"{run}@1"
     assert any("step 2 is damaged" in message for message in messages)
@@ -146,7 +153,7 @@ def test_a_run_in_a_store_is_copied_and_read(interleaved_run, tmp_path, monkeypa
         settle_s=0,
     )
     mirror.finish(lambda text: None)
-    program = build(MODEL, SPLIT).program
+    program = program_of(MODEL, SPLIT)
     state, source = weights_of(f"{objects.url}@2").initial_state(program, lambda text: None)
     check_begins_with(state, program, expected)
     assert source == f"{objects.url}@2"
@@ -164,22 +171,22 @@ def test_a_run_in_a_store_is_copied_and_read(interleaved_run, tmp_path, monkeypa
 def test_a_checkpoint_of_another_model_or_tokenizer_is_an_error(
     interleaved_run, model, named, changes, error, text
 ):
-    program = build(replace(MODEL, **model), SPLIT).program
+    program = program_of(replace(MODEL, **model), SPLIT)
     with pytest.raises(error, match=text):
         weights_of(f"{interleaved_run[0]}{named}", **changes).initial_state(program, print)
 
 
 def test_another_end_of_documents_is_told(interleaved_run):
     messages = []
-    program = build(MODEL, SPLIT).program
+    program = program_of(MODEL, SPLIT)
     weights_of(interleaved_run[0], eos=8).initial_state(program, messages.append)
     assert any("end with token 8" in message and "token 7" in message for message in messages)
 
 
 @pytest.mark.parametrize("to", [SPLIT, INTERLEAVED], ids=str)
 def test_tensors_of_hugging_face_go_to_the_devices_in_shards(to, monkeypatch):
-    rng, program = np.random.default_rng(0), build(MODEL, to).program
-    one = build(MODEL, case("data=1", zero=0)).program.shapes
+    rng, program = np.random.default_rng(0), program_of(MODEL, to)
+    one = program_of(MODEL, case("data=1", zero=0)).shapes
     params = jax.tree.map(lambda leaf: rng.random(leaf.shape, np.float32), one.params)
     tensors = to_huggingface(params, MODEL)
     expected = from_huggingface(tensors, MODEL, program.shapes.vocab_rows)
@@ -203,7 +210,7 @@ def test_tensors_of_hugging_face_go_to_the_devices_in_shards(to, monkeypatch):
 
 
 def test_parameters_from_a_seed_are_those_of_the_program():
-    program = build(MODEL, SPLIT).program
+    program = program_of(MODEL, SPLIT)
     state, source = SeedWeights(5).initial_state(program, print)
     assert source == "seed 5"
     for path, leaf in host_leaves(program.init(np.int32(5))).items():
@@ -322,7 +329,7 @@ def saved_run(run, program, state, data=DATA):
 
 def test_a_run_with_adapters_begins_with_another_runs_parameters(interleaved_run):
     run, expected = interleaved_run
-    program = build(replace(MODEL, tuning=LORA), OVER_THREE).program
+    program = program_of(replace(MODEL, tuning=LORA), OVER_THREE)
     state, _ = weights_of(run).initial_state(program, lambda text: None)
     leaves, fresh = (host_leaves(each) for each in (state, program.init(np.int32(0))))
     for path, leaf in in_order(program, leaves).items():
@@ -337,10 +344,10 @@ def test_a_run_with_adapters_begins_with_another_runs_parameters(interleaved_run
 
 @pytest.mark.parametrize("tuning", [Tuning(), LORA], ids=["merged", "the same"])
 def test_adapters_of_another_run_are_kept_or_merged(tmp_path, tuning):
-    source = build(replace(MODEL, tuning=LORA), SPLIT).program
+    source = program_of(replace(MODEL, tuning=LORA), SPLIT)
     before = random_state(source)
     saved_run(tmp_path / "tuned", source, before)
-    program, messages = build(replace(MODEL, tuning=tuning), INTERLEAVED).program, []
+    program, messages = program_of(replace(MODEL, tuning=tuning), INTERLEAVED), []
     state, _ = weights_of(tmp_path / "tuned").initial_state(program, messages.append)
     said = [text for text in messages if "are merged into the parameters" in text]
     assert len(said) == (tuning != LORA)
@@ -362,11 +369,11 @@ def test_adapters_of_another_run_are_kept_or_merged(tmp_path, tuning):
 
 
 def test_a_start_says_if_merged_adapters_are_rounded_to_codes(tmp_path):
-    source = build(replace(MODEL, tuning=LORA), SPLIT).program
+    source = program_of(replace(MODEL, tuning=LORA), SPLIT)
     saved_run(tmp_path / "tuned", source, source.init(np.int32(0)))
     own = replace(LORA, rank=LORA.rank + 1, base_precision="int8")
     messages: list[str] = []
-    program = build(replace(MODEL, tuning=own), SPLIT).program
+    program = program_of(replace(MODEL, tuning=own), SPLIT)
     weights_of(tmp_path / "tuned").initial_state(program, messages.append)
     (said,) = [text for text in messages if "are merged into the parameters" in text]
     assert "rounded to int8" in said
@@ -374,7 +381,7 @@ def test_a_start_says_if_merged_adapters_are_rounded_to_codes(tmp_path):
 
 
 def test_adapters_are_saved_alone(tmp_path):
-    program = build(replace(MODEL, tuning=LORA), INTERLEAVED).program
+    program = program_of(replace(MODEL, tuning=LORA), INTERLEAVED)
     state = random_state(program)
     of_bytes = {"tokenizer": ByteTokenizer.digest, "eos": 256}
     saved_run(tmp_path / "tuned", program, state, of_bytes)
