@@ -2,11 +2,12 @@
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import plans
 import pytest
 from markers import MARKS, TESTS, marks_of
-from worker_groups import group_of
+from worker_groups import PARITY_FILE, SLOWEST, by_length, group_of
 
 
 @pytest.mark.parametrize("name", sorted(set().union(*MARKS.values())))
@@ -38,6 +39,21 @@ def test_parity_tests_are_grouped_by_plan_and_model_others_by_file():
     assert group_of(parity) != group_of(parity.replace("gpt", "llama"))
     assert group_of("tests/test_plan.py::test_x[1]") == "tests/test_plan.py"
     assert Path(group_of(parity).partition("[")[0]).name in {f.name for f in TESTS.rglob("*.py")}
+
+
+def test_the_slowest_files_begin_first_and_exist():
+    def item(file, *marks):
+        return SimpleNamespace(nodeid=f"tests/{file}::test_x[1]", get_closest_marker=marks.count)
+
+    items = [
+        item("a/test_quick.py"),
+        item(f"training/{PARITY_FILE}", "compiles"),
+        item("a/test_compiles.py", "compiles"),
+        item(f"a/{SLOWEST[1]}", "compiles"),
+        item(f"b/{SLOWEST[0]}", "processes"),
+    ]
+    assert by_length(items) == items[::-1]
+    assert set(SLOWEST) <= {file.name for file in TESTS.rglob("test_*.py")}
 
 
 @pytest.mark.parametrize("case", plans.PLANS, ids=str)
