@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from in_process import Ended, run_in_process
+from shared_programs import shared_programs  # noqa: F401
 
 import optimus_jax
 from optimus_jax.config.presets import model_preset
