@@ -9,6 +9,7 @@ import shutil
 
 import pytest
 from data.test_eos import SPEAK, unigram
+from shared_programs import shared_programs  # noqa: F401
 
 import optimus_jax
 from optimus_jax.config import Config, DataConfig
