@@ -1,5 +1,7 @@
 """A stage value of several leaves, with auxiliary sums and metrics, through the executor."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -124,6 +126,23 @@ def through_pipeline(schedule, outer, weights, batch, *, keep_residuals, differe
     return sums, d_outer, jax.tree.map(lambda d, leaf: d.reshape(leaf.shape), d_visits, weights)
 
 
+@functools.cache
+def expected_of(num_layers):
+    """Sums and gradients of the problem, without a pipeline."""
+    return without_pipeline(*problem(num_layers))
+
+
+@functools.cache
+def evaluated_by(repeats, latency):
+    """The problem's sums, by a schedule without backward."""
+    return through_pipeline(
+        forward_only(STAGES, MICROBATCHES, num_repeats=repeats, latency=latency),
+        *problem(num_layers=2 * STAGES * repeats),
+        keep_residuals=False,
+        differentiate=False,
+    )
+
+
 @pytest.mark.parametrize("keep_residuals", [True, False], ids=["keep", "recompute"])
 @pytest.mark.parametrize(
     ("name", "repeats", "latency"),
@@ -131,17 +150,12 @@ def through_pipeline(schedule, outer, weights, batch, *, keep_residuals, differe
     ids=str,
 )
 def test_sums_and_gradients_equal_those_without_a_pipeline(name, repeats, latency, keep_residuals):
-    outer, weights, batch = problem(num_layers=2 * STAGES * repeats)
+    num_layers = 2 * STAGES * repeats
     schedule = make_schedule(name, STAGES, MICROBATCHES, repeats, latency)
-    found = through_pipeline(schedule, outer, weights, batch, keep_residuals=keep_residuals)
-    expected = without_pipeline(outer, weights, batch)
+    found = through_pipeline(schedule, *problem(num_layers), keep_residuals=keep_residuals)
+    expected = expected_of(num_layers)
     assert_close(jax.tree.leaves(found), jax.tree.leaves(expected), F32_RELATIVE)
-    evaluated = through_pipeline(
-        forward_only(STAGES, MICROBATCHES, num_repeats=repeats, latency=latency),
-        *(outer, weights, batch),
-        keep_residuals=False,
-        differentiate=False,
-    )
+    evaluated = evaluated_by(repeats, latency)
     assert_close(jax.tree.leaves(evaluated), jax.tree.leaves(expected[0]), F32_RELATIVE)
 
 
