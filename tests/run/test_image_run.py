@@ -104,7 +104,11 @@ def test_a_model_that_restores_patches_lends_its_body_to_a_classifier(digits, tm
     libraries()
     options = {"data": str(digits), "mesh": "data=2,fsdp=2,tensor=2", "eval_every": 0, **TINY}
     found = optimus_jax.train(
-        "vit-nano", task="mim", steps=30, run_dir=tmp_path / "restored", **options
+        "vit-nano",
+        task="mim",
+        steps=30,
+        run_dir=tmp_path / "restored",
+        **options | {"eval_every": 30},
     )
     losses = [record.loss for record in found.history]
     assert np.mean(losses[-5:]) < 0.7 * np.mean(losses[:2])
