@@ -111,7 +111,8 @@ def test_far_shapes_have_no_correction():
 
 def test_likeness_falls_with_distance():
     place = (10.0, 11.0, 0.0)
-    assert likeness(place, place) == 1
-    assert 0.5 < likeness(place, (11.0, 11.0, 0.0)) < 0.52
-    assert likeness(place, (12.0, 11.0, 1.0)) == pytest.approx(math.exp(-3 / 1.5))
-    assert likeness(place, (10.0, 12.0, 0.0)) < 0.01, "another width says next to nothing"
+    assert likeness(place, place, 0.2) == 1
+    assert 0.5 < likeness(place, (11.0, 11.0, 0.0), 0.2) < 0.52
+    assert likeness(place, (12.0, 11.0, 1.0), 0.2) == pytest.approx(math.exp(-3 / 1.5))
+    assert likeness(place, (10.0, 12.0, 0.0), 0.2) < 0.01, "another width says next to nothing"
+    assert likeness(place, (10.0, 12.0, 0.0), 1.5) == pytest.approx(math.exp(-1 / 1.5))

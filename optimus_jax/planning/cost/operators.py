@@ -215,8 +215,13 @@ def device_time(work: Work, rates: Rates, *, f32: bool, aligned: bool = True) ->
     effective = work.flops + wave * work.wave + rates.inner * (work.short + wave * work.short_wave)
     return DeviceTime(
         effective / rate + work.fused_flops / (rate * rates.fused_attention_share),
-        work.num_bytes / (rates.memory_bytes_per_s * rates.pass_share),
+        pass_time(work.num_bytes, rates),
     )
+
+
+def pass_time(num_bytes: float, rates: Rates) -> float:
+    """Seconds of passes with arithmetic over memory."""
+    return num_bytes / (rates.memory_bytes_per_s * rates.pass_share)
 
 
 def with_launches(

@@ -88,6 +88,12 @@ class Rates:
     """Share of the rate that matmuls reach if a row's length is not a multiple of 8 values."""
     fused_attention_share: float = 0.7
     """Share of the matmul rate that fused attention reaches."""
+    saved_copies: float = 0.0
+    """Times that what forward saves for backward is copied, to the stacks of a loop over layers and
+    from them; 0: it is written and read in place."""
+    again_share: float = 1.0
+    """Time of recomputing over that of the forward that it repeats: less where what it gives is
+    still in the cache when it is used."""
     launch_s: float = 3e-6
     """Seconds to launch a kernel from a compiled program."""
     interpreter_launch_s: float = 30e-6
@@ -128,6 +134,8 @@ class Rates:
     """The same at measured shapes (those of `corrections`)."""
     corrections: tuple[Correction, ...] = ()
     """Corrections at measured shapes."""
+    width_octaves: float = 0.2
+    """Distance in doublings of the width at which the influence of a correction falls to 1/e."""
 
     @classmethod
     def of(cls, accelerator: Accelerator) -> "Rates":

@@ -19,6 +19,7 @@ from optimus_jax.planning.cost.operators import (
     embed_work,
     head_work,
     layer_work,
+    pass_time,
     with_launches,
 )
 from optimus_jax.planning.cost.rates import HEAD, LAYER, Rates, ShapePoint
@@ -70,24 +71,29 @@ def layer_time(
         device_time(part, rates, f32=f32)
         for part in (attention[0], feed_forward[0], attention[1], feed_forward[1], again)
     ]
-    alone = parts[0].total + parts[1].total, parts[2].total + parts[3].total + parts[4].total
+    again_s = rates.again_share * parts[4].total
+    alone = parts[0].total + parts[1].total, parts[2].total + parts[3].total + again_s
     kernels = [
         own + implementation.collective_kernels * more
         for own, more in zip(
             (forward.kernels, backward.kernels + again.kernels), collectives, strict=True
         )
     ]
+    saved_s = 0.0
+    if rates.saved_copies:
+        saved_bytes = shape.programs.under(remat).saved_bytes(shape.sizes)
+        saved_s = rates.saved_copies * pass_time(saved_bytes, rates)
     launched = [
-        with_launches(device_s, number, rates, implementation)
+        with_launches(device_s, number, rates, implementation) + saved_s / 2
         for device_s, number in zip(alone, kernels, strict=True)
     ]
     scale = factor(rates, LAYER, place)
     return LayerTime(
         attention=scale * (parts[0].matmuls + parts[2].matmuls),
         feed_forward=scale * (parts[1].matmuls + parts[3].matmuls),
-        memory=scale * sum(part.passes for part in parts[:4]),
-        again=scale * parts[4].total,
-        launching=scale * (sum(launched) - sum(alone)),
+        memory=scale * (sum(part.passes for part in parts[:4]) + saved_s),
+        again=scale * again_s,
+        launching=scale * (sum(launched) - sum(alone) - saved_s),
         forward=scale * launched[0],
         backward=scale * launched[1],
     )

@@ -44,6 +44,8 @@ FITTED_TO_STEPS: Mapping[str, float] = {
     "f32_matmul_flops_per_s": 0.2,
     "memory_bytes_per_s": 0.2,
     "pass_share": 0.5,
+    "saved_copies": 0.7,
+    "again_share": 0.5,
     "launch_s": 1.5,
     "arrival_s": 1.5,
     "step_s": 1.5,
@@ -65,6 +67,8 @@ CORRECTION_SIZE = 0.2
 """Expected standard deviation of corrections."""
 LEAST_NOISE = 0.02
 """Lower bound of the relative measurement noise."""
+WIDTH_OCTAVES = 1.5
+"""`Rates.width_octaves` of a fit to reference steps, which have two widths."""
 UNSEEN_ERROR = 0.1
 """Additional error for shapes far from all samples, as a standard deviation of the logarithm: the
 error for vTrain's samples of one width when that width is left out of the fit."""
@@ -111,9 +115,12 @@ def fit_to_steps(samples: Sequence[Sample], start: Rates) -> Rates:
     The steps also give corrections and the spread.
     """
     rates = _fit_physics(samples, start, FITTED_TO_STEPS)
-    return _with_corrections(
-        replace(rates, source=f"{start.source}, and {len(samples)} training steps"), samples
+    rates = replace(
+        rates,
+        source=f"{start.source}, and {len(samples)} training steps",
+        width_octaves=WIDTH_OCTAVES,
     )
+    return _with_corrections(rates, samples)
 
 
 def _thinned(samples: Sequence[Sample]) -> Sequence[Sample]:
@@ -216,7 +223,10 @@ def _with_corrections(rates: Rates, samples: Sequence[Sample]) -> Rates:
             shares[row, column[operator, sample.place()]] = share
     kernel = np.array(
         [
-            [CORRECTION_SIZE**2 * likeness(a, b) * (one == other) for other, b in known]
+            [
+                CORRECTION_SIZE**2 * likeness(a, b, rates.width_octaves) * (one == other)
+                for other, b in known
+            ]
             for one, a in known
         ]
     )

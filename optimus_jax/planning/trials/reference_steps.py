@@ -3,8 +3,8 @@
 Probes measure matmuls, memory and links in isolation. They do not show what share of these speeds a
 training step reaches, what launching kernels costs, or how long devices wait for each other before
 a collective. Steps that differ in one respect show this: more microbatches (launches), a wider
-model (memory passes), another mesh (collectives). The remaining rates are fitted to them
-(planning/learning/fit.py).
+model (memory passes), recomputing (what is saved), another mesh (collectives). The remaining rates
+are fitted to them (planning/learning/fit.py).
 """
 
 import dataclasses
@@ -43,9 +43,15 @@ BUDGET_S = 75.0
 """Seconds after which no further reference step starts. With the probes, two minutes in total."""
 LEAST = 3
 """Minimum number of reference steps for a fit."""
-ON_CPU = {"launch_s": 1e-5, "launch_overlap": 1.0, "arrival_s": 2e-4, "step_s": 3e-3}
-"""Initial rates of the fit on a CPU, which launches a kernel after the previous one has
-finished."""
+ON_CPU = {
+    "launch_s": 1e-5,
+    "launch_overlap": 1.0,
+    "arrival_s": 2e-4,
+    "step_s": 3e-3,
+    "saved_copies": 2.0,
+}
+"""Initial rates of the fit on a CPU, which launches a kernel after the previous one has finished,
+and whose compiler fills the stacks of what is saved with copies."""
 ON_GPU = {"arrival_s": 5e-6}
 """Initial rates of the fit on a GPU."""
 
@@ -111,6 +117,7 @@ def reference_settings(num_devices: int, platform: str) -> list[dict[str, object
         base,
         {**base, **wide},
         {**base, "data.global_batch": 4 * num_devices, "parallel.microbatches": 4},
+        {**base, "parallel.remat": "full"},
         {**base, "data.global_batch": 4 * num_devices},
     ]
     if num_devices > 1:
@@ -119,6 +126,7 @@ def reference_settings(num_devices: int, platform: str) -> list[dict[str, object
             AxisSizes(data=half, tensor=2),
             AxisSizes(fsdp=num_devices),
             AxisSizes(fsdp=half, tensor=2),
+            AxisSizes(pipe=2, data=max(1, half // 2), tensor=2),
         )
         runs += [{**base, "parallel.mesh": str(axes)} for axes in meshes]
         runs.append(
