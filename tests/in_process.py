@@ -25,7 +25,7 @@ class Ended:
 
 
 def run_in_process(name: str, *arguments: object, cwd: Path | None = None) -> Ended:
-    """The outcome of `python scripts/NAME.py ARGUMENTS`.
+    """The outcome of a command of the package.
 
     Not for `train`, which handles signals and may end its process.
 

@@ -1,1 +1,1 @@
-"""Text to batches: formats, tokenizers, packing, held-out split, loader."""
+"""Text, images and sound to batches: formats, tokenizers, packing, split, loader."""

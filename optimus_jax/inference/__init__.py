@@ -1,1 +1,1 @@
-"""Generate text from a trained model."""
+"""Generate text from a trained model; write down recordings."""

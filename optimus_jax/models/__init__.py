@@ -1,1 +1,1 @@
-"""Decoders with logical axes, attention kernels, Hugging Face weights and FLOP counts."""
+"""Models with logical axes, attention kernels, Hugging Face weights and FLOP counts."""

@@ -274,7 +274,7 @@ def test_terms_say_how_much_of_an_exchange_runs_beside_compute():
     }
     hidden = r"; \d+% of \S+ ms is beside compute"
     for name, what in {
-        "fsdp": r"zero \d, all-gathers and reduce-scatters over fsdp=2",
+        "fsdp": r"zero \d, all-gathers, all-reduces, reduce-scatters over fsdp=2",
         "tensor": "all-reduces over tensor=2",
         "data": "gradients, all-reduces over data=2",
     }.items():

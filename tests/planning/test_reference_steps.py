@@ -93,7 +93,7 @@ def test_too_few_steps_change_nothing(topology_and_cluster):
 def test_one_device_has_reference_steps_too():
     assert [settings["parallel.mesh"] for settings in reference_settings(1, "gpu")] == [
         str(AxisSizes())
-    ] * 4
+    ] * 5
 
 
 def test_steps_are_timed_saved_and_read_again(topology_and_cluster, tmp_path, monkeypatch):

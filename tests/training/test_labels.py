@@ -15,7 +15,7 @@ from optimus_jax.config.presets import model_preset
 from optimus_jax.data.labelled import BEGINS, ENDS
 from optimus_jax.errors import ConfigError
 from optimus_jax.training.step import STEP_METRICS
-from optimus_jax.training.tasks import TASKS, check_task, model_of
+from optimus_jax.training.tasks import TASKS, check_task, model_of, task_of
 
 LABELS = ("no", "yes", "perhaps")
 HEADS = (("bert", "sequence"), ("bert", "token"), ("bert", "span"), ("llama", "sequence"))
@@ -105,18 +105,23 @@ def test_labels_are_learnt_alike_under_every_layout(case, family, labelled):
         assert_close(found, expected, F32_RELATIVE)
 
 
-@pytest.mark.parametrize(
-    ("task", "labelled", "message"),
-    [
-        ("mlm", "sequence", "head over the vocabulary"),
-        ("token_classification", "sequence", "a label of each token"),
-        ("classification", "token", "a label of each sequence"),
-    ],
-)
-def test_a_task_needs_its_kind_of_head(task, labelled, message):
+def test_a_task_without_labels_needs_its_own_head():
+    model = replace(model_preset("bert-nano"), labels=LABELS)
+    with pytest.raises(ConfigError, match="head over the vocabulary"):
+        check_task(Config(model=model, task="mlm"))
+
+
+@pytest.mark.parametrize("labelled", ["sequence", "token", "span"])
+def test_a_model_with_labels_picks_its_task(labelled):
     model = replace(model_preset("bert-nano"), labels=LABELS, labelled=labelled)
-    with pytest.raises(ConfigError, match=message):
-        check_task(Config(model=model, task=task))
+    assert task_of(Config(model=model)).labelled == labelled
+
+
+def test_a_task_says_what_has_a_label():
+    model = replace(model_preset("bert-nano"), labels=LABELS, labelled="sequence")
+    config = Config(model=model, task="token_classification")
+    check_task(config)
+    assert (model_of(config).labelled, model_of(config).labels) == ("token", LABELS)
 
 
 def test_a_plan_without_data_has_some_labels():
