@@ -1,7 +1,8 @@
 """Images, with or without labels, and the examples that are made of them.
 
-A source is a folder with a folder of images for each label, or Parquet and Arrow files with a
-column of images (bytes, or Hugging Face's objects with `bytes`) and one of labels. An example is an
+A source is a folder with a folder of images for each label, Parquet and Arrow files with a column
+of images (bytes, or Hugging Face's objects with `bytes`) and one of labels, or a tar file with
+WebDataset's names (`0001.jpg`, `0001.cls`). An example is an
 image: a token for the class, at which the label counts, and one for each patch, row by row. An
 image is scaled to the model's size whatever its own shape is. Without labels any folder will do;
 which tokens count then, those that are hidden say (training/patch_masking.py).
@@ -21,17 +22,21 @@ from optimus_jax.data.batch import HostBatch
 from optimus_jax.data.folders import walk
 from optimus_jax.data.labelled import names_of_labels
 from optimus_jax.data.named_files import (
+    SHARD,
     TABLES,
     EncodedFile,
     FileExamples,
     NamedFile,
     in_threads,
     rows_of_table,
+    samples_in_shard,
 )
 from optimus_jax.errors import DataError, explain
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
 """Of images in folders."""
+LABEL_PART = "cls"
+"""Part of a sample in a tar file that has its label."""
 MOST_PIXELS = 1 << 26
 """Largest image that is decoded: a small file can hold a very large one."""
 
@@ -194,6 +199,13 @@ def _images_in(source: str, image_field: str, label_field: str | None) -> Iterat
             if label_field is None or isinstance(labels[0], int | str):
                 is_empty = False
                 yield StoredImage(name, data, str(labels[0]) if labels else None)
+    elif path.suffix == SHARD:
+        for name, parts in samples_in_shard(path, "images"):
+            data = next((parts[each[1:]] for each in SUFFIXES if each[1:] in parts), None)
+            label = parts.get(LABEL_PART, b"").decode(errors="replace").strip()
+            if data is not None and (label or label_field is None):
+                is_empty = False
+                yield StoredImage(name, data, None if label_field is None else label)
     elif path.is_dir():
         for folder, _, names in walk(path):
             inside = folder.relative_to(path)
@@ -205,7 +217,7 @@ def _images_in(source: str, image_field: str, label_field: str | None) -> Iterat
     if is_empty and label_field is None:
         raise DataError(
             explain(
-                f"{source} holds no images",
+                f"{source} holds no images" if path.exists() else f"there is no {source}",
                 given=f"files with {', '.join(SUFFIXES)}, or tables with a column {image_field},"
                 " are read",
                 do="give a folder of images",
@@ -214,7 +226,9 @@ def _images_in(source: str, image_field: str, label_field: str | None) -> Iterat
     if is_empty:
         raise DataError(
             explain(
-                f"{source} holds no images with labels",
+                f"{source} holds no images with labels"
+                if path.exists()
+                else f"there is no {source}",
                 given=f"files with {', '.join(SUFFIXES)} in a folder for each label, or tables with"
                 f" columns {image_field} and {label_field}, are read",
                 do="give a folder with a folder of images for each label",

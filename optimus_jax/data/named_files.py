@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import tarfile
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -19,6 +20,8 @@ from optimus_jax.data.sampler import ExampleOrder, example_order
 from optimus_jax.errors import DataError, explain
 
 TABLES = (".parquet", ".arrow", ".feather")
+SHARD = ".tar"
+"""Of files with samples in several parts."""
 MOST_THREADS = min(32, os.cpu_count() or 1)
 """Threads of a process that decode."""
 _ROWS_AT_ONCE = 256
@@ -138,6 +141,40 @@ def in_threads(decode: Callable[[int], np.ndarray], numbers: Sequence[int]) -> l
 @lru_cache
 def _pool() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(max_workers=MOST_THREADS, thread_name_prefix="decode")
+
+
+def samples_in_shard(path: Path, what: str) -> Iterator[tuple[str, dict[str, bytes]]]:
+    """Names and parts of the samples in a tar file, as WebDataset has them: members in a row whose
+    names are alike up to the first dot, by what follows it.
+
+    Args:
+      what: what the samples are, for messages.
+    Raises:
+      DataError: the file is damaged.
+    """
+    try:
+        with tarfile.open(path) as shard:
+            name, parts = "", dict[str, bytes]()
+            for member in shard:
+                if not member.isfile():
+                    continue
+                folder, _, file = member.name.rpartition("/")
+                stem, _, suffix = file.partition(".")
+                key = f"{folder}/{stem}".lstrip("/")
+                if key != name and parts:
+                    yield f"{path.name}, {name}", parts
+                    parts = {}
+                content = shard.extractfile(member)
+                assert content is not None, "of a file"
+                name, parts[suffix.lower()] = key, content.read()
+            if parts:
+                yield f"{path.name}, {name}", parts
+    except (OSError, tarfile.TarError) as error:
+        raise DataError(
+            explain(
+                f"a tar file of {what} cannot be read", given=f"{path}: {error}", do="replace it"
+            )
+        ) from error
 
 
 def rows_of_table(

@@ -2,7 +2,8 @@
 
 A source is a folder, or a Parquet or Arrow file with columns of recordings (bytes, or Hugging
 Face's objects with `bytes`) and of texts. In a folder the texts are in metadata.csv or
-metadata.jsonl, with the field `file_name`, or in a .txt file beside each recording.
+metadata.jsonl, with the field `file_name`, or in a .txt file beside each recording. A tar file has
+WebDataset's names (`0001.flac`, `0001.txt`).
 
 An example is a recording: a token for each frame, then the text. The text begins with the tokens
 that ask for it (`prompt_of`) and ends with eos; all after the first token counts. Recordings and
@@ -25,12 +26,14 @@ from optimus_jax.config.model import COLUMNS_PER_FRAME, PATCH_TOKEN
 from optimus_jax.data.batch import HostBatch
 from optimus_jax.data.folders import walk
 from optimus_jax.data.named_files import (
+    SHARD,
     TABLES,
     EncodedFile,
     FileExamples,
     NamedFile,
     in_threads,
     rows_of_table,
+    samples_in_shard,
 )
 from optimus_jax.data.spectrogram import SAMPLE_RATE, STEP, log_mel
 from optimus_jax.data.tokenizers import Tokenizer
@@ -40,6 +43,8 @@ SUFFIXES = (".wav", ".flac", ".ogg", ".opus", ".mp3", ".aiff")
 """Of recordings in folders."""
 METADATA = ("metadata.csv", "metadata.jsonl")
 """Files with texts of a folder's recordings."""
+TEXT_PART = "txt"
+"""Part of a sample in a tar file that has its text."""
 FILE_NAME = "file_name"
 """Field of these files."""
 NO_LANGUAGE = "none"
@@ -288,6 +293,14 @@ def recordings_in(source: str, config: DataConfig) -> Iterator[StoredRecording]:
         for name, data, (text,) in rows_of_table(path, columns, "recordings"):
             is_empty = False
             yield StoredRecording(name, data, text if isinstance(text, str) else None)
+    elif path.suffix == SHARD:
+        for name, parts in samples_in_shard(path, "recordings"):
+            data = next((parts[each[1:]] for each in SUFFIXES if each[1:] in parts), None)
+            if data is not None:
+                is_empty = False
+                text = parts.get(TEXT_PART)
+                written = None if text is None else text.decode("utf-8-sig", "replace").strip()
+                yield StoredRecording(name, data, written)
     elif path.suffix.lower() in SUFFIXES and path.is_file():
         is_empty = False
         texts = _texts_in([(path.parent, [], [path.name, path.with_suffix(".txt").name])], config)

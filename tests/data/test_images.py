@@ -1,6 +1,7 @@
 """Images of folders and tables, and the examples that are made of them."""
 
 import io
+import tarfile
 
 import numpy as np
 import pytest
@@ -97,6 +98,28 @@ def test_tables_have_a_column_of_images(tmp_path, suffix, is_object):
     data = load(path)
     assert data.labels == ("0", "1", "2")
     assert cut(data, 0, 1, 2)["targets"][:, 0].tolist() == [2, 0, 1]
+
+
+def test_tar_files_have_images_and_their_labels(tmp_path):
+    with tarfile.open(tmp_path / "a.tar", "w") as shard:
+        for name, content in {
+            "train/0.png": encoded(0),
+            "train/0.cls": b"dog\n",
+            "train/1.cls": b"cat",
+            "train/1.png": encoded(1),
+            "train/2.png": encoded(2),
+            "README": b"no image",
+        }.items():
+            member = tarfile.TarInfo(name)
+            member.size = len(content)
+            shard.addfile(member, io.BytesIO(content))
+    data = load(tmp_path / "a.tar")
+    assert data.labels == ("cat", "dog")
+    assert cut(data, 0, 1)["targets"][:, 0].tolist() == [1, 0]
+    assert len(load(tmp_path / "a.tar", kind="unlabelled_images").train.items) == 3
+    (tmp_path / "b.tar").write_bytes(b"no tar")
+    with pytest.raises(DataError, match="a tar file of images cannot be read"):
+        load(tmp_path / "b.tar")
 
 
 def test_images_of_other_sizes_are_scaled(folder):

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import tarfile
 
 import numpy as np
 import pytest
@@ -194,6 +195,15 @@ def test_metadata_names_recordings_in_folders_below(folder):
     assert texts_of(data)["more/2.flac"] == "zwei"
     assert not {"silent.wav", "more/3.flac"} & {*texts_of(data)}
     assert any("2 recordings left out: without a text" in note for note in data.notes)
+
+
+def test_tar_files_have_recordings_and_their_texts(folder, tmp_path):
+    with tarfile.open(tmp_path / "speech.tar", "w") as shard:
+        for name in ("0.wav", "0.txt", "1.wav"):
+            shard.add(folder / name, f"train/{name}")
+    data = load(tmp_path / "speech.tar")
+    assert texts_of(data) == {"speech.tar, train/0": "one"}
+    np.testing.assert_array_equal(cut(data, 0)["patches"], cut(load(folder), 0)["patches"])
 
 
 def test_a_table_need_not_have_texts(folder, tmp_path):
