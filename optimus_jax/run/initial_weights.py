@@ -26,7 +26,7 @@ from optimus_jax.run.stored_config import differing_models, saved_config
 from optimus_jax.run_directory.directory import RunDirectory
 from optimus_jax.training.state import TrainState, from_stored
 from optimus_jax.training.step import Program
-from optimus_jax.training.tasks import task_name, task_of
+from optimus_jax.training.tasks import model_of, task_name, task_of
 from optimus_jax.weights.directory import open_model
 from optimus_jax.weights.published import PublishedSource
 from optimus_jax.weights.published_adapters import PublishedAdapters
@@ -258,7 +258,7 @@ def _check_model(
       source: where they come from, for errors.
       named: as for `check_initial_model`.
     """
-    theirs, own = model, config.model
+    theirs, own = model, model_of(config)
     if needs_new_head(theirs, own):
         theirs, own = theirs.body, own.body
     differing = differing_models(theirs, own)
