@@ -320,7 +320,8 @@ class StepTimes:
     def _exchanged(self, axis: str) -> str:
         """What a step exchanges over a mesh axis, and how much of its time is not in that term."""
         found = [each for each in self._exchanges if axis in each[0].axes]
-        times, beside = (sum([each[index] for each in found]) for index in (1, 2))
+        times = sum([time_s for _, time_s, _ in found])
+        beside = sum([beside_s for _, _, beside_s in found])
         kinds = ", ".join(sorted({f"{op.kind}s" for op, _, _ in found})) or "exchanges"
         hidden = f"; {beside / times:.0%} of {_ms(times)} is beside compute" if beside else ""
         return f"{kinds} over {axis}={self.plan.axes[axis]}{hidden}"
