@@ -126,7 +126,8 @@ class DataConfig:
     audio_field: str = "audio"
     """Name of the column with recordings in a table; their texts are in text_field."""
     language: str = "en"
-    """Code of the language of recordings, where the tokenizer has tokens of languages."""
+    """Code of the language of recordings, where the tokenizer has tokens of languages; none: texts
+    name neither language nor task, as for models of English alone."""
     speech_task: SpeechTask = "transcribe"
     """What is written of recordings: their text, or that in English (translate)."""
     records: RecordChoice = "auto"

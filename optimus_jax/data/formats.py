@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 from optimus_jax.data.compressed import open_file, suffixes_of
 from optimus_jax.data.file_kinds import TEXT_BYTE_ORDER_MARK, wide_encoding
@@ -292,17 +292,32 @@ def read_arrow(source_file: SourceFile) -> Iterator[Any]:
     except ImportError as error:
         raise _needs_pyarrow("Arrow", source_file.path) from error
     with pyarrow.memory_map(str(source_file.path)) as source:
-        is_file = source.read(len(ARROW_FILE)) == ARROW_FILE
-        source.seek(0)
-        if not is_file:
-            batches: Iterable[Any] = (stream := pyarrow.ipc.open_stream(source))
-            schema = stream.schema
-        else:
-            file = pyarrow.ipc.open_file(source)
-            batches, schema = map(file.get_batch, range(file.num_record_batches)), file.schema
-        yield from _rows(batches, _columns(schema, source_file), source_file)
-        if not is_file:
+        found = arrow_batches(source)
+        yield from _rows(found.batches, _columns(found.schema, source_file), source_file)
+        if found.is_stream:
             _check_end_of_stream(source, source_file)
+
+
+class ArrowBatches(NamedTuple):
+    """The record batches of an Arrow file or stream."""
+
+    batches: Iterable[Any]
+    schema: Any
+    is_stream: bool
+
+
+def arrow_batches(source: Any) -> ArrowBatches:
+    """The record batches of an open pyarrow file, which is at its beginning."""
+    import pyarrow.ipc
+
+    is_file = source.read(len(ARROW_FILE)) == ARROW_FILE
+    source.seek(0)
+    if not is_file:
+        stream = pyarrow.ipc.open_stream(source)
+        return ArrowBatches(stream, stream.schema, is_stream=True)
+    file = pyarrow.ipc.open_file(source)
+    batches = map(file.get_batch, range(file.num_record_batches))
+    return ArrowBatches(batches, file.schema, is_stream=False)
 
 
 def _check_end_of_stream(source: Any, source_file: SourceFile) -> None:

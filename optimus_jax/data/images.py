@@ -107,7 +107,9 @@ def decoded(image: StoredImage, model: ModelConfig) -> np.ndarray:
                 raise ValueError(f"{found.width} x {found.height} pixels, {MOST_PIXELS:,} at most")
             upright = ImageOps.exif_transpose(found)
             if upright.mode.startswith("I"):  # greys of 16 bits, which Pillow would cut off
-                upright = Image.fromarray((np.asarray(upright) >> 8).astype(np.uint8))
+                upright = Image.fromarray(
+                    np.clip(np.asarray(upright) >> 8, 0, 255).astype(np.uint8)
+                )
             mode = {1: "L", 3: "RGB", 4: "RGBA"}[model.num_channels]
             size = (model.image_size, model.image_size)
             pixels = np.asarray(upright.convert(mode).resize(size, Image.Resampling.BILINEAR))

@@ -15,7 +15,7 @@ import numpy as np
 
 from optimus_jax.config import ModelConfig
 from optimus_jax.data.batch import HostBatch
-from optimus_jax.data.formats import ARROW_FILE
+from optimus_jax.data.formats import arrow_batches
 from optimus_jax.data.sampler import ExampleOrder, example_order
 from optimus_jax.errors import DataError, explain
 
@@ -191,7 +191,6 @@ def rows_of_table(
       DataError: pyarrow is missing, or the file is damaged.
     """
     try:
-        import pyarrow.ipc
         import pyarrow.parquet
     except ImportError as error:
         raise DataError(
@@ -208,13 +207,7 @@ def rows_of_table(
             present = [name for name in columns if name in table.schema_arrow.names]
             yield from table.iter_batches(_ROWS_AT_ONCE, columns=present)
             return
-        is_file = source.read(len(ARROW_FILE)) == ARROW_FILE
-        source.seek(0)
-        if is_file:
-            file = pyarrow.ipc.open_file(source)
-            yield from map(file.get_batch, range(file.num_record_batches))
-        else:
-            yield from pyarrow.ipc.open_stream(source)
+        yield from arrow_batches(source).batches
 
     try:
         number = 0

@@ -129,9 +129,8 @@ def test_the_label_of_a_word_of_two_tokens_is_at_the_first(tmp_path):
 
 def test_a_word_without_tokens_gives_its_label_to_no_other(tmp_path):
     library = pytest.importorskip("tokenizers")
-    whole = library.Tokenizer.from_file(
-        tokenizer_like_berts(tmp_path) and str(tmp_path / "tokenizer.json")
-    )
+    tokenizer_like_berts(tmp_path)
+    whole = library.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
     whole.normalizer = library.normalizers.Replace("\u200b", "")
     whole.save(str(tmp_path / "tokenizer.json"))
     records = [{"words": ["\u200b", "a", "c", "\u200b"], "labels": [3, 0, 1, 2]}]
