@@ -1,5 +1,6 @@
 """Assembles the controller of a run from its parts."""
 
+import contextlib
 import re
 import threading
 from collections.abc import Mapping, Sequence
@@ -65,6 +66,11 @@ def make_controller(
     shares_cores = topology.platform == "cpu"
     prepare_s = constants.PREPARE_COMPILE_RATIO * compile_s
     settings, pricing = config.controller, local_cluster.pricing(freed(program.config))
+    if shares_cores:
+        # The first search traces the model's layers and head, for seconds in which steps beside it
+        # would be slow. Later ones take hundredths of a second.
+        with contextlib.suppress(PlanError):
+            search_now(pricing)
     advisor = Advisor(
         pricing=pricing,
         plan=program.plan,
