@@ -14,6 +14,7 @@ from pathlib import Path
 
 from optimus_jax.config import (
     AttentionKernel,
+    Generator,
     ModelConfig,
     MomentPrecision,
     Offload,
@@ -32,6 +33,7 @@ from optimus_jax.mesh.rules import (
     check_lengths,
     check_rules,
     padded_vocab,
+    rules_of_generator,
 )
 from optimus_jax.mesh.slots import layer_slots
 from optimus_jax.pipeline.schedule import Schedule
@@ -159,6 +161,19 @@ class Plan:
     def active_rules(self, model: ModelConfig) -> Mapping[str, tuple[str, ...]]:
         """The rules that split something: logical axis -> mesh axes with more than one device."""
         return active_rules(self.rules, self.axes, model)
+
+    def of_generator(self, generator: Generator) -> "Plan":
+        """How this plan trains a model's generator, on the same devices and microbatches: without
+        stages, as each of them runs all of it.
+        """
+        return dataclasses.replace(
+            self,
+            rules=rules_of_generator(self.rules, self.axes, generator),
+            pipeline=None,
+            offload="optimizer" if self.offloads_moments else "none",
+            kept_layers=0,
+            overlap="none",
+        )
 
     def padded_vocab(self, model: ModelConfig) -> int:
         """Rows of the embedding, padding included."""

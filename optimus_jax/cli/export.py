@@ -42,6 +42,11 @@ def parser() -> Parser:
         help="step of the checkpoint to export (default: the newest good one)",
     )
     flags.add_argument(
+        "--generator",
+        action="store_true",
+        help="write the model's generator (default: the model that it was trained beside)",
+    )
+    flags.add_argument(
         "--adapters",
         action="store_true",
         help="write the run's adapters alone, in PEFT's format (default: merge them)",
@@ -68,10 +73,11 @@ def parser() -> Parser:
 def check_kind(given: Mapping[str, Any]) -> None:
     """Raise ConfigError for flags of whole models with adapters alone, or the other way round."""
     if given["adapters"]:
-        unused, what = ("dtype", "max_shard_size"), "adapters alone are float32, in one file"
+        unused = "dtype", "max_shard_size", "generator"
+        what = "adapters alone are float32, in one file, and of no generator"
     else:
         unused, what = ("base",), "only adapters alone name another model"
-    named = [f"--{name.replace('_', '-')}" for name in unused if given[name] is not None]
+    named = [f"--{name.replace('_', '-')}" for name in unused if given[name] not in (None, False)]
     if named:
         flags = " and ".join(named)
         kind = "with --adapters" if given["adapters"] else "without --adapters"
@@ -104,6 +110,7 @@ def main() -> None:
             step=given["step"],
             dtype=given["dtype"],
             max_shard_size=given["max_shard_size"],
+            generator=given["generator"],
             warn=print_to_stderr,
         )
     print(

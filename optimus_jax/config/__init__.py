@@ -7,7 +7,7 @@ available hardware, data and model size are measured later, and the layout deriv
 
 from optimus_jax.config.data import DataConfig, PhaseConfig
 from optimus_jax.config.export import ExportConfig
-from optimus_jax.config.model import Features, ModelConfig, RopeScaling
+from optimus_jax.config.model import Features, Generator, ModelConfig, RopeScaling
 from optimus_jax.config.parallel import (
     OFFLOADS,
     REMAT_POLICIES,
@@ -55,6 +55,7 @@ __all__ = [
     "ExportConfig",
     "FaultConfig",
     "Features",
+    "Generator",
     "LearningRateFactors",
     "LearningRateSchedule",
     "LogConfig",

@@ -49,9 +49,11 @@ class RopeScaling:
 
 
 Bias = Literal["query", "key", "value", "out", "up", "down"]
-Labelled = Literal["sequence", "token", "span"]
+Labelled = Literal["sequence", "token", "span", "replacement"]
 SPAN_LABELS = ("begin", "end")
 """Labels of a model that finds spans."""
+REPLACEMENT_LABELS = ("replaced",)
+"""Label of a model that finds replaced tokens: the odds that one is."""
 LayerType = Literal["full", "window"]
 Medium = Literal["text", "images", "sound"]
 
@@ -131,6 +133,39 @@ class Features:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Generator:
+    """Sizes of a generator: a smaller model of the same family, which restores masked tokens with
+    the same embedding. The model beside it finds those that it got wrong.
+
+    Clark et al. 2020 (arXiv:2003.10555), section 3.2: a quarter to a half of the model's width is
+    best.
+    """
+
+    num_layers: int = 12
+    """Layers."""
+    embed_dim: int = 64
+    """Width of the residual stream."""
+    num_heads: int = 1
+    """Heads, of embed_dim / num_heads each."""
+    mlp_dim: int = 256
+    """Hidden width of the feed-forward block."""
+
+    def __post_init__(self) -> None:
+        counts = ("num_layers", "embed_dim", "num_heads", "mlp_dim")
+        check_positive(self, *counts)
+        check_counts(self, *counts)
+        if self.embed_dim % self.num_heads:
+            raise ConfigError(
+                explain(
+                    "the heads of a generator have no whole width",
+                    given=f"model.generator.embed_dim={self.embed_dim},"
+                    f" model.generator.num_heads={self.num_heads}",
+                    do=f"set model.generator.num_heads to a divisor of {self.embed_dim}",
+                )
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """Sizes of a decoder; its family (`models/families.py`) and features determine the
     architecture.
@@ -184,7 +219,9 @@ class ModelConfig:
     vocabulary."""
     labelled: Labelled = "sequence"
     """What has a label each: a whole sequence, or every token; or spans, which begin at one token
-    and end at another."""
+    and end at another; or whether a token was replaced."""
+    generator: Generator | None = None
+    """The model that replaces tokens, which this one finds; None: there is none."""
     features: Features = field(default_factory=Features)
     """Features that differ from those of the family."""
     dropout: float = 0.0
@@ -200,7 +237,7 @@ class ModelConfig:
     @property
     def body(self) -> "ModelConfig":
         """The same model with a head over the vocabulary."""
-        return replace(self, labels=(), labelled="sequence")
+        return replace(self, labels=(), labelled="sequence", generator=None)
 
     @property
     def num_outputs(self) -> int:
@@ -256,6 +293,7 @@ class ModelConfig:
         check_not_negative(self, *sizes)
         check_counts(self, *counts, *sizes, "patch_size", "num_channels", "mel_bins")
         self._check_encoder()
+        self._check_generator()
         if self.image_size % self.patch_size:
             raise ConfigError(
                 explain(
@@ -348,5 +386,31 @@ class ModelConfig:
                     given=f"model.frames={self.frames}, model.image_size={self.image_size},"
                     f" model.labels={','.join(self.labels)}",
                     do="set model.frames=0 and model.encoder_layers=0, or leave the others out",
+                )
+            )
+
+    def _check_generator(self) -> None:
+        """Raise ConfigError if there is a generator, and nothing to tell what it replaced, or parts
+        are trained that it has not.
+        """
+        if self.generator is None:
+            return
+        if self.labelled != "replacement" or self.labels != REPLACEMENT_LABELS:
+            raise ConfigError(
+                explain(
+                    "a model with a generator finds replaced tokens",
+                    given=f"model.labels={','.join(self.labels) or 'none'},"
+                    f" model.labelled={self.labelled}",
+                    do=f"set model.labels={','.join(REPLACEMENT_LABELS)} and"
+                    " model.labelled=replacement, or leave model.generator out",
+                )
+            )
+        if self.tuning.has_adapters or self.tuning.freeze_layers:
+            raise ConfigError(
+                explain(
+                    "a model with a generator has no adapters, and all its layers are trained",
+                    given=f"model.tuning.method={self.tuning.method},"
+                    f" model.tuning.freeze_layers={self.tuning.freeze_layers}",
+                    do="leave both out, or model.generator",
                 )
             )

@@ -7,7 +7,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from optimus_jax.config import Features, ModelConfig, RopeScaling
+from optimus_jax.config import Features, Generator, ModelConfig, RopeScaling
+from optimus_jax.config.model import REPLACEMENT_LABELS
 from optimus_jax.errors import ConfigError, explain, nearest
 
 
@@ -53,6 +54,14 @@ _gpt2 = _gpt("gpt2", 50257, 1024)
 _gpt_neo = _gpt("gpt_neo", 50257, 2048)
 _opt = _gpt("opt", 50272, 2048)
 _bert = _gpt("bert", 28996, 512, norm_epsilon=1e-12)
+_electra = _gpt(
+    "electra",
+    30522,
+    512,
+    norm_epsilon=1e-12,
+    labels=REPLACEMENT_LABELS,
+    labelled="replacement",
+)
 _vit = _gpt("vit", 1, 197, norm_epsilon=1e-12, tied=False, image_size=224)
 _whisper = _gpt("whisper", 51865, 1948, frames=1500)
 _llama2 = _like("llama", 32000, 4096, tied=False)
@@ -120,6 +129,33 @@ PRESETS: dict[str, Callable[[], ModelConfig]] = {
         256,
         4,
         features=Features(table_dim=768),
+    ),
+    "electra-nano": partial(
+        _electra,
+        "electra-nano",
+        4,
+        256,
+        8,
+        vocab_size=258,
+        max_length=256,
+        generator=Generator(num_layers=4, embed_dim=64, num_heads=2, mlp_dim=256),
+    ),
+    "electra-small-discriminator": partial(
+        _electra,
+        "electra-small-discriminator",
+        12,
+        256,
+        4,
+        features=Features(table_dim=128),
+        generator=Generator(num_layers=12, embed_dim=64, num_heads=1, mlp_dim=256),
+    ),
+    "electra-base-discriminator": partial(
+        _electra,
+        "electra-base-discriminator",
+        12,
+        768,
+        12,
+        generator=Generator(num_layers=12, embed_dim=256, num_heads=4, mlp_dim=1024),
     ),
     # Grey images of 8 x 8 pixels.
     "vit-nano": partial(

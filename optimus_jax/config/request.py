@@ -29,6 +29,8 @@ from optimus_jax.system.hub_model import HubModel
 from optimus_jax.system.json_input import read_json
 from optimus_jax.system.paths import UserPath
 
+OPTIONAL_PARTS = ("model.rope_scaling", "model.generator")
+"""Parts of a model that may be missing as a whole."""
 SHORT_NAMES = {
     "data": "data.sources",
     "tokenizer": "data.tokenizer",
@@ -204,8 +206,8 @@ def repeated_config(text: str, wanted: Config) -> Config:
     fixed = [
         name
         for name in setting_names(Config)
-        if _is_fixed(name) and not name.startswith("model.rope_scaling.")
-    ] + ["model.rope_scaling"]
+        if _is_fixed(name) and not name.startswith(tuple([f"{part}." for part in OPTIONAL_PARTS]))
+    ] + [*OPTIONAL_PARTS]
     if changed := [name for name in fixed if _is_changed(name, old, wanted, derived)]:
         raise ConfigError(
             explain(

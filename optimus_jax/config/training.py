@@ -168,9 +168,13 @@ class MaskingConfig:
     """Whether all tokens of a word are chosen together."""
     token: int | None = None
     """Id of the mask token; None: that of the tokenizer, or if it has none the model's last id."""
+    discriminator_weight: float = 50.0
+    """Weight of the loss of finding replaced tokens, beside that of the generator, which is 1
+    (task=replaced_tokens)."""
 
     def __post_init__(self) -> None:
         check_not_negative(self, "masked", "random")
+        check_positive(self, "discriminator_weight")
         if not 0 < self.share <= 1:
             raise ConfigError(
                 explain(

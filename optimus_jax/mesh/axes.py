@@ -10,6 +10,12 @@ LENGTH = "length"
 """Tokens of the residual stream, between the blocks of a layer."""
 LAYERS = "layers"
 """Decoder layers, stacked."""
+GENERATOR_LAYERS = "generator_layers"
+"""Layers of a generator, stacked; never split."""
+GENERATOR_HEADS = "generator_heads"
+"""Heads of a generator: of queries, keys or values."""
+GENERATOR_MLP = "generator_mlp"
+"""Hidden width of a generator's feed-forward block."""
 VOCAB = "vocab"
 """Token ids, padded to whole shards."""
 EMBED = "embed"
@@ -42,6 +48,9 @@ LOGICAL_AXES = (
     BATCH,
     LENGTH,
     LAYERS,
+    GENERATOR_LAYERS,
+    GENERATOR_HEADS,
+    GENERATOR_MLP,
     VOCAB,
     EMBED,
     TABLE,

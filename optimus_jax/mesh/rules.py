@@ -11,12 +11,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from types import MappingProxyType
 
-from optimus_jax.config import ModelConfig
+from optimus_jax.config import Generator, ModelConfig
 from optimus_jax.config.axes import DATA, FSDP, MESH_AXES, PIPE, TENSOR, AxisSizes
 from optimus_jax.errors import PlanError, explain, nearest
 from optimus_jax.mesh.axes import (
     BATCH,
     EMBED,
+    GENERATOR_HEADS,
+    GENERATOR_MLP,
     HEADS,
     KV_HEADS,
     LAYERS,
@@ -114,18 +116,33 @@ def active_rules(
     the query heads stay whole, and each device takes the one it needs
     (`Collectives.kv_heads_needed`).
     """
-    return _active_rules(rules, sizes, model.num_kv_heads)
+    return _active_rules(rules, sizes, model.num_kv_heads, model.generator)
 
 
 @lru_cache(maxsize=1 << 12)
 def _active_rules(
-    rules: Rules, sizes: AxisSizes, num_kv_heads: int
+    rules: Rules, sizes: AxisSizes, num_kv_heads: int, generator: Generator | None
 ) -> Mapping[str, tuple[str, ...]]:
     """`active_rules`, cached because the planner asks for the same ones thousands of times."""
     active = {logical: tuple(axis for axis in axes if sizes[axis] > 1) for logical, axes in rules}
     if num_kv_heads % _ways(active.get(KV_HEADS, ()), sizes):
         active[KV_HEADS] = ()
+    if generator is not None:
+        own = dict(rules_of_generator(tuple(active.items()), sizes, generator))
+        active |= {GENERATOR_HEADS: own.get(HEADS, ()), GENERATOR_MLP: own.get(MLP, ())}
     return MappingProxyType({logical: axes for logical, axes in active.items() if axes})
+
+
+def rules_of_generator(rules: Rules, sizes: AxisSizes, generator: Generator) -> Rules:
+    """The rules of a generator, given those of its model: every pipeline stage runs all of it, and
+    heads, or the feed-forward, that cannot be split evenly are whole.
+    """
+    split, dropped = dict(rules), {LAYERS}
+    if generator.num_heads % _ways(split.get(HEADS, ()), sizes):
+        dropped |= {HEADS, KV_HEADS, LENGTH}
+    if generator.mlp_dim % _ways(split.get(MLP, ()), sizes):
+        dropped |= {MLP, LENGTH}
+    return tuple((logical, axes) for logical, axes in rules if logical not in dropped)
 
 
 def check_rules(rules: Rules, sizes: AxisSizes, model: ModelConfig) -> None:
@@ -152,10 +169,13 @@ def check_rules(rules: Rules, sizes: AxisSizes, model: ModelConfig) -> None:
                     do=f"use {axis}=1, or no rule for " + " or ".join(map(repr, work)),
                 )
             )
+    widths = [(EMBED, model.embed_dim, "embed_dim")]
+    if model.generator is not None:
+        widths.append((EMBED, model.generator.embed_dim, "generator.embed_dim"))
     for logical, size, setting in (
         (HEADS, model.num_heads, "num_heads"),
         (MLP, model.mlp_dim, "mlp_dim"),
-        (EMBED, model.embed_dim, "embed_dim"),
+        *widths,
     ):
         axes = active.get(logical, ())
         ways = _ways(axes, sizes)

@@ -133,6 +133,25 @@ def table_width(model: ModelConfig) -> int:
     return features_of(model).table_dim or model.embed_dim
 
 
+def generator_of(model: ModelConfig) -> ModelConfig | None:
+    """The generator of a model as a model of its own; None: there is none."""
+    sizes, width = model.generator, table_width(model)
+    if sizes is None:
+        return None
+    return replace(
+        model.body,
+        name=f"{model.name}, generator",
+        num_layers=sizes.num_layers,
+        embed_dim=sizes.embed_dim,
+        num_heads=sizes.num_heads,
+        num_kv_heads=sizes.num_heads,
+        head_dim=sizes.embed_dim // sizes.num_heads,
+        mlp_dim=sizes.mlp_dim,
+        tied=True,
+        features=replace(model.features, table_dim=0 if width == sizes.embed_dim else width),
+    )
+
+
 class HeadTransform(NamedTuple):
     """What is between the residual stream and the head's matrix: a projection, and more."""
 
@@ -146,6 +165,8 @@ class HeadTransform(NamedTuple):
 def head_transform_of(model: ModelConfig) -> HeadTransform | None:
     """What precedes the head's matrix; None: nothing."""
     features = features_of(model)
+    if model.labelled == "replacement" and model.labels:
+        return HeadTransform(model.embed_dim, features.activation)
     if model.labels:
         if features.pooler == "none" or model.labelled != "sequence":
             return None
@@ -196,6 +217,14 @@ def check_family(config: ModelConfig) -> None:
         )
     if config.encoder_layers:
         _check_encoder(config, features)
+    if config.generator is not None and (features.causal or not features.embedding_norm):
+        raise ConfigError(
+            explain(
+                "a generator restores masked tokens, and has the embedding of its model",
+                given=f"model.generator, of the family {config.family}",
+                do="use a model of the family electra or bert, or leave model.generator out",
+            )
+        )
     if config.tuning.has_adapters and "gate" in config.tuning.targets and not features.gated:
         raise ConfigError(
             explain(

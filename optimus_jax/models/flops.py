@@ -28,6 +28,7 @@ from optimus_jax.config import ModelConfig
 from optimus_jax.mesh.collectives import Collectives
 from optimus_jax.mesh.leaf import trained_of, with_trained
 from optimus_jax.models.block import ForwardContext
+from optimus_jax.models.families import generator_of
 from optimus_jax.models.layer_program import layer_programs, whole_sizes
 from optimus_jax.models.program_reader import ProgramReader, needed
 from optimus_jax.models.shapes import Params, model_shapes
@@ -131,7 +132,7 @@ def step_flops(
     model: ModelConfig, *, num_sequences: int, seq_len: int, num_references: int = 0
 ) -> float:
     """FLOPs of one training step that count for MFU: 6 per parameter and token, 4 if the parameter
-    is frozen, 2 if nothing below it is trained either, plus attention.
+    is frozen, 2 if nothing below it is trained either, plus attention; those of a generator too.
 
     Recomputation is not counted.
 
@@ -147,6 +148,8 @@ def step_flops(
         base = model.base
         layers = float(model.num_layers) * layer_passes(base, seq_len).forward
         flops += num_references * times * (layers + outer_flops(base, seq_len).forward)
+    if (generator := generator_of(model)) is not None:
+        flops += step_flops(generator, num_sequences=num_sequences, seq_len=seq_len)
     return flops
 
 

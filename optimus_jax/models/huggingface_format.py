@@ -91,7 +91,7 @@ class HuggingFaceFormat:
         return self.tensors.get("head/table")
 
     def label_head(self, labelled: str) -> LabelHead | None:
-        """The head of labels of sequences, tokens or spans; None: no class has one."""
+        """The head of labels of this kind; None: no class has one."""
         stem = self.architecture.removesuffix("ForCausalLM").removesuffix("LMHeadModel")
         if labelled in self.label_heads or labelled != "sequence" or stem == self.architecture:
             return self.label_heads.get(labelled)

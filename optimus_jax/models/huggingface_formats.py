@@ -451,6 +451,16 @@ HUGGING_FACE_FORMATS: dict[str, HuggingFaceFormat] = {
             ),
         ),
         label_heads={
+            "replacement": LabelHead(
+                architecture="ElectraForPreTraining",
+                prefix="discriminator_predictions.",
+                tensors={
+                    "table_out": "discriminator_predictions.dense.weight",
+                    "transform_bias": "discriminator_predictions.dense.bias",
+                    "label_table": "discriminator_predictions.dense_prediction.weight",
+                    "head_bias": "discriminator_predictions.dense_prediction.bias",
+                },
+            ),
             "sequence": LabelHead(
                 architecture="ElectraForSequenceClassification",
                 prefix="classifier.",

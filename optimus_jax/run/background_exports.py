@@ -6,6 +6,7 @@ next checkpoint is left on the disk, and a checkpoint that is being exported is 
 
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 from optimus_jax.config import Config
@@ -49,7 +50,7 @@ class BackgroundExports:
         self._last = 0
         self._due: tuple[int, ...] = ()
         if self.every:
-            config_to_huggingface(config.model)
+            config_to_huggingface(replace(config.model, generator=None))
 
     @property
     def every(self) -> int:

@@ -8,19 +8,21 @@ import json
 import shutil
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from optimus_jax.checkpoint.checkpoints import Checkpoints
 from optimus_jax.checkpoint.errors import DamagedError, UnreachableError
 from optimus_jax.checkpoint.slices import StoredCheckpoint
-from optimus_jax.config import Config, ExportConfig
+from optimus_jax.config import Config, ExportConfig, ModelConfig
 from optimus_jax.data.published_tokenizer import adds_tokens, published_files
 from optimus_jax.data.recordings import start_of
 from optimus_jax.data.tokenizers import Tokenizer
-from optimus_jax.errors import CheckpointError, explain
+from optimus_jax.errors import CheckpointError, ConfigError, explain
+from optimus_jax.models.families import generator_of
 from optimus_jax.models.huggingface import config_from_huggingface
 from optimus_jax.models.huggingface_config import config_to_huggingface
+from optimus_jax.models.shapes import path_beside_generator, path_in_generator
 from optimus_jax.run.byte_progress import byte_progress
 from optimus_jax.run.exported_weights import DTYPES, WeightsExport, dtype_of
 from optimus_jax.run.model_card import (
@@ -38,9 +40,12 @@ from optimus_jax.run_directory.directory import RunDirectory
 from optimus_jax.run_directory.run_data import check_tokenizer, tokenizer_of_run
 from optimus_jax.system.new_directory import check_free, new_directory
 from optimus_jax.system.paths import UserPath, local_path
+from optimus_jax.training.tasks import MLM
 from optimus_jax.weights.directory import CONFIG
 from optimus_jax.weights.published import GENERATION_CONFIG
 
+GENERATOR_FLAG = "--generator"
+"""Flag of an export of a generator."""
 TO = "--to"
 """Flag that names the directory of an export."""
 OTHER_FILES_BYTES = 64 << 20
@@ -74,19 +79,38 @@ class RunToExport:
     """What names the directory of an export, for errors."""
     leaves_room_for_checkpoint: bool = False
     """Whether the disk must have room for another checkpoint besides."""
+    generator: bool = False
+    """Whether to export the model's generator and not the model."""
 
     @classmethod
-    def at(cls, path: Path, given: object) -> "RunToExport":
+    def at(cls, path: Path, given: object, *, generator: bool = False) -> "RunToExport":
         """The run in a directory.
 
         Args:
           given: how the user named it.
+          generator: as above.
         Raises:
           OptimusError: there is no run, or its tokenizer cannot be used.
         """
         run = RunDirectory(path, writer=False)
         config = config_of_run(run, given, purpose="to export")
-        return cls(run=run, config=config, tokenizer=tokenizer_of_run(run, config.data))
+        if generator and config.model.generator is None:
+            raise ConfigError(
+                explain(
+                    "the run's model has no generator",
+                    given=f"{GENERATOR_FLAG}, {config.model.name}",
+                    do=f"leave {GENERATOR_FLAG} out",
+                )
+            )
+        tokenizer = tokenizer_of_run(run, config.data)
+        return cls(run=run, config=config, tokenizer=tokenizer, generator=generator)
+
+    @property
+    def model(self) -> ModelConfig:
+        """The model to export."""
+        model = self.config.model
+        generator = generator_of(model) if self.generator else None
+        return replace(model, generator=None) if generator is None else generator
 
     def write(
         self, step: int, to: Path, settings: ExportConfig, *, show_progress: bool
@@ -102,7 +126,7 @@ class RunToExport:
         check_stored_config(checkpoint.metadata, self.config, sections=("model.",))
         check_tokenizer(self.tokenizer, self.run, checkpoint.metadata)
         dtype = settings.dtype or dtype_of(checkpoint)
-        config = self.config.model
+        config = self.model
         theirs = config_to_huggingface(
             config,
             dtype=DTYPES[dtype].name,
@@ -110,7 +134,11 @@ class RunToExport:
             start=start_of(self.tokenizer),
         )
         weights = WeightsExport.of(
-            checkpoint, config_from_huggingface(theirs), config.tuning, dtype
+            checkpoint,
+            config_from_huggingface(theirs),
+            config.tuning,
+            dtype,
+            path_in_generator if self.generator else path_beside_generator,
         )
         with new_directory(to, what=self.named_by) as directory:
             needed = weights.num_bytes + OTHER_FILES_BYTES
@@ -127,7 +155,7 @@ class RunToExport:
                 CONFIG: _json(theirs),
                 CARD: model_card(
                     self.run,
-                    self.config,
+                    replace(self.config, model=config, task=MLM if self.generator else None),
                     self.tokenizer,
                     step=step,
                     metadata=checkpoint.metadata,
@@ -168,6 +196,7 @@ def export(
     step: int | None = None,
     dtype: str | None = None,
     max_shard_size: str | None = None,
+    generator: bool = False,
     warn: Callable[[str], object] = warnings.warn,
 ) -> ExportResult:
     """Export a run's model: config, weights, tokenizer and model card, for transformers.
@@ -181,6 +210,7 @@ def export(
       step: of a checkpoint; None: the newest good one.
       dtype: `f32`, `bf16` or `f16`; None: as in the checkpoint.
       max_shard_size: largest file of weights, such as `5GB`, which is the default.
+      generator: whether to export the model's generator and not the model.
       warn: called with messages about what was skipped.
     Raises:
       OptimusError: there is no such run or checkpoint, transformers has no such model, or the
@@ -192,7 +222,9 @@ def export(
     target = local_path(to, what=TO, do="write a directory here, and copy it").absolute()
     check_free(target, what=TO)
     exported = RunToExport.at(
-        run_to_read(run_dir, what=RUN, checkpoint=step, say=warn), given=run_dir
+        run_to_read(run_dir, what=RUN, checkpoint=step, say=warn),
+        given=run_dir,
+        generator=generator,
     )
     checkpoints = Checkpoints(exported.run.checkpoints, exported.config.checkpoint, warn=warn)
     damage = {}

@@ -23,7 +23,7 @@ from optimus_jax.mesh.slots import canonical_slots
 from optimus_jax.models.huggingface_formats import format_of
 from optimus_jax.models.huggingface_tensors import LeafSource, leaf_sources, tensor_shapes
 from optimus_jax.models.merging import Merging, is_of_adapter
-from optimus_jax.models.shapes import model_shapes
+from optimus_jax.models.shapes import model_shapes, path_beside_generator
 from optimus_jax.reshard.checksum import named_leaves
 from optimus_jax.reshard.restack import is_stacked
 from optimus_jax.run.stored_matrices import StoredCodes, matrices_of
@@ -60,15 +60,22 @@ class WeightsExport:
     """The adapters in the checkpoint, which are merged, and the formats of its leaves."""
     dtype: np.dtype
     """Of the files."""
+    path_of: Callable[[str], str | None]
+    """The path in the model of a parameter in the checkpoint; None: it is not the model's."""
 
     @classmethod
     def of(
-        cls, checkpoint: StoredCheckpoint, config: ModelConfig, tuning: Tuning, dtype: str
+        cls,
+        checkpoint: StoredCheckpoint,
+        config: ModelConfig,
+        tuning: Tuning,
+        dtype: str,
+        path_of: Callable[[str], str | None] = path_beside_generator,
     ) -> "WeightsExport":
         """The export of a checkpoint's parameters.
 
         Args:
-          config, tuning: as above.
+          config, tuning, path_of: as above.
           dtype: a key of DTYPES.
         Raises:
           CheckpointError: the checkpoint is of another model.
@@ -76,12 +83,17 @@ class WeightsExport:
         shapes = model_shapes(replace(config, tuning=tuning), config.vocab_size)
         asked = named_leaves({"params": shapes.params})
         saved = {
-            name: {"dtype": leaf.dtype.name, "shape": leaf.shape}
-            for name, leaf in checkpoint.leaves.items()
-            if name.startswith(PARAMS)
+            PARAMS + path: {"dtype": leaf.dtype.name, "shape": leaf.shape}
+            for path, leaf in params_in(checkpoint, path_of).items()
         }
         check_same_model(checkpoint.step, saved, asked, shapes.may_be_padded)
-        return cls(checkpoint=checkpoint, config=config, tuning=tuning, dtype=DTYPES[dtype])
+        return cls(
+            checkpoint=checkpoint,
+            config=config,
+            tuning=tuning,
+            dtype=DTYPES[dtype],
+            path_of=path_of,
+        )
 
     @property
     def num_params(self) -> int:
@@ -166,11 +178,7 @@ class WeightsExport:
 
     @cached_property
     def _stored(self) -> dict[str, Stored]:
-        own = {
-            name.removeprefix(PARAMS): leaf
-            for name, leaf in self.checkpoint.leaves.items()
-            if name.startswith(PARAMS)
-        }
+        own = params_in(self.checkpoint, self.path_of)
         return matrices_of(own, model_shapes(self.config, self.config.vocab_size))
 
     def _merging(self) -> Merging:
@@ -195,6 +203,18 @@ class WeightsExport:
             for box in leaf.boxes(sources[path].file_order, BOX_BYTES):
                 assert prod(sizes(box))
                 yield path, sources[path], leaf, box
+
+
+def params_in(
+    checkpoint: StoredCheckpoint, path_of: Callable[[str], str | None]
+) -> dict[str, StoredLeaf]:
+    """Parameters in a checkpoint, by the paths that `path_of` gives them."""
+    paths = {name: path_of(name.removeprefix(PARAMS)) for name in checkpoint.leaves}
+    return {
+        path: checkpoint.leaves[name]
+        for name, path in paths.items()
+        if path is not None and name.startswith(PARAMS)
+    }
 
 
 def dtype_of(checkpoint: StoredCheckpoint) -> str:

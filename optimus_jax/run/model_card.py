@@ -78,6 +78,7 @@ _OF_LABELS = {
     "sequence": Purpose("text-classification", "AutoModelForSequenceClassification"),
     "token": Purpose("token-classification", "AutoModelForTokenClassification"),
     "span": Purpose("question-answering", "AutoModelForQuestionAnswering"),
+    "replacement": Purpose("feature-extraction", "AutoModelForPreTraining"),
 }
 
 

@@ -145,7 +145,7 @@ def show_start_table(
 def _task_text(config: Config) -> str:
     """What is learnt."""
     name, task = task_name(config), task_of(config)
-    if task.labelled is not None:
+    if task.labelled is not None and not task.has_generator:
         labels = config.model.labels
         shown = ", ".join(labels[:8]) + (f" and {len(labels) - 8} more" if len(labels) > 8 else "")
         return f"{name}: {len(labels)} labels of a {task.labelled}: {shown}"
@@ -155,9 +155,10 @@ def _task_text(config: Config) -> str:
     if task.corrupt is not None:
         masking = config.masking
         words = "words" if masking.whole_words else "tokens"
+        weight = f"; weight {masking.discriminator_weight:g}" if task.has_generator else ""
         return (
             f"{name}: {masking.share:.0%} of the {words}, of which {masking.masked:.0%} are seen as"
-            f" token {config.mask_token} and {masking.random:.0%} as random ones"
+            f" token {config.mask_token} and {masking.random:.0%} as random ones{weight}"
         )
     return name
 

@@ -83,12 +83,17 @@ def _by_microbatch(
         jax.tree.map(jnp.zeros_like, differentiated),
     )
 
-    def add(total: tuple[Array, Params], rows: Batch) -> tuple[tuple[Array, Params], Sums]:
+    def add(
+        total: tuple[Array, Params], rows: Batch
+    ) -> tuple[tuple[Array, Params], tuple[Sums, Array | None]]:
         sums, gradients = microbatch(rows)
-        return jax.tree.map(jnp.add, total, (sums.loss, gradients)), sums.metrics
+        added = jax.tree.map(jnp.add, total, (sums.loss, gradients))
+        return added, (sums.metrics, sums.drawn)
 
-    (loss, gradients), metrics = lax.scan(add, start, _microbatches(objective, batch))
-    return TaskSums(loss, {name: parts.sum(0) for name, parts in metrics.items()}), gradients
+    (loss, gradients), (parts, drawn) = lax.scan(add, start, _microbatches(objective, batch))
+    metrics = {name: of_each.sum(0) for name, of_each in parts.items()}
+    drawn = None if drawn is None else drawn.reshape(-1, *drawn.shape[2:])
+    return TaskSums(loss, metrics, drawn), gradients
 
 
 def _pipelined(

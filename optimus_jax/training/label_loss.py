@@ -71,6 +71,24 @@ def span_loss(inputs: LossInputs) -> TaskSums:
     )
 
 
+def replacement_loss(inputs: LossInputs) -> TaskSums:
+    """Cross-entropy of whether each token was replaced, and how often the likelier is right."""
+    model, comm, rows = inputs.model, inputs.comm, inputs.rows
+    hidden_BLE = model.head_input(inputs.value, comm)
+    logits_BL = model.logits(hidden_BLE, ForwardContext(comm=comm))[..., 0]
+    is_replaced_BL, counts_BL = (comm.local_tokens(rows[name]) for name in ("targets", "loss_mask"))
+    losses_BL = jnp.logaddexp(logits_BL, 0.0) - logits_BL * is_replaced_BL.astype(jnp.float32)
+    loss = jnp.where(counts_BL, losses_BL, 0).sum()
+    is_right_BL = (lax.stop_gradient(logits_BL) > 0) == (is_replaced_BL > 0)
+    return TaskSums(
+        loss * inputs.weight,
+        {
+            "accuracy": (is_right_BL & counts_BL).sum(dtype=jnp.float32),
+            "discriminator_loss": lax.stop_gradient(loss),
+        },
+    )
+
+
 def count_spans(rows: Batch) -> Array:
     """int32 number of answers."""
     return _bits(rows)[..., 0].sum(dtype=jnp.int32)

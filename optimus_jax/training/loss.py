@@ -1,4 +1,5 @@
-"""Next-token cross-entropy over a vocabulary that may be split, a chunk of tokens at a time.
+"""Cross-entropy of tokens, and draws from what a model predicts, over a vocabulary that may be
+split, a chunk of tokens at a time.
 
 No device holds the logits of all its tokens at once, nor those of other devices' parts of the
 vocabulary: it computes a chunk's logits, turns them into the loss and into their own gradient, and
@@ -9,7 +10,7 @@ Shapes: N tokens of a device, C tokens of a chunk, D embed, V vocab (the device'
 """
 
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -41,12 +42,47 @@ def cross_entropy(
       weights_N: float32 weight of each token's term; 0 leaves it out.
       chunk_tokens: tokens whose float32 logits exist at the same time.
     """
+    how = _How(comm, vocab_size, chunk_tokens, head.softcap)
+    return _loss_and_draws(how, hidden_ND, head, targets_N, weights_N, None)[0]
+
+
+def cross_entropy_and_draws(
+    hidden_ND: Array,
+    head: Head,
+    targets_N: Array,
+    weights_N: Array,
+    uniform_N: Array,
+    *,
+    comm: Collectives,
+    vocab_size: int,
+    chunk_tokens: int,
+) -> tuple[Array, Array]:
+    """`cross_entropy`, and a token drawn from each p, int32 [N], by the same logits.
+
+    Args:
+      uniform_N: float32 from 0 to below 1 for every draw, which is of the first token at which the
+        sum of p exceeds it. So a draw does not depend on how devices share the vocabulary, but for
+        the rounding of sums.
+    """
+    how = _How(comm, vocab_size, chunk_tokens, head.softcap)
+    loss, drawn_N = _loss_and_draws(how, hidden_ND, head, targets_N, weights_N, uniform_N)
+    assert drawn_N is not None
+    return loss, drawn_N
+
+
+def _loss_and_draws(
+    how: "_How",
+    hidden_ND: Array,
+    head: Head,
+    targets_N: Array,
+    weights_N: Array,
+    uniform_N: Array | None,
+) -> tuple[Array, Array | None]:
     head_VD, bias_V = head.matrix_VE, head.bias_V
     axes = sorted(varying_axes(hidden_ND) | varying_axes(head_VD))
     hidden_ND, head_VD = vary(hidden_ND, axes), vary(head_VD, axes)
     bias_V = None if bias_V is None else vary(bias_V, axes)
-    how = _How(comm, vocab_size, chunk_tokens, head.softcap)
-    return _cross_entropy(how, hidden_ND, head_VD, bias_V, targets_N, weights_N)
+    return _cross_entropy(how, hidden_ND, head_VD, bias_V, targets_N, weights_N, uniform_N)
 
 
 def token_losses(
@@ -68,7 +104,7 @@ def token_losses(
     def chunk(_: None, chunk: tuple) -> tuple[None, Array]:
         hidden_CD, targets_C = chunk
         ones_C = jnp.ones_like(targets_C, jnp.float32)
-        return None, _chunk(how, hidden_CD, head_VD, bias_V, targets_C, ones_C)[2]
+        return None, _chunk(how, hidden_CD, head_VD, bias_V, targets_C, ones_C).losses_C
 
     chunks = _chunks(chunk_tokens, hidden_ND, targets_N)
     return lax.scan(chunk, None, chunks)[1].reshape(-1)[: len(targets_N)]
@@ -89,15 +125,17 @@ def _cross_entropy(
     bias_V: Array | None,
     targets_N: Array,
     weights_N: Array,
-) -> Array:
+    uniform_N: Array | None,
+) -> tuple[Array, Array | None]:
     hidden_ND, head_VD = _rounded(how, hidden_ND, head_VD)
 
-    def add_chunk(total: Array, chunk: tuple) -> tuple[Array, None]:
-        hidden_CD, targets_C, weights_C = chunk
-        return total + _chunk(how, hidden_CD, head_VD, bias_V, targets_C, weights_C)[0], None
+    def add_chunk(total: Array, chunk: tuple) -> tuple[Array, Array | None]:
+        found = _chunk(how, chunk[0], head_VD, bias_V, *chunk[1:])
+        return total + found.loss, found.drawn_C
 
-    chunks = _chunks(how.chunk_tokens, hidden_ND, targets_N, weights_N)
-    return lax.scan(add_chunk, _zero_loss(weights_N), chunks)[0]
+    chunks = _chunks(how.chunk_tokens, hidden_ND, targets_N, weights_N, uniform_N)
+    loss, drawn = lax.scan(add_chunk, _zero_loss(weights_N), chunks)
+    return loss, _joined(drawn, len(targets_N))
 
 
 def _forward(
@@ -107,15 +145,16 @@ def _forward(
     bias_V: Array | None,
     targets_N: Array,
     weights_N: Array,
-) -> tuple[Array, tuple]:
-    """The loss, and the gradients for a cotangent of 1."""
+    uniform_N: Array | None,
+) -> tuple[tuple[Array, Array | None], tuple]:
+    """The results, and the loss's gradients for a cotangent of 1."""
     hidden_dtype, head_dtype = hidden_ND.dtype, head_VD.dtype
     hidden_ND, head_VD = _rounded(how, hidden_ND, head_VD)
 
-    def add_chunk(carry: tuple, chunk: tuple) -> tuple[tuple, Array]:
+    def add_chunk(carry: tuple, chunk: tuple) -> tuple[tuple, tuple[Array, Array | None]]:
         total, d_head_DV, d_bias_V = carry
-        hidden_CD, targets_C, weights_C = chunk
-        loss, d_logits_CV, _ = _chunk(how, hidden_CD, head_VD, bias_V, targets_C, weights_C)
+        hidden_CD = chunk[0]
+        loss, d_logits_CV, _, drawn_C = _chunk(how, hidden_CD, head_VD, bias_V, *chunk[1:])
         if d_bias_V is not None:
             d_bias_V = d_bias_V + d_logits_CV.sum(0)
         d_logits_CV = d_logits_CV.astype(hidden_CD.dtype)
@@ -123,9 +162,9 @@ def _forward(
         d_head_DV = d_head_DV + jnp.dot(
             hidden_CD.T, d_logits_CV, preferred_element_type=jnp.float32
         )
-        return (total + loss, d_head_DV, d_bias_V), d_hidden_CD
+        return (total + loss, d_head_DV, d_bias_V), (d_hidden_CD, drawn_C)
 
-    chunks = _chunks(how.chunk_tokens, hidden_ND, targets_N, weights_N)
+    chunks = _chunks(how.chunk_tokens, hidden_ND, targets_N, weights_N, uniform_N)
     # Summed transposed: a CPU's matmul is 1.6 times as fast with the longer dimension last
     # (docs/decisions/0003).
     start = (
@@ -133,25 +172,45 @@ def _forward(
         jnp.zeros_like(head_VD.T, jnp.float32),
         None if bias_V is None else jnp.zeros_like(bias_V, jnp.float32),
     )
-    (loss, d_head_DV, d_bias_V), d_hidden = lax.scan(add_chunk, start, chunks)
+    (loss, d_head_DV, d_bias_V), (d_hidden, drawn) = lax.scan(add_chunk, start, chunks)
     d_hidden_ND = d_hidden.reshape(-1, hidden_ND.shape[1])[: hidden_ND.shape[0]]
-    return loss, (d_hidden_ND, d_head_DV.T.astype(head_dtype), d_bias_V)
+    gradients = d_hidden_ND, d_head_DV.T.astype(head_dtype), d_bias_V
+    return (loss, _joined(drawn, len(targets_N))), gradients
 
 
-def _backward(how: _How, gradients: tuple[Array, Array, Array | None], cotangent: Array) -> tuple:
+def _backward(
+    how: _How, gradients: tuple[Array, Array, Array | None], cotangents: tuple[Array, Any]
+) -> tuple:
     del how
+    cotangent, _ = cotangents
     d_hidden_ND, d_head_VD, d_bias_V = jax.tree.map(
         lambda gradient: gradient * cotangent.astype(gradient.dtype), gradients
     )
-    return d_hidden_ND, d_head_VD, d_bias_V, None, None
+    return d_hidden_ND, d_head_VD, d_bias_V, None, None, None
 
 
 _cross_entropy.defvjp(_forward, _backward)
 
 
+def _joined(drawn: Array | None, num_tokens: int) -> Array | None:
+    """What chunks have drawn, [chunks, C] -> [N]."""
+    return None if drawn is None else drawn.reshape(-1)[:num_tokens]
+
+
 def _rounded(how: _How, *arrays: Array) -> list[Array]:
     """Arrays in the dtype of the matmuls."""
     return [array.astype(how.comm.dtype) for array in arrays]
+
+
+class _OfChunk(NamedTuple):
+    loss: Array
+    """Weighted sum."""
+    d_logits_CV: Array
+    """float32 gradient of the loss with respect to the products with the head's matrix."""
+    losses_C: Array
+    """float32 loss of each token, without its weight."""
+    drawn_C: Array | None
+    """int32 token drawn for each."""
 
 
 def _chunk(
@@ -161,9 +220,8 @@ def _chunk(
     bias_V: Array | None,
     targets_C: Array,
     weights_C: Array,
-) -> tuple[Array, Array, Array]:
-    """A chunk's weighted loss, the gradient of its products with the head's matrix, float32 [C, V],
-    and each token's loss without its weight, float32 [C]."""
+    uniform_C: Array | None = None,
+) -> _OfChunk:
     comm, vocab_size = how.comm, how.vocab_size
     num_rows = head_VD.shape[0]
     first = comm.offset(num_rows, VOCAB)
@@ -190,15 +248,35 @@ def _chunk(
     )
     if how.softcap:
         d_logits_CV = d_logits_CV * (1 - (capped_CV / how.softcap) ** 2)
-    return loss, d_logits_CV, losses_C
+    drawn_C = None if uniform_C is None else _drawn(how, exp_CV, uniform_C)
+    return _OfChunk(loss, d_logits_CV, losses_C, drawn_C)
+
+
+def _drawn(how: _How, exp_CV: Array, uniform_C: Array) -> Array:
+    """The tokens at which sums of p first exceed these numbers: as many as the tokens at which they
+    do not.
+
+    Args:
+      exp_CV: p of this device's part of the vocabulary, times a factor.
+    """
+    sums_CV = jnp.cumsum(exp_CV, 1)
+    parts_CW = how.comm.gathered(sums_CV[:, -1:], VOCAB)
+    is_before_W = jnp.arange(parts_CW.shape[1]) < how.comm.offset(1, VOCAB)
+    before_C = jnp.where(is_before_W[None], parts_CW, 0).sum(1)
+    wanted_C = uniform_C * parts_CW.sum(1)
+    num_C = (before_C[:, None] + sums_CV <= wanted_C[:, None]).sum(1, dtype=jnp.int32)
+    return jnp.minimum(how.comm.sum(num_C, VOCAB), how.vocab_size - 1)
 
 
 def _zero_loss(weights_N: Array) -> Array:
     return vary(jnp.zeros((), jnp.float32), sorted(varying_axes(weights_N)))
 
 
-def _chunks(chunk_tokens: int, *arrays: Array) -> tuple[Array, ...]:
-    """[N, ...] -> [number of chunks, C, ...], padded with zeros, whose weight is zero too."""
+def _chunks(chunk_tokens: int, *given: Array | None) -> tuple[Array, ...]:
+    """[N, ...] -> [number of chunks, C, ...], padded with zeros, whose weight is zero too; of the
+    arrays that there are.
+    """
+    arrays = [array for array in given if array is not None]
     num_tokens = arrays[0].shape[0]
     num_chunks = -(-num_tokens // chunk_tokens)
     size = -(-num_tokens // num_chunks)

@@ -16,7 +16,7 @@ from jax import Array, lax
 
 from optimus_jax.config import Config
 from optimus_jax.data.batch import BATCH_ARRAYS, BEGINS_WORD, BatchArray, HostBatch
-from optimus_jax.training.task import Batch
+from optimus_jax.training.task import DRAWS, Batch
 
 MASKED_ARRAYS: Mapping[str, BatchArray] = {
     **BATCH_ARRAYS,
@@ -60,3 +60,23 @@ def with_masked_tokens(config: Config, rows: Batch, keys_B: Array) -> Batch:
     seen_BL = jnp.where(is_other_BL, other_BL, tokens_BL)
     seen_BL = jnp.where(is_masked_BL, jnp.int32(config.mask_token), seen_BL)
     return rows | {"tokens": seen_BL, "targets": tokens_BL, "loss_mask": is_chosen_BL}
+
+
+def with_tokens_to_draw(config: Config, rows: Batch, keys_B: Array) -> Batch:
+    """`with_masked_tokens`, and DRAWS with which a generator draws tokens for the chosen ones."""
+    keys = jax.vmap(lambda key: jax.random.split(key, 2))(keys_B)
+    draws_BL = jax.vmap(lambda key: jax.random.uniform(key, rows["tokens"].shape[1:]))(keys[:, 1])
+    return with_masked_tokens(config, rows, keys[:, 0]) | {DRAWS: draws_BL}
+
+
+def with_drawn_tokens(rows: Batch, masked: Batch, drawn_BL: Array) -> Batch:
+    """Rows in which drawn tokens stand for the masked ones. Their targets say which tokens are
+    others than before; those that count are those that counted before any was masked.
+
+    Args:
+      rows: as they were before `with_tokens_to_draw`.
+      masked: as it has made them.
+    """
+    tokens_BL = jnp.where(masked["loss_mask"], drawn_BL, rows["tokens"])
+    is_replaced_BL = (tokens_BL != rows["tokens"]).astype(jnp.int32)
+    return rows | {"tokens": tokens_BL, "targets": is_replaced_BL}

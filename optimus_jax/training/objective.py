@@ -77,10 +77,11 @@ class Objective:
                 POLICY: value,
                 REFERENCE: reference.run_layers(before, rows["positions"], run).x_BLD,
             }
-        loss, metrics = self.loss(whole, value, rows)
+        sums = self._sums(whole, value, rows)
         weights = self.auxiliary_weights
         weighted = [weights[name] * each for name, each in auxiliary.items() if name in weights]
-        return sum(weighted, loss), reported(loss, metrics, auxiliary)
+        found = reported(sums.loss, sums.metrics, auxiliary, sums.drawn)
+        return sum(weighted, sums.loss), found
 
     def embed(self, whole: Params, rows: Batch) -> Any:
         """The stage value before the first layer: the residual stream [B, L, D], or if the task has
@@ -113,6 +114,11 @@ class Objective:
 
     def loss(self, whole: Params, value: Any, rows: Batch) -> tuple[Array, Sums]:
         """The task's loss and metrics: sums over these rows' terms, of the loss weighted."""
+        sums = self._sums(whole, value, rows)
+        return sums.loss, sums.metrics
+
+    def _sums(self, whole: Params, value: Any, rows: Batch) -> TaskSums:
+        """What the task says of these rows, added over the devices that have a part of each."""
         sums = self.task.loss(
             LossInputs(
                 model=self.shapes.merged(whole),
@@ -124,7 +130,8 @@ class Objective:
                 chunk_tokens=self.plan.loss_chunk_tokens,
             )
         )
-        return self._added_shares((sums.loss, sums.metrics))
+        loss, metrics = self._added_shares((sums.loss, sums.metrics))
+        return TaskSums(loss, metrics, sums.drawn)
 
     @property
     def auxiliary_weights(self) -> dict[str, Array | float]:

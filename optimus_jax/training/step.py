@@ -32,10 +32,11 @@ from optimus_jax.mesh.sums import Sums
 from optimus_jax.mesh.xla_options import GPU, CompilerOption, as_compiler_dict, compiler_options
 from optimus_jax.mesh.zero import LeafLayout, varying_axes
 from optimus_jax.models.keys import make_key
-from optimus_jax.models.shapes import ModelShapes, Params
+from optimus_jax.models.shapes import ModelShapes, Params, beside_generator
 from optimus_jax.plan import Plan
 from optimus_jax.training.compiler_options import options_for, usable_bytes
 from optimus_jax.training.frozen_layers import zero_in_frozen_layers
+from optimus_jax.training.generator import GeneratorPass
 from optimus_jax.training.gradients import sums_alone, sums_and_gradients
 from optimus_jax.training.objective import Objective
 from optimus_jax.training.offload import update_through_host
@@ -67,6 +68,8 @@ CORRUPTION = 0x6D61736B
 """What `Task.corrupt` draws with has nothing in common with dropout, whose keys are of the step."""
 AUGMENTATION = 0x696D6167
 """The same of `Task.augment`."""
+GENERATOR_LOSS = "generator_loss"
+"""Metric of models with a generator: the mean of its loss over hidden tokens."""
 EVALUATION = 0
 """The step of which evaluations are: those of training begin at 1."""
 
@@ -262,33 +265,55 @@ class _DeviceStep:
         ]
         self.learning_rate = learning_rate(config, shapes.num_params)
         self.rate_factors = RateFactors(config.optimizer, shapes, comm)
+        has_generator = shapes.generator is not None
+        self.generator = GeneratorPass(config, shapes, plan) if has_generator else None
+        self.task_weight = config.masking.discriminator_weight if has_generator else 1.0
+        """Weight of the model's own loss."""
 
     def train(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         step = state.step + 1
-        batch = self._changed(self.objective.task.augment, AUGMENTATION, batch, step)
-        batch = self._corrupted(batch, step)
-        tokens = self._over_batch(self.objective.task.count(batch))
         key = (
             jax.random.fold_in(make_key(self.config.seed), step)
             if self.config.model.draws_dropout
             else None
         )
         scale = state.loss_scale.scale if self.plan.precision == "f16" else jnp.float32(1)
-        weight = scale / jnp.maximum(tokens, 1).astype(jnp.float32)
+        unscaled = (lambda x: x / scale) if self.plan.precision == "f16" else (lambda x: x)
+
+        def reduced(layout: LeafLayout, gradient: Array) -> Array:
+            return self._of_trained_layers(layout, unscaled(layout.reduced(gradient)))
+
+        rows = self._changed(self.objective.task.augment, AUGMENTATION, batch, step)
+        batch = self._corrupted(rows, step)
+        before = None
+        if self.generator is not None:
+            before = self.generator.train(
+                state.params,
+                rows,
+                batch,
+                self._batch_axes,
+                step_key=key,
+                weight=scale / self._num_terms(batch),
+            )
+            batch = before[2]
+        tokens = self._over_batch(self.objective.task.count(batch))
         sums, gradients = sums_and_gradients(
-            self.objective.at(step_key=key, weight=weight),
-            self.layouts,
-            state.params,
+            self.objective.at(step_key=key, weight=self.task_weight * scale / at_least_one(tokens)),
+            beside_generator(self.layouts),
+            beside_generator(state.params),
             batch,
             self._batch_axes,
         )
-        unscaled = (lambda x: x / scale) if self.plan.precision == "f16" else (lambda x: x)
         loss = unscaled(self._over_batch(sums.loss))
-        gradients = map_trained(
-            lambda layout, g: self._of_trained_layers(layout, unscaled(layout.reduced(g))),
-            self.layouts,
-            gradients,
-        )
+        gradients = map_trained(reduced, beside_generator(self.layouts), gradients)
+        metrics = {
+            name: self._over_batch(part) / at_least_one(tokens)
+            for name, part in sums.metrics.items()
+        }
+        if self.generator is not None and before is not None:
+            gradients = self.generator.with_gradients(before[1], gradients, reduced)
+            metrics[GENERATOR_LOSS] = unscaled(self._over_batch(before[0].loss))
+            loss = loss + metrics[GENERATOR_LOSS]
         norm = global_norm(gradients)
         lr = self.learning_rate(step)
         finite = jnp.isfinite(norm) & jnp.isfinite(loss)
@@ -311,20 +336,30 @@ class _DeviceStep:
             "tokens": tokens,
             "skipped": ~finite,
             "loss_scale": scale,
-            **{
-                name: self._over_batch(part) / jnp.maximum(tokens, 1).astype(jnp.float32)
-                for name, part in sums.metrics.items()
-            },
+            **metrics,
         }
 
     def evaluate(self, params: Params, batch: Batch) -> EvalSums:
-        batch = self._corrupted(batch, jnp.int32(EVALUATION))
-        sums = sums_alone(self.objective, self.layouts, params, batch)
-        return EvalSums(
-            loss=self._over_batch(sums.loss),
-            tokens=self._over_batch(self.objective.task.count(batch)),
-            metrics={name: self._over_batch(part) for name, part in sums.metrics.items()},
-        )
+        rows, batch = batch, self._corrupted(batch, jnp.int32(EVALUATION))
+        of_generator = jnp.float32(0)
+        if self.generator is not None:
+            num_hidden = self._num_terms(batch)
+            generated, batch = self.generator.evaluate(params, rows, batch)
+            of_generator = self._over_batch(generated.loss) / num_hidden
+        tokens = self._over_batch(self.objective.task.count(batch))
+        layouts, params = beside_generator(self.layouts), beside_generator(params)
+        sums = sums_alone(self.objective, layouts, params, batch)
+        loss = self._over_batch(sums.loss)
+        metrics = {name: self._over_batch(part) for name, part in sums.metrics.items()}
+        if self.generator is not None:
+            # A mean over other terms, as a sum over these.
+            metrics[GENERATOR_LOSS] = of_generator * tokens.astype(jnp.float32)
+            loss = self.task_weight * loss + metrics[GENERATOR_LOSS]
+        return EvalSums(loss=loss, tokens=tokens, metrics=metrics)
+
+    def _num_terms(self, batch: Batch) -> Array:
+        """Terms of the loss on all devices, float32, 1 if there are none."""
+        return at_least_one(self._over_batch(self.objective.task.count(batch)))
 
     def _corrupted(self, batch: Batch, step: Array) -> Batch:
         """The rows that the model learns from, or is evaluated on, in this step."""
@@ -412,6 +447,11 @@ class _DeviceStep:
     def _over_batch(self, x: Array) -> Array:
         """The sum over all devices that hold different rows."""
         return lax.psum(x, self._batch_axes) if self._batch_axes else x
+
+
+def at_least_one(number: Array) -> Array:
+    """A number that sums are divided by, float32."""
+    return jnp.maximum(number, 1).astype(jnp.float32)
 
 
 def global_norm(tree: Any) -> Array:

@@ -41,6 +41,9 @@ TYPES = "types"
 PATCHES = "patches"
 """Array with the bytes of every patch, or the values of every frame of sound, of tasks that have
 images or sound."""
+DRAWS = "draws"
+"""Array with a float32 number from 0 to below 1 for every token, where tokens are drawn from what
+the model predicts."""
 POLICY, REFERENCE = "policy", "reference"
 """Streams of a task with a reference: of the model, and of the model without its adapters."""
 Batch = dict[str, Array]
@@ -72,6 +75,8 @@ class TaskSums(NamedTuple):
     metrics: Sums
     """By name, without the weight; not differentiated. A metric of an operation that has no
     derivative reads `jax.lax.stop_gradient` of its arguments."""
+    drawn: Array | None = None
+    """No sum: the tokens that were drawn, int32 [B, L], for rows with DRAWS; without a pipeline."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,6 +105,9 @@ class Task:
     evaluations do not depend on the step."""
     augment: Callable[[Config, Batch, Array], Batch] | None = None
     """As `corrupt`, and before it; evaluations read the rows as they are."""
+    has_generator: bool = False
+    """Whether the model's generator restores the tokens that `corrupt` hides, and what it draws for
+    them takes their place (training/generator.py)."""
     has_reference: bool = False
     """Whether the rows also run through the model as it is without its adapters."""
     auxiliary_weights: Mapping[str, float] = field(default_factory=dict)
@@ -109,7 +117,7 @@ class Task:
     @property
     def has_perplexity(self) -> bool:
         """Whether the loss is that of tokens of a text, so that its exponential is a perplexity."""
-        return self.reads == "documents"
+        return self.reads == "documents" and not self.has_generator
 
     @property
     def medium(self) -> Medium:
@@ -129,7 +137,7 @@ class Task:
     @property
     def labelled(self) -> Labelled | None:
         """`ModelConfig.labelled` of its models; None: they have no labels."""
-        return _LABELLED.get(self.reads)
+        return "replacement" if self.has_generator else _LABELLED.get(self.reads)
 
     @property
     def num_references(self) -> int:
@@ -188,7 +196,7 @@ RESERVED_NAMES = frozenset(
 """Names that a step or an evaluation records already."""
 
 
-def reported(loss: Array, metrics: Sums, auxiliary: Sums) -> TaskSums:
+def reported(loss: Array, metrics: Sums, auxiliary: Sums, drawn: Array | None = None) -> TaskSums:
     """The sums of some rows that a run reports: auxiliary sums are metrics too.
 
     Raises ConfigError if a name is another value's.
@@ -203,4 +211,4 @@ def reported(loss: Array, metrics: Sums, auxiliary: Sums) -> TaskSums:
                 do="call it something else",
             )
         )
-    return TaskSums(loss, metrics | auxiliary)
+    return TaskSums(loss, metrics | auxiliary, drawn)

@@ -9,7 +9,7 @@ import numpy as np
 from jax import Array
 
 from optimus_jax.config import Config, ModelConfig
-from optimus_jax.config.model import SPAN_LABELS, Labelled
+from optimus_jax.config.model import REPLACEMENT_LABELS, SPAN_LABELS, Labelled
 from optimus_jax.config.tuning import BASE_GROUPS
 from optimus_jax.data.batch import BATCH_ARRAYS, BatchArray
 from optimus_jax.errors import ConfigError, explain, nearest
@@ -21,16 +21,22 @@ from optimus_jax.training.label_loss import (
     LABEL_ARRAYS,
     count_spans,
     label_loss,
+    replacement_loss,
     span_loss,
     with_types,
 )
-from optimus_jax.training.loss import cross_entropy
-from optimus_jax.training.masking import MASKED_ARRAYS, with_masked_tokens, with_words
+from optimus_jax.training.loss import cross_entropy, cross_entropy_and_draws
+from optimus_jax.training.masking import (
+    MASKED_ARRAYS,
+    with_masked_tokens,
+    with_tokens_to_draw,
+    with_words,
+)
 from optimus_jax.training.patch_masking import patch_loss, with_hidden_patches
 from optimus_jax.training.preference import count_pairs, preference_loss
-from optimus_jax.training.task import PATCHES, Batch, LossInputs, Task, TaskSums
+from optimus_jax.training.task import DRAWS, PATCHES, Batch, LossInputs, Task, TaskSums
 
-NEXT_TOKEN, MLM = "next_token", "mlm"
+NEXT_TOKEN, MLM, REPLACED = "next_token", "mlm", "replaced_tokens"
 IMAGES, TRANSCRIPTION = "image_classification", "transcription"
 """Tasks, if none is named, of models that see earlier tokens only, of those that see all, of those
 that read images, and of those that read sound."""
@@ -38,6 +44,7 @@ LEARNS: dict[Labelled, str] = {
     "sequence": "classification",
     "token": "token_classification",
     "span": "question_answering",
+    "replacement": REPLACED,
 }
 """Those of models of text with labels, by what has one each."""
 READ_BY_THE_MODEL = ("tokens", "positions", "segments", "examples")
@@ -56,21 +63,30 @@ def _count_tokens(rows: Batch) -> Array:
 
 
 def _token_loss(inputs: LossInputs) -> TaskSums:
-    """Cross-entropy of the targets that count."""
+    """Cross-entropy of the targets that count; and tokens that are drawn, for rows with DRAWS."""
     model, comm, rows = inputs.model, inputs.comm, inputs.rows
     hidden_BLE = comm.fan_out(model.head_input(inputs.value, comm), VOCAB)
     counts: Any = text_of(rows["loss_mask"], model.config)
     weights = counts.astype("float32") * inputs.weight
-    loss = cross_entropy(
+    tokens = (
         hidden_BLE.reshape(-1, hidden_BLE.shape[-1]),
         model.output_head,
         text_of(rows["targets"], model.config).reshape(-1),
         weights.reshape(-1),
-        comm=comm,
-        vocab_size=model.config.vocab_size,
-        chunk_tokens=inputs.chunk_tokens,
     )
-    return TaskSums(loss, {})
+    vocab_size, chunk_tokens = model.config.vocab_size, inputs.chunk_tokens
+    if (draws_BL := rows.get(DRAWS)) is None:
+        return TaskSums(
+            cross_entropy(*tokens, comm=comm, vocab_size=vocab_size, chunk_tokens=chunk_tokens), {}
+        )
+    loss, drawn_N = cross_entropy_and_draws(
+        *tokens,
+        draws_BL.reshape(-1),
+        comm=comm,
+        vocab_size=vocab_size,
+        chunk_tokens=chunk_tokens,
+    )
+    return TaskSums(loss, {}, drawn_N.reshape(draws_BL.shape))
 
 
 _LABELS = Task(
@@ -96,6 +112,15 @@ TASKS: dict[str, Task] = {
         prepare=with_words,
         is_causal=False,
         corrupt=with_masked_tokens,
+    ),
+    REPLACED: Task(
+        loss=replacement_loss,
+        count=_count_tokens,
+        arrays=MASKED_ARRAYS,
+        prepare=with_words,
+        is_causal=False,
+        corrupt=with_tokens_to_draw,
+        has_generator=True,
     ),
     "classification": _LABELS,
     "token_classification": dataclasses.replace(_LABELS, reads="word_labels"),
@@ -165,6 +190,11 @@ def task_of(config: Config) -> Task:
     return task_named(task_name(config))
 
 
+FIXED_LABELS: dict[Labelled, tuple[str, ...]] = {
+    "span": SPAN_LABELS,
+    "replacement": REPLACEMENT_LABELS,
+}
+"""Labels that no data names."""
 SOME_LABELS = ("0", "1")
 """Labels of a model whose data is not known."""
 
@@ -179,8 +209,8 @@ def model_of(config: Config, labels: tuple[str, ...] = ()) -> ModelConfig:
     labelled, model = task_of(config).labelled, config.model
     if labelled is None:
         return model
-    if labelled == "span":
-        labels = SPAN_LABELS
+    if labelled in FIXED_LABELS:
+        labels = FIXED_LABELS[labelled]
     return dataclasses.replace(
         model, labels=labels or model.labels or SOME_LABELS, labelled=labelled
     )
@@ -251,6 +281,20 @@ def check_task(config: Config, named: Collection[str] = ()) -> None:
                 given=f"masking.token={config.mask_token},"
                 f" model.vocab_size={config.model.vocab_size}",
                 do="set masking.token to an id below model.vocab_size",
+            )
+        )
+    if task.has_generator != (config.model.generator is not None):
+        raise ConfigError(
+            explain(
+                f"task {name} needs a model with a generator"
+                if task.has_generator
+                else f"task {name} has no use for the model's generator",
+                given=f"{config.model.name}, {'no ' if task.has_generator else ''}model.generator",
+                do="name a model with one, such as electra-nano, or set its sizes: --set"
+                " model.generator.embed_dim=64"
+                if task.has_generator
+                else "leave --task out, or begin with its weights: --init-from and a model without"
+                " a generator",
             )
         )
     if config.model.labels and task.labelled is None:

@@ -36,13 +36,15 @@ NINE_IN_TEN = 1.645
 BUBBLE = "bubble"
 REFERENCE_PASS = "reference"
 """Term of the forward pass without adapters, of a task with a reference."""
+GENERATOR = "generator"
+"""Term of a generator: its layers, its head, and its share of the embedding."""
 IN_LAYERS = ("attention", "feed-forward", "recompute", "memory", "launching", REFERENCE_PASS)
 """Terms for a layer's operators."""
 HOST_COPIES = "host copies"
 """The term for offloading."""
 COMMUNICATION = (TENSOR, VOCABULARY, FSDP, DATA, PIPE)
 """Terms for communication."""
-TERMS = (*IN_LAYERS, HEAD, *COMMUNICATION, BUBBLE, "optimizer", HOST_COPIES, "overhead")
+TERMS = (*IN_LAYERS, GENERATOR, HEAD, *COMMUNICATION, BUBBLE, "optimizer", HOST_COPIES, "overhead")
 """All terms."""
 
 
@@ -225,6 +227,7 @@ class StepTimes:
             "memory": visits * compute.memory,
             "launching": visits * compute.launching,
             REFERENCE_PASS: self.executions * (self.streams - 1) * layer.forward,
+            GENERATOR: self._generator_s,
             HEAD: outside.head,
             TENSOR: visits * exposed[TENSOR] + at_end(TENSOR, 0.0),
             VOCABULARY: outside.vocabulary,
@@ -293,6 +296,7 @@ class StepTimes:
             "memory": f"passes over memory, {_ms(layer.memory)}{visits}",
             "launching": f"kernels that wait for the host, {_ms(layer.launching)}{visits}",
             REFERENCE_PASS: f"forward without adapters, {_ms(whole_layer.forward)}{executions}",
+            GENERATOR: "restores hidden tokens, whole on every stage",
             HEAD: f"{_ms(self.microbatch.head)} x {plan.microbatches} microbatches",
             TENSOR: self._exchanged(TENSOR),
             VOCABULARY: "all-reduces of embedding and head",
@@ -311,6 +315,16 @@ class StepTimes:
                 if time_s > 0
             ]
         )
+
+    @cached_property
+    def _generator_s(self) -> float:
+        """Seconds of a generator, forward and backward; 0: there is none."""
+        costs, sizes = self.costs, self.costs.workload.model.generator
+        workload = costs.workload.generator
+        if workload is None or sizes is None:
+            return 0.0
+        own = _cluster_costs(workload, costs.cluster, costs.rates, costs.implementation)
+        return StepTimes(own, self.plan.of_generator(sizes)).before_end_s()
 
     @cached_property
     def _exchanges(self) -> list[tuple[CommunicationOp, float, float]]:

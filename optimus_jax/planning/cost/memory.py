@@ -109,6 +109,7 @@ def estimate_memory(workload: Workload, plan: Plan) -> MemoryEstimate:
     step_points = [
         (gradients + parts.held, activations, head) for gradients, activations, head in in_loops
     ]
+    step_points = _beside_generator(step_points, workload, plan)
     gradients, activations, logits = max([*step_points, *parts.update()], key=sum)
     moments = num_moments * parts.trained(split=plan.zero >= 1) * plan.moment_bytes // F32
     return MemoryEstimate(
@@ -128,6 +129,21 @@ def memory_of_run(config: Config, plan: Plan) -> MemoryEstimate:
 
 StepPoint = tuple[float, float, float]
 """Bytes of (gradients, activations, head) at one point of the step."""
+
+
+def _beside_generator(
+    step_points: list[StepPoint], workload: Workload, plan: Plan
+) -> list[StepPoint]:
+    """The points of a step, and before them those of a generator, whose gradients stay."""
+    sizes, own = workload.model.generator, workload.generator
+    if sizes is None or own is None:
+        return step_points
+    generator = _Parts(own, plan.of_generator(sizes))
+    stays = generator.trained(split=plan.zero >= 2)
+    return [
+        *[(gradients + stays, activations, head) for gradients, activations, head in step_points],
+        *generator.without_stages(),
+    ]
 
 
 class _Parts:

@@ -1,12 +1,13 @@
 """A workload: what a step computes, whatever its plan."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 
 from optimus_jax.config import Config, ModelConfig
+from optimus_jax.models.families import generator_of
 from optimus_jax.models.flops import step_flops
 from optimus_jax.training.optimizer import moments_per_parameter
-from optimus_jax.training.tasks import NEXT_TOKEN, model_of, task_name, task_named
+from optimus_jax.training.tasks import MLM, NEXT_TOKEN, model_of, task_name, task_named
 
 ADAM_MOMENTS = 2
 """Moments of Adam."""
@@ -41,6 +42,12 @@ class Workload:
     def num_references(self) -> int:
         """`Task.num_references`."""
         return task_named(self.task).num_references
+
+    @cached_property
+    def generator(self) -> "Workload | None":
+        """What the model's generator computes; None: there is none."""
+        generator = generator_of(self.model)
+        return None if generator is None else replace(self, model=generator, task=MLM)
 
     @property
     def step_flops(self) -> float:

@@ -25,7 +25,7 @@ from optimus_jax.models.layer_program import (
     whole_sizes,
 )
 from optimus_jax.models.program_reader import Amount, ProgramPart
-from optimus_jax.models.shapes import model_shapes
+from optimus_jax.models.shapes import GENERATOR, STACK, model_shapes
 
 ITEM_BYTES: dict[Precision, int] = {"f32": 4, "bf16": 2, "f16": 2}
 
@@ -334,6 +334,7 @@ def _params_by_kind(model: ModelConfig) -> dict[LayerKind, int]:
     """Number of parameter elements by kind, from abstract shapes with an unpadded vocabulary."""
     counts = dict.fromkeys(LayerKind, 0)
     for path, size in model_shapes(model, model.vocab_size).sizes().items():
-        name = path.removeprefix(f"{LAYERS}/").removeprefix("cross/").partition("/")[0]
+        inner = path.removeprefix(f"{GENERATOR}/").removeprefix(f"{STACK}/")
+        name = inner.removeprefix(f"{LAYERS}/").removeprefix("cross/").partition("/")[0]
         counts[_KIND_OF_PART[name]] += size
     return counts
