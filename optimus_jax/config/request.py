@@ -20,7 +20,13 @@ from optimus_jax.config.presets import model_preset
 from optimus_jax.config.published_config import WHAT, published_kind
 from optimus_jax.config.recipes import recipe_settings
 from optimus_jax.config.run_checkpoint import INIT_FROM, RunCheckpoint
-from optimus_jax.config.settings import field_types, section_type, setting_names, shown, value_of
+from optimus_jax.config.settings import (
+    compared_settings,
+    field_types,
+    section_type,
+    shown,
+    value_of,
+)
 from optimus_jax.config.suggestions import known_settings, of_inner_section, of_section
 from optimus_jax.config.tuning import SETTINGS_OF, Method, Tuning
 from optimus_jax.errors import ConfigError, explain
@@ -29,8 +35,6 @@ from optimus_jax.system.hub_model import HubModel
 from optimus_jax.system.json_input import read_json
 from optimus_jax.system.paths import UserPath
 
-OPTIONAL_PARTS = ("model.rope_scaling", "model.generator")
-"""Parts of a model that may be missing as a whole."""
 SHORT_NAMES = {
     "data": "data.sources",
     "tokenizer": "data.tokenizer",
@@ -203,11 +207,7 @@ def repeated_config(text: str, wanted: Config) -> Config:
     if not wanted.model.labels:  # the data decided
         labels = {"labels": old.model.labels, "labelled": old.model.labelled}
         wanted = dataclasses.replace(wanted, model=dataclasses.replace(wanted.model, **labels))
-    fixed = [
-        name
-        for name in setting_names(Config)
-        if _is_fixed(name) and not name.startswith(tuple([f"{part}." for part in OPTIONAL_PARTS]))
-    ] + [*OPTIONAL_PARTS]
+    fixed = [name for name in compared_settings(Config) if _is_fixed(name)]
     if changed := [name for name in fixed if _is_changed(name, old, wanted, derived)]:
         raise ConfigError(
             explain(

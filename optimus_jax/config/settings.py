@@ -94,6 +94,16 @@ def setting_names(cls: type, prefix: str = "") -> list[str]:
     return names
 
 
+def compared_settings(cls: type, prefix: str = "") -> list[str]:
+    """`setting_names`, in which a section that may be missing stands for its settings."""
+    names = []
+    for name, kind in field_types(cls).items():
+        inner = section_type(kind)
+        is_whole = inner is None or types.NoneType in typing.get_args(kind)
+        names += [prefix + name] if is_whole else compared_settings(inner, f"{prefix}{name}.")
+    return names
+
+
 def section_type(kind: Any) -> type | None:
     """The dataclass type of a field (also if it is optional); None: the field is a plain value."""
     options = typing.get_args(kind) if typing.get_origin(kind) in UNIONS else (kind,)

@@ -21,6 +21,7 @@ from optimus_jax.plan import Plan
 from optimus_jax.run_directory.directory import RunDirectory
 from optimus_jax.run_directory.run_data import weights_in_run
 from optimus_jax.system.hub_model import HubModel
+from optimus_jax.training.task import GENERATOR_LOSS
 from optimus_jax.training.tasks import task_of
 from optimus_jax.version import VERSION
 
@@ -163,10 +164,17 @@ def _of_training(
     term = task_of(config).term
     steps = [record for record in run.metrics() if record.step <= step]
     events = [event for event in run.events() if event.get("step", 0) <= step]
+    held_out = [event for event in events if event.get("event") == "eval"]
+    if config.model.labelled != "replacement" and steps and GENERATOR_LOSS in steps[-1].metrics:
+        loss = steps[-1].metrics[GENERATOR_LOSS]
+        yield "training loss", f"{loss:.4f} nats per {term}, of step {steps[-1].step:,}"
+        if held_out and (loss := (held_out[-1].get("metrics") or {}).get(GENERATOR_LOSS)):
+            after = f"after step {held_out[-1]['step']:,}"
+            yield "held-out loss", f"{loss:.4f} nats per {term}, {after}"
+        steps, held_out = [], []
     if steps:
         yield f"{term}s seen", f"{sum(record.tokens for record in steps):,}"
         yield "training loss", f"{steps[-1].loss:.4f} nats per {term}, of step {steps[-1].step:,}"
-    held_out = [event for event in events if event.get("event") == "eval"]
     if held_out and isinstance(loss := held_out[-1].get("loss"), float):
         after = f"after step {held_out[-1]['step']:,}"
         yield "held-out loss", f"{loss:.4f} nats per {term}, {after}"

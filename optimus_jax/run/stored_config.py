@@ -12,7 +12,7 @@ from typing import Any
 
 from optimus_jax.config import DERIVED, Config, ModelConfig, Tuning
 from optimus_jax.config.request import FIXED_FOR_A_RUN, KNOWN_BY_CONTENT
-from optimus_jax.config.settings import setting_names, value_of
+from optimus_jax.config.settings import compared_settings, setting_names, value_of
 from optimus_jax.errors import CheckpointError, explain
 from optimus_jax.models.families import features_of
 from optimus_jax.run.resumed_config import UNSET, config_with_derived
@@ -139,14 +139,9 @@ def differing_settings(
     """
     names = [
         name
-        for name in setting_names(Config)
-        if name.startswith(sections)
-        and name not in (*NAMES_ONLY, *may_differ)
-        and not name.startswith("model.rope_scaling.")
+        for name in compared_settings(Config)
+        if name.startswith(sections) and name not in (*NAMES_ONLY, *may_differ)
     ]
-    names += (
-        ["model.rope_scaling"] if any("model.".startswith(section) for section in sections) else []
-    )
     pairs = {name: (value_of(saved, name), value_of(config, name)) for name in names}
     # An unset value stands for the one that the run derived, so it does not differ from any.
     return {

@@ -19,7 +19,13 @@ from optimus_jax.config.axes import PIPE
 from optimus_jax.errors import PlanError
 from optimus_jax.plan import Plan
 from optimus_jax.planning.cost.communication import VOCABULARY
-from optimus_jax.planning.cost.cost import BUBBLE, HOST_COPIES, REFERENCE_PASS, term_times
+from optimus_jax.planning.cost.cost import (
+    BUBBLE,
+    GENERATOR,
+    HOST_COPIES,
+    REFERENCE_PASS,
+    term_times,
+)
 from optimus_jax.planning.cost.memory import MemoryEstimate, estimate_memory
 from optimus_jax.planning.profiles.cluster import INTRA_HOST, Cluster
 from optimus_jax.planning.search.search import Pricing
@@ -89,6 +95,7 @@ class World:
         self.matmul, self.memory_speed = off(misfit.rates), off(misfit.rates)
         """Factors on the devices' nominal speed."""
         self.terms = {name: math.exp(misfit.terms * random.standard_normal()) for name in TERMS}
+        self.terms[GENERATOR] = self.terms["attention"]  # its layers are like the model's
         rates = pricings[0].rates
         self._rates = replace(
             rates,

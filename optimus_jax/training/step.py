@@ -56,7 +56,7 @@ from optimus_jax.training.state import (
     state_specs,
     state_with,
 )
-from optimus_jax.training.task import Batch
+from optimus_jax.training.task import GENERATOR_LOSS, Batch
 from optimus_jax.training.tasks import check_task, task_of
 
 Metrics = dict[str, Array]
@@ -68,8 +68,6 @@ CORRUPTION = 0x6D61736B
 """What `Task.corrupt` draws with has nothing in common with dropout, whose keys are of the step."""
 AUGMENTATION = 0x696D6167
 """The same of `Task.augment`."""
-GENERATOR_LOSS = "generator_loss"
-"""Metric of models with a generator: the mean of its loss over hidden tokens."""
 EVALUATION = 0
 """The step of which evaluations are: those of training begin at 1."""
 

@@ -44,6 +44,8 @@ images or sound."""
 DRAWS = "draws"
 """Array with a float32 number from 0 to below 1 for every token, where tokens are drawn from what
 the model predicts."""
+GENERATOR_LOSS = "generator_loss"
+"""Metric of models with a generator: the mean of its loss over hidden tokens."""
 POLICY, REFERENCE = "policy", "reference"
 """Streams of a task with a reference: of the model, and of the model without its adapters."""
 Batch = dict[str, Array]

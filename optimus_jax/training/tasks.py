@@ -199,6 +199,14 @@ SOME_LABELS = ("0", "1")
 """Labels of a model whose data is not known."""
 
 
+def kept_model(config: Config) -> ModelConfig:
+    """The model without what its task has no use for: a generator, and the head that finds what it
+    replaced.
+    """
+    model, task = config.model, task_of(config)
+    return model.body if model.labelled == "replacement" and not task.has_generator else model
+
+
 def model_of(config: Config, labels: tuple[str, ...] = ()) -> ModelConfig:
     """The model with the head that its task needs.
 
@@ -206,9 +214,9 @@ def model_of(config: Config, labels: tuple[str, ...] = ()) -> ModelConfig:
       labels: those of the data; empty: the model's own, or SOME_LABELS, which cost about as much as
         others.
     """
-    labelled, model = task_of(config).labelled, config.model
+    labelled, model = task_of(config).labelled, kept_model(config)
     if labelled is None:
-        return model
+        return config.model
     if labelled in FIXED_LABELS:
         labels = FIXED_LABELS[labelled]
     return dataclasses.replace(
@@ -283,18 +291,13 @@ def check_task(config: Config, named: Collection[str] = ()) -> None:
                 do="set masking.token to an id below model.vocab_size",
             )
         )
-    if task.has_generator != (config.model.generator is not None):
+    if task.has_generator and config.model.generator is None:
         raise ConfigError(
             explain(
-                f"task {name} needs a model with a generator"
-                if task.has_generator
-                else f"task {name} has no use for the model's generator",
-                given=f"{config.model.name}, {'no ' if task.has_generator else ''}model.generator",
-                do="name a model with one, such as electra-nano, or set its sizes: --set"
-                " model.generator.embed_dim=64"
-                if task.has_generator
-                else "leave --task out, or begin with its weights: --init-from and a model without"
-                " a generator",
+                f"task {name} needs a model with a generator",
+                given=f"{config.model.name}, no model.generator",
+                do="name a model with one, such as electra-nano, or another task, such as --task"
+                " classification",
             )
         )
     if config.model.labels and task.labelled is None:

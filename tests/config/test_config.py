@@ -18,6 +18,7 @@ from optimus_jax.config import (
     DataConfig,
     DistributedConfig,
     Features,
+    Generator,
     LogConfig,
     ModelConfig,
     OptimizerConfig,
@@ -27,6 +28,7 @@ from optimus_jax.config import (
 )
 from optimus_jax.config.aliases import ALIASES, RENAMED, RETIRED
 from optimus_jax.config.axes import AxisSizes
+from optimus_jax.config.model import REPLACEMENT_LABELS
 from optimus_jax.config.presets import PRESETS, model_preset
 from optimus_jax.config.request import (
     SHORT_NAMES,
@@ -106,6 +108,15 @@ def test_config_survives_json(config):
     assert hash(again) == hash(config)
 
 
+def test_a_generator_is_given_by_its_sizes():
+    config = Config(model=model_preset("electra-nano"))
+    sizes = {"model.generator.embed_dim": "32", "model.generator.num_heads": "1"}
+    assert config.with_values(sizes).model.generator == Generator(
+        num_layers=4, embed_dim=32, num_heads=1, mlp_dim=256
+    )
+    assert Config.from_json(config.to_json()) == config
+
+
 @given(config=configs())
 def test_every_setting_survives_the_command_line(config):
     def text_of(name: str) -> tuple[object, str]:
@@ -122,6 +133,7 @@ def test_every_setting_survives_the_command_line(config):
         name: text_of(name)
         for name in setting_names(Config)
         if not (name.startswith("model.rope_scaling") and config.model.rope_scaling is None)
+        and not name.startswith("model.generator")
     }
     assert config.with_values({name: text for name, (_, text) in given.items()}) == config
     assert config.with_values({name: value for name, (value, _) in given.items()}) == config
@@ -133,11 +145,14 @@ def test_every_field_has_a_setting_name_and_short_names_exist():
         return sum(leaves(getattr(value, field.name)) for field in fields) if fields else 1
 
     names = setting_names(Config)
-    assert (
-        len(names)
-        == len(set(names))
-        == leaves(Config(model=ModelConfig(rope_scaling=RopeScaling())))
+    whole = ModelConfig(
+        family="electra",
+        rope_scaling=RopeScaling(),
+        labels=REPLACEMENT_LABELS,
+        labelled="replacement",
+        generator=Generator(),
     )
+    assert len(names) == len(set(names)) == leaves(Config(model=whole))
     assert set(SHORT_NAMES.values()) <= set(names)
 
 

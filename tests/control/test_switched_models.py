@@ -9,7 +9,7 @@ from helpers import F32_RELATIVE
 from plans import random_state
 from switch_cases import compiled_quickly, copied, layout_of
 
-from optimus_jax.config import Config
+from optimus_jax.config import Config, Generator
 from optimus_jax.config.axes import AxisSizes
 from optimus_jax.config.presets import model_preset
 from optimus_jax.data.batch import synthetic_batch
@@ -22,6 +22,8 @@ SMALL = {"num_layers": 4, "embed_dim": 32, "num_heads": 4, "num_kv_heads": 4, "h
 SMALL |= {"mlp_dim": 48, "dropout": 0.1}
 MODELS = {
     "bert-nano": SMALL | {"max_length": 16},
+    "electra-nano": SMALL
+    | {"max_length": 16, "generator": Generator(num_layers=2, embed_dim=16, mlp_dim=32)},
     "vit-nano": SMALL,
     "whisper-nano": SMALL | {"frames": 12, "max_length": 20, "mel_bins": 8},
 }

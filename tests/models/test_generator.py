@@ -184,12 +184,15 @@ def test_joint_loss_and_gradients_equal_huggingface(name: str, plan: str):
     program = program_for(model, axes, **settings)
     rows_up = program.shapes.vocab_rows
 
+    own = generator_of(model)
+    assert own is not None
+
     def ours(values: str) -> dict:
         of_model, of_own = (
             from_huggingface(getattr(part, values), config, rows_up)
             for part, config in (
                 (theirs.model, replace(model, generator=None)),
-                (theirs.generator, generator_of(model)),
+                (theirs.generator, own),
             )
         )
         return of_model | {GENERATOR: own_part(of_own)}

@@ -52,7 +52,7 @@ def written(config: ModelConfig) -> dict:
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_presets_survive_the_round_trip(name: str):
-    config = model_preset(name)
+    config = dataclasses.replace(model_preset(name), generator=None)
     again = config_from_huggingface(written(dataclasses.replace(config, dropout=0.1)))
     assert again == dataclasses.replace(config, name="custom")
     assert written(again) == written(config)

@@ -62,7 +62,15 @@ def test_every_model_field_except_the_name_is_compared():
         "mel_bins",
         "patch_size",
         "num_channels",
+        "generator",
     }, "sizes are compared as num_layers is"
+
+
+def test_another_generator_is_refused():
+    saved = Config(model=model_preset("electra-nano"))
+    other = saved.with_values({"model.generator.num_layers": 3})
+    with pytest.raises(CheckpointError, match=r"saved with model\.generator="):
+        check_stored_config({"config": saved.to_json()}, other)
 
 
 def test_names_and_paths_may_differ():

@@ -9,10 +9,12 @@ import pytest
 from helpers import F32_RELATIVE, MATMUL_RELATIVE, relative_error
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax.sharding import PartitionSpec as P
 
+from optimus_jax.mesh.axes import VOCAB
 from optimus_jax.mesh.collectives import Collectives
 from optimus_jax.models.head import Head
-from optimus_jax.training.loss import cross_entropy
+from optimus_jax.training.loss import cross_entropy, cross_entropy_and_draws
 
 EMBED = 8
 
@@ -160,3 +162,43 @@ def test_logits_exist_for_one_chunk_at_a_time():
     assert f"[{num_tokens},{rows}]" not in text
     whole = jax.grad(lambda h: chunked(h, *inputs[1:], vocab_size=rows, chunk_tokens=num_tokens))
     assert f"[{num_tokens},{rows}]" in str(jax.make_jaxpr(whole)(inputs[0]))
+
+
+def test_draws_are_as_frequent_as_likely_however_the_vocabulary_is_split():
+    """Evenly spaced numbers: no token is drawn once more or less often than its p says."""
+    num_draws, rows, vocab_size = 1000, 24, 21
+    hidden, head, targets, weights = arrays(1, rows, vocab_size, 3)
+    every = [jnp.repeat(each, num_draws, 0) for each in (hidden, targets, weights)]
+    uniform = (jnp.arange(num_draws, dtype=jnp.float32) + 0.5) / num_draws
+
+    def drawn(rules, hidden, head, targets, weights):
+        return cross_entropy_and_draws(
+            hidden,
+            Head(head, None, 0.0),
+            targets,
+            weights,
+            uniform,
+            comm=Collectives(jnp.dtype(jnp.float32), rules),
+            vocab_size=vocab_size,
+            chunk_tokens=300,
+        )
+
+    inputs = (every[0], head, *every[1:])
+    loss, whole = jax.jit(lambda *given: drawn({}, *given))(*inputs)
+    p = np.asarray(jax.nn.softmax(hidden @ head[:vocab_size].T))[0]
+    assert np.abs(np.bincount(np.asarray(whole), minlength=vocab_size) - p * num_draws).max() < 1.01
+    mesh = jax.make_mesh((4,), ("tensor",), axis_types=(jax.sharding.AxisType.Auto,))
+    split = jax.jit(
+        jax.shard_map(
+            lambda *given: drawn({VOCAB: ("tensor",)}, *given),
+            mesh=mesh,
+            in_specs=(P(), P("tensor"), P(), P()),
+            out_specs=P(),
+        )
+    )
+    loss_, parts = split(*inputs)
+    np.testing.assert_array_equal(parts, whole)
+    assert float(loss_) == pytest.approx(float(loss), rel=F32_RELATIVE)
+    assert float(loss) == pytest.approx(
+        float(chunked(*inputs, vocab_size=vocab_size, chunk_tokens=300)), rel=F32_RELATIVE
+    )

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 
 from optimus_jax.config import REMAT_POLICIES, AttentionKernel, ModelConfig, Precision, RematPolicy
 from optimus_jax.mesh.axes import LAYERS
+from optimus_jax.models.families import generator_of
 from optimus_jax.models.flops import Passes, layer_flops, outer_flops
 from optimus_jax.models.layer_program import (
     EMBED,
@@ -25,7 +26,7 @@ from optimus_jax.models.layer_program import (
     whole_sizes,
 )
 from optimus_jax.models.program_reader import Amount, ProgramPart
-from optimus_jax.models.shapes import GENERATOR, STACK, model_shapes
+from optimus_jax.models.shapes import GENERATOR, model_shapes
 
 ITEM_BYTES: dict[Precision, int] = {"f32": 4, "bf16": 2, "f16": 2}
 
@@ -45,6 +46,9 @@ class LayerKind(enum.StrEnum):
     """The feed-forward blocks."""
     HEAD = "head"
     """Logits and loss. Has no parameters if it shares the embedding table."""
+    GENERATOR = "generator"
+    """A generator as a whole, with its own logits and loss; its parameters are those that it does
+    not share."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +89,7 @@ class ModelProfile:
     kernel: AttentionKernel
     """Attention kernel: xla or cudnn."""
     kinds: tuple[KindProfile, ...]
-    """One profile for each LayerKind, in the order of the enum."""
+    """One profile for each LayerKind, in the order of the enum; GENERATOR only if there is one."""
     saved_once_bytes: Mapping[RematPolicy, float]
     """Bytes per token saved once for all layers (rotary angles, masks), by remat policy."""
 
@@ -229,6 +233,9 @@ def profile_model(
             dict.fromkeys(REMAT_POLICIES, float(stream)),
         ),
     )
+    if (generator := generator_of(model)) is not None:
+        own = profile_model(generator, seq_len=seq_len, precision=precision, kernel=kernel)
+        kinds = (*kinds, _as_one_kind(own, params[LayerKind.GENERATOR]))
     return ModelProfile(
         name=model.name,
         seq_len=seq_len,
@@ -239,6 +246,22 @@ def profile_model(
             remat: program.saved_once_bytes(model, sizes) / seq_len
             for remat, program in by_remat.items()
         },
+    )
+
+
+def _as_one_kind(generator: ModelProfile, num_params: int) -> KindProfile:
+    """A generator's work as that of one kind. What it saves is gone when the model's begins."""
+    return KindProfile(
+        kind=LayerKind.GENERATOR,
+        num_params=num_params,
+        model_flops=sum(kind.model_flops for kind in generator.kinds),
+        forward_flops=sum(kind.forward_flops for kind in generator.kinds),
+        backward_flops=sum(kind.backward_flops for kind in generator.kinds),
+        recomputed_flops={
+            remat: sum(kind.recomputed_flops[remat] for kind in generator.kinds)
+            for remat in REMAT_POLICIES
+        },
+        activation_bytes=dict.fromkeys(REMAT_POLICIES, 0.0),
     )
 
 
@@ -326,6 +349,7 @@ _KIND_OF_PART = {
     "norm": LayerKind.NORMS,
     "encoder_norm": LayerKind.NORMS,
     "mlp": LayerKind.FEED_FORWARD,
+    GENERATOR: LayerKind.GENERATOR,
 }
 """Kind of the parameters, by names of modules in models/transformer.py and models/block.py."""
 
@@ -334,7 +358,6 @@ def _params_by_kind(model: ModelConfig) -> dict[LayerKind, int]:
     """Number of parameter elements by kind, from abstract shapes with an unpadded vocabulary."""
     counts = dict.fromkeys(LayerKind, 0)
     for path, size in model_shapes(model, model.vocab_size).sizes().items():
-        inner = path.removeprefix(f"{GENERATOR}/").removeprefix(f"{STACK}/")
-        name = inner.removeprefix(f"{LAYERS}/").removeprefix("cross/").partition("/")[0]
+        name = path.removeprefix(f"{LAYERS}/").removeprefix("cross/").partition("/")[0]
         counts[_KIND_OF_PART[name]] += size
     return counts
