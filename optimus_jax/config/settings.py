@@ -99,8 +99,10 @@ def compared_settings(cls: type, prefix: str = "") -> list[str]:
     names = []
     for name, kind in field_types(cls).items():
         inner = section_type(kind)
-        is_whole = inner is None or types.NoneType in typing.get_args(kind)
-        names += [prefix + name] if is_whole else compared_settings(inner, f"{prefix}{name}.")
+        if inner is None or types.NoneType in typing.get_args(kind):
+            names.append(prefix + name)
+        else:
+            names += compared_settings(inner, f"{prefix}{name}.")
     return names
 
 
