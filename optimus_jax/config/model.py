@@ -293,7 +293,6 @@ class ModelConfig:
         check_not_negative(self, *sizes)
         check_counts(self, *counts, *sizes, "patch_size", "num_channels", "mel_bins")
         self._check_encoder()
-        self._check_generator()
         if self.image_size % self.patch_size:
             raise ConfigError(
                 explain(
@@ -386,31 +385,5 @@ class ModelConfig:
                     given=f"model.frames={self.frames}, model.image_size={self.image_size},"
                     f" model.labels={','.join(self.labels)}",
                     do="set model.frames=0 and model.encoder_layers=0, or leave the others out",
-                )
-            )
-
-    def _check_generator(self) -> None:
-        """Raise ConfigError if there is a generator, and nothing to tell what it replaced, or parts
-        are trained that it has not.
-        """
-        if self.generator is None:
-            return
-        if self.labelled != "replacement" or self.labels != REPLACEMENT_LABELS:
-            raise ConfigError(
-                explain(
-                    "a model with a generator finds replaced tokens",
-                    given=f"model.labels={','.join(self.labels) or 'none'},"
-                    f" model.labelled={self.labelled}",
-                    do=f"set model.labels={','.join(REPLACEMENT_LABELS)} and"
-                    " model.labelled=replacement, or leave model.generator out",
-                )
-            )
-        if self.tuning.has_adapters or self.tuning.freeze_layers:
-            raise ConfigError(
-                explain(
-                    "a model with a generator has no adapters, and all its layers are trained",
-                    given=f"model.tuning.method={self.tuning.method},"
-                    f" model.tuning.freeze_layers={self.tuning.freeze_layers}",
-                    do="leave both out, or model.generator",
                 )
             )

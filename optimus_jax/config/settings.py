@@ -58,6 +58,8 @@ def changed(value: D, changes: Mapping[str, Any]) -> D:
                 section[parent] = {}
             section, fields = section[parent], field_types(inner)
         inner = section_type(fields.get(leaf))
+        if inner is not None and str(item).lower() == "none" and _is_optional(fields[leaf]):
+            item = None
         if leaf not in fields or (inner is not None and not isinstance(item, Mapping | None)):
             raise ConfigError(
                 explain(
@@ -99,11 +101,16 @@ def compared_settings(cls: type, prefix: str = "") -> list[str]:
     names = []
     for name, kind in field_types(cls).items():
         inner = section_type(kind)
-        if inner is None or types.NoneType in typing.get_args(kind):
+        if inner is None or _is_optional(kind):
             names.append(prefix + name)
         else:
             names += compared_settings(inner, f"{prefix}{name}.")
     return names
+
+
+def _is_optional(kind: Any) -> bool:
+    """Whether a field's type is of values and None."""
+    return typing.get_origin(kind) in UNIONS and types.NoneType in typing.get_args(kind)
 
 
 def section_type(kind: Any) -> type | None:

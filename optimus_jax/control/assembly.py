@@ -6,6 +6,8 @@ import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+import jax
+
 from optimus_jax.config import Config, ParallelConfig
 from optimus_jax.config.phases import phases_of
 from optimus_jax.control import constants
@@ -66,7 +68,7 @@ def make_controller(
     shares_cores = topology.platform == "cpu"
     prepare_s = constants.PREPARE_COMPILE_RATIO * compile_s
     settings, pricing = config.controller, local_cluster.pricing(freed(program.config))
-    if shares_cores:
+    if shares_cores and jax.process_index() == 0:
         # The first search traces the model's layers and head, for seconds in which steps beside it
         # would be slow. Later ones take hundredths of a second.
         with contextlib.suppress(PlanError):

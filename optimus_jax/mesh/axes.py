@@ -13,7 +13,9 @@ LAYERS = "layers"
 GENERATOR_LAYERS = "generator_layers"
 """Layers of a generator, stacked; never split."""
 GENERATOR_HEADS = "generator_heads"
-"""Heads of a generator: of queries, keys or values."""
+"""Query heads of a generator."""
+GENERATOR_KV_HEADS = "generator_kv_heads"
+"""Key and value heads of a generator."""
 GENERATOR_MLP = "generator_mlp"
 """Hidden width of a generator's feed-forward block."""
 VOCAB = "vocab"
@@ -50,6 +52,7 @@ LOGICAL_AXES = (
     LAYERS,
     GENERATOR_LAYERS,
     GENERATOR_HEADS,
+    GENERATOR_KV_HEADS,
     GENERATOR_MLP,
     VOCAB,
     EMBED,

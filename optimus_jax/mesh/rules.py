@@ -18,6 +18,7 @@ from optimus_jax.mesh.axes import (
     BATCH,
     EMBED,
     GENERATOR_HEADS,
+    GENERATOR_KV_HEADS,
     GENERATOR_MLP,
     HEADS,
     KV_HEADS,
@@ -129,8 +130,12 @@ def _active_rules(
         active[KV_HEADS] = ()
     if generator is not None:
         own = dict(rules_of_generator(tuple(active.items()), sizes, generator))
-        active |= {GENERATOR_HEADS: own.get(HEADS, ()), GENERATOR_MLP: own.get(MLP, ())}
+        active |= {name: own.get(like, ()) for name, like in _OF_GENERATOR.items()}
     return MappingProxyType({logical: axes for logical, axes in active.items() if axes})
+
+
+_OF_GENERATOR = {GENERATOR_HEADS: HEADS, GENERATOR_KV_HEADS: KV_HEADS, GENERATOR_MLP: MLP}
+"""What a generator's axes are called in a model of its own."""
 
 
 def rules_of_generator(rules: Rules, sizes: AxisSizes, generator: Generator) -> Rules:

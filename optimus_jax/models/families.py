@@ -7,6 +7,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from optimus_jax.config import Features, ModelConfig
+from optimus_jax.config.model import REPLACEMENT_LABELS
 from optimus_jax.errors import ConfigError, explain, nearest
 
 GPT2 = Features(
@@ -217,14 +218,8 @@ def check_family(config: ModelConfig) -> None:
         )
     if config.encoder_layers:
         _check_encoder(config, features)
-    if config.generator is not None and (features.causal or not features.embedding_norm):
-        raise ConfigError(
-            explain(
-                "a generator restores masked tokens, and has the embedding of its model",
-                given=f"model.generator, of the family {config.family}",
-                do="use a model of the family electra or bert, or leave model.generator out",
-            )
-        )
+    if config.generator is not None:
+        _check_generator(config)
     if config.tuning.has_adapters and "gate" in config.tuning.targets and not features.gated:
         raise ConfigError(
             explain(
@@ -277,6 +272,43 @@ def check_family(config: ModelConfig) -> None:
                     if config.head_dim > 1
                     else "set model.head_dim to 2 or more"
                 ),
+            )
+        )
+
+
+def _check_generator(config: ModelConfig) -> None:
+    """Raise ConfigError if a model with a generator does not find what that replaces, or parts are
+    trained, or stored, as only models without one have them.
+    """
+    without = "set model.generator=none"
+    if config.family != "electra":
+        raise ConfigError(
+            explain(
+                "a generator has the embedding of its model, as ELECTRA's has",
+                given=f"model.generator, model.family={config.family}",
+                do=f"name a model of the family electra, or {without}",
+            )
+        )
+    if config.labelled != "replacement" or config.labels != REPLACEMENT_LABELS:
+        raise ConfigError(
+            explain(
+                "a model with a generator finds replaced tokens",
+                given=f"model.labels={','.join(config.labels) or 'none'},"
+                f" model.labelled={config.labelled}",
+                do=f"set model.labels={','.join(REPLACEMENT_LABELS)} and"
+                f" model.labelled=replacement, or {without}",
+            )
+        )
+    tuning = config.tuning
+    if tuning.has_adapters or tuning.freeze_layers or tuning.base_precision != "f32":
+        raise ConfigError(
+            explain(
+                "a model with a generator has no adapters, all its layers are trained, and its"
+                " parameters are float32",
+                given=f"model.tuning.method={tuning.method},"
+                f" model.tuning.freeze_layers={tuning.freeze_layers},"
+                f" model.tuning.base_precision={tuning.base_precision}",
+                do=f"leave them out, or {without}",
             )
         )
 

@@ -26,7 +26,7 @@ from optimus_jax.models.blockwise_attention import (
     blocks_of,
 )
 from optimus_jax.models.branches import either
-from optimus_jax.models.families import features_of
+from optimus_jax.models.families import features_of, generator_of
 from optimus_jax.models.fused_attention import cudnn_attention
 
 BRANCH_SAVES_SHARE = 0.25
@@ -68,11 +68,12 @@ def _cudnn_obstacle(config: Config, topology: Topology, precision: Precision) ->
     if model.dropout:
         return f"it has no dropout on attention weights, and model.dropout is {model.dropout}"
     widest = CUDNN_HEAD_DIM_HOPPER if capability >= HOPPER else CUDNN_HEAD_DIM
-    if model.head_dim % 8 or model.head_dim > widest:
-        return (
-            f"its heads are multiples of 8 up to {widest} wide on this GPU, and head_dim is"
-            f" {model.head_dim}"
-        )
+    for each in (model, generator_of(model)):
+        if each is not None and (each.head_dim % 8 or each.head_dim > widest):
+            return (
+                f"its heads are multiples of 8 up to {widest} wide on this GPU, and head_dim"
+                f" is {each.head_dim} ({each.name})"
+            )
     if features_of(model).attention_softcap:
         return f"it has no cap on scores, and {model.name} has one"
     if config.data.respect_documents and (config.seq_len - model.frames) % 2:

@@ -10,6 +10,7 @@ from flax import nnx
 from optimus_jax.config import ModelConfig, Tuning
 from optimus_jax.mesh.axes import (
     GENERATOR_HEADS,
+    GENERATOR_KV_HEADS,
     GENERATOR_LAYERS,
     GENERATOR_MLP,
     HEADS,
@@ -31,6 +32,10 @@ GENERATOR, STACK = "generator", "stack"
 """Names of a generator's own parameters, and among them of its layers."""
 SHARED = ("embedding", "positions", "token_types", "embedding_norm")
 """Parameters that a generator shares with its model."""
+
+
+_SEED = 0x67656E
+"""A generator's parameters have another seed than the model's, or some would be the same."""
 
 
 def of_generator(params: Params) -> Params:
@@ -77,7 +82,7 @@ def own_part(generator: Params) -> Params:
 _OWN_AXES = {
     LAYERS: GENERATOR_LAYERS,
     HEADS: GENERATOR_HEADS,
-    KV_HEADS: GENERATOR_HEADS,
+    KV_HEADS: GENERATOR_KV_HEADS,
     MLP: GENERATOR_MLP,
 }
 
@@ -224,7 +229,7 @@ class ModelShapes:
             params = nnx.to_pure_dict(nnx.state(self._build(nnx.Rngs(params=make_key(seed)))))
         if self.generator is None:
             return params
-        return params | {GENERATOR: own_part(self.generator.initial(seed))}
+        return params | {GENERATOR: own_part(self.generator.initial(seed ^ _SEED))}
 
     def _build(self, rngs: nnx.Rngs) -> Decoder:
         return Decoder(self.config, vocab_rows=self.vocab_rows, slots=self.slots, rngs=rngs)

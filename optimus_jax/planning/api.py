@@ -5,7 +5,7 @@ The cluster need not exist.
 
 import dataclasses
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from optimus_jax.config import Config
@@ -33,6 +33,7 @@ from optimus_jax.planning.search.layouts import Rejection
 from optimus_jax.planning.search.phase_plans import plans_ahead
 from optimus_jax.planning.search.search import Pricing, Ranking, ReportStatus, search
 from optimus_jax.training.config_checks import check_config
+from optimus_jax.training.tasks import kept_model
 from optimus_jax.weights.published import MODEL, PublishedSource
 from optimus_jax.weights.published_adapters import (
     PublishedAdapters,
@@ -337,6 +338,7 @@ def config_for(model: str, where: Cluster, overrides: dict[str, Any]) -> Config:
         ({} if _GLOBAL_BATCH & overrides.keys() else defaults)
         | {name: value for name, value in overrides.items() if name != _INIT},
     )
+    config = replace(config, model=kept_model(config))
     if (adapters := beside or adapters_named(model)) is not None:
         adapters.read_for(config.model)  # raises if settings contradict them
     check_config(config, overrides)

@@ -155,7 +155,9 @@ class RunToExport:
                 CONFIG: _json(theirs),
                 CARD: model_card(
                     self.run,
-                    replace(self.config, model=config, task=MLM if self.generator else None),
+                    replace(
+                        self.config, model=config, task=MLM if self.generator else self.config.task
+                    ),
                     self.tokenizer,
                     step=step,
                     metadata=checkpoint.metadata,

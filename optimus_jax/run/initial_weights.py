@@ -259,6 +259,14 @@ def _check_model(
       named: as for `check_initial_model`.
     """
     theirs, own = model, model_of(config)
+    if own.generator is not None and own.generator != theirs.generator:
+        raise CheckpointError(
+            explain(
+                "parameters to begin with have no generator, or another one",
+                given=f"{source}; {own.name} has {own.generator}",
+                do=f"leave {INIT_FROM} out, or begin with a run of the same model",
+            )
+        )
     if needs_new_head(theirs, own):
         theirs, own = theirs.body, own.body
     differing = differing_models(theirs, own)

@@ -132,7 +132,7 @@ def model_card(
     )
     if config.model.reads != "text":
         note = ""
-    elif config.model.labels:
+    elif config.model.labels and config.model.labelled != "replacement":
         note = _frame_note(tokenizer, is_causal=bool(features_of(config.model).causal))
     purpose = purpose_of(config.model)._asdict()
     return (

@@ -29,6 +29,7 @@ from optimus_jax.run_directory.directory import RunDirectory
 from optimus_jax.system.hub_model import HubModel
 from optimus_jax.system.paths import UserPath
 from optimus_jax.training.config_checks import check_config
+from optimus_jax.training.tasks import kept_model
 from optimus_jax.weights.published import MODEL, PublishedSource, model_named
 from optimus_jax.weights.published_adapters import PublishedAdapters
 
@@ -150,7 +151,8 @@ def _new_config(model: str | None, overrides: dict[str, Any], base: Config | Non
             name: getattr(tuning, name.removeprefix(TUNING))
             for name in (f"{TUNING}method", *sorted(OF_ADAPTERS[tuning.method]))
         } | overrides
-    return make_config(config, overrides, base)
+    config = make_config(config, overrides, base)
+    return replace(config, model=kept_model(config))
 
 
 def _with_base_of_adapters(

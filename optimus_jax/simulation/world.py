@@ -50,8 +50,8 @@ TERMS = (
     HOST_COPIES,
     REFERENCE_PASS,
 )
-"""All terms of planning/cost/cost.py. Each has a hidden factor, even if the first plan lacks the
-term."""
+"""All terms of planning/cost/cost.py but that of a generator. Each has a hidden factor, even if the
+first plan lacks the term."""
 OPERATORS = (
     "attention",
     "feed-forward",
@@ -60,6 +60,7 @@ OPERATORS = (
     "head",
     "optimizer",
     REFERENCE_PASS,
+    GENERATOR,
 )
 """Terms that take longer on a slow device."""
 

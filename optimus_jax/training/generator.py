@@ -103,7 +103,13 @@ class GeneratorPass:
 
     def evaluate(self, params: Params, rows: Batch, masked: Batch) -> tuple[TaskSums, Batch]:
         """The generator's sums, and the rows that the model is evaluated on."""
-        sums = sums_alone(self.objective, self.layouts, of_generator(params), masked)
+        sums = sums_alone(
+            self.objective,
+            self.layouts,
+            of_generator(params),
+            masked,
+            by_microbatch=self.plan.pipeline is not None,
+        )
         return sums, self._drawn(rows, masked, sums)
 
     def with_gradients(

@@ -41,9 +41,27 @@ def sums_and_gradients(
     return _by_microbatch(objective, layouts, params, batch, batch_axes)
 
 
-def sums_alone(objective: Objective, layouts: Params, params: Params, batch: Batch) -> TaskSums:
-    """Loss and metrics of this device's rows."""
+def sums_alone(
+    objective: Objective,
+    layouts: Params,
+    params: Params,
+    batch: Batch,
+    *,
+    by_microbatch: bool = False,
+) -> TaskSums:
+    """Loss and metrics of this device's rows.
+
+    Args:
+      by_microbatch: whether rows run in microbatches also without a pipeline.
+    """
     whole = objective.whole(_held(objective, layouts, params))
+    if by_microbatch:
+
+        def one(_: None, rows: Batch) -> tuple[None, TaskSums]:
+            return None, objective.batch_loss(whole, rows)[1]
+
+        parts = lax.scan(one, None, _microbatches(objective, batch))[1]
+        return _added_up(parts.loss.sum(0), parts.metrics, parts.drawn)
     if objective.plan.pipeline is None:
         return objective.batch_loss(whole, batch)[1]
     return reported(*_pipeline(objective, whole, batch).sums())
@@ -91,9 +109,16 @@ def _by_microbatch(
         return added, (sums.metrics, sums.drawn)
 
     (loss, gradients), (parts, drawn) = lax.scan(add, start, _microbatches(objective, batch))
-    metrics = {name: of_each.sum(0) for name, of_each in parts.items()}
-    drawn = None if drawn is None else drawn.reshape(-1, *drawn.shape[2:])
-    return TaskSums(loss, metrics, drawn), gradients
+    return _added_up(loss, parts, drawn), gradients
+
+
+def _added_up(loss: Array, metrics: Sums, drawn: Array | None) -> TaskSums:
+    """The sums of all microbatches, given the loss of all, and the others of each."""
+    return TaskSums(
+        loss,
+        {name: of_each.sum(0) for name, of_each in metrics.items()},
+        None if drawn is None else drawn.reshape(-1, *drawn.shape[2:]),
+    )
 
 
 def _pipelined(

@@ -67,6 +67,15 @@ def check_rate_factors(config: Config) -> None:
     optimizer, model = config.optimizer, config.model
     if optimizer.lr_factors == LearningRateFactors() and optimizer.layer_lr_decay == 1:
         return
+    if optimizer.layer_lr_decay != 1 and model.generator is not None:
+        raise ConfigError(
+            explain(
+                "a decay of the learning rate by layers is of the layers of one model",
+                given=f"optimizer.layer_lr_decay={optimizer.layer_lr_decay}, and"
+                f" {model.name} has a generator",
+                do="leave it out",
+            )
+        )
     leaves = jax.tree.leaves(model_shapes(model, model.vocab_size).leaves)
     trained = [leaf for leaf in leaves if leaf.trained]
     groups = {leaf.group for leaf in trained}

@@ -164,6 +164,7 @@ TASKS: dict[str, Task] = {
 """By the value of the setting `task`."""
 SECTIONS: dict[str, tuple[str, Callable[[Task], bool]]] = {
     "preference.": ("preference pairs", lambda task: task.reads == "pairs"),
+    "masking.discriminator_weight": ("replaced tokens", lambda task: task.has_generator),
     "masking.": ("masked tokens", lambda task: task.masks_tokens),
     "patch_masking.": (
         "hidden patches",
@@ -180,8 +181,10 @@ def task_name(config: Config) -> str:
         return config.task
     if config.model.reads != "text":
         return IMAGES if config.model.image_size else TRANSCRIPTION
-    if config.model.labels:
-        return LEARNS[config.model.labelled]
+    if labels := config.model.labels:
+        labelled = config.model.labelled
+        is_of_data = labelled == "replacement" and labels != REPLACEMENT_LABELS
+        return LEARNS["sequence" if is_of_data else labelled]
     return NEXT_TOKEN if features_of(config.model).causal else MLM
 
 
@@ -204,7 +207,14 @@ def kept_model(config: Config) -> ModelConfig:
     replaced.
     """
     model, task = config.model, task_of(config)
-    return model.body if model.labelled == "replacement" and not task.has_generator else model
+    if task.has_generator or (model.generator is None and model.labelled != "replacement"):
+        return model
+    return dataclasses.replace(
+        model,
+        generator=None,
+        labels=() if model.labels == REPLACEMENT_LABELS else model.labels,
+        labelled=task.labelled or "sequence",
+    )
 
 
 def model_of(config: Config, labels: tuple[str, ...] = ()) -> ModelConfig:

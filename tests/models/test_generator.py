@@ -27,16 +27,22 @@ from test_huggingface import (
 
 from optimus_jax.config import Config, DataConfig, Generator, ModelConfig
 from optimus_jax.config.axes import AxisSizes
+from optimus_jax.config.presets import model_preset
 from optimus_jax.errors import ConfigError, PlanError
 from optimus_jax.mesh.sharding import put_batch
-from optimus_jax.models.families import generator_of
+from optimus_jax.models.families import check_family, generator_of
 from optimus_jax.models.huggingface import config_from_huggingface, from_huggingface, to_huggingface
 from optimus_jax.models.huggingface_config import config_to_huggingface
 from optimus_jax.models.keys import make_key
 from optimus_jax.models.shapes import GENERATOR, of_generator, own_part
+from optimus_jax.planning.cost.cost import term_times
+from optimus_jax.planning.cost.rates import Rates
+from optimus_jax.planning.cost.workload import Workload
+from optimus_jax.planning.profiles.cluster import Cluster
+from optimus_jax.planning.search.assemble import plan_for
 from optimus_jax.training.masking import with_tokens_to_draw
 from optimus_jax.training.step import CORRUPTION
-from optimus_jax.training.tasks import REPLACED, task_name
+from optimus_jax.training.tasks import REPLACED, kept_model, task_name
 
 TABLE, MODEL, OF_GENERATOR = "embedding_size", "hidden_size", "generator"
 SIZES = {
@@ -240,10 +246,73 @@ def test_both_parts_are_exported_as_their_classes_have_them():
 
 
 def test_a_generator_needs_a_model_that_finds_what_it_replaces():
-    with pytest.raises(ConfigError, match="finds replaced tokens"):
-        ModelConfig(family="electra", generator=Generator())
+    for change, message in (
+        ({"model.labels": "a,b"}, "finds replaced tokens"),
+        ({"model.family": "bert"}, "has the embedding of its model"),
+        ({"model.tuning.freeze_layers": 1}, "all its layers are trained"),
+    ):
+        config = Config(model=model_preset("electra-nano")).with_values(change)
+        with pytest.raises(ConfigError, match=message):
+            check_family(config.model)
     with pytest.raises(ConfigError, match="no whole width"):
         Generator(embed_dim=64, num_heads=3)
+
+
+@pytest.mark.parametrize(
+    ("changes", "labels", "task"),
+    [
+        ({}, ("replaced",), REPLACED),
+        ({"task": "mlm"}, (), "mlm"),
+        ({"task": "classification"}, (), "classification"),
+        ({"task": "classification", "model.labels": "no,yes"}, ("no", "yes"), "classification"),
+        ({"model.labels": "no,yes"}, ("no", "yes"), "classification"),
+        ({"model.labels": "", "model.generator": "none"}, (), "mlm"),
+    ],
+)
+def test_another_task_leaves_out_the_generator_and_its_head(changes, labels, task):
+    config = Config(model=model_preset("electra-nano")).with_values(changes)
+    model = kept_model(config)
+    assert (model.labels, task_name(replace(config, model=model))) == (labels, task)
+    assert (model.generator is None) == (task != REPLACED)
+    check_family(model)
+
+
+def test_a_generator_takes_as_long_in_each_of_two_stages_as_in_one():
+    model, cluster = model_preset("electra-base-discriminator"), Cluster.parse("h100:8")
+    rates = Rates.of(cluster.accelerator)
+
+    def generator_s(mesh: str) -> float:
+        config = Config(model=model).with_values(
+            {"data.global_batch": 64, "data.seq_len": 512, "precision.compute": "bf16"}
+        )
+        plan = plan_for(config, AxisSizes.parse(mesh), cluster.topology())
+        return term_times(Workload.of(config), plan, cluster, rates)["generator"]
+
+    assert generator_s("pipe=2,data=4") > 1.5 * generator_s("data=8")
+
+
+@pytest.mark.parametrize("rules", ["kv_heads=none", "heads=none", "mlp=none"])
+def test_a_rule_that_keeps_parts_whole_changes_nothing(rules):
+    """One head of two is split over tensor unless a rule says otherwise."""
+    model = replace(
+        model_preset("electra-nano"),
+        num_layers=2,
+        embed_dim=32,
+        num_heads=4,
+        num_kv_heads=4,
+        head_dim=8,
+        mlp_dim=48,
+        max_length=SEQ_LEN,
+        generator=Generator(num_layers=1, embed_dim=16, num_heads=2, mlp_dim=32),
+    )
+    found = []
+    for own in ((), (rules,)):
+        program = program_for(model, AxisSizes(data=2, tensor=2), rules=own)
+        state = state_of(program, jax.device_get(program.shapes.initial(jnp.int32(3))))
+        given = put_batch(rows(), program.batch_sharding, GLOBAL_BATCH)
+        found.append(jax.device_get(run(program.train_step, state, given)[0].opt_state[0].mu))
+    off = differences(*found)
+    assert {leaf: value for leaf, value in off.items() if not value < GRADIENT_RTOL} == {}
 
 
 def test_a_width_of_the_generator_that_fsdp_does_not_divide_is_refused():

@@ -7,7 +7,7 @@ Gradient reduction, the optimizer and a fixed overhead are added once.
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import islice
 from typing import NamedTuple
@@ -205,7 +205,8 @@ class StepTimes:
         self.trains_embed = workload.model.tuning.trains("embedding")
         self.streams = 1 + workload.num_references
         """Passes through the layers, each with its own residual stream."""
-        self.executions = plan.microbatches * workload.model.num_layers / plan.axes.pipe
+        num_stages = 1 if plan.pipeline is None else plan.axes.pipe
+        self.executions = plan.microbatches * workload.model.num_layers / num_stages
         """Layer executions per device: microbatches times layers per stage."""
 
     @property
@@ -227,7 +228,7 @@ class StepTimes:
             "memory": visits * compute.memory,
             "launching": visits * compute.launching,
             REFERENCE_PASS: self.executions * (self.streams - 1) * layer.forward,
-            GENERATOR: self._generator_s,
+            **self._generator(zero),
             HEAD: outside.head,
             TENSOR: visits * exposed[TENSOR] + at_end(TENSOR, 0.0),
             VOCABULARY: outside.vocabulary,
@@ -316,15 +317,15 @@ class StepTimes:
             ]
         )
 
-    @cached_property
-    def _generator_s(self) -> float:
-        """Seconds of a generator, forward and backward; 0: there is none."""
+    def _generator(self, zero: int) -> dict[str, float]:
+        """The term of a generator, forward and backward, if there is one."""
         costs, sizes = self.costs, self.costs.workload.model.generator
         workload = costs.workload.generator
         if workload is None or sizes is None:
-            return 0.0
+            return {}
         own = _cluster_costs(workload, costs.cluster, costs.rates, costs.implementation)
-        return StepTimes(own, self.plan.of_generator(sizes)).before_end_s()
+        plan = replace(self.plan.of_generator(sizes), zero=zero)
+        return {GENERATOR: StepTimes(own, plan).before_end_s()}
 
     @cached_property
     def _exchanges(self) -> list[tuple[CommunicationOp, float, float]]:

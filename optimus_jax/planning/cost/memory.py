@@ -139,11 +139,15 @@ def _beside_generator(
     if sizes is None or own is None:
         return step_points
     generator = _Parts(own, plan.of_generator(sizes))
-    stays = generator.trained(split=plan.zero >= 2)
-    return [
-        *[(gradients + stays, activations, head) for gradients, activations, head in step_points],
-        *generator.without_stages(),
+    # Elsewhere they are among the sums of gradients outside the layers.
+    is_apart = plan.pipeline is None and plan.microbatches == 1
+    stays = generator.trained(split=plan.zero >= 2) if is_apart else 0
+    points = [(gradients + stays, activation, head) for gradients, activation, head in step_points]
+    before = [
+        (gradients + generator.held, activation, head)
+        for gradients, activation, head in generator.without_stages()
     ]
+    return [*points, *before]
 
 
 class _Parts:

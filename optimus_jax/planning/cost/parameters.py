@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 from optimus_jax.config import ModelConfig
 from optimus_jax.config.axes import FSDP, MESH_AXES, PIPE, AxisSizes
-from optimus_jax.mesh.axes import BATCH, EMBED, NORM, VOCAB
+from optimus_jax.mesh.axes import BATCH, EMBED, GENERATOR_LAYERS, NORM, VOCAB
 from optimus_jax.mesh.leaf import Leaf
 from optimus_jax.mesh.rules import Rules, active_rules, padded_vocab
 from optimus_jax.mesh.zero import LeafLayout
@@ -228,9 +228,13 @@ def updated_params(model: ModelConfig, plan: Plan, implementation: Implementatio
 def outer_matrices(
     model: ModelConfig, rules: Rules, axes: AxisSizes, head_shared: bool
 ) -> tuple[LeafCount, ...]:
-    """The parameters outside the layers that fsdp splits."""
+    """The parameters outside all layers that fsdp splits."""
     stored = _stored(model, rules, axes, head_shared)
-    return tuple(leaf for leaf in stored.outer if leaf.axes.split != leaf.axes.whole)
+    return tuple(
+        leaf
+        for leaf in stored.outer
+        if leaf.axes.split != leaf.axes.whole and leaf.leaf.dims[0] != GENERATOR_LAYERS
+    )
 
 
 @lru_cache(maxsize=1 << 10)
