@@ -1,5 +1,6 @@
 """Settings of the model: the sizes of a decoder, and features that differ from its family's."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Literal
@@ -54,6 +55,11 @@ SPAN_LABELS = ("begin", "end")
 """Labels of a model that finds spans."""
 REPLACEMENT_LABELS = ("replaced",)
 """Label of a model that finds replaced tokens: the odds that one is."""
+FIXED_LABELS: Mapping[str, tuple[str, ...]] = {
+    "span": SPAN_LABELS,
+    "replacement": REPLACEMENT_LABELS,
+}
+"""Labels that no data names, by what has one each."""
 LayerType = Literal["full", "window"]
 Medium = Literal["text", "images", "sound"]
 

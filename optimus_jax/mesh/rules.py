@@ -76,6 +76,14 @@ def make_rules(model: ModelConfig, overrides: Sequence[str] = ()) -> Rules:
                     do=nearest(logical, DEFAULT_RULES),
                 )
             )
+        if logical not in DEFAULT_RULES:
+            raise PlanError(
+                explain(
+                    f"no rule is for logical axis {logical!r}",
+                    given=override,
+                    do="name one of: " + ", ".join(DEFAULT_RULES),
+                )
+            )
         if mesh_axis != "none" and mesh_axis not in MESH_AXES:
             raise PlanError(
                 explain(

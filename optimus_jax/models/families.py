@@ -166,9 +166,9 @@ class HeadTransform(NamedTuple):
 def head_transform_of(model: ModelConfig) -> HeadTransform | None:
     """What precedes the head's matrix; None: nothing."""
     features = features_of(model)
-    if model.labelled == "replacement" and model.labels:
-        return HeadTransform(model.embed_dim, features.activation)
     if model.labels:
+        if model.labelled == "replacement":
+            return HeadTransform(model.embed_dim, features.activation)
         if features.pooler == "none" or model.labelled != "sequence":
             return None
         tanh = features.pooler == "tanh"

@@ -12,7 +12,7 @@ import numpy as np
 from jax.tree_util import keystr
 
 from optimus_jax.config import Features, ModelConfig
-from optimus_jax.config.model import REPLACEMENT_LABELS, SPAN_LABELS
+from optimus_jax.config.model import FIXED_LABELS
 from optimus_jax.errors import ConfigError, explain
 from optimus_jax.models.families import FAMILIES
 from optimus_jax.models.huggingface_checks import check_tied_head, model_tensors
@@ -116,9 +116,8 @@ def _labels_of(hf_config: HfConfig, hf_format: HuggingFaceFormat) -> dict[str, A
     for name in hf_config.get("architectures") or ():
         if (labelled := labels_of(name, hf_format)) is not None:
             given = hf_config.get("id2label") or {0: "LABEL_0", 1: "LABEL_1"}
-            if labelled in ("span", "replacement"):
-                fixed = SPAN_LABELS if labelled == "span" else REPLACEMENT_LABELS
-                given = dict(enumerate(fixed))
+            if labelled in FIXED_LABELS:
+                given = dict(enumerate(FIXED_LABELS[labelled]))
             names = {int(number): str(name) for number, name in given.items()}
             return {
                 "labels": _different(names[number] for number in range(len(names))),

@@ -8,91 +8,19 @@ import jax
 from flax import nnx
 
 from optimus_jax.config import ModelConfig, Tuning
-from optimus_jax.mesh.axes import (
-    GENERATOR_HEADS,
-    GENERATOR_KV_HEADS,
-    GENERATOR_LAYERS,
-    GENERATOR_MLP,
-    HEADS,
-    KV_HEADS,
-    LAYERS,
-    MLP,
-    VOCAB,
-)
+from optimus_jax.mesh.axes import LAYERS, VOCAB
 from optimus_jax.mesh.collectives import Collectives
 from optimus_jax.mesh.leaf import Leaf
 from optimus_jax.models.encoder_decoder import layers_with
 from optimus_jax.models.families import generator_of
+from optimus_jax.models.generator import GENERATOR, beside_generator, beside_model, own_part
 from optimus_jax.models.keys import make_key
 from optimus_jax.models.transformer import Decoder
 
 Params = dict[str, Any]
 """Nested dict of arrays (or of anything, leaf by leaf), named like the modules."""
-GENERATOR, STACK = "generator", "stack"
-"""Names of a generator's own parameters, and among them of its layers."""
-SHARED = ("embedding", "positions", "token_types", "embedding_norm")
-"""Parameters that a generator shares with its model."""
-
-
-_SEED = 0x67656E
+_GENERATOR_SEED = 0x67656E
 """A generator's parameters have another seed than the model's, or some would be the same."""
-
-
-def of_generator(params: Params) -> Params:
-    """Those parameters of a model with a generator, or anything by their names, of which the
-    generator consists, named as in a model of its own.
-    """
-    shared = {name: params[name] for name in SHARED if name in params}
-    own = params[GENERATOR].items()
-    return shared | {LAYERS if name == STACK else name: part for name, part in own}
-
-
-def beside_generator(params: Params) -> Params:
-    """Parameters, or anything by their names, but for a generator's own."""
-    return {name: part for name, part in params.items() if name != GENERATOR}
-
-
-def path_in_generator(path: str) -> str | None:
-    """The path that a parameter of a model has in its generator; None: it is none of its."""
-    first, _, rest = path.partition("/")
-    if first in SHARED:
-        return path
-    if first != GENERATOR:
-        return None
-    part, _, below = rest.partition("/")
-    return f"{LAYERS}/{below}" if part == STACK else rest
-
-
-def path_beside_generator(path: str) -> str | None:
-    """The path that a parameter of a model has in the same model without its generator; None: it
-    is not there.
-    """
-    return None if path.partition("/")[0] == GENERATOR else path
-
-
-def own_part(generator: Params) -> Params:
-    """A generator's own parameters, named as in its model."""
-    return {
-        STACK if name == LAYERS else name: part
-        for name, part in generator.items()
-        if name not in SHARED
-    }
-
-
-_OWN_AXES = {
-    LAYERS: GENERATOR_LAYERS,
-    HEADS: GENERATOR_HEADS,
-    KV_HEADS: GENERATOR_KV_HEADS,
-    MLP: GENERATOR_MLP,
-}
-
-
-def _beside_model(leaf: Leaf) -> Leaf:
-    """A generator's leaf as one of its model, which has other layers and heads."""
-    dims, used_over = (
-        tuple([_OWN_AXES.get(axis, axis) for axis in axes]) for axes in (leaf.dims, leaf.used_over)
-    )
-    return replace(leaf, dims=dims, used_over=used_over)
 
 
 @dataclass(frozen=True)
@@ -150,7 +78,7 @@ class ModelShapes:
         )
         if self.generator is None:
             return leaves
-        return leaves | {GENERATOR: jax.tree.map(_beside_model, own_part(self.generator.leaves))}
+        return leaves | {GENERATOR: jax.tree.map(beside_model, own_part(self.generator.leaves))}
 
     def may_be_padded(self, path: str) -> bool:
         """Whether an array of the training state, at a path such as `opt_state/0/mu/head/table`,
@@ -229,7 +157,7 @@ class ModelShapes:
             params = nnx.to_pure_dict(nnx.state(self._build(nnx.Rngs(params=make_key(seed)))))
         if self.generator is None:
             return params
-        return params | {GENERATOR: own_part(self.generator.initial(seed ^ _SEED))}
+        return params | {GENERATOR: own_part(self.generator.initial(seed ^ _GENERATOR_SEED))}
 
     def _build(self, rngs: nnx.Rngs) -> Decoder:
         return Decoder(self.config, vocab_rows=self.vocab_rows, slots=self.slots, rngs=rngs)

@@ -20,9 +20,9 @@ from optimus_jax.data.recordings import start_of
 from optimus_jax.data.tokenizers import Tokenizer
 from optimus_jax.errors import CheckpointError, ConfigError, explain
 from optimus_jax.models.families import generator_of
+from optimus_jax.models.generator import beside_generator, of_generator
 from optimus_jax.models.huggingface import config_from_huggingface
 from optimus_jax.models.huggingface_config import config_to_huggingface
-from optimus_jax.models.shapes import path_beside_generator, path_in_generator
 from optimus_jax.run.byte_progress import byte_progress
 from optimus_jax.run.exported_weights import DTYPES, WeightsExport, dtype_of
 from optimus_jax.run.model_card import (
@@ -138,7 +138,7 @@ class RunToExport:
             config_from_huggingface(theirs),
             config.tuning,
             dtype,
-            path_in_generator if self.generator else path_beside_generator,
+            of_generator if self.generator else beside_generator,
         )
         with new_directory(to, what=self.named_by) as directory:
             needed = weights.num_bytes + OTHER_FILES_BYTES

@@ -11,19 +11,22 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from flax.traverse_util import flatten_dict, unflatten_dict
 
 from optimus_jax.checkpoint.reading import check_same_model
 from optimus_jax.checkpoint.slices import StoredCheckpoint, StoredLeaf
 from optimus_jax.config import ModelConfig, Tuning
 from optimus_jax.mesh.boxes import Box, sizes
 from optimus_jax.mesh.slots import canonical_slots
+from optimus_jax.models.generator import beside_generator
 from optimus_jax.models.huggingface_formats import format_of
 from optimus_jax.models.huggingface_tensors import LeafSource, leaf_sources, tensor_shapes
 from optimus_jax.models.merging import Merging, is_of_adapter
-from optimus_jax.models.shapes import model_shapes, path_beside_generator
+from optimus_jax.models.shapes import Params, model_shapes
 from optimus_jax.reshard.checksum import named_leaves
 from optimus_jax.reshard.restack import is_stacked
 from optimus_jax.run.stored_matrices import StoredCodes, matrices_of
@@ -60,8 +63,8 @@ class WeightsExport:
     """The adapters in the checkpoint, which are merged, and the formats of its leaves."""
     dtype: np.dtype
     """Of the files."""
-    path_of: Callable[[str], str | None]
-    """The path in the model of a parameter in the checkpoint; None: it is not the model's."""
+    part: Callable[[Params], Params]
+    """The model's, of the parameters in the checkpoint, with the names that they have in it."""
 
     @classmethod
     def of(
@@ -70,12 +73,12 @@ class WeightsExport:
         config: ModelConfig,
         tuning: Tuning,
         dtype: str,
-        path_of: Callable[[str], str | None] = path_beside_generator,
+        part: Callable[[Params], Params] = beside_generator,
     ) -> "WeightsExport":
         """The export of a checkpoint's parameters.
 
         Args:
-          config, tuning, path_of: as above.
+          config, tuning, part: as above.
           dtype: a key of DTYPES.
         Raises:
           CheckpointError: the checkpoint is of another model.
@@ -84,7 +87,7 @@ class WeightsExport:
         asked = named_leaves({"params": shapes.params})
         saved = {
             PARAMS + path: {"dtype": leaf.dtype.name, "shape": leaf.shape}
-            for path, leaf in params_in(checkpoint, path_of).items()
+            for path, leaf in params_in(checkpoint, part).items()
         }
         check_same_model(checkpoint.step, saved, asked, shapes.may_be_padded)
         return cls(
@@ -92,7 +95,7 @@ class WeightsExport:
             config=config,
             tuning=tuning,
             dtype=DTYPES[dtype],
-            path_of=path_of,
+            part=part,
         )
 
     @property
@@ -178,7 +181,7 @@ class WeightsExport:
 
     @cached_property
     def _stored(self) -> dict[str, Stored]:
-        own = params_in(self.checkpoint, self.path_of)
+        own = params_in(self.checkpoint, self.part)
         return matrices_of(own, model_shapes(self.config, self.config.vocab_size))
 
     def _merging(self) -> Merging:
@@ -206,15 +209,16 @@ class WeightsExport:
 
 
 def params_in(
-    checkpoint: StoredCheckpoint, path_of: Callable[[str], str | None]
+    checkpoint: StoredCheckpoint, part: Callable[[Params], Params]
 ) -> dict[str, StoredLeaf]:
-    """Parameters in a checkpoint, by the paths that `path_of` gives them."""
-    paths = {name: path_of(name.removeprefix(PARAMS)) for name in checkpoint.leaves}
-    return {
-        path: checkpoint.leaves[name]
-        for name, path in paths.items()
-        if path is not None and name.startswith(PARAMS)
+    """The parameters in a checkpoint that are those of a part, by their paths in it."""
+    params = {
+        name.removeprefix(PARAMS): leaf
+        for name, leaf in checkpoint.leaves.items()
+        if name.startswith(PARAMS)
     }
+    found: dict[str, Any] = {**flatten_dict(part(unflatten_dict(params, sep="/")), sep="/")}
+    return found
 
 
 def dtype_of(checkpoint: StoredCheckpoint) -> str:

@@ -21,7 +21,7 @@ from optimus_jax.run_directory.directory import RunDirectory
 from optimus_jax.run_directory.run_data import NOT_COMPARABLE, held_out_in_run, tokenizer_of_run
 from optimus_jax.training.evaluation import eval_rows
 from optimus_jax.training.step import Program
-from optimus_jax.training.tasks import kept_model, model_of, task_of
+from optimus_jax.training.tasks import model_of, task_of
 
 
 def with_mask_token(config: Config, tokenizer: Tokenizer) -> Config:
@@ -63,7 +63,7 @@ class Inputs:
         Raises:
           DataError: the data is unusable or too short.
         """
-        model, task = kept_model(config), task_of(config)
+        model, task = config.model, task_of(config)
         tokenizer, by = (
             (None, None)
             if run is None

@@ -164,21 +164,22 @@ def _of_training(
     term = task_of(config).term
     steps = [record for record in run.metrics() if record.step <= step]
     events = [event for event in run.events() if event.get("step", 0) <= step]
-    held_out = [event for event in events if event.get("event") == "eval"]
+    evaluations = [event for event in events if event.get("event") == "eval"]
+    metrics = dict((evaluations[-1].get("metrics") or {}) if evaluations else {})
+    held_out = evaluations[-1].get("loss") if evaluations else None
+    loss = steps[-1].loss if steps else None
     if config.model.labelled != "replacement" and steps and GENERATOR_LOSS in steps[-1].metrics:
-        loss = steps[-1].metrics[GENERATOR_LOSS]
-        yield "training loss", f"{loss:.4f} nats per {term}, of step {steps[-1].step:,}"
-        if held_out and (loss := (held_out[-1].get("metrics") or {}).get(GENERATOR_LOSS)):
-            after = f"after step {held_out[-1]['step']:,}"
-            yield "held-out loss", f"{loss:.4f} nats per {term}, {after}"
-        steps, held_out = [], []
-    if steps:
+        # Of a generator the run says this alone.
+        loss, held_out = steps[-1].metrics[GENERATOR_LOSS], metrics.get(GENERATOR_LOSS)
+        metrics = {}
+    elif steps:
         yield f"{term}s seen", f"{sum(record.tokens for record in steps):,}"
-        yield "training loss", f"{steps[-1].loss:.4f} nats per {term}, of step {steps[-1].step:,}"
-    if held_out and isinstance(loss := held_out[-1].get("loss"), float):
-        after = f"after step {held_out[-1]['step']:,}"
-        yield "held-out loss", f"{loss:.4f} nats per {term}, {after}"
-        for name, value in (held_out[-1].get("metrics") or {}).items():
+    if loss is not None:
+        yield "training loss", f"{loss:.4f} nats per {term}, of step {steps[-1].step:,}"
+    if isinstance(held_out, float):
+        after = f"after step {evaluations[-1]['step']:,}"
+        yield "held-out loss", f"{held_out:.4f} nats per {term}, {after}"
+        for name, value in metrics.items():
             if isinstance(value, float):
                 yield f"held-out {name}", f"{value:.4f}, {after}"
     yield "data", ", ".join(_last_part(source) for source in config.data.sources)

@@ -155,7 +155,11 @@ def _task_text(config: Config) -> str:
     if task.corrupt is not None:
         masking = config.masking
         words = "words" if masking.whole_words else "tokens"
-        weight = f"; weight {masking.discriminator_weight:g}" if task.has_generator else ""
+        weight = (
+            f"; finding those that the generator replaces weighs {masking.discriminator_weight:g}"
+            if task.has_generator
+            else ""
+        )
         return (
             f"{name}: {masking.share:.0%} of the {words}, of which {masking.masked:.0%} are seen as"
             f" token {config.mask_token} and {masking.random:.0%} as random ones{weight}"

@@ -22,20 +22,43 @@ from optimus_jax.config import Config
 from optimus_jax.mesh.collectives import Collectives
 from optimus_jax.mesh.formats import COMPUTE_DTYPES
 from optimus_jax.mesh.sharding import layouts_of, map_trained
-from optimus_jax.models.shapes import (
-    GENERATOR,
-    SHARED,
-    ModelShapes,
-    Params,
-    of_generator,
-    own_part,
-)
+from optimus_jax.models.generator import GENERATOR, SHARED, of_generator, own_part
+from optimus_jax.models.shapes import ModelShapes, Params
 from optimus_jax.plan import Plan
 from optimus_jax.training.gradients import sums_alone, sums_and_gradients
 from optimus_jax.training.masking import with_drawn_tokens
 from optimus_jax.training.objective import Objective
 from optimus_jax.training.task import Batch, TaskSums
 from optimus_jax.training.tasks import MLM
+
+
+@dataclass(frozen=True)
+class GeneratorSums:
+    """What the generator's pass over some rows gives."""
+
+    loss: Array
+    """This device's weighted sum of its losses, float32."""
+    rows: Batch
+    """The rows that the model learns from, or is evaluated on."""
+    layouts: Params
+    """A LeafLayout for every parameter of the generator."""
+    gradients: Params | None = None
+    """Their gradients, which `LeafLayout.reduced` has not summed yet; None in an evaluation."""
+
+    def with_gradients(self, of_model: Params, reduced: Callable[..., Array]) -> Params:
+        """The gradients of all parameters, summed over devices.
+
+        Args:
+          of_model: of the model's own parameters, summed.
+          reduced: (layout, gradient) -> the sum over devices.
+        """
+        found = map_trained(reduced, self.layouts, self.gradients)
+        shared = {
+            name: jax.tree.map(jnp.add, of_model[name], found[name])
+            for name in SHARED
+            if name in of_model
+        }
+        return of_model | shared | {GENERATOR: own_part(found)}
 
 
 @dataclass(frozen=True)
@@ -83,9 +106,8 @@ class GeneratorPass:
         *,
         step_key: Array | None,
         weight: Array,
-    ) -> tuple[TaskSums, Params, Batch]:
-        """The generator's sums over this device's rows, the gradients of its parameters, which
-        `LeafLayout.reduced` has not summed yet, and the rows that the model learns from.
+    ) -> GeneratorSums:
+        """The pass of a training step over this device's rows.
 
         Args:
           rows, masked: before and after tokens were hidden.
@@ -99,10 +121,10 @@ class GeneratorPass:
             masked,
             batch_axes,
         )
-        return sums, gradients, self._drawn(rows, masked, sums)
+        return self._sums(rows, masked, sums, gradients)
 
-    def evaluate(self, params: Params, rows: Batch, masked: Batch) -> tuple[TaskSums, Batch]:
-        """The generator's sums, and the rows that the model is evaluated on."""
+    def evaluate(self, params: Params, rows: Batch, masked: Batch) -> GeneratorSums:
+        """The pass of an evaluation. Every hidden token has a weight of 1."""
         sums = sums_alone(
             self.objective,
             self.layouts,
@@ -110,33 +132,14 @@ class GeneratorPass:
             masked,
             by_microbatch=self.plan.pipeline is not None,
         )
-        return sums, self._drawn(rows, masked, sums)
+        return self._sums(rows, masked, sums)
 
-    def with_gradients(
-        self,
-        gradients: Params,
-        of_model: Params,
-        reduced: Callable[..., Array],
-    ) -> Params:
-        """The gradients of all parameters, summed over devices.
-
-        Args:
-          gradients: of the generator, as `train` gives them.
-          of_model: of the model's own parameters, summed.
-          reduced: (layout, gradient) -> the sum over devices.
-        """
-        found = map_trained(reduced, self.layouts, gradients)
-        shared = {
-            name: jax.tree.map(jnp.add, of_model[name], found[name])
-            for name in SHARED
-            if name in of_model
-        }
-        return of_model | shared | {GENERATOR: own_part(found)}
-
-    @staticmethod
-    def _drawn(rows: Batch, masked: Batch, sums: TaskSums) -> Batch:
+    def _sums(
+        self, rows: Batch, masked: Batch, sums: TaskSums, gradients: Params | None = None
+    ) -> GeneratorSums:
         assert sums.drawn is not None
-        return with_drawn_tokens(rows, masked, sums.drawn)
+        rows = with_drawn_tokens(rows, masked, sums.drawn)
+        return GeneratorSums(sums.loss, rows, self.layouts, gradients)
 
 
 _STREAM = 0x67656E

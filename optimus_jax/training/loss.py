@@ -42,8 +42,16 @@ def cross_entropy(
       weights_N: float32 weight of each token's term; 0 leaves it out.
       chunk_tokens: tokens whose float32 logits exist at the same time.
     """
-    how = _How(comm, vocab_size, chunk_tokens, head.softcap)
-    return _loss_and_draws(how, hidden_ND, head, targets_N, weights_N, None)[0]
+    return cross_entropy_and_draws(
+        hidden_ND,
+        head,
+        targets_N,
+        weights_N,
+        None,
+        comm=comm,
+        vocab_size=vocab_size,
+        chunk_tokens=chunk_tokens,
+    )[0]
 
 
 def cross_entropy_and_draws(
@@ -51,37 +59,24 @@ def cross_entropy_and_draws(
     head: Head,
     targets_N: Array,
     weights_N: Array,
-    uniform_N: Array,
+    uniform_N: Array | None,
     *,
     comm: Collectives,
     vocab_size: int,
     chunk_tokens: int,
-) -> tuple[Array, Array]:
+) -> tuple[Array, Array | None]:
     """`cross_entropy`, and a token drawn from each p, int32 [N], by the same logits.
 
     Args:
       uniform_N: float32 from 0 to below 1 for every draw, which is of the first token at which the
         sum of p exceeds it. So a draw does not depend on how devices share the vocabulary, but for
-        the rounding of sums.
+        the rounding of sums. None: nothing is drawn.
     """
-    how = _How(comm, vocab_size, chunk_tokens, head.softcap)
-    loss, drawn_N = _loss_and_draws(how, hidden_ND, head, targets_N, weights_N, uniform_N)
-    assert drawn_N is not None
-    return loss, drawn_N
-
-
-def _loss_and_draws(
-    how: "_How",
-    hidden_ND: Array,
-    head: Head,
-    targets_N: Array,
-    weights_N: Array,
-    uniform_N: Array | None,
-) -> tuple[Array, Array | None]:
     head_VD, bias_V = head.matrix_VE, head.bias_V
     axes = sorted(varying_axes(hidden_ND) | varying_axes(head_VD))
     hidden_ND, head_VD = vary(hidden_ND, axes), vary(head_VD, axes)
     bias_V = None if bias_V is None else vary(bias_V, axes)
+    how = _How(comm, vocab_size, chunk_tokens, head.softcap)
     return _cross_entropy(how, hidden_ND, head_VD, bias_V, targets_N, weights_N, uniform_N)
 
 

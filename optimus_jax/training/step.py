@@ -31,8 +31,9 @@ from optimus_jax.mesh.sharding import batch_spec, layouts_of, map_trained, put_b
 from optimus_jax.mesh.sums import Sums
 from optimus_jax.mesh.xla_options import GPU, CompilerOption, as_compiler_dict, compiler_options
 from optimus_jax.mesh.zero import LeafLayout, varying_axes
+from optimus_jax.models.generator import beside_generator
 from optimus_jax.models.keys import make_key
-from optimus_jax.models.shapes import ModelShapes, Params, beside_generator
+from optimus_jax.models.shapes import ModelShapes, Params
 from optimus_jax.plan import Plan
 from optimus_jax.training.compiler_options import options_for, usable_bytes
 from optimus_jax.training.frozen_layers import zero_in_frozen_layers
@@ -283,17 +284,15 @@ class _DeviceStep:
 
         rows = self._changed(self.objective.task.augment, AUGMENTATION, batch, step)
         batch = self._corrupted(rows, step)
-        before = None
-        if self.generator is not None:
-            before = self.generator.train(
-                state.params,
-                rows,
-                batch,
-                self._batch_axes,
-                step_key=key,
-                weight=scale / self._num_terms(batch),
-            )
-            batch = before[2]
+        generated = self.generator and self.generator.train(
+            state.params,
+            rows,
+            batch,
+            self._batch_axes,
+            step_key=key,
+            weight=scale / self._num_terms(batch),
+        )
+        batch = generated.rows if generated else batch
         tokens = self._over_batch(self.objective.task.count(batch))
         sums, gradients = sums_and_gradients(
             self.objective.at(step_key=key, weight=self.task_weight * scale / at_least_one(tokens)),
@@ -308,9 +307,9 @@ class _DeviceStep:
             name: self._over_batch(part) / at_least_one(tokens)
             for name, part in sums.metrics.items()
         }
-        if self.generator is not None and before is not None:
-            gradients = self.generator.with_gradients(before[1], gradients, reduced)
-            metrics[GENERATOR_LOSS] = unscaled(self._over_batch(before[0].loss))
+        if generated:
+            gradients = generated.with_gradients(gradients, reduced)
+            metrics[GENERATOR_LOSS] = unscaled(self._over_batch(generated.loss))
             loss = loss + metrics[GENERATOR_LOSS]
         norm = global_norm(gradients)
         lr = self.learning_rate(step)
@@ -338,20 +337,18 @@ class _DeviceStep:
         }
 
     def evaluate(self, params: Params, batch: Batch) -> EvalSums:
-        rows, batch = batch, self._corrupted(batch, jnp.int32(EVALUATION))
-        of_generator = jnp.float32(0)
-        if self.generator is not None:
-            num_hidden = self._num_terms(batch)
-            generated, batch = self.generator.evaluate(params, rows, batch)
-            of_generator = self._over_batch(generated.loss) / num_hidden
+        masked = self._corrupted(batch, jnp.int32(EVALUATION))
+        generated = self.generator and self.generator.evaluate(params, batch, masked)
+        batch = generated.rows if generated else masked
         tokens = self._over_batch(self.objective.task.count(batch))
         layouts, params = beside_generator(self.layouts), beside_generator(params)
         sums = sums_alone(self.objective, layouts, params, batch)
         loss = self._over_batch(sums.loss)
         metrics = {name: self._over_batch(part) for name, part in sums.metrics.items()}
-        if self.generator is not None:
-            # A mean over other terms, as a sum over these.
-            metrics[GENERATOR_LOSS] = of_generator * tokens.astype(jnp.float32)
+        if generated:
+            # A mean over hidden tokens, as a sum over all that count.
+            mean = self._over_batch(generated.loss) / self._num_terms(masked)
+            metrics[GENERATOR_LOSS] = mean * tokens.astype(jnp.float32)
             loss = self.task_weight * loss + metrics[GENERATOR_LOSS]
         return EvalSums(loss=loss, tokens=tokens, metrics=metrics)
 

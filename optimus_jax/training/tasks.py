@@ -9,7 +9,7 @@ import numpy as np
 from jax import Array
 
 from optimus_jax.config import Config, ModelConfig
-from optimus_jax.config.model import REPLACEMENT_LABELS, SPAN_LABELS, Labelled
+from optimus_jax.config.model import FIXED_LABELS, REPLACEMENT_LABELS, Labelled
 from optimus_jax.config.tuning import BASE_GROUPS
 from optimus_jax.data.batch import BATCH_ARRAYS, BatchArray
 from optimus_jax.errors import ConfigError, explain, nearest
@@ -25,7 +25,7 @@ from optimus_jax.training.label_loss import (
     span_loss,
     with_types,
 )
-from optimus_jax.training.loss import cross_entropy, cross_entropy_and_draws
+from optimus_jax.training.loss import cross_entropy_and_draws
 from optimus_jax.training.masking import (
     MASKED_ARRAYS,
     with_masked_tokens,
@@ -74,19 +74,16 @@ def _token_loss(inputs: LossInputs) -> TaskSums:
         text_of(rows["targets"], model.config).reshape(-1),
         weights.reshape(-1),
     )
-    vocab_size, chunk_tokens = model.config.vocab_size, inputs.chunk_tokens
-    if (draws_BL := rows.get(DRAWS)) is None:
-        return TaskSums(
-            cross_entropy(*tokens, comm=comm, vocab_size=vocab_size, chunk_tokens=chunk_tokens), {}
-        )
+    draws_BL = rows.get(DRAWS)
     loss, drawn_N = cross_entropy_and_draws(
         *tokens,
-        draws_BL.reshape(-1),
+        None if draws_BL is None else draws_BL.reshape(-1),
         comm=comm,
-        vocab_size=vocab_size,
-        chunk_tokens=chunk_tokens,
+        vocab_size=model.config.vocab_size,
+        chunk_tokens=inputs.chunk_tokens,
     )
-    return TaskSums(loss, {}, drawn_N.reshape(draws_BL.shape))
+    drawn = None if drawn_N is None or draws_BL is None else drawn_N.reshape(draws_BL.shape)
+    return TaskSums(loss, {}, drawn)
 
 
 _LABELS = Task(
@@ -193,11 +190,6 @@ def task_of(config: Config) -> Task:
     return task_named(task_name(config))
 
 
-FIXED_LABELS: dict[Labelled, tuple[str, ...]] = {
-    "span": SPAN_LABELS,
-    "replacement": REPLACEMENT_LABELS,
-}
-"""Labels that no data names."""
 SOME_LABELS = ("0", "1")
 """Labels of a model whose data is not known."""
 
@@ -226,7 +218,7 @@ def model_of(config: Config, labels: tuple[str, ...] = ()) -> ModelConfig:
     """
     labelled, model = task_of(config).labelled, kept_model(config)
     if labelled is None:
-        return config.model
+        return model
     if labelled in FIXED_LABELS:
         labels = FIXED_LABELS[labelled]
     return dataclasses.replace(

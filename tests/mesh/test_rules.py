@@ -141,7 +141,8 @@ def test_unsplit_heads_keep_key_value_heads_unsplit():
         (["mlp"], r"unknown mesh axis ''(.|\n)*choose one of: pipe, data, fsdp, tensor, none"),
         (["mlp=none", "mlp=tensor"], r"two rules for logical axis 'mlp'(.|\n)*mlp=none,mlp=tensor"),
         (["mlp=fsdp"], r"'mlp' cannot be split over 'fsdp'(.|\n)*choose mlp=tensor or none"),
-        (["norm=tensor"], r"'norm' cannot be split over 'tensor'(.|\n)*choose norm=none"),
+        (["norm=tensor"], r"no rule is for logical axis 'norm'(.|\n)*name one of: batch, length"),
+        (["generator_heads=none"], r"no rule is for logical axis 'generator_heads'"),
     ],
 )
 def test_invalid_rules_are_refused(overrides, message):

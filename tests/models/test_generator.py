@@ -31,10 +31,10 @@ from optimus_jax.config.presets import model_preset
 from optimus_jax.errors import ConfigError, PlanError
 from optimus_jax.mesh.sharding import put_batch
 from optimus_jax.models.families import check_family, generator_of
+from optimus_jax.models.generator import GENERATOR, of_generator, own_part
 from optimus_jax.models.huggingface import config_from_huggingface, from_huggingface, to_huggingface
 from optimus_jax.models.huggingface_config import config_to_huggingface
 from optimus_jax.models.keys import make_key
-from optimus_jax.models.shapes import GENERATOR, of_generator, own_part
 from optimus_jax.planning.cost.cost import term_times
 from optimus_jax.planning.cost.rates import Rates
 from optimus_jax.planning.cost.workload import Workload

@@ -14,6 +14,7 @@ from optimus_jax.config import REMAT_POLICIES, AttentionKernel, ModelConfig, Pre
 from optimus_jax.mesh.axes import LAYERS
 from optimus_jax.models.families import generator_of
 from optimus_jax.models.flops import Passes, layer_flops, outer_flops
+from optimus_jax.models.generator import GENERATOR
 from optimus_jax.models.layer_program import (
     EMBED,
     MLP,
@@ -26,7 +27,7 @@ from optimus_jax.models.layer_program import (
     whole_sizes,
 )
 from optimus_jax.models.program_reader import Amount, ProgramPart
-from optimus_jax.models.shapes import GENERATOR, model_shapes
+from optimus_jax.models.shapes import model_shapes
 
 ITEM_BYTES: dict[Precision, int] = {"f32": 4, "bf16": 2, "f16": 2}
 
