@@ -223,22 +223,25 @@ class Config:
         """Lengths of the sequences for which a phase compiles programs."""
         return (self.seq_len, *((self.eval_seq_len,) if self.eval_every else ()))
 
+    @property
+    def kept(self) -> "Config":
+        """The config without what holds for one process or one start: what a run keeps."""
+        return dataclasses.replace(
+            self,
+            distributed=DistributedConfig(),
+            data=dataclasses.replace(self.data, allow_change=False),
+            checkpoint=dataclasses.replace(self.checkpoint, resume_step=None),
+        )
+
     def to_json(self, *, derived: Mapping[str, Any] | None = None) -> str:
-        """The config as indented JSON, without settings of a single process or start.
+        """What a run keeps of the config, as indented JSON.
 
         Args:
           derived: the derived values of settings left open, by dotted name. They belong to that
             run, which keeps them when it is resumed (run/resumed_config.py); a new run from the
             same settings derives its own.
         """
-        value = dataclasses.asdict(
-            dataclasses.replace(
-                self,
-                distributed=DistributedConfig(),
-                data=dataclasses.replace(self.data, allow_change=False),
-                checkpoint=dataclasses.replace(self.checkpoint, resume_step=None),
-            )
-        )
+        value = dataclasses.asdict(self.kept)
         return (
             json.dumps(value if derived is None else {**value, DERIVED: dict(derived)}, indent=2)
             + "\n"
