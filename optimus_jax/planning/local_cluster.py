@@ -87,7 +87,7 @@ class LocalCluster:
 def measure_devices(
     topology: Topology, *, refresh: bool = False, progress: ReportTime | None = None
 ) -> LocalCluster:
-    """Measure this run's devices (at most two minutes), or use earlier measurements.
+    """Measure this run's devices (one to three minutes), or use earlier measurements.
 
     Every process must call it.
     """

@@ -371,8 +371,8 @@ def _local_cluster(config: Config, topology: Topology) -> LocalCluster | None:
     if local_cluster is None and config.control != "off":
         if is_writer():
             print(
-                "the controller needs the speed of these devices: measuring it once, in about a"
-                " minute",
+                "the controller needs the speed of these devices: measuring it once, in one to"
+                " three minutes",
                 file=sys.stderr,
                 flush=True,
             )
