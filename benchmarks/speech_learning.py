@@ -69,6 +69,7 @@ def main() -> int:
     settings = {
         "data.eval_fraction": 0.02,
         "evaluation.examples": 64,
+        "evaluation.transcribed": 0,
         "optimizer.decay_steps": args.steps,
         "model.dropout": 0.1,
     }

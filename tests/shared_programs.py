@@ -99,6 +99,7 @@ class SharedPrograms:
             init=first.init,
             train_step=first.train_step,
             eval_step=first.eval_step,
+            next_tokens=first.next_tokens,
         )
 
 

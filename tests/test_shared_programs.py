@@ -47,6 +47,6 @@ def first(build):
 )
 def test_programs_that_compute_the_same_are_shared(build, first, settings, is_shared):
     other = build(settings)
-    for name in ("init", "train_step", "eval_step"):
+    for name in ("init", "train_step", "eval_step", "next_tokens"):
         assert (getattr(first, name) is getattr(other, name)) == is_shared
     assert other.config == plans.make_config(plans.GPT, TWO_DEVICES, settings)

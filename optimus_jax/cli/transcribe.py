@@ -63,6 +63,18 @@ def parser() -> Parser:
         help="recordings, or parts of long ones, at once (default: %(default)s)",
     )
     flags.add_argument(
+        "--mesh",
+        metavar="SIZES",
+        default="",
+        help="split the model over fsdp and tensor: tensor=4 (default: one device)",
+    )
+    flags.add_argument(
+        "--cpu-devices",
+        metavar="N",
+        type=int,
+        help="number of virtual CPU devices (default: the devices that JAX finds)",
+    )
+    flags.add_argument(
         "--text-field",
         metavar="NAME",
         default="text",
@@ -86,18 +98,26 @@ def main() -> None:
     given = parser().read()
     import_jax()  # after parsing, so that --help does not wait for JAX
     from optimus_jax.config import DataConfig
+    from optimus_jax.config.axes import AxisSizes
     from optimus_jax.data.recordings import check_libraries, recordings_in, samples_of
+    from optimus_jax.data.word_errors import check_jiwer, word_errors
+    from optimus_jax.devices.cpu import use_cpu_devices
     from optimus_jax.inference.loading import load_speech_model
     from optimus_jax.inference.sampling import check_range
-    from optimus_jax.inference.transcription import batches, word_errors
+    from optimus_jax.inference.transcription import batches
 
     check_range(given["batch_size"] >= 1, "batch_size", given["batch_size"], "choose 1 or more")
     check_libraries(" ".join(given["recordings"]))
     data = DataConfig(text_field=given["text_field"], audio_field=given["audio_field"])
     recordings = [each for source in given["recordings"] for each in recordings_in(source, data)]
+    if any(each.text for each in recordings):
+        check_jiwer()
+    if given["cpu_devices"] is not None:
+        use_cpu_devices(given["cpu_devices"])
     model = load_speech_model(
         given["run"],
         given["step"],
+        mesh=AxisSizes.parse(given["mesh"]) if given["mesh"] else AxisSizes(),
         language=given["language"],
         speech_task="translate" if given["translate"] else None,
         eos=given["eos"],

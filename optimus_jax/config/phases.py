@@ -12,7 +12,7 @@ stopped.
 
 from dataclasses import dataclass, replace
 
-from optimus_jax.config import Config, EvaluationConfig
+from optimus_jax.config import Config
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +73,9 @@ def in_phase(config: Config, phase: TrainingPhase) -> Config:
     """
     if not config.data.phases:
         return config
-    evaluation = EvaluationConfig(examples=config.eval_examples, seq_len=config.eval_seq_len)
+    evaluation = replace(
+        config.evaluation, examples=config.eval_examples, seq_len=config.eval_seq_len
+    )
     return replace(
         config,
         evaluation=evaluation,

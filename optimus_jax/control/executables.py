@@ -19,7 +19,7 @@ from optimus_jax.planning.ahead_of_time.compiled_step import CompiledStep, compi
 from optimus_jax.reshard.exchange import Device
 from optimus_jax.reshard.reshard import Layout
 from optimus_jax.reshard.shard_sums import ShardSums
-from optimus_jax.training.evaluation import eval_rows
+from optimus_jax.training.evaluation import eval_rows, transcript_rows
 from optimus_jax.training.state import TrainState
 from optimus_jax.training.step import Program, build_program
 
@@ -29,7 +29,8 @@ class Executable:
     """A compiled plan."""
 
     program: Program
-    """The program; its train_step and eval_step are compiled executables."""
+    """The program; its train_step is a compiled executable, and so is what evaluates, once it is
+    needed."""
     layout: Layout
     """Layout of the state."""
     sums: ShardSums
@@ -59,8 +60,9 @@ class Executable:
 
     def compile_evaluation(self) -> None:
         """Compile the evaluation for all batches that a run under the plan evaluates."""
-        if isinstance(self.program.eval_step, _CompiledLater):
-            self.program.eval_step.compile()
+        for function in (self.program.eval_step, self.program.next_tokens):
+            if isinstance(function, _CompiledLater):
+                function.compile()
 
     def compile_rest(self) -> None:
         """Compile what a switch needs and a run that stays may not: checksums and evaluation."""
@@ -69,13 +71,14 @@ class Executable:
 
 
 class _CompiledLater:
-    """The jitted evaluation. It can be compiled ahead of time, once it is known to be needed.
+    """A jitted function of parameters and a batch, which evaluations call. It can be compiled ahead
+    of time, once it is known to be needed.
 
     Args:
-      function: the jitted evaluation.
+      function: the jitted function.
       params: the parameters that it will be called with, or their shapes.
-      batches: shapes of the batches that it will be called with: the probe's, then the
-        evaluations'.
+      batches: shapes of the batches that it will be called with; of the evaluation the probe's,
+        then the evaluations'.
     """
 
     def __init__(
@@ -156,8 +159,14 @@ def executable_of(step: CompiledStep) -> Executable:
         rows, seq_len = eval_rows(program.config, program.plan), program.config.eval_seq_len
         batches.append(program.abstract_batch(rows, seq_len))
     eval_step = _CompiledLater(program.eval_step, state.params, batches)
+    next_tokens = program.next_tokens
+    if rows := transcript_rows(program.config, program.plan):
+        batch = program.abstract_batch(rows, program.config.eval_seq_len)
+        next_tokens = _CompiledLater(next_tokens, state.params, [batch])
     return Executable(
-        program=replace(program, train_step=step.train_step, eval_step=eval_step),
+        program=replace(
+            program, train_step=step.train_step, eval_step=eval_step, next_tokens=next_tokens
+        ),
         layout=layout,
         sums=ShardSums(layout),
         step_bytes=step.step_bytes,

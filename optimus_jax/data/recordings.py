@@ -76,6 +76,8 @@ class Recordings(FileExamples[Transcript]):
     """Recordings to cut examples from."""
 
     what = "recordings"
+    num_prompt_tokens: int = 1
+    """Tokens that ask for a text (`prompt_of`)."""
 
     @staticmethod
     def file_of(item: Transcript) -> NamedFile:
@@ -106,6 +108,10 @@ class Recordings(FileExamples[Transcript]):
             "loss_mask": loss_mask,
             "patches": values,
         }
+
+    def texts(self, examples: Iterable[int]) -> list[str]:
+        """What is said in the recordings with these numbers."""
+        return [self.items[example].recording.text or "" for example in examples]
 
     def _frames(self, example: int) -> np.ndarray:
         return frames_of(samples_of(self.items[example].recording), self.model)
@@ -264,7 +270,13 @@ def read_recordings(
                 do="cut recordings into shorter ones, or name a model that reads more",
             )
         )
-    return Recordings(name=name, items=kept, model=model), notes
+    recordings = Recordings(name=name, items=kept, model=model, num_prompt_tokens=len(prompt))
+    return recordings, notes
+
+
+def before_eos(tokens: np.ndarray, eos: int) -> np.ndarray:
+    """Tokens [T] up to the first eos; all if there is none."""
+    return tokens[: np.argmax(tokens == eos)] if eos in tokens else tokens
 
 
 def check_libraries(given: str) -> None:

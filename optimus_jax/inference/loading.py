@@ -83,19 +83,20 @@ def load_speech_model(
     *,
     language: str | None = None,
     speech_task: SpeechTask | None = None,
+    mesh: AxisSizes = ONE_DEVICE,
     eos: str | None = None,
     warn: Callable[[str], object] = warnings.warn,
 ) -> SpeechModel:
     """Load a model of sound.
 
     Args:
-      named, step, eos: as in `load_text_model`.
+      named, step, mesh, eos: as in `load_text_model`.
       language, speech_task: as in `DataConfig`; None: those of the run, or those that a published
         model's generation_config.json names, or the defaults.
     Raises:
       OptimusError: as in `load_text_model`, and for a model that does not read sound.
     """
-    loaded = load_text_model(named, step, eos=eos, warn=warn)
+    loaded = load_text_model(named, step, mesh=mesh, eos=eos, warn=warn)
     source = PublishedSource.parse(str(named), what=RUN)
     return SpeechModel.of(
         loaded,

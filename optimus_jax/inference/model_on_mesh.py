@@ -3,13 +3,14 @@
 Over a mesh, all devices run the same tokens: `tensor` splits heads, hidden width and vocabulary,
 and `fsdp` splits the storage of matrices, which are gathered where they are used.
 
-Shapes: B samples, L length of a pass, T cached length, V vocab, G key/value heads, K head_dim.
+Shapes: B samples, L length of a pass, T cached length, D embed, V vocab, G key/value heads, K
+head_dim.
 """
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -30,10 +31,12 @@ from optimus_jax.models.block import ForwardContext
 from optimus_jax.models.families import features_of
 from optimus_jax.models.kernels import Visibility
 from optimus_jax.models.shapes import ModelShapes, Params, model_shapes
+from optimus_jax.models.transformer import Decoder
 
 Cache = tuple[Array, Array]
 """Keys and values, [layers, B, T, G, K] each. Over a mesh, a head is in it once for each device
 that needs it."""
+Values = TypeVar("Values")
 ONE_DEVICE = AxisSizes()
 
 
@@ -110,14 +113,56 @@ class ModelOnMesh:
             self.param_shardings,
         )
 
-    def empty_cache(self, params: Params, num_keys: int) -> Cache:
-        """A cache of zeros for `num_keys` positions of one sample, in the format of the
-        parameters.
+    def empty_cache(self, params: Params, num_keys: int, *, rows: int = 1) -> Cache:
+        """A cache of zeros of the layers that see text, for `num_keys` positions of each row, in
+        the format of the parameters.
         """
         config, dtype = self.config, params["embedding"]["table"].dtype
+        num_layers = config.num_layers - config.encoder_layers
         num_heads = self.axes.fsdp * max(config.num_kv_heads, self.axes.tensor)
-        shape = (config.num_layers, 1, num_keys, num_heads, config.head_dim)
-        return jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)
+        zeros = jnp.zeros((num_layers, rows, num_keys, num_heads, config.head_dim), dtype)
+        if self.axes.num_devices > 1:
+            split = NamedSharding(self.mesh, self.cache_spec)
+            zeros = lax.with_sharding_constraint(zeros, split)
+        return zeros, jnp.copy(zeros)
+
+    @property
+    def cache_spec(self) -> PartitionSpec:
+        """Of keys and values [layers, B, T, G, K]."""
+        split = tuple(axis for axis in (FSDP, TENSOR) if self.axes[axis] > 1)
+        return PartitionSpec(None, None, None, split)
+
+    def over_mesh(self, of_device: Callable, in_specs: Any, out_specs: Any) -> Callable:
+        """A function of one device's arrays, as a function of whole ones."""
+        if self.axes.num_devices == 1:
+            return of_device
+        return jax.shard_map(of_device, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs)
+
+    def on_device(self, params: Params, start: Array | int = 0) -> tuple[Decoder, ForwardContext]:
+        """The model of one device's parameters, and the inputs of a pass whose first token is at
+        position `start`.
+        """
+        # The kernel is XLA's, because cuDNN's causal mask assumes that the first query is at
+        # position 0.
+        run = ForwardContext(
+            comm=Collectives(params["embedding"]["table"].dtype, self._rules, self._zero),
+            kernel="xla",
+            visibility=Visibility(query_offset=start),
+        )
+        return self.shapes.module(params, run.comm), run
+
+    def varied(self, values: Values) -> Values:
+        """Values of one device, marked as varying over fsdp: a gathered matrix makes its results
+        vary.
+        """
+        return jax.tree.map(lambda x: vary(x, self._gathered), values)
+
+    def next_logits(self, model: Decoder, hidden_B1D: Array, run: ForwardContext) -> Array:
+        """Logits over the whole vocabulary, float32 [B, V], of the head's input; the same on all
+        devices.
+        """
+        logits_BV = run.comm.gathered(model.logits(hidden_B1D, run)[:, 0], VOCAB)
+        return lax.pmax(logits_BV, self._gathered) if self._gathered else logits_BV
 
     def extend(
         self, params: Params, cache: Cache, tokens_BL: Array, start: Array, last: Array
@@ -131,16 +176,11 @@ class ModelOnMesh:
           The logits after the token with index `last` in `tokens_BL`, float32 [B, V], and the cache
           with the keys and values of these tokens.
         """
-        if self.axes.num_devices == 1:
-            return self._extended(params, cache, tokens_BL, start, last)
-        whole: Any = PartitionSpec()
-        split = tuple(axis for axis in (FSDP, TENSOR) if self.axes[axis] > 1)
-        by_heads = PartitionSpec(None, None, None, split)
-        run = jax.shard_map(
+        whole = PartitionSpec()
+        run = self.over_mesh(
             self._extended,
-            mesh=self.mesh,
-            in_specs=(self.param_specs, by_heads, whole, whole, whole),
-            out_specs=(whole, by_heads),
+            (self.param_specs, self.cache_spec, whole, whole, whole),
+            (whole, self.cache_spec),
         )
         return run(params, cache, tokens_BL, start, last)
 
@@ -149,24 +189,12 @@ class ModelOnMesh:
     ) -> tuple[Array, Cache]:
         """`extend` on this device."""
         positions_BL = jnp.broadcast_to(start + jnp.arange(tokens_BL.shape[1]), tokens_BL.shape)
-        # The kernel is XLA's, because cuDNN's causal mask assumes that the first query is at
-        # position 0.
-        run = ForwardContext(
-            comm=Collectives(cache[0].dtype, self._rules, self._zero),
-            kernel="xla",
-            visibility=Visibility(query_offset=start),
-        )
-        model = self.shapes.module(params, run.comm)
-        x_BLD = model.embed(tokens_BL, positions_BL, run)
-        # What a gathered matrix gives counts as different on each device, though it is not.
-        gathered = (FSDP,) if self._zero else ()
-        x_BLD, cache = vary(x_BLD, gathered), jax.tree.map(lambda x: vary(x, gathered), cache)
-        out = model.run_layers(x_BLD, positions_BL, run, cache)
+        model, run = self.on_device(params, start)
+        x_BLD = self.varied(model.embed(tokens_BL, positions_BL, run))
+        out = model.run_layers(x_BLD, positions_BL, run, self.varied(cache))
         assert out.cache is not None, "a cache went in and none came out"
         x_B1D = lax.dynamic_slice_in_dim(out.x_BLD, last, 1, axis=1)
-        logits_BV = model.logits(model.head_input(x_B1D, run.comm), run)[:, 0]
-        logits_BV = run.comm.gathered(logits_BV, VOCAB)
-        return lax.pmax(logits_BV, gathered) if gathered else logits_BV, out.cache
+        return self.next_logits(model, model.head_input(x_B1D, run.comm), run), out.cache
 
     @functools.cached_property
     def _storage_rules(self) -> Mapping[str, tuple[str, ...]]:
@@ -180,6 +208,11 @@ class ModelOnMesh:
     @property
     def _zero(self) -> int:
         return 3 if self.axes.fsdp > 1 else 0
+
+    @property
+    def _gathered(self) -> tuple[str, ...]:
+        """Axes over which matrices are gathered."""
+        return (FSDP,) if self._zero else ()
 
 
 @functools.partial(jax.jit, static_argnames=("model", "sampling", "num_keys"))

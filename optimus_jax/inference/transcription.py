@@ -1,5 +1,5 @@
-"""Writes down recordings with a model of sound: the likeliest token after each one, with caches of
-keys and values.
+"""Writes down recordings with a model of sound, on one device or split over a mesh: the likeliest
+token after each one, with caches of keys and values.
 
 Shapes: B recordings, F frames, P values of a frame, T tokens of text, D embed.
 """
@@ -13,29 +13,28 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.sharding import PartitionSpec
 
 from optimus_jax.config import DataConfig, ModelConfig
 from optimus_jax.config.data import SpeechTask
-from optimus_jax.data.recordings import frames_of, most_samples, prompt_of
+from optimus_jax.data.recordings import before_eos, frames_of, most_samples, prompt_of
 from optimus_jax.data.tokenizers import Tokenizer
 from optimus_jax.devices.jax_settings import check_jax_settings
 from optimus_jax.errors import ConfigError, DataError, explain
-from optimus_jax.inference.model_on_mesh import unpadded
+from optimus_jax.inference.model_on_mesh import ModelOnMesh
 from optimus_jax.inference.text_model import TextModel
-from optimus_jax.mesh.collectives import Collectives
-from optimus_jax.models.block import ForwardContext
+from optimus_jax.mesh.axes import HEADS
 from optimus_jax.models.encoder_decoder import KeysValues, TwoSides
-from optimus_jax.models.kernels import Visibility
 from optimus_jax.models.shapes import Params
-from optimus_jax.models.transformer import Decoder
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SpeechModel:
-    """A trained model of sound with its tokenizer, on one device."""
+    """A trained model of sound with its tokenizer."""
 
-    config: ModelConfig
+    model: ModelOnMesh
     params: Params
+    """On its devices, in the format of products and caches."""
     tokenizer: Tokenizer
     data: DataConfig
     """Names the language, and what is written."""
@@ -45,6 +44,11 @@ class SpeechModel:
     """Tokens that are not written."""
     suppressed_first: tuple[int, ...] = ()
     """Tokens that a text does not begin with either."""
+
+    @property
+    def config(self) -> ModelConfig:
+        """The model."""
+        return self.model.config
 
     @classmethod
     def of(
@@ -77,7 +81,7 @@ class SpeechModel:
             "speech_task": speech_task or given.get("task"),
         }
         return cls(
-            config=loaded.config,
+            model=loaded.model,
             params=loaded.params,
             tokenizer=loaded.tokenizer,
             data=replace(loaded.data, **{name: each for name, each in named.items() if each}),
@@ -127,7 +131,7 @@ class SpeechModel:
             )
         rows = len(values_BFP)
         tokens = np.tile(np.array(prompt, np.int32), (rows, 1))
-        read, cache = encode(self.config, self.params, values_BFP)
+        read, cache = encode(self.model, self.params, values_BFP)
         written, over, start = [], np.zeros(rows, bool), 0
         banned = np.zeros(self.config.vocab_size, bool)
         banned[list(self.suppressed)] = True
@@ -135,7 +139,7 @@ class SpeechModel:
         first[list(self.suppressed_first)] = True
         for _ in range(room):
             found, cache = extend(
-                self.config,
+                self.model,
                 self.params,
                 read,
                 cache,
@@ -150,29 +154,33 @@ class SpeechModel:
                 break
             start += tokens.shape[1]
             tokens = ids[:, None].astype(np.int32)
-        by_row = np.stack(written, 1)
-        return [row[: np.argmax(row == eos)] if eos in row else row for row in by_row]
+        return [before_eos(row, eos) for row in np.stack(written, 1)]
 
 
-@functools.partial(jax.jit, static_argnames="config")
-def encode(config: ModelConfig, params: Params, values_BFP: Array) -> tuple[KeysValues, KeysValues]:
+@functools.partial(jax.jit, static_argnames="model")
+def encode(model: ModelOnMesh, params: Params, values_BFP: Array) -> tuple[KeysValues, KeysValues]:
     """What the decoder attends to of some spectrograms, and an empty cache of its own tokens:
     keys and values of each of its layers.
     """
-    model, run = _ready(config, params)
-    frames_BFD = model.embed_frames(jnp.asarray(values_BFP), run)
-    stack, first = TwoSides(model.layers, config, run), config.encoder_layers
-    frames_BFD, _ = stack.encoded(frames_BFD, slice(0, first))
-    read = stack.keys_and_values(frames_BFD, slice(first, None), config.num_heads)
-    text = config.max_length - config.frames
-    shape = (*read[0].shape[:2], text, config.num_kv_heads, config.head_dim)
-    empty = jnp.zeros(shape, run.comm.dtype)
-    return read, (empty, empty)
+    config, whole = model.config, PartitionSpec()
+
+    def of_device(params: Params, values_BFP: Array) -> KeysValues:
+        decoder, run = model.on_device(params)
+        frames_BFD = model.varied(decoder.embed_frames(values_BFP, run))
+        stack, first = TwoSides(decoder.layers, config, run), config.encoder_layers
+        frames_BFD, _ = stack.encoded(frames_BFD, slice(0, first))
+        num_heads = config.num_heads // run.comm.size(1, HEADS)
+        return stack.keys_and_values(frames_BFD, slice(first, None), num_heads)
+
+    read = model.over_mesh(of_device, (model.param_specs, whole), model.cache_spec)
+    num_keys = config.max_length - config.frames
+    empty = model.empty_cache(params, num_keys, rows=len(values_BFP))
+    return read(params, jnp.asarray(values_BFP)), empty
 
 
-@functools.partial(jax.jit, static_argnames="config", donate_argnames="cache")
+@functools.partial(jax.jit, static_argnames="model", donate_argnames="cache")
 def extend(
-    config: ModelConfig,
+    model: ModelOnMesh,
     params: Params,
     read: KeysValues,
     cache: KeysValues,
@@ -186,23 +194,25 @@ def extend(
       start: position of the first of them.
       banned_V: whether a token is not to be written, bool.
     """
-    model, run = _ready(config, params, Visibility(query_offset=start))
-    places_BT = jnp.broadcast_to(start + jnp.arange(tokens_BT.shape[1]), tokens_BT.shape)
-    x_BTD = model.embed_text(tokens_BT, places_BT, run)
-    stack, first = TwoSides(model.layers, config, run), config.encoder_layers
-    x_BTD, _, cache_after = stack.decoded(x_BTD, read, slice(first, None), cache)
-    assert cache_after is not None, "a cache went in and none came out"
-    logits_BV = model.logits(model.text_head_input(x_BTD[:, -1:], run.comm), run)[:, 0]
-    logits_BV = jnp.where(jnp.asarray(banned_V)[None], -jnp.inf, logits_BV)
-    return jnp.argmax(logits_BV, -1).astype(jnp.int32), cache_after
+    config, whole, by_heads = model.config, PartitionSpec(), model.cache_spec
 
+    def of_device(
+        params: Params, read: KeysValues, cache: KeysValues, tokens_BT: Array, start: Array
+    ) -> tuple[Array, KeysValues]:
+        decoder, run = model.on_device(params, start)
+        places_BT = jnp.broadcast_to(start + jnp.arange(tokens_BT.shape[1]), tokens_BT.shape)
+        x_BTD = model.varied(decoder.embed_text(tokens_BT, places_BT, run))
+        stack, layers = TwoSides(decoder.layers, config, run), slice(config.encoder_layers, None)
+        x_BTD, _, after = stack.decoded(x_BTD, model.varied(read), layers, model.varied(cache))
+        assert after is not None, "a cache went in and none came out"
+        hidden_B1D = decoder.text_head_input(x_BTD[:, -1:], run.comm)
+        return model.next_logits(decoder, hidden_B1D, run), after
 
-def _ready(
-    config: ModelConfig, params: Params, visibility: Visibility | None = None
-) -> tuple[Decoder, ForwardContext]:
-    dtype = params["embedding"]["table"].dtype
-    run = ForwardContext(comm=Collectives(dtype), visibility=visibility or Visibility())
-    return unpadded(config).module(params, run.comm), run
+    in_specs = (model.param_specs, by_heads, by_heads, whole, whole)
+    run = model.over_mesh(of_device, in_specs, (whole, by_heads))
+    logits_BV, cache = run(params, read, cache, tokens_BT, start)
+    logits_BV = jnp.where(banned_V[None], -jnp.inf, logits_BV[:, : config.vocab_size])
+    return jnp.argmax(logits_BV, -1).astype(jnp.int32), cache
 
 
 def _tokens_in(published: Mapping[str, Any], name: str, config: ModelConfig) -> tuple[int, ...]:
@@ -220,51 +230,6 @@ def _tokens_in(published: Mapping[str, Any], name: str, config: ModelConfig) -> 
             f"{name} of the model's generation_config.json lists no tokens of the model",
             given=f"{found}; model.vocab_size={config.vocab_size}",
             do="use the file that came with the weights, or remove it",
-        )
-    )
-
-
-def word_errors(references: Sequence[str], texts: Sequence[str]) -> float:
-    """Word error rate: words that must be changed, left out or put in, of all words of the
-    references. Case and punctuation do not count.
-
-    Raises DataError if jiwer is missing, or the references hold no words.
-    """
-    try:
-        import jiwer
-    except ImportError as error:
-        raise DataError(
-            explain(
-                "word error rates need jiwer, which is not installed",
-                given=error,
-                do="pip install 'optimus-jax[sound]'",
-            )
-        ) from error
-    plain = jiwer.Compose(
-        [
-            jiwer.ToLowerCase(),
-            jiwer.RemovePunctuation(),
-            jiwer.RemoveMultipleSpaces(),
-            jiwer.Strip(),
-            jiwer.ReduceToListOfListOfWords(),
-        ]
-    )
-    pairs = [(a, b) for a, b in zip(references, texts, strict=True) if any(map(str.isalnum, a))]
-    if not pairs:
-        raise DataError(
-            explain(
-                "the references hold no words",
-                given=f"{len(references)} texts",
-                do="give recordings with their texts",
-            )
-        )
-    reference, hypothesis = (list(each) for each in zip(*pairs, strict=True))
-    return float(
-        jiwer.wer(
-            reference,
-            hypothesis,
-            reference_transform=plain,
-            hypothesis_transform=plain,
         )
     )
 

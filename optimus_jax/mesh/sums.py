@@ -16,7 +16,7 @@ from jax import Array, lax
 from optimus_jax.mesh.zero import varying_axes
 
 Sums = dict[str, Array]
-"""Float32 scalars by name."""
+"""Float32 arrays by name, most of them scalars."""
 
 
 def added_shares(sums: Any, *, apart: Collection[str]) -> Any:

@@ -59,7 +59,7 @@ class StageFunctions:
     """The functions that a pipeline runs. Every stage calls each at the same time, inside
     `shard_map`.
 
-    Sums are float32 scalars. They vary over the mesh axes that split the batch and no others,
+    Sums are float32. They vary over the mesh axes that split the batch and no others,
     except that auxiliary sums are those of a stage.
     """
 

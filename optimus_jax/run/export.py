@@ -150,7 +150,9 @@ class RunToExport:
                 files["preprocessor_config.json"] = preprocessor_config(config).encode()
             if config.reads != "images":
                 longest = config.max_length - config.frames
-                files |= published_files(self.tokenizer, self.run.path, longest)
+                files |= published_files(
+                    self.tokenizer, self.run.path, longest, of_sound=bool(config.frames)
+                )
             files |= {
                 CONFIG: _json(theirs),
                 CARD: model_card(

@@ -1,6 +1,6 @@
 """The inputs of a run: its data, and this process's rows of each phase's batches."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -12,16 +12,19 @@ from optimus_jax.config.phases import TrainingPhase, phase_after, phases_of
 from optimus_jax.data.batch import HostBatch
 from optimus_jax.data.dataset import Data, load_data
 from optimus_jax.data.loader import BatchLoader, WordMarker, check_held_out, eval_batches
+from optimus_jax.data.recordings import Recordings
 from optimus_jax.data.sampler import count_examples
 from optimus_jax.data.tokenizers import Tokenizer
+from optimus_jax.data.word_errors import check_jiwer, has_words
 from optimus_jax.errors import ConfigError, explain
 from optimus_jax.mesh.sharding import local_rows
 from optimus_jax.models.families import features_of
 from optimus_jax.run_directory.directory import RunDirectory
 from optimus_jax.run_directory.run_data import NOT_COMPARABLE, held_out_in_run, tokenizer_of_run
-from optimus_jax.training.evaluation import eval_rows
+from optimus_jax.training.evaluation import HeldOut, eval_rows
 from optimus_jax.training.step import Program
 from optimus_jax.training.tasks import model_of, task_of
+from optimus_jax.training.transcripts import Transcripts
 
 
 def with_mask_token(config: Config, tokenizer: Tokenizer) -> Config:
@@ -97,10 +100,52 @@ class Inputs:
         config = replace(config, model=model_of(config, data.labels))
         config = with_mask_token(config, data.tokenizer)
         inputs = cls(config=config, data=data, num_eval_examples=num_eval_examples)
+        inputs.check_libraries()
         for phase in phases_of(config):
             # raises now if the text is too short for the phase, not after hours
             inputs._loader(phase, np.array([], np.int32))
         return inputs
+
+    def on_all_data(self) -> "Inputs":
+        """The same data, of which evaluations read all and training nothing. For data of which
+        nothing is held out.
+        """
+        config, whole = self.config, self.data.train
+        number = check_held_out(
+            whole,
+            seq_len=config.eval_seq_len,
+            respect_documents=config.data.respect_documents,
+            num_examples=config.eval_examples,
+        )
+        on_all = replace(self, data=replace(self.data, held_out=whole), num_eval_examples=number)
+        on_all.check_libraries()
+        return on_all
+
+    def check_libraries(self) -> None:
+        """Raise DataError if a library that evaluations need is missing."""
+        if self.num_transcribed:
+            check_jiwer("; or --set evaluation.transcribed=0")
+
+    def whole_held_out_batches(self, num_rows: int = 32) -> Iterator[HostBatch]:
+        """The held-out examples, the same in every process."""
+        assert self.data.held_out is not None
+        return eval_batches(
+            self.data.held_out,
+            seq_len=self.config.eval_seq_len,
+            num_rows=num_rows,
+            rows=np.arange(num_rows),
+            respect_documents=self.config.data.respect_documents,
+            num_examples=self.num_eval_examples,
+        )
+
+    @property
+    def num_transcribed(self) -> int:
+        """Held-out recordings that an evaluation writes down."""
+        held_out = self.data.held_out
+        if not isinstance(held_out, Recordings):
+            return 0
+        number = min(self.config.evaluation.transcribed, self.num_eval_examples)
+        return number if any(map(has_words, held_out.texts(range(number)))) else 0
 
     @property
     def evaluation(self) -> str:
@@ -118,7 +163,10 @@ class Inputs:
             else f"all {num_examples:,} held-out examples ({config.eval_examples:,} requested)"
         )
         is_old_name = config.eval_examples == (config.eval_batches or 0) * config.data.global_batch
-        return f"{text} x {config.eval_seq_len:,} tokens, independent of the batch size" + (
+        text += f" x {config.eval_seq_len:,} tokens, independent of the batch size"
+        if self.num_transcribed:
+            text += f"; word error rate of the first {self.num_transcribed:,}"
+        return text + (
             f" (eval_batches={config.eval_batches} x {config.data.global_batch}; the setting is now"
             " called evaluation.examples)"
             if is_old_name
@@ -165,20 +213,34 @@ class Inputs:
         loader = self._loader(phase, local_rows(program.batch_sharding, phase.global_batch))
         held_out, config = self.data.held_out, self.config
         if held_out is None or not self.num_eval_examples:
-            return PhaseBatches(loader=loader, eval_batches=None)
+            return PhaseBatches(loader=loader, held_out=None)
         num_rows = eval_rows(program.config, program.plan)
+        batches = partial(
+            eval_batches,
+            held_out,
+            seq_len=config.eval_seq_len,
+            num_rows=num_rows,
+            rows=local_rows(program.batch_sharding, num_rows),
+            respect_documents=config.data.respect_documents,
+            num_examples=self.num_eval_examples,
+            begins_word=self._begins_word,
+        )
         return PhaseBatches(
-            loader=loader,
-            eval_batches=partial(
-                eval_batches,
-                held_out,
-                seq_len=config.eval_seq_len,
-                num_rows=num_rows,
-                rows=local_rows(program.batch_sharding, num_rows),
-                respect_documents=config.data.respect_documents,
-                num_examples=self.num_eval_examples,
-                begins_word=self._begins_word,
-            ),
+            loader=loader, held_out=HeldOut(batches=batches, transcripts=self._transcripts)
+        )
+
+    @property
+    def _transcripts(self) -> Transcripts | None:
+        """The recordings that evaluations write down."""
+        held_out = self.data.held_out
+        if not self.num_transcribed:
+            return None
+        assert isinstance(held_out, Recordings)
+        return Transcripts(
+            recordings=held_out,
+            tokenizer=self.data.tokenizer,
+            number=self.num_transcribed,
+            seq_len=self.config.eval_seq_len,
         )
 
     @property
@@ -217,6 +279,5 @@ class PhaseBatches:
     """This process's rows of the batches of one phase."""
 
     loader: BatchLoader
-    eval_batches: Callable[[], Iterator[HostBatch]] | None
-    """Starts a pass over the held-out batches, with the same examples in every phase; None without
-    evaluations."""
+    held_out: HeldOut | None
+    """With the same examples in every phase; None without evaluations."""

@@ -58,7 +58,7 @@ class EvalRecord:
     bits_per_byte: float | None
     """None: tokens are not bytes, or not all of them count."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """As those of a step."""
+    """As those of a step; and rates, such as that of word errors."""
 
 
 NUMBERS = [one.name for one in dataclasses.fields(StepRecord) if one.type in (float, "float")]

@@ -29,7 +29,7 @@ from optimus_jax.training.gradients import sums_alone, sums_and_gradients
 from optimus_jax.training.masking import with_drawn_tokens
 from optimus_jax.training.objective import Objective
 from optimus_jax.training.task import Batch, TaskSums
-from optimus_jax.training.tasks import MLM
+from optimus_jax.training.tasks import MLM, task_named
 
 
 @dataclass(frozen=True)
@@ -81,6 +81,7 @@ class GeneratorPass:
         plan = self.plan.of_generator(sizes)
         return Objective(
             config=replace(self.config, model=generator.config, task=MLM),
+            task=task_named(MLM),
             shapes=generator,
             plan=plan,
             comm=Collectives(

@@ -105,6 +105,19 @@ def token_losses(
     return lax.scan(chunk, None, chunks)[1].reshape(-1)[: len(targets_N)]
 
 
+def likeliest_tokens(hidden_ND: Array, head: Head, *, comm: Collectives, vocab_size: int) -> Array:
+    """The token with the largest logit after each hidden state, int32 [N]; of equal ones the first,
+    and `vocab_size` if logits are NaN. Arguments are those of `cross_entropy`.
+    """
+    how = _How(comm, vocab_size, len(hidden_ND), head.softcap)
+    hidden_ND, head_VD = _rounded(how, hidden_ND, head.matrix_VE)
+    logits_NV = _logits(how, hidden_ND, head_VD, head.bias_V).masked_CV
+    largest_N = logits_NV.max(-1)
+    token_N = logits_NV.argmax(-1).astype(jnp.int32) + comm.offset(len(head_VD), VOCAB)
+    is_largest_N = largest_N == comm.max(largest_N, VOCAB)
+    return -comm.max(jnp.where(is_largest_N, -token_N, -vocab_size), VOCAB)
+
+
 class _How(NamedTuple):
     comm: Collectives
     vocab_size: int
@@ -217,16 +230,9 @@ def _chunk(
     weights_C: Array,
     uniform_C: Array | None = None,
 ) -> _OfChunk:
-    comm, vocab_size = how.comm, how.vocab_size
-    num_rows = head_VD.shape[0]
+    comm, num_rows = how.comm, head_VD.shape[0]
     first = comm.offset(num_rows, VOCAB)
-    products_CV = jnp.dot(hidden_CD, head_VD.T, preferred_element_type=jnp.float32)
-    logits_CV = Head(head_VD, bias_V, how.softcap).finished(products_CV)
-    capped_CV = logits_CV
-    if comm.size(num_rows, VOCAB) > vocab_size:
-        logits_CV = jnp.where(
-            first + jnp.arange(num_rows)[None, :] < vocab_size, logits_CV, -jnp.inf
-        )
+    logits_CV, capped_CV = _logits(how, hidden_CD, head_VD, bias_V)
     largest_C = comm.max(logits_CV.max(-1), VOCAB)
     exp_CV = jnp.exp(logits_CV - largest_C[:, None])
     row_C = targets_C - first
@@ -245,6 +251,23 @@ def _chunk(
         d_logits_CV = d_logits_CV * (1 - (capped_CV / how.softcap) ** 2)
     drawn_C = None if uniform_C is None else _drawn(how, exp_CV, uniform_C)
     return _OfChunk(loss, d_logits_CV, losses_C, drawn_C)
+
+
+class _Logits(NamedTuple):
+    masked_CV: Array
+    """float32 logits of this device's part of the vocabulary; -inf for padding."""
+    capped_CV: Array
+    """Those of padding too."""
+
+
+def _logits(how: _How, hidden_CD: Array, head_VD: Array, bias_V: Array | None) -> _Logits:
+    comm, num_rows = how.comm, head_VD.shape[0]
+    products_CV = jnp.dot(hidden_CD, head_VD.T, preferred_element_type=jnp.float32)
+    capped_CV = Head(head_VD, bias_V, how.softcap).finished(products_CV)
+    if comm.size(num_rows, VOCAB) <= how.vocab_size:
+        return _Logits(capped_CV, capped_CV)
+    ids_V = comm.offset(num_rows, VOCAB) + jnp.arange(num_rows)
+    return _Logits(jnp.where(ids_V[None] < how.vocab_size, capped_CV, -jnp.inf), capped_CV)
 
 
 def _drawn(how: _How, exp_CV: Array, uniform_C: Array) -> Array:

@@ -33,7 +33,6 @@ from optimus_jax.training.task import (
     embedded,
     reported,
 )
-from optimus_jax.training.tasks import task_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +43,8 @@ class Objective:
     """
 
     config: Config
+    task: Task
+    """What is learnt."""
     shapes: ModelShapes
     plan: Plan
     comm: Collectives
@@ -137,11 +138,6 @@ class Objective:
     def auxiliary_weights(self) -> dict[str, Array | float]:
         """Factor of every auxiliary sum that the task adds to its loss."""
         return {name: each * self.weight for name, each in self.task.auxiliary_weights.items()}
-
-    @property
-    def task(self) -> Task:
-        """What is learnt."""
-        return task_of(self.config)
 
     def _reference(self, whole: Params) -> Decoder:
         """The model without its adapters, and without gradients."""

@@ -10,7 +10,7 @@ Why manual and not left to the partitioner: docs/decisions/0001-every-mesh-axis-
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -39,6 +39,7 @@ from optimus_jax.training.compiler_options import options_for, usable_bytes
 from optimus_jax.training.frozen_layers import zero_in_frozen_layers
 from optimus_jax.training.generator import GeneratorPass
 from optimus_jax.training.gradients import sums_alone, sums_and_gradients
+from optimus_jax.training.next_token import LIKELIEST, next_token_task
 from optimus_jax.training.objective import Objective
 from optimus_jax.training.offload import update_through_host
 from optimus_jax.training.optimizer import check_whole, learning_rate, make_optimizer
@@ -101,6 +102,9 @@ class Program:
     """Donates the state. Metrics: STEP_METRICS, and the task's divided by the tokens; replicated
     scalars."""
     eval_step: Callable[[Params, Batch], EvalSums]
+    next_tokens: Callable[[Params, Batch], Array]
+    """The likeliest token after the one position of each row that counts, int32 [R]; replicated.
+    `examples` are numbers of the batch's R rows (training/next_token.py)."""
 
     def abstract_state(self) -> TrainState:
         """Shape, dtype and sharding of every leaf of the state."""
@@ -207,6 +211,14 @@ def build_program(config: Config, plan: Plan, devices: Sequence[Any] | None = No
         usable_bytes(mesh) if on_gpu else None,
         layer_elements(shapes, plan, mesh),
     )
+
+    def forward_only(of_device: Callable[[Params, Batch], Any]) -> Callable[..., Any]:
+        """Jit what is computed of parameters and a batch alone."""
+        return jax.jit(
+            jax.shard_map(of_device, mesh=mesh, in_specs=(specs.params, rows), out_specs=scalar),
+            compiler_options=as_compiler_dict(options),
+        )
+
     return Program(
         config=config,
         shapes=shapes,
@@ -229,12 +241,8 @@ def build_program(config: Config, plan: Plan, devices: Sequence[Any] | None = No
             else None,
             compiler_options=as_compiler_dict(options),
         ),
-        eval_step=jax.jit(
-            jax.shard_map(
-                step.evaluate, mesh=mesh, in_specs=(specs.params, rows), out_specs=scalar
-            ),
-            compiler_options=as_compiler_dict(options),
-        ),
+        eval_step=forward_only(step.evaluate),
+        next_tokens=forward_only(step.next_tokens),
     )
 
 
@@ -256,7 +264,9 @@ class _DeviceStep:
         )
         dtype = jnp.dtype(COMPUTE_DTYPES[plan.precision])
         comm = Collectives(dtype, self.rules, plan.zero, plan.scatter)
-        self.objective = Objective(config=config, shapes=shapes, plan=plan, comm=comm)
+        self.objective = Objective(
+            config=config, task=task_of(config), shapes=shapes, plan=plan, comm=comm
+        )
         self.of_leaf = [
             make_optimizer(config.optimizer, leaf, moments=plan.moments)
             for leaf in jax.tree.leaves(shapes.leaves)
@@ -351,6 +361,13 @@ class _DeviceStep:
             metrics[GENERATOR_LOSS] = mean * tokens.astype(jnp.float32)
             loss = self.task_weight * loss + metrics[GENERATOR_LOSS]
         return EvalSums(loss=loss, tokens=tokens, metrics=metrics)
+
+    def next_tokens(self, params: Params, batch: Batch) -> Array:
+        num_rows = self.objective.comm.size(len(batch["tokens"]), BATCH)
+        task = next_token_task(self.objective.task, num_rows)
+        layouts, params = beside_generator(self.layouts), beside_generator(params)
+        sums = sums_alone(replace(self.objective, task=task), layouts, params, batch)
+        return self._over_batch(sums.metrics[LIKELIEST]).astype(jnp.int32)
 
     def _num_terms(self, batch: Batch) -> Array:
         """Terms of the loss on all devices, float32, 1 if there are none."""

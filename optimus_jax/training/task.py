@@ -46,6 +46,8 @@ DRAWS = "draws"
 the model predicts."""
 GENERATOR_LOSS = "generator_loss"
 """Metric of models with a generator: the mean of its loss over hidden tokens."""
+WORD_ERROR_RATE = "word_error_rate"
+"""Rate of evaluations that transcribe recordings."""
 POLICY, REFERENCE = "policy", "reference"
 """Streams of a task with a reference: of the model, and of the model without its adapters."""
 Batch = dict[str, Array]
@@ -193,7 +195,12 @@ def scaled(patches_BLP: Array) -> Array:
 
 
 RESERVED_NAMES = frozenset(
-    {*(one.name for one in dataclasses.fields(StepRecord)), *COMMON, *EVENTS["eval"].fields}
+    {
+        *(one.name for one in dataclasses.fields(StepRecord)),
+        *COMMON,
+        *EVENTS["eval"].fields,
+        WORD_ERROR_RATE,
+    }
 )
 """Names that a step or an evaluation records already."""
 

@@ -167,6 +167,7 @@ SECTIONS: dict[str, tuple[str, Callable[[Task], bool]]] = {
         "hidden patches",
         lambda task: task.medium == "images" and task.corrupt is not None,
     ),
+    "evaluation.transcribed": ("recordings", lambda task: task.reads == "recordings"),
     "augmentation.": ("images", lambda task: task.augment is not None),
 }
 """Sections of settings that only some tasks use: what they are of, and which tasks those are."""

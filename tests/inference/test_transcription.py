@@ -1,21 +1,25 @@
 """Greedy texts of recordings: those of transformers, with caches that change nothing."""
 
 import sys
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import fitted
 from published_models import libraries
 
 from optimus_jax.cli import transcribe
 from optimus_jax.config import DataConfig
+from optimus_jax.config.axes import AxisSizes
 from optimus_jax.config.presets import model_preset
 from optimus_jax.data.tokenizers import ByteTokenizer
+from optimus_jax.data.word_errors import word_errors
 from optimus_jax.errors import ConfigError, DataError
 from optimus_jax.inference.model_on_mesh import ModelOnMesh, unpadded
 from optimus_jax.inference.text_model import TextModel
-from optimus_jax.inference.transcription import SpeechModel, word_errors
+from optimus_jax.inference.transcription import SpeechModel
 from optimus_jax.mesh.collectives import Collectives
 from optimus_jax.models.block import ForwardContext
 from optimus_jax.models.huggingface import config_from_huggingface, from_huggingface
@@ -44,7 +48,8 @@ TOKENS = {
 
 
 def speech_model(params, config):
-    return SpeechModel(config=config, params=params, tokenizer=ByteTokenizer(), data=DataConfig())
+    model = ModelOnMesh(config)
+    return SpeechModel(model=model, params=params, tokenizer=ByteTokenizer(), data=DataConfig())
 
 
 def test_texts_equal_those_of_transformers():
@@ -91,6 +96,34 @@ def test_a_token_is_the_likeliest_after_all_before_it():
         x = model.run_layers(x, jnp.asarray(places), run).x_BLD
         likeliest = np.asarray(model.logits(model.head_input(x, run.comm), run)).argmax(-1)[0]
         assert likeliest[: len(tokens)].tolist() == tokens.tolist()
+
+
+@pytest.mark.parametrize(
+    "axes",
+    [
+        "fsdp=2,tensor=2",
+        pytest.param("tensor=4", marks=pytest.mark.nightly),
+        pytest.param("fsdp=8", marks=pytest.mark.nightly),
+    ],
+)
+def test_a_model_split_over_a_mesh_writes_down_the_same(axes):
+    config = replace(model_preset("whisper-nano"), vocab_size=257)
+    params = jax.tree.map(lambda x: 3 * x, unpadded(config).initial(jnp.int32(1)))
+    whole = speech_model(params, config)
+    split = ModelOnMesh(config, AxisSizes.parse(axes))
+    parts = jax.tree.map(
+        lambda leaf, like, sharding: jax.device_put(fitted(np.asarray(leaf), like.shape), sharding),
+        params,
+        split.shapes.params,
+        split.param_shardings,
+    )
+    values = np.random.default_rng(1).standard_normal((3, config.frames, 160)).astype(np.float32)
+    for one, other in zip(
+        whole.tokens_of(values),
+        replace(whole, model=split, params=parts).tokens_of(values),
+        strict=True,
+    ):
+        np.testing.assert_array_equal(one, other)
 
 
 def test_long_recordings_are_written_down_in_parts():

@@ -57,10 +57,10 @@ def evaluated(case, settings, *, phase=0):
     plan = plans.make_plan(own)
     program = build_program(own, plan, jax.devices()[: plan.num_devices])
     phase_batches = inputs.phase_batches(program, now.steps_before)
-    assert phase_batches.eval_batches is not None
+    assert phase_batches.held_out is not None
     num_rows = eval_rows(own, plan)
     params = plans.random_state(program).params
-    batches = list(phase_batches.eval_batches())
+    batches = list(phase_batches.held_out.batches())
     sums = [
         program.eval_step(params, put_batch(batch, program.batch_sharding, num_rows))
         for batch in batches

@@ -40,7 +40,7 @@ class Scalar(float):
 
 def held_out(sums):
     """What an evaluation gives, of its loss and tokens."""
-    return None if sums is None else evaluation.HeldOutSums(*sums, metrics={})
+    return None if sums is None else evaluation.HeldOutResult(*sums, metrics={}, rates={})
 
 
 class Signals:
@@ -202,13 +202,12 @@ class Loop:
                 dense_peak_flops=lambda _: None,
             ),
             loader=SimpleNamespace(iterate=batches),
-            eval_batches=list,
+            held_out=evaluation.HeldOut(batches=list),
             bits_per_token=False,
             metadata={},
             checkpoints=self.checkpoints,
             run=run,
             display=display,
-            tensorboard=None,
             stop=stop or StopRequest(),
             overseer=overseer and overseer(clock),
             retries=Retries(
@@ -367,7 +366,7 @@ def test_no_process_evaluates_if_one_cannot_make_its_batches(
         evaluation, "gather_from_all", lambda number: [number, int(several_processes)]
     )
     loop = Loop(monkeypatch, several_processes=several_processes)
-    object.__setattr__(loop.trainer, "eval_batches", cut)
+    object.__setattr__(loop.trainer, "held_out", evaluation.HeldOut(batches=cut))
     loop.trainer.program.eval_step = lambda params, batch: EvalSums(
         Scalar(8), Scalar(4), {"accuracy": Scalar(1)}
     )
