@@ -1,4 +1,4 @@
-"""What an encoder learns of Python's own library: masked bytes, then labels of short excerpts.
+"""What encoders learn of Python's own library: masked or replaced bytes, then labels of excerpts.
 
     python benchmarks/encoder_learning.py --work DIR
 
@@ -8,8 +8,9 @@ Two tasks of labels, on excerpts of whole lines:
   words, so that no bag of words can tell them apart.
 * package: from which package of the library the excerpt is.
 
-Each is learnt by bert-nano from the parameters of the masked run, by bert-nano from new parameters,
-and by logistic regression over a bag of words (scikit-learn). All see the same excerpts; files that
+Each is learnt by bert-nano from the parameters of the masked run, by electra-nano from those of a
+run that found replaced bytes, by bert-nano from new parameters, and by logistic regression over a
+bag of words (scikit-learn). All see the same excerpts; files that
 are held out of the labels are in none of the excerpts to learn from, and their text is not learnt
 before either. A second call goes on where the first one ended.
 """
@@ -24,7 +25,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-TRAIN = Path(__file__).resolve().parent.parent / "scripts" / "train.py"
+SCRIPTS = Path(__file__).resolve().parent.parent / "scripts"
 EXCERPT_BYTES = (80, 120)
 """Least and most bytes of an excerpt."""
 PACKAGES = ("asyncio", "email", "encodings", "multiprocessing", "tkinter", "xml")
@@ -111,7 +112,14 @@ def run(work: Path, name: str, *more: str) -> float:
     if (work / name).exists():
         return json.loads((work / f"{name}.json").read_text())["wall_s"]
     started = time.perf_counter()
-    command = [sys.executable, str(TRAIN), "--run-dir", str(work / name), "--seq-len", str(SEQ_LEN)]
+    command = [
+        sys.executable,
+        str(SCRIPTS / "train.py"),
+        "--run-dir",
+        str(work / name),
+        "--seq-len",
+        str(SEQ_LEN),
+    ]
     subprocess.run([*command, "--global-batch", str(GLOBAL_BATCH), *more], check=True)
     wall_s = time.perf_counter() - started
     (work / f"{name}.json").write_text(json.dumps({"wall_s": wall_s}))
@@ -119,32 +127,19 @@ def run(work: Path, name: str, *more: str) -> float:
 
 
 def accuracy_of(work: Path, run_name: str, task: str) -> float:
-    """Of a run's model on the excerpts that are held out: a run of one step that hardly moves, and
-    holds out almost all of its data.
-    """
-    name = f"{run_name}-measured"
-    run(
-        work,
-        name,
-        "--init-from",
-        str(work / run_name),
-        "--task",
-        "classification",
-        "--data",
-        str(work / f"{task}-held-out.jsonl"),
-        "--set",
-        "data.eval_fraction=0.95",
-        "--set",
-        "evaluation.examples=4000",
-        "--steps",
-        "1",
-        "--lr",
-        "1e-12",
-        *SHARED,
-    )
-    lines = (work / name / "events.jsonl").read_text().splitlines()
-    events = [json.loads(line) for line in lines]
-    return [each for each in events if each["event"] == "eval"][-1]["metrics"]["accuracy"]
+    """Of a run's model on the excerpts that are held out."""
+    found = work / f"{run_name}-evaluation.json"
+    if not found.exists():
+        data = str(work / f"{task}-held-out.jsonl")
+        command = [sys.executable, str(SCRIPTS / "evaluate.py"), "--run", str(work / run_name)]
+        printed = subprocess.run(
+            [*command, "--data", data, "--mesh", "data=1", "--json"],
+            check=True,
+            capture_output=True,
+            text=True,
+        ).stdout
+        found.write_text(printed)
+    return json.loads(found.read_text())["metrics"]["accuracy"]
 
 
 def bag_of_words(work: Path, task: str) -> float:
@@ -168,7 +163,9 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--work", type=Path, required=True, help="folder for data and runs")
-    parser.add_argument("--steps", type=int, default=2000, help="of the masked run (default: 2000)")
+    parser.add_argument(
+        "--steps", type=int, default=2000, help="of the runs before labels (default: 2000)"
+    )
     parser.add_argument(
         "--label-steps", type=int, default=1000, help="of each run with labels (default: 1000)"
     )
@@ -177,22 +174,22 @@ def main() -> int:
     work.mkdir(parents=True, exist_ok=True)
     if not (work / "masked.jsonl").exists():
         write_data(work)
-    masked = run(
-        work,
-        "masked-run",
-        "--model",
-        "bert-nano",
-        "--data",
-        str(work / "masked.jsonl"),
-        "--steps",
-        str(options.steps),
-        *SHARED,
-    )
-    rows: list[tuple[str, float, float | None]] = [("masked bytes", masked, None)]
+    rows: list[tuple[str, float, float | None]] = []
+    for name, model in (("masked", "bert-nano"), ("replaced", "electra-nano")):
+        wall_s = run(
+            work,
+            f"{name}-run",
+            *("--model", model),
+            *("--data", str(work / "masked.jsonl")),
+            *("--steps", str(options.steps)),
+            *SHARED,
+        )
+        rows.append((f"{name} bytes", wall_s, None))
     for task in ("order", "package"):
         labels = sorted({json.loads(line)["label"] for line in (work / f"{task}.jsonl").open()})
         for name, start in (
             ("masked before", ["--init-from", str(work / "masked-run")]),
+            ("replaced before", ["--init-from", str(work / "replaced-run")]),
             ("new parameters", ["--model", "bert-nano"]),
         ):
             run_name = f"{task}-{name.replace(' ', '-')}"
@@ -200,16 +197,11 @@ def main() -> int:
                 work,
                 run_name,
                 *start,
-                "--task",
-                "classification",
-                "--data",
-                str(work / f"{task}.jsonl"),
-                "--set",
-                f"model.labels={','.join(labels)}",
-                "--steps",
-                str(options.label_steps),
-                "--lr",
-                "3e-4",
+                *("--task", "classification"),
+                *("--data", str(work / f"{task}.jsonl")),
+                *("--set", f"model.labels={','.join(labels)}"),
+                *("--steps", str(options.label_steps)),
+                *("--lr", "3e-4"),
                 *SHARED,
             )
             rows.append((f"{task}, {name}", wall_s, accuracy_of(work, run_name, task)))

@@ -73,7 +73,8 @@ def explain(what: str, *, given: object, do: str) -> str:
 
 def counted(number: int, noun: str) -> str:
     """`1 step`, `2 steps`."""
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+    plural = "es" if noun.endswith(("s", "x", "ch", "sh")) else "s"
+    return f"{number:,} {noun}{'' if number == 1 else plural}"
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

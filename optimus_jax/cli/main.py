@@ -10,6 +10,7 @@ from optimus_jax.version import VERSION
 COMMANDS = {
     "train": "train a model, or resume a run",
     "plan": "rank the layouts of a model on a cluster",
+    "evaluate": "measure a trained model on held-out data",
     "generate": "generate text with a trained model",
     "transcribe": "write down recordings with a trained model of sound",
     "export": "write a run's model as a directory that transformers loads",

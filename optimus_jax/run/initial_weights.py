@@ -1,8 +1,9 @@
 """What gives a new run its parameters: its seed, a checkpoint of another run, or a published model;
 and adapters that PEFT saved beside the latter two.
 
-`initial_weights` chooses, and only run/first_state.py calls it. Everything else of the state begins
-anew: the step, the optimizer's moments, the loss scale and the position in the data.
+`initial_weights` chooses, for new runs (run/first_state.py) and evaluations (run/evaluate.py).
+Everything else of the state begins anew: the step, the optimizer's moments, the loss scale and the
+position in the data.
 """
 
 from collections.abc import Callable, Collection, Mapping

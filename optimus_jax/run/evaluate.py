@@ -1,0 +1,302 @@
+"""`evaluate`: the held-out loss and metrics of a run's model, or of a published one.
+
+An evaluation is what a new run that begins with these parameters measures before its first step:
+the same plans, data and programs.
+"""
+
+import math
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from optimus_jax.cluster.distributed import all_or_none, assert_same_everywhere, connect, named
+from optimus_jax.cluster.launch_detection import find_launch
+from optimus_jax.config import Config
+from optimus_jax.config.request import dotted
+from optimus_jax.config.run_checkpoint import RunCheckpoint
+from optimus_jax.data.batch import HostBatch
+from optimus_jax.data.tokenizers import ByteTokenizer, Tokenizer
+from optimus_jax.devices.cpu import disable_compilation_cache_on_cpu, use_cpu_devices
+from optimus_jax.devices.jax_settings import check_jax_settings
+from optimus_jax.errors import ConfigError, DataError, OptimusError, explain
+from optimus_jax.mesh.build import discover
+from optimus_jax.planning.search.choice import choose_plan
+from optimus_jax.run.initial_weights import initial_weights
+from optimus_jax.run.inputs import Inputs
+from optimus_jax.run.named_run import RUN
+from optimus_jax.run.parameter_source import RunSource, open_run, parameter_source
+from optimus_jax.run.requested_config import requested_config, shared_settings
+from optimus_jax.run_directory.directory import RunDirectory
+from optimus_jax.run_directory.run_data import check_same_data, identity_in_run
+from optimus_jax.system.paths import UserPath
+from optimus_jax.training.evaluation import held_out_sums
+from optimus_jax.training.numbers import perplexity_of
+from optimus_jax.training.step import build_program
+from optimus_jax.training.tasks import NEXT_TOKEN, task_name, task_of
+from optimus_jax.weights.published import PublishedSource
+
+EXAMPLES_PER_DEVICE = 8
+"""Default number of examples of a batch for each device."""
+KEPT = (
+    "model",
+    "data",
+    "task",
+    "masking",
+    "patch_masking",
+    "augmentation",
+    "preference",
+    "evaluation",
+    "precision",
+    "seed",
+)
+"""Settings of a run that say what its evaluations measure."""
+ALL = 2**31 - 1
+"""As a number of examples: all that there are."""
+NUMBER, TRANSCRIBED = "evaluation.examples", "evaluation.transcribed"
+"""Settings."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationResult:
+    """What an evaluation found."""
+
+    loss: float
+    """Mean over terms; of tokens in nats."""
+    term: str
+    """What a term is."""
+    num_terms: int
+    num_examples: int
+    perplexity: float | None
+    """Exponential of the loss; None: it overflows, or is not of the tokens of a text."""
+    bits_per_byte: float | None
+    """Bits for each byte of text; None: the loss is not of every next token."""
+    metrics: dict[str, float]
+    """Means over terms, and rates, by name."""
+    weights: str
+    """Where the parameters are from: DIR@STEP of a run, or a published model."""
+    plan: str
+    """The plan, in words."""
+
+
+def evaluate(
+    model: UserPath,
+    *,
+    data: UserPath | Sequence[UserPath] | None = None,
+    step: int | None = None,
+    examples: int | None = None,
+    say: Callable[[str], object] = warnings.warn,
+    **overrides: Any,
+) -> EvaluationResult:
+    """Measure the loss and the metrics of a model's task. A plan for it must have room for a
+    training step without Adam's moments.
+
+    Args:
+      model: directory or URL of a run, or DIR@STEP; directory of a published model, or
+        hf://ORG/NAME.
+      data: what to measure on, all of it; None: what the run holds out.
+      step: step of the run's checkpoint; None: the newest good one.
+      examples: most examples, the first ones; None: all.
+      say: called with messages about the parameters.
+      overrides: settings as `train` has them: `mesh="fsdp=4,tensor=2"`, `precision="bf16"`,
+        `**{"data.text_field": "body"}`. Those of a run are its own.
+    Raises:
+      OptimusError: a mistake that the user can fix; the message says how.
+    """
+    overrides = dotted(overrides)
+    source = _at_step(parameter_source(str(model)), step)
+    if isinstance(source, RunSource):
+        run = open_run(source.named, checkpoint="none", say=say)
+        base, given = _of_run(source), {"data.tokenizer": source.tokenizer()}
+    else:
+        run, base, given = None, None, {}
+    if data is not None:
+        sources = data if isinstance(data, Sequence) and not isinstance(data, str) else [data]
+        given |= {"data.sources": tuple(map(str, sources)), "data.eval_fraction": 0.0}
+    elif run is None:
+        raise ConfigError(
+            explain(
+                "a published model holds no data out",
+                given=f"{RUN} {model}, no data",
+                do="name the data to measure on with --data",
+            )
+        )
+    if NUMBER in overrides:
+        raise ConfigError(
+            explain(
+                "the number of examples has an argument of its own",
+                given=f"{NUMBER}={overrides[NUMBER]}",
+                do="give --examples",
+            )
+        )
+    asked = given | overrides | {"init_from": str(source)}
+    config = requested_config(None, base, None, False, asked, False)
+    if data is not None and config.data.mixture:
+        raise ConfigError(
+            explain(
+                "data to measure on has no weights",
+                given=" ".join(config.data.sources),
+                do="give paths alone",
+            )
+        )
+    number = ALL if examples is None else examples
+    config = config.with_values(
+        {
+            "steps": 1,
+            "eval_every": 1,
+            "eval_batches": None,
+            NUMBER: number,
+            TRANSCRIBED: overrides.get(TRANSCRIBED, number),
+            "optimizer.name": "sgd",  # one moment for each parameter, which nothing reads
+            "optimizer.lr": 1.0,
+        }
+    )
+    launch = find_launch(config.distributed, on_cpu=config.cpu_devices is not None)
+    with named(launch):
+        if config.cpu_devices is not None:
+            use_cpu_devices(config.cpu_devices)
+        check_jax_settings()
+        connect(launch, timeout_s=config.faults.connect_s, heartbeat_s=config.faults.heartbeat_s)
+        disable_compilation_cache_on_cpu()
+        return _measured(
+            config,
+            run if data is None else None,
+            say,
+            has_batch="data.global_batch" in overrides,
+        )
+
+
+def _at_step(source: PublishedSource | RunSource, step: int | None) -> PublishedSource | RunSource:
+    """What is measured, at a step. Raises ConfigError if it has another, or none."""
+    if step is None:
+        return source
+    if isinstance(source, PublishedSource):
+        raise ConfigError(
+            explain(
+                "a published model has no checkpoints",
+                given=f"{RUN} {source} with --step {step}",
+                do="leave --step out",
+            )
+        )
+    if source.named.step not in (None, step):
+        raise ConfigError(
+            explain("two steps are named", given=f"{source.named} and step {step}", do="name one")
+        )
+    return RunSource(RunCheckpoint(source.named.run, step))
+
+
+def _of_run(source: RunSource) -> Config:
+    """The settings of a run on which its evaluations depend."""
+    settings = source.settings()
+    config = replace(Config(), **{name: getattr(settings, name) for name in KEPT})
+    return replace(
+        config,
+        data=replace(config.data, phases=(), allow_change=False),
+        evaluation=replace(config.evaluation, seq_len=settings.eval_seq_len),
+    )
+
+
+def _measured(
+    config: Config,
+    run: RunDirectory | None,
+    say: Callable[[str], object],
+    *,
+    has_batch: bool,
+) -> EvaluationResult:
+    """The result on the devices of this process, and of all others.
+
+    Args:
+      run: whose own held-out examples are measured; None: all of the data.
+      has_batch: whether the size of batches is given.
+    """
+    topology = discover()
+    with all_or_none():
+        if not has_batch:
+            size = EXAMPLES_PER_DEVICE * topology.num_devices
+            config = config.with_values({"data.global_batch": size})
+        inputs = Inputs.of(config, run)
+        if run is None:
+            inputs = inputs.on_all_data()
+        else:
+            check_same_data(identity_in_run(run), inputs.data, config.data, say)
+        if not inputs.num_eval_examples:
+            raise DataError(
+                explain(
+                    "the run holds nothing out",
+                    given="data.eval_fraction=0",
+                    do="name the data to measure on with --data",
+                )
+            )
+        config = inputs.config
+        plan = choose_plan(config, topology).plan
+    assert_same_everywhere(
+        shared_settings(config)
+        | {"the data": str(inputs.data.identity), "the plan": plan.describe()}
+    )
+    program = build_program(config, plan)
+    state, weights = initial_weights(config, inputs.data.identity).initial_state(program, say)
+    state = replace(state, opt_state=None)
+    held_out = inputs.phase_batches(program, 0).held_out
+    assert held_out is not None, "there are examples to measure"
+    found = held_out_sums(program, state, held_out, stops=lambda: False)
+    assert found is not None, "nothing stops it"
+    if not found.tokens:
+        raise OptimusError(
+            explain(
+                f"no {task_of(config).term} counts",
+                given=inputs.data.description,
+                do="give other data, or a larger --seq-len",
+            )
+        )
+    task, loss = task_of(config), found.loss / found.tokens
+    return EvaluationResult(
+        loss=loss,
+        term=task.term,
+        num_terms=found.tokens,
+        num_examples=inputs.num_eval_examples,
+        perplexity=_perplexity(loss) if task.has_perplexity else None,
+        bits_per_byte=_bits_per_byte(found.loss, found.tokens, inputs)
+        if task_name(config) == NEXT_TOKEN
+        else None,
+        metrics={name: total / found.tokens for name, total in found.metrics.items()} | found.rates,
+        weights=weights,
+        plan=plan.describe(),
+    )
+
+
+def _perplexity(loss: float) -> float | None:
+    """None if it is not finite."""
+    value = perplexity_of(loss)
+    return value if math.isfinite(value) else None
+
+
+def _bits_per_byte(loss: float, num_tokens: int, inputs: Inputs) -> float | None:
+    """Bits for each byte of the text whose tokens count; None: there is no text in them.
+
+    Args:
+      loss: sum over these tokens, in nats.
+    """
+    tokenizer = inputs.data.tokenizer
+    if isinstance(tokenizer, ByteTokenizer):  # as in training, where the end of a document is one
+        return loss / num_tokens / math.log(2)
+    num_bytes = sum(_bytes_in(batch, tokenizer) for batch in inputs.whole_held_out_batches())
+    return loss / math.log(2) / num_bytes if num_bytes else None
+
+
+def _bytes_in(batch: HostBatch, tokenizer: Tokenizer) -> int:
+    """UTF-8 bytes of the targets that count. Text that a part of a document cuts in the middle of a
+    character is a few bytes off."""
+    return sum(
+        len(tokenizer.decode(tokens).encode())
+        for row in range(len(batch["targets"]))
+        for tokens in _documents(batch, row, tokenizer.eos)
+    )
+
+
+def _documents(batch: HostBatch, row: int, eos: int) -> Iterator[list[int]]:
+    """Targets of a row that count, by document, without the token that ends it."""
+    counts, segments = batch["loss_mask"][row], batch["segments"][row]
+    targets = batch["targets"][row]
+    for segment in dict.fromkeys(segments[counts].tolist()):
+        tokens = targets[counts & (segments == segment)].tolist()
+        yield [token for token in tokens if token != eos]
