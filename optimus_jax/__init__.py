@@ -2,9 +2,9 @@
 
 `train(model="gpt2-nano", mesh="data=2,fsdp=4", steps=100)` trains a model,
 `find_plans(model="llama3-8b", cluster="h100:8x8")` ranks the layouts of a model on a cluster,
-`show_mesh("data=2,fsdp=4", model="gpt2-nano")` shows one, and `export("runs/a", "exported/a")`
-writes a run's model for transformers. Names are imported on first use, so that importing a small
-module does not import JAX.
+`show_mesh("data=2,fsdp=4", model="gpt2-nano")` shows one, `evaluate("runs/a", data="other.txt")`
+measures a run's model, and `export("runs/a", "exported/a")` writes it for transformers. Names are
+imported on first use, so that importing a small module does not import JAX.
 """
 
 from importlib import import_module
@@ -17,14 +17,20 @@ if TYPE_CHECKING:
     from optimus_jax.plan import Plan
     from optimus_jax.planning.api import RankedPlan, find_plans
     from optimus_jax.run.api import RunResult, train
+    from optimus_jax.run.evaluate import EvaluationResult, evaluate
     from optimus_jax.run.export import ExportResult, export
+    from optimus_jax.training.callbacks import Callback, RunInfo
     from optimus_jax.viz.mesh_view import MeshView, show_mesh
 
 _HOMES = {
     "train": "run.api",
     "RunResult": "run.api",
+    "EvaluationResult": "run.evaluate",
+    "evaluate": "run.evaluate",
     "ExportResult": "run.export",
     "export": "run.export",
+    "Callback": "training.callbacks",
+    "RunInfo": "training.callbacks",
     "Config": "config",
     "Plan": "plan",
     "RankedPlan": "planning.api",
@@ -34,13 +40,17 @@ _HOMES = {
 }
 
 __all__ = [
+    "Callback",
     "Config",
+    "EvaluationResult",
     "ExportResult",
     "MeshView",
     "Plan",
     "RankedPlan",
+    "RunInfo",
     "RunResult",
     "__version__",
+    "evaluate",
     "export",
     "find_plans",
     "show_mesh",

@@ -319,6 +319,13 @@ API = """# Python API
 .. autoclass:: optimus_jax.RunResult
    :members:
 .. autofunction:: optimus_jax.find_plans
+.. autoclass:: optimus_jax.Callback
+   :members:
+.. autoclass:: optimus_jax.RunInfo
+   :members:
+.. autofunction:: optimus_jax.evaluate
+.. autoclass:: optimus_jax.EvaluationResult
+   :members:
 .. autofunction:: optimus_jax.export
 .. autoclass:: optimus_jax.ExportResult
    :members:

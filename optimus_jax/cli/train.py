@@ -171,7 +171,7 @@ def parser(note: Callable[[str], None] = say) -> Parser:
         "--run-dir",
         metavar="DIR",
         help=(
-            "where to keep the run: a directory, or s3://, gs:// or az:// (default: a new one under"
+            "where to keep the run: a directory, s3://, gs:// or az:// (default: a new one in"
             " runs/)"
         ),
     )
@@ -187,6 +187,11 @@ def parser(note: Callable[[str], None] = say) -> Parser:
         "--progress",
         metavar="NAME",
         help=f"auto, rich, plain, none (default: {default.log.progress})",
+    )
+    flags.add_argument(
+        "--log",
+        metavar="LIST",
+        help="trackers: tensorboard, wandb, mlflow; several with commas (default: none)",
     )
     flags.add_argument(
         "--cpu-devices",

@@ -324,11 +324,11 @@ def _tracker(value: str, _: Others) -> str:
             "leave it out: nothing is reported by default; metrics.jsonl in the run directory has"
             " every step"
         )
-    if value.lower() == "tensorboard":
-        return "write --set log.tensorboard=true"
+    if value.lower() in ("tensorboard", "wandb", "mlflow"):
+        return f"write --log {value.lower()}"
     return (
-        "not supported; every step is in metrics.jsonl of the run directory, and --set"
-        " log.tensorboard=true writes for TensorBoard"
+        "not supported; every step is in metrics.jsonl of the run directory, and --log writes for"
+        " tensorboard, wandb and mlflow"
     )
 
 

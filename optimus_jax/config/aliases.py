@@ -7,7 +7,8 @@ that mean something else, or count differently, get advice instead (advice.py). 
 tables or is one of our settings; a test checks this.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
 PARAMETERS = ("model", "config", "run_dir")
 """Targets that are no settings but arguments of `train`, and flags."""
@@ -144,6 +145,11 @@ _OWN = {
 }
 RENAMED = {"distributed.engine": "distributed.launcher"}
 """Earlier name of a setting -> its present name. Both are read."""
+SPELLED_ANEW: Mapping[str, tuple[str, Callable[[Any], Any]]] = {
+    "log.tensorboard": ("log.trackers", lambda is_on: ["tensorboard"] if is_on else []),
+}
+"""Setting of earlier versions -> its present name, and its value there of an earlier value. Only
+configs of earlier runs have them."""
 _ONE_VALUE = (
     "leave it out: a switch is made if it is worth more than it costs, and controller.budget_share"
     " limits what switches may lose (docs/control.md)"

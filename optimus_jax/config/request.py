@@ -12,6 +12,7 @@ from optimus_jax.config.aliases import (
     PARAMETERS,
     RENAMED,
     RETIRED,
+    SPELLED_ANEW,
     alias_of,
     meant_by_last_part,
     word,
@@ -58,6 +59,7 @@ SHORT_NAMES = {
     "control": "control",
     "cpu_devices": "cpu_devices",
     "progress": "log.progress",
+    "log": "log.trackers",
     "coordinator": "distributed.coordinator",
     "num_processes": "distributed.num_processes",
     "process_id": "distributed.process_id",
@@ -407,7 +409,8 @@ def _in_our_words(value: Any) -> Any:
             and isinstance(item, Mapping)
             and (section := section_type(kinds[name])) is not None
         ):
-            own = field_types(section)
+            known = [each for each in SPELLED_ANEW if each.startswith(f"{name}.")]
+            own = {*field_types(section), *(each.rpartition(".")[2] for each in known)}
             result[name] = {inner: each for inner, each in item.items() if inner in own}
             entries += [
                 pair

@@ -240,9 +240,13 @@ class EvaluationConfig:
     """Number of held-out examples, taken from the start; None: 128, or as eval_batches says."""
     seq_len: int | None = None
     """Tokens per example; None: those of the training examples in the first phase."""
+    transcribed: int = 16
+    """Held-out recordings, the first ones, that an evaluation transcribes for their word error
+    rate; 0: none. Every token takes a forward pass."""
 
     def __post_init__(self) -> None:
         check_positive(self, "examples", "seq_len")
+        check_not_negative(self, "transcribed")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -298,8 +302,11 @@ class LogConfig:
     """Progress display; auto: rich on a terminal, else plain lines."""
     every: int = 10
     """Steps between plain lines."""
-    tensorboard: bool = False
-    """Write TensorBoard scalars into the run directory (extra `tensorboard`)."""
+    trackers: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = ()
+    """Where steps, evaluations and decisions are written besides the run directory: tensorboard,
+    wandb and mlflow, each an extra."""
+    project: str = "optimus_jax"
+    """Project of Weights & Biases, and experiment of MLflow."""
 
     def __post_init__(self) -> None:
         check_positive(self, "every")

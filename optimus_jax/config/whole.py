@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from optimus_jax.config.aliases import RENAMED, RETIRED
+from optimus_jax.config.aliases import RENAMED, RETIRED, SPELLED_ANEW
 from optimus_jax.config.checks import check_counts, check_positive
 from optimus_jax.config.data import DataConfig
 from optimus_jax.config.export import ExportConfig
@@ -224,7 +224,7 @@ class Config:
         return (self.seq_len, *((self.eval_seq_len,) if self.eval_every else ()))
 
     @property
-    def kept(self) -> "Config":
+    def stored(self) -> "Config":
         """The config without what holds for one process or one start: what a run keeps."""
         return dataclasses.replace(
             self,
@@ -241,7 +241,7 @@ class Config:
             run, which keeps them when it is resumed (run/resumed_config.py); a new run from the
             same settings derives its own.
         """
-        value = dataclasses.asdict(self.kept)
+        value = dataclasses.asdict(self.stored)
         return (
             json.dumps(value if derived is None else {**value, DERIVED: dict(derived)}, indent=2)
             + "\n"
@@ -330,6 +330,11 @@ def _renamed(value: dict[str, Any]) -> dict[str, Any]:
         if isinstance(fields := value.get(section), Mapping) and name in fields:
             kept = {other: item for other, item in fields.items() if other != name}
             value = value | {section: kept}
+    for old, (new, present_value) in SPELLED_ANEW.items():
+        section, _, name = old.partition(".")
+        if isinstance(fields := value.get(section), Mapping) and name in fields:
+            kept = {other: item for other, item in fields.items() if other != name}
+            value = value | {section: {new.partition(".")[2]: present_value(fields[name])} | kept}
     for old, new in RENAMED.items():
         section, _, name = old.partition(".")
         if isinstance(fields := value.get(section), Mapping) and name in fields:

@@ -20,6 +20,14 @@ def isolate_errors(target: T, name: str) -> T:
     return cast(T, _ErrorIsolation(target, name))
 
 
+def report_disabled(name: str, what: str, error: Exception) -> None:
+    """Say on standard error that something has failed, and that the run goes on without it."""
+    flush_with_timeout(
+        f"\n{name} has failed ({what}: {type(error).__name__}: {error}); it is disabled; the run"
+        " continues\n"
+    )
+
+
 class _ErrorIsolation:
     def __init__(self, target: Any, name: str) -> None:
         self._target, self._name = target, name
@@ -37,10 +45,7 @@ class _ErrorIsolation:
                 return call(*arguments, **named)
             except Exception as error:
                 self._disabled.add(attribute)
-                flush_with_timeout(
-                    f"\n{self._name} has failed ({attribute}: {type(error).__name__}: {error}); it"
-                    " is disabled; the run continues\n"
-                )
+                report_disabled(self._name, attribute, error)
                 return None
 
         return guarded

@@ -208,6 +208,12 @@ class StopRequest:
         self._announce()
         return may_begin
 
+    def request(self) -> None:
+        """Request a stop, as Ctrl-C does; may be called in any thread."""
+        if self.reason is None:
+            self.reason = "interrupt"
+            self._announce()
+
     def ended(self, step: int) -> None:
         """The devices have finished `step`."""
         self._ended = step

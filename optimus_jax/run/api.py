@@ -6,7 +6,7 @@ Mistakes of the user are found before anything expensive starts.
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -75,13 +75,14 @@ from optimus_jax.run.program import run_program
 from optimus_jax.run.requested_config import read_resumed_config, requested_config, shared_settings
 from optimus_jax.run.resumed_config import ResumedConfig
 from optimus_jax.run.stored_run import StoredRun
-from optimus_jax.run.tensorboard import check_installed
+from optimus_jax.run.trackers import check_trackers
 from optimus_jax.run_directory.directory import RunDirectory
 from optimus_jax.run_directory.shared import check_shared
 from optimus_jax.run_directory.step_record import StepRecord
 from optimus_jax.store.mirror import Mirror
 from optimus_jax.system.paths import UserPath
 from optimus_jax.system.resilient_io import print_to_stderr
+from optimus_jax.training.callbacks import Callback, check_callbacks
 from optimus_jax.training.state import TrainState
 from optimus_jax.training.step import build_program
 from optimus_jax.training.trainer import Reason
@@ -119,6 +120,7 @@ def train(
     config: Config | UserPath | None = None,
     run_dir: UserPath | None = None,
     resume: bool | Literal["auto"] = False,
+    callbacks: Sequence[Callback] = (),
     **overrides: Any,
 ) -> RunResult:
     """Train a model, or resume a run.
@@ -133,6 +135,7 @@ def train(
       run_dir: directory of the run, or the URL of a store; None: a new directory under `runs/`.
       resume: resume the run in `run_dir` from its newest valid checkpoint. `auto`: resume if the
         run exists, start it otherwise, so that a restarted job can use the same command each time.
+      callbacks: are told what the run does (training/callbacks.py).
       overrides: settings by short name (`mesh="data=2,fsdp=4"`, `lr=1e-3`, `data="a.txt"` or a list
         of paths) or, in a dict, by dotted name (`**{"optimizer.beta2": 0.99}`), which accepts text
         as `--set` does. Equivalent names of other frameworks (`learning_rate`, `max_steps`,
@@ -141,6 +144,7 @@ def train(
       OptimusError: a mistake that the user can fix; the message says how.
       FaultError: another process or the network failed; the run is worth resuming.
     """
+    check_callbacks(callbacks)
     given, overrides = parameters(overrides, {"model": model, "config": config, "run_dir": run_dir})
     model, config, run_dir = given["model"], given["config"], given["run_dir"]
     overrides = dotted(overrides)
@@ -167,7 +171,7 @@ def train(
     config = config if resumed is None else resumed.config
     launch = find_launch(config.distributed, on_cpu=config.cpu_devices is not None)
     with named(launch):
-        return _train(config, launch, run_dir, stored, resumed, overrides, is_auto)
+        return _train(config, launch, run_dir, stored, resumed, overrides, is_auto, callbacks)
 
 
 def _train(
@@ -178,6 +182,7 @@ def _train(
     resumed: ResumedConfig | None,
     overrides: dict[str, Any],
     is_auto: bool,
+    callbacks: Sequence[Callback],
 ) -> RunResult:
     """`train` after the config and the launch are known."""
     resume = resumed is not None
@@ -244,8 +249,8 @@ def _train(
             )
             for note in [*_notes(config, has_left_cache), *jax_notes]:
                 display.message(note)
-            if config.log.tensorboard and is_writer():
-                check_installed()
+            if is_writer():
+                check_trackers(config.log)
             if resume and run_dir is not None:
                 run = open_as_writer(
                     partial(RunDirectory.resume, run_dir, writer=is_writer(), warn=display.message),
@@ -295,6 +300,7 @@ def _train(
             resumed,
             progress,
             watchdog.heartbeats if watchdog is not None else None,
+            callbacks,
         )
         if watchdog is not None:
             watchdog.close()

@@ -1,7 +1,7 @@
 """A run from its program to its end: state (new or restored), run files, compile, training loop."""
 
-from collections.abc import Mapping
-from contextlib import nullcontext, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 import jax
@@ -22,7 +22,6 @@ from optimus_jax.control.phase_changes import PhaseChanges
 from optimus_jax.control.switch import Switcher
 from optimus_jax.data.tokenizers import ByteTokenizer
 from optimus_jax.errors import OptimusError, PlanError, explain
-from optimus_jax.faults.error_isolation import isolate_errors
 from optimus_jax.faults.heartbeat import Heartbeats
 from optimus_jax.faults.progress import Progress
 from optimus_jax.faults.stopping import StopRequest
@@ -38,9 +37,10 @@ from optimus_jax.run.resumed_config import ResumedConfig
 from optimus_jax.run.start_log import derived_settings, log_start
 from optimus_jax.run.start_table import show_start_table
 from optimus_jax.run.stored_config import describe_changes
-from optimus_jax.run.tensorboard import TensorBoardWriter
+from optimus_jax.run.trackers import trackers_of
 from optimus_jax.run_directory.directory import RunDirectory
 from optimus_jax.system.command import typed_command
+from optimus_jax.training.callbacks import Callback, Callbacks, RunInfo
 from optimus_jax.training.optimizer import peak_learning_rate
 from optimus_jax.training.state import TrainState
 from optimus_jax.training.step import Program, build_program
@@ -61,6 +61,7 @@ def run_program(
     resumed: ResumedConfig | None,
     progress: Progress,
     heartbeats: Heartbeats | None,
+    callbacks: Sequence[Callback],
 ) -> tuple[TrainingResult, Plan]:
     """Prepare the state, compile, train; return the outcome and the plan at the end. Every process
     must call this.
@@ -74,6 +75,7 @@ def run_program(
         snapshot; None for a new run.
       progress: records what this process is doing, for the watchdog.
       heartbeats: heartbeats of the run's processes; None without a watchdog.
+      callbacks: of the user.
     Raises:
       OptimusError: a mistake that the user can fix; what was trained so far is saved.
     """
@@ -173,13 +175,6 @@ def run_program(
         weights=first.weights,
         later_phases=plans_ahead(config, choice.plan, first_step, topology, devices.pricing),
     )
-    tensorboard = (
-        isolate_errors(
-            TensorBoardWriter(run.path / "tensorboard", first_step=first_step + 1), "TensorBoard"
-        )
-        if config.log.tensorboard and run.writer
-        else None
-    )
     metadata = {
         "config": config.to_json(derived=derived_settings(config, choice.plan, program)),
         "data": inputs.data.identity,
@@ -204,20 +199,30 @@ def run_program(
         display.process_message(text)
         run.log_event("fault", progress.at.done, what=text.splitlines()[0])
 
-    with StopRequest(num_processes=topology.num_processes, last_step=config.steps) as stop:
+    with (
+        StopRequest(num_processes=topology.num_processes, last_step=config.steps) as stop,
+        Callbacks([*trackers_of(config.log), *callbacks], is_writer=run.writer) as told,
+    ):
+        started = RunInfo(
+            config=config,
+            plan=program.plan,
+            run_dir=run.path,
+            first_step=first_step + 1,
+            stop=stop.request,
+        )
+        run.listeners += [display, *told.start(started, run.checkpoints)]
         trainer = Trainer(
             program=program,
             train_step=step.train_step,
             topology=topology,
             loader=batches.loader,
-            eval_batches=batches.eval_batches,
+            held_out=batches.held_out,
             bits_per_token=isinstance(inputs.data.tokenizer, ByteTokenizer)
             and task_name(inputs.config) == NEXT_TOKEN,
             metadata=metadata,
             checkpoints=checkpoints,
             run=run,
             display=display,
-            tensorboard=tensorboard,
             stop=stop,
             overseer=controller,
             progress=progress,
@@ -226,7 +231,7 @@ def run_program(
             retries=Retries(report_failed_save, is_alone=topology.num_processes == 1),
         )
         try:
-            with display, tensorboard or nullcontext():
+            with display:
                 try:
                     trainer, outcome = _train_all_phases(
                         trainer, state, first_step, inputs, controller, changes
@@ -247,6 +252,8 @@ def run_program(
                 exports.finish(progress, is_wanted=outcome.reason == "done")
         snapshots.discard()
         _show_end(display, outcome, run)
+        with all_or_none():  # if the others left, JAX would take a slow process for lost
+            told.finish()
         return outcome, trainer.program.plan
 
 
@@ -330,7 +337,7 @@ def _train_all_phases(
                 state, trainer = _in_next_phase(trainer, state, step, controller, changes)
         trainer.progress.forget_steps()
         batches = inputs.phase_batches(trainer.program, step)
-        trainer = replace(trainer, loader=batches.loader, eval_batches=batches.eval_batches)
+        trainer = replace(trainer, loader=batches.loader, held_out=batches.held_out)
     if controller is not None:
         controller.stop(outcome.last_step)
     return trainer, outcome

@@ -45,6 +45,8 @@ FILES: Mapping[str, str] = {
     "switches.jsonl": "Journal of switches between plans: up to three lines for each.",
     "lost_devices.json": "Written by the user: ids of devices to move away from.",
     "tensorboard": "The metrics for TensorBoard, if it is on.",
+    "trackers.json": "Names by which trackers know the run.",
+    "wandb": "Files of Weights & Biases, if it is on.",
     EXPORTS: "Exported models of `export.every`, by step.",
     "report.html": "Page written by `optimus report`.",
 }
@@ -162,7 +164,8 @@ EVENTS: Mapping[EventName, EventKind] = {
             " predict tokens.",
             "bits_per_byte": "Loss in bits per byte; null unless every byte is predicted.",
             "tokens": "Held-out tokens that were counted.",
-            "metrics": "Metrics of the task and auxiliary sums, by name, divided by the tokens.",
+            "metrics": "Metrics of the task and auxiliary sums, by name, divided by the tokens; and"
+            " `word_error_rate` of the recordings that were written down.",
         },
     ),
     "checkpoint": EventKind(

@@ -38,6 +38,7 @@ from optimus_jax.run_directory.files import (
     replace,
     unfinished,
 )
+from optimus_jax.run_directory.listeners import RunListener
 from optimus_jax.run_directory.lock import RunLock
 from optimus_jax.run_directory.step_record import StepRecord, record_of, values_of
 from optimus_jax.system.json_input import JSONInputError, parse_json
@@ -52,6 +53,10 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jin
 PROGRESS_DIR = "progress"
 FAULTS_DIR = "faults"
 """Directories that several processes write to as soon as the run directory exists."""
+TRACKER_IDS = "trackers.json"
+"""Names by which trackers know a run (run/trackers.py)."""
+TRACKER_DIRS = ("tensorboard", "wandb")
+"""Directories of trackers."""
 MARK = "mark"
 """File in PROGRESS_DIR by which processes check that they share the directory (shared.py)."""
 
@@ -96,6 +101,8 @@ class RunDirectory:
         """Why lines could not be written yet; None: all are written."""
         self._written: dict[Path, bytes] = {}
         """Content of the files without which the run could not be resumed."""
+        self.listeners: list[RunListener] = []
+        """Are told of every step and event."""
         self._lock: RunLock | None = None
         self._is_new = self._is_made_here = False
 
@@ -203,10 +210,10 @@ class RunDirectory:
                 self._plan,
                 self._events,
                 self.path / LOCK,
-                *(self.path / name for name in TOKENIZER_FILES),
+                *(self.path / name for name in (*TOKENIZER_FILES, TRACKER_IDS)),
             ):
                 path.unlink(missing_ok=True)
-            for name in (PROGRESS_DIR, FAULTS_DIR):
+            for name in (PROGRESS_DIR, FAULTS_DIR, *TRACKER_DIRS):
                 shutil.rmtree(self.path / name, ignore_errors=True)
             if self.checkpoints.exists():
                 self.checkpoints.rmdir()
@@ -227,7 +234,8 @@ class RunDirectory:
                 )
             )
         # files left by a killed start
-        ours = {LOCK, PROGRESS_DIR, FAULTS_DIR, unfinished(self._config).name}
+        ours = {LOCK, PROGRESS_DIR, FAULTS_DIR, TRACKER_IDS, *TRACKER_DIRS}
+        ours.add(unfinished(self._config).name)
         if (self.path / LOCK).exists():
             ours.add(self._events.name)  # trials are logged before the run begins
         files = (
@@ -379,6 +387,8 @@ class RunDirectory:
         if self.writer and record.step > self._last_step:
             self._append(self._metrics, values_of(record))
             self._last_step = record.step
+        for listener in self.listeners:
+            listener.step(record)
 
     def log_event(self, event: EventName, step: int, **fields: object) -> None:
         """Append an event with the time now.
@@ -392,10 +402,11 @@ class RunDirectory:
         assert "time_s" not in fields, (
             "time_s is when the event happened; call a duration by what it measures"
         )
+        values = {"event": event, "step": step, "time_s": time.time(), **fields}
         if self.writer:
-            self._append(
-                self._events, {"event": event, "step": step, "time_s": time.time(), **fields}
-            )
+            self._append(self._events, values)
+        for listener in self.listeners:
+            listener.event(values)
 
     def check(self) -> None:
         """Raise `failure` if there is one, or an error if lines still cannot be written."""

@@ -14,7 +14,7 @@ import statistics
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
@@ -45,7 +45,7 @@ from optimus_jax.mesh.topology import Topology
 from optimus_jax.models.flops import step_flops
 from optimus_jax.run_directory.directory import RunDirectory
 from optimus_jax.run_directory.step_record import EvalRecord, StepRecord
-from optimus_jax.training.evaluation import held_out_sums
+from optimus_jax.training.evaluation import HeldOut, held_out_sums
 from optimus_jax.training.numbers import perplexity_of
 from optimus_jax.training.optimizer import peak_learning_rate
 from optimus_jax.training.state import TrainState, to_stored
@@ -112,8 +112,8 @@ class Trainer:
     """`program.train_step`, compiled."""
     topology: Topology
     loader: BatchLoader
-    eval_batches: Callable[[], Iterable[HostBatch]] | None
-    """A fresh pass over the held-out batches; None: there are none."""
+    held_out: HeldOut | None
+    """Data of evaluations; None: no evaluations."""
     bits_per_token: bool
     """Whether a token is a byte, so that loss / ln 2 is bits per byte."""
     metadata: Mapping[str, Any]
@@ -122,7 +122,6 @@ class Trainer:
     checkpoints: Checkpoints
     run: RunDirectory
     display: Display
-    tensorboard: StepWatcher | None
     stop: StopRequest
     overseer: ControllerHooks | None = None
     """Receives measurements of the loop, and may request a switch; None: there is no controller."""
@@ -186,7 +185,7 @@ class Trainer:
                         dispatch_s=time.perf_counter() - called_at,
                         batch=host_batch,
                     )
-                evaluates = self.eval_batches is not None and (
+                evaluates = self.held_out is not None and (
                     _due(step, config.eval_every) or step == config.steps
                 )
                 saves = (
@@ -356,12 +355,9 @@ class Trainer:
 
     @property
     def watchers(self) -> Sequence[StepWatcher]:
-        """All watchers, which receive every step and evaluation."""
-        return tuple(
-            watcher
-            for watcher in (self.progress, self.display, self.tensorboard, self.overseer)
-            if watcher is not None
-        )
+        """What steers or watches over the run, and receives every step and evaluation; what only
+        shows it listens to the run directory."""
+        return (self.progress,) if self.overseer is None else (self.progress, self.overseer)
 
     @property
     def _config(self) -> Config:
@@ -396,8 +392,8 @@ class Trainer:
                 name: float(value) for name, value in metrics.items() if name not in STEP_METRICS
             },
         )
-        self.run.log_step(record)
         self.stop.ended(item.step)
+        self.run.log_step(record)
         self._last.append(record)
         for watcher in self.watchers:
             watcher.step(record)
@@ -446,13 +442,13 @@ class Trainer:
         A failure does not end the run, unless it occurs in only one of several processes; the state
         is saved first.
         """
-        assert self.eval_batches is not None
+        assert self.held_out is not None
         try:
             with self.progress.during("evaluation"):
                 found = held_out_sums(
                     self.program,
                     state,
-                    self.eval_batches,
+                    self.held_out,
                     stops=lambda: self._is_alone and self._requested_stop != "done",
                 )
         except Exception as error:
@@ -488,7 +484,8 @@ class Trainer:
             loss=loss,
             perplexity=perplexity_of(loss) if task_of(self._config).has_perplexity else None,
             bits_per_byte=loss / math.log(2) if self.bits_per_token else None,
-            metrics={name: total / found.tokens for name, total in found.metrics.items()},
+            metrics={name: total / found.tokens for name, total in found.metrics.items()}
+            | found.rates,
         )
         self.run.log_event(
             "eval",

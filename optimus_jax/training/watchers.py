@@ -4,9 +4,10 @@ run/display.py has the displays.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol, Self
+from typing import Any, Protocol, Self
 
 from optimus_jax.run_directory.step_record import EvalRecord, StepRecord
+from optimus_jax.training.callbacks import eval_record_of
 from optimus_jax.training.numbers import short
 
 
@@ -20,10 +21,15 @@ class StepWatcher(Protocol):
 
 class Display:
     """A display that shows nothing; base class of the others. Displays are context managers around
-    training."""
+    training, and listen to what the run records (run_directory/listeners.py)."""
 
     def step(self, record: StepRecord) -> None:
         """Show a finished step."""
+
+    def event(self, event: Mapping[str, Any]) -> None:
+        """Show evaluations."""
+        if event["event"] == "eval" and event["loss"] is not None:
+            self.evaluation(eval_record_of(event))
 
     def evaluation(self, record: EvalRecord) -> None:
         """Show an evaluation on held-out text."""

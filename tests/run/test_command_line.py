@@ -160,7 +160,8 @@ def test_a_section_before_an_alias_has_to_be_right():
         (("--dp-size", "1"), "leave it out"),
         (("--cp_size", "2"), "not supported"),
         (("--batch-size", "32"), "write --global-batch 32 if"),
-        (("--wandb",), "not supported.*log.tensorboard=true"),
+        (("--wandb",), "write --log wandb"),
+        (("--comet",), "not supported.*--log writes"),
         (
             ("--per-device-train-batch-size", "4", "--cpu-devices", "8"),
             "4 on each of 8 .* is --global-batch 32",
@@ -187,7 +188,7 @@ def test_a_section_before_an_alias_has_to_be_right():
         (("--gradient-checkpointing",), "--remat full"),
         (("--resume-from-checkpoint", "x"), "--run-dir DIR --resume"),
         (("--num-train-epochs", "3"), "--steps N"),
-        (("--report_to", "tensorboard"), "log.tensorboard=true"),
+        (("--report_to", "tensorboard"), "write --log tensorboard"),
         (("--train-samples", "1000", "--global-batch", "64"), "--steps 16"),
         (("--learnig-rate", "1"), "did you mean 'learning_rate', which is optimizer.lr"),
         (("--betaa2", "0.9"), "did you mean --set optimizer.beta2=0.9"),

@@ -16,7 +16,6 @@ import pytest
 
 from optimus_jax.cluster.launch_detection import NO_LAUNCHER, Launch
 from optimus_jax.config import LogConfig
-from optimus_jax.errors import ConfigError
 from optimus_jax.mesh.build import discover
 from optimus_jax.run.display import (
     PlainDisplay,
@@ -26,7 +25,6 @@ from optimus_jax.run.display import (
     short_duration,
 )
 from optimus_jax.run.start_table import show_start_table
-from optimus_jax.run.tensorboard import TensorBoardWriter
 from optimus_jax.run_directory.step_record import EvalRecord, StepRecord
 from optimus_jax.training.numbers import perplexity_of, short
 from optimus_jax.training.watchers import Display
@@ -447,34 +445,6 @@ def test_short_count(value: float, text: str):
 )
 def test_short_duration(seconds: float, text: str):
     assert short_duration(seconds) == text
-
-
-def test_tensorboard_has_the_values_that_are_known(tmp_path: Path):
-    pytest.importorskip("tensorboardX")
-    with TensorBoardWriter(tmp_path) as writer:
-        writer.step(record(1, metrics={"accuracy": 0.5}))
-        writer.evaluation(evaluation(1, metrics={"accuracy": 0.5}))
-    [file] = tmp_path.iterdir()
-    tags = set(re.findall(rb"(?:train|speed|eval)/[a-z_]+", file.read_bytes()))
-    assert tags == {
-        b"train/loss",
-        b"train/grad_norm",
-        b"train/lr",
-        b"train/accuracy",
-        b"speed/tokens_per_s",
-        b"speed/step_time_s",
-        b"eval/loss",
-        b"eval/perplexity",
-        b"eval/accuracy",
-    }
-
-
-def test_tensorboard_without_its_extra_names_what_to_install(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setitem(sys.modules, "tensorboardX", None)
-    with pytest.raises(ConfigError, match=r"optimus-jax\[tensorboard\]"):
-        TensorBoardWriter(tmp_path)
 
 
 def test_numbers_of_a_diverged_run_fit_a_line():

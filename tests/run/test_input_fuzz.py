@@ -154,7 +154,7 @@ def test_a_damaged_config_is_read_or_refused(seed, tmp_path):
     (tmp_path / "config.json").write_bytes(content)
     with contextlib.suppress(OptimusError):
         config = read_config(tmp_path / "config.json")
-        assert Config.from_json(config.to_json()) == config.kept
+        assert Config.from_json(config.to_json()) == config.stored
         choose_plan(config, HERE)
     with contextlib.suppress(OptimusError):
         resumed_config(content.decode("utf-8", errors="ignore"), None, {})

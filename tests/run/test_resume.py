@@ -349,12 +349,12 @@ def test_a_metrics_file_that_cannot_be_written_keeps_the_state(text, tmp_path, m
     assert resumed.history[-1].step == TINY["steps"] + 1
 
 
-@pytest.mark.parametrize("problem", ["data", "tensorboard"])
+@pytest.mark.parametrize("problem", ["data", "tracker"])
 def test_a_failed_start_leaves_no_files(text, tmp_path, monkeypatch, problem):
     if problem == "data":
         settings = TINY | {"data": tmp_path / "missing.txt"}
     else:
-        settings = TINY | {"data": text, "log.tensorboard": True}
+        settings = TINY | {"data": text, "log": "tensorboard"}
         monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(OptimusError, match=r"no such data file|pip install"):
         optimus_jax.train("gpt2-nano", run_dir=tmp_path / "run", **settings)

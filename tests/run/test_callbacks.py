@@ -1,0 +1,255 @@
+"""What callbacks and trackers are told, and that they cannot harm a run."""
+
+import contextlib
+import json
+import re
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from shared_programs import shared_programs  # noqa: F401
+
+import optimus_jax
+from optimus_jax.config import Config, LogConfig
+from optimus_jax.config.request import read_config
+from optimus_jax.errors import ConfigError
+from optimus_jax.run import trackers
+from optimus_jax.run.trackers import check_trackers
+from optimus_jax.run_directory.directory import TRACKER_IDS, RunDirectory
+from optimus_jax.training.callbacks import Callback, CallbackListener, Callbacks
+
+OPTIONS = {
+    "model.num_layers": 2,
+    "model.embed_dim": 32,
+    "model.mlp_dim": 64,
+    "seq_len": 32,
+    "global_batch": 8,
+    "mesh": "data=2,fsdp=2,tensor=2",
+    "checkpoint_every": 2,
+    "eval_every": 2,
+    "evaluation.examples": 8,
+    "progress": "none",
+    "control": "off",
+}
+
+
+class Told(Callback):
+    def __init__(self):
+        self.told = []
+
+    def on_start(self, run):
+        self.run = run
+        self.told.append(("start", run.first_step))
+
+    def on_step(self, record):
+        self.told.append(("step", record.step))
+
+    def on_evaluate(self, record):
+        self.told.append(("evaluate", record.step))
+        self.loss = record.loss
+
+    def on_checkpoint(self, step, path):
+        self.told.append(("checkpoint", step, path.is_dir()))
+
+    def on_end(self, step, reason):
+        self.told.append(("end", step, reason))
+
+    def steps(self, name):
+        return [step for told, step, *_ in self.told if told == name]
+
+
+@pytest.fixture
+def text(tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_text("to be or not to be, that is the question. " * 100)
+    return str(path)
+
+
+def train(text, run_dir, **more):
+    return optimus_jax.train("gpt2-nano", data=text, run_dir=run_dir, **OPTIONS | more)
+
+
+def test_a_callback_is_told_what_the_run_records(text, tmp_path, capfd):
+    class Broken(Callback):
+        def on_step(self, record):
+            raise RuntimeError("no more disk")
+
+    class NeverStarts(Callback):
+        def on_start(self, run):
+            raise OSError("no server")
+
+        def on_step(self, record):
+            raise AssertionError
+
+    told = Told()
+    run = train(text, tmp_path / "run", steps=4, callbacks=[Broken(), NeverStarts(), told])
+    assert run.reason == "done"
+    assert told.told[0] == ("start", 1)
+    assert told.told[-1] == ("end", 4, "done")
+    assert told.steps("step") == [1, 2, 3, 4]
+    assert told.steps("evaluate") == [2, 4]
+    assert [each for each in told.told if each[0] == "checkpoint"] == [
+        ("checkpoint", step, True) for step in (2, 4)
+    ]
+    losses = [
+        each["loss"] for each in RunDirectory(run.run_dir).events() if each["event"] == "eval"
+    ]
+    assert told.loss == losses[-1]
+    assert told.run.plan == run.plan
+    assert told.run.config.model.embed_dim == 32
+    shown = capfd.readouterr().err
+    assert shown.count("Broken has failed (on_step: RuntimeError: no more disk)") == 1
+    assert shown.count("NeverStarts has failed") == 1
+    assert "NeverStarts has failed (on_start: OSError: no server)" in shown
+
+
+def test_a_callback_can_stop_a_run_which_is_saved_and_goes_on(text, tmp_path):
+    class StopsAt3(Told):
+        def on_step(self, record):
+            super().on_step(record)
+            if record.step == 3:
+                self.run.stop()
+
+    stopped = StopsAt3()
+    run = train(text, tmp_path / "run", steps=9, callbacks=[stopped])
+    assert run.reason == "interrupt"
+    last = run.history[-1].step
+    assert 3 <= last <= 5
+    assert stopped.told[-1] == ("end", last, "interrupt")
+    again = Told()
+    resumed = optimus_jax.train(run_dir=run.run_dir, resume=True, steps=last + 1, callbacks=[again])
+    assert again.told[0] == ("start", last + 1)
+    assert resumed.history[-1].step == last + 1
+
+
+def test_events_have_methods_of_their_own(tmp_path):
+    class Events(Callback):
+        def __init__(self):
+            self.all, self.decisions, self.switches = [], [], []
+
+        def on_event(self, event):
+            self.all.append(event["event"])
+
+        def on_decision(self, event):
+            self.decisions.append(event["why"])
+
+        def on_switch(self, event):
+            self.switches.append(event["event"])
+
+    callback, run = Events(), RunDirectory.create(tmp_path / "run", "gpt2-nano")
+    run.listeners.append(CallbackListener(callback, run.checkpoints))
+    run.log_event("decision", 1, why="because", action="stay")
+    run.log_event("remesh", 2, plan="a")
+    run.log_event("rollback", 3, plan="b")
+    run.log_event("eval", 3, loss=None)
+    assert callback.all == ["decision", "remesh", "rollback", "eval"]
+    assert callback.decisions == ["because"]
+    assert callback.switches == ["remesh", "rollback"]
+    run.close()
+
+
+def test_other_processes_call_only_those_that_ask_for_it(tmp_path):
+    class Everywhere(Told):
+        in_every_process = True
+
+    here, everywhere = Told(), Everywhere()
+    info = SimpleNamespace(first_step=5)
+    with contextlib.suppress(RuntimeError), Callbacks([here, everywhere], is_writer=False) as told:
+        assert len(told.start(info, tmp_path)) == 2, "it listens itself"
+        raise RuntimeError("the run fails")
+    assert here.told == []
+    assert everywhere.told == [("start", 5), ("end", 4, "error")]
+
+
+def test_what_ends_a_run_is_said_once(tmp_path):
+    told = Told()
+    with contextlib.suppress(RuntimeError), Callbacks([told], is_writer=True) as callbacks:
+        [listener, *_] = callbacks.start(SimpleNamespace(first_step=1), tmp_path)
+        listener.event({"event": "end", "step": 7, "reason": "not learning"})
+        raise RuntimeError("it does not learn")
+    assert told.told == [("start", 1), ("end", 7, "not learning")]
+    told = Told()
+    with contextlib.suppress(KeyboardInterrupt), Callbacks([told], is_writer=True) as callbacks:
+        callbacks.start(SimpleNamespace(first_step=1), tmp_path)
+        raise KeyboardInterrupt
+    assert told.told == [("start", 1)], "a second Ctrl-C ends at once"
+
+
+@pytest.mark.parametrize(
+    "callbacks", [Told(), [Told], "told"], ids=["no list", "a class", "a text"]
+)
+def test_what_is_no_callback_is_refused(callbacks):
+    with pytest.raises(ConfigError, match=r"optimus_jax\.Callback"):
+        optimus_jax.train("gpt2-nano", callbacks=callbacks)
+
+
+def test_tensorboard_has_the_values_that_are_known(text, tmp_path):
+    pytest.importorskip("tensorboardX")
+    train(text, tmp_path / "run", steps=2, log="tensorboard")
+    [file] = (tmp_path / "run" / "tensorboard").iterdir()
+    tags = set(re.findall(rb"(?:train|speed|eval)/[a-z_]+", file.read_bytes()))
+    assert tags == {
+        b"train/loss",
+        b"train/grad_norm",
+        b"train/lr",
+        b"speed/tokens_per_s",
+        b"speed/step_time_s",
+        b"eval/loss",
+        b"eval/perplexity",
+        b"eval/bits_per_byte",
+    }
+
+
+def test_a_resumed_run_goes_on_in_the_same_run_of_mlflow(text, tmp_path, monkeypatch):
+    mlflow = pytest.importorskip("mlflow")
+    pytest.importorskip("sqlalchemy")
+    monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path / 'mlflow.db'}")
+    monkeypatch.chdir(tmp_path)
+    options = {"log": "mlflow", "log.project": "tests"}
+    train(text, tmp_path / "run", steps=2, **options)
+    optimus_jax.train(run_dir=tmp_path / "run", resume=True, steps=4)
+    client = mlflow.MlflowClient()
+    [found] = client.search_runs([client.get_experiment_by_name("tests").experiment_id])
+    assert found.info.status == "FINISHED"
+    assert found.data.params["optimizer.beta2"] == "0.95"
+    losses = client.get_metric_history(found.info.run_id, "train/loss")
+    assert sorted(each.step for each in losses) == [1, 2, 3, 4]
+    np.testing.assert_allclose(
+        [each.value for each in sorted(losses, key=lambda each: each.step)],
+        [record.loss for record in RunDirectory(tmp_path / "run").metrics()],
+    )
+    assert [each.path for each in client.list_artifacts(found.info.run_id)] == ["report.html"]
+
+
+def test_a_resumed_run_goes_on_in_the_same_run_of_wandb(text, tmp_path, monkeypatch):
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_ERROR_REPORTING", "false")
+    train(text, tmp_path / "run", steps=2, log="wandb")
+    known = json.loads((tmp_path / "run" / TRACKER_IDS).read_text())["wandb"]
+    optimus_jax.train(run_dir=tmp_path / "run", resume=True, steps=3)
+    assert json.loads((tmp_path / "run" / TRACKER_IDS).read_text())["wandb"] == known
+    folders = sorted((tmp_path / "run" / "wandb").glob(f"offline-run-*-{known}"))
+    assert len(folders) == 2, "each start of a process writes a folder of the same run"
+    assert all(list(folder.glob("*.wandb")) for folder in folders)
+
+
+def test_a_tracker_without_its_package_names_what_to_install(monkeypatch):
+    monkeypatch.setattr(trackers.importlib.util, "find_spec", lambda name: None)
+    for name in trackers.TRACKERS:
+        with pytest.raises(ConfigError, match=rf"optimus-jax\[{name}\]"):
+            check_trackers(LogConfig(trackers=(name,)))
+
+
+def test_a_config_of_an_earlier_version_names_its_tracker(tmp_path):
+    value = json.loads(Config().to_json())
+    value["log"] = {"progress": "plain", "every": 5, "tensorboard": True}
+    assert Config.from_value(value).log == LogConfig(
+        progress="plain", every=5, trackers=("tensorboard",)
+    )
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(value))
+    assert read_config(path).log.trackers == ("tensorboard",)
+    value["log"]["tensorboard"] = False
+    assert Config.from_value(value).log.trackers == ()
