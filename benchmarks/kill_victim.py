@@ -394,5 +394,5 @@ def run(task: Task, killer: int) -> None:
     assembly.Advisor = Scripted
     api.known_devices = known_devices
     resume = (Path(task.run_dir) / "config.json").exists()
-    own = {} if resume else TINY | START | {"data": task.text}
+    own: dict[str, Any] = {} if resume else TINY | START | {"data": task.text}
     api.train(None if resume else MODEL, run_dir=task.run_dir, resume=resume, **own)

@@ -25,7 +25,7 @@ from optimus_jax.planning.cost.operators import (
     with_launches,
 )
 from optimus_jax.planning.cost.rates import HEAD
-from optimus_jax.planning.cost.stage_time import layer_time
+from optimus_jax.planning.cost.stage_time import BUFFER_COPIES, layer_time
 from optimus_jax.planning.cost.work import Work, matmul
 from optimus_jax.planning.cost.workload import Workload
 from optimus_jax.training.task import LossInputs, TaskSums
@@ -157,9 +157,25 @@ def test_unfused_attention_moves_scores_and_computes_more_pairs():
 def test_full_remat_repeats_the_last_matmul_only_in_megatron_style(implementation, whole):
     shape = shape_of(LLAMA, plan_of("data=1", LLAMA), seq_len=1024, global_batch=8)
     quick = replace(RATES, memory_bytes_per_s=1e30, launch_s=0.0, interpreter_launch_s=0.0)
-    times = layer_time(shape, shape_point(shape, 1), "full", False, (0, 0), quick, implementation)
+    times = layer_time(
+        shape, shape_point(shape, 1), "full", False, False, (0, 0), quick, implementation
+    )
     last = device_time(matmul(shape.tokens, LLAMA.mlp_dim, LLAMA.embed_dim), quick, f32=False).total
     assert times.again == pytest.approx(times.forward - (0 if whole else last))
+
+
+def test_a_pipeline_copies_what_it_keeps_where_copies_count():
+    shape = shape_of(LLAMA, plan_of("data=1", LLAMA), seq_len=1024, global_batch=8)
+    place = shape_point(shape, 1)
+
+    def memory(copies: float, *, buffered: bool) -> float:
+        rates = replace(RATES, saved_copies=copies)
+        return layer_time(shape, place, "none", False, buffered, (0, 0), rates, OURS).memory
+
+    copied_once = memory(2.0, buffered=False) - memory(1.0, buffered=False)
+    more = memory(1.0, buffered=True) - memory(1.0, buffered=False)
+    assert more == pytest.approx(BUFFER_COPIES * copied_once)
+    assert memory(0.0, buffered=True) == memory(0.0, buffered=False), "written in place"
 
 
 def test_softmax_that_cannot_be_fused_costs_more_kernels():

@@ -85,6 +85,32 @@ def test_reference_steps_fit_rates_that_no_probe_measures(topology_and_cluster):
     assert found.source.endswith("training steps")
 
 
+@pytest.mark.parametrize("copies", [0.5, 6.0])
+def test_what_recomputing_costs_is_that_of_the_steps(topology_and_cluster, copies):
+    """Steps of one shape say precisely how they differ, whatever all of them have in common."""
+    topology, cluster = topology_and_cluster
+    truth = replace(TRUTH, saved_copies=copies)
+    steps = tuple(
+        replace(step, step_time_s=1.15 * step.step_time_s)
+        for step in steps_of(topology, cluster, truth)
+    )
+    found = fitted(RATES, steps, topology, cluster)
+
+    def cost(rates: Rates) -> float:
+        """Of recomputing, as a ratio of step times."""
+        recomputed, kept = (
+            replace(each, settings=each.settings | {"model.embed_dim": 256, "model.mlp_dim": 1024})
+            .sample(topology, cluster)
+            .predicted(rates)
+            .step_time_s
+            for each in (steps[3], steps[0])
+        )
+        return recomputed / kept
+
+    assert steps[3].settings["parallel.remat"] == "full"
+    assert cost(found) == pytest.approx(cost(truth), abs=0.03)
+
+
 def test_too_few_steps_change_nothing(topology_and_cluster):
     topology, cluster = topology_and_cluster
     assert fitted(RATES, steps_of(topology, cluster, TRUTH)[:2], topology, cluster) is RATES

@@ -4,6 +4,7 @@ import contextlib
 import json
 import re
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -178,7 +179,7 @@ def test_what_ends_a_run_is_said_once(tmp_path):
 @pytest.mark.parametrize(
     "callbacks", [Told(), [Told], "told"], ids=["no list", "a class", "a text"]
 )
-def test_what_is_no_callback_is_refused(callbacks):
+def test_what_is_no_callback_is_refused(callbacks: Any):
     with pytest.raises(ConfigError, match=r"optimus_jax\.Callback"):
         optimus_jax.train("gpt2-nano", callbacks=callbacks)
 

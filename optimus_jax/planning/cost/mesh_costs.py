@@ -162,7 +162,7 @@ class MeshCosts:
                 loop if zero == 3 else None,
                 self._overlap.behind_sums(plan),
             )
-            key = rows, zero, plan.remat, recomputes, ahead, plan.scatter
+            key = rows, zero, plan.remat, plan.pipeline is None, recomputes, ahead, plan.scatter
             found = self._layers.get(key)
             if found is None:
                 found = self._layers[key] = self._layer(replace(plan, zero=zero))
@@ -231,6 +231,7 @@ class MeshCosts:
             shape_point(shape, plan.axes.tensor),
             plan.remat,
             recomputes,
+            plan.pipeline is not None and not recomputes,
             (sum(op.count for op in forward), sum(op.count for op in backward)),
             self._rates,
             self._implementation,

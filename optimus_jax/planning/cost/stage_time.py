@@ -26,6 +26,10 @@ from optimus_jax.planning.cost.rates import HEAD, LAYER, Rates, ShapePoint
 from optimus_jax.planning.cost.work import Work
 
 F32_BYTES = 4
+BUFFER_COPIES = 3
+"""Further copies of what a pipeline's stage saves, where `Rates.saved_copies` counts: into its
+buffer, from it, and of the buffer's beginning. By measured plans of three machines (decision 39);
+with 2 and with 4 predictions are about as good."""
 
 
 class LayerTime(NamedTuple):
@@ -53,6 +57,7 @@ def layer_time(
     place: ShapePoint,
     remat: RematPolicy,
     twice: bool,
+    buffered: bool,
     collectives: tuple[float, float],
     rates: Rates,
     implementation: ImplementationProfile,
@@ -61,6 +66,7 @@ def layer_time(
 
     Args:
       twice: whether backward recomputes the whole stage.
+      buffered: whether a pipeline keeps what a stage saves, in a buffer.
       collectives: how many collectives the host launches in forward and in backward.
     """
     work, f32 = layer_work(shape, remat, implementation), shape.width == F32_BYTES
@@ -82,7 +88,8 @@ def layer_time(
     saved_s = 0.0
     if rates.saved_copies:
         saved_bytes = shape.programs.under(remat).saved_bytes(shape.sizes)
-        saved_s = rates.saved_copies * pass_time(saved_bytes, rates)
+        copies = rates.saved_copies + BUFFER_COPIES * buffered
+        saved_s = copies * pass_time(saved_bytes, rates)
     launched = [
         with_launches(device_s, number, rates, implementation) + saved_s / 2
         for device_s, number in zip(alone, kernels, strict=True)

@@ -19,7 +19,7 @@ from optimus_jax.planning.cost.implementation_profile import OURS, Implementatio
 from optimus_jax.planning.cost.layer_shape import layer_shape, shape_point
 from optimus_jax.planning.cost.rates import OPERATORS, Correction, Rates, ShapePoint
 from optimus_jax.planning.cost.workload import Workload
-from optimus_jax.planning.learning.calibrate import Vector
+from optimus_jax.planning.learning.calibrate import Matrix, Vector
 from optimus_jax.planning.profiles.cluster import Cluster
 
 FITTED: Mapping[str, float] = {
@@ -56,6 +56,8 @@ MODEL_ERROR = 0.08
 MEASURING_ERROR = 0.1
 """Expected error of one measurement, likewise. The value is for a shared cluster, where the speed
 of links and devices varies from day to day."""
+STEP_ERROR = 0.04
+"""The same of a reference step: undisturbed times of one machine repeat to a few percent."""
 ITERATIONS = 12
 """Steps of the least-squares fit."""
 HUBER = 1.0
@@ -104,7 +106,8 @@ def fit_rates(
     """Fit the rates in `fitted`, the corrections and the spread to the samples, starting from
     `start`.
     """
-    rates = _fit_physics(_thinned(samples), replace(start, corrections=()), fitted)
+    thinned = _thinned(samples)
+    rates = _fit_physics(thinned, replace(start, corrections=()), fitted, _scaling(thinned))
     rates = replace(rates, source=f"{start.source}; fitted to {len(samples)} measured steps")
     return _with_corrections(rates, samples)
 
@@ -114,7 +117,7 @@ def fit_to_steps(samples: Sequence[Sample], start: Rates) -> Rates:
 
     The steps also give corrections and the spread.
     """
-    rates = _fit_physics(samples, start, FITTED_TO_STEPS)
+    rates = _fit_physics(samples, start, FITTED_TO_STEPS, _differences(samples))
     rates = replace(
         rates,
         source=f"{start.source}, and {len(samples)} training steps",
@@ -134,16 +137,39 @@ def _thinned(samples: Sequence[Sample]) -> Sequence[Sample]:
     return [samples[number] for _, number in sorted(ranked)[:MAX_ROWS]]
 
 
-def _fit_physics(samples: Sequence[Sample], start: Rates, fitted: Mapping[str, float]) -> Rates:
-    names, widths = list(fitted), np.array(list(fitted.values()))
+def _scaling(samples: Sequence[Sample]) -> Matrix:
+    """What makes residuals of many samples [samples] independent and of size 1, about: those of the
+    same shape share the model's error, but not the measurement's, and the more there are, the less
+    each counts.
+    """
     shapes = Counter(sample.place() for sample in samples)
-    # Samples of the same shape share the model's error, but not the measurement's.
-    scale = np.array(
+    return np.diag(
         [
-            (shapes[sample.place()] * MODEL_ERROR**2 + MEASURING_ERROR**2) ** 0.5
+            (shapes[sample.place()] * MODEL_ERROR**2 + MEASURING_ERROR**2) ** -0.5
             for sample in samples
         ]
     )
+
+
+def _differences(samples: Sequence[Sample]) -> Matrix:
+    """The same of a few steps of one machine, exactly: steps of the same shape are measured to say
+    how they differ, so that their differences count as precisely as they were measured.
+    """
+    places = [sample.place() for sample in samples]
+    same = np.array([[one == other for other in places] for one in places], float)
+    covariance = MODEL_ERROR**2 * same + STEP_ERROR**2 * np.eye(len(samples))
+    return np.asarray(np.linalg.inv(np.linalg.cholesky(covariance)), dtype=np.float64)
+
+
+def _fit_physics(
+    samples: Sequence[Sample], start: Rates, fitted: Mapping[str, float], scaling: Matrix
+) -> Rates:
+    """The rates with those in `fitted` fitted.
+
+    Args:
+      scaling: [samples, samples], by which residuals are multiplied.
+    """
+    names, widths = list(fitted), np.array(list(fitted.values()))
     measured = np.log([sample.step_time_s for sample in samples])
 
     def rates_at(steps: Vector) -> Rates:
@@ -157,17 +183,18 @@ def _fit_physics(samples: Sequence[Sample], start: Rates, fitted: Mapping[str, f
 
     def residuals(steps: Vector) -> Vector:
         rates = rates_at(steps)
-        return np.log([sample.predicted(rates).step_time_s for sample in samples]) - measured
+        predicted = [sample.predicted(rates).step_time_s for sample in samples]
+        return scaling @ (np.log(predicted) - measured)
 
-    return rates_at(_least_squares(residuals, scale, widths))
+    return rates_at(_least_squares(residuals, widths))
 
 
-def _least_squares(residuals: Callable[[Vector], Vector], scale: Vector, widths: Vector) -> Vector:
-    """Steps from zero that minimise Huber's loss of residuals / scale, plus the squares of
+def _least_squares(residuals: Callable[[Vector], Vector], widths: Vector) -> Vector:
+    """Steps from zero that minimise Huber's loss of residuals, plus the squares of
     steps / widths."""
 
     def cost(left: Vector, steps: Vector) -> float:
-        size = np.abs(left / scale)
+        size = np.abs(left)
         return float(
             np.where(size < HUBER, size**2, HUBER * (2 * size - HUBER)).sum()
             + ((steps / widths) ** 2).sum()
@@ -180,7 +207,7 @@ def _least_squares(residuals: Callable[[Vector], Vector], scale: Vector, widths:
             [(residuals(steps + nudge) - left) / NUDGE for nudge in NUDGE * np.eye(len(steps))],
             axis=1,
         )
-        weights = np.minimum(1.0, HUBER / np.maximum(np.abs(left / scale), 1e-9)) / scale**2
+        weights = np.minimum(1.0, HUBER / np.maximum(np.abs(left), 1e-9))
         normal = slopes.T @ (slopes * weights[:, None]) + np.diag(widths**-2.0)
         downhill = slopes.T @ (weights * left) + steps / widths**2
         before = cost(left, steps)
