@@ -102,7 +102,7 @@ class WeightsAndBiases(Callback):
                 if report is not None:
                     artifact = self._wandb.Artifact(f"{self._run.id}-report", type="report")
                     artifact.add_file(str(report))
-                    self._run.log_artifact(artifact).wait()
+                    self._run.log_artifact(artifact)
         finally:
             self._run.finish(exit_code=0 if reason in ("done", "interrupt") else 1)
 

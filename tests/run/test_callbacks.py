@@ -201,7 +201,7 @@ def test_tensorboard_has_the_values_that_are_known(text, tmp_path):
     }
 
 
-def test_a_resumed_run_goes_on_in_the_same_run_of_mlflow(text, tmp_path, monkeypatch):
+def test_a_resumed_run_goes_on_in_the_same_run_of_mlflow(text, tmp_path, monkeypatch, capfd):
     mlflow = pytest.importorskip("mlflow")
     pytest.importorskip("sqlalchemy")
     monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
@@ -221,9 +221,10 @@ def test_a_resumed_run_goes_on_in_the_same_run_of_mlflow(text, tmp_path, monkeyp
         [record.loss for record in RunDirectory(tmp_path / "run").metrics()],
     )
     assert [each.path for each in client.list_artifacts(found.info.run_id)] == ["report.html"]
+    assert "has failed" not in capfd.readouterr().err
 
 
-def test_a_resumed_run_goes_on_in_the_same_run_of_wandb(text, tmp_path, monkeypatch):
+def test_a_resumed_run_goes_on_in_the_same_run_of_wandb(text, tmp_path, monkeypatch, capfd):
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_ERROR_REPORTING", "false")
@@ -234,6 +235,7 @@ def test_a_resumed_run_goes_on_in_the_same_run_of_wandb(text, tmp_path, monkeypa
     folders = sorted((tmp_path / "run" / "wandb").glob(f"offline-run-*-{known}"))
     assert len(folders) == 2, "each start of a process writes a folder of the same run"
     assert all(list(folder.glob("*.wandb")) for folder in folders)
+    assert "has failed" not in capfd.readouterr().err
 
 
 def test_a_tracker_without_its_package_names_what_to_install(monkeypatch):
