@@ -401,6 +401,7 @@ def test_training_pauses_until_a_plan_is_compiled_on_the_cores_of_its_devices(
     """Else these few short steps would be over before. The pause is a cost of the switch."""
     monkeypatch.setattr("optimus_jax.control.switch.Worker", Worker)
     monkeypatch.setattr(constants, "STEADY_FACTOR", 1e-9)
+    monkeypatch.setattr(constants, "MAX_COMPILE_PAUSE", 1e3)  # beside other work it takes longer
     result = scripted({3: switch_at(3, other_plan())}, steps=STEPS + 2)
     [event] = events(result, "remesh")
     assert event["step"] == 4 + constants.NUM_COMPARED_STEPS
