@@ -109,11 +109,14 @@ def _all_batches(make_batches: Callable[[], Iterable[HostBatch]]) -> Iterator[Ho
     starts a step that would wait for it.
     """
     batches: Iterator[HostBatch] | None = None
+    is_over = False
     while True:
-        batch, failure = None, None
+        batch, failure = {}, None
         try:
             batches = iter(make_batches()) if batches is None else batches
-            batch = next(batches, None)
+            batch = next(batches)
+        except StopIteration:
+            is_over = True
         except Exception as error:
             failure = error
         if any(gather_from_all(int(failure is not None))):
@@ -127,6 +130,6 @@ def _all_batches(make_batches: Callable[[], Iterable[HostBatch]]) -> Iterator[Ho
             )
             error.raised_by_all_processes = True
             raise error from failure
-        if batch is None:
+        if is_over:
             return
         yield batch
