@@ -100,8 +100,6 @@ def main() -> None:
     flags = parser()
     given = flags.read()
     overrides = settings(given, leave=("data",))
-    if given["seq_len"] is not None:
-        overrides["evaluation.seq_len"] = given["seq_len"]
     import_jax()  # after parsing, so that --help does not wait for JAX
     from optimus_jax.cluster.distributed import is_writer
     from optimus_jax.run.evaluate import evaluate

@@ -54,6 +54,7 @@ KEPT = (
 ALL = 2**31 - 1
 """As a number of examples: all that there are."""
 NUMBER, TRANSCRIBED = "evaluation.examples", "evaluation.transcribed"
+LENGTH, EVAL_LENGTH = "data.seq_len", "evaluation.seq_len"
 """Settings."""
 
 
@@ -129,6 +130,8 @@ def evaluate(
                 do="give --examples",
             )
         )
+    if LENGTH in overrides:  # a run's evaluations may have another length than its examples
+        overrides = {EVAL_LENGTH: overrides[LENGTH], **overrides}
     asked = given | overrides | {"init_from": str(source)}
     config = requested_config(None, base, None, False, asked, False)
     if data is not None and config.data.mixture:

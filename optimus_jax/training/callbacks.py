@@ -21,7 +21,8 @@ ERROR = "error"
 """Why a run ended that an exception has ended."""
 ENDED_WELL = ("done", "interrupt", "terminate")
 FINISH_S = 10.0
-"""Seconds that callbacks have after an exception."""
+"""Seconds that callbacks have after an exception. Reasoned: enough to close files; a tracker whose
+server is away would take for ever, and other processes wait to be told."""
 
 
 @dataclass(frozen=True, kw_only=True)
