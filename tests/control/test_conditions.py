@@ -25,7 +25,7 @@ def reading(value: float, quality="good") -> SignalSummary:
     return SignalSummary(value=value, spread=0.1, count=5, time_s=0.0, quality=quality)
 
 
-def claimed(**readings: SignalSummary) -> dict[str, float | None]:
+def claimed(cluster: Cluster = CLUSTER, **readings: SignalSummary) -> dict[str, float | None]:
     named = {name.replace("link_", "link_slowdown/"): each for name, each in readings.items()}
     observation = Observation(
         step=1,
@@ -36,7 +36,7 @@ def claimed(**readings: SignalSummary) -> dict[str, float | None]:
         seq_len=8,
         lost_devices=frozenset(),
     )
-    return {name: each.value for name, each in claims(observation, CLUSTER, AXES).items()}
+    return {name: each.value for name, each in claims(observation, cluster, AXES).items()}
 
 
 @pytest.mark.parametrize(
@@ -149,6 +149,18 @@ def test_a_reading_of_the_link_precedes_readings_of_axes_that_cross_it():
 def test_stale_unknown_or_invalid_readings_are_ignored(invalid):
     assert claimed(link_inter_host=invalid, compute_slowdown=invalid) == {}
     assert claimed(link_inter_host=invalid, link_data=reading(2.0)) == {"inter_host": 2.0}
+
+
+def test_on_a_cpu_a_link_is_as_slow_as_it_is_beside_compute():
+    cpu = replace(CLUSTER, accelerator=replace(CLUSTER.accelerator, platform="cpu"))
+    slow = {"link_intra_host": reading(3.0), "compute_slowdown": reading(1.5)}
+    assert claimed(cpu, **slow) == {"intra_host": 2.0, "compute": 1.5}
+    assert claimed(**slow) == {"intra_host": 3.0, "compute": 1.5}
+    # what is faster than its baseline, or not known, says nothing of the link
+    for compute in (reading(0.8), reading(1.5, "stale"), UNKNOWN):
+        found = claimed(cpu, link_intra_host=reading(3.0), compute_slowdown=compute)
+        assert found["intra_host"] == 3.0
+    assert claimed(cpu, compute_slowdown=reading(1.5)) == {"compute": 1.5}
 
 
 def test_one_host_has_no_inter_host_slowdown():

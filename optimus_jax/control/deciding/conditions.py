@@ -144,12 +144,16 @@ class Conditions:
 
 def claims(observation: Observation, cluster: Cluster, axes: AxisSizes) -> dict[str, SignalSummary]:
     """The usable reading of each factor, by name. Stale and implausible readings are left out."""
+    compute = observation.reading(COMPUTE_SLOWDOWN)
+    intra_host = _of_link(observation, INTRA_HOST, cluster, axes)
+    if cluster.accelerator.platform == "cpu":
+        intra_host = _beside(intra_host, compute)
     found = {
-        INTRA_HOST: _of_link(observation, INTRA_HOST, cluster, axes),
+        INTRA_HOST: intra_host,
         INTER_HOST: _of_link(observation, INTER_HOST, cluster, axes)
         if cluster.inter_host
         else UNKNOWN,
-        "compute": observation.reading(COMPUTE_SLOWDOWN),
+        "compute": compute,
         **{
             name: reading
             for name, reading in observation.readings.items()
@@ -165,6 +169,20 @@ def is_usable(reading: SignalSummary) -> bool:
         reading.quality in ("good", "few")
         and reading.value is not None
         and constants.MIN_FACTOR <= reading.value <= constants.MAX_FACTOR
+    )
+
+
+def _beside(link: SignalSummary, compute: SignalSummary) -> SignalSummary:
+    """The reading of a link between devices that are a CPU's cores, beside that of compute.
+
+    Its bytes are copied by the cores that multiply matrices. What slows both, another load or a
+    lower clock, is compute's slowdown; the link's is what exceeds it.
+    """
+    if not is_usable(compute):
+        return link
+    assert compute.value is not None
+    return (
+        link if link.value is None else replace(link, value=link.value / max(1.0, compute.value))
     )
 
 
