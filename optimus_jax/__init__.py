@@ -3,8 +3,9 @@
 `train(model="gpt2-nano", mesh="data=2,fsdp=4", steps=100)` trains a model,
 `find_plans(model="llama3-8b", cluster="h100:8x8")` ranks the layouts of a model on a cluster,
 `show_mesh("data=2,fsdp=4", model="gpt2-nano")` shows one, `evaluate("runs/a", data="other.txt")`
-measures a run's model, and `export("runs/a", "exported/a")` writes it for transformers. Names are
-imported on first use, so that importing a small module does not import JAX.
+measures a run's model, `load("runs/a").generate("def ")` continues a text with it, and
+`export("runs/a", "exported/a")` writes it for transformers. Names are imported on first use, so
+that importing a small module does not import JAX.
 """
 
 from importlib import import_module
@@ -14,6 +15,7 @@ from optimus_jax.version import VERSION as __version__
 
 if TYPE_CHECKING:
     from optimus_jax.config import Config
+    from optimus_jax.inference.loaded_model import LoadedModel, load
     from optimus_jax.plan import Plan
     from optimus_jax.planning.api import RankedPlan, find_plans
     from optimus_jax.run.api import RunResult, train
@@ -32,6 +34,8 @@ _HOMES = {
     "Callback": "training.callbacks",
     "RunInfo": "training.callbacks",
     "Config": "config",
+    "LoadedModel": "inference.loaded_model",
+    "load": "inference.loaded_model",
     "Plan": "plan",
     "RankedPlan": "planning.api",
     "find_plans": "planning.api",
@@ -44,6 +48,7 @@ __all__ = [
     "Config",
     "EvaluationResult",
     "ExportResult",
+    "LoadedModel",
     "MeshView",
     "Plan",
     "RankedPlan",
@@ -53,6 +58,7 @@ __all__ = [
     "evaluate",
     "export",
     "find_plans",
+    "load",
     "show_mesh",
     "train",
 ]

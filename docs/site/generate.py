@@ -326,6 +326,9 @@ API = """# Python API
 .. autofunction:: optimus_jax.evaluate
 .. autoclass:: optimus_jax.EvaluationResult
    :members:
+.. autofunction:: optimus_jax.load
+.. autoclass:: optimus_jax.LoadedModel
+   :members:
 .. autofunction:: optimus_jax.export
 .. autoclass:: optimus_jax.ExportResult
    :members:

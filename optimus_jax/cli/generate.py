@@ -6,6 +6,7 @@
 import sys
 from collections.abc import Iterator
 
+from optimus_jax.cli.model_flags import MODEL_WORDS, add_model_flags, loaded
 from optimus_jax.errors import ConfigError, explain
 from optimus_jax.run.command_line import Parser
 from optimus_jax.system.environment import import_jax
@@ -13,8 +14,8 @@ from optimus_jax.system.paths import local_path
 from optimus_jax.system.resilient_io import print_to_stderr
 
 STANDARD_INPUT = "-"
-WORDS = {
-    "run": "run_dir model_path model_dir checkpoint_path ckpt_dir out_dir",
+WORDS = MODEL_WORDS | {
+    "run": f"{MODEL_WORDS['run']} out_dir",
     "prompt": "prompt_text input_text",
     "max_new_tokens": "max_tokens max_gen_len max_generated_tokens num_tokens length",
     "temperature": "temp",
@@ -22,7 +23,6 @@ WORDS = {
     "top_k": "topk",
     "top_p": "topp",
     "chat_template": "template",
-    "eos": "eos_token",
 }
 """Aliases: what other programs call these flags."""
 FLAGS = {
@@ -40,15 +40,7 @@ def parser() -> Parser:
         words=WORDS,
         settings=FLAGS,
     )
-    flags.add_argument(
-        "--run",
-        metavar="DIR",
-        required=True,
-        help=(
-            "directory or URL of a run; directory of a published model or of PEFT's adapters, or"
-            " hf://ORG/NAME on the Hugging Face hub"
-        ),
-    )
+    add_model_flags(flags)
     prompt = flags.add_mutually_exclusive_group(required=True)
     prompt.add_argument(
         "--prompt", metavar="TEXT", help="text to continue; printed before the generated text"
@@ -67,28 +59,11 @@ def parser() -> Parser:
         help="with --chat: file or URL of another template (default: the tokenizer's own)",
     )
     flags.add_argument(
-        "--eos",
-        metavar="TOKEN",
-        help="token that ends a text of a published model (default: the one that its files name)",
-    )
-    flags.add_argument(
         "--stop",
         metavar="TEXT",
         action="append",
         default=[],
         help="end a text before this one; may be given several times (default: none)",
-    )
-    flags.add_argument(
-        "--mesh",
-        metavar="SIZES",
-        default="",
-        help="split the model over fsdp and tensor: tensor=4 (default: one device)",
-    )
-    flags.add_argument(
-        "--cpu-devices",
-        metavar="N",
-        type=int,
-        help="number of virtual CPU devices (default: the devices that JAX finds)",
     )
     flags.add_argument(
         "--max-new-tokens",
@@ -120,12 +95,6 @@ def parser() -> Parser:
         type=int,
         default=0,
         help="seed of the sampling (default: %(default)s)",
-    )
-    flags.add_argument(
-        "--step",
-        metavar="N",
-        type=int,
-        help="step of the checkpoint to load (default: the newest good one)",
     )
     flags.add_argument(
         "--num-samples",
@@ -191,23 +160,9 @@ def main() -> None:
             )
         )
     import_jax()  # after parsing, so that --help does not wait for JAX
-    from optimus_jax.config.axes import AxisSizes
-    from optimus_jax.devices.cpu import use_cpu_devices
-    from optimus_jax.inference.loading import load_text_model
-
     prompt = given["prompt"] if given["prompt"] is not None else read_prompt(given["prompt_file"])
-    if given["cpu_devices"] is not None:
-        use_cpu_devices(given["cpu_devices"])
-    mesh = AxisSizes.parse(given["mesh"]) if given["mesh"] else AxisSizes()
     with flags.own_words():
-        model = load_text_model(
-            given["run"],
-            given["step"],
-            mesh=mesh,
-            eos=given["eos"],
-            chat_template=given["chat_template"],
-            warn=print_to_stderr,
-        )
+        model = loaded(given, chat_template=given["chat_template"]).text_model
         pieces = model.generate(
             prompt,
             max_new_tokens=given["max_new_tokens"],

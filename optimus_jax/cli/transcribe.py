@@ -3,18 +3,18 @@
 `optimus transcribe --run runs/NAME speech.wav recordings/`
 """
 
+from optimus_jax.cli.model_flags import MODEL_WORDS, add_model_flags, loaded
 from optimus_jax.run.command_line import Parser
 from optimus_jax.system.environment import import_jax
 from optimus_jax.system.resilient_io import print_to_stderr
 
-WORDS = {
-    "run": "run_dir model_path model_dir checkpoint_path ckpt_dir model",
+WORDS = MODEL_WORDS | {
+    "run": f"{MODEL_WORDS['run']} model",
     "language": "lang",
     "translate": "to_english",
     "batch_size": "batch global_batch",
     "text_field": "text_column transcription_column",
     "audio_field": "audio_column",
-    "eos": "eos_token",
 }
 """Aliases: what other programs call these flags."""
 
@@ -32,18 +32,7 @@ def parser() -> Parser:
         nargs="+",
         help="recordings, folders with recordings, or Parquet and Arrow files",
     )
-    flags.add_argument(
-        "--run",
-        metavar="DIR",
-        required=True,
-        help="directory or URL of a run; directory of a published model, or hf://ORG/NAME",
-    )
-    flags.add_argument(
-        "--step",
-        metavar="N",
-        type=int,
-        help="step of the checkpoint to load (default: the newest good one)",
-    )
+    add_model_flags(flags)
     flags.add_argument(
         "--language",
         metavar="CODE",
@@ -63,18 +52,6 @@ def parser() -> Parser:
         help="recordings, or parts of long ones, at once (default: %(default)s)",
     )
     flags.add_argument(
-        "--mesh",
-        metavar="SIZES",
-        default="",
-        help="split the model over fsdp and tensor: tensor=4 (default: one device)",
-    )
-    flags.add_argument(
-        "--cpu-devices",
-        metavar="N",
-        type=int,
-        help="number of virtual CPU devices (default: the devices that JAX finds)",
-    )
-    flags.add_argument(
         "--text-field",
         metavar="NAME",
         default="text",
@@ -86,11 +63,6 @@ def parser() -> Parser:
         default="audio",
         help="column of recordings in tables (default: %(default)s)",
     )
-    flags.add_argument(
-        "--eos",
-        metavar="TOKEN",
-        help="token that ends a text of a published model (default: the one that its files name)",
-    )
     return flags
 
 
@@ -98,11 +70,8 @@ def main() -> None:
     given = parser().read()
     import_jax()  # after parsing, so that --help does not wait for JAX
     from optimus_jax.config import DataConfig
-    from optimus_jax.config.axes import AxisSizes
     from optimus_jax.data.recordings import check_libraries, recordings_in, samples_of
     from optimus_jax.data.word_errors import check_jiwer, word_errors
-    from optimus_jax.devices.cpu import use_cpu_devices
-    from optimus_jax.inference.loading import load_speech_model
     from optimus_jax.inference.sampling import check_range
     from optimus_jax.inference.transcription import batches
 
@@ -112,17 +81,7 @@ def main() -> None:
     recordings = [each for source in given["recordings"] for each in recordings_in(source, data)]
     if any(each.text for each in recordings):
         check_jiwer()
-    if given["cpu_devices"] is not None:
-        use_cpu_devices(given["cpu_devices"])
-    model = load_speech_model(
-        given["run"],
-        given["step"],
-        mesh=AxisSizes.parse(given["mesh"]) if given["mesh"] else AxisSizes(),
-        language=given["language"],
-        speech_task="translate" if given["translate"] else None,
-        eos=given["eos"],
-        warn=print_to_stderr,
-    )
+    model = loaded(given).speech_model(language=given["language"], translate=given["translate"])
     texts = []
     for some in batches(recordings, given["batch_size"]):
         samples = [samples_of(each) for each in some]

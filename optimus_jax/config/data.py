@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from optimus_jax.config.checks import check_counts, check_positive
+from optimus_jax.config.in_python import IN_PYTHON
 from optimus_jax.config.weighted_sources import WeightedSource, weighted_sources
 from optimus_jax.errors import ConfigError, explain
 from optimus_jax.system.hub_model import HubModel
@@ -210,7 +211,7 @@ class DataConfig:
 
 def whole_path(name: str) -> str:
     """A source or tokenizer with paths and globs made absolute; keywords and URLs unchanged."""
-    if name in (STDLIB, BYTES, ""):
+    if name in (STDLIB, BYTES, IN_PYTHON, ""):
         return name
     path = user_path(name, what="this path")
     return str(path) if isinstance(path, Url) else os.path.abspath(path)

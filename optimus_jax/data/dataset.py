@@ -16,8 +16,16 @@ import numpy as np
 
 from optimus_jax.config import DataConfig, ModelConfig
 from optimus_jax.config.data import STDLIB, ExampleKind
+from optimus_jax.config.in_python import not_given
 from optimus_jax.config.weighted_sources import WeightedSource
 from optimus_jax.data.conversations import encode_conversations
+from optimus_jax.data.given import (
+    NAME,
+    RandomAccess,
+    given_in_python,
+    read_given,
+    tokens_given,
+)
 from optimus_jax.data.identity import DataIdentity, identity_of
 from optimus_jax.data.images import read_images
 from optimus_jax.data.labelled import (
@@ -98,6 +106,7 @@ def load_data(
     labels: tuple[str, ...] = (),
     label_place: LabelPlace = "first",
     values_for: ModelConfig | None = None,
+    given: RandomAccess | None = None,
 ) -> Data:
     """Read, tokenize, check and split the data.
 
@@ -116,14 +125,25 @@ def load_data(
       labels: names of their labels, in order; empty: those that are found.
       label_place: where the label of a text counts.
       values_for: the model that reads images or sound, of which sources then consist.
+      given: the records or token ids that a program gives, if the sources stand for these.
     Raises:
+      ConfigError: the sources stand for data of a program, and none is given.
       DataError: a source, the tokenizer or a token cannot be used.
     """
     tokenizer = tokenizer or load_tokenizer(
         config.tokenizer, config.eos, chat_template=config.chat_template
     )
     loader = _SourceLoader(
-        config, tokenizer, seq_len, vocab_size, model_name, kind, labels, label_place, values_for
+        config,
+        tokenizer,
+        seq_len,
+        vocab_size,
+        model_name,
+        kind,
+        labels,
+        label_place,
+        values_for,
+        given,
     )
     sources = [(source.path,) for source in config.mixture] or [config.sources]
     parts = list(map(loader.load, sources, _rules(by, len(sources))))
@@ -153,6 +173,7 @@ class _SourceLoader:
     labels: tuple[str, ...]
     label_place: LabelPlace
     values_for: ModelConfig | None
+    given: RandomAccess | None
 
     def load(self, sources: tuple[str, ...], by: HeldOutBy | None) -> Data:
         """The data of these sources.
@@ -163,31 +184,46 @@ class _SourceLoader:
         config, tokenizer = self.config, self.tokenizer
         if self.values_for is not None:
             model = self.values_for
+            if given_in_python(sources):
+                raise DataError(
+                    explain(
+                        f"{model.reads} are read from files",
+                        given=f"{NAME}; {self.model_name} reads {model.reads}",
+                        do="name a folder, a table or .tar files of them",
+                    )
+                )
             return (
                 self._of_images(sources, model)
                 if model.image_size
                 else self._of_recordings(sources, model)
             )
         skipped_input = SkippedInput()
-        files = find_files(sources, skipped_input)
+        is_given, name = given_in_python(sources), " ".join(sources)
+        files = [] if is_given else find_files(sources, skipped_input)
         if files and STDLIB not in sources and all(map(is_token_file, files)):
             if self.kind != "documents":
-                raise self._other_records(" ".join(sources))
+                raise self._other_records(name)
             stream, headers = read_token_files(files, tokenizer)
             num_documents = sum(header.num_documents for header in headers)
             return self._of_stream(stream, headers, num_documents, by).with_notes(
                 skipped_input.notes()
             )
         skipped_input = SkippedInput()
-        name = " ".join(sources)
         records = self._reader()
-        documents = read_documents(
-            sources,
-            config.text_field,
-            skip_bad_lines=config.skip_bad_lines,
-            skipped_input=skipped_input,
-            records=records,
-        )
+        how: dict[str, Any] = {
+            "skip_bad_lines": config.skip_bad_lines,
+            "skipped_input": skipped_input,
+            "records": records,
+        }
+        if is_given:
+            given, name = self._given(), NAME
+            if (stream := tokens_given(given, config.text_field, tokenizer)) is not None:
+                if self.kind != "documents":
+                    raise self._other_records(name)
+                return self._of_stream(stream, (), None, by)
+            documents = read_given(given, config.text_field, **how)
+        else:
+            documents = read_documents(sources, config.text_field, **how)
         first = next(documents, None)
         if first is None:
             raise DataError(
@@ -206,9 +242,13 @@ class _SourceLoader:
             stream = TokenStream(
                 name=name, tokens=tokens, eos=tokenizer.eos, vocab_size=tokenizer.vocab_size
             )
-            num_documents = int(np.count_nonzero(tokens == tokenizer.eos))
-            found = self._of_stream(stream, (), num_documents, by)
+            found = self._of_stream(stream, (), None, by)
         return found.with_notes([*records.notes(name), *skipped_input.notes()])
+
+    def _given(self) -> RandomAccess:
+        if self.given is None:
+            raise not_given("data.sources", "data")
+        return self.given
 
     def _of_images(self, sources: tuple[str, ...], model: ModelConfig) -> Data:
         config = self.config
@@ -323,10 +363,17 @@ class _SourceLoader:
         self,
         stream: TokenStream,
         headers: Sequence[TokenHeader],
-        num_documents: int,
+        num_documents: int | None,
         by: HeldOutBy | None,
     ) -> Data:
+        """The data of a stream.
+
+        Args:
+          num_documents: None: as many as there are ends of documents.
+        """
         config, tokenizer, seq_len = self.config, self.tokenizer, self.seq_len
+        if num_documents is None:
+            num_documents = int(np.count_nonzero(stream.tokens == stream.eos))
         check_vocab(stream, self.vocab_size, self.model_name)
         by = by or held_out_by(stream)
         train, held_out = split(stream, config.eval_fraction, by)

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from optimus_jax.config import Config
+from optimus_jax.config.in_python import IN_PYTHON
 from optimus_jax.errors import LearningError, explain
 from optimus_jax.run_directory.step_record import StepRecord
 
@@ -228,7 +229,7 @@ def learning_error(
     step: int,
     last: StepRecord | None,
     lr: float,
-    usual_lr: float,
+    usual_lr: float | None,
 ) -> LearningError:
     """The error that ends a run after `step`.
 
@@ -236,15 +237,18 @@ def learning_error(
       steps: steps of all existing checkpoints.
       last: the record of the last step; None: no step was run since the start.
       lr: peak learning rate of the run.
-      usual_lr: default peak learning rate for a model of this size.
+      usual_lr: default peak learning rate for a model of this size; None: the optimizer has none.
     """
     numbers = (
         ""
         if last is None
         else f"; loss {last.loss:g}, gradient norm {last.grad_norm:g}, learning rate {last.lr:g}"
     )
+    lower = min(lr / 3, lr if usual_lr is None else usual_lr)
     changes = [
-        f"a lower peak learning rate, such as --lr {min(lr / 3, usual_lr):.2g} (it is {lr:.2g})"
+        "a lower learning rate of the optimizer that the program gives"
+        if config.optimizer.name == IN_PYTHON
+        else f"a lower peak learning rate, such as --lr {lower:.2g} (it is {lr:.2g})"
     ]
     if not config.optimizer.clip_norm:
         changes.append("clipping, --set optimizer.clip_norm=1 (it is 0, which does not clip)")
@@ -252,7 +256,8 @@ def learning_error(
         changes.append("--precision bf16 or f32 (it is f16)")
     elif config.precision.compute == "bf16":
         changes.append("--precision f32 (it is bf16)")
-    changes.append("a longer optimizer.warmup_steps")
+    if config.optimizer.name != IN_PYTHON:
+        changes.append("a longer optimizer.warmup_steps")
     if learning.good < 0:
         changes.append("a smaller model.init_std, if the first loss was not finite")
     return LearningError(

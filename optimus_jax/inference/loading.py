@@ -77,26 +77,22 @@ def load_text_model(
     return _of_run(named, step, mesh, chat_template, warn)
 
 
-def load_speech_model(
+def speech_model(
+    loaded: TextModel,
     named: UserPath,
-    step: int | None = None,
     *,
     language: str | None = None,
     speech_task: SpeechTask | None = None,
-    mesh: AxisSizes = ONE_DEVICE,
-    eos: str | None = None,
-    warn: Callable[[str], object] = warnings.warn,
 ) -> SpeechModel:
-    """Load a model of sound.
+    """A loaded model as one that writes down recordings.
 
     Args:
-      named, step, mesh, eos: as in `load_text_model`.
+      named: what it was loaded from.
       language, speech_task: as in `DataConfig`; None: those of the run, or those that a published
         model's generation_config.json names, or the defaults.
     Raises:
-      OptimusError: as in `load_text_model`, and for a model that does not read sound.
+      ConfigError: it does not read sound.
     """
-    loaded = load_text_model(named, step, mesh=mesh, eos=eos, warn=warn)
     source = PublishedSource.parse(str(named), what=RUN)
     return SpeechModel.of(
         loaded,

@@ -27,7 +27,7 @@ from optimus_jax.mesh.collectives import Collectives
 from optimus_jax.mesh.rules import active_rules, check_rules, make_rules, padded_vocab
 from optimus_jax.mesh.sharding import layouts_of
 from optimus_jax.mesh.zero import vary
-from optimus_jax.models.block import ForwardContext
+from optimus_jax.models.block import ForwardContext, LayersOutput
 from optimus_jax.models.families import features_of
 from optimus_jax.models.kernels import Visibility
 from optimus_jax.models.shapes import ModelShapes, Params, model_shapes
@@ -161,8 +161,27 @@ class ModelOnMesh:
         """Logits over the whole vocabulary, float32 [B, V], of the head's input; the same on all
         devices.
         """
-        logits_BV = run.comm.gathered(model.logits(hidden_B1D, run)[:, 0], VOCAB)
-        return lax.pmax(logits_BV, self._gathered) if self._gathered else logits_BV
+        return self.whole_logits(model, hidden_B1D, run)[:, 0]
+
+    def whole_logits(self, model: Decoder, hidden_BLD: Array, run: ForwardContext) -> Array:
+        """`next_logits` of every token, float32 [B, L, V]."""
+        logits_BLV = run.comm.gathered(model.logits(hidden_BLD, run), VOCAB)
+        return lax.pmax(logits_BLV, self._gathered) if self._gathered else logits_BLV
+
+    def all_logits(self, params: Params, tokens_BL: Array) -> Array:
+        """Run tokens at positions 0, 1, ... through the model: the logits after each of them,
+        float32 [B, L, V].
+        """
+        whole = PartitionSpec()
+        run = self.over_mesh(self._all_logits, (self.param_specs, self.cache_spec, whole), whole)
+        rows, length = tokens_BL.shape
+        logits_BLV = run(params, self.empty_cache(params, length, rows=rows), tokens_BL)
+        return logits_BLV[..., : self.config.vocab_size]
+
+    def _all_logits(self, params: Params, cache: Cache, tokens_BL: Array) -> Array:
+        """`all_logits` on this device."""
+        model, run, out = self._passed(params, cache, tokens_BL, jnp.int32(0))
+        return self.whole_logits(model, model.head_input(out.x_BLD, run.comm), run)
 
     def extend(
         self, params: Params, cache: Cache, tokens_BL: Array, start: Array, last: Array
@@ -188,13 +207,19 @@ class ModelOnMesh:
         self, params: Params, cache: Cache, tokens_BL: Array, start: Array, last: Array
     ) -> tuple[Array, Cache]:
         """`extend` on this device."""
-        positions_BL = jnp.broadcast_to(start + jnp.arange(tokens_BL.shape[1]), tokens_BL.shape)
-        model, run = self.on_device(params, start)
-        x_BLD = self.varied(model.embed(tokens_BL, positions_BL, run))
-        out = model.run_layers(x_BLD, positions_BL, run, self.varied(cache))
+        model, run, out = self._passed(params, cache, tokens_BL, start)
         assert out.cache is not None, "a cache went in and none came out"
         x_B1D = lax.dynamic_slice_in_dim(out.x_BLD, last, 1, axis=1)
         return self.next_logits(model, model.head_input(x_B1D, run.comm), run), out.cache
+
+    def _passed(
+        self, params: Params, cache: Cache, tokens_BL: Array, start: Array
+    ) -> tuple[Decoder, ForwardContext, LayersOutput]:
+        """This device's model, and what its layers make of some tokens."""
+        positions_BL = jnp.broadcast_to(start + jnp.arange(tokens_BL.shape[1]), tokens_BL.shape)
+        model, run = self.on_device(params, start)
+        x_BLD = self.varied(model.embed(tokens_BL, positions_BL, run))
+        return model, run, model.run_layers(x_BLD, positions_BL, run, self.varied(cache))
 
     @functools.cached_property
     def _storage_rules(self) -> Mapping[str, tuple[str, ...]]:
@@ -251,6 +276,12 @@ def next_tokens(
     """Run the tokens [B] at `position`: the tokens after them, and the extended cache."""
     logits_BV, cache = model.extend(params, cache, tokens_B[:, None], position, jnp.int32(0))
     return draw(logits_BV, keys_B, position + 1, sampling), cache
+
+
+@functools.partial(jax.jit, static_argnames="model")
+def all_logits(model: ModelOnMesh, params: Params, tokens_BL: Array) -> Array:
+    """`ModelOnMesh.all_logits`."""
+    return model.all_logits(params, tokens_BL)
 
 
 @functools.cache

@@ -23,16 +23,15 @@ from optimus_jax.data.rendered_chat import ChatWriter
 from optimus_jax.data.tokenizers import Tokenizer
 from optimus_jax.devices.jax_settings import check_jax_settings
 from optimus_jax.errors import ConfigError, DataError, explain
-from optimus_jax.inference.model_on_mesh import ModelOnMesh, next_tokens, prefill
+from optimus_jax.inference.model_on_mesh import ModelOnMesh, all_logits, next_tokens, prefill
 from optimus_jax.inference.sampling import Sampling, check_range
+from optimus_jax.inference.streamed_text import Detokenizer, StreamedText
 from optimus_jax.models.families import features_of
 from optimus_jax.models.keys import make_key
 from optimus_jax.models.shapes import Params
 
 MIN_LENGTH = 32
 """Length in tokens of the shortest pass over a prompt, and of the shortest cache."""
-INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
-"""Decoded text ends with this while bytes of its last character are missing."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -139,7 +138,8 @@ class TextModel:
             ends=self._ends_of_turns(warn) if chat else (),
         )
         return self._texts(
-            tokens, [_Text(_Detokenizer(self.tokenizer, ids), stop) for _ in range(num_samples)]
+            tokens,
+            [StreamedText(Detokenizer(self.tokenizer, ids), stop) for _ in range(num_samples)],
         )
 
     def _limit(self, past_trained_length: bool) -> int:
@@ -177,15 +177,7 @@ class TextModel:
         self, prompt: str, *, chat: bool = False, past_trained_length: bool = False
     ) -> np.ndarray:
         """Token ids of a prompt. Raises DataError if the model cannot continue it."""
-        config = self.config
-        if config.frames:
-            raise ConfigError(
-                explain(
-                    "a model of sound writes down recordings, and continues no text",
-                    given=config.name,
-                    do="use `optimus transcribe`",
-                )
-            )
+        self._check_reads_text()
         try:
             prompt.encode()
         except UnicodeEncodeError as error:
@@ -214,11 +206,39 @@ class TextModel:
                     do="give at least one token to continue from",
                 )
             )
-        if ids.max() >= config.vocab_size:
+        self._check_known(ids)
+        if len(ids) > (limit := self._limit(past_trained_length)):
+            raise DataError(
+                explain(
+                    f"the prompt is longer than what {self.config.name} was trained on, and its"
+                    " positions are learned",
+                    given=f"{len(ids)} tokens, trained on {limit}",
+                    do=(
+                        f"give at most {limit} tokens, or exceed them anyway: --past-trained-length"
+                    ),
+                )
+            )
+        return ids
+
+    def _check_reads_text(self) -> None:
+        if self.config.frames:
+            raise ConfigError(
+                explain(
+                    "a model of sound writes down recordings, and continues no text",
+                    given=self.config.name,
+                    do="use `optimus transcribe`",
+                )
+            )
+
+    def _check_known(self, ids: np.ndarray) -> None:
+        """Raise DataError if the model lacks a token of a text, or the positions for it."""
+        config = self.config
+        if ids.min() < 0 or ids.max() >= config.vocab_size:
+            unknown = next(int(each) for each in ids if not 0 <= each < config.vocab_size)
             raise DataError(
                 explain(
                     f"{config.name} does not know a token of the prompt",
-                    given=f"token {ids.max()}, of a vocabulary of {config.vocab_size}",
+                    given=f"token {unknown}, of a vocabulary of {config.vocab_size}",
                     do="use the tokenizer that the model was trained with",
                 )
             )
@@ -230,18 +250,28 @@ class TextModel:
                     do=f"give at most {config.max_length} tokens",
                 )
             )
-        if len(ids) > (limit := self._limit(past_trained_length)):
+
+    def logits(self, ids: Sequence[int] | np.ndarray) -> np.ndarray:
+        """Logits of the token that follows each of some tokens: float32 [L, V] for L of them.
+
+        Raises:
+          DataError: there is no token, or the model lacks one, or a position for it.
+        """
+        check_jax_settings()
+        self._check_reads_text()
+        ids, limit = np.asarray(ids), self.config.max_length
+        if ids.ndim != 1 or not len(ids) or not np.issubdtype(ids.dtype, np.integer):
             raise DataError(
                 explain(
-                    f"the prompt is longer than what {config.name} was trained on, and its"
-                    " positions are learned",
-                    given=f"{len(ids)} tokens, trained on {limit}",
-                    do=(
-                        f"give at most {limit} tokens, or exceed them anyway: --past-trained-length"
-                    ),
+                    "logits are of the tokens of one text",
+                    given=f"an array of {ids.dtype}, of shape {ids.shape}",
+                    do="give a text, or a list of at least one token id",
                 )
             )
-        return ids
+        self._check_known(ids)
+        padded = np.zeros((1, rounded_up(len(ids), limit)), np.int32)
+        padded[0, : len(ids)] = ids
+        return np.asarray(all_logits(self.model, self.params, padded))[0, : len(ids)]
 
     def generate_ids(
         self,
@@ -295,7 +325,9 @@ class TextModel:
             if over.all():
                 return
 
-    def _texts(self, tokens: Iterator[np.ndarray], texts: list["_Text"]) -> Iterator[list[str]]:
+    def _texts(
+        self, tokens: Iterator[np.ndarray], texts: list[StreamedText]
+    ) -> Iterator[list[str]]:
         for ids in tokens:
             yield [text.push(int(token)) for text, token in zip(texts, ids, strict=True)]
             if all(text.is_over for text in texts):
@@ -306,75 +338,3 @@ class TextModel:
 def rounded_up(length: int, limit: int) -> int:
     """The smallest power of two that is at least `length` and MIN_LENGTH, but at most `limit`."""
     return min(limit, max(MIN_LENGTH, 1 << (length - 1).bit_length()))
-
-
-class _Detokenizer:
-    """Turns tokens, one at a time, into pieces of text which, joined, are the text of all tokens.
-
-    A piece is what a token adds to the text of a window of tokens, because a token's text may
-    depend on the token before. Characters of which bytes are missing are held back.
-    """
-
-    def __init__(self, tokenizer: Tokenizer, prompt: np.ndarray) -> None:
-        self._tokenizer = tokenizer
-        self._window = [int(token) for token in prompt]
-        self._num_shown = len(self._window)
-
-    def push(self, token: int) -> str:
-        """The text that `token` completes; empty if its last character is incomplete."""
-        self._window.append(token)
-        piece = self.rest()
-        if not piece or piece.endswith(INCOMPLETE):
-            return ""
-        del self._window[: self._num_shown]
-        self._num_shown = len(self._window)
-        return piece
-
-    def rest(self) -> str:
-        """The text that was held back, complete or not."""
-        shown = self._tokenizer.decode(self._window[: self._num_shown])
-        return self._tokenizer.decode(self._window)[len(shown) :]
-
-
-class _Text:
-    """The text of a sample, in pieces, up to the first of some texts that end it.
-
-    What may be the beginning of such a text is held back.
-    """
-
-    def __init__(self, detokenizer: _Detokenizer, stop: Sequence[str]) -> None:
-        self._detokenizer = detokenizer
-        self._stop = stop
-        self._held = ""
-        self.is_over = False
-
-    def push(self, token: int) -> str:
-        """The text that is certain after a token."""
-        if self.is_over:
-            return ""
-        self._held += self._detokenizer.push(token)
-        if (end := self._end()) is not None:
-            self.is_over = True
-            return self._held[:end]
-        keep = max(map(self._overlap, self._stop), default=0)
-        certain = self._held[: len(self._held) - keep]
-        self._held = self._held[len(certain) :]
-        return certain
-
-    def rest(self) -> str:
-        """The text that was held back."""
-        if self.is_over:
-            return ""
-        self._held += self._detokenizer.rest()
-        return self._held[: self._end()]
-
-    def _end(self) -> int | None:
-        """Where the first text of `stop` begins; None: there is none."""
-        places = [place for each in self._stop if (place := self._held.find(each)) >= 0]
-        return min(places, default=None)
-
-    def _overlap(self, text: str) -> int:
-        """Characters at the end that may begin a text."""
-        return next(
-            size for size in range(len(text) - 1, -1, -1) if self._held.endswith(text[:size])
-        )

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import jax
+import optax
 
 from optimus_jax.checkpoint.checkpoints import Checkpoints
 from optimus_jax.checkpoint.reading import Saved
@@ -29,7 +30,6 @@ from optimus_jax.config import Config
 from optimus_jax.config.phases import in_phase, phase_after
 from optimus_jax.config.request import (
     SAVED_WITH_A_RUN,
-    dotted,
     parameters,
 )
 from optimus_jax.control.deciding.candidates import check_allowed
@@ -61,6 +61,7 @@ from optimus_jax.run.first_plan import (
     is_same_layout,
     plan_of_run,
 )
+from optimus_jax.run.in_python import GivenData, PythonObjects, with_objects
 from optimus_jax.run.inputs import Inputs
 from optimus_jax.run.open_directory import (
     finish_upload,
@@ -120,6 +121,8 @@ def train(
     config: Config | UserPath | None = None,
     run_dir: UserPath | None = None,
     resume: bool | Literal["auto"] = False,
+    data: GivenData | None = None,
+    optimizer: str | optax.GradientTransformation | None = None,
     callbacks: Sequence[Callback] = (),
     **overrides: Any,
 ) -> RunResult:
@@ -135,11 +138,17 @@ def train(
       run_dir: directory of the run, or the URL of a store; None: a new directory under `runs/`.
       resume: resume the run in `run_dir` from its newest valid checkpoint. `auto`: resume if the
         run exists, start it otherwise, so that a restarted job can use the same command each time.
+      data: a path or a list of paths, as `--data` takes them; or a list of records or of token ids,
+        or an object with len() and [number] that has these, such as a datasets.Dataset. It is read
+        once, and kept as tokens in memory. A resumed run needs the object again.
+      optimizer: name of an optimizer, or a transformation of optax with its learning rate, such as
+        `optax.lion(1e-4)`. It must do the same to an element whatever the others are. A resumed
+        run needs it again.
       callbacks: are told what the run does (training/callbacks.py).
-      overrides: settings by short name (`mesh="data=2,fsdp=4"`, `lr=1e-3`, `data="a.txt"` or a list
-        of paths) or, in a dict, by dotted name (`**{"optimizer.beta2": 0.99}`), which accepts text
-        as `--set` does. Equivalent names of other frameworks (`learning_rate`, `max_steps`,
-        `output_dir`) are accepted with a note (config/aliases.py).
+      overrides: settings by short name (`mesh="data=2,fsdp=4"`, `lr=1e-3`) or, in a dict, by dotted
+        name (`**{"optimizer.beta2": 0.99}`), which accepts text as `--set` does. Equivalent names
+        of other frameworks (`learning_rate`, `max_steps`, `output_dir`) are accepted with a note
+        (config/aliases.py).
     Raises:
       OptimusError: a mistake that the user can fix; the message says how.
       FaultError: another process or the network failed; the run is worth resuming.
@@ -147,7 +156,8 @@ def train(
     check_callbacks(callbacks)
     given, overrides = parameters(overrides, {"model": model, "config": config, "run_dir": run_dir})
     model, config, run_dir = given["model"], given["config"], given["run_dir"]
-    overrides = dotted(overrides)
+    overrides, objects = with_objects(overrides, data, optimizer)
+    objects.install()
     is_auto = resume == "auto"
     stored, run_dir = locate(run_dir, config, overrides)
     resume = bool(resume) and (
@@ -171,7 +181,9 @@ def train(
     config = config if resumed is None else resumed.config
     launch = find_launch(config.distributed, on_cpu=config.cpu_devices is not None)
     with named(launch):
-        return _train(config, launch, run_dir, stored, resumed, overrides, is_auto, callbacks)
+        return _train(
+            config, launch, run_dir, stored, resumed, overrides, is_auto, objects, callbacks
+        )
 
 
 def _train(
@@ -182,6 +194,7 @@ def _train(
     resumed: ResumedConfig | None,
     overrides: dict[str, Any],
     is_auto: bool,
+    objects: PythonObjects,
     callbacks: Sequence[Callback],
 ) -> RunResult:
     """`train` after the config and the launch are known."""
@@ -201,6 +214,7 @@ def _train(
     try:
         has_left_cache = disable_compilation_cache_on_cpu()
         topology = discover()
+        objects.check()
         # A file server may show a new run to some hosts a minute later than to others, so that
         # processes can disagree on whether it exists.
         assert_same_everywhere(
@@ -257,7 +271,7 @@ def _train(
                     launch,
                     is_auto,
                 )
-            inputs = Inputs.of(config, run)
+            inputs = Inputs.of(config, run, objects.records)
             config, now = inputs.config, in_phase(inputs.config, phase_after(config, first_step))
             if run is None:  # after reading the data, so that a failed start leaves no directory
                 run = new_directory(run_dir, config, launch, display, is_auto)

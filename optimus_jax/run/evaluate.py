@@ -6,22 +6,23 @@ the same plans, data and programs.
 
 import math
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 from optimus_jax.cluster.distributed import all_or_none, assert_same_everywhere, connect, named
 from optimus_jax.cluster.launch_detection import find_launch
 from optimus_jax.config import Config
-from optimus_jax.config.request import dotted
 from optimus_jax.config.run_checkpoint import RunCheckpoint
 from optimus_jax.data.batch import HostBatch
+from optimus_jax.data.given import RandomAccess
 from optimus_jax.data.tokenizers import ByteTokenizer, Tokenizer
 from optimus_jax.devices.cpu import disable_compilation_cache_on_cpu, use_cpu_devices
 from optimus_jax.devices.jax_settings import check_jax_settings
 from optimus_jax.errors import ConfigError, DataError, OptimusError, explain
 from optimus_jax.mesh.build import discover
 from optimus_jax.planning.search.choice import choose_plan
+from optimus_jax.run.in_python import GivenData, with_objects
 from optimus_jax.run.initial_weights import initial_weights
 from optimus_jax.run.inputs import Inputs
 from optimus_jax.run.named_run import RUN
@@ -83,7 +84,7 @@ class EvaluationResult:
 def evaluate(
     model: UserPath,
     *,
-    data: UserPath | Sequence[UserPath] | None = None,
+    data: GivenData | None = None,
     step: int | None = None,
     examples: int | None = None,
     say: Callable[[str], object] = warnings.warn,
@@ -95,7 +96,8 @@ def evaluate(
     Args:
       model: directory or URL of a run, or DIR@STEP; directory of a published model, or
         hf://ORG/NAME.
-      data: what to measure on, all of it; None: what the run holds out.
+      data: what to measure on, all of it: paths or items, as `train` takes them; None: what the run
+        holds out.
       step: step of the run's checkpoint; None: the newest good one.
       examples: most examples, the first ones; None: all.
       say: called with messages about the parameters.
@@ -104,7 +106,7 @@ def evaluate(
     Raises:
       OptimusError: a mistake that the user can fix; the message says how.
     """
-    overrides = dotted(overrides)
+    overrides, objects = with_objects(overrides, data, None)
     source = _at_step(parameter_source(str(model)), step)
     if isinstance(source, RunSource):
         run = open_run(source.named, checkpoint="none", say=say)
@@ -112,8 +114,7 @@ def evaluate(
     else:
         run, base, given = None, None, {}
     if data is not None:
-        sources = data if isinstance(data, Sequence) and not isinstance(data, str) else [data]
-        given |= {"data.sources": tuple(map(str, sources)), "data.eval_fraction": 0.0}
+        given |= {"data.eval_fraction": 0.0}
     elif run is None:
         raise ConfigError(
             explain(
@@ -164,6 +165,7 @@ def evaluate(
         return _measured(
             config,
             run if data is None else None,
+            objects.records,
             say,
             has_batch="data.global_batch" in overrides,
         )
@@ -202,6 +204,7 @@ def _of_run(source: RunSource) -> Config:
 def _measured(
     config: Config,
     run: RunDirectory | None,
+    records: RandomAccess | None,
     say: Callable[[str], object],
     *,
     has_batch: bool,
@@ -210,6 +213,7 @@ def _measured(
 
     Args:
       run: whose own held-out examples are measured; None: all of the data.
+      records: the data, if a program gives it.
       has_batch: whether the size of batches is given.
     """
     topology = discover()
@@ -217,7 +221,7 @@ def _measured(
         if not has_batch:
             size = EXAMPLES_PER_DEVICE * topology.num_devices
             config = config.with_values({"data.global_batch": size})
-        inputs = Inputs.of(config, run)
+        inputs = Inputs.of(config, run, records)
         if run is None:
             inputs = inputs.on_all_data()
         else:

@@ -11,6 +11,7 @@ from optimus_jax.config import Config
 from optimus_jax.config.phases import TrainingPhase, phase_after, phases_of
 from optimus_jax.data.batch import HostBatch
 from optimus_jax.data.dataset import Data, load_data
+from optimus_jax.data.given import RandomAccess
 from optimus_jax.data.loader import BatchLoader, WordMarker, check_held_out, eval_batches
 from optimus_jax.data.recordings import Recordings
 from optimus_jax.data.sampler import count_examples
@@ -57,12 +58,15 @@ class Inputs:
     """Held-out examples of every evaluation; 0 for no evaluation."""
 
     @classmethod
-    def of(cls, config: Config, run: RunDirectory | None = None) -> "Inputs":
+    def of(
+        cls, config: Config, run: RunDirectory | None = None, given: RandomAccess | None = None
+    ) -> "Inputs":
         """Read the data and check that it suffices for every phase. Does not wait for other
         processes.
 
         Args:
           run: the run to resume, with its stored tokenizer and held-out split; None: a new run.
+          given: the data that a program gives; None: it is named by paths.
         Raises:
           DataError: the data is unusable or too short.
         """
@@ -86,6 +90,7 @@ class Inputs:
             labels=model.labels,
             label_place="last" if features_of(model).causal else "first",
             values_for=None if model.reads == "text" else model,
+            given=given,
         )
         num_eval_examples = (
             0

@@ -15,6 +15,7 @@ from jax import Array
 
 from optimus_jax.config import Config, MomentPrecision, OptimizerConfig
 from optimus_jax.config.axes import AxisSizes
+from optimus_jax.config.in_python import IN_PYTHON, not_given
 from optimus_jax.errors import ConfigError, PlanError, explain, nearest
 
 LEARNING_RATES = (
@@ -33,17 +34,26 @@ parameters train faster with a higher rate."""
 
 
 def peak_learning_rate(config: OptimizerConfig, num_params: int) -> float:
-    """The configured peak rate, or the default for a model of this size."""
+    """The configured peak rate, or the default for a model of this size. Raises ConfigError if
+    there is neither.
+    """
     if config.lr is not None:
         return config.lr
-    if not optimizer_named(config.name).has_default_rate:
-        raise ConfigError(
-            explain(
-                f"{config.name} has no default learning rate",
-                given=f"optimizer.name={config.name}, and no learning rate",
-                do="give one with --lr",
-            )
+    if (usual := usual_learning_rate(config, num_params)) is not None:
+        return usual
+    raise ConfigError(
+        explain(
+            f"{config.name} has no default learning rate",
+            given=f"optimizer.name={config.name}, and no learning rate",
+            do="give one with --lr",
         )
+    )
+
+
+def usual_learning_rate(config: OptimizerConfig, num_params: int) -> float | None:
+    """The default peak rate for a model of this size; None: the optimizer has none."""
+    if not optimizer_named(config.name).has_default_rate:
+        return None
     return next(rate for limit, rate in (TINY_MODEL, *LEARNING_RATES) if num_params <= limit)
 
 
@@ -126,6 +136,8 @@ OPTIMIZERS: dict[str, Optimizer] = {
 
 def optimizer_named(name: str) -> Optimizer:
     """A row of OPTIMIZERS. Raises ConfigError, with the nearest name, if there is none."""
+    if name == IN_PYTHON and name not in OPTIMIZERS:
+        raise not_given("optimizer.name", "optimizer")
     if name not in OPTIMIZERS:
         raise ConfigError(
             explain(

@@ -47,7 +47,7 @@ from optimus_jax.run_directory.directory import RunDirectory
 from optimus_jax.run_directory.step_record import EvalRecord, StepRecord
 from optimus_jax.training.evaluation import HeldOut, held_out_sums
 from optimus_jax.training.numbers import perplexity_of
-from optimus_jax.training.optimizer import peak_learning_rate
+from optimus_jax.training.optimizer import peak_learning_rate, usual_learning_rate
 from optimus_jax.training.state import TrainState, to_stored
 from optimus_jax.training.step import STEP_METRICS, Metrics, Program
 from optimus_jax.training.tasks import task_of
@@ -293,7 +293,7 @@ class Trainer:
                 step=step,
                 last=last,
                 lr=peak_learning_rate(optimizer, num_params),
-                usual_lr=peak_learning_rate(replace(optimizer, lr=None), num_params),
+                usual_lr=usual_learning_rate(optimizer, num_params),
             )
             self.run.log_event(
                 "fault", step, what=describe_trouble(self.learning, trouble), back_to=good

@@ -6,6 +6,7 @@ import math
 import pytest
 
 from optimus_jax.config import Config
+from optimus_jax.config.in_python import IN_PYTHON
 from optimus_jax.faults.divergence import (
     PATIENCE_STEPS,
     WINDOW_STEPS,
@@ -108,6 +109,14 @@ def test_the_error_suggests_a_checkpoint_before_the_divergence():
     assert "--lr 0.1 (it is 0.3)" in text
     assert "clip_norm=1" in text
     never = after(*(record(step, NAN, NAN) for step in range(1, 4)))
+    of_sgd = Config().with_values({"optimizer.name": "sgd"})
+    assert "--lr 0.1 (it is 0.3)" in str(
+        learning_error(never, "no update", of_sgd, [], step=3, last=None, lr=0.3, usual_lr=None)
+    )
+    own = Config().with_values({"optimizer.name": IN_PYTHON})
+    told = str(learning_error(never, "no update", own, [], step=3, last=None, lr=1, usual_lr=None))
+    assert "--lr" not in told
+    assert "warmup" not in told
     assert "begin a new run: there is no checkpoint" in str(
         learning_error(never, "no update", Config(), [], step=3, last=None, lr=0.3, usual_lr=0.2)
     )

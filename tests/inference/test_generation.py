@@ -21,6 +21,7 @@ from in_process import run_in_process
 from plans import FAMILY_MODELS
 from published_models import WORDS, libraries, with_tokenizer, write
 
+import optimus_jax
 from optimus_jax.cli import generate
 from optimus_jax.cli.generate import show
 from optimus_jax.config import ModelConfig
@@ -30,7 +31,8 @@ from optimus_jax.errors import CheckpointError, ConfigError, DataError, OptimusE
 from optimus_jax.inference.loading import load_text_model
 from optimus_jax.inference.model_on_mesh import ModelOnMesh, next_tokens, prefill, unpadded
 from optimus_jax.inference.sampling import Sampling, candidates, draw
-from optimus_jax.inference.text_model import TextModel, _Detokenizer, _Text, rounded_up
+from optimus_jax.inference.streamed_text import Detokenizer, StreamedText
+from optimus_jax.inference.text_model import TextModel, rounded_up
 from optimus_jax.mesh.collectives import Collectives
 from optimus_jax.models.block import ForwardContext
 from optimus_jax.run.api import train
@@ -187,6 +189,9 @@ def test_a_model_split_over_a_mesh_generates_the_same(name, axes):
     vocab = model.config.vocab_size
     assert_close(np.asarray(parts)[:, :vocab], whole, F32_RELATIVE)
     assert np.isneginf(np.asarray(parts)[:, vocab:]).all()
+    expected = full_logits(model, PROMPT)
+    assert other.logits(PROMPT).shape == expected.shape
+    assert_close(other.logits(PROMPT), expected, F32_RELATIVE)
     for how in ({"temperature": 0.0}, {"seed": 3, "num_samples": 2}):
         np.testing.assert_array_equal(generated(other, **how), generated(model, **how))
 
@@ -202,6 +207,14 @@ def test_greedy_tokens_are_the_likeliest_of_a_full_pass(model):
     likeliest = full_logits(model, [*PROMPT, *tokens[0]]).argmax(-1)
     assert tokens[0].tolist() == tokens[1].tolist() == likeliest[len(PROMPT) - 1 : -1].tolist()
     assert len(set(tokens[0].tolist())) > 5
+
+
+def test_logits_of_a_text_are_those_of_a_full_pass(model):
+    for ids in (PROMPT, PROMPT[:1], np.tile(PROMPT, 9)):  # also longer than the shortest pass
+        assert_close(model.logits(ids), full_logits(model, ids), F32_RELATIVE)
+    for wrong in ([], [[1, 2]], [0.5], [257], [-1], [1] * 65):
+        with pytest.raises(DataError, match=r"(?s)given:.*do:"):
+            model.logits(wrong)
 
 
 def test_text_may_fill_all_positions(gpt):
@@ -350,7 +363,7 @@ def test_draws_have_the_probabilities_asked_for(sampling, expected):
 def test_streamed_pieces_join_to_the_whole_text(prompt, tokens):
     tokenizer = ByteTokenizer()
     ids = tokenizer.encode(prompt)
-    text = _Detokenizer(tokenizer, ids)
+    text = Detokenizer(tokenizer, ids)
     pieces = [*map(text.push, tokens), text.rest()]
     whole = tokenizer.decode([*ids, *tokens])
     assert prompt + "".join(pieces) == whole
@@ -367,7 +380,7 @@ def test_streamed_pieces_join_to_the_whole_text(prompt, tokens):
 @example(text="aba", stop=["b", "aba"])
 def test_text_ends_before_the_first_stop(text, stop):
     """The first is that which is complete first, wherever it begins."""
-    shown = _Text(_Detokenizer(ByteTokenizer(), np.array([], np.int32)), stop)
+    shown = StreamedText(Detokenizer(ByteTokenizer(), np.array([], np.int32)), stop)
     pieces = [shown.push(ord(character)) for character in text]
     prefixes = [text[: size + 1] for size in range(len(text))]
     found = [prefix for prefix in prefixes if any(each in prefix for each in stop)]
@@ -483,6 +496,26 @@ def test_a_sharded_run_is_loaded_onto_one_device(trained):
         assert leaf.devices() == {jax.devices()[0]}
         np.testing.assert_array_equal(leaf, np.asarray(saved)[: len(leaf)])
     assert load_text_model(trained.run_dir, 1).step == 1
+
+
+def test_a_loaded_model_generates_gives_logits_and_is_exported(trained, tmp_path):
+    model = optimus_jax.load(trained.run_dir)
+    how = {"max_new_tokens": 8, "temperature": 0.0}
+    text = model.generate("the cat", **how)
+    assert text == "".join(piece for (piece,) in model.text_model.generate("the cat", **how))
+    assert text == "".join(model.stream("the cat", **how))
+    assert model.generate(["the cat", "a mat"], **how) == [text, model.generate("a mat", **how)]
+    logits = model.logits("the cat")
+    assert logits.shape == (len("the cat"), model.config.vocab_size)
+    assert optimus_jax.load(trained.run_dir, step=1, mesh="tensor=2").step == 1
+    exported = model.export(tmp_path / "exported")
+    published = optimus_jax.load(exported.directory)
+    assert (exported.step, published.step) == (3, None)
+    assert_close(published.logits("the cat"), logits, F32_RELATIVE)
+    with pytest.raises(ConfigError, match="one text is generated"):
+        model.generate("the cat", num_samples=2)
+    with pytest.raises(ConfigError, match="does not read sound"):
+        model.transcribe(np.zeros(16_000, np.float32))
 
 
 def test_damaged_checkpoint_is_skipped_with_a_warning(copied):

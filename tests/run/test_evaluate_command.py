@@ -63,7 +63,8 @@ def test_what_a_run_holds_out_has_the_loss_of_its_own_evaluation(run):
     assert found.bits_per_byte == pytest.approx(last["bits_per_byte"], rel=F32_RELATIVE)
     assert found.weights.endswith("run@6")
     assert found.term == "token"
-    whole = optimus_jax.evaluate(run, mesh="data=8", seq_len=16, say=lambda text: None)
+    loaded = optimus_jax.load(run, warn=lambda text: None)
+    whole = loaded.evaluate(mesh="data=8", seq_len=16)
     assert whole.num_examples > found.num_examples == 12
     assert whole.num_terms <= 16 * whole.num_examples
 

@@ -181,9 +181,7 @@ def _beside(link: SignalSummary, compute: SignalSummary) -> SignalSummary:
     if not is_usable(compute):
         return link
     assert compute.value is not None
-    return (
-        link if link.value is None else replace(link, value=link.value / max(1.0, compute.value))
-    )
+    return link if link.value is None else replace(link, value=link.value / max(1.0, compute.value))
 
 
 def _of_link(

@@ -2,7 +2,7 @@
 
 Parameters and moments are exact (planning/cost/parameters.py), and so are the activations saved for
 backward (models/layer_program.py, planning/cost/activation_buffers.py). XLA's temporary buffers
-come on top. Memory may peak at one of several points of the step:
+come on top, and the batch stays throughout. Memory may peak at one of several points of the step:
 
 * *begin*: what a step holds whole was gathered, and is being copied to the order of layers (ZeRO 1
   and 2 without microbatches);
@@ -88,6 +88,8 @@ class MemoryEstimate:
     """Saved activations or activation buffers, and working memory."""
     logits: int
     """Memory of the head: logits, its matrix as cast for use, and that matrix's gradient."""
+    batch: int
+    """The arrays of the device's examples: small for text, not for images and sound."""
     host: int = 0
     """Bytes in host memory for this device. Not part of the total."""
 
@@ -99,7 +101,7 @@ class MemoryEstimate:
     @property
     def total(self) -> int:
         """Peak device memory in bytes."""
-        return self.states + self.gradients + self.activations + self.logits
+        return self.states + self.gradients + self.activations + self.logits + self.batch
 
 
 def estimate_memory(workload: Workload, plan: Plan) -> MemoryEstimate:
@@ -118,6 +120,7 @@ def estimate_memory(workload: Workload, plan: Plan) -> MemoryEstimate:
         gradients=int(gradients),
         activations=int(activations),
         logits=int(logits),
+        batch=workload.global_batch * workload.example_bytes // plan.batch_ways(),
         host=int(parts.saved_on_host) + (moments if plan.offloads_moments else 0),
     )
 

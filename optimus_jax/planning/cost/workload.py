@@ -1,7 +1,10 @@
 """A workload: what a step computes, whatever its plan."""
 
+import math
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
+
+import numpy as np
 
 from optimus_jax.config import Config, ModelConfig
 from optimus_jax.models.families import generator_of
@@ -42,6 +45,15 @@ class Workload:
     def num_references(self) -> int:
         """`Task.num_references`."""
         return task_named(self.task).num_references
+
+    @cached_property
+    def example_bytes(self) -> int:
+        """Bytes of an example in the arrays of a batch."""
+        return sum(
+            math.prod(array.shape(1, self.seq_len, self.model.patch_values))
+            * np.dtype(array.dtype).itemsize
+            for array in task_named(self.task).arrays.values()
+        )
 
     @cached_property
     def generator(self) -> "Workload | None":

@@ -273,7 +273,8 @@ def _no_room(config: Config, plan: Plan, memory: MemoryEstimate, topology: Topol
         given=(
             f"{plan.describe()} on {topology}; parameters {gib(memory.params)}, optimizer"
             f" {gib(memory.moments)}, gradients {gib(memory.gradients)}, activations"
-            f" {gib(memory.activations)}, logits {gib(memory.logits)} (estimates)"
+            f" {gib(memory.activations)}, logits {gib(memory.logits)}, batch {gib(memory.batch)}"
+            " (estimates)"
         ),
         do=(
             "split more over fsdp, or use more microbatches"

@@ -1,0 +1,67 @@
+"""Flags that name a trained model and the devices to use it on, and the model that they name."""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from optimus_jax.run.command_line import Parser
+from optimus_jax.system.resilient_io import print_to_stderr
+
+if TYPE_CHECKING:
+    from optimus_jax.inference.loaded_model import LoadedModel
+
+MODEL_WORDS = {
+    "run": "run_dir model_path model_dir checkpoint_path ckpt_dir",
+    "eos": "eos_token",
+}
+"""Aliases: what other programs call these flags."""
+
+
+def add_model_flags(flags: Parser) -> None:
+    """Add the flags that `loaded` reads."""
+    flags.add_argument(
+        "--run",
+        metavar="DIR",
+        required=True,
+        help=(
+            "directory or URL of a run; directory of a published model or of PEFT's adapters, or"
+            " hf://ORG/NAME on the Hugging Face hub"
+        ),
+    )
+    flags.add_argument(
+        "--step",
+        metavar="N",
+        type=int,
+        help="step of the checkpoint to load (default: the newest good one)",
+    )
+    flags.add_argument(
+        "--eos",
+        metavar="TOKEN",
+        help="token that ends a text of a published model (default: the one that its files name)",
+    )
+    flags.add_argument(
+        "--mesh",
+        metavar="SIZES",
+        default="",
+        help="split the model over fsdp and tensor: tensor=4 (default: one device)",
+    )
+    flags.add_argument(
+        "--cpu-devices",
+        metavar="N",
+        type=int,
+        help="number of virtual CPU devices (default: the devices that JAX finds)",
+    )
+
+
+def loaded(given: Mapping[str, Any], *, chat_template: str | None = None) -> "LoadedModel":
+    """The model that the flags name, on its devices. Imports JAX, which takes a second."""
+    from optimus_jax.inference.loaded_model import load
+
+    return load(
+        given["run"],
+        step=given["step"],
+        mesh=given["mesh"],
+        cpu_devices=given["cpu_devices"],
+        eos=given["eos"],
+        chat_template=chat_template,
+        warn=print_to_stderr,
+    )

@@ -1,0 +1,177 @@
+"""Data that a program gives as an object: records, or token ids, by number."""
+
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+
+from optimus_jax.config.in_python import IN_PYTHON
+from optimus_jax.data.formats import SourceFile
+from optimus_jax.data.record_reader import RecordReader
+from optimus_jax.data.records import without_nulls
+from optimus_jax.data.skipped_input import SkippedInput
+from optimus_jax.data.token_ids import token_dtype
+from optimus_jax.data.tokenizers import Tokenizer
+from optimus_jax.data.tokens import TokenStream
+from optimus_jax.errors import DataError, explain
+
+NAME = "the data given in Python"
+"""Of such data, in messages."""
+INPUT_IDS = "input_ids"
+"""Field of a record with its token ids, as tokenizers of transformers name it."""
+GIVE_RECORDS = (
+    "give a list of records such as {'text': '...'} or of lists of token ids, or an object with"
+    " len() and [number] that has these, such as a datasets.Dataset; or write them to a JSON Lines"
+    " file, and name that"
+)
+
+
+@runtime_checkable
+class RandomAccess(Protocol):
+    """Items by number, such as a list or a datasets.Dataset: records, as a line of a JSON Lines
+    file holds them, or the token ids of a document each.
+    """
+
+    def __len__(self) -> int:
+        """Number of items."""
+        ...
+
+    def __getitem__(self, index: int, /) -> Any:
+        """Item `index`, counted from 0."""
+        ...
+
+
+def is_paths(data: object) -> bool:
+    """Whether data is named by paths: one, or a list of them."""
+    if isinstance(data, str | os.PathLike):
+        return True
+    return isinstance(data, list | tuple) and all(
+        isinstance(item, str | os.PathLike) for item in data
+    )
+
+
+def check_records(data: object) -> RandomAccess:
+    """Data that is no paths. Raises DataError unless it has items by number, and the first of them
+    can be read.
+    """
+    wrong = None
+    if isinstance(data, Iterator):
+        wrong = "gives its items once, and a run that goes on begins anew"
+    elif isinstance(data, Mapping | set | frozenset) or not isinstance(data, RandomAccess):
+        wrong = "has no items by number"
+    else:
+        try:
+            if len(data):
+                data[0]
+        except Exception as error:
+            wrong = f"has no item 0: {type(error).__name__}: {error}"
+    if wrong is not None:
+        raise DataError(
+            explain(
+                "data must be paths, or items by number",
+                given=f"a {type(data).__name__}, which {wrong}",
+                do=GIVE_RECORDS,
+            )
+        )
+    assert isinstance(data, RandomAccess)
+    if not len(data):
+        raise DataError(
+            explain(
+                f"{NAME} is empty", given=f"an empty {type(data).__name__}", do="give some records"
+            )
+        )
+    return data
+
+
+def read_given(
+    data: RandomAccess,
+    text_field: str,
+    *,
+    skip_bad_lines: bool,
+    skipped_input: SkippedInput,
+    records: RecordReader,
+) -> Iterator[Any]:
+    """Yield what `records` makes of every item, as of the items of a JSON file. Arguments as in
+    `read_documents`.
+
+    Raises DataError for a bad item that is not to be skipped, or if none holds text.
+    """
+    source = SourceFile(
+        path=Path(NAME),
+        text_field=text_field,
+        skip_bad_lines=skip_bad_lines,
+        skipped_input=skipped_input,
+        records=records,
+    )
+    for number in range(len(data)):
+        item = data[number]
+        try:
+            document = source.document(without_nulls(item))
+        except ValueError as error:
+            source.bad("item", number + 1, item, error)
+            continue
+        if document:
+            yield document
+
+
+def tokens_given(data: RandomAccess, text_field: str, tokenizer: Tokenizer) -> TokenStream | None:
+    """The token ids of all items, each ended by eos; None: the items are records. An array of ids
+    [N] is one item, in which eos may end several documents.
+
+    Raises DataError for an item without token ids, or with ids that are not the tokenizer's.
+    """
+    if isinstance(data, np.ndarray) and data.ndim == 1:
+        data = [data]
+    if _ids_of(data[0], text_field) is None:
+        return None
+    dtype, end = token_dtype(tokenizer.vocab_size), [tokenizer.eos]
+    parts = []
+    for number in range(len(data)):
+        ids = _ids_of(data[number], text_field)
+        if ids is None:
+            raise _bad_ids(number, "no token ids, as the first item has", tokenizer)
+        wrong = (ids < 0) | (ids >= tokenizer.vocab_size)
+        if wrong.any():
+            raise _bad_ids(number, f"token {ids[wrong][0]}", tokenizer)
+        parts.append(ids.astype(dtype))
+        if not len(ids) or ids[-1] != tokenizer.eos:
+            parts.append(np.array(end, dtype))
+    return TokenStream(
+        name=NAME,
+        tokens=np.concatenate(parts),
+        eos=tokenizer.eos,
+        vocab_size=tokenizer.vocab_size,
+    )
+
+
+def _bad_ids(number: int, what: str, tokenizer: Tokenizer) -> DataError:
+    return DataError(
+        explain(
+            f"{NAME}, item {number + 1}, is not the token ids of a document",
+            given=f"{what}; the tokenizer has {tokenizer.vocab_size} ids, from 0",
+            do="name the tokenizer that made them with tokenizer=, and give its ids alone",
+        )
+    )
+
+
+def _ids_of(item: Any, text_field: str) -> np.ndarray | None:
+    """Token ids [N] of an item; None: it is a record."""
+    if isinstance(item, Mapping):
+        if text_field in item or INPUT_IDS not in item:
+            return None
+        item = item[INPUT_IDS]
+    if isinstance(item, str | bytes) or not (
+        isinstance(item, list | tuple) or hasattr(item, "__array__")
+    ):
+        return None
+    ids = np.asarray(item)
+    if not ids.size:
+        return np.array([], np.int64)
+    return ids if ids.ndim == 1 and np.issubdtype(ids.dtype, np.integer) else None
+
+
+def given_in_python(sources: tuple[str, ...]) -> bool:
+    """Whether these sources stand for data that a program gives."""
+    return sources == (IN_PYTHON,)

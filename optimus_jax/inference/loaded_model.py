@@ -1,0 +1,186 @@
+"""`load`: a trained model in memory, for use in Python."""
+
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from os import PathLike
+from typing import Any, overload
+
+import numpy as np
+
+from optimus_jax.config import DataConfig, ModelConfig
+from optimus_jax.config.axes import AxisSizes
+from optimus_jax.data.recordings import check_libraries, recordings_in, samples_of
+from optimus_jax.data.tokenizers import Tokenizer
+from optimus_jax.devices.cpu import use_cpu_devices
+from optimus_jax.errors import ConfigError, explain
+from optimus_jax.inference.loading import load_text_model, speech_model
+from optimus_jax.inference.text_model import TextModel
+from optimus_jax.inference.transcription import SpeechModel
+from optimus_jax.run.evaluate import EvaluationResult, evaluate
+from optimus_jax.run.export import ExportResult, export
+from optimus_jax.system.paths import UserPath
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class LoadedModel:
+    """A trained model on devices of this process, with its tokenizer."""
+
+    source: UserPath
+    """The run or the published model that it is from."""
+    text_model: TextModel
+    """Its parameters, and how they are split."""
+    warn: Callable[[str], object] = warnings.warn
+    """Called with messages."""
+
+    @property
+    def config(self) -> ModelConfig:
+        """Sizes and family of the model."""
+        return self.text_model.config
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """Of its run, or published with it."""
+        return self.text_model.tokenizer
+
+    @property
+    def step(self) -> int | None:
+        """Step of the run's checkpoint; None: it is a published model."""
+        return self.text_model.step
+
+    @overload
+    def generate(self, prompt: str, **settings: Any) -> str: ...
+
+    @overload
+    def generate(self, prompt: Sequence[str], **settings: Any) -> list[str]: ...
+
+    def generate(self, prompt: str | Sequence[str], **settings: Any) -> str | list[str]:
+        """The text that follows a prompt, without it; of several prompts, that of each.
+
+        Args:
+          settings: as `stream` has them.
+        """
+        if isinstance(prompt, str):
+            return "".join(self.stream(prompt, **settings))
+        return [self.generate(each, **settings) for each in prompt]
+
+    def stream(self, prompt: str, **settings: Any) -> Iterator[str]:
+        """The text that follows a prompt, in pieces, while it is generated.
+
+        Args:
+          settings: max_new_tokens (200), temperature (1.0; 0: always the likeliest token), top_k,
+            top_p, seed (0), stop (texts before which it ends), chat (False: whether the prompt is
+            a user's message), past_trained_length (False).
+        Raises:
+          OptimusError: raised by the call, not by the iterator: a setting is out of range, or the
+            model cannot continue the prompt.
+        """
+        if "num_samples" in settings:
+            raise ConfigError(
+                explain(
+                    "one text is generated for each prompt",
+                    given=f"num_samples={settings['num_samples']}",
+                    do="call it again with another seed=",
+                )
+            )
+        settings.setdefault("warn", self.warn)
+        pieces = self.text_model.generate(prompt, **settings)
+        return (piece for (piece,) in pieces if piece)
+
+    def logits(self, text: str | Sequence[int] | np.ndarray) -> np.ndarray:
+        """Logits of the token that follows each token of a text, or of some token ids: float32
+        [L, V] for L tokens.
+
+        Raises DataError if the text has no token, or some that the model does not know.
+        """
+        model = self.text_model
+        is_text = isinstance(text, str)
+        return model.logits(model.encode(text, past_trained_length=True) if is_text else text)
+
+    def transcribe(
+        self,
+        recordings: UserPath | np.ndarray | Sequence[UserPath | np.ndarray],
+        *,
+        language: str | None = None,
+        translate: bool = False,
+        batch_size: int = 8,
+    ) -> list[str]:
+        """The texts of recordings, by a model of sound.
+
+        Args:
+          recordings: files and folders, or arrays, float32 [S] of 16,000 samples a second.
+          language: as in `data.language`; None: that of the run, or of the published model.
+          translate: whether to write English.
+          batch_size: most recordings, or parts of long ones, at once.
+        Raises:
+          OptimusError: the model does not read sound, or a recording cannot be read.
+        """
+        model = self.speech_model(language=language, translate=translate)
+        given = [recordings] if isinstance(recordings, str | PathLike | np.ndarray) else recordings
+        samples = [each for one in given for each in _samples_in(one)]
+        return model.transcribe(samples, batch_size=batch_size)
+
+    def speech_model(self, *, language: str | None = None, translate: bool = False) -> SpeechModel:
+        """The model as one that writes down recordings; arguments as in `transcribe`."""
+        task = "translate" if translate else None
+        return speech_model(self.text_model, self.source, language=language, speech_task=task)
+
+    def evaluate(self, **settings: Any) -> EvaluationResult:
+        """`optimus_jax.evaluate` of this model: `data`, `examples`, `mesh` and others. Its
+        parameters are read again, for the mesh.
+        """
+        settings.setdefault("say", self.warn)
+        return evaluate(self.source, step=self.step, **settings)
+
+    def export(self, to: UserPath, **settings: Any) -> ExportResult:
+        """`optimus_jax.export` of this model, of a run: `dtype`, `max_shard_size`."""
+        settings.setdefault("warn", self.warn)
+        return export(self.source, to, step=self.step, **settings)
+
+
+def _samples_in(recordings: UserPath | np.ndarray) -> Iterator[np.ndarray]:
+    """Samples of each recording of a file or folder; an array is that of one."""
+    if isinstance(recordings, np.ndarray):
+        yield np.asarray(recordings, np.float32)
+        return
+    check_libraries(str(recordings))
+    yield from map(samples_of, recordings_in(str(recordings), DataConfig()))
+
+
+def load(
+    model: UserPath,
+    *,
+    step: int | None = None,
+    mesh: str = "",
+    cpu_devices: int | None = None,
+    eos: str | None = None,
+    chat_template: str | None = None,
+    warn: Callable[[str], object] = warnings.warn,
+) -> LoadedModel:
+    """Load a model that generates text or writes down recordings, onto the first devices of this
+    process.
+
+    Args:
+      model: directory or URL of a run, which may have used any mesh; directory of a published
+        model or of PEFT's adapters, or hf://ORG/NAME.
+      step: step of the run's checkpoint; None: the newest good one.
+      mesh: sizes of fsdp and tensor over which it is split: `tensor=4`; empty: one device.
+      cpu_devices: number of virtual CPU devices; None: the devices that JAX finds.
+      eos: token that ends a text of a published model; None: the one that its files name.
+      chat_template: path or URL of a chat template; None: the tokenizer's own.
+      warn: called with messages about what was skipped or left out.
+    Raises:
+      OptimusError: there is no such run, checkpoint, model or tokenizer, the mesh does not fit, or
+        the model predicts labels or hidden tokens.
+    """
+    if cpu_devices is not None:
+        use_cpu_devices(cpu_devices)
+    loaded = load_text_model(
+        model,
+        step,
+        mesh=AxisSizes.parse(mesh) if mesh else AxisSizes(),
+        eos=eos,
+        chat_template=chat_template,
+        warn=warn,
+    )
+    return LoadedModel(source=model, text_model=loaded, warn=warn)

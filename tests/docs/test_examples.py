@@ -1,0 +1,31 @@
+"""The scripts in examples/ run, and say what they are for."""
+
+import ast
+import runpy
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.py"))
+PRINTS = {
+    "own_data": ["(12, "],
+    "callback": ["step 1 is next, on data=8", "held-out loss", "interrupt"],
+    "change_mesh": ["data=4", "fsdp=8"],
+    "plan_a_cluster": ["1. ", "GiB predicted"],
+}
+"""Some of what each of them prints."""
+
+
+def test_each_example_is_listed_here():
+    assert [path.stem for path in EXAMPLES] == sorted(PRINTS)
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
+def test_an_example_runs_and_prints(example, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    text = example.read_text(encoding="utf-8")
+    assert f"`python examples/{example.name}`" in (ast.get_docstring(ast.parse(text)) or "")
+    runpy.run_path(str(example), run_name="__main__")
+    printed = capsys.readouterr().out
+    for part in PRINTS[example.stem]:
+        assert part in printed

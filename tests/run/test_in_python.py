@@ -1,0 +1,97 @@
+"""A run whose data and optimizer are objects of a program."""
+
+import numpy as np
+import optax
+import pytest
+from helpers import F32_RELATIVE, assert_close
+
+import optimus_jax
+from optimus_jax.errors import ConfigError
+from optimus_jax.training.own_optimizer import check_elementwise
+
+RECORDS = [{"text": f"the sum of {n} and {n} is {2 * n}"} for n in range(200)]
+OPTIONS = {
+    "model.num_layers": 1,
+    "model.embed_dim": 32,
+    "model.mlp_dim": 64,
+    "seq_len": 32,
+    "global_batch": 8,
+    "mesh": "data=2,fsdp=2,tensor=2",
+    "eval_every": 0,
+    "progress": "none",
+    "control": "off",
+    "data.eval_fraction": 0.1,
+}
+"""Of a run that takes a second."""
+
+
+def losses(result):
+    return np.array([step.loss for step in result.history])
+
+
+def test_objects_train_as_what_has_names_and_are_needed_again(tmp_path):
+    adam = {
+        "lr": 1e-2,
+        "optimizer.schedule": "constant",
+        "optimizer.warmup_steps": 0,
+        "optimizer.weight_decay": 0.0,
+    }
+    named = optimus_jax.train(
+        "gpt2-nano",
+        data=RECORDS,
+        optimizer="adamw",
+        steps=4,
+        run_dir=tmp_path / "named",
+        **OPTIONS | adam,
+    )
+    own, run = optax.adam(1e-2, b2=0.95), {"run_dir": tmp_path / "own"}
+    first = optimus_jax.train("gpt2-nano", data=RECORDS, optimizer=own, steps=2, **run, **OPTIONS)
+    assert_close(losses(first), losses(named)[:2], F32_RELATIVE)
+    again = {"resume": True, "steps": 4, "progress": "none"}
+    with pytest.raises(ConfigError, match=r"(?s)optimizer.name is an object.*optimizer=\.\.\."):
+        optimus_jax.train(data=RECORDS, **run, **again)
+    with pytest.raises(ConfigError, match=r"(?s)data.sources is an object.*data=\.\.\."):
+        optimus_jax.train(optimizer=own, **run, **again)
+    after = optimus_jax.train(data=RECORDS, optimizer=own, **run, **again)
+    assert_close(losses(after), losses(named), F32_RELATIVE)
+    found = optimus_jax.evaluate(
+        tmp_path / "own", data=RECORDS[:20], mesh="data=8", say=lambda text: None
+    )
+    assert 0 < found.loss < losses(first)[0]
+
+
+@pytest.mark.parametrize(
+    "own",
+    [
+        optax.lion(1e-4),
+        optax.sgd(optax.linear_schedule(0.1, 0.0, 100), momentum=0.9, nesterov=True),
+        optax.chain(optax.clip(1.0), optax.adamw(1e-3)),
+    ],
+)
+def test_what_treats_every_element_by_itself_is_accepted(own):
+    check_elementwise(own)
+
+
+@pytest.mark.parametrize(
+    "own",
+    [
+        optax.chain(optax.clip_by_global_norm(100.0), optax.adam(1e-3)),
+        optax.adafactor(1e-3),
+        optax.lamb(1e-3),
+        optax.chain(optax.centralize(), optax.sgd(1e-3)),
+    ],
+)
+def test_what_mixes_elements_is_refused(own):
+    with pytest.raises(ConfigError, match="mixes elements"):
+        check_elementwise(own)
+
+
+def test_what_is_no_transformation_of_gradients_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="cannot update an array"):
+        check_elementwise(optax.lbfgs())
+    run = {"data": RECORDS, "run_dir": tmp_path / "run", **OPTIONS}
+    with pytest.raises(ConfigError, match="a name, or a transformation of optax"):
+        optimus_jax.train("gpt2-nano", optimizer=lambda gradient: gradient, **run)
+    with pytest.raises(ConfigError, match=r"(?s)its own learning rate.*optimizer.lr=0.1"):
+        optimus_jax.train("gpt2-nano", optimizer=optax.sgd(0.1), lr=0.1, **run)
+    assert not (tmp_path / "run").exists()
