@@ -6,44 +6,22 @@
 import json
 import sys
 from argparse import SUPPRESS
-from collections.abc import Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from optimus_jax.config.presets import MODEL_HELP
 from optimus_jax.errors import ConfigError, explain
 from optimus_jax.run.command_line import Parser, settings
-from optimus_jax.system.command import typed_command
 from optimus_jax.system.environment import import_jax
 
 if TYPE_CHECKING:
     from optimus_jax.planning.ahead_of_time.compile_check import CompileReport
-    from optimus_jax.planning.api import PlanSearch, RankedPlan
+    from optimus_jax.planning.api import PlanSearch
     from optimus_jax.planning.local_cluster import LocalCluster
+    from optimus_jax.planning.training_cost import TrainingCost
 
-PIPED_WIDTH = 160
-"""Width of a table, in columns, if the output is not a terminal."""
-SHOWN_SHARE = 0.03
-"""Exchanges of a compiled plan are shown if they take this share of the step, without overlap."""
 THIS_MACHINE = "here"
 """Value of --cluster for this machine's devices, which are measured."""
-SAID_BY_FLAGS = (
-    "parallel.mesh",
-    "parallel.microbatches",
-    "parallel.remat",
-    "parallel.zero",
-    "parallel.schedule",
-    "parallel.repeats",
-    "parallel.stage_residuals",
-    "parallel.send_slack",
-    "parallel.offload",
-    "parallel.overlap",
-    "parallel.kept_layers",
-    "precision.compute",
-    "data.seq_len",
-    "data.global_batch",
-    "data.phases",
-)
-"""Settings that the "train with:" line gives by flags of their own, without `--set`."""
 
 
 def parser() -> Parser:
@@ -57,7 +35,12 @@ def parser() -> Parser:
             " bytes are predictions."
         ),
         argument_default=SUPPRESS,
-        words={"top": "top_k num_plans", "cluster": "hardware topology"},
+        words={
+            "top": "top_k num_plans",
+            "cluster": "hardware topology",
+            "tokens": "num_tokens train_tokens total_tokens",
+            "price": "price_per_hour cost_per_hour",
+        },
     )
     flags.add_argument("--model", metavar="NAME", required=True, help=MODEL_HELP)
     flags.add_argument(
@@ -71,6 +54,23 @@ def parser() -> Parser:
             "such as h100:8x8, or a100:4 for one host (default: this machine's devices, measured"
             " once)"
         ),
+    )
+    flags.add_argument(
+        "--compare",
+        nargs="+",
+        metavar="CLUSTER",
+        help="the best plan for each of these clusters, with the same batch",
+    )
+    flags.add_argument(
+        "--tokens",
+        metavar="N",
+        help="show what training on so many takes: 15T, 300B (default: not shown)",
+    )
+    flags.add_argument(
+        "--price",
+        nargs="+",
+        metavar="X",
+        help="with --tokens: what a device costs in an hour: 2.50, or h100=2.50 h200=3.20",
     )
     flags.add_argument(
         "--without",
@@ -166,8 +166,6 @@ def overrides(given: dict) -> dict:
 
 def find(given: dict) -> "PlanSearch":
     """Search for plans as the flags say."""
-    # After parsing, so that --help does not wait for JAX.
-    import_jax(only_cpu=given["cluster"] != THIS_MACHINE)
     from optimus_jax.planning.api import search_plans
 
     if given["top"] < 1 or not 1 <= given.get("explain", 1) <= given["top"]:
@@ -274,224 +272,96 @@ def compiled(found: "PlanSearch") -> "list[CompileReport | None]":
     return reports
 
 
-def compared_hidden(found: "PlanSearch", ranked: "RankedPlan", report: "CompileReport") -> dict:
-    """The shares of exchanges beside compute, as compiled and as the planner predicts them."""
-    from optimus_jax.planning.cost.cost import hidden_shares
-    from optimus_jax.planning.cost.workload import Workload
-
-    workload = Workload.of(found.config)
-    return report.compare_hidden(hidden_shares(workload, ranked.plan, found.cluster, found.rates))
-
-
-def show(given: dict, found: "PlanSearch", reports: "Sequence[CompileReport | None]") -> None:
-    """Print the ranking as a table, with the model, batch and cluster that it is for."""
-    from rich.console import Console
-    from rich.table import Table
-
-    from optimus_jax.planning.search.explain import flags
-
-    console = Console()
-    if not console.is_terminal:
-        console.width = PIPED_WIDTH
-    config, best = found.config, found.plans[0]
-    console.print(
-        f"{config.model.name}, {config.data.global_batch} x {config.seq_len} tokens,"
-        f" {best.plan.precision}, on {found.cluster}",
-        highlight=False,
-    )
-    console.print(
-        f"{found.num_priced} legal layouts priced; predicted, not measured; rates:"
-        f" {found.rates.source}",
-        highlight=False,
-    )
-    table = Table(show_lines=False, pad_edge=False)
-    for name in (
-        "",
-        "mesh",
-        "schedule",
-        "m",
-        "remat",
-        "zero",
-        "overlap",
-        "step",
-        "90% within",
-        "tokens/s",
-        "MFU",
-        "GiB",
-        "bubble",
-        "comm.",
-        "why",
-    ):
-        table.add_column(
-            name,
-            justify="left" if name in ("mesh", "schedule", "remat", "overlap", "why") else "right",
-            overflow="fold",
-        )
-    if any(reports):
-        table.add_column("compiled GiB")
-        from optimus_jax.planning.ahead_of_time.compile_check import CAVEATS
-
-        console.print(f"compiled, not run: {'; '.join(CAVEATS)}", highlight=False)
-    for ranked, report in zip(found.plans, reports, strict=True):
-        table.add_row(
-            *cells(ranked),
-            *(
-                [f"{report.total_bytes / 2**30:.1f} {'fits' if report.fits else 'TOO MUCH'}"]
-                if report
-                else []
-            ),
-        )
-    console.print(table)
-    for ranked, report in zip(found.plans, reports, strict=True):
-        if report:
-            shares = ", ".join(
-                f"{name} {each['compiled']:.0%}"
-                + ("" if each["planned"] is None else f" (planned {each['planned']:.0%})")
-                for name, each in compared_hidden(found, ranked, report).items()
-                if each["time_s"] >= SHOWN_SHARE * ranked.prediction.step_time_s
+def check_flags(given: dict) -> None:
+    """Raise ConfigError for flags that have no use together."""
+    if "price" in given and "tokens" not in given:
+        raise ConfigError(
+            explain(
+                "a price per hour needs a number of tokens to train on",
+                given=f"--price {' '.join(given['price'])}",
+                do="add --tokens N, such as 300B",
             )
-            if shares:
-                console.print(f"plan {ranked.rank} hides: {shares}", highlight=False)
-    if found.cluster.num_hosts > 1:
-        console.print(
-            f"plan 1: {found.cluster.topology().describe_crossed(best.axes)}", highlight=False
         )
-    for later in found.later:
-        console.print(f"later: {later.describe()}", highlight=False, soft_wrap=True)
-    show_divisibility(found)
-    device = (
-        f" --precision {best.plan.precision} --seq-len {config.seq_len} --global-batch"
-        f" {config.data.global_batch}"
-    )
-    device += f" --phases {','.join(map(str, config.data.phases))}" if config.data.phases else ""
-    said = flags(best.plan)
-    # the flags of plan 1 would fix its layout in every phase
-    if any(later.plan != best.plan for later in found.later):
-        from optimus_jax.config.request import typed
-
-        layout = {
-            name: value
-            for name, value in overrides(given).items()
-            if name in SAID_BY_FLAGS and name.startswith("parallel.")
-        }
-        console.print(
-            "later phases need a layout other than plan 1, so the run chooses the settings that"
-            " were not given:",
-            highlight=False,
-        )
-        said = typed({"parallel.mesh": "auto"} | layout)
-    from optimus_jax.config.run_checkpoint import INIT_FROM
-    from optimus_jax.weights.published import MODEL
-    from optimus_jax.weights.published_adapters import PublishedAdapters
-
-    begin = INIT_FROM if PublishedAdapters.parse(given["model"], what=MODEL) else MODEL
-    further = settings(
-        {name: given[name] for name in ("init_from", "set") if name in given}, note=lambda _: None
-    )
-    others = "".join(
-        f" --set {name}={value}"
-        for name, value in further.items()
-        if name not in SAID_BY_FLAGS and f"--set {name}={value}" not in said
-    )
-    console.print(
-        f"train with: {typed_command('train')} {begin} {given['model']}{device} {said}{others}",
-        highlight=False,
-        soft_wrap=True,
-    )
-
-
-def show_divisibility(found: "PlanSearch") -> None:
-    """Print what the devices left out cost, and nearby batch sizes and device counts that divide
-    better.
-    """
-    said, batch = found.divisibility, found.config.data.global_batch
-    if found.lost is not None:
-        print(found.lost.describe())
-    if said.is_worth_reporting:
-        print(f"note: {'; '.join(said.reasons)}.")
-        for other in said.batches:
-            print(
-                f"  --global-batch {other.global_batch} ({other.global_batch / batch - 1:+.1%}):"
-                f" {other.describe()}"
-            )
-        if said.no_batch is not None:
-            print(f"  {said.no_batch}")
-        for other in said.clusters:
-            print(
-                f"  the same batch on {other.num_devices:,} devices,"
-                f" {found.cluster.num_devices - other.num_devices:,} left idle: {other.describe()}"
-            )
-
-
-def cells(ranked: "RankedPlan") -> list[str]:
-    """The cells of a plan's row in the table."""
-    from optimus_jax.planning.search.explain import seconds, whole_over_tensor
-
-    plan, prediction = ranked.plan, ranked.prediction
-    pipeline = plan.pipeline
-    schedule = (
-        ""
-        if pipeline is None
-        else pipeline.schedule + (f" x{pipeline.repeats}" if pipeline.repeats > 1 else "")
-    )
-    whole = "".join(f", {name} whole" for name in whole_over_tensor(plan))
-    remat = (
-        plan.remat
-        + (f" but for {plan.kept_layers}" if plan.kept_layers else "")
-        + ("" if pipeline is None or pipeline.keep_residuals else ", stage")
-        + ("" if plan.offload == "none" else f", {plan.offload} on host")
-    )
-    return [
-        str(ranked.rank),
-        f"{plan.axes}{whole}",
-        schedule,
-        str(plan.microbatches),
-        remat,
-        str(plan.zero),
-        "" if plan.overlap == "none" else plan.overlap,
-        seconds(prediction.step_time_s),
-        f"{seconds(prediction.low_s)} - {seconds(prediction.high_s)}",
-        f"{prediction.tokens_per_s:,.0f}",
-        "?" if prediction.mfu is None else f"{prediction.mfu:.1%}",
-        f"{ranked.memory_bytes / 2**30:.1f}",
-        f"{prediction.bubble:.1%}",
-        f"{prediction.communication:.1%}",
-        ranked.why,
+    if "compare" not in given:
+        return
+    others = [
+        f"--{name.replace('_', '-')}"
+        for name in ("without", "explain", "rejected", "compile", "profile", "cpu_devices")
+        if given.get(name)
     ]
+    if given["cluster"] != THIS_MACHINE:
+        others.append("--cluster")
+    if others:
+        raise ConfigError(
+            explain(
+                "a comparison is of the best plans for whole clusters",
+                given=f"--compare with {', '.join(others)}",
+                do="leave one of them out",
+            )
+        )
 
 
-def show_terms(ranked: "RankedPlan") -> None:
-    """Print the terms of a plan's time and memory."""
-    import dataclasses
+def compare(given: dict) -> None:
+    """Print the best plan for each cluster of a comparison."""
+    import_jax(only_cpu=True)
+    from optimus_jax.cli.plan_output import show_comparison
+    from optimus_jax.planning.cluster_comparison import compare_clusters
 
-    from rich.console import Console
-    from rich.table import Table
-
-    from optimus_jax.planning.search.explain import gib, term_rows
-
-    console = Console()
-    if not console.is_terminal:
-        console.width = PIPED_WIDTH
-    table = Table(
-        "term",
-        "time",
-        "share",
-        "how",
-        title=f"plan {ranked.rank}: {ranked.plan.describe()}",
-        title_justify="left",
+    takes = training_costs(given)
+    compared = compare_clusters(
+        given["model"],
+        given["compare"],
+        links=given["link"],
+        progress=show_pricing if sys.stderr.isatty() else None,
+        overrides=overrides(given),
     )
-    for row in term_rows(ranked.prediction):
-        table.add_row(*row)
-    console.print(table)
-    memory = Table("memory of a device", "")
-    for name, num_bytes in dataclasses.asdict(ranked.memory).items():
-        memory.add_row(name, gib(num_bytes))
-    memory.add_row("total", gib(ranked.memory_bytes))
-    console.print(memory)
+    trainings = [each.found and takes(each.found) for each in compared]
+    if not given["json"]:
+        show_comparison(compared, trainings)
+        return
+    entries = [
+        {"cluster": each.name}
+        | ({"why_not": each.why_not} if each.found is None else each.found.plans[0].as_json())
+        | ({} if training is None else {"training": training.as_json()})
+        for each, training in zip(compared, trainings, strict=True)
+    ]
+    print(json.dumps(entries, indent=2))
+
+
+def training_costs(given: dict) -> "Callable[[PlanSearch], TrainingCost | None]":
+    """What training under the best plan of a search takes, as the flags say; None: they do not ask.
+
+    Raises ConfigError if a number of tokens or a price cannot be read.
+    """
+    from optimus_jax.planning.training_cost import (
+        TrainingCost,
+        parse_prices,
+        parse_tokens,
+        price_of,
+    )
+
+    prices = parse_prices(given.get("price", ()))
+    num_tokens = parse_tokens(given["tokens"]) if "tokens" in given else None
+
+    def of(found: "PlanSearch") -> TrainingCost | None:
+        if num_tokens is None:
+            return None
+        cluster = found.cluster
+        prediction = found.plans[0].prediction
+        return TrainingCost.of(num_tokens, prediction, cluster, price_of(prices, cluster))
+
+    return of
 
 
 def main() -> None:
     given = parser().read()
+    check_flags(given)
+    if "compare" in given:
+        compare(given)
+        return
+    # After parsing, so that --help does not wait for JAX.
+    import_jax(only_cpu=given["cluster"] != THIS_MACHINE)
+    takes = training_costs(given)
     found = find(given)
     if given.get("explain", 1) > len(found.plans):
         raise ConfigError(
@@ -501,34 +371,30 @@ def main() -> None:
                 do=f"give a rank from 1 to {len(found.plans)}",
             )
         )
+    from optimus_jax.cli.plan_output import compared_hidden, show, show_rejected, show_terms
+
     reports = compiled(found) if given["compile"] else [None] * len(found.plans)
+    training = takes(found)
     if given["json"]:
-        print(
-            json.dumps(
-                [
-                    ranked.as_json()
-                    | (
-                        {
-                            "compiled_bytes": report.total_bytes,
-                            "compiled_fits": report.fits,
-                            "hidden": compared_hidden(found, ranked, report),
-                        }
-                        if report
-                        else {}
-                    )
-                    for ranked, report in zip(found.plans, reports, strict=True)
-                ],
-                indent=2,
+        entries = [
+            ranked.as_json()
+            | (
+                {
+                    "compiled_bytes": report.total_bytes,
+                    "compiled_fits": report.fits,
+                    "hidden": compared_hidden(found, ranked, report),
+                }
+                if report
+                else {}
             )
-        )
+            for ranked, report in zip(found.plans, reports, strict=True)
+        ]
+        if training is not None:
+            entries[0]["training"] = training.as_json()
+        print(json.dumps(entries, indent=2))
         return
-    show(given, found, reports)
+    show(given, overrides(given), found, reports, training)
     if (rank := given.get("explain")) is not None:
         show_terms(found.plans[rank - 1])
     if given["rejected"]:
-        for rejection in found.rejections:
-            print(f"not {rejection.layouts}: {rejection.reason}")
-        print(
-            f"of the {found.num_priced} legal layouts, those slower than the plans above were not"
-            " checked for memory"
-        )
+        show_rejected(found)

@@ -39,6 +39,8 @@ class Accelerator:
     compute_capability: tuple[int, int] | None = None
     """NVIDIA's compute capability (developer.nvidia.com/cuda-gpus); None: unknown, or not an NVIDIA
     device."""
+    rated_power_w: float | None = None
+    """Most that the device may draw, in watts."""
     sources: tuple[str, ...]
     """Where the figures are published."""
 
@@ -95,6 +97,7 @@ def _nvidia(
     memory_gb_per_s: float,
     num_sms: int,
     capability: tuple[int, int],
+    watts: float,
     sources: tuple[str, ...],
 ) -> Accelerator:
     return Accelerator(
@@ -107,6 +110,7 @@ def _nvidia(
         memory_bytes_per_s=memory_gb_per_s * 1e9,
         num_cores=num_sms,
         compute_capability=capability,
+        rated_power_w=watts,
         sources=sources,
     )
 
@@ -172,6 +176,7 @@ def _v100(
     *,
     memory_gb: int = 32,
     tflops_16: float = 125,
+    watts: float = 350,
     sources: tuple[str, ...] = _V100,
 ) -> Accelerator:
     return _nvidia(
@@ -183,6 +188,7 @@ def _v100(
         memory_gb_per_s=900,
         num_sms=80,
         capability=(7, 0),
+        watts=watts,
         sources=sources,
     )
 
@@ -198,6 +204,7 @@ ACCELERATORS = (
         memory_gb_per_s=2039,
         num_sms=108,
         capability=(8, 0),
+        watts=400,
         sources=_A100,
     ),
     _nvidia(
@@ -209,6 +216,7 @@ ACCELERATORS = (
         memory_gb_per_s=1555,
         num_sms=108,
         capability=(8, 0),
+        watts=400,
         sources=_A100,
     ),
     _nvidia(
@@ -220,6 +228,7 @@ ACCELERATORS = (
         memory_gb_per_s=1935,
         num_sms=108,
         capability=(8, 0),
+        watts=300,
         sources=_A100,
     ),
     _nvidia(
@@ -231,6 +240,7 @@ ACCELERATORS = (
         memory_gb_per_s=1555,
         num_sms=108,
         capability=(8, 0),
+        watts=250,
         sources=_A100,
     ),
     _nvidia(
@@ -242,6 +252,7 @@ ACCELERATORS = (
         memory_gb_per_s=3350,
         num_sms=132,
         capability=(9, 0),
+        watts=700,
         sources=_H100,
     ),
     _nvidia(
@@ -253,6 +264,7 @@ ACCELERATORS = (
         memory_gb_per_s=2000,
         num_sms=114,
         capability=(9, 0),
+        watts=350,
         sources=_H100,
     ),
     _nvidia(
@@ -264,6 +276,7 @@ ACCELERATORS = (
         memory_gb_per_s=4800,
         num_sms=132,
         capability=(9, 0),
+        watts=700,
         sources=_H200,
     ),
     _nvidia(
@@ -275,6 +288,7 @@ ACCELERATORS = (
         memory_gb_per_s=8000,
         num_sms=148,
         capability=(10, 0),
+        watts=1000,
         sources=_B200,
     ),
     _nvidia(
@@ -286,6 +300,7 @@ ACCELERATORS = (
         memory_gb_per_s=864,
         num_sms=142,
         capability=(8, 9),
+        watts=350,
         sources=_L40S,
     ),
     _nvidia(
@@ -297,6 +312,7 @@ ACCELERATORS = (
         memory_gb_per_s=300,
         num_sms=58,
         capability=(8, 9),
+        watts=72,
         sources=_L4,
     ),
     _nvidia(
@@ -308,6 +324,7 @@ ACCELERATORS = (
         memory_gb_per_s=1008,
         num_sms=128,
         capability=(8, 9),
+        watts=450,
         sources=(_ADA,),
     ),
     _nvidia(
@@ -319,11 +336,18 @@ ACCELERATORS = (
         memory_gb_per_s=936,
         num_sms=82,
         capability=(8, 6),
+        watts=350,
         sources=_GA102,
     ),
-    _v100("v100", "Tesla V100-SXM2-32GB"),
-    _v100("v100-16gb", "Tesla V100-SXM2-16GB", memory_gb=16),
+    _v100("v100", "Tesla V100-SXM2-32GB", watts=300),
+    _v100("v100-16gb", "Tesla V100-SXM2-16GB", memory_gb=16, watts=300),
     _v100("v100-sxm3", "Tesla V100-SXM3-32GB"),
-    _v100("v100-sxm3-h", "Tesla V100-SXM3-32GB-H", tflops_16=130, sources=(*_DGX_2H, *_V100)),
+    _v100(
+        "v100-sxm3-h",
+        "Tesla V100-SXM3-32GB-H",
+        tflops_16=130,
+        watts=450,
+        sources=(*_DGX_2H, *_V100),
+    ),
 )
 """All listed accelerators."""

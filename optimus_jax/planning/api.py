@@ -335,7 +335,7 @@ def config_for(model: str, where: Cluster, overrides: dict[str, Any]) -> Config:
     defaults = {"global_batch": SEQUENCES_PER_DEVICE * where.num_devices}
     config = make_config(
         model_with_adapters(model, beside),
-        ({} if _GLOBAL_BATCH & overrides.keys() else defaults)
+        ({} if has_global_batch(overrides) else defaults)
         | {name: value for name, value in overrides.items() if name != _INIT},
     )
     config = replace(config, model=kept_model(config))
@@ -346,7 +346,11 @@ def config_for(model: str, where: Cluster, overrides: dict[str, Any]) -> Config:
     return config
 
 
-_GLOBAL_BATCH = {"global_batch", "data.global_batch"}
+def has_global_batch(overrides: dict[str, Any]) -> bool:
+    """Whether settings name the number of examples of a step."""
+    return not {"global_batch", "data.global_batch"}.isdisjoint(overrides)
+
+
 _INIT, _ADAPTERS = "init_from", "adapters_from"
 
 

@@ -1,0 +1,368 @@
+"""What `optimus plan` prints: tables of plans, of their terms, and of clusters."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.box import HEAVY_HEAD, SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from optimus_jax.config.request import typed
+from optimus_jax.config.run_checkpoint import INIT_FROM
+from optimus_jax.planning.ahead_of_time.compile_check import CAVEATS, CompileReport
+from optimus_jax.planning.api import PlanSearch, RankedPlan
+from optimus_jax.planning.cluster_comparison import ComparedCluster
+from optimus_jax.planning.cost.cost import hidden_shares
+from optimus_jax.planning.cost.workload import Workload
+from optimus_jax.planning.search.explain import flags, gib, seconds, term_rows, whole_over_tensor
+from optimus_jax.planning.training_cost import TrainingCost, compact
+from optimus_jax.run.command_line import settings
+from optimus_jax.system.command import typed_command
+from optimus_jax.weights.published import MODEL
+from optimus_jax.weights.published_adapters import PublishedAdapters
+
+PIPED_WIDTH = 160
+"""Width of a table, in columns, if the output is not a terminal."""
+ALL_COLUMNS_WIDTH = 140
+"""Least width of a table with all columns. In a narrower one the reasons follow below."""
+SHOWN_SHARE = 0.03
+"""Exchanges of a compiled plan are shown if they take this share of the step, without overlap."""
+MOST_NAMED = 3
+"""Rejected layouts that are named for each reason."""
+SAID_BY_FLAGS = (
+    "parallel.mesh",
+    "parallel.microbatches",
+    "parallel.remat",
+    "parallel.zero",
+    "parallel.schedule",
+    "parallel.repeats",
+    "parallel.stage_residuals",
+    "parallel.send_slack",
+    "parallel.offload",
+    "parallel.overlap",
+    "parallel.kept_layers",
+    "precision.compute",
+    "data.seq_len",
+    "data.global_batch",
+    "data.phases",
+)
+"""Settings that the "train with:" line gives by flags of their own, without `--set`."""
+TEXTS = ("mesh", "schedule", "remat", "overlap", "why")
+"""Columns that are not numbers."""
+COSTS = ("time", "device-hours", "price", "MWh")
+"""Columns of what training takes."""
+LEFT_OUT = ("step", "per device", "GiB")
+"""Columns that a narrow comparison has no room for beside COSTS."""
+IN_NARROW = ("", "mesh", "m", "remat", "zero", "step", "tokens/s", "MFU", "GiB")
+"""Columns of a narrow table."""
+
+
+def make_console() -> Console:
+    """Standard output, wide enough for all columns if it is not a terminal."""
+    console = Console()
+    if not console.is_terminal:
+        console.width = PIPED_WIDTH
+    return console
+
+
+def empty_table(*, is_narrow: bool) -> Table:
+    """A table, without vertical lines if it is narrow."""
+    return Table(pad_edge=False, box=SIMPLE_HEAD if is_narrow else HEAVY_HEAD)
+
+
+def compared_hidden(found: PlanSearch, ranked: RankedPlan, report: CompileReport) -> dict:
+    """The shares of exchanges beside compute, as compiled and as the planner predicts them."""
+    workload = Workload.of(found.config)
+    return report.compare_hidden(hidden_shares(workload, ranked.plan, found.cluster, found.rates))
+
+
+def show(
+    given: dict,
+    overrides: Mapping[str, Any],
+    found: PlanSearch,
+    reports: Sequence[CompileReport | None],
+    training: TrainingCost | None,
+) -> None:
+    """Print the ranking as a table, with the model, batch and cluster that it is for.
+
+    Args:
+      given: the flags.
+      overrides: the settings that they give, by dotted name.
+      training: what training under plan 1 takes.
+    """
+    console = make_console()
+    config, best = found.config, found.plans[0]
+    console.print(
+        f"{config.model.name}, {config.data.global_batch} x {config.seq_len} tokens,"
+        f" {best.plan.precision}, on {found.cluster}",
+        highlight=False,
+    )
+    console.print(
+        f"{found.num_priced} legal layouts priced; predicted, not measured; rates:"
+        f" {found.rates.source}",
+        highlight=False,
+    )
+    if any(reports):
+        console.print(f"compiled, not run: {'; '.join(CAVEATS)}", highlight=False)
+    is_narrow = console.width < ALL_COLUMNS_WIDTH
+    console.print(plan_table(found.plans, reports, is_narrow=is_narrow))
+    if is_narrow:
+        for ranked in found.plans:
+            console.print(f"plan {ranked.rank}: {ranked.why}", highlight=False)
+    for ranked, report in zip(found.plans, reports, strict=True):
+        if report:
+            shares = ", ".join(
+                f"{name} {each['compiled']:.0%}"
+                + ("" if each["planned"] is None else f" (planned {each['planned']:.0%})")
+                for name, each in compared_hidden(found, ranked, report).items()
+                if each["time_s"] >= SHOWN_SHARE * ranked.prediction.step_time_s
+            )
+            if shares:
+                console.print(f"plan {ranked.rank} hides: {shares}", highlight=False)
+    if found.cluster.num_hosts > 1:
+        console.print(
+            f"plan 1: {found.cluster.topology().describe_crossed(best.axes)}", highlight=False
+        )
+    for later in found.later:
+        console.print(f"later: {later.describe()}", highlight=False, soft_wrap=True)
+    show_divisibility(found)
+    if training is not None:
+        console.print(f"plan 1, {training.describe()}", highlight=False)
+    said = flags(best.plan)
+    # the flags of plan 1 would fix its layout in every phase
+    if any(later.plan != best.plan for later in found.later):
+        layout = {
+            name: value
+            for name, value in overrides.items()
+            if name in SAID_BY_FLAGS and name.startswith("parallel.")
+        }
+        console.print(
+            "later phases need a layout other than plan 1, so the run chooses the settings that"
+            " were not given:",
+            highlight=False,
+        )
+        said = typed({"parallel.mesh": "auto"} | layout)
+    console.print(
+        f"train with: {train_command(given, found, said)}", highlight=False, soft_wrap=True
+    )
+
+
+def train_command(given: dict, found: PlanSearch, layout: str) -> str:
+    """The command that trains under plan 1.
+
+    Args:
+      given: the flags.
+      layout: the flags that give its layout.
+    """
+    config = found.config
+    begin = INIT_FROM if PublishedAdapters.parse(given["model"], what=MODEL) else MODEL
+    batch = (
+        f"--precision {found.plans[0].plan.precision} --seq-len {config.seq_len}"
+        f" --global-batch {config.data.global_batch}"
+    )
+    batch += f" --phases {','.join(map(str, config.data.phases))}" if config.data.phases else ""
+    further = settings(
+        {name: given[name] for name in ("init_from", "set") if name in given}, note=lambda _: None
+    )
+    others = "".join(
+        f" --set {name}={value}"
+        for name, value in further.items()
+        if name not in SAID_BY_FLAGS and f"--set {name}={value}" not in layout
+    )
+    return f"{typed_command('train')} {begin} {given['model']} {batch} {layout}{others}"
+
+
+def plan_table(
+    plans: Sequence[RankedPlan], reports: Sequence[CompileReport | None], *, is_narrow: bool
+) -> Table:
+    """A row for each plan.
+
+    Args:
+      is_narrow: whether there is room for IN_NARROW alone.
+    """
+    table = empty_table(is_narrow=is_narrow)
+    rows = [cells(ranked, is_narrow=is_narrow) for ranked in plans]
+    names = [name for name in rows[0] if not is_narrow or name in IN_NARROW]
+    for name in names:
+        is_text = name in TEXTS
+        table.add_column(
+            name,
+            justify="left" if is_text else "right",
+            overflow="fold",
+            no_wrap=is_narrow and not is_text,
+        )
+    if any(reports):
+        table.add_column("compiled GiB")
+    for row, report in zip(rows, reports, strict=True):
+        compiled = (
+            [f"{report.total_bytes / 2**30:.1f} {'fits' if report.fits else 'TOO MUCH'}"]
+            if report
+            else []
+        )
+        table.add_row(*[row[name] for name in names], *compiled)
+    return table
+
+
+def cells(ranked: RankedPlan, *, is_narrow: bool = False) -> dict[str, str]:
+    """The cells of a plan's row in the table, by column.
+
+    Args:
+      is_narrow: whether the mesh may be broken into lines, and has the schedule beside it.
+    """
+    plan, prediction = ranked.plan, ranked.prediction
+    pipeline = plan.pipeline
+    schedule = (
+        ""
+        if pipeline is None
+        else pipeline.schedule + (f" x{pipeline.repeats}" if pipeline.repeats > 1 else "")
+    )
+    whole = "".join(f", {name} whole" for name in whole_over_tensor(plan))
+    remat = (
+        plan.remat
+        + (f" but for {plan.kept_layers}" if plan.kept_layers else "")
+        + ("" if pipeline is None or pipeline.keep_residuals else ", stage")
+        + ("" if plan.offload == "none" else f", {plan.offload} on host")
+    )
+    mesh = f"{plan.axes}{whole}"
+    if is_narrow:
+        mesh = f"{mesh.replace(',', ' ')} {schedule}".strip()
+    return {
+        "": str(ranked.rank),
+        "mesh": mesh,
+        "schedule": schedule,
+        "m": str(plan.microbatches),
+        "remat": remat,
+        "zero": str(plan.zero),
+        "overlap": "" if plan.overlap == "none" else plan.overlap,
+        "step": seconds(prediction.step_time_s),
+        "90% within": f"{seconds(prediction.low_s)} - {seconds(prediction.high_s)}",
+        "tokens/s": f"{prediction.tokens_per_s:,.0f}",
+        "MFU": "?" if prediction.mfu is None else f"{prediction.mfu:.1%}",
+        "GiB": f"{ranked.memory_bytes / 2**30:.1f}",
+        "bubble": f"{prediction.bubble:.1%}",
+        "comm.": f"{prediction.communication:.1%}",
+        "why": ranked.why,
+    }
+
+
+def show_divisibility(found: PlanSearch) -> None:
+    """Print what the devices left out cost, and nearby batch sizes and device counts that divide
+    better.
+    """
+    said, batch = found.divisibility, found.config.data.global_batch
+    if found.lost is not None:
+        print(found.lost.describe())
+    if said.is_worth_reporting:
+        print(f"note: {'; '.join(said.reasons)}.")
+        for other in said.batches:
+            print(
+                f"  --global-batch {other.global_batch} ({other.global_batch / batch - 1:+.1%}):"
+                f" {other.describe()}"
+            )
+        if said.no_batch is not None:
+            print(f"  {said.no_batch}")
+        for other in said.clusters:
+            print(
+                f"  the same batch on {other.num_devices:,} devices,"
+                f" {found.cluster.num_devices - other.num_devices:,} left idle: {other.describe()}"
+            )
+
+
+def show_terms(ranked: RankedPlan) -> None:
+    """Print the terms of a plan's time and memory."""
+    console = make_console()
+    table = Table(
+        "term",
+        "time",
+        "share",
+        "how",
+        title=f"plan {ranked.rank}: {ranked.plan.describe()}",
+        title_justify="left",
+    )
+    for row in term_rows(ranked.prediction):
+        table.add_row(*row)
+    console.print(table)
+    memory = Table("memory of a device", "")
+    for name, num_bytes in dataclasses.asdict(ranked.memory).items():
+        memory.add_row(name, gib(num_bytes))
+    memory.add_row("total", gib(ranked.memory_bytes))
+    console.print(memory)
+
+
+def show_rejected(found: PlanSearch) -> None:
+    """Print the layouts that are not legal or do not fit: those of the same reason together, the
+    most frequent reason first, and at last those that are too large.
+    """
+    reasons: dict[str, list[str]] = {}
+    for each in found.rejections:
+        if each.needs_bytes is None:
+            reasons.setdefault(each.reason, []).append(each.layouts)
+    for reason, layouts in sorted(reasons.items(), key=lambda item: -len(item[1])):
+        _show_some(f"not, because {reason}:", layouts)
+    too_large = [each for each in found.rejections if each.needs_bytes is not None]
+    if too_large:
+        too_large.sort(key=lambda each: each.needs_bytes or 0)
+        _show_some("too large:", [f"{each.layouts}: {each.reason}" for each in too_large])
+    print(
+        f"of the {found.num_priced} legal layouts, those slower than the plans above were not"
+        " checked for memory"
+    )
+
+
+def _show_some(title: str, lines: Sequence[str]) -> None:
+    """Print a title, and the first lines below it."""
+    print(title)
+    for line in lines[:MOST_NAMED]:
+        print(f"  {line}")
+    if len(lines) > MOST_NAMED:
+        print(f"  and {len(lines) - MOST_NAMED:,} more")
+
+
+def show_comparison(
+    compared: Sequence[ComparedCluster], trainings: Sequence[TrainingCost | None]
+) -> None:
+    """Print a row for each cluster, with its best plan.
+
+    Args:
+      trainings: what training on each cluster takes; None: no number of tokens is given, or there
+        is no plan.
+    """
+    console = make_console()
+    first = next(each.found for each in compared if each.found is not None)
+    config = first.config
+    console.print(
+        f"{config.model.name}, {config.data.global_batch} x {config.seq_len} tokens,"
+        f" {first.plans[0].plan.precision}: the best plan for each cluster; predicted, not"
+        " measured",
+        highlight=False,
+    )
+    is_narrow, has_costs = console.width < ALL_COLUMNS_WIDTH, any(trainings)
+    names = ["cluster", "mesh", "step", "tokens/s", "per device", "MFU", "GiB"]
+    names += COSTS if has_costs else []
+    if is_narrow and has_costs:
+        names = [name for name in names if name not in LEFT_OUT]
+    table = empty_table(is_narrow=is_narrow)
+    for name in names:
+        is_text = name == "mesh"
+        justify = "left" if name in ("cluster", "mesh") else "right"
+        table.add_column(name, justify=justify, no_wrap=not is_text)
+    for each, training in zip(compared, trainings, strict=True):
+        row = {"cluster": each.name, "mesh": "none fits"}
+        if each.found is not None:
+            best = each.found.plans[0]
+            rate = best.prediction.tokens_per_s / each.found.cluster.num_devices
+            row |= {**cells(best, is_narrow=True), "per device": f"{rate:,.0f}"}
+            row["mesh"] += f" m={best.plan.microbatches}"
+        if training is not None:
+            row |= dict(zip(COSTS, training.cells(), strict=True))
+        table.add_row(*[row.get(name, "") for name in names])
+    console.print(table)
+    for each in compared:
+        if each.found is None:
+            console.print(f"{each.name}: {each.why_not}", highlight=False)
+    if training := next((each for each in trainings if each is not None), None):
+        console.print(
+            f"to train on {compact(training.num_tokens)} tokens; energy: at most, of devices alone",
+            highlight=False,
+        )

@@ -1,0 +1,66 @@
+"""The best plan for the same training on several clusters."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from optimus_jax.errors import PlanError
+from optimus_jax.planning.api import (
+    SEQUENCES_PER_DEVICE,
+    PlanSearch,
+    has_global_batch,
+    search_plans,
+)
+from optimus_jax.planning.profiles.cluster import Cluster
+from optimus_jax.planning.search.search import ReportStatus
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComparedCluster:
+    """A cluster of a comparison."""
+
+    name: str
+    """As it was given."""
+    cluster: Cluster
+    found: PlanSearch | None
+    """Its best plan; None: there is none."""
+    why_not: str = ""
+    """Why there is none."""
+
+
+def compare_clusters(
+    model: str,
+    names: Sequence[str],
+    *,
+    links: Sequence[str] = (),
+    progress: ReportStatus | None = None,
+    overrides: dict[str, Any],
+) -> list[ComparedCluster]:
+    """The best plan for each cluster, in the order given, all with the same batch.
+
+    Args:
+      names: such as `h100:8x8`.
+      overrides: settings as for `find_plans`. The default global batch is SEQUENCES_PER_DEVICE for
+        each device of the largest cluster.
+    Raises:
+      OptimusError: a name is unknown, a setting is impossible under every plan, or no cluster has
+        a plan.
+    """
+    clusters = [Cluster.parse(name, links) for name in names]
+    if not has_global_batch(overrides):
+        most = max(cluster.num_devices for cluster in clusters)
+        overrides = {**overrides, "data.global_batch": SEQUENCES_PER_DEVICE * most}
+    compared, errors = [], []
+    for name, cluster in zip(names, clusters, strict=True):
+        found, why_not = None, ""
+        try:
+            found = search_plans(
+                model, name, top=1, links=links, progress=progress, overrides=overrides
+            )
+        except PlanError as error:
+            why_not = str(error)
+            errors.append(error)
+        compared.append(ComparedCluster(name=name, cluster=cluster, found=found, why_not=why_not))
+    if len(errors) == len(names):
+        raise errors[0]
+    return compared
