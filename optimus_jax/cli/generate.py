@@ -3,10 +3,12 @@
 `optimus generate --run runs/NAME --prompt "def main("`
 """
 
+import json
 import sys
 from collections.abc import Iterator
 
 from optimus_jax.cli.model_flags import MODEL_WORDS, add_model_flags, loaded
+from optimus_jax.config.settings import shown
 from optimus_jax.errors import ConfigError, explain
 from optimus_jax.run.command_line import Parser
 from optimus_jax.system.environment import import_jax
@@ -47,6 +49,12 @@ def parser() -> Parser:
     )
     prompt.add_argument(
         "--prompt-file", metavar="FILE", help="file with the text to continue; -: standard input"
+    )
+    prompt.add_argument(
+        "--prompts",
+        metavar="FILE",
+        help="JSON Lines, each a text or an object with `prompt`; -: standard input. A JSON object"
+        " is printed for each, with `text`, or `texts` of several samples",
     )
     flags.add_argument(
         "--chat",
@@ -114,7 +122,7 @@ def parser() -> Parser:
     return flags
 
 
-def read_prompt(name: str) -> str:
+def read_prompt(name: str, flag: str = "--prompt-file") -> str:
     """The text of a file, or of standard input, without a final newline.
 
     Raises ConfigError if it cannot be read.
@@ -123,17 +131,43 @@ def read_prompt(name: str) -> str:
         content = (
             sys.stdin.buffer.read()
             if name == STANDARD_INPUT
-            else local_path(name, what="--prompt-file").read_bytes()
+            else local_path(name, what=flag).read_bytes()
         )
         return content.decode().removesuffix("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
             explain(
                 "the prompt cannot be read",
-                given=f"--prompt-file {name}: {error}",
+                given=f"{flag} {name}: {error}",
                 do="give a text file in UTF-8, or - for standard input",
             )
         ) from error
+
+
+def read_prompts(name: str) -> list[str]:
+    """The prompts of a JSON Lines file, or of standard input.
+
+    Raises ConfigError if it cannot be read, or a line holds none.
+    """
+    prompts = []
+    for number, line in enumerate(read_prompt(name, "--prompts").splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            value = json.loads(line)
+        except (ValueError, RecursionError):
+            value = None
+        found = value.get("prompt") if isinstance(value, dict) else value
+        if not isinstance(found, str):
+            raise ConfigError(
+                explain(
+                    f"line {number} holds no prompt",
+                    given=f"--prompts {name}: {shown(line)}",
+                    do='write a JSON text, or an object such as {"prompt": "Once"}, on each line',
+                )
+            )
+        prompts.append(found)
+    return prompts
 
 
 def show(prompt: str, pieces: Iterator[list[str]]) -> None:
@@ -160,22 +194,41 @@ def main() -> None:
             )
         )
     import_jax()  # after parsing, so that --help does not wait for JAX
-    prompt = given["prompt"] if given["prompt"] is not None else read_prompt(given["prompt_file"])
+    if given["prompts"] is not None:
+        prompts = read_prompts(given["prompts"])
+    else:
+        named = given["prompt"]
+        prompts = [read_prompt(given["prompt_file"]) if named is None else named]
+    how = {
+        name: given[name]
+        for name in (
+            "max_new_tokens",
+            "temperature",
+            "top_k",
+            "top_p",
+            "seed",
+            "num_samples",
+            "stop",
+            "chat",
+            "past_trained_length",
+        )
+    }
     with flags.own_words():
         model = loaded(given, chat_template=given["chat_template"]).text_model
-        pieces = model.generate(
-            prompt,
-            max_new_tokens=given["max_new_tokens"],
-            temperature=given["temperature"],
-            top_k=given["top_k"],
-            top_p=given["top_p"],
-            seed=given["seed"],
-            num_samples=given["num_samples"],
-            stop=given["stop"],
-            chat=given["chat"],
-            past_trained_length=given["past_trained_length"],
-            warn=print_to_stderr,
-        )
-    step = "" if model.step is None else f" after step {model.step}"
-    print_to_stderr(f"{model.config.name}{step}")
-    show("" if given["chat"] else prompt, pieces)
+        step = "" if model.step is None else f" after step {model.step}"
+        told = f"{model.config.name}{step}"
+        if given["prompts"] is None:
+            pieces = model.generate(prompts[0], **how, warn=print_to_stderr)
+            print_to_stderr(told)
+            show("" if given["chat"] else prompts[0], pieces)
+            return
+        print_to_stderr(told)
+        for prompt in prompts:
+            show_json(prompt, model.generate(prompt, **how, warn=print_to_stderr))
+
+
+def show_json(prompt: str, pieces: Iterator[list[str]]) -> None:
+    """Print a JSON object with a prompt and the text of its sample, or the texts of several."""
+    texts = ["".join(parts) for parts in zip(*pieces, strict=True)]
+    of_samples = {"text": texts[0]} if len(texts) == 1 else {"texts": texts}
+    print(json.dumps({"prompt": prompt, **of_samples}, ensure_ascii=False), flush=True)

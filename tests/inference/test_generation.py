@@ -658,6 +658,30 @@ def test_script_reads_a_prompt_from_a_file_and_stops(trained, tmp_path, capsys, 
         generate.main()
 
 
+def test_script_continues_each_prompt_of_a_file(trained, tmp_path, capsys, monkeypatch):
+    prompts = tmp_path / "prompts.jsonl"
+    common = ["generate", "--run", str(trained.run_dir), "--max-new-tokens", "6"]
+
+    def printed(*flags):
+        monkeypatch.setattr(sys, "argv", [*common, *flags])
+        generate.main()
+        return capsys.readouterr().out.splitlines()
+
+    prompts.write_text('"the cat"\n\n{"prompt": "a mat", "id": 3}\n')
+    greedy = ["--prompts", str(prompts), "--temperature", "0"]
+    both = [json.loads(line) for line in printed(*greedy)]
+    assert [each["prompt"] for each in both] == ["the cat", "a mat"]
+    for each in both:
+        (alone,) = printed("--prompt", each["prompt"], "--temperature", "0")
+        assert alone == each["prompt"] + each["text"]
+    for line in printed("--prompts", str(prompts), "--num-samples", "2"):
+        assert len(json.loads(line)["texts"]) == 2
+    for wrong in ("the cat", '{"text": "the cat"}', "7"):
+        prompts.write_text(f'"fine"\n{wrong}\n')
+        with pytest.raises(ConfigError, match=r"(?s)line 2 holds no prompt.*--prompts"):
+            printed(*greedy)
+
+
 def test_script_takes_the_chat_template_that_its_error_asks_for(
     trained, tmp_path, capsys, monkeypatch
 ):
