@@ -665,16 +665,16 @@ def test_script_continues_each_prompt_of_a_file(trained, tmp_path, capsys, monke
     def printed(*flags):
         monkeypatch.setattr(sys, "argv", [*common, *flags])
         generate.main()
-        return capsys.readouterr().out.splitlines()
+        return capsys.readouterr().out
 
     prompts.write_text('"the cat"\n\n{"prompt": "a mat", "id": 3}\n')
     greedy = ["--prompts", str(prompts), "--temperature", "0"]
-    both = [json.loads(line) for line in printed(*greedy)]
+    both = [json.loads(line) for line in printed(*greedy).splitlines()]
     assert [each["prompt"] for each in both] == ["the cat", "a mat"]
     for each in both:
-        (alone,) = printed("--prompt", each["prompt"], "--temperature", "0")
-        assert alone == each["prompt"] + each["text"]
-    for line in printed("--prompts", str(prompts), "--num-samples", "2"):
+        alone = printed("--prompt", each["prompt"], "--temperature", "0")
+        assert alone == each["prompt"] + each["text"] + "\n"
+    for line in printed("--prompts", str(prompts), "--num-samples", "2").splitlines():
         assert len(json.loads(line)["texts"]) == 2
     for wrong in ("the cat", '{"text": "the cat"}', "7"):
         prompts.write_text(f'"fine"\n{wrong}\n')
