@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from optimus_jax.version import VERSION as __version__
 
 if TYPE_CHECKING:
-    from optimus_jax.config import Config
+    from optimus_jax.config import Config, ModelConfig
     from optimus_jax.inference.loaded_model import LoadedModel, load
     from optimus_jax.plan import Plan
     from optimus_jax.planning.api import RankedPlan, find_plans
@@ -34,6 +34,7 @@ _HOMES = {
     "Callback": "training.callbacks",
     "RunInfo": "training.callbacks",
     "Config": "config",
+    "ModelConfig": "config",
     "LoadedModel": "inference.loaded_model",
     "load": "inference.loaded_model",
     "Plan": "plan",
@@ -50,6 +51,7 @@ __all__ = [
     "ExportResult",
     "LoadedModel",
     "MeshView",
+    "ModelConfig",
     "Plan",
     "RankedPlan",
     "RunInfo",

@@ -339,6 +339,7 @@ API = """# Python API
    :members:
 .. autoclass:: optimus_jax.Plan
    :members:
+.. autoclass:: optimus_jax.ModelConfig
 .. autoclass:: optimus_jax.Config
    :members: to_json, from_json, with_values
 ```

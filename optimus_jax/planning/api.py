@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from optimus_jax.config import Config
+from optimus_jax.config import Config, ModelConfig
 from optimus_jax.config.axes import AxisSizes
 from optimus_jax.config.phases import TrainingPhase, in_phase
 from optimus_jax.config.request import dotted, make_config
@@ -226,7 +226,7 @@ class PlanSearch:
 
 
 def find_plans(
-    model: str,
+    model: str | ModelConfig,
     cluster: str | Cluster,
     *,
     top: int = 10,
@@ -239,7 +239,7 @@ def find_plans(
 
     Args:
       model: name of a preset, the directory of a published model or of PEFT's adapters, which name
-        their model, or ORG/NAME on the hub.
+        their model, or ORG/NAME on the hub; or a ModelConfig.
       cluster: `h100:8x8` (hosts x devices), or a Cluster.
       top: maximum number of plans to return.
       links: link speeds that replace the usual ones, such as `inter_host=50GB/s`.
@@ -258,7 +258,7 @@ def find_plans(
 
 
 def search_plans(
-    model: str,
+    model: str | ModelConfig,
     cluster: str | Cluster,
     *,
     top: int,
@@ -324,7 +324,7 @@ def search_plans(
     )
 
 
-def config_for(model: str, where: Cluster, overrides: dict[str, Any]) -> Config:
+def config_for(model: str | ModelConfig, where: Cluster, overrides: dict[str, Any]) -> Config:
     """The config for a search. Settings that are not given get the defaults for these devices.
 
     Adapters that `init_from` names are those of the model, as where a run begins with both.

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from optimus_jax.config import ModelConfig
 from optimus_jax.errors import PlanError
 from optimus_jax.planning.api import (
     SEQUENCES_PER_DEVICE,
@@ -29,7 +30,7 @@ class ComparedCluster:
 
 
 def compare_clusters(
-    model: str,
+    model: str | ModelConfig,
     names: Sequence[str],
     *,
     links: Sequence[str] = (),

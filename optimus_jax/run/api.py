@@ -26,7 +26,7 @@ from optimus_jax.cluster.distributed import (
     named,
 )
 from optimus_jax.cluster.launch_detection import Launch, find_launch
-from optimus_jax.config import Config
+from optimus_jax.config import Config, ModelConfig
 from optimus_jax.config.phases import in_phase, phase_after
 from optimus_jax.config.request import (
     SAVED_WITH_A_RUN,
@@ -116,7 +116,7 @@ class RunResult:
 
 
 def train(
-    model: str | None = None,
+    model: str | ModelConfig | None = None,
     *,
     config: Config | UserPath | None = None,
     run_dir: UserPath | None = None,
@@ -132,8 +132,9 @@ def train(
     (faults/stopping.py).
 
     Args:
-      model: name of a preset. Required unless `resume` or `config` is given; replaces the model of
-        `config`.
+      model: name of a preset, directory of a published model or ORG/NAME on the hub; or a
+        ModelConfig, for a new model of any sizes. Required unless `resume` or `config` is given;
+        replaces the model of `config`.
       config: initial settings: a Config, or the path or URL of a config.json.
       run_dir: directory of the run, or the URL of a store; None: a new directory under `runs/`.
       resume: resume the run in `run_dir` from its newest valid checkpoint. `auto`: resume if the

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from optimus_jax.config import Config, DataConfig, DistributedConfig
+from optimus_jax.config import Config, DataConfig, DistributedConfig, ModelConfig
 from optimus_jax.config.presets import PRESETS
 from optimus_jax.config.request import (
     OF_ADAPTERS,
@@ -39,7 +39,7 @@ TUNING = "model.tuning."
 
 
 def requested_config(
-    model: str | None,
+    model: str | ModelConfig | None,
     base: Config | UserPath | None,
     run_dir: Path | None,
     resume: bool,
@@ -88,20 +88,31 @@ def requested_config(
         assert run_dir is not None
         check_names_run(str(run_dir), what=RUN_DIR)
         text = RunDirectory.resume(run_dir, writer=False).config_text()
-        if model is not None and model not in PRESETS and Config.from_json(text).init_from:
+        if isinstance(model, ModelConfig) and not is_auto:
+            raise ConfigError(
+                explain(
+                    "a resumed run has its own model",
+                    given=f"resume=True with a ModelConfig, {model.name}",
+                    do="leave the model out",
+                )
+            )
+        named = None if isinstance(model, ModelConfig) else model
+        if named is not None and named not in PRESETS and Config.from_json(text).init_from:
             # a published model, which may be gone by now, or on a hub that cannot be reached
-            begun_with = str(HubModel.parse(model, bare=True) or model)
+            begun_with = str(HubModel.parse(named, bare=True) or named)
             config = resumed_config(text, None, {INIT: begun_with, **overrides})
         elif is_auto and not (model is None and base is None):
             # The command that started the run, given again.
             config = repeated_config(text, _new_config(model, overrides, initial))
         else:
-            config = resumed_config(text, model, overrides)
+            config = resumed_config(text, named, overrides)
     check_config(config, overrides, is_new=not resume)
     return config
 
 
-def _new_config(model: str | None, overrides: dict[str, Any], base: Config | None) -> Config:
+def _new_config(
+    model: str | ModelConfig | None, overrides: dict[str, Any], base: Config | None
+) -> Config:
     """The config of a new run.
 
     A published model comes with its parameters, and parameters with the tokenizer of their texts,
@@ -176,9 +187,9 @@ def _sources(overrides: Mapping[str, Any], base: Config | None) -> Config:
     return (base or Config()).with_values(given)
 
 
-def _published(model: str | None) -> PublishedSource | None:
-    """The published model that a text names; None: it is a preset, or not given."""
-    if model is None or model in PRESETS:
+def _published(model: str | ModelConfig | None) -> PublishedSource | None:
+    """The published model that a text names; None: it is a preset, or not given by name."""
+    if model is None or isinstance(model, ModelConfig) or model in PRESETS:
         return None
     return PublishedSource.parse(model, what=MODEL)
 

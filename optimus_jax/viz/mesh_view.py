@@ -58,14 +58,17 @@ class MeshView:
         return self.grid, self.axes, self.parameters
 
 
-def show_mesh(mesh: str, *, model: str, cluster: str | None = None, **overrides: Any) -> MeshView:
+def show_mesh(
+    mesh: str, *, model: str | ModelConfig, cluster: str | None = None, **overrides: Any
+) -> MeshView:
     """How a mesh lays a model out: devices, axes and the sharding of every parameter.
 
     Nothing is trained or allocated, and the devices need not exist.
 
     Args:
       mesh: sizes of the axes, such as `data=2,fsdp=4`.
-      model: name of a preset, the directory of a published model, or ORG/NAME on the hub.
+      model: name of a preset, the directory of a published model, or ORG/NAME on the hub; or a
+        ModelConfig.
       cluster: `h100:8x8` (hosts x devices); None: the devices of this process if there are as many
         as the mesh has, else as many on one host.
       overrides: settings as for `train`, such as `zero=1`.

@@ -114,13 +114,16 @@ class PublishedSource:
         return self.place if isinstance(self.place, Path) else hub_directory(self.place, files)
 
 
-def model_named(name: str) -> ModelConfig:
-    """The model that `--model` names: a preset, a directory, or a model on the hub.
+def model_named(name: str | ModelConfig) -> ModelConfig:
+    """The model that `--model` names: a preset, a directory, or a model on the hub. A ModelConfig,
+    which a program may give, is one itself.
 
     Of a published model, only its config.json is read.
 
     Raises OptimusError if there is none of that name.
     """
+    if isinstance(name, ModelConfig):
+        return name
     source = PublishedSource.parse(name, what=MODEL) if isinstance(name, str) else None
     if not isinstance(name, str) or name in PRESETS:
         if source is not None:

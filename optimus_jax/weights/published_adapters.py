@@ -118,12 +118,16 @@ class PublishedAdapters:
         return params
 
 
-def adapters_named(name: str) -> PublishedAdapters | None:
+def adapters_named(name: str | ModelConfig) -> PublishedAdapters | None:
     """The adapters that `--model` names; None: it names a model."""
-    return None if name in PRESETS else PublishedAdapters.parse(name, what=MODEL)
+    if isinstance(name, ModelConfig) or name in PRESETS:
+        return None
+    return PublishedAdapters.parse(name, what=MODEL)
 
 
-def model_with_adapters(name: str, beside: PublishedAdapters | None = None) -> ModelConfig:
+def model_with_adapters(
+    name: str | ModelConfig, beside: PublishedAdapters | None = None
+) -> ModelConfig:
     """`model_named`, with adapters; a directory of these names the model that they are for.
 
     Args:

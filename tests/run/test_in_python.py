@@ -1,5 +1,7 @@
 """A run whose data and optimizer are objects of a program."""
 
+from dataclasses import replace
+
 import numpy as np
 import optax
 import pytest
@@ -7,6 +9,7 @@ from helpers import F32_RELATIVE, assert_close
 
 import optimus_jax
 from optimus_jax.errors import ConfigError
+from optimus_jax.run_directory.directory import RunDirectory
 from optimus_jax.training.own_optimizer import check_elementwise
 
 RECORDS = [{"text": f"the sum of {n} and {n} is {2 * n}"} for n in range(200)]
@@ -58,6 +61,35 @@ def test_objects_train_as_what_has_names_and_are_needed_again(tmp_path):
         tmp_path / "own", data=RECORDS[:20], mesh="data=8", say=lambda text: None
     )
     assert 0 < found.loss < losses(first)[0]
+
+
+def test_a_model_is_given_by_its_sizes(tmp_path):
+    small = optimus_jax.ModelConfig(
+        family="llama",
+        vocab_size=257,
+        num_layers=2,
+        embed_dim=32,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=8,
+        mlp_dim=64,
+        max_length=64,
+        tied=False,
+    )
+    layout = {"mesh": "fsdp=4,tensor=2", "global_batch": 8}
+    (best, *_) = optimus_jax.find_plans(small, "h100:8", **layout)
+    assert str(best.axes) == "fsdp=4,tensor=2"
+    assert "32" in str(optimus_jax.show_mesh("fsdp=4,tensor=2", model=small).parameters)
+    run = tmp_path / "run"
+    with pytest.raises(ConfigError, match="its own learning rate"):
+        optimus_jax.train(small, run_dir=run, optimizer=optax.sgd(0.1), lr=1.0)
+    optimus_jax.train(small, run_dir=run, steps=1, eval_every=0, progress="none", **layout)
+    assert RunDirectory(run, writer=False).config_text().count('"llama"') == 1
+    with pytest.raises(ConfigError, match="a resumed run has its own model"):
+        optimus_jax.train(small, run_dir=run, resume=True, steps=2)
+    other = replace(small, mlp_dim=128)
+    with pytest.raises(ConfigError, match=r"changes to model\.mlp_dim"):
+        optimus_jax.train(other, run_dir=run, resume="auto", steps=2, **layout)
 
 
 @pytest.mark.parametrize(
