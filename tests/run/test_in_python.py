@@ -83,6 +83,7 @@ def test_a_model_is_given_by_its_sizes(tmp_path):
     run = tmp_path / "run"
     with pytest.raises(ConfigError, match="its own learning rate"):
         optimus_jax.train(small, run_dir=run, optimizer=optax.sgd(0.1), lr=1.0)
+    layout |= {"data": RECORDS, "control": "off"}
     optimus_jax.train(small, run_dir=run, steps=1, eval_every=0, progress="none", **layout)
     assert RunDirectory(run, writer=False).config_text().count('"llama"') == 1
     with pytest.raises(ConfigError, match="a resumed run has its own model"):
