@@ -3,7 +3,11 @@
 `python examples/callback.py` takes half a minute on virtual devices of a CPU.
 """
 
+from typing import Any
+
 import optimus_jax
+
+SIZES: dict[str, Any] = {"model.num_layers": 2, "model.embed_dim": 64, "model.mlp_dim": 256}
 
 
 class GoodEnough(optimus_jax.Callback):
@@ -36,5 +40,5 @@ optimus_jax.train(
     seq_len=64,
     global_batch=16,
     run_dir="runs/callback",
-    **{"model.num_layers": 2, "model.embed_dim": 64, "model.mlp_dim": 256},
+    **SIZES,
 )

@@ -3,10 +3,13 @@
 `python examples/own_data.py` takes half a minute on virtual devices of a CPU.
 """
 
+from typing import Any
+
 import optax
 
 import optimus_jax
 
+SIZES: dict[str, Any] = {"model.num_layers": 2, "model.embed_dim": 64, "model.mlp_dim": 256}
 records = [{"text": f"{a} plus {b} is {a + b}."} for a in range(40) for b in range(40)]
 result = optimus_jax.train(
     "gpt2-nano",
@@ -18,7 +21,7 @@ result = optimus_jax.train(
     seq_len=64,
     global_batch=16,
     run_dir="runs/own_data",
-    **{"model.num_layers": 2, "model.embed_dim": 64, "model.mlp_dim": 256},
+    **SIZES,
 )
 model = optimus_jax.load(result.run_dir)
 print(model.generate("12 plus 7 is", max_new_tokens=12, temperature=0.0))

@@ -122,8 +122,8 @@ def tokens_given(data: RandomAccess, text_field: str, tokenizer: Tokenizer) -> T
 
     Raises DataError for an item without token ids, or with ids that are not the tokenizer's.
     """
-    if isinstance(data, np.ndarray) and data.ndim == 1:
-        data = [data]
+    if hasattr(data, "__array__") and getattr(data, "ndim", None) == 1:
+        data = [np.asarray(data)]
     if _ids_of(data[0], text_field) is None:
         return None
     dtype, end = token_dtype(tokenizer.vocab_size), [tokenizer.eos]
@@ -166,7 +166,10 @@ def _ids_of(item: Any, text_field: str) -> np.ndarray | None:
         isinstance(item, list | tuple) or hasattr(item, "__array__")
     ):
         return None
-    ids = np.asarray(item)
+    try:
+        ids = np.asarray(item)
+    except ValueError:  # lists of several lengths
+        return None
     if not ids.size:
         return np.array([], np.int64)
     return ids if ids.ndim == 1 and np.issubdtype(ids.dtype, np.integer) else None

@@ -15,7 +15,7 @@ from optimus_jax.cluster.launch_detection import find_launch
 from optimus_jax.config import Config
 from optimus_jax.config.run_checkpoint import RunCheckpoint
 from optimus_jax.data.batch import HostBatch
-from optimus_jax.data.given import RandomAccess
+from optimus_jax.data.given import RandomAccess, given_in_python
 from optimus_jax.data.tokenizers import ByteTokenizer, Tokenizer
 from optimus_jax.devices.cpu import disable_compilation_cache_on_cpu, use_cpu_devices
 from optimus_jax.devices.jax_settings import check_jax_settings
@@ -97,7 +97,7 @@ def evaluate(
       model: directory or URL of a run, or DIR@STEP; directory of a published model, or
         hf://ORG/NAME.
       data: what to measure on, all of it: paths or items, as `train` takes them; None: what the run
-        holds out.
+        holds out, if its data was named by paths.
       step: step of the run's checkpoint; None: the newest good one.
       examples: most examples, the first ones; None: all.
       say: called with messages about the parameters.
@@ -111,6 +111,15 @@ def evaluate(
     if isinstance(source, RunSource):
         run = open_run(source.named, checkpoint="none", say=say)
         base, given = _of_run(source), {"data.tokenizer": source.tokenizer()}
+        if data is None and "data.sources" not in overrides and given_in_python(base.data.sources):
+            raise ConfigError(
+                explain(
+                    "what the run holds out is not here: its data was an object of the program",
+                    given=f"{RUN} {model}, no data",
+                    do="name the data to measure on with --data, or in Python give data=, of which"
+                    " all is measured; the run's own evaluations are in its events.jsonl",
+                )
+            )
     else:
         run, base, given = None, None, {}
     if data is not None:

@@ -62,6 +62,14 @@ def with_objects(
         records = check_records(data)
         given["data"] = IN_PYTHON
     if isinstance(optimizer, str):
+        if given.get(NAME) not in (None, optimizer):
+            raise ConfigError(
+                explain(
+                    f"{NAME} is given two values",
+                    given=f"{NAME}={given[NAME]} and optimizer={optimizer}",
+                    do="give one of them",
+                )
+            )
         given[NAME] = optimizer
     settings = dotted(given)
     if optimizer is None or isinstance(optimizer, str):

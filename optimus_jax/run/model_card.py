@@ -11,6 +11,7 @@ from optimus_jax.config import Config, DataConfig, ModelConfig
 from optimus_jax.config.data import SpeechTask
 from optimus_jax.config.model import COLUMNS_PER_FRAME
 from optimus_jax.config.phases import phases_of
+from optimus_jax.data.given import NAME, given_in_python
 from optimus_jax.data.recordings import NO_TIMESTAMPS, start_of
 from optimus_jax.data.spectrogram import SAMPLE_RATE, STEP, WINDOW
 from optimus_jax.data.token_ids import frame_of_ends
@@ -182,7 +183,8 @@ def _of_training(
         for name, value in metrics.items():
             if isinstance(value, float):
                 yield f"held-out {name}", f"{value:.4f}, {after}"
-    yield "data", ", ".join(_last_part(source) for source in config.data.sources)
+    named = ", ".join(_last_part(source) for source in config.data.sources)
+    yield "data", NAME if given_in_python(config.data.sources) else named
     if config.model.image_size:
         size = f"{config.model.image_size} x {config.model.image_size}"
         yield "images", f"{size} pixels of {counted(config.model.num_channels, 'channel')}"

@@ -12,6 +12,7 @@ from optimus_jax.checkpoint.saving import Retries
 from optimus_jax.checkpoint.snapshots import bytes_of_host
 from optimus_jax.cluster.distributed import all_or_none, assert_same_everywhere, is_writer
 from optimus_jax.config import Config
+from optimus_jax.config.in_python import IN_PYTHON
 from optimus_jax.config.phases import TrainingPhase, in_phase, phase_after
 from optimus_jax.control.assembly import make_controller
 from optimus_jax.control.controller import Controller
@@ -20,6 +21,7 @@ from optimus_jax.control.executables import Executable, executable_of
 from optimus_jax.control.journal import Journal
 from optimus_jax.control.phase_changes import PhaseChanges
 from optimus_jax.control.switch import Switcher
+from optimus_jax.data.given import given_in_python
 from optimus_jax.data.tokenizers import ByteTokenizer
 from optimus_jax.errors import OptimusError, PlanError, explain
 from optimus_jax.faults.heartbeat import Heartbeats
@@ -251,7 +253,7 @@ def run_program(
             with all_or_none():  # if the others left, JAX would take process 0 for lost
                 exports.finish(progress, is_wanted=outcome.reason == "done")
         snapshots.discard()
-        _show_end(display, outcome, run)
+        _show_end(display, outcome, run, config)
         with all_or_none():  # if the others left, JAX would take a slow process for lost
             told.finish()
         return outcome, trainer.program.plan
@@ -393,16 +395,23 @@ def _check_disk_space(
     )
 
 
-def _show_end(display: Display, outcome: TrainingResult, run: RunDirectory) -> None:
+def _show_end(display: Display, outcome: TrainingResult, run: RunDirectory, config: Config) -> None:
+    objects = "".join(
+        f", {name}=..."
+        for name, is_object in (
+            ("data", given_in_python(config.data.sources)),
+            ("optimizer", config.optimizer.name == IN_PYTHON),
+        )
+        if is_object
+    )
     if outcome.reason == "done":
         display.message(f"done: {outcome.last_step} steps, in {run.address}")
     else:
         options = f"--run-dir {run.address} --resume"
-        display.message(
-            f"stopped after step {outcome.last_step} and saved; resume with"
-            + (
-                f": {typed_command('train')} {options}"
-                if jax.process_count() == 1
-                else f" the command of the first start, on any number of processes, and {options}"
-            )
-        )
+        if objects:
+            how = f'in Python: optimus_jax.train(run_dir="{run.address}", resume=True{objects})'
+        elif jax.process_count() == 1:
+            how = f"with: {typed_command('train')} {options}"
+        else:
+            how = f"with the command of the first start, on any number of processes, and {options}"
+        display.message(f"stopped after step {outcome.last_step} and saved; resume {how}")

@@ -9,6 +9,7 @@ from jax.sharding import NamedSharding
 
 from optimus_jax.cluster.launch_detection import Launch
 from optimus_jax.config import Config, OptimizerConfig
+from optimus_jax.config.in_python import IN_PYTHON
 from optimus_jax.config.phases import TrainingPhase
 from optimus_jax.data.dataset import Data
 from optimus_jax.errors import counted
@@ -120,7 +121,9 @@ def show_start_table(
             *([["in host memory", OFFLOADED[plan.offload]]] if plan.offload != "none" else []),
             [
                 "learning rate",
-                f"{peak:g} peak, {describe_schedule(config)}, of {config.steps} steps",
+                "that of the optimizer given in Python"
+                if config.optimizer.name == IN_PYTHON
+                else f"{peak:g} peak, {describe_schedule(config)}, of {config.steps} steps",
             ],
             *_rate_factor_rows(config.optimizer),
             ["evaluation", evaluation],

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from optimus_jax.config import Config
+from optimus_jax.config.in_python import IN_PYTHON
 from optimus_jax.control.journal import switches
 from optimus_jax.errors import ConfigError, explain
 from optimus_jax.plan import Plan
@@ -43,6 +44,8 @@ def recorded(run_dir: Path) -> Recording:
     """
     try:
         config = Config.from_json((run_dir / "config.json").read_text(encoding="utf-8"))
+        if config.optimizer.name == IN_PYTHON:  # how many moments it has is not known here
+            config = config.with_values({"optimizer.name": "adamw"})
         plans = [
             Plan.from_json((run_dir / "plan.json").read_text(encoding="utf-8")),
             *[record.source for record in switches(run_dir)],

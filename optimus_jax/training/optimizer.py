@@ -143,7 +143,7 @@ def optimizer_named(name: str) -> Optimizer:
             explain(
                 f"unknown optimizer {name!r}",
                 given=f"optimizer.name={name}",
-                do=nearest(name, OPTIMIZERS),
+                do=nearest(name, [each for each in OPTIMIZERS if each != IN_PYTHON]),
             )
         )
     return OPTIMIZERS[name]

@@ -1,7 +1,8 @@
 """An optimizer that a program gives: an optax transformation of its own.
 
 Devices apply it to the parts of parameters that they update, in any layout, so what it does to an
-element must not depend on others. That is tried before it is used.
+element must not depend on others. Arrays are padded with zeros, which have to stay zeros: other
+layouts have other padding. Both are tried before it is used.
 """
 
 from typing import Any
@@ -62,8 +63,8 @@ def use_own_optimizer(given: optax.GradientTransformation | None) -> None:
 
 
 def check_elementwise(given: optax.GradientTransformation) -> None:
-    """Raise ConfigError unless a transformation does the same to an element whatever the other
-    elements are. Runs it on the default device.
+    """Raise ConfigError unless what a transformation does to an element depends on that element
+    alone, and zeros without gradient stay zeros. Runs it on the default device.
     """
     rng = np.random.default_rng(0)
     values = rng.normal(size=(1 + len(_SCALES), _SIZE, _SIZE)).astype(np.float32)
@@ -74,6 +75,7 @@ def check_elementwise(given: optax.GradientTransformation) -> None:
             np.concatenate([_updates(given, part) for part in np.split(values, 2, axis)], axis)
             for axis in (1, 2)
         ]
+        keeps_zeros = _keeps_zeros(given)
     except Exception as error:
         raise ConfigError(
             explain(
@@ -83,17 +85,38 @@ def check_elementwise(given: optax.GradientTransformation) -> None:
                 " all parameters alike",
             )
         ) from error
-    if all(np.allclose(parts, whole, rtol=_RELATIVE, atol=0) for parts in of_parts):
-        return
-    raise ConfigError(
-        explain(
-            "the optimizer mixes elements of a parameter, such as by a norm, and devices update"
-            " parts of parameters",
-            given="other updates of a matrix than of its halves",
-            do="leave clipping to optimizer.clip_norm, and give what treats every element by"
-            " itself, such as optax.lion(1e-4)",
+    if not all(np.allclose(parts, whole, rtol=_RELATIVE, atol=0) for parts in of_parts):
+        raise ConfigError(
+            explain(
+                "the optimizer mixes elements of a parameter, such as by a norm, and devices update"
+                " parts of parameters",
+                given="other updates of a matrix than of its halves",
+                do="leave clipping to optimizer.clip_norm, and give what treats every element by"
+                " itself, such as optax.lion(1e-4)",
+            )
         )
-    )
+    if not keeps_zeros:
+        raise ConfigError(
+            explain(
+                "the optimizer's state of an element without gradient is not zero, and arrays are"
+                " padded with zeros that every layout must have",
+                given="a state or an update of zeros that is not zero",
+                do="give one whose state begins with zeros and keeps them, such as"
+                " optax.adam(1e-3)",
+            )
+        )
+
+
+def _keeps_zeros(given: optax.GradientTransformation) -> bool:
+    """Whether parameters and gradients of zeros have updates and a state of zeros."""
+    zeros = jnp.zeros((2, 2), jnp.float32)
+    with jax.numpy_dtype_promotion("standard"):
+        before = given.init(zeros)
+        update, after = given.update(zeros, before, zeros)
+    found: list[Any] = [update]
+    for state in (before, after):
+        optax.tree_map_params(given, found.append, state)
+    return not any(np.asarray(each).any() for each in found)
 
 
 def _updates(given: optax.GradientTransformation, values: np.ndarray) -> np.ndarray:

@@ -92,6 +92,8 @@ def test_items_that_cannot_be_read_are_named():
         given([{"text": "a"}, {"body": "b"}])
     with pytest.raises(DataError, match=r"(?s)item 2, .*no token ids"):
         given([[1], {"text": "b"}])
+    with pytest.raises(DataError, match="item 1, is not a JSON object"):
+        given([[[1, 2], [3]]])
     for wrong in (257, -1):
         with pytest.raises(DataError, match=rf"(?s)item 1, .*token {wrong}; the tokenizer has 257"):
             given([[1, wrong]])

@@ -454,6 +454,7 @@ def trained(tmp_path_factory):
         **{
             "model.num_layers": 1,
             "model.embed_dim": 64,
+            "model.head_dim": 8,  # as a published GPT-2 of this width has
             "model.mlp_dim": 128,
             "data.eval_fraction": 0.0,
         },

@@ -57,6 +57,8 @@ def test_objects_train_as_what_has_names_and_are_needed_again(tmp_path):
         optimus_jax.train(optimizer=own, **run, **again)
     after = optimus_jax.train(data=RECORDS, optimizer=own, **run, **again)
     assert_close(losses(after), losses(named), F32_RELATIVE)
+    with pytest.raises(ConfigError, match=r"(?s)its data was an object.*--data"):
+        optimus_jax.evaluate(tmp_path / "own", say=lambda text: None)
     found = optimus_jax.evaluate(
         tmp_path / "own", data=RECORDS[:20], mesh="data=8", say=lambda text: None
     )
@@ -119,6 +121,12 @@ def test_what_mixes_elements_is_refused(own):
         check_elementwise(own)
 
 
+@pytest.mark.parametrize("own", [optax.adagrad(1e-3), optax.adamax(1e-3)])
+def test_what_makes_something_of_padding_is_refused(own):
+    with pytest.raises(ConfigError, match="is not zero"):
+        check_elementwise(own)
+
+
 def test_what_is_no_transformation_of_gradients_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="cannot update an array"):
         check_elementwise(optax.lbfgs())
@@ -127,4 +135,6 @@ def test_what_is_no_transformation_of_gradients_is_refused(tmp_path):
         optimus_jax.train("gpt2-nano", optimizer=lambda gradient: gradient, **run)
     with pytest.raises(ConfigError, match=r"(?s)its own learning rate.*optimizer.lr=0.1"):
         optimus_jax.train("gpt2-nano", optimizer=optax.sgd(0.1), lr=0.1, **run)
+    with pytest.raises(ConfigError, match=r"optimizer\.name is given two values"):
+        optimus_jax.train("gpt2-nano", optimizer="adamw", **run | {"optimizer.name": "sgd"})
     assert not (tmp_path / "run").exists()
