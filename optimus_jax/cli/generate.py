@@ -150,7 +150,8 @@ def read_prompts(name: str) -> list[str]:
     Raises ConfigError if it cannot be read, or a line holds none.
     """
     prompts = []
-    for number, line in enumerate(read_prompt(name, "--prompts").splitlines(), 1):
+    text = read_prompt(name, "--prompts").removeprefix("\ufeff")
+    for number, line in enumerate(text.split("\n"), 1):  # JSON texts may hold other line breaks
         if not line.strip():
             continue
         try:
@@ -158,7 +159,7 @@ def read_prompts(name: str) -> list[str]:
         except (ValueError, RecursionError):
             value = None
         found = value.get("prompt") if isinstance(value, dict) else value
-        if not isinstance(found, str):
+        if not isinstance(found, str) or not found:
             raise ConfigError(
                 explain(
                     f"line {number} holds no prompt",

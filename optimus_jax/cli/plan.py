@@ -136,7 +136,7 @@ def parser() -> Parser:
         "--rejected",
         action="store_true",
         default=False,
-        help="list the layouts that are not legal or do not fit, and why",
+        help="show why other layouts are not legal or do not fit, with some of each",
     )
     flags.add_argument(
         "--compile",

@@ -52,15 +52,15 @@ TEXTS = ("mesh", "schedule", "remat", "overlap", "why")
 """Columns that are not numbers."""
 COSTS = ("time", "device-hours", "price", "MWh")
 """Columns of what training takes."""
-LEFT_OUT = ("step", "per device", "GiB")
-"""Columns that a narrow comparison has no room for beside COSTS."""
+LEFT_OUT = ("mesh", "step", "per device", "MFU", "GiB")
+"""Columns that a narrow comparison has no room for beside COSTS; the mesh follows below."""
 IN_NARROW = ("", "mesh", "m", "remat", "zero", "step", "tokens/s", "MFU", "GiB")
 """Columns of a narrow table."""
 
 
 def make_console() -> Console:
     """Standard output, wide enough for all columns if it is not a terminal."""
-    console = Console()
+    console = Console(markup=False, emoji=False)  # names and reasons are not rich's
     if not console.is_terminal:
         console.width = PIPED_WIDTH
     return console
@@ -294,16 +294,17 @@ def show_rejected(found: PlanSearch) -> None:
     """Print the layouts that are not legal or do not fit: those of the same reason together, the
     most frequent reason first, and at last those that are too large.
     """
-    reasons: dict[str, list[str]] = {}
+    reasons: dict[str, dict[str, None]] = {}  # a mesh is rejected with each of its other settings
     for each in found.rejections:
         if each.needs_bytes is None:
-            reasons.setdefault(each.reason, []).append(each.layouts)
+            reasons.setdefault(each.reason, {})[each.layouts] = None
     for reason, layouts in sorted(reasons.items(), key=lambda item: -len(item[1])):
-        _show_some(f"not, because {reason}:", layouts)
+        _show_some(f"not, because {reason}:", list(layouts))
     too_large = [each for each in found.rejections if each.needs_bytes is not None]
     if too_large:
         too_large.sort(key=lambda each: each.needs_bytes or 0)
-        _show_some("too large:", [f"{each.layouts}: {each.reason}" for each in too_large])
+        lines = dict.fromkeys(f"{each.layouts}: {each.reason}" for each in too_large)
+        _show_some("too large:", list(lines))
     print(
         f"of the {found.num_priced} legal layouts, those slower than the plans above were not"
         " checked for memory"
@@ -340,15 +341,17 @@ def show_comparison(
     is_narrow, has_costs = console.width < ALL_COLUMNS_WIDTH, any(trainings)
     names = ["cluster", "mesh", "step", "tokens/s", "per device", "MFU", "GiB"]
     names += COSTS if has_costs else []
+    if all(each is None or each.price is None for each in trainings):
+        names = [name for name in names if name != "price"]
     if is_narrow and has_costs:
         names = [name for name in names if name not in LEFT_OUT]
     table = empty_table(is_narrow=is_narrow)
     for name in names:
         is_text = name == "mesh"
         justify = "left" if name in ("cluster", "mesh") else "right"
-        table.add_column(name, justify=justify, no_wrap=not is_text)
+        table.add_column(name, justify=justify, no_wrap=not is_text, overflow="fold")
     for each, training in zip(compared, trainings, strict=True):
-        row = {"cluster": each.name, "mesh": "none fits"}
+        row = {"cluster": each.name, "mesh": "no plan"}
         if each.found is not None:
             best = each.found.plans[0]
             rate = best.prediction.tokens_per_s / each.found.cluster.num_devices
@@ -361,6 +364,12 @@ def show_comparison(
     for each in compared:
         if each.found is None:
             console.print(f"{each.name}: {each.why_not}", highlight=False)
+        elif is_narrow and has_costs:
+            best = cells(each.found.plans[0])
+            console.print(
+                f"{each.name}: {best['mesh']}, m={best['m']}, MFU {best['MFU']}, {best['GiB']} GiB",
+                highlight=False,
+            )
     if training := next((each for each in trainings if each is not None), None):
         console.print(
             f"to train on {compact(training.num_tokens)} tokens; energy: at most, of devices alone",

@@ -147,7 +147,8 @@ _B200 = (
     "https://www.nvidia.com/en-us/data-center/dgx-b200/",
     "NVIDIA HGX specifications (an eighth of its figures): "
     "https://www.nvidia.com/en-us/data-center/hgx/",
-    "multiprocessors: as CUDA counts them, in no data sheet",
+    "multiprocessors: as CUDA counts them, in no data sheet; 1000 W: HGX B200, "
+    "https://docs.vultr.com/inference-cookbook/cuda/getting-started/hardware-overview",
 )
 _L40S = ("NVIDIA L40S data sheet: https://www.nvidia.com/en-us/data-center/l40s/", _ADA)
 _L4 = (

@@ -12,7 +12,7 @@ from optimus_jax.planning.api import (
     has_global_batch,
     search_plans,
 )
-from optimus_jax.planning.profiles.cluster import Cluster
+from optimus_jax.planning.profiles.cluster import INTER_HOST, Cluster
 from optimus_jax.planning.search.search import ReportStatus
 
 
@@ -47,7 +47,8 @@ def compare_clusters(
       OptimusError: a name is unknown, a setting is impossible under every plan, or no cluster has
         a plan.
     """
-    clusters = [Cluster.parse(name, links) for name in names]
+    links_of = {name: _links_of(name, links) for name in names}
+    clusters = [Cluster.parse(name, links_of[name]) for name in names]
     if not has_global_batch(overrides):
         most = max(cluster.num_devices for cluster in clusters)
         overrides = {**overrides, "data.global_batch": SEQUENCES_PER_DEVICE * most}
@@ -56,7 +57,7 @@ def compare_clusters(
         found, why_not = None, ""
         try:
             found = search_plans(
-                model, name, top=1, links=links, progress=progress, overrides=overrides
+                model, name, top=1, links=links_of[name], progress=progress, overrides=overrides
             )
         except PlanError as error:
             why_not = str(error)
@@ -65,3 +66,9 @@ def compare_clusters(
     if len(errors) == len(names):
         raise errors[0]
     return compared
+
+
+def _links_of(name: str, links: Sequence[str]) -> list[str]:
+    """Those links that a cluster has: one host has none to others."""
+    is_one_host = Cluster.parse(name).num_hosts == 1
+    return [link for link in links if not (is_one_host and link.strip().startswith(INTER_HOST))]

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from optimus_jax.devices.accelerators import accelerator_named
 from optimus_jax.errors import ConfigError, explain
 from optimus_jax.planning.cost.cost import Prediction
 from optimus_jax.planning.profiles.cluster import Cluster
@@ -70,10 +71,10 @@ class TrainingCost:
     def cells(self) -> list[str]:
         """Time, device-hours, price and energy as texts; empty: not known."""
         return [
-            f"{self.days:,.1f} d" if self.days >= 1 else f"{self.time_s / _HOUR_S:.1f} h",
-            f"{self.device_hours:,.0f}",
-            "" if self.price is None else f"{self.price:,.0f}",
-            "" if self.energy_kwh is None else f"{self.energy_kwh / 1e3:,.1f}",
+            f"{_plain(self.days)} d" if self.days >= 1 else f"{_plain(self.time_s / _HOUR_S)} h",
+            _plain(self.device_hours),
+            "" if self.price is None else _plain(self.price),
+            "" if self.energy_kwh is None else _plain(self.energy_kwh / 1e3),
         ]
 
     def describe(self) -> str:
@@ -84,10 +85,17 @@ class TrainingCost:
         return text + (f", at most {energy} MWh of the devices" if energy else "")
 
 
+def _plain(number: float) -> str:
+    """A number as text, with at least two digits."""
+    return (
+        f"{number:,.0f}" if number >= 100 else f"{number:.1f}" if number >= 10 else f"{number:.2g}"
+    )
+
+
 def compact(number: float) -> str:
     """A large number as text, with k, M, B or T and up to three digits."""
     for unit, power in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
-        if number >= power:
+        if number >= 0.9995 * power:  # which is rounded to it
             return f"{number / power:.3g}{unit}"
     return f"{number:.3g}"
 
@@ -113,7 +121,7 @@ def parse_prices(texts: Iterable[str]) -> Mapping[str, float]:
     Args:
       texts: `2.50`, or `h100=2.50` for one kind of device.
     Raises:
-      ConfigError: a price is not a number, or given twice.
+      ConfigError: a price is not a number, or given twice, or there is no such device.
     """
     found: dict[str, float] = {}
     for text in texts:
@@ -123,6 +131,8 @@ def parse_prices(texts: Iterable[str]) -> Mapping[str, float]:
             price = float(number)
         except ValueError:
             price = math.nan
+        if name:
+            accelerator_named(name)
         if not 0 <= price < math.inf or name in found:
             raise ConfigError(
                 explain(

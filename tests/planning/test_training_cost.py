@@ -7,9 +7,10 @@ import pytest
 from in_process import run_in_process
 
 from optimus_jax.errors import ConfigError, PlanError
-from optimus_jax.planning.api import find_plans
+from optimus_jax.planning.api import find_plans, search_plans
 from optimus_jax.planning.cluster_comparison import compare_clusters
 from optimus_jax.planning.profiles.cluster import Cluster
+from optimus_jax.planning.search.layouts import Rejection
 from optimus_jax.planning.training_cost import (
     TrainingCost,
     compact,
@@ -32,10 +33,14 @@ def test_time_hours_price_and_energy_are_products():
     assert cost.energy_kwh == pytest.approx(8 * 2400 * 0.7)
     text = cost.describe()
     assert text == (
-        "8.64T tokens: 100.0 d, 19,200 device-hours, 48,000 to pay, at most 13.4 MWh of the devices"
+        "8.64T tokens: 100 d, 19,200 device-hours, 48,000 to pay, at most 13.4 MWh of the devices"
     )
     unknown = replace(cost, price=None, energy_kwh=None)
-    assert unknown.describe() == "8.64T tokens: 100.0 d, 19,200 device-hours"
+    assert unknown.describe() == "8.64T tokens: 100 d, 19,200 device-hours"
+    little = TrainingCost.of(1e9, prediction, Cluster.parse("h100:8"), 2.5)
+    assert little.describe() == (
+        "1B tokens: 0.28 h, 2.2 device-hours, 5.6 to pay, at most 0.0016 MWh of the devices"
+    )
 
 
 @pytest.mark.parametrize(
@@ -45,6 +50,7 @@ def test_time_hours_price_and_energy_are_products():
 def test_numbers_of_tokens_have_a_unit(text, number):
     assert parse_tokens(text) == number
     assert parse_tokens(compact(number)) == number
+    assert compact(999.96e9) == "1T"
 
 
 @pytest.mark.parametrize("text", ["", "many", "-3B", "0", "1e999", "3Q", "T"])
@@ -58,6 +64,8 @@ def test_a_price_is_of_one_kind_of_device_or_of_all():
     assert price_of(prices, Cluster.parse("h100:8")) == 2.5
     assert price_of(prices, Cluster.parse("b200:8")) == 3
     assert price_of(parse_prices(["h100=2.5"]), Cluster.parse("b200:8")) is None
+    with pytest.raises(ConfigError, match="unknown accelerator 'h10'"):
+        parse_prices(["h10=2.5"])
     for wrong in (["dear"], ["h100="], ["-1"], ["1", "2"], ["nan"], ["h100=1", "H100=2"]):
         with pytest.raises(ConfigError, match=r"(?s)given:.*do:"):
             parse_prices(wrong)
@@ -130,9 +138,38 @@ def test_a_narrow_table_has_whole_words(columns, monkeypatch):
         assert f"plan {plan.rank}: " in below
 
 
-def test_rejected_layouts_stand_below_their_reason():
-    flags = ["--model", "llama3.3-70b", "--cluster", "h100:8", "--top", "1", "--rejected"]
+def test_a_narrow_comparison_has_its_meshes_below(monkeypatch):
+    from optimus_jax.cli import plan_output
+
+    monkeypatch.setattr(plan_output, "PIPED_WIDTH", 80)
+    clusters = ["h100:16x8", "h200:16x8", "b200:8x8"]
+    flags = ["--model", "llama3-8b", "--compare", *clusters, "--tokens", "15T", "--price", "2.50"]
+    shown = run_in_process("plan", *flags, "--json")
+    listed = json.loads(shown.stdout)
     shown = run_in_process("plan", *flags).stdout
-    assert shown.count("not, because") >= 1
-    assert "too large:" in shown
-    assert "more\n" in shown
+    assert max(map(len, shown.splitlines())) <= 80
+    assert "…" not in shown
+    for cluster, each in zip(clusters, listed, strict=True):
+        assert f"{each['tokens_per_s']:,.0f}" in shown
+        assert f"{each['training']['price']:,.0f}" in shown
+        sizes = [f"{axis}={size}" for axis, size in each["axes"].items() if size > 1]
+        assert f"{cluster}: {','.join(sizes)}" in shown
+
+
+def test_rejected_layouts_stand_below_their_reason(capsys):
+    from optimus_jax.cli.plan_output import show_rejected
+
+    found = search_plans("gpt2", "h100:8", top=1, overrides=SMALL)
+    illegal = [Rejection(layouts=f"tensor={n}", reason="of the heads") for n in (3, 5, 5, 6, 7)]
+    large = [Rejection(layouts=f"data={n}", reason=f"needs {n}", needs_bytes=n) for n in (9, 8)]
+    show_rejected(replace(found, rejections=(*illegal, *large)))
+    assert capsys.readouterr().out.splitlines()[:8] == [
+        "not, because of the heads:",
+        "  tensor=3",
+        "  tensor=5",
+        "  tensor=6",
+        "  and 1 more",
+        "too large:",
+        "  data=8: needs 8",
+        "  data=9: needs 9",
+    ]
