@@ -87,9 +87,9 @@ class TrainingCost:
 
 def _plain(number: float) -> str:
     """A number as text, with at least two digits."""
-    return (
-        f"{number:,.0f}" if number >= 100 else f"{number:.1f}" if number >= 10 else f"{number:.2g}"
-    )
+    if number >= 100:
+        return f"{number:,.0f}"
+    return f"{number:.1f}" if number >= 10 else f"{number:.2g}"
 
 
 def compact(number: float) -> str:
