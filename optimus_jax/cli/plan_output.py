@@ -17,13 +17,11 @@ from optimus_jax.planning.cost.cost import hidden_shares
 from optimus_jax.planning.cost.workload import Workload
 from optimus_jax.planning.search.explain import flags, gib, seconds, term_rows, whole_over_tensor
 from optimus_jax.planning.training_cost import TrainingCost, compact
-from optimus_jax.run.command_line import settings
+from optimus_jax.run.command_line import PIPED_WIDTH, settings
 from optimus_jax.system.command import typed_command
 from optimus_jax.weights.published import MODEL
 from optimus_jax.weights.published_adapters import PublishedAdapters
 
-PIPED_WIDTH = 160
-"""Width of a table, in columns, if the output is not a terminal."""
 ALL_COLUMNS_WIDTH = 140
 """Least width of a table with all columns. In a narrower one the reasons follow below."""
 SHOWN_SHARE = 0.03

@@ -7,10 +7,10 @@ import json
 from argparse import SUPPRESS
 from typing import TYPE_CHECKING
 
-from optimus_jax.cli.plan import PIPED_WIDTH, THIS_MACHINE
+from optimus_jax.cli.plan import THIS_MACHINE
 from optimus_jax.config.presets import MODEL_HELP
 from optimus_jax.errors import ConfigError, explain
-from optimus_jax.run.command_line import Parser, settings
+from optimus_jax.run.command_line import PIPED_WIDTH, Parser, settings
 from optimus_jax.system.environment import import_jax
 from optimus_jax.system.resilient_io import print_to_stderr
 

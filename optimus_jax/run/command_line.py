@@ -32,6 +32,8 @@ from optimus_jax.system.resilient_io import (
 
 LIST = "list"
 """Value of --model that asks for the names of all presets."""
+PIPED_WIDTH = 160
+"""Width of a table, in columns, if the output is not a terminal."""
 
 SET = "--set"
 _FLAG = re.compile(r"--[A-Za-z][^\s=]*")
