@@ -5,22 +5,17 @@ The reference is read from the code. `make docs` runs this before Sphinx. A link
 is an error.
 """
 
-import ast
-import builtins
 import dataclasses
 import inspect
-import itertools
 import re
 import shutil
 import sys
-import types
-import typing
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
 
 from optimus_jax.config import Config
 from optimus_jax.config.axes import AxisSizes
+from optimus_jax.config.described import fields_of, parts_of, unit_of
 from optimus_jax.devices.jax_settings import REFUSED, REPORTED, SET_HERE
 from optimus_jax.faults.stopping import EXIT_CODES
 from optimus_jax.plan import Pipelining, Plan
@@ -30,91 +25,11 @@ from optimus_jax.run_directory.step_record import StepRecord
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
 NOTEBOOKS = ROOT / "notebooks"
-UNITS = {
-    "_s": "s",
-    "bytes": "bytes",
-    "tokens": "tokens",
-    "seq_len": "tokens",
-    "length": "tokens",
-    "window": "tokens",
-    "batch": "examples",
-    "examples": "examples",
-    "steps": "steps",
-    "every": "steps",
-    "after_step": "steps",
-    "resume_step": "steps",
-    "devices": "devices",
-}
-"""Unit of a number, by the end of its name."""
 NOT_HERE = "\0"
 """Marks the path of a link to a file that the site does not have."""
 LABELLED = re.compile(rf"\[([^\[\]]*)\]{NOT_HERE}\(([^)]*)\)")
 LINK = re.compile(r"\]\((?!\w+:|#|/)([^)\s#]+)(#[^)\s]*)?\)")
 """A link to a file, and where in it."""
-
-
-def fields_of(section: type) -> Iterator[tuple[str, str, str, str]]:
-    """Name, type, default and meaning of every field of a dataclass."""
-    (body,) = ast.parse(inspect.cleandoc(inspect.getsource(section))).body
-    assert isinstance(body, ast.ClassDef)
-    meanings = {
-        node.target.id: " ".join(str(after.value.value).split())
-        for node, after in itertools.pairwise(body.body)
-        if isinstance(node, ast.AnnAssign)
-        and isinstance(node.target, ast.Name)
-        and isinstance(after, ast.Expr)
-        and isinstance(after.value, ast.Constant)
-    }
-    hints = typing.get_type_hints(section)
-    for each in dataclasses.fields(section):
-        if not each.name.startswith("_"):
-            meaning = meanings.get(each.name, "")
-            yield each.name, type_text(hints[each.name]), default_text(each), meaning
-
-
-def type_text(kind: Any) -> str:
-    """A field's type in words: the values of a choice, `list of`, `or none`."""
-    options = typing.get_args(kind)
-    match typing.get_origin(kind):
-        case typing.Literal:
-            return ", ".join(map(str, options))
-        case typing.Union | types.UnionType:
-            texts = [type_text(each) for each in options if each is not types.NoneType]
-            return " or ".join([*texts, "none"] if types.NoneType in options else texts)
-        case builtins.tuple if options[1:] == (...,):
-            return f"list of {type_text(options[0])}"
-        case None:
-            return getattr(kind, "__name__", str(kind))
-    return str(kind).replace("typing.", "").replace("collections.abc.", "")
-
-
-def default_text(field: dataclasses.Field) -> str:
-    """A field's default as `--set` takes it; empty: it has none."""
-    value = field.default
-    if field.default_factory is not dataclasses.MISSING:
-        value = field.default_factory()
-    if value is dataclasses.MISSING or dataclasses.is_dataclass(value):
-        return ""
-    if isinstance(value, tuple):
-        return ",".join(map(str, value))
-    return str(value).lower() if value is None or isinstance(value, bool) else str(value)
-
-
-def parts_of(section: type) -> Iterator[type]:
-    """The dataclasses that a section's fields hold, but for those that are sections."""
-    todo = list(typing.get_type_hints(section).values())
-    while todo:
-        kind = todo.pop(0)
-        todo += typing.get_args(kind)
-        if dataclasses.is_dataclass(kind) and isinstance(kind, type):
-            yield kind
-
-
-def unit_of(name: str, kind: str) -> str:
-    """Unit of a setting; empty: it is no quantity, or a plain number."""
-    if not re.search(r"\b(int|float)\b", kind):
-        return ""
-    return next((unit for end, unit in UNITS.items() if name.endswith(end)), "")
 
 
 def code(text: str) -> str:

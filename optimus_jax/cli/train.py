@@ -207,7 +207,7 @@ def parser(note: Callable[[str], None] = say) -> Parser:
         "--set",
         action="append",
         metavar="KEY=VALUE",
-        help="any other setting, such as optimizer.beta2=0.99",
+        help="any other setting, such as optimizer.beta2=0.99; list, or a section, shows them",
     )
     return flags
 

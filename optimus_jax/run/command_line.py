@@ -9,13 +9,16 @@ frameworks are accepted as aliases if they mean the same, otherwise the error sa
 import argparse
 import os
 import re
+import shutil
 import sys
+import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
 from optimus_jax.config.advice import advice_for, spelled_like
 from optimus_jax.config.aliases import PARAMETERS, alias_of, meant_by_last_part, word
+from optimus_jax.config.described import SettingText, described_settings
 from optimus_jax.config.presets import PRESETS
 from optimus_jax.config.request import SHORT_NAMES, Entry, canonical, say
 from optimus_jax.config.settings import shown
@@ -31,7 +34,7 @@ from optimus_jax.system.resilient_io import (
 )
 
 LIST = "list"
-"""Value of --model that asks for the names of all presets."""
+"""Value of --model and --set that asks for the names of all presets or settings."""
 PIPED_WIDTH = 160
 """Width of a table, in columns, if the output is not a terminal."""
 
@@ -78,7 +81,7 @@ class Parser(argparse.ArgumentParser):
 
         Raises:
           ConfigError: a flag is unknown, has two values, or lacks a value.
-          SystemExit: --help was given, or `--model list`, whose names are printed.
+          SystemExit: --help was given; or `--model list` or `--set list`, which print names.
         """
         arguments = list(sys.argv[1:] if arguments is None else arguments)
         self._typed = " ".join(arguments)
@@ -89,6 +92,10 @@ class Parser(argparse.ArgumentParser):
         if given.get("model") == LIST:
             print(*PRESETS, sep="\n")
             raise SystemExit(0)
+        for entry in given.get("set") or []:
+            if found := settings_in(entry):
+                print(*map(setting_text, found), sep="\n")
+                raise SystemExit(0)
         return given
 
     @contextmanager
@@ -278,6 +285,22 @@ class _SingleValue(argparse.Action):
         setattr(namespace, self.dest, values)
 
 
+def settings_in(text: str) -> list[SettingText]:
+    """All settings, if the text is LIST, or those of the section that it names; otherwise none."""
+    return [
+        each
+        for each in described_settings()
+        if text == LIST or each.name.startswith(f"{text.rstrip('.')}.")
+    ]
+
+
+def setting_text(setting: SettingText) -> str:
+    """A setting with its meaning, in lines of the terminal's width."""
+    width = min(100, shutil.get_terminal_size((100, 24)).columns)
+    meaning = textwrap.wrap(setting.meaning, width, initial_indent="    ", subsequent_indent="    ")
+    return "\n".join([str(setting), *meaning])
+
+
 def settings(
     given: Mapping[str, Any], *, leave: Iterable[str] = (), note: Callable[[str], None] = say
 ) -> dict[str, Any]:
@@ -309,7 +332,7 @@ def settings(
                 explain(
                     "--set needs a name and a value",
                     given=entry,
-                    do="write --set section.key=value",
+                    do="write --set section.key=value; --set list shows all settings",
                 )
             )
         entries.append((name.strip(), value, f"--set {entry}"))

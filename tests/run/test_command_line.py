@@ -20,6 +20,7 @@ from optimus_jax.config import Config, advice, aliases
 from optimus_jax.config.advice import ADVICE, VALUES, advice_for
 from optimus_jax.config.aliases import ALIASES, AXIS_OF, PARAMETERS, alias_of
 from optimus_jax.config.axes import AxisSizes
+from optimus_jax.config.described import described_settings
 from optimus_jax.config.presets import PRESETS
 from optimus_jax.config.request import SHORT_NAMES, dotted, make_config, read_config
 from optimus_jax.config.settings import field_types
@@ -546,3 +547,28 @@ def test_the_names_of_all_models_are_printed(capsys):
         importlib.import_module("optimus_jax.cli.plan").parser().read(["--model", "list"])
     assert ended.value.code == 0
     assert capsys.readouterr().out.split() == list(PRESETS)
+
+
+def test_set_shows_all_settings_or_those_of_a_section(capsys):
+    def shown(entry):
+        with pytest.raises(SystemExit) as ended:
+            PARSERS["train"]().read(["--model", "gpt2-nano", "--set", entry])
+        assert ended.value.code == 0
+        return [
+            line.partition(" ")[0]
+            for line in capsys.readouterr().out.splitlines()
+            if not line.startswith(" ")
+        ]
+
+    everything = shown("list")
+    assert everything == list(known_settings())
+    for section in ("optimizer", "optimizer.lr_factors.", "model.tuning"):
+        start = f"{section.rstrip('.')}."
+        assert shown(section) == [name for name in everything if name.startswith(start)]
+
+
+def test_every_setting_is_described():
+    wrong = [each.name for each in described_settings() if not (each.kind and each.meaning)]
+    assert wrong == []
+    beta = next(each for each in described_settings() if each.name == "optimizer.beta2")
+    assert str(beta) == "optimizer.beta2 (float, default: 0.95)"
