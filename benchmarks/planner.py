@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from published import published_report, rank_report, read, scaling_report
+from published import published_report, rank_report, read, scaling_report, terms_report
 from published_comparisons import comparison_report
 
 from optimus_jax.config import ModelConfig
@@ -417,12 +417,17 @@ def main() -> None:
         action="store_true",
         help="rank published layouts in this project's own ranking",
     )
+    parser.add_argument(
+        "--terms",
+        action="store_true",
+        help="show the terms of this project's own step beside Megatron-Core's published times",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
     options = parser.parse_args()
     if bool(options.fit) != bool(options.test) or not (
-        options.vtrain or options.fit or options.published or options.ranks
+        options.vtrain or options.fit or options.published or options.ranks or options.terms
     ):
-        parser.error("give --vtrain DIR, --fit CSV --test CSV, --published or --ranks")
+        parser.error("give --vtrain DIR, --fit CSV --test CSV, --published, --ranks or --terms")
     report: dict[str, Any] = vtrain_report(options.vtrain) if options.vtrain else {}
     if options.fit:
         report |= fitted_report(options.fit, options.test)
@@ -433,6 +438,8 @@ def main() -> None:
         }
     if options.ranks:
         report |= {"ranks": rank_report()}
+    if options.terms:
+        report |= {"terms": terms_report()}
     print(json.dumps(report, indent=2) if options.json else "\n".join(lines(report)))
 
 

@@ -455,12 +455,46 @@ def rank_report(wanted: Callable[[Row], bool] = lambda row: True) -> dict[str, A
     return {str(row): _ranked(row) for row in reversed(firsts.values())}
 
 
-def _ranked(row: Row) -> dict[str, Any]:
+AT_THE_END = ("fsdp", "data")
+"""Terms of the exchange of gradients and of new parameters, at ZeRO stages 1 and 2."""
+
+
+def terms_report(software: str = "Megatron-Core") -> dict[str, Any]:
+    """Published times of one implementation beside the terms of this project's own best plan with
+    the same tensor and pipe axes.
+    """
+    return {str(row): _terms(row) for row in read() if row.source.software == software}
+
+
+def _terms(row: Row) -> dict[str, Any]:
+    own = _fastest_with(row, _config_of(row), row.cluster())
+    if own is None:
+        return {"plan": None, "why": "not legal, or too large"}
+    times = {term.name: term.time_s for term in own.prediction.terms}
+    predicted_s, published_s = own.prediction.step_time_s, row.published_s()
+    ends_s = sum(times.get(name, 0.0) for name in AT_THE_END)
+    return {
+        "plan": own.plan.describe(),
+        "published_s": published_s,
+        "predicted_s": predicted_s,
+        "difference": predicted_s / published_s - 1.0,
+        "without the exchange at the end": (predicted_s - ends_s) / published_s - 1.0,
+        "terms_s": {name: time_s for name, time_s in times.items() if time_s > 0.01 * predicted_s},
+    }
+
+
+def _config_of(row: Row) -> Config:
+    """The config of a run as a row's, in this project's own implementation."""
     config = Config(
         model=row.model, data=DataConfig(global_batch=row.global_batch, seq_len=row.seq_len)
     ).with_values({"precision.compute": "bf16"})
     if row.source.software in WITHOUT_SEQUENCE_PARALLELISM:
         config = config.with_values({"parallel.sequence_parallel": False})
+    return config
+
+
+def _ranked(row: Row) -> dict[str, Any]:
+    config = _config_of(row)
     cluster = row.cluster()
     best = search(Pricing(config, cluster, Rates.of(cluster.accelerator)), top=BEST).best
     own = _fastest_with(row, config, cluster)
@@ -480,7 +514,7 @@ def _ranked(row: Row) -> dict[str, Any]:
 def _fastest_with(row: Row, config: Config, cluster: Cluster) -> Candidate | None:
     """The fastest plan with the row's pipe and tensor axes, for any split between data and fsdp."""
     found: list[Candidate] = []
-    for fsdp in {1, row.replicas, math.gcd(row.replicas, 8)}:
+    for fsdp in {1, row.replicas, math.gcd(row.replicas, 8), math.gcd(row.replicas, 1 << 20)}:
         mesh = f"pipe={row.pipe},data={row.replicas // fsdp},fsdp={fsdp},tensor={row.tensor}"
         try:
             found += search(

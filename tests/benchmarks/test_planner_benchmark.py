@@ -259,6 +259,19 @@ def test_published_layouts_rank_first_or_have_a_reason(planner, published):
     assert max(close) < 0.02
 
 
+def test_terms_of_a_published_shape_add_up_to_the_step(published):
+    row = next(row for row in published.read() if row.model.name == "gpt-7.1B")
+    found = published._terms(row)
+    predicted_s, ends_s = (
+        found["predicted_s"],
+        sum(found["terms_s"].get(name, 0.0) for name in published.AT_THE_END),
+    )
+    assert found["difference"] == pytest.approx(predicted_s / row.published_s() - 1)
+    assert 0.95 * predicted_s < sum(found["terms_s"].values()) <= predicted_s
+    without = found["without the exchange at the end"]
+    assert without == pytest.approx((predicted_s - ends_s) / row.published_s() - 1, abs=0.02)
+
+
 def test_the_reachable_spearman_is_one_without_scatter_and_falls_with_it(planner):
     def row(rows: int, pipe: int, slower: float):
         data = 8 // pipe
