@@ -93,7 +93,7 @@ class Parser(argparse.ArgumentParser):
             print(*PRESETS, sep="\n")
             raise SystemExit(0)
         for entry in given.get("set") or []:
-            if found := settings_in(entry):
+            if "=" not in entry and (found := settings_in(entry)):
                 print(*map(setting_text, found), sep="\n")
                 raise SystemExit(0)
         return given
