@@ -40,7 +40,7 @@ class Accelerator:
     """NVIDIA's compute capability (developer.nvidia.com/cuda-gpus); None: unknown, or not an NVIDIA
     device."""
     rated_power_w: float | None = None
-    """Most that the device may draw, in watts."""
+    """Most that the device may draw, in watts; None: unknown."""
     sources: tuple[str, ...]
     """Where the figures are published."""
 
@@ -97,7 +97,7 @@ def _nvidia(
     memory_gb_per_s: float,
     num_sms: int,
     capability: tuple[int, int],
-    watts: float,
+    watts: float | None,
     sources: tuple[str, ...],
 ) -> Accelerator:
     return Accelerator(
@@ -177,7 +177,7 @@ def _v100(
     *,
     memory_gb: int = 32,
     tflops_16: float = 125,
-    watts: float = 350,
+    watts: float | None = None,
     sources: tuple[str, ...] = _V100,
 ) -> Accelerator:
     return _nvidia(

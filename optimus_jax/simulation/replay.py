@@ -37,7 +37,8 @@ class Recording:
 
 
 def recorded(run_dir: Path) -> Recording:
-    """Read the recording of the run in a directory.
+    """Read the recording of the run in a directory. An optimizer that was given in Python counts as
+    adamw, whose moments are two for each parameter.
 
     Raises:
       ConfigError: there is no run, it has too few steps, or its first plan is unknown.

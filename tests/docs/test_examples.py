@@ -11,7 +11,7 @@ PRINTS = {
     "own_data": ["(12, "],
     "callback": ["step 1 is next, on data=8", "held-out loss", "interrupt"],
     "change_mesh": ["data=4", "fsdp=8"],
-    "own_loss": ["data=8 ", "pipe=2,fsdp=2,tensor=2 "],
+    "own_loss": ["data=8 ", "pipe=2,fsdp=2,tensor=2 ", "they differ by 0.000"],
     "plan_a_cluster": ["1. ", "GiB predicted"],
 }
 """Some of what each of them prints."""
