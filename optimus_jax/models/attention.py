@@ -6,6 +6,7 @@ device's heads only.
 
 from functools import partial
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
@@ -13,6 +14,7 @@ from jax import Array
 from optimus_jax.config import ModelConfig
 from optimus_jax.mesh.axes import EMBED, HEAD_DIM, HEADS, KV_HEADS, NORM, PAIR
 from optimus_jax.mesh.collectives import Collectives
+from optimus_jax.mesh.scopes import ATTENTION
 from optimus_jax.models.adapters import AdapterRun, adapted, adapter_of
 from optimus_jax.models.families import features_of
 from optimus_jax.models.layers import Norm, add_bias, constant, normal
@@ -105,11 +107,13 @@ class Attention(nnx.Module):
         q_BLHK = self.queries(x_BLD, comm, keys_B)
         return q_BLHK, *self.keys_and_values(x_BLD, q_BLHK.shape[2], comm, keys_B)
 
+    @jax.named_scope(ATTENTION)
     def queries(self, x_BLD: Array, comm: Collectives, keys_B: Array | None = None) -> Array:
         """Queries [B, L, H, K] of this device's heads; the arguments are those of `project`."""
         q_BLHK = add_bias(project(x_BLD, comm.weight(self.query), comm.dtype), self.query_bias)
         return adapted(self.query_adapter, q_BLHK, x_BLD, AdapterRun(comm, keys_B))
 
+    @jax.named_scope(ATTENTION)
     def keys_and_values(
         self, x_BLD: Array, num_local_heads: int, comm: Collectives, keys_B: Array | None = None
     ) -> tuple[Array, Array]:
@@ -146,6 +150,7 @@ class Attention(nnx.Module):
             return jnp.pad(self.value_bias[...][None], ((1, 0), (0, 0), (0, 0)))
         return None if self.key_value_bias is None else self.key_value_bias[...]
 
+    @jax.named_scope(ATTENTION)
     def normed(self, q_BLHK: Array, k_BLGK: Array, comm: Collectives) -> tuple[Array, Array]:
         """Queries and keys after their norms, if the family has these."""
         if self.query_norm is None or self.key_norm is None:
@@ -158,6 +163,7 @@ class Attention(nnx.Module):
         q_BLHK = _normed(self.query_norm, self.query_norm.scale[...], q_BLHK, comm)
         return q_BLHK, _normed(self.key_norm, scale, k_BLGK, comm)
 
+    @jax.named_scope(ATTENTION)
     def rotated(
         self, q_BLHK: Array, k_BLGK: Array, cos_sin: tuple[Array, Array] | None
     ) -> tuple[Array, Array]:
@@ -169,6 +175,7 @@ class Attention(nnx.Module):
             rotate(k_BLGK, cos_sin, interleaved=self.interleaved),
         )
 
+    @jax.named_scope(ATTENTION)
     def partial_out(
         self, heads_BLHK: Array, comm: Collectives, keys_B: Array | None = None
     ) -> Array:
@@ -176,6 +183,7 @@ class Attention(nnx.Module):
         out_BLD = project_back(heads_BLHK, comm.weight(self.out), comm.dtype, result=comm.sums)
         return adapted(self.out_adapter, out_BLD, heads_BLHK, AdapterRun(comm, keys_B))
 
+    @jax.named_scope(ATTENTION)
     def combine(self, partial_BLD: Array, comm: Collectives) -> Array:
         """The sum of all devices' parts, plus the bias."""
         return add_bias(comm.sum_stream(partial_BLD, HEADS), self.out_bias).astype(comm.dtype)

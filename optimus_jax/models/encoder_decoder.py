@@ -25,6 +25,7 @@ from jax import Array, lax
 from optimus_jax.config import ModelConfig
 from optimus_jax.mesh.axes import LENGTH
 from optimus_jax.mesh.collectives import Collectives
+from optimus_jax.mesh.scopes import LAYER
 from optimus_jax.mesh.slots import EMPTY
 from optimus_jax.mesh.sums import Sums
 from optimus_jax.models.block import (
@@ -158,7 +159,8 @@ class TwoSides:
             (params, index), earlier, own = layer
             block: Block = nnx.merge(self.graphdef, params)
             read = frames if own is None else own
-            out = block(x_BTD, index, self.of_text, None, earlier, read)
+            with jax.named_scope(LAYER):
+                out = block(x_BTD, index, self.of_text, None, earlier, read)
             return out.x_BLD, (out.auxiliary, out.cache)
 
         whole = self.of_text.recomputed_whole(body)
@@ -194,7 +196,8 @@ class TwoSides:
             return streams._replace(frames_BFD=frames_BFD).joined, auxiliary
 
         def decode(block: Block, streams: Streams, index: Array) -> tuple[Array, Sums]:
-            out = block(streams.text_BTD, index, self.of_text, None, read=streams.frames_BFD)
+            with jax.named_scope(LAYER):
+                out = block(streams.text_BTD, index, self.of_text, None, read=streams.frames_BFD)
             return streams._replace(text_BTD=out.x_BLD).joined, out.auxiliary
 
         def leave(block: Block, streams: Streams, index: Array) -> tuple[Array, Sums]:
@@ -227,7 +230,8 @@ class TwoSides:
 
     def _encode(self, block: Block, x_BFD: Array, index: Array) -> tuple[Array, Sums]:
         """One layer of the encoder; its last one norms the result."""
-        out = block(x_BFD, index, self.of_frames, None)
+        with jax.named_scope(LAYER):
+            out = block(x_BFD, index, self.of_frames, None)
         assert block.cross is not None
         is_last = index == self.config.encoder_layers - 1
         ended_BFD = self.of_frames.recomputed(block.cross.encoder_norm)(out.x_BLD)

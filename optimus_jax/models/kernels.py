@@ -18,6 +18,7 @@ from jax import Array, lax
 from optimus_jax.config import AttentionKernel, Config, Precision
 from optimus_jax.devices.accelerators import AMPERE, HOPPER
 from optimus_jax.errors import PlanError, explain
+from optimus_jax.mesh.scopes import ATTENTION
 from optimus_jax.mesh.topology import Topology
 from optimus_jax.models.blockwise_attention import (
     BlockwiseSettings,
@@ -135,6 +136,7 @@ class Visibility:
         return replace(self, window=self.window if is_windowed else None, is_windowed=None)
 
 
+@jax.named_scope(ATTENTION)
 def attend(
     q_BLHK: Array,
     k_BTGK: Array,

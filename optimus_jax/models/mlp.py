@@ -15,6 +15,7 @@ from jax import Array, lax
 from optimus_jax.config import ModelConfig
 from optimus_jax.mesh.axes import EMBED, MLP, NORM, PAIR
 from optimus_jax.mesh.collectives import Collectives
+from optimus_jax.mesh.scopes import FEED_FORWARD
 from optimus_jax.models.adapters import AdapterRun, adapted, adapted_input, adapter_of
 from optimus_jax.models.families import features_of
 from optimus_jax.models.layers import add_bias, constant, normal
@@ -81,6 +82,7 @@ class FeedForward(nnx.Module):
         self.up_adapter = nnx.data(adapter("up", embed, (mlp,), (MLP,)))
         self.down_adapter = nnx.data(adapter("down", embed, (mlp,), (MLP,)))
 
+    @jax.named_scope(FEED_FORWARD)
     def hidden(self, x_BLD: Array, comm: Collectives, keys_B: Array | None = None) -> Array:
         """[B, L, D], fanned out over `mlp` -> values before the nonlinearity: [B, L, F], or
         [B, L, 2, F] with a gate.
@@ -99,6 +101,7 @@ class FeedForward(nnx.Module):
         )
         return jnp.stack(tuple(pair), 2)
 
+    @jax.named_scope(FEED_FORWARD)
     def partial_out(self, hidden: Array, comm: Collectives, keys_B: Array | None = None) -> Array:
         """The nonlinearity and the second projection; gives this device's part of the sum over
         `mlp`."""
@@ -111,10 +114,12 @@ class FeedForward(nnx.Module):
         out_BLD = project_back(h_BLF, comm.weight(self.down), comm.dtype, result=comm.sums)
         return adapted(self.down_adapter, out_BLD, h_BLF, AdapterRun(comm, keys_B))
 
+    @jax.named_scope(FEED_FORWARD)
     def combine(self, partial_BLD: Array, comm: Collectives) -> Array:
         """The sum of all devices' parts, plus the bias."""
         return self.with_bias(comm.sum_stream(partial_BLD, MLP), comm)
 
+    @jax.named_scope(FEED_FORWARD)
     def with_bias(self, sum_BLD: Array, comm: Collectives) -> Array:
         """The sum of all devices' parts, with the bias."""
         return add_bias(sum_BLD, self.down_bias).astype(comm.dtype)

@@ -33,6 +33,7 @@ from jax import Array, lax
 
 from optimus_jax.config.axes import PIPE
 from optimus_jax.mesh.branches import ordered_after, run_when
+from optimus_jax.mesh.scopes import BACKWARD_TASK, FORWARD_TASK
 from optimus_jax.mesh.sums import Sums
 from optimus_jax.mesh.zero import vary, varying_axes
 from optimus_jax.pipeline.buffers import Buffers
@@ -260,6 +261,7 @@ class _Run:
             if self.differentiate and not self.keeps:
                 carry["inputs"] = with_slot(carry["inputs"], slot, part)
 
+        @jax.named_scope(FORWARD_TASK)
         def run() -> tuple[Tree, Sums, list[Array]]:
             repeat = self._repeat(task % self.p.schedule.num_repeats)
             value, microbatch = self.parts.whole(part), self._microbatch(self._microbatch_of(task))
@@ -356,6 +358,7 @@ class _Run:
             # Both tasks have collectives of the same devices, which all must begin in one order.
             part = ordered_after(part, carry["sent_forward"])
 
+        @jax.named_scope(BACKWARD_TASK)
         def run() -> tuple[Tree, list[Array]]:
             cotangent = self.cotangent_parts.whole(part)
             repeat = self._repeat(index)

@@ -21,6 +21,7 @@ from jax import Array
 from optimus_jax.config import Config
 from optimus_jax.mesh.collectives import Collectives
 from optimus_jax.mesh.formats import COMPUTE_DTYPES
+from optimus_jax.mesh.scopes import GENERATOR as GENERATOR_PASS
 from optimus_jax.mesh.sharding import layouts_of, map_trained
 from optimus_jax.models.generator import GENERATOR, SHARED, of_generator, own_part
 from optimus_jax.models.shapes import ModelShapes, Params
@@ -98,6 +99,7 @@ class GeneratorPass:
         comm = self.objective.comm
         return layouts_of(self.objective.shapes.leaves, comm.rules, comm.zero, comm.scatter)
 
+    @jax.named_scope(GENERATOR_PASS)
     def train(
         self,
         params: Params,

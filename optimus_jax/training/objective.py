@@ -14,6 +14,8 @@ from jax import Array, lax
 from optimus_jax.config import Config
 from optimus_jax.mesh.axes import BATCH, LAYERS
 from optimus_jax.mesh.collectives import Collectives
+from optimus_jax.mesh.scopes import HEAD
+from optimus_jax.mesh.scopes import REFERENCE as REFERENCE_PASS
 from optimus_jax.mesh.slots import EMPTY
 from optimus_jax.mesh.sums import Sums, added_shares
 from optimus_jax.mesh.zero import vary
@@ -72,12 +74,11 @@ class Objective:
         auxiliary = self._added_shares(out.auxiliary, LAYERS)
         value = out.x_BLD
         if self.task.has_reference:
-            reference, run = self._reference(whole), replace(run, keys_B=None)
-            before = embedded(reference, rows, run)
-            value = {
-                POLICY: value,
-                REFERENCE: reference.run_layers(before, rows["positions"], run).x_BLD,
-            }
+            with jax.named_scope(REFERENCE_PASS):
+                reference, run = self._reference(whole), replace(run, keys_B=None)
+                before = embedded(reference, rows, run)
+                after = reference.run_layers(before, rows["positions"], run).x_BLD
+            value = {POLICY: value, REFERENCE: after}
         sums = self._sums(whole, value, rows)
         weights = self.auxiliary_weights
         weighted = [weights[name] * each for name, each in auxiliary.items() if name in weights]
@@ -92,7 +93,8 @@ class Objective:
         value = embedded(self.shapes.merged(whole), rows, run)
         if not self.task.has_reference:
             return value
-        before = embedded(self._reference(whole), rows, replace(run, keys_B=None))
+        with jax.named_scope(REFERENCE_PASS):
+            before = embedded(self._reference(whole), rows, replace(run, keys_B=None))
         return {POLICY: value, REFERENCE: before}
 
     def layers(self, whole: Params, value: Any, rows: Batch, slots: Array) -> tuple[Any, Sums]:
@@ -109,7 +111,8 @@ class Objective:
             out = after(model, value, run)
             return out.x_BLD, self._added_shares(out.auxiliary, LAYERS)
         out = after(model, value[POLICY], run)
-        reference = after(self._reference(whole), value[REFERENCE], replace(run, keys_B=None))
+        with jax.named_scope(REFERENCE_PASS):
+            reference = after(self._reference(whole), value[REFERENCE], replace(run, keys_B=None))
         both = {POLICY: out.x_BLD, REFERENCE: lax.stop_gradient(reference.x_BLD)}
         return both, self._added_shares(out.auxiliary, LAYERS)
 
@@ -118,6 +121,7 @@ class Objective:
         sums = self._sums(whole, value, rows)
         return sums.loss, sums.metrics
 
+    @jax.named_scope(HEAD)
     def _sums(self, whole: Params, value: Any, rows: Batch) -> TaskSums:
         """What the task says of these rows, added over the devices that have a part of each."""
         sums = self.task.loss(

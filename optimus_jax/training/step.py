@@ -27,6 +27,7 @@ from optimus_jax.mesh.build import build_mesh
 from optimus_jax.mesh.collectives import Collectives
 from optimus_jax.mesh.formats import COMPUTE_DTYPES
 from optimus_jax.mesh.leaf import trained_of, with_trained
+from optimus_jax.mesh.scopes import GRADIENTS, OPTIMIZER
 from optimus_jax.mesh.sharding import batch_spec, layouts_of, map_trained, put_batch
 from optimus_jax.mesh.sums import Sums
 from optimus_jax.mesh.xla_options import GPU, CompilerOption, as_compiler_dict, compiler_options
@@ -289,6 +290,7 @@ class _DeviceStep:
         scale = state.loss_scale.scale if self.plan.precision == "f16" else jnp.float32(1)
         unscaled = (lambda x: x / scale) if self.plan.precision == "f16" else (lambda x: x)
 
+        @jax.named_scope(GRADIENTS)
         def reduced(layout: LeafLayout, gradient: Array) -> Array:
             return self._of_trained_layers(layout, unscaled(layout.reduced(gradient)))
 
@@ -329,10 +331,9 @@ class _DeviceStep:
             return jax.tree.map(lambda n, o: jnp.where(finite, n, o), new, old)
 
         params, opt_state = self._updated(state, gradients, norm, lr, if_finite)
-        before = map_trained(lambda _, p: p, self.layouts, state.params)
         new = TrainState(
             step=step,
-            params=with_trained(if_finite(params, before), state.params),
+            params=with_trained(params, state.params),
             opt_state=opt_state,
             loss_scale=self._rescaled(state.loss_scale, finite),
         )
@@ -393,6 +394,7 @@ class _DeviceStep:
         fold = jax.vmap(jax.random.fold_in, in_axes=(None, 0))
         return change(self.config, batch, fold(key, batch["examples"]))
 
+    @jax.named_scope(OPTIMIZER)
     def _updated(
         self,
         state: TrainState,
@@ -402,7 +404,7 @@ class _DeviceStep:
         if_finite: Callable[[Any, Any], Any],
     ) -> tuple[Params, optax.OptState]:
         """Clip the gradients and run the optimizer: the trained parameters, as they are stored, and
-        its state. `if_finite`(new, old) selects the state.
+        its state; `if_finite`(new, old) selects both.
         """
         limit = self.config.optimizer.clip_norm
         factor = jnp.minimum(1.0, limit / jnp.maximum(norm, 1e-12)) if limit else jnp.float32(1)
@@ -428,7 +430,7 @@ class _DeviceStep:
             trained,
             updates,
         )
-        return params, opt_state
+        return if_finite(params, trained), opt_state
 
     def _of_trained_layers(self, layout: LeafLayout, value: Array) -> Array:
         """A gradient or update with zeros in layers that are not trained."""
@@ -466,6 +468,7 @@ def at_least_one(number: Array) -> Array:
     return jnp.maximum(number, 1).astype(jnp.float32)
 
 
+@jax.named_scope(GRADIENTS)
 def global_norm(tree: Any) -> Array:
     """Euclidean norm over all leaves and all devices; float32.
 
