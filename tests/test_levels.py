@@ -35,6 +35,7 @@ LEVELS = [
     "planning.learning",
     "planning.search",
     "planning.ahead_of_time",
+    "planning.traces",
     "planning.trials",
     "planning",
     "control",

@@ -17,7 +17,8 @@ COMMANDS = {
     "report": "write one HTML page about a run",
     "launch": "run a command as several processes on this machine",
     "tokenize": "tokenize text files into one .bin file",
-    "profile": "count a model's parameters and FLOPs, and describe a data set",
+    "summary": "count a model's parameters and FLOPs, and describe a data set",
+    "profile": "show where the time of a run's profiled steps went",
     "schedule": "show a pipeline schedule, and write its table",
     "simulate": "try the controller on a simulated cluster",
 }

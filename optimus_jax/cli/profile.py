@@ -1,90 +1,75 @@
-"""`optimus profile`: count a model's parameters and FLOPs, and describe a data set.
+"""`optimus profile`: show where the time of a run's profiled steps went.
 
-`optimus profile --model llama3-8b --data 'corpus/*.txt'`
+`optimus profile runs/gpt2-nano-20260801-120000`
 """
 
-import json
+import sys
 
-from optimus_jax.config.presets import MODEL_HELP
-from optimus_jax.run.command_line import Parser, settings
+from optimus_jax.errors import ConfigError, explain
+from optimus_jax.run.command_line import Parser
+from optimus_jax.system.command import typed_command
 from optimus_jax.system.environment import import_jax
+from optimus_jax.system.resilient_io import print_to_stderr
+
+OPERATION_COLUMNS = 72
+"""Columns of the name that JAX has for an operation; its end says most."""
 
 
 def parser() -> Parser:
     """The parser of this command's flags."""
     flags = Parser(
         description=(
-            "Count the parameters, FLOPs and activations of a model's step, by kind of layer, and"
-            " describe a data set: its documents, packing and reasonable batch sizes. Needs no"
-            " accelerator."
-        )
-    )
-    flags.add_argument("--model", metavar="NAME", required=True, help=MODEL_HELP)
-    flags.add_argument(
-        "--data",
-        nargs="+",
-        metavar="PATH",
-        help="files, globs, folders, URLs or stdlib (default: no data)",
+            "Show where the time of a run's profiled steps went, beside what was predicted. Profile"
+            " steps with `train.py --profile 10:15`."
+        ),
+        words={"run_dir": "run_dir run dir"},
     )
     flags.add_argument(
-        "--tokenizer", metavar="PATH", help="bytes, or a tokenizer.json (default: bytes)"
+        "run_dir", metavar="RUN_DIR", help="directory of a run, such as one under runs/, or its URL"
     )
     flags.add_argument(
-        "--seq-len",
+        "--step",
         metavar="N",
-        help="tokens per example (default: the model's; of text at most 1024)",
+        type=int,
+        help="first step of the profile (default: that of the newest one)",
     )
-    flags.add_argument("--global-batch", metavar="N", help="examples per step (default: 16)")
-    flags.add_argument("--steps", metavar="N", help="steps of the run (default: 300)")
-    flags.add_argument("--precision", metavar="NAME", help="f32, bf16, f16 (default: f32)")
     flags.add_argument(
-        "--set", action="append", default=[], metavar="KEY=VALUE", help="any other setting of a run"
+        "--json", action="store_true", help="print one value of JSON (default: tables)"
     )
-    flags.add_argument("--json", action="store_true", help="print JSON")
     return flags
 
 
 def main() -> None:
-    given = parser().read()
-    # After parsing, so that --help does not wait for JAX.
-    import_jax()
-    from optimus_jax.config.request import make_config
-    from optimus_jax.data.dataset import load_data
-    from optimus_jax.data.mixture import Mixture
-    from optimus_jax.planning.profiles.data_profile import profile_data
-    from optimus_jax.planning.profiles.model_profile import profile_model
-    from optimus_jax.weights.published_adapters import model_with_adapters
+    flags = parser()
+    if any(each.partition("=")[0] == "--model" for each in sys.argv[1:]):
+        given = " ".join(sys.argv[1:])
+        do = f"write {typed_command('summary')} {given}, which counts parameters and FLOPs"
+        raise ConfigError(explain("a profile is that of a run", given=given, do=do))
+    given = flags.read()
+    import_jax()  # after parsing, so that --help does not wait for JAX
+    from optimus_jax.planning.traces.step_profile import milliseconds
+    from optimus_jax.run.display import PlainDisplay
+    from optimus_jax.run.step_profiler import read_profile
+    from optimus_jax.run.stored_run import run_to_read
 
-    config = make_config(model_with_adapters(given["model"]), settings(given))
-    precision = "f32" if config.precision.compute == "auto" else config.precision.compute
-    kernel = "xla" if config.parallel.attention == "auto" else config.parallel.attention
-    model = profile_model(config.model, seq_len=config.seq_len, precision=precision, kernel=kernel)
-    data = []
-    if given["data"]:
-        train = load_data(
-            config.data,
-            seq_len=config.seq_len,
-            vocab_size=config.model.vocab_size,
-            model_name=config.model.name,
-        ).train
-        data = [
-            profile_data(
-                source, seq_len=config.seq_len, respect_documents=config.data.respect_documents
-            )
-            for source in (train.parts if isinstance(train, Mixture) else [train])
-        ]
+    with flags.own_words():
+        run = run_to_read(given["run_dir"], what="RUN_DIR", checkpoint="none", say=print_to_stderr)
+        folder, profile = read_profile(run, given["step"])
     if given["json"]:
-        profiles = [json.loads(profile.to_json()) for profile in data]
-        shown = profiles if config.data.mixture else next(iter(profiles), None)
-        print(
-            json.dumps(
-                {"model": json.loads(model.to_json()), "data": shown},
-                indent=2,
-            )
-        )
+        print(profile.to_json())
         return
-    print(model.describe(), end="")
-    for profile in data:
-        print(f"\n{profile.describe()}", end="")
-        for warning in profile.warnings(global_batch=config.data.global_batch, steps=config.steps):
-            print(f"note: {warning}")
+    display = PlainDisplay(profile.last_step, sys.stdout, every=1)
+    display.table(profile.title, profile.table())
+    longest = [
+        [
+            each.part,
+            milliseconds(each.time_s),
+            f"{each.runs:g}",
+            each.name,
+            each.source[-OPERATION_COLUMNS:],
+        ]
+        for each in profile.operations
+    ]
+    head = ["part of the step", "in a step", "runs", "instruction", "operation"]
+    display.table("operations that take longest", [head, *longest])
+    display.message(f"trace, compiled step and memory: {folder}")

@@ -80,8 +80,7 @@ def parser(note: Callable[[str], None] = say) -> Parser:
     flags.add_argument(
         "--task",
         metavar="NAME",
-        help="what is learnt (default: next_token, mlm, image_classification or transcription, by"
-        " the model)",
+        help="what is learnt (default: by the model: next_token, mlm, image_classification, ...)",
     )
     flags.add_argument(
         "--recipe", metavar="NAME", help="published settings to start from (default: none)"
@@ -128,10 +127,7 @@ def parser(note: Callable[[str], None] = say) -> Parser:
     flags.add_argument(
         "--schedule",
         metavar="NAME",
-        help=(
-            "pipeline schedule: gpipe, 1f1b, interleaved or FILE.json (default:"
-            f" {default.parallel.schedule}: planned; with a given mesh 1f1b)"
-        ),
+        help="gpipe, 1f1b, interleaved or FILE.json (default: planned; with a given mesh 1f1b)",
     )
     flags.add_argument(
         "--remat",
@@ -189,9 +185,19 @@ def parser(note: Callable[[str], None] = say) -> Parser:
         help=f"auto, rich, plain, none (default: {default.log.progress})",
     )
     flags.add_argument(
+        "--verbose",
+        action="store_true",
+        help="show all that was chosen (default: what matters most)",
+    )
+    flags.add_argument(
         "--log",
         metavar="LIST",
         help="trackers: tensorboard, wandb, mlflow; several with commas (default: none)",
+    )
+    flags.add_argument(
+        "--profile",
+        metavar="FIRST:LAST",
+        help="steps to trace, and to say where their time goes: 10:15 (default: none)",
     )
     flags.add_argument(
         "--cpu-devices",

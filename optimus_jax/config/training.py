@@ -1,6 +1,7 @@
 """Settings of the optimizer, evaluation, checkpoints and progress output."""
 
 import math
+import re
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -302,11 +303,35 @@ class LogConfig:
     """Progress display; auto: rich on a terminal, else plain lines."""
     every: int = 10
     """Steps between plain lines."""
+    verbose: bool = False
+    """Whether the start table shows all that was chosen: XLA's options, the layout of the largest
+    tensors."""
     trackers: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = ()
     """Where steps, evaluations and decisions are written besides the run directory: tensorboard,
     wandb and mlflow, each an extra."""
     project: str = "optimus_jax"
     """Project of Weights & Biases, and experiment of MLflow."""
+    profile: str | None = None
+    """Steps to profile, FIRST:LAST (docs/howto/profile_a_run.md). Applies to one start and is not
+    saved."""
 
     def __post_init__(self) -> None:
         check_positive(self, "every")
+        _ = self.profiled_steps  # an invalid range is an error when the config is made
+
+    @property
+    def profiled_steps(self) -> tuple[int, int] | None:
+        """The first and the last step of `profile`. Raises ConfigError."""
+        if self.profile is None:
+            return None
+        found = re.fullmatch(r"(\d{1,9})(?::(\d{1,9}))?", self.profile)
+        first, last = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
+        if not 0 < first <= last:
+            raise ConfigError(
+                explain(
+                    "the steps to profile are a first and a last one",
+                    given=f"--profile {self.profile}",
+                    do="write FIRST:LAST, such as 10:15",
+                )
+            )
+        return first, last

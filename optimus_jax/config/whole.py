@@ -111,6 +111,14 @@ class Config:
                     do=f"name it: {INIT_FROM} DIR",
                 )
             )
+        if self.log.profiled_steps is not None and self.log.profiled_steps[0] > self.steps:
+            raise ConfigError(
+                explain(
+                    f"the run has {counted(self.steps, 'step')}",
+                    given=f"--profile {self.log.profile}",
+                    do="profile earlier steps, such as --profile 10:15",
+                )
+            )
         if self.eval_every < 0 or self.checkpoint.every < 0:
             raise ConfigError(
                 explain(
@@ -231,6 +239,7 @@ class Config:
             distributed=DistributedConfig(),
             data=dataclasses.replace(self.data, allow_change=False),
             checkpoint=dataclasses.replace(self.checkpoint, resume_step=None),
+            log=dataclasses.replace(self.log, profile=None),
         )
 
     def to_json(self, *, derived: Mapping[str, Any] | None = None) -> str:

@@ -2,8 +2,9 @@
 heartbeat threads read them.
 
 An *activity* is something that the main thread does and that has a time limit of its own. `step` is
-the usual one; the others begin and end inside it or before it. The status is one immutable value,
-so that a thread never reads half of a change.
+the usual one; the others begin and end inside it or before it; `caller` is what a loop of the
+user's own does between steps. The status is one immutable value, so that a thread never reads half
+of a change.
 """
 
 import contextlib
@@ -25,6 +26,8 @@ Activity = Literal[
     "write",
     "snapshot",
     "probe",
+    "profile",
+    "caller",
     "switch",
     "end",
 ]

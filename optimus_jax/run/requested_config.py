@@ -220,8 +220,10 @@ def shared_settings(config: Config) -> dict[str, str]:
         chat_template=None,
     )
     sections = json.loads(replace(config, distributed=DistributedConfig(), data=nowhere).to_json())
-    return {
+    found = {
         f"{section}.{name}" if name else section: json.dumps(value)
         for section, values in sections.items()
         for name, value in (values.items() if isinstance(values, dict) else [("", values)])
     }
+    # It is not kept, so that it is not in the JSON.
+    return found | {"log.profile": json.dumps(config.log.profile)}

@@ -45,7 +45,8 @@ def show_start_table(
     weights: str | None = None,
     later_phases: Sequence[tuple[TrainingPhase, Plan]] = (),
 ) -> None:
-    """Show the run's settings, given and derived, and the sharding of its largest tensors.
+    """Show the run's settings, given and derived, what matters most first; with `log.verbose` also
+    XLA's options and the sharding of its largest tensors.
 
     Args:
       why: reason for the plan.
@@ -59,81 +60,69 @@ def show_start_table(
     plan, shapes = program.plan, program.shapes
     padding = shapes.vocab_rows - config.model.vocab_size
     peak = peak_learning_rate(config.optimizer, shapes.num_params)
-    display.table(
-        "run configuration",
-        [
-            ["run", str(run_dir)],
-            [
-                "model",
-                f"{config.model.name}, {shapes.num_params:,} parameters"
-                + (f" (+ {padding} rows of vocabulary padding)" if padding else "")
-                + (f", drawn at random ({weights})" if weights and not config.init_from else ""),
-            ],
-            ["task", _task_text(config)],
-            *_tuning_rows(shapes),
-            ["data", data.description],
-            ["documents end with", data.tokenizer.end],
-            ["processes", f"{launch.num_processes} ({launch})"],
-            ["devices", str(topology)],
-            ["mesh", f"{plan.axes} ({why})"],
-            *(
-                [["mesh and links", topology.describe_crossed(plan.axes)]]
-                if topology.num_processes > 1
-                else []
-            ),
-            [
-                "sharded over fsdp",
-                (
-                    f"zero={plan.zero}: {ZERO_STAGES[plan.zero]}"
-                    + ("; gradients by exchange" if plan.scatter == "exchange" else "")
-                    if plan.axes.fsdp > 1
-                    else "nothing (fsdp=1)"
-                ),
-            ],
-            *(
-                [["between blocks", f"tokens split over tensor={plan.axes.tensor}"]]
-                if LENGTH in plan.active_rules(config.model)
-                else []
-            ),
-            [
-                "batch",
-                (
-                    f"{program.config.data.global_batch} sequences x {program.config.seq_len}"
-                    f" tokens, {plan.microbatches} microbatch(es), attention"
-                    f" {'within' if config.data.respect_documents else 'across'} documents"
-                ),
-            ],
-            *_phase_rows(plan, later_phases, config.steps),
-            *_pipeline_rows(plan),
-            ["attention kernel", plan.attention],
-            [
-                "precision",
-                (
-                    f"{plan.precision} compute, {plan.moments} moments, f32 master weights and"
-                    " gradient sums"
-                ),
-            ],
-            [
-                "remat",
-                plan.remat + (f" but for {plan.kept_layers} layers" if plan.kept_layers else ""),
-            ],
-            *([["overlap", OVERLAPPED[plan.overlap]]] if plan.overlap != "none" else []),
-            *([["in host memory", OFFLOADED[plan.offload]]] if plan.offload != "none" else []),
-            [
-                "learning rate",
-                "that of the optimizer given in Python"
-                if config.optimizer.name == IN_PYTHON
-                else f"{peak:g} peak, {describe_schedule(config)}, of {config.steps} steps",
-            ],
-            *_rate_factor_rows(config.optimizer),
-            ["evaluation", evaluation],
-            [
-                "compiled step",
-                f"{step_bytes / 2**20:,.0f} MiB per device, {compile_s:.1f} s to compile",
-            ],
-            ["plan", plan.digest],
-        ],
+    fsdp = f"zero={plan.zero}: {ZERO_STAGES[plan.zero]}" + (
+        "; gradients by exchange" if plan.scatter == "exchange" else ""
     )
+    several = topology.num_processes > 1
+    rows = [
+        ["run", str(run_dir)],
+        [
+            "model",
+            f"{config.model.name}, {shapes.num_params:,} parameters"
+            + (f" (+ {padding} rows of vocabulary padding)" if padding else "")
+            + (f", drawn at random ({weights})" if weights and not config.init_from else ""),
+        ],
+        ["task", _task_text(config)],
+        *_tuning_rows(shapes),
+        ["data", data.description],
+        ["documents end with", data.tokenizer.end],
+        [
+            "batch",
+            f"{program.config.data.global_batch} sequences x {program.config.seq_len} tokens,"
+            f" {plan.microbatches} microbatch(es), attention"
+            f" {'within' if config.data.respect_documents else 'across'} documents",
+        ],
+        *_phase_rows(plan, later_phases, config.steps),
+        [
+            "learning rate",
+            "that of the optimizer given in Python"
+            if config.optimizer.name == IN_PYTHON
+            else f"{peak:g} peak, {describe_schedule(config)}, of {config.steps} steps",
+        ],
+        *_rate_factor_rows(config.optimizer),
+        ["evaluation", evaluation],
+        ["processes", f"{launch.num_processes} ({launch})"],
+        ["devices", str(topology)],
+        ["mesh", f"{plan.axes} ({why})"],
+        *([["mesh and links", topology.describe_crossed(plan.axes)]] if several else []),
+        ["sharded over fsdp", fsdp if plan.axes.fsdp > 1 else "nothing (fsdp=1)"],
+        *(
+            [["between blocks", f"tokens split over tensor={plan.axes.tensor}"]]
+            if LENGTH in plan.active_rules(config.model)
+            else []
+        ),
+        *_pipeline_rows(plan),
+        ["attention kernel", plan.attention],
+        [
+            "precision",
+            f"{plan.precision} compute, {plan.moments} moments, f32 master weights and"
+            " gradient sums",
+        ],
+        [
+            "remat",
+            plan.remat + (f" but for {plan.kept_layers} layers" if plan.kept_layers else ""),
+        ],
+        *([["overlap", OVERLAPPED[plan.overlap]]] if plan.overlap != "none" else []),
+        *([["in host memory", OFFLOADED[plan.offload]]] if plan.offload != "none" else []),
+        [
+            "compiled step",
+            f"{step_bytes / 2**20:,.0f} MiB per device, {compile_s:.1f} s to compile",
+        ],
+        ["plan", plan.digest],
+    ]
+    display.table("run configuration", rows)
+    if not config.log.verbose:
+        return
     if program.options:
         display.table(
             "XLA options (all others have XLA's defaults; XLA_FLAGS takes precedence)",

@@ -20,10 +20,13 @@ EventName = Literal[
     "remesh",
     "rollback",
     "phase",
+    "profile",
     "fault",
     "end",
 ]
 
+PROFILES = "profiles"
+"""Directory of a run's profiles."""
 EXPORTS = "exports"
 """Directory of a run's exports, unless `export.dir` names another."""
 
@@ -48,6 +51,8 @@ FILES: Mapping[str, str] = {
     "trackers.json": "Names by which trackers know the run.",
     "wandb": "Files of Weights & Biases, if it is on.",
     EXPORTS: "Exported models of `export.every`, by step.",
+    PROFILES: "Profiles of `--profile`, by their first step: a trace, the compiled step, and where"
+    " the time went (profile.json).",
     "report.html": "Page written by `optimus report`.",
 }
 """Files and folders; most appear only when there is something to write."""
@@ -219,6 +224,18 @@ EVENTS: Mapping[EventName, EventKind] = {
             "compile_time_s": "Seconds of compiling the phase's step.",
             "was_ready": "Whether the step was compiled before the phase began.",
             "step_delay_s": "Seconds for which training paused.",
+        },
+    ),
+    "profile": EventKind(
+        "Steps were profiled.",
+        {
+            "first_step": "The first one; `step` is the last one.",
+            "plan": "Digest of their plan.",
+            "step_time_s": "Seconds of a step.",
+            "parts_s": "Seconds of each part of a step, by its name; they add up to `step_time_s`.",
+            "beside_s": "Seconds of exchanges that ran beside compute, by the name of their part.",
+            "predicted_s": "Predicted seconds of the same parts; empty if they are unknown.",
+            "folder": "Where the profile is, below the run directory.",
         },
     ),
     "fault": EventKind(

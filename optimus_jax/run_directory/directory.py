@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from optimus_jax.errors import ConfigError, OptimusError, RunDirectoryError, explain
-from optimus_jax.run_directory.contents import EVENTS, EventName
+from optimus_jax.run_directory.contents import EVENTS, PROFILES, EventName
 from optimus_jax.run_directory.files import (
     append,
     complete_lines,
@@ -213,7 +213,7 @@ class RunDirectory:
                 *(self.path / name for name in (*TOKENIZER_FILES, TRACKER_IDS)),
             ):
                 path.unlink(missing_ok=True)
-            for name in (PROGRESS_DIR, FAULTS_DIR, *TRACKER_DIRS):
+            for name in (PROGRESS_DIR, FAULTS_DIR, PROFILES, *TRACKER_DIRS):
                 shutil.rmtree(self.path / name, ignore_errors=True)
             if self.checkpoints.exists():
                 self.checkpoints.rmdir()

@@ -22,7 +22,7 @@ from optimus_jax.store.lease import LEASE
 CHECKPOINTS = "checkpoints"
 CONFIG = "config.json"
 EVENTS = "events.jsonl"
-_LOCAL = frozenset({"lock", "progress", "damaged", "exports", "wandb", CHECKPOINTS})
+_LOCAL = frozenset({"lock", "progress", "damaged", "exports", "profiles", "wandb", CHECKPOINTS})
 """Entries of a run directory that are not mirrored as plain files."""
 _UNFINISHED = (".tmp", ".part")
 _MANIFEST = re.compile(rf"{CHECKPOINTS}/(\d+)\.json")

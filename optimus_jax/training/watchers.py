@@ -1,14 +1,17 @@
-"""Interfaces of step watchers and displays, as the training loop and the controller use them.
+"""Interfaces of what the training loop tells of its steps: watchers, the controller, the profiler
+and displays.
 
 run/display.py has the displays.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol, Self
+from typing import Any, Literal, Protocol, Self
 
+from optimus_jax.data.batch import HostBatch
 from optimus_jax.run_directory.step_record import EvalRecord, StepRecord
 from optimus_jax.training.callbacks import eval_record_of
 from optimus_jax.training.numbers import short
+from optimus_jax.training.step import Program
 
 
 class StepWatcher(Protocol):
@@ -17,6 +20,66 @@ class StepWatcher(Protocol):
     def step(self, record: StepRecord) -> None: ...
 
     def evaluation(self, record: EvalRecord) -> None: ...
+
+
+class ControllerHooks(StepWatcher, Protocol):
+    """The interface of the controller (control/controller.py) that the loop needs: it measures the
+    run and may request another plan.
+    """
+
+    def dispatched(self, *, data_wait_s: float, dispatch_s: float, batch: HostBatch) -> None:
+        """A step was dispatched to the devices."""
+        ...
+
+    def pauses_for(self, step: int) -> Literal["probe", "compile"] | None:
+        """What to wait for the devices for after `step`, and then call `pause`; None: nothing."""
+        ...
+
+    def pause(self, step: int) -> None:
+        """The devices have finished `step` and are idle."""
+        ...
+
+    @property
+    def is_on_trial(self) -> bool:
+        """Whether the plan is on trial and will be rolled back if it does not train; equal in all
+        processes.
+        """
+        ...
+
+    def leaves(self, step: int) -> bool:
+        """Whether to switch to another plan after `step`; equal in all processes."""
+        ...
+
+
+class ProfilerHooks(Protocol):
+    """The interface of the profiler (run/step_profiler.py) that the loop needs. Every process calls
+    it alike.
+    """
+
+    @property
+    def is_tracing(self) -> bool:
+        """Whether a trace is under way."""
+        ...
+
+    def begins_after(self, step: int) -> bool:
+        """Whether `start` is due after `step`."""
+        ...
+
+    def ends_after(self, step: int) -> bool:
+        """Whether `stop` is due after `step`."""
+        ...
+
+    def start(self, step: int) -> None:
+        """Trace from the step after `step` on; the devices are idle."""
+        ...
+
+    def stop(self, step: int, program: Program, train_step: Any) -> None:
+        """End after `step` what was started, if anything."""
+        ...
+
+    def abandon(self) -> None:
+        """End it without a result, after an error; does nothing if nothing was started."""
+        ...
 
 
 class Display:

@@ -20,6 +20,7 @@ READERS = [
     ("export", ["--run", "{}", "--to", "out"]),
     ("export", ["--run", "{}", "--to", "out", "--adapters"]),
     ("report", ["{}"]),
+    ("profile", ["{}"]),
     ("simulate", ["--replay", "{}"]),
 ]
 """Commands that read a run."""

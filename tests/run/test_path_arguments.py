@@ -131,7 +131,8 @@ def test_a_tilde_means_the_home_directory(home, monkeypatch):
         ("generate", ["--run", "~nobody-of-this-name/x", "--prompt", "x"], 2),
         ("export", ["--run", "~nobody-of-this-name/x", "--to", "x"], 2),
         ("export", ["--run", "x", "--to", "s3://b/x"], 2),
-        ("profile", ["--model", "gpt2-nano", "--data", "gs:/b/x.txt"], 2),
+        ("summary", ["--model", "gpt2-nano", "--data", "gs:/b/x.txt"], 2),
+        ("profile", ["gs:/b/run"], 2),
         ("plan", ["--model", "gpt2-nano", "--cluster", "h100:1", "--schedule", "C:\\x.json"], 2),
     ],
 )

@@ -136,6 +136,9 @@ class HloProgram:
     def __init__(self, text: str):
         self.computations: dict[str, dict[str, Instruction]] = {}
         self.entry = ""
+        found = re.match(r"HloModule ([\w.\-]+)", text)
+        self.name = found[1] if found else ""
+        """Of the module; empty if the text does not begin with it."""
         self.num_partitions = (
             int(found[1]) if (found := re.search(r"num_partitions=(\d+)", text)) else 1
         )

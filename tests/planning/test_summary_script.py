@@ -1,4 +1,4 @@
-"""`optimus profile`: what a model and a data set consist of, for people and as JSON."""
+"""`optimus summary`: what a model and a data set consist of, for people and as JSON."""
 
 import json
 import subprocess
@@ -7,26 +7,26 @@ import sys
 from in_process import SCRIPTS, Ended, run_in_process
 
 
-def profile(*flags: str) -> Ended:
-    return run_in_process("profile", *flags)
+def summary(*flags: str) -> Ended:
+    return run_in_process("summary", *flags)
 
 
-def test_script_profiles_a_model_and_its_data(tmp_path):
+def test_script_describes_a_model_and_its_data(tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("".join(f"line {number}\n" for number in range(2000)))
     flags = ("--model", "gpt2-nano", "--data", str(text), "--seq-len", "64")
-    script = [sys.executable, SCRIPTS / "profile.py", *flags, "--json"]
+    script = [sys.executable, SCRIPTS / "summary.py", *flags, "--json"]
     found = json.loads(subprocess.run(script, capture_output=True, text=True, check=True).stdout)
     assert found["data"]["seq_len"] == 64
     assert found["data"]["num_documents"] == 1
-    output = profile(*flags, "--global-batch", "128", "--steps", "400").stdout
+    output = summary(*flags, "--global-batch", "128", "--steps", "400").stdout
     assert "feed-forward" in output
     assert "packing" in output
     assert "note: 400 steps see the data" in output
 
 
 def test_a_model_alone_needs_no_data():
-    output = profile("--model", "llama3-8b", "--seq-len", "8192", "--precision", "bf16")
+    output = summary("--model", "llama3-8b", "--seq-len", "8192", "--precision", "bf16")
     assert "8,030,261,248 parameters" in output.stdout
     assert "packing" not in output.stdout
 
@@ -37,6 +37,6 @@ def test_invalid_arguments_end_with_an_error_message():
         ("--model", "gpt2-nano", "--data", "nowhere.txt"),
         ("--model", "gpt2-nano", "--set", "seq_len"),
     ):
-        refused = profile(*flags)
+        refused = summary(*flags)
         assert refused.returncode == 2
         assert refused.stderr.startswith("error: ")

@@ -1,0 +1,1 @@
+"""Where the time of measured steps goes: profiles, by the terms of the planner."""
