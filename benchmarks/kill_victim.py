@@ -49,7 +49,7 @@ from optimus_jax.planning.profiles.links import Link
 from optimus_jax.planning.search.assemble import plan_for
 from optimus_jax.reshard.reshard import Move
 from optimus_jax.reshard.shard_sums import ShardSums
-from optimus_jax.run import api
+from optimus_jax.run import api, whole_run
 from optimus_jax.run_directory.directory import RunDirectory
 
 DEVICES = 8
@@ -392,7 +392,7 @@ def run(task: Task, killer: int) -> None:
     Preparation.is_ready_everywhere, assembly.quarantined = wait, noted
     Scripted.instants, Scripted.task = instants, task
     assembly.Advisor = Scripted
-    api.known_devices = known_devices
+    whole_run.known_devices = known_devices
     resume = (Path(task.run_dir) / "config.json").exists()
     own: dict[str, Any] = {} if resume else TINY | START | {"data": task.text}
     api.train(None if resume else MODEL, run_dir=task.run_dir, resume=resume, **own)

@@ -18,15 +18,18 @@ if TYPE_CHECKING:
     from optimus_jax.inference.loaded_model import LoadedModel, load
     from optimus_jax.plan import Plan
     from optimus_jax.planning.api import RankedPlan, find_plans
-    from optimus_jax.run.api import RunResult, train
+    from optimus_jax.run.api import RunResult, train, training_loop
     from optimus_jax.run.evaluate import EvaluationResult, evaluate
     from optimus_jax.run.export import ExportResult, export
     from optimus_jax.training.callbacks import Callback, RunInfo
+    from optimus_jax.training.own_loop import TrainingLoop
     from optimus_jax.viz.mesh_view import MeshView, show_mesh
 
 _HOMES = {
     "train": "run.api",
     "RunResult": "run.api",
+    "training_loop": "run.api",
+    "TrainingLoop": "training.own_loop",
     "EvaluationResult": "run.evaluate",
     "evaluate": "run.evaluate",
     "ExportResult": "run.export",
@@ -56,6 +59,7 @@ __all__ = [
     "RankedPlan",
     "RunInfo",
     "RunResult",
+    "TrainingLoop",
     "__version__",
     "evaluate",
     "export",
@@ -63,6 +67,7 @@ __all__ = [
     "load",
     "show_mesh",
     "train",
+    "training_loop",
 ]
 
 

@@ -233,6 +233,9 @@ API = """# Python API
 .. autofunction:: optimus_jax.train
 .. autoclass:: optimus_jax.RunResult
    :members:
+.. autofunction:: optimus_jax.training_loop
+.. autoclass:: optimus_jax.TrainingLoop
+   :members:
 .. autofunction:: optimus_jax.find_plans
 .. autoclass:: optimus_jax.Callback
    :members:

@@ -1,6 +1,6 @@
 """A run from its program to its end: state (new or restored), run files, compile, training loop."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
@@ -24,11 +24,13 @@ from optimus_jax.control.switch import Switcher
 from optimus_jax.data.given import given_in_python
 from optimus_jax.data.tokenizers import ByteTokenizer
 from optimus_jax.errors import OptimusError, PlanError, explain
+from optimus_jax.faults.error_isolation import isolate_errors
 from optimus_jax.faults.heartbeat import Heartbeats
 from optimus_jax.faults.progress import Progress
 from optimus_jax.faults.stopping import StopRequest
 from optimus_jax.plan import Plan
 from optimus_jax.planning.ahead_of_time.compiled_step import CompiledStep, StepCompilation
+from optimus_jax.planning.local_cluster import known_devices
 from optimus_jax.planning.search.choice import Choice
 from optimus_jax.planning.search.phase_plans import plan_of, plans_ahead
 from optimus_jax.run.background_exports import BackgroundExports
@@ -38,12 +40,14 @@ from optimus_jax.run.inputs import Inputs
 from optimus_jax.run.resumed_config import ResumedConfig
 from optimus_jax.run.start_log import derived_settings, log_start
 from optimus_jax.run.start_table import show_start_table
+from optimus_jax.run.step_profiler import StepProfiler
 from optimus_jax.run.stored_config import describe_changes
 from optimus_jax.run.trackers import trackers_of
 from optimus_jax.run_directory.directory import RunDirectory
 from optimus_jax.system.command import typed_command
 from optimus_jax.training.callbacks import Callback, Callbacks, RunInfo
 from optimus_jax.training.optimizer import peak_learning_rate
+from optimus_jax.training.own_loop import TrainingLoop
 from optimus_jax.training.state import TrainState
 from optimus_jax.training.step import Program, build_program
 from optimus_jax.training.tasks import NEXT_TOKEN, task_name
@@ -64,9 +68,11 @@ def run_program(
     progress: Progress,
     heartbeats: Heartbeats | None,
     callbacks: Sequence[Callback],
-) -> tuple[TrainingResult, Plan]:
+    *,
+    has_own_loop: bool,
+) -> Generator[TrainingLoop, None, tuple[TrainingResult, Plan]]:
     """Prepare the state, compile, train; return the outcome and the plan at the end. Every process
-    must call this.
+    must run this.
 
     Args:
       config: config of the whole run; a resumed run may start in a later phase.
@@ -78,6 +84,8 @@ def run_program(
       progress: records what this process is doing, for the watchdog.
       heartbeats: heartbeats of the run's processes; None without a watchdog.
       callbacks: of the user.
+      has_own_loop: whether the caller trains, with the loop that is yielded, and then goes on with
+        this; otherwise nothing is yielded.
     Raises:
       OptimusError: a mistake that the user can fix; what was trained so far is saved.
     """
@@ -173,7 +181,7 @@ def run_program(
         step_bytes=step.step_bytes,
         run_dir=run.path,
         launch=devices.launch,
-        evaluation=inputs.evaluation,
+        evaluation="when the loop asks for it" if has_own_loop else inputs.evaluation,
         weights=first.weights,
         later_phases=plans_ahead(config, choice.plan, first_step, topology, devices.pricing),
     )
@@ -228,6 +236,7 @@ def run_program(
             stop=stop,
             overseer=controller,
             progress=progress,
+            profiler=_profiler(config, devices, run, display, first_step),
             snapshots=snapshots,
             learning=learning,
             retries=Retries(report_failed_save, is_alone=topology.num_processes == 1),
@@ -235,9 +244,12 @@ def run_program(
         try:
             with display:
                 try:
-                    trainer, outcome = _train_all_phases(
-                        trainer, state, first_step, inputs, controller, changes
-                    )
+                    if has_own_loop:
+                        outcome = yield from _own_loop(TrainingLoop(trainer, state))
+                    else:
+                        trainer, outcome = _train_all_phases(
+                            trainer, state, first_step, inputs, controller, changes
+                        )
                 finally:
                     progress.begin("end")
                     if (director := controller or changes) is not None:
@@ -257,6 +269,27 @@ def run_program(
         with all_or_none():  # if the others left, JAX would take a slow process for lost
             told.finish()
         return outcome, trainer.program.plan
+
+
+def _profiler(
+    config: Config, devices: RunDevices, run: RunDirectory, display: Display, first_step: int
+) -> StepProfiler | None:
+    """What traces the steps that a config names, if it does.
+
+    Args:
+      first_step: the step after which the run begins or is resumed.
+    """
+    steps = config.log.profiled_steps
+    if steps is None:
+        return None
+    if first_step >= steps[1]:
+        display.message(
+            f"step {first_step} is done, so --profile {config.log.profile} traces nothing"
+        )
+        return None
+    cluster = devices.local_cluster or known_devices(devices.topology)
+    pricing = None if cluster is None else cluster.pricing
+    return isolate_errors(StepProfiler(steps, run, display, pricing), "the profile")
 
 
 def _make_controllers(
@@ -310,6 +343,16 @@ def _make_controllers(
         ),
         changes,
     )
+
+
+def _own_loop(loop: TrainingLoop) -> Generator[TrainingLoop, None, TrainingResult]:
+    """Let the caller train; return the outcome."""
+    try:
+        yield loop
+    except Exception as error:
+        loop.abandon(error)
+        raise
+    return loop.end()
 
 
 def _train_all_phases(

@@ -4,9 +4,9 @@ The metrics of a step are read after the next step is dispatched, so that the de
 the host. If steps are slow (SLOW_STEP_S), a single process reads the metrics before it dispatches
 the next step, so that a requested stop takes effect after the current step and not one later.
 
-The order at a step boundary is: metrics, save, evaluation, snapshot, probe. The save starts before
-everything else that can fail, so that the state is safe if a later part fails (in a single process,
-if anything fails).
+The order at a step boundary is: metrics, end of a profile, save, evaluation, snapshot, probe. The
+save starts before everything else that can fail, so that the state is safe if a later part fails
+(in a single process, if anything fails). A profile isolates its errors.
 """
 
 import math
@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import jax
 from jax.sharding import Mesh
@@ -27,7 +27,6 @@ from optimus_jax.checkpoint.saving import Retries, Saving
 from optimus_jax.checkpoint.snapshots import Snapshots
 from optimus_jax.cluster.distributed import Agreement
 from optimus_jax.config import Config
-from optimus_jax.data.batch import HostBatch
 from optimus_jax.data.loader import BatchLoader
 from optimus_jax.errors import OptimusError, RunDirectoryError, explain
 from optimus_jax.faults.divergence import (
@@ -51,45 +50,16 @@ from optimus_jax.training.optimizer import peak_learning_rate, usual_learning_ra
 from optimus_jax.training.state import TrainState, to_stored
 from optimus_jax.training.step import STEP_METRICS, Metrics, Program
 from optimus_jax.training.tasks import task_of
-from optimus_jax.training.watchers import Display, StepWatcher
+from optimus_jax.training.watchers import ControllerHooks, Display, ProfilerHooks, StepWatcher
 
 Reason = Literal["done", "interrupt", "terminate", "fault", "switch", "phase", "not learning"]
-_REASONS: tuple[Reason, ...] = ("done", "interrupt", "terminate", "fault")
+AGREED: tuple[Reason, ...] = ("done", "interrupt", "terminate", "fault")
 """Reasons on which processes agree by their index here; the largest index wins. The other reasons
 need no agreement: `switch` was agreed on before, and all processes derive `phase` and `not
 learning` from the same values."""
 SLOW_STEP_S = 2.0
 """Step time, in seconds, from which a step is dispatched only after the previous one has ended:
 this costs less than 0.1% of such a step."""
-
-
-class ControllerHooks(StepWatcher, Protocol):
-    """The interface of the controller (control/controller.py) that the loop needs: it measures the
-    run and may request another plan.
-    """
-
-    def dispatched(self, *, data_wait_s: float, dispatch_s: float, batch: HostBatch) -> None:
-        """A step was dispatched to the devices."""
-        ...
-
-    def pauses_for(self, step: int) -> Literal["probe", "compile"] | None:
-        """What to wait for the devices for after `step`, and then call `pause`; None: nothing."""
-        ...
-
-    def pause(self, step: int) -> None:
-        """The devices have finished `step` and are idle."""
-        ...
-
-    @property
-    def is_on_trial(self) -> bool:
-        """Whether the plan is on trial and will be rolled back if it does not train; equal in all
-        processes.
-        """
-        ...
-
-    def leaves(self, step: int) -> bool:
-        """Whether to switch to another plan after `step`; equal in all processes."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,6 +95,8 @@ class Trainer:
     stop: StopRequest
     overseer: ControllerHooks | None = None
     """Receives measurements of the loop, and may request a switch; None: there is no controller."""
+    profiler: ProfilerHooks | None = None
+    """Traces some steps; None: none. Its errors are its own."""
     last_step: int | None = None
     """Last step of the current phase; None: the phase lasts until the run ends."""
     progress: Progress = field(default_factory=Progress)
@@ -150,10 +122,10 @@ class Trainer:
           LearningError: the run no longer learns. Earlier checkpoints are kept.
         """
         config, step, last_loss = self._config, int(state.step), math.nan
-        self._mfu(1.0)  # the model's FLOPs are counted now, not while a step is timed
-        agree = None if self._is_alone else Agreement(self.program.mesh)
+        self.count_flops()
+        agree = None if self.is_alone else Agreement(self.program.mesh)
         reason: Reason = "done"
-        pending: _PendingStep | None = None
+        pending: PendingStep | None = None
         is_slow = True  # until a step was timed
         clock = time.perf_counter()
         self.progress.begin("step")
@@ -168,12 +140,15 @@ class Trainer:
                 if agree is None:
                     if is_slow and pending is not None:
                         before = clock
-                        last_loss, clock = self._record(pending, clock)
+                        last_loss, clock = self.record(pending, clock)
                         pending, is_slow = None, clock - before >= SLOW_STEP_S
-                    if (reason := self._stop_before(upcoming)) != "done":
+                    if (reason := self.stop_before(upcoming)) != "done":
                         break
                 else:
                     self.stop.begins(upcoming)
+                if self.profiler is not None and self.profiler.begins_after(step):
+                    self.begin_profile(step)  # nothing is pending: the devices are idle
+                    clock = time.perf_counter()
                 has_ended = pending is not None and _is_ready(pending.metrics["loss"])
                 called_at = time.perf_counter()
                 self.progress.enter(upcoming)
@@ -201,8 +176,11 @@ class Trainer:
                 # A single process can stop at once. Several processes stop a step later, when all
                 # have read the agreed reason.
                 pauses_for = None if self.overseer is None else self.overseer.pauses_for(step)
-                reads_now = evaluates or saves or snapshot_due or pauses_for is not None
-                agreed = 0 if agree is None else agree(_REASONS.index(self._requested_stop))
+                profiles = self.profiler is not None and (
+                    self.profiler.begins_after(step) or self.profiler.ends_after(step)
+                )
+                reads_now = evaluates or saves or snapshot_due or pauses_for is not None or profiles
+                agreed = 0 if agree is None else agree(AGREED.index(self.requested_stop))
                 # On a CPU, dispatching waits for earlier collectives, so the step may have ended
                 # by now.
                 finished_at = time.perf_counter() if _is_ready(metrics["loss"]) else None
@@ -215,21 +193,23 @@ class Trainer:
                             else _estimated_end(max(clock, called_at), finished_at)
                         ),
                     )
-                waiting = [pending, _PendingStep(step, metrics, agreed, finished_at)]
+                waiting = [pending, PendingStep(step, metrics, agreed, finished_at)]
                 pending = None if reads_now else waiting.pop()
                 for item in filter(None, waiting):
                     before = clock
-                    last_loss, clock = self._record(item, clock)
+                    last_loss, clock = self.record(item, clock)
                     is_slow = clock - before >= SLOW_STEP_S
-                    reason = _REASONS[max(_REASONS.index(reason), int(item.stop_reason))]
-                self._saving.poll()
-                if self._trouble() is not None:
+                    reason = AGREED[max(AGREED.index(reason), int(item.stop_reason))]
+                if self.profiler is not None and self.profiler.ends_after(step):
+                    self.end_profile(step)
+                self.poll_saves()
+                if self.trouble() is not None:
                     reason = "not learning"
                 if saves and reason == "done":
-                    self._begin_save(state, step)
+                    self.begin_save(state, step)
                 if evaluates and reason == "done":
-                    self._evaluate(state, step)
-                if self._trouble() is not None:
+                    self.evaluate(state, step)
+                if self.trouble() is not None:
                     reason = "not learning"
                 if snapshot_due and reason == "done" and self.snapshots is not None:
                     with self.progress.during("snapshot"):
@@ -237,7 +217,7 @@ class Trainer:
                 if pauses_for is not None and self.overseer is not None:
                     with self.progress.during(pauses_for):
                         self.overseer.pause(step)
-                if agree is None and self._requested_stop != "done":
+                if agree is None and self.requested_stop != "done":
                     pass  # do not switch: the run ends before the next step
                 elif (
                     reason == "done"
@@ -251,20 +231,23 @@ class Trainer:
                 if reads_now:
                     clock = time.perf_counter()
             if pending is not None:
-                last_loss, clock = self._record(pending, clock)
+                last_loss, clock = self.record(pending, clock)
+            self.end_profile(step)
         except Exception as error:
-            self._save_after_error(state, step, error)
+            self.save_after_error(state, step, error)
             raise
         finally:
+            if self.profiler is not None:
+                self.profiler.abandon()
             batches.close()
         # if a log could not be written, the first step under the next plan reports it
         if reason in ("switch", "phase"):
             return TrainingResult(state=state, reason=reason, last_step=step, last_loss=last_loss)
-        return self._ended(
+        return self.ended(
             TrainingResult(state=state, reason=reason, last_step=step, last_loss=last_loss)
         )
 
-    def _ended(self, outcome: TrainingResult) -> TrainingResult:
+    def ended(self, outcome: TrainingResult) -> TrainingResult:
         """Save the state if needed, log the end of the run, and raise its error if there is one."""
         state, reason, step = outcome.state, outcome.reason, outcome.last_step
         if reason != "not learning":
@@ -278,7 +261,7 @@ class Trainer:
                 self.learning.broken = error.leaf
         elif not self._saving.wait_succeeded():
             self._say("a save that was under way has failed; older checkpoints are whole")
-        if (trouble := self._trouble(is_at_end=reason == "done")) is not None:
+        if (trouble := self.trouble(is_at_end=reason == "done")) is not None:
             steps = self.checkpoints.steps()
             good, last = (
                 newest(steps, self.learning.good_limit),
@@ -321,27 +304,27 @@ class Trainer:
         return outcome
 
     @property
-    def _is_alone(self) -> bool:
+    def is_alone(self) -> bool:
         return self.topology.num_processes == 1
 
     @property
-    def _requested_stop(self) -> Reason:
+    def requested_stop(self) -> Reason:
         """Why this process requests the end of the run; `done`: it does not."""
         return "fault" if self.run.failure else self.stop.reason or "done"
 
-    def _stop_before(self, upcoming: int) -> Reason:
+    def stop_before(self, upcoming: int) -> Reason:
         """Why a run of one process should end before step `upcoming`; `done`: it should not, and
         the step is registered as begun.
         """
-        if self._trouble() is not None:
+        if self.trouble() is not None:
             return "not learning"
         return (
-            self._requested_stop
-            if self._requested_stop != "done" or not self.stop.begins(upcoming)
+            self.requested_stop
+            if self.requested_stop != "done" or not self.stop.begins(upcoming)
             else "done"
         )
 
-    def _trouble(self, *, is_at_end: bool = False) -> Trouble | None:
+    def trouble(self, *, is_at_end: bool = False) -> Trouble | None:
         """Why the run no longer learns; None: it does, or the plan is on trial and would be rolled
         back.
         """
@@ -363,7 +346,7 @@ class Trainer:
     def _config(self) -> Config:
         return self.program.config
 
-    def _record(self, item: "_PendingStep", clock: float) -> tuple[float, float]:
+    def record(self, item: "PendingStep", clock: float) -> tuple[float, float]:
         """Record a step; returns its loss and the time at which it finished."""
         metrics = jax.device_get(item.metrics)
         now = time.perf_counter() if item.finished_at is None else item.finished_at
@@ -404,6 +387,10 @@ class Trainer:
             self._warn_loss_rise(item.step)
         return record.loss, now
 
+    def count_flops(self) -> None:
+        """Count the model's FLOPs now, and not while a step is timed."""
+        self._mfu(1.0)
+
     def _mfu(self, seconds: float) -> float | None:
         """Model FLOPs of a step of that many seconds over the devices' peak; None if it is
         unknown.
@@ -436,8 +423,8 @@ class Trainer:
             back_to=newest(steps, self.learning.good_limit),
         )
 
-    def _evaluate(self, state: TrainState, step: int) -> None:
-        """Measure the held-out loss.
+    def evaluate(self, state: TrainState, step: int) -> EvalRecord | None:
+        """Measure the held-out loss; None: it is not known.
 
         A failure does not end the run, unless it occurs in only one of several processes; the state
         is saved first.
@@ -449,15 +436,14 @@ class Trainer:
                     self.program,
                     state,
                     self.held_out,
-                    stops=lambda: self._is_alone and self._requested_stop != "done",
+                    stops=lambda: self.is_alone and self.requested_stop != "done",
                 )
         except Exception as error:
             if not (
-                self._is_alone
-                or (isinstance(error, OptimusError) and error.raised_by_all_processes)
+                self.is_alone or (isinstance(error, OptimusError) and error.raised_by_all_processes)
             ):
                 raise
-            self._save_after_error(state, step, error)
+            self.save_after_error(state, step, error)
             self._say(
                 f"step {step}: the evaluation has failed, so the held-out loss is unknown; the run"
                 f" goes on. {type(error).__name__}: {error}"
@@ -465,10 +451,10 @@ class Trainer:
             self.run.log_event(
                 "fault", step, what=f"the evaluation has failed: {type(error).__name__}: {error}"
             )
-            return
+            return None
         if found is None:
             self._say(f"step {step}: the evaluation was cancelled because the run is stopping")
-            return
+            return None
         if not found.tokens:
             self._say(
                 f"step {step}: the held-out loss is unknown, because no token of the held-out"
@@ -477,7 +463,7 @@ class Trainer:
             self.run.log_event(
                 "eval", step, loss=None, perplexity=None, bits_per_byte=None, tokens=0
             )
-            return
+            return None
         loss = found.loss / found.tokens
         record = EvalRecord(
             step=step,
@@ -504,6 +490,7 @@ class Trainer:
                 f"step {step}: the held-out loss is not finite; if that of the next evaluation is"
                 " not either, the run ends"
             )
+        return record
 
     def save(self, state: TrainState, step: int) -> None:
         """Start to save the state after `step`.
@@ -518,14 +505,30 @@ class Trainer:
         with self.progress.during("save"):
             self.checkpoints.save(step, self._stored(state), self._described(step))
 
-    def _begin_save(self, state: TrainState, step: int) -> None:
+    def begin_profile(self, step: int) -> None:
+        """Trace from the step after `step` on; nothing runs on the devices."""
+        if self.profiler is not None:
+            with self.progress.during("profile"):
+                self.profiler.start(step)
+
+    def end_profile(self, step: int) -> None:
+        """End the trace, if one is under way."""
+        if self.profiler is not None and self.profiler.is_tracing:
+            with self.progress.during("profile"):
+                self.profiler.stop(step, self.program, self.train_step)
+
+    def begin_save(self, state: TrainState, step: int) -> None:
         """Start a save; if it fails it is retried later."""
         try:
             self._saving.begin(lambda: self.save(state, step))
         except NotFiniteError as error:
             self.learning.broken = error.leaf
 
-    def _save_after_error(self, state: TrainState, step: int, error: Exception) -> None:
+    def poll_saves(self) -> None:
+        """Handle the result of a save that has ended, if one has."""
+        self._saving.poll()
+
+    def save_after_error(self, state: TrainState, step: int, error: Exception) -> None:
         """After an error, save the state after `step` unless it is saved.
 
         Before the first step there is nothing to save.
@@ -539,7 +542,7 @@ class Trainer:
             checkpoints=self.checkpoints,
             retries=self.retries,
             progress=self.progress,
-            is_alone=self._is_alone,
+            is_alone=self.is_alone,
             say=self._say,
         )
 
@@ -571,13 +574,13 @@ def described(
 
 
 @dataclass(frozen=True)
-class _PendingStep:
+class PendingStep:
     """A dispatched step whose metrics have not been read yet."""
 
     step: int
     metrics: Metrics
     stop_reason: Any
-    """Index into _REASONS: a number, or an array if processes agreed on it."""
+    """Index into AGREED: a number, or an array if processes agreed on it."""
     finished_at: float | None
     """Time on the trainer's clock, if the step had finished when dispatch returned; None: known
     when its metrics are read."""

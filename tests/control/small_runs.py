@@ -29,8 +29,8 @@ from optimus_jax.planning.profiles.cluster import Cluster
 from optimus_jax.planning.profiles.links import Link
 from optimus_jax.planning.search.assemble import plan_for
 from optimus_jax.planning.trials import trial
-from optimus_jax.run import api
 from optimus_jax.run import program as run
+from optimus_jax.run import whole_run
 from optimus_jax.training import step as step_module
 
 TINY = {
@@ -149,7 +149,7 @@ def quick(tmp_path_factory):
     """Compile without optimisation, and start without predictions learnt in runs of other tests."""
     learnt = tmp_path_factory.mktemp("learnt")
     with compiled_quickly(), pytest.MonkeyPatch.context() as patch:
-        for module in (api, run, executables, trial):
+        for module in (whole_run, run, executables, trial):
             patch.setattr(module, "build_program", build_once)
         patch.setattr("optimus_jax.control.switch.Worker", AtOnce)
         patch.setattr(constants, "CANARY_NOISE", 1e9)  # steps of this size are noise
@@ -177,7 +177,7 @@ def slow_devices(quick, tmp_path_factory):
         rates=rates,
         records=tmp_path_factory.mktemp("records") / "records.jsonl",
     )
-    quick.setattr(api, "known_devices", lambda _: here)
+    quick.setattr(whole_run, "known_devices", lambda _: here)
     return here
 
 

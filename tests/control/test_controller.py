@@ -27,7 +27,7 @@ from optimus_jax.planning.local_cluster import LocalCluster
 from optimus_jax.planning.profiles.cluster import Cluster
 from optimus_jax.planning.profiles.links import Link
 from optimus_jax.planning.search.assemble import plan_for
-from optimus_jax.run import api
+from optimus_jax.run import whole_run
 from optimus_jax.training.watchers import Display
 
 STEPS = 24
@@ -185,7 +185,7 @@ def devices(monkeypatch, tmp_path):
         rates=RATES,
         records=tmp_path / "records.jsonl",
     )
-    monkeypatch.setattr(api, "known_devices", lambda _: here)
+    monkeypatch.setattr(whole_run, "known_devices", lambda _: here)
     monkeypatch.setattr(assembly, "measurements_directory", lambda: tmp_path)
 
 

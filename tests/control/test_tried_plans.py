@@ -14,7 +14,7 @@ from optimus_jax.control import assembly
 from optimus_jax.planning.trials import trial as trial_module
 from optimus_jax.planning.trials.measure import measure
 from optimus_jax.planning.trials.trial import PlanTrial, run_trial
-from optimus_jax.run import api, first_plan, program
+from optimus_jax.run import first_plan, program, whole_run
 from optimus_jax.training.step import build_program
 
 
@@ -83,11 +83,15 @@ def test_a_tried_plan_is_compiled_once(slow_devices, text, tmp_path, monkeypatch
     def measured(ranked, run, *, num_steps, **more):
         return measure(ranked, run, num_steps=10**9, **more)
 
-    for module in (api, program, trial_module):  # `quick` shares programs and their compiled steps
+    for module in (
+        whole_run,
+        program,
+        trial_module,
+    ):  # `quick` shares programs and their compiled steps
         monkeypatch.setattr(module, "build_program", build_program)
     monkeypatch.setattr(first_plan, "run_trial", trial)
     monkeypatch.setattr(first_plan, "measure", measured)
-    monkeypatch.setattr(api, "run_program", begin)
+    monkeypatch.setattr(whole_run, "run_program", begin)
     jax.monitoring.register_event_duration_secs_listener(count)
     try:
         result = run_tiny(tmp_path / "run", text, mesh="auto", steps=2, **{"parallel.trials": 3})

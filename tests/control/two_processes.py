@@ -31,7 +31,7 @@ from optimus_jax.planning.local_cluster import LocalCluster  # noqa: E402
 from optimus_jax.planning.profiles.cluster import Cluster  # noqa: E402
 from optimus_jax.planning.profiles.links import Link  # noqa: E402
 from optimus_jax.planning.search.assemble import plan_for  # noqa: E402
-from optimus_jax.run import api  # noqa: E402
+from optimus_jax.run import whole_run  # noqa: E402
 
 RATES = Rates(
     accelerator="cpu",
@@ -69,7 +69,7 @@ def known_devices(topology):
 # the cores.
 settings, there = {"model.num_layers": 2, "faults.floor_s": 240.0}, []
 with pytest.MonkeyPatch.context() as patch:
-    patch.setattr(api, "known_devices", known_devices)
+    patch.setattr(whole_run, "known_devices", known_devices)
     patch.setattr(assembly, "Advisor", Script)
     patch.setattr("optimus_jax.control.switch.Worker", AtOnce)
     patch.setattr(commands, "MOST_STEPS", 2)  # few steps suffice then

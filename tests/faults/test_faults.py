@@ -120,7 +120,7 @@ if os.environ.get("OPTIMUS_PROCESS_ID", "-1") == {who!r}:
     def broken(self, item, clock):
         float(item.metrics["loss"])  # then the other process is in its first step as well
         raise {error}
-    Trainer._record = broken
+    Trainer.record = broken
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
 

@@ -251,7 +251,7 @@ def run(tmp_path, **overrides):
 
 def test_run_tries_the_best_plans_and_resumes_with_its_choice(tmp_path, monkeypatch):
     local_cluster = profiled(discover(), tmp_path)
-    monkeypatch.setattr("optimus_jax.run.api.known_devices", lambda topology: local_cluster)
+    monkeypatch.setattr("optimus_jax.run.whole_run.known_devices", lambda topology: local_cluster)
     # a run for which trying pays
     monkeypatch.setattr("optimus_jax.planning.trials.measure.expected_gain", lambda *args: 1e9)
     result = run(tmp_path, steps=1)
@@ -267,7 +267,7 @@ def test_run_tries_the_best_plans_and_resumes_with_its_choice(tmp_path, monkeypa
     assert any("fastest of 3" in event.get("why", "") for event in events)
 
     # without measurements the rule would choose data=8
-    monkeypatch.setattr("optimus_jax.run.api.known_devices", lambda topology: None)
+    monkeypatch.setattr("optimus_jax.run.whole_run.known_devices", lambda topology: None)
     resumed = optimus_jax.train(run_dir=tmp_path / "run", resume=True, steps=2)
     assert resumed.plan == result.plan
     moved = optimus_jax.train(run_dir=tmp_path / "run", resume=True, steps=3, mesh="tensor=8")
@@ -277,7 +277,7 @@ def test_run_tries_the_best_plans_and_resumes_with_its_choice(tmp_path, monkeypa
 
 def test_short_run_tries_no_plan(tmp_path, monkeypatch):
     local_cluster = profiled(discover(), tmp_path)
-    monkeypatch.setattr("optimus_jax.run.api.known_devices", lambda topology: local_cluster)
+    monkeypatch.setattr("optimus_jax.run.whole_run.known_devices", lambda topology: local_cluster)
     run(tmp_path, steps=1)
     assert '"decision"' not in (tmp_path / "run" / "events.jsonl").read_text()
     assert not local_cluster.records.exists()

@@ -19,7 +19,7 @@ import jax
 jax.config.update("jax_num_cpu_devices", 2)
 jax.config.update("jax_platforms", "cpu")
 import optimus_jax
-from optimus_jax.run import api
+from optimus_jax.run import whole_run
 from optimus_jax.run import first_plan
 from optimus_jax.errors import PlanError
 from optimus_jax.planning.profiles.cluster import Cluster
@@ -54,7 +54,7 @@ def measured(ranked, run, *, num_steps, **more):
     return measure(ranked, run, num_steps=10**9, **more)
 
 
-api.known_devices, first_plan.run_trial, first_plan.measure = known_devices, trial, measured
+whole_run.known_devices, first_plan.run_trial, first_plan.measure = known_devices, trial, measured
 plan = None
 try:
     plan = optimus_jax.train(

@@ -67,8 +67,8 @@ def run_train(monkeypatch, capfd):
         monkeypatch.setattr("optimus_jax.cli.train.restart_with_huge_pages", lambda: None)
         if "--cpu-devices" in arguments:
             devices = fewer_devices(int(arguments[arguments.index("--cpu-devices") + 1]))
-            monkeypatch.setattr("optimus_jax.run.api.use_cpu_devices", lambda _: None)
-            monkeypatch.setattr("optimus_jax.run.api.discover", lambda: devices)
+            monkeypatch.setattr("optimus_jax.run.whole_run.use_cpu_devices", lambda _: None)
+            monkeypatch.setattr("optimus_jax.run.whole_run.discover", lambda: devices)
         try:
             code = main("train")
         except SystemExit as ended:  # --help

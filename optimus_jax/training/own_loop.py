@@ -1,0 +1,226 @@
+"""The loop of a run, written by its user: `with optimus_jax.training_loop(...) as loop`.
+
+The run is the same as with `train`: its directory, its steps and their order, its checkpoints, and
+what stops it. What the loop does between steps is the caller's.
+"""
+
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+
+from optimus_jax.cluster.distributed import Agreement
+from optimus_jax.config import Config
+from optimus_jax.data.batch import HostBatch
+from optimus_jax.errors import ConfigError, explain
+from optimus_jax.plan import Plan
+from optimus_jax.run_directory.step_record import EvalRecord
+from optimus_jax.training.state import TrainState
+from optimus_jax.training.step import Metrics
+from optimus_jax.training.trainer import (
+    AGREED,
+    PendingStep,
+    Reason,
+    Trainer,
+    TrainingResult,
+)
+
+
+class TrainingLoop:
+    """The loop of a run. Every process of a run must call it alike.
+
+    Iterating over it gives the batches of the steps that follow, up to the last one of the run, or
+    to one after which the run is to stop (Ctrl-C, SIGTERM). Each must be learnt by `step` before
+    the next one::
+
+        for batch in loop:
+            metrics = loop.step(batch)
+
+    `step` also takes batches of another kind of loader, in which case `is_stopping` says whether to
+    go on.
+    """
+
+    def __init__(self, trainer: Trainer, state: TrainState) -> None:
+        self._trainer, self._state = trainer, state
+        self._number = int(state.step)
+        self._agree = None if trainer.is_alone else Agreement(trainer.program.mesh)
+        self._pending: PendingStep | None = None
+        self._reason: Reason = "done"
+        self._last_loss = float("nan")
+        self._is_over = False
+        trainer.count_flops()
+        trainer.stop.ended(self._number)
+        trainer.progress.begin("caller")
+        self._clock = time.perf_counter()
+
+    @property
+    def config(self) -> Config:
+        """The settings of the run."""
+        return self._trainer.program.config
+
+    @property
+    def plan(self) -> Plan:
+        """The layout that it trains under."""
+        return self._trainer.program.plan
+
+    @property
+    def run_dir(self) -> Path:
+        """The directory of the run on this machine."""
+        return self._trainer.run.path
+
+    @property
+    def state(self) -> TrainState:
+        """The state after the last step, sharded over the mesh. `step` donates it: what is to stay
+        must be copied."""
+        return self._state
+
+    @property
+    def steps_done(self) -> int:
+        """The last step that was begun; 0 before the first."""
+        return self._number
+
+    @property
+    def is_stopping(self) -> bool:
+        """Whether the run is to end: all its steps are done, or it was asked to stop."""
+        if self._reason == "done" and self._trainer.trouble() is not None:
+            self._reason = "not learning"
+        if self._agree is None and self._reason == "done":
+            self._reason = self._trainer.requested_stop
+        return self._reason != "done" or self._number >= self.config.steps
+
+    def __iter__(self) -> Iterator[HostBatch]:
+        batches = self._trainer.loader.iterate(self._number + 1)
+        try:
+            while not self.is_stopping:
+                number, batch = next(batches)
+                yield batch
+                if self._number != number:
+                    raise ConfigError(
+                        explain(
+                            "the batches of a run belong to its steps, so that none is left out",
+                            given=f"the batch of step {number}, and {self._number} steps are done",
+                            do="call loop.step(batch) once for every batch of `for batch in loop`",
+                        )
+                    )
+        finally:
+            batches.close()
+
+    def step(self, batch: Mapping[str, np.ndarray]) -> Metrics:
+        """Learn from a batch. Returns before the devices are done: a number of the metrics waits
+        for them, as `float(metrics["loss"])` does.
+
+        Args:
+          batch: this process's rows, as iterating gives them: the arrays that the run's task reads
+            (data/batch.py), by name.
+        Returns:
+          loss, grad_norm, lr, tokens, skipped and metrics of the task, scalars that all devices
+          have.
+        """
+        self._check_open()
+        trainer, upcoming = self._trainer, self._number + 1
+        if self._number >= self.config.steps:
+            raise ConfigError(
+                explain(
+                    "the run has no more steps",
+                    given=f"steps={self.config.steps}",
+                    do="give more steps, or leave the loop when loop.is_stopping",
+                )
+            )
+        if trainer.profiler is not None and trainer.profiler.begins_after(self._number):
+            self._read()
+            trainer.begin_profile(self._number)
+            self._clock = time.perf_counter()
+        arrays = trainer.program.put_batch(dict(batch))
+        trainer.stop.begins(upcoming)
+        trainer.progress.begin("step")
+        trainer.progress.enter(upcoming)
+        self._state, metrics = trainer.train_step(self._state, arrays)
+        self._number = upcoming
+        agreed = 0 if self._agree is None else self._agree(AGREED.index(trainer.requested_stop))
+        before = self._pending
+        self._pending = PendingStep(upcoming, metrics, agreed, None)
+        if before is not None:
+            self._record(before)
+        trainer.poll_saves()
+        if trainer.retries.is_due:
+            self._read()
+            trainer.begin_save(self._state, self._number)
+        if trainer.profiler is not None and trainer.profiler.ends_after(upcoming):
+            self._read()
+            trainer.end_profile(upcoming)
+            self._clock = time.perf_counter()
+        trainer.progress.begin("caller")
+        return metrics
+
+    def evaluate(self) -> EvalRecord | None:
+        """Measure what the run holds out; None: it cannot be measured, and a message says why."""
+        self._check_open()
+        if self._trainer.held_out is None:
+            raise ConfigError(
+                explain(
+                    "the run holds nothing out",
+                    given=f"eval_every={self.config.eval_every},"
+                    f" data.eval_fraction={self.config.data.eval_fraction}",
+                    do="give both a value above 0, or leave them out",
+                )
+            )
+        self._read()
+        found = self._trainer.evaluate(self._state, self._number)
+        self._clock = time.perf_counter()
+        return found
+
+    def save(self) -> None:
+        """Write a checkpoint of the state, in the background; the end of the loop does it too."""
+        self._check_open()
+        self._read()
+        if not self._trainer.checkpoints.holds(self._number):
+            self._trainer.begin_save(self._state, self._number)
+        self._clock = time.perf_counter()
+
+    def end(self) -> TrainingResult:
+        """Save the state, log the end of the run, and raise its error if there is one."""
+        self._read()
+        self._is_over = True
+        self._trainer.end_profile(self._number)
+        _ = self.is_stopping  # whoever left the loop may have been asked to stop meanwhile
+        return self._trainer.ended(
+            TrainingResult(
+                state=self._state,
+                reason=self._reason,
+                last_step=self._number,
+                last_loss=self._last_loss,
+            )
+        )
+
+    def abandon(self, error: Exception) -> None:
+        """After an error, save the state as well as that is possible."""
+        self._is_over = True
+        if self._trainer.is_alone:  # of several processes, another one may never end the step
+            with suppress(Exception):
+                self._read()
+        self._trainer.save_after_error(self._state, self._number, error)
+        if self._trainer.profiler is not None:
+            self._trainer.profiler.abandon()
+
+    def _check_open(self) -> None:
+        if self._is_over:
+            raise ConfigError(
+                explain(
+                    "the run is over, and another process may write its directory",
+                    given=f"a loop that has ended after step {self._number}",
+                    do="train in the `with` block; training_loop(run_dir=..., resume=True) goes on",
+                )
+            )
+
+    def _read(self) -> None:
+        """Wait for the newest step, and record it."""
+        if self._pending is not None:
+            pending, self._pending = self._pending, None
+            self._record(pending)
+
+    def _record(self, item: PendingStep) -> None:
+        self._last_loss, self._clock = self._trainer.record(item, self._clock)
+        if self._reason == "done":
+            self._reason = AGREED[int(item.stop_reason)]
