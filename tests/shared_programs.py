@@ -13,16 +13,16 @@ import pytest
 
 from optimus_jax.config import Config
 from optimus_jax.control import executables
-from optimus_jax.models.families import FAMILIES
+from optimus_jax.models.families import BLOCKS, FAMILIES
 from optimus_jax.plan import Plan
 from optimus_jax.planning.trials import trial
-from optimus_jax.run import api
 from optimus_jax.run import program as run
+from optimus_jax.run import whole_run
 from optimus_jax.training.optimizer import effective_warmup, optimizer_named, peak_learning_rate
 from optimus_jax.training.step import Program, build_program
 from optimus_jax.training.tasks import task_of
 
-BUILDERS = (api, run, executables, trial)
+BUILDERS = (whole_run, run, executables, trial)
 """Modules that build the programs of runs."""
 NOT_COMPILED = (
     "parallel",  # the plan has what comes of it
@@ -86,6 +86,7 @@ class SharedPrograms:
             task_of(config),
             optimizer_named(config.optimizer.name),
             FAMILIES[config.model.family],
+            BLOCKS.get(config.model.family),
         )
         key = (
             compiled_settings(program),

@@ -173,15 +173,16 @@ class ModelOnMesh:
         float32 [B, L, V].
         """
         whole = PartitionSpec()
-        run = self.over_mesh(self._all_logits, (self.param_specs, self.cache_spec, whole), whole)
-        rows, length = tokens_BL.shape
-        logits_BLV = run(params, self.empty_cache(params, length, rows=rows), tokens_BL)
-        return logits_BLV[..., : self.config.vocab_size]
+        run = self.over_mesh(self._all_logits, (self.param_specs, whole), whole)
+        return run(params, tokens_BL)[..., : self.config.vocab_size]
 
-    def _all_logits(self, params: Params, cache: Cache, tokens_BL: Array) -> Array:
+    def _all_logits(self, params: Params, tokens_BL: Array) -> Array:
         """`all_logits` on this device."""
-        model, run, out = self._passed(params, cache, tokens_BL, jnp.int32(0))
-        return self.whole_logits(model, model.head_input(out.x_BLD, run.comm), run)
+        positions_BL = jnp.broadcast_to(jnp.arange(tokens_BL.shape[1])[None], tokens_BL.shape)
+        model, run = self.on_device(params)
+        x_BLD = self.varied(model.embed(tokens_BL, positions_BL, run))
+        x_BLD = model.run_layers(x_BLD, positions_BL, run).x_BLD
+        return self.whole_logits(model, model.head_input(x_BLD, run.comm), run)
 
     def extend(
         self, params: Params, cache: Cache, tokens_BL: Array, start: Array, last: Array

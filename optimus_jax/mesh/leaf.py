@@ -14,6 +14,7 @@ import jax
 from flax import nnx
 
 from optimus_jax.config.tuning import ParameterGroup
+from optimus_jax.errors import ConfigError, explain
 from optimus_jax.mesh.axes import EMBED, LAYERS, VOCAB
 
 Role = Literal["matrix", "matrix_back", "table", "scale", "bias"]
@@ -46,8 +47,16 @@ class Leaf:
 
     @classmethod
     def of(cls, variable: nnx.Variable) -> "Leaf":
-        """The row of a module's parameter."""
+        """The row of a module's parameter. Raises ConfigError if it was not made as others are."""
         metadata = variable.get_metadata()
+        if "role" not in metadata:
+            raise ConfigError(
+                explain(
+                    "a parameter does not say what it is and which logical axes it has",
+                    given=f"{type(variable).__name__} of shape {tuple(variable.shape)}",
+                    do="make it with normal or constant of optimus_jax.models.layers",
+                )
+            )
         return cls(
             tuple(metadata["out_sharding"]),
             metadata["role"],

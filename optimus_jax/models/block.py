@@ -16,6 +16,7 @@ from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 
 from optimus_jax.config import AttentionKernel, ModelConfig, Overlap, RematPolicy
+from optimus_jax.errors import ConfigError, explain
 from optimus_jax.mesh.axes import HEADS, MLP
 from optimus_jax.mesh.collectives import Collectives
 from optimus_jax.mesh.sums import Sums
@@ -195,12 +196,7 @@ class Block(nnx.Module):
         keys_B = self._adapter_keys(run, site + 3)
         q, k, v, hidden = self._projected(x_BLD, run, cos_sin, keys_B)
         if cache is not None:
-            start = (0, run.visibility.query_offset, 0, 0)
-            longer = [
-                lax.dynamic_update_slice(old, new.astype(old.dtype), start)
-                for old, new in zip(cache, (k, v), strict=True)
-            ]
-            k, v = cache = longer[0], longer[1]
+            k, v = cache = with_earlier(cache, k, v, run)
         head_keys = self._head_keys(run, site, q.shape[2])
 
         heads = self._heads(self.attention, (q, k, v), run, run.visibility, head_keys)
@@ -337,6 +333,54 @@ class Block(nnx.Module):
         heads = run.comm.offset(num_local_heads, HEADS) + jnp.arange(num_local_heads)
         per_head = jax.vmap(jax.random.fold_in, in_axes=(None, 0))
         return jax.vmap(lambda key: per_head(jax.random.fold_in(key, site), heads))(run.keys_B)
+
+
+def with_earlier(
+    cache: tuple[Array, Array], k_BLGK: Array, v_BLGK: Array, run: ForwardContext
+) -> tuple[Array, Array]:
+    """Earlier keys and values [B, T, G, K], and those of this pass in their places."""
+    start = (0, run.visibility.query_offset, 0, 0)
+    keys, values = (
+        lax.dynamic_update_slice(old, new.astype(old.dtype), start)
+        for old, new in zip(cache, (k_BLGK, v_BLGK), strict=True)
+    )
+    return keys, values
+
+
+def check_output(block: nnx.Module, x_BLD: Array, cache: object, out: object) -> None:
+    """Raise ConfigError if a block gives something that no block may give.
+
+    Args:
+      x_BLD, cache: what it was given.
+      out: what it has returned.
+    """
+    kind = type(block).__name__
+    if not isinstance(out, LayersOutput) or (out.x_BLD.shape, out.x_BLD.dtype) != (
+        x_BLD.shape,
+        x_BLD.dtype,
+    ):
+        found = (
+            f"{out.x_BLD.dtype}{list(out.x_BLD.shape)}"
+            if isinstance(out, LayersOutput)
+            else "an array"
+            if isinstance(out, Array)
+            else type(out).__name__
+        )
+        raise ConfigError(
+            explain(
+                f"{kind} does not return the residual stream as it was given",
+                given=f"{found}, for {x_BLD.dtype}{list(x_BLD.shape)}",
+                do="return LayersOutput(x_BLD, {}, cache) with x_BLD of the same shape and dtype",
+            )
+        )
+    if cache is not None and out.cache is None:
+        raise ConfigError(
+            explain(
+                f"{kind} keeps no keys and values, so that no text can be generated with it",
+                given="LayersOutput.cache is None",
+                do="return what with_earlier of optimus_jax.models.block gives",
+            )
+        )
 
 
 def normed(norm: Norm | None, x_BLD: Array, comm: Collectives) -> Array:

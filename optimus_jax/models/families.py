@@ -99,6 +99,9 @@ FAMILIES: dict[str, Features] = {
     ),
 }
 """Names are Hugging Face's `model_type`."""
+BLOCKS: dict[str, type] = {}
+"""The class of a layer, by family; those of other families are `Block` (models/block.py), whose
+constructor and `__call__` any other has too (docs/howto/own_block.md)."""
 
 
 @lru_cache(maxsize=1 << 10)
@@ -112,7 +115,7 @@ def features_of(model: ModelConfig) -> Features:
             explain(
                 f"unknown model family {model.family!r}",
                 given=f"model.family={model.family}",
-                do=nearest(model.family, FAMILIES),
+                do=f"{nearest(model.family, FAMILIES)}; one of your own is added to FAMILIES first",
             )
         )
     own = {
@@ -124,9 +127,9 @@ def features_of(model: ModelConfig) -> Features:
 
 
 @lru_cache
-def _first_row(family: str) -> Features:
-    """A family's features when it was first used: what was traced since is kept by its name."""
-    return FAMILIES[family]
+def _first_row(family: str) -> tuple[Features, type | None]:
+    """A family's rows when it was first used: what was traced since is kept by its name."""
+    return FAMILIES[family], BLOCKS.get(family)
 
 
 def table_width(model: ModelConfig) -> int:
@@ -200,11 +203,11 @@ def check_family(config: ModelConfig) -> None:
     changed.
     """
     features, dims = features_of(config), rotated_dims(config)
-    if FAMILIES.get(config.family) != _first_row(config.family):
+    if (FAMILIES.get(config.family), BLOCKS.get(config.family)) != _first_row(config.family):
         raise ConfigError(
             explain(
                 f"model family {config.family!r} has changed since it was first used",
-                given=f"another row {config.family!r} of FAMILIES",
+                given=f"another row {config.family!r} of FAMILIES or BLOCKS",
                 do="give the new row another name, or start Python again",
             )
         )
@@ -217,6 +220,15 @@ def check_family(config: ModelConfig) -> None:
             )
         )
     if config.encoder_layers:
+        if config.family in BLOCKS:
+            raise ConfigError(
+                explain(
+                    "layers of a model with an encoder attend to it, as Whisper's do",
+                    given=f"a row {config.family!r} of BLOCKS,"
+                    f" model.encoder_layers={config.encoder_layers}",
+                    do="set model.encoder_layers=0 and model.frames=0, or leave the row out",
+                )
+            )
         _check_encoder(config, features)
     if config.generator is not None:
         _check_generator(config)

@@ -25,10 +25,11 @@ from optimus_jax.config.tuning import ParameterGroup
 from optimus_jax.mesh.axes import EMBED, LABELS, LAYERS, NORM, PATCH, POSITIONS, TABLE, VOCAB
 from optimus_jax.mesh.collectives import Collectives
 from optimus_jax.mesh.leaf import Role
+from optimus_jax.mesh.scopes import EMBEDDING, LAYER
 from optimus_jax.mesh.sums import Sums
 from optimus_jax.models import rotary
 from optimus_jax.models.adapters import block_rngs
-from optimus_jax.models.block import Block, ForwardContext, LayersOutput, normed
+from optimus_jax.models.block import Block, ForwardContext, LayersOutput, check_output, normed
 from optimus_jax.models.encoder_decoder import (
     Streams,
     TwoSides,
@@ -37,6 +38,7 @@ from optimus_jax.models.encoder_decoder import (
     text_of,
 )
 from optimus_jax.models.families import (
+    BLOCKS,
     features_of,
     has_window,
     head_transform_of,
@@ -140,7 +142,8 @@ class Decoder(nnx.Module):
 
         @nnx.vmap(in_axes=(0,), out_axes=0, transform_metadata={nnx.PARTITION_NAME: LAYERS})
         def stack(key: Array) -> Block:
-            return Block(config, rngs=block_rngs(config.tuning, key))
+            kind = BLOCKS.get(config.family, Block)
+            return kind(config, rngs=block_rngs(config.tuning, key))
 
         self.sides = sides_of(slots or tuple(range(config.num_layers)), config)
         """Whose the layers of the stack are."""
@@ -179,6 +182,7 @@ class Decoder(nnx.Module):
             rows, dim, exists = self.config.num_outputs, LABELS, not features.causal
         return constant(0.0, (rows,), (dim,), "bias", "head") if exists else None
 
+    @jax.named_scope(EMBEDDING)
     def embed(
         self,
         tokens_BL: Array,
@@ -424,7 +428,9 @@ class Decoder(nnx.Module):
                         partial(jnp.where, is_windowed), windowed_cos_sin, cos_sin
                     )
             block: Block = nnx.merge(graphdef, params)
-            out = block(x_BLD, index, own, own_cos_sin, layer_cache)
+            with jax.named_scope(LAYER):
+                out = block(x_BLD, index, own, own_cos_sin, layer_cache)
+            check_output(block, x_BLD, layer_cache, out)
             return out.x_BLD, (out.auxiliary, out.cache)
 
         return run.recomputed_whole(body), stacked

@@ -12,10 +12,15 @@ def check_freeze(model: ModelConfig) -> None:
     nothing is trained.
     """
     tuning = model.tuning
-    if tuning.freeze is None:
+    if tuning.freeze is None and not tuning.has_adapters:
         return
-    given = f"model.tied={str(model.tied).lower()}, model.tuning.freeze={','.join(tuning.freeze)}"
-    if model.tied and not tuning.trains("head") and tuning.trains("embedding"):
+    given = f"model.tied={str(model.tied).lower()}, " + (
+        f"model.tuning.method={tuning.method}"
+        if tuning.freeze is None
+        else f"model.tuning.freeze={','.join(tuning.freeze)}"
+    )
+    frozen = tuning.freeze is not None
+    if frozen and model.tied and not tuning.trains("head") and tuning.trains("embedding"):
         raise ConfigError(
             explain(
                 f"the head of {model.name} is its embedding, which would be trained",
@@ -31,6 +36,8 @@ def check_freeze(model: ModelConfig) -> None:
             explain(
                 f"nothing of {model.name} would be trained",
                 given=f"{given}; it has parameters of {', '.join(groups)}",
-                do="leave out a group, or add adapters with model.tuning.method=lora",
+                do="let layers of your own have adapters, as Attention and FeedForward do"
+                if tuning.has_adapters
+                else "leave out a group, or add adapters with model.tuning.method=lora",
             )
         )

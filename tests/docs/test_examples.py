@@ -11,6 +11,8 @@ PRINTS = {
     "own_data": ["(12, "],
     "callback": ["step 1 is next, on data=8", "held-out loss", "interrupt"],
     "change_mesh": ["data=4", "fsdp=8"],
+    "own_block": ["data=8 ", "they differ by 0.000", "on 8 H100s: mesh ", "7 is"],
+    "own_loop": ["step 10: held-out loss ", " on data=8"],
     "own_loss": ["data=8 ", "pipe=2,fsdp=2,tensor=2 ", "they differ by 0.000"],
     "plan_a_cluster": ["1. ", "GiB predicted"],
 }

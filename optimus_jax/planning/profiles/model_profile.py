@@ -10,6 +10,8 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 
+import jax
+
 from optimus_jax.config import REMAT_POLICIES, AttentionKernel, ModelConfig, Precision, RematPolicy
 from optimus_jax.mesh.axes import LAYERS
 from optimus_jax.models.families import generator_of
@@ -353,12 +355,21 @@ _KIND_OF_PART = {
     GENERATOR: LayerKind.GENERATOR,
 }
 """Kind of the parameters, by names of modules in models/transformer.py and models/block.py."""
+_KIND_OF_GROUP = {"attention": LayerKind.ATTENTION, "norm": LayerKind.NORMS}
+"""That of parameters of other names, in layers of a class of their own; the rest is
+feed-forward."""
 
 
 def _params_by_kind(model: ModelConfig) -> dict[LayerKind, int]:
     """Number of parameter elements by kind, from abstract shapes with an unpadded vocabulary."""
     counts = dict.fromkeys(LayerKind, 0)
-    for path, size in model_shapes(model, model.vocab_size).sizes().items():
+    shapes = model_shapes(model, model.vocab_size)
+    groups = {
+        jax.tree_util.keystr(path, simple=True, separator="/"): leaf.group
+        for path, leaf in jax.tree.leaves_with_path(shapes.leaves)
+    }
+    for path, size in shapes.sizes().items():
         name = path.removeprefix(f"{LAYERS}/").removeprefix("cross/").partition("/")[0]
-        counts[_KIND_OF_PART[name]] += size
+        own = _KIND_OF_GROUP.get(groups[path], LayerKind.FEED_FORWARD)
+        counts[_KIND_OF_PART.get(name, own)] += size
     return counts
