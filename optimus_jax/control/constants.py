@@ -218,12 +218,15 @@ MAX_MEMORY_SHARE = 1.05
 # When does a switch pay? (policy.py, deciding/value.py, deciding/account.py)
 
 MIN_PROBABILITY = 0.75
-"""Probability that a switch pays, below which it is a gamble if its gain depends on predicted step
-times alone; while nobody knows what conditions are, it is required. Measured in decisions 24 and
-26. Too small: runs switch though nothing changes. Too large: gains are missed."""
+"""Probability that a switch pays, below which it is a gamble; while nobody knows what conditions
+are, it is required. Measured in decisions 24 and 26. Too small: runs switch though nothing changes.
+Too large: gains are missed."""
 MIN_GAMBLE_SHARE = 0.01
 """Least worth of a gamble, as a share of the time that is left. Measured in decision 24.
 Too small: switches for nothing. Too large: better plans are missed."""
+MIN_GAMBLE_MARGIN = 0.5
+"""Least worth of a gamble in conditions that may end, as a share of its costs. Measured in
+decision 41. Too small: switches for nothing. Too large: better plans are missed."""
 MIN_FIRST_GAMBLE_SHARE, FIRST_GAMBLE_PROBABILITY = 0.025, 0.6
 """Least worth of a gamble that is the first switch of a run, as a share of the time that is left,
 and least probability that it pays. Measured in decision 24. Too small: runs in which nothing

@@ -132,7 +132,8 @@ class Situation:
         Where conditions last, or nobody knows what they are, what it gains depends on predicted
         step times alone. There an unlikely switch is made if conditions last and it is worth a
         share of the time that is left. The first switch of a run, if it is a gamble, has to be
-        likelier, and worth more.
+        likelier, and worth more. Where conditions may end it has to be worth a share of what it
+        costs.
         """
         sure = constants.MIN_PROBABILITY
         if found.probability >= sure:
@@ -140,6 +141,9 @@ class Situation:
         if self.is_unexplained:
             return f"at least P {sure:g} is required in such conditions"
         if self.regime.durations is not None:
+            if found.net_s < constants.MIN_GAMBLE_MARGIN * found.cost_s:
+                worth_s = seconds(constants.MIN_GAMBLE_MARGIN * found.cost_s)
+                return f"with less than P {sure:g} it has to be worth {worth_s}"
             return ""
         least, share = 0.0, constants.MIN_GAMBLE_SHARE
         if not self.has_switched and self.counts_return:

@@ -14,7 +14,7 @@ from optimus_jax.config.axes import AxisSizes
 from optimus_jax.control import constants
 from optimus_jax.control.deciding.account import Allowance
 from optimus_jax.control.deciding.changes import Durations
-from optimus_jax.control.deciding.value import Regime
+from optimus_jax.control.deciding.value import Regime, Worth
 from optimus_jax.control.policy import SWITCH_METHODS, Decision, Situation, SwitchCandidate, decide
 from optimus_jax.plan import Plan
 
@@ -261,6 +261,27 @@ def test_a_plan_better_under_normal_conditions_too_need_not_wait():
     assert decided(candidate(), regime=regime).action == "stay"
     assert decided(candidate(log_ratio_after=math.log(0.8)), regime=regime).action == "switch"
     assert decided(candidate(log_ratio_after=math.log(1.2)), regime=regime).action == "stay"
+
+
+def test_a_gamble_in_conditions_that_may_end_is_worth_half_of_what_it_costs():
+    sure, may_end = constants.MIN_PROBABILITY, situation(regime=unknown_duration(100.0))
+
+    def objection(probability, net_s, where=may_end):
+        found = Worth(
+            net_s=net_s,
+            saved_s=net_s + 14.0,
+            cost_s=14.0,
+            probability=probability,
+            risk_s=1.0,
+            wait_s=0.0,
+        )
+        return where.too_unlikely(found)
+
+    assert "has to be worth 7 s" in objection(sure - 0.01, 6.9)
+    assert not objection(sure - 0.01, 7.1)
+    assert not objection(0.3, 7.1), "there is no least probability"
+    assert not objection(sure, 0.1)
+    assert "of what is left" in objection(sure - 0.01, 7.1, situation(horizon_s=1000.0))
 
 
 def test_a_mandatory_switch_needs_no_gain():

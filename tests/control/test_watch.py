@@ -730,7 +730,7 @@ def test_a_slow_drift_is_a_change_that_a_reading_may_explain():
         run.go(
             1, Conditions(compute=factor), NORMAL if step < 300 else NORMAL | {"compute": factor}
         )
-    assert "of their time" in run.news[0]
+    assert "time than before" in run.news[0]
     assert run.watch.conditions.compute == pytest.approx(1.35, rel=0.1)
     assert run.watch.regime == 0
 

@@ -43,10 +43,11 @@ def on_grid(factor: float) -> float:
 def in_words(name: str, factor: float) -> str:
     """What a factor of this size means."""
     process = process_of(name)
+    times = "as long" if f"{factor:.2g}" == "1" else f"{factor:.2g} times as long"
     return (
-        f"{_WORDS[name]} {factor:.2g} times as long as expected"
+        f"{_WORDS[name]} {times} as expected"
         if process is None
-        else f"process {process} takes {factor:.2g} times as long as the others"
+        else f"process {process} takes {times} as the others"
     )
 
 

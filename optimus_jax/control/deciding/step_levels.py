@@ -205,7 +205,8 @@ class StepLevels:
             return "step times are back to what they were"
         self._num_regimes += 1
         self.regime = self._num_regimes
-        return f"steps take {math.exp(change.after - change.before) - 1:+.0%} of their time"
+        share = math.exp(change.after - change.before) - 1
+        return f"steps take {abs(share):.0%} {'more' if share > 0 else 'less'} time than before"
 
     def explain(self) -> None:
         """End the unexplained regime. A level that the newest steps have left was not of it."""
