@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from optimus_jax.report.formatting import format_duration
+from optimus_jax.report.run_events import step_of
 from optimus_jax.report.run_history import RunHistory, Span
 from optimus_jax.viz.canvas import BLUE, GREEN, INK, ORANGE, PURPLE, SKY, VERMILLION, YELLOW
 
@@ -129,8 +130,12 @@ def draw_bands(axes: "Axes", history: RunHistory) -> dict[str, str]:
     return titles
 
 
-def mark_switches(axes: "Axes", history: RunHistory) -> dict[str, str]:
-    """Draw a vertical line at each switch; return tooltips by gid."""
+def mark_switches(axes: "Axes", history: RunHistory, panel: str = "") -> dict[str, str]:
+    """Draw a vertical line at each switch and each resume; return tooltips by gid.
+
+    Args:
+      panel: prefix of the gids, unique in a figure.
+    """
     titles = {}
     for index, switch in enumerate(history.switches):
         is_rollback = switch.kind == "rollback"
@@ -139,10 +144,15 @@ def mark_switches(axes: "Axes", history: RunHistory) -> dict[str, str]:
             color=VERMILLION if is_rollback else INK,
             linestyle=":" if is_rollback else "-",
             linewidth=1,
-        ).set_gid(f"switch{index}")
-        titles[f"switch{index}"] = (
+        ).set_gid(f"{panel}switch{index}")
+        titles[f"{panel}switch{index}"] = (
             f"{switch.kind} after step {switch.step:,} to {switch.layout or 'an unknown layout'}"
         )
+    for index, event in enumerate(history.events_named("resume")):
+        axes.axvline(step_of(event) + 0.5, color=INK, linestyle=(0, (1, 3)), linewidth=1).set_gid(
+            f"{panel}resume{index}"
+        )
+        titles[f"{panel}resume{index}"] = f"resumed after step {step_of(event):,}"
     return titles
 
 
@@ -157,6 +167,8 @@ def switch_legend(history: RunHistory) -> str:
         )
         if kind in kinds
     ]
+    if history.events_named("resume"):
+        words.append("sparsely dotted ones: the run was resumed")
     return "".join(f"; {text}" for text in words)
 
 
@@ -200,6 +212,14 @@ def step_limits(history: RunHistory) -> tuple[float, float]:
     return (
         (history.steps[0].step - 0.5, history.steps[-1].step + 0.5) if history.steps else (0.5, 1.5)
     )
+
+
+def label_steps(axes: "Axes", history: RunHistory) -> None:
+    """Make the axes' x those of the run's steps, with whole numbers."""
+    from matplotlib.ticker import MaxNLocator
+
+    axes.set(xlabel="step", xlim=step_limits(history))
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
 
 
 def upper_limit(times: Sequence[float]) -> float:

@@ -7,13 +7,13 @@ from optimus_jax.errors import counted
 from optimus_jax.report.chart_axes import (
     draw_bands,
     draw_line,
+    label_steps,
     legend_above,
     mark_steps,
     mark_switches,
     plain_ticks,
     plan_colour,
     plan_letter,
-    step_limits,
     step_line,
     switch_legend,
     upper_limit,
@@ -70,7 +70,8 @@ def draw_loss(history: RunHistory) -> Chart | None:
         legend_above(axes)
     skipped = [one.step for one in history.steps if one.skipped]
     mark_steps(axes, skipped, 0.02, "x")
-    axes.set(xlabel="step", ylabel="loss, nats per token", xlim=step_limits(history))
+    axes.set(ylabel="loss, nats per token")
+    label_steps(axes, history)
     (first, start), (last, end) = points[0], points[-1]
     evaluated = (
         f" Held out: {short(held_out[-1][1], 4)} after step {held_out[-1][0]:,}."
@@ -100,7 +101,8 @@ def draw_step_times(history: RunHistory) -> Chart | None:
         return None
     figure, (axes,) = new_figure(WIDTH, HEIGHT + 0.3)
     top = upper_limit(times)
-    axes.set(xlabel="step", ylabel="seconds a step", ylim=(0, top), xlim=step_limits(history))
+    axes.set(ylabel="seconds a step", ylim=(0, top))
+    label_steps(axes, history)
     titles = draw_bands(axes, history) | mark_switches(axes, history)
     grouping = draw_line(
         axes,
@@ -139,6 +141,39 @@ def draw_step_times(history: RunHistory) -> Chart | None:
             "Measured. Bands and letters: plans; dashed lines: their"
             f" medians{switch_legend(history)}.{grouping}{cut}"
         ),
+    )
+
+
+def draw_quantities(history: RunHistory) -> Chart | None:
+    """Learning rate, gradient norm, tokens a second and MFU by step, as far as they are known."""
+    named = {
+        "learning rate": [(one.step, one.lr) for one in history.steps],
+        "gradient norm": [(one.step, one.grad_norm) for one in history.steps],
+        "tokens a second": [(one.step, one.tokens_per_s) for one in history.steps],
+        "MFU": [(one.step, one.mfu) for one in history.steps],
+    }
+    known = {
+        name: points
+        for name, all_points in named.items()
+        if (points := [(x, float(y)) for x, y in all_points if is_finite_number(y)])
+    }
+    if not known:
+        return None
+    figure, panels = new_figure(WIDTH, 1.3 * len(known) + 0.4, rows=len(known), sharex=True)
+    grouping, titles = "", {}
+    for panel, (axes, (name, points)) in enumerate(zip(panels, known.items(), strict=True)):
+        grouping = draw_line(axes, [points], name)
+        label_steps(axes, history)
+        axes.set(ylabel=name, xlabel="")
+        axes.yaxis.set_label_coords(-0.08, 0.5)
+        titles |= mark_switches(axes, history, f"panel{panel}-")
+    panels[-1].set(xlabel="step")
+    last = "; ".join(f"{name} {points[-1][1]:.4g}" for name, points in known.items())
+    return Chart(
+        figure=figure,
+        titles=titles,
+        label=f"{', '.join(known)} by step. At the last step: {last}.",
+        caption=f"Measured. At the last step: {last}.{grouping}",
     )
 
 
@@ -232,12 +267,8 @@ def draw_memory(history: RunHistory) -> Chart | None:
             label="needed by the compiled step (reported by the compiler)",
         )
     legend_above(axes)
-    axes.set(
-        xlabel="step",
-        ylabel=f"{unit} on a device",
-        xlim=step_limits(history),
-        ylim=(0, 1.15 * most / scale),
-    )
+    axes.set(ylabel=f"{unit} on a device", ylim=(0, 1.15 * most / scale))
+    label_steps(axes, history)
     titles = mark_switches(axes, history)
     summary = "; ".join(
         [

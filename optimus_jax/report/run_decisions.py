@@ -47,13 +47,13 @@ def last_decision(history: RunHistory) -> Html:
     )
 
 
-def all_decisions(history: RunHistory) -> Html:
-    """Every decision to switch, and the newest of the others."""
+def all_decisions(history: RunHistory) -> Html | None:
+    """Every decision to switch, and the newest of the others; None: there are none."""
     shown, cut = newest_rows(
         history.decisions, MAX_ROWS, "decisions", lambda decision: decision.action == "switch"
     )
     if not shown:
-        return note("None is recorded.")
+        return None
     rows = [
         [
             f"{one.step:,}",

@@ -6,7 +6,6 @@ sequence of consecutive steps under one plan; a *switch* is a re-mesh or a rollb
 """
 
 import bisect
-import contextlib
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -106,8 +105,6 @@ class RunHistory:
     events: Sequence[LoggedEvent]
     current: Plan | None
     """plan.json: the plan in use."""
-    written_s: float | None
-    """Unix time of the last line written to a log."""
     read_errors: tuple[str, ...]
     """A message for each file or line that could not be read."""
 
@@ -155,7 +152,6 @@ class RunHistory:
             steps=steps,
             events=events,
             current=current,
-            written_s=_last_modified(logs),
             read_errors=tuple(map(printable, read_errors)),
         )
 
@@ -387,14 +383,6 @@ def _leading_steps_of_one_plan(steps: Sequence[StepRecord]) -> list[StepRecord]:
         (index for index, step in enumerate(steps) if step.plan != steps[0].plan), len(steps)
     )
     return list(steps[:end])
-
-
-def _last_modified(logs: Iterable[Path]) -> float | None:
-    times = []
-    for log in logs:
-        with contextlib.suppress(OSError):
-            times.append(log.stat().st_mtime)
-    return max(times, default=None)
 
 
 def _read_or_report(read: Callable[[], list[T]], read_errors: list[str]) -> list[T]:

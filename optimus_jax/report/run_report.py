@@ -43,6 +43,7 @@ from optimus_jax.report.run_charts import (
     draw_loss,
     draw_memory,
     draw_predictions,
+    draw_quantities,
     draw_step_times,
     draw_switch,
 )
@@ -56,6 +57,8 @@ from optimus_jax.report.run_events import (
     text,
 )
 from optimus_jax.report.run_history import MAX_COMPARED_STEPS, RunHistory, Switch, median_time
+from optimus_jax.report.run_profiles import profiles
+from optimus_jax.report.run_settings import resumes, settings_section
 from optimus_jax.report.svg import page_settings
 from optimus_jax.training.numbers import short
 
@@ -73,7 +76,11 @@ def run_report(path: str | Path) -> str:
     """
     history = RunHistory.read(path)
     with page_settings():
-        sections = [(heading, name, part(history)) for heading, name, part in SECTIONS]
+        sections = [
+            (heading, name, found)
+            for heading, name, part in SECTIONS
+            if (found := part(history)) is not None
+        ]
     contents = element(
         "nav",
         element(
@@ -175,7 +182,7 @@ def _overview(history: RunHistory) -> Html:
             ),
             ("data", text(started, "data") or UNKNOWN),
             ("started", _utc(number(history.events[0], "time_s") if history.events else None)),
-            ("last line written", _utc(history.written_s)),
+            ("last event", _utc(number(history.events[-1], "time_s") if history.events else None)),
         ]
     )
 
@@ -200,6 +207,11 @@ def _loss(history: RunHistory) -> Html:
     )
 
 
+def _quantities(history: RunHistory) -> Html | None:
+    chart = draw_quantities(history)
+    return None if chart is None else chart_or_note(chart, "quantities", "")
+
+
 def _step_times(history: RunHistory) -> Html:
     chart = chart_or_note(draw_step_times(history), "times", "No step's time is known.")
     spans, cut = newest_rows(history.spans, MAX_ROWS, "spans")
@@ -219,9 +231,9 @@ def _step_times(history: RunHistory) -> Html:
     )
 
 
-def _plans(history: RunHistory) -> Html:
+def _plans(history: RunHistory) -> Html | None:
     if not history.plans:
-        return note("None is recorded.")
+        return None
     num_steps: dict[str, int] = {}
     for span in history.spans:
         num_steps[span.plan] = num_steps.get(span.plan, 0) + span.num_steps
@@ -242,10 +254,10 @@ def _plans(history: RunHistory) -> Html:
     )
 
 
-def _predictions(history: RunHistory) -> Html:
+def _predictions(history: RunHistory) -> Html | None:
     shown, cut = newest_rows(history.comparisons, MAX_ROWS, "comparisons")
     if not shown:
-        return note("No plan with a recorded prediction has been tried or switched to.")
+        return None
     head = (
         "after step",
         "plan",
@@ -284,7 +296,7 @@ def _memory(history: RunHistory) -> Html:
 
 def _switches(history: RunHistory) -> Html:
     if not history.switches:
-        return note("The run never switched plans.")
+        return note(_never_switched(history))
     head = ("after step", AT, "kind", "from", "to", "method", "moved", "delay", "before", "after")
     shown, cut = newest_rows(history.switches, MAX_ROWS, "switches")
     rows = [
@@ -315,6 +327,13 @@ def _switches(history: RunHistory) -> Html:
     )
 
 
+def _never_switched(history: RunHistory) -> str:
+    ran = len({span.plan for span in history.spans})
+    if ran > 1 and history.events_named("resume"):
+        return f"No plan was left while the run was going; it was resumed under {ran} plans."
+    return "The run never switched plans."
+
+
 def _timeline(history: RunHistory, switch: Switch, name: str) -> Html:
     paused = [seconds for phase, seconds in switch.phases_s if phase not in WHILE_TRAINING]
     pause = (
@@ -329,7 +348,7 @@ def _timeline(history: RunHistory, switch: Switch, name: str) -> Html:
     )
 
 
-def _evaluations(history: RunHistory) -> Html:
+def _evaluations(history: RunHistory) -> Html | None:
     metrics = dict.fromkeys(
         str(name) for event in history.events_named("eval") for name in mapping(event, "metrics")
     )
@@ -338,17 +357,24 @@ def _evaluations(history: RunHistory) -> Html:
         "eval",
         "On held-out text (measured)",
         ("loss", "perplexity", "bits_per_byte", "tokens", *metrics),
-        lambda _, value: format_value(value),
+        lambda event, field: format_value(event.get(field, mapping(event, "metrics").get(field))),
     )
 
 
-def _checkpoints(history: RunHistory) -> Html:
+def _checkpoints(history: RunHistory) -> Html | None:
+    folder = history.path / "checkpoints"
+
+    def cell(event: LoggedEvent, field: str) -> str:
+        if field == "blocked_s":
+            return format_duration(number(event, "blocked_s"))
+        return "yes" if (folder / str(step_of(event))).is_dir() else "no"
+
     return _events(
         history,
         "checkpoint",
         "Checkpoints. Training was blocked while the state was copied to the host.",
-        ("blocked_s",),
-        lambda event, _: format_duration(number(event, "blocked_s")),
+        ("blocked_s", "still there"),
+        cell,
     )
 
 
@@ -357,20 +383,17 @@ def _events(
     name: str,
     caption: str,
     fields: Sequence[str],
-    cell: Callable[[LoggedEvent, object], str],
-) -> Html:
+    cell: Callable[[LoggedEvent, str], str],
+) -> Html | None:
     shown, cut = newest_rows(history.events_named(name), MAX_ROWS, "rows")
     if not shown:
-        return note("None is recorded.")
+        return None
     heads = [field.replace("_s", "").replace("_", " ") for field in fields]
     rows = [
         [
             f"{step_of(event):,}",
             time_cell(number(event, "time_s")),
-            *(
-                cell(event, event.get(field, mapping(event, "metrics").get(field)))
-                for field in fields
-            ),
+            *(cell(event, field) for field in fields),
         ]
         for event in shown
     ]
@@ -431,11 +454,13 @@ def _fields(event: LoggedEvent) -> str:
     )
 
 
-SECTIONS: tuple[tuple[str, str, Callable[[RunHistory], Html]], ...] = (
+SECTIONS: tuple[tuple[str, str, Callable[[RunHistory], Html | None]], ...] = (
+    ("Loss", "loss", _loss),
     ("Overview", "overview", _overview),
     ("Last decision", "last-decision", last_decision),
-    ("Loss", "loss", _loss),
     ("Step time", "step-time", _step_times),
+    ("Rates and norms", "quantities", _quantities),
+    ("Where the time goes", "profiles", profiles),
     ("Plans", "plans", _plans),
     ("Decisions", "decisions", all_decisions),
     ("Predicted against measured", "predictions", _predictions),
@@ -443,7 +468,9 @@ SECTIONS: tuple[tuple[str, str, Callable[[RunHistory], Html]], ...] = (
     ("Memory", "memory", _memory),
     ("Evaluations", "evaluations", _evaluations),
     ("Checkpoints", "checkpoints", _checkpoints),
+    ("Resumes", "resumes", resumes),
+    ("Settings", "settings", settings_section),
     ("Faults", "faults", _faults),
     ("All events", "events", _log),
 )
-"""(heading, id, function that makes the section)"""
+"""(heading, id, function that makes the section; None: it is not shown)"""

@@ -115,7 +115,7 @@ def test_browser_errors_are_detected(page):
 @needs_browser
 def test_the_figures_and_the_last_decision_are_visible(page):
     seen = probed(page)
-    assert len(seen["figures"]) == 6
+    assert len(seen["figures"]) == 7
     assert all(
         visible and width > 400 and height > 60 for visible, width, height in seen["figures"]
     )

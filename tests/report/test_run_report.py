@@ -15,6 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sample_run import FIRST, LAST_WHY, PHASES, PLAN, SECOND, step, write_run
 
+from optimus_jax.config import Config
+from optimus_jax.config.presets import model_preset
 from optimus_jax.control import policy
 from optimus_jax.errors import ConfigError, counted
 from optimus_jax.planning.search.explain import flags
@@ -329,7 +331,7 @@ def test_the_page_is_accessible_to_screen_readers(shown):
     labels = [
         value for tag, name, value in shown.attributes if (tag, name) == ("svg", "aria-label")
     ]
-    assert len(labels) == shown.tags.count("svg") == 6
+    assert len(labels) == shown.tags.count("svg") == 7
     assert any("prepare 4.2 s, agree 50 ms" in label for label in labels)
     assert ("html", "lang", "en") in shown.attributes
 
@@ -386,6 +388,46 @@ def test_the_report_of_a_run_without_decisions(tmp_path):
         "peak 3 GiB",
     ):
         assert words in shown.words
+
+
+def test_a_resumed_run_shows_its_settings_and_where_its_time_went(tmp_path):
+    run = RunDirectory.create(tmp_path / "run", "gpt2")
+    config = Config(steps=80, control="advise", model=model_preset("gpt2-nano"))
+    run.write_config(config.to_json(derived={"optimizer.lr": 0.003}))
+    run.log_event("start", 0, devices="8 x cpu (cpu)")
+    run.log_step(step(1))
+    run.log_event("checkpoint", 1, blocked_s=0.02)
+    run.log_event("resume", 1, devices="4 x cpu (cpu)", lr_before=0.003, lr_now=0.001)
+    run.log_step(step(2, SECOND))
+    run.log_event(
+        "profile",
+        2,
+        first_step=2,
+        plan=SECOND,
+        step_time_s=0.2,
+        parts_s={"attention": 0.15, "tensor": 0.05},
+        beside_s={"tensor": 0.01},
+        predicted_s={"attention": 0.1, "fsdp": 0.02},
+        folder="profiles/step-2",
+    )
+    shown = Reader(run_report(run.path))
+    for words in (
+        "control",
+        "advise",
+        "optimizer.lr",
+        "learning rate 0.003, then 0.001",
+        "4 x cpu (cpu)",
+        "No plan was left while the run was going; it was resumed under 2 plans.",
+        "Steps 2 to 2: 200 ms a step",
+        "75.0%",
+        "learning rate",
+        "sparsely dotted ones: the run was resumed",
+    ):
+        assert words in shown.words, words
+    assert "model.num_layers" not in shown.words, "that is gpt2-nano's"
+    assert shown.words.index("Loss") < shown.words.index("Overview")
+    assert "Evaluations" not in shown.words, "nothing was evaluated"
+    run.close()
 
 
 def test_a_directory_without_a_run_is_an_error(tmp_path):
