@@ -7,6 +7,7 @@ import json
 import sys
 from argparse import SUPPRESS
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from optimus_jax.config.presets import MODEL_HELP
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     from optimus_jax.planning.local_cluster import LocalCluster
     from optimus_jax.planning.training_cost import TrainingCost
 
+PLANS_ON_PAGE = 200
+"""Plans on the page of --html, if there are so many."""
 THIS_MACHINE = "here"
 """Value of --cluster for this machine's devices, which are measured."""
 
@@ -154,6 +157,11 @@ def parser() -> Parser:
         "--cpu-devices", metavar="N", type=int, default=None, help="number of virtual CPU devices"
     )
     flags.add_argument(
+        "--html",
+        metavar="FILE.html",
+        help="write a page with step time and memory of many plans to hover over (default: none)",
+    )
+    flags.add_argument(
         "--json", action="store_true", default=False, help="print JSON, best plan first"
     )
     return flags
@@ -161,7 +169,7 @@ def parser() -> Parser:
 
 def overrides(given: dict) -> dict:
     """The settings that the parsed flags give, by dotted name."""
-    return settings(given, leave=("cpu_devices",))
+    return settings(given, leave=("cpu_devices", "profile"))
 
 
 def find(given: dict) -> "PlanSearch":
@@ -185,7 +193,7 @@ def find(given: dict) -> "PlanSearch":
             )
         )
     asked = {
-        "top": given["top"],
+        "top": max(given["top"], PLANS_ON_PAGE) if "html" in given else given["top"],
         "links": given["link"],
         "overrides": overrides(given),
         "progress": show_pricing if sys.stderr.isatty() else None,
@@ -304,7 +312,7 @@ def check_flags(given: dict) -> None:
 def compare(given: dict) -> None:
     """Print the best plan for each cluster of a comparison."""
     import_jax(only_cpu=True)
-    from optimus_jax.cli.plan_output import show_comparison
+    from optimus_jax.cli.plan_output import show_comparison, write_page
     from optimus_jax.planning.cluster_comparison import compare_clusters
 
     takes = training_costs(given)
@@ -312,10 +320,13 @@ def compare(given: dict) -> None:
         given["model"],
         given["compare"],
         links=given["link"],
+        top=PLANS_ON_PAGE if "html" in given else 1,
         progress=show_pricing if sys.stderr.isatty() else None,
         overrides=overrides(given),
     )
     trainings = [each.found and takes(each.found) for each in compared]
+    if "html" in given:
+        write_page(given["html"], {each.name: each.found for each in compared if each.found})
     if not given["json"]:
         show_comparison(compared, trainings)
         return
@@ -363,6 +374,11 @@ def main() -> None:
     import_jax(only_cpu=given["cluster"] != THIS_MACHINE)
     takes = training_costs(given)
     found = find(given)
+    if "html" in given:
+        from optimus_jax.cli.plan_output import write_page
+
+        write_page(given["html"], {str(found.cluster): found})
+        found = replace(found, plans=found.plans[: given["top"]])
     if given.get("explain", 1) > len(found.plans):
         raise ConfigError(
             explain(

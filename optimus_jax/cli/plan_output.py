@@ -1,8 +1,9 @@
 """What `optimus plan` prints: tables of plans, of their terms, and of clusters."""
 
 import dataclasses
+import sys
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 from rich.box import HEAVY_HEAD, SIMPLE_HEAD
 from rich.console import Console
@@ -10,6 +11,7 @@ from rich.table import Table
 
 from optimus_jax.config.request import typed
 from optimus_jax.config.run_checkpoint import INIT_FROM
+from optimus_jax.errors import ConfigError, explain
 from optimus_jax.planning.ahead_of_time.compile_check import CAVEATS, CompileReport
 from optimus_jax.planning.api import PlanSearch, RankedPlan
 from optimus_jax.planning.cluster_comparison import ComparedCluster
@@ -19,6 +21,9 @@ from optimus_jax.planning.search.explain import flags, gib, seconds, term_rows, 
 from optimus_jax.planning.training_cost import TrainingCost, compact
 from optimus_jax.run.command_line import PIPED_WIDTH, settings
 from optimus_jax.system.command import typed_command
+from optimus_jax.system.paths import local_path
+from optimus_jax.viz.frontier import PlanRecord
+from optimus_jax.viz.plan_page import plan_page
 from optimus_jax.weights.published import MODEL
 from optimus_jax.weights.published_adapters import PublishedAdapters
 
@@ -373,3 +378,45 @@ def show_comparison(
             f"to train on {compact(training.num_tokens)} tokens; energy: at most, of devices alone",
             highlight=False,
         )
+
+
+def write_page(file: str, found: Mapping[str, PlanSearch]) -> None:
+    """Write the page of --html about the plans for each cluster.
+
+    Raises ConfigError if that is not possible.
+    """
+    out = local_path(file, what="--html")
+    if out.suffix not in (".html", ".htm"):
+        raise ConfigError(
+            explain(
+                "the name of a page must end in .html",
+                given=f"--html {file}",
+                do=f"use --html {out.with_suffix('.html')}",
+            )
+        )
+    first = next(iter(found.values()))
+    config = first.config
+    memories = {each.cluster.accelerator.memory_bytes for each in found.values()}
+    text = plan_page(
+        {
+            name: [cast(PlanRecord, ranked.as_json()) for ranked in each.plans]
+            for name, each in found.items()
+        },
+        title=f"Plans for {config.model.name}: {config.data.global_batch} x {config.seq_len}"
+        " tokens",
+        notes=[
+            "Times and bytes are predictions; nothing was run.",
+            *(
+                f"{name}: {each.num_priced:,} legal layouts priced; rates: {each.rates.source}"
+                for name, each in found.items()
+            ),
+        ],
+        capacity_bytes=memories.pop() if len(memories) == 1 else None,
+    )
+    try:
+        out.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(
+            explain("the page cannot be written", given=error, do="name another place with --html")
+        ) from error
+    print(f"wrote {out}", file=sys.stderr)

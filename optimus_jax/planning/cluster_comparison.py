@@ -34,6 +34,7 @@ def compare_clusters(
     names: Sequence[str],
     *,
     links: Sequence[str] = (),
+    top: int = 1,
     progress: ReportStatus | None = None,
     overrides: dict[str, Any],
 ) -> list[ComparedCluster]:
@@ -41,6 +42,7 @@ def compare_clusters(
 
     Args:
       names: such as `h100:8x8`.
+      top: plans to keep for each.
       overrides: settings as for `find_plans`. The default global batch is SEQUENCES_PER_DEVICE for
         each device of the largest cluster.
     Raises:
@@ -57,7 +59,7 @@ def compare_clusters(
         found, why_not = None, ""
         try:
             found = search_plans(
-                model, name, top=1, links=links_of[name], progress=progress, overrides=overrides
+                model, name, top=top, links=links_of[name], progress=progress, overrides=overrides
             )
         except PlanError as error:
             why_not = str(error)

@@ -5,7 +5,7 @@ better in one. All times and bytes are the planner's predictions.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, TypedDict
+from typing import TYPE_CHECKING, NotRequired, TypedDict
 
 from optimus_jax.errors import ConfigError, explain
 from optimus_jax.viz.canvas import EXTRA, INK
@@ -53,6 +53,8 @@ class PlanRecord(TypedDict):
     """Fraction of the time that stages are idle."""
     communication: float
     """Fraction of the step time in communication that does not overlap compute."""
+    why: NotRequired[str]
+    """How it compares with others."""
 
 
 def merge_rankings(*rankings: Sequence[PlanRecord]) -> list[PlanRecord]:
@@ -163,11 +165,11 @@ def draw_frontier(
         template="plotly_white",
         font={"color": INK, "size": 13},
         legend={"title": "cluster"},
+        showlegend=len(plans_by_cluster) > 1,
         xaxis={"title": "memory of the most loaded device, GiB (predicted)", "rangemode": "tozero"},
         yaxis={
             "title": "step time, seconds (predicted; log scale)",
             "type": "log",
-            "dtick": "D2",
         },
     )
     return figure
