@@ -10,10 +10,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from optimus_jax.cli.page_files import page_path
 from optimus_jax.config.presets import MODEL_HELP
 from optimus_jax.errors import ConfigError, explain
 from optimus_jax.run.command_line import Parser, settings
 from optimus_jax.system.environment import import_jax
+from optimus_jax.viz.plan_page import check_page_packages
 
 if TYPE_CHECKING:
     from optimus_jax.planning.ahead_of_time.compile_check import CompileReport
@@ -159,7 +161,7 @@ def parser() -> Parser:
     flags.add_argument(
         "--html",
         metavar="FILE.html",
-        help="write a page with step time and memory of many plans to hover over (default: none)",
+        help="write a page with an interactive chart of step time against memory (default: none)",
     )
     flags.add_argument(
         "--json", action="store_true", default=False, help="print JSON, best plan first"
@@ -281,7 +283,10 @@ def compiled(found: "PlanSearch") -> "list[CompileReport | None]":
 
 
 def check_flags(given: dict) -> None:
-    """Raise ConfigError for flags that have no use together."""
+    """Raise ConfigError for flags that have no use together, or a page that cannot be written."""
+    if "html" in given:
+        page_path(given["html"], flag="--html")
+        check_page_packages()
     if "price" in given and "tokens" not in given:
         raise ConfigError(
             explain(
@@ -312,7 +317,7 @@ def check_flags(given: dict) -> None:
 def compare(given: dict) -> None:
     """Print the best plan for each cluster of a comparison."""
     import_jax(only_cpu=True)
-    from optimus_jax.cli.plan_output import show_comparison, write_page
+    from optimus_jax.cli.plan_output import show_comparison, write_plan_page
     from optimus_jax.planning.cluster_comparison import compare_clusters
 
     takes = training_costs(given)
@@ -326,7 +331,7 @@ def compare(given: dict) -> None:
     )
     trainings = [each.found and takes(each.found) for each in compared]
     if "html" in given:
-        write_page(given["html"], {each.name: each.found for each in compared if each.found})
+        write_plan_page(given["html"], {each.name: each.found for each in compared if each.found})
     if not given["json"]:
         show_comparison(compared, trainings)
         return
@@ -375,9 +380,9 @@ def main() -> None:
     takes = training_costs(given)
     found = find(given)
     if "html" in given:
-        from optimus_jax.cli.plan_output import write_page
+        from optimus_jax.cli.plan_output import write_plan_page
 
-        write_page(given["html"], {str(found.cluster): found})
+        write_plan_page(given["html"], {str(found.cluster): found})
         found = replace(found, plans=found.plans[: given["top"]])
     if given.get("explain", 1) > len(found.plans):
         raise ConfigError(

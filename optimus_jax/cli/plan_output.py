@@ -9,9 +9,9 @@ from rich.box import HEAVY_HEAD, SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from optimus_jax.cli.page_files import page_path, write_page
 from optimus_jax.config.request import typed
 from optimus_jax.config.run_checkpoint import INIT_FROM
-from optimus_jax.errors import ConfigError, explain
 from optimus_jax.planning.ahead_of_time.compile_check import CAVEATS, CompileReport
 from optimus_jax.planning.api import PlanSearch, RankedPlan
 from optimus_jax.planning.cluster_comparison import ComparedCluster
@@ -21,7 +21,6 @@ from optimus_jax.planning.search.explain import flags, gib, seconds, term_rows, 
 from optimus_jax.planning.training_cost import TrainingCost, compact
 from optimus_jax.run.command_line import PIPED_WIDTH, settings
 from optimus_jax.system.command import typed_command
-from optimus_jax.system.paths import local_path
 from optimus_jax.viz.frontier import PlanRecord
 from optimus_jax.viz.plan_page import plan_page
 from optimus_jax.weights.published import MODEL
@@ -380,32 +379,25 @@ def show_comparison(
         )
 
 
-def write_page(file: str, found: Mapping[str, PlanSearch]) -> None:
+def write_plan_page(file: str, found: Mapping[str, PlanSearch]) -> None:
     """Write the page of --html about the plans for each cluster.
 
     Raises ConfigError if that is not possible.
     """
-    out = local_path(file, what="--html")
-    if out.suffix not in (".html", ".htm"):
-        raise ConfigError(
-            explain(
-                "the name of a page must end in .html",
-                given=f"--html {file}",
-                do=f"use --html {out.with_suffix('.html')}",
-            )
-        )
-    first = next(iter(found.values()))
-    config = first.config
+    out = page_path(file, flag="--html")
+    config = next(iter(found.values())).config
     memories = {each.cluster.accelerator.memory_bytes for each in found.values()}
     text = plan_page(
         {
             name: [cast(PlanRecord, ranked.as_json()) for ranked in each.plans]
             for name, each in found.items()
         },
+        {name: [cells(ranked) for ranked in each.plans] for name, each in found.items()},
         title=f"Plans for {config.model.name}: {config.data.global_batch} x {config.seq_len}"
         " tokens",
         notes=[
-            "Times and bytes are predictions; nothing was run.",
+            "Times and bytes are predictions; nothing was run. Of each mesh, rules and schedule"
+            " only the fastest plan is here, with the least recomputing that fits.",
             *(
                 f"{name}: {each.num_priced:,} legal layouts priced; rates: {each.rates.source}"
                 for name, each in found.items()
@@ -413,10 +405,5 @@ def write_page(file: str, found: Mapping[str, PlanSearch]) -> None:
         ],
         capacity_bytes=memories.pop() if len(memories) == 1 else None,
     )
-    try:
-        out.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(
-            explain("the page cannot be written", given=error, do="name another place with --html")
-        ) from error
+    write_page(out, text, flag="--html")
     print(f"wrote {out}", file=sys.stderr)

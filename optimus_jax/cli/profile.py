@@ -7,9 +7,10 @@ import sys
 
 from optimus_jax.errors import ConfigError, explain
 from optimus_jax.run.command_line import Parser
+from optimus_jax.run.named_run import check_names_run
 from optimus_jax.system.command import typed_command
 from optimus_jax.system.environment import import_jax
-from optimus_jax.system.resilient_io import print_to_stderr
+from optimus_jax.system.paths import local_path
 
 OPERATION_COLUMNS = 72
 """Columns of the name that JAX has for an operation; its end says most."""
@@ -25,7 +26,7 @@ def parser() -> Parser:
         words={"run_dir": "run_dir run dir"},
     )
     flags.add_argument(
-        "run_dir", metavar="RUN_DIR", help="directory of a run, such as one under runs/, or its URL"
+        "run_dir", metavar="RUN_DIR", help="directory of a run, such as one under runs/"
     )
     flags.add_argument(
         "--step",
@@ -47,14 +48,13 @@ def main() -> None:
         raise ConfigError(explain("a profile is that of a run", given=given, do=do))
     given = flags.read()
     import_jax()  # after parsing, so that --help does not wait for JAX
-    from optimus_jax.planning.traces.step_profile import milliseconds
+    from optimus_jax.planning.search.explain import seconds
     from optimus_jax.run.display import PlainDisplay
     from optimus_jax.run.step_profiler import read_profile
-    from optimus_jax.run.stored_run import run_to_read
 
     with flags.own_words():
-        run = run_to_read(given["run_dir"], what="RUN_DIR", checkpoint="none", say=print_to_stderr)
-        folder, profile = read_profile(run, given["step"])
+        check_names_run(given["run_dir"], what="RUN_DIR")
+        folder, profile = read_profile(local_path(given["run_dir"], what="RUN_DIR"), given["step"])
     if given["json"]:
         print(profile.to_json())
         return
@@ -63,7 +63,7 @@ def main() -> None:
     longest = [
         [
             each.part,
-            milliseconds(each.time_s),
+            seconds(each.time_s),
             f"{each.runs:g}",
             each.name,
             each.source[-OPERATION_COLUMNS:],

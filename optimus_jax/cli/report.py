@@ -3,14 +3,13 @@
 `optimus report runs/gpt2-nano-20260801-120000`
 """
 
-import os
 from pathlib import Path
 
-from optimus_jax.errors import ConfigError, explain
+from optimus_jax.cli.page_files import page_path, write_page
 from optimus_jax.report.run_report import run_report
 from optimus_jax.run.command_line import Parser
 from optimus_jax.run.stored_run import run_to_read
-from optimus_jax.system.paths import local_path, user_path
+from optimus_jax.system.paths import user_path
 from optimus_jax.system.resilient_io import print_to_stderr
 
 PAGE = "report.html"
@@ -21,9 +20,9 @@ def parser() -> Parser:
     """The parser of this command's flags."""
     flags = Parser(
         description=(
-            "Write one self-contained HTML page about a run: loss, step time and plans, decisions"
-            " and their reasons, predictions against measurements, memory, switches. The run may"
-            " still be running."
+            "Write one self-contained HTML page about a run: loss, rates, step time, plans and"
+            " profiles, decisions and their reasons, predictions against measurements, switches,"
+            " memory, settings. The run may still be running."
         ),
         words={"run_dir": "run_dir run dir", "out": "output output_file"},
     )
@@ -40,39 +39,14 @@ def parser() -> Parser:
     return flags
 
 
-def write_page(run_dir: Path, out: Path) -> None:
-    """Write the report of a run atomically, because a reader may have the page open."""
-    if out.suffix not in (".html", ".htm"):
-        raise ConfigError(
-            explain(
-                "the name of a page must end in .html",
-                given=f"--out {out}",
-                do=f"use --out {out.with_suffix('.html')}",
-            )
-        )
-    text = run_report(run_dir)
-    temporary = out.with_name(out.name + ".tmp")
-    try:
-        temporary.write_text(text, encoding="utf-8")
-        os.replace(temporary, out)
-    except OSError as error:
-        raise ConfigError(
-            explain(
-                "the page cannot be written",
-                given=error,
-                do="name another place with --out FILE.html",
-            )
-        ) from error
-
-
 def main() -> None:
     flags = parser()
     given = flags.read()
     run_dir = user_path(given["run_dir"], what="RUN_DIR")
     # the page of a run in a store goes into the current directory
     home = run_dir if isinstance(run_dir, Path) else Path()
-    out = home / PAGE if given["out"] is None else local_path(given["out"], what="--out")
+    out = home / PAGE if given["out"] is None else page_path(given["out"], flag="--out")
     with flags.own_words():
         run = run_to_read(given["run_dir"], what="RUN_DIR", checkpoint="none", say=print_to_stderr)
-    write_page(run, out)
+    write_page(out, run_report(run), flag="--out")
     print(f"wrote {out}")

@@ -119,6 +119,15 @@ class Config:
                     do="profile earlier steps, such as --profile 10:15",
                 )
             )
+        if self.log.profile is not None and self.control != "off":
+            raise ConfigError(
+                explain(
+                    "steps take other times while they are traced, which the controller would take"
+                    " for other conditions",
+                    given=f"--profile {self.log.profile}, --control {self.control}",
+                    do="profile with --control off",
+                )
+            )
         if self.eval_every < 0 or self.checkpoint.every < 0:
             raise ConfigError(
                 explain(

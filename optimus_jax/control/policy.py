@@ -132,8 +132,8 @@ class Situation:
         Where conditions last, or nobody knows what they are, what it gains depends on predicted
         step times alone. There an unlikely switch is made if conditions last and it is worth a
         share of the time that is left. The first switch of a run, if it is a gamble, has to be
-        likelier, and worth more. Where conditions may end it has to be worth a share of what it
-        costs.
+        likelier, and worth more. Where conditions may end, an unlikely switch has to be worth a
+        share of what it costs.
         """
         sure = constants.MIN_PROBABILITY
         if found.probability >= sure:

@@ -168,7 +168,7 @@ def switch_legend(history: RunHistory) -> str:
         if kind in kinds
     ]
     if history.events_named("resume"):
-        words.append("sparsely dotted ones: the run was resumed")
+        words.append("sparsely dotted vertical lines: resumes")
     return "".join(f"; {text}" for text in words)
 
 

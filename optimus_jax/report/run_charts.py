@@ -162,7 +162,7 @@ def draw_quantities(history: RunHistory) -> Chart | None:
     figure, panels = new_figure(WIDTH, 1.3 * len(known) + 0.4, rows=len(known), sharex=True)
     grouping, titles = "", {}
     for panel, (axes, (name, points)) in enumerate(zip(panels, known.items(), strict=True)):
-        grouping = draw_line(axes, [points], name)
+        grouping = draw_line(axes, [points], name) or grouping
         label_steps(axes, history)
         axes.set(ylabel=name, xlabel="")
         axes.yaxis.set_label_coords(-0.08, 0.5)
@@ -173,7 +173,7 @@ def draw_quantities(history: RunHistory) -> Chart | None:
         figure=figure,
         titles=titles,
         label=f"{', '.join(known)} by step. At the last step: {last}.",
-        caption=f"Measured. At the last step: {last}.{grouping}",
+        caption=f"At the last step: {last}{switch_legend(history)}.{grouping}",
     )
 
 
@@ -288,7 +288,7 @@ def draw_memory(history: RunHistory) -> Chart | None:
         figure=figure,
         titles=titles,
         label=f"Memory on a device by step: {summary}.",
-        caption=f"On one device: {summary}.",
+        caption=f"On one device: {summary}{switch_legend(history)}.",
     )
 
 

@@ -367,6 +367,8 @@ def _checkpoints(history: RunHistory) -> Html | None:
     def cell(event: LoggedEvent, field: str) -> str:
         if field == "blocked_s":
             return format_duration(number(event, "blocked_s"))
+        if not folder.is_dir():  # a copy of a run in a store
+            return UNKNOWN
         return "yes" if (folder / str(step_of(event))).is_dir() else "no"
 
     return _events(

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from optimus_jax.errors import ConfigError, explain
 from optimus_jax.report.page import VARIABLES, Html
-from optimus_jax.viz.canvas import INK
+from optimus_jax.viz.canvas import INK, PLOTS
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -40,7 +40,7 @@ def page_settings() -> Iterator[None]:
             explain(
                 "a report's charts need matplotlib, which is not installed",
                 given=str(error),
-                do="pip install 'optimus-jax[plots]'",
+                do=PLOTS,
             )
         ) from error
     ink = dict.fromkeys(

@@ -349,9 +349,16 @@ def _own_loop(loop: TrainingLoop) -> Generator[TrainingLoop, None, TrainingResul
     """Let the caller train; return the outcome."""
     try:
         yield loop
+        loop.close()
+    except SystemExit:  # the caller leaves, and is done
+        loop.close()
+        loop.end()
+        raise
     except Exception as error:
         loop.abandon(error)
         raise
+    finally:
+        loop.stop_tracing()
     return loop.end()
 
 

@@ -9,6 +9,7 @@ A profile is a folder of the run:
 """
 
 import gzip
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -55,6 +56,8 @@ class StepProfiler:
         self._begun: int | None = None
         """The step that was traced first; None: none yet."""
         self._is_tracing = False
+        self._has_begun = False
+        """Whether the profiler of this process traces for this run."""
 
     @property
     def is_tracing(self) -> bool:
@@ -73,9 +76,11 @@ class StepProfiler:
         """Trace from the step after `step` on. The devices must be idle."""
         self._begun, self._is_tracing = step + 1, True
         if self._run.writer:
+            shutil.rmtree(self._folder, ignore_errors=True)  # the same steps, done again
             options = jax.profiler.ProfileOptions()
             options.python_tracer_level = 0  # it would slow the host down
             jax.profiler.start_trace(str(self._folder / TRACE), profiler_options=options)
+            self._has_begun = True
 
     def stop(self, step: int, program: Program, train_step: Any) -> None:
         """End after `step`, if the trace is under way, and say where the time went.
@@ -87,15 +92,22 @@ class StepProfiler:
             return
         self._is_tracing = False
         with all_or_none():  # the others would take process 0 for lost
-            if self._run.writer:
-                jax.profiler.stop_trace()
+            if self._end_trace():
                 self._finish(step, program, train_step)
 
     def abandon(self) -> None:
         """End the trace after an error, if it is under way."""
-        if self._is_tracing and self._run.writer:
-            jax.profiler.stop_trace()
         self._is_tracing = False
+        self._end_trace()
+
+    def _end_trace(self) -> bool:
+        """Stop the profiler if it traces for this run; returns whether it did. What the user traces
+        goes on.
+        """
+        has_begun, self._has_begun = self._has_begun, False
+        if has_begun:
+            jax.profiler.stop_trace()
+        return has_begun
 
     @property
     def _folder(self) -> Path:
@@ -174,8 +186,7 @@ def read_profile(run_dir: Path, step: int | None = None) -> tuple[Path, StepProf
                 given=run_dir if step is None else f"{run_dir}, step {step}",
                 do=f"choose one that begins at step {', '.join(map(str, sorted(found)))}"
                 if found
-                else "make one: train.py --profile FIRST:LAST (one of a run in a store stays on the"
-                " machine of process 0)",
+                else "make one: train.py --profile FIRST:LAST",
             )
         )
     path = found[max(found, key=lambda each: found[each].stat().st_mtime) if step is None else step]
@@ -183,7 +194,7 @@ def read_profile(run_dir: Path, step: int | None = None) -> tuple[Path, StepProf
         text = path.read_text(encoding="utf-8")
         parse_json(text)
         return path.parent, StepProfile.from_json(text)
-    except (OSError, UnicodeDecodeError, JSONInputError, KeyError, TypeError) as error:
+    except (OSError, ValueError, JSONInputError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(
             explain(
                 "a profile cannot be read",

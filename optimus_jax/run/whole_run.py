@@ -126,8 +126,8 @@ def run_whole(
     overrides: dict[str, Any],
     has_own_loop: bool = False,
 ) -> Generator[TrainingLoop, None, RunResult]:
-    """`train`, or with `has_own_loop` all but its loop, which is yielded to be used before the rest
-    goes on.
+    """`train` as a generator: with `has_own_loop` it yields the loop once, and finishes the run
+    after that; otherwise it yields nothing.
     """
     check_callbacks(callbacks)
     given, overrides = parameters(overrides, {"model": model, "config": config, "run_dir": run_dir})

@@ -6,7 +6,7 @@
     writer.json                         who writes the run (lease.py)
 
 State of live processes stays local: the lock, heartbeats, unfinished files. So do damaged
-checkpoints.
+checkpoints, exports and profiles.
 """
 
 import contextlib

@@ -15,6 +15,7 @@ from optimus_jax.cluster.distributed import Agreement
 from optimus_jax.config import Config
 from optimus_jax.data.batch import HostBatch
 from optimus_jax.errors import ConfigError, explain
+from optimus_jax.faults.stopping import exit_code_after
 from optimus_jax.plan import Plan
 from optimus_jax.run_directory.step_record import EvalRecord
 from optimus_jax.training.state import TrainState
@@ -50,6 +51,10 @@ class TrainingLoop:
         self._reason: Reason = "done"
         self._last_loss = float("nan")
         self._is_over = False
+        self._given: HostBatch | None = None
+        """The batch that iterating has given last."""
+        self._like: dict[str, str] | None = None
+        """The arrays of a batch of the run; None: nobody has asked."""
         trainer.count_flops()
         trainer.stop.ended(self._number)
         trainer.progress.begin("caller")
@@ -78,23 +83,38 @@ class TrainingLoop:
 
     @property
     def steps_done(self) -> int:
-        """The last step that was begun; 0 before the first."""
+        """The newest step that was begun, in this start or an earlier one; 0: none."""
         return self._number
+
+    @property
+    def reason(self) -> Reason:
+        """Why the run ends or has ended: `done`, or what stopped it. A loop that was left before
+        its last step was interrupted."""
+        return self._reason
+
+    @property
+    def exit_code(self) -> int:
+        """Exit code for a program that is this run: 75 says that it is worth starting again."""
+        return exit_code_after(self._reason)
 
     @property
     def is_stopping(self) -> bool:
         """Whether the run is to end: all its steps are done, or it was asked to stop."""
         if self._reason == "done" and self._trainer.trouble() is not None:
             self._reason = "not learning"
-        if self._agree is None and self._reason == "done":
+        is_last = self._number >= self.config.steps
+        if self._agree is None and self._reason == "done" and not is_last:
             self._reason = self._trainer.requested_stop
-        return self._reason != "done" or self._number >= self.config.steps
+        return self._reason != "done" or is_last
 
     def __iter__(self) -> Iterator[HostBatch]:
         batches = self._trainer.loader.iterate(self._number + 1)
         try:
             while not self.is_stopping:
                 number, batch = next(batches)
+                if not self._trainer.stop.begins(number):
+                    continue  # a stop was requested meanwhile
+                self._given = batch
                 yield batch
                 if self._number != number:
                     raise ConfigError(
@@ -115,8 +135,8 @@ class TrainingLoop:
           batch: this process's rows, as iterating gives them: the arrays that the run's task reads
             (data/batch.py), by name.
         Returns:
-          loss, grad_norm, lr, tokens, skipped and metrics of the task, scalars that all devices
-          have.
+          loss, grad_norm, lr, tokens, skipped, loss_scale and metrics of the task, scalars that all
+          devices have.
         """
         self._check_open()
         trainer, upcoming = self._trainer, self._number + 1
@@ -131,10 +151,12 @@ class TrainingLoop:
         if trainer.profiler is not None and trainer.profiler.begins_after(self._number):
             self._read()
             trainer.begin_profile(self._number)
-            self._clock = time.perf_counter()
-        arrays = trainer.program.put_batch(dict(batch))
+        self._check_batch(batch)
+        if self._pending is None:
+            self._clock = time.perf_counter()  # the caller's time before is no step's
         trainer.stop.begins(upcoming)
         trainer.progress.begin("step")
+        arrays = trainer.program.put_batch(dict(batch))
         trainer.progress.enter(upcoming)
         self._state, metrics = trainer.train_step(self._state, arrays)
         self._number = upcoming
@@ -150,7 +172,6 @@ class TrainingLoop:
         if trainer.profiler is not None and trainer.profiler.ends_after(upcoming):
             self._read()
             trainer.end_profile(upcoming)
-            self._clock = time.perf_counter()
         trainer.progress.begin("caller")
         return metrics
 
@@ -167,9 +188,7 @@ class TrainingLoop:
                 )
             )
         self._read()
-        found = self._trainer.evaluate(self._state, self._number)
-        self._clock = time.perf_counter()
-        return found
+        return self._trainer.evaluate(self._state, self._number)
 
     def save(self) -> None:
         """Write a checkpoint of the state, in the background; the end of the loop does it too."""
@@ -177,14 +196,18 @@ class TrainingLoop:
         self._read()
         if not self._trainer.checkpoints.holds(self._number):
             self._trainer.begin_save(self._state, self._number)
-        self._clock = time.perf_counter()
+
+    def close(self) -> None:
+        """Wait for the newest step; no other can follow."""
+        self._is_over = True
+        self._read()
+        self._trainer.end_profile(self._number)
 
     def end(self) -> TrainingResult:
-        """Save the state, log the end of the run, and raise its error if there is one."""
-        self._read()
-        self._is_over = True
-        self._trainer.end_profile(self._number)
-        _ = self.is_stopping  # whoever left the loop may have been asked to stop meanwhile
+        """After `close`, save the state, log the end of the run, and raise its error if there is
+        one."""
+        if not self.is_stopping:
+            self._reason = "interrupt"  # the loop was left
         return self._trainer.ended(
             TrainingResult(
                 state=self._state,
@@ -201,8 +224,28 @@ class TrainingLoop:
             with suppress(Exception):
                 self._read()
         self._trainer.save_after_error(self._state, self._number, error)
+
+    def stop_tracing(self) -> None:
+        """End a trace that is still under way, without a result."""
         if self._trainer.profiler is not None:
             self._trainer.profiler.abandon()
+
+    def _check_batch(self, batch: Mapping[str, np.ndarray]) -> None:
+        """Raise ConfigError if a batch of another loader is not like one of the run's own."""
+        if batch is self._given:
+            return
+        if self._like is None:
+            self._like = _described(self._trainer.loader.batch(self._number + 1))
+        like, found = self._like, _described(batch)
+        if wrong := [name for name in like | found if found.get(name) != like.get(name)]:
+            raise ConfigError(
+                explain(
+                    "a batch has other arrays than those of the run",
+                    given="; ".join(f"{name}: {found.get(name, 'missing')}" for name in wrong),
+                    do="give "
+                    + "; ".join(f"{name}: {like.get(name, 'leave it out')}" for name in wrong),
+                )
+            )
 
     def _check_open(self) -> None:
         if self._is_over:
@@ -224,3 +267,8 @@ class TrainingLoop:
         self._last_loss, self._clock = self._trainer.record(item, self._clock)
         if self._reason == "done":
             self._reason = AGREED[int(item.stop_reason)]
+
+
+def _described(batch: Mapping[str, np.ndarray]) -> dict[str, str]:
+    """The dtype and shape of each array."""
+    return {name: f"{array.dtype} {list(array.shape)}" for name, array in batch.items()}

@@ -32,6 +32,8 @@ STRONG, LINES, MARKERS = (
 IDLE, INK = "#E6E6E6", "#222222"
 """Colours of idle time and of text."""
 EXTRA = "pip install 'optimus-jax[notebooks]'"
+PLOTS = "pip install 'optimus-jax[plots]'"
+"""What to do without the packages of notebooks, and without those of pages."""
 
 
 def ink_on(colour: str) -> str:

@@ -1,31 +1,36 @@
-"""A page about the plans of a search: their frontier of step time and memory to hover over, and a
-table with the reasons. It opens without a network.
+"""A page about the plans of a search: an interactive chart of step time against memory, and a table
+with the reasons. It opens without a network.
 """
 
 from collections.abc import Mapping, Sequence
 from importlib import resources
 
 from optimus_jax.errors import ConfigError, explain
-from optimus_jax.viz.frontier import GIB, PlanRecord, draw_frontier, frontier
+from optimus_jax.viz.canvas import PLOTS
+from optimus_jax.viz.frontier import PlanRecord, draw_frontier, frontier
 
-HEADS = (
-    "",
-    "mesh",
-    "schedule",
-    "microbatches",
-    "remat",
-    "ZeRO",
-    "step",
-    "tokens/s",
-    "MFU",
-    "GiB",
-    "why",
-)
-"""Columns of the table."""
+LEFT = ("mesh", "schedule", "remat", "overlap", "why")
+"""Columns that are not numbers."""
+
+
+def check_page_packages() -> None:
+    """Raise ConfigError if a package is missing that a page needs."""
+    try:
+        import jinja2  # noqa: F401
+        import plotly  # noqa: F401
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            explain(
+                "the page needs plotly and jinja2, which are not both installed",
+                given=str(error),
+                do=PLOTS,
+            )
+        ) from error
 
 
 def plan_page(
     plans_by_cluster: Mapping[str, Sequence[PlanRecord]],
+    cells_by_cluster: Mapping[str, Sequence[Mapping[str, str]]],
     *,
     title: str,
     notes: Sequence[str] = (),
@@ -35,22 +40,16 @@ def plan_page(
 
     Args:
       plans_by_cluster: name of each cluster -> its plans, best first.
+      cells_by_cluster: the same -> their rows in a table, by column.
       notes: sentences below the title.
       capacity_bytes: memory of a device, if it is the same for all.
     Raises:
       ConfigError: plotly or jinja2 is not installed.
     """
-    try:
-        from jinja2 import Environment
-        from markupsafe import Markup
-    except ModuleNotFoundError as error:
-        raise ConfigError(
-            explain(
-                "the page needs jinja2, which is not installed",
-                given=str(error),
-                do="pip install 'optimus-jax[plots]'",
-            )
-        ) from error
+    check_page_packages()
+    from jinja2 import Environment
+    from markupsafe import Markup
+
     figure = draw_frontier(plans_by_cluster, title="", capacity_bytes=capacity_bytes)
     legend = {"orientation": "h", "y": -0.18}
     figure.update_layout(width=None, margin={"t": 30}, legend=legend)
@@ -60,30 +59,10 @@ def plan_page(
     return template.render(
         title=title,
         notes=notes,
-        heads=HEADS,
         chart=Markup(chart),
-        clusters={name: _rows(plans) for name, plans in plans_by_cluster.items()},
+        left=LEFT,
+        clusters=[
+            (name, cells, {plan["rank"] for plan in frontier(plans_by_cluster[name])})
+            for name, cells in cells_by_cluster.items()
+        ],
     )
-
-
-def _rows(plans: Sequence[PlanRecord]) -> list[dict[str, object]]:
-    """The cells of the table of one cluster."""
-    best = {plan["rank"] for plan in frontier(plans)}
-    return [
-        {
-            "rank": plan["rank"],
-            "is_frontier": plan["rank"] in best,
-            "mesh": ", ".join(f"{axis}={size}" for axis, size in plan["axes"].items() if size > 1)
-            or "one device",
-            "schedule": plan["schedule"] or "-",
-            "microbatches": plan["microbatches"],
-            "remat": plan["remat"],
-            "zero": plan["zero"],
-            "step": f"{plan['step_time_s']:.4g} s",
-            "tokens_per_s": f"{plan['tokens_per_s']:,.0f}",
-            "mfu": "-" if plan["mfu"] is None else f"{plan['mfu']:.1%}",
-            "memory": f"{plan['memory_bytes'] / GIB:.1f}",
-            "why": plan.get("why", ""),
-        }
-        for plan in plans
-    ]

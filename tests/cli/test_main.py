@@ -31,7 +31,14 @@ def optimus(monkeypatch, *arguments):
 def test_every_command_has_a_script_and_a_module():
     assert {path.stem for path in SCRIPTS.glob("*.py")} == set(cli.COMMANDS)
     modules = {path.stem for path in Path(cli.__file__).parent.glob("*.py")}
-    assert modules == {*cli.COMMANDS, "__init__", "main", "model_flags", "plan_output"}
+    assert modules == {
+        *cli.COMMANDS,
+        "__init__",
+        "main",
+        "model_flags",
+        "page_files",
+        "plan_output",
+    }
 
 
 def test_a_script_and_the_module_print_the_same():

@@ -109,7 +109,7 @@ def test_predicted_terms_stand_beside_measured_parts():
     rows = {row[0]: row[1:] for row in found.table()}
     assert rows["attention"] == ["10 ms", "100.0%", "-", "8 ms"]
     assert rows["data"] == ["-", "-", "-", "4 ms"], "predicted, and nothing was measured"
-    assert rows["step"] == ["10 ms", "100.0%", "", "15 ms"]
+    assert rows["step"] == ["10 ms", "100.0%", "-", "15 ms"]
     assert StepProfile.from_json(found.to_json()) == found
 
 

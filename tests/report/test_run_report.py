@@ -415,13 +415,13 @@ def test_a_resumed_run_shows_its_settings_and_where_its_time_went(tmp_path):
         "control",
         "advise",
         "optimizer.lr",
-        "learning rate 0.003, then 0.001",
+        "0.003, then 0.001",
         "4 x cpu (cpu)",
         "No plan was left while the run was going; it was resumed under 2 plans.",
         "Steps 2 to 2: 200 ms a step",
         "75.0%",
         "learning rate",
-        "sparsely dotted ones: the run was resumed",
+        "sparsely dotted vertical lines: resumes",
     ):
         assert words in shown.words, words
     assert "model.num_layers" not in shown.words, "that is gpt2-nano's"

@@ -3,6 +3,7 @@
 import os
 import signal
 
+import numpy as np
 import pytest
 from shared_programs import shared_programs  # noqa: F401
 
@@ -78,6 +79,16 @@ def test_batches_of_another_loader_and_what_it_does_not_do(text, tmp_path):
             assert int(metrics["tokens"]) == 8 * 32
         with pytest.raises(ConfigError, match="the run has no more steps"):
             loop.step(batch)
+    assert (loop.reason, loop.exit_code) == ("done", 0)
+    with pytest.raises(ConfigError, match="the run is over"):
+        loop.save()
+    with begin(text, tmp_path / "other", steps=3, eval_every=0) as loop:
+        loop.step(batch)
+        wrong = {**batch, "tokens": batch["tokens"].astype(np.int64), "ids": batch["examples"]}
+        del wrong["segments"]
+        told = r"tokens: int64 \[8, 32\](.|\n)*segments: missing(.|\n)*ids: leave it out"
+        with pytest.raises(ConfigError, match=told):
+            loop.step(wrong)
         with pytest.raises(ConfigError, match="the run holds nothing out"):
             loop.evaluate()
     assert [event["first_step"] for event in events(tmp_path / "run", "profile")] == [2]
@@ -129,6 +140,24 @@ def test_an_error_in_the_loop_costs_no_step(text, tmp_path):
     assert not events(run, "end")
     with optimus_jax.training_loop(run_dir=run, resume=True, progress="none") as loop:
         assert loop.steps_done == 2, "the state was saved"
+
+
+def test_a_loop_that_is_left_early_was_interrupted(text, tmp_path):
+    with begin(text, tmp_path / "run", steps=9, eval_every=0) as loop:
+        for batch in loop:
+            loop.step(batch)
+            if loop.steps_done == 2:
+                break
+    assert loop.reason == "interrupt"
+    assert [event["reason"] for event in events(tmp_path / "run", "end")] == ["interrupt"]
+
+    def leave(loop):
+        if loop.steps_done == 3:
+            raise SystemExit(5)
+
+    with pytest.raises(SystemExit):
+        learn(text, tmp_path / "left", leave, steps=9)
+    assert [event["step"] for event in events(tmp_path / "left", "checkpoint")] == [3]
 
 
 def test_a_signal_ends_the_loop_after_the_step(text, tmp_path, capfd):

@@ -116,6 +116,8 @@ def test_a_profiler_that_fails_ends_no_run(text, tmp_path, capfd, monkeypatch):
 def test_steps_to_profile_are_a_first_and_a_last_one(steps):
     with pytest.raises(ConfigError, match="FIRST:LAST, such as 10:15"):
         LogConfig(profile=steps)
+    with pytest.raises(ConfigError, match="profile with --control off"):
+        Config(control="auto", log=LogConfig(profile="10:15"))
     with pytest.raises(ConfigError, match="the run has 9 steps"):
         Config(steps=9, log=LogConfig(profile="10:15"))
     assert LogConfig(profile="7").profiled_steps == (7, 7)

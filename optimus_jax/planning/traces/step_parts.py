@@ -111,10 +111,8 @@ def _of_compute(instruction: Instruction, *, multiplies: bool, remat: RematPolic
     )
     if is_again or (scopes.BACKWARD_TASK in inside and is_forward):
         return "recompute"
-    if multiplies and inside[-1] == scopes.ATTENTION:
-        return "attention"
-    if multiplies and inside[-1] == scopes.FEED_FORWARD:
-        return "feed-forward"
+    if multiplies:
+        return "attention" if inside[-1] == scopes.ATTENTION else "feed-forward"
     return "memory"
 
 

@@ -17,6 +17,7 @@ from optimus_jax.config import RematPolicy
 from optimus_jax.errors import counted
 from optimus_jax.planning.ahead_of_time.hlo import HloProgram
 from optimus_jax.planning.cost.cost import BUBBLE, TERMS
+from optimus_jax.planning.search.explain import seconds
 from optimus_jax.planning.traces.step_parts import OTHER, MeasuredPart, step_parts
 from optimus_jax.planning.traces.trace_events import OperationRun
 
@@ -175,25 +176,25 @@ class StepProfile:
         rows = [
             [
                 part.name,
-                milliseconds(part.time_s),
-                f"{part.time_s / self.step_time_s:.1%}",
-                milliseconds(part.beside_s) if part.beside_s else "-",
-                milliseconds(self.predicted_s[part.name]) if part.name in self.predicted_s else "-",
+                seconds(part.time_s),
+                f"{part.time_s / (self.step_time_s or 1):.1%}",
+                seconds(part.beside_s) if part.beside_s else "-",
+                seconds(self.predicted_s[part.name]) if part.name in self.predicted_s else "-",
             ]
             for part in self.parts
         ]
         missing = [
-            [name, "-", "-", "-", milliseconds(time_s)]
+            [name, "-", "-", "-", seconds(time_s)]
             for name, time_s in self.predicted_s.items()
             if name not in {part.name for part in self.parts}
         ]
         total = sum(self.predicted_s.values())
         step = [
             "step",
-            milliseconds(self.step_time_s),
+            seconds(self.step_time_s),
             "100.0%",
-            "",
-            milliseconds(total) if total else "-",
+            "-",
+            seconds(total) if total else "-",
         ]
         return [head, *rows, *missing, step]
 
@@ -251,8 +252,3 @@ def _predicted(terms: Mapping[str, float]) -> dict[str, float]:
     found = {name: time_s for name, time_s in terms.items() if name not in PREDICTED_IDLE}
     idle_s = sum(terms.get(name, 0.0) for name in PREDICTED_IDLE)
     return {name: time_s for name, time_s in (found | {IDLE: idle_s}).items() if time_s}
-
-
-def milliseconds(time_s: float) -> str:
-    """Three significant digits, or whole milliseconds."""
-    return f"{time_s * 1e3:.3g} ms" if time_s < 1 else f"{time_s * 1e3:,.0f} ms"
