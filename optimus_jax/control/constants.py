@@ -224,7 +224,7 @@ Too large: gains are missed."""
 MIN_GAMBLE_SHARE = 0.01
 """Least worth of a gamble, as a share of the time that is left. Measured in decision 24.
 Too small: switches for nothing. Too large: better plans are missed."""
-MIN_GAMBLE_MARGIN = 0.5
+MIN_GAMBLE_MARGIN = 1 / 3
 """Least worth of a gamble in conditions that may end, as a share of its costs. Measured in
 decision 41. Too small: switches for nothing. Too large: better plans are missed."""
 MIN_FIRST_GAMBLE_SHARE, FIRST_GAMBLE_PROBABILITY = 0.025, 0.6

@@ -263,7 +263,7 @@ def test_a_plan_better_under_normal_conditions_too_need_not_wait():
     assert decided(candidate(log_ratio_after=math.log(1.2)), regime=regime).action == "stay"
 
 
-def test_a_gamble_in_conditions_that_may_end_is_worth_half_of_what_it_costs():
+def test_a_gamble_in_conditions_that_may_end_is_worth_a_third_of_what_it_costs():
     sure, may_end = constants.MIN_PROBABILITY, situation(regime=unknown_duration(100.0))
 
     def objection(probability, net_s, where=may_end):
@@ -277,11 +277,11 @@ def test_a_gamble_in_conditions_that_may_end_is_worth_half_of_what_it_costs():
         )
         return where.too_unlikely(found)
 
-    assert "has to be worth 7 s" in objection(sure - 0.01, 6.9)
-    assert not objection(sure - 0.01, 7.1)
-    assert not objection(0.3, 7.1), "there is no least probability"
+    assert "has to be worth 4.67 s" in objection(sure - 0.01, 4.6)
+    assert not objection(sure - 0.01, 4.7)
+    assert not objection(0.3, 4.7), "there is no least probability"
     assert not objection(sure, 0.1)
-    assert "of what is left" in objection(sure - 0.01, 7.1, situation(horizon_s=1000.0))
+    assert "of what is left" in objection(sure - 0.01, 4.7, situation(horizon_s=1000.0))
 
 
 def test_a_mandatory_switch_needs_no_gain():

@@ -580,7 +580,7 @@ def test_the_memory_chart_shows_measured_and_compiled_bytes(tmp_path):
     assert (
         draw_memory(RunHistory.read(write_run(tmp_path / "sample").path)).caption
         == "On one device: peak unknown, because the backend does not report it; the last compiled"
-        " step needs 70 MiB."
+        " step needs 70 MiB; vertical lines: re-meshes; dotted vertical lines: rollbacks."
     )
     run.log_step(step(1, peak_bytes=2**30))
     run.log_step(step(2, peak_bytes=2**31))
