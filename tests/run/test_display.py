@@ -398,7 +398,7 @@ def test_the_start_table_shows_bytes_per_device(
     case: plans.PlanCase, table: tuple[int, ...], layers: tuple[int, ...]
 ):
     """Number of parts that the parameter, its gradient and its moments are split into."""
-    shown = start_table_of(case)
+    shown = start_table_of(case, {"log.verbose": True})
     for name, parts in (("embedding/table", table), ("layers/mlp/up", layers)):
         shape, *sizes = re.findall(
             rf"{name} +([\dx]+) .*?([\d.]+) MiB +([\d.]+) MiB +([\d.]+) MiB", shown

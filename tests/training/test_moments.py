@@ -200,7 +200,12 @@ def test_run_resumes_with_bf16_moments_and_refuses_f32_moments(tmp_path, capsys)
     )
     capsys.readouterr()
     moved = optimus_jax.train(
-        run_dir=tmp_path / "run", resume=True, steps=7, mesh="tensor=2,data=4", progress="plain"
+        run_dir=tmp_path / "run",
+        resume=True,
+        steps=7,
+        mesh="tensor=2,data=4",
+        progress="plain",
+        verbose=True,
     )
     output = capsys.readouterr().out
     assert "f32 compute, bf16 moments" in output
