@@ -34,7 +34,7 @@ def _profile(history: RunHistory, event: LoggedEvent) -> Html:
                 _or_dash(number(predicted, name)),
             ]
         )
-    total = sum(time_s for name in predicted if (time_s := number(predicted, name)) is not None)
+    total = sum(number(predicted, name) or 0.0 for name in predicted)
     rows.append(["step", _or_dash(step_s), "100.0%", NOTHING, _or_dash(total or None)])
     first = number(event, "first_step")
     steps = f"Steps {UNKNOWN if first is None else f'{first:,.0f}'} to {step_of(event):,}"
