@@ -137,6 +137,8 @@ class TrainingLoop:
         Returns:
           loss, grad_norm, lr, tokens, skipped, loss_scale and metrics of the task, scalars that all
           devices have.
+        Raises:
+          ConfigError: the run has no more steps or is over, or the batch has other arrays.
         """
         self._check_open()
         trainer, upcoming = self._trainer, self._number + 1
@@ -176,7 +178,10 @@ class TrainingLoop:
         return metrics
 
     def evaluate(self) -> EvalRecord | None:
-        """Measure what the run holds out; None: it cannot be measured, and a message says why."""
+        """Measure what the run holds out; None: it cannot be measured, and a message says why.
+
+        Raises ConfigError if the run holds nothing out, or is over.
+        """
         self._check_open()
         if self._trainer.held_out is None:
             raise ConfigError(
@@ -191,7 +196,10 @@ class TrainingLoop:
         return self._trainer.evaluate(self._state, self._number)
 
     def save(self) -> None:
-        """Write a checkpoint of the state, in the background; the end of the loop does it too."""
+        """Write a checkpoint of the state, in the background; the end of the loop does it too.
+
+        Raises ConfigError if the run is over.
+        """
         self._check_open()
         self._read()
         if not self._trainer.checkpoints.holds(self._number):

@@ -142,7 +142,7 @@ class Trainer:
                         before = clock
                         last_loss, clock = self.record(pending, clock)
                         pending, is_slow = None, clock - before >= SLOW_STEP_S
-                    if (reason := self.stop_before(upcoming)) != "done":
+                    if (reason := self._stop_before(upcoming)) != "done":
                         break
                 else:
                     self.stop.begins(upcoming)
@@ -312,7 +312,7 @@ class Trainer:
         """Why this process requests the end of the run; `done`: it does not."""
         return "fault" if self.run.failure else self.stop.reason or "done"
 
-    def stop_before(self, upcoming: int) -> Reason:
+    def _stop_before(self, upcoming: int) -> Reason:
         """Why a run of one process should end before step `upcoming`; `done`: it should not, and
         the step is registered as begun.
         """

@@ -83,11 +83,8 @@ def test_a_tried_plan_is_compiled_once(slow_devices, text, tmp_path, monkeypatch
     def measured(ranked, run, *, num_steps, **more):
         return measure(ranked, run, num_steps=10**9, **more)
 
-    for module in (
-        whole_run,
-        program,
-        trial_module,
-    ):  # `quick` shares programs and their compiled steps
+    # `quick` shares programs and their compiled steps.
+    for module in (whole_run, program, trial_module):
         monkeypatch.setattr(module, "build_program", build_program)
     monkeypatch.setattr(first_plan, "run_trial", trial)
     monkeypatch.setattr(first_plan, "measure", measured)

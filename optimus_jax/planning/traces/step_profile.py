@@ -9,7 +9,7 @@ do.
 import dataclasses
 import json
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -20,6 +20,7 @@ from optimus_jax.planning.cost.cost import BUBBLE, TERMS
 from optimus_jax.planning.search.explain import seconds
 from optimus_jax.planning.traces.step_parts import OTHER, MeasuredPart, step_parts
 from optimus_jax.planning.traces.trace_events import OperationRun
+from optimus_jax.system.json_input import parse_json
 
 IDLE = "idle"
 """The part in which a device runs nothing of the step: it waits for the host, or between
@@ -27,6 +28,8 @@ operations."""
 PREDICTED_IDLE = (BUBBLE, "launching", "overhead")
 """Terms of the planner for such time. A stage that waits for another one is mostly seen in what it
 waits for, an exchange."""
+HEAD = ("part of the step", "measured", "of the step", "beside compute", "predicted")
+"""Headings of a table of parts."""
 MAX_OPERATIONS = 12
 """Operations that a profile lists: those that take longest."""
 
@@ -152,8 +155,8 @@ class StepProfile:
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        """The inverse of `to_json`."""
-        value: dict[str, Any] = json.loads(text)
+        """The inverse of `to_json`. Raises JSONInputError if the text is not JSON."""
+        value: dict[str, Any] = parse_json(text)
         return cls(
             **value
             | {
@@ -172,31 +175,48 @@ class StepProfile:
 
     def table(self) -> list[list[str]]:
         """Rows of the parts, below one of headings."""
-        head = ["part of the step", "measured", "of the step", "beside compute", "predicted"]
-        rows = [
-            [
-                part.name,
-                seconds(part.time_s),
-                f"{part.time_s / (self.step_time_s or 1):.1%}",
-                seconds(part.beside_s) if part.beside_s else "-",
-                seconds(self.predicted_s[part.name]) if part.name in self.predicted_s else "-",
-            ]
-            for part in self.parts
+        return [
+            [*HEAD],
+            *part_rows(
+                self.step_time_s,
+                {part.name: part.time_s for part in self.parts},
+                {part.name: part.beside_s for part in self.parts if part.beside_s},
+                self.predicted_s,
+                seconds,
+            ),
         ]
-        missing = [
-            [name, "-", "-", "-", seconds(time_s)]
-            for name, time_s in self.predicted_s.items()
-            if name not in {part.name for part in self.parts}
+
+
+def part_rows(
+    step_s: float | None,
+    parts_s: Mapping[str, float],
+    beside_s: Mapping[str, float],
+    predicted_s: Mapping[str, float],
+    show: Callable[[float], str],
+) -> list[list[str]]:
+    """Rows of a table below HEAD: the parts, those that are only predicted, and the whole step.
+
+    Args:
+      step_s: seconds of a step; None: unknown.
+      parts_s, beside_s, predicted_s: seconds by part, as in a profile.
+      show: a time as text.
+    """
+
+    def shown(time_s: float | None) -> str:
+        return "-" if time_s is None else show(time_s)
+
+    rows = [
+        [
+            name,
+            shown(parts_s.get(name)),
+            f"{parts_s[name] / step_s:.1%}" if step_s and name in parts_s else "-",
+            shown(beside_s.get(name)),
+            shown(predicted_s.get(name)),
         ]
-        total = sum(self.predicted_s.values())
-        step = [
-            "step",
-            seconds(self.step_time_s),
-            "100.0%",
-            "-",
-            seconds(total) if total else "-",
-        ]
-        return [head, *rows, *missing, step]
+        for name in dict.fromkeys((*parts_s, *predicted_s))
+    ]
+    total = sum(predicted_s.values()) or None
+    return [*rows, ["step", shown(step_s), "100.0%", "-", shown(total)]]
 
 
 _UNKNOWN = MeasuredPart(OTHER, is_exchange=False)
