@@ -35,7 +35,7 @@ class Accelerator:
     memory_bytes_per_s: float | None
     """Bandwidth of that memory, reads and writes together."""
     num_cores: int | None
-    """Streaming multiprocessors."""
+    """Streaming multiprocessors, or compute units."""
     compute_capability: tuple[int, int] | None = None
     """NVIDIA's compute capability (developer.nvidia.com/cuda-gpus); None: unknown, or not an NVIDIA
     device."""
@@ -149,6 +149,22 @@ _B200 = (
     "https://www.nvidia.com/en-us/data-center/hgx/",
     "multiprocessors: as CUDA counts them, in no data sheet; 1000 W: HGX B200, "
     "https://docs.vultr.com/inference-cookbook/cuda/getting-started/hardware-overview",
+)
+_GB200 = (
+    "NVIDIA GB200 NVL72 specifications (a 72nd of its figures, half of its sparse peaks): "
+    "https://www.nvidia.com/en-us/data-center/gb200-nvl72/",
+    "186 GB: MIG user guide, https://docs.nvidia.com/datacenter/tesla/mig-user-guide/supported-gpus.html",
+    "1200 W: https://glennklockwood.com/garden/processors/B200; multiprocessors: those of the B200",
+)
+_GB300 = (
+    "NVIDIA GB300 NVL72 specifications (a 72nd of its figures, half of its sparse peaks): "
+    "https://www.nvidia.com/en-us/data-center/gb300-nvl72/",
+    "279 GB, 1400 W: https://verda.com/blog/gb300-nvl72-architecture",
+    "multiprocessors: https://developer.nvidia.com/blog/inside-nvidia-blackwell-ultra-the-chip-powering-the-ai-factory-era/",
+)
+_MI300X = (
+    "AMD Instinct MI300X specifications (float32: of its matrix cores): "
+    "https://www.amd.com/en/products/accelerators/instinct/mi300/mi300x.html",
 )
 _L40S = ("NVIDIA L40S data sheet: https://www.nvidia.com/en-us/data-center/l40s/", _ADA)
 _L4 = (
@@ -291,6 +307,42 @@ ACCELERATORS = (
         capability=(10, 0),
         watts=1000,
         sources=_B200,
+    ),
+    _nvidia(
+        "gb200",
+        "NVIDIA GB200",
+        tflops_16=2500,
+        tflops_32=1250,
+        memory_gb=186,
+        memory_gb_per_s=8000,
+        num_sms=148,
+        capability=(10, 0),
+        watts=1200,
+        sources=_GB200,
+    ),
+    _nvidia(
+        "gb300",
+        "NVIDIA GB300",
+        tflops_16=2500,
+        tflops_32=1250,
+        memory_gb=279,
+        memory_gb_per_s=8000,
+        num_sms=160,
+        capability=(10, 3),
+        watts=1400,
+        sources=_GB300,
+    ),
+    Accelerator(
+        name="mi300x",
+        device_kind="AMD Instinct MI300X",
+        platform="gpu",
+        dense_peak_flops=1307.4e12,
+        f32_peak_flops=163.4e12,
+        memory_bytes=192 * 10**9,
+        memory_bytes_per_s=5.3e12,
+        num_cores=304,
+        rated_power_w=750,
+        sources=_MI300X,
     ),
     _nvidia(
         "l40s",

@@ -20,14 +20,23 @@ magnitude between GPUs."""
 MATMUL_SHARE = 0.75
 """Share of the dense peak that large matmuls reach: that of A100s in the steps measured by vTrain
 (benchmarks/planner.py)."""
-MATMUL_SHARES: Mapping[str, float] = {"h100": 0.71, "h100-pcie": 0.71, "h200": 0.71, "b200": 0.67}
+MATMUL_SHARES: Mapping[str, float] = {
+    "h100": 0.71,
+    "h100-pcie": 0.71,
+    "h200": 0.71,
+    "b200": 0.67,
+    "gb200": 0.63,
+    "gb300": 0.63,
+    "mi300x": 0.44,
+}
 """The same share, for accelerators where it is known to be lower.
 
 H100: 86 published steps of five implementations, 0.71 on average, 0.68 to 0.75 with one of them
 left out (benchmarks/published.py). H200: the same chip. PCIe H100s, with half of the power limit,
 have no measurement of their own. B200: no measured step; the A100's share times the ratio of the
 best published matmuls, 77.6% of peak on the B200 to 86.9% on the A100 (the same rule gives 0.69 for
-the H100, at 80.3%):
+the H100, at 80.3%). GB200 and MI300X: the same rule, 72.9 and 51.4%. GB300: as the GB200, whose
+16-bit peak it has.
 
 
 https://github.com/stas00/ml-engineering/blob/744d01e18b79512572f64a6bbd8b5f4a725203a7/compute/accelerator/README.md"""

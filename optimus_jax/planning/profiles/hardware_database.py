@@ -11,7 +11,8 @@ from optimus_jax.planning.profiles.links import Link
 
 @dataclass(frozen=True, kw_only=True)
 class Host:
-    """The usual host of an accelerator."""
+    """The usual host of an accelerator. For GPUs of an NVL72 it is the rack: all that is joined by
+    NVLink, whatever the number of operating systems."""
 
     intra_host: Link
     """Link between its devices."""
@@ -58,6 +59,14 @@ _NVLINK_2 = _link(
 _NVLINK_3 = _link("NVLink 3", 300, "NVIDIA A100 data sheet: 600 GB/s both ways")
 _NVLINK_4 = _link("NVLink 4", 450, "NVIDIA H100 and H200 data sheets: 900 GB/s both ways")
 _NVLINK_5 = _link("NVLink 5", 900, "NVIDIA DGX B200 data sheet: 14.4 TB/s both ways for 8 GPUs")
+_NVLINK_72 = _link(
+    "NVLink 5", 900, "NVIDIA GB200 and GB300 NVL72 specifications: 130 TB/s both ways for 72 GPUs"
+)
+_XGMI = _link(
+    "Infinity Fabric",
+    448,
+    "AMD Instinct MI300X specifications: 7 links of 128 GB/s both ways, one to each other GPU",
+)
 _EDR = _link(
     "InfiniBand EDR 100",
     6.25,
@@ -100,6 +109,22 @@ _DGX_B200 = Host(
     to_host=_PCIE_5,
     memory_bytes=2 * 10**12,
 )
+_NVL72_GB200 = Host(
+    intra_host=_NVLINK_72,
+    inter_host=_ndr("DGX GB200", "https://www.nvidia.com/en-us/data-center/dgx-gb200/"),
+    to_host=Link.unknown("NVLink-C2C"),
+)
+_NVL72_GB300 = Host(
+    intra_host=_NVLINK_72,
+    inter_host=_link(
+        "InfiniBand XDR 800",
+        100,
+        "NVIDIA DGX GB300 data sheet, a ConnectX-8 of 800 Gb/s for each GPU: "
+        "https://www.nvidia.com/en-us/data-center/dgx-gb300/",
+    ),
+    to_host=Link.unknown("NVLink-C2C"),
+)
+_MI300X = Host(intra_host=_XGMI, inter_host=NETWORK, to_host=_PCIE_5)
 _SERVER_PCIE_4 = Host(intra_host=_PCIE_4, inter_host=NETWORK, to_host=_PCIE_4)
 _SERVER_PCIE_5 = Host(intra_host=_PCIE_5, inter_host=NETWORK, to_host=_PCIE_5)
 
@@ -116,6 +141,9 @@ HOSTS = {
     "h100-pcie": _SERVER_PCIE_5,
     "h200": _DGX_H200,
     "b200": _DGX_B200,
+    "gb200": _NVL72_GB200,
+    "gb300": _NVL72_GB300,
+    "mi300x": _MI300X,
     "l40s": _SERVER_PCIE_4,
     "l4": _SERVER_PCIE_4,
     "rtx4090": _SERVER_PCIE_4,
@@ -125,5 +153,5 @@ HOSTS = {
     "v100-sxm3": _DGX_2,
     "v100-sxm3-h": _DGX_2,
 }
-"""Usual hosts by accelerator name. Devices with NVLink are assumed to be in NVIDIA's own DGX,
-others in a server with a full PCIe slot per device."""
+"""Usual hosts by accelerator name. Devices with NVLink are assumed to be in NVIDIA's own DGX or
+NVL72, others in a server with a full PCIe slot per device."""
