@@ -4,7 +4,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from os import PathLike
-from typing import Any, overload
+from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 
@@ -20,6 +20,9 @@ from optimus_jax.inference.transcription import SpeechModel
 from optimus_jax.run.evaluate import EvaluationResult, evaluate
 from optimus_jax.run.export import ExportResult, export
 from optimus_jax.system.paths import UserPath
+
+if TYPE_CHECKING:
+    from optimus_jax.inference.harness import HarnessModel
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -124,6 +127,18 @@ class LoadedModel:
         """The model as one that writes down recordings; arguments as in `transcribe`."""
         task = "translate" if translate else None
         return speech_model(self.text_model, self.source, language=language, speech_task=task)
+
+    def for_lm_eval(self, *, batch_size: int = 8) -> "HarnessModel":
+        """The model for EleutherAI's lm-evaluation-harness: `lm_eval.simple_evaluate(model=...)`.
+
+        Args:
+          batch_size: most texts that are scored at once.
+        Raises:
+          ConfigError: lm-eval is not installed.
+        """
+        from optimus_jax.inference.harness import HarnessModel
+
+        return HarnessModel(self.text_model, batch_size=batch_size)
 
     def evaluate(self, **settings: Any) -> EvaluationResult:
         """`optimus_jax.evaluate` of this model: `data`, `examples`, `mesh` and others. Its

@@ -285,6 +285,19 @@ def all_logits(model: ModelOnMesh, params: Params, tokens_BL: Array) -> Array:
     return model.all_logits(params, tokens_BL)
 
 
+@functools.partial(jax.jit, static_argnames="model")
+def next_token_scores(
+    model: ModelOnMesh, params: Params, tokens_BL: Array, next_BL: Array
+) -> tuple[Array, Array]:
+    """Log-probability of each of the tokens that follow, float32 [B, L], and whether it is the
+    likeliest, bool [B, L].
+    """
+    logits_BLV = model.all_logits(params, tokens_BL)
+    of_next_BL1 = jnp.take_along_axis(logits_BLV, next_BL[..., None], axis=-1)
+    normalizer_BL = jax.nn.logsumexp(logits_BLV, axis=-1)
+    return of_next_BL1[..., 0] - normalizer_BL, logits_BLV.argmax(-1) == next_BL
+
+
 @functools.cache
 def unpadded(config: ModelConfig) -> ModelShapes:
     """The shapes of the model with an unpadded vocabulary."""

@@ -23,7 +23,13 @@ from optimus_jax.data.rendered_chat import ChatWriter
 from optimus_jax.data.tokenizers import Tokenizer
 from optimus_jax.devices.jax_settings import check_jax_settings
 from optimus_jax.errors import ConfigError, DataError, explain
-from optimus_jax.inference.model_on_mesh import ModelOnMesh, all_logits, next_tokens, prefill
+from optimus_jax.inference.model_on_mesh import (
+    ModelOnMesh,
+    all_logits,
+    next_token_scores,
+    next_tokens,
+    prefill,
+)
 from optimus_jax.inference.sampling import Sampling, check_range
 from optimus_jax.inference.streamed_text import Detokenizer, StreamedText
 from optimus_jax.models.families import features_of
@@ -32,6 +38,8 @@ from optimus_jax.models.shapes import Params
 
 MIN_LENGTH = 32
 """Length in tokens of the shortest pass over a prompt, and of the shortest cache."""
+MAX_LOGITS_BYTES = 2**31
+"""Most memory for the logits of a batch that is scored, unless one text needs more."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -102,7 +110,7 @@ class TextModel:
                 "the prompt contains the text of a special token, such as the end of a document: it"
                 " is taken as ordinary text"
             )
-        limit = self._limit(past_trained_length)
+        limit = self.limit(past_trained_length)
         room = limit - len(ids) + 1  # the last token needs no position: it is not read
         if max_new_tokens > room and limit < self.config.max_length:
             warn(
@@ -142,7 +150,7 @@ class TextModel:
             [StreamedText(Detokenizer(self.tokenizer, ids), stop) for _ in range(num_samples)],
         )
 
-    def _limit(self, past_trained_length: bool) -> int:
+    def limit(self, past_trained_length: bool = False) -> int:
         """Number of positions that may be used: learned positions only as far as they were
         trained.
         """
@@ -207,7 +215,7 @@ class TextModel:
                 )
             )
         self._check_known(ids)
-        if len(ids) > (limit := self._limit(past_trained_length)):
+        if len(ids) > (limit := self.limit(past_trained_length)):
             raise DataError(
                 explain(
                     f"the prompt is longer than what {self.config.name} was trained on, and its"
@@ -272,6 +280,43 @@ class TextModel:
         padded = np.zeros((1, rounded_up(len(ids), limit)), np.int32)
         padded[0, : len(ids)] = ids
         return np.asarray(all_logits(self.model, self.params, padded))[0, : len(ids)]
+
+    def scores(
+        self, texts: Sequence[Sequence[int]], *, batch_size: int = 8
+    ) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
+        """Score every token but the first of some texts, given the tokens before it.
+
+        Args:
+          texts: token ids, at least two of each and at most `limit` + 1.
+          batch_size: most texts at once.
+        Yields:
+          For each text, the longest ones first: its index, log-probabilities, float32 [L - 1] for L
+          tokens, and whether each token is the likeliest, bool [L - 1].
+        Raises:
+          DataError: the model lacks a token, or a position for it.
+        """
+        check_jax_settings()
+        self._check_reads_text()
+        limit = self.config.max_length
+        for text in texts:
+            self._check_known(np.asarray(text[:-1]))
+            self._check_known(np.asarray(text[-1:]))
+        order = sorted(range(len(texts)), key=lambda index: -len(texts[index]))
+        while order:
+            length = rounded_up(len(texts[order[0]]) - 1, limit)
+            bytes_of_text = length * self.config.vocab_size * 4
+            rows = max(1, min(batch_size, MAX_LOGITS_BYTES // bytes_of_text))
+            chosen, order = order[:rows], order[rows:]
+            padded = np.zeros((rows, length + 1), np.int32)
+            for row, index in enumerate(chosen):
+                padded[row, : len(texts[index])] = texts[index]
+            scored, likeliest = map(
+                np.asarray,
+                next_token_scores(self.model, self.params, padded[:, :-1], padded[:, 1:]),
+            )
+            for row, index in enumerate(chosen):
+                count = len(texts[index]) - 1
+                yield index, scored[row, :count], likeliest[row, :count]
 
     def generate_ids(
         self,
