@@ -1,7 +1,7 @@
 """Learn with a loss of one's own: here vowels count twice, in every layout.
 
-`python examples/own_loss.py` takes half a minute on virtual devices of a CPU. A task is a row of a
-table (docs/howto/add_a_task.md); whoever resumes such a run adds the row first.
+`python examples/own_loss.py` takes half a minute on virtual devices of a CPU. A task says what is
+learnt (docs/howto/add_a_task.md); whoever resumes such a run gives it again.
 """
 
 from dataclasses import replace
@@ -26,12 +26,12 @@ def weighted(inputs: LossInputs) -> TaskSums:
     return TASKS[NEXT_TOKEN].loss(replace(inputs, rows={**rows, "loss_mask": weights}))
 
 
-TASKS["vowels"] = replace(TASKS[NEXT_TOKEN], loss=weighted)
+vowels = replace(TASKS[NEXT_TOKEN], loss=weighted)
 losses = {}
 for mesh in ("data=8", "pipe=2,fsdp=2,tensor=2"):
     result = optimus_jax.train(
         "gpt2-nano",
-        task="vowels",
+        task=vowels,
         data=[{"text": f"{number} is a number, and so is {number + 1}. "} for number in range(500)],
         mesh=mesh,
         cpu_devices=8,

@@ -14,6 +14,7 @@ from optimus_jax.run.whole_run import RunResult, run_whole
 from optimus_jax.system.paths import UserPath
 from optimus_jax.training.callbacks import Callback
 from optimus_jax.training.own_loop import TrainingLoop
+from optimus_jax.training.task import Task
 
 
 def train(
@@ -24,6 +25,7 @@ def train(
     resume: bool | Literal["auto"] = False,
     data: GivenData | None = None,
     optimizer: str | optax.GradientTransformation | None = None,
+    task: str | Task | None = None,
     callbacks: Sequence[Callback] = (),
     **overrides: Any,
 ) -> RunResult:
@@ -46,6 +48,8 @@ def train(
       optimizer: name of an optimizer, or a transformation of optax with its learning rate, such as
         `optax.lion(1e-4)`. It must do the same to an element whatever the others are. A resumed
         run needs it again.
+      task: name of what is learnt, such as classification; or a Task (training/task.py), with a
+        loss of its own. A resumed run needs the object again.
       callbacks: are told what the run does (training/callbacks.py).
       overrides: settings by short name (`mesh="data=2,fsdp=4"`, `lr=1e-3`) or, in a dict, by dotted
         name (`**{"optimizer.beta2": 0.99}`), which accepts text as `--set` does. Equivalent names
@@ -62,6 +66,7 @@ def train(
         resume=resume,
         data=data,
         optimizer=optimizer,
+        task=task,
         callbacks=callbacks,
         overrides=overrides,
     )
@@ -81,6 +86,7 @@ def training_loop(
     resume: bool | Literal["auto"] = False,
     data: GivenData | None = None,
     optimizer: str | optax.GradientTransformation | None = None,
+    task: str | Task | None = None,
     callbacks: Sequence[Callback] = (),
     **overrides: Any,
 ) -> Iterator[TrainingLoop]:
@@ -106,6 +112,7 @@ def training_loop(
         resume=resume,
         data=data,
         optimizer=optimizer,
+        task=task,
         callbacks=callbacks,
         overrides=overrides,
         has_own_loop=True,

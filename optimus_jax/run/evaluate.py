@@ -13,6 +13,7 @@ from typing import Any
 from optimus_jax.cluster.distributed import all_or_none, assert_same_everywhere, connect, named
 from optimus_jax.cluster.launch_detection import find_launch
 from optimus_jax.config import Config
+from optimus_jax.config.in_python import IN_PYTHON
 from optimus_jax.config.run_checkpoint import RunCheckpoint
 from optimus_jax.data.batch import HostBatch
 from optimus_jax.data.given import RandomAccess, given_in_python
@@ -22,7 +23,7 @@ from optimus_jax.devices.jax_settings import check_jax_settings
 from optimus_jax.errors import ConfigError, DataError, OptimusError, explain
 from optimus_jax.mesh.build import discover
 from optimus_jax.planning.search.choice import choose_plan
-from optimus_jax.run.in_python import GivenData, with_objects
+from optimus_jax.run.in_python import TASK, GivenData, with_objects
 from optimus_jax.run.initial_weights import initial_weights
 from optimus_jax.run.inputs import Inputs
 from optimus_jax.run.named_run import RUN
@@ -34,7 +35,7 @@ from optimus_jax.system.paths import UserPath
 from optimus_jax.training.evaluation import held_out_sums
 from optimus_jax.training.numbers import perplexity_of
 from optimus_jax.training.step import build_program
-from optimus_jax.training.tasks import NEXT_TOKEN, task_name, task_of
+from optimus_jax.training.tasks import NEXT_TOKEN, task_name, task_of, use_own_task
 from optimus_jax.weights.published import PublishedSource
 
 EXAMPLES_PER_DEVICE = 8
@@ -102,15 +103,26 @@ def evaluate(
       examples: most examples, the first ones; None: all.
       say: called with messages about the parameters.
       overrides: settings as `train` has them: `mesh="fsdp=4,tensor=2"`, `precision="bf16"`,
-        `**{"data.text_field": "body"}`. Those of a run are its own.
+        `**{"data.text_field": "body"}`. Those of a run are its own; `task` may be a Task.
     Raises:
       OptimusError: a mistake that the user can fix; the message says how.
     """
-    overrides, objects = with_objects(overrides, data, None)
+    overrides, objects = with_objects(overrides, data, None, overrides.pop(TASK, None))
+    if objects.task is not None:
+        use_own_task(objects.task)
     source = _at_step(parameter_source(str(model)), step)
     if isinstance(source, RunSource):
         run = open_run(source.named, checkpoint="none", say=say)
         base, given = _of_run(source), {"data.tokenizer": source.tokenizer()}
+        if base.task == IN_PYTHON and TASK not in overrides:
+            raise ConfigError(
+                explain(
+                    "what the run learns is not here: its task was an object of the program",
+                    given=f"{RUN} {model}, no task",
+                    do="name a task to measure, such as --task next_token, or in Python give"
+                    " task=; the run's own evaluations are in its events.jsonl",
+                )
+            )
         if data is None and "data.sources" not in overrides and given_in_python(base.data.sources):
             raise ConfigError(
                 explain(

@@ -1,4 +1,4 @@
-"""What `train` is given as objects and not by name: records, and an optimizer."""
+"""What `train` is given as objects and not by name: records, an optimizer, and a task."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,10 +17,12 @@ from optimus_jax.training.own_optimizer import (
     check_transformation,
     use_own_optimizer,
 )
+from optimus_jax.training.task import Task
+from optimus_jax.training.tasks import use_own_task
 
 GivenData = UserPath | Sequence[UserPath] | RandomAccess
 """Paths, or records or token ids by number."""
-NAME = "optimizer.name"
+NAME, TASK = "optimizer.name", "task"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,10 +33,13 @@ class PythonObjects:
     """Its data; None: it is named by paths."""
     optimizer: optax.GradientTransformation | None
     """Its optimizer; None: it is one of OPTIMIZERS."""
+    task: Task | None
+    """Its task; None: it is one of TASKS."""
 
     def install(self) -> None:
-        """Let settings find the optimizer by its name."""
+        """Let settings find the optimizer and the task by their names."""
         use_own_optimizer(self.optimizer)
+        use_own_task(self.task)
 
     def check(self) -> None:
         """Raise ConfigError if the optimizer cannot be used in every layout. Uses the devices."""
@@ -46,12 +51,13 @@ def with_objects(
     overrides: Mapping[str, Any],
     data: GivenData | None,
     optimizer: str | optax.GradientTransformation | None,
+    task: str | Task | None = None,
 ) -> tuple[dict[str, Any], PythonObjects]:
     """All settings by dotted name, those that stand for objects among them; and these objects.
 
     Args:
       overrides: settings by any name.
-      data, optimizer: arguments of `train`.
+      data, optimizer, task: arguments of `train`.
     Raises:
       OptimusError: an object cannot be used, or a setting has no use beside it.
     """
@@ -61,6 +67,15 @@ def with_objects(
     elif data is not None:
         records = check_records(data)
         given["data"] = IN_PYTHON
+    own_task = task if isinstance(task, Task) else None
+    if not isinstance(task, str | Task | None):
+        raise ConfigError(
+            explain(
+                "a task is a name, or a Task",
+                given=repr(task),
+                do="give a name, such as classification, or dataclasses.replace(a task, loss=...)",
+            )
+        )
     if isinstance(optimizer, str):
         if given.get(NAME) not in (None, optimizer):
             raise ConfigError(
@@ -72,8 +87,10 @@ def with_objects(
             )
         given[NAME] = optimizer
     settings = dotted(given)
+    if task is not None:
+        settings[TASK] = IN_PYTHON if own_task else task
     if optimizer is None or isinstance(optimizer, str):
-        return settings, PythonObjects(records=records, optimizer=None)
+        return settings, PythonObjects(records=records, optimizer=None, task=own_task)
     if twice := sorted(SETTINGS.keys() & settings):
         raise ConfigError(
             explain(
@@ -83,4 +100,4 @@ def with_objects(
             )
         )
     own = check_transformation(optimizer)
-    return {**settings, **SETTINGS}, PythonObjects(records=records, optimizer=own)
+    return {**settings, **SETTINGS}, PythonObjects(records=records, optimizer=own, task=own_task)

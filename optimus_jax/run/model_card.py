@@ -23,7 +23,7 @@ from optimus_jax.run_directory.directory import RunDirectory
 from optimus_jax.run_directory.run_data import weights_in_run
 from optimus_jax.system.hub_model import HubModel
 from optimus_jax.training.task import GENERATOR_LOSS
-from optimus_jax.training.tasks import task_of
+from optimus_jax.training.tasks import named_tasks, task_name
 from optimus_jax.version import VERSION
 
 CARD = "README.md"
@@ -162,7 +162,9 @@ def _of_training(
     run: RunDirectory, config: Config, step: int, metadata: Mapping[str, Any]
 ) -> Iterator[tuple[str, str]]:
     """What the run's logs and the checkpoint say."""
-    term = task_of(config).term
+    # A task that a program gave is not here when another one exports the run.
+    task = dict(named_tasks()).get(task_name(config))
+    term = "token" if task is None else task.term
     steps = [record for record in run.metrics() if record.step <= step]
     events = [event for event in run.events() if event.get("step", 0) <= step]
     evaluations = [event for event in events if event.get("event") == "eval"]

@@ -451,6 +451,7 @@ def _show_end(display: Display, outcome: TrainingResult, run: RunDirectory, conf
         for name, is_object in (
             ("data", given_in_python(config.data.sources)),
             ("optimizer", config.optimizer.name == IN_PYTHON),
+            ("task", config.task == IN_PYTHON),
         )
         if is_object
     )

@@ -87,6 +87,7 @@ from optimus_jax.training.callbacks import Callback, check_callbacks
 from optimus_jax.training.own_loop import TrainingLoop
 from optimus_jax.training.state import TrainState
 from optimus_jax.training.step import build_program
+from optimus_jax.training.task import Task
 from optimus_jax.training.trainer import Reason
 from optimus_jax.version import VERSION
 
@@ -122,6 +123,7 @@ def run_whole(
     resume: bool | Literal["auto"],
     data: GivenData | None,
     optimizer: str | optax.GradientTransformation | None,
+    task: str | Task | None,
     callbacks: Sequence[Callback],
     overrides: dict[str, Any],
     has_own_loop: bool = False,
@@ -132,7 +134,7 @@ def run_whole(
     check_callbacks(callbacks)
     given, overrides = parameters(overrides, {"model": model, "config": config, "run_dir": run_dir})
     model, config, run_dir = given["model"], given["config"], given["run_dir"]
-    overrides, objects = with_objects(overrides, data, optimizer)
+    overrides, objects = with_objects(overrides, data, optimizer, task)
     objects.install()
     is_auto = resume == "auto"
     stored, run_dir = locate(run_dir, config, overrides)

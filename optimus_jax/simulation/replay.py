@@ -38,7 +38,7 @@ class Recording:
 
 def recorded(run_dir: Path) -> Recording:
     """Read the recording of the run in a directory. An optimizer that was given in Python counts as
-    adamw, whose moments are two for each parameter.
+    adamw, whose moments are two for each parameter, and a task as that of its model.
 
     Raises:
       ConfigError: there is no run, it has too few steps, or its first plan is unknown.
@@ -47,6 +47,8 @@ def recorded(run_dir: Path) -> Recording:
         config = Config.from_json((run_dir / "config.json").read_text(encoding="utf-8"))
         if config.optimizer.name == IN_PYTHON:  # how many moments it has is not known here
             config = config.with_values({"optimizer.name": "adamw"})
+        if config.task == IN_PYTHON:
+            config = config.with_values({"task": None})
         plans = [
             Plan.from_json((run_dir / "plan.json").read_text(encoding="utf-8")),
             *[record.source for record in switches(run_dir)],

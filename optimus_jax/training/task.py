@@ -83,9 +83,9 @@ class TaskSums(NamedTuple):
     """No sum: the tokens that were drawn, int32 [B, L], for rows with DRAWS; without a pipeline."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Task:
-    """A task: a row of TASKS (training/tasks.py)."""
+    """A task: a row of TASKS (training/tasks.py). Two tasks are equal if they are the same one."""
 
     loss: Callable[[LossInputs], TaskSums]
     count: Callable[[Batch], Array]

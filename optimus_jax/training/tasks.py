@@ -9,6 +9,7 @@ import numpy as np
 from jax import Array
 
 from optimus_jax.config import Config, ModelConfig
+from optimus_jax.config.in_python import IN_PYTHON, not_given
 from optimus_jax.config.model import FIXED_LABELS, REPLACEMENT_LABELS, Labelled
 from optimus_jax.config.tuning import BASE_GROUPS
 from optimus_jax.data.batch import BATCH_ARRAYS, BatchArray
@@ -229,11 +230,33 @@ def model_of(config: Config, labels: tuple[str, ...] = ()) -> ModelConfig:
 
 def task_named(name: str) -> Task:
     """A row of TASKS. Raises ConfigError, with the nearest name, if there is none."""
+    if name == IN_PYTHON and name not in TASKS:
+        raise not_given("task", "task")
     if name not in TASKS:
         raise ConfigError(
-            explain(f"unknown task {name!r}", given=f"task={name}", do=nearest(name, TASKS))
+            explain(
+                f"unknown task {name!r}",
+                given=f"task={name}",
+                do=nearest(name, [each for each, _ in named_tasks()]),
+            )
         )
     return TASKS[name]
+
+
+def named_tasks() -> list[tuple[str, Task]]:
+    """The rows of TASKS that a setting can name."""
+    return [(name, task) for name, task in TASKS.items() if name != IN_PYTHON]
+
+
+def use_own_task(given: Task | None) -> None:
+    """Make a task the one named IN_PYTHON.
+
+    Args:
+      given: None: there is none any more, so that no run goes on with that of another.
+    """
+    TASKS.pop(IN_PYTHON, None)
+    if given is not None:
+        TASKS[IN_PYTHON] = given
 
 
 def check_task(config: Config, named: Collection[str] = ()) -> None:
@@ -247,7 +270,7 @@ def check_task(config: Config, named: Collection[str] = ()) -> None:
     name = task_name(config)
     tuning, task = config.model.tuning, task_named(name)
     if task.is_causal not in (None, features_of(config.model).causal):
-        others = [name for name, each in TASKS.items() if each.is_causal is not task.is_causal]
+        others = [name for name, each in named_tasks() if each.is_causal is not task.is_causal]
         sees = "earlier tokens only" if task.is_causal else "all tokens of a document"
         raise ConfigError(
             explain(
@@ -324,7 +347,7 @@ def check_task(config: Config, named: Collection[str] = ()) -> None:
     for section, (what, is_used_by) in SECTIONS.items():
         unused = sorted(each for each in named if each.startswith(section))
         if unused and not is_used_by(task):
-            tasks = [each for each, other in TASKS.items() if is_used_by(other)]
+            tasks = [each for each, other in named_tasks() if is_used_by(other)]
             raise ConfigError(
                 explain(
                     f"settings of {what} have no use in task {name}",

@@ -76,7 +76,7 @@ def test_flops_that_count_leave_out_gradients_of_frozen_matrices():
 def test_flops_of_a_reference_are_those_of_forward_without_adapters():
     tuned = replace(LLAMA, tuning=Tuning(method="lora"))
     plain, compared = (
-        Workload(model=tuned, seq_len=1024, global_batch=2, task=task)
+        Workload(model=tuned, seq_len=1024, global_batch=2, task=TASKS[task])
         for task in ("next_token", "dpo")
     )
     assert plain.step_flops == step_flops(tuned, num_sequences=2, seq_len=1024)

@@ -11,6 +11,7 @@ import optimus_jax
 from optimus_jax.errors import ConfigError
 from optimus_jax.run_directory.directory import RunDirectory
 from optimus_jax.training.own_optimizer import check_elementwise
+from optimus_jax.training.tasks import NEXT_TOKEN, TASKS
 
 RECORDS = [{"text": f"the sum of {n} and {n} is {2 * n}"} for n in range(200)]
 OPTIONS = {
@@ -63,6 +64,38 @@ def test_objects_train_as_what_has_names_and_are_needed_again(tmp_path):
         tmp_path / "own", data=RECORDS[:20], mesh="data=8", say=lambda text: None
     )
     assert 0 < found.loss < losses(first)[0]
+
+
+def test_a_task_is_given_as_an_object_and_needed_again(tmp_path):
+    def doubled(inputs):
+        sums = TASKS[NEXT_TOKEN].loss(inputs)
+        return sums._replace(loss=2 * sums.loss)
+
+    own, run = replace(TASKS[NEXT_TOKEN], loss=doubled), {"run_dir": tmp_path / "own"}
+    usual = optimus_jax.train(
+        "gpt2-nano", data=RECORDS, steps=1, run_dir=tmp_path / "usual", **OPTIONS
+    )
+    first = optimus_jax.train("gpt2-nano", data=RECORDS, task=own, steps=1, **run, **OPTIONS)
+    assert_close(losses(first), 2 * losses(usual), F32_RELATIVE)
+    again = {"resume": True, "steps": 2, "progress": "none", "data": RECORDS}
+    optimus_jax.train(
+        "gpt2-nano", data=RECORDS, steps=1, run_dir=tmp_path / "other", **OPTIONS
+    )  # without it: the run before leaves nothing behind
+    with pytest.raises(ConfigError, match=r"(?s)task is an object.*task=\.\.\."):
+        optimus_jax.train(**run, **again)
+    after = optimus_jax.train(task=own, **run, **again)
+    assert losses(after)[1] > 1.5 * losses(usual)[0]
+    measured = {"data": RECORDS[:20], "say": lambda text: None}
+    with pytest.raises(ConfigError, match=r"(?s)its task was an object.*--task next_token"):
+        optimus_jax.evaluate(tmp_path / "own", **measured)
+    found, usually = (
+        optimus_jax.evaluate(tmp_path / "own", task=task, **measured) for task in (own, NEXT_TOKEN)
+    )
+    assert found.loss == pytest.approx(2 * usually.loss, rel=F32_RELATIVE)
+    with pytest.raises(ConfigError, match="a task is a name, or a Task"):
+        optimus_jax.train("gpt2-nano", task=doubled, run_dir=tmp_path / "no", **OPTIONS)
+    with pytest.raises(ConfigError, match=r"(?s)unknown task 'clasification'.*did you mean"):
+        optimus_jax.train("gpt2-nano", task="clasification", run_dir=tmp_path / "no", **OPTIONS)
 
 
 def test_a_model_is_given_by_its_sizes(tmp_path):

@@ -38,8 +38,7 @@ from optimus_jax.plan import Plan
 from optimus_jax.planning.cost.implementation_profile import ImplementationProfile
 from optimus_jax.planning.cost.layer_shape import LayerShape
 from optimus_jax.planning.cost.workload import Workload
-from optimus_jax.training.task import POLICY, REFERENCE, Batch, LossInputs, embedded
-from optimus_jax.training.tasks import task_named
+from optimus_jax.training.task import POLICY, REFERENCE, Batch, LossInputs, Task, embedded
 
 WAYS = 2
 """Devices of the abstract mesh that split the vocabulary and not the tokens of the stream."""
@@ -181,14 +180,14 @@ def head_program(workload: Workload, precision: Precision, *, splits_length: boo
 
 @lru_cache(maxsize=1 << 7)
 def _traced(
-    kind: ModelConfig, task: str, precision: Precision, stream_tokens: int, length_ways: int
+    kind: ModelConfig, task: Task, precision: Precision, stream_tokens: int, length_ways: int
 ) -> HeadProgram:
     rules = {VOCAB: (VOCAB, LENGTH), LENGTH: (LENGTH,)} if length_ways > 1 else {VOCAB: (VOCAB,)}
     shapes, comm = (
         model_shapes(kind, kind.vocab_size),
         Collectives(jnp.dtype(COMPUTE_DTYPES[precision]), rules),
     )
-    layouts, traced_task = layouts_of(shapes.leaves, rules, 0), task_named(task)
+    layouts = layouts_of(shapes.leaves, rules, 0)
 
     def on_device(params: Params, rows: Batch) -> tuple:
         def decoder(trained: Params) -> Decoder:
@@ -202,13 +201,13 @@ def _traced(
             streams = {POLICY: stream, REFERENCE: jax.lax.stop_gradient(stream)}
             inputs = LossInputs(
                 model=decoder(trained),
-                value=streams if traced_task.has_reference else stream,
+                value=streams if task.has_reference else stream,
                 rows=rows,
                 comm=comm,
                 weight=1.0,
                 chunk_tokens=stream_tokens * length_ways,
             )
-            return traced_task.loss(inputs).loss
+            return task.loss(inputs).loss
 
         trained = map_trained(lambda layout, param: layout.differentiated(param), layouts, params)
         stream, pull_embed = jax.vjp(embed, trained)
@@ -222,7 +221,7 @@ def _traced(
         name: jax.ShapeDtypeStruct(
             array.shape(stream_tokens, length_ways + kind.frames, kind.patch_values), array.dtype
         )
-        for name, array in traced_task.arrays.items()
+        for name, array in task.arrays.items()
     }
     axes = {VOCAB: WAYS, LENGTH: length_ways}
     jaxpr = traced_on_device(on_device, axes, (specs, PartitionSpec()), shapes.params, rows)

@@ -10,7 +10,8 @@ from optimus_jax.config import Config, ModelConfig
 from optimus_jax.models.families import generator_of
 from optimus_jax.models.flops import step_flops
 from optimus_jax.training.optimizer import moments_per_parameter
-from optimus_jax.training.tasks import MLM, NEXT_TOKEN, model_of, task_name, task_named
+from optimus_jax.training.task import Task
+from optimus_jax.training.tasks import MLM, NEXT_TOKEN, TASKS, model_of, task_of
 
 ADAM_MOMENTS = 2
 """Moments of Adam."""
@@ -25,8 +26,8 @@ class Workload:
     """Tokens per example."""
     global_batch: int
     """Examples per step."""
-    task: str = NEXT_TOKEN
-    """Name of the task, whose loss is traced."""
+    task: Task = TASKS[NEXT_TOKEN]
+    """Its loss is traced."""
     num_moments: int = ADAM_MOMENTS
     """Arrays of the optimizer for each parameter."""
 
@@ -37,14 +38,14 @@ class Workload:
             model=model_of(config),
             seq_len=config.seq_len,
             global_batch=config.data.global_batch,
-            task=task_name(config),
+            task=task_of(config),
             num_moments=moments_per_parameter(config.optimizer.name),
         )
 
     @cached_property
     def num_references(self) -> int:
         """`Task.num_references`."""
-        return task_named(self.task).num_references
+        return self.task.num_references
 
     @cached_property
     def example_bytes(self) -> int:
@@ -52,14 +53,14 @@ class Workload:
         return sum(
             math.prod(array.shape(1, self.seq_len, self.model.patch_values))
             * np.dtype(array.dtype).itemsize
-            for array in task_named(self.task).arrays.values()
+            for array in self.task.arrays.values()
         )
 
     @cached_property
     def generator(self) -> "Workload | None":
         """What the model's generator computes; None: there is none."""
         generator = generator_of(self.model)
-        return None if generator is None else replace(self, model=generator, task=MLM)
+        return None if generator is None else replace(self, model=generator, task=TASKS[MLM])
 
     @property
     def step_flops(self) -> float:
