@@ -86,6 +86,11 @@ class RankedPlan:
         """Predicted bytes on the most loaded device."""
         return self.memory.total
 
+    @property
+    def flags(self) -> str:
+        """Flags of `train.py` that ask for this plan."""
+        return flags(self.plan)
+
     def as_json(self) -> dict[str, Any]:
         """What `optimus plan --json` prints."""
         pipeline, prediction = self.plan.pipeline, self.prediction

@@ -16,7 +16,8 @@ PRINTS = {
     "own_block": ["data=8 ", "they differ by 0.000", "on 8 H100s: mesh ", "7 is"],
     "own_loop": ["step 10: held-out loss ", " on data=8"],
     "own_loss": ["data=8 ", "pipe=2,fsdp=2,tensor=2 ", "they differ by 0.000"],
-    "plan_a_cluster": ["1. ", "GiB predicted"],
+    "phases": ["step_time_s", "   6 ", "loss"],
+    "plan_a_cluster": ["1. ", "GiB predicted", "deploy/slurm.sbatch --model llama3-8b", "--mesh "],
 }
 """Some of what each of them prints."""
 
