@@ -59,6 +59,7 @@ STILL_NAMED = {
     ("tests/reshard/test_restack.py", "order"),
     ("benchmarks/regret.py", "order"),
     ("optimus_jax/report/page.py", "style"),  # of a page
+    ("optimus_jax/report/charts.py", "style"),
 }
 """Names with another meaning than the private one."""
 PATTERNS = (

@@ -14,7 +14,7 @@ COMMANDS = {
     "generate": "generate text with a trained model",
     "transcribe": "write down recordings with a trained model of sound",
     "export": "write a run's model as a directory that transformers loads",
-    "report": "write one HTML page about a run",
+    "report": "write one HTML page about a run, or several",
     "launch": "run a command as several processes on this machine",
     "tokenize": "tokenize text files into one .bin file",
     "summary": "count a model's parameters and FLOPs, and describe a data set",

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 from optimus_jax.cli.page_files import page_path
 from optimus_jax.config.presets import MODEL_HELP
 from optimus_jax.errors import ConfigError, explain
+from optimus_jax.report.page import check_page_packages
 from optimus_jax.run.command_line import Parser, settings
 from optimus_jax.system.environment import import_jax
-from optimus_jax.viz.plan_page import check_page_packages
 
 if TYPE_CHECKING:
     from optimus_jax.planning.ahead_of_time.compile_check import CompileReport

@@ -19,10 +19,10 @@ from optimus_jax.planning.cost.cost import hidden_shares
 from optimus_jax.planning.cost.workload import Workload
 from optimus_jax.planning.search.explain import flags, gib, seconds, term_rows, whole_over_tensor
 from optimus_jax.planning.training_cost import TrainingCost, compact
+from optimus_jax.report.plan_page import plan_page
 from optimus_jax.run.command_line import PIPED_WIDTH, settings
 from optimus_jax.system.command import typed_command
 from optimus_jax.viz.frontier import PlanRecord
-from optimus_jax.viz.plan_page import plan_page
 from optimus_jax.weights.published import MODEL
 from optimus_jax.weights.published_adapters import PublishedAdapters
 

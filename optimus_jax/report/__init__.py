@@ -1,6 +1,7 @@
-"""The HTML report of a run.
+"""HTML pages: a run, runs side by side, plans.
 
-`run_report` assembles the page. `run_history` reads the run directory, `run_events` parses events,
-`run_decisions` writes the sections about decisions, `run_charts` draws the charts; `components`,
-`page` and `svg` turn them into HTML, and `formatting` formats numbers.
+`run_report` and `compared_runs` assemble the pages about runs: `run_history` reads a run directory,
+`run_events` parses events, `run_charts` draws, and `run_decisions`, `run_settings` and
+`run_profiles` make sections. `plan_page` is about plans. `page` turns blocks into HTML;
+`formatting` formats numbers.
 """

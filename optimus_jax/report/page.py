@@ -1,14 +1,33 @@
-"""A self-contained HTML page: no scripts, no network, light and dark colours, printable.
+"""A page as data, and the HTML document that it makes: sections of blocks, as tables and charts.
 
-`element` escapes all text that it puts on a page; `Html` marks a string that is markup already.
+The document needs no network: its styles, its script and plotly.js are in it. It follows the
+reader's colour scheme and can be printed. The template escapes all text.
 """
 
-import html
+import json
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
 from importlib import resources
-from string import Template
+from typing import TYPE_CHECKING, ClassVar
 
-from optimus_jax.viz.canvas import BLUE, GREEN, IDLE, INK, ORANGE, PURPLE, SKY, VERMILLION, YELLOW
+from optimus_jax.errors import ConfigError, explain
+from optimus_jax.viz.canvas import (
+    BLUE,
+    GREEN,
+    IDLE,
+    INK,
+    ORANGE,
+    PLOTS,
+    PURPLE,
+    SKY,
+    VERMILLION,
+    YELLOW,
+)
+
+if TYPE_CHECKING:
+    import plotly.graph_objects as go
+    from jinja2 import Environment
 
 COLOURS = {
     "ink": (INK, "#e8e8e8"),
@@ -23,125 +42,196 @@ COLOURS = {
     "yellow": (YELLOW, "#f5e96b"),
 }
 """Colour name -> (colour on a light screen, on a dark screen). Charts are drawn in the light
-colours."""
+colours; page.js replaces them on a dark screen."""
 VARIABLES = {light.lower(): f"var(--{name})" for name, (light, _) in COLOURS.items()}
 """Light colour -> CSS variable, which follows the reader's colour scheme."""
-NUMBER_STYLE = "number"
 LONG = 50
-"""A definition of more characters than this spans two columns."""
+"""A fact of more characters than this spans two columns."""
 
 
-class Html(str):
-    """A string that is markup already and is not escaped again."""
+@dataclass(frozen=True, kw_only=True)
+class PlanName:
+    """A cell with the name of a plan; the tooltip shows its whole layout."""
 
-    __slots__ = ()
+    kind: ClassVar[str] = "plan"
+    words: str
+    tooltip: str
+    letter: str | None = None
+    """Its letter on the page, if it has one."""
+    colour: str = INK
+    """Its colour on the page, one of COLOURS."""
+    is_short: bool = True
+    """Whether the words stay on one line."""
+
+    @property
+    def variable(self) -> str:
+        """The colour as a CSS variable."""
+        return VARIABLES[self.colour.lower()]
 
 
-def element(tag: str, *children: str, **attributes: str) -> Html:
-    """An HTML element with its children in order; text and attributes are escaped.
+@dataclass(frozen=True, kw_only=True)
+class Moment:
+    """A cell with a date and time, which stays on one line."""
 
-    Args:
-      attributes: names that Python reserves end in `_`; any other `_` becomes `-`: `class_`,
-        `aria_label`.
+    kind: ClassVar[str] = "moment"
+    words: str
+
+
+Cell = str | PlanName | Moment
+
+
+@dataclass(frozen=True, kw_only=True)
+class Text:
+    """A paragraph."""
+
+    kind: ClassVar[str] = "text"
+    cells: Sequence[Cell]
+    style: str = ""
+    """`note`, `warning`, `why` or `heading` of page.css; empty: plain."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """Names with their values."""
+
+    kind: ClassVar[str] = "facts"
+    pairs: Sequence[tuple[str, Cell]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PageTable:
+    """A table whose first column holds the headings of its rows."""
+
+    kind: ClassVar[str] = "table"
+    caption: str
+    head: Sequence[str]
+    rows: Sequence[Sequence[Cell]]
+    numbers: Sequence[str] = ()
+    """Headings of the columns that are aligned as numbers."""
+    marked: frozenset[int] = frozenset()
+    """Indices of the rows that are shaded."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chart:
+    """A figure with its texts. It cannot be inside a `Fold`, where it would be drawn without a
+    width.
     """
-    given = "".join(
-        f' {name.rstrip("_").replace("_", "-")}="{html.escape(value)}"'
-        for name, value in attributes.items()
-    )
-    return Html(f"<{tag}{given}>{concatenated(*children)}</{tag}>")
+
+    kind: ClassVar[str] = "chart"
+    name: str
+    """Id of the chart, unique on its page."""
+    figure: "go.Figure"
+    label: str
+    """Description for screen readers."""
+    caption: str
+
+    @property
+    def height(self) -> int:
+        """Height in pixels."""
+        return self.figure.to_dict()["layout"]["height"]
 
 
-def concatenated(*parts: str) -> Html:
-    """The parts one after the other; those that are not `Html` are escaped."""
-    return Html("".join(part if isinstance(part, Html) else html.escape(part) for part in parts))
+@dataclass(frozen=True, kw_only=True)
+class Fold:
+    """Blocks that show when their summary is clicked. They print as they are on the screen."""
+
+    kind: ClassVar[str] = "fold"
+    summary: Sequence[Cell]
+    blocks: Sequence["PageBlock"]
+    is_open: bool = False
 
 
-def table(
-    caption: str, head: Sequence[str], rows: Sequence[Sequence[str]], *, numbers: Sequence[str] = ()
-) -> Html:
-    """A table whose first column holds the row headings.
-
-    Args:
-      numbers: headings of the columns to align as numbers.
-    """
-    kinds = [{"class_": NUMBER_STYLE} if name in numbers else {} for name in head]
-    header = element(
-        "tr",
-        *(element("th", name, scope="col", **kind) for name, kind in zip(head, kinds, strict=True)),
-    )
-    body = [
-        element(
-            "tr",
-            element("th", row[0], scope="row", **kinds[0]),
-            *(element("td", cell, **kind) for cell, kind in zip(row[1:], kinds[1:], strict=True)),
-        )
-        for row in rows
-    ]
-    inner = element(
-        "table", element("caption", caption), element("thead", header), element("tbody", *body)
-    )
-    # A wide table scrolls sideways in its own frame; tabindex lets the keyboard reach it.
-    return element("div", inner, class_="frame", role="region", aria_label=caption, tabindex="0")
+PageBlock = Text | Facts | PageTable | Chart | Fold
 
 
-def definition_list(pairs: Sequence[tuple[str, str]]) -> Html:
-    """A `dl` of (name, value) pairs."""
-    return element(
-        "dl",
-        *(
-            element(
-                "div",
-                element("dt", name),
-                element("dd", value),
-                class_="long" if not isinstance(value, Html) and len(value) > LONG else "short",
-            )
-            for name, value in pairs
-        ),
-    )
+@dataclass(frozen=True, kw_only=True)
+class Section:
+    """A part of a page with a heading, which the contents link to."""
+
+    heading: str
+    name: str
+    """Id of the section, unique on its page."""
+    blocks: Sequence[PageBlock]
 
 
-def collapsible(summary: str, *children: str, **attributes: str) -> Html:
-    """A `details` element: its children show when the summary is clicked. It prints closed."""
-    return element("details", element("summary", summary), *children, **attributes)
-
-
-def note(text: str) -> Html:
+def note(text: str) -> Text:
     """A paragraph in the style of a note."""
-    return element("p", text, class_="note")
+    return Text(cells=[text], style="note")
 
 
-def page(title: str, body: Html) -> str:
-    """The whole document."""
-    return _DOCUMENT.substitute(title=html.escape(title), style=_style(), body=body)
+def check_page_packages() -> None:
+    """Raise ConfigError if a package is missing that a page needs."""
+    try:
+        import jinja2  # noqa: F401
+        import plotly  # noqa: F401
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            explain(
+                "the page needs plotly and jinja2, which are not both installed",
+                given=str(error),
+                do=PLOTS,
+            )
+        ) from error
 
 
-def _style() -> str:
-    light, dark = (
-        "".join(f"--{name}:{pair[which]};" for name, pair in COLOURS.items()) for which in (0, 1)
-    )
+def page(
+    title: str,
+    sections: Sequence[Section],
+    *,
+    introduction: Sequence[Text] = (),
+    refresh_s: int | None = None,
+) -> str:
+    """The HTML document.
+
+    Args:
+      introduction: paragraphs below the title.
+      refresh_s: seconds after which a browser reads the page again; None: it does not.
+    Raises:
+      ConfigError: plotly or jinja2 is not installed.
+    """
+    check_page_packages()
+    from markupsafe import Markup
+    from plotly.offline import get_plotlyjs
+
+    charts = {
+        block.name: json.loads(str(block.figure.to_json()))
+        for section in sections
+        for block in section.blocks
+        if isinstance(block, Chart)
+    }
+    traces = [trace for chart in charts.values() for trace in chart["data"]]
     return (
-        f":root{{color-scheme:light dark;{light}}}\n@media screen and"
-        f" (prefers-color-scheme:dark){{:root{{{dark}}}}}\n{_RULES}"
+        _templates()
+        .get_template("page.html")
+        .render(
+            title=title,
+            introduction=introduction,
+            sections=sections,
+            refresh_s=refresh_s,
+            colours=COLOURS,
+            long=LONG,
+            charts=charts,
+            dark={light.lower(): dark for light, dark in COLOURS.values()},
+            has_smoothing=any(trace.get("meta") == SMOOTH for trace in traces),
+            plotly=Markup(get_plotlyjs()) if charts else "",
+        )
     )
 
 
-_DOCUMENT = Template("""\
-<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta http-equiv="Content-Security-Policy"
-  content="default-src 'none'; style-src 'unsafe-inline'; img-src data:">
-<link rel="icon" href="data:,">
-<title>$title</title>
-<style>
-$style</style>
-</head>
-<body>
-$body
-</body>
-</html>
-""")
+SMOOTH = "smooth"
+"""`meta` of a trace whose y page.js smooths when the reader asks for it."""
 
-_RULES = resources.files("optimus_jax.report").joinpath("page.css").read_text(encoding="utf-8")
+
+@cache
+def _templates() -> "Environment":
+    from jinja2 import Environment, FunctionLoader
+
+    files = resources.files("optimus_jax.report")
+    return Environment(
+        autoescape=True,
+        keep_trailing_newline=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        loader=FunctionLoader(lambda name: files.joinpath(name).read_text(encoding="utf-8")),
+    )

@@ -1,141 +1,204 @@
-"""Charts of a run's report: loss, step time, predictions, memory, and the phases of a switch."""
+"""Charts of runs: loss, step time, rates, memory; and of one run: predictions, and the phases of a
+switch.
+"""
 
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from typing import Any, Literal
 
 from optimus_jax.errors import counted
-from optimus_jax.report.chart_axes import (
-    draw_bands,
-    draw_line,
-    label_steps,
-    legend_above,
-    mark_steps,
+from optimus_jax.report.charts import (
+    Points,
+    add_bands,
+    add_line,
+    as_text,
+    log_axis,
     mark_switches,
-    plain_ticks,
+    new_chart,
     plan_colour,
     plan_letter,
+    run_line,
+    step_limits,
     step_line,
     switch_legend,
     upper_limit,
 )
 from optimus_jax.report.formatting import format_bytes, format_duration
+from optimus_jax.report.page import Chart
 from optimus_jax.report.run_events import is_finite_number, number, step_of
 from optimus_jax.report.run_history import RunHistory, Switch
+from optimus_jax.run_directory.step_record import StepRecord
 from optimus_jax.training.numbers import short
-from optimus_jax.viz.canvas import BLUE, INK, ORANGE, SKY, VERMILLION, new_figure
+from optimus_jax.viz.canvas import BLUE, INK, ORANGE, SKY, VERMILLION
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-WIDTH, HEIGHT = 9.0, 2.8
-"""Size of a chart in inches."""
+HEIGHT = 320
+"""Height of a chart in pixels."""
 WHILE_TRAINING = ("prepare",)
 """Phases of a switch during which training continues."""
 MIB, GIB = 2**20, 2**30
+NamedRuns = dict[str, RunHistory]
+"""Runs by their names on the page."""
+QUANTITIES: dict[str, Callable[[StepRecord], float | None]] = {
+    "learning rate": lambda one: one.lr,
+    "gradient norm": lambda one: one.grad_norm,
+    "tokens a second": lambda one: one.tokens_per_s,
+    "MFU": lambda one: one.mfu,
+}
 
 
-@dataclass(frozen=True, kw_only=True)
-class Chart:
-    """A figure with its texts."""
-
-    figure: "Figure"
-    label: str
-    """Description for screen readers."""
-    caption: str
-    titles: dict[str, str] = field(default_factory=dict)
-    """gid of an artist -> tooltip."""
-
-
-def draw_loss(history: RunHistory) -> Chart | None:
-    """Training and held-out loss against the step; None if no step has a loss."""
-    points = [(one.step, one.loss) for one in history.steps if is_finite_number(one.loss)]
-    if not points:
+def draw_loss(runs: NamedRuns, by: Literal["step", "time"] = "step") -> Chart | None:
+    """Training and held-out loss against the step, or the time of all steps so far; None if no step
+    has a loss.
+    """
+    lines = {
+        name: [
+            (x, one.loss)
+            for x, one in zip(_positions(run, by), run.steps, strict=True)
+            if is_finite_number(one.loss)
+        ]
+        for name, run in runs.items()
+    }
+    if not any(lines.values()):
         return None
-    figure, (axes,) = new_figure(WIDTH, HEIGHT)
-    grouping = draw_line(axes, [points], "training")
-    held_out = [
-        (step_of(event), loss)
-        for event in history.events_named("eval")
-        if (loss := number(event, "loss")) is not None
-    ]
-    if held_out:
-        axes.plot(
-            *zip(*held_out, strict=True),
-            "D--",
-            color=VERMILLION,
-            linewidth=1,
-            markersize=4,
-            label="held out",
-        )
-        legend_above(axes)
-    skipped = [one.step for one in history.steps if one.skipped]
-    mark_steps(axes, skipped, 0.02, "x")
-    axes.set(ylabel="loss, nats per token")
-    label_steps(axes, history)
-    (first, start), (last, end) = points[0], points[-1]
-    evaluated = (
-        f" Held out: {short(held_out[-1][1], 4)} after step {held_out[-1][0]:,}."
-        if held_out
-        else ""
-    )
+    is_single, grouping = len(runs) == 1, ""
+    figure = new_chart(HEIGHT, x_title="step" if by == "step" else "hours of steps")
+    words, has_held_out = [], False
+    for index, (name, points) in enumerate(lines.items()):
+        line, run = run_line(index), runs[name]
+        shown = "training" if is_single else as_text(name)
+        grouping = add_line(figure, [points], shown, line=line) or grouping
+        held_out = [
+            (step_of(event), loss)
+            for event in run.events_named("eval")
+            if (loss := number(event, "loss")) is not None
+        ]
+        has_held_out |= bool(held_out)
+        _add_held_out(figure, run, held_out, by, shown, VERMILLION if is_single else line["color"])
+        words.append(_loss_in_words("" if is_single else name, points, held_out, by))
+    limits = {"range": step_limits(*runs.values())} if by == "step" else {}
+    figure.update_layout(yaxis_title="loss", xaxis=limits, showlegend=has_held_out or not is_single)
+    skipped = sum(one.skipped for run in runs.values() for one in run.steps)
     left_out = (
-        f" Crosses: {counted(len(skipped), 'step')} without an update because the loss or the"
-        " gradient was not finite."
+        f" {counted(skipped, 'step')} without an update because the loss or the gradient was not"
+        " finite."
         if skipped
         else ""
     )
     return Chart(
+        name="loss" if by == "step" else "loss-time",
         figure=figure,
-        label=(
-            f"Loss by step: from {short(start, 4)} at step {first:,} to {short(end, 4)} at step"
-            f" {last:,}.{evaluated}"
+        label=f"Loss by {by}: {'; '.join(words)}",
+        caption=(
+            "Measured; nats per token, or the loss of the task."
+            f"{' Diamonds: on held-out text.' if has_held_out else ''}{grouping}{left_out}"
         ),
-        caption=f"Measured.{grouping}{left_out}",
     )
 
 
-def draw_step_times(history: RunHistory) -> Chart | None:
-    """Time of each step, over a band for each span; None if no step's time is known."""
-    times = [one.step_time_s for one in history.steps if is_finite_number(one.step_time_s)]
+def _positions(run: RunHistory, by: Literal["step", "time"]) -> list[float]:
+    """x of each step: its number, or the hours of all steps up to it."""
+    if by == "step":
+        return [one.step for one in run.steps]
+    times = [one.step_time_s if is_finite_number(one.step_time_s) else 0.0 for one in run.steps]
+    return [time_s / 3600 for time_s in accumulate(times)]
+
+
+def _add_held_out(
+    figure: Any,
+    run: RunHistory,
+    held_out: Sequence[tuple[int, float]],
+    by: Literal["step", "time"],
+    name: str,
+    colour: str,
+) -> None:
+    """Markers of the held-out losses."""
+    if not held_out:
+        return
+    at = dict(zip([one.step for one in run.steps], _positions(run, by), strict=True))
+    found = [(at.get(step, step if by == "step" else None), loss) for step, loss in held_out]
+    figure.add_scatter(
+        x=[x for x, _ in found],
+        y=[loss for _, loss in found],
+        mode="lines+markers",
+        name="held out" if name == "training" else f"{name}, held out",
+        line={"color": colour, "dash": "dot", "width": 1},
+        marker={"symbol": "diamond", "size": 7},
+        hovertemplate="%{y:.4f}",
+    )
+
+
+def _loss_in_words(
+    name: str, points: Points, held_out: Sequence[tuple[int, float]], by: str
+) -> str:
+    if not points:
+        return f"{name}: unknown."
+    (first, start), (last, end) = points[0], points[-1]
+    where = f" at step {first:,}", f" at step {last:,}"
+    from_start, to_end = where if by == "step" else ("", f" after {last:.3g} hours")
+    evaluated = ""
+    if held_out:
+        evaluated = f" Held out: {short(held_out[-1][1], 4)} after step {held_out[-1][0]:,}."
+    return (
+        f"{f'{name}: ' if name else ''}from {short(start, 4)}{from_start} to"
+        f" {short(end, 4)}{to_end}.{evaluated}"
+    )
+
+
+def draw_step_times(runs: NamedRuns) -> Chart | None:
+    """Time of each step; of one run over a band for each span. None if no step's time is known."""
+    times = [
+        one.step_time_s
+        for run in runs.values()
+        for one in run.steps
+        if is_finite_number(one.step_time_s)
+    ]
     if not times:
         return None
-    figure, (axes,) = new_figure(WIDTH, HEIGHT + 0.3)
     top = upper_limit(times)
-    axes.set(ylabel="seconds a step", ylim=(0, top))
-    label_steps(axes, history)
-    titles = draw_bands(axes, history) | mark_switches(axes, history)
-    grouping = draw_line(
-        axes,
-        [
+    figure = new_chart(
+        HEIGHT,
+        xaxis={"range": step_limits(*runs.values())},
+        yaxis={"title": "seconds a step", "range": (0, top)},
+        showlegend=len(runs) > 1,
+    )
+    above = sum(time_s > top for time_s in times)
+    cut = (
+        f" {counted(above, 'step')} above the top of the chart, at most"
+        f" {format_duration(max(times))}; a double click shows all."
+        if above
+        else ""
+    )
+    grouping = ""
+    for index, (name, run) in enumerate(runs.items()):
+        parts = [
             [
                 (one.step, one.step_time_s)
-                for one in history.steps_in(span)
+                for one in run.steps_in(span)
                 if is_finite_number(one.step_time_s)
             ]
-            for span in history.spans
-        ],
-        "step time",
-    )
-    above = [
-        one.step
-        for one in history.steps
-        if is_finite_number(one.step_time_s) and one.step_time_s > top
-    ]
-    mark_steps(axes, above, 0.97, "^")
+            for span in run.spans
+        ]
+        shown = as_text(name) if len(runs) > 1 else "step time"
+        line, y_format = run_line(index), ".3g"
+        grouping = add_line(figure, parts, shown, line=line, y_format=y_format) or grouping
+    if len(runs) > 1:
+        return Chart(
+            name="times",
+            figure=figure,
+            label=f"Time of each step of {', '.join(runs)}.",
+            caption=f"Measured.{grouping}{cut}",
+        )
+    (history,) = runs.values()
+    add_bands(figure, history)
+    mark_switches(figure, history)
     medians = "; ".join(
         f"plan {plan_letter(history.plans.index(span.plan))} from step {span.first:,}:"
         f" {format_duration(span.step_time_s)}"
         for span in history.spans[:12]
     )
-    cut = (
-        f" Triangles: {counted(len(above), 'step')} above the top of the chart, at most"
-        f" {format_duration(max(times))}."
-        if above
-        else ""
-    )
     return Chart(
+        name="times",
         figure=figure,
-        titles=titles,
         label=f"Time of each step, with a band for each plan. Medians: {medians}.",
         caption=(
             "Measured. Bands and letters: plans; dashed lines: their"
@@ -144,37 +207,65 @@ def draw_step_times(history: RunHistory) -> Chart | None:
     )
 
 
-def draw_quantities(history: RunHistory) -> Chart | None:
+def draw_quantities(runs: NamedRuns) -> Chart | None:
     """Learning rate, gradient norm, tokens a second and MFU by step, as far as they are known."""
-    named = {
-        "learning rate": [(one.step, one.lr) for one in history.steps],
-        "gradient norm": [(one.step, one.grad_norm) for one in history.steps],
-        "tokens a second": [(one.step, one.tokens_per_s) for one in history.steps],
-        "MFU": [(one.step, one.mfu) for one in history.steps],
-    }
     known = {
-        name: points
-        for name, all_points in named.items()
-        if (points := [(x, float(y)) for x, y in all_points if is_finite_number(y)])
+        quantity: lines
+        for quantity, value_of in QUANTITIES.items()
+        if any((lines := _points(runs, value_of)).values())
     }
     if not known:
         return None
-    figure, panels = new_figure(WIDTH, 1.3 * len(known) + 0.4, rows=len(known), sharex=True)
-    grouping, titles = "", {}
-    for panel, (axes, (name, points)) in enumerate(zip(panels, known.items(), strict=True)):
-        grouping = draw_line(axes, [points], name) or grouping
-        label_steps(axes, history)
-        axes.set(ylabel=name, xlabel="")
-        axes.yaxis.set_label_coords(-0.08, 0.5)
-        titles |= mark_switches(axes, history, f"panel{panel}-")
-    panels[-1].set(xlabel="step")
-    last = "; ".join(f"{name} {points[-1][1]:.4g}" for name, points in known.items())
-    return Chart(
-        figure=figure,
-        titles=titles,
-        label=f"{', '.join(known)} by step. At the last step: {last}.",
-        caption=f"At the last step: {last}{switch_legend(history)}.{grouping}",
+    is_single, grouping = len(runs) == 1, ""
+    figure = new_chart(90 + 130 * len(known), rows=len(known), showlegend=not is_single)
+    for row, (quantity, lines) in enumerate(known.items(), start=1):
+        for index, (name, points) in enumerate(lines.items()):
+            grouping = (
+                add_line(
+                    figure,
+                    [points],
+                    quantity if is_single else as_text(name),
+                    line=run_line(index),
+                    row=row,
+                    shows_name=row == 1,
+                )
+                or grouping
+            )
+        values = {value for points in lines.values() for _, value in points}
+        limits = {"range": (0, 1.2 * max(values))} if len(values) == 1 and max(values) > 0 else {}
+        figure.update_yaxes({"title": {"text": quantity}} | limits, row=row, col=1)
+    figure.update_xaxes(range=step_limits(*runs.values()))
+    last = "; ".join(
+        f"{quantity} {points[-1][1]:.4g}{'' if is_single else f' ({name})'}"
+        for quantity, lines in known.items()
+        for name, points in lines.items()
+        if points
     )
+    legend = ""
+    if is_single:
+        (history,) = runs.values()
+        mark_switches(figure, history)
+        legend = switch_legend(history)
+    return Chart(
+        name="quantities",
+        figure=figure,
+        label=f"{', '.join(known)} by step. At the last step: {last}.",
+        caption=f"At the last step: {last}{legend}.{grouping}",
+    )
+
+
+def _points(
+    runs: NamedRuns, value_of: Callable[[StepRecord], float | None]
+) -> dict[str, list[tuple[float, float]]]:
+    """By run: the steps with a value, and the values."""
+    return {
+        name: [
+            (one.step, float(value))
+            for one in run.steps
+            if is_finite_number(value := value_of(one))
+        ]
+        for name, run in runs.items()
+    }
 
 
 def draw_predictions(history: RunHistory) -> Chart | None:
@@ -182,47 +273,44 @@ def draw_predictions(history: RunHistory) -> Chart | None:
     pairs = [(pair, pair.measured_s) for pair in history.comparisons if pair.measured_s]
     if not pairs:
         return None
-    figure, (axes,) = new_figure(5.2, 3.6)
     ends = [value for pair, measured_s in pairs for value in (pair.predicted_s, measured_s)]
     low, high = min(ends) / 1.3, max(ends) * 1.3
-    axes.plot([low, high], [low, high], "--", color=INK, linewidth=0.8)
-    axes.set(
-        xscale="log",
-        yscale="log",
-        xlim=(low, high),
-        ylim=(low, high),
-        xlabel="predicted seconds a step",
-        ylabel="measured seconds a step",
+    figure = new_chart(
+        380,
+        x_title="predicted seconds a step",
+        xaxis=log_axis(low, high),
+        yaxis={**log_axis(low, high), "title": "measured seconds a step"},
+        hovermode="closest",
     )
-    plain_ticks(axes)
-    titles = {}
-    for index, (pair, measured_s) in enumerate(pairs):
-        plan = history.plans.index(pair.plan) if pair.plan in history.plans else None
-        colour, name = (BLUE, "") if plan is None else (plan_colour(plan), plan_letter(plan))
-        marks = axes.plot(
-            pair.predicted_s,
-            measured_s,
-            "s" if pair.is_trial else "o",
-            color=colour,
-            markeredgecolor=INK,
-            markeredgewidth=0.7,
-            markersize=7,
-        )
-        marks[0].set_gid(f"pair{index}")
-        titles[f"pair{index}"] = (
-            f"{pair.layout or 'layout unknown'}: predicted {format_duration(pair.predicted_s)},"
-            f" measured {format_duration(measured_s)}"
-        )
-        axes.annotate(
-            name,
-            (pair.predicted_s, measured_s),
-            xytext=(6, -3),
-            textcoords="offset points",
-            fontsize=8,
-        )
+    diagonal = {"color": INK, "width": 1, "dash": "dash"}
+    figure.add_scatter(x=[low, high], y=[low, high], mode="lines", line=diagonal, hoverinfo="skip")
+    plans = [
+        history.plans.index(pair.plan) if pair.plan in history.plans else None for pair, _ in pairs
+    ]
+    figure.add_scatter(
+        x=[pair.predicted_s for pair, _ in pairs],
+        y=[measured_s for _, measured_s in pairs],
+        mode="markers+text",
+        text=["" if plan is None else plan_letter(plan) for plan in plans],
+        textposition="middle right",
+        marker={
+            "color": [BLUE if plan is None else plan_colour(plan) for plan in plans],
+            "symbol": ["square" if pair.is_trial else "circle" for pair, _ in pairs],
+            "size": 11,
+            "line": {"color": INK, "width": 1},
+        },
+        hovertext=[
+            as_text(
+                f"{pair.layout or 'layout unknown'}: predicted {format_duration(pair.predicted_s)},"
+                f" measured {format_duration(measured_s)}"
+            )
+            for pair, measured_s in pairs
+        ],
+        hoverinfo="text",
+    )
     return Chart(
+        name="predictions",
         figure=figure,
-        titles=titles,
         label=(
             f"Measured against predicted step time of {len(pairs)} plans; the table below has the"
             " numbers."
@@ -250,26 +338,29 @@ def draw_memory(history: RunHistory) -> Chart | None:
         return None
     most = max(size for _, size in [*peaks, *compiled])
     scale, unit = (GIB, "GiB") if most >= GIB else (MIB, "MiB")
-    figure, (axes,) = new_figure(WIDTH, HEIGHT - 0.4)
-    if peaks:
-        axes.plot(
-            *step_line(peaks, history, scale),
-            color=BLUE,
-            drawstyle="steps-post",
-            label="peak so far (measured)",
-        )
-    if compiled:
-        axes.plot(
-            *step_line(compiled, history, scale),
-            "--",
-            color=VERMILLION,
-            drawstyle="steps-post",
-            label="needed by the compiled step (reported by the compiler)",
-        )
-    legend_above(axes)
-    axes.set(ylabel=f"{unit} on a device", ylim=(0, 1.15 * most / scale))
-    label_steps(axes, history)
-    titles = mark_switches(axes, history)
+    figure = new_chart(
+        HEIGHT - 40,
+        xaxis={"range": step_limits(history)},
+        yaxis={"title": f"{unit} on a device", "range": (0, 1.15 * most / scale)},
+        showlegend=True,
+        margin={"t": 72},
+        legend={"y": 1.15},  # above the marks of switches
+    )
+    for points, name, line in (
+        (peaks, "peak so far (measured)", {"color": BLUE}),
+        (compiled, "compiled step (by the compiler)", {"color": VERMILLION, "dash": "dash"}),
+    ):
+        if points:
+            x, y = step_line(points, history, scale)
+            figure.add_scatter(
+                x=x,
+                y=y,
+                mode="lines",
+                name=name,
+                line={**line, "shape": "hv"},
+                hovertemplate=f"%{{y:.3g}} {unit}",
+            )
+    mark_switches(figure, history)
     summary = "; ".join(
         [
             (
@@ -285,49 +376,54 @@ def draw_memory(history: RunHistory) -> Chart | None:
         ]
     )
     return Chart(
+        name="memory",
         figure=figure,
-        titles=titles,
         label=f"Memory on a device by step: {summary}.",
         caption=f"On one device: {summary}{switch_legend(history)}.",
     )
 
 
-def draw_switch(switch: Switch) -> Chart | None:
-    """The phases of a switch as a timeline; None if no phase's time is known."""
-    total, begin, titles = sum(seconds or 0.0 for _, seconds in switch.phases_s), 0.0, {}
-    if not total:
+def draw_switch(switch: Switch, name: str) -> Chart | None:
+    """The phases of a switch as a timeline; None if no phase's time is known.
+
+    Args:
+      name: id of the chart.
+    """
+    known = [(phase, seconds) for phase, seconds in switch.phases_s if seconds is not None]
+    if not (total := sum(seconds for _, seconds in known)):
         return None
-    figure, (axes,) = new_figure(WIDTH, 0.6 + 0.25 * len(switch.phases_s))
-    for row, (name, seconds) in enumerate(switch.phases_s):
-        if seconds is None:
-            continue
-        is_pause = name not in WHILE_TRAINING
-        bar = axes.barh(
-            row,
-            max(seconds, total / 800),
-            left=begin,
-            height=0.7,
-            facecolor=ORANGE if is_pause else SKY,
-            edgecolor=INK,
-            linewidth=0.5,
-            hatch=None if is_pause else "///",
-        )
-        bar[0].set_gid(f"phase{row}")
-        titles[f"phase{row}"] = (
-            f"{name}: {format_duration(seconds)},"
-            f" {'training pauses' if is_pause else 'training continues'}"
-        )
-        begin += seconds
-    names = [f"{name} {format_duration(seconds)}" for name, seconds in switch.phases_s]
-    axes.set_yticks(range(len(names)), names)
-    axes.set(
-        xlabel="seconds from the start of the switch",
-        xlim=(0, total * 1.02),
-        ylim=(len(names) - 0.4, -0.6),
+    figure = new_chart(
+        90 + 24 * len(known),
+        x_title="seconds from the start of the switch",
+        yaxis={"autorange": "reversed"},
+        hovermode="closest",
     )
+    pauses = [phase not in WHILE_TRAINING for phase, _ in known]
+    labels = [f"{as_text(phase)} {format_duration(seconds)}" for phase, seconds in known]
+    figure.add_bar(
+        orientation="h",
+        y=labels,
+        x=[max(seconds, total / 800) for _, seconds in known],
+        base=[0.0, *accumulate(seconds for _, seconds in known)][:-1],
+        marker={
+            "color": [ORANGE if is_pause else SKY for is_pause in pauses],
+            "line": {"color": INK, "width": 0.5},
+            "pattern": {
+                "shape": ["" if is_pause else "/" for is_pause in pauses],
+                "fgcolor": INK,
+                "size": 6,
+            },
+        },
+        hovertext=[
+            f"{label}, {'training pauses' if is_pause else 'training continues'}"
+            for label, is_pause in zip(labels, pauses, strict=True)
+        ],
+        hoverinfo="text",
+    )
+    every = [f"{phase} {format_duration(seconds)}" for phase, seconds in switch.phases_s]
     return Chart(
+        name=name,
         figure=figure,
-        titles=titles,
-        label=f"Phases of the {switch.kind} after step {switch.step:,}: {', '.join(names)}.",
+        label=f"Phases of the {switch.kind} after step {switch.step:,}: {', '.join(every)}.",
         caption="Measured. Training pauses in plain bars and continues in hatched ones.",
     )

@@ -1,81 +1,63 @@
-"""Sections of a run's report about decisions: the last one in full, and a table of all of them with
-their alternatives and inputs.
+"""Sections of a run's report about decisions: the last one in full, and every one of them, folded
+under its sentence.
 """
 
-from optimus_jax.report.components import (
-    AT,
-    MAX_ROWS,
-    newest_rows,
-    plan_badge,
-    plan_name,
-    time_cell,
-)
+from optimus_jax.report.components import MAX_ROWS, newest_rows, plan_name
 from optimus_jax.report.formatting import (
     UNKNOWN,
     format_count,
     format_duration,
     format_number,
     format_percent,
+    format_time,
     format_value,
 )
-from optimus_jax.report.page import Html, collapsible, concatenated, element, note, table
+from optimus_jax.report.page import Cell, Fold, PageBlock, PageTable, PlanName, Text, note
 from optimus_jax.report.run_events import AlternativeRecord, DecisionRecord, number, text
 from optimus_jax.report.run_history import RunHistory
 
-NONE = "none"
 ACTIONS = {"stay": "stay", "switch": "switch", "tried": "trial before step 1", None: UNKNOWN}
 
 
-def last_decision(history: RunHistory) -> Html:
+def last_decision(history: RunHistory) -> list[PageBlock]:
     """The newest decision with its alternatives and inputs."""
     if not history.decisions:
-        return note(
-            "No decision is recorded. The controller is"
-            f" {text(history.config, 'control') or UNKNOWN}."
-        )
+        return []
     decision = history.decisions[-1]
-    summary = [
-        element(
-            "p", element("strong", f"{ACTIONS[decision.action]}, after step {decision.step:,}")
-        ),
-        element("p", _why(decision), class_="why"),
+    return [
+        Text(cells=_heading(history, decision)),
+        Text(cells=[_why(decision)], style="why"),
+        *_details(history, decision),
     ]
-    if decision.plan or decision.layout:
-        summary.append(element("p", "Plan: ", plan_name(history, decision.plan, decision.layout)))
-    return concatenated(
-        element("div", *summary, class_="decision", id="last"), *_details(history, decision)
-    )
 
 
-def all_decisions(history: RunHistory) -> Html | None:
-    """Every decision to switch, and the newest of the others; None: there are none."""
+def all_decisions(history: RunHistory) -> list[PageBlock]:
+    """Every decision to switch, and the newest of the others, each folded under its sentence."""
     shown, cut = newest_rows(
         history.decisions, MAX_ROWS, "decisions", lambda decision: decision.action == "switch"
     )
-    if not shown:
-        return None
-    rows = [
-        [
-            f"{one.step:,}",
-            time_cell(one.time_s),
-            ACTIONS[one.action],
-            plan_name(history, one.plan, one.layout) if one.plan or one.layout else NONE,
-            one.switch_method or NONE,
-            _why(one),
-        ]
+    folds = [
+        Fold(
+            summary=[*_heading(history, one), f": {_why(one)}"],
+            blocks=[
+                note(
+                    f"At {format_time(one.time_s)} UTC"
+                    + (f"; switch method: {one.switch_method}." if one.switch_method else ".")
+                ),
+                *_details(history, one),
+            ],
+        )
         for one in shown
     ]
-    details = [
-        collapsible(f"after step {one.step:,}: {_why(one)}", *parts)
-        for one in shown
-        if (parts := _details(history, one))
-    ]
-    head = ("after step", AT, "action", "plan", "switch method", "why")
-    return concatenated(
-        table("Decisions, oldest first", head, rows),
-        cut,
-        collapsible("Alternatives and inputs of each decision", *details) if details else "",
-    )
+    return [*folds, *cut]
+
+
+def _heading(history: RunHistory, decision: DecisionRecord) -> list[Cell]:
+    """When a decision was made, what it was, and for which plan."""
+    words = f"After step {decision.step:,}: {ACTIONS[decision.action]}"
+    if not (decision.plan or decision.layout):
+        return [words]
+    return [f"{words} ", plan_name(history, decision.plan, decision.layout)]
 
 
 def _why(decision: DecisionRecord) -> str:
@@ -87,9 +69,9 @@ def _why(decision: DecisionRecord) -> str:
     return decision.why or "The reason is unknown."
 
 
-def _details(history: RunHistory, decision: DecisionRecord) -> list[Html]:
+def _details(history: RunHistory, decision: DecisionRecord) -> list[PageBlock]:
     """A decision's trigger, alternatives and inputs."""
-    parts = []
+    parts: list[PageBlock] = []
     if decision.trigger:
         parts.append(note(f"Trigger: {decision.trigger}."))
     if decision.current_step_time_s is not None:
@@ -121,21 +103,21 @@ def _details(history: RunHistory, decision: DecisionRecord) -> list[Html]:
             ]
             for other in decision.alternatives
         ]
-        parts.append(table("Alternatives (predictions)", head, rows, numbers=head[1:5]))
+        caption = "Alternatives (predictions)"
+        parts.append(PageTable(caption=caption, head=head, rows=rows, numbers=head[1:5]))
     if decision.inputs:
         parts.append(
-            table(
-                "Inputs of the decision",
-                ("signal", "value"),
-                [[str(name), _input(value)] for name, value in decision.inputs.items()],
+            PageTable(
+                caption="Inputs of the decision",
+                head=("signal", "value"),
+                rows=[[str(name), _input(value)] for name, value in decision.inputs.items()],
             )
         )
     return parts
 
 
-def _layout(history: RunHistory, other: AlternativeRecord) -> Html:
-    letters = [plan_badge(history.plans.index(other.plan))] if other.plan in history.plans else []
-    return element("span", *letters, other.layout or other.plan or UNKNOWN, class_="layout")
+def _layout(history: RunHistory, other: AlternativeRecord) -> PlanName:
+    return plan_name(history, other.plan, other.layout, whole=True)
 
 
 def _input(value: object) -> str:

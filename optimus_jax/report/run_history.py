@@ -240,16 +240,21 @@ class RunHistory:
         ]
 
     @property
+    def _last_boundary(self) -> LoggedEvent | None:
+        """The last event that begins or ends the run."""
+        boundaries = self.events_named("start", "resume", "end")
+        return boundaries[-1] if boundaries else None
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the end of the run is recorded, and no resume after it."""
+        last = self._last_boundary
+        return last is not None and last.get("event") == "end"
+
+    @property
     def status(self) -> str:
         """Whether the run is under way or how it ended, as far as its logs say."""
-        last = next(
-            (
-                event
-                for event in reversed(self.events)
-                if event.get("event") in ("start", "resume", "end")
-            ),
-            None,
-        )
+        last = self._last_boundary
         if last is not None and last.get("event") == "end":
             return {
                 "done": "done",

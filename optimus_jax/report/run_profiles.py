@@ -3,18 +3,19 @@
 from optimus_jax.planning.traces.step_profile import HEAD, part_rows
 from optimus_jax.report.components import plan_name
 from optimus_jax.report.formatting import UNKNOWN, format_duration
-from optimus_jax.report.page import Html, concatenated, element, table
+from optimus_jax.report.page import PageBlock, PageTable, Text
 from optimus_jax.report.run_events import LoggedEvent, mapping, number, step_of, text
 from optimus_jax.report.run_history import RunHistory
 
 
-def profiles(history: RunHistory) -> Html | None:
-    """A table for each profile; None: there is none."""
-    found = history.events_named("profile")
-    return concatenated(*(_profile(history, event) for event in found)) if found else None
+def profiles(history: RunHistory) -> list[PageBlock]:
+    """A table for each profile."""
+    return [
+        block for event in history.events_named("profile") for block in _profile(history, event)
+    ]
 
 
-def _profile(history: RunHistory, event: LoggedEvent) -> Html:
+def _profile(history: RunHistory, event: LoggedEvent) -> list[PageBlock]:
     step_s = number(event, "step_time_s")
     parts_s, beside_s, predicted_s = (
         _times(event, name) for name in ("parts_s", "beside_s", "predicted_s")
@@ -27,8 +28,10 @@ def _profile(history: RunHistory, event: LoggedEvent) -> Html:
         " Exchanges are measured where nothing is computed; beside compute they are in the time of"
         f" other parts. The trace is in {text(event, 'folder') or UNKNOWN}."
     )
-    heading = element("h3", f"{steps} on ", plan_name(history, text(event, "plan")))
-    return concatenated(heading, table(caption, HEAD, rows, numbers=HEAD[1:]))
+    return [
+        Text(cells=[f"{steps} on ", plan_name(history, text(event, "plan"))], style="heading"),
+        PageTable(caption=caption, head=HEAD, rows=rows, numbers=HEAD[1:]),
+    ]
 
 
 def _times(event: LoggedEvent, name: str) -> dict[str, float]:

@@ -14,10 +14,9 @@ from optimus_jax.report.components import (
     AT,
     MAX_ROWS,
     chart_or_note,
+    moment,
     newest_rows,
-    plan_badge,
     plan_name,
-    time_cell,
 )
 from optimus_jax.report.formatting import (
     UNKNOWN,
@@ -29,14 +28,15 @@ from optimus_jax.report.formatting import (
     format_value,
 )
 from optimus_jax.report.page import (
-    Html,
-    collapsible,
-    concatenated,
-    definition_list,
-    element,
+    Cell,
+    Facts,
+    Fold,
+    PageBlock,
+    PageTable,
+    Section,
+    Text,
     note,
     page,
-    table,
 )
 from optimus_jax.report.run_charts import (
     WHILE_TRAINING,
@@ -59,7 +59,7 @@ from optimus_jax.report.run_events import (
 from optimus_jax.report.run_history import MAX_COMPARED_STEPS, RunHistory, Switch, median_time
 from optimus_jax.report.run_profiles import profiles
 from optimus_jax.report.run_settings import resumes, settings_section
-from optimus_jax.report.svg import page_settings
+from optimus_jax.run_directory.step_record import StepRecord
 from optimus_jax.training.numbers import short
 
 MAX_TIMELINES = 12
@@ -67,54 +67,37 @@ MAX_TIMELINES = 12
 KINDS = {"remesh": "re-mesh", "rollback": "rollback"}
 
 
-def run_report(path: str | Path) -> str:
+def run_report(path: str | Path, *, refresh_s: int | None = None) -> str:
     """The report of the run in `path` as an HTML document.
 
+    Args:
+      refresh_s: seconds after which a browser reads the page again; None: it does not.
     Raises:
-      ConfigError: `path` holds no run, or matplotlib is not installed.
+      ConfigError: `path` holds no run, or plotly or jinja2 is not installed.
       RunDirectoryError: a log cannot be read.
     """
     history = RunHistory.read(path)
-    with page_settings():
-        sections = [
-            (heading, name, found)
+    return page(
+        f"Run {history.name}",
+        [
+            Section(heading=heading, name=name, blocks=blocks)
             for heading, name, part in SECTIONS
-            if (found := part(history)) is not None
-        ]
-    contents = element(
-        "nav",
-        element(
-            "ul",
-            *(
-                element("li", element("a", heading, href=f"#{name}"))
-                for heading, name, _ in sections
-            ),
-        ),
-        aria_label="Contents",
+            if (blocks := part(history))
+        ],
+        introduction=[note(introduction()), *map(as_warning, warnings_about(history))],
+        refresh_s=refresh_s,
     )
-    body = [
-        element("section", element("h2", heading), part, id=name)
-        for heading, name, part in sections
-    ]
-    main = element(
-        "main",
-        element("h1", f"Run {history.name}"),
-        note(_introduction()),
-        *map(_warning, _warnings(history)),
-        contents,
-        *body,
-    )
-    return page(f"Run {history.name}", main)
 
 
-def _introduction() -> str:
+def introduction() -> str:
+    """When the page was made, and how its numbers are to be read."""
     return (
         f"State at {format_time(time.time())} UTC. Times of steps and phases are measured;"
         f" predictions are labelled as such. “{UNKNOWN}” means that the run did not record a value."
     )
 
 
-def _warnings(history: RunHistory) -> list[str]:
+def warnings_about(history: RunHistory) -> list[str]:
     """What limits the page: unreadable lines, and steps that it does not show."""
     warnings = [*history.read_errors]
     if (abandoned := history.path / "metrics.abandoned.jsonl").exists():
@@ -125,11 +108,13 @@ def _warnings(history: RunHistory) -> list[str]:
     return warnings
 
 
-def _warning(message: str) -> Html:
-    return element("p", message, class_="warning")
+def as_warning(message: str) -> Text:
+    """A paragraph in the style of a warning."""
+    return Text(cells=[message], style="warning")
 
 
-def _overview(history: RunHistory) -> Html:
+def overview(history: RunHistory) -> list[tuple[str, Cell]]:
+    """What a reader wants to know first about a run: names and values."""
     started = next(
         (event for event in reversed(history.events) if event.get("event") in ("start", "resume")),
         {},
@@ -139,52 +124,60 @@ def _overview(history: RunHistory) -> Html:
     recent = history.steps_around(last.step)[0] if last else []
     in_use = plan_name(history, history.current.digest if history.current else None)
     length = number(data, "seq_len") or number(mapping(history.config, "derived"), "data.seq_len")
-    return definition_list(
-        [
-            ("status", history.status),
+    return [
+        ("status", history.status),
+        (
+            "steps",
+            f"{format_count(last.step if last else 0)} of"
+            f" {format_count(number(history.config, 'steps'))}",
+        ),
+        ("model", _model(model)),
+        ("devices", text(started, "devices") or UNKNOWN),
+        ("plan in use", in_use),
+        ("why this plan", history.why_current or UNKNOWN),
+        ("controller", text(history.config, "control") or UNKNOWN),
+        ("switches", _num_switches(history)),
+        (
+            "last loss",
             (
-                "steps",
-                f"{format_count(last.step if last else 0)} of"
-                f" {format_count(number(history.config, 'steps'))}",
+                f"{short(last.loss, 4)} (step {last.step:,})"
+                if last and is_finite_number(last.loss)
+                else UNKNOWN
             ),
-            ("model", _model(model)),
-            ("devices", text(started, "devices") or UNKNOWN),
-            ("plan in use", in_use),
-            ("why this plan", history.why_current or UNKNOWN),
-            ("controller", text(history.config, "control") or UNKNOWN),
-            ("switches", format_count(len(history.switches))),
-            (
-                "last loss",
-                (
-                    f"{short(last.loss, 4)} (step {last.step:,})"
-                    if last and is_finite_number(last.loss)
-                    else UNKNOWN
-                ),
+        ),
+        ("step time, median of the last steps on this plan", _recent_time(recent)),
+        (
+            "tokens per second, last step",
+            format_count(
+                last.tokens_per_s if last and is_finite_number(last.tokens_per_s) else None
             ),
-            (
-                f"step time, median of the last {counted(len(recent), 'step')} on this plan",
-                format_duration(median_time(recent)),
-            ),
-            (
-                "tokens per second, last step",
-                format_count(
-                    last.tokens_per_s if last and is_finite_number(last.tokens_per_s) else None
-                ),
-            ),
-            (
-                "model FLOPs utilisation, last step",
-                format_percent(last.mfu if last and is_finite_number(last.mfu) else None),
-            ),
-            (
-                "batch",
-                f"{format_count(number(data, 'global_batch'))} sequences of"
-                f" {format_count(length)} tokens",
-            ),
-            ("data", text(started, "data") or UNKNOWN),
-            ("started", _utc(number(history.events[0], "time_s") if history.events else None)),
-            ("last event", _utc(number(history.events[-1], "time_s") if history.events else None)),
-        ]
-    )
+        ),
+        (
+            "model FLOPs utilisation, last step",
+            format_percent(last.mfu if last and is_finite_number(last.mfu) else None),
+        ),
+        (
+            "batch",
+            f"{format_count(number(data, 'global_batch'))} sequences of"
+            f" {format_count(length)} tokens",
+        ),
+        ("data", text(started, "data") or UNKNOWN),
+        ("started", _utc(number(history.events[0], "time_s") if history.events else None)),
+        ("last event", _utc(number(history.events[-1], "time_s") if history.events else None)),
+    ]
+
+
+def _num_switches(history: RunHistory) -> str:
+    """How often the plan was switched while the run was going."""
+    ran = len({span.plan for span in history.spans})
+    if not history.switches and ran > 1 and history.events_named("resume"):
+        return f"0; resumed under {ran} plans"
+    return format_count(len(history.switches))
+
+
+def _recent_time(steps: Sequence[StepRecord]) -> str:
+    duration = format_duration(median_time(steps))
+    return f"{duration} ({counted(len(steps), 'step')})" if steps else duration
 
 
 def _utc(time_s: float | None) -> str:
@@ -201,19 +194,22 @@ def _model(model: LoggedEvent) -> str:
     )
 
 
-def _loss(history: RunHistory) -> Html:
-    return chart_or_note(
-        draw_loss(history), "loss", "No step is recorded yet, so the loss is unknown."
-    )
+def _overview(history: RunHistory) -> list[PageBlock]:
+    return [Facts(pairs=overview(history))]
 
 
-def _quantities(history: RunHistory) -> Html | None:
-    chart = draw_quantities(history)
-    return None if chart is None else chart_or_note(chart, "quantities", "")
+def _loss(history: RunHistory) -> list[PageBlock]:
+    chart = draw_loss({history.name: history})
+    return chart_or_note(chart, "No step is recorded yet, so the loss is unknown.")
 
 
-def _step_times(history: RunHistory) -> Html:
-    chart = chart_or_note(draw_step_times(history), "times", "No step's time is known.")
+def _quantities(history: RunHistory) -> list[PageBlock]:
+    chart = draw_quantities({history.name: history})
+    return [] if chart is None else [chart]
+
+
+def _step_times(history: RunHistory) -> list[PageBlock]:
+    chart = draw_step_times({history.name: history})
     spans, cut = newest_rows(history.spans, MAX_ROWS, "spans")
     rows = [
         [
@@ -225,39 +221,38 @@ def _step_times(history: RunHistory) -> Html:
         for span in spans
     ]
     head = ("steps", "plan", "steps recorded", "median step time")
-    return concatenated(
-        chart,
-        *([table("Steps by plan", head, rows, numbers=head[2:]), cut] if rows else []),
-    )
+    table = PageTable(caption="Steps by plan", head=head, rows=rows, numbers=head[2:])
+    return [*chart_or_note(chart, "No step's time is known."), *([table, *cut] if rows else [])]
 
 
-def _plans(history: RunHistory) -> Html | None:
+def _plans(history: RunHistory) -> list[PageBlock]:
     if not history.plans:
-        return None
+        return []
     num_steps: dict[str, int] = {}
     for span in history.spans:
         num_steps[span.plan] = num_steps.get(span.plan, 0) + span.num_steps
     rows = [
         [
-            plan_badge(index),
-            history.layouts.get(digest, UNKNOWN),
+            plan_name(history, digest, whole=True),
             digest,
             format_count(num_steps.get(digest, 0)),
         ]
-        for index, digest in enumerate(history.plans[:MAX_ROWS])
+        for digest in history.plans[:MAX_ROWS]
     ]
-    return table(
-        "Plans and their letters on this page",
-        ("plan", "layout", "digest", "steps run"),
-        rows,
-        numbers=("steps run",),
-    )
+    return [
+        PageTable(
+            caption="Plans and their letters on this page",
+            head=("plan", "digest", "steps run"),
+            rows=rows,
+            numbers=("steps run",),
+        )
+    ]
 
 
-def _predictions(history: RunHistory) -> Html | None:
+def _predictions(history: RunHistory) -> list[PageBlock]:
     shown, cut = newest_rows(history.comparisons, MAX_ROWS, "comparisons")
     if not shown:
-        return None
+        return []
     head = (
         "after step",
         "plan",
@@ -277,32 +272,28 @@ def _predictions(history: RunHistory) -> Html | None:
         ]
         for pair in shown
     ]
-    return concatenated(
-        chart_or_note(
-            draw_predictions(history), "predictions", "None of these plans has been measured yet."
-        ),
-        table("Step time: predictions and measurements", head, rows, numbers=head[2:5]),
-        cut,
-    )
+    caption = "Step time: predictions and measurements"
+    return [
+        *chart_or_note(draw_predictions(history), "None of these plans has been measured yet."),
+        PageTable(caption=caption, head=head, rows=rows, numbers=head[2:5]),
+        *cut,
+    ]
 
 
-def _memory(history: RunHistory) -> Html:
-    return chart_or_note(
-        draw_memory(history),
-        "memory",
-        "Unknown: neither the backend nor the compiler reported memory use.",
-    )
+def _memory(history: RunHistory) -> list[PageBlock]:
+    chart = draw_memory(history)
+    return [] if chart is None else [chart]
 
 
-def _switches(history: RunHistory) -> Html:
+def _switches(history: RunHistory) -> list[PageBlock]:
     if not history.switches:
-        return note(_never_switched(history))
+        return []
     head = ("after step", AT, "kind", "from", "to", "method", "moved", "delay", "before", "after")
     shown, cut = newest_rows(history.switches, MAX_ROWS, "switches")
     rows = [
         [
             f"{one.step:,}",
-            time_cell(one.time_s),
+            moment(one.time_s),
             KINDS[one.kind],
             plan_name(history, one.from_plan),
             plan_name(history, one.plan, one.layout),
@@ -319,36 +310,30 @@ def _switches(history: RunHistory) -> Html:
         f" {MAX_COMPARED_STEPS} steps before and after."
     )
     drawn, left_out = newest_rows(history.switches, MAX_TIMELINES, "timelines")
-    return concatenated(
-        table(caption, head, rows, numbers=head[6:]),
-        cut,
-        *(_timeline(history, one, f"switch{index}") for index, one in enumerate(drawn)),
-        left_out,
-    )
+    return [
+        PageTable(caption=caption, head=head, rows=rows, numbers=head[6:]),
+        *cut,
+        *(block for index, one in enumerate(drawn) for block in _timeline(one, f"switch{index}")),
+        *left_out,
+    ]
 
 
-def _never_switched(history: RunHistory) -> str:
-    ran = len({span.plan for span in history.spans})
-    if ran > 1 and history.events_named("resume"):
-        return f"No plan was left while the run was going; it was resumed under {ran} plans."
-    return "The run never switched plans."
-
-
-def _timeline(history: RunHistory, switch: Switch, name: str) -> Html:
+def _timeline(switch: Switch, name: str) -> list[PageBlock]:
     paused = [seconds for phase, seconds in switch.phases_s if phase not in WHILE_TRAINING]
     pause = (
         f", training paused for {format_duration(sum(seconds or 0 for seconds in paused))}"
         if paused and None not in paused
         else ""
     )
-    return concatenated(
-        element("h3", f"After step {switch.step:,}: {KINDS[switch.kind]}{pause}"),
-        *([element("p", switch.why)] if switch.why else []),
-        chart_or_note(draw_switch(switch), name, "The times of its phases are unknown."),
-    )
+    heading = f"After step {switch.step:,}: {KINDS[switch.kind]}{pause}"
+    return [
+        Text(cells=[heading], style="heading"),
+        *([Text(cells=[switch.why])] if switch.why else []),
+        *chart_or_note(draw_switch(switch, name), "The times of its phases are unknown."),
+    ]
 
 
-def _evaluations(history: RunHistory) -> Html | None:
+def _evaluations(history: RunHistory) -> list[PageBlock]:
     metrics = dict.fromkeys(
         str(name) for event in history.events_named("eval") for name in mapping(event, "metrics")
     )
@@ -361,7 +346,7 @@ def _evaluations(history: RunHistory) -> Html | None:
     )
 
 
-def _checkpoints(history: RunHistory) -> Html | None:
+def _checkpoints(history: RunHistory) -> list[PageBlock]:
     folder = history.path / "checkpoints"
 
     def cell(event: LoggedEvent, field: str) -> str:
@@ -386,34 +371,32 @@ def _events(
     caption: str,
     fields: Sequence[str],
     cell: Callable[[LoggedEvent, str], str],
-) -> Html | None:
+) -> list[PageBlock]:
     shown, cut = newest_rows(history.events_named(name), MAX_ROWS, "rows")
     if not shown:
-        return None
+        return []
     heads = [field.replace("_s", "").replace("_", " ") for field in fields]
     rows = [
         [
             f"{step_of(event):,}",
-            time_cell(number(event, "time_s")),
+            moment(number(event, "time_s")),
             *(cell(event, field) for field in fields),
         ]
         for event in shown
     ]
-    return concatenated(table(caption, ("after step", AT, *heads), rows, numbers=heads), cut)
+    head = ("after step", AT, *heads)
+    return [PageTable(caption=caption, head=head, rows=rows, numbers=heads), *cut]
 
 
-def _faults(history: RunHistory) -> Html:
+def _faults(history: RunHistory) -> list[PageBlock]:
     skipped = [one.step for one in history.steps if one.skipped]
     shown, cut = newest_rows(history.events_named("fault"), MAX_ROWS, "faults")
     rows = [
-        [f"{step_of(event):,}", time_cell(number(event, "time_s")), _fields(event)]
-        for event in shown
+        [f"{step_of(event):,}", moment(number(event, "time_s")), _fields(event)] for event in shown
     ]
-    parts = (
-        [table("Faults", ("after step", AT, "what"), rows), cut]
-        if rows
-        else [note("No fault is recorded.")]
-    )
+    parts: list[PageBlock] = []
+    if rows:
+        parts += [PageTable(caption="Faults", head=("after step", AT, "what"), rows=rows), *cut]
     if skipped:
         steps = ", ".join(map(str, skipped[:20])) + (" ..." if skipped[20:] else "")
         parts.append(
@@ -422,26 +405,25 @@ def _faults(history: RunHistory) -> Html:
                 f" gradient was not finite: {steps}."
             )
         )
-    return concatenated(*parts)
+    return parts
 
 
-def _log(history: RunHistory) -> Html:
+def _log(history: RunHistory) -> list[PageBlock]:
     shown, cut = newest_rows(history.events, MAX_ROWS, "events")
+    if not shown:
+        return []
     rows = [
         [
             f"{step_of(event):,}",
-            time_cell(number(event, "time_s")),
+            moment(number(event, "time_s")),
             str(event.get("event", UNKNOWN)),
             _fields(event),
         ]
         for event in shown
     ]
-    return collapsible(
-        counted(len(history.events), "event"),
-        table("Events as logged", ("after step", AT, "event", "fields"), rows),
-        cut,
-        class_="log",
-    )
+    head = ("after step", AT, "event", "fields")
+    table = PageTable(caption="Events as logged", head=head, rows=rows)
+    return [Fold(summary=[counted(len(history.events), "event")], blocks=[table, *cut])]
 
 
 def _fields(event: LoggedEvent) -> str:
@@ -456,16 +438,16 @@ def _fields(event: LoggedEvent) -> str:
     )
 
 
-SECTIONS: tuple[tuple[str, str, Callable[[RunHistory], Html | None]], ...] = (
+SECTIONS: tuple[tuple[str, str, Callable[[RunHistory], Sequence[PageBlock]]], ...] = (
     ("Loss", "loss", _loss),
     ("Overview", "overview", _overview),
     ("Last decision", "last-decision", last_decision),
     ("Step time", "step-time", _step_times),
-    ("Rates and norms", "quantities", _quantities),
+    ("Rates and norms", "rates", _quantities),
     ("Where the time goes", "profiles", profiles),
     ("Plans", "plans", _plans),
     ("Decisions", "decisions", all_decisions),
-    ("Predicted against measured", "predictions", _predictions),
+    ("Predicted against measured", "predicted", _predictions),
     ("Switches", "switches", _switches),
     ("Memory", "memory", _memory),
     ("Evaluations", "evaluations", _evaluations),
@@ -475,4 +457,4 @@ SECTIONS: tuple[tuple[str, str, Callable[[RunHistory], Html | None]], ...] = (
     ("Faults", "faults", _faults),
     ("All events", "events", _log),
 )
-"""(heading, id, function that makes the section; None: it is not shown)"""
+"""(heading, id, function that makes the blocks of the section; without blocks it is not shown)"""

@@ -1,5 +1,6 @@
-"""The section of a run's report about its settings: those that differ from the defaults."""
+"""The section of a report about settings: those that differ from the defaults, or between runs."""
 
+from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any
 
@@ -7,9 +8,9 @@ from optimus_jax.config import Config
 from optimus_jax.config.presets import PRESETS, model_preset
 from optimus_jax.config.settings import compared_settings, value_of
 from optimus_jax.errors import OptimusError, first_line
-from optimus_jax.report.components import AT, plan_name, time_cell
+from optimus_jax.report.components import AT, moment, plan_name
 from optimus_jax.report.formatting import UNKNOWN, format_value
-from optimus_jax.report.page import Html, concatenated, note, table
+from optimus_jax.report.page import PageBlock, PageTable, note
 from optimus_jax.report.run_events import LoggedEvent, mapping, number, step_of, text
 from optimus_jax.report.run_history import RunHistory
 
@@ -17,28 +18,17 @@ _NOT_SHOWN = ("model.name", "data.sources", "log.")
 """What other parts of the page say, or what changes no number of a run."""
 
 
-def settings_section(history: RunHistory) -> Html | None:
-    """Settings that are not the defaults, and derived ones; None: there is no config."""
+def settings_section(history: RunHistory) -> list[PageBlock]:
+    """Settings that are not the defaults, and derived ones."""
     if not history.config:
-        return None
+        return []
     derived = mapping(history.config, "derived")
-    return concatenated(
-        _given(history),
-        *(
-            [
-                table(
-                    "Chosen by the run",
-                    ("setting", "value"),
-                    [[str(name), _shown(value)] for name, value in derived.items()],
-                )
-            ]
-            if derived
-            else []
-        ),
-    )
+    rows = [[str(name), shown_setting(value)] for name, value in derived.items()]
+    chosen = PageTable(caption="Chosen by the run", head=("setting", "value"), rows=rows)
+    return [_given(history), *([chosen] if rows else [])]
 
 
-def _given(history: RunHistory) -> Html:
+def _given(history: RunHistory) -> PageBlock:
     """The settings that are not the defaults, as `--set` takes them."""
     try:
         config = Config.from_value(dict(history.config))
@@ -50,26 +40,49 @@ def _given(history: RunHistory) -> Html:
     else:
         hidden = (*hidden, "model.")  # the sizes of a model are no settings that differ
     rows = [
-        [name, _shown(value_of(config, name)), _shown(value_of(default, name))]
+        [name, shown_setting(value_of(config, name)), shown_setting(value_of(default, name))]
         for name in compared_settings(Config)
         if value_of(config, name) != value_of(default, name)
         and (not name.startswith(hidden) or name.startswith("model.tuning."))
     ]
     head = ("setting", "value", "default")
-    return (
-        table("Settings that differ from the defaults", head, rows)
-        if rows
-        else note("All settings are the defaults.")
-    )
+    if not rows:
+        return note("All settings are the defaults.")
+    return PageTable(caption="Settings that differ from the defaults", head=head, rows=rows)
 
 
-def resumes(history: RunHistory) -> Html | None:
-    """When the run was resumed, on what, and how its learning rate went on; None: it never was."""
+def settings_that_differ(configs: Mapping[str, LoggedEvent]) -> list[PageBlock]:
+    """A table of the settings that are not the same in all runs.
+
+    Args:
+      configs: name of each run -> its config.json.
+    """
+    read: dict[str, Config] = {}
+    notes: list[PageBlock] = []
+    for name, value in configs.items():
+        try:
+            read[name] = Config.from_value(dict(value))
+        except OptimusError as error:
+            told = first_line(error)
+            notes.append(note(f"{name}: the settings cannot be read by this version: {told}"))
+    rows = []
+    for setting in compared_settings(Config):
+        values = [value_of(config, setting) for config in read.values()]
+        if any(value != values[0] for value in values) and not setting.startswith("log."):
+            rows.append([setting, *map(shown_setting, values)])
+    if rows:
+        caption = "Settings that are not the same in all runs"
+        return [PageTable(caption=caption, head=("setting", *read), rows=rows), *notes]
+    return [note("All settings are the same."), *notes] if len(read) > 1 else notes
+
+
+def resumes(history: RunHistory) -> list[PageBlock]:
+    """When the run was resumed, on what, and how its learning rate went on."""
     found = history.events_named("resume", "plan")
     rows = [
         [
             f"{step_of(event):,}",
-            time_cell(number(event, "time_s")),
+            moment(number(event, "time_s")),
             text(event, "devices") or UNKNOWN,
             plan_name(history, text(following, "digest")),
             _learning_rate(event),
@@ -78,7 +91,7 @@ def resumes(history: RunHistory) -> Html | None:
         if event.get("event") == "resume"
     ]
     head = ("after step", AT, "devices", "plan", "learning rate, held-out losses")
-    return table("Resumed", head, rows) if rows else None
+    return [PageTable(caption="Resumed", head=head, rows=rows)] if rows else []
 
 
 def _learning_rate(event: LoggedEvent) -> str:
@@ -90,7 +103,8 @@ def _learning_rate(event: LoggedEvent) -> str:
     return "; ".join(parts) or "as before"
 
 
-def _shown(value: Any) -> str:
+def shown_setting(value: Any) -> str:
+    """The value of a setting for a reader."""
     if isinstance(value, tuple | list):
         return ", ".join(map(str, value)) or "none"
     if value is None or isinstance(value, bool):

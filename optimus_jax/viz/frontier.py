@@ -112,12 +112,14 @@ def draw_frontier(
     *,
     title: str,
     capacity_bytes: float | None = None,
+    colours: Sequence[str] = (),
 ) -> "go.Figure":
     """All plans as pale points and each cluster's frontier as a line, with tooltips.
 
     Args:
       plans_by_cluster: label of each cluster in the legend -> its plans.
       capacity_bytes: memory of a device, drawn as a vertical line.
+      colours: of the clusters, repeated if there are more; empty: shades of SCALE.
     Raises:
       ConfigError: plotly is not installed.
     """
@@ -130,11 +132,11 @@ def draw_frontier(
         ) from error
     figure = go.Figure()
     # The bright end of the scale is too pale for white paper.
-    colours = sample_colorscale(
-        SCALE, [0.8 * n / max(1, len(plans_by_cluster) - 1) for n in range(len(plans_by_cluster))]
-    )
+    shades = [0.8 * n / max(1, len(plans_by_cluster) - 1) for n in range(len(plans_by_cluster))]
+    chosen = list(colours) or list(map(str, sample_colorscale(SCALE, shades)))
     for number, (name, plans) in enumerate(plans_by_cluster.items()):
-        look = {"color": colours[number], "symbol": SYMBOLS[number % len(SYMBOLS)]}
+        colour = chosen[number % len(chosen)]
+        look = {"color": colour, "symbol": SYMBOLS[number % len(SYMBOLS)]}
         figure.add_scatter(
             **_points(plans),
             name=name,
@@ -148,7 +150,7 @@ def draw_frontier(
             name=name,
             legendgroup=name,
             mode="lines+markers",
-            line={"color": colours[number], "width": 2, "shape": "vh"},
+            line={"color": colour, "width": 2, "shape": "vh"},
             marker={**look, "size": 9, "line": {"color": "white", "width": 1}},
         )
     if capacity_bytes is not None:

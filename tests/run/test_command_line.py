@@ -432,7 +432,7 @@ def test_aliases_work_for_flags_of_other_scripts():
         ]
         == 3
     )
-    assert PARSERS["report"]().read(["--run-dir", "r"])["run_dir"] == "r"
+    assert PARSERS["report"]().read(["--run-dir", "r"])["run_dir"] == ["r"]
     assert PARSERS["tokenize"]().read(["--input", "a", "b", "--output=c"])["sources"] == ["a", "b"]
     given = PARSERS["launch"]().read(
         ["--nproc_per_node", "2", "--", "train.py", "--seq_len", "3", "--learning-rate", "1"]

@@ -2,10 +2,10 @@
 
 import pytest
 from in_process import run_in_process
-from test_frontier import fake
+from viz.test_frontier import fake
 
+from optimus_jax.report.plan_page import plan_page
 from optimus_jax.viz.frontier import GIB
-from optimus_jax.viz.plan_page import plan_page
 
 pytest.importorskip("plotly")
 
@@ -22,7 +22,7 @@ def test_the_page_has_each_plan_and_what_it_says_is_escaped():
     )
     assert "<title>Plans &lt;1&gt;</title>" in text
     assert "&lt;b&gt;3&lt;/b&gt; &amp; more" in text
-    assert text.count('<tr class="frontier">') == 2
+    assert text.count('<tr class="marked">') == 2
     assert text.count("<caption>") == 1, "a cluster without a plan has no table"
     assert "rank 3: data=4, tensor=2" in text, "as a tooltip"
     assert "<script src=" not in text
