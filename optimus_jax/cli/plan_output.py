@@ -1,6 +1,5 @@
 """What `optimus plan` prints: tables of plans, of their terms, and of clusters."""
 
-import dataclasses
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
@@ -17,7 +16,13 @@ from optimus_jax.planning.api import PlanSearch, RankedPlan
 from optimus_jax.planning.cluster_comparison import ComparedCluster
 from optimus_jax.planning.cost.cost import hidden_shares
 from optimus_jax.planning.cost.workload import Workload
-from optimus_jax.planning.search.explain import flags, gib, seconds, term_rows, whole_over_tensor
+from optimus_jax.planning.search.explain import (
+    flags,
+    memory_rows,
+    seconds,
+    term_rows,
+    whole_over_tensor,
+)
 from optimus_jax.planning.training_cost import TrainingCost, compact
 from optimus_jax.report.plan_page import plan_page
 from optimus_jax.run.command_line import PIPED_WIDTH, settings
@@ -286,9 +291,8 @@ def show_terms(ranked: RankedPlan) -> None:
         table.add_row(*row)
     console.print(table)
     memory = Table("memory of a device", "")
-    for name, num_bytes in dataclasses.asdict(ranked.memory).items():
-        memory.add_row(name, gib(num_bytes))
-    memory.add_row("total", gib(ranked.memory_bytes))
+    for row in memory_rows(ranked.memory):
+        memory.add_row(*row)
     console.print(memory)
 
 

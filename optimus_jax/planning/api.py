@@ -28,7 +28,16 @@ from optimus_jax.planning.search.divisibility import (
     divisibility,
     reasons_of,
 )
-from optimus_jax.planning.search.explain import flags, gib, seconds, why_best, why_not
+from optimus_jax.planning.search.explain import (
+    as_lines,
+    flags,
+    gib,
+    memory_rows,
+    seconds,
+    term_rows,
+    why_best,
+    why_not,
+)
 from optimus_jax.planning.search.layouts import Rejection
 from optimus_jax.planning.search.phase_plans import plans_ahead
 from optimus_jax.planning.search.search import Pricing, Ranking, ReportStatus, search
@@ -85,6 +94,17 @@ class RankedPlan:
     def memory_bytes(self) -> int:
         """Predicted bytes on the most loaded device."""
         return self.memory.total
+
+    def explain(self) -> str:
+        """Where the predicted time and memory go: lines of text, one for each term."""
+        return "\n".join(
+            [
+                f"{self.plan.describe()}: {seconds(self.step_time_s)} a step; {self.why}",
+                *as_lines(term_rows(self.prediction)),
+                "memory of a device:",
+                *as_lines(memory_rows(self.memory)),
+            ]
+        )
 
     @property
     def flags(self) -> str:

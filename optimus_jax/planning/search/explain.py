@@ -1,10 +1,12 @@
 """Explain a ranking in sentences and tables."""
 
+import dataclasses
 from collections.abc import Sequence
 
 from optimus_jax.mesh.axes import LENGTH
 from optimus_jax.plan import Plan
 from optimus_jax.planning.cost.cost import Prediction
+from optimus_jax.planning.cost.memory import MemoryEstimate
 
 WORTH_REPORTING = 0.01
 """Minimum difference between terms to mention, as a share of the step."""
@@ -59,6 +61,21 @@ def term_rows(prediction: Prediction) -> list[list[str]]:
     return [
         [term.name, seconds(term.time_s), f"{term.time_s / prediction.step_time_s:.1%}", term.how]
         for term in prediction.terms
+    ]
+
+
+def memory_rows(memory: MemoryEstimate) -> list[list[str]]:
+    """A row per part of a device's memory: name, size."""
+    parts = dataclasses.asdict(memory).items()
+    return [*([name, gib(size)] for name, size in parts), ["total", gib(memory.total)]]
+
+
+def as_lines(rows: Sequence[Sequence[str]]) -> list[str]:
+    """The rows as lines of text with aligned columns."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
     ]
 
 
