@@ -1,7 +1,7 @@
 """Run notebooks from top to bottom and store them with their outputs.
 
 `python notebooks/run.py [NAME.ipynb ...]`; without names all of this folder. Outputs above
-MOST_BYTES are replaced by a note.
+MOST_BYTES, and interactive ones, which a page cannot show, are replaced by a note.
 """
 
 import sys
@@ -15,6 +15,7 @@ CELL_TIMEOUT_S = 300
 """Ends a cell that hangs; all of them take less than 10 s on two idle cores."""
 MOST_BYTES = 120_000
 """Of one stored output."""
+INTERACTIVE = "application/vnd.plotly.v1+json"
 
 
 def executed(path: Path) -> nbformat.NotebookNode:
@@ -36,7 +37,7 @@ def shortened(book: nbformat.NotebookNode) -> nbformat.NotebookNode:
     for cell in book.cells:
         for output in cell.get("outputs", ()):
             size = len(str(output.get("data", "")))
-            if size > MOST_BYTES:
+            if size > MOST_BYTES or INTERACTIVE in output.get("data", ()):
                 note = f"(a picture of {size // 1000} kB: run the notebook to see it)"
                 output["data"] = nbformat.from_dict({"text/plain": note})
                 output["metadata"] = {}
