@@ -17,7 +17,14 @@ PRINTS = {
     "own_loop": ["step 10: held-out loss ", " on data=8"],
     "own_loss": ["data=8 ", "pipe=2,fsdp=2,tensor=2 ", "they differ by 0.000"],
     "phases": ["step_time_s", "   6 ", "loss"],
-    "plan_a_cluster": ["1. ", "GiB predicted", "feed-forward", "activations", "deploy/slurm.sbatch --model llama3-8b", "--mesh "],
+    "plan_a_cluster": [
+        "1. ",
+        "GiB predicted",
+        "feed-forward",
+        "activations",
+        "deploy/slurm.sbatch --model llama3-8b",
+        "--mesh ",
+    ],
 }
 """Some of what each of them prints."""
 
