@@ -22,12 +22,14 @@ from optimus_jax.data.conversations import encode_conversations
 from optimus_jax.data.given import (
     NAME,
     RandomAccess,
+    document_reader,
     given_in_python,
     read_given,
     tokens_given,
 )
 from optimus_jax.data.identity import DataIdentity, identity_of
 from optimus_jax.data.images import read_images
+from optimus_jax.data.iterated import IteratedExamples, has_state
 from optimus_jax.data.labelled import (
     AnswerReader,
     LabelledRecord,
@@ -106,7 +108,7 @@ def load_data(
     labels: tuple[str, ...] = (),
     label_place: LabelPlace = "first",
     values_for: ModelConfig | None = None,
-    given: RandomAccess | None = None,
+    given: RandomAccess | Iterable[Any] | None = None,
 ) -> Data:
     """Read, tokenize, check and split the data.
 
@@ -125,7 +127,8 @@ def load_data(
       labels: names of their labels, in order; empty: those that are found.
       label_place: where the label of a text counts.
       values_for: the model that reads images or sound, of which sources then consist.
-      given: the records or token ids that a program gives, if the sources stand for these.
+      given: the records or token ids that a program gives, if the sources stand for these; an
+        iterator of them has a state (data/iterated.py).
     Raises:
       ConfigError: the sources stand for data of a program, and none is given.
       DataError: a source, the tokenizer or a token cannot be used.
@@ -173,7 +176,7 @@ class _SourceLoader:
     labels: tuple[str, ...]
     label_place: LabelPlace
     values_for: ModelConfig | None
-    given: RandomAccess | None
+    given: RandomAccess | Iterable[Any] | None
 
     def load(self, sources: tuple[str, ...], by: HeldOutBy | None) -> Data:
         """The data of these sources.
@@ -217,6 +220,9 @@ class _SourceLoader:
         }
         if is_given:
             given, name = self._given(), NAME
+            if has_state(given):
+                return self._of_iterator(given, how)
+            assert isinstance(given, RandomAccess)
             if (stream := tokens_given(given, config.text_field, tokenizer)) is not None:
                 if self.kind != "documents":
                     raise self._other_records(name)
@@ -245,10 +251,52 @@ class _SourceLoader:
             found = self._of_stream(stream, (), None, by)
         return found.with_notes([*records.notes(name), *skipped_input.notes()])
 
-    def _given(self) -> RandomAccess:
+    def _given(self) -> RandomAccess | Iterable[Any]:
         if self.given is None:
             raise not_given("data.sources", "data")
         return self.given
+
+    def _of_iterator(self, items: Any, how: Mapping[str, Any]) -> Data:
+        """The data of an iterator with a state.
+
+        Args:
+          how: arguments of `document_reader`.
+        """
+        config, tokenizer = self.config, self.tokenizer
+        if self.kind != "documents":
+            raise self._other_records(NAME)
+        read = document_reader(config.text_field, tokenizer, **how)
+
+        def tokens_of(item: Any, number: int) -> np.ndarray:
+            tokens = read(item, number)
+            document = TokenStream(
+                name=NAME, tokens=tokens, eos=tokenizer.eos, vocab_size=tokenizer.vocab_size
+            )
+            if len(tokens):
+                check_vocab(document, self.vocab_size, self.model_name)
+            return tokens
+
+        return Data(
+            train=IteratedExamples(
+                name=NAME,
+                items=items,
+                tokens_of=tokens_of,
+                eos=tokenizer.eos,
+                vocab_size=tokenizer.vocab_size,
+            ),
+            held_out=None,
+            tokenizer=tokenizer,
+            description=f"{NAME}: the documents of an iterator, in its own order",
+            identity={
+                "tokens": 0,
+                "content": "iterator",
+                "documents": 0,
+                "tokenizer": tokenizer.digest,
+                "eos": tokenizer.eos,
+                "held_out_by": "documents",
+            },
+            notes=("nothing of an iterator is held out; measure with optimus_jax.evaluate",),
+        )
 
     def _of_images(self, sources: tuple[str, ...], model: ModelConfig) -> Data:
         config = self.config

@@ -1,7 +1,7 @@
-"""Data that a program gives as an object: records, or token ids, by number."""
+"""Data that a program gives as an object: records, or token ids, by number or in turn."""
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -9,6 +9,7 @@ import numpy as np
 
 from optimus_jax.config.in_python import IN_PYTHON
 from optimus_jax.data.formats import SourceFile
+from optimus_jax.data.iterated import has_state
 from optimus_jax.data.record_reader import RecordReader
 from optimus_jax.data.records import without_nulls
 from optimus_jax.data.skipped_input import SkippedInput
@@ -23,8 +24,9 @@ INPUT_IDS = "input_ids"
 """Field of a record with its token ids, as tokenizers of transformers name it."""
 GIVE_RECORDS = (
     "give a list of records such as {'text': '...'} or of lists of token ids, or an object with"
-    " len() and [number] that has these, such as a datasets.Dataset; or write them to a JSON Lines"
-    " file, and name that"
+    " len() and [number] that has these, such as a datasets.Dataset; or an iterator of them with a"
+    " state (get_state, set_state), such as grain's; or write them to a JSON Lines file, and name"
+    " that"
 )
 
 
@@ -52,13 +54,16 @@ def is_paths(data: object) -> bool:
     )
 
 
-def check_records(data: object) -> RandomAccess:
+def check_records(data: object) -> RandomAccess | Iterable[Any]:
     """Data that is no paths. Raises DataError unless it has items by number, and the first of them
-    can be read.
+    can be read; or is an iterator with a state.
     """
     wrong = None
+    if has_state(data):
+        assert isinstance(data, Iterable)
+        return data
     if isinstance(data, Iterator):
-        wrong = "gives its items once, and a run that goes on begins anew"
+        wrong = "gives its items once, and has no state from which a run could go on"
     elif isinstance(data, Mapping | set | frozenset) or not isinstance(data, RandomAccess):
         wrong = "has no items by number"
     else:
@@ -70,7 +75,7 @@ def check_records(data: object) -> RandomAccess:
     if wrong is not None:
         raise DataError(
             explain(
-                "data must be paths, or items by number",
+                "data must be paths, items by number, or an iterator with a state",
                 given=f"a {type(data).__name__}, which {wrong}",
                 do=GIVE_RECORDS,
             )
@@ -144,6 +149,56 @@ def tokens_given(data: RandomAccess, text_field: str, tokenizer: Tokenizer) -> T
         eos=tokenizer.eos,
         vocab_size=tokenizer.vocab_size,
     )
+
+
+def document_reader(
+    text_field: str,
+    tokenizer: Tokenizer,
+    *,
+    skip_bad_lines: bool,
+    skipped_input: SkippedInput,
+    records: RecordReader,
+) -> Callable[[Any, int], np.ndarray]:
+    """What makes tokens of an iterator's items, as `IteratedExamples.tokens_of` has it. Arguments
+    as in `read_documents`. It raises DataError for a bad item that is not to be skipped.
+    """
+    source = SourceFile(
+        path=Path(NAME),
+        text_field=text_field,
+        skip_bad_lines=skip_bad_lines,
+        skipped_input=skipped_input,
+        records=records,
+    )
+    dtype = token_dtype(tokenizer.vocab_size)
+    end, nothing = np.array([tokenizer.eos], dtype), np.array([], dtype)
+
+    def tokens_of(item: Any, number: int) -> np.ndarray:
+        ids = _ids_of(item, text_field)
+        if ids is None:
+            try:
+                document = source.document(without_nulls(item))
+            except ValueError as error:
+                source.bad("item", number, item, error)
+                return nothing
+            if not document:
+                return nothing
+            if not isinstance(document, str):
+                raise DataError(
+                    explain(
+                        "an iterator gives texts, or token ids",
+                        given=f"{NAME}, item {number}: a conversation",
+                        do="give conversations by number, or write them to a JSON Lines file",
+                    )
+                )
+            ids = tokenizer.encode(document)
+        elif ((ids < 0) | (ids >= tokenizer.vocab_size)).any():
+            raise _bad_ids(number - 1, "an id that the tokenizer does not have", tokenizer)
+        if not len(ids):
+            return nothing
+        ids = ids.astype(dtype)
+        return ids if ids[-1] == tokenizer.eos else np.concatenate([ids, end])
+
+    return tokens_of
 
 
 def _bad_ids(number: int, what: str, tokenizer: Tokenizer) -> DataError:

@@ -6,7 +6,7 @@ the same plans, data and programs.
 
 import math
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,6 +17,7 @@ from optimus_jax.config.in_python import IN_PYTHON
 from optimus_jax.config.run_checkpoint import RunCheckpoint
 from optimus_jax.data.batch import HostBatch
 from optimus_jax.data.given import RandomAccess, given_in_python
+from optimus_jax.data.iterated import has_state
 from optimus_jax.data.tokenizers import ByteTokenizer, Tokenizer
 from optimus_jax.devices.cpu import disable_compilation_cache_on_cpu, use_cpu_devices
 from optimus_jax.devices.jax_settings import check_jax_settings
@@ -110,6 +111,14 @@ def evaluate(
     overrides, objects = with_objects(overrides, data, None, overrides.pop(TASK, None))
     if objects.task is not None:
         use_own_task(objects.task)
+    if has_state(objects.records):
+        raise DataError(
+            explain(
+                "what is measured has to have an end",
+                given=f"data=, a {type(objects.records).__name__}",
+                do="give records by number, such as a list, or paths",
+            )
+        )
     source = _at_step(parameter_source(str(model)), step)
     if isinstance(source, RunSource):
         run = open_run(source.named, checkpoint="none", say=say)
@@ -225,7 +234,7 @@ def _of_run(source: RunSource) -> Config:
 def _measured(
     config: Config,
     run: RunDirectory | None,
-    records: RandomAccess | None,
+    records: RandomAccess | Iterable[Any] | None,
     say: Callable[[str], object],
     *,
     has_batch: bool,

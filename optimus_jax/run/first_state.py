@@ -67,6 +67,7 @@ def first_state(
         learning = LearningHealth.from_json(restored.metadata.get("learning"))
         _warn_if_not_learning(learning, restored.step, checkpoints, display)
         check_same_data(restored.metadata.get("data"), inputs.data, config.data, display.message)
+        inputs.go_on(restored.metadata)
         state = from_stored(restored.state, program.shapes, program.plan, program.state_shardings)
         return FirstState(
             state=_with_loss_scale(

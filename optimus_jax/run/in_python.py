@@ -1,6 +1,6 @@
 """What `train` is given as objects and not by name: records, an optimizer, and a task."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,8 +20,9 @@ from optimus_jax.training.own_optimizer import (
 from optimus_jax.training.task import Task
 from optimus_jax.training.tasks import use_own_task
 
-GivenData = UserPath | Sequence[UserPath] | RandomAccess
-"""Paths, or records or token ids by number."""
+GivenData = UserPath | Sequence[UserPath] | RandomAccess | Iterable[Any]
+"""Paths, or records or token ids by number; or an iterator of these with a state
+(data/iterated.py)."""
 NAME, TASK = "optimizer.name", "task"
 
 
@@ -29,7 +30,7 @@ NAME, TASK = "optimizer.name", "task"
 class PythonObjects:
     """The objects that a run is given."""
 
-    records: RandomAccess | None
+    records: RandomAccess | Iterable[Any] | None
     """Its data; None: it is named by paths."""
     optimizer: optax.GradientTransformation | None
     """Its optimizer; None: it is one of OPTIMIZERS."""

@@ -1,6 +1,6 @@
 """The inputs of a run: its data, and this process's rows of each phase's batches."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -12,12 +12,13 @@ from optimus_jax.config.phases import TrainingPhase, phase_after, phases_of
 from optimus_jax.data.batch import HostBatch
 from optimus_jax.data.dataset import Data, load_data
 from optimus_jax.data.given import RandomAccess
+from optimus_jax.data.iterated import IteratedExamples
 from optimus_jax.data.loader import BatchLoader, WordMarker, check_held_out, eval_batches
 from optimus_jax.data.recordings import Recordings
 from optimus_jax.data.sampler import count_examples
 from optimus_jax.data.tokenizers import Tokenizer
 from optimus_jax.data.word_errors import check_jiwer, has_words
-from optimus_jax.errors import ConfigError, explain
+from optimus_jax.errors import ConfigError, DataError, explain
 from optimus_jax.mesh.sharding import local_rows
 from optimus_jax.models.families import features_of
 from optimus_jax.run_directory.directory import RunDirectory
@@ -26,6 +27,9 @@ from optimus_jax.training.evaluation import HeldOut, eval_rows
 from optimus_jax.training.step import Program
 from optimus_jax.training.tasks import model_of, task_of
 from optimus_jax.training.transcripts import Transcripts
+
+POSITION = "position"
+"""Of the data's iterator, in the metadata of a checkpoint."""
 
 
 def with_mask_token(config: Config, tokenizer: Tokenizer) -> Config:
@@ -59,14 +63,18 @@ class Inputs:
 
     @classmethod
     def of(
-        cls, config: Config, run: RunDirectory | None = None, given: RandomAccess | None = None
+        cls,
+        config: Config,
+        run: RunDirectory | None = None,
+        given: RandomAccess | Iterable[Any] | None = None,
     ) -> "Inputs":
         """Read the data and check that it suffices for every phase. Does not wait for other
         processes.
 
         Args:
           run: the run to resume, with its stored tokenizer and held-out split; None: a new run.
-          given: the data that a program gives; None: it is named by paths.
+          given: the data that a program gives, by number or as an iterator with a state; None: it
+            is named by paths.
         Raises:
           DataError: the data is unusable or too short.
         """
@@ -92,6 +100,8 @@ class Inputs:
             values_for=None if model.reads == "text" else model,
             given=given,
         )
+        if isinstance(data.train, IteratedExamples):
+            _check_one_length(config)
         num_eval_examples = (
             0
             if data.held_out is None or not config.eval_every
@@ -208,6 +218,24 @@ class Inputs:
             + " ".join(f"--set {name}={value}" for name, value in restoring.items())
         )
 
+    def position_after(self, step: int) -> dict[str, Any]:
+        """What a checkpoint after `step` says of the data, besides its identity: where its iterator
+        is, if it is one."""
+        train, phase = self.data.train, phase_after(self.config, step)
+        if not isinstance(train, IteratedExamples):
+            return {}
+        examples = phase.examples_before + (step - phase.steps_before) * phase.global_batch
+        return {POSITION: train.position_before(examples * phase.seq_len)}
+
+    def go_on(self, metadata: Mapping[str, Any]) -> None:
+        """Go to where the data's iterator was at a checkpoint, if it is one.
+
+        Args:
+          metadata: the checkpoint's.
+        """
+        if isinstance(self.data.train, IteratedExamples):
+            self.data.train.go_to(metadata[POSITION])
+
     def phase_batches(self, program: Program, step: int) -> "PhaseBatches":
         """This process's rows of the batches of the phase that contains the step after `step`.
 
@@ -276,6 +304,19 @@ class Inputs:
             begins_word=self._begins_word,
             steps_before=phase.steps_before,
             examples_before=phase.examples_before,
+        )
+
+
+def _check_one_length(config: Config) -> None:
+    """Raise DataError if phases have examples of other lengths, which begin the data anew."""
+    lengths = {phase.seq_len for phase in phases_of(config)}
+    if len(lengths) > 1:
+        raise DataError(
+            explain(
+                "the examples of an iterator have one length",
+                given=f"phases with examples of {' and '.join(map(str, sorted(lengths)))} tokens",
+                do="give data by number or by paths, or phases with other batch sizes alone",
+            )
         )
 
 

@@ -190,7 +190,10 @@ def run_program(
         "data": inputs.data.identity,
     }
     disk_transfer = DiskTransfer(
-        checkpoints, lambda program, step: described(program, step, metadata, learning)
+        checkpoints,
+        lambda program, step: described(
+            program, step, metadata | inputs.position_after(step), learning
+        ),
     )
     controller, changes = _make_controllers(
         config,
@@ -230,6 +233,7 @@ def run_program(
             bits_per_token=isinstance(inputs.data.tokenizer, ByteTokenizer)
             and task_name(inputs.config) == NEXT_TOKEN,
             metadata=metadata,
+            position_after=inputs.position_after,
             checkpoints=checkpoints,
             run=run,
             display=display,

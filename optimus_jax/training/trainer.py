@@ -93,6 +93,8 @@ class Trainer:
     run: RunDirectory
     display: Display
     stop: StopRequest
+    position_after: Callable[[int], Mapping[str, Any]] = lambda step: {}
+    """Metadata of the checkpoint after a step that says where the data is, if it has a state."""
     overseer: ControllerHooks | None = None
     """Receives measurements of the loop, and may request a switch; None: there is no controller."""
     profiler: ProfilerHooks | None = None
@@ -557,7 +559,8 @@ class Trainer:
         return to_stored(state, program.shapes, program.plan, program.state_shardings)
 
     def _described(self, step: int) -> dict[str, Any]:
-        return described(self.program, step, self.metadata, self.learning)
+        metadata = {**self.metadata, **self.position_after(step)}
+        return described(self.program, step, metadata, self.learning)
 
 
 def described(

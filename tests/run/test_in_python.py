@@ -2,13 +2,14 @@
 
 from dataclasses import replace
 
+import grain
 import numpy as np
 import optax
 import pytest
 from helpers import F32_RELATIVE, assert_close
 
 import optimus_jax
-from optimus_jax.errors import ConfigError
+from optimus_jax.errors import ConfigError, DataError
 from optimus_jax.run_directory.directory import RunDirectory
 from optimus_jax.training.own_optimizer import check_elementwise
 from optimus_jax.training.tasks import NEXT_TOKEN, TASKS
@@ -64,6 +65,32 @@ def test_objects_train_as_what_has_names_and_are_needed_again(tmp_path):
         tmp_path / "own", data=RECORDS[:20], mesh="data=8", say=lambda text: None
     )
     assert 0 < found.loss < losses(first)[0]
+
+
+def of_grain():
+    return iter(grain.MapDataset.source(RECORDS).shuffle(seed=1).repeat().to_iter_dataset())
+
+
+def test_an_iterator_goes_on_where_a_checkpoint_left_it(tmp_path):
+    settings = {"steps": 6, "checkpoint.every": 2, "optimizer.decay_steps": 6, **OPTIONS}
+    whole = optimus_jax.train("gpt2-nano", data=of_grain(), run_dir=tmp_path / "a", **settings)
+    run = {"run_dir": tmp_path / "b"}
+    optimus_jax.train("gpt2-nano", data=of_grain(), **run, **settings | {"steps": 3})
+    again = {"resume": True, "steps": 6, "progress": "none"}
+    with pytest.raises(ConfigError, match=r"data\.sources is an object"):
+        optimus_jax.train(**run, **again)
+    with pytest.raises(DataError, match="not what this run was trained on"):
+        optimus_jax.train(data=RECORDS, **run, **again)
+    after = optimus_jax.train(data=of_grain(), mesh="data=8", **run, **again)
+    assert_close(losses(after), losses(whole), F32_RELATIVE)
+    with pytest.raises(DataError, match="has to have an end"):
+        optimus_jax.evaluate(tmp_path / "a", data=of_grain(), say=lambda text: None)
+    phases = {"phases": "2:x16"}
+    with pytest.raises(DataError, match="have one length"):
+        optimus_jax.train("gpt2-nano", data=of_grain(), run_dir=tmp_path / "c", **settings | phases)
+    few = iter(grain.MapDataset.source(RECORDS[:10]).to_iter_dataset())
+    with pytest.raises(DataError, match="has ended"):
+        optimus_jax.train("gpt2-nano", data=few, run_dir=tmp_path / "d", **settings)
 
 
 def test_a_task_is_given_as_an_object_and_needed_again(tmp_path):

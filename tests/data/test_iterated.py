@@ -1,0 +1,142 @@
+"""Documents of an iterator with a state are one stream, which can go on from any token."""
+
+import itertools
+import json
+
+import grain
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from optimus_jax.config import DataConfig
+from optimus_jax.config.in_python import IN_PYTHON
+from optimus_jax.data import iterated
+from optimus_jax.data.dataset import load_data
+from optimus_jax.data.iterated import IteratedExamples
+from optimus_jax.errors import DataError
+
+LENGTH = 16
+LOAD = {"seq_len": LENGTH, "vocab_size": 257, "model_name": "gpt2-nano"}
+TEXTS = [f"{'word ' * (number % 7)}text {number}" for number in range(50)]
+STREAM = np.concatenate([[*text.encode(), 256] for text in TEXTS])
+
+
+class Texts:
+    """An iterable whose state is that of the last item, as of an IterableDataset of `datasets`."""
+
+    def __init__(self, num_texts: int = len(TEXTS)) -> None:
+        self.num_texts, self.next = num_texts, 0
+
+    def __iter__(self):
+        while self.next < self.num_texts:
+            self.next += 1
+            yield {"text": TEXTS[self.next - 1]}
+
+    def state_dict(self):
+        return {"next": self.next, "as_bytes": bytes([self.next])}
+
+    def load_state_dict(self, state):
+        self.next = state["next"]
+        assert state["as_bytes"] == bytes([self.next])
+
+
+def of_grain():
+    return iter(grain.MapDataset.source(TEXTS).to_iter_dataset())
+
+
+def examples(items) -> IteratedExamples:
+    data = load_data(DataConfig(sources=(IN_PYTHON,)), given=items, **LOAD)
+    assert data.held_out is None
+    assert isinstance(data.train, IteratedExamples)
+    return data.train
+
+
+def cut(source: IteratedExamples, numbers) -> np.ndarray:
+    batch = source.cut_examples(np.asarray(numbers), seq_len=LENGTH, respect_documents=True)
+    return batch["tokens"]
+
+
+def windows(numbers) -> np.ndarray:
+    return np.stack([STREAM[number * LENGTH : (number + 1) * LENGTH] for number in numbers])
+
+
+@pytest.fixture(autouse=True)
+def _short_strides(monkeypatch):
+    monkeypatch.setattr(iterated, "STRIDE_TOKENS", 40)
+    monkeypatch.setattr(iterated, "MAX_STATES", 8)
+
+
+@pytest.mark.parametrize("items", [Texts, of_grain])
+def test_examples_are_windows_of_the_documents_in_order(items):
+    source = examples(items())
+    np.testing.assert_array_equal(cut(source, [0, 1, 2]), windows([0, 1, 2]))
+    np.testing.assert_array_equal(cut(source, [5, 3]), windows([5, 3]))
+    np.testing.assert_array_equal(cut(source, [0]), windows([0]))
+
+
+@given(asked=st.lists(st.integers(0, len(STREAM) // LENGTH - 2), min_size=1, max_size=12))
+@settings(max_examples=40)
+def test_any_example_can_be_asked_for_at_any_time(asked):
+    source = examples(Texts())
+    for number in asked:
+        np.testing.assert_array_equal(cut(source, [number]), windows([number]))
+
+
+@given(before=st.integers(0, 20), after=st.integers(1, 20))
+@settings(max_examples=40)
+def test_a_position_in_a_checkpoint_is_where_another_process_goes_on(before, after):
+    first = examples(Texts())
+    cut(first, range(before + 2))  # a loader makes batches ahead
+    position = json.loads(json.dumps(first.position_before(before * LENGTH)))
+    assert 0 <= position["skip"] < 40 + max(map(len, TEXTS)) + 1
+    second = examples(Texts())
+    second.go_to(position)
+    numbers = range(before, before + after)
+    np.testing.assert_array_equal(cut(second, numbers), windows(numbers))
+    assert second.position_before(before * LENGTH) == position
+    np.testing.assert_array_equal(cut(second, [0]), windows([0]))
+
+
+def test_token_ids_and_texts_are_documents_and_empty_ones_are_left_out():
+    class Mixed(Texts):
+        def __iter__(self):
+            yield from (
+                {"text": "ab"},
+                {"text": ""},
+                [99, 256],
+                {"input_ids": [100]},
+                np.array([101]),
+            )
+
+    source = examples(Mixed())
+    with pytest.raises(DataError, match=r"has ended[\s\S]*9 tokens since it began"):
+        cut(source, [0])
+    assert source._parts[0].tolist()[:3] == [97, 98, 256]
+    assert np.concatenate(source._parts).tolist() == [97, 98, 256, 99, 256, 100, 256, 101, 256]
+
+
+@pytest.mark.parametrize(
+    ("item", "message"),
+    [
+        ([257], "does not have"),
+        ({"messages": [{"role": "user", "content": "a"}]}, "texts, or token ids|chat template"),
+        ({"label": 1}, "item 1"),
+    ],
+)
+def test_what_is_no_document_is_an_error(item, message):
+    class Wrong(Texts):
+        def __iter__(self):
+            return itertools.repeat(item)
+
+    with pytest.raises(DataError, match=message):
+        cut(examples(Wrong()), [0])
+
+
+def test_an_iterator_without_a_state_is_refused():
+    class Odd(Texts):
+        def state_dict(self):
+            return {"next": object()}
+
+    with pytest.raises(DataError, match="cannot be kept in a checkpoint"):
+        examples(Odd())
