@@ -17,7 +17,7 @@ from typing import Any
 import jax
 
 from optimus_jax.checkpoint.checkpoints import Checkpoints, NotFiniteError
-from optimus_jax.errors import CheckpointError, OptimusError, first_line
+from optimus_jax.errors import CheckpointError, DataError, OptimusError, first_line
 from optimus_jax.faults.progress import Progress
 
 PAUSES_S = (0.0, 10.0, 30.0, 60.0)
@@ -175,10 +175,13 @@ class Saving:
 
         Adds a note about the result to the error.
 
-        Does this only in a run of one process: a save needs all processes, and the others have no
-        error.
+        Does this only in a run of one process, or if the data of all processes has ended: a save
+        needs all of them.
         """
-        if not self.is_alone or isinstance(error, CheckpointError) or self.checkpoints.holds(step):
+        has_ended = isinstance(error, DataError) and error.raised_by_all_processes
+        if isinstance(error, CheckpointError) or not (self.is_alone or has_ended):
+            return
+        if self.checkpoints.holds(step):
             return
         try:
             if any(

@@ -276,20 +276,21 @@ class _SourceLoader:
                 check_vocab(document, self.vocab_size, self.model_name)
             return tokens
 
+        train = IteratedExamples(
+            name=NAME,
+            items=items,
+            tokens_of=tokens_of,
+            eos=tokenizer.eos,
+            vocab_size=tokenizer.vocab_size,
+        )
         return Data(
-            train=IteratedExamples(
-                name=NAME,
-                items=items,
-                tokens_of=tokens_of,
-                eos=tokenizer.eos,
-                vocab_size=tokenizer.vocab_size,
-            ),
+            train=train,
             held_out=None,
             tokenizer=tokenizer,
             description=f"{NAME}: the documents of an iterator, in its own order",
             identity={
                 "tokens": 0,
-                "content": "iterator",
+                "content": train.digest,
                 "documents": 0,
                 "tokenizer": tokenizer.digest,
                 "eos": tokenizer.eos,

@@ -216,6 +216,7 @@ def _ids_of(item: Any, text_field: str) -> np.ndarray | None:
     if isinstance(item, Mapping):
         if text_field in item or INPUT_IDS not in item:
             return None
+        _check_all_count(item)
         item = item[INPUT_IDS]
     if isinstance(item, str | bytes) or not (
         isinstance(item, list | tuple) or hasattr(item, "__array__")
@@ -228,6 +229,25 @@ def _ids_of(item: Any, text_field: str) -> np.ndarray | None:
     if not ids.size:
         return np.array([], np.int64)
     return ids if ids.ndim == 1 and np.issubdtype(ids.dtype, np.integer) else None
+
+
+def _check_all_count(record: Mapping[str, Any]) -> None:
+    """Raise DataError if a record with token ids says that some of them do not count."""
+    ids = np.asarray(record[INPUT_IDS])
+    mask, labels = record.get("attention_mask"), record.get("labels")
+    for name, counts in (
+        ("attention_mask", True if mask is None else np.asarray(mask).astype(bool)),
+        ("labels", True if labels is None else np.asarray(labels) == ids),
+    ):
+        if not np.all(counts):
+            raise DataError(
+                explain(
+                    f"some of a record's {INPUT_IDS} do not count, and {name} is not read",
+                    given=f"a record with {np.size(counts) - np.sum(counts):,} such ids",
+                    do="give ids without padding; to learn parts of a text alone, give"
+                    " conversations, or prompts with completions",
+                )
+            )
 
 
 def given_in_python(sources: tuple[str, ...]) -> bool:

@@ -14,6 +14,7 @@ from functools import cached_property
 import numpy as np
 
 from optimus_jax.data.batch import BEGINS_WORD, HostBatch
+from optimus_jax.data.iterated import IteratedExamples
 from optimus_jax.data.mixture import Mixture
 from optimus_jax.data.pieces import Pieces
 from optimus_jax.data.sampler import (
@@ -85,6 +86,8 @@ class BatchLoader:
           The arrays of `cut_examples`, [R, seq_len], and `examples`, int32 [R]: the row numbers.
         """
         first = self.examples_before + (step - 1 - self.steps_before) * self.global_batch
+        if isinstance(self.stream, IteratedExamples):
+            self.stream.draw_through(range(first, first + self.global_batch), self.seq_len)
         examples = np.array([self._order[first + int(row)] for row in self.rows], np.int64)
         batch = cut_examples(
             self.stream, examples, seq_len=self.seq_len, respect_documents=self.respect_documents

@@ -1,13 +1,18 @@
 """A model as EleutherAI's lm-evaluation-harness measures one (extra `lm-eval`).
 
-Texts have no special tokens but those that a task writes out. What is scored without a context is
-given the end of a document. Chat templates are not applied.
+A published model reads texts as its tokenizer begins them, with a BOS token if it has one; a run
+learns and reads texts without. What is scored without a context follows that token, or the end of a
+document. Special tokens that a task writes out, and chat templates, are not applied.
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from optimus_jax.errors import ConfigError, DataError, counted, explain
+from optimus_jax.inference.sampling import Sampling
 from optimus_jax.inference.text_model import TextModel
 
 try:
@@ -47,11 +52,18 @@ class HarnessModel(TemplateLM):
         super().__init__()
         self._model = model
         self._batch_size = batch_size
+        self._begin = list(model.tokenizer.frame.before) if model.step is None else []
+        self._num_asked: Counter[str] = Counter()
 
     @property
     def eot_token_id(self) -> int:
         """The token that ends a document."""
         return self._model.tokenizer.eos
+
+    @property
+    def prefix_token_id(self) -> int:
+        """The token before a text without a context."""
+        return self._begin[-1] if self._begin else self.eot_token_id
 
     @property
     def max_length(self) -> int:
@@ -66,8 +78,10 @@ class HarnessModel(TemplateLM):
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **kwargs: Any
     ) -> list[int]:
-        """Token ids of a text, without special tokens around it."""
-        return self._model.tokenizer.encode(string).tolist()
+        """Token ids of a text, after the tokens that begin one (unless `add_special_tokens` is
+        False)."""
+        begin = [] if add_special_tokens is False else self._begin
+        return [*begin, *self._model.tokenizer.encode(string).tolist()]
 
     def _loglikelihood_tokens(
         self,
@@ -91,7 +105,7 @@ class HarnessModel(TemplateLM):
             [
                 make_disjoint_window(window)
                 for window in get_rolling_token_windows(
-                    token_list=self.tok_encode(request.args[0]),
+                    token_list=self.tok_encode(request.args[0], add_special_tokens=False),
                     prefix_token=self.prefix_token_id,
                     max_seq_len=self.max_length,
                     context_len=1,
@@ -145,7 +159,9 @@ class HarnessModel(TemplateLM):
         return texts
 
     def _continued(self, context: str, given: Mapping[str, Any]) -> str:
-        """The text that follows a context, by the harness's settings of a generation."""
+        """The text that follows a context, by the harness's settings of a generation. Asked again,
+        a drawn text is another one.
+        """
         settings = dict(given)
         until = settings.pop("until", None) or ()
         stop = [until] if isinstance(until, str) else [text for text in until if text]
@@ -157,21 +173,24 @@ class HarnessModel(TemplateLM):
         temperature = settings.pop("temperature", None)
         is_drawn = settings.pop("do_sample", bool(temperature))
         known = {name: settings.pop(name) for name in ("top_k", "top_p") if name in settings}
-        if settings:
+        if settings.pop("num_beams", 1) != 1 or settings:
             raise ConfigError(
                 explain(
                     "a generation has settings that are not known here",
-                    given=", ".join(f"{name}={value}" for name, value in settings.items()),
+                    given=", ".join(f"{name}={value}" for name, value in given.items()),
                     do="use until, max_gen_toks, do_sample, temperature, top_k, top_p",
                 )
             )
-        room = max(1, self.max_length - count + 1)
-        ids = self._model.tokenizer.encode(context)
-        pieces = self._model.generate(
-            context if len(ids) <= room else self._model.tokenizer.decode(ids[-room:]),
-            max_new_tokens=count,
-            temperature=(temperature or 1.0) if is_drawn else 0.0,
+        ids = self.tok_encode(context) or [self.prefix_token_id]
+        again = f"{context}\0{sorted(given.items(), key=str)}"
+        self._num_asked[again] += 1
+        pieces = self._model.continued(
+            np.array(ids[-max(1, self.max_length - count + 1) :], np.int32),
+            num_new_tokens=count,
+            sampling=Sampling(temperature=temperature or 1.0, **known)
+            if is_drawn
+            else Sampling(temperature=0.0),
+            seed=self._num_asked[again] - 1,
             stop=stop,
-            **(known if is_drawn else {}),
         )
         return "".join(piece for (piece,) in pieces)

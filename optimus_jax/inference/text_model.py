@@ -137,18 +137,40 @@ class TextModel:
                 f"{self.config.name} was trained on {trained} tokens at a time; up to {last} are"
                 f" requested, and text past token {trained} {what}"
             )
-        tokens = self.generate_ids(
+        return self.continued(
             ids,
             num_new_tokens=min(max_new_tokens, room),
             sampling=sampling,
             seed=seed,
             num_samples=num_samples,
+            stop=stop,
             ends=self._ends_of_turns(warn) if chat else (),
         )
-        return self._texts(
-            tokens,
-            [StreamedText(Detokenizer(self.tokenizer, ids), stop) for _ in range(num_samples)],
+
+    def continued(
+        self,
+        ids: np.ndarray,
+        *,
+        num_new_tokens: int,
+        sampling: Sampling,
+        seed: int,
+        num_samples: int = 1,
+        stop: Sequence[str] = (),
+        ends: Sequence[int] = (),
+    ) -> Iterator[list[str]]:
+        """The text of every sample that follows some tokens, in increments as of `generate`.
+        Arguments as of `generate_ids`, and `stop` as of `generate`.
+        """
+        tokens = self.generate_ids(
+            ids,
+            num_new_tokens=num_new_tokens,
+            sampling=sampling,
+            seed=seed,
+            num_samples=num_samples,
+            ends=ends,
         )
+        texts = [StreamedText(Detokenizer(self.tokenizer, ids), stop) for _ in range(num_samples)]
+        return self._texts(tokens, texts)
 
     def limit(self, past_trained_length: bool = False) -> int:
         """Number of positions that may be used: learned positions only as far as they were

@@ -108,7 +108,8 @@ class RankedPlan:
 
     @property
     def flags(self) -> str:
-        """Flags of `train.py` that ask for this plan."""
+        """Flags of `train.py` that ask for this layout; batch, length and precision go beside
+        them."""
         return flags(self.plan)
 
     def as_json(self) -> dict[str, Any]:

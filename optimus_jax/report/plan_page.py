@@ -40,8 +40,8 @@ def plan_page(
         figure=figure,
         label="Predicted step time of each plan against the memory of its most loaded device; the"
         " tables below have the numbers.",
-        caption="Predicted. A line joins the plans than which no other of the cluster is as fast"
-        " and needs less memory. Hover a point for its layout; drag to zoom.",
+        caption="Predicted. A line joins plans that no other plan of their cluster beats in both"
+        " time and memory. Hover over a point for its layout; drag to zoom.",
     )
     tables: list[PageBlock] = [
         _table(name, rows, {plan["rank"] for plan in frontier(plans_by_cluster[name])})

@@ -36,7 +36,7 @@ from optimus_jax.system.paths import UserPath
 from optimus_jax.training.evaluation import held_out_sums
 from optimus_jax.training.numbers import perplexity_of
 from optimus_jax.training.step import build_program
-from optimus_jax.training.tasks import NEXT_TOKEN, task_name, task_of, use_own_task
+from optimus_jax.training.tasks import NEXT_TOKEN, keeps_own_task, task_name, task_of, use_own_task
 from optimus_jax.weights.published import PublishedSource
 
 EXAMPLES_PER_DEVICE = 8
@@ -83,6 +83,7 @@ class EvaluationResult:
     """The plan, in words."""
 
 
+@keeps_own_task()
 def evaluate(
     model: UserPath,
     *,

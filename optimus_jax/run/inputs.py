@@ -28,6 +28,7 @@ from optimus_jax.training.step import Program
 from optimus_jax.training.tasks import model_of, task_of
 from optimus_jax.training.transcripts import Transcripts
 
+NO_FRACTION = " (data.eval_fraction=0)"
 POSITION = "position"
 """Of the data's iterator, in the metadata of a checkpoint."""
 
@@ -170,7 +171,8 @@ class Inputs:
             return (
                 "none: eval_every=0"
                 if not config.eval_every
-                else "none: nothing is held out (data.eval_fraction=0)"
+                else "none: nothing is held out"
+                + ("" if isinstance(self.data.train, IteratedExamples) else NO_FRACTION)
             )
         text = f"every {config.eval_every} steps and at the end: " + (
             f"the first {num_examples:,} held-out examples"
@@ -228,13 +230,17 @@ class Inputs:
         return {POSITION: train.position_before(examples * phase.seq_len)}
 
     def go_on(self, metadata: Mapping[str, Any]) -> None:
-        """Go to where the data's iterator was at a checkpoint, if it is one.
+        """Go to where the data's iterator was at a checkpoint, if it is that iterator.
 
         Args:
           metadata: the checkpoint's.
+        Raises:
+          DataError: its state does not bring back the same documents.
         """
-        if isinstance(self.data.train, IteratedExamples):
-            self.data.train.go_to(metadata[POSITION])
+        train, position = self.data.train, metadata.get(POSITION)
+        before = (metadata.get("data") or {}).get("content")
+        if isinstance(train, IteratedExamples) and position and before == train.digest:
+            train.go_to(position)
 
     def phase_batches(self, program: Program, step: int) -> "PhaseBatches":
         """This process's rows of the batches of the phase that contains the step after `step`.

@@ -61,7 +61,7 @@ from optimus_jax.run.first_plan import (
     is_same_layout,
     plan_of_run,
 )
-from optimus_jax.run.in_python import GivenData, PythonObjects, with_objects
+from optimus_jax.run.in_python import GivenData, PythonObjects, checked_model, with_objects
 from optimus_jax.run.inputs import Inputs
 from optimus_jax.run.open_directory import (
     finish_upload,
@@ -132,6 +132,7 @@ def run_whole(
     after that; otherwise it yields nothing.
     """
     check_callbacks(callbacks)
+    model = checked_model(model)
     given, overrides = parameters(overrides, {"model": model, "config": config, "run_dir": run_dir})
     model, config, run_dir = given["model"], given["config"], given["run_dir"]
     overrides, objects = with_objects(overrides, data, optimizer, task)

@@ -1,7 +1,8 @@
 """The table of tasks (training/task.py), and what a run must have for one."""
 
 import dataclasses
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import jax.numpy as jnp
@@ -241,6 +242,16 @@ def task_named(name: str) -> Task:
             )
         )
     return TASKS[name]
+
+
+@contextmanager
+def keeps_own_task() -> Iterator[None]:
+    """What is the task named IN_PYTHON is that again afterwards. Also a decorator."""
+    before = TASKS.get(IN_PYTHON)
+    try:
+        yield
+    finally:
+        use_own_task(before)
 
 
 def named_tasks() -> list[tuple[str, Task]]:

@@ -14,6 +14,7 @@ from optimus_jax.config.in_python import IN_PYTHON
 from optimus_jax.data import iterated
 from optimus_jax.data.dataset import load_data
 from optimus_jax.data.iterated import IteratedExamples
+from optimus_jax.data.loader import BatchLoader
 from optimus_jax.errors import DataError
 
 LENGTH = 16
@@ -65,6 +66,7 @@ def windows(numbers) -> np.ndarray:
 def _short_strides(monkeypatch):
     monkeypatch.setattr(iterated, "STRIDE_TOKENS", 40)
     monkeypatch.setattr(iterated, "MAX_STATES", 8)
+    monkeypatch.setattr(iterated, "CHECKED_TOKENS", 100)
 
 
 @pytest.mark.parametrize("items", [Texts, of_grain])
@@ -89,31 +91,27 @@ def test_a_position_in_a_checkpoint_is_where_another_process_goes_on(before, aft
     first = examples(Texts())
     cut(first, range(before + 2))  # a loader makes batches ahead
     position = json.loads(json.dumps(first.position_before(before * LENGTH)))
-    assert 0 <= position["skip"] < 40 + max(map(len, TEXTS)) + 1
+    assert position["token"] + position["skip"] == before * LENGTH
     second = examples(Texts())
     second.go_to(position)
     numbers = range(before, before + after)
     np.testing.assert_array_equal(cut(second, numbers), windows(numbers))
-    assert second.position_before(before * LENGTH) == position
+    third = examples(Texts())
+    third.go_to(second.position_before(before * LENGTH))
+    np.testing.assert_array_equal(cut(third, numbers), windows(numbers))
     np.testing.assert_array_equal(cut(second, [0]), windows([0]))
 
 
 def test_token_ids_and_texts_are_documents_and_empty_ones_are_left_out():
     class Mixed(Texts):
         def __iter__(self):
-            yield from (
-                {"text": "ab"},
-                {"text": ""},
-                [99, 256],
-                {"input_ids": [100]},
-                np.array([101]),
-            )
+            yield from ({"text": "ab"}, {"text": ""}, [99, 256])
+            yield from ({"input_ids": [100]}, np.array([101]))
 
     source = examples(Mixed())
     with pytest.raises(DataError, match=r"has ended[\s\S]*9 tokens since it began"):
         cut(source, [0])
-    assert source._parts[0].tolist()[:3] == [97, 98, 256]
-    assert np.concatenate(source._parts).tolist() == [97, 98, 256, 99, 256, 100, 256, 101, 256]
+    assert source._joined().tolist() == [97, 98, 256, 99, 256, 100, 256, 101, 256]
 
 
 @pytest.mark.parametrize(
@@ -122,15 +120,33 @@ def test_token_ids_and_texts_are_documents_and_empty_ones_are_left_out():
         ([257], "does not have"),
         ({"messages": [{"role": "user", "content": "a"}]}, "texts, or token ids|chat template"),
         ({"label": 1}, "item 1"),
+        ({"input_ids": [1, 2], "attention_mask": [1, 0]}, "attention_mask is not read"),
+        ({"input_ids": [1, 2], "labels": [-100, 2]}, "labels is not read"),
+        ([], "holds no text"),
     ],
 )
-def test_what_is_no_document_is_an_error(item, message):
+def test_what_is_no_document_is_an_error(item, message, monkeypatch):
+    monkeypatch.setattr(iterated, "MAX_EMPTY", 10)
+
     class Wrong(Texts):
         def __iter__(self):
             return itertools.repeat(item)
 
     with pytest.raises(DataError, match=message):
-        cut(examples(Wrong()), [0])
+        examples(Wrong())
+
+
+def test_states_that_json_does_not_have_come_back_as_they_were():
+    state = {
+        "random": (3, (1, 2), None),
+        3: [np.arange(6, dtype=np.int16).reshape(2, 3), np.float32(0.5)],
+        "<odd>": b"\0\xff",
+    }
+    again = iterated._decoded(json.loads(json.dumps(iterated._encoded(state))))
+    assert again["random"] == state["random"]
+    np.testing.assert_array_equal(again[3][0], state[3][0])
+    assert again[3][0].dtype == np.int16
+    assert again["<odd>"] == state["<odd>"]
 
 
 def test_an_iterator_without_a_state_is_refused():
@@ -140,3 +156,58 @@ def test_an_iterator_without_a_state_is_refused():
 
     with pytest.raises(DataError, match="cannot be kept in a checkpoint"):
         examples(Odd())
+
+
+def test_a_state_that_does_not_bring_back_the_same_documents_is_refused():
+    class Forgetful(Texts):
+        def load_state_dict(self, state):
+            super().load_state_dict(state)
+            self.next += 1
+
+    with pytest.raises(DataError, match=r"the same documents[\s\S]*at its beginning"):
+        examples(Forgetful())
+    source = examples(Texts())
+    cut(source, range(12))
+    position = source.position_before(11 * LENGTH)
+    assert position["skip"] > 0
+    other = iterated._encoded({"next": 3, "as_bytes": bytes([3])})
+    with pytest.raises(DataError, match="where a checkpoint left it"):
+        examples(Texts()).go_to(position | {"state": other})
+    with pytest.raises(DataError, match=r"does not take back its state[\s\S]*KeyError"):
+        examples(Texts()).go_to(position | {"state": {}})
+
+
+def test_an_iterator_that_was_moved_is_another_one():
+    moved = of_grain()
+    next(moved)
+    assert examples(of_grain()).digest == examples(Texts()).digest
+    assert examples(moved).digest != examples(Texts()).digest
+
+
+def test_processes_draw_the_same_documents_and_never_go_back():
+    class Counted(Texts):
+        num_loads = 0
+
+        def load_state_dict(self, state):
+            super().load_state_dict(state)
+            self.num_loads += 1
+
+    sources, batches = [Counted(), Counted()], []
+    for items, rows in zip(sources, ([0, 1], [2, 3]), strict=True):
+        loader = BatchLoader(
+            examples(items),
+            seq_len=LENGTH,
+            global_batch=4,
+            seed=0,
+            rows=np.array(rows),
+            respect_documents=True,
+        )
+        assert items.num_loads == 2, "those of the check at the beginning"
+        batches.append([loader.batch(step)["tokens"] for step in range(1, 8)])
+        assert items.num_loads == 2
+        with pytest.raises(DataError, match="has ended") as ended:
+            loader.batch(len(STREAM) // (4 * LENGTH) + 1)
+        assert ended.value.raised_by_all_processes
+    assert sources[0].next == sources[1].next
+    whole = np.concatenate([np.concatenate(each) for each in zip(*batches, strict=True)])
+    np.testing.assert_array_equal(whole, windows(range(28)))

@@ -8,6 +8,7 @@ import pytest
 from helpers import F32_RELATIVE
 from test_generation import MODELS, random_model
 
+from optimus_jax.data.token_ids import TextFrame
 from optimus_jax.data.tokenizers import ByteTokenizer
 from optimus_jax.errors import ConfigError, DataError
 
@@ -42,6 +43,25 @@ def log_probabilities(model, ids) -> np.ndarray:
     logits = model.logits(ids[:-1]).astype(np.float64)
     normalizer = np.log(np.exp(logits).sum(-1))
     return logits[np.arange(len(ids) - 1), ids[1:]] - normalizer
+
+
+def test_a_published_model_reads_texts_as_its_tokenizer_begins_them(model):
+    class Begins(ByteTokenizer):
+        frame = TextFrame(before=(7,), after=(), middle=(), last=())
+
+    begins = Begins()
+    published = HarnessModel(replace(model, tokenizer=begins, step=None))
+    of_run = HarnessModel(replace(model, tokenizer=begins))
+    asked = instances("loglikelihood", [("ab", "c"), ("", "c")])
+    found = [score for score, _ in published.loglikelihood(asked, disable_tqdm=True)]
+    assert found[0] == pytest.approx(log_probabilities(model, [7, *b"abc"])[-1], rel=F32_RELATIVE)
+    assert found[1] == pytest.approx(log_probabilities(model, [7, *b"c"])[-1], rel=F32_RELATIVE)
+    (score, _), *_ = of_run.loglikelihood(asked, disable_tqdm=True)
+    assert score == pytest.approx(log_probabilities(model, [*b"abc"])[-1], rel=F32_RELATIVE)
+    whole = instances("loglikelihood_rolling", [("abc",)])
+    assert published.loglikelihood_rolling(whole, disable_tqdm=True)[0] == pytest.approx(
+        log_probabilities(model, [7, *b"abc"]).sum(), rel=F32_RELATIVE
+    )
 
 
 @pytest.mark.parametrize("batch_size", [1, 3])
@@ -102,6 +122,10 @@ def test_an_answer_ends_before_its_stop_text(model):
     assert answers[0] == whole
     assert answers[1] == whole[: whole.index(whole[3:5])]
     assert answers[2]
+    drawn = [("begin", {"until": [], "max_gen_toks": 12, "temperature": 1.0})] * 2
+    first, second = harness.generate_until(instances("generate_until", drawn), disable_tqdm=True)
+    assert first != second, "of repeats each is drawn anew"
+    assert harness.generate_until(instances("generate_until", [("", asked[0][1])]))[0]
     with pytest.raises(ConfigError, match="num_beams=4"):
         harness.generate_until(
             instances("generate_until", [("a", {"num_beams": 4})]), disable_tqdm=True

@@ -1,5 +1,7 @@
 """Link speeds as people write them."""
 
+from dataclasses import replace
+
 import pytest
 
 from optimus_jax.errors import ConfigError
@@ -60,3 +62,12 @@ def test_new_speed_renames_the_link_and_new_latency_does_not():
 def test_unknown_speed_is_shown_as_unknown():
     assert str(Link.unknown("network")) == "network (unknown speed)"
     assert str(with_speed(Link.unknown("network"), "50GB/s,5us")) == "given link (50 GB/s, 5 us)"
+
+
+def test_links_of_their_own_add_up_among_all_devices_alone():
+    fabric = replace(PUBLISHED, bytes_per_s=448e9, peers=7)
+    assert fabric.among(8) == fabric
+    assert fabric.among(2).bytes_per_s == pytest.approx(64e9)
+    assert PUBLISHED.among(2) is PUBLISHED, "a switch"
+    assert with_speed(fabric, "100GB/s").among(2).bytes_per_s == 100e9
+    assert with_speed(fabric, "2us").among(2).bytes_per_s == pytest.approx(64e9)

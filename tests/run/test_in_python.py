@@ -143,6 +143,8 @@ def test_a_model_is_given_by_its_sizes(tmp_path):
     assert str(best.axes) == "fsdp=4,tensor=2"
     assert "32" in str(optimus_jax.show_mesh("fsdp=4,tensor=2", model=small).parameters)
     run = tmp_path / "run"
+    with pytest.raises(ConfigError, match=r"(?s)a model is the name.*given: a list"):
+        optimus_jax.train([], run_dir=run)
     with pytest.raises(ConfigError, match="its own learning rate"):
         optimus_jax.train(small, run_dir=run, optimizer=optax.sgd(0.1), lr=1.0)
     layout |= {"data": RECORDS, "control": "off"}

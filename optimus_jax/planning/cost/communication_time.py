@@ -85,7 +85,7 @@ class CommunicationTimes:
         on_host, speed, latency_s, tree_latency_s = size / hosts, math.inf, 0.0, 0.0
         between_s_per_byte = 0.0
         if on_host > 1:
-            speed = speed_of(cluster.intra_host) * rates.collective_share
+            speed = speed_of(cluster.intra_host.among(on_host)) * rates.collective_share
             latency_s = tree_latency_s = (on_host - 1) * _latency(
                 cluster.intra_host, rates.latency_s
             )
@@ -105,7 +105,7 @@ class CommunicationTimes:
         if hosts == 1:
             return _PathTime(
                 2,
-                1 / (speed_of(cluster.intra_host) * rates.send_share),
+                1 / (speed_of(cluster.intra_host.among(2)) * rates.send_share),
                 _latency(cluster.intra_host, rates.latency_s),
             )
         assert cluster.inter_host is not None, "several hosts have an inter-host link"

@@ -4,7 +4,7 @@ Speeds are published peaks per device in one direction (NVIDIA publishes the sum
 directions). Latencies are not published; the time model has defaults for them.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from optimus_jax.planning.profiles.links import Link
 
@@ -62,10 +62,13 @@ _NVLINK_5 = _link("NVLink 5", 900, "NVIDIA DGX B200 data sheet: 14.4 TB/s both w
 _NVLINK_72 = _link(
     "NVLink 5", 900, "NVIDIA GB200 and GB300 NVL72 specifications: 130 TB/s both ways for 72 GPUs"
 )
-_XGMI = _link(
-    "Infinity Fabric",
-    448,
-    "AMD Instinct MI300X specifications: 7 links of 128 GB/s both ways, one to each other GPU",
+_XGMI = replace(
+    _link(
+        "Infinity Fabric",
+        448,
+        "AMD Instinct MI300X specifications: 7 links of 128 GB/s both ways, one to each other GPU",
+    ),
+    peers=7,
 )
 _EDR = _link(
     "InfiniBand EDR 100",

@@ -25,6 +25,14 @@ class Link:
     """Seconds for the smallest message; None: unknown."""
     source: str
     """Where the figures come from."""
+    peers: int | None = None
+    """Other devices of the host, if a device has a link of its own to each of them, so that only
+    all of them together reach the speed; None: a switch, or unknown."""
+
+    def among(self, num_devices: float) -> "Link":
+        """The link as a group of devices of one host has it; two of them are a sender and its
+        receiver."""
+        return self if self.peers is None else self.scaled((num_devices - 1) / self.peers)
 
     def __str__(self) -> str:
         speed = "unknown speed" if self.bytes_per_s is None else f"{self.bytes_per_s / 1e9:g} GB/s"
@@ -82,4 +90,5 @@ def with_speed(link: Link, text: str) -> Link:
         changes[field] = value
     # A link with another speed no longer has the usual name.
     name = "given link" if "bytes_per_s" in changes else link.name
-    return replace(link, name=name, source=f"given as {text}", **changes)
+    peers = None if "bytes_per_s" in changes else link.peers
+    return replace(link, name=name, source=f"given as {text}", peers=peers, **changes)
