@@ -50,6 +50,8 @@ class PublishedSource:
         if (model := HubModel.parse(text, bare=what == MODEL)) is not None:
             return cls(model)
         path = user_path(text, what=what)
+        if isinstance(path, Path) and path.name == CONFIG and path.is_file():
+            path = path.parent  # the file stands for its directory
         return cls(path.absolute()) if isinstance(path, Path) and _is_published(path) else None
 
     def __str__(self) -> str:

@@ -353,6 +353,7 @@ def test_a_preset_and_a_directory_of_its_name_are_told_apart(llama, tmp_path, mo
     with pytest.raises(ConfigError, match=r"write --model ./gpt2 for the directory"):
         model_named("gpt2")
     assert model_named("./gpt2").family == "llama"
+    assert model_named("gpt2/config.json") == model_named("./gpt2")
     Path("gpt2-nano").mkdir()  # a run's, perhaps
     assert model_named("gpt2-nano").family == "gpt2"
 
