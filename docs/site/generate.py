@@ -25,6 +25,7 @@ from optimus_jax.run_directory.step_record import StepRecord
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
 NOTEBOOKS = ROOT / "notebooks"
+IMAGES = ROOT / "docs" / "images"
 NOT_HERE = "\0"
 """Marks the path of a link to a file that the site does not have."""
 LABELLED = re.compile(rf"\[([^\[\]]*)\]{NOT_HERE}\(([^)]*)\)")
@@ -213,6 +214,8 @@ def moved(text: str, here: Path, place: str) -> str:
             return f"]({up}results/{path.name}{anchor})"
         if path.parent == NOTEBOOKS:
             return f"]({up}notebooks/{path.name})"
+        if path.parent == IMAGES:
+            return f"]({up}images/{path.name})"
         if path.name in ("CHANGELOG.md", "CONTRIBUTING.md"):
             return f"]({up}{path.name.lower()}{anchor})"
         return f"]{NOT_HERE}({path.relative_to(ROOT)})"
@@ -350,7 +353,8 @@ def index_page(title: str, names: Iterable[str]) -> str:
 
 
 def main(target: Path) -> None:
-    """Write all pages, the files beside results and the notebooks into an empty directory."""
+    """Write all pages, the files beside results, the notebooks and images into an empty
+    directory."""
     shutil.rmtree(target, ignore_errors=True)
     for name, text in pages():
         (target / name).parent.mkdir(parents=True, exist_ok=True)
@@ -360,6 +364,7 @@ def main(target: Path) -> None:
             shutil.copy(each, target / "results" / each.name)
     for each in NOTEBOOKS.glob("*.ipynb"):
         shutil.copy(each, target / "notebooks")
+    shutil.copytree(IMAGES, target / "images")
     shutil.copy(Path(__file__).with_name("conf.py"), target)
 
 

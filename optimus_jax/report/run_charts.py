@@ -236,7 +236,7 @@ def draw_quantities(runs: NamedRuns) -> Chart | None:
         figure.update_yaxes({"title": {"text": quantity}} | limits, row=row, col=1)
     figure.update_xaxes(range=step_limits(*runs.values()))
     last = "; ".join(
-        f"{quantity} {points[-1][1]:.4g}{'' if is_single else f' ({name})'}"
+        f"{quantity} {_plain(points[-1][1])}{'' if is_single else f' ({name})'}"
         for quantity, lines in known.items()
         for name, points in lines.items()
         if points
@@ -252,6 +252,11 @@ def draw_quantities(runs: NamedRuns) -> Chart | None:
         label=f"{', '.join(known)} by step. At the last step: {last}.",
         caption=f"At the last step: {last}{legend}.{grouping}",
     )
+
+
+def _plain(value: float) -> str:
+    """A number without an exponent, where it is large."""
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
 def _points(
