@@ -77,6 +77,18 @@ def test_examples_are_windows_of_the_documents_in_order(items):
     np.testing.assert_array_equal(cut(source, [0]), windows([0]))
 
 
+def test_an_iterable_dataset_goes_on():
+    datasets = pytest.importorskip("datasets")
+
+    def items():
+        whole = datasets.Dataset.from_dict({"text": TEXTS})
+        return whole.to_iterable_dataset(num_shards=3)
+
+    first, second = examples(items()), examples(items())
+    second.go_to(json.loads(json.dumps(first.position_before(20 * LENGTH))))
+    np.testing.assert_array_equal(cut(second, range(20, 30)), windows(range(20, 30)))
+
+
 @given(asked=st.lists(st.integers(0, len(STREAM) // LENGTH - 2), min_size=1, max_size=12))
 @settings(max_examples=40)
 def test_any_example_can_be_asked_for_at_any_time(asked):
