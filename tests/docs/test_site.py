@@ -34,6 +34,7 @@ def pages(generate) -> dict[str, str]:
 def test_every_link_leads_to_a_page_or_a_copied_file(pages):
     files = {f"notebooks/{path.name}" for path in (ROOT / "notebooks").glob("*.ipynb")}
     files |= {f"results/{path.name}" for path in (ROOT / "benchmarks/results").iterdir()}
+    files |= {f"images/{path.name}" for path in (ROOT / "docs/images").iterdir()}
     here = Path("/site")
     missing = [
         f"{name}: {link}"
