@@ -103,22 +103,36 @@ def read_given(
 
     Raises DataError for a bad item that is not to be skipped, or if none holds text.
     """
-    source = SourceFile(
+    source = _source(text_field, skip_bad_lines, skipped_input, records)
+    for number in range(len(data)):
+        if document := _document(source, data[number], number + 1):
+            yield document
+
+
+def _source(
+    text_field: str, skip_bad_lines: bool, skipped_input: SkippedInput, records: RecordReader
+) -> SourceFile:
+    """The given data as what items are read from. Arguments as in `read_documents`."""
+    return SourceFile(
         path=Path(NAME),
         text_field=text_field,
         skip_bad_lines=skip_bad_lines,
         skipped_input=skipped_input,
         records=records,
     )
-    for number in range(len(data)):
-        item = data[number]
-        try:
-            document = source.document(without_nulls(item))
-        except ValueError as error:
-            source.bad("item", number + 1, item, error)
-            continue
-        if document:
-            yield document
+
+
+def _document(source: SourceFile, item: Any, number: int) -> Any:
+    """What an item holds; None: nothing, or it is bad and was counted.
+
+    Args:
+      number: of the item, from 1.
+    """
+    try:
+        return source.document(without_nulls(item))
+    except ValueError as error:
+        source.bad("item", number, item, error)
+        return None
 
 
 def tokens_given(data: RandomAccess, text_field: str, tokenizer: Tokenizer) -> TokenStream | None:
@@ -162,25 +176,14 @@ def document_reader(
     """What makes tokens of an iterator's items, as `IteratedExamples.tokens_of` has it. Arguments
     as in `read_documents`. It raises DataError for a bad item that is not to be skipped.
     """
-    source = SourceFile(
-        path=Path(NAME),
-        text_field=text_field,
-        skip_bad_lines=skip_bad_lines,
-        skipped_input=skipped_input,
-        records=records,
-    )
+    source = _source(text_field, skip_bad_lines, skipped_input, records)
     dtype = token_dtype(tokenizer.vocab_size)
     end, nothing = np.array([tokenizer.eos], dtype), np.array([], dtype)
 
     def tokens_of(item: Any, number: int) -> np.ndarray:
         ids = _ids_of(item, text_field)
         if ids is None:
-            try:
-                document = source.document(without_nulls(item))
-            except ValueError as error:
-                source.bad("item", number, item, error)
-                return nothing
-            if not document:
+            if not (document := _document(source, item, number)):
                 return nothing
             if not isinstance(document, str):
                 raise DataError(

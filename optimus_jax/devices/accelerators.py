@@ -153,14 +153,16 @@ _B200 = (
 _GB200 = (
     "NVIDIA GB200 NVL72 specifications (a 72nd of its figures, half of its sparse peaks): "
     "https://www.nvidia.com/en-us/data-center/gb200-nvl72/",
-    "186 GB: MIG user guide, https://docs.nvidia.com/datacenter/tesla/mig-user-guide/supported-gpus.html",
+    "186 GB: MIG user guide, "
+    "https://docs.nvidia.com/datacenter/tesla/mig-user-guide/supported-gpus.html",
     "1200 W: https://glennklockwood.com/garden/processors/B200; multiprocessors: those of the B200",
 )
 _GB300 = (
     "NVIDIA GB300 NVL72 specifications (a 72nd of its figures, half of its sparse peaks): "
     "https://www.nvidia.com/en-us/data-center/gb300-nvl72/",
     "279 GB, 1400 W: https://verda.com/blog/gb300-nvl72-architecture",
-    "multiprocessors: https://developer.nvidia.com/blog/inside-nvidia-blackwell-ultra-the-chip-powering-the-ai-factory-era/",
+    "multiprocessors: "
+    "https://developer.nvidia.com/blog/inside-nvidia-blackwell-ultra-the-chip-powering-the-ai-factory-era/",
 )
 _MI300X = (
     "AMD Instinct MI300X specifications (float32: of its matrix cores): "

@@ -5,6 +5,7 @@ learns and reads texts without. What is scored without a context follows that to
 document. Special tokens that a task writes out, and chat templates, are not applied.
 """
 
+import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -170,6 +171,12 @@ class HarnessModel(TemplateLM):
         ]
         asked = next((number for number in new_tokens if number), MAX_NEW_TOKENS)
         count = min(asked, max(1, self.max_length // 2))  # leaves room for the context
+        if count < asked:
+            warnings.warn(
+                f"answers are cut at {count} tokens, half of the model's {self.max_length}"
+                f" positions, where {asked} are allowed",
+                stacklevel=2,
+            )
         temperature = settings.pop("temperature", None)
         is_drawn = settings.pop("do_sample", bool(temperature))
         known = {name: settings.pop(name) for name in ("top_k", "top_p") if name in settings}

@@ -139,7 +139,6 @@ class Fold:
     kind: ClassVar[str] = "fold"
     summary: Sequence[Cell]
     blocks: Sequence["PageBlock"]
-    is_open: bool = False
 
 
 PageBlock = Text | Facts | PageTable | Chart | Fold
