@@ -5,7 +5,8 @@
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import fields
 
 from optimus_jax.cli.model_flags import MODEL_WORDS, add_model_flags, loaded
 from optimus_jax.config.settings import shown
@@ -55,6 +56,13 @@ def parser() -> Parser:
         metavar="FILE",
         help="JSON Lines, each a text or an object with `prompt`; -: standard input. A JSON object"
         " is printed for each, with `text`, or `texts` of several samples",
+    )
+    flags.add_argument(
+        "--batch-size",
+        metavar="N",
+        type=int,
+        default=8,
+        help="with --prompts: most prompts to continue at once (default: %(default)s)",
     )
     flags.add_argument(
         "--chat",
@@ -195,41 +203,44 @@ def main() -> None:
             )
         )
     import_jax()  # after parsing, so that --help does not wait for JAX
+    from rich.console import Console
+    from rich.progress import track
+
+    from optimus_jax.inference.text_model import GenerationSettings
+
     if given["prompts"] is not None:
         prompts = read_prompts(given["prompts"])
     else:
         named = given["prompt"]
         prompts = [read_prompt(given["prompt_file"]) if named is None else named]
-    how = {
-        name: given[name]
-        for name in (
-            "max_new_tokens",
-            "temperature",
-            "top_k",
-            "top_p",
-            "seed",
-            "num_samples",
-            "stop",
-            "chat",
-            "past_trained_length",
-        )
-    }
     with flags.own_words():
+        how = GenerationSettings(
+            **{each.name: given[each.name] for each in fields(GenerationSettings)}
+        )
         model = loaded(given, chat_template=given["chat_template"]).text_model
         step = "" if model.step is None else f" after step {model.step}"
         told = f"{model.config.name}{step}"
         if given["prompts"] is None:
-            pieces = model.generate(prompts[0], **how, warn=print_to_stderr)
+            pieces = model.generate(prompts[0], how, warn=print_to_stderr)
             print_to_stderr(told)
             show("" if given["chat"] else prompts[0], pieces)
             return
+        size = given["batch_size"]
+        texts = model.generate_each(prompts, how, batch_size=size, warn=print_to_stderr)
         print_to_stderr(told)
-        for prompt in prompts:
-            show_json(prompt, model.generate(prompt, **how, warn=print_to_stderr))
+        shown = track(
+            zip(prompts, texts, strict=True),
+            "Generating",
+            total=len(prompts),
+            console=Console(stderr=True),
+            disable=sys.stdout.isatty() or not sys.stderr.isatty(),
+            transient=True,
+        )
+        for prompt, of_samples in shown:
+            show_json(prompt, of_samples)
 
 
-def show_json(prompt: str, pieces: Iterator[list[str]]) -> None:
+def show_json(prompt: str, texts: Sequence[str]) -> None:
     """Print a JSON object with a prompt and the text of its sample, or the texts of several."""
-    texts = ["".join(parts) for parts in zip(*pieces, strict=True)]
     of_samples = {"text": texts[0]} if len(texts) == 1 else {"texts": texts}
     print(json.dumps({"prompt": prompt, **of_samples}, ensure_ascii=False), flush=True)

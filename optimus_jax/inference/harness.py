@@ -8,13 +8,14 @@ document. Special tokens that a task writes out, and chat templates, are not app
 import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from optimus_jax.errors import ConfigError, DataError, counted, explain
-from optimus_jax.inference.sampling import Sampling
-from optimus_jax.inference.text_model import TextModel
+from optimus_jax.inference.generation import Prompt
+from optimus_jax.inference.text_model import GenerationSettings, TextModel
 
 try:
     from lm_eval.api.model import TemplateLM  # pyright: ignore[reportMissingImports]
@@ -46,7 +47,7 @@ class HarnessModel(TemplateLM):
 
     Args:
       model: on devices of this process.
-      batch_size: most texts that are scored at once.
+      batch_size: most texts that are scored or continued at once.
     """
 
     def __init__(self, model: TextModel, *, batch_size: int = 8) -> None:
@@ -153,15 +154,22 @@ class HarnessModel(TemplateLM):
         self, requests: "Sequence[Instance]", disable_tqdm: bool = False
     ) -> list[str]:
         """The texts that follow some contexts, each up to the first of its `until`."""
-        texts = []
-        for request in tqdm(requests, desc="Generating", disable=disable_tqdm):
-            texts.append(self._continued(*request.args))
-            self.cache_hook.add_partial("generate_until", request.args, texts[-1])
+        asked = [self._asked(*request.args) for request in requests]
+        texts: list[str] = []
+        shown = tqdm(total=len(asked), desc="Generating", disable=disable_tqdm)
+        for settings, group in groupby(asked, key=lambda each: each[1]):
+            prompts = [prompt for prompt, _ in group]
+            found = self._model.continue_each(prompts, settings, batch_size=self._batch_size)
+            for (text,) in found:
+                self.cache_hook.add_partial("generate_until", requests[len(texts)].args, text)
+                texts.append(text)
+                shown.update()
+        shown.close()
         return texts
 
-    def _continued(self, context: str, given: Mapping[str, Any]) -> str:
-        """The text that follows a context, by the harness's settings of a generation. Asked again,
-        a drawn text is another one.
+    def _asked(self, context: str, given: Mapping[str, Any]) -> tuple[Prompt, GenerationSettings]:
+        """The tokens of a context, and how they are continued, by the harness's settings of a
+        generation. Asked again, a drawn text is another one.
         """
         settings = dict(given)
         until = settings.pop("until", None) or ()
@@ -191,13 +199,12 @@ class HarnessModel(TemplateLM):
         ids = self.tok_encode(context) or [self.prefix_token_id]
         again = f"{context}\0{sorted(given.items(), key=str)}"
         self._num_asked[again] += 1
-        pieces = self._model.continued(
-            np.array(ids[-max(1, self.max_length - count + 1) :], np.int32),
+        prompt = Prompt(
+            ids=np.array(ids[-max(1, self.max_length - count + 1) :], np.int32),
             num_new_tokens=count,
-            sampling=Sampling(temperature=temperature or 1.0, **known)
-            if is_drawn
-            else Sampling(temperature=0.0),
             seed=self._num_asked[again] - 1,
-            stop=stop,
         )
-        return "".join(piece for (piece,) in pieces)
+        temperature = (temperature or 1.0) if is_drawn else 0.0
+        return prompt, GenerationSettings(
+            temperature=temperature, stop=stop, **(known if is_drawn else {})
+        )

@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from os import PathLike
 from typing import TYPE_CHECKING, Any, overload
 
@@ -15,7 +15,7 @@ from optimus_jax.data.tokenizers import Tokenizer
 from optimus_jax.devices.cpu import use_cpu_devices
 from optimus_jax.errors import ConfigError, explain
 from optimus_jax.inference.loading import load_text_model, speech_model
-from optimus_jax.inference.text_model import TextModel
+from optimus_jax.inference.text_model import GenerationSettings, TextModel
 from optimus_jax.inference.transcription import SpeechModel
 from optimus_jax.run.evaluate import EvaluationResult, evaluate
 from optimus_jax.run.export import ExportResult, export
@@ -55,17 +55,26 @@ class LoadedModel:
     def generate(self, prompt: str, **settings: Any) -> str: ...
 
     @overload
-    def generate(self, prompt: Sequence[str], **settings: Any) -> list[str]: ...
+    def generate(
+        self, prompt: Sequence[str], *, batch_size: int = 8, **settings: Any
+    ) -> list[str]: ...
 
-    def generate(self, prompt: str | Sequence[str], **settings: Any) -> str | list[str]:
+    def generate(
+        self, prompt: str | Sequence[str], *, batch_size: int = 8, **settings: Any
+    ) -> str | list[str]:
         """The text that follows a prompt, without it; of several prompts, that of each.
 
         Args:
+          batch_size: most prompts at once.
           settings: as `stream` has them.
+        Raises:
+          OptimusError: as `stream` does, before anything is generated.
         """
         if isinstance(prompt, str):
             return "".join(self.stream(prompt, **settings))
-        return [self.generate(each, **settings) for each in prompt]
+        warn, how = self._generation(settings)
+        texts = self.text_model.generate_each(prompt, how, batch_size=batch_size, warn=warn)
+        return [text for (text,) in texts]
 
     def stream(self, prompt: str, **settings: Any) -> Iterator[str]:
         """The text that follows a prompt, in pieces, while it is generated.
@@ -78,17 +87,27 @@ class LoadedModel:
           OptimusError: raised by the call, not by the iterator: a setting is out of range, or the
             model cannot continue the prompt.
         """
-        if "num_samples" in settings:
+        warn, how = self._generation(settings)
+        pieces = self.text_model.generate(prompt, how, warn=warn)
+        return (piece for (piece,) in pieces if piece)
+
+    def _generation(
+        self, settings: dict[str, Any]
+    ) -> tuple[Callable[[str], object], GenerationSettings]:
+        """Who is warned, and how one text is generated for each prompt."""
+        warn = settings.pop("warn", self.warn)
+        known = {each.name for each in fields(GenerationSettings)} - {"num_samples"}
+        if unknown := settings.keys() - known:
             raise ConfigError(
                 explain(
-                    "one text is generated for each prompt",
-                    given=f"num_samples={settings['num_samples']}",
-                    do="call it again with another seed=",
+                    "generation has no such setting",
+                    given=", ".join(f"{name}={settings[name]}" for name in sorted(unknown)),
+                    do="call it again with another seed= for another text"
+                    if unknown == {"num_samples"}
+                    else f"choose from {', '.join(sorted(known))}",
                 )
             )
-        settings.setdefault("warn", self.warn)
-        pieces = self.text_model.generate(prompt, **settings)
-        return (piece for (piece,) in pieces if piece)
+        return warn, GenerationSettings(**settings)
 
     def logits(self, text: str | Sequence[int] | np.ndarray) -> np.ndarray:
         """Logits of the token that follows each token of a text, or of some token ids: float32
@@ -132,7 +151,7 @@ class LoadedModel:
         """The model for EleutherAI's lm-evaluation-harness: `lm_eval.simple_evaluate(model=...)`.
 
         Args:
-          batch_size: most texts that are scored at once.
+          batch_size: most texts that are scored or continued at once.
         Raises:
           ConfigError: lm-eval is not installed.
         """

@@ -20,14 +20,13 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from optimus_jax.config import ModelConfig
 from optimus_jax.config.axes import FSDP, TENSOR, AxisSizes
 from optimus_jax.errors import ConfigError, counted, explain
-from optimus_jax.inference.sampling import Sampling, draw
 from optimus_jax.mesh.axes import BATCH, VOCAB
 from optimus_jax.mesh.build import build_mesh
 from optimus_jax.mesh.collectives import Collectives
 from optimus_jax.mesh.rules import active_rules, check_rules, make_rules, padded_vocab
 from optimus_jax.mesh.sharding import layouts_of
 from optimus_jax.mesh.zero import vary
-from optimus_jax.models.block import ForwardContext, LayersOutput
+from optimus_jax.models.block import ForwardContext
 from optimus_jax.models.families import features_of
 from optimus_jax.models.kernels import Visibility
 from optimus_jax.models.shapes import ModelShapes, Params, model_shapes
@@ -139,15 +138,17 @@ class ModelOnMesh:
         return jax.shard_map(of_device, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs)
 
     def on_device(self, params: Params, start: Array | int = 0) -> tuple[Decoder, ForwardContext]:
-        """The model of one device's parameters, and the inputs of a pass whose first token is at
-        position `start`.
+        """The model of one device's parameters, and the inputs of a pass.
+
+        Args:
+          start: position of the first token, of all rows or of each, int [B].
         """
         # The kernel is XLA's, because cuDNN's causal mask assumes that the first query is at
         # position 0.
         run = ForwardContext(
             comm=Collectives(params["embedding"]["table"].dtype, self._rules, self._zero),
             kernel="xla",
-            visibility=Visibility(query_offset=start),
+            visibility=Visibility(query_offset=jnp.reshape(start, (-1, 1, 1))),
         )
         return self.shapes.module(params, run.comm), run
 
@@ -185,15 +186,15 @@ class ModelOnMesh:
         return self.whole_logits(model, model.head_input(x_BLD, run.comm), run)
 
     def extend(
-        self, params: Params, cache: Cache, tokens_BL: Array, start: Array, last: Array
+        self, params: Params, cache: Cache, tokens_BL: Array, start_B: Array, last_B: Array
     ) -> tuple[Array, Cache]:
-        """Run tokens at positions `start`, `start` + 1, ... through the model, and extend the
-        cache.
+        """Run tokens at positions `start_B`, `start_B` + 1, ... of each row through the model, and
+        extend the cache.
 
         Args:
-          cache: keys and values of all positions before `start`. start + L is at most T.
+          cache: keys and values of all positions before these. start_B + L is at most T.
         Returns:
-          The logits after the token with index `last` in `tokens_BL`, float32 [B, V], and the cache
+          The logits after the token with index `last_B` in each row, float32 [B, V], and the cache
           with the keys and values of these tokens.
         """
         whole = PartitionSpec()
@@ -202,25 +203,19 @@ class ModelOnMesh:
             (self.param_specs, self.cache_spec, whole, whole, whole),
             (whole, self.cache_spec),
         )
-        return run(params, cache, tokens_BL, start, last)
+        return run(params, cache, tokens_BL, start_B, last_B)
 
     def _extended(
-        self, params: Params, cache: Cache, tokens_BL: Array, start: Array, last: Array
+        self, params: Params, cache: Cache, tokens_BL: Array, start_B: Array, last_B: Array
     ) -> tuple[Array, Cache]:
         """`extend` on this device."""
-        model, run, out = self._passed(params, cache, tokens_BL, start)
-        assert out.cache is not None, "a cache went in and none came out"
-        x_B1D = lax.dynamic_slice_in_dim(out.x_BLD, last, 1, axis=1)
-        return self.next_logits(model, model.head_input(x_B1D, run.comm), run), out.cache
-
-    def _passed(
-        self, params: Params, cache: Cache, tokens_BL: Array, start: Array
-    ) -> tuple[Decoder, ForwardContext, LayersOutput]:
-        """This device's model, and what its layers make of some tokens."""
-        positions_BL = jnp.broadcast_to(start + jnp.arange(tokens_BL.shape[1]), tokens_BL.shape)
-        model, run = self.on_device(params, start)
+        positions_BL = start_B[:, None] + jnp.arange(tokens_BL.shape[1])[None]
+        model, run = self.on_device(params, start_B)
         x_BLD = self.varied(model.embed(tokens_BL, positions_BL, run))
-        return model, run, model.run_layers(x_BLD, positions_BL, run, self.varied(cache))
+        out = model.run_layers(x_BLD, positions_BL, run, self.varied(cache))
+        assert out.cache is not None, "a cache went in and none came out"
+        x_B1D = jnp.take_along_axis(out.x_BLD, last_B[:, None, None], axis=1)
+        return self.next_logits(model, model.head_input(x_B1D, run.comm), run), out.cache
 
     @functools.cached_property
     def _storage_rules(self) -> Mapping[str, tuple[str, ...]]:
@@ -239,44 +234,6 @@ class ModelOnMesh:
     def _gathered(self) -> tuple[str, ...]:
         """Axes over which matrices are gathered."""
         return (FSDP,) if self._zero else ()
-
-
-@functools.partial(jax.jit, static_argnames=("model", "sampling", "num_keys"))
-def prefill(
-    model: ModelOnMesh,
-    params: Params,
-    prompt_1L: Array,
-    length: Array,
-    keys_B: Array,
-    *,
-    sampling: Sampling,
-    num_keys: int,
-) -> tuple[Array, Cache]:
-    """Run a padded prompt of `length` tokens: the first new tokens [B], and the cache of all
-    samples.
-    """
-    cache = model.empty_cache(params, num_keys)
-    logits_1V, cache = model.extend(params, cache, prompt_1L, jnp.int32(0), length - 1)
-    logits_BV = jnp.repeat(logits_1V, len(keys_B), axis=0)
-    return draw(logits_BV, keys_B, length, sampling), jax.tree.map(
-        lambda x: jnp.repeat(x, len(keys_B), axis=1), cache
-    )
-
-
-@functools.partial(jax.jit, static_argnames=("model", "sampling"), donate_argnames="cache")
-def next_tokens(
-    model: ModelOnMesh,
-    params: Params,
-    cache: Cache,
-    tokens_B: Array,
-    position: Array,
-    keys_B: Array,
-    *,
-    sampling: Sampling,
-) -> tuple[Array, Cache]:
-    """Run the tokens [B] at `position`: the tokens after them, and the extended cache."""
-    logits_BV, cache = model.extend(params, cache, tokens_B[:, None], position, jnp.int32(0))
-    return draw(logits_BV, keys_B, position + 1, sampling), cache
 
 
 @functools.partial(jax.jit, static_argnames="model")

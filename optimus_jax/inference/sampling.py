@@ -36,12 +36,12 @@ class Sampling:
         check_range(0 < self.top_p <= 1, "top_p", self.top_p, "choose 0 < top_p <= 1")
 
 
-def draw(logits_BV: Array, keys_B: Array, position: Array, sampling: Sampling) -> Array:
-    """Draw the token at `position` of every sample, int32 [B], each with its own key."""
+def draw(logits_BV: Array, keys_B: Array, positions_B: Array, sampling: Sampling) -> Array:
+    """Draw the token at a position of every sample, int32 [B], each with its own key."""
     if sampling.temperature == 0:
         return jnp.argmax(logits_BV, axis=-1)
     logits_BC, ids_BC = candidates(logits_BV / sampling.temperature, sampling)
-    keys_B = jax.vmap(jax.random.fold_in, in_axes=(0, None))(keys_B, position)
+    keys_B = jax.vmap(jax.random.fold_in)(keys_B, positions_B)
     # The mode is JAX's default, named because jax_high_dynamic_range_gumbel would draw other
     # tokens.
     chosen_B = jax.vmap(functools.partial(jax.random.categorical, mode="low"))(keys_B, logits_BC)

@@ -1,18 +1,10 @@
-"""Continue a text with a model, token by token, with a key/value cache.
+"""A trained model with its tokenizer: it continues texts and scores them."""
 
-The prompt runs through the model in one pass, which fills the cache. Every token after it is a pass
-of length 1. Lengths are rounded up, so that all prompts share a few compiled programs. Cache
-entries that a pass writes past its last token are masked, since they are after every query, until
-the token of that position overwrites them.
-"""
-
-import functools
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
 from optimus_jax.config import DataConfig, ModelConfig
@@ -23,23 +15,54 @@ from optimus_jax.data.rendered_chat import ChatWriter
 from optimus_jax.data.tokenizers import Tokenizer
 from optimus_jax.devices.jax_settings import check_jax_settings
 from optimus_jax.errors import ConfigError, DataError, explain
-from optimus_jax.inference.model_on_mesh import (
-    ModelOnMesh,
-    all_logits,
-    next_token_scores,
-    next_tokens,
-    prefill,
-)
+from optimus_jax.inference.generation import Prompt, generate_ids, rounded_up
+from optimus_jax.inference.model_on_mesh import ModelOnMesh, all_logits, next_token_scores
 from optimus_jax.inference.sampling import Sampling, check_range
 from optimus_jax.inference.streamed_text import Detokenizer, StreamedText
 from optimus_jax.models.families import features_of
-from optimus_jax.models.keys import make_key
 from optimus_jax.models.shapes import Params
 
-MIN_LENGTH = 32
-"""Length in tokens of the shortest pass over a prompt, and of the shortest cache."""
 MAX_LOGITS_BYTES = 2**31
 """Most memory for the logits of a batch that is scored, unless one text needs more."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerationSettings:
+    """How prompts are continued. Raises ConfigError if a number is out of range."""
+
+    max_new_tokens: int = 200
+    """Most tokens of a sample. It ends earlier at the end of a document, or (with a warning) at the
+    model's last position, or at the last trained one if positions are learned."""
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float = 1.0
+    """These three are as in `Sampling`."""
+    seed: int = 0
+    """Of all draws. Keys also depend on the sample's index and the position, so that a sample does
+    not depend on the number of samples, or on other prompts."""
+    num_samples: int = 1
+    """Texts for each prompt."""
+    stop: Sequence[str] = ()
+    """A sample ends before the first of these texts that it completes."""
+    chat: bool = False
+    """Answer the prompt as a user's message, by the tokenizer's chat template, until the turn
+    ends."""
+    past_trained_length: bool = False
+    """Continue past the trained length, although untrained learned positions are noise."""
+
+    def __post_init__(self) -> None:
+        for name in ("max_new_tokens", "num_samples"):
+            check_range(getattr(self, name) >= 1, name, getattr(self, name), "choose 1 or more")
+        check_range(0 <= self.seed < 2**32, "seed", self.seed, "choose 0 to 2**32 - 1")
+        texts = [self.stop] if isinstance(self.stop, str) else self.stop
+        check_range("" not in texts, "stop", tuple(texts), "give texts of at least one character")
+        object.__setattr__(self, "stop", tuple(texts))
+        assert self.sampling
+
+    @cached_property
+    def sampling(self) -> Sampling:
+        """How each token is drawn."""
+        return Sampling(temperature=self.temperature, top_k=self.top_k, top_p=self.top_p)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -65,16 +88,8 @@ class TextModel:
     def generate(
         self,
         prompt: str,
+        settings: GenerationSettings | None = None,
         *,
-        max_new_tokens: int = 200,
-        temperature: float = 1.0,
-        top_k: int | None = None,
-        top_p: float = 1.0,
-        seed: int = 0,
-        num_samples: int = 1,
-        stop: Sequence[str] = (),
-        chat: bool = False,
-        past_trained_length: bool = False,
         warn: Callable[[str], object] = warnings.warn,
     ) -> Iterator[list[str]]:
         """Continue `prompt`, and yield the new text of every sample in increments.
@@ -83,51 +98,122 @@ class TextModel:
         ended, or bytes of its last character are still missing.
 
         Args:
-          max_new_tokens: maximum number of tokens of a sample. It ends earlier at the end of a
-            document, or (with a call of `warn`) at the model's last position, or at the last
-            trained one if positions are learned.
-          past_trained_length: continue past the trained length, although untrained learned
-            positions are noise.
-          temperature, top_k, top_p: as in `Sampling`.
-          chat: answer the prompt as a user's message, by the tokenizer's chat template, until the
-            turn ends.
-          stop: a sample ends before the first of these texts that it completes.
-          seed: seed of all draws. Keys also depend on the sample's index and the position, so that
-            a sample does not depend on the number of samples.
+          settings: None: the defaults.
         Raises:
-          OptimusError: raised by the call, not by the iterator: an argument is out of range, or the
-            prompt is empty, too long or has unknown tokens.
+          OptimusError: raised by the call, not by the iterator: the prompt is empty, too long or
+            has unknown tokens.
         """
-        sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
-        check_range(max_new_tokens >= 1, "max_new_tokens", max_new_tokens, "choose 1 or more")
-        check_range(num_samples >= 1, "num_samples", num_samples, "choose 1 or more")
-        check_range(0 <= seed < 2**32, "seed", seed, "choose 0 to 2**32 - 1")
-        check_range("" not in stop, "stop", tuple(stop), "give texts of at least one character")
+        settings = settings or GenerationSettings()
+        tokens = self._prompt(prompt, settings, warn)
+        return self._pieces([tokens], settings, self._ends_of_turns(warn) if settings.chat else ())
+
+    def generate_each(
+        self,
+        prompts: Sequence[str],
+        settings: GenerationSettings | None = None,
+        *,
+        batch_size: int = 8,
+        warn: Callable[[str], object] = warnings.warn,
+    ) -> Iterator[list[str]]:
+        """The texts that follow each prompt, one string per sample, in the order of the prompts.
+
+        A text is that of `generate`, as far as a sum over other shapes rounds alike.
+
+        Args:
+          batch_size: most prompts at once.
+        Raises:
+          OptimusError: raised by the call, not by the iterator: as of `generate`, of any prompt.
+        """
+        settings = settings or GenerationSettings()
+        check_range(batch_size >= 1, "batch_size", batch_size, "choose 1 or more")
+        tokens = []
+        for number, prompt in enumerate(prompts, 1):
+            try:
+                tokens.append(self._prompt(prompt, settings, warn))
+            except DataError as error:
+                raise DataError(f"prompt {number} of {len(prompts)}: {error}") from error
+        ends = self._ends_of_turns(warn) if settings.chat and prompts else ()
+        return self.continue_each(tokens, settings, ends=ends, batch_size=batch_size)
+
+    def continue_each(
+        self,
+        prompts: Sequence[Prompt],
+        settings: GenerationSettings,
+        *,
+        ends: Sequence[int] = (),
+        batch_size: int = 8,
+    ) -> Iterator[list[str]]:
+        """The texts that follow some tokens, as of `generate_each`.
+
+        Args:
+          settings: their `sampling`, `num_samples` and `stop` count.
+          ends: tokens that end a sample, besides eos.
+        """
+        samples, most = settings.num_samples, min(batch_size, len(prompts))
+        for start in range(0, len(prompts), batch_size):
+            some = prompts[start : start + batch_size]
+            # Batches of one size share compiled programs.
+            filling = [replace(some[-1], num_new_tokens=1)] * (most - len(some))
+            pieces = [*self._pieces([*some, *filling], settings, ends)]
+            texts = ["".join(parts) for parts in zip(*pieces, strict=True)]
+            for row in range(0, samples * len(some), samples):
+                yield texts[row : row + samples]
+
+    def _pieces(
+        self, prompts: Sequence[Prompt], settings: GenerationSettings, ends: Sequence[int]
+    ) -> Iterator[list[str]]:
+        """The text of every sample of every prompt, in increments as of `generate`."""
+        texts = [
+            StreamedText(Detokenizer(self.tokenizer, prompt.ids), settings.stop)
+            for prompt in prompts
+            for _ in range(settings.num_samples)
+        ]
+        eos = self.tokenizer.eos
+        tokens = generate_ids(
+            self.model,
+            self.params,
+            prompts,
+            eos=eos,
+            sampling=settings.sampling,
+            num_samples=settings.num_samples,
+            ends=ends,
+        )
+        for ids, over in tokens:
+            yield [
+                "" if token == eos else text.push(int(token))
+                for text, token in zip(texts, ids, strict=True)
+            ]
+            if all(is_over or text.is_over for is_over, text in zip(over, texts, strict=True)):
+                break
+        yield [text.rest() for text in texts]
+
+    def _prompt(
+        self, prompt: str, settings: GenerationSettings, warn: Callable[[str], object]
+    ) -> Prompt:
+        """Tokens of a prompt, and how many may follow it."""
+        past, most = settings.past_trained_length, settings.max_new_tokens
         before = self.tokenizer.respelled.documents
-        ids = self.encode(prompt, chat=chat, past_trained_length=past_trained_length)
+        ids = self.encode(prompt, chat=settings.chat, past_trained_length=past)
         if self.tokenizer.respelled.documents > before:
             warn(
                 "the prompt contains the text of a special token, such as the end of a document: it"
                 " is taken as ordinary text"
             )
-        limit = self.limit(past_trained_length)
+        limit = self.limit(past)
         room = limit - len(ids) + 1  # the last token needs no position: it is not read
-        if max_new_tokens > room and limit < self.config.max_length:
+        if most > room and limit < self.config.max_length:
             warn(
                 f"at most {room} new tokens: {self.config.name} was trained on {limit} tokens at a"
                 f" time, the prompt takes {len(ids)}, and learned positions beyond that were not"
                 " trained; to continue anyway: --past-trained-length"
             )
-        elif max_new_tokens > room:
+        elif most > room:
             warn(
                 f"at most {room} new tokens: {self.config.name} has {self.config.max_length}"
                 f" positions, and the prompt takes {len(ids)}"
             )
-        trained, last = (
-            self.trained_length or self.config.max_length,
-            len(ids) + min(max_new_tokens, room) - 1,
-        )
-        if last > trained:
+        trained = self.trained_length or self.config.max_length
+        if (last := len(ids) + min(most, room) - 1) > trained:
             what = (
                 "is noise, because positions there are learned"
                 if features_of(self.config).positions == "learned"
@@ -137,40 +223,7 @@ class TextModel:
                 f"{self.config.name} was trained on {trained} tokens at a time; up to {last} are"
                 f" requested, and text past token {trained} {what}"
             )
-        return self.continued(
-            ids,
-            num_new_tokens=min(max_new_tokens, room),
-            sampling=sampling,
-            seed=seed,
-            num_samples=num_samples,
-            stop=stop,
-            ends=self._ends_of_turns(warn) if chat else (),
-        )
-
-    def continued(
-        self,
-        ids: np.ndarray,
-        *,
-        num_new_tokens: int,
-        sampling: Sampling,
-        seed: int,
-        num_samples: int = 1,
-        stop: Sequence[str] = (),
-        ends: Sequence[int] = (),
-    ) -> Iterator[list[str]]:
-        """The text of every sample that follows some tokens, in increments as of `generate`.
-        Arguments as of `generate_ids`, and `stop` as of `generate`.
-        """
-        tokens = self.generate_ids(
-            ids,
-            num_new_tokens=num_new_tokens,
-            sampling=sampling,
-            seed=seed,
-            num_samples=num_samples,
-            ends=ends,
-        )
-        texts = [StreamedText(Detokenizer(self.tokenizer, ids), stop) for _ in range(num_samples)]
-        return self._texts(tokens, texts)
+        return Prompt(ids=ids, num_new_tokens=min(most, room), seed=settings.seed)
 
     def limit(self, past_trained_length: bool = False) -> int:
         """Number of positions that may be used: learned positions only as far as they were
@@ -339,69 +392,3 @@ class TextModel:
             for row, index in enumerate(chosen):
                 count = len(texts[index]) - 1
                 yield index, scored[row, :count], likeliest[row, :count]
-
-    def generate_ids(
-        self,
-        prompt: np.ndarray,
-        *,
-        num_new_tokens: int,
-        sampling: Sampling,
-        seed: int,
-        num_samples: int,
-        ends: Sequence[int] = (),
-    ) -> Iterator[np.ndarray]:
-        """Yield the token of every sample, int32 [B], for each position; eos after a sample has
-        ended.
-
-        Args:
-          ends: tokens that end a sample, besides eos.
-          prompt: ids [N], at least one. N + num_new_tokens - 1 is at most the model's max_length.
-        """
-        check_jax_settings()
-        length, limit, eos = len(prompt), self.config.max_length, self.tokenizer.eos
-        padded = np.zeros((1, rounded_up(length, limit)), np.int32)
-        padded[0, :length] = prompt
-        keys = jax.vmap(functools.partial(jax.random.fold_in, make_key(seed)))(
-            jnp.arange(num_samples)
-        )
-        tokens, cache = prefill(
-            self.model,
-            self.params,
-            padded,
-            np.int32(length),
-            keys,
-            sampling=sampling,
-            num_keys=rounded_up(length + num_new_tokens - 1, limit),
-        )
-        over = np.zeros(num_samples, bool)
-        for position in range(length, length + num_new_tokens):
-            drawn = tokens
-            if position + 1 < length + num_new_tokens:  # dispatched before `drawn` is waited for
-                tokens, cache = next_tokens(
-                    self.model,
-                    self.params,
-                    cache,
-                    tokens,
-                    np.int32(position),
-                    keys,
-                    sampling=sampling,
-                )
-            ids = np.where(over | np.isin(drawn, ends), eos, drawn)
-            over = ids == eos
-            yield ids
-            if over.all():
-                return
-
-    def _texts(
-        self, tokens: Iterator[np.ndarray], texts: list[StreamedText]
-    ) -> Iterator[list[str]]:
-        for ids in tokens:
-            yield [text.push(int(token)) for text, token in zip(texts, ids, strict=True)]
-            if all(text.is_over for text in texts):
-                return
-        yield [text.rest() for text in texts]
-
-
-def rounded_up(length: int, limit: int) -> int:
-    """The smallest power of two that is at least `length` and MIN_LENGTH, but at most `limit`."""
-    return min(limit, max(MIN_LENGTH, 1 << (length - 1).bit_length()))

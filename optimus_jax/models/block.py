@@ -339,9 +339,10 @@ def with_earlier(
     cache: tuple[Array, Array], k_BLGK: Array, v_BLGK: Array, run: ForwardContext
 ) -> tuple[Array, Array]:
     """Earlier keys and values [B, T, G, K], and those of this pass in their places."""
-    start = (0, run.visibility.query_offset, 0, 0)
+    start_B = jnp.broadcast_to(jnp.ravel(run.visibility.query_offset), len(k_BLGK))
+    in_place = jax.vmap(lambda old, new, start: lax.dynamic_update_slice(old, new, (start, 0, 0)))
     keys, values = (
-        lax.dynamic_update_slice(old, new.astype(old.dtype), start)
+        in_place(old, new.astype(old.dtype), start_B)
         for old, new in zip(cache, (k_BLGK, v_BLGK), strict=True)
     )
     return keys, values

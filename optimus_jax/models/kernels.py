@@ -103,7 +103,8 @@ class Visibility:
     segments_BL: Array | None = None
     """Document of every position, int32 [B, L]; None: each example is one document."""
     query_offset: Array | int = 0
-    """Position of the first query among the keys (above 0 when a cache holds earlier keys)."""
+    """Position of the first query among the keys (above 0 when a cache holds earlier keys), of all
+    examples or of each, int [B, 1, 1]."""
     causal: bool = True
     """Whether keys after a query are hidden from it."""
     window: int | None = None

@@ -28,11 +28,18 @@ from optimus_jax.config import ModelConfig
 from optimus_jax.config.axes import AxisSizes
 from optimus_jax.data.tokenizers import ByteTokenizer, load_tokenizer
 from optimus_jax.errors import CheckpointError, ConfigError, DataError, OptimusError
+from optimus_jax.inference.generation import (
+    Prompt,
+    generate_ids,
+    next_tokens,
+    prefill,
+    rounded_up,
+)
 from optimus_jax.inference.loading import load_text_model
-from optimus_jax.inference.model_on_mesh import ModelOnMesh, next_tokens, prefill, unpadded
+from optimus_jax.inference.model_on_mesh import ModelOnMesh, unpadded
 from optimus_jax.inference.sampling import Sampling, candidates, draw
 from optimus_jax.inference.streamed_text import Detokenizer, StreamedText
-from optimus_jax.inference.text_model import TextModel, rounded_up
+from optimus_jax.inference.text_model import GenerationSettings, TextModel
 from optimus_jax.mesh.collectives import Collectives
 from optimus_jax.models.block import ForwardContext
 from optimus_jax.run.api import train
@@ -116,20 +123,24 @@ def full_logits(model, ids):
     return np.asarray(run(model.params)[0])
 
 
-def generated(model, prompt=PROMPT, *, num_new_tokens=20, seed=0, num_samples=1, **sampling):
-    """Ids [num_samples, number of new tokens]."""
-    return np.stack(
+def generated(model, *prompts, num_new_tokens=20, seed=0, num_samples=1, ends=(), **sampling):
+    """Ids [prompts * num_samples, number of new tokens]; the prompt is PROMPT unless some are
+    given.
+    """
+    counts = np.broadcast_to(num_new_tokens, len(prompts) or 1)
+    rows = generate_ids(
+        model.model,
+        model.params,
         [
-            *model.generate_ids(
-                np.asarray(prompt),
-                num_new_tokens=num_new_tokens,
-                sampling=Sampling(**sampling),
-                seed=seed,
-                num_samples=num_samples,
-            )
+            Prompt(ids=np.asarray(prompt), num_new_tokens=int(count), seed=seed)
+            for prompt, count in zip(prompts or [PROMPT], counts, strict=True)
         ],
-        axis=1,
+        eos=model.tokenizer.eos,
+        sampling=Sampling(**sampling),
+        num_samples=num_samples,
+        ends=ends,
     )
+    return np.stack([ids for ids, _ in rows], axis=1)
 
 
 @pytest.mark.parametrize("family", ["gptj", "opt", "gemma2", "gemma3_text"])
@@ -150,14 +161,34 @@ def assert_cache_changes_nothing(model):
     padded = np.full((1, 32), 99, np.int32)  # padding that would be seen if it were not hidden
     padded[0, :20] = ids[:20]
     empty = model.model.empty_cache(model.params, 64)
+    first = np.zeros(1, np.int32)
     for last in range(20):
-        logits, cache = run(empty, padded, np.int32(0), np.int32(last))
+        logits, cache = run(empty, padded, first, first + last)
         assert_close(logits[0], expected[last], F32_RELATIVE)
     for position in range(20, 40):
-        logits, cache = run(
-            cache, ids[None, position : position + 1], np.int32(position), np.int32(0)
-        )
+        logits, cache = run(cache, ids[None, position : position + 1], first + position, first)
         assert_close(logits[0], expected[position], F32_RELATIVE)
+
+
+@pytest.mark.parametrize("family", ["gptj", "opt", "gemma2"])
+def test_rows_of_other_lengths_change_no_logits(family):
+    """Each row is at a position of its own, in a window, with learned positions or a bias."""
+    model = random_model(replace(FAMILY_MODELS[family], vocab_size=257, max_length=64))
+    rng, lengths = np.random.default_rng(1), np.array([3, 20, 11], np.int32)
+    texts = [rng.integers(0, 257, length + 9).astype(np.int32) for length in lengths]
+    expected = [full_logits(model, text) for text in texts]
+    run = jax.jit(lambda *given: model.model.extend(model.params, *given))
+    padded = np.full((3, 32), 99, np.int32)
+    for row, text, length in zip(padded, texts, lengths, strict=True):
+        row[:length] = text[:length]
+    cache = model.model.empty_cache(model.params, 64, rows=3)
+    logits, cache = run(cache, padded, np.zeros_like(lengths), lengths - 1)
+    for number in range(9):
+        for row, length, whole in zip(logits, lengths, expected, strict=True):
+            assert_close(row, whole[length - 1 + number], F32_RELATIVE)
+        places = lengths + number
+        tokens = np.array([[text[place]] for text, place in zip(texts, places, strict=True)])
+        logits, cache = run(cache, tokens, places, np.zeros_like(lengths))
 
 
 SPLIT = (("gpt2", "fsdp=2,tensor=2"), ("gpt2", "fsdp=8"), ("llama with grouped heads", "tensor=4"))
@@ -183,9 +214,10 @@ def test_a_model_split_over_a_mesh_generates_the_same(name, axes):
     )
     other = replace(model, model=split, params=params)
     cache, tokens = model.model.empty_cache(params, 32), PROMPT[None]
-    whole, _ = model.model.extend(model.params, cache, tokens, jnp.int32(0), jnp.int32(6))
+    first = jnp.zeros(1, jnp.int32)
+    whole, _ = model.model.extend(model.params, cache, tokens, first, first + 6)
     empty = split.empty_cache(params, 32)
-    parts, _ = jax.jit(split.extend)(params, empty, tokens, jnp.int32(0), jnp.int32(6))
+    parts, _ = jax.jit(split.extend)(params, empty, tokens, first, first + 6)
     vocab = model.config.vocab_size
     assert_close(np.asarray(parts)[:, :vocab], whole, F32_RELATIVE)
     assert np.isneginf(np.asarray(parts)[:, vocab:]).all()
@@ -193,7 +225,8 @@ def test_a_model_split_over_a_mesh_generates_the_same(name, axes):
     assert other.logits(PROMPT).shape == expected.shape
     assert_close(other.logits(PROMPT), expected, F32_RELATIVE)
     for how in ({"temperature": 0.0}, {"seed": 3, "num_samples": 2}):
-        np.testing.assert_array_equal(generated(other, **how), generated(model, **how))
+        both = [generated(each, PROMPT, PROMPT[:2], **how) for each in (other, model)]
+        np.testing.assert_array_equal(*both)
 
 
 @pytest.mark.parametrize("axes", ["data=2", "pipe=2,tensor=2", "tensor=3"])
@@ -218,11 +251,11 @@ def test_logits_of_a_text_are_those_of_a_full_pass(model):
 
 
 def test_text_may_fill_all_positions(gpt):
-    prompt = np.arange(60)
+    prompt, how = np.arange(60), GenerationSettings(temperature=0, max_new_tokens=6)
     with pytest.warns(
         UserWarning, match="at most 5 new tokens: custom has 64 positions, and the prompt takes 60"
     ):
-        pieces = [*gpt.generate(bytes(range(60)).decode(), temperature=0, max_new_tokens=6)]
+        pieces = [*gpt.generate(bytes(range(60)).decode(), how)]
     tokens = generated(gpt, prompt, temperature=0, num_new_tokens=5)[0]
     assert tokens.tolist() == full_logits(gpt, [*prompt, *tokens[:-1]]).argmax(-1)[59:].tolist()
     assert "".join(piece for (piece,) in pieces) == gpt.tokenizer.decode(tokens)
@@ -236,16 +269,8 @@ def test_text_past_the_trained_length_ends_or_warns(model):
 
     def length(**settings):
         messages.clear()
-        return (
-            len(
-                [
-                    *short.generate(
-                        prompt, temperature=0, max_new_tokens=20, warn=messages.append, **settings
-                    )
-                ]
-            )
-            - 1
-        )
+        how = GenerationSettings(temperature=0, max_new_tokens=20, **settings)
+        return len([*short.generate(prompt, how, warn=messages.append)]) - 1
 
     if model.config.family == "gpt2":
         assert (length(), messages) == (
@@ -274,7 +299,8 @@ def test_text_past_the_trained_length_ends_or_warns(model):
                 " past token 16 may be worse"
             ],
         )
-    assert len([*short.generate(prompt, temperature=0, max_new_tokens=7, warn=pytest.fail)]) == 8
+    how = GenerationSettings(temperature=0, max_new_tokens=7)
+    assert len([*short.generate(prompt, how, warn=pytest.fail)]) == 8
 
 
 def test_sample_ends_at_the_end_of_a_document(gpt):
@@ -300,6 +326,39 @@ def test_every_draw_has_a_key_of_its_own(gpt):
     assert generated(even, num_samples=1, seed=1).tolist() == three[:1].tolist()
     draws = [*three.ravel(), *generated(even, num_samples=3, seed=2).ravel()]
     assert len(set(draws)) > 80, "of 257 tokens, 120 draws hit about 96"
+
+
+def test_each_prompt_of_a_batch_has_the_text_that_it_has_alone(gpt):
+    """Whatever ends the others, however long they are, and in a batch that is not full."""
+    ends = NoEnd()
+    ends.eos = int(generated(gpt, np.arange(5), temperature=0)[0, 7])
+    model = replace(gpt, tokenizer=ends)
+    prompts = ["".join(map(chr, range(length))) for length in (5, 33, 1, 12, 60)]
+    for more in ({"temperature": 0.0}, {"seed": 5, "num_samples": 2}):
+        how, warned = GenerationSettings(max_new_tokens=10, **more), []
+        alone = [
+            ["".join(parts) for parts in zip(*model.generate(prompt, how, warn=str), strict=True)]
+            for prompt in prompts
+        ]
+        for size in (1, 2, 8):
+            texts = model.generate_each(prompts, how, batch_size=size, warn=warned.append)
+            assert [*texts] == alone, size
+        assert sum("at most 5 new tokens" in each for each in warned) == 3
+        short = GenerationSettings(max_new_tokens=10, stop=[alone[1][0][2:4]], **more)
+        (first, *_), (second, *_) = model.generate_each(prompts[:2], short, warn=str)
+        assert first == alone[0][0].split(short.stop[0])[0]
+        assert second == alone[1][0].split(short.stop[0])[0]
+    with pytest.raises(DataError, match=r"prompt 2 of 3: the prompt is empty"):
+        model.generate_each(["a", "", "b"])
+    with pytest.raises(ConfigError, match="batch_size is out of range"):
+        model.generate_each(["a"], batch_size=0)
+
+
+def test_a_batch_ends_when_its_last_row_has(gpt):
+    rows = generated(gpt, PROMPT, PROMPT[:3], num_new_tokens=(4, 9), temperature=0)
+    assert rows.shape == (2, 9)
+    assert (rows[0, 4:] == NoEnd.eos).all()
+    assert rows[0, :4].tolist() == generated(gpt, temperature=0, num_new_tokens=4)[0].tolist()
 
 
 def test_prompts_of_many_lengths_share_one_program(gpt):
@@ -347,7 +406,8 @@ def test_candidates_are_the_likeliest_tokens(logits, top_k, top_p):
 def test_draws_have_the_probabilities_asked_for(sampling, expected):
     num_draws = 20_000
     logits = jnp.log(jnp.tile(jnp.array([[0.1, 0.2, 0.3, 0.4]]), (num_draws, 1)))
-    drawn = draw(logits, jax.random.split(jax.random.key(0), num_draws), jnp.int32(7), sampling)
+    places = jnp.full(num_draws, 7)
+    drawn = draw(logits, jax.random.split(jax.random.key(0), num_draws), places, sampling)
     share = np.bincount(np.asarray(drawn), minlength=4) / num_draws
     # four standard deviations at most
     np.testing.assert_allclose(share, expected, atol=4 * 0.5 / num_draws**0.5)
@@ -393,13 +453,13 @@ def test_text_ends_before_the_first_stop(text, stop):
 
 
 def test_generation_ends_when_all_samples_have_stopped(gpt):
-    text = "".join(first for (first,) in gpt.generate("abc", seed=1, warn=lambda text: None))
+    text = "".join(first for (first,) in gpt.generate("abc", GenerationSettings(seed=1), warn=str))
     stop = text[5:7]
-    pieces = list(gpt.generate("abc", seed=1, stop=[stop], warn=lambda text: None))
+    pieces = [*gpt.generate("abc", GenerationSettings(seed=1, stop=[stop]), warn=str)]
     assert "".join(first for (first,) in pieces) == text[: text.find(stop)]
     assert len(pieces) < 12
     with pytest.raises(ConfigError, match="stop is out of range"):
-        gpt.generate("abc", stop=[""])
+        GenerationSettings(stop=[""])
 
 
 @pytest.mark.parametrize(
@@ -415,9 +475,9 @@ def test_generation_ends_when_all_samples_have_stopped(gpt):
         ({"top_p": 1.1}, "top_p"),
     ],
 )
-def test_numbers_out_of_range_are_refused(gpt, settings, message):
+def test_numbers_out_of_range_are_refused(settings, message):
     with pytest.raises(ConfigError, match=message):
-        gpt.generate("a", **settings)
+        GenerationSettings(**settings)
 
 
 @pytest.mark.parametrize(
@@ -503,7 +563,8 @@ def test_a_loaded_model_generates_gives_logits_and_is_exported(trained, tmp_path
     model = optimus_jax.load(trained.run_dir)
     how = {"max_new_tokens": 8, "temperature": 0.0}
     text = model.generate("the cat", **how)
-    assert text == "".join(piece for (piece,) in model.text_model.generate("the cat", **how))
+    pieces = model.text_model.generate("the cat", GenerationSettings(**how))
+    assert text == "".join(piece for (piece,) in pieces)
     assert text == "".join(model.stream("the cat", **how))
     assert model.generate(["the cat", "a mat"], **how) == [text, model.generate("a mat", **how)]
     logits = model.logits("the cat")
@@ -513,8 +574,10 @@ def test_a_loaded_model_generates_gives_logits_and_is_exported(trained, tmp_path
     published = optimus_jax.load(exported.directory)
     assert (exported.step, published.step) == (3, None)
     assert_close(published.logits("the cat"), logits, F32_RELATIVE)
-    with pytest.raises(ConfigError, match="one text is generated"):
+    with pytest.raises(ConfigError, match=r"(?s)num_samples=2.*another seed="):
         model.generate("the cat", num_samples=2)
+    with pytest.raises(ConfigError, match=r"(?s)max_tokens=2.*max_new_tokens"):
+        model.generate(["the cat"], max_tokens=2)
     with pytest.raises(ConfigError, match="does not read sound"):
         model.transcribe(np.zeros(16_000, np.float32))
 
@@ -578,11 +641,8 @@ def test_script_prints_the_generated_text(trained):
             " past token 16 is noise, because positions there are learned\ngpt2-nano after step 3\n"
         ),
     )
-    pieces = [
-        *load_text_model(trained.run_dir).generate(
-            "the", **flags, past_trained_length=True, warn=str
-        )
-    ]
+    how = GenerationSettings(**flags, past_trained_length=True)
+    pieces = load_text_model(trained.run_dir).generate("the", how, warn=str)
     first, second = ("the" + "".join(texts) for texts in zip(*pieces, strict=True))
     assert done.stdout == f"{first}\n\n{'-' * 40}\n{second}\n"
 
@@ -599,14 +659,8 @@ def test_a_published_model_continues_a_prompt_as_transformers_does(tmp_path):
     for axes in ("", "tensor=2", "fsdp=4"):
         mesh = AxisSizes.parse(axes) if axes else AxisSizes()
         model = load_text_model(directory, mesh=mesh)
-        found = model.generate_ids(
-            model.encode(prompt),
-            num_new_tokens=8,
-            sampling=Sampling(temperature=0),
-            seed=0,
-            num_samples=1,
-        )
-        assert [int(token) for (token,) in found] == expected.tolist()
+        found = generated(model, model.encode(prompt), num_new_tokens=8, temperature=0)
+        assert found[0].tolist() == expected.tolist()
     with pytest.raises(ConfigError, match="has no checkpoints"):
         load_text_model(directory, 3)
     assert load_text_model(directory, eos=WORDS[5]).tokenizer.eos == 5
@@ -631,11 +685,9 @@ def test_a_chat_is_written_out_and_ends_with_the_turn(tmp_path):
     (end,) = model._ends_of_turns(pytest.fail)
     assert theirs.convert_ids_to_tokens(end) == "<|im_end|>"
     assert ids.tolist().count(end) == 1  # the template's own, not that of the message
-    greedy = {"sampling": Sampling(temperature=0), "seed": 0, "num_samples": 1}
-    drawn = [int(token) for (token,) in model.generate_ids(ids, num_new_tokens=8, **greedy)]
-    again = model.generate_ids(ids, num_new_tokens=8, ends=(drawn[3],), **greedy)
-    cut = drawn[: drawn.index(drawn[3])]
-    assert [int(token) for (token,) in again] == [*cut, tokenizer.eos]
+    drawn = generated(model, ids, num_new_tokens=8, temperature=0)[0].tolist()
+    again = generated(model, ids, num_new_tokens=8, temperature=0, ends=(drawn[3],))
+    assert again[0].tolist() == [*drawn[: drawn.index(drawn[3])], tokenizer.eos]
     with pytest.raises(DataError, match="chat template"):
         replace(model, tokenizer=ByteTokenizer()).encode("what?", chat=True)
 
@@ -675,6 +727,7 @@ def test_script_continues_each_prompt_of_a_file(trained, tmp_path, capsys, monke
     for each in both:
         alone = printed("--prompt", each["prompt"], "--temperature", "0")
         assert alone == each["prompt"] + each["text"] + "\n"
+    assert printed(*greedy, "--batch-size", "1") == printed(*greedy)
     for line in printed("--prompts", str(prompts), "--num-samples", "2").splitlines():
         assert len(json.loads(line)["texts"]) == 2
     for wrong in ("the cat", '{"text": "the cat"}', "7"):
@@ -747,7 +800,7 @@ import os, runpy, sys
 from optimus_jax.inference import loading
 class Model:
     config, step = type("", (), {{"name": "tiny"}}), 1
-    def generate(self, prompt, **_):
+    def generate(self, *_, **__):
         return iter([["x" * 100000]] * 3)
 loading.load_text_model = lambda *_, **__: Model()
 sys.argv = ["generate.py", "--run", "r", "--prompt", "p"]

@@ -16,6 +16,7 @@ pytest.importorskip("lm_eval")
 from lm_eval.api.instance import Instance
 
 from optimus_jax.inference.harness import HarnessModel
+from optimus_jax.inference.text_model import GenerationSettings
 
 TEXTS = [
     ("the quick", " brown fox"),
@@ -111,7 +112,8 @@ def test_every_token_of_a_text_counts_once(model):
 
 def test_an_answer_ends_before_its_stop_text(model):
     harness = HarnessModel(model)
-    whole = "".join(piece for (piece,) in model.generate("begin", max_new_tokens=12, temperature=0))
+    how = GenerationSettings(max_new_tokens=12, temperature=0)
+    whole = "".join(piece for (piece,) in model.generate("begin", how))
     assert len(whole) > 5, "so that there is a text to stop at"
     asked = [
         ("begin", {"until": [], "max_gen_toks": 12}),
