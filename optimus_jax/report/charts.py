@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from optimus_jax.report.formatting import format_duration
 from optimus_jax.report.page import SMOOTH, check_page_packages
-from optimus_jax.report.run_events import step_of
+from optimus_jax.report.run_events import changed_settings, step_of
 from optimus_jax.report.run_history import RunHistory, Span
 from optimus_jax.viz.canvas import (
     BLUE,
@@ -242,7 +242,8 @@ def add_bands(figure: "go.Figure", history: RunHistory) -> None:
                 line={"color": INK, "width": 1, "dash": "dash"},
             )
         if last - first > LETTER_SHARE * (right - left):
-            _mark(figure, (first + last) / 2, plan_letter(plan), _span_title(history, span), INK)
+            title = as_text(_span_title(history, span))
+            _mark(figure, (first + last) / 2, plan_letter(plan), title, INK)
 
 
 def mark_switches(figure: "go.Figure", history: RunHistory) -> None:
@@ -251,13 +252,15 @@ def mark_switches(figure: "go.Figure", history: RunHistory) -> None:
         is_rollback = switch.kind == "rollback"
         colour = VERMILLION if is_rollback else INK
         layout = switch.layout or "an unknown layout"
-        title = f"{switch.kind} after step {switch.step:,} to {layout}"
+        title = as_text(f"{switch.kind} after step {switch.step:,} to {layout}")
         _vertical(figure, switch.step + 0.5, colour, "dot" if is_rollback else "solid")
         _mark(figure, switch.step + 0.5, ROLLBACK if is_rollback else REMESH, title, colour)
     for event in history.events_named("resume")[-MAX_BANDS:]:
         step = step_of(event)
+        lines = [f"resumed after step {step:,}", *changed_settings(event)]
+        title = "<br>".join(map(as_text, lines))
         _vertical(figure, step + 0.5, INK, "dashdot")
-        _mark(figure, step + 0.5, RESUME, f"resumed after step {step:,}", INK)
+        _mark(figure, step + 0.5, RESUME, title, INK)
 
 
 def _vertical(figure: "go.Figure", x: float, colour: str, dash: str) -> None:
@@ -273,14 +276,14 @@ def _vertical(figure: "go.Figure", x: float, colour: str, dash: str) -> None:
 
 
 def _mark(figure: "go.Figure", x: float, words: str, title: str, colour: str) -> None:
-    """Text above the chart with a tooltip."""
+    """Text above the chart with a tooltip, in which `<b>` and `&lt;` are plotly's markup."""
     figure.add_annotation(
         x=x,
         y=1,
         yref="paper",
         yanchor="bottom",
         text=words,
-        hovertext=as_text(title),
+        hovertext=title,
         showarrow=False,
         font={"color": colour, "size": 13},
     )

@@ -93,3 +93,12 @@ def format_value(value: object) -> str:
         case list() | tuple():
             return "; ".join(map(format_value, value)) or "nothing"
     return str(value)
+
+
+def shown_setting(value: object) -> str:
+    """The value of a setting for a reader."""
+    if isinstance(value, tuple | list):
+        return ", ".join(map(str, value)) or "none"
+    if value is None or isinstance(value, bool):
+        return str(value).lower()
+    return format_value(value)

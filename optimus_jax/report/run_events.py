@@ -12,6 +12,7 @@ from typing import Any, Literal, TypeGuard
 
 from optimus_jax.control.signals import OLD_SIGNAL_NAMES
 from optimus_jax.planning.profiles.cluster import OLD_LINK_NAMES
+from optimus_jax.report.formatting import shown_setting
 
 LoggedEvent = Mapping[str, Any]
 RecordedAction = Literal["stay", "switch", "tried"]
@@ -93,6 +94,15 @@ def mapping(values: LoggedEvent, name: str) -> LoggedEvent:
     """A field's value if it is a mapping, else an empty mapping."""
     value = values.get(name)
     return value if isinstance(value, Mapping) else {}
+
+
+def changed_settings(resume: LoggedEvent) -> list[str]:
+    """The settings that an event `resume` says are not as before, each with both values."""
+    return [
+        f"{name}: {shown_setting(values[0])}, then {shown_setting(values[1])}"
+        for name, values in mapping(resume, "settings").items()
+        if isinstance(values, list) and len(values) == 2 and not name.startswith("log.")
+    ]
 
 
 def step_of(event: LoggedEvent) -> int:

@@ -2,16 +2,22 @@
 
 from collections.abc import Mapping
 from itertools import pairwise
-from typing import Any
 
 from optimus_jax.config import Config
 from optimus_jax.config.presets import PRESETS, model_preset
 from optimus_jax.config.settings import compared_settings, value_of
 from optimus_jax.errors import OptimusError, first_line
 from optimus_jax.report.components import AT, moment, plan_name
-from optimus_jax.report.formatting import UNKNOWN, format_value
+from optimus_jax.report.formatting import UNKNOWN, shown_setting
 from optimus_jax.report.page import PageBlock, PageTable, note
-from optimus_jax.report.run_events import LoggedEvent, mapping, number, step_of, text
+from optimus_jax.report.run_events import (
+    LoggedEvent,
+    changed_settings,
+    mapping,
+    number,
+    step_of,
+    text,
+)
 from optimus_jax.report.run_history import RunHistory
 
 _NOT_SHOWN = ("model.name", "data.sources", "log.")
@@ -85,12 +91,13 @@ def resumes(history: RunHistory) -> list[PageBlock]:
             moment(number(event, "time_s")),
             text(event, "devices") or UNKNOWN,
             plan_name(history, text(following, "digest")),
+            "; ".join(changed_settings(event)) or "as before",
             _learning_rate(event),
         ]
         for event, following in pairwise([*found, {}])
         if event.get("event") == "resume"
     ]
-    head = ("after step", AT, "devices", "plan", "learning rate, held-out losses")
+    head = ("after step", AT, "devices", "plan", "settings", "learning rate, held-out losses")
     return [PageTable(caption="Resumed", head=head, rows=rows)] if rows else []
 
 
@@ -101,12 +108,3 @@ def _learning_rate(event: LoggedEvent) -> str:
         *([found] if (found := text(event, "evaluation")) else []),
     ]
     return "; ".join(parts) or "as before"
-
-
-def shown_setting(value: Any) -> str:
-    """The value of a setting for a reader."""
-    if isinstance(value, tuple | list):
-        return ", ".join(map(str, value)) or "none"
-    if value is None or isinstance(value, bool):
-        return str(value).lower()
-    return format_value(value)

@@ -9,12 +9,15 @@ from its initial devices. A resume reads them.
 If an older run directory lacks a derived value, it is derived from the config again.
 """
 
+import dataclasses
+import functools
+import operator
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from optimus_jax.config import Config, Precision
-from optimus_jax.config.settings import value_of
+from optimus_jax.config.settings import compared_settings, value_of
 from optimus_jax.training.optimizer import decay_begins, effective_warmup, peak_learning_rate
 
 UNSET = {
@@ -102,9 +105,25 @@ class ResumedConfig:
             return self
         return ResumedConfig(requested=self.requested, config=moved, before=before)
 
+    def changes(self, config: Config) -> dict[str, list[Any]]:
+        """The settings of `config`, with which the run goes on, that are not as before: name ->
+        the value before and now, as config.json has them.
+        """
+        before, now = (dataclasses.asdict(each) for each in (self.before, config))
+        return {
+            name: [_in_tree(before, name), _in_tree(now, name)]
+            for name in compared_settings(Config)
+            if value_of(self.before, name) != value_of(config, name)
+        }
+
     def as_requested(self, config: Config) -> Config:
         """`config` with the settings of UNSET as requested, that is possibly unset."""
         return config.with_values({name: value_of(self.requested, name) for name in UNSET})
+
+
+def _in_tree(tree: Mapping[str, Any], name: str) -> Any:
+    """The value of a dotted name."""
+    return functools.reduce(operator.getitem, name.split("."), tree)
 
 
 def config_with_derived(text: str) -> Config:

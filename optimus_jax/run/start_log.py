@@ -107,7 +107,7 @@ def _report_changes(
     checkpoints: tuple[int, ...],
 ) -> dict[str, Any]:
     """Show how learning rate, evaluations and precision of a resumed run differ from before, or
-    from those of a new run; return fields for the resume event.
+    from those of a new run; return fields for the resume event, with all settings that differ.
 
     Args:
       checkpoints: steps of the available checkpoints.
@@ -130,7 +130,7 @@ def _report_changes(
         step=first_step,
         checkpoints=checkpoints,
     )
-    said = {} if told is None else {"evaluation": told}
+    said = {"settings": resumed.changes(config)} | ({} if told is None else {"evaluation": told})
     if not change.is_changed:
         return said
     display.message(change.describe())

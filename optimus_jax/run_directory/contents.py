@@ -143,6 +143,7 @@ EVENTS: Mapping[EventName, EventKind] = {
             "lr_now": "Learning rate of the next step, likewise.",
             "lr_end": "Learning rate of the last step of the run, likewise.",
             "evaluation": "Why held-out losses cannot be compared with those from before.",
+            "settings": "Settings that are not as before, by name: the value before and now.",
         },
     ),
     "plan": EventKind(

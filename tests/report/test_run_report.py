@@ -423,7 +423,9 @@ def test_a_resumed_run_shows_its_settings_and_where_its_time_went(tmp_path):
     run.log_event("start", 0, devices="8 x cpu (cpu)")
     run.log_step(step(1))
     run.log_event("checkpoint", 1, blocked_s=0.02)
-    run.log_event("resume", 1, devices="4 x cpu (cpu)", lr_before=0.003, lr_now=0.001)
+    changed = {"steps": [40, 80], "parallel.zero": [None, 3], "log.progress": ["auto", "none"]}
+    more = {"lr_before": 0.003, "lr_now": 0.001, "settings": changed}
+    run.log_event("resume", 1, devices="4 x cpu (cpu)", **more)
     run.log_step(step(2, SECOND))
     run.log_event(
         "profile",
@@ -442,6 +444,7 @@ def test_a_resumed_run_shows_its_settings_and_where_its_time_went(tmp_path):
         "advise",
         "optimizer.lr",
         "0.003, then 0.001",
+        "steps: 40, then 80; parallel.zero: none, then 3",
         "4 x cpu (cpu)",
         "0; resumed under 2 plans",
         "Steps 2 to 2: 200 ms a step",
@@ -451,6 +454,7 @@ def test_a_resumed_run_shows_its_settings_and_where_its_time_went(tmp_path):
     ):
         assert words in shown.words, words
     assert "model.num_layers" not in shown.words, "that is gpt2-nano's"
+    assert "log.progress" not in shown.words
     assert shown.words.index("Loss") < shown.words.index("Overview")
     assert "Evaluations" not in shown.words, "nothing was evaluated"
     run.close()

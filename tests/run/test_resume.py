@@ -395,9 +395,10 @@ def test_an_extended_run_keeps_its_warmup_and_decay(uninterrupted, tmp_path, cap
         config["derived"]["optimizer.decay_steps"],
     ) == (STEPS + 2, None, STEPS)
     events = [json.loads(line) for line in (run_dir / "events.jsonl").read_text().splitlines()]
-    assert [event["lr_end"] for event in events if event["event"] == "resume"] == [
-        pytest.approx(1e-3)
-    ]
+    (resume,) = [event for event in events if event["event"] == "resume"]
+    assert resume["lr_end"] == pytest.approx(1e-3)
+    changed = {name: values for name, values in resume["settings"].items() if "log." not in name}
+    assert changed == {"steps": [STEPS, STEPS + 2]}
 
 
 def test_a_damaged_newest_checkpoint_is_set_aside(uninterrupted, text, tmp_path, capsys):
