@@ -9,6 +9,7 @@ import pytest
 EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.py"))
 PRINTS = {
     "adapters": ["base: loss ", "tuned: loss ", " on fsdp=4,tensor=2"],
+    "use_a_model": ["'12 is a ", "perplexity on other texts", "config.json", "model.safetensors"],
     "where_time_goes": ["the fastest of 8 steps", "attention", "idle"],
     "own_data": ["(12, "],
     "callback": ["step 1 is next, on data=8", "held-out loss", "interrupt"],
