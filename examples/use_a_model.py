@@ -1,4 +1,4 @@
-"""Load what a run has learnt: continue prompts, measure it on other data, write it for transformers.
+"""Load what a run has learnt: continue prompts, measure it on other texts, export it.
 
 `python examples/use_a_model.py` takes half a minute on virtual devices of a CPU.
 """

@@ -39,9 +39,7 @@ addEventListener("load", () => setTimeout(() => {
     .map(other => [one.textContent.slice(0, 40), other.textContent.slice(0, 40)]));
   const all = (part, selector) => [...part.querySelectorAll(selector)];
   const texts = ".xtick text, .ytick text, .xtitle, .ytitle, .annotation-text, .legendtext";
-  const said = document.createElement("pre");
-  said.id = "probe";
-  said.textContent = JSON.stringify({
+  const seenHere = {
     charts: all(document, ".chart").map(chart => ({
       name: chart.dataset.name,
       visible: seen(chart),
@@ -56,11 +54,22 @@ addEventListener("load", () => setTimeout(() => {
     fits: document.documentElement.scrollWidth <= window.innerWidth,
     loaded: performance.getEntriesByType("resource").map(entry => entry.name),
     paper: getComputedStyle(document.body).backgroundColor,
-    ink: all(document, ".xtick text").map(text => getComputedStyle(text).fill)});
-  document.body.append(said);
+    ink: all(document, ".xtick text").map(text => getComputedStyle(text).fill)};
+  top.postMessage(JSON.stringify(seenHere), "*");
 }, 500));
 </script>"""
 """Script that records what the browser shows."""
+FRAME = """<!doctype html><style>* {{ margin: 0; border: 0 }}</style>
+<iframe src="{name}" width="{width}" height="{height}"></iframe>
+<script>addEventListener("message", event => {{
+  const said = document.createElement("pre");
+  said.id = "probe";
+  said.textContent = event.data;
+  document.body.append(said);
+}});</script>"""
+"""Page that shows another one at any width: a window of Chromium has at least 500 pixels."""
+PHONE, DESKTOP = (390, 844), (1000, 800)
+"""Width and height in pixels."""
 
 
 @pytest.fixture(scope="module")
@@ -105,11 +114,13 @@ def browse(page: Path, *flags: str) -> tuple[str, list[str]]:
     return done.stdout, [line for line in done.stderr.splitlines() if ":CONSOLE" in line]
 
 
-def probed(page: Path, *flags: str) -> dict:
-    copy = page.with_name("probed.html")
+def probed(page: Path, *flags: str, window: tuple[int, int] = DESKTOP) -> dict:
+    copy, frame = page.with_name("probed.html"), page.with_name("frame.html")
     text = re.sub('<meta http-equiv="Content-Security-Policy"[^>]*>', "", page.read_text())
     copy.write_text(text.replace("</body>\n</html>", f"{PROBE}</body>\n</html>"))
-    document, console_messages = browse(copy, *flags)
+    width, height = window
+    frame.write_text(FRAME.format(name=copy.name, width=width, height=height))
+    document, console_messages = browse(frame, *flags)
     assert not console_messages
     found = re.search('<pre id="probe">(.*?)</pre>', document, re.DOTALL)
     assert found is not None
@@ -132,19 +143,42 @@ def test_browser_errors_are_detected(page):
 
 
 @needs_browser
-@pytest.mark.parametrize("window", ["1000,800", "500,900"])
+@pytest.mark.parametrize("window", [DESKTOP, PHONE], ids=["desktop", "phone"])
 def test_charts_are_drawn_and_nothing_overlaps(page, window):
-    seen = probed(page, f"--window-size={window}")
+    seen = probed(page, window=window)
     names = {chart["name"] for chart in seen["charts"]}
     assert {"loss", "times", "quantities", "predictions", "memory", "switch0"} <= names
+    check_page(seen, window)
+    assert seen["why"] == [LAST_WHY]
+
+
+@needs_browser
+def test_pages_of_several_runs_and_of_plans_fit_a_phone(page, tmp_path):
+    write_run(tmp_path / "a").close()
+    write_run(tmp_path / "b").close()
+    compared, plans = tmp_path / "compared.html", tmp_path / "plans.html"
+    done = run_in_process("report", tmp_path / "a", tmp_path / "b", "--out", compared)
+    assert done.returncode == 0, done.stderr
+    flags = ("--model", "gpt2", "--schedule", "1f1b", "--remat", "none")
+    clusters = ("--compare", "h100:8", "h200:8")
+    done = run_in_process("plan", *clusters, *flags, "--html", plans)
+    assert done.returncode == 0, done.stderr
+    for other, least in ((compared, {"loss", "times"}), (plans, set())):
+        seen = probed(other, window=PHONE)
+        assert least <= {chart["name"] for chart in seen["charts"]}
+        check_page(seen, PHONE)
+
+
+def check_page(seen: dict, window: tuple[int, int]) -> None:
+    """Check that every chart is drawn, that nothing overlaps, and that all fits the window."""
+    assert seen["charts"]
     for chart in seen["charts"]:
         assert chart["visible"], chart
-        assert chart["width"] > 400, chart
+        assert chart["width"] > min(400, 0.8 * window[0]), chart
         assert chart["drawn"] > 0, chart
         assert not chart["clashes"], chart
         assert chart["fits"], chart
     assert not seen["sections"]
-    assert seen["why"] == [LAST_WHY]
     assert seen["fits"], "the page is not wider than its window"
     assert seen["loaded"] == []
 
