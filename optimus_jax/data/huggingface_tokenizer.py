@@ -183,9 +183,11 @@ class HuggingFaceTokenizer:
         if None not in texts or not {0, 1} <= {*texts}:
             return frame_of_ends(self.eos)
         size, first, second = texts.count(1), texts.index(0), texts.index(1)
+        begin = alone.sequence_ids.index(0)
         return TextFrame(
-            before=tuple(ids[:first]),
-            after=tuple(alone.ids[first + size :]),
+            before=tuple(alone.ids[:begin]),
+            after=tuple(alone.ids[begin + size :]),
+            first=tuple(ids[:first]),
             middle=tuple(ids[first + size : second]),
             last=tuple(ids[second + size :]),
             second_type=types[second],

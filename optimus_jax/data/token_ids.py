@@ -26,13 +26,15 @@ class TextFrame(NamedTuple):
     """The special tokens in which a tokenizer puts a text, or two."""
 
     before: tuple[int, ...]
-    """Ids before the first text."""
+    """Ids before a text that is alone."""
     after: tuple[int, ...]
     """Ids after a text that is alone."""
     middle: tuple[int, ...]
     """Ids between two texts."""
     last: tuple[int, ...]
     """Ids after the second text."""
+    first: tuple[int, ...] | None = None
+    """Ids before the first of two texts; None: those before a text that is alone."""
     second_type: int = 1
     """Type of the tokens of a second text and of those after it; others have type 0."""
 
@@ -45,7 +47,7 @@ class TextFrame(NamedTuple):
             longer of two first.
         """
         is_pair, sizes = len(texts) == 2, self.fitting(texts, most)
-        parts: list[Sequence[int] | np.ndarray] = [self.before]
+        parts: list[Sequence[int] | np.ndarray] = [self._beginning(texts)]
         for text, size, ids in zip(texts, sizes, self._ends(texts), strict=True):
             parts += [text[:size], ids]
         ids = np.concatenate([np.asarray(part, texts[0].dtype) for part in parts])
@@ -56,12 +58,16 @@ class TextFrame(NamedTuple):
 
     def fitting(self, texts: Sequence[np.ndarray], most: int) -> list[int]:
         """How many tokens of each text `around` keeps."""
-        room = max(0, most - len(self.before) - sum(map(len, self._ends(texts))))
+        room = max(0, most - len(self._beginning(texts)) - sum(map(len, self._ends(texts))))
         sizes = list(map(len, texts))
         if len(sizes) == 1:
             return [min(sizes[0], room)]
         first = min(sizes[0], max(room // 2, room - sizes[1]))
         return [first, min(sizes[1], room - first)]
+
+    def _beginning(self, texts: Sequence[np.ndarray]) -> tuple[int, ...]:
+        """The ids before the first text."""
+        return self.before if len(texts) == 1 or self.first is None else self.first
 
     def _ends(self, texts: Sequence[np.ndarray]) -> tuple[tuple[int, ...], ...]:
         """The ids after each text."""

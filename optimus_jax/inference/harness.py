@@ -54,7 +54,7 @@ class HarnessModel(TemplateLM):
         super().__init__()
         self._model = model
         self._batch_size = batch_size
-        self._begin = list(model.tokenizer.frame.before) if model.step is None else []
+        self._begin = list(model.begin)
         self._num_asked: Counter[str] = Counter()
 
     @property

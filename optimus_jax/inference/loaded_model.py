@@ -14,7 +14,7 @@ from optimus_jax.data.recordings import check_libraries, recordings_in, samples_
 from optimus_jax.data.tokenizers import Tokenizer
 from optimus_jax.devices.cpu import use_cpu_devices
 from optimus_jax.errors import ConfigError, explain
-from optimus_jax.inference.loading import load_text_model, speech_model
+from optimus_jax.inference.loading import load_text_model
 from optimus_jax.inference.text_model import GenerationSettings, TextModel
 from optimus_jax.inference.transcription import SpeechModel
 from optimus_jax.run.evaluate import EvaluationResult, evaluate
@@ -111,7 +111,8 @@ class LoadedModel:
 
     def logits(self, text: str | Sequence[int] | np.ndarray) -> np.ndarray:
         """Logits of the token that follows each token of a text, or of some token ids: float32
-        [L, V] for L tokens.
+        [L, V] for L tokens. Those of a published model's text begin with the BOS token that its
+        tokenizer has.
 
         Raises DataError if the text has no token, or some that the model does not know.
         """
@@ -145,7 +146,7 @@ class LoadedModel:
     def speech_model(self, *, language: str | None = None, translate: bool = False) -> SpeechModel:
         """The model as one that writes down recordings; arguments as in `transcribe`."""
         task = "translate" if translate else None
-        return speech_model(self.text_model, self.source, language=language, speech_task=task)
+        return SpeechModel.of(self.text_model, language=language, speech_task=task)
 
     def for_lm_eval(self, *, batch_size: int = 8) -> "HarnessModel":
         """The model for EleutherAI's lm-evaluation-harness: `lm_eval.simple_evaluate(model=...)`.

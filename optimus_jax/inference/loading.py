@@ -13,7 +13,6 @@ import jax.numpy as jnp
 from optimus_jax.checkpoint.checkpoints import Checkpoints
 from optimus_jax.config import Tuning
 from optimus_jax.config.axes import AxisSizes
-from optimus_jax.config.data import SpeechTask
 from optimus_jax.config.phases import phases_of
 from optimus_jax.data.tokenizers import Tokenizer, load_tokenizer
 from optimus_jax.devices.backend import start_backend, unexpected_cpu_warning
@@ -21,7 +20,6 @@ from optimus_jax.devices.jax_settings import check_jax_settings
 from optimus_jax.errors import ConfigError, explain
 from optimus_jax.inference.model_on_mesh import ONE_DEVICE, ModelOnMesh
 from optimus_jax.inference.text_model import TextModel
-from optimus_jax.inference.transcription import SpeechModel
 from optimus_jax.mesh.formats import COMPUTE_DTYPES
 from optimus_jax.mesh.leaf import Leaf
 from optimus_jax.models.merging import without_adapters
@@ -65,7 +63,11 @@ def load_text_model(
         source = adapters.published_base()
     if source is not None:
         load = partial(load_tokenizer, eos=eos, chat_template=chat_template)
-        return _published(source, adapters, step, mesh, load, warn)
+        model = _published(source, adapters, step, mesh, load, warn)
+        generation = dict(source.generation())
+        if eos is not None:
+            generation.pop("eos_token_id", None)
+        return replace(model, generation_config=generation)
     if eos is not None:
         raise ConfigError(
             explain(
@@ -75,31 +77,6 @@ def load_text_model(
             )
         )
     return _of_run(named, step, mesh, chat_template, warn)
-
-
-def speech_model(
-    loaded: TextModel,
-    named: UserPath,
-    *,
-    language: str | None = None,
-    speech_task: SpeechTask | None = None,
-) -> SpeechModel:
-    """A loaded model as one that writes down recordings.
-
-    Args:
-      named: what it was loaded from.
-      language, speech_task: as in `DataConfig`; None: those of the run, or those that a published
-        model's generation_config.json names, or the defaults.
-    Raises:
-      ConfigError: it does not read sound.
-    """
-    source = PublishedSource.parse(str(named), what=RUN)
-    return SpeechModel.of(
-        loaded,
-        language=language,
-        speech_task=speech_task,
-        published=None if source is None else source.generation(),
-    )
 
 
 def _of_run(
@@ -130,13 +107,13 @@ def _of_run(
     trained_length = max(
         phase.seq_len for phase in phases_of(config) if phase.steps_before < max(1, restored.step)
     )
+    params, form = jax.tree.flatten(restored.state.pop("params"))
+    # One after the other, so that never more than one is there in both formats.
+    for place, leaf in enumerate(jax.tree.leaves(model.shapes.leaves)):
+        params[place] = _computed_in(dtype, leaf, params[place]).block_until_ready()
     return TextModel(
         model=model,
-        params=jax.tree.map(
-            lambda leaf, param: _computed_in(dtype, leaf, param),
-            model.shapes.leaves,
-            restored.state["params"],
-        ),
+        params=jax.tree.unflatten(form, params),
         tokenizer=tokenizer,
         step=restored.step,
         trained_length=trained_length,

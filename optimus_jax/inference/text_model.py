@@ -1,9 +1,10 @@
 """A trained model with its tokenizer: it continues texts and scores them."""
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
@@ -79,11 +80,37 @@ class TextModel:
     """Length in tokens of the longest training examples; None if all positions were trained."""
     data: DataConfig = field(default_factory=DataConfig)
     """Settings of the data of its run; of a published model, the defaults."""
+    generation_config: Mapping[str, Any] = field(default_factory=dict)
+    """The generation_config.json of a published model; empty: it has none, or it is a run's."""
 
     @property
     def config(self) -> ModelConfig:
         """The model."""
         return self.model.config
+
+    @property
+    def begin(self) -> tuple[int, ...]:
+        """Tokens before every text: those that the tokenizer of a published model puts there. A
+        run's texts begin without.
+        """
+        return self.tokenizer.frame.before if self.step is None else ()
+
+    def generation_tokens(self, name: str) -> tuple[int, ...]:
+        """The token or tokens that a field of `generation_config` names; none if it is missing.
+
+        Raises ConfigError if it names other than tokens of the model.
+        """
+        found = self.generation_config.get(name)
+        tokens = [] if found is None else found if isinstance(found, list) else [found]
+        if all(isinstance(each, int) and 0 <= each < self.config.vocab_size for each in tokens):
+            return tuple(tokens)
+        raise ConfigError(
+            explain(
+                f"{name} of the model's generation_config.json lists no tokens of the model",
+                given=f"{found}; model.vocab_size={self.config.vocab_size}",
+                do="use the file that came with the weights, or remove it",
+            )
+        )
 
     def generate(
         self,
@@ -147,7 +174,7 @@ class TextModel:
 
         Args:
           settings: their `sampling`, `num_samples` and `stop` count.
-          ends: tokens that end a sample, besides eos.
+          ends: tokens that end a sample, besides eos and those of `generation_config`.
         """
         samples, most = settings.num_samples, min(batch_size, len(prompts))
         for start in range(0, len(prompts), batch_size):
@@ -176,7 +203,7 @@ class TextModel:
             eos=eos,
             sampling=settings.sampling,
             num_samples=settings.num_samples,
-            ends=ends,
+            ends=[*ends, *self.generation_tokens("eos_token_id")],
         )
         for ids, over in tokens:
             yield [
@@ -259,7 +286,10 @@ class TextModel:
     def encode(
         self, prompt: str, *, chat: bool = False, past_trained_length: bool = False
     ) -> np.ndarray:
-        """Token ids of a prompt. Raises DataError if the model cannot continue it."""
+        """Token ids of a prompt, after `begin`; of a chat, as its template writes it.
+
+        Raises DataError if the model cannot continue it.
+        """
         self._check_reads_text()
         try:
             prompt.encode()
@@ -280,7 +310,8 @@ class TextModel:
                 ) from error
             ids = self.tokenizer.encode_chats([rendered])[0].ids
         else:
-            ids = self.tokenizer.encode(prompt)
+            text = self.tokenizer.encode(prompt)
+            ids = np.concatenate([np.array(self.begin, text.dtype), text])
         if not len(ids):
             raise DataError(
                 explain(

@@ -5,9 +5,8 @@ Shapes: B recordings, F frames, P values of a frame, T tokens of text, D embed.
 """
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -57,15 +56,15 @@ class SpeechModel:
         *,
         language: str | None = None,
         speech_task: SpeechTask | None = None,
-        published: Mapping[str, Any] | None = None,
     ) -> "SpeechModel":
         """That of a loaded model.
 
         Args:
-          language, speech_task: as in `DataConfig`; None: as `published` or the model's run has it.
-          published: a generation_config.json; None: there is none.
+          language, speech_task: as in `DataConfig`; None: as the model's generation_config.json or
+            its run has it.
         Raises:
-          ConfigError: the model does not read sound, or `published` names tokens that it lacks.
+          ConfigError: the model does not read sound, or its generation_config.json names tokens
+            that it lacks.
         """
         if not loaded.config.frames:
             raise ConfigError(
@@ -75,7 +74,7 @@ class SpeechModel:
                     do="name a run of whisper-nano, or a published Whisper",
                 )
             )
-        given = published or {}
+        given = loaded.generation_config
         named = {
             "language": language or str(given.get("language") or "").strip("<|>"),
             "speech_task": speech_task or given.get("task"),
@@ -86,8 +85,8 @@ class SpeechModel:
             tokenizer=loaded.tokenizer,
             data=replace(loaded.data, **{name: each for name, each in named.items() if each}),
             names_language=given.get("is_multilingual") is not False,
-            suppressed=_tokens_in(given, "suppress_tokens", loaded.config),
-            suppressed_first=_tokens_in(given, "begin_suppress_tokens", loaded.config),
+            suppressed=loaded.generation_tokens("suppress_tokens"),
+            suppressed_first=loaded.generation_tokens("begin_suppress_tokens"),
         )
 
     def transcribe(self, recordings: Sequence[np.ndarray], *, batch_size: int = 8) -> list[str]:
@@ -213,25 +212,6 @@ def extend(
     logits_BV, cache = run(params, read, cache, tokens_BT, start)
     logits_BV = jnp.where(banned_V[None], -jnp.inf, logits_BV[:, : config.vocab_size])
     return jnp.argmax(logits_BV, -1).astype(jnp.int32), cache
-
-
-def _tokens_in(published: Mapping[str, Any], name: str, config: ModelConfig) -> tuple[int, ...]:
-    """The tokens of a list in a generation_config.json; none if it is null or missing.
-
-    Raises ConfigError if it is no list of tokens of the model.
-    """
-    found = published.get(name) or []
-    if isinstance(found, list) and all(
-        isinstance(each, int) and 0 <= each < config.vocab_size for each in found
-    ):
-        return tuple(found)
-    raise ConfigError(
-        explain(
-            f"{name} of the model's generation_config.json lists no tokens of the model",
-            given=f"{found}; model.vocab_size={config.vocab_size}",
-            do="use the file that came with the weights, or remove it",
-        )
-    )
 
 
 def batches(items: Sequence, size: int) -> Iterator[Sequence]:

@@ -664,6 +664,23 @@ def test_a_published_model_continues_a_prompt_as_transformers_does(tmp_path):
     with pytest.raises(ConfigError, match="has no checkpoints"):
         load_text_model(directory, 3)
     assert load_text_model(directory, eos=WORDS[5]).tokenizer.eos == 5
+    # A BOS token before texts, and several tokens that end one.
+    library = pytest.importorskip("tokenizers")
+    whole = library.Tokenizer.from_file(str(directory / "tokenizer.json"))
+    begin = (WORDS[6], 6)
+    whole.post_processor = library.processors.TemplateProcessing(f"{begin[0]} $0", None, [begin])
+    whole.save(str(directory / "tokenizer.json"))
+    theirs = transformers.AutoTokenizer.from_pretrained(directory)
+    model, greedy = load_text_model(directory), GenerationSettings(temperature=0, max_new_tokens=8)
+    assert model.encode(prompt).tolist() == theirs(prompt)["input_ids"] == [6, *ids]
+    (text,) = map("".join, zip(*model.generate(prompt, greedy), strict=True))
+    last = text.split()[2]
+    (directory / "generation_config.json").write_text(
+        json.dumps({"eos_token_id": [1, WORDS.index(last)]})
+    )
+    (cut,) = map("".join, zip(*load_text_model(directory).generate(prompt, greedy), strict=True))
+    assert cut == text[: text.index(last)].rstrip()
+    assert load_text_model(directory, eos=WORDS[5]).generation_tokens("eos_token_id") == ()
     (directory / "tokenizer.json").unlink()
     with pytest.raises(ConfigError, match="without a tokenizer"):
         load_text_model(directory)

@@ -181,12 +181,13 @@ def test_tokens_that_a_published_model_suppresses_are_not_written():
     first = sorted({int(row[0]) for row in free if len(row)})
     assert first, "of which at least one recording has a text"
     begin = {"begin_suppress_tokens": first, "suppress_tokens": None}
-    begun = SpeechModel.of(loaded, published=begin).tokens_of(values)
+    begun = SpeechModel.of(replace(loaded, generation_config=begin)).tokens_of(values)
     assert all(row[0] not in first for row in begun if len(row))
-    never = SpeechModel.of(loaded, published={"suppress_tokens": first}).tokens_of(values)
+    without = replace(loaded, generation_config={"suppress_tokens": first})
+    never = SpeechModel.of(without).tokens_of(values)
     assert not any(set(first) & set(row.tolist()) for row in never)
     with pytest.raises(ConfigError, match="suppress_tokens of the model's generation_config"):
-        SpeechModel.of(loaded, published={"suppress_tokens": [config.vocab_size]})
+        SpeechModel.of(replace(loaded, generation_config={"suppress_tokens": [config.vocab_size]}))
 
 
 def test_what_is_asked_for_comes_from_the_caller_the_published_model_or_the_run():
@@ -201,7 +202,8 @@ def test_what_is_asked_for_comes_from_the_caller_the_published_model_or_the_run(
     asked = SpeechModel.of(loaded).data
     assert (asked.language, asked.speech_task) == ("nl", "translate")
     published = {"language": "<|de|>", "task": "transcribe", "is_multilingual": False}
-    model = SpeechModel.of(loaded, published=published)
+    with_file = replace(loaded, generation_config=published)
+    model = SpeechModel.of(with_file)
     assert (model.data.language, model.data.speech_task) == ("de", "transcribe")
     assert not model.names_language
-    assert SpeechModel.of(loaded, language="fr", published=published).data.language == "fr"
+    assert SpeechModel.of(with_file, language="fr").data.language == "fr"
